@@ -1,0 +1,103 @@
+# Two commands for everybody: `make demo` and `make test` do all their set-up. `make help` lists the rest.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+JOBS ?= $(shell nproc)
+export MAX_JOBS ?= $(JOBS)
+# One architecture, for quick builds: the GPU's, or Hopper where there is none. `pip install .` builds them all.
+export TORCH_CUDA_ARCH_LIST ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -u | paste -sd ';'),9.0)
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+# The pins decide when the environment is made again.
+PINS := constraints.txt $(wildcard requirements/*.txt)
+STAMP := $(VENV)/.installed-$(shell cat $(PINS) 2>/dev/null | sha256sum | cut -c1-12)
+FORMATTED = $(shell find csrc tests examples -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
+
+.PHONY: help venv build demo test test-python test-cpp test-asan test-gpu gpu-report-check lint format bench docs wheel clean
+
+help:
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 22
+
+$(STAMP): $(PINS)
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' \
+	  || { echo "torch_fastdet: found $$($(PYTHON) --version 2>&1), but Python 3.10 to 3.13 is wanted; type: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
+	  || { echo "torch_fastdet: found no venv module for $(PYTHON); type: apt-get install python3-venv"; exit 1; }
+	@command -v $(or $(CXX),g++) >/dev/null || { echo "torch_fastdet: found no C++ compiler; type: apt-get install g++"; exit 1; }
+	rm -f $(VENV)/.installed-*
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --upgrade -c constraints.txt pip setuptools wheel
+	$(BIN)/pip install -c constraints.txt -r requirements/dev.txt
+	$(BIN)/pip install --no-deps -c constraints.txt -r requirements/yolov5.txt
+	touch $@
+
+venv: $(STAMP) ## virtual environment .venv with the pinned dependencies
+
+# The editable install is made once; setup.py compiles what changed.
+$(VENV)/.editable: $(STAMP) pyproject.toml setup.py
+	$(BIN)/pip install --no-build-isolation --no-deps -e .
+	touch $@
+
+build: $(VENV)/.editable ## compile the operators in place
+	@mkdir -p build
+	@$(BIN)/python setup.py -q build_ext --inplace > build/build.log 2>&1 || { tail -n 40 build/build.log; exit 1; }
+	@tail -n 1 build/build.log
+
+demo: build ## train yolov5n on real digits with the stock train.py, stock and with torch_fastdet (EPOCHS=2: a quick look)
+	$(BIN)/python -m examples.demo $(if $(EPOCHS),--epochs $(EPOCHS))
+
+test: build test-cpp test-python ## all tests that need no GPU (GPU tests are skipped with a reason)
+
+test-python: build
+	$(BIN)/python -m pytest
+
+test-cpp: $(STAMP)
+	@$(call googletest,build/cpp,OFF,$(BIN)/cmake)
+
+test-asan: $(STAMP) ## the GoogleTests under AddressSanitizer and UndefinedBehaviorSanitizer
+	@$(call googletest,build/cpp-asan,ON,$(BIN)/cmake)
+
+# $(1) build folder, $(2) sanitizers ON or OFF, $(3) cmake
+define googletest
+mkdir -p $(1) && { $(3) -S tests/cpp -B $(1) -DSANITIZE=$(2) && $(3) --build $(1) -j $(JOBS); } > $(1)/build.log 2>&1 \
+  || { tail -n 40 $(1)/build.log; exit 1; }; $(1)/core_tests --gtest_brief=1
+endef
+
+# On a GPU machine without network: the torch that is there, no virtual environment.
+test-gpu: ## on a GPU machine (offline): every test on CPU and CUDA, GoogleTests, compute-sanitizer; writes tests/gpu_report.json
+	$(PYTHON) -m tools.gpu_report run
+
+.SILENT: gpu-report-check
+gpu-report-check: ## says whether tests/gpu_report.json is of this tree
+	@$(or $(wildcard $(BIN)/python),$(PYTHON)) -m tools.gpu_report check
+
+lint: $(STAMP) ## clang-format, ruff, and the layering rule of csrc/core
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(FORMATTED)
+	@! grep -rnE '#\s*include\s*[<"](torch|ATen|c10|pybind11|Python\.h|checks/|cpu/|cuda/)' csrc/core \
+	  || { echo "csrc/core must include nothing of torch, ATen, c10, pybind11, Python or the glue"; exit 1; }
+
+format: $(STAMP) ## rewrites the sources as lint wants them
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(FORMATTED)
+
+bench: ## every benchmark on this machine (GPU where there is one, offline), into benchmarks/results/; then the tables
+	$(or $(BENCH_PYTHON),$(if $(shell command -v nvidia-smi),$(PYTHON),$(BIN)/python)) -m benchmarks
+
+$(VENV)/.docs-$(notdir $(STAMP)): $(STAMP)
+	$(BIN)/pip install -c constraints.txt -r requirements/docs.txt
+	touch $@
+
+docs: $(VENV)/.docs-$(notdir $(STAMP)) ## the documentation as a site in site/, warnings are errors
+	$(BIN)/mkdocs build --strict --quiet
+
+# What a user on another machine installs: every architecture, unless TORCH_CUDA_ARCH_LIST says otherwise on the command line.
+wheel: $(STAMP) ## the wheel in dist/, for every supported architecture, checked for what it needs
+	env $(if $(filter command line,$(origin TORCH_CUDA_ARCH_LIST)),,-u TORCH_CUDA_ARCH_LIST) \
+	  $(BIN)/pip wheel --no-build-isolation --no-deps -w dist .
+	$(BIN)/python -m tools.check_wheel dist/torch_fastdet-*.whl
+
+clean: ## removes build outputs, not .venv
+	rm -rf build dist *.egg-info torch_fastdet/*.so torch_fastdet/_build_config.json torch_fastdet/include torch_fastdet/share

@@ -1,0 +1,120 @@
+"""ComputeLoss forward and backward: YOLOv5's own, the same compiled, and torch_fastdet's.
+
+    python -m benchmarks.bench_loss [--device cpu|cuda] [--out FOLDER]
+
+Heads as a YOLOv5 model gives them at 640x640 under AMP (float16; float32 on the CPU), 80 classes, 8 boxes an image. Stock
+needs the package yolov5; without it the rows of stock are missing.
+"""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+from benchmarks.harness import Report, run
+from torch_fastdet.yolov5.loss import ComputeLoss
+
+STRIDES = (8, 16, 32)
+ANCHORS = ((10, 13, 16, 30, 33, 23), (30, 61, 62, 45, 59, 119), (116, 90, 156, 198, 373, 326))
+HYP = {
+    "box": 0.05,
+    "cls": 0.5,
+    "cls_pw": 1.0,
+    "obj": 1.0,
+    "obj_pw": 1.0,
+    "anchor_t": 4.0,
+    "fl_gamma": 0.0,
+    "label_smoothing": 0.0,
+}
+CLASSES = 80
+
+
+def make_model(device: torch.device) -> SimpleNamespace:
+    anchors = torch.tensor(ANCHORS, device=device).float().view(3, 3, 2)
+    stride = torch.tensor(STRIDES, device=device).float()
+    detect = SimpleNamespace(na=3, nc=CLASSES, nl=3, anchors=anchors / stride.view(3, 1, 1), stride=stride)
+    parameter = nn.Parameter(torch.zeros(1, device=device))
+    return SimpleNamespace(hyp=HYP, model=[detect], parameters=lambda: iter([parameter]))
+
+
+def make_heads(batch: int, size: int, device: torch.device, channels_last: bool) -> list[torch.Tensor]:
+    """As after the last convolution: objectness low, as it is in training; channels_last is the view without a copy."""
+    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    heads = []
+    for stride in STRIDES:
+        cells = size // stride
+        shape = (batch, cells, cells, 3, CLASSES + 5) if channels_last else (batch, 3, cells, cells, CLASSES + 5)
+        head = torch.randn(shape, device=device)
+        head[..., 4] -= 4
+        head = head.to(dtype)
+        heads.append((head.permute(0, 3, 1, 2, 4) if channels_last else head).requires_grad_())
+    return heads
+
+
+def make_targets(batch: int, boxes: int, device: torch.device) -> torch.Tensor:
+    count = batch * boxes
+    image = torch.arange(batch).repeat_interleave(boxes).view(-1, 1).float()
+    label = torch.randint(0, CLASSES, (count, 1)).float()
+    return torch.cat((image, label, torch.rand(count, 2), torch.rand(count, 2) ** 2 * 0.5 + 0.02), 1).to(device)
+
+
+def stock_loss(model: SimpleNamespace):
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from yolov5.utils.loss import ComputeLoss as Stock
+    except ImportError as error:
+        print(f"no rows of stock: {error}")
+        return None
+    return Stock(model)
+
+
+def step(compute, heads: list[torch.Tensor], targets: torch.Tensor):
+    def call():
+        loss, _ = compute(heads, targets)
+        for head in heads:
+            head.grad = None
+        loss.backward()
+
+    return call
+
+
+def measure(report: Report) -> None:
+    device = report.device
+    torch.manual_seed(0)
+    model = make_model(device)
+    ours, stock = ComputeLoss(model), stock_loss(model)
+    cases = ((16, 8), (64, 8), (16, 40)) if device.type == "cuda" else ((4, 8),)
+    for batch, boxes in cases:
+        targets = make_targets(batch, boxes, device)
+        heads = make_heads(batch, 640, device, False)
+        nhwc = make_heads(batch, 640, device, True)
+        variants = {
+            "torch_fastdet": step(ours, heads, targets),
+            "torch_fastdet, channels_last": step(ours, nhwc, targets),
+        }
+        if stock:
+            variants["stock"] = step(stock, heads, targets)
+            if device.type == "cuda":
+                variants["stock, torch.compile"] = step(torch.compile(stock.__call__), heads, targets)
+        elements = sum(head.numel() for head in heads)
+        cells = elements // (CLASSES + 5)
+        itemsize = heads[0].element_size()
+        # Objectness read in 32-byte sectors by both passes, and the gradient written once.
+        moved = elements * itemsize + 2 * cells * 32
+        report.compare(
+            f"640x640, batch {batch}, {boxes} boxes an image",
+            variants,
+            bytes=moved,
+            repetitions=30 if device.type == "cuda" else 5,
+            warmup=5 if device.type == "cuda" else 1,
+            inner=3 if device.type == "cuda" else 1,
+            ungraphable=("stock", "stock, torch.compile"),
+        )
+
+
+if __name__ == "__main__":
+    run("loss", measure)

@@ -1,0 +1,175 @@
+"""EMA, SGD and the whole optimizer step over YOLOv5's tensors, against stock's loops and the best that torch offers.
+
+The model has the convolutions, batch norms, nesting and state_dict sizes of YOLOv5 (benchmarks/work.py), built from torch's
+modules; gradients are random. Bytes are the floor: EMA 12 a parameter, SGD 20, the whole step 32 (four of them to read the
+gradients for the norm). `launches` counts kernels and copies. The step's variants all start from scaled gradients that do not
+overflow, and set the gradients back in a way that is part of none of them: they only shrink by the unscaling, which costs the
+same on any value.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from benchmarks import harness, work
+from torch_fastdet import ops, optim
+from torch_fastdet.ema import ModelEMA
+from torch_fastdet.optim import SGD, FusedStep
+
+
+class Conv(nn.Module):
+    def __init__(self, layer: work.Convolution):
+        super().__init__()
+        self.conv = nn.Conv2d(layer.inputs, layer.outputs, layer.kernel, bias=False)
+        self.bn = nn.BatchNorm2d(layer.outputs)
+        self.act = nn.SiLU()
+
+
+class Model(nn.Module):
+    """The tensors of YOLOv5, by module; it has no forward."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        layers = work.yolov5_convolutions(name)
+        self.model = nn.Sequential(*(Conv(layer) for layer in layers if layer.activated))
+        self.m = nn.ModuleList(nn.Conv2d(x.inputs, x.outputs, 1) for x in layers if not x.activated)
+        self.register_buffer("anchors", torch.rand(3, 3, 2))
+
+    def groups(self, decay: float = 5e-4):
+        norms = [m.weight for m in self.modules() if isinstance(m, nn.BatchNorm2d)]
+        weights = [m.weight for m in self.modules() if isinstance(m, nn.Conv2d)]
+        biases = [m.bias for m in self.modules() if getattr(m, "bias", None) is not None]
+        return [{"params": biases}, {"params": weights, "weight_decay": decay}, {"params": norms, "weight_decay": 0.0}]
+
+
+def stock_ema(ema: nn.Module, model: nn.Module, decay: float):
+    values = model.state_dict()
+    for name, v in ema.state_dict().items():
+        if v.dtype.is_floating_point:
+            v *= decay
+            v += (1 - decay) * values[name].detach()
+
+
+class Setup:
+    """One model with everything a step needs, for one variant."""
+
+    def __init__(self, name: str, device: torch.device, kind=SGD, scaled: bool = True, **arguments):
+        torch.manual_seed(0)
+        self.model = Model(name).to(device)
+        self.params = list(self.model.parameters())
+        # Learning rates that leave the weights where they are, for thousands of repetitions.
+        self.optimizer = kind(self.model.groups(), lr=1e-9, momentum=0.9, nesterov=True, **arguments)
+        self.scaler = torch.amp.GradScaler(device.type, init_scale=1.0, growth_interval=1 << 30, enabled=scaled)
+        if scaled:
+            self.scaler.scale(torch.zeros((), device=device))
+        for p in self.params:
+            p.grad = torch.randn_like(p) * 1e-3
+        self.ema = ModelEMA(self.model)
+        self.optimizer.step()
+
+    def floats(self):
+        values = self.model.state_dict()
+        return [(v, values[k]) for k, v in self.ema.ema.state_dict().items() if v.is_floating_point()]
+
+    def stock_step(self, ema=True):
+        self.scaler.unscale_(self.optimizer)
+        nn.utils.clip_grad_norm_(self.model.parameters(), max_norm=10.0)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if ema:
+            stock_ema(self.ema.ema, self.model, 0.999)
+
+    def tuned_step(self):
+        self.stock_step(ema=False)
+        averages, values = self.pairs
+        torch._foreach_lerp_(averages, values, 0.001)
+
+    def launcher_step(self):
+        """What train.py calls under --multi_tensor_optimizer."""
+        optim.unscale_(self.scaler, self.optimizer)
+        optim.clip_grad_norm_(self.model.parameters(), max_norm=10.0)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.ema.update(self.model)
+
+
+def measure_ema(report: harness.Report, name: str, **options) -> None:
+    setup, stock = Setup(name, report.device), Setup(name, report.device)
+    pairs = setup.floats()
+    averages, values = [v for v, _ in pairs], [x.detach() for _, x in pairs]
+    parameters = sum(v.numel() for v in averages)
+    variants = {
+        "stock loop": lambda: stock_ema(stock.ema.ema, stock.model, 0.999),
+        "torch._foreach_lerp_": lambda: torch._foreach_lerp_(averages, values, 0.001),
+        "torch_fastdet op on lists": lambda: ops.multi_tensor_ema_(averages, values, 0.999),
+        "torch_fastdet ModelEMA.update": lambda: setup.ema.update(setup.model),
+    }
+    report.compare(f"EMA {name}", variants, bytes=work.ema(parameters).bytes, **options)
+
+
+def measure_sgd(report: harness.Report, name: str, **options) -> None:
+    cuda = report.device.type == "cuda"
+    parameters = work.yolov5_parameters(name)
+    setups = {
+        "torch_fastdet SGD": Setup(name, report.device),
+        "torch SGD": Setup(name, report.device, torch.optim.SGD),
+        "torch SGD(fused=True)": Setup(name, report.device, torch.optim.SGD, fused=True),
+    }
+    if not cuda:
+        setups["torch SGD(foreach=True)"] = Setup(name, report.device, torch.optim.SGD, foreach=True)
+    variants = {key: setup.optimizer.step for key, setup in setups.items()}
+    report.compare(f"SGD momentum nesterov {name}", variants, bytes=work.sgd(parameters).bytes, **options)
+
+
+def measure_step(report: harness.Report, name: str, **options) -> None:
+    fused, launcher = Setup(name, report.device), Setup(name, report.device)
+    stock, tuned = Setup(name, report.device, torch.optim.SGD), Setup(name, report.device, torch.optim.SGD, fused=True)
+    pairs = tuned.floats()
+    tuned.pairs = [v for v, _ in pairs], [x.detach() for _, x in pairs]
+    step = FusedStep(fused.optimizer, fused.scaler, fused.ema, max_norm=10.0)
+    step.step()
+    step.refresh()
+    variants = {
+        "stock": stock.stock_step,
+        "torch SGD(fused), _foreach_lerp_": tuned.tuned_step,
+        "torch_fastdet, stock's call sequence": launcher.launcher_step,
+        "torch_fastdet FusedStep": step.step,
+    }
+    parameters = work.yolov5_parameters(name)
+    statistics = sum(v.numel() for v, _ in pairs) - parameters
+    bytes = work.fused_step(parameters).bytes + work.ema(statistics).bytes
+    # Stock's step asks the host whether there was an overflow.
+    ungraphable = ("stock", "torch SGD(fused), _foreach_lerp_", "torch_fastdet, stock's call sequence")
+    report.compare(f"unscale + clip + SGD + EMA {name}", variants, bytes=bytes, ungraphable=ungraphable, **options)
+
+
+def measure(report: harness.Report) -> None:
+    cuda = report.device.type == "cuda"
+    models = ("n", "s", "x") if cuda else ("n",)
+    options = {"repetitions": 50, "inner": 5} if cuda else {"repetitions": 30, "inner": 1}
+    for name in models:
+        measure_ema(report, name, **options)
+        measure_sgd(report, name, **options)
+        if cuda:
+            measure_step(report, name, **options)
+    if cuda:
+        report_norm(report)
+
+
+def report_norm(report: harness.Report) -> None:
+    """clip_grad_norm_ alone."""
+    setup = Setup("s", report.device)
+    grads = [p.grad for p in setup.params]
+    variants = {
+        "torch clip_grad_norm_": lambda: nn.utils.clip_grad_norm_(setup.params, 10.0),
+        "torch_fastdet clip_grad_norm_": lambda: optim.clip_grad_norm_(setup.params, 10.0),
+    }
+    count = sum(math.prod(g.shape) for g in grads)
+    report.compare("clip_grad_norm_ s", variants, bytes=12 * count, repetitions=50, inner=5)
+
+
+if __name__ == "__main__":
+    harness.run("multi_tensor", measure)

@@ -1,0 +1,263 @@
+"""Post-processing against the stock functions: suppression, decode, raw heads to detections.
+
+    python -m benchmarks.bench_nms [--device cpu|cuda] [--out FOLDER]
+
+Data are head maps as a trained model gives them: anchors near one of 40 objects an image are confident, the others not.
+`validation` keeps everything above 0.001 with several labels a box: far more than 30,000 candidates an image, so every image
+is cut to the best 30,000, as stock does. `sparse validation` has about 5,000. Stock's functions come from the installed packages
+(tests/stock.py), with their time limit stopped: they would return nothing for most images otherwise.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from benchmarks import harness
+from tests import stock
+from torch_fastdet import ops
+from torch_fastdet.suppression import ultralytics_non_max_suppression, yolov5_non_max_suppression
+
+STRIDES = [8.0, 16.0, 32.0]
+ANCHORS = torch.tensor(
+    [
+        [[10.0, 13], [16, 30], [33, 23]],
+        [[30, 61], [62, 45], [59, 119]],
+        [[116, 90], [156, 198], [373, 326]],
+    ]
+) / torch.tensor(STRIDES).view(3, 1, 1)
+VALIDATION = {"conf_thres": 0.001, "iou_thres": 0.6, "multi_label": True}
+
+
+def trained_heads(images, device, dtype, background=-5.0, size=640, classes=80, objects=40, seed=0):
+    """Logits of three maps (images, 3 * 85, ny, nx): high near objects, `background` elsewhere."""
+    g = torch.Generator(device=device).manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=g, device=device)
+
+    center = torch.rand(images, objects, 2, generator=g, device=device) * size
+    kind = torch.randint(classes, (images, objects), generator=g, device=device)
+    heads = []
+    for stride in STRIDES:
+        n = int(size / stride)
+        x = torch.empty(images, 3, 5 + classes, n, n, device=device, dtype=dtype)
+        cell = (
+            torch.stack(torch.meshgrid(torch.arange(n), torch.arange(n), indexing="xy"), -1).to(device) + 0.5
+        ) * stride
+        distance = (cell.view(1, -1, 1, 2) - center.view(images, 1, objects, 2)).abs().amax(-1) / stride
+        near, which = distance.min(-1)
+        strength = (4 - 3 * near).clamp(min=0).view(images, 1, n, n)
+        x[:, :, :4] = (normal(images, 3, 4, n, n) * 0.5).to(dtype)
+        x[:, :, 4] = (background + normal(images, 3, n, n) * 1.5 + strength * 2).to(dtype)
+        scores = normal(images, 3, classes, n, n) * 1.5 - 4
+        chosen = kind.gather(1, which).view(images, 1, 1, n, n).expand(-1, 3, -1, -1, -1)
+        scores.scatter_add_(2, chosen, (strength * 2).unsqueeze(2).expand(-1, 3, -1, -1, -1).contiguous())
+        x[:, :, 5:] = scores.to(dtype)
+        heads.append(x.flatten(1, 2))
+    return heads
+
+
+def stock_decode(heads):
+    """The arithmetic of the stock Detect module in eager PyTorch, with its grids made before."""
+    rows = []
+    for head, anchor, stride in zip(heads, _anchors(heads[0]), STRIDES):
+        x = head.unflatten(1, (3, -1)).permute(0, 1, 3, 4, 2).contiguous()
+        ny, nx = x.shape[2:4]
+        grid = _grid(ny, nx, x.device, x.dtype)
+        xy, wh, rest = x.sigmoid().split((2, 2, x.shape[-1] - 4), 4)
+        y = torch.cat(((xy * 2 + grid) * stride, (wh * 2) ** 2 * (anchor * stride)[None, :, None, None], rest), 4)
+        rows.append(y.flatten(1, 3))
+    return torch.cat(rows, 1)
+
+
+_grids: dict = {}
+
+
+def _anchors(head):
+    key = (head.device, head.dtype)
+    if key not in _grids:
+        _grids[key] = ANCHORS.to(head)
+    return _grids[key]
+
+
+def _grid(ny, nx, device, dtype):
+    key = (ny, nx, device, dtype)
+    if key not in _grids:
+        lines = torch.meshgrid(torch.arange(nx), torch.arange(ny), indexing="xy")
+        _grids[key] = (torch.stack(lines, -1) - 0.5).to(device, dtype)
+    return _grids[key]
+
+
+def apart(count, device, dtype=torch.float32):
+    """One class, `count` boxes that do not overlap, random confidences."""
+    g = torch.Generator().manual_seed(0)
+    i = torch.arange(count)
+    across = int(count**0.5) + 1
+    prediction = torch.empty(1, count, 6)
+    prediction[0, :, :4] = torch.stack((i % across * 20.0, i // across * 20.0, i * 0 + 10.0, i * 0 + 10.0), 1)
+    prediction[0, :, 4] = 1
+    prediction[0, :, 5] = torch.rand(count, generator=g) * 0.5 + 0.4
+    return prediction.to(device, dtype)
+
+
+def has(package):
+    return importlib.util.find_spec(package) is not None
+
+
+def suppression_variants(prediction, options, graphable=True):
+    variants = {}
+    if has("yolov5"):
+        function = stock.yolov5(stable=False).non_max_suppression
+        variants["stock"] = lambda: function(prediction, **options)
+    variants["torch_fastdet list"] = lambda: yolov5_non_max_suppression(prediction, **options)
+    variants["torch_fastdet padded"] = lambda: ops.non_max_suppression_padded(prediction, **options)
+    return variants
+
+
+HOST = ("stock", "torch_fastdet list")
+
+
+def bench_cuda(report):
+    device = torch.device("cuda")
+    slow = {"repetitions": 3, "inner": 1, "warmup": 1}
+    anchors = ANCHORS.to(device)
+    for images in (1, 32):
+        heads = trained_heads(images, device, torch.float16)
+        prediction = ops.yolov5_decode(heads, anchors, STRIDES)
+        size = prediction.numel() * 2
+        report.compare(
+            f"suppression, batch {images}, conf .25",
+            suppression_variants(prediction, {}),
+            bytes=size,
+            ungraphable=HOST,
+            repetitions=30 if images == 1 else 10,
+            inner=10 if images == 1 else 2,
+        )
+        channels_last = [h.contiguous(memory_format=torch.channels_last) for h in heads]
+        variants = {}
+        if has("yolov5"):
+            function = stock.yolov5(stable=False).non_max_suppression
+            variants["stock decode + suppression"] = lambda heads=heads, function=function: function(
+                stock_decode(heads)
+            )
+        variants |= {
+            "torch_fastdet decode + padded": lambda heads=heads: ops.non_max_suppression_padded(
+                ops.yolov5_decode(heads, anchors, STRIDES)
+            ),
+            "torch_fastdet postprocess": lambda heads=heads: ops.yolov5_postprocess(heads, anchors, STRIDES),
+            "the same, channels_last": lambda heads=channels_last: ops.yolov5_postprocess(heads, anchors, STRIDES),
+        }
+        report.compare(
+            f"raw heads to detections, batch {images}, conf .25",
+            variants,
+            bytes=size,
+            ungraphable=("stock decode + suppression",),
+            repetitions=10,
+            inner=2,
+        )
+        report.compare(
+            f"decode, batch {images}",
+            {
+                "stock": lambda heads=heads: stock_decode(heads),
+                "torch_fastdet": lambda heads=heads: ops.yolov5_decode(heads, anchors, STRIDES),
+                "torch_fastdet, channels_last": lambda heads=channels_last: ops.yolov5_decode(heads, anchors, STRIDES),
+            },
+            bytes=2 * size,
+            repetitions=20,
+            inner=5,
+        )
+        del heads, channels_last, prediction
+        ours = {"repetitions": 10, "inner": 2, "ungraphable": HOST}
+        for name, background in (("validation", -5.0), ("sparse validation", -11.0)):
+            heads = trained_heads(images, device, torch.float16, background)
+            prediction = ops.yolov5_decode(heads, anchors, STRIDES)
+            variants = suppression_variants(prediction, VALIDATION)
+            stock_alone = {key: value for key, value in variants.items() if key == "stock"}
+            if stock_alone:
+                report.compare(
+                    f"suppression, batch {images}, {name}",
+                    stock_alone,
+                    bytes=size,
+                    ungraphable=HOST,
+                    views=("call",),
+                    **slow,
+                )
+            variants.pop("stock", None)
+            report.compare(f"suppression, batch {images}, {name}", variants, bytes=size, **ours)
+            report.compare(
+                f"raw heads to detections, batch {images}, {name}",
+                {
+                    "torch_fastdet postprocess": lambda heads=heads: ops.yolov5_postprocess(
+                        heads, anchors, STRIDES, **VALIDATION
+                    )
+                },
+                bytes=size,
+                **ours,
+            )
+    prediction = apart(30000, device)
+    for max_det in (300, 30000):
+        options = {"max_det": max_det, "iou_thres": 0.6}
+        report.compare(
+            f"30,000 boxes, one class, none overlaps, max_det {max_det}",
+            suppression_variants(prediction, options),
+            ungraphable=HOST,
+            repetitions=10,
+            inner=2,
+        )
+    together = prediction.clone()
+    together[0, :, :2] = 100
+    report.compare(
+        "30,000 boxes, one class, all overlap",
+        suppression_variants(together, {"iou_thres": 0.6}),
+        ungraphable=HOST,
+        repetitions=10,
+        inner=2,
+    )
+    layout = ops.yolov5_decode(trained_heads(32, device, torch.float16), anchors, STRIDES)
+    first = torch.cat((layout[..., :4], layout[..., 5:] * layout[..., 4:5]), -1).transpose(1, 2).contiguous()
+    variants = {}
+    if has("ultralytics"):
+        function = stock.ultralytics(stable=False).non_max_suppression
+        variants["stock"] = lambda: function(first)
+    variants["torch_fastdet list"] = lambda: ultralytics_non_max_suppression(first)
+    variants["torch_fastdet padded"] = lambda: ops.ultralytics_non_max_suppression_padded(first)
+    report.compare(
+        "Ultralytics layout, batch 32, conf .25",
+        variants,
+        bytes=first.numel() * 2,
+        ungraphable=HOST,
+        repetitions=10,
+        inner=2,
+    )
+
+
+def bench_cpu(report):
+    device = torch.device("cpu")
+    for name, background, options in (
+        ("validation", -5.0, VALIDATION),
+        ("sparse validation", -11.0, VALIDATION),
+        ("conf .25", -5.0, {}),
+    ):
+        heads = trained_heads(4, device, torch.float32, background)
+        prediction = ops.yolov5_decode(heads, ANCHORS, STRIDES)
+        variants = suppression_variants(prediction, options)
+        variants.pop("torch_fastdet padded")
+        report.compare(f"suppression, batch 4, {name}", variants, repetitions=3, warmup=1, inner=1)
+    report.compare(
+        "decode, batch 4",
+        {"stock": lambda: stock_decode(heads), "torch_fastdet": lambda: ops.yolov5_decode(heads, ANCHORS, STRIDES)},
+        bytes=prediction.numel() * 8,
+        repetitions=5,
+        warmup=1,
+        inner=1,
+    )
+
+
+def measure(report):
+    (bench_cuda if report.device.type == "cuda" else bench_cpu)(report)
+
+
+if __name__ == "__main__":
+    harness.run("nms", measure)

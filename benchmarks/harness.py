@@ -1,0 +1,340 @@
+"""Measures calls the same way everywhere: warm-up, interleaved A/B, median and spread, three views, environment in each row.
+
+Views of one callable on the GPU:
+    call   host and device together, call to call: what a training loop sees;
+    graph  replay of a CUDA graph that holds the call: the device alone;
+    cold   the call with L2 flushed before it (the flush is outside the timed region).
+On the CPU there is `call` alone. All variants of a case are interleaved repetition by repetition, so that a machine which
+slows down slows all of them. Data is the caller's: random, never zeros.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import json
+import platform
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """What a figure depends on: machine, driver, versions and date."""
+    info = {
+        "date": datetime.date.today().isoformat(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cpu": f"{_cpu_name()}, {torch.get_num_threads()} threads",
+        "gpu": "",
+        "driver": "",
+        "cuda": torch.version.cuda or "",
+    }
+    if device.type == "cuda":
+        info["gpu"] = torch.cuda.get_device_name(device)
+        info["driver"] = _driver()
+    return info
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _driver() -> str:
+    version = Path("/proc/driver/nvidia/version")
+    if version.exists():
+        words = version.read_text().split()
+        return next((word for word in words if word[:3].isdigit() and "." in word), "")
+    return ""
+
+
+def results_folder(environment: dict[str, str]) -> Path:
+    """benchmarks/results/<machine>-<date>."""
+    machine = (environment["gpu"] or "cpu").lower().replace("nvidia ", "").replace(" ", "-")
+    return RESULTS / f"{machine}-{environment['date']}"
+
+
+@dataclass
+class Row:
+    """One variant of one case in one view. Times are microseconds; bytes are those the algorithm must move."""
+
+    benchmark: str
+    case: str
+    variant: str
+    view: str
+    median_us: float
+    low_us: float  # 10th percentile
+    high_us: float  # 90th percentile
+    bytes: int | None = None
+    gb_per_s: float | None = None
+    percent_of_copy: float | None = None
+    launches: int | None = None
+    host_syncs: int | None = None
+    peak_mib: float | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def flat(self) -> dict[str, Any]:
+        row = {key: value for key, value in self.__dict__.items() if key != "environment"}
+        return row | self.environment
+
+
+def _percentile(values: list[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def launches(function: Callable[[], Any]) -> int:
+    """Kernels, copies and fills that one call starts on the GPU."""
+    function()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        function()
+        torch.cuda.synchronize()
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+
+
+def host_syncs(function: Callable[[], Any]) -> int:
+    """Times that one call makes the host wait for the GPU."""
+    function()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            function()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(warning.message) for warning in caught)
+
+
+def peak_memory(function: Callable[[], Any]) -> float:
+    """MiB that one call allocates at its peak beyond what is held before it."""
+    function()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    function()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def graph(function: Callable[[], Any], warmup: int = 3) -> Callable[[], None]:
+    """A callable that replays `function` as a CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(warmup):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        function()
+    return captured.replay
+
+
+class Flush:
+    """Writes more than L2 holds, so that the next call finds it cold."""
+
+    def __init__(self):
+        size = 2 * torch.cuda.get_device_properties(0).L2_cache_size
+        self.buffer = torch.empty(max(size, 1 << 26), dtype=torch.uint8, device="cuda")
+
+    def __call__(self):
+        self.buffer.add_(1)
+
+
+def _time_cuda(
+    functions: dict[str, Callable], repetitions: int, inner: int, before: Callable | None
+) -> dict[str, list]:
+    """Microseconds a call: `inner` calls between two events, `repetitions` times, variants interleaved."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(repetitions):
+        for name, function in functions.items():
+            if before:
+                before()
+            else:
+                torch.cuda.synchronize()
+            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            for _ in range(inner):
+                function()
+            stop.record()
+            stop.synchronize()
+            times[name].append(start.elapsed_time(stop) * 1e3 / inner)
+    return times
+
+
+def _time_cpu(functions: dict[str, Callable], repetitions: int, inner: int) -> dict[str, list]:
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(repetitions):
+        for name, function in functions.items():
+            start = time.perf_counter_ns()
+            for _ in range(inner):
+                function()
+            times[name].append((time.perf_counter_ns() - start) / 1e3 / inner)
+    return times
+
+
+def copy_rate(megabytes: int = 2048) -> float:
+    """GB/s (read plus write) of a large device-to-device copy: the ceiling of code that moves bytes."""
+    source = torch.randint(0, 255, (megabytes << 20,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    times = _time_cuda({"copy": lambda: target.copy_(source)}, 20, 1, None)["copy"][5:]
+    return 2 * source.numel() / statistics.median(times) / 1e3
+
+
+class Report:
+    """Collects the rows of one benchmark and writes them as CSV and JSON."""
+
+    def __init__(self, benchmark: str, device: torch.device):
+        self.benchmark = benchmark
+        self.device = device
+        self.environment = environment(device)
+        self.rows: list[Row] = []
+        self.copy_gb_per_s = copy_rate() if device.type == "cuda" else None
+        if self.copy_gb_per_s:
+            self.environment["copy_gb_per_s"] = f"{self.copy_gb_per_s:.0f}"
+
+    def compare(
+        self,
+        case: str,
+        variants: dict[str, Callable[[], Any]],
+        *,
+        bytes: int | None = None,
+        views: tuple[str, ...] = ("call", "graph", "cold"),
+        repetitions: int = 50,
+        warmup: int = 5,
+        inner: int = 10,
+        ungraphable: tuple[str, ...] = (),
+    ) -> None:
+        """Measures `variants` side by side.
+
+        Args:
+            case: what is computed, at which size.
+            variants: name -> callable without arguments; all compute the same thing.
+            bytes: what the algorithm must move, for GB/s.
+            views: which of call, graph, cold; the CPU has call alone.
+            inner: calls between two clock readings in the call and graph views.
+            ungraphable: variants that cannot be captured (host sync): they get no graph row.
+        """
+        for function in variants.values():
+            for _ in range(warmup):
+                function()
+        if self.device.type == "cpu":
+            times = _time_cpu(variants, repetitions, inner)
+            for name, values in times.items():
+                self._add(case, name, "call", values, bytes, {})
+            return
+        torch.cuda.synchronize()
+        counts = {
+            name: {
+                "launches": launches(function),
+                "host_syncs": host_syncs(function),
+                "peak_mib": peak_memory(function),
+            }
+            for name, function in variants.items()
+        }
+        if "call" in views:
+            for name, values in _time_cuda(variants, repetitions, inner, None).items():
+                self._add(case, name, "call", values, bytes, counts[name])
+        graphs = {}
+        if "graph" in views:
+            graphs = {name: graph(function) for name, function in variants.items() if name not in ungraphable}
+            for name, values in _time_cuda(graphs, repetitions, inner, None).items():
+                self._add(case, name, "graph", values, bytes, counts[name])
+        if "cold" in views:
+            functions = {name: graphs.get(name, function) for name, function in variants.items()}
+            for name, values in _time_cuda(functions, repetitions, 1, Flush()).items():
+                self._add(case, name, "cold", values, bytes, counts[name])
+
+    def _add(self, case: str, variant: str, view: str, values: list[float], bytes: int | None, counts: dict) -> None:
+        median = statistics.median(values)
+        rate = bytes / median / 1e3 if bytes else None
+        row = Row(
+            benchmark=self.benchmark,
+            case=case,
+            variant=variant,
+            view=view,
+            median_us=round(median, 3),
+            low_us=round(_percentile(values, 0.1), 3),
+            high_us=round(_percentile(values, 0.9), 3),
+            bytes=bytes,
+            gb_per_s=round(rate, 1) if rate else None,
+            percent_of_copy=round(100 * rate / self.copy_gb_per_s, 1) if rate and self.copy_gb_per_s else None,
+            environment=self.environment,
+            **counts,
+        )
+        self.rows.append(row)
+        extra = f" {row.gb_per_s:8.1f} GB/s" if row.gb_per_s else ""
+        share = f" {row.percent_of_copy:5.1f}% of copy" if row.percent_of_copy else ""
+        count = f" {row.launches} launches, {row.host_syncs} syncs" if row.launches is not None else ""
+        print(f"{case:44} {variant:28} {view:6} {row.median_us:12.2f} us{extra}{share}{count}", flush=True)
+
+    def write(self, folder: Path | None = None) -> Path:
+        """Writes <folder>/<benchmark>.csv and .json; the default folder is benchmarks/results/<machine>-<date>."""
+        folder = folder or results_folder(self.environment)
+        folder.mkdir(parents=True, exist_ok=True)
+        rows = [row.flat() for row in self.rows]
+        (folder / f"{self.benchmark}.json").write_text(json.dumps(rows, indent=1) + "\n")
+        with open(folder / f"{self.benchmark}.csv", "w", newline="") as file:
+            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+        print(f"wrote {folder / self.benchmark}.csv and .json")
+        return folder
+
+    def plot(self, folder: Path, view: str = "call") -> None:
+        """Draws one bar a variant for each case of `view`, log scale, as <folder>/<benchmark>.png."""
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+
+        rows = [row for row in self.rows if row.view == view]
+        cases = list(dict.fromkeys(row.case for row in rows))
+        variants = list(dict.fromkeys(row.variant for row in rows))
+        figure, axes = plt.subplots(figsize=(9, 0.8 + 0.28 * len(rows)))
+        position, ticks = 0.0, []
+        colors = plt.get_cmap("tab10")
+        for case in cases:
+            first = position
+            for row in (row for row in rows if row.case == case):
+                axes.barh(position, row.median_us, color=colors(variants.index(row.variant) % 10))
+                axes.text(row.median_us, position, f" {row.median_us:.1f}", va="center", fontsize=7)
+                position += 1
+            ticks.append(((first + position - 1) / 2, case))
+            position += 0.8
+        axes.set_yticks([tick for tick, _ in ticks], [name for _, name in ticks], fontsize=8)
+        axes.invert_yaxis()
+        axes.set_xscale("log")
+        machine = self.environment["gpu"] or self.environment["cpu"]
+        axes.set_xlabel(f"microseconds a call, median ({view}; {machine}, torch {self.environment['torch']})")
+        handles = [plt.Rectangle((0, 0), 1, 1, color=colors(index % 10)) for index in range(len(variants))]
+        axes.legend(handles, variants, fontsize=8)
+        figure.tight_layout()
+        figure.savefig(folder / f"{self.benchmark}.png", dpi=120)
+        plt.close(figure)
+
+
+def run(benchmark: str, measure: Callable[[Report], None]) -> None:
+    """The command line that every bench_*.py shares: --device cpu|cuda, --out FOLDER."""
+    parser = argparse.ArgumentParser(description=f"benchmark {benchmark}")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--out", type=Path, default=None, help="folder for CSV, JSON and PNG")
+    arguments = parser.parse_args()
+    report = Report(benchmark, torch.device(arguments.device))
+    measure(report)
+    folder = report.write(arguments.out)
+    report.plot(folder)

@@ -1,0 +1,10 @@
+// The floating types that kernels store and load, named without Torch.
+#pragma once
+
+#include <cstdint>
+
+namespace torch_fastdet::core {
+
+enum class DType : int32_t { kFloat16, kBFloat16, kFloat32, kFloat64 };
+
+}  // namespace torch_fastdet::core

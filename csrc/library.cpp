@@ -1,0 +1,71 @@
+// Every operator's schema: the contract, readable on one screen. Kernels register in cpu/, cuda/, meta/ and autograd/.
+#include <torch/library.h>
+
+TORCH_LIBRARY(torch_fastdet, m) {
+  // Layers. cat: upsample_nearest2x(x) beside skip along the channels.
+  m.def("upsample_nearest2x(Tensor x) -> Tensor");
+  m.def("upsample_nearest2x_backward(Tensor grad_output) -> Tensor");
+  m.def("upsample_nearest2x_cat(Tensor x, Tensor skip) -> Tensor");
+
+  // Intersection over union of box pairs, and its loss.
+  m.def(
+      "bbox_iou(Tensor box1, Tensor box2, bool xywh=True, bool GIoU=False, bool DIoU=False, bool CIoU=False, "
+      "float eps=1e-07) -> Tensor");
+  m.def(
+      "bbox_iou_backward(Tensor grad, Tensor box1, Tensor box2, str kind, bool xywh, float eps, bool[2] output_mask) "
+      "-> (Tensor, Tensor)");
+  m.def(
+      "iou_loss(Tensor box1, Tensor box2, str kind='ciou', bool xywh=True, str reduction='mean', float eps=1e-07) "
+      "-> Tensor");
+  m.def(
+      "iou_loss_backward(Tensor grad, Tensor box1, Tensor box2, str kind, bool xywh, str reduction, float eps, "
+      "bool[2] output_mask) -> (Tensor, Tensor)");
+
+  // Post-processing. letterboxes (images, 6) brings boxes back to original pixels; per_class is "offset" or "exact".
+  m.def("yolov5_decode(Tensor[] heads, Tensor anchors, float[] strides, int nm=0) -> Tensor");
+  m.def(
+      "non_max_suppression_padded(Tensor prediction, float conf_thres=0.25, float iou_thres=0.45, int[]? classes=None, "
+      "bool agnostic=False, bool multi_label=False, int max_det=300, int nm=0, Tensor? labels=None, "
+      "Tensor? letterboxes=None, str per_class=\"offset\", int max_nms=30000, float max_wh=7680.) "
+      "-> (Tensor detections, Tensor counts)");
+  m.def(
+      "ultralytics_non_max_suppression_padded(Tensor prediction, float conf_thres=0.25, float iou_thres=0.45, "
+      "int[]? classes=None, bool agnostic=False, bool multi_label=False, int max_det=300, int nc=0, "
+      "Tensor? letterboxes=None, str per_class=\"offset\", int max_nms=30000, float max_wh=7680.) "
+      "-> (Tensor detections, Tensor counts, Tensor indices)");
+  m.def(
+      "yolov5_postprocess(Tensor[] heads, Tensor anchors, float[] strides, float conf_thres=0.25, "
+      "float iou_thres=0.45, int[]? classes=None, bool agnostic=False, bool multi_label=False, int max_det=300, "
+      "int nm=0, Tensor? letterboxes=None, str per_class=\"offset\", int max_nms=30000, float max_wh=7680.) "
+      "-> (Tensor detections, Tensor counts)");
+  m.def(
+      "ultralytics_postprocess(Tensor[] boxes, Tensor[] scores, Tensor[] extra, float[] strides, "
+      "float conf_thres=0.25, float iou_thres=0.45, int[]? classes=None, bool agnostic=False, bool multi_label=False, "
+      "int max_det=300, Tensor? letterboxes=None, str per_class=\"offset\", int max_nms=30000, float max_wh=7680.) "
+      "-> (Tensor detections, Tensor counts, Tensor indices)");
+  m.def("scale_boxes(Tensor boxes, Tensor letterboxes, bool xywh=False) -> Tensor");
+  m.def(
+      "yolov5_loss(Tensor[] heads, Tensor targets, Tensor anchors, Tensor balance, Tensor? num_targets=None, *, "
+      "float box=0.05, float obj=1.0, float cls=0.5, float cls_pw=1.0, float obj_pw=1.0, float label_smoothing=0.0, "
+      "float fl_gamma=0.0, float anchor_t=4.0, float gr=1.0, bool sort_obj_iou=False) -> (Tensor loss, Tensor items, "
+      "Tensor levels, Tensor owner, Tensor match_cell, Tensor match_values, Tensor object_gradient)");
+  m.def(
+      "yolov5_loss_backward(Tensor grad_loss, Tensor[] heads, Tensor targets, Tensor levels, Tensor owner, "
+      "Tensor match_cell, Tensor match_values, Tensor object_gradient, *, float cls_pw=1.0, "
+      "float label_smoothing=0.0, float fl_gamma=0.0) -> Tensor[]");
+
+  // Lists of tensors, in place, one launch (clip: two). Factors by value or, with .tensor, read from device memory.
+  m.def("multi_tensor_ema_(Tensor(a!)[] averages, Tensor[] values, float decay) -> ()");
+  m.def("multi_tensor_ema_.tensor(Tensor(a!)[] averages, Tensor[] values, Tensor decay) -> ()");
+  m.def(
+      "multi_tensor_sgd_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] momentum_buffers, float lr, "
+      "float momentum=0., float dampening=0., float weight_decay=0., bool nesterov=False, bool maximize=False, "
+      "bool is_first_step=False, Tensor? grad_scale=None, Tensor? found_inf=None) -> ()");
+  m.def(
+      "multi_tensor_sgd_.tensor(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] momentum_buffers, Tensor lr, "
+      "Tensor momentum, float dampening=0., float weight_decay=0., bool nesterov=False, bool maximize=False, "
+      "bool is_first_step=False, Tensor? grad_scale=None, Tensor? found_inf=None) -> ()");
+  m.def("multi_tensor_unscale_(Tensor(a!)[] grads, Tensor scale, Tensor(b!) found_inf) -> ()");
+  m.def("multi_tensor_norm(Tensor[] tensors) -> Tensor");
+  m.def("multi_tensor_clip_grad_norm_(Tensor(a!)[] grads, float max_norm) -> Tensor");
+}

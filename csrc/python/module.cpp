@@ -1,0 +1,22 @@
+// torch_fastdet._C: what Python wants to know of this build. Operators live in libtorch_fastdet.so, which needs no
+// Python.
+#include <pybind11/pybind11.h>
+
+#include "build_config.h"
+
+namespace py = pybind11;
+
+PYBIND11_MODULE(_C, m) {
+  m.def(
+      "build_info",
+      [] {
+        py::dict info;
+        info["version"] = TORCH_FASTDET_BUILD_VERSION;
+        info["torch"] = TORCH_FASTDET_BUILD_TORCH;
+        info["cuda"] = TORCH_FASTDET_BUILD_CUDA;
+        info["architectures"] = TORCH_FASTDET_BUILD_ARCHITECTURES;
+        info["compiler"] = __VERSION__;
+        return info;
+      },
+      "What this module was compiled with: version, torch, CUDA, architectures and compiler.");
+}

@@ -1,0 +1,98 @@
+// Runs a TorchScript detector with torch_fastdet's operators inside on an image tensor, and prints the detections.
+//
+//   detect detector.ts image.npy [--golden FOLDER] [--cuda]
+//
+// The detector's forward(image) returns detections (images, max_det, 6 + extra), rows [x1, y1, x2, y2, confidence,
+// class,
+// ...], and their counts (images,): what torch_fastdet.postprocess gives; export.py beside this file makes one. The
+// image is (3, height, width) or (images, 3, height, width), uint8 or float, saved by numpy.save. With --golden the
+// detector's method stages(image), a Dict[str, Tensor], is saved for `python -m torch_fastdet.golden compare`.
+#include <torch/script.h>
+
+#include <cstdio>
+#include <cstring>
+#include <string>
+
+#include "torch_fastdet/golden_torch.h"
+
+namespace golden = torch_fastdet::golden;
+
+namespace {
+
+// The file's image as a float batch. uint8 becomes 0..1, as YOLOv5 does it.
+torch::Tensor load_image(const std::string& path) {
+  golden::Stage stage = golden::load_npy(path);
+  const torch::ScalarType type = stage.dtype == golden::DType::kUInt8     ? torch::kByte
+                                 : stage.dtype == golden::DType::kFloat32 ? torch::kFloat
+                                 : stage.dtype == golden::DType::kFloat16 ? torch::kHalf
+                                                                          : torch::ScalarType::Undefined;
+  if (type == torch::ScalarType::Undefined) {
+    throw std::runtime_error("image must be uint8, float16 or float32, not " +
+                             std::string(golden::traits(stage.dtype).name));
+  }
+  torch::Tensor image = torch::from_blob(stage.bytes.data(), stage.shape, type).to(torch::kFloat, false, true);
+  if (type == torch::kByte) image.div_(255);
+  if (image.dim() == 3) image = image.unsqueeze(0);
+  if (image.dim() != 4 || image.size(1) != 3) {
+    throw std::runtime_error("image must be (3, height, width) or (images, 3, height, width), not " +
+                             golden::format(stage.shape));
+  }
+  return image;
+}
+
+void print(const torch::Tensor& detections, const torch::Tensor& counts) {
+  for (int64_t image = 0; image < detections.size(0); ++image) {
+    const int64_t count = counts[image].item<int64_t>();
+    std::printf("image %lld: %lld detections\n", static_cast<long long>(image), static_cast<long long>(count));
+    const torch::Tensor rows = detections[image].to(torch::kFloat).contiguous();
+    for (int64_t i = 0; i < count; ++i) {
+      const float* row = rows.const_data_ptr<float>() + i * rows.size(1);
+      std::printf("  class %2d  confidence %.4f  box %8.2f %8.2f %8.2f %8.2f\n", static_cast<int>(row[5]), row[4],
+                  row[0], row[1], row[2], row[3]);
+    }
+  }
+}
+
+int run(int argc, char** argv) {
+  std::string folder;
+  torch::Device device(torch::kCPU);
+  for (int i = 3; i < argc; ++i) {
+    if (std::strcmp(argv[i], "--golden") == 0 && i + 1 < argc) {
+      folder = argv[++i];
+    } else if (std::strcmp(argv[i], "--cuda") == 0) {
+      device = torch::Device(torch::kCUDA, 0);
+    } else {
+      argc = 0;
+    }
+  }
+  if (argc < 3) {
+    std::fprintf(stderr, "usage: detect detector.ts image.npy [--golden FOLDER] [--cuda]\n");
+    return 2;
+  }
+  const torch::InferenceMode guard;
+  torch::jit::Module detector = torch::jit::load(argv[1], device);
+  detector.eval();
+  const torch::Tensor image = load_image(argv[2]).to(device);
+
+  const auto outputs = detector.forward({image}).toTuple();
+  print(outputs->elements().at(0).toTensor().cpu(), outputs->elements().at(1).toTensor().cpu());
+
+  if (!folder.empty()) {
+    golden::Writer writer(folder);
+    for (const auto& stage : detector.get_method("stages")({image}).toGenericDict()) {
+      golden::save(writer, stage.key().toStringRef(), stage.value().toTensor());
+    }
+  }
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    return run(argc, argv);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "detect: %s\n", error.what());
+    return 1;
+  }
+}

@@ -1,0 +1,142 @@
+"""Makes what detect.cpp runs: a TorchScript detector with torch_fastdet's operators inside, an image, and golden stages.
+
+    python examples/cpp/export.py --out build/detector                        # a small network with random weights
+    python examples/cpp/export.py --out build/detector --weights yolov5s.pt   # a YOLOv5 checkpoint (yolov5 on the path)
+
+writes detector.ts, image.npy and golden/, the stages of plain PyTorch that the C++ program's are compared with:
+
+    detect build/detector/detector.ts build/detector/image.npy --golden build/cpp
+    python -m torch_fastdet.golden compare build/detector/golden build/cpp --rtol 1e-5 --atol 1e-3
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from torch_fastdet import golden, ops
+from torch_fastdet.postprocess import YOLOv5PostProcess
+
+ANCHORS = [[[1.25, 1.625], [2.0, 3.75], [4.125, 2.875]], [[1.875, 3.8125], [3.875, 2.8125], [3.6875, 7.4375]]]
+STRIDES = [8.0, 16.0]
+CLASSES = 10
+
+
+class SmallNetwork(nn.Module):
+    """Two levels of raw YOLOv5 head maps from an image: enough to see every part run."""
+
+    def __init__(self, classes: int = CLASSES):
+        super().__init__()
+        outputs = 3 * (5 + classes)
+        self.stem = nn.Sequential(nn.Conv2d(3, 16, 8, 8), nn.SiLU())
+        self.down = nn.Sequential(nn.Conv2d(16, 16, 2, 2), nn.SiLU())
+        self.fine = nn.Conv2d(32, outputs, 1)
+        self.coarse = nn.Conv2d(16, outputs, 1)
+
+    def forward(self, image: Tensor) -> list[Tensor]:
+        fine = self.stem(image)
+        coarse = self.down(fine)
+        return [self.fine(ops.upsample_nearest2x_cat(coarse, fine)) * 12, self.coarse(coarse) * 12]
+
+
+class Detector(nn.Module):
+    """A network that gives raw heads, and the post-processing of its heads. Scriptable."""
+
+    def __init__(self, network: nn.Module, postprocess: YOLOv5PostProcess):
+        super().__init__()
+        self.network = network
+        self.postprocess = postprocess
+
+    def forward(self, image: Tensor) -> tuple[Tensor, Tensor]:
+        """(images, 3, height, width) in 0..1 -> detections (images, max_det, 6), counts (images,)."""
+        return self.postprocess(self.network(image))
+
+    @torch.jit.export
+    def stages(self, image: Tensor) -> dict[str, Tensor]:
+        """The stages of golden.yolov5_stages, as this detector computes them (candidates excepted: ours never exist)."""
+        post = self.postprocess
+        stages: dict[str, Tensor] = {}
+        heads = self.network(image)
+        for level, head in enumerate(heads):
+            stages["raw." + str(level)] = head
+        stages["decoded"] = ops.yolov5_decode(heads, post.anchors, post.strides, post.nm)
+        # Nothing overlaps by more than 1: all candidates that pass, sorted.
+        every = stages["decoded"].size(1)
+        rows, counts = ops.yolov5_postprocess(heads, post.anchors, post.strides, post.conf_thres, 1.0, max_det=every)
+        stages["sorted"] = flatten(rows, counts)
+        rows, counts = post(heads)
+        stages["kept"] = flatten(rows, counts)
+        return stages
+
+
+def flatten(rows: Tensor, counts: Tensor) -> Tensor:
+    """Padded rows (images, capacity, 6) to (n, 7) with the image in the first column."""
+    image = torch.arange(rows.size(0), device=rows.device)[:, None].expand(rows.size(0), rows.size(1))
+    table = torch.cat((image[..., None].to(rows.dtype), rows), 2)
+    return table[torch.arange(rows.size(1), device=rows.device)[None] < counts[:, None]]
+
+
+class YOLOv5Heads(nn.Module):
+    """A YOLOv5 model whose Detect module gives its raw heads, as it does in training."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model.float().eval()
+        next(module for module in reversed(list(model.modules())) if hasattr(module, "anchors")).training = True
+
+    def forward(self, image: Tensor) -> list[Tensor]:
+        return list(self.model(image))
+
+
+def small_detector(**options) -> Detector:
+    torch.manual_seed(0)
+    return Detector(SmallNetwork(), YOLOv5PostProcess(ANCHORS, STRIDES, CLASSES, **options)).eval()
+
+
+def yolov5_detector(model: nn.Module, image: Tensor, **options) -> Detector:
+    """Of a loaded YOLOv5 model, traced with ``image``."""
+    postprocess = YOLOv5PostProcess.from_model(model, **options)
+    with torch.no_grad():
+        return Detector(torch.jit.trace(YOLOv5Heads(model), image, check_trace=False), postprocess).eval()
+
+
+def export(detector: Detector, image: Tensor, folder: Path) -> None:
+    """Writes detector.ts, image.npy and golden/ into ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.jit.script(detector).save(str(folder / "detector.ts"))
+    np.save(folder / "image.npy", image.numpy())
+    post = detector.postprocess
+    with torch.inference_mode():
+        heads = detector.network(image)
+        stages = golden.yolov5_stages(
+            heads, post.anchors, post.strides, post.conf_thres, post.iou_thres, max_det=post.max_det
+        )
+    del stages["candidates"]
+    golden.save(folder / "golden", stages)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder to write into")
+    parser.add_argument("--weights", help="YOLOv5 checkpoint; without, a small network with random weights")
+    parser.add_argument("--img", type=int, default=320, help="height and width of the image")
+    parser.add_argument("--conf", type=float, default=0.25, help="confidence threshold")
+    options = parser.parse_args()
+    image = torch.rand(1, 3, options.img, options.img, generator=torch.Generator().manual_seed(1))
+    if options.weights:
+        # YOLOv5 pickles whole modules: load checkpoints that you trust.
+        checkpoint = torch.load(options.weights, map_location="cpu", weights_only=False)
+        model = checkpoint.get("ema") or checkpoint["model"]
+        detector = yolov5_detector(model, image, conf_thres=options.conf)
+    else:
+        detector = small_detector(conf_thres=options.conf)
+    export(detector, image, options.out)
+    print(f"wrote detector.ts, image.npy and golden/ into {options.out}")
+
+
+if __name__ == "__main__":
+    main()

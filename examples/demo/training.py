@@ -1,0 +1,239 @@
+"""Runs the real train.py and detect.py of PyPI's yolov5 as subprocesses, and times their iterations from outside.
+
+Both runs are the same command, but for what starts the script: ``python -m yolov5.train ...`` for stock, and
+``python -m torch_fastdet.yolov5 --fastdet -m yolov5.train ...`` for ours.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import itertools
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+BATCH_SIZE = 16
+# On top of hyp.no-augmentation.yaml. A flipped digit is another digit, or none: fliplr stays 0. The rest is what a
+# small problem needs to be learnt in 30 epochs: a higher rate, a shorter warm-up, more weight on the ten classes.
+HYPERPARAMETERS = {"lr0": 0.02, "warmup_epochs": 1.0, "cls": 4.0, "fliplr": 0.0}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One of the two ways to start a script of yolov5."""
+
+    name: str
+    title: str
+    launcher: tuple[str, ...]
+
+    def command(self, module: str, arguments: list[str]) -> list[str]:
+        return [sys.executable, "-u", *self.launcher, "-m", module, *arguments]
+
+
+# --fastdet is every switch that applies on this machine; torch_fastdet/yolov5/registry.py is the one list of them.
+STOCK = Variant("stock", "stock", ())
+FASTDET = Variant("fastdet", "torch_fastdet", ("-m", "torch_fastdet.yolov5", "--fastdet"))
+
+
+@dataclass(frozen=True)
+class Machine:
+    device: str  # as train.py's --device takes it
+    image_size: int
+    workers: int
+    title: str
+
+    @classmethod
+    def find(cls) -> Machine:
+        """The first GPU, if torch sees one and torch_fastdet was built for it; else the CPU, with smaller pictures."""
+        import torch
+
+        import torch_fastdet
+
+        if torch.cuda.is_available():
+            if torch_fastdet.build_info()["cuda"]:
+                # The scripts are started with --device 0; more workers than eight do not feed one GPU faster here.
+                return cls("0", 640, min(8, os.cpu_count() or 1), torch.cuda.get_device_name(0))
+            print("There is a GPU, but torch_fastdet is built for the CPU only: the demo runs on the CPU.", flush=True)
+        return cls("cpu", 128, 0, f"CPU, {os.cpu_count()} cores")
+
+
+@dataclass
+class Progress:
+    """What the progress bar of train.py told: when each iteration of each epoch was done, and the losses so far."""
+
+    done: dict[int, dict[int, float]] = field(default_factory=dict)
+    batches: int = 0
+    first_losses: list[tuple[float, ...]] = field(
+        default_factory=list
+    )  # box, obj, cls: means since the first iteration
+
+    # "      3/29         0G     0.0853     0.0124     0.0331         80        128:  50%|#####     | 32/64 [00:04<..."
+    LINE = re.compile(r"^\s*(\d+)/\d+\s+[\d.]+G\s+(\S+)\s+(\S+)\s+(\S+)\s.*\|\s*(\d+)/(\d+)\s\[")
+
+    def feed(self, line: str, now: float) -> None:
+        """The bar is drawn anew once in an iteration, by its description, before its own counter goes up."""
+        if match := self.LINE.match(line):
+            epoch, before, self.batches = (int(match.group(group)) for group in (1, 5, 6))
+            iterations = self.done.setdefault(epoch, {})
+            if before not in iterations:
+                iterations[before] = now
+                if epoch == 0 and before == len(self.first_losses):
+                    self.first_losses.append(tuple(float(loss) for loss in match.group(2, 3, 4)))
+
+    def seconds_an_iteration(self) -> float | None:
+        """Median over the epochs of the mean time from the end of the first iteration to the end of the last.
+
+        So neither the start of the process, nor the first batch of an epoch, nor validation and saving are in it. The
+        first epoch is left out where there are others: caches fill and algorithms are chosen in it.
+        """
+        last = self.batches - 1
+        epochs = [(done[last] - done[0]) / last for _, done in sorted(self.done.items()) if {0, last} <= done.keys()]
+        return statistics.median(epochs[1:] or epochs) if epochs and last else None
+
+    def seconds_an_epoch(self) -> float | None:
+        """Median time from one epoch to the next: training, validation and saving."""
+        starts = [self.done[epoch][0] for epoch in sorted(self.done) if 0 in self.done[epoch]]
+        steps = [later - earlier for earlier, later in itertools.pairwise(starts)]
+        return statistics.median(steps[1:] or steps) if steps else None
+
+
+@dataclass
+class Run:
+    variant: Variant
+    folder: Path
+    epochs: list[dict[str, float]]  # one row of results.csv each
+    progress: Progress
+    seconds: float
+    replaced: list[str]  # what torch_fastdet said that it replaced, one line each
+
+    @property
+    def weights(self) -> Path:
+        return self.folder / "weights" / "best.pt"
+
+
+class Echo:
+    """Passes a process's output on: as it is to a terminal, and to a file or pipe only one state of a bar in two seconds."""
+
+    def __init__(self, interval: float = 2.0):
+        self.interval = 0.0 if sys.stdout.isatty() else interval
+        self.last = 0.0
+
+    def __call__(self, line: str, end: str, now: float) -> None:
+        if end == "\r":
+            if now - self.last < self.interval:
+                return
+            self.last = now
+        # A terminal draws a bar over itself; elsewhere each state gets a line of its own.
+        sys.stdout.write(line + (end if sys.stdout.isatty() else "\n" if line.strip() else ""))
+        sys.stdout.flush()
+
+
+def stream(command: list[str], env: dict[str, str], log: Path) -> tuple[list[str], Progress]:
+    """Runs a command, shows its output while it comes, keeps it in ``log``, and returns its whole lines and its progress."""
+    lines: list[str] = []
+    progress, echo, pending = Progress(), Echo(), ""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        open(log, "wb") as file,
+        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process,
+    ):
+        assert process.stdout is not None
+        while chunk := os.read(process.stdout.fileno(), 65536):
+            now = time.perf_counter()
+            file.write(chunk)
+            # A character cut in two by the end of a chunk is of a bar, and only shown.
+            *complete, pending = re.split(r"([\r\n])", pending + chunk.decode(errors="replace"))
+            for line, end in zip(complete[::2], complete[1::2]):
+                progress.feed(line, now)
+                echo(line, end, now)
+                if end == "\n":
+                    lines.append(line)
+        print(pending, flush=True)
+        code = process.wait()
+    if code:
+        raise RuntimeError(f"{' '.join(command[1:])} ended with exit code {code}; its output is in {log}")
+    return lines, progress
+
+
+def read_results(path: Path) -> list[dict[str, float]]:
+    """The rows of a results.csv of train.py, whose names and values are padded with blanks."""
+    with open(path, newline="") as file:
+        return [
+            {name.strip(): float(value) for name, value in row.items() if name and name.strip()}
+            for row in csv.DictReader(file)
+        ]
+
+
+def yolov5_folder() -> Path:
+    spec = importlib.util.find_spec("yolov5")
+    if spec is None or spec.origin is None:
+        raise RuntimeError(
+            "the demo trains with PyPI's yolov5, which is not installed; "
+            "type: pip install --no-deps -r requirements/yolov5.txt"
+        )
+    return Path(spec.origin).parent
+
+
+def train(
+    variant: Variant, data: Path, project: Path, env: dict[str, str], machine: Machine, epochs: int, seed: int
+) -> Run:
+    """Trains yolov5n from scratch into ``project/<variant>``."""
+    yolov5 = yolov5_folder()
+    hyperparameters = yaml.safe_load((yolov5 / "data/hyps/hyp.no-augmentation.yaml").read_text()) | HYPERPARAMETERS
+    project.mkdir(parents=True, exist_ok=True)
+    hyp = project / "hyp.yaml"
+    hyp.write_text(yaml.safe_dump(hyperparameters, sort_keys=False))
+    folder = project / variant.name
+    arguments = {
+        "--data": data,
+        "--weights": "",
+        "--cfg": yolov5 / "models/yolov5n.yaml",
+        "--hyp": hyp,
+        "--epochs": epochs,
+        "--batch-size": BATCH_SIZE,
+        "--imgsz": machine.image_size,
+        "--device": machine.device,
+        "--workers": machine.workers,
+        "--cache": "ram",
+        "--seed": seed,
+        "--project": project,
+        "--name": variant.name,
+    }
+    command = variant.command(
+        "yolov5.train", [str(part) for pair in arguments.items() for part in pair] + ["--exist-ok", "--noplots"]
+    )
+    started = time.perf_counter()
+    lines, progress = stream(command, env, folder / "train.log")
+    seconds = time.perf_counter() - started
+    said = [line.split("torch_fastdet: ", 1)[1] for line in lines if "torch_fastdet: " in line]
+    return Run(variant, folder, read_results(folder / "results.csv"), progress, seconds, said)
+
+
+def detect(run: Run, images: str, env: dict[str, str], machine: Machine) -> Path:
+    """Runs detect.py with the weights of a run on a glob pattern of images.
+
+    Returns the folder of the label files that it writes: class, x, y, width, height and confidence in a line.
+    """
+    arguments = {
+        "--weights": run.weights,
+        "--source": images,
+        "--imgsz": machine.image_size,
+        "--device": machine.device,
+        "--project": run.folder,
+        "--name": "detect",
+    }
+    command = run.variant.command(
+        "yolov5.detect",
+        [str(part) for pair in arguments.items() for part in pair]
+        + ["--exist-ok", "--nosave", "--save-txt", "--save-conf"],
+    )
+    stream(command, env, run.folder / "detect.log")
+    return run.folder / "detect" / "labels"

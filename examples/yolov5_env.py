@@ -1,0 +1,114 @@
+"""Run PyPI's yolov5 beside a current PyTorch, without network and without its cloud clients.
+
+``yolov5==7.0.14`` is the real train.py, val.py and detect.py, but of 2023: installed with ``--no-deps`` it needs a few
+stand-ins before it starts. They are made here, once, for the demo and for the tests: nothing of yolov5 is changed.
+
+    from yolov5_env import environment
+    subprocess.run([sys.executable, "-m", "yolov5.train", ...], env=environment("runs/yolov5_env"))
+
+What it takes, and why:
+
+* ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD``: yolov5 unpickles its own checkpoints with a bare ``torch.load``.
+* a font at ``Arial.ttf`` in the configuration folders: yolov5 would download it otherwise. Matplotlib's DejaVuSans serves.
+* ``huggingface_hub``: yolov5 asks the hub for every weights file, also for a local one, through modules that newer
+  versions no longer have. The stand-in answers "no such repository", after which yolov5 looks on the disk.
+* ``roboflow``: imported at start, used only for data sets that live there. A module without content is enough.
+* ``pkg_resources``: gone from setuptools 82 on; yolov5 compares versions with it, which ``packaging`` does as well.
+* ``numpy.trapz``: gone from numpy 2.4 on. ``sitecustomize`` gives it back, so that worker processes have it too.
+* what would call home (requirement checks that install, experiment trackers) is switched off.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+
+HUB = {
+    "huggingface_hub/__init__.py": """
+from huggingface_hub.utils._errors import RepositoryNotFoundError
+
+__version__ = "0.24.0"
+
+
+def list_repo_files(repo_id, *args, **kwargs):
+    raise RepositoryNotFoundError(f"{repo_id}: this stand-in of huggingface_hub knows no repository.")
+
+
+hf_hub_download = upload_file = create_repo = list_repo_files
+""",
+    "huggingface_hub/utils/__init__.py": "",
+    "huggingface_hub/utils/_errors.py": "class RepositoryNotFoundError(Exception):\n    pass\n",
+    "huggingface_hub/utils/_validators.py": "class HFValidationError(ValueError):\n    pass\n",
+}
+ROBOFLOW = {
+    "roboflow/__init__.py": "class Roboflow:\n    pass\n",
+    "roboflow/core/__init__.py": "",
+    "roboflow/core/version.py": "class Version:\n    pass\n",
+}
+PKG_RESOURCES = {"pkg_resources.py": "from packaging.version import parse as parse_version\n"}
+TRAPZ = {
+    "sitecustomize.py": """
+import numpy
+
+if not hasattr(numpy, "trapz"):
+    numpy.trapz = numpy.trapezoid
+""",
+}
+
+
+def _write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = text.lstrip()
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+
+
+def _font() -> Path:
+    spec = importlib.util.find_spec("matplotlib")
+    if spec is None or spec.origin is None:
+        raise RuntimeError("yolov5 draws with matplotlib, and matplotlib is not installed.")
+    return Path(spec.origin).parent / "mpl-data" / "fonts" / "ttf" / "DejaVuSans.ttf"
+
+
+def environment(folder: str | os.PathLike) -> dict[str, str]:
+    """Make ``folder`` (stand-in modules, configuration, font) and return the variables for a yolov5 process.
+
+    The result is a copy of ``os.environ`` with what is listed at the top of this file, for ``subprocess.run(env=...)``.
+    Calling it again with the same folder is cheap, and safe while processes are using it.
+    """
+    folder = Path(folder).resolve()
+    stand_ins, config = folder / "stand_ins", folder / "config"
+    _write(stand_ins, HUB)
+    for name, files in (("roboflow", ROBOFLOW), ("pkg_resources", PKG_RESOURCES)):
+        if importlib.util.find_spec(name) is None:
+            _write(stand_ins, files)
+    import numpy
+
+    if not hasattr(numpy, "trapz"):
+        _write(stand_ins, TRAPZ)
+
+    # yolov5 takes YOLOV5_CONFIG_DIR as it is, ultralytics appends its name to YOLO_CONFIG_DIR.
+    for fonts in (config, config / "Ultralytics"):
+        fonts.mkdir(parents=True, exist_ok=True)
+        for name in ("Arial.ttf", "Arial.Unicode.ttf"):
+            if not (fonts / name).exists():
+                shutil.copyfile(_font(), fonts / name)
+
+    env = dict(os.environ)
+    env["PYTHONPATH"] = os.pathsep.join([str(stand_ins), *filter(None, [env.get("PYTHONPATH")])])
+    env.update(
+        TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD="1",
+        YOLOV5_CONFIG_DIR=str(config),
+        YOLO_CONFIG_DIR=str(config),
+        YOLOv5_AUTOINSTALL="false",
+        YOLO_AUTOINSTALL="false",
+        ULTRALYTICS_SKIP_REQUIREMENTS_CHECKS="1",
+        YOLO_OFFLINE="true",
+        WANDB_MODE="disabled",
+        MPLBACKEND="Agg",
+    )
+    return env

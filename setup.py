@@ -1,0 +1,279 @@
+"""Builds libtorch_fastdet.so (every operator, no Python symbol) and the small pybind11 module torch_fastdet._C.
+
+Environment: TORCH_FASTDET_CUDA=0|1 forces a CPU or a CUDA build; TORCH_CUDA_ARCH_LIST and MAX_JOBS are respected.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+from setuptools import Extension, setup
+
+ROOT = Path(__file__).resolve().parent
+TORCH_WANTED = "2.11"
+DEFAULT_ARCHITECTURES = "7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX"
+
+
+def stop(sentence: str):
+    """Ends the build with one sentence that says what was found, what is wanted and what to type."""
+    raise SystemExit(f"torch_fastdet: {sentence}")
+
+
+def say(sentence: str):
+    print(f"torch_fastdet: {sentence}", file=sys.stderr, flush=True)
+
+
+try:
+    import torch
+    from torch.utils import cpp_extension
+except ImportError as error:
+    stop(f"building needs torch {TORCH_WANTED} and found none ({error}); type: pip install torch=={TORCH_WANTED}.0")
+if not torch.__version__.startswith(TORCH_WANTED + "."):
+    stop(
+        f"building needs torch {TORCH_WANTED} and found {torch.__version__}; type: pip install torch=={TORCH_WANTED}.0"
+    )
+
+
+def nvcc_path() -> Path | None:
+    home = cpp_extension.CUDA_HOME
+    nvcc = Path(home, "bin", "nvcc") if home else None
+    return nvcc if nvcc and nvcc.exists() else None
+
+
+def nvcc_version(nvcc: Path) -> str:
+    try:
+        output = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        stop(
+            f"found {nvcc}, but it does not run ({error}); repair the CUDA Toolkit, or type: TORCH_FASTDET_CUDA=0 pip install ."
+        )
+    found = re.search(r"release (\d+\.\d+)", output)
+    return found.group(1) if found else "unknown"
+
+
+def choose_cuda() -> str | None:
+    """The version of nvcc to build with, or None for a CPU build."""
+    wish = os.environ.get("TORCH_FASTDET_CUDA", "")
+    if wish not in ("", "0", "1"):
+        stop(f"TORCH_FASTDET_CUDA must be 0 or 1, not {wish!r}; leave it unset to build for CUDA where nvcc is found")
+    if wish == "0":
+        say("building for the CPU only, as TORCH_FASTDET_CUDA=0 asks")
+        return None
+    nvcc = nvcc_path()
+    torch_cuda = torch.version.cuda
+    if nvcc is None:
+        if wish == "1":
+            stop(
+                "TORCH_FASTDET_CUDA=1 wants a CUDA build, but found no nvcc on PATH or under CUDA_HOME; install CUDA "
+                f"Toolkit {torch_cuda or ''} and type: CUDA_HOME=/usr/local/cuda pip install ."
+            )
+        say(
+            "found no nvcc: building for the CPU only (install the CUDA Toolkit or set CUDA_HOME for the GPU operators)"
+        )
+        return None
+    if torch_cuda is None:
+        if wish == "1":
+            stop(
+                f"TORCH_FASTDET_CUDA=1 wants a CUDA build, but torch {torch.__version__} is a CPU build; type: "
+                f"pip install torch=={TORCH_WANTED}.0"
+            )
+        say(f"torch {torch.__version__} is a CPU build: building for the CPU only")
+        return None
+    version = nvcc_version(nvcc)
+    if version.split(".")[0] != torch_cuda.split(".")[0]:
+        stop(
+            f"found nvcc {version} ({nvcc}), but torch {torch.__version__} is built with CUDA {torch_cuda} and wants nvcc "
+            f"{torch_cuda.split('.')[0]}.x; type: CUDA_HOME=/usr/local/cuda-{torch_cuda} pip install . "
+            "(or TORCH_FASTDET_CUDA=0 pip install . for the CPU only)"
+        )
+    return version
+
+
+def check_compiler():
+    command = os.environ.get("CXX", "c++ or g++")
+    names = [os.environ["CXX"].split()[0]] if os.environ.get("CXX") else ["c++", "g++"]
+    found = [name for name in names if shutil.which(name)]
+    if not found:
+        stop(f"found no C++ compiler ({command}), but C++17 is to be compiled; type: apt-get install g++ (or set CXX)")
+    os.environ.setdefault("CXX", found[0])
+
+
+def shared_libstdcxx() -> list[str]:
+    """Link flags that a compiler wants whose link to libstdc++.so dangles: it takes libstdc++.a in silence, and an exception
+    that crosses from one C++ runtime to torch's crashes the process."""
+    compiler = os.environ["CXX"].split()
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder, "throw.cpp"), Path(folder, "throw.so")
+        source.write_text("#include <stdexcept>\nvoid f() { throw std::runtime_error(__func__); }\n")
+        for flags in ([], ["-l:libstdc++.so.6"]):
+            command = [*compiler, "-shared", "-fPIC", str(source), *flags, "-o", str(library)]
+            result = subprocess.run(command, capture_output=True)
+            if result.returncode == 0 and b"libstdc++.so" in library.read_bytes():
+                return flags
+    stop(
+        f"the C++ compiler {' '.join(compiler)} does not link the shared C++ runtime libstdc++.so.6, which torch uses; "
+        "type: CXX=g++ pip install . (or install g++)"
+    )
+
+
+def check_architectures(nvcc: Path, version: str):
+    """Stops where nvcc does not know an architecture of TORCH_CUDA_ARCH_LIST, and says which list it can build."""
+    output = subprocess.run([str(nvcc), "--list-gpu-arch"], capture_output=True, text=True).stdout
+    known = {int(number) for number in re.findall(r"compute_(\d+)\b", output)}
+    wanted = re.findall(r"(\d+\.\d+)[a-z]?(\+PTX)?", os.environ["TORCH_CUDA_ARCH_LIST"])
+    unknown = [name for name, _ in wanted if known and int(name.replace(".", "")) not in known]
+    if unknown:
+        rest = ";".join(name + ptx for name, ptx in wanted if name not in unknown) or "9.0"
+        stop(
+            f"found nvcc {version}, which cannot build for compute capability {', '.join(unknown)} of "
+            f'TORCH_CUDA_ARCH_LIST; type: TORCH_CUDA_ARCH_LIST="{rest}" pip install . (or install a newer CUDA Toolkit)'
+        )
+
+
+def sources(*folders: str) -> list[str]:
+    return sorted(
+        str(path.relative_to(ROOT))
+        for folder in folders
+        for path in (ROOT / "csrc" / folder).glob("*")
+        if path.suffix in (".cpp", ".cu")
+    )
+
+
+def build_config(cuda: str | None) -> dict:
+    return {
+        "version": (ROOT / "torch_fastdet/_version.py").read_text().split('"')[1],
+        "torch": torch.__version__,
+        "cuda": cuda or "",
+        "architectures": os.environ["TORCH_CUDA_ARCH_LIST"].replace(" ", ";") if cuda else "",
+    }
+
+
+def operators(cuda: str | None) -> Extension:
+    folders = ["", "cpu", "meta", "autograd"]
+    # -fopenmp turns at::parallel_for on; torch brings the OpenMP runtime of the same name.
+    # -ffp-contract=off: results do not depend on whether the compiler finds a fused multiply-add.
+    flags = {
+        "cxx": ["-O3", "-g0", "-ffp-contract=off", "-fopenmp", "-Wall", "-Wno-unknown-pragmas", "-fvisibility=hidden"]
+    }
+    kwargs = {
+        "include_dirs": [str(ROOT / "csrc")],
+        "extra_compile_args": flags,
+        "extra_link_args": [
+            "-fopenmp",
+            "-Wl,--no-undefined",
+            "-Wl,-soname,libtorch_fastdet.so",
+            "-Wl,-rpath,$ORIGIN/../torch/lib",
+        ],
+    }
+    if cuda:
+        # Where pip puts the CUDA runtime: a C++ program may load us before torch has.
+        kwargs["extra_link_args"].append(f"-Wl,-rpath,$ORIGIN/../nvidia/cu{cuda.split('.')[0]}/lib")
+        flags["nvcc"] = ["-O3", "--expt-relaxed-constexpr", "-lineinfo", "-Xcompiler", "-Wall,-fvisibility=hidden"]
+        kwargs["define_macros"] = [("TORCH_FASTDET_WITH_CUDA", None)]
+        extension = cpp_extension.CUDAExtension(
+            "torch_fastdet.libtorch_fastdet", sources("core", "cuda", *folders), **kwargs
+        )
+    else:
+        extension = cpp_extension.CppExtension("torch_fastdet.libtorch_fastdet", sources(*folders), **kwargs)
+    # C++ programs load this library: it must not want Python.
+    extension.libraries = [name for name in extension.libraries if name != "torch_python"]
+    return extension
+
+
+def python_module() -> list[Extension]:
+    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        say(
+            f"found no Python.h for Python {sysconfig.get_python_version()}: leaving out torch_fastdet._C (all operators "
+            f"are built; for the module type: apt-get install python{sysconfig.get_python_version()}-dev)"
+        )
+        return []
+    try:
+        import pybind11
+    except ImportError:
+        stop("building needs pybind11 and found none; type: pip install pybind11")
+    return [
+        Extension(
+            "torch_fastdet._C",
+            ["csrc/python/module.cpp"],
+            include_dirs=[pybind11.get_include(), str(ROOT / "csrc"), str(ROOT / "build/generated")],
+            depends=[str(ROOT / "build/generated/build_config.h")],
+            language="c++",
+            extra_compile_args={"cxx": ["-O2", "-g0", "-fvisibility=hidden"]},
+        )
+    ]
+
+
+class BuildExtension(cpp_extension.BuildExtension):
+    """torch's ninja build, with the operator library named for C++ programs and the build information beside it."""
+
+    def get_ext_filename(self, fullname):
+        if fullname.endswith("libtorch_fastdet"):
+            return os.path.join(*fullname.split(".")) + ".so"
+        return super().get_ext_filename(fullname)
+
+    def finalize_options(self):
+        super().finalize_options()
+        if self.inplace:
+            # pip install -e gives a temporary folder here, and everything would be compiled again each time.
+            platform = f"{self.plat_name}-{sys.implementation.cache_tag}"
+            self.build_temp = str(ROOT / "build" / f"temp.{platform}")
+
+    def get_export_symbols(self, ext):
+        return ext.export_symbols
+
+    def build_extensions(self):
+        check_compiler()
+        runtime = shared_libstdcxx()
+        for extension in self.extensions:
+            extension.extra_link_args += runtime
+        super().build_extensions()
+
+    def run(self):
+        config = build_config(CUDA)
+        header = "".join(f'#define TORCH_FASTDET_BUILD_{key.upper()} "{value}"\n' for key, value in config.items())
+        write_if_changed(ROOT / "build/generated/build_config.h", "#pragma once\n" + header)
+        super().run()
+        package = ROOT if self.inplace else Path(self.build_lib)
+        write_if_changed(package / "torch_fastdet/_build_config.json", json.dumps(config, indent=2) + "\n")
+        write_cmake_package(package / "torch_fastdet", config)
+        targets = f"CUDA {CUDA}, architectures {config['architectures']}" if CUDA else "CPU only"
+        say(f"built {config['version']} for torch {config['torch']}: {targets}")
+
+
+def write_cmake_package(package: Path, config: dict):
+    """What C++ programs build with: find_package(TorchFastdet) in share/cmake, and the public headers in include."""
+    values = {
+        "VERSION": config["version"],
+        "TORCH_VERSION": config["torch"],
+        "TORCH_SERIES": TORCH_WANTED,
+        "CUDA_VERSION": config["cuda"],
+        "WITH_CUDA": "ON" if config["cuda"] else "OFF",
+    }
+    for template in (ROOT / "cmake").glob("*.cmake.in"):
+        text = re.sub(r"@([A-Z_]+)@", lambda match: values[match[1]], template.read_text())
+        write_if_changed(package / "share/cmake/TorchFastdet" / template.stem, text)
+    headers = ROOT / "csrc/include"
+    for header in headers.rglob("*.h"):
+        write_if_changed(package / "include" / header.relative_to(headers), header.read_text())
+
+
+def write_if_changed(path: Path, text: str):
+    """Leaves an unchanged file's time alone, so that ninja does not rebuild what includes it."""
+    if not path.exists() or path.read_text() != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+CUDA = choose_cuda()
+if CUDA and not os.environ.get("TORCH_CUDA_ARCH_LIST"):
+    os.environ["TORCH_CUDA_ARCH_LIST"] = DEFAULT_ARCHITECTURES
+if CUDA:
+    check_architectures(nvcc_path(), CUDA)
+
+setup(ext_modules=[operators(CUDA), *python_module()], cmdclass={"build_ext": BuildExtension})

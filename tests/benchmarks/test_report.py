@@ -1,0 +1,32 @@
+"""Tables in the README and the docs are the ones that benchmarks/results/ holds."""
+
+import pytest
+
+from benchmarks import report
+
+
+@pytest.mark.parametrize("page", report.pages(), ids=lambda page: page.name)
+def test_page_shows_the_committed_results(page):
+    text = page.read_text()
+    assert report.render(text) == text, f"{page.name} is out of date; type: python -m benchmarks.report"
+
+
+def row(variant, view, median):
+    return {
+        "case": "c", "variant": variant, "view": view, "median_us": median, "percent_of_copy": 91.0,
+        "launches": 2, "host_syncs": 0, "peak_mib": 1.5,
+    }  # fmt: skip
+
+
+def test_summary_takes_the_best_alternative_and_shows_losses():
+    rows = [row("eager", "call", 30.0), row("compiled", "call", 5.0), row("torch_fastdet", "call", 10.0)]
+    line = report.summary_table({"b": rows}).splitlines()[2]
+    assert line == "| c | compiled: 5.0 us | 10.0 us | 0.5x |"
+
+
+def test_benchmark_table_has_a_column_a_view():
+    rows = [row("eager", "call", 3000.0), row("torch_fastdet", "call", 10.0), row("torch_fastdet", "graph", 4.0)]
+    header, _, first, second = report.benchmark_table(rows).splitlines()
+    assert header == "| case | variant | call | graph | of copy rate | launches | syncs | peak MiB |"
+    assert first == "| c | eager | 3.00 ms | - | 91% | 2 | 0 | 1.5 |"
+    assert second == "| c | **torch_fastdet** | 10.0 us | 4.0 us | 91% | 2 | 0 | 1.5 |"

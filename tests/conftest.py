@@ -1,0 +1,36 @@
+"""What every test shares: the device fixture, and a fixed seed."""
+
+import pytest
+import torch
+
+import torch_fastdet
+
+
+def cuda_missing() -> str | None:
+    """Why CUDA tests cannot run here, or None."""
+    if not torch.cuda.is_available():
+        return "no GPU"
+    if torch_fastdet.build_info()["cuda"] is None:
+        return "torch_fastdet is built for the CPU only"
+    return None
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request) -> torch.device:
+    """The test runs once on the CPU and once on the GPU, where there is one."""
+    if request.param == "cuda" and (reason := cuda_missing()):
+        pytest.skip(reason)
+    return torch.device(request.param)
+
+
+@pytest.fixture
+def cuda() -> torch.device:
+    """For tests of what only a GPU has: streams, graphs, several devices."""
+    if reason := cuda_missing():
+        pytest.skip(reason)
+    return torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)

@@ -1,0 +1,143 @@
+// The work list's planning and the step's arithmetic, against loops that only count.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "core/multi_tensor_plan.h"
+#include "core/optimizer_math.h"
+
+namespace {
+
+using namespace torch_fastdet::core;
+
+// Segments must cover each row once, in order, without gaps, and none may be empty.
+void expect_covers(const std::vector<int64_t>& numels) {
+  const auto segments = plan_segments(numels);
+  std::vector<int64_t> next(numels.size(), 0);
+  int64_t total = 0;
+  for (const int64_t numel : numels) total += numel;
+  int32_t last_row = 0;
+  for (const Segment& segment : segments) {
+    ASSERT_GE(segment.row, last_row);
+    ASSERT_LT(segment.row, static_cast<int64_t>(numels.size()));
+    ASSERT_GT(segment.count, 0);
+    ASSERT_LE(segment.count, segment_elements(total));
+    ASSERT_EQ(segment.start, next[segment.row]);
+    next[segment.row] += segment.count;
+    last_row = segment.row;
+  }
+  EXPECT_EQ(next, numels);
+}
+
+TEST(PlanSegments, CoversSizesAroundASegment) {
+  for (int64_t size = 0; size < 5; ++size) expect_covers({size});
+  for (int64_t size : {1023, 1024, 1025, 2047, 2048, 2049, 8191, 8192, 8193}) expect_covers({size, 3, size});
+}
+
+// pytorch #94865, #100811: size-0 tensors; TransformerEngine #3212: an empty last tensor left pending work unlaunched.
+TEST(PlanSegments, EmptyTensorsFirstMiddleAndLast) {
+  expect_covers({0, 5, 0, 0, 4097, 0});
+  expect_covers({0, 0, 0});
+  expect_covers({});
+  EXPECT_TRUE(plan_segments({0, 0}).empty());
+}
+
+// pytorch #189827: metadata read past its end at several hundred tensors.
+TEST(PlanSegments, ThousandsOfTensors) {
+  std::vector<int64_t> numels;
+  for (int64_t i = 0; i < 5000; ++i) numels.push_back(i % 7 == 0 ? 0 : (i * 131) % 3001);
+  expect_covers(numels);
+}
+
+// apex #1825: sizes kept as int32.
+TEST(PlanSegments, MoreThan2To31Elements) {
+  const int64_t huge = (int64_t(1) << 31) + 12345;
+  expect_covers({7, huge, 0, 1024});
+  const auto segments = plan_segments({7, huge, 0, 1024});
+  EXPECT_LE(static_cast<int64_t>(segments.size()), kMaxSegments + 4);
+  bool beyond = false;
+  for (const Segment& segment : segments) beyond = beyond || segment.start > std::numeric_limits<int32_t>::max();
+  EXPECT_TRUE(beyond);
+}
+
+// Eight tiny tensors share one block's chunk: as many segments as tensors, and no more blocks than an eighth of it.
+TEST(PlanSegments, PacksTinyTensors) {
+  EXPECT_EQ(plan_segments(std::vector<int64_t>(64, 16)).size(), 64u);
+  EXPECT_EQ(kSegmentElements * kWarpsPerBlock, 8192);
+}
+
+TEST(MergeDims, MergesWhatLiesTogetherInAllTensors) {
+  const int64_t sizes[] = {2, 3, 4, 5};
+  const int64_t nchw[] = {60, 20, 5, 1}, nhwc[] = {60, 1, 15, 3};
+  const int64_t* both[kSlots] = {nchw, nhwc, nullptr, nullptr};
+  Layout layout;
+  ASSERT_TRUE(merge_dims(layout, 4, sizes, both));
+  EXPECT_EQ(layout.dims, 3);  // H and W lie together in both
+  for (int64_t i = 0; i < 120; ++i) {
+    int64_t offsets[kSlots];
+    layout_offsets(layout, i, offsets);
+    const int64_t w = i % 5, h = i / 5 % 4, c = i / 20 % 3, n = i / 60;
+    EXPECT_EQ(offsets[kParam], n * 60 + c * 20 + h * 5 + w);
+    EXPECT_EQ(offsets[kGrad], n * 60 + c + h * 15 + w * 3);
+  }
+}
+
+TEST(MergeDims, SaysWhereTooManyRemain) {
+  std::vector<int64_t> sizes(kMaxDims + 1, 2), strides(kMaxDims + 1);
+  for (size_t i = 0; i < strides.size(); ++i) strides[i] = int64_t(3) << (2 * (strides.size() - i));
+  const int64_t* one[kSlots] = {strides.data(), nullptr, nullptr, nullptr};
+  Layout layout;
+  EXPECT_FALSE(merge_dims(layout, static_cast<int64_t>(sizes.size()), sizes.data(), one));
+  sizes[0] = 1;  // a dimension of size 1 needs no place
+  EXPECT_TRUE(merge_dims(layout, static_cast<int64_t>(sizes.size()), sizes.data(), one));
+}
+
+TEST(OptimizerMath, FirstStepTakesTheGradientUndamped) {
+  const SgdScalars<double> s{0.1, 0.9, 0.5, 0.0, false, false};
+  double param = 1, buffer = 77;
+  sgd_element(param, 2.0, buffer, s, true, true);
+  EXPECT_EQ(buffer, 2.0);
+  sgd_element(param, 2.0, buffer, s, true, false);
+  EXPECT_DOUBLE_EQ(buffer, 0.9 * 2.0 + 0.5 * 2.0);
+}
+
+TEST(OptimizerMath, WeightDecayOfZeroDoesNotTouchInfiniteParameters) {
+  const SgdScalars<float> s{0.1f, 0.f, 1.f, 0.f, false, false};
+  float param = INFINITY, buffer = 0;
+  sgd_element(param, 1.f, buffer, s, false, false);
+  EXPECT_EQ(param, INFINITY);
+}
+
+TEST(OptimizerMath, ClipFactor) {
+  EXPECT_EQ(clip_factor(0.f, 10.f), 1.f);
+  EXPECT_NEAR(clip_factor(100.0, 10.0), 0.1, 1e-9);
+  EXPECT_TRUE(std::isnan(clip_factor(std::nanf(""), 10.f)));
+  EXPECT_EQ(clip_factor(INFINITY, 10.f), 0.f);
+}
+
+TEST(OptimizerMath, ScaleGrowsBacksOffAndStaysFinite) {
+  float scale = 4;
+  int tracker = 0;
+  update_scale(scale, tracker, false, 2.0, 0.5, 2);
+  EXPECT_EQ(scale, 4);
+  update_scale(scale, tracker, false, 2.0, 0.5, 2);
+  EXPECT_EQ(scale, 8);
+  EXPECT_EQ(tracker, 0);
+  update_scale(scale, tracker, true, 2.0, 0.5, 2);
+  EXPECT_EQ(scale, 4);
+  scale = std::numeric_limits<float>::max();
+  update_scale(scale, tracker, false, 2.0, 0.5, 1);
+  EXPECT_EQ(scale, std::numeric_limits<float>::max());
+  EXPECT_EQ(tracker, 0);
+}
+
+TEST(OptimizerMath, EmaDecayKeepsOneMinusDecayInDouble) {
+  const double decay = ema_decay(0.9999, 2000, 1e9);
+  EXPECT_NEAR(1 - decay, 1e-4, 1e-12);  // 1 - 0.9999f is off by 1.7e-4 of it
+  EXPECT_NEAR(ema_decay(0.9999, 2000, 1), 0.9999 * (1 - std::exp(-1 / 2000.)), 1e-16);
+}
+
+}  // namespace

@@ -1,0 +1,206 @@
+// The arithmetic of post-processing against double precision, the decisions at their edges, and the plan of the GPU
+// path.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include "core/candidates.h"
+#include "core/nms_plan.h"
+
+namespace torch_fastdet::core {
+namespace {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+TEST(Exp, StaysWithinTwoUlp) {
+  for (float x = -86.f; x < 88.f; x += 0.00317f) {
+    const double want = std::exp(static_cast<double>(x));
+    EXPECT_NEAR(exp_rn(x), want, 2.5 * want * std::numeric_limits<float>::epsilon()) << "x = " << x;
+  }
+}
+
+TEST(Exp, SaturatesAndKeepsNan) {
+  EXPECT_EQ(exp_rn(-100.f), 0.f);
+  EXPECT_EQ(exp_rn(-kInfinity), 0.f);
+  EXPECT_EQ(exp_rn(89.f), kInfinity);
+  EXPECT_EQ(exp_rn(kInfinity), kInfinity);
+  EXPECT_EQ(exp_rn(0.f), 1.f);
+  EXPECT_TRUE(std::isnan(exp_rn(std::nanf(""))));
+}
+
+TEST(Sigmoid, IsMonotonicAndSaturates) {
+  float last = 0;
+  for (float x = -80.f; x < 80.f; x += 0.0131f) {
+    const float value = sigmoid(x);
+    EXPECT_GE(value, last) << "x = " << x;
+    EXPECT_NEAR(value, 1 / (1 + std::exp(-static_cast<double>(x))), 4e-7 * value);
+    last = value;
+  }
+  EXPECT_EQ(sigmoid(-kInfinity), 0.f);
+  EXPECT_EQ(sigmoid(kInfinity), 1.f);
+}
+
+TEST(Dfl, IsTheExpectationOfTheSoftmax) {
+  std::mt19937 random(0);
+  std::normal_distribution<float> normal(0, 3);
+  for (const int bins : {1, 2, 7, 16, 17}) {
+    std::vector<float> logits(bins);
+    for (float& logit : logits) logit = normal(random);
+    double total = 0, weighted = 0;
+    for (int i = 0; i < bins; ++i) {
+      total += std::exp(static_cast<double>(logits[i]));
+      weighted += i * std::exp(static_cast<double>(logits[i]));
+    }
+    const double want = bins == 1 ? logits[0] : weighted / total;
+    EXPECT_NEAR(expected_bin<float>(bins, [&](int i) { return logits[i]; }), want, 1e-5) << bins << " bins";
+  }
+}
+
+CornerBox<float> box(float x1, float y1, float x2, float y2) {
+  return {x1, y1, x2, y2};
+}
+
+TEST(Overlap, IsStrict) {  // known bug 9
+  const auto a = box(0, 0, 10, 10), half = box(0, 0, 10, 5), six = box(0, 0, 10, 6);
+  EXPECT_FALSE(overlaps(a, half, 0.5f));
+  EXPECT_TRUE(overlaps(a, half, std::nextafter(0.5f, 0.f)));
+  EXPECT_FALSE(overlaps(a, six, 0.6f));
+  EXPECT_TRUE(overlaps(a, a, 0.999f));
+  EXPECT_FALSE(overlaps(a, a, 1.f));
+}
+
+TEST(Overlap, IsZeroForTouchingBoxes) {
+  EXPECT_FALSE(overlaps(box(0, 0, 10, 10), box(10, 0, 20, 10), 0.f));
+  EXPECT_TRUE(overlaps(box(0, 0, 10, 10), box(9.999f, 0, 20, 10), 0.f));
+}
+
+TEST(Overlap, BoxesWithoutPositiveSidesMeetNothing) {  // known bug 14
+  const auto sound = box(0, 0, 10, 10);
+  for (const auto& flat : {box(5, 5, 5, 5), box(2, 2, 8, 2), box(8, 2, 2, 8), box(8, 8, 2, 2)}) {
+    EXPECT_FALSE(overlaps(sound, flat, 0.f));
+    EXPECT_FALSE(overlaps(flat, sound, 0.f));
+    EXPECT_FALSE(overlaps(flat, flat, 0.f));
+    EXPECT_FALSE(proper_boxes_meet(proper_or_void(flat), sound));
+    EXPECT_FALSE(proper_boxes_meet(sound, proper_or_void(flat)));
+  }
+}
+
+TEST(Overlap, OfProperBoxesIsFourComparisons) {
+  std::mt19937 random(1);
+  std::uniform_int_distribution<int> side(-3, 9);
+  for (int i = 0; i < 20000; ++i) {
+    float v[8];
+    for (float& x : v) x = static_cast<float>(side(random));
+    const auto a = box(v[0], v[1], v[2], v[3]), b = box(v[4], v[5], v[6], v[7]);
+    EXPECT_EQ(meets(a, b), proper_boxes_meet(proper_or_void(a), proper_or_void(b)));
+  }
+}
+
+TEST(Locate, FindsEveryAnchorOfUnevenMaps) {
+  CandidateSource source;
+  source.levels = 3;
+  source.anchors_per_cell = 2;
+  const int rows[] = {3, 2, 1}, columns[] = {5, 1, 4};
+  for (int level = 0; level < 3; ++level) {
+    source.level[level].rows = rows[level];
+    source.level[level].columns = columns[level];
+    source.level[level].first_anchor = source.anchors;
+    source.anchors += 2 * rows[level] * columns[level];
+  }
+  int64_t n = 0;
+  for (int level = 0; level < 3; ++level) {
+    for (int anchor = 0; anchor < 2; ++anchor) {
+      for (int row = 0; row < rows[level]; ++row) {
+        for (int column = 0; column < columns[level]; ++column, ++n) {
+          const Cell cell = locate(source, n);
+          EXPECT_EQ(cell.level, level);
+          EXPECT_EQ(cell.anchor, anchor);
+          EXPECT_EQ(cell.row, row);
+          EXPECT_EQ(cell.column, column);
+        }
+      }
+    }
+  }
+  EXPECT_EQ(n, source.anchors);
+}
+
+NmsPlan plan(int64_t anchors, int64_t classes, bool multi_label, int64_t max_det = 300, int64_t max_nms = 30000,
+             int64_t shared = 232448, DType dtype = DType::kFloat16, int64_t images = 32) {
+  CandidateSource source;
+  source.images = images;
+  source.anchors = anchors;
+  source.classes = classes;
+  source.dtype = dtype;
+  NmsOptions options;
+  options.multi_label = multi_label;
+  options.max_detections = max_det;
+  options.max_candidates = max_nms;
+  return plan_nms(source, options, shared);
+}
+
+TEST(Plan, NeverCutsWhatFits) {
+  const NmsPlan p = plan(25200, 80, false);
+  EXPECT_FALSE(p.cuts);
+  EXPECT_EQ(p.capacity, 25200);
+  EXPECT_EQ(p.merges, 0);
+}
+
+TEST(Plan, WorkspaceIsBoundedByTheCapacity) {  // known bugs 12 and 21
+  const NmsPlan p = plan(25200, 80, true);
+  EXPECT_TRUE(p.cuts);
+  EXPECT_GE(p.capacity, 30000);
+  EXPECT_LE(p.capacity, 40000);
+  EXPECT_LT(p.bytes, size_t{32} * (40000 * 8 + 20000));
+  EXPECT_LT(plan(4000000, 80, true).bytes, size_t{32} * (40000 * 8 + 20000));
+}
+
+TEST(Plan, LevelsCoverEveryBitOfAKeyOnce) {
+  for (const DType dtype : {DType::kFloat16, DType::kFloat64}) {
+    const NmsPlan p = plan(25200, 80, true, 300, 30000, 232448, dtype);
+    const int score_bits = dtype == DType::kFloat64 ? 63 : 31;
+    int parent = 32 + score_bits, covered = 0;
+    for (int i = 0; i < p.levels; ++i) {
+      EXPECT_EQ(p.level[i].parent_shift, parent);
+      EXPECT_LE(p.level[i].width, kHistogramBits);
+      EXPECT_LE(p.level[i].shift + p.level[i].width, parent);
+      covered += p.level[i].width;
+      parent = p.level[i].shift;
+    }
+    EXPECT_EQ(parent, 0);
+    EXPECT_EQ(covered, score_bits + 21);  // 25,200 * 80 pairs take 21 bits
+  }
+}
+
+TEST(Plan, RunsFitTheSharedMemoryOfEveryDevice) {
+  for (const int64_t shared : {65536, 101376, 166912, 232448}) {
+    for (const DType dtype : {DType::kFloat16, DType::kFloat64}) {
+      for (const int64_t max_nms : {100, 30000, 100000, 1000000}) {
+        const NmsPlan p = plan(400000, 80, true, 300, max_nms, shared, dtype, 1);
+        EXPECT_LE(p.merged_runs, kMergedRuns);
+        EXPECT_LE(suppress_shared_bytes(dtype == DType::kFloat64, p.merged_runs), shared);
+        EXPECT_GE(p.merged_runs * (p.tile << p.merges), p.capacity);
+      }
+    }
+  }
+}
+
+TEST(Plan, LongListsAreWideAndFullySorted) {
+  const NmsPlan p = plan(30000, 1, false, 30000, 30000, 232448, DType::kFloat32, 1);
+  EXPECT_TRUE(p.wide);
+  EXPECT_EQ(p.merged_runs, 1);
+  EXPECT_LT(p.bytes, size_t{4} << 20);  // not 30,000 squared bits: 112 MB
+  EXPECT_FALSE(plan(30000, 1, false, 1024).wide);
+}
+
+TEST(Plan, NothingToDoKeepsNothing) {
+  EXPECT_EQ(plan(0, 80, true).kept, 0);
+  EXPECT_EQ(plan(100, 0, false).kept, 0);
+  EXPECT_EQ(plan(100, 80, true, 0).kept, 0);
+  EXPECT_EQ(plan(100, 80, true, 300, 0).kept, 0);
+}
+
+}  // namespace
+}  // namespace torch_fastdet::core

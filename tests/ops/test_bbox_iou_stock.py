@@ -1,0 +1,73 @@
+"""bbox_iou against the functions it replaces, as installed: Ultralytics' and YOLOv5's own."""
+
+import importlib
+
+import pytest
+import torch
+
+from tests.ops.test_bbox_iou import KINDS, boxes, close, gradients
+from torch_fastdet import ops
+
+
+@pytest.fixture(params=["ultralytics.utils.metrics", "yolov5.utils.metrics"])
+def stock(request):
+    """The stock bbox_iou, of whichever package is installed."""
+    package = request.param.split(".")[0]
+    pytest.importorskip(package, reason=f"{package} is not installed")
+    return importlib.import_module(request.param).bbox_iou
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("xywh", [True, False], ids=["xywh", "xyxy"])
+def test_value_and_gradients_equal_stock(stock, device, kind, xywh):
+    """Ties among the corners included: both share a gradient as PyTorch's minimum and maximum do.
+
+    In float64, so that what is left is a difference of the formulas, not of rounding.
+    """
+    box1, box2 = boxes(2000, xywh=xywh, dtype=torch.float64, device=device)
+    weight = torch.rand(2000, 1, dtype=torch.float64, device=device)
+    expected = gradients(lambda a, b: stock(a, b, xywh=xywh, **KINDS[kind]), box1, box2, weight)
+    actual = gradients(lambda a, b: ops.bbox_iou(a, b, xywh=xywh, **KINDS[kind]), box1, box2, weight)
+    # Stock may clamp an xyxy height to eps or add eps to it: 1e-7 of heights of at least 0.6 px.
+    tolerance = {"rtol": 1e-10, "atol": 1e-12} if xywh else {"rtol": 1e-6, "atol": 1e-6}
+    for got, wanted in zip(actual, expected, strict=True):
+        close(got, wanted, **tolerance)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_float32_as_in_training(stock, device, kind):
+    """YOLOv5 under AMP compares float32 with float32; Ultralytics float16 with float32."""
+    box1, box2 = boxes(2000, device=device)
+    box2 = box2 + torch.rand_like(box2) / 8 + 0.01  # stock is NaN for some equal boxes
+    weight = torch.rand(2000, 1, device=device)
+    for first in (box1, box1.half()):
+        expected = gradients(lambda a, b: stock(a, b, **KINDS[kind]), first, box2, weight)
+        actual = gradients(lambda a, b: ops.bbox_iou(a, b, **KINDS[kind]), first, box2, weight)
+        # Stock's corners of float16 boxes are rounded to float16: 1/32 px at 40 px, on sides of a few pixels.
+        loose = first.dtype == torch.float16
+        for got, wanted in zip(actual, expected, strict=True):
+            assert got.dtype == wanted.dtype
+            if loose:
+                assert (got.double() - wanted.double()).abs().median() < 5e-3
+            else:
+                close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_broadcast_and_shapes_equal_stock(stock, device):
+    box1, box2 = boxes(7, dtype=torch.float64, device=device)
+    for first, second in ((box1[0], box2), (box1[:, None], box2[None]), (box1[0], box2[0])):
+        for flags in KINDS.values():
+            expected = stock(first, second, **flags)
+            actual = ops.bbox_iou(first, second, **flags)
+            assert actual.shape == expected.shape
+            close(actual, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_precedence_equals_stock(stock, device):
+    box1, box2 = boxes(50, dtype=torch.float64, device=device)
+    for flags in (
+        {"GIoU": True, "DIoU": True, "CIoU": True},
+        {"GIoU": True, "DIoU": True},
+        {"GIoU": True, "CIoU": True},
+    ):
+        close(ops.bbox_iou(box1, box2, **flags), stock(box1, box2, **flags), rtol=1e-10, atol=1e-12)

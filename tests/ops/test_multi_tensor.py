@@ -1,0 +1,445 @@
+"""The multi_tensor operators over lists of odd sizes, types, strides and alignments, on both devices."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from tests.references import multi_tensor as reference
+from torch_fastdet import ops
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 2e-6, torch.float64: 1e-14}
+OP = torch.ops.torch_fastdet
+
+# Sizes at a segment's and a vector's border; empty tensors first, in the middle and last (pytorch #94865, #100811).
+SHAPES = [
+    (0,),
+    (1,),
+    (3,),
+    (1023,),
+    (1024,),
+    (0, 5),
+    (1025,),
+    (16, 3, 3, 3),
+    (8193,),
+    (2, 0, 3),
+    (),
+    (64, 33),
+    (20001,),
+    (0,),
+]
+
+
+def tensors(shapes, device, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype) for shape in shapes]
+
+
+def unaligned(shapes, device, dtype, seed=0):
+    """Tensors whose storage begins one element after a 16-byte border."""
+    result = []
+    for value in tensors(shapes, device, dtype, seed):
+        flat = torch.empty(value.numel() + 1, device=device, dtype=dtype)[1:]
+        result.append(flat.copy_(value.flatten()).view(value.shape))
+    return result
+
+
+def strided(device, dtype, seed=0):
+    """Tensors that lie otherwise in memory: channels_last, transposed, with gaps, a slice."""
+    a, b, c, d = tensors([(4, 6, 5, 3), (70, 33), (40, 40), (9, 8, 7)], device, dtype, seed)
+    return [a.contiguous(memory_format=torch.channels_last), b.t(), c[::2, 1::3], d.permute(2, 0, 1)[1:]]
+
+
+MAKERS = {
+    "odd sizes": lambda device, dtype, seed: tensors(SHAPES, device, dtype, seed),
+    "unaligned": lambda device, dtype, seed: unaligned(SHAPES, device, dtype, seed),
+    "strided": strided,
+    "thousand": lambda device, dtype, seed: tensors([(i % 37,) for i in range(1100)], device, dtype, seed),
+    "no tensors": lambda device, dtype, seed: [],
+}
+
+
+def lists(kind, device, dtype, count):
+    return [MAKERS[kind](device, dtype, seed) for seed in range(count)]
+
+
+def close(actual, wanted, dtype):
+    assert len(actual) == len(wanted)
+    for a, b in zip(actual, wanted):
+        torch.testing.assert_close(a.double(), b.double(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+class TestAgainstTheDefinition:
+    def test_ema(self, device, dtype, kind):
+        averages, values = lists(kind, device, dtype, 2)
+        wanted = [reference.ema(v, x, 0.75) for v, x in zip(averages, values)]
+        ops.multi_tensor_ema_(averages, values, 0.75)
+        close(averages, wanted, dtype)
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            {"lr": 0.1},
+            {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.05, "nesterov": True},
+            {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "maximize": True},
+        ],
+        ids=["plain", "nesterov", "dampening"],
+    )
+    @pytest.mark.parametrize("first", [False, True], ids=["later", "first step"])
+    def test_sgd(self, device, dtype, kind, arguments, first):
+        params, grads, buffers = lists(kind, device, dtype, 3)
+        before = [g.clone() for g in grads]
+        wanted = [reference.sgd(p, g, None if first else m, **arguments) for p, g, m in zip(params, grads, buffers)]
+        with_momentum = "momentum" in arguments
+        ops.multi_tensor_sgd_(params, grads, buffers if with_momentum else [], **arguments, is_first_step=first)
+        close(params, [p for p, _ in wanted], dtype)
+        if with_momentum:
+            close(buffers, [m for _, m in wanted], dtype)
+        assert all(torch.equal(a, b) for a, b in zip(grads, before))  # bug 33: foreach SGD adds momentum into them
+
+    def test_norm_and_clip(self, device, dtype, kind):
+        (grads,) = lists(kind, device, dtype, 1)
+        norm, clipped = reference.norm(grads), reference.clip(grads, 1.5)
+        assert float(ops.multi_tensor_norm(grads)) == pytest.approx(norm, rel=1e-5)
+        result = ops.multi_tensor_clip_grad_norm_(grads, 1.5)
+        assert float(result) == pytest.approx(norm, rel=1e-5)
+        assert result.dtype == (torch.float64 if dtype == torch.float64 and grads else torch.float32)
+        close(grads, clipped, dtype)
+
+    def test_unscale(self, device, dtype, kind):
+        (grads,) = lists(kind, device, dtype, 1)
+        scale, found_inf = torch.tensor(8.0, device=device), torch.zeros((), device=device)
+        wanted = [g.double() / 8 for g in grads]
+        ops.multi_tensor_unscale_(grads, scale, found_inf)
+        close(grads, wanted, dtype)
+        assert float(found_inf) == 0
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("where", [0, 1, -1])
+def test_found_inf_finds_one_value_anywhere(device, bad, where):
+    for index in range(len(SHAPES)):
+        grads = tensors(SHAPES, device)
+        if grads[index].numel() == 0 or abs(where) >= grads[index].numel():
+            continue
+        grads[index].view(-1)[where] = bad
+        found_inf = torch.zeros((), device=device)
+        ops.multi_tensor_unscale_(grads, torch.tensor(2.0, device=device), found_inf)
+        assert float(found_inf) == 1
+        # A later list without one leaves it set.
+        ops.multi_tensor_unscale_(tensors(SHAPES, device), torch.tensor(2.0, device=device), found_inf)
+        assert float(found_inf) == 1
+
+
+def test_large_finite_values_are_no_overflow(device):
+    grads = [torch.full((3000,), 3e38, device=device)]  # the sum of squares is infinite, the values are not
+    found_inf = torch.zeros((), device=device)
+    ops.multi_tensor_unscale_(grads, torch.tensor(1.0, device=device), found_inf)
+    assert float(found_inf) == 0
+
+
+def test_found_inf_skips_all(device):
+    params, grads, buffers = lists("odd sizes", device, torch.float32, 3)
+    copies = [[t.clone() for t in part] for part in (params, grads, buffers)]
+    ops.multi_tensor_sgd_(
+        params,
+        grads,
+        buffers,
+        0.1,
+        0.9,
+        grad_scale=torch.tensor(2.0, device=device),
+        found_inf=torch.tensor(1.0, device=device),
+    )
+    for part, copy in zip((params, grads, buffers), copies):
+        assert all(torch.equal(a, b) for a, b in zip(part, copy))
+
+
+def test_grad_scale_unscales_in_place(device):
+    params, grads, buffers = lists("odd sizes", device, torch.float32, 3)
+    scaled = [g * 64 for g in grads]
+    others = [p.clone() for p in params], [m.clone() for m in buffers]
+    ops.multi_tensor_sgd_(params, grads, buffers, 0.1, 0.9)
+    ops.multi_tensor_sgd_(
+        others[0],
+        scaled,
+        others[1],
+        0.1,
+        0.9,
+        grad_scale=torch.tensor(64.0, device=device),
+        found_inf=torch.tensor(0.0, device=device),
+    )
+    for mine, wanted in zip((others[0], scaled, others[1]), (params, grads, buffers)):
+        assert all(torch.equal(a, b) for a, b in zip(mine, wanted))
+
+
+def test_scalars_in_device_memory(device):
+    params, grads, buffers = lists("odd sizes", device, torch.float32, 3)
+    others = [p.clone() for p in params], [m.clone() for m in buffers]
+    ops.multi_tensor_sgd_(params, grads, buffers, 0.1, 0.9, nesterov=True)
+    lr, momentum = (torch.tensor(x, device=device, dtype=torch.float64) for x in (0.1, 0.9))
+    OP.multi_tensor_sgd_.tensor(others[0], grads, others[1], lr, momentum, nesterov=True)
+    assert all(torch.equal(a, b) for a, b in zip(params + buffers, others[0] + others[1]))
+    averages, values = lists("odd sizes", device, torch.float32, 2)
+    others = [v.clone() for v in averages]
+    ops.multi_tensor_ema_(averages, values, 0.9999)
+    ops.multi_tensor_ema_(others, values, torch.tensor(0.9999, device=device, dtype=torch.float64))
+    assert all(torch.equal(a, b) for a, b in zip(averages, others))
+
+
+def test_float32_ema_is_the_stock_loop_bit_by_bit(device):
+    averages, values = lists("odd sizes", device, torch.float32, 2)
+    stock = [v.clone() for v in averages]
+    decay = 0.9999 * (1 - 2.718281828459045 ** (-7 / 2000))
+    for v, x in zip(stock, values):
+        v *= decay
+        v += (1 - decay) * x
+    ops.multi_tensor_ema_(averages, values, decay)
+    assert all(torch.equal(a, b) for a, b in zip(averages, stock))
+
+
+def test_mixed_dtypes_and_strides_in_one_list(device):
+    generator = torch.Generator().manual_seed(1)
+    averages, values = [], []
+    for i in range(40):
+        value = torch.randn(3, 8, 5, 7, generator=generator, dtype=torch.float64)
+        averages.append(value.clone().to(device, DTYPES[i % 4]))
+        value = torch.randn(3, 8, 5, 7, generator=generator, dtype=torch.float64).to(device, DTYPES[i // 4 % 4])
+        values.append(value.to(memory_format=torch.channels_last) if i % 3 else value)
+    wanted = [reference.ema(v, x, 0.5) for v, x in zip(averages, values)]
+    ops.multi_tensor_ema_(averages, values, 0.5)
+    for average, right in zip(averages, wanted):
+        torch.testing.assert_close(
+            average.double(), right, rtol=TOLERANCE[average.dtype], atol=TOLERANCE[average.dtype]
+        )
+    total = reference.norm(averages)
+    norm = ops.multi_tensor_clip_grad_norm_(averages, 3.0)
+    assert norm.dtype == torch.float64
+    assert float(norm) == pytest.approx(total, rel=1e-6)
+    assert reference.norm(averages) == pytest.approx(3.0, rel=1e-3)
+
+
+def test_gradients_that_lie_otherwise_than_their_parameters(device):
+    """Bug 34: fused SGD is wrong with differing layouts."""
+    (param,) = tensors([(6, 8, 5, 3)], device)
+    grad = tensors([(6, 8, 5, 3)], device, seed=1)[0].contiguous(memory_format=torch.channels_last)
+    buffer = tensors([(3, 5, 8, 6)], device, seed=2)[0].permute(3, 2, 1, 0)
+    wanted, momentum = reference.sgd(param, grad, buffer, 0.1, 0.9, weight_decay=0.1, nesterov=True)
+    ops.multi_tensor_sgd_([param], [grad], [buffer], 0.1, 0.9, weight_decay=0.1, nesterov=True)
+    close([param, buffer], [wanted, momentum], torch.float32)
+
+
+def test_repeats_bitwise(device):
+    results = set()
+    for _ in range(10):
+        grads = tensors([(1 << 18,), (77,), (300, 301)], device)
+        norm = ops.multi_tensor_clip_grad_norm_(grads, 1.0)
+        results.add((float(norm), float(grads[2].double().sum())))
+    assert len(results) == 1
+
+
+def test_counts_as_in_place(device):
+    params, grads, buffers = lists("odd sizes", device, torch.float32, 3)
+    versions = [t._version for t in params + grads + buffers]
+    ops.multi_tensor_sgd_(params, grads, buffers, 0.1, 0.9)
+    now = [t._version for t in params + grads + buffers]
+    count = len(params)
+    assert now[:count] == [v + 1 for v in versions[:count]]
+    assert now[count : 2 * count] == versions[count : 2 * count]
+    assert now[2 * count :] == [v + 1 for v in versions[2 * count :]]
+
+
+BAD = {
+    "length": (lambda t: (t, t[:2]), r"values has 2 tensors, but averages has 3"),
+    "shape": (lambda t: (t, [t[0], t[1], t[2][:1]]), r"averages\[2\] has shape \[4\], but values\[2\] has shape \[1\]"),
+    "integer": (lambda t: (t, [t[0], t[1].int(), t[2]]), r"values\[1\] has dtype int32"),
+    "complex": (lambda t: ([t[0], t[1], t[2].cfloat()], t), r"averages\[2\] has dtype complex64"),
+    "sparse": (lambda t: (t, [t[0].to_sparse(), *t[1:]]), r"values\[0\] has layout Sparse"),
+    "device": (lambda t: (t, [t[0], t[1].to("meta"), t[2]]), r"values\[1\] is on meta"),
+    "expanded": (lambda t: ([t[0], t[1], t[2][:1].expand(4)], t), r"averages\[2\] of shape \[4\] is expanded"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_errors_name_the_index_before_anything_is_written(device, case):
+    change, message = BAD[case]
+    good = tensors([(2,), (3,), (4,)], device)
+    averages, values = change(good)
+    before = [t.clone() for t in good]
+    with pytest.raises(RuntimeError, match=message):
+        ops.multi_tensor_ema_(averages, values, 0.5)
+    assert all(torch.equal(a, b) for a, b in zip(good, before))
+
+
+def test_errors_of_hyper_parameters(device):
+    params, grads, buffers = lists("odd sizes", device, torch.float32, 3)
+    with pytest.raises(RuntimeError, match=r"lr is -0\.1, but a number >= 0 is wanted"):
+        ops.multi_tensor_sgd_(params, grads, buffers, -0.1, 0.9)
+    with pytest.raises(RuntimeError, match=r"momentum is 0\.9, but momentum_buffers is empty"):
+        ops.multi_tensor_sgd_(params, grads, [], 0.1, 0.9)
+    with pytest.raises(RuntimeError, match="scale has dtype float64, but float32 is wanted"):
+        ops.multi_tensor_unscale_(
+            grads, torch.ones((), device=device, dtype=torch.float64), torch.zeros((), device=device)
+        )
+    with pytest.raises(RuntimeError, match=r"decay has shape \[2\], but one element is wanted"):
+        ops.multi_tensor_ema_(params, grads, torch.ones(2, device=device))
+
+
+def samples(device):
+    params, grads, buffers = (tensors([(5,), (0,), (3, 4)], device, seed=i) for i in range(3))
+    scale, found_inf = torch.tensor(4.0, device=device), torch.zeros((), device=device)
+    lr, momentum = (torch.tensor(x, device=device) for x in (0.1, 0.9))
+    return {
+        OP.multi_tensor_ema_.default: (params, grads, 0.9),
+        OP.multi_tensor_ema_.tensor: (params, grads, lr),
+        OP.multi_tensor_sgd_.default: (params, grads, buffers, 0.1, 0.9),
+        OP.multi_tensor_sgd_.tensor: (params, grads, buffers, lr, momentum),
+        OP.multi_tensor_unscale_.default: (grads, scale, found_inf),
+        OP.multi_tensor_norm.default: (grads,),
+        OP.multi_tensor_clip_grad_norm_.default: (grads, 1.0),
+    }
+
+
+@pytest.mark.parametrize("index", range(7))
+def test_opcheck(device, index):
+    operator, arguments = list(samples(device).items())[index]
+    torch.library.opcheck(operator, arguments)
+
+
+def step(params: list[torch.Tensor], grads: list[torch.Tensor], buffers: list[torch.Tensor]) -> torch.Tensor:
+    norm = ops.multi_tensor_clip_grad_norm_(grads, 1.0)
+    ops.multi_tensor_sgd_(params, grads, buffers, 0.1, 0.9)
+    ops.multi_tensor_ema_(buffers, grads, 0.5)
+    return norm + ops.multi_tensor_norm(params)
+
+
+@pytest.mark.parametrize("make", [torch.jit.script, lambda f: torch.compile(f, fullgraph=True, backend="aot_eager")])
+def test_script_and_compile(device, make):
+    eager = lists("odd sizes", device, torch.float32, 3)
+    other = lists("odd sizes", device, torch.float32, 3)
+    wanted = step(*eager)
+    result = make(step)(*other)
+    torch.testing.assert_close(result, wanted)
+    for part, right in zip(other, eager):
+        assert all(torch.equal(a, b) for a, b in zip(part, right))
+
+
+class Clipped(torch.nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        a, b = x * 1, y * 1
+        norm = ops.multi_tensor_clip_grad_norm_([a, b], 1.0)
+        return norm + a.sum() + b.sum()
+
+
+def test_export(device):
+    arguments = (torch.randn(5, device=device), torch.randn(3, 4, device=device))
+    exported = torch.export.export(Clipped(), arguments)
+    torch.testing.assert_close(exported.module()(*arguments), Clipped()(*arguments))
+
+
+def test_side_stream(cuda):
+    averages, values = lists("odd sizes", cuda, torch.float32, 2)
+    wanted = [reference.ema(v, x, 0.5) for v, x in zip(averages, values)]
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        ops.multi_tensor_ema_(averages, values, 0.5)
+    stream.synchronize()
+    close(averages, wanted, torch.float32)
+
+
+def test_other_device(cuda):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    averages, values = lists("odd sizes", torch.device("cuda:1"), torch.float32, 2)
+    wanted = [reference.ema(v, x, 0.5) for v, x in zip(averages, values)]
+    ops.multi_tensor_ema_(averages, values, 0.5)
+    close(averages, wanted, torch.float32)
+
+
+def test_graph_replays_with_changed_values_and_survives_other_calls(cuda):
+    """Bug 4: argument buffers freed before the graph replays. Nothing was uploaded or warmed up before this capture."""
+    params, grads, buffers = lists("odd sizes", cuda, torch.float32, 3)
+    others = lists("odd sizes", cuda, torch.float32, 3)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        norm = step(params, grads, buffers)
+    assert all(torch.equal(a, b) for a, b in zip(params, others[0]))  # capturing writes nothing
+    for i in range(5):
+        for j in range(80):  # pushes every other plan out of the cache, and takes freed memory into use
+            ops.multi_tensor_norm(tensors([(j + 1,), (i + 3,)], cuda, seed=j))
+        junk = [torch.full((1 << 16,), 0xFF, dtype=torch.uint8, device=cuda) for _ in range(32)]
+        for part in (grads, others[1]):
+            for t, value in zip(part, tensors(SHAPES, cuda, seed=10 + i)):
+                t.copy_(value)
+        graph.replay()
+        wanted = step(*others)
+        assert float(norm) == float(wanted)
+        for mine, right in zip((params, grads, buffers), others):
+            assert all(torch.equal(a, b) for a, b in zip(mine, right))
+        del junk
+
+
+def test_graph_frees_its_work_list(cuda):
+    averages, values = lists("odd sizes", cuda, torch.float32, 2)
+    ops.multi_tensor_ema_(averages, values, 0.5)
+
+    def allocated():
+        ops.multi_tensor_ema_(averages, values, 0.5)  # takes back what destroyed graphs held
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    before = allocated()
+    for _ in range(3):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            ops.multi_tensor_ema_(averages, values, 0.5)
+        graph.replay()
+        torch.cuda.synchronize()
+        graph.reset()
+        del graph
+    # CUDA says on a thread of its own that a graph is gone.
+    for _ in range(100):
+        if allocated() == before:
+            return
+        time.sleep(0.05)
+    assert allocated() == before
+
+
+def test_no_host_sync(cuda):
+    params, grads, buffers = lists("odd sizes", cuda, torch.float32, 3)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(params, grads, buffers)
+        step(params, grads, buffers)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_more_than_2_to_31_elements(cuda):
+    """apex #1825: sizes kept as int32: illegal access, or silently no update."""
+    count = (1 << 31) + 4099
+    free, _ = torch.cuda.mem_get_info()
+    if free < 4 * count + (1 << 30):
+        pytest.skip("needs 9 GB of GPU memory")
+    average, value = (torch.full((count,), fill, device=cuda, dtype=torch.float16) for fill in (1.0, 0.0))
+    ops.multi_tensor_ema_([average], [value], 0.5)
+    assert float(average[-1]) == 0.5 and float(average[0]) == 0.5
+    assert bool((average == 0.5).all())
+    value[-1] = float("inf")
+    found_inf = torch.zeros((), device=cuda)
+    ops.multi_tensor_unscale_([value], torch.tensor(1.0, device=cuda), found_inf)
+    assert float(found_inf) == 1
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("kind", ["odd sizes", "unaligned", "strided"])
+def test_under_the_sanitizer(cuda, kind):
+    for dtype in DTYPES:
+        step(*lists(kind, cuda, dtype, 3))
+    torch.cuda.synchronize()

@@ -1,0 +1,332 @@
+"""What surrounds the post-processing operators: compilers, graphs, streams, torchvision, modules, memory."""
+
+import io
+
+import pytest
+import torch
+
+from tests.ops.nms_samples import clustered
+from tests.ops.test_nms import ANCHORS, STRIDES, as_ultralytics, split_heads, ultralytics_heads, yolov5_heads
+from torch_fastdet import ops
+from torch_fastdet.postprocess import UltralyticsPostProcess, YOLOv5PostProcess, split_ultralytics_heads
+
+
+def calls(device):
+    """name -> (function of tensors, tensors), every operator once."""
+    prediction = clustered(2, 200, 5, 2).to(device)
+    labels = torch.tensor([[0.0, 1, 50, 50, 20, 20], [1, 2, 90, 90, 30, 30]], device=device)
+    letterboxes = torch.tensor([ops.letterbox([640, 640], [480, 640])] * 2, device=device)
+    heads = [h.to(device) for h in yolov5_heads(2, 4)]
+    free = [h.to(device) for h in ultralytics_heads(2, 5)]
+    boxes, scores = split_heads(free, 16, 5)
+    anchors = ANCHORS.to(device)
+    return {
+        "yolov5_decode": (lambda *h: ops.yolov5_decode(list(h), anchors, STRIDES), heads),
+        "non_max_suppression_padded": (
+            lambda p, lb, box: ops.non_max_suppression_padded(p, nm=2, labels=lb, letterboxes=box, classes=[0, 2]),
+            (prediction, labels, letterboxes),
+        ),
+        "ultralytics_non_max_suppression_padded": (
+            lambda p: ops.ultralytics_non_max_suppression_padded(p, multi_label=True, conf_thres=0.1),
+            (as_ultralytics(prediction),),
+        ),
+        "yolov5_postprocess": (lambda *h: ops.yolov5_postprocess(list(h), anchors, STRIDES), heads),
+        "ultralytics_postprocess": (
+            lambda *m: ops.ultralytics_postprocess(list(m[:3]), list(m[3:]), [], STRIDES),
+            (*boxes, *scores),
+        ),
+        "scale_boxes": (
+            lambda b, box: ops.scale_boxes_batched(b, box),
+            (prediction[..., :6].contiguous(), letterboxes),
+        ),
+    }
+
+
+NAMES = list(calls("cpu"))
+
+
+def same(got, want):
+    got, want = (x if isinstance(x, (tuple, list)) else (x,) for x in (got, want))
+    for a, b in zip(got, want):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_opcheck(device, name):
+    pytest.importorskip("expecttest")
+    function, tensors = calls(device)[name]
+    op = getattr(torch.ops.torch_fastdet, name).default
+    captured = []
+
+    class Record(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is op:
+                captured.append((args, kwargs or {}))
+            return func(*args, **(kwargs or {}))
+
+    with Record():
+        function(*tensors)
+    (args, kwargs), *_ = captured
+    torch.library.opcheck(op, args, kwargs)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile(device, name, dynamic):
+    function, tensors = calls(device)[name]
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    same(compiled(*tensors), function(*tensors))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_export(device, name):
+    function, tensors = calls(device)[name]
+
+    class Module(torch.nn.Module):
+        def forward(self, *args):
+            return function(*args)
+
+    exported = torch.export.export(Module(), tuple(tensors), strict=False)
+    same(exported.module()(*tensors), function(*tensors))
+
+
+@pytest.mark.parametrize(
+    "wrapper",
+    [
+        ops.yolov5_decode,
+        ops.non_max_suppression_padded,
+        ops.ultralytics_non_max_suppression_padded,
+        ops.yolov5_postprocess,
+        ops.ultralytics_postprocess,
+        ops.letterbox,
+        ops.scale_boxes,
+        ops.scale_boxes_batched,
+    ],
+)
+def test_wrappers_are_scriptable(wrapper):
+    torch.jit.script(wrapper)
+
+
+def test_scripted_scale_boxes(device):
+    boxes = torch.rand(5, 6, device=device) * 600
+    scripted = torch.jit.script(ops.scale_boxes)
+    for rounding in ("yolov5", "ultralytics"):
+        same(
+            scripted([640, 640], boxes, [480, 333], None, rounding),
+            ops.scale_boxes([640, 640], boxes, [480, 333], None, rounding),
+        )
+
+
+def saved_and_loaded(module):
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.script(module), file)
+    file.seek(0)
+    return torch.jit.load(file)
+
+
+def test_yolov5_module(device):
+    module = YOLOv5PostProcess(ANCHORS.tolist(), torch.tensor(STRIDES), nc=4, conf_thres=0.3, classes=[0, 1]).to(device)
+    heads = [h.to(device) for h in yolov5_heads(2, 4)]
+    want = ops.yolov5_postprocess(heads, ANCHORS.to(device), STRIDES, 0.3, classes=[0, 1])
+    same(module(heads), want)
+    scripted = saved_and_loaded(module)
+    same(scripted(heads), want)
+    half = [h.half() for h in heads]
+    same(module.half()(half), ops.yolov5_postprocess(half, ANCHORS.to(device), STRIDES, 0.3, classes=[0, 1]))
+    with pytest.raises(ValueError, match="nc \\+ 5 \\+ nm = 9"):
+        module([h[:, :24] for h in heads])
+    with pytest.raises(ValueError, match="anchors has shape"):
+        YOLOv5PostProcess(ANCHORS, STRIDES[:2], nc=4)
+
+
+def test_ultralytics_module(device):
+    nc = 5
+    heads = [h.to(device) for h in ultralytics_heads(2, nc, 16, 3)]
+    boxes, scores = split_heads(heads, 16, nc)
+    want = ops.ultralytics_postprocess(boxes, scores, [h[:, 64 + nc :] for h in heads], STRIDES)
+    module = UltralyticsPostProcess(STRIDES, nc)
+    same(module(heads), want[:2])
+    scripted = saved_and_loaded(module)
+    same(scripted(heads), want[:2])
+    joined = {
+        "boxes": torch.cat([b.flatten(2) for b in boxes], 2),
+        "scores": torch.cat([s.flatten(2) for s in scores], 2),
+        "feats": heads,
+    }
+    again = split_ultralytics_heads(joined)
+    same(scripted.forward_split(*again, []), ops.ultralytics_postprocess(boxes, scores, [], STRIDES))
+    with pytest.raises(ValueError, match="a head map has shape"):
+        module([h[:, :60] for h in heads])
+
+
+class Detect(torch.nn.Module):
+    """The attributes that from_model reads, as YOLOv5 and Ultralytics name them."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("anchors", ANCHORS)
+        self.stride = torch.tensor(STRIDES)
+        self.nc, self.no, self.reg_max = 4, 11, 16
+
+
+def test_modules_from_a_model(device):
+    model = torch.nn.Sequential(torch.nn.Identity(), Detect()).to(device)
+    module = YOLOv5PostProcess.from_model(model, conf_thres=0.1)
+    assert (module.nc, module.nm, module.strides, module.conf_thres) == (4, 2, STRIDES, 0.1)
+    module([h.to(device) for h in yolov5_heads(1, 4, 2)])
+    assert UltralyticsPostProcess.from_model(model).reg_max == 16
+    with pytest.raises(ValueError, match="has no Detect module"):
+        YOLOv5PostProcess.from_model(torch.nn.Identity())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_host_sync(cuda, name):
+    function, tensors = calls(cuda)[name]
+    function(*tensors)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        function(*tensors)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+GRAPHED = {
+    "best class": {},
+    "multi label": {"multi_label": True, "conf_thres": 0.001},
+    "wide": {"multi_label": True, "conf_thres": 0.001, "max_det": 3000},
+}
+
+
+@pytest.mark.parametrize("options", GRAPHED.values(), ids=GRAPHED.keys())
+def test_graph_replay_with_changed_inputs(cuda, options):
+    """Other data, other counts: from hardly any candidate to many more than the buffer holds."""
+    inputs = [clustered(2, 900, 80, seed=s) for s in range(3)]
+    inputs[1][..., 4] *= 0.001
+    inputs[2][..., 4] = 1
+    static = inputs[0].to(cuda)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        ops.non_max_suppression_padded(static, **options)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = ops.non_max_suppression_padded(static, **options)
+    for data in (*inputs, inputs[0]):
+        static.copy_(data)
+        graph.replay()
+        same([t.cpu() for t in got], ops.non_max_suppression_padded(data, **options))
+
+
+def test_graph_of_raw_heads(cuda):
+    heads = [h.to(cuda) for h in yolov5_heads(2, 4)]
+    module = YOLOv5PostProcess(ANCHORS, STRIDES, nc=4).to(cuda)
+    module(heads)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = module(heads)
+    for seed in (1, 2):
+        for head, fresh in zip(heads, yolov5_heads(2, 4, seed=seed)):
+            head.copy_(fresh)
+        graph.replay()
+        same(got, module(heads))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_side_stream(cuda, name):
+    """Kernels run on the current stream: behind a long one there, not beside it."""
+    function, tensors = calls(cuda)[name]
+    want = function(*tensors)
+    poisoned = [torch.zeros_like(t) for t in tensors]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        for target, source in zip(poisoned, tensors):
+            target.copy_(source)
+        got = function(*poisoned)
+    stream.synchronize()
+    same(got, want)
+
+
+def test_second_device(cuda):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    for name in NAMES:
+        function, tensors = calls("cuda:1")[name]
+        got = function(*tensors)
+        first = got[0] if isinstance(got, tuple) else got
+        assert first.device == torch.device("cuda:1")
+
+
+@pytest.mark.slow
+def test_torchvision_keeps_the_same(cuda):
+    """100,000 random small cases, index for index."""
+    from torchvision.ops import nms
+
+    g = torch.Generator().manual_seed(0)
+    for size in (5, 13, 32, 50):
+        cases = 25_000
+        prediction = torch.rand(cases, 5, size, generator=g)
+        prediction[:, :4] *= torch.tensor([100.0, 100, 60, 60])[None, :, None]
+        prediction[:, 4] = prediction[:, 4] * 0.9 + 0.05
+        prediction = prediction.to(cuda)
+        _, counts, indices = ops.ultralytics_non_max_suppression_padded(prediction, 0.0, 0.45, max_det=size)
+        half = prediction[:, 2:4] / 2
+        corners = torch.cat((prediction[:, :2] - half, prediction[:, :2] + half), 1).transpose(1, 2).contiguous()
+        kept = [nms(corners[i], prediction[i, 4], 0.45) for i in range(cases)]
+        sizes = torch.tensor([len(k) for k in kept])
+        assert torch.equal(counts.cpu(), sizes)
+        want = torch.cat(kept)
+        got = indices[torch.arange(size, device=cuda)[None] < counts[:, None]]
+        assert torch.equal(got, want)
+
+
+def test_workspace_is_bounded_by_the_capacity(cuda):
+    """2.7 million candidates in one image; 8 bytes each of what fits, not of what passes (nor its square: bug 12)."""
+    prediction = torch.rand(1, 33_000, 85, device=cuda)
+    prediction[..., :4] *= 640
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    ops.non_max_suppression_padded(prediction, 0.0001, multi_label=True)
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before < 2 * 2**20
+
+
+def test_more_than_370000_boxes(cuda):
+    """known bug 12: the bit matrix of so many boxes overflows int32 elsewhere."""
+    g = torch.Generator().manual_seed(0)
+    prediction = torch.rand(1, 400_000, 6, generator=g)
+    prediction[..., :4] *= torch.tensor([20000.0, 20000, 40, 40])
+    prediction[..., 4] = 1
+    got = ops.non_max_suppression_padded(prediction.to(cuda), 0.5, max_nms=400_000, max_det=500)
+    same([t.cpu() for t in got], ops.non_max_suppression_padded(prediction, 0.5, max_nms=400_000, max_det=500))
+
+
+@pytest.mark.sanitizer
+def test_small_for_the_sanitizer(cuda):
+    prediction = clustered(2, 70, 5, 1).to(cuda)
+    for options in (
+        {},
+        {"multi_label": True, "conf_thres": 0.01},
+        {"max_det": 1100, "multi_label": True, "conf_thres": 0.0},
+    ):
+        ops.non_max_suppression_padded(prediction, nm=1, **options)
+    labels = torch.tensor([[0.0, 1, 50, 50, 20, 20]], device=cuda)
+    ops.non_max_suppression_padded(prediction, labels=labels, per_class="exact", classes=[1, 2])
+    many = clustered(1, 450, 80).to(cuda)
+    many[..., 4] = 1
+    for dtype in (torch.float16, torch.float64):
+        ops.non_max_suppression_padded(many.to(dtype), 0.0, multi_label=True, max_nms=500)
+        ops.ultralytics_non_max_suppression_padded(as_ultralytics(many).to(dtype), 0.0, multi_label=True, max_nms=500)
+    for form in ("contiguous", "channels_last"):
+        heads = [h.to(cuda) for h in yolov5_heads(1, 4, form=form)]
+        ops.yolov5_decode(heads, ANCHORS.to(cuda), STRIDES)
+        ops.yolov5_postprocess(heads, ANCHORS.to(cuda), STRIDES)
+    boxes, scores = split_heads([h.to(cuda) for h in ultralytics_heads(1, 5)], 16, 5)
+    ops.ultralytics_postprocess(boxes, scores, [], STRIDES)
+    ops.scale_boxes([640, 640], prediction, [480, 640])
+    torch.cuda.synchronize()

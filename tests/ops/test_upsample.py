@@ -1,0 +1,472 @@
+"""upsample_nearest2x and upsample_nearest2x_cat against their definition, stock PyTorch, and each other."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.references import upsample as reference
+from torch_fastdet import ops
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+# Vectors of 8, 4, 2 and 1 elements along W and along C, with and without a remainder; single rows, columns and channels.
+SHAPES = [
+    (2, 16, 6, 8),
+    (1, 8, 3, 20),
+    (2, 24, 5, 10),
+    (3, 4, 4, 7),
+    (2, 3, 5, 1),
+    (1, 1, 7, 5),
+    (2, 255, 1, 3),
+    (1, 6, 1, 1),
+    (65, 32, 4, 4),
+]
+EMPTY = [(0, 3, 4, 4), (2, 0, 4, 4), (2, 3, 0, 4), (2, 3, 4, 0)]
+FORMATS = [torch.contiguous_format, torch.channels_last]
+
+
+def random(shape, device, dtype=torch.float32, memory_format=torch.contiguous_format):
+    # From the CPU's generator: the same numbers on every device.
+    return torch.randn(shape).to(device=device, dtype=dtype, memory_format=memory_format)
+
+
+def skip_shape(shape, channels):
+    return (shape[0], channels, 2 * shape[2], 2 * shape[3])
+
+
+def stock(x):
+    return F.interpolate(x, scale_factor=2, mode="nearest")
+
+
+def stock_stride(tensor, memory_format):
+    # An empty tensor never suggests channels_last.
+    return torch.empty(
+        tensor.shape, memory_format=memory_format if tensor.numel() else torch.contiguous_format
+    ).stride()
+
+
+def views(device, dtype=torch.float32):
+    """Name -> four-dimensional view whose strides are neither contiguous nor channels_last."""
+    nhwc = random((3, 24, 6, 10), device, dtype, torch.channels_last)
+    nchw = random((3, 24, 6, 10), device, dtype)
+    return {
+        "channel slice": nchw[:, 8:16],
+        "odd channel slice": nchw[:, 3:10],
+        "channel slice, channels_last": nhwc[:, 8:16],
+        "odd channel slice, channels_last": nhwc[:, 3:10],
+        "crop": nchw[:, :, 1:5, 2:8],
+        "odd crop": nchw[:, :, 1:4, 3:8],
+        "crop, channels_last": nhwc[:, :, 1:5, 3:8],
+        "every other row": nchw[:, :, ::2],
+        "every other column": nchw[:, :, :, ::2],
+        "every other channel, channels_last": nhwc[:, ::2],
+        "every other image": nchw[::2],
+        "transposed": nchw.transpose(2, 3),
+        "permuted": nchw.permute(3, 2, 0, 1),
+        "expanded images": nchw[:1].expand(4, 24, 6, 10),
+        "expanded columns": nchw[..., :1].expand(3, 24, 6, 5),
+        "scalar expanded": nchw[0, 0, 0, 0].expand(2, 8, 4, 6),
+        "misaligned": random((1 + 2 * 8 * 4 * 8,), device, dtype)[1:].view(2, 8, 4, 8),
+    }
+
+
+VIEWS = list(views("cpu"))
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES + EMPTY)
+def test_forward(device, shape, dtype, memory_format):
+    x = random(shape, device, dtype, memory_format)
+    out = ops.upsample_nearest2x(x)
+    assert out.dtype == dtype and out.device.type == device.type
+    assert torch.equal(out.double(), reference.upsample_nearest2x(x))
+    assert out.stride() == stock_stride(out, memory_format)
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES + EMPTY)
+def test_backward(device, shape, dtype, memory_format):
+    x = random(shape, device, dtype, memory_format).requires_grad_()
+    grad = random((*shape[:2], 2 * shape[2], 2 * shape[3]), device, dtype, memory_format)
+    (grad_x,) = torch.autograd.grad(ops.upsample_nearest2x(x), x, grad)
+    assert grad_x.stride() == stock_stride(grad_x, memory_format)
+    # Sums of four in float32, rounded once, are within one unit in the last place of the exact sum.
+    exact = reference.upsample_nearest2x_backward(grad)
+    rounding = torch.finfo(torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype).eps
+    size = reference.upsample_nearest2x_backward(grad.abs())
+    tolerance = exact.abs() * torch.finfo(dtype).eps + size * 2 * rounding
+    assert ((grad_x.double() - exact).abs() <= tolerance).all()
+
+
+@pytest.mark.parametrize("formats", [(a, b) for a in FORMATS for b in FORMATS])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape, channels", [*[(shape, 5) for shape in SHAPES], ((2, 16, 6, 8), 32), ((1, 3, 4, 4), 0)])
+def test_cat(device, shape, channels, dtype, formats):
+    x = random(shape, device, dtype, formats[0]).requires_grad_()
+    skip = random(skip_shape(shape, channels), device, dtype, formats[1]).requires_grad_()
+    out = ops.upsample_nearest2x_cat(x, skip)
+    assert torch.equal(out.double(), reference.upsample_nearest2x_cat(x, skip))
+    expected = torch.cat([stock(x), skip], 1)
+    assert out.stride() == expected.stride()
+    grad = random(out.shape, device, dtype)
+    grad = grad.contiguous(memory_format=torch.channels_last) if not out.is_contiguous() else grad
+    grad_x, grad_skip = torch.autograd.grad(out, [x, skip], grad)
+    assert torch.equal(grad_x, torch.ops.torch_fastdet.upsample_nearest2x_backward(grad[:, : shape[1]].contiguous()))
+    assert torch.equal(grad_skip, grad[:, shape[1] :])
+
+
+@pytest.mark.parametrize("shape", EMPTY)
+def test_cat_of_nothing(device, shape):
+    x, skip = random(shape, device), random(skip_shape(shape, 4), device)
+    assert torch.equal(ops.upsample_nearest2x_cat(x, skip).double(), reference.upsample_nearest2x_cat(x, skip))
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equals_stock(device, shape, dtype, memory_format):
+    """Values, gradients and strides are stock's, to the bit where stock adds in our order."""
+    x = random(shape, device, dtype, memory_format).requires_grad_()
+    out, expected = ops.upsample_nearest2x(x), stock(x)
+    assert torch.equal(out, expected) and out.stride() == expected.stride()
+    grad = random(out.shape, device, dtype, memory_format)
+    ours, theirs = torch.autograd.grad(out, x, grad)[0], torch.autograd.grad(expected, x, grad)[0]
+    torch.testing.assert_close(ours, theirs)
+    assert ours.stride() == theirs.stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("name", VIEWS)
+def test_any_strides(device, name, dtype):
+    x = views(device, dtype)[name]
+    out = ops.upsample_nearest2x(x)
+    assert torch.equal(out.double(), reference.upsample_nearest2x(x))
+    assert out.stride() == stock(x).stride()
+    skip = random(skip_shape(x.shape, 4), device, dtype)
+    assert torch.equal(ops.upsample_nearest2x_cat(x, skip).double(), reference.upsample_nearest2x_cat(x, skip))
+    if x.shape[2] % 2 == 0 and x.shape[3] % 2 == 0:  # the same view as skip, and as gradient
+        small = random((x.shape[0], 3, x.shape[2] // 2, x.shape[3] // 2), device, dtype)
+        assert torch.equal(ops.upsample_nearest2x_cat(small, x).double(), reference.upsample_nearest2x_cat(small, x))
+        grad = torch.ops.torch_fastdet.upsample_nearest2x_backward(x)
+        assert torch.equal(grad, torch.ops.torch_fastdet.upsample_nearest2x_backward(x.contiguous()))
+        exact = reference.upsample_nearest2x_backward(x)
+        torch.testing.assert_close(grad.double(), exact, rtol=2e-3 if dtype == torch.float16 else 1e-5, atol=1e-3)
+
+
+def test_launches_and_allocations(cuda):
+    """Each direction is one launch and one allocation, in both formats, also for slices read in place."""
+
+    def count(call):
+        call()
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            out = call()
+            torch.cuda.synchronize()
+        del out
+        launches = sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+        return launches, torch.cuda.memory_stats()["allocation.all.allocated"] - before
+
+    backward = torch.ops.torch_fastdet.upsample_nearest2x_backward
+    for memory_format in FORMATS:
+        wide = random((2, 64, 8, 8), cuda, torch.float16, memory_format)
+        x, skip = wide[:, :32], random((2, 32, 16, 16), cuda, torch.float16, memory_format)
+        assert count(lambda x=x: ops.upsample_nearest2x(x)) == (1, 1)
+        assert count(lambda x=x, skip=skip: ops.upsample_nearest2x_cat(x, skip)) == (1, 1)
+        assert count(lambda wide=wide: backward(wide[:, 16:48])) == (1, 1)
+        assert count(lambda wide=wide: backward(wide[:, :, 2:6, 2:6])) == (1, 1)
+        x, skip = x.detach().requires_grad_(), skip.requires_grad_()
+        out = ops.upsample_nearest2x_cat(x, skip)
+        grad = torch.randn_like(out)
+        gradients = lambda out=out, x=x, skip=skip, grad=grad: torch.autograd.grad(  # noqa: E731
+            out, [x, skip], grad, retain_graph=True
+        )
+        assert count(gradients) == (1, 1)
+
+
+def test_cat_gradient_of_one_input(device):
+    x, skip = random((2, 8, 3, 4), device), random((2, 5, 6, 8), device)
+    grad = random((2, 13, 6, 8), device)
+    (grad_x,) = torch.autograd.grad(ops.upsample_nearest2x_cat(x.requires_grad_(), skip), x, grad)
+    exact = reference.upsample_nearest2x_backward(grad[:, :8])
+    torch.testing.assert_close(grad_x.double(), exact, rtol=1e-5, atol=1e-5)
+    (grad_skip,) = torch.autograd.grad(ops.upsample_nearest2x_cat(x.detach(), skip.requires_grad_()), skip, grad)
+    assert torch.equal(grad_skip, grad[:, 8:])
+
+
+@pytest.mark.parametrize("pair", [(a, b) for a in DTYPES for b in DTYPES if a != b])
+def test_cat_promotes(device, pair):
+    x = random((2, 8, 3, 4), device, pair[0]).requires_grad_()
+    skip = random((2, 5, 6, 8), device, pair[1]).requires_grad_()
+    out, expected = ops.upsample_nearest2x_cat(x, skip), torch.cat([stock(x), skip], 1)
+    assert out.dtype == expected.dtype and torch.equal(out, expected)
+    grad = random(out.shape, device, out.dtype)
+    for ours, theirs in zip(torch.autograd.grad(out, [x, skip], grad), torch.autograd.grad(expected, [x, skip], grad)):
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+    with torch.inference_mode():
+        assert torch.equal(ops.upsample_nearest2x_cat(x, skip), expected)
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+def test_gradcheck(device, memory_format):
+    x = random((2, 3, 3, 2), device, torch.float64, memory_format).requires_grad_()
+    skip = random((2, 2, 6, 4), device, torch.float64, memory_format).requires_grad_()
+    assert torch.autograd.gradcheck(ops.upsample_nearest2x, x)
+    assert torch.autograd.gradgradcheck(ops.upsample_nearest2x, x)
+    assert torch.autograd.gradcheck(ops.upsample_nearest2x_cat, (x, skip))
+    assert torch.autograd.gradgradcheck(ops.upsample_nearest2x_cat, (x, skip))
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+def test_opcheck(device, memory_format):
+    x = random((2, 8, 3, 4), device, torch.float16, memory_format)
+    skip = random((2, 5, 6, 8), device, torch.float16, memory_format)
+    operators = torch.ops.torch_fastdet
+    for requires_grad in (False, True):
+        x, skip = x.detach().requires_grad_(requires_grad), skip.detach().requires_grad_(requires_grad)
+        torch.library.opcheck(operators.upsample_nearest2x.default, (x,))
+        torch.library.opcheck(operators.upsample_nearest2x_cat.default, (x, skip))
+        torch.library.opcheck(operators.upsample_nearest2x_backward.default, (skip,))
+    torch.library.opcheck(operators.upsample_nearest2x_cat.default, (x, skip.detach().float().requires_grad_()))
+    torch.library.opcheck(operators.upsample_nearest2x.default, (x.detach()[:, 2:7],))
+    torch.library.opcheck(operators.upsample_nearest2x.default, (x.detach()[:0],))
+
+
+class Neck(nn.Module):
+    """Upsample and concat, as between the levels of a detector."""
+
+    def forward(self, x: torch.Tensor, skip: torch.Tensor) -> torch.Tensor:
+        return ops.upsample_nearest2x(ops.upsample_nearest2x_cat(x, skip)) * 2
+
+
+def neck_inputs(device, memory_format=torch.contiguous_format, size=4):
+    x = random((2, 8, size, size), device, torch.float32, memory_format)
+    return x, random((2, 8, 2 * size, 2 * size), device, torch.float32, memory_format)
+
+
+def gradients(module, *inputs):
+    inputs = [tensor.detach().requires_grad_() for tensor in inputs]
+    out = module(*inputs)
+    return [out, *torch.autograd.grad(out.square().sum(), inputs)]
+
+
+def stock_neck(x, skip):
+    return stock(torch.cat([stock(x), skip], 1)) * 2
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+def test_script(device, memory_format):
+    inputs = neck_inputs(device, memory_format)
+    for ours, theirs in zip(gradients(torch.jit.script(Neck()), *inputs), gradients(stock_neck, *inputs)):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("memory_format", FORMATS)
+def test_compile(device, memory_format, dynamic):
+    compiled = torch.compile(Neck(), fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for size in (4, 6) if dynamic else (4,):
+        inputs = neck_inputs(device, memory_format, size)
+        for ours, theirs in zip(gradients(compiled, *inputs), gradients(stock_neck, *inputs)):
+            torch.testing.assert_close(ours, theirs)
+            assert ours.stride() == theirs.stride()
+
+
+def test_export(device):
+    inputs = neck_inputs(device)
+    size = torch.export.Dim("size", min=2, max=64)
+    shapes = ({2: size, 3: size}, {2: 2 * size, 3: 2 * size})
+    program = torch.export.export(Neck(), inputs, dynamic_shapes=shapes)
+    for size in (4, 7):
+        inputs = neck_inputs(device, size=size)
+        torch.testing.assert_close(program.module()(*inputs), stock_neck(*inputs))
+
+
+def test_autocast_passes_dtypes_through(device):
+    x, skip = neck_inputs(device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        assert ops.upsample_nearest2x(x).dtype == torch.float32
+        assert ops.upsample_nearest2x(x.bfloat16()).dtype == torch.bfloat16
+        ours, theirs = ops.upsample_nearest2x_cat(x.bfloat16(), skip), torch.cat([stock(x.bfloat16()), skip], 1)
+        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+
+
+def test_half_sums_do_not_overflow_early(device):
+    """60000 + 60000 - 60000 - 59008 fits float16, its partial sums do not."""
+    grad = torch.tensor([[60000.0, 60000.0], [-60000.0, -59008.0]], dtype=torch.float16, device=device).view(1, 1, 2, 2)
+    assert torch.ops.torch_fastdet.upsample_nearest2x_backward(grad).item() == 992
+
+
+def test_nan_and_infinity_stay_in_their_square(device):
+    x = random((1, 4, 3, 3), device)
+    x[0, 1, 1, 1], x[0, 2, 0, 2] = float("nan"), float("inf")
+    torch.testing.assert_close(ops.upsample_nearest2x(x).double(), reference.upsample_nearest2x(x), equal_nan=True)
+    grad = stock(x)
+    result = torch.ops.torch_fastdet.upsample_nearest2x_backward(grad)
+    assert result.isnan().sum() == 1 and result.isinf().sum() == 1
+
+
+def test_repeatable(device):
+    grad = random((4, 64, 40, 40), device, torch.float16, torch.channels_last)
+    for tensor in (grad, grad.contiguous()):
+        first = torch.ops.torch_fastdet.upsample_nearest2x_backward(tensor)
+        for _ in range(10):
+            assert torch.equal(first, torch.ops.torch_fastdet.upsample_nearest2x_backward(tensor))
+
+
+def quantized(x):
+    return torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)
+
+
+BAD = [
+    (lambda x, s: ops.upsample_nearest2x(x[0]), r"upsample_nearest2x: x has shape \[8, 3, 4\], but four dimensions"),
+    (lambda x, s: ops.upsample_nearest2x(x.int()), r"upsample_nearest2x: x has dtype int32, but float16, bfloat16"),
+    (lambda x, s: ops.upsample_nearest2x(x.to_sparse()), r"x has layout Sparse, but a dense"),
+    (lambda x, s: ops.upsample_nearest2x(torch.nested.nested_tensor([x[0]])), r"x is a nested tensor, but a dense"),
+    (lambda x, s: ops.upsample_nearest2x(quantized(x)), r"x is a quantized tensor of qint8, but float16, bfloat16"),
+    (lambda x, s: ops.upsample_nearest2x_cat(x, s[0]), r"skip has shape \[5, 6, 8\], but four dimensions"),
+    (lambda x, s: ops.upsample_nearest2x_cat(x, s.long()), r"skip has dtype int64"),
+    (
+        lambda x, s: ops.upsample_nearest2x_cat(x, s[:, :, :5]),
+        r"skip has shape \[2, 5, 5, 8\], but \(2, any, 6, 8\) is wanted beside x of shape \[2, 8, 3, 4\]",
+    ),
+    (lambda x, s: ops.upsample_nearest2x_cat(x, s[:1]), r"skip has shape \[1, 5, 6, 8\], but \(2, any, 6, 8\)"),
+    (
+        lambda x, s: torch.ops.torch_fastdet.upsample_nearest2x_backward(s[..., :7]),
+        r"grad_output has shape \[2, 5, 6, 7\], but an even height and width are wanted",
+    ),
+]
+
+
+@pytest.mark.parametrize("call, message", BAD)
+def test_errors_are_sentences(device, call, message):
+    x, skip = random((2, 8, 3, 4), device), random((2, 5, 6, 8), device)
+    with pytest.raises(RuntimeError, match=message) as caught:
+        call(x, skip)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_inference_tensors_beside_a_gradient(device):
+    """Nothing is saved for backward, so that a tensor of inference mode is as good as any."""
+    with torch.inference_mode():
+        x = random((2, 8, 3, 4), device)
+    skip = random((2, 5, 6, 8), device).requires_grad_()
+    ops.upsample_nearest2x_cat(x, skip).sum().backward()
+    assert torch.equal(skip.grad, torch.ones_like(skip))
+    x, skip = x.clone().requires_grad_(), skip.detach()
+    with torch.inference_mode():
+        skip = skip.clone()
+        assert not ops.upsample_nearest2x(x).requires_grad
+    ops.upsample_nearest2x_cat(x, skip).sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 4))
+
+
+def test_mixed_devices(cuda):
+    x, skip = random((2, 8, 3, 4), cuda), random((2, 5, 6, 8), "cpu")
+    with pytest.raises(RuntimeError, match="skip is on cpu, but x is on cuda:0; both must be on one device"):
+        ops.upsample_nearest2x_cat(x, skip)
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+def test_graph(cuda, memory_format):
+    """Captured forward and backward follow their inputs' new values."""
+    x, skip = (tensor.requires_grad_() for tensor in neck_inputs(cuda, memory_format))
+    grad = torch.randn(2, 16, 8, 8, device=cuda).contiguous(memory_format=memory_format)
+
+    def step():
+        out = ops.upsample_nearest2x_cat(x, skip)
+        return [out, *torch.autograd.grad(out, [x, skip], grad)]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(3):
+        with torch.no_grad():
+            for tensor in (x, skip, grad):
+                tensor.normal_()
+        graph.replay()
+        for ours, eager in zip(captured, step()):
+            assert torch.equal(ours, eager)
+
+
+def test_side_stream(cuda):
+    """The kernels run on the current stream: behind a long wait there, they see what was written after it."""
+    x, skip = neck_inputs(cuda)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(100_000_000)
+        x.fill_(3)
+        out = ops.upsample_nearest2x_cat(x, skip)
+        grad = torch.ops.torch_fastdet.upsample_nearest2x_backward(out)
+    side.synchronize()
+    assert (out[:, :8] == 3).all() and (grad[:, :8] == 12).all()
+
+
+def test_no_host_sync(cuda):
+    x, skip = (tensor.requires_grad_() for tensor in neck_inputs(cuda))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = ops.upsample_nearest2x_cat(x, skip)
+        torch.autograd.grad(out, [x, skip], torch.ones_like(out))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_other_device(cuda):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    x, skip = neck_inputs("cuda:1")
+    out = ops.upsample_nearest2x_cat(x, skip)
+    assert out.device.index == 1 and torch.cuda.current_device() == 0
+    assert torch.equal(out.double(), reference.upsample_nearest2x_cat(x, skip))
+
+
+def need_memory(gigabytes):
+    free = torch.cuda.mem_get_info()[0] / 2**30
+    if free < gigabytes:
+        pytest.skip(f"needs {gigabytes} GiB of GPU memory, {free:.0f} free")
+
+
+@pytest.mark.parametrize(
+    "shape, memory_format",
+    [
+        ((3, 8, 9600, 9600), torch.channels_last),  # 2.2e9 elements in, 8.8e9 out
+        ((3, 8, 9600, 9600), torch.contiguous_format),
+        ((1, 1, 46351, 46349), torch.contiguous_format),  # 2.15e9 elements in one image, one element an access
+    ],
+)
+def test_more_than_2_31_elements(cuda, shape, memory_format):
+    """Known bug 15: stock is wrong or refuses here. Each image, read alone, is the reference."""
+    need_memory(30)
+    x = torch.empty(shape, dtype=torch.float16, device=cuda, memory_format=memory_format)
+    x.random_(0, 512)  # exact in float16, and so are sums of four
+    assert x.numel() > 2**31
+    out = ops.upsample_nearest2x(x)
+    height, width = out.shape[2:]
+    for i, j in [(0, 0), (0, 1), (1, 0), (1, 1)]:
+        assert torch.equal(out[:, :, i:height:2, j:width:2], x)
+    grad = torch.ops.torch_fastdet.upsample_nearest2x_backward(out)
+    del out
+    assert torch.equal(grad, x.mul_(4))
+
+
+@pytest.mark.sanitizer
+def test_sanitizer_small(cuda):
+    """Every kernel once on small shapes: vectors with tails, odd sides, both layouts, all item sizes."""
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        for shape in ((2, 8, 4, 8), (1, 3, 5, 7), (2, 17, 3, 1)):
+            for memory_format in (torch.contiguous_format, torch.channels_last):
+                x = torch.randn(shape, device=cuda, dtype=dtype).to(memory_format=memory_format).requires_grad_()
+                n, _, h, w = shape
+                skip = torch.randn(n, 5, 2 * h, 2 * w, device=cuda, dtype=dtype).to(memory_format=memory_format)
+                out = ops.upsample_nearest2x_cat(x, skip).sum() + ops.upsample_nearest2x(x).sum()
+                out.backward()
+                torch.testing.assert_close(x.grad, torch.full_like(x, 8))

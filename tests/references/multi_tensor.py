@@ -1,0 +1,61 @@
+"""SGD, moving average, unscale and clip in float64, from their definitions, one tensor after the other."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def ema(average: Tensor, value: Tensor, decay: float) -> Tensor:
+    return average.double() * decay + (1 - decay) * value.double()
+
+
+def ramp(decay: float, tau: float, updates: int) -> float:
+    return decay * (1 - math.exp(-updates / tau))
+
+
+def norm(tensors: list[Tensor]) -> float:
+    return math.sqrt(sum(float((t.double() ** 2).sum()) for t in tensors))
+
+
+def clip(tensors: list[Tensor], max_norm: float) -> list[Tensor]:
+    factor = min(max_norm / (norm(tensors) + 1e-6), 1.0)
+    return [t.double() * factor for t in tensors]
+
+
+def sgd(
+    param: Tensor,
+    grad: Tensor,
+    buffer: Tensor | None,
+    lr: float,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    maximize: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Parameter and buffer after one step; buffer None: there is none yet."""
+    param, grad = param.double(), grad.double()
+    if maximize:
+        grad = -grad
+    grad = grad + weight_decay * param
+    if momentum:
+        buffer = grad if buffer is None else momentum * buffer.double() + (1 - dampening) * grad
+        grad = grad + momentum * buffer if nesterov else buffer
+    return param - lr * grad, buffer
+
+
+def update_scale(
+    scale: float, tracker: int, overflow: bool, growth: float, backoff: float, interval: int
+) -> tuple[float, int]:
+    """GradScaler.update()."""
+    if overflow:
+        return scale * backoff, 0
+    tracker += 1
+    return (scale * growth, 0) if tracker == interval else (scale, tracker)
+
+
+def finite(tensors: list[Tensor]) -> bool:
+    return all(bool(torch.isfinite(t).all()) for t in tensors)

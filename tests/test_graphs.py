@@ -1,0 +1,575 @@
+"""Graphed training against the same training without graphs."""
+
+import copy
+import io
+import pickle
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+from torch_fastdet.graphs import CaptureError, GraphedModule
+
+
+class Net(nn.Module):
+    """Two scales of output, batch norm, a parameter that is never used, and an attribute."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, width, 3, 2, 1, bias=False), nn.BatchNorm2d(width), nn.SiLU(inplace=True)
+        )
+        self.body = nn.Sequential(nn.Conv2d(width, width, 3, 2, 1), nn.BatchNorm2d(width), nn.SiLU())
+        self.heads = nn.ModuleList([nn.Conv2d(width, 8, 1), nn.Conv2d(width, 8, 1)])
+        self.unused = nn.Parameter(torch.zeros(3))
+        self.names = ["a", "b"]
+
+    def forward(self, x, flip=False):
+        x = self.stem(x.flip(-1) if flip else x)
+        y = self.body(x)
+        return [self.heads[0](x + nn.functional.interpolate(y, scale_factor=2.0)), self.heads[1](y)]
+
+
+class HostSync(nn.Module):
+    def forward(self, x):
+        return x * float(x.mean())
+
+
+@pytest.fixture(autouse=True)
+def _deterministic():
+    before = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    yield
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = before
+
+
+def loss_of(outputs):
+    return sum((output.float() ** 2).mean() for output in outputs)
+
+
+def images(*shape, channels_last=False):
+    x = torch.randn(*shape, device="cuda")
+    return x.contiguous(memory_format=torch.channels_last) if channels_last else x
+
+
+def same_gradients(a, b):
+    for (name, p), q in zip(a.named_parameters(), b.parameters()):
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None:
+            assert torch.equal(p.grad, q.grad), f"{name}: {(p.grad - q.grad).abs().max()}"
+
+
+def same_state(a, b):
+    for (name, value), other in zip(a.state_dict().items(), b.state_dict().values()):
+        assert torch.equal(value, other), name
+
+
+def train(model, batches, accumulate=1, amp=None, set_to_none=True, scaler=None):
+    optimizer = torch.optim.SGD(
+        [p for p in model.parameters() if p.requires_grad], lr=0.01, momentum=0.9, nesterov=True
+    )
+    for i, x in enumerate(batches):
+        with torch.autocast("cuda", amp) if amp else nullcontext():
+            loss = loss_of(model(x))
+        (scaler.scale(loss) if scaler else loss).backward()
+        if (i + 1) % accumulate == 0:
+            if scaler:
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                optimizer.step()
+            if i + 1 < len(batches):
+                optimizer.zero_grad(set_to_none=set_to_none)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("amp", [None, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_training_is_bit_equal(cuda, accumulate, amp, channels_last):
+    if channels_last and amp is None:
+        pytest.skip("float32 NHWC differs in its last bits: test_float32_channels_last_gradients")
+    model = Net().cuda()
+    if channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    plain = copy.deepcopy(model)
+    graphed = GraphedModule(model, required=True)
+    batches = [images(2, 3, 32, 32, channels_last=channels_last) for _ in range(9)]
+    train(plain, batches, accumulate, amp)
+    train(graphed, batches, accumulate, amp)
+    assert graphed.graphs.shapes == [(2, 3, 32, 32)]
+    same_gradients(graphed, plain)
+    same_state(graphed, plain)
+
+
+def test_float32_channels_last_gradients(cuda):
+    """Outside half precision torch's NHWC kernels have not given a replay the bits of an eager pass: TF32's tolerance."""
+    model = Net().cuda().to(memory_format=torch.channels_last)
+    plain = copy.deepcopy(model)
+    x = images(2, 3, 32, 32, channels_last=True)
+    for net in (plain, GraphedModule(model, required=True)):
+        for _ in range(3):
+            loss_of(net(x)).backward()
+    for p, q in zip(model.parameters(), plain.parameters()):
+        if q.grad is not None:
+            assert (p.grad - q.grad).abs().max() <= 1e-2 * q.grad.abs().max() + 1e-5
+
+
+def test_gradients_that_stay_allocated(cuda):
+    model = Net().cuda()
+    plain = copy.deepcopy(model)
+    batches = [images(2, 3, 32, 32) for _ in range(6)]
+    train(plain, batches, set_to_none=False, accumulate=2)
+    train(GraphedModule(model), batches, set_to_none=False, accumulate=2)
+    same_gradients(model, plain)
+    same_state(model, plain)
+
+
+def test_grad_scaler(cuda):
+    model = Net().cuda()
+    plain = copy.deepcopy(model)
+    batches = [images(2, 3, 32, 32) for _ in range(6)]
+    for net in (plain, GraphedModule(model)):
+        train(net, batches, amp=torch.float16, scaler=torch.amp.GradScaler("cuda", init_scale=2.0**10))
+    same_state(model, plain)
+
+
+def test_multi_scale_accumulates_across_shapes(cuda):
+    model = Net().cuda()
+    plain = copy.deepcopy(model)
+    graphed = GraphedModule(model, max_graphs=2, required=True)
+    sizes = [32, 48, 32, 48, 64, 32, 64, 64, 48, 48, 32, 32]
+    batches = [images(2, 3, size, size) for size in sizes]
+    train(plain, batches, accumulate=3)
+    train(graphed, batches, accumulate=3)
+    assert graphed.graphs.shapes == [(2, 3, 48, 48), (2, 3, 32, 32)], "the least recently used shape goes first"
+    assert graphed.graphs.memory() > 0
+    same_gradients(graphed, plain)
+    same_state(graphed, plain)
+
+
+def test_capture_leaves_buffers_alone(cuda):
+    model = Net().cuda()
+    graphed = GraphedModule(model, warmup=1)
+    x = images(2, 3, 32, 32)
+    loss_of(graphed(x)).backward()
+    loss_of(graphed(x)).backward()
+    assert int(model.stem[1].num_batches_tracked) == 2
+
+
+def test_what_is_passed_through(cuda):
+    model = Net().cuda()
+    graphed = GraphedModule(model)
+    x = images(2, 3, 32, 32)
+    for _ in range(3):
+        loss_of(graphed(x)).backward()
+    assert len(graphed.graphs.shapes) == 1
+    with torch.no_grad():
+        before = int(model.stem[1].num_batches_tracked)
+        graphed(images(3, 3, 16, 16))
+        graphed(images(3, 3, 16, 16))
+    assert int(model.stem[1].num_batches_tracked) == before + 2
+    graphed.eval()
+    assert not model.training and not graphed.training
+    assert all(torch.equal(a, b) for a, b in zip(graphed(x), model(x)))
+    graphed.train()
+    loss_of(graphed(x, flip=True)).backward()
+    inputs = x.clone().requires_grad_()
+    loss_of(graphed(inputs)).backward()
+    assert inputs.grad is not None
+    assert graphed.graphs.shapes == [(2, 3, 32, 32)]
+
+
+def test_cpu_module_runs_as_it_is():
+    model = Net()
+    plain = copy.deepcopy(model)
+    graphed = GraphedModule(model)
+    x = torch.randn(2, 3, 32, 32)
+    for net in (plain, graphed):
+        for _ in range(3):
+            loss_of(net(x)).backward()
+    same_gradients(graphed, plain)
+    with pytest.raises(CaptureError, match=r"Net cannot be captured in a CUDA graph: parameter .* is on cpu"):
+        GraphedModule(model, required=True)
+
+
+def test_is_the_module_to_others():
+    model = Net()
+    graphed = GraphedModule(model)
+    assert graphed.names is model.names and graphed.module is model
+    graphed.hyp = {"box": 1}
+    assert model.hyp == {"box": 1}
+    assert list(graphed.state_dict()) == list(model.state_dict())
+    assert [n for n, _ in graphed.named_parameters()] == [n for n, _ in model.named_parameters()]
+    assert [n for n, _ in graphed.named_modules()] == [n for n, _ in model.named_modules()]
+    graphed.load_state_dict(model.state_dict())
+    graphed.requires_grad_(False)
+    assert not any(p.requires_grad for p in model.parameters())
+    assert graphed.half() is graphed and model.stem[0].weight.dtype == torch.float16
+    graphed.eval()
+    assert not model.training and not model.stem.training
+    assert type(copy.deepcopy(graphed)) is Net
+    assert type(pickle.loads(pickle.dumps(graphed))) is Net
+    file = io.BytesIO()
+    torch.save({"model": graphed}, file)
+    file.seek(0)
+    assert type(torch.load(file, weights_only=False)["model"]) is Net
+    del graphed.hyp
+    assert not hasattr(model, "hyp")
+
+
+def test_copies_of_a_captured_model_are_plain(cuda):
+    graphed = GraphedModule(Net().cuda())
+    x = images(2, 3, 32, 32)
+    for _ in range(3):
+        loss_of(graphed(x)).backward()
+    average = copy.deepcopy(graphed).eval()
+    assert type(average) is Net
+    average.half().float()
+    before = {name: value.clone() for name, value in average.state_dict().items()}
+    loss_of(graphed(x)).backward()
+    assert all(torch.equal(value, before[name]) for name, value in average.state_dict().items())
+
+
+def test_new_storage_is_captured_again(cuda):
+    model = Net().cuda()
+    plain = copy.deepcopy(model)
+    graphed = GraphedModule(model, required=True)
+    x = images(2, 3, 32, 32)
+
+    def run(net):
+        for _ in range(3):
+            net.zero_grad()
+            loss_of(net(x)).backward()
+
+    for net in (plain, graphed):
+        run(net)
+        net.half()
+        net.float()
+        for parameter in net.parameters():
+            parameter.data = parameter.data * 1.5
+        run(net)
+    same_gradients(graphed, plain)
+    same_state(graphed, plain)
+
+
+def test_frozen_later(cuda):
+    model = Net().cuda()
+    plain = copy.deepcopy(model)
+    graphed = GraphedModule(model, required=True)
+    x = images(2, 3, 32, 32)
+    for net in (plain, graphed):
+        for _ in range(3):
+            net.zero_grad()
+            loss_of(net(x)).backward()
+        net.zero_grad()
+        net.stem.requires_grad_(False)
+        net.stem[1].eval()
+        for _ in range(3):
+            loss_of(net(x)).backward()
+    assert model.stem[0].weight.grad is None
+    same_gradients(graphed, plain)
+    same_state(graphed, plain)
+
+
+def test_host_synchronisation_is_named(cuda, caplog):
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), HostSync()).cuda()
+    plain = copy.deepcopy(model)
+    graphed = GraphedModule(model)
+    x = images(1, 3, 8, 8)
+    with caplog.at_level("INFO", logger="torch_fastdet"):
+        for net in (plain, graphed):
+            for _ in range(3):
+                loss_of([net(x)]).backward()
+    assert "1 (HostSync) failed during the capture" in caplog.text and "runs eagerly" in caplog.text
+    same_gradients(graphed, plain)
+    # And nothing is left behind: another model is captured afterwards, on the same stream.
+    other = GraphedModule(Net().cuda(), required=True)
+    for _ in range(3):
+        loss_of(other(images(2, 3, 32, 32))).backward()
+    assert other.graphs.shapes
+    required = GraphedModule(model, required=True)
+    loss_of([required(x)]).backward()
+    with pytest.raises(CaptureError, match=r"1 \(HostSync\)"):
+        required(x)
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (lambda net: nn.SyncBatchNorm.convert_sync_batchnorm(net), "stem.1 .SyncBatchNorm. exchanges statistics"),
+        (lambda net: net.body.register_forward_hook(lambda *_: None) and net, "body .Sequential. has hooks"),
+        (lambda net: net.heads[0].weight.register_hook(lambda g: g) and net, "parameter heads.0.weight has hooks"),
+        (lambda net: nn.DataParallel(net), "DataParallel is not supported"),
+    ],
+)
+def test_what_cannot_be_captured(cuda, change, reason):
+    with pytest.raises(CaptureError, match=reason):
+        GraphedModule(change(Net().cuda()), required=True)
+
+
+def test_wrong_order_of_calls(cuda):
+    graphed = GraphedModule(Net().cuda())
+    x = images(2, 3, 32, 32)
+    for _ in range(2):
+        loss_of(graphed(x)).backward()
+    first = loss_of(graphed(x))
+    loss_of(graphed(x)).backward()
+    with pytest.raises(RuntimeError, match="ran again before this backward pass"):
+        first.backward()
+
+
+def test_wrong_arguments():
+    with pytest.raises(ValueError, match="at least 1"):
+        GraphedModule(Net(), max_graphs=0)
+    with pytest.raises(TypeError, match="graphed already"):
+        GraphedModule(GraphedModule(Net()))
+
+
+def test_side_stream(cuda):
+    model = Net().cuda()
+    plain = copy.deepcopy(model)
+    graphed = GraphedModule(model, required=True)
+    x = images(2, 3, 32, 32)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        train(graphed, [x] * 5)
+    stream.synchronize()
+    train(plain, [x] * 5)
+    same_state(graphed, plain)
+
+
+# TrainStep ------------------------------------------------------------------------------------------------------------
+
+
+class Detector(nn.Module):
+    """A small YOLO: backbone, three levels, and what ComputeLoss asks of a model."""
+
+    def __init__(self, classes=4):
+        super().__init__()
+        strides, width = (8, 16, 32), 16
+
+        def block(c1, c2, stride):
+            return nn.Sequential(nn.Conv2d(c1, c2, 3, stride, 1, bias=False), nn.BatchNorm2d(c2), nn.SiLU(inplace=True))
+
+        self.stem = nn.Sequential(block(3, width, 2), block(width, width, 2), block(width, width, 2))
+        self.down = nn.ModuleList([block(width, width, 2), block(width, width, 2)])
+        self.heads = nn.ModuleList([nn.Conv2d(width, 3 * (5 + classes), 1) for _ in strides])
+        detect = nn.Module()
+        detect.na, detect.nc, detect.nl, detect.stride = 3, classes, 3, torch.tensor(strides).float()
+        anchors = torch.tensor([[10, 13, 16, 30, 33, 23], [30, 61, 62, 45, 59, 119], [116, 90, 156, 198, 373, 326]])
+        detect.register_buffer("anchors", anchors.float().view(3, 3, 2) / detect.stride.view(3, 1, 1))
+        self.model = [detect]
+        self.hyp = {"box": 0.05, "cls": 0.5, "cls_pw": 1.0, "obj": 1.0, "obj_pw": 1.0, "anchor_t": 4.0, "fl_gamma": 0.0}
+
+    def forward(self, x):
+        outputs = [self.stem(x)]
+        for down in self.down:
+            outputs.append(down(outputs[-1]))
+        return [
+            y.view(y.shape[0], 3, -1, *y.shape[2:]).permute(0, 1, 3, 4, 2)
+            for y in (head(x) for head, x in zip(self.heads, outputs))
+        ]
+
+    def to_device(self):
+        self.cuda()
+        self.model[0].cuda()
+        return self
+
+
+def groups_of(model):
+    """As YOLOv5 sorts them: biases, decayed weights, norm weights."""
+    biases = [p for n, p in model.named_parameters() if n.endswith("bias")]
+    norms = [m.weight for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
+    weights = [m.weight for m in model.modules() if isinstance(m, nn.Conv2d)]
+    return [{"params": biases}, {"params": weights, "weight_decay": 5e-4}, {"params": norms}]
+
+
+def some_targets(count, batch, classes=4):
+    box = torch.cat((torch.rand(count, 2), torch.rand(count, 2) ** 2 * 0.6 + 0.05), 1)
+    image, label = torch.randint(0, batch, (count, 1)), torch.randint(0, classes, (count, 1))
+    return torch.cat((image.float(), label.float(), box), 1).cuda()
+
+
+def make_training(model, scale=2.0**12, interval=7):
+    from torch_fastdet.ema import ModelEMA
+    from torch_fastdet.optim import SGD
+    from torch_fastdet.yolov5.loss import ComputeLoss
+
+    optimizer = SGD(groups_of(model), lr=0.01, momentum=0.9, nesterov=True)
+    scaler = torch.amp.GradScaler("cuda", init_scale=scale, growth_interval=interval)
+    return ComputeLoss(model), optimizer, scaler, ModelEMA(model, tau=50)
+
+
+def warm_up(optimizer, i):
+    for j, group in enumerate(optimizer.param_groups):
+        group["lr"] = 0.01 * min(1.0, (i + 1) / 50) * (1 + j)
+        group["momentum"] = 0.8 + 0.1 * min(1.0, i / 50)
+
+
+def one_by_one(model, batches, accumulate=1):
+    """The same training by separate calls."""
+    from torch_fastdet.optim import FusedStep
+
+    loss_of_batch, optimizer, scaler, ema = make_training(model)
+    fused = FusedStep(optimizer, scaler, ema, 10.0)
+    items = []
+    for i, (images, targets) in enumerate(batches):
+        warm_up(optimizer, i)
+        with torch.autocast("cuda", torch.float16):
+            loss, item = loss_of_batch(model(images.float() / 255), targets)
+        items.append(item)
+        scaler.scale(loss).backward()
+        if (i + 1) % accumulate == 0:
+            fused.step()
+            optimizer.zero_grad()
+    return torch.stack(items), ema, scaler, optimizer
+
+
+def in_graphs(model, batches, accumulate=1, **options):
+    from torch_fastdet.graphs import TrainStep
+
+    loss_of_batch, optimizer, scaler, ema = make_training(model)
+    step = TrainStep(model, loss_of_batch, optimizer, scaler, ema, **options)
+    items = []
+    for i, (images, targets) in enumerate(batches):
+        warm_up(optimizer, i)
+        items.append(step(images, targets, update=(i + 1) % accumulate == 0))
+    return torch.stack(items), ema, scaler, optimizer, step
+
+
+def some_batches(count, sizes=(64,), overflow=()):
+    batches = []
+    for i in range(count):
+        size = sizes[i % len(sizes)]
+        images = torch.randint(0, 256, (2, 3, size, size), dtype=torch.uint8, device="cuda")
+        targets = some_targets(1 + i % 9, 2)
+        if i in overflow:  # a huge box: its gradient is infinite in half precision
+            targets[:, 4:] = 3e38
+        batches.append((images, targets))
+    return batches
+
+
+def assert_same_training(model, plain, got, want):
+    items, ema, scaler, optimizer = got[:4]
+    want_items, want_ema, want_scaler, want_optimizer = want
+    # Sums over targets are grouped by the room that there is for them, which the training does not feel.
+    torch.testing.assert_close(items, want_items, rtol=1e-5, atol=1e-6)
+    assert torch.isfinite(want_items).all()
+    same_state(model, plain)
+    same_state(ema.ema, want_ema.ema)
+    assert ema.updates == want_ema.updates
+    assert scaler.get_scale() == want_scaler.get_scale()
+    states = zip(optimizer.state_dict()["state"].values(), want_optimizer.state_dict()["state"].values())
+    assert all(torch.equal(a["momentum_buffer"], b["momentum_buffer"]) for a, b in states)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_train_step_is_bit_equal_over_200_steps(cuda, channels_last):
+    model = Detector().to_device()
+    if channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    plain = copy.deepcopy(model)
+    batches = some_batches(200)
+    # The scale grows every 7 steps until gradients overflow, and so again and again.
+    want = one_by_one(plain, batches)
+    got = in_graphs(model, batches)
+    assert_same_training(model, plain, got, want)
+    assert want[2].get_scale() < 2.0 ** (12 + 200 // 7), "no step overflowed"
+    memory = got[4].memory()
+    assert memory["graphs"] == 1 and memory["shapes"] == [(2, 3, 64, 64)] and memory["pool_bytes"] > 0
+
+
+def test_train_step_accumulates_over_shapes(cuda):
+    model = Detector().to_device()
+    plain = copy.deepcopy(model)
+    batches = some_batches(36, sizes=(64, 96))
+    want = one_by_one(plain, batches, accumulate=3)
+    got = in_graphs(model, batches, accumulate=3)
+    assert_same_training(model, plain, got, want)
+    assert got[4].memory()["graphs"] == 6
+
+
+def test_train_step_makes_room_for_targets(cuda):
+    model = Detector().to_device()
+    plain = copy.deepcopy(model)
+    batches = [*some_batches(6), (some_batches(1)[0][0], some_targets(100, 2)), *some_batches(3)]
+    want = one_by_one(plain, batches)
+    got = in_graphs(model, batches, max_targets=9)
+    assert_same_training(model, plain, got, want)
+    assert got[4].memory()["max_targets"] >= 100
+
+
+def test_train_step_follows_replaced_tensors(cuda):
+    from torch_fastdet.graphs import TrainStep
+
+    model = Detector().to_device()
+    loss_of_batch, optimizer, scaler, ema = make_training(model)
+    step = TrainStep(model, loss_of_batch, optimizer, scaler, ema)
+    for images, targets in some_batches(4):
+        step(images, targets)
+    ema.ema.half().float()  # what YOLOv5's validation does
+    before = {name: value.clone() for name, value in ema.ema.state_dict().items()}
+    for images, targets in some_batches(4):
+        step(images, targets)
+    assert not torch.equal(ema.ema.state_dict()["stem.0.0.weight"], before["stem.0.0.weight"])
+    assert ema.updates == 8 and step.memory()["graphs"] == 1
+
+
+def test_train_step_counts_bad_rows(cuda):
+    from torch_fastdet.graphs import TrainStep
+
+    model = Detector().to_device()
+    loss_of_batch, optimizer, scaler, ema = make_training(model)
+    step = TrainStep(model, loss_of_batch, optimizer, scaler, ema)
+    batches = some_batches(4)
+    for images, targets in batches[:3]:
+        step(images, targets)
+    images, targets = batches[3]
+    targets[0, 1] = 77
+    step(images, targets)
+    assert loss_of_batch.ignored_targets == 1
+
+
+def test_train_step_errors(cuda):
+    from torch_fastdet.graphs import TrainStep
+
+    with pytest.raises(CaptureError, match="is on cpu, not on a GPU"):
+        cpu = Detector()
+        TrainStep(cpu, None, torch.optim.SGD(cpu.parameters(), lr=0.1))
+    model = Detector().to_device()
+    loss_of_batch, optimizer, scaler, _ = make_training(model)
+    with pytest.raises(ValueError, match="max_targets is at least 1"):
+        TrainStep(model, loss_of_batch, optimizer, max_targets=0)
+    step = TrainStep(model, loss_of_batch, optimizer, scaler)
+    images, targets = some_batches(1)[0]
+    with pytest.raises(ValueError, match="batch, channels, height, width"):
+        step(images[0], targets)
+    model.eval()
+    with pytest.raises(RuntimeError, match="eval mode"):
+        step(images, targets)
+    model.train()
+    model.stem.append(HostSync())
+    step(images, targets)
+    with pytest.raises(CaptureError, match="HostSync"):
+        step(images, targets)
+
+
+def test_train_step_without_scaler_and_average(cuda):
+    from torch_fastdet.graphs import TrainStep
+    from torch_fastdet.optim import SGD
+    from torch_fastdet.yolov5.loss import ComputeLoss
+
+    models = [Detector().to_device()]
+    models.append(copy.deepcopy(models[0]))
+    batches = some_batches(8)
+    optimizers = [SGD(model.parameters(), lr=0.01) for model in models]
+    step = TrainStep(models[0], ComputeLoss(models[0]), optimizers[0], max_norm=None)
+    compute = ComputeLoss(models[1])
+    for images, targets in batches:
+        step(images, targets)
+        compute(models[1](images.float() / 255), targets)[0].backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+    same_state(*models)

@@ -1,0 +1,623 @@
+"""SGD, clip_grad_norm_ and FusedStep against torch.optim.SGD, GradScaler and the float64 oracle."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from tests.references import multi_tensor as reference
+from torch_fastdet.ema import ModelEMA
+from torch_fastdet.optim import SGD, FusedStep, clip_grad_norm_
+
+SHAPES = [(16, 3, 6, 6), (16,), (16,), (32, 16, 3, 3), (32,), (1,), (255, 128, 1, 1), (255,), (0,), (4099,)]
+NESTEROV = {"lr": 0.05, "momentum": 0.9, "nesterov": True}
+
+
+def parameters(device, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(s, generator=generator, dtype=torch.float64).to(device, dtype)) for s in SHAPES]
+
+
+def set_grads(params, seed, scale=1.0, skip=()):
+    generator = torch.Generator().manual_seed(1000 + seed)
+    for i, p in enumerate(params):
+        grad = torch.randn(p.shape, generator=generator, dtype=torch.float64) * scale
+        p.grad = None if i in skip else grad.to(p.device, p.dtype)
+
+
+def groups(params, decay=5e-4):
+    """Biases, decayed weights, norm weights: as smart_optimizer makes them."""
+    return [
+        {"params": params[1::3]},
+        {"params": params[0::3], "weight_decay": decay},
+        {"params": params[2::3], "weight_decay": 0.0},
+    ]
+
+
+def equal(left, right):
+    return all(torch.equal(a, b) for a, b in zip(left, right))
+
+
+CASES = {
+    "plain": {"lr": 0.05},
+    "momentum": {"lr": 0.05, "momentum": 0.9},
+    "dampening": {"lr": 0.05, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01},
+    "nesterov": {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+    "maximize": {"lr": 0.05, "momentum": 0.9, "maximize": True},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_100_varied_steps_are_torch_sgd_bit_by_bit(device, case, dtype):
+    """Varied learning rate and momentum, gradients that appear and disappear, set_to_none or zeroed gradients."""
+    mine, stock = parameters(device, dtype=dtype), parameters(device, dtype=dtype)
+    a, b = SGD(groups(mine), **CASES[case]), torch.optim.SGD(groups(stock), **CASES[case])
+    oracle = [(p.detach().double().clone(), None) for p in mine]
+    for step in range(100):
+        lr, momentum = 0.05 * (1 + math.sin(step)), 0.8 + 0.1 * math.cos(step)
+        for optimizer in (a, b):
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+                if group["momentum"]:
+                    group["momentum"] = momentum
+        skip = {step % 7, 3} if step < 20 else {step % 11}
+        for params in (mine, stock):
+            set_grads(params, step, skip=skip)
+        a.step(), b.step()
+        arguments = {k: v for k, v in CASES[case].items() if k not in ("lr", "weight_decay", "momentum")}
+        for group in a.param_groups:
+            for p in group["params"]:
+                i = next(i for i, q in enumerate(mine) if q is p)
+                if p.grad is not None:
+                    oracle[i] = reference.sgd(
+                        oracle[i][0],
+                        p.grad,
+                        oracle[i][1],
+                        lr,
+                        group["momentum"],
+                        weight_decay=group["weight_decay"],
+                        **arguments,
+                    )
+        assert equal(mine, stock), step
+    for p, (wanted, _) in zip(mine, oracle):
+        tolerance = 1e-5 if dtype == torch.float32 else 1e-13
+        torch.testing.assert_close(p.detach().double(), wanted, rtol=tolerance, atol=tolerance)
+    for p, q in zip(mine, stock):
+        if q in b.state:
+            assert torch.equal(a.state[p]["momentum_buffer"], b.state[q]["momentum_buffer"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_parameters(device, dtype):
+    """Bug 34: fused SGD on the CPU leaves half parameters as they were."""
+    mine = parameters(device, dtype=dtype)
+    before = [p.detach().clone() for p in mine]
+    optimizer = SGD(mine, **NESTEROV)
+    set_grads(mine, 0)
+    optimizer.step()
+    for p, old in zip(mine, before):
+        wanted, _ = reference.sgd(old, p.grad, None, **NESTEROV)
+        torch.testing.assert_close(p.detach().double(), wanted, rtol=1e-2, atol=1e-2)
+
+
+def test_state_dict_both_ways(device):
+    mine, stock = parameters(device), parameters(device)
+    a, b = SGD(groups(mine), **NESTEROV), torch.optim.SGD(groups(stock), **NESTEROV)
+    for step in range(3):
+        set_grads(mine, step), set_grads(stock, step)
+        a.step(), b.step()
+    left, right = a.state_dict(), b.state_dict()
+    assert left["param_groups"] == right["param_groups"]
+    assert left["state"].keys() == right["state"].keys()
+    assert all(
+        torch.equal(left["state"][k]["momentum_buffer"], right["state"][k]["momentum_buffer"]) for k in left["state"]
+    )
+    # And on, each with the other's state.
+    saved = io.BytesIO()
+    torch.save(left, saved)
+    saved.seek(0)
+    a2, b2 = SGD(groups(mine), lr=1.0), torch.optim.SGD(groups(stock), lr=1.0)
+    a2.load_state_dict(right), b2.load_state_dict(torch.load(saved))
+    for step in range(3, 6):
+        set_grads(mine, step), set_grads(stock, step)
+        a2.step(), b2.step()
+    assert equal(mine, stock)
+    # Loading into an optimizer that has already stepped replaces its buffers.
+    a2.load_state_dict(copy.deepcopy(left)), b2.load_state_dict(copy.deepcopy(left))
+    set_grads(mine, 9), set_grads(stock, 9)
+    a2.step(), b2.step()
+    assert equal(mine, stock)
+
+
+def test_buffers_replaced_by_hand_are_noticed(device):
+    mine, stock = parameters(device), parameters(device)
+    a, b = SGD(mine, **NESTEROV), torch.optim.SGD(stock, **NESTEROV)
+    for step in range(6):
+        for params, optimizer in ((mine, a), (stock, b)):
+            set_grads(params, step)
+            optimizer.step()
+            if step == 1:
+                optimizer.state[params[0]]["momentum_buffer"] = torch.ones_like(params[0])
+            if step == 3:
+                optimizer.state.clear()
+    assert equal(mine, stock)
+
+
+def test_moved_memory_is_noticed(device):
+    """Bugs 22 and 32: pointers change under a cached list."""
+    mine, stock = parameters(device), parameters(device)
+    a, b = SGD(mine, **NESTEROV), torch.optim.SGD(stock, **NESTEROV)
+    for step in range(4):
+        for params, optimizer in ((mine, a), (stock, b)):
+            set_grads(params, step)
+            optimizer.step()
+            if step == 0:
+                for p in params:
+                    p.data = p.data.clone()
+            if step == 1:
+                params[0].data = params[0].data.contiguous(memory_format=torch.channels_last)
+                # Anew, because torch's own step adds the momentum into p.grad on CUDA (bug 33).
+                set_grads(params, step + 100)
+                params[3].grad = params[3].grad.to(memory_format=torch.channels_last)
+                optimizer.step()
+    assert equal(mine, stock)
+
+
+def test_closure_scheduler_hooks_add_param_group_and_copies(device):
+    results = []
+    for kind in (SGD, torch.optim.SGD):
+        params = parameters(device)
+        optimizer = kind(params[:4], **NESTEROV)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch)
+        calls = []
+        optimizer.register_step_pre_hook(lambda *_, calls=calls: calls.append("pre"))
+        optimizer.register_step_post_hook(lambda *_, calls=calls: calls.append("post"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for step in range(6):
+
+                def closure(params=params, step=step):
+                    assert torch.is_grad_enabled()
+                    set_grads(params, step)
+                    return torch.tensor(float(step))
+
+                assert float(optimizer.step(closure)) == step
+                scheduler.step()
+                if step == 2:
+                    optimizer.add_param_group({"params": params[4:], "weight_decay": 0.1, "initial_lr": 0.05})
+                    scheduler.base_lrs.append(0.05)
+                    scheduler.lr_lambdas.append(scheduler.lr_lambdas[0])
+        copied = copy.deepcopy(optimizer)
+        for p in copied.param_groups[0]["params"]:
+            p.grad = torch.ones_like(p)
+        copied.step()
+        results.append((params, calls, copied.param_groups[0]["params"]))
+    assert results[0][1] == results[1][1] == ["pre", "post"] * 6
+    assert equal(results[0][0], results[1][0])
+    assert equal(results[0][2], results[1][2])
+
+
+def test_lr_and_momentum_as_tensors(device):
+    mine, stock = parameters(device), parameters(device)
+    lr, momentum = (torch.tensor(x, device=device, dtype=torch.float64) for x in (0.05, 0.9))
+    a, b = SGD(mine, lr=lr, momentum=0.9, nesterov=True), torch.optim.SGD(stock, lr=0.05, momentum=0.9, nesterov=True)
+    a.param_groups[0]["momentum"] = momentum
+    for step in range(5):
+        lr.fill_(0.05 / (step + 1)), momentum.fill_(0.9 - 0.01 * step)
+        b.param_groups[0]["lr"], b.param_groups[0]["momentum"] = 0.05 / (step + 1), 0.9 - 0.01 * step
+        set_grads(mine, step), set_grads(stock, step)
+        a.step(), b.step()
+    assert equal(mine, stock)
+
+
+def test_many_groups(device):
+    """More groups than one launch takes."""
+    mine = [nn.Parameter(torch.randn(33, device=device)) for _ in range(60)]
+    stock = [nn.Parameter(p.detach().clone()) for p in mine]
+    a, b = (
+        kind([{"params": [p], "lr": 0.01 * (i + 1)} for i, p in enumerate(params)], momentum=0.9)
+        for kind, params in ((SGD, mine), (torch.optim.SGD, stock))
+    )
+    for step in range(3):
+        for params, optimizer in ((mine, a), (stock, b)):
+            for i, p in enumerate(params):
+                p.grad = torch.full_like(p, float(i + step))
+            optimizer.step()
+    assert equal(mine, stock)
+
+
+def test_non_finite_gradients_without_a_scaler_behave_as_torch(device):
+    mine, stock = parameters(device), parameters(device)
+    for params, optimizer in ((mine, SGD(mine, **NESTEROV)), (stock, torch.optim.SGD(stock, **NESTEROV))):
+        set_grads(params, 0)
+        params[0].grad.view(-1)[5] = float("inf")
+        params[3].grad.view(-1)[7] = float("nan")
+        optimizer.step()
+    for a, b in zip(mine, stock):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def test_errors_come_before_anything_is_written(device):
+    params = parameters(device)
+    before = [p.detach().clone() for p in params]
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        SGD(params, lr=-1.0)
+    optimizer = SGD(params, **NESTEROV)
+    set_grads(params, 0)
+    optimizer.param_groups[0]["lr"] = -0.5
+    with pytest.raises(RuntimeError, match=r"lr is -0\.5, but a number >= 0 is wanted"):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.5
+    params[4].grad = params[4].grad.to_sparse()
+    with pytest.raises(RuntimeError, match=r"grads\[4\] has layout Sparse"):
+        optimizer.step()
+    assert equal(params, before)
+    assert not optimizer.state_dict()["state"]
+    for wrong, message in (
+        (torch.optim.Adam(params), "optimizer is Adam"),
+        (None, "optimizer is NoneType"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            FusedStep(wrong)
+
+
+class TestGradScaler:
+    """torch.amp.GradScaler, as it is, drives SGD without a host sync."""
+
+    def scaler(self, device, **arguments):
+        scaler = torch.amp.GradScaler(device.type, init_scale=1024.0, growth_interval=3, **arguments)
+        scaler.scale(torch.zeros((), device=device))
+        return scaler
+
+    @pytest.mark.parametrize("explicit", [True, False], ids=["unscale_", "step alone"])
+    def test_results_of_the_stock_sequence(self, device, explicit):
+        results = []
+        for kind in (SGD, torch.optim.SGD):
+            params = parameters(device)
+            optimizer, scaler = kind(groups(params), **NESTEROV), self.scaler(device)
+            for step in range(12):
+                set_grads(params, step, scale=1024.0)
+                if step in (0, 5):
+                    params[3].grad.view(-1)[-1] = float("inf")
+                if explicit:
+                    scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                if step != 0:  # (a fused step leaves the gradients of a skipped step alone)
+                    # Of the decayed group: in the others torch's step adds the momentum into p.grad on CUDA (bug 33).
+                    last = [p.grad.clone() for p in params[0::3]]
+                scaler.update()
+            results.append((params, last, scaler.state_dict()))
+        assert equal(results[0][0], results[1][0])
+        assert equal(results[0][1], results[1][1])
+        assert results[0][2] == results[1][2]
+
+    def test_overflow_on_the_first_step_leaves_no_garbage(self, device):
+        """Bug 6: torch 2.11's fused SGD leaves uninitialised momentum when the first step overflows."""
+        for dampening in (0.0, 0.5):
+            params, stock = parameters(device), parameters(device)
+            junk = [torch.full_like(p, float("nan")) for p in params for _ in range(3)]
+            del junk  # what an uninitialised buffer would be made of
+            arguments = {"lr": 0.05, "momentum": 0.9, "dampening": dampening}
+            optimizer, other = SGD(params, **arguments), torch.optim.SGD(stock, **arguments)
+            scaler = self.scaler(device)
+            for step in range(4):
+                for p in (params, stock):
+                    set_grads(p, step, scale=1.0)
+                if step < 2:
+                    params[0].grad.view(-1)[0] = float("inf")
+                else:
+                    other.step()
+                for p in params:
+                    p.grad *= scaler.get_scale()
+                scaler.step(optimizer)
+                scaler.update()
+                if step == 0:
+                    buffers = [entry["momentum_buffer"] for entry in optimizer.state_dict()["state"].values() if entry]
+                    assert all(float(b.abs().sum()) == 0 for b in buffers)
+                    assert not (dampening and buffers)
+            assert equal(params, stock), dampening
+
+    def test_found_inf_counts_without_grad_scale(self, device):
+        """Bug 7: found_inf dropped when grad_scale is None."""
+        params = parameters(device)
+        before = [p.detach().clone() for p in params]
+        optimizer = SGD(params, **NESTEROV)
+        set_grads(params, 0)
+        optimizer.found_inf = torch.ones((), device=device)
+        optimizer.step()
+        assert equal(params, before)
+
+    def test_no_host_sync(self, cuda):
+        params = parameters(cuda)
+        optimizer, scaler = SGD(params, **NESTEROV), self.scaler(cuda)
+        for step in range(3):
+            set_grads(params, step)
+            torch.cuda.set_sync_debug_mode("error" if step else "default")
+            try:
+                scaler.unscale_(optimizer)
+                clip_grad_norm_(params, 10.0)
+                scaler.step(optimizer)
+                scaler.update()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+
+def test_clip_grad_norm(device):
+    for max_norm in (1.0, 1e9):
+        mine, stock = parameters(device), parameters(device)
+        set_grads(mine, 0, skip={2}), set_grads(stock, 0, skip={2})
+        norm = clip_grad_norm_((p for p in mine), max_norm)
+        wanted = nn.utils.clip_grad_norm_(stock, max_norm)
+        torch.testing.assert_close(norm, wanted)
+        for p, q in zip(mine, stock):
+            if p.grad is not None:
+                torch.testing.assert_close(p.grad, q.grad)
+        assert norm.device.type == device.type
+    set_grads(mine, 0), set_grads(stock, 0)
+    torch.testing.assert_close(
+        clip_grad_norm_(mine, 1.0, norm_type=1.0), nn.utils.clip_grad_norm_(stock, 1.0, norm_type=1.0)
+    )
+    for p in mine:
+        p.grad = None
+    assert float(clip_grad_norm_(mine, 1.0)) == 0
+
+
+def model_on(device, seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3),
+        nn.BatchNorm2d(16),
+        nn.SiLU(),
+        nn.Conv2d(16, 33, 3),
+        nn.BatchNorm2d(33),
+        nn.Conv2d(33, 7, 1),
+    ).to(device)
+
+
+def named_groups(model):
+    weights = [m.weight for m in model.modules() if isinstance(m, nn.Conv2d)]
+    biases = [m.bias for m in model.modules() if hasattr(m, "bias")]
+    norms = [m.weight for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
+    return [{"params": biases}, {"params": weights, "weight_decay": 5e-4}, {"params": norms}]
+
+
+class Loop:
+    """A training loop's optimizer step, fused or as separate calls."""
+
+    def __init__(self, device, fused, scale=True, max_norm=1.0, optimizer=SGD):
+        self.model = model_on(device)
+        self.params = list(self.model.parameters())
+        self.optimizer = optimizer(named_groups(self.model), **NESTEROV)
+        self.scaler = (
+            torch.amp.GradScaler(device.type, init_scale=256.0, growth_interval=4, enabled=scale)
+            if scale is not None
+            else None
+        )
+        if scale:
+            self.scaler.scale(torch.zeros((), device=device))
+        self.ema = ModelEMA(self.model)
+        self.max_norm = max_norm
+        self.fused = FusedStep(self.optimizer, self.scaler, self.ema, max_norm) if fused else None
+
+    def grads(self, step, overflow=False):
+        set_grads(self.params, step, scale=self.scaler.get_scale() if self.scaler else 1.0)
+        if overflow:
+            self.params[0].grad.view(-1)[3] = float("nan")
+        for buffer in self.model.buffers():
+            if buffer.is_floating_point():
+                buffer.add_(0.01)
+
+    def step(self, step, overflow=False):
+        self.grads(step, overflow)
+        if self.fused:
+            self.fused.step()
+            return self.fused.norm.clone()
+        if self.scaler:
+            self.scaler.unscale_(self.optimizer)
+        norm = torch.zeros(())
+        if self.max_norm:
+            # In the optimizer's order, so that sums are the same to the bit.
+            norm = clip_grad_norm_([p for g in self.optimizer.param_groups for p in g["params"]], self.max_norm)
+        if self.scaler:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()
+        self.ema.update(self.model)
+        return norm
+
+    def tensors(self):
+        buffers = [s["momentum_buffer"] for s in self.optimizer.state.values()]
+        return [*self.model.state_dict().values(), *self.ema.ema.state_dict().values(), *buffers]
+
+
+class TestFusedStep:
+    @pytest.mark.parametrize("scale", [True, False, None], ids=["scaler", "scaler off", "no scaler"])
+    @pytest.mark.parametrize("max_norm", [1.0, None], ids=["clip", "no clip"])
+    @pytest.mark.parametrize("optimizer", [SGD, torch.optim.SGD])
+    def test_equals_the_separate_calls(self, device, scale, max_norm, optimizer):
+        fused, separate = (Loop(device, f, scale, max_norm, o) for f, o in ((True, optimizer), (False, SGD)))
+        for step in range(30):
+            overflow = bool(scale) and step in (0, 7, 8, 20)
+            norms = fused.step(step, overflow), separate.step(step, overflow)
+            if max_norm and not overflow:
+                assert float(norms[0]) == float(norms[1])
+            if scale:
+                assert fused.scaler.state_dict() == separate.scaler.state_dict(), step
+        for a, b in zip(fused.tensors(), separate.tensors()):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+        assert fused.ema.updates == separate.ema.updates == 30
+        # All but the average (whose ramp the fused step evaluates on the device) are the same bits.
+        assert equal(fused.model.state_dict().values(), separate.model.state_dict().values())
+
+    def test_average_moves_when_parameters_do_not(self, device):
+        loop = Loop(device, True)
+        loop.step(0)
+        before = [p.detach().clone() for p in loop.params]
+        averages = [p.clone() for p in loop.ema.ema.parameters()]
+        momentum = [s["momentum_buffer"].clone() for s in loop.optimizer.state.values()]
+        loop.step(1, overflow=True)
+        assert float(loop.fused.found_inf) == 1
+        assert loop.scaler.get_scale() == 128.0
+        assert equal(loop.params, before)
+        assert equal([s["momentum_buffer"] for s in loop.optimizer.state.values()], momentum)
+        assert not equal(loop.ema.ema.parameters(), averages)
+
+    def test_against_the_float64_oracle(self, device):
+        loop = Loop(device, True)
+        params = {n: p.detach().double() for n, p in loop.model.named_parameters()}
+        average = {n: v.double() for n, v in loop.model.state_dict().items() if v.is_floating_point()}
+        buffers = dict.fromkeys(params)
+        decays = {id(p): g["weight_decay"] for g in loop.optimizer.param_groups for p in g["params"]}
+        scale, tracker = 256.0, 0
+        for step in range(100):
+            overflow = step % 9 == 2
+            loop.step(step, overflow)
+            grads = {n: p.grad.double() for n, p in loop.model.named_parameters()}
+            finite = reference.finite(list(grads.values()))
+            assert finite != overflow
+            if finite:
+                clipped = reference.clip([g / scale for g in grads.values()], 1.0)
+                for (name, p), grad in zip(loop.model.named_parameters(), clipped):
+                    params[name], buffers[name] = reference.sgd(
+                        params[name], grad, buffers[name], 0.05, 0.9, 0.0, decays[id(p)], True
+                    )
+            scale, tracker = reference.update_scale(scale, tracker, overflow, 2.0, 0.5, 4)
+            decay = reference.ramp(0.9999, 2000, step + 1)
+            state = loop.model.state_dict()
+            for name in average:
+                average[name] = reference.ema(average[name], params.get(name, state[name]), decay)
+        assert loop.scaler.get_scale() == scale
+        for name, wanted in params.items():
+            torch.testing.assert_close(loop.model.state_dict()[name].double(), wanted, rtol=1e-5, atol=1e-6)
+        for name, wanted in average.items():
+            torch.testing.assert_close(loop.ema.ema.state_dict()[name].double(), wanted, rtol=1e-5, atol=1e-6)
+
+    def test_frozen_parameters_keep_their_average_moving(self, device):
+        loop = Loop(device, True)
+        loop.step(0)
+        frozen = loop.params[0]
+        value = frozen.detach().clone()
+        set_grads(loop.params, 1, skip={0})
+        average = dict(loop.ema.ema.named_parameters())["0.weight"]
+        average.zero_()
+        loop.fused.step()
+        assert torch.equal(frozen, value)
+        assert float(average.abs().sum()) > 0
+
+    def test_replaced_storage_is_noticed(self, device):
+        fused, separate = Loop(device, True), Loop(device, False)
+        for step in range(6):
+            for loop in (fused, separate):
+                loop.step(step)
+                if step == 1:
+                    loop.ema.ema.half().float()
+                if step == 2:
+                    loop.model.to(memory_format=torch.channels_last)
+                if step == 3:
+                    loop.model[1].running_mean = loop.model[1].running_mean.clone()
+        for a, b in zip(fused.tensors(), separate.tensors()):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+    def test_errors(self, device):
+        loop = Loop(device, True)
+        loop.grads(0)
+        loop.scaler.unscale_(loop.optimizer)
+        with pytest.raises(RuntimeError, match=r"unscale_ or scaler\.step was called"):
+            loop.fused.step()
+        with pytest.raises(RuntimeError, match="has not scaled anything yet"):
+            FusedStep(loop.optimizer, torch.amp.GradScaler(device.type)).step()
+        with pytest.raises(TypeError, match="ema is Sequential"):
+            FusedStep(loop.optimizer, ema=loop.model)
+        copied = copy.deepcopy(loop.ema)
+        step = FusedStep(loop.optimizer, ema=copied)
+        with pytest.raises(RuntimeError, match="has not seen its model"):
+            step.step()
+        step.step(loop.model)
+
+    def test_two_launches_no_sync(self, cuda):
+        loop = Loop(cuda, True)
+        for step in range(3):
+            loop.step(step)
+        loop.grads(3)
+        torch.cuda.synchronize()
+        loop.fused.step()  # the gradients' work list is on the device now
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                loop.fused.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+        kernels = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        assert len(kernels) == 2, [e.name for e in kernels]
+
+
+@pytest.mark.slow
+def test_10000_captured_steps_with_overflows_are_the_uncaptured_bits(cuda):
+    """Each step's gradient is made inside of the graph from a counter, so that captured and eager see the same."""
+
+    def make():
+        loop = Loop(cuda, True)
+        for i, p in enumerate(loop.params):
+            p.grad = torch.zeros_like(p)
+            p.base = torch.randn(p.shape, generator=torch.Generator().manual_seed(i)).to(cuda)
+        loop.count = torch.zeros((), device=cuda)
+        return loop
+
+    def body(loop):
+        loop.count += 1
+        wave = torch.sin(loop.count) * loop.scaler._scale
+        # A huge value now and then overflows only while the scale is high, as real losses do.
+        overflow = torch.where(loop.count % 97 == 13, float("inf"), 0.0)
+        for p in loop.params:
+            torch.mul(p.base, wave, out=p.grad)
+        loop.params[0].grad.view(-1)[0] += overflow
+        loop.fused.step()
+
+    eager, captured = make(), make()
+    for loop in (eager, captured):
+        for _ in range(3):
+            body(loop)
+    captured.fused.refresh()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        body(captured)
+    for step in range(10000):
+        lr = 0.01 * (1 + math.sin(step / 500))
+        for loop in (eager, captured):
+            for group in loop.optimizer.param_groups:
+                group["lr"] = lr
+        body(eager)
+        captured.fused.refresh()
+        graph.replay()
+        captured.fused.after_replay()
+        if step % 2500 == 2499:
+            assert equal(eager.tensors(), captured.tensors()), step
+    assert eager.scaler.state_dict() == captured.scaler.state_dict()
+    assert eager.ema.updates == captured.ema.updates == 10003
+
+
+def test_capture_wants_one_step_before(cuda):
+    loop = Loop(cuda, True)
+    loop.grads(0)
+    loop.fused.refresh()
+    torch.cuda.synchronize()
+    with (
+        pytest.raises(RuntimeError, match="take one step before the capture"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        loop.fused.step()
+    torch.cuda.synchronize()
+    loop.step(0)
+    loop.optimizer.param_groups[0]["lr"] = 0.123
+    with pytest.raises(RuntimeError, match="call refresh"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        loop.fused.step()

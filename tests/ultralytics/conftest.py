@@ -1,0 +1,79 @@
+"""The real Ultralytics package in processes of its own, on the demo's digits."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.demo.dataset import Recipe, make
+from examples.yolov5_env import environment
+from tests.yolov5.real import with_torch_fastdet
+
+PROGRAMS = Path(__file__).parent / "programs"
+# Ultralytics writes its training log with polars (and does without where that fails), and tracks with lap.
+STAND_INS = {
+    "polars.py": "",
+    "lap.py": '''
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+
+def lapjv(cost, extend_cost=True, cost_limit=np.inf):
+    """The assignment of least cost: cost, column of each row, row of each column; -1 where it would cost too much."""
+    columns, rows = np.full(cost.shape[0], -1), np.full(cost.shape[1], -1)
+    for row, column in zip(*linear_sum_assignment(np.minimum(cost, 2 * cost_limit + 1))):
+        if cost[row, column] <= cost_limit:
+            columns[row], rows[column] = column, row
+    return 0.0, columns, rows
+''',
+}
+
+
+@pytest.fixture(scope="session")
+def program(tmp_path_factory) -> Callable[..., dict[str, Any]]:
+    """Runs programs/<name> with torch_fastdet and Ultralytics, and returns the JSON of its last line, and "output"."""
+    names = ("ultralytics", "cv2", "PIL", "sklearn", "scipy", "yaml")
+    if missing := [name for name in names if importlib.util.find_spec(name) is None]:
+        pytest.skip(f"not installed: {', '.join(missing)} (requirements/yolov5.txt)")
+    root = tmp_path_factory.mktemp("ultralytics")
+    env = with_torch_fastdet(environment(root / "environment"))
+    for name, text in STAND_INS.items():
+        if importlib.util.find_spec(name.removesuffix(".py")) is None:
+            (root / "environment/stand_ins" / name).write_text(text.lstrip())
+
+    def run(name: str, *arguments: object) -> dict[str, Any]:
+        result = subprocess.run(
+            [sys.executable, str(PROGRAMS / name), *map(str, arguments)],
+            cwd=root,
+            env={**env, "OMP_NUM_THREADS": "2"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=500,
+        )
+        assert result.returncode == 0, result.stdout[-6000:]
+        return json.loads(result.stdout.splitlines()[-1]) | {"output": result.stdout}
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory) -> Path:
+    """The data.yaml of 16 pictures of digits, which are also those to validate on: a model overfits them quickly."""
+    data = make(tmp_path_factory.mktemp("digits") / "data", Recipe(image_size=96, train=16, val=1))
+    data.write_text(data.read_text().replace("val: images/val", "val: images/train"))
+    return data
+
+
+@pytest.fixture(scope="session")
+def weights(program, digits, tmp_path_factory) -> Path:
+    """yolov8n, trained by stock Ultralytics until it finds digits in those pictures."""
+    folder = tmp_path_factory.mktemp("weights")
+    return Path(program("train.py", digits, folder, "--epochs", 25, "--overfit", 40)["weights"])

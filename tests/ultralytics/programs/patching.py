@@ -1,0 +1,84 @@
+"""Who holds which function before, under and after patch(); prints it."""
+
+import json
+import sys
+import types
+
+import torch
+import ultralytics.utils.loss
+import ultralytics.utils.nms
+import ultralytics.utils.tal
+from ultralytics.utils.metrics import bbox_iou  # a user's own module that imported stock's function
+
+from torch_fastdet import ultralytics as drop_in
+from torch_fastdet.ultralytics import bbox_iou as ours  # and ours, on purpose
+
+stock = bbox_iou
+users = types.ModuleType("a_module_that_is_imported_later")
+sys.modules[users.__name__] = users
+
+
+def holders():
+    return {
+        "here": bbox_iou.__module__,
+        "metrics": ultralytics.utils.metrics.bbox_iou.__module__,
+        "tal": ultralytics.utils.tal.bbox_iou.__module__,
+        "loss": ultralytics.utils.loss.bbox_iou.__module__,
+        "nms": ultralytics.utils.nms.non_max_suppression.__module__,
+        "ema": ultralytics.utils.torch_utils.ModelEMA.__module__,
+        "ours": ours.__module__,
+        "later": getattr(getattr(users, "iou", None), "__module__", None),
+    }
+
+
+def error(call):
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def rotated():
+    torch.manual_seed(0)
+    prediction = torch.rand(2, 4 + 3 + 1, 60) * torch.tensor([64, 64, 20, 20, 1, 1, 1, 1])[:, None]
+    boxes = ultralytics.utils.nms.non_max_suppression(prediction, 0.5, 0.4, nc=3, rotated=True)
+    return [rows.tolist() for rows in boxes]
+
+
+result = {"before": holders(), "rotated_stock": rotated()}
+result["lines"] = drop_in.patch()
+exec("from ultralytics.utils.metrics import bbox_iou as iou", vars(users))
+result["patched"] = holders()
+result["rotated"] = rotated()
+result["twice"] = drop_in.patch()
+drop_in.unpatch()
+result["after"] = holders()
+result["same"] = bbox_iou is stock and ultralytics.utils.loss.bbox_iou is stock and users.iou is stock
+drop_in.unpatch()
+
+result["one"] = drop_in.patch(bbox_iou_optim=True)
+drop_in.unpatch()
+result["all_but_one"] = drop_in.patch(fastdet=True, bbox_iou_optim=False)
+drop_in.unpatch()
+result["unknown"] = error(lambda: drop_in.patch(nms=True))
+result["no_bool"] = error(lambda: drop_in.patch(nms_optim=1))
+
+# An Ultralytics whose function takes something else: nothing is replaced.
+original = ultralytics.utils.nms.non_max_suppression
+ultralytics.utils.nms.non_max_suppression = lambda prediction, in_place=True: None
+result["other_signature"] = error(drop_in.patch)
+ultralytics.utils.nms.non_max_suppression = original
+result["after_error"] = holders()
+
+# Several GPUs: the script that Ultralytics writes for their processes patches first.
+from ultralytics.utils import dist  # noqa: E402
+
+dist.generate_ddp_file = lambda trainer: trainer
+path = sys.argv[1]
+with open(path, "w") as file:
+    file.write("\nif __name__ == '__main__':\n    from ultralytics.utils.nms import non_max_suppression\n")
+    file.write("    print(non_max_suppression.__module__)\n")
+drop_in.patch(nms_optim=True)
+dist.generate_ddp_file(path)
+print(json.dumps(result))

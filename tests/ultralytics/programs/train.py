@@ -1,0 +1,78 @@
+"""Trains yolov8n from scratch on the CPU, stock or patched, and prints the losses of each epoch."""
+
+import argparse
+import json
+
+import torch
+from ultralytics import YOLO
+
+parser = argparse.ArgumentParser()
+parser.add_argument("data")
+parser.add_argument("project")
+parser.add_argument("--epochs", type=int)
+parser.add_argument("--patch", action="store_true")
+parser.add_argument("--overfit", type=int, default=0, help="epochs with fixed batch statistics after the training")
+options = parser.parse_args()
+replaced = ()
+if options.patch:
+    from torch_fastdet.ultralytics import patch
+
+    replaced = patch()
+
+model = YOLO("yolov8n.yaml")
+losses, averages = [], []
+
+
+def at_epoch_end(trainer):
+    losses.append([float(loss) for loss in trainer.tloss.values()])
+    averages.append(float(sum(v.double().abs().sum() for v in trainer.ema.ema.state_dict().values())))
+
+
+model.add_callback("on_train_epoch_end", at_epoch_end)
+model.add_callback("on_train_start", lambda trainer: setattr(options, "ema", type(trainer.ema).__module__))
+augmentation = dict.fromkeys(("mosaic", "fliplr", "hsv_h", "hsv_s", "hsv_v", "translate", "scale"), 0)
+model.train(
+    data=options.data,
+    project=options.project,
+    imgsz=96,
+    epochs=options.epochs,
+    batch=8,
+    workers=0,
+    optimizer="AdamW",
+    lr0=0.002,
+    warmup_epochs=1,
+    amp=False,
+    device="cpu",
+    seed=0,
+    val=False,
+    plots=False,
+    verbose=False,
+    **augmentation,
+)
+weights = f"{model.trainer.save_dir}/weights/last.pt"
+if options.overfit:
+    # The running statistics of a hundred steps lag behind: take those of the pictures, hold them, and go on.
+    trainer = model.trainer
+    network, batches = trainer.model.train(), [trainer.preprocess_batch(batch) for batch in trainer.train_loader]
+    norms = [module for module in network.modules() if isinstance(module, torch.nn.BatchNorm2d)]
+    for module in norms:
+        module.reset_running_stats()
+        module.momentum = None
+    with torch.no_grad():
+        for batch in batches:
+            network(batch["img"])
+    for module in norms:
+        module.momentum = 0.03
+        module.eval()
+    optimizer = torch.optim.AdamW([p for p in network.parameters() if p.requires_grad], lr=1e-3)
+    for _ in range(options.overfit):
+        for batch in batches:
+            optimizer.zero_grad()
+            network(batch)[0].sum().backward()
+            torch.nn.utils.clip_grad_norm_(network.parameters(), 10)
+            optimizer.step()
+    checkpoint = torch.load(weights, weights_only=False)
+    network.criterion = None
+    checkpoint["model"] = network.eval().half()
+    torch.save(checkpoint, weights)
+print(json.dumps({"losses": losses, "averages": averages, "weights": weights, "ema": options.ema, "lines": replaced}))

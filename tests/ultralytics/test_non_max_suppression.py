@@ -1,0 +1,126 @@
+"""torch_fastdet's list-returning suppression against Ultralytics' own function: same rows, same order, every option."""
+
+import pytest
+import torch
+
+from tests import stock
+from tests.ops.nms_samples import adversarial, clustered
+from torch_fastdet import ops
+from torch_fastdet.suppression import ultralytics_non_max_suppression
+
+OPTIONS = {
+    "default": {},
+    "validation": {"conf_thres": 0.001, "iou_thres": 0.7, "multi_label": True},
+    "agnostic": {"agnostic": True},
+    "classes": {"classes": [0, 3, 77]},
+    "few": {"max_det": 7},
+    "long": {"conf_thres": 0.001, "multi_label": True, "max_det": 5000},
+    "cut": {"conf_thres": 0.01, "multi_label": True, "max_nms": 301},
+    "max_wh": {"max_wh": 100, "multi_label": True, "conf_thres": 0.1},
+    "named classes, masks": {"nc": 4},
+    "IoU 0": {"iou_thres": 0.0},
+    "nothing": {"conf_thres": 1.0},
+}
+
+
+def channels_first(prediction):
+    return torch.cat((prediction[..., :4], prediction[..., 5:]), -1).transpose(1, 2)
+
+
+def compare(prediction, device, **options):
+    prediction = prediction.to(device)
+    before = prediction.clone()
+    got, got_indices = ultralytics_non_max_suppression(prediction, return_idxs=True, **options)
+    torch.testing.assert_close(prediction, before, rtol=0, atol=0, equal_nan=True)  # known bug 20
+    want, want_indices = stock.ultralytics().non_max_suppression(
+        prediction.clone(), return_idxs=True, **stock.one_rule(options, prediction)
+    )
+    assert len(got) == len(want)
+    for a, b, i, j in zip(got, want, got_indices, want_indices):
+        assert a.shape == b.shape
+        torch.testing.assert_close(a.to(b.dtype), b, rtol=0, atol=0)
+        assert i.flatten().tolist() == j.flatten().tolist()
+    for a, b in zip(got, ultralytics_non_max_suppression(prediction, **options)):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
+def test_options(device, dtype, options):
+    compare(channels_first(clustered(3, 500, 6)).to(dtype), device, **options)
+
+
+@pytest.mark.parametrize("name", [name for name in adversarial() if name != "NaN and Inf"])
+@pytest.mark.parametrize("options", ["default", "validation", "agnostic", "IoU 0"])
+def test_adversarial(device, name, options):
+    compare(channels_first(adversarial()[name]), device, **OPTIONS[options])
+
+
+def test_nan_class_drops_its_anchor(device):
+    prediction = channels_first(clustered(1, 100, 4))
+    prediction[0, 5, ::7] = float("nan")
+    for multi_label in (False, True):
+        compare(prediction, device, multi_label=multi_label)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"classes": [1, 2]}, {"max_det": 5}, {"conf_thres": 0.9}])
+@pytest.mark.parametrize("columns", [6, 10])
+def test_end2end(device, dtype, options, columns):
+    g = torch.Generator().manual_seed(0)
+    prediction = torch.rand(3, 40, columns, generator=g)
+    prediction[..., 5] = torch.randint(4, (3, 40), generator=g)
+    compare(prediction.to(dtype), device, end2end=columns != 6, **options)
+
+
+def test_end2end_drops_what_is_not_finite(device):
+    prediction = torch.rand(1, 10, 6, device=device) * 0.5 + 0.5
+    prediction[0, 2, 4] = float("inf")
+    prediction[0, 3, 1] = float("nan")
+    assert ultralytics_non_max_suppression(prediction)[0].shape == (8, 6)
+
+
+def test_84_channels_of_six_anchors_are_read_as_end2end(device):
+    """So does stock: the last dimension alone decides."""
+    compare(torch.rand(2, 84, 6), device)
+
+
+def test_rotated_is_handed_over_visibly(caplog):
+    pytest.importorskip("ultralytics", exc_type=ImportError)
+    from ultralytics.utils.nms import non_max_suppression
+
+    torch_fastdet_suppression = __import__("torch_fastdet.suppression", fromlist=["_"])
+    torch_fastdet_suppression._rotated.said = False
+    prediction = torch.rand(2, 4 + 3 + 1, 30)
+    prediction[:, :4] *= 100
+    with caplog.at_level("WARNING"):
+        got = ultralytics_non_max_suppression(prediction.clone(), rotated=True, nc=3)
+    assert "handed over" in caplog.text
+    for a, b in zip(got, non_max_suppression(prediction.clone(), rotated=True, nc=3)):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("padding, xywh", [(True, False), (False, False), (True, True)])
+@pytest.mark.parametrize("ratio_pad", [None, ((0.5, 0.4), (3.0, 1.0))])
+@pytest.mark.parametrize("shape", [(480, 640), (1080, 1333), (333, 77)])
+def test_scale_boxes(device, shape, ratio_pad, padding, xywh):
+    boxes = torch.rand(50, 4) * 700 - 30
+    got = ops.scale_boxes([640, 512], boxes.to(device), list(shape), ratio_pad, "ultralytics", padding, xywh)
+    want = stock.ultralytics().scale_boxes((640, 512), boxes.clone(), shape, ratio_pad, padding, xywh)
+    torch.testing.assert_close(got.cpu(), want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "message, call",
+    [
+        ("iou_thres is 7", lambda p: ultralytics_non_max_suppression(p, 0.25, 7)),
+        ("max_det is -1", lambda p: ultralytics_non_max_suppression(p, max_det=-1)),
+        ("max_det is -1", lambda p: ultralytics_non_max_suppression(p, max_det=-1, end2end=True)),
+        ("conf_thres is -1", lambda p: ultralytics_non_max_suppression(p, -1, end2end=True)),
+        ("prediction has shape", lambda p: ultralytics_non_max_suppression(p[0])),
+        ("nc = 30", lambda p: ultralytics_non_max_suppression(p, nc=30)),
+    ],
+)
+def test_bad_input_is_a_sentence(device, message, call):
+    with pytest.raises(ValueError, match=message):
+        call(channels_first(clustered(2, 20, 3)).to(device))

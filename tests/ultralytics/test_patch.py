@@ -1,0 +1,94 @@
+"""torch_fastdet.ultralytics.patch() on the real package: who gets the drop-ins, and that results stay what they were."""
+
+import subprocess
+import sys
+
+import pytest
+
+OURS = "torch_fastdet.ultralytics"
+
+
+@pytest.fixture(scope="module")
+def patching(program, tmp_path_factory):
+    script = tmp_path_factory.mktemp("distributed") / "script.py"
+    return program("patching.py", script) | {"script": script}
+
+
+def test_every_holder_of_a_name_gets_the_drop_in(patching):
+    stock = {name: module for name, module in patching["before"].items() if name not in ("ours", "later")}
+    assert all(module.startswith("ultralytics.") for module in stock.values())
+    patched = patching["patched"]
+    assert all(patched[name] == OURS for name in ("here", "metrics", "tal", "loss", "ema", "later"))
+    assert patched["nms"] == "torch_fastdet.suppression"
+
+
+def test_unpatch_puts_everything_back(patching):
+    assert patching["same"]
+    expected = patching["before"] | {"later": "ultralytics.utils.metrics"}
+    assert patching["after"] == expected, "also in a module that imported the name while it was replaced"
+    assert patching["after"]["ours"] == OURS, "who imported ours on purpose keeps it"
+
+
+def test_each_replaced_name_is_said_in_one_line(patching):
+    lines = patching["lines"]
+    assert "bbox_iou_optim: ultralytics.utils.loss.bbox_iou -> torch_fastdet.ultralytics.bbox_iou" in lines
+    assert (
+        "bbox_iou_optim: __main__.bbox_iou -> torch_fastdet.ultralytics.bbox_iou" in lines
+        and len(lines) == len(set(lines)) > 6
+    )
+    assert all(f"torch_fastdet: {line}" in patching["output"] for line in lines)
+    assert patching["twice"] == lines, "a second patch() changes nothing"
+
+
+def test_rotated_boxes_are_handed_over_visibly(patching):
+    assert patching["rotated"] == patching["rotated_stock"] and sum(map(len, patching["rotated"])) > 0
+    assert patching["output"].count("rotated=True) is handed over to ultralytics' own function") == 1
+
+
+def test_switches(patching):
+    switch = {line.split(":")[0] for line in patching["one"]}
+    assert switch == {"bbox_iou_optim", "several GPUs"}
+    assert "bbox_iou_optim" not in {line.split(":")[0] for line in patching["all_but_one"]}
+    assert any(line.startswith("nms_optim") for line in patching["all_but_one"])
+
+
+def test_bad_calls_are_one_sentence(patching):
+    assert patching["unknown"].startswith("TypeError: There is no switch nms; there are fastdet, bbox_iou_optim")
+    assert patching["no_bool"] == "TypeError: nms_optim is True or False; got 1."
+    assert "nms_optim cannot apply: ultralytics.utils.nms.non_max_suppression" in patching["other_signature"]
+    assert "takes (prediction, in_place)" in patching["other_signature"]
+    assert patching["after_error"]["metrics"] == "ultralytics.utils.metrics", "nothing stays replaced"
+
+
+def test_processes_of_several_gpus_are_patched(patching):
+    result = subprocess.run([sys.executable, patching["script"]], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == "torch_fastdet.suppression"
+
+
+@pytest.mark.slow
+def test_val_predict_and_track_give_the_same(program, digits, weights, tmp_path):
+    ran = program("evaluate.py", digits, weights, tmp_path)
+    stock, patched, again = ran["stock"], ran["patched"], ran["again"]
+    metrics = stock["metrics"]
+    assert metrics["metrics/mAP50(B)"] > 0.1 and metrics["metrics/recall(B)"] > 0, f"too weak to tell: {metrics}"
+    assert ran["calls"] >= 2 + 1 + 1 + 8 and ran["after"] == 0, "ours must have run, and only while patched"
+    # All digits of precision, recall, mAP50, mAP50-95 and of each class; all rows of boxes, in their order.
+    assert patched == stock
+    assert again == stock
+    assert sum(map(len, stock["predicted"])) > 6 and sum(map(len, stock["tracked"])) > 4
+    assert all(len(rows) <= 4 for rows in stock["few"])
+
+
+@pytest.mark.slow
+def test_training_gives_the_same_losses(program, digits, tmp_path):
+    stock = program("train.py", digits, tmp_path / "stock", "--epochs", 3)
+    fast = program("train.py", digits, tmp_path / "fast", "--epochs", 3, "--patch")
+    assert stock["ema"] == "ultralytics.utils.torch_utils" and fast["ema"] == OURS
+    assert any("engine.trainer.ModelEMA" in line for line in fast["lines"])
+    assert len(stock["losses"]) == 3
+    for theirs, ours in zip(stock["losses"], fast["losses"], strict=True):
+        # Six steps of AdamW from a random start: rounding grows, a wrong gradient does so at once.
+        assert ours == pytest.approx(theirs, rel=2e-3)
+    assert fast["losses"][0] == pytest.approx(stock["losses"][0], rel=2e-4)
+    assert fast["averages"] == pytest.approx(stock["averages"], rel=1e-4)

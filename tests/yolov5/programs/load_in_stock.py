@@ -1,0 +1,20 @@
+"""load_in_stock.py CHECKPOINT OUT: load a checkpoint where torch_fastdet cannot be imported; save its state_dict."""
+
+import sys
+import zipfile
+
+import torch
+
+checkpoint, out = sys.argv[1:]
+sys.modules["torch_fastdet"] = None  # any import of it raises
+
+with zipfile.ZipFile(checkpoint) as archive:
+    pickles = [name for name in archive.namelist() if name.endswith(".pkl")]
+    assert pickles
+    for name in pickles:
+        assert b"torch_fastdet" not in archive.read(name), f"{checkpoint} names torch_fastdet"
+
+model = torch.load(checkpoint, map_location="cpu", weights_only=False)["model"].float()
+assert sum(type(module) is torch.nn.Upsample for module in model.modules()) == 2
+model.eval()(torch.zeros(1, 3, 64, 64))
+torch.save(model.state_dict(), out)

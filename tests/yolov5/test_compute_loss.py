@@ -1,0 +1,294 @@
+"""torch_fastdet's ComputeLoss against the ComputeLoss of the installed yolov5 package."""
+
+import pickle
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from torch_fastdet.yolov5.loss import ComputeLoss
+
+ANCHORS = {
+    3: [[10, 13, 16, 30, 33, 23], [30, 61, 62, 45, 59, 119], [116, 90, 156, 198, 373, 326]],
+    4: [
+        [19, 27, 44, 40, 38, 94],
+        [96, 68, 86, 152, 180, 137],
+        [140, 301, 303, 264, 238, 542],
+        [436, 615, 739, 380, 925, 792],
+    ],
+}
+HYP = {
+    "box": 0.05,
+    "cls": 0.5,
+    "cls_pw": 1.0,
+    "obj": 1.0,
+    "obj_pw": 1.0,
+    "anchor_t": 4.0,
+    "fl_gamma": 0.0,
+    "label_smoothing": 0.0,
+}
+
+
+@pytest.fixture(scope="module")
+def stock():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip("yolov5.utils.loss", reason="yolov5 is not installed").ComputeLoss
+
+
+class Model(nn.Module):
+    """What ComputeLoss asks of a model: parameters, hyp, and a Detect layer at the end."""
+
+    def __init__(self, classes=5, levels=3, device="cpu", **hyp):
+        super().__init__()
+        strides = torch.tensor([8.0, 16.0, 32.0, 64.0][:levels])
+        detect = nn.Conv2d(1, 1, 1)
+        detect.na, detect.nc, detect.nl, detect.stride = 3, classes, levels, strides
+        anchors = torch.tensor(ANCHORS[levels]).float().view(levels, 3, 2) / strides.view(-1, 1, 1)
+        detect.register_buffer("anchors", anchors)
+        self.model = nn.ModuleList([detect])
+        self.hyp = HYP | hyp
+        self.to(device)
+
+
+def make_heads(model, batch, size, dtype=torch.float32):
+    detect = model.model[-1]
+    return [
+        torch.randn(batch, 3, size // int(s), size // int(s), detect.nc + 5, device=detect.anchors.device)
+        .to(dtype)
+        .requires_grad_()
+        for s in detect.stride
+    ]
+
+
+def make_targets(count, batch, classes, device="cpu"):
+    box = torch.cat((torch.rand(count, 2), torch.rand(count, 2) ** 2 * 0.6 + 0.02), 1)
+    image, label = torch.randint(0, batch, (count, 1)), torch.randint(0, classes, (count, 1))
+    return torch.cat((image.float(), label.float(), box), 1).to(device)
+
+
+def without_shared_cells(targets):
+    """On CUDA stock's objectness is a matter of chance where targets share a cell: keep one target an image."""
+    keep = {int(image): row for row, image in enumerate(targets[:, 0])}
+    return targets[sorted(keep.values())]
+
+
+CASES = [
+    pytest.param({}, {}, id="default"),
+    pytest.param({"classes": 1}, {}, id="one_class"),
+    pytest.param({"levels": 4}, {}, id="four_levels"),
+    pytest.param({"label_smoothing": 0.1, "cls_pw": 1.5, "obj_pw": 0.7}, {}, id="smoothing_weights"),
+    pytest.param({"fl_gamma": 1.5, "label_smoothing": 0.05}, {}, id="focal"),
+    pytest.param({"box": 0.02, "obj": 0.5, "cls": 1.5, "anchor_t": 2.5}, {}, id="gains"),
+    pytest.param({}, {"gr": 0.4}, id="gr"),
+    pytest.param({}, {"sort_obj_iou": True}, id="sort_obj_iou"),
+]
+
+
+def both(stock, model, attributes, autobalance=False):
+    losses = [stock(model, autobalance), ComputeLoss(model, autobalance)]
+    for loss in losses:
+        for name, value in attributes.items():
+            setattr(loss, name, value)
+    return losses
+
+
+@pytest.mark.parametrize("model_options, attributes", CASES)
+def test_same_as_stock(stock, device, model_options, attributes):
+    model = Model(device=device, **model_options)
+    classes = model.model[-1].nc
+    targets = make_targets(20, 4, classes, device)
+    if device.type == "cuda":
+        targets = without_shared_cells(targets)
+    heads = make_heads(model, 4, 128)
+    results = []
+    for compute in both(stock, model, attributes):
+        loss, items = compute(heads, targets)
+        results.append((loss, items, torch.autograd.grad(loss, heads)))
+    (loss, items, gradients), (ours, our_items, our_gradients) = results
+    # Both are float32; the order of the sums differs.
+    assert ours.shape == loss.shape == (1,) and our_items.shape == items.shape == (3,)
+    assert ours.dtype == loss.dtype and not our_items.requires_grad
+    torch.testing.assert_close(ours, loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(our_items, items, rtol=1e-5, atol=1e-6)
+    for mine, wanted in zip(our_gradients, gradients):
+        torch.testing.assert_close(mine, wanted, rtol=2e-4, atol=1e-5 * wanted.abs().max().item())
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_few_targets(stock, device, count):
+    model = Model(device=device)
+    heads = make_heads(model, 2, 64)
+    targets = make_targets(count, 2, 5, device)
+    (loss, items), (ours, our_items) = (compute(heads, targets) for compute in both(stock, model, {}))
+    torch.testing.assert_close(ours, loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(our_items, items, rtol=1e-5, atol=1e-6)
+
+
+def test_targets_of_one_cell(stock):
+    """On the CPU stock writes in order: the last match stays, which is our rule on every device."""
+    model = Model()
+    heads = make_heads(model, 1, 64)
+    targets = make_targets(4, 1, 5).repeat_interleave(6, 0)
+    targets[:, 4:] *= torch.linspace(0.7, 1.4, 24).view(-1, 1)
+    results = []
+    for compute in both(stock, model, {}):
+        loss, items = compute(heads, targets)
+        results.append((items, torch.autograd.grad(loss, heads)))
+    torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-5, atol=1e-6)
+    for mine, wanted in zip(results[1][1], results[0][1]):
+        torch.testing.assert_close(mine, wanted, rtol=2e-4, atol=1e-5 * wanted.abs().max().item())
+
+
+def test_autobalance(stock, device):
+    model = Model(device=device)
+    theirs, ours = both(stock, model, {}, autobalance=True)
+    assert ours.balance == theirs.balance == [4.0, 1.0, 0.4] and ours.ssi == theirs.ssi == 1
+    for _ in range(5):
+        heads = make_heads(model, 2, 64)
+        targets = without_shared_cells(make_targets(6, 2, 5, device))
+        loss, items = theirs(heads, targets)
+        our_loss, our_items = ours(heads, targets)
+        torch.testing.assert_close(our_items, items, rtol=1e-5, atol=1e-6)
+        gradients, our_gradients = torch.autograd.grad(loss, heads), torch.autograd.grad(our_loss, heads)
+        torch.testing.assert_close(
+            our_gradients[0], gradients[0], rtol=2e-4, atol=1e-5 * gradients[0].abs().max().item()
+        )
+    torch.testing.assert_close(torch.tensor(ours.balance), torch.tensor(theirs.balance), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("autobalance", [False, True])
+def test_balance_can_be_set(stock, autobalance):
+    model = Model()
+    heads, targets = make_heads(model, 2, 64), make_targets(6, 2, 5)
+    theirs, ours = both(stock, model, {"balance": [1.0, 2.0, 3.0]}, autobalance)
+    torch.testing.assert_close(ours(heads, targets)[1], theirs(heads, targets)[1], rtol=1e-5, atol=1e-6)
+    theirs.balance[0] = ours.balance[0] = 7.0
+    torch.testing.assert_close(ours(heads, targets)[1], theirs(heads, targets)[1], rtol=1e-5, atol=1e-6)
+
+
+def test_gains_are_read_at_each_call(device):
+    model = Model(device=device)
+    compute = ComputeLoss(model)
+    heads, targets = make_heads(model, 2, 64), make_targets(6, 2, 5, device)
+    box = compute(heads, targets)[1][0]
+    model.hyp["box"] *= 2
+    torch.testing.assert_close(compute(heads, targets)[1][0], 2 * box)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_heads_as_in_validation(stock, device, dtype):
+    model = Model(device=device)
+    heads = [head.detach() for head in make_heads(model, 4, 128, dtype)]
+    targets = without_shared_cells(make_targets(16, 4, 5, device))
+    with torch.no_grad():
+        (loss, items), (ours, our_items) = (compute(heads, targets) for compute in both(stock, model, {}))
+    # Stock computes in the heads' type; the exact values are those of the same heads in float64.
+    exact_items = both(stock, model, {})[0]([head.double() for head in heads], targets)[1]
+    torch.testing.assert_close(our_items, exact_items.to(our_items), rtol=2e-6, atol=1e-6)
+    tolerance = 0.004 if dtype == torch.float16 else 0.03
+    torch.testing.assert_close(ours, loss.float(), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(our_items, items.float(), rtol=tolerance, atol=tolerance)
+
+
+def test_data_parallel_model_is_unwrapped():
+    model = Model()
+    heads, targets = make_heads(model, 2, 64), make_targets(6, 2, 5)
+    wrapped = nn.DataParallel(model)
+    wrapped.hyp = model.hyp
+    assert torch.equal(ComputeLoss(wrapped)(heads, targets)[0], ComputeLoss(model)(heads, targets)[0])
+
+
+def test_pickles():
+    model = Model()
+    compute = pickle.loads(pickle.dumps(ComputeLoss(model)))
+    heads, targets = make_heads(model, 2, 64), make_targets(6, 2, 5)
+    assert torch.equal(compute(heads, targets)[0], ComputeLoss(model)(heads, targets)[0])
+
+
+BAD_ROWS = [
+    (0, 2.0, r"targets row 1, column 0 \(image\).* an image index of the batch"),
+    (1, 5.0, r"targets row 1, column 1 \(class\).* a class index below the number of classes"),
+    (4, -0.5, r"targets row 1, column 4 \(w\).* a finite number not below 0"),
+    (3, float("nan"), r"targets row 1, column 3 \(y\).* a finite number not below 0"),
+]
+
+
+@pytest.mark.parametrize("column, value, sentence", BAD_ROWS)
+def test_bad_rows(device, column, value, sentence):
+    model = Model(device=device)
+    compute = ComputeLoss(model)
+    heads, targets = make_heads(model, 2, 64), make_targets(4, 2, 5, device)
+    targets[1, column] = value
+    with pytest.raises(ValueError, match=sentence):
+        compute(heads, targets)
+        compute.check()
+    compute(heads, make_targets(4, 2, 5, device))  # and the next call is a good one again
+    compute.check()
+
+
+def test_bad_row_is_told_by_a_later_call(cuda):
+    model = Model(device=cuda)
+    compute = ComputeLoss(model)
+    heads, targets = make_heads(model, 2, 64), make_targets(4, 2, 5, cuda)
+    bad = targets.clone()
+    bad[2, 1] = 9
+    torch.cuda._sleep(50_000_000)
+    compute(heads, bad)[0].backward()
+    torch.cuda.synchronize()
+    with pytest.raises(ValueError, match="row 2, column 1"):
+        compute(heads, targets)
+
+
+def test_bad_rows_in_a_graph_are_counted(cuda):
+    model = Model(device=cuda)
+    compute = ComputeLoss(model)
+    heads, targets = make_heads(model, 2, 64), make_targets(6, 2, 5, cuda)
+    compute(heads, targets)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _, items = compute(heads, targets)
+    good = targets.clone()
+    targets[2, 1] = 9
+    targets[4, 2] = float("nan")
+    graph.replay()
+    graph.replay()
+    assert compute.ignored_targets == 4
+    kept = torch.cat((good[:2], good[3:4], good[5:]))
+    torch.testing.assert_close(items, ComputeLoss(model)(heads, kept)[1], rtol=1e-6, atol=0)
+
+
+def test_wrong_columns_and_heads(device):
+    model = Model(device=device)
+    compute = ComputeLoss(model)
+    heads = make_heads(model, 2, 64)
+    with pytest.raises(RuntimeError, match="image, class, x, y, w, h"):
+        compute(heads, torch.rand(3, 5, device=device))
+    with pytest.raises(RuntimeError, match="2 heads"):
+        compute(heads[:2], make_targets(3, 2, 5, device))
+    with pytest.raises(RuntimeError, match="anchors"):
+        compute([head[:, :2] for head in heads], make_targets(3, 2, 5, device))
+
+
+def test_no_sync(cuda):
+    model = Model(device=cuda)
+    compute = ComputeLoss(model)
+    heads, targets = make_heads(model, 2, 64, torch.float16), make_targets(6, 2, 5, cuda)
+    compute(heads, targets)[0].backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        compute(heads, targets)[0].backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_number_of_classes_is_the_heads(device):
+    """Heads of another number of classes than the model's would silently shift what is a class."""
+    model = Model(device=device)
+    heads = make_heads(
+        SimpleNamespace(model=[SimpleNamespace(nc=7, stride=[8, 16, 32], anchors=model.model[-1].anchors)]), 2, 64
+    )
+    with pytest.raises(RuntimeError, match="12 outputs an anchor, but the model has 5 classes"):
+        ComputeLoss(model)(heads, make_targets(3, 2, 5, device))

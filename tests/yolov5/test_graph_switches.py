@@ -1,0 +1,115 @@
+"""channels_last and cuda_graph on the real DetectionModel: what they replace, where they stay out, what is saved."""
+
+import copy
+import io
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import torch_fastdet.yolov5 as drop_in
+from tests.yolov5.test_compute_loss import HYP, make_targets
+from torch_fastdet.yolov5 import ComputeLoss
+
+
+@pytest.fixture
+def yolo():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip("yolov5.models.yolo", reason="yolov5 is not installed")
+
+
+@pytest.fixture
+def switched():
+    """Switches on by name; everything is put back afterwards."""
+    yield lambda **switches: drop_in.patch(**switches)
+    drop_in.unpatch()
+
+
+def make_model(yolo, device):
+    torch.manual_seed(0)
+    model = yolo.DetectionModel(str(Path(yolo.__file__).parent / "yolov5n.yaml"), ch=3, nc=4).to(device).train()
+    model.hyp = dict(HYP)
+    return model
+
+
+def test_are_replaced_and_put_back(yolo, switched):
+    stock = yolo.DetectionModel.forward
+    said = switched(cuda_graph=True, channels_last=True)
+    assert yolo.DetectionModel.forward is not stock
+    assert sum("DetectionModel.forward" in line for line in said) == 2
+    drop_in.unpatch()
+    assert yolo.DetectionModel.forward is stock and "__deepcopy__" not in vars(yolo.DetectionModel)
+
+
+@pytest.mark.parametrize("switch", ["cuda_graph", "channels_last"])
+def test_on_the_cpu_they_say_so(yolo, switched, switch, capsys):
+    switched(**{switch: True})
+    model = make_model(yolo, "cpu")  # a model may be made, and used without training, as YOLOv5 does before it trains
+    with torch.no_grad():
+        model(torch.rand(1, 3, 64, 64))
+    with pytest.raises(drop_in.SwitchError, match=f"{switch} cannot apply: the model trains on the CPU"):
+        model(torch.rand(1, 3, 64, 64))
+    drop_in.unpatch()
+    drop_in.patch(fastdet=True)
+    capsys.readouterr()
+    for _ in range(2):
+        model(torch.rand(1, 3, 64, 64))
+    assert capsys.readouterr().out.count(f"{switch} does not apply: the model trains on the CPU") == 1
+
+
+def train(model, batches):
+    """Steps as train.py makes them, with the last loss alive during the next forward pass."""
+    compute_loss = ComputeLoss(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, nesterov=True)
+    losses = []
+    for i, (images, targets) in enumerate(batches):
+        with torch.autocast("cuda"):
+            loss, items = compute_loss(model(images), targets)
+        (loss * 128).backward()
+        losses.append(items)
+        if i % 2:
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.div_(128)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 10.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return torch.stack(losses)
+
+
+@pytest.mark.parametrize("switches", [("cuda_graph",), ("channels_last",), ("channels_last", "cuda_graph")])
+def test_training_is_stocks(yolo, switched, switches, cuda, capsys):
+    torch.backends.cudnn.deterministic = True
+    try:
+        sizes = [64, 64, 96, 96, 64, 64, 96, 96, 64, 64]
+        batches = [(torch.rand(2, 3, s, s, device=cuda), make_targets(5, 2, 4, cuda)) for s in sizes]
+        stock = make_model(yolo, cuda)
+        plain = copy.deepcopy(stock)
+        expected = train(stock, batches)
+        switched(**dict.fromkeys(switches, True))
+        capsys.readouterr()
+        got = train(plain, batches)
+        if "cuda_graph" in switches:
+            assert capsys.readouterr().out.count("captured forward and backward of DetectionModel") == 2
+        # Until the first update; after it, rounding in half precision grows tenfold in a few steps of so small a batch.
+        torch.testing.assert_close(got[:2], expected[:2], rtol=5e-2, atol=5e-3)
+        assert torch.isfinite(got).all()
+        if "channels_last" not in switches:  # the kernels are the same then
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+        average = copy.deepcopy(plain).eval()
+        assert all(p.is_contiguous() for p in average.parameters())
+        assert plain.model[0].conv.weight.is_contiguous() == ("channels_last" not in switches)
+        with torch.no_grad():
+            average(batches[0][0])
+        file = io.BytesIO()
+        torch.save({"model": copy.deepcopy(plain).half()}, file)
+        assert b"torch_fastdet" not in file.getvalue()
+        file.seek(0)
+        drop_in.unpatch()
+        saved = torch.load(file, weights_only=False)["model"].float().fuse().eval()
+        with torch.no_grad():
+            assert torch.isfinite(saved(batches[0][0])[0]).all()
+    finally:
+        torch.backends.cudnn.deterministic = False

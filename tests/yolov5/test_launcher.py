@@ -1,0 +1,166 @@
+"""python -m torch_fastdet.yolov5: the script runs as if it had been started itself, minus our flags."""
+
+import json
+
+import pytest
+
+from torch_fastdet.yolov5 import launcher
+
+
+@pytest.mark.parametrize(
+    "argv, script, module, switches, rest",
+    [
+        ("train.py --img 640 --bbox_iou_optim --batch 4", "train.py", None, ["bbox_iou_optim"], "--img 640 --batch 4"),
+        ("--fastdet -m yolov5.train --data x.yaml", None, "yolov5.train", ["fastdet"], "--data x.yaml"),
+        ("train.py --resume --upsample_optim", "train.py", None, ["upsample_optim"], "--resume"),
+        ("--upsample_optim train.py --upsample_optim", "train.py", None, ["upsample_optim"], ""),
+        ("--fastdet -mjson.tool --compact", None, "json.tool", ["fastdet"], "--compact"),
+        ("train.py -m x -- --bbox_iou_optim", "train.py", None, [], "-m x -- --bbox_iou_optim"),
+        ("train.py --local_rank=1 --no-such-flag", "train.py", None, [], "--local_rank=1 --no-such-flag"),
+    ],
+)
+def test_command_line_is_split(argv, script, module, switches, rest):
+    command = launcher.parse(argv.split())
+    assert (command.script, command.module, command.switches) == (script, module, switches)
+    assert command.arguments == rest.split()
+
+
+@pytest.mark.parametrize(
+    "argv, sentence",
+    [
+        ("train.py --bbox_iou_optim=False", "--bbox_iou_optim takes no value; it came as --bbox_iou_optim=False."),
+        ("--bbox-iou-optim train.py", "--bbox-iou-optim came before the script, and is not one of --bbox_iou_optim"),
+        ("-m", "-m needs the name of a module"),
+        ("--fastdet", "which script?"),
+        ("no_such_train.py --fastdet", "there is no script no_such_train.py in"),
+        ("-m no_such_package.train", "there is no module no_such_package.train to run."),
+    ],
+)
+def test_misuse_is_a_sentence(argv, sentence, capsys):
+    with pytest.raises(SystemExit) as exit:
+        launcher.main(argv.split())
+    assert exit.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_script_sees_what_it_sees_without_us(fake_yolov5):
+    """argv, path, __main__, exit code; multiprocessing by spawn; and utils.loss with the drop-in."""
+    arguments = ("--epochs", "1", "--exit", "3")
+    stock = fake_yolov5.python("train.py", *arguments, code=3)
+    fast = fake_yolov5.python("-m", "torch_fastdet.yolov5", "train.py", *arguments, "--bbox_iou_optim", code=3)
+    expected, got = (json.loads(run.stdout.splitlines()[-1]) for run in (stock, fast))
+    assert got.pop("bbox_iou") == "torch_fastdet.yolov5.dropins"
+    assert expected.pop("bbox_iou") == "utils.metrics"
+    assert got == expected
+    assert expected["spawned"] == 42
+
+    by_module = fake_yolov5.python("-m", "segment.train", *arguments, code=3)
+    fast = fake_yolov5.python("-m", "torch_fastdet.yolov5", "--fastdet", "-m", "segment.train", *arguments, code=3)
+    expected, got = (json.loads(run.stdout.splitlines()[-1]) for run in (by_module, fast))
+    assert got.pop("bbox_iou") != expected.pop("bbox_iou")
+    assert got == expected
+
+
+def test_a_script_in_a_folder_of_the_checkout_runs_from_elsewhere(fake_yolov5, tmp_path):
+    script = fake_yolov5.folder / "segment" / "train.py"
+    out = fake_yolov5.python("-m", "torch_fastdet.yolov5", script, "--bbox_iou_optim", folder=tmp_path).stdout
+    assert "torch_fastdet: bbox_iou_optim: utils.loss.bbox_iou -> torch_fastdet.yolov5.dropins.bbox_iou" in out
+    assert json.loads(out.splitlines()[-1])["path0"] == str(script.parent)
+
+
+def test_only_one_rank_speaks(fake_yolov5):
+    run = ("-m", "torch_fastdet.yolov5", "train.py", "--bbox_iou_optim")
+    for rank, speaks in (("0", True), ("1", False)):
+        out = fake_yolov5.python(*run, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2").stdout
+        state = json.loads(out.splitlines()[-1])
+        assert state["rank"] == [rank, rank, "2"]
+        assert state["bbox_iou"] == "torch_fastdet.yolov5.dropins"
+        assert ("torch_fastdet: " in out) == speaks
+
+
+def test_help_is_ours_then_the_scripts(fake_yolov5):
+    out = fake_yolov5.python("-m", "torch_fastdet.yolov5", "train.py", "--bbox_iou_optim", "-h").stdout
+    assert 0 < out.index("--bbox_iou_optim") < out.index("--fastdet") < out.index("the script's own epochs")
+    assert " -> " not in out
+    assert "replaced nothing" not in out
+    ours = fake_yolov5.python("-m", "torch_fastdet.yolov5", "--help").stdout
+    assert "--upsample_optim" in ours
+    assert "the script's own" not in ours
+
+
+def test_a_switch_that_cannot_apply_or_does_not_exist_stops_the_run(fake_yolov5, tmp_path):
+    run = ("-m", "torch_fastdet.yolov5", "train.py")
+    fake_yolov5.hide_package()
+    script = tmp_path / "elsewhere" / "train.py"
+    script.parent.mkdir()
+    script.write_text("print('the script ran')\n")
+    lost = ("-m", "torch_fastdet.yolov5", script)
+    out = fake_yolov5.python(*lost, "--bbox_iou_optim", folder=tmp_path, code=2).stdout
+    assert "error: bbox_iou_optim cannot apply: no YOLOv5 was found" in out
+    assert "the script ran" not in out
+    out = fake_yolov5.python(*lost, "--fastdet", folder=tmp_path).stdout
+    assert "bbox_iou_optim does not apply: no YOLOv5 was found" in out
+    assert "the script ran" in out
+    # A flag that we do not have is the script's to refuse.
+    assert "unrecognized arguments: --no_such_optim" in fake_yolov5.python(*run, "--no_such_optim", code=2).stdout
+
+
+@pytest.mark.parametrize("ending", ["", "sys.exit()", "sys.exit(0)"])
+def test_a_named_switch_in_a_script_without_yolov5_is_an_error(fake_yolov5, ending):
+    """YOLOv5 is there, but the script imports nothing of it; a utils of its own is not YOLOv5's."""
+    other = fake_yolov5.folder.parent / "other" / "utils"
+    other.mkdir(parents=True)
+    (other / "__init__.py").write_text("")
+    idle = f"import sys; sys.path.insert(0, {str(other.parent)!r})\nimport utils\nprint('idle')\n{ending}\n"
+    (fake_yolov5.folder / "idle.py").write_text(idle)
+    run = ("-m", "torch_fastdet.yolov5", "idle.py")
+    replaced = "bbox_iou_optim replaced nothing of YOLOv5: idle.py imported no YOLOv5, neither a checkout's modules nor the package's"
+    out = fake_yolov5.python(*run, "--bbox_iou_optim", code=2).stdout
+    assert out == f"idle\ntorch_fastdet: error: {replaced}\n"
+    if ending:
+        return
+    out = fake_yolov5.python(*run, "--fastdet", code=0).stdout
+    assert f"idle\ntorch_fastdet: {replaced}\n" in out
+    assert "error" not in out
+    # What it replaces in torch is not what was asked for.
+    out = fake_yolov5.python(*run, "--multi_tensor_optimizer", code=2).stdout
+    assert "torch_fastdet: error: multi_tensor_optimizer replaced nothing of YOLOv5: idle.py imported no YOLOv5" in out
+    silent = fake_yolov5.python(*run, "--bbox_iou_optim", code=2, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2")
+    assert silent.stdout == "idle\n"
+
+
+def test_a_yolov5_script_that_does_not_use_a_function_is_no_error(fake_yolov5):
+    (fake_yolov5.folder / "detect.py").write_text("import sys\nimport models.yolo\nprint('found')\nsys.exit(0)\n")
+    out = fake_yolov5.python("-m", "torch_fastdet.yolov5", "detect.py", "--bbox_iou_optim").stdout
+    assert out == (
+        "found\ntorch_fastdet: bbox_iou_optim replaced nothing of YOLOv5: detect.py imported nothing that it replaces\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "ending, code",
+    [("sys.exit(5)", 5), ("sys.exit('')", 1), ("raise RuntimeError", 1)],
+)
+def test_a_script_that_fails_keeps_its_exit_code(fake_yolov5, ending, code):
+    (fake_yolov5.folder / "broken.py").write_text(f"import sys\n{ending}\n")
+    out = fake_yolov5.python("-m", "torch_fastdet.yolov5", "broken.py", "--bbox_iou_optim", code=code).stdout
+    assert "replaced nothing" not in out
+
+
+def test_a_module_runs_without_a_blank_behind_m(fake_yolov5):
+    (fake_yolov5.folder / "data.json").write_text('{"boxes": 1}')
+    out = fake_yolov5.python("-m", "torch_fastdet.yolov5", "-mjson.tool", "--compact", "data.json").stdout
+    assert out.splitlines()[-1] == '{"boxes":1}'
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_launcher(fake_yolov5):
+    """Its worker gets the rank, the script's arguments and the switch."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 1)
+    run = (*torchrun, "-m", "torch_fastdet.yolov5", "train.py", "--bbox_iou_optim")
+    out = fake_yolov5.python(*run).stdout
+    assert "torch_fastdet: bbox_iou_optim: utils.loss.bbox_iou -> torch_fastdet.yolov5.dropins.bbox_iou" in out
+    state = json.loads(out.splitlines()[-1])
+    assert state["argv"] == ["train.py"]
+    assert state["rank"] == ["0", "0", "1"]
+    assert state["bbox_iou"] == "torch_fastdet.yolov5.dropins"

@@ -1,0 +1,157 @@
+"""nms_optim in the real scripts: the numbers that val.py prints and the boxes that detect.py writes are stock's."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from examples.demo.dataset import Recipe, make
+from tests.yolov5.conftest import IMAGE
+from tests.yolov5.real import results
+
+SIZE = 96
+LAYOUT = "checkout"
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory) -> Path:
+    """16 pictures of the demo's digits, to train and to validate on."""
+    data = make(tmp_path_factory.mktemp("digits") / "data", Recipe(image_size=SIZE, train=16, val=1))
+    data.write_text(data.read_text().replace("val: images/val", "val: images/train"))
+    return data
+
+
+@pytest.fixture(scope="module")
+def weights(real_yolov5, digits, tmp_path_factory) -> Path:
+    """yolov5n that finds those digits, made by stock."""
+    out = tmp_path_factory.mktemp("weights") / "digits.pt"
+    real_yolov5(LAYOUT).program("overfit.py", real_yolov5(LAYOUT).prefix, digits, out)
+    return out
+
+
+def table(output: str) -> list[list[str]]:
+    """val.py's printed rows: class, images, instances, P, R, mAP50, mAP50-95."""
+    # A row may stand behind a progress bar on one line.
+    rows = re.findall(r"(\w+\s+\d+\s+\d+(?:\s+[\d.e-]+){4,})[ \t]*$", output, re.MULTILINE)
+    return [row.split() for row in rows]
+
+
+def boxes(folder: Path) -> dict[str, np.ndarray]:
+    return {path.name: np.loadtxt(path, ndmin=2) for path in sorted((folder / "labels").glob("*.txt"))}
+
+
+def both(yolov5, script: str, *arguments, project: Path) -> tuple[str, str]:
+    """Output of a script, stock and with --nms_optim; what it writes is in ``project``/stock and ``project``/fast."""
+    common = (script, *arguments, "--project", project, "--exist-ok", "--name")
+    stock = yolov5.stock(*common, "stock").stdout
+    fast = yolov5.fast(*common, "fast", "--nms_optim").stdout
+    assert "nms_optim: " not in stock
+    assert f"nms_optim: {yolov5.prefix}utils.general.non_max_suppression -> torch_fastdet." in fast
+    return stock, fast
+
+
+def assert_same_boxes(project: Path, rtol: float = 2e-5, atol: float = 2e-5) -> int:
+    """The same rows in the same order; decoding rounds in the last bit, files hold six digits."""
+    stock, fast = boxes(project / "stock"), boxes(project / "fast")
+    assert stock.keys() == fast.keys()
+    for name, rows in stock.items():
+        assert rows.shape == fast[name].shape, name
+        np.testing.assert_allclose(fast[name], rows, rtol=rtol, atol=atol, err_msg=name)
+    return sum(map(len, stock.values()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "flags"),
+    [
+        ("checkout", ("--save-txt", "--save-conf")),
+        ("package", ("--save-hybrid",)),
+        ("checkout", ("--augment", "--single-cls", "--iou-thres", 0.2)),
+    ],
+    ids=["plain", "hybrid", "augment"],
+)
+def test_val_prints_the_same_numbers(layout, flags, real_yolov5, digits, weights, tmp_path):
+    common = (
+        "--data",
+        digits,
+        "--weights",
+        weights,
+        "--img",
+        SIZE,
+        "--batch-size",
+        8,
+        "--workers",
+        0,
+        "--device",
+        "cpu",
+    )
+    stock, fast = both(real_yolov5(layout), "val", *common, "--verbose", *flags, project=tmp_path)
+    rows = table(stock)
+    every = next(row for row in rows if row[0] == "all")
+    assert float(every[5]) > 0.2, f"too weak a model to tell: {every}"
+    assert len(rows) > 8 or "--single-cls" in flags, "one row for each class that is there"
+    assert table(fast) == rows, "P, R, mAP50 and mAP50-95 of all and of each class, to the last printed digit"
+    if "--save-txt" in flags:
+        assert assert_same_boxes(tmp_path) > 100
+
+
+@pytest.mark.slow
+def test_detect_writes_the_same_boxes(real_yolov5, digits, weights, tmp_path):
+    source = digits.parent / "images/train"
+    common = ("--weights", weights, "--source", source, "--img", SIZE, "--device", "cpu", "--save-txt", "--save-conf")
+    few = ("--conf-thres", 0.01, "--classes", 1, 2, 3, "--agnostic-nms", "--max-det", 5)
+    both(real_yolov5(LAYOUT), "detect", *common, *few, project=tmp_path / "few")
+    assert 0 < assert_same_boxes(tmp_path / "few") <= 5 * 16
+
+
+@pytest.mark.slow
+def test_segment_scripts_give_the_same(real_yolov5, train, data, tmp_path):
+    package = real_yolov5("package")
+    weights = train(package, "--nms_optim", script="segment/train").checkpoint
+    common = ("--weights", weights, "--img", IMAGE, "--device", "cpu")
+    val = (*common, "--data", data.segments, "--batch-size", 4, "--workers", 0, "--verbose")
+    stock, fast = both(package, "segment/val", *val, project=tmp_path / "val")
+    assert table(fast) == table(stock) and table(stock)
+    predict = (*common, "--source", data.images, "--conf-thres", 0.001, "--save-txt", "--max-det", 20)
+    both(package, "segment/predict", *predict, project=tmp_path / "predict")
+    found = [
+        {path.name: path.read_text().count("\n") for path in (tmp_path / "predict" / name / "labels").glob("*.txt")}
+        for name in ("stock", "fast")
+    ]
+    assert found[0] == found[1] and sum(found[0].values()) > 0
+
+
+@pytest.mark.slow
+def test_validation_inside_train_gives_the_same(real_yolov5, digits, weights, tmp_path):
+    """From trained weights: a random model gives many boxes of one confidence, whose order stock leaves to chance."""
+    hyperparameters = {
+        "lr0": 1e-4,
+        "lrf": 0.1,
+        "momentum": 0.9,
+        "weight_decay": 0,
+        "warmup_epochs": 0,
+        "warmup_momentum": 0.8,
+    }
+    hyperparameters |= {"warmup_bias_lr": 0, "box": 0.05, "cls": 0.5, "obj": 1.0, "anchor_t": 4.0}
+    hyperparameters |= dict.fromkeys(("cls_pw", "obj_pw", "iou_t"), 1.0)
+    zero = ("fl_gamma", "hsv_h", "hsv_s", "hsv_v", "degrees", "translate", "scale", "shear", "perspective", "flipud")
+    hyperparameters |= dict.fromkeys((*zero, "fliplr", "mosaic", "mixup", "copy_paste"), 0.0)
+    (tmp_path / "hyp.yaml").write_text("".join(f"{name}: {value}\n" for name, value in hyperparameters.items()))
+    options = ("--data", digits, "--weights", weights, "--hyp", tmp_path / "hyp.yaml", "--img", SIZE, "--batch", 8)
+    options += ("--epochs", 1, "--workers", 0, "--device", "cpu", "--noautoanchor", "--noplots", "--seed", 1)
+    _, fast = both(real_yolov5(LAYOUT), "train", *options, project=tmp_path)
+    assert "val.non_max_suppression -> torch_fastdet." in fast
+    stock, ours = (results(tmp_path / name) for name in ("stock", "fast"))
+    assert stock["metrics/mAP_0.5"][0] > 0.2
+    assert ours == stock
+
+
+@pytest.mark.slow
+def test_checkpoints_of_segmentation_hold_nothing_of_ours(real_yolov5, train):
+    """A Segment module pickles its Detect.forward: by stock's name."""
+    package = real_yolov5("package")
+    run = train(package, "--nms_optim", script="segment/train")
+    assert "Detect.forward" in run.output
+    load = "import sys, torch; sys.modules['torch_fastdet'] = None; torch.load(sys.argv[1])['model'].float().eval()"
+    package.python("-c", f"{load}(torch.zeros(1, 3, 64, 64))", run.checkpoint)

@@ -1,0 +1,129 @@
+"""torch_fastdet's list-returning suppression against YOLOv5's own function: same rows, same order, every option."""
+
+import pytest
+import torch
+
+from tests import stock
+from tests.ops.nms_samples import adversarial, clustered
+from torch_fastdet import ops
+from torch_fastdet.suppression import yolov5_non_max_suppression
+
+OPTIONS = {
+    "default": {},
+    "validation": {"conf_thres": 0.001, "iou_thres": 0.6, "multi_label": True},
+    "agnostic": {"agnostic": True},
+    "classes": {"classes": [0, 3, 77]},
+    "one class as an int": {"classes": 2},
+    "no class": {"classes": []},
+    "few": {"max_det": 7},
+    "none": {"max_det": 0},
+    "long": {"conf_thres": 0.001, "multi_label": True, "max_det": 5000},
+    "IoU 0": {"iou_thres": 0.0},
+    "IoU 1": {"iou_thres": 1.0},
+    "everything": {"conf_thres": 0.0, "multi_label": True},
+    "nothing": {"conf_thres": 1.0},
+}
+
+
+def compare(prediction, device, **options):
+    prediction = prediction.to(device)
+    before = prediction.clone()
+    got = yolov5_non_max_suppression(prediction, **options)
+    assert torch.equal(prediction, before)
+    want = stock.yolov5().non_max_suppression(prediction.clone(), **stock.one_rule(options, prediction))
+    assert len(got) == len(want)
+    for a, b in zip(got, want):
+        assert a.shape == b.shape
+        torch.testing.assert_close(a.to(b.dtype), b, rtol=0, atol=0)
+    return want
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_options(device, dtype, options):
+    compare(clustered(3, 500, 6).to(dtype), device, **options)
+
+
+# A box whose numbers are not finite survives in stock and suppresses nothing; here it is dropped, which other tests pin.
+@pytest.mark.parametrize("name", [name for name in adversarial() if name != "NaN and Inf"])
+@pytest.mark.parametrize("options", ["default", "validation", "agnostic", "IoU 0"])
+def test_adversarial(device, name, options):
+    compare(adversarial()[name], device, **OPTIONS[options])
+
+
+def test_non_finite_rows_are_dropped_alone(device):
+    """What stock keeps of the sound rows is what we keep."""
+    prediction = adversarial()["NaN and Inf"]
+    got = yolov5_non_max_suppression(prediction.to(device))[0]
+    assert got.isfinite().all()
+    sound = prediction[:, 8:]
+    want = stock.yolov5().non_max_suppression(sound.to(device))[0]
+    torch.testing.assert_close(got[got[:, 4] > 0][: len(want)], want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_masks_and_labels(device, dtype):
+    prediction = clustered(3, 400, 5, 32).to(dtype)
+    labels = [
+        torch.tensor([[2.0, 50, 50, 20, 30], [4, 9, 9, 4, 4]], device=device),
+        torch.zeros(0, 5, device=device),
+        torch.tensor([[3.0, 300, 200, 50, 20], [3, 301, 200, 50, 20], [0, 5, 5, 9, 9]], device=device),
+    ]
+    for multi_label in (False, True):
+        options = {"nm": 32, "labels": labels, "multi_label": multi_label, "conf_thres": 0.01}
+        rows = compare(prediction, device, **options)
+        assert (rows[0][:2, 4] == 1).any() and (rows[2][:, 4] == 1).any()
+
+
+def test_more_than_max_nms(device):
+    compare(clustered(1, 600, 80, seed=2), device, conf_thres=0.0, multi_label=True, iou_thres=0.6)
+
+
+def test_tuple_input_and_repeated_calls(device):
+    prediction = clustered(2, 300, 4).to(device)
+    first = yolov5_non_max_suppression((prediction, None))
+    again = yolov5_non_max_suppression([prediction, [prediction]])
+    for a, b in zip(first, again):
+        assert torch.equal(a, b)
+
+
+def test_empty_batch_and_no_classes(device):
+    assert yolov5_non_max_suppression(torch.rand(0, 10, 8, device=device)) == []
+    assert [tuple(r.shape) for r in yolov5_non_max_suppression(torch.rand(2, 10, 5, device=device))] == [(0, 6)] * 2
+
+
+def test_one_copy_to_the_host(cuda):
+    prediction = clustered(8, 1000, 20).to(cuda)
+    yolov5_non_max_suppression(prediction)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        yolov5_non_max_suppression(prediction, multi_label=True)
+        torch.cuda.synchronize()
+    copies = [event.name for event in profile.events() if "DtoH" in event.name]
+    assert len(copies) == 1
+
+
+@pytest.mark.parametrize(
+    "message, call",
+    [
+        ("conf_thres is 1.2", lambda p: yolov5_non_max_suppression(p, 1.2)),
+        ("max_det is -1", lambda p: yolov5_non_max_suppression(p, max_det=-1)),
+        ("prediction has shape", lambda p: yolov5_non_max_suppression(p[0])),
+        ("prediction is a NoneType", lambda p: yolov5_non_max_suppression((None,))),
+        ("prediction is an empty list", lambda p: yolov5_non_max_suppression([])),
+        ("labels holds 1 tensors", lambda p: yolov5_non_max_suppression(p, labels=[p[0, :, :5]])),
+        ("labels\\[0\\] has shape", lambda p: yolov5_non_max_suppression(p, labels=[p[0, :, :3]] * 2)),
+    ],
+)
+def test_bad_input_is_a_sentence(device, message, call):
+    with pytest.raises((ValueError, TypeError), match=message):
+        call(clustered(2, 20, 3).to(device))
+
+
+@pytest.mark.parametrize("ratio_pad", [None, ((0.5, 0.5), (3.5, 0.0))])
+@pytest.mark.parametrize("shape", [(480, 640), (1080, 1333), (333, 77)])
+def test_scale_boxes(device, shape, ratio_pad):
+    boxes = torch.rand(50, 6) * 700 - 30
+    got = ops.scale_boxes([640, 512], boxes.to(device), list(shape), ratio_pad)
+    want = stock.yolov5().scale_boxes((640, 512), boxes.clone(), shape, ratio_pad)
+    torch.testing.assert_close(got.cpu(), want, rtol=0, atol=0)

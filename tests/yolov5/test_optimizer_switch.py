@@ -1,0 +1,182 @@
+"""multi_tensor_optimizer: the parts under stock's names, and the real train.py with it, stock and patched on one seed."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import torch_fastdet.yolov5 as drop_in
+from tests.yolov5 import real
+from tests.yolov5.conftest import IMAGE, SMALL
+from tests.yolov5.test_real_scripts import LOSSES, weights
+from torch_fastdet import optim
+from torch_fastdet.ema import ModelEMA
+
+FLAG = "--multi_tensor_optimizer"
+
+
+@pytest.fixture
+def patched():
+    stock = nn.utils.clip_grad_norm_, torch.amp.GradScaler.unscale_
+    switch = drop_in.registry.SWITCHES["multi_tensor_optimizer"]()
+    drop_in._patches.expect(switch, False)
+    drop_in._patches.start(switch)
+    yield
+    drop_in.unpatch()
+    assert (nn.utils.clip_grad_norm_, torch.amp.GradScaler.unscale_) == stock
+
+
+def network(device):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 5, 1), nn.LayerNorm(5)).to(device)
+
+
+def test_smart_optimizer_groups_and_log_line(caplog):
+    model = network("cpu")
+    with caplog.at_level(logging.INFO, logger="yolov5"):
+        optimizer = drop_in.smart_optimizer(model, "SGD", 0.01, 0.937, 5e-4)
+    assert type(optimizer) is optim.SGD
+    sizes = [[tuple(p.shape) for p in group["params"]] for group in optimizer.param_groups]
+    assert sizes == [[(8,), (8,), (5,), (5,)], [(8, 3, 3, 3), (5, 8, 1, 1)], [(8,), (5,)]]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0, 5e-4, 0.0]
+    assert all(group["nesterov"] and group["momentum"] == 0.937 for group in optimizer.param_groups)
+    for name in ("Adam", "AdamW", "RMSProp"):
+        assert type(drop_in.smart_optimizer(model, name)).__name__.lower() == name.lower()
+    with pytest.raises(NotImplementedError, match="Optimizer LION not implemented"):
+        drop_in.smart_optimizer(model, "LION")
+
+
+class Step:
+    """train.py's sequence around the optimizer."""
+
+    def __init__(self, device, kind):
+        self.model = network(device)
+        self.params = list(self.model.parameters())
+        self.optimizer = kind(self.params, lr=0.05, momentum=0.9, nesterov=True)
+        self.scaler = torch.amp.GradScaler(device.type, init_scale=64.0, growth_interval=3)
+        self.scaler.scale(torch.zeros((), device=device))
+        self.seen = []
+
+    def __call__(self, step, overflow):
+        generator = torch.Generator().manual_seed(step)
+        for p in self.params:
+            p.grad = (torch.randn(p.shape, generator=generator) * self.scaler.get_scale()).to(p.device)
+        if overflow:
+            self.params[2].grad.view(-1)[0] = float("inf")
+        self.scaler.unscale_(self.optimizer)
+        unscaled = [p.grad.clone() for p in self.params]
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm=2.0)
+        self.seen.append([*unscaled, norm, *(p.grad.clone() for p in self.params)])
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+
+
+def test_train_pys_sequence_has_stocks_effects(device, patched, monkeypatch):
+    """Also what a callback that reads p.grad after unscaling or clipping sees."""
+    ours = Step(device, optim.SGD)
+    for step in range(8):
+        ours(step, step in (0, 4))
+    monkeypatch.undo()
+    drop_in._patches.stop()
+    stock = Step(device, torch.optim.SGD)
+    for step in range(8):
+        stock(step, step in (0, 4))
+    assert ours.scaler.state_dict() == stock.scaler.state_dict()
+    for mine, wanted in zip(ours.seen, stock.seen):
+        for a, b in zip(mine, wanted):
+            torch.testing.assert_close(a, b, equal_nan=True)
+    for a, b in zip(ours.params, stock.params):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_errors_of_unscale_are_torchs(device, patched):
+    step = Step(device, optim.SGD)
+    step.params[0].grad = torch.ones_like(step.params[0])
+    step.scaler.unscale_(step.optimizer)
+    with pytest.raises(RuntimeError, match="already been called"):
+        step.scaler.unscale_(step.optimizer)
+    step.scaler.step(step.optimizer)
+    with pytest.raises(RuntimeError, match="after step"):
+        step.scaler.unscale_(step.optimizer)
+
+
+def test_eight_launches_and_no_sync(cuda, patched):
+    step = Step(cuda, optim.SGD)
+    ema = ModelEMA(step.model)
+    for i in range(3):
+        step(i, False)
+        ema.update(step.model)
+    for p in step.params:
+        p.grad = torch.randn_like(p)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            step.scaler.unscale_(step.optimizer)
+            torch.nn.utils.clip_grad_norm_(step.model.parameters(), max_norm=2.0)
+            step.scaler.step(step.optimizer)
+            step.scaler.update()
+            ema.update(step.model)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    names = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(names) <= 8, names
+
+
+def test_training_gives_the_losses_and_checkpoints_of_stock(real_yolov5, train):
+    checkout = real_yolov5("checkout")
+    fast, stock = train(checkout, FLAG), train(checkout, stock=True)
+    expected, got = real.results(stock.folder), real.results(fast.folder)
+    for column in LOSSES:
+        assert got[column] == pytest.approx(expected[column], rel=1e-5, abs=1e-6), column
+    for name in ("smart_optimizer", "ModelEMA"):
+        assert fast.output.count(f"utils.torch_utils.{name} -> torch_fastdet.") == 1, fast.output
+    lines = [[line for line in run.output.splitlines() if "with parameter groups" in line] for run in (fast, stock)]
+    assert lines[0] == lines[1] and len(lines[0]) == 1
+    mine, wanted = weights(checkout, fast.checkpoint), weights(checkout, stock.checkpoint)
+    assert mine.keys() == wanted.keys()
+    for name, value in mine.items():
+        # Checkpoints hold float16: one last bit of it.
+        torch.testing.assert_close(value, wanted[name], rtol=1e-3, atol=1e-5)
+
+
+def test_freeze_and_accumulation(real_yolov5, train):
+    checkout = real_yolov5("checkout")
+    runs = [train(checkout, *flags, "--freeze", "3", stock=not flags) for flags in ((FLAG,), ())]
+    expected, got = real.results(runs[1].folder), real.results(runs[0].folder)
+    for column in LOSSES:
+        assert got[column] == pytest.approx(expected[column], rel=1e-5, abs=1e-6), column
+
+
+@pytest.mark.parametrize("first, second", [((), (FLAG,)), ((FLAG,), ())], ids=["stock to ours", "ours to stock"])
+def test_resume_across(first, second, real_yolov5, data, tmp_path):
+    """A run that stock began is resumed with the switch, and the other way round, with the results of stock alone."""
+    checkout = real_yolov5("checkout")
+
+    def run(name, first, second):
+        arguments = [*SMALL, "--weights", "", "--cfg", "yolov5n.yaml", "--data", data.boxes, "--epochs", 3, "--noplots"]
+        arguments += ["--noautoanchor", "--project", tmp_path, "--name", name, "--seed", 1]
+        stopped = checkout.program("stop_after_first_epoch.py", *arguments, *first, ok=False)
+        assert stopped.returncode == 7, stopped.stdout[-3000:]
+        start = checkout.fast if second else checkout.stock
+        start("train", "--resume", tmp_path / name / "weights" / "last.pt", *second)
+        return real.results(tmp_path / name)
+
+    mixed, stock = run("mixed", first, second), run("stock", (), ())
+    assert mixed["epoch"] == [0, 1, 2]
+    for column in LOSSES:
+        assert mixed[column] == pytest.approx(stock[column], rel=1e-5, abs=1e-6), column
+
+
+def test_adam_is_an_error_by_name_and_a_line_otherwise(real_yolov5, data, tmp_path):
+    checkout = real_yolov5("checkout")
+    arguments = [*SMALL, "--weights", "", "--cfg", "yolov5n.yaml", "--data", data.boxes, "--epochs", 1, "--noplots"]
+    arguments += ["--noautoanchor", "--project", tmp_path, "--optimizer", "Adam", "--img", IMAGE]
+    failed = checkout.fast("train", *arguments, FLAG, ok=False)
+    assert failed.returncode != 0
+    assert "multi_tensor_optimizer cannot apply: the optimizer is Adam" in failed.stdout
+    passed = checkout.fast("train", *arguments, "--fastdet")
+    assert passed.stdout.count("multi_tensor_optimizer does not apply: the optimizer is Adam") == 1

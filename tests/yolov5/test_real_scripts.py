@@ -1,0 +1,94 @@
+"""The real scripts, stock and through the launcher, from one seed: the same losses, and checkpoints that are stock's."""
+
+import re
+
+import pytest
+import torch
+
+from tests.yolov5 import real
+from tests.yolov5.conftest import IMAGE, SMALL
+
+FLAGS = ("--bbox_iou_optim", "--upsample_optim")
+# Stock repeats itself bitwise here, so what differs is our rounding in the last bit of an IoU, carried through eight
+# steps; results.csv keeps five digits.
+CLOSE = {"rel": 2e-4, "abs": 1e-5}
+LOSSES = [f"{split}/{kind}_loss" for split in ("train", "val") for kind in ("box", "obj", "cls")]
+
+
+def weights(yolov5: real.YOLOv5, checkpoint) -> dict[str, torch.Tensor]:
+    """What stock YOLOv5 finds in a checkpoint, in a process that has no torch_fastdet."""
+    out = checkpoint.with_suffix(".state_dict")
+    yolov5.program("load_in_stock.py", checkpoint, out)
+    return torch.load(out)
+
+
+def test_training_gives_the_losses_of_stock(yolov5, real_yolov5, train):
+    fast = train(yolov5, *FLAGS)
+    stock = train(real_yolov5("checkout" if yolov5.layout == "head" else yolov5.layout), stock=True)
+    expected, got = real.results(stock.folder), real.results(fast.folder)
+    assert len(got[LOSSES[0]]) == 2
+    for column in LOSSES:
+        assert got[column] == pytest.approx(expected[column], **CLOSE), column
+    loss = f"{yolov5.prefix}utils.loss.bbox_iou -> torch_fastdet."
+    assert fast.output.count(loss) == 1
+    assert fast.output.count("upsampling.Upsample.forward -> torch_fastdet.") == 1
+    assert "torch_fastdet" not in stock.output
+    fast_weights, stock_weights = weights(yolov5, fast.checkpoint), weights(yolov5, stock.checkpoint)
+    assert fast_weights.keys() == stock_weights.keys()
+    for name, value in fast_weights.items():
+        torch.testing.assert_close(value, stock_weights[name], rtol=2e-3, atol=2e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_nothing_changes_without_a_switch(real_yolov5, train):
+    checkout = real_yolov5("checkout")
+    plain = train(checkout)
+    assert (plain.folder / "results.csv").read_text() == (
+        train(checkout, stock=True).folder / "results.csv"
+    ).read_text()
+    assert "no switch is given" in plain.output
+
+
+def test_segment_training_gives_the_losses_of_stock(real_yolov5, train):
+    checkout = real_yolov5("checkout")
+    fast = train(checkout, "--fastdet", script="segment/train")
+    expected, got = (real.results(r.folder) for r in (train(checkout, script="segment/train", stock=True), fast))
+    for column in (*LOSSES, "train/seg_loss"):
+        assert got[column] == pytest.approx(expected[column], **CLOSE), column
+    assert "utils.segment.loss.bbox_iou -> torch_fastdet." in fast.output
+
+
+@pytest.mark.parametrize("layout", ["package", "checkout"])
+def test_val_and_detect_run_on_a_patched_checkpoint(layout, real_yolov5, train, data, tmp_path):
+    yolov5 = real_yolov5(layout)
+    common = ("--weights", train(yolov5, *FLAGS).checkpoint, "--project", tmp_path, "--img", IMAGE, "--device", "cpu")
+    outputs = [
+        start("val", *common, "--data", data.boxes, "--batch", 2, "--workers", 0, *flags).stdout
+        for start, flags in ((yolov5.stock, ()), (yolov5.fast, FLAGS))
+    ]
+    rows = [re.findall(r"\ball((?:\s+[\d.e-]+){6})", output) for output in outputs]  # perhaps behind a progress bar
+    assert len(rows[0]) == 1
+    assert rows[1] == rows[0]
+    detect = ("detect", *common, "--source", data.images, "--conf-thres", 0.001, "--name", "detect")
+    found = yolov5.fast(*detect, "--fastdet").stdout
+    assert len(list((tmp_path / "detect").glob("*.png"))) == 4, found
+
+
+def test_resume_goes_on_where_the_run_stopped(real_yolov5, train, data, tmp_path):
+    checkout = real_yolov5("checkout")
+    arguments = [*SMALL, "--weights", "", "--cfg", "yolov5n.yaml", "--data", data.boxes, "--epochs", 3, "--noplots"]
+    arguments += ["--noautoanchor", "--project", tmp_path, "--name", "run", *FLAGS]
+    # The process ends after the first epoch, as if it had been killed.
+    stopped = checkout.program("stop_after_first_epoch.py", *arguments, ok=False)
+    assert stopped.returncode == 7, stopped.stdout[-3000:]
+    last = tmp_path / "run" / "weights" / "last.pt"
+    resumed = checkout.fast("train", "--resume", last, *FLAGS).stdout
+    assert "utils.loss.bbox_iou -> torch_fastdet." in resumed
+    assert real.results(tmp_path / "run")["epoch"] == [0, 1, 2]
+
+
+def test_a_switch_that_detect_does_not_use_is_no_error(real_yolov5):
+    """At the head of YOLOv5, detect.py imports nothing of what bbox_iou_optim replaces."""
+    head = real_yolov5("head")
+    (head.folder / "import_detect.py").write_text("import detect\nraise SystemExit(0)\n")
+    out = head.python("-m", "torch_fastdet.yolov5", "import_detect.py", "--bbox_iou_optim").stdout
+    assert "bbox_iou_optim replaced nothing of YOLOv5: import_detect.py imported nothing that it replaces" in out

@@ -1,0 +1,53 @@
+"""Loads libtorch_fastdet.so, and says in a sentence why where it cannot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+PACKAGE = Path(__file__).resolve().parent
+LIBRARY = PACKAGE / "libtorch_fastdet.so"
+BUILD_CONFIG = PACKAGE / "_build_config.json"
+
+
+def build_config() -> dict[str, str]:
+    """What the library was built with: version, torch, cuda ("" for a CPU build) and architectures."""
+    if not BUILD_CONFIG.exists() or not LIBRARY.exists():
+        raise ImportError(
+            f"torch_fastdet found no built library in {PACKAGE}; type: pip install . in its source folder "
+            "(or leave that folder, if torch_fastdet is installed elsewhere)"
+        )
+    return json.loads(BUILD_CONFIG.read_text())
+
+
+def _series(version: str) -> str:
+    return ".".join(version.split("+")[0].split(".")[:2])
+
+
+def load() -> dict[str, str]:
+    """Registers the operators with torch and returns build_config().
+
+    Raises ImportError with one sentence where the library is missing or was built for another torch.
+    """
+    config = build_config()
+    if _series(config["torch"]) != _series(torch.__version__):
+        raise ImportError(
+            f"torch_fastdet {config['version']} was built for torch {_series(config['torch'])} ({config['torch']}), but "
+            f"torch {torch.__version__} is running; type: pip install torch=={config['torch'].split('+')[0]} "
+            "(or install torch_fastdet again under this torch)"
+        )
+    if config["cuda"] and torch.version.cuda is None:
+        raise ImportError(
+            f"torch_fastdet {config['version']} was built for CUDA {config['cuda']}, but torch {torch.__version__} is a CPU "
+            f"build; type: pip install torch=={config['torch'].split('+')[0]} (or TORCH_FASTDET_CUDA=0 pip install .)"
+        )
+    try:
+        torch.ops.load_library(str(LIBRARY))
+    except OSError as error:
+        raise ImportError(
+            f"torch_fastdet {config['version']}, built for torch {config['torch']}, does not load under torch "
+            f"{torch.__version__} ({error}); install torch_fastdet again under this torch: pip install --force-reinstall ."
+        ) from error
+    return config

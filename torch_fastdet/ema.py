@@ -1,0 +1,145 @@
+"""Moving average of a model, in one launch a step."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_fastdet._multi_tensor import ModuleWatch, by_device, named_tensors, new_state, unwrap
+
+
+class DecayRamp:
+    """``decay * (1 - exp(-updates / tau))``: a decay that lets early epochs move. Can be pickled, as a lambda cannot."""
+
+    def __init__(self, decay: float, tau: float):
+        self.decay = decay
+        self.tau = tau
+
+    def __call__(self, updates: float) -> float:
+        return self.decay * (1 - math.exp(-updates / self.tau)) if self.tau else self.decay
+
+    def __repr__(self) -> str:
+        return f"DecayRamp(decay={self.decay}, tau={self.tau})"
+
+
+class ModelEMA:
+    """Keeps ``ema``, a copy of a model whose every floating state_dict entry follows the model's: YOLOv5's ModelEMA.
+
+    Each :meth:`update` does ``v *= d; v += (1 - d) * x`` with ``d = decay(updates)``, in float64 on the host, over parameters
+    and buffers of any floating type at once; integer entries stay as they were when the copy was made. Results are those of the
+    stock loop, bit by bit in float32. The tensors are remembered, and replaced ones (``ema.half().float()``, a resume,
+    ``.to(memory_format=...)``, ``p.data = ...``, another model) are noticed at the next update. EMA and model may differ in
+    strides and dtypes.
+
+    Args:
+        model: what to average; DataParallel, DistributedDataParallel and torch.compile are unwrapped.
+        decay: the decay that the ramp goes to.
+        tau: length of the ramp, in updates. 0 is no ramp.
+        updates: number of updates that were made before, on a resume.
+
+    Attributes:
+        ema: the average, in evaluation mode, without gradients.
+        updates: number of updates.
+        decay: callable, updates -> decay; may be replaced.
+        enabled: set it to False to make update and update_attr do nothing, as Ultralytics does.
+
+    It can be copied (deepcopy), pickled and saved; the copy finds its own tensors.
+    """
+
+    def __init__(self, model: nn.Module, decay: float = 0.9999, tau: float = 2000, updates: int = 0):
+        self.ema = deepcopy(unwrap(model)).eval()
+        self._model: weakref.ref[nn.Module] | None = weakref.ref(unwrap(model))
+        self.updates = updates
+        self.decay = DecayRamp(decay, tau)
+        self.enabled = True
+        for parameter in self.ema.parameters():
+            parameter.requires_grad_(False)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._watches: tuple[ModuleWatch, ModuleWatch] | None = None
+        self._states: list[Any] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        del state["_watches"], state["_states"], state["_model"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._model = None
+        self._forget()
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model that is averaged, unwrapped: the one given last. None in a copy that has not been updated yet."""
+        return None if self._model is None else self._model()
+
+    def pairs(self, model: nn.Module) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Name, average and value of each floating entry of the EMA's state_dict."""
+        values = named_tensors(unwrap(model))
+        result = []
+        for name, average in named_tensors(self.ema).items():
+            if not average.is_floating_point():
+                continue
+            if name not in values:
+                raise KeyError(f"ModelEMA: the model has no {name}, which its EMA has; was the model changed since?")
+            result.append((name, average, values[name]))
+        return result
+
+    def follows(self, model: nn.Module) -> bool:
+        """Whether the remembered tensors are still those of the EMA and of this model."""
+        watches = self._watches
+        return watches is not None and watches[0].unchanged(self.ema) and watches[1].unchanged(model)
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        """Move the average toward the model."""
+        if not self.enabled:
+            return
+        model = unwrap(model)
+        if not self.follows(model):
+            self._find(model)
+        updates = self.updates + 1
+        decay = float(self.decay(updates))
+        for state in self._states:
+            state.ema_(decay)
+        self.updates = updates
+
+    def _find(self, model: nn.Module) -> None:
+        pairs = self.pairs(model)
+        for name, average, value in pairs:
+            if average.device != value.device:
+                raise RuntimeError(
+                    f"ModelEMA: {name} is on {value.device} in the model, but on {average.device} in the EMA; move both to one device"
+                )
+        # An entry that the state_dict names twice (tied weights) moves twice, as in the stock loop: one launch after the other.
+        rounds: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
+        seen: dict[int, int] = {}
+        for _, average, value in pairs:
+            turn = seen.get(id(average), 0)
+            seen[id(average)] = turn + 1
+            if turn == len(rounds):
+                rounds.append([])
+            rounds[turn].append((value, average))
+        self._states = [
+            new_state("ModelEMA", values=[both[i][0] for i in at], value_averages=[both[i][1] for i in at])
+            for both in rounds
+            for at in by_device(average for _, average in both).values()
+        ]
+        self._watches = ModuleWatch(self.ema), ModuleWatch(model)
+        self._model = weakref.ref(model)
+
+    def update_attr(self, model: nn.Module, include=(), exclude=("process_group", "reducer")) -> None:
+        """Copy the model's attributes to the EMA: those in ``include`` (all, if empty), but none in ``exclude`` or with a
+        leading underscore."""
+        if not self.enabled:
+            return
+        for name, value in unwrap(model).__dict__.items():
+            if not name.startswith("_") and name not in exclude and (not include or name in include):
+                setattr(self.ema, name, value)

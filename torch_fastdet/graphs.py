@@ -1,0 +1,760 @@
+"""Training as CUDA graphs: the host launches one graph where it launched thousands of kernels.
+
+:class:`GraphedModule` replays a module's forward and backward pass and leaves the loop around it as it is;
+:class:`TrainStep` replays a whole step, for people who own their loop. docs/graphs.md tells how they work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import logging
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from torch_fastdet.optim import FusedStep
+
+__all__ = ["CaptureError", "GraphedModule", "ModuleGraphs", "TrainStep"]
+
+logger = logging.getLogger("torch_fastdet")
+
+
+class CaptureError(RuntimeError):
+    """Something cannot be captured in a CUDA graph; the text says what and why."""
+
+
+# Capture -------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def capture_into(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
+    """Capture what the block launches into ``graph``, with its memory from ``pool``.
+
+    Only this thread's calls are restricted meanwhile: a loader's pin-memory thread makes CUDA calls at any time. A failed
+    capture leaves the current stream and the allocator as they were.
+    """
+    device = stream.device
+    generator = torch.cuda.default_generators[device.index]
+    state = generator.clone_state()
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()  # freeing another graph's memory is not allowed during a capture
+    torch.cuda.synchronize(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    try:
+        with torch.cuda.stream(stream):
+            try:
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                yield
+                graph.capture_end()
+            except BaseException:
+                _abandon(graph, pool, device)
+                generator.graphsafe_set_state(state)
+                raise
+    finally:
+        if collecting:
+            gc.enable()
+    torch.cuda.current_stream(device).wait_stream(stream)
+
+
+def _abandon(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> None:
+    """End a capture that failed. Ending it fails too, and then leaves to us what it would have done after that."""
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(device.index, pool)
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_releasePool(device.index, pool)
+
+
+@contextlib.contextmanager
+def aliased_parameters(module: nn.Module) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
+    """While inside, the module has other parameters with the same memory; yields parameter -> the one in its place.
+
+    A parameter's node in autograd remembers the stream of its first use, and lives as long as any graph that has it: a loss
+    of the last step, say. A backward pass that is captured must not meet it, or it waits for a stream outside the capture.
+    """
+    aliases: dict[nn.Parameter, nn.Parameter] = {}
+    places = []
+    for child in module.modules():
+        for name, parameter in child._parameters.items():
+            if parameter is not None:
+                if parameter not in aliases:
+                    aliases[parameter] = nn.Parameter(parameter.detach(), parameter.requires_grad)
+                places.append((child._parameters, name, parameter))
+    try:
+        for entries, name, parameter in places:
+            entries[name] = aliases[parameter]
+        yield aliases
+    finally:
+        for entries, name, parameter in places:
+            entries[name] = parameter
+
+
+class _Location:
+    """The module whose forward runs, so that a failed capture can name it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._stack: list[str] = []
+        self._handles = []
+        for name, child in module.named_modules():
+            label = f"{name or 'the model'} ({type(child).__name__})"
+            self._handles.append(child.register_forward_pre_hook(lambda *_, label=label: self._stack.append(label)))
+            self._handles.append(child.register_forward_hook(lambda *_: self._leave()))
+
+    def _leave(self) -> None:
+        self._stack.pop()
+
+    def __str__(self) -> str:
+        return self._stack[-1] if self._stack else "the model"
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def why_not(module: nn.Module) -> str | None:
+    """Why ``module`` cannot be captured, as far as looking at it tells; None if nothing speaks against it."""
+    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        return f"{type(module).__name__} is not supported yet; capture the module inside on one GPU"
+    for name, child in module.named_modules():
+        label = f"{name or 'the model'} ({type(child).__name__})"
+        if isinstance(child, nn.SyncBatchNorm):
+            return f"{label} exchanges statistics with other processes"
+        if isinstance(child, nn.RNNBase):
+            return f"{label} keeps its weights in a list of its own"
+        if child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks:
+            return f"{label} has hooks, which a replay would not call"
+    for name, parameter in module.named_parameters():
+        if not parameter.is_cuda:
+            return f"parameter {name} is on {parameter.device}, not on a GPU"
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            return f"parameter {name} has hooks, which a replay would not call"
+    return None
+
+
+def first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+# A module's forward and backward -------------------------------------------------------------------------------------
+
+
+class _Captured:
+    """One input shape's graphs, and the static tensors that they read and write."""
+
+    def __init__(self) -> None:
+        self.forward_graph = torch.cuda.CUDAGraph()
+        self.backward_graph = torch.cuda.CUDAGraph()
+        self.input: torch.Tensor
+        self.outputs: list[torch.Tensor]
+        self.structure: pytree.TreeSpec
+        self.output_gradients: list[torch.Tensor | None]
+        self.gradients: list[tuple[nn.Parameter, torch.Tensor]]
+
+    def replay_backward(self, gradients: tuple[torch.Tensor | None, ...], saved: dict[int, torch.Tensor]) -> None:
+        """Run the backward graph and add its result to the parameters' gradients, as autograd does."""
+        for static, gradient in zip(self.output_gradients, gradients):
+            if static is None:
+                continue
+            if gradient is None:
+                static.zero_()
+            elif gradient.data_ptr() != static.data_ptr():
+                static.copy_(gradient)
+        # A first micro-batch leaves the graphs' own tensors in p.grad. Before the replay of a later one overwrites them,
+        # what has been accumulated there is put aside.
+        later = [(p, mine) for p, mine in self.gradients if p.grad is not None]
+        overwritten = [mine for p, mine in later if p.grad.data_ptr() == mine.data_ptr()]
+        aside = []
+        if overwritten:
+            for mine in overwritten:
+                if id(mine) not in saved:
+                    saved[id(mine)] = torch.empty_like(mine)
+                aside.append(saved[id(mine)])
+            torch._foreach_copy_(aside, overwritten)
+        self.backward_graph.replay()
+        if overwritten:
+            torch._foreach_add_(overwritten, aside)
+        others = [(p.grad, mine) for p, mine in later if p.grad.data_ptr() != mine.data_ptr()]
+        if others:
+            torch._foreach_add_([grad for grad, _ in others], [mine for _, mine in others])
+        if len(later) < len(self.gradients):
+            for parameter, mine in self.gradients:
+                if parameter.grad is None:
+                    parameter.grad = mine
+
+
+class _Replay(torch.autograd.Function):
+    """The graphs as one node of autograd: its backward pass leaves the parameters' gradients in ``p.grad``."""
+
+    @staticmethod
+    def forward(ctx, graphs: ModuleGraphs, captured: _Captured, x: torch.Tensor, leaf: torch.Tensor):
+        captured.input.copy_(x)
+        captured.forward_graph.replay()
+        graphs.generation += 1
+        ctx.graphs, ctx.captured, ctx.generation = graphs, captured, graphs.generation
+        ctx.set_materialize_grads(False)
+        outputs = tuple(output.detach() for output in captured.outputs)
+        without = [o for o, g in zip(outputs, captured.output_gradients) if g is None]
+        ctx.mark_non_differentiable(*without)
+        return outputs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *gradients):
+        if ctx.generation != ctx.graphs.generation:
+            raise RuntimeError(
+                "GraphedModule: the module ran again before this backward pass (or this one ran already), so its activations "
+                "are gone; call backward() once after each forward pass, or use the module without graphs"
+            )
+        ctx.graphs.generation += 1
+        ctx.captured.replay_backward(gradients, ctx.graphs.saved)
+        return None, None, None, None
+
+
+class ModuleGraphs:
+    """CUDA graphs of one module's training passes, by input shape; :class:`GraphedModule` without the module around it.
+
+    A shape's first ``warmup`` calls run eagerly, as they would without graphs, which is all the warm-up there is: nothing
+    runs that the caller did not ask for, so batch norm's running statistics are those of eager training. The next call
+    captures. All graphs share one memory pool; at most ``max_graphs`` are kept, the least recently used goes first.
+
+    Args:
+        module: what to run.
+        forward: how to run it, ``forward(x)``; default ``module.forward``.
+        capturing: a context to be in while forward is captured.
+        required: raise :class:`CaptureError` where the module cannot be captured, instead of running it eagerly.
+        say: takes one line for each thing worth telling.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        forward: Callable[[torch.Tensor], Any] | None = None,
+        *,
+        max_graphs: int = 24,
+        warmup: int = 1,
+        required: bool = False,
+        capturing: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+        say: Callable[[str], None] = logger.info,
+    ) -> None:
+        if max_graphs < 1 or warmup < 1:
+            raise ValueError(f"max_graphs and warmup are at least 1; got {max_graphs} and {warmup}")
+        self._module = weakref.ref(module)
+        self.forward = forward or (lambda x: self.module.forward(x))
+        self.max_graphs, self.warmup, self.required = max_graphs, warmup, required
+        self.capturing, self.say = capturing, say
+        self.reason: str | None = None
+        self.generation = 0
+        self.reset()
+
+    @property
+    def module(self) -> nn.Module:
+        """The module, which is not kept alive from here."""
+        module = self._module()
+        if module is None:
+            raise ReferenceError("ModuleGraphs: the module is gone")
+        return module
+
+    def reset(self) -> None:
+        """Forget all graphs; the next calls capture anew."""
+        self._graphs: OrderedDict[tuple, _Captured] = OrderedDict()
+        self._calls: dict[tuple, int] = {}
+        self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
+        self._leaf: torch.Tensor | None = None
+        self._storage: tuple = ()
+        # Gradients of all graphs, outside their pool: there the next forward pass would write over them.
+        self._gradients: dict[nn.Parameter, torch.Tensor] = {}
+        self.saved: dict[int, torch.Tensor] = {}
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Input shapes that are captured, the most recently used last."""
+        return [key[0] for key in self._graphs]
+
+    def memory(self) -> int:
+        """Bytes of device memory that the graphs hold."""
+        return pool_bytes(self._pool)
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        module = self.module
+        if (
+            self.reason is not None
+            or not (module.training and torch.is_grad_enabled() and isinstance(x, torch.Tensor) and x.is_cuda)
+            or x.requires_grad
+            or torch.cuda.is_current_stream_capturing()
+        ):
+            return self.forward(x)
+        # What the graphs have baked in: addresses, and what decides the kernels.
+        parameters = list(module.parameters())
+        storage = tuple([t.data_ptr() for t in parameters] + [t.data_ptr() for t in module.buffers()])
+        if storage != self._storage:
+            self.reset()
+            self._storage = storage
+        autocast = (torch.get_autocast_dtype("cuda"),) if torch.is_autocast_enabled("cuda") else ()
+        key = (
+            tuple(x.shape),
+            x.dtype,
+            x.stride(),
+            autocast,
+            tuple([p.requires_grad for p in parameters]),
+            tuple([m.training for m in module.modules()]),
+        )
+        captured = self._graphs.get(key)
+        if captured is None:
+            calls = self._calls.get(key, 0)
+            self._calls[key] = calls + 1
+            if calls < self.warmup:
+                return self.forward(x)
+            captured = self._capture(x)
+            if captured is None:
+                return self.forward(x)
+            while len(self._graphs) >= self.max_graphs:
+                self._graphs.popitem(last=False)
+            self._graphs[key] = captured
+        else:
+            self._graphs.move_to_end(key)
+        outputs = _Replay.apply(self, captured, x, self._leaf)
+        return pytree.tree_unflatten(list(outputs), captured.structure)
+
+    def _give_up(self, reason: str, cause: BaseException | None = None) -> None:
+        self.reset()
+        self.reason = reason
+        line = f"{type(self.module).__name__} cannot be captured in a CUDA graph: {reason}"
+        if self.required:
+            raise CaptureError(line) from cause
+        self.say(f"{line}; it runs eagerly")
+
+    def _capture(self, x: torch.Tensor) -> _Captured | None:
+        reason = why_not(self.module)
+        if reason is not None:
+            self._give_up(reason)
+            return None
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream(x.device)
+            self._leaf = torch.zeros((), device=x.device, requires_grad=True)
+        torch.cuda.empty_cache()  # what eager steps have cached cannot serve a graph's pool
+        location = _Location(self.module)
+        try:
+            return self._captured(x)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self._give_up(f"{location} failed during the capture, {first_line(error)}", error)
+            return None
+        finally:
+            location.remove()
+
+    def _captured(self, x: torch.Tensor) -> _Captured:
+        captured = _Captured()
+        captured.input = torch.empty_like(x, memory_format=input_format(self.module, x)).copy_(x)
+        enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        # A cached cast would be made by the first graph and be missing in the next replay.
+        autocast = torch.autocast("cuda", dtype, enabled=enabled, cache_enabled=False)
+        with (
+            aliased_parameters(self.module) as aliases,
+            capture_into(captured.forward_graph, self._pool, self._stream),
+            autocast,
+            self.capturing(),
+        ):
+            result = self.forward(captured.input)
+        outputs, captured.structure = pytree.tree_flatten(result)
+        for output in outputs:
+            if not isinstance(output, torch.Tensor):
+                raise TypeError(f"its output holds a {type(output).__name__}, which a replay would not renew")
+        captured.output_gradients = [torch.empty_like(o) if o.requires_grad else None for o in outputs]
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        for parameter in parameters:
+            if parameter not in self._gradients:
+                self._gradients[parameter] = torch.empty_like(parameter, requires_grad=False)
+        with capture_into(captured.backward_graph, self._pool, self._stream):
+            gradients = torch.autograd.grad(
+                [o for o in outputs if o.requires_grad],
+                [aliases[p] for p in parameters],
+                [g for g in captured.output_gradients if g is not None],
+                allow_unused=True,
+            )
+            used = [(p, g) for p, g in zip(parameters, gradients) if g is not None]
+            captured.gradients = [(p, self._gradients[p]) for p, _ in used]
+            torch._foreach_copy_([mine for _, mine in captured.gradients], [g for _, g in used])
+        captured.outputs = [output.detach() for output in outputs]
+        shape = tuple(x.shape)
+        self.say(
+            f"captured forward and backward of {type(self.module).__name__} for input {shape}; "
+            f"{len(self._graphs) + 1} shapes hold {self.memory() / 2**20:.0f} MiB"
+        )
+        return captured
+
+
+def input_format(module: nn.Module, x: torch.Tensor) -> torch.memory_format:
+    """NHWC for a model on NHWC weights: the copy into the graph's input then changes the layout as well."""
+    first = next((p for p in module.parameters() if p.dim() == 4), None)
+    if x.dim() == 4 and first is not None and not first.is_contiguous():
+        return torch.channels_last
+    return torch.preserve_format
+
+
+def as_parameter(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """The gradient in the parameter's layout, which autograd gives ``p.grad`` too and a fused optimizer counts on."""
+    if gradient.stride() == parameter.stride() and gradient.dtype == parameter.dtype:
+        return gradient
+    return torch.empty_like(parameter).copy_(gradient)
+
+
+def pool_bytes(pool: Any) -> int:
+    """Device memory that the caching allocator holds for a graph pool."""
+    if pool is None:
+        return 0
+    return sum(
+        segment["total_size"]
+        for segment in torch.cuda.memory_snapshot()
+        if tuple(segment.get("segment_pool_id", ())) == tuple(pool)
+    )
+
+
+class GraphedModule(nn.Module):
+    """A module whose forward and backward pass in training are replayed as CUDA graphs.
+
+    ::
+
+        model = GraphedModule(model)
+        with torch.autocast("cuda"):
+            loss = compute_loss(model(images), targets)
+        scaler.scale(loss).backward()          # gradients in p.grad, added up over several backward passes
+
+    Each input shape is captured at its second call (:class:`ModuleGraphs`). Calls in eval mode, under no_grad, with inputs
+    on the CPU or with further arguments go to the module itself. Everything else is the module's: ``state_dict``,
+    parameters, attributes. A deep copy and a pickle of it *are* the plain module, so that EMA models and checkpoints are
+    what they were without graphs.
+
+    Outputs and gradients live in the graphs' memory: the next forward pass overwrites the outputs, the next backward pass
+    after ``zero_grad()`` the gradients. Gradients reach ``p.grad`` from ``backward()`` alone; ``torch.autograd.grad`` by a
+    parameter and a second backward pass find nothing.
+
+    Args:
+        module: the module, on a GPU.
+        max_graphs: how many input shapes to keep; the least recently used goes first.
+        warmup: eager calls of a shape before it is captured.
+        required: raise :class:`CaptureError` where the module cannot be captured (host synchronisation, SyncBatchNorm,
+            hooks, DistributedDataParallel); else it is said in one line, and the module runs eagerly.
+    """
+
+    def __init__(self, module: nn.Module, *, max_graphs: int = 24, warmup: int = 1, required: bool = False) -> None:
+        if isinstance(module, GraphedModule):
+            raise TypeError("GraphedModule: the module is graphed already")
+        reason = why_not(module) if required else None
+        if reason is not None:
+            raise CaptureError(f"{type(module).__name__} cannot be captured in a CUDA graph: {reason}")
+        # nn.Module's own registers are left out: its methods find the module's, so that nothing gets a prefix.
+        object.__setattr__(self, "module", module)
+        object.__setattr__(
+            self, "graphs", ModuleGraphs(module, max_graphs=max_graphs, warmup=warmup, required=required)
+        )
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            return self.module.forward(x, *args, **kwargs)
+        return self.graphs(x)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> GraphedModule:
+        self.module.train(mode)
+        return self
+
+    def _apply(self, *args: Any, **kwargs: Any) -> GraphedModule:
+        self.module._apply(*args, **kwargs)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "module"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.module, name)
+
+    def __deepcopy__(self, memo: dict) -> nn.Module:
+        return copy.deepcopy(self.module, memo)
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        return _itself, (self.module,)
+
+    def __repr__(self) -> str:
+        return f"GraphedModule({self.module!r})"
+
+
+def _itself(module: nn.Module) -> nn.Module:
+    return module
+
+
+# A whole step --------------------------------------------------------------------------------------------------------
+
+
+class _Phase:
+    """One graph of a step: an image shape, and where in an accumulation it stands."""
+
+    def __init__(self) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+        self.items: torch.Tensor
+
+
+class TrainStep:
+    """A training step as one CUDA graph: images and targets in, loss items out.
+
+    ::
+
+        step = TrainStep(model, ComputeLoss(model), optimizer, scaler, ema)
+        for images, targets in loader:                 # uint8 images are divided by 255 inside of the graph
+            items = step(images, targets)              # forward, loss, backward, unscale, clip, SGD, EMA, scale update
+            scheduler.step()                           # param_groups are read at each call: warm-up, schedules
+
+    What runs is what the separate calls would run (``scaler.scale(loss).backward()`` and
+    :class:`torch_fastdet.optim.FusedStep`), with the same bits. The first call of each kind is such a step without a
+    graph; the next one captures. There is a graph for each image shape (multi-scale) and each place in an accumulation:
+    ``step(images, targets, update=False)`` adds up gradients, ``update=True`` uses them.
+
+    Args:
+        model: the model in training mode, on a GPU.
+        loss: ``loss(outputs, targets, num_targets) -> (loss, items)``, without host synchronisation, where the first
+            ``num_targets`` (an int64 on the device) rows of targets are in use: :class:`torch_fastdet.yolov5.ComputeLoss`.
+        optimizer: torch_fastdet.optim.SGD or torch.optim.SGD.
+        scaler: a torch.amp.GradScaler, driven in the graph (overflow skips the update, growth, backoff).
+        ema: a torch_fastdet.ema.ModelEMA of the model.
+        max_norm: clip the gradients' norm to it; None does not clip.
+        max_targets: rows of targets that a graph has room for. More make it grow, which captures again; None starts at
+            twice those of the first call.
+        amp: dtype of autocast; None for float32. By default float16 with an enabled scaler, else float32.
+        max_graphs: how many graphs to keep; the least recently used goes first.
+        say: takes one line for each capture.
+
+    Raises:
+        CaptureError: at the second call, where something in the step cannot be captured.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+        optimizer: torch.optim.SGD,
+        scaler: torch.amp.GradScaler | None = None,
+        ema: Any = None,
+        max_norm: float | None = 10.0,
+        max_targets: int | None = None,
+        *,
+        amp: torch.dtype | str | None = "auto",
+        max_graphs: int = 32,
+        say: Callable[[str], None] = logger.info,
+    ) -> None:
+        from torch_fastdet.yolov5.heads import head_views  # here, for the package's switches import this module
+
+        reason = why_not(model)
+        if reason is not None:
+            raise CaptureError(f"TrainStep: {type(model).__name__} cannot be captured in a CUDA graph: {reason}")
+        if max_targets is not None and max_targets < 1:
+            raise ValueError(f"TrainStep: max_targets is at least 1; got {max_targets}")
+        if max_graphs < 1:
+            raise ValueError(f"TrainStep: max_graphs is at least 1; got {max_graphs}")
+        self.model, self.loss, self.optimizer, self.scaler, self.ema = model, loss, optimizer, scaler, ema
+        self._head_views = head_views
+        self.fused = FusedStep(optimizer, scaler, ema, max_norm)
+        self.amp = amp
+        if amp == "auto":
+            self.amp = torch.float16 if scaler is not None and scaler.is_enabled() else None
+        self.max_graphs, self.max_targets, self.say = max_graphs, max_targets, say
+        self.device = next(model.parameters()).device
+        self._count = torch.zeros((), dtype=torch.int64, device=self.device)
+        self._targets: torch.Tensor | None = None
+        self._images: dict[tuple, torch.Tensor] = {}
+        self._pending = 0  # micro-batches since the last update
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all graphs; the next calls capture anew."""
+        self._phases: OrderedDict[tuple, _Phase] = OrderedDict()
+        self._warm: set[tuple] = set()
+        self._images = {}
+        self._gradients: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self._pool: Any = None
+        self._stream = torch.cuda.Stream(self.device)
+        self._storage: tuple = ()
+
+    def memory(self) -> dict[str, Any]:
+        """What is captured: number of graphs, image shapes, room for targets, bytes of the graphs' pool and of all else."""
+        tensors = [*self._images.values(), *[g for _, g in self._gradients]]
+        if self._targets is not None:
+            tensors.append(self._targets)
+        return {
+            "graphs": len(self._phases),
+            "shapes": sorted({key[0] for key in self._phases}),
+            "max_targets": 0 if self._targets is None else self._targets.shape[0],
+            "pool_bytes": pool_bytes(self._pool),
+            "static_bytes": sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+        }
+
+    def __call__(self, images: torch.Tensor, targets: torch.Tensor, update: bool = True) -> torch.Tensor:
+        """Train on one batch; returns the loss items.
+
+        Args:
+            images: (batch, channels, height, width), uint8 or floating, on any device.
+            targets: (nt, 6) float32 rows of the loss, on any device.
+            update: whether to take the optimizer's step, or only to add up gradients for a later one.
+        """
+        if images.dim() != 4:
+            raise ValueError(
+                f"TrainStep: images has shape {tuple(images.shape)}, but (batch, channels, height, width) is wanted"
+            )
+        if not self.model.training:
+            raise RuntimeError("TrainStep: the model is in eval mode; call model.train() first")
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("TrainStep: it is a graph of its own and cannot be called while another one is captured")
+        self._watch_storage()
+        self._take_targets(targets)
+        first, last = self._pending == 0, update
+        key = (tuple(images.shape), images.dtype, first, last)
+        static = self._take_images(images)
+        phase = self._phases.get(key)
+        if phase is not None:
+            self._phases.move_to_end(key)
+        elif key not in self._warm:
+            self._warm.add(key)
+            items = self._run(static, first, last)
+            self._pending = 0 if last else self._pending + 1
+            self._storage = self._addresses()  # the first step makes momentum buffers
+            return items
+        else:
+            phase = self._capture(key, static)
+        self.fused.refresh()
+        phase.graph.replay()
+        if last:
+            self.fused.after_replay()
+        self._pending = 0 if last else self._pending + 1
+        return phase.items.clone()
+
+    def _addresses(self) -> tuple:
+        """Where everything lies that graphs read and write, and what is trained."""
+        modules = [self.model] if self.ema is None else [self.model, self.ema.ema]
+        tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
+        buffers = [state.get("momentum_buffer") for state in self.optimizer.state.values()]
+        return (
+            tuple([t.data_ptr() for t in tensors]),
+            tuple([t.requires_grad for t in self.model.parameters()]),
+            tuple([b.data_ptr() for b in buffers if b is not None]),
+        )
+
+    def _watch_storage(self) -> None:
+        """What moved (``ema.half().float()``, ``p.data = ...``, a loaded optimizer) or was frozen needs new graphs."""
+        storage = self._addresses()
+        if storage == self._storage:
+            return
+        if self._pending:
+            raise RuntimeError(
+                "TrainStep: tensors of the model, its EMA or its optimizer moved or were frozen in the middle of an accumulation"
+            )
+        if self._phases:
+            self.say("TrainStep: tensors of the model, its EMA or its optimizer moved or were frozen; capturing again")
+        self.reset()
+        self._storage = storage
+        self._gradients = [(p, torch.zeros_like(p)) for p in self.model.parameters() if p.requires_grad]
+
+    def _take_targets(self, targets: torch.Tensor) -> None:
+        count = targets.shape[0]
+        if self._targets is None or count > self._targets.shape[0] or targets.shape[1:] != self._targets.shape[1:]:
+            if targets.dim() != 2:
+                raise ValueError(f"TrainStep: targets has shape {tuple(targets.shape)}, but (nt, columns) is wanted")
+            room = max(64, 2 * count)
+            if self._targets is None and self.max_targets is not None:
+                room = max(self.max_targets, count)
+            if self._phases:
+                self.say(
+                    f"TrainStep: {count} targets need more room than {self._targets.shape[0]}; capturing again for {room}"
+                )
+            self._phases.clear()
+            self._targets = torch.zeros(room, *targets.shape[1:], device=self.device)
+        self._targets[:count].copy_(targets, non_blocking=True)
+        self._count.fill_(count)
+
+    def _take_images(self, images: torch.Tensor) -> torch.Tensor:
+        key = (tuple(images.shape), images.dtype)
+        static = self._images.get(key)
+        if static is None:
+            like = images.new_empty(images.shape, device=self.device)
+            static = self._images[key] = torch.empty_like(like, memory_format=input_format(self.model, like))
+        static.copy_(images, non_blocking=True)
+        return static
+
+    def _forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = images if images.is_floating_point() else images.float() / 255
+        # A cached cast would be made by one graph and be missing in the next replay.
+        autocast = torch.autocast("cuda", self.amp or torch.float16, enabled=self.amp is not None, cache_enabled=False)
+        with autocast, self._head_views(self.model):
+            return self.loss(self.model.forward(x), self._targets, self._count)
+
+    def _run(self, images: torch.Tensor, first: bool, last: bool) -> torch.Tensor:
+        """The step, launched or captured."""
+        with aliased_parameters(self.model) as aliases:
+            loss, items = self._forward(images)
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        new = torch.autograd.grad(loss.sum(), [aliases[p] for p, _ in self._gradients], allow_unused=True)
+        used = [(p, mine, as_parameter(g, p)) for (p, mine), g in zip(self._gradients, new) if g is not None]
+        sums = [mine for _, mine, _ in used]
+        gradients = [g for _, _, g in used]
+        if first and last:
+            sums = gradients
+        elif first:
+            torch._foreach_copy_(sums, gradients)
+        else:
+            torch._foreach_add_(sums, gradients)
+        for parameter, _ in self._gradients:
+            parameter.grad = None
+        for (parameter, _, _), total in zip(used, sums):
+            parameter.grad = total
+        if last:
+            self.fused.step(self.model)
+        return items.detach()
+
+    def _capture(self, key: tuple, static: torch.Tensor) -> _Phase:
+        while len(self._phases) >= self.max_graphs:
+            self._phases.popitem(last=False)
+        if not self._phases:  # a pool ends with its last graph
+            self._pool = torch.cuda.graph_pool_handle()
+        torch.cuda.empty_cache()  # what steps without a graph have cached cannot serve the graphs' pool
+        phase = _Phase()
+        self.fused.refresh()
+        location = _Location(self.model)
+        try:
+            with capture_into(phase.graph, self._pool, self._stream):
+                phase.items = self._run(static, key[2], key[3])
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise CaptureError(
+                f"TrainStep: {location} or what follows it failed during the capture, {first_line(error)}"
+            ) from error
+        finally:
+            location.remove()
+        self._phases[key] = phase
+        kind = {(True, True): "one step", (True, False): "first", (False, False): "middle", (False, True): "last"}
+        memory = self.memory()
+        self.say(
+            f"TrainStep: captured {kind[key[2:]]} of {type(self.model).__name__} for images {key[0]} ({key[1]}) and up to "
+            f"{memory['max_targets']} targets; {memory['graphs']} graphs hold {memory['pool_bytes'] / 2**20:.0f} MiB"
+        )
+        return phase

@@ -1,0 +1,38 @@
+"""Losses over :mod:`torch_fastdet.ops`."""
+
+from __future__ import annotations
+
+import torch
+
+from torch_fastdet import ops
+
+__all__ = ["IoULoss"]
+
+KINDS = ("iou", "giou", "diou", "ciou")
+REDUCTIONS = ("mean", "sum", "none")
+
+
+class IoULoss(torch.nn.Module):
+    """1 - IoU of pairs of boxes (..., 4), reduced, in one pass over them.
+
+    ``kind`` is "iou", "giou", "diou" or "ciou"; ``reduction`` is "mean", "sum" or "none". Boxes are centre x, centre y,
+    width, height in any one unit, or corners with ``xywh=False``. Gradients go to both boxes, the reduction is in a fixed
+    order, and the result is :func:`torch_fastdet.ops.iou_loss`'s. Works in TorchScript and ``torch.compile(fullgraph=True)``.
+    """
+
+    def __init__(self, kind: str = "ciou", xywh: bool = True, reduction: str = "mean", eps: float = 1e-7) -> None:
+        super().__init__()
+        if kind not in KINDS:
+            raise ValueError(f"kind is one of {', '.join(KINDS)}; got {kind!r}.")
+        if reduction not in REDUCTIONS:
+            raise ValueError(f"reduction is one of {', '.join(REDUCTIONS)}; got {reduction!r}.")
+        self.kind = kind
+        self.xywh = bool(xywh)
+        self.reduction = reduction
+        self.eps = float(eps)
+
+    def forward(self, box1: torch.Tensor, box2: torch.Tensor) -> torch.Tensor:
+        return ops.iou_loss(box1, box2, self.kind, self.xywh, self.reduction, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"kind={self.kind!r}, xywh={self.xywh}, reduction={self.reduction!r}, eps={self.eps}"

@@ -1,0 +1,44 @@
+"""Typed wrappers over ``torch.ops.torch_fastdet``: one for each operator, usable in TorchScript and torch.compile."""
+
+from torch_fastdet.ops.bbox_iou import bbox_iou, iou_loss
+from torch_fastdet.ops.multi_tensor import (
+    multi_tensor_clip_grad_norm_,
+    multi_tensor_ema_,
+    multi_tensor_norm,
+    multi_tensor_sgd_,
+    multi_tensor_unscale_,
+)
+from torch_fastdet.ops.nms import (
+    letterbox,
+    non_max_suppression_padded,
+    scale_boxes,
+    scale_boxes_batched,
+    ultralytics_non_max_suppression_padded,
+    ultralytics_postprocess,
+    yolov5_decode,
+    yolov5_postprocess,
+)
+from torch_fastdet.ops.upsample import upsample_nearest2x, upsample_nearest2x_cat
+from torch_fastdet.ops.yolov5_loss import yolov5_loss, yolov5_loss_fault
+
+__all__ = [
+    "bbox_iou",
+    "iou_loss",
+    "letterbox",
+    "multi_tensor_clip_grad_norm_",
+    "multi_tensor_ema_",
+    "multi_tensor_norm",
+    "multi_tensor_sgd_",
+    "multi_tensor_unscale_",
+    "non_max_suppression_padded",
+    "scale_boxes",
+    "scale_boxes_batched",
+    "ultralytics_non_max_suppression_padded",
+    "ultralytics_postprocess",
+    "upsample_nearest2x",
+    "upsample_nearest2x_cat",
+    "yolov5_decode",
+    "yolov5_loss",
+    "yolov5_loss_fault",
+    "yolov5_postprocess",
+]

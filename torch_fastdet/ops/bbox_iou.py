@@ -1,0 +1,76 @@
+"""Intersection over union of box pairs, and the loss 1 - IoU."""
+
+import torch
+
+
+def bbox_iou(
+    box1: torch.Tensor,
+    box2: torch.Tensor,
+    xywh: bool = True,
+    GIoU: bool = False,
+    DIoU: bool = False,
+    CIoU: bool = False,
+    eps: float = 1e-7,
+) -> torch.Tensor:
+    """IoU, GIoU, DIoU or CIoU of pairs of boxes: element i of ``box1`` with element i of ``box2``, not all with all.
+
+    Args:
+        box1: boxes of shape (..., 4), in any one unit (pixels, grid cells): centre, width and height with ``xywh``, else
+            the corners x1, y1, x2, y2. float16, bfloat16, float32 or float64, on the CPU or a GPU, of any strides.
+        box2: as ``box1``; leading dimensions broadcast against those of ``box1``, dtypes may differ.
+        xywh: the layout of both.
+        GIoU, DIoU, CIoU: which measure; CIoU goes before DIoU before GIoU, and none of them gives the plain IoU.
+        eps: added to the union, to the enclosing box's area and squared diagonal and to the denominator of CIoU's alpha,
+            and in xyxy layout to the heights.
+
+    Returns:
+        A new tensor of the broadcast leading shape and a last dimension of 1. Its dtype is the promoted one (float16 with
+        float32 gives float32); the arithmetic is float32, or float64 where an input is float64, whatever the storage type:
+        float16 boxes of thousands of pixels do not overflow. Under autocast, half-precision boxes are first cast to float32
+        and the result is float32, as stock's CIoU and DIoU on a GPU; float64 stays.
+
+    Gradients reach both boxes, summed over broadcast dimensions in a fixed order (bitwise repeatable). CIoU's alpha is a
+    constant in them. Where corners coincide, the two boxes share a corner's gradient half and half, as in PyTorch's own
+    minimum and maximum. Unlike the PyTorch formula, value and gradient stay finite for boxes of no width or no height, and
+    equal boxes never give NaN. NaN coordinates give NaN. There is no second derivative: asking for one raises.
+
+    Nothing is copied or made contiguous: a row whose four coordinates are adjacent and aligned is read by one vector load,
+    any other stride by four loads. Leading dimensions that do not merge into at most 8 raise.
+
+    Raises:
+        RuntimeError: one sentence, for a last dimension other than 4, shapes that do not broadcast, integer boxes, sparse,
+            nested or quantized tensors, tensors on two devices, a tensor of ``torch.inference_mode`` beside one whose
+            gradient is recorded, or a negative eps.
+
+    Source: Rezatofighi et al., Generalized Intersection over Union (2019); Zheng et al., Distance-IoU Loss (2020).
+    The signature is that of the function of this name in YOLOv5 and Ultralytics.
+    """
+    return torch.ops.torch_fastdet.bbox_iou(box1, box2, xywh, GIoU, DIoU, CIoU, eps)
+
+
+def iou_loss(
+    box1: torch.Tensor,
+    box2: torch.Tensor,
+    kind: str = "ciou",
+    xywh: bool = True,
+    reduction: str = "mean",
+    eps: float = 1e-7,
+) -> torch.Tensor:
+    """1 - IoU of pairs of boxes, reduced in the same pass; the IoUs themselves are never stored.
+
+    Args:
+        box1, box2, xywh, eps: as for :func:`bbox_iou`.
+        kind: "iou", "giou", "diou" or "ciou".
+        reduction: "mean", "sum" or "none".
+
+    Returns:
+        A scalar, or with "none" the tensor ``1 - bbox_iou(...)`` of shape (..., 1); dtype as for :func:`bbox_iou`, sums in
+        float32 (float64 for float64) in an order that depends on the number of pairs alone: the same bits in every run.
+        The mean over no pairs is NaN and their sum 0, as in PyTorch. The backward pass is one launch; so is
+        the forward pass, up to 65,536 pairs on a GPU of compute capability 9.0 or newer and up to 256 on an older one, beyond
+        which it is two.
+
+    Raises:
+        RuntimeError: as for :func:`bbox_iou`, and for an unknown kind or reduction.
+    """
+    return torch.ops.torch_fastdet.iou_loss(box1, box2, kind, xywh, reduction, eps)

@@ -1,0 +1,109 @@
+"""Lists of tensors in one launch: moving average, SGD, unscale, norm and clip, in place.
+
+All take tensors of float16, bfloat16, float32 and float64, mixed as they come, of any sizes (empty ones too) and any strides;
+tensors of one index have one shape, and all are on one device. Arithmetic is float32 (float64 where a float64 tensor is in the
+row). None of them waits for the GPU, and all can be captured in a CUDA graph: the list is put on the device while the call is
+captured, not when the graph replays, and belongs to the graph. They have no autograd, and count as in-place operations on what
+they write.
+
+Common errors (RuntimeError, before anything is written): lists of different lengths, tensors of different shapes or devices,
+integer, complex or sparse tensors, an expanded tensor that is to be written; the message names the list and the index.
+"""
+
+from __future__ import annotations
+
+from typing import List, Optional, Union  # noqa: UP035  (TorchScript reads them)
+
+import torch
+from torch import Tensor
+
+
+def multi_tensor_ema_(averages: List[Tensor], values: List[Tensor], decay: Union[float, Tensor]) -> None:  # noqa: UP006, UP007
+    """``v *= decay; v += (1 - decay) * x`` for each v of ``averages`` and x of ``values``, in one launch.
+
+    Args:
+        averages: tensors to update; their types and strides may differ from those of ``values``.
+        values: what to average.
+        decay: a number, or a one-element tensor on the same device, read when the kernel runs. Give it in float64: in
+            float32, 1 - 0.9999 is off by 1.7e-4.
+
+    Source: ModelEMA of YOLOv5, whose results these are, bit by bit in float32 and float64.
+    """
+    if isinstance(decay, Tensor):
+        torch.ops.torch_fastdet.multi_tensor_ema_(averages, values, decay)
+    else:
+        torch.ops.torch_fastdet.multi_tensor_ema_(averages, values, decay)
+
+
+def multi_tensor_sgd_(
+    params: List[Tensor],  # noqa: UP006
+    grads: List[Tensor],  # noqa: UP006
+    momentum_buffers: List[Tensor],  # noqa: UP006
+    lr: float,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    maximize: bool = False,
+    is_first_step: bool = False,
+    grad_scale: Optional[Tensor] = None,  # noqa: UP045
+    found_inf: Optional[Tensor] = None,  # noqa: UP045
+) -> None:
+    """One step of ``torch.optim.SGD`` over a list, in one launch.
+
+    Args:
+        params: parameters, updated.
+        grads: gradients; they change only where ``grad_scale`` is given.
+        momentum_buffers: one for each parameter, updated; an empty list where ``momentum`` is 0.
+        lr, momentum, dampening, weight_decay, nesterov, maximize: as torch.optim.SGD. (The overload
+            ``torch.ops.torch_fastdet.multi_tensor_sgd_.tensor`` takes lr and momentum as one-element tensors on the device.)
+        is_first_step: the buffers hold nothing yet and become the gradient, undamped. Zeros do the same where dampening is 0.
+        grad_scale: a float32 scalar on the device; gradients are multiplied by its inverse first, in place, as GradScaler does.
+        found_inf: a float32 scalar on the device; where it is not 0, nothing at all is written.
+
+    Raises:
+        RuntimeError: a negative lr, momentum or weight_decay, momentum without buffers, and the errors all lists share.
+
+    Source: the update rule of https://pytorch.org/docs/stable/generated/torch.optim.SGD.html.
+    """
+    torch.ops.torch_fastdet.multi_tensor_sgd_(
+        params,
+        grads,
+        momentum_buffers,
+        lr,
+        momentum,
+        dampening,
+        weight_decay,
+        nesterov,
+        maximize,
+        is_first_step,
+        grad_scale,
+        found_inf,
+    )
+
+
+def multi_tensor_unscale_(grads: List[Tensor], scale: Tensor, found_inf: Tensor) -> None:  # noqa: UP006
+    """Multiply each gradient by ``1 / scale``, in place, and set ``found_inf`` to 1 where one of them was not finite.
+
+    Args:
+        grads: gradients, updated.
+        scale: float32 scalar on the device; its inverse is taken in float64 and rounded to float32, as GradScaler does.
+        found_inf: float32 scalar on the device; left as it is where all gradients are finite.
+    """
+    torch.ops.torch_fastdet.multi_tensor_unscale_(grads, scale, found_inf)
+
+
+def multi_tensor_norm(tensors: List[Tensor]) -> Tensor:  # noqa: UP006
+    """The L2 norm of all tensors as one vector: a float32 scalar on their device (float64 where one of them is float64).
+
+    Summed in a fixed order: the same tensors give the same bits in every run. Of an empty list it is 0, on the CPU.
+    """
+    return torch.ops.torch_fastdet.multi_tensor_norm(tensors)
+
+
+def multi_tensor_clip_grad_norm_(grads: List[Tensor], max_norm: float) -> Tensor:  # noqa: UP006
+    """Multiply the gradients by ``min(max_norm / (norm + 1e-6), 1)``, in place, and return the norm before, in two launches.
+
+    Source: ``torch.nn.utils.clip_grad_norm_``.
+    """
+    return torch.ops.torch_fastdet.multi_tensor_clip_grad_norm_(grads, max_norm)

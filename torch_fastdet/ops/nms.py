@@ -1,0 +1,330 @@
+"""Post-processing of YOLO heads: decode, exact non-maximum suppression with a fixed capacity, boxes in original pixels.
+
+Every operator works without a host sync, is capturable in a CUDA graph and gives the same result on the CPU and the GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def yolov5_decode(heads: list[Tensor], anchors: Tensor, strides: list[float], nm: int = 0) -> Tensor:
+    """Raw YOLOv5 head maps to the prediction tensor of the stock ``Detect`` module.
+
+    Args:
+        heads: one map a level, (images, na * no, ny, nx) or the stock 5-D view (images, na, ny, nx, no); any strides
+            (channels_last is read where it lies); float16, bfloat16, float32 or float64.
+        anchors: (levels, na, 2), width and height in grid cells, as ``Detect.anchors``; on the heads' device or the CPU.
+        strides: pixels a cell of each level, as ``Detect.stride.tolist()``.
+        nm: the last nm channels are mask coefficients and stay raw.
+
+    Returns:
+        (images, N, no), contiguous, of the heads' dtype: x, y, width, height in pixels, sigmoid of objectness and
+        classes, nm raw columns. Computed in float32 (float64 for float64) and rounded once.
+
+    Raises:
+        ValueError: maps, anchors and strides that do not fit each other.
+
+    Source: ``Detect.forward`` of YOLOv5 v7.0 (xy = (2 sigmoid - 0.5 + cell) * stride, wh = (2 sigmoid)^2 * anchor).
+    """
+    return torch.ops.torch_fastdet.yolov5_decode(heads, anchors, strides, nm)
+
+
+def non_max_suppression_padded(
+    prediction: Tensor,
+    conf_thres: float = 0.25,
+    iou_thres: float = 0.45,
+    classes: list[int] | None = None,
+    agnostic: bool = False,
+    multi_label: bool = False,
+    max_det: int = 300,
+    nm: int = 0,
+    labels: Tensor | None = None,
+    letterboxes: Tensor | None = None,
+    per_class: str = "offset",
+    max_nms: int = 30000,
+    max_wh: float = 7680.0,
+) -> tuple[Tensor, Tensor]:
+    """Exact non-maximum suppression of a YOLOv5 prediction, with a fixed capacity and nothing copied to the host.
+
+    Args:
+        prediction: (images, N, 5 + classes + nm): x, y, width, height in pixels, objectness, class scores, mask
+            coefficients; float16, bfloat16, float32 or float64, any strides. Never changed.
+        conf_thres: objectness and confidence must be above it (in the prediction's dtype); 0 to 1.
+        iou_thres: a box is suppressed by a better one if their IoU is above it; 0 to 1. The IoU and the threshold are
+            float32 (float64 for float64) on every device.
+        classes: detect these only; a box whose best class is another is dropped.
+        agnostic: boxes of different classes suppress each other too.
+        multi_label: each class above conf_thres is a candidate, not the best one alone.
+        max_det: detections an image, the capacity of the result.
+        nm: mask coefficients at the end of each row; they come out multiplied by objectness, as stock.
+        labels: (n, 6) rows [image, class, x, y, width, height] that join the candidates with confidence 1 (autolabels),
+            after all others. Rows whose image or class does not exist are passed over, so a buffer can be padded with -1.
+            An image with labels is computed in float32.
+        letterboxes: (images, 6) rows [gain_x, gain_y, pad_x, pad_y, width, height] from :func:`letterbox`: boxes come out
+            in the original images' pixels.
+        per_class: "offset" moves each class by max_wh pixels before boxes are compared, with the rounding that this
+            implies, as the stock functions do; "exact" compares boxes of one class where they are.
+        max_nms: candidates an image, the best by confidence.
+        max_wh: pixels between classes with per_class="offset".
+
+    Returns:
+        detections (images, max_det, 6 + nm): x1, y1, x2, y2, confidence, class, mask coefficients, best first; float32
+        (float64 for float64); rows past the count are zero. counts (images,): int64.
+        Ties are broken by the lower anchor index, then the lower class. Candidates with a NaN or infinite confidence or
+        box are dropped, alone (a NaN class score drops its anchor where the best class is wanted, as stock).
+
+    Raises:
+        ValueError: a wrong shape, a threshold outside 0..1, a negative max_det, an unknown per_class.
+
+    Source: ``non_max_suppression`` of YOLOv5 v7.0, without its time limit.
+    """
+    return torch.ops.torch_fastdet.non_max_suppression_padded(
+        prediction,
+        conf_thres,
+        iou_thres,
+        classes,
+        agnostic,
+        multi_label,
+        max_det,
+        nm,
+        labels,
+        letterboxes,
+        per_class,
+        max_nms,
+        max_wh,
+    )
+
+
+def ultralytics_non_max_suppression_padded(
+    prediction: Tensor,
+    conf_thres: float = 0.25,
+    iou_thres: float = 0.45,
+    classes: list[int] | None = None,
+    agnostic: bool = False,
+    multi_label: bool = False,
+    max_det: int = 300,
+    nc: int = 0,
+    letterboxes: Tensor | None = None,
+    per_class: str = "offset",
+    max_nms: int = 30000,
+    max_wh: float = 7680.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Exact non-maximum suppression of an Ultralytics prediction (no objectness), padded as :func:`non_max_suppression_padded`.
+
+    Args:
+        prediction: (images, 4 + nc + extra, N): x, y, width, height in pixels, class scores, extra channels (mask
+            coefficients, keypoints). Never changed.
+        nc: classes; 0 takes every channel past the box for a class.
+
+    The other arguments are those of :func:`non_max_suppression_padded`.
+
+    Returns:
+        detections (images, max_det, 6 + extra), counts (images,), indices (images, max_det): the anchor of each detection,
+        -1 past the count. An anchor with a NaN class score is dropped whole, as stock.
+
+    Raises:
+        ValueError: a wrong shape, a threshold outside 0..1, a negative max_det, an unknown per_class.
+
+    Source: ``non_max_suppression`` of ultralytics 8.4, without its time limit.
+    """
+    return torch.ops.torch_fastdet.ultralytics_non_max_suppression_padded(
+        prediction,
+        conf_thres,
+        iou_thres,
+        classes,
+        agnostic,
+        multi_label,
+        max_det,
+        nc,
+        letterboxes,
+        per_class,
+        max_nms,
+        max_wh,
+    )
+
+
+def yolov5_postprocess(
+    heads: list[Tensor],
+    anchors: Tensor,
+    strides: list[float],
+    conf_thres: float = 0.25,
+    iou_thres: float = 0.45,
+    classes: list[int] | None = None,
+    agnostic: bool = False,
+    multi_label: bool = False,
+    max_det: int = 300,
+    nm: int = 0,
+    letterboxes: Tensor | None = None,
+    per_class: str = "offset",
+    max_nms: int = 30000,
+    max_wh: float = 7680.0,
+) -> tuple[Tensor, Tensor]:
+    """Raw YOLOv5 head maps straight to padded detections; the result of decode and suppression, bit for bit.
+
+    Logits are compared with the threshold's logit, class scores read only where objectness passes, and boxes decoded for
+    survivors alone. Arguments as :func:`yolov5_decode` and :func:`non_max_suppression_padded`.
+
+    Returns:
+        detections (images, max_det, 6 + nm) and counts (images,), as :func:`non_max_suppression_padded`.
+
+    Raises:
+        ValueError: maps, anchors and strides that do not fit each other, a threshold outside 0..1, a negative max_det.
+    """
+    return torch.ops.torch_fastdet.yolov5_postprocess(
+        heads,
+        anchors,
+        strides,
+        conf_thres,
+        iou_thres,
+        classes,
+        agnostic,
+        multi_label,
+        max_det,
+        nm,
+        letterboxes,
+        per_class,
+        max_nms,
+        max_wh,
+    )
+
+
+def ultralytics_postprocess(
+    boxes: list[Tensor],
+    scores: list[Tensor],
+    extra: list[Tensor],
+    strides: list[float],
+    conf_thres: float = 0.25,
+    iou_thres: float = 0.45,
+    classes: list[int] | None = None,
+    agnostic: bool = False,
+    multi_label: bool = False,
+    max_det: int = 300,
+    letterboxes: Tensor | None = None,
+    per_class: str = "offset",
+    max_nms: int = 30000,
+    max_wh: float = 7680.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Raw maps of Ultralytics' anchor-free head straight to padded detections.
+
+    Args:
+        boxes: one map a level, (images, 4 * reg_max, ny, nx): logits of the distance bins of left, top, right, bottom
+            (the distance itself where reg_max is 1). Slices of a joined map serve: ``head[:, :4 * reg_max]``.
+        scores: one map a level, (images, nc, ny, nx): class logits.
+        extra: an empty list, or one map a level, (images, ne, ny, nx), copied to the detections as it is.
+        strides: pixels a cell of each level.
+
+    The other arguments are those of :func:`non_max_suppression_padded`.
+
+    Returns:
+        detections (images, max_det, 6 + ne), counts (images,), indices (images, max_det) as
+        :func:`ultralytics_non_max_suppression_padded`. Distances are the softmax expectation of the bins, computed in
+        float32 for survivors alone; the softmax is never written.
+
+    Raises:
+        ValueError: maps and strides that do not fit each other, a threshold outside 0..1, a negative max_det.
+
+    Source: ``Detect`` of ultralytics 8.4 (distribution focal loss, https://arxiv.org/abs/2006.04388).
+    """
+    return torch.ops.torch_fastdet.ultralytics_postprocess(
+        boxes,
+        scores,
+        extra,
+        strides,
+        conf_thres,
+        iou_thres,
+        classes,
+        agnostic,
+        multi_label,
+        max_det,
+        letterboxes,
+        per_class,
+        max_nms,
+        max_wh,
+    )
+
+
+def letterbox(
+    input_shape: list[int],
+    image_shape: list[int],
+    ratio_pad: tuple[tuple[float, float], tuple[float, float]] | None = None,
+    rounding: str = "yolov5",
+) -> list[float]:
+    """How an image was letterboxed: [gain_x, gain_y, pad_x, pad_y, width, height], one row of ``letterboxes``.
+
+    Args:
+        input_shape: height and width of the network's input.
+        image_shape: height and width of the original image.
+        ratio_pad: ((gain_y, gain_x), (pad_x, pad_y)) where the loader knows it; else computed from the shapes.
+        rounding: "yolov5" keeps the padding's half pixel and uses one gain for both sides (ratio_pad's first);
+            "ultralytics" rounds the padding and the resized sides to whole pixels, as its LetterBox does.
+
+    Source: ``scale_boxes`` of YOLOv5 v7.0 and of ultralytics 8.4.
+    """
+    if rounding != "yolov5" and rounding != "ultralytics":
+        raise ValueError(f"letterbox: rounding is '{rounding}', but 'yolov5' or 'ultralytics' is wanted")
+    if len(input_shape) < 2 or len(image_shape) < 2:
+        raise ValueError("letterbox: input_shape and image_shape must hold height and width")
+    height, width = float(image_shape[0]), float(image_shape[1])
+    if height <= 0 or width <= 0:
+        raise ValueError(f"letterbox: image_shape is {image_shape}, but a positive height and width are wanted")
+    if ratio_pad is not None:
+        gain_y, gain_x = ratio_pad[0][0], ratio_pad[0][1]
+        if rounding == "yolov5":
+            gain_x = gain_y
+        return [float(gain_x), float(gain_y), float(ratio_pad[1][0]), float(ratio_pad[1][1]), width, height]
+    gain = min(input_shape[0] / height, input_shape[1] / width)
+    if rounding == "yolov5":
+        pad_x, pad_y = (input_shape[1] - width * gain) / 2, (input_shape[0] - height * gain) / 2
+        return [gain, gain, pad_x, pad_y, width, height]
+    resized_height, resized_width = float(max(round(height * gain), 1)), float(max(round(width * gain), 1))
+    pad_x = float(round((input_shape[1] - resized_width) / 2 - 0.1))
+    pad_y = float(round((input_shape[0] - resized_height) / 2 - 0.1))
+    return [resized_width / width, resized_height / height, pad_x, pad_y, width, height]
+
+
+def scale_boxes(
+    input_shape: list[int],
+    boxes: Tensor,
+    image_shape: list[int],
+    ratio_pad: tuple[tuple[float, float], tuple[float, float]] | None = None,
+    rounding: str = "yolov5",
+    padding: bool = True,
+    xywh: bool = False,
+) -> Tensor:
+    """Boxes of the network's input in the pixels of the original image, clipped to it.
+
+    Args:
+        input_shape: height and width of the network's input.
+        boxes: (..., 4 or more): x1, y1, x2, y2 first; further columns are copied. Never changed (the stock functions
+            write in place).
+        image_shape: height and width of the original image.
+        ratio_pad: ((gain_y, gain_x), (pad_x, pad_y)) where the loader knows it.
+        rounding: whose padding: "yolov5" or "ultralytics", see :func:`letterbox`.
+        padding: False if the image was stretched and not padded.
+        xywh: boxes are center and size; they are not clipped.
+
+    For many images at once, without a copy from the host, call :func:`scale_boxes_batched` or give ``letterboxes`` to the
+    suppression operators.
+
+    Source: ``scale_boxes`` of YOLOv5 v7.0 and of ultralytics 8.4.
+    """
+    if boxes.dim() < 1 or boxes.size(-1) < 4:
+        raise ValueError(f"scale_boxes: boxes has shape {list(boxes.shape)}, but (..., 4 or more columns) is wanted")
+    row = letterbox(input_shape, image_shape, ratio_pad, rounding)
+    if not padding:
+        row[2] = 0.0
+        row[3] = 0.0
+    dtype = torch.float64 if boxes.dtype == torch.float64 else torch.float32
+    letterboxes = torch.tensor([row], dtype=dtype).to(boxes.device, non_blocking=True)
+    return scale_boxes_batched(boxes.reshape(1, -1, boxes.size(-1)), letterboxes, xywh).reshape(boxes.shape)
+
+
+def scale_boxes_batched(boxes: Tensor, letterboxes: Tensor, xywh: bool = False) -> Tensor:
+    """:func:`scale_boxes` for a batch: boxes (images, n, 4 or more), letterboxes (images, 6) from :func:`letterbox`.
+
+    Returns:
+        A new tensor of the boxes' shape and dtype.
+    """
+    return torch.ops.torch_fastdet.scale_boxes(boxes, letterboxes, xywh)

@@ -1,0 +1,223 @@
+"""Modules for the end of a detector, scriptable: raw head maps to padded detections, with nothing copied to the host.
+
+The list-returning functions of the stock packages are in :mod:`torch_fastdet.suppression`.
+"""
+
+# No "from __future__ import annotations": TorchScript reads the classes' attribute types as they stand.
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_fastdet.ops import nms as ops
+
+__all__ = ["UltralyticsPostProcess", "YOLOv5PostProcess", "split_ultralytics_heads"]
+
+
+def _numbers(values: Tensor | Sequence[float]) -> list[float]:
+    return [float(value) for value in (values.tolist() if isinstance(values, Tensor) else values)]
+
+
+class YOLOv5PostProcess(nn.Module):
+    """Raw YOLOv5 head maps to detections, decoding survivors alone.
+
+    Args:
+        anchors: (levels, na, 2) in grid cells, as ``Detect.anchors``: a tensor or nested lists.
+        strides: pixels a cell of each level, as ``Detect.stride``.
+        nc: classes.
+        conf_thres, iou_thres, classes, agnostic, multi_label, max_det, nm, per_class, max_nms, max_wh: see
+            :func:`torch_fastdet.ops.non_max_suppression_padded`.
+    """
+
+    classes: list[int] | None
+
+    def __init__(
+        self,
+        anchors: Tensor | Sequence[Sequence[Sequence[float]]],
+        strides: Tensor | Sequence[float],
+        nc: int,
+        conf_thres: float = 0.25,
+        iou_thres: float = 0.45,
+        classes: list[int] | None = None,
+        agnostic: bool = False,
+        multi_label: bool = False,
+        max_det: int = 300,
+        nm: int = 0,
+        per_class: str = "offset",
+        max_nms: int = 30000,
+        max_wh: float = 7680.0,
+    ):
+        super().__init__()
+        anchors = torch.as_tensor(anchors).detach().float().clone()
+        self.strides = _numbers(strides)
+        if anchors.dim() != 3 or anchors.size(0) != len(self.strides) or anchors.size(2) != 2:
+            raise ValueError(
+                f"YOLOv5PostProcess: anchors has shape {tuple(anchors.shape)}, but ({len(self.strides)}, na, 2) is wanted: "
+                "width and height of each anchor of each level, in cells"
+            )
+        self.register_buffer("anchors", anchors)
+        self.nc = nc
+        self.conf_thres = conf_thres
+        self.iou_thres = iou_thres
+        self.classes = classes
+        self.agnostic = agnostic
+        self.multi_label = multi_label
+        self.max_det = max_det
+        self.nm = nm
+        self.per_class = per_class
+        self.max_nms = max_nms
+        self.max_wh = float(max_wh)
+
+    @classmethod
+    def from_model(cls, model: nn.Module, **options: Any) -> "YOLOv5PostProcess":
+        """With anchors, strides, classes and mask coefficients of a YOLOv5 model (or of its Detect or Segment module)."""
+        for head in (model, *reversed(list(model.modules()))):
+            if all(hasattr(head, name) for name in ("anchors", "stride", "nc", "no")):
+                return cls(head.anchors, head.stride, head.nc, nm=head.no - 5 - head.nc, **options)
+        raise ValueError("YOLOv5PostProcess.from_model: the model has no Detect module (anchors, stride, nc, no)")
+
+    def forward(self, heads: list[Tensor], letterboxes: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """heads as :func:`torch_fastdet.ops.yolov5_decode` takes them -> detections (images, max_det, 6 + nm), counts."""
+        for head in heads:
+            outputs = head.size(4) if head.dim() == 5 else head.size(1) // self.anchors.size(1)
+            if outputs != self.nc + 5 + self.nm:
+                raise ValueError(
+                    f"YOLOv5PostProcess: a head map has {outputs} channels an anchor, but nc + 5 + nm = "
+                    f"{self.nc + 5 + self.nm} are wanted"
+                )
+        return ops.yolov5_postprocess(
+            heads,
+            self.anchors,
+            self.strides,
+            self.conf_thres,
+            self.iou_thres,
+            self.classes,
+            self.agnostic,
+            self.multi_label,
+            self.max_det,
+            self.nm,
+            letterboxes,
+            self.per_class,
+            self.max_nms,
+            self.max_wh,
+        )
+
+    def extra_repr(self) -> str:
+        return f"nc={self.nc}, strides={self.strides}, conf_thres={self.conf_thres}, iou_thres={self.iou_thres}"
+
+
+class UltralyticsPostProcess(nn.Module):
+    """Raw maps of Ultralytics' anchor-free head to detections; distances are decoded for survivors alone.
+
+    Args:
+        strides: pixels a cell of each level, as ``Detect.stride``.
+        nc: classes.
+        reg_max: bins of the distance distribution, as ``Detect.reg_max`` (1: the head regresses the distance itself).
+        conf_thres, iou_thres, classes, agnostic, multi_label, max_det, per_class, max_nms, max_wh: see
+            :func:`torch_fastdet.ops.ultralytics_non_max_suppression_padded`.
+    """
+
+    classes: list[int] | None
+
+    def __init__(
+        self,
+        strides: Tensor | Sequence[float],
+        nc: int,
+        reg_max: int = 16,
+        conf_thres: float = 0.25,
+        iou_thres: float = 0.45,
+        classes: list[int] | None = None,
+        agnostic: bool = False,
+        multi_label: bool = False,
+        max_det: int = 300,
+        per_class: str = "offset",
+        max_nms: int = 30000,
+        max_wh: float = 7680.0,
+    ):
+        super().__init__()
+        if reg_max < 1:
+            raise ValueError(f"UltralyticsPostProcess: reg_max is {reg_max}, but 1 or more bins are wanted")
+        self.strides = _numbers(strides)
+        self.nc = nc
+        self.reg_max = reg_max
+        self.conf_thres = conf_thres
+        self.iou_thres = iou_thres
+        self.classes = classes
+        self.agnostic = agnostic
+        self.multi_label = multi_label
+        self.max_det = max_det
+        self.per_class = per_class
+        self.max_nms = max_nms
+        self.max_wh = float(max_wh)
+
+    @classmethod
+    def from_model(cls, model: nn.Module, **options: Any) -> "UltralyticsPostProcess":
+        """With strides, classes and bins of an Ultralytics model (or of its Detect module)."""
+        for head in (model, *reversed(list(model.modules()))):
+            if all(hasattr(head, name) for name in ("stride", "nc", "reg_max")):
+                return cls(head.stride, head.nc, head.reg_max, **options)
+        raise ValueError("UltralyticsPostProcess.from_model: the model has no Detect module (stride, nc, reg_max)")
+
+    def forward(self, heads: list[Tensor], letterboxes: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """heads: (images, 4 * reg_max + nc + extra, ny, nx) a level -> detections (images, max_det, 6 + extra), counts."""
+        boxes: list[Tensor] = []
+        scores: list[Tensor] = []
+        extra: list[Tensor] = []
+        bins = 4 * self.reg_max
+        for head in heads:
+            if head.dim() != 4 or head.size(1) < bins + self.nc:
+                raise ValueError(
+                    f"UltralyticsPostProcess: a head map has shape {list(head.shape)}, but (images, 4 * reg_max + nc = "
+                    f"{bins + self.nc} or more, ny, nx) is wanted"
+                )
+            boxes.append(head[:, :bins])
+            scores.append(head[:, bins : bins + self.nc])
+            if head.size(1) > bins + self.nc:
+                extra.append(head[:, bins + self.nc :])
+        detections, counts, _ = self.forward_split(boxes, scores, extra, letterboxes)
+        return detections, counts
+
+    @torch.jit.export
+    def forward_split(
+        self, boxes: list[Tensor], scores: list[Tensor], extra: list[Tensor], letterboxes: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The same for maps that are apart, see :func:`torch_fastdet.ops.ultralytics_postprocess`; also gives indices."""
+        return ops.ultralytics_postprocess(
+            boxes,
+            scores,
+            extra,
+            self.strides,
+            self.conf_thres,
+            self.iou_thres,
+            self.classes,
+            self.agnostic,
+            self.multi_label,
+            self.max_det,
+            letterboxes,
+            self.per_class,
+            self.max_nms,
+            self.max_wh,
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"nc={self.nc}, reg_max={self.reg_max}, strides={self.strides}, conf_thres={self.conf_thres}, "
+            f"iou_thres={self.iou_thres}"
+        )
+
+
+def split_ultralytics_heads(predictions: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """Maps a level, (boxes, scores), from the dict that ultralytics >= 8.4 heads return; views, nothing is copied.
+
+    Args:
+        predictions: "boxes" (images, 4 * reg_max, N), "scores" (images, nc, N) and "feats", whose maps give the sizes.
+    """
+    boxes, scores, first = [], [], 0
+    for feature in predictions["feats"]:
+        size = feature.shape[-2:]
+        last = first + size[0] * size[1]
+        boxes.append(predictions["boxes"][..., first:last].unflatten(-1, size))
+        scores.append(predictions["scores"][..., first:last].unflatten(-1, size))
+        first = last
+    return boxes, scores

@@ -1,0 +1,222 @@
+"""Non-maximum suppression under the stock signatures: a list of detections for each image, one copy to the host a call."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_fastdet.ops import nms as ops
+
+__all__ = ["ultralytics_non_max_suppression", "yolov5_non_max_suppression"]
+
+LOGGER = logging.getLogger(__name__)
+
+
+def _first(prediction: Any, op: str) -> Tensor:
+    """Models in validation mode give (decoded, raw)."""
+    if isinstance(prediction, (list, tuple)):
+        if not prediction:
+            raise ValueError(f"{op}: prediction is an empty list, but its first element should be the decoded tensor")
+        prediction = prediction[0]
+    if not isinstance(prediction, Tensor):
+        raise TypeError(f"{op}: prediction is a {type(prediction).__name__}, but a tensor is wanted")
+    return prediction.detach()
+
+
+def _class_list(classes: Any) -> list[int] | None:
+    """Classes as the stock functions accept them: a list, an int, an array or a tensor; fractions match no class."""
+    if classes is None:
+        return None
+    values = torch.as_tensor(classes).reshape(-1).tolist()
+    return [int(value) for value in values if int(value) == value]
+
+
+def _label_rows(labels: Any, images: int, device: torch.device, op: str) -> Tensor | None:
+    """One (n, 6) tensor [image, class, x, y, width, height] from a list of (n, 5) tensors."""
+    if labels is None or len(labels) == 0:
+        return None
+    if len(labels) != images:
+        raise ValueError(f"{op}: labels holds {len(labels)} tensors, but one for each of {images} images is wanted")
+    rows = []
+    for image, label in enumerate(labels):
+        if len(label) == 0:
+            continue
+        if label.dim() != 2 or label.size(1) < 5:
+            raise ValueError(
+                f"{op}: labels[{image}] has shape {tuple(label.shape)}, but (n, 5) is wanted: class, x, y, width, height"
+            )
+        rows.append(torch.nn.functional.pad(label[:, :5].to(device, torch.float32), (1, 0), value=float(image)))
+    return torch.cat(rows) if rows else None
+
+
+def _split(detections: Tensor, counts: list[int]) -> list[Tensor]:
+    return [rows[:count] for rows, count in zip(detections.unbind(0), counts)]
+
+
+def yolov5_non_max_suppression(
+    prediction: Tensor | list | tuple,
+    conf_thres: float = 0.25,
+    iou_thres: float = 0.45,
+    classes: Any = None,
+    agnostic: bool = False,
+    multi_label: bool = False,
+    labels: Any = (),
+    max_det: int = 300,
+    nm: int = 0,
+    *,
+    per_class: str = "offset",
+) -> list[Tensor]:
+    """``non_max_suppression`` of YOLOv5: the same rows in the same order, without its time limit and its host syncs.
+
+    Args:
+        prediction: (images, N, 5 + classes + nm), or a tuple whose first element that is. Never changed.
+        labels: for each image a tensor (n, 5) of class, x, y, width, height that joins with confidence 1, or an empty one.
+        per_class: "offset" (as stock) or "exact", see :func:`torch_fastdet.ops.non_max_suppression_padded`, which
+            explains the other arguments too.
+
+    Returns:
+        For each image (n, 6 + nm): x1, y1, x2, y2, confidence, class, mask coefficients.
+
+    Raises:
+        ValueError: a wrong shape, a threshold outside 0..1, a negative max_det.
+    """
+    op = "non_max_suppression"
+    prediction = _first(prediction, op)
+    if prediction.dim() != 3:
+        raise ValueError(
+            f"{op}: prediction has shape {tuple(prediction.shape)}, but (images, N, 5 + classes + nm) is wanted"
+        )
+    detections, counts = ops.non_max_suppression_padded(
+        prediction,
+        float(conf_thres),
+        float(iou_thres),
+        _class_list(classes),
+        bool(agnostic),
+        bool(multi_label),
+        int(max_det),
+        int(nm),
+        _label_rows(labels, prediction.shape[0], prediction.device, op),
+        None,
+        per_class,
+    )
+    return _split(detections, counts.tolist())
+
+
+def _filter_end2end(
+    prediction: Tensor, conf_thres: float, classes: list[int] | None, max_det: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of an end-to-end model above the threshold, in their order: detections, counts, indices, all padded."""
+    if not 0 <= conf_thres <= 1:
+        raise ValueError(f"non_max_suppression: conf_thres is {conf_thres}, but a confidence between 0 and 1 is wanted")
+    if max_det < 0:
+        raise ValueError(f"non_max_suppression: max_det is {max_det}, but 0 or more detections an image are wanted")
+    passes = (prediction[..., 4] > conf_thres) & prediction[..., :5].isfinite().all(-1)
+    if classes is not None:
+        allowed = torch.zeros_like(passes)
+        for c in classes:
+            allowed |= prediction[..., 5] == c
+        passes &= allowed
+    order = passes.logical_not().to(torch.uint8).argsort(dim=1, stable=True)[:, :max_det]
+    counts = passes.sum(1).clamp(max=max_det)
+    rows = prediction.gather(1, order[..., None].expand(-1, -1, prediction.shape[-1])).float()
+    return rows, counts, order
+
+
+def _rotated(prediction: Tensor, arguments: dict[str, Any]):
+    """Rotated boxes are the stock function's business; said once a process."""
+    if not getattr(_rotated, "said", False):
+        _rotated.said = True
+        LOGGER.warning("torch_fastdet: non_max_suppression(rotated=True) is handed over to ultralytics' own function")
+    try:
+        from ultralytics.utils import nms as stock
+    except ImportError as error:
+        raise ValueError(
+            "non_max_suppression: rotated=True is handed over to the ultralytics package, which is not installed; "
+            "pip install ultralytics"
+        ) from error
+    function = getattr(stock.non_max_suppression, "__torch_fastdet_stock__", stock.non_max_suppression)
+    return function(prediction, rotated=True, **arguments)
+
+
+def ultralytics_non_max_suppression(
+    prediction: Tensor | list | tuple,
+    conf_thres: float = 0.25,
+    iou_thres: float = 0.45,
+    classes: Any = None,
+    agnostic: bool = False,
+    multi_label: bool = False,
+    max_det: int = 300,
+    nc: int = 0,
+    max_time_img: float = 0.05,
+    max_nms: int = 30000,
+    max_wh: int = 7680,
+    rotated: bool = False,
+    end2end: bool = False,
+    return_idxs: bool = False,
+    *,
+    per_class: str = "offset",
+) -> list[Tensor] | tuple[list[Tensor], list[Tensor]]:
+    """``non_max_suppression`` of ultralytics 8.4: the same rows in the same order, without its time limit and host syncs.
+
+    Args:
+        prediction: (images, 4 + nc + extra, N), or a tuple whose first element that is; (images, N, 6) and, with
+            end2end, (images, N, 6 + extra) are filtered alone. Never changed.
+        nc: classes; 0 takes every channel past the box for one.
+        max_time_img: taken and ignored: there is no time limit.
+        rotated: handed over to the installed ultralytics, and logged.
+        return_idxs: also give the anchors of the detections.
+        per_class: "offset" (as stock) or "exact", see :func:`torch_fastdet.ops.non_max_suppression_padded`, which
+            explains the other arguments too.
+
+    Returns:
+        For each image (n, 6 + extra): x1, y1, x2, y2, confidence, class, extra channels. With return_idxs a pair of that
+        and, for each image, (n,) int64.
+
+    Raises:
+        ValueError: a wrong shape, a threshold outside 0..1, a negative max_det.
+    """
+    op = "non_max_suppression"
+    prediction = _first(prediction, op)
+    if prediction.dim() != 3:
+        raise ValueError(
+            f"{op}: prediction has shape {tuple(prediction.shape)}, but (images, 4 + classes + extra, N) is wanted"
+        )
+    if prediction.shape[-1] == 6 or end2end:
+        detections, counts, indices = _filter_end2end(prediction, float(conf_thres), _class_list(classes), int(max_det))
+    elif rotated:
+        return _rotated(
+            prediction,
+            {
+                "conf_thres": conf_thres,
+                "iou_thres": iou_thres,
+                "classes": classes,
+                "agnostic": agnostic,
+                "multi_label": multi_label,
+                "max_det": max_det,
+                "nc": nc,
+                "max_time_img": max_time_img,
+                "max_nms": max_nms,
+                "max_wh": max_wh,
+                "return_idxs": return_idxs,
+            },
+        )
+    else:
+        detections, counts, indices = ops.ultralytics_non_max_suppression_padded(
+            prediction,
+            float(conf_thres),
+            float(iou_thres),
+            _class_list(classes),
+            bool(agnostic),
+            bool(multi_label),
+            int(max_det),
+            int(nc),
+            None,
+            per_class,
+            int(max_nms),
+            float(max_wh),
+        )
+    sizes = counts.tolist()
+    return (_split(detections, sizes), _split(indices, sizes)) if return_idxs else _split(detections, sizes)

@@ -1,0 +1,3 @@
+from torch_fastdet.yolov5.launcher import main
+
+main()

@@ -1,0 +1,46 @@
+"""YOLOv5's Detect layer in training, without the copy of its outputs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+STOCK_MODULES = ("models.yolo", "yolov5.models.yolo")
+
+
+def _forward(detect: nn.Module, x: list[torch.Tensor]) -> list[torch.Tensor]:
+    for i, convolution in enumerate(detect.m):
+        y = convolution(x[i])
+        batch, _, ny, nx = y.shape
+        x[i] = y.view(batch, detect.na, detect.no, ny, nx).permute(0, 1, 3, 4, 2)
+    return x
+
+
+@contextlib.contextmanager
+def head_views(model: nn.Module) -> Iterator[None]:
+    """While inside, YOLOv5's Detect returns its convolutions' outputs as (bs, na, ny, nx, no) views, where stock copies them.
+
+    Losses index heads by these five dimensions and do not ask how they lie; ComputeLoss writes its gradients in the same
+    layout, so that neither the outputs nor their gradients are copied. Models without a plain Detect at their end are left alone,
+    as is a model in eval mode.
+    """
+    layers = getattr(model, "model", None)
+    detect = layers[-1] if isinstance(layers, nn.Sequential) and len(layers) else None
+    plain = (
+        detect is not None
+        and model.training
+        and type(detect).__name__ == "Detect"
+        and type(detect).__module__ in STOCK_MODULES
+        and "forward" not in vars(detect)
+    )
+    if not plain:
+        yield
+        return
+    detect.forward = lambda x: _forward(detect, x)
+    try:
+        yield
+    finally:
+        del detect.forward

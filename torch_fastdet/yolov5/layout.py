@@ -1,0 +1,63 @@
+"""Which YOLOv5 is there: a GitHub checkout (``utils``, ``models``) or the PyPI package (``yolov5.utils``, ...)."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+MARKS = ("utils/loss.py", "models/yolo.py")
+MISSING = (
+    "no YOLOv5 was found: neither a checkout with utils/loss.py and models/yolo.py ({places}) nor the package yolov5 "
+    "(pip install yolov5)."
+)
+
+
+def _is_yolov5(folder: Path) -> bool:
+    return all((folder / mark).is_file() for mark in MARKS)
+
+
+def _folders(package: str) -> list[Path]:
+    """Where a top-level package would be imported from; it is not imported."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except ValueError:  # a module made by hand, without a spec
+        spec = None
+    return [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
+
+
+def importable_prefix() -> str | None:
+    """What goes before ``utils.loss`` in this process: "" in a checkout, "yolov5." with the package, None without YOLOv5."""
+    for prefix in ("yolov5.", ""):  # the package's scripts also import a bare models.yolo
+        if f"{prefix}models.yolo" in sys.modules or f"{prefix}utils.loss" in sys.modules:
+            return prefix
+    # A checkout's utils is what `import utils` finds: the first on the path, be it YOLOv5's or not.
+    if all(any(_is_yolov5(folder.parent) for folder in _folders(name)) for name in ("utils", "models")):
+        return ""
+    return "yolov5." if any(map(_is_yolov5, _folders("yolov5"))) else None
+
+
+def script_has_yolov5(script: Path | None) -> bool:
+    """Whether a script finds a YOLOv5: next to it or above it (segment/train.py), on the path, or the package."""
+    near = [] if script is None else list(script.resolve().parents)[:3]
+    return any(_is_yolov5(folder) for folder in near) or importable_prefix() is not None
+
+
+def is_loaded() -> bool:
+    """Whether modules of a YOLOv5, a checkout's or the package's, are imported in this process."""
+    packages = (sys.modules.get(prefix + name) for prefix in ("", "yolov5.") for name in ("utils", "models"))
+    folders = (Path(folder) for package in packages for folder in getattr(package, "__path__", ()))
+    return any(_is_yolov5(folder.parent) for folder in folders)
+
+
+def import_modules(names: Iterable[str], prefix: str) -> None:
+    """Import YOLOv5's modules ``names``, leaving out those that this version does not have."""
+    for name in names:
+        try:
+            known = importlib.util.find_spec(prefix + name)
+        except ModuleNotFoundError:  # its parent package is missing
+            known = None
+        if known is not None:
+            importlib.import_module(prefix + name)

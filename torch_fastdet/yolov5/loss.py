@@ -1,0 +1,194 @@
+"""ComputeLoss with stock YOLOv5's constructor, call and results, as one operator."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_fastdet import ops
+
+COLUMNS = ("image", "class", "x", "y", "w", "h")
+
+
+class _DeferredCheck:
+    """Brings the status of losses on a GPU to the host without waiting for it.
+
+    Each status is copied behind its kernels into pinned memory; whoever asks later sees those that have arrived.
+    """
+
+    MOST_PENDING = 64
+
+    def __init__(self) -> None:
+        self._pending: deque[tuple[torch.Tensor, torch.cuda.Event, int]] = deque()
+        self._free: list[tuple[torch.Tensor, torch.cuda.Event]] = []
+
+    def add(self, status: torch.Tensor, rows: int) -> None:
+        if len(self._pending) >= self.MOST_PENDING:  # bounds the memory; the oldest is long done
+            self._pending[0][1].synchronize()
+            self.raise_arrived()
+        buffer, event = self._free.pop() if self._free else (status.new_empty(4, device="cpu").pin_memory(), None)
+        event = event or torch.cuda.Event()
+        buffer.copy_(status, non_blocking=True)
+        event.record()
+        self._pending.append((buffer, event, rows))
+
+    def raise_arrived(self, wait: bool = False) -> None:
+        """Raise ValueError for the first loss that arrived with bad targets; wait for all of them if asked."""
+        while self._pending and (wait or self._pending[0][1].query()):
+            buffer, event, rows = self._pending.popleft()
+            event.synchronize()
+            status = buffer.tolist()
+            self._free.append((buffer, event))
+            if status[0] or status[2]:
+                raise ValueError(describe_fault(status, rows))
+
+
+def describe_fault(status: list[int], rows: int) -> str:
+    """One sentence on what was wrong with targets; ``status`` is that of :func:`torch_fastdet.ops.yolov5_loss`."""
+    if status[2]:
+        return f"yolov5_loss: num_targets is {rows + status[2]}, but targets has {rows} rows"
+    row, column = ops.yolov5_loss_fault(status)
+    wanted = (
+        "an image index of the batch"
+        if column == 0
+        else "a class index below the number of classes"
+        if column == 1
+        else "a finite number not below 0"
+    )
+    more = f"; {status[0]} rows are bad, all of them were ignored" if status[0] > 1 else "; the row was ignored"
+    return f"yolov5_loss: targets row {row}, column {column} ({COLUMNS[column]}) is not {wanted}{more}"
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    parallel = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    return model.module if isinstance(model, parallel) else model
+
+
+class ComputeLoss:
+    """Drop-in for YOLOv5's ``utils.loss.ComputeLoss``: same constructor, same call, same attributes.
+
+    ``ComputeLoss(model)(p, targets)`` returns ``(loss (1), items (3))``: the loss times the batch size, and the detached
+    box, objectness and class parts. ``p`` is the list of the Detect layer's raw outputs, (bs, na, ny, nx, no) or
+    (bs, na*no, ny, nx), of any float dtype; ``targets`` is (nt, 6): image, class, x, y, w, h as shares of the image.
+
+    Where several targets share a cell, the objectness follows the last one in stock's order of matches, or with
+    ``sort_obj_iou`` the one of greatest CIoU: one of the results that stock's unordered write can give, always the same.
+
+    A bad row of targets raises ValueError with its row and column: on the CPU at once; on a GPU, where waiting for the
+    result would stall the step, at the end of the call if the GPU has got there, else in a later call or in
+    :meth:`check`, which waits. In a CUDA graph such rows are ignored and counted in :attr:`ignored_targets`.
+    """
+
+    sort_obj_iou = False
+
+    def __init__(self, model: nn.Module, autobalance: bool = False) -> None:
+        self.device = next(model.parameters()).device
+        self.hyp = model.hyp
+        detect = _unwrapped(model).model[-1]
+        self.na, self.nc, self.nl, self.anchors = detect.na, detect.nc, detect.nl, detect.anchors
+        self.gr = 1.0
+        self.autobalance = autobalance
+        self.ssi = [float(stride) for stride in detect.stride].index(16.0) if autobalance else 0
+        smoothing = self.hyp.get("label_smoothing", 0.0)
+        self.cp, self.cn = 1.0 - 0.5 * smoothing, 0.5 * smoothing
+        # Fixed when the loss is made, as in stock; the gains are read from hyp at each call.
+        self._entropy = {
+            "cls_pw": float(self.hyp["cls_pw"]),
+            "obj_pw": float(self.hyp["obj_pw"]),
+            "fl_gamma": max(float(self.hyp["fl_gamma"]), 0.0),
+            "label_smoothing": float(smoothing),
+        }
+        self._balance = [4.0, 1.0, 0.4] if self.nl == 3 else [4.0, 1.0, 0.25, 0.06, 0.02]
+        self._balance_seen: list[float] = []  # what the tensor below was made from
+        self._balance_tensor: torch.Tensor | None = None
+        self._balance_on(self.device)  # now, for a graph capture cannot bring it there
+        self._ignored = torch.zeros((), dtype=torch.int64, device=self.device)
+        self._checks = _DeferredCheck()
+
+    @property
+    def balance(self) -> list[float]:
+        """Weight of each level's objectness. With autobalance it lives on the device, and reading it waits for that."""
+        if self.autobalance and self._balance_tensor is not None:
+            self._balance = self._balance_tensor.tolist()
+            self._balance_seen = list(self._balance)
+        return self._balance
+
+    @balance.setter
+    def balance(self, values: list[float]) -> None:
+        self._balance = list(values)
+        self._balance_seen = []
+
+    @property
+    def ignored_targets(self) -> int:
+        """How many bad rows of targets were ignored in replays of CUDA graphs so far; reading it waits for the device."""
+        return int(self._ignored)
+
+    def check(self) -> None:
+        """Wait for the losses computed so far; raise ValueError if the targets of one had a bad row."""
+        self._checks.raise_arrived(wait=True)
+
+    def __call__(
+        self, p: list[torch.Tensor], targets: torch.Tensor, num_targets: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Loss and items; ``num_targets``, one int64 on the device, says how many rows of targets are in use."""
+        capturing = targets.is_cuda and torch.cuda.is_current_stream_capturing()
+        if not capturing:
+            self._checks.raise_arrived()
+        self._check_heads(p)
+        balance = self._balance_on(targets.device)
+        hyp = self.hyp
+        # The operator itself: ops.yolov5_loss also cuts out what only autobalance and bad rows need.
+        loss, items, values, owner, _, _, _ = torch.ops.torch_fastdet.yolov5_loss.default(
+            p,
+            targets.float(),
+            self._anchors_on(targets.device),
+            balance,
+            num_targets,
+            box=float(hyp["box"]),
+            obj=float(hyp["obj"]),
+            cls=float(hyp["cls"]),
+            anchor_t=float(hyp["anchor_t"]),
+            gr=float(self.gr),
+            sort_obj_iou=self.sort_obj_iou,
+            **self._entropy,
+        )
+        if self.autobalance:
+            levels = values.shape[0]
+            balance[:levels].mul_(0.9999).add_(0.0001 / values[:, 0].double())
+            balance.div_(balance[self.ssi].clone())
+        if capturing:
+            self._ignored.add_(owner[-4] + owner[-2])
+        elif targets.is_cuda:
+            self._checks.add(owner[-4:], targets.shape[0])
+            self._checks.raise_arrived()
+        return loss, items
+
+    def _balance_on(self, device: torch.device) -> torch.Tensor:
+        if self._balance_tensor is None or self._balance != self._balance_seen or self._balance_tensor.device != device:
+            self._balance_seen = list(self._balance)
+            self._balance_tensor = torch.tensor(self._balance, dtype=torch.float64).to(device)
+        return self._balance_tensor
+
+    def _anchors_on(self, device: torch.device) -> torch.Tensor:
+        anchors = self.anchors
+        if anchors.dtype != torch.float32 or anchors.device != device:
+            anchors = anchors.to(device=device, dtype=torch.float32)
+        return anchors
+
+    def _check_heads(self, p: list[torch.Tensor]) -> None:
+        wanted = self.nc + 5
+        for i, head in enumerate(p):
+            outputs = head.shape[-1] if head.dim() == 5 else head.shape[1] / self.na
+            if outputs != wanted:
+                raise RuntimeError(
+                    f"ComputeLoss: p[{i}] of shape {tuple(head.shape)} has {outputs:g} outputs an anchor, but the model has "
+                    f"{self.nc} classes, so {wanted} are wanted"
+                )
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        state["_checks"] = _DeferredCheck()
+        return state

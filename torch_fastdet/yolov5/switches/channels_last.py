@@ -1,0 +1,68 @@
+"""``channels_last``: convolutions of a model in training run on NHWC memory, their tensor cores' own."""
+
+from __future__ import annotations
+
+import copy
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from torch_fastdet.yolov5.heads import STOCK_MODULES
+from torch_fastdet.yolov5.switch import Switch
+
+if TYPE_CHECKING:
+    from torch_fastdet.yolov5.patches import Patches
+
+
+def to_channels_last(model: nn.Module) -> bool:
+    """Give the 4-D parameters NHWC memory, in place; False if they have it already."""
+    changed = False
+    for parameter in model.parameters():
+        if parameter.dim() == 4 and not parameter.is_contiguous(memory_format=torch.channels_last):
+            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+            changed = True
+    return changed
+
+
+def plain_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """``copy.deepcopy`` of a model, with contiguous parameters.
+
+    YOLOv5 averages, validates and saves copies, never the model itself. Stock's ``fuse()`` calls ``.view`` on the weights of
+    a checkpoint, which fails on NHWC memory.
+    """
+    result = model.__class__.__new__(model.__class__)
+    memo[id(model)] = result
+    result.__dict__.update(copy.deepcopy(model.__dict__, memo))
+    for parameter in result.parameters():
+        parameter.data = parameter.data.contiguous()
+    return result
+
+
+class ChannelsLast(Switch):
+    name = "channels_last"
+    help = "train on channels_last (NHWC) memory; checkpoints stay contiguous; needs a GPU"
+    modules = ("models.yolo",)
+
+    def visit(self, module: ModuleType, patches: Patches) -> None:
+        if module.__name__ not in STOCK_MODULES:
+            return
+        model_class = getattr(module, "DetectionModel", None)
+        if not isinstance(model_class, type) or model_class.__module__ != module.__name__:
+            patches.cannot_apply(self, f"{module.__name__} has no DetectionModel.")
+            return
+        stock = model_class.forward
+
+        def forward(model: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if model.training and torch.is_grad_enabled():
+                if x.is_cuda:
+                    to_channels_last(model)
+                    x = x.contiguous(memory_format=torch.channels_last)
+                elif hasattr(model, "hyp"):  # YOLOv5 sets it before it trains; a dry run on the CPU comes before that
+                    patches.cannot_apply(self, "the model trains on the CPU, not on a GPU.")
+            return stock(model, x, *args, **kwargs)
+
+        forward.__qualname__ = "channels_last.forward"
+        patches.replace(model_class, "forward", forward)
+        patches.replace(model_class, "__deepcopy__", plain_copy)

@@ -1,0 +1,79 @@
+"""``multi_tensor_optimizer``: the optimizer's step of train.py in a handful of launches and without a host sync.
+
+train.py calls, as it always does, ``scaler.unscale_``, ``clip_grad_norm_``, ``scaler.step``, ``scaler.update`` and
+``ema.update``; each finds our kernels behind its own name, and each has stock's effects when it returns: gradients are
+unscaled, then clipped, in ``p.grad``; a step with infinite gradients changes no parameter; the average moves all the same.
+The three parameter groups, their order, the log line, the optimizer's state_dict and the checkpoints are stock's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from types import FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torch_fastdet import optim
+from torch_fastdet.ema import ModelEMA
+from torch_fastdet.yolov5.dropins import smart_optimizer
+from torch_fastdet.yolov5.switch import Switch
+
+if TYPE_CHECKING:
+    from torch_fastdet.yolov5.patches import Patches
+
+STOCK_MODULES = ("utils.torch_utils", "yolov5.utils.torch_utils")
+
+
+def _is_stock(value: Any, kind: type, name: str) -> bool:
+    return isinstance(value, kind) and value.__name__ == name and value.__module__ in STOCK_MODULES
+
+
+def _parameters(function: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
+
+
+class MultiTensorOptimizer(Switch):
+    name = "multi_tensor_optimizer"
+    help = "SGD, moving average, unscale and clip over all tensors at once, without host syncs"
+    modules = ("utils.torch_utils",)
+
+    def start(self, patches: Patches) -> None:
+        patches.replace(torch.nn.utils, "clip_grad_norm_", optim.clip_grad_norm_)
+        patches.replace(torch.amp.GradScaler, "unscale_", optim.unscale_)
+
+    def visit(self, module: ModuleType, patches: Patches) -> None:
+        for attribute, value in list(vars(module).items()):
+            if _is_stock(value, FunctionType, "smart_optimizer"):
+                ours: Any = self._smart_optimizer(value, patches)
+            elif _is_stock(value, type, "ModelEMA"):
+                ours = ModelEMA
+            else:
+                continue
+            wanted = _parameters(smart_optimizer if ours is not ModelEMA else ModelEMA)
+            if _parameters(value) == wanted:
+                patches.replace(module, attribute, ours)
+            else:
+                patches.cannot_apply(
+                    self,
+                    f"{value.__module__}.{value.__name__} takes ({', '.join(_parameters(value))}), not ({', '.join(wanted)}).",
+                )
+
+    def _smart_optimizer(self, stock: FunctionType, patches: Patches) -> FunctionType:
+        """Ours for SGD; for other optimizers stock's, and the switch says that it cannot apply."""
+        made = getattr(self, "_made", None)
+        if made is not None and made[0] is stock:
+            return made[1]
+
+        def smart_optimizer_for_sgd(model, name="Adam", lr=0.001, momentum=0.9, decay=1e-5):
+            if name == "SGD":
+                return smart_optimizer(model, name, lr, momentum, decay)
+            patches.cannot_apply(
+                self, f"the optimizer is {name}, and only SGD has a fused step; leave --optimizer at SGD."
+            )
+            return stock(model, name, lr, momentum, decay)
+
+        smart_optimizer_for_sgd.__module__ = smart_optimizer.__module__
+        smart_optimizer_for_sgd.__qualname__ = smart_optimizer.__qualname__
+        self._made = (stock, smart_optimizer_for_sgd)
+        return smart_optimizer_for_sgd

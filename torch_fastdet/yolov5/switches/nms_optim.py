@@ -1,0 +1,98 @@
+"""``nms_optim``: decoding and non-maximum suppression in val.py, detect.py, their segment twins and train.py's validation.
+
+``non_max_suppression`` is replaced in every module that holds it. Raw heads in float32 (or float64) are decoded by one
+kernel; half heads stay with stock's ``Detect.forward``, whose roundings on the way move boxes by up to half a pixel:
+validation in half precision would not print the same numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from torch_fastdet import ops
+from torch_fastdet.yolov5.dropins import non_max_suppression
+from torch_fastdet.yolov5.switch import Switch
+
+if TYPE_CHECKING:
+    from torch_fastdet.yolov5.patches import Patches
+
+STOCK_MODULES = ("utils.general", "yolov5.utils.general")
+DETECT_MODULES = ("models.yolo", "yolov5.models.yolo")
+# What stock's callers can pass; ours takes more, by keyword alone.
+PARAMETERS = tuple(
+    name
+    for name, parameter in inspect.signature(non_max_suppression).parameters.items()
+    if parameter.kind is not inspect.Parameter.KEYWORD_ONLY
+)
+
+
+def _is_stock(value: Any) -> bool:
+    return (
+        isinstance(value, FunctionType)
+        and value.__name__ == "non_max_suppression"
+        and value.__module__ in STOCK_MODULES
+    )
+
+
+def _decoding(stock: Callable) -> Callable:
+    """``Detect.forward`` that decodes by ops.yolov5_decode where stock decodes in single or double precision.
+
+    It keeps stock's name: a segmentation model pickles its ``Detect.forward``, and must find stock's again.
+    """
+    # Reading the strides from the GPU is a synchronisation: once for each head, and again when they change.
+    strides: WeakKeyDictionary[torch.nn.Module, tuple[torch.Tensor, int | None, list[float]]] = WeakKeyDictionary()
+
+    def stride_list(head: torch.nn.Module) -> list[float]:
+        stride = head.stride
+        version = None if stride.is_inference() else stride._version
+        known = strides.get(head)
+        if known is None or known[0] is not stride or known[1] != version:
+            known = strides[head] = (stride, version, stride.tolist())
+        return known[2]
+
+    @functools.wraps(stock)
+    def forward(self, x):
+        exporting = self.export or torch.jit.is_tracing() or torch.compiler.is_compiling()
+        narrow = x[0].dtype not in (torch.float32, torch.float64) or torch.is_autocast_enabled(x[0].device.type)
+        if self.training or exporting or narrow or not isinstance(self.stride, torch.Tensor):
+            return stock(self, x)
+        for level in range(self.nl):
+            head = self.m[level](x[level])
+            images, _, rows, columns = head.shape
+            # As stock's: the loss of a validation reads these.
+            x[level] = head.view(images, self.na, self.no, rows, columns).permute(0, 1, 3, 4, 2).contiguous()
+        return ops.yolov5_decode(x, self.anchors, stride_list(self), self.no - 5 - self.nc), x
+
+    return forward
+
+
+class NmsOptim(Switch):
+    name = "nms_optim"
+    help = (
+        "decode and non-maximum suppression without host syncs or a time limit, in val, detect, segment and validation"
+    )
+    modules = ("utils.general", "models.yolo", "models.common")
+
+    def visit(self, module: ModuleType, patches: Patches) -> None:
+        for attribute, value in list(vars(module).items()):
+            if not _is_stock(value):
+                continue
+            parameters = tuple(inspect.signature(value).parameters)
+            if parameters == PARAMETERS:
+                patches.replace(module, attribute, non_max_suppression)
+            else:
+                patches.cannot_apply(
+                    self,
+                    f"{value.__module__}.{value.__name__} takes ({', '.join(parameters)}), not ({', '.join(PARAMETERS)}).",
+                )
+        detect = vars(module).get("Detect") if module.__name__ in DETECT_MODULES else None
+        if isinstance(detect, type) and not any(known.owner is detect for known in patches.replacements):
+            what = " (float32 heads decoded by torch_fastdet.ops.yolov5_decode)"
+            patches.replace(detect, "forward", _decoding(detect.forward), what)

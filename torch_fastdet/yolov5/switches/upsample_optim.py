@@ -1,0 +1,67 @@
+"""``upsample_optim``: nearest neighbour upsampling by two, as YOLOv5's neck does it, in a bandwidth-bound kernel.
+
+Replaced is the method that ``torch.nn.Upsample`` modules share, not the modules: those in a model that is loaded, built
+later, deep-copied for the EMA or unpickled in a resume are all reached, they stay plain ``torch.nn.Upsample``, and a
+checkpoint holds nothing of ours. What is traced or exported keeps the stock operator, so that it runs anywhere, and so
+does what torch.func or forward-mode AD differentiates.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch.autograd import forward_ad
+
+from torch_fastdet import ops
+from torch_fastdet.yolov5.switch import Switch
+
+if TYPE_CHECKING:
+    from torch_fastdet.yolov5.patches import Patches
+
+
+def _is_exporting() -> bool:
+    # The flag behind torch.compiler.is_exporting(), which says True under torch.compile as well.
+    return torch.jit.is_tracing() or torch.onnx.is_in_onnx_export() or torch.compiler._is_exporting_flag
+
+
+def _is_transforming() -> bool:
+    # torch.func and forward-mode AD know the stock operator; ours has a backward alone.
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def _doubles(module: torch.nn.Upsample, input: torch.Tensor) -> bool:
+    return (
+        module.mode == "nearest"
+        and module.size is None
+        and module.scale_factor in (2.0, (2.0, 2.0))
+        and input.dim() == 4
+        and input.is_floating_point()
+        and input.device.type in ("cpu", "cuda")
+    )
+
+
+def upsample_forward(self, input: torch.Tensor) -> torch.Tensor:
+    """Stands for ``torch.nn.Upsample.forward``: by two and nearest in our kernel, everything else in torch's."""
+    # Two ifs: torch.jit.script leaves out the first one's block, but compiles the whole of an `and`.
+    if not torch.jit.is_scripting():  # noqa: SIM102
+        if _doubles(self, input) and not _is_exporting() and not _is_transforming():
+            return ops.upsample_nearest2x(input)
+    return F.interpolate(
+        input,
+        self.size,
+        self.scale_factor,
+        self.mode,
+        self.align_corners,
+        recompute_scale_factor=self.recompute_scale_factor,
+    )
+
+
+class UpsampleOptim(Switch):
+    name = "upsample_optim"
+    help = "nearest 2x upsampling in the neck by a bandwidth-bound kernel"
+    needs_yolov5 = False
+
+    def start(self, patches: Patches) -> None:
+        patches.replace(torch.nn.Upsample, "forward", upsample_forward, " (nearest by two; other modes stay torch's)")
