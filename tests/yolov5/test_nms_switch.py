@@ -33,7 +33,7 @@ def weights(real_yolov5, digits, tmp_path_factory) -> Path:
 def table(output: str) -> list[list[str]]:
     """val.py's printed rows: class, images, instances, P, R, mAP50, mAP50-95."""
     # A row may stand behind a progress bar on one line.
-    rows = re.findall(r"(\w+\s+\d+\s+\d+(?:\s+[\d.e-]+){4,})[ \t]*$", output, re.MULTILINE)
+    rows = re.findall(r"(\w+(?:[ \t]+[\d.e-]+){6,})[ \t]*$", output, re.MULTILINE)
     return [row.split() for row in rows]
 
 
