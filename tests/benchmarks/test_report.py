@@ -30,3 +30,25 @@ def test_benchmark_table_has_a_column_a_view():
     assert header == "| case | variant | call | graph | of copy rate | launches | syncs | peak MiB |"
     assert first == "| c | eager | 3.00 ms | - | 91% | 2 | 0 | 1.5 |"
     assert second == "| c | **torch_fastdet** | 10.0 us | 4.0 us | 91% | 2 | 0 | 1.5 |"
+
+
+def test_summary_shows_the_faster_of_ours_beside_the_first():
+    rows = [
+        row("stock", "call", 1000.0),
+        row("torch_fastdet, stock's call sequence", "call", 500.0),
+        row("torch_fastdet FusedStep", "call", 100.0),
+    ]
+    line = report.summary_table({"b": rows}).splitlines()[2]
+    assert line == "| c | stock: 1.00 ms | stock's call sequence: 500.0 us; FusedStep: 100.0 us | 2.0x; 10.0x |"
+
+
+def test_benchmark_table_has_the_columns_that_have_values():
+    rows = [
+        row("stock", "call", 3000.0) | {"percent_of_copy": None, "launches": None, "host_syncs": None},
+        row("torch_fastdet", "call", 10.0) | {"percent_of_copy": None, "launches": None, "host_syncs": None},
+    ]
+    rows[1] |= {"p99_us": 12.0, "map50": 0.5}
+    header, _, first, second = report.benchmark_table(rows).splitlines()
+    assert header == "| case | variant | call | p99 | peak MiB | mAP50 |"
+    assert first == "| c | stock | 3.00 ms | - | 1.5 | - |"
+    assert second == "| c | **torch_fastdet** | 10.0 us | 12.0 us | 1.5 | 0.5000 |"
