@@ -34,7 +34,7 @@ $(STAMP): $(PINS)
 venv: $(STAMP) ## virtual environment .venv with the pinned dependencies
 
 # The editable install is made once; setup.py compiles what changed.
-$(VENV)/.editable: $(STAMP) pyproject.toml setup.py
+$(VENV)/.editable: $(STAMP) pyproject.toml setup.py torch_fastdet/_version.py
 	$(BIN)/pip install --no-build-isolation --no-deps -e .
 	touch $@
 
@@ -48,10 +48,10 @@ demo: build ## train yolov5n on real digits with the stock train.py, stock and w
 
 test: build test-cpp test-python ## all tests that need no GPU (GPU tests are skipped with a reason)
 
-test-python: build
+test-python: build ## the Python tests of `make test`
 	$(BIN)/python -m pytest
 
-test-cpp: $(STAMP)
+test-cpp: $(STAMP) ## the GoogleTests of `make test`
 	@$(call googletest,build/cpp,OFF,$(BIN)/cmake)
 
 test-asan: $(STAMP) ## the GoogleTests under AddressSanitizer and UndefinedBehaviorSanitizer
@@ -71,7 +71,7 @@ test-gpu: ## on a GPU machine (offline): every test on CPU and CUDA, GoogleTests
 gpu-report-check: ## says whether tests/gpu_report.json is of this tree
 	@$(or $(wildcard $(BIN)/python),$(PYTHON)) -m tools.gpu_report check
 
-lint: $(STAMP) ## clang-format, ruff, and the layering rule of csrc/core
+lint: $(STAMP) ## ruff, clang-format, and the layering rule of csrc/core
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror $(FORMATTED)
@@ -94,7 +94,8 @@ docs: $(VENV)/.docs-$(notdir $(STAMP)) ## the documentation as a site in site/, 
 	$(BIN)/mkdocs build --strict --quiet
 
 # What a user on another machine installs: every architecture, unless TORCH_CUDA_ARCH_LIST says otherwise on the command line.
-wheel: $(STAMP) ## the wheel in dist/, for every supported architecture, checked for what it needs
+wheel: $(STAMP) ## the wheel in dist/, for every supported architecture, checked for what it holds and needs
+	rm -rf build/lib.* build/bdist.*  # setuptools packs what an older build left there
 	env $(if $(filter command line,$(origin TORCH_CUDA_ARCH_LIST)),,-u TORCH_CUDA_ARCH_LIST) \
 	  $(BIN)/pip wheel --no-build-isolation --no-deps -w dist .
 	$(BIN)/python -m tools.check_wheel dist/torch_fastdet-*.whl

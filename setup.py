@@ -12,6 +12,7 @@ import sys
 import sysconfig
 import tempfile
 from pathlib import Path
+from typing import Any, NoReturn
 
 from setuptools import Extension, setup
 
@@ -20,12 +21,12 @@ TORCH_WANTED = "2.11"
 DEFAULT_ARCHITECTURES = "7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX"
 
 
-def stop(sentence: str):
+def stop(sentence: str) -> NoReturn:
     """Ends the build with one sentence that says what was found, what is wanted and what to type."""
     raise SystemExit(f"torch_fastdet: {sentence}")
 
 
-def say(sentence: str):
+def say(sentence: str) -> None:
     print(f"torch_fastdet: {sentence}", file=sys.stderr, flush=True)
 
 
@@ -95,13 +96,15 @@ def choose_cuda() -> str | None:
     return version
 
 
-def check_compiler():
-    command = os.environ.get("CXX", "c++ or g++")
-    names = [os.environ["CXX"].split()[0]] if os.environ.get("CXX") else ["c++", "g++"]
+def check_compiler() -> None:
+    wish = os.environ.get("CXX", "").split()
+    names = wish[:1] or ["c++", "g++"]
     found = [name for name in names if shutil.which(name)]
     if not found:
-        stop(f"found no C++ compiler ({command}), but C++17 is to be compiled; type: apt-get install g++ (or set CXX)")
-    os.environ.setdefault("CXX", found[0])
+        stop(
+            f"found no C++ compiler ({' or '.join(names)}), but C++17 is to be compiled; type: apt-get install g++ (or set CXX)"
+        )
+    os.environ["CXX"] = " ".join(wish) or found[0]
 
 
 def shared_libstdcxx() -> list[str]:
@@ -112,27 +115,42 @@ def shared_libstdcxx() -> list[str]:
         source, library = Path(folder, "throw.cpp"), Path(folder, "throw.so")
         source.write_text("#include <stdexcept>\nvoid f() { throw std::runtime_error(__func__); }\n")
         for flags in ([], ["-l:libstdc++.so.6"]):
-            command = [*compiler, "-shared", "-fPIC", str(source), *flags, "-o", str(library)]
-            result = subprocess.run(command, capture_output=True)
+            command = [*compiler, "-std=c++17", "-shared", "-fPIC", str(source), *flags, "-o", str(library)]
+            result = subprocess.run(command, capture_output=True, text=True)
             if result.returncode == 0 and b"libstdc++.so" in library.read_bytes():
                 return flags
+            if result.returncode != 0 and not flags:
+                said = " ".join(result.stderr.split()[:40])
+                stop(
+                    f"the C++ compiler {' '.join(compiler)} does not compile C++17, which is wanted (it says: {said}); "
+                    "type: CXX=g++ pip install . (or install g++)"
+                )
     stop(
         f"the C++ compiler {' '.join(compiler)} does not link the shared C++ runtime libstdc++.so.6, which torch uses; "
         "type: CXX=g++ pip install . (or install g++)"
     )
 
 
-def check_architectures(nvcc: Path, version: str):
-    """Stops where nvcc does not know an architecture of TORCH_CUDA_ARCH_LIST, and says which list it can build."""
+def check_architectures(nvcc: Path, version: str) -> None:
+    """Stops where torch or nvcc does not know an architecture of TORCH_CUDA_ARCH_LIST, and says which list works."""
+    wanted = os.environ["TORCH_CUDA_ARCH_LIST"]
+    try:
+        flags = cpp_extension._get_cuda_arch_flags()
+    except (ValueError, IndexError):  # IndexError: "native" without a GPU
+        stop(
+            f"found TORCH_CUDA_ARCH_LIST={wanted!r}, which torch {torch.__version__} does not understand; it wants compute "
+            f'capabilities, such as: TORCH_CUDA_ARCH_LIST="{DEFAULT_ARCHITECTURES}" pip install .'
+        )
     output = subprocess.run([str(nvcc), "--list-gpu-arch"], capture_output=True, text=True).stdout
-    known = {int(number) for number in re.findall(r"compute_(\d+)\b", output)}
-    wanted = re.findall(r"(\d+\.\d+)[a-z]?(\+PTX)?", os.environ["TORCH_CUDA_ARCH_LIST"])
-    unknown = [name for name, _ in wanted if known and int(name.replace(".", "")) not in known]
+    known = set(re.findall(r"compute_(\d+)", output))
+    asked = sorted({number for flag in flags for number in re.findall(r"compute_(\d+)", flag)}, key=int)
+    unknown = [f"{number[:-1]}.{number[-1]}" for number in asked if known and number not in known]
     if unknown:
-        rest = ";".join(name + ptx for name, ptx in wanted if name not in unknown) or "9.0"
+        rest = [name for name, number in re.findall(r"((\d+\.\d+)[a-z]?(?:\+PTX)?)", wanted) if number not in unknown]
         stop(
             f"found nvcc {version}, which cannot build for compute capability {', '.join(unknown)} of "
-            f'TORCH_CUDA_ARCH_LIST; type: TORCH_CUDA_ARCH_LIST="{rest}" pip install . (or install a newer CUDA Toolkit)'
+            f'TORCH_CUDA_ARCH_LIST; type: TORCH_CUDA_ARCH_LIST="{";".join(rest) or "9.0"}" pip install . '
+            "(or install a newer CUDA Toolkit)"
         )
 
 
@@ -145,7 +163,7 @@ def sources(*folders: str) -> list[str]:
     )
 
 
-def build_config(cuda: str | None) -> dict:
+def build_config(cuda: str | None) -> dict[str, str]:
     return {
         "version": (ROOT / "torch_fastdet/_version.py").read_text().split('"')[1],
         "torch": torch.__version__,
@@ -161,7 +179,7 @@ def operators(cuda: str | None) -> Extension:
     flags = {
         "cxx": ["-O3", "-g0", "-ffp-contract=off", "-fopenmp", "-Wall", "-Wno-unknown-pragmas", "-fvisibility=hidden"]
     }
-    kwargs = {
+    kwargs: dict[str, Any] = {
         "include_dirs": [str(ROOT / "csrc")],
         "extra_compile_args": flags,
         "extra_link_args": [
@@ -212,29 +230,26 @@ def python_module() -> list[Extension]:
 class BuildExtension(cpp_extension.BuildExtension):
     """torch's ninja build, with the operator library named for C++ programs and the build information beside it."""
 
-    def get_ext_filename(self, fullname):
+    def get_ext_filename(self, fullname: str) -> str:
         if fullname.endswith("libtorch_fastdet"):
             return os.path.join(*fullname.split(".")) + ".so"
         return super().get_ext_filename(fullname)
 
-    def finalize_options(self):
+    def finalize_options(self) -> None:
         super().finalize_options()
         if self.inplace:
             # pip install -e gives a temporary folder here, and everything would be compiled again each time.
             platform = f"{self.plat_name}-{sys.implementation.cache_tag}"
             self.build_temp = str(ROOT / "build" / f"temp.{platform}")
 
-    def get_export_symbols(self, ext):
+    def get_export_symbols(self, ext: Extension) -> list[str]:
         return ext.export_symbols
 
-    def build_extensions(self):
+    def run(self) -> None:
         check_compiler()
         runtime = shared_libstdcxx()
         for extension in self.extensions:
             extension.extra_link_args += runtime
-        super().build_extensions()
-
-    def run(self):
         config = build_config(CUDA)
         header = "".join(f'#define TORCH_FASTDET_BUILD_{key.upper()} "{value}"\n' for key, value in config.items())
         write_if_changed(ROOT / "build/generated/build_config.h", "#pragma once\n" + header)
@@ -246,7 +261,7 @@ class BuildExtension(cpp_extension.BuildExtension):
         say(f"built {config['version']} for torch {config['torch']}: {targets}")
 
 
-def write_cmake_package(package: Path, config: dict):
+def write_cmake_package(package: Path, config: dict[str, str]) -> None:
     """What C++ programs build with: find_package(TorchFastdet) in share/cmake, and the public headers in include."""
     values = {
         "VERSION": config["version"],
@@ -263,7 +278,7 @@ def write_cmake_package(package: Path, config: dict):
         write_if_changed(package / "include" / header.relative_to(headers), header.read_text())
 
 
-def write_if_changed(path: Path, text: str):
+def write_if_changed(path: Path, text: str) -> None:
     """Leaves an unchanged file's time alone, so that ninja does not rebuild what includes it."""
     if not path.exists() or path.read_text() != text:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,8 @@
 """Runs every test on a GPU machine and records of which tree: ``make test-gpu`` and ``make gpu-report-check``.
 
 ``run``    builds in place with the python and torch found, runs pytest and the GoogleTests, then the tests marked `sanitizer`
-           under compute-sanitizer's four tools (our kernels only), and writes tests/gpu_report.json.
+           under compute-sanitizer's four tools (our kernels only), and writes tests/gpu_report.json. The report is written in
+           any case, within --seconds: a step that runs out of time is stopped, and has failed.
 ``check``  says in one line whether that report is of this tree; exit status 1 if not.
 """
 
@@ -15,11 +16,13 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 REPORT = ROOT / "tests/gpu_report.json"
@@ -27,6 +30,10 @@ FOLDERS = ("csrc", "torch_fastdet", "tests")
 SUFFIXES = {".h", ".cuh", ".cu", ".cpp", ".py", ".txt"}
 GENERATED = {ROOT / "torch_fastdet/include", ROOT / "torch_fastdet/share"}  # written by the build
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
+STEPS = ("build", "googletest", "pytest", *SANITIZERS)
+# Shares of --seconds: the tests leave the sanitizers, which run side by side, a quarter.
+TESTS_UNTIL, ALL_UNTIL = 0.72, 1.0
+FINDINGS = 40  # lines of a sanitizer's own that the report keeps
 
 
 def tree_hashes() -> dict[str, str]:
@@ -42,109 +49,191 @@ def tree_hashes() -> dict[str, str]:
     return hashes
 
 
-def step(name: str, command: list[str], **environment: str) -> tuple[int, str]:
-    """Runs a command, shows its output when it has ended, and returns exit status and output."""
-    started = time.monotonic()
-    print(f"== {name}: {' '.join(command)}", flush=True)
-    python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    result = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": python_path, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    print(f"{result.stdout}== {name}: exit status {result.returncode}, {time.monotonic() - started:.0f} s", flush=True)
-    return result.returncode, result.stdout
+def stop(process: subprocess.Popen[str]) -> str:
+    """Ends a process with all that it started, as Ctrl-C would (pytest then says what had failed), and returns its output."""
+    os.killpg(process.pid, signal.SIGINT)
+    try:
+        return process.communicate(timeout=10)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.communicate()[0]
 
 
-def pytest_counts(output: str) -> dict[str, int]:
-    """{'passed': 10, 'skipped': 2, ...} from pytest's closing line."""
-    closing = [line for line in output.splitlines() if re.search(r"\d+ (passed|failed|skipped|error)", line)]
-    return (
-        {word: int(count) for count, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)", closing[-1])}
-        if closing
-        else {}
-    )
+class Steps:
+    """Runs commands one after another or side by side, each until a point of the time that all of them have."""
+
+    def __init__(self, seconds: float):
+        self.started = time.monotonic()
+        self.seconds = seconds
+        self.results: dict[str, dict[str, Any]] = {}
+
+    def run(self, name: str, command: list[str], until: float = ALL_UNTIL, **environment: str) -> str:
+        """Runs a command, shows its output when it has ended, records exit status and seconds, and returns the output.
+
+        The exit status of a command that is stopped, at the share `until` of the time, is 124.
+        """
+        began = time.monotonic()
+        limit = max(1.0, self.started + until * self.seconds - began)
+        print(f"== {name}: {' '.join(command)}", flush=True)
+        python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": python_path, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # stop() reaches what it starts
+        )
+        try:
+            output, _ = process.communicate(timeout=limit)
+            status, said = process.returncode, f"exit status {process.returncode}"
+        except subprocess.TimeoutExpired:
+            output, status, said = stop(process), 124, "stopped, out of time"
+        except KeyboardInterrupt:
+            print(stop(process))
+            raise
+        seconds = time.monotonic() - began
+        result = self.results.setdefault(name, {})
+        result.update({"exit": status, "seconds": round(seconds, 1)} | ({"timed_out": True} if status == 124 else {}))
+        print(f"{output}== {name}: {said}, {seconds:.0f} s", flush=True)
+        return output
+
+    def ok(self, name: str) -> bool:
+        return self.results[name]["exit"] == 0
 
 
-def run() -> int:
-    import torch
+def pytest_counts(output: str) -> dict[str, Any]:
+    """{'passed': 10, 'skipped': 2, ...} from pytest's closing line, and 'failed_tests' where its summary names some."""
+    # Not compute-sanitizer's "0 errors", which has no seconds.
+    closing = [line for line in output.splitlines() if re.search(r"\d+ (passed|failed|skipped|error).* in \d", line)]
+    counts: dict[str, Any] = {}
+    if closing:
+        found = re.findall(r"(\d+) (passed|failed|skipped|errors?)", closing[-1])
+        counts = {word: int(count) for count, word in found}
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+?\.py\S*(?:\[.*?\])?)(?: - .*)?$", output, re.MULTILINE)
+    return counts | ({"failed_tests": failed} if failed else {})
 
-    if not torch.cuda.is_available():
-        print(f"test-gpu wants a GPU, but torch {torch.__version__} finds none; without a GPU type: make test")
-        return 1
-    sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+
+def googletest_counts(output: str) -> dict[str, Any]:
+    passed = re.findall(r"\[  PASSED  \] (\d+)", output)
+    failed = sorted(set(re.findall(r"^\[  FAILED  \] (\w+\.\w+|\w+/\S+)", output, re.MULTILINE)))
+    return {"passed": int(passed[-1]) if passed else 0} | ({"failed_tests": failed} if failed else {})
+
+
+def sanitizer_findings(output: str) -> dict[str, Any]:
+    """What compute-sanitizer itself says, between the lines of the program that it watches."""
+    lines = [line for line in output.splitlines() if line.startswith("=========")]
+    summary = [line for line in lines if "SUMMARY:" in line]
+    findings = [line for line in lines if line not in summary and line.strip("= ") and "COMPUTE-SANITIZER" not in line]
+    result: dict[str, Any] = {"summary": summary[-1].split("SUMMARY:")[1].strip() if summary else ""}
+    return result | ({"findings": findings[:FINDINGS]} if findings else {})
+
+
+def missing_tools() -> list[str]:
     tools = {
         "cmake": shutil.which("cmake"),
         "pytest": importlib.util.find_spec("pytest"),
-        "compute-sanitizer": sanitizer,
+        "pytest-timeout": importlib.util.find_spec("pytest_timeout"),
+        "compute-sanitizer": compute_sanitizer(),
     }
-    if missing := [name for name, found in tools.items() if not found]:
-        print(
-            f"test-gpu wants cmake, pytest and compute-sanitizer, but found no {' and no '.join(missing)}; install them first"
-        )
-        return 1
-    capability = "{}.{}".format(*torch.cuda.get_device_capability())
-    hashes = tree_hashes()
-    results: dict[str, dict] = {}
-    python = sys.executable
+    return [name for name, found in tools.items() if not found]
 
-    status, _ = step(
-        "build",
-        [python, "setup.py", "-q", "build_ext", "--inplace"],
-        TORCH_CUDA_ARCH_LIST=os.environ.get("TORCH_CUDA_ARCH_LIST", capability),
-        TORCH_FASTDET_CUDA="1",
-    )
-    results["build"] = {"exit": status, "passed": int(status == 0)}
-    if status == 0:
-        cpp = ROOT / "build/cpp"
-        status, output = step(
-            "GoogleTest build", ["sh", "-c", f"cmake -S tests/cpp -B {cpp} && cmake --build {cpp} -j"]
-        )
-        if status == 0:
-            status, output = step("GoogleTest", [str(cpp / "core_tests"), "--gtest_brief=1"])
-        passed = re.findall(r"\[  PASSED  \] (\d+)", output)
-        results["googletest"] = {"exit": status, "passed": int(passed[-1]) if passed else 0}
 
-        side_by_side = ["-n", "8", "--dist", "worksteal"] if importlib.util.find_spec("xdist") else []
-        status, output = step("pytest", [python, "-m", "pytest", "-q", *side_by_side])
-        results["pytest"] = {"exit": status, **pytest_counts(output)}
+def compute_sanitizer() -> str | None:
+    return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
 
-        def sanitize(tool: str) -> tuple[int, str]:
-            # Only our kernels are watched; without torch's block cache each tensor is an allocation of its own.
-            watch = [
-                sanitizer,
-                "--tool",
-                tool,
-                "--error-exitcode",
-                "86",
-                "--kernel-name",
-                "kernel_substring=torch_fastdet",
-            ]
-            tests = [python, "-m", "pytest", "-q", "-x", "-m", "sanitizer", "-k", "not cpu", "-p", "no:cacheprovider"]
-            return step(tool, watch + tests, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
 
-        with ThreadPoolExecutor() as pool:
-            for tool, (status, output) in zip(SANITIZERS, pool.map(sanitize, SANITIZERS)):
-                summary = re.findall(r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (.*)", output)
-                results[tool] = {"exit": status, "summary": summary[-1] if summary else "", **pytest_counts(output)}
+def machine() -> dict[str, str | None]:
+    import torch
 
-    report = {
+    return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "driver": _driver(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "python": sys.version.split()[0],
-        "passed": len(results) > 1 and all(not result["exit"] and result.get("passed") for result in results.values()),
-        "results": results,
-        "hashes": hashes,
     }
-    REPORT.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report, indent=1))
+
+
+def run(seconds: float) -> int:
+    report: dict[str, Any] = machine()
+    if not report["gpu"]:
+        print(f"test-gpu wants a GPU, but torch {report['torch']} finds none; without a GPU type: make test")
+        return 1
+    if missing := missing_tools():
+        print(f"test-gpu found no {' and no '.join(missing)}, which it runs the tests with; install that first")
+        return 1
+    report["hashes"] = tree_hashes()
+    steps = Steps(seconds)
+    try:
+        _run(steps)
+    finally:
+        report |= {
+            "seconds": round(time.monotonic() - steps.started, 1),
+            "passed": not failed_steps(steps.results),
+            "results": steps.results,
+        }
+        REPORT.write_text(json.dumps(report, indent=1) + "\n")
+        print(json.dumps(report, indent=1))
     return 0 if report["passed"] else 1
+
+
+def failed_steps(results: dict[str, dict[str, Any]]) -> list[str]:
+    """Steps that failed, passed nothing, or were not reached."""
+    passed = {name for name, result in results.items() if result["exit"] == 0 and result.get("passed")}
+    return [name for name in STEPS if name not in passed]
+
+
+def _run(steps: Steps) -> None:
+    import torch
+
+    python = sys.executable
+    architectures = os.environ.get("TORCH_CUDA_ARCH_LIST") or "{}.{}".format(*torch.cuda.get_device_capability())
+    steps.run(
+        "build",
+        [python, "setup.py", "-q", "build_ext", "--inplace"],
+        until=TESTS_UNTIL,
+        TORCH_CUDA_ARCH_LIST=architectures,
+        TORCH_FASTDET_CUDA="1",
+    )
+    steps.results["build"]["passed"] = int(steps.ok("build"))
+    if not steps.ok("build"):
+        return
+
+    folder = ROOT / "build/cpp"
+    compile_and_run = (
+        f"cmake -S tests/cpp -B {folder} && cmake --build {folder} -j && {folder}/core_tests --gtest_brief=1"
+    )
+    output = steps.run("googletest", ["sh", "-c", compile_and_run], until=TESTS_UNTIL)
+    steps.results["googletest"] |= googletest_counts(output)
+
+    workers = min(8, os.cpu_count() or 1) if importlib.util.find_spec("xdist") else 1
+    side_by_side = ["-n", str(workers), "--dist", "worksteal"] if workers > 1 else []
+    threads = str(max(1, (os.cpu_count() or 1) // workers))
+    command = [python, "-m", "pytest", "-q", "--durations=10", *side_by_side]
+    output = steps.run("pytest", command, until=TESTS_UNTIL, OMP_NUM_THREADS=threads)
+    steps.results["pytest"] |= pytest_counts(output)
+
+    def sanitize(tool: str) -> None:
+        # Only our kernels are watched; without torch's block cache each tensor is an allocation of its own.
+        watch = [
+            str(compute_sanitizer()),
+            "--tool",
+            tool,
+            "--error-exitcode",
+            "86",
+            "--kernel-name",
+            "kernel_substring=torch_fastdet",
+        ]
+        tests = [python, "-m", "pytest", "-q", "-x", "-m", "sanitizer", "-k", "not cpu", "-p", "no:cacheprovider"]
+        output = steps.run(tool, watch + tests, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+        steps.results[tool] |= sanitizer_findings(output) | pytest_counts(output)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(sanitize, SANITIZERS))
 
 
 def _driver() -> str:
@@ -168,16 +257,20 @@ def check() -> int:
         )
         return 1
     if not report["passed"]:
-        failed = ", ".join(
-            name for name, result in report["results"].items() if result["exit"] or not result.get("passed")
-        )
+        failed = ", ".join(failed_steps(report["results"]))
         print(f"gpu-report: the report ({of_tree}) is of this tree, and these steps failed: {failed}")
         return 1
     print(f"gpu-report: all GPU tests passed on this very tree ({of_tree})")
     return 0
 
 
-if __name__ == "__main__":
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["run", "check"])
-    sys.exit({"run": run, "check": check}[parser.parse_args().command]())
+    parser.add_argument("--seconds", type=float, default=580, help="time for all steps of run (default: %(default)s)")
+    arguments = parser.parse_args()
+    return run(arguments.seconds) if arguments.command == "run" else check()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

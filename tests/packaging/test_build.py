@@ -1,17 +1,20 @@
 """Build and import say in one sentence what was found, what is wanted and what to type (known bugs 24-26)."""
 
+import importlib.util
 import json
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 from pathlib import Path
 
 import pytest
 import torch
 
 import torch_fastdet
+from tools import check_wheel
 from torch_fastdet import _library
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,6 +72,36 @@ def test_nvcc_without_an_architecture(tmp_path):
     assert 'type: TORCH_CUDA_ARCH_LIST="7.5;8.0;8.6;8.9;9.0" pip install .' in sentence
 
 
+@pytest.mark.skipif(torch.version.cuda is None, reason="torch is a CPU build")
+@pytest.mark.parametrize("wanted", ["banana;9.0", "native"])
+def test_architecture_list_that_torch_does_not_understand(tmp_path, wanted):
+    environment = {"TORCH_CUDA_ARCH_LIST": wanted, "CUDA_VISIBLE_DEVICES": ""}
+    result = setup_py(**environment, **fake_nvcc(tmp_path, torch.version.cuda))
+    assert result.returncode != 0 and "Traceback" not in result.stderr
+    sentence = result.stderr.strip().splitlines()[-1]
+    assert f"found TORCH_CUDA_ARCH_LIST={wanted!r}" in sentence and 'such as: TORCH_CUDA_ARCH_LIST="7.5;' in sentence
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="torch is a CPU build")
+def test_architectures_by_name(tmp_path):
+    """What torch expands: Volta is 7.0, which CUDA 13 dropped."""
+    nvcc = fake_nvcc(tmp_path, torch.version.cuda)
+    assert setup_py(TORCH_CUDA_ARCH_LIST="Ampere 9.0a", **nvcc).returncode == 0
+    result = setup_py(TORCH_CUDA_ARCH_LIST="Volta;9.0", **nvcc)
+    assert result.returncode != 0 and "cannot build for compute capability 7.0 of" in result.stderr
+    assert 'type: TORCH_CUDA_ARCH_LIST="9.0" pip install .' in result.stderr
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="torch is a CPU build")
+def test_nvcc_that_does_not_run(tmp_path):
+    nvcc = fake_nvcc(tmp_path, torch.version.cuda)
+    (tmp_path / "bin/nvcc").write_text("#!/bin/sh\nexit 1\n")
+    result = setup_py(**nvcc)
+    assert result.returncode != 0 and "Traceback" not in result.stderr
+    assert f"found {tmp_path}/bin/nvcc, but it does not run" in result.stderr
+    assert "type: TORCH_FASTDET_CUDA=0 pip install ." in result.stderr
+
+
 def test_missing_pybind11(tmp_path):
     (tmp_path / "pybind11.py").write_text("raise ImportError('none')\n")
     result = setup_py(PYTHONPATH=str(tmp_path), TORCH_FASTDET_CUDA="0")
@@ -105,19 +138,58 @@ def test_bad_wish():
     assert result.returncode != 0 and "must be 0 or 1, not 'yes'" in result.stderr
 
 
-def test_missing_compiler(tmp_path):
-    result = setup_py(
-        "build_ext",
-        "--build-lib",
-        str(tmp_path),
-        "--build-temp",
-        str(tmp_path),
-        CXX="no-such-compiler",
-        TORCH_FASTDET_CUDA="0",
+def test_missing_python_headers(tmp_path):
+    """All operators are built; only the module is left out."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sysconfig\n"
+        "paths = sysconfig.get_paths\n"
+        "sysconfig.get_paths = lambda *a, **k: paths(*a, **k) | {'include': '/none', 'platinclude': '/none'}\n"
     )
+    result = setup_py(PYTHONPATH=str(tmp_path), TORCH_FASTDET_CUDA="0")
+    assert result.returncode == 0, result.stderr
+    assert "found no Python.h for Python" in result.stderr and "leaving out torch_fastdet._C" in result.stderr
+
+
+def build_ext(folder: Path, compiler: str, **environment: str) -> subprocess.CompletedProcess:
+    """Runs the build, which stops at its checks of the compiler."""
+    places = ["--build-lib", str(folder / "lib"), "--build-temp", str(folder / "temp")]
+    return setup_py("build_ext", *places, CXX=compiler, TORCH_FASTDET_CUDA="0", **environment)
+
+
+def test_missing_compiler(tmp_path):
+    result = build_ext(tmp_path, "no-such-compiler")
     assert result.returncode != 0
     assert "found no C++ compiler (no-such-compiler)" in result.stderr and "type: apt-get install g++" in result.stderr
     assert "Traceback" not in result.stderr
+    result = build_ext(tmp_path, "", PATH=str(tmp_path))
+    assert result.returncode != 0 and "found no C++ compiler (c++ or g++)" in result.stderr
+
+
+def test_compiler_that_does_not_compile(tmp_path):
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\necho 'cannot execute cc1plus' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    result = build_ext(tmp_path, str(broken))
+    assert result.returncode != 0 and "Traceback" not in result.stderr
+    assert "does not compile C++17, which is wanted (it says: cannot execute cc1plus)" in result.stderr
+
+
+def test_compiler_without_the_shared_runtime(tmp_path, static_compiler):
+    result = build_ext(tmp_path, static_compiler)
+    assert result.returncode != 0 and "Traceback" not in result.stderr
+    assert "does not link the shared C++ runtime libstdc++.so.6" in result.stderr and "type: CXX=g++" in result.stderr
+
+
+def test_compiler_whose_link_to_the_shared_runtime_dangles(dangling_compiler):
+    """An exception of torch's that meets another C++ runtime crashes the process."""
+    result = subprocess.run(
+        [sys.executable, "-c", "import setup; print(setup.shared_libstdcxx())", "--version"],
+        cwd=ROOT,
+        env={**os.environ, "CXX": dangling_compiler, "TORCH_FASTDET_CUDA": "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0 and result.stdout.endswith("['-l:libstdc++.so.6']\n"), result.stderr
 
 
 def test_other_torch_at_build(tmp_path):
@@ -180,39 +252,42 @@ def test_build_info_is_printed():
         assert "CPU only" in output
 
 
+def run(*command: object, **options) -> str:
+    return subprocess.run([*map(str, command)], check=True, stdout=subprocess.PIPE, text=True, **options).stdout
+
+
+def files_in_git() -> set[str]:
+    """Empty where this tree is no checkout."""
+    if shutil.which("git") is None:
+        return set()
+    return set(subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.splitlines())
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="no pip")
 def test_sdist_to_wheel_to_install(tmp_path):
-    """sdist -> wheel -> install in an empty folder, for the CPU alone; the operators run there."""
+    """sdist -> wheel -> install in an empty folder, for the CPU alone and without network; the operators run there."""
     env = {**os.environ, "TORCH_FASTDET_CUDA": "0"}
-    run = lambda *command, **kwargs: subprocess.run(command, check=True, capture_output=True, text=True, **kwargs)  # noqa: E731
-    source = tmp_path / "source"
-    shutil.copytree(
-        ROOT,
-        source,
-        ignore=shutil.ignore_patterns(
-            ".git", ".venv", "build", "dist", "runs", "*.so", "*.egg-info", ".dev", "_build_config.json"
-        ),
-    )
-    run(sys.executable, "setup.py", "-q", "sdist", "-d", str(tmp_path / "dist"), cwd=source, env=env)
-    (sdist,) = (tmp_path / "dist").glob("*.tar.gz")
+    source, dist, site, empty = (tmp_path / name for name in ("source", "dist", "site", "empty"))
+    not_source = (".git", ".venv", "build", "dist", "runs", "*.so", "*.egg-info", ".dev", "_build_config.json")
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*not_source))
+    run(sys.executable, "setup.py", "-q", "sdist", "-d", dist, cwd=source, env=env)
+    (sdist,) = dist.glob("*.tar.gz")
+    if tracked := files_in_git():
+        with tarfile.open(sdist) as archive:
+            assert not tracked - {name.partition("/")[2] for name in archive.getnames()} - {".gitignore"}
     pip = [sys.executable, "-m", "pip"]
-    run(
-        *pip,
-        "wheel",
-        "--no-build-isolation",
-        "--no-deps",
-        "-w",
-        str(tmp_path / "wheel"),
-        str(sdist),
-        env=env,
-        cwd=tmp_path,
-    )
-    (wheel,) = (tmp_path / "wheel").glob("*.whl")
-    site = tmp_path / "site"
-    run(*pip, "install", "--no-deps", "--no-index", "--target", str(site), str(wheel))
-    empty = tmp_path / "empty"
+    run(*pip, "wheel", "--no-build-isolation", "--no-deps", "-w", dist, sdist, env=env, cwd=tmp_path)
+    (wheel,) = dist.glob("*.whl")
+    assert check_wheel.check(wheel)[0] == []
+    run(*pip, "install", "--no-deps", "--no-index", "--target", site, wheel)
     empty.mkdir()
-    program = "import torch_fastdet, torch; i = torch_fastdet.build_info(); assert i['cuda'] is None, i; print(torch_fastdet.__file__, len(i['operators']))"
-    output = run(sys.executable, "-c", program, cwd=empty, env={**env, "PYTHONPATH": str(site)}).stdout
-    assert str(site) in output
+    env["PYTHONPATH"] = str(site)
+    said = run(sys.executable, "-m", "torch_fastdet", cwd=empty, env=env)
+    assert "CPU only" in said and "bbox_iou" in said
+    program = (
+        "import torch, torch_fastdet as fastdet; x = torch.rand(3, 4, requires_grad=True); "
+        "fastdet.ops.iou_loss(x, x.detach()).backward(); print(fastdet.__file__, x.grad.shape)"
+    )
+    assert str(site) in run(sys.executable, "-c", program, cwd=empty, env=env)

@@ -31,13 +31,13 @@ def cmake() -> str:
     return found
 
 
-def configure(cmake, source, build, *arguments, prefix=None) -> subprocess.CompletedProcess:
+def configure(cmake, source, build, *arguments, prefix=None, compiler=None) -> subprocess.CompletedProcess:
     prefix = prefix or [torch_fastdet.cmake_prefix_path, torch.utils.cmake_prefix_path]
     # As on a machine without the CUDA Toolkit: the CPU example must not ask for it.
     env = {
         name: value for name, value in os.environ.items() if name not in ("CUDA_HOME", "CUDACXX", "CXX", "CUDA_PATH")
     }
-    compiler = shlex.split(os.environ.get("CXX", "g++"))[-1]
+    compiler = compiler or shlex.split(os.environ.get("CXX", "g++"))[-1]
     command = [cmake, "-S", source, "-B", build, f"-DCMAKE_PREFIX_PATH={';'.join(map(str, prefix))}"]
     return subprocess.run(
         [*map(str, command), f"-DCMAKE_CXX_COMPILER={compiler}", *arguments], env=env, capture_output=True, text=True
@@ -67,8 +67,9 @@ def export():
 
 
 def run(program: Path, *arguments) -> subprocess.CompletedProcess:
-    # Bare environment: no LD_LIBRARY_PATH, no Python.
-    return subprocess.run([str(program), *map(str, arguments)], env={}, capture_output=True, text=True)
+    # No LD_LIBRARY_PATH, no Python; as many threads as here, since the convolutions round by them.
+    bare = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    return subprocess.run([str(program), *map(str, arguments)], env=bare, capture_output=True, text=True)
 
 
 def printed(output: str) -> list[list[list[float]]]:
@@ -201,3 +202,40 @@ def test_mismatches_are_one_sentence(cmake, tmp_path):
         prefix=[doctored(tmp_path / "no_torch_prefix", "", "")],
     )
     assert without.returncode != 0 and "found none; add to CMAKE_PREFIX_PATH" in " ".join(without.stderr.split())
+
+
+THROWS = """
+#include <c10/util/Exception.h>
+int main() {
+  try {
+    TORCH_CHECK(false, "thrown by libc10.so");
+  } catch (const c10::Error&) {
+    return 42;
+  }
+}
+"""
+
+
+def test_compiler_whose_link_to_the_shared_runtime_dangles(cmake, tmp_path, dangling_compiler):
+    """It takes libstdc++.a in silence, and with two C++ runtimes an exception may crash the program instead of being caught."""
+    text = """
+    find_package(TorchFastdet REQUIRED)
+    add_executable(throws ../throws.cpp)
+    target_link_libraries(throws PRIVATE TorchFastdet::torch_fastdet)
+    """
+    (tmp_path / "throws.cpp").write_text(THROWS)
+    configured = probe(cmake, tmp_path / "a", text, compiler=dangling_compiler)
+    assert configured.returncode == 0, configured.stderr
+    build = tmp_path / "a/build"
+    built = subprocess.run([cmake, "--build", build], capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    assert (
+        "[libstdc++.so.6]" in subprocess.run(["readelf", "-d", build / "throws"], capture_output=True, text=True).stdout
+    )
+    assert run(build / "throws").returncode == 42
+
+
+def test_compiler_without_the_shared_runtime(cmake, tmp_path, static_compiler):
+    result = probe(cmake, tmp_path / "a", "find_package(TorchFastdet REQUIRED)", compiler=static_compiler)
+    assert result.returncode != 0
+    assert "needs a compiler that links the shared C++ runtime libstdc++.so.6" in " ".join(result.stderr.split())

@@ -1,6 +1,7 @@
-"""tests/gpu_report.json speaks of the sources alone, and does not pass for a run that tested nothing."""
+"""tests/gpu_report.json speaks of the sources alone, names what failed, and does not pass for a run that tested nothing."""
 
 import json
+import time
 
 import pytest
 
@@ -18,8 +19,12 @@ def tree(tmp_path, monkeypatch):
     return tmp_path
 
 
+def results_of(*steps):
+    return {name: {"exit": 0, "passed": 3} for name in steps}
+
+
 def write_report(**changes):
-    results = {"build": {"exit": 0, "passed": 1}, "pytest": {"exit": 0, "passed": 3}}
+    results = results_of(*gpu_report.STEPS)
     report = {
         "date": "d",
         "gpu": "g",
@@ -53,9 +58,82 @@ def test_no_report(tree, capsys):
 
 
 def test_failed_run(tree, capsys):
-    write_report(passed=False, results={"pytest": {"exit": 0, "passed": 0}})
-    assert gpu_report.check() == 1 and "these steps failed: pytest" in capsys.readouterr().out
+    results = results_of(*gpu_report.STEPS[:-1]) | {"pytest": {"exit": 0, "passed": 0}}
+    write_report(passed=False, results=results)
+    assert gpu_report.check() == 1 and "these steps failed: pytest, synccheck\n" in capsys.readouterr().out
 
 
-def test_counts():
-    assert gpu_report.pytest_counts("x\n3 passed, 2 skipped in 0.1s\n") == {"passed": 3, "skipped": 2}
+def test_a_step_is_recorded(capsys):
+    steps = gpu_report.Steps(60)
+    assert steps.run("fine", ["sh", "-c", "echo said $NAME"], NAME="so") == "said so\n"
+    steps.run("fails", ["sh", "-c", "exit 3"])
+    assert steps.results["fine"]["exit"] == 0 and steps.results["fails"]["exit"] == 3
+    assert all(result["seconds"] < 30 for result in steps.results.values())
+    assert "== fine: exit status 0" in capsys.readouterr().out
+
+
+def test_a_step_out_of_time_is_stopped_with_what_it_started():
+    steps = gpu_report.Steps(1)
+    started = time.monotonic()
+    output = steps.run("slow", ["sh", "-c", "echo began; trap 'echo stopped; exit 0' INT; sleep 50"])
+    assert time.monotonic() - started < 40 and output.split() == ["began", "stopped"]
+    assert steps.results["slow"]["exit"] == 124 and steps.results["slow"]["timed_out"]
+
+
+def test_the_report_is_written_though_the_run_breaks(tree, monkeypatch):
+    def breaks(steps, *_):
+        steps.results["build"] = {"exit": 0, "passed": 1}
+        raise RuntimeError("no more")
+
+    monkeypatch.setattr(gpu_report, "_run", breaks)
+    monkeypatch.setattr(gpu_report, "missing_tools", list)
+    monkeypatch.setattr(gpu_report, "machine", lambda: {"date": "d", "gpu": "g", "torch": "t"})
+    with pytest.raises(RuntimeError, match="no more"):
+        gpu_report.run(60)
+    report = json.loads(gpu_report.REPORT.read_text())
+    assert report["passed"] is False and report["results"] == {"build": {"exit": 0, "passed": 1}}
+    assert gpu_report.check() == 1
+
+
+PYTEST = """\
+ERROR    root:log.py:1 captured output
+=========================== short test summary info ============================
+SKIPPED [2] tests/ops/test_nms.py:30: no GPU
+FAILED tests/ops/test_nms.py::test_many[cuda-a b-c] - AssertionError: assert 1 == 2
+ERROR tests/test_ema.py - ModuleNotFoundError: No module named 'x'
+1 failed, 3 passed, 2 skipped, 1 error in 0.12s
+========= ERROR SUMMARY: 0 errors
+"""
+
+
+def test_counts_and_names_of_failed_tests():
+    assert gpu_report.pytest_counts("x\n3 passed, 2 skipped in 63.10s (0:01:03)\n") == {"passed": 3, "skipped": 2}
+    assert gpu_report.pytest_counts(PYTEST) == {
+        "failed": 1,
+        "passed": 3,
+        "skipped": 2,
+        "error": 1,
+        "failed_tests": ["tests/ops/test_nms.py::test_many[cuda-a b-c]", "tests/test_ema.py"],
+    }
+    googletest = "[  FAILED  ] Nms.Ties (0 ms)\n[  PASSED  ] 40 tests.\n[  FAILED  ] 1 test, listed below:\n[  FAILED  ] Nms.Ties\n"
+    assert gpu_report.googletest_counts(googletest) == {"passed": 40, "failed_tests": ["Nms.Ties"]}
+
+
+def test_findings_of_a_sanitizer():
+    output = """\
+========= COMPUTE-SANITIZER
+========= Invalid __global__ write of size 4 bytes
+=========     at torch_fastdet::kernel(float*)+0x70
+=========
+1 failed in 3.10s
+========= ERROR SUMMARY: 1 error
+"""
+    found = gpu_report.sanitizer_findings(output)
+    assert found["summary"] == "1 error"
+    assert [line.strip("= ") for line in found["findings"]] == [
+        "Invalid __global__ write of size 4 bytes",
+        "at torch_fastdet::kernel(float*)+0x70",
+    ]
+    assert gpu_report.sanitizer_findings("========= COMPUTE-SANITIZER\n========= RACECHECK SUMMARY: 0 hazards\n") == {
+        "summary": "0 hazards"
+    }

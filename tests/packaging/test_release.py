@@ -1,0 +1,74 @@
+"""What a release says of itself: one version, a changelog, and a row in docs/install.md for every sentence of the build."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import torch_fastdet
+from torch_fastdet import _library
+
+ROOT = Path(__file__).resolve().parents[2]
+CMAKE = ROOT / "cmake/TorchFastdetConfig.cmake.in"
+
+
+def test_the_version_stands_in_one_place():
+    version = torch_fastdet.__version__
+    assert re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc)\d+)?", version)
+    assert _library.build_config()["version"] == version
+    package = _library.PACKAGE / "share/cmake/TorchFastdet/TorchFastdetConfigVersion.cmake"
+    assert f'set(PACKAGE_VERSION "{version}")' in package.read_text()
+    readers = ["setup.py", "pyproject.toml", "Makefile", "README.md", "CONTRIBUTING.md", "mkdocs.yml"]
+    paths = [*map(ROOT.joinpath, readers), *ROOT.glob("docs/*.md"), *ROOT.glob("cmake/*"), *ROOT.glob("csrc/*.cpp")]
+    for path in paths:
+        assert not re.search(rf"(?<![\d.]){re.escape(version)}(?![\d.])", path.read_text()), (
+            f"{path} repeats the version"
+        )
+
+
+def test_the_changelog_begins_with_this_version():
+    headings = re.findall(r"^## \[(.*?)\] - (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0][0] == torch_fastdet.__version__
+    for _, date in headings:
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d|unreleased", date)
+
+
+def calls(path: Path, *names: str):
+    """The texts of the calls of these functions in a Python file, with ... for what is filled in."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names:
+            text = node.args[0]
+            parts = text.values if isinstance(text, ast.JoinedStr) else [text]
+            yield "".join(part.value if isinstance(part, ast.Constant) else "..." for part in parts)
+
+
+def sentences() -> list[str]:
+    found = [*calls(ROOT / "setup.py", "stop", "say"), *calls(ROOT / "torch_fastdet/_library.py", "ImportError")]
+    makefile = re.findall(r'echo "torch_fastdet: (.*?)"', (ROOT / "Makefile").read_text())
+    cmake = re.findall(r'NOT_FOUND_MESSAGE\s+"(.*?)"\)', CMAKE.read_text())
+    assert len(makefile) == 3 and len(cmake) == 5
+    made = [re.sub(r"\$\{\w+\}|@\w+@|\$\$?\(.*?\)+|TORCH_WANTED", "...", text) for text in makefile + cmake]
+    return [text.replace("building needs torch ...", "building needs torch 2.11") for text in found + made]
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[re.Pattern]:
+    """The messages of the table in docs/install.md, which match the sentences that begin so."""
+    page = (ROOT / "docs/install.md").read_text()
+    table = page[page.index("## When it does not work") :]
+    messages = re.findall(r"^\| `(.*?)`", table, re.MULTILINE)
+    return [re.compile(r".*?".join(re.escape(part) for part in message.split("..."))) for message in messages]
+
+
+@pytest.mark.parametrize("sentence", sentences(), ids=lambda sentence: sentence[:50])
+def test_every_sentence_is_explained(sentence, rows):
+    if sentence.startswith("built ..."):
+        return  # the last line of a build that went well
+    assert any(row.match(sentence) for row in rows), f"docs/install.md has no row for: {sentence}"
+
+
+def test_every_row_is_a_sentence(rows):
+    found = sentences()
+    for row in rows:
+        assert any(row.match(sentence) for sentence in found), f"nothing says {row.pattern}"

@@ -1,0 +1,89 @@
+"""tools/check_wheel.py: a wheel as it should be passes, and each thing that may be wrong with one is named."""
+
+import importlib.util
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import torch_fastdet
+from tools import check_wheel
+
+ROOT = Path(__file__).resolve().parents[2]
+DIST_INFO = f"torch_fastdet-{torch_fastdet.__version__}.dist-info"
+pytestmark = pytest.mark.skipif(shutil.which("readelf") is None, reason="no readelf")
+
+
+@pytest.fixture
+def wheel(tmp_path):
+    """Makes a wheel of what is built in place; `changes` replaces files by others, or by None."""
+
+    def make(**changes: Path | None) -> Path:
+        names = check_wheel.wanted_files() | {str(path.relative_to(ROOT)) for path in ROOT.glob("torch_fastdet/_C*.so")}
+        files = {name: ROOT / name for name in names}
+        files |= {f"{DIST_INFO}/licenses/{name}": ROOT / name for name in ("LICENSE", "third_party/googletest/LICENSE")}
+        path = tmp_path / f"torch_fastdet-{torch_fastdet.__version__}-cp311-cp311-linux_x86_64.whl"
+        with zipfile.ZipFile(path, "w") as archive:
+            for name, source in (files | changes).items():
+                if source is not None:
+                    archive.write(source, name)
+        return path
+
+    return make
+
+
+def test_a_whole_wheel_passes(wheel, capsys):
+    assert check_wheel.main([str(wheel())]) == 0
+    said = capsys.readouterr().out
+    assert "complete; needs only torch" in said and "GLIBC 2." in said and "GLIBCXX 3." in said
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torch_fastdet/py.typed",
+        "torch_fastdet/libtorch_fastdet.so",
+        "torch_fastdet/include/torch_fastdet/golden.h",
+        "torch_fastdet/share/cmake/TorchFastdet/TorchFastdetConfig.cmake",
+        "torch_fastdet/yolov5/switches/nms_optim.py",
+        f"{DIST_INFO}/licenses/LICENSE",
+    ],
+)
+def test_missing_files(wheel, name, capsys):
+    assert check_wheel.main([str(wheel(**{name: None}))]) == 1
+    assert f"{name} is missing" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "name", ["tests/test_ema.py", "benchmarks/__init__.py", "torch_fastdet/removed.py", "torch_fastdet/library.o"]
+)
+def test_left_overs(wheel, name, capsys):
+    assert check_wheel.main([str(wheel(**{name: ROOT / "LICENSE"}))]) == 1
+    assert f"{name} does not belong there" in capsys.readouterr().out
+
+
+def test_another_library_and_python(wheel, capsys):
+    """numpy's core brings a BLAS of its own and is a Python module: neither is for C++ programs."""
+    core = importlib.util.find_spec("numpy._core._multiarray_umath").origin
+    assert check_wheel.main([str(wheel(**{check_wheel.LIBRARY: core}))]) == 1
+    said = capsys.readouterr().out
+    assert f"{check_wheel.LIBRARY} needs Python" in said and f"{check_wheel.LIBRARY} needs lib" in said
+
+
+def test_a_path_of_the_build_machine(monkeypatch):
+    dynamic = " 0x1d (RUNPATH) Library runpath: [$ORIGIN/../torch/lib:/home/me/cuda/lib]\n"
+    monkeypatch.setattr(check_wheel, "readelf", lambda library, *options: dynamic if options == ("-d",) else "")
+    assert check_wheel.library_problems("x.so", Path("x.so")) == ["x.so looks for libraries in /home/me/cuda/lib"]
+
+
+def test_another_version(wheel, tmp_path, capsys):
+    (tmp_path / "_version.py").write_text('__version__ = "9.9.9"\n')
+    assert check_wheel.main([str(wheel(**{"torch_fastdet/_version.py": tmp_path / "_version.py"}))]) == 1
+    assert f"torch_fastdet/_version.py is not of version {torch_fastdet.__version__}" in capsys.readouterr().out
+
+
+def test_newest_versions(monkeypatch):
+    text = "Name: GLIBC_2.9 Flags\nName: GLIBC_2.34 Flags\nName: GLIBCXX_3.4.9 Flags\nName: GLIBCXX_3.4.30 Flags\n"
+    monkeypatch.setattr(check_wheel, "readelf", lambda *_: text)
+    assert check_wheel.newest_versions(Path("x.so")) == {"GLIBC": "2.34", "GLIBCXX": "3.4.30"}
