@@ -83,8 +83,11 @@ format: $(STAMP) ## rewrites the sources as lint wants them
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(FORMATTED)
 
-bench: ## every benchmark on this machine (GPU where there is one, offline), into benchmarks/results/; then the tables
-	$(or $(BENCH_PYTHON),$(if $(shell command -v nvidia-smi),$(PYTHON),$(BIN)/python)) -m benchmarks
+# On a GPU machine without network: the torch that is there, as for test-gpu. BENCH="--only nms" and the like reach the command.
+GPU = $(shell command -v nvidia-smi)
+bench: $(if $(GPU),,build) ## every benchmark on this machine (GPU where there is one, offline), into benchmarks/results/; then the tables
+	$(if $(GPU),$(PYTHON) setup.py -q build_ext --inplace)
+	$(if $(GPU),$(PYTHON),$(BIN)/python) -m benchmarks $(BENCH)
 
 $(VENV)/.docs-$(notdir $(STAMP)): $(STAMP)
 	$(BIN)/pip install -c constraints.txt -r requirements/docs.txt

@@ -2,12 +2,20 @@
 
 --device cpu|cuda   default: the GPU where there is one
 --only NAME ...     some benchmarks: bbox_iou, upsample, ...
+--budget SECONDS    for all of them; 0: no limit. Default: 580, so that an H200 ends within ten minutes
 --out FOLDER        default: benchmarks/results/<machine>-<date>
+
+A benchmark that fails or passes its limit loses what it has not measured yet, and nothing of the others. Longer tables than fit
+the budget: ``python -m benchmarks.bench_train --models s16 s64 m32``, ``python -m benchmarks.bench_step --compiled s16 s64``,
+``python -m benchmarks.training_truth``.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -17,34 +25,71 @@ import torch
 
 from benchmarks import harness, report
 
-HERE = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[1]
+
+# In this order, with the seconds that each may take: those that compile for long, or train, come last.
+LIMITS = {
+    "bbox_iou": 60,
+    "multi_tensor": 75,
+    "upsample": 90,
+    "nms": 90,
+    "postprocess": 120,
+    "loss": 120,
+    "train": 150,
+    "step": 240,
+}
+ROOFLINE = "roofline"
+ROOFLINE_SECONDS = 25  # kept back for it
+
+
+def run(command: list[str], seconds: float | None) -> str:
+    """Runs a command with all its children for so long at the most, and says how it ended."""
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    try:
+        status = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        status = None
+    finally:  # loader workers and trainings too, whatever ended the wait
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return "out of time" if status is None else "ok" if status == 0 else f"failed, exit status {status}"
 
 
 def main() -> int:
-    names = [path.stem.removeprefix("bench_") for path in sorted(HERE.glob("bench_*.py"))]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--only", nargs="+", choices=names, default=names)
+    parser.add_argument("--only", nargs="+", choices=[*LIMITS, ROOFLINE], default=[*LIMITS, ROOFLINE])
+    parser.add_argument("--budget", type=float, default=580)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    folder = arguments.out or harness.results_folder(harness.environment(torch.device(arguments.device)))
-    failed = []
-    for name in arguments.only:
+    environment = harness.environment(torch.device(arguments.device))
+    folder = (arguments.out or harness.results_folder(environment)).resolve()
+    print(", ".join(f"{key} {value}" for key, value in environment.items() if value), flush=True)
+
+    begun = time.monotonic()
+    ended: dict[str, tuple[str, float]] = {}
+    for name in [name for name in (*LIMITS, ROOFLINE) if name in arguments.only]:
         started = time.monotonic()
         print(f"== {name}", flush=True)
         command = [sys.executable, "-m", f"benchmarks.bench_{name}", "--device", arguments.device, "--out", str(folder)]
-        status = subprocess.run(command, cwd=HERE.parent).returncode
-        print(f"== {name}: exit status {status}, {time.monotonic() - started:.0f} s", flush=True)
-        failed += [name] * (status != 0)
-    if (folder / "roofline.json").exists() or arguments.device == "cuda":
-        command = [sys.executable, "-m", "benchmarks.roofline", "--results", str(folder)]
-        if subprocess.run(command, cwd=HERE.parent).returncode != 0:
-            failed.append("roofline")
-    (folder / "tables.md").write_text(report.tables(folder))
-    print(f"wrote {folder / 'tables.md'}")
-    if failed:
-        print(f"failed: {', '.join(failed)}")
-    return 1 if failed else 0
+        if name == ROOFLINE:
+            command[2:] = ["benchmarks.roofline", "--device", arguments.device, "--results", str(folder)]
+        limit = None
+        if arguments.budget:
+            left = arguments.budget - (started - begun)
+            limit = max(left, 10.0) if name == ROOFLINE else min(LIMITS[name], left - ROOFLINE_SECONDS)
+        how = run(command, limit) if limit is None or limit > 0 else "not begun: no time left"
+        ended[name] = (how, time.monotonic() - started)
+        print(f"== {name}: {how}, {ended[name][1]:.0f} s", flush=True)
+
+    if report.load(folder):
+        (folder / "tables.md").write_text(report.tables(folder))
+        print(f"wrote {folder / 'tables.md'}; python -m benchmarks.report brings the tables into README.md and docs/")
+    for name, (how, seconds) in ended.items():
+        print(f"{name:14} {seconds:5.0f} s  {how}")
+    print(f"{'all':14} {time.monotonic() - begun:5.0f} s")
+    return 0 if all(how == "ok" for how, _ in ended.values()) else 1
 
 
 if __name__ == "__main__":

@@ -1,15 +1,12 @@
 """EMA, SGD and the whole optimizer step over YOLOv5's tensors, against stock's loops and the best that torch offers.
 
-The model has the convolutions, batch norms, nesting and state_dict sizes of YOLOv5 (benchmarks/work.py), built from torch's
-modules; gradients are random. Bytes are the floor: EMA 12 a parameter, SGD 20, the whole step 32 (four of them to read the
-gradients for the norm). `launches` counts kernels and copies. The step's variants all start from scaled gradients that do not
-overflow, and set the gradients back in a way that is part of none of them: they only shrink by the unscaling, which costs the
-same on any value.
+The model has the convolutions, batch norms, nesting and state_dict sizes of YOLOv5 (benchmarks/work.py, which has the bytes of
+each case too), built from torch's modules; gradients are random. `launches` counts kernels and copies. The step's variants all
+start from scaled gradients that do not overflow, and set the gradients back in a way that is part of none of them: they only
+shrink by the unscaling, which costs the same on any value.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import nn
@@ -101,12 +98,18 @@ def measure_ema(report: harness.Report, name: str, **options) -> None:
     pairs = setup.floats()
     averages, values = [v for v, _ in pairs], [x.detach() for _, x in pairs]
     parameters = sum(v.numel() for v in averages)
+
+    def foreach():
+        torch._foreach_lerp_(averages, values, 0.001)
+
     variants = {
         "stock loop": lambda: stock_ema(stock.ema.ema, stock.model, 0.999),
-        "torch._foreach_lerp_": lambda: torch._foreach_lerp_(averages, values, 0.001),
+        "torch._foreach_lerp_": foreach,
         "torch_fastdet op on lists": lambda: ops.multi_tensor_ema_(averages, values, 0.999),
         "torch_fastdet ModelEMA.update": lambda: setup.ema.update(setup.model),
     }
+    if report.device.type == "cuda" and name == "s":  # a minute of compilation
+        variants["torch._foreach_lerp_, torch.compile"] = torch.compile(foreach)
     report.compare(f"EMA {name}", variants, bytes=work.ema(parameters).bytes, **options)
 
 
@@ -139,8 +142,7 @@ def measure_step(report: harness.Report, name: str, **options) -> None:
         "torch_fastdet FusedStep": step.step,
     }
     parameters = work.yolov5_parameters(name)
-    statistics = sum(v.numel() for v, _ in pairs) - parameters
-    bytes = work.fused_step(parameters).bytes + work.ema(statistics).bytes
+    bytes = work.fused_step(parameters, work.yolov5_statistics(name)).bytes
     # Stock's step asks the host whether there was an overflow.
     ungraphable = ("stock", "torch SGD(fused), _foreach_lerp_", "torch_fastdet, stock's call sequence")
     report.compare(f"unscale + clip + SGD + EMA {name}", variants, bytes=bytes, ungraphable=ungraphable, **options)
@@ -153,22 +155,18 @@ def measure(report: harness.Report) -> None:
     for name in models:
         measure_ema(report, name, **options)
         measure_sgd(report, name, **options)
-        if cuda:
-            measure_step(report, name, **options)
-    if cuda:
-        report_norm(report)
+        measure_step(report, name, **options)
+    measure_norm(report, "s" if cuda else "n", **options)
 
 
-def report_norm(report: harness.Report) -> None:
+def measure_norm(report: harness.Report, name: str, **options) -> None:
     """clip_grad_norm_ alone."""
-    setup = Setup("s", report.device)
-    grads = [p.grad for p in setup.params]
+    setup = Setup(name, report.device)
     variants = {
         "torch clip_grad_norm_": lambda: nn.utils.clip_grad_norm_(setup.params, 10.0),
         "torch_fastdet clip_grad_norm_": lambda: optim.clip_grad_norm_(setup.params, 10.0),
     }
-    count = sum(math.prod(g.shape) for g in grads)
-    report.compare("clip_grad_norm_ s", variants, bytes=12 * count, repetitions=50, inner=5)
+    report.compare(f"clip_grad_norm_ {name}", variants, bytes=work.clip(work.yolov5_parameters(name)).bytes, **options)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""Post-processing against the stock functions: suppression, decode, raw heads to detections.
+"""Post-processing against the stock functions: suppression, decode, raw heads to detections, boxes in original pixels.
 
     python -m benchmarks.bench_nms [--device cpu|cuda] [--out FOLDER]
 
 Data are head maps as a trained model gives them: anchors near one of 40 objects an image are confident, the others not.
 `validation` keeps everything above 0.001 with several labels a box: far more than 30,000 candidates an image, so every image
 is cut to the best 30,000, as stock does. `sparse validation` has about 5,000. Stock's functions come from the installed packages
-(tests/stock.py), with their time limit stopped: they would return nothing for most images otherwise.
+(tests/stock.py), with their time limit stopped: they would return nothing for most images otherwise. At conf .25 the best that
+torchvision allows stands beside them, one nms() for the whole batch.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import importlib.util
 
 import torch
 
-from benchmarks import harness
+from benchmarks import harness, work
 from tests import stock
 from torch_fastdet import ops
 from torch_fastdet.suppression import ultralytics_non_max_suppression, yolov5_non_max_suppression
@@ -90,6 +91,44 @@ def _grid(ny, nx, device, dtype):
     return _grids[key]
 
 
+def stock_ultralytics_decode(boxes, scores):
+    """The arithmetic of Ultralytics' Detect in eager PyTorch: softmax over the bins, distances to boxes, sigmoid."""
+    distances, points, strides = [], [], []
+    for box, stride in zip(boxes, STRIDES):
+        images, bins, ny, nx = box.shape
+        distances.append(box.reshape(images, 4, bins // 4, ny * nx))
+        points.append(_grid(ny, nx, box.device, box.dtype).flatten(0, 1) + 1.0)
+        strides.append(points[-1].new_full((ny * nx,), stride))
+    logits = torch.cat(distances, 3)
+    bins = torch.arange(logits.shape[2], device=logits.device, dtype=logits.dtype).view(1, 1, -1, 1)
+    near, far = (logits.softmax(2) * bins).sum(2).chunk(2, 1)
+    point, stride = torch.cat(points).T, torch.cat(strides)
+    low, high = point - near, point + far
+    rows = torch.cat(((low + high) / 2 * stride, (high - low) * stride), 1)
+    return torch.cat((rows, torch.cat([score.flatten(2) for score in scores], 2).sigmoid()), 1)
+
+
+def one_nms(prediction, conf_thres=0.25, iou_thres=0.45, max_det=300):
+    """The best that torchvision allows where candidates are few: one nms() for the whole batch.
+
+    Boxes of other images and classes are moved apart, in float64, which holds that many offsets exactly enough.
+    """
+    from torchvision.ops import nms
+
+    score, kind = (prediction[..., 5:] * prediction[..., 4:5]).max(-1)
+    passes = (prediction[..., 4] > conf_thres) & (score > conf_thres)
+    image, anchor = passes.nonzero(as_tuple=True)
+    score, kind = score[image, anchor].double(), kind[image, anchor]
+    center, size = prediction[image, anchor, :4].double().split(2, 1)
+    boxes = torch.cat((center - size / 2, center + size / 2), 1)
+    classes = prediction.shape[-1] - 5
+    kept = nms(boxes + (7680.0 * (image * classes + kind))[:, None], score, iou_thres)
+    rows = torch.cat((boxes, score[:, None], kind[:, None]), 1)[kept].float()
+    counts = torch.bincount(image[kept], minlength=len(prediction)).tolist()
+    order = image[kept].argsort(stable=True)
+    return [part[:max_det] for part in rows[order].split(counts)]
+
+
 def apart(count, device, dtype=torch.float32):
     """One class, `count` boxes that do not overlap, random confidences."""
     g = torch.Generator().manual_seed(0)
@@ -106,17 +145,62 @@ def has(package):
     return importlib.util.find_spec(package) is not None
 
 
-def suppression_variants(prediction, options, graphable=True):
+def suppression_variants(prediction, options):
     variants = {}
     if has("yolov5"):
         function = stock.yolov5(stable=False).non_max_suppression
         variants["stock"] = lambda: function(prediction, **options)
+    if "multi_label" not in options and has("torchvision"):
+        variants[ONE_NMS] = lambda: one_nms(prediction, **options)
     variants["torch_fastdet list"] = lambda: yolov5_non_max_suppression(prediction, **options)
     variants["torch_fastdet padded"] = lambda: ops.non_max_suppression_padded(prediction, **options)
     return variants
 
 
-HOST = ("stock", "torch_fastdet list")
+ONE_NMS = "torchvision, one nms for the batch"
+OVERHEAD = "stock, torch.compile, reduce-overhead"
+# They wait for the host.
+HOST = ("stock", ONE_NMS, "stock decode + suppression", "torch_fastdet list", OVERHEAD)
+
+
+def bench_scale_boxes(report, images, **options):
+    """Detections of a batch in the pixels of photographs of 1280x720, as val.py brings them there image by image."""
+    device, count = report.device, 300
+    boxes = torch.rand(images, count, 6, device=device) * 640
+    rows = torch.tensor([ops.letterbox([640, 640], [720, 1280])] * images, device=device)
+    variants = {}
+    if has("yolov5"):
+        function = stock.yolov5(stable=False).scale_boxes
+        variants["stock"] = lambda: [function((640, 640), image[:, :4], (720, 1280)) for image in boxes.clone()]
+    variants["torch_fastdet"] = lambda: ops.scale_boxes_batched(boxes, rows)
+    report.compare(
+        f"scale_boxes, batch {images}, {count} boxes", variants, bytes=work.scale_boxes(images * count).bytes, **options
+    )
+
+
+def bench_ultralytics(report, images, dtype, **options):
+    """Raw maps of the anchor-free head, 8,400 anchors, to detections."""
+    device = report.device
+    g = torch.Generator(device=device).manual_seed(0)
+    heads = trained_heads(images, device, dtype)
+    boxes, scores = [], []
+    for head in heads:
+        ny, nx = head.shape[-2:]
+        boxes.append(torch.randn(images, 64, ny, nx, generator=g, device=device).to(dtype))
+        # One anchor's class logits, low where there is no object, as heads without an objectness have them.
+        anchor = head.unflatten(1, (3, -1))[:, 0]
+        scores.append((anchor[:, 5:] + anchor[:, 4:5].clamp(max=0)).contiguous())
+    variants = {}
+    if has("ultralytics"):
+        function = stock.ultralytics(stable=False).non_max_suppression
+        variants["stock decode + suppression"] = lambda: function(stock_ultralytics_decode(boxes, scores))
+    variants["torch_fastdet postprocess"] = lambda: ops.ultralytics_postprocess(boxes, scores, [], STRIDES)
+    report.compare(
+        f"Ultralytics raw heads to detections, batch {images}, conf .25",
+        variants,
+        bytes=work.ultralytics_postprocess(images, itemsize=heads[0].element_size()).bytes,
+        **options,
+    )
 
 
 def bench_cuda(report):
@@ -143,28 +227,36 @@ def bench_cuda(report):
                 stock_decode(heads)
             )
         variants |= {
+            ONE_NMS: lambda heads=heads: one_nms(stock_decode(heads)),
             "torch_fastdet decode + padded": lambda heads=heads: ops.non_max_suppression_padded(
                 ops.yolov5_decode(heads, anchors, STRIDES)
             ),
             "torch_fastdet postprocess": lambda heads=heads: ops.yolov5_postprocess(heads, anchors, STRIDES),
-            "the same, channels_last": lambda heads=channels_last: ops.yolov5_postprocess(heads, anchors, STRIDES),
+            "torch_fastdet postprocess, channels_last": lambda heads=channels_last: ops.yolov5_postprocess(
+                heads, anchors, STRIDES
+            ),
         }
         report.compare(
             f"raw heads to detections, batch {images}, conf .25",
             variants,
             bytes=size,
-            ungraphable=("stock decode + suppression",),
+            ungraphable=HOST,
             repetitions=10,
             inner=2,
         )
+        compiled = torch.compile(stock_decode)
+        overhead = torch.compile(stock_decode, mode="reduce-overhead")
         report.compare(
             f"decode, batch {images}",
             {
                 "stock": lambda heads=heads: stock_decode(heads),
+                "stock, torch.compile": lambda heads=heads, compiled=compiled: compiled(heads),
+                OVERHEAD: lambda heads=heads, overhead=overhead: overhead(heads),
                 "torch_fastdet": lambda heads=heads: ops.yolov5_decode(heads, anchors, STRIDES),
                 "torch_fastdet, channels_last": lambda heads=channels_last: ops.yolov5_decode(heads, anchors, STRIDES),
             },
             bytes=2 * size,
+            ungraphable=(OVERHEAD,),
             repetitions=20,
             inner=5,
         )
@@ -231,6 +323,8 @@ def bench_cuda(report):
         repetitions=10,
         inner=2,
     )
+    bench_ultralytics(report, 32, torch.float16, ungraphable=HOST, repetitions=10, inner=2)
+    bench_scale_boxes(report, 32, ungraphable=HOST, repetitions=20, inner=5)
 
 
 def bench_cpu(report):
@@ -245,14 +339,22 @@ def bench_cpu(report):
         variants = suppression_variants(prediction, options)
         variants.pop("torch_fastdet padded")
         report.compare(f"suppression, batch 4, {name}", variants, repetitions=3, warmup=1, inner=1)
+    few = {"repetitions": 5, "warmup": 1, "inner": 1}
+    variants = {}
+    if has("yolov5"):
+        function = stock.yolov5(stable=False).non_max_suppression
+        variants["stock decode + suppression"] = lambda: function(stock_decode(heads))
+    variants[ONE_NMS] = lambda: one_nms(stock_decode(heads))
+    variants["torch_fastdet postprocess"] = lambda: ops.yolov5_postprocess(heads, ANCHORS, STRIDES)
+    report.compare("raw heads to detections, batch 4, conf .25", variants, bytes=prediction.numel() * 4, **few)
     report.compare(
         "decode, batch 4",
         {"stock": lambda: stock_decode(heads), "torch_fastdet": lambda: ops.yolov5_decode(heads, ANCHORS, STRIDES)},
         bytes=prediction.numel() * 8,
-        repetitions=5,
-        warmup=1,
-        inner=1,
+        **few,
     )
+    bench_ultralytics(report, 4, torch.float32, **few)
+    bench_scale_boxes(report, 4, repetitions=20, inner=5)
 
 
 def measure(report):

@@ -1,20 +1,15 @@
 """Whole training steps of YOLOv5 at 640x640 under AMP: as shipped, tuned by hand, and with torch_fastdet. GPU only.
 
-    python -m benchmarks.bench_step [--out FOLDER] [--models s16 s64 n16 m32]           a loop over one batch on the GPU
-    python -m benchmarks.bench_step --script --data digits.yaml [--epochs 3] [...]      the real, unmodified train.py
+    python -m benchmarks.bench_step [--models s16 s64 n16 m32] [--compiled s16] [--out FOLDER]
 
-The loop is train.py's step without its loader: forward, loss, backward, unscale, clip, SGD, EMA, and the loss items on the
-host, which train.py's progress bar wants every step. Both need the package yolov5.
+The step is train.py's without its loader, over one batch on the GPU: forward, loss, backward, unscale, clip, SGD, EMA, and the
+loss items on the host, which train.py's progress bar wants every step. benchmarks/bench_train.py has the real script. Both need
+the package yolov5. torch.compile takes a minute or two a model and mode, so it is measured for --compiled alone, last.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import re
-import subprocess
-import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -23,10 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.bench_loss import HYP, make_targets
-from benchmarks.harness import Report
-
-# An epoch's bar begins with epoch and GPU memory; the last one it prints is full.
-EPOCH_LINE = re.compile(r"^\s*\d+/\d+\s+[\d.]+G.*\s(\d+)/(\d+) \[[^\]]*?([\d.]+)(it/s|s/it)")
+from benchmarks.harness import OURS, Report, missing
 
 
 def make_model(size: str, channels_last: bool):
@@ -46,8 +38,8 @@ def foreach_average(ema, model) -> Callable[[], None]:
     return lambda: torch._foreach_lerp_(averages, values, 1e-4)
 
 
-def stock_step(size: str, batch: int, tuned: bool, compiled: bool = False) -> Callable[[], None]:
-    """train.py's step. tuned: channels_last, fused SGD, foreach EMA; compiled: torch.compile on model and loss besides."""
+def stock_step(size: str, batch: int, tuned: bool, mode: str | None = None) -> Callable[[], None]:
+    """train.py's step. tuned: channels_last, fused SGD, foreach EMA; mode: of torch.compile, on model and loss besides."""
     from yolov5.utils.loss import ComputeLoss
     from yolov5.utils.torch_utils import ModelEMA, smart_optimizer
 
@@ -59,8 +51,8 @@ def stock_step(size: str, batch: int, tuned: bool, compiled: bool = False) -> Ca
     if tuned:
         for group in optimizer.param_groups:
             group["fused"] = True
-    call = torch.compile(model) if compiled else model
-    loss_of = torch.compile(compute_loss.__call__) if compiled else compute_loss
+    call = torch.compile(model, mode=mode) if mode else model
+    loss_of = torch.compile(compute_loss.__call__, mode=mode) if mode else compute_loss
     images, targets = make_images(batch), make_targets(batch, 8, torch.device("cuda"))
 
     def step():
@@ -128,104 +120,68 @@ def train_step(size: str, batch: int) -> Callable[[], None]:
 VARIANTS = {
     "stock": lambda size, batch: stock_step(size, batch, False),
     "stock, tuned": lambda size, batch: stock_step(size, batch, True),
-    "stock, tuned, torch.compile": lambda size, batch: stock_step(size, batch, True, True),
-    "GraphedModule": graphed_step,
-    "TrainStep": train_step,
+    f"{OURS} TrainStep": train_step,
+    f"{OURS} GraphedModule": graphed_step,
+}
+COMPILED = {
+    "stock, tuned, torch.compile": lambda size, batch: stock_step(size, batch, True, "default"),
+    "stock, tuned, torch.compile, reduce-overhead": lambda size, batch: stock_step(
+        size, batch, True, "reduce-overhead"
+    ),
 }
 
-# Compiling takes minutes.
-DEFAULT_VARIANTS = [name for name in VARIANTS if "compile" not in name]
 
-
-def measure_loop(models: list[str], variants: list[str], out: Path | None) -> None:
-    report = Report("step", torch.device("cuda"))
-    for name in models:
-        size, batch = name[0], int(name[1:])
-        for variant in variants:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            step = VARIANTS[variant](size, batch)
+def measure(report: Report, name: str, variants: dict[str, Callable], repetitions: int = 30) -> None:
+    """All variants of one model and batch live side by side, and are timed in turns."""
+    size, batch = name[0], int(name[1:])
+    steps: dict[str, Callable[[], None]] = {}
+    peaks: dict[str, float] = {}
+    for variant, make in variants.items():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_reserved()
+        try:
+            step = make(size, batch)
             for _ in range(8):
                 step()
-            torch.cuda.synchronize()
-            times = []
-            for _ in range(30):
-                start = time.perf_counter()
-                step()  # ends with the loss items on the host
-                times.append((time.perf_counter() - start) * 1e6)
-            counts = {"peak_mib": torch.cuda.max_memory_reserved() / 2**20}
-            report._add(f"yolov5{size}, batch {batch}, loop", variant, "call", times, None, counts)
-            del step
-    folder = report.write(out)
-    report.plot(folder)
+        except Exception as error:
+            if variant.startswith(OURS):
+                raise
+            print(f"left out: {variant} ended with {type(error).__name__}: {str(error)[:200]}", flush=True)
+            continue
+        torch.cuda.synchronize()
+        peaks[variant] = (torch.cuda.max_memory_reserved() - before) / 2**20
+        steps[variant] = step
+    times: dict[str, list[float]] = {variant: [] for variant in steps}
+    for _ in range(repetitions):
+        for variant, step in steps.items():
+            start = time.perf_counter()
+            step()  # ends with the loss items on the host
+            times[variant].append((time.perf_counter() - start) * 1e6)
+    for variant, values in times.items():
+        report.add(f"yolov5{size}, batch {batch}, loop", variant, "call", values, peak_mib=peaks[variant])
+    report.write()
 
 
-def measure_script(arguments: argparse.Namespace, out: Path | None) -> None:
-    """Milliseconds an iteration in the last epoch of the real train.py, as its progress bar counts them."""
-    from examples.yolov5_env import environment
-
-    report = Report("train_script", torch.device("cuda"))
-    root = Path(tempfile.mkdtemp())
-    env = environment(root / "env")
-    env["PYTHONPATH"] = os.pathsep.join([env["PYTHONPATH"], os.getcwd()])
-    for name in arguments.models:
-        size, batch = name[0], int(name[1:])
-        common = [
-            "--img",
-            640,
-            "--batch",
-            batch,
-            "--epochs",
-            arguments.epochs,
-            "--data",
-            arguments.data,
-            "--weights",
-            "",
-        ]
-        common += ["--cfg", f"yolov5{size}.yaml", "--workers", 16, "--noplots", "--noautoanchor", "--cache", "ram"]
-        common += ["--project", root / "runs"]
-        for variant, head, flags in (
-            ("stock", ["-m", "yolov5.train"], []),
-            (
-                "torch_fastdet",
-                ["-m", "torch_fastdet.yolov5", "-m", "yolov5.train"],
-                [f"--{flag}" for flag in arguments.flags],
-            ),
-        ):
-            command = [sys.executable, *head, *common, "--name", f"{name}{variant}", *flags]
-            done = subprocess.run(
-                [str(part) for part in command], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-            )
-            if done.returncode:
-                raise SystemExit(f"{variant} failed:\n{done.stdout[-6000:]}")
-            print("\n".join(line for line in done.stdout.splitlines() if "torch_fastdet" in line), flush=True)
-            found = [EPOCH_LINE.match(line) for line in re.split(r"[\r\n]", done.stdout)]
-            full = [match.groups()[2:] for match in found if match and match[1] == match[2]]
-            rates = [1e6 / float(rate) if unit == "it/s" else 1e6 * float(rate) for rate, unit in full]
-            print(variant, [round(rate) for rate in rates], flush=True)
-            report._add(
-                f"yolov5{size}, batch {batch}, train.py", variant, "call", rates[1:], None, {}
-            )  # the first captures
-    report.write(out)
-
-
-if __name__ == "__main__":
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["s16", "s64", "n16", "m32"], help="size and batch")
-    parser.add_argument("--variants", nargs="+", default=DEFAULT_VARIANTS, choices=list(VARIANTS))
-    parser.add_argument("--script", action="store_true", help="the real train.py instead of a loop")
-    parser.add_argument("--flags", nargs="+", default=["fastdet"], help="switches of --script")
-    parser.add_argument("--data", type=Path, help="data set for --script")
-    parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument(
-        "--skip", type=int, default=4, help="progress bars shorter than four times this are validation's"
-    )
-    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--models", nargs="*", default=["s16", "s64", "n16", "m32"], help="size and batch")
+    parser.add_argument("--compiled", nargs="*", default=["s16"], help="size and batch, against torch.compile too")
+    parser.add_argument("--out", type=Path, help="folder for CSV, JSON and PNG")
     parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
     options = parser.parse_args()
     if options.device == "cpu" or not torch.cuda.is_available():
-        print("bench_step measures on a GPU only: nothing to do")
-    elif options.script:
-        measure_script(options, options.out)
-    else:
-        measure_loop(options.models, options.variants, options.out)
+        print("nothing to do: the training step is measured on a GPU only")
+        return
+    if reason := missing("yolov5"):
+        print(reason)
+        return
+    report = Report("step", torch.device("cuda"), options.out)
+    for names, variants in ((options.models, VARIANTS), (options.compiled, COMPILED)):
+        for name in names:
+            measure(report, name, variants)
+            report.plot()
+
+
+if __name__ == "__main__":
+    main()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
+import importlib.util
 import json
 import platform
 import statistics
@@ -25,7 +26,9 @@ from typing import Any
 
 import torch
 
-RESULTS = Path(__file__).resolve().parent / "results"
+from benchmarks.report import OURS, RESULTS, ROOT
+
+WORK = ROOT / "runs/benchmarks"  # pictures and trainings that benchmarks make, and find again
 
 
 def environment(device: torch.device) -> dict[str, str]:
@@ -66,6 +69,12 @@ def results_folder(environment: dict[str, str]) -> Path:
     return RESULTS / f"{machine}-{environment['date']}"
 
 
+def missing(*packages: str) -> str | None:
+    """What a benchmark says where packages that it needs are not installed, or None."""
+    absent = [name for name in packages if importlib.util.find_spec(name) is None]
+    return f"nothing to do: not installed: {', '.join(absent)} (requirements/)" if absent else None
+
+
 @dataclass
 class Row:
     """One variant of one case in one view. Times are microseconds; bytes are those the algorithm must move."""
@@ -83,6 +92,9 @@ class Row:
     launches: int | None = None
     host_syncs: int | None = None
     peak_mib: float | None = None
+    p99_us: float | None = None  # 99th percentile, where latency is the question
+    map50: float | None = None
+    map50_95: float | None = None
     environment: dict[str, str] = field(default_factory=dict)
 
     def flat(self) -> dict[str, Any]:
@@ -195,13 +207,32 @@ def copy_rate(megabytes: int = 2048) -> float:
     return 2 * source.numel() / statistics.median(times) / 1e3
 
 
-class Report:
-    """Collects the rows of one benchmark and writes them as CSV and JSON."""
+def _attempt(name: str, function: Callable[[], Any]) -> Any:
+    """What the function returns, or None where an alternative fails. Ours may not."""
+    try:
+        return function()
+    except Exception as error:
+        if name.startswith(OURS):
+            raise
+        reason = (str(error).splitlines() or [""])[0]
+        print(f"left out: {name} ended with {type(error).__name__}: {reason}", flush=True)
+        return None
 
-    def __init__(self, benchmark: str, device: torch.device):
+
+def _repeat(function: Callable[[], Any], calls: int) -> bool:
+    for _ in range(calls):
+        function()
+    return True
+
+
+class Report:
+    """Collects the rows of one benchmark and writes them as CSV and JSON after each case: what is measured stays measured."""
+
+    def __init__(self, benchmark: str, device: torch.device, folder: Path | None = None):
         self.benchmark = benchmark
         self.device = device
         self.environment = environment(device)
+        self.folder = folder or results_folder(self.environment)
         self.rows: list[Row] = []
         self.copy_gb_per_s = copy_rate() if device.type == "cuda" else None
         if self.copy_gb_per_s:
@@ -219,7 +250,7 @@ class Report:
         inner: int = 10,
         ungraphable: tuple[str, ...] = (),
     ) -> None:
-        """Measures `variants` side by side.
+        """Measures `variants` side by side. An alternative that fails is said and left out; ours has to work.
 
         Args:
             case: what is computed, at which size.
@@ -229,13 +260,16 @@ class Report:
             inner: calls between two clock readings in the call and graph views.
             ungraphable: variants that cannot be captured (host sync): they get no graph row.
         """
-        for function in variants.values():
-            for _ in range(warmup):
-                function()
+        variants = {
+            name: function
+            for name, function in variants.items()
+            if _attempt(name, lambda f=function: _repeat(f, warmup))
+        }
         if self.device.type == "cpu":
             times = _time_cpu(variants, repetitions, inner)
             for name, values in times.items():
-                self._add(case, name, "call", values, bytes, {})
+                self.add(case, name, "call", values, bytes)
+            self.write()
             return
         torch.cuda.synchronize()
         counts = {
@@ -248,18 +282,24 @@ class Report:
         }
         if "call" in views:
             for name, values in _time_cuda(variants, repetitions, inner, None).items():
-                self._add(case, name, "call", values, bytes, counts[name])
+                self.add(case, name, "call", values, bytes, **counts[name])
         graphs = {}
         if "graph" in views:
-            graphs = {name: graph(function) for name, function in variants.items() if name not in ungraphable}
+            for name, function in variants.items():
+                if name not in ungraphable and (captured := _attempt(name, lambda f=function: graph(f))):
+                    graphs[name] = captured
             for name, values in _time_cuda(graphs, repetitions, inner, None).items():
-                self._add(case, name, "graph", values, bytes, counts[name])
+                self.add(case, name, "graph", values, bytes, **counts[name])
         if "cold" in views:
             functions = {name: graphs.get(name, function) for name, function in variants.items()}
             for name, values in _time_cuda(functions, repetitions, 1, Flush()).items():
-                self._add(case, name, "cold", values, bytes, counts[name])
+                self.add(case, name, "cold", values, bytes, **counts[name])
+        self.write()
 
-    def _add(self, case: str, variant: str, view: str, values: list[float], bytes: int | None, counts: dict) -> None:
+    def add(
+        self, case: str, variant: str, view: str, values: list[float], bytes: int | None = None, **others: Any
+    ) -> None:
+        """A row from the microseconds of each repetition; `others` are fields of Row."""
         median = statistics.median(values)
         rate = bytes / median / 1e3 if bytes else None
         row = Row(
@@ -274,7 +314,7 @@ class Report:
             gb_per_s=round(rate, 1) if rate else None,
             percent_of_copy=round(100 * rate / self.copy_gb_per_s, 1) if rate and self.copy_gb_per_s else None,
             environment=self.environment,
-            **counts,
+            **others,
         )
         self.rows.append(row)
         extra = f" {row.gb_per_s:8.1f} GB/s" if row.gb_per_s else ""
@@ -282,20 +322,17 @@ class Report:
         count = f" {row.launches} launches, {row.host_syncs} syncs" if row.launches is not None else ""
         print(f"{case:44} {variant:28} {view:6} {row.median_us:12.2f} us{extra}{share}{count}", flush=True)
 
-    def write(self, folder: Path | None = None) -> Path:
-        """Writes <folder>/<benchmark>.csv and .json; the default folder is benchmarks/results/<machine>-<date>."""
-        folder = folder or results_folder(self.environment)
-        folder.mkdir(parents=True, exist_ok=True)
+    def write(self) -> None:
+        """Writes <folder>/<benchmark>.csv and .json."""
+        self.folder.mkdir(parents=True, exist_ok=True)
         rows = [row.flat() for row in self.rows]
-        (folder / f"{self.benchmark}.json").write_text(json.dumps(rows, indent=1) + "\n")
-        with open(folder / f"{self.benchmark}.csv", "w", newline="") as file:
+        (self.folder / f"{self.benchmark}.json").write_text(json.dumps(rows, indent=1) + "\n")
+        with open(self.folder / f"{self.benchmark}.csv", "w", newline="") as file:
             writer = csv.DictWriter(file, fieldnames=list(rows[0]))
             writer.writeheader()
             writer.writerows(rows)
-        print(f"wrote {folder / self.benchmark}.csv and .json")
-        return folder
 
-    def plot(self, folder: Path, view: str = "call") -> None:
+    def plot(self, view: str = "call") -> None:
         """Draws one bar a variant for each case of `view`, log scale, as <folder>/<benchmark>.png."""
         import matplotlib
 
@@ -324,7 +361,7 @@ class Report:
         handles = [plt.Rectangle((0, 0), 1, 1, color=colors(index % 10)) for index in range(len(variants))]
         axes.legend(handles, variants, fontsize=8)
         figure.tight_layout()
-        figure.savefig(folder / f"{self.benchmark}.png", dpi=120)
+        figure.savefig(self.folder / f"{self.benchmark}.png", dpi=120)
         plt.close(figure)
 
 
@@ -334,7 +371,7 @@ def run(benchmark: str, measure: Callable[[Report], None]) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--out", type=Path, default=None, help="folder for CSV, JSON and PNG")
     arguments = parser.parse_args()
-    report = Report(benchmark, torch.device(arguments.device))
+    report = Report(benchmark, torch.device(arguments.device), arguments.out)
     measure(report)
-    folder = report.write(arguments.out)
-    report.plot(folder)
+    report.plot()
+    print(f"wrote {report.folder / benchmark}.json, .csv and .png")

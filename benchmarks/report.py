@@ -47,7 +47,7 @@ def _time(microseconds: float) -> str:
     return f"{microseconds / 1e3:.2f} ms" if microseconds >= 1000 else f"{microseconds:.1f} us"
 
 
-def _table(header: list[str], rows: list[list[str]]) -> str:
+def table(header: list[str], rows: list[list[str]]) -> str:
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows]) + "\n"
 
@@ -89,7 +89,7 @@ def benchmark_table(rows: list[dict]) -> str:
         cells += [_number(template, any_row.get(key)) for _, key, template in columns]
         body.append(cells)
     header = ["case", "variant", *views, *(["p99"] if tails else []), *(["of copy rate"] if copies else [])]
-    return _table(header + [title for title, _, _ in columns], body)
+    return table(header + [title for title, _, _ in columns], body)
 
 
 def _ours(row: dict, alternative: float) -> tuple[str, str]:
@@ -116,7 +116,7 @@ def summary_table(benchmarks: dict[str, list[dict]]) -> str:
             shown = [ours[0]] if fastest["median_us"] > 0.9 * ours[0]["median_us"] else [ours[0], fastest]
             times, ratios = zip(*(_ours(row, best["median_us"]) for row in shown))
             body.append([case, f"{best['variant']}: {_time(best['median_us'])}", "; ".join(times), "; ".join(ratios)])
-    return _table(["case", "best alternative", "torch_fastdet", "faster by"], body)
+    return table(["case", "best alternative", "torch_fastdet", "faster by"], body)
 
 
 def provenance(folder: Path) -> str:
@@ -132,19 +132,21 @@ def tables(folder: Path) -> str:
     parts = [provenance(folder), summary_table(load(folder))]
     for name, rows in load(folder).items():
         parts += [f"### {name}\n", benchmark_table(rows)]
-    if (folder / "roofline.md").exists():
-        parts += ["### roofline\n", (folder / "roofline.md").read_text()]
+    for page in ("roofline", "training_truth"):
+        if (folder / f"{page}.md").exists():
+            parts += [f"### {page}\n", (folder / f"{page}.md").read_text()]
     return "\n".join(parts)
 
 
 def section(name: str) -> str:
-    """What a marker stands for: <gpu|cpu>-summary, <gpu|cpu>-roofline, or <gpu|cpu>-<benchmark>."""
+    """What a marker stands for: <gpu|cpu>-summary, -roofline, -training_truth, or -<benchmark>."""
     kind, _, what = name.partition("-")
     folder = newest(kind)
     if what == "summary":
         return f"{summary_table(load(folder))}\n{provenance(folder)}"
-    if what == "roofline":
-        return f"{(folder / 'roofline.md').read_text()}\n{provenance(folder)}"
+    page = folder / f"{what}.md"  # roofline, training_truth
+    if page.exists():
+        return page.read_text()
     return f"{benchmark_table(load(folder)[what])}\n{provenance(folder)}"
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
+import re
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,11 +21,10 @@ import torch
 from benchmarks import harness, report, work
 
 
-def _median_s(function: Callable[[], None], device: torch.device, repetitions: int = 10) -> float:
-    for _ in range(3):
-        function()
+def _least_s(function: Callable[[], object], device: torch.device, repetitions: int = 20) -> float:
+    """The shortest time: a ceiling is what the machine can do when nobody disturbs it."""
     times = []
-    for _ in range(repetitions):
+    for _ in range(3 + repetitions):
         if device.type == "cuda":
             torch.cuda.synchronize()
         start = time.perf_counter()
@@ -32,34 +32,36 @@ def _median_s(function: Callable[[], None], device: torch.device, repetitions: i
         if device.type == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return min(times[3:])
 
 
 def matrix_rate(dtype: torch.dtype, device: torch.device) -> float:
     """FLOP/s of a square matrix product of random data, large enough to fill the device."""
-    size = 8192 if device.type == "cuda" else 1536
+    size = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     tf32 = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
-        return 2 * size**3 / _median_s(lambda: torch.mm(a, b), device)
+        return 2 * size**3 / _least_s(lambda: torch.mm(a, b), device)
     finally:
         torch.backends.cuda.matmul.allow_tf32 = tf32
 
 
-def copy_rate(device: torch.device) -> float:
-    """Bytes a second, read plus write."""
-    if device.type == "cuda":
-        return harness.copy_rate() * 1e9
-    source = torch.randint(0, 255, (256 << 20,), dtype=torch.uint8)
+def cpu_copy_rate(size: int) -> float:
+    """Bytes a second of copies that move `size` bytes, read plus write: small ones stay in the caches."""
+    source = torch.randint(0, 255, (size // 2,), dtype=torch.uint8)
     target = torch.empty_like(source)
-    return 2 * source.numel() / _median_s(lambda: target.copy_(source), device)
+    calls = max(1, (1 << 24) // size)
+
+    def copies() -> None:
+        for _ in range(calls):
+            target.copy_(source)
+
+    return calls * size / _least_s(copies, torch.device("cpu"))
 
 
 def launch_time(device: torch.device) -> float:
-    """Seconds from one small kernel to the next inside a CUDA graph; 0 on the CPU."""
-    if device.type == "cpu":
-        return 0.0
+    """Seconds from one small kernel to the next inside a CUDA graph."""
     x = torch.randn(32, device=device)
     count = 200
 
@@ -67,103 +69,266 @@ def launch_time(device: torch.device) -> float:
         for _ in range(count):
             x.mul_(1.0001)
 
-    return _median_s(harness.graph(kernels), device) / count
+    return _least_s(harness.graph(kernels), device) / count
 
 
 def measure_machine(device: torch.device) -> work.Machine:
     environment = harness.environment(device)
-    half = matrix_rate(torch.float16 if device.type == "cuda" else torch.bfloat16, device)
-    rates = {"fp32": matrix_rate(torch.float32, device), "fp16": half}
-    return work.Machine(environment["gpu"] or environment["cpu"], copy_rate(device), rates, launch_time(device))
+    name = environment["gpu"] or environment["cpu"]
+    if device.type == "cuda":
+        rates = {"fp32": matrix_rate(torch.float32, device), "fp16": matrix_rate(torch.float16, device)}
+        return work.Machine(name, harness.copy_rate() * 1e9, rates, launch_time(device))
+    rates = {"fp32": matrix_rate(torch.float32, device), "fp16": matrix_rate(torch.bfloat16, device)}
+    copies = {1 << bits: cpu_copy_rate(1 << bits) for bits in range(14, 30, 3)}
+    return work.Machine(name, cpu_copy_rate(1 << 29), rates, 0.0, copies)
 
 
-# What a benchmark's case does, as a formula: (benchmark, text in the case's name) -> work.
-FORMULAS: dict[tuple[str, str], work.Work] = {
-    ("bbox_iou", "n=3,000"): work.iou_loss(3_000),
-    ("bbox_iou", "n=300,000"): work.iou_loss(300_000),
-    ("bbox_iou", "n=3,000,000"): work.iou_loss(3_000_000),
+# Formulas of the benchmarks' cases: benchmark, pattern of the case's name, its groups and the size of a number to work.
+
+CONFIDENCE = {  # of bench_nms: threshold, mean and deviation of the objectness logits
+    "conf .25": (0.25, -5.0, 1.5),
+    "validation": (0.001, -5.0, 1.5),
+    "sparse validation": (0.001, -11.0, 1.5),
+}
+THOUSANDS = 30_000  # candidates of bench_nms's cases with one class
+
+
+def _upsample(what: str, n: str, c: str, h: str, w: str, itemsize: int) -> work.Work:
+    elements = int(n) * int(c) * int(h) * int(w)
+    if what == "forward":
+        return work.upsample2x(elements, itemsize)
+    if what == "backward":
+        return work.upsample2x_backward(elements, itemsize)
+    combined = work.upsample2x_cat if what == "cat forward" else work.upsample2x_cat_step
+    return combined(elements, 4 * elements, itemsize)
+
+
+def _one_class(what: str, itemsize: int) -> work.Work:
+    if what == "all overlap":
+        return work.greedy_suppression(THOUSANDS, 1, THOUSANDS - 1)
+    kept = int(what.rpartition(" ")[2])
+    return work.greedy_suppression(THOUSANDS, kept, kept * (kept - 1) // 2)
+
+
+def _suppression(formula: Callable[..., work.Work]) -> Callable[..., work.Work]:
+    return lambda batch, name, itemsize: formula(
+        int(batch), work.passing_share(*CONFIDENCE[name]), itemsize=itemsize, max_det=300
+    )
+
+
+def training_step(model: str, batch: str | int, itemsize: int = 2) -> work.Work:
+    pieces = [piece for family in work.yolov5_training_pieces(model, int(batch)).values() for piece in family]
+    return sum(pieces, work.Work(0, 0, "fp16", 0))
+
+
+STEP = r"yolov5(\w), batch (\d+), (?:loop|train\.py)"
+FORMULAS: tuple[tuple[str, str, Callable[..., work.Work]], ...] = (
+    ("bbox_iou", r"CIoU loss forward\+backward n=(\d+)", lambda n, _: work.iou_loss(int(n))),
+    ("bbox_iou", r"bbox_iou CIoU forward n=(\d+)", lambda n, _: work.iou(int(n))),
+    ("upsample", r"((?:cat )?(?:forward|backward|forward\+backward)) \w+fp\d+\((\d+),(\d+),(\d+),(\d+)\)", _upsample),
+    (
+        "multi_tensor",
+        r"EMA (\w)",
+        lambda model, _: work.ema(work.yolov5_parameters(model) + work.yolov5_statistics(model)),
+    ),
+    ("multi_tensor", r"SGD momentum nesterov (\w)", lambda model, _: work.sgd(work.yolov5_parameters(model))),
+    (
+        "multi_tensor",
+        r"unscale \+ clip \+ SGD \+ EMA (\w)",
+        lambda model, _: work.fused_step(work.yolov5_parameters(model), work.yolov5_statistics(model)),
+    ),
+    ("multi_tensor", r"clip_grad_norm_ (\w)", lambda model, _: work.clip(work.yolov5_parameters(model))),
+    (
+        "loss",
+        r"640x640, batch (\d+), \d+ boxes an image",
+        lambda batch, itemsize: work.yolov5_loss(int(batch), itemsize=itemsize),
+    ),
+    ("nms", r"suppression, batch (\d+), ([\w .]+)", _suppression(work.suppression)),
+    ("nms", r"raw heads to detections, batch (\d+), ([\w .]+)", _suppression(work.yolov5_postprocess)),
+    ("nms", r"decode, batch (\d+)", lambda batch, itemsize: work.yolov5_decode(int(batch), itemsize=itemsize)),
+    ("nms", r"30,000 boxes, one class, (.+)", _one_class),
+    (
+        "nms",
+        r"Ultralytics layout, batch (\d+), conf .25",  # of YOLOv5's anchors
+        lambda batch, itemsize: work.ultralytics_postprocess(int(batch), work.yolov5_anchors(), itemsize=itemsize),
+    ),
+    (
+        "nms",
+        r"Ultralytics raw heads to detections, batch (\d+), conf .25",
+        lambda batch, itemsize: work.ultralytics_postprocess(int(batch), itemsize=itemsize),
+    ),
+    ("nms", r"scale_boxes, batch (\d+), (\d+) boxes", lambda batch, n, _: work.scale_boxes(int(batch) * int(n))),
+    ("step", STEP, training_step),
+    ("train", STEP, training_step),
+)
+# Cases of ours without a formula, and why.
+WITHOUT = {
+    (
+        "postprocess",
+        r".*",
+    ): "its work depends on what the trained model detects; bench_nms has the same operators on stated data",
+    ("train", r"yolov5n, batch \d+, train\.py at 128"): "a figure of the CPU, where the loader is part of the step",
 }
 
 
-def rows_of(folder: Path) -> list[dict]:
-    """Our measured rows that carry the bytes they must move, or have a formula, with their floors' ingredients."""
-    found = []
-    for benchmark, rows in report.load(folder).items():
-        for row in rows:
-            if not row["variant"].startswith(report.OURS):
+def formula(benchmark: str, case: str, itemsize: int = 2) -> work.Work | None:
+    """What a case of a benchmark costs at the least, or None."""
+    for name, pattern, make in FORMULAS:
+        if name == benchmark and (match := re.fullmatch(pattern, case)):
+            return make(*match.groups(), itemsize)
+    return None
+
+
+@dataclass
+class Placed:
+    """A case of ours beside its floor. Seconds; `variant` and `view` are those of the fastest of ours."""
+
+    family: str
+    name: str
+    work: work.Work
+    floor_s: float
+    measured_s: float | None = None
+    variant: str = ""
+    view: str = ""
+
+    @property
+    def share(self) -> float | None:
+        return self.floor_s / self.measured_s if self.measured_s else None
+
+
+def place(machine: work.Machine, results: dict[str, list[dict]]) -> list[Placed]:
+    """Every case of ours that has a formula, with the time of our fastest variant.
+
+    Where memory is the bound that is the cold view (with a warm L2 an operator may beat memory), else the graph's replay, the
+    device alone; and the call where there is no such view.
+    """
+    placed = []
+    for benchmark, rows in results.items():
+        for case in dict.fromkeys(row["case"] for row in rows):
+            ours = [row for row in rows if row["case"] == case and report.is_ours(row["variant"])]
+            piece = formula(benchmark, case, 2 if ours and ours[0]["gpu"] else 4)
+            if not ours or piece is None:
                 continue
-            formula = next(
-                (f for (name, text), f in FORMULAS.items() if name == benchmark and text in row["case"]), None
+            views = ("cold", "graph", "call") if machine.bound(piece) == "memory" else ("graph", "call", "cold")
+            view = next(view for view in views if any(row["view"] == view for row in ours))
+            best = min((row for row in ours if row["view"] == view), key=lambda row: row["median_us"])
+            placed.append(
+                Placed(benchmark, case, piece, machine.floor_s(piece), best["median_us"] / 1e6, best["variant"], view)
             )
-            if formula is None and row["bytes"]:
-                formula = work.Work(0, row["bytes"])
-            if formula is not None:
-                found.append({"name": f"{row['case']} ({row['variant']})", "view": row["view"], "work": formula,
-                              "measured_s": row["median_us"] / 1e6})  # fmt: skip
-    order = {"graph": 0, "call": 1, "cold": 2}
-    best: dict[str, dict] = {}
-    for row in sorted(found, key=lambda row: order[row["view"]]):
-        best.setdefault(row["name"], row)  # the device alone, where it was measured
-    return list(best.values())
+    for row in placed:
+        if match := re.fullmatch(STEP, row.name):  # kernel after kernel, each at its own ceiling
+            row.floor_s = work.yolov5_training_floor_s(match[1], int(match[2]), machine)
+    return placed
 
 
-def training_rows(machine: work.Machine, folder: Path) -> list[dict]:
-    """The training step of each model: floor of its kernels, and the measured TrainStep where bench_step wrote one."""
-    measured = {
-        row["case"]: row for row in report.load(folder).get("step", []) if row["variant"].startswith(report.OURS)
-    }
-    rows = []
-    for model, batch in (("n", 16), ("s", 16), ("s", 64), ("m", 32), ("l", 16), ("x", 16)):
-        works = [piece for pieces in work.yolov5_training_pieces(model, batch).values() for piece in pieces]
-        total = work.Work(sum(piece.flops for piece in works), sum(piece.bytes for piece in works), "fp16")
-        row = next((row for case, row in measured.items() if f"yolov5{model} batch {batch}" in case), None)
-        rows.append({"name": f"training step, yolov5{model} batch {batch}", "view": row["view"] if row else "-", "work": total,
-                     "floor_s": work.yolov5_training_floor_s(model, batch, machine),
-                     "measured_s": row["median_us"] / 1e6 if row else None})  # fmt: skip
-    return rows
+def unmeasured_steps(machine: work.Machine, placed: list[Placed]) -> list[Placed]:
+    """Training steps of the models that no benchmark ran."""
+    there = {match[1] for row in placed if (match := re.fullmatch(STEP, row.name))}
+    return [
+        Placed("step", f"yolov5{model}, batch 16, loop", training_step(model, 16), work.yolov5_training_floor_s(model, 16, machine))
+        for model in work.YOLOV5_MULTIPLES
+        if model not in there
+    ]  # fmt: skip
 
 
-def table(machine: work.Machine, rows: list[dict]) -> str:
-    body = []
-    for row in rows:
-        piece, floor, measured = row["work"], row["floor_s"], row["measured_s"]
-        body.append([
-            row["name"], f"{piece.bytes / 1e6:,.2f}", f"{piece.flops / 1e6:,.1f}", f"{piece.intensity:.2f}",
-            machine.bound(piece), f"{floor * 1e6:,.1f}",
-            f"{measured * 1e6:,.1f} ({row['view']})" if measured else "not measured",
-            f"{100 * floor / measured:.0f}%" if measured else "-",
-        ])  # fmt: skip
-    header = ["work", "MB", "MFLOP", "FLOP/B", "bound", "floor us", "measured us", "of floor"]
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    ceilings = (
-        f"{machine.name}: copy {machine.bytes_per_s / 1e12:.3g} TB/s, fp32 {machine.flops_per_s['fp32'] / 1e12:.3g} and fp16 "
-        f"{machine.flops_per_s['fp16'] / 1e12:.3g} TFLOP/s, so {machine.ops_to_byte('fp32'):.1f} and "
-        f"{machine.ops_to_byte('fp16'):.0f} FLOP/B; a kernel takes {machine.launch_s * 1e6:.2f} us at the least.\n"
+def ceilings(machine: work.Machine) -> str:
+    text = (
+        f"{machine.name}: copy {machine.bytes_per_s / 1e9:,.0f} GB/s, matrix products fp32 "
+        f"{machine.flops_per_s['fp32'] / 1e12:.3g} and fp16 {machine.flops_per_s['fp16'] / 1e12:.3g} TFLOP/s, so "
+        f"{machine.ops_to_byte('fp32'):.1f} and {machine.ops_to_byte('fp16'):.0f} FLOP/B"
     )
-    return ceilings + "\n" + "\n".join(lines + ["| " + " | ".join(cells) + " |" for cells in body]) + "\n"
+    if machine.launch_s:
+        text += f"; a kernel takes {machine.launch_s * 1e6:.2f} us at the least"
+    if machine.cached_bytes_per_s:
+        sizes = (f"{rate / 1e9:,.0f} at {size / 1e6:.2g} MB" for size, rate in machine.cached_bytes_per_s.items())
+        text += f"; copies that stay in the caches, GB/s: {', '.join(sizes)}"
+    return text + ".\n"
 
 
-def plot(machine: work.Machine, rows: list[dict], path: Path) -> None:
+def table(machine: work.Machine, rows: list[Placed]) -> str:
+    body = []
+    for number, row in enumerate(rows, 1):
+        measured = f"{row.measured_s * 1e6:,.1f} ({row.view})" if row.measured_s else "not measured"
+        share = f"{100 * row.share:.0f}%" if row.share else "-"
+        body.append([
+            str(number), row.name, f"{row.work.bytes / 1e6:,.2f}", f"{row.work.flops / 1e6:,.1f}", f"{row.work.intensity:.2f}",
+            machine.bound(row.work), f"{row.floor_s * 1e6:,.1f}", measured, row.variant or "-", share,
+        ])  # fmt: skip
+    header = ["", "case", "MB", "MFLOP", "FLOP/B", "bound", "floor us", "measured us", "variant", "of floor"]
+    return f"{ceilings(machine)}\n{report.table(header, body)}"
+
+
+TITLES = {
+    "bbox_iou": "box pairs",
+    "upsample": "upsample",
+    "multi_tensor": "optimizer",
+    "loss": "loss",
+    "nms": "post-processing",
+    "step": "training step",
+    "train": "train.py",
+}
+
+
+def plot(machine: work.Machine, rows: list[Placed], path: Path) -> None:
+    """Left the roofline, right the share of the floor that each case reaches; a number is the same case in both."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(8, 5))
-    intensities = [10 ** (exponent / 10) for exponent in range(-20, 40)]
-    for unit, style in (("fp32", "--"), ("fp16", "-")):
-        ceiling = [min(machine.flops_per_s[unit], x * machine.bytes_per_s) / 1e12 for x in intensities]
-        axes.plot(intensities, ceiling, style, color="gray", label=f"ceiling, {unit}")
-    for row in rows:
-        if row["measured_s"] and row["work"].flops:
-            axes.plot(row["work"].intensity, row["work"].flops / row["measured_s"] / 1e12, "o", markersize=5)
-            axes.annotate(
-                row["name"][:40], (row["work"].intensity, row["work"].flops / row["measured_s"] / 1e12), fontsize=5
+    rows = [row for row in rows if row.measured_s]
+    numbers = {id(row): number for number, row in enumerate(rows, 1)}
+    colors = {family: f"C{index}" for index, family in enumerate(TITLES)}
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(17, max(7.0, 0.8 + 0.23 * len(rows))), width_ratios=(1.1, 1), layout="constrained"
+    )
+    shown = [row for row in rows if row.work.flops]
+    low = min((row.work.intensity for row in shown), default=0.1) / 3
+    high = max(3 * machine.ops_to_byte("fp16"), *(row.work.intensity * 3 for row in shown)) if shown else 1e3
+    for unit, style in (("fp16", "-"), ("fp32", "--")):
+        ridge = machine.ops_to_byte(unit)
+        xs = [low, ridge, high]
+        left.plot(
+            xs,
+            [min(machine.flops_per_s[unit], x * machine.bytes_per_s) / 1e12 for x in xs],
+            style,
+            color="0.35",
+            label=f"ceiling, {unit}: {machine.flops_per_s[unit] / 1e12:.3g} TFLOP/s from {ridge:.3g} FLOP/B",
+        )
+    for family, title in TITLES.items():
+        group = [row for row in shown if row.family == family]
+        if not group:
+            continue
+        xs = [row.work.intensity for row in group]
+        ys = [row.work.flops / row.measured_s / 1e12 for row in group]
+        left.plot(xs, ys, "o", color=colors[family], markersize=5, label=title)
+        for index, (row, x, y) in enumerate(zip(group, xs, ys)):
+            # Neighbours' numbers go to different sides.
+            offset = ((6, 4), (6, -10), (-14, 4), (-14, -10))[index % 4]
+            left.annotate(
+                str(numbers[id(row)]),
+                (x, y),
+                xytext=offset,
+                textcoords="offset points",
+                fontsize=8,
+                color=colors[family],
             )
-    axes.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="TFLOP/s", title=machine.name)
-    axes.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
+    left.set(
+        xscale="log", yscale="log", xlim=(low, high), xlabel="operations a byte", ylabel="TFLOP/s", title=machine.name
+    )
+    left.grid(alpha=0.3, which="both")
+    left.legend(fontsize=9, loc="lower right")
+
+    for row in rows:
+        number = numbers[id(row)]
+        right.barh(number, 100 * row.share, color=colors[row.family], height=0.7)
+        right.text(100 * row.share + 1, number, f"{100 * row.share:.0f}%", va="center", fontsize=7)
+    right.set_yticks(list(numbers.values()), [f"{row.name}  {numbers[id(row)]}" for row in rows], fontsize=7)
+    right.set(
+        xlim=(0, 110), ylim=(len(rows) + 0.7, 0.3), xlabel="% of the floor that the formula and the ceilings allow"
+    )
+    right.set_title("copies have no operations: they are on this side alone", fontsize=9)
+    figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
@@ -178,14 +343,15 @@ def main() -> None:
     folder = arguments.results or harness.results_folder(harness.environment(device))
     folder.mkdir(parents=True, exist_ok=True)
     machine = measure_machine(device)
-    rows = rows_of(folder)
-    for row in rows:
-        row["floor_s"] = machine.floor_s(row["work"])
-    rows += training_rows(machine, folder)
+    rows = place(machine, report.load(folder))
+    if device.type == "cuda":
+        rows += unmeasured_steps(machine, rows)
     text = table(machine, rows)
+    if rows:
+        text += f"\n{report.provenance(folder)}"
     print(text)
     (folder / "roofline.md").write_text(text)
-    plain = [{**row, "work": row["work"].__dict__} for row in rows]
+    plain = [{**row.__dict__, "work": row.work.__dict__, "share": row.share} for row in rows]
     (folder / "roofline.json").write_text(json.dumps({"machine": machine.__dict__, "rows": plain}, indent=1) + "\n")
     plot(machine, rows, folder / "roofline.png")
 

@@ -1,25 +1,33 @@
 """Bytes and operations by stated formula: what an algorithm must move and compute, before anybody measures it.
 
-Pure functions, no torch. An operation is one add or one multiply (a fused multiply-add is two), as in the arithmetic-intensity
-literature. Bytes count each input read once and each output written once: the least that any kernel can move.
+Pure functions. An operation is one add or one multiply (a fused multiply-add is two), as in the arithmetic-intensity literature;
+torch_fastdet/flops.py says which others count. Bytes count each input read once and each output written once: the least that any kernel can move.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from torch_fastdet import flops
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a piece of work costs at the least. `unit` names the rate its operations run at: "fp32" or "fp16" (matrix units)."""
+    """What a piece of work costs at the least.
+
+    `unit` names the rate its operations run at: "fp32" or "fp16" (matrix units). `launches`: kernels that must follow each
+    other, as the clipping must wait for the norm.
+    """
 
     flops: float
     bytes: float
     unit: str = "fp32"
+    launches: int = 1
 
     def __add__(self, other: Work) -> Work:
-        return Work(self.flops + other.flops, self.bytes + other.bytes, self.unit)
+        """One after the other."""
+        return Work(self.flops + other.flops, self.bytes + other.bytes, self.unit, self.launches + other.launches)
 
     @property
     def intensity(self) -> float:
@@ -32,25 +40,36 @@ class Machine:
     """Measured ceilings of a device."""
 
     name: str
-    bytes_per_s: float
+    bytes_per_s: float  # of a copy in main memory, read plus write
     flops_per_s: dict[str, float]  # by unit
     launch_s: float = 0.0  # least time of one kernel
+    cached_bytes_per_s: dict[int, float] = field(default_factory=dict)  # of copies that move so many bytes, on a CPU
 
     def ops_to_byte(self, unit: str) -> float:
         """Intensity above which the unit's arithmetic, not memory, is the limit."""
         return self.flops_per_s[unit] / self.bytes_per_s
 
-    def floor_s(self, work: Work) -> float:
-        """No version runs faster than this."""
-        return max(self.launch_s, work.bytes / self.bytes_per_s, work.flops / self.flops_per_s[work.unit])
+    def rate(self, bytes: float) -> float:
+        """Bytes a second of work that moves `bytes`: that of the copies half as large or larger, so never too low."""
+        sizes = sorted(self.cached_bytes_per_s)
+        smallest = max((size for size in sizes if size <= bytes / 2), default=min(sizes, default=0))
+        return max([self.bytes_per_s, *(rate for size, rate in self.cached_bytes_per_s.items() if size >= smallest)])
 
-    def bound(self, work: Work) -> str:
-        times = {
-            "launch latency": self.launch_s,
-            "memory": work.bytes / self.bytes_per_s,
+    def times(self, work: Work) -> dict[str, float]:
+        """Seconds that each limit alone would allow."""
+        return {
+            "launch latency": work.launches * self.launch_s,
+            "memory": work.bytes / self.rate(work.bytes),
             "arithmetic": work.flops / self.flops_per_s[work.unit],
         }
-        return max(times, key=times.get)
+
+    def floor_s(self, work: Work) -> float:
+        """No version runs faster than this."""
+        return max(self.times(work).values())
+
+    def bound(self, work: Work) -> str:
+        times = self.times(work)
+        return max(times, key=lambda limit: times[limit])
 
 
 # Textbook cases
@@ -67,24 +86,30 @@ def linear(batch: int, inputs: int, outputs: int, itemsize: int = 2) -> Work:
     return Work(2.0 * batch * inputs * outputs, elements * itemsize, "fp16" if itemsize == 2 else "fp32")
 
 
-# Our operators. The operation counts are read off csrc/core/*_math.h: transcendental functions count as one.
+# Our operators. torch_fastdet/flops.py has the operations, for torch's FlopCounterMode too; the bytes are here.
 
-CIOU_FORWARD_FLOPS = 60
-CIOU_BACKWARD_FLOPS = 110
+BOX = 4  # coordinates
+
+
+def iou(pairs: int, itemsize: int = 4) -> Work:
+    """CIoU of box pairs: two boxes in, a number out."""
+    return Work(flops.iou(pairs), pairs * (2 * BOX + 1) * itemsize)
 
 
 def iou_loss(pairs: int, itemsize: int = 4) -> Work:
-    """CIoU loss and its gradient to the first box, reduced: two boxes in, one gradient out."""
-    return Work(pairs * (CIOU_FORWARD_FLOPS + CIOU_BACKWARD_FLOPS), pairs * (8 + 4) * itemsize)
+    """CIoU loss, reduced, and its gradient to the first box: both passes read both boxes, the second writes a gradient."""
+    count = flops.iou_loss(pairs) + flops.iou_backward(pairs)
+    return Work(count, pairs * (2 * BOX + 2 * BOX + BOX) * itemsize, launches=2)
 
 
 def upsample2x(elements: int, itemsize: int = 2) -> Work:
-    """Nearest 2x of `elements` inputs, forward: 1 unit read, 4 written. Backward moves the same and adds 3 times."""
+    """Nearest 2x of `elements` inputs: 1 unit read, 4 written."""
     return Work(0, 5 * elements * itemsize)
 
 
 def upsample2x_backward(elements: int, itemsize: int = 2) -> Work:
-    return Work(3 * elements, 5 * elements * itemsize)
+    """4 units read, 1 written."""
+    return Work(flops.upsample_backward(elements), 5 * elements * itemsize)
 
 
 def upsample2x_cat(elements: int, skip_elements: int, itemsize: int = 2) -> Work:
@@ -92,43 +117,114 @@ def upsample2x_cat(elements: int, skip_elements: int, itemsize: int = 2) -> Work
     return Work(0, (5 * elements + 2 * skip_elements) * itemsize)
 
 
-def ema(parameters: int, itemsize: int = 4) -> Work:
+def upsample2x_cat_step(elements: int, skip_elements: int, itemsize: int = 2) -> Work:
+    """The same with its backward, where the gradient of the skip is a view."""
+    return upsample2x_cat(elements, skip_elements, itemsize) + upsample2x_backward(elements, itemsize)
+
+
+def ema(elements: int, itemsize: int = 4) -> Work:
     """e = d e + (1 - d) p: two reads, one write."""
-    return Work(3 * parameters, 3 * parameters * itemsize)
+    return Work(flops.ema(elements), 3 * elements * itemsize)
 
 
 def sgd(parameters: int, itemsize: int = 4) -> Work:
     """Weight decay, momentum, Nesterov: reads p, g, m and writes p, m."""
-    return Work(8 * parameters, 5 * parameters * itemsize)
+    return Work(flops.sgd(parameters), 5 * parameters * itemsize)
 
 
-def fused_step(parameters: int, itemsize: int = 4) -> Work:
-    """Finite check and norm (g), then unscale + clip + SGD + EMA (reads p, g, m, e; writes p, m, e)."""
-    return Work((2 + 2 + 8 + 3) * parameters, (1 + 7) * parameters * itemsize)
+def clip(parameters: int, itemsize: int = 4) -> Work:
+    """Reads g for the norm; then reads and writes g."""
+    return Work(flops.clip(parameters), 3 * parameters * itemsize, launches=2)
 
 
-def yolov5_head_elements(batch: int, image: int = 640, classes: int = 80, anchors: int = 3, strides=(8, 16, 32)) -> int:
-    """Elements of the raw heads: every anchor of every cell has a box, an objectness and the class scores."""
-    return batch * anchors * (5 + classes) * sum((image // stride) ** 2 for stride in strides)
+def fused_step(parameters: int, statistics: int = 0, itemsize: int = 4) -> Work:
+    """Finite check and norm (reads g), then unscale + clip + SGD + EMA (reads p, g, m, e; writes p, m, e).
+
+    `statistics`: entries of batch norms that the EMA follows too.
+    """
+    count = flops.unscale(parameters) + flops.clip(parameters) + flops.sgd(parameters)
+    count += flops.ema(parameters + statistics)
+    return Work(count, (8 * parameters + 3 * statistics) * itemsize, launches=2)
+
+
+def yolov5_anchors(image: int = 640, anchors: int = 3, strides=(8, 16, 32)) -> int:
+    """Anchors of one image: so many at every cell of every level."""
+    return anchors * sum((image // stride) ** 2 for stride in strides)
+
+
+def yolov5_head_elements(batch: int, image: int = 640, classes: int = 80) -> int:
+    """Elements of the raw heads: every anchor has a box, an objectness and the class scores."""
+    return batch * yolov5_anchors(image) * (5 + classes)
 
 
 def yolov5_decode(batch: int, image: int = 640, classes: int = 80, itemsize: int = 2) -> Work:
-    elements = yolov5_head_elements(batch, image, classes)
-    return Work(4 * elements, 2 * elements * itemsize)
+    """Raw heads in, the prediction tensor out."""
+    anchors = batch * yolov5_anchors(image)
+    return Work(flops.decode(anchors, 5 + classes), 2 * yolov5_head_elements(batch, image, classes) * itemsize)
 
 
-def yolov5_postprocess(batch: int, image: int = 640, classes: int = 80, itemsize: int = 2) -> Work:
-    """Raw heads to detections. Reads all of the heads: an upper bound of what must move, as class scores are read only where
-    objectness passes."""
-    elements = yolov5_head_elements(batch, image, classes)
-    return Work(elements, elements * itemsize)
+SECTOR = 32  # bytes: the least that a GPU reads of its memory
+
+
+def passing_share(threshold: float, mean: float, deviation: float) -> float:
+    """Share of normally distributed logits whose sigmoid is above the threshold."""
+    logit = math.log(threshold / (1 - threshold))
+    return math.erfc((logit - mean) / (deviation * math.sqrt(2))) / 2
+
+
+def _suppression(
+    batch: int, anchors: int, classes: int, passing: float, itemsize: int, objectness_bytes: int, max_det: int
+):
+    """Every objectness is read; where it passes, the class scores are; max_det rows and a count are written an image.
+
+    Sorting and comparing boxes depend on the candidates, and are left out: a floor that no data can beat.
+    """
+    scores = passing * classes
+    moved = batch * (anchors * (objectness_bytes + scores * itemsize) + max_det * 6 * 4 + 8)
+    return Work(batch * anchors * (1 + 2 * scores), moved)
+
+
+def suppression(
+    batch: int, passing: float, image: int = 640, classes: int = 80, itemsize: int = 2, max_det: int = 300
+) -> Work:
+    """Non-maximum suppression of a prediction (batch, anchors, 5 + classes), in whose rows each objectness lies alone in a
+    sector."""
+    row = (5 + classes) * itemsize
+    return _suppression(batch, yolov5_anchors(image), classes, passing, itemsize, min(SECTOR, row), max_det)
+
+
+def yolov5_postprocess(
+    batch: int, passing: float, image: int = 640, classes: int = 80, itemsize: int = 2, max_det: int = 300
+) -> Work:
+    """Raw heads to detections. In contiguous maps the objectness is a plane of its own."""
+    return _suppression(batch, yolov5_anchors(image), classes, passing, itemsize, itemsize, max_det)
+
+
+def ultralytics_postprocess(
+    batch: int, anchors: int = 8_400, classes: int = 80, itemsize: int = 2, max_det: int = 300
+) -> Work:
+    """Raw heads or prediction of an anchor-free head to detections: without an objectness, every class score is compared."""
+    return _suppression(batch, anchors, classes - 1, 1.0, itemsize, itemsize, max_det)
+
+
+PAIR_FLOPS = 4  # the comparisons that tell whether two boxes meet
+
+
+def greedy_suppression(candidates: int, kept: int, pairs: int, itemsize: int = 4) -> Work:
+    """One image and class, where it is known how many pairs of boxes have to be compared."""
+    return Work(PAIR_FLOPS * pairs, candidates * 6 * itemsize + kept * 6 * 4)
+
+
+def scale_boxes(boxes: int, itemsize: int = 4) -> Work:
+    """Six columns in, six out."""
+    return Work(boxes * flops.SCALE_BOX[False], 2 * 6 * boxes * itemsize)
 
 
 def yolov5_loss(batch: int, image: int = 640, classes: int = 80, itemsize: int = 2) -> Work:
-    """Objectness of every anchor read, the dense gradient of the heads written once."""
-    elements = yolov5_head_elements(batch, image, classes)
-    anchors = elements // (5 + classes)
-    return Work(12 * anchors, (elements + anchors) * itemsize)
+    """Objectness of every anchor read, the dense gradient of the heads written once; forward and backward."""
+    anchors = batch * yolov5_anchors(image)
+    count = flops.loss(anchors) + flops.loss_backward(anchors)
+    return Work(count, (yolov5_head_elements(batch, image, classes) + anchors) * itemsize, launches=2)
 
 
 # The YOLOv5 network, version 6: its published widths, depths and topology.
@@ -229,6 +325,11 @@ def yolov5_parameters(model: str, classes: int = 80) -> int:
     return sum(layer.parameters for layer in yolov5_convolutions(model, classes=classes))
 
 
+def yolov5_statistics(model: str) -> int:
+    """Floating entries of the state_dict that are no parameters: running means and variances, and the anchors."""
+    return sum(2 * layer.outputs for layer in yolov5_convolutions(model) if layer.activated) + 3 * 3 * 2
+
+
 def yolov5_inference(model: str, batch: int = 1, image: int = 640) -> Work:
     """Forward convolutions alone."""
     return sum((layer.forward(batch) for layer in yolov5_convolutions(model, image)), Work(0, 0, "fp16"))
@@ -249,7 +350,7 @@ def yolov5_training_pieces(model: str, batch: int, image: int = 640, itemsize: i
         pieces["convolution"] += [forward] * (2 if index == 0 else 3)
         if layer.activated:
             pieces["batch norm + SiLU"].append(batch_norm_silu(layer.output_elements(batch), itemsize))
-    pieces["optimizer"].append(fused_step(yolov5_parameters(model)))
+    pieces["optimizer"].append(fused_step(yolov5_parameters(model), yolov5_statistics(model)))
     pieces["loss"].append(yolov5_loss(batch, image))
     return pieces
 

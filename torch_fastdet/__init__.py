@@ -12,8 +12,10 @@ from torch_fastdet._version import __version__
 
 _library.load()
 
-from torch_fastdet import ops  # noqa: E402  (needs the library)
+from torch_fastdet import flops, ops  # noqa: E402  (needs the library)
 from torch_fastdet._build_info import build_info  # noqa: E402
+
+flops.register()
 
 #: For CMAKE_PREFIX_PATH: where find_package(TorchFastdet) looks.
 cmake_prefix_path = str(_library.PACKAGE / "share/cmake")

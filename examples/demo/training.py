@@ -88,15 +88,22 @@ class Progress:
                 if epoch == 0 and before == len(self.first_losses):
                     self.first_losses.append(tuple(float(loss) for loss in match.group(2, 3, 4)))
 
-    def seconds_an_iteration(self) -> float | None:
-        """Median over the epochs of the mean time from the end of the first iteration to the end of the last.
+    def iteration_seconds(self) -> list[float]:
+        """Of each epoch, the mean time from the end of the first iteration to the end of the last.
 
         So neither the start of the process, nor the first batch of an epoch, nor validation and saving are in it. The
         first epoch is left out where there are others: caches fill and algorithms are chosen in it.
         """
         last = self.batches - 1
+        if last < 1:
+            return []
         epochs = [(done[last] - done[0]) / last for _, done in sorted(self.done.items()) if {0, last} <= done.keys()]
-        return statistics.median(epochs[1:] or epochs) if epochs and last else None
+        return epochs[1:] or epochs
+
+    def seconds_an_iteration(self) -> float | None:
+        """Median over the epochs."""
+        epochs = self.iteration_seconds()
+        return statistics.median(epochs) if epochs else None
 
     def seconds_an_epoch(self) -> float | None:
         """Median time from one epoch to the next: training, validation and saving."""
@@ -136,7 +143,7 @@ class Echo:
         sys.stdout.flush()
 
 
-def stream(command: list[str], env: dict[str, str], log: Path) -> tuple[list[str], Progress]:
+def stream(command: list[str], env: dict[str, str], log: Path, show: bool = True) -> tuple[list[str], Progress]:
     """Runs a command, shows its output while it comes, keeps it in ``log``, and returns its whole lines and its progress."""
     lines: list[str] = []
     progress, echo, pending = Progress(), Echo(), ""
@@ -153,10 +160,12 @@ def stream(command: list[str], env: dict[str, str], log: Path) -> tuple[list[str
             *complete, pending = re.split(r"([\r\n])", pending + chunk.decode(errors="replace"))
             for line, end in zip(complete[::2], complete[1::2]):
                 progress.feed(line, now)
-                echo(line, end, now)
+                if show:
+                    echo(line, end, now)
                 if end == "\n":
                     lines.append(line)
-        print(pending, flush=True)
+        if show:
+            print(pending, flush=True)
         code = process.wait()
     if code:
         raise RuntimeError(f"{' '.join(command[1:])} ended with exit code {code}; its output is in {log}")
@@ -183,9 +192,18 @@ def yolov5_folder() -> Path:
 
 
 def train(
-    variant: Variant, data: Path, project: Path, env: dict[str, str], machine: Machine, epochs: int, seed: int
+    variant: Variant,
+    data: Path,
+    project: Path,
+    env: dict[str, str],
+    machine: Machine,
+    epochs: int,
+    seed: int,
+    model: str = "yolov5n",
+    batch_size: int = BATCH_SIZE,
+    show: bool = True,
 ) -> Run:
-    """Trains yolov5n from scratch into ``project/<variant>``."""
+    """Trains ``model`` from scratch into ``project/<variant>``."""
     yolov5 = yolov5_folder()
     hyperparameters = yaml.safe_load((yolov5 / "data/hyps/hyp.no-augmentation.yaml").read_text()) | HYPERPARAMETERS
     project.mkdir(parents=True, exist_ok=True)
@@ -195,10 +213,10 @@ def train(
     arguments = {
         "--data": data,
         "--weights": "",
-        "--cfg": yolov5 / "models/yolov5n.yaml",
+        "--cfg": yolov5 / f"models/{model}.yaml",
         "--hyp": hyp,
         "--epochs": epochs,
-        "--batch-size": BATCH_SIZE,
+        "--batch-size": batch_size,
         "--imgsz": machine.image_size,
         "--device": machine.device,
         "--workers": machine.workers,
@@ -211,7 +229,7 @@ def train(
         "yolov5.train", [str(part) for pair in arguments.items() for part in pair] + ["--exist-ok", "--noplots"]
     )
     started = time.perf_counter()
-    lines, progress = stream(command, env, folder / "train.log")
+    lines, progress = stream(command, env, folder / "train.log", show)
     seconds = time.perf_counter() - started
     said = [line.split("torch_fastdet: ", 1)[1] for line in lines if "torch_fastdet: " in line]
     return Run(variant, folder, read_results(folder / "results.csv"), progress, seconds, said)

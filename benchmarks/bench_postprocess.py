@@ -1,0 +1,347 @@
+"""Post-processing as users choose it: accuracy, speed and memory on the demo's validation pictures, and latency.
+
+    python -m benchmarks.bench_postprocess [--weights best.pt] [--epochs 10] [--device cpu|cuda] [--out FOLDER]
+
+Without --weights yolov5n is trained on the demo's pictures from seed 0 (the second time the weights are found in
+runs/benchmarks). Its raw head maps are kept, and from them each choice goes on: stock's decode and suppression as installed, time
+limit included; stock's decode with our suppression, as under --nms_optim; and YOLOv5PostProcess. Accuracy is what the real val.py
+computes from their detections. "validation" is val.py's use (conf .001, several labels a box), a batch of 32; "one picture" is
+detect.py's (conf .25), a call at a time. postprocess_breakdown.png shows where the time goes: on the GPU by the names of kernels, on
+the CPU by what a clock and the operators' names can tell, so our operators are one piece there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import re
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.harness import OURS, WORK, Report, missing, peak_memory
+from examples.demo import dataset
+from examples.demo.training import FASTDET, Machine, train
+from examples.yolov5_env import environment
+from torch_fastdet.postprocess import YOLOv5PostProcess
+from torch_fastdet.suppression import yolov5_non_max_suppression
+
+VALIDATION = {"conf_thres": 0.001, "iou_thres": 0.6, "multi_label": True}
+DETECTION = {"conf_thres": 0.25, "iou_thres": 0.45}
+BATCH = 32
+STAGES = ("decode", "select", "sort", "NMS", "one operator", "host and gaps")
+# In the names of kernels (ours and CUB's, torchvision's) and of CPU operators.
+STAGE_OF = (
+    ("decode", r"\bdecode_kernel"),
+    ("sort", r"sort|radix|merge_kernel"),
+    ("NMS", r"nms_kernel|nms_impl|torchvision::nms|gather_keep|suppress_kernel|place_kernel|test_kernel|decide_kernel|rest_kernel"),
+)  # fmt: skip
+
+
+def stage_of(name: str) -> str:
+    """The stage of suppression that a kernel or CPU operator belongs to; what is none of the others selects candidates."""
+    return next((stage for stage, pattern in STAGE_OF if re.search(pattern, name, re.IGNORECASE)), "select")
+
+
+@dataclass
+class Choice:
+    """A way to post-process: raw heads to a list of detections, in one go or by way of decoded predictions."""
+
+    name: str
+    suppress: Callable[[Any], list[Tensor]]  # decoded predictions, or heads where decode is None, to detections
+    decode: Callable[[list[Tensor]], Tensor] | None = None
+
+    def __call__(self, heads: list[Tensor]) -> list[Tensor]:
+        return self.suppress(self.decode(heads) if self.decode else heads)
+
+
+def choices(model: nn.Module, options: dict[str, Any]) -> list[Choice]:
+    from yolov5.utils.general import non_max_suppression
+
+    detect = model.model[-1]
+    postprocess = YOLOv5PostProcess.from_model(model, **options)
+
+    def decode(heads: list[Tensor]) -> Tensor:
+        return detect(list(heads))[0]  # its convolutions are gone, see Case
+
+    def in_one(heads: list[Tensor]) -> list[Tensor]:
+        detections, counts = postprocess(heads)
+        return [rows[:count] for rows, count in zip(detections, counts.tolist())]
+
+    return [
+        Choice("stock", lambda prediction: non_max_suppression(prediction, **options), decode),
+        Choice(f"{OURS} --nms_optim", lambda prediction: yolov5_non_max_suppression(prediction, **options), decode),
+        Choice(f"{OURS} YOLOv5PostProcess", in_one),
+    ]
+
+
+class Case:
+    """The validation pictures' raw heads on one device in one type, batch by batch, and a model whose head only decodes."""
+
+    def __init__(self, weights: Path, loader: Any, device: torch.device, dtype: torch.dtype):
+        from yolov5.models.experimental import attempt_load
+
+        self.device, self.loader = device, loader
+        self.name = f"{'GPU' if device.type == 'cuda' else 'CPU'} {'fp16' if dtype == torch.float16 else 'fp32'}"
+        self.model = attempt_load(str(weights), device=device).to(dtype).eval()
+        detect = self.model.model[-1]
+        self.batches: list[list[Tensor]] = []
+        # Convolutions apart from the decoding: hooks keep what they give, and then they are taken out.
+        maps: list[Tensor] = []
+        hooks = [conv.register_forward_hook(lambda _, __, output: maps.append(output)) for conv in detect.m]
+        with torch.inference_mode():
+            for images, *_ in loader:
+                maps.clear()
+                self.model(images.to(device, dtype) / 255)
+                self.batches.append([m.clone() for m in maps])
+        for hook in hooks:
+            hook.remove()
+        detect.m = nn.ModuleList(nn.Identity() for _ in detect.m)
+
+    def pictures(self, count: int) -> list[list[Tensor]]:
+        """Heads of single pictures."""
+        first = self.batches[0]
+        return [[m[i : i + 1].clone() for m in first] for i in range(min(count, len(first[0])))]
+
+    def accuracy(self, choice: Choice, data: dict[str, Any]) -> tuple[float, float]:
+        """mAP50 and mAP50-95, as the real val.py computes them from what `choice` detects."""
+        from yolov5 import val
+
+        batches = iter(self.batches)
+
+        class Model(nn.Module):
+            names = data["names"]
+            anything = nn.Parameter(torch.zeros(1, device=self.device))
+
+            def __init__(self):
+                super().__init__()
+                self.weight = nn.Parameter(torch.zeros(1))
+
+            def forward(self, images, augment=False):
+                return next(batches)
+
+        stock, val.non_max_suppression = val.non_max_suppression, lambda heads, *args, **kwargs: choice(heads)
+        try:
+            with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(None):
+                result, *_ = val.run(
+                    data, model=Model().to(self.device), dataloader=self.loader, plots=False, save_dir=Path(folder)
+                )
+        finally:
+            val.non_max_suppression = stock
+        return result[2], result[3]
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def microseconds(function: Callable[[], Any], device: torch.device) -> float:
+    wait(device)
+    start = time.perf_counter_ns()
+    function()
+    wait(device)
+    return (time.perf_counter_ns() - start) / 1e3
+
+
+def _status(key: str) -> int:
+    return int(re.search(rf"^{key}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)[1])
+
+
+def cpu_peak(function: Callable[[], Any]) -> float | None:
+    """MiB by which this process grows at its peak during one call; None where the kernel cannot reset that mark."""
+    function()
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+    except (OSError, AttributeError):
+        return None
+    before = _status("VmRSS")
+    function()
+    return (_status("VmHWM") - before) / 1024
+
+
+def stages(choice: Choice, heads: list[Tensor], device: torch.device) -> dict[str, float]:
+    """Microseconds of each stage of one call."""
+    found = dict.fromkeys(STAGES, 0.0)
+    whole = statistics.median(microseconds(lambda: choice(heads), device) for _ in range(5))
+    if device.type == "cuda":
+        for stage, function in _parts(choice, heads):
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                function()
+                torch.cuda.synchronize()
+            for event in profile.events():
+                if event.device_type == torch.autograd.DeviceType.CUDA:
+                    found[stage or stage_of(event.name)] += event.time_range.elapsed_us()
+        found["host and gaps"] = max(0.0, whole - sum(found.values()))
+        return found
+    if choice.decode is None:
+        return found | {"one operator": whole}
+    decoded = choice.decode(heads)
+    found["decode"] = statistics.median(microseconds(lambda: choice.decode(heads), device) for _ in range(5))
+    rest = statistics.median(microseconds(lambda: choice.suppress(decoded), device) for _ in range(5))
+    if choice.name.startswith(OURS):
+        return found | {"one operator": rest}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        choice.suppress(decoded)
+    for event in profile.key_averages():
+        if (stage := stage_of(event.key)) != "select":
+            found[stage] += event.self_cpu_time_total
+    found["select"] = max(0.0, rest - found["sort"] - found["NMS"])
+    return found
+
+
+def _parts(choice: Choice, heads: list[Tensor]) -> list[tuple[str | None, Callable[[], Any]]]:
+    """What to profile apart, with its stage where it has but one."""
+    if choice.decode is None:
+        return [(None, lambda: choice.suppress(heads))]
+    decoded = choice.decode(heads)
+    return [("decode", lambda: choice.decode(heads)), (None, lambda: choice.suppress(decoded))]
+
+
+def measure_validation(report: Report, case: Case, data: dict[str, Any], repetitions: int) -> None:
+    size = _size(case.batches[0], case.model)
+    ways = choices(case.model, VALIDATION)
+    times: dict[str, list[float]] = {way.name: [] for way in ways}
+    for way in ways:
+        way(case.batches[0])
+    for _ in range(repetitions):
+        for heads in case.batches:
+            for way in ways:
+                times[way.name].append(microseconds(lambda way=way, heads=heads: way(heads), case.device))
+    name = f"validation, batch {BATCH} of {size}x{size}, {case.name}"
+    for way in ways:
+        map50, map50_95 = case.accuracy(way, data)
+        peak = (peak_memory if case.device.type == "cuda" else cpu_peak)(lambda way=way: way(case.batches[0]))
+        report.add(
+            name, way.name, "call", times[way.name], peak_mib=peak, map50=round(map50, 5), map50_95=round(map50_95, 5)
+        )
+        for stage, time_us in stages(way, case.batches[0], case.device).items():
+            if time_us:
+                report.add(name, way.name, stage, [time_us])
+    report.write()
+
+
+def measure_latency(report: Report, case: Case, calls: int) -> None:
+    pictures = case.pictures(16)
+    ways = choices(case.model, DETECTION)
+    times: dict[str, list[float]] = {way.name: [] for way in ways}
+    for way in ways:
+        for heads in pictures:
+            way(heads)
+    for call in range(calls):
+        heads = pictures[call % len(pictures)]
+        for way in ways:
+            times[way.name].append(microseconds(lambda way=way, heads=heads: way(heads), case.device))
+    size = _size(pictures[0], case.model)
+    for way in ways:
+        values = sorted(times[way.name])
+        name = f"one picture of {size}x{size}, {calls:,} calls, {case.name}"
+        report.add(name, way.name, "call", values, p99_us=round(values[int(0.99 * len(values))], 3))
+    report.write()
+
+
+def _size(heads: list[Tensor], model: nn.Module) -> int:
+    return int(heads[0].shape[-1] * model.stride[0])
+
+
+def plot_breakdown(report: Report) -> None:
+    """Left microseconds, right shares of each choice's own total, so that short ones can be read as well."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    bars: dict[tuple[str, str], dict[str, float]] = {}
+    for row in report.rows:
+        if row.view in STAGES:
+            bars.setdefault((row.case, row.variant), {})[row.view] = row.median_us
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(15, 1.6 + 0.42 * len(bars)), sharey=True, layout="constrained", width_ratios=(1.3, 1)
+    )
+    for place, found in enumerate(bars.values()):
+        total = sum(found.values())
+        starts = [0.0, 0.0]
+        for index, stage in enumerate(STAGES):
+            value = found.get(stage, 0.0)
+            for axes, start, width in ((left, starts[0], value / 1e3), (right, starts[1], 100 * value / total)):
+                axes.barh(place, width, left=start, color=f"C{index}")
+            if value / total > 0.08:
+                right.text(
+                    starts[1] + 50 * value / total, place, f"{100 * value / total:.0f}%", ha="center", va="center"
+                )
+            starts = [starts[0] + value / 1e3, starts[1] + 100 * value / total]
+        left.text(starts[0], place, f" {total / 1e3:.3g} ms", va="center")
+    left.set_yticks(range(len(bars)), [f"{case}\n{variant}" for case, variant in bars], fontsize=8)
+    left.invert_yaxis()
+    left.margins(x=0.15)
+    left.set_xlabel(f"ms a batch ({report.environment['gpu'] or report.environment['cpu']})")
+    right.set_xlabel("% of the choice's own time")
+    shown = [stage for stage in STAGES if any(found.get(stage) for found in bars.values())]
+    handles = [plt.Rectangle((0, 0), 1, 1, color=f"C{STAGES.index(stage)}") for stage in shown]
+    figure.legend(handles, shown, loc="outside upper center", ncols=len(shown))
+    figure.savefig(report.folder / "postprocess_breakdown.png", dpi=110)
+    plt.close(figure)
+
+
+def trained(machine: Machine, data: Path, epochs: int) -> Path:
+    """Weights of yolov5n after so many epochs; the same ones each time."""
+    project = WORK / f"yolov5n-{machine.image_size}-{epochs}"
+    best = project / FASTDET.name / "weights/best.pt"
+    if not best.exists():
+        train(FASTDET, data, project, dict(os.environ), machine, epochs, 0, show=False)
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--weights", type=Path, help="of a YOLOv5 model trained on the demo's pictures")
+    parser.add_argument("--epochs", type=int, default=10, help="to train for where --weights is not given")
+    parser.add_argument("--calls", type=int, default=10_000, help="of single-image post-processing")
+    parser.add_argument("--out", type=Path, help="folder for CSV, JSON and PNG")
+    options = parser.parse_args()
+    if reason := missing("yolov5", "ultralytics", "sklearn", "cv2"):
+        print(reason)
+        return
+    if "YOLOV5_CONFIG_DIR" not in os.environ:  # yolov5 is imported here: once more, with its stand-ins
+        env = environment(WORK / "environment")
+        env |= {"PYTHONWARNINGS": "ignore", "YOLOv5_VERBOSE": "false", "TQDM_DISABLE": "1"}
+        os.execve(sys.executable, [sys.executable, "-m", "benchmarks.bench_postprocess", *sys.argv[1:]], env)
+
+    cuda = options.device == "cuda"
+    report = Report("postprocess", torch.device(options.device), options.out)
+    machine = Machine.find() if cuda else Machine("cpu", 128, 0, "CPU")
+    data_file = dataset.make(WORK / f"digits-{machine.image_size}-1024", dataset.Recipe(image_size=machine.image_size))
+    weights = options.weights or trained(machine, data_file, options.epochs)
+
+    from yolov5.utils.dataloaders import create_dataloader
+    from yolov5.utils.general import check_dataset
+
+    data = check_dataset(str(data_file))
+    loader = create_dataloader(data["val"], machine.image_size, BATCH, 32, workers=0)[0]
+    cpu = torch.device("cpu")
+    where = [(cpu, torch.float32, 1 if cuda else 3, options.calls // 10 if cuda else options.calls)]
+    if cuda:  # the CPU's calls take long at 640x640
+        where += [(report.device, dtype, 3, options.calls) for dtype in (torch.float32, torch.float16)]
+    for device, dtype, repetitions, calls in where:
+        with torch.inference_mode():
+            case = Case(weights, loader, device, dtype)
+            measure_validation(report, case, data, repetitions)
+            measure_latency(report, case, calls)
+    report.plot()
+    plot_breakdown(report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Formulas fit the cases that benchmarks really have, and nothing is faster than its floor."""
+
+import json
+import re
+
+import pytest
+
+from benchmarks import report, roofline, work
+
+FOLDERS = sorted(path for path in report.RESULTS.iterdir() if path.is_dir())
+IDS = [path.name for path in FOLDERS]
+# More than any GPU in the results can do (989 TFLOP/s is an H200's data sheet), for folders without a measured roofline.
+CEILINGS = {"fp32": 67e12, "fp16": 989e12}
+
+
+def rows_of_ours(folder):
+    for benchmark, rows in report.load(folder).items():
+        for row in rows:
+            if report.is_ours(row["variant"]):
+                yield benchmark, row
+
+
+def machine_of(folder) -> work.Machine | None:
+    if (folder / "roofline.json").exists():
+        found = json.loads((folder / "roofline.json").read_text())["machine"]
+        found["cached_bytes_per_s"] = {int(size): rate for size, rate in found["cached_bytes_per_s"].items()}
+        return work.Machine(**found)
+    row = next(row for _, row in rows_of_ours(folder))
+    return work.Machine(row["gpu"], int(row["copy_gb_per_s"]) * 1e9, CEILINGS) if row["gpu"] else None
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=IDS)
+def test_every_case_of_ours_has_a_formula_or_a_reason(folder):
+    cases = {(benchmark, row["case"]) for benchmark, row in rows_of_ours(folder)}
+    assert cases
+    for benchmark, case in cases:
+        reasons = [
+            why
+            for (name, pattern), why in roofline.WITHOUT.items()
+            if name == benchmark and re.fullmatch(pattern, case)
+        ]
+        assert (roofline.formula(benchmark, case) is not None) != bool(reasons), (benchmark, case)
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=IDS)
+def test_nothing_is_faster_than_its_floor(folder):
+    machine = machine_of(folder)
+    if machine is None:
+        pytest.skip("a CPU's ceilings stand in roofline.json, and this folder has none")
+    placed = roofline.place(machine, report.load(folder))
+    assert len(placed) > 10
+    too_fast = [(row.name, row.variant, row.share) for row in placed if row.share > 1]
+    assert not too_fast
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=IDS)
+def test_benchmarks_and_formulas_agree_about_the_bytes(folder):
+    """A benchmark takes its bytes from benchmarks/work.py; nms alone counts the whole tensor, as rates are quoted."""
+    for benchmark, row in rows_of_ours(folder):
+        if benchmark in ("bbox_iou", "upsample", "multi_tensor") and row["bytes"]:
+            found = roofline.formula(benchmark, row["case"], 2 if row["gpu"] else 4)
+            assert found.bytes == row["bytes"], row["case"]
+
+
+def row(case, variant, view, median, gpu="H200"):
+    return {"case": case, "variant": variant, "view": view, "median_us": median, "gpu": gpu}
+
+
+MACHINE = work.Machine("H200", 4e12, {"fp32": 60e12, "fp16": 800e12}, launch_s=1e-6)
+
+
+def test_place_takes_the_fastest_of_ours_cold_where_memory_is_the_bound():
+    case = "forward NCHWfp16(64,256,40,40)"  # 262 MB: 65.5 us
+    rows = [
+        row(case, "torch_fastdet", "graph", 60.0),
+        row(case, "torch_fastdet", "cold", 131.072),
+        row(case, "torch_fastdet, other", "cold", 200.0),
+        row(case, "eager", "cold", 70.0),
+    ]
+    (placed,) = roofline.place(MACHINE, {"upsample": rows})
+    assert (placed.variant, placed.view) == ("torch_fastdet", "cold")
+    assert placed.share == pytest.approx(0.5)
+
+
+def test_place_takes_the_graph_where_launches_are_the_bound():
+    case = "CIoU loss forward+backward n=3000"
+    rows = [row(case, "torch_fastdet", view, time) for view, time in (("call", 90.0), ("graph", 8.0), ("cold", 10.0))]
+    (placed,) = roofline.place(MACHINE, {"bbox_iou": rows})
+    assert placed.view == "graph" and placed.share == pytest.approx(0.25)  # two launches
+
+
+def test_training_step_is_the_sum_of_its_kernels():
+    rows = [row("yolov5s, batch 16, loop", "torch_fastdet TrainStep", "call", 13_000.0)]
+    (placed,) = roofline.place(MACHINE, {"step": rows})
+    assert placed.floor_s == work.yolov5_training_floor_s("s", 16, MACHINE)
+    assert {step.name for step in roofline.unmeasured_steps(MACHINE, [placed])} == {
+        f"yolov5{model}, batch 16, loop" for model in "nmlx"
+    }
+
+
+def test_table_and_plot_name_every_case(tmp_path):
+    rows = [
+        row("forward NCHWfp16(64,256,40,40)", "torch_fastdet", "cold", 131.0),
+        row("backward NCHWfp16(64,256,40,40)", "torch_fastdet", "cold", 131.0),
+    ]
+    placed = roofline.place(MACHINE, {"upsample": rows})
+    text = roofline.table(MACHINE, placed)
+    assert text.startswith("H200: copy 4,000 GB/s") and "15.0 and 200 FLOP/B" in text
+    assert (
+        "| 1 | forward NCHWfp16(64,256,40,40) | 262.14 | 0.0 | 0.00 | memory | 65.5 | 131.0 (cold) | torch_fastdet | 50% |"
+        in text
+    )
+    roofline.plot(MACHINE, placed, tmp_path / "roofline.png")
+    assert (tmp_path / "roofline.png").stat().st_size > 10_000

@@ -1,0 +1,104 @@
+"""The comparison of several trainings: what is done again, when it stops, and what the table says."""
+
+import json
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import training_truth
+from benchmarks.training_truth import FASTDET, MAP, MAP50, METRICS, STOCK, Settings, file_of, finished, report, run_all
+from examples.demo.report import LOSSES
+from examples.demo.training import Progress, Run
+
+SETTINGS = Settings("yolov5n", 2, 64, 48, 16)
+
+
+def rows(value: float) -> list[dict]:
+    names = {*METRICS, *LOSSES}
+    return [{"epoch": float(epoch)} | dict.fromkeys(names, value * (epoch + 1) / 2) for epoch in range(2)]
+
+
+def leave(folder: Path, variant, seed: int, value: float, settings: Settings = SETTINGS) -> None:
+    about = {"gpu": "", "cpu": "a CPU", "torch": "2.11.0", "date": "2026-11-21"}
+    run = {"variant": variant.name, "seed": seed, "settings": settings.__dict__, **about, "seconds": 60.0, "seconds_an_iteration": 0.05, "replaced": [], "epochs": rows(value)}  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    file_of(folder, variant, seed).write_text(json.dumps(run))
+
+
+def test_report_compares_the_difference_with_the_spread(tmp_path):
+    for seed, (stock, ours) in enumerate([(0.60, 0.61), (0.66, 0.63), (0.63, 0.68)]):
+        leave(tmp_path, STOCK, seed, stock)
+        leave(tmp_path, FASTDET, seed, ours)
+    text = report(tmp_path)
+    assert "| mAP50-95 | 0.6300 | 0.0600 | 0.6400 | 0.0700 | +0.0100 | yes |" in text
+    assert "The lowest mAP50-95 is 0.600 (not above the 0.6" in text and "a CPU, torch 2.11.0, 2026-11-21" in text
+    training_truth.plot(tmp_path, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 20_000
+
+
+def test_report_says_where_runs_differ_by_more_than_seeds(tmp_path):
+    for seed, (stock, ours) in enumerate([(0.70, 0.80), (0.71, 0.81)]):
+        leave(tmp_path, STOCK, seed, stock)
+        leave(tmp_path, FASTDET, seed, ours)
+    assert "| mAP50-95 | 0.7050 | 0.0100 | 0.8050 | 0.0100 | +0.1000 | no |" in report(tmp_path)
+
+
+def test_runs_of_other_settings_are_refused(tmp_path):
+    leave(tmp_path, STOCK, 0, 0.5)
+    with pytest.raises(SystemExit, match="name another --out"):
+        finished(tmp_path, Settings("yolov5n", 3, 64, 48, 16))
+
+
+@pytest.fixture
+def trainings(tmp_path, monkeypatch):
+    """run_all with trainings that only note that they were asked for; the second stock run fails once."""
+    pytest.importorskip("yolov5")
+    pytest.importorskip("ultralytics")
+    begun = []
+
+    def train(variant, data, project, env, machine, epochs, seed, model, batch_size, show):
+        begun.append((variant.name, seed))
+        if begun.count(("stock", 1)) == 1 and begun[-1] == ("stock", 1):
+            raise RuntimeError("train.py ended with exit code 1")
+        return Run(variant, Path(project), rows(0.7), Progress(), 100.0, [])
+
+    monkeypatch.setattr(training_truth, "train", train)
+    monkeypatch.setattr(training_truth.dataset, "make", lambda folder, recipe: Path(folder) / "data.yaml")
+
+    def go(minutes: float = 0.0, jobs: int = 1) -> tuple[bool, list]:
+        before = len(begun)
+        arguments = Namespace(seeds=2, device="cpu", jobs=jobs, minutes=minutes, work=tmp_path / "work")
+        return run_all(arguments, tmp_path / "out", SETTINGS), begun[before:]
+
+    return go
+
+
+def test_a_failed_run_is_done_again_and_the_others_are_not(trainings, capsys):
+    complete, begun = trainings(jobs=2)
+    assert not complete and sorted(begun) == [("fastdet", 0), ("fastdet", 1), ("stock", 0), ("stock", 1)]
+    assert "failed: stock-seed1: train.py ended with exit code 1" in capsys.readouterr().out
+    assert trainings() == (True, [("stock", 1)])
+    assert trainings() == (True, [])
+
+
+def test_no_run_begins_that_would_pass_the_limit(trainings, capsys):
+    """A run of 100 s does not fit into what is left of one minute; before the first run nothing is known."""
+    leave_first = trainings(minutes=1)
+    assert leave_first[0] is False and ("fastdet", 1) in leave_first[1]
+    complete, begun = trainings(minutes=1)
+    assert not complete and begun == [] and "left: stock-seed1" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_real_trainings_leave_table_and_plot(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("yolov5")
+    pytest.importorskip("ultralytics")
+    sizes = ["--model", "n", "--image-size", "64", "--pictures", "32", "--epochs", "1", "--seeds", "1", "--jobs", "2"]
+    monkeypatch.setattr("sys.argv", ["training_truth", "--device", "cpu", "--out", str(tmp_path / "truth"), "--work", str(tmp_path / "work"), *sizes])  # fmt: skip
+    assert training_truth.main() == 0
+    runs = finished(tmp_path / "truth")
+    assert set(runs) == {("stock", 0), ("fastdet", 0)}
+    assert runs["fastdet", 0]["replaced"] and not runs["stock", 0]["replaced"]
+    assert all(0 <= run["epochs"][0][name] <= 1 for run in runs.values() for name in (MAP, MAP50))
+    assert (tmp_path / "training_truth.png").exists() and "mAP50-95" in (tmp_path / "training_truth.md").read_text()

@@ -1,0 +1,256 @@
+"""How many operations our operators take, and their formulas in ``torch.utils.flop_counter``.
+
+``FlopCounterMode`` counts the operators of ``torch.ops.torch_fastdet`` once torch_fastdet is imported. One addition, subtraction,
+multiplication, division, minimum, maximum, comparison or transcendental function is one operation, a fused multiply-add two;
+selections, conversions and sign changes are none. The counts are read off csrc/core/*_math.h.
+
+A count follows from shapes alone. What depends on values (how many candidates pass a threshold, how many targets match) is left
+out: post-processing and the loss count what every input of that shape takes. The state objects behind
+``torch_fastdet.optim`` and ``ModelEMA`` are no operators, and no mode sees them.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+__all__ = ["FORMULAS"]
+
+Shape = Sequence[int]
+
+# An IoU of one pair from its corners, its gradients by both boxes from its terms, the corners of two boxes, and the gradients
+# by corners folded into those by the coordinates that were given.
+IOU = {"iou": 15, "giou": 26, "diou": 37, "ciou": 55}
+IOU_GRADIENT = {"iou": 32, "giou": 59, "diou": 71, "ciou": 94}
+CORNERS = {True: 12, False: 6}  # by xywh
+FOLD = {True: 16, False: 8}
+SIGMOID = 3
+BOX_DECODE = 12  # of four sigmoids: center and sides in pixels
+ENTROPY = 16  # value and gradient of one logit, and its part of the sum
+SCALE_BOX = {True: 6, False: 16}  # by xywh: a box in the original image's pixels; corners are clipped too
+
+
+def iou(pairs: int, kind: str = "ciou", xywh: bool = True) -> int:
+    return pairs * (CORNERS[xywh] + IOU[kind])
+
+
+def iou_backward(pairs: int, kind: str = "ciou", xywh: bool = True) -> int:
+    """Gradients by both boxes; the terms of the value are computed again."""
+    return pairs * (CORNERS[xywh] + IOU[kind] + IOU_GRADIENT[kind] + FOLD[xywh])
+
+
+def iou_loss(pairs: int, kind: str = "ciou", xywh: bool = True, reduced: bool = True) -> int:
+    return iou(pairs, kind, xywh) + pairs * (2 if reduced else 1)
+
+
+def upsample_backward(elements: int) -> int:
+    """Each of `elements` input gradients is the sum of four."""
+    return 3 * elements
+
+
+def decode(anchors: int, outputs: int) -> int:
+    """YOLOv5's decode: `outputs` values an anchor, box, objectness and classes."""
+    return anchors * (SIGMOID * outputs + BOX_DECODE)
+
+
+def loss(anchors: int) -> int:
+    """Objectness of every anchor; boxes and classes are computed for matches alone."""
+    return ENTROPY * anchors
+
+
+def loss_backward(anchors: int) -> int:
+    """The objectness gradient, scaled."""
+    return anchors
+
+
+def ema(elements: int) -> int:
+    return 3 * elements
+
+
+def sgd(elements: int, weight_decay: bool = True, momentum: bool = True, nesterov: bool = True) -> int:
+    return elements * (2 + 2 * weight_decay + (3 + 2 * nesterov if momentum else 0))
+
+
+def unscale(elements: int) -> int:
+    """A multiplication and the check that the result is finite."""
+    return 2 * elements
+
+
+def norm(elements: int) -> int:
+    return 2 * elements
+
+
+def clip(elements: int) -> int:
+    return norm(elements) + elements
+
+
+# From here on: from the arguments of an operator, tensors replaced by their shapes, as register_flop_formula wants it.
+
+
+def _pairs(box1: Shape, box2: Shape) -> int:
+    longer = max(len(box1), len(box2)) - 1
+    sizes = [[1] * (longer + 1 - len(box)) + list(box[:-1]) for box in (box1, box2)]
+    return math.prod(b if a == 1 else a for a, b in zip(*sizes))
+
+
+def _total(shapes: Sequence[Shape]) -> int:
+    return sum(math.prod(shape) for shape in shapes)
+
+
+def _anchors(heads: Sequence[Shape], levels: Shape) -> int:
+    """Anchors of YOLOv5 maps, (bs, na * no, ny, nx) or (bs, na, ny, nx, no), whose anchors have shape (nl, na, 2)."""
+    return sum(h[0] * (math.prod(h[1:4]) if len(h) == 5 else levels[1] * h[2] * h[3]) for h in heads)
+
+
+def _bbox_iou(box1, box2, xywh=True, GIoU=False, DIoU=False, CIoU=False, eps=1e-7, *, out_shape=None) -> int:
+    kind = "ciou" if CIoU else "diou" if DIoU else "giou" if GIoU else "iou"
+    return iou(_pairs(box1, box2), kind, xywh)
+
+
+def _bbox_iou_backward(grad, box1, box2, kind, xywh, eps, output_mask, *, out_shape=None) -> int:
+    return iou_backward(_pairs(box1, box2), kind, xywh)
+
+
+def _iou_loss(box1, box2, kind="ciou", xywh=True, reduction="mean", eps=1e-7, *, out_shape=None) -> int:
+    return iou_loss(_pairs(box1, box2), kind, xywh, reduction != "none")
+
+
+def _iou_loss_backward(grad, box1, box2, kind, xywh, reduction, eps, output_mask, *, out_shape=None) -> int:
+    return iou_backward(_pairs(box1, box2), kind, xywh)
+
+
+def _moves_alone(*args, out_shape=None, **kwargs) -> int:
+    return 0
+
+
+def _upsample_backward(grad_output, *, out_shape=None) -> int:
+    return upsample_backward(math.prod(grad_output) // 4)
+
+
+def _yolov5_decode(heads, anchors, strides, nm=0, *, out_shape=None) -> int:
+    count = _anchors(heads, anchors)
+    return decode(count, _total(heads) // count - nm) if count else 0
+
+
+def _compares_objectness(prediction, *args, out_shape=None, **kwargs) -> int:
+    return prediction[0] * prediction[1]
+
+
+def _compares_classes(prediction, *args, nc=0, out_shape=None, **kwargs) -> int:
+    if len(args) > 6:  # nc by position
+        nc = args[6]
+    return prediction[0] * (nc or max(prediction[1] - 4, 0)) * prediction[2]
+
+
+def _yolov5_postprocess(heads, anchors, *args, out_shape=None, **kwargs) -> int:
+    return _anchors(heads, anchors)
+
+
+def _ultralytics_postprocess(boxes, scores, *args, out_shape=None, **kwargs) -> int:
+    return _total(scores)
+
+
+def _scale_boxes(boxes, letterboxes, xywh=False, *, out_shape=None) -> int:
+    return math.prod(boxes[:-1]) * SCALE_BOX[xywh]
+
+
+def _yolov5_loss(heads, targets, anchors, *args, out_shape=None, **kwargs) -> int:
+    return loss(_anchors(heads, anchors))
+
+
+def _yolov5_loss_backward(
+    grad, heads, targets, levels, owner, match_cell, match_values, object_gradient, **kwargs
+) -> int:
+    return loss_backward(math.prod(object_gradient))
+
+
+def _ema(averages, values, decay, *, out_shape=None) -> int:
+    return ema(_total(averages))
+
+
+def _sgd(params, grads, buffers, lr, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, maximize=False,
+         is_first_step=False, grad_scale=None, found_inf=None, *, out_shape=None) -> int:  # fmt: skip
+    elements = _total(params)
+    scaled = elements if grad_scale is not None else 0
+    return sgd(elements, weight_decay != 0, bool(buffers), nesterov) + scaled
+
+
+def _unscale(grads, scale, found_inf, *, out_shape=None) -> int:
+    return unscale(_total(grads))
+
+
+def _norm(tensors, *, out_shape=None) -> int:
+    return norm(_total(tensors))
+
+
+def _clip(grads, max_norm, *, out_shape=None) -> int:
+    return clip(_total(grads))
+
+
+#: Operator -> formula, for every operator of the library.
+FORMULAS: dict[str, Callable[..., int]] = {
+    "bbox_iou": _bbox_iou,
+    "bbox_iou_backward": _bbox_iou_backward,
+    "iou_loss": _iou_loss,
+    "iou_loss_backward": _iou_loss_backward,
+    "upsample_nearest2x": _moves_alone,
+    "upsample_nearest2x_backward": _upsample_backward,
+    "upsample_nearest2x_cat": _moves_alone,
+    "yolov5_decode": _yolov5_decode,
+    "non_max_suppression_padded": _compares_objectness,
+    "ultralytics_non_max_suppression_padded": _compares_classes,
+    "yolov5_postprocess": _yolov5_postprocess,
+    "ultralytics_postprocess": _ultralytics_postprocess,
+    "scale_boxes": _scale_boxes,
+    "yolov5_loss": _yolov5_loss,
+    "yolov5_loss_backward": _yolov5_loss_backward,
+    "multi_tensor_ema_": _ema,
+    "multi_tensor_sgd_": _sgd,
+    "multi_tensor_unscale_": _unscale,
+    "multi_tensor_norm": _norm,
+    "multi_tensor_clip_grad_norm_": _clip,
+}
+
+
+def _register(counter: Any) -> None:
+    import torch
+
+    for name, formula in FORMULAS.items():
+        packet = getattr(torch.ops.torch_fastdet, name)
+        if packet not in counter.flop_registry:
+            counter.register_flop_formula(packet)(formula)
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Registers the formulas when somebody imports torch.utils.flop_counter, which takes a while and few need."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None):
+        if name != COUNTER:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            _register(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+COUNTER = "torch.utils.flop_counter"
+
+
+def register() -> None:
+    """Registers the formulas, now or when torch.utils.flop_counter is imported. Called once, by ``import torch_fastdet``."""
+    if COUNTER in sys.modules:
+        _register(sys.modules[COUNTER])
+    else:
+        sys.meta_path.insert(0, _AfterImport())
