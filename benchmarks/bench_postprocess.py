@@ -44,6 +44,7 @@ STAGES = ("decode", "select", "sort", "NMS", "one operator", "host and gaps")
 STAGE_OF = (
     ("decode", r"\bdecode_kernel"),
     ("sort", r"sort|radix|merge_kernel"),
+    ("host and gaps", r"^memcpy"),
     ("NMS", r"nms_kernel|nms_impl|torchvision::nms|gather_keep|suppress_kernel|place_kernel|test_kernel|decide_kernel|rest_kernel"),
 )  # fmt: skip
 
@@ -171,10 +172,9 @@ def cpu_peak(function: Callable[[], Any]) -> float | None:
     return (_status("VmHWM") - before) / 1024
 
 
-def stages(choice: Choice, heads: list[Tensor], device: torch.device) -> dict[str, float]:
-    """Microseconds of each stage of one call."""
+def stages(choice: Choice, heads: list[Tensor], device: torch.device, whole: float) -> dict[str, float]:
+    """Microseconds of each stage of one call that takes `whole`."""
     found = dict.fromkeys(STAGES, 0.0)
-    whole = statistics.median(microseconds(lambda: choice(heads), device) for _ in range(5))
     if device.type == "cuda":
         for stage, function in _parts(choice, heads):
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -188,15 +188,15 @@ def stages(choice: Choice, heads: list[Tensor], device: torch.device) -> dict[st
     if choice.decode is None:
         return found | {"one operator": whole}
     decoded = choice.decode(heads)
-    found["decode"] = statistics.median(microseconds(lambda: choice.decode(heads), device) for _ in range(5))
-    rest = statistics.median(microseconds(lambda: choice.suppress(decoded), device) for _ in range(5))
+    found["decode"] = statistics.median(microseconds(lambda: choice.decode(heads), device) for _ in range(3))
+    rest = max(0.0, whole - found["decode"])
     if choice.name.startswith(OURS):
         return found | {"one operator": rest}
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        choice.suppress(decoded)
+        profiled = microseconds(lambda: choice.suppress(decoded), device)
     for event in profile.key_averages():
         if (stage := stage_of(event.key)) != "select":
-            found[stage] += event.self_cpu_time_total
+            found[stage] += event.self_cpu_time_total * rest / profiled
     found["select"] = max(0.0, rest - found["sort"] - found["NMS"])
     return found
 
@@ -209,16 +209,19 @@ def _parts(choice: Choice, heads: list[Tensor]) -> list[tuple[str | None, Callab
     return [("decode", lambda: choice.decode(heads)), (None, lambda: choice.suppress(decoded))]
 
 
-def measure_validation(report: Report, case: Case, data: dict[str, Any], repetitions: int) -> None:
+def measure_validation(report: Report, case: Case, data: dict[str, Any], seconds: float = 5.0) -> None:
+    """Rounds over all batches, in turns, until a choice has had three of them or its seconds."""
     size = _size(case.batches[0], case.model)
     ways = choices(case.model, VALIDATION)
     times: dict[str, list[float]] = {way.name: [] for way in ways}
     for way in ways:
         way(case.batches[0])
-    for _ in range(repetitions):
-        for heads in case.batches:
-            for way in ways:
-                times[way.name].append(microseconds(lambda way=way, heads=heads: way(heads), case.device))
+    for _ in range(3):
+        for way in ways:
+            if sum(times[way.name]) < 1e6 * seconds:
+                times[way.name] += [
+                    microseconds(lambda way=way, heads=heads: way(heads), case.device) for heads in case.batches
+                ]
     name = f"validation, batch {BATCH} of {size}x{size}, {case.name}"
     for way in ways:
         map50, map50_95 = case.accuracy(way, data)
@@ -226,7 +229,8 @@ def measure_validation(report: Report, case: Case, data: dict[str, Any], repetit
         report.add(
             name, way.name, "call", times[way.name], peak_mib=peak, map50=round(map50, 5), map50_95=round(map50_95, 5)
         )
-        for stage, time_us in stages(way, case.batches[0], case.device).items():
+        first = statistics.median(times[way.name][:: len(case.batches)])  # of the first batch
+        for stage, time_us in stages(way, case.batches[0], case.device, first).items():
             if time_us:
                 report.add(name, way.name, stage, [time_us])
     report.write()
@@ -330,14 +334,18 @@ def main() -> None:
 
     data = check_dataset(str(data_file))
     loader = create_dataloader(data["val"], machine.image_size, BATCH, 32, workers=0)[0]
-    cpu = torch.device("cpu")
-    where = [(cpu, torch.float32, 1 if cuda else 3, options.calls // 10 if cuda else options.calls)]
-    if cuda:  # the CPU's calls take long at 640x640
-        where += [(report.device, dtype, 3, options.calls) for dtype in (torch.float32, torch.float16)]
-    for device, dtype, repetitions, calls in where:
+    # The CPU's calls take long at 640x640.
+    where = [(torch.device("cpu"), torch.float32, options.calls // 10 if cuda else options.calls)]
+    if cuda:
+        where = [
+            (report.device, torch.float16, options.calls),
+            (report.device, torch.float32, options.calls // 10),
+            *where,
+        ]
+    for device, dtype, calls in where:
         with torch.inference_mode():
             case = Case(weights, loader, device, dtype)
-            measure_validation(report, case, data, repetitions)
+            measure_validation(report, case, data)
             measure_latency(report, case, calls)
     report.plot()
     plot_breakdown(report)

@@ -147,7 +147,11 @@ def section(name: str) -> str:
     page = folder / f"{what}.md"  # roofline, training_truth
     if page.exists():
         return page.read_text()
-    return f"{benchmark_table(load(folder)[what])}\n{provenance(folder)}"
+    benchmarks = load(folder)
+    if what not in benchmarks:
+        command = "python -m benchmarks.training_truth" if what == "training_truth" else "make bench"
+        return f"Not measured yet on a {kind.upper()}: `{command}` there writes it.\n"
+    return f"{benchmark_table(benchmarks[what])}\n{provenance(folder)}"
 
 
 def render(text: str) -> str:

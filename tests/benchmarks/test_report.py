@@ -52,3 +52,11 @@ def test_benchmark_table_has_the_columns_that_have_values():
     assert header == "| case | variant | call | p99 | peak MiB | mAP50 |"
     assert first == "| c | stock | 3.00 ms | - | 1.5 | - |"
     assert second == "| c | **torch_fastdet** | 10.0 us | 12.0 us | 1.5 | 0.5000 |"
+
+
+def test_what_was_not_measured_says_how_to(tmp_path, monkeypatch):
+    (tmp_path / "h200-2026-01-01").mkdir()
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    assert report.section("gpu-postprocess") == "Not measured yet on a GPU: `make bench` there writes it.\n"
+    (tmp_path / "h200-2026-01-01/roofline.md").write_text("ceilings")
+    assert report.section("gpu-roofline") == "ceilings"

@@ -106,6 +106,7 @@ def test_ultralytics_decode_is_that_of_ours():
         ("void vision::ops::(anonymous namespace)::nms_kernel_impl<float>(int, double, float const*)", "NMS"),
         ("void at_cuda_detail::cub::DeviceRadixSortOnesweepKernel<...>", "sort"),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::MulFunctor<float> >", "select"),
+        ("Memcpy DtoH (Device -> Pageable)", "host and gaps"),
         ("torchvision::nms", "NMS"),
         ("aten::argsort", "sort"),
         ("aten::nonzero", "select"),
