@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <c10/util/ArrayRef.h>
 #include <c10/util/Exception.h>
 #include <c10/util/Optional.h>
@@ -10,6 +11,7 @@
 #include <cstring>
 #include <limits>
 #include <string_view>
+#include <tuple>
 
 #include "checks/common.h"
 #include "core/nms.h"
@@ -46,6 +48,30 @@ struct NmsRequest {
 
 inline at::ScalarType detection_type(at::ScalarType input) {
   return input == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+// What an operator returns: rows, counts and the anchor of each row.
+using Detections = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+
+inline Detections empty_detections(const NmsRequest& request, const at::Tensor& input) {
+  const int64_t images = request.source.images, capacity = request.options.max_detections;
+  return {at::empty({images, capacity, 6 + request.source.extra},
+                    input.options().dtype(detection_type(input.scalar_type()))),
+          at::empty({images}, input.options().dtype(at::kLong)),
+          at::empty({images, capacity}, input.options().dtype(at::kLong))};
+}
+
+inline core::NmsOutput nms_output(const NmsRequest& request, const Detections& detections) {
+  core::NmsOutput output;
+  output.detections = std::get<0>(detections).mutable_data_ptr();
+  output.counts = std::get<1>(detections).mutable_data_ptr<int64_t>();
+  output.indices = std::get<2>(detections).mutable_data_ptr<int64_t>();
+  output.letterboxes = request.letterboxes.defined() ? request.letterboxes.const_data_ptr() : nullptr;
+  return output;
+}
+
+inline std::tuple<at::Tensor, at::Tensor> without_indices(Detections&& detections) {
+  return {std::get<0>(detections), std::get<1>(detections)};
 }
 
 inline double rounded_to(double value, at::ScalarType type) {

@@ -121,7 +121,7 @@ struct GradSum {
   bool finite = true;
   __device__ __forceinline__ A add(A grad, A inv_scale, bool scaled) {
     finite = finite && isfinite(grad);
-    if (scaled) grad = rounded_mul(grad, inv_scale);
+    if (scaled) grad = mul_rn(grad, inv_scale);
     sum += grad * grad;
     return grad;
   }
@@ -279,8 +279,8 @@ struct RowStep {
   bool scaled, clipped, update, momentum, fresh, write_grad, average;
 
   __device__ __forceinline__ void element(A& param, A& grad, A& buffer, A& average_value) const {
-    if (scaled) grad = rounded_mul(grad, inv_scale);
-    if (clipped) grad = rounded_mul(grad, clip);
+    if (scaled) grad = mul_rn(grad, inv_scale);
+    if (clipped) grad = mul_rn(grad, clip);
     if (update) sgd_element(param, grad, buffer, sgd, momentum, fresh);
     if (average) average_value = ema_element(average_value, param, decay, one_minus_decay);
   }

@@ -7,38 +7,11 @@
 
 #include <cmath>
 
+#include "core/exact_math.h"
 #include "core/host_device.h"
 
 namespace torch_fastdet::core {
 
-TORCH_FASTDET_HOST_DEVICE float rounded_mul(float a, float b) {
-#ifdef __CUDA_ARCH__
-  return __fmul_rn(a, b);
-#else
-  return a * b;
-#endif
-}
-TORCH_FASTDET_HOST_DEVICE double rounded_mul(double a, double b) {
-#ifdef __CUDA_ARCH__
-  return __dmul_rn(a, b);
-#else
-  return a * b;
-#endif
-}
-TORCH_FASTDET_HOST_DEVICE float rounded_add(float a, float b) {
-#ifdef __CUDA_ARCH__
-  return __fadd_rn(a, b);
-#else
-  return a + b;
-#endif
-}
-TORCH_FASTDET_HOST_DEVICE double rounded_add(double a, double b) {
-#ifdef __CUDA_ARCH__
-  return __dadd_rn(a, b);
-#else
-  return a + b;
-#endif
-}
 // a * b + c, rounded once.
 TORCH_FASTDET_HOST_DEVICE float fused_mul_add(float a, float b, float c) {
   return fmaf(a, b, c);
@@ -61,7 +34,7 @@ TORCH_FASTDET_HOST_DEVICE void sgd_element(A& param, A grad, A& buffer, const Sg
   if (s.maximize) grad = -grad;
   if (s.weight_decay != A(0)) grad = fused_mul_add(s.weight_decay, param, grad);
   if (has_momentum) {
-    buffer = fresh ? grad : fused_mul_add(s.one_minus_dampening, grad, rounded_mul(buffer, s.momentum));
+    buffer = fresh ? grad : fused_mul_add(s.one_minus_dampening, grad, mul_rn(buffer, s.momentum));
     grad = s.nesterov ? fused_mul_add(s.momentum, buffer, grad) : buffer;
   }
   param = fused_mul_add(-s.lr, grad, param);
@@ -70,12 +43,12 @@ TORCH_FASTDET_HOST_DEVICE void sgd_element(A& param, A grad, A& buffer, const Sg
 // The moving average as YOLOv5 writes it: v *= d; v += (1 - d) * x.
 template <typename A>
 TORCH_FASTDET_HOST_DEVICE A ema_element(A average, A value, A decay, A one_minus_decay) {
-  return rounded_add(rounded_mul(average, decay), rounded_mul(value, one_minus_decay));
+  return add_rn(mul_rn(average, decay), mul_rn(value, one_minus_decay));
 }
 
 // decay * (1 - exp(-updates / tau)), the ramp that lets early epochs move.
 TORCH_FASTDET_HOST_DEVICE double ema_decay(double decay, double tau, double updates) {
-  return rounded_mul(decay, 1.0 - exp(-updates / tau));
+  return mul_rn(decay, 1.0 - exp(-updates / tau));
 }
 
 // 1 / scale as GradScaler takes it: in double, then float.
@@ -86,7 +59,7 @@ TORCH_FASTDET_HOST_DEVICE float inverse_scale(float scale) {
 // clip_grad_norm_'s factor, min(max_norm / (norm + 1e-6), 1), rounded as torch rounds `float / tensor`. NaN stays NaN.
 template <typename A>
 TORCH_FASTDET_HOST_DEVICE A clip_factor(A norm, A max_norm) {
-  const A factor = rounded_mul(A(1) / rounded_add(norm, A(1e-6)), max_norm);
+  const A factor = mul_rn(A(1) / add_rn(norm, A(1e-6)), max_norm);
   return factor > A(1) ? A(1) : factor;
 }
 

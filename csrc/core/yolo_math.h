@@ -5,8 +5,10 @@
 
 #include "core/exact_math.h"
 
-#ifdef __CUDA_ARCH__
+#if defined(__CUDA_ARCH__)
 #define TORCH_FASTDET_UNROLL _Pragma("unroll")
+#elif defined(__CUDACC__)
+#define TORCH_FASTDET_UNROLL  // nvcc's host pass knows neither pragma
 #else
 #define TORCH_FASTDET_UNROLL _Pragma("GCC unroll 16")
 #endif

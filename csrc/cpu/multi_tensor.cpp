@@ -63,10 +63,10 @@ TORCH_FASTDET_HOST_DEVICE void step_values(A* __restrict__ param, A* __restrict_
                                            A* __restrict__ average, int64_t count, const Step<A>& step) {
   const Step<A> s = step;
   if (s.scaled) {
-    for (int64_t i = 0; i < count; ++i) grad[i] = core::rounded_mul(grad[i], s.inv_scale);
+    for (int64_t i = 0; i < count; ++i) grad[i] = core::mul_rn(grad[i], s.inv_scale);
   }
   if (s.clipped) {
-    for (int64_t i = 0; i < count; ++i) grad[i] = core::rounded_mul(grad[i], s.clip);
+    for (int64_t i = 0; i < count; ++i) grad[i] = core::mul_rn(grad[i], s.clip);
   }
   if (s.update) {
     for (int64_t i = 0; i < count; ++i) {
@@ -88,7 +88,7 @@ TORCH_FASTDET_HOST_DEVICE bool reduce_values(A* __restrict__ grad, int64_t count
   A check = 0;  // stays 0 while all are finite: inf * 0 and nan * 0 are nan
   for (int64_t i = 0; i < count; ++i) check += grad[i] * A(0);
   if (scaled) {
-    for (int64_t i = 0; i < count; ++i) grad[i] = core::rounded_mul(grad[i], inv_scale);
+    for (int64_t i = 0; i < count; ++i) grad[i] = core::mul_rn(grad[i], inv_scale);
   }
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {

@@ -3,7 +3,6 @@
 #include "checks/nms.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -259,26 +258,11 @@ void suppress_images(const NmsRequest& request, const core::NmsOutput& output) {
   }
 }
 
-using Detections = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
-
 Detections suppress(const NmsRequest& request, const at::Tensor& input) {
-  const CandidateSource& source = request.source;
-  const int64_t images = source.images, capacity = request.options.max_detections;
-  at::Tensor detections =
-      at::empty({images, capacity, 6 + source.extra}, input.options().dtype(detection_type(input.scalar_type())));
-  at::Tensor counts = at::empty({images}, input.options().dtype(at::kLong));
-  at::Tensor indices = at::empty({images, capacity}, input.options().dtype(at::kLong));
-  core::NmsOutput output;
-  output.detections = detections.mutable_data_ptr();
-  output.counts = counts.mutable_data_ptr<int64_t>();
-  output.indices = indices.mutable_data_ptr<int64_t>();
-  output.letterboxes = request.letterboxes.defined() ? request.letterboxes.const_data_ptr() : nullptr;
-  dispatch_source(source, [&](auto layout) { suppress_images<decltype(layout)>(request, output); });
-  return {detections, counts, indices};
-}
-
-std::tuple<at::Tensor, at::Tensor> without_indices(Detections&& result) {
-  return {std::get<0>(result), std::get<1>(result)};
+  Detections detections = empty_detections(request, input);
+  const core::NmsOutput output = nms_output(request, detections);
+  dispatch_source(request.source, [&](auto layout) { suppress_images<decltype(layout)>(request, output); });
+  return detections;
 }
 
 std::tuple<at::Tensor, at::Tensor> non_max_suppression_padded(

@@ -10,8 +10,6 @@
 namespace torch_fastdet {
 namespace {
 
-using Detections = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
-
 int64_t shared_memory_limit(int device) {
   int bytes = 0;
   check_launch(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "shared_memory_limit");
@@ -20,28 +18,15 @@ int64_t shared_memory_limit(int device) {
 
 // The device of `input` is current.
 Detections suppress(const NmsRequest& request, const at::Tensor& input, const char* op) {
-  const CandidateSource& source = request.source;
-  const int64_t images = source.images, capacity = request.options.max_detections;
+  const int64_t images = request.source.images;
   TORCH_CHECK_VALUE(images <= 65535, op, ": a batch of ", images, " images came, but at most 65535 are taken at once");
-  at::Tensor detections =
-      at::empty({images, capacity, 6 + source.extra}, input.options().dtype(detection_type(input.scalar_type())));
-  at::Tensor counts = at::empty({images}, input.options().dtype(at::kLong));
-  at::Tensor indices = at::empty({images, capacity}, input.options().dtype(at::kLong));
-  core::NmsOutput output;
-  output.detections = detections.mutable_data_ptr();
-  output.counts = counts.mutable_data_ptr<int64_t>();
-  output.indices = indices.mutable_data_ptr<int64_t>();
-  output.letterboxes = request.letterboxes.defined() ? request.letterboxes.const_data_ptr() : nullptr;
-  const core::NmsPlan plan = core::plan_nms(source, request.options, shared_memory_limit(input.get_device()));
+  Detections detections = empty_detections(request, input);
+  const core::NmsPlan plan = core::plan_nms(request.source, request.options, shared_memory_limit(input.get_device()));
   at::Tensor workspace = at::empty({static_cast<int64_t>(plan.bytes)}, input.options().dtype(at::kByte));
-  check_launch(core::launch_nms(source, request.options, request.filter, output, plan, workspace.mutable_data_ptr(),
-                                c10::cuda::getCurrentCUDAStream()),
+  check_launch(core::launch_nms(request.source, request.options, request.filter, nms_output(request, detections), plan,
+                                workspace.mutable_data_ptr(), c10::cuda::getCurrentCUDAStream()),
                op);
-  return {detections, counts, indices};
-}
-
-std::tuple<at::Tensor, at::Tensor> without_indices(Detections&& result) {
-  return {std::get<0>(result), std::get<1>(result)};
+  return detections;
 }
 
 std::tuple<at::Tensor, at::Tensor> non_max_suppression_padded(

@@ -84,11 +84,12 @@ def checks(stock: Run, ours: Run, full_epochs: int = FULL_EPOCHS) -> list[Check]
 
 
 def replaced_by_switch(said: list[str]) -> dict[str, list[str]]:
-    """What the launcher replaced ("switch: old -> new" lines), by switch."""
+    """What the launcher replaced ("switch: old -> new" lines), by switch; without those that then said that they do not apply."""
     switches: dict[str, list[str]] = {}
+    idle = {line.split(" ", 1)[0] for line in said if " does not apply: " in line}
     for line in said:
         switch, colon, what = line.partition(": ")
-        if colon and " -> " in what:
+        if colon and " -> " in what and switch not in idle:
             switches.setdefault(switch, []).append(what)
     return switches
 
