@@ -244,8 +244,8 @@ def bench_cuda(report):
             repetitions=10,
             inner=2,
         )
-        compiled = torch.compile(stock_decode)
-        overhead = torch.compile(stock_decode, mode="reduce-overhead")
+        compiled = torch.compile(stock_decode, dynamic=False)
+        overhead = torch.compile(stock_decode, dynamic=False, mode="reduce-overhead")
         report.compare(
             f"decode, batch {images}",
             {

@@ -47,8 +47,8 @@ def measure(report: Report, models: list[str], epochs: int, flags: list[str], pi
             times = run.progress.iteration_seconds()
             if not times:
                 raise SystemExit(f"bench_train: {variant.title} printed no whole epoch; its output is in {run.folder}")
-            for line in run.replaced:
-                print(line, flush=True)
+            switches = dict.fromkeys(line.partition(":")[0] for line in run.replaced if " -> " in line)
+            print(f"{case}: {variant.title}, replaced by {', '.join(switches) or 'nothing'}", flush=True)
             report.add(case, variant.title, "call", [1e6 * seconds for seconds in times])
             report.write()
 

@@ -7,16 +7,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks import training_truth
-from benchmarks.training_truth import FASTDET, MAP, MAP50, METRICS, STOCK, Settings, file_of, finished, report, run_all
-from examples.demo.report import LOSSES
+from benchmarks.training_truth import FASTDET, MAP, MAP50, NAMES, STOCK, Settings, file_of, finished, report, run_all
 from examples.demo.training import Progress, Run
 
 SETTINGS = Settings("yolov5n", 2, 64, 48, 16)
 
 
 def rows(value: float) -> list[dict]:
-    names = {*METRICS, *LOSSES}
-    return [{"epoch": float(epoch)} | dict.fromkeys(names, value * (epoch + 1) / 2) for epoch in range(2)]
+    return [{"epoch": float(epoch)} | dict.fromkeys(NAMES, value * (epoch + 1) / 2) for epoch in range(2)]
 
 
 def leave(folder: Path, variant, seed: int, value: float, settings: Settings = SETTINGS) -> None:
