@@ -13,10 +13,10 @@ the CPU by what a clock and the operators' names can tell, so our operators are 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import ctypes
 import os
 import re
+import shutil
 import statistics
 import sys
 import tempfile
@@ -122,21 +122,19 @@ class Case:
 
         class Model(nn.Module):
             names = data["names"]
-            anything = nn.Parameter(torch.zeros(1, device=self.device))
 
             def __init__(self):
                 super().__init__()
-                self.weight = nn.Parameter(torch.zeros(1))
+                self.where = nn.Parameter(torch.zeros(1))  # val.py asks a parameter for the device
 
             def forward(self, images, augment=False):
                 return next(batches)
 
         stock, val.non_max_suppression = val.non_max_suppression, lambda heads, *args, **kwargs: choice(heads)
         try:
-            with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(None):
-                result, *_ = val.run(
-                    data, model=Model().to(self.device), dataloader=self.loader, plots=False, save_dir=Path(folder)
-                )
+            with tempfile.TemporaryDirectory() as folder:
+                model = Model().to(self.device)
+                result, *_ = val.run(data, model=model, dataloader=self.loader, plots=False, save_dir=Path(folder))
         finally:
             val.non_max_suppression = stock
         return result[2], result[3]
@@ -300,11 +298,11 @@ def plot_breakdown(report: Report) -> None:
 
 def trained(machine: Machine, data: Path, epochs: int) -> Path:
     """Weights of yolov5n after so many epochs; the same ones each time."""
-    project = WORK / f"yolov5n-{machine.image_size}-{epochs}"
-    best = project / FASTDET.name / "weights/best.pt"
-    if not best.exists():
-        train(FASTDET, data, project, dict(os.environ), machine, epochs, 0, show=False)
-    return best
+    weights = WORK / f"yolov5n-{machine.image_size}-{epochs}.pt"
+    if not weights.exists():
+        run = train(FASTDET, data, WORK / weights.stem, dict(os.environ), machine, epochs, 0, show=False)
+        shutil.move(run.weights, weights)  # when all epochs are done, not before
+    return weights
 
 
 def main() -> None:
