@@ -323,7 +323,9 @@ class Report:
         print(f"{case:44} {variant:28} {view:6} {row.median_us:12.2f} us{extra}{share}{count}", flush=True)
 
     def write(self) -> None:
-        """Writes <folder>/<benchmark>.csv and .json."""
+        """Writes <folder>/<benchmark>.csv and .json, where there is a row."""
+        if not self.rows:
+            return
         self.folder.mkdir(parents=True, exist_ok=True)
         rows = [row.flat() for row in self.rows]
         (self.folder / f"{self.benchmark}.json").write_text(json.dumps(rows, indent=1) + "\n")
@@ -340,15 +342,17 @@ class Report:
         import matplotlib.pyplot as plt
 
         rows = [row for row in self.rows if row.view == view]
+        if not rows:
+            return
         cases = list(dict.fromkeys(row.case for row in rows))
         variants = list(dict.fromkeys(row.variant for row in rows))
-        figure, axes = plt.subplots(figsize=(9, 0.8 + 0.28 * len(rows)))
+        figure, axes = plt.subplots(figsize=(10, 1.2 + 0.25 * len(rows)), layout="constrained")
         position, ticks = 0.0, []
-        colors = plt.get_cmap("tab10")
+        colors = plt.get_cmap("tab10" if len(variants) <= 10 else "tab20")
         for case in cases:
             first = position
             for row in (row for row in rows if row.case == case):
-                axes.barh(position, row.median_us, color=colors(variants.index(row.variant) % 10))
+                axes.barh(position, row.median_us, color=colors(variants.index(row.variant)))
                 axes.text(row.median_us, position, f" {row.median_us:.1f}", va="center", fontsize=7)
                 position += 1
             ticks.append(((first + position - 1) / 2, case))
@@ -356,11 +360,11 @@ class Report:
         axes.set_yticks([tick for tick, _ in ticks], [name for _, name in ticks], fontsize=8)
         axes.invert_yaxis()
         axes.set_xscale("log")
+        axes.margins(x=0.12, y=0.01)
         machine = self.environment["gpu"] or self.environment["cpu"]
         axes.set_xlabel(f"microseconds a call, median ({view}; {machine}, torch {self.environment['torch']})")
-        handles = [plt.Rectangle((0, 0), 1, 1, color=colors(index % 10)) for index in range(len(variants))]
-        axes.legend(handles, variants, fontsize=8)
-        figure.tight_layout()
+        handles = [plt.Rectangle((0, 0), 1, 1, color=colors(index)) for index in range(len(variants))]
+        figure.legend(handles, variants, fontsize=8, loc="outside upper center", ncols=3)
         figure.savefig(self.folder / f"{self.benchmark}.png", dpi=120)
         plt.close(figure)
 
