@@ -71,9 +71,10 @@ test-gpu: ## on a GPU machine (offline): every test on CPU and CUDA, GoogleTests
 gpu-report-check: ## says whether tests/gpu_report.json is of this tree
 	@$(or $(wildcard $(BIN)/python),$(PYTHON)) -m tools.gpu_report check
 
-lint: $(STAMP) ## ruff, clang-format, and the layering rule of csrc/core
+lint: $(STAMP) ## ruff, mypy, clang-format, and the layering rule of csrc/core
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(FORMATTED)
 	@! grep -rnE '#\s*include\s*[<"](torch|ATen|c10|pybind11|Python\.h|checks/|cpu/|cuda/)' csrc/core \
 	  || { echo "csrc/core must include nothing of torch, ATen, c10, pybind11, Python or the glue"; exit 1; }

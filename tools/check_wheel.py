@@ -22,7 +22,7 @@ CMAKE = "torch_fastdet/share/cmake/TorchFastdet/TorchFastdetConfig.cmake"
 def wanted_files() -> set[str]:
     """Every file of a wheel but the dist-info and torch_fastdet._C, which needs Python's headers."""
     package, headers = ROOT / "torch_fastdet", ROOT / "csrc/include"
-    modules = {str(path.relative_to(ROOT)) for path in package.rglob("*.py")}
+    modules = {str(path.relative_to(ROOT)) for pattern in ("*.py", "*.pyi") for path in package.rglob(pattern)}
     public = {f"torch_fastdet/include/{path.relative_to(headers)}" for path in headers.rglob("*.h")}
     built = {LIBRARY, "torch_fastdet/_build_config.json", CMAKE, CMAKE.replace("Config.", "ConfigVersion.")}
     return modules | public | built | {"torch_fastdet/py.typed"}

@@ -6,6 +6,7 @@ Operators are in :mod:`torch_fastdet.ops`; drop-in replacements for YOLOv5's nam
 
 import importlib
 import importlib.util
+from types import ModuleType
 
 from torch_fastdet import _library
 from torch_fastdet._version import __version__
@@ -23,7 +24,7 @@ cmake_prefix_path = str(_library.PACKAGE / "share/cmake")
 __all__ = ["__version__", "build_info", "cmake_prefix_path", "ops"]
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> ModuleType:
     """Import a submodule at its first use: ``torch_fastdet.yolov5`` needs no import statement, and costs nothing unused."""
     if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
         return importlib.import_module(f"{__name__}.{name}")

@@ -78,10 +78,11 @@ def by_device(tensors: Iterable[Tensor]) -> dict[torch.device, list[int]]:
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The module inside DataParallel, DistributedDataParallel and torch.compile."""
+    inner: Any = model
     while True:
-        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-            model = model.module
-        elif "_orig_mod" in model._modules and type(model).__name__ == "OptimizedModule":  # without importing dynamo
-            model = model._orig_mod
+        if isinstance(inner, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            inner = inner.module
+        elif "_orig_mod" in inner._modules and type(inner).__name__ == "OptimizedModule":  # without importing dynamo
+            inner = inner._orig_mod
         else:
-            return model
+            return inner

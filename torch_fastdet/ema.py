@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Container
 from copy import deepcopy
 from typing import Any
 
@@ -135,7 +136,9 @@ class ModelEMA:
         self._watches = ModuleWatch(self.ema), ModuleWatch(model)
         self._model = weakref.ref(model)
 
-    def update_attr(self, model: nn.Module, include=(), exclude=("process_group", "reducer")) -> None:
+    def update_attr(
+        self, model: nn.Module, include: Container[str] = (), exclude: Container[str] = ("process_group", "reducer")
+    ) -> None:
         """Copy the model's attributes to the EMA: those in ``include`` (all, if empty), but none in ``exclude`` or with a
         leading underscore."""
         if not self.enabled:

@@ -228,7 +228,7 @@ def _register(counter: Any) -> None:
 class _AfterImport(importlib.abc.MetaPathFinder):
     """Registers the formulas when somebody imports torch.utils.flop_counter, which takes a while and few need."""
 
-    def find_spec(self, name: str, path: Any, target: Any = None):
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         if name != COUNTER:
             return None
         sys.meta_path.remove(self)
@@ -237,7 +237,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
             return None
         execute = spec.loader.exec_module
 
-        def exec_module(module):
+        def exec_module(module: Any) -> None:
             execute(module)
             _register(module)
 

@@ -13,7 +13,7 @@ import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal, SupportsIndex
 
 import torch
 from torch import nn
@@ -172,8 +172,8 @@ class _Captured:
                 static.copy_(gradient)
         # A first micro-batch leaves the graphs' own tensors in p.grad. Before the replay of a later one overwrites them,
         # what has been accumulated there is put aside.
-        later = [(p, mine) for p, mine in self.gradients if p.grad is not None]
-        overwritten = [mine for p, mine in later if p.grad.data_ptr() == mine.data_ptr()]
+        later = [(p.grad, mine) for p, mine in self.gradients if p.grad is not None]
+        overwritten = [mine for grad, mine in later if grad.data_ptr() == mine.data_ptr()]
         aside = []
         if overwritten:
             for mine in overwritten:
@@ -184,7 +184,7 @@ class _Captured:
         self.backward_graph.replay()
         if overwritten:
             torch._foreach_add_(overwritten, aside)
-        others = [(p.grad, mine) for p, mine in later if p.grad.data_ptr() != mine.data_ptr()]
+        others = [(grad, mine) for grad, mine in later if grad.data_ptr() != mine.data_ptr()]
         if others:
             torch._foreach_add_([grad for grad, _ in others], [mine for _, mine in others])
         if len(later) < len(self.gradients):
@@ -197,7 +197,9 @@ class _Replay(torch.autograd.Function):
     """The graphs as one node of autograd: its backward pass leaves the parameters' gradients in ``p.grad``."""
 
     @staticmethod
-    def forward(ctx, graphs: ModuleGraphs, captured: _Captured, x: torch.Tensor, leaf: torch.Tensor):
+    def forward(
+        ctx: Any, graphs: ModuleGraphs, captured: _Captured, x: torch.Tensor, leaf: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         captured.input.copy_(x)
         captured.forward_graph.replay()
         graphs.generation += 1
@@ -210,7 +212,7 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, *gradients):
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None, None]:
         if ctx.generation != ctx.graphs.generation:
             raise RuntimeError(
                 "GraphedModule: the module ran again before this backward pass (or this one ran already), so its activations "
@@ -340,14 +342,14 @@ class ModuleGraphs:
         if reason is not None:
             self._give_up(reason)
             return None
-        if self._pool is None:
+        if self._pool is None or self._stream is None:
             self._pool = torch.cuda.graph_pool_handle()
             self._stream = torch.cuda.Stream(x.device)
             self._leaf = torch.zeros((), device=x.device, requires_grad=True)
         torch.cuda.empty_cache()  # what eager steps have cached cannot serve a graph's pool
         location = _Location(self.module)
         try:
-            return self._captured(x)
+            return self._captured(x, self._stream)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -356,7 +358,7 @@ class ModuleGraphs:
         finally:
             location.remove()
 
-    def _captured(self, x: torch.Tensor) -> _Captured:
+    def _captured(self, x: torch.Tensor, stream: torch.cuda.Stream) -> _Captured:
         captured = _Captured()
         captured.input = torch.empty_like(x, memory_format=input_format(self.module, x)).copy_(x)
         enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
@@ -364,7 +366,7 @@ class ModuleGraphs:
         autocast = torch.autocast("cuda", dtype, enabled=enabled, cache_enabled=False)
         with (
             aliased_parameters(self.module) as aliases,
-            capture_into(captured.forward_graph, self._pool, self._stream),
+            capture_into(captured.forward_graph, self._pool, stream),
             autocast,
             self.capturing(),
         ):
@@ -378,7 +380,7 @@ class ModuleGraphs:
         for parameter in parameters:
             if parameter not in self._gradients:
                 self._gradients[parameter] = torch.empty_like(parameter, requires_grad=False)
-        with capture_into(captured.backward_graph, self._pool, self._stream):
+        with capture_into(captured.backward_graph, self._pool, stream):
             gradients = torch.autograd.grad(
                 [o for o in outputs if o.requires_grad],
                 [aliases[p] for p in parameters],
@@ -467,7 +469,7 @@ class GraphedModule(nn.Module):
             return self.module.forward(x, *args, **kwargs)
         return self.graphs(x)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -493,7 +495,7 @@ class GraphedModule(nn.Module):
     def __deepcopy__(self, memo: dict) -> nn.Module:
         return copy.deepcopy(self.module, memo)
 
-    def __reduce_ex__(self, protocol: int) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         return _itself, (self.module,)
 
     def __repr__(self) -> str:
@@ -558,7 +560,7 @@ class TrainStep:
         max_norm: float | None = 10.0,
         max_targets: int | None = None,
         *,
-        amp: torch.dtype | str | None = "auto",
+        amp: torch.dtype | Literal["auto"] | None = "auto",
         max_graphs: int = 32,
         say: Callable[[str], None] = logger.info,
     ) -> None:
@@ -574,9 +576,9 @@ class TrainStep:
         self.model, self.loss, self.optimizer, self.scaler, self.ema = model, loss, optimizer, scaler, ema
         self._head_views = head_views
         self.fused = FusedStep(optimizer, scaler, ema, max_norm)
-        self.amp = amp
         if amp == "auto":
-            self.amp = torch.float16 if scaler is not None and scaler.is_enabled() else None
+            amp = torch.float16 if scaler is not None and scaler.is_enabled() else None
+        self.amp: torch.dtype | None = amp
         self.max_graphs, self.max_targets, self.say = max_graphs, max_targets, say
         self.device = next(model.parameters()).device
         self._count = torch.zeros((), dtype=torch.int64, device=self.device)
@@ -674,20 +676,18 @@ class TrainStep:
         self._gradients = [(p, torch.zeros_like(p)) for p in self.model.parameters() if p.requires_grad]
 
     def _take_targets(self, targets: torch.Tensor) -> None:
-        count = targets.shape[0]
-        if self._targets is None or count > self._targets.shape[0] or targets.shape[1:] != self._targets.shape[1:]:
+        count, held = targets.shape[0], self._targets
+        if held is None or count > held.shape[0] or targets.shape[1:] != held.shape[1:]:
             if targets.dim() != 2:
                 raise ValueError(f"TrainStep: targets has shape {tuple(targets.shape)}, but (nt, columns) is wanted")
             room = max(64, 2 * count)
-            if self._targets is None and self.max_targets is not None:
+            if held is None and self.max_targets is not None:
                 room = max(self.max_targets, count)
-            if self._phases:
-                self.say(
-                    f"TrainStep: {count} targets need more room than {self._targets.shape[0]}; capturing again for {room}"
-                )
+            if self._phases and held is not None:
+                self.say(f"TrainStep: {count} targets need more room than {held.shape[0]}; capturing again for {room}")
             self._phases.clear()
-            self._targets = torch.zeros(room, *targets.shape[1:], device=self.device)
-        self._targets[:count].copy_(targets, non_blocking=True)
+            self._targets = held = torch.zeros(room, *targets.shape[1:], device=self.device)
+        held[:count].copy_(targets, non_blocking=True)
         self._count.fill_(count)
 
     def _take_images(self, images: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,9 @@ NESTEROV, MAXIMIZE, HAS_MOMENTUM = 1, 2, 4
 BUFFER = "momentum_buffer"
 
 
-def _hyper_parameters(groups: list[dict[str, Any]], device: torch.device):
+def _hyper_parameters(
+    groups: list[dict[str, Any]], device: torch.device
+) -> tuple[list[float], list[Tensor | None], list[int]]:
     """Four numbers a group, the device tensors that replace some of them ([] for none), and flags."""
     values: list[float] = []
     tensors: list[Tensor | None] = []
@@ -177,7 +179,7 @@ class SGD(torch.optim.SGD):
         return bound
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None):
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Perform a single optimization step.
 
         Args:
@@ -215,6 +217,7 @@ def _module_of(parameters: Iterable[Tensor]) -> nn.Module | None:
         isinstance(parameters, GeneratorType)
         and parameters.gi_code is nn.Module.parameters.__code__
         and inspect.getgeneratorstate(parameters) == inspect.GEN_CREATED
+        and parameters.gi_frame is not None
     ):
         arguments = parameters.gi_frame.f_locals
         if arguments.get("recurse") is True:
@@ -351,16 +354,17 @@ class FusedStep:
         self._scalars = torch.zeros(0, dtype=torch.float64, device=self.device)
         self._uploaded: list[float] = []
 
-    def _model(self, model: nn.Module | None) -> nn.Module:
-        model = unwrap(model) if model is not None else self.ema.model
+    @staticmethod
+    def _model(ema: ModelEMA, model: nn.Module | None) -> nn.Module:
+        model = unwrap(model) if model is not None else ema.model
         if model is None:
             raise RuntimeError("FusedStep: the EMA is a copy that has not seen its model yet; give it: step(model)")
         return model
 
     def _bind(self, model: nn.Module | None) -> _Bound:
-        follows = self.ema is None
-        if not follows:
-            model = self._model(model)
+        follows = True
+        if self.ema is not None:
+            model = self._model(self.ema, model)
             watches = self._watches
             follows = watches is not None and watches[0].unchanged(self.ema.ema) and watches[1].unchanged(model)
         bound = self._bound
@@ -372,7 +376,7 @@ class FusedStep:
         averages: list[Tensor | None] = []
         values: list[Tensor] = []
         value_averages: list[Tensor] = []
-        if self.ema is not None:
+        if self.ema is not None and model is not None:
             pairs = self.ema.pairs(model)
             place = {id(p): i for i, p in enumerate(params)}
             averages = [None] * len(params)
@@ -404,7 +408,7 @@ class FusedStep:
         scale = tracker = None
         growth: list[float] = []
         if self.scaler is not None and self.scaler.is_enabled():
-            scale, tracker, growth = self._scaler_state()
+            scale, tracker, growth = self._scaler_state(self.scaler)
         bound = self._bind(model)
         values, tensors, flags = _hyper_parameters(self.optimizer.param_groups, self.device)
         if capturing:
@@ -429,15 +433,14 @@ class FusedStep:
         )
         if made:
             bound.give_buffers()
-        if decay >= 0 and not capturing:
+        if self.ema is not None and decay >= 0 and not capturing:
             self.ema.updates = self._counted = updates
-        self.optimizer._opt_called = True
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
         for hook in self.optimizer._optimizer_step_post_hooks.values():
             hook(self.optimizer, (), {})
 
-    def _scaler_state(self) -> tuple[Tensor, Tensor, list[float]]:
-        scaler = self.scaler
-        if scaler._scale is None:
+    def _scaler_state(self, scaler: torch.amp.GradScaler) -> tuple[Tensor, Tensor, list[float]]:
+        if scaler._scale is None or scaler._growth_tracker is None:
             raise RuntimeError(
                 "FusedStep: the scaler has not scaled anything yet; call scaler.scale(loss).backward() first"
             )
@@ -469,10 +472,12 @@ class FusedStep:
         updates = ema.updates + 1
         return (ema.decay.decay, ema.decay.tau, updates) if ramp else (float(ema.decay(updates)), 0.0, updates)
 
-    def _scalars_in_memory(self, values: list[float], tensors: list[Tensor | None]):
+    def _scalars_in_memory(
+        self, values: list[float], tensors: list[Tensor | None]
+    ) -> tuple[list[float], list[Tensor | None]]:
         if values != self._uploaded:
             raise RuntimeError("FusedStep: call refresh() before the capture and before each replay")
-        mine = list(self._scalars.unbind())
+        mine: list[Tensor | None] = list(self._scalars.unbind())
         return values, mine if not tensors else [mine[i] if t is None else t for i, t in enumerate(tensors)]
 
     def refresh(self) -> None:
@@ -492,4 +497,4 @@ class FusedStep:
         if self.ema is not None and self.ema.enabled:
             self.ema.updates += replays
             self._counted = self.ema.updates
-        self.optimizer._opt_called = True
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it

@@ -30,6 +30,7 @@ class YOLOv5PostProcess(nn.Module):
             :func:`torch_fastdet.ops.non_max_suppression_padded`.
     """
 
+    anchors: Tensor
     classes: list[int] | None
 
     def __init__(
@@ -72,7 +73,8 @@ class YOLOv5PostProcess(nn.Module):
     @classmethod
     def from_model(cls, model: nn.Module, **options: Any) -> "YOLOv5PostProcess":
         """With anchors, strides, classes and mask coefficients of a YOLOv5 model (or of its Detect or Segment module)."""
-        for head in (model, *reversed(list(model.modules()))):
+        candidates: list[Any] = [model, *reversed(list(model.modules()))]
+        for head in candidates:
             if all(hasattr(head, name) for name in ("anchors", "stride", "nc", "no")):
                 return cls(head.anchors, head.stride, head.nc, nm=head.no - 5 - head.nc, **options)
         raise ValueError("YOLOv5PostProcess.from_model: the model has no Detect module (anchors, stride, nc, no)")
@@ -154,7 +156,8 @@ class UltralyticsPostProcess(nn.Module):
     @classmethod
     def from_model(cls, model: nn.Module, **options: Any) -> "UltralyticsPostProcess":
         """With strides, classes and bins of an Ultralytics model (or of its Detect module)."""
-        for head in (model, *reversed(list(model.modules()))):
+        candidates: list[Any] = [model, *reversed(list(model.modules()))]
+        for head in candidates:
             if all(hasattr(head, name) for name in ("stride", "nc", "reg_max")):
                 return cls(head.stride, head.nc, head.reg_max, **options)
         raise ValueError("UltralyticsPostProcess.from_model: the model has no Detect module (stride, nc, reg_max)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
@@ -125,11 +126,14 @@ def _filter_end2end(
     return rows, counts, order
 
 
-def _rotated(prediction: Tensor, arguments: dict[str, Any]):
-    """Rotated boxes are the stock function's business; said once a process."""
-    if not getattr(_rotated, "said", False):
-        _rotated.said = True
-        LOGGER.warning("torch_fastdet: non_max_suppression(rotated=True) is handed over to ultralytics' own function")
+@functools.cache
+def _say_once(line: str) -> None:
+    LOGGER.warning(line)
+
+
+def _rotated(prediction: Tensor, arguments: dict[str, Any]) -> Any:
+    """Rotated boxes are the stock function's business."""
+    _say_once("torch_fastdet: non_max_suppression(rotated=True) is handed over to ultralytics' own function")
     try:
         from ultralytics.utils import nms as stock
     except ImportError as error:

@@ -16,7 +16,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -53,10 +53,11 @@ class ModelEMA(ema.ModelEMA):
 
     def __init__(self, model: torch.nn.Module, decay: float = 0.9999, tau: float = 2000, updates: int = 0):
         super().__init__(model, decay, tau, updates)
-        if hasattr(self.ema, "teacher_model"):
-            self.ema.teacher_model = None
+        ema: Any = self.ema
+        if hasattr(ema, "teacher_model"):
+            ema.teacher_model = None
 
-    def update_attr(self, model: torch.nn.Module, include=(), exclude=()) -> None:
+    def update_attr(self, model: torch.nn.Module, include: Container[str] = (), exclude: Container[str] = ()) -> None:
         """Copy the model's attributes to the EMA: those in ``include`` (all, if empty), but none in ``exclude`` or with a
         leading underscore."""
         super().update_attr(model, include, exclude)

@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 
 from examples.demo import dataset, report
-from examples.demo.training import FASTDET, HYPERPARAMETERS, STOCK, Machine, detect, train
+from examples.demo.training import FASTDET, HYPERPARAMETERS, STOCK, Machine, Run, detect, train
 from examples.yolov5_env import environment
 
 
@@ -58,7 +58,7 @@ def main() -> int:
     say(f"Pictures: {recipe.train} to train, {recipe.val} to validate, {recipe.image_size}x{recipe.image_size}")
     data = dataset.make(output / f"digits-{recipe.image_size}", recipe)
 
-    runs = []
+    runs: list[Run] = []
     for variant in (STOCK, FASTDET):
         shutil.rmtree(output / variant.name, ignore_errors=True)
         say(f"Training {len(runs) + 1} of 2, {variant.title}: yolov5n, {arguments.epochs} epochs, on {machine.title}")

@@ -107,9 +107,9 @@ def table(stock: Run, ours: Run) -> str:
     for name in (*LOSSES, MAP50, MAP):
         a, b = stock.epochs[-1][name], ours.epochs[-1][name]
         rows.append([TITLES[name], f"{a:.4f}", f"{b:.4f}", f"{b - a:+.4f}"])
-    for (name, a), b in zip(_speed(stock).items(), _speed(ours).values()):
-        if a and b:
-            rows.append([name, f"{a:.4g}", f"{b:.4g}", f"{a / b:.2f}x as fast"])
+    for (name, before), after in zip(_speed(stock).items(), _speed(ours).values()):
+        if before and after:
+            rows.append([name, f"{before:.4g}", f"{after:.4g}", f"{before / after:.2f}x as fast"])
     headers = [f"after epoch {len(stock.epochs)}", stock.variant.title, ours.variant.title, "difference"]
     text = tabulate(
         rows, headers, stralign="right", disable_numparse=True, colalign=("left", "right", "right", "right")

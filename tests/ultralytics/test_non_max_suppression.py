@@ -90,7 +90,7 @@ def test_rotated_is_handed_over_visibly(caplog):
     from ultralytics.utils.nms import non_max_suppression
 
     torch_fastdet_suppression = __import__("torch_fastdet.suppression", fromlist=["_"])
-    torch_fastdet_suppression._rotated.said = False
+    torch_fastdet_suppression._say_once.cache_clear()
     prediction = torch.rand(2, 4 + 3 + 1, 30)
     prediction[:, :4] *= 100
     with caplog.at_level("WARNING"):

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ import torch
 MANIFEST = "stages.tsv"
 COLUMNS = ("stage", "dtype", "shape", "stride", "file")
 # What .npy cannot name: bfloat16 is widened to float32, which loses nothing.
-DTYPES = {
+DTYPES: dict[str, np.dtype[Any]] = {
     "float16": np.dtype("<f2"),
     "bfloat16": np.dtype("<f4"),
     "float32": np.dtype("<f4"),
@@ -140,8 +141,9 @@ def parse_ints(text: str) -> tuple[int, ...]:
     return tuple(int(value) for value in text.strip("()").split(",") if value)
 
 
-def _values(name: str, tensor: torch.Tensor | np.ndarray) -> tuple[str, tuple[int, ...], np.ndarray]:
+def _values(name: str, tensor: object) -> tuple[str, tuple[int, ...], np.ndarray]:
     """dtype, stride in elements, and the elements in row-major order."""
+    values: Any
     if isinstance(tensor, np.ndarray):
         dtype, values = str(tensor.dtype), tensor
         stride = tuple(step // tensor.itemsize for step in tensor.strides)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -76,10 +78,10 @@ def smart_optimizer(
     return optimizer
 
 
-def _logger():
+def _logger() -> tuple[logging.Logger, Callable[[str], str]]:
     """The logger and the colouring of the YOLOv5 that is loaded, or the logger of that name."""
     for name in ("utils.general", "yolov5.utils.general"):
-        general = sys.modules.get(name)
+        general: Any = sys.modules.get(name)
         if hasattr(general, "LOGGER") and hasattr(general, "colorstr"):
             return general.LOGGER, general.colorstr
     return logging.getLogger("yolov5"), str

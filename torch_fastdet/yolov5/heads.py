@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,7 +13,13 @@ from torch import nn
 STOCK_MODULES = ("models.yolo", "yolov5.models.yolo")
 
 
-def _forward(detect: nn.Module, x: list[torch.Tensor]) -> list[torch.Tensor]:
+def class_of(module: ModuleType, name: str) -> Any:
+    """The class of that name that ``module`` itself defines, or None."""
+    value = vars(module).get(name)
+    return value if isinstance(value, type) and value.__module__ == module.__name__ else None
+
+
+def _forward(detect: Any, x: list[torch.Tensor]) -> list[torch.Tensor]:
     for i, convolution in enumerate(detect.m):
         y = convolution(x[i])
         batch, _, ny, nx = y.shape
@@ -28,7 +36,7 @@ def head_views(model: nn.Module) -> Iterator[None]:
     as is a model in eval mode.
     """
     layers = getattr(model, "model", None)
-    detect = layers[-1] if isinstance(layers, nn.Sequential) and len(layers) else None
+    detect: Any = layers[-1] if isinstance(layers, nn.Sequential) and len(layers) else None
     plain = (
         detect is not None
         and model.training

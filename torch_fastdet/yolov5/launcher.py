@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch_fastdet import yolov5
 from torch_fastdet.yolov5 import layout
@@ -164,7 +164,8 @@ def _load_module(name: str) -> tuple[CodeType, ModuleType]:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # a module that it needs, and not the one that was asked for
         spec = None
-    code = spec.loader.get_code(spec.name) if spec is not None and hasattr(spec.loader, "get_code") else None
+    loader: Any = None if spec is None else spec.loader
+    code = loader.get_code(spec.name) if spec is not None and hasattr(loader, "get_code") else None
     if spec is None or code is None:
         _fail(f"there is no module {name} to run.")
     module = ModuleType("__main__")

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from torch_fastdet import ops
+from torch_fastdet._multi_tensor import unwrap
 
 COLUMNS = ("image", "class", "x", "y", "w", "h")
 
@@ -62,11 +63,6 @@ def describe_fault(status: list[int], rows: int) -> str:
     return f"yolov5_loss: targets row {row}, column {column} ({COLUMNS[column]}) is not {wanted}{more}"
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
-    parallel = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-    return model.module if isinstance(model, parallel) else model
-
-
 class ComputeLoss:
     """Drop-in for YOLOv5's ``utils.loss.ComputeLoss``: same constructor, same call, same attributes.
 
@@ -86,8 +82,10 @@ class ComputeLoss:
 
     def __init__(self, model: nn.Module, autobalance: bool = False) -> None:
         self.device = next(model.parameters()).device
-        self.hyp = model.hyp
-        detect = _unwrapped(model).model[-1]
+        trained: Any = model  # DistributedDataParallel, where train.py has wrapped it and set hyp
+        inner: Any = unwrap(model)
+        self.hyp = trained.hyp
+        detect = inner.model[-1]
         self.na, self.nc, self.nl, self.anchors = detect.na, detect.nc, detect.nl, detect.anchors
         self.gr = 1.0
         self.autobalance = autobalance

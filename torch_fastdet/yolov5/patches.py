@@ -201,9 +201,10 @@ class _ImportHook(importlib.abc.MetaPathFinder):
                         break
         finally:
             self._searching.discard(fullname)
-        if spec is None or not hasattr(spec.loader, "exec_module") or not hasattr(spec.loader, "__dict__"):
+        loader: Any = None if spec is None else spec.loader
+        if not hasattr(loader, "exec_module") or not hasattr(loader, "__dict__"):
             return spec
-        loader, exec_module = spec.loader, spec.loader.exec_module
+        exec_module = loader.exec_module
 
         def exec_then_call(module: ModuleType) -> None:
             # An attribute of this one loader: its type, which inspect and pkgutil look at, stays what it was.

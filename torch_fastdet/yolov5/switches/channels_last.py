@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from torch_fastdet.yolov5.heads import STOCK_MODULES
+from torch_fastdet.yolov5.heads import STOCK_MODULES, class_of
 from torch_fastdet.yolov5.switch import Switch
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ class ChannelsLast(Switch):
     def visit(self, module: ModuleType, patches: Patches) -> None:
         if module.__name__ not in STOCK_MODULES:
             return
-        model_class = getattr(module, "DetectionModel", None)
-        if not isinstance(model_class, type) or model_class.__module__ != module.__name__:
+        model_class = class_of(module, "DetectionModel")
+        if model_class is None:
             patches.cannot_apply(self, f"{module.__name__} has no DetectionModel.")
             return
         stock = model_class.forward

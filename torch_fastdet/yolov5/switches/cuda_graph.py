@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torch_fastdet.graphs import CaptureError, ModuleGraphs
-from torch_fastdet.yolov5.heads import STOCK_MODULES, head_views
+from torch_fastdet.yolov5.heads import STOCK_MODULES, class_of, head_views
 from torch_fastdet.yolov5.patches import say
 from torch_fastdet.yolov5.switch import Switch
 
@@ -26,8 +26,8 @@ class CudaGraph(Switch):
     def visit(self, module: ModuleType, patches: Patches) -> None:
         if module.__name__ not in STOCK_MODULES:
             return
-        model_class = getattr(module, "DetectionModel", None)
-        if not isinstance(model_class, type) or model_class.__module__ != module.__name__:
+        model_class = class_of(module, "DetectionModel")
+        if model_class is None:
             patches.cannot_apply(self, f"{module.__name__} has no DetectionModel.")
             return
         stock = model_class.forward
@@ -56,11 +56,12 @@ class CudaGraph(Switch):
                 return stock(model, x)
 
         def graphs_of(model: nn.Module) -> ModuleGraphs:
-            reference = weakref.ref(model)  # the values of a WeakKeyDictionary must not hold its keys
+            # The values of a WeakKeyDictionary must not hold its keys.
+            alive: Any = weakref.ref(model)
             return ModuleGraphs(
                 model,
-                forward=lambda x: stock(reference(), x),
-                capturing=lambda: head_views(reference()),
+                forward=lambda x: stock(alive(), x),
+                capturing=lambda: head_views(alive()),
                 required=True,
                 say=lambda line: say(f"cuda_graph: {line}"),
             )

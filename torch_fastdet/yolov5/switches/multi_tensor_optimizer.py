@@ -9,10 +9,12 @@ The three parameter groups, their order, the log line, the optimizer's state_dic
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from torch_fastdet import optim
 from torch_fastdet.ema import ModelEMA
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 STOCK_MODULES = ("utils.torch_utils", "yolov5.utils.torch_utils")
 
 
-def _is_stock(value: Any, kind: type, name: str) -> bool:
+def _is_stock(value: Any, kind: type[FunctionType | type], name: str) -> bool:
     return isinstance(value, kind) and value.__name__ == name and value.__module__ in STOCK_MODULES
 
 
@@ -59,13 +61,15 @@ class MultiTensorOptimizer(Switch):
                     f"{value.__module__}.{value.__name__} takes ({', '.join(_parameters(value))}), not ({', '.join(wanted)}).",
                 )
 
-    def _smart_optimizer(self, stock: FunctionType, patches: Patches) -> FunctionType:
+    def _smart_optimizer(self, stock: FunctionType, patches: Patches) -> Callable[..., torch.optim.Optimizer]:
         """Ours for SGD; for other optimizers stock's, and the switch says that it cannot apply."""
         made = getattr(self, "_made", None)
         if made is not None and made[0] is stock:
             return made[1]
 
-        def smart_optimizer_for_sgd(model, name="Adam", lr=0.001, momentum=0.9, decay=1e-5):
+        def smart_optimizer_for_sgd(
+            model: nn.Module, name: str = "Adam", lr: float = 0.001, momentum: float = 0.9, decay: float = 1e-5
+        ) -> torch.optim.Optimizer:
             if name == "SGD":
                 return smart_optimizer(model, name, lr, momentum, decay)
             patches.cannot_apply(

@@ -18,6 +18,7 @@ import torch
 
 from torch_fastdet import ops
 from torch_fastdet.yolov5.dropins import non_max_suppression
+from torch_fastdet.yolov5.heads import class_of
 from torch_fastdet.yolov5.switch import Switch
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def _decoding(stock: Callable) -> Callable:
     # Reading the strides from the GPU is a synchronisation: once for each head, and again when they change.
     strides: WeakKeyDictionary[torch.nn.Module, tuple[torch.Tensor, int | None, list[float]]] = WeakKeyDictionary()
 
-    def stride_list(head: torch.nn.Module) -> list[float]:
+    def stride_list(head: Any) -> list[float]:
         stride = head.stride
         version = None if stride.is_inference() else stride._version
         known = strides.get(head)
@@ -58,7 +59,7 @@ def _decoding(stock: Callable) -> Callable:
         return known[2]
 
     @functools.wraps(stock)
-    def forward(self, x):
+    def forward(self: Any, x: list[torch.Tensor]) -> Any:
         exporting = self.export or torch.jit.is_tracing() or torch.compiler.is_compiling()
         narrow = x[0].dtype not in (torch.float32, torch.float64) or torch.is_autocast_enabled(x[0].device.type)
         if self.training or exporting or narrow or not isinstance(self.stride, torch.Tensor):
@@ -92,7 +93,7 @@ class NmsOptim(Switch):
                     self,
                     f"{value.__module__}.{value.__name__} takes ({', '.join(parameters)}), not ({', '.join(PARAMETERS)}).",
                 )
-        detect = vars(module).get("Detect") if module.__name__ in DETECT_MODULES else None
-        if isinstance(detect, type) and not any(known.owner is detect for known in patches.replacements):
+        detect = class_of(module, "Detect") if module.__name__ in DETECT_MODULES else None
+        if detect is not None and not any(known.owner is detect for known in patches.replacements):
             what = " (float32 heads decoded by torch_fastdet.ops.yolov5_decode)"
             patches.replace(detect, "forward", _decoding(detect.forward), what)

@@ -42,7 +42,7 @@ def _doubles(module: torch.nn.Upsample, input: torch.Tensor) -> bool:
     )
 
 
-def upsample_forward(self, input: torch.Tensor) -> torch.Tensor:
+def upsample_forward(self: torch.nn.Upsample, input: torch.Tensor) -> torch.Tensor:
     """Stands for ``torch.nn.Upsample.forward``: by two and nearest in our kernel, everything else in torch's."""
     # Two ifs: torch.jit.script leaves out the first one's block, but compiles the whole of an `and`.
     if not torch.jit.is_scripting():  # noqa: SIM102
