@@ -1,7 +1,8 @@
-"""Makes every table of results that the README and the docs show from the JSON rows under benchmarks/results/.
+"""Makes every table and plot of results that the README and the docs show from the JSON rows under benchmarks/results/.
 
 ``python -m benchmarks.report`` rewrites what stands between ``<!-- results:NAME -->`` and ``<!-- end results -->`` in README.md and
-docs/*.md; ``--check`` only says whether that would change anything (exit status 1). Nothing is typed by hand.
+docs/*.md, and docs/headlines.png; ``--check`` only says whether that would change anything (exit status 1). Nothing is typed by
+hand.
 """
 
 from __future__ import annotations
@@ -17,6 +18,22 @@ RESULTS = ROOT / "benchmarks/results"
 OURS = "torch_fastdet"  # what the name of each variant of ours begins with
 # Names of our variants in the GPU results of 2026-11-21; every variant has begun with OURS since. Goes with those results.
 OURS_BEFORE = ("the same, channels_last", "GraphedModule", "TrainStep")
+PLOT = ROOT / "docs/headlines.png"
+# README's table and plot: YOLOv5s at the batch sizes of its users, a row or more of every benchmark. title, benchmark, case, ours.
+HEADLINES = [
+    ("Training step, yolov5s, batch 16", "step", "yolov5s, batch 16, loop", "torch_fastdet TrainStep"),
+    ("Training step, yolov5s, batch 64", "step", "yolov5s, batch 64, loop", "torch_fastdet TrainStep"),
+    ("YOLOv5 loss, forward + backward, batch 16", "loss", "640x640, batch 16, 8 boxes an image", "torch_fastdet"),
+    ("Unscale + clip + SGD + EMA", "multi_tensor", "unscale + clip + SGD + EMA s", "torch_fastdet FusedStep"),
+    ("EMA alone", "multi_tensor", "EMA s", "torch_fastdet ModelEMA.update"),
+    ("CIoU loss of 3,000 pairs, forward + backward", "bbox_iou", "CIoU loss forward+backward n=3000", "torch_fastdet"),
+    ("Upsample, batch 64, NHWC", "upsample", "forward NHWCfp16(64,256,40,40)", "torch_fastdet"),
+    ("Upsample + concat, forward + backward", "upsample", "cat forward+backward NHWCfp16(64,256,40,40)", "torch_fastdet"),
+    ("NMS, one image, conf .25", "nms", "suppression, batch 1, conf .25", "torch_fastdet list"),
+    ("NMS, batch 32, validation", "nms", "suppression, batch 32, validation", "torch_fastdet list"),
+    ("Raw heads to detections, batch 32, conf .25", "nms", "raw heads to detections, batch 32, conf .25",
+     "torch_fastdet postprocess"),
+]  # fmt: skip
 MARKER = re.compile(r"(<!-- results:([\w-]+) -->\n).*?(<!-- end results -->)", re.DOTALL)
 
 
@@ -119,6 +136,97 @@ def summary_table(benchmarks: dict[str, list[dict]]) -> str:
     return table(["case", "best alternative", "torch_fastdet", "faster by"], body)
 
 
+def headlines(folder: Path) -> list[dict]:
+    """HEADLINES with their figures, call to call. Stock is the first alternative that a benchmark lists."""
+    benchmarks, found = load(folder), []
+    for title, benchmark, case, variant in HEADLINES:
+        times = {
+            row["variant"]: row["median_us"]
+            for row in benchmarks.get(benchmark, ())
+            if row["case"] == case and row["view"] == "call"
+        }
+        if variant not in times and variant.removeprefix(f"{OURS} ") in OURS_BEFORE:
+            variant = variant.removeprefix(f"{OURS} ")
+        if variant not in times:
+            raise KeyError(
+                f"{folder.name} has no row {benchmark}: {case}: {variant}; mend HEADLINES in benchmarks/report.py"
+            )
+        others = {name: time for name, time in times.items() if not is_ours(name)}
+        best = min(others, key=lambda name: others[name])
+        stock = next(iter(others))
+        found.append({"title": title, "stock": others[stock], "best": others[best], "ours": times[variant],
+                      "best_name": "" if best == stock else best, "ours_name": variant})  # fmt: skip
+    return found
+
+
+def headline_table(rows: list[dict]) -> str:
+    body = [
+        [row["title"], _time(row["stock"]), f"{_time(row['best'])} ({row['best_name']})" if row["best_name"] else "-",
+         _time(row["ours"]), f"{row['stock'] / row['ours']:.1f}x", f"{row['best'] / row['ours']:.1f}x"]
+        for row in rows
+    ]  # fmt: skip
+    return table(["", "stock", "best other", "torch_fastdet", "stock / ours", "best other / ours"], body)
+
+
+def plot_headlines(rows: list[dict], path: Path) -> None:
+    """The headline table as bars. The figures go into the file too, so that it can be held against the results."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(10, 5.6), layout="constrained")
+    for offset, key, label, color in (
+        (-0.27, "stock", "stock", "0.75"),
+        (0.0, "best", "best other", "0.5"),
+        (0.27, "ours", "torch_fastdet", "C1"),
+    ):
+        shown = [(i + offset, row[key] / 1e3) for i, row in enumerate(rows) if key != "best" or row["best_name"]]
+        places, times = zip(*shown)
+        axes.barh(places, times, height=0.27, color=color, label=label)
+        for place, time in shown:
+            axes.text(time, place, f" {_time(time * 1e3)}", va="center", fontsize=7)
+    axes.set(
+        xscale="log", xlabel="milliseconds, call to call, logarithmic", title=provenance(newest("gpu")).split(";")[0]
+    )
+    axes.title.set_fontsize(9)
+    axes.set_yticks(range(len(rows)), [row["title"] for row in rows])
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=110, metadata={"torch_fastdet": json.dumps(rows)})
+    plt.close(figure)
+
+
+def plot_is_current(rows: list[dict], path: Path) -> bool:
+    from PIL import Image
+
+    if not path.exists():
+        return False
+    with Image.open(path) as image:
+        return image.info.get("torch_fastdet") == json.dumps(rows)
+
+
+def floor_table(rows: list[dict]) -> str:
+    """Our variants against the time that their bytes take at the copy rate of the same run."""
+    lines: dict[tuple[str, str], dict] = {}
+    for row in rows:
+        if is_ours(row["variant"]) and row["bytes"]:
+            lines.setdefault((row["case"], row["variant"]), {})[row["view"]] = row
+    body = []
+    for (case, variant), by_view in lines.items():
+        row = by_view.get("graph")
+        if row is None:  # not the device alone
+            continue
+        floor = row["bytes"] / float(row["copy_gb_per_s"]) / 1e3
+        cold = _time(by_view["cold"]["median_us"]) if "cold" in by_view else "-"
+        body.append(
+            [case, variant.removeprefix(OURS).strip(" ,") or "-", f"{row['bytes'] / 1e6:.3g} MB", _time(floor),
+             _time(row["median_us"]), cold, f"{100 * floor / row['median_us']:.0f}%", str(row["launches"])]
+        )  # fmt: skip
+    return table(["case", "variant", "moves", "floor", "graph", "cold", "floor / graph", "launches"], body)
+
+
 def provenance(folder: Path) -> str:
     """One line: machine, driver, versions, date."""
     row = next(iter(load(folder).values()))[0]
@@ -139,18 +247,23 @@ def tables(folder: Path) -> str:
 
 
 def section(name: str) -> str:
-    """What a marker stands for: <gpu|cpu>-summary, -roofline, -training_truth, or -<benchmark>."""
+    """What a marker stands for: gpu-headlines, <gpu|cpu>-summary, -roofline, -training_truth, -<benchmark>, -<benchmark>-floor."""
     kind, _, what = name.partition("-")
     folder = newest(kind)
     if what == "summary":
         return f"{summary_table(load(folder))}\n{provenance(folder)}"
+    if what == "headlines":
+        return f"{headline_table(headlines(folder))}\n{provenance(folder)}"
     page = folder / f"{what}.md"  # roofline, training_truth
     if page.exists():
         return page.read_text()
-    benchmarks = load(folder)
+    benchmarks, floor = load(folder), what.endswith("-floor")
+    what = what.removesuffix("-floor")
     if what not in benchmarks:
         command = "python -m benchmarks.training_truth" if what == "training_truth" else "make bench"
         return f"Not measured yet on a {kind.upper()}: `{command}` there writes it.\n"
+    if floor:
+        return f"{floor_table(benchmarks[what])}\n{provenance(folder)}"
     return f"{benchmark_table(benchmarks[what])}\n{provenance(folder)}"
 
 
@@ -176,6 +289,11 @@ def main() -> int:
             stale.append(page.name)
             if not check:
                 page.write_text(rendered)
+    rows = headlines(newest("gpu"))
+    if not plot_is_current(rows, PLOT):
+        stale.append(PLOT.name)
+        if not check:
+            plot_headlines(rows, PLOT)
     if stale:
         print(f"{'out of date' if check else 'rewrote'}: {', '.join(stale)}")
     return 1 if check and stale else 0

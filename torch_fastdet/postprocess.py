@@ -20,14 +20,12 @@ def _numbers(values: Tensor | Sequence[float]) -> list[float]:
 
 
 class YOLOv5PostProcess(nn.Module):
-    """Raw YOLOv5 head maps to detections, decoding survivors alone.
+    """:func:`torch_fastdet.ops.yolov5_postprocess` as a module; all options but these are its own.
 
     Args:
         anchors: (levels, na, 2) in grid cells, as ``Detect.anchors``: a tensor or nested lists.
         strides: pixels a cell of each level, as ``Detect.stride``.
         nc: classes.
-        conf_thres, iou_thres, classes, agnostic, multi_label, max_det, nm, per_class, max_nms, max_wh: see
-            :func:`torch_fastdet.ops.non_max_suppression_padded`.
     """
 
     anchors: Tensor
@@ -80,7 +78,7 @@ class YOLOv5PostProcess(nn.Module):
         raise ValueError("YOLOv5PostProcess.from_model: the model has no Detect module (anchors, stride, nc, no)")
 
     def forward(self, heads: list[Tensor], letterboxes: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """heads as :func:`torch_fastdet.ops.yolov5_decode` takes them -> detections (images, max_det, 6 + nm), counts."""
+        """heads, optional letterboxes -> detections (images, max_det, 6 + nm), counts (images,)."""
         for head in heads:
             outputs = head.size(4) if head.dim() == 5 else head.size(1) // self.anchors.size(1)
             if outputs != self.nc + 5 + self.nm:
@@ -110,14 +108,12 @@ class YOLOv5PostProcess(nn.Module):
 
 
 class UltralyticsPostProcess(nn.Module):
-    """Raw maps of Ultralytics' anchor-free head to detections; distances are decoded for survivors alone.
+    """:func:`torch_fastdet.ops.ultralytics_postprocess` as a module; all options but these are its own.
 
     Args:
         strides: pixels a cell of each level, as ``Detect.stride``.
         nc: classes.
         reg_max: bins of the distance distribution, as ``Detect.reg_max`` (1: the head regresses the distance itself).
-        conf_thres, iou_thres, classes, agnostic, multi_label, max_det, per_class, max_nms, max_wh: see
-            :func:`torch_fastdet.ops.ultralytics_non_max_suppression_padded`.
     """
 
     classes: list[int] | None
@@ -185,7 +181,7 @@ class UltralyticsPostProcess(nn.Module):
     def forward_split(
         self, boxes: list[Tensor], scores: list[Tensor], extra: list[Tensor], letterboxes: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The same for maps that are apart, see :func:`torch_fastdet.ops.ultralytics_postprocess`; also gives indices."""
+        """The same for maps that are apart, as the operator takes them; also gives indices."""
         return ops.ultralytics_postprocess(
             boxes,
             scores,

@@ -2,11 +2,11 @@
 //
 //   detect detector.ts image.npy [--golden FOLDER] [--cuda]
 //
-// The detector's forward(image) returns detections (images, max_det, 6 + extra), rows [x1, y1, x2, y2, confidence,
-// class,
-// ...], and their counts (images,): what torch_fastdet.postprocess gives; export.py beside this file makes one. The
-// image is (3, height, width) or (images, 3, height, width), uint8 or float, saved by numpy.save. With --golden the
-// detector's method stages(image), a Dict[str, Tensor], is saved for `python -m torch_fastdet.golden compare`.
+// The detector's forward(image) returns detections (images, max_det, 6 + extra), whose rows begin with x1, y1, x2, y2,
+// confidence and class, and their counts (images,): what torch_fastdet.postprocess gives. `python -m examples.export`
+// makes one. The image is (3, height, width) or (images, 3, height, width), uint8 or float, saved by numpy.save. With
+// --golden the detector's method stages(image), a Dict[str, Tensor], is saved for `python -m torch_fastdet.golden
+// compare`.
 #include <torch/script.h>
 
 #include <cstdio>

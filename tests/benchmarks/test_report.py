@@ -11,6 +11,42 @@ def test_page_shows_the_committed_results(page):
     assert report.render(text) == text, f"{page.name} is out of date; type: python -m benchmarks.report"
 
 
+def test_the_plot_shows_the_headlines():
+    folder = report.newest("gpu")
+    assert report.plot_is_current(report.headlines(folder), report.PLOT), "type: python -m benchmarks.report"
+
+
+def test_a_plot_of_other_figures_is_out_of_date(tmp_path):
+    rows = report.headlines(report.newest("gpu"))
+    report.plot_headlines(rows, tmp_path / "plot.png")
+    assert report.plot_is_current(rows, tmp_path / "plot.png")
+    rows[0]["ours"] += 1
+    assert not report.plot_is_current(rows, tmp_path / "plot.png")
+    assert not report.plot_is_current(rows, tmp_path / "none.png")
+
+
+def test_headlines_show_losses():
+    found = {
+        "title": "t",
+        "stock": 30.0,
+        "best": 5.0,
+        "best_name": "compiled",
+        "ours": 10.0,
+        "ours_name": "torch_fastdet",
+    }
+    assert (
+        report.headline_table([found]).splitlines()[2] == "| t | 30.0 us | 5.0 us (compiled) | 10.0 us | 3.0x | 0.5x |"
+    )
+    alone = {**found, "best": 30.0, "best_name": ""}
+    assert report.headline_table([alone]).splitlines()[2] == "| t | 30.0 us | - | 10.0 us | 3.0x | 3.0x |"
+
+
+def test_floor_is_bytes_over_the_copy_rate():
+    ours = {**row("torch_fastdet, one thread", "graph", 20.0), "bytes": 40_000_000, "copy_gb_per_s": "4000"}
+    line = report.floor_table([ours, {**ours, "view": "cold", "median_us": 25.0}, {**ours, "variant": "eager"}])
+    assert line.splitlines()[2:] == ["| c | one thread | 40 MB | 10.0 us | 20.0 us | 25.0 us | 50% | 2 |"]
+
+
 def row(variant, view, median):
     return {
         "case": "c", "variant": variant, "view": view, "median_us": median, "percent_of_copy": 91.0,

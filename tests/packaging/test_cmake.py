@@ -1,6 +1,6 @@
 """find_package(TorchFastdet): a LibTorch program keeps the operators (known bug 27), and mismatches are one sentence."""
 
-import importlib.util
+import importlib
 import os
 import shlex
 import shutil
@@ -57,13 +57,8 @@ def detect(cmake, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def export():
-    """examples/cpp/export.py as a module."""
-    spec = importlib.util.spec_from_file_location("torch_fastdet_export", EXAMPLE / "export.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    """examples/export.py."""
+    return importlib.import_module("examples.export")
 
 
 def run(program: Path, *arguments) -> subprocess.CompletedProcess:

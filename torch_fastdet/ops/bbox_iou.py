@@ -72,5 +72,7 @@ def iou_loss(
 
     Raises:
         RuntimeError: as for :func:`bbox_iou`, and for an unknown kind or reduction.
+
+    Layouts, and the source of the formulas: those of :func:`bbox_iou`.
     """
     return torch.ops.torch_fastdet.iou_loss(box1, box2, kind, xywh, reduction, eps)

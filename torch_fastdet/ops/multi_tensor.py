@@ -1,8 +1,8 @@
 """Lists of tensors in one launch: moving average, SGD, unscale, norm and clip, in place.
 
 All take tensors of float16, bfloat16, float32 and float64, mixed as they come, of any sizes (empty ones too) and any strides;
-tensors of one index have one shape, and all are on one device. Arithmetic is float32 (float64 where a float64 tensor is in the
-row). None of them waits for the GPU, and all can be captured in a CUDA graph: the list is put on the device while the call is
+tensors of one index have one shape, and all are on one device. Nothing is copied or made contiguous: tensors of one index that lie
+alike are read 16 bytes at a time, others element by element. Arithmetic is float32 (float64 where a float64 tensor is in the row). None of them waits for the GPU, and all can be captured in a CUDA graph: the list is put on the device while the call is
 captured, not when the graph replays, and belongs to the graph. They have no autograd, and count as in-place operations on what
 they write.
 
@@ -26,6 +26,9 @@ def multi_tensor_ema_(averages: List[Tensor], values: List[Tensor], decay: Union
         values: what to average.
         decay: a number, or a one-element tensor on the same device, read when the kernel runs. Give it in float64: in
             float32, 1 - 0.9999 is off by 1.7e-4.
+
+    Raises:
+        RuntimeError: the errors that all lists share (see the top of this part).
 
     Source: ModelEMA of YOLOv5, whose results these are, bit by bit in float32 and float64.
     """
@@ -52,7 +55,7 @@ def multi_tensor_sgd_(
     """One step of ``torch.optim.SGD`` over a list, in one launch.
 
     Args:
-        params: parameters, updated.
+        params: parameters, updated; their dtypes and strides may differ from those of ``grads`` and ``momentum_buffers``.
         grads: gradients; they change only where ``grad_scale`` is given.
         momentum_buffers: one for each parameter, updated; an empty list where ``momentum`` is 0.
         lr, momentum, dampening, weight_decay, nesterov, maximize: as torch.optim.SGD. (The overload
@@ -89,20 +92,45 @@ def multi_tensor_unscale_(grads: List[Tensor], scale: Tensor, found_inf: Tensor)
         grads: gradients, updated.
         scale: float32 scalar on the device; its inverse is taken in float64 and rounded to float32, as GradScaler does.
         found_inf: float32 scalar on the device; left as it is where all gradients are finite.
+
+    Raises:
+        RuntimeError: the errors that all lists share, and a scale or found_inf that is not one float element on the device.
+
+    Source: ``torch.amp.GradScaler.unscale_``.
     """
     torch.ops.torch_fastdet.multi_tensor_unscale_(grads, scale, found_inf)
 
 
 def multi_tensor_norm(tensors: List[Tensor]) -> Tensor:  # noqa: UP006
-    """The L2 norm of all tensors as one vector: a float32 scalar on their device (float64 where one of them is float64).
+    """The L2 norm of all tensors as one vector.
 
-    Summed in a fixed order: the same tensors give the same bits in every run. Of an empty list it is 0, on the CPU.
+    Args:
+        tensors: tensors of any shapes.
+
+    Returns:
+        A scalar on their device, float32 (float64 where one of them is float64). Summed in a fixed order: the same tensors give
+        the same bits in every run. Of an empty list it is 0, on the CPU.
+
+    Raises:
+        RuntimeError: the errors that all lists share.
+
+    Source: ``torch.nn.utils.get_total_norm``.
     """
     return torch.ops.torch_fastdet.multi_tensor_norm(tensors)
 
 
 def multi_tensor_clip_grad_norm_(grads: List[Tensor], max_norm: float) -> Tensor:  # noqa: UP006
-    """Multiply the gradients by ``min(max_norm / (norm + 1e-6), 1)``, in place, and return the norm before, in two launches.
+    """Multiply the gradients by ``min(max_norm / (norm + 1e-6), 1)``, in place, in two launches.
+
+    Args:
+        grads: gradients, updated.
+        max_norm: the norm to clip to.
+
+    Returns:
+        The norm before, as :func:`multi_tensor_norm` gives it.
+
+    Raises:
+        RuntimeError: the errors that all lists share.
 
     Source: ``torch.nn.utils.clip_grad_norm_``.
     """

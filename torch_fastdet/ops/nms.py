@@ -25,6 +25,7 @@ def yolov5_decode(heads: list[Tensor], anchors: Tensor, strides: list[float], nm
 
     Raises:
         ValueError: maps, anchors and strides that do not fit each other.
+        TypeError, RuntimeError: maps of two dtypes or none that floats, tensors on two devices.
 
     Source: ``Detect.forward`` of YOLOv5 v7.0 (xy = (2 sigmoid - 0.5 + cell) * stride, wh = (2 sigmoid)^2 * anchor).
     """
@@ -63,7 +64,7 @@ def non_max_suppression_padded(
             after all others. Rows whose image or class does not exist are passed over, so a buffer can be padded with -1.
             An image with labels is computed in float32.
         letterboxes: (images, 6) rows [gain_x, gain_y, pad_x, pad_y, width, height] from :func:`letterbox`: boxes come out
-            in the original images' pixels.
+            in the original images' pixels. Any float dtype, as labels; both are made contiguous.
         per_class: "offset" moves each class by max_wh pixels before boxes are compared, with the rounding that this
             implies, as the stock functions do; "exact" compares boxes of one class where they are.
         max_nms: candidates an image, the best by confidence.
@@ -77,6 +78,7 @@ def non_max_suppression_padded(
 
     Raises:
         ValueError: a wrong shape, a threshold outside 0..1, a negative max_det, an unknown per_class.
+        TypeError, RuntimeError: a dtype that is not floating, tensors on two devices.
 
     Source: ``non_max_suppression`` of YOLOv5 v7.0, without its time limit.
     """
@@ -111,21 +113,18 @@ def ultralytics_non_max_suppression_padded(
     max_nms: int = 30000,
     max_wh: float = 7680.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Exact non-maximum suppression of an Ultralytics prediction (no objectness), padded as :func:`non_max_suppression_padded`.
+    """:func:`non_max_suppression_padded` for an Ultralytics prediction, which has no objectness; also gives indices.
+
+    Options, dtypes, layouts and errors are those of :func:`non_max_suppression_padded`; this is what differs:
 
     Args:
         prediction: (images, 4 + nc + extra, N): x, y, width, height in pixels, class scores, extra channels (mask
-            coefficients, keypoints). Never changed.
+            coefficients, keypoints).
         nc: classes; 0 takes every channel past the box for a class.
 
-    The other arguments are those of :func:`non_max_suppression_padded`.
-
     Returns:
-        detections (images, max_det, 6 + extra), counts (images,), indices (images, max_det): the anchor of each detection,
-        -1 past the count. An anchor with a NaN class score is dropped whole, as stock.
-
-    Raises:
-        ValueError: a wrong shape, a threshold outside 0..1, a negative max_det, an unknown per_class.
+        detections (images, max_det, 6 + extra), counts (images,), indices (images, max_det), int64: the anchor of each
+        detection, -1 past the count. An anchor with a NaN class score is dropped whole, as stock.
 
     Source: ``non_max_suppression`` of ultralytics 8.4, without its time limit.
     """
@@ -161,16 +160,13 @@ def yolov5_postprocess(
     max_nms: int = 30000,
     max_wh: float = 7680.0,
 ) -> tuple[Tensor, Tensor]:
-    """Raw YOLOv5 head maps straight to padded detections; the result of decode and suppression, bit for bit.
+    """:func:`yolov5_decode` and :func:`non_max_suppression_padded` in one: raw head maps to detections, bit for bit the same.
 
-    Logits are compared with the threshold's logit, class scores read only where objectness passes, and boxes decoded for
-    survivors alone. Arguments as :func:`yolov5_decode` and :func:`non_max_suppression_padded`.
+    Nothing decoded is stored: logits are compared with the threshold's logit, class scores read only where objectness passes,
+    and boxes decoded for survivors alone. Heads, anchors and strides (their shapes, units, dtypes, layouts, errors) are those
+    of :func:`yolov5_decode`, options and results those of :func:`non_max_suppression_padded`.
 
-    Returns:
-        detections (images, max_det, 6 + nm) and counts (images,), as :func:`non_max_suppression_padded`.
-
-    Raises:
-        ValueError: maps, anchors and strides that do not fit each other, a threshold outside 0..1, a negative max_det.
+    Source: ``Detect.forward`` and ``non_max_suppression`` of YOLOv5 v7.0.
     """
     return torch.ops.torch_fastdet.yolov5_postprocess(
         heads,
@@ -206,24 +202,21 @@ def ultralytics_postprocess(
     max_nms: int = 30000,
     max_wh: float = 7680.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Raw maps of Ultralytics' anchor-free head straight to padded detections.
+    """Raw maps of Ultralytics' anchor-free head to detections, as :func:`ultralytics_non_max_suppression_padded` gives them.
+
+    Distances are the softmax expectation of their bins, computed in float32 (float64 for float64) for survivors alone; neither
+    softmax nor boxes are stored. Options and results are those of :func:`ultralytics_non_max_suppression_padded`.
 
     Args:
         boxes: one map a level, (images, 4 * reg_max, ny, nx): logits of the distance bins of left, top, right, bottom
-            (the distance itself where reg_max is 1). Slices of a joined map serve: ``head[:, :4 * reg_max]``.
+            (the distance itself where reg_max is 1). Slices of a joined map serve: ``head[:, :4 * reg_max]``. float16, bfloat16,
+            float32 or float64, any strides (channels_last is read where it lies), as all three lists.
         scores: one map a level, (images, nc, ny, nx): class logits.
         extra: an empty list, or one map a level, (images, ne, ny, nx), copied to the detections as it is.
         strides: pixels a cell of each level.
 
-    The other arguments are those of :func:`non_max_suppression_padded`.
-
-    Returns:
-        detections (images, max_det, 6 + ne), counts (images,), indices (images, max_det) as
-        :func:`ultralytics_non_max_suppression_padded`. Distances are the softmax expectation of the bins, computed in
-        float32 for survivors alone; the softmax is never written.
-
     Raises:
-        ValueError: maps and strides that do not fit each other, a threshold outside 0..1, a negative max_det.
+        ValueError: maps and strides that do not fit each other, and what :func:`non_max_suppression_padded` raises.
 
     Source: ``Detect`` of ultralytics 8.4 (distribution focal loss, https://arxiv.org/abs/2006.04388).
     """
@@ -251,7 +244,7 @@ def letterbox(
     ratio_pad: tuple[tuple[float, float], tuple[float, float]] | None = None,
     rounding: str = "yolov5",
 ) -> list[float]:
-    """How an image was letterboxed: [gain_x, gain_y, pad_x, pad_y, width, height], one row of ``letterboxes``.
+    """How an image was letterboxed, on the host: one row of ``letterboxes``.
 
     Args:
         input_shape: height and width of the network's input.
@@ -259,6 +252,13 @@ def letterbox(
         ratio_pad: ((gain_y, gain_x), (pad_x, pad_y)) where the loader knows it; else computed from the shapes.
         rounding: "yolov5" keeps the padding's half pixel and uses one gain for both sides (ratio_pad's first);
             "ultralytics" rounds the padding and the resized sides to whole pixels, as its LetterBox does.
+
+    Returns:
+        [gain_x, gain_y, pad_x, pad_y, width, height]: input pixels to a pixel of the image, padding in input pixels, and the
+        image's size in its own.
+
+    Raises:
+        ValueError: an unknown rounding, shapes without height and width, an image without pixels.
 
     Source: ``scale_boxes`` of YOLOv5 v7.0 and of ultralytics 8.4.
     """
@@ -295,18 +295,24 @@ def scale_boxes(
 ) -> Tensor:
     """Boxes of the network's input in the pixels of the original image, clipped to it.
 
+    For many images at once, without a copy from the host, call :func:`scale_boxes_batched` or give ``letterboxes`` to the
+    suppression operators.
+
     Args:
         input_shape: height and width of the network's input.
-        boxes: (..., 4 or more): x1, y1, x2, y2 first; further columns are copied. Never changed (the stock functions
-            write in place).
+        boxes: (..., 4 or more): x1, y1, x2, y2 first; further columns are copied. float16, bfloat16, float32 or float64, any
+            strides. Never changed (the stock functions write in place).
         image_shape: height and width of the original image.
         ratio_pad: ((gain_y, gain_x), (pad_x, pad_y)) where the loader knows it.
         rounding: whose padding: "yolov5" or "ultralytics", see :func:`letterbox`.
         padding: False if the image was stretched and not padded.
         xywh: boxes are center and size; they are not clipped.
 
-    For many images at once, without a copy from the host, call :func:`scale_boxes_batched` or give ``letterboxes`` to the
-    suppression operators.
+    Returns:
+        A new, contiguous tensor of the boxes' shape and dtype.
+
+    Raises:
+        ValueError: fewer than four columns, and what :func:`letterbox` raises.
 
     Source: ``scale_boxes`` of YOLOv5 v7.0 and of ultralytics 8.4.
     """
@@ -322,9 +328,20 @@ def scale_boxes(
 
 
 def scale_boxes_batched(boxes: Tensor, letterboxes: Tensor, xywh: bool = False) -> Tensor:
-    """:func:`scale_boxes` for a batch: boxes (images, n, 4 or more), letterboxes (images, 6) from :func:`letterbox`.
+    """:func:`scale_boxes` for a batch, in one launch.
+
+    Args:
+        boxes: (images, n, 4 or more), otherwise as for :func:`scale_boxes`.
+        letterboxes: (images, 6), rows of :func:`letterbox`, of any float dtype, on the boxes' device; made contiguous.
+        xywh: boxes are center and size; they are not clipped.
 
     Returns:
-        A new tensor of the boxes' shape and dtype.
+        A new, contiguous tensor of the boxes' shape and dtype.
+
+    Raises:
+        ValueError: shapes that do not fit.
+        TypeError, RuntimeError: a dtype that is not floating, tensors on two devices.
+
+    Source: ``scale_boxes`` of YOLOv5 v7.0 and of ultralytics 8.4.
     """
     return torch.ops.torch_fastdet.scale_boxes(boxes, letterboxes, xywh)

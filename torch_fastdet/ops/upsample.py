@@ -57,5 +57,7 @@ def upsample_nearest2x_cat(x: Tensor, skip: Tensor) -> Tensor:
     Raises:
         RuntimeError: an argument is not four-dimensional, not floating or not dense, skip does not fit 2x the size of x, or
             the two are on different devices.
+
+    Source: ``Upsample`` and ``Concat`` in the neck of YOLOv5 and of YOLOv3 before it.
     """
     return torch.ops.torch_fastdet.upsample_nearest2x_cat(x, skip)

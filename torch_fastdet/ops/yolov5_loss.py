@@ -48,8 +48,12 @@ def yolov5_loss(
         status: (4) int64: how many rows of targets were ignored, the first of them (:func:`yolov5_loss_fault` reads it),
             by how much num_targets exceeds the rows of targets, 0.
 
-    A row whose image is not in the batch, whose class is not below the number of classes, or whose box is negative or not
-    finite is an error on the CPU (ValueError). On a GPU it is ignored and counted, for the host does not wait for it.
+    Raises:
+        RuntimeError: one sentence, for shapes, dtypes or devices that do not fit each other.
+        ValueError: on the CPU, a row of targets whose image is not in the batch, whose class is not below the number of classes,
+            or whose box is negative or not finite. On a GPU it is ignored and counted, for the host does not wait for it.
+
+    Heads that are dense in no known layout are read by their strides; their gradients are contiguous.
 
     Source: the behaviour of ComputeLoss in YOLOv5 v7.0.
     """
@@ -74,7 +78,14 @@ def yolov5_loss(
 
 
 def yolov5_loss_fault(status: list[int]) -> tuple[int, int]:
-    """Row and column of the first bad row of targets, (-1, -1) if there is none. ``status``: the operator's, as a list."""
+    """Which of the targets was bad, from what :func:`yolov5_loss` reports. Plain Python, on the host.
+
+    Args:
+        status: the operator's status, as a list.
+
+    Returns:
+        Row and column of the first bad row of targets, (-1, -1) if there is none.
+    """
     if status[0] == 0:
         return -1, -1
     fault = (1 << 62) - status[1]

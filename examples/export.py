@@ -1,9 +1,10 @@
-"""Makes what detect.cpp runs: a TorchScript detector with torch_fastdet's operators inside, an image, and golden stages.
+"""Makes a TorchScript detector with torch_fastdet's operators inside: what serve.py, draw.py and cpp/detect.cpp run.
 
-    python examples/cpp/export.py --out build/detector                        # a small network with random weights
-    python examples/cpp/export.py --out build/detector --weights yolov5s.pt   # a YOLOv5 checkpoint (yolov5 on the path)
+    python -m examples.export --out build/detector                        # a small network with random weights
+    python -m examples.export --out build/detector --weights yolov5s.pt   # a YOLOv5 checkpoint (yolov5 on the path)
 
-writes detector.ts, image.npy and golden/, the stages of plain PyTorch that the C++ program's are compared with:
+writes detector.ts, which needs torch_fastdet but no YOLOv5 to be loaded, and image.npy and golden/, the stages of plain
+PyTorch that the C++ program's are compared with:
 
     detect build/detector/detector.ts build/detector/image.npy --golden build/cpp
     python -m torch_fastdet.golden compare build/detector/golden build/cpp --rtol 1e-5 --atol 1e-3
@@ -12,6 +13,7 @@ writes detector.ts, image.npy and golden/, the stages of plain PyTorch that the 
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import numpy as np
@@ -51,9 +53,12 @@ class Detector(nn.Module):
         self.network = network
         self.postprocess = postprocess
 
-    def forward(self, image: Tensor) -> tuple[Tensor, Tensor]:
-        """(images, 3, height, width) in 0..1 -> detections (images, max_det, 6), counts (images,)."""
-        return self.postprocess(self.network(image))
+    def forward(self, image: Tensor, letterboxes: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(images, 3, height, width) in 0..1 -> detections (images, max_det, 6), counts (images,).
+
+        With letterboxes (images, 6), rows of ops.letterbox, boxes come out in the original pictures' pixels.
+        """
+        return self.postprocess(self.network(image), letterboxes)
 
     @torch.jit.export
     def stages(self, image: Tensor) -> dict[str, Tensor]:
@@ -101,13 +106,20 @@ def yolov5_detector(model: nn.Module, image: Tensor, **options) -> Detector:
     """Of a loaded YOLOv5 model, traced with ``image``."""
     postprocess = YOLOv5PostProcess.from_model(model, **options)
     with torch.no_grad():
-        return Detector(torch.jit.trace(YOLOv5Heads(model), image, check_trace=False), postprocess).eval()
+        return Detector(torch.jit.trace(YOLOv5Heads(model), image, check_trace=False, strict=False), postprocess).eval()
 
 
-def export(detector: Detector, image: Tensor, folder: Path) -> None:
+def save(detector: Detector, size: int, names: list[str], path: Path) -> None:
+    """Writes the TorchScript file; the side of the pictures it wants and the classes' names are inside."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    about = json.dumps({"size": size, "names": names})
+    torch.jit.save(torch.jit.script(detector), str(path), _extra_files={"detector.json": about})
+
+
+def export(detector: Detector, image: Tensor, folder: Path, names: list[str] | None = None) -> None:
     """Writes detector.ts, image.npy and golden/ into ``folder``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    torch.jit.script(detector).save(str(folder / "detector.ts"))
+    names = names or [str(c) for c in range(detector.postprocess.nc)]
+    save(detector, image.size(-1), names, folder / "detector.ts")
     np.save(folder / "image.npy", image.numpy())
     post = detector.postprocess
     with torch.inference_mode():
@@ -127,14 +139,16 @@ def main() -> None:
     parser.add_argument("--conf", type=float, default=0.25, help="confidence threshold")
     options = parser.parse_args()
     image = torch.rand(1, 3, options.img, options.img, generator=torch.Generator().manual_seed(1))
+    names = None
     if options.weights:
         # YOLOv5 pickles whole modules: load checkpoints that you trust.
         checkpoint = torch.load(options.weights, map_location="cpu", weights_only=False)
         model = checkpoint.get("ema") or checkpoint["model"]
+        names = list(model.names.values() if isinstance(model.names, dict) else model.names)
         detector = yolov5_detector(model, image, conf_thres=options.conf)
     else:
         detector = small_detector(conf_thres=options.conf)
-    export(detector, image, options.out)
+    export(detector, image, options.out, names)
     print(f"wrote detector.ts, image.npy and golden/ into {options.out}")
 
 

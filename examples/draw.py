@@ -1,0 +1,59 @@
+"""Draws the detections of a TorchScript detector on pictures.
+
+    python -m examples.export --out build/detector --weights yolov5s.pt
+    python -m examples.draw build/detector/detector.ts pictures/ --out build/drawn
+
+writes a PNG for each picture into --out: a box in its class's color, with name and confidence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import colorsys
+from pathlib import Path
+
+from PIL import Image, ImageDraw
+
+from examples.pictures import Detection, PictureDetector, find_pictures
+
+
+def color(index: int) -> tuple[int, int, int]:
+    """Bright colors, far apart for neighbouring classes."""
+    red, green, blue = colorsys.hsv_to_rgb(index * 0.618 % 1, 1.0, 1.0)
+    return round(255 * red), round(255 * green), round(255 * blue)
+
+
+def draw(picture: Image.Image, detections: list[Detection], names: list[str]) -> Image.Image:
+    """A copy of the picture with the detections on it, the best ones on top."""
+    result = picture.convert("RGB")
+    canvas = ImageDraw.Draw(result)
+    width = max(1, round(min(result.size) / 200))
+    for name, confidence, box in reversed(detections):
+        left, top, right, bottom = (round(x) for x in box)
+        ink = color(names.index(name))
+        canvas.rectangle((left, top, max(left, right - 1), max(top, bottom - 1)), outline=ink, width=width)
+        label = canvas.textbbox((left, top), f"{name} {confidence:.2f}", anchor="lb" if top >= 12 else "lt")
+        canvas.rectangle(label, fill=ink)
+        canvas.text(label[:2], f"{name} {confidence:.2f}", fill="black", anchor="lt")
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("detector", help="detector.ts")
+    parser.add_argument("pictures", nargs="+", help="files and folders")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the drawn pictures")
+    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+    options = parser.parse_args()
+    detector = PictureDetector(options.detector, options.device)
+    options.out.mkdir(parents=True, exist_ok=True)
+    for path in find_pictures(options.pictures):
+        with Image.open(path) as picture:
+            (detections,) = detector([picture])
+            target = options.out / f"{path.stem}.png"
+            draw(picture, detections, detector.names).save(target)
+        print(f"{path}: {len(detections)} detections -> {target}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Pictures in, detections out: what serve.py and draw.py share. Needs torch, torch_fastdet and Pillow, but no YOLOv5."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+
+from torch_fastdet import ops  # also loads the operators that the TorchScript file names
+
+SUFFIXES = {".bmp", ".jpeg", ".jpg", ".png", ".webp"}
+GRAY = (114, 114, 114)  # YOLOv5's padding
+
+
+class Detection(NamedTuple):
+    name: str
+    confidence: float
+    box: list[float]  # left, top, right, bottom in the picture's pixels
+
+
+class PictureDetector:
+    """A detector.ts of export.py, for pictures of any size: letterboxed to the size it wants, boxes in their own pixels."""
+
+    def __init__(self, path: str | Path, device: str = "cpu") -> None:
+        extra = {"detector.json": ""}
+        self.module = torch.jit.load(str(path), map_location=device, _extra_files=extra)
+        about = json.loads(extra["detector.json"])
+        self.size: int = about["size"]
+        self.names: list[str] = about["names"]
+        self.device = device
+
+    def prepare(self, picture: Image.Image) -> tuple[torch.Tensor, list[float]]:
+        """The network's input (3, size, size), uint8, and how the picture was letterboxed into it."""
+        shape = [picture.height, picture.width]
+        letterbox = ops.letterbox(
+            [self.size, self.size], shape, rounding="ultralytics"
+        )  # to whole pixels, as done here
+        gain_x, gain_y, left, top = letterbox[:4]
+        resized = (round(picture.width * gain_x), round(picture.height * gain_y))
+        canvas = Image.new("RGB", (self.size, self.size), GRAY)
+        canvas.paste(picture.convert("RGB").resize(resized, Image.Resampling.BILINEAR), (round(left), round(top)))
+        return torch.from_numpy(np.array(canvas)).permute(2, 0, 1), letterbox
+
+    @torch.inference_mode()
+    def __call__(self, pictures: list[Image.Image]) -> list[list[Detection]]:
+        """Detections of each picture, best first; all pictures are one batch, and one copy brings the result to the host."""
+        if not pictures:
+            return []
+        inputs, letterboxes = zip(*map(self.prepare, pictures))
+        images = torch.stack(inputs).to(self.device).float() / 255
+        detections, counts = self.module(images, torch.tensor(letterboxes, device=self.device))
+        return [
+            [Detection(self.names[int(row[5])], row[4], row[:4]) for row in rows[:count]]
+            for rows, count in zip(detections.tolist(), counts.tolist())
+        ]
+
+
+def find_pictures(sources: list[str | Path]) -> list[Path]:
+    """The files among ``sources``, and those of the folders among them, in order."""
+    found: list[Path] = []
+    for source in map(Path, sources):
+        if source.is_dir():
+            found += sorted(path for path in source.iterdir() if path.suffix.lower() in SUFFIXES)
+        else:
+            found.append(source)
+    return found

@@ -1,0 +1,79 @@
+"""Serves a TorchScript detector: names of pictures in, a line of JSON for each out. YOLOv5 need not be installed.
+
+    python -m examples.export --out build/detector --weights yolov5s.pt
+    python -m examples.serve build/detector/detector.ts pictures/ one-more.jpg
+    mkfifo requests; python -m examples.serve build/detector/detector.ts - < requests
+
+With ``-`` names come from standard input, and each is answered at once. A picture that cannot be read is answered by its
+error, and the loop goes on; the exit status is 1 then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+
+from PIL import Image
+
+from examples.pictures import PictureDetector, find_pictures
+
+
+def batches(paths: Iterable[Path], size: int) -> Iterator[list[Path]]:
+    paths = iter(paths)
+    while batch := list(islice(paths, size)):
+        yield batch
+
+
+def read(path: Path) -> Image.Image | str:
+    """The picture, or why there is none."""
+    try:
+        with Image.open(path) as picture:
+            return picture.convert("RGB")
+    except OSError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def answers(detector: PictureDetector, paths: list[Path]) -> Iterator[dict]:
+    """An answer for each path, in order."""
+    start = time.perf_counter()
+    pictures = [read(path) for path in paths]
+    found = iter(detector([picture for picture in pictures if not isinstance(picture, str)]))
+    milliseconds = round((time.perf_counter() - start) * 1e3 / len(paths), 2)
+    for path, picture in zip(paths, pictures):
+        if isinstance(picture, str):
+            yield {"picture": str(path), "error": picture}
+        else:
+            detections = [
+                {"name": d.name, "confidence": round(d.confidence, 4), "box": [round(x, 2) for x in d.box]}
+                for d in next(found)
+            ]
+            yield {"picture": str(path), "milliseconds": milliseconds, "detections": detections}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("detector", help="detector.ts")
+    parser.add_argument("pictures", nargs="+", help="files and folders; - reads names from standard input")
+    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+    parser.add_argument("--batch", type=int, default=8, help="pictures at a time (from standard input: one)")
+    options = parser.parse_args()
+    detector = PictureDetector(options.detector, options.device)
+    if options.pictures == ["-"]:
+        paths, size = (Path(line.strip()) for line in sys.stdin if line.strip()), 1
+    else:
+        paths, size = iter(find_pictures(options.pictures)), options.batch
+    failed = False
+    for batch in batches(paths, size):
+        for answer in answers(detector, batch):
+            failed |= "error" in answer
+            print(json.dumps(answer), flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

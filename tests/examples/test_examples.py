@@ -1,0 +1,179 @@
+"""The examples as a user runs them: each in a process of its own, and what it prints and writes is looked at."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from examples import draw, export, train_step
+from examples.pictures import PictureDetector, find_pictures
+from tests import stock
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*arguments, code=0, stdin=None, without=None) -> subprocess.CompletedProcess:
+    """``python -m examples.X ...``; ``without`` names a folder that hides YOLOv5 and Ultralytics."""
+    path = [str(ROOT)] if without is None else [str(without), str(ROOT)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", *map(str, arguments)]
+    result = subprocess.run(command, cwd=ROOT, env=env, input=stdin, capture_output=True, text=True, timeout=300)
+    assert result.returncode == code, result.stdout[-3000:] + result.stderr[-3000:]
+    return result
+
+
+@pytest.fixture(scope="module")
+def no_yolov5(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("hidden")
+    for name in ("yolov5", "ultralytics", "utils", "models"):
+        (folder / f"{name}.py").write_text(f"raise ImportError('{name} must not be needed here')\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory, no_yolov5):
+    """The training example, run once: its folder and what it printed. On the CPU also where there is a GPU."""
+    out = tmp_path_factory.mktemp("shapes")
+    printed = run("examples.train_step", "--out", out, "--device", "cpu", without=no_yolov5).stdout
+    return out, printed
+
+
+def iou(a, b) -> float:
+    width = min(a[2], b[2]) - max(a[0], b[0])
+    height = min(a[3], b[3]) - max(a[1], b[1])
+    both = max(width, 0) * max(height, 0)
+    return both / ((a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1]) - both)
+
+
+def truth(folder: Path, picture: Path) -> list[tuple[str, list[float]]]:
+    rows = [
+        [float(x) for x in line.split()] for line in (folder / f"labels/{picture.stem}.txt").read_text().splitlines()
+    ]
+    side = train_step.SIZE
+    return [
+        (train_step.NAMES[int(c)], [(x - w / 2) * side, (y - h / 2) * side, (x + w / 2) * side, (y + h / 2) * side])
+        for c, x, y, w, h in rows
+    ]
+
+
+def test_training_learns_and_says_how_it_ran(shapes):
+    _, printed = shapes
+    assert printed.count("TrainStep is a CUDA graph and needs a GPU") == 1
+    steps = [line.split() for line in printed.splitlines() if line.startswith("step ")]
+    assert len(steps) >= 5
+    first, last = ([float(line[i]) for i in (3, 5, 7)] for line in (steps[0], steps[-1]))
+    assert last[0] < 0.6 * first[0] and last[2] < 0.3 * first[2], (first, last)
+    summary = next(line for line in printed.splitlines() if "unseen pictures" in line).split()
+    found, total, false = int(summary[0]), int(summary[2]), int(summary[9])
+    assert total > 50 and found >= 0.85 * total and false <= 0.2 * total, summary
+
+
+def test_trainstep_trains_alike(tmp_path, cuda):
+    printed = run("examples.train_step", "--out", tmp_path, "--device", "cuda", "--accumulate", "2").stdout
+    assert "TrainStep: captured" in printed and "separate calls" not in printed
+    summary = next(line for line in printed.splitlines() if "unseen pictures" in line).split()
+    assert int(summary[0]) >= 0.7 * int(summary[2]), summary
+
+
+def test_serving_finds_what_is_labelled(shapes, no_yolov5):
+    """In a fresh process, from the file alone, without YOLOv5."""
+    folder, printed = shapes
+    lines = run("examples.serve", folder / "detector.ts", folder / "pictures", without=no_yolov5).stdout.splitlines()
+    answers = [json.loads(line) for line in lines]
+    assert [Path(answer["picture"]) for answer in answers] == find_pictures([folder / "pictures"])
+    found = total = 0
+    for answer in answers:
+        for name, box in truth(folder, Path(answer["picture"])):
+            total += 1
+            found += any(d["name"] == name and iou(d["box"], box) > 0.5 for d in answer["detections"])
+    # To a few, the ones that the training script counted: it rounds nothing and letterboxes nothing, and nor does this.
+    assert f"{found} of {total} shapes found" in printed
+
+
+def test_serving_from_standard_input(shapes, no_yolov5, tmp_path):
+    """Other sizes are letterboxed; a picture that cannot be read is answered, and the loop goes on."""
+    folder, _ = shapes
+    small = find_pictures([folder / "pictures"])[0]
+    tall = tmp_path / "tall.png"  # four times as large, with a quarter more of noise above it
+    noise = np.random.default_rng(0).integers(0, 110, (5 * train_step.SIZE // 4, train_step.SIZE, 3), dtype=np.uint8)
+    with Image.open(small) as picture:
+        canvas = Image.fromarray(noise)
+        canvas.paste(picture, (0, train_step.SIZE // 4))
+        canvas.resize((4 * canvas.width, 4 * canvas.height)).save(tall)
+    (tmp_path / "broken.png").write_text("not a picture")
+    names = f"{tall}\n{tmp_path / 'broken.png'}\n\n{tmp_path / 'missing.jpg'}\n{small}\n"
+    ran = run("examples.serve", folder / "detector.ts", "-", stdin=names, code=1, without=no_yolov5)
+    answers = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert "UnidentifiedImageError" in answers[1]["error"] and "FileNotFoundError" in answers[2]["error"]
+    assert [set(answer) for answer in answers[::3]] == [{"picture", "milliseconds", "detections"}] * 2
+    for answer, scale, top in ((answers[0], 4, train_step.SIZE), (answers[3], 1, 0)):
+        for name, box in truth(folder, small):
+            placed = [scale * x + (top if i % 2 else 0) for i, x in enumerate(box)]
+            assert any(d["name"] == name and iou(d["box"], placed) > 0.5 for d in answer["detections"]), (answer, name)
+
+
+def test_drawing_marks_the_detections(shapes, tmp_path):
+    folder, _ = shapes
+    picture = find_pictures([folder / "pictures"])[1]
+    printed = run("examples.draw", folder / "detector.ts", picture, "--out", tmp_path).stdout
+    (detections,) = PictureDetector(folder / "detector.ts")([Image.open(picture)])
+    assert f"{len(detections)} detections -> {tmp_path / picture.name}" in printed and detections
+    before, after = Image.open(picture).convert("RGB"), Image.open(tmp_path / picture.name)
+    assert after.size == before.size
+    name, _, (_, _, right, bottom) = detections[0]  # drawn last, so its corner lies on top
+    corner = (min(round(right), after.width) - 1, min(round(bottom), after.height) - 1)
+    assert after.getpixel(corner) == draw.color(train_step.NAMES.index(name)) != before.getpixel(corner)
+
+
+def test_a_yolov5_checkpoint_is_served_with_stocks_boxes(tmp_path, no_yolov5):
+    """Exported from the real model class, served where YOLOv5 does not exist: stock's decode and suppression, to rounding."""
+    yolo = pytest.importorskip("yolov5.models.yolo")
+    names = ["ant", "bee", "cow"]
+    model = yolo.DetectionModel(str(Path(yolo.__file__).parent / "yolov5n.yaml"), nc=3).eval()
+    model.names = names
+    for conv in model.model[-1].m:
+        torch.nn.init.normal_(conv.weight, std=0.03)
+        torch.nn.init.constant_(conv.bias, -1.0)
+    weights, picture = tmp_path / "best.pt", tmp_path / "picture.png"
+    pixels = torch.randint(0, 256, (1, 3, 128, 128), dtype=torch.uint8)
+    for norm in (module for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d)):
+        norm.train().momentum = 1.0  # statistics of this picture, or random layers would let nothing through
+    with torch.no_grad():
+        model(pixels.float() / 255)
+    torch.save({"model": model.eval().half(), "ema": None}, weights)
+    Image.fromarray(pixels[0].permute(1, 2, 0).numpy()).save(picture)
+    with torch.no_grad():
+        decoded = model.float()(pixels.float() / 255)[0]
+    (expected,) = stock.yolov5().non_max_suppression(decoded, 0.25, 0.45)
+    assert 10 < len(expected) < 300
+
+    run("examples.export", "--out", tmp_path, "--weights", weights, "--img", 128)
+    ran = run("examples.serve", tmp_path / "detector.ts", picture, without=no_yolov5)
+    got = json.loads(ran.stdout)["detections"]
+    assert [d["name"] for d in got] == [names[int(c)] for c in expected[:, 5]]
+    torch.testing.assert_close(
+        torch.tensor([[*d["box"], d["confidence"]] for d in got]),
+        torch.cat((expected[:, :4].clamp(0, 128), expected[:, 4:5]), 1),
+        rtol=1e-4,
+        atol=0.02,
+    )
+
+
+def test_export_writes_what_the_cpp_program_wants(tmp_path):
+    printed = run("examples.export", "--out", tmp_path, "--img", "64").stdout
+    assert "wrote detector.ts, image.npy and golden/" in printed
+    detector = PictureDetector(tmp_path / "detector.ts")
+    assert (detector.size, detector.names) == (64, [str(c) for c in range(export.CLASSES)])
+    assert {"image.npy", "detector.ts", "golden"} <= {path.name for path in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize("name", ["export", "serve", "draw", "train_step"])
+def test_docstrings_say_how_to_run_it(name):
+    assert f"python -m examples.{name} " in importlib.import_module(f"examples.{name}").__doc__

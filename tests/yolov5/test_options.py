@@ -1,0 +1,40 @@
+"""Options of train.py with every switch that the CPU supports: the losses of stock. docs/options.md is the table of them."""
+
+import pytest
+
+from tests.yolov5 import real
+from tests.yolov5.test_real_scripts import LOSSES
+
+ON_THE_CPU = ("bbox_iou_optim", "loss_optim", "upsample_optim", "multi_tensor_optimizer", "nms_optim")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--multi-scale", "--image-weights", "--label-smoothing", "0.1", "--cos-lr"),
+        ("--rect", "--single-cls", "--quad", "--batch", "4"),
+    ],
+    ids=" ".join,
+)
+def test_options_give_the_losses_of_stock(options, real_yolov5, train):
+    checkout = real_yolov5("checkout")
+    fast, stock = train(checkout, "--fastdet", *options), train(checkout, *options, stock=True)
+    expected, got = real.results(stock.folder), real.results(fast.folder)
+    for column in LOSSES:  # another order of summation, carried through the steps
+        assert got[column] == pytest.approx(expected[column], rel=1e-3, abs=2e-5), column
+    plain = real.results(train(checkout, stock=True).folder)
+    assert any(expected[column] != plain[column] for column in LOSSES), "the options do nothing here"
+    for name in ON_THE_CPU:
+        assert f"torch_fastdet: {name}: " in fast.output, name
+    for name in ("channels_last", "cuda_graph"):
+        assert fast.output.count(f"{name} does not apply: the model trains on the CPU") == 1
+
+
+@pytest.mark.slow
+def test_evolve_trains_generation_after_generation(real_yolov5, train):
+    """In one process: each generation has a model, an EMA and a loss of its own."""
+    run = train(real_yolov5("checkout"), "--fastdet", "--evolve", "2", "--epochs", "1")
+    assert "Hyperparameter evolution finished 2 generations" in run.output
+    assert run.output.count("with parameter groups") == 2
+    assert len((run.folder / "evolve.csv").read_text().splitlines()) == 3
