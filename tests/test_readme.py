@@ -1,60 +1,373 @@
-"""What the README and the docs say is true: their Python runs, their make targets, files and links exist."""
+"""What the README and the docs say is true: every snippet and every command is run, or the table below says what runs it.
 
+A snippet in a language that is not known here, and a command that COMMANDS does not name, fail.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import json
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
+import textwrap
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from examples.yolov5_env import environment
+from tests.conftest import cuda_missing
+from tests.yolov5.conftest import FakeYOLOv5
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *ROOT.glob("CONTRIBUTING.md"), *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
+LANGUAGES = {"bash", "console", "python", "cpp", "cmake", "text"}
+IN_LINE = re.compile(r"`((?:python|make|torchrun|pip|apt-get|cmake) [^`]+)`")
 
 
-def blocks(language: str):
-    for page in PAGES:
-        for index, (name, text) in enumerate(BLOCK.findall(page.read_text())):
-            if name == language:
-                yield pytest.param(page, text, id=f"{page.name}-{index}")
+def snippets(page: Path, *languages: str) -> list[str]:
+    return [textwrap.dedent(text) for _, name, text in FENCE.findall(page.read_text()) if name in languages]
 
 
-def without_output(page: Path, text: str) -> bool:
-    """Snippets that need a script, a model or a data set of the user's say so by an ellipsis line or `opt`."""
-    return "..." in text or "parse_args" in text
+def with_snippets(*languages: str) -> list[Path]:
+    return [page for page in PAGES if snippets(page, *languages)]
 
 
-@pytest.mark.parametrize("page, text", [*blocks("python")])
-def test_python_snippet_runs(page, text, tmp_path):
-    if without_output(page, text):
-        compile(text, str(page), "exec")
+def title(value) -> str:
+    return value.name if isinstance(value, Path) else str(value)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=title)
+def test_every_snippet_says_its_language(page):
+    unknown = {name for _, name, _ in FENCE.findall(page.read_text())} - LANGUAGES
+    assert not unknown, f"{page.name}: {unknown}"
+
+
+# Python ----------------------------------------------------------------------------------------------------------------
+
+# What a page takes for granted, as its reader has it: run before each of its snippets.
+MODEL = """
+import torch
+from examples.train_step import HYPERPARAMETERS, SmallDetector
+from torch_fastdet.ema import ModelEMA
+from torch_fastdet.optim import SGD
+from torch_fastdet.yolov5 import ComputeLoss
+device = "cuda" if torch.cuda.is_available() else "cpu"
+model = SmallDetector().to(device).train()
+model.hyp = HYPERPARAMETERS
+images = torch.randint(0, 256, (2, 3, 96, 96), dtype=torch.uint8, device=device)
+targets = torch.tensor([[0, 1, 0.5, 0.5, 0.2, 0.3], [1, 2, 0.3, 0.4, 0.3, 0.2]], device=device)
+loader = [(images, targets)] * 3
+scaler = torch.amp.GradScaler(device)
+"""
+BEFORE = {
+    "graphs.md": MODEL
+    + """
+images = images.float() / 255
+compute_loss, optimizer, ema = ComputeLoss(model), SGD(model.parameters(), lr=0.01, momentum=0.9), ModelEMA(model)
+""",
+    "loss.md": MODEL + "p = model(images.float() / 255)\n",
+    "optimizer.md": MODEL
+    + """
+images = images.float() / 255
+optimizer, ema = SGD(model.parameters(), lr=0.01, momentum=0.9), ModelEMA(model)
+loss = ComputeLoss(model)(model(images), targets)[0]
+scaler.scale(loss).backward(retain_graph=True)
+""",
+    "yolov5.md": """
+import argparse, sys
+parser = argparse.ArgumentParser()
+sys.argv = ["train.py", "--bbox_iou_optim"]
+""",
+    "ultralytics.md": """
+from pathlib import Path
+import numpy as np
+from examples.train_step import draw_picture
+from ultralytics import YOLO
+for split in ("images", "labels"):
+    Path(split).mkdir(exist_ok=True)
+for i in range(2):
+    picture, labels = draw_picture(np.random.default_rng(i))
+    picture.save(f"images/{i}.png")
+    Path(f"labels/{i}.txt").write_text("".join(" ".join(map(str, row)) + "\\n" for row in labels))
+names = "\\n".join(f"  {c}: class{c}" for c in range(80))
+Path("coco8.yaml").write_text(f"path: {Path.cwd()}\\ntrain: images\\nval: images\\nnames:\\n{names}\\n")
+YOLO("yolov8n.yaml").save("yolov8n.pt")
+""",
+}
+# Snippets that only a GPU runs, by words that they hold. Elsewhere they are compiled.
+GPU_ONLY = ("TrainStep(", "torch.cuda.graph(")
+# Pages that patch another package: in a process of their own, where it can be imported.
+APART = {"README.md": "yolov5", "yolov5.md": "yolov5", "ultralytics.md": "ultralytics"}
+
+
+def run_snippets(page: Path, folder: Path) -> None:
+    """All Python snippets of a page, each with names of its own."""
+    for index, text in enumerate(snippets(page, "python")):
+        file = folder / f"{page.stem}_{index}.py"
+        file.write_text(text)  # TorchScript reads the source
+        code = compile(text, str(file), "exec")
+        if any(words in text for words in GPU_ONLY) and cuda_missing():
+            continue
+        names = {"__name__": "__main__"}
+        exec(BEFORE.get(page.name, ""), names)
+        exec(code, names)
+
+
+@pytest.mark.parametrize("page", with_snippets("python"), ids=title)
+def test_python_runs(page, tmp_path, monkeypatch):
+    apart = APART.get(page.name)
+    if apart is None:
+        monkeypatch.chdir(tmp_path)
+        run_snippets(page, tmp_path)
         return
-    env = dict(os.environ)
-    if "yolov5" in text:
-        pytest.importorskip("yolov5")
-        env = environment(tmp_path / "environment")
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
-    snippet = tmp_path / "snippet.py"
-    snippet.write_text(text)
-    result = subprocess.run([sys.executable, str(snippet)], capture_output=True, text=True, cwd=tmp_path, env=env)
-    assert result.returncode == 0, result.stderr
+    if importlib.util.find_spec(apart) is None:
+        pytest.skip(f"{apart} is not installed")
+    env = environment(tmp_path / "environment")
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env["PYTHONPATH"]])
+    program = "import sys, pathlib as p, tests.test_readme as t; t.run_snippets(p.Path(sys.argv[1]), p.Path.cwd())"
+    command = [sys.executable, "-c", program, str(page)]
+    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-4000:]
 
 
-@pytest.mark.parametrize("page, text", [*blocks("bash"), *blocks("console")])
-def test_commands_exist(page, text):
+# C++ and CMake: lines of files that `make test` builds ------------------------------------------------------------------
+
+
+def code_lines(text: str) -> list[str]:
+    return [line for line in (" ".join(line.split()) for line in text.splitlines()) if line not in ("", "...")]
+
+
+@functools.cache
+def tree() -> str:
+    files = [*(ROOT / "csrc").rglob("*.*"), *(ROOT / "examples/cpp").glob("*.*")]
+    return "\n".join(" ".join(file.read_text().split()) for file in files)
+
+
+@pytest.mark.parametrize("page", with_snippets("cpp", "cmake"), ids=title)
+def test_cpp_stands_in_the_tree(page):
+    for text in snippets(page, "cpp", "cmake"):
+        if page.name == "golden.md" and "golden::Writer" in text:
+            continue  # test_golden_page runs it
+        for line in code_lines(text):
+            assert line in tree(), f"{page.name}: {line}"
+
+
+def test_golden_page(tmp_path, monkeypatch):
+    """Its Python makes the reference, its C++ a port, and its command finds where they differ."""
+    compiler = shutil.which(shlex.split(os.environ.get("CXX", "g++"))[-1])
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    page = ROOT / "docs/golden.md"
+    monkeypatch.chdir(tmp_path)
+    run_snippets(page, tmp_path)
+    (body,) = (text for text in snippets(page, "cpp") if "golden::Writer" in text)
+    (tmp_path / "port.cpp").write_text(
+        '#include <iostream>\n#include "torch_fastdet/golden.h"\nint main() {\n'
+        'const auto reference = torch_fastdet::golden::load("reference");\n'
+        f"const auto* data = reinterpret_cast<const float*>(reference.at(0).bytes.data());\n{body}}}\n"
+    )
+    built = [compiler, "-std=c++17", f"-I{ROOT / 'csrc/include'}", "port.cpp", "-o", "program"]
+    subprocess.run(built, check=True, cwd=tmp_path)
+    printed = subprocess.run(["./program"], check=True, cwd=tmp_path, capture_output=True, text=True).stdout
+    (command,) = (c for c in commands(page) if " compare " in c)
+    result = run(command, tmp_path)
+    assert result.returncode == 1
+    # raw.0 is the reference's; the page's C++ then reads the same numbers as another head, channels first.
+    for text in (printed, result.stdout):
+        assert "First difference: stage 2 of" in text and "raw.1" in text, text
+
+
+# Commands --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """It is run as it stands; ``shows`` is in what it prints."""
+
+    shows: str
+    more: str = ""
+
+
+@dataclass
+class Help:
+    """It measures for minutes; its -h knows the options that the command has."""
+
+
+@dataclass
+class Launched:
+    """In a checkout of a few lines, whose scripts have the real scripts' parsers."""
+
+
+@dataclass
+class Held:
+    """Too heavy, or not for this machine: ``text`` in ``file`` is what runs it."""
+
+    file: str
+    text: str
+
+
+COMMANDS = [
+    (r"python -m torch_fastdet", Run("torch_fastdet ")),
+    (r"python -m benchmarks\.report", Run("", more=" --check")),
+    (r"python -m benchmarks\.\w+.*", Help()),
+    (r"python -m torch_fastdet\.yolov5 -m yolov5\.train .*", Held("tests/yolov5/real.py", 'return ["-m", f"yolov5.')),
+    (r"python -m torch_fastdet\.yolov5 .*", Launched()),
+    (r"torchrun .* -m torch_fastdet\.yolov5 .*", Held("tests/yolov5/test_launcher.py", "def test_torchrun_starts")),
+    (r"python -m torch_fastdet\.golden compare .*", Held("tests/test_readme.py", "def test_golden_page")),
+    (r"python -m examples\.(export|serve)\b.*", Held("tests/examples/test_examples.py", 'run("examples.export"')),
+    (r"cmake .*", Held("tests/packaging/test_cmake.py", "def configure")),
+    # YOLOv5 as it is, without us
+    (r"(python|torchrun --nproc_per_node 4) (segment/)?train\.py .*", Held("tests/yolov5/real.py", "def stock")),
+    (r"python -m yolov5\.train .*", Held("tests/yolov5/real.py", "def stock")),
+    (r"pip install .*", Held("tests/packaging/test_build.py", "pip")),
+    (r"apt-get install .*", Held("Makefile", "apt-get install")),
+    (r"make help", Run("gpu-report-check")),
+    (r"make test", Held(".ci/run", "make test")),
+    (r"make (lint|test-asan)", Held(".ci/run", "make lint\nmake test-asan")),
+    (r"make test lint test-asan", Held(".ci/run", "make test\nmake lint\nmake test-asan")),
+    (r"make (build|test-cpp)", Held("Makefile", "test: build test-cpp test-python")),
+    (r"make format", Held("Makefile", "$(BIN)/ruff format --check .")),  # by the check of what it does
+    (r"make docs", Held(".ci/run", "make docs")),
+    (r"make gpu-report-check", Held(".ci/run", "make -s gpu-report-check")),
+    (r"make test-gpu", Held("tests/packaging/test_gpu_report.py", "def test_")),  # itself on a GPU machine
+    (r"make demo( EPOCHS=2)?", Held("tests/demo/test_training.py", "def test_")),  # whole, before each release
+    (r"make bench", Held("tests/benchmarks/test_report.py", "def test_page_shows_the_committed_results")),
+    (r"make wheel", Held("tools/check_wheel.py", "def main")),
+]
+
+
+def commands(page: Path) -> list[str]:
+    """What the page tells its reader to type, in snippets and in the text."""
+    found = []
+    for text in snippets(page, "bash"):
+        found += text.replace("\\\n", " ").splitlines()
+    for text in snippets(page, "console"):
+        found += [line[2:] for line in text.splitlines() if line.startswith("$ ")]
+    found += IN_LINE.findall(FENCE.sub("", page.read_text()))
+    found = [re.sub(r"\s+#.*", "", line).strip() for line in found]
+    return list(dict.fromkeys(line for line in found if line and not line.startswith("#")))
+
+
+def how(command: str):
+    return next((way for pattern, way in COMMANDS if re.fullmatch(pattern, command)), None)
+
+
+def run(command: str, folder: Path) -> subprocess.CompletedProcess:
+    arguments = shlex.split(command)
+    if arguments[0] == "python":
+        arguments[0] = sys.executable
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(arguments, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=title)
+def test_commands_are_known(page):
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"^\$? ?make ([a-z-]+)", text, re.MULTILINE):
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page.name} names make {target}"
-    for module in re.findall(r"python -m ((?:torch_fastdet|benchmarks|examples|tools)[\w.]*)", text):
-        path = ROOT / module.replace(".", "/")
-        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), f"{page.name} names {module}"
+    for command in commands(page):
+        way = how(command)
+        assert way is not None, f"{page.name}: nothing in COMMANDS runs: {command}"
+        if isinstance(way, Held):
+            assert way.text in (ROOT / way.file).read_text(), f"{page.name}: {way.file} does not run: {command}"
+        if command.startswith("make "):
+            for target in (word for word in command.split()[1:] if "=" not in word):
+                assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page.name} names make {target}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def all_commands(kind: type) -> list[str]:
+    return list(dict.fromkeys(c for page in PAGES for c in commands(page) if isinstance(how(c), kind)))
+
+
+@pytest.mark.parametrize("command", all_commands(Run))
+def test_command_runs(command):
+    way = how(command)
+    result = run(command + way.more, ROOT)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert way.shows in result.stdout
+
+
+@pytest.mark.parametrize("module", sorted({command.split()[2] for command in all_commands(Help)}))
+def test_options_exist(module):
+    printed = run(f"python -m {module} -h", ROOT)
+    assert printed.returncode == 0, printed.stderr
+    for command in all_commands(Help):
+        if command.split()[2] == module:
+            for option in re.findall(r"--[\w-]+", command):
+                assert option in printed.stdout, f"{command}: there is no {option}"
+
+
+SCRIPT = """
+import argparse, json, os, sys
+from pathlib import Path
+import models.yolo, utils.loss
+ROOT, RANK = Path("."), -1
+check_yaml, print_args = (lambda path: path), (lambda options: None)
+{parser}
+print(json.dumps(vars(parse_opt()), default=str))
+"""
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory) -> FakeYOLOv5:
+    """train.py and val.py with the real scripts' parsers; they print what they were given."""
+    spec = importlib.util.find_spec("yolov5")
+    if spec is None:
+        pytest.skip("yolov5 is not installed")
+    fake = FakeYOLOv5(tmp_path_factory.mktemp("launched") / "checkout")
+    (fake.folder / "models/yolo.py").write_text("class DetectionModel:\n    def forward(self, x):\n        return x\n")
+    for name in ("train", "val"):
+        source = (Path(spec.origin).parent / f"{name}.py").read_text()
+        (parser,) = (
+            node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == "parse_opt"
+        )
+        (fake.folder / f"{name}.py").write_text(SCRIPT.format(parser=ast.unparse(parser)))
+    return fake
+
+
+@pytest.mark.parametrize("command", all_commands(Launched))
+def test_launched_command_runs(command, checkout):
+    """The script gets its own flags and nothing of ours, and each switch is heard."""
+    from torch_fastdet.yolov5.launcher import FLAGS
+
+    arguments = [word for word in shlex.split(command)[1:] if word != "..."]
+    out = checkout.python(*arguments).stdout
+    given = json.loads(next(line for line in out.splitlines() if line.startswith("{")))
+    for option, value in re.findall(r"--(\w+) ([\w.]+)(?= |$)", command):
+        name = {"img": "imgsz", "batch": "batch_size"}.get(option, option)
+        assert str(given[name]) in (value, str([value])), (name, given)
+    for switch in (FLAGS[word] for word in arguments if word in FLAGS):
+        assert f"torch_fastdet: {switch if switch != 'fastdet' else 'bbox_iou_optim'}" in out, out
+    shown = next((text for page in PAGES for text in snippets(page, "console") if f"$ {command}\n" in text), "")
+    for line in shown.splitlines()[1:]:
+        assert line == "..." or line in out, line
+
+
+# Links -----------------------------------------------------------------------------------------------------------------
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub and mkdocs name them."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=title)
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-        if "://" not in target:
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    for target, _, anchor in re.findall(r"\]\(([^)#]*)(#([\w-]+))?\)", page.read_text()):
+        if "://" in target:
+            continue
+        linked = (page.parent / target).resolve() if target else page
+        assert linked.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(linked), f"{page.name} links to {target}#{anchor}"
+
+
+def test_pages_of_the_site_link_inside_it():
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        assert "](../" not in page.read_text(), f"{page.name} links out of docs/, where the site has nothing"

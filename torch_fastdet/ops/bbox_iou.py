@@ -19,7 +19,9 @@ def bbox_iou(
             the corners x1, y1, x2, y2. float16, bfloat16, float32 or float64, on the CPU or a GPU, of any strides.
         box2: as ``box1``; leading dimensions broadcast against those of ``box1``, dtypes may differ.
         xywh: the layout of both.
-        GIoU, DIoU, CIoU: which measure; CIoU goes before DIoU before GIoU, and none of them gives the plain IoU.
+        GIoU: generalised IoU. Without any of the three, the plain IoU.
+        DIoU: distance IoU; goes before GIoU.
+        CIoU: complete IoU; goes before both.
         eps: added to the union, to the enclosing box's area and squared diagonal and to the denominator of CIoU's alpha,
             and in xyxy layout to the heights.
 
@@ -59,9 +61,12 @@ def iou_loss(
     """1 - IoU of pairs of boxes, reduced in the same pass; the IoUs themselves are never stored.
 
     Args:
-        box1, box2, xywh, eps: as for :func:`bbox_iou`.
+        box1: as for :func:`bbox_iou`.
+        box2: as for :func:`bbox_iou`.
         kind: "iou", "giou", "diou" or "ciou".
+        xywh: as for :func:`bbox_iou`.
         reduction: "mean", "sum" or "none".
+        eps: as for :func:`bbox_iou`.
 
     Returns:
         A scalar, or with "none" the tensor ``1 - bbox_iou(...)`` of shape (..., 1); dtype as for :func:`bbox_iou`, sums in

@@ -58,8 +58,13 @@ def multi_tensor_sgd_(
         params: parameters, updated; their dtypes and strides may differ from those of ``grads`` and ``momentum_buffers``.
         grads: gradients; they change only where ``grad_scale`` is given.
         momentum_buffers: one for each parameter, updated; an empty list where ``momentum`` is 0.
-        lr, momentum, dampening, weight_decay, nesterov, maximize: as torch.optim.SGD. (The overload
-            ``torch.ops.torch_fastdet.multi_tensor_sgd_.tensor`` takes lr and momentum as one-element tensors on the device.)
+        lr: learning rate. (The overload ``torch.ops.torch_fastdet.multi_tensor_sgd_.tensor`` takes lr and momentum as one-element
+            tensors on the device.)
+        momentum: this and the next four are torch.optim.SGD's.
+        dampening: of the gradient in the momentum.
+        weight_decay: L2 penalty.
+        nesterov: Nesterov momentum.
+        maximize: step up the gradient.
         is_first_step: the buffers hold nothing yet and become the gradient, undamped. Zeros do the same where dampening is 0.
         grad_scale: a float32 scalar on the device; gradients are multiplied by its inverse first, in place, as GradScaler does.
         found_inf: a float32 scalar on the device; where it is not 0, nothing at all is written.

@@ -32,8 +32,11 @@ def yolov5_loss(
         anchors: (nl, na, 2) float32, in grid cells of their level (``Detect.anchors``).
         balance: (nl) or longer, float64: weight of each level's objectness.
         num_targets: one int64 on the heads' device: rows of ``targets`` in use, the others are padding. None: all rows.
-        box, obj, cls: gains of the three parts.
-        cls_pw, obj_pw: weights of the positive terms of the two entropies.
+        box: gain of the box part.
+        obj: gain of the objectness part.
+        cls: gain of the class part.
+        cls_pw: weight of the class entropy's positive terms.
+        obj_pw: weight of the objectness entropy's positive terms.
         label_smoothing: classes aim at 1 - s/2 and s/2.
         fl_gamma: above 0, both entropies are focal losses with this gamma and alpha 0.25.
         anchor_t: a target goes to an anchor if no side is this many times longer or shorter.

@@ -1,0 +1,13 @@
+"""For `make docs`: docstrings name things as Sphinx does (:func:`x`); the site shows them as code."""
+
+import re
+
+import griffe
+
+ROLE = re.compile(r":(?:attr|class|func|meth|mod):`~?([\w.]+)`")
+
+
+class Roles(griffe.Extension):
+    def on_instance(self, *, obj: griffe.Object, **_: object) -> None:
+        if obj.docstring is not None:
+            obj.docstring.value = ROLE.sub(r"`\1`", obj.docstring.value)
