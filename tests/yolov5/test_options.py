@@ -1,34 +1,37 @@
-"""Options of train.py with every switch that the CPU supports: the losses of stock. docs/options.md is the table of them."""
+"""Options of train.py with the switches that the CPU supports: the losses of stock. docs/options.md is the table of them."""
 
 import pytest
 
 from tests.yolov5 import real
 from tests.yolov5.test_real_scripts import LOSSES
 
-ON_THE_CPU = ("bbox_iou_optim", "loss_optim", "upsample_optim", "multi_tensor_optimizer", "nms_optim")
+# Not nms_optim: a model as young as these gives many boxes of one confidence, whose order stock leaves to chance, and
+# --image-weights chooses pictures by what validation finds.
+SWITCHES = ("bbox_iou_optim", "loss_optim", "upsample_optim", "multi_tensor_optimizer")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
-        ("--multi-scale", "--image-weights", "--label-smoothing", "0.1", "--cos-lr"),
+        # Not smaller: at 32 pixels and two images batch norm sees two values, whose sign is a matter of rounding.
+        ("--multi-scale", "--img", "128", "--batch", "4", "--image-weights", "--label-smoothing", "0.1", "--cos-lr"),
         ("--rect", "--single-cls", "--quad", "--batch", "4"),
     ],
     ids=" ".join,
 )
 def test_options_give_the_losses_of_stock(options, real_yolov5, train):
     checkout = real_yolov5("checkout")
-    fast, stock = train(checkout, "--fastdet", *options), train(checkout, *options, stock=True)
+    options = (*options, "--epochs", "1")
+    flags = [f"--{name}" for name in SWITCHES]
+    fast, stock = train(checkout, *flags, *options), train(checkout, *options, stock=True)
     expected, got = real.results(stock.folder), real.results(fast.folder)
     for column in LOSSES:  # another order of summation, carried through the steps
         assert got[column] == pytest.approx(expected[column], rel=1e-3, abs=2e-5), column
     plain = real.results(train(checkout, stock=True).folder)
-    assert any(expected[column] != plain[column] for column in LOSSES), "the options do nothing here"
-    for name in ON_THE_CPU:
+    assert any(expected[column] != plain[column][:1] for column in LOSSES), "the options do nothing here"
+    for name in SWITCHES:
         assert f"torch_fastdet: {name}: " in fast.output, name
-    for name in ("channels_last", "cuda_graph"):
-        assert fast.output.count(f"{name} does not apply: the model trains on the CPU") == 1
 
 
 @pytest.mark.slow
@@ -37,4 +40,8 @@ def test_evolve_trains_generation_after_generation(real_yolov5, train):
     run = train(real_yolov5("checkout"), "--fastdet", "--evolve", "2", "--epochs", "1")
     assert "Hyperparameter evolution finished 2 generations" in run.output
     assert run.output.count("with parameter groups") == 2
+    for name in (*SWITCHES, "nms_optim"):
+        assert f"torch_fastdet: {name}: " in run.output, name
+    for name in ("channels_last", "cuda_graph"):
+        assert run.output.count(f"{name} does not apply: the model trains on the CPU") == 1
     assert len((run.folder / "evolve.csv").read_text().splitlines()) == 3
