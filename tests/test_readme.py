@@ -24,6 +24,7 @@ import pytest
 from examples.yolov5_env import environment
 from tests.conftest import cuda_missing
 from tests.yolov5.conftest import FakeYOLOv5
+from torch_fastdet.yolov5.launcher import FLAGS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -104,7 +105,7 @@ YOLO("yolov8n.yaml").save("yolov8n.pt")
 }
 # Snippets that only a GPU runs, by words that they hold. Elsewhere they are compiled.
 GPU_ONLY = ("TrainStep(", "torch.cuda.graph(")
-# Pages that patch another package: in a process of their own, where it can be imported.
+# Pages that patch another package.
 APART = {"README.md": "yolov5", "yolov5.md": "yolov5", "ultralytics.md": "ultralytics"}
 
 
@@ -121,19 +122,22 @@ def run_snippets(page: Path, folder: Path) -> None:
         exec(code, names)
 
 
-@pytest.mark.parametrize("page", with_snippets("python"), ids=title)
+@pytest.mark.parametrize("page", [page for page in with_snippets("python") if page.name not in APART], ids=title)
 def test_python_runs(page, tmp_path, monkeypatch):
-    apart = APART.get(page.name)
-    if apart is None:
-        monkeypatch.chdir(tmp_path)
-        run_snippets(page, tmp_path)
-        return
-    if importlib.util.find_spec(apart) is None:
-        pytest.skip(f"{apart} is not installed")
+    monkeypatch.chdir(tmp_path)
+    run_snippets(page, tmp_path)
+
+
+@pytest.mark.parametrize("package", sorted(set(APART.values())))
+def test_python_that_patches_runs(package, tmp_path):
+    """In a process of its own, where the package can be imported and nothing that is patched is left behind."""
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
     env = environment(tmp_path / "environment")
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env["PYTHONPATH"]])
-    program = "import sys, pathlib as p, tests.test_readme as t; t.run_snippets(p.Path(sys.argv[1]), p.Path.cwd())"
-    command = [sys.executable, "-c", program, str(page)]
+    program = "import sys, pathlib as p, tests.test_readme as t; [t.run_snippets(x, p.Path.cwd()) for x in map(p.Path, sys.argv[1:])]"
+    pages = [str(page) for page in PAGES if APART.get(page.name) == package]
+    command = [sys.executable, "-c", program, *pages]
     result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-4000:]
 
@@ -197,8 +201,8 @@ class Run:
 
 
 @dataclass
-class Help:
-    """It measures for minutes; its -h knows the options that the command has."""
+class Options:
+    """It measures for minutes: the module is there, and has the options that the command has."""
 
 
 @dataclass
@@ -217,7 +221,7 @@ class Held:
 COMMANDS = [
     (r"python -m torch_fastdet", Run("torch_fastdet ")),
     (r"python -m benchmarks\.report", Run("", more=" --check")),
-    (r"python -m benchmarks\.\w+.*", Help()),
+    (r"python -m benchmarks\b.*", Options()),
     (r"python -m torch_fastdet\.yolov5 -m yolov5\.train .*", Held("tests/yolov5/real.py", 'return ["-m", f"yolov5.')),
     (r"python -m torch_fastdet\.yolov5 .*", Launched()),
     (r"torchrun .* -m torch_fastdet\.yolov5 .*", Held("tests/yolov5/test_launcher.py", "def test_torchrun_starts")),
@@ -230,7 +234,7 @@ COMMANDS = [
     (r"pip install .*", Held("tests/packaging/test_build.py", "pip")),
     (r"apt-get install .*", Held("Makefile", "apt-get install")),
     (r"make help", Run("gpu-report-check")),
-    (r"make test", Held(".ci/run", "make test")),
+    (r"make test( PYTHON=python3\.12)?", Held(".ci/run", "make test")),
     (r"make (lint|test-asan)", Held(".ci/run", "make lint\nmake test-asan")),
     (r"make test lint test-asan", Held(".ci/run", "make test\nmake lint\nmake test-asan")),
     (r"make (build|test-cpp)", Held("Makefile", "test: build test-cpp test-python")),
@@ -239,8 +243,8 @@ COMMANDS = [
     (r"make gpu-report-check", Held(".ci/run", "make -s gpu-report-check")),
     (r"make test-gpu", Held("tests/packaging/test_gpu_report.py", "def test_")),  # itself on a GPU machine
     (r"make demo( EPOCHS=2)?", Held("tests/demo/test_training.py", "def test_")),  # whole, before each release
-    (r"make bench", Held("tests/benchmarks/test_report.py", "def test_page_shows_the_committed_results")),
-    (r"make wheel", Held("tools/check_wheel.py", "def main")),
+    (r"make bench.*", Held("tests/benchmarks/test_report.py", "def test_page_shows_the_committed_results")),
+    (r"make wheel( TORCH_CUDA_ARCH_LIST=9.0)?", Held("tools/check_wheel.py", "def main")),
 ]
 
 
@@ -277,7 +281,7 @@ def test_commands_are_known(page):
         if isinstance(way, Held):
             assert way.text in (ROOT / way.file).read_text(), f"{page.name}: {way.file} does not run: {command}"
         if command.startswith("make "):
-            for target in (word for word in command.split()[1:] if "=" not in word):
+            for target in (word for word in shlex.split(command)[1:] if "=" not in word):
                 assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page.name} names make {target}"
 
 
@@ -293,14 +297,13 @@ def test_command_runs(command):
     assert way.shows in result.stdout
 
 
-@pytest.mark.parametrize("module", sorted({command.split()[2] for command in all_commands(Help)}))
-def test_options_exist(module):
-    printed = run(f"python -m {module} -h", ROOT)
-    assert printed.returncode == 0, printed.stderr
-    for command in all_commands(Help):
-        if command.split()[2] == module:
-            for option in re.findall(r"--[\w-]+", command):
-                assert option in printed.stdout, f"{command}: there is no {option}"
+@pytest.mark.parametrize("command", all_commands(Options))
+def test_options_exist(command):
+    module = ROOT / command.split()[2].replace(".", "/")
+    file = module / "__main__.py" if module.is_dir() else module.with_suffix(".py")
+    source = file.read_text() + (ROOT / "benchmarks/harness.py").read_text()
+    for option in re.findall(r"--[\w-]+", command):
+        assert f'"{option}"' in source, f"{command}: there is no {option}"
 
 
 SCRIPT = """
@@ -314,9 +317,24 @@ print(json.dumps(vars(parse_opt()), default=str))
 """
 
 
+# One process for all commands, which forks for each: importing torch is what takes the time.
+LAUNCH = """
+import json, os, sys
+from torch_fastdet.yolov5 import launcher
+for i, arguments in enumerate(json.loads(sys.argv[1])):
+    if os.fork() == 0:
+        file = os.open(f"{i}.out", os.O_CREAT | os.O_WRONLY)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        launcher.main(arguments)
+        sys.exit(0)
+    assert os.wait()[1] == 0, open(f"{i}.out").read()
+"""
+
+
 @pytest.fixture(scope="module")
-def checkout(tmp_path_factory) -> FakeYOLOv5:
-    """train.py and val.py with the real scripts' parsers; they print what they were given."""
+def launched(tmp_path_factory) -> dict[str, str]:
+    """What each command printed. train.py and val.py have the real scripts' parsers, and print what they were given."""
     spec = importlib.util.find_spec("yolov5")
     if spec is None:
         pytest.skip("yolov5 is not installed")
@@ -328,21 +346,25 @@ def checkout(tmp_path_factory) -> FakeYOLOv5:
             node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == "parse_opt"
         )
         (fake.folder / f"{name}.py").write_text(SCRIPT.format(parser=ast.unparse(parser)))
-    return fake
+    commands = all_commands(Launched)
+    fake.python("-c", LAUNCH, json.dumps([words(command) for command in commands]))
+    return {command: (fake.folder / f"{i}.out").read_text() for i, command in enumerate(commands)}
+
+
+def words(command: str) -> list[str]:
+    """What follows ``python -m torch_fastdet.yolov5``."""
+    return [word for word in shlex.split(command)[3:] if word != "..."]
 
 
 @pytest.mark.parametrize("command", all_commands(Launched))
-def test_launched_command_runs(command, checkout):
+def test_launched_command_runs(command, launched):
     """The script gets its own flags and nothing of ours, and each switch is heard."""
-    from torch_fastdet.yolov5.launcher import FLAGS
-
-    arguments = [word for word in shlex.split(command)[1:] if word != "..."]
-    out = checkout.python(*arguments).stdout
+    out = launched[command]
     given = json.loads(next(line for line in out.splitlines() if line.startswith("{")))
     for option, value in re.findall(r"--(\w+) ([\w.]+)(?= |$)", command):
         name = {"img": "imgsz", "batch": "batch_size"}.get(option, option)
         assert str(given[name]) in (value, str([value])), (name, given)
-    for switch in (FLAGS[word] for word in arguments if word in FLAGS):
+    for switch in (FLAGS[word] for word in words(command) if word in FLAGS):
         assert f"torch_fastdet: {switch if switch != 'fastdet' else 'bbox_iou_optim'}" in out, out
     shown = next((text for page in PAGES for text in snippets(page, "console") if f"$ {command}\n" in text), "")
     for line in shown.splitlines()[1:]:
