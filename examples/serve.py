@@ -63,6 +63,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=8, help="pictures at a time (from standard input: one)")
     options = parser.parse_args()
     detector = PictureDetector(options.detector, options.device)
+    paths: Iterator[Path]
     if options.pictures == ["-"]:
         paths, size = (Path(line.strip()) for line in sys.stdin if line.strip()), 1
     else:

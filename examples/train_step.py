@@ -26,8 +26,8 @@ from examples.export import save, yolov5_detector
 from torch_fastdet import ops
 from torch_fastdet.ema import ModelEMA
 from torch_fastdet.graphs import TrainStep
-from torch_fastdet.optim import FusedStep
-from torch_fastdet.yolov5 import ComputeLoss, smart_optimizer
+from torch_fastdet.optim import SGD, FusedStep
+from torch_fastdet.yolov5 import ComputeLoss
 
 NAMES = ["square", "disc", "triangle"]
 SIZE = 96
@@ -40,7 +40,9 @@ HELD_OUT = 32
 def draw_picture(rng: np.random.Generator) -> tuple[Image.Image, list[tuple[float, ...]]]:
     """A noisy picture with one to four shapes, and a label for each: class, x, y, width, height as shares of the picture."""
     picture = Image.fromarray(rng.integers(0, 110, (SIZE, SIZE, 3), dtype=np.uint8))
-    canvas, labels, boxes = ImageDraw.Draw(picture), [], []
+    canvas = ImageDraw.Draw(picture)
+    labels: list[tuple[float, ...]] = []
+    boxes: list[tuple[int, ...]] = []
     for _ in range(int(rng.integers(1, 5))):
         side = int(rng.integers(12, 41))
         left, top = (int(x) for x in rng.integers(0, SIZE - side, 2))
@@ -68,12 +70,12 @@ class Head(nn.Module):
         self.nc, self.no = len(NAMES), 5 + len(NAMES)
         self.nl, self.na = len(ANCHORS), len(ANCHORS[0])
         self.stride = torch.tensor(STRIDES)
-        self.register_buffer(
-            "anchors", torch.tensor(ANCHORS, dtype=torch.float32) / self.stride[:, None, None]
-        )  # cells
+        cells = torch.tensor(ANCHORS, dtype=torch.float32) / self.stride[:, None, None]
+        self.register_buffer("anchors", cells)
         self.m = nn.ModuleList(nn.Conv2d(c, self.na * self.no, 1) for c in channels)
         for conv in self.m:
-            nn.init.constant_(conv.bias.data.view(self.na, self.no)[:, 4], -4.0)  # few anchors hold an object
+            bias = conv.get_parameter("bias").data.view(self.na, self.no)
+            bias[:, 4] = -4.0  # few anchors hold an object
 
     def forward(self, maps: list[Tensor]) -> list[Tensor]:
         return [conv(x) for conv, x in zip(self.m, maps)]
@@ -85,10 +87,11 @@ def block(inputs: int, outputs: int, stride: int) -> nn.Sequential:
 
 
 class SmallDetector(nn.Module):
-    """Two levels, and a neck that upsamples straight into its concatenation. ComputeLoss finds the head in model[-1]."""
+    """Two levels, and a neck that upsamples straight into its concatenation. ComputeLoss reads ``hyp`` and ``model[-1]``."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
+        self.hyp = HYPERPARAMETERS
         fine = nn.Sequential(block(3, width, 2), block(width, 2 * width, 2), block(2 * width, 4 * width, 2))
         coarse = nn.Sequential(block(4 * width, 8 * width, 2), block(8 * width, 4 * width, 1))
         self.model = nn.ModuleList([fine, coarse, block(8 * width, 4 * width, 1), Head([4 * width, 4 * width])])
@@ -105,7 +108,9 @@ def make_model(cfg: str | None) -> nn.Module:
         return SmallDetector()
     import yolov5.models.yolo as yolo
 
-    return yolo.DetectionModel(str(Path(yolo.__file__).parent / cfg), ch=3, nc=len(NAMES))
+    model = yolo.DetectionModel(str(Path(yolo.__file__).parent / cfg), ch=3, nc=len(NAMES))
+    model.hyp = HYPERPARAMETERS
+    return model
 
 
 def separate_calls(model: nn.Module, loss: ComputeLoss, optimizer: torch.optim.SGD, ema: ModelEMA, max_norm: float):
@@ -133,9 +138,8 @@ def train(
     accumulate: int,
 ) -> ModelEMA:
     """The loop. Pictures are (n, 3, SIZE, SIZE) uint8; labels[i] is (m, 5) of picture i."""
-    model.hyp = HYPERPARAMETERS
     loss = ComputeLoss(model)
-    optimizer = smart_optimizer(model, "SGD", lr=0.02, momentum=0.937, decay=5e-4)
+    optimizer = SGD(model.parameters(), lr=0.02, momentum=0.937, nesterov=True, weight_decay=5e-4)
     ema = ModelEMA(model, decay=0.99, tau=20)
     step: Callable[..., Tensor]
     if device.type == "cuda":
@@ -179,7 +183,7 @@ def main() -> None:
         "--cfg", help="a model of the yolov5 package, such as yolov5n.yaml, instead of the small network"
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--accumulate", type=int, default=1, help="batches to an optimizer step")
     parser.add_argument("--pictures", type=int, default=256, help="to train on")

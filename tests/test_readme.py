@@ -56,13 +56,12 @@ def test_every_snippet_says_its_language(page):
 # What a page takes for granted, as its reader has it: run before each of its snippets.
 MODEL = """
 import torch
-from examples.train_step import HYPERPARAMETERS, SmallDetector
+from examples.train_step import SmallDetector
 from torch_fastdet.ema import ModelEMA
 from torch_fastdet.optim import SGD
 from torch_fastdet.yolov5 import ComputeLoss
 device = "cuda" if torch.cuda.is_available() else "cpu"
 model = SmallDetector().to(device).train()
-model.hyp = HYPERPARAMETERS
 images = torch.randint(0, 256, (2, 3, 96, 96), dtype=torch.uint8, device=device)
 targets = torch.tensor([[0, 1, 0.5, 0.5, 0.2, 0.3], [1, 2, 0.3, 0.4, 0.3, 0.2]], device=device)
 loader = [(images, targets)] * 3
