@@ -227,12 +227,17 @@ def floor_table(rows: list[dict]) -> str:
     return table(["case", "variant", "moves", "floor", "graph", "cold", "floor / graph", "launches"], body)
 
 
-def provenance(folder: Path) -> str:
-    """One line: machine, driver, versions, date."""
-    row = next(iter(load(folder).values()))[0]
-    machine = f"{row['gpu']}, driver {row['driver']}, CUDA {row['cuda']}" if row["gpu"] else row["cpu"]
-    copy = f", copy rate {int(row['copy_gb_per_s']) / 1000:.2f} TB/s" if row.get("copy_gb_per_s") else ""
-    return f"{machine}, torch {row['torch']}, Python {row['python']}{copy}; {row['date']}; medians, interleaved in one run.\n"
+def provenance(folder: Path, benchmark: str | None = None) -> str:
+    """Machine, driver, versions and date of a benchmark's rows, or of all that the folder holds."""
+    benchmarks = load(folder)
+    found: dict[tuple[str, ...], str] = {}
+    for rows in [benchmarks[benchmark]] if benchmark else benchmarks.values():
+        row = rows[0]
+        machine = f"{row['gpu']}, driver {row['driver']}, CUDA {row['cuda']}" if row["gpu"] else row["cpu"]
+        copy = f", copy rate {int(row['copy_gb_per_s']) / 1000:.2f} TB/s" if row.get("copy_gb_per_s") else ""
+        found.setdefault((machine, f"torch {row['torch']}", f"Python {row['python']}", row["date"]), copy)
+    lines = [f"{', '.join(key[:3])}{copy}; {key[3]}" for key, copy in found.items()]
+    return f"{'; '.join(lines)}; medians, interleaved in one run.\n"
 
 
 def tables(folder: Path) -> str:
@@ -263,8 +268,8 @@ def section(name: str) -> str:
         command = "python -m benchmarks.training_truth" if what == "training_truth" else "make bench"
         return f"Not measured yet on a {kind.upper()}: `{command}` there writes it.\n"
     if floor:
-        return f"{floor_table(benchmarks[what])}\n{provenance(folder)}"
-    return f"{benchmark_table(benchmarks[what])}\n{provenance(folder)}"
+        return f"{floor_table(benchmarks[what])}\n{provenance(folder, what)}"
+    return f"{benchmark_table(benchmarks[what])}\n{provenance(folder, what)}"
 
 
 def render(text: str) -> str:

@@ -1,5 +1,7 @@
 """Tables in the README and the docs are the ones that benchmarks/results/ holds."""
 
+import json
+
 import pytest
 
 from benchmarks import report
@@ -96,3 +98,12 @@ def test_what_was_not_measured_says_how_to(tmp_path, monkeypatch):
     assert report.section("gpu-postprocess") == "Not measured yet on a GPU: `make bench` there writes it.\n"
     (tmp_path / "h200-2026-01-01/roofline.md").write_text("ceilings")
     assert report.section("gpu-roofline") == "ceilings"
+
+
+def test_provenance_names_every_machine_once(tmp_path):
+    about = {"gpu": "", "torch": "2.11.0", "python": "3.11.7", "date": "2026-01-01"}
+    for name, cpu in (("a", "one CPU"), ("b", "another CPU"), ("c", "one CPU")):
+        (tmp_path / f"{name}.json").write_text(json.dumps([about | {"cpu": cpu}]))
+    rest = "torch 2.11.0, Python 3.11.7; 2026-01-01"
+    assert report.provenance(tmp_path) == f"one CPU, {rest}; another CPU, {rest}; medians, interleaved in one run.\n"
+    assert report.provenance(tmp_path, "b") == f"another CPU, {rest}; medians, interleaved in one run.\n"
