@@ -53,7 +53,6 @@ def same(got, want):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_opcheck(device, name):
-    pytest.importorskip("expecttest")
     function, tensors = calls(device)[name]
     op = getattr(torch.ops.torch_fastdet, name).default
     captured = []
