@@ -9,7 +9,6 @@ needs the package yolov5; without it the rows of stock are missing.
 from __future__ import annotations
 
 import warnings
-from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -33,12 +32,18 @@ HYP = {
 CLASSES = 80
 
 
-def make_model(device: torch.device) -> SimpleNamespace:
-    anchors = torch.tensor(ANCHORS, device=device).float().view(3, 3, 2)
-    stride = torch.tensor(STRIDES, device=device).float()
-    detect = SimpleNamespace(na=3, nc=CLASSES, nl=3, anchors=anchors / stride.view(3, 1, 1), stride=stride)
-    parameter = nn.Parameter(torch.zeros(1, device=device))
-    return SimpleNamespace(hyp=HYP, model=[detect], parameters=lambda: iter([parameter]))
+class Model(nn.Module):
+    """What ComputeLoss asks a model for: hyper-parameters, a Detect at the end, a parameter that says the device."""
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        stride = torch.tensor(STRIDES, device=device).float()
+        detect = nn.Module()
+        detect.na, detect.nc, detect.nl, detect.stride = 3, CLASSES, 3, stride
+        detect.anchors = torch.tensor(ANCHORS, device=device).float().view(3, 3, 2) / stride.view(3, 1, 1)
+        self.model = nn.ModuleList([detect])
+        self.where = nn.Parameter(torch.zeros(1, device=device))
+        self.hyp = dict(HYP)
 
 
 def make_heads(batch: int, size: int, device: torch.device, channels_last: bool) -> list[torch.Tensor]:
@@ -62,7 +67,7 @@ def make_targets(batch: int, boxes: int, device: torch.device) -> torch.Tensor:
     return torch.cat((image, label, torch.rand(count, 2), torch.rand(count, 2) ** 2 * 0.5 + 0.02), 1).to(device)
 
 
-def stock_loss(model: SimpleNamespace):
+def stock_loss(model: nn.Module):
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -86,7 +91,7 @@ def step(compute, heads: list[torch.Tensor], targets: torch.Tensor):
 def measure(report: Report) -> None:
     device = report.device
     torch.manual_seed(0)
-    model = make_model(device)
+    model = Model(device)
     ours, stock = ComputeLoss(model), stock_loss(model)
     cases = ((16, 8), (64, 8), (16, 40)) if device.type == "cuda" else ((4, 8),)
     for batch, boxes in cases:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as bench
-from benchmarks import bench_nms, bench_postprocess, harness
+from benchmarks import bench_loss, bench_nms, bench_postprocess, harness
 from torch_fastdet import ops
 
 
@@ -78,6 +78,19 @@ def test_one_nms_for_the_batch_finds_what_ours_finds():
     assert [len(rows) for rows in ours] == [len(rows) for rows in other] and sum(map(len, ours)) > 10
     for a, b in zip(ours, other):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
+
+
+def test_loss_of_stock_and_ours_is_that_of_one_model():
+    """Both take the benchmark's model, and agree."""
+    device = torch.device("cpu")
+    torch.manual_seed(0)
+    model, targets = bench_loss.Model(device), bench_loss.make_targets(2, 3, device)
+    heads = bench_loss.make_heads(2, 64, device, channels_last=False)
+    ours = bench_loss.ComputeLoss(model)
+    bench_loss.step(ours, heads, targets)()
+    assert all(head.grad.abs().sum() > 0 for head in heads)
+    if stock := bench_loss.stock_loss(model):
+        torch.testing.assert_close(ours(heads, targets)[0], stock(heads, targets)[0], rtol=1e-4, atol=1e-5)
 
 
 def test_ultralytics_decode_is_that_of_ours():
