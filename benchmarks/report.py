@@ -30,7 +30,9 @@ HEADLINES = [
     ("Upsample, batch 64, NHWC", "upsample", "forward NHWCfp16(64,256,40,40)", "torch_fastdet"),
     ("Upsample + concat, forward + backward", "upsample", "cat forward+backward NHWCfp16(64,256,40,40)", "torch_fastdet"),
     ("NMS, one image, conf .25", "nms", "suppression, batch 1, conf .25", "torch_fastdet list"),
-    ("NMS, batch 32, validation", "nms", "suppression, batch 32, validation", "torch_fastdet list"),
+    ("NMS, batch 32, validation, 5,700 candidates an image", "nms", "suppression, batch 32, sparse validation",
+     "torch_fastdet list"),
+    ("NMS, batch 32, validation, untrained: 30,000 each", "nms", "suppression, batch 32, validation", "torch_fastdet list"),
     ("Raw heads to detections, batch 32, conf .25", "nms", "raw heads to detections, batch 32, conf .25",
      "torch_fastdet postprocess"),
 ]  # fmt: skip
@@ -162,7 +164,8 @@ def headlines(folder: Path) -> list[dict]:
 def headline_table(rows: list[dict]) -> str:
     body = [
         [row["title"], _time(row["stock"]), f"{_time(row['best'])} ({row['best_name']})" if row["best_name"] else "-",
-         _time(row["ours"]), f"{row['stock'] / row['ours']:.1f}x", f"{row['best'] / row['ours']:.1f}x"]
+         _time(row["ours"]), f"{row['stock'] / row['ours']:.1f}x",
+         f"{row['best'] / row['ours']:.1f}x" if row["best_name"] else "-"]
         for row in rows
     ]  # fmt: skip
     return table(["", "stock", "best other", "torch_fastdet", "stock / ours", "best other / ours"], body)
@@ -237,7 +240,7 @@ def provenance(folder: Path, benchmark: str | None = None) -> str:
         copy = f", copy rate {int(row['copy_gb_per_s']) / 1000:.2f} TB/s" if row.get("copy_gb_per_s") else ""
         found.setdefault((machine, f"torch {row['torch']}", f"Python {row['python']}", row["date"]), copy)
     lines = [f"{', '.join(key[:3])}{copy}; {key[3]}" for key, copy in found.items()]
-    return f"{'; '.join(lines)}; medians, interleaved in one run.\n"
+    return f"{'; '.join(lines)}; medians (docs/measuring.md).\n"
 
 
 def tables(folder: Path) -> str:

@@ -1,7 +1,7 @@
 """The stock functions themselves, taken out of the installed packages without importing what surrounds them.
 
 ``yolov5.utils.general`` and ``ultralytics.utils.nms`` import OpenCV, pandas and more; the functions need torch and torchvision
-alone. So that they can be an oracle, their time limit is stopped (known bug 19) and their sort is made stable (10).
+alone. So that they can be an oracle, their time limit is stopped and their sort is made stable.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def one_rule(options: dict, prediction: torch.Tensor) -> dict:
     """The options with which stock decides as we do: IoU > threshold in the boxes' arithmetic type.
 
     torchvision compares a float32 IoU with a float32 threshold on the GPU, as we do everywhere, but with the float64
-    threshold on the CPU (known bug 9); there it is given the threshold that float32 holds.
+    threshold on the CPU; there it is given the threshold that float32 holds.
     """
     if prediction.dtype == torch.float64 or prediction.is_cuda:
         return options

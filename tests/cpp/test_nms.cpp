@@ -63,7 +63,7 @@ CornerBox<float> box(float x1, float y1, float x2, float y2) {
   return {x1, y1, x2, y2};
 }
 
-TEST(Overlap, IsStrict) {  // known bug 9
+TEST(Overlap, IsStrict) {
   const auto a = box(0, 0, 10, 10), half = box(0, 0, 10, 5), six = box(0, 0, 10, 6);
   EXPECT_FALSE(overlaps(a, half, 0.5f));
   EXPECT_TRUE(overlaps(a, half, std::nextafter(0.5f, 0.f)));
@@ -77,7 +77,7 @@ TEST(Overlap, IsZeroForTouchingBoxes) {
   EXPECT_TRUE(overlaps(box(0, 0, 10, 10), box(9.999f, 0, 20, 10), 0.f));
 }
 
-TEST(Overlap, BoxesWithoutPositiveSidesMeetNothing) {  // known bug 14
+TEST(Overlap, BoxesWithoutPositiveSidesMeetNothing) {
   const auto sound = box(0, 0, 10, 10);
   for (const auto& flat : {box(5, 5, 5, 5), box(2, 2, 8, 2), box(8, 2, 2, 8), box(8, 8, 2, 2)}) {
     EXPECT_FALSE(overlaps(sound, flat, 0.f));
@@ -148,7 +148,7 @@ TEST(Plan, NeverCutsWhatFits) {
   EXPECT_EQ(p.merges, 0);
 }
 
-TEST(Plan, WorkspaceIsBoundedByTheCapacity) {  // known bugs 12 and 21
+TEST(Plan, WorkspaceIsBoundedByTheCapacity) {  // no N x N matrix
   const NmsPlan p = plan(25200, 80, true);
   EXPECT_TRUE(p.cuts);
   EXPECT_GE(p.capacity, 30000);

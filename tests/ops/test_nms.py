@@ -91,7 +91,7 @@ def test_adversarial(device, name, options, dtype):
 
 @pytest.mark.parametrize("threshold, kept", [(0.5, 4), (math.nextafter(0.5, 0), 4), (0.4999, 2)])
 def test_iou_at_the_threshold_is_kept(device, threshold, kept):
-    """known bug 9: one rule on both devices, IoU > float32(threshold)."""
+    """One rule on both devices, IoU > float32(threshold)."""
     _, counts = ops.non_max_suppression_padded(ADVERSARIAL["IoU at the threshold"].to(device), iou_thres=threshold)
     assert counts.tolist() == [kept]
 
@@ -110,14 +110,14 @@ def test_exact_classes_do_not_leak(device):
 
 
 def test_half_boxes_above_256_pixels(device):
-    """known bug 8: areas of half boxes are float32."""
+    """Areas of half boxes are float32."""
     boxes = torch.tensor([[400.0, 400, 600, 600], [404, 400, 600, 600], [1000, 1000, 30, 30]])
     prediction = of_boxes(boxes, torch.tensor([0.9, 0.8, 0.7])).half().to(device)
     assert ops.non_max_suppression_padded(prediction)[1].tolist() == [2]
 
 
 def test_half_offset_does_not_merge(device):
-    """known bug 11: class 79's offset does not fit half; neighbours there are told apart, duplicates suppressed."""
+    """Class 79's offset does not fit half; neighbours there are told apart, duplicates suppressed."""
     boxes = torch.tensor([[100.0, 100, 20, 20], [101, 100, 20, 20], [130, 100, 20, 20]])
     prediction = of_boxes(boxes, torch.tensor([0.9, 0.8, 0.7]), 80, torch.tensor([79, 79, 79])).half().to(device)
     assert ops.non_max_suppression_padded(prediction)[1].tolist() == [2]
@@ -231,7 +231,7 @@ def test_letterboxes_equal_scale_boxes(device, rounding):
 
 
 def test_devices_agree(cuda):
-    """known bugs 10 and 14: the CPU and the GPU give the same bits."""
+    """Ties and degenerate boxes too: the CPU and the GPU give the same bits."""
     for seed in range(5):
         prediction = clustered(3, 2000, 20, 4, seed=seed)
         for dtype in DTYPES:

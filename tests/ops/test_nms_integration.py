@@ -296,7 +296,7 @@ def test_workspace_is_bounded_by_the_capacity(cuda):
 
 
 def test_more_than_370000_boxes(cuda):
-    """known bug 12: the bit matrix of so many boxes overflows int32 elsewhere."""
+    """The bit matrix of so many boxes overflows int32 elsewhere."""
     g = torch.Generator().manual_seed(0)
     prediction = torch.rand(1, 400_000, 6, generator=g)
     prediction[..., :4] *= torch.tensor([20000.0, 20000, 40, 40])

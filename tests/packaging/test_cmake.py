@@ -1,4 +1,4 @@
-"""find_package(TorchFastdet): a LibTorch program keeps the operators (known bug 27), and mismatches are one sentence."""
+"""find_package(TorchFastdet): a LibTorch program keeps the operators, and mismatches are one sentence."""
 
 import importlib
 import os

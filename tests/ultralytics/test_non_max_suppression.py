@@ -31,7 +31,7 @@ def compare(prediction, device, **options):
     prediction = prediction.to(device)
     before = prediction.clone()
     got, got_indices = ultralytics_non_max_suppression(prediction, return_idxs=True, **options)
-    torch.testing.assert_close(prediction, before, rtol=0, atol=0, equal_nan=True)  # known bug 20
+    torch.testing.assert_close(prediction, before, rtol=0, atol=0, equal_nan=True)
     want, want_indices = stock.ultralytics().non_max_suppression(
         prediction.clone(), return_idxs=True, **stock.one_rule(options, prediction)
     )

@@ -35,16 +35,17 @@ def network(device):
 
 def test_smart_optimizer_groups_and_log_line(caplog):
     model = network("cpu")
-    with caplog.at_level(logging.INFO, logger="yolov5"):
+    with caplog.at_level(logging.INFO, logger="torch_fastdet"):
         optimizer = drop_in.smart_optimizer(model, "SGD", 0.01, 0.937, 5e-4)
     assert type(optimizer) is optim.SGD
+    assert "SGD, lr 0.01, parameters by group: 4 bias, 2 rest, 2 norm (decay 0.0005)" in caplog.text
     sizes = [[tuple(p.shape) for p in group["params"]] for group in optimizer.param_groups]
     assert sizes == [[(8,), (8,), (5,), (5,)], [(8, 3, 3, 3), (5, 8, 1, 1)], [(8,), (5,)]]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0, 5e-4, 0.0]
     assert all(group["nesterov"] and group["momentum"] == 0.937 for group in optimizer.param_groups)
     for name in ("Adam", "AdamW", "RMSProp"):
         assert type(drop_in.smart_optimizer(model, name)).__name__.lower() == name.lower()
-    with pytest.raises(NotImplementedError, match="Optimizer LION not implemented"):
+    with pytest.raises(NotImplementedError, match="name is 'LION', but one of SGD, Adam, AdamW, RMSProp is wanted"):
         drop_in.smart_optimizer(model, "LION")
 
 

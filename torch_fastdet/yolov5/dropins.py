@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,8 @@ from torch_fastdet.optim import SGD
 from torch_fastdet.suppression import yolov5_non_max_suppression as non_max_suppression
 
 __all__ = ["bbox_iou", "non_max_suppression", "smart_optimizer"]
+
+logger = logging.getLogger("torch_fastdet")
 
 
 def bbox_iou(
@@ -36,52 +37,47 @@ def bbox_iou(
     return ops.bbox_iou(box1, box2, xywh, GIoU, DIoU, CIoU, eps)
 
 
+# By the names that train.py's --optimizer takes: what makes one of parameter groups, a rate and a momentum (Adam's beta 1).
+OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], float, float], torch.optim.Optimizer]] = {
+    "SGD": lambda groups, lr, momentum: SGD(groups, lr=lr, momentum=momentum, nesterov=True),
+    "Adam": lambda groups, lr, beta: torch.optim.Adam(groups, lr=lr, betas=(beta, 0.999)),
+    "AdamW": lambda groups, lr, beta: torch.optim.AdamW(groups, lr=lr, betas=(beta, 0.999), weight_decay=0.0),
+    "RMSProp": lambda groups, lr, momentum: torch.optim.RMSprop(groups, lr=lr, momentum=momentum),
+}
+
+
 def smart_optimizer(
     model: nn.Module, name: str = "Adam", lr: float = 0.001, momentum: float = 0.9, decay: float = 1e-5
 ) -> torch.optim.Optimizer:
-    """YOLOv5's ``utils.torch_utils.smart_optimizer``: three parameter groups, in the order biases, weights with ``decay``,
-    weights of normalisation layers; and its log line.
+    """An optimizer with YOLOv5's three parameter groups: for a train.py of your own, without YOLOv5.
 
-    ``name`` is SGD (with Nesterov momentum), which is then :class:`torch_fastdet.optim.SGD`, or Adam, AdamW or RMSProp, which
-    are torch's.
+    The groups, in the order in which train.py's warm-up counts on them, are all biases; all other parameters, which alone
+    decay; and the weights of normalisation layers. (``--multi_tensor_optimizer`` takes YOLOv5's own function and makes its
+    SGD ours.)
+
+    Args:
+        model: whose parameters to train.
+        name: "SGD", with Nesterov momentum, is :class:`torch_fastdet.optim.SGD`; "Adam", "AdamW" and "RMSProp" are torch's.
+        lr: learning rate.
+        momentum: SGD's and RMSProp's momentum, Adam's first beta.
+        decay: weight decay.
+
+    Raises:
+        NotImplementedError: another name.
     """
-    norms = tuple(kind for kind_name, kind in vars(nn).items() if "Norm" in kind_name)
-    biases: list[nn.Parameter] = []
-    decayed: list[nn.Parameter] = []
-    undecayed: list[nn.Parameter] = []
-    for module in model.modules():
-        for parameter_name, parameter in module.named_parameters(recurse=False):
-            if parameter_name == "bias":
-                biases.append(parameter)
-            elif parameter_name == "weight" and isinstance(module, norms):
-                undecayed.append(parameter)
-            else:
-                decayed.append(parameter)
-    optimizer: torch.optim.Optimizer
-    if name == "SGD":
-        optimizer = SGD(biases, lr=lr, momentum=momentum, nesterov=True)
-    elif name == "Adam":
-        optimizer = torch.optim.Adam(biases, lr=lr, betas=(momentum, 0.999))
-    elif name == "AdamW":
-        optimizer = torch.optim.AdamW(biases, lr=lr, betas=(momentum, 0.999), weight_decay=0.0)
-    elif name == "RMSProp":
-        optimizer = torch.optim.RMSprop(biases, lr=lr, momentum=momentum)
-    else:
-        raise NotImplementedError(f"Optimizer {name} not implemented.")
-    optimizer.add_param_group({"params": decayed, "weight_decay": decay})
-    optimizer.add_param_group({"params": undecayed, "weight_decay": 0.0})
-    logger, colour = _logger()
-    logger.info(
-        f"{colour('optimizer:')} {type(optimizer).__name__}(lr={lr}) with parameter groups "
-        f"{len(undecayed)} weight(decay=0.0), {len(decayed)} weight(decay={decay}), {len(biases)} bias"
-    )
+    if name not in OPTIMIZERS:
+        raise NotImplementedError(f"smart_optimizer: name is {name!r}, but one of {', '.join(OPTIMIZERS)} is wanted")
+    norms = tuple(layer for title, layer in vars(nn).items() if "Norm" in title and isinstance(layer, type))
+    groups: dict[str, dict[str, Any]] = {
+        "bias": {"params": []},
+        "rest": {"params": [], "weight_decay": decay},
+        "norm": {"params": [], "weight_decay": 0.0},
+    }
+    for path, parameter in model.named_parameters():
+        owner, _, leaf = path.rpartition(".")
+        normalises = leaf == "weight" and isinstance(model.get_submodule(owner), norms)
+        groups["bias" if leaf == "bias" else "norm" if normalises else "rest"]["params"].append(parameter)
+    optimizer = OPTIMIZERS[name](list(groups.values()), lr, momentum)
+    counts = ", ".join(f"{len(group['params'])} {title}" for title, group in groups.items())
+    logger.info("%s, lr %g, parameters by group: %s (decay %g)", type(optimizer).__name__, lr, counts, decay)
     return optimizer
-
-
-def _logger() -> tuple[logging.Logger, Callable[[str], str]]:
-    """The logger and the colouring of the YOLOv5 that is loaded, or the logger of that name."""
-    for name in ("utils.general", "yolov5.utils.general"):
-        general: Any = sys.modules.get(name)
-        if hasattr(general, "LOGGER") and hasattr(general, "colorstr"):
-            return general.LOGGER, general.colorstr
-    return logging.getLogger("yolov5"), str

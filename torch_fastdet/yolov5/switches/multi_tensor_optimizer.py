@@ -62,7 +62,7 @@ class MultiTensorOptimizer(Switch):
                 )
 
     def _smart_optimizer(self, stock: FunctionType, patches: Patches) -> Callable[..., torch.optim.Optimizer]:
-        """Ours for SGD; for other optimizers stock's, and the switch says that it cannot apply."""
+        """Stock's, with its SGD made ours; for other optimizers the switch says that it cannot apply."""
         made = getattr(self, "_made", None)
         if made is not None and made[0] is stock:
             return made[1]
@@ -70,12 +70,15 @@ class MultiTensorOptimizer(Switch):
         def smart_optimizer_for_sgd(
             model: nn.Module, name: str = "Adam", lr: float = 0.001, momentum: float = 0.9, decay: float = 1e-5
         ) -> torch.optim.Optimizer:
-            if name == "SGD":
-                return smart_optimizer(model, name, lr, momentum, decay)
-            patches.cannot_apply(
-                self, f"the optimizer is {name}, and only SGD has a fused step; leave --optimizer at SGD."
-            )
-            return stock(model, name, lr, momentum, decay)
+            if name != "SGD":
+                patches.cannot_apply(
+                    self, f"the optimizer is {name}, and only SGD has a fused step; leave --optimizer at SGD."
+                )
+            optimizer = stock(model, name, lr, momentum, decay)
+            if type(optimizer) is not torch.optim.SGD:
+                return optimizer
+            # Groups, their order and the log line are stock's; the step is ours.
+            return optim.SGD([dict(group) for group in optimizer.param_groups], **optimizer.defaults)
 
         smart_optimizer_for_sgd.__module__ = smart_optimizer.__module__
         smart_optimizer_for_sgd.__qualname__ = smart_optimizer.__qualname__
