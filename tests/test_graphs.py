@@ -1,8 +1,12 @@
 """Graphed training against the same training without graphs."""
 
 import copy
+import gc
 import io
 import pickle
+import subprocess
+import sys
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -180,7 +184,7 @@ def test_what_is_passed_through(cuda):
     assert graphed.graphs.shapes == [(2, 3, 32, 32)]
 
 
-def test_cpu_module_runs_as_it_is():
+def test_cpu_module_runs_as_it_is(caplog):
     model = Net()
     plain = copy.deepcopy(model)
     graphed = GraphedModule(model)
@@ -189,6 +193,16 @@ def test_cpu_module_runs_as_it_is():
         for _ in range(3):
             loss_of(net(x)).backward()
     same_gradients(graphed, plain)
+    (record,) = caplog.records  # a warning, which Python shows without a handler too
+    assert record.levelname == "WARNING" and record.name == "torch_fastdet"
+    assert "Net cannot be captured in a CUDA graph: parameter " in record.getMessage()
+    assert record.getMessage().endswith("is on cpu, not on a GPU; it runs eagerly")
+    graphed.graphs.required = True  # as after model.cpu()
+    for _ in range(2):
+        with pytest.raises(CaptureError, match="is on cpu"):
+            graphed(x)
+    with torch.no_grad():
+        graphed(x)
     with pytest.raises(CaptureError, match=r"Net cannot be captured in a CUDA graph: parameter .* is on cpu"):
         GraphedModule(model, required=True)
 
@@ -216,6 +230,55 @@ def test_is_the_module_to_others():
     assert type(torch.load(file, weights_only=False)["model"]) is Net
     del graphed.hyp
     assert not hasattr(model, "hyp")
+
+
+def test_a_checkpoint_needs_nothing_of_ours(tmp_path):
+    """A pickled GraphedModule is the module, for who has no torch_fastdet too."""
+    both = nn.Sequential(nn.Conv2d(3, 4, 1), nn.SiLU())
+    graphed = GraphedModule(both)
+    torch.save({"model": graphed, "same": both}, tmp_path / "model.pt")
+    code = "import sys, torch; sys.modules['torch_fastdet'] = None; d = torch.load(sys.argv[1], weights_only=False)"
+    check = "; assert type(d['model']) is torch.nn.Sequential and d['model'] is d['same']"
+    subprocess.run([sys.executable, "-c", code + check, str(tmp_path / "model.pt")], check=True)
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        assert b"torch_fastdet" not in pickle.dumps(graphed, protocol)
+
+
+def test_registers_and_contents_are_the_modules():
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.SiLU())
+    graphed = GraphedModule(model)
+    graphed.register_buffer("mean", torch.zeros(3))
+    graphed.register_parameter("scale", nn.Parameter(torch.ones(1)))
+    graphed.add_module("last", nn.Identity())
+    assert "mean" in dict(model.named_buffers()) and "scale" in dict(model.named_parameters())
+    assert len(graphed) == 3 and graphed[0] is model[0] and list(graphed) == list(model)
+    assert GraphedModule(Net()), "a module without a length is true"
+
+
+def test_graphs_go_with_their_module():
+    """Nothing waits for Python's cycle collector: their memory is the GPU's."""
+    graphed = GraphedModule(Net())
+    reference = weakref.ref(graphed.graphs)
+    gc.disable()
+    try:
+        del graphed
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+def test_several_processes_run_eagerly(monkeypatch):
+    """Gradients that a replay writes are not seen by DistributedDataParallel."""
+    from torch_fastdet.graphs import TrainStep, why_not
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    assert why_not(Net()) == "2 processes train it, and a replay would not exchange their gradients"
+    model = Net()
+    with pytest.raises(CaptureError, match="TrainStep: Net cannot be captured in a CUDA graph: 2 processes"):
+        TrainStep(model, None, torch.optim.SGD(model.parameters(), lr=0.1))
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    assert "is on cpu" in why_not(model)
 
 
 def test_copies_of_a_captured_model_are_plain(cuda):
@@ -338,6 +401,30 @@ def test_side_stream(cuda):
     stream.synchronize()
     train(plain, [x] * 5)
     same_state(graphed, plain)
+
+
+def test_backward_on_another_stream(cuda):
+    """p.grad is there for the stream that called backward(), as after any backward pass."""
+    model = Net().cuda()
+    plain = copy.deepcopy(model)
+    graphed = GraphedModule(model, required=True)
+    x = images(2, 3, 32, 32)
+    for _ in range(3):
+        plain.zero_grad()
+        loss_of(plain(x)).backward()
+    for _ in range(2):
+        graphed.zero_grad()
+        loss_of(graphed(x)).backward()
+    other = torch.cuda.Stream()
+    other.wait_stream(torch.cuda.current_stream())
+    graphed.zero_grad()
+    with torch.cuda.stream(other):
+        torch.cuda._sleep(20_000_000)
+        loss = loss_of(graphed(x))
+    loss.backward()
+    got = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    want = [p.grad for p in plain.parameters() if p.grad is not None]
+    assert all(torch.equal(a, b) for a, b in zip(got, want))
 
 
 # TrainStep ------------------------------------------------------------------------------------------------------------
@@ -530,6 +617,134 @@ def test_train_step_counts_bad_rows(cuda):
     targets[0, 1] = 77
     step(images, targets)
     assert loss_of_batch.ignored_targets == 1
+
+
+def test_train_step_counts_bad_rows_before_its_graphs_too(cuda):
+    """A bad row of a step that is not captured yet is no error of a later, innocent one."""
+    from torch_fastdet.graphs import TrainStep
+
+    model = Detector().to_device()
+    loss_of_batch, optimizer, scaler, ema = make_training(model)
+    step = TrainStep(model, loss_of_batch, optimizer, scaler, ema)
+    for size in (64, 96):
+        (images, targets), *_ = some_batches(1, sizes=(size,))
+        targets[0, 0] = 9
+        step(images, targets)
+        torch.cuda.synchronize()
+    loss_of_batch.check()
+    assert loss_of_batch.ignored_targets == 2
+
+
+@pytest.mark.parametrize("change", ["gain", "max_norm", "training", "nesterov", "scaler", "ema", "decay", "group"])
+def test_train_step_follows_settings(cuda, change):
+    """What the host decides is looked at in each call: the same training as by separate calls with the same change."""
+    from torch_fastdet.graphs import TrainStep
+    from torch_fastdet.optim import FusedStep
+
+    models = [Detector().to_device()]
+    models.append(copy.deepcopy(models[0]))
+    batches = some_batches(9)
+    results = []
+    for model, graphed in zip(models, (True, False)):
+        loss_of_batch, optimizer, scaler, ema = make_training(model)
+        step = TrainStep(model, loss_of_batch, optimizer, scaler, ema) if graphed else None
+        fused = step.fused if graphed else FusedStep(optimizer, scaler, ema, 10.0)
+        for i, (images, targets) in enumerate(batches):
+            if i == 4:
+                CHANGES[change](model, loss_of_batch, optimizer, scaler, ema, fused)
+            if graphed:
+                step(images, targets)
+                continue
+            with torch.autocast("cuda", torch.float16):
+                loss, _ = loss_of_batch(model(images.float() / 255), targets)
+            scaler.scale(loss).backward()
+            fused.step()
+            optimizer.zero_grad()
+        results.append((model, ema, scaler))
+    (model, ema, scaler), (plain, want_ema, want_scaler) = results
+    same_state(model, plain)
+    same_state(ema.ema, want_ema.ema)
+    assert scaler.get_scale() == want_scaler.get_scale()
+
+
+def _swap_groups(optimizer):
+    first, second = optimizer.param_groups[:2]
+    first["params"], second["params"] = second["params"], first["params"]
+
+
+CHANGES = {
+    "gain": lambda model, loss, optimizer, scaler, ema, fused: loss.hyp.update(box=1.0),
+    "max_norm": lambda model, loss, optimizer, scaler, ema, fused: setattr(fused, "max_norm", 0.01),
+    "training": lambda model, loss, optimizer, scaler, ema, fused: model.stem[0][1].eval(),
+    "nesterov": lambda model, loss, optimizer, scaler, ema, fused: optimizer.param_groups[1].update(nesterov=False),
+    "scaler": lambda model, loss, optimizer, scaler, ema, fused: scaler.set_growth_interval(2),
+    "ema": lambda model, loss, optimizer, scaler, ema, fused: setattr(ema, "enabled", False),
+    "decay": lambda model, loss, optimizer, scaler, ema, fused: setattr(ema.decay, "decay", 0.5),
+    "group": lambda model, loss, optimizer, scaler, ema, fused: _swap_groups(optimizer),
+    "dampening": lambda model, loss, optimizer, scaler, ema, fused: loss.hyp.update(anchor_t=3.0),
+    "gr": lambda model, loss, optimizer, scaler, ema, fused: setattr(loss, "gr", 0.5),
+    "sort": lambda model, loss, optimizer, scaler, ema, fused: setattr(loss, "sort_obj_iou", True),
+    "balance": lambda model, loss, optimizer, scaler, ema, fused: setattr(loss, "balance", [1.0, 1.0, 1.0]),
+    "maximize": lambda model, loss, optimizer, scaler, ema, fused: optimizer.param_groups[0].update(maximize=True),
+    "momentum": lambda model, loss, optimizer, scaler, ema, fused: optimizer.param_groups[0].update(momentum=0.0),
+    "other decay": lambda model, loss, optimizer, scaler, ema, fused: setattr(ema, "decay", lambda updates: 0.9),
+}
+
+
+@pytest.fixture
+def unstarted():
+    """A TrainStep as far as it goes without a GPU: what it looks at in each call."""
+    from torch_fastdet.ema import ModelEMA
+    from torch_fastdet.graphs import TrainStep
+    from torch_fastdet.optim import SGD, FusedStep
+    from torch_fastdet.yolov5.loss import ComputeLoss
+
+    model = Detector()
+    optimizer = SGD(groups_of(model), lr=0.01, momentum=0.9, nesterov=True)
+    scaler = torch.amp.GradScaler("cpu")
+    step = TrainStep.__new__(TrainStep)
+    step.model, step.loss, step.optimizer, step.scaler = model, ComputeLoss(model), optimizer, scaler
+    step.ema, step.amp, step._walks = ModelEMA(model), None, {}
+    step.fused = FusedStep(optimizer, scaler, step.ema, 10.0)
+    return step
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_train_step_notices(unstarted, change):
+    step = unstarted
+    before = step._addresses(), step._decisions()
+    assert (step._addresses(), step._decisions()) == before
+    CHANGES[change](step.model, step.loss, step.optimizer, step.scaler, step.ema, step.fused)
+    assert step._addresses() == before[0]
+    assert step._decisions() != before[1]
+
+
+def test_train_step_notices_new_tensors(unstarted):
+    step = unstarted
+    seen = [step._addresses()]
+    for change in (
+        lambda: setattr(step.model.heads[0], "weight", nn.Parameter(step.model.heads[0].weight.detach().clone())),
+        lambda: step.ema.ema.half().float(),
+        lambda: step.model.stem[0][1].register_buffer("running_mean", torch.zeros(16)),
+        lambda: step.model.heads[1].requires_grad_(False),
+        lambda: setattr(step.model.heads[2].weight, "data", step.model.heads[2].weight.data.clone()),
+    ):
+        kept = [t for module in (step.model, step.ema.ema) for t in module.state_dict().values()]
+        change()
+        seen.append(step._addresses())
+        assert seen[-1] != seen[-2] and kept
+
+
+def test_train_step_keeps_no_input_without_its_graph(cuda):
+    from torch_fastdet.graphs import TrainStep
+
+    model = Detector().to_device()
+    loss_of_batch, optimizer, scaler, ema = make_training(model)
+    step = TrainStep(model, loss_of_batch, optimizer, scaler, ema, max_graphs=2)
+    for size in (64, 96, 128, 160):
+        for images, targets in some_batches(2, sizes=(size,)):
+            step(images, targets)
+    assert {key[0][-1] for key in step._images} == {128, 160} == {shape[-1] for shape in step.memory()["shapes"]}
 
 
 def test_train_step_errors(cuda):

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import gc
 import logging
+import operator
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -19,6 +20,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from torch_fastdet._multi_tensor import ModuleWatch
+from torch_fastdet._say import say as print_line
 from torch_fastdet.optim import FusedStep
 
 __all__ = ["CaptureError", "GraphedModule", "ModuleGraphs", "TrainStep"]
@@ -46,6 +49,7 @@ def capture_into(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stre
     collecting = gc.isenabled()
     gc.collect()
     gc.disable()  # freeing another graph's memory is not allowed during a capture
+    torch.cuda.empty_cache()  # what eager steps have cached cannot serve a graph's pool
     torch.cuda.synchronize(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     try:
@@ -125,6 +129,11 @@ def why_not(module: nn.Module) -> str | None:
     """Why ``module`` cannot be captured, as far as looking at it tells; None if nothing speaks against it."""
     if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         return f"{type(module).__name__} is not supported yet; capture the module inside on one GPU"
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if distributed and torch.distributed.get_world_size() > 1:
+        return (
+            f"{torch.distributed.get_world_size()} processes train it, and a replay would not exchange their gradients"
+        )
     for name, child in module.named_modules():
         label = f"{name or 'the model'} ({type(child).__name__})"
         if isinstance(child, nn.SyncBatchNorm):
@@ -220,6 +229,13 @@ class _Replay(torch.autograd.Function):
             )
         ctx.graphs.generation += 1
         ctx.captured.replay_backward(gradients, ctx.graphs.saved)
+        # This runs on the forward pass's stream. Autograd makes the stream of backward() wait for the gradients that it
+        # brings to p.grad itself; for those that the replay wrote there, it is done here.
+        device = ctx.captured.input.device
+        done = torch.cuda.current_stream(device).record_event()
+        torch.autograd.Variable._execution_engine.queue_callback(
+            lambda: torch.cuda.current_stream(device).wait_event(done)
+        )
         return None, None, None, None
 
 
@@ -234,8 +250,9 @@ class ModuleGraphs:
         module: what to run.
         forward: how to run it, ``forward(x)``; default ``module.forward``.
         capturing: a context to be in while forward is captured.
-        required: raise :class:`CaptureError` where the module cannot be captured, instead of running it eagerly.
-        say: takes one line for each thing worth telling.
+        required: raise :class:`CaptureError` where the module cannot be captured, instead of running it eagerly (with a
+            warning in the log).
+        say: takes one line for each capture; by default they are printed.
     """
 
     def __init__(
@@ -247,17 +264,21 @@ class ModuleGraphs:
         warmup: int = 1,
         required: bool = False,
         capturing: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
-        say: Callable[[str], None] = logger.info,
+        say: Callable[[str], None] = print_line,
     ) -> None:
         if max_graphs < 1 or warmup < 1:
             raise ValueError(f"max_graphs and warmup are at least 1; got {max_graphs} and {warmup}")
         self._module = weakref.ref(module)
-        self.forward = forward or (lambda x: self.module.forward(x))
+        self._forward = forward
         self.max_graphs, self.warmup, self.required = max_graphs, warmup, required
         self.capturing, self.say = capturing, say
         self.reason: str | None = None
         self.generation = 0
+        self._told_cpu = False
         self.reset()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.module.forward(x) if self._forward is None else self._forward(x)
 
     @property
     def module(self) -> nn.Module:
@@ -285,17 +306,24 @@ class ModuleGraphs:
         return [key[0] for key in self._graphs]
 
     def memory(self) -> int:
-        """Bytes of device memory that the graphs hold."""
-        return pool_bytes(self._pool)
+        """Bytes of device memory that the graphs hold: their pool, and the static inputs and gradients beside it."""
+        tensors = [*self._gradients.values(), *self.saved.values()]
+        for captured in self._graphs.values():
+            tensors += [captured.input, *[g for g in captured.output_gradients if g is not None]]
+        return pool_bytes(self._pool) + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def __call__(self, x: torch.Tensor) -> Any:
         module = self.module
         if (
             self.reason is not None
-            or not (module.training and torch.is_grad_enabled() and isinstance(x, torch.Tensor) and x.is_cuda)
+            or not (module.training and torch.is_grad_enabled() and isinstance(x, torch.Tensor))
             or x.requires_grad
-            or torch.cuda.is_current_stream_capturing()
         ):
+            return self.forward(x)
+        if not x.is_cuda:
+            self._stay_eager(x)
+            return self.forward(x)
+        if torch.cuda.is_current_stream_capturing():
             return self.forward(x)
         # What the graphs have baked in: addresses, and what decides the kernels.
         parameters = list(module.parameters())
@@ -335,7 +363,18 @@ class ModuleGraphs:
         line = f"{type(self.module).__name__} cannot be captured in a CUDA graph: {reason}"
         if self.required:
             raise CaptureError(line) from cause
-        self.say(f"{line}; it runs eagerly")
+        logger.warning("torch_fastdet: %s; it runs eagerly", line)
+
+    def _stay_eager(self, x: torch.Tensor) -> None:
+        """Off the GPU: said once, and not for good, for the module may go there yet."""
+        if self._told_cpu and not self.required:
+            return
+        self._told_cpu = True
+        reason = why_not(self.module) or f"its input is on {x.device}, not on a GPU"
+        try:
+            self._give_up(reason)
+        finally:
+            self.reason = None
 
     def _capture(self, x: torch.Tensor) -> _Captured | None:
         reason = why_not(self.module)
@@ -346,7 +385,6 @@ class ModuleGraphs:
             self._pool = torch.cuda.graph_pool_handle()
             self._stream = torch.cuda.Stream(x.device)
             self._leaf = torch.zeros((), device=x.device, requires_grad=True)
-        torch.cuda.empty_cache()  # what eager steps have cached cannot serve a graph's pool
         location = _Location(self.module)
         try:
             return self._captured(x, self._stream)
@@ -448,11 +486,20 @@ class GraphedModule(nn.Module):
         module: the module, on a GPU.
         max_graphs: how many input shapes to keep; the least recently used goes first.
         warmup: eager calls of a shape before it is captured.
-        required: raise :class:`CaptureError` where the module cannot be captured (host synchronisation, SyncBatchNorm,
-            hooks, DistributedDataParallel); else it is said in one line, and the module runs eagerly.
+        required: raise :class:`CaptureError` where the module cannot be captured (no GPU, host synchronisation,
+            SyncBatchNorm, hooks, several processes); else a warning in the log says so once, and the module runs eagerly.
+        say: takes one line for each capture; by default they are printed.
     """
 
-    def __init__(self, module: nn.Module, *, max_graphs: int = 24, warmup: int = 1, required: bool = False) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        max_graphs: int = 24,
+        warmup: int = 1,
+        required: bool = False,
+        say: Callable[[str], None] = print_line,
+    ) -> None:
         if isinstance(module, GraphedModule):
             raise TypeError("GraphedModule: the module is graphed already")
         reason = why_not(module) if required else None
@@ -460,9 +507,8 @@ class GraphedModule(nn.Module):
             raise CaptureError(f"{type(module).__name__} cannot be captured in a CUDA graph: {reason}")
         # nn.Module's own registers are left out: its methods find the module's, so that nothing gets a prefix.
         object.__setattr__(self, "module", module)
-        object.__setattr__(
-            self, "graphs", ModuleGraphs(module, max_graphs=max_graphs, warmup=warmup, required=required)
-        )
+        graphs = ModuleGraphs(module, max_graphs=max_graphs, warmup=warmup, required=required, say=say)
+        object.__setattr__(self, "graphs", graphs)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs:
@@ -474,6 +520,27 @@ class GraphedModule(nn.Module):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.load_state_dict(*args, **kwargs)
+
+    def register_buffer(self, *args: Any, **kwargs: Any) -> None:
+        self.module.register_buffer(*args, **kwargs)
+
+    def register_parameter(self, *args: Any, **kwargs: Any) -> None:
+        self.module.register_parameter(*args, **kwargs)
+
+    def add_module(self, *args: Any, **kwargs: Any) -> None:
+        self.module.add_module(*args, **kwargs)
+
+    def __bool__(self) -> bool:
+        return bool(self.module)
+
+    def __len__(self) -> int:
+        return len(self.module)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.module)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]
 
     def train(self, mode: bool = True) -> GraphedModule:
         self.module.train(mode)
@@ -496,17 +563,23 @@ class GraphedModule(nn.Module):
         return copy.deepcopy(self.module, memo)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        return _itself, (self.module,)
+        return operator.getitem, ((self.module,), 0)  # the module itself, and nothing of this package to load it
 
     def __repr__(self) -> str:
         return f"GraphedModule({self.module!r})"
 
 
-def _itself(module: nn.Module) -> nn.Module:
-    return module
-
-
 # A whole step --------------------------------------------------------------------------------------------------------
+
+
+class _Walk:
+    """What a module holds. Walking over a model takes longer than seeing that it still holds the same objects."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.watch = ModuleWatch(module)
+        self.modules = list(module.modules())
+        self.parameters = list(module.parameters())
+        self.tensors = [*self.parameters, *module.buffers()]
 
 
 class _Phase:
@@ -544,10 +617,17 @@ class TrainStep:
             twice those of the first call.
         amp: dtype of autocast; None for float32. By default float16 with an enabled scaler, else float32.
         max_graphs: how many graphs to keep; the least recently used goes first.
-        say: takes one line for each capture.
+        say: takes one line for each capture; by default they are printed.
+
+    What a graph has baked in is looked at in each call, and captured again where it changed: memory, ``requires_grad``,
+    training flags, the optimizer's groups and flags, ``fused.max_norm``, the scaler's and the EMA's settings, and what
+    ``loss.graph_key()`` returns, where the loss has it (ComputeLoss: gains, ``gr``, ``sort_obj_iou``, ``balance``). Call
+    :meth:`reset` after changing anything else that decides what runs: attributes of layers, hooks, a loss of your own,
+    global flags of torch.
 
     Raises:
-        CaptureError: at the second call, where something in the step cannot be captured.
+        CaptureError: at the second call, where something in the step cannot be captured; at once for a model that is on
+            the CPU or trained by several processes.
     """
 
     def __init__(
@@ -562,7 +642,7 @@ class TrainStep:
         *,
         amp: torch.dtype | Literal["auto"] | None = "auto",
         max_graphs: int = 32,
-        say: Callable[[str], None] = logger.info,
+        say: Callable[[str], None] = print_line,
     ) -> None:
         from torch_fastdet.yolov5.heads import head_views  # here, for the package's switches import this module
 
@@ -596,6 +676,12 @@ class TrainStep:
         self._pool: Any = None
         self._stream = torch.cuda.Stream(self.device)
         self._storage: tuple = ()
+        self._settings: tuple = ()
+        self._walks: dict[nn.Module, _Walk] = {}
+
+    def _drop_graphs(self) -> None:
+        self._phases.clear()
+        self._images.clear()
 
     def memory(self) -> dict[str, Any]:
         """What is captured: number of graphs, image shapes, room for targets, bytes of the graphs' pool and of all else."""
@@ -626,15 +712,16 @@ class TrainStep:
             raise RuntimeError("TrainStep: the model is in eval mode; call model.train() first")
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("TrainStep: it is a graph of its own and cannot be called while another one is captured")
-        self._watch_storage()
+        self._watch()
         self._take_targets(targets)
         first, last = self._pending == 0, update
         key = (tuple(images.shape), images.dtype, first, last)
-        static = self._take_images(images)
         phase = self._phases.get(key)
+        graphed = phase is not None or key in self._warm
+        static = self._take_images(images, keep=graphed)
         if phase is not None:
             self._phases.move_to_end(key)
-        elif key not in self._warm:
+        elif not graphed:
             self._warm.add(key)
             items = self._run(static, first, last)
             self._pending = 0 if last else self._pending + 1
@@ -649,31 +736,57 @@ class TrainStep:
         self._pending = 0 if last else self._pending + 1
         return phase.items.clone()
 
+    def _walk(self, module: nn.Module) -> _Walk:
+        walk = self._walks.get(module)
+        if walk is None or not walk.watch.unchanged(module):
+            walk = self._walks[module] = _Walk(module)
+        return walk
+
     def _addresses(self) -> tuple:
         """Where everything lies that graphs read and write, and what is trained."""
         modules = [self.model] if self.ema is None else [self.model, self.ema.ema]
-        tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
         buffers = [state.get("momentum_buffer") for state in self.optimizer.state.values()]
         return (
-            tuple([t.data_ptr() for t in tensors]),
-            tuple([t.requires_grad for t in self.model.parameters()]),
+            tuple([t.data_ptr() for module in modules for t in self._walk(module).tensors]),
+            tuple([p.requires_grad for p in self._walk(self.model).parameters]),
             tuple([b.data_ptr() for b in buffers if b is not None]),
         )
 
-    def _watch_storage(self) -> None:
-        """What moved (``ema.half().float()``, ``p.data = ...``, a loaded optimizer) or was frozen needs new graphs."""
-        storage = self._addresses()
-        if storage == self._storage:
+    def _decisions(self) -> tuple:
+        """What else is baked into a graph: decisions of the host."""
+        loss_key = getattr(self.loss, "graph_key", None)
+        return (
+            tuple([m.training for m in self._walk(self.model).modules]),
+            self.fused.graph_key(),
+            self.amp,
+            id(self.loss),
+            None if loss_key is None else loss_key(),
+        )
+
+    def _watch(self) -> None:
+        """What moved (``ema.half().float()``, ``p.data = ...``, a loaded optimizer), was frozen or set needs new graphs."""
+        storage, settings = self._addresses(), self._decisions()
+        if storage == self._storage and settings == self._settings:
             return
-        if self._pending:
+        moved = storage != self._storage
+        if moved and self._pending:
             raise RuntimeError(
                 "TrainStep: tensors of the model, its EMA or its optimizer moved or were frozen in the middle of an accumulation"
             )
         if self._phases:
-            self.say("TrainStep: tensors of the model, its EMA or its optimizer moved or were frozen; capturing again")
-        self.reset()
-        self._storage = storage
-        self._gradients = [(p, torch.zeros_like(p)) for p in self.model.parameters() if p.requires_grad]
+            what = (
+                "tensors of the model, its EMA or its optimizer moved or were frozen"
+                if moved
+                else "settings of the model, the loss, the optimizer, the scaler or the EMA changed"
+            )
+            self.say(f"TrainStep: {what}; capturing again")
+        if moved:
+            self.reset()
+            self._storage = storage
+            self._gradients = [(p, torch.zeros_like(p)) for p in self.model.parameters() if p.requires_grad]
+        self._drop_graphs()
+        self._warm.clear()
+        self._settings = settings
 
     def _take_targets(self, targets: torch.Tensor) -> None:
         count, held = targets.shape[0], self._targets
@@ -685,17 +798,19 @@ class TrainStep:
                 room = max(self.max_targets, count)
             if self._phases and held is not None:
                 self.say(f"TrainStep: {count} targets need more room than {held.shape[0]}; capturing again for {room}")
-            self._phases.clear()
+            self._drop_graphs()
             self._targets = held = torch.zeros(room, *targets.shape[1:], device=self.device)
         held[:count].copy_(targets, non_blocking=True)
         self._count.fill_(count)
 
-    def _take_images(self, images: torch.Tensor) -> torch.Tensor:
+    def _take_images(self, images: torch.Tensor, keep: bool) -> torch.Tensor:
         key = (tuple(images.shape), images.dtype)
         static = self._images.get(key)
         if static is None:
             like = images.new_empty(images.shape, device=self.device)
-            static = self._images[key] = torch.empty_like(like, memory_format=input_format(self.model, like))
+            static = torch.empty_like(like, memory_format=input_format(self.model, like))
+            if keep:
+                self._images[key] = static
         static.copy_(images, non_blocking=True)
         return static
 
@@ -731,11 +846,15 @@ class TrainStep:
         return items.detach()
 
     def _capture(self, key: tuple, static: torch.Tensor) -> _Phase:
+        reason = why_not(self.model)
+        if reason is not None:
+            raise CaptureError(f"TrainStep: {type(self.model).__name__} cannot be captured in a CUDA graph: {reason}")
         while len(self._phases) >= self.max_graphs:
-            self._phases.popitem(last=False)
+            oldest, _ = self._phases.popitem(last=False)
+            if not any(other[:2] == oldest[:2] for other in (key, *self._phases)):
+                del self._images[oldest[:2]]
         if not self._phases:  # a pool ends with its last graph
             self._pool = torch.cuda.graph_pool_handle()
-        torch.cuda.empty_cache()  # what steps without a graph have cached cannot serve the graphs' pool
         phase = _Phase()
         self.fused.refresh()
         location = _Location(self.model)

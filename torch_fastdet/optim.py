@@ -492,6 +492,35 @@ class FusedStep:
             self._scalars = host.to(self.device, non_blocking=True)
         self._uploaded = values
 
+    def graph_key(self) -> tuple:
+        """Changes when a step that is captured now would do something else than before: decisions that the host takes.
+
+        Numbers that :meth:`refresh` brings to the device are not among them.
+        """
+        groups = [
+            (
+                tuple(map(id, group["params"])),
+                bool(group["nesterov"]),
+                bool(group["maximize"]),
+                isinstance(group["momentum"], Tensor) or group["momentum"] != 0,
+                tuple(
+                    [
+                        value.data_ptr() if isinstance(value, Tensor) else None
+                        for value in map(group.get, HYPER_PARAMETERS)
+                    ]
+                ),
+            )
+            for group in self.optimizer.param_groups
+        ]
+        scaler, ema = self.scaler, self.ema
+        scaling = averaging = None
+        if scaler is not None and scaler.is_enabled():
+            scaling = scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval
+        if ema is not None and ema.enabled:
+            ramp = ema.decay
+            averaging = ramp, *((ramp.decay, ramp.tau) if isinstance(ramp, DecayRamp) else ())
+        return tuple(groups), self.max_norm, scaling, averaging
+
     def after_replay(self, replays: int = 1) -> None:
         """Count what captured steps did: ``ema.updates`` follows, and schedulers know of the step."""
         if self.ema is not None and self.ema.enabled:

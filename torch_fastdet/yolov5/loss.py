@@ -23,26 +23,26 @@ class _DeferredCheck:
     MOST_PENDING = 64
 
     def __init__(self) -> None:
-        self._pending: deque[tuple[torch.Tensor, torch.cuda.Event, int]] = deque()
-        self._free: list[tuple[torch.Tensor, torch.cuda.Event]] = []
+        self._pending: deque[tuple[torch.Tensor, torch.cuda.Event, int, torch.device]] = deque()
+        self._free: dict[torch.device, list[tuple[torch.Tensor, torch.cuda.Event]]] = {}
 
     def add(self, status: torch.Tensor, rows: int) -> None:
         if len(self._pending) >= self.MOST_PENDING:  # bounds the memory; the oldest is long done
             self._pending[0][1].synchronize()
             self.raise_arrived()
-        buffer, event = self._free.pop() if self._free else (status.new_empty(4, device="cpu").pin_memory(), None)
-        event = event or torch.cuda.Event()
+        free = self._free.get(status.device)
+        buffer, event = free.pop() if free else (status.new_empty(4, device="cpu").pin_memory(), torch.cuda.Event())
         buffer.copy_(status, non_blocking=True)
-        event.record()
-        self._pending.append((buffer, event, rows))
+        event.record(torch.cuda.current_stream(status.device))  # where the copy runs, whatever device is current
+        self._pending.append((buffer, event, rows, status.device))
 
     def raise_arrived(self, wait: bool = False) -> None:
         """Raise ValueError for the first loss that arrived with bad targets; wait for all of them if asked."""
         while self._pending and (wait or self._pending[0][1].query()):
-            buffer, event, rows = self._pending.popleft()
+            buffer, event, rows, device = self._pending.popleft()
             event.synchronize()
             status = buffer.tolist()
-            self._free.append((buffer, event))
+            self._free.setdefault(device, []).append((buffer, event))  # an event belongs to one device
             if status[0] or status[2]:
                 raise ValueError(describe_fault(status, rows))
 
@@ -64,7 +64,11 @@ def describe_fault(status: list[int], rows: int) -> str:
 
 
 class ComputeLoss:
-    """Drop-in for YOLOv5's ``utils.loss.ComputeLoss``: same constructor, same call, same attributes.
+    """Drop-in for YOLOv5's ``utils.loss.ComputeLoss``: same constructor, same call, same results.
+
+    Stock's attributes are here as far as they are data (``hyp``, ``gr``, ``balance``, ``autobalance``, ``ssi``, ``cp``, ``cn``,
+    ``na``, ``nc``, ``nl``, ``anchors``, ``device``, ``sort_obj_iou``); its inner steps ``BCEcls``, ``BCEobj`` and
+    ``build_targets`` are not, for the operator does them in one.
 
     ``ComputeLoss(model)(p, targets)`` returns ``(loss (1), items (3))``: the loss times the batch size, and the detached
     box, objectness and class parts. ``p`` is the list of the Detect layer's raw outputs, (bs, na, ny, nx, no) or
@@ -75,7 +79,8 @@ class ComputeLoss:
 
     A bad row of targets raises ValueError with its row and column: on the CPU at once; on a GPU, where waiting for the
     result would stall the step, at the end of the call if the GPU has got there, else in a later call or in
-    :meth:`check`, which waits. In a CUDA graph such rows are ignored and counted in :attr:`ignored_targets`.
+    :meth:`check`, which waits. In a CUDA graph, and wherever ``num_targets`` is given, such rows are ignored and counted in
+    :attr:`ignored_targets` (on a GPU).
     """
 
     sort_obj_iou = False
@@ -121,8 +126,14 @@ class ComputeLoss:
 
     @property
     def ignored_targets(self) -> int:
-        """How many bad rows of targets were ignored in replays of CUDA graphs so far; reading it waits for the device."""
+        """Bad rows of targets ignored in CUDA graphs and in calls with num_targets so far; reading it waits for the device."""
         return int(self._ignored)
+
+    def graph_key(self) -> tuple:
+        """Changes when a call that is captured now would do something else than before; for who keeps graphs of this loss."""
+        hyp = self.hyp
+        gains = hyp["box"], hyp["obj"], hyp["cls"], hyp["anchor_t"]
+        return gains, self.gr, self.sort_obj_iou, self.autobalance, None if self.autobalance else tuple(self._balance)
 
     def check(self) -> None:
         """Wait for the losses computed so far; raise ValueError if the targets of one had a bad row."""
@@ -132,6 +143,8 @@ class ComputeLoss:
         self, p: list[torch.Tensor], targets: torch.Tensor, num_targets: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss and items; ``num_targets``, one int64 on the device, says how many rows of targets are in use."""
+        if not isinstance(targets, torch.Tensor):
+            raise TypeError(f"ComputeLoss: targets is a {type(targets).__name__}, but a tensor (nt, 6) is wanted")
         capturing = targets.is_cuda and torch.cuda.is_current_stream_capturing()
         if not capturing:
             self._checks.raise_arrived()
@@ -157,7 +170,7 @@ class ComputeLoss:
             levels = values.shape[0]
             balance[:levels].mul_(0.9999).add_(0.0001 / values[:, 0].double())
             balance.div_(balance[self.ssi].clone())
-        if capturing:
+        if targets.is_cuda and (capturing or num_targets is not None):
             self._ignored.add_(owner[-4] + owner[-2])
         elif targets.is_cuda:
             self._checks.add(owner[-4:], targets.shape[0])

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.util
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, TextIO
+from typing import Any
 
+from torch_fastdet._say import say
 from torch_fastdet.yolov5.switch import Switch, SwitchError
 
 # First parts of the module names of both layouts: the GitHub checkout's folders and scripts, and the PyPI package.
@@ -25,12 +25,6 @@ YOLOV5_TOP_LEVEL = frozenset(
 FOREIGN_TOP_LEVEL = frozenset({"torch_fastdet", "ultralytics", "torch", "torchvision", "numpy"})
 
 _MISSING = object()
-
-
-def say(line: str, file: TextIO | None = None) -> None:
-    """Print one line, to stdout unless ``file`` is given, and once in a distributed run."""
-    if os.environ.get("RANK", "-1") in ("-1", "0"):
-        print(f"torch_fastdet: {line}", file=file, flush=True)
 
 
 def _top_level(name: str) -> str:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from torch_fastdet._say import say
 from torch_fastdet.graphs import CaptureError, ModuleGraphs
 from torch_fastdet.yolov5.heads import STOCK_MODULES, class_of, head_views
-from torch_fastdet.yolov5.patches import say
 from torch_fastdet.yolov5.switch import Switch
 
 if TYPE_CHECKING:
