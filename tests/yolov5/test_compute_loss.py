@@ -292,3 +292,36 @@ def test_number_of_classes_is_the_heads(device):
     )
     with pytest.raises(RuntimeError, match="12 outputs an anchor, but the model has 5 classes"):
         ComputeLoss(model)(heads, make_targets(3, 2, 5, device))
+
+
+def test_bad_rows_of_a_buffer_are_counted(cuda):
+    """With num_targets, as TrainStep calls it: no error that a later call would raise."""
+    model = Model(device=cuda)
+    compute = ComputeLoss(model)
+    heads, targets = make_heads(model, 2, 64), make_targets(6, 2, 5, cuda)
+    targets[2, 1] = 9
+    compute(heads, targets, torch.tensor(6, device=cuda))
+    compute.check()
+    assert compute.ignored_targets == 1
+
+
+def test_checks_belong_to_their_device(cuda):
+    """The event stands behind the status's copy, whatever device is current."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    model = Model(device="cuda:1")
+    compute = ComputeLoss(model)
+    heads, targets = make_heads(model, 2, 64), make_targets(4, 2, 5, "cuda:1")
+    targets[1, 1] = 9
+    for _ in range(2):
+        with torch.cuda.device(1):
+            torch.cuda._sleep(50_000_000)
+        with torch.cuda.device(0), pytest.raises(ValueError, match="row 1, column 1"):
+            compute(heads, targets)
+            compute.check()
+
+
+def test_targets_must_be_a_tensor():
+    model = Model()
+    with pytest.raises(TypeError, match="ComputeLoss: targets is a list, but a tensor"):
+        ComputeLoss(model)(make_heads(model, 2, 64), [[0, 1, 0.5, 0.5, 0.1, 0.1]])
