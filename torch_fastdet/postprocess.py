@@ -15,6 +15,18 @@ from torch_fastdet.ops import nms as ops
 __all__ = ["UltralyticsPostProcess", "YOLOv5PostProcess", "split_ultralytics_heads"]
 
 
+def _check_options(name: str, conf_thres: float, iou_thres: float, max_det: int, max_nms: int, per_class: str) -> None:
+    """What the operators would refuse at the first call, refused at construction."""
+    for option, value in (("conf_thres", conf_thres), ("iou_thres", iou_thres)):
+        if not 0 <= value <= 1:
+            raise ValueError(f"{name}: {option} is {value}, but a threshold between 0 and 1 is wanted")
+    for option, value in (("max_det", max_det), ("max_nms", max_nms)):
+        if value < 0:
+            raise ValueError(f"{name}: {option} is {value}, but 0 or more is wanted")
+    if per_class not in ("offset", "exact"):
+        raise ValueError(f"{name}: per_class is {per_class!r}, but 'offset' or 'exact' is wanted")
+
+
 def _numbers(values: Tensor | Sequence[float]) -> list[float]:
     return [float(value) for value in (values.tolist() if isinstance(values, Tensor) else values)]
 
@@ -48,6 +60,7 @@ class YOLOv5PostProcess(nn.Module):
         max_wh: float = 7680.0,
     ):
         super().__init__()
+        _check_options("YOLOv5PostProcess", conf_thres, iou_thres, max_det, max_nms, per_class)
         anchors = torch.as_tensor(anchors).detach().float().clone()
         self.strides = _numbers(strides)
         if anchors.dim() != 3 or anchors.size(0) != len(self.strides) or anchors.size(2) != 2:
@@ -134,6 +147,7 @@ class UltralyticsPostProcess(nn.Module):
         max_wh: float = 7680.0,
     ):
         super().__init__()
+        _check_options("UltralyticsPostProcess", conf_thres, iou_thres, max_det, max_nms, per_class)
         if reg_max < 1:
             raise ValueError(f"UltralyticsPostProcess: reg_max is {reg_max}, but 1 or more bins are wanted")
         self.strides = _numbers(strides)
@@ -151,10 +165,15 @@ class UltralyticsPostProcess(nn.Module):
 
     @classmethod
     def from_model(cls, model: nn.Module, **options: Any) -> "UltralyticsPostProcess":
-        """With strides, classes and bins of an Ultralytics model (or of its Detect module)."""
+        """With strides, classes and bins of an Ultralytics model (or of its Detect, Segment or Pose module)."""
         candidates: list[Any] = [model, *reversed(list(model.modules()))]
         for head in candidates:
             if all(hasattr(head, name) for name in ("stride", "nc", "reg_max")):
+                if any(kind.__name__ == "OBB" for kind in type(head).__mro__):
+                    raise ValueError(
+                        f"UltralyticsPostProcess.from_model: the model ends in {type(head).__name__}, but rotated boxes are "
+                        "not supported; use the model's own post-processing"
+                    )
                 return cls(head.stride, head.nc, head.reg_max, **options)
         raise ValueError("UltralyticsPostProcess.from_model: the model has no Detect module (stride, nc, reg_max)")
 
@@ -206,17 +225,38 @@ class UltralyticsPostProcess(nn.Module):
         )
 
 
-def split_ultralytics_heads(predictions: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """Maps a level, (boxes, scores), from the dict that ultralytics >= 8.4 heads return; views, nothing is copied.
+def split_ultralytics_heads(predictions: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Maps a level, (boxes, scores, extra), from the dict that ultralytics >= 8.4 heads return; views, nothing is copied.
+
+    They are the arguments of :meth:`UltralyticsPostProcess.forward_split` in their order.
 
     Args:
-        predictions: "boxes" (images, 4 * reg_max, N), "scores" (images, nc, N) and "feats", whose maps give the sizes.
+        predictions: "boxes" (images, 4 * reg_max, N), "scores" (images, nc, N) and "feats", whose maps give the sizes. A
+            model with two heads returns "one2many" and "one2one"; the first is taken, which is the one to suppress.
+
+    Returns:
+        boxes, scores, and extra: mask coefficients of Segment, keypoints of Pose as the head gives them
+        (``Pose.kpts_decode`` makes pixels of them, before or after suppression), an empty list for Detect.
+
+    Raises:
+        ValueError: rotated boxes, or a dict without these entries.
     """
-    boxes, scores, first = [], [], 0
-    for feature in predictions["feats"]:
-        size = feature.shape[-2:]
-        last = first + size[0] * size[1]
-        boxes.append(predictions["boxes"][..., first:last].unflatten(-1, size))
-        scores.append(predictions["scores"][..., first:last].unflatten(-1, size))
-        first = last
-    return boxes, scores
+    predictions = predictions.get("one2many", predictions)
+    missing = [name for name in ("boxes", "scores", "feats") if name not in predictions]
+    if missing:
+        raise ValueError(
+            f"split_ultralytics_heads: predictions has {', '.join(predictions) or 'nothing'}, but {', '.join(missing)} is "
+            "wanted too: the dict that a head of ultralytics >= 8.4 returns"
+        )
+    if "angle" in predictions:
+        raise ValueError("split_ultralytics_heads: predictions has an angle, but rotated boxes are not supported")
+    extra = next((predictions[name] for name in ("mask_coefficient", "kpts") if name in predictions), None)
+    sizes = [feature.shape[-2:] for feature in predictions["feats"]]
+
+    def maps(joined: Tensor | None) -> list[Tensor]:
+        if joined is None:
+            return []
+        parts = joined.split([rows * columns for rows, columns in sizes], -1)
+        return [part.unflatten(-1, size) for part, size in zip(parts, sizes)]
+
+    return maps(predictions["boxes"]), maps(predictions["scores"]), maps(extra)

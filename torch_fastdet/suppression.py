@@ -53,6 +53,11 @@ def _label_rows(labels: Any, images: int, device: torch.device, op: str) -> Tens
     return torch.cat(rows) if rows else None
 
 
+def _capacity(max_det: int, *most: int) -> int:
+    """Detections an image to make room for: ``max_det``, but not more than there can be."""
+    return min(max_det, *(max(count, 0) for count in most))
+
+
 def _split(detections: Tensor, counts: list[int]) -> list[Tensor]:
     return [rows[:count] for rows, count in zip(detections.unbind(0), counts)]
 
@@ -90,6 +95,9 @@ def yolov5_non_max_suppression(
         raise ValueError(
             f"{op}: prediction has shape {tuple(prediction.shape)}, but (images, N, 5 + classes + nm) is wanted"
         )
+    label_rows = _label_rows(labels, prediction.shape[0], prediction.device, op)
+    rows = prediction.shape[1] + (0 if label_rows is None else label_rows.shape[0])
+    candidates = rows * (prediction.shape[2] if multi_label else 1)
     detections, counts = ops.non_max_suppression_padded(
         prediction,
         float(conf_thres),
@@ -97,9 +105,9 @@ def yolov5_non_max_suppression(
         _class_list(classes),
         bool(agnostic),
         bool(multi_label),
-        int(max_det),
+        _capacity(int(max_det), 30000, candidates),  # 30000: max_nms
         int(nm),
-        _label_rows(labels, prediction.shape[0], prediction.device, op),
+        label_rows,
         None,
         per_class,
     )
@@ -208,6 +216,7 @@ def ultralytics_non_max_suppression(
             },
         )
     else:
+        candidates = prediction.shape[2] * (prediction.shape[1] if multi_label else 1)
         detections, counts, indices = ops.ultralytics_non_max_suppression_padded(
             prediction,
             float(conf_thres),
@@ -215,7 +224,7 @@ def ultralytics_non_max_suppression(
             _class_list(classes),
             bool(agnostic),
             bool(multi_label),
-            int(max_det),
+            _capacity(int(max_det), int(max_nms), candidates),
             int(nc),
             None,
             per_class,

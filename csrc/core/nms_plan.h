@@ -66,7 +66,8 @@ inline NmsPlan plan_nms(const CandidateSource& source, const NmsOptions& options
   const int64_t rows = source.anchors + source.label_count;
   plan.possible = options.multi_label ? rows * source.classes : (source.classes ? rows : 0);
   plan.tile = wide_key ? 2048 : 4096;
-  const int64_t roomy = (options.max_candidates / 16 * 17 + plan.tile) / plan.tile * plan.tile;
+  const int64_t wanted = std::min(options.max_candidates, plan.possible);  // callers say "all" by the greatest integer
+  const int64_t roomy = (wanted / 16 * 17 + plan.tile) / plan.tile * plan.tile;
   plan.capacity = std::min(plan.possible, std::max(kUncutCandidates, roomy));
   plan.cuts = plan.possible > plan.capacity;
   plan.runs = (plan.capacity + plan.tile - 1) / plan.tile;

@@ -157,6 +157,12 @@ TEST(Plan, WorkspaceIsBoundedByTheCapacity) {  // no N x N matrix
   EXPECT_LT(plan(4000000, 80, true).bytes, size_t{32} * (40000 * 8 + 20000));
 }
 
+TEST(Plan, TakesTheGreatestIntegerForAll) {
+  const NmsPlan all = plan(1000, 80, true, 300, std::numeric_limits<int64_t>::max());
+  EXPECT_EQ(all.capacity, 80000);
+  EXPECT_FALSE(all.cuts);
+}
+
 TEST(Plan, LevelsCoverEveryBitOfAKeyOnce) {
   for (const DType dtype : {DType::kFloat16, DType::kFloat64}) {
     const NmsPlan p = plan(25200, 80, true, 300, 30000, 232448, dtype);

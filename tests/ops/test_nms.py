@@ -1,6 +1,7 @@
 """Padded suppression, decode and post-processing against the oracles, on both devices."""
 
 import math
+import sys
 
 import pytest
 import torch
@@ -266,6 +267,14 @@ BAD = {
     "letterboxes has shape": lambda p: ops.non_max_suppression_padded(p, letterboxes=p[0, :, :6]),
     "with nc = 9": lambda p: ops.ultralytics_non_max_suppression_padded(p.transpose(1, 2), nc=9),
     "boxes has shape": lambda p: ops.scale_boxes([640, 640], p[..., :3], [480, 640]),
+    "boxes is a ndarray": lambda p: ops.scale_boxes([640, 640], p.cpu().numpy(), [480, 640]),
+    "prediction is a ndarray": lambda p: ops.non_max_suppression_padded(p.cpu().numpy()),
+    "prediction has layout Sparse": lambda p: ops.non_max_suppression_padded(p.to_sparse()),
+    "classes is a Tensor": lambda p: ops.non_max_suppression_padded(p, classes=torch.tensor([1])),
+    "strides is a Tensor": lambda p: ops.yolov5_decode([p], ANCHORS, torch.tensor(STRIDES)),
+    "anchors is a list": lambda p: ops.yolov5_decode([p], ANCHORS.tolist(), STRIDES),
+    "heads is a Tensor": lambda p: ops.yolov5_postprocess(p, ANCHORS, STRIDES),
+    "heads has layout Sparse": lambda p: ops.yolov5_decode([p.to_sparse()], ANCHORS, STRIDES),
     "rounding is 'up'": lambda p: ops.scale_boxes([640, 640], p, [480, 640], rounding="up"),
 }
 
@@ -274,6 +283,19 @@ BAD = {
 def test_bad_input_is_a_sentence(device, message):
     with pytest.raises((ValueError, RuntimeError, TypeError), match=message):
         BAD[message](clustered(2, 10, 3).to(device))
+
+
+def test_one_class_and_all_candidates(device):
+    """An int is one class, and the greatest integer is "all candidates"."""
+    prediction = clustered(2, 50, 3).to(device)
+    assert_equal = lambda a, b: [torch.testing.assert_close(x, y, rtol=0, atol=0) for x, y in zip(a, b)]  # noqa: E731
+    assert_equal(
+        ops.non_max_suppression_padded(prediction, classes=1), ops.non_max_suppression_padded(prediction, classes=[1])
+    )
+    assert_equal(
+        ops.non_max_suppression_padded(prediction, multi_label=True, max_nms=sys.maxsize),
+        ops.non_max_suppression_padded(prediction, multi_label=True),
+    )
 
 
 def test_mixed_devices(cuda):

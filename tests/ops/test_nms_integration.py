@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.ops.nms_samples import clustered
-from tests.ops.test_nms import ANCHORS, STRIDES, as_ultralytics, split_heads, ultralytics_heads, yolov5_heads
+from tests.ops.test_nms import ANCHORS, FORMS, STRIDES, as_ultralytics, split_heads, ultralytics_heads, yolov5_heads
 from torch_fastdet import ops
 from torch_fastdet.postprocess import UltralyticsPostProcess, YOLOv5PostProcess, split_ultralytics_heads
 
@@ -69,6 +69,44 @@ def test_opcheck(device, name):
     torch.library.opcheck(op, args, kwargs)
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "yolov5_decode"])
+def test_no_gradient_is_no_secret(device, name):
+    """What has no gradient says so: its results do not require grad, and backward() is torch's error."""
+    function, tensors = calls(device)[name]
+    result = function(*[t.requires_grad_() for t in tensors])
+    results = result if isinstance(result, tuple) else (result,)
+    assert not any(t.requires_grad for t in results)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        results[0].sum().backward()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_decode_gradient(device, form):
+    heads = [
+        h.to(device).requires_grad_()
+        for h in yolov5_heads(2, 2, 1, form, torch.float64, sizes=((2, 3), (1, 2), (1, 1)))
+    ]
+    anchors = ANCHORS.to(device, torch.float64)
+    assert torch.autograd.gradcheck(lambda *h: ops.yolov5_decode(list(h), anchors, STRIDES, nm=1), heads)
+    for dtype in (torch.float16, torch.float32):
+        some = [h.detach().to(dtype).requires_grad_() for h in heads[:2]]
+        decoded = ops.yolov5_decode([*some, heads[2].detach().to(dtype)], anchors.float(), STRIDES, nm=1)
+        decoded.float().square().mean().backward()
+        assert all(h.grad.dtype == dtype and h.grad.shape == h.shape and h.grad.abs().sum() > 0 for h in some)
+
+
+def test_decode_gradient_compiled(device):
+    function, tensors = calls(device)["yolov5_decode"]
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    gradients = []
+    for run in (function, compiled):
+        heads = [t.clone().requires_grad_() for t in tensors]
+        run(*heads).square().mean().backward()
+        gradients.append([h.grad for h in heads])
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile(device, name, dynamic):
@@ -112,8 +150,8 @@ def test_scripted_scale_boxes(device):
     scripted = torch.jit.script(ops.scale_boxes)
     for rounding in ("yolov5", "ultralytics"):
         same(
-            scripted([640, 640], boxes, [480, 333], None, rounding),
-            ops.scale_boxes([640, 640], boxes, [480, 333], None, rounding),
+            scripted([640, 640], boxes, [480, 333], rounding=rounding),
+            ops.scale_boxes([640, 640], boxes, [480, 333], rounding=rounding),
         )
 
 
@@ -154,9 +192,29 @@ def test_ultralytics_module(device):
         "feats": heads,
     }
     again = split_ultralytics_heads(joined)
-    same(scripted.forward_split(*again, []), ops.ultralytics_postprocess(boxes, scores, [], STRIDES))
+    same(scripted.forward_split(*again), ops.ultralytics_postprocess(boxes, scores, [], STRIDES))
     with pytest.raises(ValueError, match="a head map has shape"):
         module([h[:, :60] for h in heads])
+
+
+@pytest.mark.parametrize("name", ["mask_coefficient", "kpts"])
+def test_ultralytics_dict_with_more_than_boxes(device, name):
+    """Segment and Pose heads: their own channels come out beside the boxes."""
+    heads = [h.to(device) for h in ultralytics_heads(2, 5, 16, 3)]
+    boxes, scores = split_heads(heads, 16, 5)
+    extra = [h[:, 69:] for h in heads]
+    joined = {
+        key: torch.cat([m.flatten(2) for m in maps], 2)
+        for key, maps in zip(("boxes", "scores", name), (boxes, scores, extra))
+    }
+    module = UltralyticsPostProcess(STRIDES, 5)
+    want = ops.ultralytics_postprocess(boxes, scores, extra, STRIDES)
+    same(module.forward_split(*split_ultralytics_heads(joined | {"feats": heads})), want)
+    same(module.forward_split(*split_ultralytics_heads({"one2many": joined | {"feats": heads}, "one2one": {}})), want)
+    with pytest.raises(ValueError, match="angle, but rotated boxes are not supported"):
+        split_ultralytics_heads(joined | {"feats": heads, "angle": joined["scores"]})
+    with pytest.raises(ValueError, match="feats is wanted too"):
+        split_ultralytics_heads(joined)
 
 
 class Detect(torch.nn.Module):
@@ -178,6 +236,28 @@ def test_modules_from_a_model(device):
     with pytest.raises(ValueError, match="has no Detect module"):
         YOLOv5PostProcess.from_model(torch.nn.Identity())
 
+    class OBB(Detect):
+        pass
+
+    class OBB26(OBB):
+        pass
+
+    with pytest.raises(ValueError, match="ends in OBB26, but rotated boxes are not supported"):
+        UltralyticsPostProcess.from_model(torch.nn.Sequential(OBB26()))
+
+
+@pytest.mark.parametrize(
+    "options", [{"conf_thres": 2}, {"iou_thres": -0.1}, {"max_det": -1}, {"max_nms": -1}, {"per_class": "x"}], ids=str
+)
+def test_modules_refuse_at_construction(options):
+    (name,) = options
+    for make in (
+        lambda: YOLOv5PostProcess(ANCHORS, STRIDES, 4, **options),
+        lambda: UltralyticsPostProcess(STRIDES, 4, **options),
+    ):
+        with pytest.raises(ValueError, match=f"PostProcess: {name} is"):
+            make()
+
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_host_sync(cuda, name):
@@ -188,6 +268,22 @@ def test_no_host_sync(cuda, name):
         function(*tensors)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_scale_boxes_in_a_graph(cuda):
+    """Nothing comes from the host, also the first time."""
+    boxes = torch.rand(5, 6, device=cuda) * 600
+    want = ops.scale_boxes([640, 640], boxes.cpu(), [480, 333])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        same(ops.scale_boxes([640, 640], boxes, [480, 333]).shape, want.shape)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = ops.scale_boxes([640, 640], boxes, [480, 333])
+    graph.replay()
+    same(got.cpu(), want)
 
 
 GRAPHED = {

@@ -105,7 +105,7 @@ def test_rotated_is_handed_over_visibly(caplog):
 @pytest.mark.parametrize("shape", [(480, 640), (1080, 1333), (333, 77)])
 def test_scale_boxes(device, shape, ratio_pad, padding, xywh):
     boxes = torch.rand(50, 4) * 700 - 30
-    got = ops.scale_boxes([640, 512], boxes.to(device), list(shape), ratio_pad, "ultralytics", padding, xywh)
+    got = ops.scale_boxes([640, 512], boxes.to(device), list(shape), ratio_pad, padding, xywh, "ultralytics")
     want = stock.ultralytics().scale_boxes((640, 512), boxes.clone(), shape, ratio_pad, padding, xywh)
     torch.testing.assert_close(got.cpu(), want, rtol=0, atol=0)
 

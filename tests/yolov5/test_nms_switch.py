@@ -5,10 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from examples.demo.dataset import Recipe, make
 from tests.yolov5.conftest import IMAGE
 from tests.yolov5.real import results
+from torch_fastdet.yolov5.switches.nms_optim import _decoding
 
 SIZE = 96
 LAYOUT = "checkout"
@@ -155,3 +158,31 @@ def test_checkpoints_of_segmentation_hold_nothing_of_ours(real_yolov5, train):
     assert "Detect.forward" in run.output
     load = "import sys, torch; sys.modules['torch_fastdet'] = None; torch.load(sys.argv[1])['model'].float().eval()"
     package.python("-c", f"{load}(torch.zeros(1, 3, 64, 64))", run.checkpoint)
+
+
+def test_gradients_in_eval_mode_are_stocks():
+    """Who asks for gradients of a model in eval mode (attribution, distillation) gets stock's Detect.forward."""
+
+    class Detect(nn.Module):
+        export, nl, na, nc, no = False, 1, 3, 2, 7
+
+        def __init__(self):
+            super().__init__()
+            self.m = nn.ModuleList([nn.Conv2d(4, self.na * self.no, 1)])
+            self.stride = torch.tensor([8.0])
+            self.register_buffer("anchors", torch.rand(1, 3, 2) + 1)
+
+        def forward(self, x):
+            return "stock", x
+
+    forward = _decoding(Detect.forward)
+    head = Detect().eval()
+
+    def result(**options):
+        return forward(head, [torch.rand(1, 4, 2, 2, **options)])[0]
+
+    assert result() == result(requires_grad=True) == "stock"
+    with torch.no_grad():
+        assert result(requires_grad=True).shape == (1, 12, 7)
+    head.requires_grad_(False)
+    assert result().shape == (1, 12, 7) and result(requires_grad=True) == "stock"

@@ -1,12 +1,14 @@
 """torch_fastdet's list-returning suppression against YOLOv5's own function: same rows, same order, every option."""
 
+import sys
+
 import pytest
 import torch
 
 from tests import stock
 from tests.ops.nms_samples import adversarial, clustered
 from torch_fastdet import ops
-from torch_fastdet.suppression import yolov5_non_max_suppression
+from torch_fastdet.suppression import ultralytics_non_max_suppression, yolov5_non_max_suppression
 
 OPTIONS = {
     "default": {},
@@ -101,6 +103,19 @@ def test_one_copy_to_the_host(cuda):
         torch.cuda.synchronize()
     copies = [event.name for event in profile.events() if "DtoH" in event.name]
     assert len(copies) == 1
+
+
+@pytest.mark.parametrize("multi_label", [False, True])
+def test_room_is_made_for_what_there_can_be(device, multi_label):
+    """max_det as "no limit": 10^12 rows an image would not be."""
+    prediction = clustered(2, 30, 3).to(device)
+    want = yolov5_non_max_suppression(prediction, multi_label=multi_label)
+    got = yolov5_non_max_suppression(prediction, multi_label=multi_label, max_det=10**12)
+    assert all(torch.equal(a, b) for a, b in zip(got, want))
+    rows = prediction.transpose(1, 2).contiguous()
+    want = ultralytics_non_max_suppression(rows, multi_label=multi_label)
+    got = ultralytics_non_max_suppression(rows, multi_label=multi_label, max_det=10**12, max_nms=sys.maxsize)
+    assert all(torch.equal(a, b) for a, b in zip(got, want))
 
 
 @pytest.mark.parametrize(

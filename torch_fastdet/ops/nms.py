@@ -5,8 +5,38 @@ Every operator works without a host sync, is capturable in a CUDA graph and give
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+# The wrappers are TorchScript functions, whose compiler checks types itself and passes over `not is_scripting()`.
+
+
+def _check_tensor(op: str, name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{op}: {name} is a {type(value).__name__}, but a tensor is wanted")
+
+
+def _check_heads(op: str, heads: Any, anchors: Any, strides: Any) -> None:
+    if not isinstance(heads, (list, tuple)):
+        raise TypeError(f"{op}: heads is a {type(heads).__name__}, but a list of tensors is wanted, one map a level")
+    for i, head in enumerate(heads):
+        _check_tensor(op, f"heads[{i}]", head)
+    _check_tensor(op, "anchors", anchors)
+    if not isinstance(strides, (list, tuple)):
+        raise TypeError(
+            f"{op}: strides is a {type(strides).__name__}, but a list of numbers is wanted (stride.tolist())"
+        )
+
+
+def _class_list(op: str, classes: Any) -> list[int] | None:
+    """A list of classes; an int is one class, as the stock functions take it."""
+    if classes is None or isinstance(classes, (list, tuple)):
+        return classes
+    if isinstance(classes, int):
+        return [classes]
+    raise TypeError(f"{op}: classes is a {type(classes).__name__}, but a list of integers or None is wanted")
 
 
 def yolov5_decode(heads: list[Tensor], anchors: Tensor, strides: list[float], nm: int = 0) -> Tensor:
@@ -21,7 +51,7 @@ def yolov5_decode(heads: list[Tensor], anchors: Tensor, strides: list[float], nm
 
     Returns:
         (images, N, no), contiguous, of the heads' dtype: x, y, width, height in pixels, sigmoid of objectness and
-        classes, nm raw columns. Computed in float32 (float64 for float64) and rounded once.
+        classes, nm raw columns. Computed in float32 (float64 for float64) and rounded once. Differentiable by the heads.
 
     Raises:
         ValueError: maps, anchors and strides that do not fit each other.
@@ -29,6 +59,8 @@ def yolov5_decode(heads: list[Tensor], anchors: Tensor, strides: list[float], nm
 
     Source: ``Detect.forward`` of YOLOv5 v7.0 (xy = (2 sigmoid - 0.5 + cell) * stride, wh = (2 sigmoid)^2 * anchor).
     """
+    if not torch.jit.is_scripting():
+        _check_heads("yolov5_decode", heads, anchors, strides)
     return torch.ops.torch_fastdet.yolov5_decode(heads, anchors, strides, nm)
 
 
@@ -51,11 +83,11 @@ def non_max_suppression_padded(
 
     Args:
         prediction: (images, N, 5 + classes + nm): x, y, width, height in pixels, objectness, class scores, mask
-            coefficients; float16, bfloat16, float32 or float64, any strides. Never changed.
+            coefficients; float16, bfloat16, float32 or float64, any strides. Never changed; gradients end here.
         conf_thres: objectness and confidence must be above it (in the prediction's dtype); 0 to 1.
         iou_thres: a box is suppressed by a better one if their IoU is above it; 0 to 1. The IoU and the threshold are
             float32 (float64 for float64) on every device.
-        classes: detect these only; a box whose best class is another is dropped.
+        classes: detect these only (an int: this one); a box whose best class is another is dropped.
         agnostic: boxes of different classes suppress each other too.
         multi_label: each class above conf_thres is a candidate, not the best one alone.
         max_det: detections an image, the capacity of the result.
@@ -74,7 +106,8 @@ def non_max_suppression_padded(
         detections (images, max_det, 6 + nm): x1, y1, x2, y2, confidence, class, mask coefficients, best first; float32
         (float64 for float64); rows past the count are zero. counts (images,): int64.
         Ties are broken by the lower anchor index, then the lower class. Candidates with a NaN or infinite confidence or
-        box are dropped, alone (a NaN class score drops its anchor where the best class is wanted, as stock).
+        box are dropped, alone. Where the best class is wanted, a NaN or +inf class score is the best one of its anchor and
+        drops that; with multi_label the anchor's other classes stay. No result requires grad: suppression has no gradient.
 
     Raises:
         ValueError: a wrong shape, a threshold outside 0..1, a negative max_det, an unknown per_class.
@@ -82,6 +115,9 @@ def non_max_suppression_padded(
 
     Source: ``non_max_suppression`` of YOLOv5 v7.0, without its time limit.
     """
+    if not torch.jit.is_scripting():
+        _check_tensor("non_max_suppression_padded", "prediction", prediction)
+        classes = _class_list("non_max_suppression_padded", classes)
     return torch.ops.torch_fastdet.non_max_suppression_padded(
         prediction,
         conf_thres,
@@ -128,6 +164,9 @@ def ultralytics_non_max_suppression_padded(
 
     Source: ``non_max_suppression`` of ultralytics 8.4, without its time limit.
     """
+    if not torch.jit.is_scripting():
+        _check_tensor("ultralytics_non_max_suppression_padded", "prediction", prediction)
+        classes = _class_list("ultralytics_non_max_suppression_padded", classes)
     return torch.ops.torch_fastdet.ultralytics_non_max_suppression_padded(
         prediction,
         conf_thres,
@@ -168,6 +207,9 @@ def yolov5_postprocess(
 
     Source: ``Detect.forward`` and ``non_max_suppression`` of YOLOv5 v7.0.
     """
+    if not torch.jit.is_scripting():
+        _check_heads("yolov5_postprocess", heads, anchors, strides)
+        classes = _class_list("yolov5_postprocess", classes)
     return torch.ops.torch_fastdet.yolov5_postprocess(
         heads,
         anchors,
@@ -220,6 +262,8 @@ def ultralytics_postprocess(
 
     Source: ``Detect`` of ultralytics 8.4 (distribution focal loss, https://arxiv.org/abs/2006.04388).
     """
+    if not torch.jit.is_scripting():
+        classes = _class_list("ultralytics_postprocess", classes)
     return torch.ops.torch_fastdet.ultralytics_postprocess(
         boxes,
         scores,
@@ -289,13 +333,13 @@ def scale_boxes(
     boxes: Tensor,
     image_shape: list[int],
     ratio_pad: tuple[tuple[float, float], tuple[float, float]] | None = None,
-    rounding: str = "yolov5",
     padding: bool = True,
     xywh: bool = False,
+    rounding: str = "yolov5",
 ) -> Tensor:
     """Boxes of the network's input in the pixels of the original image, clipped to it.
 
-    For many images at once, without a copy from the host, call :func:`scale_boxes_batched` or give ``letterboxes`` to the
+    For many images at once call :func:`scale_boxes_batched` or give ``letterboxes`` to the
     suppression operators.
 
     Args:
@@ -304,18 +348,21 @@ def scale_boxes(
             strides. Never changed (the stock functions write in place).
         image_shape: height and width of the original image.
         ratio_pad: ((gain_y, gain_x), (pad_x, pad_y)) where the loader knows it.
-        rounding: whose padding: "yolov5" or "ultralytics", see :func:`letterbox`.
         padding: False if the image was stretched and not padded.
         xywh: boxes are center and size; they are not clipped.
+        rounding: whose padding: "yolov5" or "ultralytics", see :func:`letterbox`.
 
     Returns:
-        A new, contiguous tensor of the boxes' shape and dtype.
+        A new, contiguous tensor of the boxes' shape and dtype, which does not require grad. Its numbers are filled in on the
+        device, so that nothing waits for the host and a CUDA graph can capture it.
 
     Raises:
         ValueError: fewer than four columns, and what :func:`letterbox` raises.
 
     Source: ``scale_boxes`` of YOLOv5 v7.0 and of ultralytics 8.4.
     """
+    if not torch.jit.is_scripting():
+        _check_tensor("scale_boxes", "boxes", boxes)
     if boxes.dim() < 1 or boxes.size(-1) < 4:
         raise ValueError(f"scale_boxes: boxes has shape {list(boxes.shape)}, but (..., 4 or more columns) is wanted")
     row = letterbox(input_shape, image_shape, ratio_pad, rounding)
@@ -323,7 +370,7 @@ def scale_boxes(
         row[2] = 0.0
         row[3] = 0.0
     dtype = torch.float64 if boxes.dtype == torch.float64 else torch.float32
-    letterboxes = torch.tensor([row], dtype=dtype).to(boxes.device, non_blocking=True)
+    letterboxes = torch.cat([torch.full([1], value, dtype=dtype, device=boxes.device) for value in row]).unsqueeze(0)
     return scale_boxes_batched(boxes.reshape(1, -1, boxes.size(-1)), letterboxes, xywh).reshape(boxes.shape)
 
 
@@ -336,7 +383,7 @@ def scale_boxes_batched(boxes: Tensor, letterboxes: Tensor, xywh: bool = False) 
         xywh: boxes are center and size; they are not clipped.
 
     Returns:
-        A new, contiguous tensor of the boxes' shape and dtype.
+        A new, contiguous tensor of the boxes' shape and dtype, which does not require grad.
 
     Raises:
         ValueError: shapes that do not fit.

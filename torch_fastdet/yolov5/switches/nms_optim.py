@@ -2,7 +2,8 @@
 
 ``non_max_suppression`` is replaced in every module that holds it. Raw heads in float32 (or float64) are decoded by one
 kernel; half heads stay with stock's ``Detect.forward``, whose roundings on the way move boxes by up to half a pixel:
-validation in half precision would not print the same numbers.
+validation in half precision would not print the same numbers. Where gradients are wanted of a model in eval mode, stock's
+``Detect.forward`` runs too.
 """
 
 from __future__ import annotations
@@ -62,7 +63,11 @@ def _decoding(stock: Callable) -> Callable:
     def forward(self: Any, x: list[torch.Tensor]) -> Any:
         exporting = self.export or torch.jit.is_tracing() or torch.compiler.is_compiling()
         narrow = x[0].dtype not in (torch.float32, torch.float64) or torch.is_autocast_enabled(x[0].device.type)
-        if self.training or exporting or narrow or not isinstance(self.stride, torch.Tensor):
+        # Who asks for gradients in eval mode gets stock's, in every bit.
+        trained = torch.is_grad_enabled() and (
+            any(feature.requires_grad for feature in x) or any(p.requires_grad for p in self.parameters())
+        )
+        if self.training or exporting or narrow or trained or not isinstance(self.stride, torch.Tensor):
             return stock(self, x)
         for level in range(self.nl):
             head = self.m[level](x[level])
