@@ -237,6 +237,36 @@ def test_update_attr():
     assert ema.ema.nc == 3 and ema.updates == 0
 
 
+@pytest.fixture
+def process_group():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_update_attr_of_a_wrapped_model(process_group):
+    """train.py wraps the model first and then sets names, hyp and nc, which land on the wrapper."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.names, model.yaml = ["0", "1"], {"a": 1}
+    for wrap in (nn.parallel.DistributedDataParallel, nn.DataParallel):
+        ema, wrapped = ModelEMA(model), wrap(model)
+        wrapped.names, wrapped.hyp, wrapped._hidden = ["cat", "dog"], {"lr0": 0.01}, 1
+        ema.update_attr(wrapped, include=["yaml", "names", "hyp", "stride", "_hidden"])
+        assert (ema.ema.names, ema.ema.hyp, ema.ema.yaml) == (["cat", "dog"], {"lr0": 0.01}, {"a": 1})
+        ema = ModelEMA(model)
+        before = set(vars(ema.ema))
+        ema.update_attr(wrapped)
+        assert ema.ema.names == ["cat", "dog"]
+        assert set(vars(ema.ema)) == before and list(ema.ema._modules) == ["0"]  # nothing of the wrapper's own
+    compiled = torch.compile(nn.parallel.DistributedDataParallel(model), backend="eager")
+    compiled.names = ["bird"]
+    ema.update_attr(compiled, include=["names"])
+    assert ema.ema.names == ["bird"]
+
+
 def test_errors():
     model = Model()
     ema = ModelEMA(model)

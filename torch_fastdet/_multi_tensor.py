@@ -76,13 +76,19 @@ def by_device(tensors: Iterable[Tensor]) -> dict[torch.device, list[int]]:
     return places
 
 
+def wrappers(model: nn.Module) -> list[nn.Module]:
+    """The model and what is inside it, where it is DataParallel, DistributedDataParallel or torch.compile's; innermost last."""
+    found = [model]
+    while True:
+        model = found[-1]
+        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            found.append(model.module)
+        elif "_orig_mod" in model._modules and type(model).__name__ == "OptimizedModule":  # without importing dynamo
+            found.append(model._orig_mod)
+        else:
+            return found
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """The module inside DataParallel, DistributedDataParallel and torch.compile."""
-    inner: Any = model
-    while True:
-        if isinstance(inner, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-            inner = inner.module
-        elif "_orig_mod" in inner._modules and type(inner).__name__ == "OptimizedModule":  # without importing dynamo
-            inner = inner._orig_mod
-        else:
-            return inner
+    return wrappers(model)[-1]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_fastdet._multi_tensor import ModuleWatch, by_device, named_tensors, new_state, unwrap
+from torch_fastdet._multi_tensor import ModuleWatch, by_device, named_tensors, new_state, unwrap, wrappers
 
 
 class DecayRamp:
@@ -140,9 +140,18 @@ class ModelEMA:
         self, model: nn.Module, include: Container[str] = (), exclude: Container[str] = ("process_group", "reducer")
     ) -> None:
         """Copy the model's attributes to the EMA: those in ``include`` (all, if empty), but none in ``exclude`` or with a
-        leading underscore."""
+        leading underscore.
+
+        Attributes set on a DistributedDataParallel or DataParallel, as YOLOv5 sets ``names`` and ``hyp``, go before those of the
+        module inside; without ``include``, those that the module has too: the rest is the wrapper's own.
+        """
         if not self.enabled:
             return
-        for name, value in unwrap(model).__dict__.items():
+        *outside, inside = wrappers(model)
+        attributes = dict(inside.__dict__)
+        for wrapper in reversed(outside):
+            wanted = include or inside.__dict__
+            attributes.update((name, value) for name, value in wrapper.__dict__.items() if name in wanted)
+        for name, value in attributes.items():
             if not name.startswith("_") and name not in exclude and (not include or name in include):
                 setattr(self.ema, name, value)

@@ -828,3 +828,11 @@ def test_sanitizer_small(cuda):
     for n in (200, 1000, 66_000):
         ops.iou_loss(box1[:n], box2[:n]).backward()
     torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("function", [ops.bbox_iou, ops.iou_loss])
+def test_no_tensor_is_one_sentence(function):
+    boxes = torch.ones(2, 4)
+    for arguments, name, kind in (((None, boxes), "box1", "NoneType"), ((boxes, [1.0] * 4), "box2", "list")):
+        with pytest.raises(TypeError, match=f"^{function.__name__}: {name} is {kind}, but a tensor is wanted$"):
+            function(*arguments)

@@ -348,6 +348,15 @@ def test_errors_are_sentences(device, call, message):
     assert len(str(caught.value).splitlines()) == 1
 
 
+def test_no_tensor_is_one_sentence():
+    for call, name in (
+        (lambda: ops.upsample_nearest2x(None), "upsample_nearest2x: x"),
+        (lambda: ops.upsample_nearest2x_cat(torch.ones(1, 1, 1, 1), None), "upsample_nearest2x_cat: skip"),
+    ):
+        with pytest.raises(TypeError, match=f"^{name} is NoneType, but a tensor is wanted$"):
+            call()
+
+
 def test_inference_tensors_beside_a_gradient(device):
     """Nothing is saved for backward, so that a tensor of inference mode is as good as any."""
     with torch.inference_mode():

@@ -21,8 +21,9 @@ def yolo():
 
 
 @pytest.fixture
-def switched():
-    """Switches on by name; everything is put back afterwards."""
+def switched(monkeypatch):
+    """Switches on by name, as where there is a GPU; everything is put back afterwards."""
+    monkeypatch.setattr(drop_in, "missing_gpu", lambda: None)
     yield lambda **switches: drop_in.patch(**switches)
     drop_in.unpatch()
 
@@ -41,6 +42,30 @@ def test_are_replaced_and_put_back(yolo, switched):
     assert sum("DetectionModel.forward" in line for line in said) == 2
     drop_in.unpatch()
     assert yolo.DetectionModel.forward is stock and "__deepcopy__" not in vars(yolo.DetectionModel)
+
+
+def test_twice_replaces_once(yolo, switched):
+    said = switched(cuda_graph=True, channels_last=True)
+    forward = yolo.DetectionModel.forward
+    assert switched(cuda_graph=True, channels_last=True) == said
+    assert switched(fastdet=True)[: len(said)] == said
+    assert yolo.DetectionModel.forward is forward
+
+
+@pytest.mark.parametrize("switch", ["cuda_graph", "channels_last"])
+def test_without_a_gpu_they_are_an_error_at_once(yolo, monkeypatch, capsys, switch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    stock = yolo.DetectionModel.forward
+    try:
+        with pytest.raises(drop_in.SwitchError, match=f"{switch} cannot apply: .*(GPU|driver|CPU build)"):
+            drop_in.patch(**{switch: True, "upsample_optim": True})
+        assert not drop_in._patches.replacements
+        said = drop_in.patch(fastdet=True)
+        assert yolo.DetectionModel.forward is stock
+        assert not any(line.startswith(switch) for line in said)
+        assert capsys.readouterr().out.count(f"torch_fastdet: {switch} does not apply: ") == 1
+    finally:
+        drop_in.unpatch()
 
 
 @pytest.mark.parametrize("switch", ["cuda_graph", "channels_last"])

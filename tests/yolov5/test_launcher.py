@@ -105,6 +105,22 @@ def test_a_switch_that_cannot_apply_or_does_not_exist_stops_the_run(fake_yolov5,
     assert "unrecognized arguments: --no_such_optim" in fake_yolov5.python(*run, "--no_such_optim", code=2).stdout
 
 
+@pytest.mark.parametrize("switch", ["cuda_graph", "channels_last"])
+def test_a_switch_that_needs_a_gpu_stops_the_run_without_one(fake_yolov5, switch):
+    """By the driver's word alone: CUDA is not started, so that YOLOv5 can still choose its device, and fork."""
+    run = ("-m", "torch_fastdet.yolov5", "train.py")
+    out = fake_yolov5.python(*run, f"--{switch}", code=2, CUDA_VISIBLE_DEVICES="").stdout
+    assert len(out.splitlines()) == 1, out
+    assert out.startswith(f"python -m torch_fastdet.yolov5: error: {switch} cannot apply: "), out
+    (fake_yolov5.folder / "idle.py").write_text(
+        "import models.yolo, torch\nprint('initialized', torch.cuda.is_initialized())\n"
+    )
+    out = fake_yolov5.python("-m", "torch_fastdet.yolov5", "idle.py", "--fastdet", CUDA_VISIBLE_DEVICES="").stdout
+    assert out.count(f"torch_fastdet: {switch} does not apply: ") == 1, out
+    assert f"{switch} replaced" not in out and f"{switch}: " not in out
+    assert "initialized False" in out
+
+
 @pytest.mark.parametrize("ending", ["", "sys.exit()", "sys.exit(0)"])
 def test_a_named_switch_in_a_script_without_yolov5_is_an_error(fake_yolov5, ending):
     """YOLOv5 is there, but the script imports nothing of it; a utils of its own is not YOLOv5's."""

@@ -43,10 +43,15 @@ def bbox_iou(
         RuntimeError: one sentence, for a last dimension other than 4, shapes that do not broadcast, integer boxes, sparse,
             nested or quantized tensors, tensors on two devices, a tensor of ``torch.inference_mode`` beside one whose
             gradient is recorded, or a negative eps.
+        TypeError: box1 or box2 is no tensor.
 
     Source: Rezatofighi et al., Generalized Intersection over Union (2019); Zheng et al., Distance-IoU Loss (2020).
     The signature is that of the function of this name in YOLOv5 and Ultralytics.
     """
+    if not isinstance(box1, torch.Tensor):
+        raise TypeError(f"bbox_iou: box1 is {type(box1).__name__}, but a tensor is wanted")
+    if not isinstance(box2, torch.Tensor):
+        raise TypeError(f"bbox_iou: box2 is {type(box2).__name__}, but a tensor is wanted")
     return torch.ops.torch_fastdet.bbox_iou(box1, box2, xywh, GIoU, DIoU, CIoU, eps)
 
 
@@ -76,8 +81,12 @@ def iou_loss(
         which it is two.
 
     Raises:
-        RuntimeError: as for :func:`bbox_iou`, and for an unknown kind or reduction.
+        RuntimeError, TypeError: as for :func:`bbox_iou`, and for an unknown kind or reduction.
 
     Layouts, and the source of the formulas: those of :func:`bbox_iou`.
     """
+    if not isinstance(box1, torch.Tensor):
+        raise TypeError(f"iou_loss: box1 is {type(box1).__name__}, but a tensor is wanted")
+    if not isinstance(box2, torch.Tensor):
+        raise TypeError(f"iou_loss: box2 is {type(box2).__name__}, but a tensor is wanted")
     return torch.ops.torch_fastdet.iou_loss(box1, box2, kind, xywh, reduction, eps)

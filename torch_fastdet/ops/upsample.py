@@ -30,9 +30,12 @@ def upsample_nearest2x(x: Tensor) -> Tensor:
 
     Raises:
         RuntimeError: x is not four-dimensional, not floating or not a dense tensor.
+        TypeError: x is no tensor.
 
     Source: the definition of nearest-neighbour interpolation at scale 2, https://pytorch.org/docs/stable/generated/torch.nn.Upsample.html
     """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"upsample_nearest2x: x is {type(x).__name__}, but a tensor is wanted")
     return torch.ops.torch_fastdet.upsample_nearest2x(x)
 
 
@@ -57,7 +60,12 @@ def upsample_nearest2x_cat(x: Tensor, skip: Tensor) -> Tensor:
     Raises:
         RuntimeError: an argument is not four-dimensional, not floating or not dense, skip does not fit 2x the size of x, or
             the two are on different devices.
+        TypeError: an argument is no tensor.
 
     Source: ``Upsample`` and ``Concat`` in the neck of YOLOv5 and of YOLOv3 before it.
     """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"upsample_nearest2x_cat: x is {type(x).__name__}, but a tensor is wanted")
+    if not isinstance(skip, Tensor):
+        raise TypeError(f"upsample_nearest2x_cat: skip is {type(skip).__name__}, but a tensor is wanted")
     return torch.ops.torch_fastdet.upsample_nearest2x_cat(x, skip)

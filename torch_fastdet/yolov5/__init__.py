@@ -22,7 +22,7 @@ from torch_fastdet.yolov5.dropins import bbox_iou, non_max_suppression, smart_op
 from torch_fastdet.yolov5.loss import ComputeLoss
 from torch_fastdet.yolov5.patches import Patches, say
 from torch_fastdet.yolov5.registry import ALL, ALL_HELP, SWITCHES
-from torch_fastdet.yolov5.switch import Switch, SwitchError
+from torch_fastdet.yolov5.switch import Switch, SwitchError, missing_gpu
 
 __all__ = [
     "ComputeLoss",
@@ -101,6 +101,10 @@ def _switch_on(names: Iterable[str], by_name: Iterable[str], script: Path | None
             if switch.needs_yolov5 and not layout.script_has_yolov5(script):
                 places = "on the path" if script is None else f"beside or above {script}, or on the path"
                 _patches.cannot_apply(switch, layout.MISSING.format(places=places))
+                continue
+            reason = missing_gpu() if switch.needs_gpu else None
+            if reason is not None:
+                _patches.cannot_apply(switch, reason)
                 continue
             _patches.start(switch)
             if import_now and switch.modules:

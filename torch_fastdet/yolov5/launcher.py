@@ -111,7 +111,8 @@ def _patch(command: Command) -> None:
             names, command.switches, Path(command.script) if command.script is not None else None, import_now=False
         )
     except SwitchError as error:
-        _fail(str(error))
+        print(f"{PROG}: error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
 
 
 def _tell_unused(command: Command) -> None:

@@ -6,7 +6,8 @@ that line. What a switch has to know:
 
 * ``start(patches)`` runs once, before any script code, and is for names outside YOLOv5 (``torch.nn.Upsample.forward``).
   It must not touch CUDA, not even ``torch.cuda.is_available()``: YOLOv5 chooses its device later, through
-  ``CUDA_VISIBLE_DEVICES``. Ask for the device inside what you put in place.
+  ``CUDA_VISIBLE_DEVICES``. Ask for the device inside what you put in place. ``needs_gpu = True`` keeps the switch from
+  starting where there surely is no GPU.
 * ``visit(module, patches)`` runs for every module that is loaded, and again for each YOLOv5 module that is imported
   later. Look for stock's object (by its module and name, never by the attribute's name alone) and call
   ``patches.replace(module, attribute, new)``; it is said in one line and undone by ``unpatch()``.

@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+import ctypes
 from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
+
 if TYPE_CHECKING:
     from torch_fastdet.yolov5.patches import Patches
+
+
+def missing_gpu() -> str | None:
+    """Why no GPU can be used in this process; None where there is one, or may be one.
+
+    CUDA is not started: that would fix which GPUs are visible before YOLOv5 chooses, and break processes forked later.
+    """
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a CPU build."
+    count = torch.cuda._device_count_nvml()  # reads CUDA_VISIBLE_DEVICES, too; -1 where it does not know
+    if count < 0:
+        try:
+            ctypes.CDLL("libcuda.so.1")
+        except OSError:
+            return "there is no CUDA driver on this machine."
+    return "there is no GPU that this process may use." if count == 0 else None
 
 
 class SwitchError(RuntimeError):
@@ -22,6 +41,8 @@ class Switch:
     modules: ClassVar[tuple[str, ...]] = ()
     #: Whether there must be a YOLOv5 for the switch to make sense.
     needs_yolov5: ClassVar[bool] = True
+    #: Whether there must be a GPU.
+    needs_gpu: ClassVar[bool] = False
 
     def start(self, patches: Patches) -> None:
         """Replace names outside YOLOv5. Called once."""

@@ -44,6 +44,7 @@ class ChannelsLast(Switch):
     name = "channels_last"
     help = "train on channels_last (NHWC) memory; checkpoints stay contiguous; needs a GPU"
     modules = ("models.yolo",)
+    needs_gpu = True
 
     def visit(self, module: ModuleType, patches: Patches) -> None:
         if module.__name__ not in STOCK_MODULES:
@@ -51,6 +52,8 @@ class ChannelsLast(Switch):
         model_class = class_of(module, "DetectionModel")
         if model_class is None:
             patches.cannot_apply(self, f"{module.__name__} has no DetectionModel.")
+            return
+        if any(known.switch == self.name and known.owner is model_class for known in patches.replacements):
             return
         stock = model_class.forward
 

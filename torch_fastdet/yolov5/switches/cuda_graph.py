@@ -22,6 +22,7 @@ class CudaGraph(Switch):
     name = "cuda_graph"
     help = "train with forward and backward as CUDA graphs, one for each image size; needs a GPU"
     modules = ("models.yolo",)
+    needs_gpu = True
 
     def visit(self, module: ModuleType, patches: Patches) -> None:
         if module.__name__ not in STOCK_MODULES:
@@ -29,6 +30,8 @@ class CudaGraph(Switch):
         model_class = class_of(module, "DetectionModel")
         if model_class is None:
             patches.cannot_apply(self, f"{module.__name__} has no DetectionModel.")
+            return
+        if any(known.switch == self.name and known.owner is model_class for known in patches.replacements):
             return
         stock = model_class.forward
         graphs: weakref.WeakKeyDictionary[nn.Module, ModuleGraphs] = weakref.WeakKeyDictionary()
