@@ -54,16 +54,17 @@ TORCH_LIBRARY(torch_fastdet, m) {
       "Tensor match_cell, Tensor match_values, Tensor object_gradient, *, float cls_pw=1.0, "
       "float label_smoothing=0.0, float fl_gamma=0.0) -> Tensor[]");
 
-  // Lists of tensors, in place, one launch (clip: two). Factors by value or, with .tensor, read from device memory.
-  m.def("multi_tensor_ema_(Tensor(a!)[] averages, Tensor[] values, float decay) -> ()");
+  // Lists of tensors, in place, one launch (clip: two). Factors by value or, with .tensor, read from device memory;
+  // .tensor is first, because a tensor also fits `float`, by a copy to the host.
   m.def("multi_tensor_ema_.tensor(Tensor(a!)[] averages, Tensor[] values, Tensor decay) -> ()");
-  m.def(
-      "multi_tensor_sgd_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] momentum_buffers, float lr, "
-      "float momentum=0., float dampening=0., float weight_decay=0., bool nesterov=False, bool maximize=False, "
-      "bool is_first_step=False, Tensor? grad_scale=None, Tensor? found_inf=None) -> ()");
+  m.def("multi_tensor_ema_(Tensor(a!)[] averages, Tensor[] values, float decay) -> ()");
   m.def(
       "multi_tensor_sgd_.tensor(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] momentum_buffers, Tensor lr, "
       "Tensor momentum, float dampening=0., float weight_decay=0., bool nesterov=False, bool maximize=False, "
+      "bool is_first_step=False, Tensor? grad_scale=None, Tensor? found_inf=None) -> ()");
+  m.def(
+      "multi_tensor_sgd_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] momentum_buffers, float lr, "
+      "float momentum=0., float dampening=0., float weight_decay=0., bool nesterov=False, bool maximize=False, "
       "bool is_first_step=False, Tensor? grad_scale=None, Tensor? found_inf=None) -> ()");
   m.def("multi_tensor_unscale_(Tensor(a!)[] grads, Tensor scale, Tensor(b!) found_inf) -> ()");
   m.def("multi_tensor_norm(Tensor[] tensors) -> Tensor");

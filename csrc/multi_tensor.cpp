@@ -88,8 +88,7 @@ void List::add(const char* op, const at::Tensor* const tensors[core::kSlots], co
     if (row.numel == 0) continue;
     row.data[slot] = written[slot] ? tensor->mutable_data_ptr() : const_cast<void*>(tensor->const_data_ptr());
   }
-  if (!first) return;
-  if (!alike) {
+  if (first && !alike) {
     core::Layout layout;
     const int64_t* strides[core::kSlots] = {};
     for (int slot = 0; slot < core::kSlots; ++slot) {

@@ -35,9 +35,11 @@ struct List {
   // same.
   mutable std::shared_ptr<const void> plan;
   mutable int64_t plan_stream = 0;
+  // What a graph that captures a run on these rows must keep alive besides them.
+  std::vector<at::Tensor> owned_by_graph;
 
-  // Appends a row whose tensors (undefined or null: no such tensor) lie in the given slots; `name(slot)` names a tensor
-  // in an error.
+  // Appends a row whose tensors (undefined or null: no such tensor) lie in the given slots; one without any has nothing
+  // to do. `name(slot)` names a tensor in an error.
   void add(const char* op, const at::Tensor* const tensors[core::kSlots], const bool written[core::kSlots],
            int32_t group, const std::function<std::string(int)>& name);
 };

@@ -6,6 +6,8 @@
 #include <ATen/ops/zeros_like.h>
 #include <torch/custom_class.h>
 
+#include <algorithm>
+
 #include "checks/multi_tensor.h"
 #include "multi_tensor.h"
 
@@ -26,6 +28,7 @@ class State : public torch::CustomClassHolder {
         params_(std::move(params)),
         groups_(std::move(groups)),
         momentum_(params_.size()),
+        unfilled_(params_.size(), false),
         values_(std::move(values)),
         value_averages_(std::move(value_averages)) {
     TORCH_CHECK(groups_.size() == params_.size(), name_, ": groups has ", groups_.size(), " entries, but params has ",
@@ -51,11 +54,18 @@ class State : public torch::CustomClassHolder {
   void set_momentum_buffers(const OptionalTensors& buffers) {
     TORCH_CHECK(buffers.size() == params_.size(), name_, ": momentum_buffers has ", buffers.size(),
                 " entries, but params has ", params_.size());
-    for (size_t i = 0; i < buffers.size(); ++i) momentum_[i] = buffers[i].value_or(at::Tensor());
+    for (size_t i = 0; i < buffers.size(); ++i) {
+      at::Tensor buffer = buffers[i].value_or(at::Tensor());
+      if (unfilled_[i] && !buffer.is_same(momentum_[i])) {
+        unfilled_[i] = false;
+        fresh_.select(0, static_cast<int64_t>(i)).zero_();
+      }
+      momentum_[i] = std::move(buffer);
+    }
   }
 
   // One byte a row: 1 while a momentum buffer holds nothing yet. Nothing where all are known to be filled.
-  std::optional<at::Tensor> fresh() const { return fresh_; }
+  std::optional<at::Tensor> fresh() const { return any_unfilled() ? std::optional<at::Tensor>(fresh_) : std::nullopt; }
 
   // Of the gradients: 1 there is one, 2 one is float16, 4 one is sparse.
   int64_t gradients() const {
@@ -103,19 +113,23 @@ class State : public torch::CustomClassHolder {
   // list) the tensors that replace them. Returns how many momentum buffers it made.
   int64_t sgd(const std::vector<double>& hyper, const OptionalTensors& hyper_tensors, const std::vector<int64_t>& flags,
               const std::optional<at::Tensor>& grad_scale, const std::optional<at::Tensor>& found_inf) {
-    const int64_t made = prepare(hyper, flags, found_inf.has_value());
-    const List& list = rows(grad_scale.has_value());
+    const bool write_grads = grad_scale.has_value();
+    const std::vector<size_t> missing = missing_buffers(hyper, flags);
+    const List& list = rows(write_grads);
     core::UpdateParams params = update();
     const auto groups = sgd_groups(list, hyper, hyper_tensors, flags);
     params.sgd = true;
     params.grad_scale = float_pointer(grad_scale, list, name_.c_str(), "grad_scale");
     params.found_inf = float_pointer(found_inf, list, name_.c_str(), "found_inf");
-    params.write_grads = grad_scale.has_value();
-    params.fresh = fresh_pointer();
-    run(list, nullptr, &params, groups);
+    params.write_grads = write_grads;
+    with_buffers(missing, hyper, [&] {
+      if (!missing.empty()) rows(write_grads);
+      params.fresh = fresh_pointer();
+      run(list, nullptr, &params, groups);
+    });
     after_sgd(found_inf.has_value());
-    if (grad_scale) bump_grads();
-    return made;
+    if (write_grads) bump_grads();
+    return static_cast<int64_t>(missing.size());
   }
 
   void ema(double decay) {
@@ -136,7 +150,7 @@ class State : public torch::CustomClassHolder {
                 const std::optional<double>& max_norm, const at::Tensor& norm, const at::Tensor& found_inf,
                 double decay, double tau, int64_t updates, const std::optional<at::Tensor>& counter) {
     const char* op = name_.c_str();
-    const int64_t made = prepare(hyper, flags, scale.has_value());
+    const std::vector<size_t> missing = missing_buffers(hyper, flags);
     const List& list = rows(false);
     const auto groups = sgd_groups(list, hyper, hyper_tensors, flags);
     core::ReduceParams reduce = reduction();
@@ -165,7 +179,6 @@ class State : public torch::CustomClassHolder {
     core::UpdateParams params = update();
     params.use_workspace = reduces;
     params.sgd = true;
-    params.fresh = fresh_pointer();
     params.ema = decay >= 0;
     params.decay = scalar(decay);
     params.tau = tau;
@@ -178,10 +191,14 @@ class State : public torch::CustomClassHolder {
       params.write_counter = params.ema;
     }
     TORCH_CHECK(!params.ema || updates >= 0 || counter, op, ": updates is -1, but no counter is given");
-    run(list, reduces ? &reduce : nullptr, &params, groups);
+    with_buffers(missing, hyper, [&] {
+      if (!missing.empty()) rows(false);
+      params.fresh = fresh_pointer();
+      run(list, reduces ? &reduce : nullptr, &params, groups);
+    });
     after_sgd(scale.has_value());
     if (params.ema) bump_averages();
-    return made;
+    return static_cast<int64_t>(missing.size());
   }
 
  private:
@@ -210,13 +227,16 @@ class State : public torch::CustomClassHolder {
     return {tensor->const_data_ptr(), layout};
   }
 
-  // Calls f(row, tensors, group) for each row.
+  // Calls f(row, tensors, group) for each row. A parameter without a gradient has only its average; one without that,
+  // too, may be of any type, as in torch.optim.SGD.
   template <typename F>
   void for_rows(const F& f) const {
     for (size_t i = 0; i < params_.size(); ++i) {
-      const at::Tensor& param = params_[i];
-      const at::Tensor* momentum = has_momentum_[groups_[i]] ? &momentum_[i] : nullptr;
-      const at::Tensor* tensors[core::kSlots] = {&param, &param.grad(), momentum, &averages_[i]};
+      const at::Tensor& grad = params_[i].grad();
+      const bool steps = grad.defined();
+      const at::Tensor* param = steps || averages_[i].defined() ? &params_[i] : nullptr;
+      const at::Tensor* momentum = steps && has_momentum_[groups_[i]] ? &momentum_[i] : nullptr;
+      const at::Tensor* tensors[core::kSlots] = {param, &grad, momentum, &averages_[i]};
       f(i, tensors, static_cast<int32_t>(groups_[i]));
     }
     for (size_t i = 0; i < values_.size(); ++i) {
@@ -242,7 +262,8 @@ class State : public torch::CustomClassHolder {
     list_.rows.reserve(params_.size() + values_.size());
     for_rows([&](size_t row, const at::Tensor* const tensors[], int32_t group) {
       const bool is_param = group >= 0;
-      const bool written[core::kSlots] = {is_param, grads_written, true, true};
+      const bool steps = is_param && tensors[core::kGrad]->defined();
+      const bool written[core::kSlots] = {steps, grads_written, true, true};
       list_.add(name_.c_str(), tensors, written, group, [&](int slot) {
         static const char* const names[core::kSlots] = {"params", "grads", "momentum_buffers", "averages"};
         static const char* const value_names[core::kSlots] = {"values", "", "", "averages"};
@@ -263,51 +284,68 @@ class State : public torch::CustomClassHolder {
     return at::empty({}, at::TensorOptions().device(list.device).dtype(at::kFloat));
   }
 
-  uint8_t* fresh_pointer() const { return fresh_ ? static_cast<uint8_t*>(fresh_->mutable_data_ptr()) : nullptr; }
+  bool any_unfilled() const { return std::find(unfilled_.begin(), unfilled_.end(), true) != unfilled_.end(); }
 
-  // Momentum buffers for parameters that have a gradient for the first time. They start at zero, so a skipped first
-  // step leaves zeros; where dampening makes the first step a different one, a byte on the device tells it apart.
-  int64_t prepare(const std::vector<double>& hyper, const std::vector<int64_t>& flags, bool may_skip) {
+  uint8_t* fresh_pointer() {
+    const bool any = any_unfilled();
+    // A captured graph goes on reading it after this object is gone.
+    list_.owned_by_graph.assign(any ? 1 : 0, fresh_);
+    return any ? static_cast<uint8_t*>(fresh_.mutable_data_ptr()) : nullptr;
+  }
+
+  // Parameters that have a gradient for the first time and need a momentum buffer.
+  std::vector<size_t> missing_buffers(const std::vector<double>& hyper, const std::vector<int64_t>& flags) {
     TORCH_CHECK(flags.size() == has_momentum_.size() && hyper.size() == 4 * flags.size(), name_, ": flags has ",
                 flags.size(), " and hyper ", hyper.size(), " entries, but ", has_momentum_.size(), " groups are here");
-    bool dampened = false;
-    for (size_t group = 0; group < flags.size(); ++group) {
-      has_momentum_[group] = flags[group] & kHasMomentum;
-      dampened = dampened || (has_momentum_[group] && hyper[4 * group + 2] != 0.0);
-    }
+    for (size_t group = 0; group < flags.size(); ++group) has_momentum_[group] = flags[group] & kHasMomentum;
     std::vector<size_t> missing;
     for (size_t i = 0; i < params_.size(); ++i) {
       if (has_momentum_[groups_[i]] && !momentum_[i].defined() && params_[i].grad().defined()) missing.push_back(i);
     }
-    if (missing.empty()) return 0;
-    List list;
-    list.device = params_[0].device();
-    TORCH_CHECK(!is_capturing(list), name_, ": params[", missing[0],
+    TORCH_CHECK(missing.empty() || !is_capturing(), name_, ": params[", missing[0],
                 "] has no momentum buffer yet, and a buffer made inside of a CUDA graph capture would not outlive a "
                 "replay; take one step before the capture");
-    // All checks of this step come before anything is made.
-    rows(false);
-    for (const size_t i : missing) momentum_[i] = at::zeros_like(params_[i].detach());
-    if (dampened) {
-      if (!fresh_) {
-        fresh_ = at::zeros({static_cast<int64_t>(params_.size() + values_.size())},
-                           at::TensorOptions().device(list.device).dtype(at::kByte));
+    return missing;
+  }
+
+  // Runs `step` with the missing buffers made; where it throws, they are as missing as before. They start at zero, so a
+  // skipped first step leaves zeros; where dampening makes the first step a different one, a byte on the device tells
+  // it apart.
+  template <typename F>
+  void with_buffers(const std::vector<size_t>& missing, const std::vector<double>& hyper, const F& step) {
+    try {
+      for (const size_t i : missing) {
+        momentum_[i] = at::zeros_like(params_[i].detach());
+        if (hyper[4 * groups_[i] + 2] == 0.0) continue;
+        if (!fresh_.defined()) {
+          const auto options = at::TensorOptions().device(params_[0].device()).dtype(at::kByte);
+          fresh_ = at::zeros({static_cast<int64_t>(params_.size() + values_.size())}, options);
+        }
+        fresh_.select(0, static_cast<int64_t>(i)).fill_(1);
+        unfilled_[i] = true;
       }
-      for (const size_t i : missing) fresh_->select(0, static_cast<int64_t>(i)).fill_(1);
+      step();
+    } catch (...) {
+      for (const size_t i : missing) {
+        momentum_[i] = at::Tensor();
+        unfilled_[i] = false;
+      }
+      throw;
     }
-    (void)may_skip;
-    return static_cast<int64_t>(missing.size());
+  }
+
+  bool is_capturing() const {
+    List list;
+    list.device = params_[0].device();
+    return multi_tensor::is_capturing(list);
   }
 
   void after_sgd(bool may_skip) {
-    // Without a scaler the host knows that the step was taken.
-    if (!may_skip && fresh_) {
-      List list;
-      list.device = params_[0].device();
-      if (!is_capturing(list)) fresh_.reset();
-    }
+    // Without a scaler the host knows that the step was taken, and that the device has cleared these bytes.
+    const bool taken = !may_skip && any_unfilled() && !is_capturing();
     for (size_t i = 0; i < params_.size(); ++i) {
       if (!params_[i].grad().defined()) continue;
+      if (taken && has_momentum_[groups_[i]]) unfilled_[i] = false;
       bump_version(params_[i]);
       bump_version(momentum_[i]);
     }
@@ -322,6 +360,8 @@ class State : public torch::CustomClassHolder {
     for (const at::Tensor& average : value_averages_) bump_version(average);
   }
 
+  std::string in_group(size_t group) const { return name_ + ": " + indexed("param_groups", group); }
+
   std::vector<core::SgdGroup> sgd_groups(const List& list, const std::vector<double>& hyper,
                                          const OptionalTensors& tensors, const std::vector<int64_t>& flags) const {
     const char* op = name_.c_str();
@@ -334,9 +374,9 @@ class State : public torch::CustomClassHolder {
       for (size_t k = 0; k < 4; ++k) {
         const size_t at = 4 * group + k;
         if (!tensors.empty() && tensors[at]) {
-          scalars[k] = scalar(*tensors[at], list, op, names[k]);
+          scalars[k] = scalar(*tensors[at], list, in_group(group).c_str(), names[k]);
         } else {
-          if (k != 2) check_hyper_parameter(op, names[k], hyper[at]);
+          if (k != 2 && !(hyper[at] >= 0.0)) check_hyper_parameter(in_group(group).c_str(), names[k], hyper[at]);
           scalars[k] = scalar(hyper[at]);
         }
       }
@@ -350,6 +390,7 @@ class State : public torch::CustomClassHolder {
   std::vector<at::Tensor> params_;
   std::vector<int64_t> groups_;
   std::vector<at::Tensor> momentum_;
+  std::vector<bool> unfilled_;  // where a byte of fresh_ may be 1
   std::vector<at::Tensor> averages_;
   std::vector<at::Tensor> values_;
   std::vector<at::Tensor> value_averages_;
@@ -358,7 +399,7 @@ class State : public torch::CustomClassHolder {
   std::vector<Stamp> stamps_;
   bool listed_ = false;
   bool list_grads_written_ = false;
-  std::optional<at::Tensor> fresh_;
+  at::Tensor fresh_;  // made once and kept: a captured graph may point to it
 };
 
 TORCH_LIBRARY_FRAGMENT(torch_fastdet, m) {

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import math
+import pickle
 import warnings
+import weakref
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tests.references import multi_tensor as reference
 from torch_fastdet.ema import ModelEMA
-from torch_fastdet.optim import SGD, FusedStep, clip_grad_norm_
+from torch_fastdet.optim import SGD, FusedStep, _hyper_parameters, clip_grad_norm_
 
 SHAPES = [(16, 3, 6, 6), (16,), (16,), (32, 16, 3, 3), (32,), (1,), (255, 128, 1, 1), (255,), (0,), (4099,)]
+DAMPENED = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}
 NESTEROV = {"lr": 0.05, "momentum": 0.9, "nesterov": True}
 
 
@@ -268,6 +273,166 @@ def test_errors_come_before_anything_is_written(device):
             FusedStep(wrong)
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["SGD", "FusedStep"])
+def test_a_failed_first_step_leaves_no_momentum_behind(device, fused):
+    mine, stock = parameters(device), parameters(device)
+    a, b = SGD(groups(mine), **NESTEROV), torch.optim.SGD(groups(stock), **NESTEROV)
+    a_step = FusedStep(a).step if fused else a.step
+    set_grads(mine, 0), set_grads(stock, 0)
+    a.param_groups[1]["lr"] = -3
+    with pytest.raises(RuntimeError, match=r"param_groups\[1\]: lr is -3, but a number >= 0 is wanted"):
+        a_step()
+    a.param_groups[1]["lr"] = 0.05
+    if not fused:
+        a.found_inf = torch.zeros((), device=device, dtype=torch.float64)
+        with pytest.raises(RuntimeError, match="found_inf has dtype float64"):
+            a_step()
+        del a.found_inf
+    assert not a.state_dict()["state"]
+    for _ in range(2):
+        a_step(), b.step()
+    assert equal(mine, stock)
+    left, right = a.state_dict()["state"], b.state_dict()["state"]
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[k]["momentum_buffer"], right[k]["momentum_buffer"]) for k in right)
+
+
+def test_frozen_parameters_may_be_of_any_type(device):
+    frozen = [
+        nn.Parameter(torch.ones(3, device=device, dtype=dtype), requires_grad=False)
+        for dtype in (torch.int32, torch.complex64, torch.float8_e4m3fn)
+    ]
+    frozen.append(nn.Parameter(torch.ones(1, device=device).expand(3), requires_grad=False))
+    mine, stock = parameters(device), parameters(device)
+    a, b = SGD(frozen + mine, **NESTEROV), torch.optim.SGD(frozen + stock, **NESTEROV)
+    for step in range(3):
+        set_grads(mine, step, skip={step}), set_grads(stock, step, skip={step})
+        a.step(), b.step()
+    FusedStep(a).step(), b.step()
+    assert equal(mine, stock)
+
+
+class TestDampening:
+    """The first step is undamped; a first step that a scaler skipped was none."""
+
+    def optimizers(self, device, count=2):
+        torch.manual_seed(0)
+        mine = [nn.Parameter(torch.randn(5, device=device)) for _ in range(count)]
+        stock = [nn.Parameter(p.detach().clone()) for p in mine]
+        return mine, stock, SGD(mine, **DAMPENED), torch.optim.SGD(stock, **DAMPENED)
+
+    def step(self, params, optimizer, *grads):
+        for p, grad in zip(params, grads):
+            p.grad = None if grad is None else torch.full_like(p, grad)
+        optimizer.step()
+
+    def skip(self, params, optimizer, fused=False):
+        scaler = torch.amp.GradScaler(params[0].device.type, init_scale=2.0)
+        scaler.scale(torch.zeros((), device=params[0].device))
+        for p in params:
+            p.grad = torch.full_like(p, float("inf"))
+        if fused:
+            (fused if isinstance(fused, FusedStep) else FusedStep(optimizer, scaler)).step()
+        else:
+            scaler.step(optimizer)
+        return scaler
+
+    def test_loaded_momentum_after_a_skipped_step(self, device):
+        mine, stock, a, b = self.optimizers(device)
+        self.step(stock, b, 1.0, 2.0)
+        loaded = copy.deepcopy(b.state_dict())
+        self.skip(mine, a)
+        with torch.no_grad():
+            for p, q in zip(mine, stock):
+                p.copy_(q)
+        a.load_state_dict(loaded)
+        assert len(a.state_dict()["state"]) == 2
+        self.step(mine, a, 3.0, 4.0), self.step(stock, b, 3.0, 4.0)
+        assert equal(mine, stock)
+
+    def test_parameter_without_gradient_after_a_skipped_step(self, device):
+        mine, stock, a, b = self.optimizers(device)
+        self.skip(mine, a)
+        for grads in ((None, 1.0), (2.0, 3.0), (4.0, 5.0)):
+            self.step(mine, a, *grads), self.step(stock, b, *grads)
+            assert equal(mine, stock), grads
+
+    def test_momentum_off_for_a_while_after_a_skipped_step(self, device):
+        mine, stock, a, b = self.optimizers(device)
+        self.skip(mine, a)
+        for momentum in (0.0, 0.9, 0.9):
+            for optimizer in (a, b):
+                optimizer.param_groups[0]["momentum"] = momentum
+            self.step(mine, a, 1.0, 2.0), self.step(stock, b, 1.0, 2.0)
+            assert equal(mine, stock), momentum
+
+    @pytest.mark.parametrize("fused", [False, True], ids=["SGD", "FusedStep"])
+    def test_state_of_a_skipped_step_is_empty(self, device, fused):
+        for kind in (SGD, torch.optim.SGD):
+            mine, stock, _, b = self.optimizers(device)
+            a = kind(mine, **DAMPENED)
+            step = FusedStep(a, torch.amp.GradScaler(device.type, init_scale=2.0)) if fused else None
+            if fused:
+                step.scaler.scale(torch.zeros((), device=device))
+                self.skip(mine, a, step)
+            else:
+                self.skip(mine, a)
+            assert not a.state_dict()["state"]
+            if kind is SGD:
+                assert not copy.deepcopy(a).state and not pickle.loads(pickle.dumps(a)).state
+            # Looking changed nothing: the next steps are the first.
+            for grad in (1.0, 2.0):
+                self.step(stock, b, grad, grad)
+                if fused:
+                    step.scaler = None
+                    for p in mine:
+                        p.grad = torch.full_like(p, grad)
+                    step.step()
+                else:
+                    self.step(mine, a, grad, grad)
+            assert equal(mine, stock)
+            assert len(a.state_dict()["state"]) == 2
+
+    def test_a_new_binding_knows_of_the_skipped_step(self, device):
+        mine, stock, a, b = self.optimizers(device)
+        self.skip(mine, a)
+        more, other = (nn.Parameter(torch.ones(3, device=device)) for _ in range(2))
+        a.add_param_group({"params": [more]}), b.add_param_group({"params": [other]})
+        for grad in (1.0, 2.0):
+            self.step([*mine, more], a, grad, grad, grad), self.step([*stock, other], b, grad, grad, grad)
+        assert equal([*mine, more], [*stock, other])
+
+    def test_as_a_tensor(self, device):
+        mine, stock, a, b = self.optimizers(device)
+        a.param_groups[0]["dampening"] = torch.tensor(0.5, device=device, dtype=torch.float64)
+        for grad in (1.0, 2.0):
+            self.step(mine, a, grad, grad), self.step(stock, b, grad, grad)
+        assert equal(mine, stock)
+
+    def test_a_graph_keeps_what_tells_the_first_step_apart(self, cuda):
+        mine, stock, a, b = self.optimizers(cuda)
+        fused = FusedStep(a, torch.amp.GradScaler("cuda", init_scale=2.0, growth_interval=10**6))
+        fused.scaler.scale(torch.zeros((), device=cuda))
+        self.skip(mine, a, fused)
+        for p in mine:
+            p.grad.fill_(fused.scaler.get_scale())
+        fused.refresh()
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            fused.step()
+        buffers = [a.state[p]["momentum_buffer"] for p in mine]
+        fused._bound = None
+        gc.collect()
+        junk = [torch.full((512,), 1, dtype=torch.uint8, device=cuda) for _ in range(64)]
+        for _ in range(3):
+            graph.replay()
+            self.step(stock, b, 1.0, 1.0)
+        assert equal(mine, stock)
+        assert equal(buffers, [b.state[p]["momentum_buffer"] for p in stock])
+        assert all(int(t.min()) == 1 for t in junk)
+
+
 class TestGradScaler:
     """torch.amp.GradScaler, as it is, drives SGD without a host sync."""
 
@@ -457,6 +622,27 @@ class TestFusedStep:
         # All but the average (whose ramp the fused step evaluates on the device) are the same bits.
         assert equal(fused.model.state_dict().values(), separate.model.state_dict().values())
 
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+    @pytest.mark.parametrize("scale", [True, False], ids=["scaler", "no scaler"])
+    def test_narrow_parameters_equal_the_separate_calls(self, device, dtype, scale):
+        """Separate calls store the unscaled gradient, the clipped one and the parameter in their own types."""
+        if scale and dtype == torch.float16:
+            pytest.skip("GradScaler refuses to unscale float16 gradients")
+        loops = [Loop(device, fused, scale, max_norm=1.0) for fused in (True, False)]
+        for loop in loops:
+            loop.model.to(dtype)
+            loop.ema = ModelEMA(loop.model)
+            loop.ema.ema.float()
+            loop.ema.decay = lambda updates: 0.75
+            if scale:
+                loop.scaler.update(3.0)  # whose inverse is rounded
+            if loop.fused:
+                loop.fused = FusedStep(loop.optimizer, loop.scaler, loop.ema, max_norm=1.0)
+        for step in range(8):
+            norms = [float(loop.step(step)) for loop in loops]
+            assert norms[0] == norms[1]
+        assert equal(*(loop.tensors() for loop in loops))
+
     def test_average_moves_when_parameters_do_not(self, device):
         loop = Loop(device, True)
         loop.step(0)
@@ -541,6 +727,63 @@ class TestFusedStep:
         with pytest.raises(RuntimeError, match="has not seen its model"):
             step.step()
         step.step(loop.model)
+
+    def test_the_scaler_can_be_copied_afterwards(self, device):
+        loop = Loop(device, True)
+        loop.step(0)
+        assert copy.deepcopy(loop.scaler).state_dict() == loop.scaler.state_dict()
+        assert pickle.loads(pickle.dumps(loop.scaler)).state_dict() == loop.scaler.state_dict()
+
+    def test_hooks_of_the_optimizer_and_of_all(self, device):
+        """What they change counts for this step, in the order of torch's own optimizers."""
+        results = []
+        for fused in (True, False):
+            (param,) = (nn.Parameter(torch.ones(3, device=device)) for _ in range(1))
+            optimizer = SGD([param], lr=0.1)
+            calls = []
+
+            def note(name, calls=calls):
+                return lambda *_: calls.append(name)
+
+            def change(optimizer, args, kwargs, calls=calls):
+                assert args == (optimizer,) and kwargs == {}
+                calls.append("pre")
+                optimizer.param_groups[0]["lr"] = 1.0
+
+            handles = [
+                register_optimizer_step_pre_hook(note("pre of all")),
+                register_optimizer_step_post_hook(note("post of all")),
+                optimizer.register_step_pre_hook(change),
+                optimizer.register_step_post_hook(note("post")),
+            ]
+            param.grad = torch.ones_like(param)
+            try:
+                FusedStep(optimizer).step() if fused else optimizer.step()
+            finally:
+                for handle in handles:
+                    handle.remove()
+            results.append((calls, param.tolist()))
+        assert results[0] == results[1]
+        assert results[0] == (["pre of all", "pre", "post", "post of all"], [0.0, 0.0, 0.0])
+
+    def test_groups_added_after_a_capture(self, device):
+        """The old numbers stay where a graph reads them, and a replay that left the new group out is an error."""
+        params = parameters(device)
+        optimizer = SGD(params[:4], **NESTEROV)
+        step = FusedStep(optimizer)
+        step.refresh()
+        values, tensors, _ = _hyper_parameters(optimizer.param_groups, step.device)
+        step._scalars_in_memory(values, tensors)  # as a capture does
+        step.after_replay()
+        old = weakref.ref(step._scalars)
+        optimizer.add_param_group({"params": params[4:]})
+        step.refresh()
+        gc.collect()
+        assert old() is not None
+        with pytest.raises(RuntimeError, match="param_groups has 2 groups, but had 1 when the step was captured"):
+            step.after_replay()
+        step._scalars_in_memory(*_hyper_parameters(optimizer.param_groups, step.device)[:2])
+        step.after_replay()
 
     def test_two_launches_no_sync(self, cuda):
         loop = Loop(cuda, True)

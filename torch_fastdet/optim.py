@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import weakref
 from collections.abc import Callable, Iterable
@@ -37,8 +38,7 @@ def _hyper_parameters(
             if isinstance(value, Tensor) and value.device.type != "cpu":
                 tensors += [None] * (len(values) - len(tensors))
                 tensors.append(value.to(device, non_blocking=True))
-                # Known to be there, whatever it holds.
-                values.append(1.0 if name != "dampening" else 0.0)
+                values.append(1.0)  # known to be there, whatever it holds
             else:
                 values.append(float(value))
         momentum = isinstance(group["momentum"], Tensor) or group["momentum"] != 0
@@ -56,6 +56,12 @@ class _Bound:
     """MultiTensorStates of an SGD optimizer, one a device, whose momentum buffers are those in ``optimizer.state``."""
 
     def __init__(self, optimizer: torch.optim.SGD, make_state: Callable[[list[Tensor], list[int], list[int]], Any]):
+        if optimizer not in _bounds:
+            _bounds[optimizer] = weakref.WeakSet()
+            optimizer.register_state_dict_post_hook(_leave_out_unfilled)
+        for param in _unfilled(optimizer):  # known to the object before this one alone; made anew
+            optimizer.state[param].pop(BUFFER, None)
+        _bounds[optimizer].add(self)
         groups = optimizer.param_groups
         self.optimizer = optimizer
         self.params: list[Tensor] = [p for group in groups for p in group["params"]]
@@ -87,19 +93,16 @@ class _Bound:
                     self.state[self.params[i]][BUFFER] = buffer
         self.take_buffers()
 
-    def drop_unfilled(self) -> None:
-        """Take back buffers whose first step was skipped. They differ from zeros only where there is dampening."""
-        dropped = False
+    def unfilled(self) -> list[Tensor]:
+        """Parameters whose buffer was made by a first step that was skipped. It differs from zeros where there is dampening."""
+        if not self.same_buffers():
+            self.take_buffers()
+        found = []
         for device, at in self.places.items():
             fresh = self.states[device].fresh()
-            if fresh is None:
-                continue
-            for i, unfilled in zip(at, fresh.tolist()):
-                if unfilled and self.params[i] in self.state:
-                    self.state[self.params[i]].pop(BUFFER, None)
-                    dropped = True
-        if dropped:
-            self.take_buffers()
+            if fresh is not None:
+                found += [self.params[i] for i, unfilled in zip(at, fresh.tolist()) if unfilled]
+        return found
 
     def can_unscale(self) -> bool:
         """Whether there is a gradient, and none that GradScaler refuses to unscale or that is sparse."""
@@ -148,6 +151,32 @@ class _Bound:
         return True
 
 
+_bounds: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakSet[_Bound]] = weakref.WeakKeyDictionary()
+
+
+def _unfilled(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [param for bound in _bounds.get(optimizer, ()) for param in bound.unfilled()]
+
+
+def _without_buffers(state: dict[Any, dict[str, Any]], keys: Iterable[Any]) -> dict[Any, dict[str, Any]]:
+    """A copy of an optimizer's state without the momentum buffers of these entries."""
+    state = copy.copy(state)
+    for key in keys:
+        state[key] = {name: value for name, value in state[key].items() if name != BUFFER}
+        if not state[key]:
+            del state[key]
+    return state
+
+
+def _leave_out_unfilled(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """A state_dict hook: after a skipped first step there are no momentum buffers, as stock has none."""
+    unfilled = set(map(id, _unfilled(optimizer)))
+    if unfilled:
+        params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        places = [place for place, param in enumerate(params) if id(param) in unfilled]
+        state_dict["state"] = _without_buffers(state_dict["state"], places)
+
+
 class SGD(torch.optim.SGD):
     """``torch.optim.SGD`` whose step is one launch over all groups, and which GradScaler drives without a host sync.
 
@@ -192,23 +221,19 @@ class SGD(torch.optim.SGD):
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         bound = self._bind()
         made = 0
-        for device, state in bound.states.items():
-            made += state.sgd_(
-                *_hyper_parameters(self.param_groups, device), _on(grad_scale, device), _on(found_inf, device)
-            )
-        if made:
-            bound.give_buffers()
+        try:
+            for device, state in bound.states.items():
+                made += state.sgd_(
+                    *_hyper_parameters(self.param_groups, device), _on(grad_scale, device), _on(found_inf, device)
+                )
+        finally:  # a later device may fail
+            if made:
+                bound.give_buffers()
         return loss
 
-    def state_dict(self) -> dict[str, Any]:
-        if self._bound is not None:
-            self._bound.drop_unfilled()
-        return super().state_dict()
-
     def __getstate__(self) -> dict[str, Any]:
-        if self._bound is not None:
-            self._bound.drop_unfilled()
-        return super().__getstate__()
+        state = super().__getstate__()
+        return {**state, "state": _without_buffers(state["state"], _unfilled(self))}
 
 
 def _module_of(parameters: Iterable[Tensor]) -> nn.Module | None:
@@ -352,6 +377,7 @@ class FusedStep:
         self._counter = torch.zeros((), dtype=torch.int64, device=self.device)
         self._counted = -1
         self._scalars = torch.zeros(0, dtype=torch.float64, device=self.device)
+        self._captured_scalars: list[Tensor] = []  # graphs go on reading them
         self._uploaded: list[float] = []
 
     @staticmethod
@@ -404,6 +430,14 @@ class FusedStep:
             model: whose average ``ema`` is; needed only where the EMA is a copy (deepcopy, unpickled), which does not know its
                 model before its first update.
         """
+
+        def take(optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
+            self._step(model)
+
+        # Hooks, of this optimizer and of all, as optimizer.step() has them; what they change counts for this step.
+        torch.optim.Optimizer.profile_hook_step(take)(self.optimizer)
+
+    def _step(self, model: nn.Module | None) -> None:
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         scale = tracker = None
         growth: list[float] = []
@@ -414,8 +448,6 @@ class FusedStep:
         if capturing:
             values, tensors = self._scalars_in_memory(values, tensors)
         decay, tau, updates = self._decay(capturing)
-        for hook in self.optimizer._optimizer_step_pre_hooks.values():
-            hook(self.optimizer, (), {})
         made = bound.states[self.device].fused_(
             values,
             tensors,
@@ -436,15 +468,15 @@ class FusedStep:
         if self.ema is not None and decay >= 0 and not capturing:
             self.ema.updates = self._counted = updates
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
-        for hook in self.optimizer._optimizer_step_post_hooks.values():
-            hook(self.optimizer, (), {})
 
     def _scaler_state(self, scaler: torch.amp.GradScaler) -> tuple[Tensor, Tensor, list[float]]:
         if scaler._scale is None or scaler._growth_tracker is None:
             raise RuntimeError(
                 "FusedStep: the scaler has not scaled anything yet; call scaler.scale(loss).backward() first"
             )
-        if scaler._per_optimizer_states[id(self.optimizer)]["stage"] is not OptState.READY:
+        # Not indexed: that would leave an entry behind, and a scaler that has one cannot be copied or pickled.
+        state = scaler._per_optimizer_states.get(id(self.optimizer))
+        if state is not None and state["stage"] is not OptState.READY:
             raise RuntimeError(
                 "FusedStep: scaler.unscale_ or scaler.step was called for this optimizer since the last update; FusedStep does "
                 "both itself"
@@ -477,6 +509,8 @@ class FusedStep:
     ) -> tuple[list[float], list[Tensor | None]]:
         if values != self._uploaded:
             raise RuntimeError("FusedStep: call refresh() before the capture and before each replay")
+        if not any(scalars is self._scalars for scalars in self._captured_scalars):
+            self._captured_scalars.append(self._scalars)
         mine: list[Tensor | None] = list(self._scalars.unbind())
         return values, mine if not tensors else [mine[i] if t is None else t for i, t in enumerate(tensors)]
 
@@ -522,7 +556,17 @@ class FusedStep:
         return tuple(groups), self.max_norm, scaling, averaging
 
     def after_replay(self, replays: int = 1) -> None:
-        """Count what captured steps did: ``ema.updates`` follows, and schedulers know of the step."""
+        """Count what captured steps did: ``ema.updates`` follows, and schedulers know of the step.
+
+        Raises:
+            RuntimeError: param_groups has other groups than at the capture, so that the replay did not step them.
+        """
+        groups = len(self.optimizer.param_groups)
+        captured = [scalars.numel() // len(HYPER_PARAMETERS) for scalars in self._captured_scalars]
+        if captured and groups not in captured:
+            raise RuntimeError(
+                f"FusedStep: param_groups has {groups} groups, but had {captured[-1]} when the step was captured; capture it again"
+            )
         if self.ema is not None and self.ema.enabled:
             self.ema.updates += replays
             self._counted = self.ema.updates

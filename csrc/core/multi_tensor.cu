@@ -61,6 +61,28 @@ __device__ __forceinline__ void store_any(void* data, DType dtype, int64_t i, A 
   }
 }
 
+// As a tensor of T would keep it.
+template <typename T>
+__device__ __forceinline__ arithmetic_t<T> stored(arithmetic_t<T> x) {
+  return to_arithmetic(from_arithmetic<T>(x));
+}
+
+// As a tensor of this type would keep it.
+template <typename A>
+__device__ __forceinline__ A stored_any(DType dtype, A value) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return stored<__half>(static_cast<float>(value));
+    case DType::kBFloat16:
+      return stored<__nv_bfloat16>(static_cast<float>(value));
+    case DType::kFloat32:
+      return static_cast<float>(value);
+    case DType::kFloat64:
+      break;
+  }
+  return value;
+}
+
 __device__ __forceinline__ double read(const Scalar& scalar) {
   return scalar.data ? load_double(scalar.data, scalar.dtype, 0) : scalar.value;
 }
@@ -119,9 +141,11 @@ template <typename A>
 struct GradSum {
   A sum = 0;
   bool finite = true;
-  __device__ __forceinline__ A add(A grad, A inv_scale, bool scaled) {
+  // `as_grad` rounds to the gradient's own type: the norm is that of what is, or would be, stored.
+  template <typename AsGrad>
+  __device__ __forceinline__ A add(A grad, A inv_scale, bool scaled, const AsGrad& as_grad) {
     finite = finite && isfinite(grad);
-    if (scaled) grad = mul_rn(grad, inv_scale);
+    if (scaled) grad = as_grad(mul_rn(grad, inv_scale));
     sum += grad * grad;
     return grad;
   }
@@ -133,6 +157,7 @@ __device__ double reduce_typed(T* __restrict__ grad, int count, float inv_scale,
   using A = arithmetic_t<T>;
   constexpr int V = kVector<T>;
   constexpr int U = 4;
+  const auto as_grad = [](A x) { return stored<T>(x); };
   GradSum<A> sum;
   int done = 0;
   if (is_aligned(grad)) {
@@ -149,7 +174,8 @@ __device__ double reduce_typed(T* __restrict__ grad, int count, float inv_scale,
         if (first + u * kWarp >= vectors) continue;
 #pragma unroll
         for (int v = 0; v < V; ++v) {
-          x[u].x[v] = from_arithmetic<T>(sum.add(to_arithmetic(x[u].x[v]), static_cast<A>(inv_scale), scaled));
+          const A value = sum.add(to_arithmetic(x[u].x[v]), static_cast<A>(inv_scale), scaled, as_grad);
+          x[u].x[v] = from_arithmetic<T>(value);
         }
         if (write) in[first + u * kWarp] = x[u];
       }
@@ -157,7 +183,7 @@ __device__ double reduce_typed(T* __restrict__ grad, int count, float inv_scale,
     done = vectors * V;
   }
   for (int i = done + lane; i < count; i += kWarp) {
-    const A x = sum.add(to_arithmetic(grad[i]), static_cast<A>(inv_scale), scaled);
+    const A x = sum.add(to_arithmetic(grad[i]), static_cast<A>(inv_scale), scaled, as_grad);
     if (write) grad[i] = from_arithmetic<T>(x);
   }
   finite = finite && sum.finite;
@@ -173,7 +199,8 @@ __device__ double reduce_any(const Row& row, const Layout* layouts, const Segmen
     offsets[kGrad] = segment.start + i;
     if (row.layout >= 0) layout_offsets(layouts[row.layout], segment.start + i, offsets);
     const DType type = slot_type(row, kGrad);
-    const A x = sum.add(load_any<A>(row.data[kGrad], type, offsets[kGrad]), static_cast<A>(inv_scale), scaled);
+    const A x = sum.add(load_any<A>(row.data[kGrad], type, offsets[kGrad]), static_cast<A>(inv_scale), scaled,
+                        [type](A value) { return stored_any(type, value); });
     if (write) store_any(row.data[kGrad], type, offsets[kGrad], x);
   }
   finite = finite && sum.finite;
@@ -278,10 +305,16 @@ struct RowStep {
   A inv_scale, clip, decay, one_minus_decay;
   bool scaled, clipped, update, momentum, fresh, write_grad, average;
 
-  __device__ __forceinline__ void element(A& param, A& grad, A& buffer, A& average_value) const {
-    if (scaled) grad = mul_rn(grad, inv_scale);
-    if (clipped) grad = mul_rn(grad, clip);
-    if (update) sgd_element(param, grad, buffer, sgd, momentum, fresh);
+  // `as_grad` and `as_param` round to the tensor's own type, where separate calls would store and load again.
+  template <typename AsGrad, typename AsParam>
+  __device__ __forceinline__ void element(A& param, A& grad, A& buffer, A& average_value, const AsGrad& as_grad,
+                                          const AsParam& as_param) const {
+    if (scaled) grad = as_grad(mul_rn(grad, inv_scale));
+    if (clipped) grad = as_grad(mul_rn(grad, clip));
+    if (update) {
+      sgd_element(param, grad, buffer, sgd, momentum, fresh);
+      param = as_param(param);
+    }
     if (average) average_value = ema_element(average_value, param, decay, one_minus_decay);
   }
   __device__ __forceinline__ bool reads_grad() const { return update || write_grad; }
@@ -291,6 +324,7 @@ template <typename T, int U>
 __device__ void update_typed(const Row& row, int64_t start, int count, const RowStep<arithmetic_t<T>>& step, int lane) {
   using A = arithmetic_t<T>;
   constexpr int V = kVector<T>;
+  const auto as_stored = [](A x) { return stored<T>(x); };
   T* param = row.data[kParam] ? static_cast<T*>(row.data[kParam]) + start : nullptr;
   T* grad = step.reads_grad() ? static_cast<T*>(row.data[kGrad]) + start : nullptr;
   T* buffer = step.update && step.momentum ? static_cast<T*>(row.data[kMomentum]) + start : nullptr;
@@ -319,7 +353,7 @@ __device__ void update_typed(const Row& row, int64_t start, int count, const Row
           A gv = grad ? to_arithmetic(g[u].x[v]) : A(0);
           A mv = buffer ? to_arithmetic(m[u].x[v]) : A(0);
           A ev = average ? to_arithmetic(e[u].x[v]) : A(0);
-          step.element(pv, gv, mv, ev);
+          step.element(pv, gv, mv, ev, as_stored, as_stored);
           p[u].x[v] = from_arithmetic<T>(pv);
           g[u].x[v] = from_arithmetic<T>(gv);
           m[u].x[v] = from_arithmetic<T>(mv);
@@ -338,7 +372,7 @@ __device__ void update_typed(const Row& row, int64_t start, int count, const Row
     A gv = grad ? to_arithmetic(grad[i]) : A(0);
     A mv = buffer ? to_arithmetic(buffer[i]) : A(0);
     A ev = average ? to_arithmetic(average[i]) : A(0);
-    step.element(pv, gv, mv, ev);
+    step.element(pv, gv, mv, ev, as_stored, as_stored);
     if (step.update) param[i] = from_arithmetic<T>(pv);
     if (step.write_grad) grad[i] = from_arithmetic<T>(gv);
     if (buffer) buffer[i] = from_arithmetic<T>(mv);
@@ -364,7 +398,9 @@ __device__ void update_any(const Row& row, const Layout* layouts, const Segment&
     A gv = load(step.reads_grad(), kGrad);
     A mv = load(momentum, kMomentum);
     A ev = load(step.average, kAverage);
-    step.element(pv, gv, mv, ev);
+    step.element(
+        pv, gv, mv, ev, [&row](A x) { return stored_any(slot_type(row, kGrad), x); },
+        [&row](A x) { return stored_any(slot_type(row, kParam), x); });
     store(step.update, kParam, pv);
     store(step.write_grad, kGrad, gv);
     store(momentum, kMomentum, mv);
@@ -469,7 +505,7 @@ __global__ void __launch_bounds__(kThreads, kFloat32 ? 3 : 1) update_kernel(cons
     for (int64_t i = threadIdx.x; i < p.list.num_rows; i += kThreads) {
       const Row& row = p.list.rows[i];
       const int32_t group = row.group - p.first_group;
-      if (row.data[kGrad] && group >= 0 && group < p.num_groups) p.fresh[i] = 0;
+      if (row.data[kGrad] && row.data[kMomentum] && group >= 0 && group < p.num_groups) p.fresh[i] = 0;
     }
   }
   if (p.write_counter && threadIdx.x == 0) *p.counter = updates;

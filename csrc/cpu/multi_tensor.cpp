@@ -50,6 +50,7 @@ struct Step {
   core::SgdScalars<A> sgd;
   A inv_scale, clip, decay, one_minus_decay;
   bool scaled, clipped, update, momentum, fresh, write_grad, average;
+  DType grad_type, param_type;
   bool reads_grad() const { return update || write_grad; }
 };
 
@@ -58,20 +59,37 @@ struct Block {
   A slot[core::kSlots][kBlock];
 };
 
+template <typename T, typename A>
+TORCH_FASTDET_HOST_DEVICE void store_and_load(A* values, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) values[i] = static_cast<A>(static_cast<T>(values[i]));
+}
+
+// Rounds to the type that a tensor keeps its values in.
+template <typename A>
+TORCH_FASTDET_HOST_DEVICE void as_stored(DType type, A* values, int64_t count) {
+  if (type == DType::kFloat16) store_and_load<c10::Half>(values, count);
+  if (type == DType::kBFloat16) store_and_load<c10::BFloat16>(values, count);
+  if (type == DType::kFloat32 && std::is_same_v<A, double>) store_and_load<float>(values, count);
+}
+
+// Where separate calls would store and load again, values are rounded here too.
 template <typename A>
 TORCH_FASTDET_HOST_DEVICE void step_values(A* __restrict__ param, A* __restrict__ grad, A* __restrict__ buffer,
                                            A* __restrict__ average, int64_t count, const Step<A>& step) {
   const Step<A> s = step;
   if (s.scaled) {
     for (int64_t i = 0; i < count; ++i) grad[i] = core::mul_rn(grad[i], s.inv_scale);
+    as_stored(s.grad_type, grad, count);
   }
   if (s.clipped) {
     for (int64_t i = 0; i < count; ++i) grad[i] = core::mul_rn(grad[i], s.clip);
+    as_stored(s.grad_type, grad, count);
   }
   if (s.update) {
     for (int64_t i = 0; i < count; ++i) {
       core::sgd_element(param[i], grad[i], buffer[i], s.sgd, s.momentum, s.fresh);
     }
+    if (s.average) as_stored(s.param_type, param, count);
   }
   if (s.average) {
     for (int64_t i = 0; i < count; ++i) {
@@ -80,15 +98,16 @@ TORCH_FASTDET_HOST_DEVICE void step_values(A* __restrict__ param, A* __restrict_
   }
 }
 
-// Multiplies by inv_scale and adds the squares, lane by lane so that the order does not depend on the vector width.
-// Returns whether all values were finite before.
+// Multiplies by inv_scale, rounds to the gradient's type and adds the squares, lane by lane so that the order does not
+// depend on the vector width. Returns whether all values were finite before.
 template <typename A>
-TORCH_FASTDET_HOST_DEVICE bool reduce_values(A* __restrict__ grad, int64_t count, A inv_scale, bool scaled,
+TORCH_FASTDET_HOST_DEVICE bool reduce_values(A* __restrict__ grad, int64_t count, A inv_scale, bool scaled, DType type,
                                              A* __restrict__ sums) {
   A check = 0;  // stays 0 while all are finite: inf * 0 and nan * 0 are nan
   for (int64_t i = 0; i < count; ++i) check += grad[i] * A(0);
   if (scaled) {
     for (int64_t i = 0; i < count; ++i) grad[i] = core::mul_rn(grad[i], inv_scale);
+    as_stored(type, grad, count);
   }
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {
@@ -107,11 +126,12 @@ TORCH_FASTDET_AVX2 void step_avx2(float* const* slots, int64_t count, const Step
 TORCH_FASTDET_AVX2 void step_avx2(double* const* slots, int64_t count, const Step<double>& step) {
   step_values(slots[0], slots[1], slots[2], slots[3], count, step);
 }
-TORCH_FASTDET_AVX2 bool reduce_avx2(float* grad, int64_t count, float inv_scale, bool scaled, float* sums) {
-  return reduce_values(grad, count, inv_scale, scaled, sums);
+TORCH_FASTDET_AVX2 bool reduce_avx2(float* grad, int64_t count, float inv_scale, bool scaled, DType type, float* sums) {
+  return reduce_values(grad, count, inv_scale, scaled, type, sums);
 }
-TORCH_FASTDET_AVX2 bool reduce_avx2(double* grad, int64_t count, double inv_scale, bool scaled, double* sums) {
-  return reduce_values(grad, count, inv_scale, scaled, sums);
+TORCH_FASTDET_AVX2 bool reduce_avx2(double* grad, int64_t count, double inv_scale, bool scaled, DType type,
+                                    double* sums) {
+  return reduce_values(grad, count, inv_scale, scaled, type, sums);
 }
 #endif
 
@@ -125,11 +145,11 @@ void step_block(A* const* slots, int64_t count, const Step<A>& step) {
 }
 
 template <typename A>
-bool reduce_block(A* grad, int64_t count, A inv_scale, bool scaled, A* sums) {
+bool reduce_block(A* grad, int64_t count, A inv_scale, bool scaled, DType type, A* sums) {
 #ifdef TORCH_FASTDET_HAS_AVX2_PATH
-  if (has_avx2) return reduce_avx2(grad, count, inv_scale, scaled, sums);
+  if (has_avx2) return reduce_avx2(grad, count, inv_scale, scaled, type, sums);
 #endif
-  return reduce_values(grad, count, inv_scale, scaled, sums);
+  return reduce_values(grad, count, inv_scale, scaled, type, sums);
 }
 
 // `at`: offsets (elements) of the block's elements, or null where they lie one after the other.
@@ -231,11 +251,12 @@ Partial reduce_segment(const List& list, const core::Row& row, const core::Segme
   Partial partial;
   A sums[kLanes] = {};
   A grad[kBlock];
+  const DType type = static_cast<DType>(row.dtype[core::kGrad]);
   Piece piece(list, row);
   for (int64_t done = 0; done < segment.count; done += kBlock) {
     piece.move(segment.start + done, std::min(kBlock, segment.count - done));
     piece.load(core::kGrad, grad);
-    partial.finite &= reduce_block(grad, piece.count, static_cast<A>(inv_scale), scaled, sums);
+    partial.finite &= reduce_block(grad, piece.count, static_cast<A>(inv_scale), scaled, type, sums);
     if (write) piece.store(core::kGrad, grad);
   }
   A sum = 0;
@@ -298,6 +319,8 @@ Step<A> row_step(const core::UpdateParams& p, const StepScalars& s, c10::ArrayRe
   step.clipped = s.clip != 1.0 && step.reads_grad();
   step.decay = static_cast<A>(s.decay);
   step.one_minus_decay = static_cast<A>(s.one_minus_decay);
+  step.grad_type = static_cast<DType>(row.dtype[core::kGrad]);
+  step.param_type = static_cast<DType>(row.dtype[core::kParam]);
   if (step.update) {
     const core::SgdGroup& group = groups[row.group];
     step.sgd = {static_cast<A>(read(group.lr)),
@@ -370,7 +393,8 @@ void update_all(const List& list, const std::vector<core::Segment>& segments, co
   });
   if (p.fresh && !s.skip) {
     for (size_t i = 0; i < list.rows.size(); ++i) {
-      if (list.rows[i].data[core::kGrad] && list.rows[i].group >= 0) p.fresh[i] = 0;
+      const core::Row& row = list.rows[i];
+      if (row.data[core::kGrad] && row.data[core::kMomentum] && row.group >= 0) p.fresh[i] = 0;
     }
   }
   if (p.write_counter) *p.counter = updates;

@@ -11,6 +11,7 @@
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
+#include <array>
 #include <cstring>
 #include <list>
 #include <memory>
@@ -73,6 +74,7 @@ struct Plan {
   std::shared_ptr<Segments> segments;
   at::Tensor table;  // workspace, rows, layouts
   at::Tensor partials;
+  std::vector<at::Tensor> owned;  // other tensors that a graph's kernels point to
   core::MultiTensor view;
 };
 
@@ -80,12 +82,44 @@ struct Cache {
   std::mutex mutex;
   RecentlyUsed<Segments> segments;
   RecentlyUsed<Plan> plans;
-  std::vector<std::shared_ptr<Plan>> retired;  // plans of destroyed graphs, whose destructor must not call CUDA
+};
+
+// Plans of destroyed graphs. CUDA's callback, which must not call CUDA and so must not free them, leaves them here. The
+// mutex is held for a swap and a push alone: a thread that holds it never calls CUDA, so the callback never waits for
+// one that waits for CUDA.
+struct Retired {
+  std::mutex mutex;
+  std::vector<std::shared_ptr<Plan>> plans;
 };
 
 Cache& cache() {
   static Cache* cache = new Cache;  // outlives the CUDA context's users at exit
   return *cache;
+}
+
+Retired& retired() {
+  static Retired* retired = new Retired;
+  return *retired;
+}
+
+void free_retired() {
+  std::vector<std::shared_ptr<Plan>> plans;  // freed after the lock is
+  const std::lock_guard<std::mutex> lock(retired().mutex);
+  plans.swap(retired().plans);
+}
+
+// The stream that work lists of graphs are uploaded on, one a device. Not of torch's pool: it hands out 32 streams in
+// turn, and one of them may be the very stream that is capturing.
+c10::cuda::CUDAStream upload_stream(c10::DeviceIndex device) {
+  static std::mutex mutex;
+  static std::array<cudaStream_t, C10_COMPILE_TIME_MAX_GPUS> streams{};
+  const std::lock_guard<std::mutex> lock(mutex);
+  cudaStream_t& stream = streams.at(device);
+  if (!stream) {
+    const c10::cuda::CUDAGuard guard(device);
+    C10_CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  }
+  return c10::cuda::getStreamFromExternal(stream, device);
 }
 
 template <typename T>
@@ -156,9 +190,9 @@ std::shared_ptr<Plan> cached_plan(const List& list, c10::cuda::CUDAStream stream
   Words sizes = key;
   append(key, list.rows);
   append(key, list.layouts);
+  free_retired();
   Cache& c = cache();
   std::lock_guard<std::mutex> lock(c.mutex);
-  c.retired.clear();
   if (auto plan = c.plans.find(key)) return plan;
   for (const core::Row& row : list.rows) sizes.push_back(static_cast<uint64_t>(row.numel));
   auto segments = c.segments.find(sizes);
@@ -174,9 +208,8 @@ std::shared_ptr<Plan> cached_plan(const List& list, c10::cuda::CUDAStream stream
 // Called by CUDA when the graph and all its executables are gone; it may call no CUDA function itself.
 void CUDART_CB retire(void* owned) {
   std::unique_ptr<std::shared_ptr<Plan>> plan(static_cast<std::shared_ptr<Plan>*>(owned));
-  Cache& c = cache();
-  std::lock_guard<std::mutex> lock(c.mutex);
-  c.retired.push_back(std::move(*plan));
+  const std::lock_guard<std::mutex> lock(retired().mutex);
+  retired().plans.push_back(std::move(*plan));
 }
 
 std::shared_ptr<Plan> captured_plan(const List& list, c10::cuda::CUDAStream capturing) {
@@ -185,8 +218,9 @@ std::shared_ptr<Plan> captured_plan(const List& list, c10::cuda::CUDAStream capt
   std::shared_ptr<Plan> plan;
   {
     // Memory of a stream that is not captured comes from the ordinary pool, not from the graph's.
-    c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromPool(false, capturing.device_index()));
+    c10::cuda::CUDAStreamGuard guard(upload_stream(capturing.device_index()));
     plan = make_plan(list, make_segments(list, true), true);
+    plan->owned = list.owned_by_graph;
   }
   cudaStreamCaptureStatus status;
   cudaGraph_t graph = nullptr;

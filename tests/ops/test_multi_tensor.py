@@ -191,6 +191,51 @@ def test_scalars_in_device_memory(device):
     assert all(torch.equal(a, b) for a, b in zip(averages, others))
 
 
+class Names(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+def test_scalars_in_device_memory_are_not_read_by_the_host(device):
+    params, grads, buffers = lists("odd sizes", device, torch.float32, 3)
+    others = [p.clone() for p in params], [m.clone() for m in buffers]
+    lr, momentum = (torch.tensor(x, device=device, dtype=torch.float64) for x in (0.1, 0.9))
+    with Names() as seen:
+        ops.multi_tensor_ema_(params, grads, momentum)
+        OP.multi_tensor_ema_(params, grads, momentum)
+        OP.multi_tensor_sgd_(params, grads, buffers, lr, momentum)
+        ops.multi_tensor_sgd_(params, grads, buffers, lr, momentum)
+        ops.multi_tensor_sgd_(params, grads, buffers, lr, 0.9)
+        ops.multi_tensor_sgd_(params, grads, buffers, 0.1, momentum)
+        ops.multi_tensor_sgd_(params, grads, buffers, lr)
+    assert not any("_local_scalar_dense" in name for name in seen.names), seen.names
+    for decay in (0.9, 0.9):
+        ops.multi_tensor_ema_(others[0], grads, decay)
+    for momentum in (0.9, 0.9, 0.9, 0.9, 0.0):
+        ops.multi_tensor_sgd_(others[0], grads, others[1] if momentum else [], 0.1, momentum)
+    assert all(torch.equal(a, b) for a, b in zip(params + buffers, others[0] + others[1]))
+    with pytest.raises(RuntimeError, match=r"momentum is 0\.9, but momentum_buffers is empty"):
+        ops.multi_tensor_sgd_(params, grads, [], lr, 0.9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_grad_scale_steps_with_the_gradient_as_it_is_stored(device, dtype):
+    """As unscale_ and a step do."""
+    params, grads, buffers = lists("odd sizes", device, dtype, 3)
+    others = [[t.clone() for t in part] for part in (params, grads, buffers)]
+    scale, found_inf = torch.tensor(3.0, device=device), torch.zeros((), device=device)
+    ops.multi_tensor_sgd_(params, grads, buffers, 0.1, 0.9, grad_scale=scale, found_inf=found_inf)
+    ops.multi_tensor_unscale_(others[1], scale, found_inf)
+    ops.multi_tensor_sgd_(*others, 0.1, 0.9)
+    for mine, wanted in zip((params, grads, buffers), others):
+        assert all(torch.equal(a, b) for a, b in zip(mine, wanted))
+
+
 def test_float32_ema_is_the_stock_loop_bit_by_bit(device):
     averages, values = lists("odd sizes", device, torch.float32, 2)
     stock = [v.clone() for v in averages]
@@ -310,6 +355,12 @@ def test_opcheck(device, index):
     torch.library.opcheck(operator, arguments)
 
 
+@pytest.mark.parametrize("index", range(5))  # a norm of nothing has no device, which fake tensors want
+def test_opcheck_of_empty_lists(device, index):
+    operator, arguments = list(samples(device).items())[index]
+    torch.library.opcheck(operator, tuple([] if isinstance(x, list) else x for x in arguments))
+
+
 def step(params: list[torch.Tensor], grads: list[torch.Tensor], buffers: list[torch.Tensor]) -> torch.Tensor:
     norm = ops.multi_tensor_clip_grad_norm_(grads, 1.0)
     ops.multi_tensor_sgd_(params, grads, buffers, 0.1, 0.9)
@@ -383,6 +434,27 @@ def test_graph_replays_with_changed_values_and_survives_other_calls(cuda):
         for mine, right in zip((params, grads, buffers), others):
             assert all(torch.equal(a, b) for a, b in zip(mine, right))
         del junk
+
+
+def test_many_calls_in_one_capture(cuda):
+    """More than torch's pool has streams, 32: each list is uploaded on a stream that does not capture."""
+    averages, values = lists("odd sizes", cuda, torch.float32, 2)
+    wanted = [t.clone() for t in averages]
+    for pooled in range(40):
+        stream = torch.cuda.Stream()
+        if pooled % 13:
+            continue
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for i in range(64):
+                ops.multi_tensor_ema_(averages[: i % 3 + 1], values[: i % 3 + 1], 0.5)
+                ops.multi_tensor_ema_(averages[3:], values[3:], 0.5)
+        graph.replay()
+        for i in range(64):
+            ops.multi_tensor_ema_(wanted[: i % 3 + 1], values[: i % 3 + 1], 0.5)
+            ops.multi_tensor_ema_(wanted[3:], values[3:], 0.5)
+        assert all(torch.equal(a, b) for a, b in zip(averages, wanted))
 
 
 def test_graph_frees_its_work_list(cuda):

@@ -38,12 +38,18 @@ def multi_tensor_ema_(averages: List[Tensor], values: List[Tensor], decay: Union
         torch.ops.torch_fastdet.multi_tensor_ema_(averages, values, decay)
 
 
+def _on_device(value: float, params: List[Tensor]) -> Tensor:  # noqa: UP006
+    return torch.full(
+        [], value, dtype=torch.float64, device=params[0].device if len(params) > 0 else torch.device("cpu")
+    )
+
+
 def multi_tensor_sgd_(
     params: List[Tensor],  # noqa: UP006
     grads: List[Tensor],  # noqa: UP006
     momentum_buffers: List[Tensor],  # noqa: UP006
-    lr: float,
-    momentum: float = 0.0,
+    lr: Union[float, Tensor],  # noqa: UP007
+    momentum: Union[float, Tensor] = 0.0,  # noqa: UP007
     dampening: float = 0.0,
     weight_decay: float = 0.0,
     nesterov: bool = False,
@@ -58,8 +64,7 @@ def multi_tensor_sgd_(
         params: parameters, updated; their dtypes and strides may differ from those of ``grads`` and ``momentum_buffers``.
         grads: gradients; they change only where ``grad_scale`` is given.
         momentum_buffers: one for each parameter, updated; an empty list where ``momentum`` is 0.
-        lr: learning rate. (The overload ``torch.ops.torch_fastdet.multi_tensor_sgd_.tensor`` takes lr and momentum as one-element
-            tensors on the device.)
+        lr: learning rate: a number, or a one-element tensor on the device, read when the kernel runs; so is momentum.
         momentum: this and the next four are torch.optim.SGD's.
         dampening: of the gradient in the momentum.
         weight_decay: L2 penalty.
@@ -74,20 +79,61 @@ def multi_tensor_sgd_(
 
     Source: the update rule of https://pytorch.org/docs/stable/generated/torch.optim.SGD.html.
     """
-    torch.ops.torch_fastdet.multi_tensor_sgd_(
-        params,
-        grads,
-        momentum_buffers,
-        lr,
-        momentum,
-        dampening,
-        weight_decay,
-        nesterov,
-        maximize,
-        is_first_step,
-        grad_scale,
-        found_inf,
-    )
+    if isinstance(lr, Tensor):
+        if isinstance(momentum, Tensor):
+            on_device = momentum
+        else:
+            if momentum == 0.0:
+                momentum_buffers = momentum_buffers[:0]
+            elif len(momentum_buffers) == 0 and len(params) > 0:
+                raise RuntimeError(
+                    f"multi_tensor_sgd_: momentum is {momentum}, but momentum_buffers is empty; one buffer for each tensor of params is wanted"
+                )
+            on_device = _on_device(momentum, params)
+        torch.ops.torch_fastdet.multi_tensor_sgd_(
+            params,
+            grads,
+            momentum_buffers,
+            lr,
+            on_device,
+            dampening,
+            weight_decay,
+            nesterov,
+            maximize,
+            is_first_step,
+            grad_scale,
+            found_inf,
+        )
+    elif isinstance(momentum, Tensor):
+        torch.ops.torch_fastdet.multi_tensor_sgd_(
+            params,
+            grads,
+            momentum_buffers,
+            _on_device(lr, params),
+            momentum,
+            dampening,
+            weight_decay,
+            nesterov,
+            maximize,
+            is_first_step,
+            grad_scale,
+            found_inf,
+        )
+    else:
+        torch.ops.torch_fastdet.multi_tensor_sgd_(
+            params,
+            grads,
+            momentum_buffers,
+            lr,
+            momentum,
+            dampening,
+            weight_decay,
+            nesterov,
+            maximize,
+            is_first_step,
+            grad_scale,
+            found_inf,
+        )
 
 
 def multi_tensor_unscale_(grads: List[Tensor], scale: Tensor, found_inf: Tensor) -> None:  # noqa: UP006
