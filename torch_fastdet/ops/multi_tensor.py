@@ -2,7 +2,8 @@
 
 All take tensors of float16, bfloat16, float32 and float64, mixed as they come, of any sizes (empty ones too) and any strides;
 tensors of one index have one shape, and all are on one device. Nothing is copied or made contiguous: tensors of one index that lie
-alike are read 16 bytes at a time, others element by element. Arithmetic is float32 (float64 where a float64 tensor is in the row). None of them waits for the GPU, and all can be captured in a CUDA graph: the list is put on the device while the call is
+alike are read 16 bytes at a time, others element by element. Arithmetic is float32 (float64 where a float64 tensor is in the
+row). None of them waits for the GPU, and all can be captured in a CUDA graph: the list is put on the device while the call is
 captured, not when the graph replays, and belongs to the graph. They have no autograd, and count as in-place operations on what
 they write.
 
