@@ -63,6 +63,9 @@ class Steps:
     """Runs commands one after another or side by side, each until a point of the time that all of them have."""
 
     def __init__(self, seconds: float):
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            # We were started in the background; what we start would ignore stop() too.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         self.started = time.monotonic()
         self.seconds = seconds
         self.results: dict[str, dict[str, Any]] = {}
