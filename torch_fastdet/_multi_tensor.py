@@ -84,7 +84,7 @@ def wrappers(model: nn.Module) -> list[nn.Module]:
         if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             found.append(model.module)
         elif "_orig_mod" in model._modules and type(model).__name__ == "OptimizedModule":  # without importing dynamo
-            found.append(model._orig_mod)
+            found.append(model.get_submodule("_orig_mod"))
         else:
             return found
 

@@ -32,8 +32,10 @@ def _check_heads(op: str, heads: Any, anchors: Any, strides: Any) -> None:
 
 def _class_list(op: str, classes: Any) -> list[int] | None:
     """A list of classes; an int is one class, as the stock functions take it."""
-    if classes is None or isinstance(classes, (list, tuple)):
-        return classes
+    if classes is None:
+        return None
+    if isinstance(classes, (list, tuple)):
+        return list(classes)
     if isinstance(classes, int):
         return [classes]
     raise TypeError(f"{op}: classes is a {type(classes).__name__}, but a list of integers or None is wanted")
