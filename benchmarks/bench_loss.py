@@ -8,12 +8,10 @@ needs the package yolov5; without it the rows of stock are missing.
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import nn
 
-from benchmarks import work
+from benchmarks import stock, work
 from benchmarks.harness import Report, run
 from torch_fastdet.yolov5.loss import ComputeLoss
 
@@ -67,20 +65,12 @@ def make_targets(batch: int, boxes: int, device: torch.device) -> torch.Tensor:
     return torch.cat((image, label, torch.rand(count, 2), torch.rand(count, 2) ** 2 * 0.5 + 0.02), 1).to(device)
 
 
-def stock_loss(model: nn.Module):
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            from yolov5.utils.loss import ComputeLoss as Stock
-    except ImportError as error:
-        print(f"no rows of stock: {error}")
-        return None
-    return Stock(model)
-
-
 def step(compute, heads: list[torch.Tensor], targets: torch.Tensor):
+    device = targets.device.type
+
     def call():
-        loss, _ = compute(heads, targets)
+        with torch.autocast(device, enabled=device == "cuda"):  # as train.py has it
+            loss, _ = compute(heads, targets)
         for head in heads:
             head.grad = None
         loss.backward()
@@ -92,7 +82,7 @@ def measure(report: Report) -> None:
     device = report.device
     torch.manual_seed(0)
     model = Model(device)
-    ours, stock = ComputeLoss(model), stock_loss(model)
+    ours, theirs = ComputeLoss(model), stock.yolov5_loss(model)
     cases = ((16, 8), (64, 8), (16, 40)) if device.type == "cuda" else ((4, 8),)
     for batch, boxes in cases:
         targets = make_targets(batch, boxes, device)
@@ -102,12 +92,12 @@ def measure(report: Report) -> None:
             "torch_fastdet": step(ours, heads, targets),
             "torch_fastdet, channels_last": step(ours, nhwc, targets),
         }
-        if stock:
-            variants["stock"] = step(stock, heads, targets)
+        if theirs:
+            variants["stock"] = step(theirs, heads, targets)
             if device.type == "cuda":
-                variants["stock, torch.compile"] = step(torch.compile(stock.__call__), heads, targets)
+                variants["stock, torch.compile"] = step(torch.compile(theirs.__call__), heads, targets)
                 if (batch, boxes) == cases[0]:
-                    overhead = torch.compile(stock.__call__, mode="reduce-overhead")
+                    overhead = torch.compile(theirs.__call__, mode="reduce-overhead")
                     variants["stock, torch.compile, reduce-overhead"] = step(overhead, heads, targets)
         report.compare(
             f"640x640, batch {batch}, {boxes} boxes an image",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from benchmarks import harness, work
+from benchmarks import harness, stock, work
 from torch_fastdet import ops, optim
 from torch_fastdet.ema import ModelEMA
 from torch_fastdet.optim import SGD, FusedStep
@@ -42,14 +42,6 @@ class Model(nn.Module):
         return [{"params": biases}, {"params": weights, "weight_decay": decay}, {"params": norms, "weight_decay": 0.0}]
 
 
-def stock_ema(ema: nn.Module, model: nn.Module, decay: float):
-    values = model.state_dict()
-    for name, v in ema.state_dict().items():
-        if v.dtype.is_floating_point:
-            v *= decay
-            v += (1 - decay) * values[name].detach()
-
-
 class Setup:
     """One model with everything a step needs, for one variant."""
 
@@ -71,16 +63,18 @@ class Setup:
         values = self.model.state_dict()
         return [(v, values[k]) for k, v in self.ema.ema.state_dict().items() if v.is_floating_point()]
 
-    def stock_step(self, ema=True):
+    def torch_step(self):
         self.scaler.unscale_(self.optimizer)
         nn.utils.clip_grad_norm_(self.model.parameters(), max_norm=10.0)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        if ema:
-            stock_ema(self.ema.ema, self.model, 0.999)
+
+    def stock_step(self):
+        self.torch_step()
+        self.stock_ema.update(self.model)
 
     def tuned_step(self):
-        self.stock_step(ema=False)
+        self.torch_step()
         averages, values = self.pairs
         torch._foreach_lerp_(averages, values, 0.001)
 
@@ -94,7 +88,7 @@ class Setup:
 
 
 def measure_ema(report: harness.Report, name: str, **options) -> None:
-    setup, stock = Setup(name, report.device), Setup(name, report.device)
+    setup, other = Setup(name, report.device), Setup(name, report.device)
     pairs = setup.floats()
     averages, values = [v for v, _ in pairs], [x.detach() for _, x in pairs]
     parameters = sum(v.numel() for v in averages)
@@ -102,8 +96,10 @@ def measure_ema(report: harness.Report, name: str, **options) -> None:
     def foreach():
         torch._foreach_lerp_(averages, values, 0.001)
 
-    variants = {
-        "stock loop": lambda: stock_ema(stock.ema.ema, stock.model, 0.999),
+    variants = {}
+    if stock_ema := stock.yolov5_ema(other.model):
+        variants["stock"] = lambda: stock_ema.update(other.model)
+    variants |= {
         "torch._foreach_lerp_": foreach,
         "torch_fastdet op on lists": lambda: ops.multi_tensor_ema_(averages, values, 0.999),
         "torch_fastdet ModelEMA.update": lambda: setup.ema.update(setup.model),
@@ -129,14 +125,17 @@ def measure_sgd(report: harness.Report, name: str, **options) -> None:
 
 def measure_step(report: harness.Report, name: str, **options) -> None:
     fused, launcher = Setup(name, report.device), Setup(name, report.device)
-    stock, tuned = Setup(name, report.device, torch.optim.SGD), Setup(name, report.device, torch.optim.SGD, fused=True)
+    other, tuned = Setup(name, report.device, torch.optim.SGD), Setup(name, report.device, torch.optim.SGD, fused=True)
     pairs = tuned.floats()
     tuned.pairs = [v for v, _ in pairs], [x.detach() for _, x in pairs]
     step = FusedStep(fused.optimizer, fused.scaler, fused.ema, max_norm=10.0)
     step.step()
     step.refresh()
-    variants = {
-        "stock": stock.stock_step,
+    variants = {}
+    other.stock_ema = stock.yolov5_ema(other.model)
+    if other.stock_ema:
+        variants["stock"] = other.stock_step
+    variants |= {
         "torch SGD(fused), _foreach_lerp_": tuned.tuned_step,
         "torch_fastdet, stock's call sequence": launcher.launcher_step,
         "torch_fastdet FusedStep": step.step,

@@ -4,19 +4,16 @@
 
 Data are head maps as a trained model gives them: anchors near one of 40 objects an image are confident, the others not.
 `validation` keeps everything above 0.001 with several labels a box: far more than 30,000 candidates an image, so every image
-is cut to the best 30,000, as stock does. `sparse validation` has about 5,000. Stock's functions come from the installed packages
-(tests/stock.py), with their time limit stopped: they would return nothing for most images otherwise. At conf .25 the best that
-torchvision allows stands beside them, one nms() for the whole batch.
+is cut to the best 30,000, as stock does. `sparse validation` has about 5,000. Stock's functions have their time limit stopped: they would
+return nothing for most images otherwise. At conf .25 the best that torchvision allows stands beside them, one nms() for the
+whole batch.
 """
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 
-from benchmarks import harness, work
-from tests import stock
+from benchmarks import harness, stock, work
 from torch_fastdet import ops
 from torch_fastdet.suppression import ultralytics_non_max_suppression, yolov5_non_max_suppression
 
@@ -60,54 +57,6 @@ def trained_heads(images, device, dtype, background=-5.0, size=640, classes=80, 
     return heads
 
 
-def stock_decode(heads):
-    """The arithmetic of the stock Detect module in eager PyTorch, with its grids made before."""
-    rows = []
-    for head, anchor, stride in zip(heads, _anchors(heads[0]), STRIDES):
-        x = head.unflatten(1, (3, -1)).permute(0, 1, 3, 4, 2).contiguous()
-        ny, nx = x.shape[2:4]
-        grid = _grid(ny, nx, x.device, x.dtype)
-        xy, wh, rest = x.sigmoid().split((2, 2, x.shape[-1] - 4), 4)
-        y = torch.cat(((xy * 2 + grid) * stride, (wh * 2) ** 2 * (anchor * stride)[None, :, None, None], rest), 4)
-        rows.append(y.flatten(1, 3))
-    return torch.cat(rows, 1)
-
-
-_grids: dict = {}
-
-
-def _anchors(head):
-    key = (head.device, head.dtype)
-    if key not in _grids:
-        _grids[key] = ANCHORS.to(head)
-    return _grids[key]
-
-
-def _grid(ny, nx, device, dtype):
-    key = (ny, nx, device, dtype)
-    if key not in _grids:
-        lines = torch.meshgrid(torch.arange(nx), torch.arange(ny), indexing="xy")
-        _grids[key] = (torch.stack(lines, -1) - 0.5).to(device, dtype)
-    return _grids[key]
-
-
-def stock_ultralytics_decode(boxes, scores):
-    """The arithmetic of Ultralytics' Detect in eager PyTorch: softmax over the bins, distances to boxes, sigmoid."""
-    distances, points, strides = [], [], []
-    for box, stride in zip(boxes, STRIDES):
-        images, bins, ny, nx = box.shape
-        distances.append(box.reshape(images, 4, bins // 4, ny * nx))
-        points.append(_grid(ny, nx, box.device, box.dtype).flatten(0, 1) + 1.0)
-        strides.append(points[-1].new_full((ny * nx,), stride))
-    logits = torch.cat(distances, 3)
-    bins = torch.arange(logits.shape[2], device=logits.device, dtype=logits.dtype).view(1, 1, -1, 1)
-    near, far = (logits.softmax(2) * bins).sum(2).chunk(2, 1)
-    point, stride = torch.cat(points).T, torch.cat(strides)
-    low, high = point - near, point + far
-    rows = torch.cat(((low + high) / 2 * stride, (high - low) * stride), 1)
-    return torch.cat((rows, torch.cat([score.flatten(2) for score in scores], 2).sigmoid()), 1)
-
-
 def one_nms(prediction, conf_thres=0.25, iou_thres=0.45, max_det=300):
     """The best that torchvision allows where candidates are few: one nms() for the whole batch.
 
@@ -141,20 +90,25 @@ def apart(count, device, dtype=torch.float32):
     return prediction.to(device, dtype)
 
 
-def has(package):
-    return importlib.util.find_spec(package) is not None
-
-
 def suppression_variants(prediction, options):
     variants = {}
-    if has("yolov5"):
-        function = stock.yolov5(stable=False).non_max_suppression
+    if function := stock.yolov5_non_max_suppression():
         variants["stock"] = lambda: function(prediction, **options)
-    if "multi_label" not in options and has("torchvision"):
+    if "multi_label" not in options:
         variants[ONE_NMS] = lambda: one_nms(prediction, **options)
     variants["torch_fastdet list"] = lambda: yolov5_non_max_suppression(prediction, **options)
     variants["torch_fastdet padded"] = lambda: ops.non_max_suppression_padded(prediction, **options)
     return variants
+
+
+def raw_head_variants(heads):
+    function, decode = stock.yolov5_non_max_suppression(), stock.yolov5_decode(ANCHORS, STRIDES, 80, heads[0])
+    if not function or not decode:
+        return {}
+    return {
+        "stock decode + suppression": lambda: function(decode(heads)),
+        ONE_NMS: lambda: one_nms(decode(heads)),
+    }
 
 
 ONE_NMS = "torchvision, one nms for the batch"
@@ -169,8 +123,7 @@ def bench_scale_boxes(report, images, **options):
     boxes = torch.rand(images, count, 6, device=device) * 640
     rows = torch.tensor([ops.letterbox([640, 640], [720, 1280])] * images, device=device)
     variants = {}
-    if has("yolov5"):
-        function = stock.yolov5(stable=False).scale_boxes
+    if function := stock.yolov5_scale_boxes():
         variants["stock"] = lambda: [function((640, 640), image[:, :4], (720, 1280)) for image in boxes.clone()]
     variants["torch_fastdet"] = lambda: ops.scale_boxes_batched(boxes, rows)
     report.compare(
@@ -191,9 +144,9 @@ def bench_ultralytics(report, images, dtype, **options):
         anchor = head.unflatten(1, (3, -1))[:, 0]
         scores.append((anchor[:, 5:] + anchor[:, 4:5].clamp(max=0)).contiguous())
     variants = {}
-    if has("ultralytics"):
-        function = stock.ultralytics(stable=False).non_max_suppression
-        variants["stock decode + suppression"] = lambda: function(stock_ultralytics_decode(boxes, scores))
+    function, decode = stock.ultralytics_non_max_suppression(), stock.ultralytics_decode(STRIDES, 80, heads[0])
+    if function and decode:
+        variants["stock decode + suppression"] = lambda: function(decode(boxes, scores))
     variants["torch_fastdet postprocess"] = lambda: ops.ultralytics_postprocess(boxes, scores, [], STRIDES)
     report.compare(
         f"Ultralytics raw heads to detections, batch {images}, conf .25",
@@ -220,14 +173,7 @@ def bench_cuda(report):
             inner=10 if images == 1 else 2,
         )
         channels_last = [h.contiguous(memory_format=torch.channels_last) for h in heads]
-        variants = {}
-        if has("yolov5"):
-            function = stock.yolov5(stable=False).non_max_suppression
-            variants["stock decode + suppression"] = lambda heads=heads, function=function: function(
-                stock_decode(heads)
-            )
-        variants |= {
-            ONE_NMS: lambda heads=heads: one_nms(stock_decode(heads)),
+        variants = raw_head_variants(heads) | {
             "torch_fastdet decode + padded": lambda heads=heads: ops.non_max_suppression_padded(
                 ops.yolov5_decode(heads, anchors, STRIDES)
             ),
@@ -244,14 +190,17 @@ def bench_cuda(report):
             repetitions=10,
             inner=2,
         )
-        compiled = torch.compile(stock_decode, dynamic=False)
-        overhead = torch.compile(stock_decode, dynamic=False, mode="reduce-overhead")
+        variants = {}
+        if decode := stock.yolov5_decode(ANCHORS, STRIDES, 80, heads[0]):
+            compiled = torch.compile(decode, dynamic=False)
+            overhead = torch.compile(decode, dynamic=False, mode="reduce-overhead")
+            variants["stock"] = lambda heads=heads, decode=decode: decode(heads)
+            variants["stock, torch.compile"] = lambda heads=heads, compiled=compiled: compiled(heads)
+            variants[OVERHEAD] = lambda heads=heads, overhead=overhead: overhead(heads)
         report.compare(
             f"decode, batch {images}",
-            {
-                "stock": lambda heads=heads: stock_decode(heads),
-                "stock, torch.compile": lambda heads=heads, compiled=compiled: compiled(heads),
-                OVERHEAD: lambda heads=heads, overhead=overhead: overhead(heads),
+            variants
+            | {
                 "torch_fastdet": lambda heads=heads: ops.yolov5_decode(heads, anchors, STRIDES),
                 "torch_fastdet, channels_last": lambda heads=channels_last: ops.yolov5_decode(heads, anchors, STRIDES),
             },
@@ -310,8 +259,7 @@ def bench_cuda(report):
     layout = ops.yolov5_decode(trained_heads(32, device, torch.float16), anchors, STRIDES)
     first = torch.cat((layout[..., :4], layout[..., 5:] * layout[..., 4:5]), -1).transpose(1, 2).contiguous()
     variants = {}
-    if has("ultralytics"):
-        function = stock.ultralytics(stable=False).non_max_suppression
+    if function := stock.ultralytics_non_max_suppression():
         variants["stock"] = lambda: function(first)
     variants["torch_fastdet list"] = lambda: ultralytics_non_max_suppression(first)
     variants["torch_fastdet padded"] = lambda: ops.ultralytics_non_max_suppression_padded(first)
@@ -340,19 +288,14 @@ def bench_cpu(report):
         variants.pop("torch_fastdet padded")
         report.compare(f"suppression, batch 4, {name}", variants, repetitions=3, warmup=1, inner=1)
     few = {"repetitions": 5, "warmup": 1, "inner": 1}
-    variants = {}
-    if has("yolov5"):
-        function = stock.yolov5(stable=False).non_max_suppression
-        variants["stock decode + suppression"] = lambda: function(stock_decode(heads))
-    variants[ONE_NMS] = lambda: one_nms(stock_decode(heads))
+    variants = raw_head_variants(heads)
     variants["torch_fastdet postprocess"] = lambda: ops.yolov5_postprocess(heads, ANCHORS, STRIDES)
     report.compare("raw heads to detections, batch 4, conf .25", variants, bytes=prediction.numel() * 4, **few)
-    report.compare(
-        "decode, batch 4",
-        {"stock": lambda: stock_decode(heads), "torch_fastdet": lambda: ops.yolov5_decode(heads, ANCHORS, STRIDES)},
-        bytes=prediction.numel() * 8,
-        **few,
-    )
+    variants = {}
+    if decode := stock.yolov5_decode(ANCHORS, STRIDES, 80, heads[0]):
+        variants["stock"] = lambda: decode(heads)
+    variants["torch_fastdet"] = lambda: ops.yolov5_decode(heads, ANCHORS, STRIDES)
+    report.compare("decode, batch 4", variants, bytes=prediction.numel() * 8, **few)
     bench_ultralytics(report, 4, torch.float32, **few)
     bench_scale_boxes(report, 4, repetitions=20, inner=5)
 

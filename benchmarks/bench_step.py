@@ -1,10 +1,10 @@
 """Whole training steps of YOLOv5 at 640x640 under AMP: as shipped, tuned by hand, and with torch_fastdet. GPU only.
 
-    python -m benchmarks.bench_step [--models s16 s64 n16 m32] [--compiled s16] [--out FOLDER]
+    python -m benchmarks.bench_step [--models s16 s64 n16 m32 l16 x16] [--compiled s16] [--out FOLDER]
 
 The step is train.py's without its loader, over one batch on the GPU: forward, loss, backward, unscale, clip, SGD, EMA, and the
 loss items on the host, which train.py's progress bar wants every step. benchmarks/bench_train.py has the real script. Both need
-the package yolov5. torch.compile takes a minute or two a model and mode, so it is measured for --compiled alone, last.
+the package yolov5. torch.compile takes a minute or two a model and mode, so it is measured for --compiled alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.bench_loss import HYP, make_targets
-from benchmarks.harness import OURS, Report, missing
+from benchmarks.harness import OURS, Report, host_syncs, launches, missing
 
 
 def make_model(size: str, channels_last: bool):
@@ -132,11 +132,13 @@ COMPILED = {
 }
 
 
-def measure(report: Report, name: str, variants: dict[str, Callable], repetitions: int = 30) -> None:
-    """All variants of one model and batch live side by side, and are timed in turns."""
+def measure(
+    report: Report, name: str, variants: dict[str, Callable], repetitions: int = 30, seconds: float = 10
+) -> None:
+    """All variants of one model and batch live side by side, and are timed in turns, for so long at the most."""
     size, batch = name[0], int(name[1:])
     steps: dict[str, Callable[[], None]] = {}
-    peaks: dict[str, float] = {}
+    others: dict[str, dict[str, float]] = {}
     for variant, make in variants.items():
         gc.collect()  # models hold themselves by cycles
         torch.cuda.empty_cache()
@@ -146,29 +148,35 @@ def measure(report: Report, name: str, variants: dict[str, Callable], repetition
             step = make(size, batch)
             for _ in range(8):
                 step()
+            torch.cuda.synchronize()
+            peak = (torch.cuda.max_memory_reserved() - before) / 2**20
+            others[variant] = {"peak_mib": peak, "launches": launches(step), "host_syncs": host_syncs(step)}
         except Exception as error:
             if variant.startswith(OURS) or isinstance(error, torch.OutOfMemoryError):
                 raise
             print(f"left out: {variant} ended with {type(error).__name__}: {str(error)[:200]}", flush=True)
             continue
-        torch.cuda.synchronize()
-        peaks[variant] = (torch.cuda.max_memory_reserved() - before) / 2**20
         steps[variant] = step
     times: dict[str, list[float]] = {variant: [] for variant in steps}
-    for _ in range(repetitions):
+    begun = time.monotonic()
+    for repetition in range(repetitions):
+        if repetition >= 5 and time.monotonic() - begun > seconds:
+            break
         for variant, step in steps.items():
             start = time.perf_counter()
             step()  # ends with the loss items on the host
             times[variant].append((time.perf_counter() - start) * 1e6)
     for variant, values in times.items():
-        report.add(f"yolov5{size}, batch {batch}, loop", variant, "call", values, peak_mib=peaks[variant])
+        report.add(f"yolov5{size}, batch {batch}, loop", variant, "call", values, **others[variant])
     report.write()
     report.plot()  # now: compilation of the next may outlast the time that `make bench` gives
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="*", default=["s16", "s64", "n16", "m32"], help="size and batch")
+    parser.add_argument(
+        "--models", nargs="*", default=["s16", "s64", "n16", "m32", "l16", "x16"], help="size and batch"
+    )
     parser.add_argument("--compiled", nargs="*", default=["s16"], help="size and batch, against torch.compile too")
     parser.add_argument("--out", type=Path, help="folder for CSV, JSON and PNG")
     parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
@@ -180,17 +188,15 @@ def main() -> None:
         print(reason)
         return
     report = Report("step", torch.device("cuda"), options.out)
-    for names, variants in ((options.models, VARIANTS), (options.compiled, COMPILED)):
-        for name in names:
-            try:
-                measure(report, name, variants)
-                continue
-            except torch.OutOfMemoryError:
-                print(
-                    f"{name}: the variants do not fit side by side, so they are timed one after the other", flush=True
-                )
-            for variant, make in variants.items():
-                measure(report, name, {variant: make})
+    for name in dict.fromkeys((*options.models, *options.compiled)):
+        variants = VARIANTS | (COMPILED if name in options.compiled else {})
+        try:
+            measure(report, name, variants)
+            continue
+        except torch.OutOfMemoryError:
+            print(f"{name}: the variants do not fit side by side, so they are timed one after the other", flush=True)
+        for variant, make in variants.items():
+            measure(report, name, {variant: make})
 
 
 if __name__ == "__main__":

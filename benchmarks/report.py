@@ -1,7 +1,7 @@
 """Makes every table and plot of results that the README and the docs show from the JSON rows under benchmarks/results/.
 
 ``python -m benchmarks.report`` rewrites what stands between ``<!-- results:NAME -->`` and ``<!-- end results -->`` in README.md and
-docs/*.md, and docs/headlines.png; ``--check`` only says whether that would change anything (exit status 1). Nothing is typed by
+docs/*.md, docs/headlines.png, and the pictures that docs show from the results folders; ``--check`` only says whether that would change anything (exit status 1). Nothing is typed by
 hand.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -36,6 +37,8 @@ HEADLINES = [
     ("Raw heads to detections, batch 32, conf .25", "nms", "raw heads to detections, batch 32, conf .25",
      "torch_fastdet postprocess"),
 ]  # fmt: skip
+# Of a results folder: what a marker stands for, and the picture that is shown below it.
+PICTURES = {"roofline": "roofline", "postprocess": "postprocess_breakdown", "training_truth": "training_truth"}
 MARKER = re.compile(r"(<!-- results:([\w-]+) -->\n).*?(<!-- end results -->)", re.DOTALL)
 
 
@@ -254,6 +257,24 @@ def tables(folder: Path) -> str:
     return "\n".join(parts)
 
 
+def pictures() -> dict[Path, Path]:
+    """Pictures in docs/ -> what they are copies of. mkdocs shows nothing from outside of docs/."""
+    found = {}
+    for kind in ("gpu", "cpu"):
+        for name in PICTURES.values():
+            if (source := newest(kind) / f"{name}.png").exists():
+                found[ROOT / f"docs/{kind}-{name}.png"] = source
+    return found
+
+
+def _picture(kind: str, folder: Path, what: str) -> str:
+    """The line that shows a section's picture, where there is one."""
+    name = PICTURES.get(what)
+    if name is None or not (folder / f"{name}.png").exists():
+        return ""
+    return f"\n![{what}, {kind.upper()}]({kind}-{name}.png)\n"
+
+
 def section(name: str) -> str:
     """What a marker stands for: gpu-headlines, <gpu|cpu>-summary, -roofline, -training_truth, -<benchmark>, -<benchmark>-floor."""
     kind, _, what = name.partition("-")
@@ -264,7 +285,7 @@ def section(name: str) -> str:
         return f"{headline_table(headlines(folder))}\n{provenance(folder)}"
     page = folder / f"{what}.md"  # roofline, training_truth
     if page.exists():
-        return page.read_text()
+        return page.read_text() + _picture(kind, folder, what)
     benchmarks, floor = load(folder), what.endswith("-floor")
     what = what.removesuffix("-floor")
     if what not in benchmarks:
@@ -272,7 +293,7 @@ def section(name: str) -> str:
         return f"Not measured yet on a {kind.upper()}: `{command}` there writes it.\n"
     if floor:
         return f"{floor_table(benchmarks[what])}\n{provenance(folder, what)}"
-    return f"{benchmark_table(benchmarks[what])}\n{provenance(folder, what)}"
+    return f"{benchmark_table(benchmarks[what])}\n{provenance(folder, what)}{_picture(kind, folder, what)}"
 
 
 def render(text: str) -> str:
@@ -302,6 +323,11 @@ def main() -> int:
         stale.append(PLOT.name)
         if not check:
             plot_headlines(rows, PLOT)
+    for copy, source in pictures().items():
+        if not copy.exists() or copy.read_bytes() != source.read_bytes():
+            stale.append(copy.name)
+            if not check:
+                shutil.copyfile(source, copy)
     if stale:
         print(f"{'out of date' if check else 'rewrote'}: {', '.join(stale)}")
     return 1 if check and stale else 0

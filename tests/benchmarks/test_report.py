@@ -27,6 +27,23 @@ def test_a_plot_of_other_figures_is_out_of_date(tmp_path):
     assert not report.plot_is_current(rows, tmp_path / "none.png")
 
 
+def test_docs_hold_the_pictures_of_the_newest_results():
+    for copy, source in report.pictures().items():
+        assert copy.read_bytes() == source.read_bytes(), (
+            f"{copy.name} is out of date; type: python -m benchmarks.report"
+        )
+
+
+def test_a_section_shows_its_picture_where_there_is_one(tmp_path, monkeypatch):
+    for kind in ("cpu", "gpu"):
+        (tmp_path / f"{kind}-2026-01-01").mkdir()
+        (tmp_path / f"{kind}-2026-01-01/roofline.md").write_text("the table\n")
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    (tmp_path / "cpu-2026-01-01/roofline.png").touch()
+    assert report.section("cpu-roofline") == "the table\n\n![roofline, CPU](cpu-roofline.png)\n"
+    assert report.section("gpu-roofline") == "the table\n"
+
+
 def test_headlines_show_losses():
     found = {
         "title": "t",
