@@ -7,6 +7,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from torch import nn
+
+from torch_fastdet.yolov5.heads import STOCK_MODULES, class_of
 
 if TYPE_CHECKING:
     from torch_fastdet.yolov5.patches import Patches
@@ -49,3 +52,28 @@ class Switch:
 
     def visit(self, module: ModuleType, patches: Patches) -> None:
         """Replace names in ``module``, which may or may not be one of YOLOv5's. Called once for each import of it."""
+
+
+class TrainingSwitch(Switch):
+    """A replacement of methods of YOLOv5's ``DetectionModel``, for training on a GPU."""
+
+    modules = ("models.yolo",)
+    needs_gpu = True
+
+    def replace(self, model_class: type[nn.Module], patches: Patches) -> None:
+        """Replace methods of ``DetectionModel``. Called once for each class of that name."""
+        raise NotImplementedError
+
+    def visit(self, module: ModuleType, patches: Patches) -> None:
+        if module.__name__ not in STOCK_MODULES:
+            return
+        model_class = class_of(module, "DetectionModel")
+        if model_class is None:
+            patches.cannot_apply(self, f"{module.__name__} has no DetectionModel.")
+        elif not any(known.switch == self.name and known.owner is model_class for known in patches.replacements):
+            self.replace(model_class, patches)
+
+    def trains_on_cpu(self, model: nn.Module, patches: Patches) -> None:
+        """A forward for training that got no GPU tensor: YOLOv5's dry run, or an error."""
+        if hasattr(model, "hyp"):  # YOLOv5 sets it before it trains; a dry run on the CPU comes before that
+            patches.cannot_apply(self, "the model trains on the CPU, not on a GPU.")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from torch_fastdet.yolov5.heads import STOCK_MODULES, class_of
-from torch_fastdet.yolov5.switch import Switch
+from torch_fastdet.yolov5.switch import TrainingSwitch
 
 if TYPE_CHECKING:
     from torch_fastdet.yolov5.patches import Patches
@@ -40,21 +38,11 @@ def plain_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     return result
 
 
-class ChannelsLast(Switch):
+class ChannelsLast(TrainingSwitch):
     name = "channels_last"
     help = "train on channels_last (NHWC) memory; checkpoints stay contiguous; needs a GPU"
-    modules = ("models.yolo",)
-    needs_gpu = True
 
-    def visit(self, module: ModuleType, patches: Patches) -> None:
-        if module.__name__ not in STOCK_MODULES:
-            return
-        model_class = class_of(module, "DetectionModel")
-        if model_class is None:
-            patches.cannot_apply(self, f"{module.__name__} has no DetectionModel.")
-            return
-        if any(known.switch == self.name and known.owner is model_class for known in patches.replacements):
-            return
+    def replace(self, model_class: type[nn.Module], patches: Patches) -> None:
         stock = model_class.forward
 
         def forward(model: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -62,8 +50,8 @@ class ChannelsLast(Switch):
                 if x.is_cuda:
                     to_channels_last(model)
                     x = x.contiguous(memory_format=torch.channels_last)
-                elif hasattr(model, "hyp"):  # YOLOv5 sets it before it trains; a dry run on the CPU comes before that
-                    patches.cannot_apply(self, "the model trains on the CPU, not on a GPU.")
+                else:
+                    self.trains_on_cpu(model, patches)
             return stock(model, x, *args, **kwargs)
 
         forward.__qualname__ = "channels_last.forward"

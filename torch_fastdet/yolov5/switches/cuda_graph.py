@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,28 +10,18 @@ from torch import nn
 
 from torch_fastdet._say import say
 from torch_fastdet.graphs import CaptureError, ModuleGraphs
-from torch_fastdet.yolov5.heads import STOCK_MODULES, class_of, head_views
-from torch_fastdet.yolov5.switch import Switch
+from torch_fastdet.yolov5.heads import head_views
+from torch_fastdet.yolov5.switch import TrainingSwitch
 
 if TYPE_CHECKING:
     from torch_fastdet.yolov5.patches import Patches
 
 
-class CudaGraph(Switch):
+class CudaGraph(TrainingSwitch):
     name = "cuda_graph"
     help = "train with forward and backward as CUDA graphs, one for each image size; needs a GPU"
-    modules = ("models.yolo",)
-    needs_gpu = True
 
-    def visit(self, module: ModuleType, patches: Patches) -> None:
-        if module.__name__ not in STOCK_MODULES:
-            return
-        model_class = class_of(module, "DetectionModel")
-        if model_class is None:
-            patches.cannot_apply(self, f"{module.__name__} has no DetectionModel.")
-            return
-        if any(known.switch == self.name and known.owner is model_class for known in patches.replacements):
-            return
+    def replace(self, model_class: type[nn.Module], patches: Patches) -> None:
         stock = model_class.forward
         graphs: weakref.WeakKeyDictionary[nn.Module, ModuleGraphs] = weakref.WeakKeyDictionary()
 
@@ -40,8 +29,7 @@ class CudaGraph(Switch):
             if args or kwargs or not model.training or not torch.is_grad_enabled():
                 return stock(model, x, *args, **kwargs)
             if not x.is_cuda:
-                if hasattr(model, "hyp"):  # YOLOv5 sets it before it trains; a dry run on the CPU comes before that
-                    patches.cannot_apply(self, "the model trains on the CPU, not on a GPU.")
+                self.trains_on_cpu(model, patches)
                 return stock(model, x)
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 patches.cannot_apply(self, "training on several GPUs (DistributedDataParallel) is not supported yet.")
