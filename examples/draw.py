@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import argparse
 import colorsys
+import sys
 from pathlib import Path
 
 from PIL import Image, ImageDraw
+
+if not __package__:  # run as a file, not with -m
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from examples.pictures import Detection, PictureDetector, find_pictures
 

@@ -20,6 +20,9 @@ from pathlib import Path
 
 from PIL import Image
 
+if not __package__:  # run as a file, not with -m
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from examples.pictures import PictureDetector, find_pictures
 
 

@@ -13,6 +13,7 @@ TrainStep needs a GPU. On the CPU the same step runs as separate calls (ComputeL
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,9 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw
 from torch import Tensor, nn
+
+if not __package__:  # run as a file, not with -m
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from examples.export import save, yolov5_detector
 from torch_fastdet import ops

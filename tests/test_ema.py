@@ -268,6 +268,8 @@ def test_update_attr_of_a_wrapped_model(process_group):
 
 
 def test_errors():
+    with pytest.raises(TypeError, match=r"ModelEMA: model is int, but a torch\.nn\.Module is wanted"):
+        ModelEMA(3)
     model = Model()
     ema = ModelEMA(model)
     del model.anchors

@@ -161,7 +161,7 @@ def test_capture_leaves_buffers_alone(cuda):
     assert int(model.stem[1].num_batches_tracked) == 2
 
 
-def test_what_is_passed_through(cuda):
+def test_what_is_passed_through(cuda, caplog):
     model = Net().cuda()
     graphed = GraphedModule(model)
     x = images(2, 3, 32, 32)
@@ -179,8 +179,14 @@ def test_what_is_passed_through(cuda):
     graphed.train()
     loss_of(graphed(x, flip=True)).backward()
     inputs = x.clone().requires_grad_()
-    loss_of(graphed(inputs)).backward()
+    for _ in range(2):
+        loss_of(graphed(inputs)).backward()
     assert inputs.grad is not None
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.endswith("its input requires a gradient, which a replay does not give; it runs eagerly")
+    graphed.graphs.required = True
+    with pytest.raises(CaptureError, match="its input requires a gradient"):
+        graphed(inputs)
     assert graphed.graphs.shapes == [(2, 3, 32, 32)]
 
 
@@ -385,6 +391,8 @@ def test_wrong_order_of_calls(cuda):
 def test_wrong_arguments():
     with pytest.raises(ValueError, match="at least 1"):
         GraphedModule(Net(), max_graphs=0)
+    with pytest.raises(TypeError, match=r"module is int, but a torch\.nn\.Module is wanted"):
+        GraphedModule(3)
     with pytest.raises(TypeError, match="graphed already"):
         GraphedModule(GraphedModule(Net()))
 

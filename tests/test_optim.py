@@ -271,6 +271,9 @@ def test_errors_come_before_anything_is_written(device):
     ):
         with pytest.raises(TypeError, match=message):
             FusedStep(wrong)
+    for wrong in (-1.0, float("nan"), "x"):
+        with pytest.raises(ValueError, match=f"FusedStep: max_norm is {wrong!r}, but None or a number not below 0"):
+            FusedStep(SGD(params, **NESTEROV), max_norm=wrong)
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["SGD", "FusedStep"])

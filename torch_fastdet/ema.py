@@ -53,6 +53,8 @@ class ModelEMA:
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.9999, tau: float = 2000, updates: int = 0):
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"ModelEMA: model is {type(model).__name__}, but a torch.nn.Module is wanted")
         self.ema = deepcopy(unwrap(model)).eval()
         self._model: weakref.ref[nn.Module] | None = weakref.ref(unwrap(model))
         self.updates = updates

@@ -274,7 +274,7 @@ class ModuleGraphs:
         self.capturing, self.say = capturing, say
         self.reason: str | None = None
         self.generation = 0
-        self._told_cpu = False
+        self._told: set[str] = set()
         self.reset()
 
     def forward(self, x: torch.Tensor) -> Any:
@@ -314,14 +314,13 @@ class ModuleGraphs:
 
     def __call__(self, x: torch.Tensor) -> Any:
         module = self.module
-        if (
-            self.reason is not None
-            or not (module.training and torch.is_grad_enabled() and isinstance(x, torch.Tensor))
-            or x.requires_grad
-        ):
+        if self.reason is not None or not (module.training and torch.is_grad_enabled() and isinstance(x, torch.Tensor)):
             return self.forward(x)
         if not x.is_cuda:
-            self._stay_eager(x)
+            self._stay_eager(why_not(module) or f"its input is on {x.device}, not on a GPU")
+            return self.forward(x)
+        if x.requires_grad:
+            self._stay_eager("its input requires a gradient, which a replay does not give")
             return self.forward(x)
         if torch.cuda.is_current_stream_capturing():
             return self.forward(x)
@@ -365,12 +364,11 @@ class ModuleGraphs:
             raise CaptureError(line) from cause
         logger.warning("torch_fastdet: %s; it runs eagerly", line)
 
-    def _stay_eager(self, x: torch.Tensor) -> None:
-        """Off the GPU: said once, and not for good, for the module may go there yet."""
-        if self._told_cpu and not self.required:
+    def _stay_eager(self, reason: str) -> None:
+        """For this input: said once, and not for good, for the next may be another."""
+        if reason in self._told and not self.required:
             return
-        self._told_cpu = True
-        reason = why_not(self.module) or f"its input is on {x.device}, not on a GPU"
+        self._told.add(reason)
         try:
             self._give_up(reason)
         finally:
@@ -500,6 +498,8 @@ class GraphedModule(nn.Module):
         required: bool = False,
         say: Callable[[str], None] = print_line,
     ) -> None:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"GraphedModule: module is {type(module).__name__}, but a torch.nn.Module is wanted")
         if isinstance(module, GraphedModule):
             raise TypeError("GraphedModule: the module is graphed already")
         reason = why_not(module) if required else None

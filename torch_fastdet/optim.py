@@ -359,6 +359,8 @@ class FusedStep:
             raise TypeError(f"FusedStep: ema is {type(ema).__name__}, but torch_fastdet.ema.ModelEMA is wanted")
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
             raise TypeError(f"FusedStep: scaler is {type(scaler).__name__}, but torch.amp.GradScaler is wanted")
+        if max_norm is not None and not (isinstance(max_norm, (int, float)) and max_norm >= 0):
+            raise ValueError(f"FusedStep: max_norm is {max_norm!r}, but None or a number not below 0 is wanted")
         self.optimizer = optimizer
         self.scaler = scaler
         self.ema = ema

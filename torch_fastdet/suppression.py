@@ -27,11 +27,14 @@ def _first(prediction: Any, op: str) -> Tensor:
     return prediction.detach()
 
 
-def _class_list(classes: Any) -> list[int] | None:
+def _class_list(classes: Any, op: str) -> list[int] | None:
     """Classes as the stock functions accept them: a list, an int, an array or a tensor; fractions match no class."""
     if classes is None:
         return None
-    values = torch.as_tensor(classes).reshape(-1).tolist()
+    try:
+        values = torch.as_tensor(classes).reshape(-1).tolist()
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{op}: classes is {classes!r}, but None, an int or a list of ints is wanted") from None
     return [int(value) for value in values if int(value) == value]
 
 
@@ -102,7 +105,7 @@ def yolov5_non_max_suppression(
         prediction,
         float(conf_thres),
         float(iou_thres),
-        _class_list(classes),
+        _class_list(classes, op),
         bool(agnostic),
         bool(multi_label),
         _capacity(int(max_det), 30000, candidates),  # 30000: max_nms
@@ -197,7 +200,9 @@ def ultralytics_non_max_suppression(
             f"{op}: prediction has shape {tuple(prediction.shape)}, but (images, 4 + classes + extra, N) is wanted"
         )
     if prediction.shape[-1] == 6 or end2end:
-        detections, counts, indices = _filter_end2end(prediction, float(conf_thres), _class_list(classes), int(max_det))
+        detections, counts, indices = _filter_end2end(
+            prediction, float(conf_thres), _class_list(classes, op), int(max_det)
+        )
     elif rotated:
         return _rotated(
             prediction,
@@ -221,7 +226,7 @@ def ultralytics_non_max_suppression(
             prediction,
             float(conf_thres),
             float(iou_thres),
-            _class_list(classes),
+            _class_list(classes, op),
             bool(agnostic),
             bool(multi_label),
             _capacity(int(max_det), int(max_nms), candidates),

@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include "autograd/no_second_gradient.h"
 #include "checks/bbox_iou.h"
 
 namespace torch_fastdet {
@@ -133,42 +134,29 @@ at::Tensor iou_loss_autograd(const at::Tensor& box1, const at::Tensor& box2, std
   return IouFunction::apply(box1, box2, parse_iou_kind(kind, "iou_loss"), xywh, std::string(reduction), eps);
 }
 
-// Makes the first gradient, under create_graph=True, a tensor whose own gradient is refused in words.
-struct NoSecondGradient : torch::autograd::Function<NoSecondGradient> {
-  static variable_list forward(AutogradContext*, const Variable& grad, const Variable& box1, const Variable& box2,
+TwoTensors first_gradient_only(const at::Tensor& grad, const at::Tensor& box1, const at::Tensor& box2,
                                const std::function<TwoTensors()>& call) {
-    const at::AutoDispatchBelowADInplaceOrView below;
-    auto [grad1, grad2] = call();
-    return {grad1, grad2};
-  }
-
-  static variable_list backward(AutogradContext*, const variable_list&) {
-    TORCH_CHECK(false,
-                "bbox_iou and iou_loss: a second derivative was asked for, but they have a first derivative only; "
-                "compute the IoU with PyTorch operations where a gradient of a gradient is wanted");
-  }
-};
-
-TwoTensors without_second_gradient(const at::Tensor& grad, const at::Tensor& box1, const at::Tensor& box2,
-                                   const std::function<TwoTensors()>& call) {
-  if (!at::GradMode::is_enabled()) {
-    const at::AutoDispatchBelowADInplaceOrView below;
-    return call();
-  }
-  const variable_list result = NoSecondGradient::apply(grad, box1, box2, call);
+  const variable_list result = without_second_gradient(
+      {grad, box1, box2},
+      [&] {
+        auto [grad1, grad2] = call();
+        return variable_list{grad1, grad2};
+      },
+      "bbox_iou and iou_loss: a second derivative was asked for, but they have a first derivative only; "
+      "compute the IoU with PyTorch operations where a gradient of a gradient is wanted");
   return {result[0], result[1]};
 }
 
 TwoTensors bbox_iou_backward_autograd(const at::Tensor& grad, const at::Tensor& box1, const at::Tensor& box2,
                                       std::string_view kind, bool xywh, double eps, Mask mask) {
-  return without_second_gradient(grad, box1, box2,
-                                 [&] { return call_bbox_iou_backward(grad, box1, box2, kind, xywh, eps, mask); });
+  return first_gradient_only(grad, box1, box2,
+                             [&] { return call_bbox_iou_backward(grad, box1, box2, kind, xywh, eps, mask); });
 }
 
 TwoTensors iou_loss_backward_autograd(const at::Tensor& grad, const at::Tensor& box1, const at::Tensor& box2,
                                       std::string_view kind, bool xywh, std::string_view reduction, double eps,
                                       Mask mask) {
-  return without_second_gradient(
+  return first_gradient_only(
       grad, box1, box2, [&] { return call_iou_loss_backward(grad, box1, box2, kind, xywh, reduction, eps, mask); });
 }
 

@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include "autograd/no_second_gradient.h"
 #include "checks/yolov5_loss.h"
 
 namespace torch_fastdet {
@@ -67,10 +68,31 @@ Yolov5LossResult yolov5_loss(at::TensorList heads, const at::Tensor& targets, co
   return {result[0], result[1], result[2], result[3], result[4], result[5], result[6]};
 }
 
+std::vector<at::Tensor> yolov5_loss_backward(const at::Tensor& grad, at::TensorList heads, const at::Tensor& targets,
+                                             const at::Tensor& levels, const at::Tensor& owner,
+                                             const at::Tensor& match_cell, const at::Tensor& match_values,
+                                             const at::Tensor& object_gradient, double cls_pw, double label_smoothing,
+                                             double fl_gamma) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("torch_fastdet::yolov5_loss_backward", "").typed<Backward>();
+  variable_list inputs{grad};
+  inputs.insert(inputs.end(), heads.begin(), heads.end());
+  return without_second_gradient(
+      inputs,
+      [&] {
+        return op.call(grad, heads, targets, levels, owner, match_cell, match_values, object_gradient, cls_pw,
+                       label_smoothing, fl_gamma);
+      },
+      "yolov5_loss: a second derivative was asked for, but it has a first derivative only; use YOLOv5's own "
+      "ComputeLoss "
+      "where a gradient of a gradient is wanted");
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(torch_fastdet, Autograd, m) {
   m.impl("yolov5_loss", &yolov5_loss);
+  m.impl("yolov5_loss_backward", &yolov5_loss_backward);
 }
 
 }  // namespace torch_fastdet

@@ -29,6 +29,13 @@ def run(*arguments, code=0, stdin=None, without=None) -> subprocess.CompletedPro
     return result
 
 
+@pytest.mark.parametrize("name", ["draw", "export", "serve", "train_step"])
+def test_runs_as_a_file_from_anywhere(name, tmp_path):
+    command = [sys.executable, str(ROOT / f"examples/{name}.py"), "--help"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0 and "usage" in result.stdout, result.stderr
+
+
 @pytest.fixture(scope="module")
 def no_yolov5(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("hidden")

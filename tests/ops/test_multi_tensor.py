@@ -320,6 +320,26 @@ def test_errors_name_the_index_before_anything_is_written(device, case):
     assert all(torch.equal(a, b) for a, b in zip(good, before))
 
 
+def test_nothing_is_recorded(device):
+    """Parameters are written as they are; a norm has no gradient; what a recorded operation made cannot be written."""
+    leaves = [torch.randn(3, device=device, requires_grad=True) for _ in range(2)]
+    assert not ops.multi_tensor_norm(leaves).requires_grad
+    assert not ops.multi_tensor_clip_grad_norm_(leaves, 0.5).requires_grad
+    ops.multi_tensor_ema_(leaves, [torch.ones_like(x) for x in leaves], 0.0)
+    assert all(x.is_leaf and x.requires_grad and x.eq(1).all() for x in leaves)
+    made = [leaves[0], leaves[1] * 2]
+    values = [torch.zeros_like(x) for x in made]
+    with pytest.raises(RuntimeError, match=r"multi_tensor_ema_: averages\[1\] was made by a recorded operation"):
+        ops.multi_tensor_ema_(made, values, 0.5)
+    with pytest.raises(
+        RuntimeError, match=r"multi_tensor_sgd_: momentum_buffers\[1\] was made by a recorded operation"
+    ):
+        ops.multi_tensor_sgd_(values, values, made, 0.1, 0.9)
+    ops.multi_tensor_ema_(values, made, 0.5)  # read only
+    with torch.no_grad():
+        ops.multi_tensor_ema_(made, values, 0.5)
+
+
 def test_errors_of_hyper_parameters(device):
     params, grads, buffers = lists("odd sizes", device, torch.float32, 3)
     with pytest.raises(RuntimeError, match=r"lr is -0\.1, but a number >= 0 is wanted"):

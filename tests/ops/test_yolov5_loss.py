@@ -300,6 +300,18 @@ def test_export(device):
     assert torch.equal(exported.module()(*args), Loss()(*args))
 
 
+def test_second_derivative_is_refused(device):
+    heads = [torch.randn(1, 3, 4, 4, 8, device=device, requires_grad=True)]
+    targets = torch.tensor([[0, 1, 0.5, 0.5, 0.3, 0.3]], device=device)
+    balance = torch.ones(1, dtype=torch.float64, device=device)
+    loss = ops.yolov5_loss(heads, targets, ANCHORS[:1].to(device), balance)[0]
+    (gradient,) = torch.autograd.grad(loss.sum(), heads, create_graph=True)
+    (plain,) = torch.autograd.grad(ops.yolov5_loss(heads, targets, ANCHORS[:1].to(device), balance)[0].sum(), heads)
+    assert torch.equal(gradient, plain)
+    with pytest.raises(RuntimeError, match="yolov5_loss: a second derivative was asked for"):
+        gradient.pow(2).sum().backward()
+
+
 BAD_ARGUMENTS = [
     ({"anchors": ANCHORS[:3]}, "anchors has shape"),
     ({"anchors": ANCHORS[:2, :2].clone()}, "has 3 anchors"),

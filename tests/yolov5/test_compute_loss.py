@@ -272,6 +272,19 @@ def test_wrong_columns_and_heads(device):
         compute([head[:, :2] for head in heads], make_targets(3, 2, 5, device))
 
 
+def test_what_cannot_be_set_says_so():
+    model = Model()
+    model.hyp["label_smoothing"] = 0.1
+    compute = ComputeLoss(model)
+    assert (compute.cp, compute.cn) == (0.95, 0.05) and not hasattr(compute, "BCEcls")
+    with pytest.raises(AttributeError, match="cp and cn follow from hyp"):
+        compute.cp = 0.9
+    with pytest.raises(AttributeError, match="one operator does them together"):
+        compute.BCEcls = torch.nn.BCEWithLogitsLoss()
+    with pytest.raises(TypeError, match="ComputeLoss: model is Linear, but YOLOv5's DetectionModel is wanted"):
+        ComputeLoss(torch.nn.Linear(2, 3))
+
+
 def test_no_sync(cuda):
     model = Model(device=cuda)
     compute = ComputeLoss(model)

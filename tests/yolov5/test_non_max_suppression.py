@@ -126,6 +126,11 @@ def test_room_is_made_for_what_there_can_be(device, multi_label):
         ("prediction has shape", lambda p: yolov5_non_max_suppression(p[0])),
         ("prediction is a NoneType", lambda p: yolov5_non_max_suppression((None,))),
         ("prediction is an empty list", lambda p: yolov5_non_max_suppression([])),
+        ("classes is 'a', but None, an int or a list of ints", lambda p: yolov5_non_max_suppression(p, classes="a")),
+        (
+            "classes is 'a', but None, an int or a list of ints",
+            lambda p: ultralytics_non_max_suppression(p, classes="a"),
+        ),
         ("labels holds 1 tensors", lambda p: yolov5_non_max_suppression(p, labels=[p[0, :, :5]])),
         ("labels\\[0\\] has shape", lambda p: yolov5_non_max_suppression(p, labels=[p[0, :, :3]] * 2)),
     ],

@@ -4,8 +4,9 @@ All take tensors of float16, bfloat16, float32 and float64, mixed as they come, 
 tensors of one index have one shape, and all are on one device. Nothing is copied or made contiguous: tensors of one index that lie
 alike are read 16 bytes at a time, others element by element. Arithmetic is float32 (float64 where a float64 tensor is in the
 row). None of them waits for the GPU, and all can be captured in a CUDA graph: the list is put on the device while the call is
-captured, not when the graph replays, and belongs to the graph. They have no autograd, and count as in-place operations on what
-they write.
+captured, not when the graph replays, and belongs to the graph. They are not recorded by autograd, in grad mode neither: a norm
+does not require grad. They count as in-place operations on what they write, which may be leaves (parameters), but not what a
+recorded operation made.
 
 Common errors (RuntimeError, before anything is written): lists of different lengths, tensors of different shapes or devices,
 integer, complex or sparse tensors, an expanded tensor that is to be written; the message names the list and the index.

@@ -92,6 +92,8 @@ def main(argv: list[str] | None = None) -> None:
         if end.code is None or (isinstance(end.code, int) and end.code == 0):
             _tell_unused(command)
         raise
+    except SwitchError as error:  # of a switch that found out only in the script, such as for --optimizer Adam
+        _refuse(error)
     _tell_unused(command)
 
 
@@ -111,8 +113,12 @@ def _patch(command: Command) -> None:
             names, command.switches, Path(command.script) if command.script is not None else None, import_now=False
         )
     except SwitchError as error:
-        print(f"{PROG}: error: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(2) from None
+        _refuse(error)
+
+
+def _refuse(error: SwitchError) -> NoReturn:
+    print(f"{PROG}: error: {error}", file=sys.stderr, flush=True)
+    raise SystemExit(2) from None
 
 
 def _tell_unused(command: Command) -> None:

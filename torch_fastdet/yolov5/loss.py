@@ -63,6 +63,19 @@ def describe_fault(status: list[int], rows: int) -> str:
     return f"yolov5_loss: targets row {row}, column {column} ({COLUMNS[column]}) is not {wanted}{more}"
 
 
+def _not_apart(*_: Any) -> Any:
+    raise AttributeError(
+        "ComputeLoss: BCEcls, BCEobj and build_targets are not there, for one operator does them together; change hyp before the "
+        "loss is made, or use YOLOv5's own ComputeLoss"
+    )
+
+
+def _fixed(*_: Any) -> None:
+    raise AttributeError(
+        "ComputeLoss: cp and cn follow from hyp['label_smoothing'] when the loss is made; set that before, and make the loss anew"
+    )
+
+
 class ComputeLoss:
     """Drop-in for YOLOv5's ``utils.loss.ComputeLoss``: same constructor, same call, same results.
 
@@ -89,14 +102,18 @@ class ComputeLoss:
         self.device = next(model.parameters()).device
         trained: Any = model  # DistributedDataParallel, where train.py has wrapped it and set hyp
         inner: Any = unwrap(model)
-        self.hyp = trained.hyp
+        if not hasattr(inner, "model") or not hasattr(trained, "hyp"):
+            raise TypeError(
+                f"ComputeLoss: model is {type(inner).__name__}, but YOLOv5's DetectionModel is wanted, with hyp and a Detect as "
+                "its last layer"
+            )
         detect = inner.model[-1]
+        self.hyp = trained.hyp
         self.na, self.nc, self.nl, self.anchors = detect.na, detect.nc, detect.nl, detect.anchors
         self.gr = 1.0
         self.autobalance = autobalance
         self.ssi = [float(stride) for stride in detect.stride].index(16.0) if autobalance else 0
         smoothing = self.hyp.get("label_smoothing", 0.0)
-        self.cp, self.cn = 1.0 - 0.5 * smoothing, 0.5 * smoothing
         # Fixed when the loss is made, as in stock; the gains are read from hyp at each call.
         self._entropy = {
             "cls_pw": float(self.hyp["cls_pw"]),
@@ -110,6 +127,12 @@ class ComputeLoss:
         self._balance_on(self.device)  # now, for a graph capture cannot bring it there
         self._ignored = torch.zeros((), dtype=torch.int64, device=self.device)
         self._checks = _DeferredCheck()
+
+    BCEcls = BCEobj = build_targets = property(_not_apart, _not_apart)
+
+    # What a right and a wrong class are to be.
+    cp = property(lambda self: 1.0 - 0.5 * self._entropy["label_smoothing"], _fixed)
+    cn = property(lambda self: 0.5 * self._entropy["label_smoothing"], _fixed)
 
     @property
     def balance(self) -> list[float]:
