@@ -1,0 +1,34 @@
+// cub::BlockMergeSort for the emulator: sorts a block's keys, a blocked arrangement of kItems a thread, in place. Stable,
+// of which merge sort's documentation promises nothing more than StableSort does.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace cub {
+
+template <typename Key, int kThreads, int kItems>
+class BlockMergeSort {
+ public:
+  // As large as cub's own: all keys, and one more.
+  struct TempStorage {
+    Key keys[kThreads * kItems + 1];
+  };
+
+  explicit BlockMergeSort(TempStorage& storage) : keys_(storage.keys) {}
+
+  template <typename Compare>
+  void Sort(Key (&mine)[kItems], Compare compare) {
+    const int thread = static_cast<int>(threadIdx.x);
+    for (int i = 0; i < kItems; ++i) keys_[thread * kItems + i] = mine[i];
+    __syncthreads();
+    if (thread == 0) std::sort(keys_, keys_ + kThreads * kItems, compare);
+    __syncthreads();
+    for (int i = 0; i < kItems; ++i) mine[i] = keys_[thread * kItems + i];
+  }
+
+ private:
+  Key* keys_;
+};
+
+}  // namespace cub

@@ -1,0 +1,408 @@
+// Runs a launch's blocks one after another, in random order, each thread of a block as a fiber. A thread runs until it
+// waits at a barrier or a warp intrinsic; then another one that need not wait is chosen at random. So a thread that
+// relies on what no barrier promises soon meets an order in which it was not so.
+#include "emulator.h"
+
+#include <pthread.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <map>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#if defined(EMULATOR_ASAN)
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+#elif defined(EMULATOR_TSAN)
+#include <sanitizer/tsan_interface.h>
+#endif
+
+uint3 threadIdx, blockIdx;
+dim3 blockDim, gridDim;
+
+namespace emulator {
+namespace {
+
+constexpr size_t kStack = size_t{256} << 10, kGuard = 4096;
+// Bytes of shared memory that a block may have, without and with cudaFuncSetAttribute, on compute capability 9.0.
+constexpr size_t kPlainShared = 48 << 10, kMostShared = 227 << 10;
+
+// What orders threads is told to ThreadSanitizer, which knows them as fibers.
+#if defined(EMULATOR_TSAN)
+void release(void* object) {
+  __tsan_release(object);
+}
+void acquire(void* object) {
+  __tsan_acquire(object);
+}
+#else
+void release(void*) {}
+void acquire(void*) {}
+#endif
+
+struct Fiber {
+  ucontext_t context{};
+  void* mapping = nullptr;
+  char* stack = nullptr;
+  size_t stack_bytes = 0;
+  void* sanitizer = nullptr;  // ASan's fake stack, TSan's fiber
+  uint3 index{};
+  unsigned number = 0;
+  bool done = false;
+  Site site{};        // where it waits
+  unsigned mask = 0;  // of the warp intrinsic; 0: a barrier
+  uint64_t value = 0;
+  Lanes lanes{};
+
+  Fiber() = default;
+  ~Fiber() {
+    if (!mapping) return;
+#if defined(EMULATOR_ASAN)
+    __asan_unpoison_memory_region(stack, kStack);
+#endif
+    munmap(mapping, kGuard + kStack);
+  }
+  Fiber(const Fiber&) = delete;
+  Fiber& operator=(const Fiber&) = delete;
+
+  void make_stack() {
+    void* memory = mmap(nullptr, kGuard + kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED || mprotect(memory, kGuard, PROT_NONE)) throw std::bad_alloc();
+    mapping = memory;
+    stack = static_cast<char*>(memory) + kGuard;
+    stack_bytes = kStack;
+  }
+};
+
+std::mt19937_64 generator(0);
+cudaError_t last_error = cudaSuccess;
+std::map<const void*, size_t> dynamic_limits;  // of kernels, by cudaFuncSetAttribute
+std::vector<std::unique_ptr<Fiber>> fibers;
+Fiber host_context;
+char launch_order, fence_order;
+
+struct Shared {
+  std::unique_ptr<char, decltype(&std::free)> bytes{nullptr, std::free};
+  size_t size = 0;
+};
+
+// The block that runs.
+struct Block {
+  unsigned threads = 0, waiting = 0, exited = 0;
+  uint64_t barriers = 0;  // passed
+  bool any = false, any_result = false;
+  std::vector<unsigned> ready;  // threads that may run
+  std::map<const void*, Shared> shared;
+  size_t dynamic_bytes = 0;
+  std::string failure;
+};
+Block block;
+Fiber* current = nullptr;
+Body body;
+const void* arguments;
+// By turns, so that a thread which is quick to come again does not order one that is slow to leave.
+char barrier_order[2], warp_order[32][2], shared_order;
+uint64_t warp_syncs[32];
+
+std::string where(const Fiber& fiber) {
+  return "thread " + std::to_string(fiber.number) + " of block (" + std::to_string(blockIdx.x) + ", " +
+         std::to_string(blockIdx.y) + "), at " + fiber.site.intrinsic + " of " + fiber.site.file + ":" +
+         std::to_string(fiber.site.line);
+}
+
+bool same(const Site& a, const Site& b) {
+  return a.line == b.line && !std::strcmp(a.file, b.file) && !std::strcmp(a.intrinsic, b.intrinsic);
+}
+
+void switch_to(Fiber& to) {
+  Fiber& from = *current;
+  current = &to;
+  threadIdx = to.index;
+#if defined(EMULATOR_ASAN)
+  __sanitizer_start_switch_fiber(from.done ? nullptr : &from.sanitizer, to.stack, to.stack_bytes);
+#elif defined(EMULATOR_TSAN)
+  __tsan_switch_to_fiber(to.sanitizer, __tsan_switch_to_fiber_no_sync);
+#endif
+  swapcontext(&from.context, &to.context);
+#if defined(EMULATOR_ASAN)
+  __sanitizer_finish_switch_fiber(from.sanitizer, nullptr, nullptr);
+#endif
+}
+
+// Runs a thread that may run; the host where there is none.
+void run_another() {
+  if (block.ready.empty() || !block.failure.empty()) return switch_to(host_context);
+  const size_t pick = generator() % block.ready.size();
+  Fiber& next = *fibers[block.ready[pick]];
+  block.ready[pick] = block.ready.back();
+  block.ready.pop_back();
+  if (&next != current) switch_to(next);
+}
+
+[[noreturn]] void fail(const std::string& message) {
+  block.failure = message;
+  for (;;) run_another();
+}
+
+void enter() {
+#if defined(EMULATOR_ASAN)
+  __sanitizer_finish_switch_fiber(nullptr, nullptr, nullptr);
+#endif
+  body(arguments);
+  release(&launch_order);
+  Fiber& me = *current;
+  me.done = true;
+  ++block.exited;
+  if (block.waiting) block.failure = "a thread ended while others wait at a barrier";
+  for (;;) run_another();
+}
+
+void run_block() {
+  block.threads = blockDim.x * blockDim.y * blockDim.z;
+  block.waiting = block.exited = 0;
+  block.any = false;
+  block.ready.clear();
+  block.shared.clear();
+  for (unsigned i = 0; i < block.threads; ++i) {
+    Fiber& fiber = *fibers[i];
+    fiber.index = {i % blockDim.x, i / blockDim.x % blockDim.y, i / blockDim.x / blockDim.y};
+    fiber.number = i;
+    fiber.done = false;
+    fiber.site = Site{};
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack;
+    fiber.context.uc_stack.ss_size = fiber.stack_bytes;
+    makecontext(&fiber.context, enter, 0);
+    block.ready.push_back(i);
+  }
+  current = &host_context;
+  run_another();
+  acquire(&launch_order);
+  if (block.failure.empty() && block.exited < block.threads) {
+    block.failure = "no thread can run on:";
+    for (unsigned i = 0; i < block.threads; ++i) {
+      const bool first = i == 0 || fibers[i - 1]->done || !same(fibers[i]->site, fibers[i - 1]->site);
+      if (!fibers[i]->done && first) block.failure += "\n  " + where(*fibers[i]) + ", and those after it";
+    }
+  }
+}
+
+cudaError_t refusal(const Shape& shape, const void* kernel) {
+  const dim3 &g = shape.grid, &b = shape.block;
+  const uint64_t threads = uint64_t{b.x} * b.y * b.z;
+  if (!g.x || !g.y || !g.z || g.x > 0x7fffffffu || g.y > 65535 || g.z > 65535 || !threads || threads > 1024)
+    return cudaErrorInvalidConfiguration;
+  const auto limit = dynamic_limits.find(kernel);
+  return shape.shared_bytes > (limit == dynamic_limits.end() ? kPlainShared : limit->second) ? cudaErrorInvalidValue
+                                                                                           : cudaSuccess;
+}
+
+}  // namespace
+
+void seed(uint64_t value) {
+  generator.seed(value);
+}
+
+uint64_t random_bits() {
+  return generator();
+}
+
+int lane() {
+  return static_cast<int>(current->number % 32);
+}
+
+void fence() {
+  release(&fence_order);
+  acquire(&fence_order);
+  preempt();
+}
+
+void preempt() {
+  if (generator() % 4) return;
+  block.ready.push_back(current->number);
+  run_another();
+}
+
+bool barrier_or(const Site& site, bool any) {
+  Fiber& me = *current;
+  me.site = site;
+  me.mask = 0;
+  const uint64_t turn = block.barriers;
+  release(&barrier_order[turn % 2]);
+  block.any = block.any || any;
+  ++block.waiting;
+  if (block.exited) fail("a barrier after other threads have ended: " + where(me));
+  if (block.waiting == block.threads) {
+    block.any_result = block.any;
+    block.any = false;
+    block.waiting = 0;
+    ++block.barriers;
+    for (unsigned i = 0; i < block.threads; ++i) {
+      if (!same(fibers[i]->site, site)) fail("different barriers: " + where(me) + "; " + where(*fibers[i]));
+    }
+    for (unsigned i = 0; i < block.threads; ++i) {
+      fibers[i]->site = Site{};
+      block.ready.push_back(i);
+    }
+  }
+  run_another();
+  acquire(&barrier_order[turn % 2]);
+  return block.any_result;
+}
+
+void barrier(const Site& site) {
+  barrier_or(site, false);
+}
+
+Lanes exchange(const Site& site, unsigned mask, uint64_t value) {
+  Fiber& me = *current;
+  me.site = site;
+  me.mask = mask;
+  me.value = value;
+  const unsigned first = me.number / 32 * 32;
+  if (!(mask >> me.number % 32 & 1)) fail("a lane that its mask does not name: " + where(me));
+  bool all = true;
+  for (unsigned i = 0; i < 32; ++i) {
+    if (!(mask >> i & 1)) continue;
+    if (first + i >= block.threads || fibers[first + i]->done)
+      fail("lane " + std::to_string(i) + " of the mask has ended: " + where(me));
+    const Fiber& other = *fibers[first + i];
+    if (!other.site.intrinsic) {
+      all = false;
+    } else if (!same(other.site, site) || other.mask != mask) {
+      fail("lanes of one mask wait apart: " + where(me) + "; " + where(other));
+    }
+  }
+  if (all) {
+    for (unsigned i = 0; i < 32; ++i) {
+      if (!(mask >> i & 1)) continue;
+      Fiber& other = *fibers[first + i];
+      other.site = Site{};
+      for (unsigned j = 0; j < 32; ++j) other.lanes.value[j] = mask >> j & 1 ? fibers[first + j]->value : 0;
+      block.ready.push_back(first + i);
+    }
+  }
+  run_another();
+  return me.lanes;
+}
+
+// The only warp intrinsic that promises an order of memory accesses.
+void sync_warp(const Site& site, unsigned mask) {
+  const unsigned warp = current->number / 32;
+  char* const order = &warp_order[warp][warp_syncs[warp] % 2];
+  release(order);
+  exchange(site, mask, 0);
+  // The first to leave counts; nobody can have come again before.
+  if (order == &warp_order[warp][warp_syncs[warp] % 2]) ++warp_syncs[warp];
+  acquire(order);
+}
+
+void* shared_memory(const void* variable, size_t bytes) {
+  acquire(&shared_order);
+  Shared& shared = block.shared[variable];
+  if (!shared.bytes) {  // the first thread of the block here
+    shared.size = bytes;
+    shared.bytes.reset(static_cast<char*>(std::aligned_alloc(16, bytes)));
+    for (size_t i = 0; i < bytes; ++i) shared.bytes.get()[i] = static_cast<char>(generator() >> 56);
+    size_t all = 0, plain = 0;
+    for (const auto& [key, value] : block.shared) {
+      all += value.size;
+      plain += key == &block ? 0 : value.size;
+    }
+    if (plain > kPlainShared || all > kMostShared) fail("more shared memory than a block can have");
+  }
+  release(&shared_order);
+  return shared.bytes.get();
+}
+
+unsigned char* dynamic_shared() {
+  return static_cast<unsigned char*>(shared_memory(&block, block.dynamic_bytes));
+}
+
+void run(const Shape& shape, const void* kernel, Body launched, const void* launched_with) {
+  if (const cudaError_t error = refusal(shape, kernel)) {
+    last_error = error;
+    return;
+  }
+  gridDim = shape.grid;
+  blockDim = shape.block;
+  body = launched;
+  arguments = launched_with;
+  block.dynamic_bytes = shape.shared_bytes;
+  const unsigned threads = blockDim.x * blockDim.y * blockDim.z;
+  while (fibers.size() < threads) {
+    fibers.push_back(std::make_unique<Fiber>());
+    fibers.back()->make_stack();
+  }
+  block.ready.reserve(threads);
+#if defined(EMULATOR_ASAN)
+  pthread_attr_t attributes;  // the host's own stack, to come back to
+  void* stack = nullptr;
+  if (pthread_getattr_np(pthread_self(), &attributes) ||
+      pthread_attr_getstack(&attributes, &stack, &host_context.stack_bytes))
+    throw std::runtime_error("the host's stack is not known");
+  pthread_attr_destroy(&attributes);
+  host_context.stack = static_cast<char*>(stack);
+#endif
+#if defined(EMULATOR_TSAN)
+  host_context.sanitizer = __tsan_get_current_fiber();
+  for (unsigned i = 0; i < threads; ++i) fibers[i]->sanitizer = __tsan_create_fiber(0);
+#endif
+  std::vector<uint64_t> order(uint64_t{gridDim.x} * gridDim.y * gridDim.z);
+  for (uint64_t i = 0; i < order.size(); ++i) order[i] = i;
+  std::shuffle(order.begin(), order.end(), generator);
+  for (const uint64_t i : order) {
+    blockIdx = {static_cast<unsigned>(i % gridDim.x), static_cast<unsigned>(i / gridDim.x % gridDim.y),
+                static_cast<unsigned>(i / gridDim.x / gridDim.y)};
+    run_block();
+    if (!block.failure.empty()) break;
+  }
+  block.shared.clear();
+#if defined(EMULATOR_TSAN)
+  for (unsigned i = 0; i < threads; ++i) __tsan_destroy_fiber(fibers[i]->sanitizer);
+#endif
+  if (!block.failure.empty()) {
+    fibers.clear();
+    throw std::runtime_error(std::exchange(block.failure, {}));
+  }
+}
+
+}  // namespace emulator
+
+// The runtime's functions that csrc/core calls.
+
+cudaError_t cudaGetLastError() {
+  return std::exchange(emulator::last_error, cudaSuccess);
+}
+cudaError_t cudaPeekAtLastError() {
+  return emulator::last_error;
+}
+cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t) {
+  std::memset(data, value, bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+  *attributes = {};
+  attributes->ptxVersion = 80;  // no clusters
+  return cudaSuccess;
+}
+cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value) {
+  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value < 0 ||
+      static_cast<size_t>(value) > emulator::kMostShared)
+    return cudaErrorInvalidValue;
+  emulator::dynamic_limits[kernel] = static_cast<size_t>(value);
+  return cudaSuccess;
+}
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void*, void**) {
+  return cudaErrorNotSupported;
+}

@@ -1,0 +1,129 @@
+// That the emulator finds what it is for: kernels with one mistake each.
+#include <gtest/gtest.h>
+
+#include <numeric>
+#include <set>
+#include <vector>
+
+#include "emulator.h"
+
+namespace {
+
+using emulator::Launch;
+
+// Each thread hands its number to its left neighbour; thread 0's goes round.
+void rotate(int* out, bool with_barrier) {
+  static char key;
+  auto& shared = emulator::shared<int[64]>(&key);
+  shared[threadIdx.x] = static_cast<int>(threadIdx.x);
+  if (with_barrier) __syncthreads();
+  out[blockIdx.x * 64 + threadIdx.x] = shared[(threadIdx.x + 1) % 64];
+}
+
+TEST(Emulator, RunsEveryThreadOfEveryBlock) {
+  std::vector<int> out(3 * 64, -1);
+  rotate << Launch(3, 64)(out.data(), true);
+  EXPECT_EQ(cudaGetLastError(), cudaSuccess);
+  for (int i = 0; i < 3 * 64; ++i) EXPECT_EQ(out[i], (i + 1) % 64);
+}
+
+#ifndef EMULATOR_TSAN  // which says so itself
+TEST(Emulator, FindsAMissingBarrier) {
+  std::vector<int> out(64);
+  rotate << Launch(1, 64)(out.data(), false);
+  bool wrong = false;
+  for (int i = 0; i < 64; ++i) wrong = wrong || out[i] != (i + 1) % 64;
+  EXPECT_TRUE(wrong);
+}
+#endif
+
+void diverging_barrier() {
+  if (threadIdx.x < 32) __syncthreads();
+}
+void two_barriers() {
+  if (threadIdx.x < 32) {
+    __syncthreads();
+  } else {
+    __syncthreads();
+  }
+}
+void ended_lane() {
+  if (threadIdx.x % 32 == 7) return;
+  __syncwarp();
+}
+void lanes_apart() {
+  if (threadIdx.x % 2) {
+    __ballot_sync(0xffffffffu, true);
+  } else {
+    __ballot_sync(0xffffffffu, false);
+  }
+}
+void lane_that_waits_elsewhere() {
+  if (threadIdx.x % 2) {
+    __syncwarp();
+  } else {
+    __syncthreads();
+  }
+}
+
+TEST(Emulator, FindsThreadsThatDoNotMeet) {
+  for (const auto kernel : {diverging_barrier, two_barriers, ended_lane, lanes_apart, lane_that_waits_elsewhere}) {
+    EXPECT_THROW(kernel << Launch(1, 64)(), std::runtime_error);
+  }
+  std::vector<int> out(64);
+  rotate << Launch(1, 64)(out.data(), true);  // and goes on after it
+  EXPECT_EQ(out[63], 0);
+}
+
+void warp_intrinsics(unsigned* out) {
+  const unsigned lane = threadIdx.x % 32;
+  unsigned* mine = out + threadIdx.x * 8;
+  mine[0] = __ballot_sync(0xffffffffu, lane % 3 == 0);
+  mine[1] = __any_sync(0xffffffffu, lane == 5);
+  mine[2] = __all_sync(0xffffffffu, lane != 5);
+  mine[3] = __shfl_sync(0xffffffffu, 100 + lane, 7);
+  mine[4] = __shfl_xor_sync(0xffffffffu, lane, 5);
+  mine[5] = __shfl_up_sync(0xffffffffu, lane, 2);
+  mine[6] = __shfl_down_sync(0xffffffffu, lane, 2);
+  mine[7] = __syncthreads_or(threadIdx.x == 40);
+}
+
+TEST(Emulator, WarpIntrinsics) {
+  std::vector<unsigned> out(64 * 8);
+  warp_intrinsics << Launch(1, 64)(out.data());
+  for (unsigned thread = 0; thread < 64; ++thread) {
+    const unsigned lane = thread % 32;
+    const std::vector<unsigned> mine(out.begin() + thread * 8, out.begin() + thread * 8 + 8);
+    EXPECT_EQ(mine, (std::vector<unsigned>{0x49249249u, 1, 0, 107, lane ^ 5, lane < 2 ? lane : lane - 2,
+                                           lane > 29 ? lane : lane + 2, 1}));
+  }
+}
+
+void read_shared(unsigned* out) {
+  static char key;
+  out[threadIdx.x] = emulator::shared<unsigned[64]>(&key)[threadIdx.x];
+}
+
+TEST(Emulator, SharedMemoryHoldsGarbage) {
+  std::vector<unsigned> out(64);
+  read_shared << Launch(1, 64)(out.data());
+  EXPECT_GT(std::set<unsigned>(out.begin(), out.end()).size(), 60u);
+}
+
+void write_dynamic() {
+  emulator::dynamic_shared()[threadIdx.x] = 0;
+}
+
+TEST(Emulator, RefusesWhatADeviceRefuses) {
+  for (const Launch& launch : {Launch(0, 32), Launch(1, 0), Launch(1, 1025), Launch(dim3(1, 65536), 32)}) {
+    write_dynamic << launch();
+    EXPECT_EQ(cudaGetLastError(), cudaErrorInvalidConfiguration);
+  }
+  write_dynamic << Launch(1, 32, 100 << 10)();
+  EXPECT_EQ(cudaGetLastError(), cudaErrorInvalidValue);
+  cudaFuncSetAttribute(write_dynamic, cudaFuncAttributeMaxDynamicSharedMemorySize, 100 << 10);
+  write_dynamic << Launch(1, 32, 100 << 10)();
+  EXPECT_EQ(cudaGetLastError(), cudaSuccess);
+}
+
+}  // namespace
