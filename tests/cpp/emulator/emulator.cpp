@@ -5,7 +5,9 @@
 
 #include <pthread.h>
 #include <sys/mman.h>
+#if !defined(__x86_64__)
 #include <ucontext.h>
+#endif
 
 #include <algorithm>
 #include <cstdlib>
@@ -25,6 +27,30 @@
 
 uint3 threadIdx, blockIdx;
 dim3 blockDim, gridDim;
+
+#if defined(__x86_64__)
+// Saves what a call preserves, goes on on another stack. swapcontext would ask the kernel for the signal mask each time.
+asm(R"(
+.text
+emulator_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+)");
+extern "C" void emulator_switch(void** from, void* to);
+#endif
 
 namespace emulator {
 namespace {
@@ -46,8 +72,32 @@ void release(void*) {}
 void acquire(void*) {}
 #endif
 
-struct Fiber {
+struct Context {
+#if defined(__x86_64__)
+  void* top = nullptr;  // of its stack, where its registers lie
+
+  void start(char* stack, size_t bytes, void (*function)()) {
+    auto* slots = reinterpret_cast<void**>(stack + bytes);
+    std::fill(slots - 8, slots, nullptr);
+    slots[-2] = reinterpret_cast<void*>(function);
+    top = slots - 8;
+  }
+  void switch_to(Context& to) { emulator_switch(&top, to.top); }
+#else
   ucontext_t context{};
+
+  void start(char* stack, size_t bytes, void (*function)()) {
+    getcontext(&context);
+    context.uc_stack.ss_sp = stack;
+    context.uc_stack.ss_size = bytes;
+    makecontext(&context, function, 0);
+  }
+  void switch_to(Context& to) { swapcontext(&context, &to.context); }
+#endif
+};
+
+struct Fiber {
+  Context context{};
   void* mapping = nullptr;
   char* stack = nullptr;
   size_t stack_bytes = 0;
@@ -129,7 +179,7 @@ void switch_to(Fiber& to) {
 #elif defined(EMULATOR_TSAN)
   __tsan_switch_to_fiber(to.sanitizer, __tsan_switch_to_fiber_no_sync);
 #endif
-  swapcontext(&from.context, &to.context);
+  from.context.switch_to(to.context);
 #if defined(EMULATOR_ASAN)
   __sanitizer_finish_switch_fiber(from.sanitizer, nullptr, nullptr);
 #endif
@@ -175,10 +225,7 @@ void run_block() {
     fiber.number = i;
     fiber.done = false;
     fiber.site = Site{};
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack;
-    fiber.context.uc_stack.ss_size = fiber.stack_bytes;
-    makecontext(&fiber.context, enter, 0);
+    fiber.context.start(fiber.stack, fiber.stack_bytes, enter);
     block.ready.push_back(i);
   }
   current = &host_context;

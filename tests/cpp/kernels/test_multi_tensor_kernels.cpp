@@ -8,23 +8,12 @@
 #include "core/optimizer_math.h"
 #include "emulator.h"
 #include "memory.h"
+#include "random.h"
 
 namespace torch_fastdet::core {
 namespace {
 
 constexpr DType kTypes[] = {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kFloat64};
-
-class Random {
- public:
-  explicit Random(uint64_t seed) : generator_(seed) {}
-  int64_t below(int64_t n) { return static_cast<int64_t>(generator_() % n); }
-  bool chance(int percent) { return below(100) < percent; }
-  double value() { return normal_(generator_); }
-
- private:
-  std::mt19937_64 generator_;
-  std::normal_distribution<double> normal_{0, 1};
-};
 
 struct TestRow {
   std::optional<Tensor> slot[kSlots];
@@ -93,7 +82,7 @@ struct TestList {
       if (strided && random.chance(60)) strides = {sizes[1] * sizes[2], 1, sizes[1]};           // permuted
       if (strided && random.chance(20)) strides = {sizes[1] * sizes[2] * 6, sizes[2] * 3, 2};  // with gaps
       Tensor& tensor = row.slot[s].emplace(own, sizes, strides, offset);
-      for (int64_t i = 0; i < tensor.numel(); ++i) tensor.set(i, random.value());
+      for (int64_t i = 0; i < tensor.numel(); ++i) tensor.set(i, random.normal());
     }
     Row device{};
     const int64_t* strides[kSlots] = {};

@@ -1,0 +1,26 @@
+// What the tests draw their problems with.
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+#include <random>
+
+namespace torch_fastdet::core {
+
+class Random {
+ public:
+  explicit Random(uint64_t seed) : generator_(seed) {}
+  int64_t below(int64_t n) { return static_cast<int64_t>(generator_() % static_cast<uint64_t>(n)); }
+  bool chance(int percent) { return below(100) < percent; }
+  double normal() { return normal_(generator_); }
+  template <typename T>
+  T one_of(std::initializer_list<T> values) {
+    return values.begin()[below(static_cast<int64_t>(values.size()))];
+  }
+
+ private:
+  std::mt19937_64 generator_;
+  std::normal_distribution<double> normal_{0, 1};
+};
+
+}  // namespace torch_fastdet::core
