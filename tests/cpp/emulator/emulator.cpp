@@ -11,9 +11,9 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <iterator>
 #include <map>
 #include <memory>
-#include <random>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -55,7 +55,13 @@ extern "C" void emulator_switch(void** from, void* to);
 namespace emulator {
 namespace {
 
-constexpr size_t kStack = size_t{256} << 10, kGuard = 4096;
+constexpr unsigned kMostThreads = 1024, kMostVariables = 16;
+#if defined(EMULATOR_TSAN)
+constexpr size_t kStack = size_t{64} << 10;
+#else
+constexpr size_t kStack = size_t{256} << 10;
+#endif
+constexpr size_t kGuard = 4096;
 // Bytes of shared memory that a block may have, without and with cudaFuncSetAttribute, on compute capability 9.0.
 constexpr size_t kPlainShared = 48 << 10, kMostShared = 227 << 10;
 
@@ -130,40 +136,54 @@ struct Fiber {
   }
 };
 
-std::mt19937_64 generator(0);
+uint64_t random_state = 0;
 cudaError_t last_error = cudaSuccess;
 std::map<const void*, size_t> dynamic_limits;  // of kernels, by cudaFuncSetAttribute
 std::vector<std::unique_ptr<Fiber>> fibers;
 Fiber host_context;
 char launch_order, fence_order;
+std::vector<char*> used_memory;  // shared memory of blocks that have ended
 
+// What orders the threads of one block. By turns, so that a thread which is quick to come again does not order one that
+// is slow to leave; and not those of the next block, which are ordered by nothing.
+struct Order {
+  uint64_t barrier[2], warp[32][2], shared;
+};
+Order orders[256];
+
+// A variable in shared memory.
 struct Shared {
-  std::unique_ptr<char, decltype(&std::free)> bytes{nullptr, std::free};
-  size_t size = 0;
+  const void* variable;
+  char* bytes;
+  size_t size;
 };
 
-// The block that runs.
+// The block that runs. No containers: their code may be that of a file under ThreadSanitizer.
 struct Block {
   unsigned threads = 0, waiting = 0, exited = 0;
   uint64_t barriers = 0;  // passed
   bool any = false, any_result = false;
-  std::vector<unsigned> ready;  // threads that may run
-  std::map<const void*, Shared> shared;
+  unsigned ready[kMostThreads];  // threads that may run
+  unsigned ready_count = 0;
+  Shared shared[kMostVariables];
+  int shared_count = 0;
   size_t dynamic_bytes = 0;
+
+  void make_ready(unsigned thread) { ready[ready_count++] = thread; }
   std::string failure;
 };
 Block block;
 Fiber* current = nullptr;
 Body body;
 const void* arguments;
-// By turns, so that a thread which is quick to come again does not order one that is slow to leave.
-char barrier_order[2], warp_order[32][2], shared_order;
+Order* order = orders;
 uint64_t warp_syncs[32];
 
 std::string where(const Fiber& fiber) {
-  return "thread " + std::to_string(fiber.number) + " of block (" + std::to_string(blockIdx.x) + ", " +
-         std::to_string(blockIdx.y) + "), at " + fiber.site.intrinsic + " of " + fiber.site.file + ":" +
-         std::to_string(fiber.site.line);
+  std::string text = "thread " + std::to_string(fiber.number) + " of block (" + std::to_string(blockIdx.x) + ", " +
+                     std::to_string(blockIdx.y) + ")";
+  if (!fiber.site.intrinsic) return text;
+  return text + ", at " + fiber.site.intrinsic + " of " + fiber.site.file + ":" + std::to_string(fiber.site.line);
 }
 
 bool same(const Site& a, const Site& b) {
@@ -187,16 +207,22 @@ void switch_to(Fiber& to) {
 
 // Runs a thread that may run; the host where there is none.
 void run_another() {
-  if (block.ready.empty() || !block.failure.empty()) return switch_to(host_context);
-  const size_t pick = generator() % block.ready.size();
-  Fiber& next = *fibers[block.ready[pick]];
-  block.ready[pick] = block.ready.back();
-  block.ready.pop_back();
+  if (!block.ready_count || !block.failure.empty()) return switch_to(host_context);
+  unsigned& pick = block.ready[random_bits() % block.ready_count];
+  Fiber& next = *fibers[pick];
+  pick = block.ready[--block.ready_count];
   if (&next != current) switch_to(next);
 }
 
-[[noreturn]] void fail(const std::string& message) {
-  block.failure = message;
+void report(const char* what, const Fiber& thread, const Fiber* other) {
+  block.failure = what + (": " + where(thread));
+  if (other) block.failure += "; " + where(*other);
+}
+
+// Abandons the block. Nothing on the thread's stack is destroyed.
+[[noreturn]] void fail(const char* what, const Fiber& thread, const Fiber* other = nullptr) {
+  report(what, thread, other);
+  release(&launch_order);
   for (;;) run_another();
 }
 
@@ -217,20 +243,28 @@ void run_block() {
   block.threads = blockDim.x * blockDim.y * blockDim.z;
   block.waiting = block.exited = 0;
   block.any = false;
-  block.ready.clear();
-  block.shared.clear();
+  block.ready_count = block.shared_count = 0;
+  order = order == std::end(orders) - 1 ? orders : order + 1;
   for (unsigned i = 0; i < block.threads; ++i) {
     Fiber& fiber = *fibers[i];
     fiber.index = {i % blockDim.x, i / blockDim.x % blockDim.y, i / blockDim.x / blockDim.y};
     fiber.number = i;
     fiber.done = false;
     fiber.site = Site{};
+#if defined(EMULATOR_TSAN)
+    // A thread of its own in every block, on a stack where nobody was before.
+    mmap(fiber.stack, fiber.stack_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+    fiber.sanitizer = __tsan_create_fiber(0);
+#endif
     fiber.context.start(fiber.stack, fiber.stack_bytes, enter);
-    block.ready.push_back(i);
+    block.make_ready(i);
   }
   current = &host_context;
   run_another();
-  acquire(&launch_order);
+#if defined(EMULATOR_TSAN)
+  for (unsigned i = 0; i < block.threads; ++i) __tsan_destroy_fiber(fibers[i]->sanitizer);
+#endif
+  for (int i = 0; i < block.shared_count; ++i) used_memory.push_back(block.shared[i].bytes);
   if (block.failure.empty() && block.exited < block.threads) {
     block.failure = "no thread can run on:";
     for (unsigned i = 0; i < block.threads; ++i) {
@@ -243,7 +277,7 @@ void run_block() {
 cudaError_t refusal(const Shape& shape, const void* kernel) {
   const dim3 &g = shape.grid, &b = shape.block;
   const uint64_t threads = uint64_t{b.x} * b.y * b.z;
-  if (!g.x || !g.y || !g.z || g.x > 0x7fffffffu || g.y > 65535 || g.z > 65535 || !threads || threads > 1024)
+  if (!g.x || !g.y || !g.z || g.x > 0x7fffffffu || g.y > 65535 || g.z > 65535 || !threads || threads > kMostThreads)
     return cudaErrorInvalidConfiguration;
   const auto limit = dynamic_limits.find(kernel);
   return shape.shared_bytes > (limit == dynamic_limits.end() ? kPlainShared : limit->second) ? cudaErrorInvalidValue
@@ -253,11 +287,14 @@ cudaError_t refusal(const Shape& shape, const void* kernel) {
 }  // namespace
 
 void seed(uint64_t value) {
-  generator.seed(value);
+  random_state = value;
 }
 
-uint64_t random_bits() {
-  return generator();
+uint64_t random_bits() {  // splitmix64
+  uint64_t x = random_state += 0x9e3779b97f4a7c15u;
+  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+  return x ^ x >> 31;
 }
 
 int lane() {
@@ -271,8 +308,8 @@ void fence() {
 }
 
 void preempt() {
-  if (generator() % 4) return;
-  block.ready.push_back(current->number);
+  if (random_bits() % 4) return;
+  block.make_ready(current->number);
   run_another();
 }
 
@@ -281,25 +318,25 @@ bool barrier_or(const Site& site, bool any) {
   me.site = site;
   me.mask = 0;
   const uint64_t turn = block.barriers;
-  release(&barrier_order[turn % 2]);
+  release(&order->barrier[turn % 2]);
   block.any = block.any || any;
   ++block.waiting;
-  if (block.exited) fail("a barrier after other threads have ended: " + where(me));
+  if (block.exited) fail("a barrier after other threads have ended", me);
   if (block.waiting == block.threads) {
     block.any_result = block.any;
     block.any = false;
     block.waiting = 0;
     ++block.barriers;
     for (unsigned i = 0; i < block.threads; ++i) {
-      if (!same(fibers[i]->site, site)) fail("different barriers: " + where(me) + "; " + where(*fibers[i]));
+      if (!same(fibers[i]->site, site)) fail("different barriers", me, fibers[i].get());
     }
     for (unsigned i = 0; i < block.threads; ++i) {
       fibers[i]->site = Site{};
-      block.ready.push_back(i);
+      block.make_ready(i);
     }
   }
   run_another();
-  acquire(&barrier_order[turn % 2]);
+  acquire(&order->barrier[turn % 2]);
   return block.any_result;
 }
 
@@ -313,17 +350,16 @@ Lanes exchange(const Site& site, unsigned mask, uint64_t value) {
   me.mask = mask;
   me.value = value;
   const unsigned first = me.number / 32 * 32;
-  if (!(mask >> me.number % 32 & 1)) fail("a lane that its mask does not name: " + where(me));
+  if (!(mask >> me.number % 32 & 1)) fail("a lane that its mask does not name", me);
   bool all = true;
   for (unsigned i = 0; i < 32; ++i) {
     if (!(mask >> i & 1)) continue;
-    if (first + i >= block.threads || fibers[first + i]->done)
-      fail("lane " + std::to_string(i) + " of the mask has ended: " + where(me));
+    if (first + i >= block.threads || fibers[first + i]->done) fail("a lane of the mask has ended", me);
     const Fiber& other = *fibers[first + i];
     if (!other.site.intrinsic) {
       all = false;
     } else if (!same(other.site, site) || other.mask != mask) {
-      fail("lanes of one mask wait apart: " + where(me) + "; " + where(other));
+      fail("lanes of one mask wait apart", me, &other);
     }
   }
   if (all) {
@@ -332,7 +368,7 @@ Lanes exchange(const Site& site, unsigned mask, uint64_t value) {
       Fiber& other = *fibers[first + i];
       other.site = Site{};
       for (unsigned j = 0; j < 32; ++j) other.lanes.value[j] = mask >> j & 1 ? fibers[first + j]->value : 0;
-      block.ready.push_back(first + i);
+      block.make_ready(first + i);
     }
   }
   run_another();
@@ -342,30 +378,34 @@ Lanes exchange(const Site& site, unsigned mask, uint64_t value) {
 // The only warp intrinsic that promises an order of memory accesses.
 void sync_warp(const Site& site, unsigned mask) {
   const unsigned warp = current->number / 32;
-  char* const order = &warp_order[warp][warp_syncs[warp] % 2];
-  release(order);
+  const uint64_t turn = warp_syncs[warp];
+  release(&order->warp[warp][turn % 2]);
   exchange(site, mask, 0);
-  // The first to leave counts; nobody can have come again before.
-  if (order == &warp_order[warp][warp_syncs[warp] % 2]) ++warp_syncs[warp];
-  acquire(order);
+  if (warp_syncs[warp] == turn) ++warp_syncs[warp];  // the first to leave
+  acquire(&order->warp[warp][turn % 2]);
 }
 
 void* shared_memory(const void* variable, size_t bytes) {
-  acquire(&shared_order);
-  Shared& shared = block.shared[variable];
-  if (!shared.bytes) {  // the first thread of the block here
-    shared.size = bytes;
-    shared.bytes.reset(static_cast<char*>(std::aligned_alloc(16, bytes)));
-    for (size_t i = 0; i < bytes; ++i) shared.bytes.get()[i] = static_cast<char>(generator() >> 56);
-    size_t all = 0, plain = 0;
-    for (const auto& [key, value] : block.shared) {
-      all += value.size;
-      plain += key == &block ? 0 : value.size;
-    }
-    if (plain > kPlainShared || all > kMostShared) fail("more shared memory than a block can have");
+  acquire(&order->shared);
+  char* memory = nullptr;
+  size_t all = bytes, plain = variable == &block ? 0 : bytes;
+  for (int i = 0; i < block.shared_count; ++i) {
+    const Shared& other = block.shared[i];
+    if (other.variable == variable) memory = other.bytes;
+    all += other.size;
+    plain += other.variable == &block ? 0 : other.size;
   }
-  release(&shared_order);
-  return shared.bytes.get();
+  if (!memory) {  // the first thread of the block here
+    void* fresh = nullptr;
+    if (plain > kPlainShared || all > kMostShared || block.shared_count == kMostVariables ||
+        posix_memalign(&fresh, 16, bytes))
+      fail("more shared memory than a block can have", *current);
+    memory = static_cast<char*>(fresh);
+    for (size_t i = 0; i < bytes; ++i) memory[i] = static_cast<char>(random_bits());
+    block.shared[block.shared_count++] = {variable, memory, bytes};
+  }
+  release(&order->shared);
+  return memory;
 }
 
 unsigned char* dynamic_shared() {
@@ -387,7 +427,6 @@ void run(const Shape& shape, const void* kernel, Body launched, const void* laun
     fibers.push_back(std::make_unique<Fiber>());
     fibers.back()->make_stack();
   }
-  block.ready.reserve(threads);
 #if defined(EMULATOR_ASAN)
   pthread_attr_t attributes;  // the host's own stack, to come back to
   void* stack = nullptr;
@@ -399,21 +438,22 @@ void run(const Shape& shape, const void* kernel, Body launched, const void* laun
 #endif
 #if defined(EMULATOR_TSAN)
   host_context.sanitizer = __tsan_get_current_fiber();
-  for (unsigned i = 0; i < threads; ++i) fibers[i]->sanitizer = __tsan_create_fiber(0);
 #endif
-  std::vector<uint64_t> order(uint64_t{gridDim.x} * gridDim.y * gridDim.z);
-  for (uint64_t i = 0; i < order.size(); ++i) order[i] = i;
-  std::shuffle(order.begin(), order.end(), generator);
-  for (const uint64_t i : order) {
+  std::vector<uint64_t> turns(uint64_t{gridDim.x} * gridDim.y * gridDim.z);
+  for (uint64_t i = 0; i < turns.size(); ++i) {  // shuffled from the inside out
+    const uint64_t place = random_bits() % (i + 1);
+    turns[i] = turns[place];
+    turns[place] = i;
+  }
+  for (const uint64_t i : turns) {
     blockIdx = {static_cast<unsigned>(i % gridDim.x), static_cast<unsigned>(i / gridDim.x % gridDim.y),
                 static_cast<unsigned>(i / gridDim.x / gridDim.y)};
     run_block();
     if (!block.failure.empty()) break;
   }
-  block.shared.clear();
-#if defined(EMULATOR_TSAN)
-  for (unsigned i = 0; i < threads; ++i) __tsan_destroy_fiber(fibers[i]->sanitizer);
-#endif
+  acquire(&launch_order);
+  for (char* memory : used_memory) std::free(memory);
+  used_memory.clear();
   if (!block.failure.empty()) {
     fibers.clear();
     throw std::runtime_error(std::exchange(block.failure, {}));

@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <new>
 #include <numeric>
 #include <random>
 #include <vector>
@@ -56,15 +57,17 @@ inline bool identical(double a, double b) {
 
 class Memory {
  public:
-  // glibc's aligned_alloc takes any size.
-  explicit Memory(size_t bytes) : bytes_(static_cast<char*>(std::aligned_alloc(256, bytes)), std::free), size_(bytes) {
-    std::memset(bytes_.get(), 0x5a, bytes);
+  explicit Memory(size_t bytes) : size_(bytes) {
+    void* memory = nullptr;
+    if (posix_memalign(&memory, 256, bytes)) throw std::bad_alloc();
+    bytes_.reset(static_cast<char*>(memory));
+    std::memset(data(), 0x5a, bytes);
   }
   char* data() const { return bytes_.get(); }
   size_t size() const { return size_; }
 
  private:
-  std::unique_ptr<char, decltype(&std::free)> bytes_;
+  std::unique_ptr<char, decltype(&std::free)> bytes_{nullptr, std::free};
   size_t size_;
 };
 
