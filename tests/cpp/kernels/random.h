@@ -2,10 +2,17 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdlib>
 #include <initializer_list>
 #include <random>
 
 namespace torch_fastdet::core {
+
+// Seeds that a test tries: so many, or EMULATOR_ROUNDS times as many.
+inline uint64_t rounds(uint64_t count) {
+  const char* factor = std::getenv("EMULATOR_ROUNDS");
+  return count * (factor ? std::strtoull(factor, nullptr, 10) : 1);
+}
 
 class Random {
  public:

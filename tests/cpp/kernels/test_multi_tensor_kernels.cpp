@@ -372,7 +372,7 @@ void reduce_and_update(uint64_t seed) {
 }
 
 TEST(MultiTensorKernels, RandomListsAndSteps) {
-  for (uint64_t seed = 0; seed < 150 && !HasFailure(); ++seed) reduce_and_update(seed);
+  for (uint64_t seed = 0; seed < rounds(150) && !HasFailure(); ++seed) reduce_and_update(seed);
 }
 
 // More segments than the grid has warps, and tensors that span blocks.

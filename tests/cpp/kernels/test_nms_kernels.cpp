@@ -3,8 +3,10 @@
 
 #include <limits>
 
+#include "core/decode.h"
 #include "core/nms_device.cuh"
 #include "core/nms_launch.h"
+#include "core/scale_boxes_math.h"
 #include "emulator.h"
 #include "memory.h"
 #include "random.h"
@@ -154,11 +156,11 @@ std::pair<NmsPlan, int64_t> check(const Problem& problem) {
 }
 
 // A score between 0 and 1 in few steps, so that many are equal; or something nasty.
-double score(Random& random, int nasty) {
+double score(Random& random, int nasty, int64_t steps) {
   if (random.below(1000) < nasty) {
     return random.one_of({std::nan(""), std::numeric_limits<double>::infinity(), -1.0, 0.0, 1.5});
   }
-  return static_cast<double>(random.below(33)) / 32;
+  return static_cast<double>(random.below(steps + 1)) / steps;
 }
 
 double logit(Random& random, int nasty) {
@@ -224,9 +226,10 @@ Problem prediction(Random& random, DType dtype, int64_t images, int64_t anchors,
   const std::vector<int64_t> strides =
       adjacent ? std::vector<int64_t>{anchors * channels, 1, anchors} : Tensor::dense(sizes);
   Tensor& tensor = problem.tensors.emplace_back(dtype, sizes, strides, random.below(4));
+  const int64_t steps = random.chance(60) ? 32 : 1 << 20;
   for (int64_t i = 0; i < images * anchors; ++i) {
     for (int64_t c = 0; c < channels; ++c) {
-      double value = score(random, nasty);
+      double value = score(random, nasty, steps);
       if (c < 2) value = static_cast<double>(random.below(200));
       if (c == 2 || c == 3) value = static_cast<double>(random.below(40) - (random.chance(5) ? 30 : 0));
       if (c < 4 && random.below(1000) < nasty) value = random.one_of({std::nan(""), 1e300, -1e300});
@@ -287,7 +290,7 @@ Problem heads(Random& random, CandidateLayout layout, DType dtype) {
 constexpr DType kTypes[] = {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kFloat64};
 
 TEST(NmsKernels, RandomPredictions) {
-  for (uint64_t seed = 0; seed < 60 && !HasFailure(); ++seed) {
+  for (uint64_t seed = 0; seed < rounds(60) && !HasFailure(); ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     Random random(seed);
     emulator::seed(seed);
@@ -303,7 +306,7 @@ TEST(NmsKernels, RandomPredictions) {
 }
 
 TEST(NmsKernels, RandomHeads) {
-  for (uint64_t seed = 0; seed < 40 && !HasFailure(); ++seed) {
+  for (uint64_t seed = 0; seed < rounds(40) && !HasFailure(); ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     Random random(seed);
     emulator::seed(seed);
@@ -328,7 +331,7 @@ TEST(NmsKernels, EmptyProblems) {
 
 // Kept lists that lie in device memory, chunk after chunk.
 TEST(NmsKernels, WideLists) {
-  for (uint64_t seed = 0; seed < 6 && !HasFailure(); ++seed) {
+  for (uint64_t seed = 0; seed < rounds(6) && !HasFailure(); ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     Random random(seed);
     emulator::seed(seed);
@@ -347,7 +350,7 @@ TEST(NmsKernels, WideLists) {
 
 // More candidates than there is room for: the radix search for the cut, which ties may stretch.
 TEST(NmsKernels, CutsToTheBest) {
-  for (uint64_t seed = 0; seed < 6 && !HasFailure(); ++seed) {
+  for (uint64_t seed = 0; seed < rounds(6) && !HasFailure(); ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     Random random(seed);
     emulator::seed(seed);
@@ -365,10 +368,25 @@ TEST(NmsKernels, CutsToTheBest) {
   }
 }
 
+// So many anchors that a thread may take several; few that pass, or many.
+TEST(NmsKernels, ManyAnchors) {
+  for (uint64_t seed = 0; seed < rounds(2) && !HasFailure(); ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    Random random(seed);
+    emulator::seed(seed);
+    Problem problem = prediction(random, DType::kFloat16, 3, 43701 + random.below(300), 2, seed % 2, 2,
+                                 seed % 4 < 2 ? 40 : 3);
+    fill_options(random, problem);
+    if (seed % 3 == 0) add_labels(random, problem);
+    problem.options.max_detections = std::min<int64_t>(problem.options.max_detections, 300);
+    check(problem);
+  }
+}
+
 // Several sorted runs an image: merged by the block that suppresses, or before it where shared memory is short.
 TEST(NmsKernels, ManyRuns) {
   bool merges[2] = {};
-  for (uint64_t seed = 0; seed < 6 && !HasFailure(); ++seed) {
+  for (uint64_t seed = 0; seed < rounds(6) && !HasFailure(); ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     Random random(seed);
     emulator::seed(seed);
@@ -385,6 +403,56 @@ TEST(NmsKernels, ManyRuns) {
     merges[plan.merges > 0] = true;
   }
   EXPECT_TRUE(merges[0] && merges[1]);
+}
+
+TEST(DecodeKernels, RandomHeads) {
+  for (uint64_t seed = 0; seed < rounds(60) && !HasFailure(); ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    Random random(seed);
+    emulator::seed(seed);
+    Problem problem = heads(random, CandidateLayout::kAnchorHeads, kTypes[seed % 4]);
+    CandidateSource& source = problem.source;
+    const int64_t all = 5 + source.classes + source.extra;
+    Tensor out(source.dtype, {source.images, source.anchors, all}, random.below(3));
+    ASSERT_EQ(launch_yolov5_decode({source, out.data()}, nullptr), cudaSuccess);
+    dispatch(source.dtype, [&](auto zero) {
+      using T = decltype(zero);
+      using Layout = AnchorHeadLayout<T>;
+      for (int64_t i = 0; i < source.images * source.anchors; ++i) {
+        const auto anchor = Layout::anchor(source, i / source.anchors, i % source.anchors);
+        const auto box = Layout::box(source, anchor);
+        const double corner[] = {box.x, box.y, box.width, box.height};
+        for (int64_t c = 0; c < all && !HasFailure(); ++c) {
+          const auto raw = Layout::channel(source, anchor, c);
+          const double want = c < 4 ? corner[c] : c < 5 + source.classes ? Storage<T>::round(sigmoid(raw)) : raw;
+          EXPECT_TRUE(identical(out.get(i * all + c), want)) << "row " << i << ", channel " << c;
+        }
+      }
+    });
+    EXPECT_TRUE(out.surroundings_intact());
+  }
+}
+
+TEST(ScaleBoxesKernels, RandomBoxes) {
+  for (uint64_t seed = 0; seed < rounds(24) && !HasFailure(); ++seed) {
+    Random random(seed);
+    emulator::seed(seed);
+    const DType dtype = kTypes[seed % 4], wide = dtype == DType::kFloat64 ? dtype : DType::kFloat32;
+    const int64_t images = 1 + random.below(3), count = random.one_of({0, 1, 100, 300}), columns = 4 + random.below(3);
+    const std::vector<int64_t> sizes = {images, count, columns};
+    Tensor boxes(dtype, sizes, seed % 3 ? Tensor::dense(sizes) : std::vector<int64_t>{count * columns, 1, count});
+    Tensor letterboxes(wide, {images, 6}), got(dtype, sizes), want(dtype, sizes);
+    for (int64_t i = 0; i < boxes.numel(); ++i) boxes.set(i, 200 * random.normal());
+    for (int64_t i = 0; i < 6 * images; ++i) letterboxes.set(i, 1 + static_cast<double>(random.below(300)));
+    ScaleBoxesParams p{boxes.data(),     letterboxes.data(), got.data(),       images,          count, columns,
+                       boxes.strides[0], boxes.strides[1],   boxes.strides[2], seed % 2 == 0, dtype};
+    ASSERT_EQ(launch_scale_boxes(p, nullptr), cudaSuccess);
+    p.output = want.data();
+    dispatch(dtype, [&](auto zero) {
+      for (int64_t i = 0; i < images * count; ++i) scale_one_box<decltype(zero)>(p, i);
+    });
+    EXPECT_EQ(got.values(), want.values());
+  }
 }
 
 }  // namespace
