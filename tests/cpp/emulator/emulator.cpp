@@ -142,7 +142,6 @@ std::map<const void*, size_t> dynamic_limits;  // of kernels, by cudaFuncSetAttr
 std::vector<std::unique_ptr<Fiber>> fibers;
 Fiber host_context;
 char launch_order, fence_order;
-std::vector<char*> used_memory;  // shared memory of blocks that have ended
 
 // What orders the threads of one block. By turns, so that a thread which is quick to come again does not order one that
 // is slow to leave; and not those of the next block, which are ordered by nothing.
@@ -157,6 +156,7 @@ struct Shared {
   char* bytes;
   size_t size;
 };
+std::vector<Shared> used;  // by blocks that have ended
 
 // The block that runs. No containers: their code may be that of a file under ThreadSanitizer.
 struct Block {
@@ -264,7 +264,7 @@ void run_block() {
 #if defined(EMULATOR_TSAN)
   for (unsigned i = 0; i < block.threads; ++i) __tsan_destroy_fiber(fibers[i]->sanitizer);
 #endif
-  for (int i = 0; i < block.shared_count; ++i) used_memory.push_back(block.shared[i].bytes);
+  used.insert(used.end(), block.shared, block.shared + block.shared_count);
   if (block.failure.empty() && block.exited < block.threads) {
     block.failure = "no thread can run on:";
     for (unsigned i = 0; i < block.threads; ++i) {
@@ -401,7 +401,13 @@ void* shared_memory(const void* variable, size_t bytes) {
         posix_memalign(&fresh, 16, bytes))
       fail("more shared memory than a block can have", *current);
     memory = static_cast<char*>(fresh);
-    for (size_t i = 0; i < bytes; ++i) memory[i] = static_cast<char>(random_bits());
+    // Garbage: random, or (as on a device) what an earlier block has left there.
+    const Shared* left = nullptr;
+    for (size_t i = 0; i < used.size(); ++i) left = used[i].variable == variable ? &used[i] : left;
+    if (random_bits() % 2) left = nullptr;
+    for (size_t i = 0; i < bytes; ++i) {
+      memory[i] = left && i < left->size ? left->bytes[i] : static_cast<char>(random_bits());
+    }
     block.shared[block.shared_count++] = {variable, memory, bytes};
   }
   release(&order->shared);
@@ -452,8 +458,9 @@ void run(const Shape& shape, const void* kernel, Body launched, const void* laun
     if (!block.failure.empty()) break;
   }
   acquire(&launch_order);
-  for (char* memory : used_memory) std::free(memory);
-  used_memory.clear();
+  const size_t kept = std::min<size_t>(used.size(), kMostVariables);
+  for (size_t i = 0; i + kept < used.size(); ++i) std::free(used[i].bytes);
+  used.erase(used.begin(), used.end() - static_cast<int64_t>(kept));
   if (!block.failure.empty()) {
     fibers.clear();
     throw std::runtime_error(std::exchange(block.failure, {}));
