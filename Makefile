@@ -60,7 +60,8 @@ test-asan: $(STAMP) ## the GoogleTests under AddressSanitizer and UndefinedBehav
 # $(1) build folder, $(2) sanitizers ON or OFF, $(3) cmake
 define googletest
 mkdir -p $(1) && { $(3) -S tests/cpp -B $(1) -DSANITIZE=$(2) && $(3) --build $(1) -j $(JOBS); } > $(1)/build.log 2>&1 \
-  || { tail -n 40 $(1)/build.log; exit 1; }; $(1)/core_tests --gtest_brief=1
+  || { tail -n 40 $(1)/build.log; exit 1; }; $(1)/core_tests --gtest_brief=1 \
+  && { [ ! -x $(1)/kernel_tests ] || $(1)/kernel_tests --gtest_brief=1; }
 endef
 
 # On a GPU machine without network: the torch that is there, no virtual environment.

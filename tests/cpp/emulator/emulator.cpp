@@ -29,7 +29,8 @@ uint3 threadIdx, blockIdx;
 dim3 blockDim, gridDim;
 
 #if defined(__x86_64__)
-// Saves what a call preserves, goes on on another stack. swapcontext would ask the kernel for the signal mask each time.
+// Saves what a call preserves, goes on on another stack. swapcontext would ask the kernel for the signal mask each
+// time.
 asm(R"(
 .text
 emulator_switch:
@@ -88,7 +89,9 @@ struct Context {
     slots[-2] = reinterpret_cast<void*>(function);
     top = slots - 8;
   }
-  void switch_to(Context& to) { emulator_switch(&top, to.top); }
+  void switch_to(Context& to) {
+    emulator_switch(&top, to.top);
+  }
 #else
   ucontext_t context{};
 
@@ -98,7 +101,9 @@ struct Context {
     context.uc_stack.ss_size = bytes;
     makecontext(&context, function, 0);
   }
-  void switch_to(Context& to) { swapcontext(&context, &to.context); }
+  void switch_to(Context& to) {
+    swapcontext(&context, &to.context);
+  }
 #endif
 };
 
@@ -281,7 +286,7 @@ cudaError_t refusal(const Shape& shape, const void* kernel) {
     return cudaErrorInvalidConfiguration;
   const auto limit = dynamic_limits.find(kernel);
   return shape.shared_bytes > (limit == dynamic_limits.end() ? kPlainShared : limit->second) ? cudaErrorInvalidValue
-                                                                                           : cudaSuccess;
+                                                                                             : cudaSuccess;
 }
 
 }  // namespace

@@ -105,14 +105,16 @@ struct Shape {
   dim3 grid, block;
   size_t shared_bytes;
 };
-// Runs a kernel to its end. What a device would refuse is left for cudaGetLastError; what is undefined behaviour throws.
+// Runs a kernel to its end. What a device would refuse is left for cudaGetLastError; what is undefined behaviour
+// throws.
 void run(const Shape& shape, const void* kernel, Body body, const void* arguments);
 
 template <typename... Parameters>
 void run(const Shape& shape, void (*kernel)(Parameters...), std::tuple<std::decay_t<Parameters>...> arguments) {
   using Call = std::pair<decltype(kernel), decltype(arguments)>;
   const Call call(kernel, std::move(arguments));
-  run(shape, reinterpret_cast<const void*>(kernel),
+  run(
+      shape, reinterpret_cast<const void*>(kernel),
       [](const void* data) {
         const Call& call = *static_cast<const Call*>(data);
         std::apply(call.first, call.second);
@@ -169,7 +171,7 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, void (*kernel)
 #define __ballot_sync(mask, predicate) ::emulator::ballot(EMULATOR_SITE("__ballot_sync"), mask, (predicate) != 0)
 #define __any_sync(mask, predicate) (::emulator::ballot(EMULATOR_SITE("__any_sync"), mask, (predicate) != 0) != 0)
 #define __all_sync(mask, predicate) (::emulator::ballot(EMULATOR_SITE("__all_sync"), mask, (predicate) == 0) == 0)
-#define __shfl_sync(mask, value, lane) ::emulator::shuffle(EMULATOR_SITE("__shfl_sync"), mask, value, (lane) & 31)
+#define __shfl_sync(mask, value, lane) ::emulator::shuffle(EMULATOR_SITE("__shfl_sync"), mask, value, (lane)&31)
 #define __shfl_xor_sync(mask, value, bits) \
   ::emulator::shuffle(EMULATOR_SITE("__shfl_xor_sync"), mask, value, ::emulator::lane() ^ (bits))
 #define __shfl_up_sync(mask, value, delta) \

@@ -35,9 +35,7 @@ def shared(match: re.Match[str]) -> str:
 
 def translate(source: str) -> str:
     source = source.replace("<<<", " << ::emulator::Launch(").replace(">>>(", ")(")
-    source = re.sub(
-        r"extern __shared__ [^;]*?(\w+)\[\];", r"unsigned char* \1 = ::emulator::dynamic_shared();", source
-    )
+    source = re.sub(r"extern __shared__ [^;]*?(\w+)\[\];", r"unsigned char* \1 = ::emulator::dynamic_shared();", source)
     return re.sub(r"__shared__\s+([^;]*);", shared, source)
 
 

@@ -8,8 +8,11 @@
 
 namespace torch_fastdet::core {
 
-// Seeds that a test tries: so many, or EMULATOR_ROUNDS times as many.
+// Seeds that a test tries: so many (a quarter where a sanitizer is slow), or EMULATOR_ROUNDS times as many.
 inline uint64_t rounds(uint64_t count) {
+#if defined(EMULATOR_ASAN) || defined(EMULATOR_TSAN)
+  count = (count + 3) / 4;
+#endif
   const char* factor = std::getenv("EMULATOR_ROUNDS");
   return count * (factor ? std::strtoull(factor, nullptr, 10) : 1);
 }

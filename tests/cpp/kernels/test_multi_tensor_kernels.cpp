@@ -54,13 +54,20 @@ struct TestList {
     std::vector<int64_t> numels;
     for (const TestRow& row : rows) numels.push_back(row.numel());
     segments = plan_segments(numels);
-    view = {device_rows.data(), segments.data(), layouts.data(), static_cast<int64_t>(rows.size()),
-            static_cast<int64_t>(segments.size()), &workspace, partials.data(), what.float32_only,
+    view = {device_rows.data(),
+            segments.data(),
+            layouts.data(),
+            static_cast<int64_t>(rows.size()),
+            static_cast<int64_t>(segments.size()),
+            &workspace,
+            partials.data(),
+            what.float32_only,
             static_cast<int>(1 + random.below(3))};
   }
 
   void add_row(Random& random, const What& what) {
-    static constexpr int64_t kSizes[] = {0, 1, 3, 7, 8, 9, 31, 32, 33, 64, 127, 255, 256, 257, 1000, 1023, 1024, 1025, 2500};
+    static constexpr int64_t kSizes[] = {0,   1,   3,   7,   8,    9,    31,   32,   33,  64,
+                                         127, 255, 256, 257, 1000, 1023, 1024, 1025, 2500};
     const bool average_only = what.with_averages && random.chance(15);
     const bool wanted[kSlots] = {what.with_params, what.with_grads && !average_only && random.chance(90),
                                  what.with_momentum && !average_only && random.chance(90),
@@ -79,7 +86,7 @@ struct TestList {
       const DType own = mixed ? kTypes[random.below(4)] : type;
       const int64_t offset = random.chance(85) ? common_offset : random.below(9);
       std::vector<int64_t> strides = Tensor::dense(sizes);
-      if (strided && random.chance(60)) strides = {sizes[1] * sizes[2], 1, sizes[1]};           // permuted
+      if (strided && random.chance(60)) strides = {sizes[1] * sizes[2], 1, sizes[1]};          // permuted
       if (strided && random.chance(20)) strides = {sizes[1] * sizes[2] * 6, sizes[2] * 3, 2};  // with gaps
       Tensor& tensor = row.slot[s].emplace(own, sizes, strides, offset);
       for (int64_t i = 0; i < tensor.numel(); ++i) tensor.set(i, random.normal());
@@ -153,8 +160,12 @@ void step_element(const ElementStep& s, double& param, double& grad, double& buf
   if (s.scaled) g = static_cast<A>(rounded(s.grad_type, g * static_cast<A>(s.inv_scale)));
   if (s.clipped) g = static_cast<A>(rounded(s.grad_type, g * static_cast<A>(s.clip)));
   if (s.update) {
-    const SgdScalars<A> sgd{static_cast<A>(s.lr), static_cast<A>(s.momentum_factor), static_cast<A>(1.0 - s.dampening),
-                            static_cast<A>(s.weight_decay), s.nesterov, s.maximize};
+    const SgdScalars<A> sgd{static_cast<A>(s.lr),
+                            static_cast<A>(s.momentum_factor),
+                            static_cast<A>(1.0 - s.dampening),
+                            static_cast<A>(s.weight_decay),
+                            s.nesterov,
+                            s.maximize};
     sgd_element(p, g, b, sgd, s.momentum, s.fresh);
     p = static_cast<A>(rounded(s.param_type, p));
   }
@@ -249,11 +260,10 @@ void reduce_and_update(uint64_t seed) {
       const auto& tensor = list.rows[r].slot[kGrad];
       for (double& grad : want[r * kSlots + kGrad]) {
         overflow = overflow || !std::isfinite(grad);
-        const double multiplied =
-            !scaled ? grad
-                    : rounded(tensor->dtype, tensor->dtype == DType::kFloat64
-                                                 ? grad * inv_scale
-                                                 : double{static_cast<float>(grad) * inv_scale});
+        const double multiplied = !scaled ? grad
+                                          : rounded(tensor->dtype, tensor->dtype == DType::kFloat64
+                                                                       ? grad * inv_scale
+                                                                       : double{static_cast<float>(grad) * inv_scale});
         sum += multiplied * multiplied;
         if (p.write_grads) grad = multiplied;
       }
@@ -310,8 +320,7 @@ void reduce_and_update(uint64_t seed) {
   for (int g = 0; p.sgd && g < what.groups; ++g) groups.emplace_back(random);
 
   const bool skip = (p.use_workspace && list.workspace.skip) || (p.found_inf && found_inf != 0);
-  const float inv_scale =
-      p.grad_scale ? inverse_scale(scale) : p.use_workspace ? list.workspace.inv_scale : 1.f;
+  const float inv_scale = p.grad_scale ? inverse_scale(scale) : p.use_workspace ? list.workspace.inv_scale : 1.f;
   const double clip = p.use_workspace ? list.workspace.clip : 1.0;
   const int64_t updates = p.updates >= 0 ? p.updates : 42;
   std::vector<uint8_t> want_fresh = fresh;

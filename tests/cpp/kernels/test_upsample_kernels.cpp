@@ -1,4 +1,5 @@
-// upsample.cu against nested loops over (n, c, h, w): layouts, slices of a concatenation, unaligned storage, every type.
+// upsample.cu against nested loops over (n, c, h, w): layouts, slices of a concatenation, unaligned storage, every
+// type.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -34,9 +35,7 @@ struct Slice {
     return ((n * buffer.sizes[1] + first + c) * size[2] + h) * size[3] + w;
   }
   double get(int64_t n, int64_t c, int64_t h, int64_t w) const { return buffer.get(index(n, c, h, w)); }
-  char* data() const {
-    return static_cast<char*>(buffer.data()) + first * strides[1] * dtype_bytes(buffer.dtype);
-  }
+  char* data() const { return static_cast<char*>(buffer.data()) + first * strides[1] * dtype_bytes(buffer.dtype); }
   void fill(Random& random) {
     for (int64_t i = 0; i < buffer.numel(); ++i) buffer.set(i, random.normal());
   }
@@ -48,7 +47,8 @@ void check(uint64_t seed) {
   emulator::seed(seed);
   const DType dtype = random.one_of({DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kFloat64});
   const bool channels_last = random.chance(50);
-  const Size size = {1 + random.below(2), random.one_of({1, 3, 4, 8, 24, 33}), 1 + random.below(9), 1 + random.below(20)};
+  const Size size = {1 + random.below(2), random.one_of({1, 3, 4, 8, 24, 33}), 1 + random.below(9),
+                     1 + random.below(20)};
   const Size doubled = {size[0], size[1], 2 * size[2], 2 * size[3]};
   const int64_t skipped = random.chance(50) ? random.one_of({1, 4, 8, 17}) : 0;
   const auto offset = [&] { return random.chance(70) ? 0 : random.below(8); };

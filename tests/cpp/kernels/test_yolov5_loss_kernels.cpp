@@ -55,9 +55,15 @@ void check(uint64_t seed, DType dtype) {
   std::vector<float> targets;
   const bool crowded = random.chance(50), faulty = random.chance(30);
   for (int64_t t = 0; t < p.nt; ++t) {
-    const auto part = [&] { return static_cast<float>(crowded ? random.below(3) : random.below(65)) / (crowded ? 8 : 64); };
-    float row[6] = {static_cast<float>(random.below(p.bs)), static_cast<float>(random.below(p.nc)), part(), part(),
-                    0.1f + part() / 2, 0.1f + part() / 2};
+    const auto part = [&] {
+      return static_cast<float>(crowded ? random.below(3) : random.below(65)) / (crowded ? 8 : 64);
+    };
+    float row[6] = {static_cast<float>(random.below(p.bs)),
+                    static_cast<float>(random.below(p.nc)),
+                    part(),
+                    part(),
+                    0.1f + part() / 2,
+                    0.1f + part() / 2};
     if (faulty && random.chance(20)) row[random.below(6)] = random.one_of({-1.f, 1e9f, std::nanf("")});
     targets.insert(targets.end(), row, row + 6);
   }
@@ -129,13 +135,14 @@ void check(uint64_t seed, DType dtype) {
         T four[4];
         for (int i = 0; i < 4; ++i) four[i] = logit(b, a, match.y, match.x, i);
         box = yolov5_box(four, match, anchor);
-        of_cell[cell].push_back({slot, static_cast<int64_t>(row[1]), box,
-                                 yolov5_key(p.sort_obj_iou, static_cast<float>(box.ciou), slot)});
+        of_cell[cell].push_back(
+            {slot, static_cast<int64_t>(row[1]), box, yolov5_key(p.sort_obj_iou, static_cast<float>(box.ciou), slot)});
         box_sum += 1 - box.ciou;
         ++matches;
         for (int c = 0; p.nc > 1 && c < p.nc; ++c) {
           const T wanted = T(c == static_cast<int>(row[1]) ? p.positive : p.negative);
-          class_sum += binary_cross_entropy(logit(b, a, match.y, match.x, 5 + c), wanted, T(p.cls_pw), T(p.fl_gamma)).value;
+          class_sum +=
+              binary_cross_entropy(logit(b, a, match.y, match.x, 5 + c), wanted, T(p.cls_pw), T(p.fl_gamma)).value;
         }
       }
       const int64_t index = level * slots + slot;
@@ -164,8 +171,9 @@ void check(uint64_t seed, DType dtype) {
         for (int i = 0; i < 4; ++i) row[i] += grad_loss * p.bs * box_scale * match.box.gradient[i];
         for (int c = 0; p.nc > 1 && c < p.nc; ++c) {
           const T wanted = T(c == match.label ? p.positive : p.negative);
-          row[5 + c] += grad_loss * p.bs * class_scale *
-                        binary_cross_entropy(logit(at.b, at.a, at.y, at.x, 5 + c), wanted, T(p.cls_pw), T(p.fl_gamma)).gradient;
+          row[5 + c] +=
+              grad_loss * p.bs * class_scale *
+              binary_cross_entropy(logit(at.b, at.a, at.y, at.x, 5 + c), wanted, T(p.cls_pw), T(p.fl_gamma)).gradient;
         }
       }
     }

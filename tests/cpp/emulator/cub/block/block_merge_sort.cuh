@@ -1,5 +1,5 @@
-// cub::BlockMergeSort for the emulator: sorts a block's keys, a blocked arrangement of kItems a thread, in place. Stable,
-// of which merge sort's documentation promises nothing more than StableSort does.
+// cub::BlockMergeSort for the emulator: sorts a block's keys, a blocked arrangement of kItems a thread, in place. Not
+// stable, as Sort() does not promise to be.
 #pragma once
 
 #include <algorithm>
