@@ -161,7 +161,7 @@ struct Shared {
   char* bytes;
   size_t size;
 };
-std::vector<Shared> used;  // by blocks that have ended
+std::vector<Shared>& used = *new std::vector<Shared>;  // by blocks that have ended
 
 // The block that runs. No containers: their code may be that of a file under ThreadSanitizer.
 struct Block {
