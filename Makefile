@@ -55,9 +55,9 @@ test-cpp: $(STAMP) ## the GoogleTests of `make test`
 	@$(call googletest,build/cpp,OFF,$(BIN)/cmake)
 
 test-asan: $(STAMP) ## the GoogleTests under AddressSanitizer and UndefinedBehaviorSanitizer
-	@$(call googletest,build/cpp-asan,ON,$(BIN)/cmake)
+	@$(call googletest,build/cpp-asan,ON -DKERNELS=OFF,$(BIN)/cmake)
 
-# $(1) build folder, $(2) sanitizers ON or OFF, $(3) cmake
+# $(1) build folder, $(2) sanitizers ON or OFF (and other options), $(3) cmake
 define googletest
 mkdir -p $(1) && { $(3) -S tests/cpp -B $(1) -DSANITIZE=$(2) && $(3) --build $(1) -j $(JOBS); } > $(1)/build.log 2>&1 \
   || { tail -n 40 $(1)/build.log; exit 1; }; $(1)/core_tests --gtest_brief=1 \
