@@ -192,14 +192,15 @@ __global__ void __launch_bounds__(kThreads) suppress_kernel(const __grid_constan
       const int mine = thread % kChunk, share = thread / kChunk;
       const CornerBox<A> my_box = chunk.box[mine];
       const int32_t my_class = chunk.box_class[mine];
-      bool open = (s.alive[mine / 32] >> lane) & 1;
+      const bool can_meet = my_box.x1 < my_box.x2;  // a void box meets none
+      bool open = can_meet;
       for (int first = share * kBatch; first < kept; first += kShares * kBatch) {
         if (!__any_sync(kFullWarp, open)) break;
         if (open) {
           open = !suppressors<A, kBatch>(s.box + first, s.box_class + first, my_box, my_class, same_class, threshold);
         }
       }
-      const unsigned lanes = __ballot_sync(kFullWarp, open);
+      const unsigned lanes = __ballot_sync(kFullWarp, open || !can_meet);
       if (lane == 0) atomicAnd(&s.alive[mine / 32], lanes);
       __syncthreads();
     }
