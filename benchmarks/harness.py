@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks.report import OURS, RESULTS, ROOT
+from torch_fastdet.graphs import capture_into
 
 WORK = ROOT / "runs/benchmarks"  # pictures and trainings that benchmarks make, and find again
 
@@ -151,7 +152,7 @@ def graph(function: Callable[[], Any], warmup: int = 3) -> Callable[[], None]:
             function()
     torch.cuda.current_stream().wait_stream(stream)
     captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
+    with capture_into(captured, torch.cuda.graph_pool_handle(), stream):  # which survives a capture that fails
         function()
     return captured.replay
 

@@ -261,6 +261,7 @@ def test_update_attr_of_a_wrapped_model(process_group):
         ema.update_attr(wrapped)
         assert ema.ema.names == ["cat", "dog"]
         assert set(vars(ema.ema)) == before and list(ema.ema._modules) == ["0"]  # nothing of the wrapper's own
+    model.cpu()  # DataParallel takes it to a GPU where there is one
     compiled = torch.compile(nn.parallel.DistributedDataParallel(model), backend="eager")
     compiled.names = ["bird"]
     ema.update_attr(compiled, include=["names"])

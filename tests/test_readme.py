@@ -80,6 +80,9 @@ images = images.float() / 255
 optimizer, ema = SGD(model.parameters(), lr=0.01, momentum=0.9), ModelEMA(model)
 loss = ComputeLoss(model)(model(images), targets)[0]
 scaler.scale(loss).backward(retain_graph=True)
+from torch_fastdet.optim import FusedStep
+step = FusedStep(optimizer, scaler=scaler, ema=ema, max_norm=10.0)
+graph = torch.cuda.CUDAGraph() if torch.cuda.is_available() else None
 """,
     "yolov5.md": """
 import argparse, sys

@@ -207,9 +207,7 @@ def _run(steps: Steps) -> None:
         return
 
     folder = ROOT / "build/cpp"
-    compile_and_run = (
-        f"cmake -S tests/cpp -B {folder} -DKERNELS=OFF && cmake --build {folder} -j && {folder}/core_tests --gtest_brief=1"
-    )
+    compile_and_run = f"cmake -S tests/cpp -B {folder} -DKERNELS=OFF && cmake --build {folder} -j && {folder}/core_tests --gtest_brief=1"
     output = steps.run("googletest", ["sh", "-c", compile_and_run], until=TESTS_UNTIL)
     steps.results["googletest"] |= googletest_counts(output)
 

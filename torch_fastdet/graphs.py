@@ -357,7 +357,6 @@ class ModuleGraphs:
         return pytree.tree_unflatten(list(outputs), captured.structure)
 
     def _give_up(self, reason: str, cause: BaseException | None = None) -> None:
-        self.reset()
         self.reason = reason
         line = f"{type(self.module).__name__} cannot be captured in a CUDA graph: {reason}"
         if self.required:
@@ -377,6 +376,7 @@ class ModuleGraphs:
     def _capture(self, x: torch.Tensor) -> _Captured | None:
         reason = why_not(self.module)
         if reason is not None:
+            self.reset()
             self._give_up(reason)
             return None
         if self._pool is None or self._stream is None:
@@ -389,6 +389,7 @@ class ModuleGraphs:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
+            self.reset()
             self._give_up(f"{location} failed during the capture, {first_line(error)}", error)
             return None
         finally:

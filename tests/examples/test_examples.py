@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def run(*arguments, code=0, stdin=None, without=None) -> subprocess.CompletedProcess:
     """``python -m examples.X ...``; ``without`` names a folder that hides YOLOv5 and Ultralytics."""
     path = [str(ROOT)] if without is None else [str(without), str(ROOT)]
+    path += filter(None, [os.environ.get("PYTHONPATH")])  # YOLOv5 may lie there
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", *map(str, arguments)]
     result = subprocess.run(command, cwd=ROOT, env=env, input=stdin, capture_output=True, text=True, timeout=300)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 
 import pytest
@@ -486,7 +487,10 @@ def test_graph_frees_its_work_list(cuda):
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated()
 
-    before = allocated()
+    gc.collect()
+    for _ in range(20):  # what earlier tests left is retired on CUDA's own thread, too
+        time.sleep(0.05)
+        before = allocated()
     for _ in range(3):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -497,10 +501,10 @@ def test_graph_frees_its_work_list(cuda):
         del graph
     # CUDA says on a thread of its own that a graph is gone.
     for _ in range(100):
-        if allocated() == before:
+        if allocated() <= before:
             return
         time.sleep(0.05)
-    assert allocated() == before
+    assert allocated() <= before
 
 
 def test_no_host_sync(cuda):

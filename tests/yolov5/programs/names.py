@@ -16,6 +16,7 @@ import torch_fastdet.yolov5 as drop_in
 
 prefix, stock_module = sys.argv[1:]
 device = "cuda" if torch.cuda.is_available() else "cpu"
+torch.backends.cudnn.allow_tf32 = False  # patch() is channels_last, too, on a GPU
 IMPORTERS = [f"{prefix}{name}" for name in ("utils.loss", "utils.segment.loss")]
 HOLDERS = [*IMPORTERS, f"{prefix}utils.metrics"] if stock_module == f"{prefix}utils.metrics" else IMPORTERS
 
