@@ -357,26 +357,26 @@ class ModuleGraphs:
         return pytree.tree_unflatten(list(outputs), captured.structure)
 
     def _give_up(self, reason: str, cause: BaseException | None = None) -> None:
+        """For good: no more graphs."""
+        self.reset()
         self.reason = reason
+        self._refuse(reason, cause)
+
+    def _stay_eager(self, reason: str) -> None:
+        """For this input: said once, and not for good, for the next may be another."""
+        if self.required or reason not in self._told:
+            self._told.add(reason)
+            self._refuse(reason)
+
+    def _refuse(self, reason: str, cause: BaseException | None = None) -> None:
         line = f"{type(self.module).__name__} cannot be captured in a CUDA graph: {reason}"
         if self.required:
             raise CaptureError(line) from cause
         logger.warning("torch_fastdet: %s; it runs eagerly", line)
 
-    def _stay_eager(self, reason: str) -> None:
-        """For this input: said once, and not for good, for the next may be another."""
-        if reason in self._told and not self.required:
-            return
-        self._told.add(reason)
-        try:
-            self._give_up(reason)
-        finally:
-            self.reason = None
-
     def _capture(self, x: torch.Tensor) -> _Captured | None:
         reason = why_not(self.module)
         if reason is not None:
-            self.reset()
             self._give_up(reason)
             return None
         if self._pool is None or self._stream is None:
@@ -389,7 +389,6 @@ class ModuleGraphs:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            self.reset()
             self._give_up(f"{location} failed during the capture, {first_line(error)}", error)
             return None
         finally:
