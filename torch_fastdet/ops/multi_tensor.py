@@ -81,9 +81,14 @@ def multi_tensor_sgd_(
 
     Source: the update rule of https://pytorch.org/docs/stable/generated/torch.optim.SGD.html.
     """
-    if isinstance(lr, Tensor):
+    if isinstance(lr, Tensor) or isinstance(momentum, Tensor):
+        # The overload takes both as tensors.
+        if isinstance(lr, Tensor):
+            lr_tensor = lr
+        else:
+            lr_tensor = _on_device(lr, params)
         if isinstance(momentum, Tensor):
-            on_device = momentum
+            momentum_tensor = momentum
         else:
             if momentum == 0.0:
                 momentum_buffers = momentum_buffers[:0]
@@ -91,28 +96,13 @@ def multi_tensor_sgd_(
                 raise RuntimeError(
                     f"multi_tensor_sgd_: momentum is {momentum}, but momentum_buffers is empty; one buffer for each tensor of params is wanted"
                 )
-            on_device = _on_device(momentum, params)
+            momentum_tensor = _on_device(momentum, params)
         torch.ops.torch_fastdet.multi_tensor_sgd_(
             params,
             grads,
             momentum_buffers,
-            lr,
-            on_device,
-            dampening,
-            weight_decay,
-            nesterov,
-            maximize,
-            is_first_step,
-            grad_scale,
-            found_inf,
-        )
-    elif isinstance(momentum, Tensor):
-        torch.ops.torch_fastdet.multi_tensor_sgd_(
-            params,
-            grads,
-            momentum_buffers,
-            _on_device(lr, params),
-            momentum,
+            lr_tensor,
+            momentum_tensor,
             dampening,
             weight_decay,
             nesterov,
