@@ -20,6 +20,12 @@ using Backward = std::vector<at::Tensor>(const at::Tensor&, at::TensorList, cons
                                          const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
                                          double, double, double);
 
+const c10::TypedOperatorHandle<Backward>& backward_operator() {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("torch_fastdet::yolov5_loss_backward", "").typed<Backward>();
+  return op;
+}
+
 struct Yolov5Loss : torch::autograd::Function<Yolov5Loss> {
   // The heads come one by one behind the other tensors, for autograd sees no lists.
   static variable_list forward(AutogradContext* context, at::TensorList heads, const at::Tensor& targets,
@@ -43,15 +49,13 @@ struct Yolov5Loss : torch::autograd::Function<Yolov5Loss> {
   }
 
   static variable_list backward(AutogradContext* context, variable_list gradients) {
-    static const auto op =
-        c10::Dispatcher::singleton().findSchemaOrThrow("torch_fastdet::yolov5_loss_backward", "").typed<Backward>();
     const auto saved = context->get_saved_variables();
     const auto weights = context->saved_data["weights"].toDoubleVector();
     const at::TensorList heads(saved.data() + 6, saved.size() - 6);
     variable_list result(heads.size());
     if (gradients[0].defined()) {
-      result = op.call(gradients[0].contiguous(), heads, saved[0], saved[1], saved[2], saved[3], saved[4], saved[5],
-                       weights[0], weights[1], weights[2]);
+      result = backward_operator().call(gradients[0].contiguous(), heads, saved[0], saved[1], saved[2], saved[3],
+                                        saved[4], saved[5], weights[0], weights[1], weights[2]);
     }
     // targets, anchors, balance, num_targets and the ten options have no gradient.
     result.resize(result.size() + 14);
@@ -73,19 +77,16 @@ std::vector<at::Tensor> yolov5_loss_backward(const at::Tensor& grad, at::TensorL
                                              const at::Tensor& match_cell, const at::Tensor& match_values,
                                              const at::Tensor& object_gradient, double cls_pw, double label_smoothing,
                                              double fl_gamma) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("torch_fastdet::yolov5_loss_backward", "").typed<Backward>();
   variable_list inputs{grad};
   inputs.insert(inputs.end(), heads.begin(), heads.end());
   return without_second_gradient(
       inputs,
       [&] {
-        return op.call(grad, heads, targets, levels, owner, match_cell, match_values, object_gradient, cls_pw,
-                       label_smoothing, fl_gamma);
+        return backward_operator().call(grad, heads, targets, levels, owner, match_cell, match_values, object_gradient,
+                                        cls_pw, label_smoothing, fl_gamma);
       },
-      "yolov5_loss: a second derivative was asked for, but it has a first derivative only; use YOLOv5's own "
-      "ComputeLoss "
-      "where a gradient of a gradient is wanted");
+      "yolov5_loss: a second derivative was asked for, but it has a first derivative only; "
+      "use YOLOv5's own ComputeLoss where a gradient of a gradient is wanted");
 }
 
 }  // namespace
