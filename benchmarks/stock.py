@@ -5,7 +5,6 @@ Each function here gives one of them as a callable, or None, said once, where it
 
 from __future__ import annotations
 
-import copy
 import functools
 import types
 import warnings
@@ -107,7 +106,7 @@ def ultralytics_decode(
 
     detect = Detect(nc=classes, ch=(16,) * len(strides))
     detect.stride = torch.tensor(strides, device=like.device)
-    detect = copy.deepcopy(detect).to(like).eval()
+    detect.to(like).eval()
 
     def decode(boxes: list[Tensor], scores: list[Tensor]) -> Tensor:
         joined = {

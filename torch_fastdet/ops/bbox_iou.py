@@ -34,7 +34,8 @@ def bbox_iou(
     Gradients reach both boxes, summed over broadcast dimensions in a fixed order (bitwise repeatable). CIoU's alpha is a
     constant in them. Where corners coincide, the two boxes share a corner's gradient half and half, as in PyTorch's own
     minimum and maximum. Unlike the PyTorch formula, value and gradient stay finite for boxes of no width or no height (but
-    that a float16 gradient beyond 65504 is infinite, as any is, which GradScaler looks for), and equal boxes never give NaN. NaN coordinates give NaN. There is no second derivative: asking for one raises.
+    that a float16 gradient beyond 65504 is infinite, as any is, which GradScaler looks for), and equal boxes never give
+    NaN. NaN coordinates give NaN. There is no second derivative: asking for one raises.
 
     Nothing is copied or made contiguous: a row whose four coordinates are adjacent and aligned is read by one vector load,
     any other stride by four loads. Leading dimensions that do not merge into at most 8 raise.
