@@ -266,6 +266,7 @@ def test_script(device, memory_format):
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("memory_format", FORMATS)
 def test_compile(device, memory_format, dynamic):
+    torch._dynamo.reset()
     compiled = torch.compile(Neck(), fullgraph=True, backend="aot_eager", dynamic=dynamic)
     for size in (4, 6) if dynamic else (4,):
         inputs = neck_inputs(device, memory_format, size)

