@@ -41,10 +41,19 @@ TORCH_FASTDET_HOST_DEVICE const T* at_cell(const HeadMap& map, int64_t image, co
          cell.column * map.column;
 }
 
+// Class scores of one anchor, as they are stored.
+template <typename T>
+struct Scores {
+  const T* first;
+  int64_t stride;
+
+  TORCH_FASTDET_HOST_DEVICE arithmetic_of<T> at(int64_t c) const { return Storage<T>::load(first[c * stride]); }
+};
+
 // Each layout gives:
 //   Anchor anchor(image, n)            where anchor n lies
 //   bool objectness(anchor, options, A& value)    false if it cannot pass
-//   A raw_score(anchor, c)             what is stored for class c
+//   Scores<T> scores(anchor)           where its class scores lie
 //   bool score(raw, options, A& value)            class score before objectness; false if it cannot pass
 //   CenterBox<A> box(anchor)           pixels, rounded to T
 //   A extra(anchor, e)
@@ -53,7 +62,7 @@ struct PredictionLayout {
   using Stored = T;
   using A = arithmetic_of<T>;
   using Anchor = const T*;
-  static constexpr bool kLogits = false;
+  static constexpr bool kLogits = false, kMayHaveObjectness = true;
 
   static TORCH_FASTDET_HOST_DEVICE Anchor anchor(const CandidateSource& source, int64_t image, int64_t n) {
     return static_cast<const T*>(source.data) + image * source.image_stride + n * source.anchor_stride;
@@ -67,8 +76,8 @@ struct PredictionLayout {
     value = Storage<T>::load(anchor[4 * source.channel_stride]);
     return value > A(options.confidence);
   }
-  static TORCH_FASTDET_HOST_DEVICE A raw_score(const CandidateSource& source, Anchor anchor, int64_t c) {
-    return Storage<T>::load(anchor[(4 + source.has_objectness + c) * source.channel_stride]);
+  static TORCH_FASTDET_HOST_DEVICE Scores<T> scores(const CandidateSource& source, Anchor anchor) {
+    return {anchor + (4 + source.has_objectness) * source.channel_stride, source.channel_stride};
   }
   static TORCH_FASTDET_HOST_DEVICE bool score(A raw, const NmsOptions&, A& value) {
     value = raw;
@@ -97,7 +106,7 @@ struct AnchorHeadLayout {
   using Stored = T;
   using A = arithmetic_of<T>;
   using Anchor = HeadAnchor<T>;
-  static constexpr bool kLogits = true;
+  static constexpr bool kLogits = true, kMayHaveObjectness = true;
 
   static TORCH_FASTDET_HOST_DEVICE Anchor anchor(const CandidateSource& source, int64_t image, int64_t n) {
     const Cell cell = locate(source, n);
@@ -113,8 +122,9 @@ struct AnchorHeadLayout {
     value = Storage<T>::round(sigmoid(logit));
     return value > A(options.confidence);
   }
-  static TORCH_FASTDET_HOST_DEVICE A raw_score(const CandidateSource& source, const Anchor& anchor, int64_t c) {
-    return channel(source, anchor, 5 + c);
+  static TORCH_FASTDET_HOST_DEVICE Scores<T> scores(const CandidateSource& source, const Anchor& anchor) {
+    const int64_t step = source.level[anchor.cell.level].boxes.channel;
+    return {anchor.boxes + 5 * step, step};
   }
   static TORCH_FASTDET_HOST_DEVICE bool score(A raw, const NmsOptions& options, A& value) {
     if (raw <= A(options.logit_floor)) return false;
@@ -141,7 +151,7 @@ struct AnchorFreeHeadLayout {
   using Stored = T;
   using A = arithmetic_of<T>;
   using Anchor = HeadAnchor<T>;
-  static constexpr bool kLogits = true;
+  static constexpr bool kLogits = true, kMayHaveObjectness = false;
 
   static TORCH_FASTDET_HOST_DEVICE Anchor anchor(const CandidateSource& source, int64_t image, int64_t n) {
     const Cell cell = locate(source, n);
@@ -153,8 +163,8 @@ struct AnchorFreeHeadLayout {
     value = 1;
     return true;
   }
-  static TORCH_FASTDET_HOST_DEVICE A raw_score(const CandidateSource& source, const Anchor& anchor, int64_t c) {
-    return Storage<T>::load(anchor.scores[c * source.level[anchor.cell.level].scores.channel]);
+  static TORCH_FASTDET_HOST_DEVICE Scores<T> scores(const CandidateSource& source, const Anchor& anchor) {
+    return {anchor.scores, source.level[anchor.cell.level].scores.channel};
   }
   static TORCH_FASTDET_HOST_DEVICE bool score(A raw, const NmsOptions& options, A& value) {
     if (raw <= A(options.logit_floor)) return false;

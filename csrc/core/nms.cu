@@ -41,6 +41,7 @@ cudaError_t launch_nms(const CandidateSource& source, const NmsOptions& options,
   kernel.classes = plan.classes;
   kernel.kept_boxes = plan.kept_boxes;
   kernel.kept_classes = plan.kept_classes;
+  kernel.kept_positions = plan.kept_positions;
   kernel.masks = plan.masks;
   cudaError_t error = cudaMemsetAsync(workspace, 0, plan.zeroed, stream);
   if (error == cudaSuccess) error = launch_select(kernel, plan, filter, stream);

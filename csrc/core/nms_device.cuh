@@ -61,7 +61,8 @@ using key_of = typename Keys<A>::Key;
 template <typename Key>
 struct CutState {
   Key prefix;
-  uint32_t better;  // candidates before the prefix
+  uint32_t better;     // candidates before the prefix
+  uint32_t above_one;  // whether any class score is above 1
   uint16_t shift, decided;
 };
 static_assert(sizeof(CutState<unsigned __int128>) <= 32);
@@ -73,10 +74,10 @@ struct NmsKernel {
   char* workspace;
   int64_t capacity, kept;
   int64_t found, gathered, tickets, cut_states, histogram, promoted, keys, other_keys;  // offsets, see NmsPlan
-  int64_t kept_count, suppressed, overlapped, boxes, classes, kept_boxes, kept_classes, masks;
+  int64_t kept_count, suppressed, overlapped, boxes, classes, masks, kept_boxes, kept_classes, kept_positions;
   int32_t merges;
   bool cuts;
-  bool sorts_small;  // the suppressing block sorts an image of one chunk itself
+  bool sorts_small;  // the suppressing block sorts an image of kSelfSorted candidates itself
 
   template <typename T>
   __device__ __forceinline__ T* at(int64_t offset) const {
@@ -85,10 +86,12 @@ struct NmsKernel {
   __device__ __forceinline__ bool is_promoted(int64_t image) const {
     return source.label_count && at<uint8_t>(promoted)[image];
   }
-  // Candidates of an image that wait in its buffer.
+  // Candidates of an image that wait in its buffer. Never more than it holds, even if the source changed between
+  // passes.
   __device__ __forceinline__ int64_t buffered(int64_t image) const {
     const uint32_t count = at<uint32_t>(found)[image];
-    return cuts && count > capacity ? at<uint32_t>(gathered)[image] : count;
+    const int64_t waiting = cuts && count > capacity ? at<uint32_t>(gathered)[image] : count;
+    return waiting < capacity ? waiting : capacity;
   }
   // Those that may be decided on.
   __device__ __forceinline__ int64_t candidates(int64_t image) const {
@@ -133,7 +136,10 @@ __device__ __forceinline__ uint32_t suppressors(const CornerBox<A>* boxes, const
                                                 A threshold) {
   uint32_t bits = 0;
 #pragma unroll
-  for (int j = 0; j < kCount; ++j) bits |= proper_boxes_meet(boxes[j], mine) ? 1u << j : 0u;
+  for (int j = 0; j < kCount; ++j) {
+    const CornerBox<A> other = boxes[j];  // one 16-byte load, whatever the comparisons say
+    bits |= proper_boxes_meet(other, mine) ? 1u << j : 0u;
+  }
   for (uint32_t rest = bits; rest; rest &= rest - 1) {
     const int j = __ffs(rest) - 1;
     if ((same_class && classes[j] != my_class) || !meeting_boxes_overlap(boxes[j], mine, threshold)) bits &= ~(1u << j);

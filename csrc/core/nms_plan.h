@@ -18,6 +18,8 @@ constexpr int64_t kSharedDetections = 1024;
 constexpr int kMergedRuns = 16;
 // Candidates decided together where the kept list lies in device memory.
 constexpr int64_t kWideChunk = 2048;
+// Candidates of an image that the block which suppresses them sorts itself.
+constexpr int64_t kSelfSorted = 1024;
 // An image with at most this many candidates is never cut before the sort.
 constexpr int64_t kUncutCandidates = 32768;
 
@@ -43,7 +45,8 @@ struct NmsPlan {
   // Offsets in the workspace; [0, zeroed) must be zero before the first kernel.
   size_t found = 0, gathered = 0, tickets = 0, cut_states = 0, histogram = 0;
   size_t kept_count = 0, suppressed = 0, overlapped = 0, zeroed = 0;
-  size_t promoted = 0, keys = 0, other_keys = 0, boxes = 0, classes = 0, kept_boxes = 0, kept_classes = 0, masks = 0;
+  size_t promoted = 0, keys = 0, other_keys = 0, boxes = 0, classes = 0, masks = 0;
+  size_t kept_boxes = 0, kept_classes = 0, kept_positions = 0;
   size_t bytes = 0;
 };
 
@@ -127,6 +130,7 @@ inline NmsPlan plan_nms(const CandidateSource& source, const NmsOptions& options
     plan.classes = take(images * capacity * 4);
     plan.kept_boxes = take(images * static_cast<size_t>(plan.kept) * box);
     plan.kept_classes = take(images * static_cast<size_t>(plan.kept) * 4);
+    plan.kept_positions = take(images * static_cast<size_t>(plan.kept) * 4);
     plan.masks = take(images * kWideChunk * kWideChunk / 8);
   }
   plan.bytes = at;

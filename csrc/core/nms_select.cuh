@@ -23,26 +23,28 @@ constexpr int kSelectThreads = 256;
 constexpr int kSelectWarps = kSelectThreads / 32;
 constexpr unsigned kFullWarp = 0xffffffffu;
 
-template <typename Layout>
-struct BlockRows {  // anchors of a block that passed objectness, in order
-  typename Layout::Anchor anchor[kSelectThreads];
-  typename Layout::A objectness[kSelectThreads];
-  uint8_t thread[kSelectThreads];
-  uint8_t broken[kSelectThreads];
+template <typename Layout, int kItems>
+struct BlockRows {  // anchors of a block that passed objectness
+  static constexpr int kSize = kSelectThreads * kItems;
+  Scores<typename Layout::Stored> scores[kSize];
+  typename Layout::A objectness[kSize];
+  uint16_t anchor[kSize];  // from the block's first
+  uint8_t broken[kSize];
   int32_t warp_counts[kSelectWarps];
 };
 
-// Hands the candidates among anchors [first, first + kSelectThreads) to `sink`, warp by warp: sink.add(valid,
-// confidence, index) is called by whole warps; sink.full() ends the visit of a warp.
-template <typename Layout, typename Sink>
+// Hands the candidates among the anchors [first, first + kItems * kSelectThreads), kItems a thread, to `sink`, warp by
+// warp: sink.add(valid, confidence, index) is called by whole warps; sink.full() ends the visit of a warp. Anchors
+// whose objectness is not above `least` are passed over.
+template <typename Layout, int kItems, typename Sink>
 __device__ __forceinline__ void visit_anchors(const SelectKernel& p, int64_t image, int64_t first, bool promoted,
-                                              BlockRows<Layout>& rows, Sink& sink) {
+                                              typename Layout::A least, BlockRows<Layout, kItems>& rows, Sink& sink) {
   using A = typename Layout::A;
+  using ScoresOf = Scores<typename Layout::Stored>;
   const CandidateSource& source = p.nms.source;
   const NmsOptions& options = p.nms.options;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int classes = static_cast<int>(source.classes);
-  const int64_t n = first + threadIdx.x;
   const A threshold = confidence_threshold<A>(options, promoted);
   const A infinity = static_cast<A>(HUGE_VAL);
   const auto index = [=](int64_t anchor, int c) {
@@ -52,28 +54,41 @@ __device__ __forceinline__ void visit_anchors(const SelectKernel& p, int64_t ima
     return confidence > threshold && confidence < infinity && is_allowed(p.filter, c);
   };
 
-  if (source.label_count && first + kSelectThreads > source.anchors) {
-    bool valid = false;
-    int c = 0;
-    const int64_t label = n - source.anchors;
-    if (label >= 0 && label < source.label_count && label_exists(source, label, image)) {
-      c = static_cast<int>(source.labels[label * 6 + 1]);
-      valid = passes(A(1), c);
+  if (source.label_count && first + kItems * kSelectThreads > source.anchors) {
+    for (int item = 0; item < kItems; ++item) {
+      const int64_t n = first + item * kSelectThreads + threadIdx.x;
+      bool valid = false;
+      int c = 0;
+      const int64_t label = n - source.anchors;
+      if (label >= 0 && label < source.label_count && label_exists(source, label, image)) {
+        c = static_cast<int>(source.labels[label * 6 + 1]);
+        valid = passes(A(1), c);
+      }
+      sink.add(valid, A(1), index(n, c));
     }
-    sink.add(valid, A(1), index(n, c));
   }
 
-  typename Layout::Anchor anchor{};
-  A objectness = 0;
-  bool present = false;
-  if (n < source.anchors) {
-    anchor = Layout::anchor(source, image, n);
-    present = Layout::objectness(source, anchor, options, objectness);
+  ScoresOf scores[kItems];
+  A objectness[kItems];
+  unsigned lanes[kItems];
+  int in_warp = 0;
+#pragma unroll
+  for (int item = 0; item < kItems; ++item) {
+    const int64_t n = first + item * kSelectThreads + threadIdx.x;
+    bool present = false;
+    scores[item] = ScoresOf{};
+    objectness[item] = 0;
+    if (n < source.anchors) {
+      const auto anchor = Layout::anchor(source, image, n);
+      present = Layout::objectness(source, anchor, options, objectness[item]) && objectness[item] > least;
+      scores[item] = Layout::scores(source, anchor);
+    }
+    lanes[item] = __ballot_sync(kFullWarp, present);
+    in_warp += __popc(lanes[item]);
   }
-  const unsigned lanes = __ballot_sync(kFullWarp, present);
-  if (lane == 0) rows.warp_counts[warp] = __popc(lanes);
+  if (lane == 0) rows.warp_counts[warp] = in_warp;
   __syncthreads();
-  int count = 0, rank = __popc(lanes & ((1u << lane) - 1));
+  int count = 0, rank = 0;
 #pragma unroll
   for (int w = 0; w < kSelectWarps; ++w) {
     rank += w < warp ? rows.warp_counts[w] : 0;
@@ -82,60 +97,71 @@ __device__ __forceinline__ void visit_anchors(const SelectKernel& p, int64_t ima
   if (count == 0) return;
   const bool any_nan_drops = !options.multi_label || options.nan_class_drops_anchor;
 
-  if (p.anchors_adjacent && count >= kSelectThreads / 4) {
-    // Each lane walks the classes of its anchor; a warp reads neighbours together.
+  if (p.anchors_adjacent && count >= kItems * (kSelectThreads / 4)) {
+    // Each lane walks the classes of its anchors; a warp reads neighbours together.
     constexpr int kBatch = 8;
-    if (!lanes) return;
-    bool broken = false;
-    if (options.multi_label && any_nan_drops && present) {
-      for (int c = 0; c < classes; ++c) {
-        const A raw = Layout::raw_score(source, anchor, c);
-        broken |= raw != raw;
-      }
-    }
-    A best = -1;
-    int best_class = 0;
-    for (int start = 0; start < classes && !sink.full(); start += kBatch) {
-      A raw[kBatch];
 #pragma unroll
-      for (int k = 0; k < kBatch; ++k) {
-        raw[k] = present && start + k < classes ? Layout::raw_score(source, anchor, start + k) : A(0);
+    for (int item = 0; item < kItems; ++item) {
+      if (!lanes[item]) continue;
+      const int64_t n = first + item * kSelectThreads + threadIdx.x;
+      const bool present = (lanes[item] >> lane) & 1;
+      bool broken = false;
+      if (options.multi_label && any_nan_drops && present) {
+        for (int c = 0; c < classes; ++c) {
+          const A raw = scores[item].at(c);
+          broken |= raw != raw;
+        }
       }
+      A best = -1;
+      int best_class = 0;
+      for (int start = 0; start < classes && !sink.full(); start += kBatch) {
+        A raw[kBatch];
 #pragma unroll
-      for (int k = 0; k < kBatch; ++k) {
-        const int c = start + k;
-        if (c >= classes) break;
-        A score = 0;
-        const bool possible = present && Layout::score(raw[k], options, score);
-        const A confidence = core::confidence<Layout>(source, objectness, score, promoted);
-        if (options.multi_label) {
-          sink.add(possible && !broken && passes(confidence, c), confidence, index(n, c));
-        } else if (possible) {
-          broken |= confidence != confidence;
-          if (confidence > best) {
-            best = confidence;
-            best_class = c;
+        for (int k = 0; k < kBatch; ++k) raw[k] = present && start + k < classes ? scores[item].at(start + k) : A(0);
+#pragma unroll
+        for (int k = 0; k < kBatch; ++k) {
+          const int c = start + k;
+          if (c >= classes) break;
+          A score = 0;
+          const bool possible = present && Layout::score(raw[k], options, score);
+          const A confidence = core::confidence<Layout>(source, objectness[item], score, promoted);
+          if (options.multi_label) {
+            sink.see(possible, score);
+            sink.add(possible && !broken && passes(confidence, c), confidence, index(n, c));
+          } else if (possible) {
+            sink.see(true, score);
+            broken |= confidence != confidence;
+            if (confidence > best) {
+              best = confidence;
+              best_class = c;
+            }
           }
         }
       }
+      if (!options.multi_label) sink.add(present && !broken && passes(best, best_class), best, index(n, best_class));
     }
-    if (!options.multi_label) sink.add(present && !broken && passes(best, best_class), best, index(n, best_class));
     return;
   }
 
   // The block's warps share out the rows; a warp reads the classes of kRows of them together.
   constexpr int kRows = 4, kBatch = 3;
-  if (present) {
-    rows.anchor[rank] = anchor;
-    rows.objectness[rank] = objectness;
-    rows.thread[rank] = static_cast<uint8_t>(threadIdx.x);
+#pragma unroll
+  for (int item = 0; item < kItems; ++item) {
+    if ((lanes[item] >> lane) & 1) {
+      const int at = rank + __popc(lanes[item] & ((1u << lane) - 1));
+      rows.scores[at] = scores[item];
+      rows.objectness[at] = objectness[item];
+      rows.anchor[at] = static_cast<uint16_t>(item * kSelectThreads + threadIdx.x);
+    }
+    rank += __popc(lanes[item]);
   }
   __syncthreads();
   if (any_nan_drops && options.multi_label) {
     for (int row = warp; row < count; row += kSelectWarps) {
+      const ScoresOf mine = rows.scores[row];
       bool broken = false;
       for (int c = lane; c < classes; c += 32) {
-        const A raw = Layout::raw_score(source, rows.anchor[row], c);
+        const A raw = mine.at(c);
         broken |= raw != raw;
       }
       broken = __any_sync(kFullWarp, broken);
@@ -157,16 +183,18 @@ __device__ __forceinline__ void visit_anchors(const SelectKernel& p, int64_t ima
       A raw[kRows][kBatch];
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
+        const ScoresOf mine = base + r < count ? rows.scores[base + r] : ScoresOf{};
 #pragma unroll
         for (int k = 0; k < kBatch; ++k) {
           const int c = start + 32 * k + lane;
-          raw[r][k] = base + r < count && c < classes ? Layout::raw_score(source, rows.anchor[base + r], c) : A(0);
+          raw[r][k] = base + r < count && c < classes ? mine.at(c) : A(0);
         }
       }
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         if (base + r >= count) break;
         const A row_objectness = rows.objectness[base + r];
+        const uint32_t row_index = index(first + rows.anchor[base + r], 0);
 #pragma unroll
         for (int k = 0; k < kBatch; ++k) {
           if (start + 32 * k >= classes) break;
@@ -175,9 +203,10 @@ __device__ __forceinline__ void visit_anchors(const SelectKernel& p, int64_t ima
           const bool possible = c < classes && Layout::score(raw[r][k], options, score);
           const A confidence = core::confidence<Layout>(source, row_objectness, score, promoted);
           if (options.multi_label) {
-            sink.add(possible && !broken[r] && passes(confidence, c), confidence,
-                     index(first + rows.thread[base + r], c));
+            sink.see(possible, score);
+            sink.add(possible && !broken[r] && passes(confidence, c), confidence, row_index + c);
           } else if (possible) {
+            sink.see(true, score);
             broken[r] |= confidence != confidence;
             if (confidence > best[r]) {
               best[r] = confidence;
@@ -188,7 +217,10 @@ __device__ __forceinline__ void visit_anchors(const SelectKernel& p, int64_t ima
       }
     }
     if (options.multi_label) continue;
-      // Lane r takes row r's best of all lanes: highest confidence, lowest class.
+    // Lane r takes row r's best of all lanes: highest confidence, lowest class.
+    A mine = -1;
+    int my_class = 0;
+    bool valid = false;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
 #pragma unroll
@@ -201,19 +233,13 @@ __device__ __forceinline__ void visit_anchors(const SelectKernel& p, int64_t ima
         }
       }
       broken[r] = __any_sync(kFullWarp, broken[r]);
-    }
-    A mine = -1;
-    int my_class = 0;
-    bool valid = false;
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
       if (lane == r) {
         mine = best[r];
         my_class = best_class[r];
         valid = base + r < count && !broken[r];
       }
     }
-    const int64_t my_anchor = first + (valid ? rows.thread[base + lane] : 0);
+    const int64_t my_anchor = first + (valid ? rows.anchor[base + lane] : 0);
     sink.add(valid && passes(mine, my_class), mine, index(my_anchor, my_class));
   }
 }
@@ -245,6 +271,7 @@ class WarpAppender {
       __syncwarp();
     }
   }
+  __device__ __forceinline__ void see(bool, A) {}
   // Whether more has been found than there is room for: the image will be cut and gathered anew.
   __device__ __forceinline__ bool full() const { return full_; }
   __device__ __forceinline__ void flush() {
@@ -281,13 +308,15 @@ struct DigitCounter {
   Key prefix;
   int parent_shift, shift;
   uint32_t mask;
-  bool all;  // the first level
+  bool all;                // the first level
+  bool above_one = false;  // a class score above 1 was seen
 
   __device__ __forceinline__ void add(bool valid, A confidence, uint32_t index) {
     if (!valid) return;
     const Key key = Keys<A>::make(confidence, index);
     if (all || (key >> parent_shift) == prefix) atomicAdd(histogram + (static_cast<uint32_t>(key >> shift) & mask), 1u);
   }
+  __device__ __forceinline__ void see(bool possible, A score) { above_one |= possible && score > A(1); }
   __device__ __forceinline__ bool full() const { return false; }
 };
 
@@ -333,16 +362,19 @@ __device__ void decide_level(const SelectKernel& p, int64_t image) {
   }
 }
 
-template <typename Layout>
-__global__ void __launch_bounds__(kSelectThreads) select_kernel(const __grid_constant__ SelectKernel p) {
+template <typename Layout, int kItems>
+__global__ void __launch_bounds__(kSelectThreads, sizeof(typename Layout::A) == 8 ? 2
+                                                  : kItems == 1                   ? 4
+                                                                                  : 3)
+    select_kernel(const __grid_constant__ SelectKernel p) {
   using A = typename Layout::A;
   using Key = key_of<A>;
   constexpr size_t kStagedBytes = kSelectWarps * 64 * sizeof(Key);
-  __shared__ BlockRows<Layout> rows;
+  __shared__ BlockRows<Layout, kItems> rows;
   __shared__ alignas(16) unsigned char shared[kHistogramBins * 4 > kStagedBytes ? kHistogramBins * 4 : kStagedBytes];
   const int64_t image = blockIdx.x / p.blocks_per_image;
   const int64_t block = blockIdx.x - image * p.blocks_per_image;
-  const int64_t first = block * kSelectThreads;
+  const int64_t first = block * kSelectThreads * kItems;
   const int warp = threadIdx.x >> 5;
   const bool promoted = p.nms.is_promoted(image);
   uint32_t* found = p.nms.at<uint32_t>(p.nms.found) + image;
@@ -358,17 +390,26 @@ __global__ void __launch_bounds__(kSelectThreads) select_kernel(const __grid_con
       if (overflowed) return;
     }
     WarpAppender<A> appender(staged, keys, found, p.nms.capacity, false, 0, Key(0));
-    visit_anchors(p, image, first, promoted, rows, appender);
+    visit_anchors(p, image, first, promoted, A(-1), rows, appender);
     appender.flush();
     return;
   }
 
   if (__ldcg(found) <= p.nms.capacity) return;
   const CutState<Key> state = p.nms.at<CutState<Key>>(p.nms.cut_states)[image];
+  // A confidence is no more than its objectness, if no class score is above 1: whole anchors are then known to lie past
+  // the cut (or past what is left of the levels).
+  A least = -1;
+  if (p.nms.source.has_objectness && !state.above_one && state.shift) {
+    const int low = state.shift;  // keys up to the last of the prefix
+    const Key last = (state.prefix << low) | ((Key(1) << low) - 1);
+    const A lowest = Keys<A>::confidence(last);
+    if (lowest > A(1e-30)) least = lowest - lowest * A(1e-6);
+  }
   if (p.mode == SelectMode::kGather) {
     WarpAppender<A> appender(staged, keys, p.nms.at<uint32_t>(p.nms.gathered) + image, p.nms.capacity, true,
                              state.shift, state.prefix);
-    visit_anchors(p, image, first, promoted, rows, appender);
+    visit_anchors(p, image, first, promoted, least, rows, appender);
     appender.flush();
     return;
   }
@@ -379,8 +420,10 @@ __global__ void __launch_bounds__(kSelectThreads) select_kernel(const __grid_con
   __syncthreads();
   DigitCounter<A> counter{
       histogram, state.prefix, p.level.parent_shift, p.level.shift, (1u << p.level.width) - 1, p.level_index == 0};
-  visit_anchors(p, image, first, promoted, rows, counter);
-  __syncthreads();
+  visit_anchors(p, image, first, promoted, least, rows, counter);
+  if (__syncthreads_or(counter.above_one) && threadIdx.x == 0) {
+    atomicOr(&p.nms.at<CutState<Key>>(p.nms.cut_states)[image].above_one, 1u);
+  }
   uint32_t* global = p.nms.at<uint32_t>(p.nms.histogram) + image * kHistogramBins;
   for (int i = threadIdx.x; i < kHistogramBins; i += kSelectThreads) {
     if (histogram[i]) atomicAdd(global + i, histogram[i]);
@@ -399,13 +442,12 @@ __global__ void __launch_bounds__(kSelectThreads) select_kernel(const __grid_con
   }
 }
 
-template <typename Layout>
-cudaError_t launch_select_layout(SelectKernel& p, const NmsPlan& plan, cudaStream_t stream) {
+template <typename Layout, int kItems>
+cudaError_t launch_select_items(SelectKernel& p, const NmsPlan& plan, cudaStream_t stream) {
   const int64_t rows = p.nms.source.anchors + p.nms.source.label_count;
-  p.blocks_per_image = (rows + kSelectThreads - 1) / kSelectThreads;
-  const auto launch = [&] {
-    select_kernel<Layout><<<static_cast<unsigned>(p.blocks_per_image * plan.images), kSelectThreads, 0, stream>>>(p);
-  };
+  p.blocks_per_image = (rows + kSelectThreads * kItems - 1) / (kSelectThreads * kItems);
+  const unsigned blocks = static_cast<unsigned>(p.blocks_per_image * plan.images);
+  const auto launch = [&] { select_kernel<Layout, kItems><<<blocks, kSelectThreads, 0, stream>>>(p); };
   p.mode = SelectMode::kAppend;
   launch();
   if (plan.cuts) {
@@ -418,6 +460,18 @@ cudaError_t launch_select_layout(SelectKernel& p, const NmsPlan& plan, cudaStrea
     launch();
   }
   return cudaGetLastError();
+}
+
+template <typename Layout>
+cudaError_t launch_select_layout(SelectKernel& p, const NmsPlan& plan, cudaStream_t stream) {
+  // Many anchors of which objectness will leave few: a thread waits for four of them together. Where lanes walk the
+  // classes of their own anchors, more blocks do better.
+  if constexpr (Layout::kMayHaveObjectness) {
+    const int64_t rows = p.nms.source.anchors + p.nms.source.label_count;
+    const bool few = p.nms.source.has_objectness && (!p.anchors_adjacent || p.nms.options.confidence >= 0.05);
+    if (few && rows * plan.images >= (int64_t{1} << 17)) return launch_select_items<Layout, 4>(p, plan, stream);
+  }
+  return launch_select_items<Layout, 1>(p, plan, stream);
 }
 
 // One translation unit a layout, so that they compile side by side.

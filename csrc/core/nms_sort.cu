@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kSortThreads) sort_kernel(const __grid_constan
       16) unsigned char shared[sizeof(typename cub::BlockMergeSort<Key, kSortThreads, kItems>::TempStorage)];
   const int64_t image = blockIdx.y;
   const int64_t total = p.buffered(image), start = static_cast<int64_t>(blockIdx.x) * kTile;
-  if (start >= total || (p.sorts_small && total <= Keys<A>::kChunk)) return;
+  if (start >= total || (p.sorts_small && total <= kSelfSorted)) return;
   Key* keys = p.at<Key>(p.keys) + image * p.capacity + start;
   const int count = total - start < kTile ? static_cast<int>(total - start) : kTile;
   if (count <= kSortThreads) {

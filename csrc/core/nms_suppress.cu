@@ -10,6 +10,7 @@ namespace {
 
 constexpr int kThreads = 1024, kWarps = kThreads / 32;
 constexpr unsigned kFullWarp = 0xffffffffu;
+static_assert(kSelfSorted == kThreads);
 
 // Merges the first `want` keys of two sorted lists of which `a_count` and `b_count` keys are known.
 template <typename Key>
@@ -59,18 +60,18 @@ struct Chunk {
   uint32_t earlier[kSize / 32][kSize];  // bit j of [w][i]: survivor w * 32 + j suppresses survivor i, if it is kept
 };
 
-// Sorts one key a thread, kChunk of them, in registers: neighbours within a warp by shuffles, others through `shared`.
-template <typename Key, int kChunk>
-__device__ __forceinline__ Key sort_chunk(Key key, Key* shared) {
+// Sorts one key a thread: neighbours within a warp by shuffles, others through `shared`.
+template <typename Key>
+__device__ __forceinline__ Key sort_block(Key key, Key* shared) {
   const int thread = threadIdx.x;
-  for (int size = 2; size <= kChunk; size <<= 1) {
+  for (int size = 2; size <= kThreads; size <<= 1) {
     for (int step = size / 2; step; step >>= 1) {
-      Key other = key;
+      Key other;
       if (step >= 32) {
         __syncthreads();
-        if (thread < kChunk) shared[thread] = key;
+        shared[thread] = key;
         __syncthreads();
-        if (thread < kChunk) other = shared[thread ^ step];
+        other = shared[thread ^ step];
       } else {
         other = shuffle_xor(key, step);
       }
@@ -99,7 +100,7 @@ __global__ void __launch_bounds__(kThreads) suppress_kernel(const __grid_constan
   const int64_t buffered = p.buffered(image);
   int64_t left = p.candidates(image);
   const bool promoted = p.is_promoted(image);
-  const Key* keys = p.at<Key>(p.merges & 1 ? p.other_keys : p.keys) + image * p.capacity;
+  Key* keys = p.at<Key>(p.merges & 1 ? p.other_keys : p.keys) + image * p.capacity;
   const int64_t length = static_cast<int64_t>(Keys<A>::kTile) << p.merges;
   const int runs = static_cast<int>((buffered + length - 1) / length);
   const A threshold = A(options.iou);
@@ -111,17 +112,17 @@ __global__ void __launch_bounds__(kThreads) suppress_kernel(const __grid_constan
   if (thread < kMergedRuns) s.cursor[thread] = 0;
   // Tests read the list in batches, past its end.
   for (int i = thread; i < kSharedDetections; i += kThreads) s.box[i] = nothing;
+  if (p.sorts_small && buffered <= kSelfSorted && buffered > 0) {
+    const Key sorted = sort_block(thread < buffered ? keys[thread] : ~Key(0), windows);
+    if (thread < buffered) keys[thread] = sorted;
+  }
   int kept = 0;
   while (left > 0 && kept < limit) {
     __syncthreads();
     // The next keys in order.
     const int count = left < kChunk ? static_cast<int>(left) : kChunk;
     Key key = ~Key(0);
-    if (p.sorts_small && buffered <= kChunk) {
-      if (thread < buffered) key = keys[thread];
-      key = sort_chunk<Key, kChunk>(key, windows);
-      __syncthreads();
-    } else if (runs == 1) {
+    if (runs == 1) {
       if (thread < count) key = keys[s.cursor[0] + thread];
       __syncthreads();
       if (thread == 0) s.cursor[0] += count;
@@ -238,14 +239,19 @@ __global__ void __launch_bounds__(kThreads) suppress_kernel(const __grid_constan
     }
     __syncthreads();
 
-    // Greedy over the bit matrix, 32 survivors at a time, by one warp.
+    // Greedy over the bit matrix, 32 survivors at a time, by one warp. Lane i holds what is kept of survivors [32 i, 32
+    // i + 32).
     if (warp == 0) {
-      int total = kept;
+      static_assert(kWords <= 32);
+      int total = kept, my_before = 0;
+      uint32_t my_keeps = 0;
       for (int block = 0; block < words; ++block) {
         const int i = block * 32 + lane;
         uint32_t hit = 0;
 #pragma unroll 4
-        for (int word = 0; word < block; ++word) hit |= chunk.earlier[word][i] & s.keeps[word];
+        for (int word = 0; word < block; ++word) {
+          hit |= chunk.earlier[word][i] & __shfl_sync(kFullWarp, my_keeps, word);
+        }
         const bool open = i < survivors && !hit;
         const uint32_t mine = open ? chunk.earlier[block][i] : 0;
         uint32_t undecided = __ballot_sync(kFullWarp, open), keeps = 0;
@@ -256,12 +262,15 @@ __global__ void __launch_bounds__(kThreads) suppress_kernel(const __grid_constan
           undecided &= ~found;
           undecided &= ~__ballot_sync(kFullWarp, (mine & keeps) != 0);
         }
-        if (lane == 0) {
-          s.keeps[block] = keeps;
-          s.before[block] = total;
+        if (lane == block) {
+          my_keeps = keeps;
+          my_before = total;
         }
-        __syncwarp();
         total += __popc(keeps);
+      }
+      if (lane < words) {
+        s.keeps[lane] = my_keeps;
+        s.before[lane] = my_before;
       }
       if (lane == 0) s.total = total;
     }

@@ -104,7 +104,7 @@ template <typename A>
 __global__ void __launch_bounds__(kDecideThreads) decide_kernel(const __grid_constant__ NmsKernel p, int64_t first) {
   constexpr int kWarps = kDecideThreads / 32;
   __shared__ uint32_t open[kWords], doubtful[kWords], keeps[kWords], hits[kWarps];
-  __shared__ int32_t before[kWords + 1];
+  __shared__ int32_t before[kWords];
   const int64_t image = blockIdx.x;
   const int64_t total = p.candidates(image);
   uint32_t* kept_count = p.at<uint32_t>(p.kept_count) + image;
@@ -158,38 +158,60 @@ __global__ void __launch_bounds__(kDecideThreads) decide_kernel(const __grid_con
     }
     __syncthreads();
   }
-  if (thread == 0) {
-    int32_t sum = 0;
-    for (int word = 0; word < words; ++word) {
-      before[word] = sum;
-      sum += __popc(keeps[word]);
+  if (warp == 0) {  // detections before each word: a scan over pairs of words
+    static_assert(kWords == 64);
+    const int a = __popc(keeps[2 * lane]), both = a + __popc(keeps[2 * lane + 1]);
+    int sum = both;
+#pragma unroll
+    for (int step = 1; step < 32; step <<= 1) {
+      const int below = __shfl_up_sync(kFullWarp, sum, step);
+      if (lane >= step) sum += below;
     }
-    before[words] = sum;
+    before[2 * lane] = sum - both;
+    before[2 * lane + 1] = sum - both + a;
+    if (lane == 31) {
+      const int64_t all = kept + sum;
+      *kept_count = static_cast<uint32_t>(all < p.kept ? all : p.kept);
+    }
   }
   __syncthreads();
-
-  const auto* keys = sorted_keys<A>(p, image) + first;
-  const bool promoted = p.is_promoted(image);
   for (int i = thread; i < count; i += kDecideThreads) {
     const uint32_t bits = keeps[i / 32];
     if (!((bits >> (i & 31)) & 1)) continue;
     const int64_t rank = kept + before[i / 32] + __popc(bits & ((1u << (i & 31)) - 1));
     if (rank >= p.kept) continue;
-    p.at<CornerBox<A>>(p.kept_boxes)[image * p.kept + rank] = boxes[i];
-    p.at<int32_t>(p.kept_classes)[image * p.kept + rank] = classes[i];
-    const uint32_t n = static_cast<uint32_t>(keys[i]) / static_cast<uint32_t>(p.source.classes);
-    CornerBox<A> box{};
-    with_layout<A>(p.source,
-                   [&](auto layout) { box = candidate_corners<decltype(layout)>(p.source, image, n, promoted); });
-    write_row<A>(p, image, rank, n, box, Keys<A>::confidence(keys[i]), classes[i]);
+    const int64_t at = image * p.kept + rank;
+    p.at<CornerBox<A>>(p.kept_boxes)[at] = boxes[i];
+    p.at<int32_t>(p.kept_classes)[at] = classes[i];
+    p.at<uint32_t>(p.kept_positions)[at] = static_cast<uint32_t>(first + i);
   }
-  if (thread == 0) *kept_count = static_cast<uint32_t>(kept + before[words] < p.kept ? kept + before[words] : p.kept);
 }
 
+// One thread a row of the output.
 template <typename A>
-__global__ void __launch_bounds__(1024) rest_kernel(const __grid_constant__ NmsKernel p) {
-  const int64_t image = blockIdx.x;
-  write_rest<A>(p, image, p.at<uint32_t>(p.kept_count)[image], p.is_promoted(image));
+__global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ NmsKernel p) {
+  const int64_t image = blockIdx.y, row = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t kept = p.at<uint32_t>(p.kept_count)[image];
+  if (row == 0) p.output.counts[image] = kept;
+  if (row >= p.options.max_detections) return;
+  if (row >= kept) {
+    A* out = detection_row<A>(p, image, row);
+    for (int64_t i = 0; i < 6 + p.source.extra; ++i) out[i] = A(0);
+    p.output.indices[image * p.options.max_detections + row] = -1;
+    return;
+  }
+  const auto key = sorted_keys<A>(p, image)[p.at<uint32_t>(p.kept_positions)[image * p.kept + row]];
+  const uint32_t index = static_cast<uint32_t>(key), classes = static_cast<uint32_t>(p.source.classes);
+  const uint32_t n = index / classes;
+  const bool promoted = p.is_promoted(image);
+  with_layout<A>(p.source, [&](auto layout) {
+    using Layout = decltype(layout);
+    const CornerBox<A> box = candidate_corners<Layout>(p.source, image, n, promoted);
+    write_row<A>(p, image, row, n, box, Keys<A>::confidence(key), static_cast<int32_t>(index - n * classes));
+    for (int64_t e = 0; e < p.source.extra; ++e) {
+      detection_row<A>(p, image, row)[6 + e] = candidate_extra<Layout>(p.source, p.options, image, n, e, promoted);
+    }
+  });
 }
 
 template <typename A>
@@ -205,7 +227,8 @@ cudaError_t launch(const NmsKernel& kernel, const NmsPlan& plan, cudaStream_t st
     test_kernel<A><<<dim3(static_cast<unsigned>(segments * kGroups), images), kThreads, 0, stream>>>(kernel, first);
     decide_kernel<A><<<images, kDecideThreads, 0, stream>>>(kernel, first);
   }
-  rest_kernel<A><<<images, 1024, 0, stream>>>(kernel);
+  const int64_t rows = (kernel.options.max_detections + kThreads - 1) / kThreads;
+  rows_kernel<A><<<dim3(static_cast<unsigned>(rows), images), kThreads, 0, stream>>>(kernel);
   return cudaGetLastError();
 }
 

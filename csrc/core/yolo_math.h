@@ -21,7 +21,7 @@ struct CenterBox {
 };
 
 template <typename A>
-struct CornerBox {
+struct alignas(16) CornerBox {
   A x1, y1, x2, y2;
 };
 

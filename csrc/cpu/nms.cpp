@@ -134,12 +134,13 @@ class ImageSuppression {
     const auto anchor = Layout::anchor(source_, image_, n);
     A objectness = 0;
     if (!Layout::objectness(source_, anchor, options_, objectness)) return;
+    const auto scores = Layout::scores(source_, anchor);
     const size_t before = found.size();
     A best = -1;
     int64_t best_class = 0;
     for (int64_t c = 0; c < source_.classes; ++c) {
       A score = 0;
-      if (!Layout::score(Layout::raw_score(source_, anchor, c), options_, score)) continue;
+      if (!Layout::score(scores.at(c), options_, score)) continue;
       const A confidence = core::confidence<Layout>(source_, objectness, score, promoted_);
       if (confidence > best) {
         best = confidence;

@@ -9,11 +9,12 @@ from pathlib import Path
 
 
 def split(declarators: str) -> list[str]:
-    """At the commas between declarators, not at those inside of brackets."""
-    parts, depth = [""], 0
+    """At the commas between declarators, not at those inside of brackets; < and > are brackets outside of others."""
+    parts, depth, angles = [""], 0, 0
     for char in declarators:
         depth += (char in "([{") - (char in ")]}")
-        if char == "," and depth == 0:
+        angles += ((char == "<") - (char == ">")) * (depth == 0)
+        if char == "," and depth == 0 and angles == 0:
             parts.append("")
         else:
             parts[-1] += char

@@ -58,7 +58,7 @@ std::vector<Detection> suppress(const Problem& problem, int64_t image) {
     bool broken = false;
     for (int64_t c = 0; c < source.classes; ++c) {
       A score = 0;
-      if (!Layout::score(Layout::raw_score(source, anchor, c), options, score)) continue;
+      if (!Layout::score(Layout::scores(source, anchor).at(c), options, score)) continue;
       const A confidence = core::confidence<Layout>(source, objectness, score, promoted);
       broken = broken || confidence != confidence;
       mine.push_back({confidence, n, c});
