@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "checks/multi_tensor.h"
 #include "core/multi_tensor_plan.h"
@@ -179,6 +180,7 @@ void bump_version(const at::Tensor& tensor) {
 
 void ema(at::TensorList averages, at::TensorList values, double decay, bool meta) {
   const char* op = "multi_tensor_ema_";
+  TORCH_CHECK(std::isfinite(decay), op, ": decay is ", decay, ", but a finite number is wanted");
   const List list =
       make_list(op, {{core::kAverage, "averages", averages, true}, {core::kParam, "values", values, false}}, -1, meta);
   core::UpdateParams params = update();

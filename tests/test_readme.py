@@ -228,12 +228,14 @@ COMMANDS = [
     (r"python -m torch_fastdet\.yolov5 .*", Launched()),
     (r"torchrun .* -m torch_fastdet\.yolov5 .*", Held("tests/yolov5/test_launcher.py", "def test_torchrun_starts")),
     (r"python -m torch_fastdet\.golden compare .*", Held("tests/test_readme.py", "def test_golden_page")),
-    (r"python -m examples\.(export|serve)\b.*", Held("tests/examples/test_examples.py", 'run("examples.export"')),
-    (r"cmake .*", Held("tests/packaging/test_cmake.py", "def configure")),
+    (r"python -m examples\.export\b.*", Held("tests/examples/test_examples.py", 'run("examples.export"')),
+    (r"python -m examples\.serve\b.*", Held("tests/examples/test_examples.py", 'run("examples.serve"')),
+    (r"cmake -S tests/cpp .*", Held("Makefile", "-S tests/cpp -B $(1) -DSANITIZE=$(2)")),
+    (r"cmake .*", Held("tests/packaging/test_cmake.py", "def test_package_finds_torch_by_itself_and_says_what_it_has")),
     # YOLOv5 as it is, without us
     (r"(python|torchrun --nproc_per_node 4) (segment/)?train\.py .*", Held("tests/yolov5/real.py", "def stock")),
     (r"python -m yolov5\.train .*", Held("tests/yolov5/real.py", "def stock")),
-    (r"pip install .*", Held("tests/packaging/test_build.py", "pip")),
+    (r"pip install .*", Held("tests/packaging/test_build.py", "def test_sdist_to_wheel_to_install")),
     (r"apt-get install .*", Held("Makefile", "apt-get install")),
     (r"make help", Run("gpu-report-check")),
     (r"make test( PYTHON=python3\.12)?", Held(".ci/run", "make test")),
@@ -243,10 +245,16 @@ COMMANDS = [
     (r"make format", Held("Makefile", "$(BIN)/ruff format --check .")),  # by the check of what it does
     (r"make docs", Held(".ci/run", "make docs")),
     (r"make gpu-report-check", Held(".ci/run", "make -s gpu-report-check")),
-    (r"make test-gpu", Held("tests/packaging/test_gpu_report.py", "def test_")),  # itself on a GPU machine
-    (r"make demo( EPOCHS=2)?", Held("tests/demo/test_training.py", "def test_")),  # whole, before each release
+    (
+        r"make test-gpu",
+        Held("tests/packaging/test_gpu_report.py", "def test_a_step_is_recorded"),
+    ),  # itself on a GPU machine
+    (
+        r"make demo( EPOCHS=2)?",
+        Held("tests/demo/test_report.py", "def test_run_that_learnt_too_little_fails"),
+    ),  # whole, before each release
     (r"make bench.*", Held("tests/benchmarks/test_report.py", "def test_page_shows_the_committed_results")),
-    (r"make wheel( TORCH_CUDA_ARCH_LIST=9.0)?", Held("tools/check_wheel.py", "def main")),
+    (r"make wheel( TORCH_CUDA_ARCH_LIST=9.0)?", Held("tests/packaging/test_wheel.py", "def test_a_whole_wheel_passes")),
 ]
 
 

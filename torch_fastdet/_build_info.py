@@ -64,11 +64,7 @@ def _driver() -> str | None:
 def describe() -> str:
     """build_info() as lines for a person."""
     info = build_info()
-    built = (
-        f"CUDA {info['cuda']} ({' '.join(info['architectures'])})"
-        if info["cuda"]
-        else "CPU only (no nvcc at build time)"
-    )
+    built = f"CUDA {info['cuda']} ({' '.join(info['architectures'])})" if info["cuda"] else "CPU only"
     lines = {
         "torch_fastdet": info["version"],
         "built for": f"torch {info['torch_built_with']}, {built}",

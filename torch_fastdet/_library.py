@@ -29,7 +29,7 @@ def _series(version: str) -> str:
 def load() -> dict[str, str]:
     """Registers the operators with torch and returns build_config().
 
-    Raises ImportError with one sentence where the library is missing or was built for another torch.
+    Raises ImportError with one sentence where the library is missing or was built for another torch or CUDA.
     """
     config = build_config()
     if _series(config["torch"]) != _series(torch.__version__):
@@ -38,10 +38,11 @@ def load() -> dict[str, str]:
             f"torch {torch.__version__} is running; type: pip install torch=={config['torch'].split('+')[0]} "
             "(or install torch_fastdet again under this torch)"
         )
-    if config["cuda"] and torch.version.cuda is None:
+    if config["cuda"] and config["cuda"].split(".")[0] != (torch.version.cuda or "").split(".")[0]:
+        kind = f"a build for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
         raise ImportError(
-            f"torch_fastdet {config['version']} was built for CUDA {config['cuda']}, but torch {torch.__version__} is a CPU "
-            f"build; type: pip install torch=={config['torch'].split('+')[0]} (or TORCH_FASTDET_CUDA=0 pip install .)"
+            f"torch_fastdet {config['version']} was built for CUDA {config['cuda']}, but torch {torch.__version__} is {kind}"
+            f"; type: pip install torch=={config['torch'].split('+')[0]} (or TORCH_FASTDET_CUDA=0 pip install .)"
         )
     try:
         torch.ops.load_library(str(LIBRARY))

@@ -14,7 +14,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import os
 import sys
 from collections.abc import Callable, Container
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 
 from torch_fastdet import ema, ops
+from torch_fastdet._say import say
 from torch_fastdet.suppression import ultralytics_non_max_suppression as non_max_suppression
 
 __all__ = ["ModelEMA", "bbox_iou", "non_max_suppression", "patch", "unpatch"]
@@ -151,7 +151,7 @@ def unpatch() -> None:
                 setattr(module, attribute, stock[id(value)])
     vars(non_max_suppression).pop("__torch_fastdet_stock__", None)
     if _replacements:
-        _say(f"put back {len(_replacements)} name{'s' if len(_replacements) > 1 else ''}")
+        say(f"put back {len(_replacements)} name{'s' if len(_replacements) > 1 else ''}")
     _replacements.clear()
     _ours_before.clear()
 
@@ -225,7 +225,7 @@ def _replace(switch: str, module: ModuleType, attribute: str, new: Any) -> None:
     replacement = _Replacement(switch, module, attribute, vars(module)[attribute], new)
     setattr(module, attribute, new)
     _replacements.append(replacement)
-    _say(str(replacement))
+    say(str(replacement))
 
 
 def _modules() -> list[ModuleType]:
@@ -242,9 +242,3 @@ def _describe(thing: Any) -> str:
 
 def _version() -> str:
     return getattr(sys.modules.get("ultralytics"), "__version__", "unknown")
-
-
-def _say(line: str) -> None:
-    """Print one line, once in a distributed run."""
-    if os.environ.get("RANK", "-1") in ("-1", "0"):
-        print(f"torch_fastdet: {line}", flush=True)

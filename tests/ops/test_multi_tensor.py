@@ -351,6 +351,8 @@ def test_errors_of_hyper_parameters(device):
         ops.multi_tensor_unscale_(
             grads, torch.ones((), device=device, dtype=torch.float64), torch.zeros((), device=device)
         )
+    with pytest.raises(RuntimeError, match="decay is nan, but a finite number is wanted"):
+        ops.multi_tensor_ema_(params, grads, float("nan"))
     with pytest.raises(RuntimeError, match=r"decay has shape \[2\], but one element is wanted"):
         ops.multi_tensor_ema_(params, grads, torch.ones(2, device=device))
 

@@ -78,11 +78,22 @@ def test_only_one_rank_speaks(fake_yolov5):
         assert ("torch_fastdet: " in out) == speaks
 
 
-def test_help_is_ours_then_the_scripts(fake_yolov5):
-    out = fake_yolov5.python("-m", "torch_fastdet.yolov5", "train.py", "--bbox_iou_optim", "-h").stdout
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("train.py", "--bbox_iou_optim", "-h"),
+        ("-h", "--bbox_iou_optim", "train.py", "--epochs", "5"),
+        ("--help", "-m", "train", "--epochs", "5"),
+    ],
+)
+def test_help_is_ours_then_the_scripts(fake_yolov5, command):
+    out = fake_yolov5.python("-m", "torch_fastdet.yolov5", *command).stdout
     assert 0 < out.index("--bbox_iou_optim") < out.index("--fastdet") < out.index("the script's own epochs")
     assert " -> " not in out
     assert "replaced nothing" not in out
+
+
+def test_help_without_a_script(fake_yolov5):
     ours = fake_yolov5.python("-m", "torch_fastdet.yolov5", "--help").stdout
     assert "--upsample_optim" in ours
     assert "the script's own" not in ours

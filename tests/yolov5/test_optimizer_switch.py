@@ -12,6 +12,7 @@ from tests.yolov5.conftest import IMAGE, SMALL
 from tests.yolov5.test_real_scripts import LOSSES, weights
 from torch_fastdet import optim
 from torch_fastdet.ema import ModelEMA
+from torch_fastdet.yolov5.dropins import NORMS
 
 FLAG = "--multi_tensor_optimizer"
 PRINTED = {"rel": 2e-5, "abs": 2e-6}  # results.csv has five digits: two of the last one
@@ -47,6 +48,11 @@ def test_smart_optimizer_groups_and_log_line(caplog):
         assert type(drop_in.smart_optimizer(model, name)).__name__.lower() == name.lower()
     with pytest.raises(NotImplementedError, match="name is 'LION', but one of SGD, Adam, AdamW, RMSProp is wanted"):
         drop_in.smart_optimizer(model, "LION")
+
+
+def test_norms_are_all_that_torch_has():
+    layers = {layer for name, layer in vars(nn).items() if "Norm" in name}
+    assert {layer for layer in layers if not issubclass(layer, NORMS)} == {nn.LocalResponseNorm}, "it has no weight"
 
 
 class Step:

@@ -17,6 +17,9 @@ __all__ = ["bbox_iou", "non_max_suppression", "smart_optimizer"]
 
 logger = logging.getLogger("torch_fastdet")
 
+# Layers whose weight is a scale of what they normalise: it does not decay.
+NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
 
 def bbox_iou(
     box1: torch.Tensor,
@@ -67,7 +70,6 @@ def smart_optimizer(
     """
     if name not in OPTIMIZERS:
         raise NotImplementedError(f"smart_optimizer: name is {name!r}, but one of {', '.join(OPTIMIZERS)} is wanted")
-    norms = tuple(layer for title, layer in vars(nn).items() if "Norm" in title and isinstance(layer, type))
     groups: dict[str, dict[str, Any]] = {
         "bias": {"params": []},
         "rest": {"params": [], "weight_decay": decay},
@@ -75,7 +77,7 @@ def smart_optimizer(
     }
     for path, parameter in model.named_parameters():
         owner, _, leaf = path.rpartition(".")
-        normalises = leaf == "weight" and isinstance(model.get_submodule(owner), norms)
+        normalises = leaf == "weight" and isinstance(model.get_submodule(owner), NORMS)
         groups["bias" if leaf == "bias" else "norm" if normalises else "rest"]["params"].append(parameter)
     optimizer = OPTIMIZERS[name](list(groups.values()), lr, momentum)
     counts = ", ".join(f"{len(group['params'])} {title}" for title, group in groups.items())

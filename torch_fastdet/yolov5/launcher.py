@@ -56,6 +56,7 @@ def parse(argv: list[str]) -> Command:
             command.arguments.append(argument)
         elif argument in ("-h", "--help"):
             command.help = True
+            command.arguments.append(argument)
         elif argument.startswith("-m"):
             command.module = argument[2:] or next(rest, None)  # as Python's own -m: -m name, or -mname
             if command.module is None:
