@@ -7,6 +7,7 @@
 #include <torch/custom_class.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "checks/multi_tensor.h"
 #include "multi_tensor.h"
@@ -41,6 +42,13 @@ class State : public torch::CustomClassHolder {
     int64_t count = 0;
     for (const int64_t group : groups_) count = std::max(count, group + 1);
     has_momentum_.resize(count, false);
+  }
+
+  // What params[i] is called in an error: its place among parameters that may be on several devices.
+  void set_places(std::vector<int64_t> places) {
+    TORCH_CHECK(places.size() == params_.size(), name_, ": places has ", places.size(), " entries, but params has ",
+                params_.size());
+    places_ = std::move(places);
   }
 
   OptionalTensors momentum_buffers() const {
@@ -109,6 +117,13 @@ class State : public torch::CustomClassHolder {
     return norm;
   }
 
+  // Raises what sgd() would raise, and writes nothing: where a step has several devices, all are looked at first.
+  void check_sgd(const std::vector<double>& hyper, const OptionalTensors& hyper_tensors,
+                 const std::vector<int64_t>& flags, bool unscales) {
+    missing_buffers(hyper, flags);
+    sgd_groups(rows(unscales), hyper, hyper_tensors, flags);
+  }
+
   // One SGD step. `hyper` has lr, momentum, dampening and weight_decay for each group; `hyper_tensors` (or an empty
   // list) the tensors that replace them. Returns how many momentum buffers it made.
   int64_t sgd(const std::vector<double>& hyper, const OptionalTensors& hyper_tensors, const std::vector<int64_t>& flags,
@@ -174,7 +189,8 @@ class State : public torch::CustomClassHolder {
       reduce.growth_tracker = static_cast<int32_t*>(growth_tracker->mutable_data_ptr());
       reduce.growth_factor = growth[0];
       reduce.backoff_factor = growth[1];
-      reduce.growth_interval = static_cast<int32_t>(growth[2]);
+      constexpr double kLongest = std::numeric_limits<int32_t>::max();
+      reduce.growth_interval = static_cast<int32_t>(std::min(growth[2], kLongest));
     }
     core::UpdateParams params = update();
     params.use_workspace = reduces;
@@ -267,7 +283,7 @@ class State : public torch::CustomClassHolder {
       list_.add(name_.c_str(), tensors, written, group, [&](int slot) {
         static const char* const names[core::kSlots] = {"params", "grads", "momentum_buffers", "averages"};
         static const char* const value_names[core::kSlots] = {"values", "", "", "averages"};
-        return is_param ? indexed(names[slot], row) : indexed(value_names[slot], row - params_.size());
+        return is_param ? indexed(names[slot], place(row)) : indexed(value_names[slot], row - params_.size());
       });
     });
     // After the rows: a lazy copy gets its own memory while they are made.
@@ -295,14 +311,15 @@ class State : public torch::CustomClassHolder {
 
   // Parameters that have a gradient for the first time and need a momentum buffer.
   std::vector<size_t> missing_buffers(const std::vector<double>& hyper, const std::vector<int64_t>& flags) {
-    TORCH_CHECK(flags.size() == has_momentum_.size() && hyper.size() == 4 * flags.size(), name_, ": flags has ",
+    TORCH_CHECK(flags.size() >= has_momentum_.size() && hyper.size() == 4 * flags.size(), name_, ": flags has ",
                 flags.size(), " and hyper ", hyper.size(), " entries, but ", has_momentum_.size(), " groups are here");
+    has_momentum_.resize(flags.size());  // the last groups may have no parameter here
     for (size_t group = 0; group < flags.size(); ++group) has_momentum_[group] = flags[group] & kHasMomentum;
     std::vector<size_t> missing;
     for (size_t i = 0; i < params_.size(); ++i) {
       if (has_momentum_[groups_[i]] && !momentum_[i].defined() && params_[i].grad().defined()) missing.push_back(i);
     }
-    TORCH_CHECK(missing.empty() || !is_capturing(), name_, ": params[", missing[0],
+    TORCH_CHECK(missing.empty() || !is_capturing(), name_, ": params[", place(missing[0]),
                 "] has no momentum buffer yet, and a buffer made inside of a CUDA graph capture would not outlive a "
                 "replay; take one step before the capture");
     return missing;
@@ -360,6 +377,8 @@ class State : public torch::CustomClassHolder {
     for (const at::Tensor& average : value_averages_) bump_version(average);
   }
 
+  int64_t place(size_t i) const { return places_.empty() ? static_cast<int64_t>(i) : places_[i]; }
+
   std::string in_group(size_t group) const { return name_ + ": " + indexed("param_groups", group); }
 
   std::vector<core::SgdGroup> sgd_groups(const List& list, const std::vector<double>& hyper,
@@ -389,6 +408,7 @@ class State : public torch::CustomClassHolder {
   std::string name_;
   std::vector<at::Tensor> params_;
   std::vector<int64_t> groups_;
+  std::vector<int64_t> places_;  // empty: as they stand
   std::vector<at::Tensor> momentum_;
   std::vector<bool> unfilled_;  // where a byte of fresh_ may be 1
   std::vector<at::Tensor> averages_;
@@ -406,12 +426,14 @@ TORCH_LIBRARY_FRAGMENT(torch_fastdet, m) {
   m.class_<State>("MultiTensorState")
       .def(torch::init<std::string, std::vector<at::Tensor>, std::vector<int64_t>, OptionalTensors,
                        std::vector<at::Tensor>, std::vector<at::Tensor>>())
+      .def("set_places", &State::set_places)
       .def("momentum_buffers", &State::momentum_buffers)
       .def("set_momentum_buffers", &State::set_momentum_buffers)
       .def("fresh", &State::fresh)
       .def("gradients", &State::gradients)
       .def("unscale_", &State::unscale)
       .def("clip_grad_norm_", &State::clip_grad_norm)
+      .def("check_sgd", &State::check_sgd)
       .def("sgd_", &State::sgd)
       .def("ema_", &State::ema)
       .def("fused_", &State::fused);

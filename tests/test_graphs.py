@@ -322,6 +322,24 @@ def test_new_storage_is_captured_again(cuda):
     same_state(graphed, plain)
 
 
+def test_a_new_parameter_over_the_same_memory_gets_the_gradient(cuda):
+    model = Net().cuda()
+    plain = copy.deepcopy(model)
+    graphed = GraphedModule(model, required=True)
+    x = images(2, 3, 32, 32)
+    for net in (plain, graphed):
+        for _ in range(3):
+            net.zero_grad()
+            loss_of(net(x)).backward()
+        conv = net.stem[0]
+        conv.weight = nn.Parameter(conv.weight.data)
+        for _ in range(3):
+            net.zero_grad()
+            loss_of(net(x)).backward()
+    same_gradients(graphed, plain)
+    same_state(graphed, plain)
+
+
 def test_frozen_later(cuda):
     model = Net().cuda()
     plain = copy.deepcopy(model)

@@ -610,7 +610,78 @@ class Loop:
         return [*self.model.state_dict().values(), *self.ema.ema.state_dict().values(), *buffers]
 
 
+@pytest.mark.parametrize("place", [0, 1, 3])
+@pytest.mark.parametrize("fused", [False, True], ids=["SGD", "FusedStep"])
+def test_a_group_without_parameters(device, fused, place):
+    """YOLOv5's last group is empty in a model without normalisation layers."""
+    mine, stock = parameters(device), parameters(device)
+    a, b = (kind([*g[:place], {"params": []}, *g[place:]], **NESTEROV)
+            for kind, g in ((SGD, groups(mine)), (torch.optim.SGD, groups(stock))))  # fmt: skip
+    a_step = FusedStep(a).step if fused else a.step
+    for step in range(3):
+        set_grads(mine, step), set_grads(stock, step)
+        a_step(), b.step()
+    assert equal(mine, stock)
+
+
+class TestSeveralDevices:
+    """The CPU and meta serve: what is looked at before anything is written is the same anywhere."""
+
+    def optimizer(self):
+        here, there = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, device="meta"))
+        for p in (here, there):
+            p.grad = torch.ones_like(p)
+        return here, there, SGD([{"params": [here]}, {"params": [there]}], **NESTEROV)
+
+    def test_each_has_its_groups(self):
+        """The CPU has none of the second, and goes through the checks of all."""
+        here, _, optimizer = self.optimizer()
+        with pytest.raises(RuntimeError, match="the tensors are on meta"):
+            optimizer.step()
+        assert here.tolist() == pytest.approx([1 - 0.05 * 1.9] * 3)
+
+    def test_nothing_is_written_where_one_raises(self):
+        here, there, optimizer = self.optimizer()
+        there.grad = torch.sparse_coo_tensor(size=(3,), device="meta")
+        with pytest.raises(RuntimeError, match=r"grads\[1\] has layout Sparse"):
+            optimizer.step()
+        assert here.tolist() == [1, 1, 1] and not optimizer.state_dict()["state"]
+
+    def test_fused_step_refuses_those_that_join(self):
+        here, there = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, device="meta"))
+        optimizer = SGD([here], lr=0.1)
+        fused = FusedStep(optimizer)
+        optimizer.add_param_group({"params": [there]})
+        for _ in range(2):
+            with pytest.raises(ValueError, match="the parameters are on cpu, meta, but one device is wanted"):
+                fused.step()
+
+
+def test_clip_names_a_sparse_gradient(device):
+    params = parameters(device)
+    set_grads(params, 0)
+    params[4].grad = params[4].grad.to_sparse()
+    with pytest.raises(RuntimeError, match=r"grads\[4\] has layout Sparse"):
+        clip_grad_norm_(params, 1.0)
+
+
 class TestFusedStep:
+    def test_growth_intervals(self, device):
+        """One too long for int32 (a way to switch growth off), then one that the count is already past."""
+        fused, separate = Loop(device, True), Loop(device, False)
+        for step in range(8):
+            for loop in (fused, separate):
+                loop.scaler.set_growth_interval(10**10 if step < 5 else 3)
+                loop.step(step)
+            assert fused.scaler.state_dict() == separate.scaler.state_dict(), step
+
+    def test_updates_of_the_average_set_from_outside(self, device):
+        loop = Loop(device, True)
+        loop.step(0)
+        loop.ema.updates = 500
+        loop.fused.refresh()
+        assert int(loop.fused._counter) == 500
+
     @pytest.mark.parametrize("scale", [True, False, None], ids=["scaler", "scaler off", "no scaler"])
     @pytest.mark.parametrize("max_norm", [1.0, None], ids=["clip", "no clip"])
     @pytest.mark.parametrize("optimizer", [SGD, torch.optim.SGD])

@@ -326,7 +326,9 @@ class ModuleGraphs:
             return self.forward(x)
         # What the graphs have baked in: addresses, and what decides the kernels.
         parameters = list(module.parameters())
-        storage = tuple([t.data_ptr() for t in parameters] + [t.data_ptr() for t in module.buffers()])
+        tensors = [*parameters, *module.buffers()]
+        # Identities too: gradients go to the parameters of the capture.
+        storage = (tuple([t.data_ptr() for t in tensors]), tuple(map(id, parameters)))
         if storage != self._storage:
             self.reset()
             self._storage = storage
@@ -623,7 +625,8 @@ class TrainStep:
     training flags, the optimizer's groups and flags, ``fused.max_norm``, the scaler's and the EMA's settings, and what
     ``loss.graph_key()`` returns, where the loss has it (ComputeLoss: gains, ``gr``, ``sort_obj_iou``, ``balance``). Call
     :meth:`reset` after changing anything else that decides what runs: attributes of layers, hooks, a loss of your own,
-    global flags of torch.
+    global flags of torch. Images and targets in pinned memory are copied while the call returns: leave them as they are until
+    the items were read.
 
     Raises:
         CaptureError: at the second call, where something in the step cannot be captured; at once for a model that is on

@@ -74,6 +74,9 @@ class _Bound:
             device: make_state([self.params[i] for i in at], [owner[i] for i in at], at)
             for device, at in self.places.items()
         }
+        if len(self.places) > 1:
+            for device, at in self.places.items():
+                self.states[device].set_places(at)
         self.take_buffers()
 
     def take_buffers(self) -> None:
@@ -221,6 +224,9 @@ class SGD(torch.optim.SGD):
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         bound = self._bind()
         made = 0
+        if len(bound.states) > 1:  # nothing is written where one of the devices would raise
+            for device, state in bound.states.items():
+                state.check_sgd(*_hyper_parameters(self.param_groups, device), grad_scale is not None)
         try:
             for device, state in bound.states.items():
                 made += state.sgd_(
@@ -287,7 +293,7 @@ def clip_grad_norm_(
         parameters = rest
     parameters = list(parameters)
     grads = [p.grad for p in parameters if p.grad is not None]
-    if not grads or len({g.device for g in grads}) > 1 or any(g.is_sparse for g in grads):
+    if not grads or len({g.device for g in grads}) > 1:
         return _stock_clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     return ops.multi_tensor_clip_grad_norm_(grads, float(max_norm))
 
@@ -328,7 +334,8 @@ class FusedStep:
     The first launch looks for infinities and takes the norm; the second updates parameters, momentum and average. All
     decisions are made on the device. Results equal those of the separate calls of this package. On overflow, parameters and
     momentum stay as they are, the average moves all the same, and the scale backs off. ``p.grad`` is left as backward wrote it:
-    still scaled and not clipped. Without ``scaler`` and ``max_norm`` it is one launch.
+    still scaled and not clipped. Without ``scaler`` and ``max_norm`` it is one launch. Unlike GradScaler, it takes float16
+    gradients.
 
     Args:
         optimizer: a torch_fastdet.optim.SGD or torch.optim.SGD with all parameters on one device.
@@ -368,11 +375,7 @@ class FusedStep:
         self._bound: _Bound | None = None
         self._watches: tuple[ModuleWatch, ModuleWatch] | None = None
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        devices = {p.device for p in params}
-        if len(devices) != 1:
-            names = ", ".join(sorted(map(str, devices)))
-            raise ValueError(f"FusedStep: the parameters are on {names}, but one device is wanted")
-        self.device = devices.pop()
+        self.device = self._one_device(p.device for p in params)
         wide = any(p.dtype == torch.float64 for p in params)
         self.norm = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=self.device)
         self.found_inf = torch.zeros((), dtype=torch.float32, device=self.device)
@@ -381,6 +384,14 @@ class FusedStep:
         self._scalars = torch.zeros(0, dtype=torch.float64, device=self.device)
         self._captured_scalars: list[Tensor] = []  # graphs go on reading them
         self._uploaded: list[float] = []
+
+    @staticmethod
+    def _one_device(devices: Iterable[torch.device]) -> torch.device:
+        found = set(devices)
+        if len(found) != 1:
+            names = ", ".join(sorted(map(str, found))) or "none"
+            raise ValueError(f"FusedStep: the parameters are on {names}, but one device is wanted")
+        return found.pop()
 
     @staticmethod
     def _model(ema: ModelEMA, model: nn.Module | None) -> nn.Module:
@@ -397,7 +408,10 @@ class FusedStep:
             follows = watches is not None and watches[0].unchanged(self.ema.ema) and watches[1].unchanged(model)
         bound = self._bound
         if bound is None or not follows or not bound.fresh():
-            self._bound = bound = _Bound(self.optimizer, lambda *args: self._make_state(model, *args))
+            self._bound = None
+            bound = _Bound(self.optimizer, lambda *args: self._make_state(model, *args))
+            self._one_device([self.device, *bound.places])  # parameters that were added since, too
+            self._bound = bound
         return bound
 
     def _make_state(self, model: nn.Module | None, params: list[Tensor], groups: list[int], at: list[int]) -> Any:
@@ -517,7 +531,13 @@ class FusedStep:
         return values, mine if not tensors else [mine[i] if t is None else t for i, t in enumerate(tensors)]
 
     def refresh(self) -> None:
-        """Bring the numbers in param_groups to the device, where a captured step reads them. Copies only what changed."""
+        """Bring the numbers in param_groups, and ``ema.updates``, to the device, where a captured step reads them.
+
+        Copies only what changed since.
+        """
+        if self.ema is not None and self._counted != self.ema.updates:
+            self._counter.fill_(self.ema.updates)
+            self._counted = self.ema.updates
         values, _, _ = _hyper_parameters(self.optimizer.param_groups, self.device)
         if values == self._uploaded:
             return

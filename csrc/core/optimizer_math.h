@@ -63,7 +63,7 @@ TORCH_FASTDET_HOST_DEVICE A clip_factor(A norm, A max_norm) {
   return factor > A(1) ? A(1) : factor;
 }
 
-// GradScaler.update(): halve on overflow, grow after `interval` steps without one, never to infinity.
+// GradScaler.update(): back off on overflow, grow after `interval` steps without one, never to infinity.
 TORCH_FASTDET_HOST_DEVICE void update_scale(float& scale, int& growth_tracker, bool overflow, double growth_factor,
                                             double backoff_factor, int interval) {
   if (overflow) {
@@ -71,7 +71,7 @@ TORCH_FASTDET_HOST_DEVICE void update_scale(float& scale, int& growth_tracker, b
     growth_tracker = 0;
     return;
   }
-  if (++growth_tracker < interval) return;
+  if (++growth_tracker != interval) return;
   const float grown = static_cast<float>(static_cast<double>(scale) * growth_factor);
   if (grown <= 3.402823466e38f) scale = grown;
   growth_tracker = 0;

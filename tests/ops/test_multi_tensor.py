@@ -347,6 +347,8 @@ def test_errors_of_hyper_parameters(device):
         ops.multi_tensor_sgd_(params, grads, buffers, -0.1, 0.9)
     with pytest.raises(RuntimeError, match=r"momentum is 0\.9, but momentum_buffers is empty"):
         ops.multi_tensor_sgd_(params, grads, [], 0.1, 0.9)
+    with pytest.raises(RuntimeError, match="momentum is a tensor, but momentum_buffers is empty"):
+        ops.multi_tensor_sgd_(params, grads, [], *torch.tensor([0.1, 0.9], device=device))
     with pytest.raises(RuntimeError, match="scale has dtype float64, but float32 is wanted"):
         ops.multi_tensor_unscale_(
             grads, torch.ones((), device=device, dtype=torch.float64), torch.zeros((), device=device)

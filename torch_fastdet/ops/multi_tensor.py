@@ -88,6 +88,10 @@ def multi_tensor_sgd_(
         else:
             lr_tensor = _on_device(lr, params)
         if isinstance(momentum, Tensor):
+            if len(momentum_buffers) == 0 and len(params) > 0:
+                raise RuntimeError(
+                    "multi_tensor_sgd_: momentum is a tensor, but momentum_buffers is empty; one buffer for each tensor of params is wanted"
+                )
             momentum_tensor = momentum
         else:
             if momentum == 0.0:

@@ -146,6 +146,8 @@ class ComputeLoss:
     def balance(self, values: list[float]) -> None:
         self._balance = list(values)
         self._balance_seen = []
+        if self._balance_tensor is not None:
+            self._balance_on(self._balance_tensor.device)  # now, where graphs read it
 
     @property
     def ignored_targets(self) -> int:
@@ -203,7 +205,12 @@ class ComputeLoss:
     def _balance_on(self, device: torch.device) -> torch.Tensor:
         if self._balance_tensor is None or self._balance != self._balance_seen or self._balance_tensor.device != device:
             self._balance_seen = list(self._balance)
-            self._balance_tensor = torch.tensor(self._balance, dtype=torch.float64).to(device)
+            values, held = torch.tensor(self._balance, dtype=torch.float64), self._balance_tensor
+            if held is not None and held.device == device and held.shape == values.shape:
+                held.copy_(values)  # captured graphs go on reading it
+            else:
+                self._balance_tensor = held = values.to(device)
+            return held
         return self._balance_tensor
 
     def _anchors_on(self, device: torch.device) -> torch.Tensor:
