@@ -15,18 +15,6 @@ from torch_fastdet.ops import nms as ops
 __all__ = ["UltralyticsPostProcess", "YOLOv5PostProcess", "split_ultralytics_heads"]
 
 
-def _check_options(name: str, conf_thres: float, iou_thres: float, max_det: int, max_nms: int, per_class: str) -> None:
-    """What the operators would refuse at the first call, refused at construction."""
-    for option, value in (("conf_thres", conf_thres), ("iou_thres", iou_thres)):
-        if not 0 <= value <= 1:
-            raise ValueError(f"{name}: {option} is {value}, but a threshold between 0 and 1 is wanted")
-    for option, value in (("max_det", max_det), ("max_nms", max_nms)):
-        if value < 0:
-            raise ValueError(f"{name}: {option} is {value}, but 0 or more is wanted")
-    if per_class not in ("offset", "exact"):
-        raise ValueError(f"{name}: per_class is {per_class!r}, but 'offset' or 'exact' is wanted")
-
-
 def _numbers(values: Tensor | Sequence[float]) -> list[float]:
     return [float(value) for value in (values.tolist() if isinstance(values, Tensor) else values)]
 
@@ -60,7 +48,7 @@ class YOLOv5PostProcess(nn.Module):
         max_wh: float = 7680.0,
     ):
         super().__init__()
-        _check_options("YOLOv5PostProcess", conf_thres, iou_thres, max_det, max_nms, per_class)
+        ops._check_options("YOLOv5PostProcess", conf_thres, iou_thres, max_det, max_nms, per_class)
         anchors = torch.as_tensor(anchors).detach().float().clone()
         self.strides = _numbers(strides)
         if anchors.dim() != 3 or anchors.size(0) != len(self.strides) or anchors.size(2) != 2:
@@ -69,16 +57,17 @@ class YOLOv5PostProcess(nn.Module):
                 "width and height of each anchor of each level, in cells"
             )
         self.register_buffer("anchors", anchors)
-        self.nc = nc
-        self.conf_thres = conf_thres
-        self.iou_thres = iou_thres
-        self.classes = classes
-        self.agnostic = agnostic
-        self.multi_label = multi_label
-        self.max_det = max_det
-        self.nm = nm
+        # TorchScript types attributes by their values, so each is stored as the plain type that the operator wants.
+        self.nc = int(nc)
+        self.conf_thres = float(conf_thres)
+        self.iou_thres = float(iou_thres)
+        self.classes = ops._class_list("YOLOv5PostProcess", classes)
+        self.agnostic = bool(agnostic)
+        self.multi_label = bool(multi_label)
+        self.max_det = int(max_det)
+        self.nm = int(nm)
         self.per_class = per_class
-        self.max_nms = max_nms
+        self.max_nms = int(max_nms)
         self.max_wh = float(max_wh)
 
     @classmethod
@@ -147,20 +136,20 @@ class UltralyticsPostProcess(nn.Module):
         max_wh: float = 7680.0,
     ):
         super().__init__()
-        _check_options("UltralyticsPostProcess", conf_thres, iou_thres, max_det, max_nms, per_class)
+        ops._check_options("UltralyticsPostProcess", conf_thres, iou_thres, max_det, max_nms, per_class)
         if reg_max < 1:
             raise ValueError(f"UltralyticsPostProcess: reg_max is {reg_max}, but 1 or more bins are wanted")
         self.strides = _numbers(strides)
-        self.nc = nc
-        self.reg_max = reg_max
-        self.conf_thres = conf_thres
-        self.iou_thres = iou_thres
-        self.classes = classes
-        self.agnostic = agnostic
-        self.multi_label = multi_label
-        self.max_det = max_det
+        self.nc = int(nc)
+        self.reg_max = int(reg_max)
+        self.conf_thres = float(conf_thres)
+        self.iou_thres = float(iou_thres)
+        self.classes = ops._class_list("UltralyticsPostProcess", classes)
+        self.agnostic = bool(agnostic)
+        self.multi_label = bool(multi_label)
+        self.max_det = int(max_det)
         self.per_class = per_class
-        self.max_nms = max_nms
+        self.max_nms = int(max_nms)
         self.max_wh = float(max_wh)
 
     @classmethod

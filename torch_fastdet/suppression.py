@@ -28,30 +28,36 @@ def _first(prediction: Any, op: str) -> Tensor:
 
 
 def _class_list(classes: Any, op: str) -> list[int] | None:
-    """Classes as the stock functions accept them: a list, an int, an array or a tensor; fractions match no class."""
+    """Classes as the stock functions accept them: a list, an int, an array or a tensor."""
     if classes is None:
         return None
     try:
         values = torch.as_tensor(classes).reshape(-1).tolist()
+        # Fractions, NaN and what is beyond the operators' integers match no class.
+        return [int(value) for value in values if abs(value) < 2**63 and int(value) == value]
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"{op}: classes is {classes!r}, but None, an int or a list of ints is wanted") from None
-    return [int(value) for value in values if int(value) == value]
 
 
 def _label_rows(labels: Any, images: int, device: torch.device, op: str) -> Tensor | None:
-    """One (n, 6) tensor [image, class, x, y, width, height] from a list of (n, 5) tensors."""
+    """One (n, 6) tensor [image, class, x, y, width, height] from a list of (n, 5) tensors, or of what makes one."""
     if labels is None or len(labels) == 0:
         return None
-    if len(labels) != images:
+    if len(labels) < images:
         raise ValueError(f"{op}: labels holds {len(labels)} tensors, but one for each of {images} images is wanted")
     rows = []
-    for image, label in enumerate(labels):
-        if len(label) == 0:
+    wanted = "but (n, 5) is wanted: class, x, y, width, height"
+    for image, label in enumerate(labels[:images]):
+        try:
+            label = torch.as_tensor(label)
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(
+                f"{op}: labels[{image}] is a {type(label).__name__} that makes no tensor, {wanted}"
+            ) from None
+        if label.dim() and len(label) == 0:
             continue
         if label.dim() != 2 or label.size(1) < 5:
-            raise ValueError(
-                f"{op}: labels[{image}] has shape {tuple(label.shape)}, but (n, 5) is wanted: class, x, y, width, height"
-            )
+            raise ValueError(f"{op}: labels[{image}] has shape {tuple(label.shape)}, {wanted}")
         rows.append(torch.nn.functional.pad(label[:, :5].to(device, torch.float32), (1, 0), value=float(image)))
     return torch.cat(rows) if rows else None
 
@@ -82,7 +88,8 @@ def yolov5_non_max_suppression(
 
     Args:
         prediction: (images, N, 5 + classes + nm), or a tuple whose first element that is. Never changed.
-        labels: for each image a tensor (n, 5) of class, x, y, width, height that joins with confidence 1, or an empty one.
+        labels: for each image a tensor (n, 5) of class, x, y, width, height that joins with confidence 1, or an empty
+            one; an array or nested lists serve too. Entries past the last image are passed over, as stock.
         per_class: "offset" (as stock) or "exact", see :func:`torch_fastdet.ops.non_max_suppression_padded`, which
             explains the other arguments too.
 
@@ -121,10 +128,6 @@ def _filter_end2end(
     prediction: Tensor, conf_thres: float, classes: list[int] | None, max_det: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rows of an end-to-end model above the threshold, in their order: detections, counts, indices, all padded."""
-    if not 0 <= conf_thres <= 1:
-        raise ValueError(f"non_max_suppression: conf_thres is {conf_thres}, but a confidence between 0 and 1 is wanted")
-    if max_det < 0:
-        raise ValueError(f"non_max_suppression: max_det is {max_det}, but 0 or more detections an image are wanted")
     passes = (prediction[..., 4] > conf_thres) & prediction[..., :5].isfinite().all(-1)
     if classes is not None:
         allowed = torch.zeros_like(passes)
@@ -191,7 +194,7 @@ def ultralytics_non_max_suppression(
         and, for each image, (n,) int64.
 
     Raises:
-        ValueError: a wrong shape, a threshold outside 0..1, a negative max_det.
+        ValueError: a wrong shape, a threshold outside 0..1, a negative max_det or max_nms, an unknown per_class.
     """
     op = "non_max_suppression"
     prediction = _first(prediction, op)
@@ -199,10 +202,14 @@ def ultralytics_non_max_suppression(
         raise ValueError(
             f"{op}: prediction has shape {tuple(prediction.shape)}, but (images, 4 + classes + extra, N) is wanted"
         )
+    conf_thres, iou_thres, max_det, max_nms = float(conf_thres), float(iou_thres), int(max_det), int(max_nms)
+    ops._check_options(op, conf_thres, iou_thres, max_det, max_nms, per_class)
     if prediction.shape[-1] == 6 or end2end:
-        detections, counts, indices = _filter_end2end(
-            prediction, float(conf_thres), _class_list(classes, op), int(max_det)
-        )
+        if prediction.shape[-1] < 6:
+            raise ValueError(
+                f"{op}: prediction has shape {tuple(prediction.shape)}, but end2end wants (images, N, 6 + extra)"
+            )
+        detections, counts, indices = _filter_end2end(prediction, conf_thres, _class_list(classes, op), max_det)
     elif rotated:
         return _rotated(
             prediction,
@@ -224,16 +231,16 @@ def ultralytics_non_max_suppression(
         candidates = prediction.shape[2] * (prediction.shape[1] if multi_label else 1)
         detections, counts, indices = ops.ultralytics_non_max_suppression_padded(
             prediction,
-            float(conf_thres),
-            float(iou_thres),
+            conf_thres,
+            iou_thres,
             _class_list(classes, op),
             bool(agnostic),
             bool(multi_label),
-            _capacity(int(max_det), int(max_nms), candidates),
+            _capacity(max_det, max_nms, candidates),
             int(nc),
             None,
             per_class,
-            int(max_nms),
+            max_nms,
             float(max_wh),
         )
     sizes = counts.tolist()

@@ -218,7 +218,8 @@ inline void check_levels(at::TensorList heads, at::ArrayRef<double> strides, con
                       ", but a positive number of pixels is wanted");
     check_float(heads[i], op, name);
     check_strided(heads[i], op, name);
-    check_same_device(heads[0], name, heads[i], op, name);
+    TORCH_CHECK(heads[i].device() == heads[0].device(), op, ": ", name, "[", i, "] is on ", heads[i].device(), ", but ",
+                name, "[0] is on ", heads[0].device(), "; both must be on one device");
     TORCH_CHECK_TYPE(heads[i].scalar_type() == heads[0].scalar_type(), op, ": ", name, "[", i, "] has dtype ",
                      dtype_name(heads[i].scalar_type()), ", but ", name, "[0] has ", dtype_name(heads[0].scalar_type()),
                      "; all maps must have one dtype");

@@ -438,9 +438,15 @@ BAD_HEADS = {
     "heads\\[2\\] has dtype": lambda h, a: ops.yolov5_decode([h[0], h[1], h[2].half()], a, STRIDES),
     "but heads\\[0\\] has": lambda h, a: ops.yolov5_decode([h[0], h[1], h[2][:1]], a, STRIDES),
     "at least 5": lambda h, a: ops.yolov5_decode(h, a, STRIDES, nm=9),
+    "heads\\[1\\] is on meta, but heads\\[0\\]": lambda h, a: ops.yolov5_decode([h[0], h[1].to("meta")], a, [8.0, 9.0]),
     "iou_thres is 2": lambda h, a: ops.yolov5_postprocess(h, a, STRIDES, iou_thres=2.0),
     "boxes\\[0\\] has shape": lambda h, a: ops.ultralytics_postprocess([x[:, :3] for x in h], h, [], STRIDES),
     "scores\\[1\\] has shape": lambda h, a: ops.ultralytics_postprocess([x[:, :4] for x in h], [h[0], h[0], h[2]], [], STRIDES),
+    "boxes is a Tensor": lambda h, a: ops.ultralytics_postprocess(h[0], h, [], STRIDES),
+    "scores is a NoneType": lambda h, a: ops.ultralytics_postprocess(h, None, [], STRIDES),
+    "scores\\[1\\] is a NoneType": lambda h, a: ops.ultralytics_postprocess(h, [h[0], None, h[2]], [], STRIDES),
+    "extra is a NoneType": lambda h, a: ops.ultralytics_postprocess(h, h, None, STRIDES),
+    "strides is a Tensor": lambda h, a: ops.ultralytics_postprocess(h, h, [], torch.tensor(STRIDES)),
 }  # fmt: skip
 
 

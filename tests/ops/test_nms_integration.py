@@ -2,6 +2,7 @@
 
 import io
 
+import numpy as np
 import pytest
 import torch
 
@@ -244,6 +245,23 @@ def test_modules_from_a_model(device):
 
     with pytest.raises(ValueError, match="ends in OBB26, but rotated boxes are not supported"):
         UltralyticsPostProcess.from_model(torch.nn.Sequential(OBB26()))
+
+
+def test_modules_store_plain_numbers(device):
+    """TorchScript takes neither an int for a float, nor numpy's integers, nor one class for a list."""
+    given = {"conf_thres": 0, "iou_thres": 1, "classes": 2, "max_wh": 7680, "multi_label": 1, "agnostic": 0}
+    given |= {name: np.int64(40) for name in ("max_det", "max_nms")}
+    nc, nm, reg_max = np.int64(4), np.int32(2), np.int64(16)
+    for make, heads in (
+        (lambda **options: YOLOv5PostProcess(ANCHORS, STRIDES, nc, nm=nm, **options), yolov5_heads(1, 4, 2)),
+        (lambda **options: UltralyticsPostProcess(STRIDES, nc, reg_max, **options), ultralytics_heads(1, 4)),
+    ):
+        heads = [h.to(device) for h in heads]
+        want = make(**given | {"classes": [2]}).to(device)(heads)
+        assert want[1] == 40 and (want[0][..., 5] == 2).all()
+        same(make(**given).to(device)(heads), want)
+        for classes in (2, [np.int64(2)]):
+            same(saved_and_loaded(make(**given | {"classes": classes}).to(device))(heads), want)
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,14 @@ def test_adversarial(device, name, options):
     compare(channels_first(adversarial()[name]), device, **OPTIONS[options])
 
 
+@pytest.mark.parametrize("end2end", [False, True])
+def test_classes_that_are_no_integers_match_nothing(device, end2end):
+    prediction = torch.rand(2, 7, 9, device=device)
+    for classes in ([float("nan")], [float("inf")], [0.5], 1e30):
+        rows = ultralytics_non_max_suppression(prediction, 0.0, classes=classes, end2end=end2end)
+        assert [len(r) for r in rows] == [0, 0]
+
+
 def test_nan_class_drops_its_anchor(device):
     prediction = channels_first(clustered(1, 100, 4))
     prediction[0, 5, ::7] = float("nan")
@@ -117,6 +125,11 @@ def test_scale_boxes(device, shape, ratio_pad, padding, xywh):
         ("max_det is -1", lambda p: ultralytics_non_max_suppression(p, max_det=-1)),
         ("max_det is -1", lambda p: ultralytics_non_max_suppression(p, max_det=-1, end2end=True)),
         ("conf_thres is -1", lambda p: ultralytics_non_max_suppression(p, -1, end2end=True)),
+        ("iou_thres is 7", lambda p: ultralytics_non_max_suppression(p, 0.25, 7, end2end=True)),
+        ("per_class is 'x'", lambda p: ultralytics_non_max_suppression(p, per_class="x")),
+        ("per_class is 'x'", lambda p: ultralytics_non_max_suppression(p, per_class="x", end2end=True)),
+        ("end2end wants \\(images, N, 6", lambda p: ultralytics_non_max_suppression(p[..., :5], end2end=True)),
+        ("end2end wants \\(images, N, 6", lambda p: ultralytics_non_max_suppression(p[..., :3], end2end=True)),
         ("prediction has shape", lambda p: ultralytics_non_max_suppression(p[0])),
         ("nc = 30", lambda p: ultralytics_non_max_suppression(p, nc=30)),
     ],

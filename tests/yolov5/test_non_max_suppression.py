@@ -17,6 +17,7 @@ OPTIONS = {
     "classes": {"classes": [0, 3, 77]},
     "one class as an int": {"classes": 2},
     "no class": {"classes": []},
+    "classes that are no integers": {"classes": [float("nan"), float("inf"), 0.5, 1e30, 3.0]},
     "few": {"max_det": 7},
     "none": {"max_det": 0},
     "long": {"conf_thres": 0.001, "multi_label": True, "max_det": 5000},
@@ -75,6 +76,11 @@ def test_masks_and_labels(device, dtype):
         options = {"nm": 32, "labels": labels, "multi_label": multi_label, "conf_thres": 0.01}
         rows = compare(prediction, device, **options)
         assert (rows[0][:2, 4] == 1).any() and (rows[2][:, 4] == 1).any()
+        compare(prediction, device, **options | {"labels": [*labels, labels[0]]})  # more than images, as stock
+        for given in ([label.cpu().numpy() for label in labels], [label.tolist() for label in labels]):
+            got = yolov5_non_max_suppression(prediction.to(device), **options | {"labels": given})
+            for a, b in zip(got, rows):
+                torch.testing.assert_close(a.to(b.dtype), b, rtol=0, atol=0)
 
 
 def test_more_than_max_nms(device):
@@ -132,6 +138,8 @@ def test_room_is_made_for_what_there_can_be(device, multi_label):
             lambda p: ultralytics_non_max_suppression(p, classes="a"),
         ),
         ("labels holds 1 tensors", lambda p: yolov5_non_max_suppression(p, labels=[p[0, :, :5]])),
+        ("labels\\[1\\] is a str that makes no tensor", lambda p: yolov5_non_max_suppression(p, labels=[[], "a"])),
+        ("labels\\[0\\] has shape \\(\\)", lambda p: yolov5_non_max_suppression(p, labels=[1, 1])),
         ("labels\\[0\\] has shape", lambda p: yolov5_non_max_suppression(p, labels=[p[0, :, :3]] * 2)),
     ],
 )

@@ -18,16 +18,30 @@ def _check_tensor(op: str, name: str, value: Any) -> None:
         raise TypeError(f"{op}: {name} is a {type(value).__name__}, but a tensor is wanted")
 
 
-def _check_heads(op: str, heads: Any, anchors: Any, strides: Any) -> None:
-    if not isinstance(heads, (list, tuple)):
-        raise TypeError(f"{op}: heads is a {type(heads).__name__}, but a list of tensors is wanted, one map a level")
-    for i, head in enumerate(heads):
-        _check_tensor(op, f"heads[{i}]", head)
-    _check_tensor(op, "anchors", anchors)
+def _check_levels(op: str, strides: Any, **lists: Any) -> None:
+    for name, maps in lists.items():
+        if not isinstance(maps, (list, tuple)):
+            raise TypeError(
+                f"{op}: {name} is a {type(maps).__name__}, but a list of tensors is wanted, one map a level"
+            )
+        for i, level in enumerate(maps):
+            _check_tensor(op, f"{name}[{i}]", level)
     if not isinstance(strides, (list, tuple)):
         raise TypeError(
             f"{op}: strides is a {type(strides).__name__}, but a list of numbers is wanted (stride.tolist())"
         )
+
+
+def _check_options(op: str, conf_thres: float, iou_thres: float, max_det: int, max_nms: int, per_class: str) -> None:
+    """What the operators refuse, for callers that come before their first call or do without them."""
+    for option, value in (("conf_thres", conf_thres), ("iou_thres", iou_thres)):
+        if not 0 <= value <= 1:
+            raise ValueError(f"{op}: {option} is {value}, but a threshold between 0 and 1 is wanted")
+    for option, value in (("max_det", max_det), ("max_nms", max_nms)):
+        if value < 0:
+            raise ValueError(f"{op}: {option} is {value}, but 0 or more is wanted")
+    if per_class not in ("offset", "exact"):
+        raise ValueError(f"{op}: per_class is {per_class!r}, but 'offset' or 'exact' is wanted")
 
 
 def _class_list(op: str, classes: Any) -> list[int] | None:
@@ -62,7 +76,8 @@ def yolov5_decode(heads: list[Tensor], anchors: Tensor, strides: list[float], nm
     Source: ``Detect.forward`` of YOLOv5 v7.0 (xy = (2 sigmoid - 0.5 + cell) * stride, wh = (2 sigmoid)^2 * anchor).
     """
     if not torch.jit.is_scripting():
-        _check_heads("yolov5_decode", heads, anchors, strides)
+        _check_levels("yolov5_decode", strides, heads=heads)
+        _check_tensor("yolov5_decode", "anchors", anchors)
     return torch.ops.torch_fastdet.yolov5_decode(heads, anchors, strides, nm)
 
 
@@ -210,7 +225,8 @@ def yolov5_postprocess(
     Source: ``Detect.forward`` and ``non_max_suppression`` of YOLOv5 v7.0.
     """
     if not torch.jit.is_scripting():
-        _check_heads("yolov5_postprocess", heads, anchors, strides)
+        _check_levels("yolov5_postprocess", strides, heads=heads)
+        _check_tensor("yolov5_postprocess", "anchors", anchors)
         classes = _class_list("yolov5_postprocess", classes)
     return torch.ops.torch_fastdet.yolov5_postprocess(
         heads,
@@ -265,6 +281,7 @@ def ultralytics_postprocess(
     Source: ``Detect`` of ultralytics 8.4 (distribution focal loss, https://arxiv.org/abs/2006.04388).
     """
     if not torch.jit.is_scripting():
+        _check_levels("ultralytics_postprocess", strides, boxes=boxes, scores=scores, extra=extra)
         classes = _class_list("ultralytics_postprocess", classes)
     return torch.ops.torch_fastdet.ultralytics_postprocess(
         boxes,
