@@ -13,6 +13,25 @@ PINS := constraints.txt $(wildcard requirements/*.txt)
 STAMP := $(VENV)/.installed-$(shell cat $(PINS) 2>/dev/null | sha256sum | cut -c1-12)
 FORMATTED = $(shell find csrc tests examples -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
+GPU := $(shell command -v nvidia-smi)
+
+# A .venv of another Python is not replaced unasked. Targets that make do without it go on.
+ifeq ($(origin PYTHON),command line)
+ifneq ($(wildcard $(BIN)/python),)
+ifneq ($(filter-out help clean test-gpu gpu-report-check $(if $(GPU),bench),$(or $(MAKECMDGOALS),help)),)
+version = $(shell $(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+FOUND := $(call version,$(BIN)/python)
+WANTED := $(call version,$(PYTHON))
+ifeq ($(WANTED),)
+$(error torch_fastdet: found no $(PYTHON), but PYTHON wants it; type: make $(MAKECMDGOALS) (with $(VENV) as it is))
+else ifneq ($(FOUND),$(WANTED))
+TYPE := rm -rf $(VENV) (and then the same again)
+$(error torch_fastdet: found Python $(or $(FOUND),that fails) in $(VENV), but $(WANTED) is wanted; type: $(TYPE))
+endif
+endif
+endif
+endif
+
 .PHONY: help venv build demo test test-python test-cpp test-asan test-gpu gpu-report-check lint format bench docs wheel clean
 
 help:
@@ -86,7 +105,6 @@ format: $(STAMP) ## rewrites the sources as lint wants them
 	$(BIN)/clang-format -i $(FORMATTED)
 
 # On a GPU machine without network: the torch that is there, as for test-gpu. BENCH="--only nms" and the like reach the command.
-GPU = $(shell command -v nvidia-smi)
 bench: $(if $(GPU),,build) ## every benchmark on this machine (GPU where there is one, offline), into benchmarks/results/; then the tables
 	$(if $(GPU),$(PYTHON) setup.py -q build_ext --inplace)
 	$(if $(GPU),$(PYTHON),$(BIN)/python) -m benchmarks $(BENCH)

@@ -5,8 +5,9 @@
 --budget SECONDS    for all of them; 0: no limit. Default: 580, so that an H200 ends within ten minutes
 --out FOLDER        default: benchmarks/results/<machine>-<date>
 
-A benchmark that fails or passes its limit loses what it has not measured yet, and nothing of the others. Longer tables than fit
-the budget: ``python -m benchmarks.bench_train --models s16 s64 m32``, ``python -m benchmarks.bench_step --compiled s16 s64``,
+A benchmark's old files in the folder are removed before it starts; one that fails or passes its limit loses what it
+has not measured yet, and nothing of the others. Longer tables than fit the budget:
+``python -m benchmarks.bench_train --models s16 s64 m32``, ``python -m benchmarks.bench_step --compiled s16 s64``,
 ``python -m benchmarks.training_truth``.
 """
 
@@ -56,6 +57,12 @@ def run(command: list[str], seconds: float | None) -> str:
     return "out of time" if status is None else "ok" if status == 0 else f"failed, exit status {status}"
 
 
+def remove_old(folder: Path, name: str) -> None:
+    """Removes what a benchmark left in the folder: if it fails now, older rows must not pass for this run's."""
+    for path in [*folder.glob(f"{name}.*"), *folder.glob(f"{name}_*.png")]:
+        path.unlink()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
@@ -79,7 +86,10 @@ def main() -> int:
         if arguments.budget:
             left = arguments.budget - (started - begun)
             limit = max(left, 10.0) if name == ROOFLINE else min(LIMITS[name], left - ROOFLINE_SECONDS)
-        how = run(command, limit) if limit is None or limit > 0 else "not begun: no time left"
+        how = "not begun: no time left"
+        if limit is None or limit > 0:
+            remove_old(folder, name)
+            how = run(command, limit)
         ended[name] = (how, time.monotonic() - started)
         print(f"== {name}: {how}, {ended[name][1]:.0f} s", flush=True)
 

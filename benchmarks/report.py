@@ -1,8 +1,9 @@
 """Makes every table and plot of results that the README and the docs show from the JSON rows under benchmarks/results/.
 
-``python -m benchmarks.report`` rewrites what stands between ``<!-- results:NAME -->`` and ``<!-- end results -->`` in README.md and
-docs/*.md, docs/headlines.png, and the pictures that docs show from the results folders; ``--check`` only says whether that would change anything (exit status 1). Nothing is typed by
-hand.
+``python -m benchmarks.report`` rewrites what stands between ``<!-- results:NAME -->`` and ``<!-- end results -->`` in
+README.md and docs/*.md, docs/headlines.png, and the pictures that docs show from the results folders; ``--check`` only
+says whether that would change anything (exit status 1). Nothing is typed by hand. Each table is of the newest folder
+that has its file, so a run of some benchmarks replaces those alone.
 """
 
 from __future__ import annotations
@@ -42,14 +43,15 @@ PICTURES = {"roofline": "roofline", "postprocess": "postprocess_breakdown", "tra
 MARKER = re.compile(r"(<!-- results:([\w-]+) -->\n).*?(<!-- end results -->)", re.DOTALL)
 
 
-def newest(kind: str) -> Path:
-    """The newest results folder of a kind of machine: "cpu", or "gpu" for any other."""
-    folders = [
-        path for path in RESULTS.iterdir() if path.is_dir() and (path.name.startswith("cpu-") == (kind == "cpu"))
-    ]
-    if not folders:
-        raise FileNotFoundError(f"benchmarks/results has no {kind} folder; type: make bench")
-    return max(folders, key=lambda path: path.name[-10:])
+def folders(kind: str) -> list[Path]:
+    """The results folders of a kind of machine, "cpu", or "gpu" for any other, oldest first."""
+    found = [path for path in RESULTS.iterdir() if path.is_dir() and (path.name.startswith("cpu-") == (kind == "cpu"))]
+    return sorted(found, key=lambda path: (path.name[-10:], path.name))
+
+
+def newest(kind: str, file: str) -> Path | None:
+    """The newest folder of a kind of machine that has a file."""
+    return next((folder for folder in reversed(folders(kind)) if (folder / file).exists()), None)
 
 
 def load(folder: Path) -> dict[str, list[dict]]:
@@ -57,6 +59,14 @@ def load(folder: Path) -> dict[str, list[dict]]:
     return {
         path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json")) if path.stem != "roofline"
     }
+
+
+def load_newest(kind: str) -> dict[str, list[dict]]:
+    """Benchmark name -> its rows, each from the newest folder that has it."""
+    found: dict[str, list[dict]] = {}
+    for folder in folders(kind):
+        found |= load(folder)
+    return dict(sorted(found.items()))
 
 
 def is_ours(variant: str) -> bool:
@@ -141,20 +151,24 @@ def summary_table(benchmarks: dict[str, list[dict]]) -> str:
     return table(["case", "best alternative", "torch_fastdet", "faster by"], body)
 
 
-def headlines(folder: Path) -> list[dict]:
+def headlines(benchmarks: dict[str, list[dict]]) -> list[dict]:
     """HEADLINES with their figures, call to call. Stock is the first alternative that a benchmark lists."""
-    benchmarks, found = load(folder), []
+    found = []
     for title, benchmark, case, variant in HEADLINES:
+        again = f"python -m benchmarks --only {benchmark}"
+        if benchmark not in benchmarks:
+            raise FileNotFoundError(f"benchmarks/results has no {benchmark}.json of a GPU; type there: {again}")
         times = {
             row["variant"]: row["median_us"]
-            for row in benchmarks.get(benchmark, ())
+            for row in benchmarks[benchmark]
             if row["case"] == case and row["view"] == "call"
         }
         if variant not in times and variant.removeprefix(f"{OURS} ") in OURS_BEFORE:
             variant = variant.removeprefix(f"{OURS} ")
         if variant not in times:
             raise KeyError(
-                f"{folder.name} has no row {benchmark}: {case}: {variant}; mend HEADLINES in benchmarks/report.py"
+                f"{benchmark}.json of {benchmarks[benchmark][0]['date']} has no row {case}: {variant}; where that run "
+                f"ended early, type: {again}; where the name is another now, mend HEADLINES in benchmarks/report.py"
             )
         others = {name: time for name, time in times.items() if not is_ours(name)}
         best = min(others, key=lambda name: others[name])
@@ -174,7 +188,7 @@ def headline_table(rows: list[dict]) -> str:
     return table(["", "stock", "best other", "torch_fastdet", "stock / ours", "best other / ours"], body)
 
 
-def plot_headlines(rows: list[dict], path: Path) -> None:
+def plot_headlines(rows: list[dict], path: Path, about: str) -> None:
     """The headline table as bars. The figures go into the file too, so that it can be held against the results."""
     import matplotlib
 
@@ -192,9 +206,7 @@ def plot_headlines(rows: list[dict], path: Path) -> None:
         axes.barh(places, times, height=0.27, color=color, label=label)
         for place, time in shown:
             axes.text(time, place, f" {_time(time * 1e3)}", va="center", fontsize=7)
-    axes.set(
-        xscale="log", xlabel="milliseconds, call to call, logarithmic", title=provenance(newest("gpu")).split(";")[0]
-    )
+    axes.set(xscale="log", xlabel="milliseconds, call to call, logarithmic", title=about)
     axes.title.set_fontsize(9)
     axes.set_yticks(range(len(rows)), [row["title"] for row in rows])
     axes.invert_yaxis()
@@ -233,23 +245,33 @@ def floor_table(rows: list[dict]) -> str:
     return table(["case", "variant", "moves", "floor", "graph", "cold", "floor / graph", "launches"], body)
 
 
-def provenance(folder: Path, benchmark: str | None = None) -> str:
-    """Machine, driver, versions and date of a benchmark's rows, or of all that the folder holds."""
-    benchmarks = load(folder)
+def machines(benchmarks: dict[str, list[dict]]) -> list[str]:
+    """Machine, driver, versions and date of benchmarks' rows, each once."""
     found: dict[tuple[str, ...], str] = {}
-    for rows in [benchmarks[benchmark]] if benchmark else benchmarks.values():
+    for rows in benchmarks.values():
         row = rows[0]
         machine = f"{row['gpu']}, driver {row['driver']}, CUDA {row['cuda']}" if row["gpu"] else row["cpu"]
         copy = f", copy rate {int(row['copy_gb_per_s']) / 1000:.2f} TB/s" if row.get("copy_gb_per_s") else ""
         found.setdefault((machine, f"torch {row['torch']}", f"Python {row['python']}", row["date"]), copy)
-    lines = [f"{', '.join(key[:3])}{copy}; {key[3]}" for key, copy in found.items()]
-    return f"{'; '.join(lines)}; medians (docs/measuring.md).\n"
+    return [f"{', '.join(key[:3])}{copy}; {key[3]}" for key, copy in found.items()]
+
+
+def provenance(benchmarks: dict[str, list[dict]]) -> str:
+    """The line below a table of these benchmarks."""
+    return f"{'; '.join(machines(benchmarks))}; medians (docs/measuring.md).\n"
+
+
+def of_headlines(benchmarks: dict[str, list[dict]]) -> dict[str, list[dict]]:
+    """Those benchmarks that HEADLINES name."""
+    names = {benchmark for _, benchmark, _, _ in HEADLINES}
+    return {name: rows for name, rows in benchmarks.items() if name in names}
 
 
 def tables(folder: Path) -> str:
     """The whole of a results folder as Markdown."""
-    parts = [provenance(folder), summary_table(load(folder))]
-    for name, rows in load(folder).items():
+    benchmarks = load(folder)
+    parts = [provenance(benchmarks), summary_table(benchmarks)]
+    for name, rows in benchmarks.items():
         parts += [f"### {name}\n", benchmark_table(rows)]
     for page in ("roofline", "training_truth"):
         if (folder / f"{page}.md").exists():
@@ -261,39 +283,42 @@ def pictures() -> dict[Path, Path]:
     """Pictures in docs/ -> what they are copies of. mkdocs shows nothing from outside of docs/."""
     found = {}
     for kind in ("gpu", "cpu"):
-        for name in PICTURES.values():
-            if (source := newest(kind) / f"{name}.png").exists():
+        for what, name in PICTURES.items():
+            if source := _picture_of(kind, what):
                 found[ROOT / f"docs/{kind}-{name}.png"] = source
     return found
 
 
-def _picture(kind: str, folder: Path, what: str) -> str:
+def _picture_of(kind: str, what: str) -> Path | None:
+    """A section's picture, where the folder that its table is of has one."""
+    folder = newest(kind, f"{what}.md") or newest(kind, f"{what}.json")
+    path = folder / f"{PICTURES[what]}.png" if folder and what in PICTURES else None
+    return path if path and path.exists() else None
+
+
+def _picture(kind: str, what: str) -> str:
     """The line that shows a section's picture, where there is one."""
-    name = PICTURES.get(what)
-    if name is None or not (folder / f"{name}.png").exists():
-        return ""
-    return f"\n![{what}, {kind.upper()}]({kind}-{name}.png)\n"
+    return f"\n![{what}, {kind.upper()}]({kind}-{PICTURES[what]}.png)\n" if _picture_of(kind, what) else ""
 
 
 def section(name: str) -> str:
     """What a marker stands for: gpu-headlines, <gpu|cpu>-summary, -roofline, -training_truth, -<benchmark>, -<benchmark>-floor."""
     kind, _, what = name.partition("-")
-    folder = newest(kind)
+    if folder := newest(kind, f"{what}.md"):  # roofline, training_truth
+        return (folder / f"{what}.md").read_text() + _picture(kind, what)
+    benchmarks = load_newest(kind)
     if what == "summary":
-        return f"{summary_table(load(folder))}\n{provenance(folder)}"
+        return f"{summary_table(benchmarks)}\n{provenance(benchmarks)}"
     if what == "headlines":
-        return f"{headline_table(headlines(folder))}\n{provenance(folder)}"
-    page = folder / f"{what}.md"  # roofline, training_truth
-    if page.exists():
-        return page.read_text() + _picture(kind, folder, what)
-    benchmarks, floor = load(folder), what.endswith("-floor")
-    what = what.removesuffix("-floor")
+        return f"{headline_table(headlines(benchmarks))}\n{provenance(of_headlines(benchmarks))}"
+    floor, what = what.endswith("-floor"), what.removesuffix("-floor")
     if what not in benchmarks:
         command = "python -m benchmarks.training_truth" if what == "training_truth" else "make bench"
         return f"Not measured yet on a {kind.upper()}: `{command}` there writes it.\n"
+    about = provenance({what: benchmarks[what]})
     if floor:
-        return f"{floor_table(benchmarks[what])}\n{provenance(folder, what)}"
-    return f"{benchmark_table(benchmarks[what])}\n{provenance(folder, what)}{_picture(kind, folder, what)}"
+        return f"{floor_table(benchmarks[what])}\n{about}"
+    return f"{benchmark_table(benchmarks[what])}\n{about}{_picture(kind, what)}"
 
 
 def render(text: str) -> str:
@@ -318,11 +343,12 @@ def main() -> int:
             stale.append(page.name)
             if not check:
                 page.write_text(rendered)
-    rows = headlines(newest("gpu"))
+    benchmarks = of_headlines(load_newest("gpu"))
+    rows = headlines(benchmarks)
     if not plot_is_current(rows, PLOT):
         stale.append(PLOT.name)
         if not check:
-            plot_headlines(rows, PLOT)
+            plot_headlines(rows, PLOT, "\n".join(machines(benchmarks)))
     for copy, source in pictures().items():
         if not copy.exists() or copy.read_bytes() != source.read_bytes():
             stale.append(copy.name)

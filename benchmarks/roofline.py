@@ -1,9 +1,10 @@
 """Roofline of this machine: its ceilings, and how near to them our operators and YOLOv5's training step run.
 
-``python -m benchmarks.roofline`` measures the copy rate and the fp32 and fp16 matrix rates, so the ops:byte ratios; derives
-bytes, operations, intensity, bound and floor of each operator and of the training step of YOLOv5 n, s, m, l and x from the
-formulas in benchmarks/work.py; takes the measured time of each from the rows that the other benchmarks wrote into --results;
-and writes roofline.json, roofline.md and roofline.png there.
+``python -m benchmarks.roofline`` measures the copy rate and the fp32 and fp16 (on a CPU bf16) matrix rates, so the
+ops:byte ratios; derives bytes, operations, intensity, bound and floor of each operator and of the training step of
+YOLOv5 n, s, m, l and x from the formulas in benchmarks/work.py; takes the measured time of each from the rows that the
+other benchmarks wrote into --results; and writes roofline.json, roofline.md and roofline.png there. ``--again``
+measures nothing and takes the ceilings of roofline.json.
 """
 
 from __future__ import annotations
@@ -78,9 +79,22 @@ def measure_machine(device: torch.device) -> work.Machine:
     if device.type == "cuda":
         rates = {"fp32": matrix_rate(torch.float32, device), "fp16": matrix_rate(torch.float16, device)}
         return work.Machine(name, harness.copy_rate() * 1e9, rates, launch_time(device))
+    # bfloat16 is the 16-bit type that CPUs have matrix units for; `shown` says so.
     rates = {"fp32": matrix_rate(torch.float32, device), "fp16": matrix_rate(torch.bfloat16, device)}
     copies = {1 << bits: cpu_copy_rate(1 << bits) for bits in range(14, 30, 3)}
     return work.Machine(name, cpu_copy_rate(1 << 29), rates, 0.0, copies)
+
+
+def load_machine(folder: Path) -> work.Machine:
+    """The ceilings that roofline.json holds."""
+    found = json.loads((folder / "roofline.json").read_text())["machine"]
+    found["cached_bytes_per_s"] = {int(size): rate for size, rate in found["cached_bytes_per_s"].items()}
+    return work.Machine(**found)
+
+
+def shown(unit: str, machine: work.Machine) -> str:
+    """What text and plot call a unit: on a CPU, which alone has rates of its caches, "fp16" is measured in bfloat16."""
+    return "bf16" if unit == "fp16" and machine.cached_bytes_per_s else unit
 
 
 # Formulas of the benchmarks' cases: benchmark, pattern of the case's name, its groups and the size of a number to work.
@@ -234,7 +248,8 @@ def unmeasured_steps(machine: work.Machine, placed: list[Placed]) -> list[Placed
 def ceilings(machine: work.Machine) -> str:
     text = (
         f"{machine.name}: copy {machine.bytes_per_s / 1e9:,.0f} GB/s, matrix products fp32 "
-        f"{machine.flops_per_s['fp32'] / 1e12:.3g} and fp16 {machine.flops_per_s['fp16'] / 1e12:.3g} TFLOP/s, so "
+        f"{machine.flops_per_s['fp32'] / 1e12:.3g} and {shown('fp16', machine)} "
+        f"{machine.flops_per_s['fp16'] / 1e12:.3g} TFLOP/s, so "
         f"{machine.ops_to_byte('fp32'):.1f} and {machine.ops_to_byte('fp16'):.0f} FLOP/B"
     )
     if machine.launch_s:
@@ -282,21 +297,22 @@ def plot(machine: work.Machine, rows: list[Placed], path: Path) -> None:
     figure, (left, right) = plt.subplots(
         1, 2, figsize=(17, max(7.0, 0.8 + 0.23 * len(rows))), width_ratios=(1.1, 1), layout="constrained"
     )
-    shown = [row for row in rows if row.work.flops]
-    low = min((row.work.intensity for row in shown), default=0.1) / 3
-    high = max(3 * machine.ops_to_byte("fp16"), *(row.work.intensity * 3 for row in shown)) if shown else 1e3
+    with_flops = [row for row in rows if row.work.flops]
+    low = min((row.work.intensity for row in with_flops), default=0.1) / 3
+    high = max(3 * machine.ops_to_byte("fp16"), *(row.work.intensity * 3 for row in with_flops)) if with_flops else 1e3
     for unit, style in (("fp16", "-"), ("fp32", "--")):
         ridge = machine.ops_to_byte(unit)
         xs = [low, ridge, high]
+        name = shown(unit, machine)
         left.plot(
             xs,
             [min(machine.flops_per_s[unit], x * machine.bytes_per_s) / 1e12 for x in xs],
             style,
             color="0.35",
-            label=f"ceiling, {unit}: {machine.flops_per_s[unit] / 1e12:.3g} TFLOP/s from {ridge:.3g} FLOP/B",
+            label=f"ceiling, {name}: {machine.flops_per_s[unit] / 1e12:.3g} TFLOP/s from {ridge:.3g} FLOP/B",
         )
     for family, title in TITLES.items():
-        group = [row for row in shown if row.family == family]
+        group = [row for row in with_flops if row.family == family]
         if not group:
             continue
         xs = [row.work.intensity for row in group]
@@ -338,17 +354,19 @@ def main() -> None:
     parser.add_argument(
         "--results", type=Path, help="folder with the benchmarks' rows; the roofline is written there too"
     )
+    parser.add_argument("--again", action="store_true", help="text and plot of the ceilings that roofline.json holds")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     folder = arguments.results or harness.results_folder(harness.environment(device))
     folder.mkdir(parents=True, exist_ok=True)
-    machine = measure_machine(device)
-    rows = place(machine, report.load(folder))
-    if device.type == "cuda":
+    machine = load_machine(folder) if arguments.again else measure_machine(device)
+    benchmarks = report.load(folder)
+    rows = place(machine, benchmarks)
+    if machine.launch_s:  # a GPU
         rows += unmeasured_steps(machine, rows)
     text = table(machine, rows)
     if rows:
-        text += f"\n{report.provenance(folder)}"
+        text += f"\n{report.provenance(benchmarks)}"
     print(text)
     (folder / "roofline.md").write_text(text)
     plain = [{**row.__dict__, "work": row.work.__dict__, "share": row.share} for row in rows]

@@ -14,13 +14,13 @@ def test_page_shows_the_committed_results(page):
 
 
 def test_the_plot_shows_the_headlines():
-    folder = report.newest("gpu")
-    assert report.plot_is_current(report.headlines(folder), report.PLOT), "type: python -m benchmarks.report"
+    rows = report.headlines(report.load_newest("gpu"))
+    assert report.plot_is_current(rows, report.PLOT), "type: python -m benchmarks.report"
 
 
 def test_a_plot_of_other_figures_is_out_of_date(tmp_path):
-    rows = report.headlines(report.newest("gpu"))
-    report.plot_headlines(rows, tmp_path / "plot.png")
+    rows = report.headlines(report.load_newest("gpu"))
+    report.plot_headlines(rows, tmp_path / "plot.png", "this machine")
     assert report.plot_is_current(rows, tmp_path / "plot.png")
     rows[0]["ours"] += 1
     assert not report.plot_is_current(rows, tmp_path / "plot.png")
@@ -122,5 +122,50 @@ def test_provenance_names_every_machine_once(tmp_path):
     for name, cpu in (("a", "one CPU"), ("b", "another CPU"), ("c", "one CPU")):
         (tmp_path / f"{name}.json").write_text(json.dumps([about | {"cpu": cpu}]))
     rest = "torch 2.11.0, Python 3.11.7; 2026-01-01"
-    assert report.provenance(tmp_path) == f"one CPU, {rest}; another CPU, {rest}; medians (docs/measuring.md).\n"
-    assert report.provenance(tmp_path, "b") == f"another CPU, {rest}; medians (docs/measuring.md).\n"
+    benchmarks = report.load(tmp_path)
+    assert report.provenance(benchmarks) == f"one CPU, {rest}; another CPU, {rest}; medians (docs/measuring.md).\n"
+    assert report.provenance({"b": benchmarks["b"]}) == f"another CPU, {rest}; medians (docs/measuring.md).\n"
+
+
+@pytest.fixture
+def two_days(tmp_path, monkeypatch):
+    """A whole run of a GPU, and one of nms alone the day after; a CPU's is newer than both."""
+    for folder, names in (
+        ("h200-2026-01-01", ("step", "nms", "postprocess")), ("h200-2026-01-02", ("nms",)), ("cpu-2026-01-03", ("nms",))
+    ):  # fmt: skip
+        (tmp_path / folder).mkdir()
+        for name in names:
+            about = {"gpu": "H200", "driver": "1", "cuda": "13", "torch": "2", "python": "3.11", "date": folder[-10:]}
+            rows = [row(variant, "call", 10.0) | about | {"case": name} for variant in ("stock", "torch_fastdet")]
+            (tmp_path / folder / f"{name}.json").write_text(json.dumps(rows))
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    return tmp_path / "h200-2026-01-01"
+
+
+def test_each_section_is_of_the_newest_folder_that_has_it(two_days):
+    (two_days / "training_truth.md").write_text("the same")
+    (two_days / "postprocess_breakdown.png").touch()
+    assert report.section("gpu-training_truth") == "the same"
+    assert "2026-01-02; medians" in report.section("gpu-nms")
+    assert "2026-01-01; medians" in report.section("gpu-step")
+    assert report.section("gpu-postprocess").endswith("![postprocess, GPU](gpu-postprocess_breakdown.png)\n")
+    assert list(report.pictures().values()) == [two_days / "postprocess_breakdown.png"]
+    assert report.section("cpu-step").startswith("Not measured yet on a CPU")
+    summary = report.section("gpu-summary")
+    assert "2026-01-02" in summary and "2026-01-01" in summary and "2026-01-03" not in summary
+    assert [line.split(" |")[0] for line in summary.splitlines()[2:5]] == ["| nms", "| postprocess", "| step"]
+
+
+def test_headlines_are_of_the_newest_folder_that_has_their_benchmark(two_days, monkeypatch):
+    lines = [(f"{name} row", name, name, "torch_fastdet") for name in ("step", "nms")]
+    monkeypatch.setattr(report, "HEADLINES", lines)
+    assert [found["title"] for found in report.headlines(report.load_newest("gpu"))] == ["step row", "nms row"]
+    assert "2026-01-02" in report.section("gpu-headlines") and "2026-01-01" in report.section("gpu-headlines")
+    monkeypatch.setattr(report, "HEADLINES", [*lines, ("t", "loss", "loss", "torch_fastdet")])
+    with pytest.raises(
+        FileNotFoundError, match=r"no loss\.json of a GPU; type there: python -m benchmarks --only loss"
+    ):
+        report.section("gpu-headlines")
+    monkeypatch.setattr(report, "HEADLINES", [("t", "nms", "another case", "torch_fastdet")])
+    with pytest.raises(KeyError, match=r"nms\.json of 2026-01-02 has no row another case.*--only nms"):
+        report.section("gpu-headlines")

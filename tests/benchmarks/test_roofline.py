@@ -1,7 +1,7 @@
 """Formulas fit the cases that benchmarks really have, and nothing is faster than its floor."""
 
-import json
 import re
+import sys
 
 import pytest
 
@@ -22,9 +22,7 @@ def rows_of_ours(folder):
 
 def machine_of(folder) -> work.Machine | None:
     if (folder / "roofline.json").exists():
-        found = json.loads((folder / "roofline.json").read_text())["machine"]
-        found["cached_bytes_per_s"] = {int(size): rate for size, rate in found["cached_bytes_per_s"].items()}
-        return work.Machine(**found)
+        return roofline.load_machine(folder)
     row = next(row for _, row in rows_of_ours(folder))
     return work.Machine(row["gpu"], int(row["copy_gb_per_s"]) * 1e9, CEILINGS) if row["gpu"] else None
 
@@ -112,3 +110,22 @@ def test_table_and_plot_name_every_case(tmp_path):
     )
     roofline.plot(MACHINE, placed, tmp_path / "roofline.png")
     assert (tmp_path / "roofline.png").stat().st_size > 10_000
+
+
+def test_a_cpu_has_bf16_where_a_gpu_has_fp16():
+    cpu = work.Machine("CPU", 25e9, {"fp32": 0.3e12, "fp16": 1.7e12}, 0.0, {1 << 14: 24e9})
+    assert "and bf16 1.7 TFLOP/s" in roofline.ceilings(cpu) and "fp16" not in roofline.ceilings(cpu)
+    assert "and fp16 800 TFLOP/s" in roofline.ceilings(MACHINE)
+
+
+def test_again_measures_nothing(tmp_path, monkeypatch):
+    for file in report.newest("cpu", "roofline.json").glob("*.json"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    before = (tmp_path / "roofline.json").read_bytes()
+    monkeypatch.setattr(roofline, "measure_machine", None)
+    monkeypatch.setattr(sys, "argv", ["roofline", "--again", "--device", "cpu", "--results", str(tmp_path)])
+    roofline.main()
+    assert (tmp_path / "roofline.json").read_bytes() == before
+    text = (tmp_path / "roofline.md").read_text()
+    assert text.startswith(roofline.ceilings(roofline.load_machine(tmp_path))) and "and bf16 " in text
+    assert (tmp_path / "roofline.png").exists()

@@ -44,6 +44,25 @@ def test_a_command_that_passes_its_limit_is_stopped_with_its_children(tmp_path):
     raise AssertionError("the child goes on")
 
 
+def test_a_benchmark_that_fails_leaves_no_older_rows(tmp_path, monkeypatch):
+    names = ("nms.json", "nms.csv", "nms.png", "train.json", "training_truth.md", "postprocess_breakdown.png")
+    for name in names:
+        (tmp_path / name).write_text("[]")
+    (tmp_path / "training_truth").mkdir()
+    monkeypatch.setattr(bench, "run", lambda command, limit: "failed, exit status 1")
+    monkeypatch.setattr(bench.report, "tables", lambda folder: "")
+    only = ["--only", "nms", "train", "--device", "cpu", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["benchmarks", *only, "--budget", "20"])  # no time: none is begun
+    assert bench.main() == 1
+    assert {path.name for path in tmp_path.iterdir()} >= set(names)
+    monkeypatch.setattr(sys, "argv", ["benchmarks", *only])
+    assert bench.main() == 1
+    left = {path.name for path in tmp_path.iterdir()} - {"tables.md"}
+    assert left == {"training_truth", "training_truth.md", "postprocess_breakdown.png"}
+    bench.remove_old(tmp_path, "postprocess")
+    assert not (tmp_path / "postprocess_breakdown.png").exists()
+
+
 @pytest.fixture
 def report(tmp_path):
     return harness.Report("some", torch.device("cpu"), tmp_path)
