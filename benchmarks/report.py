@@ -18,8 +18,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results"
 OURS = "torch_fastdet"  # what the name of each variant of ours begins with
-# Names of our variants in the GPU results of 2026-11-21; every variant has begun with OURS since. Goes with those results.
-OURS_BEFORE = ("the same, channels_last", "GraphedModule", "TrainStep")
 PLOT = ROOT / "docs/headlines.png"
 # README's table and plot: YOLOv5s at the batch sizes of its users, a row or more of every benchmark. title, benchmark, case, ours.
 HEADLINES = [
@@ -70,7 +68,7 @@ def load_newest(kind: str) -> dict[str, list[dict]]:
 
 
 def is_ours(variant: str) -> bool:
-    return variant.startswith(OURS) or variant in OURS_BEFORE
+    return variant.startswith(OURS)
 
 
 def _time(microseconds: float) -> str:
@@ -163,8 +161,6 @@ def headlines(benchmarks: dict[str, list[dict]]) -> list[dict]:
             for row in benchmarks[benchmark]
             if row["case"] == case and row["view"] == "call"
         }
-        if variant not in times and variant.removeprefix(f"{OURS} ") in OURS_BEFORE:
-            variant = variant.removeprefix(f"{OURS} ")
         if variant not in times:
             raise KeyError(
                 f"{benchmark}.json of {benchmarks[benchmark][0]['date']} has no row {case}: {variant}; where that run "
