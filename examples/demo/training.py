@@ -228,6 +228,8 @@ def train(
     command = variant.command(
         "yolov5.train", [str(part) for pair in arguments.items() for part in pair] + ["--exist-ok", "--noplots"]
     )
+    # By default the bar's counter moves ten times a second at most, and iterations faster than that share one.
+    env = env | {"TQDM_MININTERVAL": "0"}
     started = time.perf_counter()
     lines, progress = stream(command, env, folder / "train.log", show)
     seconds = time.perf_counter() - started
