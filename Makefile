@@ -16,9 +16,8 @@ FORMATTED = $(shell find csrc tests examples -name '*.h' -o -name '*.cuh' -o -na
 GPU := $(shell command -v nvidia-smi)
 
 # A .venv of another Python is not replaced unasked. Targets that make do without it go on.
-ifeq ($(origin PYTHON),command line)
-ifneq ($(wildcard $(BIN)/python),)
-ifneq ($(filter-out help clean test-gpu gpu-report-check $(if $(GPU),bench),$(or $(MAKECMDGOALS),help)),)
+IN_VENV := $(filter-out help clean test-gpu gpu-report-check $(if $(GPU),bench),$(or $(MAKECMDGOALS),help))
+ifneq ($(and $(filter command line,$(origin PYTHON)),$(wildcard $(BIN)/python),$(IN_VENV)),)
 version = $(shell $(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
 FOUND := $(call version,$(BIN)/python)
 WANTED := $(call version,$(PYTHON))
@@ -27,8 +26,6 @@ $(error torch_fastdet: found no $(PYTHON), but PYTHON wants it; type: make $(MAK
 else ifneq ($(FOUND),$(WANTED))
 TYPE := rm -rf $(VENV) (and then the same again)
 $(error torch_fastdet: found Python $(or $(FOUND),that fails) in $(VENV), but $(WANTED) is wanted; type: $(TYPE))
-endif
-endif
 endif
 endif
 

@@ -93,8 +93,8 @@ def load_machine(folder: Path) -> work.Machine:
 
 
 def shown(unit: str, machine: work.Machine) -> str:
-    """What text and plot call a unit: on a CPU, which alone has rates of its caches, "fp16" is measured in bfloat16."""
-    return "bf16" if unit == "fp16" and machine.cached_bytes_per_s else unit
+    """What text and plot call a unit: on a CPU "fp16" is measured in bfloat16."""
+    return "bf16" if unit == "fp16" and not machine.is_gpu else unit
 
 
 # Formulas of the benchmarks' cases: benchmark, pattern of the case's name, its groups and the size of a number to work.
@@ -252,7 +252,7 @@ def ceilings(machine: work.Machine) -> str:
         f"{machine.flops_per_s['fp16'] / 1e12:.3g} TFLOP/s, so "
         f"{machine.ops_to_byte('fp32'):.1f} and {machine.ops_to_byte('fp16'):.0f} FLOP/B"
     )
-    if machine.launch_s:
+    if machine.is_gpu:
         text += f"; a kernel takes {machine.launch_s * 1e6:.2f} us at the least"
     if machine.cached_bytes_per_s:
         sizes = (f"{rate / 1e9:,.0f} at {size / 1e6:.2g} MB" for size, rate in machine.cached_bytes_per_s.items())
@@ -362,7 +362,7 @@ def main() -> None:
     machine = load_machine(folder) if arguments.again else measure_machine(device)
     benchmarks = report.load(folder)
     rows = place(machine, benchmarks)
-    if machine.launch_s:  # a GPU
+    if machine.is_gpu:
         rows += unmeasured_steps(machine, rows)
     text = table(machine, rows)
     if rows:

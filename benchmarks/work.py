@@ -45,6 +45,11 @@ class Machine:
     launch_s: float = 0.0  # least time of one kernel
     cached_bytes_per_s: dict[int, float] = field(default_factory=dict)  # of copies that move so many bytes, on a CPU
 
+    @property
+    def is_gpu(self) -> bool:
+        """Kernels are launched on a GPU alone."""
+        return self.launch_s > 0
+
     def ops_to_byte(self, unit: str) -> float:
         """Intensity above which the unit's arithmetic, not memory, is the limit."""
         return self.flops_per_s[unit] / self.bytes_per_s
