@@ -22,18 +22,20 @@ constexpr int64_t kNesterov = 1, kMaximize = 2, kHasMomentum = 4;
 class State : public torch::CustomClassHolder {
  public:
   // params[i] belongs to group groups[i] and, where averages[i] is given, has that moving average; values have only
-  // value_averages. `name` begins each error.
-  State(std::string name, std::vector<at::Tensor> params, std::vector<int64_t> groups, OptionalTensors averages,
-        std::vector<at::Tensor> values, std::vector<at::Tensor> value_averages)
+  // value_averages. `name` begins each error, which calls params[i] by places[i]: its place among parameters that may
+  // be on several devices.
+  State(std::string name, std::vector<at::Tensor> params, std::vector<int64_t> groups, std::vector<int64_t> places,
+        OptionalTensors averages, std::vector<at::Tensor> values, std::vector<at::Tensor> value_averages)
       : name_(std::move(name)),
         params_(std::move(params)),
         groups_(std::move(groups)),
+        places_(std::move(places)),
         momentum_(params_.size()),
         unfilled_(params_.size(), false),
         values_(std::move(values)),
         value_averages_(std::move(value_averages)) {
-    TORCH_CHECK(groups_.size() == params_.size(), name_, ": groups has ", groups_.size(), " entries, but params has ",
-                params_.size());
+    TORCH_CHECK(groups_.size() == params_.size() && places_.size() == params_.size(), name_, ": groups has ",
+                groups_.size(), " and places ", places_.size(), " entries, but params has ", params_.size());
     check_length(name_.c_str(), "value_averages", value_averages_.size(), "values", values_.size());
     averages_.resize(params_.size());
     TORCH_CHECK(averages.empty() || averages.size() == params_.size(), name_, ": averages has ", averages.size(),
@@ -42,13 +44,6 @@ class State : public torch::CustomClassHolder {
     int64_t count = 0;
     for (const int64_t group : groups_) count = std::max(count, group + 1);
     has_momentum_.resize(count, false);
-  }
-
-  // What params[i] is called in an error: its place among parameters that may be on several devices.
-  void set_places(std::vector<int64_t> places) {
-    TORCH_CHECK(places.size() == params_.size(), name_, ": places has ", places.size(), " entries, but params has ",
-                params_.size());
-    places_ = std::move(places);
   }
 
   OptionalTensors momentum_buffers() const {
@@ -283,7 +278,7 @@ class State : public torch::CustomClassHolder {
       list_.add(name_.c_str(), tensors, written, group, [&](int slot) {
         static const char* const names[core::kSlots] = {"params", "grads", "momentum_buffers", "averages"};
         static const char* const value_names[core::kSlots] = {"values", "", "", "averages"};
-        return is_param ? indexed(names[slot], place(row)) : indexed(value_names[slot], row - params_.size());
+        return is_param ? indexed(names[slot], places_[row]) : indexed(value_names[slot], row - params_.size());
       });
     });
     // After the rows: a lazy copy gets its own memory while they are made.
@@ -319,7 +314,7 @@ class State : public torch::CustomClassHolder {
     for (size_t i = 0; i < params_.size(); ++i) {
       if (has_momentum_[groups_[i]] && !momentum_[i].defined() && params_[i].grad().defined()) missing.push_back(i);
     }
-    TORCH_CHECK(missing.empty() || !is_capturing(), name_, ": params[", place(missing[0]),
+    TORCH_CHECK(missing.empty() || !is_capturing(), name_, ": params[", places_[missing[0]],
                 "] has no momentum buffer yet, and a buffer made inside of a CUDA graph capture would not outlive a "
                 "replay; take one step before the capture");
     return missing;
@@ -377,8 +372,6 @@ class State : public torch::CustomClassHolder {
     for (const at::Tensor& average : value_averages_) bump_version(average);
   }
 
-  int64_t place(size_t i) const { return places_.empty() ? static_cast<int64_t>(i) : places_[i]; }
-
   std::string in_group(size_t group) const { return name_ + ": " + indexed("param_groups", group); }
 
   std::vector<core::SgdGroup> sgd_groups(const List& list, const std::vector<double>& hyper,
@@ -408,7 +401,7 @@ class State : public torch::CustomClassHolder {
   std::string name_;
   std::vector<at::Tensor> params_;
   std::vector<int64_t> groups_;
-  std::vector<int64_t> places_;  // empty: as they stand
+  std::vector<int64_t> places_;
   std::vector<at::Tensor> momentum_;
   std::vector<bool> unfilled_;  // where a byte of fresh_ may be 1
   std::vector<at::Tensor> averages_;
@@ -424,9 +417,8 @@ class State : public torch::CustomClassHolder {
 
 TORCH_LIBRARY_FRAGMENT(torch_fastdet, m) {
   m.class_<State>("MultiTensorState")
-      .def(torch::init<std::string, std::vector<at::Tensor>, std::vector<int64_t>, OptionalTensors,
-                       std::vector<at::Tensor>, std::vector<at::Tensor>>())
-      .def("set_places", &State::set_places)
+      .def(torch::init<std::string, std::vector<at::Tensor>, std::vector<int64_t>, std::vector<int64_t>,
+                       OptionalTensors, std::vector<at::Tensor>, std::vector<at::Tensor>>())
       .def("momentum_buffers", &State::momentum_buffers)
       .def("set_momentum_buffers", &State::set_momentum_buffers)
       .def("fresh", &State::fresh)

@@ -57,6 +57,13 @@ def images(*shape, channels_last=False):
     return x.contiguous(memory_format=torch.channels_last) if channels_last else x
 
 
+def three_passes(net, x):
+    """Warm-up, capture and replay of a graphed net; the gradients of the last."""
+    for _ in range(3):
+        net.zero_grad()
+        loss_of(net(x)).backward()
+
+
 def same_gradients(a, b):
     for (name, p), q in zip(a.named_parameters(), b.parameters()):
         assert (p.grad is None) == (q.grad is None), name
@@ -305,19 +312,13 @@ def test_new_storage_is_captured_again(cuda):
     plain = copy.deepcopy(model)
     graphed = GraphedModule(model, required=True)
     x = images(2, 3, 32, 32)
-
-    def run(net):
-        for _ in range(3):
-            net.zero_grad()
-            loss_of(net(x)).backward()
-
     for net in (plain, graphed):
-        run(net)
+        three_passes(net, x)
         net.half()
         net.float()
         for parameter in net.parameters():
             parameter.data = parameter.data * 1.5
-        run(net)
+        three_passes(net, x)
     same_gradients(graphed, plain)
     same_state(graphed, plain)
 
@@ -328,14 +329,10 @@ def test_a_new_parameter_over_the_same_memory_gets_the_gradient(cuda):
     graphed = GraphedModule(model, required=True)
     x = images(2, 3, 32, 32)
     for net in (plain, graphed):
-        for _ in range(3):
-            net.zero_grad()
-            loss_of(net(x)).backward()
+        three_passes(net, x)
         conv = net.stem[0]
         conv.weight = nn.Parameter(conv.weight.data)
-        for _ in range(3):
-            net.zero_grad()
-            loss_of(net(x)).backward()
+        three_passes(net, x)
     same_gradients(graphed, plain)
     same_state(graphed, plain)
 
@@ -346,9 +343,7 @@ def test_frozen_later(cuda):
     graphed = GraphedModule(model, required=True)
     x = images(2, 3, 32, 32)
     for net in (plain, graphed):
-        for _ in range(3):
-            net.zero_grad()
-            loss_of(net(x)).backward()
+        three_passes(net, x)
         net.zero_grad()
         net.stem.requires_grad_(False)
         net.stem[1].eval()
@@ -435,9 +430,7 @@ def test_backward_on_another_stream(cuda):
     plain = copy.deepcopy(model)
     graphed = GraphedModule(model, required=True)
     x = images(2, 3, 32, 32)
-    for _ in range(3):
-        plain.zero_grad()
-        loss_of(plain(x)).backward()
+    three_passes(plain, x)
     for _ in range(2):
         graphed.zero_grad()
         loss_of(graphed(x)).backward()
@@ -730,7 +723,7 @@ def unstarted():
     scaler = torch.amp.GradScaler("cpu")
     step = TrainStep.__new__(TrainStep)
     step.model, step.loss, step.optimizer, step.scaler = model, ComputeLoss(model), optimizer, scaler
-    step.ema, step.amp, step._walks = ModelEMA(model), None, {}
+    step.ema, step.amp, step._walk, step._ema_walk = ModelEMA(model), None, None, None
     step.fused = FusedStep(optimizer, scaler, step.ema, 10.0)
     return step
 
@@ -750,8 +743,10 @@ def test_train_step_notices_new_tensors(unstarted):
     seen = [step._addresses()]
     for change in (
         lambda: setattr(step.model.heads[0], "weight", nn.Parameter(step.model.heads[0].weight.detach().clone())),
+        lambda: setattr(step.model.heads[0], "weight", nn.Parameter(step.model.heads[0].weight.data)),
         lambda: step.ema.ema.half().float(),
         lambda: step.model.stem[0][1].register_buffer("running_mean", torch.zeros(16)),
+        lambda: step.model.stem[0][1].register_buffer("num_batches_tracked", torch.tensor(0)),
         lambda: step.model.heads[1].requires_grad_(False),
         lambda: setattr(step.model.heads[2].weight, "data", step.model.heads[2].weight.data.clone()),
     ):

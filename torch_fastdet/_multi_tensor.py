@@ -1,7 +1,8 @@
-"""What optim.py and ema.py share: tensors sorted by device, and cheap answers to "are these still the same objects?"."""
+"""What optim.py, ema.py and graphs.py share: tensors by device, and cheap answers to "are these still the same objects?"."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from operator import is_
 from typing import Any
@@ -14,13 +15,14 @@ def new_state(
     name: str,
     params: Sequence[Tensor] = (),
     groups: Sequence[int] = (),
+    places: Sequence[int] = (),
     averages: Sequence[Tensor | None] = (),
     values: Sequence[Tensor] = (),
     value_averages: Sequence[Tensor] = (),
 ) -> Any:
     """A ``torch.classes.torch_fastdet.MultiTensorState``: the tensors of one device, held in C++."""
     return torch.classes.torch_fastdet.MultiTensorState(
-        name, list(params), list(groups), list(averages), list(values), list(value_averages)
+        name, list(params), list(groups), list(places), list(averages), list(values), list(value_averages)
     )
 
 
@@ -38,7 +40,7 @@ class ModuleWatch:
     """
 
     def __init__(self, module: nn.Module):
-        self.module = module
+        self.module = weakref.ref(module)
         everything = [entries for m in module.modules() for entries in (m._parameters, m._buffers, m._modules)]
         self.dicts = [entries for entries in everything if entries]
         self.copies = [dict(entries) for entries in self.dicts]
@@ -47,19 +49,37 @@ class ModuleWatch:
             (entries, name, value)
             for entries in self.dicts
             for name, value in entries.items()
-            if isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point()
+            if isinstance(value, Tensor) and value.numel() == 1
         ]
 
     def unchanged(self, module: nn.Module) -> bool:
-        if module is not self.module:
+        if module is not self.module():
             return False
         try:
-            # Equal objects are identical ones: comparing two different tensors raises, unless they have one element.
-            if self.dicts != self.copies or any(self.bare):
-                return False
+            # Comparing two different tensors raises, so equal entries are the same; but for tensors of one element, which come
+            # first.
+            return (
+                all(entries.get(name) is value for entries, name, value in self.singles)
+                and self.dicts == self.copies
+                and not any(self.bare)
+            )
         except Exception:
             return False
-        return all(entries.get(name) is value for entries, name, value in self.singles)
+
+
+class Walk:
+    """What a module holds, without keeping it alive. Walking over it takes ten times as long as seeing that it is unchanged."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.watch = ModuleWatch(module)
+        self.submodules = list(module.modules())[1:]
+        self.parameters = list(module.parameters())
+        self.tensors = [*self.parameters, *module.buffers()]
+
+    @staticmethod
+    def renewed(walk: Walk | None, module: nn.Module) -> Walk:
+        """The same while the module holds the same objects."""
+        return walk if walk is not None and walk.watch.unchanged(module) else Walk(module)
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:

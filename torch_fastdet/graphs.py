@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from torch_fastdet._multi_tensor import ModuleWatch
+from torch_fastdet._multi_tensor import Walk
 from torch_fastdet._say import say as print_line
 from torch_fastdet.optim import FusedStep
 
@@ -295,6 +295,7 @@ class ModuleGraphs:
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
         self._leaf: torch.Tensor | None = None
+        self._walk: Walk | None = None
         self._storage: tuple = ()
         # Gradients of all graphs, outside their pool: there the next forward pass would write over them.
         self._gradients: dict[nn.Parameter, torch.Tensor] = {}
@@ -325,21 +326,20 @@ class ModuleGraphs:
         if torch.cuda.is_current_stream_capturing():
             return self.forward(x)
         # What the graphs have baked in: addresses, and what decides the kernels.
-        parameters = list(module.parameters())
-        tensors = [*parameters, *module.buffers()]
-        # Identities too: gradients go to the parameters of the capture.
-        storage = (tuple([t.data_ptr() for t in tensors]), tuple(map(id, parameters)))
-        if storage != self._storage:
+        walk = Walk.renewed(self._walk, module)
+        storage = tuple([t.data_ptr() for t in walk.tensors])
+        # The objects too: gradients go to the parameters of the capture.
+        if walk is not self._walk or storage != self._storage:
             self.reset()
-            self._storage = storage
+            self._walk, self._storage = walk, storage
         autocast = (torch.get_autocast_dtype("cuda"),) if torch.is_autocast_enabled("cuda") else ()
         key = (
             tuple(x.shape),
             x.dtype,
             x.stride(),
             autocast,
-            tuple([p.requires_grad for p in parameters]),
-            tuple([m.training for m in module.modules()]),
+            tuple([p.requires_grad for p in walk.parameters]),
+            tuple([m.training for m in walk.submodules]),
         )
         captured = self._graphs.get(key)
         if captured is None:
@@ -574,16 +574,6 @@ class GraphedModule(nn.Module):
 # A whole step --------------------------------------------------------------------------------------------------------
 
 
-class _Walk:
-    """What a module holds. Walking over a model takes longer than seeing that it still holds the same objects."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.watch = ModuleWatch(module)
-        self.modules = list(module.modules())
-        self.parameters = list(module.parameters())
-        self.tensors = [*self.parameters, *module.buffers()]
-
-
 class _Phase:
     """One graph of a step: an image shape, and where in an accumulation it stands."""
 
@@ -680,7 +670,8 @@ class TrainStep:
         self._stream = torch.cuda.Stream(self.device)
         self._storage: tuple = ()
         self._settings: tuple = ()
-        self._walks: dict[nn.Module, _Walk] = {}
+        self._walk: Walk | None = None
+        self._ema_walk: Walk | None = None
 
     def _drop_graphs(self) -> None:
         self._phases.clear()
@@ -739,19 +730,23 @@ class TrainStep:
         self._pending = 0 if last else self._pending + 1
         return phase.items.clone()
 
-    def _walk(self, module: nn.Module) -> _Walk:
-        walk = self._walks.get(module)
-        if walk is None or not walk.watch.unchanged(module):
-            walk = self._walks[module] = _Walk(module)
-        return walk
+    def _walked(self) -> Walk:
+        self._walk = Walk.renewed(self._walk, self.model)
+        return self._walk
 
     def _addresses(self) -> tuple:
         """Where everything lies that graphs read and write, and what is trained."""
-        modules = [self.model] if self.ema is None else [self.model, self.ema.ema]
+        walk = self._walked()
+        averages = []
+        if self.ema is not None:
+            self._ema_walk = Walk.renewed(self._ema_walk, self.ema.ema)
+            averages = self._ema_walk.tensors
         buffers = [state.get("momentum_buffer") for state in self.optimizer.state.values()]
         return (
-            tuple([t.data_ptr() for module in modules for t in self._walk(module).tensors]),
-            tuple([p.requires_grad for p in self._walk(self.model).parameters]),
+            tuple([t.data_ptr() for t in walk.tensors]),
+            tuple([t.data_ptr() for t in averages]),
+            tuple(map(id, walk.parameters)),  # gradients go to the parameters of the capture
+            tuple([p.requires_grad for p in walk.parameters]),
             tuple([b.data_ptr() for b in buffers if b is not None]),
         )
 
@@ -759,7 +754,7 @@ class TrainStep:
         """What else is baked into a graph: decisions of the host."""
         loss_key = getattr(self.loss, "graph_key", None)
         return (
-            tuple([m.training for m in self._walk(self.model).modules]),
+            tuple([m.training for m in self._walked().submodules]),
             self.fused.graph_key(),
             self.amp,
             id(self.loss),

@@ -74,9 +74,6 @@ class _Bound:
             device: make_state([self.params[i] for i in at], [owner[i] for i in at], at)
             for device, at in self.places.items()
         }
-        if len(self.places) > 1:
-            for device, at in self.places.items():
-                self.states[device].set_places(at)
         self.take_buffers()
 
     def take_buffers(self) -> None:
@@ -207,7 +204,7 @@ class SGD(torch.optim.SGD):
     def _bind(self) -> _Bound:
         bound = self._bound
         if bound is None or bound.optimizer is not self or not bound.fresh():
-            self._bound = bound = _Bound(self, lambda params, groups, _: new_state("SGD", params, groups))
+            self._bound = bound = _Bound(self, lambda *args: new_state("SGD", *args))
         return bound
 
     @torch.no_grad()
@@ -414,13 +411,13 @@ class FusedStep:
             self._bound = bound
         return bound
 
-    def _make_state(self, model: nn.Module | None, params: list[Tensor], groups: list[int], at: list[int]) -> Any:
+    def _make_state(self, model: nn.Module | None, params: list[Tensor], groups: list[int], places: list[int]) -> Any:
         averages: list[Tensor | None] = []
         values: list[Tensor] = []
         value_averages: list[Tensor] = []
         if self.ema is not None and model is not None:
             pairs = self.ema.pairs(model)
-            place = {id(p): i for i, p in enumerate(params)}
+            own = {id(p): i for i, p in enumerate(params)}
             averages = [None] * len(params)
             seen: set[int] = set()
             for name, average, value in pairs:
@@ -430,13 +427,13 @@ class FusedStep:
                         "a step in the stock loop; call ema.update(model) instead of giving ema to FusedStep"
                     )
                 seen.add(id(average))
-                if id(value) in place:
-                    averages[place[id(value)]] = average
+                if id(value) in own:
+                    averages[own[id(value)]] = average
                 else:
                     values.append(value)
                     value_averages.append(average)
             self._watches = ModuleWatch(self.ema.ema), ModuleWatch(model)
-        return new_state("FusedStep", params, groups, averages, values, value_averages)
+        return new_state("FusedStep", params, groups, places, averages, values, value_averages)
 
     @torch.no_grad()
     def step(self, model: nn.Module | None = None) -> None:

@@ -276,8 +276,8 @@ inline NmsRequest check_yolov5_heads(at::TensorList heads, const at::Tensor& anc
                       " images and ", no, " channels an anchor, but heads[0] has ", source.images, " and ", outputs);
     core::HeadLevel& level = source.level[i];
     level.stride = strides[i];
-    level.rows = static_cast<int32_t>(split ? head.size(2) : head.size(2));
-    level.columns = static_cast<int32_t>(split ? head.size(3) : head.size(3));
+    level.rows = static_cast<int32_t>(head.size(2));
+    level.columns = static_cast<int32_t>(head.size(3));
     level.first_anchor = source.anchors;
     source.anchors += na * level.rows * level.columns;
     core::HeadMap& map = level.boxes;

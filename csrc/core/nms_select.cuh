@@ -125,11 +125,10 @@ __device__ __forceinline__ void visit_anchors(const SelectKernel& p, int64_t ima
           A score = 0;
           const bool possible = present && Layout::score(raw[k], options, score);
           const A confidence = core::confidence<Layout>(source, objectness[item], score, promoted);
+          sink.see(possible, score);
           if (options.multi_label) {
-            sink.see(possible, score);
             sink.add(possible && !broken && passes(confidence, c), confidence, index(n, c));
           } else if (possible) {
-            sink.see(true, score);
             broken |= confidence != confidence;
             if (confidence > best) {
               best = confidence;
@@ -202,11 +201,10 @@ __device__ __forceinline__ void visit_anchors(const SelectKernel& p, int64_t ima
           A score = 0;
           const bool possible = c < classes && Layout::score(raw[r][k], options, score);
           const A confidence = core::confidence<Layout>(source, row_objectness, score, promoted);
+          sink.see(possible, score);
           if (options.multi_label) {
-            sink.see(possible, score);
             sink.add(possible && !broken[r] && passes(confidence, c), confidence, row_index + c);
           } else if (possible) {
-            sink.see(true, score);
             broken[r] |= confidence != confidence;
             if (confidence > best[r]) {
               best[r] = confidence;

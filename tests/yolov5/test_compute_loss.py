@@ -323,6 +323,30 @@ def test_bad_rows_of_a_buffer_are_counted(cuda):
     assert compute.ignored_targets == 1
 
 
+def test_targets_beyond_the_buffer_are_an_error(cuda):
+    """In a graph and in a call with num_targets: the next check says how many were left out, once."""
+    model = Model(device=cuda)
+    compute = ComputeLoss(model)
+    heads, targets = make_heads(model, 2, 64), make_targets(6, 2, 5, cuda)
+    count = torch.tensor(8, device=cuda)
+    compute(heads, targets, count)
+    with pytest.raises(ValueError, match="2 targets were left out"):
+        compute.check()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        compute(heads, targets, count)
+    count.fill_(6)
+    graph.replay()
+    compute.check()
+    count.fill_(9)
+    graph.replay()
+    graph.replay()
+    with pytest.raises(ValueError, match="6 targets were left out"):
+        compute.check()
+    compute.check()
+    assert compute.ignored_targets == 0
+
+
 def test_checks_belong_to_their_device(cuda):
     """The event stands behind the status's copy, whatever device is current."""
     if torch.cuda.device_count() < 2:

@@ -87,20 +87,18 @@ def multi_tensor_sgd_(
             lr_tensor = lr
         else:
             lr_tensor = _on_device(lr, params)
+        wants_buffers = True
         if isinstance(momentum, Tensor):
-            if len(momentum_buffers) == 0 and len(params) > 0:
-                raise RuntimeError(
-                    "multi_tensor_sgd_: momentum is a tensor, but momentum_buffers is empty; one buffer for each tensor of params is wanted"
-                )
-            momentum_tensor = momentum
+            momentum_tensor, given = momentum, "a tensor"
         else:
-            if momentum == 0.0:
-                momentum_buffers = momentum_buffers[:0]
-            elif len(momentum_buffers) == 0 and len(params) > 0:
-                raise RuntimeError(
-                    f"multi_tensor_sgd_: momentum is {momentum}, but momentum_buffers is empty; one buffer for each tensor of params is wanted"
-                )
-            momentum_tensor = _on_device(momentum, params)
+            momentum_tensor, given = _on_device(momentum, params), str(momentum)
+            wants_buffers = momentum != 0.0
+        if not wants_buffers:
+            momentum_buffers = momentum_buffers[:0]
+        elif len(momentum_buffers) == 0 and len(params) > 0:
+            raise RuntimeError(
+                f"multi_tensor_sgd_: momentum is {given}, but momentum_buffers is empty; one buffer for each tensor of params is wanted"
+            )
         torch.ops.torch_fastdet.multi_tensor_sgd_(
             params,
             grads,

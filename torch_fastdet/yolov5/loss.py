@@ -93,7 +93,7 @@ class ComputeLoss:
     A bad row of targets raises ValueError with its row and column: on the CPU at once; on a GPU, where waiting for the
     result would stall the step, at the end of the call if the GPU has got there, else in a later call or in
     :meth:`check`, which waits. In a CUDA graph, and wherever ``num_targets`` is given, such rows are ignored and counted in
-    :attr:`ignored_targets` (on a GPU).
+    :attr:`ignored_targets` (on a GPU); targets beyond the rows that there are make :meth:`check` raise.
     """
 
     sort_obj_iou = False
@@ -125,7 +125,7 @@ class ComputeLoss:
         self._balance_seen: list[float] = []  # what the tensor below was made from
         self._balance_tensor: torch.Tensor | None = None
         self._balance_on(self.device)  # now, for a graph capture cannot bring it there
-        self._ignored = torch.zeros((), dtype=torch.int64, device=self.device)
+        self._ignored = torch.zeros(2, dtype=torch.int64, device=self.device)  # bad rows, targets that had no row
         self._checks = _DeferredCheck()
 
     BCEcls = BCEobj = build_targets = property(_not_apart, _not_apart)
@@ -152,7 +152,7 @@ class ComputeLoss:
     @property
     def ignored_targets(self) -> int:
         """Bad rows of targets ignored in CUDA graphs and in calls with num_targets so far; reading it waits for the device."""
-        return int(self._ignored)
+        return int(self._ignored[0])
 
     def graph_key(self) -> tuple:
         """Changes when a call that is captured now would do something else than before; for who keeps graphs of this loss."""
@@ -161,8 +161,15 @@ class ComputeLoss:
         return gains, self.gr, self.sort_obj_iou, self.autobalance, None if self.autobalance else tuple(self._balance)
 
     def check(self) -> None:
-        """Wait for the losses computed so far; raise ValueError if the targets of one had a bad row."""
+        """Wait for the losses computed so far; raise ValueError if the targets of one had a bad row, or more than its rows."""
         self._checks.raise_arrived(wait=True)
+        beyond = int(self._ignored[1])
+        if beyond:
+            self._ignored[1] = 0
+            raise ValueError(
+                f"ComputeLoss: num_targets was greater than the rows of targets, and {beyond} targets were left out since the last "
+                "check; give targets more rows (and capture graphs again)"
+            )
 
     def __call__(
         self, p: list[torch.Tensor], targets: torch.Tensor, num_targets: torch.Tensor | None = None
@@ -196,7 +203,7 @@ class ComputeLoss:
             balance[:levels].mul_(0.9999).add_(0.0001 / values[:, 0].double())
             balance.div_(balance[self.ssi].clone())
         if targets.is_cuda and (capturing or num_targets is not None):
-            self._ignored.add_(owner[-4] + owner[-2])
+            self._ignored.add_(owner[-4::2])  # status[0] and status[2]
         elif targets.is_cuda:
             self._checks.add(owner[-4:], targets.shape[0])
             self._checks.raise_arrived()
