@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness import OURS, WORK, Report, missing, peak_memory
+from benchmarks.harness import OURS, WORK, Report, add_arguments, missing, peak_memory
 from examples.demo import dataset
 from examples.demo.training import FASTDET, Machine, train
 from examples.yolov5_env import environment
@@ -307,11 +307,10 @@ def trained(machine: Machine, data: Path, epochs: int) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    add_arguments(parser)
     parser.add_argument("--weights", type=Path, help="of a YOLOv5 model trained on the demo's pictures")
     parser.add_argument("--epochs", type=int, default=10, help="to train for where --weights is not given")
     parser.add_argument("--calls", type=int, default=10_000, help="of one picture; a tenth on a GPU machine's CPU")
-    parser.add_argument("--out", type=Path, help="folder for CSV, JSON and PNG")
     options = parser.parse_args()
     if reason := missing("yolov5", "ultralytics", "sklearn", "cv2"):
         print(reason)
@@ -322,10 +321,12 @@ def main() -> None:
         os.execve(sys.executable, [sys.executable, "-m", "benchmarks.bench_postprocess", *sys.argv[1:]], env)
 
     cuda = options.device == "cuda"
-    report = Report("postprocess", torch.device(options.device), options.out)
     machine = Machine.find() if cuda else Machine("cpu", 128, 0, "CPU")
     data_file = dataset.make(WORK / f"digits-{machine.image_size}-1024", dataset.Recipe(image_size=machine.image_size))
     weights = options.weights or trained(machine, data_file, options.epochs)
+    if options.prepare:
+        return
+    report = Report("postprocess", torch.device(options.device), options.out)
 
     from yolov5.utils.dataloaders import create_dataloader
     from yolov5.utils.general import check_dataset

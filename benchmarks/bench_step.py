@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.bench_loss import HYP, make_targets
-from benchmarks.harness import OURS, Report, host_syncs, launches, missing
+from benchmarks.harness import OURS, Report, add_arguments, host_syncs, launches, missing
 
 
 def make_model(size: str, channels_last: bool):
@@ -175,20 +175,34 @@ def measure(
     report.plot()  # now: compilation of the next may outlast the time that `make bench` gives
 
 
+def prepare(name: str) -> None:
+    """Compile what is compiled for this model and batch."""
+    for variant, make in COMPILED.items():
+        try:
+            step = make(name[0], int(name[1:]))
+            for _ in range(2):
+                step()
+        except Exception as error:
+            print(f"{variant} ended with {type(error).__name__}: {str(error)[:200]}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--models", nargs="*", default=["s16", "s64", "n16", "m32", "l16", "x16"], help="size and batch"
     )
     parser.add_argument("--compiled", nargs="*", default=["s16"], help="size and batch, against torch.compile too")
-    parser.add_argument("--out", type=Path, help="folder for CSV, JSON and PNG")
-    parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
+    add_arguments(parser)
     options = parser.parse_args()
     if options.device == "cpu" or not torch.cuda.is_available():
         print("nothing to do: the training step is measured on a GPU only")
         return
     if reason := missing("yolov5"):
         print(reason)
+        return
+    if options.prepare:
+        for name in options.compiled:
+            prepare(name)
         return
     report = Report("step", torch.device("cuda"), options.out)
     # Those beside torch.compile last, in place of their first rows: a compilation may outlast the time that is left.

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from pathlib import Path
 
 import torch
 
-from benchmarks.harness import OURS, WORK, Report, missing
+from benchmarks.harness import OURS, WORK, Report, add_arguments, missing
 from examples.demo import dataset
 from examples.demo.training import STOCK, Machine, Variant, train
 from examples.yolov5_env import environment
@@ -55,12 +54,11 @@ def measure(report: Report, models: list[str], epochs: int, flags: list[str], pi
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    add_arguments(parser)
     parser.add_argument("--models", nargs="+", help="size and batch; default: s16 on a GPU, n16 on the CPU")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--flags", nargs="+", default=["fastdet"], help="switches of torch_fastdet.yolov5")
     parser.add_argument("--pictures", type=int, help="to train on; default: 1024 on a GPU, 256 on the CPU")
-    parser.add_argument("--out", type=Path, help="folder for CSV, JSON and PNG")
     options = parser.parse_args()
     cuda = options.device == "cuda"
     if options.epochs < 2:
@@ -68,6 +66,8 @@ def main() -> None:
     if reason := missing("yolov5", "ultralytics", "sklearn", "cv2"):
         print(reason)
         return
+    if options.prepare:
+        return  # its pictures take seconds
     report = Report("train", torch.device(options.device), options.out)
     models = options.models or ["s16" if cuda else "n16"]
     measure(report, models, options.epochs, options.flags, options.pictures or (1024 if cuda else 256))

@@ -227,15 +227,19 @@ def _repeat(function: Callable[[], Any], calls: int) -> bool:
 
 
 class Report:
-    """Collects the rows of one benchmark and writes them as CSV and JSON after each case: what is measured stays measured."""
+    """Collects the rows of one benchmark and writes them as CSV and JSON after each case: what is measured stays measured.
 
-    def __init__(self, benchmark: str, device: torch.device, folder: Path | None = None):
+    prepare: call each variant once and measure nothing, which leaves what torch.compile makes in its cache on disk.
+    """
+
+    def __init__(self, benchmark: str, device: torch.device, folder: Path | None = None, prepare: bool = False):
         self.benchmark = benchmark
         self.device = device
+        self.prepare = prepare
         self.environment = environment(device)
         self.folder = folder or results_folder(self.environment)
         self.rows: list[Row] = []
-        self.copy_gb_per_s = copy_rate() if device.type == "cuda" else None
+        self.copy_gb_per_s = copy_rate() if device.type == "cuda" and not prepare else None
         if self.copy_gb_per_s:
             self.environment["copy_gb_per_s"] = f"{self.copy_gb_per_s:.0f}"
 
@@ -264,8 +268,10 @@ class Report:
         variants = {
             name: function
             for name, function in variants.items()
-            if _attempt(name, lambda f=function: _repeat(f, warmup))
+            if _attempt(name, lambda f=function: _repeat(f, 1 if self.prepare else warmup))
         }
+        if self.prepare:
+            return
         if self.device.type == "cpu":
             times = _time_cpu(variants, repetitions, inner)
             for name, values in times.items():
@@ -370,13 +376,23 @@ class Report:
         plt.close(figure)
 
 
-def run(benchmark: str, measure: Callable[[Report], None]) -> None:
-    """The command line that every bench_*.py shares: --device cpu|cuda, --out FOLDER."""
-    parser = argparse.ArgumentParser(description=f"benchmark {benchmark}")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What every bench_*.py takes."""
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--out", type=Path, default=None, help="folder for CSV, JSON and PNG")
+    parser.add_argument("--out", type=Path, help="folder for CSV, JSON and PNG")
+    parser.add_argument(
+        "--prepare", action="store_true", help="measure nothing; leave on disk what compilation or training makes"
+    )
+
+
+def run(benchmark: str, measure: Callable[[Report], None]) -> None:
+    """The command line that most bench_*.py share: --device cpu|cuda, --out FOLDER, --prepare."""
+    parser = argparse.ArgumentParser(description=f"benchmark {benchmark}")
+    add_arguments(parser)
     arguments = parser.parse_args()
-    report = Report(benchmark, torch.device(arguments.device), arguments.out)
+    report = Report(benchmark, torch.device(arguments.device), arguments.out, arguments.prepare)
     measure(report)
+    if report.prepare:
+        return
     report.plot()
     print(f"wrote {report.folder / benchmark}.json, .csv and .png")
