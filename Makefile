@@ -101,17 +101,18 @@ format: $(STAMP) ## rewrites the sources as lint wants them
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(FORMATTED)
 
-# On a GPU machine without network: the torch that is there, as for test-gpu. BENCH="--only nms" and the like reach the command.
+# On a GPU machine without network: the torch that is there, unless there is a .venv. BENCH="--only nms" and the like reach the command.
+BENCH_PYTHON = $(if $(filter command line,$(origin PYTHON)),$(PYTHON),$(or $(wildcard $(BIN)/python),$(PYTHON)))
 bench: $(if $(GPU),,build) ## every benchmark on this machine (GPU where there is one, offline), into benchmarks/results/; then the tables
-	$(if $(GPU),$(PYTHON) setup.py -q build_ext --inplace)
-	$(if $(GPU),$(PYTHON),$(BIN)/python) -m benchmarks $(BENCH)
+	$(if $(GPU),$(BENCH_PYTHON) setup.py -q build_ext --inplace)
+	$(BENCH_PYTHON) -m benchmarks $(BENCH)
 
 $(VENV)/.docs-$(notdir $(STAMP)): $(STAMP)
 	$(BIN)/pip install -c constraints.txt -r requirements/docs.txt
 	touch $@
 
 docs: $(VENV)/.docs-$(notdir $(STAMP)) ## the documentation as a site in site/, warnings are errors
-	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/mkdocs build --strict
 
 # What a user on another machine installs: every architecture, unless TORCH_CUDA_ARCH_LIST says otherwise on the command line.
 wheel: $(STAMP) ## the wheel in dist/, for every supported architecture, checked for what it holds and needs

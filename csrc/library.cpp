@@ -44,11 +44,13 @@ TORCH_LIBRARY(torch_fastdet, m) {
       "int max_det=300, Tensor? letterboxes=None, str per_class=\"offset\", int max_nms=30000, float max_wh=7680.) "
       "-> (Tensor detections, Tensor counts, Tensor indices)");
   m.def("scale_boxes(Tensor boxes, Tensor letterboxes, bool xywh=False) -> Tensor");
+  // Not `cls`: torch.compile hands keywords on to a class method, whose own argument has that name.
   m.def(
       "yolov5_loss(Tensor[] heads, Tensor targets, Tensor anchors, Tensor balance, Tensor? num_targets=None, *, "
-      "float box=0.05, float obj=1.0, float cls=0.5, float cls_pw=1.0, float obj_pw=1.0, float label_smoothing=0.0, "
-      "float fl_gamma=0.0, float anchor_t=4.0, float gr=1.0, bool sort_obj_iou=False) -> (Tensor loss, Tensor items, "
-      "Tensor levels, Tensor owner, Tensor match_cell, Tensor match_values, Tensor object_gradient)");
+      "float box_gain=0.05, float obj_gain=1.0, float cls_gain=0.5, float cls_pw=1.0, float obj_pw=1.0, "
+      "float label_smoothing=0.0, float fl_gamma=0.0, float anchor_t=4.0, float gr=1.0, bool sort_obj_iou=False) "
+      "-> (Tensor loss, Tensor items, Tensor levels, Tensor owner, Tensor match_cell, Tensor match_values, "
+      "Tensor object_gradient)");
   m.def(
       "yolov5_loss_backward(Tensor grad_loss, Tensor[] heads, Tensor targets, Tensor levels, Tensor owner, "
       "Tensor match_cell, Tensor match_values, Tensor object_gradient, *, float cls_pw=1.0, "

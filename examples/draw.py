@@ -18,7 +18,7 @@ from PIL import Image, ImageDraw
 if not __package__:  # run as a file, not with -m
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from examples.pictures import Detection, PictureDetector, find_pictures
+from examples.pictures import Detection, PictureDetector, existing, find_pictures
 
 
 def color(index: int) -> tuple[int, int, int]:
@@ -44,8 +44,8 @@ def draw(picture: Image.Image, detections: list[Detection], names: list[str]) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("detector", help="detector.ts")
-    parser.add_argument("pictures", nargs="+", help="files and folders")
+    parser.add_argument("detector", type=existing, help="detector.ts")
+    parser.add_argument("pictures", type=existing, nargs="+", help="files and folders")
     parser.add_argument("--out", type=Path, required=True, help="folder for the drawn pictures")
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     options = parser.parse_args()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import NamedTuple
@@ -57,6 +58,13 @@ class PictureDetector:
             [Detection(self.names[int(row[5])], row[4], row[:4]) for row in rows[:count]]
             for rows, count in zip(detections.tolist(), counts.tolist())
         ]
+
+
+def existing(name: str) -> str:
+    """A command line's argument that names a file or folder which is there."""
+    if not Path(name).exists():
+        raise argparse.ArgumentTypeError(f"there is no {name}")
+    return name
 
 
 def find_pictures(sources: list[str | Path]) -> list[Path]:

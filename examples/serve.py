@@ -23,7 +23,7 @@ from PIL import Image
 if not __package__:  # run as a file, not with -m
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from examples.pictures import PictureDetector, find_pictures
+from examples.pictures import PictureDetector, existing, find_pictures
 
 
 def batches(paths: Iterable[Path], size: int) -> Iterator[list[Path]]:
@@ -60,7 +60,7 @@ def answers(detector: PictureDetector, paths: list[Path]) -> Iterator[dict]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("detector", help="detector.ts")
+    parser.add_argument("detector", type=existing, help="detector.ts")
     parser.add_argument("pictures", nargs="+", help="files and folders; - reads names from standard input")
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--batch", type=int, default=8, help="pictures at a time (from standard input: one)")

@@ -402,7 +402,7 @@ def test_wrong_order_of_calls(cuda):
 
 
 def test_wrong_arguments():
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError, match="max_graphs is 0 and warmup 1, but 1 or more is wanted of both"):
         GraphedModule(Net(), max_graphs=0)
     with pytest.raises(TypeError, match=r"module is int, but a torch\.nn\.Module is wanted"):
         GraphedModule(3)
@@ -514,8 +514,8 @@ def warm_up(optimizer, i):
         group["momentum"] = 0.8 + 0.1 * min(1.0, i / 50)
 
 
-def one_by_one(model, batches, accumulate=1):
-    """The same training by separate calls."""
+def one_by_one(model, batches, accumulate=1, after=lambda i, ema, step: None):
+    """The same training by separate calls; ``after`` is called after each batch."""
     from torch_fastdet.optim import FusedStep
 
     loss_of_batch, optimizer, scaler, ema = make_training(model)
@@ -530,10 +530,11 @@ def one_by_one(model, batches, accumulate=1):
         if (i + 1) % accumulate == 0:
             fused.step()
             optimizer.zero_grad()
+        after(i, ema, None)
     return torch.stack(items), ema, scaler, optimizer
 
 
-def in_graphs(model, batches, accumulate=1, **options):
+def in_graphs(model, batches, accumulate=1, after=lambda i, ema, step: None, **options):
     from torch_fastdet.graphs import TrainStep
 
     loss_of_batch, optimizer, scaler, ema = make_training(model)
@@ -542,6 +543,7 @@ def in_graphs(model, batches, accumulate=1, **options):
     for i, (images, targets) in enumerate(batches):
         warm_up(optimizer, i)
         items.append(step(images, targets, update=(i + 1) % accumulate == 0))
+        after(i, ema, step)
     return torch.stack(items), ema, scaler, optimizer, step
 
 
@@ -595,6 +597,70 @@ def test_train_step_accumulates_over_shapes(cuda):
     got = in_graphs(model, batches, accumulate=3)
     assert_same_training(model, plain, got, want)
     assert got[4].memory()["graphs"] == 6
+
+
+@pytest.mark.parametrize("what", ["the EMA is validated", "reset", "a setting changes"])
+def test_train_step_keeps_an_accumulation(cuda, what):
+    """What happens between two micro-batches, graphs captured anew because of it, and the gradients so far."""
+    model = Detector().to_device()
+    plain = copy.deepcopy(model)
+    batches = some_batches(18)
+
+    def after(i, ema, step):
+        if i % 6 != 3:  # after the first of three
+            return
+        if what == "the EMA is validated":
+            ema.ema.half().float()  # what YOLOv5's validation does
+        elif step is not None and what == "reset":
+            step.reset()
+        elif step is not None:
+            step.loss.gr = 1.0 - step.loss.gr * 2**-30  # the same in float32
+
+    want = one_by_one(plain, batches, accumulate=3, after=after)
+    got = in_graphs(model, batches, accumulate=3, after=after)
+    assert_same_training(model, plain, got, want)
+
+
+def test_train_step_drops_an_accumulation_whose_parameters_moved(cuda):
+    from torch_fastdet.graphs import TrainStep
+
+    model = Detector().to_device()
+    loss_of_batch, optimizer, scaler, ema = make_training(model)
+    step = TrainStep(model, loss_of_batch, optimizer, scaler, ema)
+    images, targets = some_batches(1)[0]
+    step(images, targets, update=False)
+    weight = model.stem[0][0].weight
+    weight.data = weight.data.clone()
+    with pytest.raises(RuntimeError, match=r"the gradients of 1 micro-batch\(es\) are dropped"):
+        step(images, targets)
+    before = weight.detach().clone()
+    for _ in range(3):
+        step(images, targets)
+    assert not torch.equal(weight, before) and step.memory()["graphs"] == 1
+
+
+def test_train_step_that_failed_is_not_captured_next(cuda):
+    from torch_fastdet.graphs import TrainStep
+
+    model = Detector().to_device()
+    loss_of_batch, optimizer, scaler, ema = make_training(model)
+    fails = [True]
+
+    def loss(*args):
+        if fails.pop():
+            raise RuntimeError("no loss today")
+        fails.append(False)
+        return loss_of_batch(*args)
+
+    step = TrainStep(model, loss, optimizer, scaler, ema)
+    images, targets = some_batches(1)[0]
+    with pytest.raises(RuntimeError, match="no loss today"):
+        step(images, targets)
+    fails.append(False)
+    step(images, targets)
+    assert step.memory()["graphs"] == 0
+    step(images, targets)
+    assert step.memory()["graphs"] == 1
 
 
 def test_train_step_makes_room_for_targets(cuda):
@@ -768,6 +834,39 @@ def test_train_step_keeps_no_input_without_its_graph(cuda):
     assert {key[0][-1] for key in step._images} == {128, 160} == {shape[-1] for shape in step.memory()["shapes"]}
 
 
+def test_train_step_refuses_before_it_changes_anything(cuda):
+    from torch_fastdet.graphs import TrainStep
+
+    model = Detector().to_device()
+    loss_of_batch, optimizer, scaler, ema = make_training(model)
+    step = TrainStep(GraphedModule(model), loss_of_batch, optimizer, scaler, ema, max_targets=50)
+    assert step.model is model
+    images, targets = some_batches(1)[0]
+    for first in (True, False):
+        with pytest.raises(ValueError, match=r"targets has shape \(1, 5\), but \(nt, 6\) is wanted"):
+            step(images, targets[:, :5])
+        with pytest.raises(ValueError, match=r"targets has shape \(\), but \(nt, 6\) is wanted"):
+            step(images, targets[0, 0])
+        with pytest.raises(TypeError, match="targets is a list"):
+            step(images, [[0.0] * 6])
+        with pytest.raises(TypeError, match="images is a NoneType"):
+            step(None, targets)
+        if first:
+            for _ in range(3):
+                step(images, targets)
+            memory = step.memory()
+    assert step.memory() == memory and memory["graphs"] == 1 and memory["max_targets"] == 50
+
+
+def test_train_step_wants_a_module():
+    from torch_fastdet.graphs import TrainStep
+
+    with pytest.raises(TypeError, match="TrainStep: model is a NoneType"):
+        TrainStep(None, None, None)
+    with pytest.raises(ValueError, match="TrainStep: Identity has no parameter that requires a gradient"):
+        TrainStep(nn.Identity(), None, None)
+
+
 def test_train_step_errors(cuda):
     from torch_fastdet.graphs import TrainStep
 
@@ -776,7 +875,7 @@ def test_train_step_errors(cuda):
         TrainStep(cpu, None, torch.optim.SGD(cpu.parameters(), lr=0.1))
     model = Detector().to_device()
     loss_of_batch, optimizer, scaler, _ = make_training(model)
-    with pytest.raises(ValueError, match="max_targets is at least 1"):
+    with pytest.raises(ValueError, match="max_targets is 0, but 1 or more is wanted"):
         TrainStep(model, loss_of_batch, optimizer, max_targets=0)
     step = TrainStep(model, loss_of_batch, optimizer, scaler)
     images, targets = some_batches(1)[0]

@@ -74,7 +74,8 @@ class Walk:
         self.watch = ModuleWatch(module)
         self.submodules = list(module.modules())[1:]
         self.parameters = list(module.parameters())
-        self.tensors = [*self.parameters, *module.buffers()]
+        self.buffers = list(module.buffers())
+        self.tensors = [*self.parameters, *self.buffers]
 
     @staticmethod
     def renewed(walk: Walk | None, module: nn.Module) -> Walk:

@@ -267,7 +267,9 @@ class ModuleGraphs:
         say: Callable[[str], None] = print_line,
     ) -> None:
         if max_graphs < 1 or warmup < 1:
-            raise ValueError(f"max_graphs and warmup are at least 1; got {max_graphs} and {warmup}")
+            raise ValueError(
+                f"GraphedModule: max_graphs is {max_graphs} and warmup {warmup}, but 1 or more is wanted of both"
+            )
         self._module = weakref.ref(module)
         self._forward = forward
         self.max_graphs, self.warmup, self.required = max_graphs, warmup, required
@@ -315,7 +317,10 @@ class ModuleGraphs:
 
     def __call__(self, x: torch.Tensor) -> Any:
         module = self.module
-        if self.reason is not None or not (module.training and torch.is_grad_enabled() and isinstance(x, torch.Tensor)):
+        if self.reason is not None or not (module.training and torch.is_grad_enabled()):
+            return self.forward(x)
+        if not isinstance(x, torch.Tensor):
+            self._stay_eager(f"its input is a {type(x).__name__}, not a tensor")
             return self.forward(x)
         if not x.is_cuda:
             self._stay_eager(why_not(module) or f"its input is on {x.device}, not on a GPU")
@@ -473,10 +478,10 @@ class GraphedModule(nn.Module):
             loss = compute_loss(model(images), targets)
         scaler.scale(loss).backward()          # gradients in p.grad, added up over several backward passes
 
-    Each input shape is captured at its second call (:class:`ModuleGraphs`). Calls in eval mode, under no_grad, with inputs
-    on the CPU or with further arguments go to the module itself. Everything else is the module's: ``state_dict``,
-    parameters, attributes. A deep copy and a pickle of it *are* the plain module, so that EMA models and checkpoints are
-    what they were without graphs.
+    Each input shape is captured at its second call (:class:`ModuleGraphs`). Calls in eval mode, under no_grad or with further
+    arguments go to the module itself; so do inputs that no graph takes (on the CPU, a list), which ``required`` makes an error.
+    Everything else is the module's: ``state_dict``, parameters, attributes. A copy and a pickle of it *are* the plain module, so
+    that EMA models and checkpoints are what they were without graphs.
 
     Outputs and gradients live in the graphs' memory: the next forward pass overwrites the outputs, the next backward pass
     after ``zero_grad()`` the gradients. Gradients reach ``p.grad`` from ``backward()`` alone; ``torch.autograd.grad`` by a
@@ -561,6 +566,9 @@ class GraphedModule(nn.Module):
     def __delattr__(self, name: str) -> None:
         delattr(self.module, name)
 
+    def __copy__(self) -> nn.Module:
+        return copy.copy(self.module)
+
     def __deepcopy__(self, memo: dict) -> nn.Module:
         return copy.deepcopy(self.module, memo)
 
@@ -600,7 +608,8 @@ class TrainStep:
     Args:
         model: the model in training mode, on a GPU.
         loss: ``loss(outputs, targets, num_targets) -> (loss, items)``, without host synchronisation, where the first
-            ``num_targets`` (an int64 on the device) rows of targets are in use: :class:`torch_fastdet.yolov5.ComputeLoss`.
+            ``num_targets`` (an int64 on the device) rows of targets are in use: :class:`torch_fastdet.yolov5.ComputeLoss`,
+            whose bad rows are counted (``loss.ignored_targets``) in every step, captured or not.
         optimizer: torch_fastdet.optim.SGD or torch.optim.SGD.
         scaler: a torch.amp.GradScaler, driven in the graph (overflow skips the update, growth, backoff).
         ema: a torch_fastdet.ema.ModelEMA of the model.
@@ -639,13 +648,19 @@ class TrainStep:
     ) -> None:
         from torch_fastdet.yolov5.heads import head_views  # here, for the package's switches import this module
 
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"TrainStep: model is a {type(model).__name__}, but a torch.nn.Module is wanted")
+        if isinstance(model, GraphedModule):
+            model = model.module
+        if not any(p.requires_grad for p in model.parameters()):
+            raise ValueError(f"TrainStep: {type(model).__name__} has no parameter that requires a gradient")
         reason = why_not(model)
         if reason is not None:
             raise CaptureError(f"TrainStep: {type(model).__name__} cannot be captured in a CUDA graph: {reason}")
         if max_targets is not None and max_targets < 1:
-            raise ValueError(f"TrainStep: max_targets is at least 1; got {max_targets}")
+            raise ValueError(f"TrainStep: max_targets is {max_targets}, but 1 or more is wanted")
         if max_graphs < 1:
-            raise ValueError(f"TrainStep: max_graphs is at least 1; got {max_graphs}")
+            raise ValueError(f"TrainStep: max_graphs is {max_graphs}, but 1 or more is wanted")
         self.model, self.loss, self.optimizer, self.scaler, self.ema = model, loss, optimizer, scaler, ema
         self._head_views = head_views
         self.fused = FusedStep(optimizer, scaler, ema, max_norm)
@@ -656,22 +671,23 @@ class TrainStep:
         self.device = next(model.parameters()).device
         self._count = torch.zeros((), dtype=torch.int64, device=self.device)
         self._targets: torch.Tensor | None = None
-        self._images: dict[tuple, torch.Tensor] = {}
-        self._pending = 0  # micro-batches since the last update
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget all graphs; the next calls capture anew."""
-        self._phases: OrderedDict[tuple, _Phase] = OrderedDict()
-        self._warm: set[tuple] = set()
-        self._images = {}
+        self._columns: int | None = getattr(loss, "target_columns", None)  # of targets; else those of the first step
         self._gradients: list[tuple[nn.Parameter, torch.Tensor]] = []
-        self._pool: Any = None
-        self._stream = torch.cuda.Stream(self.device)
-        self._storage: tuple = ()
+        self._pending = 0  # micro-batches since the last update, whose gradients are summed up there
+        self._trained: tuple = ()
+        self._others: tuple = ()
         self._settings: tuple = ()
         self._walk: Walk | None = None
         self._ema_walk: Walk | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all graphs; the next calls capture anew. Gradients that are being added up stay."""
+        self._phases: OrderedDict[tuple, _Phase] = OrderedDict()
+        self._warm: set[tuple] = set()
+        self._images: dict[tuple, torch.Tensor] = {}
+        self._pool: Any = None
+        self._stream = torch.cuda.Stream(self.device)
 
     def _drop_graphs(self) -> None:
         self._phases.clear()
@@ -698,9 +714,16 @@ class TrainStep:
             targets: (nt, 6) float32 rows of the loss, on any device.
             update: whether to take the optimizer's step, or only to add up gradients for a later one.
         """
+        for name, value in (("images", images), ("targets", targets)):
+            if not isinstance(value, torch.Tensor):
+                raise TypeError(f"TrainStep: {name} is a {type(value).__name__}, but a tensor is wanted")
         if images.dim() != 4:
             raise ValueError(
                 f"TrainStep: images has shape {tuple(images.shape)}, but (batch, channels, height, width) is wanted"
+            )
+        if targets.dim() != 2 or targets.shape[1] != (self._columns or targets.shape[1]):
+            raise ValueError(
+                f"TrainStep: targets has shape {tuple(targets.shape)}, but (nt, {self._columns or 'columns'}) is wanted"
             )
         if not self.model.training:
             raise RuntimeError("TrainStep: the model is in eval mode; call model.train() first")
@@ -716,10 +739,11 @@ class TrainStep:
         if phase is not None:
             self._phases.move_to_end(key)
         elif not graphed:
-            self._warm.add(key)
             items = self._run(static, first, last)
+            self._warm.add(key)
+            self._columns = targets.shape[1]
             self._pending = 0 if last else self._pending + 1
-            self._storage = self._addresses()  # the first step makes momentum buffers
+            self._trained, self._others = self._addresses()  # the first step makes momentum buffers
             return items
         else:
             phase = self._capture(key, static)
@@ -734,21 +758,25 @@ class TrainStep:
         self._walk = Walk.renewed(self._walk, self.model)
         return self._walk
 
-    def _addresses(self) -> tuple:
-        """Where everything lies that graphs read and write, and what is trained."""
+    def _addresses(self) -> tuple[tuple, tuple]:
+        """What is trained, and where it lies; where all else lies that graphs read and write."""
         walk = self._walked()
         averages = []
         if self.ema is not None:
             self._ema_walk = Walk.renewed(self._ema_walk, self.ema.ema)
             averages = self._ema_walk.tensors
         buffers = [state.get("momentum_buffer") for state in self.optimizer.state.values()]
-        return (
-            tuple([t.data_ptr() for t in walk.tensors]),
-            tuple([t.data_ptr() for t in averages]),
+        trained = (
+            tuple([p.data_ptr() for p in walk.parameters]),
             tuple(map(id, walk.parameters)),  # gradients go to the parameters of the capture
             tuple([p.requires_grad for p in walk.parameters]),
+        )
+        others = (
+            tuple([b.data_ptr() for b in walk.buffers]),
+            tuple([t.data_ptr() for t in averages]),
             tuple([b.data_ptr() for b in buffers if b is not None]),
         )
+        return trained, others
 
     def _decisions(self) -> tuple:
         """What else is baked into a graph: decisions of the host."""
@@ -763,14 +791,10 @@ class TrainStep:
 
     def _watch(self) -> None:
         """What moved (``ema.half().float()``, ``p.data = ...``, a loaded optimizer), was frozen or set needs new graphs."""
-        storage, settings = self._addresses(), self._decisions()
-        if storage == self._storage and settings == self._settings:
+        (trained, others), settings = self._addresses(), self._decisions()
+        if trained == self._trained and others == self._others and settings == self._settings:
             return
-        moved = storage != self._storage
-        if moved and self._pending:
-            raise RuntimeError(
-                "TrainStep: tensors of the model, its EMA or its optimizer moved or were frozen in the middle of an accumulation"
-            )
+        moved = trained != self._trained or others != self._others
         if self._phases:
             what = (
                 "tensors of the model, its EMA or its optimizer moved or were frozen"
@@ -778,26 +802,30 @@ class TrainStep:
                 else "settings of the model, the loss, the optimizer, the scaler or the EMA changed"
             )
             self.say(f"TrainStep: {what}; capturing again")
-        if moved:
-            self.reset()
-            self._storage = storage
+        self.reset()
+        lost = self._pending if trained != self._trained else 0
+        if trained != self._trained:
             self._gradients = [(p, torch.zeros_like(p)) for p in self.model.parameters() if p.requires_grad]
-        self._drop_graphs()
-        self._warm.clear()
-        self._settings = settings
+            self._pending = 0
+        self._trained, self._others, self._settings = trained, others, settings
+        if lost:
+            raise RuntimeError(
+                "TrainStep: parameters of the model moved, were replaced or frozen in the middle of an accumulation; the gradients of "
+                f"{lost} micro-batch(es) are dropped, and the next call begins a new one"
+            )
 
     def _take_targets(self, targets: torch.Tensor) -> None:
         count, held = targets.shape[0], self._targets
-        if held is None or count > held.shape[0] or targets.shape[1:] != held.shape[1:]:
-            if targets.dim() != 2:
-                raise ValueError(f"TrainStep: targets has shape {tuple(targets.shape)}, but (nt, columns) is wanted")
+        if held is not None and held.shape[1] != targets.shape[1]:
+            held = None  # of a first call that failed
+        if held is None or count > held.shape[0]:
             room = max(64, 2 * count)
             if held is None and self.max_targets is not None:
                 room = max(self.max_targets, count)
             if self._phases and held is not None:
                 self.say(f"TrainStep: {count} targets need more room than {held.shape[0]}; capturing again for {room}")
             self._drop_graphs()
-            self._targets = held = torch.zeros(room, *targets.shape[1:], device=self.device)
+            self._targets = held = torch.zeros(room, targets.shape[1], device=self.device)
         held[:count].copy_(targets, non_blocking=True)
         self._count.fill_(count)
 
@@ -816,7 +844,8 @@ class TrainStep:
         x = images if images.is_floating_point() else images.float() / 255
         # A cached cast would be made by one graph and be missing in the next replay.
         autocast = torch.autocast("cuda", self.amp or torch.float16, enabled=self.amp is not None, cache_enabled=False)
-        with autocast, self._head_views(self.model):
+        counting = getattr(self.loss, "counting", contextlib.nullcontext)
+        with autocast, self._head_views(self.model), counting():
             return self.loss(self.model.forward(x), self._targets, self._count)
 
     def _run(self, images: torch.Tensor, first: bool, last: bool) -> torch.Tensor:

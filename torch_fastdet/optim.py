@@ -272,7 +272,8 @@ def clip_grad_norm_(
     Args:
         parameters: tensors whose ``.grad`` is clipped; those without are left out.
         max_norm: the norm to clip to.
-        norm_type, error_if_nonfinite: other norms than 2, and the check that waits for the GPU, are left to torch's function.
+        norm_type: other norms than 2 are left to torch's function.
+        error_if_nonfinite: the check that waits for the GPU is left to torch's function too.
         foreach: accepted; changes nothing.
     """
     if isinstance(parameters, Tensor):

@@ -24,6 +24,7 @@ import torch
 
 from torch_fastdet import ema, ops
 from torch_fastdet._say import say
+from torch_fastdet._switches import check_switches, say_put_back
 from torch_fastdet.suppression import ultralytics_non_max_suppression as non_max_suppression
 
 __all__ = ["ModelEMA", "bbox_iou", "non_max_suppression", "patch", "unpatch"]
@@ -119,12 +120,7 @@ def patch(**switches: bool) -> tuple[str, ...]:
         RuntimeError: this Ultralytics has no such name, or with other parameters; nothing stays replaced then.
         TypeError: there is no such switch.
     """
-    unknown = sorted(set(switches) - {ALL, *SWITCHES})
-    if unknown:
-        raise TypeError(f"There is no switch {', '.join(unknown)}; there are {', '.join([ALL, *SWITCHES])}.")
-    for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} is True or False; got {value!r}.")
+    check_switches(switches, [ALL, *SWITCHES])
     if importlib.util.find_spec("ultralytics") is None:
         raise ImportError("torch_fastdet.ultralytics.patch() found no ultralytics; type: pip install ultralytics")
     everything = switches.get(ALL, not switches)
@@ -150,8 +146,7 @@ def unpatch() -> None:
             if id(value) in stock and (id(module), attribute) not in _ours_before:
                 setattr(module, attribute, stock[id(value)])
     vars(non_max_suppression).pop("__torch_fastdet_stock__", None)
-    if _replacements:
-        say(f"put back {len(_replacements)} name{'s' if len(_replacements) > 1 else ''}")
+    say_put_back(len(_replacements))
     _replacements.clear()
     _ours_before.clear()
 

@@ -269,7 +269,8 @@ def test_opcheck(device, layout):
     )
 
 
-def test_compile_fullgraph(device):
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compile_fullgraph(device, backend):
     args = sample_call(device)
 
     def run(heads, targets, anchors, balance):
@@ -278,7 +279,7 @@ def test_compile_fullgraph(device):
     loss = run(*args)
     gradients = torch.autograd.grad(loss, args[0])
     torch._dynamo.reset()
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(run, fullgraph=True, backend=backend)
     loss2 = compiled(*args)
     assert torch.equal(loss, loss2)
     assert all(torch.equal(a, b) for a, b in zip(gradients, torch.autograd.grad(loss2, args[0])))

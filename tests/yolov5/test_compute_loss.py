@@ -312,30 +312,52 @@ def test_number_of_classes_is_the_heads(device):
         ComputeLoss(model)(heads, make_targets(3, 2, 5, device))
 
 
-def test_bad_rows_of_a_buffer_are_counted(cuda):
-    """With num_targets, as TrainStep calls it: no error that a later call would raise."""
+def test_bad_rows_of_a_buffer(device):
+    """With num_targets too, outside of a graph they are an error; what is behind the rows in use is not looked at."""
+    model = Model(device=device)
+    compute = ComputeLoss(model)
+    heads, targets = make_heads(model, 2, 64), make_targets(6, 2, 5, device)
+    targets[2, 1] = 9
+    compute(heads, targets, torch.tensor(2, device=device))
+    compute.check()
+    with pytest.raises(ValueError, match="row 2, column 1"):
+        compute(heads, targets, torch.tensor(6, device=device))
+        compute.check()
+    assert compute.ignored_targets == 0
+
+
+def test_counting(cuda):
+    """As TrainStep calls it: no error that a later call would raise."""
     model = Model(device=cuda)
     compute = ComputeLoss(model)
     heads, targets = make_heads(model, 2, 64), make_targets(6, 2, 5, cuda)
     targets[2, 1] = 9
-    compute(heads, targets, torch.tensor(6, device=cuda))
+    with compute.counting():
+        compute(heads, targets, torch.tensor(6, device=cuda))
     compute.check()
     assert compute.ignored_targets == 1
 
 
-def test_targets_beyond_the_buffer_are_an_error(cuda):
-    """In a graph and in a call with num_targets: the next check says how many were left out, once."""
+def test_targets_beyond_the_buffer_are_an_error(device):
+    model = Model(device=device)
+    compute = ComputeLoss(model)
+    heads, targets = make_heads(model, 2, 64), make_targets(6, 2, 5, device)
+    with pytest.raises(ValueError, match="num_targets is 8, but targets has 6 rows"):
+        compute(heads, targets, torch.tensor(8, device=device))
+        compute.check()
+    compute.check()
+
+
+def test_targets_beyond_a_graphs_buffer_are_an_error(cuda):
+    """The next check says how many were left out, once."""
     model = Model(device=cuda)
     compute = ComputeLoss(model)
     heads, targets = make_heads(model, 2, 64), make_targets(6, 2, 5, cuda)
-    count = torch.tensor(8, device=cuda)
+    count = torch.tensor(6, device=cuda)
     compute(heads, targets, count)
-    with pytest.raises(ValueError, match="2 targets were left out"):
-        compute.check()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         compute(heads, targets, count)
-    count.fill_(6)
     graph.replay()
     compute.check()
     count.fill_(9)
@@ -363,7 +385,28 @@ def test_checks_belong_to_their_device(cuda):
             compute.check()
 
 
-def test_targets_must_be_a_tensor():
+def test_what_is_no_head_or_target():
     model = Model()
+    compute = ComputeLoss(model)
+    heads, targets = make_heads(model, 2, 64), make_targets(3, 2, 5)
     with pytest.raises(TypeError, match="ComputeLoss: targets is a list, but a tensor"):
-        ComputeLoss(model)(make_heads(model, 2, 64), [[0, 1, 0.5, 0.5, 0.1, 0.1]])
+        compute(heads, [[0, 1, 0.5, 0.5, 0.1, 0.1]])
+    with pytest.raises(TypeError, match="ComputeLoss: num_targets is a int, but a tensor of one int64"):
+        compute(heads, targets, 3)
+    with pytest.raises(TypeError, match="ComputeLoss: p is a NoneType, but the list of the Detect layer's outputs"):
+        compute(None, targets)
+    with pytest.raises(TypeError, match=r"ComputeLoss: p\[0\] is a list, but the list of the Detect"):
+        compute([heads, heads, heads], targets)
+    with pytest.raises(
+        RuntimeError, match=r"p\[0\] has shape \(2, 252, 10\), but .*in eval mode it is the second of two"
+    ):
+        compute((torch.zeros(2, 252, 10), heads), targets)
+    with pytest.raises(RuntimeError, match=r"p\[0\] has shape \(10,\)"):
+        compute([torch.zeros(10)] * 3, targets)
+
+
+def test_a_model_without_detect():
+    model = torch.nn.Module()
+    model.model, model.hyp = torch.nn.Sequential(torch.nn.Linear(2, 3)), {}
+    with pytest.raises(TypeError, match="ComputeLoss: model is Module, but YOLOv5's DetectionModel is wanted"):
+        ComputeLoss(model)

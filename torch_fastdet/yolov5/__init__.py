@@ -16,11 +16,12 @@ import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
+from torch_fastdet._switches import check_switches, say_put_back
 from torch_fastdet.ema import ModelEMA
 from torch_fastdet.yolov5 import layout
 from torch_fastdet.yolov5.dropins import bbox_iou, non_max_suppression, smart_optimizer
 from torch_fastdet.yolov5.loss import ComputeLoss
-from torch_fastdet.yolov5.patches import Patches, say
+from torch_fastdet.yolov5.patches import Patches
 from torch_fastdet.yolov5.registry import ALL, ALL_HELP, SWITCHES
 from torch_fastdet.yolov5.switch import Switch, SwitchError, missing_gpu
 
@@ -56,12 +57,7 @@ def patch(**switches: bool) -> tuple[str, ...]:
         SwitchError: a switch that was asked for by name cannot apply. Nothing stays replaced then.
         TypeError: there is no such switch.
     """
-    unknown = sorted(set(switches) - {ALL, *SWITCHES})
-    if unknown:
-        raise TypeError(f"There is no switch {', '.join(unknown)}; there are {', '.join([ALL, *SWITCHES])}.")
-    for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} is True or False; got {value!r}.")
+    check_switches(switches, [ALL, *SWITCHES])
     off = {name for name, value in switches.items() if not value}
     by_name = [name for name in SWITCHES if switches.get(name)]
     everything = switches.get(ALL, not switches)
@@ -72,9 +68,7 @@ def patch(**switches: bool) -> tuple[str, ...]:
 
 def unpatch() -> None:
     """Put back every name that ``patch()``, ``apply()`` or an import since then replaced."""
-    count = _patches.stop()
-    if count:
-        say(f"put back {count} name{'s' if count > 1 else ''}")
+    say_put_back(_patches.stop())
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

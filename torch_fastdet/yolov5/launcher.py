@@ -19,6 +19,7 @@ from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
 from torch_fastdet import yolov5
+from torch_fastdet._say import say
 from torch_fastdet.yolov5 import layout
 from torch_fastdet.yolov5.registry import ALL, SWITCHES
 from torch_fastdet.yolov5.switch import SwitchError
@@ -105,7 +106,7 @@ def _fail(message: str) -> NoReturn:
 
 def _patch(command: Command) -> None:
     if not command.switches:
-        yolov5.say(f"no switch is given ({', '.join(FLAGS)}): the script runs as it is")
+        say(f"no switch is given ({', '.join(FLAGS)}): the script runs as it is")
         return
     everything = ALL in command.switches
     names = [name for name in SWITCHES if everything or name in command.switches]
@@ -142,7 +143,7 @@ def _tell_unused(command: Command) -> None:
         is_error = lost and name in command.switches
         reason = "no YOLOv5, neither a checkout's modules nor the package's" if lost else "nothing that it replaces"
         line = f"{name} replaced nothing of YOLOv5: {command.script or command.module} imported {reason}"
-        yolov5.say(f"error: {line}" if is_error else line, file=sys.stderr if is_error else sys.stdout)
+        say(f"error: {line}" if is_error else line, file=sys.stderr if is_error else sys.stdout)
     if lost and any(name in command.switches for name in unused):
         raise SystemExit(2) from None
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -92,22 +94,24 @@ class ComputeLoss:
 
     A bad row of targets raises ValueError with its row and column: on the CPU at once; on a GPU, where waiting for the
     result would stall the step, at the end of the call if the GPU has got there, else in a later call or in
-    :meth:`check`, which waits. In a CUDA graph, and wherever ``num_targets`` is given, such rows are ignored and counted in
-    :attr:`ignored_targets` (on a GPU); targets beyond the rows that there are make :meth:`check` raise.
+    :meth:`check`, which waits. In a CUDA graph, and inside of :meth:`counting`, such rows are ignored and counted in
+    :attr:`ignored_targets`. A ``num_targets`` beyond the rows of targets is such an error too; in a graph, :meth:`check` raises it.
     """
 
     sort_obj_iou = False
+    target_columns = len(COLUMNS)
 
     def __init__(self, model: nn.Module, autobalance: bool = False) -> None:
-        self.device = next(model.parameters()).device
         trained: Any = model  # DistributedDataParallel, where train.py has wrapped it and set hyp
         inner: Any = unwrap(model)
-        if not hasattr(inner, "model") or not hasattr(trained, "hyp"):
+        layers: Any = getattr(inner, "model", None)
+        detect: Any = layers[-1] if isinstance(layers, (nn.Sequential, nn.ModuleList, list)) and len(layers) else None
+        if not hasattr(trained, "hyp") or not all(hasattr(detect, name) for name in ("na", "nc", "nl", "anchors")):
             raise TypeError(
                 f"ComputeLoss: model is {type(inner).__name__}, but YOLOv5's DetectionModel is wanted, with hyp and a Detect as "
                 "its last layer"
             )
-        detect = inner.model[-1]
+        self.device = next(model.parameters()).device
         self.hyp = trained.hyp
         self.na, self.nc, self.nl, self.anchors = detect.na, detect.nc, detect.nl, detect.anchors
         self.gr = 1.0
@@ -125,6 +129,7 @@ class ComputeLoss:
         self._balance_seen: list[float] = []  # what the tensor below was made from
         self._balance_tensor: torch.Tensor | None = None
         self._balance_on(self.device)  # now, for a graph capture cannot bring it there
+        self._counting = False
         self._ignored = torch.zeros(2, dtype=torch.int64, device=self.device)  # bad rows, targets that had no row
         self._checks = _DeferredCheck()
 
@@ -151,8 +156,17 @@ class ComputeLoss:
 
     @property
     def ignored_targets(self) -> int:
-        """Bad rows of targets ignored in CUDA graphs and in calls with num_targets so far; reading it waits for the device."""
+        """Bad rows of targets ignored in CUDA graphs and inside of counting() so far; reading it waits for the device."""
         return int(self._ignored[0])
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """While inside, bad targets on a GPU are ignored and counted, as in a CUDA graph, where they would be an error."""
+        before, self._counting = self._counting, True
+        try:
+            yield
+        finally:
+            self._counting = before
 
     def graph_key(self) -> tuple:
         """Changes when a call that is captured now would do something else than before; for who keeps graphs of this loss."""
@@ -177,6 +191,10 @@ class ComputeLoss:
         """Loss and items; ``num_targets``, one int64 on the device, says how many rows of targets are in use."""
         if not isinstance(targets, torch.Tensor):
             raise TypeError(f"ComputeLoss: targets is a {type(targets).__name__}, but a tensor (nt, 6) is wanted")
+        if num_targets is not None and not isinstance(num_targets, torch.Tensor):
+            raise TypeError(
+                f"ComputeLoss: num_targets is a {type(num_targets).__name__}, but a tensor of one int64 on the device is wanted"
+            )
         capturing = targets.is_cuda and torch.cuda.is_current_stream_capturing()
         if not capturing:
             self._checks.raise_arrived()
@@ -190,9 +208,9 @@ class ComputeLoss:
             self._anchors_on(targets.device),
             balance,
             num_targets,
-            box=float(hyp["box"]),
-            obj=float(hyp["obj"]),
-            cls=float(hyp["cls"]),
+            box_gain=float(hyp["box"]),
+            obj_gain=float(hyp["obj"]),
+            cls_gain=float(hyp["cls"]),
             anchor_t=float(hyp["anchor_t"]),
             gr=float(self.gr),
             sort_obj_iou=self.sort_obj_iou,
@@ -202,7 +220,7 @@ class ComputeLoss:
             levels = values.shape[0]
             balance[:levels].mul_(0.9999).add_(0.0001 / values[:, 0].double())
             balance.div_(balance[self.ssi].clone())
-        if targets.is_cuda and (capturing or num_targets is not None):
+        if targets.is_cuda and (capturing or self._counting):
             self._ignored.add_(owner[-4::2])  # status[0] and status[2]
         elif targets.is_cuda:
             self._checks.add(owner[-4:], targets.shape[0])
@@ -228,7 +246,16 @@ class ComputeLoss:
 
     def _check_heads(self, p: list[torch.Tensor]) -> None:
         wanted = self.nc + 5
+        outputs_of = (
+            "the list of the Detect layer's outputs in training mode is wanted (in eval mode it is the second of two)"
+        )
+        if not isinstance(p, (list, tuple)):
+            raise TypeError(f"ComputeLoss: p is a {type(p).__name__}, but {outputs_of}")
         for i, head in enumerate(p):
+            if not isinstance(head, torch.Tensor):
+                raise TypeError(f"ComputeLoss: p[{i}] is a {type(head).__name__}, but {outputs_of}")
+            if head.dim() not in (4, 5):
+                raise RuntimeError(f"ComputeLoss: p[{i}] has shape {tuple(head.shape)}, but {outputs_of}")
             outputs = head.shape[-1] if head.dim() == 5 else head.shape[1] / self.na
             if outputs != wanted:
                 raise RuntimeError(
