@@ -1,6 +1,7 @@
 """What every test shares: the device fixture, and a fixed seed."""
 
 import pytest
+import setuptools  # noqa: F401  before distutils, which YOLOv5's packages import; torch.compile imports both and fails otherwise
 import torch
 
 import torch_fastdet
