@@ -109,8 +109,7 @@ def _percentile(values: list[float], share: float) -> float:
 
 
 def launches(function: Callable[[], Any]) -> int:
-    """Kernels, copies and fills that one call starts on the GPU."""
-    function()
+    """Kernels, copies and fills that one call, not the first, starts on the GPU."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         function()
@@ -119,8 +118,7 @@ def launches(function: Callable[[], Any]) -> int:
 
 
 def host_syncs(function: Callable[[], Any]) -> int:
-    """Times that one call makes the host wait for the GPU."""
-    function()
+    """Times that one call, not the first, makes the host wait for the GPU."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("warn")
     try:
@@ -133,8 +131,7 @@ def host_syncs(function: Callable[[], Any]) -> int:
 
 
 def peak_memory(function: Callable[[], Any]) -> float:
-    """MiB that one call allocates at its peak beyond what is held before it."""
-    function()
+    """MiB that one call, not the first, allocates at its peak beyond what is held before it."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -169,11 +166,17 @@ class Flush:
 
 
 def _time_cuda(
-    functions: dict[str, Callable], repetitions: int, inner: int, before: Callable | None
+    functions: dict[str, Callable], repetitions: int, inner: int, before: Callable | None, seconds: float = 2.0
 ) -> dict[str, list]:
-    """Microseconds a call: `inner` calls between two events, `repetitions` times, variants interleaved."""
+    """Microseconds a call: `inner` calls between two events, `repetitions` times, variants interleaved.
+
+    After `seconds` no repetition beyond the fifth begins.
+    """
     times: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(repetitions):
+    begun = time.monotonic()
+    for repetition in range(repetitions):
+        if repetition >= 5 and time.monotonic() - begun > seconds:
+            break
         for name, function in functions.items():
             if before:
                 before()
