@@ -208,8 +208,8 @@ def main() -> None:
     if options.device == "cpu" or not torch.cuda.is_available():
         print("nothing to do: the training step is measured on a GPU only")
         return
-    if reason := missing("yolov5"):
-        print(reason)
+    if reason := missing("step"):
+        print(f"nothing to do: {reason}")
         return
     if options.prepare:
         prepare(options.compiled)
