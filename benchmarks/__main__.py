@@ -1,9 +1,9 @@
 """``python -m benchmarks`` (make bench): every benchmark on this machine, into one folder, then the tables made from it.
 
 --device cpu|cuda   default: the GPU where there is one
---only NAME ...     some benchmarks: bbox_iou, upsample, ...
---budget SECONDS    for all of them; 0: no limit. Default: 580, so that an H200 ends within ten minutes
---out FOLDER        default: benchmarks/results/<machine>-<date>
+--only NAME ...     some benchmarks, in this order: bbox_iou, upsample, ...; the roofline of all is always last
+--budget SECONDS    for all of them; 0: no limit. Default: 520, so that an H200 ends within ten minutes, build included
+--out FOLDER        default: benchmarks/results/<machine>-<date>; then the tables of README.md and docs/ are made anew
 
 A benchmark's old files in the folder are removed before it starts; one that fails or passes its limit loses what it
 has not measured yet, and nothing of the others. Longer tables than fit the budget:
@@ -64,11 +64,35 @@ def run(command: list[str], seconds: float | None, quiet: bool = False) -> str:
 
 
 def prepare(names: list[str]) -> None:
-    """Fills the caches that the benchmarks find: of torch.compile, and of weights."""
-    commands = {name: [sys.executable, "-m", f"benchmarks.bench_{name}", "--prepare"] for name in names}
-    with ThreadPoolExecutor(len(commands)) as pool:
-        ended = {name: pool.submit(run, command, PREPARE_SECONDS, quiet=True) for name, command in commands.items()}
-    print(f"== prepared: {', '.join(f'{name} {how.result()}' for name, how in ended.items())}", flush=True)
+    """Fills the caches that the benchmarks find, of torch.compile and of weights, and prints each one's seconds."""
+    begun = time.monotonic()
+
+    def one(name: str) -> None:
+        how = run([sys.executable, "-m", f"benchmarks.bench_{name}", "--prepare"], PREPARE_SECONDS, quiet=True)
+        print(f"== prepared {name}: {how}, {time.monotonic() - begun:.0f} s", flush=True)
+
+    with ThreadPoolExecutor(len(names)) as pool:
+        list(pool.map(one, names))
+
+
+def left_out(name: str, device: str) -> str | None:
+    """Why there is nothing to measure here, or None."""
+    if name == "step" and device == "cpu":
+        return "left out: measured on a GPU only"
+    reason = harness.missing(name)
+    return f"left out: {reason}" if reason else None
+
+
+def bring_pages(folder: Path) -> str | None:
+    """The pages show the newest folder under benchmarks/results. What stands in the way, or None."""
+    if not folder.is_relative_to(report.RESULTS):
+        return None
+    try:
+        stale = report.bring()
+    except (FileNotFoundError, KeyError) as error:
+        return f"README.md and docs/ are as they were: {error.args[0]}"
+    print(f"rewrote from benchmarks/results: {', '.join(stale) or 'nothing, all is up to date'}")
+    return None
 
 
 def remove_old(folder: Path, name: str) -> None:
@@ -81,20 +105,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--only", nargs="+", choices=[*LIMITS, ROOFLINE], default=[*LIMITS, ROOFLINE])
-    parser.add_argument("--budget", type=float, default=580)
+    parser.add_argument("--budget", type=float, default=520)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     environment = harness.environment(torch.device(arguments.device))
-    folder = (arguments.out or harness.results_folder(environment)).resolve()
+    folder = (arguments.out or report.results_folder(environment)).resolve()
     print(", ".join(f"{key} {value}" for key, value in environment.items() if value), flush=True)
 
     begun = time.monotonic()
     ended: dict[str, tuple[str, float]] = {}
-    prepared = [name for name in PREPARED if name in arguments.only]
+    names = sorted(dict.fromkeys(arguments.only), key=lambda name: name == ROOFLINE)
+    absent = {name: why for name in names if (why := left_out(name, arguments.device))}
+    prepared = [name for name in names if name in PREPARED and name not in absent]
     if arguments.device == "cuda" and len(prepared) > 1:
         prepare(prepared)
-        print(f"== prepared in {time.monotonic() - begun:.0f} s", flush=True)
-    for name in [name for name in (*LIMITS, ROOFLINE) if name in arguments.only]:
+    for name in names:
         started = time.monotonic()
         print(f"== {name}", flush=True)
         command = [sys.executable, "-m", f"benchmarks.bench_{name}", "--device", arguments.device, "--out", str(folder)]
@@ -104,20 +129,25 @@ def main() -> int:
         if arguments.budget:
             left = arguments.budget - (started - begun)
             limit = max(left, 10.0) if name == ROOFLINE else min(LIMITS[name], left - ROOFLINE_SECONDS)
-        how = "not begun: no time left"
-        if limit is None or limit > 0:
+        how = absent.get(name, "not begun: no time left")
+        if name not in absent and (limit is None or limit > 0):
             remove_old(folder, name)
             how = run(command, limit)
         ended[name] = (how, time.monotonic() - started)
         print(f"== {name}: {how}, {ended[name][1]:.0f} s", flush=True)
 
+    trouble = None
     if report.load(folder):
         (folder / "tables.md").write_text(report.tables(folder))
-        print(f"wrote {folder / 'tables.md'}; python -m benchmarks.report brings the tables into README.md and docs/")
+        print(f"wrote {folder / 'tables.md'}")
+        trouble = bring_pages(folder)
     for name, (how, seconds) in ended.items():
         print(f"{name:14} {seconds:5.0f} s  {how}")
     print(f"{'all':14} {time.monotonic() - begun:5.0f} s")
-    return 0 if all(how == "ok" for how, _ in ended.values()) else 1
+    if trouble:
+        print(trouble)
+    fine = all(how == "ok" or how.startswith("left out") for how, _ in ended.values())
+    return 0 if fine and not trouble else 1
 
 
 if __name__ == "__main__":

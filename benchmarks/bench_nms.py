@@ -17,14 +17,10 @@ from benchmarks import harness, stock, work
 from torch_fastdet import ops
 from torch_fastdet.suppression import ultralytics_non_max_suppression, yolov5_non_max_suppression
 
-STRIDES = [8.0, 16.0, 32.0]
-ANCHORS = torch.tensor(
-    [
-        [[10.0, 13], [16, 30], [33, 23]],
-        [[30, 61], [62, 45], [59, 119]],
-        [[116, 90], [156, 198], [373, 326]],
-    ]
-) / torch.tensor(STRIDES).view(3, 1, 1)
+STRIDES = [float(stride) for stride in work.STRIDES]
+ANCHORS = torch.tensor(work.ANCHORS, dtype=torch.float32).view(3, 3, 2) / torch.tensor(STRIDES).view(
+    3, 1, 1
+)  # in cells
 VALIDATION = {"conf_thres": 0.001, "iou_thres": 0.6, "multi_label": True}
 
 

@@ -6,8 +6,9 @@ Without --weights yolov5n is trained on the demo's pictures from seed 0 (the sec
 runs/benchmarks). Its raw head maps are kept, and from them each choice goes on: stock's decode and suppression as installed, time
 limit included; stock's decode with our suppression, as under --nms_optim; and YOLOv5PostProcess. Accuracy is what the real val.py
 computes from their detections. "validation" is val.py's use (conf .001, several labels a box), a batch of 32; "one picture" is
-detect.py's (conf .25), a call at a time. postprocess_breakdown.png shows where the time goes: on the GPU by the names of kernels, on
-the CPU by what a clock and the operators' names can tell, so our operators are one piece there.
+detect.py's (conf .25), a call at a time: 10,000 calls in fp16 on a GPU, a tenth in fp32 and on the CPU beside it; 10,000 on a CPU
+alone. postprocess_breakdown.png shows where the time of both goes: on the GPU by the names of kernels, on the CPU by what a clock
+and the operators' names can tell, so our operators are one piece there.
 """
 
 from __future__ import annotations
@@ -23,20 +24,21 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.bench_nms import VALIDATION
 from benchmarks.harness import OURS, WORK, Report, add_arguments, missing, peak_memory
-from examples.demo import dataset
+from benchmarks.report import pyplot
 from examples.demo.training import FASTDET, Machine, train
 from examples.yolov5_env import environment
 from torch_fastdet.postprocess import YOLOv5PostProcess
 from torch_fastdet.suppression import yolov5_non_max_suppression
 
-VALIDATION = {"conf_thres": 0.001, "iou_thres": 0.6, "multi_label": True}
 DETECTION = {"conf_thres": 0.25, "iou_thres": 0.45}
 BATCH = 32
 STAGES = ("decode", "select", "sort", "NMS", "one operator", "host and gaps")
@@ -66,7 +68,7 @@ class Choice:
         return self.suppress(self.decode(heads) if self.decode else heads)
 
 
-def choices(model: nn.Module, options: dict[str, Any]) -> list[Choice]:
+def choices(model: Any, options: dict[str, Any]) -> list[Choice]:
     from yolov5.utils.general import non_max_suppression
 
     detect = model.model[-1]
@@ -114,11 +116,11 @@ class Case:
         first = self.batches[0]
         return [[m[i : i + 1].clone() for m in first] for i in range(min(count, len(first[0])))]
 
-    def accuracy(self, choice: Choice, data: dict[str, Any]) -> tuple[float, float]:
-        """mAP50 and mAP50-95, as the real val.py computes them from what `choice` detects."""
+    def accuracy(self, detections: list[list[Tensor]], data: dict[str, Any]) -> tuple[float, float]:
+        """mAP50 and mAP50-95, as the real val.py computes them from the detections of every batch."""
         from yolov5 import val
 
-        batches = iter(self.batches)
+        batches = iter(detections)
 
         class Model(nn.Module):
             names = data["names"]
@@ -130,7 +132,7 @@ class Case:
             def forward(self, images, augment=False):
                 return next(batches)
 
-        stock, val.non_max_suppression = val.non_max_suppression, lambda heads, *args, **kwargs: choice(heads)
+        stock, val.non_max_suppression = val.non_max_suppression, lambda found, *args, **kwargs: found
         try:
             with tempfile.TemporaryDirectory() as folder:
                 model = Model().to(self.device)
@@ -145,16 +147,17 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def microseconds(function: Callable[[], Any], device: torch.device) -> float:
+def timed(function: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+    """Microseconds of a call, and what it returns."""
     wait(device)
     start = time.perf_counter_ns()
-    function()
+    result = function()
     wait(device)
-    return (time.perf_counter_ns() - start) / 1e3
+    return (time.perf_counter_ns() - start) / 1e3, result
 
 
 def _status(key: str) -> int:
-    return int(re.search(rf"^{key}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)[1])
+    return int(re.findall(rf"^{key}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)[0])
 
 
 def cpu_peak(function: Callable[[], Any]) -> float | None:
@@ -181,17 +184,18 @@ def stages(choice: Choice, heads: list[Tensor], device: torch.device, whole: flo
             for event in profile.events():
                 if event.device_type == torch.autograd.DeviceType.CUDA:
                     found[stage or stage_of(event.name)] += event.time_range.elapsed_us()
-        found["host and gaps"] = max(0.0, whole - sum(found.values()))
-        return found
+        kernels = sum(found[stage] for stage in STAGES if stage != "host and gaps")
+        return found | {"host and gaps": max(0.0, whole - kernels)}
     if choice.decode is None:
         return found | {"one operator": whole}
     decoded = choice.decode(heads)
-    found["decode"] = statistics.median(microseconds(lambda: choice.decode(heads), device) for _ in range(3))
+    calls = 3 if whole > 1e4 else 100
+    found["decode"] = statistics.median(timed(partial(choice.decode, heads), device)[0] for _ in range(calls))
     rest = max(0.0, whole - found["decode"])
     if choice.name.startswith(OURS):
         return found | {"one operator": rest}
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        profiled = microseconds(lambda: choice.suppress(decoded), device)
+        profiled, _ = timed(partial(choice.suppress, decoded), device)
     for event in profile.key_averages():
         if (stage := stage_of(event.key)) != "select":
             found[stage] += event.self_cpu_time_total * rest / profiled
@@ -202,40 +206,51 @@ def stages(choice: Choice, heads: list[Tensor], device: torch.device, whole: flo
 def _parts(choice: Choice, heads: list[Tensor]) -> list[tuple[str | None, Callable[[], Any]]]:
     """What to profile apart, with its stage where it has but one."""
     if choice.decode is None:
-        return [(None, lambda: choice.suppress(heads))]
-    decoded = choice.decode(heads)
-    return [("decode", lambda: choice.decode(heads)), (None, lambda: choice.suppress(decoded))]
+        return [(None, partial(choice.suppress, heads))]
+    return [("decode", partial(choice.decode, heads)), (None, partial(choice.suppress, choice.decode(heads)))]
 
 
-def measure_validation(report: Report, case: Case, data: dict[str, Any], seconds: float = 5.0) -> None:
+def add_stages(
+    report: Report, name: str, choice: Choice, heads: list[Tensor], device: torch.device, times: list[float]
+):
+    """Rows of the stages of a call that takes the median of `times`."""
+    for stage, time_us in stages(choice, heads, device, statistics.median(times)).items():
+        if time_us:
+            report.add(name, choice.name, stage, [time_us])
+
+
+def measure_validation(report: Report, case: Case, data: dict[str, Any], seconds: float = 3.0) -> None:
     """Rounds over all batches, in turns, until a choice has had three of them or its seconds."""
     size = _size(case.batches[0], case.model)
+    name = f"validation, batch {BATCH} of {size}x{size}, {case.name}"
     ways = choices(case.model, VALIDATION)
     times: dict[str, list[float]] = {way.name: [] for way in ways}
+    found: dict[str, list[list[Tensor]]] = {way.name: [] for way in ways}
     for way in ways:
         way(case.batches[0])
     for _ in range(3):
         for way in ways:
             if sum(times[way.name]) < 1e6 * seconds:
-                times[way.name] += [
-                    microseconds(lambda way=way, heads=heads: way(heads), case.device) for heads in case.batches
-                ]
-    name = f"validation, batch {BATCH} of {size}x{size}, {case.name}"
+                found[way.name].clear()
+                for heads in case.batches:
+                    time_us, detections = timed(partial(way, heads), case.device)
+                    times[way.name].append(time_us)
+                    found[way.name].append(detections)
     for way in ways:
-        map50, map50_95 = case.accuracy(way, data)
-        peak = (peak_memory if case.device.type == "cuda" else cpu_peak)(lambda way=way: way(case.batches[0]))
+        map50, map50_95 = case.accuracy(found[way.name], data)
+        peak = (peak_memory if case.device.type == "cuda" else cpu_peak)(partial(way, case.batches[0]))
         report.add(
             name, way.name, "call", times[way.name], peak_mib=peak, map50=round(map50, 5), map50_95=round(map50_95, 5)
         )
-        first = statistics.median(times[way.name][:: len(case.batches)])  # of the first batch
-        for stage, time_us in stages(way, case.batches[0], case.device, first).items():
-            if time_us:
-                report.add(name, way.name, stage, [time_us])
+        add_stages(report, name, way, case.batches[0], case.device, times[way.name][:: len(case.batches)])
     report.write()
 
 
 def measure_latency(report: Report, case: Case, calls: int) -> None:
+    """Pictures one by one, the choices in turns; the stages are of the first picture."""
     pictures = case.pictures(16)
+    size = _size(pictures[0], case.model)
+    name = f"one picture of {size}x{size}, {calls:,} calls, {case.name}"
     ways = choices(case.model, DETECTION)
     times: dict[str, list[float]] = {way.name: [] for way in ways}
     for way in ways:
@@ -244,52 +259,53 @@ def measure_latency(report: Report, case: Case, calls: int) -> None:
     for call in range(calls):
         heads = pictures[call % len(pictures)]
         for way in ways:
-            times[way.name].append(microseconds(lambda way=way, heads=heads: way(heads), case.device))
-    size = _size(pictures[0], case.model)
+            times[way.name].append(timed(partial(way, heads), case.device)[0])
     for way in ways:
-        values = sorted(times[way.name])
-        name = f"one picture of {size}x{size}, {calls:,} calls, {case.name}"
-        report.add(name, way.name, "call", values, p99_us=round(values[int(0.99 * len(values))], 3))
+        values = times[way.name]
+        p99 = sorted(values)[int(0.99 * len(values))]
+        report.add(name, way.name, "call", values, p99_us=round(p99, 3))
+        add_stages(report, name, way, pictures[0], case.device, values[:: len(pictures)])
     report.write()
 
 
-def _size(heads: list[Tensor], model: nn.Module) -> int:
+def _size(heads: list[Tensor], model: Any) -> int:
     return int(heads[0].shape[-1] * model.stride[0])
 
 
 def plot_breakdown(report: Report) -> None:
-    """Left microseconds, right shares of each choice's own total, so that short ones can be read as well."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    bars: dict[tuple[str, str], dict[str, float]] = {}
+    """A batch above, one picture below; left milliseconds, right shares of each choice's own total, so that short ones
+    can be read as well."""
+    if not (plt := pyplot()):
+        return
+    bars: dict[str, dict[tuple[str, str], dict[str, float]]] = {"validation": {}, "one picture": {}}
     for row in report.rows:
         if row.view in STAGES:
-            bars.setdefault((row.case, row.variant), {})[row.view] = row.median_us
-    figure, (left, right) = plt.subplots(
-        1, 2, figsize=(15, 1.6 + 0.42 * len(bars)), sharey=True, layout="constrained", width_ratios=(1.3, 1)
-    )
-    for place, found in enumerate(bars.values()):
-        total = sum(found.values())
-        starts = [0.0, 0.0]
-        for index, stage in enumerate(STAGES):
-            value = found.get(stage, 0.0)
-            for axes, start, width in ((left, starts[0], value / 1e3), (right, starts[1], 100 * value / total)):
-                axes.barh(place, width, left=start, color=f"C{index}")
-            if value / total > 0.08:
-                right.text(
-                    starts[1] + 50 * value / total, place, f"{100 * value / total:.0f}%", ha="center", va="center"
-                )
-            starts = [starts[0] + value / 1e3, starts[1] + 100 * value / total]
-        left.text(starts[0], place, f" {total / 1e3:.3g} ms", va="center")
-    left.set_yticks(range(len(bars)), [f"{case}\n{variant}" for case, variant in bars], fontsize=8)
-    left.invert_yaxis()
-    left.margins(x=0.15)
-    left.set_xlabel(f"ms a batch ({report.environment['gpu'] or report.environment['cpu']})")
-    right.set_xlabel("% of the choice's own time")
-    shown = [stage for stage in STAGES if any(found.get(stage) for found in bars.values())]
+            use = next(use for use in bars if row.case.startswith(use))
+            bars[use].setdefault((row.case, row.variant), {})[row.view] = row.median_us
+    counts = [len(group) for group in bars.values()]
+    figure, panels = plt.subplots(
+        2, 2, figsize=(15, 2.6 + 0.42 * sum(counts)), sharey="row", layout="constrained",
+        width_ratios=(1.3, 1), height_ratios=counts,
+    )  # fmt: skip
+    for (use, group), (left, right) in zip(bars.items(), panels):
+        for place, found in enumerate(group.values()):
+            total, start = sum(found.values()), 0.0
+            for index, stage in enumerate(STAGES):
+                value = found.get(stage, 0.0)
+                for axes, scale in ((left, 1e-3), (right, 100 / total)):
+                    axes.barh(place, value * scale, left=start * scale, color=f"C{index}")
+                if value / total > 0.08:
+                    share, middle = 100 * value / total, 100 * (start + value / 2) / total
+                    right.text(middle, place, f"{share:.0f}%", ha="center", va="center")
+                start += value
+            left.text(total / 1e3, place, f" {total / 1e3:.3g} ms", va="center")
+        left.set_yticks(range(len(group)), [f"{case}\n{variant}" for case, variant in group], fontsize=8)
+        left.invert_yaxis()
+        left.set_xlim(0, 1.15e-3 * max(sum(found.values()) for found in group.values()))
+        left.set_xlabel("ms a batch" if use == "validation" else "ms a picture")
+    panels[1][1].set_xlabel("% of the choice's own time")
+    figure.supxlabel(report.environment["gpu"] or report.environment["cpu"], fontsize=9)
+    shown = [stage for stage in STAGES if any(row.view == stage for row in report.rows)]
     handles = [plt.Rectangle((0, 0), 1, 1, color=f"C{STAGES.index(stage)}") for stage in shown]
     figure.legend(handles, shown, loc="outside upper center", ncols=len(shown))
     figure.savefig(report.folder / "postprocess_breakdown.png", dpi=110)
@@ -310,15 +326,17 @@ def main() -> None:
     add_arguments(parser)
     parser.add_argument("--weights", type=Path, help="of a YOLOv5 model trained on the demo's pictures")
     parser.add_argument("--epochs", type=int, default=10, help="to train for where --weights is not given")
-    parser.add_argument("--calls", type=int, default=10_000, help="of one picture; a tenth on a GPU machine's CPU")
+    parser.add_argument("--calls", type=int, default=10_000, help="of one picture; beside fp16 on a GPU a tenth")
     options = parser.parse_args()
-    if reason := missing("yolov5", "ultralytics", "sklearn", "cv2"):
-        print(reason)
+    if reason := missing("postprocess"):
+        print(f"nothing to do: {reason}")
         return
     if "YOLOV5_CONFIG_DIR" not in os.environ:  # yolov5 is imported here: once more, with its stand-ins
         env = environment(WORK / "environment")
         env |= {"PYTHONWARNINGS": "ignore", "YOLOv5_VERBOSE": "false", "TQDM_DISABLE": "1"}
         os.execve(sys.executable, [sys.executable, "-m", "benchmarks.bench_postprocess", *sys.argv[1:]], env)
+
+    from examples.demo import dataset
 
     cuda = options.device == "cuda"
     machine = Machine.find() if cuda else Machine("cpu", 128, 0, "CPU")
@@ -333,13 +351,13 @@ def main() -> None:
 
     data = check_dataset(str(data_file))
     loader = create_dataloader(data["val"], machine.image_size, BATCH, 32, workers=0)[0]
-    # The CPU's calls take long at 640x640; a GPU's are well below 1 ms, and 1% of 10,000 is enough for a p99.
-    where = [(torch.device("cpu"), torch.float32, options.calls // 10 if cuda else options.calls)]
-    if cuda:
+    where = [(torch.device("cpu"), torch.float32, options.calls)]
+    if cuda:  # 1% of 10,000 is enough for a p99; the CPU's calls take long at 640x640
+        few = options.calls // 10
         where = [
             (report.device, torch.float16, options.calls),
-            (report.device, torch.float32, options.calls),
-            *where,
+            (report.device, torch.float32, few),
+            (*where[0][:2], few),
         ]
     for device, dtype, calls in where:
         with torch.inference_mode():

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import argparse
 import gc
+import multiprocessing
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -105,7 +108,7 @@ def graphed_step(size: str, batch: int) -> Callable[[], None]:
     return step
 
 
-def train_step(size: str, batch: int) -> Callable[[], None]:
+def train_step(size: str, batch: int) -> Callable[[], object]:
     from torch_fastdet.ema import ModelEMA
     from torch_fastdet.graphs import TrainStep
     from torch_fastdet.optim import SGD
@@ -119,13 +122,13 @@ def train_step(size: str, batch: int) -> Callable[[], None]:
     return lambda: step(images, targets).tolist()
 
 
-VARIANTS = {
+VARIANTS: dict[str, Callable[[str, int], Callable[[], object]]] = {
     "stock": lambda size, batch: stock_step(size, batch, False),
     "stock, tuned": lambda size, batch: stock_step(size, batch, True),
     f"{OURS} TrainStep": train_step,
     f"{OURS} GraphedModule": graphed_step,
 }
-COMPILED = {
+COMPILED: dict[str, Callable[[str, int], Callable[[], object]]] = {
     "stock, tuned, torch.compile": lambda size, batch: stock_step(size, batch, True, "default"),
     "stock, tuned, torch.compile, reduce-overhead": lambda size, batch: stock_step(
         size, batch, True, "reduce-overhead"
@@ -134,12 +137,12 @@ COMPILED = {
 
 
 def measure(
-    report: Report, name: str, variants: dict[str, Callable], repetitions: int = 30, seconds: float = 6
+    report: Report, name: str, variants: dict[str, Callable], repetitions: int = 30, seconds: float = 3
 ) -> None:
     """All variants of one model and batch live side by side, and are timed in turns, for so long at the most."""
     size, batch = name[0], int(name[1:])
-    steps: dict[str, Callable[[], None]] = {}
-    others: dict[str, dict[str, float]] = {}
+    steps: dict[str, Callable[[], object]] = {}
+    others: dict[str, dict[str, Any]] = {}
     for variant, make in variants.items():
         gc.collect()  # models hold themselves by cycles
         torch.cuda.empty_cache()
@@ -175,15 +178,23 @@ def measure(
     report.plot()  # now: compilation of the next may outlast the time that `make bench` gives
 
 
-def prepare(name: str) -> None:
-    """Compile what is compiled for this model and batch."""
-    for variant, make in COMPILED.items():
-        try:
-            step = make(name[0], int(name[1:]))
-            for _ in range(2):
-                step()
-        except Exception as error:
-            print(f"{variant} ended with {type(error).__name__}: {str(error)[:200]}", flush=True)
+def compile_step(name: str, variant: str) -> str:
+    """Compiles for this model and batch, and says how it ended."""
+    try:
+        step = COMPILED[variant](name[0], int(name[1:]))
+        for _ in range(2):
+            step()
+    except Exception as error:
+        return f"{variant} ended with {type(error).__name__}: {str(error)[:200]}"
+    return f"{variant} is compiled"
+
+
+def prepare(names: list[str]) -> None:
+    """Compiles both modes side by side, each in a process of its own: Dynamo works on one thread."""
+    with ProcessPoolExecutor(len(COMPILED), multiprocessing.get_context("spawn")) as pool:
+        for name in names:
+            for how in pool.map(compile_step, [name] * len(COMPILED), COMPILED):
+                print(f"{name}: {how}", flush=True)
 
 
 def main() -> None:
@@ -197,12 +208,11 @@ def main() -> None:
     if options.device == "cpu" or not torch.cuda.is_available():
         print("nothing to do: the training step is measured on a GPU only")
         return
-    if reason := missing("yolov5"):
-        print(reason)
+    if reason := missing("step"):
+        print(f"nothing to do: {reason}")
         return
     if options.prepare:
-        for name in options.compiled:
-            prepare(name)
+        prepare(options.compiled)
         return
     report = Report("step", torch.device("cuda"), options.out)
     # Those beside torch.compile last, in place of their first rows: a compilation may outlast the time that is left.

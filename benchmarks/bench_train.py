@@ -14,12 +14,13 @@ import shutil
 import torch
 
 from benchmarks.harness import OURS, WORK, Report, add_arguments, missing
-from examples.demo import dataset
 from examples.demo.training import STOCK, Machine, Variant, train
 from examples.yolov5_env import environment
 
 
 def measure(report: Report, models: list[str], epochs: int, flags: list[str], pictures: int) -> None:
+    from examples.demo import dataset  # its PIL may be missing
+
     machine = Machine.find() if report.device.type == "cuda" else Machine("cpu", 128, 0, "CPU")
     recipe = dataset.Recipe(image_size=machine.image_size, train=pictures)
     data = dataset.make(WORK / f"digits-{machine.image_size}-{pictures}", recipe)
@@ -63,8 +64,8 @@ def main() -> None:
     cuda = options.device == "cuda"
     if options.epochs < 2:
         parser.error(f"--epochs is {options.epochs}, but 2 or more are wanted: the first is left out")
-    if reason := missing("yolov5", "ultralytics", "sklearn", "cv2"):
-        print(reason)
+    if reason := missing("train"):
+        print(f"nothing to do: {reason}")
         return
     if options.prepare:
         return  # its pictures take seconds

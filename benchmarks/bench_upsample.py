@@ -4,6 +4,8 @@ Baselines: stock in the same memory format; the fastest eager operations that do
 pooling sum for the gradient); on the GPU torch.compile of stock, which fuses upsample and concat, in both modes.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -68,7 +70,7 @@ def measure(report: harness.Report) -> None:
                     "torch.compile": torch.compile(stock_cat),
                     OVERHEAD: torch.compile(stock_cat, mode="reduce-overhead"),
                 }
-            options = {"repetitions": repetitions, "inner": inner, "ungraphable": (OVERHEAD,)}
+            options: dict[str, Any] = {"repetitions": repetitions, "inner": inner, "ungraphable": (OVERHEAD,)}
 
             def bind(call, functions, *inputs):
                 return {key: call(function, *inputs) for key, function in functions.items()}

@@ -21,12 +21,13 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.report import OURS, RESULTS, ROOT
+from benchmarks.report import OURS, ROOT, pyplot, results_folder
 from torch_fastdet.graphs import capture_into
 
 WORK = ROOT / "runs/benchmarks"  # pictures and trainings that benchmarks make, and find again
@@ -64,16 +65,14 @@ def _driver() -> str:
     return ""
 
 
-def results_folder(environment: dict[str, str]) -> Path:
-    """benchmarks/results/<machine>-<date>."""
-    machine = (environment["gpu"] or "cpu").lower().replace("nvidia ", "").replace(" ", "-")
-    return RESULTS / f"{machine}-{environment['date']}"
+REAL_SCRIPTS = ("yolov5", "ultralytics", "sklearn", "cv2", "PIL", "yaml")
+WANTS = {"step": ("yolov5",), "train": REAL_SCRIPTS, "postprocess": REAL_SCRIPTS, "training_truth": REAL_SCRIPTS}
 
 
-def missing(*packages: str) -> str | None:
-    """What a benchmark says where packages that it needs are not installed, or None."""
-    absent = [name for name in packages if importlib.util.find_spec(name) is None]
-    return f"nothing to do: not installed: {', '.join(absent)} (requirements/)" if absent else None
+def missing(benchmark: str) -> str | None:
+    """Which packages are not installed of those without which a benchmark has nothing to measure, or None."""
+    absent = [name for name in WANTS.get(benchmark, ()) if importlib.util.find_spec(name) is None]
+    return f"not installed: {', '.join(absent)}" if absent else None
 
 
 @dataclass
@@ -87,7 +86,7 @@ class Row:
     median_us: float
     low_us: float  # 10th percentile
     high_us: float  # 90th percentile
-    bytes: int | None = None
+    bytes: float | None = None
     gb_per_s: float | None = None
     percent_of_copy: float | None = None
     launches: int | None = None
@@ -109,8 +108,7 @@ def _percentile(values: list[float], share: float) -> float:
 
 
 def launches(function: Callable[[], Any]) -> int:
-    """Kernels, copies and fills that one call starts on the GPU."""
-    function()
+    """Kernels, copies and fills that one call, not the first, starts on the GPU."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         function()
@@ -119,8 +117,7 @@ def launches(function: Callable[[], Any]) -> int:
 
 
 def host_syncs(function: Callable[[], Any]) -> int:
-    """Times that one call makes the host wait for the GPU."""
-    function()
+    """Times that one call, not the first, makes the host wait for the GPU."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("warn")
     try:
@@ -133,8 +130,7 @@ def host_syncs(function: Callable[[], Any]) -> int:
 
 
 def peak_memory(function: Callable[[], Any]) -> float:
-    """MiB that one call allocates at its peak beyond what is held before it."""
-    function()
+    """MiB that one call, not the first, allocates at its peak beyond what is held before it."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -169,11 +165,17 @@ class Flush:
 
 
 def _time_cuda(
-    functions: dict[str, Callable], repetitions: int, inner: int, before: Callable | None
+    functions: dict[str, Callable], repetitions: int, inner: int, before: Callable | None, seconds: float = 2.0
 ) -> dict[str, list]:
-    """Microseconds a call: `inner` calls between two events, `repetitions` times, variants interleaved."""
+    """Microseconds a call: `inner` calls between two events, `repetitions` times, variants interleaved.
+
+    After `seconds` no repetition beyond the fifth begins.
+    """
     times: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(repetitions):
+    begun = time.monotonic()
+    for repetition in range(repetitions):
+        if repetition >= 5 and time.monotonic() - begun > seconds:
+            break
         for name, function in functions.items():
             if before:
                 before()
@@ -248,7 +250,7 @@ class Report:
         case: str,
         variants: dict[str, Callable[[], Any]],
         *,
-        bytes: int | None = None,
+        bytes: float | None = None,
         views: tuple[str, ...] = ("call", "graph", "cold"),
         repetitions: int = 50,
         warmup: int = 5,
@@ -268,7 +270,7 @@ class Report:
         variants = {
             name: function
             for name, function in variants.items()
-            if _attempt(name, lambda f=function: _repeat(f, 1 if self.prepare else warmup))
+            if _attempt(name, partial(_repeat, function, 1 if self.prepare else warmup))
         }
         if self.prepare:
             return
@@ -293,7 +295,7 @@ class Report:
         graphs = {}
         if "graph" in views:
             for name, function in variants.items():
-                if name not in ungraphable and (captured := _attempt(name, lambda f=function: graph(f))):
+                if name not in ungraphable and (captured := _attempt(name, partial(graph, function))):
                     graphs[name] = captured
             for name, values in _time_cuda(graphs, repetitions, inner, None).items():
                 self.add(case, name, "graph", values, bytes, **counts[name])
@@ -304,7 +306,7 @@ class Report:
         self.write()
 
     def add(
-        self, case: str, variant: str, view: str, values: list[float], bytes: int | None = None, **others: Any
+        self, case: str, variant: str, view: str, values: list[float], bytes: float | None = None, **others: Any
     ) -> None:
         """A row from the microseconds of each repetition; `others` are fields of Row."""
         median = statistics.median(values)
@@ -343,13 +345,8 @@ class Report:
 
     def plot(self, view: str = "call") -> None:
         """Draws one bar a variant for each case of `view`, log scale, as <folder>/<benchmark>.png."""
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-
         rows = [row for row in self.rows if row.view == view]
-        if not rows:
+        if not rows or not (plt := pyplot()):
             return
         cases = list(dict.fromkeys(row.case for row in rows))
         variants = list(dict.fromkeys(row.variant for row in rows))

@@ -13,12 +13,16 @@ import json
 import re
 import shutil
 import sys
+import textwrap
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results"
 OURS = "torch_fastdet"  # what the name of each variant of ours begins with
 PLOT = ROOT / "docs/headlines.png"
+# What users run who tune nothing, as the benchmarks call it; "stock loop" in older results.
+STOCK = ("stock", "stock decode + suppression", "eager", "stock loop")
 # README's table and plot: YOLOv5s at the batch sizes of its users, a row or more of every benchmark. title, benchmark, case, ours.
 HEADLINES = [
     ("Training step, yolov5s, batch 16", "step", "yolov5s, batch 16, loop", "torch_fastdet TrainStep"),
@@ -47,9 +51,25 @@ def folders(kind: str) -> list[Path]:
     return sorted(found, key=lambda path: (path.name[-10:], path.name))
 
 
+def results_folder(environment: dict[str, str]) -> Path:
+    """benchmarks/results/<machine>-<date>."""
+    machine = (environment["gpu"] or "cpu").lower().replace("nvidia ", "").replace(" ", "-")
+    return RESULTS / f"{machine}-{environment['date']}"
+
+
 def newest(kind: str, file: str) -> Path | None:
-    """The newest folder of a kind of machine that has a file."""
-    return next((folder for folder in reversed(folders(kind)) if (folder / file).exists()), None)
+    """The newest folder of a kind of machine that has a file. A roofline counts where it stands beside the rows it is of."""
+    found = (folder for folder in reversed(folders(kind)) if (folder / file).exists())
+    return next((folder for folder in found if not file.startswith("roofline") or load(folder)), None)
+
+
+def newest_of(environment: dict[str, str]) -> Path:
+    """The newest folder with rows of this very machine, or today's where there is none."""
+    machine = environment["gpu"] or environment["cpu"]
+    for folder in reversed(folders("gpu" if environment["gpu"] else "cpu")):
+        if any((rows[0]["gpu"] or rows[0]["cpu"]) == machine for rows in load(folder).values()):
+            return folder
+    return results_folder(environment)
 
 
 def load(folder: Path) -> dict[str, list[dict]]:
@@ -150,7 +170,7 @@ def summary_table(benchmarks: dict[str, list[dict]]) -> str:
 
 
 def headlines(benchmarks: dict[str, list[dict]]) -> list[dict]:
-    """HEADLINES with their figures, call to call. Stock is the first alternative that a benchmark lists."""
+    """HEADLINES with their figures, call to call, less those that were measured without stock's packages."""
     found = []
     for title, benchmark, case, variant in HEADLINES:
         again = f"python -m benchmarks --only {benchmark}"
@@ -167,8 +187,10 @@ def headlines(benchmarks: dict[str, list[dict]]) -> list[dict]:
                 f"ended early, type: {again}; where the name is another now, mend HEADLINES in benchmarks/report.py"
             )
         others = {name: time for name, time in times.items() if not is_ours(name)}
+        stock = next((name for name in STOCK if name in others), None)
+        if stock is None:
+            continue
         best = min(others, key=lambda name: others[name])
-        stock = next(iter(others))
         found.append({"title": title, "stock": others[stock], "best": others[best], "ours": times[variant],
                       "best_name": "" if best == stock else best, "ours_name": variant})  # fmt: skip
     return found
@@ -184,13 +206,23 @@ def headline_table(rows: list[dict]) -> str:
     return table(["", "stock", "best other", "torch_fastdet", "stock / ours", "best other / ours"], body)
 
 
-def plot_headlines(rows: list[dict], path: Path, about: str) -> None:
-    """The headline table as bars. The figures go into the file too, so that it can be held against the results."""
-    import matplotlib
-
+def pyplot() -> Any:
+    """matplotlib.pyplot that needs no screen; None, and a line that says so, where matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no PNG: matplotlib is not installed", flush=True)
+        return None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    return plt
+
+
+def plot_headlines(rows: list[dict], path: Path, about: str) -> bool:
+    """The headline table as bars. The figures go into the file too, so that it can be held against the results."""
+    if not (plt := pyplot()):
+        return False
     figure, axes = plt.subplots(figsize=(10, 5.6), layout="constrained")
     for offset, key, label, color in (
         (-0.27, "stock", "stock", "0.75"),
@@ -198,27 +230,22 @@ def plot_headlines(rows: list[dict], path: Path, about: str) -> None:
         (0.27, "ours", "torch_fastdet", "C1"),
     ):
         shown = [(i + offset, row[key] / 1e3) for i, row in enumerate(rows) if key != "best" or row["best_name"]]
-        places, times = zip(*shown)
-        axes.barh(places, times, height=0.27, color=color, label=label)
+        axes.barh([place for place, _ in shown], [time for _, time in shown], height=0.27, color=color, label=label)
         for place, time in shown:
             axes.text(time, place, f" {_time(time * 1e3)}", va="center", fontsize=7)
-    axes.set(xscale="log", xlabel="milliseconds, call to call, logarithmic", title=about)
-    axes.title.set_fontsize(9)
+    axes.set(xscale="log", xlabel="milliseconds, call to call, logarithmic")
+    figure.suptitle("\n".join(textwrap.fill(line, 120) for line in about.splitlines()), fontsize=9)
     axes.set_yticks(range(len(rows)), [row["title"] for row in rows])
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=110, metadata={"torch_fastdet": json.dumps(rows)})
     plt.close(figure)
+    return True
 
 
 def plot_is_current(rows: list[dict], path: Path) -> bool:
-    from PIL import Image
-
-    if not path.exists():
-        return False
-    with Image.open(path) as image:
-        return image.info.get("torch_fastdet") == json.dumps(rows)
+    return path.exists() and b"torch_fastdet\0" + json.dumps(rows).encode() in path.read_bytes()
 
 
 def floor_table(rows: list[dict]) -> str:
@@ -229,9 +256,9 @@ def floor_table(rows: list[dict]) -> str:
             lines.setdefault((row["case"], row["variant"]), {})[row["view"]] = row
     body = []
     for (case, variant), by_view in lines.items():
-        row = by_view.get("graph")
-        if row is None:  # not the device alone
+        if "graph" not in by_view:  # not the device alone
             continue
+        row = by_view["graph"]
         floor = row["bytes"] / float(row["copy_gb_per_s"]) / 1e3
         cold = _time(by_view["cold"]["median_us"]) if "cold" in by_view else "-"
         body.append(
@@ -325,12 +352,8 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--check", action="store_true", help="change nothing; exit status 1 where a page is out of date"
-    )
-    check = parser.parse_args().check
+def bring(check: bool = False) -> list[str]:
+    """Brings the results into pages and pictures, and names those that were out of date. check: names them only."""
     stale = []
     for page in pages():
         text = page.read_text()
@@ -341,15 +364,23 @@ def main() -> int:
                 page.write_text(rendered)
     benchmarks = of_headlines(load_newest("gpu"))
     rows = headlines(benchmarks)
-    if not plot_is_current(rows, PLOT):
+    if not plot_is_current(rows, PLOT) and (check or plot_headlines(rows, PLOT, "\n".join(machines(benchmarks)))):
         stale.append(PLOT.name)
-        if not check:
-            plot_headlines(rows, PLOT, "\n".join(machines(benchmarks)))
     for copy, source in pictures().items():
         if not copy.exists() or copy.read_bytes() != source.read_bytes():
             stale.append(copy.name)
             if not check:
                 shutil.copyfile(source, copy)
+    return stale
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; exit status 1 where a page is out of date"
+    )
+    check = parser.parse_args().check
+    stale = bring(check)
     if stale:
         print(f"{'out of date' if check else 'rewrote'}: {', '.join(stale)}")
     return 1 if check and stale else 0

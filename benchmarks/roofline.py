@@ -3,19 +3,22 @@
 ``python -m benchmarks.roofline`` measures the copy rate and the fp32 and fp16 (on a CPU bf16) matrix rates, so the
 ops:byte ratios; derives bytes, operations, intensity, bound and floor of each operator and of the training step of
 YOLOv5 n, s, m, l and x from the formulas in benchmarks/work.py; takes the measured time of each from the rows that the
-other benchmarks wrote into --results; and writes roofline.json, roofline.md and roofline.png there. ``--again``
-measures nothing and takes the ceilings of roofline.json.
+other benchmarks wrote into --results (default: the newest folder with rows of this machine); and writes roofline.json,
+roofline.md and roofline.png there. ``--again`` measures nothing and takes the ceilings of roofline.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import cmath
 import json
+import math
 import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -131,8 +134,10 @@ def _suppression(formula: Callable[..., work.Work]) -> Callable[..., work.Work]:
 
 
 def training_step(model: str, batch: str | int, itemsize: int = 2) -> work.Work:
-    pieces = [piece for family in work.yolov5_training_pieces(model, int(batch)).values() for piece in family]
-    return sum(pieces, work.Work(0, 0, "fp16", 0))
+    families = work.yolov5_training_pieces(model, int(batch), itemsize=itemsize).values()
+    return sum(
+        (piece for family in families for piece in family), work.Work(0, 0, "fp16" if itemsize == 2 else "fp32", 0)
+    )
 
 
 STEP = r"yolov5(\w), batch (\d+), (?:loop|train\.py)"
@@ -236,10 +241,12 @@ def place(machine: work.Machine, results: dict[str, list[dict]]) -> list[Placed]
 
 
 def unmeasured_steps(machine: work.Machine, placed: list[Placed]) -> list[Placed]:
-    """Training steps of the models that no benchmark ran."""
+    """Training steps of the models that no benchmark ran: under AMP on a GPU, in fp32 on a CPU."""
+    itemsize = 2 if machine.is_gpu else 4
     there = {match[1] for row in placed if (match := re.fullmatch(STEP, row.name))}
     return [
-        Placed("step", f"yolov5{model}, batch 16, loop", training_step(model, 16), work.yolov5_training_floor_s(model, 16, machine))
+        Placed("step", f"yolov5{model}, batch 16, loop", training_step(model, 16, itemsize),
+               work.yolov5_training_floor_s(model, 16, machine, itemsize))
         for model in work.YOLOV5_MULTIPLES
         if model not in there
     ]  # fmt: skip
@@ -270,7 +277,10 @@ def table(machine: work.Machine, rows: list[Placed]) -> str:
             machine.bound(row.work), f"{row.floor_s * 1e6:,.1f}", measured, row.variant or "-", share,
         ])  # fmt: skip
     header = ["", "case", "MB", "MFLOP", "FLOP/B", "bound", "floor us", "measured us", "variant", "of floor"]
-    return f"{ceilings(machine)}\n{report.table(header, body)}"
+    text = f"{ceilings(machine)}\n{report.table(header, body)}"
+    if any(re.fullmatch(STEP, row.name) for row in rows):
+        text += "\nA training step's floor is the sum of its kernels' floors; its bound is that of the sums of bytes and operations.\n"
+    return text
 
 
 TITLES = {
@@ -284,13 +294,27 @@ TITLES = {
 }
 
 
+def _label(axes: Any, labels: list[tuple[str, float, float, str]]) -> None:
+    """Writes (text, x, y, color) beside each point, where no other point or text is yet."""
+    axes.figure.canvas.draw()  # places the axes
+    points = 72 / axes.figure.dpi
+    taken = [axes.transData.transform((x, y)) * points for _, x, y, _ in labels]
+    for (text, x, y, color), (left, bottom) in zip(labels, taken[:]):
+        offsets = [cmath.rect(radius, angle * math.pi / 4 + 0.4) for radius in (10, 18, 26) for angle in range(8)]
+
+        def room(offset: complex, left: float = left, bottom: float = bottom) -> float:
+            return min(math.hypot((left + offset.real - a) / 14, (bottom + offset.imag - b) / 9) for a, b in taken)
+
+        offset = next((offset for offset in offsets if room(offset) >= 1), max(offsets, key=room))
+        taken.append((left + offset.real, bottom + offset.imag))
+        axes.annotate(text, (x, y), (offset.real, offset.imag), textcoords="offset points", ha="center", va="center",
+                      fontsize=8, color=color)  # fmt: skip
+
+
 def plot(machine: work.Machine, rows: list[Placed], path: Path) -> None:
     """Left the roofline, right the share of the floor that each case reaches; a number is the same case in both."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    if not (plt := report.pyplot()):
+        return
     rows = [row for row in rows if row.measured_s]
     numbers = {id(row): number for number, row in enumerate(rows, 1)}
     colors = {family: f"C{index}" for index, family in enumerate(TITLES)}
@@ -311,24 +335,20 @@ def plot(machine: work.Machine, rows: list[Placed], path: Path) -> None:
             color="0.35",
             label=f"ceiling, {name}: {machine.flops_per_s[unit] / 1e12:.3g} TFLOP/s from {ridge:.3g} FLOP/B",
         )
+    top = machine.flops_per_s["fp32"]
+    label: str | None = "ceilings of what fits into the caches"
+    for rate in {machine.rate(2 * size) for size in machine.cached_bytes_per_s} - {machine.bytes_per_s}:
+        left.plot([low, top / rate], [low * rate / 1e12, top / 1e12], ":", color="0.35", label=label)
+        label = None
+    labels = []
     for family, title in TITLES.items():
         group = [row for row in with_flops if row.family == family]
         if not group:
             continue
         xs = [row.work.intensity for row in group]
-        ys = [row.work.flops / row.measured_s / 1e12 for row in group]
+        ys = [row.work.flops / (row.measured_s or math.inf) / 1e12 for row in group]
         left.plot(xs, ys, "o", color=colors[family], markersize=5, label=title)
-        for index, (row, x, y) in enumerate(zip(group, xs, ys)):
-            # Neighbours' numbers go to different sides.
-            offset = ((6, 4), (6, -10), (-14, 4), (-14, -10))[index % 4]
-            left.annotate(
-                str(numbers[id(row)]),
-                (x, y),
-                xytext=offset,
-                textcoords="offset points",
-                fontsize=8,
-                color=colors[family],
-            )
+        labels += [(str(numbers[id(row)]), x, y, colors[family]) for row, x, y in zip(group, xs, ys)]
     left.set(
         xscale="log", yscale="log", xlim=(low, high), xlabel="operations a byte", ylabel="TFLOP/s", title=machine.name
     )
@@ -336,14 +356,15 @@ def plot(machine: work.Machine, rows: list[Placed], path: Path) -> None:
     left.legend(fontsize=9, loc="lower right")
 
     for row in rows:
-        number = numbers[id(row)]
-        right.barh(number, 100 * row.share, color=colors[row.family], height=0.7)
-        right.text(100 * row.share + 1, number, f"{100 * row.share:.0f}%", va="center", fontsize=7)
+        number, share = numbers[id(row)], 100 * (row.share or 0)
+        right.barh(number, share, color=colors[row.family], height=0.7)
+        right.text(share + 1, number, f"{share:.0f}%", va="center", fontsize=7)
     right.set_yticks(list(numbers.values()), [f"{row.name}  {numbers[id(row)]}" for row in rows], fontsize=7)
     right.set(
         xlim=(0, 110), ylim=(len(rows) + 0.7, 0.3), xlabel="% of the floor that the formula and the ceilings allow"
     )
     right.set_title("copies have no operations: they are on this side alone", fontsize=9)
+    _label(left, labels)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -357,15 +378,14 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="text and plot of the ceilings that roofline.json holds")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
-    folder = arguments.results or harness.results_folder(harness.environment(device))
+    folder = arguments.results or report.newest_of(harness.environment(device))
     folder.mkdir(parents=True, exist_ok=True)
     machine = load_machine(folder) if arguments.again else measure_machine(device)
     benchmarks = report.load(folder)
     rows = place(machine, benchmarks)
-    if machine.is_gpu:
-        rows += unmeasured_steps(machine, rows)
+    rows += unmeasured_steps(machine, rows)
     text = table(machine, rows)
-    if rows:
+    if benchmarks:
         text += f"\n{report.provenance(benchmarks)}"
     print(text)
     (folder / "roofline.md").write_text(text)

@@ -109,7 +109,7 @@ def ultralytics_decode(
     detect.to(like).eval()
 
     def decode(boxes: list[Tensor], scores: list[Tensor]) -> Tensor:
-        joined = {
+        joined: dict[str, Any] = {
             key: torch.cat([x.flatten(2) for x in maps], 2) for key, maps in (("boxes", boxes), ("scores", scores))
         }
         return detect._inference(joined | {"feats": boxes})

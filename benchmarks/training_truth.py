@@ -24,8 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import table
-from examples.demo import dataset
+from benchmarks.report import pyplot, results_folder, table
 from examples.demo.training import FASTDET, STOCK, Machine, Variant, train
 
 # Columns of train.py's results.csv.
@@ -110,8 +109,10 @@ def run_all(arguments: argparse.Namespace, folder: Path, settings: Settings) -> 
 
     from benchmarks.harness import WORK, environment, missing
 
-    if reason := missing("yolov5", "ultralytics", "sklearn", "cv2"):
-        raise SystemExit(reason)
+    if reason := missing("training_truth"):
+        raise SystemExit(f"nothing to do: {reason}")
+    from examples.demo import dataset
+
     begun = time.monotonic()
     done = finished(folder, settings)
     wanted = [(variant, seed) for seed in range(arguments.seeds) for variant in VARIANTS]
@@ -204,11 +205,8 @@ def report(folder: Path) -> str:
 
 def plot(folder: Path, path: Path) -> None:
     """Every run's curve, mAP and validation losses by epoch."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    if not (plt := pyplot()):
+        return
     runs = finished(folder)
     settings = Settings(**next(iter(runs.values()))["settings"])
     figure, axes = plt.subplots(2, 3, figsize=(15, 8), layout="constrained")
@@ -262,7 +260,7 @@ def main() -> int:
     if not arguments.out or not arguments.report:
         import torch
 
-        from benchmarks.harness import environment, results_folder
+        from benchmarks.harness import environment
 
         arguments.device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
         arguments.out = arguments.out or results_folder(environment(torch.device(arguments.device))) / "training_truth"

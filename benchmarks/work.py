@@ -1,7 +1,10 @@
 """Bytes and operations by stated formula: what an algorithm must move and compute, before anybody measures it.
 
 Pure functions. An operation is one add or one multiply (a fused multiply-add is two), as in the arithmetic-intensity literature;
-torch_fastdet/flops.py says which others count. Bytes count each input read once and each output written once: the least that any kernel can move.
+torch_fastdet/flops.py says which others count. Bytes count each pass over a tensor that cannot be left out, once:
+inputs read and outputs written; again where autograd calls forward and backward apart, so that both read what they need
+(iou_loss, upsample2x_cat_step, batch_norm_silu); and again where a value depends on all of a tensor that is larger than
+any cache, so that it is read for the value and once more for the result (clip, fused_step, batch_norm_silu).
 """
 
 from __future__ import annotations
@@ -152,9 +155,13 @@ def fused_step(parameters: int, statistics: int = 0, itemsize: int = 4) -> Work:
     return Work(count, (8 * parameters + 3 * statistics) * itemsize, launches=2)
 
 
-def yolov5_anchors(image: int = 640, anchors: int = 3, strides=(8, 16, 32)) -> int:
+STRIDES = (8, 16, 32)
+ANCHORS = ((10, 13, 16, 30, 33, 23), (30, 61, 62, 45, 59, 119), (116, 90, 156, 198, 373, 326))  # pixels, by stride
+
+
+def yolov5_anchors(image: int = 640, anchors: int = 3) -> int:
     """Anchors of one image: so many at every cell of every level."""
-    return anchors * sum((image // stride) ** 2 for stride in strides)
+    return anchors * sum((image // stride) ** 2 for stride in STRIDES)
 
 
 def yolov5_head_elements(batch: int, image: int = 640, classes: int = 80) -> int:
@@ -356,11 +363,11 @@ def yolov5_training_pieces(model: str, batch: int, image: int = 640, itemsize: i
         if layer.activated:
             pieces["batch norm + SiLU"].append(batch_norm_silu(layer.output_elements(batch), itemsize))
     pieces["optimizer"].append(fused_step(yolov5_parameters(model), yolov5_statistics(model)))
-    pieces["loss"].append(yolov5_loss(batch, image))
+    pieces["loss"].append(yolov5_loss(batch, image, itemsize=itemsize))
     return pieces
 
 
-def yolov5_training_floor_s(model: str, batch: int, machine: Machine, image: int = 640) -> float:
+def yolov5_training_floor_s(model: str, batch: int, machine: Machine, itemsize: int = 2) -> float:
     """Seconds that a training step takes at the least on `machine`: each kernel at its own ceiling, one after the other."""
-    pieces = yolov5_training_pieces(model, batch, image)
+    pieces = yolov5_training_pieces(model, batch, itemsize=itemsize)
     return sum(machine.floor_s(work) for works in pieces.values() for work in works)

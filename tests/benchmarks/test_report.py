@@ -38,6 +38,7 @@ def test_a_section_shows_its_picture_where_there_is_one(tmp_path, monkeypatch):
     for kind in ("cpu", "gpu"):
         (tmp_path / f"{kind}-2026-01-01").mkdir()
         (tmp_path / f"{kind}-2026-01-01/roofline.md").write_text("the table\n")
+        (tmp_path / f"{kind}-2026-01-01/nms.json").write_text("[{}]")
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     (tmp_path / "cpu-2026-01-01/roofline.png").touch()
     assert report.section("cpu-roofline") == "the table\n\n![roofline, CPU](cpu-roofline.png)\n"
@@ -58,6 +59,16 @@ def test_headlines_show_losses():
     )
     alone = {**found, "best": 30.0, "best_name": ""}
     assert report.headline_table([alone]).splitlines()[2] == "| t | 30.0 us | - | 10.0 us | 3.0x | - |"
+
+
+@pytest.mark.parametrize("others, shown", [({}, []), ({"compiled": 5.0}, []), ({"stock": 30.0}, [30.0])])
+def test_a_headline_without_stock_is_left_out(others, shown, tmp_path, monkeypatch):
+    rows = [{**row(name, "call", time), "date": "d"} for name, time in {"torch_fastdet": 10.0, **others}.items()]
+    monkeypatch.setattr(report, "HEADLINES", [("t", "b", "c", "torch_fastdet")])
+    found = report.headlines({"b": rows})
+    assert [line["stock"] for line in found] == shown
+    report.plot_headlines(found, tmp_path / "plot.png", "one machine\nanother")
+    assert report.plot_is_current(found, tmp_path / "plot.png")
 
 
 def test_floor_is_bytes_over_the_copy_rate():
@@ -113,8 +124,22 @@ def test_what_was_not_measured_says_how_to(tmp_path, monkeypatch):
     (tmp_path / "h200-2026-01-01").mkdir()
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     assert report.section("gpu-postprocess") == "Not measured yet on a GPU: `make bench` there writes it.\n"
-    (tmp_path / "h200-2026-01-01/roofline.md").write_text("ceilings")
-    assert report.section("gpu-roofline") == "ceilings"
+    (tmp_path / "h200-2026-01-01/training_truth.md").write_text("the same")
+    assert report.section("gpu-training_truth") == "the same"
+
+
+def test_a_roofline_without_rows_does_not_win(two_days):
+    for day in (two_days, two_days.parent / "h200-2026-01-03"):
+        day.mkdir(exist_ok=True)
+        (day / "roofline.md").write_text(day.name)
+    assert report.section("gpu-roofline") == two_days.name
+
+
+def test_newest_folder_is_of_this_machine(two_days):
+    here = {"gpu": "H200", "cpu": "its CPU", "date": "2026-01-09"}
+    assert report.newest_of(here).name == "h200-2026-01-02"
+    assert report.newest_of(here | {"gpu": "NVIDIA H100"}).name == "h100-2026-01-09"
+    assert report.newest_of(here | {"gpu": ""}).name == "cpu-2026-01-09"
 
 
 def test_provenance_names_every_machine_once(tmp_path):

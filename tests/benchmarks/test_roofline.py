@@ -1,11 +1,14 @@
 """Formulas fit the cases that benchmarks really have, and nothing is faster than its floor."""
 
+import itertools
+import json
 import re
 import sys
 
 import pytest
+import torch
 
-from benchmarks import report, roofline, work
+from benchmarks import harness, report, roofline, work
 
 FOLDERS = sorted(path for path in report.RESULTS.iterdir() if path.is_dir())
 IDS = [path.name for path in FOLDERS]
@@ -129,3 +132,43 @@ def test_again_measures_nothing(tmp_path, monkeypatch):
     text = (tmp_path / "roofline.md").read_text()
     assert text.startswith(roofline.ceilings(roofline.load_machine(tmp_path))) and "and bf16 " in text
     assert (tmp_path / "roofline.png").exists()
+
+
+def test_steps_of_a_cpu_are_derived():
+    """In fp32, so that they move twice the bytes of a GPU's, but for the optimizer's."""
+    cpu = work.Machine("CPU", 25e9, {"fp32": 0.3e12, "fp16": 1.7e12})
+    steps = roofline.unmeasured_steps(cpu, [])
+    assert [step.name[:7] for step in steps] == [f"yolov5{model}" for model in work.YOLOV5_MULTIPLES]
+    assert all(step.work.unit == "fp32" and step.measured_s is None for step in steps)
+    half, optimizer = roofline.training_step("n", 16), work.yolov5_training_pieces("n", 16)["optimizer"][0]
+    assert steps[0].work.bytes == 2 * half.bytes - optimizer.bytes
+    assert "A training step's floor is the sum" in roofline.table(cpu, steps)
+
+
+def test_bare_roofline_finds_the_rows_of_this_machine(tmp_path, monkeypatch):
+    """It neither begins an empty folder of today nor asks for one."""
+    environment = harness.environment(torch.device("cpu"))
+    folder, other = tmp_path / "cpu-2026-01-01", tmp_path / "cpu-2026-01-02"
+    case = "forward NCHWfp32(4,128,40,40)"
+    for path, cpu in ((folder, environment["cpu"]), (other, "another CPU")):
+        path.mkdir()
+        about = environment | {"cpu": cpu}
+        path.joinpath("upsample.json").write_text(json.dumps([row(case, "torch_fastdet", "call", 900.0, "") | about]))
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    cpu = work.Machine("CPU", 25e9, {"fp32": 0.3e12, "fp16": 1.7e12}, 0.0, {1 << 14: 90e9})
+    monkeypatch.setattr(roofline, "measure_machine", lambda device: cpu)
+    monkeypatch.setattr(sys, "argv", ["roofline", "--device", "cpu"])
+    roofline.main()
+    assert case in (folder / "roofline.md").read_text() and (folder / "roofline.png").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {folder.name, other.name}
+    assert not (other / "roofline.md").exists()
+
+
+def test_numbers_beside_points_do_not_overlap():
+    plt = report.pyplot()
+    figure, axes = plt.subplots()
+    roofline._label(axes, [(str(number), 0.5, 0.5, "C0") for number in range(12)])
+    figure.canvas.draw()
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+    plt.close(figure)

@@ -2,8 +2,10 @@
 
 import json
 import os
+import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,84 @@ def test_a_benchmark_that_fails_leaves_no_older_rows(tmp_path, monkeypatch):
     assert not (tmp_path / "postprocess_breakdown.png").exists()
 
 
+def main(monkeypatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--device", "cpu", *arguments])
+    return bench.main()
+
+
+def test_what_wants_a_missing_package_is_left_out(tmp_path, monkeypatch, capsys):
+    (tmp_path / "train.csv").touch()
+    monkeypatch.setattr(bench, "run", lambda command, limit: pytest.fail("nothing is to be run"))
+    monkeypatch.setitem(harness.WANTS, "train", ("torch", "no_such_package"))
+    assert main(monkeypatch, "--only", "train", "step", "--out", str(tmp_path)) == 0
+    summary = capsys.readouterr().out
+    assert "s  left out: not installed: no_such_package\n" in summary
+    assert "s  left out: measured on a GPU only\n" in summary
+    assert (tmp_path / "train.csv").exists()
+
+
+def test_benchmarks_run_in_the_order_given_and_the_roofline_last(tmp_path, monkeypatch):
+    begun = []
+    monkeypatch.setattr(bench, "run", lambda command, limit: begun.append(command[2].rpartition(".")[2]) or "ok")
+    assert main(monkeypatch, "--only", "roofline", "upsample", "nms", "--out", str(tmp_path)) == 0
+    assert begun == ["bench_upsample", "bench_nms", "roofline"]
+    begun.clear()
+    monkeypatch.setattr(harness, "WANTS", {})
+    assert main(monkeypatch, "--out", str(tmp_path)) == 0
+    assert begun == [f"bench_{name}" for name in bench.LIMITS if name != "step"] + ["roofline"]
+
+
+def test_pages_are_brought_up_to_date_for_results_of_the_repository_alone(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench.report, "bring", lambda: ["README.md"])
+    assert bench.bring_pages(tmp_path) is None and not capsys.readouterr().out
+    assert bench.bring_pages(bench.report.RESULTS / "cpu-2026-01-01") is None
+    assert capsys.readouterr().out == "rewrote from benchmarks/results: README.md\n"
+
+    def missing():
+        raise KeyError("no row")
+
+    monkeypatch.setattr(bench.report, "bring", missing)
+    assert bench.bring_pages(bench.report.RESULTS / "cpu-2026-01-01") == "README.md and docs/ are as they were: no row"
+
+
+def test_a_run_writes_rows_roofline_and_tables(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks",
+        "--only",
+        "upsample",
+        "roofline",
+        "--device",
+        "cpu",
+        "--out",
+        tmp_path,
+    ]
+    ended = subprocess.run(command, cwd=bench.ROOT, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    kinds = {"upsample": ("csv", "json", "png"), "roofline": ("md", "json", "png"), "tables": ("md",)}
+    assert {path.name for path in tmp_path.iterdir()} == {f"{name}.{kind}" for name in kinds for kind in kinds[name]}
+    tables = (tmp_path / "tables.md").read_text()
+    assert "### upsample\n" in tables and (tmp_path / "roofline.md").read_text() in tables
+    assert "rewrote" not in ended.stdout
+
+
+WITHOUT_PACKAGES = """
+import sys
+sys.modules |= dict.fromkeys(("PIL", "yolov5"))  # None: as if they were not installed
+import benchmarks.bench_{name} as benchmark
+sys.argv = ["bench_{name}", "--device", "cpu"]
+benchmark.main()
+"""
+
+
+@pytest.mark.parametrize("name", ["train", "postprocess"])
+def test_a_benchmark_says_which_packages_it_lacks(name):
+    code = WITHOUT_PACKAGES.format(name=name)
+    ended = subprocess.run([sys.executable, "-c", code], cwd=bench.ROOT, capture_output=True, text=True, timeout=120)
+    assert ended.stdout.startswith("nothing to do: not installed: yolov5, ") and "PIL" in ended.stdout, ended.stderr
+
+
 @pytest.fixture
 def report(tmp_path):
     return harness.Report("some", torch.device("cpu"), tmp_path)
@@ -82,10 +162,48 @@ def test_an_alternative_that_fails_is_said_and_left_out(report, capsys):
     assert "left out: other ended with ZeroDivisionError" in capsys.readouterr().out
 
 
-def test_every_variant_of_ours_is_called_so():
+ALTERNATIVES = ("stock", "eager", "torch ", "torch.", "torchvision", "sum()")
+
+
+@pytest.mark.parametrize("folder", sorted(bench.report.RESULTS.iterdir()), ids=lambda folder: folder.name)
+def test_every_variant_of_ours_is_called_so(folder):
     """The summary and the roofline find ours by name."""
-    source = "".join(path.read_text() for path in Path(bench.__file__).parent.glob("bench_*.py"))
-    assert "the same," not in source
+    variants = {row["variant"] for rows in bench.report.load(folder).values() for row in rows}
+    assert not {name for name in variants if not name.startswith((harness.OURS, *ALTERNATIVES))}
+
+
+def test_without_matplotlib_there_is_no_picture(report, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    report.compare("case", {"torch_fastdet": lambda: None}, repetitions=2, inner=1)
+    report.plot()
+    assert "no PNG: matplotlib is not installed" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"some.csv", "some.json"}
+
+
+class Event:
+    """A CUDA event by the clock of the host."""
+
+    def __init__(self, enable_timing):
+        pass
+
+    def record(self):
+        self.time = time.perf_counter()
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, other):
+        return 1e3 * (other.time - self.time)
+
+
+@pytest.mark.parametrize("repetitions, seconds, count", [(50, 0.0, 5), (3, 0.0, 3), (7, 60.0, 7)])
+def test_a_view_ends_in_time(monkeypatch, repetitions, seconds, count):
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    functions = {"a": lambda: time.sleep(1e-3), "b": lambda: None}
+    times = harness._time_cuda(functions, repetitions, 2, None, seconds)
+    assert {name: len(values) for name, values in times.items()} == {"a": count, "b": count}
+    assert min(times["a"]) >= 1e3
 
 
 def test_one_nms_for_the_batch_finds_what_ours_finds():
@@ -158,6 +276,45 @@ def test_ultralytics_decode_is_that_of_ours():
 )
 def test_stage_of_a_kernel(name, stage):
     assert bench_postprocess.stage_of(name) == stage
+
+
+def test_stages_of_a_gpu_add_up_to_the_call(monkeypatch):
+    """Copies between host and device are among the gaps."""
+
+    class Profile:
+        def __init__(self, activities):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+        def events(self):
+            span = types.SimpleNamespace(elapsed_us=lambda: 10.0)
+            names = ("decode_kernel", "sort_kernel", "nms_kernel", "Memcpy DtoH", "index_kernel")
+            kind = torch.autograd.DeviceType.CUDA
+            return [types.SimpleNamespace(name=name, device_type=kind, time_range=span) for name in names]
+
+    monkeypatch.setattr(torch.profiler, "profile", Profile)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    choice = bench_postprocess.Choice("torch_fastdet", lambda heads: [])
+    found = bench_postprocess.stages(choice, [], torch.device("cuda"), 100.0)
+    assert found == dict.fromkeys(("decode", "sort", "NMS", "select"), 10.0) | {
+        "one operator": 0,
+        "host and gaps": 60.0,
+    }
+
+
+def test_breakdown_shows_a_batch_and_one_picture(report, tmp_path):
+    for case in ("validation, batch 32", "one picture of 64x64"):
+        report.add(case, "stock", "call", [100.0])
+        for stage in ("decode", "NMS"):
+            report.add(case, "stock", stage, [50.0])
+    report.folder.mkdir(exist_ok=True)
+    bench_postprocess.plot_breakdown(report)
+    assert (tmp_path / "postprocess_breakdown.png").stat().st_size > 10_000
 
 
 def test_peak_of_the_process():

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import training_truth
 from benchmarks.training_truth import FASTDET, MAP, MAP50, NAMES, STOCK, Settings, file_of, finished, report, run_all
+from examples.demo import dataset
 from examples.demo.training import Progress, Run
 
 SETTINGS = Settings("yolov5n", 2, 64, 48, 16)
@@ -62,7 +63,7 @@ def trainings(tmp_path, monkeypatch):
         return Run(variant, Path(project), rows(0.7), Progress(), 100.0, [])
 
     monkeypatch.setattr(training_truth, "train", train)
-    monkeypatch.setattr(training_truth.dataset, "make", lambda folder, recipe: Path(folder) / "data.yaml")
+    monkeypatch.setattr(dataset, "make", lambda folder, recipe: Path(folder) / "data.yaml")
 
     def go(minutes: float = 0.0, jobs: int = 1) -> tuple[bool, list]:
         before = len(begun)
