@@ -154,7 +154,7 @@ def bench_ultralytics(report, images, dtype, **options):
 
 def bench_cuda(report):
     device = torch.device("cuda")
-    slow = {"repetitions": 3, "inner": 1, "warmup": 1}
+    slow = {"repetitions": 2, "inner": 1, "warmup": 1}
     anchors = ANCHORS.to(device)
     for images in (1, 32):
         heads = trained_heads(images, device, torch.float16)

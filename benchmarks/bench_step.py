@@ -215,9 +215,11 @@ def main() -> None:
         prepare(options.compiled)
         return
     report = Report("step", torch.device("cuda"), options.out)
-    # Those beside torch.compile last, in place of their first rows: a compilation may outlast the time that is left.
-    plain = [(name, VARIANTS) for name in options.models]
-    for name, variants in (*plain, *((name, VARIANTS | COMPILED) for name in options.compiled)):
+    # torch.compile last and one mode at a time, beside ours: a compilation may outlast the time that is left.
+    groups = [(name, VARIANTS) for name in options.models]
+    for variant, make in COMPILED.items():
+        groups += [(name, {f"{OURS} TrainStep": train_step, variant: make}) for name in options.compiled]
+    for name, variants in groups:
         try:
             measure(report, name, variants)
             continue

@@ -79,6 +79,16 @@ def load(folder: Path) -> dict[str, list[dict]]:
     }
 
 
+def load_to(folder: Path) -> dict[str, list[dict]]:
+    """A folder's rows; for benchmarks that it has not, those of the newest folder of the same machine before it."""
+    own, known = load(folder), folders("cpu" if folder.name.startswith("cpu-") else "gpu")
+    machines = {rows[0]["gpu"] or rows[0]["cpu"] for rows in own.values()}
+    found: dict[str, list[dict]] = {}
+    for earlier in known[: known.index(folder.resolve())] if folder.resolve() in known else []:
+        found |= {k: rows for k, rows in load(earlier).items() if (rows[0]["gpu"] or rows[0]["cpu"]) in machines}
+    return found | own
+
+
 def load_newest(kind: str) -> dict[str, list[dict]]:
     """Benchmark name -> its rows, each from the newest folder that has it."""
     found: dict[str, list[dict]] = {}

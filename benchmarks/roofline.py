@@ -3,7 +3,8 @@
 ``python -m benchmarks.roofline`` measures the copy rate and the fp32 and fp16 (on a CPU bf16) matrix rates, so the
 ops:byte ratios; derives bytes, operations, intensity, bound and floor of each operator and of the training step of
 YOLOv5 n, s, m, l and x from the formulas in benchmarks/work.py; takes the measured time of each from the rows that the
-other benchmarks wrote into --results (default: the newest folder with rows of this machine); and writes roofline.json,
+other benchmarks wrote into --results (default: the newest folder with rows of this machine), and of those that are missing
+there from older folders of the machine; and writes roofline.json,
 roofline.md and roofline.png there. ``--again`` measures nothing and takes the ceilings of roofline.json.
 """
 
@@ -300,10 +301,10 @@ def _label(axes: Any, labels: list[tuple[str, float, float, str]]) -> None:
     points = 72 / axes.figure.dpi
     taken = [axes.transData.transform((x, y)) * points for _, x, y, _ in labels]
     for (text, x, y, color), (left, bottom) in zip(labels, taken[:]):
-        offsets = [cmath.rect(radius, angle * math.pi / 4 + 0.4) for radius in (10, 18, 26) for angle in range(8)]
+        offsets = [cmath.rect(radius, angle * math.pi / 4 + 0.4) for radius in range(10, 60, 8) for angle in range(8)]
 
         def room(offset: complex, left: float = left, bottom: float = bottom) -> float:
-            return min(math.hypot((left + offset.real - a) / 14, (bottom + offset.imag - b) / 9) for a, b in taken)
+            return min(max(abs(left + offset.real - a) / 15, abs(bottom + offset.imag - b) / 11) for a, b in taken)
 
         offset = next((offset for offset in offsets if room(offset) >= 1), max(offsets, key=room))
         taken.append((left + offset.real, bottom + offset.imag))
@@ -369,6 +370,15 @@ def plot(machine: work.Machine, rows: list[Placed], path: Path) -> None:
     plt.close(figure)
 
 
+def _rounded(value: Any) -> Any:
+    """Numbers to nine digits: Python's sum() has other last ones from version to version."""
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    return float(f"{value:.9g}") if isinstance(value, float) else value
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
@@ -381,7 +391,7 @@ def main() -> None:
     folder = arguments.results or report.newest_of(harness.environment(device))
     folder.mkdir(parents=True, exist_ok=True)
     machine = load_machine(folder) if arguments.again else measure_machine(device)
-    benchmarks = report.load(folder)
+    benchmarks = report.load_to(folder)
     rows = place(machine, benchmarks)
     rows += unmeasured_steps(machine, rows)
     text = table(machine, rows)
@@ -390,7 +400,8 @@ def main() -> None:
     print(text)
     (folder / "roofline.md").write_text(text)
     plain = [{**row.__dict__, "work": row.work.__dict__, "share": row.share} for row in rows]
-    (folder / "roofline.json").write_text(json.dumps({"machine": machine.__dict__, "rows": plain}, indent=1) + "\n")
+    found = {"machine": machine.__dict__, "rows": _rounded(plain)}
+    (folder / "roofline.json").write_text(json.dumps(found, indent=1) + "\n")
     plot(machine, rows, folder / "roofline.png")
 
 
