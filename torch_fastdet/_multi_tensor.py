@@ -68,7 +68,7 @@ class ModuleWatch:
 
 
 class Walk:
-    """What a module holds, without keeping it alive. Walking over it takes ten times as long as seeing that it is unchanged."""
+    """What a module holds, but not the module. Walking over it takes ten times as long as seeing that it is unchanged."""
 
     def __init__(self, module: nn.Module) -> None:
         self.watch = ModuleWatch(module)

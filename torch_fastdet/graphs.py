@@ -170,7 +170,9 @@ class _Captured:
         self.output_gradients: list[torch.Tensor | None]
         self.gradients: list[tuple[nn.Parameter, torch.Tensor]]
 
-    def replay_backward(self, gradients: tuple[torch.Tensor | None, ...], saved: dict[int, torch.Tensor]) -> None:
+    def replay_backward(
+        self, gradients: tuple[torch.Tensor | None, ...], saved: dict[torch.Tensor, torch.Tensor]
+    ) -> None:
         """Run the backward graph and add its result to the parameters' gradients, as autograd does."""
         for static, gradient in zip(self.output_gradients, gradients):
             if static is None:
@@ -186,9 +188,9 @@ class _Captured:
         aside = []
         if overwritten:
             for mine in overwritten:
-                if id(mine) not in saved:
-                    saved[id(mine)] = torch.empty_like(mine)
-                aside.append(saved[id(mine)])
+                if mine not in saved:
+                    saved[mine] = torch.empty_like(mine)
+                aside.append(saved[mine])
             torch._foreach_copy_(aside, overwritten)
         self.backward_graph.replay()
         if overwritten:
@@ -301,7 +303,7 @@ class ModuleGraphs:
         self._storage: tuple = ()
         # Gradients of all graphs, outside their pool: there the next forward pass would write over them.
         self._gradients: dict[nn.Parameter, torch.Tensor] = {}
-        self.saved: dict[int, torch.Tensor] = {}
+        self.saved: dict[torch.Tensor, torch.Tensor] = {}
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -317,7 +319,11 @@ class ModuleGraphs:
 
     def __call__(self, x: torch.Tensor) -> Any:
         module = self.module
-        if self.reason is not None or not (module.training and torch.is_grad_enabled()):
+        if not (module.training and torch.is_grad_enabled()):
+            return self.forward(x)
+        if self.reason is not None:
+            if self.required:
+                self._refuse(self.reason)
             return self.forward(x)
         if not isinstance(x, torch.Tensor):
             self._stay_eager(f"its input is a {type(x).__name__}, not a tensor")
@@ -588,6 +594,7 @@ class _Phase:
     def __init__(self) -> None:
         self.graph = torch.cuda.CUDAGraph()
         self.items: torch.Tensor
+        self.used: frozenset[int]  # parameters that have a gradient, by their place
 
 
 class TrainStep:
@@ -674,6 +681,7 @@ class TrainStep:
         self._columns: int | None = getattr(loss, "target_columns", None)  # of targets; else those of the first step
         self._gradients: list[tuple[nn.Parameter, torch.Tensor]] = []
         self._pending = 0  # micro-batches since the last update, whose gradients are summed up there
+        self._summed: frozenset[int] = frozenset()  # parameters that had one, by their place in self._gradients
         self._trained: tuple = ()
         self._others: tuple = ()
         self._settings: tuple = ()
@@ -732,17 +740,17 @@ class TrainStep:
         self._watch()
         self._take_targets(targets)
         first, last = self._pending == 0, update
-        key = (tuple(images.shape), images.dtype, first, last)
+        key = (tuple(images.shape), images.dtype, first, last, self._summed)
         phase = self._phases.get(key)
         graphed = phase is not None or key in self._warm
         static = self._take_images(images, keep=graphed)
         if phase is not None:
             self._phases.move_to_end(key)
         elif not graphed:
-            items = self._run(static, first, last)
+            items, used = self._run(static, first, last)
             self._warm.add(key)
             self._columns = targets.shape[1]
-            self._pending = 0 if last else self._pending + 1
+            self._count_micro_batch(used, last)
             self._trained, self._others = self._addresses()  # the first step makes momentum buffers
             return items
         else:
@@ -751,8 +759,12 @@ class TrainStep:
         phase.graph.replay()
         if last:
             self.fused.after_replay()
-        self._pending = 0 if last else self._pending + 1
+        self._count_micro_batch(phase.used, last)
         return phase.items.clone()
+
+    def _count_micro_batch(self, used: frozenset[int], last: bool) -> None:
+        self._pending = 0 if last else self._pending + 1
+        self._summed = frozenset() if last else self._summed | used
 
     def _walked(self) -> Walk:
         self._walk = Walk.renewed(self._walk, self.model)
@@ -806,7 +818,7 @@ class TrainStep:
         lost = self._pending if trained != self._trained else 0
         if trained != self._trained:
             self._gradients = [(p, torch.zeros_like(p)) for p in self.model.parameters() if p.requires_grad]
-            self._pending = 0
+            self._pending, self._summed = 0, frozenset()
         self._trained, self._others, self._settings = trained, others, settings
         if lost:
             raise RuntimeError(
@@ -848,29 +860,32 @@ class TrainStep:
         with autocast, self._head_views(self.model), counting():
             return self.loss(self.model.forward(x), self._targets, self._count)
 
-    def _run(self, images: torch.Tensor, first: bool, last: bool) -> torch.Tensor:
-        """The step, launched or captured."""
+    def _run(self, images: torch.Tensor, first: bool, last: bool) -> tuple[torch.Tensor, frozenset[int]]:
+        """The step, launched or captured: the items, and which parameters have a gradient."""
         with aliased_parameters(self.model) as aliases:
             loss, items = self._forward(images)
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         new = torch.autograd.grad(loss.sum(), [aliases[p] for p, _ in self._gradients], allow_unused=True)
-        used = [(p, mine, as_parameter(g, p)) for (p, mine), g in zip(self._gradients, new) if g is not None]
-        sums = [mine for _, mine, _ in used]
-        gradients = [g for _, _, g in used]
-        if first and last:
-            sums = gradients
-        elif first:
-            torch._foreach_copy_(sums, gradients)
-        else:
-            torch._foreach_add_(sums, gradients)
-        for parameter, _ in self._gradients:
+        totals = {i: as_parameter(g, p) for i, ((p, _), g) in enumerate(zip(self._gradients, new)) if g is not None}
+        used = frozenset(totals)
+        if not (first and last):
+            # A parameter may be used in some micro-batches only.
+            for places, write in (
+                (used - self._summed, torch._foreach_copy_),
+                (used & self._summed, torch._foreach_add_),
+            ):
+                if places:
+                    write([self._gradients[i][1] for i in places], [totals[i] for i in places])
+            totals = {i: self._gradients[i][1] for i in used | self._summed}
+        # Of frozen parameters too: the optimizer steps what has a gradient.
+        for parameter in (*self.model.parameters(), *(p for g in self.optimizer.param_groups for p in g["params"])):
             parameter.grad = None
-        for (parameter, _, _), total in zip(used, sums):
-            parameter.grad = total
+        for i, total in totals.items():
+            self._gradients[i][0].grad = total
         if last:
             self.fused.step(self.model)
-        return items.detach()
+        return items.detach(), used
 
     def _capture(self, key: tuple, static: torch.Tensor) -> _Phase:
         reason = why_not(self.model)
@@ -887,7 +902,7 @@ class TrainStep:
         location = _Location(self.model)
         try:
             with capture_into(phase.graph, self._pool, self._stream):
-                phase.items = self._run(static, key[2], key[3])
+                phase.items, phase.used = self._run(static, key[2], key[3])
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -900,7 +915,7 @@ class TrainStep:
         kind = {(True, True): "one step", (True, False): "first", (False, False): "middle", (False, True): "last"}
         memory = self.memory()
         self.say(
-            f"TrainStep: captured {kind[key[2:]]} of {type(self.model).__name__} for images {key[0]} ({key[1]}) and up to "
+            f"TrainStep: captured {kind[key[2:4]]} of {type(self.model).__name__} for images {key[0]} ({key[1]}) and up to "
             f"{memory['max_targets']} targets; {memory['graphs']} graphs hold {memory['pool_bytes'] / 2**20:.0f} MiB"
         )
         return phase
