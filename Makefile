@@ -86,7 +86,7 @@ test-gpu: ## on a GPU machine (offline): every test on CPU and CUDA, GoogleTests
 
 .SILENT: gpu-report-check
 gpu-report-check: ## says whether tests/gpu_report.json is of this tree
-	@$(or $(wildcard $(BIN)/python),$(PYTHON)) -m tools.gpu_report check
+	@$(ANY_PYTHON) -m tools.gpu_report check
 
 lint: $(STAMP) ## ruff, mypy, clang-format, and the layering rule of csrc/core
 	$(BIN)/ruff check .
@@ -102,7 +102,8 @@ format: $(STAMP) ## rewrites the sources as lint wants them
 	$(BIN)/clang-format -i $(FORMATTED)
 
 # On a GPU machine without network: the torch that is there, unless there is a .venv. BENCH="--only nms" and the like reach the command.
-BENCH_PYTHON = $(if $(filter command line,$(origin PYTHON)),$(PYTHON),$(or $(wildcard $(BIN)/python),$(PYTHON)))
+ANY_PYTHON = $(or $(wildcard $(BIN)/python),$(PYTHON))
+BENCH_PYTHON = $(if $(GPU),$(if $(filter command line,$(origin PYTHON)),$(PYTHON),$(ANY_PYTHON)),$(BIN)/python)
 bench: $(if $(GPU),,build) ## every benchmark on this machine (GPU where there is one, offline), into benchmarks/results/; then the tables
 	$(if $(GPU),$(BENCH_PYTHON) setup.py -q build_ext --inplace)
 	$(BENCH_PYTHON) -m benchmarks $(BENCH)
