@@ -18,9 +18,7 @@ from torch_fastdet import ops
 from torch_fastdet.suppression import ultralytics_non_max_suppression, yolov5_non_max_suppression
 
 STRIDES = [float(stride) for stride in work.STRIDES]
-ANCHORS = torch.tensor(work.ANCHORS, dtype=torch.float32).view(3, 3, 2) / torch.tensor(STRIDES).view(
-    3, 1, 1
-)  # in cells
+ANCHORS = torch.tensor(work.ANCHORS).view(3, 3, 2) / torch.tensor(STRIDES).view(3, 1, 1)  # in cells
 VALIDATION = {"conf_thres": 0.001, "iou_thres": 0.6, "multi_label": True}
 
 

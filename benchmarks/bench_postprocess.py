@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from benchmarks.bench_nms import VALIDATION
 from benchmarks.harness import OURS, WORK, Report, add_arguments, missing, peak_memory
-from benchmarks.report import pyplot
+from benchmarks.report import machine_of, pyplot
 from examples.demo.training import FASTDET, Machine, train
 from examples.yolov5_env import environment
 from torch_fastdet.postprocess import YOLOv5PostProcess
@@ -304,7 +304,7 @@ def plot_breakdown(report: Report) -> None:
         left.set_xlim(0, 1.15e-3 * max(sum(found.values()) for found in group.values()))
         left.set_xlabel("ms a batch" if use == "validation" else "ms a picture")
     panels[1][1].set_xlabel("% of the choice's own time")
-    figure.supxlabel(report.environment["gpu"] or report.environment["cpu"], fontsize=9)
+    figure.supxlabel(machine_of(report.environment), fontsize=9)
     shown = [stage for stage in STAGES if any(row.view == stage for row in report.rows)]
     handles = [plt.Rectangle((0, 0), 1, 1, color=f"C{STAGES.index(stage)}") for stage in shown]
     figure.legend(handles, shown, loc="outside upper center", ncols=len(shown))
@@ -351,14 +351,12 @@ def main() -> None:
 
     data = check_dataset(str(data_file))
     loader = create_dataloader(data["val"], machine.image_size, BATCH, 32, workers=0)[0]
-    where = [(torch.device("cpu"), torch.float32, options.calls)]
-    if cuda:  # 1% of 10,000 is enough for a p99; the CPU's calls take long at 640x640
-        few = options.calls // 10
-        where = [
-            (report.device, torch.float16, options.calls),
-            (report.device, torch.float32, few),
-            (*where[0][:2], few),
-        ]
+    # 1% of 10,000 is enough for a p99; beside a GPU the CPU's calls take long, at 640x640.
+    calls_in_fp32 = options.calls // 10 if cuda else options.calls
+    where = [(torch.device("cpu"), torch.float32, calls_in_fp32)]
+    if cuda:
+        gpu = report.device
+        where = [(gpu, torch.float16, options.calls), (gpu, torch.float32, calls_in_fp32), *where]
     for device, dtype, calls in where:
         with torch.inference_mode():
             case = Case(weights, loader, device, dtype)

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.report import OURS, ROOT, pyplot, results_folder
+from benchmarks.report import OURS, ROOT, machine_of, pyplot, results_folder
 from torch_fastdet.graphs import capture_into
 
 WORK = ROOT / "runs/benchmarks"  # pictures and trainings that benchmarks make, and find again
@@ -365,7 +365,7 @@ class Report:
         axes.invert_yaxis()
         axes.set_xscale("log")
         axes.margins(x=0.12, y=0.01)
-        machine = self.environment["gpu"] or self.environment["cpu"]
+        machine = machine_of(self.environment)
         axes.set_xlabel(f"microseconds a call, median ({view}; {machine}, torch {self.environment['torch']})")
         handles = [plt.Rectangle((0, 0), 1, 1, color=colors(index)) for index in range(len(variants))]
         figure.legend(handles, variants, fontsize=8, loc="outside upper center", ncols=3)

@@ -63,11 +63,16 @@ def newest(kind: str, file: str) -> Path | None:
     return next((folder for folder in found if not file.startswith("roofline") or load(folder)), None)
 
 
+def machine_of(row: dict[str, str]) -> str:
+    """What a row, or an environment, was measured on."""
+    return row["gpu"] or row["cpu"]
+
+
 def newest_of(environment: dict[str, str]) -> Path:
     """The newest folder with rows of this very machine, or today's where there is none."""
-    machine = environment["gpu"] or environment["cpu"]
+    machine = machine_of(environment)
     for folder in reversed(folders("gpu" if environment["gpu"] else "cpu")):
-        if any((rows[0]["gpu"] or rows[0]["cpu"]) == machine for rows in load(folder).values()):
+        if any(machine_of(rows[0]) == machine for rows in load(folder).values()):
             return folder
     return results_folder(environment)
 
@@ -82,10 +87,10 @@ def load(folder: Path) -> dict[str, list[dict]]:
 def load_to(folder: Path) -> dict[str, list[dict]]:
     """A folder's rows; for benchmarks that it has not, those of the newest folder of the same machine before it."""
     own, known = load(folder), folders("cpu" if folder.name.startswith("cpu-") else "gpu")
-    machines = {rows[0]["gpu"] or rows[0]["cpu"] for rows in own.values()}
+    machines = {machine_of(rows[0]) for rows in own.values()}
     found: dict[str, list[dict]] = {}
     for earlier in known[: known.index(folder.resolve())] if folder.resolve() in known else []:
-        found |= {k: rows for k, rows in load(earlier).items() if (rows[0]["gpu"] or rows[0]["cpu"]) in machines}
+        found |= {k: rows for k, rows in load(earlier).items() if machine_of(rows[0]) in machines}
     return found | own
 
 

@@ -4,8 +4,8 @@
 ops:byte ratios; derives bytes, operations, intensity, bound and floor of each operator and of the training step of
 YOLOv5 n, s, m, l and x from the formulas in benchmarks/work.py; takes the measured time of each from the rows that the
 other benchmarks wrote into --results (default: the newest folder with rows of this machine), and of those that are missing
-there from older folders of the machine; and writes roofline.json,
-roofline.md and roofline.png there. ``--again`` measures nothing and takes the ceilings of roofline.json.
+there from older folders of the machine; and writes roofline.json, roofline.md and roofline.png there. ``--again``
+measures nothing and takes the ceilings of roofline.json.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def launch_time(device: torch.device) -> float:
 
 def measure_machine(device: torch.device) -> work.Machine:
     environment = harness.environment(device)
-    name = environment["gpu"] or environment["cpu"]
+    name = report.machine_of(environment)
     if device.type == "cuda":
         rates = {"fp32": matrix_rate(torch.float32, device), "fp16": matrix_rate(torch.float16, device)}
         return work.Machine(name, harness.copy_rate() * 1e9, rates, launch_time(device))
