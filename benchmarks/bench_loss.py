@@ -114,6 +114,15 @@ def measure(report: Report) -> None:
             inner=3 if device.type == "cuda" else 1,
             ungraphable=("stock", "stock, torch.compile", "stock, torch.compile, reduce-overhead"),
         )
+    # What autograd itself takes: a forward and a backward pass without arithmetic to speak of.
+    alone = [torch.zeros(1, device=device, requires_grad=True) for _ in range(3)]
+    report.compare(
+        "autograd's own share: sum() of three numbers forward+backward",
+        {"sum()": step(lambda heads, _: (torch.cat(heads).sum(), None), alone, targets)},
+        views=("call",),
+        repetitions=30,
+        inner=3,
+    )
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ void List::add(const char* op, const at::Tensor* const tensors[core::kSlots], co
       continue;
     }
     if (C10_UNLIKELY(tensor->layout() != at::kStrided || !is_supported_float(tensor->scalar_type()) ||
-                     tensor->is_neg() || !tensor->is_contiguous())) {
+                     tensor->is_neg() || !tensor->is_contiguous() || wraps_others(*tensor))) {
       check_tensor(*tensor, written[slot], op, name(slot));
     }
     if (C10_UNLIKELY(tensor->device() != device)) {

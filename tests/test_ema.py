@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import pickle
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -80,6 +82,19 @@ class Pair:
                 torch.testing.assert_close(mine, wanted, rtol=tolerance, atol=tolerance)
             else:
                 assert torch.equal(mine, wanted), name
+
+
+def test_a_deleted_models_tensors_go(device):
+    model = nn.Linear(4, 4).to(device)
+    ema = ModelEMA(model)
+    ema.update(model)
+    weight = weakref.ref(model.weight)
+    del model
+    gc.collect()
+    assert weight() is None and ema.model is None
+    model = nn.Linear(4, 4).to(device)
+    ema.update(model)
+    assert ema.updates == 2 and ema.model is model
 
 
 def test_100_updates_are_the_stock_loop_bit_by_bit(device):

@@ -113,6 +113,33 @@ def test_training_is_bit_equal(cuda, accumulate, amp, channels_last):
     same_state(graphed, plain)
 
 
+@pytest.fixture
+def deterministic_algorithms():
+    """As train.py sets them: PyTorch then fills new tensors with NaN, the graphs' own ones too if it were let."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+def test_deterministic_algorithms(cuda, deterministic_algorithms):
+    model = Net().cuda()
+    plain = copy.deepcopy(model)
+    graphed = GraphedModule(model, required=True)
+    batches = [images(2, 3, 32, 32) for _ in range(6)]
+    train(plain, batches, 2, torch.float16)
+    train(graphed, batches, 2, torch.float16)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert all(torch.isfinite(p).all() for p in plain.parameters())
+    same_gradients(graphed, plain)
+    same_state(graphed, plain)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        loss_of(graphed(batches[0])).backward()
+        torch.cuda.synchronize()
+    fills = sum(event.count for event in profile.key_averages() if "FillFunctor" in event.key)
+    assert fills < 10, "the graph fills what it makes"
+
+
 def test_float32_channels_last_gradients(cuda):
     """Outside half precision torch's NHWC kernels have not given a replay the bits of an eager pass: TF32's tolerance."""
     model = Net().cuda().to(memory_format=torch.channels_last)
@@ -157,6 +184,121 @@ def test_multi_scale_accumulates_across_shapes(cuda):
     assert graphed.graphs.memory() > 0
     same_gradients(graphed, plain)
     same_state(graphed, plain)
+
+
+def allocator_settings():
+    settings = dict(torch.cuda.memory._snapshot()["allocator_settings"])
+    return settings.pop("PYTORCH_CUDA_ALLOC_CONF"), settings
+
+
+@pytest.mark.parametrize("own", ["", "max_split_size_mb:64", "expandable_segments:True", "expandable_segments:False"])
+def test_capture_leaves_the_allocator_settings_alone(cuda, own):
+    """A pool in one segment, which grows, has few gaps; what the user has set stays."""
+    found, _ = allocator_settings()
+    if own:
+        torch._C._accelerator_setAllocatorSettings(own)
+    try:
+        _, before = allocator_settings()
+        graphed = GraphedModule(Net().cuda())
+        for _ in range(2):
+            three_passes(graphed, images(4, 3, 32, 32))
+            graphed.graphs.reset()
+            gc.collect()
+            three_passes(graphed, images(4, 3, 64, 64))
+        text, after = allocator_settings()
+        assert after == before and (own or "expandable_segments") in text
+        pool = tuple(graphed.graphs._pool)
+        segments = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == pool]
+        assert segments and all(s["is_expandable"] == (own != "expandable_segments:False") for s in segments)
+    finally:
+        if "expandable_segments" not in found:
+            found = (f"{found}," if found else "") + " expandable_segments:False"  # as a capture leaves it
+        torch._C._accelerator_setAllocatorSettings(found)
+
+
+def test_memory_comes_back(cuda):
+    """All that the graphs took, but for what PyTorch keeps of small blocks."""
+    net = Net(64).cuda()
+    three_passes(net, images(16, 3, 256, 256))
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    graphed = GraphedModule(net)
+    three_passes(graphed, images(16, 3, 256, 256))
+    held = torch.cuda.memory_reserved() - before
+    graphed.graphs.reset()
+    net.zero_grad()
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert held > 50 * 2**20 and torch.cuda.memory_reserved() - before < 8 * 2**20
+
+
+class OutOfMemory(nn.Module):
+    """Has too little memory when it is told so."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.times = nn.Conv2d(3, 8, 3), 0
+
+    def forward(self, x):
+        if self.times:
+            self.times -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return self.body(x)
+
+
+@pytest.mark.parametrize("where", ["warm-up", "capture"])
+def test_out_of_memory_drops_graphs(cuda, where):
+    said = []
+    model = OutOfMemory().cuda()
+    graphed = GraphedModule(model, required=True, say=said.append)
+    three_passes(graphed, images(2, 3, 32, 32))
+    if where == "capture":
+        graphed(images(2, 3, 48, 48))
+    model.times = 1
+    loss_of([graphed(images(2, 3, 48, 48))]).backward()
+    assert graphed.graphs.shapes == [] and "out of memory beside 1 captured shapes" in said[-1]
+    for size in (48, 48, 48, 32, 32, 32):
+        loss_of([graphed(images(2, 3, size, size))]).backward()
+    assert graphed.graphs.shapes == [(2, 3, 48, 48), (2, 3, 32, 32)]
+
+
+def test_out_of_memory_with_no_graphs(cuda):
+    model = OutOfMemory().cuda()
+    graphed = GraphedModule(model)
+    model.times = 1
+    with pytest.raises(torch.OutOfMemoryError):
+        graphed(images(2, 3, 32, 32))
+    graphed(images(2, 3, 32, 32))
+    model.times = 1
+    assert graphed(images(2, 3, 32, 32)).isfinite().all()  # eager, for good
+    assert "out of memory" in graphed.graphs.reason
+
+
+class Same(nn.Module):
+    """Its output can be its next input."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 32, 3, 1, 1), nn.SiLU(), nn.Conv2d(32, 3, 3, 1, 1))
+
+    def forward(self, x):
+        return self.body(x)
+
+
+@pytest.mark.parametrize("amp", [None, torch.float16])
+def test_an_output_is_the_next_input(cuda, amp):
+    """The graphs' input is memory that they use for other things too."""
+    net, x = Same().cuda(), images(4, 3, 256, 256)
+    graphed = GraphedModule(copy.deepcopy(net))
+    for _ in range(5):
+        with torch.autocast("cuda", amp or torch.float16, enabled=amp is not None):
+            want, got = net(x), graphed(x)
+            assert torch.equal(got, want)
+            again, want_again = graphed(got.detach().float()), net(want.detach().float())
+        assert torch.equal(again, want_again)
+        net.zero_grad(), graphed.zero_grad()
+        loss_of([again]).backward(), loss_of([want_again]).backward()
+        same_gradients(graphed, net)
 
 
 def test_capture_leaves_buffers_alone(cuda):
@@ -705,6 +847,63 @@ def test_train_step_that_failed_is_not_captured_next(cuda):
     assert step.memory()["graphs"] == 1
 
 
+def test_train_step_out_of_memory_drops_graphs(cuda):
+    from torch_fastdet.graphs import TrainStep
+
+    said = []
+    model = Detector().to_device()
+    loss_of_batch, optimizer, scaler, ema = make_training(model)
+    fails = []
+
+    def loss(*args):
+        if fails:
+            raise torch.OutOfMemoryError(fails.pop())
+        return loss_of_batch(*args)
+
+    step = TrainStep(model, loss, optimizer, scaler, ema, say=said.append)
+    small, large = some_batches(2, sizes=(64, 96))
+    for batch in (small, small, large):
+        step(*batch)
+    fails.append("in the capture")
+    assert step(*large).isfinite().all()
+    assert "out of memory beside 1 graphs" in said[-2] and step.memory()["shapes"] == [(2, 3, 96, 96)]
+    fails.append("in a warm-up")
+    step(*small)
+    assert "out of memory beside 1 graphs" in said[-1] and step.memory()["graphs"] == 0
+    for batch in (small, large, large, small):
+        step(*batch)
+    assert step.memory()["graphs"] == 2
+    step.reset()
+    step(*small)
+    fails.append("in the only capture")
+    with pytest.raises(torch.OutOfMemoryError):
+        step(*small)
+    assert step(*small).isfinite().all() and ema.updates == 11
+
+
+def test_train_step_whose_update_failed_can_be_made_again(cuda):
+    """The gradients that were added up before it are what they were."""
+    from torch_fastdet.graphs import TrainStep
+
+    batches, results = some_batches(2), []
+    model = Detector().to_device()
+    for fails in (False, True):
+        trained = copy.deepcopy(model)
+        loss_of_batch, optimizer, scaler, ema = make_training(trained)
+        step = TrainStep(trained, loss_of_batch, optimizer, scaler, ema)
+        step(*batches[0], update=False)
+        if fails:
+            optimizer.param_groups[0]["lr"] = -1.0
+            with pytest.raises(RuntimeError, match="lr"):
+                step(*batches[1])
+            optimizer.param_groups[0]["lr"] = 0.01
+        step(*batches[1])
+        results.append((list(trained.parameters()), ema.updates, scaler.get_scale()))
+    (want, *other), (got, *same) = results
+    assert other == same
+    assert all(map(torch.equal, got, want))
+
+
 def test_train_step_makes_room_for_targets(cuda):
     model = Detector().to_device()
     plain = copy.deepcopy(model)
@@ -921,6 +1120,13 @@ def test_train_step_errors(cuda):
         TrainStep(model, loss_of_batch, optimizer, max_targets=0)
     step = TrainStep(model, loss_of_batch, optimizer, scaler)
     images, targets = some_batches(1)[0]
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, device=cuda))]})
+    for refused in (lambda: TrainStep(model, loss_of_batch, optimizer), lambda: step(images, targets)):
+        with pytest.raises(
+            ValueError, match=r"parameter 0 of the optimizer's group 3, of shape \(2,\), is none of the model's"
+        ):
+            refused()
+    optimizer.param_groups.pop()
     with pytest.raises(ValueError, match="batch, channels, height, width"):
         step(images[0], targets)
     model.eval()

@@ -68,6 +68,14 @@ def test_modules_script_and_compile(module, count, device):
     assert torch.equal(torch.compile(module, fullgraph=True, backend="aot_eager")(*inputs), expected)
 
 
+def test_upsample_is_one_node_of_a_symbolic_trace(device):
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), Upsample2x()).to(device)
+    traced = torch.fx.symbolic_trace(model)
+    assert [node.op for node in traced.graph.nodes] == ["placeholder", "call_module", "call_function", "output"]
+    x = torch.randn(1, 3, 4, 4, device=device)
+    assert torch.equal(traced(x), model(x))
+
+
 def test_submodules_need_no_import_statement():
     program = (
         "import torch_fastdet as t; t.nn.Upsample2x, t.losses.IoULoss, t.yolov5.patch; assert not hasattr(t, 'nms2')"

@@ -157,6 +157,78 @@ def test_buffers_replaced_by_hand_are_noticed(device):
     assert equal(mine, stock)
 
 
+@pytest.mark.parametrize("change", ["a new slot", "an empty slot", "slots swapped", "a slot handed on"])
+def test_slots_replaced_by_hand_are_noticed(device, change):
+    """As loops that reset the momentum, or bring a state to a device, do it."""
+    results = []
+    for kind in (SGD, torch.optim.SGD):
+        p, q = params = [nn.Parameter(torch.ones(3, device=device)) for _ in range(2)]
+        optimizer = kind(params, **NESTEROV)
+        for step in range(5):
+            for i, param in enumerate(params):
+                param.grad = torch.full_like(param, 1.0 + i) if i == 0 or step >= 3 else None
+            if change == "slots swapped" and step == 4:
+                optimizer.state[p], optimizer.state[q] = optimizer.state[q], optimizer.state[p]
+            if step == 2 and change == "a slot handed on":
+                optimizer.state[q] = optimizer.state.pop(p)
+            elif step == 2 and change != "slots swapped":
+                fresh = {"momentum_buffer": torch.full_like(p, 0.5)} if change == "a new slot" else {}
+                optimizer.state[p] = fresh
+            optimizer.step()
+        results.append([p.detach(), q.detach(), *(slot["momentum_buffer"] for slot in optimizer.state.values())])
+    assert equal(*results) and len(results[0]) == len(results[1]) == 4
+
+
+def test_tensor_subclasses_are_refused(device):
+    """They have no memory of their own, and nothing would be written."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    param = nn.Parameter(TwoTensor(torch.ones(3, device=device), torch.ones(3, device=device)))
+    param.grad = TwoTensor(torch.ones(3, device=device), torch.ones(3, device=device))
+    sentence = r"params\[0\] is a tensor subclass that wraps others .*, but a plain tensor is wanted"
+    with pytest.raises(RuntimeError, match=f"SGD: {sentence}"):
+        SGD([param], lr=0.1).step()
+    with pytest.raises(RuntimeError, match=f"FusedStep: {sentence}"):
+        FusedStep(SGD([param], lr=0.1)).step()
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.ones(3, device=device))
+    ema = ModelEMA(model)
+    model.weight = param
+    with pytest.raises(RuntimeError, match=r"ModelEMA: values\[0\] is a tensor subclass"):
+        ema.update(model)
+
+
+def test_fused_step_in_a_compiled_function(device):
+    """It is a graph break there, as optimizers are."""
+    model, plain = (nn.Linear(4, 4).to(device) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    steps = [FusedStep(SGD(m.parameters(), lr=0.1), max_norm=1.0) for m in (model, plain)]
+    x = torch.rand(2, 4, device=device)
+
+    def train(model, step):
+        model(x).sum().backward()
+        step.step()
+
+    torch.compile(train, backend="eager")(model, steps[0])
+    train(plain, steps[1])
+    assert equal(list(model.parameters()), list(plain.parameters()))
+
+
+def test_fused_step_is_copied_and_pickled(device):
+    """Before and after its first step, with what it steps."""
+    model = nn.Linear(4, 4).to(device)
+    step = FusedStep(SGD(model.parameters(), lr=0.1, momentum=0.9), None, ModelEMA(model), 1.0)
+    for _ in range(2):
+        (model2, step2), (model3, step3) = copy.deepcopy((model, step)), pickle.loads(pickle.dumps((model, step)))
+        for m, s in ((model, step), (model2, step2), (model3, step3)):
+            m.zero_grad()
+            m(torch.ones(2, 4, device=device)).sum().backward()
+            s.step(m)
+        for m, s in ((model2, step2), (model3, step3)):
+            assert equal(list(m.parameters()), list(model.parameters()))
+            assert torch.equal(s.ema.ema.weight, step.ema.ema.weight) and torch.equal(s.norm, step.norm)
+
+
 def test_moved_memory_is_noticed(device):
     """Bugs 22 and 32: pointers change under a cached list."""
     mine, stock = parameters(device), parameters(device)
@@ -222,6 +294,20 @@ def test_lr_and_momentum_as_tensors(device):
         set_grads(mine, step), set_grads(stock, step)
         a.step(), b.step()
     assert equal(mine, stock)
+
+
+def test_a_parameter_moves_to_the_next_group(device):
+    """The flat list of parameters is the same then."""
+    mine, stock = ([nn.Parameter(torch.ones(3, device=device)) for _ in range(3)] for _ in range(2))
+    for kind, params in ((SGD, mine), (torch.optim.SGD, stock)):
+        optimizer = kind([{"params": params[:2], "lr": 1.0}, {"params": params[2:], "lr": 0.125}], lr=1.0)
+        for _ in range(2):
+            for p in params:
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+            first, second = optimizer.param_groups
+            second["params"].insert(0, first["params"].pop())
+    assert all(map(torch.equal, mine, stock))
 
 
 def test_many_groups(device):

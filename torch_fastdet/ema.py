@@ -136,7 +136,9 @@ class ModelEMA:
             for at in by_device(average for _, average in both).values()
         ]
         self._watches = ModuleWatch(self.ema), ModuleWatch(model)
-        self._model = weakref.ref(model)
+        forget = weakref.WeakMethod(self._forget)
+        # With the model its tensors go, which are held here.
+        self._model = weakref.ref(model, lambda _: (known := forget()) and known())
 
     def update_attr(
         self, model: nn.Module, include: Container[str] = (), exclude: Container[str] = ("process_group", "reducer")

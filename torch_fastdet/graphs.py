@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
+import functools
 import gc
 import logging
 import operator
@@ -46,14 +48,18 @@ def capture_into(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stre
     device = stream.device
     generator = torch.cuda.default_generators[device.index]
     state = generator.clone_state()
-    collecting = gc.isenabled()
-    gc.collect()
-    gc.disable()  # freeing another graph's memory is not allowed during a capture
-    torch.cuda.empty_cache()  # what eager steps have cached cannot serve a graph's pool
-    torch.cuda.synchronize(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
+    deterministic: Any = torch.utils.deterministic
+    collecting, filling = gc.isenabled(), deterministic.fill_uninitialized_memory
     try:
-        with torch.cuda.stream(stream):
+        gc.collect()
+        gc.disable()  # freeing another graph's memory is not allowed during a capture
+        # Under use_deterministic_algorithms, which train.py sets, new tensors are filled with NaN. No operator reads that, but
+        # each replay would write it: over all activations, and over what came into the graph's input.
+        deterministic.fill_uninitialized_memory = False
+        torch.cuda.empty_cache()  # what eager steps have cached cannot serve a graph's pool
+        torch.cuda.synchronize(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream), _growing_segments(device):
             try:
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 yield
@@ -63,9 +69,69 @@ def capture_into(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stre
                 generator.graphsafe_set_state(state)
                 raise
     finally:
+        deterministic.fill_uninitialized_memory = filling
         if collecting:
             gc.enable()
     torch.cuda.current_stream(device).wait_stream(stream)
+
+
+_OFF = " expandable_segments:False"  # the blank, which PyTorch skips, tells it from what a user has set
+
+
+@functools.cache
+def _has_virtual_memory(device: int) -> bool:
+    """Whether the driver maps memory piece by piece, which some virtual GPUs do not."""
+    value, virtual_memory_management = ctypes.c_int(), 102  # of CUdevice_attribute
+    driver = ctypes.CDLL("libcuda.so.1")
+    return driver.cuDeviceGetAttribute(ctypes.byref(value), virtual_memory_management, device) == 0 and value.value == 1
+
+
+@contextlib.contextmanager
+def _growing_segments(device: torch.device) -> Iterator[None]:
+    """While inside, the allocator's segments grow in place: of a pool in many separate ones, a tenth would be gaps.
+
+    These are PyTorch's expandable segments, for a capture alone. Who has set ``expandable_segments``, either way, keeps that.
+    """
+    if torch.cuda.get_allocator_backend() != "native" or not _has_virtual_memory(device.index):
+        yield
+        return
+    found = torch.cuda.memory._snapshot()["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"]
+    before = found.removesuffix(_OFF).removesuffix(",")
+    if "expandable_segments" in before:
+        yield
+        return
+    others = f"{before}," if before else ""  # which would go back to their defaults if they were not named
+    torch._C._accelerator_setAllocatorSettings(others + "expandable_segments:True")
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings(others + _OFF)
+
+
+class _Bytes:
+    """Device memory in the form that torch.as_tensor takes without a copy and without owning it."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (storage.nbytes(),),
+            "typestr": "|u1",
+            "data": (storage.data_ptr(), False),
+            "version": 2,
+        }
+
+
+def unowned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, of which the allocator does not know: once ``tensor`` is gone, a later part of a graph may use it too."""
+    memory = torch.as_tensor(_Bytes(tensor.untyped_storage()), device=tensor.device)
+    return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the two tensors' storages have memory in common."""
+    (a_start, a_size), (b_start, b_size) = (
+        (storage.data_ptr(), storage.nbytes()) for storage in (a.untyped_storage(), b.untyped_storage())
+    )
+    return a_start < b_start + b_size and b_start < a_start + a_size
 
 
 def _abandon(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> None:
@@ -73,6 +139,9 @@ def _abandon(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> No
     try:
         graph.capture_end()
     except RuntimeError:
+        with contextlib.suppress(RuntimeError):
+            graph.pool()  # where the capture itself had ended, and making the graph of it failed, the graph lets go of its pool
+            return
         with contextlib.suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(device.index, pool)
         with contextlib.suppress(RuntimeError):
@@ -150,6 +219,11 @@ def why_not(module: nn.Module) -> str | None:
     return None
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """By the allocator, or by CUDA, which makes a graph executable in memory of its own."""
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+
+
 def first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
@@ -159,7 +233,11 @@ def first_line(error: BaseException) -> str:
 
 
 class _Captured:
-    """One input shape's graphs, and the static tensors that they read and write."""
+    """One input shape's graphs, and the static tensors that they read and write.
+
+    The input and the outputs' gradients are places in the pool that are written before a replay and that the graph uses
+    for something else after their last use.
+    """
 
     def __init__(self) -> None:
         self.forward_graph = torch.cuda.CUDAGraph()
@@ -211,7 +289,7 @@ class _Replay(torch.autograd.Function):
     def forward(
         ctx: Any, graphs: ModuleGraphs, captured: _Captured, x: torch.Tensor, leaf: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        captured.input.copy_(x)
+        captured.input.copy_(x.clone() if overlap(x, captured.input) else x)  # x may be an output of before
         captured.forward_graph.replay()
         graphs.generation += 1
         ctx.graphs, ctx.captured, ctx.generation = graphs, captured, graphs.generation
@@ -262,7 +340,7 @@ class ModuleGraphs:
         module: nn.Module,
         forward: Callable[[torch.Tensor], Any] | None = None,
         *,
-        max_graphs: int = 24,
+        max_graphs: int = 48,
         warmup: int = 1,
         required: bool = False,
         capturing: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
@@ -311,10 +389,8 @@ class ModuleGraphs:
         return [key[0] for key in self._graphs]
 
     def memory(self) -> int:
-        """Bytes of device memory that the graphs hold: their pool, and the static inputs and gradients beside it."""
+        """Bytes of device memory that the graphs hold: their pool, and the parameters' gradients beside it."""
         tensors = [*self._gradients.values(), *self.saved.values()]
-        for captured in self._graphs.values():
-            tensors += [captured.input, *[g for g in captured.output_gradients if g is not None]]
         return pool_bytes(self._pool) + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def __call__(self, x: torch.Tensor) -> Any:
@@ -357,7 +433,7 @@ class ModuleGraphs:
             calls = self._calls.get(key, 0)
             self._calls[key] = calls + 1
             if calls < self.warmup:
-                return self.forward(x)
+                return self._warm_up(x)
             captured = self._capture(x)
             if captured is None:
                 return self.forward(x)
@@ -368,6 +444,21 @@ class ModuleGraphs:
             self._graphs.move_to_end(key)
         outputs = _Replay.apply(self, captured, x, self._leaf)
         return pytree.tree_unflatten(list(outputs), captured.structure)
+
+    def _warm_up(self, x: torch.Tensor) -> Any:
+        try:
+            return self.forward(x)
+        except torch.OutOfMemoryError:
+            if not self._graphs:
+                raise
+        self._make_room()
+        return self.forward(x)
+
+    def _make_room(self) -> None:
+        """Eager activations beside those of the graphs' pool are the most memory that is ever wanted."""
+        self.say(f"out of memory beside {len(self._graphs)} captured shapes, which are dropped; capturing again")
+        self.reset()
+        torch.cuda.empty_cache()
 
     def _give_up(self, reason: str, cause: BaseException | None = None) -> None:
         """For good: no more graphs."""
@@ -392,24 +483,25 @@ class ModuleGraphs:
         if reason is not None:
             self._give_up(reason)
             return None
-        if self._pool is None or self._stream is None:
-            self._pool = torch.cuda.graph_pool_handle()
+        if self._stream is None:
             self._stream = torch.cuda.Stream(x.device)
             self._leaf = torch.zeros((), device=x.device, requires_grad=True)
+        if not self._graphs:  # a pool ends with its last graph
+            self._pool = torch.cuda.graph_pool_handle()
         location = _Location(self.module)
         try:
             return self._captured(x, self._stream)
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:
-            self._give_up(f"{location} failed during the capture, {first_line(error)}", error)
-            return None
+            if not (is_out_of_memory(error) and self._graphs):
+                self._give_up(f"{location} failed during the capture, {first_line(error)}", error)
+                return None
         finally:
             location.remove()
+        self._make_room()
+        return None
 
     def _captured(self, x: torch.Tensor, stream: torch.cuda.Stream) -> _Captured:
         captured = _Captured()
-        captured.input = torch.empty_like(x, memory_format=input_format(self.module, x)).copy_(x)
         enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
         # A cached cast would be made by the first graph and be missing in the next replay.
         autocast = torch.autocast("cuda", dtype, enabled=enabled, cache_enabled=False)
@@ -419,26 +511,30 @@ class ModuleGraphs:
             autocast,
             self.capturing(),
         ):
-            result = self.forward(captured.input)
+            static = torch.empty_like(x, memory_format=input_format(self.module, x))
+            result = self.forward(static)
+        captured.input = unowned(static)
+        del static
         outputs, captured.structure = pytree.tree_flatten(result)
         for output in outputs:
             if not isinstance(output, torch.Tensor):
                 raise TypeError(f"its output holds a {type(output).__name__}, which a replay would not renew")
-        captured.output_gradients = [torch.empty_like(o) if o.requires_grad else None for o in outputs]
         parameters = [p for p in self.module.parameters() if p.requires_grad]
         for parameter in parameters:
             if parameter not in self._gradients:
                 self._gradients[parameter] = torch.empty_like(parameter, requires_grad=False)
         with capture_into(captured.backward_graph, self._pool, stream):
+            incoming = [torch.empty_like(o) if o.requires_grad else None for o in outputs]
             gradients = torch.autograd.grad(
                 [o for o in outputs if o.requires_grad],
                 [aliases[p] for p in parameters],
-                [g for g in captured.output_gradients if g is not None],
+                [g for g in incoming if g is not None],
                 allow_unused=True,
             )
             used = [(p, g) for p, g in zip(parameters, gradients) if g is not None]
             captured.gradients = [(p, self._gradients[p]) for p, _ in used]
             torch._foreach_copy_([mine for _, mine in captured.gradients], [g for _, g in used])
+        captured.output_gradients = [None if g is None else unowned(g) for g in incoming]
         captured.outputs = [output.detach() for output in outputs]
         shape = tuple(x.shape)
         self.say(
@@ -506,7 +602,7 @@ class GraphedModule(nn.Module):
         self,
         module: nn.Module,
         *,
-        max_graphs: int = 24,
+        max_graphs: int = 48,
         warmup: int = 1,
         required: bool = False,
         say: Callable[[str], None] = print_line,
@@ -650,7 +746,7 @@ class TrainStep:
         max_targets: int | None = None,
         *,
         amp: torch.dtype | Literal["auto"] | None = "auto",
-        max_graphs: int = 32,
+        max_graphs: int = 144,
         say: Callable[[str], None] = print_line,
     ) -> None:
         from torch_fastdet.yolov5.heads import head_views  # here, for the package's switches import this module
@@ -671,6 +767,7 @@ class TrainStep:
         self.model, self.loss, self.optimizer, self.scaler, self.ema = model, loss, optimizer, scaler, ema
         self._head_views = head_views
         self.fused = FusedStep(optimizer, scaler, ema, max_norm)
+        self._check_optimizer()
         if amp == "auto":
             amp = torch.float16 if scaler is not None and scaler.is_enabled() else None
         self.amp: torch.dtype | None = amp
@@ -747,7 +844,7 @@ class TrainStep:
         if phase is not None:
             self._phases.move_to_end(key)
         elif not graphed:
-            items, used = self._run(static, first, last)
+            items, used = self._warm_up(static, first, last)
             self._warm.add(key)
             self._columns = targets.shape[1]
             self._count_micro_batch(used, last)
@@ -765,6 +862,16 @@ class TrainStep:
     def _count_micro_batch(self, used: frozenset[int], last: bool) -> None:
         self._pending = 0 if last else self._pending + 1
         self._summed = frozenset() if last else self._summed | used
+
+    def _check_optimizer(self) -> None:
+        trained = set(map(id, self.model.parameters()))
+        for i, group in enumerate(self.optimizer.param_groups):
+            for j, parameter in enumerate(group["params"]):
+                if parameter.requires_grad and id(parameter) not in trained:
+                    raise ValueError(
+                        f"TrainStep: parameter {j} of the optimizer's group {i}, of shape {tuple(parameter.shape)}, is none of the "
+                        f"model's, and would never be trained; make it one of {type(self.model).__name__}'s"
+                    )
 
     def _walked(self) -> Walk:
         self._walk = Walk.renewed(self._walk, self.model)
@@ -804,9 +911,11 @@ class TrainStep:
     def _watch(self) -> None:
         """What moved (``ema.half().float()``, ``p.data = ...``, a loaded optimizer), was frozen or set needs new graphs."""
         (trained, others), settings = self._addresses(), self._decisions()
-        if trained == self._trained and others == self._others and settings == self._settings:
+        retrained = trained != self._trained
+        moved = retrained or others != self._others
+        if not moved and settings == self._settings:
             return
-        moved = trained != self._trained or others != self._others
+        self._check_optimizer()
         if self._phases:
             what = (
                 "tensors of the model, its EMA or its optimizer moved or were frozen"
@@ -815,8 +924,8 @@ class TrainStep:
             )
             self.say(f"TrainStep: {what}; capturing again")
         self.reset()
-        lost = self._pending if trained != self._trained else 0
-        if trained != self._trained:
+        lost = self._pending if retrained else 0
+        if retrained:
             self._gradients = [(p, torch.zeros_like(p)) for p in self.model.parameters() if p.requires_grad]
             self._pending, self._summed = 0, frozenset()
         self._trained, self._others, self._settings = trained, others, settings
@@ -869,15 +978,16 @@ class TrainStep:
         new = torch.autograd.grad(loss.sum(), [aliases[p] for p, _ in self._gradients], allow_unused=True)
         totals = {i: as_parameter(g, p) for i, ((p, _), g) in enumerate(zip(self._gradients, new)) if g is not None}
         used = frozenset(totals)
-        if not (first and last):
-            # A parameter may be used in some micro-batches only.
-            for places, write in (
-                (used - self._summed, torch._foreach_copy_),
-                (used & self._summed, torch._foreach_add_),
-            ):
-                if places:
-                    write([self._gradients[i][1] for i in places], [totals[i] for i in places])
-            totals = {i: self._gradients[i][1] for i in used | self._summed}
+        held = [sums for _, sums in self._gradients]
+        if not first:  # not in place: where the step raises, the call can be made again
+            both = sorted(used & self._summed)  # a parameter may be used in some micro-batches only
+            if both:
+                totals.update(zip(both, torch._foreach_add([held[i] for i in both], [totals[i] for i in both])))
+            totals.update({i: held[i] for i in self._summed - used})
+        if not last:
+            if used:
+                torch._foreach_copy_([held[i] for i in sorted(used)], [totals[i] for i in sorted(used)])
+            totals = {i: held[i] for i in totals}
         # Of frozen parameters too: the optimizer steps what has a gradient.
         for parameter in (*self.model.parameters(), *(p for g in self.optimizer.param_groups for p in g["params"])):
             parameter.grad = None
@@ -886,6 +996,21 @@ class TrainStep:
         if last:
             self.fused.step(self.model)
         return items.detach(), used
+
+    def _warm_up(self, images: torch.Tensor, first: bool, last: bool) -> tuple[torch.Tensor, frozenset[int]]:
+        try:
+            return self._run(images, first, last)
+        except torch.OutOfMemoryError:
+            if not self._phases:
+                raise
+        self._make_room()
+        return self._run(images, first, last)
+
+    def _make_room(self) -> None:
+        """Eager activations beside those of the graphs' pool are the most memory that is ever wanted."""
+        self.say(f"TrainStep: out of memory beside {len(self._phases)} graphs, which are dropped; capturing again")
+        self.reset()
+        torch.cuda.empty_cache()
 
     def _capture(self, key: tuple, static: torch.Tensor) -> _Phase:
         reason = why_not(self.model)
@@ -897,20 +1022,16 @@ class TrainStep:
                 del self._images[oldest[:2]]
         if not self._phases:  # a pool ends with its last graph
             self._pool = torch.cuda.graph_pool_handle()
-        phase = _Phase()
-        self.fused.refresh()
-        location = _Location(self.model)
         try:
-            with capture_into(phase.graph, self._pool, self._stream):
-                phase.items, phase.used = self._run(static, key[2], key[3])
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            raise CaptureError(
-                f"TrainStep: {location} or what follows it failed during the capture, {first_line(error)}"
-            ) from error
-        finally:
-            location.remove()
+            phase = self._captured(key, static)
+        except RuntimeError as error:
+            if not (is_out_of_memory(error) and self._phases):
+                raise
+            phase = None
+        if phase is None:
+            self._make_room()
+            self._images[key[:2]] = static
+            return self._capture(key, static)
         self._phases[key] = phase
         kind = {(True, True): "one step", (True, False): "first", (False, False): "middle", (False, True): "last"}
         memory = self.memory()
@@ -918,4 +1039,21 @@ class TrainStep:
             f"TrainStep: captured {kind[key[2:4]]} of {type(self.model).__name__} for images {key[0]} ({key[1]}) and up to "
             f"{memory['max_targets']} targets; {memory['graphs']} graphs hold {memory['pool_bytes'] / 2**20:.0f} MiB"
         )
+        return phase
+
+    def _captured(self, key: tuple, static: torch.Tensor) -> _Phase:
+        phase = _Phase()
+        self.fused.refresh()
+        location = _Location(self.model)
+        try:
+            with capture_into(phase.graph, self._pool, self._stream):
+                phase.items, phase.used = self._run(static, key[2], key[3])
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise CaptureError(
+                f"TrainStep: {location} or what follows it failed during the capture, {first_line(error)}"
+            ) from error
+        finally:
+            location.remove()
         return phase

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from torch_fastdet import ops
+from torch_fastdet.ops import upsample_nearest2x
 
 __all__ = ["Upsample2x"]
+
+torch.fx.wrap("upsample_nearest2x")  # one node of a symbolic trace, as nn.Upsample is
 
 
 class Upsample2x(torch.nn.Module):
@@ -14,8 +16,8 @@ class Upsample2x(torch.nn.Module):
 
     Takes what :func:`torch_fastdet.ops.upsample_nearest2x` takes and keeps the memory format of its input. It has no
     parameters and no state, so it can replace an ``nn.Upsample`` in a model whose ``state_dict`` is already saved. It
-    works in TorchScript, ``torch.compile(fullgraph=True)`` and ``torch.export``.
+    works in TorchScript, ``torch.compile(fullgraph=True)``, ``torch.export`` and ``torch.fx``.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return ops.upsample_nearest2x(input)
+        return upsample_nearest2x(input)

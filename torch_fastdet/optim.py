@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import numbers
 import weakref
 from collections.abc import Callable, Iterable
 from itertools import chain, repeat
@@ -68,7 +69,7 @@ class _Bound:
         owner = [index for index, group in enumerate(groups) for _ in group["params"]]
         self.ids = set(map(id, self.params))
         self.watch: ModuleWatch | None = None
-        self.num_groups = len(groups)
+        self.group_lengths = [len(group["params"]) for group in groups]
         self.places = by_device(self.params)
         self.states = {
             device: make_state([self.params[i] for i in at], [owner[i] for i in at], at)
@@ -79,7 +80,8 @@ class _Bound:
     def take_buffers(self) -> None:
         """Hand the optimizer's momentum buffers to C++."""
         self.state = self.optimizer.state
-        self.slots = [self.state[p] for p in self.params if p in self.state]
+        self.owners = list(self.state)
+        self.slots = list(self.state.values())
         self.buffers = [slot.get(BUFFER) for slot in self.slots]
         for device, at in self.places.items():
             found = [self.state[p].get(BUFFER) if p in self.state else None for p in (self.params[i] for i in at)]
@@ -129,17 +131,18 @@ class _Bound:
 
     def same_params(self) -> bool:
         groups = self.optimizer.param_groups
-        return len(groups) == self.num_groups and same_objects(
-            self.params,
-            chain.from_iterable(group["params"] for group in groups),
-            sum(len(group["params"]) for group in groups),
+        lengths = [len(group["params"]) for group in groups]
+        return lengths == self.group_lengths and same_objects(
+            self.params, chain.from_iterable(group["params"] for group in groups), sum(lengths)
         )
 
     def same_buffers(self) -> bool:
+        state = self.state
         return (
-            self.optimizer.state is self.state
-            and len(self.state) == len(self.slots)
-            and same_objects(self.buffers, map(dict.get, self.slots, repeat(BUFFER)), len(self.slots))
+            self.optimizer.state is state
+            and same_objects(self.owners, state, len(state))
+            and same_objects(self.slots, state.values(), len(state))
+            and same_objects(self.buffers, map(dict.get, self.slots, repeat(BUFFER)), len(state))
         )
 
     def fresh(self) -> bool:
@@ -364,12 +367,12 @@ class FusedStep:
             raise TypeError(f"FusedStep: ema is {type(ema).__name__}, but torch_fastdet.ema.ModelEMA is wanted")
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
             raise TypeError(f"FusedStep: scaler is {type(scaler).__name__}, but torch.amp.GradScaler is wanted")
-        if max_norm is not None and not (isinstance(max_norm, (int, float)) and max_norm >= 0):
+        if max_norm is not None and not (isinstance(max_norm, numbers.Real) and max_norm >= 0):
             raise ValueError(f"FusedStep: max_norm is {max_norm!r}, but None or a number not below 0 is wanted")
         self.optimizer = optimizer
         self.scaler = scaler
         self.ema = ema
-        self.max_norm = max_norm
+        self.max_norm = None if max_norm is None else float(max_norm)
         self._bound: _Bound | None = None
         self._watches: tuple[ModuleWatch, ModuleWatch] | None = None
         params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -397,6 +400,10 @@ class FusedStep:
         if model is None:
             raise RuntimeError("FusedStep: the EMA is a copy that has not seen its model yet; give it: step(model)")
         return model
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy finds its own tensors, and is in no graph.
+        return {**self.__dict__, "_bound": None, "_watches": None, "_captured_scalars": []}
 
     def _bind(self, model: nn.Module | None) -> _Bound:
         follows = True
@@ -436,6 +443,7 @@ class FusedStep:
             self._watches = ModuleWatch(self.ema.ema), ModuleWatch(model)
         return new_state("FusedStep", params, groups, places, averages, values, value_averages)
 
+    @torch._disable_dynamo
     @torch.no_grad()
     def step(self, model: nn.Module | None = None) -> None:
         """One step.

@@ -4,7 +4,7 @@ The list-returning functions of the stock packages are in :mod:`torch_fastdet.su
 """
 
 # No "from __future__ import annotations": TorchScript reads the classes' attribute types as they stand.
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +50,14 @@ class YOLOv5PostProcess(nn.Module):
         super().__init__()
         ops._check_options("YOLOv5PostProcess", conf_thres, iou_thres, max_det, max_nms, per_class)
         anchors = torch.as_tensor(anchors).detach().float().clone()
+        if not isinstance(strides, Iterable):
+            raise TypeError(
+                f"YOLOv5PostProcess: strides is a {type(strides).__name__}, but a list of numbers is wanted, one a level"
+            )
+        if nc < 1 or nm < 0:
+            raise ValueError(
+                f"YOLOv5PostProcess: nc is {nc} and nm {nm}, but 1 or more classes and 0 or more masks are wanted"
+            )
         self.strides = _numbers(strides)
         if anchors.dim() != 3 or anchors.size(0) != len(self.strides) or anchors.size(2) != 2:
             raise ValueError(

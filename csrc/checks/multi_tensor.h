@@ -19,8 +19,17 @@ inline void check_length(const char* op, const char* name, size_t length, const 
               "; both lists must be of one length");
 }
 
+// A tensor subclass in Python that has no memory of its own. Operators never see one: its own dispatch unwraps it
+// before.
+inline bool wraps_others(const at::Tensor& tensor) {
+  return tensor.key_set().has(c10::DispatchKey::Python);
+}
+
 // Type, layout and memory of one tensor.
 inline void check_tensor(const at::Tensor& tensor, bool written, const char* op, const std::string& name) {
+  TORCH_CHECK(!wraps_others(tensor), op, ": ", name,
+              " is a tensor subclass that wraps others (DTensor, as FSDP2 makes it, a fake tensor), but a plain tensor "
+              "is wanted");
   check_strided(tensor, op, name.c_str());
   check_float(tensor, op, name.c_str());
   TORCH_CHECK(!tensor.is_neg(), op, ": ", name,

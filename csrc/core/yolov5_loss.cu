@@ -224,7 +224,9 @@ __global__ void __launch_bounds__(kYolov5MaxLevels* kSums* kWarp)
   items[1] = static_cast<T>(object_loss);
   items[2] = static_cast<T>(class_loss);
   *static_cast<T*>(params.loss) = static_cast<T>((box_loss + object_loss + class_loss) * bs);
-  if (params.num_targets && *params.num_targets > params.nt) params.status[2] = *params.num_targets - params.nt;
+  if (params.num_targets && (*params.num_targets < 0 || *params.num_targets > params.nt)) {
+    params.status[2] = *params.num_targets - params.nt;
+  }
 }
 
 // The objectness gradients of a level, as they are stored.

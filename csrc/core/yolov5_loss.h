@@ -68,8 +68,8 @@ struct Yolov5LossParams {
   void* object_partials;  // (nl, object blocks): objectness entropy
   void* loss;             // (1)
   void* items;            // (3) box, objectness, class
-  // Number of rows ignored; greatest kYolov5FirstFault - (6 * row + column); rows past the targets' capacity that
-  // num_targets claims; unused.
+  // Number of rows ignored; greatest kYolov5FirstFault - (6 * row + column); num_targets less the rows of targets where
+  // it is below 0 or above them, else 0; unused.
   int64_t* status;
 };
 

@@ -198,6 +198,17 @@ def command_line(*arguments) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.parametrize("content", [b"", b"no array", b"cut"], ids=["empty", "no array", "cut off"])
+def test_a_file_that_cannot_be_read_is_named(tmp_path, content):
+    for folder in "ab":
+        golden.save(tmp_path / folder, {"decoded": torch.ones(100)})
+    (file,) = (tmp_path / "b").glob("*.npy")
+    file.write_bytes(file.read_bytes()[:200] if content == b"cut" else content)
+    done = command_line("compare", tmp_path / "a", tmp_path / "b")
+    assert done.returncode == 2 and f"{file} is no .npy file that can be read" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_command_line(tmp_path):
     a, b = pair(tmp_path, {"x": torch.ones(2)}, {"x": torch.tensor([1.0, 1.5])})
     equal, differs, near = (

@@ -176,6 +176,11 @@ def test_yolov5_module(device):
         module([h[:, :24] for h in heads])
     with pytest.raises(ValueError, match="anchors has shape"):
         YOLOv5PostProcess(ANCHORS, STRIDES[:2], nc=4)
+    with pytest.raises(TypeError, match="YOLOv5PostProcess: strides is a int, but a list of numbers is wanted"):
+        YOLOv5PostProcess(ANCHORS, 8, nc=4)
+    for counts in ({"nc": -4}, {"nc": 4, "nm": -1}):
+        with pytest.raises(ValueError, match="1 or more classes and 0 or more masks are wanted"):
+            YOLOv5PostProcess(ANCHORS, STRIDES, **counts)
 
 
 def test_ultralytics_module(device):

@@ -376,14 +376,15 @@ def test_bad_row(device, column, value, sentence):
     torch.testing.assert_close(loss, ops.yolov5_loss(heads, good, anchors, balance)[0], rtol=1e-6, atol=0)
 
 
-def test_more_targets_than_rows(device):
+@pytest.mark.parametrize("claimed", [7, -1])
+def test_num_targets_that_is_no_number_of_rows(device, claimed):
     heads, targets, anchors, balance = sample_call(device)
-    count = torch.tensor([7], device=device)
+    count = torch.tensor([claimed], device=device)
     if device.type == "cpu":
-        with pytest.raises(ValueError, match="num_targets is 7, but targets has 5 rows"):
+        with pytest.raises(ValueError, match=f"num_targets is {claimed}, but targets has 5 rows"):
             ops.yolov5_loss(heads, targets, anchors, balance, count)
     else:
-        assert ops.yolov5_loss(heads, targets, anchors, balance, count)[3].tolist() == [0, 0, 2, 0]
+        assert ops.yolov5_loss(heads, targets, anchors, balance, count)[3].tolist() == [0, 0, claimed - 5, 0]
 
 
 def test_no_sync_and_few_launches(cuda):

@@ -250,6 +250,8 @@ def test_build_info_is_printed():
     assert torch.__version__ in output and all(name in output for name in info["operators"])
     if info["cuda"] is None:
         assert "CPU only" in output
+    unknown = subprocess.run([sys.executable, "-m", "torch_fastdet", "--foo"], capture_output=True, text=True)
+    assert unknown.returncode == 2 and "unrecognized arguments: --foo" in unknown.stderr
 
 
 def run(*command: object, **options) -> str:

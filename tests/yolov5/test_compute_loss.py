@@ -338,12 +338,13 @@ def test_counting(cuda):
     assert compute.ignored_targets == 1
 
 
-def test_targets_beyond_the_buffer_are_an_error(device):
+@pytest.mark.parametrize("claimed", [8, -1])
+def test_targets_beyond_the_buffer_are_an_error(device, claimed):
     model = Model(device=device)
     compute = ComputeLoss(model)
     heads, targets = make_heads(model, 2, 64), make_targets(6, 2, 5, device)
-    with pytest.raises(ValueError, match="num_targets is 8, but targets has 6 rows"):
-        compute(heads, targets, torch.tensor(8, device=device))
+    with pytest.raises(ValueError, match=f"num_targets is {claimed}, but targets has 6 rows"):
+        compute(heads, targets, torch.tensor(claimed, device=device))
         compute.check()
     compute.check()
 

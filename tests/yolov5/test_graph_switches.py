@@ -84,6 +84,18 @@ def test_on_the_cpu_they_say_so(yolo, switched, switch, capsys):
     assert capsys.readouterr().out.count(f"{switch} does not apply: the model trains on the CPU") == 1
 
 
+def test_autobatch_measures_a_step_of_stocks(yolo, switched, cuda, capsys):
+    """It gives the input a gradient, which no graph takes, and takes a size that fails for one that does not fit."""
+    switched(cuda_graph=True)
+    model = make_model(yolo, cuda)
+    capsys.readouterr()
+    for _ in range(3):
+        x = torch.rand(2, 3, 64, 64, device=cuda, requires_grad=True)
+        sum(y.float().sum() for y in model(x)).backward()
+        assert x.grad.isfinite().all()
+    assert not capsys.readouterr().out
+
+
 def train(model, batches):
     """Steps as train.py makes them, with the last loss alive during the next forward pass."""
     compute_loss = ComputeLoss(model)

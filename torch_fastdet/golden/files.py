@@ -109,7 +109,10 @@ def load(folder: str | os.PathLike) -> dict[str, Stage]:
         path = Path(folder) / file
         if not path.exists():
             raise FileNotFoundError(f"{Path(folder) / MANIFEST} lists stage {name!r}, but {path} is missing")
-        values = np.array(np.load(path), order="C", copy=None)
+        try:
+            values = np.array(np.load(path), order="C", copy=None)
+        except (ValueError, EOFError, OSError) as error:
+            raise ValueError(f"{path} is no .npy file that can be read: {error}") from None
         if values.shape != shape or DTYPES.get(dtype) != values.dtype:
             raise ValueError(
                 f"{path} holds {values.dtype} {values.shape}, but {MANIFEST} says {dtype} {shape} for stage {name!r}"

@@ -49,7 +49,7 @@ def yolov5_loss(
         items: (3), box, objectness and class part.
         level_objectness: (nl), mean objectness entropy of each level, before gains.
         status: (4) int64: how many rows of targets were ignored, the first of them (:func:`yolov5_loss_fault` reads it),
-            by how much num_targets exceeds the rows of targets, 0.
+            num_targets less the rows of targets where it is negative or exceeds them (else 0), 0.
 
     Raises:
         RuntimeError: one sentence, for shapes, dtypes or devices that do not fit each other.

@@ -95,7 +95,8 @@ class ComputeLoss:
     A bad row of targets raises ValueError with its row and column: on the CPU at once; on a GPU, where waiting for the
     result would stall the step, at the end of the call if the GPU has got there, else in a later call or in
     :meth:`check`, which waits. In a CUDA graph, and inside of :meth:`counting`, such rows are ignored and counted in
-    :attr:`ignored_targets`. A ``num_targets`` beyond the rows of targets is such an error too; in a graph, :meth:`check` raises it.
+    :attr:`ignored_targets`. A ``num_targets`` below 0 or beyond the rows of targets is such an error too; in a graph,
+    :meth:`check` raises it.
     """
 
     sort_obj_iou = False
@@ -181,8 +182,8 @@ class ComputeLoss:
         if beyond:
             self._ignored[1] = 0
             raise ValueError(
-                f"ComputeLoss: num_targets was greater than the rows of targets, and {beyond} targets were left out since the last "
-                "check; give targets more rows (and capture graphs again)"
+                f"ComputeLoss: num_targets was not from 0 to the rows of targets, and {abs(beyond)} targets were left out since the "
+                "last check; give targets more rows (and capture graphs again)"
             )
 
     def __call__(

@@ -26,7 +26,8 @@ class CudaGraph(TrainingSwitch):
         graphs: weakref.WeakKeyDictionary[nn.Module, ModuleGraphs] = weakref.WeakKeyDictionary()
 
         def forward(model: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if args or kwargs or not model.training or not torch.is_grad_enabled():
+            # An input with a gradient is autobatch's, which measures the memory of a step of stock's.
+            if args or kwargs or x.requires_grad or not model.training or not torch.is_grad_enabled():
                 return stock(model, x, *args, **kwargs)
             if not x.is_cuda:
                 self.trains_on_cpu(model, patches)
