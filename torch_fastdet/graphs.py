@@ -431,9 +431,10 @@ class ModuleGraphs:
         captured = self._graphs.get(key)
         if captured is None:
             calls = self._calls.get(key, 0)
-            self._calls[key] = calls + 1
             if calls < self.warmup:
-                return self._warm_up(x)
+                result = self._warm_up(x)
+                self._calls[key] = calls + 1  # one that failed was none
+                return result
             captured = self._capture(x)
             if captured is None:
                 return self.forward(x)
