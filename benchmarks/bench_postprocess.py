@@ -219,7 +219,7 @@ def add_stages(
             report.add(name, choice.name, stage, [time_us])
 
 
-def measure_validation(report: Report, case: Case, data: dict[str, Any], seconds: float = 3.0) -> None:
+def measure_validation(report: Report, case: Case, data: dict[str, Any], seconds: float = 1.5) -> None:
     """Rounds over all batches, in turns, until a choice has had three of them or its seconds."""
     size = _size(case.batches[0], case.model)
     name = f"validation, batch {BATCH} of {size}x{size}, {case.name}"

@@ -137,7 +137,7 @@ COMPILED: dict[str, Callable[[str, int], Callable[[], object]]] = {
 
 
 def measure(
-    report: Report, name: str, variants: dict[str, Callable], repetitions: int = 30, seconds: float = 3
+    report: Report, name: str, variants: dict[str, Callable], repetitions: int = 30, seconds: float = 2
 ) -> None:
     """All variants of one model and batch live side by side, and are timed in turns, for so long at the most."""
     size, batch = name[0], int(name[1:])

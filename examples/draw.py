@@ -3,7 +3,8 @@
     python -m examples.export --out build/detector --weights yolov5s.pt
     python -m examples.draw build/detector/detector.ts pictures/ --out build/drawn
 
-writes a PNG for each picture into --out: a box in its class's color, with name and confidence.
+writes a PNG for each picture into --out: a box in its class's color, with name and confidence. A picture that cannot be read is
+said, and the others are drawn; the exit status is 1 then.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from PIL import Image, ImageDraw
 if not __package__:  # run as a file, not with -m
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from examples.pictures import Detection, PictureDetector, existing, find_pictures
+from examples.pictures import Detection, PictureDetector, existing, find_pictures, read
 
 
 def color(index: int) -> tuple[int, int, int]:
@@ -42,7 +43,7 @@ def draw(picture: Image.Image, detections: list[Detection], names: list[str]) ->
     return result
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("detector", type=existing, help="detector.ts")
     parser.add_argument("pictures", type=existing, nargs="+", help="files and folders")
@@ -51,13 +52,21 @@ def main() -> None:
     options = parser.parse_args()
     detector = PictureDetector(options.detector, options.device)
     options.out.mkdir(parents=True, exist_ok=True)
+    drawn: dict[Path, Path] = {}  # what was written -> of which picture
+    failed = False
     for path in find_pictures(options.pictures):
-        with Image.open(path) as picture:
-            (detections,) = detector([picture])
-            target = options.out / f"{path.stem}.png"
-            draw(picture, detections, detector.names).save(target)
+        picture, target = read(path), options.out / f"{path.stem}.png"
+        if isinstance(picture, str) or target in drawn:
+            why = picture if isinstance(picture, str) else f"{target} is of {drawn[target]} already"
+            print(f"{path}: not drawn, {why}", flush=True)
+            failed = True
+            continue
+        (detections,) = detector([picture])
+        draw(picture, detections, detector.names).save(target)
+        drawn[target] = path
         print(f"{path}: {len(detections)} detections -> {target}", flush=True)
+    return int(failed)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -138,6 +138,8 @@ def main() -> None:
     parser.add_argument("--img", type=int, default=320, help="height and width of the image")
     parser.add_argument("--conf", type=float, default=0.25, help="confidence threshold")
     options = parser.parse_args()
+    if options.img < 32 or options.img % 32:
+        parser.error(f"--img is {options.img}, but a multiple of 32 is wanted")
     if options.weights and not Path(options.weights).exists():
         parser.error(f"there is no {options.weights}")
     image = torch.rand(1, 3, options.img, options.img, generator=torch.Generator().manual_seed(1))

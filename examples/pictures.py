@@ -67,6 +67,22 @@ def existing(name: str) -> str:
     return name
 
 
+def positive(text: str) -> int:
+    """A command line's number of things, of which there is at least one."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number from 1 on")
+    return int(text)
+
+
+def read(path: Path) -> Image.Image | str:
+    """The picture, or why there is none."""
+    try:
+        with Image.open(path) as picture:
+            return picture.convert("RGB")
+    except OSError as error:
+        return f"{type(error).__name__}: {error}"
+
+
 def find_pictures(sources: list[str | Path]) -> list[Path]:
     """The files among ``sources``, and those of the folders among them, in order."""
     found: list[Path] = []

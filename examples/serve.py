@@ -18,27 +18,16 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
-from PIL import Image
-
 if not __package__:  # run as a file, not with -m
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from examples.pictures import PictureDetector, existing, find_pictures
+from examples.pictures import PictureDetector, existing, find_pictures, positive, read
 
 
 def batches(paths: Iterable[Path], size: int) -> Iterator[list[Path]]:
     paths = iter(paths)
     while batch := list(islice(paths, size)):
         yield batch
-
-
-def read(path: Path) -> Image.Image | str:
-    """The picture, or why there is none."""
-    try:
-        with Image.open(path) as picture:
-            return picture.convert("RGB")
-    except OSError as error:
-        return f"{type(error).__name__}: {error}"
 
 
 def answers(detector: PictureDetector, paths: list[Path]) -> Iterator[dict]:
@@ -63,7 +52,7 @@ def main() -> int:
     parser.add_argument("detector", type=existing, help="detector.ts")
     parser.add_argument("pictures", nargs="+", help="files and folders; - reads names from standard input")
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
-    parser.add_argument("--batch", type=int, default=8, help="pictures at a time (from standard input: one)")
+    parser.add_argument("--batch", type=positive, default=8, help="pictures at a time (from standard input: one)")
     options = parser.parse_args()
     detector = PictureDetector(options.detector, options.device)
     paths: Iterator[Path]

@@ -27,6 +27,7 @@ if not __package__:  # run as a file, not with -m
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from examples.export import save, yolov5_detector
+from examples.pictures import positive
 from torch_fastdet import ops
 from torch_fastdet.ema import ModelEMA
 from torch_fastdet.graphs import TrainStep
@@ -187,10 +188,10 @@ def main() -> None:
         "--cfg", help="a model of the yolov5 package, such as yolov5n.yaml, instead of the small network"
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--accumulate", type=int, default=1, help="batches to an optimizer step")
-    parser.add_argument("--pictures", type=int, default=256, help="to train on")
+    parser.add_argument("--steps", type=positive, default=200)
+    parser.add_argument("--batch", type=positive, default=16)
+    parser.add_argument("--accumulate", type=positive, default=1, help="batches to an optimizer step")
+    parser.add_argument("--pictures", type=positive, default=256, help="to train on")
     options = parser.parse_args()
 
     torch.manual_seed(0)
