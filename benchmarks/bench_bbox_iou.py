@@ -22,7 +22,7 @@ def boxes(n: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     first = torch.rand(n, 4, device=device) * 40 + 5
     second = first + torch.randn(n, 4, device=device) * 3
     second[:, 2:].abs_().add_(1)
-    return first.requires_grad_(), second
+    return first, second
 
 
 def step(loss, box1: torch.Tensor, box2: torch.Tensor):
@@ -72,9 +72,8 @@ def measure(report: Report) -> None:
         except ImportError:
             pass
         else:
-            corners1 = torch.cat([box1[:, :2] - box1[:, 2:] / 2, box1[:, :2] + box1[:, 2:] / 2], 1).detach()
+            corners1 = torch.cat([box1[:, :2] - box1[:, 2:] / 2, box1[:, :2] + box1[:, 2:] / 2], 1)
             corners2 = torch.cat([box2[:, :2] - box2[:, 2:] / 2, box2[:, :2] + box2[:, 2:] / 2], 1)
-            corners1.requires_grad_()
             variants["torchvision (xyxy)"] = step(
                 lambda a, b: complete_box_iou_loss(a, b, reduction="mean"), corners1, corners2
             )
@@ -95,10 +94,10 @@ def measure(report: Report) -> None:
             repetitions=repetitions,
             inner=inner,
         )
-        variants = {"torch_fastdet": lambda: ops.bbox_iou(box1.detach(), box2, CIoU=True)}  # noqa: B023
+        variants = {"torch_fastdet": lambda: ops.bbox_iou(box1, box2, CIoU=True)}  # noqa: B023
         if bbox_iou:
-            variants["stock"] = lambda: stock_iou(box1.detach(), box2)  # noqa: B023
-            variants["stock, torch.compile"] = lambda: compiled_forward(box1.detach(), box2)  # noqa: B023
+            variants["stock"] = lambda: stock_iou(box1, box2)  # noqa: B023
+            variants["stock, torch.compile"] = lambda: compiled_forward(box1, box2)  # noqa: B023
         with torch.no_grad():
             report.compare(
                 f"bbox_iou CIoU forward n={n}",
