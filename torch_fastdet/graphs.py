@@ -15,8 +15,8 @@ import logging
 import operator
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from typing import Any, Literal, SupportsIndex
+from collections.abc import Callable, Iterator, Sized
+from typing import Any, Literal, SupportsIndex, TypeVar
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from torch_fastdet.optim import FusedStep
 __all__ = ["CaptureError", "GraphedModule", "ModuleGraphs", "TrainStep"]
 
 logger = logging.getLogger("torch_fastdet")
+T = TypeVar("T")
 
 
 class CaptureError(RuntimeError):
@@ -222,6 +223,20 @@ def why_not(module: nn.Module) -> str | None:
 def is_out_of_memory(error: BaseException) -> bool:
     """By the allocator, or by CUDA, which makes a graph executable in memory of its own."""
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+
+
+def with_room(run: Callable[[], T], graphs: Sized, drop: Callable[[], None]) -> T:
+    """Run eagerly; where that is out of memory beside graphs, drop them and run again.
+
+    Eager activations beside those of the graphs' pool are the most memory that is ever wanted.
+    """
+    try:
+        return run()
+    except torch.OutOfMemoryError:
+        if not graphs:
+            raise
+    drop()  # not in the except block: its traceback holds the activations
+    return run()
 
 
 def first_line(error: BaseException) -> str:
@@ -432,7 +447,7 @@ class ModuleGraphs:
         if captured is None:
             calls = self._calls.get(key, 0)
             if calls < self.warmup:
-                result = self._warm_up(x)
+                result = with_room(lambda: self.forward(x), self._graphs, self._make_room)
                 self._calls[key] = calls + 1  # one that failed was none
                 return result
             captured = self._capture(x)
@@ -446,17 +461,7 @@ class ModuleGraphs:
         outputs = _Replay.apply(self, captured, x, self._leaf)
         return pytree.tree_unflatten(list(outputs), captured.structure)
 
-    def _warm_up(self, x: torch.Tensor) -> Any:
-        try:
-            return self.forward(x)
-        except torch.OutOfMemoryError:
-            if not self._graphs:
-                raise
-        self._make_room()
-        return self.forward(x)
-
     def _make_room(self) -> None:
-        """Eager activations beside those of the graphs' pool are the most memory that is ever wanted."""
         self.say(f"out of memory beside {len(self._graphs)} captured shapes, which are dropped; capturing again")
         self.reset()
         torch.cuda.empty_cache()
@@ -845,7 +850,7 @@ class TrainStep:
         if phase is not None:
             self._phases.move_to_end(key)
         elif not graphed:
-            items, used = self._warm_up(static, first, last)
+            items, used = with_room(lambda: self._run(static, first, last), self._phases, self._make_room)
             self._warm.add(key)
             self._columns = targets.shape[1]
             self._count_micro_batch(used, last)
@@ -978,16 +983,16 @@ class TrainStep:
             loss = self.scaler.scale(loss)
         new = torch.autograd.grad(loss.sum(), [aliases[p] for p, _ in self._gradients], allow_unused=True)
         totals = {i: as_parameter(g, p) for i, ((p, _), g) in enumerate(zip(self._gradients, new)) if g is not None}
-        used = frozenset(totals)
+        used = list(totals)
         held = [sums for _, sums in self._gradients]
         if not first:  # not in place: where the step raises, the call can be made again
-            both = sorted(used & self._summed)  # a parameter may be used in some micro-batches only
+            both = [i for i in used if i in self._summed]  # a parameter may be used in some micro-batches only
             if both:
                 totals.update(zip(both, torch._foreach_add([held[i] for i in both], [totals[i] for i in both])))
-            totals.update({i: held[i] for i in self._summed - used})
+            totals.update({i: held[i] for i in self._summed.difference(used)})
         if not last:
             if used:
-                torch._foreach_copy_([held[i] for i in sorted(used)], [totals[i] for i in sorted(used)])
+                torch._foreach_copy_([held[i] for i in used], [totals[i] for i in used])
             totals = {i: held[i] for i in totals}
         # Of frozen parameters too: the optimizer steps what has a gradient.
         for parameter in (*self.model.parameters(), *(p for g in self.optimizer.param_groups for p in g["params"])):
@@ -996,19 +1001,9 @@ class TrainStep:
             self._gradients[i][0].grad = total
         if last:
             self.fused.step(self.model)
-        return items.detach(), used
-
-    def _warm_up(self, images: torch.Tensor, first: bool, last: bool) -> tuple[torch.Tensor, frozenset[int]]:
-        try:
-            return self._run(images, first, last)
-        except torch.OutOfMemoryError:
-            if not self._phases:
-                raise
-        self._make_room()
-        return self._run(images, first, last)
+        return items.detach(), frozenset(used)
 
     def _make_room(self) -> None:
-        """Eager activations beside those of the graphs' pool are the most memory that is ever wanted."""
         self.say(f"TrainStep: out of memory beside {len(self._phases)} graphs, which are dropped; capturing again")
         self.reset()
         torch.cuda.empty_cache()
@@ -1028,7 +1023,7 @@ class TrainStep:
         except RuntimeError as error:
             if not (is_out_of_memory(error) and self._phases):
                 raise
-            phase = None
+            phase = None  # and out of this block, whose traceback holds what the failed capture made
         if phase is None:
             self._make_room()
             self._images[key[:2]] = static
