@@ -10,9 +10,11 @@ the package yolov5. torch.compile takes a minute or two a model and mode, so it 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import multiprocessing
 import time
+import types
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -36,6 +38,15 @@ def make_model(size: str, channels_last: bool):
     return model.to(memory_format=torch.channels_last) if channels_last else model
 
 
+def compile_whole(model, mode: str):
+    """torch.compile of the model as one graph. SPPF.forward silences a warning of torch 1.9; there Dynamo would leave the
+    model's loop over its layers, compile each layer by itself and leave most of them eager (its limit of recompilations)."""
+    from yolov5.models import common
+
+    common.warnings = types.SimpleNamespace(catch_warnings=contextlib.nullcontext, simplefilter=lambda action: None)
+    return torch.compile(model, mode=mode, fullgraph=True)
+
+
 def foreach_average(ema, model) -> Callable[[], None]:
     pairs = [(a, v) for a, v in zip(ema.state_dict().values(), model.state_dict().values()) if a.is_floating_point()]
     averages, values = [a for a, _ in pairs], [v for _, v in pairs]
@@ -56,7 +67,7 @@ def stock_step(size: str, batch: int, tuned: bool, mode: str | None = None) -> C
     if tuned:
         for group in optimizer.param_groups:
             group["fused"] = True
-    call = torch.compile(model, mode=mode) if mode else model
+    call = compile_whole(model, mode) if mode else model
     loss_of = torch.compile(compute_loss.__call__) if mode else compute_loss
     images, targets = make_images(batch), make_targets(batch, 8, torch.device("cuda"))
 
