@@ -340,6 +340,7 @@ class State : public torch::CustomClassHolder {
     } catch (...) {
       for (const size_t i : missing) {
         momentum_[i] = at::Tensor();
+        if (unfilled_[i]) fresh_.select(0, static_cast<int64_t>(i)).zero_();
         unfilled_[i] = false;
       }
       throw;

@@ -297,10 +297,21 @@ def test_errors():
     model = Model()
     model.anchors = torch.zeros(5, 3, 2)
     before = {k: v.clone() for k, v in ema.ema.state_dict().items()}
-    with pytest.raises(RuntimeError, match=r"has shape \[3, 3, 2\].*shape \[5, 3, 2\]"):
+    with pytest.raises(RuntimeError, match=r"anchors has shape \[5, 3, 2\] in the model, but \[3, 3, 2\] in the EMA"):
         ema.update(model)
     assert ema.updates == 0
+    ema.decay = lambda updates: -0.5
+    with pytest.raises(ValueError, match=r"ModelEMA: decay\(1\) is -0\.5, but a number from 0 to 1 is wanted"):
+        ema.update(Model())
     assert all(torch.equal(v, before[k]) for k, v in ema.ema.state_dict().items())
+    for wrong, wanted in (
+        ({"decay": 2.0}, "decay is 2.0, but a number from 0 to 1"),
+        ({"decay": math.nan}, "decay is nan, but a number from 0 to 1"),
+        ({"tau": -5}, "tau is -5, but a number not below 0"),
+        ({"updates": -1}, "updates is -1, but a number not below 0"),
+    ):
+        with pytest.raises(ValueError, match=f"ModelEMA: {wanted} is wanted"):
+            ModelEMA(Model(), **wrong)
 
 
 def test_one_launch_and_no_host_sync(cuda):

@@ -264,6 +264,9 @@ def test_out_of_memory_drops_graphs(cuda, where):
     model.times = 1
     loss_of([graphed(images(2, 3, 48, 48))]).backward()
     assert graphed.graphs.shapes == [] and "out of memory beside 1 captured shapes" in said[-1]
+    if where == "warm-up":  # which this call was, after all
+        graphed(images(2, 3, 48, 48))
+        assert graphed.graphs.shapes == [(2, 3, 48, 48)]
     for size in (48, 48, 48, 32, 32, 32):
         loss_of([graphed(images(2, 3, size, size))]).backward()
     assert graphed.graphs.shapes == [(2, 3, 48, 48), (2, 3, 32, 32)]
@@ -1090,6 +1093,7 @@ def test_train_step_refuses_before_it_changes_anything(cuda):
     step = TrainStep(GraphedModule(model), loss_of_batch, optimizer, scaler, ema, max_targets=50)
     assert step.model is model
     images, targets = some_batches(1)[0]
+    targets.requires_grad_()  # of somebody's augmentation: nothing of it is kept from step to step
     for first in (True, False):
         with pytest.raises(ValueError, match=r"targets has shape \(1, 5\), but \(nt, 6\) is wanted"):
             step(images, targets[:, :5])
@@ -1104,6 +1108,7 @@ def test_train_step_refuses_before_it_changes_anything(cuda):
                 step(images, targets)
             memory = step.memory()
     assert step.memory() == memory and memory["graphs"] == 1 and memory["max_targets"] == 50
+    assert not step._targets.requires_grad
 
 
 def test_train_step_wants_a_module():

@@ -389,6 +389,54 @@ def test_a_failed_first_step_leaves_no_momentum_behind(device, fused):
     assert all(torch.equal(left[k]["momentum_buffer"], right[k]["momentum_buffer"]) for k in right)
 
 
+def test_a_failed_step_marks_no_later_one_as_the_first(device):
+    """A buffer's mark (dampening: it holds nothing yet) must go with the step that failed."""
+    mine, stock = parameters(device)[:2], parameters(device)[:2]
+    a, b = (f([{"params": [p]} for p in params], **DAMPENED) for f, params in ((SGD, mine), (torch.optim.SGD, stock)))
+    set_grads(mine, 0, skip={1})
+    a.found_inf = torch.zeros((), device=device, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="found_inf has dtype float64"):
+        a.step()
+    del a.found_inf
+    for step in range(3):
+        for params, optimizer in ((mine, a), (stock, b)):
+            optimizer.param_groups[0]["dampening"] = 0
+            set_grads(params, step, skip={1} if step == 0 else ())
+            optimizer.step()
+    assert equal(mine, stock)
+
+
+def test_what_a_refused_step_leaves(device):
+    """The traceback keeps what was half made, as a notebook's last one does: the optimizer has nothing to do with it."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(device)
+    model[1].weight = model[0].weight
+    optimizer = SGD(model.parameters(), **NESTEROV)
+    step = FusedStep(optimizer, ema=ModelEMA(model))
+    model(torch.ones(2, 3, device=device)).sum().backward()
+    with pytest.raises(RuntimeError, match="tied weights") as kept:
+        step.step()
+    assert kept.tb and not optimizer.state_dict()["state"]
+    pickle.dumps(optimizer)
+    optimizer.step()
+    assert len(optimizer.state_dict()["state"]) == 3
+
+
+def test_an_optimizer_goes_with_its_last_user(device):
+    """Nothing waits for Python's cycle collector: its memory is the GPU's."""
+    params = parameters(device)
+    set_grads(params, 0)
+    optimizer = SGD(params, **NESTEROV)
+    optimizer.step()
+    gone = weakref.ref(optimizer), weakref.ref(params[0])
+    gc.collect()
+    gc.disable()
+    try:
+        del optimizer, params
+        assert [reference() for reference in gone] == [None, None]
+    finally:
+        gc.enable()
+
+
 def test_frozen_parameters_may_be_of_any_type(device):
     frozen = [
         nn.Parameter(torch.ones(3, device=device, dtype=dtype), requires_grad=False)
@@ -741,6 +789,24 @@ class TestSeveralDevices:
         for _ in range(2):
             with pytest.raises(ValueError, match="the parameters are on cpu, meta, but one device is wanted"):
                 fused.step()
+
+
+def test_clip_leaves_other_gradients_to_torch(device):
+    class Wrapped(torch.Tensor):
+        pass
+
+    for kind in ("complex", "subclass"):
+        both = []
+        for clip in (clip_grad_norm_, nn.utils.clip_grad_norm_):
+            params = parameters(device)
+            set_grads(params, 0)
+            if kind == "complex":
+                params.append(nn.Parameter(torch.ones(3, device=device, dtype=torch.complex64)))
+                params[-1].grad = torch.full_like(params[-1], 3 + 4j)
+            else:
+                params[0].grad = params[0].grad.as_subclass(Wrapped)
+            both.append([clip(params, 1.0), *(p.grad for p in params)])
+        assert equal(*both), kind
 
 
 def test_clip_names_a_sparse_gradient(device):

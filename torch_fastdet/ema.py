@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Container
+from collections.abc import Callable, Container
 from copy import deepcopy
 from typing import Any
 
@@ -14,10 +14,18 @@ from torch import nn
 from torch_fastdet._multi_tensor import ModuleWatch, by_device, named_tensors, new_state, unwrap, wrappers
 
 
+def _check(name: str, value: float, most: float = math.inf) -> None:
+    if not 0 <= value <= most:
+        wanted = "a number not below 0" if most == math.inf else f"a number from 0 to {most}"
+        raise ValueError(f"ModelEMA: {name} is {value}, but {wanted} is wanted")
+
+
 class DecayRamp:
     """``decay * (1 - exp(-updates / tau))``: a decay that lets early epochs move. Can be pickled, as a lambda cannot."""
 
     def __init__(self, decay: float, tau: float):
+        _check("decay", decay, 1)
+        _check("tau", tau)
         self.decay = decay
         self.tau = tau
 
@@ -55,10 +63,12 @@ class ModelEMA:
     def __init__(self, model: nn.Module, decay: float = 0.9999, tau: float = 2000, updates: int = 0):
         if not isinstance(model, nn.Module):
             raise TypeError(f"ModelEMA: model is {type(model).__name__}, but a torch.nn.Module is wanted")
+        ramp = DecayRamp(decay, tau)
+        _check("updates", updates)
         self.ema = deepcopy(unwrap(model)).eval()
         self._model: weakref.ref[nn.Module] | None = weakref.ref(unwrap(model))
         self.updates = updates
-        self.decay = DecayRamp(decay, tau)
+        self.decay: Callable[[int], float] = ramp
         self.enabled = True
         for parameter in self.ema.parameters():
             parameter.requires_grad_(False)
@@ -100,6 +110,12 @@ class ModelEMA:
         watches = self._watches
         return watches is not None and watches[0].unchanged(self.ema) and watches[1].unchanged(model)
 
+    def decay_at(self, updates: int) -> float:
+        """What ``decay`` gives for this number of updates; from 0 to 1."""
+        decay = float(self.decay(updates))
+        _check(f"decay({updates})", decay, 1)
+        return decay
+
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
         """Move the average toward the model."""
@@ -109,7 +125,7 @@ class ModelEMA:
         if not self.follows(model):
             self._find(model)
         updates = self.updates + 1
-        decay = float(self.decay(updates))
+        decay = self.decay_at(updates)
         for state in self._states:
             state.ema_(decay)
         self.updates = updates
@@ -120,6 +136,11 @@ class ModelEMA:
             if average.device != value.device:
                 raise RuntimeError(
                     f"ModelEMA: {name} is on {value.device} in the model, but on {average.device} in the EMA; move both to one device"
+                )
+            if average.shape != value.shape:
+                raise RuntimeError(
+                    f"ModelEMA: {name} has shape {list(value.shape)} in the model, but {list(average.shape)} in the EMA; was the "
+                    "model changed since?"
                 )
         # An entry that the state_dict names twice (tied weights) moves twice, as in the stock loop: one launch after the other.
         rounds: list[list[tuple[torch.Tensor, torch.Tensor]]] = []

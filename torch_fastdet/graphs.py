@@ -463,7 +463,9 @@ class ModuleGraphs:
 
     def _make_room(self) -> None:
         self.say(f"out of memory beside {len(self._graphs)} captured shapes, which are dropped; capturing again")
+        walk, storage = self._walk, self._storage
         self.reset()
+        self._walk, self._storage = walk, storage  # nothing moved: the call that made the room counts
         torch.cuda.empty_cache()
 
     def _give_up(self, reason: str, cause: BaseException | None = None) -> None:
@@ -953,7 +955,7 @@ class TrainStep:
                 self.say(f"TrainStep: {count} targets need more room than {held.shape[0]}; capturing again for {room}")
             self._drop_graphs()
             self._targets = held = torch.zeros(room, targets.shape[1], device=self.device)
-        held[:count].copy_(targets, non_blocking=True)
+        held[:count].copy_(targets.detach(), non_blocking=True)
         self._count.fill_(count)
 
     def _take_images(self, images: torch.Tensor, keep: bool) -> torch.Tensor:
@@ -964,7 +966,7 @@ class TrainStep:
             static = torch.empty_like(like, memory_format=input_format(self.model, like))
             if keep:
                 self._images[key] = static
-        static.copy_(images, non_blocking=True)
+        static.copy_(images.detach(), non_blocking=True)
         return static
 
     def _forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

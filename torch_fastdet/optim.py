@@ -62,9 +62,8 @@ class _Bound:
             optimizer.register_state_dict_post_hook(_leave_out_unfilled)
         for param in _unfilled(optimizer):  # known to the object before this one alone; made anew
             optimizer.state[param].pop(BUFFER, None)
-        _bounds[optimizer].add(self)
         groups = optimizer.param_groups
-        self.optimizer = optimizer
+        self._optimizer = weakref.ref(optimizer)  # which holds this object: together they would outlive their last user
         self.params: list[Tensor] = [p for group in groups for p in group["params"]]
         owner = [index for index, group in enumerate(groups) for _ in group["params"]]
         self.ids = set(map(id, self.params))
@@ -76,6 +75,14 @@ class _Bound:
             for device, at in self.places.items()
         }
         self.take_buffers()
+        _bounds[optimizer].add(self)  # last: one whose state was refused is not asked for it
+
+    @property
+    def optimizer(self) -> torch.optim.SGD:
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise ReferenceError("the optimizer is gone")
+        return optimizer
 
     def take_buffers(self) -> None:
         """Hand the optimizer's momentum buffers to C++."""
@@ -276,7 +283,8 @@ def clip_grad_norm_(
         parameters: tensors whose ``.grad`` is clipped; those without are left out.
         max_norm: the norm to clip to.
         norm_type: other norms than 2 are left to torch's function.
-        error_if_nonfinite: the check that waits for the GPU is left to torch's function too.
+        error_if_nonfinite: the check that waits for the GPU is left to torch's function too; so are gradients on several
+            devices, complex ones, and those of tensor subclasses (DTensor). Sparse ones are an error.
         foreach: accepted; changes nothing.
     """
     if isinstance(parameters, Tensor):
@@ -294,7 +302,9 @@ def clip_grad_norm_(
         parameters = rest
     parameters = list(parameters)
     grads = [p.grad for p in parameters if p.grad is not None]
-    if not grads or len({g.device for g in grads}) > 1:
+    kinds = {(g.device, g.dtype, type(g)) for g in grads}
+    ours = all(dtype.is_floating_point and kind in (Tensor, nn.Parameter) for _, dtype, kind in kinds)
+    if len({device for device, _, _ in kinds}) != 1 or not ours:
         return _stock_clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     return ops.multi_tensor_clip_grad_norm_(grads, float(max_norm))
 
@@ -514,17 +524,17 @@ class FusedStep:
         ema = self.ema
         if ema is None or not ema.enabled:
             return -1.0, 0.0, 0
-        ramp = isinstance(ema.decay, DecayRamp)
+        ramp = ema.decay if isinstance(ema.decay, DecayRamp) else None
         if capturing:
-            if not ramp:
+            if ramp is None:
                 raise RuntimeError(
                     "FusedStep: ema.decay was replaced; a captured step needs a torch_fastdet.ema.DecayRamp"
                 )
             if self._counted != ema.updates:
                 raise RuntimeError("FusedStep: ema.updates was set from outside; take one step before the capture")
-            return ema.decay.decay, ema.decay.tau, -1
+            return ramp.decay, ramp.tau, -1
         updates = ema.updates + 1
-        return (ema.decay.decay, ema.decay.tau, updates) if ramp else (float(ema.decay(updates)), 0.0, updates)
+        return (ema.decay_at(updates), 0.0, updates) if ramp is None else (ramp.decay, ramp.tau, updates)
 
     def _scalars_in_memory(
         self, values: list[float], tensors: list[Tensor | None]

@@ -50,7 +50,7 @@ def bbox_iou(
 
 class ModelEMA(ema.ModelEMA):
     """``ultralytics.utils.torch_utils.ModelEMA``: see :class:`torch_fastdet.ema.ModelEMA`. A distillation teacher that the
-    model carries is not copied."""
+    model carries is dropped from the copy."""
 
     def __init__(self, model: torch.nn.Module, decay: float = 0.9999, tau: float = 2000, updates: int = 0):
         super().__init__(model, decay, tau, updates)
