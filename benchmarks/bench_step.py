@@ -1,10 +1,11 @@
 """Whole training steps of YOLOv5 at 640x640 under AMP: as shipped, tuned by hand, and with torch_fastdet. GPU only.
 
-    python -m benchmarks.bench_step [--models s16 s64 n16 m32 l16 x16] [--compiled s16] [--out FOLDER]
+    python -m benchmarks.bench_step [--models s16 s64 n16 m32 l16 x16] [--compiled s16 s64] [--out FOLDER]
 
 The step is train.py's without its loader, over one batch on the GPU: forward, loss, backward, unscale, clip, SGD, EMA, and the
 loss items on the host, which train.py's progress bar wants every step. benchmarks/bench_train.py has the real script. Both need
-the package yolov5. torch.compile takes a minute or two a model and mode, so it is measured for --compiled alone.
+the package yolov5. torch.compile takes a minute or two a model and mode, so it is measured for --compiled alone, and in its
+default mode for the first of them.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import multiprocessing
 import time
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,12 +141,18 @@ VARIANTS: dict[str, Callable[[str, int], Callable[[], object]]] = {
     f"{OURS} TrainStep": train_step,
     f"{OURS} GraphedModule": graphed_step,
 }
-COMPILED: dict[str, Callable[[str, int], Callable[[], object]]] = {
-    "stock, tuned, torch.compile": lambda size, batch: stock_step(size, batch, True, "default"),
-    "stock, tuned, torch.compile, reduce-overhead": lambda size, batch: stock_step(
-        size, batch, True, "reduce-overhead"
-    ),
+MODES = {
+    "stock, tuned, torch.compile, reduce-overhead": "reduce-overhead",
+    "stock, tuned, torch.compile": "default",
 }
+
+
+def compiled_variants(names: list[str]) -> Iterator[tuple[str, str, Callable[[str, int], Callable[[], object]]]]:
+    """Of each, its name, the variant and what makes it: reduce-overhead, the faster mode here, of all, default of the first."""
+    for name in names:
+        for variant, mode in MODES.items():
+            if mode == "reduce-overhead" or name == names[0]:
+                yield name, variant, partial(stock_step, tuned=True, mode=mode)
 
 
 def measure(
@@ -192,7 +200,7 @@ def measure(
 def compile_step(name: str, variant: str) -> str:
     """Compiles for this model and batch, and says how it ended."""
     try:
-        step = COMPILED[variant](name[0], int(name[1:]))
+        step = stock_step(name[0], int(name[1:]), True, MODES[variant])
         for _ in range(2):
             step()
     except Exception as error:
@@ -201,11 +209,13 @@ def compile_step(name: str, variant: str) -> str:
 
 
 def prepare(names: list[str]) -> None:
-    """Compiles both modes side by side, each in a process of its own: Dynamo works on one thread."""
-    with ProcessPoolExecutor(len(COMPILED), multiprocessing.get_context("spawn")) as pool:
-        for name in names:
-            for how in pool.map(compile_step, [name] * len(COMPILED), COMPILED):
-                print(f"{name}: {how}", flush=True)
+    """Compiles all side by side, each in a process of its own: Dynamo works on one thread."""
+    jobs = [(name, variant) for name, variant, _ in compiled_variants(names)]
+    if not jobs:
+        return
+    with ProcessPoolExecutor(len(jobs), multiprocessing.get_context("spawn")) as pool:
+        for (name, _), how in zip(jobs, pool.map(compile_step, *zip(*jobs))):
+            print(f"{name}: {how}", flush=True)
 
 
 def main() -> None:
@@ -213,7 +223,9 @@ def main() -> None:
     parser.add_argument(
         "--models", nargs="*", default=["s16", "s64", "n16", "m32", "l16", "x16"], help="size and batch"
     )
-    parser.add_argument("--compiled", nargs="*", default=["s16"], help="size and batch, against torch.compile too")
+    parser.add_argument(
+        "--compiled", nargs="*", default=["s16", "s64"], help="size and batch, against torch.compile too"
+    )
     add_arguments(parser)
     options = parser.parse_args()
     if options.device == "cpu" or not torch.cuda.is_available():
@@ -226,10 +238,10 @@ def main() -> None:
         prepare(options.compiled)
         return
     report = Report("step", torch.device("cuda"), options.out)
-    # torch.compile last and one mode at a time, beside ours: a compilation may outlast the time that is left.
+    # torch.compile last and one at a time, beside ours: a compilation may outlast the time that is left.
     groups = [(name, VARIANTS) for name in options.models]
-    for variant, make in COMPILED.items():
-        groups += [(name, {f"{OURS} TrainStep": train_step, variant: make}) for name in options.compiled]
+    for name, variant, make in compiled_variants(options.compiled):
+        groups.append((name, {f"{OURS} TrainStep": train_step, variant: make}))
     for name, variants in groups:
         try:
             measure(report, name, variants)
