@@ -19,7 +19,8 @@ from PIL import Image, ImageDraw
 if not __package__:  # run as a file, not with -m
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from examples.pictures import Detection, PictureDetector, existing, find_pictures, read
+from examples.command_line import existing, folder, run, usable_device
+from examples.pictures import Detection, PictureDetector, find_pictures, read
 
 
 def color(index: int) -> tuple[int, int, int]:
@@ -47,14 +48,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("detector", type=existing, help="detector.ts")
     parser.add_argument("pictures", type=existing, nargs="+", help="files and folders")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the drawn pictures")
-    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+    parser.add_argument("--out", type=folder, required=True, help="folder for the drawn pictures")
+    parser.add_argument("--device", type=usable_device, default="cpu", help="cpu (default) or cuda")
     options = parser.parse_args()
+    paths = find_pictures(options.pictures)
     detector = PictureDetector(options.detector, options.device)
     options.out.mkdir(parents=True, exist_ok=True)
     drawn: dict[Path, Path] = {}  # what was written -> of which picture
     failed = False
-    for path in find_pictures(options.pictures):
+    for path in paths:
         picture, target = read(path), options.out / f"{path.stem}.png"
         if isinstance(picture, str) or target in drawn:
             why = picture if isinstance(picture, str) else f"{target} is of {drawn[target]} already"
@@ -69,4 +71,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

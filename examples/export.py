@@ -14,12 +14,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+if not __package__:  # run as a file, not with -m
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from examples.command_line import Unusable, brief, existing, folder, run
 from torch_fastdet import golden, ops
 from torch_fastdet.postprocess import YOLOv5PostProcess
 
@@ -109,11 +114,31 @@ def yolov5_detector(model: nn.Module, image: Tensor, **options) -> Detector:
         return Detector(torch.jit.trace(YOLOv5Heads(model), image, check_trace=False, strict=False), postprocess).eval()
 
 
+def load_yolov5(path: str) -> tuple[nn.Module, list[str]]:
+    """A YOLOv5 checkpoint's model and its classes' names.
+
+    YOLOv5 pickles whole modules, and unpickling runs what the file says: load checkpoints that you trust.
+    """
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=False)
+        model = checkpoint.get("ema") or checkpoint["model"]
+        masks = YOLOv5PostProcess.from_model(model).nm
+        names = list(model.names.values() if isinstance(model.names, dict) else model.names)
+    except Exception as error:  # another file can make the unpickler raise anything
+        why = f"{type(error).__name__}: {brief(error)}"
+        raise Unusable(f"--weights is {path}, but a YOLOv5 checkpoint is wanted: {why}") from error
+    if masks:
+        raise Unusable(f"--weights is {path}, a YOLOv5 segmentation model, but one that detects is wanted")
+    return model, names
+
+
 def save(detector: Detector, size: int, names: list[str], path: Path) -> None:
     """Writes the TorchScript file; the side of the pictures it wants and the classes' names are inside."""
     path.parent.mkdir(parents=True, exist_ok=True)
     about = json.dumps({"size": size, "names": names})
-    torch.jit.save(torch.jit.script(detector), str(path), _extra_files={"detector.json": about})
+    script = torch.jit.script(detector)
+    with open(path, "wb") as file:  # says what is wrong with the path; torch.jit.save's own message does not name it
+        torch.jit.save(script, file, _extra_files={"detector.json": about})
 
 
 def export(detector: Detector, image: Tensor, folder: Path, names: list[str] | None = None) -> None:
@@ -133,22 +158,22 @@ def export(detector: Detector, image: Tensor, folder: Path, names: list[str] | N
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder to write into")
-    parser.add_argument("--weights", help="YOLOv5 checkpoint; without, a small network with random weights")
+    parser.add_argument("--out", type=folder, required=True, help="folder to write into")
+    parser.add_argument(
+        "--weights", type=existing, help="YOLOv5 checkpoint; without, a small network with random weights"
+    )
     parser.add_argument("--img", type=int, default=320, help="height and width of the image")
     parser.add_argument("--conf", type=float, default=0.25, help="confidence threshold")
     options = parser.parse_args()
     if options.img < 32 or options.img % 32:
         parser.error(f"--img is {options.img}, but a multiple of 32 is wanted")
-    if options.weights and not Path(options.weights).exists():
-        parser.error(f"there is no {options.weights}")
+    if not 0 <= options.conf <= 1:
+        parser.error(f"--conf is {options.conf}, but a threshold between 0 and 1 is wanted")
+    options.out.mkdir(parents=True, exist_ok=True)
     image = torch.rand(1, 3, options.img, options.img, generator=torch.Generator().manual_seed(1))
     names = None
     if options.weights:
-        # YOLOv5 pickles whole modules: load checkpoints that you trust.
-        checkpoint = torch.load(options.weights, map_location="cpu", weights_only=False)
-        model = checkpoint.get("ema") or checkpoint["model"]
-        names = list(model.names.values() if isinstance(model.names, dict) else model.names)
+        model, names = load_yolov5(options.weights)
         detector = yolov5_detector(model, image, conf_thres=options.conf)
     else:
         detector = small_detector(conf_thres=options.conf)
@@ -157,4 +182,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

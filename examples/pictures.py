@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from examples.command_line import Unusable, brief
 from torch_fastdet import ops  # also loads the operators that the TorchScript file names
 
 SUFFIXES = {".bmp", ".jpeg", ".jpg", ".png", ".webp"}
@@ -28,7 +28,14 @@ class PictureDetector:
 
     def __init__(self, path: str | Path, device: str = "cpu") -> None:
         extra = {"detector.json": ""}
-        self.module = torch.jit.load(str(path), map_location=device, _extra_files=extra)
+        try:
+            self.module = torch.jit.load(str(path), map_location=device, _extra_files=extra)
+        except (RuntimeError, ValueError) as error:
+            raise Unusable(
+                f"{path} is wanted as a detector.ts of export.py, but does not load: {brief(error)}"
+            ) from error
+        if not extra["detector.json"]:
+            raise Unusable(f"{path} is a TorchScript file, but no detector.ts of export.py: it holds no detector.json")
         about = json.loads(extra["detector.json"])
         self.size: int = about["size"]
         self.names: list[str] = about["names"]
@@ -60,20 +67,6 @@ class PictureDetector:
         ]
 
 
-def existing(name: str) -> str:
-    """A command line's argument that names a file or folder which is there."""
-    if not Path(name).exists():
-        raise argparse.ArgumentTypeError(f"there is no {name}")
-    return name
-
-
-def positive(text: str) -> int:
-    """A command line's number of things, of which there is at least one."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no number from 1 on")
-    return int(text)
-
-
 def read(path: Path) -> Image.Image | str:
     """The picture, or why there is none."""
     try:
@@ -84,11 +77,13 @@ def read(path: Path) -> Image.Image | str:
 
 
 def find_pictures(sources: list[str | Path]) -> list[Path]:
-    """The files among ``sources``, and those of the folders among them, in order."""
+    """The files among ``sources``, and the pictures in the folders among them, in order; at least one."""
     found: list[Path] = []
     for source in map(Path, sources):
         if source.is_dir():
             found += sorted(path for path in source.iterdir() if path.suffix.lower() in SUFFIXES)
         else:
             found.append(source)
+    if not found:
+        raise Unusable(f"{', '.join(map(str, sources))}: no picture is there, none of {', '.join(sorted(SUFFIXES))}")
     return found

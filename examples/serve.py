@@ -21,7 +21,8 @@ from pathlib import Path
 if not __package__:  # run as a file, not with -m
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from examples.pictures import PictureDetector, existing, find_pictures, positive, read
+from examples.command_line import existing, positive, run, usable_device
+from examples.pictures import PictureDetector, find_pictures, read
 
 
 def batches(paths: Iterable[Path], size: int) -> Iterator[list[Path]]:
@@ -51,9 +52,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("detector", type=existing, help="detector.ts")
     parser.add_argument("pictures", nargs="+", help="files and folders; - reads names from standard input")
-    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+    parser.add_argument("--device", type=usable_device, default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--batch", type=positive, default=8, help="pictures at a time (from standard input: one)")
     options = parser.parse_args()
+    if "-" in options.pictures and len(options.pictures) > 1:
+        parser.error(f"pictures are {' '.join(options.pictures)}, but either - alone or files and folders are wanted")
     detector = PictureDetector(options.detector, options.device)
     paths: Iterator[Path]
     if options.pictures == ["-"]:
@@ -69,4 +72,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

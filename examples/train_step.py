@@ -26,8 +26,8 @@ from torch import Tensor, nn
 if not __package__:  # run as a file, not with -m
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from examples.command_line import devices, folder, positive, run, usable_device
 from examples.export import save, yolov5_detector
-from examples.pictures import positive
 from torch_fastdet import ops
 from torch_fastdet.ema import ModelEMA
 from torch_fastdet.graphs import TrainStep
@@ -183,16 +183,20 @@ def count_found(detector: nn.Module, pictures: Tensor, labels: list[Tensor]) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder to write into")
+    parser.add_argument("--out", type=folder, required=True, help="folder to write into")
     parser.add_argument(
         "--cfg", help="a model of the yolov5 package, such as yolov5n.yaml, instead of the small network"
     )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", type=usable_device, default="cuda" if "cuda" in devices() else "cpu")
     parser.add_argument("--steps", type=positive, default=200)
     parser.add_argument("--batch", type=positive, default=16)
     parser.add_argument("--accumulate", type=positive, default=1, help="batches to an optimizer step")
     parser.add_argument("--pictures", type=positive, default=256, help="to train on")
     options = parser.parse_args()
+    if (options.out / "detector.ts").is_dir():
+        parser.error(f"--out is {options.out}, where detector.ts is a folder, but a file is wanted")
+    for name in ("pictures", "labels"):  # before the training, which would be for nothing if they cannot be made
+        (options.out / name).mkdir(parents=True, exist_ok=True)
 
     torch.manual_seed(0)
     device = torch.device(options.device)
@@ -207,8 +211,6 @@ def main() -> None:
     detector = yolov5_detector(ema.ema.cpu(), pictures[:1].float() / 255, conf_thres=0.25)
     found, total, false = count_found(detector, pictures[unseen], labels[unseen])
     print(f"{found} of {total} shapes found in {HELD_OUT} unseen pictures, {false} false detections")
-    for name in ("pictures", "labels"):
-        (options.out / name).mkdir(parents=True, exist_ok=True)
     for i, (picture, rows) in enumerate(samples[unseen]):
         picture.save(options.out / f"pictures/{i:02d}.png")
         text = "".join(f"{row[0]} " + " ".join(f"{x:.6f}" for x in row[1:]) + "\n" for row in rows)
@@ -218,4 +220,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

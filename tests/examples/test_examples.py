@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from examples import draw, export, train_step
+from examples import command_line, draw, export, train_step
 from examples.pictures import PictureDetector, find_pictures
 from tests import stock
 
@@ -185,3 +185,125 @@ def test_export_writes_what_the_cpp_program_wants(tmp_path):
 @pytest.mark.parametrize("name", ["export", "serve", "draw", "train_step"])
 def test_docstrings_say_how_to_run_it(name):
     assert f"python -m examples.{name} " in importlib.import_module(f"examples.{name}").__doc__
+
+
+def refused(capsys, monkeypatch, name, *arguments) -> str:
+    """The sentence with which an example ends, and with exit status 2. In this process: a new one takes seconds."""
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        command_line.run(importlib.import_module(f"examples.{name}").main)
+    out, err = capsys.readouterr()
+    assert ended.value.code == 2 and not out, out + err
+    *usage, sentence = err.splitlines()
+    assert sentence.startswith(f"{name}.py: error: ") and all(line.startswith(("usage: ", " ")) for line in usage), err
+    return sentence
+
+
+@pytest.fixture(scope="module")
+def detector(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("detector") / "detector.ts"
+    export.save(export.small_detector(), 64, [str(c) for c in range(export.CLASSES)], path)
+    return path
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch) -> Path:
+    """What is no detector, no checkpoint and no folder, in the folder where the test runs."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "empty").touch()
+    Image.new("RGB", (64, 64)).save("picture.png")
+    torch.jit.save(torch.jit.script(torch.nn.ReLU()), "foreign.ts")
+    torch.save({"model": torch.nn.ReLU()}, "foreign.pt")
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["serve", "draw", "train_step"])
+@pytest.mark.parametrize("device", ["nosuch", "meta", "cuda", "cuda:99"])
+def test_a_device_that_is_not_there_is_refused(name, device, files, detector, capsys, monkeypatch):
+    if device == "cuda":
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    given = {"serve": [detector, "picture.png"], "draw": [detector, "picture.png", "--out", "o"]}.get(
+        name, ["--out", "o"]
+    )
+    said = refused(capsys, monkeypatch, name, *given, "--device", device)
+    assert f"argument --device: {device} cannot be used here, only cpu" in said
+
+
+@pytest.mark.parametrize("name", ["export", "draw", "train_step"])
+@pytest.mark.parametrize("out", ["empty", "empty/below"])
+def test_out_that_cannot_be_a_folder_is_refused_first(name, out, files, detector, capsys, monkeypatch):
+    given = [detector, "picture.png"] if name == "draw" else []
+    said = refused(capsys, monkeypatch, name, *given, "--out", out)
+    assert "argument --out: " in said and "empty is a file, but a folder is wanted" in said
+
+
+@pytest.mark.parametrize("name", ["export", "train_step"])
+def test_a_folder_where_the_detector_goes_is_said(name, files, capsys, monkeypatch):
+    """train_step looks before it trains: ``refused`` wants nothing printed."""
+    Path("folder/detector.ts").mkdir()
+    assert "detector.ts" in refused(capsys, monkeypatch, name, "--out", "folder")
+
+
+@pytest.mark.parametrize("conf", ["2", "-0.1", "nan"])
+def test_export_wants_a_threshold(conf, files, capsys, monkeypatch):
+    said = refused(capsys, monkeypatch, "export", "--out", "o", "--conf", conf)
+    assert f"--conf is {float(conf)}, but a threshold between 0 and 1 is wanted" in said
+
+
+@pytest.mark.filterwarnings("ignore:'torch.load' received a zip file")
+@pytest.mark.parametrize("weights", ["folder", "empty", "picture.png", "foreign.ts", "foreign.pt"])
+def test_export_wants_a_checkpoint(weights, files, capsys, monkeypatch):
+    said = refused(capsys, monkeypatch, "export", "--out", "o", "--weights", weights)
+    assert f"--weights is {weights}, but a YOLOv5 checkpoint is wanted: " in said
+
+
+def test_export_refuses_a_segmentation_model(files, capsys, monkeypatch):
+    model = train_step.SmallDetector()
+    model.names, model.model[-1].no = train_step.NAMES, 5 + len(train_step.NAMES) + 32
+    torch.save({"model": model}, "seg.pt")
+    said = refused(capsys, monkeypatch, "export", "--out", "o", "--weights", "seg.pt")
+    assert "--weights is seg.pt, a YOLOv5 segmentation model, but one that detects is wanted" in said
+
+
+@pytest.mark.parametrize("name", ["serve", "draw"])
+@pytest.mark.parametrize("given", ["folder", "empty", "picture.png", "foreign.ts", "foreign.pt"])
+def test_what_is_no_detector_is_refused(name, given, files, capsys, monkeypatch):
+    out = ["--out", "o"] if name == "draw" else []
+    said = refused(capsys, monkeypatch, name, given, "picture.png", *out)
+    assert f"error: {given} is " in said and "detector.ts of export.py" in said
+
+
+@pytest.mark.parametrize("name", ["serve", "draw"])
+def test_a_folder_without_pictures_is_said(name, files, detector, capsys, monkeypatch):
+    out = ["--out", "o"] if name == "draw" else []
+    assert "folder: no picture is there" in refused(capsys, monkeypatch, name, detector, "folder", *out)
+
+
+def test_serve_takes_standard_input_alone(files, detector, capsys, monkeypatch):
+    said = refused(capsys, monkeypatch, "serve", detector, "-", "picture.png")
+    assert "pictures are - picture.png, but either - alone or files and folders are wanted" in said
+
+
+@pytest.mark.parametrize("name", ["export", "serve", "draw", "train_step"])
+def test_a_sentence_and_no_traceback(name, files):
+    """Each as a program: that it runs its main through ``command_line.run``."""
+    given = {
+        "export": ["--out", "o", "--weights", "empty"],
+        "serve": ["empty", "picture.png"],
+        "draw": ["empty", "picture.png", "--out", "o"],
+        "train_step": ["--out", "o", "--device", "cpu", "--cfg", "nosuch.yaml"],  # YOLOv5 is missing, or this file
+    }[name]
+    given = [files / a if a in ("empty", "o", "picture.png") else a for a in given]
+    said = run(f"examples.{name}", *given, code=2).stderr
+    assert said.splitlines()[-1].startswith(f"{name}.py: error: ") and "Traceback" not in said, (
+        said
+    )  # YOLOv5 warns before
+
+
+def test_a_fault_of_the_program_keeps_its_traceback():
+    def main():
+        int("none")
+
+    with pytest.raises(ValueError, match="invalid literal"):
+        command_line.run(main)

@@ -1,0 +1,71 @@
+"""What the examples' command lines share: arguments that are judged before anything runs, and one sentence for what fails."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+import torch_fastdet
+
+
+class Unusable(ValueError):
+    """Something that the user gave cannot be used; the text is one sentence that says why."""
+
+
+def run(main: Callable[[], int | None]) -> NoReturn:
+    """Runs an example and ends with its exit status; 2, and one sentence, where the user can mend what is wrong.
+
+    Other exceptions are the program's faults, and keep their traceback.
+    """
+    try:
+        sys.exit(main())
+    except (OSError, ModuleNotFoundError, Unusable) as error:
+        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def brief(error: Exception) -> str:
+    """The first sentence of an error of PyTorch's, which goes on with advice that does not fit here."""
+    return " ".join(str(error).split()).split(". ")[0]
+
+
+def existing(name: str) -> str:
+    """A command line's argument that names a file or folder which is there."""
+    if not Path(name).exists():
+        raise argparse.ArgumentTypeError(f"there is no {name}")
+    return name
+
+
+def folder(name: str) -> Path:
+    """A command line's folder to write into, which is there or can be made."""
+    path = Path(name)
+    there = next(part for part in (path, *path.absolute().parents) if part.exists())
+    if not there.is_dir():
+        raise argparse.ArgumentTypeError(f"{there} is a file, but a folder is wanted")
+    return path
+
+
+def positive(text: str) -> int:
+    """A command line's number of things, of which there is at least one."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number from 1 on")
+    return int(text)
+
+
+def devices() -> list[str]:
+    """What --device can name: the CPU, and the GPUs that both PyTorch and torch_fastdet can use."""
+    if not torch.cuda.is_available() or torch_fastdet.build_info()["cuda"] is None:
+        return ["cpu"]
+    return ["cpu", "cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+
+
+def usable_device(name: str) -> str:
+    """A command line's device, which can be used here."""
+    if name not in devices():
+        raise argparse.ArgumentTypeError(f"{name} cannot be used here, only {', '.join(devices())}")
+    return name
