@@ -3,8 +3,9 @@
     python -m examples.export --out build/detector --weights yolov5s.pt
     python -m examples.draw build/detector/detector.ts pictures/ --out build/drawn
 
-writes a PNG for each picture into --out: a box in its class's color, with name and confidence. A picture that cannot be read is
-said, and the others are drawn; the exit status is 1 then.
+writes a PNG of each picture into --out: a box in its class's color, with name and confidence. A picture that cannot be read, or
+whose PNG would have the name of one that is drawn (a.jpg beside a.png), is said, and the others are drawn; the exit status is 1
+then. A PNG of an earlier run is replaced, but never one of the pictures themselves: --out must be another folder.
 """
 
 from __future__ import annotations
@@ -52,12 +53,15 @@ def main() -> int:
     parser.add_argument("--device", type=usable_device, default="cpu", help="cpu (default) or cuda")
     options = parser.parse_args()
     paths = find_pictures(options.pictures)
+    targets = [options.out / f"{path.stem}.png" for path in paths]
+    if same := {target.resolve() for target in targets} & {path.resolve() for path in paths}:
+        parser.error(f"--out is {options.out}, which would overwrite {min(same)}, but another folder is wanted")
     detector = PictureDetector(options.detector, options.device)
     options.out.mkdir(parents=True, exist_ok=True)
     drawn: dict[Path, Path] = {}  # what was written -> of which picture
     failed = False
-    for path in paths:
-        picture, target = read(path), options.out / f"{path.stem}.png"
+    for path, target in zip(paths, targets):
+        picture = read(path)
         if isinstance(picture, str) or target in drawn:
             why = picture if isinstance(picture, str) else f"{target} is of {drawn[target]} already"
             print(f"{path}: not drawn, {why}", flush=True)

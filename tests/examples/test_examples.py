@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -216,6 +217,23 @@ def files(tmp_path, monkeypatch) -> Path:
     torch.jit.save(torch.jit.script(torch.nn.ReLU()), "foreign.ts")
     torch.save({"model": torch.nn.ReLU()}, "foreign.pt")
     return tmp_path
+
+
+def test_draw_overwrites_no_picture_that_it_draws(files, detector, capsys, monkeypatch):
+    """Neither in the pictures' folder nor through a link, nor another one of the same name; nothing is drawn before."""
+    shutil.copy("picture.png", "folder/another.png")
+    before = Path("picture.png").read_bytes()
+    for out in (".", "folder/..", "link"):
+        if out == "link":
+            Path(out).symlink_to(".")
+        said = refused(capsys, monkeypatch, "draw", detector, "folder", "picture.png", "--out", out)
+        assert f"--out is {Path(out)}, which would overwrite {files / 'picture.png'}" in said
+    said = refused(
+        capsys, monkeypatch, "draw", detector, "picture.png", files / "folder/another.png", "--out", "folder"
+    )
+    assert "another.png" in said
+    assert Path("picture.png").read_bytes() == Path("folder/another.png").read_bytes() == before
+    assert not Path("folder/picture.png").exists() and not Path("another.png").exists()
 
 
 @pytest.mark.parametrize("name", ["serve", "draw", "train_step"])
