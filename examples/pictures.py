@@ -72,7 +72,7 @@ def read(path: Path) -> Image.Image | str:
     try:
         with Image.open(path) as picture:
             return picture.convert("RGB")
-    except OSError as error:
+    except Exception as error:  # a broken file can make Pillow raise anything
         return f"{type(error).__name__}: {error}"
 
 

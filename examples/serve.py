@@ -2,10 +2,14 @@
 
     python -m examples.export --out build/detector --weights yolov5s.pt
     python -m examples.serve build/detector/detector.ts pictures/ one-more.jpg
-    mkfifo requests; python -m examples.serve build/detector/detector.ts - < requests
+    mkfifo requests; python -m examples.serve build/detector/detector.ts - <> requests
 
-With ``-`` names come from standard input, and each is answered at once. A picture that cannot be read is answered by its
-error, and the loop goes on; the exit status is 1 then.
+A line holds "picture", and "milliseconds" (of its batch, reading included, a picture) with "detections", best first: "name",
+"confidence" and "box", which is left, top, right and bottom in the picture's pixels. A picture that cannot be read has "error"
+instead, and the loop goes on; the exit status is 1 then.
+
+With ``-`` names come from standard input, one a line, and each is answered at once. ``<>`` keeps the pipe open when a writer has
+closed it: with ``<`` the first writer's end would be the program's.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from examples import command_line, draw, export, train_step
+from examples import command_line, draw, export, serve, train_step
 from examples.pictures import PictureDetector, find_pictures
 from tests import stock
 
@@ -301,6 +301,33 @@ def test_a_folder_without_pictures_is_said(name, files, detector, capsys, monkey
 def test_serve_takes_standard_input_alone(files, detector, capsys, monkeypatch):
     said = refused(capsys, monkeypatch, "serve", detector, "-", "picture.png")
     assert "pictures are - picture.png, but either - alone or files and folders are wanted" in said
+
+
+def test_serving_goes_on_after_whatever_pillow_raises(files, detector):
+    """A name that is none, and a picture that Pillow takes for an attack, are not OSErrors."""
+    program = "import sys; from PIL import Image; Image.MAX_IMAGE_PIXELS = 99; from examples import serve; sys.exit(serve.main())"
+    Image.new("RGB", (8, 8)).save("small.png")
+    command = [sys.executable, "-c", program, str(detector), "-"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    names = "no\0name.png\npicture.png\nsmall.png\n"
+    ran = subprocess.run(command, input=names, env=env, capture_output=True, text=True, timeout=60)
+    answers = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert ran.returncode == 1 and ["error" in answer for answer in answers] == [True, True, False], ran.stderr
+
+
+def test_serving_from_a_pipe_outlives_its_writers(files, detector):
+    """As the docstring has it: a second writer is answered, too."""
+    assert "mkfifo requests;" in serve.__doc__ and "detector.ts - <> requests" in serve.__doc__
+    os.mkfifo("requests")
+    command = ["sh", "-c", 'exec "$0" -m examples.serve "$1" - <> requests', sys.executable, str(detector)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as served:
+        try:
+            for _ in range(2):
+                Path("requests").write_text("picture.png\n")
+                assert json.loads(served.stdout.readline())["picture"] == "picture.png"
+        finally:
+            served.terminate()
 
 
 @pytest.mark.parametrize("name", ["export", "serve", "draw", "train_step"])
