@@ -5,7 +5,7 @@
 
 writes a PNG of each picture into --out: a box in its class's color, with name and confidence. A picture that cannot be read, or
 whose PNG would have the name of one that is drawn (a.jpg beside a.png), is said, and the others are drawn; the exit status is 1
-then. A PNG of an earlier run is replaced, but never one of the pictures themselves: --out must be another folder.
+then. A PNG of an earlier run is replaced; an --out where one of the pictures themselves would be is refused.
 """
 
 from __future__ import annotations
