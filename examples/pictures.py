@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 from examples.command_line import Unusable, brief
 from torch_fastdet import ops  # also loads the operators that the TorchScript file names
@@ -71,7 +71,7 @@ def read(path: Path) -> Image.Image | str:
     """The picture, or why there is none."""
     try:
         with Image.open(path) as picture:
-            return picture.convert("RGB")
+            return ImageOps.exif_transpose(picture).convert("RGB")  # a telephone's upright, as OpenCV reads it
     except Exception as error:  # a broken file can make Pillow raise anything
         return f"{type(error).__name__}: {error}"
 

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from examples import command_line, draw, export, serve, train_step
-from examples.pictures import PictureDetector, find_pictures
+from examples.pictures import PictureDetector, find_pictures, read
 from tests import stock
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -301,6 +301,13 @@ def test_a_folder_without_pictures_is_said(name, files, detector, capsys, monkey
 def test_serve_takes_standard_input_alone(files, detector, capsys, monkeypatch):
     said = refused(capsys, monkeypatch, "serve", detector, "-", "picture.png")
     assert "pictures are - picture.png, but either - alone or files and folders are wanted" in said
+
+
+def test_a_telephones_picture_is_read_upright(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # Orientation: it lies on its side
+    Image.new("RGB", (8, 4)).save(tmp_path / "picture.jpg", exif=exif)
+    assert read(tmp_path / "picture.jpg").size == (4, 8)
 
 
 def test_serving_goes_on_after_whatever_pillow_raises(files, detector):
