@@ -1,4 +1,4 @@
-"""The core stays free of Torch, and each operator keeps its files under one stem."""
+"""The core stays free of Torch, and the glue includes narrow headers."""
 
 import re
 from pathlib import Path
