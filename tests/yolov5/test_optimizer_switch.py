@@ -1,6 +1,7 @@
 """multi_tensor_optimizer: the parts under stock's names, and the real train.py with it, stock and patched on one seed."""
 
 import logging
+from types import ModuleType
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from tests.yolov5.test_real_scripts import LOSSES, weights
 from torch_fastdet import optim
 from torch_fastdet.ema import ModelEMA
 from torch_fastdet.yolov5.dropins import NORMS
+from torch_fastdet.yolov5.patches import Patches
+from torch_fastdet.yolov5.switches.multi_tensor_optimizer import STOCK_MODULES
 
 FLAG = "--multi_tensor_optimizer"
 PRINTED = {"rel": 2e-5, "abs": 2e-6}  # results.csv has five digits: two of the last one
@@ -48,6 +51,20 @@ def test_smart_optimizer_groups_and_log_line(caplog):
         assert type(drop_in.smart_optimizer(model, name)).__name__.lower() == name.lower()
     with pytest.raises(NotImplementedError, match="name is 'LION', but one of SGD, Adam, AdamW, RMSProp is wanted"):
         drop_in.smart_optimizer(model, "LION")
+
+
+def test_one_smart_optimizer_for_each_layout():
+    """Whoever holds stock's gets the same function of ours, in whatever order the modules of two layouts come."""
+    modules = [ModuleType(name) for name in ("train", "yolov5.train", "utils.torch_utils", "yolov5.utils.torch_utils")]
+    stocks = [lambda model, name="Adam", lr=0.001, momentum=0.9, decay=1e-5: None for _ in STOCK_MODULES]
+    for stock, origin in zip(stocks, STOCK_MODULES):
+        stock.__name__, stock.__module__ = "smart_optimizer", origin
+    switch, patches = drop_in.registry.SWITCHES["multi_tensor_optimizer"](), Patches()
+    for module, stock in zip(modules, stocks * 2):
+        module.smart_optimizer = stock
+        switch.visit(module, patches)
+    ours = [module.smart_optimizer for module in modules]
+    assert ours[0] is ours[2] and ours[1] is ours[3] and len({*ours, *stocks}) == 4
 
 
 def test_norms_are_all_that_torch_has():

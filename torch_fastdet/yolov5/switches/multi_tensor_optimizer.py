@@ -40,6 +40,10 @@ class MultiTensorOptimizer(Switch):
     help = "SGD, moving average, unscale and clip over all tensors at once, without host syncs"
     modules = ("utils.torch_utils",)
 
+    def __init__(self) -> None:
+        # Stock's smart_optimizer -> ours: with both layouts loaded there are two.
+        self._made: dict[FunctionType, Callable[..., torch.optim.Optimizer]] = {}
+
     def start(self, patches: Patches) -> None:
         patches.replace(torch.nn.utils, "clip_grad_norm_", optim.clip_grad_norm_)
         patches.replace(torch.amp.GradScaler, "unscale_", optim.unscale_)
@@ -63,9 +67,8 @@ class MultiTensorOptimizer(Switch):
 
     def _smart_optimizer(self, stock: FunctionType, patches: Patches) -> Callable[..., torch.optim.Optimizer]:
         """Stock's, with its SGD made ours; for other optimizers the switch says that it cannot apply."""
-        made = getattr(self, "_made", None)
-        if made is not None and made[0] is stock:
-            return made[1]
+        if stock in self._made:
+            return self._made[stock]
 
         def smart_optimizer_for_sgd(
             model: nn.Module, name: str = "Adam", lr: float = 0.001, momentum: float = 0.9, decay: float = 1e-5
@@ -82,5 +85,5 @@ class MultiTensorOptimizer(Switch):
 
         smart_optimizer_for_sgd.__module__ = smart_optimizer.__module__
         smart_optimizer_for_sgd.__qualname__ = smart_optimizer.__qualname__
-        self._made = (stock, smart_optimizer_for_sgd)
+        self._made[stock] = smart_optimizer_for_sgd
         return smart_optimizer_for_sgd
