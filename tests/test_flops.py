@@ -32,14 +32,30 @@ def test_every_operator_of_the_library_has_a_formula():
     assert all(getattr(NAMESPACE, name) in flop_registry for name in names)
 
 
-@pytest.mark.parametrize("first", ["torch_fastdet", "torch.utils.flop_counter"])
-def test_counts_whichever_is_imported_first(first):
+COUNTER = "torch.utils.flop_counter"
+IMPORTS = {
+    "ours first": f"""
+import torch_fastdet
+assert "{COUNTER}" not in sys.modules
+import {COUNTER}
+""",
+    "the counter first": f"import {COUNTER}, torch_fastdet",
+    "searched before it is imported": f"""
+import torch_fastdet
+assert importlib.util.find_spec("{COUNTER}") and "{COUNTER}" not in sys.modules
+import {COUNTER}
+""",
+}
+
+
+@pytest.mark.parametrize("order", IMPORTS)
+def test_counts_whichever_is_imported_first(order):
     """Import of the counter takes longer than ours, so it is not ours to import."""
-    second = {"torch_fastdet": "torch.utils.flop_counter", "torch.utils.flop_counter": "torch_fastdet"}[first]
     program = f"""
-import sys, torch, {first}
-assert "{first}" != "torch_fastdet" or "torch.utils.flop_counter" not in sys.modules
-import {second}
+import importlib.util, sys, torch
+{IMPORTS[order]}
+finders = [type(finder).__module__ for finder in sys.meta_path]
+assert "torch_fastdet.flops" not in finders, finders
 from torch.utils.flop_counter import FlopCounterMode
 with FlopCounterMode(display=False) as counter:
     torch_fastdet.ops.bbox_iou(torch.rand(5, 4), torch.rand(5, 4))

@@ -12,7 +12,6 @@ out: post-processing and the loss count what every input of that shape takes. Th
 from __future__ import annotations
 
 import importlib.abc
-import importlib.util
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -231,8 +230,9 @@ class _AfterImport(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         if name != COUNTER:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        # A search is no import yet: the others are asked here, and this finder stays until the module has run.
+        others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
         if spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module
@@ -240,6 +240,8 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         def exec_module(module: Any) -> None:
             execute(module)
             _register(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
