@@ -336,6 +336,19 @@ def test_yolov5_stages_keep_what_torchvision_keeps():
         assert torch.equal(rows[index.sort().values], stages["kept"][stages["kept"][:, 0] == image])
 
 
-def test_yolov5_stages_without_candidates():
-    stages = golden.yolov5_stages([torch.full((2, 21, 4, 4), -9.0)], torch.ones(1, 3, 2), [8])
-    assert stages["kept"].shape == (0, 7) == stages["candidates"].shape
+@pytest.mark.parametrize("images", [2, 0])
+@pytest.mark.parametrize("multi_label", [False, True])
+def test_yolov5_stages_without_candidates(device, images, multi_label):
+    head = torch.full((images, 3 * 9, 4, 4), -9.0, dtype=torch.float16, device=device)
+    stages = golden.yolov5_stages([head], torch.ones(1, 3, 2), [8], multi_label=multi_label, nm=2)
+    assert stages["decoded"].shape == (images, 48, 9)
+    for name in ("candidates", "sorted", "kept"):
+        assert stages[name].shape == (0, 9) and stages[name].dtype == torch.float32, name
+        assert stages[name].device == head.device, name
+
+
+def test_yolov5_stages_where_one_image_has_no_candidates(device):
+    head = torch.full((2, 21, 4, 4), -9.0, device=device)
+    head[1] = 9
+    kept = golden.yolov5_stages([head], torch.ones(1, 3, 2), [8])["kept"]
+    assert len(kept) and (kept[:, 0] == 1).all()

@@ -49,12 +49,13 @@ def yolov5_stages(
     candidates = [_candidates(image, conf_thres, multi_label, nm) for image in decoded]
     ordered = [rows[rows[:, 4].argsort(descending=True, stable=True)[:MAX_NMS]] for rows in candidates]
     kept = [rows[_greedy(rows, iou_thres, 0 if agnostic else MAX_WH, max_det)] for rows in ordered]
+    none = decoded.new_empty(0, 7 + nm, dtype=torch.promote_types(decoded.dtype, torch.float32))
     return {
         "raw": heads,
         "decoded": decoded,
-        "candidates": _with_image(candidates),
-        "sorted": _with_image(ordered),
-        "kept": _with_image(kept),
+        "candidates": _with_image(candidates, none),
+        "sorted": _with_image(ordered, none),
+        "kept": _with_image(kept, none),
     }
 
 
@@ -85,7 +86,7 @@ def _candidates(prediction: torch.Tensor, conf_thres: float, multi_label: bool, 
     if multi_label and scores.shape[1] > 1:
         row, column = (scores > conf_thres).nonzero(as_tuple=True)
     else:
-        best, column = scores.max(1) if scores.numel() else (scores.new_empty(0), torch.empty(0, dtype=torch.long))
+        best, column = scores.max(1) if scores.numel() else (scores.new_empty(0), scores.new_empty(0, dtype=torch.long))
         row = (best > conf_thres).nonzero()[:, 0]
         column = column[row]
     dtype = torch.promote_types(prediction.dtype, torch.float32)
@@ -112,5 +113,6 @@ def _greedy(rows: torch.Tensor, iou_thres: float, class_offset: int, max_det: in
     return torch.tensor(kept, dtype=torch.long, device=rows.device)
 
 
-def _with_image(tables: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([torch.cat((rows.new_full((len(rows), 1), i), rows), 1) for i, rows in enumerate(tables)])
+def _with_image(tables: Sequence[torch.Tensor], none: torch.Tensor) -> torch.Tensor:
+    """The rows of all images in one table; ``none`` is the table of no images."""
+    return torch.cat([none, *(torch.cat((rows.new_full((len(rows), 1), i), rows), 1) for i, rows in enumerate(tables))])
