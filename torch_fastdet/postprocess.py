@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_fastdet.ops import nms as ops
+from torch_fastdet.ops import nms
 
 __all__ = ["UltralyticsPostProcess", "YOLOv5PostProcess", "split_ultralytics_heads"]
 
@@ -48,7 +48,7 @@ class YOLOv5PostProcess(nn.Module):
         max_wh: float = 7680.0,
     ):
         super().__init__()
-        ops._check_options("YOLOv5PostProcess", conf_thres, iou_thres, max_det, max_nms, per_class)
+        nms._check_options("YOLOv5PostProcess", conf_thres, iou_thres, max_det, max_nms, per_class)
         anchors = torch.as_tensor(anchors).detach().float().clone()
         if not isinstance(strides, Iterable):
             raise TypeError(
@@ -69,7 +69,7 @@ class YOLOv5PostProcess(nn.Module):
         self.nc = int(nc)
         self.conf_thres = float(conf_thres)
         self.iou_thres = float(iou_thres)
-        self.classes = ops._class_list("YOLOv5PostProcess", classes)
+        self.classes = nms._class_list("YOLOv5PostProcess", classes)
         self.agnostic = bool(agnostic)
         self.multi_label = bool(multi_label)
         self.max_det = int(max_det)
@@ -96,7 +96,7 @@ class YOLOv5PostProcess(nn.Module):
                     f"YOLOv5PostProcess: a head map has {outputs} channels an anchor, but nc + 5 + nm = "
                     f"{self.nc + 5 + self.nm} are wanted"
                 )
-        return ops.yolov5_postprocess(
+        return nms.yolov5_postprocess(
             heads,
             self.anchors,
             self.strides,
@@ -144,7 +144,7 @@ class UltralyticsPostProcess(nn.Module):
         max_wh: float = 7680.0,
     ):
         super().__init__()
-        ops._check_options("UltralyticsPostProcess", conf_thres, iou_thres, max_det, max_nms, per_class)
+        nms._check_options("UltralyticsPostProcess", conf_thres, iou_thres, max_det, max_nms, per_class)
         if reg_max < 1:
             raise ValueError(f"UltralyticsPostProcess: reg_max is {reg_max}, but 1 or more bins are wanted")
         self.strides = _numbers(strides)
@@ -152,7 +152,7 @@ class UltralyticsPostProcess(nn.Module):
         self.reg_max = int(reg_max)
         self.conf_thres = float(conf_thres)
         self.iou_thres = float(iou_thres)
-        self.classes = ops._class_list("UltralyticsPostProcess", classes)
+        self.classes = nms._class_list("UltralyticsPostProcess", classes)
         self.agnostic = bool(agnostic)
         self.multi_label = bool(multi_label)
         self.max_det = int(max_det)
@@ -198,7 +198,7 @@ class UltralyticsPostProcess(nn.Module):
         self, boxes: list[Tensor], scores: list[Tensor], extra: list[Tensor], letterboxes: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The same for maps that are apart, as the operator takes them; also gives indices."""
-        return ops.ultralytics_postprocess(
+        return nms.ultralytics_postprocess(
             boxes,
             scores,
             extra,

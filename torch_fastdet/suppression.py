@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fastdet.ops import nms as ops
+from torch_fastdet.ops import nms
 
 __all__ = ["ultralytics_non_max_suppression", "yolov5_non_max_suppression"]
 
 LOGGER = logging.getLogger(__name__)
 
 
-def _first(prediction: Any, op: str) -> Tensor:
+def _first(op: str, prediction: Any) -> Tensor:
     """Models in validation mode give (decoded, raw)."""
     if isinstance(prediction, (list, tuple)):
         if not prediction:
@@ -27,7 +27,7 @@ def _first(prediction: Any, op: str) -> Tensor:
     return prediction.detach()
 
 
-def _class_list(classes: Any, op: str) -> list[int] | None:
+def _stock_class_list(op: str, classes: Any) -> list[int] | None:
     """Classes as the stock functions accept them: a list, an int, an array or a tensor."""
     if classes is None:
         return None
@@ -39,7 +39,7 @@ def _class_list(classes: Any, op: str) -> list[int] | None:
         raise TypeError(f"{op}: classes is {classes!r}, but None, an int or a list of ints is wanted") from None
 
 
-def _label_rows(labels: Any, images: int, device: torch.device, op: str) -> Tensor | None:
+def _label_rows(op: str, labels: Any, images: int, device: torch.device) -> Tensor | None:
     """One (n, 6) tensor [image, class, x, y, width, height] from a list of (n, 5) tensors, or of what makes one."""
     if labels is None or len(labels) == 0:
         return None
@@ -100,19 +100,19 @@ def yolov5_non_max_suppression(
         ValueError: a wrong shape, a threshold outside 0..1, a negative max_det.
     """
     op = "non_max_suppression"
-    prediction = _first(prediction, op)
+    prediction = _first(op, prediction)
     if prediction.dim() != 3:
         raise ValueError(
             f"{op}: prediction has shape {tuple(prediction.shape)}, but (images, N, 5 + classes + nm) is wanted"
         )
-    label_rows = _label_rows(labels, prediction.shape[0], prediction.device, op)
+    label_rows = _label_rows(op, labels, prediction.shape[0], prediction.device)
     rows = prediction.shape[1] + (0 if label_rows is None else label_rows.shape[0])
     candidates = rows * (prediction.shape[2] if multi_label else 1)
-    detections, counts = ops.non_max_suppression_padded(
+    detections, counts = nms.non_max_suppression_padded(
         prediction,
         float(conf_thres),
         float(iou_thres),
-        _class_list(classes, op),
+        _stock_class_list(op, classes),
         bool(agnostic),
         bool(multi_label),
         _capacity(int(max_det), 30000, candidates),  # 30000: max_nms
@@ -197,19 +197,19 @@ def ultralytics_non_max_suppression(
         ValueError: a wrong shape, a threshold outside 0..1, a negative max_det or max_nms, an unknown per_class.
     """
     op = "non_max_suppression"
-    prediction = _first(prediction, op)
+    prediction = _first(op, prediction)
     if prediction.dim() != 3:
         raise ValueError(
             f"{op}: prediction has shape {tuple(prediction.shape)}, but (images, 4 + classes + extra, N) is wanted"
         )
     conf_thres, iou_thres, max_det, max_nms = float(conf_thres), float(iou_thres), int(max_det), int(max_nms)
-    ops._check_options(op, conf_thres, iou_thres, max_det, max_nms, per_class)
+    nms._check_options(op, conf_thres, iou_thres, max_det, max_nms, per_class)
     if prediction.shape[-1] == 6 or end2end:
         if prediction.shape[-1] < 6:
             raise ValueError(
                 f"{op}: prediction has shape {tuple(prediction.shape)}, but end2end wants (images, N, 6 + extra)"
             )
-        detections, counts, indices = _filter_end2end(prediction, conf_thres, _class_list(classes, op), max_det)
+        detections, counts, indices = _filter_end2end(prediction, conf_thres, _stock_class_list(op, classes), max_det)
     elif rotated:
         return _rotated(
             prediction,
@@ -229,11 +229,11 @@ def ultralytics_non_max_suppression(
         )
     else:
         candidates = prediction.shape[2] * (prediction.shape[1] if multi_label else 1)
-        detections, counts, indices = ops.ultralytics_non_max_suppression_padded(
+        detections, counts, indices = nms.ultralytics_non_max_suppression_padded(
             prediction,
             conf_thres,
             iou_thres,
-            _class_list(classes, op),
+            _stock_class_list(op, classes),
             bool(agnostic),
             bool(multi_label),
             _capacity(max_det, max_nms, candidates),
