@@ -97,7 +97,7 @@ def yolov5_non_max_suppression(
         For each image (n, 6 + nm): x1, y1, x2, y2, confidence, class, mask coefficients.
 
     Raises:
-        ValueError: a wrong shape, a threshold outside 0..1, a negative max_det.
+        ValueError: a wrong shape, a threshold outside 0..1, a negative max_det, an unknown per_class.
     """
     op = "non_max_suppression"
     prediction = _first(op, prediction)
@@ -105,21 +105,24 @@ def yolov5_non_max_suppression(
         raise ValueError(
             f"{op}: prediction has shape {tuple(prediction.shape)}, but (images, N, 5 + classes + nm) is wanted"
         )
+    conf_thres, iou_thres, max_det, max_nms = float(conf_thres), float(iou_thres), int(max_det), 30000  # as stock
+    nms._check_options(op, conf_thres, iou_thres, max_det, max_nms, per_class)
     label_rows = _label_rows(op, labels, prediction.shape[0], prediction.device)
     rows = prediction.shape[1] + (0 if label_rows is None else label_rows.shape[0])
     candidates = rows * (prediction.shape[2] if multi_label else 1)
     detections, counts = nms.non_max_suppression_padded(
         prediction,
-        float(conf_thres),
-        float(iou_thres),
+        conf_thres,
+        iou_thres,
         _stock_class_list(op, classes),
         bool(agnostic),
         bool(multi_label),
-        _capacity(int(max_det), 30000, candidates),  # 30000: max_nms
+        _capacity(max_det, max_nms, candidates),
         int(nm),
         label_rows,
         None,
         per_class,
+        max_nms,
     )
     return _split(detections, counts.tolist())
 

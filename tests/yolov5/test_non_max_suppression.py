@@ -127,8 +127,10 @@ def test_room_is_made_for_what_there_can_be(device, multi_label):
 @pytest.mark.parametrize(
     "message, call",
     [
-        ("conf_thres is 1.2", lambda p: yolov5_non_max_suppression(p, 1.2)),
-        ("max_det is -1", lambda p: yolov5_non_max_suppression(p, max_det=-1)),
+        ("^non_max_suppression: conf_thres is 1.2", lambda p: yolov5_non_max_suppression(p, 1.2)),
+        ("^non_max_suppression: conf_thres is 1.2", lambda p: ultralytics_non_max_suppression(p, 1.2)),
+        ("^non_max_suppression: max_det is -1", lambda p: yolov5_non_max_suppression(p, max_det=-1)),
+        ("^non_max_suppression: per_class is 'a'", lambda p: yolov5_non_max_suppression(p, per_class="a")),
         ("prediction has shape", lambda p: yolov5_non_max_suppression(p[0])),
         ("prediction is a NoneType", lambda p: yolov5_non_max_suppression((None,))),
         ("prediction is an empty list", lambda p: yolov5_non_max_suppression([])),
