@@ -15,8 +15,16 @@ from torch_fastdet.ops import nms
 __all__ = ["UltralyticsPostProcess", "YOLOv5PostProcess", "split_ultralytics_heads"]
 
 
-def _numbers(values: Tensor | Sequence[float]) -> list[float]:
-    return [float(value) for value in (values.tolist() if isinstance(values, Tensor) else values)]
+def _stride_list(op: str, strides: Any) -> list[float]:
+    values = strides.tolist() if isinstance(strides, Tensor) else strides
+    if not isinstance(values, Iterable):
+        raise TypeError(f"{op}: strides is a {type(strides).__name__}, but a list of numbers is wanted, one a level")
+    return [float(value) for value in values]
+
+
+def _check_count(op: str, name: str, value: int, least: int, what: str) -> None:
+    if value < least:
+        raise ValueError(f"{op}: {name} is {value}, but {least} or more {what} are wanted")
 
 
 class YOLOv5PostProcess(nn.Module):
@@ -49,16 +57,10 @@ class YOLOv5PostProcess(nn.Module):
     ):
         super().__init__()
         nms._check_options("YOLOv5PostProcess", conf_thres, iou_thres, max_det, max_nms, per_class)
+        _check_count("YOLOv5PostProcess", "nc", nc, 1, "classes")
+        _check_count("YOLOv5PostProcess", "nm", nm, 0, "masks")
+        self.strides = _stride_list("YOLOv5PostProcess", strides)
         anchors = torch.as_tensor(anchors).detach().float().clone()
-        if not isinstance(strides, Iterable):
-            raise TypeError(
-                f"YOLOv5PostProcess: strides is a {type(strides).__name__}, but a list of numbers is wanted, one a level"
-            )
-        if nc < 1 or nm < 0:
-            raise ValueError(
-                f"YOLOv5PostProcess: nc is {nc} and nm {nm}, but 1 or more classes and 0 or more masks are wanted"
-            )
-        self.strides = _numbers(strides)
         if anchors.dim() != 3 or anchors.size(0) != len(self.strides) or anchors.size(2) != 2:
             raise ValueError(
                 f"YOLOv5PostProcess: anchors has shape {tuple(anchors.shape)}, but ({len(self.strides)}, na, 2) is wanted: "
@@ -145,9 +147,9 @@ class UltralyticsPostProcess(nn.Module):
     ):
         super().__init__()
         nms._check_options("UltralyticsPostProcess", conf_thres, iou_thres, max_det, max_nms, per_class)
-        if reg_max < 1:
-            raise ValueError(f"UltralyticsPostProcess: reg_max is {reg_max}, but 1 or more bins are wanted")
-        self.strides = _numbers(strides)
+        _check_count("UltralyticsPostProcess", "nc", nc, 1, "classes")
+        _check_count("UltralyticsPostProcess", "reg_max", reg_max, 1, "bins")
+        self.strides = _stride_list("UltralyticsPostProcess", strides)
         self.nc = int(nc)
         self.reg_max = int(reg_max)
         self.conf_thres = float(conf_thres)

@@ -176,11 +176,23 @@ def test_yolov5_module(device):
         module([h[:, :24] for h in heads])
     with pytest.raises(ValueError, match="anchors has shape"):
         YOLOv5PostProcess(ANCHORS, STRIDES[:2], nc=4)
-    with pytest.raises(TypeError, match="YOLOv5PostProcess: strides is a int, but a list of numbers is wanted"):
-        YOLOv5PostProcess(ANCHORS, 8, nc=4)
-    for counts in ({"nc": -4}, {"nc": 4, "nm": -1}):
-        with pytest.raises(ValueError, match="1 or more classes and 0 or more masks are wanted"):
-            YOLOv5PostProcess(ANCHORS, STRIDES, **counts)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: YOLOv5PostProcess(ANCHORS, 8, nc=4), "strides is a int, but a list of numbers is wanted, one a level"),
+        (lambda: YOLOv5PostProcess(ANCHORS, STRIDES, nc=-4), "nc is -4, but 1 or more classes are wanted"),
+        (lambda: YOLOv5PostProcess(ANCHORS, STRIDES, nc=4, nm=-1), "nm is -1, but 0 or more masks are wanted"),
+        (lambda: UltralyticsPostProcess(16, nc=4), "strides is a int, but a list of numbers is wanted, one a level"),
+        (lambda: UltralyticsPostProcess(STRIDES, nc=0), "nc is 0, but 1 or more classes are wanted"),
+        (lambda: UltralyticsPostProcess(STRIDES, nc=-2), "nc is -2, but 1 or more classes are wanted"),
+        (lambda: UltralyticsPostProcess(STRIDES, nc=4, reg_max=0), "reg_max is 0, but 1 or more bins are wanted"),
+    ],
+)
+def test_bad_options_of_modules_are_a_sentence(call, message):
+    with pytest.raises((TypeError, ValueError), match=f"PostProcess: {message}$"):
+        call()
 
 
 def test_ultralytics_module(device):
