@@ -275,6 +275,11 @@ BAD = {
     "anchors is a list": lambda p: ops.yolov5_decode([p], ANCHORS.tolist(), STRIDES),
     "heads is a Tensor": lambda p: ops.yolov5_postprocess(p, ANCHORS, STRIDES),
     "heads has layout Sparse": lambda p: ops.yolov5_decode([p.to_sparse()], ANCHORS, STRIDES),
+    "input_shape is \\[0, 640\\], but a positive": lambda p: ops.scale_boxes([0, 640], p, [480, 640]),
+    "image_shape is \\[480, 0\\], but a positive": lambda p: ops.scale_boxes([640, 640], p, [480, 0]),
+    "ratio_pad is \\(\\(0, 0\\), \\(0, 0\\)\\), but gains above 0": lambda p: ops.scale_boxes(
+        [9, 9], p, [9, 9], ((0, 0), (0, 0))
+    ),
     "rounding is 'up'": lambda p: ops.scale_boxes([640, 640], p, [480, 640], rounding="up"),
 }
 

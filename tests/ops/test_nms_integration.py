@@ -156,6 +156,19 @@ def test_scripted_scale_boxes(device):
         )
 
 
+def test_scripted_letterbox_refuses_what_gives_no_boxes():
+    scripted = torch.jit.script(ops.letterbox)
+    for arguments, name in (
+        (([0, 0], [4, 4]), "input_shape"),
+        (([4, 4], [4, 0]), "image_shape"),
+        (([4, 4], [4, 4], ((0.0, 0.0), (0.0, 0.0))), "ratio_pad"),
+        (([4, 4], [4, 4], ((0.5, -1.0), (0.0, 0.0)), "ultralytics"), "ratio_pad"),
+    ):
+        for function in (ops.letterbox, scripted):
+            with pytest.raises((ValueError, torch.jit.Error), match=f"letterbox: {name} is "):
+                function(*arguments)
+
+
 def saved_and_loaded(module):
     file = io.BytesIO()
     torch.jit.save(torch.jit.script(module), file)

@@ -321,7 +321,8 @@ def letterbox(
         image's size in its own.
 
     Raises:
-        ValueError: an unknown rounding, shapes without height and width, an image without pixels.
+        ValueError: an unknown rounding, shapes without height and width, an input or an image without pixels, a ratio_pad
+            whose gains are not above 0.
 
     Source: ``scale_boxes`` of YOLOv5 v7.0 and of ultralytics 8.4.
     """
@@ -329,6 +330,8 @@ def letterbox(
         raise ValueError(f"letterbox: rounding is '{rounding}', but 'yolov5' or 'ultralytics' is wanted")
     if len(input_shape) < 2 or len(image_shape) < 2:
         raise ValueError("letterbox: input_shape and image_shape must hold height and width")
+    if input_shape[0] <= 0 or input_shape[1] <= 0:
+        raise ValueError(f"letterbox: input_shape is {input_shape}, but a positive height and width are wanted")
     height, width = float(image_shape[0]), float(image_shape[1])
     if height <= 0 or width <= 0:
         raise ValueError(f"letterbox: image_shape is {image_shape}, but a positive height and width are wanted")
@@ -336,6 +339,8 @@ def letterbox(
         gain_y, gain_x = ratio_pad[0][0], ratio_pad[0][1]
         if rounding == "yolov5":
             gain_x = gain_y
+        if not (gain_y > 0 and gain_x > 0):
+            raise ValueError(f"letterbox: ratio_pad is {ratio_pad}, but gains above 0 are wanted")
         return [float(gain_x), float(gain_y), float(ratio_pad[1][0]), float(ratio_pad[1][1]), width, height]
     gain = min(input_shape[0] / height, input_shape[1] / width)
     if rounding == "yolov5":
