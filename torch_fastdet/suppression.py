@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_fastdet.ops import nms
+from torch_fastdet.ops._checks import check_tensor
 
 __all__ = ["ultralytics_non_max_suppression", "yolov5_non_max_suppression"]
 
@@ -22,8 +23,7 @@ def _first(op: str, prediction: Any) -> Tensor:
         if not prediction:
             raise ValueError(f"{op}: prediction is an empty list, but its first element should be the decoded tensor")
         prediction = prediction[0]
-    if not isinstance(prediction, Tensor):
-        raise TypeError(f"{op}: prediction is a {type(prediction).__name__}, but a tensor is wanted")
+    check_tensor(op, "prediction", prediction)
     return prediction.detach()
 
 
@@ -98,6 +98,7 @@ def yolov5_non_max_suppression(
 
     Raises:
         ValueError: a wrong shape, a threshold outside 0..1, a negative max_det, an unknown per_class.
+        TypeError: prediction is no tensor, classes no int or list of ints, an entry of labels nothing that makes a tensor.
     """
     op = "non_max_suppression"
     prediction = _first(op, prediction)
@@ -198,6 +199,7 @@ def ultralytics_non_max_suppression(
 
     Raises:
         ValueError: a wrong shape, a threshold outside 0..1, a negative max_det or max_nms, an unknown per_class.
+        TypeError: prediction is no tensor, classes no int or list of ints.
     """
     op = "non_max_suppression"
     prediction = _first(op, prediction)

@@ -834,5 +834,5 @@ def test_sanitizer_small(cuda):
 def test_no_tensor_is_one_sentence(function):
     boxes = torch.ones(2, 4)
     for arguments, name, kind in (((None, boxes), "box1", "NoneType"), ((boxes, [1.0] * 4), "box2", "list")):
-        with pytest.raises(TypeError, match=f"^{function.__name__}: {name} is {kind}, but a tensor is wanted$"):
+        with pytest.raises(TypeError, match=f"^{function.__name__}: {name} is a {kind}, but a tensor is wanted$"):
             function(*arguments)

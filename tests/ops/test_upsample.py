@@ -354,7 +354,7 @@ def test_no_tensor_is_one_sentence():
         (lambda: ops.upsample_nearest2x(None), "upsample_nearest2x: x"),
         (lambda: ops.upsample_nearest2x_cat(torch.ones(1, 1, 1, 1), None), "upsample_nearest2x_cat: skip"),
     ):
-        with pytest.raises(TypeError, match=f"^{name} is NoneType, but a tensor is wanted$"):
+        with pytest.raises(TypeError, match=f"^{name} is a NoneType, but a tensor is wanted$"):
             call()
 
 

@@ -2,6 +2,8 @@
 
 import torch
 
+from torch_fastdet.ops._checks import check_tensor
+
 
 def bbox_iou(
     box1: torch.Tensor,
@@ -49,10 +51,9 @@ def bbox_iou(
     Source: Rezatofighi et al., Generalized Intersection over Union (2019); Zheng et al., Distance-IoU Loss (2020).
     The signature is that of the function of this name in YOLOv5 and Ultralytics.
     """
-    if not isinstance(box1, torch.Tensor):
-        raise TypeError(f"bbox_iou: box1 is {type(box1).__name__}, but a tensor is wanted")
-    if not isinstance(box2, torch.Tensor):
-        raise TypeError(f"bbox_iou: box2 is {type(box2).__name__}, but a tensor is wanted")
+    if not torch.jit.is_scripting():
+        check_tensor("bbox_iou", "box1", box1)
+        check_tensor("bbox_iou", "box2", box2)
     return torch.ops.torch_fastdet.bbox_iou(box1, box2, xywh, GIoU, DIoU, CIoU, eps)
 
 
@@ -86,8 +87,7 @@ def iou_loss(
 
     Layouts, and the source of the formulas: those of :func:`bbox_iou`.
     """
-    if not isinstance(box1, torch.Tensor):
-        raise TypeError(f"iou_loss: box1 is {type(box1).__name__}, but a tensor is wanted")
-    if not isinstance(box2, torch.Tensor):
-        raise TypeError(f"iou_loss: box2 is {type(box2).__name__}, but a tensor is wanted")
+    if not torch.jit.is_scripting():
+        check_tensor("iou_loss", "box1", box1)
+        check_tensor("iou_loss", "box2", box2)
     return torch.ops.torch_fastdet.iou_loss(box1, box2, kind, xywh, reduction, eps)

@@ -9,7 +9,8 @@ does not require grad. They count as in-place operations on what they write, whi
 recorded operation made.
 
 Common errors (RuntimeError, before anything is written): lists of different lengths, tensors of different shapes or devices,
-integer, complex or sparse tensors, an expanded tensor that is to be written; the message names the list and the index.
+integer, complex or sparse tensors, an expanded tensor that is to be written; the message names the list and the index. What is no
+tensor, or no list of tensors, is a TypeError that names it likewise.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import List, Optional, Union  # noqa: UP035  (TorchScript reads them
 
 import torch
 from torch import Tensor
+
+from torch_fastdet.ops._checks import check_optional_tensor, check_tensor, check_tensor_list
 
 
 def multi_tensor_ema_(averages: List[Tensor], values: List[Tensor], decay: Union[float, Tensor]) -> None:  # noqa: UP006, UP007
@@ -30,10 +33,13 @@ def multi_tensor_ema_(averages: List[Tensor], values: List[Tensor], decay: Union
             float32, 1 - 0.9999 is off by 1.7e-4.
 
     Raises:
-        RuntimeError: the errors that all lists share (see the top of this part).
+        RuntimeError, TypeError: the errors that all lists share (see the top of this part).
 
     Source: ModelEMA of YOLOv5, whose results these are, bit by bit in float32 and float64.
     """
+    if not torch.jit.is_scripting():
+        check_tensor_list("multi_tensor_ema_", "averages", averages)
+        check_tensor_list("multi_tensor_ema_", "values", values)
     if isinstance(decay, Tensor):
         torch.ops.torch_fastdet.multi_tensor_ema_(averages, values, decay)
     else:
@@ -77,10 +83,17 @@ def multi_tensor_sgd_(
         found_inf: a float32 scalar on the device; where it is not 0, nothing at all is written.
 
     Raises:
-        RuntimeError: a negative lr, momentum or weight_decay, momentum without buffers, and the errors all lists share.
+        RuntimeError: a negative lr, momentum or weight_decay, momentum without buffers.
+        RuntimeError, TypeError: the errors that all lists share.
 
     Source: the update rule of https://pytorch.org/docs/stable/generated/torch.optim.SGD.html.
     """
+    if not torch.jit.is_scripting():
+        check_tensor_list("multi_tensor_sgd_", "params", params)
+        check_tensor_list("multi_tensor_sgd_", "grads", grads)
+        check_tensor_list("multi_tensor_sgd_", "momentum_buffers", momentum_buffers)
+        check_optional_tensor("multi_tensor_sgd_", "grad_scale", grad_scale)
+        check_optional_tensor("multi_tensor_sgd_", "found_inf", found_inf)
     if isinstance(lr, Tensor) or isinstance(momentum, Tensor):
         # The overload takes both as tensors.
         if isinstance(lr, Tensor):
@@ -139,10 +152,15 @@ def multi_tensor_unscale_(grads: List[Tensor], scale: Tensor, found_inf: Tensor)
         found_inf: float32 scalar on the device; left as it is where all gradients are finite.
 
     Raises:
-        RuntimeError: the errors that all lists share, and a scale or found_inf that is not one float element on the device.
+        RuntimeError, TypeError: the errors that all lists share, and a scale or found_inf that is no tensor of one float element
+            on the device.
 
     Source: ``torch.amp.GradScaler.unscale_``.
     """
+    if not torch.jit.is_scripting():
+        check_tensor_list("multi_tensor_unscale_", "grads", grads)
+        check_tensor("multi_tensor_unscale_", "scale", scale)
+        check_tensor("multi_tensor_unscale_", "found_inf", found_inf)
     torch.ops.torch_fastdet.multi_tensor_unscale_(grads, scale, found_inf)
 
 
@@ -157,10 +175,12 @@ def multi_tensor_norm(tensors: List[Tensor]) -> Tensor:  # noqa: UP006
         the same bits in every run. Of an empty list it is 0, on the CPU.
 
     Raises:
-        RuntimeError: the errors that all lists share.
+        RuntimeError, TypeError: the errors that all lists share.
 
     Source: ``torch.nn.utils.get_total_norm``.
     """
+    if not torch.jit.is_scripting():
+        check_tensor_list("multi_tensor_norm", "tensors", tensors)
     return torch.ops.torch_fastdet.multi_tensor_norm(tensors)
 
 
@@ -175,8 +195,10 @@ def multi_tensor_clip_grad_norm_(grads: List[Tensor], max_norm: float) -> Tensor
         The norm before, as :func:`multi_tensor_norm` gives it.
 
     Raises:
-        RuntimeError: the errors that all lists share.
+        RuntimeError, TypeError: the errors that all lists share.
 
     Source: ``torch.nn.utils.clip_grad_norm_``.
     """
+    if not torch.jit.is_scripting():
+        check_tensor_list("multi_tensor_clip_grad_norm_", "grads", grads)
     return torch.ops.torch_fastdet.multi_tensor_clip_grad_norm_(grads, max_norm)

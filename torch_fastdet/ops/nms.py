@@ -10,22 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The wrappers are TorchScript functions, whose compiler checks types itself and passes over `not is_scripting()`.
+from torch_fastdet.ops._checks import check_optional_tensor, check_tensor, check_tensor_list
 
 
-def _check_tensor(op: str, name: str, value: Any) -> None:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{op}: {name} is a {type(value).__name__}, but a tensor is wanted")
-
-
-def _check_levels(op: str, strides: Any, **lists: Any) -> None:
-    for name, maps in lists.items():
-        if not isinstance(maps, (list, tuple)):
-            raise TypeError(
-                f"{op}: {name} is a {type(maps).__name__}, but a list of tensors is wanted, one map a level"
-            )
-        for i, level in enumerate(maps):
-            _check_tensor(op, f"{name}[{i}]", level)
+def _check_strides(op: str, strides: Any) -> None:
     if not isinstance(strides, (list, tuple)):
         raise TypeError(
             f"{op}: strides is a {type(strides).__name__}, but a list of numbers is wanted (stride.tolist())"
@@ -71,13 +59,15 @@ def yolov5_decode(heads: list[Tensor], anchors: Tensor, strides: list[float], nm
 
     Raises:
         ValueError: maps, anchors and strides that do not fit each other.
+        TypeError: heads is no list of tensors, anchors no tensor, strides no list of numbers.
         TypeError, RuntimeError: maps of two dtypes or none that floats, tensors on two devices.
 
     Source: ``Detect.forward`` of YOLOv5 v7.0 (xy = (2 sigmoid - 0.5 + cell) * stride, wh = (2 sigmoid)^2 * anchor).
     """
     if not torch.jit.is_scripting():
-        _check_levels("yolov5_decode", strides, heads=heads)
-        _check_tensor("yolov5_decode", "anchors", anchors)
+        check_tensor_list("yolov5_decode", "heads", heads)
+        _check_strides("yolov5_decode", strides)
+        check_tensor("yolov5_decode", "anchors", anchors)
     return torch.ops.torch_fastdet.yolov5_decode(heads, anchors, strides, nm)
 
 
@@ -128,12 +118,15 @@ def non_max_suppression_padded(
 
     Raises:
         ValueError: a wrong shape, a threshold outside 0..1, a negative max_det, an unknown per_class.
+        TypeError: prediction, labels or letterboxes is no tensor, classes no list of integers.
         TypeError, RuntimeError: a dtype that is not floating, tensors on two devices.
 
     Source: ``non_max_suppression`` of YOLOv5 v7.0, without its time limit.
     """
     if not torch.jit.is_scripting():
-        _check_tensor("non_max_suppression_padded", "prediction", prediction)
+        check_tensor("non_max_suppression_padded", "prediction", prediction)
+        check_optional_tensor("non_max_suppression_padded", "labels", labels)
+        check_optional_tensor("non_max_suppression_padded", "letterboxes", letterboxes)
         classes = _class_list("non_max_suppression_padded", classes)
     return torch.ops.torch_fastdet.non_max_suppression_padded(
         prediction,
@@ -182,7 +175,8 @@ def ultralytics_non_max_suppression_padded(
     Source: ``non_max_suppression`` of ultralytics 8.4, without its time limit.
     """
     if not torch.jit.is_scripting():
-        _check_tensor("ultralytics_non_max_suppression_padded", "prediction", prediction)
+        check_tensor("ultralytics_non_max_suppression_padded", "prediction", prediction)
+        check_optional_tensor("ultralytics_non_max_suppression_padded", "letterboxes", letterboxes)
         classes = _class_list("ultralytics_non_max_suppression_padded", classes)
     return torch.ops.torch_fastdet.ultralytics_non_max_suppression_padded(
         prediction,
@@ -225,8 +219,10 @@ def yolov5_postprocess(
     Source: ``Detect.forward`` and ``non_max_suppression`` of YOLOv5 v7.0.
     """
     if not torch.jit.is_scripting():
-        _check_levels("yolov5_postprocess", strides, heads=heads)
-        _check_tensor("yolov5_postprocess", "anchors", anchors)
+        check_tensor_list("yolov5_postprocess", "heads", heads)
+        _check_strides("yolov5_postprocess", strides)
+        check_tensor("yolov5_postprocess", "anchors", anchors)
+        check_optional_tensor("yolov5_postprocess", "letterboxes", letterboxes)
         classes = _class_list("yolov5_postprocess", classes)
     return torch.ops.torch_fastdet.yolov5_postprocess(
         heads,
@@ -277,11 +273,17 @@ def ultralytics_postprocess(
 
     Raises:
         ValueError: maps and strides that do not fit each other, and what :func:`non_max_suppression_padded` raises.
+        TypeError: boxes, scores or extra is no list of tensors, strides no list of numbers, and what
+            :func:`non_max_suppression_padded` raises.
 
     Source: ``Detect`` of ultralytics 8.4 (distribution focal loss, https://arxiv.org/abs/2006.04388).
     """
     if not torch.jit.is_scripting():
-        _check_levels("ultralytics_postprocess", strides, boxes=boxes, scores=scores, extra=extra)
+        check_tensor_list("ultralytics_postprocess", "boxes", boxes)
+        check_tensor_list("ultralytics_postprocess", "scores", scores)
+        check_tensor_list("ultralytics_postprocess", "extra", extra)
+        _check_strides("ultralytics_postprocess", strides)
+        check_optional_tensor("ultralytics_postprocess", "letterboxes", letterboxes)
         classes = _class_list("ultralytics_postprocess", classes)
     return torch.ops.torch_fastdet.ultralytics_postprocess(
         boxes,
@@ -382,11 +384,13 @@ def scale_boxes(
 
     Raises:
         ValueError: fewer than four columns, and what :func:`letterbox` raises.
+        TypeError: boxes is no tensor.
+        TypeError, RuntimeError: a dtype that is not floating.
 
     Source: ``scale_boxes`` of YOLOv5 v7.0 and of ultralytics 8.4.
     """
     if not torch.jit.is_scripting():
-        _check_tensor("scale_boxes", "boxes", boxes)
+        check_tensor("scale_boxes", "boxes", boxes)
     if boxes.dim() < 1 or boxes.size(-1) < 4:
         raise ValueError(f"scale_boxes: boxes has shape {list(boxes.shape)}, but (..., 4 or more columns) is wanted")
     row = letterbox(input_shape, image_shape, ratio_pad, rounding)
@@ -411,8 +415,12 @@ def scale_boxes_batched(boxes: Tensor, letterboxes: Tensor, xywh: bool = False) 
 
     Raises:
         ValueError: shapes that do not fit.
+        TypeError: boxes or letterboxes is no tensor.
         TypeError, RuntimeError: a dtype that is not floating, tensors on two devices.
 
     Source: ``scale_boxes`` of YOLOv5 v7.0 and of ultralytics 8.4.
     """
+    if not torch.jit.is_scripting():
+        check_tensor("scale_boxes_batched", "boxes", boxes)
+        check_tensor("scale_boxes_batched", "letterboxes", letterboxes)
     return torch.ops.torch_fastdet.scale_boxes(boxes, letterboxes, xywh)

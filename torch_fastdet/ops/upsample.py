@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torch_fastdet.ops._checks import check_tensor
+
 
 def upsample_nearest2x(x: Tensor) -> Tensor:
     """Doubles height and width, each value repeated in a 2x2 square: ``nn.Upsample(None, 2, "nearest")``.
@@ -34,8 +36,8 @@ def upsample_nearest2x(x: Tensor) -> Tensor:
 
     Source: the definition of nearest-neighbour interpolation at scale 2, https://pytorch.org/docs/stable/generated/torch.nn.Upsample.html
     """
-    if not isinstance(x, Tensor):
-        raise TypeError(f"upsample_nearest2x: x is {type(x).__name__}, but a tensor is wanted")
+    if not torch.jit.is_scripting():
+        check_tensor("upsample_nearest2x", "x", x)
     return torch.ops.torch_fastdet.upsample_nearest2x(x)
 
 
@@ -64,8 +66,7 @@ def upsample_nearest2x_cat(x: Tensor, skip: Tensor) -> Tensor:
 
     Source: ``Upsample`` and ``Concat`` in the neck of YOLOv5 and of YOLOv3 before it.
     """
-    if not isinstance(x, Tensor):
-        raise TypeError(f"upsample_nearest2x_cat: x is {type(x).__name__}, but a tensor is wanted")
-    if not isinstance(skip, Tensor):
-        raise TypeError(f"upsample_nearest2x_cat: skip is {type(skip).__name__}, but a tensor is wanted")
+    if not torch.jit.is_scripting():
+        check_tensor("upsample_nearest2x_cat", "x", x)
+        check_tensor("upsample_nearest2x_cat", "skip", skip)
     return torch.ops.torch_fastdet.upsample_nearest2x_cat(x, skip)

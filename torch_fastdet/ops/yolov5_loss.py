@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from torch_fastdet.ops._checks import check_optional_tensor, check_tensor, check_tensor_list
+
 
 def yolov5_loss(
     heads: list[torch.Tensor],
@@ -55,11 +57,18 @@ def yolov5_loss(
         RuntimeError: one sentence, for shapes, dtypes or devices that do not fit each other.
         ValueError: on the CPU, a row of targets whose image is not in the batch, whose class is not below the number of classes,
             or whose box is negative or not finite. On a GPU it is ignored and counted, for the host does not wait for it.
+        TypeError: an argument that should be one is no tensor, or heads no list of tensors.
 
     Heads that are dense in no known layout are read by their strides; their gradients are contiguous.
 
     Source: the behaviour of ComputeLoss in YOLOv5 v7.0.
     """
+    if not torch.jit.is_scripting():
+        check_tensor_list("yolov5_loss", "heads", heads)
+        check_tensor("yolov5_loss", "targets", targets)
+        check_tensor("yolov5_loss", "anchors", anchors)
+        check_tensor("yolov5_loss", "balance", balance)
+        check_optional_tensor("yolov5_loss", "num_targets", num_targets)
     loss, items, levels, owner, _, _, _ = torch.ops.torch_fastdet.yolov5_loss(
         heads,
         targets,
