@@ -160,6 +160,16 @@ def test_checkpoints_of_segmentation_hold_nothing_of_ours(real_yolov5, train):
     package.python("-c", f"{load}(torch.zeros(1, 3, 64, 64))", run.checkpoint)
 
 
+def test_segmentation_models_are_pickled_before_during_and_after(real_yolov5, tmp_path):
+    """Their heads keep Detect.forward, which pickle must find under its name: stock's, and no other, at any time."""
+    package = real_yolov5("package")
+    package.program("segmentation.py", package.prefix, tmp_path)
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == 4
+    for file in files:
+        package.program("load_in_stock.py", file, tmp_path / "weights.pth")
+
+
 def test_gradients_in_eval_mode_are_stocks():
     """Who asks for gradients of a model in eval mode (attribution, distillation) gets stock's Detect.forward."""
 

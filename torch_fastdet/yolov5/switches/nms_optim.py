@@ -44,10 +44,7 @@ def _is_stock(value: Any) -> bool:
 
 
 def _decoding(stock: Callable) -> Callable:
-    """``Detect.forward`` that decodes by ops.yolov5_decode where stock decodes in single or double precision.
-
-    It keeps stock's name: a segmentation model pickles its ``Detect.forward``, and must find stock's again.
-    """
+    """``Detect.forward`` that decodes by ops.yolov5_decode where stock decodes in single or double precision."""
     # Reading the strides from the GPU is a synchronisation: once for each head, and again when they change.
     strides: WeakKeyDictionary[torch.nn.Module, tuple[torch.Tensor, int | None, list[float]]] = WeakKeyDictionary()
 
@@ -79,6 +76,36 @@ def _decoding(stock: Callable) -> Callable:
     return forward
 
 
+class _OfInstances:
+    """A method that is ours on instances and stock's on the class.
+
+    ``Segment.__init__`` keeps ``Detect.forward`` in the instance, and pickle looks for that very object under its name: it is
+    stock's before, during and after the patch.
+    """
+
+    def __init__(self, stock: Callable, ours: Callable) -> None:
+        self._stock, self._ours = stock, ours
+        self.__module__, self.__qualname__ = stock.__module__, stock.__qualname__  # in the line that patch() says
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        # A partial, for torch.compile cannot make a bound method here.
+        return self._stock if instance is None else functools.partial(self._ours, instance)
+
+
+def _segmenting(stock: Callable, stock_detect: Callable, detect: Callable) -> Callable:
+    """``Segment.forward`` that calls our ``detect`` where it would call stock's, which its instances keep."""
+
+    @functools.wraps(stock)
+    def forward(self: Any, x: list[torch.Tensor]) -> Any:
+        if self.training or self.export or getattr(self, "detect", None) is not stock_detect:
+            return stock(self, x)
+        prototypes = self.proto(x[0])
+        decoded, raw = detect(self, x)
+        return decoded, prototypes, raw
+
+    return forward
+
+
 class NmsOptim(Switch):
     name = "nms_optim"
     help = (
@@ -101,4 +128,8 @@ class NmsOptim(Switch):
         detect = class_of(module, "Detect") if module.__name__ in DETECT_MODULES else None
         if detect is not None and not any(known.owner is detect for known in patches.replacements):
             what = " (float32 heads decoded by torch_fastdet.ops.yolov5_decode)"
-            patches.replace(detect, "forward", _decoding(detect.forward), what)
+            stock, ours = detect.forward, _decoding(detect.forward)
+            patches.replace(detect, "forward", _OfInstances(stock, ours), what)
+            segment = class_of(module, "Segment")
+            if segment is not None:
+                patches.replace(segment, "forward", _segmenting(segment.forward, stock, ours), what)
