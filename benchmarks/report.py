@@ -3,7 +3,7 @@
 ``python -m benchmarks.report`` rewrites what stands between ``<!-- results:NAME -->`` and ``<!-- end results -->`` in
 README.md and docs/*.md, docs/headlines.png, and the pictures that docs show from the results folders; ``--check`` only
 says whether that would change anything (exit status 1). Nothing is typed by hand. Each table is of the newest folder
-that has its file, so a run of some benchmarks replaces those alone.
+of the machine measured last that has its file, so a run of some benchmarks there replaces those alone.
 """
 
 from __future__ import annotations
@@ -59,9 +59,24 @@ def results_folder(environment: dict[str, str]) -> Path:
     return RESULTS / f"{machine}-{environment['date']}"
 
 
+def machines_in(folder: Path) -> set[str]:
+    """What a folder's rows were measured on."""
+    return {machine_of(row) for rows in load(folder).values() for row in rows}
+
+
+def of_newest_machine(kind: str) -> list[Path]:
+    """The folders of the machine of the newest one with rows: a table that mixes machines compares nothing."""
+    found = folders(kind)
+    newest = next((folder for folder in reversed(found) if machines_in(folder)), None)
+    if newest is None:
+        return found
+    machines = machines_in(newest)
+    return [path for path in found if path.name[:-11] == newest.name[:-11] and machines_in(path) <= machines]
+
+
 def newest(kind: str, file: str) -> Path | None:
-    """The newest folder of a kind of machine that has a file. A roofline counts where it stands beside the rows it is of."""
-    found = (folder for folder in reversed(folders(kind)) if (folder / file).exists())
+    """The newest folder of the newest machine that has a file. A roofline counts where it stands beside the rows it is of."""
+    found = (folder for folder in reversed(of_newest_machine(kind)) if (folder / file).exists())
     return next((folder for folder in found if not file.startswith("roofline") or load(folder)), None)
 
 
@@ -97,9 +112,9 @@ def load_to(folder: Path) -> dict[str, list[dict]]:
 
 
 def load_newest(kind: str) -> dict[str, list[dict]]:
-    """Benchmark name -> its rows, each from the newest folder that has it."""
+    """Benchmark name -> its rows, each from the newest folder of the newest machine that has it."""
     found: dict[str, list[dict]] = {}
-    for folder in folders(kind):
+    for folder in of_newest_machine(kind):
         found |= load(folder)
     return dict(sorted(found.items()))
 
@@ -192,7 +207,8 @@ def headlines(benchmarks: dict[str, list[dict]]) -> list[dict]:
     for title, benchmark, case, variant in HEADLINES:
         again = f"python -m benchmarks --only {benchmark}"
         if benchmark not in benchmarks:
-            raise FileNotFoundError(f"benchmarks/results has no {benchmark}.json of a GPU; type there: {again}")
+            gpu = next((rows[0]["gpu"] for rows in benchmarks.values()), "a GPU")
+            raise FileNotFoundError(f"benchmarks/results has no {benchmark}.json of {gpu}; type there: {again}")
         times = {
             row["variant"]: row["median_us"]
             for row in benchmarks[benchmark]

@@ -38,7 +38,7 @@ def test_a_section_shows_its_picture_where_there_is_one(tmp_path, monkeypatch):
     for kind in ("cpu", "gpu"):
         (tmp_path / f"{kind}-2026-01-01").mkdir()
         (tmp_path / f"{kind}-2026-01-01/roofline.md").write_text("the table\n")
-        (tmp_path / f"{kind}-2026-01-01/nms.json").write_text("[{}]")
+        (tmp_path / f"{kind}-2026-01-01/nms.json").write_text(json.dumps([{"gpu": "", "cpu": kind}]))
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     (tmp_path / "cpu-2026-01-01/roofline.png").touch()
     assert report.section("cpu-roofline") == "the table\n\n![roofline, CPU](cpu-roofline.png)\n"
@@ -135,11 +135,27 @@ def test_a_roofline_without_rows_does_not_win(two_days):
     assert report.section("gpu-roofline") == two_days.name
 
 
+@pytest.mark.parametrize("kind, name", [("gpu", "a100-2026-01-04"), ("cpu", "cpu-2026-01-04")])
+def test_tables_mix_no_machines(two_days, kind, name):
+    """A run of another machine does not put its rows between those of the one before."""
+    earlier = two_days.parent / "cpu-2026-01-03" if kind == "cpu" else two_days
+    rows = json.loads((earlier / "nms.json").read_text())
+    (earlier / "loss.json").write_text(json.dumps(rows))
+    (earlier / "training_truth.md").write_text("of the machine before")
+    assert {"loss", "nms"} <= set(report.load_newest(kind))
+    (two_days.parent / name).mkdir()
+    other = [row | ({"gpu": "A100"} if kind == "gpu" else {"cpu": "another CPU"}) for row in rows]
+    (two_days.parent / name / "nms.json").write_text(json.dumps(other))
+    assert report.load_newest(kind) == {"nms": other}
+    assert report.section(f"{kind}-loss").startswith("Not measured yet")
+    assert report.section(f"{kind}-training_truth").startswith("Not measured yet") or kind == "cpu"
+
+
 def test_newest_folder_is_of_this_machine(two_days):
     here = {"gpu": "H200", "cpu": "its CPU", "date": "2026-01-09"}
     assert report.newest_of(here).name == "h200-2026-01-02"
     assert report.newest_of(here | {"gpu": "NVIDIA H100"}).name == "h100-2026-01-09"
-    assert report.newest_of(here | {"gpu": ""}).name == "cpu-2026-01-09"
+    assert report.newest_of(here | {"gpu": "", "cpu": "another CPU"}).name == "cpu-2026-01-09"
 
 
 def test_provenance_names_every_machine_once(tmp_path):
@@ -160,7 +176,8 @@ def two_days(tmp_path, monkeypatch):
     ):  # fmt: skip
         (tmp_path / folder).mkdir()
         for name in names:
-            about = {"gpu": "H200", "driver": "1", "cuda": "13", "torch": "2", "python": "3.11", "date": folder[-10:]}
+            about = {"gpu": "H200", "cpu": "its CPU", "driver": "1", "cuda": "13", "torch": "2", "python": "3.11"}
+            about |= {"date": folder[-10:], "gpu": "" if folder.startswith("cpu") else "H200"}
             rows = [row(variant, "call", 10.0) | about | {"case": name} for variant in ("stock", "torch_fastdet")]
             (tmp_path / folder / f"{name}.json").write_text(json.dumps(rows))
     monkeypatch.setattr(report, "RESULTS", tmp_path)
@@ -187,9 +204,7 @@ def test_headlines_are_of_the_newest_folder_that_has_their_benchmark(two_days, m
     assert [found["title"] for found in report.headlines(report.load_newest("gpu"))] == ["step row", "nms row"]
     assert "2026-01-02" in report.section("gpu-headlines") and "2026-01-01" in report.section("gpu-headlines")
     monkeypatch.setattr(report, "HEADLINES", [*lines, ("t", "loss", "loss", "torch_fastdet")])
-    with pytest.raises(
-        FileNotFoundError, match=r"no loss\.json of a GPU; type there: python -m benchmarks --only loss"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"no loss\.json of H200; type there: python -m benchmarks --only loss"):
         report.section("gpu-headlines")
     monkeypatch.setattr(report, "HEADLINES", [("t", "nms", "another case", "torch_fastdet")])
     with pytest.raises(KeyError, match=r"nms\.json of 2026-01-02 has no row another case.*--only nms"):
