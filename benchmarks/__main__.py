@@ -83,18 +83,6 @@ def left_out(name: str, device: str) -> str | None:
     return f"left out: {reason}" if reason else None
 
 
-def bring_pages(folder: Path) -> str | None:
-    """The pages show the newest folder under benchmarks/results. What stands in the way, or None."""
-    if not folder.is_relative_to(report.RESULTS):
-        return None
-    try:
-        stale = report.bring()
-    except (FileNotFoundError, KeyError) as error:
-        return f"README.md and docs/ are as they were: {error.args[0]}"
-    print(f"rewrote from benchmarks/results: {', '.join(stale) or 'nothing, all is up to date'}")
-    return None
-
-
 def remove_old(folder: Path, name: str) -> None:
     """Removes what a benchmark left in the folder: if it fails now, older rows must not pass for this run's."""
     for path in [*folder.glob(f"{name}.*"), *folder.glob(f"{name}_*.png")]:
@@ -125,6 +113,7 @@ def main() -> int:
         command = [sys.executable, "-m", f"benchmarks.bench_{name}", "--device", arguments.device, "--out", str(folder)]
         if name == ROOFLINE:
             command[2:] = ["benchmarks.roofline", "--device", arguments.device, "--results", str(folder)]
+            command.append("--leave-pages")
         limit = None
         if arguments.budget:
             left = arguments.budget - (started - begun)
@@ -136,11 +125,7 @@ def main() -> int:
         ended[name] = (how, time.monotonic() - started)
         print(f"== {name}: {how}, {ended[name][1]:.0f} s", flush=True)
 
-    trouble = None
-    if report.load(folder):
-        (folder / "tables.md").write_text(report.tables(folder))
-        print(f"wrote {folder / 'tables.md'}")
-        trouble = bring_pages(folder)
+    trouble = report.bring_pages(folder)
     for name, (how, seconds) in ended.items():
         print(f"{name:14} {seconds:5.0f} s  {how}")
     print(f"{'all':14} {time.monotonic() - begun:5.0f} s")

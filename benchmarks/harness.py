@@ -240,6 +240,7 @@ class Report:
         self.prepare = prepare
         self.environment = environment(device)
         self.folder = folder or results_folder(self.environment)
+        self.beside_pages = folder is None
         self.rows: list[Row] = []
         self.copy_gb_per_s = copy_rate() if device.type == "cuda" and not prepare else None
         if self.copy_gb_per_s:
@@ -344,9 +345,15 @@ class Report:
             writer.writerows(rows)
 
     def plot(self, view: str = "call") -> None:
-        """Draws one bar a variant for each case of `view`, log scale, as <folder>/<benchmark>.png."""
+        """Draws one bar a variant for each case of `view`, log scale, as <folder>/<benchmark>.png, and says where all is."""
         rows = [row for row in self.rows if row.view == view]
-        if not rows or not (plt := pyplot()):
+        if not rows:
+            return
+        plt = pyplot()
+        kinds = ".json, .csv and .png" if plt else ".json and .csv"
+        then = "; python -m benchmarks.report brings them into README.md and docs/" if self.beside_pages else ""
+        print(f"wrote {self.folder / self.benchmark}{kinds}{then}", flush=True)
+        if not plt:
             return
         cases = list(dict.fromkeys(row.case for row in rows))
         variants = list(dict.fromkeys(row.variant for row in rows))
@@ -392,4 +399,3 @@ def run(benchmark: str, measure: Callable[[Report], None]) -> None:
     if report.prepare:
         return
     report.plot()
-    print(f"wrote {report.folder / benchmark}.json, .csv and .png")

@@ -1,8 +1,8 @@
 """Makes every table and plot of results that the README and the docs show from the JSON rows under benchmarks/results/.
 
 ``python -m benchmarks.report`` rewrites what stands between ``<!-- results:NAME -->`` and ``<!-- end results -->`` in
-README.md and docs/*.md, docs/headlines.png, and the pictures that docs show from the results folders; ``--check`` only
-says whether that would change anything (exit status 1). Nothing is typed by hand. Each table is of the newest folder
+README.md and docs/*.md, docs/headlines.png, the pictures that docs show from the results folders, and the folders' own
+tables.md; ``--check`` only says whether that would change anything (exit status 1). Nothing is typed by hand. Each table is of the newest folder
 of the machine measured last that has its file, so a run of some benchmarks there replaces those alone.
 """
 
@@ -44,6 +44,15 @@ HEADLINES = [
 ]  # fmt: skip
 # Of a results folder: what a marker stands for, and the picture that is shown below it.
 PICTURES = {"roofline": "roofline", "postprocess": "postprocess_breakdown", "training_truth": "training_truth"}
+# What each page shows: one that lost a marker would keep its old figures for ever.
+SECTIONS = {
+    "README.md": ("gpu-headlines",),
+    "kernels.md": tuple(f"gpu-{name}-floor" for name in ("upsample", "bbox_iou", "multi_tensor", "loss", "nms")),
+    "results.md": (
+        *(f"gpu-{name}" for name in ("bbox_iou", "upsample", "nms", "multi_tensor", "loss", "step", "train")),
+        *("gpu-postprocess", "gpu-roofline", "gpu-training_truth", "cpu-summary", "cpu-postprocess", "cpu-roofline"),
+    ),
+}
 MARKER = re.compile(r"(<!-- results:([\w-]+) -->\n).*?(<!-- end results -->)", re.DOTALL)
 
 
@@ -129,6 +138,16 @@ def _time(microseconds: float) -> str:
     return f"{microseconds / 1e3:.2f} ms" if microseconds >= 1000 else f"{microseconds:.1f} us"
 
 
+def _span(row: dict) -> str:
+    """A row's spread; the unit once where both ends have the same."""
+    low, high = _time(row["low_us"]), _time(row["high_us"])
+    return f"{low.removesuffix(high[-3:])} to {high}"
+
+
+def _with_span(row: dict) -> str:
+    return f"{_time(row['median_us'])} ({_span(row)})"
+
+
 def table(header: list[str], rows: list[list[str]]) -> str:
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows]) + "\n"
@@ -139,6 +158,7 @@ def _number(template: str, value: float | int | None) -> str:
 
 
 # Columns that a table has where one of its rows has a value: title, key of the row, how it is written.
+SPREAD = "medians, with p10 to p90, the call's 10th to 90th percentile, beside them"
 OPTIONAL_COLUMNS = (
     ("launches", "launches", "{}"),
     ("syncs", "host_syncs", "{}"),
@@ -149,7 +169,7 @@ OPTIONAL_COLUMNS = (
 
 
 def benchmark_table(rows: list[dict]) -> str:
-    """All variants of all cases, a line each; views become columns."""
+    """All variants of all cases, a line each; views become columns, with the spread of the call alone."""
     views = [view for view in ("call", "graph", "cold") if any(row["view"] == view for row in rows)]
     tails = any(row.get("p99_us") is not None for row in rows)
     copies = any(row["percent_of_copy"] is not None for row in rows)
@@ -162,6 +182,7 @@ def benchmark_table(rows: list[dict]) -> str:
         any_row = next(iter(by_view.values()))
         cells = [case, f"**{variant}**" if is_ours(variant) else variant]
         cells += [_time(by_view[view]["median_us"]) if view in by_view else "-" for view in views]
+        cells.insert(3, _span(by_view["call"]) if "call" in by_view else "-")
         if tails:
             tail = any_row.get("p99_us")
             cells.append("-" if tail is None else _time(tail))
@@ -170,13 +191,14 @@ def benchmark_table(rows: list[dict]) -> str:
             cells.append(f"{max(rates):.0f}%" if rates else "-")
         cells += [_number(template, any_row.get(key)) for _, key, template in columns]
         body.append(cells)
+    views.insert(1, "p10 to p90")
     header = ["case", "variant", *views, *(["p99"] if tails else []), *(["of copy rate"] if copies else [])]
     return table(header + [title for title, _, _ in columns], body)
 
 
 def _ours(row: dict, alternative: float) -> tuple[str, str]:
     """A row of ours as (what and how long, how many times as fast as the alternative)."""
-    name, time = row["variant"].removeprefix(OURS).lstrip(" ,"), _time(row["median_us"])
+    name, time = row["variant"].removeprefix(OURS).lstrip(" ,"), _with_span(row)
     return f"{name}: {time}" if name else time, f"{alternative / row['median_us']:.1f}x"
 
 
@@ -197,7 +219,7 @@ def summary_table(benchmarks: dict[str, list[dict]]) -> str:
             best, fastest = (min(rows, key=lambda row: row["median_us"]) for rows in (others, ours))
             shown = [ours[0]] if fastest["median_us"] > 0.9 * ours[0]["median_us"] else [ours[0], fastest]
             times, ratios = zip(*(_ours(row, best["median_us"]) for row in shown))
-            body.append([case, f"{best['variant']}: {_time(best['median_us'])}", "; ".join(times), "; ".join(ratios)])
+            body.append([case, f"{best['variant']}: {_with_span(best)}", "; ".join(times), "; ".join(ratios)])
     return table(["case", "best alternative", "torch_fastdet", "faster by"], body)
 
 
@@ -253,7 +275,7 @@ def pyplot() -> Any:
 
 
 def plot_headlines(rows: list[dict], path: Path, about: str) -> bool:
-    """The headline table as bars. The figures go into the file too, so that it can be held against the results."""
+    """The headline table as bars. What it shows goes into the file too, so that it can be held against the results."""
     if not (plt := pyplot()):
         return False
     figure, axes = plt.subplots(figsize=(10, 5.6), layout="constrained")
@@ -272,13 +294,13 @@ def plot_headlines(rows: list[dict], path: Path, about: str) -> bool:
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.legend(fontsize=8)
-    figure.savefig(path, dpi=110, metadata={"torch_fastdet": json.dumps(rows)})
+    figure.savefig(path, dpi=110, metadata={"torch_fastdet": json.dumps([about, rows])})
     plt.close(figure)
     return True
 
 
-def plot_is_current(rows: list[dict], path: Path) -> bool:
-    return path.exists() and b"torch_fastdet\0" + json.dumps(rows).encode() in path.read_bytes()
+def plot_is_current(rows: list[dict], path: Path, about: str) -> bool:
+    return path.exists() and b"torch_fastdet\0" + json.dumps([about, rows]).encode() in path.read_bytes()
 
 
 def floor_table(rows: list[dict]) -> str:
@@ -302,19 +324,24 @@ def floor_table(rows: list[dict]) -> str:
 
 
 def machines(benchmarks: dict[str, list[dict]]) -> list[str]:
-    """Machine, driver, versions and date of benchmarks' rows, each once."""
-    found: dict[tuple[str, ...], str] = {}
-    for rows in benchmarks.values():
-        row = rows[0]
-        machine = f"{row['gpu']}, driver {row['driver']}, CUDA {row['cuda']}" if row["gpu"] else row["cpu"]
-        copy = f", copy rate {int(row['copy_gb_per_s']) / 1000:.2f} TB/s" if row.get("copy_gb_per_s") else ""
-        found.setdefault((machine, f"torch {row['torch']}", f"Python {row['python']}", row["date"]), copy)
-    return [f"{', '.join(key[:3])}{copy}; {key[3]}" for key, copy in found.items()]
+    """Machine, driver, versions, copy rates and date of benchmarks' rows, each once."""
+    found: dict[tuple[str, ...], set[float]] = {}
+    for row in (row for rows in benchmarks.values() for row in rows):
+        gpu = f"{row['gpu']}, driver {row['driver']}, CUDA {row['cuda']}, host " if row["gpu"] else ""
+        key = (gpu + row["cpu"], f"torch {row['torch']}", f"Python {row['python']}", row["date"])
+        rates = found.setdefault(key, set())
+        if row.get("copy_gb_per_s"):
+            rates.add(int(row["copy_gb_per_s"]) / 1000)
+    lines = []
+    for (machine, torch, python, date), rates in sorted(found.items(), key=lambda item: item[0][3]):
+        ends = " to ".join(dict.fromkeys(f"{end(rates):.2f}" for end in (min, max) if rates))
+        lines.append(f"{machine}, {torch}, {python}{f', copy rate {ends} TB/s' if ends else ''}; {date}")
+    return lines
 
 
-def provenance(benchmarks: dict[str, list[dict]]) -> str:
+def provenance(benchmarks: dict[str, list[dict]], figures: str = "medians") -> str:
     """The line below a table of these benchmarks."""
-    return f"{'; '.join(machines(benchmarks))}; medians (docs/measuring.md).\n"
+    return f"{'; '.join(machines(benchmarks))}; {figures} (docs/measuring.md).\n"
 
 
 def of_headlines(benchmarks: dict[str, list[dict]]) -> dict[str, list[dict]]:
@@ -326,7 +353,7 @@ def of_headlines(benchmarks: dict[str, list[dict]]) -> dict[str, list[dict]]:
 def tables(folder: Path) -> str:
     """The whole of a results folder as Markdown."""
     benchmarks = load(folder)
-    parts = [provenance(benchmarks), summary_table(benchmarks)]
+    parts = [provenance(benchmarks, SPREAD), summary_table(benchmarks)]
     for name, rows in benchmarks.items():
         parts += [f"### {name}\n", benchmark_table(rows)]
     for page in ("roofline", "training_truth"):
@@ -364,20 +391,27 @@ def section(name: str) -> str:
         return (folder / f"{what}.md").read_text() + _picture(kind, what)
     benchmarks = load_newest(kind)
     if what == "summary":
-        return f"{summary_table(benchmarks)}\n{provenance(benchmarks)}"
+        return f"{summary_table(benchmarks)}\n{provenance(benchmarks, SPREAD)}"
     if what == "headlines":
         return f"{headline_table(headlines(benchmarks))}\n{provenance(of_headlines(benchmarks))}"
     floor, what = what.endswith("-floor"), what.removesuffix("-floor")
     if what not in benchmarks:
         command = "python -m benchmarks.training_truth" if what == "training_truth" else "make bench"
         return f"Not measured yet on a {kind.upper()}: `{command}` there writes it.\n"
-    about = provenance({what: benchmarks[what]})
+    of_it = {what: benchmarks[what]}
     if floor:
-        return f"{floor_table(benchmarks[what])}\n{about}"
-    return f"{benchmark_table(benchmarks[what])}\n{about}{_picture(kind, what)}"
+        return f"{floor_table(benchmarks[what])}\n{provenance(of_it)}"
+    return f"{benchmark_table(benchmarks[what])}\n{provenance(of_it, SPREAD)}{_picture(kind, what)}"
 
 
-def render(text: str) -> str:
+def rendered(page: Path) -> str:
+    """A page with its sections made anew."""
+    text = page.read_text()
+    there = {name for _, name, _ in MARKER.findall(text)}
+    if absent := [name for name in SECTIONS.get(page.name, ()) if name not in there]:
+        raise KeyError(
+            f"{page.name} has no <!-- results:{absent[0]} --> with its <!-- end results -->, which are wanted"
+        )
     return MARKER.sub(lambda found: f"{found.group(1)}\n{section(found.group(2))}\n{found.group(3)}", text)
 
 
@@ -386,18 +420,17 @@ def pages() -> list[Path]:
 
 
 def bring(check: bool = False) -> list[str]:
-    """Brings the results into pages and pictures, and names those that were out of date. check: names them only."""
+    """Brings the results into tables, pages and pictures, and names those that were out of date. check: names them only."""
     stale = []
-    for page in pages():
-        text = page.read_text()
-        rendered = render(text)
-        if rendered != text:
-            stale.append(page.name)
+    texts = {folder / "tables.md": tables(folder) for folder in [*folders("gpu"), *folders("cpu")] if load(folder)}
+    for path, text in (texts | {page: rendered(page) for page in pages()}).items():
+        if not path.exists() or path.read_text() != text:
+            stale.append(f"{path.parent.name}/{path.name}" if path in texts else path.name)
             if not check:
-                page.write_text(rendered)
+                path.write_text(text)
     benchmarks = of_headlines(load_newest("gpu"))
-    rows = headlines(benchmarks)
-    if not plot_is_current(rows, PLOT) and (check or plot_headlines(rows, PLOT, "\n".join(machines(benchmarks)))):
+    rows, about = headlines(benchmarks), "\n".join(machines(benchmarks))
+    if not plot_is_current(rows, PLOT, about) and (check or plot_headlines(rows, PLOT, about)):
         stale.append(PLOT.name)
     for copy, source in pictures().items():
         if not copy.exists() or copy.read_bytes() != source.read_bytes():
@@ -407,13 +440,34 @@ def bring(check: bool = False) -> list[str]:
     return stale
 
 
+def bring_pages(folder: Path) -> str | None:
+    """Writes a results folder's tables.md; pages show the newest under benchmarks/results. What stands in the way, or None."""
+    folder = folder.resolve()
+    if not load(folder):
+        return None
+    (folder / "tables.md").write_text(tables(folder))
+    print(f"wrote {folder / 'tables.md'}")
+    if not folder.is_relative_to(RESULTS):
+        return None
+    try:
+        stale = bring()
+    except (FileNotFoundError, KeyError) as error:
+        return f"README.md and docs/ are as they were: {error.args[0]}"
+    print(f"rewrote from benchmarks/results: {', '.join(stale) or 'nothing, all is up to date'}")
+    return None
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--check", action="store_true", help="change nothing; exit status 1 where a page is out of date"
     )
     check = parser.parse_args().check
-    stale = bring(check)
+    try:
+        stale = bring(check)
+    except (FileNotFoundError, KeyError) as error:
+        print(f"README.md and docs/ are as they were: {error.args[0]}")
+        return 1
     if stale:
         print(f"{'out of date' if check else 'rewrote'}: {', '.join(stale)}")
     return 1 if check and stale else 0

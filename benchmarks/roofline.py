@@ -4,8 +4,8 @@
 ops:byte ratios; derives bytes, operations, intensity, bound and floor of each operator and of the training step of
 YOLOv5 n, s, m, l and x from the formulas in benchmarks/work.py; takes the measured time of each from the rows that the
 other benchmarks wrote into --results (default: the newest folder with rows of this machine), and of those that are missing
-there from older folders of the machine; and writes roofline.json, roofline.md and roofline.png there. ``--again``
-measures nothing and takes the ceilings of roofline.json.
+there from older folders of the machine; and writes roofline.json, roofline.md and roofline.png there, and what is made of
+them (``benchmarks/report.py``). ``--again`` measures nothing and takes the ceilings of roofline.json.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import cmath
 import json
 import math
 import re
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -379,31 +380,45 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.9g}") if isinstance(value, float) else value
 
 
-def main() -> None:
+def derive(machine: work.Machine, folder: Path) -> tuple[list[Placed], str]:
+    """Every case of a results folder beside its floor, and the text that shows them."""
+    benchmarks = report.load_to(folder)
+    rows = place(machine, benchmarks)
+    rows += unmeasured_steps(machine, rows)
+    return rows, table(machine, rows) + (f"\n{report.provenance(benchmarks)}" if benchmarks else "")
+
+
+def plain(machine: work.Machine, rows: list[Placed]) -> dict[str, Any]:
+    """What roofline.json holds."""
+    found = [{**row.__dict__, "work": row.work.__dict__, "share": row.share} for row in rows]
+    return {"machine": machine.__dict__, "rows": _rounded(found)}
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument(
         "--results", type=Path, help="folder with the benchmarks' rows; the roofline is written there too"
     )
     parser.add_argument("--again", action="store_true", help="text and plot of the ceilings that roofline.json holds")
+    parser.add_argument(
+        "--leave-pages", action="store_true", help="tables.md and pages stay: make bench makes them last"
+    )
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     folder = arguments.results or report.newest_of(harness.environment(device))
-    folder.mkdir(parents=True, exist_ok=True)
     machine = load_machine(folder) if arguments.again else measure_machine(device)
-    benchmarks = report.load_to(folder)
-    rows = place(machine, benchmarks)
-    rows += unmeasured_steps(machine, rows)
-    text = table(machine, rows)
-    if benchmarks:
-        text += f"\n{report.provenance(benchmarks)}"
+    rows, text = derive(machine, folder)
     print(text)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "roofline.md").write_text(text)
-    plain = [{**row.__dict__, "work": row.work.__dict__, "share": row.share} for row in rows]
-    found = {"machine": machine.__dict__, "rows": _rounded(plain)}
-    (folder / "roofline.json").write_text(json.dumps(found, indent=1) + "\n")
+    (folder / "roofline.json").write_text(json.dumps(plain(machine, rows), indent=1) + "\n")
     plot(machine, rows, folder / "roofline.png")
+    trouble = None if arguments.leave_pages else report.bring_pages(folder)
+    if trouble:
+        print(trouble)
+    return 1 if trouble else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

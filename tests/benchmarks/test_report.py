@@ -1,5 +1,6 @@
 """Tables in the README and the docs are the ones that benchmarks/results/ holds."""
 
+import csv
 import json
 
 import pytest
@@ -9,22 +10,74 @@ from benchmarks import report
 
 @pytest.mark.parametrize("page", report.pages(), ids=lambda page: page.name)
 def test_page_shows_the_committed_results(page):
-    text = page.read_text()
-    assert report.render(text) == text, f"{page.name} is out of date; type: python -m benchmarks.report"
+    assert report.rendered(page) == page.read_text(), f"{page.name} is out of date; type: python -m benchmarks.report"
+
+
+@pytest.mark.parametrize("mark", ["<!-- results:gpu-headlines -->\n", "<!-- end results -->"])
+def test_a_page_that_lost_a_marker_is_an_error(tmp_path, mark, monkeypatch, capsys):
+    """Its figures could be any."""
+    page = tmp_path / "README.md"
+    page.write_text((report.ROOT / "README.md").read_text().replace(mark, ""))
+    with pytest.raises(KeyError, match=r"README\.md has no <!-- results:gpu-headlines -->"):
+        report.rendered(page)
+    monkeypatch.setattr(report, "pages", lambda: [page])
+    monkeypatch.setattr("sys.argv", ["report", "--check"])
+    assert report.main() == 1 and "README.md has no <!-- results:gpu-headlines -->" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", report.SECTIONS)
+def test_every_section_of_a_page_is_expected(name):
+    """A new section too is missed where it is lost."""
+    (page,) = (page for page in report.pages() if page.name == name)
+    assert [found for _, found, _ in report.MARKER.findall(page.read_text())] == list(report.SECTIONS[name])
+    assert not [page for page in report.pages() if page.name not in report.SECTIONS and "results:" in page.read_text()]
+
+
+FOLDERS = [folder for kind in ("gpu", "cpu") for folder in report.folders(kind)]
+FILES = [path for folder in FOLDERS for path in sorted(folder.glob("*.json")) if path.stem != "roofline"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_rows_are_the_same_as_csv_and_have_a_picture(path):
+    rows = [{k: "" if v is None else str(v) for k, v in row.items()} for row in json.loads(path.read_text())]
+    with open(path.with_suffix(".csv"), newline="") as file:
+        assert list(csv.DictReader(file)) == rows
+    assert path.with_suffix(".png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_tables_of_a_folder_are_made_from_its_rows(folder):
+    assert (folder / "tables.md").read_text() == report.tables(folder), "type: python -m benchmarks.report"
+    assert len(report.machines_in(folder)) == 1
+
+
+def test_tables_that_are_out_of_date_are_made_anew(two_days, monkeypatch):
+    monkeypatch.setattr(report, "pages", list)
+    monkeypatch.setattr(report, "PLOT", two_days / "plot.png")
+    monkeypatch.setattr(report, "pictures", dict)
+    monkeypatch.setattr(report, "HEADLINES", [("t", "nms", "nms", "torch_fastdet")])
+    (two_days / "tables.md").write_text("of other rows")
+    names = {f"{folder.name}/tables.md" for folder in two_days.parent.iterdir()}
+    assert set(report.bring(check=True)) == names | {"plot.png"}
+    assert (two_days / "tables.md").read_text() == "of other rows"
+    assert set(report.bring()) == names | {"plot.png"} and not report.bring()
+    assert (two_days / "tables.md").read_text() == report.tables(two_days)
 
 
 def test_the_plot_shows_the_headlines():
-    rows = report.headlines(report.load_newest("gpu"))
-    assert report.plot_is_current(rows, report.PLOT), "type: python -m benchmarks.report"
+    benchmarks = report.of_headlines(report.load_newest("gpu"))
+    about = "\n".join(report.machines(benchmarks))
+    assert report.plot_is_current(report.headlines(benchmarks), report.PLOT, about), "type: python -m benchmarks.report"
 
 
 def test_a_plot_of_other_figures_is_out_of_date(tmp_path):
     rows = report.headlines(report.load_newest("gpu"))
     report.plot_headlines(rows, tmp_path / "plot.png", "this machine")
-    assert report.plot_is_current(rows, tmp_path / "plot.png")
+    assert report.plot_is_current(rows, tmp_path / "plot.png", "this machine")
+    assert not report.plot_is_current(rows, tmp_path / "plot.png", "another machine")
     rows[0]["ours"] += 1
-    assert not report.plot_is_current(rows, tmp_path / "plot.png")
-    assert not report.plot_is_current(rows, tmp_path / "none.png")
+    assert not report.plot_is_current(rows, tmp_path / "plot.png", "this machine")
+    assert not report.plot_is_current(rows, tmp_path / "none.png", "this machine")
 
 
 def test_docs_hold_the_pictures_of_the_newest_results():
@@ -68,7 +121,7 @@ def test_a_headline_without_stock_is_left_out(others, shown, tmp_path, monkeypat
     found = report.headlines({"b": rows})
     assert [line["stock"] for line in found] == shown
     report.plot_headlines(found, tmp_path / "plot.png", "one machine\nanother")
-    assert report.plot_is_current(found, tmp_path / "plot.png")
+    assert report.plot_is_current(found, tmp_path / "plot.png", "one machine\nanother")
 
 
 def test_floor_is_bytes_over_the_copy_rate():
@@ -79,7 +132,8 @@ def test_floor_is_bytes_over_the_copy_rate():
 
 def row(variant, view, median):
     return {
-        "case": "c", "variant": variant, "view": view, "median_us": median, "percent_of_copy": 91.0,
+        "case": "c", "variant": variant, "view": view, "median_us": median, "low_us": 0.9 * median,
+        "high_us": 1.2 * median, "percent_of_copy": 91.0,
         "launches": 2, "host_syncs": 0, "peak_mib": 1.5,
     }  # fmt: skip
 
@@ -87,15 +141,20 @@ def row(variant, view, median):
 def test_summary_takes_the_best_alternative_and_shows_losses():
     rows = [row("eager", "call", 30.0), row("compiled", "call", 5.0), row("torch_fastdet", "call", 10.0)]
     line = report.summary_table({"b": rows}).splitlines()[2]
-    assert line == "| c | compiled: 5.0 us | 10.0 us | 0.5x |"
+    assert line == "| c | compiled: 5.0 us (4.5 to 6.0 us) | 10.0 us (9.0 to 12.0 us) | 0.5x |"
 
 
 def test_benchmark_table_has_a_column_a_view():
     rows = [row("eager", "call", 3000.0), row("torch_fastdet", "call", 10.0), row("torch_fastdet", "graph", 4.0)]
     header, _, first, second = report.benchmark_table(rows).splitlines()
-    assert header == "| case | variant | call | graph | of copy rate | launches | syncs | peak MiB |"
-    assert first == "| c | eager | 3.00 ms | - | 91% | 2 | 0 | 1.5 |"
-    assert second == "| c | **torch_fastdet** | 10.0 us | 4.0 us | 91% | 2 | 0 | 1.5 |"
+    assert header == "| case | variant | call | p10 to p90 | graph | of copy rate | launches | syncs | peak MiB |"
+    assert first == "| c | eager | 3.00 ms | 2.70 to 3.60 ms | - | 91% | 2 | 0 | 1.5 |"
+    assert second == "| c | **torch_fastdet** | 10.0 us | 9.0 to 12.0 us | 4.0 us | 91% | 2 | 0 | 1.5 |"
+
+
+def test_a_spread_over_two_units_names_both():
+    header, _, line = report.benchmark_table([row("eager", "call", 1000.0)]).splitlines()
+    assert "p10 to p90" in header and "| 900.0 us to 1.20 ms |" in line
 
 
 def test_summary_shows_the_faster_of_ours_beside_the_first():
@@ -105,7 +164,8 @@ def test_summary_shows_the_faster_of_ours_beside_the_first():
         row("torch_fastdet FusedStep", "call", 100.0),
     ]
     line = report.summary_table({"b": rows}).splitlines()[2]
-    assert line == "| c | stock: 1.00 ms | stock's call sequence: 500.0 us; FusedStep: 100.0 us | 2.0x; 10.0x |"
+    assert "| stock: 1.00 ms (" in line and line.endswith("; FusedStep: 100.0 us (90.0 to 120.0 us) | 2.0x; 10.0x |")
+    assert "| stock's call sequence: 500.0 us (450.0 to 600.0 us); " in line
 
 
 def test_benchmark_table_has_the_columns_that_have_values():
@@ -115,9 +175,9 @@ def test_benchmark_table_has_the_columns_that_have_values():
     ]
     rows[1] |= {"p99_us": 12.0, "map50": 0.5}
     header, _, first, second = report.benchmark_table(rows).splitlines()
-    assert header == "| case | variant | call | p99 | peak MiB | mAP50 |"
-    assert first == "| c | stock | 3.00 ms | - | 1.5 | - |"
-    assert second == "| c | **torch_fastdet** | 10.0 us | 12.0 us | 1.5 | 0.5000 |"
+    assert header == "| case | variant | call | p10 to p90 | p99 | peak MiB | mAP50 |"
+    assert first == "| c | stock | 3.00 ms | 2.70 to 3.60 ms | - | 1.5 | - |"
+    assert second == "| c | **torch_fastdet** | 10.0 us | 9.0 to 12.0 us | 12.0 us | 1.5 | 0.5000 |"
 
 
 def test_what_was_not_measured_says_how_to(tmp_path, monkeypatch):
@@ -168,6 +228,19 @@ def test_provenance_names_every_machine_once(tmp_path):
     assert report.provenance({"b": benchmarks["b"]}) == f"another CPU, {rest}; medians (docs/measuring.md).\n"
 
 
+def test_provenance_of_a_gpu_names_its_host_and_every_copy_rate():
+    about = {"gpu": "H200", "driver": "1", "cuda": "13", "cpu": "Xeon, 16 threads", "torch": "2", "python": "3.11"}
+    rows = [about | {"copy_gb_per_s": rate, "date": day} for rate, day in (("4216", "b"), ("4258", "a"), ("4142", "b"))]
+    text = report.provenance({"step": rows[:2], "upsample": rows[2:]})
+    machine = "H200, driver 1, CUDA 13, host Xeon, 16 threads, torch 2, Python 3.11, copy rate"
+    assert text.startswith(f"{machine} 4.26 TB/s; a; {machine} 4.14 to 4.22 TB/s; b; medians")
+
+
+def test_tables_with_a_spread_say_what_it_is(two_days):
+    for text in (report.section("gpu-nms"), report.section("gpu-summary"), report.tables(two_days)):
+        assert "p10 to p90, the call's 10th to 90th percentile" in text
+
+
 @pytest.fixture
 def two_days(tmp_path, monkeypatch):
     """A whole run of a GPU, and one of nms alone the day after; a CPU's is newer than both."""
@@ -188,8 +261,8 @@ def test_each_section_is_of_the_newest_folder_that_has_it(two_days):
     (two_days / "training_truth.md").write_text("the same")
     (two_days / "postprocess_breakdown.png").touch()
     assert report.section("gpu-training_truth") == "the same"
-    assert "2026-01-02; medians" in report.section("gpu-nms")
-    assert "2026-01-01; medians" in report.section("gpu-step")
+    assert "2026-01-02; medians, with p10" in report.section("gpu-nms")
+    assert "2026-01-01; medians, with p10" in report.section("gpu-step")
     assert report.section("gpu-postprocess").endswith("![postprocess, GPU](gpu-postprocess_breakdown.png)\n")
     assert list(report.pictures().values()) == [two_days / "postprocess_breakdown.png"]
     assert report.section("cpu-step").startswith("Not measured yet on a CPU")

@@ -64,7 +64,8 @@ def test_benchmarks_and_formulas_agree_about_the_bytes(folder):
 
 
 def row(case, variant, view, median, gpu="H200"):
-    return {"case": case, "variant": variant, "view": view, "median_us": median, "gpu": gpu}
+    times = {"median_us": median, "low_us": median, "high_us": median, "percent_of_copy": None}
+    return {"case": case, "variant": variant, "view": view, "gpu": gpu} | times
 
 
 MACHINE = work.Machine("H200", 4e12, {"fp32": 60e12, "fp16": 800e12}, launch_s=1e-6)
@@ -134,6 +135,39 @@ def test_again_measures_nothing(tmp_path, monkeypatch):
     assert (tmp_path / "roofline.png").exists()
 
 
+WITH_ROOFLINE = [folder for folder in FOLDERS if (folder / "roofline.json").exists()]
+
+
+@pytest.mark.parametrize("folder", WITH_ROOFLINE, ids=lambda folder: folder.name)
+def test_a_committed_roofline_is_derived_from_its_ceilings_and_rows(folder):
+    machine = roofline.load_machine(folder)
+    rows, text = roofline.derive(machine, folder)
+    again = "type: python -m benchmarks.roofline --again --results " + str(folder)
+    assert roofline.plain(machine, rows) == json.loads(
+        (folder / "roofline.json").read_text(), object_hook=sizes_are_numbers
+    ), again
+    assert (folder / "roofline.md").read_text() == text, again
+    assert (folder / "roofline.png").stat().st_size > 10_000
+
+
+def sizes_are_numbers(found):
+    return {int(key) if key.isdecimal() else key: value for key, value in found.items()}
+
+
+@pytest.mark.parametrize("leave", [False, True])
+def test_roofline_says_what_the_pages_lack(leave, tmp_path, monkeypatch, capsys):
+    """make bench brings the pages after it, and asks it to leave them."""
+    (tmp_path / "nms.json").write_text("[]")
+    monkeypatch.setattr(roofline, "measure_machine", lambda device: MACHINE)
+    monkeypatch.setattr(report, "bring_pages", lambda folder: "no row")
+    monkeypatch.setattr(
+        sys, "argv", ["roofline", "--device", "cpu", "--results", str(tmp_path), *["--leave-pages"] * leave]
+    )
+    monkeypatch.setattr(report, "load_to", lambda folder: {})
+    assert roofline.main() == (0 if leave else 1)
+    assert ("no row" in capsys.readouterr().out) != leave
+
+
 def test_steps_of_a_cpu_are_derived():
     """In fp32, so that they move twice the bytes of a GPU's, but for the optimizer's."""
     cpu = work.Machine("CPU", 25e9, {"fp32": 0.3e12, "fp16": 1.7e12})
@@ -158,7 +192,10 @@ def test_bare_roofline_finds_the_rows_of_this_machine(tmp_path, monkeypatch):
     cpu = work.Machine("CPU", 25e9, {"fp32": 0.3e12, "fp16": 1.7e12}, 0.0, {1 << 14: 90e9})
     monkeypatch.setattr(roofline, "measure_machine", lambda device: cpu)
     monkeypatch.setattr(sys, "argv", ["roofline", "--device", "cpu"])
-    roofline.main()
+    brought = []
+    monkeypatch.setattr(report, "bring", lambda: brought.append((folder / "roofline.md").exists()) or [])
+    assert roofline.main() == 0
+    assert brought == [True] and (folder / "roofline.md").read_text() in (folder / "tables.md").read_text()
     assert case in (folder / "roofline.md").read_text() and (folder / "roofline.png").exists()
     assert {path.name for path in tmp_path.iterdir()} == {folder.name, other.name}
     assert not (other / "roofline.md").exists()

@@ -94,15 +94,32 @@ def test_benchmarks_run_in_the_order_given_and_the_roofline_last(tmp_path, monke
 
 def test_pages_are_brought_up_to_date_for_results_of_the_repository_alone(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench.report, "bring", lambda: ["README.md"])
-    assert bench.bring_pages(tmp_path) is None and not capsys.readouterr().out
-    assert bench.bring_pages(bench.report.RESULTS / "cpu-2026-01-01") is None
-    assert capsys.readouterr().out == "rewrote from benchmarks/results: README.md\n"
+    monkeypatch.setattr(bench.report, "tables", lambda folder: "the tables")
+    assert bench.report.bring_pages(tmp_path) is None and not capsys.readouterr().out
+    (tmp_path / "nms.json").write_text("[{}]")
+    assert bench.report.bring_pages(tmp_path) is None
+    assert capsys.readouterr().out == f"wrote {tmp_path / 'tables.md'}\n"
+    assert (tmp_path / "tables.md").read_text() == "the tables"
+    monkeypatch.setattr(bench.report, "RESULTS", tmp_path.parent)
+    assert bench.report.bring_pages(tmp_path) is None
+    assert capsys.readouterr().out.endswith("rewrote from benchmarks/results: README.md\n")
 
     def missing():
         raise KeyError("no row")
 
     monkeypatch.setattr(bench.report, "bring", missing)
-    assert bench.bring_pages(bench.report.RESULTS / "cpu-2026-01-01") == "README.md and docs/ are as they were: no row"
+    assert bench.report.bring_pages(tmp_path) == "README.md and docs/ are as they were: no row"
+
+
+@pytest.mark.parametrize("bare", [True, False])
+def test_a_benchmark_without_out_names_what_brings_its_rows(bare, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(harness, "results_folder", lambda environment: tmp_path)
+    report = harness.Report("some", torch.device("cpu"), None if bare else tmp_path)
+    report.compare("case", {"torch_fastdet": lambda: None}, repetitions=2, inner=1)
+    report.plot()
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(f"wrote {tmp_path / 'some'}.json, .csv and .png")
+    assert ("python -m benchmarks.report" in last) == bare
 
 
 def test_a_run_writes_rows_roofline_and_tables(tmp_path):
@@ -176,7 +193,7 @@ def test_without_matplotlib_there_is_no_picture(report, tmp_path, monkeypatch, c
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     report.compare("case", {"torch_fastdet": lambda: None}, repetitions=2, inner=1)
     report.plot()
-    assert "no PNG: matplotlib is not installed" in capsys.readouterr().out
+    assert f"no PNG: matplotlib is not installed\nwrote {tmp_path / 'some'}.json and .csv\n" in capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} == {"some.csv", "some.json"}
 
 
