@@ -6,9 +6,10 @@ Without --weights yolov5n is trained on the demo's pictures from seed 0 (the sec
 runs/benchmarks). Its raw head maps are kept, and from them each choice goes on: stock's decode and suppression as installed, time
 limit included; stock's decode with our suppression, as under --nms_optim; and YOLOv5PostProcess. Accuracy is what the real val.py
 computes from their detections. "validation" is val.py's use (conf .001, several labels a box), a batch of 32; "one picture" is
-detect.py's (conf .25), a call at a time: 10,000 calls in fp16 on a GPU, a tenth in fp32 and on the CPU beside it; 10,000 on a CPU
-alone. postprocess_breakdown.png shows where the time of both goes: on the GPU by the names of kernels, on the CPU by what a clock
-and the operators' names can tell, so our operators are one piece there.
+detect.py's (conf .25), a call at a time: 10,000 calls in fp16 on a GPU, a tenth in fp32 and on the CPU beside it;
+10,000 on a CPU alone. postprocess_breakdown.png shows where the time of the first batch and the first picture goes: on
+the GPU by the names of kernels, on the CPU by what a clock and the operators' names can tell, so our operators are one
+piece there.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from torch import Tensor, nn
 
 from benchmarks.bench_nms import VALIDATION
 from benchmarks.harness import OURS, WORK, Report, add_arguments, missing, peak_memory
-from benchmarks.report import machine_of, pyplot
+from benchmarks.report import pyplot
 from examples.demo.training import FASTDET, Machine, train
 from examples.yolov5_env import environment
 from torch_fastdet.postprocess import YOLOv5PostProcess
@@ -273,7 +274,7 @@ def _size(heads: list[Tensor], model: Any) -> int:
 
 
 def plot_breakdown(report: Report) -> None:
-    """A batch above, one picture below; left milliseconds, right shares of each choice's own total, so that short ones
+    """The first batch above, the first picture below; left milliseconds, right shares of each choice's own total, so that short ones
     can be read as well."""
     if not (plt := pyplot()):
         return
@@ -302,9 +303,10 @@ def plot_breakdown(report: Report) -> None:
         left.set_yticks(range(len(group)), [f"{case}\n{variant}" for case, variant in group], fontsize=8)
         left.invert_yaxis()
         left.set_xlim(0, 1.15e-3 * max(sum(found.values()) for found in group.values()))
-        left.set_xlabel("ms a batch" if use == "validation" else "ms a picture")
+        left.set_xlabel("ms, the first batch" if use == "validation" else "ms, the first picture")
     panels[1][1].set_xlabel("% of the choice's own time")
-    figure.supxlabel(machine_of(report.environment), fontsize=9)
+    machine = ", host ".join(name for name in (report.environment["gpu"], report.environment["cpu"]) if name)
+    figure.supxlabel(f"{machine}; the table has the medians over all batches and pictures", fontsize=9)
     shown = [stage for stage in STAGES if any(row.view == stage for row in report.rows)]
     handles = [plt.Rectangle((0, 0), 1, 1, color=f"C{STAGES.index(stage)}") for stage in shown]
     figure.legend(handles, shown, loc="outside upper center", ncols=len(shown))

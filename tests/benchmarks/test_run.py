@@ -324,7 +324,10 @@ def test_stages_of_a_gpu_add_up_to_the_call(monkeypatch):
     }
 
 
-def test_breakdown_shows_a_batch_and_one_picture(report, tmp_path):
+def test_breakdown_shows_a_batch_and_one_picture(report, tmp_path, monkeypatch):
+    """And says that they are the first ones: the table's medians are over all."""
+    drawn = []
+    monkeypatch.setattr(bench.report.pyplot(), "close", drawn.append)
     for case in ("validation, batch 32", "one picture of 64x64"):
         report.add(case, "stock", "call", [100.0])
         for stage in ("decode", "NMS"):
@@ -332,6 +335,9 @@ def test_breakdown_shows_a_batch_and_one_picture(report, tmp_path):
     report.folder.mkdir(exist_ok=True)
     bench_postprocess.plot_breakdown(report)
     assert (tmp_path / "postprocess_breakdown.png").stat().st_size > 10_000
+    labels = [axes.get_xlabel() for axes in drawn[0].axes]
+    assert labels[::2] == ["ms, the first batch", "ms, the first picture"]
+    assert drawn[0].get_supxlabel().startswith(f"{report.environment['cpu']}; the table has the medians over all")
 
 
 def test_peak_of_the_process():
