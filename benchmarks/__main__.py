@@ -91,10 +91,9 @@ def remove_old(folder: Path, name: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    harness.add_place(parser, "--out", "default: benchmarks/results/<machine>-<date>")
     parser.add_argument("--only", nargs="+", choices=[*LIMITS, ROOFLINE], default=[*LIMITS, ROOFLINE])
-    parser.add_argument("--budget", type=float, default=520)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--budget", type=harness.at_least(0, float), default=520)
     arguments = parser.parse_args()
     environment = harness.environment(torch.device(arguments.device))
     folder = (arguments.out or report.results_folder(environment)).resolve()

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.bench_nms import VALIDATION
-from benchmarks.harness import OURS, WORK, Report, add_arguments, missing, peak_memory
+from benchmarks.harness import OURS, WORK, Report, add_arguments, at_least, existing_file, missing, peak_memory
 from benchmarks.report import pyplot
 from examples.demo.training import FASTDET, Machine, train
 from examples.yolov5_env import environment
@@ -326,9 +326,11 @@ def trained(machine: Machine, data: Path, epochs: int) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
-    parser.add_argument("--weights", type=Path, help="of a YOLOv5 model trained on the demo's pictures")
-    parser.add_argument("--epochs", type=int, default=10, help="to train for where --weights is not given")
-    parser.add_argument("--calls", type=int, default=10_000, help="of one picture; beside fp16 on a GPU a tenth")
+    parser.add_argument("--weights", type=existing_file, help="of a YOLOv5 model trained on the demo's pictures")
+    parser.add_argument("--epochs", type=at_least(1), default=10, help="to train for where --weights is not given")
+    parser.add_argument(
+        "--calls", type=at_least(1), default=10_000, help="of one picture; beside fp16 on a GPU a tenth"
+    )
     options = parser.parse_args()
     if reason := missing("postprocess"):
         print(f"nothing to do: {reason}")
@@ -354,7 +356,7 @@ def main() -> None:
     data = check_dataset(str(data_file))
     loader = create_dataloader(data["val"], machine.image_size, BATCH, 32, workers=0)[0]
     # 1% of 10,000 is enough for a p99; beside a GPU the CPU's calls take long, at 640x640.
-    calls_in_fp32 = options.calls // 10 if cuda else options.calls
+    calls_in_fp32 = max(1, options.calls // 10) if cuda else options.calls
     where = [(torch.device("cpu"), torch.float32, calls_in_fp32)]
     if cuda:
         gpu = report.device

@@ -9,13 +9,15 @@ An iteration is the mean over an epoch without its first batch, as examples/demo
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 
 import torch
 
-from benchmarks.harness import OURS, WORK, Report, add_arguments, missing
+from benchmarks.harness import OURS, WORK, Report, add_arguments, at_least, missing
 from examples.demo.training import STOCK, Machine, Variant, train
 from examples.yolov5_env import environment
+from torch_fastdet.yolov5.registry import ALL, SWITCHES
 
 
 def measure(report: Report, models: list[str], epochs: int, flags: list[str], pictures: int) -> None:
@@ -53,13 +55,25 @@ def measure(report: Report, models: list[str], epochs: int, flags: list[str], pi
             report.write()
 
 
+def size_and_batch(text: str) -> str:
+    if not re.fullmatch(r"[nsmlx][1-9]\d*", text):
+        raise argparse.ArgumentTypeError(
+            f"{text} came, but one of n, s, m, l, x and a batch size are wanted, as in s16"
+        )
+    return text
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
-    parser.add_argument("--models", nargs="+", help="size and batch; default: s16 on a GPU, n16 on the CPU")
+    parser.add_argument(
+        "--models", nargs="+", type=size_and_batch, help="size and batch; default: s16 on a GPU, n16 on the CPU"
+    )
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--flags", nargs="+", default=["fastdet"], help="switches of torch_fastdet.yolov5")
-    parser.add_argument("--pictures", type=int, help="to train on; default: 1024 on a GPU, 256 on the CPU")
+    parser.add_argument(
+        "--flags", nargs="+", default=[ALL], choices=[ALL, *SWITCHES], help="switches of torch_fastdet.yolov5"
+    )
+    parser.add_argument("--pictures", type=at_least(1), help="to train on; default: 1024 on a GPU, 256 on the CPU")
     options = parser.parse_args()
     cuda = options.device == "cuda"
     if options.epochs < 2:

@@ -380,10 +380,49 @@ class Report:
         plt.close(figure)
 
 
+# What argparse calls with the text of an argument: what is wrong is said in a sentence, before anything is measured.
+
+
+def _device(text: str) -> str:
+    if text == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError("cuda came, but torch sees no GPU here: cpu is wanted")
+    return text
+
+
+def _folder(text: str) -> Path:
+    path = Path(text)
+    there = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not there.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} came, but {there} is a file: a folder is wanted")
+    return path
+
+
+def existing_file(text: str) -> Path:
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"{text} came, but there is no such file: an existing one is wanted")
+    return Path(text)
+
+
+def at_least(least: int, kind: type[int] | type[float] = int) -> Callable[[str], Any]:
+    def number(text: str) -> float:
+        value = kind(text)  # a ValueError is argparse's own sentence
+        if not value >= least:
+            raise argparse.ArgumentTypeError(f"{text} came, but {least} or more is wanted")
+        return value
+
+    return number
+
+
+def add_place(parser: argparse.ArgumentParser, folder: str, about: str) -> None:
+    """--device, and the folder that is written to."""
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", type=_device, default=default, choices=["cpu", "cuda"])
+    parser.add_argument(folder, type=_folder, help=about)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What every bench_*.py takes."""
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--out", type=Path, help="folder for CSV, JSON and PNG")
+    add_place(parser, "--out", "folder for CSV, JSON and PNG")
     parser.add_argument(
         "--prepare", action="store_true", help="measure nothing; leave on disk what compilation or training makes"
     )

@@ -396,10 +396,7 @@ def plain(machine: work.Machine, rows: list[Placed]) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
-    parser.add_argument(
-        "--results", type=Path, help="folder with the benchmarks' rows; the roofline is written there too"
-    )
+    harness.add_place(parser, "--results", "folder with the benchmarks' rows; the roofline is written there too")
     parser.add_argument("--again", action="store_true", help="text and plot of the ceilings that roofline.json holds")
     parser.add_argument(
         "--leave-pages", action="store_true", help="tables.md and pages stay: make bench makes them last"
@@ -407,6 +404,8 @@ def main() -> int:
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     folder = arguments.results or report.newest_of(harness.environment(device))
+    if arguments.again and not (folder / "roofline.json").exists():
+        parser.error(f"--again came, but {folder} has no roofline.json: a folder that has one is wanted as --results")
     machine = load_machine(folder) if arguments.again else measure_machine(device)
     rows, text = derive(machine, folder)
     print(text)

@@ -1,5 +1,6 @@
 """make bench: every benchmark is in the list, and one that fails or takes too long leaves the others' results alone."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -195,6 +196,46 @@ def test_without_matplotlib_there_is_no_picture(report, tmp_path, monkeypatch, c
     report.plot()
     assert f"no PNG: matplotlib is not installed\nwrote {tmp_path / 'some'}.json and .csv\n" in capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} == {"some.csv", "some.json"}
+
+
+WRONG = [
+    ("benchmarks.__main__", "--device cuda", "--device: cuda came, but torch sees no GPU here: cpu is wanted"),
+    ("benchmarks.__main__", "--out {file}/new", "--out: {file}/new came, but {file} is a file: a folder is wanted"),
+    ("benchmarks.__main__", "--budget -5", "--budget: -5 came, but 0 or more is wanted"),
+    ("benchmarks.__main__", "--budget nan", "--budget: nan came, but 0 or more is wanted"),
+    ("benchmarks.roofline", "--device cuda", "--device: cuda came"),
+    ("benchmarks.roofline", "--results {file}", "--results: {file} came, but {file} is a file"),
+    ("benchmarks.roofline", "--again --results {file}s", "--again came, but {file}s has no roofline.json"),
+    ("benchmarks.bench_train", "--device cuda", "--device: cuda came"),
+    ("benchmarks.bench_train", "--out {file}", "--out: {file} came"),
+    ("benchmarks.bench_train", "--models s16 zz", "--models: zz came, but one of n, s, m, l, x and a batch size are"),
+    ("benchmarks.bench_train", "--models n0", "--models: n0 came"),
+    ("benchmarks.bench_train", "--pictures -5", "--pictures: -5 came, but 1 or more is wanted"),
+    ("benchmarks.bench_train", "--pictures many", "--pictures: invalid number value: 'many'"),
+    ("benchmarks.bench_train", "--flags nosuch", "--flags: invalid choice: 'nosuch'"),
+    ("benchmarks.bench_postprocess", "--calls 0", "--calls: 0 came, but 1 or more is wanted"),
+    ("benchmarks.bench_postprocess", "--weights {file}s", "--weights: {file}s came, but there is no such file"),
+]
+
+
+@pytest.mark.parametrize("module, arguments, sentence", WRONG)
+def test_a_wrong_argument_is_a_sentence_before_anything_runs(
+    module, arguments, sentence, tmp_path, monkeypatch, capsys
+):
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments.format(file=file).split()])
+    for function in ("missing", "environment"):  # what comes after the arguments
+        monkeypatch.setattr(harness, function, lambda *_: pytest.fail("it goes on"))
+    main = importlib.import_module(module).main
+    if "missing" in main.__globals__:
+        monkeypatch.setitem(main.__globals__, "missing", harness.missing)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert ended.value.code == 2 and sentence.format(file=file) in last
+    assert list(tmp_path.iterdir()) == [file]
 
 
 class Event:
