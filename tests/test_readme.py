@@ -308,25 +308,32 @@ def test_command_runs(command):
     assert way.shows in result.stdout
 
 
-# One process for all commands, which forks for each: importing torch is what takes the time.
+# One process for all commands: importing torch is what takes the time.
 READ = """
-import argparse, json, os, runpy, sys, torch
-read = argparse.ArgumentParser.parse_args
+import argparse, contextlib, io, json, runpy, sys, torch
+
+
+class Read(BaseException):
+    pass
+
+
 def read_and_stop(*arguments):
     read(*arguments)
-    os._exit(0)
-argparse.ArgumentParser.parse_args = read_and_stop
+    raise Read
+
+
+read, argparse.ArgumentParser.parse_args = argparse.ArgumentParser.parse_args, read_and_stop
 said = []
-for module, *arguments in json.loads(sys.argv[1]):
-    reader, writer = os.pipe()
-    if os.fork() == 0:
-        os.dup2(writer, 2)
-        sys.argv[1:] = arguments
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-        sys.exit("it ended without reading its arguments")
-    os.close(writer)
-    error = open(reader).read()
-    said.append(error if os.wait()[1] else "")
+for module, *sys.argv[1:] in json.loads(sys.argv[1]):
+    with contextlib.redirect_stderr(io.StringIO()) as error:
+        try:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+            print("it ended without reading its arguments", file=sys.stderr)
+        except Read:
+            error.truncate(0)
+        except SystemExit as ended:
+            print("exit status", ended.code, file=sys.stderr)
+    said.append(error.getvalue())
 print(json.dumps(said))
 """
 NO_OPTION, NO_CHOICE = "python -m benchmarks.roofline --nosuch", "python -m benchmarks --only nosuch"

@@ -322,6 +322,7 @@ def test_serving_goes_on_after_whatever_pillow_raises(files, detector):
     assert ran.returncode == 1 and ["error" in answer for answer in answers] == [True, True, False], ran.stderr
 
 
+@pytest.mark.timeout(100)  # where nobody answers
 def test_serving_from_a_pipe_outlives_its_writers(files, detector):
     """As the docstring has it: a second writer is answered, too."""
     assert "mkfifo requests;" in serve.__doc__ and "detector.ts - <> requests" in serve.__doc__
