@@ -36,11 +36,11 @@ HEADLINES = [
     ("Upsample, batch 64, NHWC", "upsample", "forward NHWCfp16(64,256,40,40)", "torch_fastdet"),
     ("Upsample + concat, forward + backward", "upsample", "cat forward+backward NHWCfp16(64,256,40,40)", "torch_fastdet"),
     ("NMS, one image, conf .25", "nms", "suppression, batch 1, conf .25", "torch_fastdet list"),
-    ("NMS, batch 32, validation, 5,700 candidates an image", "nms", "suppression, batch 32, sparse validation",
+    ("NMS, batch 32, validation, trained: some 6,000 candidates an image", "nms", "suppression, batch 32, sparse validation",
      "torch_fastdet list"),
-    ("NMS, batch 32, validation, untrained: 30,000 each", "nms", "suppression, batch 32, validation", "torch_fastdet list"),
+    ("NMS, batch 32, validation, first epochs: 30,000 taken", "nms", "suppression, batch 32, validation", "torch_fastdet list"),
     ("Raw heads to detections, batch 32, conf .25", "nms", "raw heads to detections, batch 32, conf .25",
-     "torch_fastdet postprocess"),
+     "torch_fastdet list"),
 ]  # fmt: skip
 # Of a results folder: what a marker stands for, and the picture that is shown below it.
 PICTURES = {"roofline": "roofline", "postprocess": "postprocess_breakdown", "training_truth": "training_truth"}
