@@ -117,6 +117,8 @@ def main() -> int:
         if arguments.budget:
             left = arguments.budget - (started - begun)
             limit = max(left, 10.0) if name == ROOFLINE else min(LIMITS[name], left - ROOFLINE_SECONDS)
+        if name == "step" and limit is not None:
+            command += ["--seconds", str(limit)]
         how = absent.get(name, "not begun: no time left")
         if name not in absent and (limit is None or limit > 0):
             remove_old(folder, name)

@@ -1,6 +1,6 @@
 """Whole training steps of YOLOv5 at 640x640 under AMP: as shipped, tuned by hand, and with torch_fastdet. GPU only.
 
-    python -m benchmarks.bench_step [--models s16 s64 n16 m32 l16 x16] [--compiled s16 s64] [--out FOLDER]
+    python -m benchmarks.bench_step [--models s16 s64 n16 m32 l16 x16] [--compiled s16] [--out FOLDER]
 
 The step is train.py's without its loader, over one batch on the GPU: forward, loss, backward, unscale, clip, SGD, EMA, and the
 loss items on the host, which train.py's progress bar wants every step. benchmarks/bench_train.py has the real script. Both need
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import math
 import multiprocessing
 import time
 import types
@@ -69,6 +70,8 @@ def stock_step(size: str, batch: int, tuned: bool, mode: str | None = None) -> C
     if tuned:
         for group in optimizer.param_groups:
             group["fused"] = True
+    if mode:
+        torch._dynamo.reset()  # a second model in one process would be compiled for any batch size, and slower
     call = compile_whole(model, mode) if mode else model
     loss_of = torch.compile(compute_loss.__call__) if mode else compute_loss
     images, targets = make_images(batch), make_targets(batch, 8, torch.device("cuda"))
@@ -147,6 +150,9 @@ MODES = {
 }
 
 
+COMPILED_SECONDS = 40  # of one that `--prepare` has compiled, with the start of the process
+
+
 def compiled_variants(names: list[str]) -> Iterator[tuple[str, str, Callable[[str, int], Callable[[], object]]]]:
     """Of each, its name, the variant and what makes it: reduce-overhead, the faster mode here, of all, default of the first."""
     for name in names:
@@ -223,9 +229,8 @@ def main() -> None:
     parser.add_argument(
         "--models", nargs="*", default=["s16", "s64", "n16", "m32", "l16", "x16"], help="size and batch"
     )
-    parser.add_argument(
-        "--compiled", nargs="*", default=["s16", "s64"], help="size and batch, against torch.compile too"
-    )
+    parser.add_argument("--compiled", nargs="*", default=["s16"], help="size and batch, against torch.compile too")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no compiled one that does not fit")
     add_arguments(parser)
     options = parser.parse_args()
     if options.device == "cpu" or not torch.cuda.is_available():
@@ -242,7 +247,14 @@ def main() -> None:
     groups = [(name, VARIANTS) for name in options.models]
     for name, variant, make in compiled_variants(options.compiled):
         groups.append((name, {f"{OURS} TrainStep": train_step, variant: make}))
+    begun = time.monotonic()
     for name, variants in groups:
+        compiled = next((variant for variant in variants if variant in MODES), None)
+        if compiled and time.monotonic() - begun + COMPILED_SECONDS > options.seconds:
+            print(
+                f"left out: {name}: {compiled}: no time left; python -m benchmarks.bench_step --models measures it alone"
+            )
+            continue
         try:
             measure(report, name, variants)
             continue

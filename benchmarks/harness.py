@@ -165,7 +165,7 @@ class Flush:
 
 
 def _time_cuda(
-    functions: dict[str, Callable], repetitions: int, inner: int, before: Callable | None, seconds: float = 0.6
+    functions: dict[str, Callable], repetitions: int, inner: int, before: Callable | None, seconds: float = 0.4
 ) -> dict[str, list]:
     """Microseconds a call: `inner` calls between two events, `repetitions` times, variants interleaved.
 
