@@ -70,8 +70,6 @@ def stock_step(size: str, batch: int, tuned: bool, mode: str | None = None) -> C
     if tuned:
         for group in optimizer.param_groups:
             group["fused"] = True
-    if mode:
-        torch._dynamo.reset()  # a second model in one process would be compiled for any batch size, and slower
     call = compile_whole(model, mode) if mode else model
     loss_of = torch.compile(compute_loss.__call__) if mode else compute_loss
     images, targets = make_images(batch), make_targets(batch, 8, torch.device("cuda"))
@@ -164,11 +162,15 @@ def compiled_variants(names: list[str]) -> Iterator[tuple[str, str, Callable[[st
 def measure(
     report: Report, name: str, variants: dict[str, Callable], repetitions: int = 30, seconds: float = 2
 ) -> None:
-    """All variants of one model and batch live side by side, and are timed in turns, for so long at the most."""
+    """All variants of one model and batch live side by side, and are timed in turns, for so long at the most.
+
+    Of ours beside a compiled one, a row that was timed beside stock stays.
+    """
     size, batch = name[0], int(name[1:])
     steps: dict[str, Callable[[], object]] = {}
     others: dict[str, dict[str, Any]] = {}
     for variant, make in variants.items():
+        torch._dynamo.reset()  # a second model in one process would be compiled for any batch size, and slower
         gc.collect()  # models hold themselves by cycles
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -196,8 +198,12 @@ def measure(
             step()  # ends with the loss items on the host
             times[variant].append((time.perf_counter() - start) * 1e6)
     case = f"yolov5{size}, batch {batch}, loop"
-    report.rows = [row for row in report.rows if row.case != case or row.variant not in times]
+    compiled = not MODES.keys().isdisjoint(variants)
+    there = {row.variant for row in report.rows if row.case == case}
     for variant, values in times.items():
+        if compiled and variant.startswith(OURS) and variant in there:
+            continue
+        report.drop(case, variant)
         report.add(case, variant, "call", values, **others[variant])
     report.write()
     report.plot()  # now: compilation of the next may outlast the time that `make bench` gives
@@ -243,6 +249,7 @@ def main() -> None:
         prepare(options.compiled)
         return
     report = Report("step", torch.device("cuda"), options.out)
+    report.resume()
     # torch.compile last and one at a time, beside ours: a compilation may outlast the time that is left.
     groups = [(name, VARIANTS) for name in options.models]
     for name, variant, make in compiled_variants(options.compiled):

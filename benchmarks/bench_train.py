@@ -51,6 +51,7 @@ def measure(report: Report, models: list[str], epochs: int, flags: list[str], pi
                 raise SystemExit(f"bench_train: {variant.title} printed no whole epoch; its output is in {run.folder}")
             switches = dict.fromkeys(line.partition(":")[0] for line in run.replaced if " -> " in line)
             print(f"{case}: {variant.title}, replaced by {', '.join(switches) or 'nothing'}", flush=True)
+            report.drop(case, variant.title)
             report.add(case, variant.title, "call", [1e6 * seconds for seconds in times])
             report.write()
 
@@ -84,6 +85,7 @@ def main() -> None:
     if options.prepare:
         return  # its pictures take seconds
     report = Report("train", torch.device(options.device), options.out)
+    report.resume()
     models = options.models or ["s16" if cuda else "n16"]
     measure(report, models, options.epochs, options.flags, options.pictures or (1024 if cuda else 256))
     report.plot()

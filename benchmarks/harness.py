@@ -15,12 +15,13 @@ import csv
 import datetime
 import importlib.util
 import json
+import math
 import platform
 import statistics
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -206,7 +207,7 @@ def copy_rate(megabytes: int = 2048) -> float:
     """GB/s (read plus write) of a large device-to-device copy: the ceiling of code that moves bytes."""
     source = torch.randint(0, 255, (megabytes << 20,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    times = _time_cuda({"copy": lambda: target.copy_(source)}, 20, 1, None)["copy"][5:]
+    times = _time_cuda({"copy": lambda: target.copy_(source)}, 20, 1, None, math.inf)["copy"][5:]
     return 2 * source.numel() / statistics.median(times) / 1e3
 
 
@@ -332,10 +333,24 @@ class Report:
         count = f" {row.launches} launches, {row.host_syncs} syncs" if row.launches is not None else ""
         print(f"{case:44} {variant:28} {view:6} {row.median_us:12.2f} us{extra}{share}{count}", flush=True)
 
+    def resume(self) -> None:
+        """Begin with the rows that the folder's file has, for a benchmark that may measure some cases alone."""
+        path = self.folder / f"{self.benchmark}.json"
+        own = {field.name for field in fields(Row)} - {"environment"}
+        for row in json.loads(path.read_text()) if path.exists() else []:
+            environment = {key: value for key, value in row.items() if key not in own}
+            self.rows.append(Row(**{key: row[key] for key in own}, environment=environment))
+
+    def drop(self, case: str, variant: str) -> None:
+        """Take out a row that is measured again."""
+        self.rows = [row for row in self.rows if (row.case, row.variant) != (case, variant)]
+
     def write(self) -> None:
-        """Writes <folder>/<benchmark>.csv and .json, where there is a row."""
+        """Writes <folder>/<benchmark>.csv and .json, where there is a row; rows of one case stand together."""
         if not self.rows:
             return
+        cases = list(dict.fromkeys(row.case for row in self.rows))
+        self.rows.sort(key=lambda row: cases.index(row.case))
         self.folder.mkdir(parents=True, exist_ok=True)
         rows = [row.flat() for row in self.rows]
         (self.folder / f"{self.benchmark}.json").write_text(json.dumps(rows, indent=1) + "\n")
