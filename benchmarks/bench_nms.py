@@ -96,9 +96,8 @@ def suppression_variants(prediction, options):
     return variants
 
 
-def postprocess_list(heads, anchors, **options):
-    """Detections as stock returns them, a tensor an image: the counts come to the host in one copy."""
-    detections, counts = ops.yolov5_postprocess(heads, anchors, STRIDES, **options)
+def as_list(detections, counts):
+    """Padded detections as stock returns them, a tensor an image: the counts come to the host in one copy."""
     return [rows[:count] for rows, count in zip(detections, counts.tolist())]
 
 
@@ -178,7 +177,7 @@ def bench_cuda(report):
             "torch_fastdet decode + padded": lambda heads=heads: ops.non_max_suppression_padded(
                 ops.yolov5_decode(heads, anchors, STRIDES)
             ),
-            "torch_fastdet list": lambda heads=heads: postprocess_list(heads, anchors),
+            "torch_fastdet list": lambda heads=heads: as_list(*ops.yolov5_postprocess(heads, anchors, STRIDES)),
             "torch_fastdet postprocess": lambda heads=heads: ops.yolov5_postprocess(heads, anchors, STRIDES),
             "torch_fastdet postprocess, channels_last": lambda heads=channels_last: ops.yolov5_postprocess(
                 heads, anchors, STRIDES
@@ -291,7 +290,7 @@ def bench_cpu(report):
         report.compare(f"suppression, batch 4, {name}", variants, repetitions=3, warmup=1, inner=1)
     few = {"repetitions": 5, "warmup": 1, "inner": 1}
     variants = raw_head_variants(heads)
-    variants["torch_fastdet list"] = lambda: postprocess_list(heads, ANCHORS)
+    variants["torch_fastdet list"] = lambda: as_list(*ops.yolov5_postprocess(heads, ANCHORS, STRIDES))
     report.compare("raw heads to detections, batch 4, conf .25", variants, bytes=prediction.numel() * 4, **few)
     variants = {}
     if decode := stock.yolov5_decode(ANCHORS, STRIDES, 80, heads[0]):

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.bench_nms import VALIDATION
+from benchmarks.bench_nms import VALIDATION, as_list
 from benchmarks.harness import OURS, WORK, Report, add_arguments, at_least, existing_file, missing, peak_memory
 from benchmarks.report import pyplot
 from examples.demo.training import FASTDET, Machine, train
@@ -78,14 +78,10 @@ def choices(model: Any, options: dict[str, Any]) -> list[Choice]:
     def decode(heads: list[Tensor]) -> Tensor:
         return detect(list(heads))[0]  # its convolutions are gone, see Case
 
-    def in_one(heads: list[Tensor]) -> list[Tensor]:
-        detections, counts = postprocess(heads)
-        return [rows[:count] for rows, count in zip(detections, counts.tolist())]
-
     return [
         Choice("stock", lambda prediction: non_max_suppression(prediction, **options), decode),
         Choice(f"{OURS} --nms_optim", lambda prediction: yolov5_non_max_suppression(prediction, **options), decode),
-        Choice(f"{OURS} YOLOv5PostProcess", in_one),
+        Choice(f"{OURS} YOLOv5PostProcess", lambda heads: as_list(*postprocess(heads))),
     ]
 
 

@@ -209,25 +209,36 @@ def measure(
     report.plot()  # now: compilation of the next may outlast the time that `make bench` gives
 
 
-def compile_step(name: str, variant: str) -> str:
+def measure_in_memory(report: Report, name: str, variants: dict[str, Callable]) -> None:
+    """Side by side where they fit, else one after the other."""
+    try:
+        measure(report, name, variants)
+        return
+    except torch.OutOfMemoryError:
+        print(f"{name}: the variants do not fit side by side, so they are timed one after the other", flush=True)
+    for variant, make in variants.items():
+        measure(report, name, {variant: make})
+
+
+def compile_step(name: str, variant: str, make: Callable[[str, int], Callable[[], object]]) -> str:
     """Compiles for this model and batch, and says how it ended."""
     try:
-        step = stock_step(name[0], int(name[1:]), True, MODES[variant])
+        step = make(name[0], int(name[1:]))
         for _ in range(2):
             step()
     except Exception as error:
-        return f"{variant} ended with {type(error).__name__}: {str(error)[:200]}"
-    return f"{variant} is compiled"
+        return f"{name}: {variant} ended with {type(error).__name__}: {str(error)[:200]}"
+    return f"{name}: {variant} is compiled"
 
 
 def prepare(names: list[str]) -> None:
     """Compiles all side by side, each in a process of its own: Dynamo works on one thread."""
-    jobs = [(name, variant) for name, variant, _ in compiled_variants(names)]
+    jobs = list(compiled_variants(names))
     if not jobs:
         return
     with ProcessPoolExecutor(len(jobs), multiprocessing.get_context("spawn")) as pool:
-        for (name, _), how in zip(jobs, pool.map(compile_step, *zip(*jobs))):
-            print(f"{name}: {how}", flush=True)
+        for how in pool.map(compile_step, *zip(*jobs)):
+            print(how, flush=True)
 
 
 def main() -> None:
@@ -250,25 +261,17 @@ def main() -> None:
         return
     report = Report("step", torch.device("cuda"), options.out)
     report.resume()
-    # torch.compile last and one at a time, beside ours: a compilation may outlast the time that is left.
-    groups = [(name, VARIANTS) for name in options.models]
-    for name, variant, make in compiled_variants(options.compiled):
-        groups.append((name, {f"{OURS} TrainStep": train_step, variant: make}))
     begun = time.monotonic()
-    for name, variants in groups:
-        compiled = next((variant for variant in variants if variant in MODES), None)
-        if compiled and time.monotonic() - begun + COMPILED_SECONDS > options.seconds:
+    for name in options.models:
+        measure_in_memory(report, name, VARIANTS)
+    # torch.compile last and one at a time, beside ours: a compilation may outlast the time that is left.
+    for name, variant, make in compiled_variants(options.compiled):
+        if time.monotonic() - begun + COMPILED_SECONDS > options.seconds:
             print(
-                f"left out: {name}: {compiled}: no time left; python -m benchmarks.bench_step --models measures it alone"
+                f"left out: {name}: {variant}: no time left; python -m benchmarks.bench_step --models measures it alone"
             )
-            continue
-        try:
-            measure(report, name, variants)
-            continue
-        except torch.OutOfMemoryError:
-            print(f"{name}: the variants do not fit side by side, so they are timed one after the other", flush=True)
-        for variant, make in variants.items():
-            measure(report, name, {variant: make})
+        else:
+            measure_in_memory(report, name, {f"{OURS} TrainStep": train_step, variant: make})
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
 ``python -m benchmarks.report`` rewrites what stands between ``<!-- results:NAME -->`` and ``<!-- end results -->`` in
 README.md and docs/*.md, docs/headlines.png, the pictures that docs show from the results folders, and the folders' own
-tables.md; ``--check`` only says whether that would change anything (exit status 1). Nothing is typed by hand. Each table is of the newest folder
-of the machine measured last that has its file, so a run of some benchmarks there replaces those alone.
+tables.md; ``--check`` only says whether that would change anything (exit status 1). Nothing is typed by hand. Each
+table is of the newest folder of the machine measured last that has its file, so a run of some benchmarks there replaces
+those alone.
 """
 
 from __future__ import annotations
@@ -157,8 +158,8 @@ def _number(template: str, value: float | int | None) -> str:
     return "-" if value is None else template.format(value)
 
 
-# Columns that a table has where one of its rows has a value: title, key of the row, how it is written.
 SPREAD = "medians, with p10 to p90, the call's 10th to 90th percentile, beside them"
+# Columns that a table has where one of its rows has a value: title, key of the row, how it is written.
 OPTIONAL_COLUMNS = (
     ("launches", "launches", "{}"),
     ("syncs", "host_syncs", "{}"),
