@@ -154,13 +154,13 @@ def check_architectures(nvcc: Path, version: str) -> None:
         )
 
 
-def sources(*folders: str) -> list[str]:
-    return sorted(
-        str(path.relative_to(ROOT))
-        for folder in folders
-        for path in (ROOT / "csrc" / folder).glob("*")
-        if path.suffix in (".cpp", ".cu")
-    )
+def sources(cuda: str | None) -> list[str]:
+    """library.cpp and the glue; for a CUDA build also the kernels and every cuda.cpp."""
+    found = [ROOT / "csrc/library.cpp"]
+    found += [path for path in (ROOT / "csrc/ops").rglob("*.cpp") if cuda or not path.name.startswith("cuda")]
+    if cuda:
+        found += (ROOT / "csrc/core").rglob("*.cu")
+    return sorted(str(path.relative_to(ROOT)) for path in found)
 
 
 def build_config(cuda: str | None) -> dict[str, str]:
@@ -173,7 +173,6 @@ def build_config(cuda: str | None) -> dict[str, str]:
 
 
 def operators(cuda: str | None) -> Extension:
-    folders = ["", "cpu", "meta", "autograd"]
     # -fopenmp turns at::parallel_for on; torch brings the OpenMP runtime of the same name.
     # -ffp-contract=off: results do not depend on whether the compiler finds a fused multiply-add.
     flags = {
@@ -194,11 +193,9 @@ def operators(cuda: str | None) -> Extension:
         kwargs["extra_link_args"].append(f"-Wl,-rpath,$ORIGIN/../nvidia/cu{cuda.split('.')[0]}/lib")
         flags["nvcc"] = ["-O3", "--expt-relaxed-constexpr", "-lineinfo", "-Xcompiler", "-Wall,-fvisibility=hidden"]
         kwargs["define_macros"] = [("TORCH_FASTDET_WITH_CUDA", None)]
-        extension = cpp_extension.CUDAExtension(
-            "torch_fastdet.libtorch_fastdet", sources("core", "cuda", *folders), **kwargs
-        )
+        extension = cpp_extension.CUDAExtension("torch_fastdet.libtorch_fastdet", sources(cuda), **kwargs)
     else:
-        extension = cpp_extension.CppExtension("torch_fastdet.libtorch_fastdet", sources(*folders), **kwargs)
+        extension = cpp_extension.CppExtension("torch_fastdet.libtorch_fastdet", sources(cuda), **kwargs)
     # C++ programs load this library: it must not want Python.
     extension.libraries = [name for name in extension.libraries if name != "torch_python"]
     return extension

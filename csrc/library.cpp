@@ -1,4 +1,4 @@
-// Every operator's schema: the contract, readable on one screen. Kernels register in cpu/, cuda/, meta/ and autograd/.
+// Every operator's schema: the contract, readable on one screen. Kernels register in ops/<family>/.
 #include <torch/library.h>
 
 TORCH_LIBRARY(torch_fastdet, m) {

@@ -2,7 +2,7 @@
 
 ``FlopCounterMode`` counts the operators of ``torch.ops.torch_fastdet`` once torch_fastdet is imported. One addition, subtraction,
 multiplication, division, minimum, maximum, comparison or transcendental function is one operation, a fused multiply-add two;
-selections, conversions and sign changes are none. The counts are read off csrc/core/*_math.h.
+selections, conversions and sign changes are none. The counts are read off csrc/core/*/*_math.h.
 
 A count follows from shapes alone. What depends on values (how many candidates pass a threshold, how many targets match) is left
 out: post-processing and the loss count what every input of that shape takes. The state objects behind

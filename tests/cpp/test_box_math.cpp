@@ -1,5 +1,5 @@
 // Values against a naive IoU that rasterises or measures by hand, gradients against central differences in double.
-#include "core/box_math.h"
+#include "core/boxes/box_math.h"
 
 #include <gtest/gtest.h>
 
@@ -9,7 +9,7 @@
 #include <random>
 #include <vector>
 
-#include "core/bbox_iou.h"
+#include "core/boxes/bbox_iou.h"
 
 namespace {
 

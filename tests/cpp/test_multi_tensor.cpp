@@ -6,8 +6,8 @@
 #include <limits>
 #include <vector>
 
-#include "core/multi_tensor_plan.h"
-#include "core/optimizer_math.h"
+#include "core/multi_tensor/multi_tensor_plan.h"
+#include "core/multi_tensor/optimizer_math.h"
 
 namespace {
 

@@ -7,8 +7,8 @@
 #include <random>
 #include <vector>
 
-#include "core/candidates.h"
-#include "core/nms_plan.h"
+#include "core/nms/candidates.h"
+#include "core/nms/nms_plan.h"
 
 namespace torch_fastdet::core {
 namespace {

@@ -8,9 +8,9 @@
 #include <random>
 #include <vector>
 
-#include "core/fast_divider.h"
-#include "core/upsample_avx2.h"
-#include "core/upsample_loops.h"
+#include "core/common/fast_divider.h"
+#include "core/upsample/upsample_avx2.h"
+#include "core/upsample/upsample_loops.h"
 
 namespace torch_fastdet::core {
 namespace {

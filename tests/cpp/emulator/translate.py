@@ -42,4 +42,6 @@ def translate(source: str) -> str:
 
 if __name__ == "__main__":
     path = Path(sys.argv[1]).resolve()
-    Path(sys.argv[2]).write_text(f'#line 1 "{path}"\n' + translate(path.read_text()))
+    target = Path(sys.argv[2])
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(f'#line 1 "{path}"\n' + translate(path.read_text()))

@@ -16,7 +16,7 @@
 #include <random>
 #include <vector>
 
-#include "core/dtype.h"
+#include "core/common/dtype.h"
 
 namespace torch_fastdet::core {
 

@@ -3,7 +3,7 @@
 
 #include <array>
 
-#include "core/bbox_iou.h"
+#include "core/boxes/bbox_iou.h"
 #include "emulator.h"
 #include "memory.h"
 #include "random.h"

@@ -4,8 +4,8 @@
 #include <limits>
 #include <optional>
 
-#include "core/multi_tensor_plan.h"
-#include "core/optimizer_math.h"
+#include "core/multi_tensor/multi_tensor_plan.h"
+#include "core/multi_tensor/optimizer_math.h"
 #include "emulator.h"
 #include "memory.h"
 #include "random.h"
@@ -39,7 +39,7 @@ struct What {
   int rows;
 };
 
-// A list and its device-side form, as csrc/cuda/multi_tensor.cpp makes it.
+// A list and its device-side form, as csrc/ops/multi_tensor/cuda.cpp makes it.
 struct TestList {
   std::vector<TestRow> rows;
   std::vector<Row> device_rows;
@@ -360,7 +360,7 @@ void reduce_and_update(uint64_t seed) {
     if (p.fresh && !skip && row.slot[kGrad] && row.slot[kMomentum] && row.group >= 0) want_fresh[r] = 0;
   }
 
-  int64_t first = 0;  // as csrc/cuda/multi_tensor.cpp launches them
+  int64_t first = 0;  // as csrc/ops/multi_tensor/cuda.cpp launches them
   const auto count = static_cast<int64_t>(groups.size());
   do {
     const int64_t now = std::min<int64_t>(count - first, kMaxGroups);

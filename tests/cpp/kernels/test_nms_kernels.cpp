@@ -3,10 +3,10 @@
 
 #include <limits>
 
-#include "core/decode.h"
-#include "core/nms_device.cuh"
-#include "core/nms_launch.h"
-#include "core/scale_boxes_math.h"
+#include "core/nms/decode.h"
+#include "core/nms/nms_device.cuh"
+#include "core/nms/nms_launch.h"
+#include "core/nms/scale_boxes_math.h"
 #include "emulator.h"
 #include "memory.h"
 #include "random.h"

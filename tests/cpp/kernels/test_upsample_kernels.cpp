@@ -4,7 +4,7 @@
 
 #include <array>
 
-#include "core/upsample.h"
+#include "core/upsample/upsample.h"
 #include "emulator.h"
 #include "memory.h"
 #include "random.h"

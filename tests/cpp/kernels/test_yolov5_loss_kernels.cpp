@@ -1,7 +1,7 @@
 // yolov5_loss.cu against loops over levels, anchors, targets and cells: layouts, unaligned heads, shared cells, faults.
 #include <gtest/gtest.h>
 
-#include "core/yolov5_loss.h"
+#include "core/yolov5_loss/yolov5_loss.h"
 #include "emulator.h"
 #include "memory.h"
 #include "random.h"

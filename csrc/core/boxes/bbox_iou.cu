@@ -1,0 +1,390 @@
+#include <cooperative_groups.h>
+
+#include <algorithm>
+#include <atomic>
+#include <type_traits>
+
+#include "core/boxes/bbox_iou.h"
+#include "core/common/dtype.cuh"
+
+namespace torch_fastdet::core {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kLossThreads = 1024;
+constexpr int kWarp = 32;
+// Rows summed over at least this many pairs get a block each, others a thread.
+constexpr int64_t kBlockReduce = 64;
+constexpr int64_t kMaxBlocks = 1 << 30;
+
+int64_t divide_up(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+
+template <typename T>
+struct alignas(4 * sizeof(T) > 16 ? 16 : 4 * sizeof(T)) Row {
+  T v[4];
+};
+
+template <typename Stored, typename T>
+__device__ void load_row(const BoxesIn& boxes, int64_t offset, T (&out)[4]) {
+  const Stored* p = static_cast<const Stored*>(boxes.data) + offset;
+  Row<Stored> row;
+  if (boxes.vectorised) {
+    row = *reinterpret_cast<const Row<Stored>*>(p);
+  } else {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) row.v[c] = p[c * boxes.coord_stride];
+  }
+#pragma unroll
+  for (int c = 0; c < 4; ++c) out[c] = static_cast<T>(to_arithmetic(row.v[c]));
+}
+
+// The storage type is a run-time switch, the same for a whole grid: sixteen mixes would be sixteen copies of each
+// kernel otherwise. T = double is chosen if and only if one of the tensors is float64.
+template <typename T>
+__device__ void load_boxes(const BoxesIn& boxes, int64_t offset, T (&out)[4]) {
+  switch (boxes.dtype) {
+    case DType::kFloat32:
+      return load_row<float>(boxes, offset, out);
+    case DType::kFloat16:
+      return load_row<__half>(boxes, offset, out);
+    case DType::kBFloat16:
+      return load_row<__nv_bfloat16>(boxes, offset, out);
+    case DType::kFloat64:
+      if constexpr (sizeof(T) == 8) load_row<double>(boxes, offset, out);
+  }
+}
+
+template <typename T>
+__device__ T load_scalar(const void* data, DType dtype, int64_t i) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return to_arithmetic(static_cast<const __half*>(data)[i]);
+    case DType::kBFloat16:
+      return to_arithmetic(static_cast<const __nv_bfloat16*>(data)[i]);
+    case DType::kFloat32:
+      return static_cast<const float*>(data)[i];
+    case DType::kFloat64:
+      break;
+  }
+  return static_cast<T>(static_cast<const double*>(data)[i]);
+}
+
+template <typename T>
+__device__ void store_scalar(void* data, DType dtype, int64_t i, T value) {
+  switch (dtype) {
+    case DType::kFloat16:
+      static_cast<__half*>(data)[i] = from_arithmetic<__half>(value);
+      return;
+    case DType::kBFloat16:
+      static_cast<__nv_bfloat16*>(data)[i] = from_arithmetic<__nv_bfloat16>(value);
+      return;
+    case DType::kFloat32:
+      static_cast<float*>(data)[i] = value;
+      return;
+    case DType::kFloat64:
+      static_cast<double*>(data)[i] = value;
+  }
+}
+
+template <typename Stored, typename T>
+__device__ void store_row_as(void* data, int64_t row, const T (&value)[4]) {
+  Row<Stored> packed;
+#pragma unroll
+  for (int c = 0; c < 4; ++c) packed.v[c] = from_arithmetic<Stored>(static_cast<arithmetic_t<Stored>>(value[c]));
+  static_cast<Row<Stored>*>(data)[row] = packed;
+}
+
+// Gradients are fresh, contiguous tensors, so a row is always one aligned vector.
+template <typename T>
+__device__ void store_row(void* data, DType dtype, int64_t row, const T (&value)[4]) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return store_row_as<float>(data, row, value);
+    case DType::kFloat16:
+      return store_row_as<__half>(data, row, value);
+    case DType::kBFloat16:
+      return store_row_as<__nv_bfloat16>(data, row, value);
+    case DType::kFloat64:
+      if constexpr (sizeof(T) == 8) store_row_as<double>(data, row, value);
+  }
+}
+
+template <IouKind kKind, typename T>
+__device__ T pair_iou(const BoxesIn& box1, const BoxesIn& box2, const BroadcastPlan<2>& pairs, const IouConfig& config,
+                      int64_t i) {
+  int64_t offset[2];
+  broadcast_offsets(pairs, i, offset);
+  T a[4];
+  T b[4];
+  load_boxes(box1, offset[0], a);
+  load_boxes(box2, offset[1], b);
+  const T eps = static_cast<T>(config.eps);
+  return box_iou<kKind>(make_box(a, config.xywh, eps), make_box(b, config.xywh, eps), eps);
+}
+
+template <IouKind kKind, typename T>
+__global__ void __launch_bounds__(kThreads) bbox_iou_kernel(const __grid_constant__ BboxIouParams p) {
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < p.pairs.numel; i += step) {
+    const T iou = pair_iou<kKind, T>(p.box1, p.box2, p.pairs, p.config, i);
+    store_scalar(p.out, p.out_dtype, i, p.loss ? T(1) - iou : iou);
+  }
+}
+
+// Adds N values of each thread over the block in a fixed order; thread 0 has the sums.
+template <int kBlock, int kValues, typename T>
+__device__ void block_sum(T (&value)[kValues]) {
+  __shared__ T warps[kBlock / kWarp][kValues];
+  const int lane = threadIdx.x % kWarp;
+  const int warp = threadIdx.x / kWarp;
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2) {
+#pragma unroll
+    for (int k = 0; k < kValues; ++k) value[k] += __shfl_down_sync(0xffffffffu, value[k], step);
+  }
+  if (lane == 0) {
+#pragma unroll
+    for (int k = 0; k < kValues; ++k) warps[warp][k] = value[k];
+  }
+  __syncthreads();
+  if (warp == 0) {
+#pragma unroll
+    for (int k = 0; k < kValues; ++k) value[k] = lane < kBlock / kWarp ? warps[lane][k] : T(0);
+#pragma unroll
+    for (int step = kWarp / 2; step > 0; step /= 2) {
+#pragma unroll
+      for (int k = 0; k < kValues; ++k) value[k] += __shfl_down_sync(0xffffffffu, value[k], step);
+    }
+  }
+  __syncthreads();  // the caller may come again
+}
+
+template <typename T>
+__device__ void store_loss(const IouLossParams& p, T sum) {
+  store_scalar(p.out, p.out_dtype, 0, p.reduction == IouReduction::kMean ? sum / static_cast<T>(p.pairs.numel) : sum);
+}
+
+// Adds the values of one warp's lanes in a fixed order; lane 0 has the sum.
+template <typename T>
+__device__ T warp_sum(T value) {
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2) value += __shfl_down_sync(0xffffffffu, value, step);
+  return value;
+}
+
+template <IouKind kKind, typename T>
+__global__ void __launch_bounds__(kLossThreads) iou_loss_kernel(const __grid_constant__ IouLossParams p) {
+  const bool fold_in_cluster = gridDim.x > 1 && p.partial == nullptr;
+#if __CUDA_ARCH__ >= 900
+  // The first block must have started before another writes to its shared memory; nobody waits for that yet.
+  if (fold_in_cluster) cooperative_groups::this_cluster().barrier_arrive();
+#endif
+  // Warp by warp round the blocks, so that few pairs are spread over all of them.
+  const int lane = threadIdx.x % kWarp;
+  const int64_t first = (static_cast<int64_t>(threadIdx.x / kWarp) * gridDim.x + blockIdx.x) * kWarp + lane;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kLossThreads;
+  T sum[1] = {T(0)};
+  for (int64_t i = first; i < p.pairs.numel; i += step) {
+    sum[0] += T(1) - pair_iou<kKind, T>(p.box1, p.box2, p.pairs, p.config, i);
+  }
+  block_sum<kLossThreads>(sum);
+  if (gridDim.x == 1) {
+    if (threadIdx.x == 0) store_loss(p, sum[0]);
+    return;
+  }
+  if (!fold_in_cluster) {
+    if (threadIdx.x == 0) static_cast<T*>(p.partial)[blockIdx.x] = sum[0];
+    return;
+  }
+#if __CUDA_ARCH__ >= 900
+  __shared__ T blocks[kWarp];
+  const auto cluster = cooperative_groups::this_cluster();
+  cluster.barrier_wait();
+  if (threadIdx.x == 0) cluster.map_shared_rank(blocks, 0)[blockIdx.x] = sum[0];
+  cluster.sync();
+  if (blockIdx.x == 0 && threadIdx.x < kWarp) {
+    const T total = warp_sum(lane < static_cast<int>(gridDim.x) ? blocks[lane] : T(0));
+    if (lane == 0) store_loss(p, total);
+  }
+#endif
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kLossThreads)
+    iou_loss_fold_kernel(const __grid_constant__ IouLossParams p, int partials) {
+  static_assert(kLossMaxBlocks <= kLossThreads, "one thread takes one block's sum");
+  T sum[1] = {static_cast<int>(threadIdx.x) < partials ? static_cast<const T*>(p.partial)[threadIdx.x] : T(0)};
+  block_sum<kLossThreads>(sum);
+  if (threadIdx.x == 0) store_loss(p, sum[0]);
+}
+
+template <IouKind kKind, typename T>
+__device__ void pair_grad(const IouBackwardParams& p, const IouGradPass& pass, int64_t i, T (&grad1)[4],
+                          T (&grad2)[4]) {
+  int64_t offset[3];
+  broadcast_offsets(pass.pairs, i, offset);
+  T a[4];
+  T b[4];
+  load_boxes(p.box1, offset[0], a);
+  load_boxes(p.box2, offset[1], b);
+  const T grad = load_scalar<T>(p.grad, p.grad_dtype, offset[2]) * static_cast<T>(p.grad_scale);
+  const T eps = static_cast<T>(p.config.eps);
+  const bool xywh = p.config.xywh;
+  Box<T> grad_a;
+  Box<T> grad_b;
+  box_iou_grad<kKind>(make_box(a, xywh, eps), make_box(b, xywh, eps), eps, grad, grad_a, grad_b);
+  fold_box_grad(grad_a, xywh, grad1);
+  fold_box_grad(grad_b, xywh, grad2);
+}
+
+template <typename T>
+__device__ void store_grads(const IouBackwardParams& p, const IouGradPass& pass, int64_t row, const T (&grad1)[4],
+                            const T (&grad2)[4]) {
+  if (pass.grad1) store_row(pass.grad1, p.box1.dtype, row, grad1);
+  if (pass.grad2) store_row(pass.grad2, p.box2.dtype, row, grad2);
+}
+
+// `block` of `blocks` blocks work on this pass.
+template <IouKind kKind, typename T>
+__device__ void run_pass(const IouBackwardParams& p, const IouGradPass& pass, int64_t block, int64_t blocks) {
+  if (pass.reduce < kBlockReduce) {
+    for (int64_t row = block * kThreads + threadIdx.x; row < pass.rows; row += blocks * kThreads) {
+      T sum1[4] = {T(0), T(0), T(0), T(0)};
+      T sum2[4] = {T(0), T(0), T(0), T(0)};
+      for (int64_t j = 0; j < pass.reduce; ++j) {  // no turn at all where the other tensor is empty
+        T grad1[4];
+        T grad2[4];
+        pair_grad<kKind>(p, pass, row * pass.reduce + j, grad1, grad2);
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          sum1[c] += grad1[c];
+          sum2[c] += grad2[c];
+        }
+      }
+      store_grads(p, pass, row, sum1, sum2);
+    }
+    return;
+  }
+  // One of the two gradients is wanted here: the other tensor has a pass of its own.
+  const bool first = pass.grad1 != nullptr;
+  for (int64_t row = block; row < pass.rows; row += blocks) {
+    T sum[4] = {T(0), T(0), T(0), T(0)};
+    for (int64_t j = threadIdx.x; j < pass.reduce; j += kThreads) {
+      T grad1[4];
+      T grad2[4];
+      pair_grad<kKind>(p, pass, row * pass.reduce + j, grad1, grad2);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) sum[c] += first ? grad1[c] : grad2[c];
+    }
+    block_sum<kThreads>(sum);
+    if (threadIdx.x == 0) store_grads(p, pass, row, sum, sum);
+  }
+}
+
+template <IouKind kKind, typename T>
+__global__ void __launch_bounds__(kThreads)
+    iou_backward_kernel(const __grid_constant__ IouBackwardParams p, int64_t first_pass_blocks) {
+  const int64_t block = blockIdx.x;
+  // One call of run_pass, not one a branch: it is the kernel's whole body.
+  const bool second = block >= first_pass_blocks;
+  const IouGradPass& pass = p.pass[second ? 1 : 0];
+  run_pass<kKind, T>(p, pass, second ? block - first_pass_blocks : block,
+                     second ? gridDim.x - first_pass_blocks : first_pass_blocks);
+}
+
+bool needs_double(const BoxesIn& box1, const BoxesIn& box2) {
+  return box1.dtype == DType::kFloat64 || box2.dtype == DType::kFloat64;
+}
+
+// Calls f with the kind as a compile-time constant and a zero of the arithmetic type.
+template <typename F>
+cudaError_t dispatch_kind(IouKind kind, bool is_double, F&& f) {
+  const auto with_type = [&](auto constant) {
+    if (is_double) {
+      f(constant, double{});
+    } else {
+      f(constant, float{});
+    }
+  };
+  switch (kind) {
+    case IouKind::kIou:
+      with_type(std::integral_constant<IouKind, IouKind::kIou>{});
+      break;
+    case IouKind::kGiou:
+      with_type(std::integral_constant<IouKind, IouKind::kGiou>{});
+      break;
+    case IouKind::kDiou:
+      with_type(std::integral_constant<IouKind, IouKind::kDiou>{});
+      break;
+    case IouKind::kCiou:
+      with_type(std::integral_constant<IouKind, IouKind::kCiou>{});
+      break;
+  }
+  return cudaGetLastError();
+}
+
+int64_t pass_blocks(const IouGradPass& pass) {
+  const int64_t blocks = pass.reduce < kBlockReduce ? divide_up(pass.rows, kThreads) : pass.rows;
+  return std::min(blocks, kMaxBlocks);
+}
+
+}  // namespace
+
+cudaError_t launch_bbox_iou(const BboxIouParams& params, cudaStream_t stream) {
+  if (params.pairs.numel == 0) return cudaSuccess;
+  const unsigned blocks = static_cast<unsigned>(std::min(divide_up(params.pairs.numel, kThreads), kMaxBlocks));
+  return dispatch_kind(params.config.kind, needs_double(params.box1, params.box2), [&](auto kind, auto zero) {
+    bbox_iou_kernel<decltype(kind)::value, decltype(zero)><<<blocks, kThreads, 0, stream>>>(params);
+  });
+}
+
+cudaError_t iou_loss_clusters(bool& clusters) {
+  // The kernel is asked, not the device: a build for an older architecture runs on a newer GPU by its PTX.
+  enum State : int { kUnknown, kAbsent, kPresent };
+  constexpr int kDevices = 64;
+  static std::atomic<int> known[kDevices];
+  int device = 0;
+  if (const cudaError_t error = cudaGetDevice(&device)) return error;
+  const int state = device < kDevices ? known[device].load(std::memory_order_relaxed) : kUnknown;
+  clusters = state == kPresent;
+  if (state != kUnknown) return cudaSuccess;
+  cudaFuncAttributes attributes = {};
+  if (const cudaError_t error = cudaFuncGetAttributes(&attributes, iou_loss_kernel<IouKind::kCiou, float>))
+    return error;
+  clusters = attributes.ptxVersion >= 90;
+  if (device < kDevices) known[device].store(clusters ? kPresent : kAbsent, std::memory_order_relaxed);
+  return cudaSuccess;
+}
+
+cudaError_t launch_iou_loss(const IouLossParams& params, cudaStream_t stream) {
+  const unsigned blocks = static_cast<unsigned>(iou_loss_blocks(params.pairs.numel));
+  cudaLaunchAttribute cluster = {};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = blocks;
+  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(kLossThreads);
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = blocks > 1 && params.partial == nullptr ? 1 : 0;
+  return dispatch_kind(params.config.kind, needs_double(params.box1, params.box2), [&](auto kind, auto zero) {
+    using T = decltype(zero);
+    cudaLaunchKernelEx(&config, iou_loss_kernel<decltype(kind)::value, T>, params);
+    if (params.partial) iou_loss_fold_kernel<T><<<1, kLossThreads, 0, stream>>>(params, static_cast<int>(blocks));
+  });
+}
+
+cudaError_t launch_iou_backward(const IouBackwardParams& params, cudaStream_t stream) {
+  const int64_t first = params.passes > 0 ? pass_blocks(params.pass[0]) : 0;
+  const int64_t second = params.passes > 1 ? pass_blocks(params.pass[1]) : 0;
+  if (first + second == 0) return cudaSuccess;
+  return dispatch_kind(params.config.kind, needs_double(params.box1, params.box2), [&](auto kind, auto zero) {
+    iou_backward_kernel<decltype(kind)::value, decltype(zero)>
+        <<<static_cast<unsigned>(first + second), kThreads, 0, stream>>>(params, first);
+  });
+}
+
+}  // namespace torch_fastdet::core

@@ -1,0 +1,107 @@
+// bbox_iou and iou_loss: launchers and their parameters. The arithmetic is in box_math.h.
+#pragma once
+
+#include <cstdint>
+
+#include "core/boxes/box_math.h"
+#include "core/common/broadcast.h"
+#include "core/common/dtype.h"
+
+#ifdef TORCH_FASTDET_WITH_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
+namespace torch_fastdet::core {
+
+// A tensor of boxes: four coordinates, `coord_stride` elements apart, at each row of a BroadcastPlan.
+struct BoxesIn {
+  const void* data;
+  int64_t coord_stride;
+  DType dtype;
+  bool vectorised;  // one aligned vector holds a row's four coordinates
+};
+
+struct IouConfig {
+  IouKind kind;
+  bool xywh;
+  double eps;
+};
+
+enum class IouReduction : int32_t { kNone, kMean, kSum };
+
+// out[i] = iou of pair i, or 1 - iou with `loss`; contiguous, of `out_dtype`.
+struct BboxIouParams {
+  BoxesIn box1, box2;
+  BroadcastPlan<2> pairs;  // operands: box1, box2
+  IouConfig config;
+  bool loss;
+  void* out;
+  DType out_dtype;
+};
+
+// The mean or sum of 1 - iou into the one element of `out`.
+struct IouLossParams {
+  BoxesIn box1, box2;
+  BroadcastPlan<2> pairs;
+  IouConfig config;
+  IouReduction reduction;
+  void* partial;  // iou_loss_partials() values of the arithmetic type
+  void* out;
+  DType out_dtype;
+};
+
+// Blocks that share a loss: a function of the number of pairs alone, so that the order of summation, and with it the
+// result's bits, are the same on every GPU. A pair takes some 250 instructions, so that even 3,000 pairs want more than
+// one multiprocessor.
+constexpr int64_t kLossMaxCluster = 8;
+constexpr int64_t kLossClusterPairs = 65536;
+constexpr int64_t kLossMaxBlocks = 1024;
+
+inline int64_t iou_loss_blocks(int64_t pairs) {
+  constexpr int64_t kSmallBlock = 256;
+  constexpr int64_t kLargeBlock = 2048;
+  const bool cluster = pairs <= kLossClusterPairs;
+  const int64_t per_block = cluster ? kSmallBlock : kLargeBlock;
+  const int64_t most = cluster ? kLossMaxCluster : kLossMaxBlocks;
+  const int64_t blocks = pairs == 0 ? 1 : (pairs + per_block - 1) / per_block;
+  return blocks < most ? blocks : most;
+}
+
+// Up to kLossMaxCluster blocks fold their sums within the launch where the GPU has thread block clusters. Else the
+// blocks leave so many sums in `partial`, and a second launch adds them in the same order.
+inline int64_t iou_loss_partials(int64_t pairs, bool clusters) {
+  const int64_t blocks = iou_loss_blocks(pairs);
+  return blocks == 1 || (blocks <= kLossMaxCluster && clusters) ? 0 : blocks;
+}
+
+// The gradient of one box tensor: contiguous rows of four, each the sum over the `reduce` pairs it was broadcast to.
+// Pairs r * reduce ... (r + 1) * reduce - 1 of the plan belong to row r.
+struct IouGradPass {
+  BroadcastPlan<3> pairs;  // operands: box1, box2, grad
+  int64_t rows = 0;
+  int64_t reduce = 1;
+  void* grad1 = nullptr;  // null: not asked for
+  void* grad2 = nullptr;
+};
+
+// Where neither tensor is broadcast, one pass writes both gradients; else each has a pass of its own.
+struct IouBackwardParams {
+  BoxesIn box1, box2;
+  IouConfig config;
+  const void* grad;  // of the result, any strides (the plans hold them)
+  DType grad_dtype;
+  double grad_scale;  // 1 for the iou, -1 for its loss, -1/n for the mean
+  int passes = 0;
+  IouGradPass pass[2];
+};
+
+#ifdef TORCH_FASTDET_WITH_CUDA
+cudaError_t launch_bbox_iou(const BboxIouParams& params, cudaStream_t stream);
+// Whether the loss kernel that runs on the current device was compiled with clusters: for compute capability 9.0 or
+// newer.
+cudaError_t iou_loss_clusters(bool& clusters);
+cudaError_t launch_iou_loss(const IouLossParams& params, cudaStream_t stream);
+cudaError_t launch_iou_backward(const IouBackwardParams& params, cudaStream_t stream);
+#endif
+
+}  // namespace torch_fastdet::core

@@ -1,0 +1,137 @@
+// Arithmetic that gives the same bits on the CPU and on the GPU: no product is contracted into a following sum, and exp
+// is built from IEEE additions and products alone.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "core/common/host_device.h"
+
+namespace torch_fastdet::core {
+
+TORCH_FASTDET_HOST_DEVICE float add_rn(float a, float b) {
+#ifdef __CUDA_ARCH__
+  return __fadd_rn(a, b);
+#else
+  return a + b;
+#endif
+}
+
+TORCH_FASTDET_HOST_DEVICE double add_rn(double a, double b) {
+#ifdef __CUDA_ARCH__
+  return __dadd_rn(a, b);
+#else
+  return a + b;
+#endif
+}
+
+TORCH_FASTDET_HOST_DEVICE float sub_rn(float a, float b) {
+  return add_rn(a, -b);
+}
+
+TORCH_FASTDET_HOST_DEVICE double sub_rn(double a, double b) {
+  return add_rn(a, -b);
+}
+
+TORCH_FASTDET_HOST_DEVICE float mul_rn(float a, float b) {
+#ifdef __CUDA_ARCH__
+  return __fmul_rn(a, b);
+#else
+  return a * b;
+#endif
+}
+
+TORCH_FASTDET_HOST_DEVICE double mul_rn(double a, double b) {
+#ifdef __CUDA_ARCH__
+  return __dmul_rn(a, b);
+#else
+  return a * b;
+#endif
+}
+
+TORCH_FASTDET_HOST_DEVICE float div_rn(float a, float b) {
+#ifdef __CUDA_ARCH__
+  return __fdiv_rn(a, b);
+#else
+  return a / b;
+#endif
+}
+
+TORCH_FASTDET_HOST_DEVICE double div_rn(double a, double b) {
+#ifdef __CUDA_ARCH__
+  return __ddiv_rn(a, b);
+#else
+  return a / b;
+#endif
+}
+
+TORCH_FASTDET_HOST_DEVICE uint32_t float_bits(float x) {
+#ifdef __CUDA_ARCH__
+  return __float_as_uint(x);
+#else
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+#endif
+}
+
+TORCH_FASTDET_HOST_DEVICE float bits_float(uint32_t bits) {
+#ifdef __CUDA_ARCH__
+  return __uint_as_float(bits);
+#else
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+#endif
+}
+
+// 1 / x, rounded to nearest.
+TORCH_FASTDET_HOST_DEVICE float reciprocal_rn(float x) {
+#ifdef __CUDA_ARCH__
+  return __frcp_rn(x);
+#else
+  return 1.f / x;
+#endif
+}
+
+TORCH_FASTDET_HOST_DEVICE double reciprocal_rn(double x) {
+  return div_rn(1., x);
+}
+
+// A finite number: neither NaN nor infinite.
+template <typename A>
+TORCH_FASTDET_HOST_DEVICE bool is_finite(A x) {
+  return x - x == A(0);
+}
+
+// exp(x) within 2 ulp for x <= 88.7, infinite above, 0 below -86.9. The reduction is Cody and Waite's, the polynomial
+// that of Cephes' expf.
+TORCH_FASTDET_HOST_DEVICE float exp_rn(float x) {
+  const float kRound = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer, which is left in the low bits
+  const float shifted = add_rn(mul_rn(x, 1.44269504088896341f), kRound);
+  const float n = sub_rn(shifted, kRound);
+  float r = sub_rn(x, mul_rn(n, 0.693359375f));
+  r = sub_rn(r, mul_rn(n, -2.12194440e-4f));
+  float p = 1.9875691500e-4f;
+  p = add_rn(mul_rn(p, r), 1.3981999507e-3f);
+  p = add_rn(mul_rn(p, r), 8.3334519073e-3f);
+  p = add_rn(mul_rn(p, r), 4.1665795894e-2f);
+  p = add_rn(mul_rn(p, r), 1.6666665459e-1f);
+  p = add_rn(mul_rn(p, r), 5.0000001201e-1f);
+  p = add_rn(add_rn(mul_rn(p, mul_rn(r, r)), r), 1.f);
+  // 2^n as 2 * 2^(n - 1), because n reaches 128.
+  const float scale = bits_float((float_bits(shifted) - float_bits(kRound) + 126u) << 23);
+  const float y = mul_rn(mul_rn(p, scale), 2.f);
+  return x < -86.9f ? 0.f : (x > 88.72f ? bits_float(0x7f800000u) : y);
+}
+
+TORCH_FASTDET_HOST_DEVICE double exp_rn(double x) {
+#ifdef __CUDA_ARCH__
+  return ::exp(x);
+#else
+  return std::exp(x);
+#endif
+}
+
+}  // namespace torch_fastdet::core

@@ -1,0 +1,109 @@
+// The arithmetic of YOLO heads: sigmoid, YOLOv5's grid and anchor decode, the anchor-free (DFL) decode, and letterboxed
+// boxes back in original pixels. All in arithmetic type A (float, or double for double); rounding to storage is the
+// caller's.
+#pragma once
+
+#include "core/common/exact_math.h"
+
+#if defined(__CUDA_ARCH__)
+#define TORCH_FASTDET_UNROLL _Pragma("unroll")
+#elif defined(__CUDACC__)
+#define TORCH_FASTDET_UNROLL  // nvcc's host pass knows neither pragma
+#else
+#define TORCH_FASTDET_UNROLL _Pragma("GCC unroll 16")
+#endif
+
+namespace torch_fastdet::core {
+
+template <typename A>
+struct CenterBox {
+  A x, y, width, height;
+};
+
+template <typename A>
+struct alignas(16) CornerBox {
+  A x1, y1, x2, y2;
+};
+
+template <typename A>
+TORCH_FASTDET_HOST_DEVICE A sigmoid(A x) {
+  return reciprocal_rn(add_rn(A(1), exp_rn(-x)));
+}
+
+// Pixels of a box center: (2 s - 0.5 + cell) * stride, s the sigmoid of its logit.
+template <typename A>
+TORCH_FASTDET_HOST_DEVICE A center_of(A s, int64_t cell, A stride) {
+  return mul_rn(add_rn(mul_rn(s, A(2)), sub_rn(A(cell), A(0.5))), stride);
+}
+
+// Pixels of a box side: (2 s)^2 * anchor, the anchor in pixels.
+template <typename A>
+TORCH_FASTDET_HOST_DEVICE A side_of(A s, A anchor) {
+  const A root = mul_rn(s, A(2));
+  return mul_rn(mul_rn(root, root), anchor);
+}
+
+// Distance of one box side in cells: the expectation of softmax(logits) over bins 0..count-1. `logit(i)` gives logit i.
+template <typename A, typename Logit>
+TORCH_FASTDET_HOST_DEVICE A expected_bin(int count, Logit logit) {
+  if (count == 1) return logit(0);  // models without DFL regress the distance itself
+  A total = 0, weighted = 0;
+  if (count == 16) {  // the usual head: every logit is loaded once, all at the same time
+    A values[16];
+    TORCH_FASTDET_UNROLL
+    for (int i = 0; i < 16; ++i) values[i] = logit(i);
+    A highest = values[0];
+    TORCH_FASTDET_UNROLL
+    for (int i = 1; i < 16; ++i) highest = values[i] > highest ? values[i] : highest;
+    TORCH_FASTDET_UNROLL
+    for (int i = 0; i < 16; ++i) {
+      const A weight = exp_rn(sub_rn(values[i], highest));
+      total = add_rn(total, weight);
+      weighted = add_rn(weighted, mul_rn(weight, A(i)));
+    }
+    return div_rn(weighted, total);
+  }
+  A highest = logit(0);
+  for (int i = 1; i < count; ++i) {
+    const A value = logit(i);
+    highest = value > highest ? value : highest;
+  }
+  for (int i = 0; i < count; ++i) {
+    const A weight = exp_rn(sub_rn(logit(i), highest));
+    total = add_rn(total, weight);
+    weighted = add_rn(weighted, mul_rn(weight, A(i)));
+  }
+  return div_rn(weighted, total);
+}
+
+// A box from its sides' distances (left, top, right, bottom; in cells) to the center of cell (column, row).
+template <typename A>
+TORCH_FASTDET_HOST_DEVICE CenterBox<A> decode_distances(const A (&distance)[4], int64_t column, int64_t row, A stride) {
+  const A x = add_rn(A(column), A(0.5)), y = add_rn(A(row), A(0.5));
+  const A x1 = sub_rn(x, distance[0]), y1 = sub_rn(y, distance[1]);
+  const A x2 = add_rn(x, distance[2]), y2 = add_rn(y, distance[3]);
+  return {mul_rn(mul_rn(add_rn(x1, x2), A(0.5)), stride), mul_rn(mul_rn(add_rn(y1, y2), A(0.5)), stride),
+          mul_rn(sub_rn(x2, x1), stride), mul_rn(sub_rn(y2, y1), stride)};
+}
+
+// How an image was letterboxed: a point p of the network's input lies at (p - pad) / gain in the original image, which
+// is width x height pixels.
+template <typename A>
+struct Letterbox {
+  A gain_x, gain_y, pad_x, pad_y, width, height;
+};
+
+template <typename A>
+TORCH_FASTDET_HOST_DEVICE A clamp(A x, A low, A high) {
+  return x < low ? low : (x > high ? high : x);
+}
+
+template <typename A>
+TORCH_FASTDET_HOST_DEVICE CornerBox<A> scale_corners(const CornerBox<A>& box, const Letterbox<A>& letterbox) {
+  return {clamp(div_rn(sub_rn(box.x1, letterbox.pad_x), letterbox.gain_x), A(0), letterbox.width),
+          clamp(div_rn(sub_rn(box.y1, letterbox.pad_y), letterbox.gain_y), A(0), letterbox.height),
+          clamp(div_rn(sub_rn(box.x2, letterbox.pad_x), letterbox.gain_x), A(0), letterbox.width),
+          clamp(div_rn(sub_rn(box.y2, letterbox.pad_y), letterbox.gain_y), A(0), letterbox.height)};
+}
+
+}  // namespace torch_fastdet::core

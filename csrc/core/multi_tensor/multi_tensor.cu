@@ -1,0 +1,535 @@
+// Kernels of multi_tensor.h: a persistent grid of warps over the device-resident work list. Rows whose tensors share a
+// type and lie alike go 16 bytes at a time (element by element where storage is unaligned, and for tails); the others
+// go element by element through their own types and strides.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "core/common/dtype.cuh"
+#include "core/multi_tensor/multi_tensor.h"
+#include "core/multi_tensor/multi_tensor_plan.h"
+#include "core/multi_tensor/optimizer_math.h"
+
+namespace torch_fastdet::core {
+namespace {
+
+constexpr int kWarp = 32;
+constexpr int kThreads = kWarp * kWarpsPerBlock;
+
+template <typename T>
+constexpr int kVector = 16 / sizeof(T);
+
+template <typename T>
+struct alignas(16) Vector {
+  T x[kVector<T>];
+};
+
+__device__ __forceinline__ double load_double(const void* data, DType dtype, int64_t i) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return __half2float(static_cast<const __half*>(data)[i]);
+    case DType::kBFloat16:
+      return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[i]);
+    case DType::kFloat32:
+      return static_cast<const float*>(data)[i];
+    case DType::kFloat64:
+      break;
+  }
+  return static_cast<const double*>(data)[i];
+}
+
+// Element i of a tensor whose type is known at run time, in arithmetic type A.
+template <typename A>
+__device__ __forceinline__ A load_any(const void* data, DType dtype, int64_t i) {
+  return static_cast<A>(load_double(data, dtype, i));
+}
+
+template <typename A>
+__device__ __forceinline__ void store_any(void* data, DType dtype, int64_t i, A value) {
+  switch (dtype) {
+    case DType::kFloat16:
+      static_cast<__half*>(data)[i] = __float2half_rn(static_cast<float>(value));
+      break;
+    case DType::kBFloat16:
+      static_cast<__nv_bfloat16*>(data)[i] = __float2bfloat16_rn(static_cast<float>(value));
+      break;
+    case DType::kFloat32:
+      static_cast<float*>(data)[i] = static_cast<float>(value);
+      break;
+    case DType::kFloat64:
+      static_cast<double*>(data)[i] = static_cast<double>(value);
+      break;
+  }
+}
+
+// As a tensor of T would keep it.
+template <typename T>
+__device__ __forceinline__ arithmetic_t<T> stored(arithmetic_t<T> x) {
+  return to_arithmetic(from_arithmetic<T>(x));
+}
+
+// As a tensor of this type would keep it.
+template <typename A>
+__device__ __forceinline__ A stored_any(DType dtype, A value) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return stored<__half>(static_cast<float>(value));
+    case DType::kBFloat16:
+      return stored<__nv_bfloat16>(static_cast<float>(value));
+    case DType::kFloat32:
+      return static_cast<float>(value);
+    case DType::kFloat64:
+      break;
+  }
+  return value;
+}
+
+__device__ __forceinline__ double read(const Scalar& scalar) {
+  return scalar.data ? load_double(scalar.data, scalar.dtype, 0) : scalar.value;
+}
+
+__device__ __forceinline__ DType slot_type(const Row& row, int slot) {
+  return static_cast<DType>(row.dtype[slot]);
+}
+
+// All present tensors of the row share this type and lie alike.
+__device__ __forceinline__ bool is_uniform(const Row& row, DType& type) {
+  bool first = true, uniform = row.layout < 0;
+  for (int slot = 0; slot < kSlots; ++slot) {
+    if (!row.data[slot]) continue;
+    if (first) type = slot_type(row, slot);
+    uniform = uniform && slot_type(row, slot) == type;
+    first = false;
+  }
+  return uniform;
+}
+
+__device__ __forceinline__ bool has_double(const Row& row) {
+  bool found = false;
+  for (int slot = 0; slot < kSlots; ++slot)
+    found = found || (row.data[slot] && slot_type(row, slot) == DType::kFloat64);
+  return found;
+}
+
+__device__ __forceinline__ bool is_aligned(const void* pointer) {
+  return (reinterpret_cast<uintptr_t>(pointer) & 15) == 0;
+}
+
+// The last block of the grid to come here sees what all others wrote. Leaves the ticket at zero for the next launch.
+__device__ __forceinline__ bool is_last_block(Workspace* workspace) {
+  __shared__ bool last;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    last = atomicAdd(&workspace->ticket, 1u) == gridDim.x - 1;
+    if (last) workspace->ticket = 0;
+  }
+  __syncthreads();
+  if (last) __threadfence();
+  return last;
+}
+
+// ----------------------------------------------------------------------------------------------------------------
+// reduce
+
+template <typename A>
+__device__ __forceinline__ A warp_sum(A value) {
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
+  return value;
+}
+
+template <typename A>
+struct GradSum {
+  A sum = 0;
+  bool finite = true;
+  // `as_grad` rounds to the gradient's own type: the norm is that of what is, or would be, stored.
+  template <typename AsGrad>
+  __device__ __forceinline__ A add(A grad, A inv_scale, bool scaled, const AsGrad& as_grad) {
+    finite = finite && isfinite(grad);
+    if (scaled) grad = as_grad(mul_rn(grad, inv_scale));
+    sum += grad * grad;
+    return grad;
+  }
+};
+
+template <typename T>
+__device__ double reduce_typed(T* __restrict__ grad, int count, float inv_scale, bool scaled, bool write, int lane,
+                               bool& finite) {
+  using A = arithmetic_t<T>;
+  constexpr int V = kVector<T>;
+  constexpr int U = 4;
+  const auto as_grad = [](A x) { return stored<T>(x); };
+  GradSum<A> sum;
+  int done = 0;
+  if (is_aligned(grad)) {
+    const int vectors = count / V;
+    Vector<T>* in = reinterpret_cast<Vector<T>*>(grad);
+    for (int first = lane; first < vectors; first += kWarp * U) {
+      Vector<T> x[U];
+#pragma unroll
+      for (int u = 0; u < U; ++u) {
+        if (first + u * kWarp < vectors) x[u] = in[first + u * kWarp];
+      }
+#pragma unroll
+      for (int u = 0; u < U; ++u) {
+        if (first + u * kWarp >= vectors) continue;
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+          const A value = sum.add(to_arithmetic(x[u].x[v]), static_cast<A>(inv_scale), scaled, as_grad);
+          x[u].x[v] = from_arithmetic<T>(value);
+        }
+        if (write) in[first + u * kWarp] = x[u];
+      }
+    }
+    done = vectors * V;
+  }
+  for (int i = done + lane; i < count; i += kWarp) {
+    const A x = sum.add(to_arithmetic(grad[i]), static_cast<A>(inv_scale), scaled, as_grad);
+    if (write) grad[i] = from_arithmetic<T>(x);
+  }
+  finite = finite && sum.finite;
+  return warp_sum(sum.sum);
+}
+
+template <typename A>
+__device__ double reduce_any(const Row& row, const Layout* layouts, const Segment& segment, float inv_scale,
+                             bool scaled, bool write, int lane, bool& finite) {
+  GradSum<A> sum;
+  for (int i = lane; i < segment.count; i += kWarp) {
+    int64_t offsets[kSlots];
+    offsets[kGrad] = segment.start + i;
+    if (row.layout >= 0) layout_offsets(layouts[row.layout], segment.start + i, offsets);
+    const DType type = slot_type(row, kGrad);
+    const A x = sum.add(load_any<A>(row.data[kGrad], type, offsets[kGrad]), static_cast<A>(inv_scale), scaled,
+                        [type](A value) { return stored_any(type, value); });
+    if (write) store_any(row.data[kGrad], type, offsets[kGrad], x);
+  }
+  finite = finite && sum.finite;
+  return warp_sum(sum.sum);
+}
+
+__device__ void finish_reduction(const ReduceParams& p, double sum) {
+  Workspace& w = *p.list.workspace;
+  const bool overflow = atomicExch(&w.nonfinite, 0u) != 0;
+  if (p.found_inf && (overflow || !p.keep_found_inf)) *p.found_inf = overflow ? 1.f : 0.f;
+  w.skip = overflow && p.skip_on_overflow;
+  w.inv_scale = p.scale ? inverse_scale(*p.scale) : 1.f;
+  const double norm = sqrt(sum);
+  if (p.norm_dtype == DType::kFloat64) {
+    if (p.norm) *static_cast<double*>(p.norm) = norm;
+    w.clip = p.clip ? clip_factor(norm, p.max_norm) : 1.0;
+  } else {
+    if (p.norm) *static_cast<float*>(p.norm) = static_cast<float>(norm);
+    w.clip = p.clip ? clip_factor(static_cast<float>(norm), static_cast<float>(p.max_norm)) : 1.f;
+  }
+  if (p.new_scale) {
+    update_scale(*p.new_scale, *p.growth_tracker, overflow, p.growth_factor, p.backoff_factor, p.growth_interval);
+  }
+}
+
+template <bool kFloat32>
+__global__ void __launch_bounds__(kThreads) reduce_kernel(const __grid_constant__ ReduceParams p) {
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const bool scaled = p.scale != nullptr;
+  const float inv_scale = scaled ? inverse_scale(*p.scale) : 1.f;
+  double sum = 0;
+  bool finite = true;
+  for (int64_t s = int64_t(blockIdx.x) * kWarpsPerBlock + warp; s < p.list.num_segments;
+       s += int64_t(gridDim.x) * kWarpsPerBlock) {
+    const Segment segment = p.list.segments[s];
+    const Row& row = p.list.rows[segment.row];
+    void* grad = row.data[kGrad];
+    if (!grad) continue;
+    const auto typed = [&](auto zero) {
+      using T = decltype(zero);
+      return reduce_typed(static_cast<T*>(grad) + segment.start, segment.count, inv_scale, scaled, p.write_grads, lane,
+                          finite);
+    };
+    if (kFloat32) {
+      sum += typed(float{});
+    } else if (row.layout >= 0) {
+      sum += has_double(row)
+                 ? reduce_any<double>(row, p.list.layouts, segment, inv_scale, scaled, p.write_grads, lane, finite)
+                 : reduce_any<float>(row, p.list.layouts, segment, inv_scale, scaled, p.write_grads, lane, finite);
+    } else {
+      switch (slot_type(row, kGrad)) {
+        case DType::kFloat16:
+          sum += typed(__half{});
+          break;
+        case DType::kBFloat16:
+          sum += typed(__nv_bfloat16{});
+          break;
+        case DType::kFloat32:
+          sum += typed(float{});
+          break;
+        case DType::kFloat64:
+          sum += typed(double{});
+          break;
+      }
+    }
+  }
+  if (!__all_sync(0xffffffffu, finite) && lane == 0) atomicOr(&p.list.workspace->nonfinite, 1u);
+  __shared__ double warps[kWarpsPerBlock];
+  if (lane == 0) warps[warp] = sum;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    double block = 0;
+    for (int i = 0; i < kWarpsPerBlock; ++i) block += warps[i];
+    p.list.partials[blockIdx.x] = block;
+  }
+  if (!is_last_block(p.list.workspace)) return;
+  double total = 0;
+  for (int i = threadIdx.x; i < gridDim.x; i += kThreads) total += __ldcg(p.list.partials + i);
+  total = warp_sum(total);
+  if (lane == 0) warps[warp] = total;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    double all = 0;
+    for (int i = 0; i < kWarpsPerBlock; ++i) all += warps[i];
+    finish_reduction(p, all);
+  }
+}
+
+// ----------------------------------------------------------------------------------------------------------------
+// update
+
+// What is the same for every element of the launch.
+struct StepScalars {
+  double clip, decay, one_minus_decay;
+  float inv_scale;
+  bool scaled, clipped, skip;
+};
+
+template <typename A>
+struct RowStep {
+  SgdScalars<A> sgd;
+  A inv_scale, clip, decay, one_minus_decay;
+  bool scaled, clipped, update, momentum, fresh, write_grad, average;
+
+  // `as_grad` and `as_param` round to the tensor's own type, where separate calls would store and load again.
+  template <typename AsGrad, typename AsParam>
+  __device__ __forceinline__ void element(A& param, A& grad, A& buffer, A& average_value, const AsGrad& as_grad,
+                                          const AsParam& as_param) const {
+    if (scaled) grad = as_grad(mul_rn(grad, inv_scale));
+    if (clipped) grad = as_grad(mul_rn(grad, clip));
+    if (update) {
+      sgd_element(param, grad, buffer, sgd, momentum, fresh);
+      param = as_param(param);
+    }
+    if (average) average_value = ema_element(average_value, param, decay, one_minus_decay);
+  }
+  __device__ __forceinline__ bool reads_grad() const { return update || write_grad; }
+};
+
+template <typename T, int U>
+__device__ void update_typed(const Row& row, int64_t start, int count, const RowStep<arithmetic_t<T>>& step, int lane) {
+  using A = arithmetic_t<T>;
+  constexpr int V = kVector<T>;
+  const auto as_stored = [](A x) { return stored<T>(x); };
+  T* param = row.data[kParam] ? static_cast<T*>(row.data[kParam]) + start : nullptr;
+  T* grad = step.reads_grad() ? static_cast<T*>(row.data[kGrad]) + start : nullptr;
+  T* buffer = step.update && step.momentum ? static_cast<T*>(row.data[kMomentum]) + start : nullptr;
+  T* average = step.average ? static_cast<T*>(row.data[kAverage]) + start : nullptr;
+  int done = 0;
+  if (is_aligned(param) && is_aligned(grad) && is_aligned(buffer) && is_aligned(average)) {
+    const int vectors = count / V;
+    for (int first = lane; first < vectors; first += kWarp * U) {
+      Vector<T> p[U], g[U], m[U], e[U];
+#pragma unroll
+      for (int u = 0; u < U; ++u) {
+        const int i = first + u * kWarp;
+        if (i >= vectors) continue;
+        if (param) p[u] = reinterpret_cast<const Vector<T>*>(param)[i];
+        if (grad) g[u] = reinterpret_cast<const Vector<T>*>(grad)[i];
+        if (buffer) m[u] = reinterpret_cast<const Vector<T>*>(buffer)[i];
+        if (average) e[u] = reinterpret_cast<const Vector<T>*>(average)[i];
+      }
+#pragma unroll
+      for (int u = 0; u < U; ++u) {
+        const int i = first + u * kWarp;
+        if (i >= vectors) continue;
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+          A pv = param ? to_arithmetic(p[u].x[v]) : A(0);
+          A gv = grad ? to_arithmetic(g[u].x[v]) : A(0);
+          A mv = buffer ? to_arithmetic(m[u].x[v]) : A(0);
+          A ev = average ? to_arithmetic(e[u].x[v]) : A(0);
+          step.element(pv, gv, mv, ev, as_stored, as_stored);
+          p[u].x[v] = from_arithmetic<T>(pv);
+          g[u].x[v] = from_arithmetic<T>(gv);
+          m[u].x[v] = from_arithmetic<T>(mv);
+          e[u].x[v] = from_arithmetic<T>(ev);
+        }
+        if (step.update) reinterpret_cast<Vector<T>*>(param)[i] = p[u];
+        if (step.write_grad) reinterpret_cast<Vector<T>*>(grad)[i] = g[u];
+        if (buffer) reinterpret_cast<Vector<T>*>(buffer)[i] = m[u];
+        if (average) reinterpret_cast<Vector<T>*>(average)[i] = e[u];
+      }
+    }
+    done = vectors * V;
+  }
+  for (int i = done + lane; i < count; i += kWarp) {
+    A pv = param ? to_arithmetic(param[i]) : A(0);
+    A gv = grad ? to_arithmetic(grad[i]) : A(0);
+    A mv = buffer ? to_arithmetic(buffer[i]) : A(0);
+    A ev = average ? to_arithmetic(average[i]) : A(0);
+    step.element(pv, gv, mv, ev, as_stored, as_stored);
+    if (step.update) param[i] = from_arithmetic<T>(pv);
+    if (step.write_grad) grad[i] = from_arithmetic<T>(gv);
+    if (buffer) buffer[i] = from_arithmetic<T>(mv);
+    if (average) average[i] = from_arithmetic<T>(ev);
+  }
+}
+
+template <typename A>
+__device__ void update_any(const Row& row, const Layout* layouts, const Segment& segment, const RowStep<A>& step,
+                           int lane) {
+  const bool momentum = step.update && step.momentum;
+  for (int i = lane; i < segment.count; i += kWarp) {
+    int64_t at[kSlots];
+    for (int slot = 0; slot < kSlots; ++slot) at[slot] = segment.start + i;
+    if (row.layout >= 0) layout_offsets(layouts[row.layout], segment.start + i, at);
+    const auto load = [&](bool wanted, int slot) {
+      return wanted ? load_any<A>(row.data[slot], slot_type(row, slot), at[slot]) : A(0);
+    };
+    const auto store = [&](bool wanted, int slot, A value) {
+      if (wanted) store_any(row.data[slot], slot_type(row, slot), at[slot], value);
+    };
+    A pv = load(row.data[kParam] != nullptr, kParam);
+    A gv = load(step.reads_grad(), kGrad);
+    A mv = load(momentum, kMomentum);
+    A ev = load(step.average, kAverage);
+    step.element(
+        pv, gv, mv, ev, [&row](A x) { return stored_any(slot_type(row, kGrad), x); },
+        [&row](A x) { return stored_any(slot_type(row, kParam), x); });
+    store(step.update, kParam, pv);
+    store(step.write_grad, kGrad, gv);
+    store(momentum, kMomentum, mv);
+    store(step.average, kAverage, ev);
+  }
+}
+
+template <typename A>
+__device__ __forceinline__ RowStep<A> row_step(const UpdateParams& p, const StepScalars& s, const Row& row,
+                                               int32_t index) {
+  RowStep<A> step{};
+  const int32_t group = row.group - p.first_group;
+  const bool has_grad = row.data[kGrad] && !s.skip;
+  step.update = p.sgd && has_grad && row.group >= 0 && group >= 0 && group < p.num_groups;
+  step.write_grad = p.write_grads && has_grad && (!p.sgd || step.update);
+  step.average = p.ema && row.data[kAverage] &&
+                 (!p.sgd || row.group < 0 ? p.first_group == 0 : group >= 0 && group < p.num_groups);
+  step.momentum = row.data[kMomentum] != nullptr;
+  step.scaled = s.scaled;
+  step.clipped = s.clipped;
+  step.inv_scale = static_cast<A>(s.inv_scale);
+  step.clip = static_cast<A>(s.clip);
+  step.decay = static_cast<A>(s.decay);
+  step.one_minus_decay = static_cast<A>(s.one_minus_decay);
+  if (step.update) {
+    const SgdGroup& g = p.groups[group];
+    step.sgd.lr = static_cast<A>(read(g.lr));
+    step.sgd.momentum = static_cast<A>(read(g.momentum));
+    step.sgd.one_minus_dampening = static_cast<A>(1.0 - read(g.dampening));
+    step.sgd.weight_decay = static_cast<A>(read(g.weight_decay));
+    step.sgd.nesterov = g.nesterov;
+    step.sgd.maximize = g.maximize;
+    step.fresh = p.first_step || (p.fresh && p.fresh[index]);
+  }
+  return step;
+}
+
+template <bool kFloat32>
+__global__ void __launch_bounds__(kThreads, kFloat32 ? 3 : 1) update_kernel(const __grid_constant__ UpdateParams p) {
+  __shared__ StepScalars shared;
+  __shared__ int64_t updates;
+  if (threadIdx.x == 0) {
+    const Workspace& w = *p.list.workspace;
+    StepScalars s{};
+    s.skip = (p.use_workspace && w.skip) || (p.found_inf && *p.found_inf != 0.f);
+    s.inv_scale = p.grad_scale ? inverse_scale(*p.grad_scale) : p.use_workspace ? w.inv_scale : 1.f;
+    s.scaled = s.inv_scale != 1.f;
+    s.clip = p.use_workspace ? w.clip : 1.0;
+    s.clipped = s.clip != 1.0;
+    if (p.ema) {
+      updates = p.updates >= 0 ? p.updates : *p.counter + 1;
+      s.decay = p.tau > 0 ? ema_decay(read(p.decay), p.tau, static_cast<double>(updates)) : read(p.decay);
+      s.one_minus_decay = 1.0 - s.decay;
+    }
+    shared = s;
+  }
+  __syncthreads();
+  const StepScalars s = shared;
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  for (int64_t i = int64_t(blockIdx.x) * kWarpsPerBlock + warp; i < p.list.num_segments;
+       i += int64_t(gridDim.x) * kWarpsPerBlock) {
+    const Segment segment = p.list.segments[i];
+    const Row row = p.list.rows[segment.row];
+    const auto typed = [&](auto zero) {
+      using T = decltype(zero);
+      const auto step = row_step<arithmetic_t<T>>(p, s, row, segment.row);
+      if (!step.reads_grad() && !step.average) return;
+      update_typed<T, sizeof(T) == 2 ? 1 : 2>(row, segment.start, segment.count, step, lane);
+    };
+    if (kFloat32) {
+      typed(float{});
+      continue;
+    }
+    DType type = DType::kFloat32;
+    if (!is_uniform(row, type)) {
+      if (has_double(row)) {
+        update_any(row, p.list.layouts, segment, row_step<double>(p, s, row, segment.row), lane);
+      } else {
+        update_any(row, p.list.layouts, segment, row_step<float>(p, s, row, segment.row), lane);
+      }
+      continue;
+    }
+    switch (type) {
+      case DType::kFloat16:
+        typed(__half{});
+        break;
+      case DType::kBFloat16:
+        typed(__nv_bfloat16{});
+        break;
+      case DType::kFloat32:
+        typed(float{});
+        break;
+      case DType::kFloat64:
+        typed(double{});
+        break;
+    }
+  }
+  // Nothing that blocks read above may change before the last of them is through.
+  if (!p.fresh && !p.write_counter) return;
+  if (!is_last_block(p.list.workspace)) return;
+  if (p.fresh && !s.skip) {
+    for (int64_t i = threadIdx.x; i < p.list.num_rows; i += kThreads) {
+      const Row& row = p.list.rows[i];
+      const int32_t group = row.group - p.first_group;
+      if (row.data[kGrad] && row.data[kMomentum] && group >= 0 && group < p.num_groups) p.fresh[i] = 0;
+    }
+  }
+  if (p.write_counter && threadIdx.x == 0) *p.counter = updates;
+}
+
+int blocks(const MultiTensor& list, int per_multiprocessor) {
+  const int64_t needed = (list.num_segments + kWarpsPerBlock - 1) / kWarpsPerBlock;
+  const int64_t resident = int64_t(list.multiprocessors) * per_multiprocessor;
+  const int64_t most = resident < kMaxBlocks ? resident : kMaxBlocks;
+  return static_cast<int>(needed < 1 ? 1 : needed < most ? needed : most);
+}
+
+}  // namespace
+
+cudaError_t multi_tensor_reduce(const ReduceParams& params, cudaStream_t stream) {
+  const auto kernel = params.list.float32_only ? reduce_kernel<true> : reduce_kernel<false>;
+  kernel<<<blocks(params.list, 8), kThreads, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+cudaError_t multi_tensor_update(const UpdateParams& params, cudaStream_t stream) {
+  const auto kernel = params.list.float32_only ? update_kernel<true> : update_kernel<false>;
+  kernel<<<blocks(params.list, params.list.float32_only ? 3 : 2), kThreads, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+}  // namespace torch_fastdet::core

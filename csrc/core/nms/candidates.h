@@ -1,0 +1,234 @@
+// Reads candidates from a CandidateSource: objectness, class confidence, box and extra columns of one anchor, with the
+// roundings of the stored type T. One class for each layout, used by the CPU loop and by the kernels.
+#pragma once
+
+#include "core/common/storage.h"
+#include "core/nms/nms.h"
+
+namespace torch_fastdet::core {
+
+template <typename T>
+using arithmetic_of = typename Storage<T>::arithmetic;
+
+TORCH_FASTDET_HOST_DEVICE bool is_allowed(const ClassFilter& filter, int64_t class_index) {
+  return !filter.active || ((filter.bits[class_index >> 5] >> (class_index & 31)) & 1u);
+}
+
+TORCH_FASTDET_HOST_DEVICE bool label_exists(const CandidateSource& source, int64_t label, int64_t image) {
+  const float* row = source.labels + label * 6;
+  return row[0] == static_cast<float>(image) && row[1] >= 0 && row[1] < static_cast<float>(source.classes);
+}
+
+// Where an anchor of the heads lies.
+struct Cell {
+  int32_t level, anchor;
+  int64_t row, column;
+};
+
+TORCH_FASTDET_HOST_DEVICE Cell locate(const CandidateSource& source, int64_t anchor) {
+  int32_t level = 0;
+  while (level + 1 < source.levels && anchor >= source.level[level + 1].first_anchor) ++level;
+  const HeadLevel& head = source.level[level];
+  const uint32_t local = static_cast<uint32_t>(anchor - head.first_anchor);
+  const uint32_t columns = head.columns, rows = head.rows;
+  const uint32_t line = local / columns;
+  return {level, static_cast<int32_t>(line / rows), line % rows, local - line * columns};
+}
+
+template <typename T>
+TORCH_FASTDET_HOST_DEVICE const T* at_cell(const HeadMap& map, int64_t image, const Cell& cell) {
+  return static_cast<const T*>(map.data) + image * map.image + cell.anchor * map.anchor + cell.row * map.row +
+         cell.column * map.column;
+}
+
+// Class scores of one anchor, as they are stored.
+template <typename T>
+struct Scores {
+  const T* first;
+  int64_t stride;
+
+  TORCH_FASTDET_HOST_DEVICE arithmetic_of<T> at(int64_t c) const { return Storage<T>::load(first[c * stride]); }
+};
+
+// Each layout gives:
+//   Anchor anchor(image, n)            where anchor n lies
+//   bool objectness(anchor, options, A& value)    false if it cannot pass
+//   Scores<T> scores(anchor)           where its class scores lie
+//   bool score(raw, options, A& value)            class score before objectness; false if it cannot pass
+//   CenterBox<A> box(anchor)           pixels, rounded to T
+//   A extra(anchor, e)
+template <typename T>
+struct PredictionLayout {
+  using Stored = T;
+  using A = arithmetic_of<T>;
+  using Anchor = const T*;
+  static constexpr bool kLogits = false, kMayHaveObjectness = true;
+
+  static TORCH_FASTDET_HOST_DEVICE Anchor anchor(const CandidateSource& source, int64_t image, int64_t n) {
+    return static_cast<const T*>(source.data) + image * source.image_stride + n * source.anchor_stride;
+  }
+  static TORCH_FASTDET_HOST_DEVICE bool objectness(const CandidateSource& source, Anchor anchor,
+                                                   const NmsOptions& options, A& value) {
+    if (!source.has_objectness) {
+      value = 1;
+      return true;
+    }
+    value = Storage<T>::load(anchor[4 * source.channel_stride]);
+    return value > A(options.confidence);
+  }
+  static TORCH_FASTDET_HOST_DEVICE Scores<T> scores(const CandidateSource& source, Anchor anchor) {
+    return {anchor + (4 + source.has_objectness) * source.channel_stride, source.channel_stride};
+  }
+  static TORCH_FASTDET_HOST_DEVICE bool score(A raw, const NmsOptions&, A& value) {
+    value = raw;
+    return true;
+  }
+  static TORCH_FASTDET_HOST_DEVICE CenterBox<A> box(const CandidateSource& source, Anchor anchor) {
+    const int64_t step = source.channel_stride;
+    return {Storage<T>::load(anchor[0]), Storage<T>::load(anchor[step]), Storage<T>::load(anchor[2 * step]),
+            Storage<T>::load(anchor[3 * step])};
+  }
+  static TORCH_FASTDET_HOST_DEVICE A extra(const CandidateSource& source, Anchor anchor, int64_t e) {
+    return Storage<T>::load(anchor[(4 + source.has_objectness + source.classes + e) * source.channel_stride]);
+  }
+};
+
+template <typename T>
+struct HeadAnchor {
+  const T* boxes;
+  const T* scores;
+  const T* extra;
+  Cell cell;
+};
+
+template <typename T>
+struct AnchorHeadLayout {
+  using Stored = T;
+  using A = arithmetic_of<T>;
+  using Anchor = HeadAnchor<T>;
+  static constexpr bool kLogits = true, kMayHaveObjectness = true;
+
+  static TORCH_FASTDET_HOST_DEVICE Anchor anchor(const CandidateSource& source, int64_t image, int64_t n) {
+    const Cell cell = locate(source, n);
+    return {at_cell<T>(source.level[cell.level].boxes, image, cell), nullptr, nullptr, cell};
+  }
+  static TORCH_FASTDET_HOST_DEVICE A channel(const CandidateSource& source, const Anchor& anchor, int64_t c) {
+    return Storage<T>::load(anchor.boxes[c * source.level[anchor.cell.level].boxes.channel]);
+  }
+  static TORCH_FASTDET_HOST_DEVICE bool objectness(const CandidateSource& source, const Anchor& anchor,
+                                                   const NmsOptions& options, A& value) {
+    const A logit = channel(source, anchor, 4);
+    if (!(logit > A(options.logit_floor))) return false;
+    value = Storage<T>::round(sigmoid(logit));
+    return value > A(options.confidence);
+  }
+  static TORCH_FASTDET_HOST_DEVICE Scores<T> scores(const CandidateSource& source, const Anchor& anchor) {
+    const int64_t step = source.level[anchor.cell.level].boxes.channel;
+    return {anchor.boxes + 5 * step, step};
+  }
+  static TORCH_FASTDET_HOST_DEVICE bool score(A raw, const NmsOptions& options, A& value) {
+    if (raw <= A(options.logit_floor)) return false;
+    value = Storage<T>::round(sigmoid(raw));
+    return true;
+  }
+  static TORCH_FASTDET_HOST_DEVICE CenterBox<A> box(const CandidateSource& source, const Anchor& anchor) {
+    const Cell& cell = anchor.cell;
+    const A stride = A(source.level[cell.level].stride);
+    const int64_t side = (cell.level * source.anchors_per_cell + cell.anchor) * 2;
+    const float* sides = source.anchor_sides_device ? source.anchor_sides_device : source.anchor_sides;
+    return {Storage<T>::round(center_of(sigmoid(channel(source, anchor, 0)), cell.column, stride)),
+            Storage<T>::round(center_of(sigmoid(channel(source, anchor, 1)), cell.row, stride)),
+            Storage<T>::round(side_of(sigmoid(channel(source, anchor, 2)), mul_rn(A(sides[side]), stride))),
+            Storage<T>::round(side_of(sigmoid(channel(source, anchor, 3)), mul_rn(A(sides[side + 1]), stride)))};
+  }
+  static TORCH_FASTDET_HOST_DEVICE A extra(const CandidateSource& source, const Anchor& anchor, int64_t e) {
+    return channel(source, anchor, 5 + source.classes + e);
+  }
+};
+
+template <typename T>
+struct AnchorFreeHeadLayout {
+  using Stored = T;
+  using A = arithmetic_of<T>;
+  using Anchor = HeadAnchor<T>;
+  static constexpr bool kLogits = true, kMayHaveObjectness = false;
+
+  static TORCH_FASTDET_HOST_DEVICE Anchor anchor(const CandidateSource& source, int64_t image, int64_t n) {
+    const Cell cell = locate(source, n);
+    const HeadLevel& head = source.level[cell.level];
+    return {at_cell<T>(head.boxes, image, cell), at_cell<T>(head.scores, image, cell),
+            head.extra.data ? at_cell<T>(head.extra, image, cell) : nullptr, cell};
+  }
+  static TORCH_FASTDET_HOST_DEVICE bool objectness(const CandidateSource&, const Anchor&, const NmsOptions&, A& value) {
+    value = 1;
+    return true;
+  }
+  static TORCH_FASTDET_HOST_DEVICE Scores<T> scores(const CandidateSource& source, const Anchor& anchor) {
+    return {anchor.scores, source.level[anchor.cell.level].scores.channel};
+  }
+  static TORCH_FASTDET_HOST_DEVICE bool score(A raw, const NmsOptions& options, A& value) {
+    if (raw <= A(options.logit_floor)) return false;
+    value = Storage<T>::round(sigmoid(raw));
+    return true;
+  }
+  static TORCH_FASTDET_HOST_DEVICE CenterBox<A> box(const CandidateSource& source, const Anchor& anchor) {
+    const HeadLevel& head = source.level[anchor.cell.level];
+    A distance[4];
+    for (int side = 0; side < 4; ++side) {
+      const T* logits = anchor.boxes + side * source.bins * head.boxes.channel;
+      const int64_t step = head.boxes.channel;
+      distance[side] = expected_bin<A>(source.bins, [=](int i) { return Storage<T>::load(logits[i * step]); });
+    }
+    const CenterBox<A> box = decode_distances(distance, anchor.cell.column, anchor.cell.row, A(head.stride));
+    return {Storage<T>::round(box.x), Storage<T>::round(box.y), Storage<T>::round(box.width),
+            Storage<T>::round(box.height)};
+  }
+  static TORCH_FASTDET_HOST_DEVICE A extra(const CandidateSource& source, const Anchor& anchor, int64_t e) {
+    return Storage<T>::load(anchor.extra[e * source.level[anchor.cell.level].extra.channel]);
+  }
+};
+
+// Confidence of a class score: multiplied by objectness in the stored type, or (images with labels) in arithmetic type.
+template <typename Layout>
+TORCH_FASTDET_HOST_DEVICE typename Layout::A confidence(const CandidateSource& source, typename Layout::A objectness,
+                                                        typename Layout::A score, bool promoted) {
+  if (!source.has_objectness) return score;
+  const typename Layout::A product = mul_rn(score, objectness);
+  return promoted ? product : Storage<typename Layout::Stored>::round(product);
+}
+
+template <typename A>
+TORCH_FASTDET_HOST_DEVICE A confidence_threshold(const NmsOptions& options, bool promoted) {
+  return A(promoted ? options.confidence_promoted : options.confidence);
+}
+
+// Corners of candidate anchor n (a label if n >= source.anchors), in the input's pixels.
+template <typename Layout>
+TORCH_FASTDET_HOST_DEVICE CornerBox<typename Layout::A> candidate_corners(const CandidateSource& source, int64_t image,
+                                                                          int64_t n, bool promoted) {
+  using A = typename Layout::A;
+  const auto keep = [](A x) { return x; };
+  if (n >= source.anchors) {
+    const float* row = source.labels + (n - source.anchors) * 6;
+    return corners(CenterBox<A>{A(row[2]), A(row[3]), A(row[4]), A(row[5])}, keep);
+  }
+  const CenterBox<A> box = Layout::box(source, Layout::anchor(source, image, n));
+  if (promoted) return corners(box, keep);
+  return corners(box, [](A x) { return Storage<typename Layout::Stored>::round(x); });
+}
+
+// Extra column e of candidate anchor n.
+template <typename Layout>
+TORCH_FASTDET_HOST_DEVICE typename Layout::A candidate_extra(const CandidateSource& source, const NmsOptions& options,
+                                                             int64_t image, int64_t n, int64_t e, bool promoted) {
+  using A = typename Layout::A;
+  if (n >= source.anchors) return A(0);
+  const auto anchor = Layout::anchor(source, image, n);
+  const A value = Layout::extra(source, anchor, e);
+  if (!source.has_objectness) return value;
+  A objectness = 0;
+  Layout::objectness(source, anchor, options, objectness);
+  return confidence<Layout>(source, objectness, value, promoted);
+}
+
+}  // namespace torch_fastdet::core

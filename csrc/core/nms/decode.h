@@ -1,0 +1,24 @@
+// Raw YOLOv5 head maps to the decoded prediction tensor of the stock Detect module.
+#pragma once
+
+#ifdef TORCH_FASTDET_WITH_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
+#include "core/nms/nms.h"
+
+namespace torch_fastdet::core {
+
+// output (images, anchors, 5 + classes + extra), contiguous, of the source's dtype: center and size in pixels, sigmoid
+// of objectness and classes, extra channels as they are. Computed in the arithmetic type and rounded once.
+struct DecodeParams {
+  CandidateSource source;  // layout kAnchorHeads
+  void* output = nullptr;
+};
+
+#ifdef TORCH_FASTDET_WITH_CUDA
+// Queues the kernel on `stream`; returns at once.
+cudaError_t launch_yolov5_decode(const DecodeParams& params, cudaStream_t stream);
+#endif
+
+}  // namespace torch_fastdet::core

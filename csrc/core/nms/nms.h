@@ -1,0 +1,93 @@
+// Padded, exact non-maximum suppression over a prediction tensor or over raw head maps.
+//
+// A candidate is an (anchor, class) pair whose confidence passes; its index is anchor * classes + class, so that ties
+// are broken box by box, then class by class. The candidates of an image are cut to the max_candidates best, sorted by
+// (confidence descending, index ascending) and kept greedily until max_detections are kept.
+#pragma once
+
+#include <cstdint>
+
+#include "core/common/dtype.h"
+#include "core/nms/nms_math.h"
+
+namespace torch_fastdet::core {
+
+constexpr int kMaxLevels = 6;
+constexpr int kMaxAnchorsPerCell = 8;
+constexpr int64_t kMaxFilteredClasses = 16384;
+
+// Where a strided map of one head level lies; strides in elements.
+struct HeadMap {
+  const void* data = nullptr;
+  int64_t image = 0, anchor = 0, channel = 0, row = 0, column = 0;
+};
+
+struct HeadLevel {
+  HeadMap boxes;   // YOLOv5: all channels of the head. Anchor-free: the 4 * reg_max box channels
+  HeadMap scores;  // anchor-free: the class channels
+  HeadMap extra;   // anchor-free: mask coefficients, keypoints, ...; may be absent
+  int64_t first_anchor = 0;
+  int32_t rows = 0, columns = 0;
+  double stride = 0;  // pixels a cell
+};
+
+enum class CandidateLayout : int32_t {
+  kPrediction,      // decoded tensor: box center and size, [objectness,] classes, extra
+  kAnchorHeads,     // raw YOLOv5 maps
+  kAnchorFreeHeads  // raw Ultralytics maps
+};
+
+struct CandidateSource {
+  CandidateLayout layout = CandidateLayout::kPrediction;
+  DType dtype = DType::kFloat32;
+  int64_t images = 0, anchors = 0, classes = 0, extra = 0;
+  bool has_objectness = false;  // extra columns and class scores are multiplied by objectness
+
+  // kPrediction; strides in elements.
+  const void* data = nullptr;
+  int64_t image_stride = 0, anchor_stride = 0, channel_stride = 0;
+
+  // Heads.
+  int32_t levels = 0;
+  int32_t anchors_per_cell = 1;
+  int32_t bins = 1;  // reg_max of the anchor-free head
+  HeadLevel level[kMaxLevels];
+  // Anchor sides in cells, [level][anchor][width, height]: on the device, or (if null) here.
+  const float* anchor_sides_device = nullptr;
+  float anchor_sides[kMaxLevels * kMaxAnchorsPerCell * 2] = {};
+
+  // Rows [image, class, x, y, width, height] that join the candidates with confidence 1 (YOLOv5's autolabels). A row
+  // whose image or class does not exist is passed over.
+  const float* labels = nullptr;
+  int64_t label_count = 0;
+};
+
+struct NmsOptions {
+  // Thresholds rounded to the stored type, and (for images with labels, which are computed in the arithmetic type) to
+  // the arithmetic type.
+  double confidence = 0.25, confidence_promoted = 0.25;
+  double logit_floor = 0;  // no logit at or below it can pass `confidence`
+  double iou = 0.45;
+  double max_wh = 7680;
+  int64_t max_candidates = 30000, max_detections = 300;
+  ClassRule class_rule = ClassRule::kOffset;
+  bool multi_label = false;
+  // Anchor-free predictions drop an anchor that has any NaN class score, YOLOv5's (multi_label) only that class.
+  bool nan_class_drops_anchor = false;
+};
+
+// Classes that may be detected, as bits; all if not `active`.
+struct ClassFilter {
+  bool active = false;
+  uint32_t bits[kMaxFilteredClasses / 32] = {};
+};
+
+// Sizes: B images, D max_detections, E extra columns. Rows and indices past the count are written too (zero, -1).
+struct NmsOutput {
+  void* detections = nullptr;         // (B, D, 6 + E) float, or double for double
+  int64_t* counts = nullptr;          // (B)
+  int64_t* indices = nullptr;         // (B, D) anchor of each detection; may be null
+  const void* letterboxes = nullptr;  // (B, 6) of the detections' type: boxes come out in original pixels; may be null
+};
+
+}  // namespace torch_fastdet::core

@@ -1,0 +1,155 @@
+// What the kernels of non-maximum suppression share: keys, workspace, parameters.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "core/common/dtype.cuh"
+#include "core/nms/candidates.h"
+#include "core/nms/nms_plan.h"
+
+namespace torch_fastdet::core {
+
+template <>
+struct Storage<__half> {
+  using arithmetic = float;
+  static TORCH_FASTDET_HOST_DEVICE float load(__half x) { return __half2float(x); }
+  static TORCH_FASTDET_HOST_DEVICE __half store(float x) { return __float2half_rn(x); }
+  static TORCH_FASTDET_HOST_DEVICE float round(float x) { return load(store(x)); }
+};
+
+template <>
+struct Storage<__nv_bfloat16> {
+  using arithmetic = float;
+  static TORCH_FASTDET_HOST_DEVICE float load(__nv_bfloat16 x) { return __bfloat162float(x); }
+  static TORCH_FASTDET_HOST_DEVICE __nv_bfloat16 store(float x) { return __float2bfloat16_rn(x); }
+  static TORCH_FASTDET_HOST_DEVICE float round(float x) { return load(store(x)); }
+};
+
+// (descending confidence, ascending index) as one ascending unsigned key. Confidences are positive and finite.
+template <typename A>
+struct Keys;
+
+template <>
+struct Keys<float> {
+  using Key = uint64_t;
+  static constexpr int kTile = 4096, kChunk = 512;  // as NmsPlan assumes
+  static __device__ __forceinline__ Key make(float confidence, uint32_t index) {
+    return static_cast<Key>(0x7fffffffu - __float_as_uint(confidence)) << 32 | index;
+  }
+  static __device__ __forceinline__ float confidence(Key key) {
+    return __uint_as_float(0x7fffffffu - static_cast<uint32_t>(key >> 32));
+  }
+};
+
+template <>
+struct Keys<double> {
+  using Key = unsigned __int128;
+  static constexpr int kTile = 2048, kChunk = 256;
+  static __device__ __forceinline__ Key make(double confidence, uint32_t index) {
+    const uint64_t bits = 0x7fffffffffffffffull - static_cast<uint64_t>(__double_as_longlong(confidence));
+    return static_cast<Key>(bits) << 32 | index;
+  }
+  static __device__ __forceinline__ double confidence(Key key) {
+    return __longlong_as_double(static_cast<int64_t>(0x7fffffffffffffffull - static_cast<uint64_t>(key >> 32)));
+  }
+};
+
+template <typename A>
+using key_of = typename Keys<A>::Key;
+
+// Where the cut of an image lies: keys with (key >> shift) <= prefix are kept, once `decided`.
+template <typename Key>
+struct CutState {
+  Key prefix;
+  uint32_t better;     // candidates before the prefix
+  uint32_t above_one;  // whether any class score is above 1
+  uint16_t shift, decided;
+};
+static_assert(sizeof(CutState<unsigned __int128>) <= 32);
+
+struct NmsKernel {
+  CandidateSource source;
+  NmsOptions options;
+  NmsOutput output;
+  char* workspace;
+  int64_t capacity, kept;
+  int64_t found, gathered, tickets, cut_states, histogram, promoted, keys, other_keys;  // offsets, see NmsPlan
+  int64_t kept_count, suppressed, overlapped, boxes, classes, masks, kept_boxes, kept_classes, kept_positions;
+  int32_t merges;
+  bool cuts;
+  bool sorts_small;  // the suppressing block sorts an image of kSelfSorted candidates itself
+
+  template <typename T>
+  __device__ __forceinline__ T* at(int64_t offset) const {
+    return reinterpret_cast<T*>(workspace + offset);
+  }
+  __device__ __forceinline__ bool is_promoted(int64_t image) const {
+    return source.label_count && at<uint8_t>(promoted)[image];
+  }
+  // Candidates of an image that wait in its buffer. Never more than it holds, even if the source changed between
+  // passes.
+  __device__ __forceinline__ int64_t buffered(int64_t image) const {
+    const uint32_t count = at<uint32_t>(found)[image];
+    const int64_t waiting = cuts && count > capacity ? at<uint32_t>(gathered)[image] : count;
+    return waiting < capacity ? waiting : capacity;
+  }
+  // Those that may be decided on.
+  __device__ __forceinline__ int64_t candidates(int64_t image) const {
+    const int64_t count = buffered(image);
+    return count < options.max_candidates ? count : options.max_candidates;
+  }
+};
+
+// Calls f with the layout class that reads the source, for arithmetic type A.
+template <typename A, typename F>
+__device__ __forceinline__ void with_layout(const CandidateSource& source, F&& f) {
+  const auto stored = [&](auto zero) {
+    using T = decltype(zero);
+    switch (source.layout) {
+      case CandidateLayout::kPrediction:
+        return f(PredictionLayout<T>{});
+      case CandidateLayout::kAnchorHeads:
+        return f(AnchorHeadLayout<T>{});
+      case CandidateLayout::kAnchorFreeHeads:
+        return f(AnchorFreeHeadLayout<T>{});
+    }
+  };
+  if constexpr (sizeof(A) == 8) {
+    stored(double{});
+  } else {
+    switch (source.dtype) {
+      case DType::kFloat16:
+        return stored(__half{});
+      case DType::kBFloat16:
+        return stored(__nv_bfloat16{});
+      default:
+        return stored(float{});
+    }
+  }
+}
+
+// Bits of those of `boxes` (kCount of them, all proper or void) which suppress `mine`, if they are kept. First the four
+// comparisons for all, without a branch; the quotient for the few that meet.
+template <typename A, int kCount>
+__device__ __forceinline__ uint32_t suppressors(const CornerBox<A>* boxes, const int32_t* classes,
+                                                const CornerBox<A>& mine, int32_t my_class, bool same_class,
+                                                A threshold) {
+  uint32_t bits = 0;
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) {
+    const CornerBox<A> other = boxes[j];  // one 16-byte load, whatever the comparisons say
+    bits |= proper_boxes_meet(other, mine) ? 1u << j : 0u;
+  }
+  for (uint32_t rest = bits; rest; rest &= rest - 1) {
+    const int j = __ffs(rest) - 1;
+    if ((same_class && classes[j] != my_class) || !meeting_boxes_overlap(boxes[j], mine, threshold)) bits &= ~(1u << j);
+  }
+  return bits;
+}
+
+cudaError_t launch_select(const NmsKernel& kernel, const NmsPlan& plan, const ClassFilter& filter, cudaStream_t stream);
+cudaError_t launch_sort(const NmsKernel& kernel, const NmsPlan& plan, cudaStream_t stream);
+cudaError_t launch_suppress(const NmsKernel& kernel, const NmsPlan& plan, cudaStream_t stream);
+cudaError_t launch_suppress_wide(const NmsKernel& kernel, const NmsPlan& plan, cudaStream_t stream);
+
+}  // namespace torch_fastdet::core

@@ -1,0 +1,79 @@
+// The decisions of non-maximum suppression, once for the CPU and the GPU.
+#pragma once
+
+#include "core/common/exact_math.h"
+#include "core/common/yolo_math.h"
+
+namespace torch_fastdet::core {
+
+// Which boxes can suppress each other.
+enum class ClassRule : int32_t {
+  kOffset,    // boxes are moved by class * max_wh before they are compared, as the stock functions do
+  kExact,     // boxes of one class only, compared where they are
+  kAgnostic,  // all boxes
+};
+
+template <typename A>
+TORCH_FASTDET_HOST_DEVICE A area(const CornerBox<A>& box) {
+  return mul_rn(sub_rn(box.x2, box.x1), sub_rn(box.y2, box.y1));
+}
+
+// Whether two boxes have common area, as overlaps() below wants it. A box without positive width and height meets
+// nothing, so its (zero or negative) area never enters a union.
+template <typename A>
+TORCH_FASTDET_HOST_DEVICE bool meets(const CornerBox<A>& a, const CornerBox<A>& b) {
+  const A left = a.x1 > b.x1 ? a.x1 : b.x1, right = a.x2 < b.x2 ? a.x2 : b.x2;
+  const A top = a.y1 > b.y1 ? a.y1 : b.y1, bottom = a.y2 < b.y2 ? a.y2 : b.y2;
+  return right > left && bottom > top;
+}
+
+// A box that can meet others, or else one that meets nothing and makes the tests below true without it: with it,
+// meets(a, b) is four comparisons.
+template <typename A>
+TORCH_FASTDET_HOST_DEVICE CornerBox<A> proper_or_void(const CornerBox<A>& box) {
+  const A infinity = static_cast<A>(HUGE_VAL);
+  if (box.x2 > box.x1 && box.y2 > box.y1) return box;
+  return {infinity, infinity, -infinity, -infinity};
+}
+
+template <typename A>
+TORCH_FASTDET_HOST_DEVICE bool proper_boxes_meet(const CornerBox<A>& a, const CornerBox<A>& b) {
+  // Without short cuts: a branch costs more than three comparisons.
+  return (a.x1 < b.x2) & (b.x1 < a.x2) & (a.y1 < b.y2) & (b.y1 < a.y2);
+}
+
+// IoU > threshold of two boxes that meet, both of arithmetic type A, on every device: the quotient is rounded before it
+// is compared.
+template <typename A>
+TORCH_FASTDET_HOST_DEVICE bool meeting_boxes_overlap(const CornerBox<A>& kept, const CornerBox<A>& later, A threshold) {
+  const A left = kept.x1 > later.x1 ? kept.x1 : later.x1, right = kept.x2 < later.x2 ? kept.x2 : later.x2;
+  const A top = kept.y1 > later.y1 ? kept.y1 : later.y1, bottom = kept.y2 < later.y2 ? kept.y2 : later.y2;
+  const A intersection = mul_rn(sub_rn(right, left), sub_rn(bottom, top));
+  return div_rn(intersection, sub_rn(add_rn(area(kept), area(later)), intersection)) > threshold;
+}
+
+// Whether a kept box suppresses a later one.
+template <typename A>
+TORCH_FASTDET_HOST_DEVICE bool overlaps(const CornerBox<A>& kept, const CornerBox<A>& later, A threshold) {
+  return meets(kept, later) && meeting_boxes_overlap(kept, later, threshold);
+}
+
+// Box corners as the stock functions round them: every operation to the stored type, given by Round.
+template <typename Round, typename A>
+TORCH_FASTDET_HOST_DEVICE CornerBox<A> corners(const CenterBox<A>& box, Round round) {
+  const A half_width = round(mul_rn(box.width, A(0.5))), half_height = round(mul_rn(box.height, A(0.5)));
+  return {round(sub_rn(box.x, half_width)), round(sub_rn(box.y, half_height)), round(add_rn(box.x, half_width)),
+          round(add_rn(box.y, half_height))};
+}
+
+template <typename A>
+TORCH_FASTDET_HOST_DEVICE bool is_finite(const CornerBox<A>& box) {
+  return is_finite(box.x1) && is_finite(box.y1) && is_finite(box.x2) && is_finite(box.y2);
+}
+
+template <typename A>
+TORCH_FASTDET_HOST_DEVICE CornerBox<A> moved(const CornerBox<A>& box, A offset) {
+  return {add_rn(box.x1, offset), add_rn(box.y1, offset), add_rn(box.x2, offset), add_rn(box.y2, offset)};
+}
+
+}  // namespace torch_fastdet::core

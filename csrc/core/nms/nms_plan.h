@@ -1,0 +1,140 @@
+// How much memory a suppression on the GPU needs, and which kernels it launches. Host arithmetic alone.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "core/nms/nms.h"
+
+namespace torch_fastdet::core {
+
+constexpr int kHistogramBits = 11;
+constexpr int kHistogramBins = 1 << kHistogramBits;
+constexpr int kMaxCutLevels = 12;
+// Detections an image up to which one block keeps its list in shared memory.
+constexpr int64_t kSharedDetections = 1024;
+// Sorted runs that a block merges while it suppresses.
+constexpr int kMergedRuns = 16;
+// Candidates decided together where the kept list lies in device memory.
+constexpr int64_t kWideChunk = 2048;
+// Candidates of an image that the block which suppresses them sorts itself.
+constexpr int64_t kSelfSorted = 1024;
+// An image with at most this many candidates is never cut before the sort.
+constexpr int64_t kUncutCandidates = 32768;
+
+// One digit of the radix search for the cut: bits [shift, shift + width) of a key, under the prefix above parent_shift.
+struct CutLevel {
+  int32_t parent_shift, shift, width;
+};
+
+struct NmsPlan {
+  int64_t images = 0;
+  int64_t possible = 0;     // candidates an image can have
+  int64_t capacity = 0;     // keys an image has room for
+  int64_t tile = 0;         // keys that one block sorts
+  int64_t runs = 0;         // sorted runs an image, at most
+  int64_t merges = 0;       // passes that double the runs' length
+  int64_t merged_runs = 0;  // runs after them
+  bool cuts = false;        // more candidates may pass than there is room for
+  bool wide = false;        // the kept list lies in device memory
+  int64_t kept = 0;         // detections an image can have
+  int32_t levels = 0;
+  CutLevel level[kMaxCutLevels] = {};
+
+  // Offsets in the workspace; [0, zeroed) must be zero before the first kernel.
+  size_t found = 0, gathered = 0, tickets = 0, cut_states = 0, histogram = 0;
+  size_t kept_count = 0, suppressed = 0, overlapped = 0, zeroed = 0;
+  size_t promoted = 0, keys = 0, other_keys = 0, boxes = 0, classes = 0, masks = 0;
+  size_t kept_boxes = 0, kept_classes = 0, kept_positions = 0;
+  size_t bytes = 0;
+};
+
+// Shared memory of the block that suppresses an image: the kept list, and either the runs it merges (with their merged
+// lists) or the bit matrix of a chunk.
+inline int64_t suppress_shared_bytes(bool wide_key, int64_t runs) {
+  const int64_t box = wide_key ? 32 : 16, key = wide_key ? 16 : 8, chunk = wide_key ? 256 : 512;
+  const int64_t lists = runs > 1 ? runs + (runs + 1) / 2 + (runs + 3) / 4 : 0;
+  const int64_t kept = kSharedDetections * (box + 4);
+  const int64_t matrix = chunk * (box + 4) + chunk / 32 * chunk * 4;
+  return kept + std::max(matrix, lists * chunk * key) + 1024;
+}
+
+// shared_limit: bytes of shared memory that a block of this device may have.
+inline NmsPlan plan_nms(const CandidateSource& source, const NmsOptions& options, int64_t shared_limit) {
+  const bool wide_key = source.dtype == DType::kFloat64;
+  const size_t key = wide_key ? 16 : 8, box = wide_key ? 32 : 16;
+  NmsPlan plan;
+  plan.images = source.images;
+  const int64_t rows = source.anchors + source.label_count;
+  plan.possible = options.multi_label ? rows * source.classes : (source.classes ? rows : 0);
+  plan.tile = wide_key ? 2048 : 4096;
+  const int64_t wanted = std::min(options.max_candidates, plan.possible);  // callers say "all" by the greatest integer
+  const int64_t roomy = (wanted / 16 * 17 + plan.tile) / plan.tile * plan.tile;
+  plan.capacity = std::min(plan.possible, std::max(kUncutCandidates, roomy));
+  plan.cuts = plan.possible > plan.capacity;
+  plan.runs = (plan.capacity + plan.tile - 1) / plan.tile;
+  plan.kept = std::min({options.max_detections, options.max_candidates, plan.possible});
+  plan.wide = plan.kept > kSharedDetections;
+  plan.merged_runs = plan.runs;
+  const auto mergeable = [&](int64_t runs) {
+    return runs <= kMergedRuns && suppress_shared_bytes(wide_key, runs) <= shared_limit;
+  };
+  while (plan.merged_runs > 1 && (plan.wide || !mergeable(plan.merged_runs))) {
+    plan.merged_runs = (plan.merged_runs + 1) / 2;
+    ++plan.merges;
+  }
+
+  if (plan.cuts) {
+    int32_t index_bits = 1;
+    while ((rows * source.classes - 1) >> index_bits) ++index_bits;
+    int32_t top = 32 + (wide_key ? 63 : 31), parent = top;
+    const auto add = [&](int32_t bottom) {
+      while (top > bottom) {
+        const int32_t width = std::min(kHistogramBits, top - bottom);
+        plan.level[plan.levels++] = {parent, top - width, width};
+        top -= width;
+        parent = top;
+      }
+    };
+    add(32);
+    top = index_bits;  // the bits between are zero in every key
+    add(0);
+  }
+
+  size_t at = 0;
+  const auto take = [&](size_t bytes) {
+    const size_t offset = at;
+    at = (at + bytes + 255) / 256 * 256;
+    return offset;
+  };
+  const size_t images = static_cast<size_t>(plan.images), capacity = static_cast<size_t>(plan.capacity);
+  plan.found = take(images * 4);
+  plan.gathered = take(images * 4);
+  if (plan.cuts) {
+    plan.tickets = take(images * plan.levels * 4);
+    plan.cut_states = take(images * 32);
+    plan.histogram = take(images * kHistogramBins * 4);
+  }
+  if (plan.wide) {
+    plan.kept_count = take(images * 4);
+    plan.suppressed = take(images * kWideChunk / 8);
+    plan.overlapped = take(images * kWideChunk / 8);
+  }
+  plan.zeroed = at;
+  if (source.label_count) plan.promoted = take(images);
+  plan.keys = take(images * capacity * key);
+  if (plan.merges) plan.other_keys = take(images * capacity * key);
+  if (plan.wide) {
+    plan.boxes = take(images * capacity * box);
+    plan.classes = take(images * capacity * 4);
+    plan.kept_boxes = take(images * static_cast<size_t>(plan.kept) * box);
+    plan.kept_classes = take(images * static_cast<size_t>(plan.kept) * 4);
+    plan.kept_positions = take(images * static_cast<size_t>(plan.kept) * 4);
+    plan.masks = take(images * kWideChunk * kWideChunk / 8);
+  }
+  plan.bytes = at;
+  return plan;
+}
+
+}  // namespace torch_fastdet::core

@@ -1,0 +1,50 @@
+// Writes detections: one row when its box is decided, then what is left of the output.
+#pragma once
+
+#include "core/nms/nms_device.cuh"
+
+namespace torch_fastdet::core {
+
+template <typename A>
+__device__ __forceinline__ A* detection_row(const NmsKernel& p, int64_t image, int64_t row) {
+  return static_cast<A*>(p.output.detections) + (image * p.options.max_detections + row) * (6 + p.source.extra);
+}
+
+template <typename A>
+__device__ __forceinline__ void write_row(const NmsKernel& p, int64_t image, int64_t row, int64_t anchor,
+                                          CornerBox<A> box, A confidence, int32_t box_class) {
+  p.output.indices[image * p.options.max_detections + row] = anchor;
+  if (p.output.letterboxes) {
+    const A* l = static_cast<const A*>(p.output.letterboxes) + image * 6;
+    box = scale_corners(box, Letterbox<A>{l[0], l[1], l[2], l[3], l[4], l[5]});
+  }
+  A* out = detection_row<A>(p, image, row);
+  out[0] = box.x1;
+  out[1] = box.y1;
+  out[2] = box.x2;
+  out[3] = box.y2;
+  out[4] = confidence;
+  out[5] = A(box_class);
+}
+
+// One block: count, extra columns of the rows kept, zeros (and index -1) past them.
+template <typename A>
+__device__ __forceinline__ void write_rest(const NmsKernel& p, int64_t image, int64_t kept, bool promoted) {
+  const int64_t rows = p.options.max_detections, extra = p.source.extra;
+  int64_t* indices = p.output.indices + image * rows;
+  if (threadIdx.x == 0) p.output.counts[image] = kept;
+  if (extra && kept) {
+    with_layout<A>(p.source, [&](auto layout) {
+      for (int64_t i = threadIdx.x; i < kept * extra; i += blockDim.x) {
+        const int64_t row = i / extra, e = i - row * extra;
+        detection_row<A>(p, image, row)[6 + e] =
+            candidate_extra<decltype(layout)>(p.source, p.options, image, indices[row], e, promoted);
+      }
+    });
+  }
+  A* tail = detection_row<A>(p, image, kept);
+  for (int64_t i = threadIdx.x; i < (rows - kept) * (6 + extra); i += blockDim.x) tail[i] = A(0);
+  for (int64_t row = kept + threadIdx.x; row < rows; row += blockDim.x) indices[row] = -1;
+}
+
+}  // namespace torch_fastdet::core

@@ -1,0 +1,30 @@
+// Boxes of a letterboxed network input back in the pixels of the original images.
+#pragma once
+
+#include <cstdint>
+
+#ifdef TORCH_FASTDET_WITH_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
+#include "core/common/dtype.h"
+
+namespace torch_fastdet::core {
+
+// Strides in elements; output is contiguous. Columns past the box are copied.
+struct ScaleBoxesParams {
+  const void* boxes = nullptr;        // (images, boxes, columns)
+  const void* letterboxes = nullptr;  // (images, 6) contiguous, float (double for double): Letterbox<A>
+  void* output = nullptr;
+  int64_t images = 0, count = 0, columns = 0;
+  int64_t image_stride = 0, box_stride = 0, column_stride = 0;
+  bool center_size = false;  // boxes are center and size: only the center is moved, nothing is clipped
+  DType dtype = DType::kFloat32;
+};
+
+#ifdef TORCH_FASTDET_WITH_CUDA
+// Queues the kernel on `stream`; returns at once.
+cudaError_t launch_scale_boxes(const ScaleBoxesParams& params, cudaStream_t stream);
+#endif
+
+}  // namespace torch_fastdet::core

@@ -1,0 +1,159 @@
+// YOLOv5 decode: a block takes neighbouring cells of one anchor of one map, reads them along whichever of cells and
+// channels lie side by side, and writes their rows, which are adjacent in the output, through shared memory.
+#include "core/nms/decode.h"
+#include "core/nms/nms_device.cuh"
+
+namespace torch_fastdet::core {
+
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kMaxCells = 64;
+constexpr int kSharedBytes = 40960;
+
+struct Kernel {
+  DecodeParams decode;
+  int32_t cells;                        // a block
+  bool staged;                          // rows fit shared memory
+  int32_t blocks_of_level[kMaxLevels];  // of one anchor of one image
+  int64_t blocks_per_image;
+};
+
+// What a channel holds. Center and side want more than the logit.
+template <typename T>
+__device__ __forceinline__ T decoded(const CandidateSource& source, const HeadLevel& head, T raw, int anchor_side,
+                                     int row, int column, int channel) {
+  using A = arithmetic_of<T>;
+  if (channel >= 5 + source.classes) return raw;
+  const A share = sigmoid(Storage<T>::load(raw));
+  if (channel >= 4) return Storage<T>::store(share);
+  const A stride = A(head.stride);
+  if (channel < 2) return Storage<T>::store(center_of(share, channel ? row : column, stride));
+  const float* sides = source.anchor_sides_device ? source.anchor_sides_device : source.anchor_sides;
+  return Storage<T>::store(side_of(share, mul_rn(A(sides[anchor_side + channel - 2]), stride)));
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) decode_kernel(const __grid_constant__ Kernel k) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  const CandidateSource& source = k.decode.source;
+  const int64_t image = blockIdx.x / k.blocks_per_image;
+  int block = static_cast<int>(blockIdx.x - image * k.blocks_per_image);
+  int level = 0;
+  while (block >= k.blocks_of_level[level] * source.anchors_per_cell) {
+    block -= k.blocks_of_level[level] * source.anchors_per_cell;
+    ++level;
+  }
+  const HeadLevel& head = source.level[level];
+  const int anchor = block / k.blocks_of_level[level];
+  const int first = (block - anchor * k.blocks_of_level[level]) * k.cells;
+  const int size = head.rows * head.columns;
+  const int cells = size - first < k.cells ? size - first : k.cells;
+  const int channels = static_cast<int>(5 + source.classes + source.extra);
+  const int side = (level * source.anchors_per_cell + anchor) * 2;
+  const T* data = static_cast<const T*>(head.boxes.data) + image * head.boxes.image + anchor * head.boxes.anchor;
+  const int64_t first_row = image * source.anchors + head.first_anchor + static_cast<int64_t>(anchor) * size + first;
+  T* out = static_cast<T*>(k.decode.output) + first_row * channels;
+  T* target = k.staged ? reinterpret_cast<T*>(shared) : out;
+  const int total = cells * channels;
+  constexpr int kBatch = 8;
+  if (head.boxes.column < head.boxes.channel) {
+    // A thread walks the channels of one cell; a warp reads neighbouring cells.
+    const int cell = threadIdx.x % k.cells, step = kThreads / k.cells;
+    if (cell < cells && threadIdx.x < step * k.cells) {
+      const int row = (first + cell) / head.columns, column = first + cell - row * head.columns;
+      const T* cell_data = data + row * head.boxes.row + column * head.boxes.column;
+      T* cell_target = target + cell * channels;
+      const int64_t channel_stride = head.boxes.channel;
+      for (int start = threadIdx.x / k.cells; start < channels; start += kBatch * step) {
+        T raw[kBatch];
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) {
+          const int channel = start + b * step;
+          raw[b] = channel < channels ? cell_data[channel * channel_stride] : T{};
+        }
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) {
+          const int channel = start + b * step;
+          if (channel < channels) cell_target[channel] = decoded(source, head, raw[b], side, row, column, channel);
+        }
+      }
+    }
+  } else {
+    // A warp reads the channels of one cell, or of several: 32 elements at a time.
+    const int step_cells = kThreads / channels, step_channels = kThreads - step_cells * channels;
+    int cell = static_cast<int>(threadIdx.x) / channels, channel = static_cast<int>(threadIdx.x) - cell * channels;
+    int row = (first + cell) / head.columns, column = first + cell - row * head.columns;
+    const auto advance = [&] {
+      channel += step_channels;
+      int moved_cells = step_cells;
+      if (channel >= channels) {
+        channel -= channels;
+        ++moved_cells;
+      }
+      cell += moved_cells;
+      column += moved_cells;
+      while (column >= head.columns) {
+        column -= head.columns;
+        ++row;
+      }
+    };
+    for (int start = threadIdx.x; start < total; start += 4 * kThreads) {
+      T raw[4];
+      int at_row[4], at_column[4], at_channel[4];
+#pragma unroll
+      for (int b = 0; b < 4; ++b) {
+        at_row[b] = row;
+        at_column[b] = column;
+        at_channel[b] = channel;
+        raw[b] = start + b * kThreads < total
+                     ? data[row * head.boxes.row + column * head.boxes.column + channel * head.boxes.channel]
+                     : T{};
+        advance();
+      }
+#pragma unroll
+      for (int b = 0; b < 4; ++b) {
+        const int i = start + b * kThreads;
+        if (i < total) target[i] = decoded(source, head, raw[b], side, at_row[b], at_column[b], at_channel[b]);
+      }
+    }
+  }
+  if (!k.staged) return;
+  __syncthreads();
+  constexpr int kVector = 16 / sizeof(T);
+  if (reinterpret_cast<uintptr_t>(out) % 16 == 0) {
+    const int vectors = total / kVector;
+    for (int i = threadIdx.x; i < vectors; i += kThreads) {
+      reinterpret_cast<int4*>(out)[i] = reinterpret_cast<const int4*>(target)[i];
+    }
+    for (int i = vectors * kVector + threadIdx.x; i < total; i += kThreads) out[i] = target[i];
+  } else {
+    for (int i = threadIdx.x; i < total; i += kThreads) out[i] = target[i];
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_yolov5_decode(const DecodeParams& params, cudaStream_t stream) {
+  const CandidateSource& source = params.source;
+  if (source.images * source.anchors == 0) return cudaSuccess;
+  return dispatch(source.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    Kernel k{};
+    k.decode = params;
+    const int64_t row_bytes = (5 + source.classes + source.extra) * static_cast<int64_t>(sizeof(T));
+    const int64_t fitting = kSharedBytes / row_bytes;
+    k.staged = fitting >= 8;
+    k.cells = !k.staged || fitting >= kMaxCells ? kMaxCells : static_cast<int32_t>(fitting / 8 * 8);
+    for (int level = 0; level < source.levels; ++level) {
+      const int64_t cells = static_cast<int64_t>(source.level[level].rows) * source.level[level].columns;
+      k.blocks_of_level[level] = static_cast<int32_t>((cells + k.cells - 1) / k.cells);
+      k.blocks_per_image += static_cast<int64_t>(k.blocks_of_level[level]) * source.anchors_per_cell;
+    }
+    const size_t bytes = k.staged ? static_cast<size_t>(k.cells * row_bytes) : 0;
+    decode_kernel<T><<<static_cast<unsigned>(k.blocks_per_image * source.images), kThreads, bytes, stream>>>(k);
+    return cudaGetLastError();
+  });
+}
+
+}  // namespace torch_fastdet::core

@@ -1,0 +1,34 @@
+// 2x nearest upsampling on the GPU, forward (with a second tensor copied beside it, for concatenation) and backward.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "core/common/dtype.h"
+#include "core/upsample/upsample_plan.h"
+
+namespace torch_fastdet::core {
+
+struct UpsampleForwardParams {
+  UpsamplePlan plan;  // small = x, large = the part of out that x fills
+  const void* x;
+  void* out;
+  CopyPlan copy;  // of skip into its part of the same buffer; numel() == 0 where nothing is concatenated
+  const void* skip;
+  void* skip_out;
+  int itemsize;  // bytes of an element, 2, 4 or 8: values are moved, never computed with
+};
+
+struct UpsampleBackwardParams {
+  UpsamplePlan plan;  // small = grad_x, large = grad_out
+  const void* grad_out;
+  void* grad_x;
+  DType dtype;
+};
+
+// One launch (several only above 2^30 accesses). Tensors may not overlap.
+cudaError_t launch_upsample_forward(const UpsampleForwardParams& params, cudaStream_t stream);
+
+// Every gradient is the sum of a 2x2 square, left to right and top to bottom, in float (double for double).
+cudaError_t launch_upsample_backward(const UpsampleBackwardParams& params, cudaStream_t stream);
+
+}  // namespace torch_fastdet::core

@@ -1,6 +1,0 @@
-// Shapes of the multi_tensor operators: the same checks, and nothing done.
-#include "multi_tensor_library.h"
-
-TORCH_LIBRARY_IMPL(torch_fastdet, Meta, m) {
-  torch_fastdet::multi_tensor::implement<true>(m);
-}

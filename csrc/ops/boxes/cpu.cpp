@@ -1,0 +1,397 @@
+// bbox_iou and iou_loss on the CPU. Pairs are gathered into blocks of coordinate arrays, over which the loops around
+// box_math.h vectorise; chunks of pairs, of a size that does not depend on the number of threads, are shared among
+// them.
+// Lets g++ turn selects into vector blends; results stay IEEE, NaN and infinity included. Before any include, because
+// g++ does not inline between functions of differing options.
+#pragma GCC optimize("no-trapping-math")
+
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <type_traits>
+#include <vector>
+
+#include "ops/boxes/run.h"
+
+// A baseline x86-64 build gets a second copy of the vector loops for AVX2, chosen at run time.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__AVX2__)
+#define TORCH_FASTDET_AVX2 1
+#endif
+
+namespace torch_fastdet {
+namespace {
+
+constexpr int kBlock = 128;
+constexpr int64_t kChunk = 2048;
+constexpr int64_t kGrainChunks = 4;  // about 50 microseconds of work for a thread
+
+template <typename T>
+struct alignas(64) Block {
+  T v[4][kBlock];
+};
+
+template <typename T>
+using Values = T[kBlock];
+
+// Whole blocks only, so that a pair's result does not depend on its place; the unused end of a block holds zeros.
+template <core::IouKind kKind, typename T>
+inline void value_loop(const Block<T>& a, const Block<T>& b, bool xywh, T eps, Values<T>& out) {
+  const auto loop = [&](auto is_xywh) {
+    for (int i = 0; i < kBlock; ++i) {
+      const T box1[4] = {a.v[0][i], a.v[1][i], a.v[2][i], a.v[3][i]};
+      const T box2[4] = {b.v[0][i], b.v[1][i], b.v[2][i], b.v[3][i]};
+      out[i] = core::box_iou<kKind>(core::make_box(box1, is_xywh, eps), core::make_box(box2, is_xywh, eps), eps);
+    }
+  };
+  if (xywh) {
+    loop(std::true_type{});
+  } else {
+    loop(std::false_type{});
+  }
+}
+
+template <core::IouKind kKind, typename T>
+inline void grad_loop(const Block<T>& a, const Block<T>& b, bool xywh, T eps, const Values<T>& grad,
+                      Block<T>& __restrict grad1, Block<T>& __restrict grad2) {
+  const auto loop = [&](auto is_xywh) {
+    for (int i = 0; i < kBlock; ++i) {
+      const T box1[4] = {a.v[0][i], a.v[1][i], a.v[2][i], a.v[3][i]};
+      const T box2[4] = {b.v[0][i], b.v[1][i], b.v[2][i], b.v[3][i]};
+      core::Box<T> grad_a;
+      core::Box<T> grad_b;
+      core::box_iou_grad<kKind>(core::make_box(box1, is_xywh, eps), core::make_box(box2, is_xywh, eps), eps, grad[i],
+                                grad_a, grad_b);
+      T out1[4];
+      T out2[4];
+      core::fold_box_grad(grad_a, is_xywh, out1);
+      core::fold_box_grad(grad_b, is_xywh, out2);
+      for (int c = 0; c < 4; ++c) {
+        grad1.v[c][i] = out1[c];
+        grad2.v[c][i] = out2[c];
+      }
+    }
+  };
+  if (xywh) {
+    loop(std::true_type{});
+  } else {
+    loop(std::false_type{});
+  }
+}
+
+#ifdef TORCH_FASTDET_AVX2
+template <core::IouKind kKind, typename T>
+__attribute__((target("avx2,fma"), flatten)) void value_loop_avx2(const Block<T>& a, const Block<T>& b, bool xywh,
+                                                                  T eps, Values<T>& out) {
+  value_loop<kKind>(a, b, xywh, eps, out);
+}
+
+template <core::IouKind kKind, typename T>
+__attribute__((target("avx2,fma"), flatten)) void grad_loop_avx2(const Block<T>& a, const Block<T>& b, bool xywh, T eps,
+                                                                 const Values<T>& grad, Block<T>& grad1,
+                                                                 Block<T>& grad2) {
+  grad_loop<kKind>(a, b, xywh, eps, grad, grad1, grad2);
+}
+
+bool has_avx2() {
+  static const bool has = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  return has;
+}
+#endif
+
+template <core::IouKind kKind, typename T>
+__attribute__((flatten)) void value_loop_baseline(const Block<T>& a, const Block<T>& b, bool xywh, T eps,
+                                                  Values<T>& out) {
+  value_loop<kKind>(a, b, xywh, eps, out);
+}
+
+template <core::IouKind kKind, typename T>
+__attribute__((flatten)) void grad_loop_baseline(const Block<T>& a, const Block<T>& b, bool xywh, T eps,
+                                                 const Values<T>& grad, Block<T>& grad1, Block<T>& grad2) {
+  grad_loop<kKind>(a, b, xywh, eps, grad, grad1, grad2);
+}
+
+template <core::IouKind kKind, typename T>
+void block_values(const Block<T>& a, const Block<T>& b, const core::IouConfig& config, Values<T>& out) {
+  const T eps = static_cast<T>(config.eps);
+#ifdef TORCH_FASTDET_AVX2
+  if (has_avx2()) return value_loop_avx2<kKind>(a, b, config.xywh, eps, out);
+#endif
+  value_loop_baseline<kKind>(a, b, config.xywh, eps, out);
+}
+
+template <core::IouKind kKind, typename T>
+void block_grads(const Block<T>& a, const Block<T>& b, const core::IouConfig& config, const Values<T>& grad,
+                 Block<T>& grad1, Block<T>& grad2) {
+  const T eps = static_cast<T>(config.eps);
+#ifdef TORCH_FASTDET_AVX2
+  if (has_avx2()) return grad_loop_avx2<kKind>(a, b, config.xywh, eps, grad, grad1, grad2);
+#endif
+  grad_loop_baseline<kKind>(a, b, config.xywh, eps, grad, grad1, grad2);
+}
+
+// Calls f with a value of the C++ type that `dtype` names.
+template <typename F>
+void with_dtype(core::DType dtype, F&& f) {
+  switch (dtype) {
+    case core::DType::kFloat32:
+      return f(float{});
+    case core::DType::kFloat16:
+      return f(c10::Half{});
+    case core::DType::kBFloat16:
+      return f(c10::BFloat16{});
+    case core::DType::kFloat64:
+      return f(double{});
+  }
+}
+
+// Calls f with the kind as a compile-time constant and a zero of the arithmetic type.
+template <typename F>
+void with_kind(core::IouKind kind, const core::BoxesIn& box1, const core::BoxesIn& box2, F&& f) {
+  const bool is_double = box1.dtype == core::DType::kFloat64 || box2.dtype == core::DType::kFloat64;
+  const auto with_type = [&](auto constant) {
+    if (is_double) {
+      f(constant, double{});
+    } else {
+      f(constant, float{});
+    }
+  };
+  using core::IouKind;
+  switch (kind) {
+    case IouKind::kIou:
+      return with_type(std::integral_constant<IouKind, IouKind::kIou>{});
+    case IouKind::kGiou:
+      return with_type(std::integral_constant<IouKind, IouKind::kGiou>{});
+    case IouKind::kDiou:
+      return with_type(std::integral_constant<IouKind, IouKind::kDiou>{});
+    case IouKind::kCiou:
+      return with_type(std::integral_constant<IouKind, IouKind::kCiou>{});
+  }
+}
+
+// The offsets of `count` pairs from `first` on, for each operand.
+template <int kOperands>
+void block_offsets(const core::BroadcastPlan<kOperands>& plan, int64_t first, int count,
+                   int64_t (&offsets)[kOperands][kBlock]) {
+  int64_t offset[kOperands];
+  if (plan.dims <= 1) {
+    core::broadcast_offsets(plan, first, offset);
+    for (int k = 0; k < kOperands; ++k) {
+      for (int i = 0; i < count; ++i) offsets[k][i] = offset[k] + i * plan.stride[k][0];
+    }
+    return;
+  }
+  for (int i = 0; i < count; ++i) {
+    core::broadcast_offsets(plan, first + i, offset);
+    for (int k = 0; k < kOperands; ++k) offsets[k][i] = offset[k];
+  }
+}
+
+template <typename T>
+void load_block(const core::BoxesIn& boxes, const int64_t (&offsets)[kBlock], int count, Block<T>& block) {
+  with_dtype(boxes.dtype, [&](auto zero) {
+    using Stored = decltype(zero);
+    const auto* data = static_cast<const Stored*>(boxes.data);
+    const int64_t step = boxes.coord_stride;
+    for (int i = 0; i < count; ++i) {
+      const Stored* row = data + offsets[i];
+      for (int c = 0; c < 4; ++c) block.v[c][i] = static_cast<T>(row[c * step]);
+    }
+  });
+  for (int c = 0; c < 4; ++c) std::fill(block.v[c] + count, block.v[c] + kBlock, T(0));
+}
+
+template <typename T>
+void store_values(void* data, core::DType dtype, int64_t first, int count, const Values<T>& values) {
+  with_dtype(dtype, [&](auto zero) {
+    using Stored = decltype(zero);
+    auto* out = static_cast<Stored*>(data) + first;
+    for (int i = 0; i < count; ++i) out[i] = static_cast<Stored>(values[i]);
+  });
+}
+
+// Row `first + i` of a contiguous gradient becomes row i of the block.
+template <typename T>
+void store_rows(void* data, core::DType dtype, int64_t first, int count, const Block<T>& block) {
+  with_dtype(dtype, [&](auto zero) {
+    using Stored = decltype(zero);
+    auto* out = static_cast<Stored*>(data) + 4 * first;
+    for (int i = 0; i < count; ++i) {
+      for (int c = 0; c < 4; ++c) out[4 * i + c] = static_cast<Stored>(block.v[c][i]);
+    }
+  });
+}
+
+template <core::IouKind kKind, typename T>
+void values_from(const core::BoxesIn& box1, const core::BoxesIn& box2, const core::BroadcastPlan<2>& plan,
+                 const core::IouConfig& config, int64_t first, int count, Values<T>& out) {
+  int64_t offsets[2][kBlock];
+  Block<T> a;
+  Block<T> b;
+  block_offsets(plan, first, count, offsets);
+  load_block(box1, offsets[0], count, a);
+  load_block(box2, offsets[1], count, b);
+  block_values<kKind>(a, b, config, out);
+}
+
+template <core::IouKind kKind, typename T>
+void grads_from(const core::IouBackwardParams& p, const core::BroadcastPlan<3>& plan, int64_t first, int count,
+                Block<T>& grad1, Block<T>& grad2) {
+  int64_t offsets[3][kBlock];
+  Block<T> a;
+  Block<T> b;
+  alignas(64) Values<T> grad = {};
+  block_offsets(plan, first, count, offsets);
+  load_block(p.box1, offsets[0], count, a);
+  load_block(p.box2, offsets[1], count, b);
+  const T scale = static_cast<T>(p.grad_scale);
+  with_dtype(p.grad_dtype, [&](auto zero) {
+    const auto* data = static_cast<const decltype(zero)*>(p.grad);
+    for (int i = 0; i < count; ++i) grad[i] = static_cast<T>(data[offsets[2][i]]) * scale;
+  });
+  block_grads<kKind>(a, b, p.config, grad, grad1, grad2);
+}
+
+// Calls f(first, count) for the blocks of pairs [begin, end).
+template <typename F>
+void for_blocks(int64_t begin, int64_t end, F&& f) {
+  for (int64_t first = begin; first < end; first += kBlock) {
+    f(first, static_cast<int>(std::min<int64_t>(kBlock, end - first)));
+  }
+}
+
+// Calls f(chunk, begin, end) for chunks of `size` items out of `total`, in parallel.
+template <typename F>
+void for_chunks(int64_t total, int64_t size, F&& f) {
+  const int64_t chunks = (total + size - 1) / size;
+  at::parallel_for(0, chunks, kGrainChunks, [&](int64_t first, int64_t last) {
+    for (int64_t chunk = first; chunk < last; ++chunk) f(chunk, chunk * size, std::min(total, (chunk + 1) * size));
+  });
+}
+
+// One gradient tensor that was broadcast: each row is the sum over `reduce` pairs, chunk by chunk in a fixed order.
+template <core::IouKind kKind, typename T>
+void reduced_pass(const core::IouBackwardParams& p, const core::IouGradPass& pass) {
+  const bool first_box = pass.grad1 != nullptr;
+  void* out = first_box ? pass.grad1 : pass.grad2;
+  const core::DType dtype = first_box ? p.box1.dtype : p.box2.dtype;
+  const int64_t pieces = std::max<int64_t>(1, (pass.reduce + kChunk - 1) / kChunk);  // of a row
+  const int64_t rows_at_once = std::max<int64_t>(1, kChunk / std::max<int64_t>(1, pass.reduce));
+  std::vector<T> sums(static_cast<size_t>(4 * pass.rows * pieces), T(0));
+  for_chunks(pass.rows * pieces, rows_at_once, [&](int64_t, int64_t begin, int64_t end) {
+    Block<T> grad1;
+    Block<T> grad2;
+    // Either several whole rows (pieces = 1) or one piece of a row.
+    const int64_t row = begin / pieces;
+    const int64_t start = row * pass.reduce + (begin % pieces) * kChunk;
+    const int64_t stop = pieces == 1 ? end * pass.reduce : std::min(start + kChunk, (row + 1) * pass.reduce);
+    int64_t slot = begin;
+    int64_t left = pass.reduce;  // pairs until the next row
+    for_blocks(start, stop, [&](int64_t first, int count) {
+      grads_from<kKind>(p, pass.pairs, first, count, grad1, grad2);
+      const Block<T>& grads = first_box ? grad1 : grad2;
+      for (int i = 0; i < count; ++i) {
+        for (int c = 0; c < 4; ++c) sums[4 * slot + c] += grads.v[c][i];
+        if (pieces == 1 && --left == 0) {
+          ++slot;
+          left = pass.reduce;
+        }
+      }
+    });
+  });
+  with_dtype(dtype, [&](auto zero) {
+    using Stored = decltype(zero);
+    for (int64_t row = 0; row < pass.rows; ++row) {
+      for (int c = 0; c < 4; ++c) {
+        double sum = 0;
+        for (int64_t piece = 0; piece < pieces; ++piece) sum += sums[4 * (row * pieces + piece) + c];
+        static_cast<Stored*>(out)[4 * row + c] = static_cast<Stored>(static_cast<T>(sum));
+      }
+    }
+  });
+}
+
+template <core::IouKind kKind, typename T>
+void direct_pass(const core::IouBackwardParams& p, const core::IouGradPass& pass) {
+  for_chunks(pass.rows, kChunk, [&](int64_t, int64_t begin, int64_t end) {
+    Block<T> grad1;
+    Block<T> grad2;
+    for_blocks(begin, end, [&](int64_t first, int count) {
+      grads_from<kKind>(p, pass.pairs, first, count, grad1, grad2);
+      if (pass.grad1) store_rows(pass.grad1, p.box1.dtype, first, count, grad1);
+      if (pass.grad2) store_rows(pass.grad2, p.box2.dtype, first, count, grad2);
+    });
+  });
+}
+
+struct Cpu {
+  static int64_t loss_partials(int64_t) { return 0; }
+
+  static void run(const core::BboxIouParams& p, const char*) {
+    with_kind(p.config.kind, p.box1, p.box2, [&](auto kind, auto zero) {
+      using T = decltype(zero);
+      for_chunks(p.pairs.numel, kChunk, [&](int64_t, int64_t begin, int64_t end) {
+        alignas(64) Values<T> values;
+        for_blocks(begin, end, [&](int64_t first, int count) {
+          values_from<decltype(kind)::value>(p.box1, p.box2, p.pairs, p.config, first, count, values);
+          if (p.loss) {
+            for (T& value : values) value = T(1) - value;
+          }
+          store_values(p.out, p.out_dtype, first, count, values);
+        });
+      });
+    });
+  }
+
+  static void run(const core::IouLossParams& p, const char*) {
+    with_kind(p.config.kind, p.box1, p.box2, [&](auto kind, auto zero) {
+      using T = decltype(zero);
+      constexpr int kLanes = 16;
+      const int64_t total = p.pairs.numel;
+      std::vector<double> sums(static_cast<size_t>((total + kChunk - 1) / kChunk));
+      for_chunks(total, kChunk, [&](int64_t chunk, int64_t begin, int64_t end) {
+        alignas(64) Values<T> values;
+        T lanes[kLanes] = {};
+        for_blocks(begin, end, [&](int64_t first, int count) {
+          values_from<decltype(kind)::value>(p.box1, p.box2, p.pairs, p.config, first, count, values);
+          std::fill(values + count, values + kBlock, T(1));
+          for (int i = 0; i < kBlock; i += kLanes) {
+            for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += T(1) - values[i + lane];
+          }
+        });
+        for (const T lane : lanes) sums[chunk] += lane;
+      });
+      double sum = 0;
+      for (const double part : sums) sum += part;
+      if (p.reduction == core::IouReduction::kMean) sum /= static_cast<double>(total);
+      with_dtype(p.out_dtype, [&](auto out_zero) {
+        using Stored = decltype(out_zero);
+        *static_cast<Stored*>(p.out) = static_cast<Stored>(static_cast<T>(sum));
+      });
+    });
+  }
+
+  static void run(const core::IouBackwardParams& p, const char*) {
+    with_kind(p.config.kind, p.box1, p.box2, [&](auto kind, auto zero) {
+      using T = decltype(zero);
+      for (int i = 0; i < p.passes; ++i) {
+        if (p.pass[i].reduce == 1) {
+          direct_pass<decltype(kind)::value, T>(p, p.pass[i]);
+        } else {
+          reduced_pass<decltype(kind)::value, T>(p, p.pass[i]);
+        }
+      }
+    });
+  }
+};
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(torch_fastdet, CPU, m) {
+  m.impl("bbox_iou", TORCH_FN(bbox_iou<Cpu>));
+  m.impl("bbox_iou_backward", TORCH_FN(bbox_iou_backward<Cpu>));
+  m.impl("iou_loss", TORCH_FN(iou_loss<Cpu>));
+  m.impl("iou_loss_backward", TORCH_FN(iou_loss_backward<Cpu>));
+}
+
+}  // namespace torch_fastdet

@@ -1,0 +1,58 @@
+// Checks that more than one operator makes. Each failure is a sentence: the argument, what came, what was wanted.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
+
+#include <string>
+
+#include "core/common/dtype.h"
+
+namespace torch_fastdet {
+
+inline bool is_supported_float(at::ScalarType type) {
+  return type == at::kHalf || type == at::kBFloat16 || type == at::kFloat || type == at::kDouble;
+}
+
+// A dtype as the user types it: "int64", where printing the ScalarType says "Long".
+inline std::string dtype_name(at::ScalarType type) {
+  return c10::getDtypeNames(type).first;
+}
+
+// `op` and `name` are the operator's and the argument's names as the user types them.
+inline void check_float(const at::Tensor& tensor, const char* op, const char* name) {
+  TORCH_CHECK(is_supported_float(tensor.scalar_type()), op, ": ", name, " has dtype ", dtype_name(tensor.scalar_type()),
+              ", but float16, bfloat16, float32 or float64 is wanted");
+}
+
+inline void check_same_device(const at::Tensor& first, const char* first_name, const at::Tensor& other, const char* op,
+                              const char* other_name) {
+  TORCH_CHECK(first.device() == other.device(), op, ": ", other_name, " is on ", other.device(), ", but ", first_name,
+              " is on ", first.device(), "; both must be on one device");
+}
+
+inline void check_strided(const at::Tensor& tensor, const char* op, const char* name) {
+  TORCH_CHECK(!tensor.is_nested(), op, ": ", name, " is a nested tensor, but a dense (strided) tensor is wanted");
+  TORCH_CHECK(!tensor.is_quantized(), op, ": ", name, " is a quantized tensor of ", dtype_name(tensor.scalar_type()),
+              ", but float16, bfloat16, float32 or float64 is wanted");
+  TORCH_CHECK(tensor.layout() == at::kStrided, op, ": ", name, " has layout ", tensor.layout(),
+              ", but a dense (strided) tensor is wanted");
+}
+
+inline core::DType core_dtype(at::ScalarType type) {
+  switch (type) {
+    case at::kHalf:
+      return core::DType::kFloat16;
+    case at::kBFloat16:
+      return core::DType::kBFloat16;
+    case at::kFloat:
+      return core::DType::kFloat32;
+    case at::kDouble:
+      return core::DType::kFloat64;
+    default:
+      TORCH_CHECK(false, "dtype ", dtype_name(type), " came, but float16, bfloat16, float32 or float64 is wanted");
+  }
+}
+
+}  // namespace torch_fastdet

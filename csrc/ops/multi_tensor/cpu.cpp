@@ -1,0 +1,422 @@
+// multi_tensor on the CPU: segments in parallel, each block of elements loaded to L1, passed over by vectorised loops
+// and stored.
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "core/multi_tensor/multi_tensor_plan.h"
+#include "core/multi_tensor/optimizer_math.h"
+#include "ops/multi_tensor/library.h"
+
+// Processors with AVX2 and FMA take a path compiled for them, with the same results: contraction is off there, because
+// products and sums are rounded where core/optimizer_math.h says.
+#if defined(__x86_64__) && defined(__GNUC__)
+#define TORCH_FASTDET_HAS_AVX2_PATH 1
+#if defined(__clang__)
+#define TORCH_FASTDET_AVX2 __attribute__((target("avx2,fma")))
+#else
+#define TORCH_FASTDET_AVX2 __attribute__((target("avx2,fma"), optimize("fp-contract=off")))
+#endif
+#endif
+
+namespace torch_fastdet::multi_tensor {
+namespace {
+
+using core::DType;
+
+constexpr int64_t kBlock = 512;
+constexpr int kLanes = 16;
+
+double read(const core::Scalar& scalar) {
+  if (!scalar.data) return scalar.value;
+  switch (scalar.dtype) {
+    case DType::kFloat16:
+      return *static_cast<const c10::Half*>(scalar.data);
+    case DType::kBFloat16:
+      return *static_cast<const c10::BFloat16*>(scalar.data);
+    case DType::kFloat32:
+      return *static_cast<const float*>(scalar.data);
+    case DType::kFloat64:
+      break;
+  }
+  return *static_cast<const double*>(scalar.data);
+}
+
+template <typename A>
+struct Step {
+  core::SgdScalars<A> sgd;
+  A inv_scale, clip, decay, one_minus_decay;
+  bool scaled, clipped, update, momentum, fresh, write_grad, average;
+  DType grad_type, param_type;
+  bool reads_grad() const { return update || write_grad; }
+};
+
+template <typename A>
+struct Block {
+  A slot[core::kSlots][kBlock];
+};
+
+template <typename T, typename A>
+TORCH_FASTDET_HOST_DEVICE void store_and_load(A* values, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) values[i] = static_cast<A>(static_cast<T>(values[i]));
+}
+
+// Rounds to the type that a tensor keeps its values in.
+template <typename A>
+TORCH_FASTDET_HOST_DEVICE void as_stored(DType type, A* values, int64_t count) {
+  if (type == DType::kFloat16) store_and_load<c10::Half>(values, count);
+  if (type == DType::kBFloat16) store_and_load<c10::BFloat16>(values, count);
+  if (type == DType::kFloat32 && std::is_same_v<A, double>) store_and_load<float>(values, count);
+}
+
+// Where separate calls would store and load again, values are rounded here too.
+template <typename A>
+TORCH_FASTDET_HOST_DEVICE void step_values(A* __restrict__ param, A* __restrict__ grad, A* __restrict__ buffer,
+                                           A* __restrict__ average, int64_t count, const Step<A>& step) {
+  const Step<A> s = step;
+  if (s.scaled) {
+    for (int64_t i = 0; i < count; ++i) grad[i] = core::mul_rn(grad[i], s.inv_scale);
+    as_stored(s.grad_type, grad, count);
+  }
+  if (s.clipped) {
+    for (int64_t i = 0; i < count; ++i) grad[i] = core::mul_rn(grad[i], s.clip);
+    as_stored(s.grad_type, grad, count);
+  }
+  if (s.update) {
+    for (int64_t i = 0; i < count; ++i) {
+      core::sgd_element(param[i], grad[i], buffer[i], s.sgd, s.momentum, s.fresh);
+    }
+    if (s.average) as_stored(s.param_type, param, count);
+  }
+  if (s.average) {
+    for (int64_t i = 0; i < count; ++i) {
+      average[i] = core::ema_element(average[i], param[i], s.decay, s.one_minus_decay);
+    }
+  }
+}
+
+// Multiplies by inv_scale, rounds to the gradient's type and adds the squares, lane by lane so that the order does not
+// depend on the vector width. Returns whether all values were finite before.
+template <typename A>
+TORCH_FASTDET_HOST_DEVICE bool reduce_values(A* __restrict__ grad, int64_t count, A inv_scale, bool scaled, DType type,
+                                             A* __restrict__ sums) {
+  A check = 0;  // stays 0 while all are finite: inf * 0 and nan * 0 are nan
+  for (int64_t i = 0; i < count; ++i) check += grad[i] * A(0);
+  if (scaled) {
+    for (int64_t i = 0; i < count; ++i) grad[i] = core::mul_rn(grad[i], inv_scale);
+    as_stored(type, grad, count);
+  }
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    for (int lane = 0; lane < kLanes; ++lane) sums[lane] += grad[i + lane] * grad[i + lane];
+  }
+  for (; i < count; ++i) sums[i % kLanes] += grad[i] * grad[i];
+  return check == A(0);
+}
+
+#ifdef TORCH_FASTDET_HAS_AVX2_PATH
+const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+
+TORCH_FASTDET_AVX2 void step_avx2(float* const* slots, int64_t count, const Step<float>& step) {
+  step_values(slots[0], slots[1], slots[2], slots[3], count, step);
+}
+TORCH_FASTDET_AVX2 void step_avx2(double* const* slots, int64_t count, const Step<double>& step) {
+  step_values(slots[0], slots[1], slots[2], slots[3], count, step);
+}
+TORCH_FASTDET_AVX2 bool reduce_avx2(float* grad, int64_t count, float inv_scale, bool scaled, DType type, float* sums) {
+  return reduce_values(grad, count, inv_scale, scaled, type, sums);
+}
+TORCH_FASTDET_AVX2 bool reduce_avx2(double* grad, int64_t count, double inv_scale, bool scaled, DType type,
+                                    double* sums) {
+  return reduce_values(grad, count, inv_scale, scaled, type, sums);
+}
+#endif
+
+// `slots`: where the block's values are, in the order of core::Slot.
+template <typename A>
+void step_block(A* const* slots, int64_t count, const Step<A>& step) {
+#ifdef TORCH_FASTDET_HAS_AVX2_PATH
+  if (has_avx2) return step_avx2(slots, count, step);
+#endif
+  step_values(slots[0], slots[1], slots[2], slots[3], count, step);
+}
+
+template <typename A>
+bool reduce_block(A* grad, int64_t count, A inv_scale, bool scaled, DType type, A* sums) {
+#ifdef TORCH_FASTDET_HAS_AVX2_PATH
+  if (has_avx2) return reduce_avx2(grad, count, inv_scale, scaled, type, sums);
+#endif
+  return reduce_values(grad, count, inv_scale, scaled, type, sums);
+}
+
+// `at`: offsets (elements) of the block's elements, or null where they lie one after the other.
+template <typename T, typename A>
+void load_as(A* out, const void* data, int64_t start, int64_t count, const int64_t* at) {
+  const T* in = static_cast<const T*>(data);
+  if (at) {
+    for (int64_t i = 0; i < count; ++i) out[i] = static_cast<A>(in[at[i]]);
+  } else if constexpr (std::is_same_v<T, A>) {
+    std::memcpy(out, in + start, count * sizeof(A));
+  } else {
+    for (int64_t i = 0; i < count; ++i) out[i] = static_cast<A>(in[start + i]);
+  }
+}
+
+template <typename T, typename A>
+void store_as(const A* in, void* data, int64_t start, int64_t count, const int64_t* at) {
+  T* out = static_cast<T*>(data);
+  if (at) {
+    for (int64_t i = 0; i < count; ++i) out[at[i]] = static_cast<T>(in[i]);
+  } else if constexpr (std::is_same_v<T, A>) {
+    std::memcpy(out + start, in, count * sizeof(A));
+  } else {
+    for (int64_t i = 0; i < count; ++i) out[start + i] = static_cast<T>(in[i]);
+  }
+}
+
+template <typename F>
+void dispatch(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return f(c10::Half{});
+    case DType::kBFloat16:
+      return f(c10::BFloat16{});
+    case DType::kFloat32:
+      return f(float{});
+    case DType::kFloat64:
+      return f(double{});
+  }
+}
+
+// One piece of a segment, of at most kBlock elements.
+struct Piece {
+  const core::Row& row;
+  int64_t start, count;
+  int64_t offsets[core::kSlots][kBlock];
+  bool strided;
+
+  Piece(const List& list, const core::Row& row) : row(row), strided(row.layout >= 0), list_(list) {}
+
+  void move(int64_t new_start, int64_t new_count) {
+    start = new_start;
+    count = new_count;
+    if (!strided) return;
+    for (int64_t i = 0; i < count; ++i) {
+      int64_t at[core::kSlots];
+      core::layout_offsets(list_.layouts[row.layout], start + i, at);
+      for (int slot = 0; slot < core::kSlots; ++slot) offsets[slot][i] = at[slot];
+    }
+  }
+  const int64_t* at(int slot) const { return strided ? offsets[slot] : nullptr; }
+  template <typename A>
+  void load(int slot, A* out) const {
+    dispatch(static_cast<DType>(row.dtype[slot]),
+             [&](auto zero) { load_as<decltype(zero)>(out, row.data[slot], start, count, at(slot)); });
+  }
+  template <typename A>
+  void store(int slot, const A* in) const {
+    dispatch(static_cast<DType>(row.dtype[slot]),
+             [&](auto zero) { store_as<decltype(zero)>(in, row.data[slot], start, count, at(slot)); });
+  }
+
+ private:
+  const List& list_;
+};
+
+bool has_double(const core::Row& row) {
+  for (int slot = 0; slot < core::kSlots; ++slot) {
+    if (row.data[slot] && static_cast<DType>(row.dtype[slot]) == DType::kFloat64) return true;
+  }
+  return false;
+}
+
+template <typename F>
+void for_segments(const std::vector<core::Segment>& segments, const F& f) {
+  at::parallel_for(0, static_cast<int64_t>(segments.size()), 16, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) f(segments[i], i);
+  });
+}
+
+struct Partial {
+  double sum = 0;
+  bool finite = true;
+};
+
+template <typename A>
+Partial reduce_segment(const List& list, const core::Row& row, const core::Segment& segment, float inv_scale,
+                       bool scaled, bool write) {
+  Partial partial;
+  A sums[kLanes] = {};
+  A grad[kBlock];
+  const DType type = static_cast<DType>(row.dtype[core::kGrad]);
+  Piece piece(list, row);
+  for (int64_t done = 0; done < segment.count; done += kBlock) {
+    piece.move(segment.start + done, std::min(kBlock, segment.count - done));
+    piece.load(core::kGrad, grad);
+    partial.finite &= reduce_block(grad, piece.count, static_cast<A>(inv_scale), scaled, type, sums);
+    if (write) piece.store(core::kGrad, grad);
+  }
+  A sum = 0;
+  for (const A lane : sums) sum += lane;
+  partial.sum = sum;
+  return partial;
+}
+
+void reduce_all(const List& list, const std::vector<core::Segment>& segments, const core::ReduceParams& p,
+                core::Workspace& w) {
+  const bool scaled = p.scale != nullptr;
+  w.inv_scale = scaled ? core::inverse_scale(*p.scale) : 1.f;
+  std::vector<Partial> partials(segments.size());
+  for_segments(segments, [&](const core::Segment& segment, int64_t index) {
+    const core::Row& row = list.rows[segment.row];
+    if (!row.data[core::kGrad]) return;
+    partials[index] = static_cast<DType>(row.dtype[core::kGrad]) == DType::kFloat64
+                          ? reduce_segment<double>(list, row, segment, w.inv_scale, scaled, p.write_grads)
+                          : reduce_segment<float>(list, row, segment, w.inv_scale, scaled, p.write_grads);
+  });
+  double sum = 0;
+  bool overflow = false;
+  for (const Partial& partial : partials) {
+    sum += partial.sum;
+    overflow = overflow || !partial.finite;
+  }
+  if (p.found_inf && (overflow || !p.keep_found_inf)) *p.found_inf = overflow ? 1.f : 0.f;
+  w.skip = overflow && p.skip_on_overflow;
+  const double norm = std::sqrt(sum);
+  if (p.norm_dtype == DType::kFloat64) {
+    if (p.norm) *static_cast<double*>(p.norm) = norm;
+    w.clip = p.clip ? core::clip_factor(norm, p.max_norm) : 1.0;
+  } else {
+    if (p.norm) *static_cast<float*>(p.norm) = static_cast<float>(norm);
+    w.clip = p.clip ? core::clip_factor(static_cast<float>(norm), static_cast<float>(p.max_norm)) : 1.f;
+  }
+  if (p.new_scale) {
+    core::update_scale(*p.new_scale, *p.growth_tracker, overflow, p.growth_factor, p.backoff_factor, p.growth_interval);
+  }
+}
+
+struct StepScalars {
+  double clip, decay, one_minus_decay;
+  float inv_scale;
+  bool skip;
+};
+
+template <typename A>
+Step<A> row_step(const core::UpdateParams& p, const StepScalars& s, c10::ArrayRef<core::SgdGroup> groups,
+                 const core::Row& row, int32_t index) {
+  Step<A> step{};
+  const bool has_grad = row.data[core::kGrad] && !s.skip;
+  step.update = p.sgd && has_grad && row.group >= 0;
+  step.write_grad = p.write_grads && has_grad && (!p.sgd || step.update);
+  step.average = p.ema && row.data[core::kAverage];
+  step.momentum = row.data[core::kMomentum] != nullptr;
+  step.inv_scale = static_cast<A>(s.inv_scale);
+  step.scaled = s.inv_scale != 1.f && step.reads_grad();
+  step.clip = static_cast<A>(s.clip);
+  step.clipped = s.clip != 1.0 && step.reads_grad();
+  step.decay = static_cast<A>(s.decay);
+  step.one_minus_decay = static_cast<A>(s.one_minus_decay);
+  step.grad_type = static_cast<DType>(row.dtype[core::kGrad]);
+  step.param_type = static_cast<DType>(row.dtype[core::kParam]);
+  if (step.update) {
+    const core::SgdGroup& group = groups[row.group];
+    step.sgd = {static_cast<A>(read(group.lr)),
+                static_cast<A>(read(group.momentum)),
+                static_cast<A>(1.0 - read(group.dampening)),
+                static_cast<A>(read(group.weight_decay)),
+                group.nesterov != 0,
+                group.maximize != 0};
+    step.fresh = p.first_step || (p.fresh && p.fresh[index]);
+  }
+  return step;
+}
+
+template <typename A>
+void update_segment(const List& list, const core::Row& row, const core::Segment& segment, const Step<A>& step) {
+  const bool momentum = step.update && step.momentum;
+  if (!step.reads_grad() && !step.average) return;
+  Block<A> block;
+  A* slots[core::kSlots];
+  bool in_place = row.layout < 0 && !step.scaled && !step.clipped;
+  for (int slot = 0; slot < core::kSlots; ++slot) {
+    slots[slot] = block.slot[slot];
+    const DType own = std::is_same_v<A, double> ? DType::kFloat64 : DType::kFloat32;
+    in_place = in_place && (!row.data[slot] || static_cast<DType>(row.dtype[slot]) == own);
+  }
+  if (in_place) {
+    for (int64_t done = 0; done < segment.count; done += kBlock) {
+      for (int slot = 0; slot < core::kSlots; ++slot) {
+        if (row.data[slot]) slots[slot] = static_cast<A*>(row.data[slot]) + segment.start + done;
+      }
+      step_block(slots, std::min(kBlock, segment.count - done), step);
+    }
+    return;
+  }
+  Piece piece(list, row);
+  for (int64_t done = 0; done < segment.count; done += kBlock) {
+    piece.move(segment.start + done, std::min(kBlock, segment.count - done));
+    if (row.data[core::kParam]) piece.load(core::kParam, block.slot[core::kParam]);
+    if (step.reads_grad()) piece.load(core::kGrad, block.slot[core::kGrad]);
+    if (momentum) piece.load(core::kMomentum, block.slot[core::kMomentum]);
+    if (step.average) piece.load(core::kAverage, block.slot[core::kAverage]);
+    step_block(slots, piece.count, step);
+    if (step.update) piece.store(core::kParam, block.slot[core::kParam]);
+    // sgd_element takes the gradient by value: the block still holds the multiplied one.
+    if (step.write_grad) piece.store(core::kGrad, block.slot[core::kGrad]);
+    if (momentum) piece.store(core::kMomentum, block.slot[core::kMomentum]);
+    if (step.average) piece.store(core::kAverage, block.slot[core::kAverage]);
+  }
+}
+
+void update_all(const List& list, const std::vector<core::Segment>& segments, const core::UpdateParams& p,
+                c10::ArrayRef<core::SgdGroup> groups, const core::Workspace& w) {
+  StepScalars s{};
+  s.skip = (p.use_workspace && w.skip) || (p.found_inf && *p.found_inf != 0.f);
+  s.inv_scale = p.grad_scale ? core::inverse_scale(*p.grad_scale) : p.use_workspace ? w.inv_scale : 1.f;
+  s.clip = p.use_workspace ? w.clip : 1.0;
+  int64_t updates = 0;
+  if (p.ema) {
+    updates = p.updates >= 0 || !p.counter ? p.updates : *p.counter + 1;
+    s.decay = p.tau > 0 ? core::ema_decay(read(p.decay), p.tau, static_cast<double>(updates)) : read(p.decay);
+    s.one_minus_decay = 1.0 - s.decay;
+  }
+  for_segments(segments, [&](const core::Segment& segment, int64_t) {
+    const core::Row& row = list.rows[segment.row];
+    if (has_double(row)) {
+      update_segment(list, row, segment, row_step<double>(p, s, groups, row, segment.row));
+    } else {
+      update_segment(list, row, segment, row_step<float>(p, s, groups, row, segment.row));
+    }
+  });
+  if (p.fresh && !s.skip) {
+    for (size_t i = 0; i < list.rows.size(); ++i) {
+      const core::Row& row = list.rows[i];
+      if (row.data[core::kGrad] && row.data[core::kMomentum] && row.group >= 0) p.fresh[i] = 0;
+    }
+  }
+  if (p.write_counter) *p.counter = updates;
+}
+
+}  // namespace
+
+void run_cpu(const List& list, const core::ReduceParams* reduce, const core::UpdateParams* update,
+             c10::ArrayRef<core::SgdGroup> groups) {
+  std::vector<int64_t> numels;
+  numels.reserve(list.rows.size());
+  for (const core::Row& row : list.rows) numels.push_back(row.numel);
+  const std::vector<core::Segment> segments = core::plan_segments(numels);
+  core::Workspace workspace{};
+  workspace.inv_scale = 1.f;
+  workspace.clip = 1.0;
+  if (reduce) reduce_all(list, segments, *reduce, workspace);
+  if (update) update_all(list, segments, *update, groups, workspace);
+}
+
+}  // namespace torch_fastdet::multi_tensor
+
+TORCH_LIBRARY_IMPL(torch_fastdet, CPU, m) {
+  torch_fastdet::multi_tensor::implement<false>(m);
+}

@@ -1,0 +1,436 @@
+// torch.classes.torch_fastdet.MultiTensorState: the tensors of an optimizer and of a moving average on one device, held
+// in C++. Python keeps the object and says once a step what to do; the walk over parameters, gradients and buffers, and
+// the question whether any of them moved, take microseconds here.
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/custom_class.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "ops/multi_tensor/checks.h"
+#include "ops/multi_tensor/run.h"
+
+namespace torch_fastdet::multi_tensor {
+namespace {
+
+using OptionalTensors = std::vector<std::optional<at::Tensor>>;
+
+constexpr int64_t kNesterov = 1, kMaximize = 2, kHasMomentum = 4;
+
+class State : public torch::CustomClassHolder {
+ public:
+  // params[i] belongs to group groups[i] and, where averages[i] is given, has that moving average; values have only
+  // value_averages. `name` begins each error, which calls params[i] by places[i]: its place among parameters that may
+  // be on several devices.
+  State(std::string name, std::vector<at::Tensor> params, std::vector<int64_t> groups, std::vector<int64_t> places,
+        OptionalTensors averages, std::vector<at::Tensor> values, std::vector<at::Tensor> value_averages)
+      : name_(std::move(name)),
+        params_(std::move(params)),
+        groups_(std::move(groups)),
+        places_(std::move(places)),
+        momentum_(params_.size()),
+        unfilled_(params_.size(), false),
+        values_(std::move(values)),
+        value_averages_(std::move(value_averages)) {
+    TORCH_CHECK(groups_.size() == params_.size() && places_.size() == params_.size(), name_, ": groups has ",
+                groups_.size(), " and places ", places_.size(), " entries, but params has ", params_.size());
+    check_length(name_.c_str(), "value_averages", value_averages_.size(), "values", values_.size());
+    averages_.resize(params_.size());
+    TORCH_CHECK(averages.empty() || averages.size() == params_.size(), name_, ": averages has ", averages.size(),
+                " entries, but params has ", params_.size());
+    for (size_t i = 0; i < averages.size(); ++i) averages_[i] = averages[i].value_or(at::Tensor());
+    int64_t count = 0;
+    for (const int64_t group : groups_) count = std::max(count, group + 1);
+    has_momentum_.resize(count, false);
+  }
+
+  OptionalTensors momentum_buffers() const {
+    OptionalTensors result;
+    for (const at::Tensor& buffer : momentum_) {
+      result.push_back(buffer.defined() ? std::optional<at::Tensor>(buffer) : std::nullopt);
+    }
+    return result;
+  }
+
+  void set_momentum_buffers(const OptionalTensors& buffers) {
+    TORCH_CHECK(buffers.size() == params_.size(), name_, ": momentum_buffers has ", buffers.size(),
+                " entries, but params has ", params_.size());
+    for (size_t i = 0; i < buffers.size(); ++i) {
+      at::Tensor buffer = buffers[i].value_or(at::Tensor());
+      if (unfilled_[i] && !buffer.is_same(momentum_[i])) {
+        unfilled_[i] = false;
+        fresh_.select(0, static_cast<int64_t>(i)).zero_();
+      }
+      momentum_[i] = std::move(buffer);
+    }
+  }
+
+  // One byte a row: 1 while a momentum buffer holds nothing yet. Nothing where all are known to be filled.
+  std::optional<at::Tensor> fresh() const { return any_unfilled() ? std::optional<at::Tensor>(fresh_) : std::nullopt; }
+
+  // Of the gradients: 1 there is one, 2 one is float16, 4 one is sparse.
+  int64_t gradients() const {
+    int64_t found = 0;
+    for (const at::Tensor& param : params_) {
+      const at::Tensor& grad = param.grad();
+      if (!grad.defined()) continue;
+      found |= 1 | (grad.scalar_type() == at::kHalf ? 2 : 0) | (grad.layout() != at::kStrided ? 4 : 0);
+    }
+    return found;
+  }
+
+  // Gradients times 1 / scale, in place; returns found_inf.
+  at::Tensor unscale(const at::Tensor& scale) {
+    const List& list = rows(true);
+    core::ReduceParams params = reduction();
+    const at::Tensor found_inf = flag(list);
+    params.scale = float_pointer(scale, list, name_.c_str(), "scale");
+    params.found_inf = static_cast<float*>(found_inf.mutable_data_ptr());
+    params.write_grads = true;
+    run(list, &params, nullptr, {});
+    bump_grads();
+    return found_inf;
+  }
+
+  // clip_grad_norm_ over all gradients; returns the norm.
+  at::Tensor clip_grad_norm(double max_norm) {
+    const List& list = rows(true);
+    core::ReduceParams reduce = reduction();
+    const at::Tensor norm =
+        at::empty({}, at::TensorOptions().device(list.device).dtype(list.any_float64 ? at::kDouble : at::kFloat));
+    reduce.norm_dtype = list.any_float64 ? core::DType::kFloat64 : core::DType::kFloat32;
+    reduce.norm = norm.mutable_data_ptr();
+    reduce.clip = true;
+    reduce.max_norm = max_norm;
+    core::UpdateParams scale = update();
+    scale.use_workspace = true;
+    scale.write_grads = true;
+    run(list, &reduce, &scale, {});
+    bump_grads();
+    return norm;
+  }
+
+  // Raises what sgd() would raise, and writes nothing: where a step has several devices, all are looked at first.
+  void check_sgd(const std::vector<double>& hyper, const OptionalTensors& hyper_tensors,
+                 const std::vector<int64_t>& flags, bool unscales) {
+    missing_buffers(hyper, flags);
+    sgd_groups(rows(unscales), hyper, hyper_tensors, flags);
+  }
+
+  // One SGD step. `hyper` has lr, momentum, dampening and weight_decay for each group; `hyper_tensors` (or an empty
+  // list) the tensors that replace them. Returns how many momentum buffers it made.
+  int64_t sgd(const std::vector<double>& hyper, const OptionalTensors& hyper_tensors, const std::vector<int64_t>& flags,
+              const std::optional<at::Tensor>& grad_scale, const std::optional<at::Tensor>& found_inf) {
+    const bool write_grads = grad_scale.has_value();
+    const std::vector<size_t> missing = missing_buffers(hyper, flags);
+    const List& list = rows(write_grads);
+    core::UpdateParams params = update();
+    const auto groups = sgd_groups(list, hyper, hyper_tensors, flags);
+    params.sgd = true;
+    params.grad_scale = float_pointer(grad_scale, list, name_.c_str(), "grad_scale");
+    params.found_inf = float_pointer(found_inf, list, name_.c_str(), "found_inf");
+    params.write_grads = write_grads;
+    with_buffers(missing, hyper, [&] {
+      if (!missing.empty()) rows(write_grads);
+      params.fresh = fresh_pointer();
+      run(list, nullptr, &params, groups);
+    });
+    after_sgd(found_inf.has_value());
+    if (write_grads) bump_grads();
+    return static_cast<int64_t>(missing.size());
+  }
+
+  void ema(double decay) {
+    const List& list = rows(false);
+    core::UpdateParams params = update();
+    params.ema = true;
+    params.decay = scalar(decay);
+    run(list, nullptr, &params, {});
+    bump_averages();
+  }
+
+  // Unscale, clip, SGD and moving average in two launches (one, where neither a scale nor a norm is wanted). Gradients
+  // stay as they are. `growth`: growth factor, backoff factor, growth interval. `decay` below 0: no moving average; tau
+  // above 0: a ramp over `updates`, or over the number in `counter` where updates is -1.
+  int64_t fused(const std::vector<double>& hyper, const OptionalTensors& hyper_tensors,
+                const std::vector<int64_t>& flags, const std::optional<at::Tensor>& scale,
+                const std::optional<at::Tensor>& growth_tracker, const std::vector<double>& growth,
+                const std::optional<double>& max_norm, const at::Tensor& norm, const at::Tensor& found_inf,
+                double decay, double tau, int64_t updates, const std::optional<at::Tensor>& counter) {
+    const char* op = name_.c_str();
+    const std::vector<size_t> missing = missing_buffers(hyper, flags);
+    const List& list = rows(false);
+    const auto groups = sgd_groups(list, hyper, hyper_tensors, flags);
+    core::ReduceParams reduce = reduction();
+    const bool reduces = scale || max_norm;
+    if (reduces) {
+      reduce.scale = float_pointer(scale, list, op, "scale");
+      reduce.found_inf = float_pointer(found_inf, list, op, "found_inf");
+      reduce.skip_on_overflow = scale.has_value();
+      check_scalar_tensor(norm, list.device, op, "norm");
+      reduce.norm = norm.mutable_data_ptr();
+      reduce.norm_dtype = core_dtype(norm.scalar_type());
+      reduce.clip = max_norm.has_value();
+      reduce.max_norm = max_norm.value_or(0.0);
+    }
+    if (scale) {
+      TORCH_CHECK(growth_tracker && growth_tracker->scalar_type() == at::kInt && growth_tracker->numel() == 1 &&
+                      growth_tracker->device() == list.device,
+                  op, ": growth_tracker of the scaler is not one int32 on ", list.device, ", as scale is");
+      TORCH_CHECK(growth.size() == 3, op, ": growth has ", growth.size(), " numbers, but three are wanted");
+      reduce.new_scale = reduce.scale ? const_cast<float*>(reduce.scale) : nullptr;
+      reduce.growth_tracker = static_cast<int32_t*>(growth_tracker->mutable_data_ptr());
+      reduce.growth_factor = growth[0];
+      reduce.backoff_factor = growth[1];
+      constexpr double kLongest = std::numeric_limits<int32_t>::max();
+      reduce.growth_interval = static_cast<int32_t>(std::min(growth[2], kLongest));
+    }
+    core::UpdateParams params = update();
+    params.use_workspace = reduces;
+    params.sgd = true;
+    params.ema = decay >= 0;
+    params.decay = scalar(decay);
+    params.tau = tau;
+    params.updates = updates;
+    if (counter) {
+      TORCH_CHECK(counter->scalar_type() == at::kLong && counter->numel() == 1 && counter->device() == list.device, op,
+                  ": counter is ", dtype_name(counter->scalar_type()), " on ", counter->device(), ", but one int64 on ",
+                  list.device, " is wanted");
+      params.counter = static_cast<int64_t*>(counter->mutable_data_ptr());
+      params.write_counter = params.ema;
+    }
+    TORCH_CHECK(!params.ema || updates >= 0 || counter, op, ": updates is -1, but no counter is given");
+    with_buffers(missing, hyper, [&] {
+      if (!missing.empty()) rows(false);
+      params.fresh = fresh_pointer();
+      run(list, reduces ? &reduce : nullptr, &params, groups);
+    });
+    after_sgd(scale.has_value());
+    if (params.ema) bump_averages();
+    return static_cast<int64_t>(missing.size());
+  }
+
+ private:
+  // Where a tensor lies and how: what a row depends on. Two contiguous tensors of one size are alike to a kernel,
+  // whatever their shape.
+  struct Stamp {
+    const void* data = nullptr;
+    uint64_t layout = 0;
+    bool operator!=(const Stamp& other) const { return data != other.data || layout != other.layout; }
+  };
+
+  static Stamp stamp(const at::Tensor* tensor) {
+    if (!tensor || !tensor->defined()) return {};
+    if (C10_UNLIKELY(tensor->layout() != at::kStrided)) return {tensor->unsafeGetTensorImpl(), 1};
+    uint64_t layout = static_cast<uint64_t>(tensor->scalar_type()) * 2 + 3;
+    if (C10_LIKELY(tensor->is_contiguous())) {
+      layout += static_cast<uint64_t>(tensor->numel()) << 8;
+    } else {
+      for (const int64_t size : tensor->sizes())
+        layout = (layout ^ static_cast<uint64_t>(size)) * 0x9e3779b97f4a7c15ull;
+      for (const int64_t stride : tensor->strides()) {
+        layout = (layout ^ static_cast<uint64_t>(stride)) * 0x9e3779b97f4a7c15ull;
+      }
+      layout |= 1;
+    }
+    return {tensor->const_data_ptr(), layout};
+  }
+
+  // Calls f(row, tensors, group) for each row. A parameter without a gradient has only its average; one without that,
+  // too, may be of any type, as in torch.optim.SGD.
+  template <typename F>
+  void for_rows(const F& f) const {
+    for (size_t i = 0; i < params_.size(); ++i) {
+      const at::Tensor& grad = params_[i].grad();
+      const bool steps = grad.defined();
+      const at::Tensor* param = steps || averages_[i].defined() ? &params_[i] : nullptr;
+      const at::Tensor* momentum = steps && has_momentum_[groups_[i]] ? &momentum_[i] : nullptr;
+      const at::Tensor* tensors[core::kSlots] = {param, &grad, momentum, &averages_[i]};
+      f(i, tensors, static_cast<int32_t>(groups_[i]));
+    }
+    for (size_t i = 0; i < values_.size(); ++i) {
+      const at::Tensor* tensors[core::kSlots] = {&values_[i], nullptr, nullptr, &value_averages_[i]};
+      f(params_.size() + i, tensors, -1);
+    }
+  }
+
+  // Rows of all that this object holds, whatever the call needs, so that all calls of a step share one work list. Made
+  // anew only where a tensor lies elsewhere or otherwise than at the last call.
+  const List& rows(bool grads_written) {
+    bool same = listed_ && (list_grads_written_ || !grads_written);
+    if (same) {
+      size_t at = 0;
+      for_rows([&](size_t, const at::Tensor* const tensors[], int32_t) {
+        for (int slot = 0; slot < core::kSlots; ++slot) same = same && !(stamp(tensors[slot]) != stamps_[at++]);
+      });
+    }
+    if (same) return list_;
+    listed_ = false;
+    list_ = List();
+    if (!params_.empty() || !values_.empty()) list_.device = (params_.empty() ? values_ : params_)[0].device();
+    list_.rows.reserve(params_.size() + values_.size());
+    for_rows([&](size_t row, const at::Tensor* const tensors[], int32_t group) {
+      const bool is_param = group >= 0;
+      const bool steps = is_param && tensors[core::kGrad]->defined();
+      const bool written[core::kSlots] = {steps, grads_written, true, true};
+      list_.add(name_.c_str(), tensors, written, group, [&](int slot) {
+        static const char* const names[core::kSlots] = {"params", "grads", "momentum_buffers", "averages"};
+        static const char* const value_names[core::kSlots] = {"values", "", "", "averages"};
+        return is_param ? indexed(names[slot], places_[row]) : indexed(value_names[slot], row - params_.size());
+      });
+    });
+    // After the rows: a lazy copy gets its own memory while they are made.
+    stamps_.clear();
+    for_rows([&](size_t, const at::Tensor* const tensors[], int32_t) {
+      for (int slot = 0; slot < core::kSlots; ++slot) stamps_.push_back(stamp(tensors[slot]));
+    });
+    list_grads_written_ = grads_written;
+    listed_ = true;
+    return list_;
+  }
+
+  at::Tensor flag(const List& list) const {
+    return at::empty({}, at::TensorOptions().device(list.device).dtype(at::kFloat));
+  }
+
+  bool any_unfilled() const { return std::find(unfilled_.begin(), unfilled_.end(), true) != unfilled_.end(); }
+
+  uint8_t* fresh_pointer() {
+    const bool any = any_unfilled();
+    // A captured graph goes on reading it after this object is gone.
+    list_.owned_by_graph.assign(any ? 1 : 0, fresh_);
+    return any ? static_cast<uint8_t*>(fresh_.mutable_data_ptr()) : nullptr;
+  }
+
+  // Parameters that have a gradient for the first time and need a momentum buffer.
+  std::vector<size_t> missing_buffers(const std::vector<double>& hyper, const std::vector<int64_t>& flags) {
+    TORCH_CHECK(flags.size() >= has_momentum_.size() && hyper.size() == 4 * flags.size(), name_, ": flags has ",
+                flags.size(), " and hyper ", hyper.size(), " entries, but ", has_momentum_.size(), " groups are here");
+    has_momentum_.resize(flags.size());  // the last groups may have no parameter here
+    for (size_t group = 0; group < flags.size(); ++group) has_momentum_[group] = flags[group] & kHasMomentum;
+    std::vector<size_t> missing;
+    for (size_t i = 0; i < params_.size(); ++i) {
+      if (has_momentum_[groups_[i]] && !momentum_[i].defined() && params_[i].grad().defined()) missing.push_back(i);
+    }
+    TORCH_CHECK(missing.empty() || !is_capturing(), name_, ": params[", places_[missing[0]],
+                "] has no momentum buffer yet, and a buffer made inside of a CUDA graph capture would not outlive a "
+                "replay; take one step before the capture");
+    return missing;
+  }
+
+  // Runs `step` with the missing buffers made; where it throws, they are as missing as before. They start at zero, so a
+  // skipped first step leaves zeros; where dampening makes the first step a different one, a byte on the device tells
+  // it apart.
+  template <typename F>
+  void with_buffers(const std::vector<size_t>& missing, const std::vector<double>& hyper, const F& step) {
+    try {
+      for (const size_t i : missing) {
+        momentum_[i] = at::zeros_like(params_[i].detach());
+        if (hyper[4 * groups_[i] + 2] == 0.0) continue;
+        if (!fresh_.defined()) {
+          const auto options = at::TensorOptions().device(params_[0].device()).dtype(at::kByte);
+          fresh_ = at::zeros({static_cast<int64_t>(params_.size() + values_.size())}, options);
+        }
+        fresh_.select(0, static_cast<int64_t>(i)).fill_(1);
+        unfilled_[i] = true;
+      }
+      step();
+    } catch (...) {
+      for (const size_t i : missing) {
+        momentum_[i] = at::Tensor();
+        if (unfilled_[i]) fresh_.select(0, static_cast<int64_t>(i)).zero_();
+        unfilled_[i] = false;
+      }
+      throw;
+    }
+  }
+
+  bool is_capturing() const {
+    List list;
+    list.device = params_[0].device();
+    return multi_tensor::is_capturing(list);
+  }
+
+  void after_sgd(bool may_skip) {
+    // Without a scaler the host knows that the step was taken, and that the device has cleared these bytes.
+    const bool taken = !may_skip && any_unfilled() && !is_capturing();
+    for (size_t i = 0; i < params_.size(); ++i) {
+      if (!params_[i].grad().defined()) continue;
+      if (taken && has_momentum_[groups_[i]]) unfilled_[i] = false;
+      bump_version(params_[i]);
+      bump_version(momentum_[i]);
+    }
+  }
+
+  void bump_grads() {
+    for (const at::Tensor& param : params_) bump_version(param.grad());
+  }
+
+  void bump_averages() {
+    for (const at::Tensor& average : averages_) bump_version(average);
+    for (const at::Tensor& average : value_averages_) bump_version(average);
+  }
+
+  std::string in_group(size_t group) const { return name_ + ": " + indexed("param_groups", group); }
+
+  std::vector<core::SgdGroup> sgd_groups(const List& list, const std::vector<double>& hyper,
+                                         const OptionalTensors& tensors, const std::vector<int64_t>& flags) const {
+    const char* op = name_.c_str();
+    static const char* const names[4] = {"lr", "momentum", "dampening", "weight_decay"};
+    TORCH_CHECK(tensors.empty() || tensors.size() == hyper.size(), op, ": hyper_tensors has ", tensors.size(),
+                " entries, but hyper has ", hyper.size());
+    std::vector<core::SgdGroup> groups;
+    for (size_t group = 0; group < flags.size(); ++group) {
+      core::Scalar scalars[4];
+      for (size_t k = 0; k < 4; ++k) {
+        const size_t at = 4 * group + k;
+        if (!tensors.empty() && tensors[at]) {
+          scalars[k] = scalar(*tensors[at], list, in_group(group).c_str(), names[k]);
+        } else {
+          if (k != 2 && !(hyper[at] >= 0.0)) check_hyper_parameter(in_group(group).c_str(), names[k], hyper[at]);
+          scalars[k] = scalar(hyper[at]);
+        }
+      }
+      groups.push_back({scalars[0], scalars[1], scalars[2], scalars[3], (flags[group] & kNesterov) != 0,
+                        (flags[group] & kMaximize) != 0});
+    }
+    return groups;
+  }
+
+  std::string name_;
+  std::vector<at::Tensor> params_;
+  std::vector<int64_t> groups_;
+  std::vector<int64_t> places_;
+  std::vector<at::Tensor> momentum_;
+  std::vector<bool> unfilled_;  // where a byte of fresh_ may be 1
+  std::vector<at::Tensor> averages_;
+  std::vector<at::Tensor> values_;
+  std::vector<at::Tensor> value_averages_;
+  std::vector<bool> has_momentum_;
+  List list_;
+  std::vector<Stamp> stamps_;
+  bool listed_ = false;
+  bool list_grads_written_ = false;
+  at::Tensor fresh_;  // made once and kept: a captured graph may point to it
+};
+
+TORCH_LIBRARY_FRAGMENT(torch_fastdet, m) {
+  m.class_<State>("MultiTensorState")
+      .def(torch::init<std::string, std::vector<at::Tensor>, std::vector<int64_t>, std::vector<int64_t>,
+                       OptionalTensors, std::vector<at::Tensor>, std::vector<at::Tensor>>())
+      .def("momentum_buffers", &State::momentum_buffers)
+      .def("set_momentum_buffers", &State::set_momentum_buffers)
+      .def("fresh", &State::fresh)
+      .def("gradients", &State::gradients)
+      .def("unscale_", &State::unscale)
+      .def("clip_grad_norm_", &State::clip_grad_norm)
+      .def("check_sgd", &State::check_sgd)
+      .def("sgd_", &State::sgd)
+      .def("ema_", &State::ema)
+      .def("fused_", &State::fused);
+}
+
+}  // namespace
+}  // namespace torch_fastdet::multi_tensor

@@ -1,0 +1,107 @@
+// Post-processing and autograd. Decoding has a gradient. Suppression and what follows it have none: their results are
+// detached, so that backward() through them says that they do not require grad.
+#include <ATen/TensorOperators.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/sigmoid.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include "ops/common/checks.h"
+
+namespace torch_fastdet {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// A sparse tensor passes here on its way to a backend that we have no kernel for: say so in a sentence first.
+void detached(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const auto& arguments = op.schema().arguments();
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const auto check = [&](const at::Tensor& tensor) {
+      if (tensor.layout() != at::kStrided) {
+        check_strided(tensor, op.schema().name().substr(sizeof("torch_fastdet::") - 1).c_str(),
+                      arguments[i].name().c_str());
+      }
+    };
+    const c10::IValue& value = torch::jit::peek(*stack, i, arguments.size());
+    if (value.isTensor()) {
+      check(value.toTensor());
+    } else if (value.isTensorList()) {
+      for (const at::Tensor& tensor : value.toTensorVector()) check(tensor);
+    }
+  }
+  const at::AutoDispatchBelowADInplaceOrView below;
+  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+}
+
+struct Yolov5Decode : torch::autograd::Function<Yolov5Decode> {
+  static at::Tensor forward(AutogradContext* context, at::TensorList heads, const at::Tensor& anchors,
+                            at::ArrayRef<double> strides, int64_t nm) {
+    for (const at::Tensor& head : heads) check_strided(head, "yolov5_decode", "heads");
+    static const auto op = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("torch_fastdet::yolov5_decode", "")
+                               .typed<at::Tensor(at::TensorList, const at::Tensor&, at::ArrayRef<double>, int64_t)>();
+    const at::AutoDispatchBelowADInplaceOrView below;
+    at::Tensor prediction = op.call(heads, anchors, strides, nm);
+    variable_list saved{anchors};
+    saved.insert(saved.end(), heads.begin(), heads.end());
+    context->save_for_backward(std::move(saved));
+    context->saved_data["strides"] = strides.vec();
+    context->saved_data["nm"] = nm;
+    return prediction;
+  }
+
+  // d/d logit of: xy = (2 s + ...) stride, wh = (2 s)^2 anchor stride, s for objectness and classes, the rest as it is.
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    const auto saved = context->get_saved_variables();
+    const auto strides = context->saved_data["strides"].toDoubleVector();
+    const int64_t nm = context->saved_data["nm"].toInt();
+    variable_list result;
+    c10::SymInt first = 0;
+    for (size_t level = 0; level < strides.size(); ++level) {
+      const at::Tensor& head = saved[1 + level];
+      const c10::SymInt na = saved[0].sym_size(1), images = head.sym_size(0);
+      const bool split = head.dim() == 5;
+      const c10::SymInt rows = head.sym_size(2), columns = head.sym_size(3);
+      const c10::SymInt no = split ? head.sym_size(4) : head.sym_size(1) / na;
+      const c10::SymInt count = na * rows * columns, scored = no - 4 - nm;
+      const auto type = head.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+      const at::Tensor logits =
+          (split ? head : head.view_symint({images, na, no, rows, columns}).permute({0, 1, 3, 4, 2})).to(type);
+      const at::Tensor grad =
+          grads[0].slice_symint(1, first, first + count).view_symint({images, na, rows, columns, no}).to(type);
+      const at::Tensor s = at::sigmoid(logits.slice_symint(4, 0, no - nm));
+      const at::Tensor slope = grad.slice_symint(4, 0, no - nm) * s * (-s + 1);
+      const at::Tensor anchor =
+          saved[0].select(0, static_cast<int64_t>(level)).view_symint({na, 1, 1, 2}).to(s.options());
+      at::Tensor by_head = at::cat({slope.slice(4, 0, 2) * (2 * strides[level]),
+                                    slope.slice(4, 2, 4) * s.slice(4, 2, 4) * (anchor * (8 * strides[level])),
+                                    slope.slice_symint(4, 4, 4 + scored), grad.slice_symint(4, no - nm, no)},
+                                   4);
+      if (!split) by_head = by_head.permute({0, 1, 4, 2, 3}).reshape_symint(head.sym_sizes());
+      result.push_back(by_head.to(head.scalar_type()));
+      first += count;
+    }
+    result.resize(result.size() + 3);  // anchors, strides and nm
+    return result;
+  }
+};
+
+at::Tensor yolov5_decode(at::TensorList heads, const at::Tensor& anchors, at::ArrayRef<double> strides, int64_t nm) {
+  return Yolov5Decode::apply(heads, anchors, strides, nm);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(torch_fastdet, Autograd, m) {
+  m.impl("yolov5_decode", yolov5_decode);
+  for (const char* op : {"non_max_suppression_padded", "ultralytics_non_max_suppression_padded", "yolov5_postprocess",
+                         "ultralytics_postprocess", "scale_boxes"}) {
+    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&detached>());
+  }
+}
+
+}  // namespace torch_fastdet

@@ -1,0 +1,431 @@
+// Checks of the post-processing operators, shared by CPU, CUDA and meta, and the plain structs that the core wants.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/ArrayRef.h>
+#include <c10/util/Exception.h>
+#include <c10/util/Optional.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <string_view>
+#include <tuple>
+
+#include "core/nms/nms.h"
+#include "core/nms/scale_boxes.h"
+#include "ops/common/checks.h"
+
+namespace torch_fastdet {
+
+using core::CandidateLayout;
+using core::CandidateSource;
+using core::ClassFilter;
+using core::ClassRule;
+using core::NmsOptions;
+
+// The arguments that every suppression operator has, as the schema names them.
+struct NmsArguments {
+  double conf_thres;
+  double iou_thres;
+  const c10::OptionalArrayRef<int64_t>& classes;
+  bool agnostic;
+  bool multi_label;
+  int64_t max_det;
+  int64_t max_nms;
+  double max_wh;
+  std::string_view per_class;
+};
+
+// What a launch needs. Tensors that were converted are held here until it is queued.
+struct NmsRequest {
+  CandidateSource source;
+  NmsOptions options;
+  ClassFilter filter;
+  at::Tensor labels, anchors, letterboxes;
+};
+
+inline at::ScalarType detection_type(at::ScalarType input) {
+  return input == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+// What an operator returns: rows, counts and the anchor of each row.
+using Detections = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+
+inline Detections empty_detections(const NmsRequest& request, const at::Tensor& input) {
+  const int64_t images = request.source.images, capacity = request.options.max_detections;
+  return {at::empty({images, capacity, 6 + request.source.extra},
+                    input.options().dtype(detection_type(input.scalar_type()))),
+          at::empty({images}, input.options().dtype(at::kLong)),
+          at::empty({images, capacity}, input.options().dtype(at::kLong))};
+}
+
+inline core::NmsOutput nms_output(const NmsRequest& request, const Detections& detections) {
+  core::NmsOutput output;
+  output.detections = std::get<0>(detections).mutable_data_ptr();
+  output.counts = std::get<1>(detections).mutable_data_ptr<int64_t>();
+  output.indices = std::get<2>(detections).mutable_data_ptr<int64_t>();
+  output.letterboxes = request.letterboxes.defined() ? request.letterboxes.const_data_ptr() : nullptr;
+  return output;
+}
+
+inline std::tuple<at::Tensor, at::Tensor> without_indices(Detections&& detections) {
+  return {std::get<0>(detections), std::get<1>(detections)};
+}
+
+inline double rounded_to(double value, at::ScalarType type) {
+  const float single = static_cast<float>(value);
+  if (type == at::kHalf) return static_cast<float>(static_cast<c10::Half>(single));
+  if (type == at::kBFloat16) return static_cast<float>(static_cast<c10::BFloat16>(single));
+  return type == at::kDouble ? value : single;
+}
+
+inline double to_arithmetic_type(double value, at::ScalarType type) {
+  return type == at::kDouble ? value : static_cast<float>(value);
+}
+
+// A logit at or below it gives a sigmoid that cannot pass `threshold`, even rounded up to bfloat16.
+inline double logit_floor(double threshold) {
+  const double lowest = threshold * (1 - 1. / 128);
+  return std::log(lowest / (1 - lowest)) - 1e-3;
+}
+
+inline void fill_options(NmsRequest& request, const NmsArguments& a, at::ScalarType type, const char* op) {
+  TORCH_CHECK_VALUE(a.conf_thres >= 0 && a.conf_thres <= 1, op, ": conf_thres is ", a.conf_thres,
+                    ", but a confidence threshold between 0 and 1 is wanted");
+  TORCH_CHECK_VALUE(a.iou_thres >= 0 && a.iou_thres <= 1, op, ": iou_thres is ", a.iou_thres,
+                    ", but an IoU threshold between 0 and 1 is wanted");
+  TORCH_CHECK_VALUE(a.max_det >= 0, op, ": max_det is ", a.max_det, ", but 0 or more detections an image are wanted");
+  TORCH_CHECK_VALUE(a.max_nms >= 0, op, ": max_nms is ", a.max_nms, ", but 0 or more candidates an image are wanted");
+  TORCH_CHECK_VALUE(std::isfinite(a.max_wh) && a.max_wh >= 0, op, ": max_wh is ", a.max_wh,
+                    ", but a finite number of pixels, 0 or more, is wanted");
+  TORCH_CHECK_VALUE(a.per_class == "offset" || a.per_class == "exact", op, ": per_class is '", std::string(a.per_class),
+                    "', but 'offset' (as the stock functions) or 'exact' is wanted");
+  NmsOptions& options = request.options;
+  options.confidence = rounded_to(a.conf_thres, type);
+  options.confidence_promoted = to_arithmetic_type(a.conf_thres, type);
+  options.logit_floor = logit_floor(a.conf_thres);
+  options.iou = to_arithmetic_type(a.iou_thres, type);
+  options.max_wh = to_arithmetic_type(a.max_wh, type);
+  options.max_candidates = a.max_nms;
+  options.max_detections = a.max_det;
+  options.multi_label = a.multi_label && request.source.classes > 1;
+  options.class_rule = a.agnostic               ? ClassRule::kAgnostic
+                       : a.per_class == "exact" ? ClassRule::kExact
+                                                : ClassRule::kOffset;
+  if (a.classes.has_value()) {
+    TORCH_CHECK_VALUE(request.source.classes <= core::kMaxFilteredClasses, op, ": classes filters a prediction of ",
+                      request.source.classes, " classes, but at most ", core::kMaxFilteredClasses,
+                      " can be filtered; filter the detections instead");
+    request.filter.active = true;
+    for (const int64_t c : *a.classes) {
+      if (c >= 0 && c < request.source.classes) request.filter.bits[c >> 5] |= 1u << (c & 31);
+    }
+  }
+  const int64_t candidates = (request.source.anchors + request.source.label_count) * request.source.classes;
+  TORCH_CHECK_VALUE(candidates < std::numeric_limits<uint32_t>::max(), op, ": the prediction has ", candidates,
+                    " pairs of anchor and class an image, but fewer than 2^32 - 1 are wanted");
+}
+
+// Conversions to what the core reads. Neither does anything in the usual case.
+inline at::Tensor as_contiguous(const at::Tensor& tensor, at::ScalarType type) {
+  return tensor.to(type).contiguous();
+}
+
+inline void fill_letterboxes(NmsRequest& request, const std::optional<at::Tensor>& letterboxes, const at::Tensor& input,
+                             const char* op, const char* input_name) {
+  if (!letterboxes.has_value()) return;
+  TORCH_CHECK_VALUE(
+      letterboxes->dim() == 2 && letterboxes->size(0) == request.source.images && letterboxes->size(1) == 6, op,
+      ": letterboxes has shape ", letterboxes->sizes(), ", but (", request.source.images,
+      ", 6) is wanted: gain_x, gain_y, pad_x, pad_y, width, height of each image");
+  check_float(*letterboxes, op, "letterboxes");
+  check_same_device(input, input_name, *letterboxes, op, "letterboxes");
+  request.letterboxes = as_contiguous(*letterboxes, detection_type(input.scalar_type()));
+}
+
+inline void check_prediction(const at::Tensor& prediction, const char* op) {
+  check_float(prediction, op, "prediction");
+  check_strided(prediction, op, "prediction");
+}
+
+// prediction (B, N, 5 + classes + nm)
+inline NmsRequest check_yolov5_prediction(const at::Tensor& prediction, int64_t nm, const NmsArguments& arguments,
+                                          const std::optional<at::Tensor>& labels,
+                                          const std::optional<at::Tensor>& letterboxes, const char* op) {
+  check_prediction(prediction, op);
+  TORCH_CHECK_VALUE(nm >= 0, op, ": nm is ", nm, ", but 0 or more mask coefficients are wanted");
+  TORCH_CHECK_VALUE(prediction.dim() == 3 && prediction.size(2) >= 5 + nm, op, ": prediction has shape ",
+                    prediction.sizes(), ", but (images, anchors, 5 + classes + nm) with nm = ", nm, " is wanted");
+  NmsRequest request;
+  CandidateSource& source = request.source;
+  source.layout = CandidateLayout::kPrediction;
+  source.dtype = core_dtype(prediction.scalar_type());
+  source.images = prediction.size(0);
+  source.anchors = prediction.size(1);
+  source.extra = nm;
+  source.classes = prediction.size(2) - 5 - nm;
+  source.has_objectness = true;
+  source.image_stride = prediction.stride(0);
+  source.anchor_stride = prediction.stride(1);
+  source.channel_stride = prediction.stride(2);
+  if (labels.has_value()) {
+    TORCH_CHECK_VALUE(labels->dim() == 2 && labels->size(1) == 6, op, ": labels has shape ", labels->sizes(),
+                      ", but (labels, 6) is wanted: image, class, x, y, width, height");
+    check_same_device(prediction, "prediction", *labels, op, "labels");
+    check_float(*labels, op, "labels");
+    source.label_count = labels->size(0);
+    request.labels = *labels;
+  }
+  fill_options(request, arguments, prediction.scalar_type(), op);
+  fill_letterboxes(request, letterboxes, prediction, op, "prediction");
+  return request;
+}
+
+// prediction (B, 4 + classes + extra, N)
+inline NmsRequest check_ultralytics_prediction(const at::Tensor& prediction, int64_t nc, const NmsArguments& arguments,
+                                               const std::optional<at::Tensor>& letterboxes, const char* op) {
+  check_prediction(prediction, op);
+  TORCH_CHECK_VALUE(prediction.dim() == 3 && prediction.size(1) >= 4 + nc, op, ": prediction has shape ",
+                    prediction.sizes(), ", but (images, 4 + classes + extra, anchors) with nc = ", nc, " is wanted");
+  TORCH_CHECK_VALUE(nc >= 0, op, ": nc is ", nc, ", but 0 (all channels past the box) or more classes are wanted");
+  NmsRequest request;
+  CandidateSource& source = request.source;
+  source.layout = CandidateLayout::kPrediction;
+  source.dtype = core_dtype(prediction.scalar_type());
+  source.images = prediction.size(0);
+  source.anchors = prediction.size(2);
+  source.classes = nc ? nc : prediction.size(1) - 4;
+  source.extra = prediction.size(1) - 4 - source.classes;
+  source.image_stride = prediction.stride(0);
+  source.channel_stride = prediction.stride(1);
+  source.anchor_stride = prediction.stride(2);
+  fill_options(request, arguments, prediction.scalar_type(), op);
+  request.options.nan_class_drops_anchor = true;
+  fill_letterboxes(request, letterboxes, prediction, op, "prediction");
+  return request;
+}
+
+inline void check_levels(at::TensorList heads, at::ArrayRef<double> strides, const char* op, const char* name) {
+  TORCH_CHECK_VALUE(!heads.empty(), op, ": ", name, " is an empty list, but one map for each stride is wanted");
+  TORCH_CHECK_VALUE(heads.size() == strides.size(), op, ": ", name, " holds ", heads.size(),
+                    " maps, but strides holds ", strides.size(), " numbers; one for each map is wanted");
+  TORCH_CHECK_VALUE(heads.size() <= core::kMaxLevels, op, ": ", name, " holds ", heads.size(), " maps, but at most ",
+                    core::kMaxLevels, " are supported");
+  for (size_t i = 0; i < heads.size(); ++i) {
+    TORCH_CHECK_VALUE(std::isfinite(strides[i]) && strides[i] > 0, op, ": strides[", i, "] is ", strides[i],
+                      ", but a positive number of pixels is wanted");
+    check_float(heads[i], op, name);
+    check_strided(heads[i], op, name);
+    TORCH_CHECK(heads[i].device() == heads[0].device(), op, ": ", name, "[", i, "] is on ", heads[i].device(), ", but ",
+                name, "[0] is on ", heads[0].device(), "; both must be on one device");
+    TORCH_CHECK_TYPE(heads[i].scalar_type() == heads[0].scalar_type(), op, ": ", name, "[", i, "] has dtype ",
+                     dtype_name(heads[i].scalar_type()), ", but ", name, "[0] has ", dtype_name(heads[0].scalar_type()),
+                     "; all maps must have one dtype");
+  }
+}
+
+inline core::HeadMap head_map(const at::Tensor& map) {  // (B, channels, rows, columns)
+  core::HeadMap result;
+  result.image = map.stride(0);
+  result.channel = map.stride(1);
+  result.row = map.stride(2);
+  result.column = map.stride(3);
+  return result;
+}
+
+// heads: (B, na * no, ny, nx) or (B, na, ny, nx, no); anchors (levels, na, 2) in cells
+inline NmsRequest check_yolov5_heads(at::TensorList heads, const at::Tensor& anchors, at::ArrayRef<double> strides,
+                                     int64_t nm, const char* op) {
+  check_levels(heads, strides, op, "heads");
+  check_float(anchors, op, "anchors");
+  TORCH_CHECK_VALUE(nm >= 0, op, ": nm is ", nm, ", but 0 or more mask coefficients are wanted");
+  TORCH_CHECK_VALUE(anchors.dim() == 3 && anchors.size(0) == static_cast<int64_t>(heads.size()) &&
+                        anchors.size(2) == 2 && anchors.size(1) >= 1 && anchors.size(1) <= core::kMaxAnchorsPerCell,
+                    op, ": anchors has shape ", anchors.sizes(), ", but (", heads.size(), ", 1 to ",
+                    core::kMaxAnchorsPerCell, ", 2) is wanted: width and height of each anchor of each map, in cells");
+  TORCH_CHECK(anchors.device() == heads[0].device() || anchors.device().is_cpu(), op, ": anchors is on ",
+              anchors.device(), ", but heads is on ", heads[0].device(),
+              "; anchors must be on the device of the heads or on the CPU");
+  const int64_t na = anchors.size(1);
+  NmsRequest request;
+  CandidateSource& source = request.source;
+  source.layout = CandidateLayout::kAnchorHeads;
+  source.dtype = core_dtype(heads[0].scalar_type());
+  source.levels = static_cast<int32_t>(heads.size());
+  source.anchors_per_cell = static_cast<int32_t>(na);
+  source.has_objectness = true;
+  source.extra = nm;
+  int64_t outputs = 0;
+  for (size_t i = 0; i < heads.size(); ++i) {
+    const at::Tensor& head = heads[i];
+    TORCH_CHECK_VALUE(head.dim() == 4 || head.dim() == 5, op, ": heads[", i, "] has shape ", head.sizes(),
+                      ", but (images, na * no, ny, nx) or (images, na, ny, nx, no) is wanted");
+    const bool split = head.dim() == 5;
+    const int64_t no = split ? head.size(4) : head.size(1) / na;
+    TORCH_CHECK_VALUE(split ? head.size(1) == na : head.size(1) % na == 0, op, ": heads[", i, "] has shape ",
+                      head.sizes(), ", which does not fit the ", na, " anchors a cell that anchors gives");
+    if (i == 0) {
+      source.images = head.size(0);
+      outputs = no;
+      TORCH_CHECK_VALUE(no >= 5 + nm, op, ": heads[0] has ", no, " channels an anchor, but at least 5 + nm = ", 5 + nm,
+                        " are wanted");
+    }
+    TORCH_CHECK_VALUE(head.size(0) == source.images && no == outputs, op, ": heads[", i, "] has ", head.size(0),
+                      " images and ", no, " channels an anchor, but heads[0] has ", source.images, " and ", outputs);
+    core::HeadLevel& level = source.level[i];
+    level.stride = strides[i];
+    level.rows = static_cast<int32_t>(head.size(2));
+    level.columns = static_cast<int32_t>(head.size(3));
+    level.first_anchor = source.anchors;
+    source.anchors += na * level.rows * level.columns;
+    core::HeadMap& map = level.boxes;
+    if (split) {
+      map = {nullptr, head.stride(0), head.stride(1), head.stride(4), head.stride(2), head.stride(3)};
+    } else {
+      map = head_map(head);
+      map.anchor = no * head.stride(1);
+    }
+  }
+  TORCH_CHECK_VALUE(source.anchors < std::numeric_limits<int32_t>::max(), op, ": heads hold ", source.anchors,
+                    " anchors an image, but fewer than 2^31 - 1 are wanted");
+  source.classes = outputs - 5 - nm;
+  request.anchors = anchors;
+  return request;
+}
+
+// boxes[i] (B, 4 * reg_max, ny, nx), scores[i] (B, nc, ny, nx), extra empty or (B, ne, ny, nx)
+inline NmsRequest check_ultralytics_heads(at::TensorList boxes, at::TensorList scores, at::TensorList extra,
+                                          at::ArrayRef<double> strides, const char* op) {
+  check_levels(boxes, strides, op, "boxes");
+  check_levels(scores, strides, op, "scores");
+  if (!extra.empty()) check_levels(extra, strides, op, "extra");
+  TORCH_CHECK_VALUE(boxes[0].dim() == 4 && boxes[0].size(1) >= 4 && boxes[0].size(1) % 4 == 0, op,
+                    ": boxes[0] has shape ", boxes[0].sizes(), ", but (images, 4 * reg_max, ny, nx) is wanted");
+  TORCH_CHECK_VALUE(scores[0].dim() == 4, op, ": scores[0] has shape ", scores[0].sizes(),
+                    ", but (images, classes, ny, nx) is wanted");
+  NmsRequest request;
+  CandidateSource& source = request.source;
+  source.layout = CandidateLayout::kAnchorFreeHeads;
+  source.dtype = core_dtype(boxes[0].scalar_type());
+  source.images = boxes[0].size(0);
+  source.levels = static_cast<int32_t>(boxes.size());
+  source.bins = static_cast<int32_t>(boxes[0].size(1) / 4);
+  source.classes = scores[0].size(1);
+  for (size_t i = 0; i < boxes.size(); ++i) {
+    const int64_t rows = boxes[i].dim() == 4 ? boxes[i].size(2) : -1, columns = rows >= 0 ? boxes[i].size(3) : -1;
+    const auto check_map = [&](const at::Tensor& map, const char* name, int64_t channels) {
+      TORCH_CHECK_TYPE(map.scalar_type() == boxes[0].scalar_type(), op, ": ", name, "[", i, "] has dtype ",
+                       dtype_name(map.scalar_type()), ", but boxes[0] has ", dtype_name(boxes[0].scalar_type()),
+                       "; all maps must have one dtype");
+      check_same_device(boxes[0], "boxes", map, op, name);
+      TORCH_CHECK_VALUE(map.dim() == 4 && map.size(0) == source.images && map.size(1) == channels &&
+                            map.size(2) == rows && map.size(3) == columns,
+                        op, ": ", name, "[", i, "] has shape ", map.sizes(), ", but (", source.images, ", ", channels,
+                        ", ", rows, ", ", columns, ") is wanted, as the other maps have");
+    };
+    check_map(boxes[i], "boxes", boxes[0].size(1));
+    check_map(scores[i], "scores", source.classes);
+    core::HeadLevel& level = source.level[i];
+    level.boxes = head_map(boxes[i]);
+    level.scores = head_map(scores[i]);
+    if (!extra.empty()) {
+      if (i == 0) {
+        TORCH_CHECK_VALUE(extra[0].dim() == 4, op, ": extra[0] has shape ", extra[0].sizes(),
+                          ", but (images, channels, ny, nx) is wanted");
+        source.extra = extra[0].size(1);
+      }
+      check_map(extra[i], "extra", source.extra);
+      level.extra = head_map(extra[i]);
+    }
+    level.stride = strides[i];
+    level.rows = static_cast<int32_t>(rows);
+    level.columns = static_cast<int32_t>(columns);
+    level.first_anchor = source.anchors;
+    source.anchors += rows * columns;
+  }
+  TORCH_CHECK_VALUE(source.anchors < std::numeric_limits<int32_t>::max(), op, ": boxes hold ", source.anchors,
+                    " anchors an image, but fewer than 2^31 - 1 are wanted");
+  request.options.nan_class_drops_anchor = true;
+  return request;
+}
+
+inline NmsRequest check_yolov5_postprocess(at::TensorList heads, const at::Tensor& anchors,
+                                           at::ArrayRef<double> strides, int64_t nm, const NmsArguments& arguments,
+                                           const std::optional<at::Tensor>& letterboxes) {
+  const char* op = "yolov5_postprocess";
+  NmsRequest request = check_yolov5_heads(heads, anchors, strides, nm, op);
+  fill_options(request, arguments, heads[0].scalar_type(), op);
+  fill_letterboxes(request, letterboxes, heads[0], op, "heads");
+  return request;
+}
+
+inline NmsRequest check_ultralytics_postprocess(at::TensorList boxes, at::TensorList scores, at::TensorList extra,
+                                                at::ArrayRef<double> strides, const NmsArguments& arguments,
+                                                const std::optional<at::Tensor>& letterboxes) {
+  const char* op = "ultralytics_postprocess";
+  NmsRequest request = check_ultralytics_heads(boxes, scores, extra, strides, op);
+  fill_options(request, arguments, boxes[0].scalar_type(), op);
+  fill_letterboxes(request, letterboxes, boxes[0], op, "boxes");
+  return request;
+}
+
+// Data pointers, which tensors without storage (meta) do not have; so after the checks, on real devices only.
+inline void fill_labels(NmsRequest& request) {
+  if (!request.source.label_count) return;
+  request.labels = as_contiguous(request.labels, at::kFloat);
+  request.source.labels = request.labels.const_data_ptr<float>();
+}
+
+inline void fill_heads(NmsRequest& request, at::TensorList boxes, at::TensorList scores = {},
+                       at::TensorList extra = {}) {
+  for (size_t i = 0; i < boxes.size(); ++i) {
+    core::HeadLevel& level = request.source.level[i];
+    level.boxes.data = boxes[i].const_data_ptr();
+    if (!scores.empty()) level.scores.data = scores[i].const_data_ptr();
+    if (!extra.empty()) level.extra.data = extra[i].const_data_ptr();
+  }
+}
+
+inline void fill_anchors(NmsRequest& request, bool on_device) {
+  request.anchors = as_contiguous(request.anchors, at::kFloat);
+  const float* sides = request.anchors.const_data_ptr<float>();
+  if (on_device && !request.anchors.device().is_cpu()) {
+    request.source.anchor_sides_device = sides;
+  } else {
+    std::memcpy(request.source.anchor_sides, sides, request.anchors.numel() * sizeof(float));
+  }
+}
+
+// boxes (B, n, 4 or more), letterboxes (B, 6)
+inline void check_scale_boxes(const at::Tensor& boxes, const at::Tensor& letterboxes) {
+  const char* op = "scale_boxes";
+  check_float(boxes, op, "boxes");
+  check_strided(boxes, op, "boxes");
+  check_float(letterboxes, op, "letterboxes");
+  TORCH_CHECK_VALUE(boxes.dim() == 3 && boxes.size(2) >= 4, op, ": boxes has shape ", boxes.sizes(),
+                    ", but (images, boxes, 4 or more columns) is wanted");
+  TORCH_CHECK_VALUE(letterboxes.dim() == 2 && letterboxes.size(0) == boxes.size(0) && letterboxes.size(1) == 6, op,
+                    ": letterboxes has shape ", letterboxes.sizes(), ", but (", boxes.size(0),
+                    ", 6) is wanted: gain_x, gain_y, pad_x, pad_y, width, height of each image");
+  check_same_device(boxes, "boxes", letterboxes, op, "letterboxes");
+}
+
+// `letterboxes` already of the arithmetic type.
+inline core::ScaleBoxesParams scale_boxes_params(const at::Tensor& boxes, const at::Tensor& letterboxes, bool xywh) {
+  core::ScaleBoxesParams params;
+  params.boxes = boxes.const_data_ptr();
+  params.letterboxes = letterboxes.const_data_ptr();
+  params.images = boxes.size(0);
+  params.count = boxes.size(1);
+  params.columns = boxes.size(2);
+  params.image_stride = boxes.stride(0);
+  params.box_stride = boxes.stride(1);
+  params.column_stride = boxes.stride(2);
+  params.center_size = xywh;
+  params.dtype = core_dtype(boxes.scalar_type());
+  return params;
+}
+
+}  // namespace torch_fastdet

@@ -1,0 +1,328 @@
+// Padded non-maximum suppression on the CPU: checks, allocates, then threads over images (or, where there are fewer
+// images than threads, inside each). Decisions come from core/candidates.h and core/nms_math.h.
+#include "ops/nms/checks.h"
+
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "core/nms/candidates.h"
+#include "ops/nms/dispatch_source.h"
+
+namespace torch_fastdet {
+namespace {
+
+constexpr int64_t kAnchorsPerTask = 2048;
+constexpr int64_t kFirstChunk = 256, kLargestChunk = 4096;
+
+template <typename A>
+struct Candidate {
+  A confidence;
+  uint32_t index;
+  bool operator<(const Candidate& other) const {
+    return confidence != other.confidence ? confidence > other.confidence : index < other.index;
+  }
+};
+
+template <typename A>
+using Candidates = std::vector<Candidate<A>>;
+
+template <typename A>
+void keep_best(Candidates<A>& candidates, int64_t count) {
+  if (static_cast<int64_t>(candidates.size()) <= count) return;
+  std::nth_element(candidates.begin(), candidates.begin() + count, candidates.end());
+  candidates.resize(count);
+}
+
+// Boxes of one kind of arithmetic, side by side for vector instructions.
+template <typename A>
+struct Boxes {
+  std::vector<A> x1, y1, x2, y2, area;
+  std::vector<int32_t> class_index;
+
+  int64_t size() const { return static_cast<int64_t>(x1.size()); }
+  void push(const core::CornerBox<A>& box, int32_t box_class) {
+    x1.push_back(box.x1);
+    y1.push_back(box.y1);
+    x2.push_back(box.x2);
+    y2.push_back(box.y2);
+    area.push_back(core::area(box));
+    class_index.push_back(box_class);
+  }
+  core::CornerBox<A> at(int64_t i) const { return {x1[i], y1[i], x2[i], y2[i]}; }
+
+  // Whether any of boxes [begin, size) suppresses `box`; the arithmetic of core::overlaps without its branches.
+  template <bool same_class>
+  bool any_overlaps(int64_t begin, const core::CornerBox<A>& box, A box_area, int32_t box_class, A threshold) const {
+    constexpr int64_t kBlock = 32;
+    const int64_t end = size();
+    for (int64_t start = begin; start < end; start += kBlock) {
+      const int64_t stop = std::min(start + kBlock, end);
+      int32_t hit = 0;
+      for (int64_t i = start; i < stop; ++i) {
+        const A left = x1[i] > box.x1 ? x1[i] : box.x1, right = x2[i] < box.x2 ? x2[i] : box.x2;
+        const A top = y1[i] > box.y1 ? y1[i] : box.y1, bottom = y2[i] < box.y2 ? y2[i] : box.y2;
+        const A width = right - left, height = bottom - top;
+        const A intersection = width * height;
+        const A ratio = intersection / (area[i] + box_area - intersection);
+        int32_t meets = (width > 0) & (height > 0) & (ratio > threshold);
+        if constexpr (same_class) meets &= class_index[i] == box_class;
+        hit |= meets;
+      }
+      if (hit) return true;
+    }
+    return false;
+  }
+};
+
+template <typename Layout>
+class ImageSuppression {
+ public:
+  using A = typename Layout::A;
+
+  ImageSuppression(const NmsRequest& request, int64_t image)
+      : source_(request.source), options_(request.options), filter_(request.filter), image_(image) {
+    for (int64_t i = 0; i < source_.label_count; ++i) {
+      promoted_ = promoted_ || source_.labels[i * 6] == static_cast<float>(image);
+    }
+  }
+
+  void run(const core::NmsOutput& output) {
+    Candidates<A> candidates = select();
+    const int64_t count = suppress(candidates);
+    write(output, count);
+  }
+
+ private:
+  Candidates<A> select() const {
+    const int64_t anchors = source_.classes ? source_.anchors + source_.label_count : 0;
+    const int64_t tasks = (anchors + kAnchorsPerTask - 1) / kAnchorsPerTask;
+    std::vector<Candidates<A>> found(tasks);
+    at::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t task = begin; task < end; ++task) {
+        const int64_t last = std::min(anchors, (task + 1) * kAnchorsPerTask);
+        for (int64_t n = task * kAnchorsPerTask; n < last; ++n) select_anchor(n, found[task]);
+        keep_best(found[task], options_.max_candidates);
+      }
+    });
+    size_t total = 0;
+    for (const auto& part : found) total += part.size();
+    Candidates<A> all;
+    all.reserve(total);
+    for (const auto& part : found) all.insert(all.end(), part.begin(), part.end());
+    keep_best(all, options_.max_candidates);
+    return all;
+  }
+
+  void add(int64_t n, int64_t c, A confidence, Candidates<A>& found) const {
+    if (!core::is_finite(confidence) || !core::is_allowed(filter_, c)) return;
+    found.push_back({confidence, static_cast<uint32_t>(n * source_.classes + c)});
+  }
+
+  void select_anchor(int64_t n, Candidates<A>& found) const {
+    const A threshold = core::confidence_threshold<A>(options_, promoted_);
+    if (n >= source_.anchors) {
+      const int64_t label = n - source_.anchors;
+      if (A(1) > threshold && core::label_exists(source_, label, image_)) {
+        add(n, static_cast<int64_t>(source_.labels[label * 6 + 1]), A(1), found);
+      }
+      return;
+    }
+    const auto anchor = Layout::anchor(source_, image_, n);
+    A objectness = 0;
+    if (!Layout::objectness(source_, anchor, options_, objectness)) return;
+    const auto scores = Layout::scores(source_, anchor);
+    const size_t before = found.size();
+    A best = -1;
+    int64_t best_class = 0;
+    for (int64_t c = 0; c < source_.classes; ++c) {
+      A score = 0;
+      if (!Layout::score(scores.at(c), options_, score)) continue;
+      const A confidence = core::confidence<Layout>(source_, objectness, score, promoted_);
+      if (confidence > best) {
+        best = confidence;
+        best_class = c;
+      } else if (confidence != confidence && (!options_.multi_label || options_.nan_class_drops_anchor)) {
+        found.resize(before);
+        return;
+      }
+      if (options_.multi_label && confidence > threshold) add(n, c, confidence, found);
+    }
+    if (!options_.multi_label && best > threshold) add(n, best_class, best, found);
+  }
+
+  struct Row {
+    core::CornerBox<A> box;
+    A confidence;
+    int64_t anchor;
+    int32_t class_index;
+  };
+
+  int64_t suppress(Candidates<A>& candidates) {
+    return options_.class_rule == ClassRule::kExact ? suppress<true>(candidates) : suppress<false>(candidates);
+  }
+
+  // Sorts, decodes and decides chunk by chunk, so that an image which fills max_detections early pays for no more.
+  template <bool same_class>
+  int64_t suppress(Candidates<A>& candidates) {
+    const int64_t total = static_cast<int64_t>(candidates.size());
+    const A threshold = A(options_.iou);
+    const A offset = options_.class_rule == ClassRule::kOffset ? A(options_.max_wh) : A(0);
+    Boxes<A> kept;
+    std::vector<Row> rows;
+    std::vector<core::CornerBox<A>> placed;
+    std::vector<uint8_t> alive;
+    int64_t chunk = kFirstChunk;
+    for (int64_t begin = 0; begin < total; begin += chunk, chunk = std::min(chunk * 2, kLargestChunk)) {
+      if (static_cast<int64_t>(kept_.size()) >= options_.max_detections) break;
+      const int64_t count = std::min(chunk, total - begin);
+      const auto first = candidates.begin() + begin;
+      if (begin + count < total) std::nth_element(first, first + count, candidates.end());
+      std::sort(first, first + count);
+      rows.resize(count);
+      placed.resize(count);
+      alive.assign(count, 0);
+      const int64_t known = kept.size();
+      at::parallel_for(0, count, 64 + (1 << 14) / (known + 1), [&](int64_t from, int64_t to) {
+        for (int64_t i = from; i < to; ++i) {
+          const Candidate<A>& candidate = candidates[begin + i];
+          const int64_t n = candidate.index / source_.classes;
+          const int32_t c = static_cast<int32_t>(candidate.index % source_.classes);
+          const core::CornerBox<A> box = core::candidate_corners<Layout>(source_, image_, n, promoted_);
+          if (!core::is_finite(box)) continue;
+          rows[i] = {box, candidate.confidence, n, c};
+          placed[i] = core::moved(box, core::mul_rn(A(c), offset));
+          alive[i] = !kept.template any_overlaps<same_class>(0, placed[i], core::area(placed[i]), c, threshold);
+        }
+      });
+      for (int64_t i = 0; i < count; ++i) {
+        if (!alive[i]) continue;
+        const int32_t c = rows[i].class_index;
+        if (kept.template any_overlaps<same_class>(known, placed[i], core::area(placed[i]), c, threshold)) continue;
+        kept.push(placed[i], c);
+        kept_.push_back(rows[i]);
+        if (static_cast<int64_t>(kept_.size()) >= options_.max_detections) break;
+      }
+    }
+    return static_cast<int64_t>(kept_.size());
+  }
+
+  void write(const core::NmsOutput& output, int64_t count) const {
+    const int64_t capacity = options_.max_detections, width = 6 + source_.extra;
+    A* rows = static_cast<A*>(output.detections) + image_ * capacity * width;
+    output.counts[image_] = count;
+    for (int64_t i = 0; i < count; ++i, rows += width) {
+      const Row& row = kept_[i];
+      core::CornerBox<A> box = row.box;
+      if (output.letterboxes) {
+        const A* l = static_cast<const A*>(output.letterboxes) + image_ * 6;
+        box = core::scale_corners(box, core::Letterbox<A>{l[0], l[1], l[2], l[3], l[4], l[5]});
+      }
+      rows[0] = box.x1;
+      rows[1] = box.y1;
+      rows[2] = box.x2;
+      rows[3] = box.y2;
+      rows[4] = row.confidence;
+      rows[5] = A(row.class_index);
+      for (int64_t e = 0; e < source_.extra; ++e) {
+        rows[6 + e] = core::candidate_extra<Layout>(source_, options_, image_, row.anchor, e, promoted_);
+      }
+    }
+    std::fill(rows, rows + (capacity - count) * width, A(0));
+    if (output.indices) {
+      int64_t* indices = output.indices + image_ * capacity;
+      for (int64_t i = 0; i < capacity; ++i) indices[i] = i < count ? kept_[i].anchor : -1;
+    }
+  }
+
+  const CandidateSource& source_;
+  const NmsOptions& options_;
+  const ClassFilter& filter_;
+  const int64_t image_;
+  bool promoted_ = false;
+  std::vector<Row> kept_;
+};
+
+template <typename Layout>
+void suppress_images(const NmsRequest& request, const core::NmsOutput& output) {
+  const int64_t images = request.source.images;
+  const auto run = [&](int64_t begin, int64_t end) {
+    for (int64_t image = begin; image < end; ++image) ImageSuppression<Layout>(request, image).run(output);
+  };
+  if (images >= at::get_num_threads()) {
+    at::parallel_for(0, images, 1, run);
+  } else {
+    run(0, images);  // each image is threaded inside
+  }
+}
+
+Detections suppress(const NmsRequest& request, const at::Tensor& input) {
+  Detections detections = empty_detections(request, input);
+  const core::NmsOutput output = nms_output(request, detections);
+  dispatch_source(request.source, [&](auto layout) { suppress_images<decltype(layout)>(request, output); });
+  return detections;
+}
+
+std::tuple<at::Tensor, at::Tensor> non_max_suppression_padded(
+    const at::Tensor& prediction, double conf_thres, double iou_thres, at::OptionalIntArrayRef classes, bool agnostic,
+    bool multi_label, int64_t max_det, int64_t nm, const std::optional<at::Tensor>& labels,
+    const std::optional<at::Tensor>& letterboxes, std::string_view per_class, int64_t max_nms, double max_wh) {
+  NmsRequest request = check_yolov5_prediction(
+      prediction, nm, {conf_thres, iou_thres, classes, agnostic, multi_label, max_det, max_nms, max_wh, per_class},
+      labels, letterboxes, "non_max_suppression_padded");
+  fill_labels(request);
+  request.source.data = prediction.const_data_ptr();
+  return without_indices(suppress(request, prediction));
+}
+
+Detections ultralytics_non_max_suppression_padded(const at::Tensor& prediction, double conf_thres, double iou_thres,
+                                                  at::OptionalIntArrayRef classes, bool agnostic, bool multi_label,
+                                                  int64_t max_det, int64_t nc,
+                                                  const std::optional<at::Tensor>& letterboxes,
+                                                  std::string_view per_class, int64_t max_nms, double max_wh) {
+  NmsRequest request = check_ultralytics_prediction(
+      prediction, nc, {conf_thres, iou_thres, classes, agnostic, multi_label, max_det, max_nms, max_wh, per_class},
+      letterboxes, "ultralytics_non_max_suppression_padded");
+  request.source.data = prediction.const_data_ptr();
+  return suppress(request, prediction);
+}
+
+std::tuple<at::Tensor, at::Tensor> yolov5_postprocess(at::TensorList heads, const at::Tensor& anchors,
+                                                      at::ArrayRef<double> strides, double conf_thres, double iou_thres,
+                                                      at::OptionalIntArrayRef classes, bool agnostic, bool multi_label,
+                                                      int64_t max_det, int64_t nm,
+                                                      const std::optional<at::Tensor>& letterboxes,
+                                                      std::string_view per_class, int64_t max_nms, double max_wh) {
+  NmsRequest request = check_yolov5_postprocess(
+      heads, anchors, strides, nm,
+      {conf_thres, iou_thres, classes, agnostic, multi_label, max_det, max_nms, max_wh, per_class}, letterboxes);
+  fill_heads(request, heads);
+  fill_anchors(request, false);
+  return without_indices(suppress(request, heads[0]));
+}
+
+Detections ultralytics_postprocess(at::TensorList boxes, at::TensorList scores, at::TensorList extra,
+                                   at::ArrayRef<double> strides, double conf_thres, double iou_thres,
+                                   at::OptionalIntArrayRef classes, bool agnostic, bool multi_label, int64_t max_det,
+                                   const std::optional<at::Tensor>& letterboxes, std::string_view per_class,
+                                   int64_t max_nms, double max_wh) {
+  NmsRequest request = check_ultralytics_postprocess(
+      boxes, scores, extra, strides,
+      {conf_thres, iou_thres, classes, agnostic, multi_label, max_det, max_nms, max_wh, per_class}, letterboxes);
+  fill_heads(request, boxes, scores, extra);
+  return suppress(request, boxes[0]);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(torch_fastdet, CPU, m) {
+  m.impl("non_max_suppression_padded", non_max_suppression_padded);
+  m.impl("ultralytics_non_max_suppression_padded", ultralytics_non_max_suppression_padded);
+  m.impl("yolov5_postprocess", yolov5_postprocess);
+  m.impl("ultralytics_postprocess", ultralytics_postprocess);
+}
+
+}  // namespace torch_fastdet
