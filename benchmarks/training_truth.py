@@ -1,13 +1,18 @@
-"""Whether training with torch_fastdet learns what stock learns: the real train.py, several seeds each way, all curves in one plot.
+"""Whether training with torch_fastdet learns what stock learns: the real train.py, several seeds each way.
 
     python -m benchmarks.training_truth --out FOLDER [--model s] [--epochs 60] [--seeds 3] [--jobs 2] [--minutes 9]
+    python -m benchmarks.training_truth --out FOLDER --small --seeds 16 --jobs 12 --variants stock fastdet only_loss_optim
     python -m benchmarks.training_truth --out FOLDER --report
 
-A run is train.py from scratch on the demo's pictures, as stock or under ``torch_fastdet.yolov5 --fastdet``; --jobs of them share
-the machine. Each finished run leaves one JSON file, <variant>-seed<n>.json, in FOLDER, and a run whose file is there is not done
-again: the work can be split over several commands. With --minutes no run begins that would end later, judged by the longest so
-far. When all are there, or with --report, FOLDER's parent gets training_truth.md, a table of mean, spread and difference, and
+A run is train.py from scratch on the demo's pictures. Its variant is ``stock``, ``fastdet`` (``torch_fastdet.yolov5 --fastdet``)
+or ``only_<switch>`` (that switch alone). --jobs of them share the machine, and take turns on its GPUs. Each finished run leaves
+one JSON file, <variant>-seed<n>.json, in FOLDER, and a run whose file is there is not done again: the work can be split over
+several commands. With --minutes no run begins that would end later, judged by the longest so far. When all are there, or with
+--report, FOLDER's parent gets training_truth.md, a table of means and of the difference with its standard error, and
 training_truth.png. The default FOLDER is training_truth in the results folder of this machine and day.
+
+--small is the case for many seeds: yolov5n at 320x320, batch 64 (an optimizer step each iteration), no validation before the
+last epoch. A difference means something from twelve seeds on.
 """
 
 from __future__ import annotations
@@ -15,12 +20,13 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import json
+import math
 import os
 import shutil
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +46,9 @@ NAMES = {
     "train/box_loss": "train box loss",
 }
 PANELS = (MAP, MAP50, "val/box_loss", "val/obj_loss", "val/cls_loss", "train/box_loss")
-VARIANTS = (STOCK, FASTDET)
 MAP_WANTED = 0.6  # mAP50-95, so that the runs have learnt the task
+FEW = 4  # seeds that a plot of curves can tell apart
+ONLY = "only_"
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,23 @@ class Settings:
     image_size: int = 640
     pictures: int = 1024
     batch_size: int = 16
+    validate_each_epoch: bool = True
+
+
+SMALL = Settings("yolov5n", 20, 320, 1024, 64, False)
+
+
+def variant_of(name: str) -> Variant:
+    """The variant of that name: stock, fastdet or only_<switch>."""
+    if name in (STOCK.name, FASTDET.name):
+        return STOCK if name == STOCK.name else FASTDET
+    from torch_fastdet.yolov5.registry import SWITCHES
+
+    switch = name.removeprefix(ONLY)
+    if name == switch or switch not in SWITCHES:
+        names = ", ".join([STOCK.name, FASTDET.name, *(ONLY + switch for switch in SWITCHES)])
+        raise ValueError(f"there is no variant {name!r}; there are: {names}")
+    return Variant(name, f"{switch} alone", ("-m", "torch_fastdet.yolov5", f"--{switch}"))
 
 
 def file_of(folder: Path, variant: Variant, seed: int) -> Path:
@@ -62,12 +86,12 @@ def file_of(folder: Path, variant: Variant, seed: int) -> Path:
 def finished(folder: Path, settings: Settings | None = None) -> dict[tuple[str, int], dict[str, Any]]:
     """(variant, seed) -> what a run left. Files of different settings are an error: their curves cannot be compared."""
     runs: dict[tuple[str, int], dict[str, Any]] = {}
-    wanted = asdict(settings) if settings else None
     for path in sorted(folder.glob("*-seed*.json")):
         run = json.loads(path.read_text())
-        wanted = wanted or run["settings"]
-        if run["settings"] != wanted:
-            raise SystemExit(f"{path} is of {run['settings']}, but {wanted} is wanted; name another --out")
+        found = Settings(**run["settings"])
+        settings = settings or found
+        if found != settings:
+            raise SystemExit(f"{path} is of {found}, but {settings} is wanted; name another --out")
         runs[run["variant"], run["seed"]] = run
     return runs
 
@@ -82,8 +106,9 @@ def one_run(
     project = work / f"seed{seed}"
     shutil.rmtree(project / variant.name, ignore_errors=True)
     env = environment(work / "environment") | {"PYTHONWARNINGS": "ignore"}
+    extra = () if settings.validate_each_epoch else ("--noval",)
     run = train(
-        variant, data, project, env, machine, settings.epochs, seed, settings.model, settings.batch_size, show=False
+        variant, data, project, env, machine, settings.epochs, seed, settings.model, settings.batch_size, False, extra
     )
     found = {
         "variant": variant.name,
@@ -92,6 +117,7 @@ def one_run(
         **about,
         "seconds": round(run.seconds, 1),
         "seconds_an_iteration": run.progress.seconds_an_iteration(),
+        "nms_timeouts": (run.folder / "train.log").read_text(errors="replace").count("time limit"),
         "replaced": run.replaced,
         "epochs": run.epochs,
     }
@@ -115,15 +141,19 @@ def run_all(arguments: argparse.Namespace, folder: Path, settings: Settings) -> 
 
     begun = time.monotonic()
     done = finished(folder, settings)
-    wanted = [(variant, seed) for seed in range(arguments.seeds) for variant in VARIANTS]
+    wanted = [(variant_of(name), seed) for seed in range(arguments.seeds) for name in arguments.variants]
     left = [(variant, seed) for variant, seed in wanted if (variant.name, seed) not in done]
     if not left:
         return True
     folder.mkdir(parents=True, exist_ok=True)
     about = environment(torch.device(arguments.device))
     cuda = arguments.device == "cuda"
-    workers = min(8, max(1, (os.cpu_count() or 1) // arguments.jobs)) if cuda else 0
-    machine = Machine("0" if cuda else "cpu", settings.image_size, workers, about["gpu"] or about["cpu"])
+    workers = min(8, (os.cpu_count() or 1) // arguments.jobs - 1) if cuda else 0
+    gpus = torch.cuda.device_count() if cuda else 0
+    machines = [
+        Machine(device, settings.image_size, max(0, workers), about["gpu"] or about["cpu"])
+        for device in (map(str, range(gpus)) if cuda else ["cpu"])
+    ]
     work = (arguments.work or WORK / "training_truth").resolve()
     recipe = dataset.Recipe(image_size=settings.image_size, train=settings.pictures)
     data = dataset.make(work / f"digits-{settings.image_size}-{settings.pictures}", recipe)
@@ -134,15 +164,17 @@ def run_all(arguments: argparse.Namespace, folder: Path, settings: Settings) -> 
 
     failed = []
     with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
-        running: dict[concurrent.futures.Future, str] = {}
+        running: dict[concurrent.futures.Future, tuple[str, Machine]] = {}
         while running or (left and affordable()):
             while left and len(running) < arguments.jobs and affordable():
                 variant, seed = left.pop(0)
+                busy = [machine for _, machine in running.values()]
+                machine = min(machines, key=busy.count)
                 future = pool.submit(one_run, folder, work, variant, seed, settings, machine, data, about)
-                running[future] = f"{variant.name}-seed{seed}"
+                running[future] = f"{variant.name}-seed{seed}", machine
             ended, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
             for future in ended:
-                name = running.pop(future)
+                name, _ = running.pop(future)
                 if error := future.exception():
                     failed.append(f"{name}: {error}")
                     continue
@@ -155,79 +187,74 @@ def run_all(arguments: argparse.Namespace, folder: Path, settings: Settings) -> 
     return not left and not failed
 
 
-def spread(values: list[float]) -> float:
-    return max(values) - min(values)
+def standard_error(values: list[float]) -> float:
+    """Of the mean; nan for a single value."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+
+
+def by_variant(runs: dict[tuple[str, int], dict[str, Any]]) -> dict[Variant, list[dict[str, Any]]]:
+    """Variant -> its runs, by seed; stock first, then --fastdet."""
+    first = {STOCK.name: 0, FASTDET.name: 1}
+    names = sorted({name for name, _ in runs}, key=lambda name: (first.get(name, 2), name))
+    return {variant_of(name): [run for (other, _), run in sorted(runs.items()) if other == name] for name in names}
 
 
 def report(folder: Path) -> str:
-    """The comparison as Markdown, from the files in `folder`."""
-    runs = finished(folder)
-    groups = {v.title: [run for (name, _), run in runs.items() if name == v.name] for v in VARIANTS}
-    stock, ours = (groups[variant.title] for variant in VARIANTS)
-    if not stock or not ours:
-        raise SystemExit(
-            f"{folder} holds {len(stock)} stock and {len(ours)} torch_fastdet runs, but one of each is wanted"
-        )
+    """The comparison as Markdown, from the files in `folder`: each variant against stock."""
+    groups = by_variant(finished(folder))
+    stock = groups.pop(STOCK, [])
+    if not stock or not groups:
+        ours = sum(map(len, groups.values()))
+        raise SystemExit(f"{folder} holds {len(stock)} stock and {ours} other runs, but one of each is wanted")
     body = []
-    for metric in NAMES:
-        a, b = ([run["epochs"][-1][metric] for run in group] for group in (stock, ours))
-        difference, noise = statistics.mean(b) - statistics.mean(a), max(spread(a), spread(b))
-        body.append([
-            NAMES[metric], f"{statistics.mean(a):.4f}", f"{spread(a):.4f}", f"{statistics.mean(b):.4f}", f"{spread(b):.4f}",
-            f"{difference:+.4f}", "yes" if abs(difference) < noise else "no",
-        ])  # fmt: skip
-    header = [
-        "after the last epoch",
-        "stock, mean",
-        "spread",
-        "torch_fastdet, mean",
-        "spread",
-        "difference",
-        "within the spread",
-    ]
-    text = table(header, body)
-    lowest = min(run["epochs"][-1][MAP] for run in runs.values())
-    iterations = [statistics.median(run["seconds_an_iteration"] for run in group) for group in (stock, ours)]
-    seconds = [statistics.median(run["seconds"] for run in group) for group in (stock, ours)]
-    first = next(iter(runs.values()))
+    for variant, group in groups.items():
+        for metric in NAMES if variant == FASTDET else (MAP, MAP50):
+            a, b = ([run["epochs"][-1][metric] for run in runs] for runs in (stock, group))
+            difference = statistics.mean(b) - statistics.mean(a)
+            error = math.hypot(standard_error(a), standard_error(b))
+            body.append([
+                NAMES[metric], f"{statistics.mean(a):.4f}", f"{variant.title} ({len(b)})", f"{statistics.mean(b):.4f}",
+                f"{difference:+.4f}", f"{error:.4f}", f"{difference / error:+.1f}" if error else "-",
+            ])  # fmt: skip
+    header = ["after the last epoch", f"stock ({len(stock)})", "compared (runs)", "its mean", "difference"]
+    text = table([*header, "standard error", "difference / error"], body)
+    return text + "\n" + caption(stock, groups)
+
+
+def caption(stock: list[dict[str, Any]], groups: dict[Variant, list[dict[str, Any]]]) -> str:
+    first = stock[0]
     settings = Settings(**first["settings"])
-    text += (
-        f"\n{settings.model}, {settings.epochs} epochs of {settings.pictures} pictures at {settings.image_size}x"
-        f"{settings.image_size}, batch {settings.batch_size}; {len(stock)} seeds stock, {len(ours)} with --fastdet. The spread is "
-        f"largest less smallest over the seeds, and the difference is compared with the larger of the two. The lowest mAP50-95 is "
-        f"{lowest:.3f} ({'above' if lowest > MAP_WANTED else 'not above'} the {MAP_WANTED} that shows that the task was learnt). "
-        f"An iteration took {1e3 * iterations[0]:.1f} and {1e3 * iterations[1]:.1f} ms, a run {seconds[0]:.0f} and "
-        f"{seconds[1]:.0f} s, where runs may have shared the machine. {first['gpu'] or first['cpu']}, torch {first['torch']}, "
-        f"{first['date']}.\n"
+    lowest = min(run["epochs"][-1][MAP] for group in (stock, *groups.values()) for run in group)
+    times = [
+        f"{variant.title} {1e3 * statistics.median(run['seconds_an_iteration'] for run in group):.1f} ms and "
+        f"{statistics.median(run['seconds'] for run in group):.0f} s"
+        for variant, group in {STOCK: stock, **groups}.items()
+    ]
+    return (
+        f"{settings.model}, {settings.epochs} epochs of {settings.pictures} pictures at {settings.image_size}x"
+        f"{settings.image_size}, batch {settings.batch_size}; in brackets the number of runs, each of its own seed. Chance alone "
+        f"gives a difference beyond two standard errors in one of twenty comparisons. The lowest mAP50-95 is {lowest:.3f} "
+        f"({'above' if lowest > MAP_WANTED else 'not above'} the {MAP_WANTED} that shows that the task was learnt). Medians of an "
+        f"iteration and of a run, where runs may have shared the machine: {'; '.join(times)}. {first['gpu'] or first['cpu']}, "
+        f"torch {first['torch']}, {first['date']}.\n"
     )
-    return text
 
 
 def plot(folder: Path, path: Path) -> None:
-    """Every run's curve, mAP and validation losses by epoch."""
+    """Every run's curve, mAP and losses by epoch; without validation in each epoch, where each run ended."""
     if not (plt := pyplot()):
         return
-    runs = finished(folder)
-    settings = Settings(**next(iter(runs.values()))["settings"])
-    figure, axes = plt.subplots(2, 3, figsize=(15, 8), layout="constrained")
-    styles = {STOCK.name: ("0.3", "-"), FASTDET.name: ("C1", "--")}
-    for axis, metric in zip(axes.flat, PANELS):
-        for (name, seed), run in sorted(runs.items(), reverse=True):
-            color, line = styles[name]
-            title = next(variant.title for variant in VARIANTS if variant.name == name)
-            axis.plot(
-                [row["epoch"] + 1 for row in run["epochs"]],
-                [row[metric] for row in run["epochs"]],
-                line,
-                color=color,
-                linewidth=1.2,
-                label=f"{title}, seed {seed}",
-            )
-        if metric not in (MAP, MAP50):
-            axis.set_yscale("log")
-        axis.set(title=NAMES[metric], xlabel="epoch")
-        axis.grid(alpha=0.3)
-    axes[0, 0].legend(fontsize=9)
+    groups = by_variant(finished(folder))
+    settings = Settings(**next(iter(groups.values()))[0]["settings"])
+    if settings.validate_each_epoch:
+        figure, axes = plt.subplots(2, 3, figsize=(15, 8), layout="constrained")
+        for axis, metric in zip(axes.flat, PANELS):
+            _curves(axis, metric, groups)
+        axes[0, 0].legend(fontsize=9)
+    else:
+        figure, axes = plt.subplots(1, 2, figsize=(15, 1.5 + 0.5 * len(groups)), layout="constrained")
+        for axis, metric in zip(axes, (MAP, MAP50)):
+            _ends(axis, metric, groups)
     figure.suptitle(
         f"The same train.py, {settings.model} at {settings.image_size}x{settings.image_size}: stock and torch_fastdet"
     )
@@ -235,28 +262,74 @@ def plot(folder: Path, path: Path) -> None:
     plt.close(figure)
 
 
-def main() -> int:
+def _curves(axis: Any, metric: str, groups: dict[Variant, list[dict[str, Any]]]) -> None:
+    for index, (variant, group) in reversed(list(enumerate(groups.items()))):
+        for run in group:
+            few = len(group) <= FEW
+            axis.plot(
+                [row["epoch"] + 1 for row in run["epochs"]],
+                [row[metric] for row in run["epochs"]],
+                "-" if variant == STOCK else "--",
+                color="0.3" if variant == STOCK else f"C{index}",
+                linewidth=1.2 if few else 0.7,
+                label=f"{variant.title}, seed {run['seed']}" if few else variant.title if run is group[0] else None,
+            )
+    if metric not in (MAP, MAP50):
+        axis.set_yscale("log")
+    axis.set(title=NAMES[metric], xlabel="epoch")
+    axis.grid(alpha=0.3)
+
+
+def _ends(axis: Any, metric: str, groups: dict[Variant, list[dict[str, Any]]]) -> None:
+    """A dot a run, and the mean with its standard error."""
+    for index, group in enumerate(groups.values()):
+        values = [run["epochs"][-1][metric] for run in group]
+        axis.plot(values, [index] * len(values), ".", color="0.6")
+        axis.errorbar(
+            statistics.mean(values), index, xerr=standard_error(values), fmt="D", color=f"C{index}", capsize=4
+        )
+    axis.set(title=f"{NAMES[metric]} after the last epoch", yticks=range(len(groups)))
+    axis.set_yticklabels([variant.title for variant in groups])
+    axis.invert_yaxis()
+    axis.grid(alpha=0.3, axis="x")
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    defaults = Settings()
     parser.add_argument("--out", type=Path, help="folder of the runs' files")
     parser.add_argument("--work", type=Path, help="folder for pictures and trainings; default: under runs/benchmarks")
-    parser.add_argument("--model", default="s", choices=list("nsmlx"))
-    parser.add_argument("--epochs", type=int, default=defaults.epochs)
-    parser.add_argument("--image-size", type=int, default=defaults.image_size)
-    parser.add_argument("--pictures", type=int, default=defaults.pictures)
-    parser.add_argument("--batch-size", type=int, default=defaults.batch_size)
+    parser.add_argument(
+        "--small", action="store_true", help="the small case for many seeds; the next five options change it"
+    )
+    parser.add_argument("--model", choices=list("nsmlx"))
+    for name in ("epochs", "image-size", "pictures", "batch-size"):
+        parser.add_argument(f"--{name}", type=int)
+    parser.add_argument(
+        "--variants", nargs="+", default=[STOCK.name, FASTDET.name], help="stock, fastdet, only_<switch>"
+    )
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, as many as the GPU's memory holds")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, as many as the GPUs' memory holds")
     parser.add_argument("--minutes", type=float, default=0, help="begin no run that would end later; 0: no limit")
     parser.add_argument("--device", default=None, choices=["cpu", "cuda"])
     parser.add_argument("--report", action="store_true", help="no run, the table and plot of those that are there")
     arguments = parser.parse_args()
     for name in ("epochs", "seeds", "jobs"):
-        if getattr(arguments, name) < 1:
+        if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
             parser.error(f"--{name} is {getattr(arguments, name)}, but 1 or more are wanted")
-    settings = Settings(
-        f"yolov5{arguments.model}", arguments.epochs, arguments.image_size, arguments.pictures, arguments.batch_size
+    try:
+        arguments.variants = [variant_of(name).name for name in arguments.variants]
+    except ValueError as error:
+        parser.error(str(error))
+    asked = {name: getattr(arguments, name) for name in ("epochs", "image_size", "pictures", "batch_size")}
+    asked["model"] = arguments.model and f"yolov5{arguments.model}"
+    arguments.settings = replace(
+        SMALL if arguments.small else Settings(), **{name: value for name, value in asked.items() if value is not None}
     )
+    return arguments
+
+
+def main() -> int:
+    arguments = parse()
     if not arguments.out or not arguments.report:
         import torch
 
@@ -265,7 +338,7 @@ def main() -> int:
         arguments.device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
         arguments.out = arguments.out or results_folder(environment(torch.device(arguments.device))) / "training_truth"
     folder = arguments.out.resolve()
-    if not arguments.report and not run_all(arguments, folder, settings):
+    if not arguments.report and not run_all(arguments, folder, arguments.settings):
         return 1
     text = report(folder)
     print(text)

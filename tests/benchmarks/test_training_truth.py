@@ -2,12 +2,25 @@
 
 import json
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks import training_truth
-from benchmarks.training_truth import FASTDET, MAP, MAP50, NAMES, STOCK, Settings, file_of, finished, report, run_all
+from benchmarks.training_truth import (
+    FASTDET,
+    MAP,
+    MAP50,
+    NAMES,
+    STOCK,
+    Settings,
+    file_of,
+    finished,
+    report,
+    run_all,
+    variant_of,
+)
 from examples.demo import dataset
 from examples.demo.training import Progress, Run
 
@@ -25,22 +38,33 @@ def leave(folder: Path, variant, seed: int, value: float, settings: Settings = S
     file_of(folder, variant, seed).write_text(json.dumps(run))
 
 
-def test_report_compares_the_difference_with_the_spread(tmp_path):
+def test_report_gives_the_difference_with_its_standard_error(tmp_path):
     for seed, (stock, ours) in enumerate([(0.60, 0.61), (0.66, 0.63), (0.63, 0.68)]):
         leave(tmp_path, STOCK, seed, stock)
         leave(tmp_path, FASTDET, seed, ours)
     text = report(tmp_path)
-    assert "| mAP50-95 | 0.6300 | 0.0600 | 0.6400 | 0.0700 | +0.0100 | yes |" in text
+    # sqrt(0.03^2 / 3 + 0.036056^2 / 3)
+    assert "| mAP50-95 | 0.6300 | torch_fastdet (3) | 0.6400 | +0.0100 | 0.0271 | +0.4 |" in text
     assert "The lowest mAP50-95 is 0.600 (not above the 0.6" in text and "a CPU, torch 2.11.0, 2026-11-21" in text
     training_truth.plot(tmp_path, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 20_000
 
 
-def test_report_says_where_runs_differ_by_more_than_seeds(tmp_path):
-    for seed, (stock, ours) in enumerate([(0.70, 0.80), (0.71, 0.81)]):
-        leave(tmp_path, STOCK, seed, stock)
-        leave(tmp_path, FASTDET, seed, ours)
-    assert "| mAP50-95 | 0.7050 | 0.0100 | 0.8050 | 0.0100 | +0.1000 | no |" in report(tmp_path)
+def test_report_compares_each_switch_with_stock(tmp_path):
+    settings = replace(SETTINGS, validate_each_epoch=False)
+    for variant, values in {STOCK: (0.70, 0.72), FASTDET: (0.80, 0.81), variant_of("only_loss_optim"): (0.71, 0.71)}.items():  # fmt: skip
+        for seed, value in enumerate(values):
+            leave(tmp_path, variant, seed, value, settings)
+    text = report(tmp_path)
+    assert "| mAP50-95 | 0.7100 | torch_fastdet (2) | 0.8050 | +0.0950 | 0.0112 | +8.5 |" in text
+    assert "| mAP50-95 | 0.7100 | loss_optim alone (2) | 0.7100 | +0.0000 | 0.0100 | +0.0 |" in text
+    training_truth.plot(tmp_path, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+def test_an_unknown_variant_is_named():
+    with pytest.raises(ValueError, match="no variant 'only_magic'; there are: stock, fastdet, only_bbox_iou_optim"):
+        variant_of("only_magic")
 
 
 def test_runs_of_other_settings_are_refused(tmp_path):
@@ -56,18 +80,23 @@ def trainings(tmp_path, monkeypatch):
     pytest.importorskip("ultralytics")
     begun = []
 
-    def train(variant, data, project, env, machine, epochs, seed, model, batch_size, show):
+    def train(variant, data, project, env, machine, epochs, seed, model, batch_size, show, extra):
         begun.append((variant.name, seed))
         if begun.count(("stock", 1)) == 1 and begun[-1] == ("stock", 1):
             raise RuntimeError("train.py ended with exit code 1")
-        return Run(variant, Path(project), rows(0.7), Progress(), 100.0, [])
+        folder = Path(project, variant.name)
+        folder.mkdir(parents=True)
+        (folder / "train.log").write_text("WARNING NMS time limit 2.1s exceeded\n")
+        return Run(variant, folder, rows(0.7), Progress(), 100.0, [])
 
     monkeypatch.setattr(training_truth, "train", train)
     monkeypatch.setattr(dataset, "make", lambda folder, recipe: Path(folder) / "data.yaml")
 
     def go(minutes: float = 0.0, jobs: int = 1) -> tuple[bool, list]:
         before = len(begun)
-        arguments = Namespace(seeds=2, device="cpu", jobs=jobs, minutes=minutes, work=tmp_path / "work")
+        arguments = Namespace(
+            seeds=2, variants=["stock", "fastdet"], device="cpu", jobs=jobs, minutes=minutes, work=tmp_path / "work"
+        )
         return run_all(arguments, tmp_path / "out", SETTINGS), begun[before:]
 
     return go
@@ -93,7 +122,7 @@ def test_no_run_begins_that_would_pass_the_limit(trainings, capsys):
 def test_real_trainings_leave_table_and_plot(tmp_path, monkeypatch, capsys):
     pytest.importorskip("yolov5")
     pytest.importorskip("ultralytics")
-    sizes = ["--model", "n", "--image-size", "64", "--pictures", "32", "--epochs", "1", "--seeds", "1", "--jobs", "2"]
+    sizes = ["--small", "--image-size", "64", "--pictures", "32", "--batch-size", "16", "--epochs", "1", "--seeds", "1", "--jobs", "2"]  # fmt: skip
     monkeypatch.setattr("sys.argv", ["training_truth", "--device", "cpu", "--out", str(tmp_path / "truth"), "--work", str(tmp_path / "work"), *sizes])  # fmt: skip
     assert training_truth.main() == 0
     runs = finished(tmp_path / "truth")
