@@ -1,4 +1,4 @@
-// What every CUDA glue file does after its checks: guard the device, take the current stream, launch, report.
+// What every CUDA backend does: launch on the current stream, and report a launch that failed.
 #pragma once
 
 #include <c10/cuda/CUDAGuard.h>
@@ -7,6 +7,11 @@
 #include <cuda_runtime_api.h>
 
 namespace torch_fastdet {
+
+// The current stream of the current device: set the device guard first.
+inline cudaStream_t current_stream() {
+  return c10::cuda::getCurrentCUDAStream();
+}
 
 inline void check_launch(cudaError_t error, const char* op) {
   TORCH_CHECK(error == cudaSuccess, op, ": the CUDA launch failed: ", cudaGetErrorString(error));

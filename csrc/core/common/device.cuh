@@ -1,0 +1,85 @@
+// What kernels of every family share: warps, sums over a warp or a block in a fixed order, accesses of up to 16 bytes.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "core/common/host_device.h"
+
+namespace torch_fastdet::core {
+
+// a / b, rounded up. a >= 0, b > 0.
+TORCH_FASTDET_HOST_DEVICE constexpr int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+
+constexpr int kWarp = 32;
+constexpr unsigned kFullWarp = 0xffffffffu;
+
+// Adds each of kValues values over the lanes of a whole warp. Every lane gets the sums, with the same bits.
+template <typename T, int kValues>
+__device__ __forceinline__ void warp_sum(T (&values)[kValues]) {
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2) {
+#pragma unroll
+    for (int k = 0; k < kValues; ++k) values[k] += __shfl_xor_sync(kFullWarp, values[k], step);
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ T warp_sum(T value) {
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2) value += __shfl_xor_sync(kFullWarp, value, step);
+  return value;
+}
+
+// Adds each of kValues values over a block of kThreads threads, as a tree. Thread 0 gets the sums. Every thread calls;
+// the block may call again at once.
+template <int kThreads, typename T, int kValues>
+__device__ __forceinline__ void block_sum(T (&values)[kValues]) {
+  static_assert(kThreads % kWarp == 0 && kThreads <= kWarp * kWarp, "one warp adds what the warps leave");
+  constexpr int kWarps = kThreads / kWarp;
+  __shared__ T warps[kWarps][kValues];
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  warp_sum(values);
+  if (lane == 0) {
+#pragma unroll
+    for (int k = 0; k < kValues; ++k) warps[warp][k] = values[k];
+  }
+  __syncthreads();
+  if (warp == 0) {
+#pragma unroll
+    for (int k = 0; k < kValues; ++k) values[k] = lane < kWarps ? warps[lane][k] : T(0);
+    warp_sum(values);
+  }
+  __syncthreads();
+}
+
+// Adds one value a warp (lane 0's) over a block of kWarps warps, in the order of the warps. Thread 0 gets the sum.
+// Every thread calls; the block synchronises before it calls again.
+template <int kWarps, typename T>
+__device__ __forceinline__ T sum_of_warps(T value) {
+  __shared__ T warps[kWarps];
+  if (threadIdx.x % kWarp == 0) warps[threadIdx.x / kWarp] = value;
+  __syncthreads();
+  T sum = 0;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kWarps; ++i) sum += warps[i];
+  }
+  return sum;
+}
+
+// kCount neighbouring elements that one access moves: 16 bytes, if nothing else is said.
+template <typename T, int kCount = 16 / sizeof(T)>
+struct alignas(kCount * sizeof(T) > 16 ? 16 : kCount * sizeof(T)) Vector {
+  static constexpr int kSize = kCount;
+  T x[kCount];
+};
+
+// Whether Vector<T> may be read and written there. True of null.
+__device__ __forceinline__ bool is_vector_aligned(const void* pointer) {
+  return (reinterpret_cast<uintptr_t>(pointer) & 15) == 0;
+}
+
+}  // namespace torch_fastdet::core
