@@ -375,9 +375,9 @@ print(json.dumps(vars(parse_opt()), default=str))
 # who have a GPU (tests/yolov5/test_graph_switches.py says what others are told).
 LAUNCH = """
 import json, os, sys
-from torch_fastdet import yolov5
+from torch_fastdet.patching import switch
 from torch_fastdet.yolov5 import launcher
-yolov5.missing_gpu = lambda: None
+switch.missing_gpu = lambda: None
 for i, arguments in enumerate(json.loads(sys.argv[1])):
     if os.fork() == 0:
         file = os.open(f"{i}.out", os.O_CREAT | os.O_WRONLY)

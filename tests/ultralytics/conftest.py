@@ -37,22 +37,29 @@ def lapjv(cost, extend_cost=True, cost_limit=np.inf):
 
 
 @pytest.fixture(scope="session")
-def program(tmp_path_factory) -> Callable[..., dict[str, Any]]:
-    """Runs programs/<name> with torch_fastdet and Ultralytics, and returns the JSON of its last line, and "output"."""
+def ultralytics_environment(tmp_path_factory) -> dict[str, str]:
+    """Environment variables of a process that has torch_fastdet and Ultralytics."""
     names = ("ultralytics", "cv2", "PIL", "sklearn", "scipy", "yaml")
     if missing := [name for name in names if importlib.util.find_spec(name) is None]:
         pytest.skip(f"not installed: {', '.join(missing)} (requirements/yolov5.txt)")
-    root = tmp_path_factory.mktemp("ultralytics")
+    root = tmp_path_factory.mktemp("environment")
     env = with_torch_fastdet(environment(root / "environment"))
     for name, text in STAND_INS.items():
         if importlib.util.find_spec(name.removesuffix(".py")) is None:
             (root / "environment/stand_ins" / name).write_text(text.lstrip())
+    return {**env, "OMP_NUM_THREADS": "2"}
+
+
+@pytest.fixture(scope="session")
+def program(ultralytics_environment, tmp_path_factory) -> Callable[..., dict[str, Any]]:
+    """Runs programs/<name> with torch_fastdet and Ultralytics, and returns the JSON of its last line, and "output"."""
+    root = tmp_path_factory.mktemp("ultralytics")
 
     def run(name: str, *arguments: object) -> dict[str, Any]:
         result = subprocess.run(
             [sys.executable, str(PROGRAMS / name), *map(str, arguments)],
             cwd=root,
-            env={**env, "OMP_NUM_THREADS": "2"},
+            env=ultralytics_environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

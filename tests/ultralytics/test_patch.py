@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-OURS = "torch_fastdet.ultralytics"
+OURS = "torch_fastdet.ultralytics.dropins"
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +31,9 @@ def test_unpatch_puts_everything_back(patching):
 
 def test_each_replaced_name_is_said_in_one_line(patching):
     lines = patching["lines"]
-    assert "bbox_iou_optim: ultralytics.utils.loss.bbox_iou -> torch_fastdet.ultralytics.bbox_iou" in lines
+    assert "bbox_iou_optim: ultralytics.utils.loss.bbox_iou -> torch_fastdet.ultralytics.dropins.bbox_iou" in lines
     assert (
-        "bbox_iou_optim: __main__.bbox_iou -> torch_fastdet.ultralytics.bbox_iou" in lines
+        "bbox_iou_optim: __main__.bbox_iou -> torch_fastdet.ultralytics.dropins.bbox_iou" in lines
         and len(lines) == len(set(lines)) > 6
     )
     assert all(f"torch_fastdet: {line}" in patching["output"] for line in lines)

@@ -10,7 +10,9 @@ import torch
 
 import torch_fastdet.yolov5 as drop_in
 from tests.yolov5.test_compute_loss import HYP, make_targets
+from torch_fastdet.patching import switch as switch_module
 from torch_fastdet.yolov5 import ComputeLoss
+from torch_fastdet.yolov5.host import HOST
 
 
 @pytest.fixture
@@ -23,7 +25,7 @@ def yolo():
 @pytest.fixture
 def switched(monkeypatch):
     """Switches on by name, as where there is a GPU; everything is put back afterwards."""
-    monkeypatch.setattr(drop_in, "missing_gpu", lambda: None)
+    monkeypatch.setattr(switch_module, "missing_gpu", lambda: None)
     yield lambda **switches: drop_in.patch(**switches)
     drop_in.unpatch()
 
@@ -59,7 +61,7 @@ def test_without_a_gpu_they_are_an_error_at_once(yolo, monkeypatch, capsys, swit
     try:
         with pytest.raises(drop_in.SwitchError, match=f"{switch} cannot apply: .*(GPU|driver|CPU build)"):
             drop_in.patch(**{switch: True, "upsample_optim": True})
-        assert not drop_in._patches.replacements
+        assert not HOST.patches.replacements
         said = drop_in.patch(fastdet=True)
         assert yolo.DetectionModel.forward is stock
         assert not any(line.startswith(switch) for line in said)

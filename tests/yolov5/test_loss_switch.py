@@ -38,7 +38,7 @@ def test_other_signature_is_an_error(stock, monkeypatch):
         def __call__(self, p, targets):
             pass
 
-    Changed.__name__, Changed.__module__ = "ComputeLoss", "yolov5.utils.loss"
+    Changed.__name__, Changed.__module__ = "ComputeLoss", "yolov5.utils.loss"  # as a fork's file would define it
     monkeypatch.setattr(stock, "ComputeLoss", Changed)
     with pytest.raises(drop_in.SwitchError, match="something_new"):
         drop_in.patch(loss_optim=True)

@@ -1,6 +1,7 @@
 """multi_tensor_optimizer: the parts under stock's names, and the real train.py with it, stock and patched on one seed."""
 
 import logging
+import sys
 from types import ModuleType
 
 import pytest
@@ -14,8 +15,7 @@ from tests.yolov5.test_real_scripts import LOSSES, weights
 from torch_fastdet import optim
 from torch_fastdet.ema import ModelEMA
 from torch_fastdet.yolov5.dropins import NORMS
-from torch_fastdet.yolov5.patches import Patches
-from torch_fastdet.yolov5.switches.multi_tensor_optimizer import STOCK_MODULES
+from torch_fastdet.yolov5.host import HOST
 
 FLAG = "--multi_tensor_optimizer"
 PRINTED = {"rel": 2e-5, "abs": 2e-6}  # results.csv has five digits: two of the last one
@@ -24,9 +24,7 @@ PRINTED = {"rel": 2e-5, "abs": 2e-6}  # results.csv has five digits: two of the 
 @pytest.fixture
 def patched():
     stock = nn.utils.clip_grad_norm_, torch.amp.GradScaler.unscale_
-    switch = drop_in.registry.SWITCHES["multi_tensor_optimizer"]()
-    drop_in._patches.expect(switch, False)
-    drop_in._patches.start(switch)
+    HOST.switch_on(["multi_tensor_optimizer"], (), import_now=False)
     yield
     drop_in.unpatch()
     assert (nn.utils.clip_grad_norm_, torch.amp.GradScaler.unscale_) == stock
@@ -53,18 +51,23 @@ def test_smart_optimizer_groups_and_log_line(caplog):
         drop_in.smart_optimizer(model, "LION")
 
 
-def test_one_smart_optimizer_for_each_layout():
+def test_one_smart_optimizer_for_each_layout(monkeypatch):
     """Whoever holds stock's gets the same function of ours, in whatever order the modules of two layouts come."""
     modules = [ModuleType(name) for name in ("train", "yolov5.train", "utils.torch_utils", "yolov5.utils.torch_utils")]
-    stocks = [lambda model, name="Adam", lr=0.001, momentum=0.9, decay=1e-5: None for _ in STOCK_MODULES]
-    for stock, origin in zip(stocks, STOCK_MODULES):
-        stock.__name__, stock.__module__ = "smart_optimizer", origin
-    switch, patches = drop_in.registry.SWITCHES["multi_tensor_optimizer"](), Patches()
-    for module, stock in zip(modules, stocks * 2):
-        module.smart_optimizer = stock
-        switch.visit(module, patches)
-    ours = [module.smart_optimizer for module in modules]
-    assert ours[0] is ours[2] and ours[1] is ours[3] and len({*ours, *stocks}) == 4
+    stocks = []
+    for module, user in zip(modules[2:], modules):
+        exec("def smart_optimizer(model, name='Adam', lr=0.001, momentum=0.9, decay=1e-5): pass", vars(module))
+        user.smart_optimizer = module.smart_optimizer
+        stocks.append(module.smart_optimizer)
+    for module in modules:
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    HOST.switch_on(["multi_tensor_optimizer"], (), import_now=False)
+    try:
+        ours = [module.smart_optimizer for module in modules]
+        assert ours[0] is ours[2] and ours[1] is ours[3] and len({*ours, *stocks}) == 4
+    finally:
+        drop_in.unpatch()
+    assert [module.smart_optimizer for module in modules] == stocks * 2
 
 
 def test_norms_are_all_that_torch_has():
@@ -104,7 +107,7 @@ def test_train_pys_sequence_has_stocks_effects(device, patched, monkeypatch):
     for step in range(8):
         ours(step, step in (0, 4))
     monkeypatch.undo()
-    drop_in._patches.stop()
+    drop_in.unpatch()
     stock = Step(device, torch.optim.SGD)
     for step in range(8):
         stock(step, step in (0, 4))

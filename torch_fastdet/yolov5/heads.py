@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
 STOCK_MODULES = ("models.yolo", "yolov5.models.yolo")
-
-
-def class_of(module: ModuleType, name: str) -> Any:
-    """The class of that name that ``module`` itself defines, or None."""
-    value = vars(module).get(name)
-    return value if isinstance(value, type) and value.__module__ == module.__name__ else None
 
 
 def _forward(detect: Any, x: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -7,7 +7,6 @@ arguments. Nothing of YOLOv5 is imported before the script imports it.
 
 from __future__ import annotations
 
-import argparse
 import builtins
 import importlib.util
 import io
@@ -16,17 +15,23 @@ from dataclasses import dataclass, field
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
-from torch_fastdet import yolov5
 from torch_fastdet._say import say
+from torch_fastdet.patching.launcher import Launcher
+from torch_fastdet.patching.switch import SwitchError
 from torch_fastdet.yolov5 import layout
-from torch_fastdet.yolov5.registry import ALL, SWITCHES
-from torch_fastdet.yolov5.switch import SwitchError
+from torch_fastdet.yolov5.host import HOST
+from torch_fastdet.yolov5.registry import SWITCHES
 
 PROG = "python -m torch_fastdet.yolov5"
-USAGE = f"{PROG} [switches] train.py [its arguments] | {PROG} [switches] -m yolov5.train [its arguments]"
-FLAGS = {f"--{name}": name for name in (*SWITCHES, ALL)}
+LAUNCHER = Launcher(
+    HOST,
+    PROG,
+    f"{PROG} [switches] train.py [its arguments] | {PROG} [switches] -m yolov5.train [its arguments]",
+    "Run a YOLOv5 script with torch_fastdet.",
+)
+FLAGS = LAUNCHER.flags
 
 
 @dataclass
@@ -44,14 +49,10 @@ def parse(argv: list[str]) -> Command:
     rest = iter(argv)
     for argument in rest:
         started = command.script is not None or command.module is not None
-        name, equals, _ = argument.partition("=")
         if argument == "--" and started:
             command.arguments += [argument, *rest]
-        elif name in FLAGS:
-            if equals:
-                _fail(f"{name} takes no value; it came as {argument}. Leave {name} out to keep that switch off.")
-            if FLAGS[name] not in command.switches:
-                command.switches.append(FLAGS[name])
+        elif LAUNCHER.take_flag(argument, command.switches):
+            continue
         elif started:
             command.help |= argument in ("-h", "--help")
             command.arguments.append(argument)
@@ -61,9 +62,9 @@ def parse(argv: list[str]) -> Command:
         elif argument.startswith("-m"):
             command.module = argument[2:] or next(rest, None)  # as Python's own -m: -m name, or -mname
             if command.module is None:
-                _fail("-m needs the name of a module, such as yolov5.train.")
+                LAUNCHER.fail("-m needs the name of a module, such as yolov5.train.")
         elif argument.startswith("-"):
-            _fail(f"{argument} came before the script, and is not one of {', '.join(FLAGS)}.")
+            LAUNCHER.fail(f"{argument} came before the script, and is not one of {', '.join(FLAGS)}.")
         else:
             command.script = argument
     return command
@@ -72,20 +73,19 @@ def parse(argv: list[str]) -> Command:
 def main(argv: list[str] | None = None) -> None:
     command = parse(sys.argv[1:] if argv is None else argv)
     if command.help:
-        parser = argparse.ArgumentParser(prog=PROG, usage=USAGE, description="Run a YOLOv5 script with torch_fastdet.")
-        yolov5.add_arguments(parser)
-        print(parser.format_help(), flush=True)
+        LAUNCHER.print_help()
     if command.script is None and command.module is None:
         if command.help:
             return
-        _fail("which script? For instance train.py, or -m yolov5.train.")
+        LAUNCHER.fail("which script? For instance train.py, or -m yolov5.train.")
     # Before anything is loaded by name: a module is found in the current folder, a script's imports beside the script.
     if command.script is not None:
         _check_script(command.script)
         if not getattr(sys.flags, "safe_path", False):
             sys.path[0] = str(Path(command.script).resolve().parent)
     if not command.help:
-        _patch(command)
+        HOST.script = None if command.script is None else Path(command.script)
+        LAUNCHER.switch_on(command.switches, import_now=False)
     code, module = _load_script(command.script) if command.script is not None else _load_module(str(command.module))
     sys.argv = [str(command.script) if command.script is not None else str(module.__file__), *command.arguments]
     try:
@@ -95,32 +95,8 @@ def main(argv: list[str] | None = None) -> None:
             _tell_unused(command)
         raise
     except SwitchError as error:  # of a switch that found out only in the script, such as for --optimizer Adam
-        _refuse(error)
+        LAUNCHER.refuse(error)
     _tell_unused(command)
-
-
-def _fail(message: str) -> NoReturn:
-    print(f"usage: {USAGE}\n{PROG}: error: {message}", file=sys.stderr, flush=True)
-    raise SystemExit(2)
-
-
-def _patch(command: Command) -> None:
-    if not command.switches:
-        say(f"no switch is given ({', '.join(FLAGS)}): the script runs as it is")
-        return
-    everything = ALL in command.switches
-    names = [name for name in SWITCHES if everything or name in command.switches]
-    try:
-        yolov5._switch_on(
-            names, command.switches, Path(command.script) if command.script is not None else None, import_now=False
-        )
-    except SwitchError as error:
-        _refuse(error)
-
-
-def _refuse(error: SwitchError) -> NoReturn:
-    print(f"{PROG}: error: {error}", file=sys.stderr, flush=True)
-    raise SystemExit(2) from None
 
 
 def _tell_unused(command: Command) -> None:
@@ -134,10 +110,10 @@ def _tell_unused(command: Command) -> None:
     # What a switch for YOLOv5 replaced in torch (clip_grad_norm_) does not show that it met YOLOv5.
     used = {
         replacement.switch
-        for replacement in yolov5._patches.replacements
-        if not (SWITCHES[replacement.switch].needs_yolov5 and replacement.is_foreign)
+        for replacement in HOST.patches.replacements
+        if not (SWITCHES[replacement.switch].needs_host and HOST.patches.is_outside(replacement))
     }
-    unused = [name for name in yolov5._patches.switches if name not in used]
+    unused = [name for name in HOST.on if name not in used]
     lost = not layout.is_loaded()
     for name in unused:
         is_error = lost and name in command.switches
@@ -150,7 +126,7 @@ def _tell_unused(command: Command) -> None:
 
 def _check_script(script: str) -> None:
     if not Path(script).is_file():
-        _fail(f"there is no script {script} in {Path.cwd()}.")
+        LAUNCHER.fail(f"there is no script {script} in {Path.cwd()}.")
 
 
 def _load_script(script: str) -> tuple[CodeType, ModuleType]:
@@ -176,7 +152,7 @@ def _load_module(name: str) -> tuple[CodeType, ModuleType]:
     loader: Any = None if spec is None else spec.loader
     code = loader.get_code(spec.name) if spec is not None and hasattr(loader, "get_code") else None
     if spec is None or code is None:
-        _fail(f"there is no module {name} to run.")
+        LAUNCHER.fail(f"there is no module {name} to run.")
     module = ModuleType("__main__")
     module.__file__ = spec.origin
     module.__loader__ = spec.loader

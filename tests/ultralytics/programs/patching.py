@@ -66,8 +66,8 @@ result["no_bool"] = error(lambda: drop_in.patch(nms_optim=1))
 
 # An Ultralytics whose function takes something else: nothing is replaced.
 original = ultralytics.utils.nms.non_max_suppression
-ultralytics.utils.nms.non_max_suppression = lambda prediction, in_place=True: None
-result["other_signature"] = error(drop_in.patch)
+exec("def non_max_suppression(prediction, in_place=True): pass", vars(ultralytics.utils.nms))
+result["other_signature"] = error(lambda: drop_in.patch(nms_optim=True, bbox_iou_optim=True))
 ultralytics.utils.nms.non_max_suppression = original
 result["after_error"] = holders()
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from torch_fastdet.yolov5.switch import TrainingSwitch
-
-if TYPE_CHECKING:
-    from torch_fastdet.yolov5.patches import Patches
+from torch_fastdet.yolov5.training_switch import TrainingSwitch
 
 
 def to_channels_last(model: nn.Module) -> bool:
@@ -42,7 +39,7 @@ class ChannelsLast(TrainingSwitch):
     name = "channels_last"
     help = "train on channels_last (NHWC) memory; checkpoints stay contiguous; needs a GPU"
 
-    def replace(self, model_class: type[nn.Module], patches: Patches) -> None:
+    def patch_model(self, model_class: type[nn.Module]) -> None:
         stock = model_class.forward
 
         def forward(model: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -51,9 +48,9 @@ class ChannelsLast(TrainingSwitch):
                     to_channels_last(model)
                     x = x.contiguous(memory_format=torch.channels_last)
                 else:
-                    self.trains_on_cpu(model, patches)
+                    self.trains_on_cpu(model)
             return stock(model, x, *args, **kwargs)
 
         forward.__qualname__ = "channels_last.forward"
-        patches.replace(model_class, "forward", forward)
-        patches.replace(model_class, "__deepcopy__", plain_copy)
+        self.replace(model_class, "forward", forward)
+        self.replace(model_class, "__deepcopy__", plain_copy)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,17 +11,14 @@ from torch import nn
 from torch_fastdet._say import say
 from torch_fastdet.graphs import CaptureError, ModuleGraphs
 from torch_fastdet.yolov5.heads import head_views
-from torch_fastdet.yolov5.switch import TrainingSwitch
-
-if TYPE_CHECKING:
-    from torch_fastdet.yolov5.patches import Patches
+from torch_fastdet.yolov5.training_switch import TrainingSwitch
 
 
 class CudaGraph(TrainingSwitch):
     name = "cuda_graph"
     help = "train with forward and backward as CUDA graphs, one for each image size; needs a GPU"
 
-    def replace(self, model_class: type[nn.Module], patches: Patches) -> None:
+    def patch_model(self, model_class: type[nn.Module]) -> None:
         stock = model_class.forward
         graphs: weakref.WeakKeyDictionary[nn.Module, ModuleGraphs] = weakref.WeakKeyDictionary()
 
@@ -30,13 +27,13 @@ class CudaGraph(TrainingSwitch):
             if args or kwargs or x.requires_grad or not model.training or not torch.is_grad_enabled():
                 return stock(model, x, *args, **kwargs)
             if not x.is_cuda:
-                self.trains_on_cpu(model, patches)
+                self.trains_on_cpu(model)
                 return stock(model, x)
             if torch.distributed.is_available() and torch.distributed.is_initialized():
-                patches.cannot_apply(self, "training on several GPUs (DistributedDataParallel) is not supported yet.")
+                self.cannot_apply("training on several GPUs (DistributedDataParallel) is not supported yet.")
                 return stock(model, x)
             if getattr(model, "_is_replica", False):
-                patches.cannot_apply(self, "DataParallel is not supported.")
+                self.cannot_apply("DataParallel is not supported.")
                 return stock(model, x)
             if model not in graphs:
                 graphs[model] = graphs_of(model)
@@ -44,7 +41,7 @@ class CudaGraph(TrainingSwitch):
                 return graphs[model](x)
             except CaptureError as error:
                 graphs[model].required = False
-                patches.cannot_apply(self, f"{error}.")
+                self.cannot_apply(f"{error}.")
                 return stock(model, x)
 
         def graphs_of(model: nn.Module) -> ModuleGraphs:
@@ -59,4 +56,4 @@ class CudaGraph(TrainingSwitch):
             )
 
         forward.__qualname__ = "cuda_graph.forward"
-        patches.replace(model_class, "forward", forward)
+        self.replace(model_class, "forward", forward)

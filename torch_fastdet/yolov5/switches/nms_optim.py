@@ -9,38 +9,19 @@ validation in half precision would not print the same numbers. Where gradients a
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
-from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
 from torch_fastdet import ops
+from torch_fastdet.patching.import_hook import namespace
+from torch_fastdet.patching.switch import Name, Switch, class_of
 from torch_fastdet.yolov5.dropins import non_max_suppression
-from torch_fastdet.yolov5.heads import class_of
-from torch_fastdet.yolov5.switch import Switch
 
-if TYPE_CHECKING:
-    from torch_fastdet.yolov5.patches import Patches
-
-STOCK_MODULES = ("utils.general", "yolov5.utils.general")
 DETECT_MODULES = ("models.yolo", "yolov5.models.yolo")
-# What stock's callers can pass; ours takes more, by keyword alone.
-PARAMETERS = tuple(
-    name
-    for name, parameter in inspect.signature(non_max_suppression).parameters.items()
-    if parameter.kind is not inspect.Parameter.KEYWORD_ONLY
-)
-
-
-def _is_stock(value: Any) -> bool:
-    return (
-        isinstance(value, FunctionType)
-        and value.__name__ == "non_max_suppression"
-        and value.__module__ in STOCK_MODULES
-    )
 
 
 def _decoding(stock: Callable) -> Callable:
@@ -112,24 +93,14 @@ class NmsOptim(Switch):
         "decode and non-maximum suppression without host syncs or a time limit, in val, detect, segment and validation"
     )
     modules = ("utils.general", "models.yolo", "models.common")
+    names = (Name("non_max_suppression", non_max_suppression, ("utils.general", "yolov5.utils.general")),)
 
-    def visit(self, module: ModuleType, patches: Patches) -> None:
-        for attribute, value in list(vars(module).items()):
-            if not _is_stock(value):
-                continue
-            parameters = tuple(inspect.signature(value).parameters)
-            if parameters == PARAMETERS:
-                patches.replace(module, attribute, non_max_suppression)
-            else:
-                patches.cannot_apply(
-                    self,
-                    f"{value.__module__}.{value.__name__} takes ({', '.join(parameters)}), not ({', '.join(PARAMETERS)}).",
-                )
-        detect = class_of(module, "Detect") if module.__name__ in DETECT_MODULES else None
-        if detect is not None and not any(known.owner is detect for known in patches.replacements):
+    def visit(self, module: ModuleType) -> None:
+        detect = class_of(module, "Detect") if namespace(module).get("__name__") in DETECT_MODULES else None
+        if detect is not None and not self.has_replaced(detect):
             what = " (float32 heads decoded by torch_fastdet.ops.yolov5_decode)"
             stock, ours = detect.forward, _decoding(detect.forward)
-            patches.replace(detect, "forward", _OfInstances(stock, ours), what)
+            self.replace(detect, "forward", _OfInstances(stock, ours), what)
             segment = class_of(module, "Segment")
             if segment is not None:
-                patches.replace(segment, "forward", _segmenting(segment.forward, stock, ours), what)
+                self.replace(segment, "forward", _segmenting(segment.forward, stock, ours), what)

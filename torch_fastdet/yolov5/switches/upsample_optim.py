@@ -8,17 +8,12 @@ does what torch.func or forward-mode AD differentiates.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
 
 from torch_fastdet import ops
-from torch_fastdet.yolov5.switch import Switch
-
-if TYPE_CHECKING:
-    from torch_fastdet.yolov5.patches import Patches
+from torch_fastdet.patching.switch import Switch
 
 
 def _is_exporting() -> bool:
@@ -61,7 +56,7 @@ def upsample_forward(self: torch.nn.Upsample, input: torch.Tensor) -> torch.Tens
 class UpsampleOptim(Switch):
     name = "upsample_optim"
     help = "nearest 2x upsampling in the neck by a bandwidth-bound kernel"
-    needs_yolov5 = False
+    needs_host = False
 
-    def start(self, patches: Patches) -> None:
-        patches.replace(torch.nn.Upsample, "forward", upsample_forward, " (nearest by two; other modes stay torch's)")
+    def start(self) -> None:
+        self.replace(torch.nn.Upsample, "forward", upsample_forward, " (nearest by two; other modes stay torch's)")

@@ -1,0 +1,80 @@
+"""python -m torch_fastdet.ultralytics: the words of the yolo command, with our flags anywhere among them."""
+
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+from torch_fastdet.ultralytics.launcher import LAUNCHER
+
+
+@pytest.fixture(scope="module")
+def launch(ultralytics_environment, tmp_path_factory):
+    """Runs the launcher and returns its output; ``code`` is the exit code that is expected."""
+    folder = tmp_path_factory.mktemp("launcher")
+
+    def run(*words, code=0):
+        command = [sys.executable, "-m", "torch_fastdet.ultralytics", *map(str, words)]
+        result = subprocess.run(
+            command,
+            cwd=folder,
+            env=ultralytics_environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert result.returncode == code, result.stdout[-6000:]
+        return result.stdout
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "words, switches, rest",
+    [
+        ("train model=a.yaml --fastdet data=b.yaml", ["fastdet"], "train model=a.yaml data=b.yaml"),
+        ("--nms_optim val --bbox_iou_optim --half", ["nms_optim", "bbox_iou_optim"], "val --half"),
+        ("predict -- --fastdet", [], "predict -- --fastdet"),
+    ],
+)
+def test_words_are_split(words, switches, rest):
+    assert LAUNCHER.split(words.split()) == (switches, rest.split())
+
+
+def test_a_flag_takes_no_value(capsys):
+    with pytest.raises(SystemExit) as exit:
+        LAUNCHER.split(["train", "--fastdet=True"])
+    assert exit.value.code == 2
+    assert "error: --fastdet takes no value; it came as --fastdet=True." in capsys.readouterr().err
+
+
+def test_help_is_ours_then_yolos(launch):
+    out = launch("train", "--fastdet", "--help")
+    assert 0 < out.index("--nms_optim") < out.index("yolo TASK MODE ARGS") and " -> " not in out
+
+
+def test_switches_are_on_before_the_command(launch):
+    out = launch("--nms_optim", "version")
+    lines = [line for line in out.splitlines() if line.startswith("torch_fastdet: ")]
+    assert lines[0].startswith("torch_fastdet: nms_optim: ultralytics.utils.nms.non_max_suppression -> torch_fastdet.")
+    assert not any("bbox_iou" in line for line in lines)
+    assert out.index(lines[-1]) < out.rindex("8.4.")
+
+
+def test_what_is_not_ours_is_yolos_to_refuse(launch):
+    out = launch("train", "--nms_optin", "model=yolov8n.yaml", code=1)
+    assert "'nms_optin' is not a valid YOLO argument" in out
+
+
+@pytest.mark.slow
+def test_training(launch, digits, tmp_path):
+    out = launch(
+        *("train", "--fastdet", "model=yolov8n.yaml", f"data={digits}", f"project={tmp_path}", "name=run", "epochs=1"),
+        *("imgsz=64", "batch=8", "workers=0", "device=cpu", "plots=False", "optimizer=SGD"),
+    )
+    assert "engine.trainer.ModelEMA -> torch_fastdet.ultralytics." in out
+    (checkpoint,) = tmp_path.rglob("last.pt")
+    with zipfile.ZipFile(checkpoint) as archive:
+        pickles = [archive.read(name) for name in archive.namelist() if name.endswith("data.pkl")]
+    assert pickles and b"torch_fastdet" not in b"".join(pickles)

@@ -1,0 +1,197 @@
+"""Replacing names, saying so, and putting them back.
+
+Names bind at import: ``from utils.metrics import bbox_iou`` leaves a second reference in the importer. So a replacement visits
+every loaded module, and every module of the host right after its own import, whoever imports it and when.
+
+A module may hold any object. Values are compared by identity with what is replaced; no attribute of them is read.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from types import FunctionType, ModuleType
+from typing import Any
+
+from torch_fastdet._say import say
+from torch_fastdet.patching.import_hook import ImportHook, loaded_modules, namespace, top_level
+
+# Never visited: our own modules, and those that take part in no YOLO package, although these take functions from them.
+LEFT_ALONE = frozenset({"torch_fastdet", "torch", "torchvision", "numpy"})
+
+_MISSING = object()
+_all: weakref.WeakSet[Patches] = weakref.WeakSet()
+
+
+class SwitchError(RuntimeError):
+    """A switch that was asked for by name cannot apply; the text says which and why."""
+
+
+@dataclass(eq=False)
+class Replacement:
+    switch: str
+    owner: Any  # a module, a class, or a function of ours
+    attribute: str
+    old: Any
+    new: Any
+    quiet: bool = False
+
+    @property
+    def module(self) -> str:
+        """Name of the module that the name is in."""
+        return namespace(self.owner)["__name__"] if isinstance(self.owner, ModuleType) else self.owner.__module__
+
+    def __str__(self) -> str:
+        owner = self.module if isinstance(self.owner, ModuleType) else describe(self.owner)
+        return f"{self.switch}: {owner}.{self.attribute} -> {describe(self.new)}"
+
+
+def describe(thing: Any) -> str:
+    """Where something of ours, or what we replace, is defined."""
+    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
+    return f"{module}.{name}".replace(".<locals>", "") if module and name else getattr(thing, "__name__", repr(thing))
+
+
+def original(owner: Any, attribute: str) -> Any:
+    """What ``owner`` itself holds under that name, below everything that is replaced now; None if there is nothing."""
+    value = (namespace(owner) if isinstance(owner, ModuleType) else vars(owner)).get(attribute)
+    layers = [r for patches in _all for r in patches.replacements if r.owner is owner and r.attribute == attribute]
+    while below := [r for r in layers if r.new is value]:
+        layers.remove(below[0])
+        value = below[0].old
+    return None if value is _MISSING else value
+
+
+def defined_in(module_name: str, attribute: str) -> Any:
+    """The function or class that the loaded module ``module_name`` itself defines under that name, or None.
+
+    Not what it imported, and not what a user has put there.
+    """
+    module = sys.modules.get(module_name)
+    if module is None:
+        return None
+    value = original(module, attribute)
+    if type(value) is FunctionType:
+        return value if value.__globals__ is namespace(module) else None
+    return value if issubclass(type(value), type) and value.__module__ == module_name else None
+
+
+class Patches:
+    """Everything that one host's switches replaced, and what calls back when a module of the host is imported.
+
+    Args:
+        packages: first parts of the host's module names, which are visited right after their import.
+        left_alone: first parts of the names of modules that are never visited.
+        visit: called with each module of the host that is imported while something is replaced.
+    """
+
+    def __init__(
+        self, packages: Collection[str], left_alone: Collection[str], visit: Callable[[ModuleType], None]
+    ) -> None:
+        self.replacements: list[Replacement] = []
+        self._left_alone = LEFT_ALONE | set(left_alone)
+        self._visit = visit
+        self._ours_before: set[tuple[int, str]] = set()
+        self._hook = ImportHook(packages, self._imported)
+        _all.add(self)
+
+    def modules(self) -> list[ModuleType]:
+        """The loaded modules that may hold names to replace."""
+        return loaded_modules(self._left_alone)
+
+    def watch_imports(self) -> None:
+        self._hook.install()
+
+    def is_outside(self, replacement: Replacement) -> bool:
+        """Whether this is a name of torch or the like, and not of the host or of who imported from it."""
+        return top_level(replacement.module) in self._left_alone
+
+    def replace(self, switch: str, owner: Any, attribute: str, new: Any, what: str = "", quietly: bool = False) -> None:
+        """Set ``owner.attribute`` to ``new`` and remember what was there; print it in a line that ends with ``what``."""
+        if any(r.owner is owner and r.attribute == attribute and r.new is new for r in self.replacements):
+            return
+        old = (namespace(owner) if isinstance(owner, ModuleType) else vars(owner)).get(attribute, _MISSING)
+        self._remember_holders(new)
+        setattr(owner, attribute, new)
+        self._remember(Replacement(switch, owner, attribute, old, new, quietly), what)
+
+    def replace_everywhere(self, switch: str, stock: Any, new: Any, modules: Collection[ModuleType]) -> None:
+        """Replace ``stock`` by ``new`` under every name that holds it in ``modules``."""
+        for module in modules:
+            for attribute, value in list(namespace(module).items()):
+                if value is stock:
+                    self.replace(switch, module, attribute, new)
+
+    def lines(self) -> tuple[str, ...]:
+        """One line for each replaced name, but for what is replaced quietly."""
+        return tuple(str(replacement) for replacement in self.replacements if not replacement.quiet)
+
+    def put_back(self) -> int:
+        """Put everything back, newest first, and return for how many names a line was or would have been printed."""
+        self._hook.remove()
+        # Modules that were imported meanwhile took our object for stock's: give them stock's.
+        for module in self.modules():
+            self._adopt(module, say_it=False)
+        count = sum(not replacement.quiet for replacement in self.replacements)
+        while self.replacements:
+            _restore(self.replacements.pop())
+        self._ours_before.clear()
+        return count
+
+    # Inside ----------------------------------------------------------------------------------------------------------
+
+    def _remember(self, replacement: Replacement, what: str = "", say_it: bool = True) -> None:
+        self.replacements.append(replacement)
+        if say_it and not replacement.quiet:
+            say(f"{replacement}{what}")
+
+    def _remember_holders(self, new: Any) -> None:
+        """Modules that hold the drop-in before it is put anywhere imported it from us, on purpose, and keep it."""
+        if any(known.new is new for known in self.replacements):
+            return
+        for module in self.modules():
+            for attribute, value in list(namespace(module).items()):
+                if value is new:
+                    self._ours_before.add((id(module), attribute))
+
+    def _imported(self, module: ModuleType) -> None:
+        self._adopt(module)
+        self._visit(module)
+
+    def _adopt(self, module: ModuleType, say_it: bool = True) -> None:
+        """Take note of names that ``module`` imported from a module in which they were replaced already."""
+        known = [r for r in self.replacements if isinstance(r.owner, ModuleType)]
+        if not known:
+            return
+        held = {(id(r.owner), r.attribute) for r in known} | self._ours_before
+        # With both layouts of YOLOv5 loaded one drop-in stands for two originals; an importer belongs to its own package's.
+        package = top_level(str(namespace(module).get("__name__")))
+        known.sort(key=lambda r: top_level(r.module) != package)
+        origins: dict[int, Replacement] = {}
+        for replacement in known:
+            origins.setdefault(id(replacement.new), replacement)
+        for attribute, value in list(namespace(module).items()):
+            origin = origins.get(id(value))
+            if origin is not None and (id(module), attribute) not in held:
+                copied = Replacement(origin.switch, module, attribute, origin.old, origin.new)
+                self._remember(copied, say_it=say_it)
+
+
+def _restore(replacement: Replacement) -> None:
+    """Put one name back. What somebody has put over ours since stays; another host's goes on with what was below ours."""
+    owner, attribute = replacement.owner, replacement.attribute
+    for patches in _all:
+        for above in patches.replacements:
+            if above.owner is owner and above.attribute == attribute and above.old is replacement.new:
+                above.old = replacement.old
+                return
+    now = (namespace(owner) if isinstance(owner, ModuleType) else vars(owner)).get(attribute, _MISSING)
+    if now is not replacement.new:
+        if now is not replacement.old:
+            say(f"{replacement} was replaced since by somebody else, and stays as it is")
+    elif replacement.old is _MISSING:
+        delattr(owner, attribute)
+    else:
+        setattr(owner, attribute, replacement.old)

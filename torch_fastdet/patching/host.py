@@ -1,0 +1,124 @@
+"""``patch()`` and ``unpatch()`` of one third party: which switches there are, which are on, and why others are not."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Iterable, Mapping
+from types import ModuleType
+from typing import Any
+
+from torch_fastdet._say import say
+from torch_fastdet.patching import switch as _switch
+from torch_fastdet.patching.engine import Patches
+from torch_fastdet.patching.switch import Switch
+
+ALL = "fastdet"
+ALL_HELP = "every switch that applies here"
+
+
+class Host:
+    """One third party, and what is switched on in it.
+
+    Args:
+        switches: its registry, in the order in which switches start.
+        packages: first parts of the names of its modules, which are visited when they are imported.
+        left_alone: first parts of the names of modules that are never visited.
+    """
+
+    def __init__(
+        self, switches: Mapping[str, type[Switch]], packages: Collection[str], left_alone: Collection[str] = ()
+    ) -> None:
+        self.switches = switches
+        self.on: dict[str, Switch] = {}
+        #: The keywords of each ``patch()`` so far.
+        self.requests: list[dict[str, bool]] = []
+        self.patches = Patches(packages, left_alone, self._visit)
+
+    # To override -----------------------------------------------------------------------------------------------------
+
+    def missing(self) -> str | None:
+        """Why there is no host here, in a sentence; None where there is one."""
+        return None
+
+    def import_modules(self, names: Iterable[str]) -> None:
+        """Import the host's modules ``names``, leaving out those that this version does not have."""
+
+    # For everybody ---------------------------------------------------------------------------------------------------
+
+    def patch(self, switches: Mapping[str, bool]) -> tuple[str, ...]:
+        """Switch on what the keywords say, and return a line for each name that is replaced."""
+        check_switches(switches, [ALL, *self.switches])
+        by_name = [name for name in self.switches if switches.get(name)]
+        everything = switches.get(ALL, not switches)
+        names = [name for name in self.switches if name in by_name or (everything and switches.get(name, True))]
+        self.switch_on(names, by_name)
+        self.requests.append(dict(switches))
+        return self.patches.lines()
+
+    def unpatch(self) -> int:
+        """Put every replaced name back, print and return how many there were."""
+        count = self.patches.put_back()
+        self.on.clear()
+        self.requests.clear()
+        if count:
+            say(f"put back {count} name{'s' if count > 1 else ''}")
+        return count
+
+    def switch_on(self, names: Iterable[str], by_name: Collection[str], import_now: bool = True) -> None:
+        """Start switches; nothing stays replaced if one that was asked for by name cannot apply.
+
+        Args:
+            names: what to switch on, of the registry.
+            by_name: those that must apply.
+            import_now: whether to import what the switches replace, to report it at once. A launcher leaves that to the script.
+        """
+        try:
+            for name in names:
+                self._start(self.on.get(name) or self.switches[name](self.patches), name in by_name, import_now)
+        except BaseException:
+            self.unpatch()
+            raise
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add a flag for each switch to a parser."""
+        group = parser.add_argument_group("torch_fastdet", "faster operators with the results of the ones they replace")
+        for name, switch in self.switches.items():
+            group.add_argument(f"--{name}", action="store_true", help=switch.help)
+        group.add_argument(f"--{ALL}", action="store_true", help=ALL_HELP)
+
+    # Inside ----------------------------------------------------------------------------------------------------------
+
+    def _start(self, switch: Switch, by_name: bool, import_now: bool) -> None:
+        switch.by_name |= by_name
+        reason = self.missing() if switch.needs_host else None
+        if reason is None and switch.needs_gpu:
+            reason = _switch.missing_gpu()
+        if reason is None:
+            reason = switch.unsupported()
+        if reason is not None:
+            switch.cannot_apply(reason)
+            return
+        if switch.name not in self.on:
+            self.on[switch.name] = switch
+            self.patches.watch_imports()
+            switch.start()
+        switch.look_through(self.patches.modules())
+        if import_now:
+            self.import_modules(switch.modules)
+            reason = switch.found_nothing()
+            if reason is not None:
+                switch.cannot_apply(reason)
+
+    def _visit(self, module: ModuleType) -> None:
+        for switch in list(self.on.values()):
+            switch.look_through([module])
+
+
+def check_switches(switches: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raise TypeError for a switch that does not exist, or that is neither on nor off."""
+    unknown = sorted(set(switches) - set(known))
+    if unknown:
+        raise TypeError(f"There is no switch {', '.join(unknown)}; there are {', '.join(known)}.")
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} is {value!r}, but True or False is wanted")

@@ -1,0 +1,81 @@
+"""The modules that are loaded, and a callback after the import of further ones.
+
+``sys.modules`` holds what any package puts there. Only module objects are looked at, and only their dictionaries: reading an
+attribute would load a module that is imported lazily, and a proxy may raise.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import sys
+from collections.abc import Callable, Collection
+from types import ModuleType
+from typing import Any
+
+_dictionary = vars(ModuleType)["__dict__"].__get__
+
+
+def namespace(module: ModuleType) -> dict[str, Any]:
+    """``vars(module)``, without running code of the module's type."""
+    return _dictionary(module)
+
+
+def top_level(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def is_module(value: Any) -> bool:
+    # isinstance would believe a proxy that claims to be a module.
+    return issubclass(type(value), ModuleType)
+
+
+def loaded_modules(leaving_out: Collection[str]) -> list[ModuleType]:
+    """Modules in ``sys.modules``, but for those of the packages ``leaving_out``."""
+    return [
+        module for name, module in list(sys.modules.items()) if is_module(module) and top_level(name) not in leaving_out
+    ]
+
+
+class ImportHook(importlib.abc.MetaPathFinder):
+    """Calls ``imported(module)`` right after each import of a module of ``packages``."""
+
+    def __init__(self, packages: Collection[str], imported: Callable[[ModuleType], None]) -> None:
+        self._packages = packages
+        self._imported = imported
+        self._searching: set[str] = set()
+
+    def install(self) -> None:
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+
+    def remove(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        if top_level(fullname) not in self._packages or fullname in self._searching:
+            return None
+        self._searching.add(fullname)
+        try:
+            spec = None
+            for finder in sys.meta_path:
+                if finder is not self and hasattr(finder, "find_spec"):
+                    spec = finder.find_spec(fullname, path, target)
+                    if spec is not None:
+                        break
+        finally:
+            self._searching.discard(fullname)
+        loader: Any = None if spec is None else spec.loader
+        if not hasattr(loader, "exec_module") or not hasattr(loader, "__dict__"):
+            return spec
+        exec_module = loader.exec_module
+
+        def exec_then_call(module: ModuleType) -> None:
+            # An attribute of this one loader: its type, which inspect and pkgutil look at, stays what it was.
+            vars(loader).pop("exec_module", None)
+            exec_module(module)
+            if self in sys.meta_path:
+                self._imported(module)
+
+        loader.exec_module = exec_then_call
+        return spec

@@ -1,0 +1,3 @@
+from torch_fastdet.ultralytics.launcher import main
+
+main()

@@ -1,0 +1,47 @@
+"""Functions and classes with the names, signatures and results of ultralytics 8.4."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any
+
+import torch
+
+from torch_fastdet import ema, ops
+from torch_fastdet.suppression import ultralytics_non_max_suppression as non_max_suppression
+
+__all__ = ["ModelEMA", "bbox_iou", "non_max_suppression"]
+
+
+def bbox_iou(
+    box1: torch.Tensor,
+    box2: torch.Tensor,
+    xywh: bool = True,
+    GIoU: bool = False,
+    DIoU: bool = False,
+    CIoU: bool = False,
+    eps: float = 1e-7,
+) -> torch.Tensor:
+    """IoU, GIoU, DIoU or CIoU of boxes (..., 4), as ``ultralytics.utils.metrics.bbox_iou``: returns (..., 1), a new tensor.
+
+    ``box1`` and ``box2`` broadcast over the leading dimensions; boxes are centre x, centre y, width, height in any one
+    unit, or corners with ``xywh=False``. If several kinds are asked for, CIoU goes before DIoU before GIoU. Where the stock
+    function gives NaN (boxes without height) this gives a finite value and gradient.
+    """
+    return ops.bbox_iou(box1, box2, xywh, GIoU, DIoU, CIoU, eps)
+
+
+class ModelEMA(ema.ModelEMA):
+    """``ultralytics.utils.torch_utils.ModelEMA``: see :class:`torch_fastdet.ema.ModelEMA`. A distillation teacher that the
+    model carries is dropped from the copy."""
+
+    def __init__(self, model: torch.nn.Module, decay: float = 0.9999, tau: float = 2000, updates: int = 0):
+        super().__init__(model, decay, tau, updates)
+        ema: Any = self.ema
+        if hasattr(ema, "teacher_model"):
+            ema.teacher_model = None
+
+    def update_attr(self, model: torch.nn.Module, include: Container[str] = (), exclude: Container[str] = ()) -> None:
+        """Copy the model's attributes to the EMA: those in ``include`` (all, if empty), but none in ``exclude`` or with a
+        leading underscore."""
+        super().update_attr(model, include, exclude)

@@ -1,0 +1,37 @@
+"""``python -m torch_fastdet.ultralytics train model=yolo11s.yaml data=coco8.yaml --fastdet``: the ``yolo`` command with switches on.
+
+The words are those of Ultralytics' own command, whose entry point runs in this process; our flags may stand anywhere among them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+
+from torch_fastdet.patching.launcher import Launcher
+from torch_fastdet.patching.switch import SwitchError
+from torch_fastdet.ultralytics.host import HOST
+
+PROG = "python -m torch_fastdet.ultralytics"
+LAUNCHER = Launcher(
+    HOST, PROG, f"{PROG} [switches and the words of the yolo command]", "Run the yolo command with torch_fastdet."
+)
+
+
+def main(argv: list[str] | None = None) -> None:
+    chosen, words = LAUNCHER.split(sys.argv[1:] if argv is None else argv)
+    wants_help = not words or bool({"-h", "--help", "help"} & set(words))
+    if wants_help:
+        LAUNCHER.print_help()
+        words = ["help"]
+    if importlib.util.find_spec("ultralytics") is None:
+        LAUNCHER.fail("found no ultralytics; type: pip install ultralytics")
+    # In place, and before Ultralytics is imported, which keeps this very list. It also looks for its command's name there.
+    sys.argv[:] = ["yolo", *words]
+    if not wants_help:
+        LAUNCHER.switch_on(chosen, import_now=True)
+    try:
+        importlib.import_module("ultralytics.cfg").entrypoint()
+    except SwitchError as error:  # of a switch that found out only in the training
+        LAUNCHER.refuse(error)

@@ -1,0 +1,1 @@
+"""One file for each switch; registry.py lists them."""

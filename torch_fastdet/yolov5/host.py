@@ -1,0 +1,34 @@
+"""YOLOv5 as a host of switches: where it is, and which modules are its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from torch_fastdet.patching.host import Host
+from torch_fastdet.yolov5 import layout
+from torch_fastdet.yolov5.registry import SWITCHES
+
+# First parts of the module names of both layouts: the GitHub checkout's folders and scripts, and the PyPI package.
+PACKAGES = frozenset(
+    {"yolov5", "utils", "models", "segment", "classify", "train", "val", "detect", "export", "benchmarks", "hubconf"}
+)
+# YOLOv5 takes functions from ultralytics, whose own modules are not YOLOv5's.
+LEFT_ALONE = ("ultralytics",)
+
+
+class YOLOv5(Host):
+    #: The script that a launcher runs; YOLOv5 may be beside it or above it.
+    script: Path | None = None
+
+    def missing(self) -> str | None:
+        if layout.script_has_yolov5(self.script):
+            return None
+        places = "on the path" if self.script is None else f"beside or above {self.script}, or on the path"
+        return layout.MISSING.format(places=places)
+
+    def import_modules(self, names: Iterable[str]) -> None:
+        layout.import_modules(names, layout.importable_prefix() or "")
+
+
+HOST = YOLOv5(SWITCHES, PACKAGES, LEFT_ALONE)
