@@ -44,6 +44,14 @@ TORCH_LIBRARY(torch_fastdet, m) {
       "int max_det=300, Tensor? letterboxes=None, str per_class=\"offset\", int max_nms=30000, float max_wh=7680.) "
       "-> (Tensor detections, Tensor counts, Tensor indices)");
   m.def("scale_boxes(Tensor boxes, Tensor letterboxes, bool xywh=False) -> Tensor");
+
+  // Validation: detections matched with labels. rule is "best" (YOLOv5) or "greedy" (Ultralytics).
+  m.def(
+      "match_detections(Tensor detections, Tensor labels, Tensor iouv, Tensor? counts=None, str rule=\"best\") "
+      "-> Tensor");
+  m.def(
+      "confusion_matrix_(Tensor(a!) matrix, Tensor detections, Tensor labels, Tensor? counts=None, float conf=0.25, "
+      "float iou_thres=0.45, str rule=\"best\") -> ()");
   // Not `cls`: torch.compile hands keywords on to a class method, whose own argument has that name.
   m.def(
       "yolov5_loss(Tensor[] heads, Tensor targets, Tensor anchors, Tensor balance, Tensor? num_targets=None, *, "

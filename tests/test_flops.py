@@ -189,6 +189,14 @@ CASES = {
         lambda: ops.scale_boxes([64, 64], torch.rand(11, 6), [32, 48]),
         {"scale_boxes": 11 * 16},
     ),
+    "match_detections": (
+        lambda: ops.match_detections(torch.rand(2, 11, 6), torch.rand(5, 6), torch.rand(10)),
+        {"match_detections": 11 * 5 * 16},
+    ),
+    "confusion_matrix_": (
+        lambda: ops.confusion_matrix_(torch.zeros(4, 4, dtype=torch.int64), torch.rand(11, 6), torch.rand(5, 5)),
+        {"confusion_matrix_": 11 * 5 * 16},
+    ),
     "yolov5_loss": (loss_and_gradient, {"yolov5_loss": 16 * COUNT, "yolov5_loss_backward": COUNT}),
     "multi_tensor_ema_": (lambda: ops.multi_tensor_ema_(tensors(), tensors(), 0.9), {"multi_tensor_ema_": 3 * 22}),
     "multi_tensor_sgd_": (

@@ -56,6 +56,11 @@ def decode(anchors: int, outputs: int) -> int:
     return anchors * (SIGMOID * outputs + BOX_DECODE)
 
 
+def match(detections: int, labels: int) -> int:
+    """The IoU of each label with each detection of its image, and a comparison."""
+    return detections * labels * (IOU["iou"] + 1)
+
+
 def loss(anchors: int) -> int:
     """Objectness of every anchor; boxes and classes are computed for matches alone."""
     return ENTROPY * anchors
@@ -157,6 +162,14 @@ def _scale_boxes(boxes, letterboxes, xywh=False, *, out_shape=None) -> int:
     return math.prod(boxes[:-1]) * SCALE_BOX[xywh]
 
 
+def _match(detections, labels, *args, out_shape=None, **kwargs) -> int:
+    return match(detections[-2], labels[0])
+
+
+def _confusion(matrix, detections, labels, *args, out_shape=None, **kwargs) -> int:
+    return match(detections[-2], labels[0])
+
+
 def _yolov5_loss(heads, targets, anchors, *args, out_shape=None, **kwargs) -> int:
     return loss(_anchors(heads, anchors))
 
@@ -205,6 +218,8 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "yolov5_postprocess": _yolov5_postprocess,
     "ultralytics_postprocess": _ultralytics_postprocess,
     "scale_boxes": _scale_boxes,
+    "match_detections": _match,
+    "confusion_matrix_": _confusion,
     "yolov5_loss": _yolov5_loss,
     "yolov5_loss_backward": _yolov5_loss_backward,
     "multi_tensor_ema_": _ema,

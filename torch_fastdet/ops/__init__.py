@@ -1,6 +1,7 @@
 """Typed wrappers over ``torch.ops.torch_fastdet``: one for each operator, usable in TorchScript and torch.compile."""
 
 from torch_fastdet.ops.bbox_iou import bbox_iou, iou_loss
+from torch_fastdet.ops.metrics import confusion_matrix_, match_detections
 from torch_fastdet.ops.multi_tensor import (
     multi_tensor_clip_grad_norm_,
     multi_tensor_ema_,
@@ -23,8 +24,10 @@ from torch_fastdet.ops.yolov5_loss import yolov5_loss, yolov5_loss_fault
 
 __all__ = [
     "bbox_iou",
+    "confusion_matrix_",
     "iou_loss",
     "letterbox",
+    "match_detections",
     "multi_tensor_clip_grad_norm_",
     "multi_tensor_ema_",
     "multi_tensor_norm",

@@ -1,0 +1,53 @@
+// Detections matched with labels for validation: correct detections by IoU threshold, and the confusion matrix.
+#pragma once
+
+#include <cstdint>
+
+#ifdef TORCH_FASTDET_WITH_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
+namespace torch_fastdet::core {
+
+// Which detection gets a label that several claim. float detection claims a label of its class with enough IoU.
+enum class MatchRule : int32_t {
+  kBest,    // YOLOv5: a detection claims the label of its greatest IoU alone
+  kGreedy,  // Ultralytics: in the order of the rows, a detection takes the best label that is left
+};
+
+// Strides in elements; every row is dense. Coordinates are float32.
+struct MatchInput {
+  const float* detections = nullptr;  // (images, count, 6 or more): x1, y1, x2, y2, confidence, class
+  int64_t images = 0, count = 0, image_stride = 0, row_stride = 0;
+  const int64_t* counts = nullptr;  // (images) valid rows; nullptr: all
+  const float* labels = nullptr;    // (label_count, 5): class, x1, y1, x2, y2; or 6 with the image first
+  int64_t label_count = 0, label_stride = 0;
+  bool labels_name_image = false;
+  MatchRule rule = MatchRule::kBest;
+};
+
+struct MatchParams {
+  MatchInput in;
+  const float* thresholds = nullptr;  // (threshold_count)
+  int64_t threshold_count = 0;
+  bool* correct = nullptr;    // (images, count, threshold_count)
+  int32_t* claims = nullptr;  // workspace (label_count, threshold_count)
+  int32_t* best = nullptr;    // workspace (images, count), for kBest
+};
+
+struct ConfusionParams {
+  MatchInput in;
+  float confidence = 0, iou_threshold = 0;
+  int64_t classes = 0;
+  int64_t* matrix = nullptr;   // (classes + 1, classes + 1), [predicted, true], added to
+  uint64_t* claims = nullptr;  // workspace (label_count): the detection that got the label; 0: none
+  int32_t* matched = nullptr;  // workspace (images, count): whether a detection got a label
+};
+
+#ifdef TORCH_FASTDET_WITH_CUDA
+// One launch each, queued on `stream`; the workspace need not be filled.
+cudaError_t launch_match(const MatchParams& params, cudaStream_t stream);
+cudaError_t launch_confusion(const ConfusionParams& params, cudaStream_t stream);
+#endif
+
+}  // namespace torch_fastdet::core

@@ -1,0 +1,241 @@
+"""match_detections and confusion_matrix_: the definition, and the validators of the installed yolov5 and ultralytics."""
+
+from __future__ import annotations
+
+import types
+
+import numpy as np
+import pytest
+import torch
+
+from tests.references import metrics as reference
+from torch_fastdet import ops
+
+IOUV = torch.linspace(0.5, 0.95, 10)
+RULES = ["best", "greedy"]
+
+
+def boxes(n: int, generator: torch.Generator, size: float = 100.0) -> torch.Tensor:
+    corner = torch.rand(n, 2, generator=generator) * size
+    return torch.cat([corner, corner + torch.rand(n, 2, generator=generator) * size / 2 + 1], 1)
+
+
+def image(n: int, m: int, seed: int, classes: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    """Detections (n, 6) sorted by confidence, most of them near a label, and labels (m, 5)."""
+    g = torch.Generator().manual_seed(seed)
+    truth = boxes(m, g)
+    found = boxes(n, g)
+    if m and n:
+        near = torch.randint(m, (n,), generator=g)
+        found = torch.where(
+            torch.rand(n, 1, generator=g) < 0.8, truth[near] + torch.randn(n, 4, generator=g) * 3, found
+        )
+    conf = torch.rand(n, 1, generator=g).sort(0, descending=True)[0]
+    detections = torch.cat([found, conf, torch.randint(classes, (n, 1), generator=g)], 1)
+    return detections, torch.cat([torch.randint(classes, (m, 1), generator=g), truth], 1)
+
+
+SIZES = [(0, 0), (0, 3), (3, 0), (1, 1), (7, 5), (60, 13), (300, 40), (513, 70)]
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("n, m", SIZES)
+def test_match_is_the_definition(device, n, m, rule):
+    detections, labels = image(n, m, seed=n + m)
+    found = ops.match_detections(detections.to(device), labels.to(device), IOUV.to(device), rule=rule)
+    assert found.dtype == torch.bool and found.shape == (n, 10)
+    assert np.array_equal(found.cpu().numpy(), reference.match(detections, labels, IOUV, rule))
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("n, m", SIZES)
+def test_confusion_is_the_definition(device, n, m, rule):
+    detections, labels = image(n, m, seed=n * m + 1)
+    wanted = np.arange(16).reshape(4, 4)
+    matrix = torch.from_numpy(wanted.copy()).to(device)
+    ops.confusion_matrix_(matrix, detections.to(device), labels.to(device), rule=rule)
+    reference.confusion(wanted, detections, labels, 0.25, 0.45, rule)
+    assert np.array_equal(matrix.cpu().numpy(), wanted)
+
+
+def batch(device, rows: int = 40) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list]:
+    images = [image(n, m, seed=n) for n, m in [(12, 4), (0, 5), (40, 9), (33, 0)]]
+    detections = torch.full((len(images), rows, 6), 7.0)  # rows past the count must not matter
+    for i, (found, _) in enumerate(images):
+        detections[i, : len(found)] = found
+    counts = torch.tensor([len(found) for found, _ in images])
+    labels = torch.cat([torch.cat([torch.full((len(t), 1), i), t], 1) for i, (_, t) in enumerate(images)])
+    shuffled = labels[torch.randperm(len(labels), generator=torch.Generator().manual_seed(1))]
+    return detections.to(device), shuffled.to(device), counts.to(device), images
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("rule", RULES)
+def test_batch_is_its_images(device, rule):
+    detections, labels, counts, images = batch(device)
+    correct = ops.match_detections(detections, labels, IOUV.to(device), counts, rule)
+    matrix = torch.zeros(4, 4, dtype=torch.int64, device=device)
+    ops.confusion_matrix_(matrix, detections, labels, counts, rule=rule)
+    wanted = torch.zeros_like(matrix)
+    for i, (found, truth) in enumerate(images):
+        alone = ops.match_detections(found.to(device), truth.to(device), IOUV.to(device), rule=rule)
+        assert torch.equal(correct[i, : len(found)], alone)
+        assert not correct[i, len(found) :].any()
+        ops.confusion_matrix_(wanted, found.to(device), truth.to(device), rule=rule)
+    assert torch.equal(matrix, wanted)
+
+
+def test_equals_yolov5(device):
+    val = pytest.importorskip("yolov5.utils.metrics")
+    for seed in range(20):
+        detections, labels = image(50, 9, seed)
+        stock, ours = val.ConfusionMatrix(3), torch.zeros(4, 4, dtype=torch.int64, device=device)
+        stock.process_batch(detections, labels)
+        ops.confusion_matrix_(ours, detections.to(device), labels.to(device))
+        assert np.array_equal(stock.matrix, ours.cpu().numpy())
+
+
+def test_equals_ultralytics(device):
+    validator = pytest.importorskip("ultralytics.engine.validator")
+    metrics = pytest.importorskip("ultralytics.utils.metrics")
+    for seed in range(20):
+        detections, labels = image(50, 9, seed)
+        iou = metrics.box_iou(labels[:, 1:], detections[:, :4])
+        owner = types.SimpleNamespace(iouv=IOUV)
+        wanted = validator.BaseValidator.match_predictions(owner, detections[:, 5], labels[:, 0], iou)
+        found = ops.match_detections(detections.to(device), labels.to(device), IOUV.to(device), rule="greedy")
+        assert torch.equal(found.cpu(), wanted)
+        stock = metrics.ConfusionMatrix(names={i: str(i) for i in range(3)})
+        stock.process_batch(
+            {"bboxes": detections[:, :4], "conf": detections[:, 4], "cls": detections[:, 5]},
+            {"bboxes": labels[:, 1:], "cls": labels[:, 0]},
+        )
+        ours = torch.zeros(4, 4, dtype=torch.int64, device=device)
+        ops.confusion_matrix_(ours, detections.to(device), labels.to(device), rule="greedy")
+        assert np.array_equal(stock.matrix, ours.cpu().numpy())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_types_are_converted(device, dtype):
+    detections, labels = (t.to(device, dtype) for t in image(30, 6, 3))
+    wanted = ops.match_detections(detections.float(), labels.float(), IOUV.to(device))
+    assert torch.equal(ops.match_detections(detections, labels, IOUV.to(device)), wanted)
+
+
+def test_strided_rows(device):
+    detections, labels = (t.to(device) for t in image(30, 6, 4))
+    wide = torch.cat([detections, torch.rand(30, 5, device=device)], 1)
+    wanted = ops.match_detections(detections, labels, IOUV.to(device))
+    assert torch.equal(ops.match_detections(wide, labels, IOUV.to(device)), wanted)
+    assert torch.equal(ops.match_detections(detections.t().contiguous().t(), labels, IOUV.to(device)), wanted)
+    assert torch.equal(ops.match_detections(wide[:, :6], labels.t().contiguous().t(), IOUV.to(device)), wanted)
+
+
+def test_degenerate_boxes_match_nothing(device):
+    labels = torch.tensor([[0.0, 5, 5, 5, 9], [0, 9, 9, 1, 1], [0, float("nan"), 0, 9, 9]], device=device)
+    detections = torch.tensor([[5.0, 5, 5, 9, 0.9, 0], [9, 9, 1, 1, 0.8, 0], [0, 0, 9, 9, 0.7, 0]], device=device)
+    for rule in RULES:
+        assert not ops.match_detections(detections, labels, IOUV.to(device), rule=rule).any()
+
+
+def test_classes_beyond_the_matrix_are_not_counted(device):
+    matrix = torch.zeros(2, 2, dtype=torch.int64, device=device)
+    detections = torch.tensor([[0.0, 0, 9, 9, 0.9, 5]], device=device)
+    ops.confusion_matrix_(matrix, detections, torch.tensor([[0.0, 0, 0, 9, 9]], device=device))
+    assert not matrix.any()
+
+
+def test_opcheck(device):
+    detections, labels, counts, _ = batch(device)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    op = torch.ops.torch_fastdet
+    torch.library.opcheck(op.match_detections.default, (detections, labels, IOUV.to(device), counts), test_utils=tests)
+    matrix = torch.zeros(4, 4, dtype=torch.int64, device=device)
+    torch.library.opcheck(op.confusion_matrix_.default, (matrix, detections, labels, counts), test_utils=tests)
+
+
+def test_compiles_for_any_number_of_labels(device):
+    torch._dynamo.reset()
+    compiled = torch.compile(ops.match_detections, fullgraph=True, backend="aot_eager", dynamic=True)
+    for n, m in [(5, 2), (9, 7), (30, 4), (2, 0)]:
+        detections, labels = (t.to(device) for t in image(n, m, 5))
+        assert torch.equal(
+            compiled(detections, labels, IOUV.to(device)), ops.match_detections(detections, labels, IOUV.to(device))
+        )
+
+
+def test_scripts(device):
+    def correct(d: torch.Tensor, t: torch.Tensor, iouv: torch.Tensor) -> torch.Tensor:
+        return ops.match_detections(d, t, iouv, rule="greedy")
+
+    detections, labels = (t.to(device) for t in image(5, 2, 6))
+    wanted = correct(detections, labels, IOUV.to(device))
+    assert torch.equal(torch.jit.script(correct)(detections, labels, IOUV.to(device)), wanted)
+
+
+def test_is_captured_and_replayed_with_other_values(cuda):
+    detections, labels, counts, _ = batch(cuda)
+    iouv, matrix = IOUV.to(cuda), torch.zeros(4, 4, dtype=torch.int64, device=cuda)
+    ops.match_detections(detections, labels, iouv, counts)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        correct = ops.match_detections(detections, labels, iouv, counts, "greedy")
+        ops.confusion_matrix_(matrix, detections, labels, counts)
+    detections[..., :4] += 5
+    counts -= counts.clamp(max=1)
+    graph.replay()
+    assert torch.equal(correct, ops.match_detections(detections, labels, iouv, counts, "greedy"))
+    wanted = torch.zeros_like(matrix)
+    ops.confusion_matrix_(wanted, detections, labels, counts)
+    assert torch.equal(matrix, wanted)
+
+
+def test_no_host_sync(cuda):
+    detections, labels, counts, _ = batch(cuda)
+    iouv, matrix = IOUV.to(cuda), torch.zeros(4, 4, dtype=torch.int64, device=cuda)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ops.match_detections(detections, labels, iouv, counts)
+        ops.confusion_matrix_(matrix, detections, labels, counts)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+D, L = torch.rand(4, 6), torch.rand(3, 5)
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        ((torch.rand(4, 5), L, IOUV), r"detections has shape \[4, 5\], but 6 or more columns"),
+        ((torch.rand(6), L, IOUV), r"detections has shape \[6\]"),
+        ((D, torch.rand(3, 6), IOUV), r"labels has shape \[3, 6\], but 5 columns"),
+        ((D[None], L, IOUV), r"labels has shape \[3, 5\], but 6 columns"),
+        ((D.long(), L, IOUV), "detections has dtype int64"),
+        ((D, L, IOUV[None]), r"iouv has shape \[1, 10\]"),
+        ((D, L, IOUV, torch.tensor([4])), "counts came with detections of shape"),
+        (
+            (D[None], torch.rand(3, 6), IOUV, torch.tensor([4, 4])),
+            r"counts has shape \[2\], but one count for each of 1",
+        ),
+        ((D[None], torch.rand(3, 6), IOUV, torch.tensor([4.0])), "counts has dtype float32"),
+        ((D, L, IOUV, None, "first"), "rule is 'first', but 'best' or 'greedy' is expected"),
+    ],
+)
+def test_errors_are_one_line(arguments, text):
+    with pytest.raises((RuntimeError, ValueError), match="match_detections: " + text) as caught:
+        ops.match_detections(*arguments)
+    assert "\n" not in str(caught.value).split("\nException raised")[0]
+
+
+def test_matrix_errors():
+    for matrix, text in [
+        (torch.zeros(4, 4), "matrix has dtype float32, but int64"),
+        (torch.zeros(4, 3, dtype=torch.int64), r"matrix has shape \[4, 3\]"),
+    ]:
+        with pytest.raises(RuntimeError, match="confusion_matrix_: " + text):
+            ops.confusion_matrix_(matrix, D, L)
+    with pytest.raises(TypeError, match="labels is a list, but a tensor is wanted"):
+        ops.match_detections(D, [], IOUV)

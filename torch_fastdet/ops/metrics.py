@@ -1,0 +1,88 @@
+"""Detections matched with labels for validation: correct detections by IoU threshold, and the confusion matrix."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_fastdet.ops._checks import check_optional_tensor, check_tensor
+
+
+def match_detections(
+    detections: Tensor, labels: Tensor, iouv: Tensor, counts: Tensor | None = None, rule: str = "best"
+) -> Tensor:
+    """Which detections are correct at each IoU threshold: YOLOv5's ``process_batch``, Ultralytics' ``match_predictions``.
+
+    A detection and a label match where their classes are equal and their IoU reaches the threshold. Each detection and each
+    label matches once. One launch for a whole batch, no host sync, no gradient. Coordinates are float32: other types are
+    converted first.
+
+    Args:
+        detections: (n, 6 or more) or (images, n, 6 or more), float16, bfloat16, float32 or float64: x1, y1, x2, y2,
+            confidence, class; in the order of their confidence, as suppression returns them. Any strides; rows that are not
+            dense are copied first.
+        labels: (m, 5), class, x1, y1, x2, y2; with batched detections (m, 6), the image's index first. Same device, any order.
+        iouv: (t,), the thresholds.
+        counts: (images,), int64: the valid rows of each image. None: all rows. For batched detections.
+        rule: which detection gets a label. "best" (YOLOv5): a detection claims only the label of its greatest IoU, and the
+            first row that claims a label gets it. "greedy" (Ultralytics 8.4.190): in the order of the rows, a detection takes
+            the label of greatest IoU that is left. Where two labels have the same IoU, "best" claims the later and "greedy"
+            the earlier one.
+
+    Returns:
+        (n, t) or (images, n, t), bool, contiguous. False in rows past the count.
+
+    Raises:
+        RuntimeError: a wrong shape, dtype, layout or device.
+        ValueError: an unknown rule, or 2**31 or more rows.
+        TypeError: an argument is no tensor.
+
+    Source: ``val.py`` of YOLOv5 v7.0 and ``BaseValidator.match_predictions`` of Ultralytics 8.4.190 (behaviour).
+    """
+    if not torch.jit.is_scripting():
+        check_tensor("match_detections", "detections", detections)
+        check_tensor("match_detections", "labels", labels)
+        check_tensor("match_detections", "iouv", iouv)
+        check_optional_tensor("match_detections", "counts", counts)
+    return torch.ops.torch_fastdet.match_detections(detections, labels, iouv, counts, rule)
+
+
+def confusion_matrix_(
+    matrix: Tensor,
+    detections: Tensor,
+    labels: Tensor,
+    counts: Tensor | None = None,
+    conf: float = 0.25,
+    iou_thres: float = 0.45,
+    rule: str = "best",
+) -> None:
+    """Adds the matches of detections and labels to a confusion matrix, as ``ConfusionMatrix.process_batch`` does.
+
+    Detections above ``conf`` and labels match by IoU alone, whatever their classes, where it is above ``iou_thres``. One
+    launch for a whole batch, no host sync. Coordinates are float32: other types are converted first.
+
+    Args:
+        matrix: (nc + 1, nc + 1), int64, contiguous, changed in place: counts by [predicted, true]; the last row and column
+            are the background. A class index outside of it is not counted.
+        detections: as in :func:`match_detections`.
+        labels: as in :func:`match_detections`.
+        counts: as in :func:`match_detections`.
+        conf: detections at or below this confidence do not take part.
+        iou_thres: the IoU that a match must exceed.
+        rule: "best" (YOLOv5): a detection claims only the label of its greatest IoU, the detection of greatest IoU gets the
+            label, and an image without any match adds no false positives. "greedy" (Ultralytics): in the order of the rows, a
+            detection takes the label of greatest IoU that is left.
+
+    Raises:
+        RuntimeError: a wrong shape, dtype, layout or device.
+        ValueError: an unknown rule, or 2**31 or more rows.
+        TypeError: an argument is no tensor.
+
+    Source: ``ConfusionMatrix`` of YOLOv5 v7.0 and of Ultralytics 8.4.190 (behaviour).
+    """
+    if not torch.jit.is_scripting():
+        check_tensor("confusion_matrix_", "matrix", matrix)
+        check_tensor("confusion_matrix_", "detections", detections)
+        check_tensor("confusion_matrix_", "labels", labels)
+        check_optional_tensor("confusion_matrix_", "counts", counts)
+    torch.ops.torch_fastdet.confusion_matrix_(matrix, detections, labels, counts, conf, iou_thres, rule)
