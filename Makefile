@@ -29,7 +29,7 @@ $(error torch_fastdet: found Python $(or $(FOUND),that fails) in $(VENV), but $(
 endif
 endif
 
-.PHONY: help venv build demo test test-python test-cpp test-asan test-gpu gpu-report-check lint format bench docs wheel clean
+.PHONY: help venv build demo test test-python test-cpp test-versions test-asan test-gpu gpu-report-check lint format bench docs wheel clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 22
@@ -69,6 +69,9 @@ test-python: build ## the Python tests of `make test`
 
 test-cpp: $(STAMP) ## the GoogleTests of `make test`
 	@$(call googletest,build/cpp,OFF,$(BIN)/cmake)
+
+test-versions: build ## the tests of the Ultralytics drop-ins on 8.4.0, 8.4.80, 8.4.120 and 8.4.190 (downloads them)
+	$(BIN)/python -m tools.check_versions
 
 test-asan: $(STAMP) ## the GoogleTests under AddressSanitizer and UndefinedBehaviorSanitizer
 	@$(call googletest,build/cpp-asan,ON -DKERNELS=OFF,$(BIN)/cmake)

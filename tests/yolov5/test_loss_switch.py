@@ -3,9 +3,11 @@
 import warnings
 
 import pytest
+import torch
 
 import torch_fastdet.yolov5 as drop_in
 from tests.yolov5 import real
+from tests.yolov5.test_compute_loss import Model, make_heads, make_targets
 from torch_fastdet.yolov5.loss import ComputeLoss
 
 
@@ -22,12 +24,38 @@ def test_is_replaced_and_put_back(stock):
     theirs, of_segmentation = stock.ComputeLoss, segment.ComputeLoss
     said = drop_in.patch(loss_optim=True)
     try:
-        assert stock.ComputeLoss is ComputeLoss
+        assert stock.ComputeLoss is not theirs and issubclass(ComputeLoss, stock.ComputeLoss)
         assert segment.ComputeLoss is of_segmentation, "segmentation keeps its own"
         assert any("yolov5.utils.loss.ComputeLoss" in line for line in said)
     finally:
         drop_in.unpatch()
     assert stock.ComputeLoss is theirs
+
+
+def test_a_loss_that_derives_from_stocks_keeps_stocks_code(stock, capsys):
+    """Its steps are stock's, which it may override; it goes on after unpatch()."""
+    theirs, model = stock.ComputeLoss, Model(classes=2)
+    drop_in.patch(loss_optim=True)
+    try:
+
+        class Doubled(stock.ComputeLoss):
+            def build_targets(self, p, targets):
+                self.built = True
+                return super().build_targets(p, targets)
+
+        assert type(stock.ComputeLoss(model)) is ComputeLoss
+        assert isinstance(stock.ComputeLoss(model), stock.ComputeLoss)
+        loss = Doubled(model)
+        assert isinstance(loss, stock.ComputeLoss) and issubclass(Doubled, stock.ComputeLoss)
+        assert Doubled.__mro__ == (Doubled, theirs, object) and type(Doubled) is type
+    finally:
+        drop_in.unpatch()
+    line = "loss_optim: Doubled derives from yolov5.utils.loss.ComputeLoss, and runs stock's code"
+    assert line in capsys.readouterr().out
+    heads, targets = make_heads(model, 2, 64), make_targets(5, 2, 2)
+    for a, b in zip(loss(heads, targets), theirs(model)(heads, targets)):
+        torch.testing.assert_close(a, b)
+    assert loss.built
 
 
 def test_other_signature_is_an_error(stock, monkeypatch):

@@ -4,6 +4,7 @@
 * ``engine``: what is replaced, and how it is put back;
 * ``signature``: do stock's function and ours take the same parameters?
 * ``switch``: what a switch is; each lives in a file of its host, ``<host>/switches/<switch>.py``;
+* ``stand_in``: a class that takes the place of one from which people derive;
 * ``host``: ``patch()`` and ``unpatch()`` over a registry of switches;
 * ``launcher``: the same by flags on a command line.
 """

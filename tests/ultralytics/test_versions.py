@@ -1,0 +1,85 @@
+"""patch() on whichever ultralytics is installed: supported from 8.4.120 on. `make test-versions` runs it on several."""
+
+import inspect
+
+import pytest
+import torch
+
+from torch_fastdet.ultralytics.registry import SWITCHES
+from torch_fastdet.ultralytics.switch import OLDEST, UltralyticsSwitch, installed_version, release
+
+pytest.importorskip("ultralytics", exc_type=ImportError)
+from torch_fastdet import ultralytics as drop_in
+
+SUPPORTED = release(installed_version()) >= release(OLDEST)
+
+
+@pytest.fixture(autouse=True)
+def unpatched():
+    yield
+    drop_in.unpatch()
+
+
+def end2end(dtype, columns=6):
+    generator = torch.Generator().manual_seed(0)
+    prediction = torch.rand(3, 40, columns, generator=generator)
+    prediction[..., 5] = torch.randint(4, (3, 40), generator=generator)
+    return prediction.to(dtype)
+
+
+@pytest.mark.parametrize("version, numbers", [("8.4.120", (8, 4, 120)), ("8.4.9.dev3", (8, 4, 9)), ("main", ())])
+def test_release(version, numbers):
+    assert release(version) == numbers
+
+
+def test_an_older_version_is_refused_switch_by_switch(monkeypatch, capsys):
+    if SUPPORTED:
+        monkeypatch.setattr("torch_fastdet.ultralytics.switch.installed_version", lambda: "8.4.80")
+    assert drop_in.patch() == ()
+    out = capsys.readouterr().out
+    for name, switch in SWITCHES.items():
+        assert issubclass(switch, UltralyticsSwitch)
+        assert out.count(f"torch_fastdet: {name} does not apply: ") == 1
+        with pytest.raises(drop_in.SwitchError, match=f"{name} cannot apply: "):
+            drop_in.patch(**{name: True})
+    assert out.count(f"is older than {OLDEST}, the oldest version that it supports.") >= 3
+
+
+@pytest.mark.skipif(not SUPPORTED, reason=f"ultralytics {installed_version()} is older than {OLDEST}")
+class TestSupported:
+    def test_names_are_replaced(self):
+        replaced = {line.split(":")[0] for line in drop_in.patch()}
+        assert {"bbox_iou_optim", "multi_tensor_optimizer", "nms_optim", "several GPUs"} <= replaced
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+    @pytest.mark.parametrize("columns", [6, 10])
+    @pytest.mark.parametrize("options", [{}, {"classes": [1], "max_det": 5}, {"return_idxs": True}, {"max_det": 3}])
+    def test_end2end_rows_are_stocks(self, dtype, columns, options):
+        from ultralytics.utils import nms
+
+        stock = nms.non_max_suppression
+        drop_in.patch(nms_optim=True)
+        options = options | {"end2end": columns != 6}
+        got = nms.non_max_suppression(end2end(dtype, columns), 0.3, 0.5, **options)
+        want = stock(end2end(dtype, columns), 0.3, 0.5, **options)
+        assert type(got) is type(want)
+        pairs = zip((*got[0], *got[1]), (*want[0], *want[1])) if "return_idxs" in options else zip(got, want)
+        for a, b in pairs:
+            assert a.dtype == b.dtype and torch.equal(a, b)
+
+    def test_labels_are_stocks_business(self):
+        from ultralytics.utils import nms
+
+        stock = nms.non_max_suppression
+        drop_in.patch(nms_optim=True)
+        ours = nms.non_max_suppression
+        if "labels" not in inspect.signature(stock).parameters:
+            assert ours is drop_in.non_max_suppression
+            return
+        torch.manual_seed(0)
+        prediction = torch.rand(1, 4 + 3, 50)
+        prediction[:, :4] *= 64
+        labels = [torch.tensor([[1.0, 30.0, 30.0, 8.0, 8.0]])]
+        for arguments in ((0.5, 0.4, None, False, True, labels, 5), (0.5, 0.4, [1], False, True, (), 7)):
+            (got,), (want,) = ours(prediction.clone(), *arguments), stock(prediction.clone(), *arguments)
+            torch.testing.assert_close(got, want)

@@ -1,0 +1,43 @@
+"""Runs the drop-in tests of Ultralytics against several of its versions: `make test-versions`.
+
+The wheels are downloaded once, without dependencies, into build/versions; the test environment stays as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "build/versions"
+TESTS = "tests/ultralytics/test_versions.py"
+# From 8.4.120 on everything is tested; what is older has to be refused.
+FURTHER = ("tests/ultralytics/test_patch.py", "tests/ultralytics/test_launcher.py")
+VERSIONS: dict[str, tuple[str, ...]] = {"8.4.0": (), "8.4.80": (), "8.4.120": FURTHER, "8.4.190": FURTHER}
+
+
+def install(version: str) -> Path:
+    """The folder that holds this version of ultralytics."""
+    folder = FOLDER / version
+    if not (folder / "ultralytics/__init__.py").is_file():
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
+        subprocess.run([*pip, f"ultralytics=={version}"], check=True)
+    return folder
+
+
+def main() -> None:
+    failed = []
+    for version, further in VERSIONS.items():
+        path = os.pathsep.join(filter(None, [str(install(version)), str(ROOT), os.environ.get("PYTHONPATH")]))
+        print(f"ultralytics {version}", flush=True)
+        command = [sys.executable, "-m", "pytest", "-q", TESTS, *further]
+        if subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}).returncode:
+            failed.append(version)
+    if failed:
+        raise SystemExit(f"test-versions: failed with ultralytics {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()
