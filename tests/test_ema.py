@@ -314,6 +314,7 @@ def test_errors():
             ModelEMA(Model(), **wrong)
 
 
+@pytest.mark.alone
 def test_one_launch_and_no_host_sync(cuda):
     pair = Pair(cuda)
     pair.update(2)

@@ -1017,6 +1017,7 @@ class TestFusedStep:
         step._scalars_in_memory(*_hyper_parameters(optimizer.param_groups, step.device)[:2])
         step.after_replay()
 
+    @pytest.mark.alone
     def test_two_launches_no_sync(self, cuda):
         loop = Loop(cuda, True)
         for step in range(3):

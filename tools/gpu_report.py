@@ -1,8 +1,9 @@
 """Runs every test on a GPU machine and records of which tree: ``make test-gpu`` and ``make gpu-report-check``.
 
-``run``    builds in place with the python and torch found, runs pytest and the GoogleTests, then the tests marked `sanitizer`
-           under compute-sanitizer's four tools (our kernels only), and writes tests/gpu_report.json. The report is written in
-           any case, within --seconds: a step that runs out of time is stopped, and has failed.
+``run``    builds in place with the python and torch found. Then it runs side by side: pytest in several processes, the
+           GoogleTests, and the tests marked `sanitizer` under compute-sanitizer's four tools (our kernels only). The tests marked
+           `alone` come last, in one process that has the GPU to itself. It writes tests/gpu_report.json in any case, within
+           --seconds: a step that runs out of time is stopped, and has failed.
 ``check``  says in one line whether that report is of this tree; exit status 1 if not.
 """
 
@@ -30,8 +31,9 @@ FOLDERS = ("csrc", "torch_fastdet", "tests")
 SUFFIXES = {".h", ".cuh", ".cu", ".cpp", ".py", ".txt"}
 GENERATED = {ROOT / "torch_fastdet/include", ROOT / "torch_fastdet/share"}  # written by the build
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
-STEPS = ("build", "googletest", "pytest", *SANITIZERS)
+STEPS = ("build", "googletest", "pytest", "alone", *SANITIZERS)
 FINDINGS = 40  # lines of a sanitizer's own that the report keeps
+PROCESSES = 16  # of pytest, at most; they share the GPUs
 
 
 def tree_hashes() -> dict[str, str]:
@@ -114,7 +116,12 @@ def pytest_counts(output: str) -> dict[str, Any]:
         found = re.findall(r"(\d+) (passed|failed|skipped|errors?)", closing[-1])
         counts = {word: int(count) for count, word in found}
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+?\.py\S*(?:\[.*?\])?)(?: - .*)?$", output, re.MULTILINE)
-    return counts | ({"failed_tests": failed} if failed else {})
+    slowest = re.findall(r"^(\d+\.\d+)s (?:call|setup|teardown) +(\S.*)$", output, re.MULTILINE)
+    return (
+        counts
+        | ({"failed_tests": failed} if failed else {})
+        | ({"slowest": [f"{float(seconds):.0f} s {test}" for seconds, test in slowest]} if slowest else {})
+    )
 
 
 def googletest_counts(output: str) -> dict[str, Any]:
@@ -146,12 +153,15 @@ def compute_sanitizer() -> str | None:
     return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
 
 
-def machine() -> dict[str, str | None]:
+def machine() -> dict[str, Any]:
     import torch
 
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpu": gpus[0] if gpus else None,
+        "gpus": gpus,
+        "cores": os.cpu_count(),
         "driver": _driver(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -209,13 +219,11 @@ def _run(steps: Steps) -> None:
         output = steps.run("googletest", ["sh", "-c", compile_and_run])
         steps.results["googletest"] |= googletest_counts(output)
 
-    def pytest() -> None:
-        cores = os.cpu_count() or 1
-        workers = min(16, cores) if importlib.util.find_spec("xdist") else 1
+    def pytest(name: str, chosen: str, workers: int) -> None:
         side_by_side = ["-n", str(workers), "--dist", "worksteal"] if workers > 1 else []
-        command = [python, "-m", "pytest", "-q", "--durations=10", *side_by_side]
-        output = steps.run("pytest", command, OMP_NUM_THREADS=str(max(1, cores // workers)))
-        steps.results["pytest"] |= pytest_counts(output)
+        command = [python, "-m", "pytest", "-q", "-m", chosen, "--durations=15", *side_by_side]
+        output = steps.run(name, command, OMP_NUM_THREADS=str(max(1, cores // workers)))
+        steps.results[name] |= pytest_counts(output)
 
     def sanitize(tool: str) -> None:
         watch = [str(compute_sanitizer()), "--tool", tool, "--error-exitcode", "86"]
@@ -226,14 +234,16 @@ def _run(steps: Steps) -> None:
         output = steps.run(tool, watch + tests, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
         steps.results[tool] |= sanitizer_findings(output) | pytest_counts(output)
 
-    # Side by side: the longest, pytest, is short of cores only in its first minute.
+    cores = os.cpu_count() or 1
+    workers = min(PROCESSES, cores) if importlib.util.find_spec("xdist") else 1
     with ThreadPoolExecutor(len(STEPS)) as pool:
         for step in [
             pool.submit(googletest),
-            pool.submit(pytest),
+            pool.submit(pytest, "pytest", "not alone", workers),
             *(pool.submit(sanitize, tool) for tool in SANITIZERS),
         ]:
             step.result()
+    pytest("alone", "alone", 1)
 
 
 def _driver() -> str:
@@ -249,7 +259,7 @@ def check() -> int:
         print("gpu-report: there is no tests/gpu_report.json; on a GPU machine type: make test-gpu")
         return 1
     report = json.loads(REPORT.read_text())
-    of_tree = f"{report['date']}, {report['gpu']}, torch {report['torch']}"
+    of_tree = f"{report['date']}, {len(report.get('gpus', [0]))} x {report['gpu']}, torch {report['torch']}"
     changed = [folder for folder, value in tree_hashes().items() if report["hashes"].get(folder) != value]
     if changed:
         print(
@@ -267,7 +277,7 @@ def check() -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["run", "check"])
-    parser.add_argument("--seconds", type=float, default=900, help="time for all steps of run (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=570, help="time for all steps of run (default: %(default)s)")
     arguments = parser.parse_args()
     return run(arguments.seconds) if arguments.command == "run" else check()
 

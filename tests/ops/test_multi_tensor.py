@@ -521,6 +521,7 @@ def test_no_host_sync(cuda):
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.alone
 def test_more_than_2_to_31_elements(cuda):
     """apex #1825: sizes kept as int32: illegal access, or silently no update."""
     count = (1 << 31) + 4099

@@ -155,6 +155,7 @@ def test_any_strides(device, name, dtype):
         torch.testing.assert_close(grad.double(), exact, rtol=2e-3 if dtype == torch.float16 else 1e-5, atol=1e-3)
 
 
+@pytest.mark.alone
 def test_launches_and_allocations(cuda):
     """Each direction is one launch and one allocation, in both formats, also for slices read in place."""
 
@@ -445,6 +446,7 @@ def need_memory(gigabytes):
         pytest.skip(f"needs {gigabytes} GiB of GPU memory, {free:.0f} free")
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     "shape, memory_format",
     [

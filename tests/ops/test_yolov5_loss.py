@@ -387,6 +387,7 @@ def test_num_targets_that_is_no_number_of_rows(device, claimed):
         assert ops.yolov5_loss(heads, targets, anchors, balance, count)[3].tolist() == [0, 0, claimed - 5, 0]
 
 
+@pytest.mark.alone
 def test_no_sync_and_few_launches(cuda):
     heads, targets, anchors, balance = sample_call(cuda, torch.float16)
     ops.yolov5_loss(heads, targets, anchors, balance)[0].backward()

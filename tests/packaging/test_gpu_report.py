@@ -119,6 +119,19 @@ def test_counts_and_names_of_failed_tests():
     assert gpu_report.googletest_counts(googletest) == {"passed": 40, "failed_tests": ["Nms.Ties"]}
 
 
+def test_the_slowest_tests_are_named():
+    output = """\
+============================= slowest 15 durations =============================
+12.31s call     tests/test_graphs.py::test_many[cuda-a b]
+3.02s setup    tests/yolov5/test_patch.py::test_it
+2 passed in 20.12s
+"""
+    assert gpu_report.pytest_counts(output) == {
+        "passed": 2,
+        "slowest": ["12 s tests/test_graphs.py::test_many[cuda-a b]", "3 s tests/yolov5/test_patch.py::test_it"],
+    }
+
+
 def test_findings_of_a_sanitizer():
     output = """\
 ========= COMPUTE-SANITIZER

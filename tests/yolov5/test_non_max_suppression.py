@@ -100,6 +100,7 @@ def test_empty_batch_and_no_classes(device):
     assert [tuple(r.shape) for r in yolov5_non_max_suppression(torch.rand(2, 10, 5, device=device))] == [(0, 6)] * 2
 
 
+@pytest.mark.alone
 def test_one_copy_to_the_host(cuda):
     prediction = clustered(8, 1000, 20).to(cuda)
     yolov5_non_max_suppression(prediction)

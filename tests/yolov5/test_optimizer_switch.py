@@ -130,6 +130,7 @@ def test_errors_of_unscale_are_torchs(device, patched):
         step.scaler.unscale_(step.optimizer)
 
 
+@pytest.mark.alone
 def test_eight_launches_and_no_sync(cuda, patched):
     step = Step(cuda, optim.SGD)
     ema = ModelEMA(step.model)
