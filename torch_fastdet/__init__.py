@@ -6,6 +6,7 @@ Operators are in :mod:`torch_fastdet.ops`; drop-in replacements for YOLOv5's nam
 
 import importlib
 import importlib.util
+import sys
 from types import ModuleType
 
 from torch_fastdet import _library
@@ -16,7 +17,8 @@ _library.load()
 from torch_fastdet import flops, ops  # noqa: E402  (needs the library)
 from torch_fastdet._build_info import build_info  # noqa: E402
 
-flops.register()
+if "torch.utils.flop_counter" in sys.modules:  # else flops.register() is the user's call
+    flops.register()
 
 #: For CMAKE_PREFIX_PATH: where find_package(TorchFastdet) looks.
 cmake_prefix_path = str(_library.PACKAGE / "share/cmake")

@@ -1,6 +1,7 @@
 """How many operations our operators take, and their formulas in ``torch.utils.flop_counter``.
 
-``FlopCounterMode`` counts the operators of ``torch.ops.torch_fastdet`` once torch_fastdet is imported. One addition, subtraction,
+``FlopCounterMode`` counts the operators of ``torch.ops.torch_fastdet`` after :func:`register`. ``import torch_fastdet`` calls it
+if ``torch.utils.flop_counter`` is already imported; otherwise call it yourself. One addition, subtraction,
 multiplication, division, minimum, maximum, comparison or transcendental function is one operation, a fused multiply-add two;
 selections, conversions and sign changes are none. The counts are read off csrc/core/*/*_math.h.
 
@@ -11,13 +12,12 @@ out: post-processing and the loss count what every input of that shape takes. Th
 
 from __future__ import annotations
 
-import importlib.abc
 import math
-import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
-__all__ = ["FORMULAS"]
+import torch
+
+__all__ = ["FORMULAS", "register"]
 
 Shape = Sequence[int]
 
@@ -230,44 +230,15 @@ FORMULAS: dict[str, Callable[..., int]] = {
 }
 
 
-def _register(counter: Any) -> None:
-    import torch
+def register() -> None:
+    """Adds the formulas to ``torch.utils.flop_counter``. A second call changes nothing, and neither does it replace a user's formula.
+
+    ``import torch_fastdet`` calls this if ``torch.utils.flop_counter`` is already imported. It does not import that module itself,
+    because that takes as long as the rest of torch_fastdet does.
+    """
+    from torch.utils.flop_counter import flop_registry, register_flop_formula
 
     for name, formula in FORMULAS.items():
         packet = getattr(torch.ops.torch_fastdet, name)
-        if packet not in counter.flop_registry:
-            counter.register_flop_formula(packet)(formula)
-
-
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Registers the formulas when somebody imports torch.utils.flop_counter, which takes a while and few need."""
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != COUNTER:
-            return None
-        # A search is no import yet: the others are asked here, and this finder stays until the module has run.
-        others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
-        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
-        if spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def exec_module(module: Any) -> None:
-            execute(module)
-            _register(module)
-            if self in sys.meta_path:
-                sys.meta_path.remove(self)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
-COUNTER = "torch.utils.flop_counter"
-
-
-def register() -> None:
-    """Registers the formulas, now or when torch.utils.flop_counter is imported. Called once, by ``import torch_fastdet``."""
-    if COUNTER in sys.modules:
-        _register(sys.modules[COUNTER])
-    else:
-        sys.meta_path.insert(0, _AfterImport())
+        if packet not in flop_registry:
+            register_flop_formula(packet)(formula)
