@@ -1,5 +1,6 @@
-"""The core stays free of Torch, and the glue includes narrow headers."""
+"""The core stays free of Torch, the glue includes narrow headers, and Python imports go one way."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -25,3 +26,79 @@ def test_glue_includes_narrow_headers(path):
         r"#\s*include\s*[<\"](torch/extension\.h|torch/all\.h|torch/torch\.h|ATen/ATen\.h)", path.read_text()
     )
     assert not found, f"{name(path)} includes {found}, which costs a minute of compilation; include narrow headers"
+
+
+PACKAGE = ROOT / "torch_fastdet"
+THIRD_PARTIES = {"yolov5", "ultralytics", "utils", "models"}  # the modules of a YOLOv5 checkout are utils and models
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def imports_of(name: str, everywhere: bool = False) -> set[str]:
+    """Full names that a module imports: at import time, or with ``everywhere`` inside functions as well."""
+
+    def visit(node: ast.AST) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)) and not everywhere:
+                continue
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                continue
+            if isinstance(child, ast.Import):
+                found.update(alias.name for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                assert child.level == 0, f"{name} imports relatively"
+                for alias in child.names:
+                    full = f"{child.module}.{alias.name}"
+                    found.add(full if full in MODULES else str(child.module))
+            visit(child)
+
+    found: set[str] = set()
+    visit(ast.parse(MODULES[name].read_text()))
+    return found
+
+
+def test_no_import_circle():
+    """Packages run before what is in them, so that a module also needs the ``__init__`` of every package above it."""
+    needs = {name: {other for other in imports_of(name) if other in MODULES} for name in MODULES}
+    for name, others in needs.items():
+        for other in list(others):
+            parts = other.split(".")
+            above = {
+                ".".join(parts[:i]) for i in range(2, len(parts))
+            }  # the top-level package loads parts at first use
+            others |= {package for package in above if not name.startswith(package + ".") and package != name}
+    del needs["torch_fastdet"]  # likewise: it imports ops and flops, and everything imports it
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, "imports go round: " + " -> ".join([*path[path.index(name) :], name])
+        if name in done or name not in needs:
+            return
+        for other in sorted(needs[name] - {name}):
+            visit(other, (*path, name))
+        done.add(name)
+
+    for name in needs:
+        visit(name, ())
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("torch_fastdet.graphs")])
+def test_graphs_know_no_host(name):
+    hosts = ("torch_fastdet.yolov5", "torch_fastdet.ultralytics")
+    assert not [other for other in imports_of(name, everywhere=True) if other.startswith(hosts)]
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in MODULES if not n.startswith(("torch_fastdet.yolov5", "torch_fastdet.ultralytics"))]
+)
+def test_only_the_hosts_import_third_parties(name):
+    if name == "torch_fastdet.suppression":
+        pytest.skip("hands rotated boxes over to ultralytics' own function")
+    found = {other for other in imports_of(name, everywhere=True) if other.partition(".")[0] in THIRD_PARTIES}
+    assert not found, f"{name} imports {found}; third parties are named in yolov5/ and ultralytics/ alone"

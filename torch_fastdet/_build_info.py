@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from torch_fastdet import _library
+from torch_fastdet._private import operator_names
 
 
 def operators() -> list[str]:
     """Names of the registered operators, without the namespace."""
-    names = torch._C._dispatch_get_all_op_names()
+    names = operator_names()
     return sorted({name.split("::")[1].split(".")[0] for name in names if name.startswith("torch_fastdet::")})
 
 

@@ -1,4 +1,4 @@
-"""What optim.py, ema.py and graphs.py share: tensors by device, and cheap answers to "are these still the same objects?"."""
+"""What optim, ema.py and graphs share: tensors by device, and cheap answers to "are these still the same objects?"."""
 
 from __future__ import annotations
 

@@ -302,6 +302,27 @@ def test_no_sync(cuda):
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("made_inside", [False, True])
+@pytest.mark.parametrize("autobalance", [False, True])
+def test_validation_before_training(device, made_inside, autobalance):
+    """What the loss makes inside of torch.inference_mode() and keeps can be written in training."""
+    model = Model(device=device)
+    targets = make_targets(6, 2, 5, device)
+    compute = None if made_inside else ComputeLoss(model, autobalance)
+    with torch.inference_mode():
+        compute = compute or ComputeLoss(model, autobalance)
+        compute.balance = [4.0, 1.0, 0.4]
+        for _ in range(2):
+            compute(make_heads(model, 2, 64), targets)
+    heads = make_heads(model, 2, 64)
+    with compute.counting():
+        compute(heads, targets)
+    loss, _ = compute(heads, targets)
+    compute.check()
+    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(loss, heads))
+    assert compute.ignored_targets == 0
+
+
 def test_number_of_classes_is_the_heads(device):
     """Heads of another number of classes than the model's would silently shift what is a class."""
     model = Model(device=device)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from torch_fastdet._private import gpu_count
 from torch_fastdet._say import say
 from torch_fastdet.patching.engine import Patches, SwitchError, defined_in, original
 from torch_fastdet.patching.import_hook import namespace
@@ -26,7 +27,7 @@ def missing_gpu() -> str | None:
     """
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is a CPU build."
-    count = torch.cuda._device_count_nvml()  # reads CUDA_VISIBLE_DEVICES, too; -1 where it does not know
+    count = gpu_count()  # reads CUDA_VISIBLE_DEVICES, too
     if count < 0:
         try:
             ctypes.CDLL("libcuda.so.1")

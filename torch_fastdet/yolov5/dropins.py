@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from torch_fastdet import ops
+from torch_fastdet._private import norm_layers
 from torch_fastdet.optim import SGD
 from torch_fastdet.suppression import yolov5_non_max_suppression as non_max_suppression
 
@@ -18,7 +19,7 @@ __all__ = ["bbox_iou", "non_max_suppression", "smart_optimizer"]
 logger = logging.getLogger("torch_fastdet")
 
 # Layers whose weight is a scale of what they normalise: it does not decay.
-NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+NORMS = norm_layers()
 
 
 def bbox_iou(

@@ -12,6 +12,7 @@ from torch import nn
 
 from torch_fastdet import ops
 from torch_fastdet._multi_tensor import unwrap
+from torch_fastdet.yolov5.heads import head_views
 
 COLUMNS = ("image", "class", "x", "y", "w", "h")
 
@@ -33,10 +34,15 @@ class _DeferredCheck:
             self._pending[0][1].synchronize()
             self.raise_arrived()
         free = self._free.get(status.device)
-        buffer, event = free.pop() if free else (status.new_empty(4, device="cpu").pin_memory(), torch.cuda.Event())
+        buffer, event = free.pop() if free else (self._new_buffer(status), torch.cuda.Event())
         buffer.copy_(status, non_blocking=True)
         event.record(torch.cuda.current_stream(status.device))  # where the copy runs, whatever device is current
         self._pending.append((buffer, event, rows, status.device))
+
+    @staticmethod
+    def _new_buffer(status: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode(False):  # later losses write into it, in training too
+            return torch.empty(4, dtype=status.dtype, pin_memory=status.is_cuda)
 
     def raise_arrived(self, wait: bool = False) -> None:
         """Raise ValueError for the first loss that arrived with bad targets; wait for all of them if asked."""
@@ -131,7 +137,8 @@ class ComputeLoss:
         self._balance_tensor: torch.Tensor | None = None
         self._balance_on(self.device)  # now, for a graph capture cannot bring it there
         self._counting = False
-        self._ignored = torch.zeros(2, dtype=torch.int64, device=self.device)  # bad rows, targets that had no row
+        with torch.inference_mode(False):  # written in training, wherever the loss is made
+            self._ignored = torch.zeros(2, dtype=torch.int64, device=self.device)  # bad rows, targets that had no row
         self._checks = _DeferredCheck()
 
     BCEcls = BCEobj = build_targets = property(_not_apart, _not_apart)
@@ -168,6 +175,12 @@ class ComputeLoss:
             yield
         finally:
             self._counting = before
+
+    @contextlib.contextmanager
+    def in_step(self, model: nn.Module) -> Iterator[None]:
+        """A context for the model and this loss in a TrainStep: bad targets are counted, and heads are views."""
+        with head_views(model), self.counting():
+            yield
 
     def graph_key(self) -> tuple:
         """Changes when a call that is captured now would do something else than before; for who keeps graphs of this loss."""
@@ -231,11 +244,13 @@ class ComputeLoss:
     def _balance_on(self, device: torch.device) -> torch.Tensor:
         if self._balance_tensor is None or self._balance != self._balance_seen or self._balance_tensor.device != device:
             self._balance_seen = list(self._balance)
-            values, held = torch.tensor(self._balance, dtype=torch.float64), self._balance_tensor
-            if held is not None and held.device == device and held.shape == values.shape:
-                held.copy_(values)  # captured graphs go on reading it
-            else:
-                self._balance_tensor = held = values.to(device)
+            held = self._balance_tensor
+            with torch.inference_mode(False):  # autobalance writes it in training
+                values = torch.tensor(self._balance, dtype=torch.float64)
+                if held is not None and held.device == device and held.shape == values.shape:
+                    held.copy_(values)  # captured graphs go on reading it
+                else:
+                    self._balance_tensor = held = values.to(device)
             return held
         return self._balance_tensor
 

@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/custom_class.h>
 
 #include <algorithm>
@@ -326,6 +327,9 @@ class State : public torch::CustomClassHolder {
   template <typename F>
   void with_buffers(const std::vector<size_t>& missing, const std::vector<double>& hyper, const F& step) {
     try {
+      // Made once and written in every step: a tensor of torch.inference_mode could not be written in training.
+      const c10::InferenceMode writable(false);
+      const at::NoGradGuard no_grad;
       for (const size_t i : missing) {
         momentum_[i] = at::zeros_like(params_[i].detach());
         if (hyper[4 * groups_[i] + 2] == 0.0) continue;

@@ -10,20 +10,14 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch.autograd import forward_ad
 
 from torch_fastdet import ops
+from torch_fastdet._private import is_exporting, is_transforming
 from torch_fastdet.patching.switch import Switch
 
 
 def _is_exporting() -> bool:
-    # The flag behind torch.compiler.is_exporting(), which says True under torch.compile as well.
-    return torch.jit.is_tracing() or torch.onnx.is_in_onnx_export() or torch.compiler._is_exporting_flag
-
-
-def _is_transforming() -> bool:
-    # torch.func and forward-mode AD know the stock operator; ours has a backward alone.
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return torch.jit.is_tracing() or torch.onnx.is_in_onnx_export() or is_exporting()
 
 
 def _doubles(module: torch.nn.Upsample, input: torch.Tensor) -> bool:
@@ -41,7 +35,8 @@ def upsample_forward(self: torch.nn.Upsample, input: torch.Tensor) -> torch.Tens
     """Stands for ``torch.nn.Upsample.forward``: by two and nearest in our kernel, everything else in torch's."""
     # Two ifs: torch.jit.script leaves out the first one's block, but compiles the whole of an `and`.
     if not torch.jit.is_scripting():  # noqa: SIM102
-        if _doubles(self, input) and not _is_exporting() and not _is_transforming():
+        if _doubles(self, input) and not _is_exporting() and not is_transforming():
+            # torch.func and forward-mode AD know the stock operator; ours has a backward alone.
             return ops.upsample_nearest2x(input)
     return F.interpolate(
         input,

@@ -1,9 +1,8 @@
-"""SGD, clip_grad_norm_ and FusedStep against torch.optim.SGD, GradScaler and the float64 oracle."""
+"""SGD, unscale_ and clip_grad_norm_ against torch.optim.SGD, GradScaler and the float64 oracle."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import io
 import math
@@ -14,42 +13,18 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from tests.optim.samples import (
+    DAMPENED,
+    NESTEROV,
+    equal,
+    groups,
+    parameters,
+    set_grads,
+)
 from tests.references import multi_tensor as reference
-from torch_fastdet import optim
 from torch_fastdet.ema import ModelEMA
-from torch_fastdet.optim import SGD, FusedStep, _hyper_parameters, clip_grad_norm_
-
-SHAPES = [(16, 3, 6, 6), (16,), (16,), (32, 16, 3, 3), (32,), (1,), (255, 128, 1, 1), (255,), (0,), (4099,)]
-DAMPENED = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}
-NESTEROV = {"lr": 0.05, "momentum": 0.9, "nesterov": True}
-
-
-def parameters(device, seed=0, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(seed)
-    return [nn.Parameter(torch.randn(s, generator=generator, dtype=torch.float64).to(device, dtype)) for s in SHAPES]
-
-
-def set_grads(params, seed, scale=1.0, skip=()):
-    generator = torch.Generator().manual_seed(1000 + seed)
-    for i, p in enumerate(params):
-        grad = torch.randn(p.shape, generator=generator, dtype=torch.float64) * scale
-        p.grad = None if i in skip else grad.to(p.device, p.dtype)
-
-
-def groups(params, decay=5e-4):
-    """Biases, decayed weights, norm weights: as smart_optimizer makes them."""
-    return [
-        {"params": params[1::3]},
-        {"params": params[0::3], "weight_decay": decay},
-        {"params": params[2::3], "weight_decay": 0.0},
-    ]
-
-
-def equal(left, right):
-    return all(torch.equal(a, b) for a, b in zip(left, right))
-
+from torch_fastdet.optim import SGD, FusedStep, clip_grad_norm_
 
 CASES = {
     "plain": {"lr": 0.05},
@@ -365,6 +340,28 @@ def test_errors_come_before_anything_is_written(device):
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["SGD", "FusedStep"])
+def test_what_a_step_in_inference_mode_makes_can_be_trained_with(device, fused):
+    mine, stock = parameters(device), parameters(device)
+    a, b = SGD(mine, **DAMPENED), torch.optim.SGD(stock, **DAMPENED)
+    with torch.inference_mode():
+        step = FusedStep(a, max_norm=1e9) if fused else a
+        set_grads(mine, 0)
+        if fused:
+            step.refresh()
+        step.step()
+    set_grads(stock, 0)
+    b.step()
+    a.param_groups[0]["lr"] = b.param_groups[0]["lr"] = 0.25
+    for i in range(1, 3):
+        set_grads(mine, i), set_grads(stock, i)
+        if fused:
+            step.refresh()
+        step.step(), b.step()
+    assert equal(mine, stock)
+    a.state[mine[0]]["momentum_buffer"].mul_(2)  # as stock's own step does in training
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["SGD", "FusedStep"])
 def test_a_failed_first_step_leaves_no_momentum_behind(device, fused):
     mine, stock = parameters(device), parameters(device)
     a, b = SGD(groups(mine), **NESTEROV), torch.optim.SGD(groups(stock), **NESTEROV)
@@ -563,7 +560,7 @@ class TestDampening:
         with torch.cuda.graph(graph):
             fused.step()
         buffers = [a.state[p]["momentum_buffer"] for p in mine]
-        fused._bound = None
+        del fused  # and with it what it holds of the optimizer
         gc.collect()
         junk = [torch.full((512,), 1, dtype=torch.uint8, device=cuda) for _ in range(64)]
         for _ in range(3):
@@ -675,75 +672,6 @@ def test_clip_grad_norm(device):
     assert float(clip_grad_norm_(mine, 1.0)) == 0
 
 
-def model_on(device, seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Conv2d(3, 16, 3),
-        nn.BatchNorm2d(16),
-        nn.SiLU(),
-        nn.Conv2d(16, 33, 3),
-        nn.BatchNorm2d(33),
-        nn.Conv2d(33, 7, 1),
-    ).to(device)
-
-
-def named_groups(model):
-    weights = [m.weight for m in model.modules() if isinstance(m, nn.Conv2d)]
-    biases = [m.bias for m in model.modules() if hasattr(m, "bias")]
-    norms = [m.weight for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
-    return [{"params": biases}, {"params": weights, "weight_decay": 5e-4}, {"params": norms}]
-
-
-class Loop:
-    """A training loop's optimizer step, fused or as separate calls."""
-
-    def __init__(self, device, fused, scale=True, max_norm=1.0, optimizer=SGD):
-        self.model = model_on(device)
-        self.params = list(self.model.parameters())
-        self.optimizer = optimizer(named_groups(self.model), **NESTEROV)
-        self.scaler = (
-            torch.amp.GradScaler(device.type, init_scale=256.0, growth_interval=4, enabled=scale)
-            if scale is not None
-            else None
-        )
-        if scale:
-            self.scaler.scale(torch.zeros((), device=device))
-        self.ema = ModelEMA(self.model)
-        self.max_norm = max_norm
-        self.fused = FusedStep(self.optimizer, self.scaler, self.ema, max_norm) if fused else None
-
-    def grads(self, step, overflow=False):
-        set_grads(self.params, step, scale=self.scaler.get_scale() if self.scaler else 1.0)
-        if overflow:
-            self.params[0].grad.view(-1)[3] = float("nan")
-        for buffer in self.model.buffers():
-            if buffer.is_floating_point():
-                buffer.add_(0.01)
-
-    def step(self, step, overflow=False):
-        self.grads(step, overflow)
-        if self.fused:
-            self.fused.step()
-            return self.fused.norm.clone()
-        if self.scaler:
-            self.scaler.unscale_(self.optimizer)
-        norm = torch.zeros(())
-        if self.max_norm:
-            # In the optimizer's order, so that sums are the same to the bit.
-            norm = clip_grad_norm_([p for g in self.optimizer.param_groups for p in g["params"]], self.max_norm)
-        if self.scaler:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        else:
-            self.optimizer.step()
-        self.ema.update(self.model)
-        return norm
-
-    def tensors(self):
-        buffers = [s["momentum_buffer"] for s in self.optimizer.state.values()]
-        return [*self.model.state_dict().values(), *self.ema.ema.state_dict().values(), *buffers]
-
-
 @pytest.mark.parametrize("place", [0, 1, 3])
 @pytest.mark.parametrize("fused", [False, True], ids=["SGD", "FusedStep"])
 def test_a_group_without_parameters(device, fused, place):
@@ -815,285 +743,3 @@ def test_clip_names_a_sparse_gradient(device):
     params[4].grad = params[4].grad.to_sparse()
     with pytest.raises(RuntimeError, match=r"grads\[4\] has layout Sparse"):
         clip_grad_norm_(params, 1.0)
-
-
-class TestFusedStep:
-    def test_growth_intervals(self, device):
-        """One too long for int32 (a way to switch growth off), then one that the count is already past."""
-        fused, separate = Loop(device, True), Loop(device, False)
-        for step in range(8):
-            for loop in (fused, separate):
-                loop.scaler.set_growth_interval(10**10 if step < 5 else 3)
-                loop.step(step)
-            assert fused.scaler.state_dict() == separate.scaler.state_dict(), step
-
-    def test_updates_of_the_average_set_from_outside(self, device):
-        loop = Loop(device, True)
-        loop.step(0)
-        loop.ema.updates = 500
-        loop.fused.refresh()
-        assert int(loop.fused._counter) == 500
-
-    @pytest.mark.parametrize("scale", [True, False, None], ids=["scaler", "scaler off", "no scaler"])
-    @pytest.mark.parametrize("max_norm", [1.0, None], ids=["clip", "no clip"])
-    @pytest.mark.parametrize("optimizer", [SGD, torch.optim.SGD])
-    def test_equals_the_separate_calls(self, device, scale, max_norm, optimizer):
-        fused, separate = (Loop(device, f, scale, max_norm, o) for f, o in ((True, optimizer), (False, SGD)))
-        for step in range(30):
-            overflow = bool(scale) and step in (0, 7, 8, 20)
-            norms = fused.step(step, overflow), separate.step(step, overflow)
-            if max_norm and not overflow:
-                assert float(norms[0]) == float(norms[1])
-            if scale:
-                assert fused.scaler.state_dict() == separate.scaler.state_dict(), step
-        for a, b in zip(fused.tensors(), separate.tensors()):
-            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
-        assert fused.ema.updates == separate.ema.updates == 30
-        # All but the average (whose ramp the fused step evaluates on the device) are the same bits.
-        assert equal(fused.model.state_dict().values(), separate.model.state_dict().values())
-
-    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-    @pytest.mark.parametrize("scale", [True, False], ids=["scaler", "no scaler"])
-    def test_narrow_parameters_equal_the_separate_calls(self, device, dtype, scale):
-        """Separate calls store the unscaled gradient, the clipped one and the parameter in their own types."""
-        if scale and dtype == torch.float16:
-            pytest.skip("GradScaler refuses to unscale float16 gradients")
-        loops = [Loop(device, fused, scale, max_norm=1.0) for fused in (True, False)]
-        for loop in loops:
-            loop.model.to(dtype)
-            loop.ema = ModelEMA(loop.model)
-            loop.ema.ema.float()
-            loop.ema.decay = lambda updates: 0.75
-            if scale:
-                loop.scaler.update(3.0)  # whose inverse is rounded
-                # Torch's own has no bfloat16 on a GPU.
-                loop.scaler.unscale_ = functools.partial(optim.unscale_, loop.scaler)
-            if loop.fused:
-                loop.fused = FusedStep(loop.optimizer, loop.scaler, loop.ema, max_norm=1.0)
-        for step in range(8):
-            norms = [float(loop.step(step)) for loop in loops]
-            assert norms[0] == norms[1]
-        assert equal(*(loop.tensors() for loop in loops))
-
-    def test_average_moves_when_parameters_do_not(self, device):
-        loop = Loop(device, True)
-        loop.step(0)
-        before = [p.detach().clone() for p in loop.params]
-        averages = [p.clone() for p in loop.ema.ema.parameters()]
-        momentum = [s["momentum_buffer"].clone() for s in loop.optimizer.state.values()]
-        loop.step(1, overflow=True)
-        assert float(loop.fused.found_inf) == 1
-        assert loop.scaler.get_scale() == 128.0
-        assert equal(loop.params, before)
-        assert equal([s["momentum_buffer"] for s in loop.optimizer.state.values()], momentum)
-        assert not equal(loop.ema.ema.parameters(), averages)
-
-    def test_against_the_float64_oracle(self, device):
-        loop = Loop(device, True)
-        params = {n: p.detach().double() for n, p in loop.model.named_parameters()}
-        average = {n: v.double() for n, v in loop.model.state_dict().items() if v.is_floating_point()}
-        buffers = dict.fromkeys(params)
-        decays = {id(p): g["weight_decay"] for g in loop.optimizer.param_groups for p in g["params"]}
-        scale, tracker = 256.0, 0
-        for step in range(100):
-            overflow = step % 9 == 2
-            loop.step(step, overflow)
-            grads = {n: p.grad.double() for n, p in loop.model.named_parameters()}
-            finite = reference.finite(list(grads.values()))
-            assert finite != overflow
-            if finite:
-                clipped = reference.clip([g / scale for g in grads.values()], 1.0)
-                for (name, p), grad in zip(loop.model.named_parameters(), clipped):
-                    params[name], buffers[name] = reference.sgd(
-                        params[name], grad, buffers[name], 0.05, 0.9, 0.0, decays[id(p)], True
-                    )
-            scale, tracker = reference.update_scale(scale, tracker, overflow, 2.0, 0.5, 4)
-            decay = reference.ramp(0.9999, 2000, step + 1)
-            state = loop.model.state_dict()
-            for name in average:
-                average[name] = reference.ema(average[name], params.get(name, state[name]), decay)
-        assert loop.scaler.get_scale() == scale
-        for name, wanted in params.items():
-            torch.testing.assert_close(loop.model.state_dict()[name].double(), wanted, rtol=1e-5, atol=1e-6)
-        for name, wanted in average.items():
-            torch.testing.assert_close(loop.ema.ema.state_dict()[name].double(), wanted, rtol=1e-5, atol=1e-6)
-
-    def test_frozen_parameters_keep_their_average_moving(self, device):
-        loop = Loop(device, True)
-        loop.step(0)
-        frozen = loop.params[0]
-        value = frozen.detach().clone()
-        set_grads(loop.params, 1, skip={0})
-        average = dict(loop.ema.ema.named_parameters())["0.weight"]
-        average.zero_()
-        loop.fused.step()
-        assert torch.equal(frozen, value)
-        assert float(average.abs().sum()) > 0
-
-    def test_replaced_storage_is_noticed(self, device):
-        fused, separate = Loop(device, True), Loop(device, False)
-        for step in range(6):
-            for loop in (fused, separate):
-                loop.step(step)
-                if step == 1:
-                    loop.ema.ema.half().float()
-                if step == 2:
-                    loop.model.to(memory_format=torch.channels_last)
-                if step == 3:
-                    loop.model[1].running_mean = loop.model[1].running_mean.clone()
-        for a, b in zip(fused.tensors(), separate.tensors()):
-            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
-
-    def test_errors(self, device):
-        loop = Loop(device, True)
-        loop.grads(0)
-        loop.scaler.unscale_(loop.optimizer)
-        with pytest.raises(RuntimeError, match=r"unscale_ or scaler\.step was called"):
-            loop.fused.step()
-        with pytest.raises(RuntimeError, match="has not scaled anything yet"):
-            FusedStep(loop.optimizer, torch.amp.GradScaler(device.type)).step()
-        with pytest.raises(TypeError, match="ema is Sequential"):
-            FusedStep(loop.optimizer, ema=loop.model)
-        copied = copy.deepcopy(loop.ema)
-        step = FusedStep(loop.optimizer, ema=copied)
-        with pytest.raises(RuntimeError, match="has not seen its model"):
-            step.step()
-        step.step(loop.model)
-
-    def test_the_scaler_can_be_copied_afterwards(self, device):
-        loop = Loop(device, True)
-        loop.step(0)
-        assert copy.deepcopy(loop.scaler).state_dict() == loop.scaler.state_dict()
-        assert pickle.loads(pickle.dumps(loop.scaler)).state_dict() == loop.scaler.state_dict()
-
-    def test_hooks_of_the_optimizer_and_of_all(self, device):
-        """What they change counts for this step, in the order of torch's own optimizers."""
-        results = []
-        for fused in (True, False):
-            (param,) = (nn.Parameter(torch.ones(3, device=device)) for _ in range(1))
-            optimizer = SGD([param], lr=0.1)
-            calls = []
-
-            def note(name, calls=calls):
-                return lambda *_: calls.append(name)
-
-            def change(optimizer, args, kwargs, calls=calls):
-                assert args == (optimizer,) and kwargs == {}
-                calls.append("pre")
-                optimizer.param_groups[0]["lr"] = 1.0
-
-            handles = [
-                register_optimizer_step_pre_hook(note("pre of all")),
-                register_optimizer_step_post_hook(note("post of all")),
-                optimizer.register_step_pre_hook(change),
-                optimizer.register_step_post_hook(note("post")),
-            ]
-            param.grad = torch.ones_like(param)
-            try:
-                FusedStep(optimizer).step() if fused else optimizer.step()
-            finally:
-                for handle in handles:
-                    handle.remove()
-            results.append((calls, param.tolist()))
-        assert results[0] == results[1]
-        assert results[0] == (["pre of all", "pre", "post", "post of all"], [0.0, 0.0, 0.0])
-
-    def test_groups_added_after_a_capture(self, device):
-        """The old numbers stay where a graph reads them, and a replay that left the new group out is an error."""
-        params = parameters(device)
-        optimizer = SGD(params[:4], **NESTEROV)
-        step = FusedStep(optimizer)
-        step.refresh()
-        values, tensors, _ = _hyper_parameters(optimizer.param_groups, step.device)
-        step._scalars_in_memory(values, tensors)  # as a capture does
-        step.after_replay()
-        old = weakref.ref(step._scalars)
-        optimizer.add_param_group({"params": params[4:]})
-        step.refresh()
-        gc.collect()
-        assert old() is not None
-        with pytest.raises(RuntimeError, match="param_groups has 2 groups, but had 1 when the step was captured"):
-            step.after_replay()
-        step._scalars_in_memory(*_hyper_parameters(optimizer.param_groups, step.device)[:2])
-        step.after_replay()
-
-    @pytest.mark.alone
-    def test_two_launches_no_sync(self, cuda):
-        loop = Loop(cuda, True)
-        for step in range(3):
-            loop.step(step)
-        loop.grads(3)
-        torch.cuda.synchronize()
-        loop.fused.step()  # the gradients' work list is on the device now
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-                loop.fused.step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        torch.cuda.synchronize()
-        kernels = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-        assert len(kernels) == 2, [e.name for e in kernels]
-
-
-@pytest.mark.slow
-def test_10000_captured_steps_with_overflows_are_the_uncaptured_bits(cuda):
-    """Each step's gradient is made inside of the graph from a counter, so that captured and eager see the same."""
-
-    def make():
-        loop = Loop(cuda, True)
-        for i, p in enumerate(loop.params):
-            p.grad = torch.zeros_like(p)
-            p.base = torch.randn(p.shape, generator=torch.Generator().manual_seed(i)).to(cuda)
-        loop.count = torch.zeros((), device=cuda)
-        return loop
-
-    def body(loop):
-        loop.count += 1
-        wave = torch.sin(loop.count) * loop.scaler._scale
-        # A huge value now and then overflows only while the scale is high, as real losses do.
-        overflow = torch.where(loop.count % 97 == 13, float("inf"), 0.0)
-        for p in loop.params:
-            torch.mul(p.base, wave, out=p.grad)
-        loop.params[0].grad.view(-1)[0] += overflow
-        loop.fused.step()
-
-    eager, captured = make(), make()
-    for loop in (eager, captured):
-        for _ in range(3):
-            body(loop)
-    captured.fused.refresh()
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        body(captured)
-    for step in range(10000):
-        lr = 0.01 * (1 + math.sin(step / 500))
-        for loop in (eager, captured):
-            for group in loop.optimizer.param_groups:
-                group["lr"] = lr
-        body(eager)
-        captured.fused.refresh()
-        graph.replay()
-        captured.fused.after_replay()
-        if step % 2500 == 2499:
-            assert equal(eager.tensors(), captured.tensors()), step
-    assert eager.scaler.state_dict() == captured.scaler.state_dict()
-    assert eager.ema.updates == captured.ema.updates == 10003
-
-
-def test_capture_wants_one_step_before(cuda):
-    loop = Loop(cuda, True)
-    loop.grads(0)
-    loop.fused.refresh()
-    torch.cuda.synchronize()
-    with (
-        pytest.raises(RuntimeError, match="take one step before the capture"),
-        torch.cuda.graph(torch.cuda.CUDAGraph()),
-    ):
-        loop.fused.step()
-    torch.cuda.synchronize()
-    loop.step(0)
-    loop.optimizer.param_groups[0]["lr"] = 0.123
-    with pytest.raises(RuntimeError, match="call refresh"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        loop.fused.step()

@@ -1,0 +1,38 @@
+"""The GPU of these tests: a real one, or the CPU with recorded operators in the place of CUDA graphs."""
+
+import pytest
+import torch
+
+from tests.conftest import cuda_missing
+from tests.graphs import fake_gpu
+
+
+@pytest.fixture(params=["fake", "cuda"])
+def gpu(request, monkeypatch) -> torch.device:
+    """The test runs once with graphs on the CPU, and once on the GPU, where there is one."""
+    if request.param == "cuda":
+        if reason := cuda_missing():
+            pytest.skip(reason)
+    else:
+        fake_gpu.install(monkeypatch)
+    monkeypatch.setattr(
+        fake_gpu.GPU, "device", torch.device("cuda", 0) if request.param == "cuda" else torch.device("cpu")
+    )
+    return fake_gpu.GPU.device
+
+
+@pytest.fixture
+def cuda(monkeypatch) -> torch.device:
+    """For what only a real GPU has: streams, the allocator, autocast."""
+    if reason := cuda_missing():
+        pytest.skip(reason)
+    monkeypatch.setattr(fake_gpu.GPU, "device", torch.device("cuda", 0))
+    return torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def _deterministic():
+    before = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    yield
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = before

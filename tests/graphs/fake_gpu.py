@@ -1,0 +1,166 @@
+"""CUDA graphs on the CPU: a capture records operators, a replay runs them again on the same tensors.
+
+What a real graph does is done here too: nothing that is captured has an effect, reading a number back fails the capture,
+numbers of the host are baked in, and a replay writes the tensors of the capture. Not there: the pool (static memory that
+the graph uses for something else afterwards), streams, and autocast.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from torch_fastdet import _private
+from torch_fastdet.graphs import _capture
+from torch_fastdet.optim import FusedStep
+
+FACTORIES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+
+UNDECLARED = {"native_batch_norm": (3, 4)}  # arguments that an operator writes although its schema does not say so
+
+
+class FakeGraph:
+    def __init__(self) -> None:
+        self.calls: list = []
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        with torch.no_grad():
+            for call in self.calls:
+                call()
+
+
+class Recorder(TorchDispatchMode):
+    """Records what runs, and takes back what it wrote to tensors that are older than the capture."""
+
+    def __init__(self, graph: FakeGraph) -> None:
+        super().__init__()
+        self.graph = graph
+        self.made: set[int] = set()
+        self.written: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = function._schema.name.split("::")[-1]
+        if name == "_local_scalar_dense":
+            raise RuntimeError("operation not permitted when stream is capturing")
+        for argument, value in zip(function._schema.arguments, args):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for tensor in tree_leaves(value):
+                    self._before_write(tensor)
+        for argument in function._schema.arguments:
+            if argument.name in kwargs and argument.alias_info is not None and argument.alias_info.is_write:
+                self._before_write(kwargs[argument.name])
+        for position in UNDECLARED.get(name, ()):
+            self._before_write(args[position])
+        outputs = function(*args, **kwargs)
+        results = [t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor)]
+        returns = function._schema.returns
+        views = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+        if not views:
+            self.made.update(t.untyped_storage().data_ptr() for t in results)
+        if views or name in FACTORIES:
+            self._keep(results)
+            return outputs
+        fresh = not any(r.alias_info is not None for r in returns)
+
+        def again() -> None:
+            new = function(*args, **kwargs)
+            if fresh:
+                for old, now in zip(results, (t for t in tree_leaves(new) if isinstance(t, torch.Tensor))):
+                    old.data.copy_(now)
+
+        self.graph.calls.append(again)
+        return outputs
+
+    def _keep(self, tensors: list[torch.Tensor]) -> None:
+        self.graph.calls.append(lambda: tensors and None)
+
+    def _before_write(self, tensor) -> None:
+        if not isinstance(tensor, torch.Tensor):
+            return
+        storage = tensor.untyped_storage().data_ptr()
+        if storage not in self.made and storage not in self.written:
+            whole = tensor.detach().as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+            self.written[storage] = (whole, whole.clone())
+
+    def take_back(self) -> None:
+        for whole, before in self.written.values():
+            whole.data.copy_(before)
+
+
+class FakeStream:
+    def __init__(self, device) -> None:
+        self.device = device
+
+
+_recorders: list[Recorder] = []
+_stock_step = FusedStep.step
+
+
+@contextlib.contextmanager
+def _capture_into(graph, pool, stream):
+    assert pool is not None and stream is not None
+    recorder = Recorder(graph)
+    _recorders.append(recorder)
+    try:
+        with recorder:
+            yield
+    except BaseException:
+        graph.calls.clear()
+        raise
+    finally:
+        _recorders.pop()
+        with torch.no_grad():
+            recorder.take_back()
+
+
+def _fused_step(fused: FusedStep, model=None) -> None:
+    """The step is no operator that a recorder sees: it is recorded as one call, with the gradients of the capture."""
+    if not _recorders:
+        _stock_step(fused, model)
+        return
+    params = [p for group in fused.optimizer.param_groups for p in group["params"]]
+    gradients = [p.grad for p in params]
+
+    def again() -> None:
+        for p, gradient in zip(params, gradients):
+            p.grad = gradient
+        updates = None if fused.ema is None else fused.ema.updates
+        _stock_step(fused, model)
+        if fused.ema is not None:
+            fused.ema.updates = updates  # after_replay() counts
+
+    fused._numbers.capture(*_numbers(fused))
+    _recorders[-1].graph.calls.append(again)
+
+
+def _numbers(fused: FusedStep):
+    from torch_fastdet.optim._watch import hyper_parameters
+
+    return hyper_parameters(fused.optimizer.param_groups, fused.device)[:2]
+
+
+def install(monkeypatch) -> None:
+    """From here on the CPU is a GPU, as far as graphs ask."""
+    for name, fake in {
+        "on_gpu": lambda tensor: True,
+        "is_capturing": lambda: bool(_recorders),
+        "new_graph": FakeGraph,
+        "new_pool": object,
+        "new_stream": FakeStream,
+        "make_backward_wait": lambda device: None,
+        "capture_into": _capture_into,
+        "unowned": lambda tensor: tensor,
+    }.items():
+        monkeypatch.setattr(_capture, name, fake)
+    monkeypatch.setattr(_private, "pool_bytes", lambda pool: 0 if pool is None else 1)
+    monkeypatch.setattr(FusedStep, "step", _fused_step)
+
+
+GPU = SimpleNamespace(device=torch.device("cpu"))

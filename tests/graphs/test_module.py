@@ -1,0 +1,537 @@
+"""GraphedModule: graphed training against the same training without graphs."""
+
+import copy
+import gc
+import io
+import pickle
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from tests.graphs.fake_gpu import GPU
+from tests.graphs.samples import HostSync, Net, images, loss_of, same_gradients, same_state, three_passes, train
+from torch_fastdet.graphs import CaptureError, GraphedModule, TrainStep, why_not
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("amp", [None, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_training_is_bit_equal(gpu, accumulate, amp, channels_last):
+    if amp and gpu.type == "cpu":
+        pytest.skip("the stand-in has no autocast")
+    if channels_last and amp is None:
+        pytest.skip("float32 NHWC differs in its last bits: test_float32_channels_last_gradients")
+    model = Net().to(GPU.device)
+    if channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    plain = copy.deepcopy(model)
+    graphed = GraphedModule(model, required=True)
+    batches = [images(2, 3, 32, 32, channels_last=channels_last) for _ in range(9)]
+    train(plain, batches, accumulate, amp)
+    train(graphed, batches, accumulate, amp)
+    assert graphed.graphs.shapes == [(2, 3, 32, 32)]
+    same_gradients(graphed, plain)
+    same_state(graphed, plain)
+
+
+@pytest.fixture
+def deterministic_algorithms():
+    """As train.py sets them: PyTorch then fills new tensors with NaN, the graphs' own ones too if it were let."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+def test_deterministic_algorithms(cuda, request):
+    model = Net().to(GPU.device)
+    other = GraphedModule(copy.deepcopy(model), required=True)
+    train(other, [images(2, 3, 32, 32) for _ in range(3)], 1, torch.float16)
+    request.getfixturevalue("deterministic_algorithms")
+    plain = copy.deepcopy(model)
+    graphed = GraphedModule(model, required=True)
+    batches = [images(2, 3, 32, 32) for _ in range(6)]
+    train(plain, batches, 2, torch.float16)
+    train(graphed, batches, 2, torch.float16)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert all(torch.isfinite(p).all() for p in plain.parameters())
+    same_gradients(graphed, plain)
+    same_state(graphed, plain)
+    fills = []
+    for net in (graphed, other):
+        ((_, captured),) = net.graphs._pool.items()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            captured.forward_graph.replay()
+            captured.backward_graph.replay()
+            torch.cuda.synchronize()
+        fills.append(sum(event.count for event in profile.key_averages() if "FillFunctor" in event.key))
+    assert fills[0] <= fills[1], "the graph fills what it makes"
+
+
+def test_float32_channels_last_gradients(cuda):
+    """Outside half precision torch's NHWC kernels have not given a replay the bits of an eager pass: TF32's tolerance."""
+    model = Net().to(GPU.device).to(memory_format=torch.channels_last)
+    plain = copy.deepcopy(model)
+    x = images(2, 3, 32, 32, channels_last=True)
+    for net in (plain, GraphedModule(model, required=True)):
+        for _ in range(3):
+            loss_of(net(x)).backward()
+    for p, q in zip(model.parameters(), plain.parameters()):
+        if q.grad is not None:
+            assert (p.grad - q.grad).abs().max() <= 1e-2 * q.grad.abs().max() + 1e-5
+
+
+def test_gradients_that_stay_allocated(gpu):
+    model = Net().to(GPU.device)
+    plain = copy.deepcopy(model)
+    batches = [images(2, 3, 32, 32) for _ in range(6)]
+    train(plain, batches, set_to_none=False, accumulate=2)
+    train(GraphedModule(model), batches, set_to_none=False, accumulate=2)
+    same_gradients(model, plain)
+    same_state(model, plain)
+
+
+def test_grad_scaler(gpu):
+    model = Net().to(GPU.device)
+    plain = copy.deepcopy(model)
+    batches = [images(2, 3, 32, 32) for _ in range(6)]
+    for net in (plain, GraphedModule(model)):
+        train(net, batches, amp=torch.float16, scaler=torch.amp.GradScaler(GPU.device.type, init_scale=2.0**10))
+    same_state(model, plain)
+
+
+def test_multi_scale_accumulates_across_shapes(gpu):
+    model = Net().to(GPU.device)
+    plain = copy.deepcopy(model)
+    graphed = GraphedModule(model, max_graphs=2, required=True)
+    sizes = [32, 48, 32, 48, 64, 32, 64, 64, 48, 48, 32, 32]
+    batches = [images(2, 3, size, size) for size in sizes]
+    train(plain, batches, accumulate=3)
+    train(graphed, batches, accumulate=3)
+    assert graphed.graphs.shapes == [(2, 3, 48, 48), (2, 3, 32, 32)], "the least recently used shape goes first"
+    assert graphed.graphs.memory() > 0
+    same_gradients(graphed, plain)
+    same_state(graphed, plain)
+
+
+def allocator_settings():
+    settings = dict(torch.cuda.memory._snapshot()["allocator_settings"])
+    return settings.pop("PYTORCH_CUDA_ALLOC_CONF"), settings
+
+
+@pytest.mark.parametrize("own", ["", "max_split_size_mb:64", "expandable_segments:True", "expandable_segments:False"])
+def test_capture_leaves_the_allocator_settings_alone(cuda, own):
+    """A pool in one segment, which grows, has few gaps; what the user has set stays."""
+    found, _ = allocator_settings()
+    if own:
+        torch._C._accelerator_setAllocatorSettings(own)
+    try:
+        _, before = allocator_settings()
+        graphed = GraphedModule(Net().to(GPU.device))
+        for _ in range(2):
+            three_passes(graphed, images(4, 3, 32, 32))
+            graphed.graphs.reset()
+            gc.collect()
+            three_passes(graphed, images(4, 3, 64, 64))
+        text, after = allocator_settings()
+        assert after == before and (own or "expandable_segments") in text
+        pool = tuple(graphed.graphs._pool.handle)
+        segments = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == pool]
+        assert segments and all(s["is_expandable"] == (own != "expandable_segments:False") for s in segments)
+    finally:
+        if "expandable_segments" not in found:
+            found = (f"{found}," if found else "") + " expandable_segments:False"  # as a capture leaves it
+        torch._C._accelerator_setAllocatorSettings(found)
+
+
+def test_memory_comes_back(cuda):
+    """All that the graphs took, but for what PyTorch keeps of small blocks."""
+    net = Net(64).to(GPU.device)
+    three_passes(net, images(16, 3, 256, 256))
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    graphed = GraphedModule(net)
+    three_passes(graphed, images(16, 3, 256, 256))
+    held = torch.cuda.memory_reserved() - before
+    graphed.graphs.reset()
+    net.zero_grad()
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert held > 50 * 2**20 and torch.cuda.memory_reserved() - before < 8 * 2**20
+
+
+class OutOfMemory(nn.Module):
+    """Has too little memory when it is told so."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.times = nn.Conv2d(3, 8, 3), 0
+
+    def forward(self, x):
+        if self.times:
+            self.times -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return self.body(x)
+
+
+@pytest.mark.parametrize("where", ["warm-up", "capture"])
+def test_out_of_memory_drops_graphs(gpu, where):
+    """What failed runs once more, with all graphs dropped."""
+    said = []
+    model = OutOfMemory().to(GPU.device)
+    graphed = GraphedModule(model, required=True, say=said.append)
+    three_passes(graphed, images(2, 3, 32, 32))
+    if where == "capture":
+        graphed(images(2, 3, 48, 48))
+    model.times = 1
+    loss_of([graphed(images(2, 3, 48, 48))]).backward()
+    assert "out of memory beside 1 graphs, which are dropped" in said[-1 if where == "warm-up" else -2]
+    assert graphed.graphs.shapes == ([] if where == "warm-up" else [(2, 3, 48, 48)])
+    for size in (48, 48, 48, 32, 32, 32):
+        loss_of([graphed(images(2, 3, size, size))]).backward()
+    assert graphed.graphs.shapes == [(2, 3, 48, 48), (2, 3, 32, 32)]
+
+
+def test_out_of_memory_with_no_graphs(gpu):
+    model = OutOfMemory().to(GPU.device)
+    graphed = GraphedModule(model)
+    model.times = 1
+    with pytest.raises(torch.OutOfMemoryError):
+        graphed(images(2, 3, 32, 32))
+    graphed(images(2, 3, 32, 32))
+    model.times = 1
+    assert graphed(images(2, 3, 32, 32)).isfinite().all()  # eager, for good
+    assert "out of memory" in graphed.graphs.reason
+
+
+class Same(nn.Module):
+    """Its output can be its next input."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 32, 3, 1, 1), nn.SiLU(), nn.Conv2d(32, 3, 3, 1, 1))
+
+    def forward(self, x):
+        return self.body(x)
+
+
+@pytest.mark.parametrize("amp", [None, torch.float16])
+def test_an_output_is_the_next_input(gpu, amp):
+    """The graphs' input is memory that they use for other things too."""
+    size = 256 if gpu.type == "cuda" else 32
+    net, x = Same().to(GPU.device), images(4, 3, size, size)
+    graphed = GraphedModule(copy.deepcopy(net))
+    for _ in range(5):
+        with torch.autocast("cuda", amp or torch.float16, enabled=amp is not None):
+            want, got = net(x), graphed(x)
+            assert torch.equal(got, want)
+            again, want_again = graphed(got.detach().float()), net(want.detach().float())
+        assert torch.equal(again, want_again)
+        net.zero_grad(), graphed.zero_grad()
+        loss_of([again]).backward(), loss_of([want_again]).backward()
+        same_gradients(graphed, net)
+
+
+def test_capture_leaves_buffers_alone(gpu):
+    model = Net().to(GPU.device)
+    graphed = GraphedModule(model, warmup=1)
+    x = images(2, 3, 32, 32)
+    loss_of(graphed(x)).backward()
+    loss_of(graphed(x)).backward()
+    assert int(model.stem[1].num_batches_tracked) == 2
+
+
+def test_one_keyword_is_the_input(gpu):
+    model = Net().to(GPU.device)
+    plain = copy.deepcopy(model)
+    graphed = GraphedModule(model, required=True)
+    x = images(2, 3, 32, 32)
+    for net in (plain, graphed):
+        for _ in range(3):
+            net.zero_grad()
+            loss_of(net(x=x)).backward()
+    assert graphed.graphs.shapes == [(2, 3, 32, 32)]
+    same_gradients(graphed, plain)
+    for wrong in ({"images": x}, {}):
+        with pytest.raises(TypeError):
+            graphed(**wrong)
+
+
+def test_what_is_passed_through(gpu, caplog):
+    model = Net().to(GPU.device)
+    graphed = GraphedModule(model)
+    x = images(2, 3, 32, 32)
+    for _ in range(3):
+        loss_of(graphed(x)).backward()
+    assert len(graphed.graphs.shapes) == 1
+    with torch.no_grad():
+        before = int(model.stem[1].num_batches_tracked)
+        graphed(images(3, 3, 16, 16))
+        graphed(images(3, 3, 16, 16))
+    assert int(model.stem[1].num_batches_tracked) == before + 2
+    graphed.eval()
+    assert not model.training and not graphed.training
+    assert all(torch.equal(a, b) for a, b in zip(graphed(x), model(x)))
+    graphed.train()
+    loss_of(graphed(x, flip=True)).backward()
+    inputs = x.clone().requires_grad_()
+    for _ in range(2):
+        loss_of(graphed(inputs)).backward()
+    assert inputs.grad is not None
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.endswith("its input requires a gradient, which a replay does not give; it runs eagerly")
+    graphed.graphs.required = True
+    with pytest.raises(CaptureError, match="its input requires a gradient"):
+        graphed(inputs)
+    assert graphed.graphs.shapes == [(2, 3, 32, 32)]
+
+
+def test_cpu_module_runs_as_it_is(caplog):
+    model = Net()
+    plain = copy.deepcopy(model)
+    graphed = GraphedModule(model)
+    x = torch.randn(2, 3, 32, 32)
+    for net in (plain, graphed):
+        for _ in range(3):
+            loss_of(net(x)).backward()
+    same_gradients(graphed, plain)
+    (record,) = caplog.records  # a warning, which Python shows without a handler too
+    assert record.levelname == "WARNING" and record.name == "torch_fastdet"
+    assert "Net cannot be captured in a CUDA graph: parameter " in record.getMessage()
+    assert record.getMessage().endswith("is on cpu, not on a GPU; it runs eagerly")
+    graphed.graphs.required = True  # as after model.cpu()
+    for _ in range(2):
+        with pytest.raises(CaptureError, match="is on cpu"):
+            graphed(x)
+    with torch.no_grad():
+        graphed(x)
+    with pytest.raises(CaptureError, match=r"Net cannot be captured in a CUDA graph: parameter .* is on cpu"):
+        GraphedModule(model, required=True)
+
+
+def test_is_the_module_to_others():
+    model = Net()
+    graphed = GraphedModule(model)
+    assert graphed.names is model.names and graphed.module is model
+    graphed.hyp = {"box": 1}
+    assert model.hyp == {"box": 1}
+    assert list(graphed.state_dict()) == list(model.state_dict())
+    assert [n for n, _ in graphed.named_parameters()] == [n for n, _ in model.named_parameters()]
+    assert [n for n, _ in graphed.named_modules()] == [n for n, _ in model.named_modules()]
+    graphed.load_state_dict(model.state_dict())
+    graphed.requires_grad_(False)
+    assert not any(p.requires_grad for p in model.parameters())
+    assert graphed.half() is graphed and model.stem[0].weight.dtype == torch.float16
+    graphed.eval()
+    assert not model.training and not model.stem.training
+    assert type(copy.deepcopy(graphed)) is Net
+    assert type(pickle.loads(pickle.dumps(graphed))) is Net
+    file = io.BytesIO()
+    torch.save({"model": graphed}, file)
+    file.seek(0)
+    assert type(torch.load(file, weights_only=False)["model"]) is Net
+    del graphed.hyp
+    assert not hasattr(model, "hyp")
+
+
+def test_a_checkpoint_needs_nothing_of_ours(tmp_path):
+    """A pickled GraphedModule is the module, for who has no torch_fastdet too."""
+    both = nn.Sequential(nn.Conv2d(3, 4, 1), nn.SiLU())
+    graphed = GraphedModule(both)
+    torch.save({"model": graphed, "same": both}, tmp_path / "model.pt")
+    code = "import sys, torch; sys.modules['torch_fastdet'] = None; d = torch.load(sys.argv[1], weights_only=False)"
+    check = "; assert type(d['model']) is torch.nn.Sequential and d['model'] is d['same']"
+    subprocess.run([sys.executable, "-c", code + check, str(tmp_path / "model.pt")], check=True)
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        assert b"torch_fastdet" not in pickle.dumps(graphed, protocol)
+
+
+def test_registers_and_contents_are_the_modules():
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.SiLU())
+    graphed = GraphedModule(model)
+    graphed.register_buffer("mean", torch.zeros(3))
+    graphed.register_parameter("scale", nn.Parameter(torch.ones(1)))
+    graphed.add_module("last", nn.Identity())
+    assert "mean" in dict(model.named_buffers()) and "scale" in dict(model.named_parameters())
+    assert len(graphed) == 3 and graphed[0] is model[0] and list(graphed) == list(model)
+    assert GraphedModule(Net()), "a module without a length is true"
+
+
+def test_graphs_go_with_their_module():
+    """Nothing waits for Python's cycle collector: their memory is the GPU's."""
+    graphed = GraphedModule(Net())
+    reference = weakref.ref(graphed.graphs)
+    gc.disable()
+    try:
+        del graphed
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+def test_several_processes_run_eagerly(monkeypatch):
+    """Gradients that a replay writes are not seen by DistributedDataParallel."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    assert why_not(Net()) == "2 processes train it, and a replay would not exchange their gradients"
+    model = Net()
+    with pytest.raises(CaptureError, match="TrainStep: Net cannot be captured in a CUDA graph: 2 processes"):
+        TrainStep(model, None, torch.optim.SGD(model.parameters(), lr=0.1))
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    assert "is on cpu" in why_not(model)
+
+
+def test_copies_of_a_captured_model_are_plain(gpu):
+    graphed = GraphedModule(Net().to(GPU.device))
+    x = images(2, 3, 32, 32)
+    for _ in range(3):
+        loss_of(graphed(x)).backward()
+    average = copy.deepcopy(graphed).eval()
+    assert type(average) is Net
+    average.half().float()
+    before = {name: value.clone() for name, value in average.state_dict().items()}
+    loss_of(graphed(x)).backward()
+    assert all(torch.equal(value, before[name]) for name, value in average.state_dict().items())
+
+
+def test_new_storage_is_captured_again(gpu):
+    model = Net().to(GPU.device)
+    plain = copy.deepcopy(model)
+    graphed = GraphedModule(model, required=True)
+    x = images(2, 3, 32, 32)
+    for net in (plain, graphed):
+        three_passes(net, x)
+        net.half()
+        net.float()
+        for parameter in net.parameters():
+            parameter.data = parameter.data * 1.5
+        three_passes(net, x)
+    same_gradients(graphed, plain)
+    same_state(graphed, plain)
+
+
+def test_a_new_parameter_over_the_same_memory_gets_the_gradient(gpu):
+    model = Net().to(GPU.device)
+    plain = copy.deepcopy(model)
+    graphed = GraphedModule(model, required=True)
+    x = images(2, 3, 32, 32)
+    for net in (plain, graphed):
+        three_passes(net, x)
+        conv = net.stem[0]
+        conv.weight = nn.Parameter(conv.weight.data)
+        three_passes(net, x)
+    same_gradients(graphed, plain)
+    same_state(graphed, plain)
+
+
+def test_frozen_later(gpu):
+    model = Net().to(GPU.device)
+    plain = copy.deepcopy(model)
+    graphed = GraphedModule(model, required=True)
+    x = images(2, 3, 32, 32)
+    for net in (plain, graphed):
+        three_passes(net, x)
+        net.zero_grad()
+        net.stem.requires_grad_(False)
+        net.stem[1].eval()
+        for _ in range(3):
+            loss_of(net(x)).backward()
+    assert model.stem[0].weight.grad is None
+    same_gradients(graphed, plain)
+    same_state(graphed, plain)
+
+
+def test_host_synchronisation_is_named(gpu, caplog):
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), HostSync()).to(GPU.device)
+    plain = copy.deepcopy(model)
+    graphed = GraphedModule(model)
+    x = images(1, 3, 8, 8)
+    with caplog.at_level("INFO", logger="torch_fastdet"):
+        for net in (plain, graphed):
+            for _ in range(3):
+                loss_of([net(x)]).backward()
+    assert "1 (HostSync) failed during the capture" in caplog.text and "runs eagerly" in caplog.text
+    same_gradients(graphed, plain)
+    # And nothing is left behind: another model is captured afterwards, on the same stream.
+    other = GraphedModule(Net().to(GPU.device), required=True)
+    for _ in range(3):
+        loss_of(other(images(2, 3, 32, 32))).backward()
+    assert other.graphs.shapes
+    required = GraphedModule(model, required=True)
+    loss_of([required(x)]).backward()
+    with pytest.raises(CaptureError, match=r"1 \(HostSync\)"):
+        required(x)
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (lambda net: nn.SyncBatchNorm.convert_sync_batchnorm(net), "stem.1 .SyncBatchNorm. exchanges statistics"),
+        (lambda net: net.body.register_forward_hook(lambda *_: None) and net, "body .Sequential. has hooks"),
+        (lambda net: net.heads[0].weight.register_hook(lambda g: g) and net, "parameter heads.0.weight has hooks"),
+        (lambda net: nn.DataParallel(net), "DataParallel is not supported"),
+    ],
+)
+def test_what_cannot_be_captured(gpu, change, reason):
+    with pytest.raises(CaptureError, match=reason):
+        GraphedModule(change(Net().to(GPU.device)), required=True)
+
+
+def test_wrong_order_of_calls(gpu):
+    graphed = GraphedModule(Net().to(GPU.device))
+    x = images(2, 3, 32, 32)
+    for _ in range(2):
+        loss_of(graphed(x)).backward()
+    first = loss_of(graphed(x))
+    loss_of(graphed(x)).backward()
+    with pytest.raises(RuntimeError, match="ran again before this backward pass"):
+        first.backward()
+
+
+def test_wrong_arguments():
+    with pytest.raises(ValueError, match="max_graphs is 0 and warmup 1, but 1 or more is wanted of both"):
+        GraphedModule(Net(), max_graphs=0)
+    with pytest.raises(TypeError, match=r"module is int, but a torch\.nn\.Module is wanted"):
+        GraphedModule(3)
+    with pytest.raises(TypeError, match="graphed already"):
+        GraphedModule(GraphedModule(Net()))
+
+
+def test_side_stream(cuda):
+    model = Net().to(GPU.device)
+    plain = copy.deepcopy(model)
+    graphed = GraphedModule(model, required=True)
+    x = images(2, 3, 32, 32)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        train(graphed, [x] * 5)
+    stream.synchronize()
+    train(plain, [x] * 5)
+    same_state(graphed, plain)
+
+
+def test_backward_on_another_stream(cuda):
+    """p.grad is there for the stream that called backward(), as after any backward pass."""
+    model = Net().to(GPU.device)
+    plain = copy.deepcopy(model)
+    graphed = GraphedModule(model, required=True)
+    x = images(2, 3, 32, 32)
+    three_passes(plain, x)
+    for _ in range(2):
+        graphed.zero_grad()
+        loss_of(graphed(x)).backward()
+    other = torch.cuda.Stream()
+    other.wait_stream(torch.cuda.current_stream())
+    graphed.zero_grad()
+    with torch.cuda.stream(other):
+        torch.cuda._sleep(20_000_000)
+        loss = loss_of(graphed(x))
+    loss.backward()
+    got = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    want = [p.grad for p in plain.parameters() if p.grad is not None]
+    assert all(torch.equal(a, b) for a, b in zip(got, want))

@@ -1,0 +1,515 @@
+"""TrainStep against the same training by separate calls."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.graphs.samples import (
+    Detector,
+    HostSync,
+    assert_same_training,
+    groups_of,
+    in_graphs,
+    make_training,
+    one_by_one,
+    same_state,
+    some_batches,
+    some_targets,
+)
+from torch_fastdet.ema import ModelEMA
+from torch_fastdet.graphs import CaptureError, GraphedModule, GraphLoss, TrainStep
+from torch_fastdet.graphs._baked import StepWatch
+from torch_fastdet.graphs._loss import Offer
+from torch_fastdet.optim import SGD, FusedStep
+from torch_fastdet.yolov5.loss import ComputeLoss
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_train_step_is_bit_equal_over_200_steps(cuda, channels_last):
+    model = Detector().to_device()
+    if channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    plain = copy.deepcopy(model)
+    batches = some_batches(200)
+    # The scale grows every 7 steps until gradients overflow, and so again and again.
+    want = one_by_one(plain, batches)
+    got = in_graphs(model, batches)
+    assert_same_training(model, plain, got, want)
+    assert want[2].get_scale() < 2.0 ** (12 + 200 // 7), "no step overflowed"
+    memory = got[4].memory()
+    assert memory["graphs"] == 1 and memory["shapes"] == [(2, 3, 64, 64)] and memory["pool_bytes"] > 0
+
+
+def test_train_step_accumulates_over_shapes(gpu):
+    model = Detector().to_device()
+    plain = copy.deepcopy(model)
+    batches = some_batches(36, sizes=(64, 96))
+    want = one_by_one(plain, batches, accumulate=3)
+    got = in_graphs(model, batches, accumulate=3)
+    assert_same_training(model, plain, got, want)
+    assert got[4].memory()["graphs"] == 6
+
+
+@pytest.mark.parametrize("what", ["the EMA is validated", "reset", "a setting changes"])
+def test_train_step_keeps_an_accumulation(gpu, what):
+    """What happens between two micro-batches, graphs captured anew because of it, and the gradients so far."""
+    model = Detector().to_device()
+    plain = copy.deepcopy(model)
+    batches = some_batches(18)
+
+    def after(i, ema, step):
+        if i % 6 != 3:  # after the first of three
+            return
+        if what == "the EMA is validated":
+            ema.ema.half().float()  # what YOLOv5's validation does
+        elif step is not None and what == "reset":
+            step.reset()
+        elif step is not None:
+            step.loss.gr = 1.0 - step.loss.gr * 2**-30  # the same in float32
+
+    want = one_by_one(plain, batches, accumulate=3, after=after)
+    got = in_graphs(model, batches, accumulate=3, after=after)
+    assert_same_training(model, plain, got, want)
+
+
+class LargeOnly(nn.Module):
+    """Used where the maps are large."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(16, 16, 1)
+
+    def forward(self, x):
+        return x + self.conv(x) if x.shape[-1] > 8 else x
+
+
+def test_train_step_with_parameters_that_some_micro_batches_use(gpu):
+    model = Detector()
+    model.stem.append(LargeOnly())
+    model.to_device()
+    plain = copy.deepcopy(model)
+    # Of three micro-batches the first, the second, the third and none is a large one.
+    batches = some_batches(36, sizes=(64, 96, 64, 64))
+    want = one_by_one(plain, batches, accumulate=3)
+    got = in_graphs(model, batches, accumulate=3)
+    assert_same_training(model, plain, got, want)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_train_step_leaves_frozen_parameters_alone(gpu, accumulate):
+    model = Detector().to_device()
+    plain = copy.deepcopy(model)
+    batches = some_batches(24)
+    frozen = []
+
+    def freeze(net):
+        def after(i, ema, step):
+            if i == 11:
+                net.down[0].requires_grad_(False)
+                frozen.append(net.down[0][0].weight.detach().clone())
+
+        return after
+
+    want = one_by_one(plain, batches, accumulate, after=freeze(plain))
+    got = in_graphs(model, batches, accumulate, after=freeze(model))
+    assert_same_training(model, plain, got, want)
+    assert torch.equal(model.down[0][0].weight, frozen[1]) and torch.equal(*frozen)
+
+
+def test_train_step_drops_an_accumulation_whose_parameters_moved(gpu):
+    model = Detector().to_device()
+    loss_of_batch, optimizer, scaler, ema = make_training(model)
+    step = TrainStep(model, loss_of_batch, optimizer, scaler, ema)
+    images, targets = some_batches(1)[0]
+    step(images, targets, update=False)
+    weight = model.stem[0][0].weight
+    weight.data = weight.data.clone()
+    with pytest.raises(RuntimeError, match=r"the gradients of 1 micro-batch\(es\) are dropped"):
+        step(images, targets)
+    before = weight.detach().clone()
+    for _ in range(3):
+        step(images, targets)
+    assert not torch.equal(weight, before) and step.memory()["graphs"] == 1
+
+
+def test_train_step_that_failed_is_not_captured_next(gpu):
+    model = Detector().to_device()
+    loss_of_batch, optimizer, scaler, ema = make_training(model)
+    fails = [True]
+
+    def loss(*args):
+        if fails.pop():
+            raise RuntimeError("no loss today")
+        fails.append(False)
+        return loss_of_batch(*args)
+
+    step = TrainStep(model, loss, optimizer, scaler, ema)
+    images, targets = some_batches(1)[0]
+    with pytest.raises(RuntimeError, match="no loss today"):
+        step(images, targets)
+    fails.append(False)
+    step(images, targets)
+    assert step.memory()["graphs"] == 0
+    step(images, targets)
+    assert step.memory()["graphs"] == 1
+
+
+def test_train_step_out_of_memory_drops_graphs(gpu):
+    said = []
+    model = Detector().to_device()
+    loss_of_batch, optimizer, scaler, ema = make_training(model)
+    fails = []
+
+    def loss(*args):
+        if fails:
+            raise torch.OutOfMemoryError(fails.pop())
+        return loss_of_batch(*args)
+
+    step = TrainStep(model, loss, optimizer, scaler, ema, say=said.append)
+    small, large = some_batches(2, sizes=(64, 96))
+    for batch in (small, small, large):
+        step(*batch)
+    fails.append("in the capture")
+    assert step(*large).isfinite().all()
+    assert "out of memory beside 1 graphs" in said[-2] and step.memory()["shapes"] == [(2, 3, 96, 96)]
+    fails.append("in a warm-up")
+    step(*small)
+    assert "out of memory beside 1 graphs" in said[-1] and step.memory()["graphs"] == 0
+    for batch in (small, large, large, small):
+        step(*batch)
+    assert step.memory()["graphs"] == 2
+    step.reset()
+    step(*small)
+    fails.append("in the only capture")
+    with pytest.raises(torch.OutOfMemoryError):
+        step(*small)
+    assert step(*small).isfinite().all() and ema.updates == 11
+
+
+def test_train_step_whose_update_failed_can_be_made_again(gpu):
+    """The gradients that were added up before it are what they were."""
+    batches, results = some_batches(2), []
+    model = Detector().to_device()
+    for fails in (False, True):
+        trained = copy.deepcopy(model)
+        loss_of_batch, optimizer, scaler, ema = make_training(trained)
+        step = TrainStep(trained, loss_of_batch, optimizer, scaler, ema)
+        step(*batches[0], update=False)
+        if fails:
+            optimizer.param_groups[0]["lr"] = -1.0
+            with pytest.raises(RuntimeError, match="lr"):
+                step(*batches[1])
+            optimizer.param_groups[0]["lr"] = 0.01
+        step(*batches[1])
+        results.append((list(trained.parameters()), ema.updates, scaler.get_scale()))
+    (want, *other), (got, *same) = results
+    assert other == same
+    assert all(map(torch.equal, got, want))
+
+
+def test_train_step_makes_room_for_targets(gpu):
+    model = Detector().to_device()
+    plain = copy.deepcopy(model)
+    batches = [*some_batches(6), (some_batches(1)[0][0], some_targets(100, 2)), *some_batches(3)]
+    want = one_by_one(plain, batches)
+    got = in_graphs(model, batches, max_targets=9)
+    assert_same_training(model, plain, got, want)
+    assert got[4].memory()["max_targets"] >= 100
+
+
+def test_train_step_follows_replaced_tensors(gpu):
+    model = Detector().to_device()
+    loss_of_batch, optimizer, scaler, ema = make_training(model)
+    step = TrainStep(model, loss_of_batch, optimizer, scaler, ema)
+    for images, targets in some_batches(4):
+        step(images, targets)
+    ema.ema.half().float()  # what YOLOv5's validation does
+    before = {name: value.clone() for name, value in ema.ema.state_dict().items()}
+    for images, targets in some_batches(4):
+        step(images, targets)
+    assert not torch.equal(ema.ema.state_dict()["stem.0.0.weight"], before["stem.0.0.weight"])
+    assert ema.updates == 8 and step.memory()["graphs"] == 1
+
+
+def test_train_step_counts_bad_rows(cuda):
+    model = Detector().to_device()
+    loss_of_batch, optimizer, scaler, ema = make_training(model)
+    step = TrainStep(model, loss_of_batch, optimizer, scaler, ema)
+    batches = some_batches(4)
+    for images, targets in batches[:3]:
+        step(images, targets)
+    images, targets = batches[3]
+    targets[0, 1] = 77
+    step(images, targets)
+    assert loss_of_batch.ignored_targets == 1
+
+
+def test_train_step_counts_bad_rows_before_its_graphs_too(cuda):
+    """A bad row of a step that is not captured yet is no error of a later, innocent one."""
+    model = Detector().to_device()
+    loss_of_batch, optimizer, scaler, ema = make_training(model)
+    step = TrainStep(model, loss_of_batch, optimizer, scaler, ema)
+    for size in (64, 96):
+        (images, targets), *_ = some_batches(1, sizes=(size,))
+        targets[0, 0] = 9
+        step(images, targets)
+        torch.cuda.synchronize()
+    loss_of_batch.check()
+    assert loss_of_batch.ignored_targets == 2
+
+
+@pytest.mark.parametrize("change", ["gain", "max_norm", "training", "nesterov", "scaler", "ema", "decay", "group"])
+def test_train_step_follows_settings(gpu, change):
+    """What the host decides is looked at in each call: the same training as by separate calls with the same change."""
+    models = [Detector().to_device()]
+    models.append(copy.deepcopy(models[0]))
+    batches = some_batches(9)
+    results = []
+    for model, graphed in zip(models, (True, False)):
+        loss_of_batch, optimizer, scaler, ema = make_training(model)
+        step = TrainStep(model, loss_of_batch, optimizer, scaler, ema) if graphed else None
+        fused = step.fused if graphed else FusedStep(optimizer, scaler, ema, 10.0)
+        for i, (images, targets) in enumerate(batches):
+            if i == 4:
+                CHANGES[change](model, loss_of_batch, optimizer, scaler, ema, fused)
+            if graphed:
+                step(images, targets)
+                continue
+            with torch.autocast("cuda", torch.float16):
+                loss, _ = loss_of_batch(model(images.float() / 255), targets)
+            scaler.scale(loss).backward()
+            fused.step()
+            optimizer.zero_grad()
+        results.append((model, ema, scaler))
+    (model, ema, scaler), (plain, want_ema, want_scaler) = results
+    same_state(model, plain)
+    same_state(ema.ema, want_ema.ema)
+    assert scaler.get_scale() == want_scaler.get_scale()
+
+
+def _swap_groups(optimizer):
+    first, second = optimizer.param_groups[:2]
+    first["params"], second["params"] = second["params"], first["params"]
+
+
+CHANGES = {
+    "gain": lambda model, loss, optimizer, scaler, ema, fused: loss.hyp.update(box=1.0),
+    "max_norm": lambda model, loss, optimizer, scaler, ema, fused: setattr(fused, "max_norm", 0.01),
+    "training": lambda model, loss, optimizer, scaler, ema, fused: model.stem[0][1].eval(),
+    "nesterov": lambda model, loss, optimizer, scaler, ema, fused: optimizer.param_groups[1].update(nesterov=False),
+    "scaler": lambda model, loss, optimizer, scaler, ema, fused: scaler.set_growth_interval(2),
+    "ema": lambda model, loss, optimizer, scaler, ema, fused: setattr(ema, "enabled", False),
+    "decay": lambda model, loss, optimizer, scaler, ema, fused: setattr(ema.decay, "decay", 0.5),
+    "group": lambda model, loss, optimizer, scaler, ema, fused: _swap_groups(optimizer),
+    "dampening": lambda model, loss, optimizer, scaler, ema, fused: loss.hyp.update(anchor_t=3.0),
+    "gr": lambda model, loss, optimizer, scaler, ema, fused: setattr(loss, "gr", 0.5),
+    "sort": lambda model, loss, optimizer, scaler, ema, fused: setattr(loss, "sort_obj_iou", True),
+    "balance": lambda model, loss, optimizer, scaler, ema, fused: setattr(loss, "balance", [1.0, 1.0, 1.0]),
+    "maximize": lambda model, loss, optimizer, scaler, ema, fused: optimizer.param_groups[0].update(maximize=True),
+    "momentum": lambda model, loss, optimizer, scaler, ema, fused: optimizer.param_groups[0].update(momentum=0.0),
+    "other decay": lambda model, loss, optimizer, scaler, ema, fused: setattr(ema, "decay", lambda updates: 0.9),
+}
+
+
+class Watched:
+    """A training and what a step would bake in of it; without a GPU and without a step."""
+
+    def __init__(self):
+        self.model = Detector()
+        self.optimizer = SGD(groups_of(self.model), lr=0.01, momentum=0.9, nesterov=True)
+        self.loss, self.scaler, self.ema = ComputeLoss(self.model), torch.amp.GradScaler("cpu"), ModelEMA(self.model)
+        self.fused = FusedStep(self.optimizer, self.scaler, self.ema, 10.0)
+        self.watch = StepWatch(self.model, self.optimizer, self.ema, self.fused)
+
+    def look(self):
+        return self.watch.look(Offer(self.loss), None)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_train_step_notices(change):
+    it = Watched()
+    before = it.look()
+    assert it.look() == before
+    CHANGES[change](it.model, it.loss, it.optimizer, it.scaler, it.ema, it.fused)
+    after = it.look()
+    assert after.settings != before.settings and after[:2] == before[:2]
+
+
+def test_train_step_notices_new_tensors():
+    it = Watched()
+    seen = [it.look()[:2]]
+    for change in (
+        lambda: setattr(it.model.heads[0], "weight", nn.Parameter(it.model.heads[0].weight.detach().clone())),
+        lambda: setattr(it.model.heads[0], "weight", nn.Parameter(it.model.heads[0].weight.data)),
+        lambda: it.ema.ema.half().float(),
+        lambda: it.model.stem[0][1].register_buffer("running_mean", torch.zeros(16)),
+        lambda: it.model.stem[0][1].register_buffer("num_batches_tracked", torch.tensor(0)),
+        lambda: it.model.heads[1].requires_grad_(False),
+        lambda: setattr(it.model.heads[2].weight, "data", it.model.heads[2].weight.data.clone()),
+    ):
+        kept = [t for module in (it.model, it.ema.ema) for t in module.state_dict().values()]
+        change()
+        seen.append(it.look()[:2])
+        assert seen[-1] != seen[-2] and kept
+
+
+class TestWhatALossOffers:
+    class Plain:
+        """No more than the call; a key where there is one."""
+
+        def __call__(self, outputs, targets, count):
+            loss = sum((output.float() ** 2).mean() for output in outputs)
+            return loss[None], loss.detach()[None]
+
+    class Keyed(Plain):
+        gain = 1.0
+
+        def graph_key(self):
+            return self.gain
+
+        def __call__(self, outputs, targets, count):
+            loss, items = super().__call__(outputs, targets, count)
+            return loss * self.gain, items * self.gain
+
+    def test_compute_loss_offers_all(self):
+        assert isinstance(ComputeLoss(Detector()), GraphLoss)
+
+    @pytest.mark.parametrize("kind", [Plain, Keyed])
+    def test_a_loss_of_ones_own(self, gpu, kind):
+        model = Detector().to_device()
+        loss = kind()
+        step = TrainStep(model, loss, SGD(model.parameters(), lr=0.01), max_norm=None)
+        batch = some_batches(1)[0]
+        before = [float(step(*batch)) for _ in range(3)]
+        assert before[2] < before[0] and step.memory()["graphs"] == 1
+        if kind is self.Keyed:
+            loss.gain = 0.0
+            assert float(step(*batch)) == 0.0
+
+    def test_another_loss_is_captured_again(self, gpu):
+        model = Detector().to_device()
+        step = TrainStep(model, self.Plain(), SGD(model.parameters(), lr=0.0), max_norm=None)
+        batch = some_batches(1)[0]
+        for _ in range(2):
+            step(*batch)
+        step.loss = lambda outputs, targets, count: (outputs[0].sum()[None] * 0, torch.full((1,), 7.0, device=gpu))
+        assert [float(step(*batch)) for _ in range(3)] == [7.0] * 3
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_train_step_wants_gradients(gpu, off):
+    """And what is made where they are off can be trained with later."""
+    model = Detector().to_device()
+    with off():
+        step = TrainStep(model, ComputeLoss(model), SGD(model.parameters(), lr=0.01), ema=ModelEMA(model))
+        batch = some_batches(1)[0]
+        with pytest.raises(RuntimeError, match="TrainStep: gradients are off"):
+            step(*batch)
+    batch = some_batches(1)[0]
+    for update in (False, True, False, True, False, True):
+        assert step(*batch, update=update).isfinite().all()
+    assert step.memory()["graphs"] == 2
+
+
+def test_the_optimizer_is_checked_once(gpu, monkeypatch):
+    calls = []
+    check = TrainStep._check_optimizer
+    monkeypatch.setattr(TrainStep, "_check_optimizer", lambda step: calls.append(1) or check(step))
+    model = Detector().to_device()
+    step = TrainStep(model, ComputeLoss(model), SGD(model.parameters(), lr=0.01))
+    step(*some_batches(1)[0])
+    assert calls == [1]
+
+
+def test_train_step_keeps_no_input_without_its_graph(gpu):
+    model = Detector().to_device()
+    loss_of_batch, optimizer, scaler, ema = make_training(model)
+    step = TrainStep(model, loss_of_batch, optimizer, scaler, ema, max_graphs=2)
+    for size in (64, 96, 128, 160):
+        for images, targets in some_batches(2, sizes=(size,)):
+            step(images, targets)
+    memory = step.memory()
+    assert {shape[-1] for shape in memory["shapes"]} == {128, 160}
+    images = 2 * 3 * (128**2 + 160**2)
+    gradients = sum(4 * p.numel() for p in model.parameters())
+    assert memory["static_bytes"] == images + gradients + 64 * 6 * 4
+
+
+def test_train_step_refuses_before_it_changes_anything(gpu):
+    model = Detector().to_device()
+    loss_of_batch, optimizer, scaler, ema = make_training(model)
+    step = TrainStep(GraphedModule(model), loss_of_batch, optimizer, scaler, ema, max_targets=50)
+    assert step.model is model
+    images, targets = some_batches(1)[0]
+    targets.requires_grad_()  # of somebody's augmentation: nothing of it is kept from step to step
+    for first in (True, False):
+        with pytest.raises(ValueError, match=r"targets has shape \(1, 5\), but \(nt, 6\) is wanted"):
+            step(images, targets[:, :5])
+        with pytest.raises(ValueError, match=r"targets has shape \(\), but \(nt, 6\) is wanted"):
+            step(images, targets[0, 0])
+        with pytest.raises(TypeError, match="targets is a list"):
+            step(images, [[0.0] * 6])
+        with pytest.raises(TypeError, match="images is a NoneType"):
+            step(None, targets)
+        if first:
+            for _ in range(3):
+                step(images, targets)
+            memory = step.memory()
+    assert step.memory() == memory and memory["graphs"] == 1 and memory["max_targets"] == 50
+    assert step(*some_batches(1)[0]).requires_grad is False
+
+
+def test_train_step_wants_a_module():
+    with pytest.raises(TypeError, match="TrainStep: model is a NoneType"):
+        TrainStep(None, None, None)
+    with pytest.raises(ValueError, match="TrainStep: Identity has no parameter that requires a gradient"):
+        TrainStep(nn.Identity(), None, None)
+
+
+def test_train_step_wants_a_gpu():
+    with pytest.raises(CaptureError, match="is on cpu, not on a GPU"):
+        model = Detector()
+        TrainStep(model, None, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_train_step_errors(gpu):
+    model = Detector().to_device()
+    loss_of_batch, optimizer, scaler, _ = make_training(model)
+    with pytest.raises(ValueError, match="max_targets is 0, but 1 or more is wanted"):
+        TrainStep(model, loss_of_batch, optimizer, max_targets=0)
+    step = TrainStep(model, loss_of_batch, optimizer, scaler)
+    images, targets = some_batches(1)[0]
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, device=gpu))]})
+    for refused in (lambda: TrainStep(model, loss_of_batch, optimizer), lambda: step(images, targets)):
+        with pytest.raises(
+            ValueError, match=r"parameter 0 of the optimizer's group 3, of shape \(2,\), is none of the model's"
+        ):
+            refused()
+    optimizer.param_groups.pop()
+    with pytest.raises(ValueError, match="batch, channels, height, width"):
+        step(images[0], targets)
+    model.eval()
+    with pytest.raises(RuntimeError, match="eval mode"):
+        step(images, targets)
+    model.train()
+    model.stem.append(HostSync())
+    step(images, targets)
+    with pytest.raises(CaptureError, match="HostSync"):
+        step(images, targets)
+
+
+def test_train_step_without_scaler_and_average(gpu):
+    models = [Detector().to_device()]
+    models.append(copy.deepcopy(models[0]))
+    batches = some_batches(8)
+    optimizers = [SGD(model.parameters(), lr=0.01) for model in models]
+    step = TrainStep(models[0], ComputeLoss(models[0]), optimizers[0], max_norm=None)
+    compute = ComputeLoss(models[1])
+    for images, targets in batches:
+        step(images, targets)
+        compute(models[1](images.float() / 255), targets)[0].backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+    same_state(*models)

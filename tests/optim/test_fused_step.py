@@ -1,0 +1,343 @@
+"""FusedStep against the separate calls, eager and in CUDA graphs."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import math
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from tests.optim.samples import (
+    NESTEROV,
+    Loop,
+    equal,
+    parameters,
+    set_grads,
+)
+from tests.references import multi_tensor as reference
+from torch_fastdet import optim
+from torch_fastdet.ema import ModelEMA
+from torch_fastdet.optim import SGD, FusedStep
+from torch_fastdet.optim.fused_step import DeviceNumbers
+
+
+class TestDeviceNumbers:
+    """Where a captured step reads learning rates."""
+
+    def test_captured_memory_stays(self, device):
+        numbers = DeviceNumbers(device)
+        numbers.upload([0.5, 0.25])
+        first = numbers.capture([0.5, 0.25], [])
+        numbers.upload([0.125, 0.25])
+        assert [float(t) for t in first] == [0.125, 0.25], "a captured step follows"
+        old = weakref.ref(numbers.memory)
+        numbers.upload([1.0, 2.0, 3.0])
+        del first
+        gc.collect()
+        assert old() is not None and old().tolist() == [0.125, 0.25], "a graph goes on reading it"
+        given = torch.tensor(7.0, device=device)
+        assert numbers.capture([1.0, 2.0, 3.0], [None, given, None])[1] is given
+        assert numbers.captured_lengths() == [2, 3] and numbers.uncaptured().captured_lengths() == []
+
+    def test_wants_the_numbers_of_the_capture(self, device):
+        numbers = DeviceNumbers(device)
+        numbers.upload([0.5])
+        with pytest.raises(RuntimeError, match="call refresh"):
+            numbers.capture([0.25], [])
+
+
+class TestFusedStep:
+    def test_growth_intervals(self, device):
+        """One too long for int32 (a way to switch growth off), then one that the count is already past."""
+        fused, separate = Loop(device, True), Loop(device, False)
+        for step in range(8):
+            for loop in (fused, separate):
+                loop.scaler.set_growth_interval(10**10 if step < 5 else 3)
+                loop.step(step)
+            assert fused.scaler.state_dict() == separate.scaler.state_dict(), step
+
+    def test_updates_of_the_average_set_from_outside(self, device):
+        loop = Loop(device, True)
+        loop.step(0)
+        loop.ema.updates = 500
+        loop.fused.refresh()
+        assert int(loop.fused.counter) == 500
+
+    @pytest.mark.parametrize("scale", [True, False, None], ids=["scaler", "scaler off", "no scaler"])
+    @pytest.mark.parametrize("max_norm", [1.0, None], ids=["clip", "no clip"])
+    @pytest.mark.parametrize("optimizer", [SGD, torch.optim.SGD])
+    def test_equals_the_separate_calls(self, device, scale, max_norm, optimizer):
+        fused, separate = (Loop(device, f, scale, max_norm, o) for f, o in ((True, optimizer), (False, SGD)))
+        for step in range(30):
+            overflow = bool(scale) and step in (0, 7, 8, 20)
+            norms = fused.step(step, overflow), separate.step(step, overflow)
+            if max_norm and not overflow:
+                assert float(norms[0]) == float(norms[1])
+            if scale:
+                assert fused.scaler.state_dict() == separate.scaler.state_dict(), step
+        for a, b in zip(fused.tensors(), separate.tensors()):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+        assert fused.ema.updates == separate.ema.updates == 30
+        # All but the average (whose ramp the fused step evaluates on the device) are the same bits.
+        assert equal(fused.model.state_dict().values(), separate.model.state_dict().values())
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+    @pytest.mark.parametrize("scale", [True, False], ids=["scaler", "no scaler"])
+    def test_narrow_parameters_equal_the_separate_calls(self, device, dtype, scale):
+        """Separate calls store the unscaled gradient, the clipped one and the parameter in their own types."""
+        if scale and dtype == torch.float16:
+            pytest.skip("GradScaler refuses to unscale float16 gradients")
+        loops = [Loop(device, fused, scale, max_norm=1.0) for fused in (True, False)]
+        for loop in loops:
+            loop.model.to(dtype)
+            loop.ema = ModelEMA(loop.model)
+            loop.ema.ema.float()
+            loop.ema.decay = lambda updates: 0.75
+            if scale:
+                loop.scaler.update(3.0)  # whose inverse is rounded
+                # Torch's own has no bfloat16 on a GPU.
+                loop.scaler.unscale_ = functools.partial(optim.unscale_, loop.scaler)
+            if loop.fused:
+                loop.fused = FusedStep(loop.optimizer, loop.scaler, loop.ema, max_norm=1.0)
+        for step in range(8):
+            norms = [float(loop.step(step)) for loop in loops]
+            assert norms[0] == norms[1]
+        assert equal(*(loop.tensors() for loop in loops))
+
+    def test_average_moves_when_parameters_do_not(self, device):
+        loop = Loop(device, True)
+        loop.step(0)
+        before = [p.detach().clone() for p in loop.params]
+        averages = [p.clone() for p in loop.ema.ema.parameters()]
+        momentum = [s["momentum_buffer"].clone() for s in loop.optimizer.state.values()]
+        loop.step(1, overflow=True)
+        assert float(loop.fused.found_inf) == 1
+        assert loop.scaler.get_scale() == 128.0
+        assert equal(loop.params, before)
+        assert equal([s["momentum_buffer"] for s in loop.optimizer.state.values()], momentum)
+        assert not equal(loop.ema.ema.parameters(), averages)
+
+    def test_against_the_float64_oracle(self, device):
+        loop = Loop(device, True)
+        params = {n: p.detach().double() for n, p in loop.model.named_parameters()}
+        average = {n: v.double() for n, v in loop.model.state_dict().items() if v.is_floating_point()}
+        buffers = dict.fromkeys(params)
+        decays = {id(p): g["weight_decay"] for g in loop.optimizer.param_groups for p in g["params"]}
+        scale, tracker = 256.0, 0
+        for step in range(100):
+            overflow = step % 9 == 2
+            loop.step(step, overflow)
+            grads = {n: p.grad.double() for n, p in loop.model.named_parameters()}
+            finite = reference.finite(list(grads.values()))
+            assert finite != overflow
+            if finite:
+                clipped = reference.clip([g / scale for g in grads.values()], 1.0)
+                for (name, p), grad in zip(loop.model.named_parameters(), clipped):
+                    params[name], buffers[name] = reference.sgd(
+                        params[name], grad, buffers[name], 0.05, 0.9, 0.0, decays[id(p)], True
+                    )
+            scale, tracker = reference.update_scale(scale, tracker, overflow, 2.0, 0.5, 4)
+            decay = reference.ramp(0.9999, 2000, step + 1)
+            state = loop.model.state_dict()
+            for name in average:
+                average[name] = reference.ema(average[name], params.get(name, state[name]), decay)
+        assert loop.scaler.get_scale() == scale
+        for name, wanted in params.items():
+            torch.testing.assert_close(loop.model.state_dict()[name].double(), wanted, rtol=1e-5, atol=1e-6)
+        for name, wanted in average.items():
+            torch.testing.assert_close(loop.ema.ema.state_dict()[name].double(), wanted, rtol=1e-5, atol=1e-6)
+
+    def test_frozen_parameters_keep_their_average_moving(self, device):
+        loop = Loop(device, True)
+        loop.step(0)
+        frozen = loop.params[0]
+        value = frozen.detach().clone()
+        set_grads(loop.params, 1, skip={0})
+        average = dict(loop.ema.ema.named_parameters())["0.weight"]
+        average.zero_()
+        loop.fused.step()
+        assert torch.equal(frozen, value)
+        assert float(average.abs().sum()) > 0
+
+    def test_replaced_storage_is_noticed(self, device):
+        fused, separate = Loop(device, True), Loop(device, False)
+        for step in range(6):
+            for loop in (fused, separate):
+                loop.step(step)
+                if step == 1:
+                    loop.ema.ema.half().float()
+                if step == 2:
+                    loop.model.to(memory_format=torch.channels_last)
+                if step == 3:
+                    loop.model[1].running_mean = loop.model[1].running_mean.clone()
+        for a, b in zip(fused.tensors(), separate.tensors()):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+    def test_errors(self, device):
+        loop = Loop(device, True)
+        loop.grads(0)
+        loop.scaler.unscale_(loop.optimizer)
+        with pytest.raises(RuntimeError, match=r"unscale_ or scaler\.step was called"):
+            loop.fused.step()
+        with pytest.raises(RuntimeError, match="has not scaled anything yet"):
+            FusedStep(loop.optimizer, torch.amp.GradScaler(device.type)).step()
+        with pytest.raises(TypeError, match="ema is Sequential"):
+            FusedStep(loop.optimizer, ema=loop.model)
+        copied = copy.deepcopy(loop.ema)
+        step = FusedStep(loop.optimizer, ema=copied)
+        with pytest.raises(RuntimeError, match="has not seen its model"):
+            step.step()
+        step.step(loop.model)
+
+    def test_the_scaler_can_be_copied_afterwards(self, device):
+        loop = Loop(device, True)
+        loop.step(0)
+        assert copy.deepcopy(loop.scaler).state_dict() == loop.scaler.state_dict()
+        assert pickle.loads(pickle.dumps(loop.scaler)).state_dict() == loop.scaler.state_dict()
+
+    def test_hooks_of_the_optimizer_and_of_all(self, device):
+        """What they change counts for this step, in the order of torch's own optimizers."""
+        results = []
+        for fused in (True, False):
+            (param,) = (nn.Parameter(torch.ones(3, device=device)) for _ in range(1))
+            optimizer = SGD([param], lr=0.1)
+            calls = []
+
+            def note(name, calls=calls):
+                return lambda *_: calls.append(name)
+
+            def change(optimizer, args, kwargs, calls=calls):
+                assert args == (optimizer,) and kwargs == {}
+                calls.append("pre")
+                optimizer.param_groups[0]["lr"] = 1.0
+
+            handles = [
+                register_optimizer_step_pre_hook(note("pre of all")),
+                register_optimizer_step_post_hook(note("post of all")),
+                optimizer.register_step_pre_hook(change),
+                optimizer.register_step_post_hook(note("post")),
+            ]
+            param.grad = torch.ones_like(param)
+            try:
+                FusedStep(optimizer).step() if fused else optimizer.step()
+            finally:
+                for handle in handles:
+                    handle.remove()
+            results.append((calls, param.tolist()))
+        assert results[0] == results[1]
+        assert results[0] == (["pre of all", "pre", "post", "post of all"], [0.0, 0.0, 0.0])
+
+    def test_groups_added_after_a_capture(self, cuda):
+        """The old numbers stay where a graph reads them, and a replay that left the new group out is an error."""
+        params = parameters(cuda)
+        optimizer = SGD(params[:4], **NESTEROV)
+        step = FusedStep(optimizer)
+        set_grads(params, 0)
+        step.step()
+
+        def capture():
+            step.refresh()
+            graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                step.step()
+            return graph
+
+        kept = [capture()]
+        kept[0].replay()
+        step.after_replay()
+        optimizer.add_param_group({"params": params[4:]})
+        step.refresh()
+        with pytest.raises(RuntimeError, match="param_groups has 2 groups, but had 1 when the step was captured"):
+            step.after_replay()
+        step.step()
+        kept.append(capture())
+        step.after_replay()
+
+    @pytest.mark.alone
+    def test_two_launches_no_sync(self, cuda):
+        loop = Loop(cuda, True)
+        for step in range(3):
+            loop.step(step)
+        loop.grads(3)
+        torch.cuda.synchronize()
+        loop.fused.step()  # the gradients' work list is on the device now
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                loop.fused.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+        kernels = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        assert len(kernels) == 2, [e.name for e in kernels]
+
+
+@pytest.mark.slow
+def test_10000_captured_steps_with_overflows_are_the_uncaptured_bits(cuda):
+    """Each step's gradient is made inside of the graph from a counter, so that captured and eager see the same."""
+
+    def make():
+        loop = Loop(cuda, True)
+        for i, p in enumerate(loop.params):
+            p.grad = torch.zeros_like(p)
+            p.base = torch.randn(p.shape, generator=torch.Generator().manual_seed(i)).to(cuda)
+        loop.count = torch.zeros((), device=cuda)
+        return loop
+
+    def body(loop):
+        loop.count += 1
+        wave = torch.sin(loop.count) * loop.scaler._scale
+        # A huge value now and then overflows only while the scale is high, as real losses do.
+        overflow = torch.where(loop.count % 97 == 13, float("inf"), 0.0)
+        for p in loop.params:
+            torch.mul(p.base, wave, out=p.grad)
+        loop.params[0].grad.view(-1)[0] += overflow
+        loop.fused.step()
+
+    eager, captured = make(), make()
+    for loop in (eager, captured):
+        for _ in range(3):
+            body(loop)
+    captured.fused.refresh()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        body(captured)
+    for step in range(10000):
+        lr = 0.01 * (1 + math.sin(step / 500))
+        for loop in (eager, captured):
+            for group in loop.optimizer.param_groups:
+                group["lr"] = lr
+        body(eager)
+        captured.fused.refresh()
+        graph.replay()
+        captured.fused.after_replay()
+        if step % 2500 == 2499:
+            assert equal(eager.tensors(), captured.tensors()), step
+    assert eager.scaler.state_dict() == captured.scaler.state_dict()
+    assert eager.ema.updates == captured.ema.updates == 10003
+
+
+def test_capture_wants_one_step_before(cuda):
+    loop = Loop(cuda, True)
+    loop.grads(0)
+    loop.fused.refresh()
+    torch.cuda.synchronize()
+    with (
+        pytest.raises(RuntimeError, match="take one step before the capture"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        loop.fused.step()
+    torch.cuda.synchronize()
+    loop.step(0)
+    loop.optimizer.param_groups[0]["lr"] = 0.123
+    with pytest.raises(RuntimeError, match="call refresh"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        loop.fused.step()

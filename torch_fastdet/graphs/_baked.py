@@ -1,0 +1,89 @@
+"""What a graph has baked in: addresses, and decisions that the host took. A graph is valid while they stay the same."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from torch_fastdet._multi_tensor import Walk
+from torch_fastdet.graphs._loss import Offer
+from torch_fastdet.optim import FusedStep
+
+
+class BakedModule:
+    """What graphs of one module's passes have baked in."""
+
+    def __init__(self) -> None:
+        self._walk: Walk | None = None
+        self._addresses: tuple[int, ...] = ()
+
+    def moved(self, module: nn.Module) -> bool:
+        """Whether the module has other tensors, or tensors in another place, than at the last call. True at the first."""
+        walk = Walk.renewed(self._walk, module)
+        addresses = tuple([t.data_ptr() for t in walk.tensors])
+        # The objects count too: gradients go to the parameters of the capture.
+        moved = walk is not self._walk or addresses != self._addresses
+        self._walk, self._addresses = walk, addresses
+        return moved
+
+    def key(self, x: torch.Tensor) -> tuple:
+        """What decides which kernels run; call :meth:`moved` before."""
+        walk = self._walk
+        assert walk is not None
+        autocast = (torch.get_autocast_dtype("cuda"),) if torch.is_autocast_enabled("cuda") else ()
+        return (
+            tuple(x.shape),
+            x.dtype,
+            x.stride(),
+            autocast,
+            tuple([p.requires_grad for p in walk.parameters]),
+            tuple([m.training for m in walk.submodules]),
+        )
+
+
+class Baked(NamedTuple):
+    """What the graphs of a step have baked in."""
+
+    trained: tuple[Hashable, ...]  # what is trained, and where it lies
+    others: tuple[Hashable, ...]  # where all else lies that graphs read and write
+    settings: tuple[Hashable, ...]  # decisions of the host
+
+
+class StepWatch:
+    """Looks at everything that graphs of a training step bake in."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, ema: Any, fused: FusedStep) -> None:
+        self._model, self._optimizer, self._ema, self._fused = model, optimizer, ema, fused
+        self._walk: Walk | None = None
+        self._ema_walk: Walk | None = None
+
+    def look(self, offer: Offer, amp: torch.dtype | None) -> Baked:
+        """As it is now; equal results mean that a captured step still does the same."""
+        walk = self._walk = Walk.renewed(self._walk, self._model)
+        averages = []
+        if self._ema is not None:
+            self._ema_walk = Walk.renewed(self._ema_walk, self._ema.ema)
+            averages = self._ema_walk.tensors
+        buffers = [state.get("momentum_buffer") for state in self._optimizer.state.values()]
+        return Baked(
+            trained=(
+                tuple([p.data_ptr() for p in walk.parameters]),
+                tuple(map(id, walk.parameters)),  # gradients go to the parameters of the capture
+                tuple([p.requires_grad for p in walk.parameters]),
+            ),
+            others=(
+                tuple([b.data_ptr() for b in walk.buffers]),
+                tuple([t.data_ptr() for t in averages]),
+                tuple([b.data_ptr() for b in buffers if b is not None]),
+            ),
+            settings=(
+                tuple([m.training for m in walk.submodules]),
+                self._fused.graph_key(),
+                amp,
+                id(offer.loss),
+                offer.graph_key(),
+            ),
+        )

@@ -1,0 +1,155 @@
+"""One capture: what surrounds it, and the memory that it reads and writes.
+
+The rest of the package reaches CUDA through the functions at the top, by way of this module
+(``_capture.new_graph()``), so that ``tests/graphs/fake_gpu.py`` can put others in their place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_fastdet import _private
+
+
+def on_gpu(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda
+
+
+def is_capturing() -> bool:
+    return torch.cuda.is_current_stream_capturing()
+
+
+def new_graph() -> torch.cuda.CUDAGraph:
+    return torch.cuda.CUDAGraph()
+
+
+def new_pool() -> Any:
+    return torch.cuda.graph_pool_handle()
+
+
+def new_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def make_backward_wait(device: torch.device) -> None:
+    """Inside a backward pass: the stream that called ``backward()`` waits for what runs on the current one."""
+    _private.make_backward_wait(torch.cuda.current_stream(device).record_event(), device)
+
+
+@contextlib.contextmanager
+def capture_into(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
+    """Capture what the block launches into ``graph``, with its memory from ``pool``.
+
+    Only this thread's calls are restricted meanwhile: a loader's pin-memory thread makes CUDA calls at any time. A failed
+    capture leaves the current stream and the allocator as they were.
+    """
+    device = stream.device
+    generator = torch.cuda.default_generators[device.index]
+    state = generator.clone_state()
+    deterministic: Any = torch.utils.deterministic
+    collecting, filling = gc.isenabled(), deterministic.fill_uninitialized_memory
+    try:
+        gc.collect()
+        gc.disable()  # freeing another graph's memory is not allowed during a capture
+        # Under use_deterministic_algorithms, which train.py sets, new tensors are filled with NaN. No operator reads
+        # that, but each replay would write it: over all activations, and over what came into the graph's input.
+        deterministic.fill_uninitialized_memory = False
+        torch.cuda.empty_cache()  # what eager steps have cached cannot serve a graph's pool
+        torch.cuda.synchronize(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream), _private.growing_segments(device):
+            try:
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                yield
+                graph.capture_end()
+            except BaseException:
+                _abandon(graph, pool, device)
+                generator.graphsafe_set_state(state)
+                raise
+    finally:
+        deterministic.fill_uninitialized_memory = filling
+        if collecting:
+            gc.enable()
+    torch.cuda.current_stream(device).wait_stream(stream)
+
+
+def _abandon(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> None:
+    """End a capture that failed. capture_end() fails too, and skips what it does after that; do it here."""
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        with contextlib.suppress(RuntimeError):
+            graph.pool()  # the capture itself had ended, so the graph gives its pool back
+            return
+        _private.release_failed_capture(device, pool)
+
+
+class _Bytes:
+    """Device memory in the form that torch.as_tensor takes without a copy and without owning it."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (storage.nbytes(),),
+            "typestr": "|u1",
+            "data": (storage.data_ptr(), False),
+            "version": 2,
+        }
+
+
+def unowned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, unknown to the allocator: once ``tensor`` is gone, a later part of a graph may use it too."""
+    memory = torch.as_tensor(_Bytes(tensor.untyped_storage()), device=tensor.device)
+    return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the two tensors' storages have memory in common."""
+    (a_start, a_size), (b_start, b_size) = (
+        (storage.data_ptr(), storage.nbytes()) for storage in (a.untyped_storage(), b.untyped_storage())
+    )
+    return a_start < b_start + b_size and b_start < a_start + a_size
+
+
+@contextlib.contextmanager
+def aliased_parameters(module: nn.Module) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
+    """While inside, the module has other parameters with the same memory; yields parameter -> the one in its place.
+
+    A parameter's node in autograd remembers the stream of its first use, and lives as long as any graph that has it: the
+    loss of the last step, for instance. A captured backward pass that meets it would wait for a stream outside the capture.
+    """
+    aliases: dict[nn.Parameter, nn.Parameter] = {}
+    places = []
+    for child in module.modules():
+        for name, parameter in child._parameters.items():
+            if parameter is not None:
+                if parameter not in aliases:
+                    aliases[parameter] = nn.Parameter(parameter.detach(), parameter.requires_grad)
+                places.append((child._parameters, name, parameter))
+    try:
+        for entries, name, parameter in places:
+            entries[name] = aliases[parameter]
+        yield aliases
+    finally:
+        for entries, name, parameter in places:
+            entries[name] = parameter
+
+
+def input_format(module: nn.Module, x: torch.Tensor) -> torch.memory_format:
+    """NHWC for a model on NHWC weights: the copy into the graph's input then changes the layout as well."""
+    first = next((p for p in module.parameters() if p.dim() == 4), None)
+    if x.dim() == 4 and first is not None and not first.is_contiguous():
+        return torch.channels_last
+    return torch.preserve_format
+
+
+def as_parameter(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """The gradient in the parameter's layout, as autograd gives it to ``p.grad`` and a fused optimizer expects it."""
+    if gradient.stride() == parameter.stride() and gradient.dtype == parameter.dtype:
+        return gradient
+    return torch.empty_like(parameter).copy_(gradient)

@@ -1,0 +1,49 @@
+"""What a loss may offer to a training step in graphs, beyond the call itself."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, runtime_checkable
+
+from torch import nn
+
+
+@runtime_checkable
+class HasGraphKey(Protocol):
+    """A loss whose host-side settings can change: a step is captured again when the key does."""
+
+    def graph_key(self) -> Hashable:
+        """Changes when a call that is captured now would do something else than before."""
+        ...
+
+
+@runtime_checkable
+class GraphLoss(HasGraphKey, Protocol):
+    """A loss that is made for graphs, as :class:`torch_fastdet.yolov5.ComputeLoss` is."""
+
+    #: Columns of the targets that it takes.
+    target_columns: int
+
+    def in_step(self, model: nn.Module) -> AbstractContextManager[None]:
+        """A context around the model and the loss of a step: the loss reports no error there, and may arrange the heads."""
+        ...
+
+
+class Offer:
+    """What this loss offers; for a loss that offers nothing, what stands in for it."""
+
+    def __init__(self, loss: Callable[..., Any]) -> None:
+        self.loss = loss
+        full = loss if isinstance(loss, GraphLoss) else None
+        #: None where the loss takes what comes.
+        self.target_columns: int | None = None if full is None else full.target_columns
+        self._keyed = loss if isinstance(loss, HasGraphKey) else None
+        self._full = full
+
+    def graph_key(self) -> Hashable:
+        return None if self._keyed is None else self._keyed.graph_key()
+
+    def in_step(self, model: nn.Module) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._full is None else self._full.in_step(model)

@@ -1,0 +1,420 @@
+"""The passes of a module as CUDA graphs, with the loop around them left as it is."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import logging
+import operator
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, SupportsIndex
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from torch_fastdet._private import foreach_add_, foreach_copy_
+from torch_fastdet._say import say as print_line
+from torch_fastdet.graphs import _capture
+from torch_fastdet.graphs._baked import BakedModule
+from torch_fastdet.graphs._pool import GraphPool
+from torch_fastdet.graphs._refusal import CaptureError, Location, first_line, why_not
+
+logger = logging.getLogger("torch_fastdet")
+
+
+class _Captured:
+    """One input shape's graphs, and the static tensors that they read and write.
+
+    The input and the outputs' gradients are places in the pool that are written before a replay and that the graph uses
+    for something else after their last use.
+    """
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+        self.forward_graph = _capture.new_graph()
+        self.backward_graph = _capture.new_graph()
+        self.input: torch.Tensor
+        self.outputs: list[torch.Tensor]
+        self.structure: pytree.TreeSpec
+        self.output_gradients: list[torch.Tensor | None]
+        self.gradients: list[tuple[nn.Parameter, torch.Tensor]]
+
+    def replay_forward(self, x: torch.Tensor) -> None:
+        # x may be an output of an earlier replay, which lies in the same pool.
+        self.input.copy_(x.clone() if _capture.overlap(x, self.input) else x)
+        self.forward_graph.replay()
+
+    def replay_backward(
+        self, gradients: tuple[torch.Tensor | None, ...], saved: dict[torch.Tensor, torch.Tensor]
+    ) -> None:
+        """Run the backward graph and add its result to the parameters' gradients, as autograd does."""
+        for static, gradient in zip(self.output_gradients, gradients):
+            if static is None:
+                continue
+            if gradient is None:
+                static.zero_()
+            elif gradient.data_ptr() != static.data_ptr():
+                static.copy_(gradient)
+        # The first micro-batch leaves the graphs' own tensors in p.grad. The replay of a later one overwrites them, so
+        # what has been accumulated there is saved first.
+        later = [(p.grad, mine) for p, mine in self.gradients if p.grad is not None]
+        overwritten = [mine for grad, mine in later if grad.data_ptr() == mine.data_ptr()]
+        aside = []
+        if overwritten:
+            for mine in overwritten:
+                if mine not in saved:
+                    saved[mine] = torch.empty_like(mine)
+                aside.append(saved[mine])
+            foreach_copy_(aside, overwritten)
+        self.backward_graph.replay()
+        if overwritten:
+            foreach_add_(overwritten, aside)
+        others = [(grad, mine) for grad, mine in later if grad.data_ptr() != mine.data_ptr()]
+        if others:
+            foreach_add_([grad for grad, _ in others], [mine for _, mine in others])
+        if len(later) < len(self.gradients):
+            for parameter, mine in self.gradients:
+                if parameter.grad is None:
+                    parameter.grad = mine
+
+
+class _Replay(torch.autograd.Function):
+    """The graphs as one node of autograd: its backward pass leaves the parameters' gradients in ``p.grad``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, graphs: ModuleGraphs, captured: _Captured, x: torch.Tensor, leaf: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        captured.replay_forward(x)
+        graphs.generation += 1
+        ctx.graphs, ctx.captured, ctx.generation = graphs, captured, graphs.generation
+        ctx.set_materialize_grads(False)
+        outputs = tuple(output.detach() for output in captured.outputs)
+        without = [o for o, g in zip(outputs, captured.output_gradients) if g is None]
+        ctx.mark_non_differentiable(*without)
+        return outputs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None, None]:
+        if ctx.generation != ctx.graphs.generation:
+            raise RuntimeError(
+                "GraphedModule: the module ran again before this backward pass (or this one ran already), so its activations "
+                "are gone; call backward() once after each forward pass, or use the module without graphs"
+            )
+        ctx.graphs.generation += 1
+        ctx.captured.replay_backward(gradients, ctx.graphs.saved)
+        # Autograd makes the stream of backward() wait for the gradients that it brings to p.grad itself. The replay
+        # wrote its own, on the forward pass's stream.
+        _capture.make_backward_wait(ctx.captured.input.device)
+        return None, None, None, None
+
+
+class ModuleGraphs:
+    """CUDA graphs of one module's training passes, by input shape; :class:`GraphedModule` without the module around it.
+
+    A shape's first ``warmup`` calls run eagerly, as they would without graphs, which is all the warm-up there is: nothing
+    runs that the caller did not ask for, so batch norm's running statistics are those of eager training. The next call
+    captures. All graphs share one memory pool; at most ``max_graphs`` are kept, the least recently used goes first.
+
+    Args:
+        module: what to run.
+        forward: how to run it, ``forward(x)``; default ``module.forward``.
+        capturing: a context to be in while forward is captured.
+        required: raise :class:`CaptureError` where the module cannot be captured, instead of running it eagerly (with a
+            warning in the log).
+        say: takes one line for each capture; by default they are printed.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        forward: Callable[[torch.Tensor], Any] | None = None,
+        *,
+        max_graphs: int = 48,
+        warmup: int = 1,
+        required: bool = False,
+        capturing: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+        say: Callable[[str], None] = print_line,
+    ) -> None:
+        if max_graphs < 1 or warmup < 1:
+            raise ValueError(
+                f"GraphedModule: max_graphs is {max_graphs} and warmup {warmup}, but 1 or more is wanted of both"
+            )
+        self._module = weakref.ref(module)
+        self._forward = forward
+        self.required, self.capturing, self.say = required, capturing, say
+        self.reason: str | None = None
+        self.generation = 0
+        self._told: set[str] = set()
+        self._baked = BakedModule()
+        self._leaf: torch.Tensor | None = None
+        # Gradients of all graphs, outside their pool: there the next forward pass would overwrite them.
+        self._gradients: dict[nn.Parameter, torch.Tensor] = {}
+        self.saved: dict[torch.Tensor, torch.Tensor] = {}
+        # Weakly: together they would outlive their last user until the cycle collector runs.
+        own: Any = weakref.ref(self)
+        self._pool: GraphPool[_Captured] = GraphPool(
+            max_graphs, warmup, lambda line: own().say(line), lambda: own()._forget()
+        )
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.module.forward(x) if self._forward is None else self._forward(x)
+
+    @property
+    def module(self) -> nn.Module:
+        """The module, which is not kept alive from here."""
+        module = self._module()
+        if module is None:
+            raise ReferenceError("ModuleGraphs: the module is gone")
+        return module
+
+    def reset(self) -> None:
+        """Forget all graphs; the next calls capture anew."""
+        self._pool.reset()
+
+    def _forget(self) -> None:
+        self._gradients, self.saved = {}, {}
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Input shapes that are captured, the most recently used last."""
+        return [captured.shape for _, captured in self._pool.items()]
+
+    def memory(self) -> int:
+        """Bytes of device memory that the graphs hold: their pool, and the parameters' gradients beside it."""
+        tensors = [*self._gradients.values(), *self.saved.values()]
+        return self._pool.bytes() + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        module = self.module
+        if not (module.training and torch.is_grad_enabled()) or not self._takes(x, module):
+            return self.forward(x)
+        if self._baked.moved(module):
+            self.reset()
+        key = self._baked.key(x)
+        captured = self._pool.get(key)
+        if captured is None:
+            if not self._pool.is_warm(key):
+                return self._pool.warm_up(key, lambda: self.forward(x))
+            captured = self._try_capture(key, x)
+            if captured is None:
+                return self.forward(x)
+        outputs = _Replay.apply(self, captured, x, self._leaf)
+        return pytree.tree_unflatten(list(outputs), captured.structure)
+
+    def _takes(self, x: torch.Tensor, module: nn.Module) -> bool:
+        """Whether a graph may run this input; says once why not."""
+        if self.reason is not None:
+            if self.required:
+                self._refuse(self.reason)
+            return False
+        if not isinstance(x, torch.Tensor):
+            self._stay_eager(f"its input is a {type(x).__name__}, not a tensor")
+        elif not _capture.on_gpu(x):
+            self._stay_eager(why_not(module) or f"its input is on {x.device}, not on a GPU")
+        elif x.requires_grad:
+            self._stay_eager("its input requires a gradient, which a replay does not give")
+        else:
+            return not _capture.is_capturing()
+        return False
+
+    def _give_up(self, reason: str, cause: BaseException | None = None) -> None:
+        """For good: no more graphs."""
+        self.reset()
+        self.reason = reason
+        self._refuse(reason, cause)
+
+    def _stay_eager(self, reason: str) -> None:
+        """For this input only: the next may be another. Said once."""
+        if self.required or reason not in self._told:
+            self._told.add(reason)
+            self._refuse(reason)
+
+    def _refuse(self, reason: str, cause: BaseException | None = None) -> None:
+        line = f"{type(self.module).__name__} cannot be captured in a CUDA graph: {reason}"
+        if self.required:
+            raise CaptureError(line) from cause
+        logger.warning("torch_fastdet: %s; it runs eagerly", line)
+
+    def _try_capture(self, key: tuple, x: torch.Tensor) -> _Captured | None:
+        reason = why_not(self.module)
+        if reason is not None:
+            self._give_up(reason)
+            return None
+        if self._leaf is None or self._leaf.device != x.device:
+            self._leaf = torch.zeros((), device=x.device, requires_grad=True)
+        location = Location(self.module)
+
+        def capture() -> _Captured:
+            with location:
+                return self._captured(x)
+
+        try:
+            captured = self._pool.capture(key, capture)
+        except Exception as error:
+            self._give_up(f"{location} failed during the capture, {first_line(error)}", error)
+            return None
+        self.say(
+            f"captured forward and backward of {type(self.module).__name__} for input {captured.shape}; "
+            f"{len(self._pool)} shapes hold {self.memory() / 2**20:.0f} MiB"
+        )
+        return captured
+
+    def _captured(self, x: torch.Tensor) -> _Captured:
+        captured = _Captured(tuple(x.shape))
+        stream, pool = self._pool.stream(x.device), self._pool.handle
+        enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        # A cached cast would be made by the first graph and be missing in the next replay.
+        autocast = torch.autocast("cuda", dtype, enabled=enabled, cache_enabled=False)
+        with (
+            _capture.aliased_parameters(self.module) as aliases,
+            _capture.capture_into(captured.forward_graph, pool, stream),
+            autocast,
+            self.capturing(),
+        ):
+            static = torch.empty_like(x, memory_format=_capture.input_format(self.module, x))
+            result = self.forward(static)
+        captured.input = _capture.unowned(static)
+        del static
+        outputs, captured.structure = pytree.tree_flatten(result)
+        for output in outputs:
+            if not isinstance(output, torch.Tensor):
+                raise TypeError(f"its output holds a {type(output).__name__}, which a replay would not renew")
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        for parameter in parameters:
+            if parameter not in self._gradients:
+                self._gradients[parameter] = torch.empty_like(parameter, requires_grad=False)
+        with _capture.capture_into(captured.backward_graph, pool, stream):
+            incoming = [torch.empty_like(o) if o.requires_grad else None for o in outputs]
+            gradients = torch.autograd.grad(
+                [o for o in outputs if o.requires_grad],
+                [aliases[p] for p in parameters],
+                [g for g in incoming if g is not None],
+                allow_unused=True,
+            )
+            used = [(p, g) for p, g in zip(parameters, gradients) if g is not None]
+            captured.gradients = [(p, self._gradients[p]) for p, _ in used]
+            foreach_copy_([mine for _, mine in captured.gradients], [g for _, g in used])
+        captured.output_gradients = [None if g is None else _capture.unowned(g) for g in incoming]
+        captured.outputs = [output.detach() for output in outputs]
+        return captured
+
+
+class GraphedModule(nn.Module):
+    """A module whose forward and backward pass in training are replayed as CUDA graphs.
+
+    ::
+
+        model = GraphedModule(model)
+        with torch.autocast("cuda"):
+            loss = compute_loss(model(images), targets)
+        scaler.scale(loss).backward()          # gradients in p.grad, added up over several backward passes
+
+    Each input shape is captured at its second call (:class:`ModuleGraphs`). Calls in eval mode, under no_grad or with further
+    arguments go to the module itself; so do inputs that no graph takes (on the CPU, a list), which ``required`` makes an error.
+    Everything else is the module's: ``state_dict``, parameters, attributes. A copy and a pickle of it *are* the plain module, so
+    that EMA models and checkpoints are what they were without graphs.
+
+    Outputs and gradients live in the graphs' memory: the next forward pass overwrites the outputs, the next backward pass
+    after ``zero_grad()`` the gradients. Gradients reach ``p.grad`` from ``backward()`` alone; ``torch.autograd.grad`` by a
+    parameter and a second backward pass find nothing.
+
+    Args:
+        module: the module, on a GPU.
+        max_graphs: how many input shapes to keep; the least recently used goes first.
+        warmup: eager calls of a shape before it is captured.
+        required: raise :class:`CaptureError` where the module cannot be captured (no GPU, host synchronisation,
+            SyncBatchNorm, hooks, several processes); else a warning in the log says so once, and the module runs eagerly.
+        say: takes one line for each capture; by default they are printed.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        max_graphs: int = 48,
+        warmup: int = 1,
+        required: bool = False,
+        say: Callable[[str], None] = print_line,
+    ) -> None:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"GraphedModule: module is {type(module).__name__}, but a torch.nn.Module is wanted")
+        if isinstance(module, GraphedModule):
+            raise TypeError("GraphedModule: the module is graphed already")
+        reason = why_not(module) if required else None
+        if reason is not None:
+            raise CaptureError(f"{type(module).__name__} cannot be captured in a CUDA graph: {reason}")
+        # nn.Module's own registers are left out: its methods find the module's, so that nothing gets a prefix.
+        object.__setattr__(self, "module", module)
+        graphs = ModuleGraphs(module, max_graphs=max_graphs, warmup=warmup, required=required, say=say)
+        object.__setattr__(self, "graphs", graphs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs:
+            return self.graphs(args[0])
+        if len(kwargs) == 1 and not args:
+            ((name, x),) = kwargs.items()
+            first = next(iter(inspect.signature(self.module.forward).parameters.values()), None)
+            if first is not None and first.name == name and first.kind is first.POSITIONAL_OR_KEYWORD:
+                return self.graphs(x)
+        return self.module.forward(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def register_buffer(self, *args: Any, **kwargs: Any) -> None:
+        self.module.register_buffer(*args, **kwargs)
+
+    def register_parameter(self, *args: Any, **kwargs: Any) -> None:
+        self.module.register_parameter(*args, **kwargs)
+
+    def add_module(self, *args: Any, **kwargs: Any) -> None:
+        self.module.add_module(*args, **kwargs)
+
+    def __bool__(self) -> bool:
+        return bool(self.module)
+
+    def __len__(self) -> int:
+        return len(self.module)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.module)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]
+
+    def train(self, mode: bool = True) -> GraphedModule:
+        self.module.train(mode)
+        return self
+
+    def _apply(self, *args: Any, **kwargs: Any) -> GraphedModule:
+        self.module._apply(*args, **kwargs)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "module"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.module, name)
+
+    def __copy__(self) -> nn.Module:
+        return copy.copy(self.module)
+
+    def __deepcopy__(self, memo: dict) -> nn.Module:
+        return copy.deepcopy(self.module, memo)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        return operator.getitem, ((self.module,), 0)  # the module itself, and nothing of this package to load it
+
+    def __repr__(self) -> str:
+        return f"GraphedModule({self.module!r})"

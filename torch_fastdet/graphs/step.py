@@ -1,0 +1,349 @@
+"""A whole training step as one CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from torch_fastdet._private import foreach_add, foreach_copy_
+from torch_fastdet._say import say as print_line
+from torch_fastdet.graphs import _capture
+from torch_fastdet.graphs._baked import Baked, StepWatch
+from torch_fastdet.graphs._loss import Offer
+from torch_fastdet.graphs._pool import GraphPool
+from torch_fastdet.graphs._refusal import CaptureError, Location, first_line, is_out_of_memory, why_not
+from torch_fastdet.graphs.module import GraphedModule
+from torch_fastdet.optim import FusedStep
+
+_KINDS = {(True, True): "one step", (True, False): "first", (False, False): "middle", (False, True): "last"}
+
+
+class _Phase:
+    """One graph of a step: an image shape, and where in an accumulation it stands."""
+
+    def __init__(self, images: torch.Tensor) -> None:
+        self.graph = _capture.new_graph()
+        self.images = images  # what it reads; graphs of one shape share it
+        self.items: torch.Tensor
+        self.used: frozenset[int]  # parameters that have a gradient, by their place
+
+
+class TrainStep:
+    """A training step as one CUDA graph: images and targets in, loss items out.
+
+    ::
+
+        step = TrainStep(model, ComputeLoss(model), optimizer, scaler, ema)
+        for images, targets in loader:                 # uint8 images are divided by 255 inside of the graph
+            items = step(images, targets)              # forward, loss, backward, unscale, clip, SGD, EMA, scale update
+            scheduler.step()                           # param_groups are read at each call: warm-up, schedules
+
+    What runs is what the separate calls would run (``scaler.scale(loss).backward()`` and
+    :class:`torch_fastdet.optim.FusedStep`), with the same bits. The first call of each kind is such a step without a
+    graph; the next one captures. There is a graph for each image shape (multi-scale) and each place in an accumulation:
+    ``step(images, targets, update=False)`` adds up gradients, ``update=True`` uses them.
+
+    Args:
+        model: the model in training mode, on a GPU.
+        loss: ``loss(outputs, targets, num_targets) -> (loss, items)``, without host synchronisation, where the first
+            ``num_targets`` (an int64 on the device) rows of targets are in use: :class:`torch_fastdet.yolov5.ComputeLoss`,
+            whose bad rows are counted (``loss.ignored_targets``) in every step, captured or not.
+        optimizer: torch_fastdet.optim.SGD or torch.optim.SGD.
+        scaler: a torch.amp.GradScaler, driven in the graph (overflow skips the update, growth, backoff).
+        ema: a torch_fastdet.ema.ModelEMA of the model.
+        max_norm: clip the gradients' norm to it; None does not clip.
+        max_targets: rows of targets that a graph has room for. More make it grow, which captures again; None starts at
+            twice those of the first call.
+        amp: dtype of autocast; None for float32. By default float16 with an enabled scaler, else float32.
+        max_graphs: how many graphs to keep; the least recently used goes first.
+        say: takes one line for each capture; by default they are printed.
+
+    What a graph has baked in is looked at in each call, and captured again where it changed: memory, ``requires_grad``,
+    training flags, the optimizer's groups and flags, ``fused.max_norm``, the scaler's and the EMA's settings, and what
+    ``loss.graph_key()`` returns, where the loss has it (:class:`GraphLoss`; ComputeLoss: gains, ``gr``, ``sort_obj_iou``, ``balance``). Call
+    :meth:`reset` after changing anything else that decides what runs: attributes of layers, hooks, a loss of your own,
+    global flags of torch. Images and targets in pinned memory are copied while the call returns: leave them as they are until
+    the items were read.
+
+    Raises:
+        CaptureError: at the second call, where something in the step cannot be captured; at once for a model that is on
+            the CPU or trained by several processes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+        optimizer: torch.optim.SGD,
+        scaler: torch.amp.GradScaler | None = None,
+        ema: Any = None,
+        max_norm: float | None = 10.0,
+        max_targets: int | None = None,
+        *,
+        amp: torch.dtype | Literal["auto"] | None = "auto",
+        max_graphs: int = 144,
+        say: Callable[[str], None] = print_line,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"TrainStep: model is a {type(model).__name__}, but a torch.nn.Module is wanted")
+        if isinstance(model, GraphedModule):
+            model = model.module
+        if not any(p.requires_grad for p in model.parameters()):
+            raise ValueError(f"TrainStep: {type(model).__name__} has no parameter that requires a gradient")
+        reason = why_not(model)
+        if reason is not None:
+            raise CaptureError(f"TrainStep: {type(model).__name__} cannot be captured in a CUDA graph: {reason}")
+        if max_targets is not None and max_targets < 1:
+            raise ValueError(f"TrainStep: max_targets is {max_targets}, but 1 or more is wanted")
+        if max_graphs < 1:
+            raise ValueError(f"TrainStep: max_graphs is {max_graphs}, but 1 or more is wanted")
+        self.model, self.optimizer, self.scaler, self.ema = model, optimizer, scaler, ema
+        self.loss = loss
+        if amp == "auto":
+            amp = torch.float16 if scaler is not None and scaler.is_enabled() else None
+        self.amp: torch.dtype | None = amp
+        self.max_targets, self.say = max_targets, say
+        self.device = next(model.parameters()).device
+        self._targets: torch.Tensor | None = None
+        self._columns = self._offer.target_columns  # of targets; else those of the first step
+        self._gradients: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self._pending = 0  # micro-batches since the last update, whose gradients are summed up there
+        self._summed: frozenset[int] = frozenset()  # parameters that had one, by their place in self._gradients
+        self._pool: GraphPool[_Phase] = GraphPool(max_graphs, 1, lambda line: say(f"TrainStep: {line}"))
+        with torch.inference_mode(False):  # these are written in every step
+            self.fused = FusedStep(optimizer, scaler, ema, max_norm)
+            self._count = torch.zeros((), dtype=torch.int64, device=self.device)
+            self._watch = StepWatch(model, optimizer, ema, self.fused)
+            self._baked = Baked((), (), ())
+            self._follow_changes()
+
+    @property
+    def loss(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+        """The loss; another one may be put in its place."""
+        return self._offer.loss
+
+    @loss.setter
+    def loss(self, loss: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._offer = Offer(loss)
+
+    @property
+    def max_graphs(self) -> int:
+        """How many graphs are kept."""
+        return self._pool.max_graphs
+
+    @max_graphs.setter
+    def max_graphs(self, value: int) -> None:
+        self._pool.max_graphs = value
+
+    def reset(self) -> None:
+        """Forget all graphs; the next calls capture anew. Gradients that are being added up stay."""
+        self._pool.reset()
+
+    def memory(self) -> dict[str, Any]:
+        """What is captured: number of graphs, image shapes, room for targets, bytes of the graphs' pool and of all else."""
+        images = {id(phase.images): phase.images for _, phase in self._pool.items()}
+        tensors = [*images.values(), *[g for _, g in self._gradients]]
+        if self._targets is not None:
+            tensors.append(self._targets)
+        return {
+            "graphs": len(self._pool),
+            "shapes": sorted({key[0] for key in self._pool}),
+            "max_targets": 0 if self._targets is None else self._targets.shape[0],
+            "pool_bytes": self._pool.bytes(),
+            "static_bytes": sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+        }
+
+    def __call__(self, images: torch.Tensor, targets: torch.Tensor, update: bool = True) -> torch.Tensor:
+        """Train on one batch; returns the loss items.
+
+        Args:
+            images: (batch, channels, height, width), uint8 or floating, on any device.
+            targets: (nt, 6) float32 rows of the loss, on any device.
+            update: whether to take the optimizer's step, or only to add up gradients for a later one.
+        """
+        self._check_call(images, targets)
+        self._follow_changes()
+        self._take_targets(targets)
+        first, last = self._pending == 0, update
+        key = (tuple(images.shape), images.dtype, first, last, self._summed)
+        phase = self._pool.get(key)
+        if phase is None and not self._pool.is_warm(key):
+            static = self._static_images(images)
+            items, used = self._pool.warm_up(key, lambda: self._run(static, first, last))
+            self._columns = targets.shape[1]
+            self._count_micro_batch(used, last)
+            self._baked = self._look()  # the first step makes momentum buffers
+            return items
+        if phase is None:
+            static = self._static_images(images)
+            phase = self._capture_phase(key, static)
+        else:
+            phase.images.copy_(images.detach(), non_blocking=True)
+        self.fused.refresh()
+        phase.graph.replay()
+        if last:
+            self.fused.after_replay()
+        self._count_micro_batch(phase.used, last)
+        return phase.items.clone()
+
+    def _check_call(self, images: torch.Tensor, targets: torch.Tensor) -> None:
+        for name, value in (("images", images), ("targets", targets)):
+            if not isinstance(value, torch.Tensor):
+                raise TypeError(f"TrainStep: {name} is a {type(value).__name__}, but a tensor is wanted")
+        if images.dim() != 4:
+            raise ValueError(
+                f"TrainStep: images has shape {tuple(images.shape)}, but (batch, channels, height, width) is wanted"
+            )
+        if targets.dim() != 2 or targets.shape[1] != (self._columns or targets.shape[1]):
+            raise ValueError(
+                f"TrainStep: targets has shape {tuple(targets.shape)}, but (nt, {self._columns or 'columns'}) is wanted"
+            )
+        if not self.model.training:
+            raise RuntimeError("TrainStep: the model is in eval mode; call model.train() first")
+        if not torch.is_grad_enabled():
+            raise RuntimeError(
+                "TrainStep: gradients are off; call it outside of torch.no_grad and torch.inference_mode"
+            )
+        if _capture.is_capturing():
+            raise RuntimeError("TrainStep: it is a graph of its own and cannot be called while another one is captured")
+
+    def _count_micro_batch(self, used: frozenset[int], last: bool) -> None:
+        self._pending = 0 if last else self._pending + 1
+        self._summed = frozenset() if last else self._summed | used
+
+    def _check_optimizer(self) -> None:
+        trained = set(map(id, self.model.parameters()))
+        for i, group in enumerate(self.optimizer.param_groups):
+            for j, parameter in enumerate(group["params"]):
+                if parameter.requires_grad and id(parameter) not in trained:
+                    raise ValueError(
+                        f"TrainStep: parameter {j} of the optimizer's group {i}, of shape {tuple(parameter.shape)}, is none of the "
+                        f"model's, and would never be trained; make it one of {type(self.model).__name__}'s"
+                    )
+
+    def _look(self) -> Baked:
+        return self._watch.look(self._offer, self.amp)
+
+    def _follow_changes(self) -> None:
+        """What moved (``ema.half().float()``, ``p.data = ...``, a loaded optimizer), was frozen or set needs new graphs."""
+        before, now = self._baked, self._look()
+        if now == before:
+            return
+        self._check_optimizer()
+        retrained = now.trained != before.trained
+        if len(self._pool):
+            what = (
+                "tensors of the model, its EMA or its optimizer moved or were frozen"
+                if retrained or now.others != before.others
+                else "settings of the model, the loss, the optimizer, the scaler or the EMA changed"
+            )
+            self.say(f"TrainStep: {what}; capturing again")
+        self.reset()
+        lost = self._pending if retrained else 0
+        if retrained:
+            self._gradients = [(p, torch.zeros_like(p)) for p in self.model.parameters() if p.requires_grad]
+            self._pending, self._summed = 0, frozenset()
+        self._baked = now
+        if lost:
+            raise RuntimeError(
+                "TrainStep: parameters of the model moved, were replaced or frozen in the middle of an accumulation; the gradients of "
+                f"{lost} micro-batch(es) are dropped, and the next call begins a new one"
+            )
+
+    def _take_targets(self, targets: torch.Tensor) -> None:
+        count, held = targets.shape[0], self._targets
+        if held is not None and held.shape[1] != targets.shape[1]:
+            held = None  # of a first call that failed
+        if held is None or count > held.shape[0]:
+            room = max(64, 2 * count)
+            if held is None and self.max_targets is not None:
+                room = max(self.max_targets, count)
+            if len(self._pool) and held is not None:
+                self.say(f"TrainStep: {count} targets need more room than {held.shape[0]}; capturing again for {room}")
+            self._pool.drop()
+            self._targets = held = torch.zeros(room, targets.shape[1], device=self.device)
+        held[:count].copy_(targets.detach(), non_blocking=True)
+        self._count.fill_(count)
+
+    def _static_images(self, images: torch.Tensor) -> torch.Tensor:
+        """The images on the device, in the tensor that graphs of this shape read, if there are any."""
+        key = (tuple(images.shape), images.dtype)
+        static = next((phase.images for other, phase in self._pool.items() if other[:2] == key), None)
+        if static is None:
+            like = images.new_empty(images.shape, device=self.device)
+            static = torch.empty_like(like, memory_format=_capture.input_format(self.model, like))
+        static.copy_(images.detach(), non_blocking=True)
+        return static
+
+    def _forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = images if images.is_floating_point() else images.float() / 255
+        # A cached cast would be made by one graph and be missing in the next replay.
+        autocast = torch.autocast("cuda", self.amp or torch.float16, enabled=self.amp is not None, cache_enabled=False)
+        with autocast, self._offer.in_step(self.model):
+            return self.loss(self.model.forward(x), self._targets, self._count)
+
+    def _run(self, images: torch.Tensor, first: bool, last: bool) -> tuple[torch.Tensor, frozenset[int]]:
+        """The step, launched or captured: the items, and which parameters have a gradient."""
+        with _capture.aliased_parameters(self.model) as aliases:
+            loss, items = self._forward(images)
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        new = torch.autograd.grad(loss.sum(), [aliases[p] for p, _ in self._gradients], allow_unused=True)
+        totals = self._add_up(new, first, last)
+        # Of frozen parameters too: the optimizer steps what has a gradient.
+        for parameter in (*self.model.parameters(), *(p for g in self.optimizer.param_groups for p in g["params"])):
+            parameter.grad = None
+        for i, total in totals.items():
+            self._gradients[i][0].grad = total
+        if last:
+            self.fused.step(self.model)
+        return items.detach(), frozenset(i for i, gradient in enumerate(new) if gradient is not None)
+
+    def _add_up(self, new: tuple[torch.Tensor | None, ...], first: bool, last: bool) -> dict[int, torch.Tensor]:
+        """The gradients so far with ``new`` among them, by their place; kept for the next micro-batch unless this is the last.
+
+        The kept sums are not written in the last micro-batch: where the step raises, the call can be made again.
+        """
+        kept = [sums for _, sums in self._gradients]
+        totals = {i: _capture.as_parameter(g, self._gradients[i][0]) for i, g in enumerate(new) if g is not None}
+        if not first:
+            both = [i for i in totals if i in self._summed]  # a parameter may be used in some micro-batches only
+            if both:
+                totals.update(zip(both, foreach_add([kept[i] for i in both], [totals[i] for i in both])))
+        if not last:
+            if totals:
+                foreach_copy_([kept[i] for i in totals], list(totals.values()))
+            totals = {i: kept[i] for i in totals}
+        if not first:
+            totals.update({i: kept[i] for i in self._summed if i not in totals})
+        return totals
+
+    def _capture_phase(self, key: tuple, static: torch.Tensor) -> _Phase:
+        reason = why_not(self.model)
+        if reason is not None:
+            raise CaptureError(f"TrainStep: {type(self.model).__name__} cannot be captured in a CUDA graph: {reason}")
+        phase = self._pool.capture(key, lambda: self._captured(key, static))
+        memory = self.memory()
+        self.say(
+            f"TrainStep: captured {_KINDS[key[2:4]]} of {type(self.model).__name__} for images {key[0]} ({key[1]}) and up to "
+            f"{memory['max_targets']} targets; {memory['graphs']} graphs hold {memory['pool_bytes'] / 2**20:.0f} MiB"
+        )
+        return phase
+
+    def _captured(self, key: tuple, static: torch.Tensor) -> _Phase:
+        phase = _Phase(static)
+        self.fused.refresh()
+        location = Location(self.model)
+        try:
+            with location, _capture.capture_into(phase.graph, self._pool.handle, self._pool.stream(self.device)):
+                phase.items, phase.used = self._run(static, key[2], key[3])
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise CaptureError(
+                f"TrainStep: {location} or what follows it failed during the capture, {first_line(error)}"
+            ) from error
+        return phase

@@ -1,0 +1,199 @@
+"""What a step of ours holds of an optimizer: its numbers, its parameters and its momentum buffers."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import weakref
+from collections.abc import Callable, Iterable
+from itertools import chain, repeat
+from types import GeneratorType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_fastdet._multi_tensor import ModuleWatch, by_device, same_objects
+
+HYPER_PARAMETERS = ("lr", "momentum", "dampening", "weight_decay")
+NESTEROV, MAXIMIZE, HAS_MOMENTUM = 1, 2, 4
+BUFFER = "momentum_buffer"
+
+
+def hyper_parameters(
+    groups: list[dict[str, Any]], device: torch.device
+) -> tuple[list[float], list[Tensor | None], list[int]]:
+    """Four numbers a group, the device tensors that replace some of them ([] for none), and flags."""
+    values: list[float] = []
+    tensors: list[Tensor | None] = []
+    flags = []
+    for group in groups:
+        for name in HYPER_PARAMETERS:
+            value = group[name]
+            if isinstance(value, Tensor) and value.device.type != "cpu":
+                tensors += [None] * (len(values) - len(tensors))
+                tensors.append(value.to(device, non_blocking=True))
+                values.append(1.0)  # known to be there, whatever it holds
+            else:
+                values.append(float(value))
+        momentum = isinstance(group["momentum"], Tensor) or group["momentum"] != 0
+        flags.append(NESTEROV * group["nesterov"] + MAXIMIZE * group["maximize"] + HAS_MOMENTUM * momentum)
+        if group["differentiable"]:
+            raise RuntimeError(
+                "SGD: differentiable is True, but a fused step has no autograd; use torch.optim.SGD for that"
+            )
+    if tensors:
+        tensors += [None] * (len(values) - len(tensors))
+    return values, tensors, flags
+
+
+def on_device(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if tensor is None else tensor.to(device, non_blocking=True)
+
+
+class Binding:
+    """MultiTensorStates of an SGD optimizer, one a device, whose momentum buffers are those in ``optimizer.state``."""
+
+    def __init__(self, optimizer: torch.optim.SGD, make_state: Callable[[list[Tensor], list[int], list[int]], Any]):
+        if optimizer not in _bindings:
+            _bindings[optimizer] = weakref.WeakSet()
+            optimizer.register_state_dict_post_hook(_leave_out_unfilled)
+        for param in unfilled_buffers(optimizer):  # made by the previous binding but never filled: recreate it
+            optimizer.state[param].pop(BUFFER, None)
+        groups = optimizer.param_groups
+        self._optimizer = weakref.ref(optimizer)  # which holds this object: together they would outlive their last user
+        self.params: list[Tensor] = [p for group in groups for p in group["params"]]
+        owner = [index for index, group in enumerate(groups) for _ in group["params"]]
+        self.ids = set(map(id, self.params))
+        self.watch: ModuleWatch | None = None
+        self.group_lengths = [len(group["params"]) for group in groups]
+        self.places = by_device(self.params)
+        self.states = {
+            device: make_state([self.params[i] for i in at], [owner[i] for i in at], at)
+            for device, at in self.places.items()
+        }
+        self.take_buffers()
+        _bindings[optimizer].add(self)  # last: one whose state was refused is not asked for it
+
+    @property
+    def optimizer(self) -> torch.optim.SGD:
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise ReferenceError("the optimizer is gone")
+        return optimizer
+
+    def take_buffers(self) -> None:
+        """Hand the optimizer's momentum buffers to C++."""
+        self.state = self.optimizer.state
+        self.owners = list(self.state)
+        self.slots = list(self.state.values())
+        self.buffers = [slot.get(BUFFER) for slot in self.slots]
+        for device, at in self.places.items():
+            found = [self.state[p].get(BUFFER) if p in self.state else None for p in (self.params[i] for i in at)]
+            self.states[device].set_momentum_buffers(found)
+
+    def give_buffers(self) -> None:
+        """Put the momentum buffers that C++ made into the optimizer's state."""
+        for device, at in self.places.items():
+            for i, buffer in zip(at, self.states[device].momentum_buffers()):
+                if buffer is not None:
+                    self.state[self.params[i]][BUFFER] = buffer
+        self.take_buffers()
+
+    def unfilled(self) -> list[Tensor]:
+        """Parameters whose buffer was made by a first step that was skipped. It differs from zeros where there is dampening."""
+        if not self.same_buffers():
+            self.take_buffers()
+        found = []
+        for device, at in self.places.items():
+            fresh = self.states[device].fresh()
+            if fresh is not None:
+                found += [self.params[i] for i, unfilled in zip(at, fresh.tolist()) if unfilled]
+        return found
+
+    def can_unscale(self) -> bool:
+        """Whether there is a gradient, and none that GradScaler refuses to unscale or that is sparse."""
+        found = 0
+        for state in self.states.values():
+            found |= state.gradients()
+        return found == 1
+
+    def is_all_of(self, parameters: Iterable[Tensor]) -> list[Tensor] | None:
+        """None where these are all parameters of the optimizer, in any order; else the list of them.
+
+        ``model.parameters()`` walks over the model, which takes longer than all else in a clip. So a module whose parameters
+        were looked at once is remembered, and looked at again only after it changed.
+        """
+        module = module_of(parameters)
+        watch = self.watch
+        if module is not None and watch is not None and watch.unchanged(module) and self.same_params():
+            return None
+        parameters = list(parameters)
+        if len(parameters) == len(self.params) and self.ids == set(map(id, parameters)) and self.same_params():
+            self.watch = ModuleWatch(module) if module is not None else None
+            return None
+        return parameters
+
+    def same_params(self) -> bool:
+        groups = self.optimizer.param_groups
+        lengths = [len(group["params"]) for group in groups]
+        return lengths == self.group_lengths and same_objects(
+            self.params, chain.from_iterable(group["params"] for group in groups), sum(lengths)
+        )
+
+    def same_buffers(self) -> bool:
+        state = self.state
+        return (
+            self.optimizer.state is state
+            and same_objects(self.owners, state, len(state))
+            and same_objects(self.slots, state.values(), len(state))
+            and same_objects(self.buffers, map(dict.get, self.slots, repeat(BUFFER)), len(state))
+        )
+
+    def is_current(self) -> bool:
+        """False where the optimizer has other parameters; other momentum buffers are taken over at once."""
+        if not self.same_params():
+            return False
+        if not self.same_buffers():
+            self.take_buffers()
+        return True
+
+
+_bindings: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakSet[Binding]] = weakref.WeakKeyDictionary()
+
+
+def unfilled_buffers(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [param for binding in _bindings.get(optimizer, ()) for param in binding.unfilled()]
+
+
+def without_buffers(state: dict[Any, dict[str, Any]], keys: Iterable[Any]) -> dict[Any, dict[str, Any]]:
+    """A copy of an optimizer's state without the momentum buffers of these entries."""
+    state = copy.copy(state)
+    for key in keys:
+        state[key] = {name: value for name, value in state[key].items() if name != BUFFER}
+        if not state[key]:
+            del state[key]
+    return state
+
+
+def _leave_out_unfilled(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """A state_dict hook: after a skipped first step there are no momentum buffers, as stock has none."""
+    unfilled = set(map(id, unfilled_buffers(optimizer)))
+    if unfilled:
+        params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        places = [place for place, param in enumerate(params) if id(param) in unfilled]
+        state_dict["state"] = without_buffers(state_dict["state"], places)
+
+
+def module_of(parameters: Iterable[Tensor]) -> nn.Module | None:
+    """The module that made this ``module.parameters()``, if that is what it is and nobody has begun to read it."""
+    if (
+        isinstance(parameters, GeneratorType)
+        and parameters.gi_code is nn.Module.parameters.__code__
+        and inspect.getgeneratorstate(parameters) == inspect.GEN_CREATED
+        and parameters.gi_frame is not None
+    ):
+        arguments = parameters.gi_frame.f_locals
+        if arguments.get("recurse") is True:
+            return arguments.get("self")
+    return None

@@ -1,0 +1,318 @@
+"""The optimizer's part of a training step in two launches."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_fastdet import _private
+from torch_fastdet._multi_tensor import ModuleWatch, new_state, unwrap
+from torch_fastdet.ema import DecayRamp, ModelEMA
+from torch_fastdet.optim._watch import HYPER_PARAMETERS, Binding, hyper_parameters
+
+
+class DeviceNumbers:
+    """Numbers of the host in device memory, where a captured step reads them.
+
+    With another count of numbers the memory is new; captured steps go on reading the old one, which stays.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.memory = torch.zeros(0, dtype=torch.float64, device=device)
+        self._uploaded: list[float] = []
+        self._captured: list[Tensor] = []
+
+    def upload(self, values: list[float]) -> None:
+        """Bring the numbers to the device, if they changed."""
+        if values == self._uploaded:
+            return
+        host = torch.tensor(values, dtype=torch.float64, pin_memory=self.memory.is_cuda)
+        if len(values) == self.memory.numel():
+            self.memory.copy_(host, non_blocking=True)
+        else:
+            with torch.inference_mode(False):  # later calls write into it
+                self.memory = host.to(self.memory.device, non_blocking=True, copy=True)
+        self._uploaded = values
+
+    def capture(self, values: list[float], tensors: list[Tensor | None]) -> list[Tensor | None]:
+        """The device tensor of each number, for a capture that begins now; a tensor that is given stays."""
+        if values != self._uploaded:
+            raise RuntimeError("FusedStep: call refresh() before the capture and before each replay")
+        if not any(memory is self.memory for memory in self._captured):
+            self._captured.append(self.memory)
+        mine: list[Tensor | None] = list(self.memory.unbind())
+        return mine if not tensors else [mine[i] if t is None else t for i, t in enumerate(tensors)]
+
+    def captured_lengths(self) -> list[int]:
+        """How many numbers each capture found, the latest last."""
+        return [memory.numel() for memory in self._captured]
+
+    def uncaptured(self) -> DeviceNumbers:
+        """The same numbers, read by no graph: for a copy of the step."""
+        other = DeviceNumbers(self.memory.device)
+        other.memory, other._uploaded = self.memory, list(self._uploaded)
+        return other
+
+
+class FusedStep:
+    """Unscale, clip, SGD, moving average and the scaler's update in two launches, for people who own their loop.
+
+        scaler.scale(loss).backward()
+        step.step()                     # instead of unscale_, clip_grad_norm_, scaler.step, scaler.update and ema.update
+        optimizer.zero_grad()
+
+    The first launch looks for infinities and takes the norm; the second updates parameters, momentum and average. All
+    decisions are made on the device. Results equal those of the separate calls of this package. On overflow, parameters and
+    momentum stay as they are, the average moves all the same, and the scale backs off. ``p.grad`` is left as backward wrote it:
+    still scaled and not clipped. Without ``scaler`` and ``max_norm`` it is one launch. Unlike GradScaler, it takes float16
+    gradients.
+
+    Args:
+        optimizer: a torch_fastdet.optim.SGD or torch.optim.SGD with all parameters on one device.
+        scaler: a torch.amp.GradScaler whose ``scale()`` made the loss; do not call its unscale_, step and update beside this.
+        ema: a torch_fastdet.ema.ModelEMA of the model (see ``step``).
+        max_norm: clip the gradients' L2 norm to it.
+
+    Attributes:
+        norm: device scalar, the gradients' norm after unscaling, before clipping; of the last step that took it.
+        found_inf: device scalar, 1 where the last step's gradients were not finite (with a scaler or max_norm).
+        counter: device scalar, the EMA's updates as captured steps count them; ``refresh()`` brings ``ema.updates`` there.
+
+    In a CUDA graph: take one step before the capture. Hyper-parameters that are numbers are then read from the device; call
+    ``refresh()`` before the capture and before each replay, and ``after_replay()`` after it.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.SGD,
+        scaler: torch.amp.GradScaler | None = None,
+        ema: ModelEMA | None = None,
+        max_norm: float | None = None,
+    ):
+        if not isinstance(optimizer, torch.optim.SGD):
+            raise TypeError(
+                f"FusedStep: optimizer is {type(optimizer).__name__}, but torch_fastdet.optim.SGD or torch.optim.SGD is wanted"
+            )
+        if ema is not None and not isinstance(ema, ModelEMA):
+            raise TypeError(f"FusedStep: ema is {type(ema).__name__}, but torch_fastdet.ema.ModelEMA is wanted")
+        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+            raise TypeError(f"FusedStep: scaler is {type(scaler).__name__}, but torch.amp.GradScaler is wanted")
+        if max_norm is not None and not (isinstance(max_norm, numbers.Real) and max_norm >= 0):
+            raise ValueError(f"FusedStep: max_norm is {max_norm!r}, but None or a number not below 0 is wanted")
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.ema = ema
+        self.max_norm = None if max_norm is None else float(max_norm)
+        self._binding: Binding | None = None
+        self._watches: tuple[ModuleWatch, ModuleWatch] | None = None
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        self.device = self._one_device(p.device for p in params)
+        wide = any(p.dtype == torch.float64 for p in params)
+        with torch.inference_mode(False):  # written in every step, in training too
+            self.norm = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=self.device)
+            self.found_inf = torch.zeros((), dtype=torch.float32, device=self.device)
+            self.counter = torch.zeros((), dtype=torch.int64, device=self.device)
+        self._counted = -1
+        self._numbers = DeviceNumbers(self.device)
+
+    @staticmethod
+    def _one_device(devices: Iterable[torch.device]) -> torch.device:
+        found = set(devices)
+        if len(found) != 1:
+            names = ", ".join(sorted(map(str, found))) or "none"
+            raise ValueError(f"FusedStep: the parameters are on {names}, but one device is wanted")
+        return found.pop()
+
+    @staticmethod
+    def _model(ema: ModelEMA, model: nn.Module | None) -> nn.Module:
+        model = unwrap(model) if model is not None else ema.model
+        if model is None:
+            raise RuntimeError("FusedStep: the EMA is a copy that has not seen its model yet; give it: step(model)")
+        return model
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy finds its own tensors, and is in no graph.
+        return {**self.__dict__, "_binding": None, "_watches": None, "_numbers": self._numbers.uncaptured()}
+
+    def _bind(self, model: nn.Module | None) -> Binding:
+        follows = True
+        if self.ema is not None:
+            model = self._model(self.ema, model)
+            watches = self._watches
+            follows = watches is not None and watches[0].unchanged(self.ema.ema) and watches[1].unchanged(model)
+        binding = self._binding
+        if binding is None or not follows or not binding.is_current():
+            self._binding = None
+            binding = Binding(self.optimizer, lambda *args: self._make_state(model, *args))
+            self._one_device([self.device, *binding.places])  # parameters that were added since, too
+            self._binding = binding
+        return binding
+
+    def _make_state(self, model: nn.Module | None, params: list[Tensor], groups: list[int], places: list[int]) -> Any:
+        averages: list[Tensor | None] = []
+        values: list[Tensor] = []
+        value_averages: list[Tensor] = []
+        if self.ema is not None and model is not None:
+            pairs = self.ema.pairs(model)
+            own = {id(p): i for i, p in enumerate(params)}
+            averages = [None] * len(params)
+            seen: set[int] = set()
+            for name, average, value in pairs:
+                if id(average) in seen:
+                    raise RuntimeError(
+                        f"FusedStep: {name} shares its memory with another entry of the EMA (tied weights), which moves twice "
+                        "a step in the stock loop; call ema.update(model) instead of giving ema to FusedStep"
+                    )
+                seen.add(id(average))
+                if id(value) in own:
+                    averages[own[id(value)]] = average
+                else:
+                    values.append(value)
+                    value_averages.append(average)
+            self._watches = ModuleWatch(self.ema.ema), ModuleWatch(model)
+        return new_state("FusedStep", params, groups, places, averages, values, value_averages)
+
+    @_private.disable_dynamo
+    @torch.no_grad()
+    def step(self, model: nn.Module | None = None) -> None:
+        """One step.
+
+        Args:
+            model: whose average ``ema`` is; needed only where the EMA is a copy (deepcopy, unpickled), which does not know its
+                model before its first update.
+        """
+
+        def take(optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
+            self._step(model)
+
+        # Hooks, of this optimizer and of all, as optimizer.step() has them; what they change counts for this step.
+        torch.optim.Optimizer.profile_hook_step(take)(self.optimizer)
+
+    def _step(self, model: nn.Module | None) -> None:
+        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        scale = tracker = None
+        growth: list[float] = []
+        if self.scaler is not None and self.scaler.is_enabled():
+            scale, tracker, growth = self._scaler_state(self.scaler)
+        binding = self._bind(model)
+        values, tensors, flags = hyper_parameters(self.optimizer.param_groups, self.device)
+        if capturing:
+            tensors = self._numbers.capture(values, tensors)
+        decay, tau, updates = self._decay(capturing)
+        made = binding.states[self.device].fused_(
+            values,
+            tensors,
+            flags,
+            scale,
+            tracker,
+            growth,
+            self.max_norm,
+            self.norm,
+            self.found_inf,
+            decay,
+            tau,
+            updates,
+            self.counter,
+        )
+        if made:
+            binding.give_buffers()
+        if self.ema is not None and decay >= 0 and not capturing:
+            self.ema.updates = self._counted = updates
+        _private.mark_stepped(self.optimizer)
+
+    def _scaler_state(self, scaler: torch.amp.GradScaler) -> tuple[Tensor, Tensor, list[float]]:
+        state = _private.scaler_state(scaler)
+        if state is None:
+            raise RuntimeError(
+                f"FusedStep: GradScaler of torch {torch.__version__} keeps its scale in another way; call its unscale_, step and "
+                "update instead"
+            )
+        if state.scale is None or state.growth_tracker is None:
+            raise RuntimeError(
+                "FusedStep: the scaler has not scaled anything yet; call scaler.scale(loss).backward() first"
+            )
+        if _private.was_unscaled(scaler, self.optimizer):
+            raise RuntimeError(
+                "FusedStep: scaler.unscale_ or scaler.step was called for this optimizer since the last update; FusedStep does "
+                "both itself"
+            )
+        growth = [state.growth_factor, state.backoff_factor, state.growth_interval]
+        return state.scale, state.growth_tracker, growth
+
+    def _decay(self, capturing: bool) -> tuple[float, float, int]:
+        """Decay (-1: no moving average), length of the ramp and number of this update, for the kernel."""
+        ema = self.ema
+        if ema is None or not ema.enabled:
+            return -1.0, 0.0, 0
+        ramp = ema.decay if isinstance(ema.decay, DecayRamp) else None
+        if capturing:
+            if ramp is None:
+                raise RuntimeError(
+                    "FusedStep: ema.decay was replaced; a captured step needs a torch_fastdet.ema.DecayRamp"
+                )
+            if self._counted != ema.updates:
+                raise RuntimeError("FusedStep: ema.updates was set from outside; take one step before the capture")
+            return ramp.decay, ramp.tau, -1
+        updates = ema.updates + 1
+        return (ema.decay_at(updates), 0.0, updates) if ramp is None else (ramp.decay, ramp.tau, updates)
+
+    def refresh(self) -> None:
+        """Bring the numbers in param_groups, and ``ema.updates``, to the device, where a captured step reads them.
+
+        Copies only what changed since.
+        """
+        if self.ema is not None and self._counted != self.ema.updates:
+            self.counter.fill_(self.ema.updates)
+            self._counted = self.ema.updates
+        self._numbers.upload(hyper_parameters(self.optimizer.param_groups, self.device)[0])
+
+    def graph_key(self) -> tuple:
+        """Changes when a step that is captured now would do something else than before: decisions that the host takes.
+
+        Numbers that :meth:`refresh` brings to the device are not among them.
+        """
+        groups = [
+            (
+                tuple(map(id, group["params"])),
+                bool(group["nesterov"]),
+                bool(group["maximize"]),
+                isinstance(group["momentum"], Tensor) or group["momentum"] != 0,
+                tuple(
+                    [
+                        value.data_ptr() if isinstance(value, Tensor) else None
+                        for value in map(group.get, HYPER_PARAMETERS)
+                    ]
+                ),
+            )
+            for group in self.optimizer.param_groups
+        ]
+        scaler, ema = self.scaler, self.ema
+        scaling = averaging = None
+        if scaler is not None and scaler.is_enabled():
+            state = _private.scaler_state(scaler)
+            scaling = state and (state.growth_factor, state.backoff_factor, state.growth_interval)
+        if ema is not None and ema.enabled:
+            ramp = ema.decay
+            averaging = ramp, *((ramp.decay, ramp.tau) if isinstance(ramp, DecayRamp) else ())
+        return tuple(groups), self.max_norm, scaling, averaging
+
+    def after_replay(self, replays: int = 1) -> None:
+        """Count what captured steps did: ``ema.updates`` follows, and schedulers know of the step.
+
+        Raises:
+            RuntimeError: param_groups has other groups than at the capture, so that the replay did not step them.
+        """
+        groups = len(self.optimizer.param_groups)
+        captured = [length // len(HYPER_PARAMETERS) for length in self._numbers.captured_lengths()]
+        if captured and groups not in captured:
+            raise RuntimeError(
+                f"FusedStep: param_groups has {groups} groups, but had {captured[-1]} when the step was captured; capture it again"
+            )
+        if self.ema is not None and self.ema.enabled:
+            self.ema.updates += replays
+            self._counted = self.ema.updates
+        _private.mark_stepped(self.optimizer)

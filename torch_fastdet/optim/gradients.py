@@ -1,0 +1,80 @@
+"""Gradients between backward and the step: unscaled, and clipped, without a host sync."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from torch_fastdet import _private, ops
+from torch_fastdet.optim._watch import on_device
+from torch_fastdet.optim.sgd import SGD
+
+_stock_clip_grad_norm_ = nn.utils.clip_grad_norm_
+_stock_unscale_ = torch.amp.GradScaler.unscale_
+_last_unscaled: weakref.ref[SGD] | None = None
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """``torch.nn.utils.clip_grad_norm_`` in two launches and without a host sync: returns the norm as a device scalar.
+
+    Summed in a fixed order, so equal gradients give equal bits in every run. Clips p.grad in place, as stock does.
+
+    Args:
+        parameters: tensors whose ``.grad`` is clipped; those without are left out.
+        max_norm: the norm to clip to.
+        norm_type: other norms than 2 are left to torch's function.
+        error_if_nonfinite: the check that waits for the GPU is left to torch's function too; so are gradients on several
+            devices, complex ones, and those of tensor subclasses (DTensor). Sparse ones are an error.
+        foreach: accepted; changes nothing.
+    """
+    if isinstance(parameters, Tensor):
+        parameters = [parameters]
+    if float(norm_type) != 2.0 or error_if_nonfinite:
+        return _stock_clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+    optimizer = None if _last_unscaled is None else _last_unscaled()
+    binding = None if optimizer is None else optimizer._binding
+    if binding is not None and len(binding.states) == 1:
+        rest = binding.is_all_of(parameters)
+        if rest is None:
+            # The work list of its unscale_ and step serves here too.
+            (state,) = binding.states.values()
+            return state.clip_grad_norm_(float(max_norm))
+        parameters = rest
+    parameters = list(parameters)
+    grads = [p.grad for p in parameters if p.grad is not None]
+    kinds = {(g.device, g.dtype, type(g)) for g in grads}
+    ours = all(dtype.is_floating_point and kind in (Tensor, nn.Parameter) for _, dtype, kind in kinds)
+    if len({device for device, _, _ in kinds}) != 1 or not ours:
+        return _stock_clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+    return ops.multi_tensor_clip_grad_norm_(grads, float(max_norm))
+
+
+def unscale_(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """``scaler.unscale_(optimizer)`` in one launch for a :class:`SGD` of this package; torch's own for any other.
+
+    Gradients are multiplied by the inverse scale in place and looked through for infinities; no host sync.
+    """
+    global _last_unscaled
+    if scaler.is_enabled() and isinstance(optimizer, SGD):
+        binding = optimizer._bind()
+
+        @torch.no_grad()
+        def unscale(scale: Tensor) -> dict[torch.device, Tensor] | None:
+            if not binding.can_unscale():  # torch's function raises its own error
+                return None
+            return {device: state.unscale_(on_device(scale, device)) for device, state in binding.states.items()}
+
+        if _private.take_unscale(scaler, optimizer, unscale):
+            _last_unscaled = weakref.ref(optimizer)
+            return
+    _stock_unscale_(scaler, optimizer)

@@ -1,0 +1,75 @@
+"""``torch.optim.SGD`` in one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torch_fastdet._multi_tensor import new_state
+from torch_fastdet.optim._watch import Binding, hyper_parameters, on_device, unfilled_buffers, without_buffers
+
+
+class SGD(torch.optim.SGD):
+    """``torch.optim.SGD`` whose step is one launch over all groups, and which GradScaler drives without a host sync.
+
+    Arguments, results, state_dict (both ways), closures, hooks, schedulers and ``add_param_group`` are those of
+    torch.optim.SGD. In float32 and float64 the results are its bits; float16 and bfloat16 parameters are updated in float32 and
+    rounded once.
+
+    - lr, momentum, dampening and weight_decay may be one-element tensors on the parameters' device: they are read there, when
+      the kernel runs, so a captured step follows what is written into them.
+    - With GradScaler, overflow is decided on the device. A skipped step writes nothing. Momentum buffers that a skipped first
+      step made hold zeros (with dampening they are left out of the state_dict, as after a stock skip).
+    - ``p.grad`` stays as it is, but for GradScaler's unscaling.
+    - Parameters may be on several devices, of several dtypes, and lie differently in memory than their gradients.
+    - In a CUDA graph capture, take one step before it: buffers made inside of it would not outlive a replay.
+
+    ``foreach`` and ``fused`` are accepted and change nothing; ``differentiable=True`` is an error at the step.
+
+    Raises:
+        RuntimeError: sparse, integer or complex gradients, a negative lr in a group; named, before anything is written.
+    """
+
+    _step_supports_amp_scaling = True  # GradScaler then hands its scale and its finding to the step
+    _binding: Binding | None = None
+
+    def _bind(self) -> Binding:
+        binding = self._binding
+        if binding is None or binding.optimizer is not self or not binding.is_current():
+            self._binding = binding = Binding(self, lambda *args: new_state("SGD", *args))
+        return binding
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Perform a single optimization step.
+
+        Args:
+            closure: reevaluates the model and returns the loss.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        binding = self._bind()
+        made = 0
+        if len(binding.states) > 1:  # nothing is written where one of the devices would raise
+            for device, state in binding.states.items():
+                state.check_sgd(*hyper_parameters(self.param_groups, device), grad_scale is not None)
+        try:
+            for device, state in binding.states.items():
+                made += state.sgd_(
+                    *hyper_parameters(self.param_groups, device),
+                    on_device(grad_scale, device),
+                    on_device(found_inf, device),
+                )
+        finally:  # a later device may fail
+            if made:
+                binding.give_buffers()
+        return loss
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        return {**state, "state": without_buffers(state["state"], unfilled_buffers(self))}
