@@ -134,14 +134,30 @@ def foreach_add(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
     return list(function(left, right)) if function is not None else [a + b for a, b in zip(left, right)]
 
 
-def foreach_add_(targets: list[Tensor], values: list[Tensor]) -> None:
-    """Add each value to its target, in a few launches; without torch's function in one launch each."""
+def foreach_add_(targets: list[Tensor], values: list[Tensor], alpha: float = 1) -> None:
+    """Add each value, times ``alpha``, to its target, in a few launches; without torch's function in one launch each."""
     function: Any = getattr(torch, "_foreach_add_", None)
     if function is not None:
-        function(targets, values)
+        function(targets, values, alpha=alpha)
         return
     for target, value in zip(targets, values):
-        target.add_(value)
+        target.add_(value, alpha=alpha)
+
+
+def foreach_mul(tensors: list[Tensor], factor: float) -> list[Tensor]:
+    """The tensors times a number, in a few launches; without torch's function in one launch each."""
+    function: Any = getattr(torch, "_foreach_mul", None)
+    return list(function(tensors, factor)) if function is not None else [tensor * factor for tensor in tensors]
+
+
+def foreach_mul_(tensors: list[Tensor], factor: float) -> None:
+    """The same in place."""
+    function: Any = getattr(torch, "_foreach_mul_", None)
+    if function is not None:
+        function(tensors, factor)
+        return
+    for tensor in tensors:
+        tensor.mul_(factor)
 
 
 def norm_layers() -> tuple[type[nn.Module], ...]:

@@ -1,0 +1,132 @@
+"""torch_fastdet.optim.AdamW against torch.optim.AdamW: results, state_dict both ways, GradScaler."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from torch_fastdet import optim
+
+SETTINGS = {"lr": 0.01, "betas": (0.937, 0.999), "weight_decay": 0.05}
+
+
+def network(device):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 5, 1)).to(device)
+
+
+def take(model, optimizer, steps):
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=generator).to(p)
+        optimizer.step()
+
+
+def assert_close(mine, theirs):
+    # The fused kernel rounds elsewhere: last bits of each step.
+    for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("changes", [{}, {"amsgrad": True}, {"maximize": True}, {"weight_decay": 0.0}], ids=str)
+def test_steps_are_torchs(device, changes):
+    mine, theirs = network(device), network(device)
+    ours = optim.AdamW(mine.parameters(), **SETTINGS | changes)
+    take(mine, ours, range(5))
+    take(theirs, torch.optim.AdamW(theirs.parameters(), **SETTINGS | changes), range(5))
+    assert_close(mine, theirs)
+    assert {slot["step"].device.type for slot in ours.state.values()} == {device.type}
+
+
+@pytest.mark.parametrize("first, second", [(0, 1), (1, 0)], ids=["torch to ours", "ours to torch"])
+def test_state_dict_goes_both_ways(device, first, second):
+    kinds = torch.optim.AdamW, optim.AdamW
+    mine, theirs = network(device), network(device)
+    begun = kinds[first](mine.parameters(), **SETTINGS)
+    take(mine, begun, range(2))
+    resumed = kinds[second](mine.parameters(), lr=1.0)
+    resumed.load_state_dict(begun.state_dict())
+    take(mine, resumed, range(2, 5))
+    take(theirs, torch.optim.AdamW(theirs.parameters(), **SETTINGS), range(5))
+    assert_close(mine, theirs)
+    if second:
+        assert all(group["fused"] for group in resumed.param_groups)
+
+
+def test_a_copy_goes_on_alone(device):
+    model = network(device)
+    optimizer = optim.AdamW(model.parameters(), **SETTINGS)
+    take(model, optimizer, range(2))
+    twin, twins = copy.deepcopy((model, optimizer))
+    take(model, optimizer, range(2, 3))
+    take(twin, twins, range(2, 3))
+    assert_close(model, twin)
+
+
+def test_an_overflow_is_skipped(device):
+    mine, theirs = network(device), network(device)
+    for model, kind in ((mine, optim.AdamW), (theirs, torch.optim.AdamW)):
+        optimizer, scaler = kind(model.parameters(), **SETTINGS), torch.amp.GradScaler(device.type, init_scale=8.0)
+        for step in range(4):
+            scaler.scale(torch.zeros((), device=device))
+            generator = torch.Generator().manual_seed(step)
+            for p in model.parameters():
+                p.grad = (torch.randn(p.shape, generator=generator) * scaler.get_scale()).to(p)
+            if step == 1:
+                next(model.parameters()).grad.view(-1)[0] = float("inf")
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+    assert_close(mine, theirs)
+
+
+def test_no_host_sync_and_capture(cuda):
+    """A captured step follows lr on the device; the scaler's step waits for nothing."""
+    model, twin = network(cuda), network(cuda)
+    rate = torch.tensor(0.01, device=cuda)
+    optimizer = optim.AdamW(model.parameters(), **SETTINGS | {"lr": rate, "capturable": True})
+    take(model, optimizer, range(2))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    rate.fill_(0.003)
+    graph.replay()
+    reference = torch.optim.AdamW(twin.parameters(), **SETTINGS)
+    take(twin, reference, range(2))
+    reference.param_groups[0]["lr"] = 0.003
+    take(twin, reference, range(1, 2))  # the gradients that the graph saw
+    assert_close(model, twin)
+    scaler = torch.amp.GradScaler("cuda", init_scale=8.0)
+    scaler.scale(torch.zeros((), device=cuda))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        scaler.step(optimizer)
+        scaler.update()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_what_is_not_fused_is_an_error():
+    with pytest.raises(RuntimeError, match="differentiable"):
+        optim.AdamW([nn.Parameter(torch.ones(1))], differentiable=True)
+
+
+def test_from_what_somebody_has_built():
+    """Groups with their further keys, and defaults; what has no step of ours stays as it is."""
+    model = network("cpu")
+    weights, biases = [p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": weights, "weight_decay": 0.1, "param_group": "weight"}, {"params": biases, "lr": 0.5}]
+    for kind, ours in ((torch.optim.SGD, optim.SGD), (torch.optim.AdamW, optim.AdamW)):
+        built = kind([dict(group) for group in groups], lr=0.02)
+        made = optim.ours(built)
+        assert type(made) is ours and made.defaults["lr"] == 0.02
+        for theirs, mine in zip(built.param_groups, made.param_groups, strict=True):
+            same = theirs.keys() - {"fused"}
+            assert {key: mine[key] for key in same} == {key: theirs[key] for key in same}
+    adam = torch.optim.Adam(model.parameters())
+    assert optim.ours(adam) is adam
+    derived = type("Mine", (torch.optim.SGD,), {})(model.parameters(), lr=0.1)
+    assert optim.ours(derived) is derived

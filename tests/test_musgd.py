@@ -1,0 +1,201 @@
+"""torch_fastdet.optim.MuSGD against Ultralytics' own, on the same gradients."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from torch_fastdet import optim
+
+MUON, SGD = 0.2, 1.0  # as the trainer has them
+
+
+@pytest.fixture(scope="module")
+def stock():
+    return pytest.importorskip("ultralytics.optim", reason="ultralytics is not installed", exc_type=ImportError).MuSGD
+
+
+def network(device, channels_last=False):
+    """Wide, tall, depthwise and one-row weights, matrices of one column count in one batch and in two, and a linear layer."""
+    torch.manual_seed(0)
+    layers = [
+        nn.Conv2d(3, 32, 3),
+        nn.BatchNorm2d(32),
+        nn.Conv2d(32, 64, 3),
+        nn.Conv2d(32, 16, 3),
+        nn.Conv2d(64, 1, 1),
+        nn.Conv2d(64, 64, 1),
+        nn.Conv2d(64, 64, 3, groups=64),
+        nn.Linear(8, 20),
+    ]
+    model = nn.Sequential(*layers).to(device)
+    return model.to(memory_format=torch.channels_last) if channels_last else model
+
+
+def groups(model, **changes):
+    weights = [p for p in model.parameters() if p.dim() in (2, 4)]
+    others = [p for p in model.parameters() if p.dim() not in (2, 4)]
+    common = {"momentum": 0.9, "nesterov": True} | changes
+    return [
+        {"params": weights[:2], "lr": 0.03, "use_muon": True, "weight_decay": 5e-4, "param_group": "muon", **common},
+        {"params": weights[2:], "lr": 0.01, "use_muon": True, "weight_decay": 5e-4, **common},
+        {"params": others, "lr": 0.02, **common},
+        {"params": [], "lr": 0.01, **common},
+    ]
+
+
+def made(kind, model, **changes):
+    return kind(groups(model, **changes), muon=MUON, sgd=SGD)
+
+
+def set_gradients(model, step, leave_out=()):
+    generator = torch.Generator().manual_seed(step)
+    for index, p in enumerate(model.parameters()):
+        grad = torch.randn(p.shape, generator=generator).to(p)
+        layout = torch.channels_last if p.dim() == 4 and not p.is_contiguous() else torch.contiguous_format
+        p.grad = None if index in leave_out else grad.contiguous(memory_format=layout)
+
+
+def assert_same(mine, theirs, steps=1):
+    """The very bits on the CPU. On a GPU products may be summed in another order: a few last bits of bfloat16 a step."""
+    for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
+        tolerance = steps * 0.03 * MUON * 2**-6 if a.is_cuda else 0.0
+        torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("changes", [{}, {"nesterov": False}, {"momentum": 0.0, "nesterov": False}], ids=str)
+def test_steps_are_stocks(stock, device, channels_last, changes):
+    """Also where some parameters have no gradient in between, and in another learning rate, as schedulers set it."""
+    mine, theirs = network(device, channels_last), network(device, channels_last)
+    ours, wanted = made(optim.MuSGD, mine, **changes), made(stock, theirs, **changes)
+    for step in range(6):
+        leave_out = (0, 5) if step in (0, 3) else ()
+        for model, optimizer in ((mine, ours), (theirs, wanted)):
+            set_gradients(model, step, leave_out)
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.9
+            optimizer.step()
+        assert_same(mine, theirs, step + 1)
+
+
+def test_a_step_moves_weights_along_orthogonal_directions(device):
+    """By the definition: the change of a weight, less that of its SGD, has singular values around lr * muon."""
+    weight = nn.Parameter(torch.randn(16, 40, device=device))
+    before = weight.detach().clone()
+    weight.grad = torch.randn(16, 40, device=device)
+    optim.MuSGD([{"params": [weight], "lr": 0.5, "use_muon": True}], muon=1.0, sgd=0.0).step()
+    values = torch.linalg.svdvals((before - weight.detach()).double().cpu()) / 0.5
+    assert values.min() > 0.4 and values.max() < 1.6
+    u, _, v = torch.linalg.svd(weight.grad.double().cpu(), full_matrices=False)
+    cosine = ((before - weight.detach()).double().cpu() / 0.5 * (u @ v)).sum() / 16
+    assert cosine > 0.8, "along the nearest orthogonal matrix"
+
+
+@pytest.mark.parametrize("first, second", [(0, 1), (1, 0)], ids=["stock to ours", "ours to stock"])
+def test_state_dict_goes_both_ways(stock, device, first, second):
+    kinds = (stock, optim.MuSGD)
+    a, b = network(device), network(device)
+    begun, reference = made(kinds[first], a), made(stock, b)
+    for step in range(2):
+        for model, optimizer in ((a, begun), (b, reference)):
+            set_gradients(model, step)
+            optimizer.step()
+    file = io.BytesIO()
+    torch.save(begun.state_dict(), file)
+    assert b"torch_fastdet" not in file.getvalue()
+    file.seek(0)
+    resumed = made(kinds[second], a)
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    assert [group.get("param_group") for group in resumed.param_groups] == ["muon", None, None, None]
+    for step in range(2, 4):
+        for model, optimizer in ((a, resumed), (b, reference)):
+            set_gradients(model, step)
+            optimizer.step()
+    assert_same(a, b, 4)
+
+
+def test_a_copy_goes_on_alone(device):
+    model = network(device)
+    optimizer = made(optim.MuSGD, model)
+    set_gradients(model, 0)
+    optimizer.step()
+    twin, twins = copy.deepcopy((model, optimizer))
+    assert (twins.muon, twins.sgd) == (MUON, SGD)
+    before = [p.clone() for p in model.parameters()]
+    for p, q in zip(model.parameters(), twin.parameters()):
+        q.grad = p.grad.clone()
+    twins.step()
+    for p, q in zip(model.parameters(), before):
+        assert torch.equal(p, q)
+    optimizer.step()
+    assert_same(model, twin)
+
+
+def test_what_is_no_matrix_is_an_error():
+    bias = nn.Parameter(torch.zeros(3))
+    bias.grad = torch.ones(3)
+    with pytest.raises(ValueError, match=r"use_muon is True for a parameter of shape \[3\]"):
+        optim.MuSGD([bias], use_muon=True).step()
+
+
+def test_scaler_skips_what_overflowed(stock, device):
+    mine, theirs = network(device), network(device)
+    results = []
+    for model, kind in ((mine, optim.MuSGD), (theirs, stock)):
+        optimizer = made(kind, model)
+        scaler = torch.amp.GradScaler(device.type, init_scale=4.0)
+        for step in range(3):
+            scaler.scale(torch.zeros((), device=device))
+            set_gradients(model, step)
+            if step == 1:
+                next(model.parameters()).grad.view(-1)[0] = float("inf")
+            scaler.step(optimizer)
+            scaler.update()
+        results.append(scaler.get_scale())
+    assert results[0] == results[1] == 2.0
+    assert_same(mine, theirs, 3)
+
+
+def test_replays_are_steps(cuda):
+    """The products' graph, made in the second step, and a graph of the whole step give what eager steps give."""
+    models = [network(cuda) for _ in range(3)]
+    eager, own, whole = (made(optim.MuSGD, model) for model in models)
+    graph = torch.cuda.CUDAGraph()
+    for step in range(5):
+        for model in models:
+            set_gradients(model, step)
+        eager._muons.clear()  # each step is its first
+        eager.step()
+        own.step()
+        if step < 3:
+            whole.step()
+            static = [p.grad for p in models[2].parameters()]
+            continue
+        for p, grad in zip(models[2].parameters(), static, strict=True):
+            grad.copy_(p.grad)
+            p.grad = grad
+        if step == 3:
+            with torch.cuda.graph(graph):
+                whole.step()
+        graph.replay()
+    assert all(muon._graph is not None for muon in own._muons.values())
+    assert_same(models[0], models[1], 5)
+    assert_same(models[0], models[2], 5)
+
+
+def test_without_private_functions_of_torch(monkeypatch):
+    results = []
+    for missing in ((), ("_foreach_mul", "_foreach_mul_", "_foreach_add_", "_foreach_copy_")):
+        model = network("cpu")
+        optimizer = made(optim.MuSGD, model)
+        with monkeypatch.context() as patch:
+            for name in missing:
+                patch.delattr(torch, name)
+            for step in range(2):
+                set_gradients(model, step)
+                optimizer.step()
+        results.append(model)
+    assert_same(*results)

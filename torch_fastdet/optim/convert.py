@@ -1,0 +1,30 @@
+"""From an optimizer that somebody has built to the one of this package."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from torch_fastdet.optim.adamw import AdamW
+from torch_fastdet.optim.musgd import MuSGD
+from torch_fastdet.optim.sgd import SGD
+
+MUSGD = ("ultralytics.optim.muon", "MuSGD")
+
+
+def ours(optimizer: Any) -> torch.optim.Optimizer:
+    """The same optimizer with this package's step; one that has no such step is returned as it is.
+
+    Parameter groups, their order and their further keys are kept. The optimizer must not have taken a step yet.
+    """
+    kind: Any = {torch.optim.SGD: SGD, torch.optim.AdamW: AdamW}.get(type(optimizer))
+    further = {}
+    if (type(optimizer).__module__, type(optimizer).__name__) == MUSGD:
+        kind, further = MuSGD, {"muon": optimizer.muon, "sgd": optimizer.sgd}
+    if kind is None:
+        return optimizer
+    known = inspect.signature(kind).parameters
+    defaults = {name: value for name, value in optimizer.defaults.items() if name in known}
+    return kind([dict(group) for group in optimizer.param_groups], **defaults, **further)
