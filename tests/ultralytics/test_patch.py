@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import zipfile
 
 import pytest
 
@@ -81,14 +82,23 @@ def test_val_predict_and_track_give_the_same(program, digits, weights, tmp_path)
 
 
 @pytest.mark.slow
-def test_training_gives_the_same_losses(program, digits, tmp_path):
-    stock = program("train.py", digits, tmp_path / "stock", "--epochs", 3)
-    fast = program("train.py", digits, tmp_path / "fast", "--epochs", 3, "--patch")
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "MuSGD"])
+def test_training_gives_the_same_losses(program, digits, tmp_path, optimizer):
+    arguments = ("--epochs", 3, "--optimizer", optimizer)
+    stock = program("train.py", digits, tmp_path / "stock", *arguments)
+    fast = program("train.py", digits, tmp_path / "fast", *arguments, "--patch")
     assert stock["ema"] == "ultralytics.utils.torch_utils" and fast["ema"] == OURS
+    assert stock["stepper"].startswith(("torch.optim.", "ultralytics.optim."))
+    assert fast["stepper"].startswith("torch.optim." if optimizer == "AdamW" else "torch_fastdet.")
     assert any("engine.trainer.ModelEMA" in line for line in fast["lines"])
     assert len(stock["losses"]) == 3
     for theirs, ours in zip(stock["losses"], fast["losses"], strict=True):
-        # Six steps of AdamW from a random start: rounding grows, a wrong gradient does so at once.
+        # Six steps from a random start: rounding grows, a wrong gradient does so at once.
         assert ours == pytest.approx(theirs, rel=2e-3)
     assert fast["losses"][0] == pytest.approx(stock["losses"][0], rel=2e-4)
     assert fast["averages"] == pytest.approx(stock["averages"], rel=1e-4)
+    for run in (stock, fast):  # checkpoints load in stock
+        with zipfile.ZipFile(run["weights"]) as archive:
+            assert all(
+                b"torch_fastdet" not in archive.read(name) for name in archive.namelist() if name.endswith(".pkl")
+            )

@@ -11,7 +11,7 @@ from torch import nn
 
 from torch_fastdet import ops
 from torch_fastdet._private import norm_layers
-from torch_fastdet.optim import SGD
+from torch_fastdet.optim import SGD, AdamW
 from torch_fastdet.suppression import yolov5_non_max_suppression as non_max_suppression
 
 __all__ = ["bbox_iou", "non_max_suppression", "smart_optimizer"]
@@ -45,7 +45,7 @@ def bbox_iou(
 OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], float, float], torch.optim.Optimizer]] = {
     "SGD": lambda groups, lr, momentum: SGD(groups, lr=lr, momentum=momentum, nesterov=True),
     "Adam": lambda groups, lr, beta: torch.optim.Adam(groups, lr=lr, betas=(beta, 0.999)),
-    "AdamW": lambda groups, lr, beta: torch.optim.AdamW(groups, lr=lr, betas=(beta, 0.999), weight_decay=0.0),
+    "AdamW": lambda groups, lr, beta: AdamW(groups, lr=lr, betas=(beta, 0.999), weight_decay=0.0),
     "RMSProp": lambda groups, lr, momentum: torch.optim.RMSprop(groups, lr=lr, momentum=momentum),
 }
 
@@ -57,11 +57,12 @@ def smart_optimizer(
 
     The groups, in the order in which train.py's warm-up counts on them, are all biases; all other parameters, which alone
     decay; and the weights of normalisation layers. (``--multi_tensor_optimizer`` takes YOLOv5's own function and makes its
-    SGD ours.)
+    SGD or AdamW ours.)
 
     Args:
         model: whose parameters to train.
-        name: "SGD", with Nesterov momentum, is :class:`torch_fastdet.optim.SGD`; "Adam", "AdamW" and "RMSProp" are torch's.
+        name: "SGD", with Nesterov momentum, is :class:`torch_fastdet.optim.SGD`, "AdamW" :class:`torch_fastdet.optim.AdamW`; "Adam"
+            and "RMSProp" are torch's.
         lr: learning rate.
         momentum: SGD's and RMSProp's momentum, Adam's first beta.
         decay: weight decay.

@@ -11,6 +11,7 @@ parser.add_argument("data")
 parser.add_argument("project")
 parser.add_argument("--epochs", type=int)
 parser.add_argument("--patch", action="store_true")
+parser.add_argument("--optimizer", default="AdamW")
 parser.add_argument("--overfit", type=int, default=0, help="epochs with fixed batch statistics after the training")
 options = parser.parse_args()
 replaced = ()
@@ -30,6 +31,7 @@ def at_epoch_end(trainer):
 
 model.add_callback("on_train_epoch_end", at_epoch_end)
 model.add_callback("on_train_start", lambda trainer: setattr(options, "ema", type(trainer.ema).__module__))
+model.add_callback("on_train_start", lambda trainer: setattr(options, "stepper", type(trainer.optimizer).__module__))
 augmentation = dict.fromkeys(("mosaic", "fliplr", "hsv_h", "hsv_s", "hsv_v", "translate", "scale"), 0)
 model.train(
     data=options.data,
@@ -38,7 +40,7 @@ model.train(
     epochs=options.epochs,
     batch=8,
     workers=0,
-    optimizer="AdamW",
+    optimizer=options.optimizer,
     lr0=0.002,
     warmup_epochs=1,
     amp=False,
@@ -75,4 +77,15 @@ if options.overfit:
     network.criterion = None
     checkpoint["model"] = network.eval().half()
     torch.save(checkpoint, weights)
-print(json.dumps({"losses": losses, "averages": averages, "weights": weights, "ema": options.ema, "lines": replaced}))
+print(
+    json.dumps(
+        {
+            "losses": losses,
+            "averages": averages,
+            "weights": weights,
+            "ema": options.ema,
+            "stepper": options.stepper,
+            "lines": replaced,
+        }
+    )
+)

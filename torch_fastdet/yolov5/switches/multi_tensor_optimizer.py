@@ -24,7 +24,7 @@ DEFINERS = ("utils.torch_utils", "yolov5.utils.torch_utils")
 
 class MultiTensorOptimizer(Switch):
     name = "multi_tensor_optimizer"
-    help = "SGD, moving average, unscale and clip over all tensors at once, without host syncs"
+    help = "SGD, AdamW, moving average, unscale and clip over all tensors at once, without host syncs"
     modules = ("utils.torch_utils",)
     names = (Name("smart_optimizer", smart_optimizer, DEFINERS), Name("ModelEMA", ModelEMA, DEFINERS))
 
@@ -36,19 +36,16 @@ class MultiTensorOptimizer(Switch):
         return self._smart_optimizer(stock) if name.attribute == "smart_optimizer" else name.drop_in
 
     def _smart_optimizer(self, stock: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
-        """Stock's, with its SGD made ours; for other optimizers the switch says that it cannot apply."""
+        """Stock's, with its SGD or AdamW made ours; for other optimizers the switch says that it cannot apply."""
 
-        def smart_optimizer_for_sgd(
+        def smart_optimizer_of_ours(
             model: nn.Module, name: str = "Adam", lr: float = 0.001, momentum: float = 0.9, decay: float = 1e-5
         ) -> torch.optim.Optimizer:
-            if name != "SGD":
-                self.cannot_apply(f"the optimizer is {name}, and only SGD has a fused step; leave --optimizer at SGD.")
-            optimizer = stock(model, name, lr, momentum, decay)
-            if type(optimizer) is not torch.optim.SGD:
-                return optimizer
+            if name not in ("SGD", "AdamW"):
+                self.cannot_apply(f"the optimizer is {name}, and only SGD and AdamW have a fused step.")
             # Groups, their order and the log line are stock's; the step is ours.
-            return optim.SGD([dict(group) for group in optimizer.param_groups], **optimizer.defaults)
+            return optim.ours(stock(model, name, lr, momentum, decay))
 
-        smart_optimizer_for_sgd.__module__ = smart_optimizer.__module__
-        smart_optimizer_for_sgd.__qualname__ = smart_optimizer.__qualname__
-        return smart_optimizer_for_sgd
+        smart_optimizer_of_ours.__module__ = smart_optimizer.__module__
+        smart_optimizer_of_ours.__qualname__ = smart_optimizer.__qualname__
+        return smart_optimizer_of_ours
