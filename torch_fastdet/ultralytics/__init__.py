@@ -39,7 +39,8 @@ def patch(**switches: bool) -> tuple[str, ...]:
 
     Args:
         **switches: ``nms_optim=True`` (non-maximum suppression), ``bbox_iou_optim=True`` (IoU in the losses and in target
-            assignment), ``multi_tensor_optimizer=True`` (the moving average of the model); ``fastdet=True``, which is also
+            assignment), ``multi_tensor_optimizer=True`` (the moving average of the model), ``cuda_graph=True`` (forward and backward of a
+            training as CUDA graphs), ``channels_last=True`` (NHWC memory, where the trainer does not do that itself); ``fastdet=True``, which is also
             what ``patch()`` without any keyword means, switches on everything that applies here. A switch set to False stays
             off.
 

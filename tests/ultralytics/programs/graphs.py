@@ -1,0 +1,143 @@
+"""The real trainer, stock and with ``cuda_graph``; prints both. On the CPU graphs are those of tests/graphs/fake_gpu.py."""
+
+import argparse
+import contextlib
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from ultralytics import YOLO
+
+from tests.graphs import fake_gpu
+from torch_fastdet.patching import switch
+from torch_fastdet.ultralytics import SwitchError, patch, unpatch
+from torch_fastdet.ultralytics.training_switch import TrainingSwitch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("data")
+parser.add_argument("project")
+parser.add_argument("cases", nargs="+")
+parser.add_argument("--device", default="cpu")
+options = parser.parse_args()
+COMMON = {
+    "data": options.data,
+    "imgsz": 64,
+    "epochs": 2,
+    "batch": 6,  # of 16 pictures: the last batch of an epoch is smaller
+    "nbs": 12,
+    "workers": 0,
+    "optimizer": "SGD",
+    "warmup_epochs": 1,
+    "amp": False,
+    "device": options.device,
+    "seed": 0,
+    "val": False,
+    "plots": False,
+    "verbose": False,
+}
+
+
+def freeze_later(model):
+    def at_batch_end(trainer):
+        trainer.batches = getattr(trainer, "batches", 0) + 1
+        if trainer.batches == 3:
+            for parameter in trainer.model.model[0].parameters():
+                parameter.requires_grad = False
+        if trainer.batches == 5:
+            for parameter in trainer.model.model[0].parameters():
+                parameter.requires_grad = True
+
+    model.add_callback("on_train_batch_end", at_batch_end)
+
+
+def out_of_memory(model):
+    """Once, in the second batch, which is when the first shape is captured."""
+
+    def at_batch_start(trainer):
+        trainer.starts = getattr(trainer, "starts", 0) + 1
+        if trainer.starts == 2:
+            layer = trainer.model.model[0]
+            plain = layer.forward
+
+            def forward(x):
+                del layer.forward
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+
+            assert plain is not None
+            layer.forward = forward
+
+    model.add_callback("on_train_batch_start", at_batch_start)
+
+
+CASES = {
+    "plain": ({}, None),
+    "val_and_save": ({"val": True, "save_period": 1, "mosaic": 1.0, "close_mosaic": 1}, None),
+    "multi_scale": ({"multi_scale": 0.5, "epochs": 3}, None),
+    "freeze": ({"freeze": [0, 1]}, None),
+    "freeze_later": ({"epochs": 3}, freeze_later),
+    "out_of_memory": ({}, out_of_memory),
+    "yolo26n": ({"model": "yolo26n.yaml"}, None),
+}
+
+
+def train(case, kind):
+    overrides, prepare = CASES[case]
+    arguments = {**COMMON, **overrides}
+    model = YOLO(arguments.pop("model", "yolov8n.yaml"), task="detect")
+    losses = []
+    model.add_callback("on_train_batch_end", lambda trainer: losses.append(trainer.loss.item()))
+    if prepare is not None:
+        prepare(model)
+    model.train(project=options.project, name=f"{case}-{kind}", **arguments)
+    trainer = model.trainer
+    folder = Path(trainer.save_dir) / "weights"
+    return {
+        "losses": losses,
+        "state": {name: float(v.double().abs().sum()) for name, v in trainer.model.state_dict().items()},
+        "ema": {name: float(v.double().abs().sum()) for name, v in trainer.ema.ema.state_dict().items()},
+        "files": {file.name: b"torch_fastdet" in file.read_bytes() for file in sorted(folder.iterdir())},
+        "batch": trainer.batch_size,
+    }
+
+
+def patched(case):
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if options.device == "cpu":
+            fake_gpu.install(monkeypatch)
+            monkeypatch.setattr(switch, "missing_gpu", lambda: None)
+            monkeypatch.setattr(TrainingSwitch, "objection", lambda self, trainer: None)
+        with contextlib.redirect_stdout(said):
+            patch(cuda_graph=True, channels_last=True)
+        try:
+            with contextlib.redirect_stdout(said):
+                result = train(case, "graphed")
+        finally:
+            unpatch()
+    # The trainer's progress bar may stand before ours in a line.
+    lines = [line.partition("torch_fastdet: ") for line in said.getvalue().splitlines()]
+    return {**result, "said": [ours for _, found, ours in lines if found]}
+
+
+def refused(**arguments):
+    """What asking for cuda_graph by name raises on the real device."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(switch, "missing_gpu", lambda: None)
+        patch(cuda_graph=True)
+        try:
+            YOLO("yolov8n.yaml").train(project=options.project, **{**COMMON, **arguments})
+        except SwitchError as error:
+            return str(error)
+        finally:
+            unpatch()
+
+
+result = {}
+for case in options.cases:
+    if case == "refused":
+        result[case] = {"cpu": refused(), "compile": refused(compile=True)}
+    else:
+        result[case] = {"stock": train(case, "stock"), "graphed": patched(case)}
+print(json.dumps(result))

@@ -1,0 +1,77 @@
+"""cuda_graph and channels_last under the real trainer: a graphed training is stock's, and nothing of ours is saved."""
+
+import re
+
+import pytest
+
+CASES = ("plain", "val_and_save", "multi_scale", "freeze", "freeze_later", "out_of_memory", "yolo26n")
+CAPTURED = r"cuda_graph: captured forward and backward of DetectionModel for input \((\d+), 3, (\d+), (\d+)\)"
+
+
+@pytest.fixture(scope="module")
+def trainings(program, digits, tmp_path_factory):
+    return program("graphs.py", digits, tmp_path_factory.mktemp("graphs"), "plain", "refused")
+
+
+@pytest.fixture(scope="module")
+def more_trainings(program, digits, tmp_path_factory):
+    return program("graphs.py", digits, tmp_path_factory.mktemp("graphs"), *CASES[1:])
+
+
+def captured(training):
+    return [tuple(map(int, found.groups())) for line in training["said"] if (found := re.match(CAPTURED, line))]
+
+
+def check(stock, graphed, once=True):
+    """Operators that are recorded and run again are the same operators: the same bits."""
+    assert graphed["losses"] == stock["losses"] and len(stock["losses"]) >= 5
+    assert graphed["state"] == stock["state"]
+    assert graphed["ema"] == stock["ema"]
+    assert graphed["files"] == stock["files"] and not any(graphed["files"].values()), "a checkpoint names torch_fastdet"
+    assert graphed["batch"] == stock["batch"]
+    shapes = captured(graphed)
+    assert shapes and (not once or len(set(shapes)) == len(shapes)), "a shape was captured twice"
+
+
+def test_two_epochs_are_stocks(trainings):
+    stock, graphed = trainings["plain"]["stock"], trainings["plain"]["graphed"]
+    check(stock, graphed)
+    assert captured(graphed) == [(6, 64, 64), (4, 64, 64)], "the smaller last batch has graphs of its own"
+    assert (
+        graphed["said"][0].startswith("channels_last: ultralytics 8.")
+        and "trains on NHWC memory itself" in graphed["said"][0]
+    )
+    assert graphed["said"][1].startswith("cuda_graph: ultralytics.nn.tasks.DetectionModel.predict -> ")
+
+
+def test_what_cannot_be_graphed_is_refused_in_a_line(trainings):
+    assert trainings["refused"] == {
+        "cpu": "cuda_graph cannot apply: the model trains on cpu, not on a GPU.",
+        "compile": "cuda_graph cannot apply: compile=True is given too, which makes graphs of its own; leave one of the two out.",
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES[1:])
+def test_options_of_the_trainer(more_trainings, case):
+    stock, graphed = more_trainings[case]["stock"], more_trainings[case]["graphed"]
+    check(stock, graphed, once=case != "freeze_later")  # which changes what is trained, and so what a graph does
+    if case == "multi_scale":
+        assert len({shape[1] for shape in captured(graphed)}) > 1
+    if case == "out_of_memory":
+        assert stock["batch"] == 3 and captured(graphed)[0][0] == 3, (
+            "the trainer went on with half of the batch, in graphs"
+        )
+    if case == "val_and_save":
+        assert "epoch0.pt" in graphed["files"]
+
+
+def test_two_epochs_on_a_gpu(cuda, program, digits, tmp_path):
+    """Other kernels may run in a graph of float32 NHWC memory: TF32's tolerance."""
+    ran = program("graphs.py", digits, tmp_path, "plain", "freeze_later", "--device", 0)
+    for case in ("plain", "freeze_later"):
+        stock, graphed = ran[case]["stock"], ran[case]["graphed"]
+        assert graphed["losses"] == pytest.approx(stock["losses"], rel=2e-2)
+        assert not any(graphed["files"].values())
+        shapes = captured(graphed)
+        assert len(set(shapes)) == 2

@@ -1,0 +1,72 @@
+"""``cuda_graph``: forward and backward of a model in training are replayed as CUDA graphs, one for each shape of images.
+
+The trainer computes predictions and loss in one call, ``model(batch)``. Replaced is ``DetectionModel.predict``, which that call
+comes to; the loss stays outside of the graphs, whichever it is. Graphs live beside the model, not in it: copies of it, such as
+the moving average, are plain, and checkpoints hold nothing of ours.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_fastdet._say import say
+from torch_fastdet.graphs import CaptureError, ModuleGraphs, _capture
+from torch_fastdet.ultralytics.training_switch import TrainingSwitch
+
+
+class CudaGraph(TrainingSwitch):
+    name = "cuda_graph"
+    help = "train with forward and backward as CUDA graphs, one for each image size; needs a GPU"
+
+    def objection(self, trainer: Any) -> str | None:
+        if trainer.args.compile:
+            return (
+                f"compile={trainer.args.compile} is given too, which makes graphs of its own; leave one of the two out."
+            )
+        if trainer.world_size > 1:
+            return "training on several GPUs (DistributedDataParallel) is not supported yet."
+        return super().objection(trainer)
+
+    def patch_model(self, model_class: Any) -> None:
+        stock = model_class.predict
+        if not self.takes("DetectionModel.predict", stock, ("self", "x", "profile", "augment", "embed")):
+            return
+        graphs: weakref.WeakKeyDictionary[nn.Module, ModuleGraphs] = weakref.WeakKeyDictionary()
+
+        def predict(model: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or args or kwargs or not _trains(model, x):
+                return stock(model, x, *args, **kwargs)
+            if model not in graphs:
+                graphs[model] = graphs_of(model)
+            try:
+                return graphs[model](x)
+            except CaptureError as error:
+                if isinstance(error.__cause__, torch.OutOfMemoryError):
+                    del graphs[model]  # the trainer goes on with a smaller batch, and so do new graphs
+                    raise error.__cause__ from None
+                graphs[model].required = False
+                self.cannot_apply(f"{error}.")
+                return stock(model, x)
+
+        def graphs_of(model: nn.Module) -> ModuleGraphs:
+            alive: Any = weakref.ref(model)  # the values of a WeakKeyDictionary must not hold its keys
+            return ModuleGraphs(
+                model,
+                forward=lambda x: stock(alive(), x),
+                required=True,
+                say=lambda line: say(f"cuda_graph: {line}"),
+            )
+
+        predict.__qualname__ = "cuda_graph.predict"
+        self.replace(model_class, "predict", predict)
+
+
+def _trains(model: nn.Module, x: Any) -> bool:
+    """Whether this is a forward pass of the trainer, and not a dry run or a measurement of the batch size."""
+    if not (model.training and torch.is_grad_enabled() and getattr(model, "criterion", None) is not None):
+        return False
+    return isinstance(x, torch.Tensor) and not x.requires_grad and _capture.on_gpu(x)
