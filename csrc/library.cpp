@@ -64,6 +64,21 @@ TORCH_LIBRARY(torch_fastdet, m) {
       "Tensor match_cell, Tensor match_values, Tensor object_gradient, *, float cls_pw=1.0, "
       "float label_smoothing=0.0, float fl_gamma=0.0) -> Tensor[]");
 
+  // Pictures as OpenCV makes them, whole batches of them: packed uint8 HWC in 1-D storages, plans as tables of numbers
+  // (columns in core/image/image.h).
+  m.def(
+      "image_augment(Tensor[] storages, Tensor placements, Tensor layers, Tensor matrices, Tensor pictures, "
+      "Tensor? blend, Tensor? tables, Tensor? masks, SymInt[2] size, *, int channels=3, ScalarType? dtype=None, "
+      "bool channels_last=False, str warp='fixed', int hsv_lanes=32) -> Tensor");
+  m.def(
+      "image_augment_(Tensor(a!) out, Tensor[] storages, Tensor placements, Tensor layers, Tensor matrices, "
+      "Tensor pictures, Tensor? blend, Tensor? tables, Tensor? masks, *, str warp='fixed', int hsv_lanes=32) -> ()");
+  m.def(
+      "image_letterbox(Tensor[] storages, Tensor plan, SymInt[2] size, *, int channels=3, ScalarType? dtype=None, "
+      "bool channels_last=False, bool bgr=False) -> Tensor");
+  m.def("image_letterbox_(Tensor(a!) out, Tensor[] storages, Tensor plan, *, bool bgr=False) -> ()");
+  m.def("image_resize_(Tensor(a!) out, Tensor[] storages, Tensor plan, *, int channels=3) -> ()");
+
   // Lists of tensors, in place, one launch (clip: two). Factors by value or, with .tensor, read from device memory;
   // .tensor is first, because a tensor also fits `float`, by a copy to the host.
   m.def("multi_tensor_ema_.tensor(Tensor(a!)[] averages, Tensor[] values, Tensor decay) -> ()");

@@ -10,7 +10,7 @@ import pytest
 from torch_fastdet import ops
 
 REFERENCE = (Path(__file__).resolve().parents[1] / "docs/operators.md").read_text()
-PLAIN = {"letterbox", "yolov5_loss_fault"}  # Python on the host: no tensors
+PLAIN = {"letterbox", "opencv_rules", "yolov5_loss_fault"}  # Python on the host: no tensors
 
 
 def text_of(name: str, seen: set[str] | None = None) -> str:
@@ -52,7 +52,7 @@ def test_says_shapes_types_layout_errors_and_source(name):
         return
     for what, words in {
         "shapes": r"\([a-z0-9N*+ ]+,|any sizes|any shapes|one shape",
-        "dtypes": "float16, bfloat16, float32 (or|and) float64",
+        "dtypes": "float16, bfloat16, float32 (or|and) float64|uint8",
         "layout": "strides|contiguous|in place",
     }.items():
         assert re.search(words, text), what

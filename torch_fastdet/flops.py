@@ -131,6 +131,11 @@ def _moves_alone(*args, out_shape=None, **kwargs) -> int:
     return 0
 
 
+def _says_no_shape(*args, out_shape=None, **kwargs) -> int:
+    """Pictures: whether a pixel is warped, mixed or recoloured is written in the tables, and no shape says it."""
+    return 0
+
+
 def _upsample_backward(grad_output, *, out_shape=None) -> int:
     return upsample_backward(math.prod(grad_output) // 4)
 
@@ -222,6 +227,11 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "confusion_matrix_": _confusion,
     "yolov5_loss": _yolov5_loss,
     "yolov5_loss_backward": _yolov5_loss_backward,
+    "image_augment": _says_no_shape,
+    "image_augment_": _says_no_shape,
+    "image_letterbox": _says_no_shape,
+    "image_letterbox_": _says_no_shape,
+    "image_resize_": _says_no_shape,
     "multi_tensor_ema_": _ema,
     "multi_tensor_sgd_": _sgd,
     "multi_tensor_unscale_": _unscale,

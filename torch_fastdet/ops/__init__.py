@@ -1,6 +1,14 @@
 """Typed wrappers over ``torch.ops.torch_fastdet``: one for each operator, usable in TorchScript and torch.compile."""
 
 from torch_fastdet.ops.bbox_iou import bbox_iou, iou_loss
+from torch_fastdet.ops.image import (
+    image_augment,
+    image_augment_,
+    image_letterbox,
+    image_letterbox_,
+    image_resize_,
+    opencv_rules,
+)
 from torch_fastdet.ops.metrics import confusion_matrix_, match_detections
 from torch_fastdet.ops.multi_tensor import (
     multi_tensor_clip_grad_norm_,
@@ -25,6 +33,11 @@ from torch_fastdet.ops.yolov5_loss import yolov5_loss, yolov5_loss_fault
 __all__ = [
     "bbox_iou",
     "confusion_matrix_",
+    "image_augment",
+    "image_augment_",
+    "image_letterbox",
+    "image_letterbox_",
+    "image_resize_",
     "iou_loss",
     "letterbox",
     "match_detections",
@@ -34,6 +47,7 @@ __all__ = [
     "multi_tensor_sgd_",
     "multi_tensor_unscale_",
     "non_max_suppression_padded",
+    "opencv_rules",
     "scale_boxes",
     "scale_boxes_batched",
     "ultralytics_non_max_suppression_padded",

@@ -1,0 +1,326 @@
+// Augmentation on the CPU, row by row: no canvas is built. A row is one 32-bit word a pixel, b | g << 8 | r << 16
+// (grey: the level alone), from the warp to the output, so that vector code has one lane a pixel.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+#include "core/image/augment_math.h"
+
+namespace torch_fastdet::core {
+
+constexpr uint32_t kBorderWord[] = {kBorder, kBorder | kBorder << 8 | kBorder << 16};
+
+template <int kChannels>
+inline uint32_t pack_pixel(const Pixel<kChannels>& pixel) {
+  uint32_t word = 0;
+  for (int c = 0; c < kChannels; ++c) word |= static_cast<uint32_t>(pixel.v[c]) << (8 * c);
+  return word;
+}
+
+template <int kChannels>
+inline Pixel<kChannels> unpack_pixel(uint32_t word) {
+  Pixel<kChannels> pixel;
+  for (int c = 0; c < kChannels; ++c) pixel.v[c] = static_cast<int>(word >> (8 * c) & 255);
+  return pixel;
+}
+
+// Columns [begin, end) of a row, all of whose squares lie in one patch: fixed point, affine.
+struct WarpSpan {
+  const Patch* patch;
+  const int *column_x, *column_y;
+  int row_x, row_y;
+  int begin, end;
+  uint32_t* out;
+};
+
+template <int kChannels>
+inline void warp_span(const WarpSpan& s) {
+  for (int x = s.begin; x < s.end; ++x) {
+    const int px = affine_coordinate(s.column_x[x], s.row_x), py = affine_coordinate(s.column_y[x], s.row_y);
+    const uint8_t* at = s.patch->at(px >> kWarpBits, py >> kWarpBits, kChannels);
+    const uint8_t* below = at + s.patch->pitch;
+    Pixel<kChannels> pixel;
+    for (int c = 0; c < kChannels; ++c) {
+      pixel.v[c] =
+          blend_fixed(at[c], at[c + kChannels], below[c], below[c + kChannels], px & kWarpFraction, py & kWarpFraction);
+    }
+    s.out[x] = pack_pixel(pixel);
+  }
+}
+
+inline void recolor_span(const ColorTables& tables, uint32_t* row, int begin, int end, bool round) {
+  for (int x = begin; x < end; ++x) row[x] = pack_pixel(recolor(tables, unpack_pixel<3>(row[x]), round));
+}
+
+// Bytes of three channels to words.
+inline void expand(const uint8_t* from, uint32_t* words, int count) {
+  for (int x = 0; x < count; ++x) words[x] = pack_pixel(load_pixel<3>(from + 3 * x));
+}
+
+// The byte of each word that `shift` brings down.
+inline void plane(const uint32_t* row, int width, int shift, uint8_t* to) {
+  for (int x = 0; x < width; ++x) to[x] = static_cast<uint8_t>(row[x] >> shift);
+}
+
+// What an instruction set may replace; AVX2's are in augment_avx2.h.
+struct RowKernels {
+  void (*warp_span3)(const WarpSpan&);
+  void (*recolor)(const ColorTables&, uint32_t* row, int begin, int end, bool round);
+  void (*expand3)(const uint8_t* from, uint32_t* words, int count);
+  void (*plane)(const uint32_t* row, int width, int shift, uint8_t* to);
+};
+
+inline RowKernels plain_row_kernels() {
+  return {warp_span<3>, recolor_span, expand, plane};
+}
+
+template <int kChannels>
+inline void expand_row(const RowKernels& kernels, const uint8_t* from, uint32_t* words, int count) {
+  if (kChannels == 3) {
+    kernels.expand3(from, words, count);
+  } else {
+    for (int x = 0; x < count; ++x) words[x] = from[x];
+  }
+}
+
+// Row y of picture n from words. `value(level)` is the element.
+template <typename T, int kChannels, typename Value>
+inline void store_words(const BatchOut& out, int64_t n, int y, const uint32_t* row, bool keep_bgr, const Value& value) {
+  T* data = static_cast<T*>(out.data);
+  const int64_t step = out.channels_last ? kChannels : 1;
+  for (int c = 0; c < kChannels; ++c) {
+    const int shift = 8 * (keep_bgr ? c : kChannels - 1 - c);
+    T* to = data + batch_index(out, n, c, y, 0);
+    for (int x = 0; x < out.width; ++x) to[x * step] = value(row[x] >> shift & 255);
+  }
+}
+
+// How a batch is written. `levels`: the element for each of the 256 levels; not read for uint8.
+struct RowStore {
+  const BatchOut& out;
+  const void* levels;
+  const RowKernels& kernels;
+
+  template <int kChannels>
+  void store(int64_t n, int y, const uint32_t* row, bool keep_bgr) const {
+    if (out.type == PixelType::kUint8 && out.channels_last) {
+      store_words<uint8_t, kChannels>(out, n, y, row, keep_bgr,
+                                      [](uint32_t level) { return static_cast<uint8_t>(level); });
+    } else if (out.type == PixelType::kUint8) {
+      for (int c = 0; c < kChannels; ++c) {
+        kernels.plane(row, out.width, 8 * (keep_bgr ? c : kChannels - 1 - c),
+                      static_cast<uint8_t*>(out.data) + batch_index(out, n, c, y, 0));
+      }
+    } else if (out.type == PixelType::kFloat16) {
+      store_levels<uint16_t, kChannels>(n, y, row, keep_bgr);
+    } else {
+      store_levels<float, kChannels>(n, y, row, keep_bgr);
+    }
+  }
+
+ private:
+  template <typename T, int kChannels>
+  void store_levels(int64_t n, int y, const uint32_t* row, bool keep_bgr) const {
+    const T* table = static_cast<const T*>(levels);
+    store_words<T, kChannels>(out, n, y, row, keep_bgr, [table](uint32_t level) { return table[level]; });
+  }
+};
+
+// One picture of the batch: its tables read, and what its columns have in common.
+template <int kChannels>
+class AugmentPicture {
+ public:
+  AugmentPicture(const AugmentParams& params, int64_t n, const RowStore& store)
+      : p_(params), n_(n), store_(store), kernels_(store.kernels), row_(words()), second_row_(words()) {
+    const int64_t* picture = p_.pictures + n * kPictureColumns;
+    flags_ = static_cast<int>(picture[2]);
+    mixed_ = picture[1] >= 0 && p_.blend;
+    recolored_ = kChannels == 3 && p_.tables && picture[3] >= 0 && picture[3] < p_.table_rows;
+    for (int which = 0; which < (mixed_ ? 2 : 1); ++which) read_layer(picture[which], which);
+    if (recolored_) {
+      for (int i = 0; i < 256; ++i) fill_color_tables(colors_, p_.tables + picture[3] * 768, i);
+    }
+  }
+
+  // Writes rows [begin, end) of the picture before it is flipped.
+  void run(int begin, int end) {
+    const int width = p_.out.width;
+    for (int y = begin; y < end; ++y) {
+      uint32_t* row = row_.data();
+      sample_row(0, y, row);
+      if (mixed_) {
+        sample_row(1, y, second_row_.data());
+        mix_rows(row);
+      }
+      if (recolored_) {
+        const int truncated = p_.hsv_lanes > 0 ? width / p_.hsv_lanes * p_.hsv_lanes : 0;
+        kernels_.recolor(colors_, row, 0, truncated, false);
+        kernels_.recolor(colors_, row, truncated, width, true);
+      }
+      if (flags_ & kFlipLeftRight) std::reverse(row, row + width);
+      const int out_y = flags_ & kFlipUpDown ? p_.out.height - 1 - y : y;
+      store_.template store<kChannels>(n_, out_y, row, flags_ & kKeepBgr);
+    }
+  }
+
+ private:
+  // Vector code writes whole vectors.
+  size_t words() const { return static_cast<size_t>(p_.out.width) + 16; }
+
+  void read_layer(int64_t index, int which) {
+    Layer& layer = layer_[which];
+    read_layer_head(p_, index, layer);
+    for (int i = 0; i < layer.count; ++i) layer.patch[i] = read_layer_patch(p_, index, layer, i);
+    if (layer.warp == WarpKind::kNone) return;
+    layer.map = read_layer_map(p_, index, layer);
+    if (layer.warp != WarpKind::kAffine || p_.arithmetic != WarpArithmetic::kFixed) return;
+    for (int i = 0; i < layer.count; ++i) {
+      add_edges(edges_x_[which], layer.patch[i].x0, layer.patch[i].x1);
+      add_edges(edges_y_[which], layer.patch[i].y0, layer.patch[i].y1);
+    }
+    column_x_[which].resize(words());
+    column_y_[which].resize(words());
+    for (int x = 0; x < p_.out.width; ++x) {
+      column_x_[which][x] = affine_column(layer.map.m[0], x);
+      column_y_[which][x] = affine_column(layer.map.m[3], x);
+    }
+  }
+
+  void sample_row(int which, int y, uint32_t* row) {
+    const Layer& layer = layer_[which];
+    const int width = p_.out.width;
+    if (layer.warp == WarpKind::kNone) {
+      copy_row(layer, y, row);
+    } else if (p_.arithmetic == WarpArithmetic::kFloat) {
+      for (int x = 0; x < width; ++x) {
+        row[x] = pack_pixel(sample_float<kChannels>(layer, float_point(layer.map, layer.warp, x, y)));
+      }
+    } else if (layer.warp == WarpKind::kPerspective) {
+      const int block = perspective_block(width, p_.out.height);
+      for (int x = 0; x < width; ++x) {
+        row[x] = pack_pixel(sample_fixed<kChannels>(layer, perspective_point(layer.map, x, y, block)));
+      }
+    } else {
+      affine_row_spans(layer, which, y, row);
+    }
+  }
+
+  void copy_row(const Layer& layer, int y, uint32_t* row) {
+    const int width = p_.out.width;
+    if (layer.mask) {
+      for (int x = 0; x < width; ++x) row[x] = pack_pixel(load_pixel<kChannels>(canvas_pixel(layer, x, y, kChannels)));
+      return;
+    }
+    std::fill(row, row + width, kBorderWord[kChannels == 3]);
+    for (int i = 0; i < layer.count; ++i) {
+      const Patch& patch = layer.patch[i];
+      if (y < patch.y0 || y >= patch.y1) continue;
+      const uint8_t* at = patch.at(patch.x0, y, kChannels);
+      const int end = std::min(patch.x1, width);
+      if (patch.x0 < end) expand_row<kChannels>(kernels_, at, row + patch.x0, end - patch.x0);
+    }
+  }
+
+  // Where a square enters or leaves a patch.
+  static void add_edges(std::vector<int>& edges, int begin, int end) {
+    for (const int edge : {begin - 1, begin, end - 1, end}) {
+      if (std::find(edges.begin(), edges.end(), edge) == edges.end()) edges.push_back(edge);
+    }
+  }
+
+  // Along a row each coordinate rises or falls throughout, so that it crosses an edge at most once. Between crossings
+  // all squares lie alike: in one patch, in none, or across an edge.
+  void affine_row_spans(const Layer& layer, int which, int y, uint32_t* row) {
+    WarpSpan span{nullptr,
+                  column_x_[which].data(),
+                  column_y_[which].data(),
+                  affine_row(layer.map.m[1], layer.map.m[2], y),
+                  affine_row(layer.map.m[4], layer.map.m[5], y),
+                  0,
+                  0,
+                  row};
+    std::vector<int>& cuts = cuts_;
+    cuts.assign({0, p_.out.width});
+    if (!layer.mask) {
+      add_crossings(span.column_x, span.row_x, edges_x_[which], cuts);
+      add_crossings(span.column_y, span.row_y, edges_y_[which], cuts);
+      std::sort(cuts.begin(), cuts.end());
+    }
+    for (size_t i = 0; i + 1 < cuts.size(); ++i) {
+      if (cuts[i] < cuts[i + 1]) fill_span(layer, span, cuts[i], cuts[i + 1]);
+    }
+  }
+
+  void add_crossings(const int* columns, int row, const std::vector<int>& edges, std::vector<int>& cuts) const {
+    const int last = p_.out.width - 1;
+    const int first_pixel = affine_coordinate(columns[0], row) >> kWarpBits;
+    const int last_pixel = affine_coordinate(columns[last], row) >> kWarpBits;
+    if (first_pixel == last_pixel) return;
+    for (const int edge : edges) {
+      if ((first_pixel < edge) != (last_pixel < edge)) cuts.push_back(crossing(columns, row, edge));
+    }
+  }
+
+  // The first column whose pixel lies on the other side of `edge` than column 0's; the last column's does.
+  int crossing(const int* columns, int row, int edge) const {
+    const auto below = [&](int x) { return affine_coordinate(columns[x], row) >> kWarpBits < edge; };
+    const bool first = below(0);
+    int low = 0, high = p_.out.width - 1;
+    while (high - low > 1) {
+      const int middle = low + (high - low) / 2;
+      (below(middle) == first ? low : high) = middle;
+    }
+    return high;
+  }
+
+  void fill_span(const Layer& layer, WarpSpan span, int begin, int end) {
+    const auto point = [&](int x) {
+      return WarpPoint{affine_coordinate(span.column_x[x], span.row_x),
+                       affine_coordinate(span.column_y[x], span.row_y)};
+    };
+    const WarpPoint first = point(begin);
+    const int i = patch_of_square(layer, first.x >> kWarpBits, first.y >> kWarpBits);
+    if (i == -1) {
+      std::fill(span.out + begin, span.out + end, kBorderWord[kChannels == 3]);
+    } else if (i == -2) {
+      for (int x = begin; x < end; ++x) span.out[x] = pack_pixel(sample_fixed<kChannels>(layer, point(x)));
+    } else {
+      span.patch = &layer.patch[i];
+      span.begin = begin;
+      span.end = end;
+      const int lowest = std::max(first.y, point(end - 1).y) >> kWarpBits;
+      if (kChannels == 3 && !(span.patch->tight && lowest + 2 >= span.patch->y1)) {
+        kernels_.warp_span3(span);
+      } else {
+        warp_span<kChannels>(span);
+      }
+    }
+  }
+
+  void mix_rows(uint32_t* row) {
+    const double r = p_.blend[n_], rest = 1. - r;
+    for (int x = 0; x < p_.out.width; ++x) {
+      const Pixel<kChannels> a = unpack_pixel<kChannels>(row[x]), b = unpack_pixel<kChannels>(second_row_[x]);
+      Pixel<kChannels> pixel;
+      for (int c = 0; c < kChannels; ++c) pixel.v[c] = mix(a.v[c], b.v[c], r, rest);
+      row[x] = pack_pixel(pixel);
+    }
+  }
+
+  const AugmentParams& p_;
+  const int64_t n_;
+  const RowStore& store_;
+  const RowKernels& kernels_;
+  int flags_;
+  bool mixed_, recolored_;
+  Layer layer_[2];
+  ColorTables colors_;
+  std::vector<int> column_x_[2], column_y_[2], edges_x_[2], edges_y_[2], cuts_;
+  std::vector<uint32_t> row_, second_row_;
+};
+
+}  // namespace torch_fastdet::core

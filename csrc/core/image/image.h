@@ -1,0 +1,86 @@
+// Batches of pictures: the parameters of resize, letterbox and the fused augmentation, and their launchers. The
+// arithmetic is in resize_math.h, warp_math.h and color_math.h, how tables are read in image_tables.h.
+#pragma once
+
+#include <cstdint>
+
+#include "core/image/warp_math.h"
+
+#ifdef TORCH_FASTDET_WITH_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
+namespace torch_fastdet::core {
+
+constexpr int kMaxStorages = 8;
+constexpr int kMaxPlacements = 16;  // of a layer
+constexpr int kMaxCanvas = 32767;   // pixels a side
+constexpr int kBorder = 114;        // grey of what no picture covers
+
+// Columns of the tables, all int64.
+constexpr int kPlacementColumns = 10;  // storage, offset, src_h, src_w, src_x, src_y, x, y, w, h
+constexpr int kLayerColumns = 6;       // first placement, placements, canvas_h, canvas_w, warp, mask offset or -1
+constexpr int kPictureColumns = 4;     // layer, second layer or -1, flags, row of the tables or -1
+constexpr int kResizeColumns = 8;      // storage, offset, src_h, src_w, out_offset, out_h, out_w, interpolation
+constexpr int kLetterboxColumns = 10;  // storage, offset, src_h, src_w, pitch, new_h, new_w, top, left, interpolation
+
+enum PictureFlag : int { kFlipLeftRight = 1, kFlipUpDown = 2, kKeepBgr = 4 };
+
+// Packed pictures: uint8, HWC, at byte offsets.
+struct Storages {
+  const uint8_t* data[kMaxStorages];
+  int64_t size[kMaxStorages];
+  int count;
+};
+
+enum class PixelType : int32_t { kUint8, kFloat16, kFloat32 };
+
+// A batch (B, C, H, W). A value of a floating type is x / 255, or x * (1 / 255) in float32 with `reciprocal`: what
+// PyTorch's division gives on the CPU and on the GPU.
+struct BatchOut {
+  void* data;
+  PixelType type;
+  bool channels_last;
+  bool reciprocal;
+  int64_t batch;
+  int channels, height, width;
+};
+
+struct AugmentParams {
+  Storages storages;
+  const int64_t* placements;
+  const int64_t* layers;
+  const double* matrices;   // 9 a layer: forward, row-major
+  const int64_t* pictures;  // one row for each picture of the batch
+  const double* blend;      // one a picture, or null
+  const uint8_t* tables;    // 3 x 256 a row, or null
+  const uint8_t* masks;     // or null
+  int64_t placement_rows, layer_rows, table_rows, mask_bytes;
+  WarpArithmetic arithmetic;
+  int hsv_lanes;  // pixels that OpenCV's vector code converts at once
+  BatchOut out;
+};
+
+struct ResizeParams {
+  Storages storages;
+  const int64_t* plan;
+  int64_t pictures;
+  int channels;
+  uint8_t* out;
+  int64_t out_bytes;
+};
+
+struct LetterboxParams {
+  Storages storages;
+  const int64_t* plan;  // one row for each picture of the batch
+  bool keep_bgr;
+  BatchOut out;
+};
+
+#ifdef TORCH_FASTDET_WITH_CUDA
+cudaError_t launch_image_augment(const AugmentParams& params, cudaStream_t stream);
+cudaError_t launch_image_resize(const ResizeParams& params, cudaStream_t stream);
+cudaError_t launch_image_letterbox(const LetterboxParams& params, cudaStream_t stream);
+#endif
+
+}  // namespace torch_fastdet::core

@@ -1,0 +1,94 @@
+// The rows of the image operators' tables, looked at one by one: the CPU's side, where that costs no host sync. What
+// fails here is read as nothing by the GPU.
+#pragma once
+
+#include <c10/util/Exception.h>
+
+#include "core/image/image_tables.h"
+
+namespace torch_fastdet {
+
+inline void check_picture(const core::Storages& storages, const int64_t* row, int64_t pitch, int64_t row_bytes,
+                          const char* op, const char* table, int64_t index) {
+  TORCH_CHECK(row[0] >= 0 && row[0] < storages.count, op, ": ", table, "[", index, "] names storage ", row[0],
+              ", but storages has ", storages.count);
+  TORCH_CHECK(core::picture_bytes(storages, row[0], row[1], row[2], row_bytes, pitch), op, ": ", table, "[", index,
+              "] is a picture of ", row[2], " rows of ", row_bytes, " bytes, ", pitch, " apart, at offset ", row[1],
+              ", which does not lie within the ", storages.size[row[0]], " bytes of storages[", row[0], "]");
+}
+
+inline void check_target(int64_t height, int64_t width, const char* op, int64_t index) {
+  TORCH_CHECK(core::is_side(height) && core::is_side(width), op, ": plan[", index, "] asks for ", height, " x ", width,
+              " pixels, but sides from 1 to ", core::kMaxSide, " are wanted");
+}
+
+inline void check_interpolation(int64_t interpolation, const char* op, int64_t index) {
+  TORCH_CHECK(interpolation == 0 || interpolation == 1, op, ": plan[", index, "] has interpolation ", interpolation,
+              ", but 0 (linear) or 1 (area) is wanted");
+}
+
+inline void check_layer(const core::AugmentParams& p, int64_t index, const char* op) {
+  const int64_t* row = p.layers + index * core::kLayerColumns;
+  TORCH_CHECK(row[1] >= 0 && row[1] <= core::kMaxPlacements && row[0] >= 0 && row[0] <= p.placement_rows - row[1], op,
+              ": layers[", index, "] has ", row[1], " placements from ", row[0], " on, but at most ",
+              core::kMaxPlacements, " of ", p.placement_rows, " are wanted");
+  TORCH_CHECK(row[2] >= 0 && row[3] >= 0 && row[2] <= core::kMaxCanvas && row[3] <= core::kMaxCanvas, op, ": layers[",
+              index, "] has a canvas of ", row[2], " x ", row[3], " pixels, but sides up to ", core::kMaxCanvas,
+              " are wanted");
+  TORCH_CHECK(row[4] >= 0 && row[4] <= 2, op, ": layers[", index, "] has warp ", row[4],
+              ", but 0 (none), 1 (affine) or 2 (perspective) is wanted");
+  TORCH_CHECK(row[5] == -1 || (row[5] >= 0 && row[5] <= p.mask_bytes && row[2] * row[3] <= p.mask_bytes - row[5]), op,
+              ": layers[", index, "] has a mask of ", row[2] * row[3], " bytes at ", row[5], ", but masks has ",
+              p.mask_bytes);
+}
+
+inline void check_rows(const core::AugmentParams& p, const char* op) {
+  for (int64_t i = 0; i < p.placement_rows; ++i) {
+    const int64_t* row = p.placements + i * core::kPlacementColumns;
+    const bool wide = row[3] > 0 && row[3] <= core::kMaxSide;
+    check_picture(p.storages, row, wide ? row[3] * p.out.channels : 0, wide ? row[3] * p.out.channels : 0, op,
+                  "placements", i);
+    for (int column = 4; column < core::kPlacementColumns; ++column) {
+      TORCH_CHECK(row[column] >= -core::kMaxSide && row[column] <= core::kMaxSide, op, ": placements[", i, "][", column,
+                  "] is ", row[column], ", but at most ", core::kMaxSide, " either way is wanted");
+    }
+  }
+  for (int64_t i = 0; i < p.layer_rows; ++i) check_layer(p, i, op);
+  for (int64_t i = 0; i < p.out.batch; ++i) {
+    const int64_t* row = p.pictures + i * core::kPictureColumns;
+    TORCH_CHECK(row[0] >= 0 && row[0] < p.layer_rows, op, ": pictures[", i, "] names layer ", row[0],
+                ", but layers has ", p.layer_rows, " rows");
+    TORCH_CHECK(row[1] >= -1 && row[1] < p.layer_rows, op, ": pictures[", i, "] names second layer ", row[1],
+                ", but layers has ", p.layer_rows, " rows");
+    TORCH_CHECK(row[1] < 0 || p.blend, op, ": pictures[", i, "] has a second layer, but there is no blend");
+    TORCH_CHECK(row[3] >= -1 && row[3] < p.table_rows, op, ": pictures[", i, "] names row ", row[3],
+                " of tables, but there are ", p.table_rows);
+  }
+}
+
+inline void check_rows(const core::LetterboxParams& p, const char* op) {
+  for (int64_t i = 0; i < p.out.batch; ++i) {
+    const int64_t* row = p.plan + i * core::kLetterboxColumns;
+    const bool wide = row[3] > 0 && row[3] <= core::kMaxSide;
+    check_picture(p.storages, row, row[4], wide ? row[3] * p.out.channels : 0, op, "plan", i);
+    check_target(row[5], row[6], op, i);
+    check_interpolation(row[9], op, i);
+    TORCH_CHECK(std::abs(row[7]) <= core::kMaxSide && std::abs(row[8]) <= core::kMaxSide, op, ": plan[", i,
+                "] has top ", row[7], " and left ", row[8], ", but at most ", core::kMaxSide, " either way is wanted");
+  }
+}
+
+inline void check_rows(const core::ResizeParams& p, const char* op) {
+  for (int64_t i = 0; i < p.pictures; ++i) {
+    const int64_t* row = p.plan + i * core::kResizeColumns;
+    const bool wide = row[3] > 0 && row[3] <= core::kMaxSide;
+    check_picture(p.storages, row, wide ? row[3] * p.channels : 0, wide ? row[3] * p.channels : 0, op, "plan", i);
+    check_target(row[5], row[6], op, i);
+    check_interpolation(row[7], op, i);
+    TORCH_CHECK(row[4] >= 0 && row[4] <= p.out_bytes && row[5] <= (p.out_bytes - row[4]) / (row[6] * p.channels), op,
+                ": plan[", i, "] writes ", row[5] * row[6] * p.channels, " bytes at ", row[4], ", but out has ",
+                p.out_bytes);
+  }
+}
+
+}  // namespace torch_fastdet

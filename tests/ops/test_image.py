@@ -1,0 +1,542 @@
+"""The image operators against plain calls of OpenCV, to the bit."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.references import image as reference
+from torch_fastdet import ops
+
+cv2 = pytest.importorskip("cv2")
+
+WARP, LANES = ops.opencv_rules()
+RULES = {"warp": WARP, "hsv_lanes": LANES}
+
+
+def tensors(arrays, device):
+    """Arrays (None stays) on the device, at least 8-byte aligned."""
+    return [None if a is None else torch.from_numpy(np.ascontiguousarray(a)).to(device) for a in arrays]
+
+
+def assert_pixels(ours, theirs):
+    """Equal; with OpenCV 5, whose warp is float32, at most one level on one value in a thousand."""
+    difference = np.abs(ours.astype(int) - theirs)
+    if WARP == "fixed":
+        assert not difference.any(), f"{(difference > 0).sum()} of {difference.size} differ, by {difference.max()}"
+    else:
+        assert difference.max(initial=0) <= 1 and (difference > 0).mean() <= 1e-3
+
+
+class Problem:
+    """Random tables of an augmentation over `storages`, as numpy arrays."""
+
+    def __init__(self, seed, size, batch=6, channels=3, storages=2, sources=8, warps=(0, 1, 2)):
+        rng = self.rng = np.random.default_rng(seed)
+        self.size, self.channels = size, channels
+        self.sources, self.storages = [], []
+        for storage in range(storages):
+            parts, offset = [], 0
+            for _ in range(sources):
+                h, w = (int(x) for x in rng.integers(1, 70, 2))
+                parts.append(rng.integers(0, 256, h * w * channels + int(rng.integers(0, 3)), dtype=np.uint8))
+                self.sources.append((storage, offset, h, w))
+                offset += parts[-1].size
+            # Whole words: the GPU reads some, and a sanitizer watches.
+            parts.append(np.zeros(-offset % 4, np.uint8))
+            self.storages.append(np.concatenate(parts))
+        self.placements, self.layers, self.matrices, self.masks = [], [], [], [np.zeros(3, np.uint8)]
+        self.pictures = np.array([self.picture(warps) for _ in range(batch)], np.int64).reshape(-1, 4)
+        self.placements = np.array(self.placements, np.int64).reshape(-1, 10)
+        self.layers = np.array(self.layers, np.int64).reshape(-1, 6)
+        self.matrices = np.array(self.matrices).reshape(-1, 9)
+        self.masks = np.concatenate(self.masks)
+        self.blend = rng.beta(32, 32, batch)
+        self.tables = rng.integers(0, 256, (3, 3, 256), dtype=np.uint8)
+        self.tables[0, 0] %= 180
+
+    def picture(self, warps):
+        rng = self.rng
+        first = self.layer(int(rng.choice(warps)))
+        second = self.layer(int(rng.choice(warps))) if rng.random() < 0.4 else -1
+        return first, second, int(rng.integers(0, 8)), int(rng.integers(-1, 3))
+
+    def layer(self, warp):
+        rng = self.rng
+        h, w = self.size if warp == 0 else (int(x) for x in rng.integers(1, 100, 2))
+        first, count = len(self.placements), int(rng.choice([0, 1, 4, 4, 9]))
+        cx, cy = int(rng.integers(0, w + 1)), int(rng.integers(0, h + 1))
+        for i in range(count):
+            storage, offset, sh, sw = self.sources[int(rng.integers(0, len(self.sources)))]
+            src = int(rng.integers(-2, sw)), int(rng.integers(-2, sh))
+            if i < 4:  # a mosaic's quarters, which share edges
+                x, y = (cx if i % 2 else max(cx - sw, 0)), (cy if i // 2 else max(cy - sh, 0))
+                src = (0, 0)
+                extent = (w - x if i % 2 else cx - x), (h - y if i // 2 else cy - y)
+            else:
+                x, y = int(rng.integers(-10, w + 1)), int(rng.integers(-10, h + 1))
+                extent = tuple(int(v) for v in rng.integers(-1, 60, 2))
+            self.placements.append((storage, offset, sh, sw, *src, x, y, *extent))
+        mask = -1
+        if rng.random() < 0.3:
+            mask = sum(m.size for m in self.masks)
+            self.masks.append((rng.random(h * w) < 0.3).astype(np.uint8))
+        self.layers.append((first, count, h, w, warp, mask))
+        m = np.eye(3)
+        kind = int(rng.integers(0, 5))
+        if kind:  # 0: the identity
+            m[:2, :2] += rng.normal(0, 0.4, (2, 2)) * (kind > 1) + (kind > 3) * np.diag(rng.choice([-2.0, 0.5], 2))
+            m[:2, 2] = rng.normal(0, 15, 2).round(2 if kind > 2 else 0)
+        if warp == 2 and kind > 1:
+            m[2, :2] = rng.normal(0, 0.002, 2)
+        self.matrices.append(m.reshape(-1))
+        return len(self.layers) - 1
+
+    def arguments(self, device):
+        tables = tensors(
+            (self.placements, self.layers, self.matrices, self.pictures, self.blend, self.tables, self.masks), device
+        )
+        return [tensors(self.storages, device), *tables]
+
+    def expected(self):
+        return reference.augment(
+            self.storages,
+            self.placements,
+            self.layers,
+            self.matrices,
+            self.pictures,
+            self.blend,
+            self.tables,
+            self.masks,
+            self.size,
+            self.channels,
+        )
+
+
+SIZES = [(64, 64), (32, 96), (37, 53), (1, 1), (7, 131), (129, 1), (16, 64), (150, 33)]
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("size", SIZES)
+def test_augment(device, size, channels):
+    for seed in range(4):
+        problem = Problem(seed, size, channels=channels)
+        out = ops.image_augment(*problem.arguments(device), size, channels=channels, **RULES)
+        assert out.shape == (6, channels, *size) and out.dtype == torch.uint8 and out.is_contiguous()
+        assert_pixels(out.cpu().numpy(), problem.expected())
+
+
+def mosaic(seed, batch, side, degrees=0.0, shear=0.0, perspective=0.0, sources=16):
+    """YOLOv5's plan: four pictures of one size around a random centre, its affine matrix, HSV tables and flips."""
+    problem = Problem(seed, (side, side), batch=0, storages=1, sources=0)
+    rng = problem.rng
+    pictures = rng.integers(0, 256, (sources, side, side, 3), dtype=np.uint8)
+    problem.storages = [pictures.reshape(-1)]
+    placements, layers, matrices, rows = [], [], [], []
+    for _ in range(batch):
+        xc, yc = (int(v) for v in rng.uniform(side / 2, side * 1.5, 2))
+        first = len(placements)
+        for i in range(4):
+            x, y = (xc if i % 2 else max(xc - side, 0)), (yc if i // 2 else max(yc - side, 0))
+            w, h = (min(side, 2 * side - xc) if i % 2 else xc - x), (min(side, 2 * side - yc) if i // 2 else yc - y)
+            src = 0 if i % 2 else side - w, 0 if i // 2 else side - h
+            offset = int(rng.integers(0, sources)) * side * side * 3
+            placements.append((0, offset, side, side, *src, x, y, w, h))
+        angle, scale = np.deg2rad(rng.uniform(-degrees, degrees)), rng.uniform(0.5, 1.5)
+        m = np.eye(3)
+        m[:2, :2] = scale * np.array([[np.cos(angle), np.sin(angle)], [-np.sin(angle), np.cos(angle)]])
+        m[0, 1] += rng.uniform(-shear, shear)
+        m[2, :2] = rng.uniform(-perspective, perspective, 2)
+        m[:2, 2] = rng.uniform(0.4, 0.6, 2) * side - m[:2, :2] @ (side, side)
+        layers.append((first, 4, 2 * side, 2 * side, 2 if perspective else 1, -1))
+        matrices.append(m.reshape(-1))
+        rows.append((len(rows), -1, int(rng.integers(0, 4)), len(rows)))
+    gains = rng.uniform(-1, 1, (batch, 3)) * (0.015, 0.7, 0.4) + 1
+    level = np.arange(256)
+    problem.tables = np.stack(
+        [
+            np.stack([level * r[0] % 180, *(np.clip(level * r[i], 0, 255) for i in (1, 2))]).astype(np.uint8)
+            for r in gains
+        ]
+    )
+    problem.placements, problem.layers = np.array(placements, np.int64), np.array(layers, np.int64)
+    problem.matrices, problem.pictures = np.stack(matrices), np.array(rows, np.int64)
+    problem.blend, problem.masks = np.zeros(batch), np.zeros(0, np.uint8)
+    return problem
+
+
+@pytest.mark.parametrize("side", [96, 160, 203])
+@pytest.mark.parametrize(
+    "options", [{}, {"degrees": 45.0, "shear": 0.2}, {"perspective": 0.0005}], ids=["scale", "rotate", "perspective"]
+)
+def test_mosaic(device, side, options):
+    problem = mosaic(1, 4, side, **options)
+    out = ops.image_augment(*problem.arguments(device), [side, side], **RULES)
+    assert_pixels(out.cpu().numpy(), problem.expected())
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32])
+def test_dtypes_and_layouts(device, dtype, channels_last, channels):
+    problem = Problem(3, (37, 45), channels=channels)
+    arguments = problem.arguments(device)
+    options = {"channels": channels, "dtype": dtype, "channels_last": channels_last, **RULES}
+    out = ops.image_augment(*arguments, [37, 45], **options)
+    levels = ops.image_augment(*arguments, [37, 45], channels=channels, **RULES)
+    # Stock's own division, on that device.
+    expected = levels if dtype == torch.uint8 else levels.to(dtype) / 255
+    assert out.dtype == dtype and torch.equal(out, expected)
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    assert out.is_contiguous(memory_format=layout)
+    into = torch.full((8, channels, 37, 45), 7, dtype=dtype, device=device).contiguous(memory_format=layout)
+    assert ops.image_augment_(into[1:7], *arguments, **RULES) is None
+    assert torch.equal(into[1:7], out) and (into[0] == 7).all() and (into[7] == 7).all()
+
+
+def test_every_colour():
+    """All 2^24 colours through HSV and back, with tables that leave them."""
+    side = 256
+    colours = np.stack(np.meshgrid(*[np.arange(256, dtype=np.uint8)] * 3, indexing="ij"), -1).reshape(
+        256, side, side, 3
+    )
+    same = np.stack([np.arange(256, dtype=np.uint8)] * 3)[None]
+    for first in range(0, 256, 32):
+        storage = colours[first : first + 32].reshape(-1)
+        rows = np.arange(32)
+        placements = np.array([(0, i * side * side * 3, side, side, 0, 0, 0, 0, side, side) for i in rows], np.int64)
+        layers = np.array([(i, 1, side, side, 0, -1) for i in rows], np.int64)
+        pictures = np.array([(i, -1, 4, 0) for i in rows], np.int64)
+        tables = tensors((placements, layers, np.zeros((32, 9)), pictures, None, same, None), "cpu")
+        out = ops.image_augment([torch.from_numpy(storage)], *tables, [side, side], **RULES)
+        expected = reference.augment(
+            [storage], placements, layers, np.zeros((32, 9)), pictures, None, same, None, (side, side)
+        )
+        assert np.array_equal(out.numpy(), expected)
+
+
+class Plans:
+    """Random plans of letterbox and resize over one storage."""
+
+    def __init__(self, seed, channels, count=7):
+        rng = np.random.default_rng(seed)
+        self.size = tuple(int(v) for v in rng.integers(1, 140, 2))
+        self.letterbox, self.resize, parts, offset, end = [], [], [], 0, 0
+        for i in range(count):
+            (h, w), (new_h, new_w) = rng.integers(1, 150, (2, 2)).tolist()
+            if i == 0:  # exactly half, which averages areas
+                h, w = 2 * new_h, 2 * new_w
+            elif i == 1:  # whole factors
+                h, w = 3 * new_h, 2 * new_w
+            elif i == 2:
+                h, w = new_h, new_w
+            interpolation = int(rng.integers(0, 2))
+            pitch = w * channels + int(rng.integers(0, 5))
+            parts.append(rng.integers(0, 256, h * pitch, dtype=np.uint8))
+            corner = rng.integers(-20, 40, 2).tolist()
+            self.letterbox.append((0, offset, h, w, pitch, new_h, new_w, *corner, interpolation))
+            self.resize.append((0, offset, h, w, end, new_h, new_w, interpolation))
+            offset, end = offset + h * pitch, end + new_h * new_w * channels
+        self.storage = np.concatenate([*parts, np.zeros(-offset % 4, np.uint8)])
+        self.letterbox, self.resize = np.array(self.letterbox, np.int64), np.array(self.resize, np.int64)
+        self.resized = end
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("seed", range(8))
+def test_resize(device, seed, channels):
+    plans = Plans(seed, channels)
+    storage, plan = tensors((plans.storage, plans.resize), device)
+    out = torch.full((plans.resized + 3,), 7, dtype=torch.uint8, device=device)
+    assert ops.image_resize_(out, [storage], plan, channels=channels) is None
+    expected = reference.resize(np.full(plans.resized + 3, 7, np.uint8), [plans.storage], plans.resize, channels)
+    assert np.array_equal(out.cpu().numpy(), expected)
+
+
+@pytest.mark.parametrize("bgr", [False, True])
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("seed", range(6))
+def test_letterbox(device, seed, channels, bgr):
+    plans = Plans(seed, channels)
+    storage, plan = tensors((plans.storage, plans.letterbox), device)
+    expected = reference.letterbox([plans.storage], plans.letterbox, plans.size, channels, bgr)
+    out = ops.image_letterbox([storage], plan, plans.size, channels=channels, bgr=bgr)
+    assert np.array_equal(out.cpu().numpy(), expected)
+    half = torch.empty(out.shape, dtype=torch.float16, device=device).contiguous(memory_format=torch.channels_last)
+    ops.image_letterbox_(half, [storage], plan, bgr=bgr)
+    assert torch.equal(half, out.half() / 255)
+
+
+def test_large_pictures(device):
+    """More than one band of rows, and sizes as users have them."""
+    rng = np.random.default_rng(0)
+    sizes = [(1080, 810), (480, 640), (427, 640)]
+    parts = [rng.integers(0, 256, h * w * 3, dtype=np.uint8) for h, w in sizes]
+    offsets = np.cumsum([0, *(part.size for part in parts)])
+    plan = np.array(
+        [
+            (0, offsets[i], h, w, w * 3, h * 640 // max(h, w), w * 640 // max(h, w), i, 3 * i, i % 2)
+            for i, (h, w) in enumerate(sizes)
+        ],
+        np.int64,
+    )
+    storage = np.concatenate(parts)
+    ours = ops.image_letterbox(tensors((storage,), device), torch.from_numpy(plan).to(device), [640, 640])
+    assert np.array_equal(ours.cpu().numpy(), reference.letterbox([storage], plan, (640, 640)))
+
+
+def test_threads_give_the_same_bits():
+    problem = mosaic(5, 3, 203, degrees=10.0)
+    arguments = problem.arguments("cpu")
+    threads = torch.get_num_threads()
+    try:
+        outs = []
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            outs.append(ops.image_augment(*arguments, [203, 203], **RULES))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+def test_nothing(device):
+    problem = Problem(0, (5, 6))
+    arguments = problem.arguments(device)
+    arguments[4] = arguments[4][:0]
+    arguments[5] = arguments[5][:0]
+    assert ops.image_augment(*arguments, [5, 6]).shape == (0, 3, 5, 6)
+    assert ops.image_augment(*problem.arguments(device), [0, 6]).shape == (6, 3, 0, 6)
+    storage = torch.zeros(4, dtype=torch.uint8, device=device)
+    assert ops.image_letterbox([storage], torch.zeros(0, 10, dtype=torch.int64, device=device), [4, 4]).shape[0] == 0
+    ops.image_resize_(storage, [storage[:0]], torch.zeros(0, 8, dtype=torch.int64, device=device))
+    # A layer without placements, and optional arguments left out: the border alone.
+    layers, pictures = torch.tensor([[0, 0, 8, 8, 1, -1]]), torch.tensor([[0, -1, 0, -1]])
+    tables = [torch.zeros(0, 10, dtype=torch.int64), layers, torch.eye(3, dtype=torch.float64).view(1, 9), pictures]
+    out = ops.image_augment([storage], *(t.to(device) for t in tables), None, None, None, [4, 4])
+    assert (out == 114).all()
+
+
+ROWS = {  # argument, row, column -> value that makes no sense, and what the error names
+    (1, 0, 0): (9, r"placements\[0\] names storage 9"),
+    (1, 1, 1): (1 << 40, r"placements\[1\] is a picture of"),
+    (1, 0, 2): (0, r"placements\[0\]"),
+    (1, 0, 3): (-3, r"placements\[0\]"),
+    (1, 0, 8): (1 << 40, r"placements\[0\]\[8\]"),
+    (2, 0, 1): (17, r"layers\[0\] has 17 placements"),
+    (2, 0, 2): (40000, r"layers\[0\] has a canvas of 40000"),
+    (2, 0, 4): (3, r"layers\[0\] has warp 3"),
+    (2, 0, 5): (1 << 40, r"layers\[0\] has a mask"),
+    (4, 0, 0): (99, r"pictures\[0\] names layer 99"),
+    (4, 0, 1): (99, r"pictures\[0\] names second layer 99"),
+    (4, 0, 3): (99, r"pictures\[0\] names row 99 of tables"),
+}
+
+
+@pytest.mark.parametrize("place", ROWS)
+def test_rows_that_make_no_sense(device, place):
+    """An error on the CPU; on CUDA, where nobody looks at the rows, no access outside, and the other pictures as ever."""
+    problem = mosaic(2, 2, 40)
+    arguments = problem.arguments(device)
+    expected = ops.image_augment(*arguments, [40, 40], **RULES)
+    argument, row, column = place
+    value, message = ROWS[place]
+    arguments[argument][row, column] = value
+    if device.type == "cpu":
+        with pytest.raises(RuntimeError, match=message):
+            ops.image_augment(*arguments, [40, 40], **RULES)
+    else:
+        assert torch.equal(ops.image_augment(*arguments, [40, 40], **RULES)[1], expected[1])
+
+
+def test_plan_rows_that_make_no_sense(device):
+    storage, good = torch.zeros(300, dtype=torch.uint8, device=device), [0, 0, 10, 10, 30, 5, 5, 0, 0, 0]
+    for column, value in ((0, 1), (0, -1), (1, 1), (2, 11), (3, 0), (4, 29), (5, 0), (6, 1 << 30), (8, 1 << 30)):
+        plan = torch.tensor([good], device=device)
+        plan[0, column] = value
+        if device.type == "cpu":
+            with pytest.raises(RuntimeError, match=r"plan\[0\]"):
+                ops.image_letterbox([storage], plan, [8, 8])
+        else:
+            assert (ops.image_letterbox([storage], plan, [8, 8]) == 114).all()
+    out = torch.full((80,), 9, dtype=torch.uint8, device=device)
+    for column, value in ((0, 1), (1, 1), (2, 11), (4, 6), (5, 6), (6, -1)):
+        plan = torch.tensor([[0, 0, 10, 10, 0, 5, 5, 0]], device=device)
+        plan[0, column] = value
+        if device.type == "cpu":
+            with pytest.raises(RuntimeError, match=r"plan\[0\]"):
+                ops.image_resize_(out, [storage], plan)
+        else:
+            ops.image_resize_(out, [storage], plan)
+    assert (out == 9).all()
+
+
+def test_errors(device):
+    problem = mosaic(2, 2, 16)
+    good = problem.arguments(device)
+
+    def fails(message, index, value, error=RuntimeError, **options):
+        arguments = list(good)
+        arguments[index] = value
+        with pytest.raises(error, match=message):
+            ops.image_augment(*arguments, [16, 16], **options)
+
+    fails(r"storages has 0 tensors, but 1 to 8", 0, [])
+    fails(r"storages\[0\] has dtype float32, but uint8", 0, [good[0][0].float()])
+    fails(r"storages\[0\] has shape \[2, .*one dimension", 0, [good[0][0].view(2, -1)])
+    fails(r"storages is Tensor, but a list", 0, good[0][0], TypeError)
+    fails(r"placements has dtype int32, but int64", 1, good[1].int())
+    fails(r"placements has shape .*\(rows, 10\)", 1, good[1][:, :9].contiguous())
+    fails(r"layers is not contiguous", 2, good[2].t().contiguous().t())
+    fails(r"matrices has 1 rows, but layers has 2", 3, good[3][:1])
+    fails(r"matrices has dtype float32, but float64", 3, good[3].float())
+    fails(r"blend has 1 elements, but pictures has 2", 5, good[5][:1])
+    fails(r"tables is uint8 of shape \[2, 768\]", 6, good[6].view(2, 768))
+    fails(r"masks has dtype int64, but uint8", 7, good[2][0])
+    fails(r"warp is 'cubic'", 0, good[0], warp="cubic")
+    fails(r"hsv_lanes is -1", 0, good[0], hsv_lanes=-1)
+    fails(r"channels is 4, but 1 or 3", 0, good[0], channels=4)
+    fails(r"dtype is float64, but uint8, float16 or float32", 0, good[0], dtype=torch.float64)
+    for size in ([16], [-1, 4], [4, 40000]):
+        with pytest.raises(RuntimeError, match="size"):
+            ops.image_augment(*good, size)
+    for out, message in (
+        (torch.zeros(2, 16, 16, dtype=torch.uint8), r"\(B, C, H, W\)"),
+        (torch.zeros(1, 3, 16, 16, dtype=torch.uint8), "out holds 1 pictures, but the plan has 2"),
+        (torch.zeros(2, 4, 16, 16, dtype=torch.uint8), "out has 4 channels"),
+        (torch.zeros(2, 3, 16, 16, dtype=torch.int32), "out's dtype is int32"),
+        (torch.zeros(2, 3, 16, 32, dtype=torch.uint8)[..., ::2], "neither contiguous nor channels_last"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            ops.image_augment_(out.to(device), *good)
+
+
+def test_wrong_device(cuda):
+    good = mosaic(2, 2, 16).arguments(cuda)
+    with pytest.raises(RuntimeError, match="pictures is on cpu, but storages"):
+        ops.image_augment(*good[:4], good[4].cpu(), *good[5:], [16, 16])
+
+
+def test_opcheck(device):
+    problem = Problem(1, (12, 9))
+    arguments = problem.arguments(device)
+    namespace = torch.ops.torch_fastdet
+    torch.library.opcheck(
+        namespace.image_augment, (*arguments, [12, 9]), {"dtype": torch.float16, "channels_last": True}
+    )
+    out = torch.zeros(6, 3, 12, 9, dtype=torch.uint8, device=device)
+    torch.library.opcheck(namespace.image_augment_, (out, *arguments), {"warp": "fixed"})
+    plans = Plans(0, 3)
+    storage, letterbox, resize = tensors((plans.storage, plans.letterbox, plans.resize), device)
+    torch.library.opcheck(namespace.image_letterbox, ([storage], letterbox, [20, 30]), {"dtype": torch.float32})
+    torch.library.opcheck(namespace.image_letterbox_, (out[:1].expand(1, 3, 12, 9), [storage], letterbox[:1]))
+    torch.library.opcheck(
+        namespace.image_resize_, (torch.zeros(plans.resized, dtype=torch.uint8, device=device), [storage], resize)
+    )
+
+
+def test_meta():
+    arguments = Problem(1, (12, 9)).arguments("meta")
+    out = ops.image_augment(*arguments, [12, 9], dtype=torch.float16, channels_last=True)
+    assert (
+        out.shape == (6, 3, 12, 9)
+        and out.dtype == torch.float16
+        and out.is_contiguous(memory_format=torch.channels_last)
+    )
+
+
+def test_script_and_compile(device):
+    problem = Problem(4, (20, 33))
+    arguments = problem.arguments(device)
+
+    def batch(storages: list[torch.Tensor], p, la, m, pi, b, t, k):
+        return ops.image_augment(storages, p, la, m, pi, b, t, k, [20, 33])
+
+    expected = batch(*arguments)
+    compiled = torch.compile(batch, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*arguments), expected)
+    fewer = [*arguments[:4], arguments[4][:5], arguments[5][:5], *arguments[6:]]
+    dynamic = torch.compile(batch, fullgraph=True, backend="aot_eager", dynamic=True)
+    assert torch.equal(dynamic(*fewer), expected[:5]) and torch.equal(dynamic(*arguments), expected)
+
+    class Letterbox(torch.nn.Module):
+        def forward(self, storage: torch.Tensor, plan: torch.Tensor) -> torch.Tensor:
+            out = ops.image_letterbox([storage], plan, [24, 40], dtype=torch.float16)
+            ops.image_letterbox_(out, [storage], plan)
+            return out
+
+    plans = Plans(2, 3)
+    storage, plan = tensors((plans.storage, plans.letterbox), device)
+    scripted = torch.jit.script(Letterbox())
+    assert torch.equal(scripted(storage, plan), Letterbox()(storage, plan))
+
+
+def test_opencv_rules():
+    warp, lanes = ops.opencv_rules()
+    assert warp in ("fixed", "float") and lanes in (0, 4, 8, 16, 32, 64, 128)
+    assert warp == ("float" if int(cv2.__version__.split(".")[0]) > 4 else "fixed")
+
+
+@pytest.mark.parametrize("warp", ["fixed", "float"])
+def test_cuda_equals_cpu(cuda, warp):
+    """One formula for both: the same bits, in either arithmetic."""
+    for seed in range(6):
+        problem = Problem(seed, (53, 70))
+        ours = ops.image_augment(*problem.arguments(cuda), [53, 70], warp=warp)
+        theirs = ops.image_augment(*problem.arguments("cpu"), [53, 70], warp=warp)
+        assert torch.equal(ours.cpu(), theirs)
+
+
+def test_graph_stream_and_sync(cuda):
+    """One launch and one allocation, no host sync, on the current stream; a graph sees changed tables and pixels."""
+    first, second = mosaic(1, 4, 96), mosaic(2, 4, 96)
+    arguments, changed = first.arguments(cuda), second.arguments(cuda)
+    expected = [ops.image_augment(*a, [96, 96], **RULES) for a in (arguments, changed)]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.stream(stream):
+            out = ops.image_augment(*arguments, [96, 96], **RULES)
+        stream.synchronize()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(out, expected[0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = ops.image_augment(*arguments, [96, 96], **RULES)
+    for old, new in zip([arguments[0][0], *arguments[1:]], [changed[0][0], *changed[1:]]):
+        old.copy_(new)
+    graph.replay()
+    assert torch.equal(out, expected[1])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        ops.image_augment(*arguments, [96, 96], **RULES)
+        torch.cuda.synchronize()
+    assert sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events()) == 1
+
+
+def test_offsets_beyond_int32(cuda):
+    """A cache of more than 2^31 bytes."""
+    side = 32
+    storage = torch.zeros((1 << 31) + 5 * side * side * 3, dtype=torch.uint8, device=cuda)
+    problem = mosaic(3, 2, side, sources=2)
+    small = torch.from_numpy(problem.storages[0]).to(cuda)
+    storage[1 << 31 : (1 << 31) + small.numel()] = small
+    arguments = problem.arguments(cuda)
+    expected = ops.image_augment(*arguments, [side, side], **RULES)
+    arguments[0] = [storage]
+    arguments[1][:, 1] += 1 << 31
+    assert torch.equal(ops.image_augment(*arguments, [side, side], **RULES), expected)
+
+
+@pytest.mark.sanitizer
+def test_sanitizer_small(cuda):
+    for channels in (1, 3):
+        problem = Problem(0, (37, 70), batch=3, channels=channels)
+        out = ops.image_augment(*problem.arguments(cuda), [37, 70], channels=channels, dtype=torch.float16, **RULES)
+        assert out.isfinite().all()
+        plans = Plans(0, channels)
+        storage, letterbox, resize = tensors((plans.storage, plans.letterbox, plans.resize), cuda)
+        ops.image_letterbox([storage], letterbox, [40, 70], channels=channels)
+        ops.image_resize_(
+            torch.empty(plans.resized, dtype=torch.uint8, device=cuda), [storage], resize, channels=channels
+        )
+    torch.cuda.synchronize()

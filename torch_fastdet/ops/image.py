@@ -1,0 +1,262 @@
+"""Pictures as OpenCV makes them, a whole batch a call: resize, letterbox, and mosaic, warp, colours and flips in one pass."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from torch_fastdet.ops._checks import check_tensor
+
+__all__ = ["image_augment", "image_augment_", "image_letterbox", "image_letterbox_", "image_resize_", "opencv_rules"]
+
+
+def _check_list(op: str, storages: object) -> None:
+    if not isinstance(storages, list | tuple):
+        raise TypeError(f"{op}: storages is {type(storages).__name__}, but a list of tensors is wanted")
+    for i, storage in enumerate(storages):
+        check_tensor(op, f"storages[{i}]", storage)
+
+
+def image_augment(
+    storages: list[Tensor],
+    placements: Tensor,
+    layers: Tensor,
+    matrices: Tensor,
+    pictures: Tensor,
+    blend: Tensor | None,
+    tables: Tensor | None,
+    masks: Tensor | None,
+    size: list[int],
+    channels: int = 3,
+    dtype: torch.dtype | None = None,
+    channels_last: bool = False,
+    warp: str = "fixed",
+    hsv_lanes: int = 32,
+) -> Tensor:
+    """A batch of training pictures: mosaic, warp, mixup, colours and flips in one launch, with OpenCV's pixels to the bit.
+
+    No canvas is built: each output pixel is sampled from the pictures that lie under it. In order, and as OpenCV and numpy
+    compute them: placement of pictures on a canvas of grey 114, copy-paste by mask, ``cv2.warpAffine`` or
+    ``cv2.warpPerspective`` (bilinear, border 114), mixup with a second canvas, ``cv2.cvtColor`` to HSV, three tables, and
+    back, flips, BGR to RGB, HWC to CHW.
+
+    Pictures are uint8, HWC, BGR (or grey), rows without gaps, one after another in packed storages. Tables are contiguous,
+    on the storages' device, and on CUDA never read by the host, so that a call can be captured in a CUDA graph.
+
+    Args:
+        storages: 1 to 8 one-dimensional uint8 tensors on one device.
+        placements: (P, 10) int64: storage, byte offset, height and width of a picture; x and y of its first pixel that is
+            taken; x, y, width and height of the rectangle that it fills on the canvas. Later rows of a layer cover earlier
+            ones. What lies outside of the canvas or of the picture is cut off.
+        layers: (N, 6) int64, one canvas a row: first placement and number of placements (at most 16), canvas height and width
+            (below 32,768), warp (0 none, 1 affine, 2 perspective), byte offset of a mask of the canvas' size in ``masks`` or
+            -1. Where the mask is not 0, the canvas shows its pixel mirrored left to right.
+        matrices: (N, 9) float64: the matrix that is given to OpenCV, row-major; the last row counts for perspective alone.
+        pictures: (B, 4) int64: layer, second layer for mixup or -1, flags (1: flip left-right, 2: flip up-down, 4: keep BGR),
+            row of ``tables`` or -1.
+        blend: (B,) float64, mixup's ratio r: ``(first * r + second * (1 - r)).astype(uint8)``. None: no mixup.
+        tables: (T, 3, 256) uint8: hue, saturation and value, as for ``cv2.LUT``. None: colours stay. Not for grey pictures.
+        masks: one-dimensional uint8, or None.
+        size: height and width of the output, in pixels.
+        channels: 3, or 1 for grey pictures.
+        dtype: torch.uint8 (the default), torch.float16 or torch.float32: x / 255, as PyTorch divides on that device.
+        channels_last: The output's memory format.
+        warp: "fixed": the pixels of OpenCV 4. "float": those of OpenCV 5, which may differ by one level on one pixel in a
+            thousand, as OpenCV 5's own do between processors. :func:`opencv_rules` finds what is installed.
+        hsv_lanes: Pixels that the installed OpenCV converts from HSV at once: it drops a level's fraction there, and rounds in
+            the columns that are left of a row. 32 on x86 with AVX2.
+
+    Returns:
+        (B, C, H, W): RGB, or BGR where asked for.
+
+    Raises:
+        RuntimeError: a wrong dtype, shape or device. On the CPU also a row of a table that makes no sense, or that points
+            outside of its storage; on CUDA such a row covers nothing.
+
+    Source: cv2.resize, cv2.warpAffine, cv2.warpPerspective and cv2.cvtColor, https://docs.opencv.org/4.x/da/d54/group__imgproc__transform.html
+    """
+    if not torch.jit.is_scripting():
+        _check_list("image_augment", storages)
+    return torch.ops.torch_fastdet.image_augment(
+        storages,
+        placements,
+        layers,
+        matrices,
+        pictures,
+        blend,
+        tables,
+        masks,
+        size,
+        channels=channels,
+        dtype=dtype,
+        channels_last=channels_last,
+        warp=warp,
+        hsv_lanes=hsv_lanes,
+    )
+
+
+def image_augment_(
+    out: Tensor,
+    storages: list[Tensor],
+    placements: Tensor,
+    layers: Tensor,
+    matrices: Tensor,
+    pictures: Tensor,
+    blend: Tensor | None,
+    tables: Tensor | None,
+    masks: Tensor | None,
+    warp: str = "fixed",
+    hsv_lanes: int = 32,
+) -> None:
+    """:func:`image_augment` into a tensor that exists: (B, C, H, W), uint8, float16 or float32, contiguous or channels_last.
+
+    Args:
+        out: What is written. Its shape, dtype and strides say what :func:`image_augment` has arguments for.
+        storages: As there, like all arguments that follow.
+        placements: (P, 10) int64.
+        layers: (N, 6) int64.
+        matrices: (N, 9) float64.
+        pictures: (B, 4) int64.
+        blend: (B,) float64, or None.
+        tables: (T, 3, 256) uint8, or None.
+        masks: one-dimensional uint8, or None.
+        warp: "fixed" or "float".
+        hsv_lanes: Pixels that OpenCV converts at once.
+
+    Raises:
+        RuntimeError: as :func:`image_augment`, and where ``out`` has another shape, dtype, device or layout.
+
+    Source: :func:`image_augment`
+    """
+    if not torch.jit.is_scripting():
+        check_tensor("image_augment_", "out", out)
+        _check_list("image_augment_", storages)
+    torch.ops.torch_fastdet.image_augment_(
+        out,
+        storages,
+        placements,
+        layers,
+        matrices,
+        pictures,
+        blend,
+        tables,
+        masks,
+        warp=warp,
+        hsv_lanes=hsv_lanes,
+    )
+
+
+def image_letterbox(
+    storages: list[Tensor],
+    plan: Tensor,
+    size: list[int],
+    channels: int = 3,
+    dtype: torch.dtype | None = None,
+    channels_last: bool = False,
+    bgr: bool = False,
+) -> Tensor:
+    """Pictures of any sizes, resized and padded with grey 114 to one size, in one launch: ``cv2.resize`` to the bit.
+
+    The caller decides new sizes and padding, so that each host's own rounding stays. Storages and plan are contiguous.
+
+    Args:
+        storages: 1 to 8 one-dimensional uint8 tensors on one device, with pictures HWC, BGR or grey.
+        plan: (B, 10) int64: storage, byte offset, height and width of a picture, bytes from row to row; new height and
+            width; top and left of the resized picture in the output; interpolation, 0 for ``cv2.INTER_LINEAR`` and 1 for
+            ``cv2.INTER_AREA``. What lies outside of the output is cut off.
+        size: height and width of the output, in pixels.
+        channels: 3, or 1 for grey pictures.
+        dtype: torch.uint8 (the default), torch.float16 or torch.float32: x / 255, as PyTorch divides on that device.
+        channels_last: The output's memory format.
+        bgr: Keep the order of channels. By default they are exchanged to RGB.
+
+    Returns:
+        (B, C, H, W).
+
+    Raises:
+        RuntimeError: a wrong dtype, shape or device. On the CPU also a row of the plan that makes no sense, or that points
+            outside of its storage; on CUDA such a picture is grey all over.
+
+    Source: cv2.resize and cv2.copyMakeBorder, https://docs.opencv.org/4.x/da/d54/group__imgproc__transform.html
+    """
+    if not torch.jit.is_scripting():
+        _check_list("image_letterbox", storages)
+    return torch.ops.torch_fastdet.image_letterbox(
+        storages, plan, size, channels=channels, dtype=dtype, channels_last=channels_last, bgr=bgr
+    )
+
+
+def image_letterbox_(out: Tensor, storages: list[Tensor], plan: Tensor, bgr: bool = False) -> None:
+    """:func:`image_letterbox` into a tensor that exists: (B, C, H, W), uint8, float16 or float32, contiguous or channels_last.
+
+    Args:
+        out: What is written.
+        storages: 1 to 8 one-dimensional uint8 tensors on one device.
+        plan: (B, 10) int64, see :func:`image_letterbox`.
+        bgr: Keep the order of channels.
+
+    Raises:
+        RuntimeError: as :func:`image_letterbox`, and where ``out`` has another shape, dtype, device or layout.
+
+    Source: :func:`image_letterbox`
+    """
+    if not torch.jit.is_scripting():
+        check_tensor("image_letterbox_", "out", out)
+        _check_list("image_letterbox_", storages)
+    torch.ops.torch_fastdet.image_letterbox_(out, storages, plan, bgr=bgr)
+
+
+def image_resize_(out: Tensor, storages: list[Tensor], plan: Tensor, channels: int = 3) -> None:
+    """``cv2.resize`` of pictures of any sizes to any sizes, from packed storages into a packed storage, in one launch.
+
+    All tensors are contiguous.
+
+    Args:
+        out: one-dimensional uint8. It must not overlap what is read.
+        storages: 1 to 8 one-dimensional uint8 tensors on the same device.
+        plan: (n, 8) int64: storage, byte offset, height and width of a picture; byte offset in ``out``, new height and
+            width; interpolation, 0 for ``cv2.INTER_LINEAR`` and 1 for ``cv2.INTER_AREA``.
+        channels: 3, or 1 for grey pictures.
+
+    Raises:
+        RuntimeError: a wrong dtype, shape or device. On the CPU also a row of the plan that makes no sense, or that points
+            outside of its storage; on CUDA such a row is skipped.
+
+    Source: cv2.resize, https://docs.opencv.org/4.x/da/d54/group__imgproc__transform.html
+    """
+    if not torch.jit.is_scripting():
+        check_tensor("image_resize_", "out", out)
+        _check_list("image_resize_", storages)
+    torch.ops.torch_fastdet.image_resize_(out, storages, plan, channels=channels)
+
+
+@cache
+def opencv_rules() -> tuple[str, int]:
+    """``warp`` and ``hsv_lanes`` of :func:`image_augment` that give the installed OpenCV's pixels.
+
+    A small picture is warped, and one converted, once a process: OpenCV's version number does not say it, because its code
+    depends on the processor too.
+
+    Returns:
+        ("fixed" or "float", pixels that OpenCV's vector code converts at once; 0 where it always rounds).
+
+    Raises:
+        ImportError: OpenCV (cv2) is not installed.
+
+    Source: measured
+    """
+    import cv2
+    import numpy as np
+
+    # A step from 0 to 255, moved by a third of a pixel: 170 in float32, 167 or 175 in whole 32nds of a pixel.
+    step = np.zeros((4, 8), np.uint8)
+    step[:, 4:] = 255
+    moved = cv2.warpAffine(step, np.array([[1, 0, 1 / 3], [0, 1, 0]], np.float64), dsize=(8, 4), borderValue=114)
+    warp = "float" if int(moved[1, 4]) == 170 else "fixed"
+    # The level 0.996 along a row: dropped by vector code, rounded to 1 behind it.
+    row = np.full((1, 255, 3), (0, 1, 1), np.uint8)
+    dropped = cv2.cvtColor(row, cv2.COLOR_HSV2BGR)[0, :, 0] == 0
+    lanes = next((lanes for lanes in (128, 64, 32, 16, 8, 4) if int(dropped.sum()) == 255 // lanes * lanes), 0)
+    return warp, lanes
