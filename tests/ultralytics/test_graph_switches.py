@@ -1,5 +1,6 @@
 """cuda_graph and channels_last under the real trainer: a graphed training is stock's, and nothing of ours is saved."""
 
+import copy
 import re
 
 import pytest
@@ -75,3 +76,29 @@ def test_two_epochs_on_a_gpu(cuda, program, digits, tmp_path):
         assert not any(graphed["files"].values())
         shapes = captured(graphed)
         assert len(set(shapes)) == 2
+
+
+def test_older_trainers_get_nhwc_memory_beneath_the_graphs(monkeypatch):
+    """Before 8.4.150 both switches replace the same method; unpatch() takes both back."""
+    tasks = pytest.importorskip("ultralytics.nn.tasks", exc_type=ImportError)
+    from torch_fastdet import ultralytics as drop_in
+
+    monkeypatch.setattr("torch_fastdet.patching.switch.missing_gpu", lambda: None)
+    monkeypatch.setattr("torch_fastdet.ultralytics.switches.channels_last.installed_version", lambda: "8.4.149")
+    before = dict(vars(tasks.DetectionModel))
+    try:
+        lines = drop_in.patch(channels_last=True, cuda_graph=True)
+        assert [line.split(" -> ")[0] for line in lines if "DetectionModel" in line] == [
+            "channels_last: ultralytics.nn.tasks.DetectionModel.predict",
+            "channels_last: ultralytics.nn.tasks.DetectionModel.__deepcopy__",
+            "cuda_graph: ultralytics.nn.tasks.DetectionModel.predict",
+        ]
+        model = tasks.DetectionModel(
+            "yolov8n.yaml", nc=3, verbose=False
+        )  # its dry run is on the CPU and in training mode
+        assert copy.deepcopy(model).model[0].conv.weight.is_contiguous()
+    finally:
+        drop_in.unpatch()
+    assert {
+        name: value for name, value in vars(tasks.DetectionModel).items() if name in ("predict", "__deepcopy__")
+    } == {name: before[name] for name in ("predict", "__deepcopy__") if name in before}

@@ -5,6 +5,7 @@ Newer trainers do this themselves: there is nothing to replace then.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class ChannelsLast(TrainingSwitch):
         if not self.takes("DetectionModel.predict", stock, ("self", "x", "profile", "augment", "embed")):
             return
 
+        @functools.wraps(stock, assigned=(), updated=())  # its signature, which the next switch looks at
         def predict(model: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
             trains = model.training and torch.is_grad_enabled() and getattr(model, "criterion", None) is not None
             if trains and isinstance(x, torch.Tensor) and _capture.on_gpu(x):

@@ -7,6 +7,7 @@ the moving average, are plain, and checkpoints hold nothing of ours.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
@@ -37,6 +38,7 @@ class CudaGraph(TrainingSwitch):
             return
         graphs: weakref.WeakKeyDictionary[nn.Module, ModuleGraphs] = weakref.WeakKeyDictionary()
 
+        @functools.wraps(stock, assigned=(), updated=())  # its signature, which the next switch looks at
         def predict(model: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or args or kwargs or not _trains(model, x):
                 return stock(model, x, *args, **kwargs)
