@@ -20,6 +20,7 @@ from torch_fastdet.ultralytics.switches.channels_last import ChannelsLast
 from torch_fastdet.ultralytics.switches.cuda_graph import CudaGraph
 from torch_fastdet.ultralytics.switches.multi_tensor_optimizer import MultiTensorOptimizer
 from torch_fastdet.ultralytics.switches.nms_optim import NmsOptim
+from torch_fastdet.ultralytics.switches.val_optim import ValOptim
 
 __all__ = ["ALL", "ALL_HELP", "SWITCHES"]
 
@@ -29,6 +30,7 @@ SWITCHES: dict[str, type[Switch]] = {
         BboxIouOptim,
         MultiTensorOptimizer,
         NmsOptim,
+        ValOptim,
         ChannelsLast,
         CudaGraph,  # after channels_last, whose predict it captures
     )

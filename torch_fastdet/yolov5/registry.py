@@ -31,6 +31,7 @@ from torch_fastdet.yolov5.switches.loss_optim import LossOptim
 from torch_fastdet.yolov5.switches.multi_tensor_optimizer import MultiTensorOptimizer
 from torch_fastdet.yolov5.switches.nms_optim import NmsOptim
 from torch_fastdet.yolov5.switches.upsample_optim import UpsampleOptim
+from torch_fastdet.yolov5.switches.val_optim import ValOptim
 
 __all__ = ["ALL", "ALL_HELP", "SWITCHES"]
 
@@ -41,6 +42,7 @@ SWITCHES: dict[str, type[Switch]] = {
         UpsampleOptim,
         LossOptim,
         NmsOptim,
+        ValOptim,
         MultiTensorOptimizer,
         ChannelsLast,
         CudaGraph,  # after channels_last, whose forward it captures

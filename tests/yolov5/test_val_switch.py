@@ -1,0 +1,107 @@
+"""val_optim: the functions that val.py calls for each image, held against stock's."""
+
+import copy
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+import torch_fastdet.yolov5 as drop_in
+from tests.ops.test_metrics import IOUV, image
+from torch_fastdet.yolov5 import validation
+
+
+@pytest.fixture
+def yolov5():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        val = pytest.importorskip("yolov5.val", reason="yolov5 is not installed")
+        from yolov5.utils import general, metrics
+    yield type("YOLOv5", (), {"val": val, "general": general, "metrics": metrics})
+    drop_in.unpatch()
+
+
+def test_is_replaced_and_put_back(yolov5):
+    before = yolov5.val.process_batch, yolov5.val.ConfusionMatrix, yolov5.val.scale_boxes
+    said = drop_in.patch(val_optim=True)
+    assert yolov5.val.process_batch is validation.process_batch
+    assert yolov5.val.scale_boxes is yolov5.general.scale_boxes is validation.scale_boxes
+    assert yolov5.val.ConfusionMatrix is yolov5.metrics.ConfusionMatrix is not before[1]
+    assert len(said) == len(set(said)) and all(line.startswith("val_optim: ") for line in said)
+    drop_in.unpatch()
+    assert before == (yolov5.val.process_batch, yolov5.val.ConfusionMatrix, yolov5.val.scale_boxes)
+
+
+def test_a_rule_of_somebody_elses_is_refused(yolov5, monkeypatch):
+    def process_batch(detections, labels, iouv):
+        return torch.zeros(len(detections), len(iouv), dtype=torch.bool)
+
+    process_batch = type(process_batch)(process_batch.__code__, vars(yolov5.val), "process_batch")
+    monkeypatch.setattr(yolov5.val, "process_batch", process_batch)
+    with pytest.raises(drop_in.SwitchError, match=r"process_batch matches by another rule than YOLOv5 v7\.0"):
+        drop_in.patch(val_optim=True)
+    assert yolov5.val.process_batch is process_batch
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_matches_as_stock(yolov5, device, seed):
+    detections, labels = image(80, 12, seed)
+    wanted = yolov5.val.process_batch(detections, labels, IOUV)
+    found = validation.process_batch(detections.to(device), labels.to(device), IOUV.to(device))
+    assert found.device.type == device.type and torch.equal(found.cpu(), wanted)
+
+
+def test_confusion_matrix_is_stocks(yolov5, device):
+    stock = yolov5.metrics.ConfusionMatrix(3)
+    drop_in.patch(val_optim=True)
+    ours = yolov5.metrics.ConfusionMatrix(nc=3)
+    assert isinstance(ours, yolov5.metrics.ConfusionMatrix)
+    for seed in range(5):
+        detections, labels = image(40, 7, seed)
+        for matrix, where in (stock, "cpu"), (ours, device):
+            matrix.process_batch(detections.to(where), labels.to(where))
+            matrix.process_batch(None, labels[:, 0].to(where))
+        assert np.array_equal(ours.matrix, stock.matrix)
+    for a, b in zip(ours.tp_fp(), stock.tp_fp()):
+        assert np.array_equal(a, b)
+    copied = copy.deepcopy(ours)
+    ours.matrix = np.zeros((4, 4))
+    assert not ours.matrix.any() and type(copied) is type(stock) and np.array_equal(copied.matrix, stock.matrix)
+    drop_in.unpatch()
+    assert type(pickle.loads(pickle.dumps(ours))) is type(stock)
+
+
+def test_confusion_matrix_counts_in_training_after_validation(yolov5, device):
+    """Made in inference mode, as val.py makes it, and used outside of it."""
+    drop_in.patch(val_optim=True)
+    matrix = yolov5.metrics.ConfusionMatrix(3)
+    detections, labels = (t.to(device) for t in image(40, 7, 0))
+    with torch.inference_mode():
+        matrix.process_batch(detections, labels)
+    matrix.process_batch(detections, labels)
+    assert matrix.matrix.sum() > 0
+
+
+@pytest.mark.parametrize("ratio_pad", [None, ((0.9, 0.9), (3.25, 1.5))])
+def test_boxes_are_scaled_to_the_same_bits(yolov5, device, ratio_pad):
+    boxes = torch.rand(30, 6) * 80 - 8
+    wanted, found = boxes.clone(), boxes.clone().to(device)
+    stock = yolov5.general.scale_boxes((64, 80), wanted[:, :4], (50, 70), ratio_pad)
+    ours = validation.scale_boxes((64, 80), found[:, :4], (50, 70), ratio_pad)
+    assert torch.equal(ours.cpu(), stock) and torch.equal(found.cpu(), wanted)
+    array = boxes.numpy().copy()
+    validation.scale_boxes((64, 80), array[:, :4], (50, 70), ratio_pad)
+    assert np.array_equal(array, wanted.numpy())
+
+
+def test_no_host_sync(cuda):
+    detections, labels = (t.to(cuda) for t in image(40, 7, 0))
+    iouv = IOUV.to(cuda)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        validation.process_batch(detections, labels, iouv)
+        validation.scale_boxes((64, 80), detections[:, :4], (50, 70), ((0.9, 0.9), (3.25, 1.5)))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,101 @@
+"""``val_optim``: detections matched with labels in C++, with one copy to the host a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from torch_fastdet import ops
+from torch_fastdet.patching.import_hook import namespace
+from torch_fastdet.patching.switch import class_of
+from torch_fastdet.ultralytics import validation
+from torch_fastdet.ultralytics.switch import UltralyticsSwitch
+
+VALIDATOR = "ultralytics.models.yolo.detect.val"
+METRICS = "ultralytics.utils.metrics"
+RULES = ("greedy", "best")
+
+# A case in which the rules part: the second detection's best label is taken, and another is near.
+DETECTIONS = torch.tensor(
+    [[0.0, 0, 10, 10, 0.9, 1], [0, 0, 10, 9, 0.8, 1], [30, 30, 40, 40, 0.7, 0], [80, 80, 90, 90, 0.6, 1]]
+)
+LABELS = torch.tensor([[1.0, 0, 0, 10, 10], [1, 0, 0, 10, 7], [1, 30, 30, 40, 41], [0, 60, 60, 70, 70]])
+IOUV = torch.tensor([0.5, 0.75, 0.95])
+
+
+class ValOptim(UltralyticsSwitch):
+    name = "val_optim"
+    help = "matching of detections and labels, and confusion matrix, in the validation of detectors"
+    modules = ("models.yolo.detect.val", "utils.metrics")
+
+    def visit(self, module: ModuleType) -> None:
+        name = namespace(module).get("__name__")
+        if name == VALIDATOR:
+            self._replace_validator(class_of(module, "DetectionValidator"))
+        elif name == METRICS:
+            self._replace_matrix(class_of(module, "ConfusionMatrix"))
+
+    def _replace_validator(self, stock: Any) -> None:
+        if stock is None or self.has_replaced(stock):
+            return
+        where = f"{VALIDATOR}.DetectionValidator"
+        if not (
+            self.takes(f"{where}.update_metrics", stock.update_metrics, ("self", "preds", "batch"))
+            and self.takes(f"{where}._process_batch", stock._process_batch, ("self", "preds", "batch"))
+        ):
+            return
+        rule = _rule(_matches, lambda: _stock_matches(stock.match_predictions))
+        if rule is None:
+            self.cannot_apply(f"{where}.match_predictions matches by a rule that it does not know.")
+            return
+        processing = validation.match(stock._process_batch, stock.match_predictions, rule)
+        updating = validation.update_on_host(stock.update_metrics, processing)
+        self.replace(stock, "_process_batch", processing)
+        self.replace(stock, "update_metrics", updating)
+
+    def _replace_matrix(self, stock: Any) -> None:
+        if stock is None or self.has_replaced(stock):
+            return
+        where = f"{METRICS}.ConfusionMatrix.process_batch"
+        if not self.takes(where, stock.process_batch, ("self", "detections", "batch", "conf", "iou_thres")):
+            return
+        rule = _rule(_confusions, lambda: _stock_confusions(stock))
+        if rule is None:
+            self.cannot_apply(f"{where} matches by a rule that it does not know.")
+            return
+        self.replace(stock, "process_batch", validation.confuse(stock.process_batch, rule))
+
+
+def _rule(ours: Callable[[str], torch.Tensor], stock: Callable[[], torch.Tensor]) -> str | None:
+    """The rule by which the installed version matches the case above."""
+    wanted = stock()
+    return next((rule for rule in RULES if torch.equal(ours(rule), wanted)), None)
+
+
+def _matches(rule: str) -> torch.Tensor:
+    return ops.match_detections(DETECTIONS, LABELS, IOUV, rule=rule)
+
+
+def _stock_matches(match_predictions: Callable) -> torch.Tensor:
+    from ultralytics.utils.metrics import box_iou
+
+    iou = box_iou(LABELS[:, 1:], DETECTIONS[:, :4])
+    return match_predictions(SimpleNamespace(iouv=IOUV), DETECTIONS[:, 5], LABELS[:, 0], iou)
+
+
+def _confusions(rule: str) -> torch.Tensor:
+    matrix = torch.zeros(3, 3, dtype=torch.int64)
+    ops.confusion_matrix_(matrix, DETECTIONS, LABELS, rule=rule)
+    return matrix
+
+
+def _stock_confusions(stock: type) -> torch.Tensor:
+    matrix = stock(names={0: "0", 1: "1"})
+    matrix.process_batch(
+        {"bboxes": DETECTIONS[:, :4], "conf": DETECTIONS[:, 4], "cls": DETECTIONS[:, 5]},
+        {"bboxes": LABELS[:, 1:], "cls": LABELS[:, 0]},
+    )
+    return torch.as_tensor(matrix.matrix).long()

@@ -1,0 +1,93 @@
+"""What Ultralytics' validators do with the detections of a batch: matched in C++, on the host, after one copy for the batch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_fastdet import ops
+
+__all__ = ["confuse", "match", "update_on_host"]
+
+
+def _rows(detections: dict[str, Tensor]) -> Tensor:
+    """(n, 6): x1, y1, x2, y2, confidence, class."""
+    return torch.cat([detections["bboxes"], detections["conf"][:, None], detections["cls"][:, None]], 1)
+
+
+def _labels(batch: dict[str, Tensor]) -> Tensor:
+    """(m, 5): class, x1, y1, x2, y2."""
+    return torch.cat([batch["cls"].reshape(-1, 1), batch["bboxes"]], 1)
+
+
+def match(stock: Callable, matching: Callable, rule: str) -> Callable:
+    """``DetectionValidator._process_batch`` by one operator; a validator with a matching of its own gets stock's."""
+
+    @functools.wraps(stock)
+    def _process_batch(self: Any, preds: dict[str, Tensor], batch: dict[str, Any]) -> dict[str, Any]:
+        if type(self).match_predictions is not matching or not len(preds["cls"]) or not len(batch["cls"]):
+            return stock(self, preds, batch)
+        rows = _rows(preds)
+        correct = ops.match_detections(rows, _labels(batch).to(rows.device), self.iouv.to(rows.device), rule=rule)
+        return {"tp": correct.cpu().numpy()}
+
+    return _process_batch
+
+
+def confuse(stock: Callable, rule: str) -> Callable:
+    """``ConfusionMatrix.process_batch`` by one operator; rotated boxes and kept matches (``visualize``) get stock's."""
+
+    @functools.wraps(stock)
+    def process_batch(
+        self: Any, detections: dict[str, Tensor], batch: dict[str, Any], conf: float = 0.25, iou_thres: float = 0.45
+    ) -> None:
+        if self.matches is not None or batch["bboxes"].shape[-1] != 4 or not isinstance(detections["cls"], Tensor):
+            stock(self, detections, batch, conf, iou_thres)
+            return
+        rows = _rows(detections)
+        # Suppression sorts; end-to-end heads do not.
+        rows = rows[rows[:, 4].argsort(descending=True, stable=True)]
+        counts = torch.zeros(self.nc + 1, self.nc + 1, dtype=torch.int64, device=rows.device)
+        ops.confusion_matrix_(counts, rows, _labels(batch).to(rows.device), None, conf, iou_thres, rule)
+        self.matrix += counts.cpu().numpy()
+
+    return process_batch
+
+
+def update_on_host(stock: Callable, processing: Callable) -> Callable:
+    """``DetectionValidator.update_metrics`` of tensors on the host: one copy a batch instead of several syncs an image.
+
+    A validator whose ``_process_batch`` is not ``processing`` (masks, keypoints, rotated boxes) gets stock's.
+    """
+
+    @functools.wraps(stock)
+    def update_metrics(self: Any, preds: list[dict[str, Tensor]], batch: dict[str, Any]) -> None:
+        device = self.device
+        if type(self)._process_batch is not processing or torch.device(device).type == "cpu" or not preds:
+            stock(self, preds, batch)
+            return
+        if self.args.single_cls:  # as stock does, also for the plots that come later
+            for pred in preds:
+                pred["cls"] *= 0
+        labels = {name: batch[name].cpu() for name in ("batch_idx", "cls", "bboxes")}
+        self.device = torch.device("cpu")  # where stock makes what it combines with the labels
+        try:
+            stock(self, _to_host(preds), batch | labels)
+        finally:
+            self.device = device
+
+    return update_metrics
+
+
+def _to_host(preds: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """The tensors of all images in one copy for each name and dtype."""
+    host: list[dict[str, Tensor]] = [{} for _ in preds]
+    for name in preds[0]:
+        parts = torch.cat([pred[name] for pred in preds]).cpu().split([len(pred[name]) for pred in preds])
+        for image, part in zip(host, parts):
+            image[name] = part
+    return host

@@ -1,0 +1,98 @@
+"""What val.py does with the detections of an image, without host syncs: matching, confusion matrix, scaled boxes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_fastdet import ops
+
+__all__ = ["confusion_matrix_class", "process_batch", "scale_boxes"]
+
+
+def process_batch(detections: Tensor, labels: Tensor, iouv: Tensor) -> Tensor:
+    """Correct detections of one image at each IoU threshold, as ``process_batch`` of YOLOv5's val.py.
+
+    Args:
+        detections: (n, 6), x1, y1, x2, y2, confidence, class.
+        labels: (m, 5), class, x1, y1, x2, y2.
+        iouv: (t,) IoU thresholds.
+
+    Returns:
+        (n, t), bool, on the device of iouv. Stock leaves labels of equal IoU to an unstable sort; the later one counts here.
+    """
+    return ops.match_detections(detections, labels, iouv.to(detections.device)).to(iouv.device)
+
+
+def scale_boxes(img1_shape: Sequence[int], boxes: Any, img0_shape: Sequence[int], ratio_pad: Any = None) -> Any:
+    """Boxes of a letterboxed image in pixels of the original one, in place, as YOLOv5's ``scale_boxes``: the same bits.
+
+    Args:
+        img1_shape: height and width of the letterboxed image.
+        boxes: (..., 4 or more), x1, y1, x2, y2; a tensor or an array.
+        img0_shape: height and width of the original image.
+        ratio_pad: ((gain, ...), (pad x, pad y)) of the letterbox; None: from the shapes.
+    """
+    if ratio_pad is None:
+        gain = min(img1_shape[0] / img0_shape[0], img1_shape[1] / img0_shape[1])
+        pad = (img1_shape[1] - img0_shape[1] * gain) / 2, (img1_shape[0] - img0_shape[0] * gain) / 2
+    else:
+        gain, pad = ratio_pad[0][0], ratio_pad[1]
+    # Slices, because a list of columns becomes an index tensor on the GPU, a copy from the host each time.
+    x, y, corners = boxes[..., 0:4:2], boxes[..., 1:4:2], boxes[..., :4]
+    x -= pad[0]
+    y -= pad[1]
+    corners /= gain
+    for side, limit in (x, img0_shape[1]), (y, img0_shape[0]):
+        if isinstance(side, Tensor):
+            side.clamp_(0, limit)
+        else:
+            side.clip(0, limit, out=side)
+    return boxes
+
+
+def confusion_matrix_class(stock: type, on_use: Callable[[], None]) -> type:
+    """A class that derives from stock's ``ConfusionMatrix`` and counts on the device; ``on_use`` is called with each new one.
+
+    Counts stay on the device until ``matrix`` is read. A copy, or what is pickled after ``unpatch()``, is of stock's class.
+    """
+
+    class ConfusionMatrix(stock):  # type: ignore[valid-type, misc]
+        def __init__(self, nc: int, conf: float = 0.25, iou_thres: float = 0.45) -> None:
+            on_use()
+            self._counts: Tensor | None = None
+            super().__init__(nc, conf, iou_thres)
+
+        @property
+        def matrix(self) -> Any:
+            """(nc + 1, nc + 1) array of counts by [predicted, true]. Reading it waits for the device."""
+            if self._counts is not None:
+                self._matrix += self._counts.cpu().numpy()
+                self._counts = None
+            return self._matrix
+
+        @matrix.setter
+        def matrix(self, value: Any) -> None:
+            self._counts = None
+            self._matrix = value
+
+        def process_batch(self, detections: Tensor | None, labels: Tensor) -> None:
+            """Add the detections (n, 6), or None, and the labels (m, 5) of one image; a class beyond nc is not counted."""
+            if detections is None:  # stock passes the classes alone
+                labels = torch.nn.functional.pad(labels[:, None].float(), (0, 4))
+                detections = labels.new_zeros(0, 6)
+            if self._counts is None or self._counts.device != labels.device:
+                self.matrix  # noqa: B018  what another device has counted
+                with torch.inference_mode(False):  # made in validation, and good for any later use
+                    self._counts = torch.zeros(self.nc + 1, self.nc + 1, dtype=torch.int64, device=labels.device)
+            ops.confusion_matrix_(self._counts, detections, labels, None, self.conf, self.iou_thres)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            state = {name: value for name, value in vars(self).items() if name not in ("_counts", "_matrix")}
+            return object.__new__, (stock,), state | {"matrix": self.matrix}
+
+    ConfusionMatrix.__module__, ConfusionMatrix.__qualname__ = __name__, "ConfusionMatrix"
+    return ConfusionMatrix
