@@ -17,7 +17,9 @@ from typing import Any, NoReturn
 from setuptools import Extension, setup
 
 ROOT = Path(__file__).resolve().parent
-TORCH_WANTED = "2.11"
+TORCH_OLDEST, TORCH_NEWEST = (2, 11), (2, 15)
+TORCH_WANTED = "{}.{} to {}.{}".format(*TORCH_OLDEST, *TORCH_NEWEST)
+TORCH_INSTALL = 'pip install "torch>={}.{},<{}.{}"'.format(*TORCH_OLDEST, TORCH_NEWEST[0], TORCH_NEWEST[1] + 1)
 DEFAULT_ARCHITECTURES = "7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX"
 
 
@@ -34,11 +36,10 @@ try:
     import torch
     from torch.utils import cpp_extension
 except ImportError as error:
-    stop(f"building needs torch {TORCH_WANTED} and found none ({error}); type: pip install torch=={TORCH_WANTED}.0")
-if not torch.__version__.startswith(TORCH_WANTED + "."):
-    stop(
-        f"building needs torch {TORCH_WANTED} and found {torch.__version__}; type: pip install torch=={TORCH_WANTED}.0"
-    )
+    stop(f"building needs torch {TORCH_WANTED} and found none ({error}); type: {TORCH_INSTALL}")
+TORCH_SERIES = ".".join(torch.__version__.split(".")[:2])
+if not TORCH_OLDEST <= tuple(map(int, TORCH_SERIES.split("."))) <= TORCH_NEWEST:
+    stop(f"building needs torch {TORCH_WANTED} and found {torch.__version__}; type: {TORCH_INSTALL}")
 
 
 def nvcc_path() -> Path | None:
@@ -81,8 +82,7 @@ def choose_cuda() -> str | None:
     if torch_cuda is None:
         if wish == "1":
             stop(
-                f"TORCH_FASTDET_CUDA=1 wants a CUDA build, but torch {torch.__version__} is a CPU build; type: "
-                f"pip install torch=={TORCH_WANTED}.0"
+                f"TORCH_FASTDET_CUDA=1 wants a CUDA build, but torch {torch.__version__} is a CPU build; type: {TORCH_INSTALL}"
             )
         say(f"torch {torch.__version__} is a CPU build: building for the CPU only")
         return None
@@ -237,7 +237,8 @@ class BuildExtension(cpp_extension.BuildExtension):
         if self.inplace:
             # pip install -e gives a temporary folder here, and everything would be compiled again each time.
             platform = f"{self.plat_name}-{sys.implementation.cache_tag}"
-            self.build_temp = str(ROOT / "build" / f"temp.{platform}")
+            # A folder for each torch: another one does not compile everything again when this one's turn comes back.
+            self.build_temp = str(ROOT / "build" / f"temp.{platform}-torch{TORCH_SERIES}")
 
     def get_export_symbols(self, ext: Extension) -> list[str]:
         return ext.export_symbols
@@ -263,7 +264,7 @@ def write_cmake_package(package: Path, config: dict[str, str]) -> None:
     values = {
         "VERSION": config["version"],
         "TORCH_VERSION": config["torch"],
-        "TORCH_SERIES": TORCH_WANTED,
+        "TORCH_SERIES": TORCH_SERIES,
         "CUDA_VERSION": config["cuda"],
         "WITH_CUDA": "ON" if config["cuda"] else "OFF",
     }

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -192,18 +193,28 @@ def test_compiler_whose_link_to_the_shared_runtime_dangles(dangling_compiler):
     assert result.returncode == 0 and result.stdout.endswith("['-l:libstdc++.so.6']\n"), result.stderr
 
 
-def test_other_torch_at_build(tmp_path):
+@pytest.mark.parametrize("version", ["2.5.1", "2.10.0+cu128", "2.16.0", "3.0.0"])
+def test_other_torch_at_build(tmp_path, version):
     fake = tmp_path / "torch"
     (fake / "utils").mkdir(parents=True)
-    (fake / "__init__.py").write_text("__version__ = '2.5.1'\n")
+    (fake / "__init__.py").write_text(f"__version__ = '{version}'\n")
     (fake / "utils/__init__.py").write_text("")
     (fake / "utils/cpp_extension.py").write_text("")
     result = setup_py(PYTHONPATH=str(tmp_path))
     assert result.returncode != 0
-    assert "needs torch 2.11 and found 2.5.1; type: pip install torch==2.11.0" in result.stderr
+    assert f'needs torch 2.11 to 2.15 and found {version}; type: pip install "torch>=2.11,<2.16"' in result.stderr
 
 
-@pytest.mark.parametrize("built_with", ["2.5.1+cu121", "2.12.0"])
+def test_the_supported_torch_is_the_same_everywhere():
+    """setup.py's range is that of the metadata, and the pinned torch is in it."""
+    project = (ROOT / "pyproject.toml").read_text()
+    assert project.count('"torch>=2.11,<2.16"') == 2  # to build and to run
+    pinned = re.search(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
+    series = tuple(map(int, _library._series(torch.__version__).split(".")))
+    assert (2, 11) <= tuple(map(int, pinned.split(".")))[:2] <= (2, 15) and (2, 11) <= series <= (2, 15)
+
+
+@pytest.mark.parametrize("built_with", ["2.5.1+cu121", "2.10.0", "3.1.0"])
 def test_other_torch_at_import(tmp_path, built_with):
     package = tmp_path / "torch_fastdet"
     shutil.copytree(_library.PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__", "_C*"))
@@ -272,7 +283,7 @@ def test_sdist_to_wheel_to_install(tmp_path):
     """sdist -> wheel -> install in an empty folder, for the CPU alone and without network; the operators run there."""
     env = {**os.environ, "TORCH_FASTDET_CUDA": "0"}
     source, dist, site, empty = (tmp_path / name for name in ("source", "dist", "site", "empty"))
-    not_source = (".git", ".venv", "build", "dist", "runs", "*.so", "*.egg-info", ".dev", "_build_config.json")
+    not_source = (".git", ".venv*", "build", "dist", "runs", "*.so", "*.egg-info", ".dev", "_build_config.json")
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*not_source))
     run(sys.executable, "setup.py", "-q", "sdist", "-d", dist, cwd=source, env=env)
     (sdist,) = dist.glob("*.tar.gz")

