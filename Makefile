@@ -1,6 +1,7 @@
 # Two commands for everybody: `make demo` and `make test` do all their set-up. `make help` lists the rest.
 PYTHON ?= python3
-VENV := .venv
+# `make test TORCH=2.15.0`: another torch than the pinned one, in an environment of its own.
+VENV := .venv$(if $(TORCH),-torch$(TORCH))
 BIN := $(VENV)/bin
 JOBS ?= $(shell nproc)
 export MAX_JOBS ?= $(JOBS)
@@ -10,6 +11,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 # The pins decide when the environment is made again.
 PINS := constraints.txt $(wildcard requirements/*.txt)
+CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
+OF_TORCH := ^(torch|torchvision|triton|nvidia-.*|cuda-.*)==
 STAMP := $(VENV)/.installed-$(shell cat $(PINS) 2>/dev/null | sha256sum | cut -c1-12)
 FORMATTED = $(shell find csrc tests examples -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
@@ -29,7 +32,7 @@ $(error torch_fastdet: found Python $(or $(FOUND),that fails) in $(VENV), but $(
 endif
 endif
 
-.PHONY: help venv build demo test test-python test-cpp test-versions test-asan test-gpu gpu-report-check lint format bench docs wheel clean
+.PHONY: help venv build demo test test-all test-python test-cpp test-versions test-asan test-gpu gpu-report-check lint format bench docs wheel clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 22
@@ -42,9 +45,10 @@ $(STAMP): $(PINS)
 	@command -v $(or $(CXX),g++) >/dev/null || { echo "torch_fastdet: found no C++ compiler; type: apt-get install g++"; exit 1; }
 	rm -f $(VENV)/.installed-*
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --upgrade -c constraints.txt pip setuptools wheel
-	$(BIN)/pip install -c constraints.txt -r requirements/dev.txt
-	$(BIN)/pip install --no-deps -c constraints.txt -r requirements/yolov5.txt
+	$(if $(TORCH),{ grep -vE '$(OF_TORCH)' constraints.txt; echo torch==$(TORCH); } > $(CONSTRAINTS))
+	$(BIN)/pip install --upgrade -c $(CONSTRAINTS) pip setuptools wheel
+	$(BIN)/pip install -c $(CONSTRAINTS) -r requirements/dev.txt
+	$(BIN)/pip install --no-deps -c $(CONSTRAINTS) -r requirements/yolov5.txt
 	touch $@
 
 venv: $(STAMP) ## virtual environment .venv with the pinned dependencies
@@ -62,10 +66,16 @@ build: $(VENV)/.editable ## compile the operators in place
 demo: build ## train yolov5n on real digits with the stock train.py, stock and with torch_fastdet (EPOCHS=2: a quick look)
 	$(BIN)/python -m examples.demo $(if $(EPOCHS),--epochs $(EPOCHS))
 
-test: build test-cpp test-python ## all tests that need no GPU (GPU tests are skipped with a reason)
+test: build test-cpp test-python ## the tests for every change, without a GPU; TORCH=2.15.0: on that torch, in .venv-torch2.15.0
 
+test-all: SLOW = slow or not slow
+test-all: test ## `make test` and the tests marked slow, as continuous integration runs them
+
+# TESTS="tests/ops -k nms" chooses; WORKERS=0 runs them in one process, for a debugger.
+WORKERS ?= $(shell echo $$(($(JOBS) < 8 ? $(JOBS) : 8)))
+SLOW = not slow
 test-python: build ## the Python tests of `make test`
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(SLOW)" -n $(WORKERS) --dist worksteal $(TESTS)
 
 test-cpp: $(STAMP) ## the GoogleTests of `make test`
 	@$(call googletest,build/cpp,OFF,$(BIN)/cmake)
@@ -112,7 +122,7 @@ bench: $(if $(GPU),,build) ## every benchmark on this machine (GPU where there i
 	$(BENCH_PYTHON) -m benchmarks $(BENCH)
 
 $(VENV)/.docs-$(notdir $(STAMP)): $(STAMP)
-	$(BIN)/pip install -c constraints.txt -r requirements/docs.txt
+	$(BIN)/pip install -c $(CONSTRAINTS) -r requirements/docs.txt
 	touch $@
 
 docs: $(VENV)/.docs-$(notdir $(STAMP)) ## the documentation as a site in site/, warnings are errors
