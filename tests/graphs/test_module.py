@@ -46,6 +46,7 @@ def deterministic_algorithms():
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.alone
 @pytest.mark.filterwarnings("ignore:.*deterministic")
 def test_deterministic_algorithms(cuda, request):
     model = Net().to(GPU.device)

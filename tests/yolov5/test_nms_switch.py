@@ -164,6 +164,7 @@ def test_checkpoints_of_segmentation_hold_nothing_of_ours(real_yolov5, train):
     package.python("-c", f"{load}(torch.zeros(1, 3, 64, 64))", run.checkpoint)
 
 
+@pytest.mark.slow
 def test_segmentation_models_are_pickled_before_during_and_after(real_yolov5, tmp_path):
     """Their heads keep Detect.forward, which pickle must find under its name: stock's, and no other, at any time."""
     package = real_yolov5("package")

@@ -183,6 +183,7 @@ def test_adamw_gives_the_losses_and_checkpoints_of_stock(real_yolov5, train):
     assert weights(checkout, fast.checkpoint).keys() == weights(checkout, stock.checkpoint).keys()
 
 
+@pytest.mark.slow
 def test_freeze_and_accumulation(real_yolov5, train):
     checkout = real_yolov5("checkout")
     runs = [train(checkout, *flags, "--freeze", "3", stock=not flags) for flags in ((FLAG,), ())]
@@ -191,26 +192,49 @@ def test_freeze_and_accumulation(real_yolov5, train):
         assert got[column] == pytest.approx(expected[column], **PRINTED), column
 
 
+@pytest.fixture(scope="module")
+def resumed(real_yolov5, data, tmp_path_factory):
+    """Stops a training after its first epoch and resumes it, once for each pair of flags."""
+    checkout, project = real_yolov5("checkout"), tmp_path_factory.mktemp("resumed")
+    made: dict[tuple, dict] = {}
+
+    def run(first: tuple = (), second: tuple = ()) -> dict:
+        if (first, second) not in made:
+            name = f"run{len(made)}"
+            arguments = [
+                *SMALL,
+                "--weights",
+                "",
+                "--cfg",
+                "yolov5n.yaml",
+                "--data",
+                data.boxes,
+                "--epochs",
+                3,
+                "--noplots",
+            ]
+            arguments += ["--noautoanchor", "--project", project, "--name", name, "--seed", 1]
+            stopped = checkout.program("stop_after_first_epoch.py", *arguments, *first, ok=False)
+            assert stopped.returncode == 7, stopped.stdout[-3000:]
+            start = checkout.fast if second else checkout.stock
+            start("train", "--resume", project / name / "weights" / "last.pt", *second)
+            made[first, second] = real.results(project / name)
+        return made[first, second]
+
+    return run
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("first, second", [((), (FLAG,)), ((FLAG,), ())], ids=["stock to ours", "ours to stock"])
-def test_resume_across(first, second, real_yolov5, data, tmp_path):
+def test_resume_across(first, second, resumed):
     """A run that stock began is resumed with the switch, and the other way round, with the results of stock alone."""
-    checkout = real_yolov5("checkout")
-
-    def run(name, first, second):
-        arguments = [*SMALL, "--weights", "", "--cfg", "yolov5n.yaml", "--data", data.boxes, "--epochs", 3, "--noplots"]
-        arguments += ["--noautoanchor", "--project", tmp_path, "--name", name, "--seed", 1]
-        stopped = checkout.program("stop_after_first_epoch.py", *arguments, *first, ok=False)
-        assert stopped.returncode == 7, stopped.stdout[-3000:]
-        start = checkout.fast if second else checkout.stock
-        start("train", "--resume", tmp_path / name / "weights" / "last.pt", *second)
-        return real.results(tmp_path / name)
-
-    mixed, stock = run("mixed", first, second), run("stock", (), ())
+    mixed, stock = resumed(first, second), resumed()
     assert mixed["epoch"] == [0, 1, 2]
     for column in LOSSES:
         assert mixed[column] == pytest.approx(stock[column], **PRINTED), column
 
 
+@pytest.mark.slow
 def test_adam_is_an_error_by_name_and_a_line_otherwise(real_yolov5, data, tmp_path):
     checkout = real_yolov5("checkout")
     arguments = [*SMALL, "--weights", "", "--cfg", "yolov5n.yaml", "--data", data.boxes, "--epochs", 1, "--noplots"]
