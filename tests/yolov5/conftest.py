@@ -30,9 +30,9 @@ def real_yolov5(tmp_path_factory):
     return make
 
 
-@pytest.fixture(params=real.LAYOUTS)
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.slow] * (name != "package")) for name in real.LAYOUTS])
 def yolov5(request, real_yolov5) -> real.YOLOv5:
-    """The test runs once in each layout."""
+    """The test runs once in each layout; `make test` takes PyPI's package alone."""
     return real_yolov5(request.param)
 
 
