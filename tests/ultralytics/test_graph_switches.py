@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-CASES = ("plain", "val_and_save", "multi_scale", "freeze", "freeze_later", "out_of_memory", "yolo26n")
+CASES = ("plain", "val_and_save", "multi_scale", "freeze", "freeze_later", "out_of_memory", "resume", "yolo26n")
+AGAIN = ("freeze_later", "resume")  # what is trained changes, or another model trains
 CAPTURED = r"cuda_graph: captured forward and backward of DetectionModel for input \((\d+), 3, (\d+), (\d+)\)"
 
 
@@ -56,7 +57,7 @@ def test_what_cannot_be_graphed_is_refused_in_a_line(trainings):
 @pytest.mark.parametrize("case", CASES[1:])
 def test_options_of_the_trainer(more_trainings, case):
     stock, graphed = more_trainings[case]["stock"], more_trainings[case]["graphed"]
-    check(stock, graphed, once=case != "freeze_later")  # which changes what is trained, and so what a graph does
+    check(stock, graphed, once=case not in AGAIN)
     if case == "multi_scale":
         assert len({shape[1] for shape in captured(graphed)}) > 1
     if case == "out_of_memory":

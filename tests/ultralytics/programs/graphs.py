@@ -71,6 +71,17 @@ def out_of_memory(model):
     model.add_callback("on_train_batch_start", at_batch_start)
 
 
+class Stop(Exception):
+    """Ends a training as a lost machine would."""
+
+
+def stop_after_an_epoch(model):
+    def at_save(trainer):
+        raise Stop
+
+    model.add_callback("on_model_save", at_save)
+
+
 CASES = {
     "plain": ({}, None),
     "val_and_save": ({"val": True, "save_period": 1, "mosaic": 1.0, "close_mosaic": 1}, None),
@@ -78,6 +89,7 @@ CASES = {
     "freeze": ({"freeze": [0, 1]}, None),
     "freeze_later": ({"epochs": 3}, freeze_later),
     "out_of_memory": ({}, out_of_memory),
+    "resume": ({"epochs": 3}, stop_after_an_epoch),
     "yolo26n": ({"model": "yolo26n.yaml"}, None),
 }
 
@@ -90,7 +102,12 @@ def train(case, kind):
     model.add_callback("on_train_batch_end", lambda trainer: losses.append(trainer.loss.item()))
     if prepare is not None:
         prepare(model)
-    model.train(project=options.project, name=f"{case}-{kind}", **arguments)
+    try:
+        model.train(project=options.project, name=f"{case}-{kind}", **arguments)
+    except Stop:
+        model = YOLO(model.trainer.last)
+        model.add_callback("on_train_batch_end", lambda trainer: losses.append(trainer.loss.item()))
+        model.train(resume=True)
     trainer = model.trainer
     folder = Path(trainer.save_dir) / "weights"
     return {
