@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.references.musgd import Parameter
 from torch_fastdet import optim
 
 MUON, SGD = 0.2, 1.0  # as the trainer has them
@@ -92,6 +93,26 @@ def test_a_step_moves_weights_along_orthogonal_directions(device):
     u, _, v = torch.linalg.svd(weight.grad.double().cpu(), full_matrices=False)
     cosine = ((before - weight.detach()).double().cpu() / 0.5 * (u @ v)).sum() / 16
     assert cosine > 0.8, "along the nearest orthogonal matrix"
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_steps_are_those_of_the_definition(device, channels_last, nesterov):
+    """bfloat16 products: each orthogonalised matrix is off by a few percent of its own norm."""
+    model = network(device, channels_last)
+    common = {"lr": 0.02, "momentum": 0.9, "weight_decay": 5e-4, "nesterov": nesterov}
+    weights = [p for p in model.parameters() if p.dim() in (2, 4)]
+    optimizer = optim.MuSGD([{"params": weights, "use_muon": True, **common}], muon=MUON, sgd=SGD)
+    references = [Parameter(p) for p in weights]
+    for step in range(3):
+        set_gradients(model, step)
+        optimizer.step()
+        for p, reference in zip(weights, references):
+            reference.step(p.grad, muon=MUON, sgd=SGD, **common)
+            error = (p.detach().double().cpu() - reference.value).norm()
+            scale = max(1.0, p.size(-2) / p.size(-1)) ** 0.5
+            length = common["lr"] * MUON * scale * min(p.size(0), p.numel() // p.size(0)) ** 0.5
+            assert error < 0.03 * (step + 1) * length, (step, tuple(p.shape), float(error / length))
 
 
 @pytest.mark.parametrize("first, second", [(0, 1), (1, 0)], ids=["stock to ours", "ours to stock"])

@@ -3,8 +3,11 @@
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
 import pytest
+
+from torch_fastdet.ultralytics.registry import SWITCHES
 
 OURS = "torch_fastdet.ultralytics.dropins"
 
@@ -44,6 +47,11 @@ def test_each_replaced_name_is_said_in_one_line(patching):
 def test_rotated_boxes_are_handed_over_visibly(patching):
     assert patching["rotated"] == patching["rotated_stock"] and sum(map(len, patching["rotated"])) > 0
     assert patching["output"].count("rotated=True) is handed over to ultralytics' own function") == 1
+
+
+def test_every_switch_is_documented():
+    text = (Path(__file__).resolve().parents[2] / "docs/ultralytics.md").read_text()
+    assert [name for name in SWITCHES if f"`{name}`" not in text] == []
 
 
 def test_switches(patching):

@@ -48,9 +48,16 @@ def _building(stock: Callable[..., torch.optim.Optimizer]) -> Callable[..., torc
     @functools.wraps(stock)
     def build_optimizer(*args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         optimizer = stock(*args, **kwargs)
-        # Stock's AdamW is torch's fused one, as ours, where it can be.
-        return optimizer if type(optimizer) is torch.optim.AdamW else optim.ours(optimizer)
+        return optimizer if _is_good_adamw(optimizer) else optim.ours(optimizer)
 
     build_optimizer.__module__ = __name__  # in the line that patch() prints
     build_optimizer.__qualname__ = "build_optimizer"
     return build_optimizer
+
+
+def _is_good_adamw(optimizer: torch.optim.Optimizer) -> bool:
+    """AdamW on the CPU, or on a GPU already fused, as stock makes it in later versions."""
+    if type(optimizer) is not torch.optim.AdamW:
+        return False
+    on_gpu = any(p.is_cuda for group in optimizer.param_groups for p in group["params"])
+    return bool(optimizer.defaults["fused"]) or not on_gpu
