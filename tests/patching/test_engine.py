@@ -1,6 +1,7 @@
 """The engine of patch() and unpatch() on modules made here: what is replaced, what is left alone, what is put back."""
 
 import ast
+import functools
 import importlib
 import importlib.util
 import sys
@@ -135,6 +136,35 @@ def test_what_a_user_replaces_later_stays(loaded, host, capsys):
         "host.shapes.area -> tests.patching.test_engine.area was replaced since by somebody else"
         in capsys.readouterr().out
     )
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_method_that_a_user_has_wrapped_stays(loaded, host, capsys, named):
+    """Even in a wrapper that bears stock's names."""
+
+    class Stock(Switch):
+        name, help = "size_optim", "size"
+
+        def visit(self, module):
+            if class_of(module, "Box"):
+                self.replace_stock(module.Box, "size", lambda box: "ours", "host")
+
+    shapes = loaded(module("host.shapes", STOCK))
+    stock = shapes.Box.size
+    shapes.Box.size = theirs = functools.wraps(stock)(lambda box: f"user's over {stock(box)}")
+    host.switches = {"size_optim": Stock}
+    if named:
+        with pytest.raises(
+            SwitchError, match=r"size_optim cannot apply: host\.shapes\.Box\.size has been replaced by somebody"
+        ):
+            host.patch({"size_optim": True})
+    else:
+        host.patch({})
+        assert capsys.readouterr().out.count("size_optim does not apply: host.shapes.Box.size has been replaced") == 1
+    assert shapes.Box.size is theirs
+    shapes.Box.size = stock
+    host.patch({"size_optim": True})
+    assert shapes.Box().size() == "ours"
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])

@@ -64,6 +64,11 @@ def original(owner: Any, attribute: str) -> Any:
     return None if value is _MISSING else value
 
 
+def is_code_of(function: Any, package: str) -> bool:
+    """Whether this is a function whose code is in that package. A wrapper's code is its author's, whatever name it bears."""
+    return type(function) is FunctionType and top_level(str(function.__globals__.get("__name__"))) == package
+
+
 def defined_in(module_name: str, attribute: str) -> Any:
     """The function or class that the loaded module ``module_name`` itself defines under that name, or None.
 

@@ -12,7 +12,7 @@ import torch
 
 from torch_fastdet._private import gpu_count
 from torch_fastdet._say import say
-from torch_fastdet.patching.engine import Patches, SwitchError, defined_in, original
+from torch_fastdet.patching.engine import Patches, SwitchError, defined_in, describe, is_code_of, original
 from torch_fastdet.patching.import_hook import namespace
 from torch_fastdet.patching.signature import difference
 
@@ -113,6 +113,13 @@ class Switch:
     def replace(self, owner: Any, attribute: str, new: Any, what: str = "", quietly: bool = False) -> None:
         """Set ``owner.attribute``, a name of a module or class, and print a line that ends with ``what``; unpatch() undoes it."""
         self.patches.replace(self.name, owner, attribute, new, what, quietly)
+
+    def replace_stock(self, owner: Any, attribute: str, new: Any, package: str, what: str = "") -> None:
+        """:meth:`replace` a function of ``package``; one that somebody else has put there stays, and the switch cannot apply."""
+        if is_code_of(original(owner, attribute), package):
+            self.replace(owner, attribute, new, what)
+        else:
+            self.cannot_apply(f"{describe(owner)}.{attribute} has been replaced by somebody else, and stays.")
 
     def has_replaced(self, owner: Any, attribute: str | None = None) -> bool:
         return any(

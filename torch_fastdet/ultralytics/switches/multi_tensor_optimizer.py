@@ -30,8 +30,8 @@ class MultiTensorOptimizer(UltralyticsSwitch):
     names = (Name("ModelEMA", ModelEMA, ("ultralytics.utils.torch_utils",)),)
 
     def start(self) -> None:
-        self.replace(torch.nn.utils, "clip_grad_norm_", optim.clip_grad_norm_)
-        self.replace(torch.amp.GradScaler, "unscale_", optim.unscale_)
+        self.replace_stock(torch.nn.utils, "clip_grad_norm_", optim.clip_grad_norm_, "torch")
+        self.replace_stock(torch.amp.GradScaler, "unscale_", optim.unscale_, "torch")
 
     def visit(self, module: ModuleType) -> None:
         if namespace(module).get("__name__") != "ultralytics.engine.trainer":

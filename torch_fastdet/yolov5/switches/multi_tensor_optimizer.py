@@ -29,8 +29,8 @@ class MultiTensorOptimizer(Switch):
     names = (Name("smart_optimizer", smart_optimizer, DEFINERS), Name("ModelEMA", ModelEMA, DEFINERS))
 
     def start(self) -> None:
-        self.replace(torch.nn.utils, "clip_grad_norm_", optim.clip_grad_norm_)
-        self.replace(torch.amp.GradScaler, "unscale_", optim.unscale_)
+        self.replace_stock(torch.nn.utils, "clip_grad_norm_", optim.clip_grad_norm_, "torch")
+        self.replace_stock(torch.amp.GradScaler, "unscale_", optim.unscale_, "torch")
 
     def drop_in(self, name: Name, stock: Any) -> Any:
         return self._smart_optimizer(stock) if name.attribute == "smart_optimizer" else name.drop_in

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from torch_fastdet import ops
-from torch_fastdet.patching.import_hook import namespace
+from torch_fastdet.patching.import_hook import namespace, top_level
 from torch_fastdet.patching.switch import Name, Switch, class_of
 from torch_fastdet.yolov5.dropins import non_max_suppression
 
@@ -100,7 +100,8 @@ class NmsOptim(Switch):
         if detect is not None and not self.has_replaced(detect):
             what = " (float32 heads decoded by torch_fastdet.ops.yolov5_decode)"
             stock, ours = detect.forward, _decoding(detect.forward)
-            self.replace(detect, "forward", _OfInstances(stock, ours), what)
+            package = top_level(detect.__module__)
+            self.replace_stock(detect, "forward", _OfInstances(stock, ours), package, what)
             segment = class_of(module, "Segment")
-            if segment is not None:
+            if segment is not None and self.has_replaced(detect):
                 self.replace(segment, "forward", _segmenting(segment.forward, stock, ours), what)

@@ -54,4 +54,6 @@ class UpsampleOptim(Switch):
     needs_host = False
 
     def start(self) -> None:
-        self.replace(torch.nn.Upsample, "forward", upsample_forward, " (nearest by two; other modes stay torch's)")
+        self.replace_stock(
+            torch.nn.Upsample, "forward", upsample_forward, "torch", " (nearest by two; other modes stay torch's)"
+        )
