@@ -159,7 +159,7 @@ def _rotated(prediction: Tensor, arguments: dict[str, Any]) -> Any:
             "non_max_suppression: rotated=True is handed over to the ultralytics package, which is not installed; "
             "pip install ultralytics"
         ) from error
-    function = getattr(stock.non_max_suppression, "__torch_fastdet_stock__", stock.non_max_suppression)
+    function = getattr(ultralytics_non_max_suppression, "__torch_fastdet_stock__", stock.non_max_suppression)
     return function(prediction, rotated=True, **arguments)
 
 

@@ -1,5 +1,6 @@
 """python -m torch_fastdet.ultralytics: the words of the yolo command, with our flags anywhere among them."""
 
+import re
 import subprocess
 import sys
 import zipfile
@@ -64,7 +65,7 @@ def test_switches_are_on_before_the_command(launch):
 
 def test_what_is_not_ours_is_yolos_to_refuse(launch):
     out = launch("train", "--nms_optin", "model=yolov8n.yaml", code=1)
-    assert "'nms_optin' is not a valid YOLO argument" in out
+    assert re.search(r"nms_optin\S*' is not a valid YOLO argument", out)  # some versions print it in red
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ def test_every_holder_of_a_name_gets_the_drop_in(patching):
     assert all(module.startswith("ultralytics.") for module in stock.values())
     patched = patching["patched"]
     assert all(patched[name] == OURS for name in ("here", "metrics", "tal", "loss", "ema", "later"))
-    assert patched["nms"] == "torch_fastdet.suppression"
+    assert patched["nms"].startswith("torch_fastdet."), "a wrapper of ours where an older version takes more"
 
 
 def test_unpatch_puts_everything_back(patching):
@@ -72,7 +72,7 @@ def test_bad_calls_are_one_sentence(patching):
 def test_processes_of_several_gpus_are_patched(patching):
     result = subprocess.run([sys.executable, patching["script"]], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines()[-1] == "torch_fastdet.suppression"
+    assert result.stdout.splitlines()[-1].startswith("torch_fastdet.")
 
 
 @pytest.mark.slow

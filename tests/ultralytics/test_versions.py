@@ -67,6 +67,17 @@ class TestSupported:
         for a, b in pairs:
             assert a.dtype == b.dtype and torch.equal(a, b)
 
+    def test_rotated_boxes_are_handed_over(self):
+        from ultralytics.utils import nms
+
+        stock = nms.non_max_suppression
+        drop_in.patch(nms_optim=True)
+        prediction = torch.rand(2, 4 + 3 + 1, 30)
+        prediction[:, :4] *= 100
+        got = nms.non_max_suppression(prediction.clone(), rotated=True, nc=3)
+        for a, b in zip(got, stock(prediction.clone(), rotated=True, nc=3), strict=True):
+            assert torch.equal(a, b)
+
     def test_labels_are_stocks_business(self):
         from ultralytics.utils import nms
 
