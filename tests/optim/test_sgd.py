@@ -560,7 +560,7 @@ class TestDampening:
         with torch.cuda.graph(graph):
             fused.step()
         buffers = [a.state[p]["momentum_buffer"] for p in mine]
-        del fused  # and with it what it holds of the optimizer
+        fused._binding = None  # what the graph needs of it, the graph holds
         gc.collect()
         junk = [torch.full((512,), 1, dtype=torch.uint8, device=cuda) for _ in range(64)]
         for _ in range(3):
