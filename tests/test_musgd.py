@@ -138,6 +138,23 @@ def test_state_dict_goes_both_ways(stock, device, first, second):
     assert_same(a, b, 4)
 
 
+def test_half_precision_state_is_widened(device):
+    """As the trainer saves it."""
+    model = network(device)
+    optimizer = made(optim.MuSGD, model)
+    set_gradients(model, 0)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    for slot in saved["state"].values():
+        slot.update({name: buffer.half() for name, buffer in slot.items()})
+    resumed = made(optim.MuSGD, model)
+    resumed.load_state_dict(saved)
+    assert all(buffer.dtype == torch.float32 for slot in resumed.state.values() for buffer in slot.values())
+    resumed.step()
+    for p in model.parameters():
+        assert p.isfinite().all()
+
+
 def test_a_copy_goes_on_alone(device):
     model = network(device)
     optimizer = made(optim.MuSGD, model)

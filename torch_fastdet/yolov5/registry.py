@@ -8,6 +8,8 @@ To add a switch, write ``switches/<name>.py`` with a subclass of :class:`~torch_
 * ``visit(module)`` runs for every module that is loaded, and for each module of YOLOv5 that is imported later. It is the place
   to replace methods: find the class with ``class_of(module, "DetectionModel")`` and call
   ``self.replace(the_class, "forward", new)``, which prints one line and is undone by ``unpatch()``.
+* Where users put wrappers of their own, call ``self.replace_stock(...)``: it leaves them in place. If people derive from a class,
+  let ``drop_in()`` return :func:`~torch_fastdet.patching.stand_in.stand_in`, so that subclasses keep stock's code.
 * ``start()`` runs once, before any script code, and is for names outside YOLOv5 (``torch.nn.Upsample.forward``). It must not
   touch CUDA, not even ``torch.cuda.is_available()``: YOLOv5 chooses its device later, through ``CUDA_VISIBLE_DEVICES``. Ask for
   the device inside what you put in place. ``needs_gpu = True`` keeps the switch from starting where there is no GPU.
