@@ -7,6 +7,15 @@ TORCH_LIBRARY(torch_fastdet, m) {
   m.def("upsample_nearest2x_backward(Tensor grad_output) -> Tensor");
   m.def("upsample_nearest2x_cat(Tensor x, Tensor skip) -> Tensor");
 
+  // BatchNorm2d in training and the activation behind it; mean and invstd are for the backward pass.
+  m.def(
+      "bn_act(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean=None, Tensor(b!)? running_var=None, "
+      "Tensor(c!)? num_batches_tracked=None, float momentum=0.1, float eps=1e-05, str activation='silu', "
+      "float slope=0.01, Tensor? residual=None) -> (Tensor y, Tensor mean, Tensor invstd)");
+  m.def(
+      "bn_act_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, "
+      "str activation, float slope) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)");
+
   // Intersection over union of box pairs, and its loss.
   m.def(
       "bbox_iou(Tensor box1, Tensor box2, bool xywh=True, bool GIoU=False, bool DIoU=False, bool CIoU=False, "

@@ -157,6 +157,14 @@ CASES = {
         lambda: ops.bbox_iou(torch.rand(3, 1, 4, requires_grad=True), torch.rand(1, 5, 4), xywh=False, GIoU=True).sum().backward(),
         {"bbox_iou": 15 * (6 + 26), "bbox_iou_backward": 15 * (6 + 26 + 59 + 8)},
     ),
+    "bn_act": (
+        lambda: ops.bn_act(torch.rand(2, 3, 4, 4, requires_grad=True), None, None, activation="relu").sum().backward(),
+        {"bn_act": 96 * (4 + 3 + 1), "bn_act_backward": 96 * (2 * (3 + 2) + 8)},
+    ),
+    "bn_act, shortcut": (
+        lambda: ops.bn_act(torch.rand(2, 3, 4, 4), None, None, residual=torch.rand(2, 3, 4, 4)),
+        {"bn_act": 96 * (4 + 3 + 4 + 1)},
+    ),
     "upsample_nearest2x_cat": (
         lambda: ops.upsample_nearest2x_cat(torch.rand(1, 2, 3, 3, requires_grad=True), torch.rand(1, 5, 6, 6)).sum().backward(),
         {"upsample_nearest2x_cat": 0, "upsample_nearest2x_backward": 3 * 18},

@@ -29,6 +29,7 @@ CORNERS = {True: 12, False: 6}  # by xywh
 FOLD = {True: 16, False: 8}
 SIGMOID = 3
 BOX_DECODE = 12  # of four sigmoids: center and sides in pixels
+ACTIVATION = {"silu": SIGMOID + 1, "relu": 1, "leaky_relu": 2, "hardswish": 5, "identity": 0}
 ENTROPY = 16  # value and gradient of one logit, and its part of the sum
 SCALE_BOX = {True: 6, False: 16}  # by xywh: a box in the original image's pixels; corners are clipped too
 
@@ -49,6 +50,16 @@ def iou_loss(pairs: int, kind: str = "ciou", xywh: bool = True, reduced: bool = 
 def upsample_backward(elements: int) -> int:
     """Each of `elements` input gradients is the sum of four."""
     return 3 * elements
+
+
+def bn_act(elements: int, activation: str = "silu", residual: bool = False) -> int:
+    """Mean and variance (four an element), the norm (three), the activation, and the shortcut's sum."""
+    return elements * (4 + 3 + ACTIVATION[activation] + residual)
+
+
+def bn_act_backward(elements: int, activation: str = "silu") -> int:
+    """Twice the activation's input (three) and derivative (as two activations), once the sums (three) and the result (five)."""
+    return elements * (2 * (3 + ACTIVATION[activation] + ACTIVATION[activation]) + 3 + 5)
 
 
 def decode(anchors: int, outputs: int) -> int:
@@ -134,6 +145,13 @@ def _moves_alone(*args, out_shape=None, **kwargs) -> int:
 def _says_no_shape(*args, out_shape=None, **kwargs) -> int:
     """Pictures: whether a pixel is warped, mixed or recoloured is written in the tables, and no shape says it."""
     return 0
+def _bn_act(x, weight, bias, running_mean=None, running_var=None, num_batches_tracked=None, momentum=0.1, eps=1e-5,
+            activation="silu", slope=0.01, residual=None, *, out_shape=None) -> int:  # fmt: skip
+    return bn_act(math.prod(x), activation, residual is not None)
+
+
+def _bn_act_backward(grad_y, x, weight, bias, mean, invstd, activation, slope, *, out_shape=None) -> int:
+    return bn_act_backward(math.prod(x), activation)
 
 
 def _upsample_backward(grad_output, *, out_shape=None) -> int:
@@ -214,6 +232,8 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "bbox_iou_backward": _bbox_iou_backward,
     "iou_loss": _iou_loss,
     "iou_loss_backward": _iou_loss_backward,
+    "bn_act": _bn_act,
+    "bn_act_backward": _bn_act_backward,
     "upsample_nearest2x": _moves_alone,
     "upsample_nearest2x_backward": _upsample_backward,
     "upsample_nearest2x_cat": _moves_alone,

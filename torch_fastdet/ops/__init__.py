@@ -9,6 +9,7 @@ from torch_fastdet.ops.image import (
     image_resize_,
     opencv_rules,
 )
+from torch_fastdet.ops.bn_act import bn_act
 from torch_fastdet.ops.metrics import confusion_matrix_, match_detections
 from torch_fastdet.ops.multi_tensor import (
     multi_tensor_clip_grad_norm_,
@@ -32,6 +33,7 @@ from torch_fastdet.ops.yolov5_loss import yolov5_loss, yolov5_loss_fault
 
 __all__ = [
     "bbox_iou",
+    "bn_act",
     "confusion_matrix_",
     "image_augment",
     "image_augment_",

@@ -490,6 +490,10 @@ cudaError_t cudaGetDevice(int* device) {
   *device = 0;
   return cudaSuccess;
 }
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value = 4;
+  return attribute == cudaDevAttrMultiProcessorCount ? cudaSuccess : cudaErrorNotSupported;
+}
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   *attributes = {};
   attributes->ptxVersion = 80;  // no clusters

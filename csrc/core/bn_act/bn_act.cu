@@ -1,0 +1,590 @@
+#include <type_traits>
+
+#include "core/bn_act/bn_act.h"
+#include "core/common/device.cuh"
+#include "core/common/dtype.cuh"
+
+namespace torch_fastdet::core {
+namespace {
+
+// Chosen on an H200 among 256 and 512 threads, one to three blocks and one to eight accesses.
+constexpr int kThreads = kBnActThreads;
+constexpr int kBlocksPerSm = 2;
+constexpr int kUnroll = 8;     // accesses in flight of a thread that reads one tensor,
+constexpr int kUnrollTwo = 4;  // and of two tensors each
+
+template <typename A>
+struct alignas(2 * sizeof(A)) Pair {
+  A first, second;
+};
+
+template <typename A, typename T, int kVector>
+__device__ __forceinline__ void unpack(const Vector<T, kVector>& pack, A (&out)[kVector]) {
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) out[j] = to_arithmetic(pack.x[j]);
+}
+
+// Two halves are rounded by one instruction.
+template <typename A, typename T, int kVector>
+__device__ __forceinline__ Vector<T, kVector> packed(const A (&in)[kVector]) {
+  Vector<T, kVector> pack;
+  if constexpr (kVector % 2 == 0 && std::is_same_v<T, __half>) {
+#pragma unroll
+    for (int j = 0; j < kVector; j += 2) {
+      const __half2 two = __floats2half2_rn(in[j], in[j + 1]);
+      pack.x[j] = two.x;
+      pack.x[j + 1] = two.y;
+    }
+  } else if constexpr (kVector % 2 == 0 && std::is_same_v<T, __nv_bfloat16>) {
+#pragma unroll
+    for (int j = 0; j < kVector; j += 2) {
+      const __nv_bfloat162 two = __floats2bfloat162_rn(in[j], in[j + 1]);
+      pack.x[j] = two.x;
+      pack.x[j + 1] = two.y;
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) pack.x[j] = from_arithmetic<T>(in[j]);
+  }
+  return pack;
+}
+
+template <typename A>
+__device__ __forceinline__ A load_vector(const BnActVector& vector, int64_t i, A otherwise) {
+  if (!vector.data) return otherwise;
+  switch (vector.dtype) {
+    case DType::kFloat16:
+      return to_arithmetic(static_cast<const __half*>(vector.data)[i]);
+    case DType::kBFloat16:
+      return to_arithmetic(static_cast<const __nv_bfloat16*>(vector.data)[i]);
+    case DType::kFloat32:
+      return static_cast<const float*>(vector.data)[i];
+    case DType::kFloat64:
+      break;
+  }
+  return static_cast<A>(static_cast<const double*>(vector.data)[i]);
+}
+
+template <typename A>
+__device__ __forceinline__ void store_vector(const BnActVector& vector, int64_t i, A value) {
+  if (!vector.data) return;
+  switch (vector.dtype) {
+    case DType::kFloat16:
+      static_cast<__half*>(vector.data)[i] = from_arithmetic<__half>(static_cast<float>(value));
+      return;
+    case DType::kBFloat16:
+      static_cast<__nv_bfloat16*>(vector.data)[i] = from_arithmetic<__nv_bfloat16>(static_cast<float>(value));
+      return;
+    case DType::kFloat32:
+      static_cast<float*>(vector.data)[i] = static_cast<float>(value);
+      return;
+    case DType::kFloat64:
+      break;
+  }
+  static_cast<double*>(vector.data)[i] = value;
+}
+
+// What one thread visits: every `step`-th position of its block's split, at one place of the slice.
+struct Walk {
+  int image, position;  // of the next access
+  int extent;
+  int step_images, step_positions;
+  int count;  // accesses of this thread
+
+  // The thread's first access, or its last one for a walk that goes back.
+  __device__ __forceinline__ Walk(const BnActPlan& plan, int split, int row, int rows, bool from_end)
+      : extent(plan.extent), step_images(plan.step_images), step_positions(plan.step_positions) {
+    const int size = plan.split_size(split);
+    count =
+        row < size ? static_cast<int>(static_cast<unsigned>(size - row + rows - 1) / static_cast<unsigned>(rows)) : 0;
+    const int64_t start = plan.split_begin(split) + row + (from_end && count ? int64_t{count - 1} * rows : 0);
+    // A 64-bit division takes a good part of a small tensor's time.
+    image = start <= INT32_MAX ? static_cast<int>(static_cast<unsigned>(start) / static_cast<unsigned>(extent))
+                               : static_cast<int>(start / extent);
+    position = static_cast<int>(start - int64_t{image} * extent);
+  }
+  __device__ __forceinline__ void advance() {
+    image += step_images;
+    position += step_positions;
+    if (position >= extent) {
+      position -= extent;
+      ++image;
+    }
+  }
+  __device__ __forceinline__ void retreat() {
+    image -= step_images;
+    position -= step_positions;
+    if (position < 0) {
+      position += extent;
+      --image;
+    }
+  }
+  __device__ __forceinline__ int64_t offset(const BnActStrides& strides) const {
+    return image * strides.image + position * strides.position;
+  }
+};
+
+// A thread's place: slices lie along x, splits along y of the grid.
+struct Place {
+  int slice, split;
+  int row, rows;     // of the block's positions
+  int column;        // which access of a position
+  bool active;       // has a place at all
+  int64_t channel;   // first channel of the thread
+  int channel_step;  // to its next element's channel: 0 in NCHW
+
+  __device__ __forceinline__ explicit Place(const BnActPlan& plan) {
+    slice = blockIdx.x / static_cast<unsigned>(plan.splits);
+    split = static_cast<int>(blockIdx.x) - slice * plan.splits;
+    rows = plan.rows;
+    row = threadIdx.x / static_cast<unsigned>(plan.slice_vectors);
+    column = static_cast<int>(threadIdx.x) - row * plan.slice_vectors;
+    channel = int64_t{slice} * plan.slice_channels + column * plan.vector;
+    channel_step = plan.channels_last;
+    active = row < rows && channel < plan.channels;
+  }
+  __device__ __forceinline__ int64_t offset(const BnActPlan& plan, const BnActStrides& strides) const {
+    return slice * strides.slice + column * plan.vector;
+  }
+};
+
+// Sums of the block for each channel of its slice: thread c holds channel c's on return. Each thread brings kVector
+// pairs; in NCHW they are all of one channel.
+template <typename A, int kVector>
+struct BlockSums {
+  Pair<A> pairs[kThreads * (kVector + 1)];
+
+  __device__ __forceinline__ Pair<A> reduce(const BnActPlan& plan, const Place& place, const A (&first)[kVector],
+                                            const A (&second)[kVector]) {
+    const int vectors = plan.slice_vectors, channels = plan.slice_channels;
+    const int pitch = plan.channels_last ? channels + vectors : 1;  // a pad against bank conflicts
+    if (place.row < place.rows) {
+      if (plan.channels_last) {
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) {
+          pairs[place.row * pitch + j * vectors + place.column] = {first[j], second[j]};
+        }
+      } else {
+        Pair<A> sum{first[0], second[0]};
+#pragma unroll
+        for (int j = 1; j < kVector; ++j) {
+          sum.first += first[j];
+          sum.second += second[j];
+        }
+        pairs[place.row] = sum;
+      }
+    }
+    __syncthreads();
+    // Thread (group, c) adds up every groups-th row of channel c.
+    const int groups = plan.groups;
+    const int group = threadIdx.x / static_cast<unsigned>(channels), c = threadIdx.x - group * channels;
+    const int at = plan.channels_last ? c % kVector * vectors + c / kVector : 0;
+    Pair<A> sum{A(0), A(0)};
+    if (group < groups) {
+      for (int row = group; row < place.rows; row += groups) {
+        const Pair<A> pair = pairs[row * pitch + at];
+        sum.first += pair.first;
+        sum.second += pair.second;
+      }
+    }
+    __syncthreads();
+    return fold(channels, groups, group, c, sum);
+  }
+
+  // The sum over the groups of the pairs that threads (group, c) hold: in thread c, for channel c.
+  __device__ __forceinline__ Pair<A> fold(int channels, int groups, int group, int c, Pair<A> sum) {
+    int half = 1;
+    while (half < groups) half *= 2;
+    for (half /= 2; half > 0; half /= 2) {
+      if (group >= half && group < 2 * half && group < groups) pairs[(group - half) * channels + c] = sum;
+      __syncthreads();
+      if (group < half && group + half < groups) {
+        const Pair<A> other = pairs[group * channels + c];
+        sum.first += other.first;
+        sum.second += other.second;
+      }
+      __syncthreads();
+    }
+    return sum;
+  }
+};
+
+// The activation's input. Values of half precision have fewer digits than a product with the mean loses, so the mean is
+// folded into `shift` for them.
+template <bool kHalf, typename A>
+__device__ __forceinline__ A normalized(A x, A mean, A scale, A shift) {
+  return kHalf ? x * scale + shift : (x - mean) * scale + shift;
+}
+
+// Pass 1 forward: each block's mean and sum of squared deviations. Values are taken relative to the block's first one
+// of the channel, so that a mean of many standard deviations costs no digits.
+template <typename T, int kVector>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    bn_act_statistics(const __grid_constant__ BnActForwardParams p) {
+  using A = arithmetic_t<T>;
+  __shared__ BlockSums<A, kVector> sums;
+  const Place place(p.plan);
+  A shift[kVector], first[kVector], second[kVector];
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) shift[j] = first[j] = second[j] = A(0);
+  const T* const x = static_cast<const T*>(p.x) + place.offset(p.plan, p.x_strides);
+  if (place.active) {
+    const Walk origin(p.plan, place.split, 0, place.rows, false);
+    const int64_t at = origin.offset(p.x_strides);
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) shift[j] = to_arithmetic(x[at + (p.plan.channels_last ? j : 0)]);
+    Walk walk(p.plan, place.split, place.row, place.rows, false);
+    for (int k = 0; k < walk.count; k += kUnroll) {
+      Vector<T, kVector> packs[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (k + u < walk.count) packs[u] = *reinterpret_cast<const Vector<T, kVector>*>(x + walk.offset(p.x_strides));
+        walk.advance();
+      }
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (k + u < walk.count) {
+          A value[kVector];
+          unpack(packs[u], value);
+#pragma unroll
+          for (int j = 0; j < kVector; ++j) {
+            const A centered = value[j] - shift[j];
+            first[j] += centered;
+            second[j] += centered * centered;
+          }
+        }
+      }
+    }
+  }
+  const Pair<A> sum = sums.reduce(p.plan, place, first, second);
+  if (threadIdx.x < p.plan.slice_channels) {
+    const int64_t c = int64_t{place.slice} * p.plan.slice_channels + threadIdx.x;
+    Pair<A> partial{A(0), A(0)};
+    if (c < p.plan.channels) {
+      const Walk origin(p.plan, place.split, 0, place.rows, false);
+      const A base = to_arithmetic(
+          static_cast<const T*>(p.x)[place.slice * p.x_strides.slice + threadIdx.x + origin.offset(p.x_strides)]);
+      const A n = static_cast<A>(p.plan.split_size(place.split)) * p.plan.channel_elements();
+      const A mean = sum.first / n;
+      partial = {base + mean, sum.second - sum.first * mean};
+    }
+    static_cast<Pair<A>*>(
+        p.partials)[(int64_t{place.slice} * p.plan.splits + place.split) * p.plan.slice_channels + threadIdx.x] =
+        partial;
+  }
+}
+
+// The partials of a slice's channel in thread (group, c): every groups-th split. Calls add(sum, split, partial).
+template <typename A, typename Add>
+__device__ __forceinline__ Pair<A> gather(const BnActPlan& plan, int slice, const void* partials, int groups, int group,
+                                          int c, Add&& add) {
+  const Pair<A>* const from =
+      static_cast<const Pair<A>*>(partials) + int64_t{slice} * plan.splits * plan.slice_channels + c;
+  Pair<A> sum{A(0), A(0)};
+  if (group < groups) {
+#pragma unroll 8
+    for (int split = group; split < plan.splits; split += groups) add(sum, split, from[split * plan.slice_channels]);
+  }
+  return sum;
+}
+
+// What a block knows of its slice's channels after pass 1.
+template <typename A>
+struct Coefficients {
+  A value[5][kBnActMostSliceVectors * 8];
+};
+
+template <typename T, int kVector>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm) bn_act_forward(const __grid_constant__ BnActForwardParams p) {
+  using A = arithmetic_t<T>;
+  constexpr bool kHalf = sizeof(T) == 2;
+  __shared__ BlockSums<A, kVector> sums;
+  __shared__ Coefficients<A> coefficients;
+  const Place place(p.plan);
+  const int channels = p.plan.slice_channels, groups = p.plan.groups;
+  const int group = threadIdx.x / static_cast<unsigned>(channels), c = threadIdx.x - group * channels;
+  const A origin = static_cast<const Pair<A>*>(p.partials)[int64_t{place.slice} * p.plan.splits * channels + c].first;
+  // Chan, Golub and LeVeque's merge of means and squared deviations, relative to the first split's mean.
+  Pair<A> sum =
+      gather<A>(p.plan, place.slice, p.partials, groups, group, c, [&](Pair<A>& total, int split, const Pair<A>& part) {
+        const A n = static_cast<A>(p.plan.split_size(split)) * p.plan.channel_elements();
+        const A delta = part.first - origin;
+        total.first += n * delta;
+        total.second += part.second + n * delta * delta;
+      });
+  sum = sums.fold(channels, groups, group, c, sum);
+  const int64_t channel = int64_t{place.slice} * channels + c;
+  if (group == 0 && channel < p.plan.channels) {
+    const A n = static_cast<A>(p.plan.count());
+    const A delta = sum.first / n;
+    const A mean = origin + delta;
+    const A squares = sum.second - sum.first * delta;
+    const A variance = (squares < A(0) ? A(0) : squares) / n;
+    const A invstd = A(1) / sqrt(variance + static_cast<A>(p.eps));
+    coefficients.value[0][c] = mean;
+    coefficients.value[1][c] = invstd * load_vector(p.weight, channel, A(1));
+    coefficients.value[2][c] = load_vector(p.bias, channel, A(0));
+    if (place.split == 0) {
+      static_cast<A*>(p.mean)[channel] = mean;
+      static_cast<A*>(p.invstd)[channel] = invstd;
+      const A momentum = static_cast<A>(p.momentum);
+      if (p.running_mean.data) {
+        const A old = load_vector(p.running_mean, channel, A(0));
+        store_vector(p.running_mean, channel, momentum * mean + (A(1) - momentum) * old);
+      }
+      if (p.running_var.data) {
+        const A old = load_vector(p.running_var, channel, A(0));
+        store_vector(p.running_var, channel, momentum * (variance * (n / (n - A(1)))) + (A(1) - momentum) * old);
+      }
+      if (channel == 0 && p.num_batches_tracked) ++*p.num_batches_tracked;
+    }
+  }
+  __syncthreads();
+  if (!place.active) return;
+  A mean[kVector], scale[kVector], shift[kVector];
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) {
+    const int at = place.column * p.plan.vector + j * place.channel_step;
+    mean[j] = coefficients.value[0][at];
+    scale[j] = coefficients.value[1][at];
+    shift[j] = coefficients.value[2][at] - (kHalf ? mean[j] * scale[j] : A(0));
+  }
+  const T* const x = static_cast<const T*>(p.x) + place.offset(p.plan, p.x_strides);
+  const T* const residual = static_cast<const T*>(p.residual) + place.offset(p.plan, p.residual_strides);
+  T* const y = static_cast<T*>(p.y) + place.offset(p.plan, p.y_strides);
+  const A slope = static_cast<A>(p.slope);
+  // Backwards: what pass 1 read last is still in L2.
+  Walk walk(p.plan, place.split, place.row, place.rows, true), behind = walk;
+  const auto run = [&](auto with_residual) {
+    constexpr int unroll = decltype(with_residual)::value ? kUnrollTwo : kUnroll;
+    dispatch_activation(p.activation, [&](auto activation) {
+      for (int k = 0; k < walk.count; k += unroll) {
+        Vector<T, kVector> packs[unroll];
+        [[maybe_unused]] Vector<T, kVector> residuals[unroll];
+#pragma unroll
+        for (int u = 0; u < unroll; ++u) {
+          if (k + u < walk.count) {
+            packs[u] = *reinterpret_cast<const Vector<T, kVector>*>(x + walk.offset(p.x_strides));
+            if constexpr (decltype(with_residual)::value) {
+              residuals[u] = *reinterpret_cast<const Vector<T, kVector>*>(residual + walk.offset(p.residual_strides));
+            }
+          }
+          walk.retreat();
+        }
+#pragma unroll
+        for (int u = 0; u < unroll; ++u) {
+          if (k + u < walk.count) {
+            A value[kVector];
+            unpack(packs[u], value);
+#pragma unroll
+            for (int j = 0; j < kVector; ++j) {
+              value[j] = activate<decltype(activation)::value, kHalf>(
+                  normalized<kHalf>(value[j], mean[j], scale[j], shift[j]), slope);
+              if constexpr (decltype(with_residual)::value) value[j] += to_arithmetic(residuals[u].x[j]);
+            }
+            *reinterpret_cast<Vector<T, kVector>*>(y + behind.offset(p.y_strides)) = packed<A, T>(value);
+          }
+          behind.retreat();
+        }
+      }
+    });
+  };
+  p.residual ? run(std::true_type{}) : run(std::false_type{});
+}
+
+// Pass 1 backward: sums of dz and of dz * (x - mean), dz being the gradient at the activation's input.
+template <typename T, int kVector>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    bn_act_backward_sums(const __grid_constant__ BnActBackwardParams p) {
+  using A = arithmetic_t<T>;
+  constexpr bool kHalf = sizeof(T) == 2;
+  __shared__ BlockSums<A, kVector> sums;
+  __shared__ Coefficients<A> coefficients;
+  const Place place(p.plan);
+  A first[kVector], second[kVector];
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) first[j] = second[j] = A(0);
+  const int64_t own = int64_t{place.slice} * p.plan.slice_channels + threadIdx.x;
+  if (threadIdx.x < p.plan.slice_channels && own < p.plan.channels) {
+    coefficients.value[0][threadIdx.x] = static_cast<const A*>(p.mean)[own];
+    coefficients.value[1][threadIdx.x] = static_cast<const A*>(p.invstd)[own] * load_vector(p.weight, own, A(1));
+    coefficients.value[2][threadIdx.x] = load_vector(p.bias, own, A(0));
+  }
+  __syncthreads();
+  if (place.active) {
+    A mean[kVector], scale[kVector], shift[kVector];
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      const int at = place.column * p.plan.vector + j * place.channel_step;
+      mean[j] = coefficients.value[0][at];
+      scale[j] = coefficients.value[1][at];
+      shift[j] = coefficients.value[2][at];
+    }
+    const T* const x = static_cast<const T*>(p.x) + place.offset(p.plan, p.x_strides);
+    const T* const grad_y = static_cast<const T*>(p.grad_y) + place.offset(p.plan, p.grad_y_strides);
+    const A slope = static_cast<A>(p.slope);
+    Walk walk(p.plan, place.split, place.row, place.rows, false);
+    dispatch_activation(p.activation, [&](auto activation) {
+      for (int k = 0; k < walk.count; k += kUnrollTwo) {
+        Vector<T, kVector> packs[kUnrollTwo], grads[kUnrollTwo];
+#pragma unroll
+        for (int u = 0; u < kUnrollTwo; ++u) {
+          if (k + u < walk.count) {
+            packs[u] = *reinterpret_cast<const Vector<T, kVector>*>(x + walk.offset(p.x_strides));
+            grads[u] = *reinterpret_cast<const Vector<T, kVector>*>(grad_y + walk.offset(p.grad_y_strides));
+          }
+          walk.advance();
+        }
+#pragma unroll
+        for (int u = 0; u < kUnrollTwo; ++u) {
+          if (k + u < walk.count) {
+            A value[kVector], grad[kVector];
+            unpack(packs[u], value);
+            unpack(grads[u], grad);
+#pragma unroll
+            for (int j = 0; j < kVector; ++j) {
+              const A centered = value[j] - mean[j];
+              const A dz =
+                  activate_backward<decltype(activation)::value, kHalf>(centered * scale[j] + shift[j], grad[j], slope);
+              first[j] += dz;
+              second[j] += dz * centered;
+            }
+          }
+        }
+      }
+    });
+  }
+  const Pair<A> sum = sums.reduce(p.plan, place, first, second);
+  if (threadIdx.x < p.plan.slice_channels) {
+    static_cast<Pair<A>*>(
+        p.partials)[(int64_t{place.slice} * p.plan.splits + place.split) * p.plan.slice_channels + threadIdx.x] = sum;
+  }
+}
+
+template <typename T, int kVector>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    bn_act_backward(const __grid_constant__ BnActBackwardParams p) {
+  using A = arithmetic_t<T>;
+  constexpr bool kHalf = sizeof(T) == 2;
+  __shared__ BlockSums<A, kVector> sums;
+  __shared__ Coefficients<A> coefficients;
+  const Place place(p.plan);
+  const int channels = p.plan.slice_channels, groups = p.plan.groups;
+  const int group = threadIdx.x / static_cast<unsigned>(channels), c = threadIdx.x - group * channels;
+  Pair<A> sum =
+      gather<A>(p.plan, place.slice, p.partials, groups, group, c, [](Pair<A>& total, int, const Pair<A>& part) {
+        total.first += part.first;
+        total.second += part.second;
+      });
+  sum = sums.fold(channels, groups, group, c, sum);
+  const int64_t channel = int64_t{place.slice} * channels + c;
+  if (group == 0 && channel < p.plan.channels) {
+    const A n = static_cast<A>(p.plan.count());
+    const A invstd = static_cast<const A*>(p.invstd)[channel];
+    const A weight = load_vector(p.weight, channel, A(1));
+    // The mean of dz, and of dz * xhat as a factor of x - mean.
+    coefficients.value[0][c] = sum.first / n;
+    coefficients.value[1][c] = sum.second / n * invstd * invstd;
+    coefficients.value[2][c] = invstd * weight;
+    coefficients.value[3][c] = load_vector(p.bias, channel, A(0));
+    coefficients.value[4][c] = static_cast<const A*>(p.mean)[channel];
+    if (place.split == 0) {
+      store_vector(p.grad_weight, channel, sum.second * invstd);
+      store_vector(p.grad_bias, channel, sum.first);
+    }
+  }
+  __syncthreads();
+  if (!place.active) return;
+  A mean[kVector], scale[kVector], shift[kVector], mean_dz[kVector], slope_dz[kVector];
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) {
+    const int at = place.column * p.plan.vector + j * place.channel_step;
+    mean[j] = coefficients.value[4][at];
+    mean_dz[j] = coefficients.value[0][at];
+    slope_dz[j] = coefficients.value[1][at];
+    scale[j] = coefficients.value[2][at];
+    shift[j] = coefficients.value[3][at];
+    if (kHalf) {
+      shift[j] -= mean[j] * scale[j];
+      slope_dz[j] *= scale[j];
+      mean_dz[j] = mean_dz[j] * scale[j] - mean[j] * slope_dz[j];
+    }
+  }
+  const T* const x = static_cast<const T*>(p.x) + place.offset(p.plan, p.x_strides);
+  const T* const grad_y = static_cast<const T*>(p.grad_y) + place.offset(p.plan, p.grad_y_strides);
+  T* const grad_x = static_cast<T*>(p.grad_x) + place.offset(p.plan, p.grad_x_strides);
+  const A slope = static_cast<A>(p.slope);
+  Walk walk(p.plan, place.split, place.row, place.rows, true), behind = walk;
+  dispatch_activation(p.activation, [&](auto activation) {
+    for (int k = 0; k < walk.count; k += kUnrollTwo) {
+      Vector<T, kVector> packs[kUnrollTwo], grads[kUnrollTwo];
+#pragma unroll
+      for (int u = 0; u < kUnrollTwo; ++u) {
+        if (k + u < walk.count) {
+          packs[u] = *reinterpret_cast<const Vector<T, kVector>*>(x + walk.offset(p.x_strides));
+          grads[u] = *reinterpret_cast<const Vector<T, kVector>*>(grad_y + walk.offset(p.grad_y_strides));
+        }
+        walk.retreat();
+      }
+#pragma unroll
+      for (int u = 0; u < kUnrollTwo; ++u) {
+        if (k + u < walk.count) {
+          A value[kVector], grad[kVector];
+          unpack(packs[u], value);
+          unpack(grads[u], grad);
+#pragma unroll
+          for (int j = 0; j < kVector; ++j) {
+            const A dz = activate_backward<decltype(activation)::value, kHalf>(
+                normalized<kHalf>(value[j], mean[j], scale[j], shift[j]), grad[j], slope);
+            value[j] = kHalf ? dz * scale[j] - (value[j] * slope_dz[j] + mean_dz[j])
+                             : (dz - mean_dz[j] - (value[j] - mean[j]) * slope_dz[j]) * scale[j];
+          }
+          *reinterpret_cast<Vector<T, kVector>*>(grad_x + behind.offset(p.grad_x_strides)) = packed<A, T>(value);
+        }
+        behind.retreat();
+      }
+    }
+  });
+}
+
+// Calls f(zero of the type, constant of the access width).
+template <typename F>
+void dispatch_access(DType dtype, int vector, F&& f) {
+  dispatch(dtype, [&](auto zero) {
+    if (vector > 1) {
+      f(zero, std::integral_constant<int, static_cast<int>(16 / sizeof(zero))>{});
+    } else {
+      f(zero, std::integral_constant<int, 1>{});
+    }
+  });
+}
+
+}  // namespace
+
+cudaError_t bn_act_blocks(int64_t& blocks) {
+  int device = 0, processors = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  blocks = int64_t{processors} * kBlocksPerSm;
+  return error;
+}
+
+cudaError_t launch_bn_act_forward(const BnActForwardParams& params, cudaStream_t stream) {
+  const unsigned grid = static_cast<unsigned>(params.plan.slices * params.plan.splits);
+  dispatch_access(params.dtype, params.plan.vector, [&](auto zero, auto vector) {
+    bn_act_statistics<decltype(zero), decltype(vector)::value><<<grid, kThreads, 0, stream>>>(params);
+    bn_act_forward<decltype(zero), decltype(vector)::value><<<grid, kThreads, 0, stream>>>(params);
+  });
+  return cudaGetLastError();
+}
+
+cudaError_t launch_bn_act_backward(const BnActBackwardParams& params, cudaStream_t stream) {
+  const unsigned grid = static_cast<unsigned>(params.plan.slices * params.plan.splits);
+  dispatch_access(params.dtype, params.plan.vector, [&](auto zero, auto vector) {
+    bn_act_backward_sums<decltype(zero), decltype(vector)::value><<<grid, kThreads, 0, stream>>>(params);
+    bn_act_backward<decltype(zero), decltype(vector)::value><<<grid, kThreads, 0, stream>>>(params);
+  });
+  return cudaGetLastError();
+}
+
+}  // namespace torch_fastdet::core

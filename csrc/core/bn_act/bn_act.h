@@ -1,0 +1,62 @@
+// BatchNorm2d in training with the activation behind it, forward and backward, on the GPU. Two launches each way: the
+// first reduces each channel over a block's positions into `partials`, the second adds up the partials of its channels
+// and makes the result. No atomics: the order of every sum is fixed by the plan.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "core/bn_act/bn_act_math.h"
+#include "core/bn_act/bn_act_plan.h"
+#include "core/common/dtype.h"
+
+namespace torch_fastdet::core {
+
+// A vector of C elements, or null.
+struct BnActVector {
+  void* data;
+  DType dtype;
+};
+
+struct BnActForwardParams {
+  BnActPlan plan;
+  DType dtype;  // of x, residual and y
+  const void* x;
+  BnActStrides x_strides;
+  const void* residual;  // added to the activation's result, or null
+  BnActStrides residual_strides;
+  void* y;
+  BnActStrides y_strides;
+  BnActVector weight, bias;               // null: 1 and 0
+  BnActVector running_mean, running_var;  // null: not tracked
+  int64_t* num_batches_tracked;           // null: not counted
+  void *mean, *invstd;                    // results, C elements of the arithmetic type (double for double)
+  void* partials;                         // 2 * plan.partials() elements of the arithmetic type
+  double momentum, eps;
+  Activation activation;
+  double slope;  // of LeakyReLU
+};
+
+struct BnActBackwardParams {
+  BnActPlan plan;
+  DType dtype;  // of x, grad_y and grad_x
+  const void* x;
+  BnActStrides x_strides;
+  const void* grad_y;
+  BnActStrides grad_y_strides;
+  void* grad_x;
+  BnActStrides grad_x_strides;
+  BnActVector weight, bias;            // null: 1 and 0
+  BnActVector grad_weight, grad_bias;  // results, or null
+  const void *mean, *invstd;           // of the forward pass
+  void* partials;                      // 2 * plan.partials() elements of the arithmetic type
+  Activation activation;
+  double slope;
+};
+
+// Blocks that the current device runs at once: what make_bn_act_plan asks for.
+cudaError_t bn_act_blocks(int64_t& blocks);
+
+cudaError_t launch_bn_act_forward(const BnActForwardParams& params, cudaStream_t stream);
+cudaError_t launch_bn_act_backward(const BnActBackwardParams& params, cudaStream_t stream);
+
+}  // namespace torch_fastdet::core

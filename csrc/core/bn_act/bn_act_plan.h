@@ -1,0 +1,90 @@
+// How the blocks of a grid share a (N, C, H, W) tensor for bn_act: along the channels in slices, and each slice's
+// positions in splits. Known to the host and the device; no pointer.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "core/common/host_device.h"
+
+namespace torch_fastdet::core {
+
+constexpr int kBnActThreads = 256;
+constexpr int kBnActMostSliceVectors = 16;
+
+// A dense part of a tensor: `extent` positions an image, of which each holds `vector` elements that are accessed as
+// one. channels_last: a position is a pixel, and a slice is slice_vectors * vector neighbouring channels. NCHW: a slice
+// is one channel, and a position is `vector` neighbouring pixels of it.
+struct BnActPlan {
+  bool channels_last;
+  int64_t batch, channels;
+  int extent;                       // positions of an image
+  int vector;                       // elements of an access
+  int slice_vectors;                // accesses that lie side by side at one position: 1 in NCHW
+  int slice_channels;               // channels of a slice: slice_vectors * vector, or 1
+  int64_t slices;                   // the last may be short
+  int splits;                       // blocks that share a slice
+  int split_positions;              // at least so many positions each,
+  int split_rest;                   // and one more in so many first splits
+  int rows;                         // positions that a block visits in one step,
+  int step_images, step_positions;  // which are so many images and positions
+  int groups;                       // threads of a block that share a channel's partial sums
+
+  TORCH_FASTDET_HOST_DEVICE int64_t positions() const { return batch * extent; }
+  TORCH_FASTDET_HOST_DEVICE int64_t split_begin(int split) const {
+    return int64_t{split} * split_positions + (split < split_rest ? split : split_rest);
+  }
+  TORCH_FASTDET_HOST_DEVICE int split_size(int split) const { return split_positions + (split < split_rest); }
+  // Elements of one channel that a position holds.
+  TORCH_FASTDET_HOST_DEVICE int channel_elements() const { return channels_last ? 1 : vector; }
+  TORCH_FASTDET_HOST_DEVICE int64_t count() const { return positions() * channel_elements(); }
+  // Pairs of partial sums in the workspace.
+  TORCH_FASTDET_HOST_DEVICE int64_t partials() const { return slices * splits * slice_channels; }
+};
+
+// Strides in elements. A slice of a concatenation is a tensor with a larger pitch.
+struct BnActStrides {
+  int64_t image, position, slice;  // from one image, position, slice to the next
+};
+
+// `vector` is the widest access that the pointers, strides and sizes of all tensors allow. `blocks` is how many blocks
+// the device runs at once.
+inline BnActPlan make_bn_act_plan(bool channels_last, int64_t batch, int64_t channels, int64_t pixels, int vector,
+                                  int64_t blocks) {
+  BnActPlan plan{};
+  plan.channels_last = channels_last;
+  plan.batch = batch;
+  plan.channels = channels;
+  plan.extent = static_cast<int>(channels_last ? pixels : pixels / vector);
+  plan.vector = vector;
+  plan.slice_vectors = 1;
+  if (channels_last) {
+    // Slices of at least a cache line where there is one, and of equal width where the count allows it.
+    const int64_t vectors = channels / vector;
+    int64_t width = std::min<int64_t>(vectors, 8);
+    if (vectors > 8) {
+      for (int64_t candidate : {8, 16, 12, 10, 9, 14, 15, 11, 13, 7, 6, 5, 4}) {
+        if (vectors % candidate == 0) {
+          width = candidate;
+          break;
+        }
+      }
+    }
+    plan.slice_vectors = static_cast<int>(width);
+  }
+  plan.slice_channels = channels_last ? plan.slice_vectors * vector : 1;
+  plan.slices = std::max<int64_t>(1, (channels + plan.slice_channels - 1) / plan.slice_channels);
+  plan.rows = kBnActThreads / plan.slice_vectors;
+  plan.step_images = plan.rows / plan.extent;
+  plan.step_positions = plan.rows % plan.extent;
+  plan.groups = kBnActThreads / plan.slice_channels;
+  // No block without a position for every thread, if there are enough; and no split that 32 bits cannot count.
+  const int64_t most = std::max<int64_t>(1, plan.positions() / plan.rows);
+  const int64_t least = plan.positions() / (int64_t{1} << 30) + 1;
+  plan.splits = static_cast<int>(std::max(least, std::clamp<int64_t>(blocks / plan.slices, 1, most)));
+  plan.split_positions = static_cast<int>(plan.positions() / plan.splits);
+  plan.split_rest = static_cast<int>(plan.positions() % plan.splits);
+  return plan;
+}
+
+}  // namespace torch_fastdet::core

@@ -1,0 +1,164 @@
+// What bn_act and bn_act_backward ask of their arguments, and how tensors become the strides that the core walks.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/SymBool.h>
+
+#include <initializer_list>
+#include <optional>
+#include <string_view>
+#include <tuple>
+
+#include "core/bn_act/bn_act_math.h"
+#include "core/bn_act/bn_act_plan.h"
+#include "ops/common/checks.h"
+
+namespace torch_fastdet {
+
+using BnActResult = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+using OptionalTensor = std::optional<at::Tensor>;
+
+inline bool is_given(const OptionalTensor& tensor) {
+  return tensor.has_value() && tensor->defined();
+}
+
+inline core::Activation parse_activation(std::string_view activation, const char* op) {
+  if (activation == "silu") return core::Activation::kSiLU;
+  if (activation == "relu") return core::Activation::kReLU;
+  if (activation == "leaky_relu") return core::Activation::kLeakyReLU;
+  if (activation == "hardswish") return core::Activation::kHardswish;
+  TORCH_CHECK(activation == "identity", op, ": activation is '", activation,
+              "', but 'silu', 'relu', 'leaky_relu', 'hardswish' or 'identity' is wanted");
+  return core::Activation::kIdentity;
+}
+
+inline void check_bn_act_image(const at::Tensor& tensor, const char* op, const char* name) {
+  check_strided(tensor, op, name);
+  check_float(tensor, op, name);
+  TORCH_CHECK(tensor.dim() == 4, op, ": ", name, " has shape ", tensor.sym_sizes(),
+              ", but four dimensions (N, C, H, W) are wanted");
+}
+
+// One value a channel of x.
+inline void check_bn_act_vector(const at::Tensor& x, const OptionalTensor& vector, const char* op, const char* name) {
+  if (!is_given(vector)) return;
+  check_strided(*vector, op, name);
+  check_float(*vector, op, name);
+  check_same_device(x, "x", *vector, op, name);
+  TORCH_CHECK(vector->dim() == 1, op, ": ", name, " has shape ", vector->sym_sizes(), ", but (C,) is wanted");
+  TORCH_SYM_CHECK(vector->sym_size(0).sym_eq(x.sym_size(1)), op, ": ", name, " has shape ", vector->sym_sizes(),
+                  ", but (", x.sym_size(1), ",) is wanted beside x of shape ", x.sym_sizes());
+}
+
+// Written in place, so a copy would not do.
+inline void check_bn_act_statistic(const at::Tensor& x, const OptionalTensor& statistic, const char* op,
+                                   const char* name) {
+  check_bn_act_vector(x, statistic, op, name);
+  if (!is_given(statistic)) return;
+  TORCH_CHECK(statistic->is_contiguous(), op, ": ", name, " has stride ", statistic->sym_stride(0),
+              ", but a contiguous tensor is wanted");
+  TORCH_CHECK(!statistic->requires_grad(), op, ": ", name,
+              " requires grad, but it is written in place; give it detached");
+}
+
+inline void check_same_image(const at::Tensor& x, const at::Tensor& other, const char* op, const char* name) {
+  check_bn_act_image(other, op, name);
+  check_same_device(x, "x", other, op, name);
+  TORCH_CHECK(other.scalar_type() == x.scalar_type(), op, ": ", name, " has dtype ", dtype_name(other.scalar_type()),
+              ", but x has ", dtype_name(x.scalar_type()));
+  auto same = x.sym_size(0).sym_eq(other.sym_size(0));
+  for (int64_t d = 1; d < 4; ++d) same = same.sym_and(x.sym_size(d).sym_eq(other.sym_size(d)));
+  TORCH_SYM_CHECK(same, op, ": ", name, " has shape ", other.sym_sizes(), ", but x has ", x.sym_sizes());
+}
+
+// Stock's rule and words: one value a channel has no variance.
+inline void check_values_per_channel(const at::Tensor& x) {
+  int64_t values = 1;
+  for (const int64_t d : {0, 2, 3}) {
+    const auto size = x.sym_size(d).maybe_as_int();
+    if (!size) return;  // symbolic: the kernel's own check sees it
+    values *= *size;
+  }
+  TORCH_CHECK_VALUE(values != 1, "Expected more than 1 value per channel when training, got input size ",
+                    x.sym_sizes());
+}
+
+inline void check_bn_act(const at::Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
+                         const OptionalTensor& running_mean, const OptionalTensor& running_var,
+                         const OptionalTensor& num_batches_tracked, const OptionalTensor& residual, const char* op) {
+  check_bn_act_image(x, op, "x");
+  check_bn_act_vector(x, weight, op, "weight");
+  check_bn_act_vector(x, bias, op, "bias");
+  check_bn_act_statistic(x, running_mean, op, "running_mean");
+  check_bn_act_statistic(x, running_var, op, "running_var");
+  if (is_given(num_batches_tracked)) {
+    check_same_device(x, "x", *num_batches_tracked, op, "num_batches_tracked");
+    TORCH_CHECK(num_batches_tracked->scalar_type() == at::kLong && num_batches_tracked->dim() == 0, op,
+                ": num_batches_tracked has dtype ", dtype_name(num_batches_tracked->scalar_type()), " and shape ",
+                num_batches_tracked->sym_sizes(), ", but one int64 without dimensions is wanted");
+  }
+  if (is_given(residual)) check_same_image(x, *residual, op, "residual");
+  check_values_per_channel(x);
+}
+
+// float32, or float64 for float64.
+inline at::ScalarType statistic_dtype(const at::Tensor& x) {
+  return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+inline at::Tensor empty_like_image(const at::Tensor& x) {
+  return at::empty_symint(x.sym_sizes(), x.options().memory_format(x.suggest_memory_format()));
+}
+
+inline BnActResult empty_bn_act(const at::Tensor& x) {
+  const auto options = x.options().dtype(statistic_dtype(x));
+  return {empty_like_image(x), at::empty_symint({x.sym_size(1)}, options), at::empty_symint({x.sym_size(1)}, options)};
+}
+
+// A gradient for a parameter that is not there has no elements.
+inline at::Tensor empty_parameter_grad(const at::Tensor& x, const OptionalTensor& parameter) {
+  return is_given(parameter) ? at::empty_symint(parameter->sym_sizes(), parameter->options())
+                             : at::empty({0}, x.options().dtype(statistic_dtype(x)));
+}
+
+inline void check_bn_act_backward(const at::Tensor& grad_y, const at::Tensor& x, const OptionalTensor& weight,
+                                  const OptionalTensor& bias, const at::Tensor& mean, const at::Tensor& invstd,
+                                  const char* op) {
+  check_bn_act_image(x, op, "x");
+  check_same_image(x, grad_y, op, "grad_y");
+  check_bn_act_vector(x, weight, op, "weight");
+  check_bn_act_vector(x, bias, op, "bias");
+  for (const auto& [tensor, name] : {std::pair{&mean, "mean"}, std::pair{&invstd, "invstd"}}) {
+    check_bn_act_vector(x, *tensor, op, name);
+    TORCH_CHECK(tensor->scalar_type() == statistic_dtype(x), op, ": ", name, " has dtype ",
+                dtype_name(tensor->scalar_type()), ", but ", dtype_name(statistic_dtype(x)), " is wanted");
+  }
+}
+
+// Whether the pixels of an image are evenly spaced, and its channels (channels_last) or pixels adjacent.
+inline bool is_walkable(const at::Tensor& tensor, bool channels_last) {
+  const int64_t width = tensor.size(3);
+  const int64_t pixel = width > 1 ? tensor.stride(3) : tensor.stride(2);
+  const bool even = width <= 1 || tensor.size(2) <= 1 || tensor.stride(2) == width * tensor.stride(3);
+  if (channels_last) return even && (tensor.stride(1) == 1 || tensor.size(1) <= 1);
+  return even && (pixel == 1 || tensor.size(2) * width <= 1);
+}
+
+// The tensor itself, or a copy in that layout.
+inline at::Tensor walkable(const at::Tensor& tensor, bool channels_last) {
+  if (is_walkable(tensor, channels_last)) return tensor;
+  return tensor.contiguous(channels_last ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::Contiguous);
+}
+
+// Elements between images, pixels and channels.
+struct ImageStrides {
+  int64_t image, pixel, channel;
+};
+
+inline ImageStrides image_strides(const at::Tensor& tensor) {
+  const int64_t pixel = tensor.size(3) > 1 ? tensor.stride(3) : tensor.size(2) > 1 ? tensor.stride(2) : 1;
+  return {tensor.size(0) > 1 ? tensor.stride(0) : 0, pixel, tensor.size(1) > 1 ? tensor.stride(1) : 1};
+}
+
+}  // namespace torch_fastdet

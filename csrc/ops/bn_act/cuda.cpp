@@ -1,0 +1,109 @@
+// bn_act on CUDA: plans the grid for the current device and launches on the current stream.
+#include <torch/library.h>
+
+#include "core/bn_act/bn_act.h"
+#include "ops/bn_act/run.h"
+#include "ops/common/launch.h"
+
+namespace torch_fastdet {
+namespace {
+
+core::BnActVector vector_of(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.numel() == 0) return {nullptr, core::DType::kFloat32};
+  return {tensor.data_ptr(), core_dtype(tensor.scalar_type())};
+}
+
+// Elements of the widest access that serves every tensor: 16 bytes or one element.
+int access_width(bool channels_last, std::initializer_list<const at::Tensor*> tensors) {
+  const at::Tensor& x = **tensors.begin();
+  const int64_t wide = 16 / x.element_size();
+  if ((channels_last ? x.size(1) : x.size(2) * x.size(3)) % wide) return 1;
+  for (const at::Tensor* tensor : tensors) {
+    if (!tensor->defined()) continue;
+    const ImageStrides strides = image_strides(*tensor);
+    const int64_t outer = channels_last ? strides.pixel : strides.channel;
+    if (reinterpret_cast<uintptr_t>(tensor->const_data_ptr()) % 16 || strides.image % wide || outer % wide) return 1;
+  }
+  return static_cast<int>(wide);
+}
+
+core::BnActPlan plan_of(bool channels_last, std::initializer_list<const at::Tensor*> tensors, const char* op) {
+  const at::Tensor& x = **tensors.begin();
+  TORCH_CHECK(x.size(2) * x.size(3) <= INT32_MAX && x.size(0) <= INT32_MAX, op, ": x has shape ", x.sizes(),
+              ", but at most 2147483647 images and pixels an image are wanted");
+  int64_t blocks = 0;
+  check_launch(core::bn_act_blocks(blocks), op);
+  return core::make_bn_act_plan(channels_last, x.size(0), x.size(1), x.size(2) * x.size(3),
+                                access_width(channels_last, tensors), blocks);
+}
+
+core::BnActStrides strides_of(const core::BnActPlan& plan, const at::Tensor& tensor) {
+  if (!tensor.defined()) return {};
+  const ImageStrides strides = image_strides(tensor);
+  if (plan.channels_last) return {strides.image, strides.pixel, plan.slice_channels};
+  return {strides.image, plan.vector, strides.channel};
+}
+
+at::Tensor partials_of(const core::BnActPlan& plan, const at::Tensor& x) {
+  return at::empty({plan.partials(), 2}, x.options().dtype(statistic_dtype(x)));
+}
+
+struct Cuda {
+  static void forward(const BnActForward& a, const char* op) {
+    core::BnActForwardParams p{};
+    p.plan = plan_of(a.channels_last, {&a.x, &a.residual, &a.y}, op);
+    p.dtype = core_dtype(a.x.scalar_type());
+    p.x = a.x.const_data_ptr();
+    p.x_strides = strides_of(p.plan, a.x);
+    if (a.residual.defined()) p.residual = a.residual.const_data_ptr();
+    p.residual_strides = strides_of(p.plan, a.residual);
+    p.y = a.y.mutable_data_ptr();
+    p.y_strides = strides_of(p.plan, a.y);
+    p.weight = vector_of(a.weight);
+    p.bias = vector_of(a.bias);
+    p.running_mean = vector_of(a.running_mean);
+    p.running_var = vector_of(a.running_var);
+    if (a.num_batches_tracked.defined()) p.num_batches_tracked = a.num_batches_tracked.mutable_data_ptr<int64_t>();
+    p.mean = a.mean.mutable_data_ptr();
+    p.invstd = a.invstd.mutable_data_ptr();
+    const at::Tensor partials = partials_of(p.plan, a.x);
+    p.partials = partials.mutable_data_ptr();
+    p.momentum = a.momentum;
+    p.eps = a.eps;
+    p.activation = a.activation;
+    p.slope = a.slope;
+    check_launch(core::launch_bn_act_forward(p, current_stream()), op);
+  }
+
+  static void backward(const BnActBackward& a, const char* op) {
+    core::BnActBackwardParams p{};
+    p.plan = plan_of(a.channels_last, {&a.x, &a.grad_y, &a.grad_x}, op);
+    p.dtype = core_dtype(a.x.scalar_type());
+    p.x = a.x.const_data_ptr();
+    p.x_strides = strides_of(p.plan, a.x);
+    p.grad_y = a.grad_y.const_data_ptr();
+    p.grad_y_strides = strides_of(p.plan, a.grad_y);
+    p.grad_x = a.grad_x.mutable_data_ptr();
+    p.grad_x_strides = strides_of(p.plan, a.grad_x);
+    p.weight = vector_of(a.weight);
+    p.bias = vector_of(a.bias);
+    p.grad_weight = vector_of(a.grad_weight);
+    p.grad_bias = vector_of(a.grad_bias);
+    p.mean = a.mean.const_data_ptr();
+    p.invstd = a.invstd.const_data_ptr();
+    const at::Tensor partials = partials_of(p.plan, a.x);
+    p.partials = partials.mutable_data_ptr();
+    p.activation = a.activation;
+    p.slope = a.slope;
+    check_launch(core::launch_bn_act_backward(p, current_stream()), op);
+  }
+};
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(torch_fastdet, CUDA, m) {
+  m.impl("bn_act", TORCH_FN(bn_act<Cuda>));
+  m.impl("bn_act_backward", TORCH_FN(bn_act_backward<Cuda>));
+}
+
+}  // namespace torch_fastdet

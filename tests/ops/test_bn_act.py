@@ -1,0 +1,467 @@
+"""bn_act against its definition and against BatchNorm2d with the activation behind it."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.references import bn_act as reference
+from torch_fastdet import ops
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+FORMATS = [torch.contiguous_format, torch.channels_last]
+# Vectors that fit and that do not, along C and along H * W; one row, one column, one channel; slices of several widths
+# (C / 8 = 3, 10, 12, 17) and more positions than a block takes at once.
+SHAPES = [
+    (2, 16, 6, 8),
+    (3, 24, 5, 7),
+    (1, 8, 3, 20),
+    (2, 3, 5, 1),
+    (5, 1, 7, 5),
+    (2, 255, 1, 3),
+    (4, 6, 1, 1),
+    (2, 80, 9, 8),
+    (2, 96, 4, 4),
+    (1, 136, 8, 4),
+    (3, 64, 40, 24),
+]
+ACTIVATIONS = {
+    "silu": nn.SiLU(),
+    "relu": nn.ReLU(),
+    "leaky_relu": nn.LeakyReLU(0.1),
+    "hardswish": nn.Hardswish(),
+    "identity": nn.Identity(),
+}
+
+
+def random(shape, device, dtype=torch.float32, memory_format=torch.contiguous_format):
+    # From the CPU's generator: the same numbers on every device.
+    return torch.randn(shape).to(device=device, dtype=dtype, memory_format=memory_format)
+
+
+def make_norm(channels, device, dtype=torch.float32):
+    norm = nn.BatchNorm2d(channels, eps=1e-3, momentum=0.03)
+    nn.init.uniform_(norm.weight, 0.5, 1.5)
+    nn.init.uniform_(norm.bias, -0.5, 0.5)
+    nn.init.uniform_(norm.running_mean, -1, 1)
+    nn.init.uniform_(norm.running_var, 0.5, 2)
+    return norm.to(device=device, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def ours(x, norm, activation="silu", slope=0.1, residual=None):
+    return ops.bn_act(
+        x,
+        norm.weight,
+        norm.bias,
+        norm.running_mean,
+        norm.running_var,
+        norm.num_batches_tracked,
+        norm.momentum,
+        norm.eps,
+        activation,
+        slope,
+        residual,
+    )
+
+
+def stock(x, norm, activation="silu", residual=None):
+    y = ACTIVATIONS[activation](norm(x))
+    return y if residual is None else residual + y
+
+
+def run(function, x, norm, grad, residual=None, **options):
+    """Output, the gradients of x, weight and bias (and residual), and the norm's buffers behind it."""
+    norm = copy.deepcopy(norm)
+    x = x.detach().clone().requires_grad_()
+    inputs = [x, norm.weight, norm.bias]
+    if residual is not None:
+        residual = residual.detach().clone().requires_grad_()
+        inputs.append(residual)
+    y = function(x, norm, residual=residual, **options)
+    return y.detach(), torch.autograd.grad(y, inputs, grad), dict(norm.named_buffers())
+
+
+def layout(tensor):
+    """Strides, where they mean something."""
+    return [stride for stride, size in zip(tensor.stride(), tensor.shape) if size > 1]
+
+
+def error(value, exact):
+    return (value.double() - exact).abs().max().item() if exact.numel() else 0.0
+
+
+def assert_as_good_as_stock(values, stock_values, exact, dtype):
+    """No farther from the definition than 1.5 times stock's own error, or than rounding the exact result once to dtype (plus
+    float32's own rounding of sums, which are relative to the largest value)."""
+    unit = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps if dtype != torch.float64 else 0)
+    for value, theirs, want in zip(values, stock_values, exact):
+        scale = want.abs().max().item() if want.numel() else 0.0
+        sums = 64 * torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps * scale
+        allowed = max(1.5 * error(theirs, want), 0.51 * unit * scale + sums) + 1e-12
+        assert error(value, want) <= allowed, (error(value, want), error(theirs, want), scale)
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_against_definition_and_stock(device, shape, dtype, memory_format):
+    norm = make_norm(shape[1], device, dtype)
+    x = random(shape, device, dtype, memory_format) * 2 + 0.5
+    grad = random(shape, device, dtype, memory_format)
+    y, grads, buffers = run(ours, x, norm, grad)
+    y_stock, grads_stock, buffers_stock = run(stock, x, norm, grad)
+    exact = reference.bn_act(x, norm.weight, norm.bias, grad, norm.eps)
+    assert y.dtype == dtype and layout(y) == layout(y_stock)
+    for mine, theirs in zip(grads, grads_stock):
+        assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
+    assert layout(grads[0]) == layout(grads_stock[0])
+    assert_as_good_as_stock(
+        [y, *grads],
+        [y_stock, *grads_stock],
+        [exact.y, exact.grad_x, exact.grad_weight, exact.grad_bias],
+        dtype,
+    )
+    count = shape[0] * shape[2] * shape[3]
+    mean, variance = exact.running(norm.running_mean, norm.running_var, norm.momentum, count)
+    tolerance = 1e-12 if dtype == torch.float64 else 2e-6
+    torch.testing.assert_close(buffers["running_mean"].double(), mean, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(buffers["running_var"].double(), variance, rtol=tolerance, atol=tolerance)
+    assert buffers["num_batches_tracked"] == 1 and buffers_stock["num_batches_tracked"] == 1
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_and_residual(device, activation, dtype, memory_format):
+    shape = (3, 24, 6, 8)
+    norm = make_norm(shape[1], device, dtype)
+    nn.init.uniform_(norm.weight, 1, 4)  # reaches beyond Hardswish's -3 and 3
+    x, residual, grad = (random(shape, device, dtype, memory_format) for _ in range(3))
+    for extra in (None, residual):
+        y, grads, _ = run(ours, x, norm, grad, residual=extra, activation=activation)
+        y_stock, grads_stock, _ = run(stock, x, norm, grad, residual=extra, activation=activation)
+        exact = reference.bn_act(x, norm.weight, norm.bias, grad, norm.eps, activation, 0.1, extra)
+        wanted = [exact.y, exact.grad_x, exact.grad_weight, exact.grad_bias]
+        assert_as_good_as_stock([y, *grads[:3]], [y_stock, *grads_stock[:3]], wanted, dtype)
+        if extra is not None:
+            assert torch.equal(grads[3], grad)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradcheck(device, activation):
+    norm = make_norm(3, device, torch.float64)
+    x = random((2, 3, 3, 2), device, torch.float64).requires_grad_()
+    residual = random((2, 3, 3, 2), device, torch.float64).requires_grad_()
+
+    def function(x, weight, bias, residual):
+        return ops.bn_act(x, weight, bias, eps=1e-3, activation=activation, slope=0.1, residual=residual)
+
+    assert torch.autograd.gradcheck(function, (x, norm.weight, norm.bias, residual))
+    y = function(x, norm.weight, norm.bias, residual)
+    (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="bn_act: a second derivative was asked for, but it has a first"):
+        grad.sum().backward()
+
+
+def test_without_parameters_or_statistics(device):
+    norm = nn.BatchNorm2d(16, affine=False, track_running_stats=False).to(device)
+    x = random((2, 16, 4, 4), device, memory_format=torch.channels_last).requires_grad_()
+    y, expected = ops.bn_act(x, None, None), F.silu(norm(x))
+    torch.testing.assert_close(y, expected)
+    grad = random(y.shape, device)
+    torch.testing.assert_close(torch.autograd.grad(y, x, grad), torch.autograd.grad(expected, x, grad))
+    assert not ops.bn_act(x.detach(), None, None).requires_grad
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("offset, spread", [(1000.0, 0.01), (-3e4, 1.0), (1.0, 1e-3)])
+def test_large_means_keep_their_variance(device, offset, spread, memory_format):
+    """E[x^2] - E[x]^2 in float32 would have no correct digit here."""
+    x = (torch.randn(4, 16, 20, 20, dtype=torch.float64) * spread + offset).float()
+    x = x.to(device=device, memory_format=memory_format)
+    y = ops.bn_act(x, None, None, eps=1e-12, activation="identity")
+    exact = reference.bn_act(x, None, None, torch.ones_like(x), 1e-12, "identity")
+    # x - mean has x's rounding in float32: up to eps * |offset| / spread of a standard deviation.
+    torch.testing.assert_close(y.double(), exact.y, rtol=1e-4, atol=2e-7 * abs(offset) / spread + 1e-5)
+    invstd = torch.ops.torch_fastdet.bn_act(x, None, None, eps=1e-12)[2]
+    torch.testing.assert_close(invstd.double(), 1 / exact.variance.sqrt(), rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_not_finite_stays_in_its_channel(device, value, memory_format):
+    norm = make_norm(16, device)
+    x = random((2, 16, 6, 4), device, memory_format=memory_format)
+    grad = random(x.shape, device, memory_format=memory_format)
+    clean_y, clean, clean_buffers = run(ours, x, norm, grad)
+    spoilt = x.clone(memory_format=torch.preserve_format)
+    spoilt[1, 5, 2, 3] = value
+    y, grads, buffers = run(ours, spoilt, norm, grad)
+    others = [c for c in range(16) if c != 5]
+    assert torch.equal(y[:, others], clean_y[:, others]) and not y[:, 5].isfinite().any()
+    assert torch.equal(grads[0][:, others], clean[0][:, others])
+    for mine, theirs in zip([*grads[1:], buffers["running_var"]], [*clean[1:], clean_buffers["running_var"]]):
+        assert torch.equal(mine[others], theirs[others]) and not mine[5].isfinite()
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_infinite_gradient_reaches_the_parameters(device, activation):
+    """Else GradScaler would never lower its scale."""
+    norm = make_norm(8, device)
+    x = random((2, 8, 4, 4), device, torch.float16, torch.channels_last)
+    grad = torch.ones_like(x)
+    place = int(x[:, 3].flatten().argmax())  # where no activation is flat
+    grad[place // 16, 3, place % 16 // 4, place % 4] = float("inf")
+    _, grads, _ = run(ours, x, norm, grad, activation=activation)
+    for mine in grads[1:]:
+        assert not mine[3].isfinite() and mine[[0, 1, 2, 4, 5, 6, 7]].isfinite().all()
+    assert not grads[0][:, 3].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("memory_format", FORMATS)
+def test_strides(device, memory_format, dtype):
+    """Slices along the channels, crops, misaligned storage, expanded and transposed gradients: as of contiguous tensors."""
+    norm = make_norm(16, device)
+    wide = random((2, 40, 8, 12), device, dtype, memory_format)
+    flat = random((1 + 2 * 16 * 8 * 12,), device, dtype)
+    inputs = [wide[:, 8:24], wide[:, 3:19], wide[:, :16, 1:7, 2:9], wide[:, :16].transpose(2, 3), wide[:, ::2][:, :16]]
+    inputs += [wide[:1, :16].expand(3, 16, 8, 12), flat[1:].view(2, 16, 8, 12)]
+    for x in inputs:
+        grads_given = [random(x.shape, device, dtype), random((1, 1, 1, 1), device, dtype).expand(x.shape)]
+        grads_given += [random((*x.shape[:2], x.shape[3], x.shape[2]), device, dtype).transpose(2, 3)]
+        grads_given += [random((x.shape[0], 40, *x.shape[2:]), device, dtype, memory_format)[:, 8:24]]
+        for grad in grads_given:
+            leaf = x.detach().requires_grad_()
+            y = ops.bn_act(leaf, norm.weight, norm.bias, residual=grad)
+            assert layout(y) == layout(norm(x))
+            found = torch.autograd.grad(y, [leaf, norm.weight, norm.bias], grad)
+            plain = x.detach().contiguous().requires_grad_()
+            expected = ops.bn_act(plain, norm.weight, norm.bias, residual=grad.contiguous())
+            wanted = torch.autograd.grad(expected, [plain, norm.weight, norm.bias], grad.contiguous())
+            tolerance = 2e-3 if dtype == torch.float16 else 1e-5
+            for mine, theirs in zip([y, *found], [expected, *wanted]):
+                torch.testing.assert_close(
+                    mine, theirs, rtol=tolerance, atol=tolerance * max(1, theirs.abs().max().item())
+                )
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4, 4), (2, 3, 0, 4), (2, 0, 4, 4)])
+def test_empty(device, shape):
+    norm = make_norm(shape[1], device)
+    before = copy.deepcopy(norm.state_dict())
+    x = random(shape, device).requires_grad_()
+    y = ours(x, norm)
+    assert y.shape == x.shape
+    y.sum().backward()
+    assert x.grad.shape == x.shape and not norm.weight.grad.any() and not norm.bias.grad.any()
+    assert torch.equal(norm.running_mean, before["running_mean"]) and torch.equal(
+        norm.running_var, before["running_var"]
+    )
+    assert norm.num_batches_tracked == 1
+
+
+def test_result_may_be_used_in_place_and_again(device):
+    norm = make_norm(8, device)
+    x = random((2, 8, 4, 4), device).requires_grad_()
+    y = ours(x, norm)
+    first = torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
+    y.mul_(2)
+    second = torch.autograd.grad(y.sum() + y.square().sum() * 0, x, retain_graph=True)[0]
+    torch.testing.assert_close(second, 2 * first)
+
+
+def test_autocast_passes_dtypes_through(device):
+    norm = make_norm(8, device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        for dtype in (torch.bfloat16, torch.float32):
+            x = random((2, 8, 4, 4), device, dtype)
+            assert ours(x, norm).dtype == stock(x, norm).dtype == dtype
+
+
+def test_parameters_of_half_precision(device):
+    """model.half().train(): everything is float16, as stock allows."""
+    norm = make_norm(16, device).half()
+    x = random((4, 16, 8, 8), device, torch.float16, torch.channels_last)
+    grad = random(x.shape, device, torch.float16, torch.channels_last)
+    y, grads, buffers = run(ours, x, norm, grad)
+    exact = reference.bn_act(x, norm.weight, norm.bias, grad, norm.eps)
+    torch.testing.assert_close(y.double(), exact.y, rtol=2e-3, atol=2e-3)
+    assert [g.dtype for g in grads] == [torch.float16] * 3
+    torch.testing.assert_close(grads[1].double(), exact.grad_weight, rtol=2e-3, atol=2e-2)
+    mean, variance = exact.running(norm.running_mean, norm.running_var, norm.momentum, 4 * 64)
+    torch.testing.assert_close(buffers["running_mean"].double(), mean, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(buffers["running_var"].double(), variance, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+def test_opcheck(device, memory_format):
+    norm = make_norm(8, device)
+    x = random((2, 8, 3, 4), device, torch.float16, memory_format).requires_grad_()
+    vectors = (norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.num_batches_tracked)
+    operators = torch.ops.torch_fastdet
+    torch.library.opcheck(operators.bn_act.default, (x, *vectors, 0.1, 1e-3, "silu", 0.0, None))
+    torch.library.opcheck(operators.bn_act.default, (x, None, None), {"residual": x.detach()})
+    _, mean, invstd = operators.bn_act(x.detach(), *vectors)
+    arguments = (x.detach(), x.detach(), norm.weight.detach(), norm.bias.detach(), mean, invstd, "relu", 0.0)
+    torch.library.opcheck(operators.bn_act_backward.default, arguments)
+
+
+class Block(nn.Module):
+    """A convolution, a norm and an activation, with a shortcut."""
+
+    def __init__(self, fused: bool):
+        super().__init__()
+        self.conv = nn.Conv2d(8, 8, 3, padding=1, bias=False)
+        self.bn = nn.BatchNorm2d(8)
+        self.fused = fused
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = self.conv(x)
+        if self.fused:
+            bn = self.bn
+            return ops.bn_act(
+                z,
+                bn.weight,
+                bn.bias,
+                bn.running_mean,
+                bn.running_var,
+                bn.num_batches_tracked,
+                0.1,
+                1e-5,
+                "silu",
+                0.01,
+                x,
+            )
+        return x + torch.nn.functional.silu(self.bn(z))
+
+
+def trained(module, blocks, x):
+    """Loss, gradients and buffers after two steps without an update."""
+    for _ in range(2):
+        loss = module(x).square().sum()
+        loss.backward()
+    return [loss.detach(), *(p.grad for p in blocks.parameters()), *blocks.buffers()]
+
+
+def pair(device, memory_format):
+    torch.manual_seed(0)
+    plain = Block(False).to(device=device, memory_format=memory_format)
+    fused = Block(True).to(device=device, memory_format=memory_format)
+    fused.load_state_dict(plain.state_dict())
+    return plain, fused
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("how", ["eager", "script", "compile", "compile dynamic"])
+def test_training_eager_scripted_and_compiled(device, how, memory_format):
+    plain, fused = pair(device, memory_format)
+    module = fused
+    if how == "script":
+        module = torch.jit.script(fused)
+    elif how.startswith("compile"):
+        torch._dynamo.reset()
+        module = torch.compile(fused, fullgraph=True, backend="aot_eager", dynamic="dynamic" in how)
+    x = random((2, 8, 6, 5), device, memory_format=memory_format)
+    for mine, theirs in zip(trained(module, fused, x), trained(plain, plain, x)):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_one_value_a_channel_is_stocks_error(device):
+    with pytest.raises(ValueError) as expected:
+        make_norm(8, device)(random((1, 8, 1, 1), device))
+    with pytest.raises(ValueError) as raised:
+        ours(random((1, 8, 1, 1), device), make_norm(8, device))
+    assert str(raised.value).split("\n")[0].replace("[", "torch.Size([").replace("]", "])") == str(expected.value)
+
+
+BAD = [
+    (lambda x, v: ops.bn_act(x[0], v, v), r"bn_act: x has shape \[8, 3, 4\], but four dimensions"),
+    (lambda x, v: ops.bn_act(x.int(), v, v), r"bn_act: x has dtype int32, but float16, bfloat16"),
+    (lambda x, v: ops.bn_act(x.to_sparse(), v, v), r"x has layout Sparse, but a dense"),
+    (lambda x, v: ops.bn_act(x, v[:4], v), r"weight has shape \[4\], but \(8,\) is wanted beside x of shape"),
+    (lambda x, v: ops.bn_act(x, v, v.view(8, 1)), r"bias has shape \[8, 1\], but \(C,\) is wanted"),
+    (lambda x, v: ops.bn_act(x, v, v, torch.zeros(16, device=x.device)[::2]), r"running_mean has stride 2, but a cont"),
+    (lambda x, v: ops.bn_act(x, v, v, v, v.clone().requires_grad_()), r"running_var requires grad, but it is written"),
+    (
+        lambda x, v: ops.bn_act(x, v, v, v, v, v),
+        r"num_batches_tracked has dtype float32 and shape \[8\], but one int64",
+    ),
+    (lambda x, v: ops.bn_act(x, v, v, activation="gelu"), r"bn_act: activation is 'gelu', but 'silu', 'relu'"),
+    (lambda x, v: ops.bn_act(x, v, v, residual=x[:1]), r"residual has shape \[1, 8, 3, 4\], but x has \[2, 8, 3, 4\]"),
+    (lambda x, v: ops.bn_act(x, v, v, residual=x.half()), r"residual has dtype float16, but x has float32"),
+]
+
+
+@pytest.mark.parametrize("call, message", BAD)
+def test_errors(device, call, message):
+    x, vector = random((2, 8, 3, 4), device), torch.ones(8, device=device)
+    with pytest.raises(RuntimeError, match=message):
+        call(x, vector)
+    with pytest.raises(TypeError, match="bn_act: x is"):
+        ops.bn_act([1.0], None, None)
+
+
+def test_repeatable(device):
+    norm = make_norm(64, device)
+    for memory_format in FORMATS:
+        x, grad = (random((4, 64, 40, 40), device, torch.float16, memory_format) for _ in range(2))
+        first = run(ours, x, norm, grad)
+        for _ in range(5):
+            again = run(ours, x, norm, grad)
+            for mine, theirs in zip([again[0], *again[1]], [first[0], *first[1]]):
+                assert torch.equal(mine, theirs)
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernels_in_bounds(cuda, dtype, memory_format):
+    """Small cases of every type and both access widths, for compute-sanitizer."""
+    for shape in ((2, 24, 5, 8), (3, 7, 5, 3), (2, 160, 9, 8)):
+        norm = make_norm(shape[1], cuda, dtype)
+        x, grad, residual = (random(shape, cuda, dtype, memory_format) for _ in range(3))
+        _, grads, _ = run(ours, x, norm, grad, residual=residual)
+        assert grads[0].isfinite().all()
+
+
+def test_launches_and_no_host_sync(cuda):
+    norm = make_norm(64, cuda)
+    x = random((4, 64, 20, 20), cuda, torch.float16, torch.channels_last).requires_grad_()
+    grad = torch.randn_like(x)
+    torch.autograd.grad(ours(x, norm), [x, norm.weight, norm.bias], grad)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            torch.autograd.grad(ours(x, norm), [x, norm.weight, norm.bias], grad)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events()) == 4
+
+
+def test_graph_and_side_stream(cuda):
+    norm = make_norm(64, cuda)
+    x = random((4, 64, 20, 20), cuda, torch.float16, torch.channels_last).requires_grad_()
+    grad = torch.randn_like(x)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.autograd.grad(ours(x, norm), [x, norm.weight, norm.bias], grad)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = ours(x, norm)
+        captured = [y, *torch.autograd.grad(y, [x, norm.weight, norm.bias], grad)]
+    for _ in range(3):
+        with torch.no_grad():
+            x.copy_(torch.randn_like(x) * 3 + 1)
+        before = copy.deepcopy(norm)
+        graph.replay()
+        found, grads, buffers = run(ours, x, before, grad)
+        for mine, theirs in zip(
+            [captured[0].detach(), *captured[1:], *norm.buffers()], [found, *grads, *buffers.values()]
+        ):
+            assert torch.equal(mine, theirs)

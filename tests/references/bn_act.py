@@ -1,0 +1,70 @@
+"""BatchNorm2d in training with the activation behind it, its gradients and running statistics, in float64, from the definition:
+mean and (biased) variance over N, H and W of each channel; derivatives by the chain rule, not by autograd."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Result:
+    y: Tensor
+    grad_x: Tensor
+    grad_weight: Tensor
+    grad_bias: Tensor
+    mean: Tensor
+    variance: Tensor  # biased
+
+    def running(self, old_mean: Tensor, old_variance: Tensor, momentum: float, count: int) -> tuple[Tensor, Tensor]:
+        """What the running statistics become: the variance there is the unbiased one."""
+        unbiased = self.variance * count / (count - 1)
+        return (
+            (1 - momentum) * old_mean.double() + momentum * self.mean,
+            (1 - momentum) * old_variance.double() + momentum * unbiased,
+        )
+
+
+def activate(z: Tensor, activation: str, slope: float) -> tuple[Tensor, Tensor]:
+    """The activation and its derivative, PyTorch's where it is not differentiable."""
+    if activation == "silu":
+        s = 1 / (1 + torch.exp(-z))
+        return z * s, s * (1 + z * (1 - s))
+    if activation == "relu":
+        return torch.where(z > 0, z, torch.zeros_like(z)), (z > 0).double()
+    if activation == "leaky_relu":
+        factor = torch.where(z > 0, torch.ones_like(z), torch.full_like(z, slope))
+        return z * factor, factor
+    if activation == "hardswish":
+        value = z * torch.clamp(z + 3, 0, 6) / 6
+        return value, torch.where(z < -3, 0.0, torch.where(z < 3, z / 3 + 0.5, 1.0))
+    assert activation == "identity"
+    return z, torch.ones_like(z)
+
+
+def bn_act(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    grad_y: Tensor,
+    eps: float = 1e-5,
+    activation: str = "silu",
+    slope: float = 0.01,
+    residual: Tensor | None = None,
+) -> Result:
+    x, grad_y = x.detach().double(), grad_y.detach().double()
+    channels = (1, -1, 1, 1)
+    gamma = torch.ones(x.shape[1], device=x.device).double() if weight is None else weight.detach().double()
+    beta = torch.zeros(x.shape[1], device=x.device).double() if bias is None else bias.detach().double()
+    mean = x.mean((0, 2, 3))
+    variance = ((x - mean.view(channels)) ** 2).mean((0, 2, 3))
+    invstd = 1 / torch.sqrt(variance + eps)
+    normalised = (x - mean.view(channels)) * invstd.view(channels)
+    value, slope_at = activate(normalised * gamma.view(channels) + beta.view(channels), activation, slope)
+    grad_z = grad_y * slope_at
+    grad_bias, grad_weight = grad_z.sum((0, 2, 3)), (grad_z * normalised).sum((0, 2, 3))
+    count = x.shape[0] * x.shape[2] * x.shape[3]
+    centered = grad_z - grad_bias.view(channels) / count - normalised * grad_weight.view(channels) / count
+    grad_x = centered * (gamma * invstd).view(channels)
+    y = value if residual is None else value + residual.detach().double()
+    return Result(y, grad_x, grad_weight, grad_bias, mean, variance)

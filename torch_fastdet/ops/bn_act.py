@@ -1,0 +1,75 @@
+"""BatchNorm2d in training and the activation behind it, as one operator."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_fastdet.ops._checks import check_tensor
+
+
+def bn_act(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    num_batches_tracked: Tensor | None = None,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    activation: str = "silu",
+    slope: float = 0.01,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """``residual + act(batch_norm(x))`` with the statistics of the batch, as in training; running statistics in place.
+
+    Two launches forward and two backward: three and five passes over the tensor instead of the thirteen of a norm and a
+    SiLU. Kept for the backward pass are x and two values a channel; the activation's input is recomputed. Nothing is
+    rounded between the norm and the activation. Sums are in float32 (float64 for float64) relative to a value of the
+    channel, so that a large mean costs no digits, and in a fixed order: the same bits in every run on one GPU. No host
+    sync; a CUDA graph can capture it.
+
+    Args:
+        x: (N, C, H, W), float16, bfloat16, float32 or float64, contiguous or channels_last. The convolution's output.
+        weight: (C,), of any of these dtypes, or None for 1.
+        bias: (C,), or None for 0.
+        running_mean: (C,), updated in place as BatchNorm2d does, or None.
+        running_var: (C,), the same; what it takes in is the unbiased variance.
+        num_batches_tracked: one int64 on x's device, to which 1 is added, or None.
+        momentum: the weight of the batch in the running statistics.
+        eps: added to the variance.
+        activation: "silu", "relu", "leaky_relu", "hardswish" or "identity".
+        slope: LeakyReLU's, for negative values.
+        residual: of x's shape and dtype, added to the result, or None.
+
+    Returns:
+        (N, C, H, W) of x's dtype, under autocast too, in the memory format that x suggests, as stock.
+
+    Gradients of x, weight, bias and residual, of the first order. Where x, residual or the incoming gradient has strides
+    that are neither (a transposed view, an expanded gradient), it is first made contiguous in the result's memory format,
+    which costs one more pass over it. Slices of a larger tensor along the channels are read in place.
+
+    The CPU has the operator too, for tests and tracing; it is not faster than stock there.
+
+    Raises:
+        ValueError: a channel has one value (a batch of one and 1x1 maps), in stock's words.
+        RuntimeError: an argument has another shape, dtype or device than wanted, or a second derivative is asked for.
+        TypeError: x is no tensor.
+
+    Source: Ioffe and Szegedy, "Batch Normalization", ICML 2015; ``Conv`` of YOLOv5 and Ultralytics.
+    """
+    if not torch.jit.is_scripting():
+        check_tensor("bn_act", "x", x)
+    return torch.ops.torch_fastdet.bn_act(
+        x,
+        weight,
+        bias,
+        running_mean,
+        running_var,
+        num_batches_tracked,
+        momentum,
+        eps,
+        activation,
+        slope,
+        residual,
+    )[0]
