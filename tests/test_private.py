@@ -108,6 +108,23 @@ def test_hooks_under_other_names_are_not_seen(monkeypatch):
     assert not _private.module_has_hooks(module) and not _private.parameter_has_hooks(module.weight)
 
 
+def test_hooks_on_all_modules_under_other_names_are_not_seen(monkeypatch):
+    assert not _private.every_module_has_hooks()
+    with nn.modules.module.register_module_forward_hook(lambda *_: None):
+        assert _private.every_module_has_hooks()
+        monkeypatch.setattr(_private, "_GLOBAL_HOOKS", ("_gone",))
+        assert not _private.every_module_has_hooks()
+
+
+def test_a_module_that_was_compiled_in_place_is_known():
+    module = nn.Linear(2, 2)
+    assert not _private.is_compiled_in_place(module)
+    module.compile(backend="eager")
+    assert _private.is_compiled_in_place(module)
+    vars(module).pop("_compiled_call_impl")
+    assert not _private.is_compiled_in_place(nn.Identity())
+
+
 def test_memory_of_a_pool_without_its_key(monkeypatch):
     segments = [{"total_size": 3, "segment_pool_id": (0, 1)}, {"total_size": 5, "segment_pool_id": (0, 0)}]
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)

@@ -113,6 +113,19 @@ def module_has_hooks(module: nn.Module) -> bool:
     return any(getattr(module, name, None) for name in _MODULE_HOOKS)
 
 
+_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _MODULE_HOOKS)
+
+
+def every_module_has_hooks() -> bool:
+    """Whether hooks are registered on all modules at once. Hooks under other names are not seen."""
+    return any(getattr(nn.modules.module, name, None) for name in _GLOBAL_HOOKS)
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` was called. False where torch notes that elsewhere."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
 def parameter_has_hooks(parameter: Tensor) -> bool:
     """Whether hooks are registered on this parameter. Hooks under other names are not seen."""
     return any(getattr(parameter, name, None) for name in _PARAMETER_HOOKS)

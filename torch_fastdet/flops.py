@@ -145,6 +145,8 @@ def _moves_alone(*args, out_shape=None, **kwargs) -> int:
 def _says_no_shape(*args, out_shape=None, **kwargs) -> int:
     """Pictures: whether a pixel is warped, mixed or recoloured is written in the tables, and no shape says it."""
     return 0
+
+
 def _bn_act(x, weight, bias, running_mean=None, running_var=None, num_batches_tracked=None, momentum=0.1, eps=1e-5,
             activation="silu", slope=0.01, residual=None, *, out_shape=None) -> int:  # fmt: skip
     return bn_act(math.prod(x), activation, residual is not None)

@@ -1,6 +1,7 @@
 """Typed wrappers over ``torch.ops.torch_fastdet``: one for each operator, usable in TorchScript and torch.compile."""
 
 from torch_fastdet.ops.bbox_iou import bbox_iou, iou_loss
+from torch_fastdet.ops.bn_act import bn_act
 from torch_fastdet.ops.image import (
     image_augment,
     image_augment_,
@@ -9,7 +10,6 @@ from torch_fastdet.ops.image import (
     image_resize_,
     opencv_rules,
 )
-from torch_fastdet.ops.bn_act import bn_act
 from torch_fastdet.ops.metrics import confusion_matrix_, match_detections
 from torch_fastdet.ops.multi_tensor import (
     multi_tensor_clip_grad_norm_,

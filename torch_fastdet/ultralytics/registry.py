@@ -16,6 +16,7 @@ from __future__ import annotations
 from torch_fastdet.patching.host import ALL, ALL_HELP
 from torch_fastdet.patching.switch import Switch
 from torch_fastdet.ultralytics.switches.bbox_iou_optim import BboxIouOptim
+from torch_fastdet.ultralytics.switches.bn_act_optim import BnActOptim
 from torch_fastdet.ultralytics.switches.channels_last import ChannelsLast
 from torch_fastdet.ultralytics.switches.cuda_graph import CudaGraph
 from torch_fastdet.ultralytics.switches.multi_tensor_optimizer import MultiTensorOptimizer
@@ -28,6 +29,7 @@ SWITCHES: dict[str, type[Switch]] = {
     switch.name: switch
     for switch in (
         BboxIouOptim,
+        BnActOptim,
         MultiTensorOptimizer,
         NmsOptim,
         ValOptim,

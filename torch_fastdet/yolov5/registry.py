@@ -27,6 +27,7 @@ from __future__ import annotations
 from torch_fastdet.patching.host import ALL, ALL_HELP
 from torch_fastdet.patching.switch import Switch
 from torch_fastdet.yolov5.switches.bbox_iou_optim import BboxIouOptim
+from torch_fastdet.yolov5.switches.bn_act_optim import BnActOptim
 from torch_fastdet.yolov5.switches.channels_last import ChannelsLast
 from torch_fastdet.yolov5.switches.cuda_graph import CudaGraph
 from torch_fastdet.yolov5.switches.loss_optim import LossOptim
@@ -46,6 +47,7 @@ SWITCHES: dict[str, type[Switch]] = {
         NmsOptim,
         ValOptim,
         MultiTensorOptimizer,
+        BnActOptim,
         ChannelsLast,
         CudaGraph,  # after channels_last, whose forward it captures
     )

@@ -1,0 +1,75 @@
+"""Compares a model's training under bn_act_optim with stock's; run in the hosts' own processes."""
+
+import copy
+import io
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torch_fastdet.bn_act
+from torch_fastdet.patching import switch
+
+
+class Operators(TorchDispatchMode):
+    """How often bn_act ran, and stock's norms."""
+
+    ours = stock = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ours += str(func) == "torch_fastdet.bn_act.default"
+        self.stock += "batch_norm" in str(func) and "backward" not in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def on_the_cpu():
+    """The switch wants a GPU; its operator runs on the CPU as well."""
+    switch.missing_gpu = lambda: None
+    torch_fastdet.bn_act.DEVICES = ("cpu", "cuda")
+
+
+def tensors(output):
+    if isinstance(output, torch.Tensor):
+        return [output]
+    return [t for part in (output.values() if isinstance(output, dict) else output) for t in tensors(part)]
+
+
+def step(model, images):
+    """Outputs, gradients and buffers of one forward and backward pass in float64."""
+    with Operators() as operators:
+        outputs = tensors(model(images))
+        sum(output.square().mean() for output in outputs).backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return operators, [o.detach() for o in outputs] + gradients + list(model.buffers())
+
+
+def compare(build, drop_in):
+    """``build()`` gives a model with the same weights each time. In float64, so that every difference is one of arithmetic."""
+    on_the_cpu()
+    images = torch.rand(2, 3, 64, 64, dtype=torch.float64)
+    plain = build().double().train()
+    norms = sum(type(module) is torch.nn.BatchNorm2d for module in plain.modules())
+    blank = copy.deepcopy(plain)
+    stock_run, expected = step(plain, images)
+    assert stock_run.ours == 0 and stock_run.stock == norms
+    lines = drop_in.patch(bn_act_optim=True)
+    assert sum("Conv.forward" in line or "Bottleneck.forward" in line for line in lines) >= 2, lines
+    for layout in (torch.contiguous_format, torch.channels_last):
+        run, found = step(copy.deepcopy(blank).to(memory_format=layout), images.to(memory_format=layout))
+        # Norms that stand alone (in no Conv) stay stock's.
+        assert run.ours + run.stock == norms and run.ours > 0.9 * norms, (run.ours, run.stock, norms)
+        assert len(found) == len(expected)
+        for mine, theirs in zip(found, expected):
+            scale = theirs.abs().max().item() if theirs.numel() else 0
+            torch.testing.assert_close(mine, theirs, rtol=1e-7, atol=1e-7 * scale + 1e-12)
+    trained = copy.deepcopy(blank)
+    step(trained, images)
+    buffer = io.BytesIO()
+    torch.save(trained, buffer)
+    assert b"torch_fastdet" not in buffer.getvalue()
+    assert step(trained.eval().requires_grad_(), images)[0].ours == 0, "eval mode is stock's"
+    # A step may begin under patch() and end after unpatch().
+    half_way = tensors(copy.deepcopy(blank)(images))
+    drop_in.unpatch()
+    sum(output.square().mean() for output in half_way).backward()
+    assert step(copy.deepcopy(blank), images)[0].ours == 0
+    print("as stock")

@@ -1,0 +1,260 @@
+"""torch_fastdet.bn_act on a Conv and a Bottleneck of our own, shaped as those of YOLOv5 and Ultralytics: what is fused, and what
+stays stock's."""
+
+import copy
+import types
+
+import pytest
+import torch
+from torch import nn
+
+import torch_fastdet.bn_act
+from tests.bn_act_models import Operators
+from torch_fastdet.bn_act import bottleneck_forward, computes, conv_forward
+
+
+class Conv(nn.Module):
+    default_act = nn.SiLU(inplace=True)
+
+    def __init__(self, c1, c2, k=1, act=None):
+        super().__init__()
+        self.conv = nn.Conv2d(c1, c2, k, padding=k // 2, bias=False)
+        self.bn = nn.BatchNorm2d(c2)
+        self.act = self.default_act if act is None else act
+
+    def forward(self, x):
+        return self.act(self.bn(self.conv(x)))
+
+
+class Bottleneck(nn.Module):
+    def __init__(self, c, add=True):
+        super().__init__()
+        self.cv1, self.cv2, self.add = Conv(c, c), Conv(c, c, 3), add
+
+    def forward(self, x):
+        return x + self.cv2(self.cv1(x)) if self.add else self.cv2(self.cv1(x))
+
+
+@pytest.fixture(autouse=True)
+def _fused(monkeypatch):
+    monkeypatch.setattr(torch_fastdet.bn_act, "DEVICES", ("cpu", "cuda"))
+    assert computes(Conv.forward, {"act", "bn", "conv"}) and computes(Bottleneck.forward, {"add", "cv1", "cv2"})
+    forward = conv_forward(Conv.forward)
+    monkeypatch.setattr(Conv, "forward", forward)
+    monkeypatch.setattr(Bottleneck, "forward", bottleneck_forward(Bottleneck.forward, forward))
+
+
+def images(device="cpu", dtype=torch.float32):
+    return torch.randn(2, 8, 6, 5).to(device, dtype)
+
+
+def run(module, x):
+    """How many norms were ours and stock's; the output, the gradients and the buffers."""
+    x = x.detach().requires_grad_()
+    with Operators() as operators:
+        y = module(x)
+        gradients = torch.autograd.grad(y.square().sum(), [x, *module.parameters()])
+    return (operators.ours, operators.stock), [y.detach(), *gradients, *module.buffers()]
+
+
+def stock_of(module):
+    """A copy whose blocks call their modules one by one."""
+    copied = copy.deepcopy(module)
+    for block in copied.modules():
+        if isinstance(block, Conv):
+            block.forward = lambda x, b=block: b.act(b.bn(b.conv(x)))
+        elif isinstance(block, Bottleneck):
+            block.forward = lambda x, b=block: x + b.cv2(b.cv1(x)) if b.add else b.cv2(b.cv1(x))
+    return copied
+
+
+def assert_same(module, x, counts):
+    theirs = stock_of(module)
+    found, mine = run(module, x)
+    assert found == counts
+    for a, b in zip(mine, run(theirs, x)[1]):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [nn.SiLU(), nn.SiLU(True), nn.ReLU(), nn.LeakyReLU(0.2, inplace=True), nn.Hardswish(), nn.Identity()],
+    ids=str,
+)
+def test_known_activations_are_fused(device, act):
+    assert_same(Conv(8, 16, act=act).to(device), images(device), (1, 0))
+
+
+@pytest.mark.parametrize("add", [True, False])
+def test_a_shortcut_joins_the_second_block(device, add):
+    module = Bottleneck(8, add).to(device)
+    assert_same(module, images(device), (2, 0))
+    with Operators() as operators, torch.no_grad():
+        module(images(device))
+    assert operators.ours == 2
+
+
+def test_a_shortcut_of_another_type_is_added_by_torch(device):
+    module = Bottleneck(8).to(device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        assert run(module, images(device))[1][0].dtype == torch.float32  # bfloat16 of cv2 and float32 of x, as stock
+        assert run(module, images(device, torch.bfloat16))[1][0].dtype == torch.bfloat16
+
+
+class OtherNorm(nn.BatchNorm2d):
+    pass
+
+
+def changed(name):
+    """A block with one thing that an operator cannot do, or that would go unseen."""
+    module = Conv(8, 8)
+    seen = lambda *_: None  # noqa: E731
+    if name == "another activation":
+        module.act = nn.GELU()
+    elif name == "an activation with parameters":
+        module.act = nn.PReLU()
+    elif name == "a norm of a derived class":
+        module.bn = OtherNorm(8)
+    elif name == "another norm":
+        module.bn = nn.GroupNorm(2, 8)
+    elif name == "a norm in eval mode":
+        module.bn.eval()
+    elif name == "no momentum":
+        module.bn.momentum = None
+    elif name == "a hook on the norm":
+        module.bn.register_forward_hook(seen)
+    elif name == "a hook on the activation":
+        module.act = nn.SiLU()
+        module.act.register_forward_pre_hook(seen)
+    elif name == "a backward hook on the norm":
+        module.act = nn.SiLU()
+        module.bn.register_full_backward_hook(seen)
+    elif name == "a forward of the instance":
+        module.bn.forward = types.MethodType(lambda self, x: nn.BatchNorm2d.forward(self, x) * 2, module.bn)
+    elif name == "parametrized":
+        torch.nn.utils.parametrize.register_parametrization(module.bn, "weight", nn.Identity())
+    return module
+
+
+CHANGES = [
+    "another activation",
+    "an activation with parameters",
+    "a norm of a derived class",
+    "another norm",
+    "a norm in eval mode",
+    "no momentum",
+    "a hook on the norm",
+    "a hook on the activation",
+    "a backward hook on the norm",
+    "a forward of the instance",
+    "parametrized",
+]
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_cannot_be_fused_is_stocks(name):
+    module = changed(name)
+    assert run(module, images())[0][0] == 0
+    assert_same(changed(name), images(), run(stock_of(changed(name)), images())[0])
+
+
+def test_hooks_fire_in_stocks_order_with_stocks_tensors_also_when_they_come_later():
+    module, x, calls = Conv(8, 8), images(), []
+    module(x)
+    for name in ("conv", "bn", "act"):
+        getattr(module, name).register_forward_hook(lambda m, i, o, name=name: calls.append((name, o.clone())))
+    module.act = module.act  # the shared default
+    y = module(x)
+    assert [name for name, _ in calls] == ["conv", "bn", "act"]
+    assert torch.equal(calls[2][1], y)
+    Conv.default_act._forward_hooks.clear()
+
+
+def test_a_hook_on_every_module_sees_norms_and_activations():
+    kinds = []
+    with nn.modules.module.register_module_forward_hook(lambda module, *_: kinds.append(type(module))):
+        Conv(8, 8)(images())
+    assert kinds == [nn.Conv2d, nn.BatchNorm2d, nn.SiLU, Conv]
+
+
+def test_norms_without_parameters_or_statistics_are_fused():
+    module = Conv(8, 8)
+    module.bn = nn.BatchNorm2d(8, affine=False)
+    assert_same(module, images(), (1, 0))
+    module.bn = nn.BatchNorm2d(8, track_running_stats=False, momentum=None)
+    assert_same(module, images(), (1, 0))
+
+
+def test_eval_mode_and_a_block_in_eval_mode_are_stocks():
+    module = Conv(8, 8).eval()
+    assert run(module, images())[0] == (0, 1)
+    module.bn.train()
+    assert run(module, images())[0] == (0, 1)
+
+
+def test_another_convolution_in_its_place_is_called(device):
+    module = Conv(8, 8)
+    module.conv = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, bias=True), nn.Conv2d(8, 8, 1))
+    assert_same(module.to(device), images(device), (1, 0))
+
+
+def test_stock_refuses_what_stock_refuses():
+    module = Conv(8, 8)
+    with pytest.raises(ValueError, match=r"Expected more than 1 value per channel when training, got input size torch"):
+        module(torch.randn(1, 8, 1, 1))
+    module.bn = nn.BatchNorm2d(16)
+    with pytest.raises(RuntimeError, match="should contain 8 elements"):
+        module(images())
+
+
+def test_checkpointing_counts_the_batch_twice_as_stock():
+    module = Conv(8, 8)
+    torch.utils.checkpoint.checkpoint(module, images().requires_grad_(), use_reentrant=False).sum().backward()
+    assert module.bn.num_batches_tracked == 2
+
+
+def test_functorch_and_forward_mode_are_stocks():
+    module = Conv(8, 8)
+    module.bn = nn.BatchNorm2d(8, track_running_stats=False)
+    x = images()
+    with Operators() as operators:
+        torch.func.jvp(module, (x,), (torch.ones_like(x),))
+        torch.func.vjp(module, x)
+    assert operators.ours == 0
+
+
+def test_what_is_scripted_traced_or_exported_runs_without_us():
+    module = Bottleneck(8)
+    x = images()
+    programs = [
+        str(torch.jit.script(module).inlined_graph),
+        str(torch.jit.trace(module, x, check_trace=False).inlined_graph),
+    ]
+    programs += [str(torch.export.export(module, (x,), strict=strict).graph) for strict in (False, True)]
+    for text in programs:
+        assert "batch_norm" in text and "torch_fastdet::" not in text and "torch_fastdet.bn_act.default" not in text
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_blocks_are_fused_in_one_graph(device, dynamic):
+    torch._dynamo.reset()
+    module = nn.Sequential(Conv(8, 8), Bottleneck(8)).to(device)
+    reference = stock_of(module)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    x = images(device)
+    for part in (x, x[:, :, :4]) if dynamic else (x,):
+        y = compiled(part)
+        y.sum().backward()
+        expected = reference(part)
+        expected.sum().backward()
+        torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+    for mine, theirs in zip([*module.parameters(), *module.buffers()], [*reference.parameters(), *reference.buffers()]):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+        if mine.requires_grad:
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-3)
+
+
+def test_other_formulas_are_not_taken_for_it():
+    assert not computes(lambda self, x: self.act(self.norm(self.conv(x))), {"act", "bn", "conv"})
+    assert not computes(lambda self, x, y: self.act(self.bn(self.conv(x))), {"act", "bn", "conv"})
+    assert not computes(nn.Conv2d(1, 1, 1), {"act", "bn", "conv"})

@@ -1,0 +1,18 @@
+"""Training of yolov8n and yolo11n under bn_act_optim is stock's."""
+
+import json
+
+import torch
+from ultralytics.nn.tasks import DetectionModel
+
+from tests.bn_act_models import compare
+from torch_fastdet import ultralytics as drop_in
+
+for name in ("yolov8n.yaml", "yolo11n.yaml"):
+
+    def build(name=name):
+        torch.manual_seed(0)
+        return DetectionModel(name, nc=3, verbose=False)
+
+    compare(build, drop_in)
+print(json.dumps({"as stock": True}))

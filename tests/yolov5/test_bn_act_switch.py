@@ -1,0 +1,5 @@
+"""bn_act_optim on the real YOLOv5."""
+
+
+def test_a_model_trains_as_stocks(yolov5):
+    assert "as stock" in yolov5.program("bn_act.py", yolov5.prefix).stdout

@@ -1,0 +1,151 @@
+"""A block of a convolution, a BatchNorm2d and an activation, trained with norm and activation as one operator.
+
+YOLOv5 and Ultralytics both have such a ``Conv``, and a ``Bottleneck`` of two of them with a shortcut. The functions here make
+forward methods for such classes. They take the modules apart at each call, because anything may have changed since the last:
+whatever one operator cannot do with stock's results and in stock's order stays stock's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_fastdet import ops
+from torch_fastdet._private import (
+    every_module_has_hooks,
+    is_compiled_in_place,
+    is_exporting,
+    is_transforming,
+    module_has_hooks,
+)
+
+ACTIVATIONS: dict[type[nn.Module], str] = {
+    nn.SiLU: "silu",
+    nn.ReLU: "relu",
+    nn.LeakyReLU: "leaky_relu",
+    nn.Hardswish: "hardswish",
+    nn.Identity: "identity",
+}
+# Torch's own, to see whether somebody has put another one on the class.
+_KINDS: tuple[type[nn.Module], ...] = (nn.BatchNorm2d, *ACTIVATIONS)
+_FORWARDS = {kind: kind.forward for kind in _KINDS}
+# Where the operator is the faster one.
+DEVICES = ("cuda",)
+
+Forward = Callable[..., Tensor]
+
+
+def runs_plainly(module: nn.Module, forward: Forward) -> bool:
+    """Whether a call of ``module`` is a call of ``forward`` and nothing else: no hook, nothing put on the instance."""
+    return (
+        type(module).forward is forward
+        and "forward" not in module.__dict__
+        and not module_has_hooks(module)
+        and not is_compiled_in_place(module)
+    )
+
+
+def can_fuse(norm: Any, act: Any) -> bool:
+    """Whether norm and activation are ones that :func:`torch_fastdet.ops.bn_act` knows, in training, and unobserved."""
+    return (
+        type(norm) is nn.BatchNorm2d
+        and type(act) in ACTIVATIONS
+        and norm.training
+        and (norm.momentum is not None or not norm.track_running_stats)
+        and runs_plainly(norm, _FORWARDS[nn.BatchNorm2d])
+        and runs_plainly(act, _FORWARDS[type(act)])
+        and not every_module_has_hooks()
+        and not torch.jit.is_tracing()
+        and not torch.onnx.is_in_onnx_export()
+        and not is_exporting()
+        and not is_transforming()
+    )
+
+
+def _fits(x: Tensor, norm: nn.BatchNorm2d) -> bool:
+    """Whether the operator takes x and the norm's tensors. What stock refuses, stock shall refuse."""
+    if type(x) is not Tensor or x.device.type not in DEVICES or x.dim() != 4 or not x.is_floating_point():
+        return False
+    if x.numel() == 0 or x.shape[1] != norm.num_features or x.numel() == x.shape[1]:
+        return False
+    kinds = (torch.float32, x.dtype)
+    for vector in (norm.weight, norm.bias):
+        if vector is not None and (vector.dtype not in kinds or vector.device != x.device):
+            return False
+    if not norm.track_running_stats:
+        return True
+    for running in (norm.running_mean, norm.running_var):
+        if running is None or running.dtype not in kinds or running.device != x.device or not running.is_contiguous():
+            return False
+    tracked = norm.num_batches_tracked
+    return tracked is None or (tracked.dtype == torch.int64 and tracked.dim() == 0 and tracked.device == x.device)
+
+
+def norm_and_activation(norm: nn.BatchNorm2d, act: Any, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
+    """``act(norm(x))``, plus ``shortcut``: one operator where that is possible, the modules where not. Ask can_fuse first."""
+    if not _fits(x, norm):
+        y = act(norm(x))
+        return y if shortcut is None else shortcut + y
+    add = shortcut is not None and shortcut.dtype == x.dtype and shortcut.shape == x.shape
+    tracked = norm.track_running_stats
+    y = ops.bn_act(
+        x,
+        norm.weight,
+        norm.bias,
+        norm.running_mean if tracked else None,
+        norm.running_var if tracked else None,
+        norm.num_batches_tracked if tracked else None,
+        norm.momentum or 0.0,
+        norm.eps,
+        ACTIVATIONS[type(act)],
+        act.negative_slope if type(act) is nn.LeakyReLU else 0.0,
+        shortcut if add else None,
+    )
+    return y if add or shortcut is None else shortcut + y
+
+
+def conv_forward(stock: Forward) -> Forward:
+    """Stands for the forward of a block that computes ``act(bn(conv(x)))``; ``stock`` is what it replaces."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        # Two ifs: torch.jit.script leaves out the first one's block, but compiles the whole of an `and`.
+        if not torch.jit.is_scripting():
+            if self.training and can_fuse(self.bn, self.act):
+                return norm_and_activation(self.bn, self.act, self.conv(x))
+            return stock(self, x)
+        return self.act(self.bn(self.conv(x)))
+
+    return forward
+
+
+def bottleneck_forward(stock: Forward, conv: Forward) -> Forward:
+    """Stands for the forward of a block that computes ``x + cv2(cv1(x)) if add else cv2(cv1(x))``.
+
+    The sum joins the second block's norm and activation where that block's forward is ``conv``, one of :func:`conv_forward`.
+    """
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if not torch.jit.is_scripting():
+            last = self.cv2
+            if (
+                self.add
+                and self.training
+                and hasattr(last, "bn")
+                and last.training
+                and runs_plainly(last, conv)
+                and can_fuse(last.bn, last.act)
+            ):
+                return norm_and_activation(last.bn, last.act, last.conv(self.cv1(x)), x)
+            return stock(self, x)
+        return x + self.cv2(self.cv1(x)) if self.add else self.cv2(self.cv1(x))
+
+    return forward
+
+
+def computes(forward: Any, names: set[str]) -> bool:
+    """Whether ``forward`` is a function of (self, x) that reads these attributes and nothing else: the formula that we know."""
+    code = getattr(forward, "__code__", None)
+    return code is not None and code.co_argcount == 2 and not code.co_freevars and set(code.co_names) == names

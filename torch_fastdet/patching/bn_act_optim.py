@@ -1,0 +1,52 @@
+"""What the ``bn_act_optim`` switches of both hosts share: the forward methods of ``Conv`` and ``Bottleneck``."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import ClassVar
+
+from torch_fastdet.bn_act import bottleneck_forward, computes, conv_forward
+from torch_fastdet.patching.import_hook import namespace
+from torch_fastdet.patching.switch import Switch, class_of
+
+
+class BnActMethods(Switch):
+    """Replaces ``Conv.forward`` and ``Bottleneck.forward`` in the modules of the host that define them."""
+
+    name = "bn_act_optim"
+    help = "BatchNorm and activation in training as one operator, with the shortcut's sum; needs a GPU"
+    needs_gpu = True
+    #: Full names of the modules that may define ``Conv``.
+    conv_modules: ClassVar[tuple[str, ...]]
+    #: And of those that may define ``Bottleneck``.
+    bottleneck_modules: ClassVar[tuple[str, ...]]
+
+    def visit(self, module: ModuleType) -> None:
+        name = namespace(module).get("__name__")
+        if name in self.conv_modules:
+            self._patch_conv(module)
+        if name in self.bottleneck_modules:
+            self._patch_bottleneck(module)
+
+    def _patch_conv(self, module: ModuleType) -> None:
+        conv = class_of(module, "Conv")
+        if conv is None or self.has_replaced(conv):
+            return
+        stock = vars(conv).get("forward")
+        if not computes(stock, {"act", "bn", "conv"}):
+            self.cannot_apply(f"{module.__name__}.Conv.forward is not act(bn(conv(x))).")
+            return
+        forward = conv_forward(stock)
+        forward.__qualname__ = "bn_act_optim.Conv.forward"
+        self.replace(conv, "forward", forward)
+
+    def _patch_bottleneck(self, module: ModuleType) -> None:
+        bottleneck, conv = class_of(module, "Bottleneck"), namespace(module).get("Conv")
+        if bottleneck is None or self.has_replaced(bottleneck) or not self.has_replaced(conv):
+            return
+        stock = vars(bottleneck).get("forward")
+        if not computes(stock, {"add", "cv1", "cv2"}):
+            return  # only the sum stays stock's
+        forward = bottleneck_forward(stock, vars(conv)["forward"])
+        forward.__qualname__ = "bn_act_optim.Bottleneck.forward"
+        self.replace(bottleneck, "forward", forward)
