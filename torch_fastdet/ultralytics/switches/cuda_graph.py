@@ -16,6 +16,7 @@ from torch import nn
 
 from torch_fastdet._say import say
 from torch_fastdet.graphs import CaptureError, ModuleGraphs, _capture
+from torch_fastdet.graphs._refusal import is_out_of_memory
 from torch_fastdet.ultralytics.training_switch import TrainingSwitch
 
 
@@ -47,7 +48,7 @@ class CudaGraph(TrainingSwitch):
             try:
                 return graphs[model](x)
             except CaptureError as error:
-                if isinstance(error.__cause__, torch.OutOfMemoryError):
+                if error.__cause__ is not None and is_out_of_memory(error.__cause__):
                     del graphs[model]  # the trainer goes on with a smaller batch, and so do new graphs
                     raise error.__cause__ from None
                 graphs[model].required = False
