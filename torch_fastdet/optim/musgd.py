@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,22 +23,19 @@ NESTEROV, HAS_MOMENTUM = 1, 4  # flags of MultiTensorState.sgd_
 # Newton-Schulz: X <- a X + (b A + c A A) X with A = X X', which drives the singular values of X towards 1.
 A, B, C = 3.4445, -4.7750, 2.0315
 STEPS = 5
-MOST_PADDING = 16  # how many times as many rows the largest matrix of a batch may have as the smallest
-STREAMS = 4
+STREAMS = 8
 
 
 class _Batch:
-    """Matrices with equally many columns, zero-padded to equally many rows, side by side in a flat buffer."""
+    """Matrices of one shape, side by side in a flat buffer."""
 
-    def __init__(self, rows: list[int], columns: int, scale: float) -> None:
-        self.rows, self.columns, self.scale = rows, columns, scale
-        self.shape = (len(rows), rows[0], columns)
+    def __init__(self, rows: int, columns: int, scale: float, members: list[int]) -> None:
+        self.shape, self.scale, self.members = (len(members), rows, columns), scale, members
         self.numel = math.prod(self.shape)
 
     @property
     def work(self) -> int:
-        count, rows, columns = self.shape
-        return count * min(rows, columns) * rows * columns
+        return self.numel * min(self.shape[1:])
 
     def orthogonalize(self, source: Tensor, target: Tensor) -> None:
         """Five Newton-Schulz steps from ``source`` to ``target``, both of this batch's shape in bfloat16."""
@@ -68,27 +66,25 @@ class _Muon:
 
     def __init__(self, params: list[Tensor], dtype: torch.dtype) -> None:
         self.key = [self._stamp(p) for p in params]
-        self._batches, order = _plan(params)
+        batches = _plan(params)
         device = params[0].device
-        total = sum(batch.numel for batch in self._batches)
-        # Padding stays zero: only the matrices themselves are written.
-        self._source = torch.zeros(total, dtype=torch.bfloat16, device=device)
+        total = sum(batch.numel for batch in batches)
+        self._source = torch.empty(total, dtype=torch.bfloat16, device=device)
         self._target = torch.empty_like(self._source)
         self._result = torch.empty(total, dtype=dtype, device=device)
         self.inputs: list[Tensor] = [torch.Tensor()] * len(params)
         self.updates: list[Tensor] = [torch.Tensor()] * len(params)
         self._places: list[tuple[_Batch, Tensor, Tensor, Tensor]] = []
         start = 0
-        for batch, members in zip(self._batches, order):
+        for batch in batches:
             end = start + batch.numel
             source, target, result = (
                 flat[start:end].view(batch.shape) for flat in (self._source, self._target, self._result)
             )
             self._places.append((batch, source, target, result))
-            for slot, index in enumerate(members):
-                rows = batch.rows[slot]
-                self.inputs[index] = _as_rows(source[slot, :rows], params[index])
-                self.updates[index] = _as_rows(result[slot, :rows], params[index])
+            for slot, index in enumerate(batch.members):
+                self.inputs[index] = _as_rows(source[slot], params[index])
+                self.updates[index] = _as_rows(result[slot], params[index])
             start = end
         self._calls = 0
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -124,44 +120,43 @@ class _Muon:
         return graph
 
     def _compute(self) -> None:
-        places = sorted(self._places, key=lambda place: -place[0].work)
         if self._source.is_cuda and torch.cuda.is_current_stream_capturing():
             # Small batches leave most of the GPU idle: let several run at a time.
             current = torch.cuda.current_stream(self._source.device)
             streams = [torch.cuda.Stream(self._source.device) for _ in range(STREAMS)]
             for stream in streams:
                 stream.wait_stream(current)
-            for turn, (batch, source, target, _) in enumerate(places):
+            for turn, (batch, source, target, _) in enumerate(self._places):
                 with torch.cuda.stream(streams[turn % STREAMS]):
                     batch.orthogonalize(source, target)
             for stream in streams:
                 current.wait_stream(stream)
         else:
-            for batch, source, target, _ in places:
+            for batch, source, target, _ in self._places:
                 batch.orthogonalize(source, target)
         self._result.copy_(self._target)
-        for batch, _, _, result in places:
+        for batch, _, _, result in self._places:
             if batch.scale != 1.0:
                 result.mul_(batch.scale)
 
 
-def _plan(params: list[Tensor]) -> tuple[list[_Batch], list[list[int]]]:
-    """Batches of matrices, and the indices of the parameters in each, as stock batches them: so the products are the same."""
-    buckets: dict[tuple[int, float], list[int]] = {}
+def _plan(params: list[Tensor]) -> list[_Batch]:
+    """Batches of the parameters' matrices, those with most work first."""
+    buckets: dict[tuple[int, int, float], list[int]] = {}
     for index, p in enumerate(params):
         scale = max(1, p.size(-2) / p.size(-1)) ** 0.5
-        buckets.setdefault((p.numel() // p.size(0), scale), []).append(index)
-    batches, order = [], []
-    for (columns, scale), members in buckets.items():
-        members.sort(key=lambda index: -params[index].size(0))
-        start = 0
-        for end in range(1, len(members) + 1):
-            most = params[members[start]].size(0)
-            if end == len(members) or most > MOST_PADDING * params[members[end]].size(0):
-                batches.append(_Batch([params[i].size(0) for i in members[start:end]], columns, scale))
-                order.append(members[start:end])
-                start = end
-    return batches, order
+        buckets.setdefault((p.size(0), p.numel() // p.size(0), scale), []).append(index)
+    batches = [_Batch(rows, columns, scale, members) for (rows, columns, scale), members in buckets.items()]
+    return sorted(batches, key=lambda batch: -batch.work)
+
+
+@dataclass
+class _Move:
+    """Parameters of a group, what to orthogonalise for each, and how far to go along that."""
+
+    params: list[Tensor]
+    updates: list[Tensor]
+    rate: float
 
 
 class _Sgd:
@@ -186,8 +181,8 @@ class MuSGD(torch.optim.Optimizer):
     a matrix or a convolution's weight, moves by its orthogonalised momentum times ``lr * muon``, then by SGD with ``lr * sgd``;
     the other groups have SGD with ``lr``.
 
-    Matrices are batched as stock batches them and go through the same bfloat16 products; momentum and SGD are stock's
-    arithmetic in float32. GradScaler reads its overflow flag on the host before a step, as it does with stock.
+    Matrices of one shape are batched and go through stock's bfloat16 products; momentum and SGD are stock's arithmetic in
+    float32. GradScaler reads its overflow flag on the host before a step, as it does with stock.
     """
 
     def __init__(
@@ -240,6 +235,7 @@ class MuSGD(torch.optim.Optimizer):
         buffers: list[Tensor] = []
         hyper: list[float] = []
         flags: list[int] = []
+        moves: list[_Move] = []
         for index, group in enumerate(self.param_groups):
             found = [p for p in group["params"] if p.grad is not None]
             name = SGD_BUFFER if group["use_muon"] else MUON_BUFFER
@@ -251,12 +247,13 @@ class MuSGD(torch.optim.Optimizer):
                         state[SGD_BUFFER] = torch.zeros_like(p)
                 buffers.append(state[name])
             if group["use_muon"] and found:
-                self._muon_step(index, group, found)
+                moves.append(self._momentum(group, found))
             params += found
             owners += [index] * len(found)
             rate = group["lr"] * self.sgd if group["use_muon"] else group["lr"]
             hyper += [float(rate), float(group["momentum"]), 0.0, float(group["weight_decay"])]
             flags.append(NESTEROV * bool(group["nesterov"]) + HAS_MOMENTUM)
+        self._move(moves)
         if params:
             bound = self._sgd
             if bound is None or not bound.fits(params, buffers):
@@ -265,28 +262,36 @@ class MuSGD(torch.optim.Optimizer):
                 state.sgd_(hyper, [], flags, None, None)
         return loss
 
-    def _muon_step(self, index: int, group: dict[str, Any], params: list[Tensor]) -> None:
-        """Momentum, its orthogonalisation, and the move along it."""
-        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    def _momentum(self, group: dict[str, Any], params: list[Tensor]) -> _Move:
+        """The momentum of a group's parameters, one step on, and how far to go along its orthogonalisation."""
         for p in params:
             if p.dim() < 2:
                 raise ValueError(
                     f"MuSGD: use_muon is True for a parameter of shape {list(p.shape)}, but two or more dimensions are wanted"
                 )
-            kinds.setdefault((p.device, p.dtype), []).append(p)
         beta = group["momentum"]
-        for kind, members in kinds.items():
-            grads: Any = [p.grad for p in members]
-            momentums = [self.state[p][MUON_BUFFER] for p in members]
-            foreach_mul_(momentums, beta)
-            foreach_add_(momentums, grads, alpha=1 - beta)
-            updates = momentums
-            if group["nesterov"]:
-                updates = foreach_mul(momentums, beta)
-                foreach_add_(updates, grads, alpha=1 - beta)
-            muon = self._muons.get((index, kind))
-            if muon is None or not muon.fits(members):
-                self._muons[index, kind] = muon = _Muon(members, grads[0].dtype)
+        grads: Any = [p.grad for p in params]
+        updates = [self.state[p][MUON_BUFFER] for p in params]
+        foreach_mul_(updates, beta)
+        foreach_add_(updates, grads, alpha=1 - beta)
+        if group["nesterov"]:
+            updates = foreach_mul(updates, beta)
+            foreach_add_(updates, grads, alpha=1 - beta)
+        return _Move(params, updates, -(group["lr"] * self.muon))
+
+    def _move(self, moves: list[_Move]) -> None:
+        """Orthogonalise the momenta of all groups together, and move each group along them."""
+        kinds: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor, float]]] = {}
+        for move in moves:
+            for p, update in zip(move.params, move.updates):
+                kinds.setdefault((p.device, p.dtype), []).append((p, update, move.rate))
+        for kind, entries in kinds.items():
+            params, updates = [p for p, _, _ in entries], [update for _, update, _ in entries]
+            muon = self._muons.get(kind)
+            if muon is None or not muon.fits(params):
+                self._muons[kind] = muon = _Muon(params, kind[1])
             foreach_copy_(muon.inputs, updates)
             muon.run()
-            foreach_add_(members, muon.updates, alpha=-(group["lr"] * self.muon))
+            for rate in dict.fromkeys(rate for _, _, rate in entries):
+                at = [i for i, entry in enumerate(entries) if entry[2] == rate]
+                foreach_add_([params[i] for i in at], [muon.updates[i] for i in at], alpha=rate)
