@@ -1,0 +1,107 @@
+"""TrainStep on Ultralytics' models, with our losses and a loss of one's own, against the same training by separate calls."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.conftest import cuda_missing
+from tests.graphs import fake_gpu
+from torch_fastdet.ema import ModelEMA
+from torch_fastdet.graphs import GraphLoss, TrainStep
+from torch_fastdet.optim import SGD, FusedStep
+
+tasks = pytest.importorskip("ultralytics.nn.tasks", exc_type=ImportError)
+CLASSES, BATCH, SIZE = 4, 2, 64
+
+
+@pytest.fixture(params=["fake", "cuda"])
+def gpu(request, monkeypatch):
+    """Graphs on the CPU, and on the GPU, where there is one."""
+    if request.param == "cuda":
+        if reason := cuda_missing():
+            pytest.skip(reason)
+        return torch.device("cuda", 0)
+    fake_gpu.install(monkeypatch)
+    return torch.device("cpu")
+
+
+def make(name, device):
+    torch.manual_seed(0)
+    model = tasks.DetectionModel(name, nc=CLASSES, verbose=False)
+    model.args = SimpleNamespace(box=7.5, cls=0.5, dfl=1.5, epochs=4, overlap_mask=True)
+    return model.to(device).train()
+
+
+def own_loss(outputs, targets, num_targets=None):
+    """Pulls all outputs toward the mean of the targets that are in use."""
+    count = len(targets) if num_targets is None else num_targets
+    used = (torch.arange(len(targets), device=targets.device) < count)[:, None]
+    aim = (targets[:, 2:] * used).sum() / (4 * count)
+    loss = sum(((outputs[name].float().sigmoid() - aim) ** 2).mean() for name in ("boxes", "scores"))
+    return loss[None], loss.detach()[None]
+
+
+def make_loss(kind, model):
+    if kind == "own":
+        return own_loss
+    loss = pytest.importorskip("torch_fastdet.ultralytics.loss")
+    made = getattr(loss, kind)(model)
+    assert isinstance(made, GraphLoss)
+    return made
+
+
+def batches(count, device):
+    generator = torch.Generator().manual_seed(1)
+    for i in range(count):
+        boxes = torch.rand(2 + i % 3, 4, generator=generator) * 0.4 + 0.2
+        image = torch.randint(BATCH, (len(boxes), 1), generator=generator)
+        label = torch.randint(CLASSES, (len(boxes), 1), generator=generator)
+        images = torch.randint(256, (BATCH, 3, SIZE, SIZE), generator=generator, dtype=torch.uint8)
+        yield images.to(device), torch.cat((image, label, boxes), 1).float().to(device)
+
+
+def run(name, kind, device, graphed):
+    model = make(name, device)
+    loss = make_loss(kind, model)
+    optimizer, ema = SGD(model.parameters(), lr=0.01, momentum=0.9), ModelEMA(model, tau=10)
+    step = TrainStep(model, loss, optimizer, ema=ema, say=lambda line: None) if graphed else None
+    fused, items = FusedStep(optimizer, ema=ema, max_norm=10.0), []
+    for i, (images, targets) in enumerate(batches(12, device)):
+        if i == 8 and hasattr(loss, "update"):
+            loss.update()  # as the trainer does once an epoch: no new graph
+        if i == 10:
+            model.args.box = 3.0
+        if step is not None:
+            items.append(step(images, targets, update=i % 2 == 1))
+            continue
+        value, item = loss(model(images.float() / 255), targets)
+        items.append(item.detach())
+        value.sum().backward()
+        if i % 2:
+            fused.step()
+            optimizer.zero_grad()
+    graphs = 0 if step is None else step.memory()["graphs"]
+    return torch.stack(items), model.state_dict(), ema.ema.state_dict(), graphs
+
+
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        ("yolov8n.yaml", "own"),
+        ("yolov8n.yaml", "v8DetectionLoss"),
+        ("yolo11n.yaml", "v8DetectionLoss"),
+        ("yolo26n.yaml", "E2ELoss"),
+    ],
+)
+def test_equals_the_separate_calls(gpu, name, kind):
+    items, state, average, graphs = run(name, kind, gpu, graphed=True)
+    want_items, want_state, want_average, _ = run(name, kind, gpu, graphed=False)
+    assert graphs == 2, "the first and the last of an accumulation, captured once"
+    # On a GPU float32 convolutions round as TF32 may.
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if gpu.type == "cpu" else {"rtol": 2e-2, "atol": 2e-3}
+    torch.testing.assert_close(items, want_items, **tolerance)
+    for got, want in ((state, want_state), (average, want_average)):
+        for key, value in want.items():
+            if value.is_floating_point():
+                torch.testing.assert_close(got[key], value, **tolerance)
