@@ -36,6 +36,7 @@ LIMITS = {
     "loss": 90,
     "bbox_iou": 75,
     "upsample": 90,
+    "image": 45,
     "train": 100,
     "postprocess": 150,
     "step": 240,

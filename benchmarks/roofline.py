@@ -148,6 +148,16 @@ FORMULAS: tuple[tuple[str, str, Callable[..., work.Work]], ...] = (
     ("bbox_iou", r"bbox_iou CIoU forward n=(\d+)", lambda n, _: work.iou(int(n))),
     ("upsample", r"((?:cat )?(?:forward|backward|forward\+backward)) \w+fp\d+\((\d+),(\d+),(\d+),(\d+)\)", _upsample),
     (
+        "image",
+        r"mosaic, affine, HSV, flip, batch (\d+) of (\d+)x\d+",
+        lambda batch, side, _: work.augmented_pictures(int(batch), int(side)),
+    ),
+    (
+        "image",
+        r"letterbox, batch (\d+) of 1080p to (\d+)x\d+",
+        lambda batch, side, itemsize: work.letterboxed_pictures(int(batch), int(side), itemsize),
+    ),
+    (
         "multi_tensor",
         r"EMA (\w)",
         lambda model, _: work.ema(work.yolov5_parameters(model) + work.yolov5_statistics(model)),

@@ -232,6 +232,18 @@ def scale_boxes(boxes: int, itemsize: int = 4) -> Work:
     return Work(boxes * flops.SCALE_BOX[False], 2 * 6 * boxes * itemsize)
 
 
+def augmented_pictures(batch: int, side: int) -> Work:
+    """A batch of uint8 pictures: written once, and about as many source pixels read, four of which make one."""
+    values = 3 * batch * side * side
+    return Work(13 * values, 2 * values)
+
+
+def letterboxed_pictures(batch: int, side: int, itemsize: int = 2) -> Work:
+    """1080p pictures in 640 x 360 of the output: of each, four pixels for one of the output, of 3 x 3 that lie under it."""
+    values = 3 * batch * side * side * 360 // 640
+    return Work(11 * values, 4 * values + 3 * batch * side * side * itemsize)
+
+
 def yolov5_loss(batch: int, image: int = 640, classes: int = 80, itemsize: int = 2) -> Work:
     """Objectness of every anchor read, the dense gradient of the heads written once; forward and backward."""
     anchors = batch * yolov5_anchors(image)

@@ -1,0 +1,138 @@
+"""The picture operators against OpenCV's own calls: augmentation of a training batch, letterbox and resize.
+
+The baseline is what YOLOv5 does to a picture that is in memory, written with cv2 and numpy, in one process: mosaic, warpAffine,
+HSV, flip and HWC to CHW. On the GPU it runs on the host all the same, without the copy to the device.
+"""
+
+import numpy as np
+import torch
+
+from benchmarks import harness, work
+from torch_fastdet import ops
+
+SIDE = 640
+
+
+def photographs(count: int, height: int, width: int) -> np.ndarray:
+    """Smooth shapes and some noise, uint8 HWC: neighbouring pixels are alike, as in pictures, and none is grey."""
+    import cv2
+
+    rng = np.random.default_rng(0)
+    coarse = rng.integers(0, 256, (count, 20, 20, 3)).astype(np.float32)
+    smooth = np.stack([cv2.resize(picture, (width, height), interpolation=cv2.INTER_CUBIC) for picture in coarse])
+    return np.clip(smooth + rng.normal(0, 4, (1, height, width, 3)), 0, 255).astype(np.uint8)
+
+
+def scratch_low(batch: int, pictures: int) -> dict[str, np.ndarray]:
+    """Tables of hyp.scratch-low: mosaics, translation and scale, HSV and left-right flips."""
+    rng = np.random.default_rng(0)
+    placements, layers, matrices, rows = [], [], [], []
+    for n in range(batch):
+        xc, yc = (int(v) for v in rng.uniform(SIDE / 2, SIDE * 1.5, 2))
+        for i in range(4):
+            x, y = (xc if i % 2 else max(xc - SIDE, 0)), (yc if i // 2 else max(yc - SIDE, 0))
+            w, h = (min(SIDE, 2 * SIDE - xc) if i % 2 else xc - x), (min(SIDE, 2 * SIDE - yc) if i // 2 else yc - y)
+            source = 0 if i % 2 else SIDE - w, 0 if i // 2 else SIDE - h
+            placements.append((0, int(rng.integers(pictures)) * SIDE * SIDE * 3, SIDE, SIDE, *source, x, y, w, h))
+        scale, (tx, ty) = rng.uniform(0.5, 1.5), rng.uniform(0.4, 0.6, 2) * SIDE
+        matrices.append((scale, 0, tx - scale * SIDE, 0, scale, ty - scale * SIDE, 0, 0, 1))
+        layers.append((4 * n, 4, 2 * SIDE, 2 * SIDE, 1, -1))
+        rows.append((n, -1, int(rng.integers(2)), n))
+    gains = rng.uniform(-1, 1, (batch, 3)) * (0.015, 0.7, 0.4) + 1
+    level = np.arange(256)
+    tables = [[level * r[0] % 180, *(np.clip(level * r[i], 0, 255) for i in (1, 2))] for r in gains]
+    return {
+        "placements": np.array(placements, np.int64),
+        "layers": np.array(layers, np.int64),
+        "matrices": np.array(matrices, np.float64),
+        "pictures": np.array(rows, np.int64),
+        "tables": np.array(tables).astype(np.uint8),
+    }
+
+
+def with_opencv(pictures: np.ndarray, plan: dict[str, np.ndarray]) -> torch.Tensor:
+    """The same batch, with the calls that stock makes."""
+    import cv2
+
+    batch = []
+    for layer, _, flags, table in plan["pictures"]:
+        first, count, height, width, _, _ = plan["layers"][layer]
+        canvas = np.full((height, width, 3), 114, np.uint8)
+        for _, offset, _, _, sx, sy, x, y, w, h in plan["placements"][first : first + count]:
+            canvas[y : y + h, x : x + w] = pictures[offset // (SIDE * SIDE * 3)][sy : sy + h, sx : sx + w]
+        matrix = plan["matrices"][layer].reshape(3, 3)[:2]
+        im = cv2.warpAffine(canvas, matrix, dsize=(SIDE, SIDE), borderValue=(114, 114, 114))
+        hue, sat, val = cv2.split(cv2.cvtColor(im, cv2.COLOR_BGR2HSV))
+        lut = plan["tables"][table]
+        im = cv2.cvtColor(
+            cv2.merge((cv2.LUT(hue, lut[0]), cv2.LUT(sat, lut[1]), cv2.LUT(val, lut[2]))), cv2.COLOR_HSV2BGR
+        )
+        im = np.fliplr(im) if flags & 1 else im
+        batch.append(torch.from_numpy(np.ascontiguousarray(im.transpose(2, 0, 1)[::-1])))
+    return torch.stack(batch)
+
+
+def letterbox_with_opencv(pictures: np.ndarray, height: int, width: int) -> torch.Tensor:
+    import cv2
+
+    top = (SIDE - height) // 2
+    batch = []
+    for picture in pictures:
+        im = cv2.resize(picture, (width, height), interpolation=cv2.INTER_LINEAR)
+        im = cv2.copyMakeBorder(im, top, SIDE - height - top, 0, 0, cv2.BORDER_CONSTANT, value=(114, 114, 114))
+        batch.append(torch.from_numpy(np.ascontiguousarray(im.transpose(2, 0, 1)[::-1])))
+    return torch.stack(batch)
+
+
+def measure(report: harness.Report) -> None:
+    cuda = report.device.type == "cuda"
+    warp, lanes = ops.opencv_rules()
+    options = {"repetitions": 30 if cuda else 10, "inner": 5 if cuda else 1}
+    batch, kept = (64, 256) if cuda else (8, 16)
+    pictures = photographs(kept, SIDE, SIDE)
+    plan = scratch_low(batch, kept)
+    storage = torch.from_numpy(pictures.reshape(-1)).to(report.device)
+    tables = {name: torch.from_numpy(table).to(report.device) for name, table in plan.items()}
+    first = (tables["placements"], tables["layers"], tables["matrices"], tables["pictures"])
+    out = torch.empty(batch, 3, SIDE, SIDE, dtype=torch.uint8, device=report.device)
+
+    def ours() -> None:
+        ops.image_augment_(out, [storage], *first, None, tables["tables"], None, warp, lanes)
+
+    if not report.prepare:
+        ours()
+        assert warp == "float" or torch.equal(out.cpu(), with_opencv(pictures, plan))
+    variants = {"torch_fastdet": ours}
+    if not cuda:
+        variants["cv2 and numpy"] = lambda: with_opencv(pictures, plan)
+    report.compare(
+        f"mosaic, affine, HSV, flip, batch {batch} of {SIDE}x{SIDE}",
+        variants,
+        bytes=work.augmented_pictures(batch, SIDE).bytes,
+        **options,
+    )
+
+    height, width, count = 1080, 1920, 32 if cuda else 8
+    new_height = height * SIDE // width
+    large = photographs(count, height, width)
+    storage = torch.from_numpy(large.reshape(-1)).to(report.device)
+    rows = [
+        (0, i * height * width * 3, height, width, width * 3, new_height, SIDE, (SIDE - new_height) // 2, 0, 0)
+        for i in range(count)
+    ]
+    letterboxes = torch.tensor(rows, device=report.device)
+    dtype = torch.float16 if cuda else torch.uint8
+    boxed = torch.empty(count, 3, SIDE, SIDE, dtype=dtype, device=report.device)
+    variants = {"torch_fastdet": lambda: ops.image_letterbox_(boxed, [storage], letterboxes)}
+    if not cuda:
+        variants["cv2 and numpy"] = lambda: letterbox_with_opencv(large, new_height, SIDE)
+    report.compare(
+        f"letterbox, batch {count} of 1080p to {SIDE}x{SIDE}",
+        variants,
+        bytes=work.letterboxed_pictures(count, SIDE, boxed.element_size()).bytes,
+        **options,
+    )
+
+
+if __name__ == "__main__":
+    harness.run("image", measure)
