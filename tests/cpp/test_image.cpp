@@ -5,6 +5,9 @@
 
 #include "core/image/augment_rows.h"
 #include "core/image/resize_rows.h"
+#if defined(__x86_64__)
+#include "core/image/augment_avx512.h"
+#endif
 
 namespace torch_fastdet::core {
 namespace {
@@ -53,6 +56,50 @@ TEST(ImageColors, HueGoesAround) {
     EXPECT_NEAR(hue_place(h).place, hue_place(h - 180).place, 1e-5);
   }
 }
+
+#if defined(__x86_64__)
+// Of a machine's vector code only the best would run: each against the plain loop, over colours, tables and odd
+// lengths.
+TEST(ImageColors, VectorCodeEqualsPlain) {
+  std::vector<uint8_t> tables(768);
+  uint32_t state = 1;
+  const auto random = [&] { return state = state * 1664525u + 1013904223u; };
+  for (uint8_t& level : tables) level = static_cast<uint8_t>(random() >> 24);
+  ColorTables colors;
+  for (int i = 0; i < 256; ++i) fill_color_tables(colors, tables.data(), i);
+  std::vector<RowKernels> kernels;
+  if (has_image_avx2()) kernels.push_back(row_kernels_avx2());
+  if (has_image_avx512()) kernels.push_back(row_kernels_avx512());
+  for (int count = 0; count < 70; ++count) {
+    std::vector<uint32_t> row(static_cast<size_t>(count) + 16);
+    for (uint32_t& word : row) word = random() >> 8;
+    for (int i = 0; i < count; i += 5) row[i] = (row[i] & 255) * 0x010101;  // grey
+    for (const bool round : {false, true}) {
+      std::vector<uint32_t> want = row;
+      recolor_span(colors, want.data(), 0, count, round);
+      std::vector<uint8_t> plane(count), want_plane(count);
+      for (const RowKernels& k : kernels) {
+        std::vector<uint32_t> got = row;
+        k.recolor(colors, got.data(), 0, count, round);
+        ASSERT_EQ(got, want);
+        for (const int shift : {0, 8, 16}) {
+          k.plane(row.data(), count, shift, plane.data());
+          torch_fastdet::core::plane(row.data(), count, shift, want_plane.data());
+          ASSERT_EQ(plane, want_plane);
+        }
+      }
+    }
+    std::vector<uint8_t> bytes(3 * count);
+    for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(random() >> 24);
+    std::vector<uint32_t> want(count), got(count);
+    expand(bytes.data(), want.data(), count);
+    for (const RowKernels& k : kernels) {
+      k.expand3(bytes.data(), got.data(), count);
+      ASSERT_EQ(got, want);
+    }
+  }
+}
+#endif
 
 TEST(ImageWarp, InverseUndoes) {
   const double m[] = {1.2, 0.3, -7, -0.4, 0.9, 11, 0.001, -0.002, 1};

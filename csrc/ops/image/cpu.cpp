@@ -1,4 +1,4 @@
-// The image operators on the CPU: threads over bands of rows, a second copy of the inner loops for AVX2.
+// The image operators on the CPU: threads over bands of rows, further copies of the inner loops for AVX2 and AVX-512.
 #include <ATen/Parallel.h>
 #include <c10/util/Half.h>
 #include <torch/library.h>
@@ -15,7 +15,7 @@
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define TORCH_FASTDET_HAS_IMAGE_AVX2 1
-#include "core/image/augment_avx2.h"
+#include "core/image/augment_avx512.h"
 #endif
 
 namespace torch_fastdet {
@@ -33,6 +33,7 @@ __attribute__((target("avx2"), flatten)) void blend_rows_avx2(const int* top, co
 
 core::RowKernels row_kernels() {
 #ifdef TORCH_FASTDET_HAS_IMAGE_AVX2
+  if (core::has_image_avx512()) return core::row_kernels_avx512();
   if (core::has_image_avx2()) return core::row_kernels_avx2();
 #endif
   return core::plain_row_kernels();
