@@ -4,6 +4,9 @@ The baseline is what YOLOv5 does to a picture that is in memory, written with cv
 HSV, flip and HWC to CHW. On the GPU it runs on the host all the same, without the copy to the device.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -87,7 +90,7 @@ def letterbox_with_opencv(pictures: np.ndarray, height: int, width: int) -> torc
 def measure(report: harness.Report) -> None:
     cuda = report.device.type == "cuda"
     warp, lanes = ops.opencv_rules()
-    options = {"repetitions": 30 if cuda else 10, "inner": 5 if cuda else 1}
+    options: dict[str, Any] = {"repetitions": 30 if cuda else 10, "inner": 5 if cuda else 1}
     batch, kept = (64, 256) if cuda else (8, 16)
     pictures = photographs(kept, SIDE, SIDE)
     plan = scratch_low(batch, kept)
@@ -102,7 +105,7 @@ def measure(report: harness.Report) -> None:
     if not report.prepare:
         ours()
         assert warp == "float" or torch.equal(out.cpu(), with_opencv(pictures, plan))
-    variants = {"torch_fastdet": ours}
+    variants: dict[str, Callable[[], Any]] = {"torch_fastdet": ours}
     if not cuda:
         variants["cv2 and numpy"] = lambda: with_opencv(pictures, plan)
     report.compare(

@@ -15,6 +15,10 @@ constexpr int kTileWidth = 64;
 constexpr int kTileHeight = 32;
 constexpr int kThreads = 256;
 constexpr int kTileGroups = kThreads / kTileWidth;
+// Blocks of augment_kernel that share a multiprocessor at least, which keeps a thread to 40 registers. A batch of 64 of
+// 640 x 640 takes 0.375 ms on an H200 (mosaic, affine, HSV, flip), 0.42 without the bound, 0.43 to 0.46 in tiles of
+// 128 x 32, 32 x 32 or 64 x 16.
+constexpr int kAugmentBlocks = 6;
 
 template <typename T>
 __device__ __forceinline__ T batch_value(int level, bool reciprocal);
@@ -100,7 +104,7 @@ __device__ __forceinline__ void fill_coordinates(AugmentTile& tile, int which, i
 }
 
 template <typename T, int kChannels>
-__global__ void __launch_bounds__(kThreads) augment_kernel(const __grid_constant__ AugmentParams p) {
+__global__ void __launch_bounds__(kThreads, kAugmentBlocks) augment_kernel(const __grid_constant__ AugmentParams p) {
   __shared__ AugmentTile tile;
   const int64_t n = blockIdx.z;
   const int64_t* picture = p.pictures + n * kPictureColumns;
