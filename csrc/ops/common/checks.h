@@ -17,7 +17,7 @@ inline bool is_supported_float(at::ScalarType type) {
 
 // A dtype as the user types it: "int64", where printing the ScalarType says "Long".
 inline std::string dtype_name(at::ScalarType type) {
-  return c10::getDtypeNames(type).first;
+  return std::string(c10::getDtypeNames(type).first);  // a string_view since torch 2.15
 }
 
 // `op` and `name` are the operator's and the argument's names as the user types them.
