@@ -60,7 +60,7 @@ def confusion_matrix_class(stock: type, on_use: Callable[[], None]) -> type:
     Counts stay on the device until ``matrix`` is read. A copy, or what is pickled after ``unpatch()``, is of stock's class.
     """
 
-    class ConfusionMatrix(stock):  # type: ignore[valid-type, misc]
+    class ConfusionMatrix(stock):
         def __init__(self, nc: int, conf: float = 0.25, iou_thres: float = 0.45) -> None:
             on_use()
             self._counts: Tensor | None = None
