@@ -87,6 +87,17 @@ TORCH_LIBRARY(torch_fastdet, m) {
       "bool channels_last=False, bool bgr=False) -> Tensor");
   m.def("image_letterbox_(Tensor(a!) out, Tensor[] storages, Tensor plan, *, bool bgr=False) -> ()");
   m.def("image_resize_(Tensor(a!) out, Tensor[] storages, Tensor plan, *, int channels=3) -> ()");
+  // Ultralytics' detection loss. heads: one tensor a level, or boxes and scores of all levels, whose heights and widths
+  // are `sizes` then. settings (8): box, cls and dfl gain, weight, alpha, beta, eps, least side of a box.
+  m.def(
+      "v8_loss(Tensor[] heads, Tensor targets, Tensor settings, float[] strides, SymInt[] sizes, "
+      "Tensor? num_targets=None, Tensor? class_weights=None, *, int reg_max=16, int topk=10, int topk2=10) "
+      "-> (Tensor loss, Tensor items, Tensor scales, Tensor slot_anchor, Tensor slot_row, Tensor slot_score, "
+      "Tensor status)");
+  m.def(
+      "v8_loss_backward(Tensor grad_loss, Tensor[] heads, Tensor targets, Tensor scales, Tensor slot_anchor, "
+      "Tensor slot_row, Tensor slot_score, float[] strides, SymInt[] sizes, Tensor? class_weights=None, *, "
+      "int reg_max=16) -> Tensor[]");
 
   // Lists of tensors, in place, one launch (clip: two). Factors by value or, with .tensor, read from device memory;
   // .tensor is first, because a tensor also fits `float`, by a copy to the host.

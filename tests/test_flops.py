@@ -151,6 +151,12 @@ def loss_and_gradient():
     loss.backward()
 
 
+def v8_loss_and_gradient():
+    maps = [torch.randn(2, 64 + CLASSES, n, n, requires_grad=True) for n in (4, 2)]
+    settings = torch.tensor(ops.v8_loss_settings(), dtype=torch.float64)
+    ops.v8_loss(maps, torch.tensor([[0, 1, 0.5, 0.5, 0.3, 0.3]]), settings, [8.0, 16.0], [])[0].sum().backward()
+
+
 DECODE = COUNT * (3 * (5 + CLASSES) + 12)
 CASES = {
     "bbox_iou_backward": (
@@ -207,6 +213,7 @@ CASES = {
         lambda: ops.confusion_matrix_(torch.zeros(4, 4, dtype=torch.int64), torch.rand(11, 6), torch.rand(5, 5)),
         {"confusion_matrix_": 11 * 5 * 16},
     ),
+    "v8_loss": (v8_loss_and_gradient, {"v8_loss": 5 * 2 * 20 * CLASSES, "v8_loss_backward": 4 * 2 * 20 * CLASSES}),
     "yolov5_loss": (loss_and_gradient, {"yolov5_loss": 16 * COUNT, "yolov5_loss_backward": COUNT}),
     "multi_tensor_ema_": (lambda: ops.multi_tensor_ema_(tensors(), tensors(), 0.9), {"multi_tensor_ema_": 3 * 22}),
     "multi_tensor_sgd_": (

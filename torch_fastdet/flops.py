@@ -31,6 +31,7 @@ SIGMOID = 3
 BOX_DECODE = 12  # of four sigmoids: center and sides in pixels
 ACTIVATION = {"silu": SIGMOID + 1, "relu": 1, "leaky_relu": 2, "hardswish": 5, "identity": 0}
 ENTROPY = 16  # value and gradient of one logit, and its part of the sum
+SOFTPLUS = 5  # entropy of a class that is not to be found, and its part of the sum
 SCALE_BOX = {True: 6, False: 16}  # by xywh: a box in the original image's pixels; corners are clipped too
 
 
@@ -205,6 +206,20 @@ def _yolov5_loss_backward(
     return loss_backward(math.prod(object_gradient))
 
 
+def _v8_class_logits(heads: Sequence[Shape], reg_max: int) -> int:
+    if len(heads[0]) == 3:  # boxes and scores of all levels
+        return math.prod(heads[1])
+    return sum(math.prod(head) // head[1] * (head[1] - 4 * reg_max) for head in heads)
+
+
+def _v8_loss(heads, *args, reg_max=16, out_shape=None, **kwargs) -> int:
+    return _v8_class_logits(heads, reg_max) * SOFTPLUS
+
+
+def _v8_loss_backward(grad, heads, *args, reg_max=16, out_shape=None, **kwargs) -> int:
+    return _v8_class_logits(heads, reg_max) * (SIGMOID + 1)
+
+
 def _ema(averages, values, decay, *, out_shape=None) -> int:
     return ema(_total(averages))
 
@@ -254,6 +269,8 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "image_letterbox": _says_no_shape,
     "image_letterbox_": _says_no_shape,
     "image_resize_": _says_no_shape,
+    "v8_loss": _v8_loss,
+    "v8_loss_backward": _v8_loss_backward,
     "multi_tensor_ema_": _ema,
     "multi_tensor_sgd_": _sgd,
     "multi_tensor_unscale_": _unscale,

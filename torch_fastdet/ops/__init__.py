@@ -29,6 +29,7 @@ from torch_fastdet.ops.nms import (
     yolov5_postprocess,
 )
 from torch_fastdet.ops.upsample import upsample_nearest2x, upsample_nearest2x_cat
+from torch_fastdet.ops.v8_loss import v8_loss, v8_loss_fault, v8_loss_settings
 from torch_fastdet.ops.yolov5_loss import yolov5_loss, yolov5_loss_fault
 
 __all__ = [
@@ -56,6 +57,9 @@ __all__ = [
     "ultralytics_postprocess",
     "upsample_nearest2x",
     "upsample_nearest2x_cat",
+    "v8_loss",
+    "v8_loss_fault",
+    "v8_loss_settings",
     "yolov5_decode",
     "yolov5_loss",
     "yolov5_loss_fault",

@@ -14,6 +14,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "core/common/log_math.h"
 #include "ops/yolov5_loss/checks.h"
 
 namespace torch_fastdet {
@@ -27,28 +28,6 @@ constexpr int64_t kBlock = 1024;  // logits that are gathered side by side for v
 #if defined(__x86_64__)
 #define TORCH_FASTDET_AVX2 __attribute__((target("avx2"), flatten))
 #endif
-
-// log(1 + x) of 0 <= x <= 1, within 2 ulp in float: the polynomial of Cephes' logf, without branches.
-inline float log1p_of_share(float x) {
-  const bool upper = x > 0.41421356f;
-  const float f = upper ? (x - 1.f) * 0.5f : x;  // 1 + x is 1 + f or 2 (1 + f)
-  const float square = f * f;
-  float p = 7.0376836292e-2f;
-  p = p * f - 1.1514610310e-1f;
-  p = p * f + 1.1676998740e-1f;
-  p = p * f - 1.2420140846e-1f;
-  p = p * f + 1.4249322787e-1f;
-  p = p * f - 1.6668057665e-1f;
-  p = p * f + 2.0000714765e-1f;
-  p = p * f - 2.4999993993e-1f;
-  p = p * f + 3.3333331174e-1f;
-  const float halves = upper ? 1.f : 0.f;  // log 2 in two parts
-  return f + (f * square * p - halves * 2.12194440e-4f - square * 0.5f) + halves * 0.693359375f;
-}
-
-inline double log1p_of_share(double x) {
-  return std::log1p(x);
-}
 
 // binary_cross_entropy without a focal factor, for many logits.
 template <typename T>

@@ -1,0 +1,148 @@
+// The v8 detection loss: task-aligned assignment, CIoU, distribution focal loss (or L1) and class entropy. Nothing is
+// as large as images x targets x anchors: each target keeps its best topk anchors while it walks over those inside of
+// it, in slots of its own. Of the slots that name one anchor, the one with the greatest number stays and stands for it,
+// so that the sums run in one order whatever happens first.
+#pragma once
+
+#ifdef TORCH_FASTDET_WITH_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
+#include <cstdint>
+
+#include "core/common/dtype.h"
+#include "core/v8_loss/v8_loss_math.h"
+
+namespace torch_fastdet::core {
+
+constexpr int kV8MaxLevels = 8;
+constexpr int kV8StatusSize = 4;
+constexpr int64_t kV8FirstFault = int64_t{1} << 62;
+
+// How a tensor's gradient lies in memory.
+enum class V8Layout : int32_t {
+  kPlanes,  // (bs, channels, anchors) contiguous
+  kRows,    // (bs, anchors, channels) contiguous: channels_last
+};
+
+// A tensor of raw outputs: channels below `box_channels` are the boxes' (side, bin), the others the classes'.
+struct V8Tensor {
+  const void* logits;  // by the strides below, in elements; anchor a is in column a % width of row a / width
+  void* gradient;      // dense, as `layout` says; null in the forward pass
+  int64_t stride_b, stride_c, stride_y, stride_x;
+  int64_t width;
+  int64_t anchors;
+  int32_t channels, box_channels;
+  V8Layout layout;
+  bool dense;  // the logits lie so too
+};
+
+// A level of the head: which tensors hold it, and from which of their anchors on.
+struct V8Level {
+  int32_t boxes, classes;
+  int64_t first_in_tensor;
+  int64_t first;  // among the anchors of all levels
+  int64_t nx, ny;
+  float stride;  // pixels a cell
+};
+
+struct V8Heads {
+  DType dtype;
+  V8Tensor tensors[kV8MaxLevels];
+  V8Level levels[kV8MaxLevels];
+  int32_t num_tensors, num_levels;
+  int32_t nc, reg_max;
+  int64_t bs, anchors;     // anchors of all levels
+  float image_w, image_h;  // pixels
+};
+
+// What a forward pass leaves for its backward pass. T is the arithmetic type of the heads' dtype.
+struct V8Slots {
+  int64_t* anchor;  // (n, topk) image * anchors + anchor, -1 for a slot without one
+  int64_t* row;     // (n, topk) of the targets: the one that got the anchor, -1 for none
+  void* score;      // (n, topk) T, its target score, or 0
+  void* scales;     // (3) T, d(loss) / d(sum of the box, class and distance terms)
+};
+
+// Scratch of the forward pass. Targets are renumbered: those that count, by image, in the order of their rows.
+struct V8Scratch {
+  void* boxes;        // (bs, anchors, 4) T, predicted corners in pixels
+  uint32_t* owner;    // (bs, anchors) 0, or 1 + the greatest slot that names the anchor, with kV8Shared if several do
+  V8Target* targets;  // (n)
+  int64_t* first_target;  // (bs + 1) of each image
+  uint64_t* best;         // (n, 2) v8_order of the greatest alignment and overlap among a target's anchors
+  void* alignment;        // (n, topk) T
+  void* overlap;          // (n, topk) T
+  int32_t* winner;        // (n, topk) renumbered target that got the slot's anchor
+  void* slot_partials;    // (slot blocks, 4) T: scores, box, class and distance terms
+  void* class_partials;   // (class blocks) T
+};
+
+struct V8LossParams {
+  V8Heads heads;
+  const float* targets;  // (n, 6) contiguous: image, class, x, y, w, h
+  int64_t n;
+  const int64_t* num_targets;  // device scalar: rows in use, the others are padding; null: all
+  const double* settings;      // (kV8Settings)
+  const void* class_weights;   // (nc) T; null: 1
+  int32_t topk, topk2;         // anchors a target may name, and keep
+  V8Slots slots;
+  V8Scratch scratch;
+  void* loss;   // (3) T: box, class, distance
+  void* items;  // (3) T
+  // Number of rows ignored; kV8FirstFault - (6 * row + column) of the first; num_targets less the rows of targets where
+  // it is below 0 or above them, else 0; unused.
+  int64_t* status;
+};
+
+struct V8LossBackwardParams {
+  V8Heads heads;
+  const float* targets;
+  int64_t n;
+  const void* class_weights;
+  int32_t topk;
+  V8Slots slots;
+  const void* grad_loss;  // (3) T by the stride below
+  int64_t grad_stride;
+};
+
+constexpr uint32_t kV8Shared = uint32_t{1} << 31;
+
+// An anchor's place in the offsets of a tensor.
+TORCH_FASTDET_HOST_DEVICE int64_t v8_logit(const V8Tensor& tensor, int64_t b, int64_t anchor) {
+  return b * tensor.stride_b + anchor / tensor.width * tensor.stride_y + anchor % tensor.width * tensor.stride_x;
+}
+
+TORCH_FASTDET_HOST_DEVICE int64_t v8_gradient(const V8Tensor& tensor, int64_t b, int64_t channel, int64_t anchor) {
+  return tensor.layout == V8Layout::kPlanes ? (b * tensor.channels + channel) * tensor.anchors + anchor
+                                            : (b * tensor.anchors + anchor) * tensor.channels + channel;
+}
+
+TORCH_FASTDET_HOST_DEVICE int64_t v8_gradient_step(const V8Tensor& tensor) {
+  return tensor.layout == V8Layout::kPlanes ? tensor.anchors : 1;
+}
+
+// An anchor of all levels: its level and where it lies there.
+struct V8Anchor {
+  int32_t level;
+  int64_t index, column, row;  // index: row * nx + column
+};
+
+TORCH_FASTDET_HOST_DEVICE V8Anchor v8_anchor(const V8Heads& heads, int64_t anchor) {
+  V8Anchor at{0, 0, 0, 0};
+  while (at.level + 1 < heads.num_levels && anchor >= heads.levels[at.level + 1].first) ++at.level;
+  const V8Level& level = heads.levels[at.level];
+  at.index = anchor - level.first;
+  at.column = at.index % level.nx;
+  at.row = at.index / level.nx;
+  return at;
+}
+
+#ifdef TORCH_FASTDET_WITH_CUDA
+int64_t v8_slot_blocks(const V8LossParams& params);
+int64_t v8_class_blocks(const V8LossParams& params);
+cudaError_t launch_v8_loss(const V8LossParams& params, cudaStream_t stream);
+cudaError_t launch_v8_loss_backward(const V8LossBackwardParams& params, cudaStream_t stream);
+#endif
+
+}  // namespace torch_fastdet::core

@@ -1,0 +1,258 @@
+// Checks of the v8 detection loss, and how its tensors become the core's parameters: shared by CPU, CUDA and Meta.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/util/Exception.h>
+
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "core/v8_loss/v8_loss.h"
+#include "ops/common/checks.h"
+
+namespace torch_fastdet {
+
+// loss, items, scales, slot_anchor, slot_row, slot_score, status
+using V8LossResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+// What the operator takes beside tensors. `sizes` holds ny, nx of each level where the heads are two joined tensors.
+struct V8LossOptions {
+  at::ArrayRef<double> strides;
+  at::IntArrayRef sizes;
+  int64_t reg_max, topk, topk2;
+};
+
+inline at::ScalarType v8_arithmetic_type(const at::Tensor& head) {
+  return head.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+inline at::TensorOptions v8_scalar_options(const at::Tensor& head) {
+  return head.options().memory_format(std::nullopt).requires_grad(std::nullopt).dtype(v8_arithmetic_type(head));
+}
+
+// One four-dimensional tensor a level, or boxes and scores (bs, channels, anchors) of all levels.
+inline bool v8_is_joined(at::TensorList heads) {
+  return heads.size() == 2 && heads[0].dim() == 3;
+}
+
+// A tensor as (bs, channels, anchors): how it lies, and whether it lies densely so.
+struct V8Lies {
+  core::V8Layout layout;
+  bool dense;
+};
+
+template <typename Int>
+V8Lies v8_lies(const Int& channels, const Int& ny, const Int& nx, const Int& batch, const Int& stride_b,
+               const Int& stride_c, const Int& stride_y, const Int& stride_x) {
+  const auto fits = [&](const Int& by_b, const Int& by_c, const Int& by_y, const Int& by_x) {
+    const Int one(1);
+    return (batch == one || stride_b == by_b) && (channels == one || stride_c == by_c) &&
+           (ny == one || stride_y == by_y) && (nx == one || stride_x == by_x);
+  };
+  const Int all = channels * ny * nx;
+  if (fits(all, ny * nx, nx, Int(1))) return {core::V8Layout::kPlanes, true};
+  if (fits(all, Int(1), nx * channels, channels)) return {core::V8Layout::kRows, true};
+  return {core::V8Layout::kPlanes, false};
+}
+
+inline V8Lies v8_lies(const at::Tensor& head) {
+  if (head.dim() == 3) {
+    return v8_lies<c10::SymInt>(head.sym_size(1), 1, head.sym_size(2), head.sym_size(0), head.sym_stride(0),
+                                head.sym_stride(1), 0, head.sym_stride(2));
+  }
+  return v8_lies<c10::SymInt>(head.sym_size(1), head.sym_size(2), head.sym_size(3), head.sym_size(0),
+                              head.sym_stride(0), head.sym_stride(1), head.sym_stride(2), head.sym_stride(3));
+}
+
+inline void check_v8_heads(at::TensorList heads, const V8LossOptions& options, const char* op) {
+  const auto levels = static_cast<int64_t>(options.strides.size());
+  TORCH_CHECK(levels >= 1 && levels <= core::kV8MaxLevels, op, ": strides has ", levels, " levels, but 1 to ",
+              core::kV8MaxLevels, " are wanted");
+  for (const double stride : options.strides) {
+    TORCH_CHECK(stride > 0, op, ": strides has ", stride, ", but numbers above 0 are wanted");
+  }
+  TORCH_CHECK(!heads.empty(), op, ": heads is empty, but one tensor a level, or boxes and scores, are wanted");
+  TORCH_CHECK(options.reg_max >= 1 && options.reg_max <= 1024, op, ": reg_max is ", options.reg_max,
+              ", but 1 to 1024 is wanted");
+  for (size_t i = 0; i < heads.size(); ++i) {
+    check_strided(heads[i], op, "heads");
+    check_float(heads[i], op, "heads");
+    check_same_device(heads[0], "heads[0]", heads[i], op, "heads");
+    TORCH_CHECK(heads[i].scalar_type() == heads[0].scalar_type(), op, ": heads[", i, "] is ",
+                dtype_name(heads[i].scalar_type()), ", but heads[0] is ", dtype_name(heads[0].scalar_type()),
+                "; all heads must have one dtype");
+  }
+  const int64_t boxes = 4 * options.reg_max;
+  if (v8_is_joined(heads)) {
+    TORCH_CHECK(options.sizes.size() == 2 * options.strides.size(), op, ": sizes has ", options.sizes.size(),
+                " numbers, but ", 2 * levels, " are wanted for ", levels, " levels: height and width of each");
+    int64_t anchors = 0;
+    for (int64_t level = 0; level < levels; ++level) {
+      const int64_t ny = options.sizes[2 * level], nx = options.sizes[2 * level + 1];
+      TORCH_CHECK(ny > 0 && nx > 0, op, ": sizes has ", ny, " x ", nx, ", but an empty level has no loss");
+      anchors += ny * nx;
+    }
+    TORCH_CHECK(heads[1].dim() == 3 && heads[0].size(1) == boxes && heads[0].size(2) == anchors &&
+                    heads[1].size(2) == anchors && heads[1].size(0) == heads[0].size(0) && heads[1].size(1) > 0,
+                op, ": heads have shapes ", heads[0].sizes(), " and ", heads[1].sizes(), ", but (bs, ", boxes, ", ",
+                anchors, ") and (bs, classes, ", anchors, ") are wanted");
+    TORCH_CHECK(heads[0].size(0) > 0, op, ": heads have no images");
+    return;
+  }
+  TORCH_CHECK(static_cast<int64_t>(heads.size()) == levels, op, ": ", heads.size(), " heads came for ", levels,
+              " strides, but one (bs, 4 * reg_max + classes, ny, nx) a level, or boxes and scores of three dimensions, "
+              "are wanted");
+  for (size_t i = 0; i < heads.size(); ++i) {
+    TORCH_CHECK(heads[i].dim() == 4 && heads[i].size(1) == heads[0].size(1) && heads[i].size(0) == heads[0].size(0) &&
+                    heads[i].size(1) > boxes,
+                op, ": heads[", i, "] has shape ", heads[i].sizes(), ", but (bs, ", boxes,
+                " + classes, ny, nx) with the batch and the classes of heads[0] is wanted");
+    TORCH_CHECK(heads[i].numel() > 0, op, ": heads[", i, "] has shape ", heads[i].sizes(),
+                ", but an empty head has no loss");
+  }
+}
+
+inline int64_t v8_classes(at::TensorList heads, int64_t reg_max) {
+  return v8_is_joined(heads) ? heads[1].size(1) : heads[0].size(1) - 4 * reg_max;
+}
+
+inline void check_v8_class_weights(at::TensorList heads, const std::optional<at::Tensor>& class_weights,
+                                   int64_t classes, const char* op) {
+  if (!class_weights) return;
+  check_same_device(heads[0], "heads[0]", *class_weights, op, "class_weights");
+  TORCH_CHECK(class_weights->numel() == classes && is_supported_float(class_weights->scalar_type()), op,
+              ": class_weights is ", dtype_name(class_weights->scalar_type()), " of shape ", class_weights->sizes(),
+              ", but ", classes, " numbers are wanted, one a class");
+}
+
+inline void check_v8_targets(at::TensorList heads, const at::Tensor& targets, int64_t topk, const char* op) {
+  TORCH_CHECK(targets.dim() == 2 && targets.size(1) == 6, op, ": targets has shape ", targets.sizes(),
+              ", but (n, 6) is wanted: image, class, x, y, w, h");
+  TORCH_CHECK(targets.scalar_type() == at::kFloat, op, ": targets is ", dtype_name(targets.scalar_type()),
+              ", but float32 is wanted");
+  check_same_device(heads[0], "heads[0]", targets, op, "targets");
+  TORCH_CHECK(targets.size(0) <= (int64_t{1} << 30) / topk, op, ": targets has ", targets.size(0),
+              " rows, more than slots can be numbered for");
+}
+
+inline void check_v8_loss(at::TensorList heads, const at::Tensor& targets, const at::Tensor& settings,
+                          const V8LossOptions& options, const std::optional<at::Tensor>& num_targets,
+                          const std::optional<at::Tensor>& class_weights) {
+  constexpr auto op = "v8_loss";
+  check_v8_heads(heads, options, op);
+  TORCH_CHECK(options.topk >= 1 && options.topk2 >= 1, op, ": topk is ", options.topk, " and topk2 is ", options.topk2,
+              ", but numbers above 0 are wanted");
+  check_v8_targets(heads, targets, options.topk, op);
+  TORCH_CHECK(settings.scalar_type() == at::kDouble && settings.numel() == core::kV8Settings, op, ": settings is ",
+              dtype_name(settings.scalar_type()), " of shape ", settings.sizes(), ", but ", int{core::kV8Settings},
+              " float64 are wanted: box, cls and dfl gain, weight, alpha, beta, eps, least side");
+  check_same_device(heads[0], "heads[0]", settings, op, "settings");
+  if (num_targets) {
+    TORCH_CHECK(num_targets->scalar_type() == at::kLong && num_targets->numel() == 1, op, ": num_targets is ",
+                dtype_name(num_targets->scalar_type()), " of shape ", num_targets->sizes(),
+                ", but one int64 is wanted");
+    check_same_device(heads[0], "heads[0]", *num_targets, op, "num_targets");
+  }
+  check_v8_class_weights(heads, class_weights, v8_classes(heads, options.reg_max), op);
+}
+
+inline void check_v8_loss_backward(const at::Tensor& grad_loss, at::TensorList heads, const at::Tensor& targets,
+                                   const at::Tensor& scales, const at::Tensor& slot_anchor, const at::Tensor& slot_row,
+                                   const at::Tensor& slot_score, const V8LossOptions& options,
+                                   const std::optional<at::Tensor>& class_weights) {
+  constexpr auto op = "v8_loss_backward";
+  check_v8_heads(heads, options, op);
+  TORCH_CHECK(slot_anchor.dim() == 2 && slot_anchor.size(1) > 0, op, ": slot_anchor has shape ", slot_anchor.sizes(),
+              ", but what v8_loss returned is wanted");
+  check_v8_targets(heads, targets, slot_anchor.size(1), op);
+  const auto scalar = v8_arithmetic_type(heads[0]);
+  TORCH_CHECK(grad_loss.dim() == 1 && grad_loss.size(0) == 3 && grad_loss.scalar_type() == scalar, op,
+              ": grad_loss is ", dtype_name(grad_loss.scalar_type()), " of shape ", grad_loss.sizes(), ", but three ",
+              dtype_name(scalar), " are wanted");
+  TORCH_CHECK(slot_anchor.size(0) == targets.size(0) && slot_anchor.scalar_type() == at::kLong &&
+                  slot_row.scalar_type() == at::kLong && slot_row.sizes() == slot_anchor.sizes() &&
+                  slot_score.scalar_type() == scalar && slot_score.sizes() == slot_anchor.sizes() &&
+                  scales.scalar_type() == scalar && scales.numel() == 3,
+              op, ": the state is not what v8_loss returned for these heads and targets");
+  for (const auto* tensor : {&scales, &slot_anchor, &slot_row, &slot_score}) {
+    TORCH_CHECK(tensor->is_contiguous(), op, ": a tensor of the state is not contiguous, as v8_loss returned it");
+  }
+  for (const auto* tensor : {&grad_loss, &scales, &slot_anchor, &slot_row, &slot_score}) {
+    check_same_device(heads[0], "heads[0]", *tensor, op, "the state");
+  }
+  check_v8_class_weights(heads, class_weights, v8_classes(heads, options.reg_max), op);
+}
+
+inline V8LossResult empty_v8_loss(at::TensorList heads, const at::Tensor& targets, int64_t topk) {
+  const auto scalar = v8_scalar_options(heads[0]);
+  const auto integer = scalar.dtype(at::kLong);
+  const auto n = targets.sym_size(0);
+  return {at::empty({3}, scalar),
+          at::empty({3}, scalar),
+          at::empty({3}, scalar),
+          at::empty_symint({n, topk}, integer),
+          at::empty_symint({n, topk}, integer),
+          at::empty_symint({n, topk}, scalar),
+          at::empty({core::kV8StatusSize}, integer)};
+}
+
+// Empty gradients in the heads' own dtype and, where a head is dense in a known layout, layout; else contiguous.
+inline std::vector<at::Tensor> empty_v8_gradients(at::TensorList heads) {
+  std::vector<at::Tensor> gradients;
+  for (const auto& head : heads) {
+    gradients.push_back(
+        at::empty_like(head, {}, v8_lies(head).dense ? at::MemoryFormat::Preserve : at::MemoryFormat::Contiguous));
+  }
+  return gradients;
+}
+
+// `gradients` is empty in the forward pass.
+inline core::V8Heads v8_heads(at::TensorList heads, at::TensorList gradients, const V8LossOptions& options) {
+  core::V8Heads result{};
+  const bool joined = v8_is_joined(heads);
+  result.dtype = core_dtype(heads[0].scalar_type());
+  result.num_tensors = static_cast<int32_t>(heads.size());
+  result.num_levels = static_cast<int32_t>(options.strides.size());
+  result.reg_max = static_cast<int32_t>(options.reg_max);
+  result.nc = static_cast<int32_t>(v8_classes(heads, options.reg_max));
+  result.bs = heads[0].size(0);
+  const auto boxes = static_cast<int32_t>(4 * options.reg_max);
+  for (int32_t i = 0; i < result.num_tensors; ++i) {
+    const at::Tensor& head = heads[i];
+    core::V8Tensor& tensor = result.tensors[i];
+    const auto [layout, dense] = v8_lies(head);
+    tensor.logits = head.const_data_ptr();
+    tensor.gradient = gradients.empty() ? nullptr : gradients[i].mutable_data_ptr();
+    tensor.stride_b = head.stride(0);
+    tensor.stride_c = head.stride(1);
+    tensor.stride_y = head.dim() == 3 ? 0 : head.stride(2);
+    tensor.stride_x = head.dim() == 3 ? head.stride(2) : head.stride(3);
+    tensor.width = head.size(-1);
+    tensor.anchors = head.dim() == 3 ? head.size(2) : head.size(2) * head.size(3);
+    tensor.channels = static_cast<int32_t>(head.size(1));
+    tensor.box_channels = joined && i == 1 ? 0 : boxes;
+    tensor.layout = layout;
+    tensor.dense = dense;
+  }
+  int64_t first = 0;
+  for (int32_t i = 0; i < result.num_levels; ++i) {
+    core::V8Level& level = result.levels[i];
+    level.boxes = joined ? 0 : i;
+    level.classes = joined ? 1 : i;
+    level.ny = joined ? options.sizes[2 * i] : heads[i].size(2);
+    level.nx = joined ? options.sizes[2 * i + 1] : heads[i].size(3);
+    level.first = first;
+    level.first_in_tensor = joined ? first : 0;
+    level.stride = static_cast<float>(options.strides[i]);
+    first += level.ny * level.nx;
+  }
+  result.anchors = first;
+  result.image_w = static_cast<float>(result.levels[0].nx) * result.levels[0].stride;
+  result.image_h = static_cast<float>(result.levels[0].ny) * result.levels[0].stride;
+  return result;
+}
+
+}  // namespace torch_fastdet

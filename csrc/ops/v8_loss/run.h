@@ -1,0 +1,122 @@
+// The v8 detection loss and its backward but for the arithmetic: check, allocate, fill in the parameters, and hand them
+// to Backend::run(params), which the CPU and CUDA glue each define. Backend::slot_blocks and class_blocks are the rows
+// of partial sums that it wants.
+#pragma once
+
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <array>
+#include <optional>
+#include <vector>
+
+#include "ops/v8_loss/checks.h"
+
+namespace torch_fastdet {
+
+// The scratch of a forward pass in one allocation, which lives until the kernels are launched: the caching allocator
+// gives its memory to later work of the same stream only.
+template <class Backend>
+at::Tensor v8_scratch(core::V8LossParams& params, const at::Tensor& head) {
+  const int64_t anchors = params.heads.bs * params.heads.anchors, slots = params.n * params.topk;
+  const auto scalar = static_cast<int64_t>(c10::elementSize(v8_arithmetic_type(head)));
+  const std::array<int64_t, 10> bytes = {
+      anchors * 4 * scalar,
+      anchors * static_cast<int64_t>(sizeof(uint32_t)),
+      params.n * static_cast<int64_t>(sizeof(core::V8Target)),
+      (params.heads.bs + 1) * static_cast<int64_t>(sizeof(int64_t)),
+      params.n * 2 * static_cast<int64_t>(sizeof(uint64_t)),
+      slots * scalar,
+      slots * scalar,
+      slots * static_cast<int64_t>(sizeof(int32_t)),
+      Backend::slot_blocks(params) * 4 * scalar,
+      Backend::class_blocks(params) * scalar,
+  };
+  std::array<int64_t, bytes.size()> places{};
+  int64_t size = 0;
+  for (size_t i = 0; i < bytes.size(); ++i) {
+    places[i] = size;
+    size += (bytes[i] + 255) / 256 * 256;
+  }
+  at::Tensor memory = at::empty({size}, v8_scalar_options(head).dtype(at::kByte));
+  const auto at = [&](int i) { return static_cast<void*>(memory.mutable_data_ptr<uint8_t>() + places[i]); };
+  params.scratch = {at(0),
+                    static_cast<uint32_t*>(at(1)),
+                    static_cast<core::V8Target*>(at(2)),
+                    static_cast<int64_t*>(at(3)),
+                    static_cast<uint64_t*>(at(4)),
+                    at(5),
+                    at(6),
+                    static_cast<int32_t*>(at(7)),
+                    at(8),
+                    at(9)};
+  return memory;
+}
+
+inline std::optional<at::Tensor> v8_class_weights(const std::optional<at::Tensor>& class_weights,
+                                                  const at::Tensor& head) {
+  if (!class_weights) return std::nullopt;
+  return class_weights->to(v8_arithmetic_type(head)).contiguous();
+}
+
+inline core::V8Slots v8_slots(const at::Tensor& scales, const at::Tensor& slot_anchor, const at::Tensor& slot_row,
+                              const at::Tensor& slot_score) {
+  return {static_cast<int64_t*>(slot_anchor.data_ptr()), static_cast<int64_t*>(slot_row.data_ptr()),
+          slot_score.data_ptr(), scales.data_ptr()};
+}
+
+template <class Backend>
+V8LossResult v8_loss(at::TensorList heads, const at::Tensor& targets, const at::Tensor& settings,
+                     at::ArrayRef<double> strides, at::IntArrayRef sizes, const std::optional<at::Tensor>& num_targets,
+                     const std::optional<at::Tensor>& class_weights, int64_t reg_max, int64_t topk, int64_t topk2) {
+  const V8LossOptions options{strides, sizes, reg_max, topk, topk2};
+  check_v8_loss(heads, targets, settings, options, num_targets, class_weights);
+  const c10::DeviceGuard guard(heads[0].device());
+  const auto rows = targets.contiguous(), values = settings.contiguous();
+  const auto weights = v8_class_weights(class_weights, heads[0]);
+  auto result = empty_v8_loss(heads, targets, topk);
+  const auto& [loss, items, scales, slot_anchor, slot_row, slot_score, status] = result;
+  core::V8LossParams params{};
+  params.heads = v8_heads(heads, {}, options);
+  params.targets = rows.const_data_ptr<float>();
+  params.n = rows.size(0);
+  params.num_targets = num_targets ? num_targets->const_data_ptr<int64_t>() : nullptr;
+  params.settings = values.const_data_ptr<double>();
+  params.class_weights = weights ? weights->const_data_ptr() : nullptr;
+  params.topk = static_cast<int32_t>(topk);
+  params.topk2 = static_cast<int32_t>(topk2);
+  params.slots = v8_slots(scales, slot_anchor, slot_row, slot_score);
+  params.loss = loss.data_ptr();
+  params.items = items.data_ptr();
+  params.status = status.mutable_data_ptr<int64_t>();
+  const auto scratch = v8_scratch<Backend>(params, heads[0]);
+  Backend::run(params);
+  return result;
+}
+
+template <class Backend>
+std::vector<at::Tensor> v8_loss_backward(const at::Tensor& grad_loss, at::TensorList heads, const at::Tensor& targets,
+                                         const at::Tensor& scales, const at::Tensor& slot_anchor,
+                                         const at::Tensor& slot_row, const at::Tensor& slot_score,
+                                         at::ArrayRef<double> strides, at::IntArrayRef sizes,
+                                         const std::optional<at::Tensor>& class_weights, int64_t reg_max) {
+  const V8LossOptions options{strides, sizes, reg_max, slot_anchor.dim() == 2 ? slot_anchor.size(1) : 0, 0};
+  check_v8_loss_backward(grad_loss, heads, targets, scales, slot_anchor, slot_row, slot_score, options, class_weights);
+  const c10::DeviceGuard guard(heads[0].device());
+  const auto rows = targets.contiguous();
+  const auto weights = v8_class_weights(class_weights, heads[0]);
+  auto gradients = empty_v8_gradients(heads);
+  core::V8LossBackwardParams params{};
+  params.heads = v8_heads(heads, gradients, options);
+  params.targets = rows.const_data_ptr<float>();
+  params.n = rows.size(0);
+  params.class_weights = weights ? weights->const_data_ptr() : nullptr;
+  params.topk = static_cast<int32_t>(options.topk);
+  params.slots = v8_slots(scales, slot_anchor, slot_row, slot_score);
+  params.grad_loss = grad_loss.const_data_ptr();
+  params.grad_stride = grad_loss.stride(0);
+  Backend::run(params);
+  return gradients;
+}
+
+}  // namespace torch_fastdet

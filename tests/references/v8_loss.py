@@ -1,0 +1,143 @@
+"""The v8 detection loss from its definition, one target and one anchor at a time: slow and plain.
+
+Targets and where anchors lie are float32, each step rounded, as eager code decides who is inside; all else is float64.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def ciou(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """CIoU of two (x1, y1, x2, y2) boxes; their heights have 1e-7 added, as Ultralytics' have, in area and aspect ratio."""
+    eps = 1e-7
+    wa, ha = a[2] - a[0], a[3] - a[1] + eps
+    wb, hb = b[2] - b[0], b[3] - b[1] + eps
+    overlap_w = (torch.minimum(a[2], b[2]) - torch.maximum(a[0], b[0])).clamp(min=0)
+    overlap_h = (torch.minimum(a[3], b[3]) - torch.maximum(a[1], b[1])).clamp(min=0)
+    inter = overlap_w * overlap_h
+    iou = inter / (wa * ha + wb * hb - inter + eps)
+    hull_w = torch.maximum(a[2], b[2]) - torch.minimum(a[0], b[0])
+    hull_h = torch.maximum(a[3], b[3]) - torch.minimum(a[1], b[1])
+    distance = ((b[0] + b[2] - a[0] - a[2]) ** 2 + (b[1] + b[3] - a[1] - a[3]) ** 2) / 4
+    v = 4 / torch.pi**2 * (torch.atan(wb / hb) - torch.atan(wa / ha)) ** 2
+    alpha = (v / (1 - iou + v + eps)).detach()
+    return iou - distance / (hull_w**2 + hull_h**2 + eps) - v * alpha
+
+
+def corners(target: torch.Tensor, width: float, height: float) -> torch.Tensor:
+    """A target's corners in pixels, float32."""
+    x, y, w, h = target.float() * torch.tensor([width, height, width, height], dtype=torch.float32)
+    return torch.stack((x - w / 2, y - h / 2, x + w / 2, y + h / 2))
+
+
+def reach(box: torch.Tensor, least_side: float) -> torch.Tensor:
+    """Where a target's anchors may lie: the box, each side at least so long."""
+    center, side = (box[:2] + box[2:]) / 2, box[2:] - box[:2]
+    side = torch.where(side < least_side, torch.tensor(least_side, dtype=torch.float32), side)
+    return torch.cat((center - side / 2, center + side / 2))
+
+
+def decode(logits: torch.Tensor, reg_max: int) -> torch.Tensor:
+    """Four distances from (4 * reg_max) logits: the expectation over bins, or the logits themselves."""
+    if reg_max == 1:
+        return logits
+    return logits.reshape(4, reg_max).softmax(1) @ torch.arange(reg_max, dtype=torch.float64)
+
+
+def best(values: dict[int, float], count: int) -> list[int]:
+    """The keys of the greatest values above 0 as float32 tells them apart, the lower key first."""
+    rounded = {key: float(torch.tensor(value, dtype=torch.float32)) for key, value in values.items()}
+    return sorted((key for key in rounded if rounded[key] > 0), key=lambda key: (-rounded[key], key))[:count]
+
+
+def assign(scores, boxes, points, targets, settings, topk, topk2):
+    """Of one image: {anchor: (index of the target, target score)}."""
+    _, _, _, _, alpha, beta, eps, least_side = settings
+    overlaps, alignments = [], []
+    for label, box in targets:
+        area = reach(box, least_side)
+        inside = ((points - area[:2] > 1e-9) & (area[2:] - points > 1e-9)).all(1).nonzero().flatten().tolist()
+        overlap = {a: float(ciou(box.double(), boxes[a]).clamp(min=0)) for a in inside}
+        overlaps.append(overlap)
+        alignments.append({a: float(scores[a, label]) ** alpha * overlap[a] ** beta for a in inside})
+    wanted: dict[int, list[int]] = {}
+    for index, alignment in enumerate(alignments):
+        named = best(alignment, topk)
+        # A top-k over all anchors whose ties go by index: the first ones that do not fit fill the list; only those inside count.
+        misfits = [a for a in range(len(points)) if a not in best(alignment, len(points))]
+        for a in named + [a for a in misfits[: topk - len(named)] if a in alignment]:
+            wanted.setdefault(a, []).append(index)
+    got: list[dict[int, float]] = [{} for _ in targets]
+    for a, by in wanted.items():
+        index = by[0]
+        if len(by) > 1:
+            most = best({i: overlap[a] for i, overlap in enumerate(overlaps) if a in overlap}, 1)
+            index = most[0] if most else by[-1]
+        got[index][a] = alignments[index][a]
+    result = {}
+    for index, anchors in enumerate(got):
+        if topk2 != topk:
+            anchors = {a: anchors[a] for a in best(anchors, topk2)}
+        for a, alignment in anchors.items():
+            top = max(overlaps[index][other] for other in anchors)
+            result[a] = (index, alignment * top / (max(anchors.values()) + eps))
+    return result
+
+
+def v8_loss(boxes, scores, sizes, strides, targets, settings, *, reg_max=16, topk=10, topk2=10, class_weights=None):
+    """Loss (3) and items (3), and for each image the assignment; boxes (bs, 4 * reg_max, anchors), scores (bs, nc, anchors).
+
+    Gradients flow to boxes and scores; what is assigned is a constant.
+    """
+    bs, nc, _ = scores.shape
+    height, width = sizes[0][0] * strides[0], sizes[0][1] * strides[0]
+    cells = torch.cat([torch.cartesian_prod(torch.arange(ny), torch.arange(nx)).flip(1) for ny, nx in sizes]) + 0.5
+    stride = torch.cat([torch.full((ny * nx, 1), float(s)) for (ny, nx), s in zip(sizes, strides)])
+    weights = torch.ones(nc, dtype=torch.float64) if class_weights is None else class_weights.double().flatten()
+    total = torch.zeros((), dtype=torch.float64)
+    parts = [total, total, total]
+    assignments = []
+    for b in range(bs):
+        logits = boxes[b].T.double()
+        distances = torch.stack([decode(row, reg_max) for row in logits])
+        decoded = torch.cat((cells - distances[:, :2], cells + distances[:, 2:]), 1)
+        mine = []
+        for row in targets:
+            box = corners(row[2:], width, height)
+            if int(row[0]) == b and box.sum() > 0:
+                mine.append((int(row[1]), box))
+        lookup = [(label, box) for label, box in mine]  # a negative label indexes from the end
+        assigned = assign(
+            scores[b].T.detach().double().sigmoid(),
+            (decoded * stride).detach(),
+            cells * stride,
+            lookup,
+            settings,
+            topk,
+            topk2,
+        )
+        assignments.append(assigned)
+        wanted = torch.zeros(scores.shape[2], nc, dtype=torch.float64)
+        for a, (index, score) in assigned.items():
+            label, box = mine[index]
+            target = box.double() / stride[a].double()
+            wanted[a, max(label, 0)] = score
+            total = total + score
+            parts[0] = parts[0] + score * (1 - ciou(decoded[a], target))
+            ltrb = torch.cat((cells[a].double() - target[:2], target[2:] - cells[a].double()))
+            if reg_max == 1:
+                share = stride[a].double() / torch.tensor([width, height, width, height], dtype=torch.float64)
+                parts[2] = parts[2] + score * ((distances[a] - ltrb) * share).abs().mean()
+            else:
+                ltrb = ltrb.clamp(0, reg_max - 1 - 0.01)
+                left = ltrb.long()
+                share = left + 1 - ltrb
+                logp = logits[a].reshape(4, reg_max).log_softmax(1)
+                side = torch.arange(4)
+                parts[2] = parts[2] - score * (logp[side, left] * share + logp[side, left + 1] * (1 - share)).mean()
+        entropy = F.binary_cross_entropy_with_logits(scores[b].T.double(), wanted, reduction="none")
+        parts[1] = parts[1] + (entropy * weights).sum()
+    items = torch.stack([part * gain / max(float(total), 1.0) for part, gain in zip(parts, settings[:3])])
+    return items * bs * settings[3], items.detach(), assignments

@@ -1,0 +1,128 @@
+"""Ultralytics' whole detection loss: task-aligned assignment, CIoU, distribution focal loss or L1, class entropy, and the
+heads' gradients."""
+
+from __future__ import annotations
+
+import torch
+
+from torch_fastdet.ops._checks import check_optional_tensor, check_tensor, check_tensor_list
+
+
+def v8_loss_settings(
+    box: float = 7.5,
+    cls: float = 0.5,
+    dfl: float = 1.5,
+    weight: float = 1.0,
+    alpha: float = 0.5,
+    beta: float = 6.0,
+    eps: float = 1e-9,
+    least_side: float = 16.0,
+) -> list[float]:
+    """The numbers of :func:`v8_loss`'s ``settings``, in their order. Plain Python.
+
+    Args:
+        box: gain of the box part.
+        cls: gain of the class part.
+        dfl: gain of the distance part.
+        weight: factor of the loss, but not of the items: for a loss that is one of several in a sum.
+        alpha: exponent of the class score in the alignment of an anchor and a target.
+        beta: exponent of their overlap.
+        eps: keeps the division of alignments above 0.
+        least_side: targets with shorter sides, in pixels, are assigned as if they had this one.
+
+    Returns:
+        Eight numbers, for ``torch.tensor(..., dtype=torch.float64, device=...)``.
+
+    Source: the defaults of Ultralytics 8.4.190 for heads of strides 8, 16 and 32.
+    """
+    return [box, cls, dfl, weight, alpha, beta, eps, least_side]
+
+
+def v8_loss(
+    heads: list[torch.Tensor],
+    targets: torch.Tensor,
+    settings: torch.Tensor,
+    strides: list[float],
+    sizes: list[int],
+    num_targets: torch.Tensor | None = None,
+    class_weights: torch.Tensor | None = None,
+    reg_max: int = 16,
+    topk: int = 10,
+    topk2: int = 10,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """v8DetectionLoss as one operator: no host synchronisation, capturable in a CUDA graph, bitwise repeatable.
+
+    Memory grows with images x anchors and with targets x ``topk``, never with their product.
+
+    Args:
+        heads: raw outputs, one (bs, 4 * reg_max + classes, ny, nx) a level, or two joined tensors, boxes
+            (bs, 4 * reg_max, anchors) and scores (bs, classes, anchors), with the levels one after the other;
+            float16, bfloat16, float32 or float64, any strides. Dense heads are read and their gradients written where they lie (contiguous or
+            channels_last), without a copy. Arithmetic is float32 whatever half type they have, float64 for float64.
+        targets: (n, 6) float32: image index, class, x, y, width, height; the last four are shares of the image. Rows may come
+            in any order. A box whose corners, in pixels, add up to 0 or less, or are not finite, is left out, as in stock.
+        settings: eight float64 on the heads' device, as :func:`v8_loss_settings` lists them. They are read when the kernels
+            run, so a captured graph follows them.
+        strides: pixels a cell of each level.
+        sizes: height and width of each level, one after the other, where the heads are joined; else empty.
+        num_targets: one int64 on the heads' device: rows of ``targets`` in use, the others are padding. None: all rows.
+        class_weights: one number a class, factors of the class entropy. None: 1.
+        reg_max: bins of a box side; 1: the head gives the distance itself, and the distance part is an L1 loss.
+        topk: how many anchors a target may name. An anchor that several name goes to the target, of all that it lies in, with
+            which it overlaps most. Ties go to the lower anchor and the lower row, also among anchors whose alignment is 0, as
+            stock's do on a GPU.
+        topk2: how many of the anchors that it got a target keeps, if this is not ``topk``.
+
+    Returns:
+        loss: (3), box, class and distance part times batch size and weight; differentiable by the heads. float32 (float64 for
+            float64).
+        items: (3), the parts before that.
+        status: (4) int64: how many rows of targets were ignored, the first of them (:func:`v8_loss_fault` reads it),
+            num_targets less the rows of targets where it is negative or exceeds them (else 0), 0.
+
+    Raises:
+        RuntimeError: one line, for shapes, dtypes or devices that do not fit each other.
+        ValueError: on the CPU, a row of targets whose image is not in the batch or whose class is not one of the model's. On a
+            GPU it is ignored and counted, because the host does not wait for it.
+        TypeError: an argument that should be one is no tensor, or heads no list of tensors.
+
+    Heads that are dense in no known layout are read by their strides; their gradients are contiguous.
+
+    Source: the behaviour of v8DetectionLoss in Ultralytics 8.4.190.
+    """
+    if not torch.jit.is_scripting():
+        check_tensor_list("v8_loss", "heads", heads)
+        check_tensor("v8_loss", "targets", targets)
+        check_tensor("v8_loss", "settings", settings)
+        check_optional_tensor("v8_loss", "num_targets", num_targets)
+        check_optional_tensor("v8_loss", "class_weights", class_weights)
+    loss, items, _, _, _, _, status = torch.ops.torch_fastdet.v8_loss(
+        heads,
+        targets,
+        settings,
+        strides,
+        sizes,
+        num_targets,
+        class_weights,
+        reg_max=reg_max,
+        topk=topk,
+        topk2=topk2,
+    )
+    return loss, items, status
+
+
+def v8_loss_fault(status: list[int]) -> tuple[int, int]:
+    """Which of the targets was bad, from what :func:`v8_loss` reports. Plain Python, on the host.
+
+    Args:
+        status: the operator's status, as a list.
+
+    Returns:
+        Row and column of the first bad row of targets, (-1, -1) if there is none.
+
+    Source: the status of :func:`v8_loss`.
+    """
+    if status[0] == 0:
+        return -1, -1
+    fault = (1 << 62) - status[1]
+    return fault // 6, fault % 6
