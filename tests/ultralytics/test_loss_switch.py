@@ -1,0 +1,415 @@
+"""loss_optim: v8DetectionLoss and E2ELoss of the real package against ours, on its own models' heads."""
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("ultralytics")
+
+import itertools
+
+import ultralytics.nn.tasks as tasks
+import ultralytics.utils.loss as stock_loss
+import ultralytics.utils.tal as tal
+from ultralytics.cfg import get_cfg
+
+from torch_fastdet.ultralytics import SwitchError, patch, unpatch
+from torch_fastdet.ultralytics import loss as ours_module
+from torch_fastdet.ultralytics.switches.loss_optim import differs
+
+# In an object, for patch() replaces what modules hold.
+REAL = SimpleNamespace(loss=stock_loss.v8DetectionLoss, e2e=stock_loss.E2ELoss)
+OURS, OURS_E2E = ours_module.v8DetectionLoss, ours_module.E2ELoss
+# Both compute in float32, in another order; a gradient is compared with the largest of its tensor.
+LOSS, GRADIENT = 5e-5, 5e-5
+
+
+@pytest.fixture(autouse=True)
+def ties_by_index(monkeypatch):
+    """torch.topk gives ties in any order on the CPU; on a GPU, and here, the lower index comes first."""
+
+    def topk(values, k, dim=-1, largest=True):
+        values, indices = values.sort(dim=dim, descending=largest, stable=True)
+        return torch.return_types.topk((values.narrow(dim, 0, k), indices.narrow(dim, 0, k)))
+
+    monkeypatch.setattr(torch, "topk", topk)
+
+
+@pytest.fixture
+def patched():
+    patch(loss_optim=True)
+    yield
+    unpatch()
+
+
+def make_model(name, classes=4):
+    torch.manual_seed(0)
+    model = tasks.DetectionModel(name, nc=classes, verbose=False)
+    model.args = get_cfg(overrides={"epochs": 5})
+    return model.train()
+
+
+@pytest.fixture(scope="module")
+def models():
+    made = {}
+
+    def get(name, classes=4):
+        if (name, classes) not in made:
+            made[name, classes] = make_model(name, classes)
+        model = made[name, classes]
+        model.criterion = None
+        return model
+
+    return get
+
+
+def make_batch(count=7, images=2, classes=4, size=(64, 96)):
+    torch.manual_seed(1)
+    return {
+        "img": torch.rand(images, 3, *size),
+        "batch_idx": torch.randint(0, images, (count,)).sort()[0].float(),
+        "cls": torch.randint(0, classes, (count, 1)).float(),
+        "bboxes": torch.cat((torch.rand(count, 2), torch.rand(count, 2) ** 2 * 0.8 + 0.02), 1),
+    }
+
+
+def leaves(preds):
+    """The raw outputs as leaves of float32, and the tensors that have gradients."""
+    if "one2many" in preds:
+        many, one = leaves(preds["one2many"]), leaves(preds["one2one"])
+        return {"one2many": many[0], "one2one": one[0]}, many[1] + one[1]
+    wanted = [preds[name].detach().clone().requires_grad_() for name in ("boxes", "scores")]
+    return {**preds, "boxes": wanted[0], "scores": wanted[1]}, wanted
+
+
+def run(criterion, preds, batch, scale=(1.0, 2.0, 0.5)):
+    preds, tensors = leaves(preds)
+    loss, items = criterion(preds, batch)
+    gradients = torch.autograd.grad((loss * torch.tensor(scale)).sum(), tensors)
+    return loss.detach(), items, gradients
+
+
+def assert_same(theirs, ours):
+    loss, items, gradients = theirs
+    torch.testing.assert_close(ours[0], loss, rtol=LOSS, atol=LOSS)
+    assert ours[0].dtype == loss.dtype and ours[0].shape == loss.shape
+    assert list(ours[1]) == list(items)
+    for name, value in items.items():
+        torch.testing.assert_close(ours[1][name], value, rtol=LOSS, atol=LOSS)
+        assert not ours[1][name].requires_grad and ours[1][name].shape == value.shape
+    for mine, wanted in zip(ours[2], gradients):
+        assert (mine - wanted).abs().max() <= GRADIENT * wanted.abs().max() + 1e-9
+
+
+def outputs(model, batch):
+    with torch.no_grad():
+        return model(batch["img"])
+
+
+def criteria(model):
+    kinds = (REAL.e2e, OURS_E2E) if hasattr(model.model[-1], "one2one_cv2") else (REAL.loss, OURS)
+    return [kind(model) for kind in kinds]
+
+
+FAMILIES = [
+    "yolov8n.yaml",
+    "yolo11n.yaml",
+    "yolo12n.yaml",
+    "yolo26n.yaml",
+    "yolov10n.yaml",
+    "yolov8n-p2.yaml",
+    "yolov8n-p6.yaml",
+]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("size", [(64, 96), (96, 64)], ids=["64x96", "96x64"])
+def test_families(models, name, size):
+    if name.endswith("p6.yaml"):
+        size = (128, 192) if size[0] < size[1] else (192, 128)
+    model, batch = models(name), make_batch(size=size)
+    theirs, ours = (run(criterion, outputs(model, batch), batch) for criterion in criteria(model))
+    assert_same(theirs, ours)
+    assert ours[1][next(iter(ours[1]))] > 0, "something is assigned"
+
+
+@pytest.mark.parametrize("name", ["yolov8n.yaml", "yolo26n.yaml"])
+@pytest.mark.parametrize("count", [0, 1, 60])
+def test_numbers_of_labels_and_one_class(models, name, count):
+    model, batch = models(name, 1), make_batch(count, classes=1)
+    assert_same(*(run(criterion, outputs(model, batch), batch) for criterion in criteria(model)))
+
+
+def test_labels_as_loaders_and_users_make_them(models):
+    model, batch = models("yolov8n.yaml"), make_batch()
+    want = run(REAL.loss(model), outputs(model, batch), batch)
+    shapes = batch | {"batch_idx": batch["batch_idx"].view(-1, 1), "cls": batch["cls"].view(-1)}
+    integers = batch | {"batch_idx": batch["batch_idx"].int(), "cls": batch["cls"].long()}
+    doubles = batch | {"bboxes": batch["bboxes"].double()}
+    for changed in (shapes, integers, doubles):
+        before = {name: value.clone() for name, value in changed.items()}
+        assert_same(want, run(OURS(model), outputs(model, batch), changed))
+        assert all(torch.equal(value, changed[name]) for name, value in before.items()), "the batch is left as it is"
+
+
+def test_validation_in_inference_mode(models):
+    model, batch = models("yolov8n.yaml"), make_batch()
+    with torch.inference_mode():
+        preds = model.eval()(batch["img"])
+    model.train()
+    criterion = OURS(model)
+    for mode in (torch.inference_mode, torch.no_grad):  # what was made in the first must not hurt the second
+        with mode():
+            loss, items = criterion(preds, batch)
+            want, want_items = REAL.loss(model)(preds, batch)
+        torch.testing.assert_close(loss, want, rtol=LOSS, atol=LOSS)
+        assert items.keys() == want_items.keys()
+    criterion.hyp = SimpleNamespace(**{**vars(criterion.hyp), "box": 1.0})
+    run(criterion, outputs(model, batch), batch)
+
+
+def test_settings_are_read_at_each_call(models):
+    model, batch = models("yolov8n.yaml"), make_batch()
+    pair = REAL.loss(model), OURS(model)
+    preds = outputs(model, batch)
+    changes = [
+        lambda c: setattr(c, "hyp", SimpleNamespace(box=1.0, cls=2.0, dfl=3.0)),
+        lambda c: setattr(c.hyp, "box", 5.0),
+        lambda c: setattr(c.assigner, "alpha", 1.0),
+        lambda c: setattr(c.assigner, "beta", 4.0),
+        lambda c: setattr(c.assigner, "stride_val", 60),
+        lambda c: setattr(c.assigner, "topk", 3),
+        lambda c: setattr(c.assigner, "topk2", 1),
+        lambda c: setattr(c, "class_weights", torch.tensor([0.5, 1.0, 2.0, 3.0]).view(1, 1, -1)),
+    ]
+    seen = [run(pair[1], preds, batch)[0]]
+    for change in changes:
+        for criterion in pair:
+            change(criterion)
+        theirs, ours = (run(criterion, preds, batch) for criterion in pair)
+        assert_same(theirs, ours)
+        seen.append(ours[0])
+    assert all(not torch.equal(a, b) for a, b in itertools.pairwise(seen)), "each change must show"
+
+
+def test_weights_of_the_branches_follow_update(models):
+    model, batch = models("yolo26n.yaml"), make_batch()
+    preds = outputs(model, batch)
+    theirs, ours = criteria(model)
+    for _ in range(3):
+        assert_same(run(theirs, preds, batch), run(ours, preds, batch))
+        theirs.update()
+        ours.update()
+        assert (ours.o2m, ours.o2o) == (theirs.o2m, theirs.o2o)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["yolov8n.yaml", "yolo26n.yaml"])
+def test_half_precision_is_nearer_to_float32_than_stock(models, name, dtype):
+    """On the same half-precision numbers: stock decodes boxes in half precision, ours does not."""
+    model, batch = models(name), make_batch(30)
+    preds = outputs(model, batch)
+
+    def cast(value, to):
+        if isinstance(value, dict):
+            return {key: cast(inner, to) for key, inner in value.items()}
+        return [inner.to(to) for inner in value] if isinstance(value, list) else value.to(to)
+
+    half = cast(preds, dtype)
+    theirs, ours = criteria(model)
+    exact = run(theirs, cast(half, torch.float32), batch)
+    mine = run(ours, half, batch)
+    stock = run(theirs, half, batch)
+    error = (mine[0] - exact[0]).abs()
+    assert (error <= (stock[0] - exact[0]).abs() + 1e-5 * exact[0].abs()).all()
+    torch.testing.assert_close(mine[0], exact[0], rtol=1e-5, atol=1e-5)
+
+
+class OwnTerm(REAL.loss):
+    """The usual way to change the loss: a term of one's own on the assigned targets."""
+
+    def loss(self, preds, batch):
+        (foreground, *_), loss, items = self.get_assigned_targets_and_loss(preds, batch)
+        return loss * preds["boxes"].shape[0] + foreground.sum(), items
+
+
+def test_subclasses_run_on_stock_code(models, patched, capsys):
+    model, batch = models("yolov8n.yaml"), make_batch()
+    preds = outputs(model, batch)
+    capsys.readouterr()
+    before = run(OwnTerm(model), preds, batch)[0]
+
+    class Later(stock_loss.v8DetectionLoss):  # made while ours is in stock's place
+        def loss(self, preds, batch):
+            (foreground, *_), loss, items = self.get_assigned_targets_and_loss(preds, batch)
+            return loss * preds["boxes"].shape[0] + foreground.sum(), items
+
+    class Decoding(stock_loss.v8DetectionLoss):
+        def bbox_decode(self, anchor_points, pred_dist):
+            return super().bbox_decode(anchor_points, pred_dist) + 0.5
+
+    assert torch.equal(run(Later(model), preds, batch)[0], before)
+    criterion = Decoding(model)
+    moved = run(criterion, preds, batch)[0]
+    assert not torch.equal(moved, run(REAL.loss(model), preds, batch)[0])
+    run(criterion, preds, batch)
+    said = capsys.readouterr()
+    assert (said.out + said.err).count(
+        "Decoding is a subclass of v8DetectionLoss; it runs on Ultralytics' own code"
+    ) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda c: setattr(c, "bbox_loss", type("Own", (stock_loss.BboxLoss,), {})(16)),
+        lambda c: setattr(c, "assigner", type("Own", (tal.TaskAlignedAssigner,), {})(5, 4, 0.5, 6.0, [8, 16, 32])),
+        lambda c: setattr(c, "bce", torch.nn.BCEWithLogitsLoss(reduction="none", pos_weight=torch.tensor(3.0))),
+        lambda c: setattr(c.assigner, "iou_calculation", lambda a, b: torch.ones(len(a))),
+    ],
+    ids=["bbox_loss", "assigner", "bce", "method"],
+)
+def test_replaced_parts_are_used(models, change):
+    model, batch = models("yolov8n.yaml"), make_batch()
+    theirs, ours = REAL.loss(model), OURS(model)
+    for criterion in (theirs, ours):
+        change(criterion)
+    preds = outputs(model, batch)
+    assert torch.equal(run(theirs, preds, batch)[0], run(ours, preds, batch)[0])
+
+
+def test_patch_and_unpatch(models, patched):
+    assert stock_loss.v8DetectionLoss is tasks.v8DetectionLoss is OURS
+    assert stock_loss.E2ELoss is tasks.E2ELoss is OURS_E2E
+    assert issubclass(stock_loss.v8SegmentationLoss, REAL.loss) and not issubclass(stock_loss.v8SegmentationLoss, OURS)
+    assert type(models("yolov8n.yaml").init_criterion()) is OURS
+    criterion = models("yolo26n.yaml").init_criterion()
+    assert type(criterion) is OURS_E2E and type(criterion.one2one) is OURS
+    assert type(stock_loss.E2ELoss(models("yolo26n.yaml"), REAL.loss).one2many) is REAL.loss
+    unpatch()
+    assert stock_loss.v8DetectionLoss is REAL.loss and tasks.E2ELoss is REAL.e2e
+    assert type(models("yolo26n.yaml").init_criterion().one2many) is REAL.loss
+
+
+def test_visual_prompts(models, patched):
+    """TVPDetectLoss changes nc, no and the assigner's classes of the criterion that it made."""
+    model, batch = models("yolov8n.yaml"), make_batch(classes=9)
+    preds = outputs(model, batch)
+    preds["scores"] = torch.randn(2, 9, preds["scores"].shape[2])
+    ours = stock_loss.TVPDetectLoss(model)
+    assert type(ours.vp_criterion) is OURS
+    loss, items = ours(dict(preds), batch)
+    unpatch()
+    want, want_items = stock_loss.TVPDetectLoss(model)(dict(preds), batch)
+    torch.testing.assert_close(loss, want, rtol=LOSS, atol=LOSS)
+    assert items.keys() == want_items.keys()
+
+
+@pytest.mark.parametrize("name", ["yolov8n.yaml", "yolo26n.yaml"])
+@pytest.mark.parametrize("while_patched", [True, False])
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_what_is_pickled_is_stock(models, name, while_patched, protocol, tmp_path):
+    model, batch = models(name), make_batch()
+    preds = outputs(model, batch)
+    patch(loss_optim=True)
+    try:
+        model.criterion = model.init_criterion()
+        loss = run(model.criterion, preds, batch)[0]
+        twin = copy.deepcopy(model)
+        assert type(twin.criterion) is type(model.criterion), "a copy for the EMA stays ours"
+        assert torch.equal(run(twin.criterion, preds, batch)[0], loss)
+        if not while_patched:
+            unpatch()
+        buffer = io.BytesIO()
+        torch.save(twin.criterion, buffer, pickle_protocol=protocol)
+    finally:
+        unpatch()
+    assert b"torch_fastdet" not in buffer.getvalue()
+    file = tmp_path / "criterion.pt"
+    file.write_bytes(buffer.getvalue())
+    program = (
+        "import sys, torch; sys.modules['torch_fastdet'] = None\n"
+        f"criterion = torch.load({str(file)!r}, weights_only=False)\n"
+        "print(type(criterion).__module__, type(criterion).__name__, criterion.__dict__.get('_fastdet'))"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split()[-3:] == ["ultralytics.utils.loss", type(model.criterion).__name__, "None"]
+    again = torch.load(file, weights_only=False)
+    torch.testing.assert_close(run(again, preds, batch)[0], loss, rtol=LOSS, atol=LOSS)
+
+
+def test_pickle_of_a_subclass_is_its_own(models):
+    criterion = OwnTerm(models("yolov8n.yaml"))
+    assert type(pickle.loads(pickle.dumps(criterion))) is OwnTerm
+
+
+def test_class_index_that_the_model_does_not_have(models):
+    model, batch = models("yolov8n.yaml"), make_batch()
+    batch["cls"][3] = 4
+    with pytest.raises(ValueError, match=r"v8_loss: targets row 3, column 1 \(class\) is 4, but a class index below"):
+        OURS(model)(outputs(model, batch), batch)
+
+
+def test_packed_targets_for_graphs(models):
+    """What TrainStep calls: rows of fixed capacity and a count; the items are a tensor."""
+    batch = make_batch()
+    rows = torch.cat((batch["batch_idx"].view(-1, 1), batch["cls"], batch["bboxes"]), 1)
+    padded = torch.cat((rows, torch.full((9, 6), float("nan"))))
+    for name in ("yolov8n.yaml", "yolo26n.yaml"):
+        model = models(name)
+        preds = outputs(model, batch)
+        criterion = criteria(model)[1]
+        want, want_items = criterion(preds, batch)
+        with criterion.in_step(model):
+            loss, items = criterion(preds, padded, torch.tensor([len(rows)]))
+        torch.testing.assert_close(loss, want, rtol=1e-6, atol=0)
+        torch.testing.assert_close(items, torch.stack(list(want_items.values())), rtol=1e-6, atol=0)
+        assert criterion.target_columns == 6 and criterion.ignored_targets == 0
+        criterion.check()
+        key = criterion.graph_key()
+        branches = [criterion] if isinstance(criterion, OURS) else [criterion.one2many, criterion.one2one]
+        for branch in branches:
+            branch.hyp = SimpleNamespace(**{**vars(branch.hyp), "box": 1.5})
+        assert criterion.graph_key() == key, "gains are in device memory"
+        assert all(branch._state.on_device[0] == 1.5 for branch in branches)
+        branches[0].assigner.topk = 5
+        assert criterion.graph_key() != key
+
+
+def test_a_version_with_another_loss_is_refused(monkeypatch):
+    assert differs(REAL.loss) is None
+    forward = stock_loss.BboxLoss.forward
+    monkeypatch.setattr(stock_loss.BboxLoss, "forward", lambda *args: tuple(1.01 * part for part in forward(*args)))
+    assert "its loss of a small batch is" in differs(REAL.loss)
+    with pytest.raises(SwitchError, match="loss_optim cannot apply: its loss of a small batch is"):
+        patch(loss_optim=True)
+    assert stock_loss.v8DetectionLoss is REAL.loss
+
+
+def test_gpu_matches_stock_and_reports_bad_rows_later(cuda, models):
+    batch = make_batch(40, 2)
+    for name in ("yolov8n.yaml", "yolo26n.yaml"):
+        model = copy.deepcopy(models(name)).to(cuda)
+        on_gpu = {key: value.to(cuda) for key, value in batch.items()}
+        with torch.no_grad():
+            preds = model(on_gpu["img"])
+        scale = torch.tensor([1.0, 2.0, 0.5], device=cuda)
+        results = []
+        for criterion in criteria(model):
+            mine, tensors = leaves(preds)
+            loss, _ = criterion(mine, on_gpu)
+            results.append([loss.detach(), *torch.autograd.grad((loss * scale).sum(), tensors)])
+        for theirs, ours in zip(*results):
+            assert (theirs - ours).abs().max() <= GRADIENT * theirs.abs().max() + 1e-9
+        bad = {**on_gpu, "cls": on_gpu["cls"].clone()}
+        bad["cls"][3] = 99
+        with pytest.raises(ValueError, match=r"v8_loss: targets row 3, column 1 \(class\)"):
+            criterion(mine, bad)
+            criterion.check()

@@ -1,0 +1,51 @@
+"""Errors of operators on a GPU, which the host raises later instead of waiting for them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+
+class DeferredStatus:
+    """Brings the status of operators on a GPU to the host without waiting for it.
+
+    Each status is copied behind its kernels into pinned memory; whoever asks later sees those that have arrived.
+
+    Args:
+        describe: from a status, as a list, and what was given with it, to a line that says what was wrong, or None.
+    """
+
+    MOST_PENDING = 64
+
+    def __init__(self, describe: Callable[[list[int], int], str | None]) -> None:
+        self._describe = describe
+        self._pending: deque[tuple[torch.Tensor, torch.cuda.Event, int, torch.device]] = deque()
+        self._free: dict[torch.device, list[tuple[torch.Tensor, torch.cuda.Event]]] = {}
+
+    def add(self, status: torch.Tensor, rows: int) -> None:
+        if len(self._pending) >= self.MOST_PENDING:  # bounds the memory; the oldest is long done
+            self._pending[0][1].synchronize()
+            self.raise_arrived()
+        free = self._free.get(status.device)
+        if free:
+            buffer, event = free.pop()
+        else:
+            with torch.inference_mode(False):  # later losses write into it, in training too
+                buffer = torch.empty(status.shape, dtype=status.dtype, pin_memory=True)
+            event = torch.cuda.Event()
+        buffer.copy_(status, non_blocking=True)
+        event.record(torch.cuda.current_stream(status.device))  # where the copy runs, whatever device is current
+        self._pending.append((buffer, event, rows, status.device))
+
+    def raise_arrived(self, wait: bool = False) -> None:
+        """Raise ValueError for the first status that arrived and tells of an error; wait for all of them if asked."""
+        while self._pending and (wait or self._pending[0][1].query()):
+            buffer, event, rows, device = self._pending.popleft()
+            event.synchronize()
+            status = buffer.tolist()
+            self._free.setdefault(device, []).append((buffer, event))  # an event belongs to one device
+            error = self._describe(status, rows)
+            if error is not None:
+                raise ValueError(error)

@@ -1,0 +1,399 @@
+"""v8DetectionLoss and E2ELoss as one operator a branch, with Ultralytics' constructors, calls, attributes and results.
+
+``v8DetectionLoss`` and ``E2ELoss`` of this module are subclasses of the classes of that name in the installed Ultralytics, made
+when they are first asked for: everything that the stock classes have is there, and what is pickled is a stock criterion.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import copyreg
+import functools
+import importlib
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from torch_fastdet import ops
+from torch_fastdet._deferred import DeferredStatus
+from torch_fastdet._say import say
+
+STOCK_MODULE = "ultralytics.utils.loss"
+COLUMNS = ("image", "class", "x", "y", "w", "h")
+WANTED = ("an image index of the batch", "a class index below the number of classes")
+# What a criterion does with these is in the operator: one that somebody has replaced on the instance is called, in stock's code.
+METHODS = ("loss", "get_assigned_targets_and_loss", "bbox_decode", "preprocess")
+ASSIGNER_METHODS = (
+    "forward",
+    "_forward",
+    "get_pos_mask",
+    "get_box_metrics",
+    "pair_overlaps",
+    "iou_calculation",
+    "select_topk_candidates",
+    "get_targets",
+    "select_candidates_in_gts",
+    "select_highest_overlaps",
+)
+
+
+def describe_fault(status: list[int], rows: int) -> str | None:
+    """One line on what was wrong with targets; ``status`` is that of :func:`torch_fastdet.ops.v8_loss`."""
+    if status[2]:
+        return f"v8_loss: num_targets is {rows + status[2]}, but targets has {rows} rows"
+    row, column = ops.v8_loss_fault(status)
+    if row < 0:
+        return None
+    more = f"; {status[0]} rows are bad, all of them were ignored" if status[0] > 1 else "; the row was ignored"
+    return f"v8_loss: targets row {row}, column {column} ({COLUMNS[column]}) is not {WANTED[column]}{more}"
+
+
+class _State:
+    """What a criterion of ours has beside the stock one: nothing of it is copied or pickled."""
+
+    def __init__(self) -> None:
+        self.settings: tuple[float, ...] = ()
+        self.on_device: torch.Tensor | None = None
+        self.strides: tuple[Any, list[float]] = (None, [])
+        self.checks = DeferredStatus(describe_fault)
+        self.ignored: torch.Tensor | None = None  # bad rows, and targets that had no row, in graphs
+        self.counting = False
+        self.told = False
+
+    def settings_on(self, device: torch.device, values: tuple[float, ...]) -> torch.Tensor:
+        """The settings in device memory; captured graphs go on reading it when they change."""
+        held = self.on_device
+        if held is None or held.device != device:
+            with torch.inference_mode(False):  # validation may come first, and training writes here
+                self.on_device = held = torch.tensor(values, dtype=torch.float64, device=device)
+                self.ignored = torch.zeros(2, dtype=torch.int64, device=device)
+            self.settings = values
+        elif values != self.settings:
+            held.copy_(torch.tensor(values, dtype=torch.float64))
+            self.settings = values
+        return held
+
+    def note(self, status: torch.Tensor, rows: int) -> None:
+        """Arrange that bad rows are raised later; in a graph they are counted."""
+        if not status.is_cuda:  # the operator has raised the error itself
+            return
+        if self.counting or torch.cuda.is_current_stream_capturing():
+            assert self.ignored is not None
+            self.ignored.add_(status[:3:2])
+        else:
+            self.checks.add(status, rows)
+            self.checks.raise_arrived()
+
+
+class _ByName:
+    """Pickles as a module of that name, or as what it holds under ``attribute``, whatever that is when it is loaded."""
+
+    def __init__(self, module: str, attribute: str | None = None) -> None:
+        self.module, self.attribute = module, attribute
+
+    def __reduce__(self) -> Any:
+        if self.attribute is None:
+            return importlib.import_module, (self.module,)
+        return getattr, (_ByName(self.module), self.attribute)
+
+
+class _Criterion:
+    """What both classes share: copies stay ours, pickles are stock's."""
+
+    stock: ClassVar[type]  # set in the classes that _subclass makes
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_fastdet"}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if "stock" not in vars(type(self)):  # a user's subclass
+            return super().__reduce_ex__(protocol)
+        name = _ByName(self.stock.__module__, self.stock.__name__)
+        return copyreg._reconstructor, (name, object, None), self.__getstate__()  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        result = type(self).__new__(type(self))
+        memo[id(self)] = result
+        vars(result).update(copy.deepcopy(self.__getstate__(), memo))
+        return result
+
+
+class _DetectionLoss(_Criterion):
+    """Ultralytics' ``v8DetectionLoss`` in one operator: no host synchronisation, a few launches, capturable.
+
+    Its attributes are stock's, and read at each call: ``hyp.box``, ``hyp.cls``, ``hyp.dfl``, ``class_weights``, and of
+    ``assigner`` ``topk``, ``topk2``, ``alpha``, ``beta``, ``eps`` and ``stride_val``. Subclasses, and criteria of which an inner
+    step was replaced (``assigner``, ``bbox_loss``, ``bce``, a method), run on stock's code and say so in one line.
+
+    A class index that the model does not have raises ValueError with its row: on the CPU at once; on a GPU, where waiting for the
+    result would stall the step, at the end of the call if the GPU has got there, else in a later call or in :meth:`check`, which
+    waits. In a CUDA graph such rows are ignored and counted in :attr:`ignored_targets`.
+
+    For :class:`torch_fastdet.graphs.TrainStep`, ``batch`` may be a tensor (n, 6) of image, class, x, y, w, h, of which the first
+    ``num_targets`` rows are in use; the items come as a tensor (3) then. A captured graph follows the gains and the assigner's
+    numbers, but for ``topk`` and ``topk2``: :meth:`graph_key` writes them into device memory.
+    """
+
+    target_columns = len(COLUMNS)
+
+    @property
+    def _state(self) -> _State:
+        state = vars(self).get("_fastdet")
+        if state is None:
+            state = vars(self)["_fastdet"] = _State()
+        return state
+
+    def __call__(self, preds: Any, batch: Any, num_targets: torch.Tensor | None = None) -> Any:
+        """Stock's call: loss (3) times the batch size, and the items by their names."""
+        this: Any = self
+        if isinstance(batch, torch.Tensor):
+            changed = self._changed()
+            if changed is not None:
+                raise TypeError(
+                    f"v8DetectionLoss: batch is a tensor, which Ultralytics' own code does not take, and {changed}"
+                )
+            return self.fused(this.parse_output(preds), batch, num_targets)
+        return super().__call__(preds, batch)  # type: ignore[misc]
+
+    def loss(self, preds: dict[str, torch.Tensor], batch: dict[str, Any]) -> Any:
+        """Stock's method: the loss of the raw outputs ``preds``."""
+        if not self.fits():
+            return super().loss(preds, batch)  # type: ignore[misc]
+        this: Any = self
+        loss, items = self.fused(preds, packed_targets(batch, preds["scores"].device))
+        return loss, dict(zip(this.loss_names, items.unbind()))
+
+    def fused(
+        self,
+        preds: dict[str, torch.Tensor],
+        targets: torch.Tensor,
+        num_targets: torch.Tensor | None = None,
+        weight: float = 1.0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Loss (3), times batch size and ``weight``, and items (3), from (n, 6) targets on the device."""
+        this: Any = self
+        state = self._state
+        boxes, scores = preds["boxes"], preds["scores"]
+        if boxes.dtype != scores.dtype:
+            dtype = torch.promote_types(boxes.dtype, scores.dtype)
+            boxes, scores = boxes.to(dtype), scores.to(dtype)
+        assigner = this.assigner
+        loss, items, _, _, _, _, status = torch.ops.torch_fastdet.v8_loss.default(
+            [boxes, scores],
+            targets.to(device=scores.device, dtype=torch.float32),
+            state.settings_on(scores.device, self.settings(weight)),
+            self.strides(),
+            [side for feature in preds["feats"] for side in feature.shape[2:]],
+            num_targets,
+            this.class_weights,
+            reg_max=this.reg_max,
+            topk=assigner.topk,
+            topk2=assigner.topk2,
+        )
+        state.note(status, targets.shape[0])
+        return loss.float(), items.float()
+
+    def settings(self, weight: float = 1.0) -> tuple[float, ...]:
+        """What the operator reads from device memory."""
+        this: Any = self
+        hyp, assigner = this.hyp, this.assigner
+        return tuple(
+            map(
+                float,
+                ops.v8_loss_settings(
+                    hyp.box, hyp.cls, hyp.dfl, weight, assigner.alpha, assigner.beta, assigner.eps, assigner.stride_val
+                ),
+            )
+        )
+
+    def strides(self) -> list[float]:
+        """Pixels a cell, on the host: they are read once."""
+        this: Any = self
+        state = self._state
+        if state.strides[0] is not this.stride:
+            state.strides = this.stride, [float(stride) for stride in this.stride]
+        return state.strides[1]
+
+    def fits(self) -> bool:
+        """Whether the operator computes what stock's code would: nobody has replaced a part of it."""
+        changed = self._changed()
+        state = self._state
+        if changed is not None and not state.told:
+            state.told = True
+            say(f"loss_optim: {changed}; it runs on Ultralytics' own code")
+        return changed is None
+
+    def _changed(self) -> str | None:
+        this: Any = self
+        name = type(self).__name__
+        if "stock" not in vars(type(self)):
+            return f"{type(self).__module__}.{name} is a subclass of v8DetectionLoss"
+        for attribute in METHODS:
+            if attribute in vars(self):
+                return f"{name}.{attribute} was replaced"
+        parts = _parts(self.stock)
+        for attribute, kind in (
+            ("assigner", parts.assigner),
+            ("bbox_loss", parts.bbox_loss),
+            ("bce", nn.BCEWithLogitsLoss),
+        ):
+            part = getattr(self, attribute)
+            if type(part) is not kind or part._forward_hooks or part._forward_pre_hooks:
+                return f"{name}.{attribute} was replaced"
+        if any(vars(parts.assigner).get(method) is not function for method, function in parts.methods.items()):
+            return f"a method of {parts.assigner.__name__} was replaced"
+        if any(method in vars(this.assigner) for method in ASSIGNER_METHODS):
+            return f"a method of {name}.assigner was replaced"
+        dfl = this.bbox_loss.dfl_loss
+        if dfl is not None and (type(dfl) is not parts.dfl_loss or dfl.reg_max != this.reg_max):
+            return f"{name}.bbox_loss.dfl_loss was replaced"
+        if this.bce.weight is not None or this.bce.pos_weight is not None or this.bce.reduction != "none":
+            return f"{name}.bce was replaced"
+        return None
+
+    # For torch_fastdet.graphs ----------------------------------------------------------------------------------------
+
+    def graph_key(self) -> tuple[Any, ...]:
+        """Changes when a call that is captured now would do something else than before; what else changed is written to where
+        captured calls read it."""
+        return self._key(1.0)
+
+    def _key(self, weight: float) -> tuple[Any, ...]:
+        this: Any = self
+        state = self._state
+        if state.on_device is not None:
+            state.settings_on(state.on_device.device, self.settings(weight))
+        weights = this.class_weights
+        return this.assigner.topk, this.assigner.topk2, this.reg_max, id(weights), tuple(self.strides()), self.fits()
+
+    @contextlib.contextmanager
+    def in_step(self, model: nn.Module) -> Iterator[None]:
+        """A context for the model and this loss in a TrainStep: bad targets are counted."""
+        state = self._state
+        before, state.counting = state.counting, True
+        try:
+            yield
+        finally:
+            state.counting = before
+
+    @property
+    def ignored_targets(self) -> int:
+        """Bad rows of targets ignored in CUDA graphs so far; reading it waits for the device."""
+        ignored = self._state.ignored
+        return 0 if ignored is None else int(ignored[0])
+
+    def check(self) -> None:
+        """Wait for the losses computed so far; raise ValueError if the targets of one had a bad row, or more than its rows."""
+        state = self._state
+        state.checks.raise_arrived(wait=True)
+        if state.ignored is not None and (beyond := int(state.ignored[1])):
+            state.ignored[1] = 0
+            raise ValueError(
+                f"v8DetectionLoss: num_targets was not from 0 to the rows of targets, and {abs(beyond)} targets were left out since "
+                "the last check; give targets more rows (and capture graphs again)"
+            )
+
+
+class _E2ELoss(_Criterion):
+    """Ultralytics' ``E2ELoss``: two branches of :class:`v8DetectionLoss`, whose weights live on the device.
+
+    A captured graph follows ``update()``, which changes the weights ``o2m`` and ``o2o`` once an epoch. With branches of another
+    class (``loss_fn``), or of which a part was replaced, stock's code runs.
+    """
+
+    target_columns = len(COLUMNS)
+
+    def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:
+        super().__init__(model, _subclass(_parts(self.stock).detection_loss) if loss_fn is None else loss_fn)  # type: ignore[call-arg]
+
+    def _branches(self) -> tuple[_DetectionLoss, _DetectionLoss] | None:
+        this: Any = self
+        branches = this.one2many, this.one2one
+        if "stock" not in vars(type(self)) or not all(isinstance(branch, _DetectionLoss) for branch in branches):
+            return None
+        return branches if all(branch.fits() for branch in branches) else None
+
+    def __call__(self, preds: Any, batch: Any, num_targets: torch.Tensor | None = None) -> Any:
+        """Stock's call: the weighted sum of both branches (3), and the items of the one-to-one branch by their names."""
+        this: Any = self
+        branches = self._branches()
+        if branches is None:
+            return super().__call__(preds, batch)  # type: ignore[misc]
+        preds = this.one2many.parse_output(preds)
+        many, one = preds["one2many"], preds["one2one"]
+        packed = isinstance(batch, torch.Tensor)
+        targets = batch if packed else packed_targets(batch, many["scores"].device)
+        loss, _ = branches[0].fused(many, targets, num_targets, this.o2m)
+        second, items = branches[1].fused(one, targets, num_targets, this.o2o)
+        return loss + second, items if packed else dict(zip(this.one2one.loss_names, items.unbind()))
+
+    def graph_key(self) -> tuple[Any, ...]:
+        """As that of :class:`v8DetectionLoss`; writes the weights of both branches to where captured calls read them."""
+        this: Any = self
+        branches = self._branches()
+        return () if branches is None else (branches[0]._key(this.o2m), branches[1]._key(this.o2o))
+
+    @contextlib.contextmanager
+    def in_step(self, model: nn.Module) -> Iterator[None]:
+        """A context for the model and this loss in a TrainStep: bad targets are counted."""
+        with contextlib.ExitStack() as stack:
+            for branch in self._branches() or ():
+                stack.enter_context(branch.in_step(model))
+            yield
+
+    @property
+    def ignored_targets(self) -> int:
+        """Bad rows of targets ignored in CUDA graphs so far; reading it waits for the device."""
+        branches = self._branches()
+        return 0 if branches is None else branches[0].ignored_targets
+
+    def check(self) -> None:
+        """Wait for the losses computed so far; raise ValueError if the targets of one had a bad row."""
+        for branch in self._branches() or ():
+            branch.check()
+
+
+def packed_targets(batch: dict[str, Any], device: torch.device) -> torch.Tensor:
+    """A batch's labels as (n, 6) float32 on the device: image, class, x, y, w, h. The batch is left as it is."""
+    rows = torch.cat((batch["batch_idx"].view(-1, 1), batch["cls"].view(-1, 1), batch["bboxes"]), 1)
+    return rows.to(device=device, dtype=torch.float32)
+
+
+class _Parts:
+    """The classes of Ultralytics that the operator stands for, as they were when ours were made."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self.detection_loss = _stock(module, "v8DetectionLoss")
+        self.assigner: Any = _stock(module, "TaskAlignedAssigner")
+        self.bbox_loss: Any = _stock(module, "BboxLoss")
+        self.dfl_loss: Any = _stock(module, "DFLoss")
+        self.methods = {name: vars(self.assigner)[name] for name in ASSIGNER_METHODS if name in vars(self.assigner)}
+
+
+def _stock(module: ModuleType, name: str) -> Any:
+    """Stock's class, also while ours is in its place."""
+    value = vars(module)[name]
+    return vars(value).get("stock", value)
+
+
+@functools.cache
+def _parts(stock: type) -> _Parts:
+    return _Parts(importlib.import_module(stock.__module__))
+
+
+@functools.cache
+def _subclass(stock: type) -> Any:
+    """Ours for Ultralytics' class ``stock``."""
+    ours: type = {"v8DetectionLoss": _DetectionLoss, "E2ELoss": _E2ELoss}[stock.__name__]
+    _parts(stock)
+    return type(stock.__name__, (ours, stock), {"stock": stock, "__module__": __name__, "__doc__": ours.__doc__})
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("v8DetectionLoss", "E2ELoss"):
+        return _subclass(_stock(importlib.import_module(STOCK_MODULE), name))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
