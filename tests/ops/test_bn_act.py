@@ -427,6 +427,7 @@ def test_kernels_in_bounds(cuda, dtype, memory_format):
         assert grads[0].isfinite().all()
 
 
+@pytest.mark.alone
 def test_launches_and_no_host_sync(cuda):
     norm = make_norm(64, cuda)
     x = random((4, 64, 20, 20), cuda, torch.float16, torch.channels_last).requires_grad_()

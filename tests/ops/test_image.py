@@ -485,6 +485,7 @@ def test_cuda_equals_cpu(cuda, warp):
         assert torch.equal(ours.cpu(), theirs)
 
 
+@pytest.mark.alone
 def test_graph_stream_and_sync(cuda):
     """One launch and one allocation, no host sync, on the current stream; a graph sees changed tables and pixels."""
     first, second = mosaic(1, 4, 96), mosaic(2, 4, 96)

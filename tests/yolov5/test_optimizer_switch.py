@@ -172,6 +172,7 @@ def test_training_gives_the_losses_and_checkpoints_of_stock(real_yolov5, train):
         torch.testing.assert_close(value, wanted[name], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_adamw_gives_the_losses_and_checkpoints_of_stock(real_yolov5, train):
     """Fused steps differ in last bits, and where a gradient is close to zero Adam makes a whole step of them."""
     checkout, flags = real_yolov5("checkout"), ("--optimizer", "AdamW")
