@@ -1,0 +1,143 @@
+"""The memory for decoded pictures: places, budgets, sharing."""
+
+import copy
+import multiprocessing
+import os
+
+import numpy as np
+import pytest
+
+from torch_fastdet.loader import ranks
+from torch_fastdet.loader.memory import CHUNK, PictureMemory, machine_memory, parse_size
+from torch_fastdet.loader.ranks import shared_by_ranks
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd_create")
+
+
+def picture(height, width, seed=0):
+    return np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+
+
+def test_pictures_come_back():
+    shapes = [(5, 7), (1, 1), (13, 3)]
+    memory = PictureMemory(shapes, 1 << 20)
+    assert memory.places == 3 and not any(memory.has(index) for index in range(3))
+    for index, shape in enumerate(shapes):
+        assert memory.get(index) is None
+        assert memory.put(index, picture(*shape, index), (100 + index, 200))
+    for index, shape in enumerate(shapes):
+        assert np.array_equal(memory.get(index), picture(*shape, index))
+        assert memory.shape(index) == shape and memory.original(index) == (100 + index, 200)
+        start = int(memory.offsets[index])
+        size = int(memory.sizes(np.array([index]))[0])
+        assert memory.tensor()[start : start + size].numpy().tobytes() == picture(*shape, index).tobytes()
+
+
+def test_a_smaller_picture_than_announced_is_kept_and_a_larger_one_is_not():
+    memory = PictureMemory([(5, 7), (5, 7), (5, 7)], 1 << 20)
+    assert memory.put(0, picture(4, 7), (4, 7)) and memory.get(0).shape == (4, 7, 3)
+    assert not memory.put(1, picture(6, 7), (6, 7)) and memory.get(1) is None
+    assert not memory.put(2, picture(5, 7)[..., 0], (5, 7)) and not memory.has(2)
+
+
+@pytest.mark.parametrize("budget", [0, 74, 105, 400, 10_000])
+def test_places_stay_within_the_budget(budget):
+    memory = PictureMemory([(5, 7)] * 10, budget)
+    assert memory.nbytes <= budget
+    assert memory.places == sum(memory.put(index, picture(5, 7), (5, 7)) for index in range(10))
+    assert memory.places == (0 if budget < 105 else 10 if budget == 10_000 else 1 + (budget - 105) // 128)
+
+
+def test_no_place_crosses_a_piece_that_is_page_locked_at_once():
+    memory = PictureMemory([(3000, 3000)] * 7, 1 << 40)
+    starts, ends = memory.offsets, memory.offsets + 3000 * 3000 * 3
+    assert (starts // CHUNK == (ends - 1) // CHUNK).all() and (starts[1:] >= ends[:-1]).all()
+    large = PictureMemory([(6000, 6000)], 1 << 40)  # larger than a piece
+    assert large.places == 1
+
+
+def _write(memory, index):
+    memory.put(index, picture(5, 7, index), (5, 7))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_processes_share_it(method):
+    memory = PictureMemory([(5, 7)] * 2, 1 << 20)
+    process = multiprocessing.get_context(method).Process(target=_write, args=(memory, 1))
+    process.start()
+    process.join()
+    assert memory.get(0) is None and np.array_equal(memory.get(1), picture(5, 7, 1))
+
+
+def test_a_copy_has_a_memory_of_its_own():
+    memory = PictureMemory([(5, 7)], 1 << 20)
+    memory.put(0, picture(5, 7), (5, 7))
+    other = copy.deepcopy(memory)
+    assert not other.has(0) and memory.has(0) and other.nbytes == memory.nbytes
+
+
+def test_nothing_is_left_open():
+    def memories():
+        links = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
+        return sum("torch_fastdet" in os.readlink(link) for link in links if os.path.islink(link))
+
+    before = memories()
+    memory = PictureMemory([(5, 7)], 1 << 20)
+    memory.put(0, picture(5, 7), (5, 7))
+    view = memory.get(0)
+    assert memories() > before
+    del memory
+    assert np.array_equal(view, picture(5, 7))  # what somebody holds stays
+    del view
+    assert memories() == before
+
+
+@pytest.mark.parametrize(
+    "text, size", [("0", 0), ("8G", 8 << 30), ("500m", 500 << 20), ("1.5 GiB", 3 << 29), ("64KB", 64 << 10), ("77", 77)]
+)
+def test_sizes_are_read(text, size):
+    assert parse_size(text, "NAME") == size
+
+
+@pytest.mark.parametrize("text", ["much", "-1", "8X", "8 G G"])
+def test_what_is_no_size_is_an_error_that_names_the_variable(text):
+    with pytest.raises(ValueError, match=r"NAME is .* but a size such as 8G"):
+        parse_size(text, "NAME")
+
+
+def test_the_machine_has_memory():
+    total, available = machine_memory()
+    assert 0 < available <= total
+
+
+def _rank(rank, pipe):
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="3", MASTER_PORT="12345")
+    memory = shared_by_ranks(["a.jpg"], [(5, 7)] * 3, 1 << 20 if rank == 0 else 500)
+    memory.put(rank, picture(5, 7, rank), (5, 7))
+    pipe.send(memory.nbytes)
+    pipe.recv()  # all have written
+    pipe.send([index for index in range(3) if memory.has(index) and (memory.get(index) == picture(5, 7, index)).all()])
+
+
+def test_ranks_share_one_memory():
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    for rank in range(3):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_rank, args=(rank, theirs))
+        process.start()
+        pipes.append(ours)
+        processes.append(process)
+    assert len({pipe.recv() for pipe in pipes}) == 1  # the first rank's budget
+    for pipe in pipes:
+        pipe.send(None)
+    assert [pipe.recv() for pipe in pipes] == [[0, 1, 2]] * 3
+    for process in processes:
+        process.join()
+
+
+def test_a_rank_without_a_first_rank_has_a_memory_of_its_own(monkeypatch):
+    monkeypatch.setattr(ranks, "WAIT", 0.1)
+    for name, value in {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "12346"}.items():
+        monkeypatch.setenv(name, value)
+    assert shared_by_ranks(["a.jpg"], [(5, 7)], 1 << 20).places == 1

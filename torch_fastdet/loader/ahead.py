@@ -1,0 +1,110 @@
+"""Makes the next batches while the loop works on one."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+#: Batches that are ready before the loop asks for them.
+DEPTH = 2
+
+_running: weakref.WeakSet[Ahead] = weakref.WeakSet()
+
+
+class Ahead:
+    """An iterator over ``finish(batch)`` for the batches of ``source``, made in a thread of its own on a stream of its own.
+
+    ``finish`` returns tuples; their CUDA tensors are given to the stream that is current when the loop takes them. The
+    allocator keeps a tensor's memory until that stream has done with it, so what somebody holds is never overwritten.
+    Errors are raised where the loop would have got the batch.
+    """
+
+    def __init__(self, source: Iterator[Any], finish: Callable[[Any], tuple], device: torch.device) -> None:
+        self._ready: queue.Queue[Any] = queue.Queue(maxsize=DEPTH)
+        self._stop = threading.Event()
+        arguments = (source, finish, device, self._ready, self._stop)
+        self._thread = threading.Thread(target=_work, args=arguments, name="torch_fastdet_loader", daemon=True)
+        self._device = device
+        self._ended: BaseException | None = None
+        self._process = os.getpid()
+        _running.add(self)
+        self._thread.start()
+
+    def __iter__(self) -> Ahead:
+        return self
+
+    def __next__(self) -> tuple:
+        if self._ended is not None:
+            raise self._ended
+        batch, event, error = self._ready.get()
+        if error is not None:
+            self._ended = error
+            raise error
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(event)
+        for value in batch:
+            if isinstance(value, torch.Tensor) and value.is_cuda:
+                value.record_stream(stream)
+        return batch
+
+    def close(self) -> None:
+        """End the thread. Batches that were made and not taken are lost."""
+        if self._process != os.getpid():
+            return  # a loader process, which has no such thread
+        self._stop.set()
+        while True:  # one that waits for room goes on
+            try:
+                self._ready.get_nowait()
+            except queue.Empty:
+                break
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=10)
+        if self._ended is None:
+            self._ended = StopIteration()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _work(
+    source: Iterator[Any],
+    finish: Callable[[Any], tuple],
+    device: torch.device,
+    ready: queue.Queue,
+    stop: threading.Event,
+) -> None:
+    def put(item: tuple) -> None:
+        while not stop.is_set():
+            try:
+                ready.put(item, timeout=0.1)
+                return
+            except queue.Full:
+                continue
+
+    try:
+        torch.cuda.set_device(device)
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(stream):
+            while not stop.is_set():
+                batch = finish(next(source))
+                event = torch.cuda.Event()
+                event.record(stream)
+                put((batch, event, None))
+                del batch
+    except StopIteration:  # a new one, which holds no frames
+        put((None, None, StopIteration()))
+    except BaseException as error:  # the loop raises it
+        put((None, None, error))
+
+
+@atexit.register
+def _close_all() -> None:
+    for ahead in list(_running):
+        ahead.close()

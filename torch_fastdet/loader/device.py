@@ -1,0 +1,145 @@
+"""Plans become batches on the GPU: upload what is not there yet, then one launch.
+
+The GPU keeps a copy of the front part of the shared memory, as large as a budget allows: small data sets fit whole, and
+then nothing but tables is uploaded from the second epoch on. Other pictures are uploaded for each batch that shows them.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import torch
+
+from torch_fastdet import ops
+from torch_fastdet._say import say
+from torch_fastdet.loader.memory import CHANNELS, CHUNK, PictureMemory, size_from_environment
+from torch_fastdet.loader.plan import OWN, Plan
+
+BUDGET = "TORCH_FASTDET_GPU_CACHE"
+#: Share of a GPU's memory that all caches of a process may take together where ``TORCH_FASTDET_GPU_CACHE`` is not set.
+SHARE = 1 / 16
+
+_taken = 0
+_taken_lock = threading.Lock()
+
+
+def _take(wanted: int, device: torch.device) -> int:
+    """How many bytes of the budget a new cache gets."""
+    global _taken
+    budget = size_from_environment(BUDGET)
+    free, total = torch.cuda.mem_get_info(device)
+    if budget is None:
+        budget = min(int(total * SHARE), free // 4)
+    with _taken_lock:
+        got = max(min(wanted, budget - _taken), 0)
+        _taken += got
+    return got
+
+
+def _give_back(size: int) -> None:
+    global _taken
+    with _taken_lock:
+        _taken -= size
+
+
+class DevicePictures:
+    """The pictures of one data set on one GPU, and the batches made of them."""
+
+    def __init__(self, memory: PictureMemory, device: torch.device) -> None:
+        self.memory = memory
+        self.device = device
+        self._size = _take(memory.nbytes, device)
+        self._cache = self._allocate()
+        ends = memory.offsets + memory.shapes.prod(1) * CHANNELS
+        self._fits = (memory.offsets >= 0) & (ends <= self._size)
+        self._here = np.zeros(len(memory), dtype=bool)
+        self._host = memory.tensor()
+        self._pinned: dict[int, bool] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of GPU memory that are kept."""
+        return self._size
+
+    def __del__(self) -> None:
+        for chunk, pinned in getattr(self, "_pinned", {}).items():
+            if pinned:
+                torch.cuda.cudart().cudaHostUnregister(self._host.data_ptr() + chunk * CHUNK)
+        _give_back(getattr(self, "_size", 0))
+
+    def __call__(self, plan: Plan) -> torch.Tensor:
+        """The pictures of a plan, uint8 (n, 3, height, width), made on the current stream."""
+        upload = self._bring(plan)
+        placements, layers, matrices, pictures, blend, tables, masks = self._tables(plan)
+        warp, lanes = ops.opencv_rules()
+        return ops.image_augment(
+            [self._cache, upload],
+            placements,
+            layers,
+            matrices,
+            pictures,
+            blend,
+            tables,
+            masks,
+            list(plan.size),
+            warp=warp,
+            hsv_lanes=lanes,
+        )
+
+    def _allocate(self) -> torch.Tensor:
+        try:
+            return torch.empty(self._size, dtype=torch.uint8, device=self.device)
+        except torch.cuda.OutOfMemoryError:
+            say(f"loader_optim: no {self._size >> 20} MiB for pictures on the GPU; they are uploaded for each batch")
+            _give_back(self._size)
+            self._size = 0
+            return torch.empty(0, dtype=torch.uint8, device=self.device)
+
+    def _bring(self, plan: Plan) -> torch.Tensor:
+        """Upload what the cache does not hold, and let the plan say where it is. Returns this batch's own upload."""
+        memory, own = self.memory, torch.as_tensor(plan.own)
+        indices = np.unique(plan.sources[plan.sources >= 0])
+        missing = indices[~self._here[indices]]
+        keep, pass_by = missing[self._fits[missing]], missing[~self._fits[missing]]
+        for index, size in zip(keep.tolist(), memory.sizes(keep).tolist(), strict=True):
+            start = int(memory.offsets[index])
+            self._cache[start : start + size].copy_(self._host[start : start + size], non_blocking=True)
+        self._here[keep] = True
+        sizes = memory.sizes(pass_by)
+        places = -(-own.numel() // 16) * 16 + np.concatenate(([0], np.cumsum(-(-sizes // 16) * 16)))
+        upload = torch.empty(int(places[-1]), dtype=torch.uint8, device=self.device)
+        upload[: own.numel()].copy_(own, non_blocking=True)
+        for index, place, size in zip(pass_by.tolist(), places.tolist(), sizes.tolist(), strict=False):
+            start = int(memory.offsets[index])
+            self._pin(start, size)
+            upload[place : place + size].copy_(self._host[start : start + size], non_blocking=True)
+        if len(pass_by):
+            shown = np.isin(plan.sources, pass_by)
+            plan.placements[shown, 0] = OWN
+            plan.placements[shown, 1] = places[np.searchsorted(pass_by, plan.sources[shown])]
+        return upload
+
+    def _pin(self, start: int, size: int) -> None:
+        """Page-lock the pieces of the shared memory that hold a picture, so that its copy overlaps the step."""
+        for chunk in range(start // CHUNK, (start + size - 1) // CHUNK + 1):
+            if chunk not in self._pinned:
+                begin = chunk * CHUNK
+                length = min(CHUNK, self.memory.nbytes - begin)
+                done = torch.cuda.cudart().cudaHostRegister(self._host.data_ptr() + begin, length, 0)
+                self._pinned[chunk] = int(done) == 0
+
+    def _tables(self, plan: Plan) -> list[torch.Tensor]:
+        """The plan's tables on the GPU, in one copy."""
+        arrays = plan.tables_in_order()
+        starts = np.concatenate(([0], np.cumsum([-(-array.nbytes // 16) * 16 for array in arrays]))).tolist()
+        packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
+        view = packed.numpy()
+        for array, start in zip(arrays, starts, strict=False):
+            view[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+        there = packed.to(self.device, non_blocking=True)
+        tables = []
+        for array, start in zip(arrays, starts, strict=False):
+            piece = there[start : start + array.nbytes]
+            tables.append(piece.view(torch.from_numpy(array).dtype).view(array.shape))
+        return tables

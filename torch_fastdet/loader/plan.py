@@ -1,0 +1,197 @@
+"""How a batch is made of pictures, written down as tables: what loader processes send in place of pixels.
+
+A *picture* of a batch has one layer, or two for mixup. A *layer* is a canvas with source pictures placed on it and an
+affine or perspective map. :func:`pack` turns the pictures of a batch into the tables of
+:func:`torch_fastdet.ops.image_augment`; sources are places in a :class:`~torch_fastdet.loader.memory.PictureMemory`, or
+arrays, which travel with the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from torch_fastdet import ops
+from torch_fastdet.loader.memory import CHANNELS, PictureMemory
+
+NO_WARP, AFFINE, PERSPECTIVE = 0, 1, 2
+FLIP_LEFT_RIGHT, FLIP_UP_DOWN, KEEP_BGR = 1, 2, 4
+
+#: Storages of a packed plan, in this order: the shared memory (or its copy on the GPU), and what travels with the batch.
+SHARED, OWN = 0, 1
+
+
+class Indices(list[int]):
+    """Indices of a batch for which a data set makes plans; from a plain list it makes pictures."""
+
+
+@dataclass
+class Source:
+    """A whole picture: its index where the shared memory has it, else its pixels."""
+
+    index: int
+    height: int
+    width: int
+    pixels: np.ndarray | None = None
+
+
+@dataclass
+class Layer:
+    """``canvas[y:y+h, x:x+w] = source[src_y:src_y+h, src_x:src_x+w]`` for each of ``placements``, then a map."""
+
+    height: int
+    width: int
+    #: (source, src_x, src_y, x, y, w, h)
+    placements: list[tuple[Source, int, int, int, int, int, int]] = field(default_factory=list)
+    warp: int = NO_WARP
+    matrix: np.ndarray | None = None
+    #: Copy-paste: where it is not zero, the canvas shows its mirror image. (height, width)
+    mask: np.ndarray | None = None
+
+
+@dataclass
+class Picture:
+    """One picture of a batch, ``height`` by ``width``."""
+
+    height: int
+    width: int
+    layers: list[Layer]
+    blend: float = 1.0
+    #: HSV tables (3, 256)
+    tables: np.ndarray | None = None
+    flags: int = 0
+
+    def is_shared(self) -> bool:
+        """Whether all its pixels are in the shared memory."""
+        return all(
+            layer.mask is None and all(placement[0].pixels is None for placement in layer.placements)
+            for layer in self.layers
+        )
+
+
+@dataclass
+class Plan:
+    """The tables of a batch. All arrays, so that it crosses a process border in one message."""
+
+    size: tuple[int, int]
+    placements: np.ndarray
+    layers: np.ndarray
+    matrices: np.ndarray
+    pictures: np.ndarray
+    blend: np.ndarray
+    tables: np.ndarray
+    masks: np.ndarray
+    #: For each placement the index of its source in the shared memory; -1 where it travels with the batch.
+    sources: np.ndarray
+    #: The pixels that travel with the batch.
+    own: np.ndarray | torch.Tensor
+
+    def tables_in_order(self) -> tuple[np.ndarray, ...]:
+        """As ``image_augment`` takes them."""
+        return self.placements, self.layers, self.matrices, self.pictures, self.blend, self.tables, self.masks
+
+
+class _Bytes:
+    """Arrays one after another."""
+
+    def __init__(self) -> None:
+        self._parts: list[np.ndarray] = []
+        self._known: dict[int, int] = {}
+        self._end = 0
+
+    def add(self, array: np.ndarray) -> int:
+        """The array's offset. The same array is kept once."""
+        if id(array) not in self._known:
+            self._known[id(array)] = self._end
+            self._parts.append(array)
+            self._end += array.nbytes
+        return self._known[id(array)]
+
+    def joined(self) -> np.ndarray:
+        out = np.empty(self._end, dtype=np.uint8)
+        for array in self._parts:
+            start = self._known[id(array)]
+            out[start : start + array.nbytes] = array.reshape(-1)
+        return out
+
+
+def pack(pictures: Sequence[Picture], memory: PictureMemory) -> Plan:
+    """The tables of a batch, or of a part of one."""
+    size = (pictures[0].height, pictures[0].width)
+    for picture in pictures:
+        if (picture.height, picture.width) != size:
+            raise RuntimeError(
+                f"pictures of a batch must have one size, but there are {size[0]}x{size[1]} and "
+                f"{picture.height}x{picture.width} (height x width)"
+            )
+    own, masks = _Bytes(), _Bytes()
+    placements: list[tuple] = []
+    layers: list[tuple] = []
+    tables: list[np.ndarray] = []
+    matrices, rows, sources, blend = [], [], [], []
+    for picture in pictures:
+        row = [len(layers), -1, picture.flags, -1]
+        for number, layer in enumerate(picture.layers):
+            row[number] = len(layers)
+            mask = -1 if layer.mask is None else masks.add(layer.mask)
+            layers.append((len(placements), len(layer.placements), layer.height, layer.width, layer.warp, mask))
+            matrices.append(np.eye(3) if layer.matrix is None else layer.matrix)
+            for source, *where in layer.placements:
+                if source.pixels is None:
+                    place = SHARED, memory.offsets[source.index]
+                else:
+                    place = OWN, own.add(source.pixels)
+                sources.append(source.index if source.pixels is None else -1)
+                placements.append((*place, source.height, source.width, *where))
+        if picture.tables is not None:
+            row[3] = len(tables)
+            tables.append(picture.tables)
+        rows.append(row)
+        blend.append(picture.blend)
+    return Plan(
+        size=size,
+        placements=np.array(placements, dtype=np.int64).reshape(-1, 10),
+        layers=np.array(layers, dtype=np.int64).reshape(-1, 6),
+        matrices=np.array(matrices, dtype=np.float64).reshape(-1, 9),
+        pictures=np.array(rows, dtype=np.int64).reshape(-1, 4),
+        blend=np.array(blend, dtype=np.float64),
+        tables=np.array(tables, dtype=np.uint8).reshape(-1, 3, 256),
+        masks=masks.joined(),
+        sources=np.array(sources, dtype=np.int64),
+        own=own.joined(),
+    )
+
+
+def run_on_cpu(plan: Plan, memory: PictureMemory, out: torch.Tensor) -> None:
+    """Make the pictures of a plan in ``out``, uint8 (n, 3, height, width)."""
+    own = plan.own if isinstance(plan.own, torch.Tensor) else torch.from_numpy(plan.own)
+    placements, layers, matrices, pictures, blend, tables, masks = map(torch.from_numpy, plan.tables_in_order())
+    warp, lanes = ops.opencv_rules()
+    ops.image_augment_(
+        out,
+        [memory.tensor(), own],
+        placements,
+        layers,
+        matrices,
+        pictures,
+        blend,
+        tables,
+        masks,
+        warp=warp,
+        hsv_lanes=lanes,
+    )
+
+
+def finish(picture: Picture, memory: PictureMemory) -> Picture:
+    """Make a picture here, and return the plan that does no more than take it."""
+    flags, picture.flags = picture.flags, picture.flags | KEEP_BGR
+    out = torch.empty((1, CHANNELS, picture.height, picture.width), dtype=torch.uint8)
+    out = out.contiguous(memory_format=torch.channels_last)
+    run_on_cpu(pack([picture], memory), memory, out)
+    pixels = out.permute(0, 2, 3, 1).numpy()[0]
+    source = Source(-1, picture.height, picture.width, pixels)
+    layer = Layer(picture.height, picture.width, [(source, 0, 0, 0, 0, picture.width, picture.height)])
+    return Picture(picture.height, picture.width, [layer], flags=flags & KEEP_BGR)

@@ -1,0 +1,102 @@
+"""One memory for all ranks of a training on one machine.
+
+The first rank makes it and hands its file over a socket in Linux's abstract namespace: such sockets have no file, so nothing
+is left behind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from torch_fastdet.loader.memory import PictureMemory
+
+#: How long the first rank waits for the others, and they for it, in seconds. It makes its data set before they start.
+OFFERED_FOR = 600.0
+WAIT = 5.0
+
+
+def local_ranks() -> tuple[int, int]:
+    """(rank, number of ranks) on this machine."""
+    size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return (int(os.environ.get("LOCAL_RANK", "0")), size) if size > 1 else (0, 1)
+
+
+def shared_by_ranks(what: Iterable[str], shapes: Sequence[tuple[int, int]] | np.ndarray, budget: int) -> PictureMemory:
+    """A memory for the data set that ``what`` describes: one of its own, or in a distributed run the first rank's."""
+    rank, size = local_ranks()
+    if size == 1:
+        return PictureMemory(shapes, budget)
+    name = _name(what)
+    if rank == 0:
+        memory = PictureMemory(shapes, budget)
+        _offer(memory, budget, name, size - 1)
+        return memory
+    taken = _take(name, WAIT)
+    return PictureMemory(shapes, budget) if taken is None else PictureMemory(shapes, taken[0], taken[1])
+
+
+def _name(what: Iterable[str]) -> bytes:
+    run = (os.environ.get(key, "") for key in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"))
+    text = "\n".join([str(os.getuid()), *run, *what])
+    return b"\0torch_fastdet_" + hashlib.sha256(text.encode()).hexdigest().encode()
+
+
+def _same_user(connection: socket.socket) -> bool:
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return struct.unpack("3i", data)[1] == os.getuid()
+
+
+def _offer(memory: PictureMemory, budget: int, name: bytes, times: int) -> None:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(name)
+    except OSError:  # an earlier data set of the same pictures is offered still
+        listener.close()
+        return
+    listener.listen(times)
+    listener.settimeout(OFFERED_FOR)
+    fd = os.dup(memory.fileno())
+
+    def serve() -> None:
+        left = times
+        with listener:
+            try:
+                while left:
+                    connection, _ = listener.accept()
+                    with connection:
+                        if _same_user(connection):
+                            socket.send_fds(connection, [struct.pack("q", budget)], [fd])
+                            left -= 1
+            except OSError:  # nobody came, or somebody left
+                pass
+            finally:
+                os.close(fd)
+
+    threading.Thread(target=serve, name="torch_fastdet_ranks", daemon=True).start()
+
+
+def _take(name: bytes, wait: float) -> tuple[int, int] | None:
+    """(budget, file) of what the first rank offers; None where it offers nothing in time."""
+    end = time.monotonic() + wait
+    while True:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(wait)
+            try:
+                connection.connect(name)
+                if _same_user(connection):
+                    data, fds, _, _ = socket.recv_fds(connection, 8, 1)
+                    if len(data) == 8 and len(fds) == 1:
+                        return struct.unpack("q", data)[0], fds[0]
+            except OSError:
+                pass
+        if time.monotonic() > end:
+            return None
+        time.sleep(0.05)
