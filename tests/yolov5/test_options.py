@@ -7,7 +7,7 @@ from tests.yolov5.test_real_scripts import LOSSES
 
 # Not nms_optim: a model as young as these gives many boxes of one confidence, whose order stock leaves to chance, and
 # --image-weights chooses pictures by what validation finds.
-SWITCHES = ("bbox_iou_optim", "loss_optim", "upsample_optim", "multi_tensor_optimizer")
+SWITCHES = ("bbox_iou_optim", "loss_optim", "upsample_optim", "multi_tensor_optimizer", "loader_optim")
 
 
 @pytest.mark.slow

@@ -1,0 +1,304 @@
+"""Compares the batches of stock's loaders and of ours: loaders.py PREFIX FOLDER CASE...; prints a line for each case."""
+
+import gc
+import importlib
+import os
+import random
+import sys
+import traceback
+from pathlib import Path
+
+import cv2
+import numpy as np
+import torch
+
+from torch_fastdet.yolov5 import patch, unpatch
+
+prefix, folder, *chosen = sys.argv[1:]
+dataloaders = importlib.import_module(f"{prefix}utils.dataloaders")
+
+SIZE = 96
+# As large as SIZE, smaller, larger, flat, tall, and two whose longer side becomes SIZE + 1 in stock's arithmetic.
+SIZES = [(96, 96), (128, 96), (64, 96), (96, 64), (50, 33), (33, 50), (200, 151), (151, 200), (97, 96), (49, 98)]
+HYP = {
+    "degrees": 5.0,
+    "translate": 0.1,
+    "scale": 0.5,
+    "shear": 2.0,
+    "perspective": 0.0,
+    "hsv_h": 0.015,
+    "hsv_s": 0.7,
+    "hsv_v": 0.4,
+    "flipud": 0.3,
+    "fliplr": 0.5,
+    "mosaic": 1.0,
+    "mixup": 0.3,
+    "copy_paste": 0.0,
+}
+STILL = dict.fromkeys(("degrees", "translate", "scale", "shear", "hsv_h", "hsv_s", "hsv_v", "mosaic", "mixup"), 0.0)
+
+
+def make(name, segments=False, count=24):
+    root = Path(folder) / name
+    if root.exists():
+        return root
+    generator = np.random.default_rng(0)
+    (root / "images").mkdir(parents=True)
+    (root / "labels").mkdir()
+    for number in range(count):
+        height, width = SIZES[number % len(SIZES)]
+        coarse = generator.integers(0, 255, (height // 8, width // 8, 3), dtype=np.uint8)
+        image = cv2.resize(coarse, (width, height), interpolation=cv2.INTER_CUBIC)
+        image = image[..., 0] if number == 3 else image
+        cv2.imwrite(str(root / "images" / f"{number}.{'jpg' if number % 2 else 'png'}"), image)
+        rows = []
+        for _ in range(0 if number == 5 else int(generator.integers(1, 5))):
+            x, y, w, h = *generator.uniform(0.3, 0.7, 2), *generator.uniform(0.05, 0.5, 2)
+            box = [x, y, w, h]
+            corners = [x - w / 2, y - h / 2, x + w / 2, y - h / 2, x + w / 2, y + h / 2, x - w / 2, y + h / 2]
+            numbers = np.clip(corners if segments else box, 0, 1)
+            rows.append(" ".join([str(generator.integers(0, 2)), *(f"{n:.5f}" for n in numbers)]))
+        (root / "labels" / f"{number}.txt").write_text("\n".join(rows))
+    return root
+
+
+def batches(root, epochs=2, batch_size=6, stop=None, before=None, keep=None, **options):
+    """All batches of some epochs, the state that the generators are left in, and items of the data set."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    loader, dataset = dataloaders.create_dataloader(str(root / "images"), SIZE, batch_size, 32, **options)
+    out = []
+    for _ in range(epochs):
+        if options.get("image_weights"):
+            dataset.indices = random.choices(range(dataset.n), k=dataset.n)
+        for number, (images, labels, paths, shapes) in enumerate(loader):
+            out.append((images if keep else images.cpu().clone(), labels.cpu().clone(), paths, shapes))
+            labels[:, 2:] *= 7  # the loop's own
+            if stop == number:
+                break
+            if options.get("workers") == 0:
+                out.append(random.random())  # --multi-scale
+    out = [tuple(x.cpu() if isinstance(x, torch.Tensor) else x for x in o) if isinstance(o, tuple) else o for o in out]
+    return [*out, random.random(), np.random.rand(), torch.rand(1), len(loader), dataset[1], dataset[8]]
+
+
+def compare(mine, stock, path="batches"):
+    if isinstance(stock, torch.Tensor):
+        assert mine.dtype == stock.dtype and mine.shape == stock.shape, (path, mine.shape, stock.shape)
+        assert torch.equal(mine, stock), (
+            path,
+            (mine != stock).sum().item(),
+            (mine.float() - stock.float()).abs().max(),
+        )
+    elif isinstance(stock, list | tuple):
+        assert len(mine) == len(stock), (path, len(mine), len(stock))
+        for number, pair in enumerate(zip(mine, stock, strict=True)):
+            compare(*pair, f"{path}[{number}]")
+    else:
+        assert mine == stock, (path, mine, stock)
+
+
+def ours(function, *arguments, **options):
+    patch(loader_optim=True)
+    try:
+        return function(*arguments, **options)
+    finally:
+        unpatch()
+
+
+def same(root="boxes", **options):
+    root = make(root, segments=root == "segments")
+    stock = batches(root, **options)
+    compare(ours(batches, root, **options), stock)
+
+
+def error_of(function, *arguments, **options):
+    try:
+        function(*arguments, **options)
+    except Exception as error:
+        return type(error).__name__, str(error).strip().splitlines()[-1]
+    return None
+
+
+def open_memories():
+    gc.collect()
+    return sum(
+        "torch_fastdet" in os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_link(fd)
+    )
+
+
+def _is_link(fd):
+    try:
+        return bool(os.readlink(f"/proc/self/fd/{fd}"))
+    except OSError:
+        return False
+
+
+def with_budget(size, variable="TORCH_FASTDET_CACHE"):
+    def run():
+        os.environ[variable] = size
+        try:
+            for workers in (0, 2):
+                same(augment=True, hyp=HYP, workers=workers)
+        finally:
+            del os.environ[variable]
+
+    return run
+
+
+def missing_file():
+    """A file that is gone after the scan is stock's error; in a RAM cache it is not missed."""
+    root = make("missing")
+    batches(root, augment=True, hyp=HYP, workers=0)
+    picture = root / "images" / "7.jpg"
+    content = picture.read_bytes()
+
+    def broken(**options):
+        real = dataloaders.LoadImagesAndLabels.__init__
+
+        def remove(self, *a, **k):
+            real(self, *a, **k)
+            picture.unlink(missing_ok=True)
+
+        dataloaders.LoadImagesAndLabels.__init__ = remove
+        try:
+            return batches(root, augment=True, hyp=HYP, **options)
+        finally:
+            dataloaders.LoadImagesAndLabels.__init__ = real
+            picture.write_bytes(content)
+
+    for workers in (0, 2):
+        stock, mine = error_of(broken, workers=workers), error_of(ours, broken, workers=workers)
+        assert stock == mine and "7.jpg" in stock[1], (stock, mine)
+        compare(ours(broken, workers=workers, cache="ram"), broken(workers=workers, cache="ram"))
+
+
+def killed_worker():
+    """An error, not a hang."""
+    root = make("boxes")
+
+    def kill():
+        loader, _ = dataloaders.create_dataloader(str(root / "images"), SIZE, 6, 32, augment=True, hyp=HYP, workers=2)
+        for number, _ in enumerate(loader):
+            if number == 1:
+                os.kill(loader.iterator._workers[0].pid, 9)
+        list(loader)
+        list(loader)
+
+    error = error_of(ours, kill)
+    assert error is not None and error[0] == "RuntimeError" and "DataLoader worker" in error[1], error
+
+
+def spawn():
+    import torch.utils.data as data
+
+    torch.multiprocessing.set_start_method("spawn", force=True)
+    try:
+        same(augment=True, hyp=HYP, workers=2)
+    finally:
+        torch.multiprocessing.set_start_method("fork", force=True)
+    assert data.get_worker_info() is None
+
+
+def no_leak():
+    before = open_memories()
+    root = make("boxes")
+    for workers, stop in ((0, None), (2, None), (2, 1)):
+        ours(batches, root, augment=True, hyp=HYP, workers=workers, stop=stop)
+    assert open_memories() == before, open_memories()
+
+
+class Albumentations:
+    """Draws and changes pictures, as the real one may."""
+
+    def __init__(self, size=SIZE):
+        self.transform = True
+
+    def __call__(self, image, labels, p=1.0):
+        if random.random() < 0.5:
+            image = cv2.blur(image, (3, 3))
+        return image, labels
+
+
+def albumentations():
+    stock = dataloaders.Albumentations
+    dataloaders.Albumentations = Albumentations
+    try:
+        same(augment=True, hyp=HYP, workers=2)
+    finally:
+        dataloaders.Albumentations = stock
+
+
+def segmentation():
+    loaders = importlib.import_module(f"{prefix}utils.segment.dataloaders")
+    root = make("segments", segments=True)
+
+    def masks():
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+        path = str(root / "images")
+        loader, _ = loaders.create_dataloader(path, SIZE, 6, 32, augment=True, hyp=HYP, workers=2, overlap_mask=True)
+        return [(images.cpu(), labels.cpu(), paths, shapes, m) for images, labels, paths, shapes, m in loader]
+
+    compare(ours(masks), masks())
+
+
+def changed_code():
+    """A YOLOv5 whose augmentation somebody changed is left alone."""
+    stock = dataloaders.augment_hsv
+    dataloaders.augment_hsv = lambda *arguments, **options: stock(*arguments, **options)
+    try:
+        patch(loader_optim=True)
+    except RuntimeError as error:
+        assert "augment_hsv is not the one of YOLOv5" in str(error), error
+    else:
+        raise AssertionError("nothing was raised")
+    finally:
+        unpatch()
+        dataloaders.augment_hsv = stock
+
+
+TRAIN = {"augment": True, "hyp": HYP}
+CASES = {
+    "train": lambda: [same(**TRAIN, workers=workers, shuffle=True) for workers in (0, 1, 3)],
+    "kept": lambda: same(**TRAIN, workers=2, keep=True),
+    "ram": lambda: [same(**TRAIN, workers=workers, cache="ram") for workers in (0, 2)],
+    "disk": lambda: same("disk", **TRAIN, workers=2, cache="disk"),
+    "val": lambda: [same(workers=workers, rect=True, pad=0.5) for workers in (0, 2)],
+    "val_square": lambda: same(workers=2),
+    "rect": lambda: same(**TRAIN, workers=2, rect=True, shuffle=True),
+    "quad": lambda: [same(**TRAIN, workers=workers, quad=True, batch_size=8, shuffle=True) for workers in (0, 2)],
+    "image_weights": lambda: [same(**TRAIN, workers=workers, image_weights=True, shuffle=True) for workers in (0, 2)],
+    "image_weights_stopped": lambda: same(**TRAIN, workers=2, image_weights=True, stop=1),
+    "stopped": lambda: same(**TRAIN, workers=2, stop=1),
+    "perspective": lambda: same(augment=True, hyp={**HYP, "perspective": 0.0005}, workers=2),
+    "some_mosaics": lambda: same(augment=True, hyp={**HYP, "mosaic": 0.5}, workers=2),
+    "no_augmentation": lambda: same(augment=True, hyp={**HYP, **STILL}, workers=2),
+    "single_class": lambda: same(**TRAIN, workers=2, single_cls=True),
+    "segments": lambda: same("segments", **TRAIN, workers=2),
+    "copy_paste": lambda: [
+        same("segments", augment=True, hyp={**HYP, "copy_paste": 0.5}, workers=workers) for workers in (0, 2)
+    ],
+    "no_memory": with_budget("0"),
+    "little_memory": with_budget("200K"),
+    "no_gpu_memory": with_budget("0", "TORCH_FASTDET_GPU_CACHE"),
+    "little_gpu_memory": with_budget("200K", "TORCH_FASTDET_GPU_CACHE"),
+    "missing_file": missing_file,
+    "killed_worker": killed_worker,
+    "spawn": spawn,
+    "no_leak": no_leak,
+    "albumentations": albumentations,
+    "segmentation": segmentation,
+    "changed_code": changed_code,
+}
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for case in chosen or CASES:
+        try:
+            CASES[case]()
+            print(f"CASE {case}: ok", flush=True)
+        except BaseException:
+            print(f"CASE {case}: {traceback.format_exc(limit=-3)}", flush=True)

@@ -1,0 +1,67 @@
+"""loader_optim: the batches, generator states and errors of the real yolov5's loaders."""
+
+import re
+
+import pytest
+
+from tests.yolov5 import real
+
+CASES = re.findall(r'^    "(\w+)": ', (real.PROGRAMS / "loaders.py").read_text().split("CASES = {")[1], re.M)
+# Where the GPU changes what is done.
+ON_GPU = [case for case in CASES if case not in ("spawn", "disk", "segmentation", "albumentations", "changed_code")]
+
+
+IN_A_CHECKOUT = ["train", "val", "spawn"]
+# Cases that one process runs, one after the other.
+TOGETHER = 5
+
+
+@pytest.fixture(scope="module")
+def outcome(real_yolov5, tmp_path_factory):
+    """What the program said of a case: "ok", or what went wrong."""
+    made: dict[tuple, str] = {}
+
+    def outcome(layout: str, device: str, case: str, cases: list[str]) -> str:
+        first = cases.index(case) // TOGETHER * TOGETHER
+        key = (layout, device, first)
+        if key not in made:
+            yolov5 = real_yolov5(layout)
+            hide = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+            yolov5 = real.YOLOv5(yolov5.layout, yolov5.folder, yolov5.prefix, {**yolov5.environment, **hide})
+            folder = tmp_path_factory.mktemp(f"loaders_{layout}_{device}")
+            made[key] = "nothing: it did not end"
+            chosen = cases[first : first + TOGETHER]
+            made[key] = yolov5.program("loaders.py", yolov5.prefix, folder, *chosen, ok=False).stdout
+        found = re.search(rf"^CASE {case}: (.*?)(?=^CASE |\Z)", made[key], re.M | re.S)
+        return found[1].strip() if found else made[key][-3000:]
+
+    return outcome
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_batches_are_stocks(case, outcome):
+    said = outcome("package", "cpu", case, CASES)
+    assert said.splitlines()[0] == "ok", said
+
+
+@pytest.mark.parametrize("case", IN_A_CHECKOUT)
+def test_batches_are_stocks_in_a_checkout(case, outcome):
+    said = outcome("checkout", "cpu", case, IN_A_CHECKOUT)
+    assert said.splitlines()[0] == "ok", said
+
+
+@pytest.mark.parametrize("case", ON_GPU)
+def test_batches_on_the_gpu_are_stocks(case, outcome, cuda):
+    said = outcome("package", "cuda", case, ON_GPU)
+    assert said.splitlines()[0] == "ok", said
+
+
+def test_training_has_the_losses_of_stock(real_yolov5, train):
+    """The real train.py with two loader processes: the same batches, so the same losses to rounding."""
+    package = real_yolov5("package")
+    stock = real.results(train(package, "--workers", "2", stock=True).folder)
+    run = train(package, "--workers", "2", "--loader_optim")
+    assert "loader_optim: all 8 pictures are decoded once" in run.output
+    mine = real.results(run.folder)
+    for kind in ("box", "obj", "cls"):
+        assert mine[f"train/{kind}_loss"] == pytest.approx(stock[f"train/{kind}_loss"], rel=1e-5)

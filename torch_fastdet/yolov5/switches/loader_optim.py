@@ -1,0 +1,42 @@
+"""``loader_optim``: each picture is decoded once, and batches are made by one operator, on the GPU where there is one."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from types import ModuleType
+from typing import Any
+
+from torch_fastdet.patching.switch import Switch, class_of
+
+HOSTS = ("utils.dataloaders", "yolov5.utils.dataloaders")
+
+
+class LoaderOptim(Switch):
+    name = "loader_optim"
+    help = "data loaders decode each picture once, and make batches with one operator, on the GPU where there is one"
+    modules = ("utils.dataloaders",)
+
+    def unsupported(self) -> str | None:
+        if not hasattr(os, "memfd_create"):
+            return "decoded pictures are shared through memfd_create, which this system has not."
+        return None if importlib.util.find_spec("cv2") else "OpenCV (cv2) is not installed."
+
+    def visit(self, module: ModuleType) -> None:
+        if module.__name__ not in HOSTS or self.has_replaced(module):
+            return
+        stock: dict[str, Any] = {name: class_of(module, name) for name in ("LoadImagesAndLabels", "InfiniteDataLoader")}
+        if missing := [name for name, value in stock.items() if value is None]:
+            self.cannot_apply(f"{module.__name__} has no {missing[0]} of its own.")
+            return
+        from torch_fastdet.yolov5 import loader  # with cv2, which nothing else of ours needs
+
+        version, reason = loader.known_version(module)
+        if version is None:
+            self.cannot_apply(reason)
+            return
+        infinite, plain = loader.loader_classes(stock["InfiniteDataLoader"])
+        dataset = loader.dataset_class(stock["LoadImagesAndLabels"], version)
+        for old, new in ((stock["LoadImagesAndLabels"], dataset), (stock["InfiniteDataLoader"], infinite)):
+            self.patches.replace_everywhere(self.name, old, new, self.patches.modules())
+        self.replace(module, "DataLoader", plain)  # what create_dataloader takes for --image-weights
