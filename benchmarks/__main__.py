@@ -38,6 +38,7 @@ LIMITS = {
     "upsample": 90,
     "image": 45,
     "train": 100,
+    "loader": 60,
     "postprocess": 150,
     "step": 240,
 }

@@ -67,7 +67,13 @@ def _driver() -> str:
 
 
 REAL_SCRIPTS = ("yolov5", "ultralytics", "sklearn", "cv2", "PIL", "yaml")
-WANTS = {"step": ("yolov5",), "train": REAL_SCRIPTS, "postprocess": REAL_SCRIPTS, "training_truth": REAL_SCRIPTS}
+WANTS = {
+    "step": ("yolov5",),
+    "train": REAL_SCRIPTS,
+    "loader": REAL_SCRIPTS,
+    "postprocess": REAL_SCRIPTS,
+    "training_truth": REAL_SCRIPTS,
+}
 
 
 def missing(benchmark: str) -> str | None:

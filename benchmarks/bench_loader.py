@@ -1,0 +1,134 @@
+"""YOLOv5's training loader alone, stock and with loader_optim: time of a picture, augmentation of hyp.scratch-low included.
+
+    python -m benchmarks.bench_loader [--workers 8 2] [--pictures 1536] [--epochs 4] [--out FOLDER]
+
+Pictures are noisy JPEGs of 640x640, 120 KB each. A row is the mean over an epoch, the first one left out; "first epoch" rows are of
+that one, in which ours decodes. Each variant runs in a process of its own, and ends where train.py has the batch on its device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.harness import OURS, WORK, Report, add_arguments, at_least, missing
+from examples.yolov5_env import environment
+
+SIZE, BATCH, BOXES = 640, 64, 8
+HYP = "data/hyps/hyp.scratch-low.yaml"
+
+
+def make_picture(root: Path, number: int) -> None:
+    """A picture that JPEG does not make small: a coarse pattern, and noise."""
+    import cv2
+
+    generator = np.random.default_rng(number)
+    coarse = generator.integers(0, 255, (SIZE // 8, SIZE // 8, 3), dtype=np.uint8)
+    picture = cv2.resize(coarse, (SIZE, SIZE), interpolation=cv2.INTER_CUBIC)
+    picture = np.clip(picture + generator.normal(0, 9, picture.shape), 0, 255).astype(np.uint8)
+    cv2.imwrite(str(root / "images" / f"{number:05}.jpg"), picture, [cv2.IMWRITE_JPEG_QUALITY, 85])
+    boxes = np.concatenate([generator.uniform(0.25, 0.75, (BOXES, 2)), generator.uniform(0.05, 0.4, (BOXES, 2))], 1)
+    rows = [f"{generator.integers(0, 80)} " + " ".join(f"{value:.5f}" for value in box) for box in boxes]
+    (root / "labels" / f"{number:05}.txt").write_text("\n".join(rows))
+
+
+def make_data(count: int) -> Path:
+    root = WORK / f"jpegs-{SIZE}-{count}"
+    done = root / "done"
+    if not done.exists():
+        for folder in ("images", "labels"):
+            (root / folder).mkdir(parents=True, exist_ok=True)
+        with multiprocessing.get_context("spawn").Pool() as pool:
+            pool.starmap(make_picture, [(root, number) for number in range(count)], chunksize=16)
+        done.touch()
+    return root
+
+
+def measure(images: Path, ours: bool, workers: int, epochs: int, cache: str | None, device: str) -> list[float]:
+    """Seconds of each epoch. Runs in a process of its own."""
+    import yaml
+    import yolov5
+    from yolov5.utils.dataloaders import create_dataloader  # patched below, where it looks its classes up
+
+    if ours:
+        from torch_fastdet.yolov5 import patch
+
+        patch(loader_optim=True)
+    hyp = yaml.safe_load((Path(yolov5.__file__).parent / HYP).read_text())
+    torch.zeros(1, device=device)
+    loader, _ = create_dataloader(
+        str(images), SIZE, BATCH, 32, augment=True, hyp=hyp, workers=workers, shuffle=True, cache=cache
+    )
+    seconds = []
+    for _ in range(epochs):
+        begun = time.perf_counter()
+        for batch in loader:
+            batch[0].to(device, non_blocking=True)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begun)
+    return seconds
+
+
+def run(options: argparse.Namespace, workers: int, cache: str | None, ours: bool, images: Path) -> list[float]:
+    """Microseconds a picture, epoch by epoch."""
+    arguments = [images, int(ours), workers, options.epochs, cache or "", options.device]
+    program = [sys.executable, "-m", "benchmarks.bench_loader", "--measure", *map(str, arguments)]
+    env = environment(WORK / "environment") | {"PYTHONWARNINGS": "ignore"}
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if options.device == "cpu" else {}
+    done = subprocess.run(program, env=env | hidden, capture_output=True, text=True)
+    found = [line for line in done.stdout.splitlines() if line.startswith("SECONDS ")]
+    if done.returncode or not found:
+        raise SystemExit(f"bench_loader: a process failed:\n{(done.stdout + done.stderr)[-3000:]}")
+    return [1e6 * seconds / options.pictures for seconds in json.loads(found[0].removeprefix("SECONDS "))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    cores = os.cpu_count() or 1
+    parser.add_argument("--workers", nargs="+", type=at_least(0), help="default: 8, or one a core")
+    parser.add_argument("--pictures", type=at_least(BATCH), help="default: 1536 on a GPU, 192 on the CPU")
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--measure", nargs=6, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure:
+        images, ours, workers, epochs, cache, device = options.measure
+        seconds = measure(Path(images), ours == "1", int(workers), int(epochs), cache or None, device)
+        print(f"SECONDS {json.dumps(seconds)}")
+        return
+    if options.epochs < 2:
+        parser.error(f"--epochs is {options.epochs}, but 2 or more are wanted: the first is left out")
+    if reason := missing("loader"):
+        print(f"nothing to do: {reason}")
+        return
+    options.pictures = options.pictures or (1536 if options.device == "cuda" else 192)
+    images = make_data(options.pictures) / "images"
+    if options.prepare:
+        return
+    report = Report("loader", torch.device(options.device), options.out)
+    report.resume()
+    for workers in options.workers or [min(8, cores)]:
+        for cache in (None, "ram"):
+            case = f"a picture, {workers} workers, {'--cache ram' if cache else 'JPEGs'}"
+            for name in ("stock", OURS):
+                times = run(options, workers, cache, name == OURS, images)
+                rows = {case: times[1:]} if cache else {case: times[1:], f"{case}, first epoch": times[:1]}
+                for title, values in rows.items():
+                    report.drop(title, name)
+                    report.add(title, name, "call", values)
+                report.write()
+    report.plot()
+
+
+if __name__ == "__main__":
+    main()
