@@ -37,6 +37,7 @@ LIMITS = {
     "bbox_iou": 75,
     "upsample": 90,
     "image": 45,
+    "bn_act": 75,
     "train": 100,
     "loader": 60,
     "postprocess": 150,
@@ -44,7 +45,7 @@ LIMITS = {
 }
 # What these compile or train is made first, all at once: it is no part of what they measure, and one after the other
 # it would take most of the time.
-PREPARED = ("multi_tensor", "nms", "loss", "bbox_iou", "upsample", "postprocess", "step")
+PREPARED = ("multi_tensor", "nms", "loss", "bbox_iou", "upsample", "bn_act", "postprocess", "step")
 PREPARE_SECONDS = 150
 ROOFLINE = "roofline"
 ROOFLINE_SECONDS = 25  # kept back for it

@@ -158,6 +158,11 @@ FORMULAS: tuple[tuple[str, str, Callable[..., work.Work]], ...] = (
         lambda batch, side, itemsize: work.letterboxed_pictures(int(batch), int(side), itemsize),
     ),
     (
+        "bn_act",
+        r"forward\+backward \w+fp\d+\((\d+),(\d+),(\d+),(\d+)\)",
+        lambda n, c, h, w, itemsize: work.batch_norm_silu(int(n) * int(c) * int(h) * int(w), itemsize),
+    ),
+    (
         "multi_tensor",
         r"EMA (\w)",
         lambda model, _: work.ema(work.yolov5_parameters(model) + work.yolov5_statistics(model)),
@@ -298,6 +303,7 @@ def table(machine: work.Machine, rows: list[Placed]) -> str:
 TITLES = {
     "bbox_iou": "box pairs",
     "upsample": "upsample",
+    "bn_act": "norm and activation",
     "multi_tensor": "optimizer",
     "loss": "loss",
     "nms": "post-processing",
