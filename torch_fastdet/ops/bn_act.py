@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_fastdet.ops._checks import check_tensor
+from torch_fastdet.ops._checks import check_optional_tensor, check_tensor
 
 
 def bn_act(
@@ -54,12 +54,18 @@ def bn_act(
     Raises:
         ValueError: a channel has one value (a batch of one and 1x1 maps), in stock's words.
         RuntimeError: an argument has another shape, dtype or device than wanted, or a second derivative is asked for.
-        TypeError: x is no tensor.
+        TypeError: an argument is no tensor, or neither a tensor nor None.
 
     Source: Ioffe and Szegedy, "Batch Normalization", ICML 2015; ``Conv`` of YOLOv5 and Ultralytics.
     """
     if not torch.jit.is_scripting():
         check_tensor("bn_act", "x", x)
+        check_optional_tensor("bn_act", "weight", weight)
+        check_optional_tensor("bn_act", "bias", bias)
+        check_optional_tensor("bn_act", "running_mean", running_mean)
+        check_optional_tensor("bn_act", "running_var", running_var)
+        check_optional_tensor("bn_act", "num_batches_tracked", num_batches_tracked)
+        check_optional_tensor("bn_act", "residual", residual)
     return torch.ops.torch_fastdet.bn_act(
         x,
         weight,
