@@ -34,6 +34,7 @@ LIMITS = {
     "multi_tensor": 90,
     "nms": 90,
     "loss": 90,
+    "v8_loss": 90,
     "bbox_iou": 75,
     "upsample": 90,
     "image": 45,
