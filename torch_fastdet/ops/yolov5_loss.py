@@ -56,7 +56,7 @@ def yolov5_loss(
     Raises:
         RuntimeError: one sentence, for shapes, dtypes or devices that do not fit each other.
         ValueError: on the CPU, a row of targets whose image is not in the batch, whose class is not below the number of classes,
-            or whose box is negative or not finite. On a GPU it is ignored and counted, for the host does not wait for it.
+            or whose box is not finite. On a GPU it is ignored and counted, for the host does not wait for it.
         TypeError: an argument that should be one is no tensor, or heads no list of tensors.
 
     Heads that are dense in no known layout are read by their strides; their gradients are contiguous.

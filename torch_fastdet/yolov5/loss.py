@@ -65,7 +65,7 @@ def describe_fault(status: list[int], rows: int) -> str:
         if column == 0
         else "a class index below the number of classes"
         if column == 1
-        else "a finite number not below 0"
+        else "a finite number"
     )
     more = f"; {status[0]} rows are bad, all of them were ignored" if status[0] > 1 else "; the row was ignored"
     return f"yolov5_loss: targets row {row}, column {column} ({COLUMNS[column]}) is not {wanted}{more}"
