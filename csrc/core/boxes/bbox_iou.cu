@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "core/boxes/bbox_iou.h"
+#include "core/common/device.cuh"
 #include "core/common/dtype.cuh"
 
 namespace torch_fastdet::core {
@@ -12,19 +13,13 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kLossThreads = 1024;
-constexpr int kWarp = 32;
 // Rows summed over at least this many pairs get a block each, others a thread.
 constexpr int64_t kBlockReduce = 64;
 constexpr int64_t kMaxBlocks = 1 << 30;
 
-int64_t divide_up(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
-
+// The coordinates of one box.
 template <typename T>
-struct alignas(4 * sizeof(T) > 16 ? 16 : 4 * sizeof(T)) Row {
-  T v[4];
-};
+using Row = Vector<T, 4>;
 
 template <typename Stored, typename T>
 __device__ void load_row(const BoxesIn& boxes, int64_t offset, T (&out)[4]) {
@@ -34,10 +29,10 @@ __device__ void load_row(const BoxesIn& boxes, int64_t offset, T (&out)[4]) {
     row = *reinterpret_cast<const Row<Stored>*>(p);
   } else {
 #pragma unroll
-    for (int c = 0; c < 4; ++c) row.v[c] = p[c * boxes.coord_stride];
+    for (int c = 0; c < 4; ++c) row.x[c] = p[c * boxes.coord_stride];
   }
 #pragma unroll
-  for (int c = 0; c < 4; ++c) out[c] = static_cast<T>(to_arithmetic(row.v[c]));
+  for (int c = 0; c < 4; ++c) out[c] = static_cast<T>(to_arithmetic(row.x[c]));
 }
 
 // The storage type is a run-time switch, the same for a whole grid: sixteen mixes would be sixteen copies of each
@@ -56,43 +51,11 @@ __device__ void load_boxes(const BoxesIn& boxes, int64_t offset, T (&out)[4]) {
   }
 }
 
-template <typename T>
-__device__ T load_scalar(const void* data, DType dtype, int64_t i) {
-  switch (dtype) {
-    case DType::kFloat16:
-      return to_arithmetic(static_cast<const __half*>(data)[i]);
-    case DType::kBFloat16:
-      return to_arithmetic(static_cast<const __nv_bfloat16*>(data)[i]);
-    case DType::kFloat32:
-      return static_cast<const float*>(data)[i];
-    case DType::kFloat64:
-      break;
-  }
-  return static_cast<T>(static_cast<const double*>(data)[i]);
-}
-
-template <typename T>
-__device__ void store_scalar(void* data, DType dtype, int64_t i, T value) {
-  switch (dtype) {
-    case DType::kFloat16:
-      static_cast<__half*>(data)[i] = from_arithmetic<__half>(value);
-      return;
-    case DType::kBFloat16:
-      static_cast<__nv_bfloat16*>(data)[i] = from_arithmetic<__nv_bfloat16>(value);
-      return;
-    case DType::kFloat32:
-      static_cast<float*>(data)[i] = value;
-      return;
-    case DType::kFloat64:
-      static_cast<double*>(data)[i] = value;
-  }
-}
-
 template <typename Stored, typename T>
 __device__ void store_row_as(void* data, int64_t row, const T (&value)[4]) {
   Row<Stored> packed;
 #pragma unroll
-  for (int c = 0; c < 4; ++c) packed.v[c] = from_arithmetic<Stored>(static_cast<arithmetic_t<Stored>>(value[c]));
+  for (int c = 0; c < 4; ++c) packed.x[c] = from_arithmetic<Stored>(static_cast<arithmetic_t<Stored>>(value[c]));
   static_cast<Row<Stored>*>(data)[row] = packed;
 }
 
@@ -129,49 +92,13 @@ __global__ void __launch_bounds__(kThreads) bbox_iou_kernel(const __grid_constan
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < p.pairs.numel; i += step) {
     const T iou = pair_iou<kKind, T>(p.box1, p.box2, p.pairs, p.config, i);
-    store_scalar(p.out, p.out_dtype, i, p.loss ? T(1) - iou : iou);
+    store_element(p.out, p.out_dtype, i, p.loss ? T(1) - iou : iou);
   }
-}
-
-// Adds N values of each thread over the block in a fixed order; thread 0 has the sums.
-template <int kBlock, int kValues, typename T>
-__device__ void block_sum(T (&value)[kValues]) {
-  __shared__ T warps[kBlock / kWarp][kValues];
-  const int lane = threadIdx.x % kWarp;
-  const int warp = threadIdx.x / kWarp;
-#pragma unroll
-  for (int step = kWarp / 2; step > 0; step /= 2) {
-#pragma unroll
-    for (int k = 0; k < kValues; ++k) value[k] += __shfl_down_sync(0xffffffffu, value[k], step);
-  }
-  if (lane == 0) {
-#pragma unroll
-    for (int k = 0; k < kValues; ++k) warps[warp][k] = value[k];
-  }
-  __syncthreads();
-  if (warp == 0) {
-#pragma unroll
-    for (int k = 0; k < kValues; ++k) value[k] = lane < kBlock / kWarp ? warps[lane][k] : T(0);
-#pragma unroll
-    for (int step = kWarp / 2; step > 0; step /= 2) {
-#pragma unroll
-      for (int k = 0; k < kValues; ++k) value[k] += __shfl_down_sync(0xffffffffu, value[k], step);
-    }
-  }
-  __syncthreads();  // the caller may come again
 }
 
 template <typename T>
 __device__ void store_loss(const IouLossParams& p, T sum) {
-  store_scalar(p.out, p.out_dtype, 0, p.reduction == IouReduction::kMean ? sum / static_cast<T>(p.pairs.numel) : sum);
-}
-
-// Adds the values of one warp's lanes in a fixed order; lane 0 has the sum.
-template <typename T>
-__device__ T warp_sum(T value) {
-#pragma unroll
-  for (int step = kWarp / 2; step > 0; step /= 2) value += __shfl_down_sync(0xffffffffu, value, step);
-  return value;
+  store_element(p.out, p.out_dtype, 0, p.reduction == IouReduction::kMean ? sum / static_cast<T>(p.pairs.numel) : sum);
 }
 
 template <IouKind kKind, typename T>
@@ -229,7 +156,7 @@ __device__ void pair_grad(const IouBackwardParams& p, const IouGradPass& pass, i
   T b[4];
   load_boxes(p.box1, offset[0], a);
   load_boxes(p.box2, offset[1], b);
-  const T grad = load_scalar<T>(p.grad, p.grad_dtype, offset[2]) * static_cast<T>(p.grad_scale);
+  const T grad = load_element<T>(p.grad, p.grad_dtype, offset[2]) * static_cast<T>(p.grad_scale);
   const T eps = static_cast<T>(p.config.eps);
   const bool xywh = p.config.xywh;
   Box<T> grad_a;
@@ -326,7 +253,7 @@ cudaError_t dispatch_kind(IouKind kind, bool is_double, F&& f) {
 }
 
 int64_t pass_blocks(const IouGradPass& pass) {
-  const int64_t blocks = pass.reduce < kBlockReduce ? divide_up(pass.rows, kThreads) : pass.rows;
+  const int64_t blocks = pass.reduce < kBlockReduce ? ceil_div(pass.rows, kThreads) : pass.rows;
   return std::min(blocks, kMaxBlocks);
 }
 
@@ -334,7 +261,7 @@ int64_t pass_blocks(const IouGradPass& pass) {
 
 cudaError_t launch_bbox_iou(const BboxIouParams& params, cudaStream_t stream) {
   if (params.pairs.numel == 0) return cudaSuccess;
-  const unsigned blocks = static_cast<unsigned>(std::min(divide_up(params.pairs.numel, kThreads), kMaxBlocks));
+  const unsigned blocks = static_cast<unsigned>(std::min(ceil_div(params.pairs.numel, kThreads), kMaxBlocks));
   return dispatch_kind(params.config.kind, needs_double(params.box1, params.box2), [&](auto kind, auto zero) {
     bbox_iou_kernel<decltype(kind)::value, decltype(zero)><<<blocks, kThreads, 0, stream>>>(params);
   });

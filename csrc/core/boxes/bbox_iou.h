@@ -6,6 +6,7 @@
 #include "core/boxes/box_math.h"
 #include "core/common/broadcast.h"
 #include "core/common/dtype.h"
+#include "core/common/host_device.h"
 
 #ifdef TORCH_FASTDET_WITH_CUDA
 #include <cuda_runtime_api.h>
@@ -63,7 +64,7 @@ inline int64_t iou_loss_blocks(int64_t pairs) {
   const bool cluster = pairs <= kLossClusterPairs;
   const int64_t per_block = cluster ? kSmallBlock : kLargeBlock;
   const int64_t most = cluster ? kLossMaxCluster : kLossMaxBlocks;
-  const int64_t blocks = pairs == 0 ? 1 : (pairs + per_block - 1) / per_block;
+  const int64_t blocks = pairs == 0 ? 1 : ceil_div(pairs, per_block);
   return blocks < most ? blocks : most;
 }
 

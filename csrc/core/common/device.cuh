@@ -9,11 +9,6 @@
 
 namespace torch_fastdet::core {
 
-// a / b, rounded up. a >= 0, b > 0.
-TORCH_FASTDET_HOST_DEVICE constexpr int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
-
 constexpr int kWarp = 32;
 constexpr unsigned kFullWarp = 0xffffffffu;
 

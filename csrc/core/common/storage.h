@@ -1,5 +1,5 @@
-// Conversion between a stored type and its arithmetic type. The general form serves float, double and Torch's CPU half
-// types; CUDA's half types are specialised where they are known.
+// A stored type T and the type that its arithmetic is done in: float, or double for double. The general form serves
+// float, double and Torch's CPU half types; dtype.cuh specialises it for CUDA's half types.
 #pragma once
 
 #include <type_traits>
@@ -16,5 +16,18 @@ struct Storage {
   // x as it would come back from memory.
   static TORCH_FASTDET_HOST_DEVICE arithmetic round(arithmetic x) { return load(store(x)); }
 };
+
+template <typename T>
+using arithmetic_t = typename Storage<T>::arithmetic;
+
+template <typename T>
+TORCH_FASTDET_HOST_DEVICE arithmetic_t<T> to_arithmetic(T x) {
+  return Storage<T>::load(x);
+}
+
+template <typename T>
+TORCH_FASTDET_HOST_DEVICE T from_arithmetic(arithmetic_t<T> x) {
+  return Storage<T>::store(x);
+}
 
 }  // namespace torch_fastdet::core

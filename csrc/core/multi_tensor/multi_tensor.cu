@@ -1,9 +1,7 @@
 // Kernels of multi_tensor.h: a persistent grid of warps over the device-resident work list. Rows whose tensors share a
 // type and lie alike go 16 bytes at a time (element by element where storage is unaligned, and for tails); the others
 // go element by element through their own types and strides.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
+#include "core/common/device.cuh"
 #include "core/common/dtype.cuh"
 #include "core/multi_tensor/multi_tensor.h"
 #include "core/multi_tensor/multi_tensor_plan.h"
@@ -12,69 +10,16 @@
 namespace torch_fastdet::core {
 namespace {
 
-constexpr int kWarp = 32;
 constexpr int kThreads = kWarp * kWarpsPerBlock;
-
-template <typename T>
-constexpr int kVector = 16 / sizeof(T);
-
-template <typename T>
-struct alignas(16) Vector {
-  T x[kVector<T>];
-};
-
-__device__ __forceinline__ double load_double(const void* data, DType dtype, int64_t i) {
-  switch (dtype) {
-    case DType::kFloat16:
-      return __half2float(static_cast<const __half*>(data)[i]);
-    case DType::kBFloat16:
-      return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[i]);
-    case DType::kFloat32:
-      return static_cast<const float*>(data)[i];
-    case DType::kFloat64:
-      break;
-  }
-  return static_cast<const double*>(data)[i];
-}
-
-// Element i of a tensor whose type is known at run time, in arithmetic type A.
-template <typename A>
-__device__ __forceinline__ A load_any(const void* data, DType dtype, int64_t i) {
-  return static_cast<A>(load_double(data, dtype, i));
-}
-
-template <typename A>
-__device__ __forceinline__ void store_any(void* data, DType dtype, int64_t i, A value) {
-  switch (dtype) {
-    case DType::kFloat16:
-      static_cast<__half*>(data)[i] = __float2half_rn(static_cast<float>(value));
-      break;
-    case DType::kBFloat16:
-      static_cast<__nv_bfloat16*>(data)[i] = __float2bfloat16_rn(static_cast<float>(value));
-      break;
-    case DType::kFloat32:
-      static_cast<float*>(data)[i] = static_cast<float>(value);
-      break;
-    case DType::kFloat64:
-      static_cast<double*>(data)[i] = static_cast<double>(value);
-      break;
-  }
-}
-
-// As a tensor of T would keep it.
-template <typename T>
-__device__ __forceinline__ arithmetic_t<T> stored(arithmetic_t<T> x) {
-  return to_arithmetic(from_arithmetic<T>(x));
-}
 
 // As a tensor of this type would keep it.
 template <typename A>
 __device__ __forceinline__ A stored_any(DType dtype, A value) {
   switch (dtype) {
     case DType::kFloat16:
-      return stored<__half>(static_cast<float>(value));
+      return Storage<__half>::round(static_cast<float>(value));
     case DType::kBFloat16:
-      return stored<__nv_bfloat16>(static_cast<float>(value));
+      return Storage<__nv_bfloat16>::round(static_cast<float>(value));
     case DType::kFloat32:
       return static_cast<float>(value);
     case DType::kFloat64:
@@ -84,7 +29,7 @@ __device__ __forceinline__ A stored_any(DType dtype, A value) {
 }
 
 __device__ __forceinline__ double read(const Scalar& scalar) {
-  return scalar.data ? load_double(scalar.data, scalar.dtype, 0) : scalar.value;
+  return scalar.data ? load_element<double>(scalar.data, scalar.dtype, 0) : scalar.value;
 }
 
 __device__ __forceinline__ DType slot_type(const Row& row, int slot) {
@@ -110,10 +55,6 @@ __device__ __forceinline__ bool has_double(const Row& row) {
   return found;
 }
 
-__device__ __forceinline__ bool is_aligned(const void* pointer) {
-  return (reinterpret_cast<uintptr_t>(pointer) & 15) == 0;
-}
-
 // The last block of the grid to come here sees what all others wrote. Leaves the ticket at zero for the next launch.
 __device__ __forceinline__ bool is_last_block(Workspace* workspace) {
   __shared__ bool last;
@@ -130,12 +71,6 @@ __device__ __forceinline__ bool is_last_block(Workspace* workspace) {
 
 // ----------------------------------------------------------------------------------------------------------------
 // reduce
-
-template <typename A>
-__device__ __forceinline__ A warp_sum(A value) {
-  for (int offset = kWarp / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
-  return value;
-}
 
 template <typename A>
 struct GradSum {
@@ -155,12 +90,12 @@ template <typename T>
 __device__ double reduce_typed(T* __restrict__ grad, int count, float inv_scale, bool scaled, bool write, int lane,
                                bool& finite) {
   using A = arithmetic_t<T>;
-  constexpr int V = kVector<T>;
+  constexpr int V = Vector<T>::kSize;
   constexpr int U = 4;
-  const auto as_grad = [](A x) { return stored<T>(x); };
+  const auto as_grad = [](A x) { return Storage<T>::round(x); };
   GradSum<A> sum;
   int done = 0;
-  if (is_aligned(grad)) {
+  if (is_vector_aligned(grad)) {
     const int vectors = count / V;
     Vector<T>* in = reinterpret_cast<Vector<T>*>(grad);
     for (int first = lane; first < vectors; first += kWarp * U) {
@@ -199,9 +134,9 @@ __device__ double reduce_any(const Row& row, const Layout* layouts, const Segmen
     offsets[kGrad] = segment.start + i;
     if (row.layout >= 0) layout_offsets(layouts[row.layout], segment.start + i, offsets);
     const DType type = slot_type(row, kGrad);
-    const A x = sum.add(load_any<A>(row.data[kGrad], type, offsets[kGrad]), static_cast<A>(inv_scale), scaled,
+    const A x = sum.add(load_element<A>(row.data[kGrad], type, offsets[kGrad]), static_cast<A>(inv_scale), scaled,
                         [type](A value) { return stored_any(type, value); });
-    if (write) store_any(row.data[kGrad], type, offsets[kGrad], x);
+    if (write) store_element(row.data[kGrad], type, offsets[kGrad], x);
   }
   finite = finite && sum.finite;
   return warp_sum(sum.sum);
@@ -267,26 +202,14 @@ __global__ void __launch_bounds__(kThreads) reduce_kernel(const __grid_constant_
       }
     }
   }
-  if (!__all_sync(0xffffffffu, finite) && lane == 0) atomicOr(&p.list.workspace->nonfinite, 1u);
-  __shared__ double warps[kWarpsPerBlock];
-  if (lane == 0) warps[warp] = sum;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    double block = 0;
-    for (int i = 0; i < kWarpsPerBlock; ++i) block += warps[i];
-    p.list.partials[blockIdx.x] = block;
-  }
+  if (!__all_sync(kFullWarp, finite) && lane == 0) atomicOr(&p.list.workspace->nonfinite, 1u);
+  const double block = sum_of_warps<kWarpsPerBlock>(sum);
+  if (threadIdx.x == 0) p.list.partials[blockIdx.x] = block;
   if (!is_last_block(p.list.workspace)) return;
   double total = 0;
   for (int i = threadIdx.x; i < gridDim.x; i += kThreads) total += __ldcg(p.list.partials + i);
-  total = warp_sum(total);
-  if (lane == 0) warps[warp] = total;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    double all = 0;
-    for (int i = 0; i < kWarpsPerBlock; ++i) all += warps[i];
-    finish_reduction(p, all);
-  }
+  total = sum_of_warps<kWarpsPerBlock>(warp_sum(total));
+  if (threadIdx.x == 0) finish_reduction(p, total);
 }
 
 // ----------------------------------------------------------------------------------------------------------------
@@ -323,14 +246,14 @@ struct RowStep {
 template <typename T, int U>
 __device__ void update_typed(const Row& row, int64_t start, int count, const RowStep<arithmetic_t<T>>& step, int lane) {
   using A = arithmetic_t<T>;
-  constexpr int V = kVector<T>;
-  const auto as_stored = [](A x) { return stored<T>(x); };
+  constexpr int V = Vector<T>::kSize;
+  const auto as_stored = [](A x) { return Storage<T>::round(x); };
   T* param = row.data[kParam] ? static_cast<T*>(row.data[kParam]) + start : nullptr;
   T* grad = step.reads_grad() ? static_cast<T*>(row.data[kGrad]) + start : nullptr;
   T* buffer = step.update && step.momentum ? static_cast<T*>(row.data[kMomentum]) + start : nullptr;
   T* average = step.average ? static_cast<T*>(row.data[kAverage]) + start : nullptr;
   int done = 0;
-  if (is_aligned(param) && is_aligned(grad) && is_aligned(buffer) && is_aligned(average)) {
+  if (is_vector_aligned(param) && is_vector_aligned(grad) && is_vector_aligned(buffer) && is_vector_aligned(average)) {
     const int vectors = count / V;
     for (int first = lane; first < vectors; first += kWarp * U) {
       Vector<T> p[U], g[U], m[U], e[U];
@@ -389,10 +312,10 @@ __device__ void update_any(const Row& row, const Layout* layouts, const Segment&
     for (int slot = 0; slot < kSlots; ++slot) at[slot] = segment.start + i;
     if (row.layout >= 0) layout_offsets(layouts[row.layout], segment.start + i, at);
     const auto load = [&](bool wanted, int slot) {
-      return wanted ? load_any<A>(row.data[slot], slot_type(row, slot), at[slot]) : A(0);
+      return wanted ? load_element<A>(row.data[slot], slot_type(row, slot), at[slot]) : A(0);
     };
     const auto store = [&](bool wanted, int slot, A value) {
-      if (wanted) store_any(row.data[slot], slot_type(row, slot), at[slot], value);
+      if (wanted) store_element(row.data[slot], slot_type(row, slot), at[slot], value);
     };
     A pv = load(row.data[kParam] != nullptr, kParam);
     A gv = load(step.reads_grad(), kGrad);
@@ -512,7 +435,7 @@ __global__ void __launch_bounds__(kThreads, kFloat32 ? 3 : 1) update_kernel(cons
 }
 
 int blocks(const MultiTensor& list, int per_multiprocessor) {
-  const int64_t needed = (list.num_segments + kWarpsPerBlock - 1) / kWarpsPerBlock;
+  const int64_t needed = ceil_div(list.num_segments, kWarpsPerBlock);
   const int64_t resident = int64_t(list.multiprocessors) * per_multiprocessor;
   const int64_t most = resident < kMaxBlocks ? resident : kMaxBlocks;
   return static_cast<int>(needed < 1 ? 1 : needed < most ? needed : most);

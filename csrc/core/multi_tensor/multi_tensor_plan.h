@@ -13,7 +13,7 @@ namespace torch_fastdet::core {
 // Elements that a segment holds when the rows have `total` elements together: a multiple of kSegmentElements.
 inline int64_t segment_elements(int64_t total) {
   const int64_t unit = kSegmentElements;
-  const int64_t needed = (total / kMaxSegments + unit - 1) / unit * unit;
+  const int64_t needed = ceil_div(total / kMaxSegments, unit) * unit;
   return std::max(unit, needed);
 }
 

@@ -7,9 +7,6 @@
 
 namespace torch_fastdet::core {
 
-template <typename T>
-using arithmetic_of = typename Storage<T>::arithmetic;
-
 TORCH_FASTDET_HOST_DEVICE bool is_allowed(const ClassFilter& filter, int64_t class_index) {
   return !filter.active || ((filter.bits[class_index >> 5] >> (class_index & 31)) & 1u);
 }
@@ -47,7 +44,7 @@ struct Scores {
   const T* first;
   int64_t stride;
 
-  TORCH_FASTDET_HOST_DEVICE arithmetic_of<T> at(int64_t c) const { return Storage<T>::load(first[c * stride]); }
+  TORCH_FASTDET_HOST_DEVICE arithmetic_t<T> at(int64_t c) const { return Storage<T>::load(first[c * stride]); }
 };
 
 // Each layout gives:
@@ -60,7 +57,7 @@ struct Scores {
 template <typename T>
 struct PredictionLayout {
   using Stored = T;
-  using A = arithmetic_of<T>;
+  using A = arithmetic_t<T>;
   using Anchor = const T*;
   static constexpr bool kLogits = false, kMayHaveObjectness = true;
 
@@ -104,7 +101,7 @@ struct HeadAnchor {
 template <typename T>
 struct AnchorHeadLayout {
   using Stored = T;
-  using A = arithmetic_of<T>;
+  using A = arithmetic_t<T>;
   using Anchor = HeadAnchor<T>;
   static constexpr bool kLogits = true, kMayHaveObjectness = true;
 
@@ -149,7 +146,7 @@ struct AnchorHeadLayout {
 template <typename T>
 struct AnchorFreeHeadLayout {
   using Stored = T;
-  using A = arithmetic_of<T>;
+  using A = arithmetic_t<T>;
   using Anchor = HeadAnchor<T>;
   static constexpr bool kLogits = true, kMayHaveObjectness = false;
 

@@ -17,6 +17,7 @@ cudaError_t launch_nms(const CandidateSource& source, const NmsOptions& options,
     return error;
   }
   NmsKernel kernel{};
+  static_cast<NmsOffsets&>(kernel) = plan;
   kernel.source = source;
   kernel.options = options;
   kernel.output = output;
@@ -26,23 +27,6 @@ cudaError_t launch_nms(const CandidateSource& source, const NmsOptions& options,
   kernel.cuts = plan.cuts;
   kernel.sorts_small = !plan.wide && plan.merges == 0;
   kernel.merges = static_cast<int32_t>(plan.merges);
-  kernel.found = plan.found;
-  kernel.gathered = plan.gathered;
-  kernel.tickets = plan.tickets;
-  kernel.cut_states = plan.cut_states;
-  kernel.histogram = plan.histogram;
-  kernel.promoted = plan.promoted;
-  kernel.keys = plan.keys;
-  kernel.other_keys = plan.other_keys;
-  kernel.kept_count = plan.kept_count;
-  kernel.suppressed = plan.suppressed;
-  kernel.overlapped = plan.overlapped;
-  kernel.boxes = plan.boxes;
-  kernel.classes = plan.classes;
-  kernel.kept_boxes = plan.kept_boxes;
-  kernel.kept_classes = plan.kept_classes;
-  kernel.kept_positions = plan.kept_positions;
-  kernel.masks = plan.masks;
   cudaError_t error = cudaMemsetAsync(workspace, 0, plan.zeroed, stream);
   if (error == cudaSuccess) error = launch_select(kernel, plan, filter, stream);
   if (error == cudaSuccess) error = launch_sort(kernel, plan, stream);

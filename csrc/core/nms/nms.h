@@ -86,7 +86,7 @@ struct ClassFilter {
 struct NmsOutput {
   void* detections = nullptr;         // (B, D, 6 + E) float, or double for double
   int64_t* counts = nullptr;          // (B)
-  int64_t* indices = nullptr;         // (B, D) anchor of each detection; may be null
+  int64_t* indices = nullptr;         // (B, D) anchor of each detection
   const void* letterboxes = nullptr;  // (B, 6) of the detections' type: boxes come out in original pixels; may be null
 };
 

@@ -1,29 +1,12 @@
 // What the kernels of non-maximum suppression share: keys, workspace, parameters.
 #pragma once
 
-#include <cuda_runtime.h>
-
+#include "core/common/device.cuh"
 #include "core/common/dtype.cuh"
 #include "core/nms/candidates.h"
 #include "core/nms/nms_plan.h"
 
 namespace torch_fastdet::core {
-
-template <>
-struct Storage<__half> {
-  using arithmetic = float;
-  static TORCH_FASTDET_HOST_DEVICE float load(__half x) { return __half2float(x); }
-  static TORCH_FASTDET_HOST_DEVICE __half store(float x) { return __float2half_rn(x); }
-  static TORCH_FASTDET_HOST_DEVICE float round(float x) { return load(store(x)); }
-};
-
-template <>
-struct Storage<__nv_bfloat16> {
-  using arithmetic = float;
-  static TORCH_FASTDET_HOST_DEVICE float load(__nv_bfloat16 x) { return __bfloat162float(x); }
-  static TORCH_FASTDET_HOST_DEVICE __nv_bfloat16 store(float x) { return __float2bfloat16_rn(x); }
-  static TORCH_FASTDET_HOST_DEVICE float round(float x) { return load(store(x)); }
-};
 
 // (descending confidence, ascending index) as one ascending unsigned key. Confidences are positive and finite.
 template <typename A>
@@ -67,20 +50,18 @@ struct CutState {
 };
 static_assert(sizeof(CutState<unsigned __int128>) <= 32);
 
-struct NmsKernel {
+struct NmsKernel : NmsOffsets {
   CandidateSource source;
   NmsOptions options;
   NmsOutput output;
   char* workspace;
   int64_t capacity, kept;
-  int64_t found, gathered, tickets, cut_states, histogram, promoted, keys, other_keys;  // offsets, see NmsPlan
-  int64_t kept_count, suppressed, overlapped, boxes, classes, masks, kept_boxes, kept_classes, kept_positions;
   int32_t merges;
   bool cuts;
   bool sorts_small;  // the suppressing block sorts an image of kSelfSorted candidates itself
 
   template <typename T>
-  __device__ __forceinline__ T* at(int64_t offset) const {
+  __device__ __forceinline__ T* at(size_t offset) const {
     return reinterpret_cast<T*>(workspace + offset);
   }
   __device__ __forceinline__ bool is_promoted(int64_t image) const {

@@ -7,7 +7,7 @@
 
 namespace torch_fastdet::core {
 
-// `workspace`: plan.bytes, aligned to 256. output.indices must be given. Queues kernels on `stream`; returns at once.
+// `workspace`: plan.bytes, aligned to 256. Queues kernels on `stream`; returns at once.
 cudaError_t launch_nms(const CandidateSource& source, const NmsOptions& options, const ClassFilter& filter,
                        const NmsOutput& output, const NmsPlan& plan, void* workspace, cudaStream_t stream);
 

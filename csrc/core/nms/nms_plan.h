@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/common/host_device.h"
 #include "core/nms/nms.h"
 
 namespace torch_fastdet::core {
@@ -28,7 +29,16 @@ struct CutLevel {
   int32_t parent_shift, shift, width;
 };
 
-struct NmsPlan {
+// Where each piece of the workspace begins, in bytes. [0, zeroed) must be zero before the first kernel.
+struct NmsOffsets {
+  size_t found = 0, gathered = 0, tickets = 0, cut_states = 0, histogram = 0;
+  size_t kept_count = 0, suppressed = 0, overlapped = 0, zeroed = 0;
+  size_t promoted = 0, keys = 0, other_keys = 0, boxes = 0, classes = 0, masks = 0;
+  size_t kept_boxes = 0, kept_classes = 0, kept_positions = 0;
+  size_t bytes = 0;
+};
+
+struct NmsPlan : NmsOffsets {
   int64_t images = 0;
   int64_t possible = 0;     // candidates an image can have
   int64_t capacity = 0;     // keys an image has room for
@@ -41,13 +51,6 @@ struct NmsPlan {
   int64_t kept = 0;         // detections an image can have
   int32_t levels = 0;
   CutLevel level[kMaxCutLevels] = {};
-
-  // Offsets in the workspace; [0, zeroed) must be zero before the first kernel.
-  size_t found = 0, gathered = 0, tickets = 0, cut_states = 0, histogram = 0;
-  size_t kept_count = 0, suppressed = 0, overlapped = 0, zeroed = 0;
-  size_t promoted = 0, keys = 0, other_keys = 0, boxes = 0, classes = 0, masks = 0;
-  size_t kept_boxes = 0, kept_classes = 0, kept_positions = 0;
-  size_t bytes = 0;
 };
 
 // Shared memory of the block that suppresses an image: the kept list, and either the runs it merges (with their merged
@@ -60,54 +63,32 @@ inline int64_t suppress_shared_bytes(bool wide_key, int64_t runs) {
   return kept + std::max(matrix, lists * chunk * key) + 1024;
 }
 
-// shared_limit: bytes of shared memory that a block of this device may have.
-inline NmsPlan plan_nms(const CandidateSource& source, const NmsOptions& options, int64_t shared_limit) {
-  const bool wide_key = source.dtype == DType::kFloat64;
-  const size_t key = wide_key ? 16 : 8, box = wide_key ? 32 : 16;
-  NmsPlan plan;
-  plan.images = source.images;
-  const int64_t rows = source.anchors + source.label_count;
-  plan.possible = options.multi_label ? rows * source.classes : (source.classes ? rows : 0);
-  plan.tile = wide_key ? 2048 : 4096;
-  const int64_t wanted = std::min(options.max_candidates, plan.possible);  // callers say "all" by the greatest integer
-  const int64_t roomy = (wanted / 16 * 17 + plan.tile) / plan.tile * plan.tile;
-  plan.capacity = std::min(plan.possible, std::max(kUncutCandidates, roomy));
-  plan.cuts = plan.possible > plan.capacity;
-  plan.runs = (plan.capacity + plan.tile - 1) / plan.tile;
-  plan.kept = std::min({options.max_detections, options.max_candidates, plan.possible});
-  plan.wide = plan.kept > kSharedDetections;
-  plan.merged_runs = plan.runs;
-  const auto mergeable = [&](int64_t runs) {
-    return runs <= kMergedRuns && suppress_shared_bytes(wide_key, runs) <= shared_limit;
+// The digits by which the cut of an image is searched, highest first: those of the confidence, then of the index.
+inline void plan_cut(NmsPlan& plan, bool wide_key, int64_t pairs) {
+  int32_t index_bits = 1;
+  while ((pairs - 1) >> index_bits) ++index_bits;
+  int32_t top = 32 + (wide_key ? 63 : 31), parent = top;
+  const auto add = [&](int32_t bottom) {
+    while (top > bottom) {
+      const int32_t width = std::min(kHistogramBits, top - bottom);
+      plan.level[plan.levels++] = {parent, top - width, width};
+      top -= width;
+      parent = top;
+    }
   };
-  while (plan.merged_runs > 1 && (plan.wide || !mergeable(plan.merged_runs))) {
-    plan.merged_runs = (plan.merged_runs + 1) / 2;
-    ++plan.merges;
-  }
+  add(32);
+  top = index_bits;  // the bits between are zero in every key
+  add(0);
+}
 
-  if (plan.cuts) {
-    int32_t index_bits = 1;
-    while ((rows * source.classes - 1) >> index_bits) ++index_bits;
-    int32_t top = 32 + (wide_key ? 63 : 31), parent = top;
-    const auto add = [&](int32_t bottom) {
-      while (top > bottom) {
-        const int32_t width = std::min(kHistogramBits, top - bottom);
-        plan.level[plan.levels++] = {parent, top - width, width};
-        top -= width;
-        parent = top;
-      }
-    };
-    add(32);
-    top = index_bits;  // the bits between are zero in every key
-    add(0);
-  }
-
+inline void plan_workspace(NmsPlan& plan, bool wide_key, bool has_labels) {
   size_t at = 0;
   const auto take = [&](size_t bytes) {
     const size_t offset = at;
     at = (at + bytes + 255) / 256 * 256;
     return offset;
   };
+  const size_t key = wide_key ? 16 : 8, box = wide_key ? 32 : 16;
   const size_t images = static_cast<size_t>(plan.images), capacity = static_cast<size_t>(plan.capacity);
   plan.found = take(images * 4);
   plan.gathered = take(images * 4);
@@ -122,7 +103,7 @@ inline NmsPlan plan_nms(const CandidateSource& source, const NmsOptions& options
     plan.overlapped = take(images * kWideChunk / 8);
   }
   plan.zeroed = at;
-  if (source.label_count) plan.promoted = take(images);
+  if (has_labels) plan.promoted = take(images);
   plan.keys = take(images * capacity * key);
   if (plan.merges) plan.other_keys = take(images * capacity * key);
   if (plan.wide) {
@@ -134,6 +115,33 @@ inline NmsPlan plan_nms(const CandidateSource& source, const NmsOptions& options
     plan.masks = take(images * kWideChunk * kWideChunk / 8);
   }
   plan.bytes = at;
+}
+
+// shared_limit: bytes of shared memory that a block of this device may have.
+inline NmsPlan plan_nms(const CandidateSource& source, const NmsOptions& options, int64_t shared_limit) {
+  const bool wide_key = source.dtype == DType::kFloat64;
+  NmsPlan plan;
+  plan.images = source.images;
+  const int64_t rows = source.anchors + source.label_count;
+  plan.possible = options.multi_label ? rows * source.classes : (source.classes ? rows : 0);
+  plan.tile = wide_key ? 2048 : 4096;
+  const int64_t wanted = std::min(options.max_candidates, plan.possible);  // callers say "all" by the greatest integer
+  const int64_t roomy = (wanted / 16 * 17 + plan.tile) / plan.tile * plan.tile;
+  plan.capacity = std::min(plan.possible, std::max(kUncutCandidates, roomy));
+  plan.cuts = plan.possible > plan.capacity;
+  plan.runs = ceil_div(plan.capacity, plan.tile);
+  plan.kept = std::min({options.max_detections, options.max_candidates, plan.possible});
+  plan.wide = plan.kept > kSharedDetections;
+  plan.merged_runs = plan.runs;
+  const auto mergeable = [&](int64_t runs) {
+    return runs <= kMergedRuns && suppress_shared_bytes(wide_key, runs) <= shared_limit;
+  };
+  while (plan.merged_runs > 1 && (plan.wide || !mergeable(plan.merged_runs))) {
+    plan.merged_runs = (plan.merged_runs + 1) / 2;
+    ++plan.merges;
+  }
+  if (plan.cuts) plan_cut(plan, wide_key, rows * source.classes);
+  plan_workspace(plan, wide_key, source.label_count > 0);
   return plan;
 }
 

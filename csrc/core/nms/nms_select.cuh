@@ -1,6 +1,8 @@
-// Selection: which (anchor, class) pairs pass, as keys in each image's buffer. An image whose candidates do not fit is
-// cut first, by a radix search over its keys for the best max_candidates (or a few more, never more than there is room
-// for); every pass of that search reads the source again, so memory stays bounded by the capacity.
+// Selection: which (anchor, class) pairs pass, as keys in each image's buffer.
+// An image whose candidates do not fit is cut first, by a radix search over its
+// keys for the best max_candidates (or a few more, never more than there is
+// room for); every pass of that search reads the source again, so memory stays
+// bounded by the capacity.
 #pragma once
 
 #include "core/nms/nms_device.cuh"
@@ -21,7 +23,6 @@ struct SelectKernel {
 
 constexpr int kSelectThreads = 256;
 constexpr int kSelectWarps = kSelectThreads / 32;
-constexpr unsigned kFullWarp = 0xffffffffu;
 
 template <typename Layout, int kItems>
 struct BlockRows {  // anchors of a block that passed objectness
@@ -33,28 +34,59 @@ struct BlockRows {  // anchors of a block that passed objectness
   int32_t warp_counts[kSelectWarps];
 };
 
-// Hands the candidates among the anchors [first, first + kItems * kSelectThreads), kItems a thread, to `sink`, warp by
-// warp: sink.add(valid, confidence, index) is called by whole warps; sink.full() ends the visit of a warp. Anchors
-// whose objectness is not above `least` are passed over.
-template <typename Layout, int kItems, typename Sink>
-__device__ __forceinline__ void visit_anchors(const SelectKernel& p, int64_t image, int64_t first, bool promoted,
-                                              typename Layout::A least, BlockRows<Layout, kItems>& rows, Sink& sink) {
+// The visit of a block to its anchors [first, first + kItems * kSelectThreads),
+// kItems a thread. It hands candidates to a sink, warp by warp: sink.add(valid,
+// confidence, index) is called by whole warps; sink.full() ends the visit of a
+// warp. Each step is inlined, which keeps the members in registers.
+template <typename Layout, int kItems>
+struct Visit {
   using A = typename Layout::A;
   using ScoresOf = Scores<typename Layout::Stored>;
-  const CandidateSource& source = p.nms.source;
-  const NmsOptions& options = p.nms.options;
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int classes = static_cast<int>(source.classes);
-  const A threshold = confidence_threshold<A>(options, promoted);
-  const A infinity = static_cast<A>(HUGE_VAL);
-  const auto index = [=](int64_t anchor, int c) {
-    return static_cast<uint32_t>(anchor) * static_cast<uint32_t>(classes) + static_cast<uint32_t>(c);
-  };
-  const auto passes = [&](A confidence, int c) {
-    return confidence > threshold && confidence < infinity && is_allowed(p.filter, c);
-  };
 
-  if (source.label_count && first + kItems * kSelectThreads > source.anchors) {
+  const SelectKernel& p;
+  const CandidateSource& source;
+  const NmsOptions& options;
+  BlockRows<Layout, kItems>& rows;
+  const int64_t image, first;
+  const bool promoted;
+  const int lane, warp, classes;
+  const A threshold;
+  const bool any_nan_drops;
+
+  // The thread's anchors, and the lanes of its warp whose anchors passed
+  // objectness.
+  ScoresOf scores[kItems];
+  A objectness[kItems];
+  unsigned lanes[kItems];
+  int count = 0;  // anchors of the block that passed
+  int rank = 0;   // of them, those of the warps before this one
+
+  __device__ __forceinline__ Visit(const SelectKernel& p, int64_t image, int64_t first, bool promoted,
+                                   BlockRows<Layout, kItems>& rows)
+      : p(p),
+        source(p.nms.source),
+        options(p.nms.options),
+        rows(rows),
+        image(image),
+        first(first),
+        promoted(promoted),
+        lane(threadIdx.x & 31),
+        warp(threadIdx.x >> 5),
+        classes(static_cast<int>(source.classes)),
+        threshold(confidence_threshold<A>(options, promoted)),
+        any_nan_drops(!options.multi_label || options.nan_class_drops_anchor) {}
+
+  __device__ __forceinline__ uint32_t index(int64_t anchor, int c) const {
+    return static_cast<uint32_t>(anchor) * static_cast<uint32_t>(classes) + static_cast<uint32_t>(c);
+  }
+
+  __device__ __forceinline__ bool passes(A confidence, int c) const {
+    return confidence > threshold && confidence < static_cast<A>(HUGE_VAL) && is_allowed(p.filter, c);
+  }
+
+  // Labels follow the anchors. Each is a candidate of confidence 1.
+  template <typename Sink>
+  __device__ __forceinline__ void visit_labels(Sink& sink) const {
     for (int item = 0; item < kItems; ++item) {
       const int64_t n = first + item * kSelectThreads + threadIdx.x;
       bool valid = false;
@@ -68,94 +100,97 @@ __device__ __forceinline__ void visit_anchors(const SelectKernel& p, int64_t ima
     }
   }
 
-  ScoresOf scores[kItems];
-  A objectness[kItems];
-  unsigned lanes[kItems];
-  int in_warp = 0;
-#pragma unroll
-  for (int item = 0; item < kItems; ++item) {
-    const int64_t n = first + item * kSelectThreads + threadIdx.x;
-    bool present = false;
-    scores[item] = ScoresOf{};
-    objectness[item] = 0;
-    if (n < source.anchors) {
-      const auto anchor = Layout::anchor(source, image, n);
-      present = Layout::objectness(source, anchor, options, objectness[item]) && objectness[item] > least;
-      scores[item] = Layout::scores(source, anchor);
-    }
-    lanes[item] = __ballot_sync(kFullWarp, present);
-    in_warp += __popc(lanes[item]);
-  }
-  if (lane == 0) rows.warp_counts[warp] = in_warp;
-  __syncthreads();
-  int count = 0, rank = 0;
-#pragma unroll
-  for (int w = 0; w < kSelectWarps; ++w) {
-    rank += w < warp ? rows.warp_counts[w] : 0;
-    count += rows.warp_counts[w];
-  }
-  if (count == 0) return;
-  const bool any_nan_drops = !options.multi_label || options.nan_class_drops_anchor;
-
-  if (p.anchors_adjacent && count >= kItems * (kSelectThreads / 4)) {
-    // Each lane walks the classes of its anchors; a warp reads neighbours together.
-    constexpr int kBatch = 8;
+  // Finds the anchors whose objectness is above `least` and can pass.
+  __device__ __forceinline__ void find_anchors(A least) {
+    int in_warp = 0;
 #pragma unroll
     for (int item = 0; item < kItems; ++item) {
-      if (!lanes[item]) continue;
       const int64_t n = first + item * kSelectThreads + threadIdx.x;
-      const bool present = (lanes[item] >> lane) & 1;
-      bool broken = false;
-      if (options.multi_label && any_nan_drops && present) {
-        for (int c = 0; c < classes; ++c) {
-          const A raw = scores[item].at(c);
-          broken |= raw != raw;
-        }
+      bool present = false;
+      scores[item] = ScoresOf{};
+      objectness[item] = 0;
+      if (n < source.anchors) {
+        const auto anchor = Layout::anchor(source, image, n);
+        present = Layout::objectness(source, anchor, options, objectness[item]) && objectness[item] > least;
+        scores[item] = Layout::scores(source, anchor);
       }
-      A best = -1;
-      int best_class = 0;
-      for (int start = 0; start < classes && !sink.full(); start += kBatch) {
-        A raw[kBatch];
+      lanes[item] = __ballot_sync(kFullWarp, present);
+      in_warp += __popc(lanes[item]);
+    }
+    if (lane == 0) rows.warp_counts[warp] = in_warp;
+    __syncthreads();
 #pragma unroll
-        for (int k = 0; k < kBatch; ++k) raw[k] = present && start + k < classes ? scores[item].at(start + k) : A(0);
+    for (int w = 0; w < kSelectWarps; ++w) {
+      rank += w < warp ? rows.warp_counts[w] : 0;
+      count += rows.warp_counts[w];
+    }
+  }
+
+  // Each lane walks the classes of its anchors; a warp reads neighbours
+  // together.
+  template <typename Sink>
+  __device__ __forceinline__ void visit_own_anchors(Sink& sink) const {
 #pragma unroll
-        for (int k = 0; k < kBatch; ++k) {
-          const int c = start + k;
-          if (c >= classes) break;
-          A score = 0;
-          const bool possible = present && Layout::score(raw[k], options, score);
-          const A confidence = core::confidence<Layout>(source, objectness[item], score, promoted);
-          sink.see(possible, score);
-          if (options.multi_label) {
-            sink.add(possible && !broken && passes(confidence, c), confidence, index(n, c));
-          } else if (possible) {
-            broken |= confidence != confidence;
-            if (confidence > best) {
-              best = confidence;
-              best_class = c;
-            }
+    for (int item = 0; item < kItems; ++item) {
+      if (lanes[item]) visit_own_anchor(item, sink);
+    }
+  }
+
+  template <typename Sink>
+  __device__ __forceinline__ void visit_own_anchor(int item, Sink& sink) const {
+    constexpr int kBatch = 8;
+    const int64_t n = first + item * kSelectThreads + threadIdx.x;
+    const bool present = (lanes[item] >> lane) & 1;
+    bool broken = false;
+    if (options.multi_label && any_nan_drops && present) {
+      for (int c = 0; c < classes; ++c) {
+        const A raw = scores[item].at(c);
+        broken |= raw != raw;
+      }
+    }
+    A best = -1;
+    int best_class = 0;
+    for (int start = 0; start < classes && !sink.full(); start += kBatch) {
+      A raw[kBatch];
+#pragma unroll
+      for (int k = 0; k < kBatch; ++k) raw[k] = present && start + k < classes ? scores[item].at(start + k) : A(0);
+#pragma unroll
+      for (int k = 0; k < kBatch; ++k) {
+        const int c = start + k;
+        if (c >= classes) break;
+        A score = 0;
+        const bool possible = present && Layout::score(raw[k], options, score);
+        const A confidence = core::confidence<Layout>(source, objectness[item], score, promoted);
+        sink.see(possible, score);
+        if (options.multi_label) {
+          sink.add(possible && !broken && passes(confidence, c), confidence, index(n, c));
+        } else if (possible) {
+          broken |= confidence != confidence;
+          if (confidence > best) {
+            best = confidence;
+            best_class = c;
           }
         }
       }
-      if (!options.multi_label) sink.add(present && !broken && passes(best, best_class), best, index(n, best_class));
     }
-    return;
+    if (!options.multi_label) sink.add(present && !broken && passes(best, best_class), best, index(n, best_class));
   }
 
-  // The block's warps share out the rows; a warp reads the classes of kRows of them together.
-  constexpr int kRows = 4, kBatch = 3;
+  // Puts the anchors that passed side by side in shared memory, and marks those
+  // that a NaN class score drops.
+  __device__ __forceinline__ void share_rows() {
 #pragma unroll
-  for (int item = 0; item < kItems; ++item) {
-    if ((lanes[item] >> lane) & 1) {
-      const int at = rank + __popc(lanes[item] & ((1u << lane) - 1));
-      rows.scores[at] = scores[item];
-      rows.objectness[at] = objectness[item];
-      rows.anchor[at] = static_cast<uint16_t>(item * kSelectThreads + threadIdx.x);
+    for (int item = 0; item < kItems; ++item) {
+      if ((lanes[item] >> lane) & 1) {
+        const int at = rank + __popc(lanes[item] & ((1u << lane) - 1));
+        rows.scores[at] = scores[item];
+        rows.objectness[at] = objectness[item];
+        rows.anchor[at] = static_cast<uint16_t>(item * kSelectThreads + threadIdx.x);
+      }
+      rank += __popc(lanes[item]);
     }
-    rank += __popc(lanes[item]);
-  }
-  __syncthreads();
-  if (any_nan_drops && options.multi_label) {
+    __syncthreads();
+    if (!any_nan_drops || !options.multi_label) return;
     for (int row = warp; row < count; row += kSelectWarps) {
       const ScoresOf mine = rows.scores[row];
       bool broken = false;
@@ -168,78 +203,109 @@ __device__ __forceinline__ void visit_anchors(const SelectKernel& p, int64_t ima
     }
     __syncthreads();
   }
-  for (int base = warp * kRows; base < count && !sink.full(); base += kSelectWarps * kRows) {
-    A best[kRows];
-    int best_class[kRows];
-    bool broken[kRows];
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      best[r] = -1;
-      best_class[r] = 0;
-      broken[r] = options.multi_label && any_nan_drops && base + r < count && rows.broken[base + r];
-    }
-    for (int start = 0; start < classes; start += 32 * kBatch) {
-      A raw[kRows][kBatch];
+
+  static constexpr int kRows = 4;  // that a warp reads together
+
+  // The block's warps share out the rows. Local copies, because with members as bounds of its loops the compiler puts
+  // the arrays in local memory.
+  template <typename Sink>
+  __device__ __forceinline__ void visit_shared_rows(Sink& sink) const {
+    const int count = this->count, classes = this->classes, lane = this->lane, warp = this->warp;
+    const bool multi_label = options.multi_label;
+    for (int base = warp * kRows; base < count && !sink.full(); base += kSelectWarps * kRows) {
+      // The best that a lane has found of each row, where an anchor has one
+      // class only.
+      A best[kRows];
+      int best_class[kRows];
+      bool broken[kRows];
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        const ScoresOf mine = base + r < count ? rows.scores[base + r] : ScoresOf{};
-#pragma unroll
-        for (int k = 0; k < kBatch; ++k) {
-          const int c = start + 32 * k + lane;
-          raw[r][k] = base + r < count && c < classes ? mine.at(c) : A(0);
-        }
+        best[r] = -1;
+        best_class[r] = 0;
+        broken[r] = multi_label && any_nan_drops && base + r < count && rows.broken[base + r];
       }
+      constexpr int kBatch = 3;
+      for (int start = 0; start < classes; start += 32 * kBatch) {
+        A raw[kRows][kBatch];
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        if (base + r >= count) break;
-        const A row_objectness = rows.objectness[base + r];
-        const uint32_t row_index = index(first + rows.anchor[base + r], 0);
+        for (int r = 0; r < kRows; ++r) {
+          const ScoresOf mine = base + r < count ? rows.scores[base + r] : ScoresOf{};
 #pragma unroll
-        for (int k = 0; k < kBatch; ++k) {
-          if (start + 32 * k >= classes) break;
-          const int c = start + 32 * k + lane;
-          A score = 0;
-          const bool possible = c < classes && Layout::score(raw[r][k], options, score);
-          const A confidence = core::confidence<Layout>(source, row_objectness, score, promoted);
-          sink.see(possible, score);
-          if (options.multi_label) {
-            sink.add(possible && !broken[r] && passes(confidence, c), confidence, row_index + c);
-          } else if (possible) {
-            broken[r] |= confidence != confidence;
-            if (confidence > best[r]) {
-              best[r] = confidence;
-              best_class[r] = c;
+          for (int k = 0; k < kBatch; ++k) {
+            const int c = start + 32 * k + lane;
+            raw[r][k] = base + r < count && c < classes ? mine.at(c) : A(0);
+          }
+        }
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          if (base + r >= count) break;
+          const A row_objectness = rows.objectness[base + r];
+          const uint32_t row_index = index(first + rows.anchor[base + r], 0);
+#pragma unroll
+          for (int k = 0; k < kBatch; ++k) {
+            if (start + 32 * k >= classes) break;
+            const int c = start + 32 * k + lane;
+            A score = 0;
+            const bool possible = c < classes && Layout::score(raw[r][k], options, score);
+            const A confidence = core::confidence<Layout>(source, row_objectness, score, promoted);
+            sink.see(possible, score);
+            if (multi_label) {
+              sink.add(possible && !broken[r] && passes(confidence, c), confidence, row_index + c);
+            } else if (possible) {
+              broken[r] |= confidence != confidence;
+              if (confidence > best[r]) {
+                best[r] = confidence;
+                best_class[r] = c;
+              }
             }
           }
         }
       }
-    }
-    if (options.multi_label) continue;
-    // Lane r takes row r's best of all lanes: highest confidence, lowest class.
-    A mine = -1;
-    int my_class = 0;
-    bool valid = false;
+      if (multi_label) continue;
+      // Lane r takes row r's best of all lanes: highest confidence, lowest
+      // class.
+      A mine = -1;
+      int my_class = 0;
+      bool valid = false;
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
+      for (int r = 0; r < kRows; ++r) {
 #pragma unroll
-      for (int step = 16; step; step >>= 1) {
-        const A other = __shfl_xor_sync(kFullWarp, best[r], step);
-        const int other_class = __shfl_xor_sync(kFullWarp, best_class[r], step);
-        if (other > best[r] || (other == best[r] && other_class < best_class[r])) {
-          best[r] = other;
-          best_class[r] = other_class;
+        for (int step = 16; step; step >>= 1) {
+          const A other = __shfl_xor_sync(kFullWarp, best[r], step);
+          const int other_class = __shfl_xor_sync(kFullWarp, best_class[r], step);
+          if (other > best[r] || (other == best[r] && other_class < best_class[r])) {
+            best[r] = other;
+            best_class[r] = other_class;
+          }
+        }
+        broken[r] = __any_sync(kFullWarp, broken[r]);
+        if (lane == r) {
+          mine = best[r];
+          my_class = best_class[r];
+          valid = base + r < count && !broken[r];
         }
       }
-      broken[r] = __any_sync(kFullWarp, broken[r]);
-      if (lane == r) {
-        mine = best[r];
-        my_class = best_class[r];
-        valid = base + r < count && !broken[r];
-      }
+      const int64_t my_anchor = first + (valid ? rows.anchor[base + lane] : 0);
+      sink.add(valid && passes(mine, my_class), mine, index(my_anchor, my_class));
     }
-    const int64_t my_anchor = first + (valid ? rows.anchor[base + lane] : 0);
-    sink.add(valid && passes(mine, my_class), mine, index(my_anchor, my_class));
   }
+};
+
+// Hands the candidates among a block's anchors to `sink`. Anchors whose
+// objectness is not above `least` are passed over.
+template <typename Layout, int kItems, typename Sink>
+__device__ __forceinline__ void visit_anchors(const SelectKernel& p, int64_t image, int64_t first, bool promoted,
+                                              typename Layout::A least, BlockRows<Layout, kItems>& rows, Sink& sink) {
+  Visit<Layout, kItems> visit(p, image, first, promoted, rows);
+  if (p.nms.source.label_count && first + kItems * kSelectThreads > p.nms.source.anchors) visit.visit_labels(sink);
+  visit.find_anchors(least);
+  if (visit.count == 0) return;
+  if (p.anchors_adjacent && visit.count >= kItems * (kSelectThreads / 4)) {
+    visit.visit_own_anchors(sink);
+    return;
+  }
+  visit.share_rows();
+  visit.visit_shared_rows(sink);
 }
 
 // Collects a warp's keys and writes them 32 at a time.
@@ -270,7 +336,8 @@ class WarpAppender {
     }
   }
   __device__ __forceinline__ void see(bool, A) {}
-  // Whether more has been found than there is room for: the image will be cut and gathered anew.
+  // Whether more has been found than there is room for: the image will be cut
+  // and gathered anew.
   __device__ __forceinline__ bool full() const { return full_; }
   __device__ __forceinline__ void flush() {
     if (size_) write(size_);
@@ -318,7 +385,8 @@ struct DigitCounter {
   __device__ __forceinline__ bool full() const { return false; }
 };
 
-// The last block of an image to finish a histogram finds the digit of the cut in it, and clears it for the next level.
+// The last block of an image to finish a histogram finds the digit of the cut
+// in it, and clears it for the next level.
 template <typename A>
 __device__ void decide_level(const SelectKernel& p, int64_t image) {
   using Key = key_of<A>;
@@ -360,6 +428,42 @@ __device__ void decide_level(const SelectKernel& p, int64_t image) {
   }
 }
 
+// The confidence that an anchor of this image must pass for its keys to matter
+// to the cut. A confidence is no more than its objectness, if no class score is
+// above 1: whole anchors are then known to lie past the cut (or past what is
+// left of the levels).
+template <typename A>
+__device__ __forceinline__ A least_objectness(const SelectKernel& p, const CutState<key_of<A>>& state) {
+  using Key = key_of<A>;
+  if (!p.nms.source.has_objectness || state.above_one || !state.shift) return -1;
+  const int low = state.shift;  // keys up to the last of the prefix
+  const Key last = (state.prefix << low) | ((Key(1) << low) - 1);
+  const A lowest = Keys<A>::confidence(last);
+  return lowest > A(1e-30) ? lowest - lowest * A(1e-6) : A(-1);
+}
+
+// Adds a block's histogram, in shared memory, to its image's; the last block
+// decides the level.
+template <typename A>
+__device__ __forceinline__ void finish_histogram(const SelectKernel& p, int64_t image, const uint32_t* histogram) {
+  uint32_t* global = p.nms.at<uint32_t>(p.nms.histogram) + image * kHistogramBins;
+  for (int i = threadIdx.x; i < kHistogramBins; i += kSelectThreads) {
+    if (histogram[i]) atomicAdd(global + i, histogram[i]);
+  }
+  __shared__ bool last;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    uint32_t* ticket = p.nms.at<uint32_t>(p.nms.tickets) + p.level_index * p.nms.source.images + image;
+    last = atomicAdd(ticket, 1u) == p.blocks_per_image - 1;
+  }
+  __syncthreads();
+  if (last) {
+    __threadfence();
+    decide_level<A>(p, image);
+  }
+}
+
 template <typename Layout, int kItems>
 __global__ void __launch_bounds__(kSelectThreads, sizeof(typename Layout::A) == 8 ? 2
                                                   : kItems == 1                   ? 4
@@ -380,7 +484,8 @@ __global__ void __launch_bounds__(kSelectThreads, sizeof(typename Layout::A) == 
   Key* staged = reinterpret_cast<Key*>(shared) + warp * 64;
 
   if (p.mode == SelectMode::kAppend) {
-    // One reader: other blocks add to the count meanwhile, and the whole block must take one way.
+    // One reader: other blocks add to the count meanwhile, and the whole block
+    // must take one way.
     if (p.nms.cuts) {
       __shared__ bool overflowed;
       if (threadIdx.x == 0) overflowed = __ldcg(found) > p.nms.capacity;
@@ -395,15 +500,7 @@ __global__ void __launch_bounds__(kSelectThreads, sizeof(typename Layout::A) == 
 
   if (__ldcg(found) <= p.nms.capacity) return;
   const CutState<Key> state = p.nms.at<CutState<Key>>(p.nms.cut_states)[image];
-  // A confidence is no more than its objectness, if no class score is above 1: whole anchors are then known to lie past
-  // the cut (or past what is left of the levels).
-  A least = -1;
-  if (p.nms.source.has_objectness && !state.above_one && state.shift) {
-    const int low = state.shift;  // keys up to the last of the prefix
-    const Key last = (state.prefix << low) | ((Key(1) << low) - 1);
-    const A lowest = Keys<A>::confidence(last);
-    if (lowest > A(1e-30)) least = lowest - lowest * A(1e-6);
-  }
+  const A least = least_objectness<A>(p, state);
   if (p.mode == SelectMode::kGather) {
     WarpAppender<A> appender(staged, keys, p.nms.at<uint32_t>(p.nms.gathered) + image, p.nms.capacity, true,
                              state.shift, state.prefix);
@@ -422,28 +519,13 @@ __global__ void __launch_bounds__(kSelectThreads, sizeof(typename Layout::A) == 
   if (__syncthreads_or(counter.above_one) && threadIdx.x == 0) {
     atomicOr(&p.nms.at<CutState<Key>>(p.nms.cut_states)[image].above_one, 1u);
   }
-  uint32_t* global = p.nms.at<uint32_t>(p.nms.histogram) + image * kHistogramBins;
-  for (int i = threadIdx.x; i < kHistogramBins; i += kSelectThreads) {
-    if (histogram[i]) atomicAdd(global + i, histogram[i]);
-  }
-  __shared__ bool last;
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    uint32_t* ticket = p.nms.at<uint32_t>(p.nms.tickets) + p.level_index * p.nms.source.images + image;
-    last = atomicAdd(ticket, 1u) == p.blocks_per_image - 1;
-  }
-  __syncthreads();
-  if (last) {
-    __threadfence();
-    decide_level<A>(p, image);
-  }
+  finish_histogram<A>(p, image, histogram);
 }
 
 template <typename Layout, int kItems>
 cudaError_t launch_select_items(SelectKernel& p, const NmsPlan& plan, cudaStream_t stream) {
   const int64_t rows = p.nms.source.anchors + p.nms.source.label_count;
-  p.blocks_per_image = (rows + kSelectThreads * kItems - 1) / (kSelectThreads * kItems);
+  p.blocks_per_image = ceil_div(rows, kSelectThreads * kItems);
   const unsigned blocks = static_cast<unsigned>(p.blocks_per_image * plan.images);
   const auto launch = [&] { select_kernel<Layout, kItems><<<blocks, kSelectThreads, 0, stream>>>(p); };
   p.mode = SelectMode::kAppend;
@@ -462,8 +544,9 @@ cudaError_t launch_select_items(SelectKernel& p, const NmsPlan& plan, cudaStream
 
 template <typename Layout>
 cudaError_t launch_select_layout(SelectKernel& p, const NmsPlan& plan, cudaStream_t stream) {
-  // Many anchors of which objectness will leave few: a thread waits for four of them together. Where lanes walk the
-  // classes of their own anchors, more blocks do better.
+  // Many anchors of which objectness will leave few: a thread waits for four of
+  // them together. Where lanes walk the classes of their own anchors, more
+  // blocks do better.
   if constexpr (Layout::kMayHaveObjectness) {
     const int64_t rows = p.nms.source.anchors + p.nms.source.label_count;
     const bool few = p.nms.source.has_objectness && (!p.anchors_adjacent || p.nms.options.confidence >= 0.05);

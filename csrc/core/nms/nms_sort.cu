@@ -88,7 +88,7 @@ cudaError_t launch(const NmsKernel& kernel, const NmsPlan& plan, cudaStream_t st
   Key* to = reinterpret_cast<Key*>(kernel.workspace + plan.other_keys);
   int64_t length = plan.tile;
   for (int64_t pass = 0; pass < plan.merges; ++pass, length *= 2) {
-    const int64_t blocks = (plan.capacity + 1023) / 1024;
+    const int64_t blocks = ceil_div(plan.capacity, 1024);
     merge_kernel<Key><<<dim3(static_cast<unsigned>(blocks), tiles.y), 256, 0, stream>>>(kernel, from, to, length);
     Key* swap = from;
     from = to;

@@ -9,7 +9,6 @@ namespace torch_fastdet::core {
 namespace {
 
 constexpr int kThreads = 1024, kWarps = kThreads / 32;
-constexpr unsigned kFullWarp = 0xffffffffu;
 static_assert(kSelfSorted == kThreads);
 
 // Merges the first `want` keys of two sorted lists of which `a_count` and `b_count` keys are known.
@@ -83,148 +82,192 @@ __device__ __forceinline__ Key sort_block(Key key, Key* shared) {
   return key;
 }
 
+// A candidate, as its thread holds it.
 template <typename A>
-__global__ void __launch_bounds__(kThreads) suppress_kernel(const __grid_constant__ NmsKernel p) {
-  using Key = key_of<A>;
-  constexpr int kChunk = Keys<A>::kChunk, kWords = kChunk / 32;
-  constexpr int kShares = kThreads / kChunk;  // threads that test one candidate against the kept list
-  constexpr int kBatch = 8;
-  extern __shared__ __align__(16) unsigned char dynamic[];
-  auto& s = *reinterpret_cast<Kept<A>*>(dynamic);
-  auto& chunk = *reinterpret_cast<Chunk<A>*>(dynamic + (sizeof(Kept<A>) + 15) / 16 * 16);
-  Key* windows = reinterpret_cast<Key*>(&chunk);  // [runs][kChunk]
-  const int64_t image = blockIdx.x;
-  const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
-  const NmsOptions& options = p.options;
-  const uint32_t classes = static_cast<uint32_t>(p.source.classes);
-  const int64_t buffered = p.buffered(image);
-  int64_t left = p.candidates(image);
-  const bool promoted = p.is_promoted(image);
-  Key* keys = p.at<Key>(p.merges & 1 ? p.other_keys : p.keys) + image * p.capacity;
-  const int64_t length = static_cast<int64_t>(Keys<A>::kTile) << p.merges;
-  const int runs = static_cast<int>((buffered + length - 1) / length);
-  const A threshold = A(options.iou);
-  const A offset = options.class_rule == ClassRule::kOffset ? A(options.max_wh) : A(0);
-  const bool same_class = options.class_rule == ClassRule::kExact;
-  const int limit = static_cast<int>(p.kept);
-  const CornerBox<A> nothing = proper_or_void(CornerBox<A>{});
+struct Candidate {
+  CornerBox<A> box{}, placed;  // as it comes out; where it is compared
+  A confidence = 0;
+  int32_t box_class = 0;
+  uint32_t anchor = 0;
+  bool alive = false;
+};
 
-  if (thread < kMergedRuns) s.cursor[thread] = 0;
-  // Tests read the list in batches, past its end.
-  for (int i = thread; i < kSharedDetections; i += kThreads) s.box[i] = nothing;
-  if (p.sorts_small && buffered <= kSelfSorted && buffered > 0) {
-    const Key sorted = sort_block(thread < buffered ? keys[thread] : ~Key(0), windows);
-    if (thread < buffered) keys[thread] = sorted;
+// One block and its image. Each function is a step that the whole block takes; all are inlined, which keeps the members
+// in registers.
+template <typename A>
+struct Suppression {
+  using Key = key_of<A>;
+  static constexpr int kChunk = Keys<A>::kChunk, kWords = kChunk / 32;
+  static constexpr int kShares = kThreads / kChunk;  // threads that test one candidate against the kept list
+  static constexpr int kBatch = 8;
+
+  const NmsKernel& p;
+  Kept<A>& s;
+  Chunk<A>& chunk;
+  Key* const windows;  // [runs][kChunk], where the chunk lies later
+  const int64_t image;
+  const int thread, lane, warp;
+  const uint32_t classes;
+  const int64_t buffered;
+  const bool promoted;
+  Key* const keys;
+  const int64_t length;  // of a sorted run
+  const int runs;
+  const A threshold, offset;
+  const bool same_class;
+  const CornerBox<A> nothing;
+
+  __device__ __forceinline__ Suppression(const NmsKernel& p, Kept<A>& s, Chunk<A>& chunk, int64_t image)
+      : p(p),
+        s(s),
+        chunk(chunk),
+        windows(reinterpret_cast<Key*>(&chunk)),
+        image(image),
+        thread(threadIdx.x),
+        lane(thread & 31),
+        warp(thread >> 5),
+        classes(static_cast<uint32_t>(p.source.classes)),
+        buffered(p.buffered(image)),
+        promoted(p.is_promoted(image)),
+        keys(p.at<Key>(p.merges & 1 ? p.other_keys : p.keys) + image * p.capacity),
+        length(static_cast<int64_t>(Keys<A>::kTile) << p.merges),
+        runs(static_cast<int>(ceil_div(buffered, length))),
+        threshold(A(p.options.iou)),
+        offset(p.options.class_rule == ClassRule::kOffset ? A(p.options.max_wh) : A(0)),
+        same_class(p.options.class_rule == ClassRule::kExact),
+        nothing(proper_or_void(CornerBox<A>{})) {}
+
+  __device__ __forceinline__ void start() const {
+    if (thread < kMergedRuns) s.cursor[thread] = 0;
+    // Tests read the list in batches, past its end.
+    for (int i = thread; i < kSharedDetections; i += kThreads) s.box[i] = nothing;
+    if (p.sorts_small && buffered <= kSelfSorted && buffered > 0) {
+      const Key sorted = sort_block(thread < buffered ? keys[thread] : ~Key(0), windows);
+      if (thread < buffered) keys[thread] = sorted;
+    }
   }
-  int kept = 0;
-  while (left > 0 && kept < limit) {
-    __syncthreads();
-    // The next keys in order.
-    const int count = left < kChunk ? static_cast<int>(left) : kChunk;
+
+  // The next `count` keys in order, one a thread.
+  __device__ __forceinline__ Key next_keys(int count) const {
     Key key = ~Key(0);
     if (runs == 1) {
       if (thread < count) key = keys[s.cursor[0] + thread];
       __syncthreads();
       if (thread == 0) s.cursor[0] += count;
-    } else {
-      for (int i = thread; i < runs * kChunk; i += kThreads) {
-        const int run = i / kChunk, at = i - run * kChunk;
-        const int64_t start = run * length;
-        const int64_t size = buffered - start < length ? buffered - start : length;
-        const int64_t position = s.cursor[run] + at;
-        windows[i] = position < size ? keys[start + position] : ~Key(0);
-      }
-      Key* level = windows;
-      Key* other = windows + runs * kChunk;
-      for (int lists = runs; lists > 1; lists = (lists + 1) / 2) {
-        __syncthreads();
-        const int merged = (lists + 1) / 2;
-        for (int i = thread; i < merged * kChunk; i += kThreads) {
-          const int pair = i / kChunk, at = i - pair * kChunk;
-          const Key* a = level + 2 * pair * kChunk;
-          other[i] = 2 * pair + 1 < lists ? merged_at(a, kChunk, a + kChunk, kChunk, at) : a[at];
-        }
-        // The windows stay: the cursors are moved by what was taken of them.
-        Key* free = level == windows ? other + merged * kChunk : level;
-        level = other;
-        other = free;
-      }
-      __syncthreads();
-      if (thread < count) key = level[thread];
-      const Key last = level[count - 1];
-      for (int run = warp; run < runs; run += kWarps) {
-        // Keys of this window up to `last`, which are its first ones.
-        int taken = 0;
-        for (int at = lane; at < kChunk; at += 32) {
-          taken += __popc(__ballot_sync(kFullWarp, windows[run * kChunk + at] <= last));
-        }
-        if (lane == 0) s.cursor[run] += taken;
-      }
-      __syncthreads();
+      return key;
     }
-    left -= count;
+    for (int i = thread; i < runs * kChunk; i += kThreads) {
+      const int run = i / kChunk, at = i - run * kChunk;
+      const int64_t start = run * length;
+      const int64_t size = buffered - start < length ? buffered - start : length;
+      const int64_t position = s.cursor[run] + at;
+      windows[i] = position < size ? keys[start + position] : ~Key(0);
+    }
+    const Key* merged = merge_windows();
+    __syncthreads();
+    if (thread < count) key = merged[thread];
+    advance_cursors(merged[count - 1]);
+    __syncthreads();
+    return key;
+  }
 
-    // Its boxes, where they are compared.
-    CornerBox<A> box{}, placed = nothing;
-    A confidence = 0;
-    int32_t box_class = 0;
-    uint32_t n = 0;
-    bool alive = false;
+  // Merges the windows pair by pair; returns the first kChunk keys of all.
+  __device__ __forceinline__ const Key* merge_windows() const {
+    Key* level = windows;
+    Key* other = windows + runs * kChunk;
+    for (int lists = runs; lists > 1; lists = (lists + 1) / 2) {
+      __syncthreads();
+      const int merged = (lists + 1) / 2;
+      for (int i = thread; i < merged * kChunk; i += kThreads) {
+        const int pair = i / kChunk, at = i - pair * kChunk;
+        const Key* a = level + 2 * pair * kChunk;
+        other[i] = 2 * pair + 1 < lists ? merged_at(a, kChunk, a + kChunk, kChunk, at) : a[at];
+      }
+      // The windows stay: the cursors are moved by what was taken of them.
+      Key* free = level == windows ? other + merged * kChunk : level;
+      level = other;
+      other = free;
+    }
+    return level;
+  }
+
+  // Moves the cursor of each run past its keys up to `last`, which are the first ones of its window.
+  __device__ __forceinline__ void advance_cursors(Key last) const {
+    for (int run = warp; run < runs; run += kWarps) {
+      int taken = 0;
+      for (int at = lane; at < kChunk; at += 32) {
+        taken += __popc(__ballot_sync(kFullWarp, windows[run * kChunk + at] <= last));
+      }
+      if (lane == 0) s.cursor[run] += taken;
+    }
+  }
+
+  // The chunk's boxes, where they are compared.
+  __device__ __forceinline__ Candidate<A> place(Key key, int count) const {
+    Candidate<A> mine;
+    mine.placed = nothing;
     if (thread < count) {
       const uint32_t index = static_cast<uint32_t>(key);
-      n = index / classes;
-      box_class = static_cast<int32_t>(index - n * classes);
-      confidence = Keys<A>::confidence(key);
-      with_layout<A>(p.source,
-                     [&](auto layout) { box = candidate_corners<decltype(layout)>(p.source, image, n, promoted); });
-      alive = is_finite(box);
-      placed = proper_or_void(moved(box, mul_rn(A(box_class), offset)));
+      mine.anchor = index / classes;
+      mine.box_class = static_cast<int32_t>(index - mine.anchor * classes);
+      mine.confidence = Keys<A>::confidence(key);
+      with_layout<A>(p.source, [&](auto layout) {
+        mine.box = candidate_corners<decltype(layout)>(p.source, image, mine.anchor, promoted);
+      });
+      mine.alive = is_finite(mine.box);
+      mine.placed = proper_or_void(moved(mine.box, mul_rn(A(mine.box_class), offset)));
     }
     if (thread < kChunk) {
-      chunk.box[thread] = placed;
-      chunk.box_class[thread] = box_class;
-      const unsigned lanes = __ballot_sync(kFullWarp, alive);
+      chunk.box[thread] = mine.placed;
+      chunk.box_class[thread] = mine.box_class;
+      const unsigned lanes = __ballot_sync(kFullWarp, mine.alive);
       if (lane == 0) s.alive[warp] = lanes;
     }
     __syncthreads();
+    return mine;
+  }
 
-    // Whether anything kept suppresses them; the list is shared out among kShares threads a candidate.
-    if (kept > 0) {
-      const int mine = thread % kChunk, share = thread / kChunk;
-      const CornerBox<A> my_box = chunk.box[mine];
-      const int32_t my_class = chunk.box_class[mine];
-      const bool can_meet = my_box.x1 < my_box.x2;  // a void box meets none
-      bool open = can_meet;
-      for (int first = share * kBatch; first < kept; first += kShares * kBatch) {
-        if (!__any_sync(kFullWarp, open)) break;
-        if (open) {
-          open = !suppressors<A, kBatch>(s.box + first, s.box_class + first, my_box, my_class, same_class, threshold);
-        }
+  // Whether anything kept suppresses them; the list is shared out among kShares threads a candidate.
+  __device__ __forceinline__ void test_against_kept(int kept) const {
+    const int mine = thread % kChunk, share = thread / kChunk;
+    const CornerBox<A> my_box = chunk.box[mine];
+    const int32_t my_class = chunk.box_class[mine];
+    const bool can_meet = my_box.x1 < my_box.x2;  // a void box meets none
+    bool open = can_meet;
+    for (int first = share * kBatch; first < kept; first += kShares * kBatch) {
+      if (!__any_sync(kFullWarp, open)) break;
+      if (open) {
+        open = !suppressors<A, kBatch>(s.box + first, s.box_class + first, my_box, my_class, same_class, threshold);
       }
-      const unsigned lanes = __ballot_sync(kFullWarp, open || !can_meet);
-      if (lane == 0) atomicAnd(&s.alive[mine / 32], lanes);
-      __syncthreads();
     }
+    const unsigned lanes = __ballot_sync(kFullWarp, open || !can_meet);
+    if (lane == 0) atomicAnd(&s.alive[mine / 32], lanes);
+    __syncthreads();
+  }
 
-    // Survivors side by side, in order.
-    int me = 0, survivors = 0;
-    if (thread < kChunk) alive = (s.alive[warp] >> lane) & 1;
+  // Survivors side by side, in order: `me` is this thread's place. Returns their number.
+  __device__ __forceinline__ int gather_survivors(Candidate<A>& mine, int& me) const {
+    int survivors = 0;
+    me = 0;
+    if (thread < kChunk) mine.alive = (s.alive[warp] >> lane) & 1;
     for (int word = 0; word < kWords; ++word) {
       const uint32_t lanes = s.alive[word];
       me += word < warp ? __popc(lanes) : word == warp ? __popc(lanes & ((1u << lane) - 1)) : 0;
       survivors += __popc(lanes);
     }
     if (thread < kChunk) {
-      if (alive) {
-        chunk.box[me] = placed;
-        chunk.box_class[me] = box_class;
+      if (mine.alive) {
+        chunk.box[me] = mine.placed;
+        chunk.box_class[me] = mine.box_class;
       }
       if (thread >= survivors) chunk.box[thread] = nothing;
     }
     __syncthreads();
+    return survivors;
+  }
 
-    // Which earlier survivors would suppress each: tasks of 32 x 32 pairs below the diagonal.
-    const int words = (survivors + 31) / 32;
+  // Which earlier survivors would suppress each: tasks of 32 x 32 pairs below the diagonal.
+  __device__ __forceinline__ void test_survivors(int words) const {
     const int tasks = words * (words + 1) / 2;
     for (int task = warp; task < tasks; task += kWarps) {
       int block = static_cast<int>((sqrtf(8.f * task + 1.f) - 1.f) * 0.5f);
@@ -238,56 +281,83 @@ __global__ void __launch_bounds__(kThreads) suppress_kernel(const __grid_constan
       chunk.earlier[word][i] = bits;
     }
     __syncthreads();
+  }
 
-    // Greedy over the bit matrix, 32 survivors at a time, by one warp. Lane i holds what is kept of survivors [32 i, 32
-    // i + 32).
-    if (warp == 0) {
-      static_assert(kWords <= 32);
-      int total = kept, my_before = 0;
-      uint32_t my_keeps = 0;
-      for (int block = 0; block < words; ++block) {
-        const int i = block * 32 + lane;
-        uint32_t hit = 0;
+  // Greedy over the bit matrix, 32 survivors at a time, by one warp. Lane i holds what is kept of survivors [32 i, 32 i
+  // + 32).
+  __device__ __forceinline__ void decide(int kept, int survivors, int words) const {
+    static_assert(kWords <= 32);
+    int total = kept, my_before = 0;
+    uint32_t my_keeps = 0;
+    for (int block = 0; block < words; ++block) {
+      const int i = block * 32 + lane;
+      uint32_t hit = 0;
 #pragma unroll 4
-        for (int word = 0; word < block; ++word) {
-          hit |= chunk.earlier[word][i] & __shfl_sync(kFullWarp, my_keeps, word);
-        }
-        const bool open = i < survivors && !hit;
-        const uint32_t mine = open ? chunk.earlier[block][i] : 0;
-        uint32_t undecided = __ballot_sync(kFullWarp, open), keeps = 0;
-        while (undecided) {
-          const bool waits = (undecided >> lane) & 1;
-          const uint32_t found = __ballot_sync(kFullWarp, waits && !(mine & undecided));
-          keeps |= found;
-          undecided &= ~found;
-          undecided &= ~__ballot_sync(kFullWarp, (mine & keeps) != 0);
-        }
-        if (lane == block) {
-          my_keeps = keeps;
-          my_before = total;
-        }
-        total += __popc(keeps);
+      for (int word = 0; word < block; ++word) {
+        hit |= chunk.earlier[word][i] & __shfl_sync(kFullWarp, my_keeps, word);
       }
-      if (lane < words) {
-        s.keeps[lane] = my_keeps;
-        s.before[lane] = my_before;
+      const bool open = i < survivors && !hit;
+      const uint32_t mine = open ? chunk.earlier[block][i] : 0;
+      uint32_t undecided = __ballot_sync(kFullWarp, open), keeps = 0;
+      while (undecided) {
+        const bool waits = (undecided >> lane) & 1;
+        const uint32_t found = __ballot_sync(kFullWarp, waits && !(mine & undecided));
+        keeps |= found;
+        undecided &= ~found;
+        undecided &= ~__ballot_sync(kFullWarp, (mine & keeps) != 0);
       }
-      if (lane == 0) s.total = total;
+      if (lane == block) {
+        my_keeps = keeps;
+        my_before = total;
+      }
+      total += __popc(keeps);
     }
-    __syncthreads();
+    if (lane < words) {
+      s.keeps[lane] = my_keeps;
+      s.before[lane] = my_before;
+    }
+    if (lane == 0) s.total = total;
+  }
 
-    if (thread < kChunk && alive && ((s.keeps[me / 32] >> (me & 31)) & 1)) {
-      const int rank = s.before[me / 32] + __popc(s.keeps[me / 32] & ((1u << (me & 31)) - 1));
-      if (rank < limit) {
-        s.box[rank] = placed;
-        s.box_class[rank] = box_class;
-        write_row<A>(p, image, rank, n, box, confidence, box_class);
-      }
-    }
-    kept = s.total < limit ? s.total : limit;
+  // Appends what is kept to the list and writes its row.
+  __device__ __forceinline__ void keep(const Candidate<A>& mine, int me, int limit) const {
+    if (thread >= kChunk || !mine.alive || !((s.keeps[me / 32] >> (me & 31)) & 1)) return;
+    const int rank = s.before[me / 32] + __popc(s.keeps[me / 32] & ((1u << (me & 31)) - 1));
+    if (rank >= limit) return;
+    s.box[rank] = mine.placed;
+    s.box_class[rank] = mine.box_class;
+    write_row<A>(p, image, rank, mine.anchor, mine.box, mine.confidence, mine.box_class);
+  }
+};
+
+template <typename A>
+__global__ void __launch_bounds__(kThreads) suppress_kernel(const __grid_constant__ NmsKernel p) {
+  extern __shared__ __align__(16) unsigned char dynamic[];
+  auto& list = *reinterpret_cast<Kept<A>*>(dynamic);
+  auto& chunk = *reinterpret_cast<Chunk<A>*>(dynamic + (sizeof(Kept<A>) + 15) / 16 * 16);
+  const Suppression<A> step(p, list, chunk, blockIdx.x);
+  const int limit = static_cast<int>(p.kept);
+  int64_t left = p.candidates(step.image);
+  step.start();
+  int kept = 0;
+  while (left > 0 && kept < limit) {
+    __syncthreads();
+    const int count = left < step.kChunk ? static_cast<int>(left) : step.kChunk;
+    const auto key = step.next_keys(count);
+    left -= count;
+    Candidate<A> mine = step.place(key, count);
+    if (kept > 0) step.test_against_kept(kept);
+    int me;
+    const int survivors = step.gather_survivors(mine, me);
+    const int words = (survivors + 31) / 32;
+    step.test_survivors(words);
+    if (step.warp == 0) step.decide(kept, survivors, words);
+    __syncthreads();
+    step.keep(mine, me, limit);
+    kept = list.total < limit ? list.total : limit;
   }
   __syncthreads();
-  write_rest<A>(p, image, kept, promoted);
+  write_rest<A>(p, step.image, kept, step.promoted);
 }
 
 template <typename A>

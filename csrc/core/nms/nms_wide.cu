@@ -11,7 +11,6 @@ namespace {
 constexpr int kThreads = 256, kDecideThreads = 1024;
 constexpr int kChunk = static_cast<int>(kWideChunk), kWords = kChunk / 32, kGroups = kChunk / kThreads;
 constexpr int kSegment = 512;
-constexpr unsigned kFullWarp = 0xffffffffu;
 
 template <typename A>
 __device__ __forceinline__ const key_of<A>* sorted_keys(const NmsKernel& p, int64_t image) {
@@ -61,7 +60,7 @@ __global__ void __launch_bounds__(kThreads) test_kernel(const __grid_constant__ 
   const bool inside = i < count;
   const CornerBox<A> mine = inside ? boxes[i] : nothing;
   const int32_t my_class = inside ? classes[i] : -1;
-  const int kept_segments = static_cast<int>((kept + kSegment - 1) / kSegment);
+  const int kept_segments = static_cast<int>(ceil_div(kept, kSegment));
   const int own_segments = (group * kThreads + kThreads + kSegment - 1) / kSegment;
   bool suppressed = false, overlapped = false;
   for (int segment = blockIdx.x / kGroups; segment < kept_segments + own_segments; segment += gridDim.x / kGroups) {
@@ -218,16 +217,15 @@ template <typename A>
 cudaError_t launch(const NmsKernel& kernel, const NmsPlan& plan, cudaStream_t stream) {
   const unsigned images = static_cast<unsigned>(plan.images);
   const int64_t decided = plan.capacity < kernel.options.max_candidates ? plan.capacity : kernel.options.max_candidates;
-  place_kernel<A>
-      <<<dim3(static_cast<unsigned>((decided + kThreads - 1) / kThreads), images), kThreads, 0, stream>>>(kernel);
+  place_kernel<A><<<dim3(static_cast<unsigned>(ceil_div(decided, kThreads)), images), kThreads, 0, stream>>>(kernel);
   for (int64_t first = 0; first < decided; first += kChunk) {
     // As many segments as there can be: all candidates before this chunk kept, and the chunk itself.
     const int64_t before = first < plan.kept ? first : plan.kept;
-    const int64_t segments = (before + kSegment - 1) / kSegment + kChunk / kSegment;
+    const int64_t segments = ceil_div(before, kSegment) + kChunk / kSegment;
     test_kernel<A><<<dim3(static_cast<unsigned>(segments * kGroups), images), kThreads, 0, stream>>>(kernel, first);
     decide_kernel<A><<<images, kDecideThreads, 0, stream>>>(kernel, first);
   }
-  const int64_t rows = (kernel.options.max_detections + kThreads - 1) / kThreads;
+  const int64_t rows = ceil_div(kernel.options.max_detections, kThreads);
   rows_kernel<A><<<dim3(static_cast<unsigned>(rows), images), kThreads, 0, stream>>>(kernel);
   return cudaGetLastError();
 }

@@ -18,7 +18,7 @@ cudaError_t launch_scale_boxes(const ScaleBoxesParams& params, cudaStream_t stre
   const int64_t boxes = params.images * params.count;
   if (boxes == 0) return cudaSuccess;
   return dispatch(params.dtype, [&](auto zero) {
-    scale_boxes_kernel<decltype(zero)><<<static_cast<unsigned>((boxes + 255) / 256), 256, 0, stream>>>(params);
+    scale_boxes_kernel<decltype(zero)><<<static_cast<unsigned>(ceil_div(boxes, 256)), 256, 0, stream>>>(params);
     return cudaGetLastError();
   });
 }

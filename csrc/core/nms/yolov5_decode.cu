@@ -23,7 +23,7 @@ struct Kernel {
 template <typename T>
 __device__ __forceinline__ T decoded(const CandidateSource& source, const HeadLevel& head, T raw, int anchor_side,
                                      int row, int column, int channel) {
-  using A = arithmetic_of<T>;
+  using A = arithmetic_t<T>;
   if (channel >= 5 + source.classes) return raw;
   const A share = sigmoid(Storage<T>::load(raw));
   if (channel >= 4) return Storage<T>::store(share);
@@ -33,9 +33,16 @@ __device__ __forceinline__ T decoded(const CandidateSource& source, const HeadLe
   return Storage<T>::store(side_of(share, mul_rn(A(sides[anchor_side + channel - 2]), stride)));
 }
 
+// What one block decodes: `cells` cells of one anchor of one map, from cell `first` on.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) decode_kernel(const __grid_constant__ Kernel k) {
-  extern __shared__ __align__(16) unsigned char shared[];
+struct Piece {
+  int level, anchor, first, cells, channels, side;
+  const T* data;
+  T* out;
+};
+
+template <typename T>
+__device__ __forceinline__ Piece<T> find_piece(const Kernel& k) {
   const CandidateSource& source = k.decode.source;
   const int64_t image = blockIdx.x / k.blocks_per_image;
   int block = static_cast<int>(blockIdx.x - image * k.blocks_per_image);
@@ -50,78 +57,95 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const __grid_constant_
   const int size = head.rows * head.columns;
   const int cells = size - first < k.cells ? size - first : k.cells;
   const int channels = static_cast<int>(5 + source.classes + source.extra);
-  const int side = (level * source.anchors_per_cell + anchor) * 2;
-  const T* data = static_cast<const T*>(head.boxes.data) + image * head.boxes.image + anchor * head.boxes.anchor;
   const int64_t first_row = image * source.anchors + head.first_anchor + static_cast<int64_t>(anchor) * size + first;
-  T* out = static_cast<T*>(k.decode.output) + first_row * channels;
-  T* target = k.staged ? reinterpret_cast<T*>(shared) : out;
-  const int total = cells * channels;
+  return {level,
+          anchor,
+          first,
+          cells,
+          channels,
+          (level * source.anchors_per_cell + anchor) * 2,
+          static_cast<const T*>(head.boxes.data) + image * head.boxes.image + anchor * head.boxes.anchor,
+          static_cast<T*>(k.decode.output) + first_row * channels};
+}
+
+// Where neighbouring cells lie side by side: a thread walks the channels of one cell; a warp reads neighbouring cells.
+template <typename T>
+__device__ __forceinline__ void decode_by_cell(const Kernel& k, const HeadLevel& head, const Piece<T>& piece,
+                                               T* target) {
   constexpr int kBatch = 8;
-  if (head.boxes.column < head.boxes.channel) {
-    // A thread walks the channels of one cell; a warp reads neighbouring cells.
-    const int cell = threadIdx.x % k.cells, step = kThreads / k.cells;
-    if (cell < cells && threadIdx.x < step * k.cells) {
-      const int row = (first + cell) / head.columns, column = first + cell - row * head.columns;
-      const T* cell_data = data + row * head.boxes.row + column * head.boxes.column;
-      T* cell_target = target + cell * channels;
-      const int64_t channel_stride = head.boxes.channel;
-      for (int start = threadIdx.x / k.cells; start < channels; start += kBatch * step) {
-        T raw[kBatch];
+  const int cell = threadIdx.x % k.cells, step = kThreads / k.cells;
+  if (cell >= piece.cells || threadIdx.x >= step * k.cells) return;
+  const int row = (piece.first + cell) / head.columns, column = piece.first + cell - row * head.columns;
+  const T* cell_data = piece.data + row * head.boxes.row + column * head.boxes.column;
+  T* cell_target = target + cell * piece.channels;
+  const int64_t channel_stride = head.boxes.channel;
+  for (int start = threadIdx.x / k.cells; start < piece.channels; start += kBatch * step) {
+    T raw[kBatch];
 #pragma unroll
-        for (int b = 0; b < kBatch; ++b) {
-          const int channel = start + b * step;
-          raw[b] = channel < channels ? cell_data[channel * channel_stride] : T{};
-        }
-#pragma unroll
-        for (int b = 0; b < kBatch; ++b) {
-          const int channel = start + b * step;
-          if (channel < channels) cell_target[channel] = decoded(source, head, raw[b], side, row, column, channel);
-        }
-      }
+    for (int b = 0; b < kBatch; ++b) {
+      const int channel = start + b * step;
+      raw[b] = channel < piece.channels ? cell_data[channel * channel_stride] : T{};
     }
-  } else {
-    // A warp reads the channels of one cell, or of several: 32 elements at a time.
-    const int step_cells = kThreads / channels, step_channels = kThreads - step_cells * channels;
-    int cell = static_cast<int>(threadIdx.x) / channels, channel = static_cast<int>(threadIdx.x) - cell * channels;
-    int row = (first + cell) / head.columns, column = first + cell - row * head.columns;
-    const auto advance = [&] {
-      channel += step_channels;
-      int moved_cells = step_cells;
-      if (channel >= channels) {
-        channel -= channels;
-        ++moved_cells;
-      }
-      cell += moved_cells;
-      column += moved_cells;
-      while (column >= head.columns) {
-        column -= head.columns;
-        ++row;
-      }
-    };
-    for (int start = threadIdx.x; start < total; start += 4 * kThreads) {
-      T raw[4];
-      int at_row[4], at_column[4], at_channel[4];
 #pragma unroll
-      for (int b = 0; b < 4; ++b) {
-        at_row[b] = row;
-        at_column[b] = column;
-        at_channel[b] = channel;
-        raw[b] = start + b * kThreads < total
-                     ? data[row * head.boxes.row + column * head.boxes.column + channel * head.boxes.channel]
-                     : T{};
-        advance();
-      }
-#pragma unroll
-      for (int b = 0; b < 4; ++b) {
-        const int i = start + b * kThreads;
-        if (i < total) target[i] = decoded(source, head, raw[b], side, at_row[b], at_column[b], at_channel[b]);
+    for (int b = 0; b < kBatch; ++b) {
+      const int channel = start + b * step;
+      if (channel < piece.channels) {
+        cell_target[channel] = decoded(k.decode.source, head, raw[b], piece.side, row, column, channel);
       }
     }
   }
-  if (!k.staged) return;
-  __syncthreads();
-  constexpr int kVector = 16 / sizeof(T);
-  if (reinterpret_cast<uintptr_t>(out) % 16 == 0) {
+}
+
+// Where channels lie side by side: a warp reads the channels of one cell, or of several, 32 elements at a time.
+template <typename T>
+__device__ __forceinline__ void decode_by_channel(const Kernel& k, const HeadLevel& head, const Piece<T>& piece,
+                                                  T* target) {
+  const int channels = piece.channels, total = piece.cells * channels;
+  const int step_cells = kThreads / channels, step_channels = kThreads - step_cells * channels;
+  int cell = static_cast<int>(threadIdx.x) / channels, channel = static_cast<int>(threadIdx.x) - cell * channels;
+  int row = (piece.first + cell) / head.columns, column = piece.first + cell - row * head.columns;
+  const auto advance = [&] {
+    channel += step_channels;
+    int moved_cells = step_cells;
+    if (channel >= channels) {
+      channel -= channels;
+      ++moved_cells;
+    }
+    cell += moved_cells;
+    column += moved_cells;
+    while (column >= head.columns) {
+      column -= head.columns;
+      ++row;
+    }
+  };
+  for (int start = threadIdx.x; start < total; start += 4 * kThreads) {
+    T raw[4];
+    int at_row[4], at_column[4], at_channel[4];
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      at_row[b] = row;
+      at_column[b] = column;
+      at_channel[b] = channel;
+      raw[b] = start + b * kThreads < total
+                   ? piece.data[row * head.boxes.row + column * head.boxes.column + channel * head.boxes.channel]
+                   : T{};
+      advance();
+    }
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      const int i = start + b * kThreads;
+      if (i < total) {
+        target[i] = decoded(k.decode.source, head, raw[b], piece.side, at_row[b], at_column[b], at_channel[b]);
+      }
+    }
+  }
+}
+
+// The rows that were decoded into shared memory go out, 16 bytes at a time where that is aligned.
+template <typename T>
+__device__ __forceinline__ void write_rows(const T* target, T* out, int total) {
+  constexpr int kVector = Vector<T>::kSize;
+  if (is_vector_aligned(out)) {
     const int vectors = total / kVector;
     for (int i = threadIdx.x; i < vectors; i += kThreads) {
       reinterpret_cast<int4*>(out)[i] = reinterpret_cast<const int4*>(target)[i];
@@ -130,6 +154,22 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const __grid_constant_
   } else {
     for (int i = threadIdx.x; i < total; i += kThreads) out[i] = target[i];
   }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) decode_kernel(const __grid_constant__ Kernel k) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  const Piece<T> piece = find_piece<T>(k);
+  const HeadLevel& head = k.decode.source.level[piece.level];
+  T* target = k.staged ? reinterpret_cast<T*>(shared) : piece.out;
+  if (head.boxes.column < head.boxes.channel) {
+    decode_by_cell(k, head, piece, target);
+  } else {
+    decode_by_channel(k, head, piece, target);
+  }
+  if (!k.staged) return;
+  __syncthreads();
+  write_rows(target, piece.out, piece.cells * piece.channels);
 }
 
 }  // namespace
@@ -147,7 +187,7 @@ cudaError_t launch_yolov5_decode(const DecodeParams& params, cudaStream_t stream
     k.cells = !k.staged || fitting >= kMaxCells ? kMaxCells : static_cast<int32_t>(fitting / 8 * 8);
     for (int level = 0; level < source.levels; ++level) {
       const int64_t cells = static_cast<int64_t>(source.level[level].rows) * source.level[level].columns;
-      k.blocks_of_level[level] = static_cast<int32_t>((cells + k.cells - 1) / k.cells);
+      k.blocks_of_level[level] = static_cast<int32_t>(ceil_div(cells, k.cells));
       k.blocks_per_image += static_cast<int64_t>(k.blocks_of_level[level]) * source.anchors_per_cell;
     }
     const size_t bytes = k.staged ? static_cast<size_t>(k.cells * row_bytes) : 0;

@@ -2,11 +2,10 @@
 // threads touch neighbouring addresses, and device memory sees each byte once.
 #include "core/upsample/upsample.h"
 
-#include <cuda_runtime.h>
-
 #include <cstring>
 #include <type_traits>
 
+#include "core/common/device.cuh"
 #include "core/common/dtype.cuh"
 #include "core/common/fast_divider.h"
 
@@ -297,8 +296,7 @@ Piece make_piece(const IndexBlocks& blocks, int64_t k, const int64_t a_stride[3]
 }
 
 uint32_t blocks_of(const Walk& walk, int threads, int unroll) {
-  const uint32_t each = static_cast<uint32_t>(threads * unroll);
-  return (walk.count + each - 1) / each;
+  return static_cast<uint32_t>(ceil_div(walk.count, threads * unroll));
 }
 
 IndexBlocks index_blocks(const int64_t extent[3], int64_t accesses) {

@@ -1,7 +1,9 @@
-// 2x nearest upsampling on the GPU, forward (with a second tensor copied beside it, for concatenation) and backward.
+// 2x nearest upsampling, forward (with a second tensor copied beside it, for concatenation) and backward.
 #pragma once
 
+#ifdef TORCH_FASTDET_WITH_CUDA
 #include <cuda_runtime_api.h>
+#endif
 
 #include "core/common/dtype.h"
 #include "core/upsample/upsample_plan.h"
@@ -18,6 +20,7 @@ struct UpsampleForwardParams {
   int itemsize;  // bytes of an element, 2, 4 or 8: values are moved, never computed with
 };
 
+// Every gradient is the sum of a 2x2 square, left to right and top to bottom, in float (double for double).
 struct UpsampleBackwardParams {
   UpsamplePlan plan;  // small = grad_x, large = grad_out
   const void* grad_out;
@@ -25,10 +28,11 @@ struct UpsampleBackwardParams {
   DType dtype;
 };
 
+#ifdef TORCH_FASTDET_WITH_CUDA
 // One launch (several only above 2^30 accesses). Tensors may not overlap.
 cudaError_t launch_upsample_forward(const UpsampleForwardParams& params, cudaStream_t stream);
 
-// Every gradient is the sum of a 2x2 square, left to right and top to bottom, in float (double for double).
 cudaError_t launch_upsample_backward(const UpsampleBackwardParams& params, cudaStream_t stream);
+#endif
 
 }  // namespace torch_fastdet::core

@@ -1,20 +1,16 @@
 // Sums of 2x2 squares of 16-bit floats, eight at a time: without vector conversions they cost ten times the reading.
 #pragma once
 
+#include "core/common/instruction_set.h"
+
+#ifdef TORCH_FASTDET_AVX2
 #include <immintrin.h>
 
 #include <cstdint>
 
 #include "core/upsample/upsample_loops.h"
 
-#define TORCH_FASTDET_AVX2 __attribute__((target("avx2,f16c")))
-
 namespace torch_fastdet::core {
-
-inline bool has_avx2() {
-  static const bool has = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
-  return has;
-}
 
 struct Float16Lanes {
   TORCH_FASTDET_AVX2 static __m256 load(const void* from) {
@@ -74,3 +70,4 @@ struct SumSquaresAvx2 {
 };
 
 }  // namespace torch_fastdet::core
+#endif

@@ -2,13 +2,13 @@
 // gradient element once in memory order, then the rows of matched cells.
 #include <cstring>
 
+#include "core/common/device.cuh"
 #include "core/common/dtype.cuh"
 #include "core/yolov5_loss/yolov5_loss.h"
 
 namespace torch_fastdet::core {
 namespace {
 
-constexpr int kWarp = 32;
 constexpr int kWarps = 8;  // a block, in kernels where a warp has a candidate or a piece of a plane
 constexpr int kObjectThreads = 256;
 constexpr int kObjectCells = 2;  // a thread's loads in flight
@@ -20,20 +20,9 @@ constexpr int kRowCells = 128;  // a block of the row gradient; also its threads
 constexpr int kPlaneChunk = 2048;
 constexpr int kClassesALane = 4;
 
-__host__ __device__ int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
-
 template <typename Params>
 __host__ __device__ int64_t slot_count(const Params& params) {
   return static_cast<int64_t>(kYolov5CellOffsets) * params.na * params.nt;
-}
-
-template <typename T>
-__device__ T warp_sum(T value) {
-#pragma unroll
-  for (int step = kWarp / 2; step > 0; step /= 2) value += __shfl_xor_sync(0xffffffffu, value, step);
-  return value;
 }
 
 // Notes the row, once for all its candidates. Integer atomics: the order does not show.
@@ -136,7 +125,6 @@ __global__ void __launch_bounds__(kWarps* kWarp) match_kernel(const __grid_const
 template <typename scalar_t>
 __global__ void __launch_bounds__(kObjectThreads) object_kernel(const __grid_constant__ Yolov5LossParams params) {
   using T = arithmetic_t<scalar_t>;
-  __shared__ T partials[kObjectThreads / kWarp];
   const int level = blockIdx.y;
   const Yolov5Head& head = params.heads[level];
   const auto* logits = static_cast<const scalar_t*>(head.logits);
@@ -170,12 +158,8 @@ __global__ void __launch_bounds__(kObjectThreads) object_kernel(const __grid_con
       gradient[cell] = entropy.gradient;
     }
   }
-  sum = warp_sum(sum);
-  if (threadIdx.x % kWarp == 0) partials[threadIdx.x / kWarp] = sum;
-  __syncthreads();
+  sum = sum_of_warps<kObjectThreads / kWarp>(warp_sum(sum));
   if (threadIdx.x != 0) return;
-  sum = 0;
-  for (const T partial : partials) sum += partial;
   static_cast<T*>(params.object_partials)[static_cast<int64_t>(level) * gridDim.x + blockIdx.x] = sum;
 }
 
@@ -245,7 +229,7 @@ struct ObjectGradient {
 // Sixteen bytes of elements, zeros until set.
 template <typename scalar_t>
 struct alignas(16) Pack {
-  static constexpr unsigned kSize = 16 / sizeof(scalar_t);
+  static constexpr unsigned kSize = Vector<scalar_t>::kSize;
   uint32_t words[4] = {0, 0, 0, 0};
 
   // Without an address, so that the words stay in registers.
@@ -422,7 +406,7 @@ __global__ void __launch_bounds__(kWarps* kWarp)
         for (int part = 0; part < 2; ++part) {
 #pragma unroll
           for (int offset = 0; offset < kYolov5CellOffsets; ++offset) {
-            unsigned same = __ballot_sync(0xffffffffu, cells[part][offset] == cell);
+            unsigned same = __ballot_sync(kFullWarp, cells[part][offset] == cell);
             for (; same != 0; same &= same - 1) {
               add(offset * step + first + i + part * kWarp + __ffs(static_cast<int>(same)) - 1);
             }
