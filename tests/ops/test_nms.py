@@ -306,6 +306,11 @@ def test_one_class_and_all_candidates(device):
 def test_mixed_devices(cuda):
     with pytest.raises(RuntimeError, match="labels is on cpu, but prediction is on cuda:0"):
         ops.non_max_suppression_padded(clustered(1, 10, 3).to(cuda), labels=torch.zeros(1, 6))
+    letterboxes = torch.ones(1, 6, device=cuda)
+    with pytest.raises(RuntimeError, match="letterboxes is on cuda:0, but prediction is on cpu"):
+        ops.non_max_suppression_padded(clustered(1, 10, 3), letterboxes=letterboxes)
+    with pytest.raises(RuntimeError, match="letterboxes is on cuda:0, but prediction is on cpu"):
+        ops.ultralytics_non_max_suppression_padded(clustered(1, 10, 3).mT, letterboxes=letterboxes)
 
 
 # ---- decode and raw heads ------------------------------------------------------------------------------------------

@@ -117,6 +117,38 @@ def test_compile(device, name, dynamic):
     same(compiled(*tensors), function(*tensors))
 
 
+@pytest.mark.parametrize("marked", [False, True])
+def test_compile_for_any_number_of_labels(device, marked):
+    """More counts than torch.compile would recompile for; letterboxes with them."""
+    prediction = clustered(3, 100, 5, 2).to(device)
+    letterboxes = torch.tensor([ops.letterbox([640, 640], [480, 640])] * 3, device=device)
+
+    def function(labels, letterboxes):
+        return ops.non_max_suppression_padded(prediction, nm=2, labels=labels, letterboxes=letterboxes)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for count in range(2, 14):
+        labels = torch.tensor([[count % 3, 1.0, 50 + 9 * count, 50, 20, 20]], device=device).repeat(count, 1)
+        if marked:
+            torch._dynamo.mark_dynamic(labels, 0)
+        same(compiled(labels, letterboxes), function(labels, letterboxes))
+
+
+def test_compile_for_any_number_of_images(device):
+    def function(prediction, letterboxes):
+        return ops.non_max_suppression_padded(prediction, letterboxes=letterboxes)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    letterboxes = torch.tensor([ops.letterbox([640, 640], [480, 640])], device=device)
+    for images in range(2, 14):
+        tensors = (clustered(images, 20, 3).to(device), letterboxes.repeat(images, 1))
+        for tensor in tensors:
+            torch._dynamo.mark_dynamic(tensor, 0)
+        same(compiled(*tensors), function(*tensors))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_export(device, name):
     function, tensors = calls(device)[name]

@@ -243,7 +243,7 @@ def test_operator_library_needs_no_python():
     output = subprocess.run(
         ["nm", "-D", "--undefined-only", str(_library.LIBRARY)], capture_output=True, text=True, check=True
     )
-    assert not re.search(r" U _?Py\w*", output.stdout)  # libc10 itself has c10::impl::getGlobalPyInterpreter
+    assert not re.search(r" U _?Py\w*", output.stdout)  # libc10 and libtorch_cpu have names with Py too
 
 
 def test_python_module_agrees_with_the_library():

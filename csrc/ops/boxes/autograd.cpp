@@ -1,11 +1,8 @@
 // Gradients of bbox_iou and iou_loss. The backward recomputes from the boxes: they are alive anyway, and a saved
 // gradient would cost 32 bytes a pair to write in the forward pass and as many to read again.
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
-
-#include "ops/boxes/checks.h"
 #include "ops/common/autograd.h"
+#include "ops/boxes/checks.h"
+#include "ops/common/autocast.h"
 
 namespace torch_fastdet {
 namespace {
@@ -18,8 +15,7 @@ using Mask = std::array<bool, 2>;
 
 at::Tensor call_bbox_iou(const at::Tensor& box1, const at::Tensor& box2, core::IouKind kind, bool xywh, double eps) {
   using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, bool, bool, bool, bool, double);
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("torch_fastdet::bbox_iou", "").typed<Signature>();
+  static const auto op = find_operator<Signature>("bbox_iou");
   return op.call(box1, box2, xywh, kind == core::IouKind::kGiou, kind == core::IouKind::kDiou,
                  kind == core::IouKind::kCiou, eps);
 }
@@ -27,8 +23,7 @@ at::Tensor call_bbox_iou(const at::Tensor& box1, const at::Tensor& box2, core::I
 at::Tensor call_iou_loss(const at::Tensor& box1, const at::Tensor& box2, std::string_view kind, bool xywh,
                          std::string_view reduction, double eps) {
   using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, std::string_view, bool, std::string_view, double);
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("torch_fastdet::iou_loss", "").typed<Signature>();
+  static const auto op = find_operator<Signature>("iou_loss");
   return op.call(box1, box2, kind, xywh, reduction, eps);
 }
 
@@ -36,8 +31,7 @@ TwoTensors call_bbox_iou_backward(const at::Tensor& grad, const at::Tensor& box1
                                   std::string_view kind, bool xywh, double eps, Mask mask) {
   using Signature =
       TwoTensors(const at::Tensor&, const at::Tensor&, const at::Tensor&, std::string_view, bool, double, Mask);
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("torch_fastdet::bbox_iou_backward", "").typed<Signature>();
+  static const auto op = find_operator<Signature>("bbox_iou_backward");
   return op.call(grad, box1, box2, kind, xywh, eps, mask);
 }
 
@@ -45,8 +39,7 @@ TwoTensors call_iou_loss_backward(const at::Tensor& grad, const at::Tensor& box1
                                   std::string_view kind, bool xywh, std::string_view reduction, double eps, Mask mask) {
   using Signature = TwoTensors(const at::Tensor&, const at::Tensor&, const at::Tensor&, std::string_view, bool,
                                std::string_view, double, Mask);
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("torch_fastdet::iou_loss_backward", "").typed<Signature>();
+  static const auto op = find_operator<Signature>("iou_loss_backward");
   return op.call(grad, box1, box2, kind, xywh, reduction, eps, mask);
 }
 
@@ -167,6 +160,16 @@ TORCH_LIBRARY_IMPL(torch_fastdet, Autograd, m) {
   m.impl("bbox_iou_backward", TORCH_FN(bbox_iou_backward_autograd));
   m.impl("iou_loss", TORCH_FN(iou_loss_autograd));
   m.impl("iou_loss_backward", TORCH_FN(iou_loss_backward_autograd));
+}
+
+// Stock's CIoU and DIoU square and sum, and pow and sum are on PyTorch's float32 list: boxes of half precision give a
+// float32 result.
+TORCH_LIBRARY_IMPL(torch_fastdet, AutocastCPU, m) {
+  in_float32_under_autocast(m, {"bbox_iou", "iou_loss"});
+}
+
+TORCH_LIBRARY_IMPL(torch_fastdet, AutocastCUDA, m) {
+  in_float32_under_autocast(m, {"bbox_iou", "iou_loss"});
 }
 
 }  // namespace torch_fastdet

@@ -6,18 +6,13 @@
 #pragma GCC optimize("no-trapping-math")
 
 #include <ATen/Parallel.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <type_traits>
 #include <vector>
 
 #include "ops/boxes/run.h"
-
-// A baseline x86-64 build gets a second copy of the vector loops for AVX2, chosen at run time.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__AVX2__)
-#define TORCH_FASTDET_AVX2 1
-#endif
+#include "ops/common/dispatch.h"
 
 namespace torch_fastdet {
 namespace {
@@ -79,23 +74,19 @@ inline void grad_loop(const Block<T>& a, const Block<T>& b, bool xywh, T eps, co
   }
 }
 
+// A baseline x86-64 build gets a second copy of the vector loops, chosen when they run.
 #ifdef TORCH_FASTDET_AVX2
 template <core::IouKind kKind, typename T>
-__attribute__((target("avx2,fma"), flatten)) void value_loop_avx2(const Block<T>& a, const Block<T>& b, bool xywh,
-                                                                  T eps, Values<T>& out) {
+TORCH_FASTDET_AVX2 __attribute__((flatten)) void value_loop_avx2(const Block<T>& a, const Block<T>& b, bool xywh, T eps,
+                                                                 Values<T>& out) {
   value_loop<kKind>(a, b, xywh, eps, out);
 }
 
 template <core::IouKind kKind, typename T>
-__attribute__((target("avx2,fma"), flatten)) void grad_loop_avx2(const Block<T>& a, const Block<T>& b, bool xywh, T eps,
-                                                                 const Values<T>& grad, Block<T>& grad1,
-                                                                 Block<T>& grad2) {
+TORCH_FASTDET_AVX2 __attribute__((flatten)) void grad_loop_avx2(const Block<T>& a, const Block<T>& b, bool xywh, T eps,
+                                                                const Values<T>& grad, Block<T>& grad1,
+                                                                Block<T>& grad2) {
   grad_loop<kKind>(a, b, xywh, eps, grad, grad1, grad2);
-}
-
-bool has_avx2() {
-  static const bool has = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  return has;
 }
 #endif
 
@@ -128,21 +119,6 @@ void block_grads(const Block<T>& a, const Block<T>& b, const core::IouConfig& co
   if (has_avx2()) return grad_loop_avx2<kKind>(a, b, config.xywh, eps, grad, grad1, grad2);
 #endif
   grad_loop_baseline<kKind>(a, b, config.xywh, eps, grad, grad1, grad2);
-}
-
-// Calls f with a value of the C++ type that `dtype` names.
-template <typename F>
-void with_dtype(core::DType dtype, F&& f) {
-  switch (dtype) {
-    case core::DType::kFloat32:
-      return f(float{});
-    case core::DType::kFloat16:
-      return f(c10::Half{});
-    case core::DType::kBFloat16:
-      return f(c10::BFloat16{});
-    case core::DType::kFloat64:
-      return f(double{});
-  }
 }
 
 // Calls f with the kind as a compile-time constant and a zero of the arithmetic type.
@@ -324,7 +300,7 @@ void direct_pass(const core::IouBackwardParams& p, const core::IouGradPass& pass
   });
 }
 
-struct Cpu {
+struct Cpu : OnDevice {
   static int64_t loss_partials(int64_t) { return 0; }
 
   static void run(const core::BboxIouParams& p, const char*) {
@@ -388,10 +364,7 @@ struct Cpu {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(torch_fastdet, CPU, m) {
-  m.impl("bbox_iou", TORCH_FN(bbox_iou<Cpu>));
-  m.impl("bbox_iou_backward", TORCH_FN(bbox_iou_backward<Cpu>));
-  m.impl("iou_loss", TORCH_FN(iou_loss<Cpu>));
-  m.impl("iou_loss_backward", TORCH_FN(iou_loss_backward<Cpu>));
+  register_boxes<Cpu>(m);
 }
 
 }  // namespace torch_fastdet

@@ -3,8 +3,11 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
+#include <c10/core/SymBool.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+#include <initializer_list>
 #include <string>
 
 #include "core/common/dtype.h"
@@ -39,6 +42,19 @@ inline void check_strided(const at::Tensor& tensor, const char* op, const char* 
   TORCH_CHECK(tensor.layout() == at::kStrided, op, ": ", name, " has layout ", tensor.layout(),
               ", but a dense (strided) tensor is wanted");
 }
+
+// Whether no size is symbolic. Where some are, a Meta function leaves the checks that want plain numbers to the call
+// that runs.
+inline bool has_plain_sizes(std::initializer_list<at::Tensor> tensors, at::TensorList list = {}) {
+  const auto plain = [](const at::Tensor& tensor) {
+    return !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+  };
+  return std::all_of(tensors.begin(), tensors.end(), plain) && std::all_of(list.begin(), list.end(), plain);
+}
+
+// A condition on sizes that may be symbolic, as TORCH_SYM_CHECK takes it: a traced graph checks it when it runs.
+#define TORCH_FASTDET_SYM_CHECK_VALUE(condition, ...) \
+  TORCH_CHECK_VALUE((condition).expect_true(__FILE__, __LINE__), __VA_ARGS__)
 
 inline core::DType core_dtype(at::ScalarType type) {
   switch (type) {

@@ -1,11 +1,11 @@
 // multi_tensor and autograd: nothing is recorded. Norms are detached, so that backward() through them says that they do
 // not require grad, and what a recorded operation made cannot be written behind its back.
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
-#include <torch/library.h>
 
 #include <algorithm>
+
+#include "ops/common/autograd.h"
 
 namespace torch_fastdet {
 namespace {
@@ -27,8 +27,7 @@ void unrecorded(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::
     for (size_t at = 0; at < tensors.size(); ++at) {
       const at::Tensor tensor = tensors.get(at);
       // A leaf is a parameter, which optimizers write.
-      TORCH_CHECK(!tensor.requires_grad() || tensor.is_leaf(), op.schema().name().substr(sizeof("torch_fastdet::") - 1),
-                  ": ", arguments[i].name(), "[", at,
+      TORCH_CHECK(!tensor.requires_grad() || tensor.is_leaf(), operator_name(op), ": ", arguments[i].name(), "[", at,
                   "] was made by a recorded operation, but a tensor that can be written without recording it is "
                   "wanted; call it under torch.no_grad(), or with ",
                   arguments[i].name(), "[", at, "].detach()");

@@ -9,18 +9,8 @@
 
 #include "core/multi_tensor/multi_tensor_plan.h"
 #include "core/multi_tensor/optimizer_math.h"
-#include "ops/multi_tensor/library.h"
-
-// Processors with AVX2 and FMA take a path compiled for them, with the same results: contraction is off there, because
-// products and sums are rounded where core/optimizer_math.h says.
-#if defined(__x86_64__) && defined(__GNUC__)
-#define TORCH_FASTDET_HAS_AVX2_PATH 1
-#if defined(__clang__)
-#define TORCH_FASTDET_AVX2 __attribute__((target("avx2,fma")))
-#else
-#define TORCH_FASTDET_AVX2 __attribute__((target("avx2,fma"), optimize("fp-contract=off")))
-#endif
-#endif
+#include "ops/common/dispatch.h"
+#include "ops/multi_tensor/run.h"
 
 namespace torch_fastdet::multi_tensor {
 namespace {
@@ -32,17 +22,8 @@ constexpr int kLanes = 16;
 
 double read(const core::Scalar& scalar) {
   if (!scalar.data) return scalar.value;
-  switch (scalar.dtype) {
-    case DType::kFloat16:
-      return *static_cast<const c10::Half*>(scalar.data);
-    case DType::kBFloat16:
-      return *static_cast<const c10::BFloat16*>(scalar.data);
-    case DType::kFloat32:
-      return *static_cast<const float*>(scalar.data);
-    case DType::kFloat64:
-      break;
-  }
-  return *static_cast<const double*>(scalar.data);
+  return with_dtype(scalar.dtype,
+                    [&](auto zero) { return static_cast<double>(*static_cast<const decltype(zero)*>(scalar.data)); });
 }
 
 template <typename A>
@@ -117,9 +98,7 @@ TORCH_FASTDET_HOST_DEVICE bool reduce_values(A* __restrict__ grad, int64_t count
   return check == A(0);
 }
 
-#ifdef TORCH_FASTDET_HAS_AVX2_PATH
-const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-
+#ifdef TORCH_FASTDET_AVX2
 TORCH_FASTDET_AVX2 void step_avx2(float* const* slots, int64_t count, const Step<float>& step) {
   step_values(slots[0], slots[1], slots[2], slots[3], count, step);
 }
@@ -138,16 +117,16 @@ TORCH_FASTDET_AVX2 bool reduce_avx2(double* grad, int64_t count, double inv_scal
 // `slots`: where the block's values are, in the order of core::Slot.
 template <typename A>
 void step_block(A* const* slots, int64_t count, const Step<A>& step) {
-#ifdef TORCH_FASTDET_HAS_AVX2_PATH
-  if (has_avx2) return step_avx2(slots, count, step);
+#ifdef TORCH_FASTDET_AVX2
+  if (has_avx2()) return step_avx2(slots, count, step);
 #endif
   step_values(slots[0], slots[1], slots[2], slots[3], count, step);
 }
 
 template <typename A>
 bool reduce_block(A* grad, int64_t count, A inv_scale, bool scaled, DType type, A* sums) {
-#ifdef TORCH_FASTDET_HAS_AVX2_PATH
-  if (has_avx2) return reduce_avx2(grad, count, inv_scale, scaled, type, sums);
+#ifdef TORCH_FASTDET_AVX2
+  if (has_avx2()) return reduce_avx2(grad, count, inv_scale, scaled, type, sums);
 #endif
   return reduce_values(grad, count, inv_scale, scaled, type, sums);
 }
@@ -177,20 +156,6 @@ void store_as(const A* in, void* data, int64_t start, int64_t count, const int64
   }
 }
 
-template <typename F>
-void dispatch(DType dtype, F&& f) {
-  switch (dtype) {
-    case DType::kFloat16:
-      return f(c10::Half{});
-    case DType::kBFloat16:
-      return f(c10::BFloat16{});
-    case DType::kFloat32:
-      return f(float{});
-    case DType::kFloat64:
-      return f(double{});
-  }
-}
-
 // One piece of a segment, of at most kBlock elements.
 struct Piece {
   const core::Row& row;
@@ -213,13 +178,13 @@ struct Piece {
   const int64_t* at(int slot) const { return strided ? offsets[slot] : nullptr; }
   template <typename A>
   void load(int slot, A* out) const {
-    dispatch(static_cast<DType>(row.dtype[slot]),
-             [&](auto zero) { load_as<decltype(zero)>(out, row.data[slot], start, count, at(slot)); });
+    with_dtype(static_cast<DType>(row.dtype[slot]),
+               [&](auto zero) { load_as<decltype(zero)>(out, row.data[slot], start, count, at(slot)); });
   }
   template <typename A>
   void store(int slot, const A* in) const {
-    dispatch(static_cast<DType>(row.dtype[slot]),
-             [&](auto zero) { store_as<decltype(zero)>(in, row.data[slot], start, count, at(slot)); });
+    with_dtype(static_cast<DType>(row.dtype[slot]),
+               [&](auto zero) { store_as<decltype(zero)>(in, row.data[slot], start, count, at(slot)); });
   }
 
  private:
@@ -415,8 +380,31 @@ void run_cpu(const List& list, const core::ReduceParams* reduce, const core::Upd
   if (update) update_all(list, segments, *update, groups, workspace);
 }
 
-}  // namespace torch_fastdet::multi_tensor
+namespace {
+
+struct Cpu : OnDevice {
+  static void run(const List& list, const core::ReduceParams* reduce, const core::UpdateParams* update,
+                  c10::ArrayRef<core::SgdGroup> groups) {
+    run_cpu(list, reduce, update, groups);
+  }
+};
+
+// A list without tensors names no device; the dispatcher then comes here. So do devices that are neither CPU nor CUDA.
+struct AnyDevice : OnDevice {
+  static void run(const List& list, const core::ReduceParams* reduce, const core::UpdateParams* update,
+                  c10::ArrayRef<core::SgdGroup> groups) {
+    multi_tensor::run(list, reduce, update, groups);
+  }
+};
+
+}  // namespace
 
 TORCH_LIBRARY_IMPL(torch_fastdet, CPU, m) {
-  torch_fastdet::multi_tensor::implement<false>(m);
+  register_multi_tensor<Cpu>(m);
 }
+
+TORCH_LIBRARY_IMPL(torch_fastdet, CompositeExplicitAutograd, m) {
+  register_multi_tensor<AnyDevice>(m);
+}
+
+}  // namespace torch_fastdet::multi_tensor

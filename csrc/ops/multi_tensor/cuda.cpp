@@ -9,7 +9,6 @@
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAStream.h>
-#include <torch/library.h>
 
 #include <array>
 #include <cstring>
@@ -20,7 +19,7 @@
 
 #include "core/multi_tensor/multi_tensor_plan.h"
 #include "ops/common/launch.h"
-#include "ops/multi_tensor/library.h"
+#include "ops/multi_tensor/run.h"
 
 namespace torch_fastdet::multi_tensor {
 namespace {
@@ -281,8 +280,19 @@ void run_cuda(const List& list, const core::ReduceParams* reduce, const core::Up
   } while (first < count);
 }
 
-}  // namespace torch_fastdet::multi_tensor
+namespace {
+
+struct Cuda : OnDevice {
+  static void run(const List& list, const core::ReduceParams* reduce, const core::UpdateParams* update,
+                  c10::ArrayRef<core::SgdGroup> groups) {
+    run_cuda(list, reduce, update, groups);
+  }
+};
+
+}  // namespace
 
 TORCH_LIBRARY_IMPL(torch_fastdet, CUDA, m) {
-  torch_fastdet::multi_tensor::implement<false>(m);
+  register_multi_tensor<Cuda>(m);
 }
+
+}  // namespace torch_fastdet::multi_tensor

@@ -1,95 +1,172 @@
-// What the multi_tensor operators and MultiTensorState share on every device: checked lists of tensors as core rows.
+// The multi_tensor operators but for the work itself: check, make rows, say what is to be done, and hand it to
+// Backend::run(list, reduce, update, groups), which cpu.cpp and cuda.cpp each define. On Meta there is nothing to run.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <c10/util/ArrayRef.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
 
-#include <functional>
-#include <initializer_list>
-#include <memory>
-#include <optional>
-#include <string>
-#include <vector>
+#include <cmath>
+#include <tuple>
 
-#include "core/multi_tensor/multi_tensor.h"
+#include "ops/common/backend.h"
+#include "ops/common/options.h"
+#include "ops/multi_tensor/checks.h"
+#include "ops/multi_tensor/list.h"
 
 namespace torch_fastdet::multi_tensor {
 
-// A list of tensors as the user names it, in one slot of the rows.
-struct Operand {
-  core::Slot slot;
-  const char* name;
-  at::TensorList tensors;
-  bool written;
+// What multi_tensor_sgd_ has besides its lists, learning rate and momentum.
+struct SgdOptions {
+  double dampening, weight_decay;
+  bool nesterov, maximize, is_first_step;
+  const std::optional<at::Tensor>&grad_scale, &found_inf;
+  using Types =
+      std::tuple<double, double, bool, bool, bool, const std::optional<at::Tensor>&, const std::optional<at::Tensor>&>;
 };
 
-// Rows of one device. `meta`: shapes are checked, but there are no pointers and nothing is to be done.
-struct List {
-  std::vector<core::Row> rows;
-  std::vector<core::Layout> layouts;
-  at::Device device = at::kCPU;
-  bool float32_only = true;
-  bool any_float64 = false;
-  bool meta = false;
-  // What the device keeps for these rows, and the stream it serves; set by a run, good as long as the rows are the
-  // same.
-  mutable std::shared_ptr<const void> plan;
-  mutable int64_t plan_stream = 0;
-  // What a graph that captures a run on these rows must keep alive besides them.
-  std::vector<at::Tensor> owned_by_graph;
-
-  // Appends a row whose tensors (undefined or null: no such tensor) lie in the given slots; one without any has nothing
-  // to do. `name(slot)` names a tensor in an error.
-  void add(const char* op, const at::Tensor* const tensors[core::kSlots], const bool written[core::kSlots],
-           int32_t group, const std::function<std::string(int)>& name);
-};
-
-// Checks the lists of an operator against one another and returns their rows, all of group `group`.
-List make_list(const char* op, std::initializer_list<Operand> operands, int32_t group, bool meta);
-
-core::Scalar scalar(double value);
-// A one-element tensor on the list's device, read there, when the kernel runs.
-core::Scalar scalar(const at::Tensor& tensor, const List& list, const char* op, const char* name);
-// A one-element float32 tensor (a scale, a flag) on the list's device; null for none.
-float* float_pointer(const std::optional<at::Tensor>& tensor, const List& list, const char* op, const char* name);
-
-core::SgdGroup sgd_group(const char* op, double lr, double momentum, double dampening, double weight_decay,
-                         bool nesterov, bool maximize);
-
-// Runs either step or both (the update then uses what the reduction found). `groups` may be longer than one launch
-// takes.
-void run(const List& list, const core::ReduceParams* reduce, const core::UpdateParams* update,
-         c10::ArrayRef<core::SgdGroup> groups);
-void run_cpu(const List& list, const core::ReduceParams* reduce, const core::UpdateParams* update,
-             c10::ArrayRef<core::SgdGroup> groups);
-#ifdef TORCH_FASTDET_WITH_CUDA
-void run_cuda(const List& list, const core::ReduceParams* reduce, const core::UpdateParams* update,
-              c10::ArrayRef<core::SgdGroup> groups);
-bool is_capturing(const List& list);
-#else
-inline bool is_capturing(const List&) {
-  return false;
+template <class Backend>
+void run_on(const List& list, const core::ReduceParams* reduce, const core::UpdateParams* update,
+            c10::ArrayRef<core::SgdGroup> groups, std::initializer_list<at::TensorList> written) {
+  if constexpr (!Backend::kMeta) {
+    Backend::run(list, reduce, update, groups);
+    for (const at::TensorList tensors : written) bump_versions(tensors);
+  }
 }
-#endif
 
-core::ReduceParams reduction();
-core::UpdateParams update();
+template <class Backend>
+List ema_list(at::TensorList averages, at::TensorList values) {
+  return make_list("multi_tensor_ema_",
+                   {{core::kAverage, "averages", averages, true}, {core::kParam, "values", values, false}}, -1,
+                   Backend::kMeta);
+}
 
-// In-place operators of PyTorch count the writes, and autograd compares the count.
-void bump_version(const at::Tensor& tensor);
+template <class Backend>
+void run_ema(const List& list, at::TensorList averages, const core::Scalar& decay) {
+  core::UpdateParams params = update();
+  params.ema = true;
+  params.decay = decay;
+  run_on<Backend>(list, nullptr, &params, {}, {averages});
+}
 
-// The operators. `meta` ones check and return empty results.
-void ema(at::TensorList averages, at::TensorList values, double decay, bool meta);
-void ema(at::TensorList averages, at::TensorList values, const at::Tensor& decay, bool meta);
+template <class Backend>
+void ema(at::TensorList averages, at::TensorList values, double decay) {
+  TORCH_CHECK(std::isfinite(decay), "multi_tensor_ema_: decay is ", decay, ", but a finite number is wanted");
+  run_ema<Backend>(ema_list<Backend>(averages, values), averages, scalar(decay));
+}
+
+template <class Backend>
+void ema_by_tensor(at::TensorList averages, at::TensorList values, const at::Tensor& decay) {
+  const List list = ema_list<Backend>(averages, values);
+  if (!list.rows.empty()) run_ema<Backend>(list, averages, scalar(decay, list, "multi_tensor_ema_", "decay"));
+}
+
+inline core::SgdGroup sgd_group(const char* op, double lr, double momentum, const SgdOptions& options) {
+  check_hyper_parameter(op, "lr", lr);
+  check_hyper_parameter(op, "momentum", momentum);
+  check_hyper_parameter(op, "weight_decay", options.weight_decay);
+  return {scalar(lr),       scalar(momentum), scalar(options.dampening), scalar(options.weight_decay),
+          options.nesterov, options.maximize};
+}
+
+// `make_group(list)` gives the hyper-parameters.
+template <class Backend, typename MakeGroup>
+void run_sgd(at::TensorList params, at::TensorList grads, at::TensorList momentum_buffers, const SgdOptions& options,
+             const char* op, const MakeGroup& make_group) {
+  const bool unscales = options.grad_scale.has_value();
+  const Operand param{core::kParam, "params", params, true}, grad{core::kGrad, "grads", grads, unscales};
+  const Operand buffer{core::kMomentum, "momentum_buffers", momentum_buffers, true};
+  const List list = momentum_buffers.empty() ? make_list(op, {param, grad}, 0, Backend::kMeta)
+                                             : make_list(op, {param, grad, buffer}, 0, Backend::kMeta);
+  const core::SgdGroup group = make_group(list);
+  core::UpdateParams step = update();
+  step.sgd = true;
+  step.first_step = options.is_first_step;
+  step.grad_scale = float_pointer(options.grad_scale, list, op, "grad_scale");
+  step.found_inf = float_pointer(options.found_inf, list, op, "found_inf");
+  step.write_grads = unscales;
+  run_on<Backend>(list, nullptr, &step, group, {params, momentum_buffers, unscales ? grads : at::TensorList()});
+}
+
+template <class Backend>
 void sgd(at::TensorList params, at::TensorList grads, at::TensorList momentum_buffers, double lr, double momentum,
-         double dampening, double weight_decay, bool nesterov, bool maximize, bool is_first_step,
-         const std::optional<at::Tensor>& grad_scale, const std::optional<at::Tensor>& found_inf, bool meta);
-void sgd(at::TensorList params, at::TensorList grads, at::TensorList momentum_buffers, const at::Tensor& lr,
-         const at::Tensor& momentum, double dampening, double weight_decay, bool nesterov, bool maximize,
-         bool is_first_step, const std::optional<at::Tensor>& grad_scale, const std::optional<at::Tensor>& found_inf,
-         bool meta);
-void unscale(at::TensorList grads, const at::Tensor& scale, const at::Tensor& found_inf, bool meta);
-at::Tensor norm(at::TensorList tensors, bool meta);
-at::Tensor clip_grad_norm(at::TensorList grads, double max_norm, bool meta);
+         const SgdOptions& options) {
+  constexpr const char* kOp = "multi_tensor_sgd_";
+  TORCH_CHECK(momentum == 0.0 || !momentum_buffers.empty() || params.empty(), kOp, ": momentum is ", momentum,
+              ", but momentum_buffers is empty; one buffer for each tensor of params is wanted");
+  const core::SgdGroup group = sgd_group(kOp, lr, momentum, options);
+  run_sgd<Backend>(params, grads, momentum == 0.0 ? at::TensorList{} : momentum_buffers, options, kOp,
+                   [&](const List&) { return group; });
+}
+
+template <class Backend>
+void sgd_by_tensor(at::TensorList params, at::TensorList grads, at::TensorList momentum_buffers, const at::Tensor& lr,
+                   const at::Tensor& momentum, const SgdOptions& options) {
+  constexpr const char* kOp = "multi_tensor_sgd_";
+  core::SgdGroup group = sgd_group(kOp, 0.0, 0.0, options);
+  run_sgd<Backend>(params, grads, momentum_buffers, options, kOp, [&](const List& list) {
+    if (!list.rows.empty()) {
+      group.lr = scalar(lr, list, kOp, "lr");
+      group.momentum = scalar(momentum, list, kOp, "momentum");
+    }
+    return group;
+  });
+}
+
+template <class Backend>
+void unscale(at::TensorList grads, const at::Tensor& scale, const at::Tensor& found_inf) {
+  constexpr const char* kOp = "multi_tensor_unscale_";
+  const List list = make_list(kOp, {{core::kGrad, "grads", grads, true}}, -1, Backend::kMeta);
+  if (list.rows.empty()) return;
+  core::ReduceParams params = reduction();
+  params.scale = float_pointer(scale, list, kOp, "scale");
+  params.found_inf = float_pointer(found_inf, list, kOp, "found_inf");
+  params.keep_found_inf = true;
+  params.write_grads = true;
+  run_on<Backend>(list, &params, nullptr, {}, {grads, found_inf});
+}
+
+// The norm that `params` will leave.
+inline at::Tensor empty_norm(const List& list, core::ReduceParams& params) {
+  params.norm_dtype = list.any_float64 ? core::DType::kFloat64 : core::DType::kFloat32;
+  const auto dtype = list.any_float64 ? at::kDouble : at::kFloat;
+  at::Tensor norm = at::empty({}, at::TensorOptions().device(list.device).dtype(dtype));
+  if (!list.meta) params.norm = norm.mutable_data_ptr();
+  return norm;
+}
+
+template <class Backend>
+at::Tensor norm(at::TensorList tensors) {
+  const List list = make_list("multi_tensor_norm", {{core::kGrad, "tensors", tensors, false}}, -1, Backend::kMeta);
+  core::ReduceParams params = reduction();
+  const at::Tensor result = empty_norm(list, params);
+  run_on<Backend>(list, &params, nullptr, {}, {});
+  return result;
+}
+
+template <class Backend>
+at::Tensor clip_grad_norm(at::TensorList grads, double max_norm) {
+  const List list =
+      make_list("multi_tensor_clip_grad_norm_", {{core::kGrad, "grads", grads, true}}, -1, Backend::kMeta);
+  core::ReduceParams reduce = reduction();
+  const at::Tensor result = empty_norm(list, reduce);
+  reduce.clip = true;
+  reduce.max_norm = max_norm;
+  core::UpdateParams scale = update();
+  scale.use_workspace = true;
+  scale.write_grads = true;
+  run_on<Backend>(list, &reduce, &scale, {}, {grads});
+  return result;
+}
+
+template <class Backend>
+void register_multi_tensor(torch::Library& m) {
+  m.impl("multi_tensor_ema_", TORCH_FN(ema<Backend>));
+  m.impl("multi_tensor_ema_.tensor", TORCH_FN(ema_by_tensor<Backend>));
+  m.impl("multi_tensor_sgd_", unpack<&sgd<Backend>>);
+  m.impl("multi_tensor_sgd_.tensor", unpack<&sgd_by_tensor<Backend>>);
+  m.impl("multi_tensor_unscale_", TORCH_FN(unscale<Backend>));
+  m.impl("multi_tensor_norm", TORCH_FN(norm<Backend>));
+  m.impl("multi_tensor_clip_grad_norm_", TORCH_FN(clip_grad_norm<Backend>));
+}
 
 }  // namespace torch_fastdet::multi_tensor

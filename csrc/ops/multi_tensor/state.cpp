@@ -11,7 +11,7 @@
 #include <limits>
 
 #include "ops/multi_tensor/checks.h"
-#include "ops/multi_tensor/run.h"
+#include "ops/multi_tensor/list.h"
 
 namespace torch_fastdet::multi_tensor {
 namespace {

@@ -2,13 +2,10 @@
 // detached, so that backward() through them says that they do not require grad.
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/sigmoid.h>
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
-#include "ops/common/checks.h"
+#include "ops/common/autograd.h"
 
 namespace torch_fastdet {
 namespace {
@@ -16,34 +13,12 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// A sparse tensor passes here on its way to a backend that we have no kernel for: say so in a sentence first.
-void detached(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  const auto& arguments = op.schema().arguments();
-  for (size_t i = 0; i < arguments.size(); ++i) {
-    const auto check = [&](const at::Tensor& tensor) {
-      if (tensor.layout() != at::kStrided) {
-        check_strided(tensor, op.schema().name().substr(sizeof("torch_fastdet::") - 1).c_str(),
-                      arguments[i].name().c_str());
-      }
-    };
-    const c10::IValue& value = torch::jit::peek(*stack, i, arguments.size());
-    if (value.isTensor()) {
-      check(value.toTensor());
-    } else if (value.isTensorList()) {
-      for (const at::Tensor& tensor : value.toTensorVector()) check(tensor);
-    }
-  }
-  const at::AutoDispatchBelowADInplaceOrView below;
-  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
-}
-
 struct Yolov5Decode : torch::autograd::Function<Yolov5Decode> {
   static at::Tensor forward(AutogradContext* context, at::TensorList heads, const at::Tensor& anchors,
                             at::ArrayRef<double> strides, int64_t nm) {
     for (const at::Tensor& head : heads) check_strided(head, "yolov5_decode", "heads");
-    static const auto op = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow("torch_fastdet::yolov5_decode", "")
-                               .typed<at::Tensor(at::TensorList, const at::Tensor&, at::ArrayRef<double>, int64_t)>();
+    static const auto op =
+        find_operator<at::Tensor(at::TensorList, const at::Tensor&, at::ArrayRef<double>, int64_t)>("yolov5_decode");
     const at::AutoDispatchBelowADInplaceOrView below;
     at::Tensor prediction = op.call(heads, anchors, strides, nm);
     variable_list saved{anchors};
@@ -98,10 +73,8 @@ at::Tensor yolov5_decode(at::TensorList heads, const at::Tensor& anchors, at::Ar
 
 TORCH_LIBRARY_IMPL(torch_fastdet, Autograd, m) {
   m.impl("yolov5_decode", yolov5_decode);
-  for (const char* op : {"non_max_suppression_padded", "ultralytics_non_max_suppression_padded", "yolov5_postprocess",
-                         "ultralytics_postprocess", "scale_boxes"}) {
-    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&detached>());
-  }
+  without_gradient(m, {"non_max_suppression_padded", "ultralytics_non_max_suppression_padded", "yolov5_postprocess",
+                       "ultralytics_postprocess", "scale_boxes"});
 }
 
 }  // namespace torch_fastdet

@@ -25,17 +25,21 @@ using core::ClassFilter;
 using core::ClassRule;
 using core::NmsOptions;
 
-// The arguments that every suppression operator has, as the schema names them.
+// The arguments that every suppression operator begins with, and those that it ends with.
 struct NmsArguments {
-  double conf_thres;
-  double iou_thres;
-  const c10::OptionalArrayRef<int64_t>& classes;
-  bool agnostic;
-  bool multi_label;
+  double conf_thres, iou_thres;
+  at::OptionalIntArrayRef classes;
+  bool agnostic, multi_label;
   int64_t max_det;
+  using Types = std::tuple<double, double, at::OptionalIntArrayRef, bool, bool, int64_t>;
+};
+
+struct NmsLastArguments {
+  const std::optional<at::Tensor>& letterboxes;
+  std::string_view per_class;
   int64_t max_nms;
   double max_wh;
-  std::string_view per_class;
+  using Types = std::tuple<const std::optional<at::Tensor>&, std::string_view, int64_t, double>;
 };
 
 // What a launch needs. Tensors that were converted are held here until it is queued.
@@ -53,12 +57,11 @@ inline at::ScalarType detection_type(at::ScalarType input) {
 // What an operator returns: rows, counts and the anchor of each row.
 using Detections = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
-inline Detections empty_detections(const NmsRequest& request, const at::Tensor& input) {
-  const int64_t images = request.source.images, capacity = request.options.max_detections;
-  return {at::empty({images, capacity, 6 + request.source.extra},
-                    input.options().dtype(detection_type(input.scalar_type()))),
-          at::empty({images}, input.options().dtype(at::kLong)),
-          at::empty({images, capacity}, input.options().dtype(at::kLong))};
+inline Detections empty_detections(const at::Tensor& input, const c10::SymInt& images, int64_t max_det,
+                                   const c10::SymInt& extra) {
+  const auto integer = input.options().dtype(at::kLong);
+  return {at::empty_symint({images, max_det, extra + 6}, input.options().dtype(detection_type(input.scalar_type()))),
+          at::empty_symint({images}, integer), at::empty_symint({images, max_det}, integer)};
 }
 
 inline core::NmsOutput nms_output(const NmsRequest& request, const Detections& detections) {
@@ -91,29 +94,49 @@ inline double logit_floor(double threshold) {
   return std::log(lowest / (1 - lowest)) - 1e-3;
 }
 
-inline void fill_options(NmsRequest& request, const NmsArguments& a, at::ScalarType type, const char* op) {
+inline void check_letterboxes(const at::Tensor& letterboxes, const at::Tensor& input, const char* op,
+                              const char* input_name) {
+  const auto fits = [&] {
+    return letterboxes.sym_size(0).sym_eq(input.sym_size(0)).sym_and(letterboxes.sym_size(1).sym_eq(6));
+  };
+  TORCH_FASTDET_SYM_CHECK_VALUE(letterboxes.dim() == 2 ? fits() : c10::SymBool(false), op, ": letterboxes has shape ",
+                                letterboxes.sym_sizes(), ", but (", input.sym_size(0),
+                                ", 6) is wanted: gain_x, gain_y, pad_x, pad_y, width, height of each image");
+  check_float(letterboxes, op, "letterboxes");
+  check_same_device(input, input_name, letterboxes, op, "letterboxes");
+}
+
+// The arguments that every suppression operator has, beside its input.
+inline void check_arguments(const at::Tensor& input, const char* input_name, const NmsArguments& a,
+                            const NmsLastArguments& last, const char* op) {
   TORCH_CHECK_VALUE(a.conf_thres >= 0 && a.conf_thres <= 1, op, ": conf_thres is ", a.conf_thres,
                     ", but a confidence threshold between 0 and 1 is wanted");
   TORCH_CHECK_VALUE(a.iou_thres >= 0 && a.iou_thres <= 1, op, ": iou_thres is ", a.iou_thres,
                     ", but an IoU threshold between 0 and 1 is wanted");
   TORCH_CHECK_VALUE(a.max_det >= 0, op, ": max_det is ", a.max_det, ", but 0 or more detections an image are wanted");
-  TORCH_CHECK_VALUE(a.max_nms >= 0, op, ": max_nms is ", a.max_nms, ", but 0 or more candidates an image are wanted");
-  TORCH_CHECK_VALUE(std::isfinite(a.max_wh) && a.max_wh >= 0, op, ": max_wh is ", a.max_wh,
+  TORCH_CHECK_VALUE(last.max_nms >= 0, op, ": max_nms is ", last.max_nms,
+                    ", but 0 or more candidates an image are wanted");
+  TORCH_CHECK_VALUE(std::isfinite(last.max_wh) && last.max_wh >= 0, op, ": max_wh is ", last.max_wh,
                     ", but a finite number of pixels, 0 or more, is wanted");
-  TORCH_CHECK_VALUE(a.per_class == "offset" || a.per_class == "exact", op, ": per_class is '", std::string(a.per_class),
-                    "', but 'offset' (as the stock functions) or 'exact' is wanted");
+  TORCH_CHECK_VALUE(last.per_class == "offset" || last.per_class == "exact", op, ": per_class is '",
+                    std::string(last.per_class), "', but 'offset' (as the stock functions) or 'exact' is wanted");
+  if (last.letterboxes.has_value()) check_letterboxes(*last.letterboxes, input, op, input_name);
+}
+
+inline void fill_options(NmsRequest& request, const NmsArguments& a, const NmsLastArguments& last, at::ScalarType type,
+                         const char* op) {
   NmsOptions& options = request.options;
   options.confidence = rounded_to(a.conf_thres, type);
   options.confidence_promoted = to_arithmetic_type(a.conf_thres, type);
   options.logit_floor = logit_floor(a.conf_thres);
   options.iou = to_arithmetic_type(a.iou_thres, type);
-  options.max_wh = to_arithmetic_type(a.max_wh, type);
-  options.max_candidates = a.max_nms;
+  options.max_wh = to_arithmetic_type(last.max_wh, type);
+  options.max_candidates = last.max_nms;
   options.max_detections = a.max_det;
   options.multi_label = a.multi_label && request.source.classes > 1;
-  options.class_rule = a.agnostic               ? ClassRule::kAgnostic
-                       : a.per_class == "exact" ? ClassRule::kExact
-                                                : ClassRule::kOffset;
+  options.class_rule = a.agnostic                  ? ClassRule::kAgnostic
+                       : last.per_class == "exact" ? ClassRule::kExact
+                                                   : ClassRule::kOffset;
   if (a.classes.has_value()) {
     TORCH_CHECK_VALUE(request.source.classes <= core::kMaxFilteredClasses, op, ": classes filters a prediction of ",
                       request.source.classes, " classes, but at most ", core::kMaxFilteredClasses,
@@ -126,6 +149,7 @@ inline void fill_options(NmsRequest& request, const NmsArguments& a, at::ScalarT
   const int64_t candidates = (request.source.anchors + request.source.label_count) * request.source.classes;
   TORCH_CHECK_VALUE(candidates < std::numeric_limits<uint32_t>::max(), op, ": the prediction has ", candidates,
                     " pairs of anchor and class an image, but fewer than 2^32 - 1 are wanted");
+  if (last.letterboxes.has_value()) request.letterboxes = *last.letterboxes;
 }
 
 // Conversions to what the core reads. Neither does anything in the usual case.
@@ -133,31 +157,28 @@ inline at::Tensor as_contiguous(const at::Tensor& tensor, at::ScalarType type) {
   return tensor.to(type).contiguous();
 }
 
-inline void fill_letterboxes(NmsRequest& request, const std::optional<at::Tensor>& letterboxes, const at::Tensor& input,
-                             const char* op, const char* input_name) {
-  if (!letterboxes.has_value()) return;
-  TORCH_CHECK_VALUE(
-      letterboxes->dim() == 2 && letterboxes->size(0) == request.source.images && letterboxes->size(1) == 6, op,
-      ": letterboxes has shape ", letterboxes->sizes(), ", but (", request.source.images,
-      ", 6) is wanted: gain_x, gain_y, pad_x, pad_y, width, height of each image");
-  check_float(*letterboxes, op, "letterboxes");
-  check_same_device(input, input_name, *letterboxes, op, "letterboxes");
-  request.letterboxes = as_contiguous(*letterboxes, detection_type(input.scalar_type()));
-}
-
 inline void check_prediction(const at::Tensor& prediction, const char* op) {
   check_float(prediction, op, "prediction");
   check_strided(prediction, op, "prediction");
 }
 
-// prediction (B, N, 5 + classes + nm)
-inline NmsRequest check_yolov5_prediction(const at::Tensor& prediction, int64_t nm, const NmsArguments& arguments,
-                                          const std::optional<at::Tensor>& labels,
-                                          const std::optional<at::Tensor>& letterboxes, const char* op) {
+// prediction (B, N, 5 + classes + nm), labels (n, 6). Sizes may be symbolic.
+inline void check_yolov5_prediction(const at::Tensor& prediction, int64_t nm, const std::optional<at::Tensor>& labels,
+                                    const char* op) {
   check_prediction(prediction, op);
   TORCH_CHECK_VALUE(nm >= 0, op, ": nm is ", nm, ", but 0 or more mask coefficients are wanted");
-  TORCH_CHECK_VALUE(prediction.dim() == 3 && prediction.size(2) >= 5 + nm, op, ": prediction has shape ",
-                    prediction.sizes(), ", but (images, anchors, 5 + classes + nm) with nm = ", nm, " is wanted");
+  TORCH_FASTDET_SYM_CHECK_VALUE(prediction.dim() == 3 ? prediction.sym_size(2).sym_ge(5 + nm) : c10::SymBool(false), op,
+                                ": prediction has shape ", prediction.sym_sizes(),
+                                ", but (images, anchors, 5 + classes + nm) with nm = ", nm, " is wanted");
+  if (!labels.has_value()) return;
+  TORCH_FASTDET_SYM_CHECK_VALUE(labels->dim() == 2 ? labels->sym_size(1).sym_eq(6) : c10::SymBool(false), op,
+                                ": labels has shape ", labels->sym_sizes(),
+                                ", but (labels, 6) is wanted: image, class, x, y, width, height");
+  check_same_device(prediction, "prediction", *labels, op, "labels");
+  check_float(*labels, op, "labels");
+}
+
+inline NmsRequest yolov5_request(const at::Tensor& prediction, int64_t nm, const std::optional<at::Tensor>& labels) {
   NmsRequest request;
   CandidateSource& source = request.source;
   source.layout = CandidateLayout::kPrediction;
@@ -167,29 +188,28 @@ inline NmsRequest check_yolov5_prediction(const at::Tensor& prediction, int64_t 
   source.extra = nm;
   source.classes = prediction.size(2) - 5 - nm;
   source.has_objectness = true;
+  source.data = prediction.const_data_ptr();
   source.image_stride = prediction.stride(0);
   source.anchor_stride = prediction.stride(1);
   source.channel_stride = prediction.stride(2);
-  if (labels.has_value()) {
-    TORCH_CHECK_VALUE(labels->dim() == 2 && labels->size(1) == 6, op, ": labels has shape ", labels->sizes(),
-                      ", but (labels, 6) is wanted: image, class, x, y, width, height");
-    check_same_device(prediction, "prediction", *labels, op, "labels");
-    check_float(*labels, op, "labels");
+  if (labels.has_value() && labels->size(0) > 0) {
+    request.labels = as_contiguous(*labels, at::kFloat);
     source.label_count = labels->size(0);
-    request.labels = *labels;
+    source.labels = request.labels.const_data_ptr<float>();
   }
-  fill_options(request, arguments, prediction.scalar_type(), op);
-  fill_letterboxes(request, letterboxes, prediction, op, "prediction");
   return request;
 }
 
-// prediction (B, 4 + classes + extra, N)
-inline NmsRequest check_ultralytics_prediction(const at::Tensor& prediction, int64_t nc, const NmsArguments& arguments,
-                                               const std::optional<at::Tensor>& letterboxes, const char* op) {
+// prediction (B, 4 + classes + extra, N). Sizes may be symbolic.
+inline void check_ultralytics_prediction(const at::Tensor& prediction, int64_t nc, const char* op) {
   check_prediction(prediction, op);
-  TORCH_CHECK_VALUE(prediction.dim() == 3 && prediction.size(1) >= 4 + nc, op, ": prediction has shape ",
-                    prediction.sizes(), ", but (images, 4 + classes + extra, anchors) with nc = ", nc, " is wanted");
   TORCH_CHECK_VALUE(nc >= 0, op, ": nc is ", nc, ", but 0 (all channels past the box) or more classes are wanted");
+  TORCH_FASTDET_SYM_CHECK_VALUE(prediction.dim() == 3 ? prediction.sym_size(1).sym_ge(4 + nc) : c10::SymBool(false), op,
+                                ": prediction has shape ", prediction.sym_sizes(),
+                                ", but (images, 4 + classes + extra, anchors) with nc = ", nc, " is wanted");
+}
+
+inline NmsRequest ultralytics_request(const at::Tensor& prediction, int64_t nc) {
   NmsRequest request;
   CandidateSource& source = request.source;
   source.layout = CandidateLayout::kPrediction;
@@ -198,12 +218,11 @@ inline NmsRequest check_ultralytics_prediction(const at::Tensor& prediction, int
   source.anchors = prediction.size(2);
   source.classes = nc ? nc : prediction.size(1) - 4;
   source.extra = prediction.size(1) - 4 - source.classes;
+  source.data = prediction.const_data_ptr();
   source.image_stride = prediction.stride(0);
   source.channel_stride = prediction.stride(1);
   source.anchor_stride = prediction.stride(2);
-  fill_options(request, arguments, prediction.scalar_type(), op);
   request.options.nan_class_drops_anchor = true;
-  fill_letterboxes(request, letterboxes, prediction, op, "prediction");
   return request;
 }
 
@@ -351,33 +370,7 @@ inline NmsRequest check_ultralytics_heads(at::TensorList boxes, at::TensorList s
   return request;
 }
 
-inline NmsRequest check_yolov5_postprocess(at::TensorList heads, const at::Tensor& anchors,
-                                           at::ArrayRef<double> strides, int64_t nm, const NmsArguments& arguments,
-                                           const std::optional<at::Tensor>& letterboxes) {
-  const char* op = "yolov5_postprocess";
-  NmsRequest request = check_yolov5_heads(heads, anchors, strides, nm, op);
-  fill_options(request, arguments, heads[0].scalar_type(), op);
-  fill_letterboxes(request, letterboxes, heads[0], op, "heads");
-  return request;
-}
-
-inline NmsRequest check_ultralytics_postprocess(at::TensorList boxes, at::TensorList scores, at::TensorList extra,
-                                                at::ArrayRef<double> strides, const NmsArguments& arguments,
-                                                const std::optional<at::Tensor>& letterboxes) {
-  const char* op = "ultralytics_postprocess";
-  NmsRequest request = check_ultralytics_heads(boxes, scores, extra, strides, op);
-  fill_options(request, arguments, boxes[0].scalar_type(), op);
-  fill_letterboxes(request, letterboxes, boxes[0], op, "boxes");
-  return request;
-}
-
 // Data pointers, which tensors without storage (meta) do not have; so after the checks, on real devices only.
-inline void fill_labels(NmsRequest& request) {
-  if (!request.source.label_count) return;
-  request.labels = as_contiguous(request.labels, at::kFloat);
-  request.source.labels = request.labels.const_data_ptr<float>();
-}
-
 inline void fill_heads(NmsRequest& request, at::TensorList boxes, at::TensorList scores = {},
                        at::TensorList extra = {}) {
   for (size_t i = 0; i < boxes.size(); ++i) {
@@ -403,13 +396,10 @@ inline void check_scale_boxes(const at::Tensor& boxes, const at::Tensor& letterb
   const char* op = "scale_boxes";
   check_float(boxes, op, "boxes");
   check_strided(boxes, op, "boxes");
-  check_float(letterboxes, op, "letterboxes");
-  TORCH_CHECK_VALUE(boxes.dim() == 3 && boxes.size(2) >= 4, op, ": boxes has shape ", boxes.sizes(),
-                    ", but (images, boxes, 4 or more columns) is wanted");
-  TORCH_CHECK_VALUE(letterboxes.dim() == 2 && letterboxes.size(0) == boxes.size(0) && letterboxes.size(1) == 6, op,
-                    ": letterboxes has shape ", letterboxes.sizes(), ", but (", boxes.size(0),
-                    ", 6) is wanted: gain_x, gain_y, pad_x, pad_y, width, height of each image");
-  check_same_device(boxes, "boxes", letterboxes, op, "letterboxes");
+  TORCH_FASTDET_SYM_CHECK_VALUE(boxes.dim() == 3 ? boxes.sym_size(2).sym_ge(4) : c10::SymBool(false), op,
+                                ": boxes has shape ", boxes.sym_sizes(),
+                                ", but (images, boxes, 4 or more columns) is wanted");
+  check_letterboxes(letterboxes, boxes, op, "boxes");
 }
 
 // `letterboxes` already of the arithmetic type.

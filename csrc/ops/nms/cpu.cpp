@@ -1,16 +1,15 @@
-// Padded non-maximum suppression on the CPU: checks, allocates, then threads over images (or, where there are fewer
-// images than threads, inside each). Decisions come from core/candidates.h and core/nms_math.h.
-#include "ops/nms/checks.h"
-
+// Post-processing on the CPU. Suppression threads over images (or, where there are fewer images than threads, inside
+// each); its decisions come from candidates.h and nms_math.h. Decoding threads over anchors, scale_boxes over boxes.
 #include <ATen/Parallel.h>
-#include <torch/library.h>
 
 #include <algorithm>
-#include <memory>
+#include <limits>
 #include <vector>
 
 #include "core/nms/candidates.h"
-#include "ops/nms/dispatch_source.h"
+#include "core/nms/scale_boxes_math.h"
+#include "ops/common/dispatch.h"
+#include "ops/nms/run.h"
 
 namespace torch_fastdet {
 namespace {
@@ -232,10 +231,8 @@ class ImageSuppression {
       }
     }
     std::fill(rows, rows + (capacity - count) * width, A(0));
-    if (output.indices) {
-      int64_t* indices = output.indices + image_ * capacity;
-      for (int64_t i = 0; i < capacity; ++i) indices[i] = i < count ? kept_[i].anchor : -1;
-    }
+    int64_t* indices = output.indices + image_ * capacity;
+    for (int64_t i = 0; i < capacity; ++i) indices[i] = i < count ? kept_[i].anchor : -1;
   }
 
   const CandidateSource& source_;
@@ -245,6 +242,19 @@ class ImageSuppression {
   bool promoted_ = false;
   std::vector<Row> kept_;
 };
+
+// Calls f with the class that reads this source, from its layout and dtype.
+template <typename F>
+void dispatch_source(const core::CandidateSource& source, F&& f) {
+  switch (source.layout) {
+    case core::CandidateLayout::kPrediction:
+      return with_dtype(source.dtype, [&](auto zero) { f(core::PredictionLayout<decltype(zero)>{}); });
+    case core::CandidateLayout::kAnchorHeads:
+      return with_dtype(source.dtype, [&](auto zero) { f(core::AnchorHeadLayout<decltype(zero)>{}); });
+    case core::CandidateLayout::kAnchorFreeHeads:
+      return with_dtype(source.dtype, [&](auto zero) { f(core::AnchorFreeHeadLayout<decltype(zero)>{}); });
+  }
+}
 
 template <typename Layout>
 void suppress_images(const NmsRequest& request, const core::NmsOutput& output) {
@@ -259,70 +269,51 @@ void suppress_images(const NmsRequest& request, const core::NmsOutput& output) {
   }
 }
 
-Detections suppress(const NmsRequest& request, const at::Tensor& input) {
-  Detections detections = empty_detections(request, input);
-  const core::NmsOutput output = nms_output(request, detections);
-  dispatch_source(request.source, [&](auto layout) { suppress_images<decltype(layout)>(request, output); });
-  return detections;
+template <typename T>
+void decode(const core::DecodeParams& params) {
+  using Layout = core::AnchorHeadLayout<T>;
+  const CandidateSource& source = params.source;
+  const int64_t sigmoids = 1 + source.classes, width = 4 + sigmoids + source.extra;
+  at::parallel_for(0, source.images * source.anchors, 256, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const auto anchor = Layout::anchor(source, i / source.anchors, i % source.anchors);
+      T* row = static_cast<T*>(params.output) + i * width;
+      const auto box = Layout::box(source, anchor);
+      row[0] = static_cast<T>(box.x);
+      row[1] = static_cast<T>(box.y);
+      row[2] = static_cast<T>(box.width);
+      row[3] = static_cast<T>(box.height);
+      for (int64_t c = 0; c < sigmoids; ++c)
+        row[4 + c] = static_cast<T>(core::sigmoid(Layout::channel(source, anchor, 4 + c)));
+      for (int64_t e = 0; e < source.extra; ++e)
+        row[4 + sigmoids + e] = static_cast<T>(Layout::extra(source, anchor, e));
+    }
+  });
 }
 
-std::tuple<at::Tensor, at::Tensor> non_max_suppression_padded(
-    const at::Tensor& prediction, double conf_thres, double iou_thres, at::OptionalIntArrayRef classes, bool agnostic,
-    bool multi_label, int64_t max_det, int64_t nm, const std::optional<at::Tensor>& labels,
-    const std::optional<at::Tensor>& letterboxes, std::string_view per_class, int64_t max_nms, double max_wh) {
-  NmsRequest request = check_yolov5_prediction(
-      prediction, nm, {conf_thres, iou_thres, classes, agnostic, multi_label, max_det, max_nms, max_wh, per_class},
-      labels, letterboxes, "non_max_suppression_padded");
-  fill_labels(request);
-  request.source.data = prediction.const_data_ptr();
-  return without_indices(suppress(request, prediction));
-}
+struct Cpu : OnDevice {
+  static constexpr int64_t kMaxImages = std::numeric_limits<int64_t>::max();
+  static constexpr bool kReadsDeviceAnchors = false;
 
-Detections ultralytics_non_max_suppression_padded(const at::Tensor& prediction, double conf_thres, double iou_thres,
-                                                  at::OptionalIntArrayRef classes, bool agnostic, bool multi_label,
-                                                  int64_t max_det, int64_t nc,
-                                                  const std::optional<at::Tensor>& letterboxes,
-                                                  std::string_view per_class, int64_t max_nms, double max_wh) {
-  NmsRequest request = check_ultralytics_prediction(
-      prediction, nc, {conf_thres, iou_thres, classes, agnostic, multi_label, max_det, max_nms, max_wh, per_class},
-      letterboxes, "ultralytics_non_max_suppression_padded");
-  request.source.data = prediction.const_data_ptr();
-  return suppress(request, prediction);
-}
-
-std::tuple<at::Tensor, at::Tensor> yolov5_postprocess(at::TensorList heads, const at::Tensor& anchors,
-                                                      at::ArrayRef<double> strides, double conf_thres, double iou_thres,
-                                                      at::OptionalIntArrayRef classes, bool agnostic, bool multi_label,
-                                                      int64_t max_det, int64_t nm,
-                                                      const std::optional<at::Tensor>& letterboxes,
-                                                      std::string_view per_class, int64_t max_nms, double max_wh) {
-  NmsRequest request = check_yolov5_postprocess(
-      heads, anchors, strides, nm,
-      {conf_thres, iou_thres, classes, agnostic, multi_label, max_det, max_nms, max_wh, per_class}, letterboxes);
-  fill_heads(request, heads);
-  fill_anchors(request, false);
-  return without_indices(suppress(request, heads[0]));
-}
-
-Detections ultralytics_postprocess(at::TensorList boxes, at::TensorList scores, at::TensorList extra,
-                                   at::ArrayRef<double> strides, double conf_thres, double iou_thres,
-                                   at::OptionalIntArrayRef classes, bool agnostic, bool multi_label, int64_t max_det,
-                                   const std::optional<at::Tensor>& letterboxes, std::string_view per_class,
-                                   int64_t max_nms, double max_wh) {
-  NmsRequest request = check_ultralytics_postprocess(
-      boxes, scores, extra, strides,
-      {conf_thres, iou_thres, classes, agnostic, multi_label, max_det, max_nms, max_wh, per_class}, letterboxes);
-  fill_heads(request, boxes, scores, extra);
-  return suppress(request, boxes[0]);
-}
+  static void run(const NmsRequest& request, const core::NmsOutput& output, const at::Tensor&, const char*) {
+    dispatch_source(request.source, [&](auto layout) { suppress_images<decltype(layout)>(request, output); });
+  }
+  static void run(const core::DecodeParams& params, const char*) {
+    with_dtype(params.source.dtype, [&](auto zero) { decode<decltype(zero)>(params); });
+  }
+  static void run(const core::ScaleBoxesParams& params, const char*) {
+    with_dtype(params.dtype, [&](auto zero) {
+      at::parallel_for(0, params.images * params.count, 2048, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) core::scale_one_box<decltype(zero)>(params, i);
+      });
+    });
+  }
+};
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(torch_fastdet, CPU, m) {
-  m.impl("non_max_suppression_padded", non_max_suppression_padded);
-  m.impl("ultralytics_non_max_suppression_padded", ultralytics_non_max_suppression_padded);
-  m.impl("yolov5_postprocess", yolov5_postprocess);
-  m.impl("ultralytics_postprocess", ultralytics_postprocess);
+  register_nms<Cpu>(m);
 }
 
 }  // namespace torch_fastdet

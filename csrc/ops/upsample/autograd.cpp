@@ -1,11 +1,8 @@
 // Gradients of the upsample operators. All are linear, so that each backward is an operator with a gradient of its own:
 // derivatives of any order work, and nothing is saved but sizes and dtypes.
 #include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
-#include "ops/common/checks.h"
+#include "ops/common/autograd.h"
 
 namespace torch_fastdet {
 namespace {
@@ -14,23 +11,17 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 at::Tensor call_upsample(const at::Tensor& x) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("torch_fastdet::upsample_nearest2x", "")
-                             .typed<at::Tensor(const at::Tensor&)>();
+  static const auto op = find_operator<at::Tensor(const at::Tensor&)>("upsample_nearest2x");
   return op.call(x);
 }
 
 at::Tensor call_upsample_backward(const at::Tensor& grad_output) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("torch_fastdet::upsample_nearest2x_backward", "")
-                             .typed<at::Tensor(const at::Tensor&)>();
+  static const auto op = find_operator<at::Tensor(const at::Tensor&)>("upsample_nearest2x_backward");
   return op.call(grad_output);
 }
 
 at::Tensor call_upsample_cat(const at::Tensor& x, const at::Tensor& skip) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("torch_fastdet::upsample_nearest2x_cat", "")
-                             .typed<at::Tensor(const at::Tensor&, const at::Tensor&)>();
+  static const auto op = find_operator<at::Tensor(const at::Tensor&, const at::Tensor&)>("upsample_nearest2x_cat");
   return op.call(x, skip);
 }
 

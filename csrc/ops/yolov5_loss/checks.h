@@ -18,6 +18,26 @@
 
 namespace torch_fastdet {
 
+// The options of the loss, as the schema lists them. torch_fastdet/ops/yolov5_loss.py says what they mean.
+struct Yolov5LossOptions {
+  double box_gain, obj_gain, cls_gain, cls_pw, obj_pw, label_smoothing, fl_gamma, anchor_t, gr;
+  bool sort_obj_iou;
+  using Types = std::tuple<double, double, double, double, double, double, double, double, double, bool>;
+};
+
+// Those that the backward pass reads too.
+struct Yolov5ClassOptions {
+  double cls_pw, label_smoothing, fl_gamma;
+  using Types = std::tuple<double, double, double>;
+};
+
+// What the forward pass leaves for the backward pass.
+struct Yolov5LossTensors {
+  const at::Tensor &levels, &owner, &match_cell, &match_values, &object_gradient;
+  using Types =
+      std::tuple<const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&>;
+};
+
 // A head's sizes and strides as (bs, na, ny, nx, no), whichever of its two forms was given. Int is int64_t, or
 // c10::SymInt where torch.compile or torch.export keeps sizes symbolic.
 template <typename Int = int64_t>
@@ -113,7 +133,7 @@ inline void check_yolov5_heads(at::TensorList heads, int64_t na, const char* op)
 
 inline void check_yolov5_loss(at::TensorList heads, const at::Tensor& targets, const at::Tensor& anchors,
                               const at::Tensor& balance, const std::optional<at::Tensor>& num_targets,
-                              double label_smoothing, double anchor_t) {
+                              const Yolov5LossOptions& options) {
   constexpr auto op = "yolov5_loss";
   TORCH_CHECK(!heads.empty() && heads.size() <= core::kYolov5MaxLevels, op, ": ", heads.size(),
               " heads came, but 1 to ", core::kYolov5MaxLevels, " are wanted");
@@ -142,9 +162,9 @@ inline void check_yolov5_loss(at::TensorList heads, const at::Tensor& targets, c
                 ", but one int64 is wanted");
     check_same_device(heads[0], "heads[0]", *num_targets, op, "num_targets");
   }
-  TORCH_CHECK(label_smoothing >= 0 && label_smoothing <= 1, op, ": label_smoothing is ", label_smoothing,
-              ", but 0 to 1 is wanted");
-  TORCH_CHECK(anchor_t > 0, op, ": anchor_t is ", anchor_t, ", but a number above 0 is wanted");
+  TORCH_CHECK(options.label_smoothing >= 0 && options.label_smoothing <= 1, op, ": label_smoothing is ",
+              options.label_smoothing, ", but 0 to 1 is wanted");
+  TORCH_CHECK(options.anchor_t > 0, op, ": anchor_t is ", options.anchor_t, ", but a number above 0 is wanted");
 }
 
 inline int64_t yolov5_cells(at::TensorList heads, int64_t na) {
@@ -194,17 +214,15 @@ std::vector<at::Tensor> empty_yolov5_gradients(at::TensorList heads, Int na) {
   return gradients;
 }
 
-inline core::Yolov5LossState yolov5_loss_state(const at::Tensor& levels, const at::Tensor& owner,
-                                               const at::Tensor& match_cell, const at::Tensor& match_values,
-                                               const at::Tensor& object_gradient) {
-  return {static_cast<uint64_t*>(owner.data_ptr()), match_cell.data_ptr<int64_t>(), match_values.data_ptr(),
-          object_gradient.data_ptr(), levels.data_ptr()};
+inline core::Yolov5LossState yolov5_loss_state(const Yolov5LossTensors& t) {
+  return {reinterpret_cast<uint64_t*>(t.owner.data_ptr<int64_t>()), t.match_cell.data_ptr<int64_t>(),
+          t.match_values.data_ptr(), t.object_gradient.data_ptr(), t.levels.data_ptr()};
 }
 
 // What the forward and the backward parameters share. `gradients` is empty in the forward pass; targets is contiguous.
 template <typename Params>
 void fill_yolov5_loss_params(Params& params, at::TensorList heads, at::TensorList gradients, int64_t na,
-                             const at::Tensor& targets, double cls_pw, double label_smoothing, double fl_gamma) {
+                             const at::Tensor& targets, const Yolov5ClassOptions& options) {
   params.dtype = core_dtype(heads[0].scalar_type());
   params.nl = static_cast<int>(heads.size());
   params.na = static_cast<int>(na);
@@ -235,54 +253,53 @@ void fill_yolov5_loss_params(Params& params, at::TensorList heads, at::TensorLis
   }
   params.targets = targets.const_data_ptr<float>();
   params.nt = targets.size(0);
-  params.cls_pw = cls_pw;
-  params.positive = 1.0 - 0.5 * label_smoothing;
-  params.negative = 0.5 * label_smoothing;
-  params.fl_gamma = fl_gamma;
+  params.cls_pw = options.cls_pw;
+  params.positive = 1.0 - 0.5 * options.label_smoothing;
+  params.negative = 0.5 * options.label_smoothing;
+  params.fl_gamma = options.fl_gamma;
 }
 
 // The forward parameters, less the scratch that only CUDA needs. Every tensor is contiguous.
 inline core::Yolov5LossParams yolov5_loss_params(at::TensorList heads, const at::Tensor& targets,
                                                  const at::Tensor& anchors, const at::Tensor& balance,
-                                                 const std::optional<at::Tensor>& num_targets, double box, double obj,
-                                                 double cls, double cls_pw, double obj_pw, double label_smoothing,
-                                                 double fl_gamma, double anchor_t, double gr, bool sort_obj_iou,
-                                                 const Yolov5LossResult& result) {
+                                                 const std::optional<at::Tensor>& num_targets,
+                                                 const Yolov5LossOptions& options, const Yolov5LossResult& result) {
   core::Yolov5LossParams params{};
-  fill_yolov5_loss_params(params, heads, {}, anchors.size(1), targets, cls_pw, label_smoothing, fl_gamma);
-  params.obj_pw = obj_pw;
+  fill_yolov5_loss_params(params, heads, {}, anchors.size(1), targets,
+                          {options.cls_pw, options.label_smoothing, options.fl_gamma});
+  params.obj_pw = options.obj_pw;
   params.num_targets = num_targets ? num_targets->const_data_ptr<int64_t>() : nullptr;
   params.anchors = anchors.const_data_ptr<float>();
   params.balance = balance.const_data_ptr<double>();
-  params.box = box;
-  params.obj = obj;
-  params.cls = cls;
-  params.gr = gr;
-  params.anchor_t = static_cast<float>(anchor_t);
-  params.sort_obj_iou = sort_obj_iou;
+  params.box = options.box_gain;
+  params.obj = options.obj_gain;
+  params.cls = options.cls_gain;
+  params.gr = options.gr;
+  params.anchor_t = static_cast<float>(options.anchor_t);
+  params.sort_obj_iou = options.sort_obj_iou;
   const auto& [loss, items, levels, owner, match_cell, match_values, object_gradient] = result;
-  params.state = yolov5_loss_state(levels, owner, match_cell, match_values, object_gradient);
+  params.state = yolov5_loss_state({levels, owner, match_cell, match_values, object_gradient});
   params.loss = loss.data_ptr();
   params.items = items.data_ptr();
   params.status = owner.data_ptr<int64_t>() + (owner.numel() - core::kYolov5StatusSize);
   return params;
 }
 
-inline core::Yolov5LossBackwardParams yolov5_loss_backward_params(
-    const at::Tensor& grad_loss, at::TensorList heads, at::TensorList gradients, const at::Tensor& targets,
-    const at::Tensor& levels, const at::Tensor& owner, const at::Tensor& match_cell, const at::Tensor& match_values,
-    const at::Tensor& object_gradient, double cls_pw, double label_smoothing, double fl_gamma) {
+inline core::Yolov5LossBackwardParams yolov5_loss_backward_params(const at::Tensor& grad_loss, at::TensorList heads,
+                                                                  at::TensorList gradients, const at::Tensor& targets,
+                                                                  const Yolov5LossTensors& state,
+                                                                  const Yolov5ClassOptions& options) {
   core::Yolov5LossBackwardParams params{};
-  fill_yolov5_loss_params(params, heads, gradients, match_cell.size(2), targets, cls_pw, label_smoothing, fl_gamma);
-  params.state = yolov5_loss_state(levels, owner, match_cell, match_values, object_gradient);
+  fill_yolov5_loss_params(params, heads, gradients, state.match_cell.size(2), targets, options);
+  params.state = yolov5_loss_state(state);
   params.grad_loss = grad_loss.const_data_ptr();
   return params;
 }
 
 inline void check_yolov5_loss_backward(const at::Tensor& grad_loss, at::TensorList heads, const at::Tensor& targets,
-                                       const at::Tensor& levels, const at::Tensor& owner, const at::Tensor& match_cell,
-                                       const at::Tensor& match_values, const at::Tensor& object_gradient) {
+                                       const Yolov5LossTensors& state) {
   constexpr auto op = "yolov5_loss_backward";
+  const auto& [levels, owner, match_cell, match_values, object_gradient] = state;
   TORCH_CHECK(match_cell.dim() == 4 && match_cell.size(0) == static_cast<int64_t>(heads.size()) &&
                   match_cell.size(1) == core::kYolov5CellOffsets && match_cell.size(3) == targets.size(0) &&
                   targets.dim() == 2 && targets.size(1) == 6,

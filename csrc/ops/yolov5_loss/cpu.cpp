@@ -3,10 +3,7 @@
 // functions of differing options.
 #pragma GCC optimize("no-trapping-math")
 
-#include <ATen/Dispatch.h>
-#include <ATen/OpMathType.h>
 #include <ATen/Parallel.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <cmath>
@@ -15,7 +12,9 @@
 #include <vector>
 
 #include "core/common/log_math.h"
-#include "ops/yolov5_loss/checks.h"
+#include "core/common/storage.h"
+#include "ops/common/dispatch.h"
+#include "ops/yolov5_loss/run.h"
 
 namespace torch_fastdet {
 namespace {
@@ -24,10 +23,6 @@ using namespace core;
 
 constexpr int64_t kCellChunk = 4096;
 constexpr int64_t kBlock = 1024;  // logits that are gathered side by side for vector instructions
-
-#if defined(__x86_64__)
-#define TORCH_FASTDET_AVX2 __attribute__((target("avx2"), flatten))
-#endif
 
 // binary_cross_entropy without a focal factor, for many logits.
 template <typename T>
@@ -61,25 +56,18 @@ inline void slope_loop(int64_t count, const T* logits, const T* positives, T mat
 }
 
 #ifdef TORCH_FASTDET_AVX2
-TORCH_FASTDET_AVX2 void entropy_loop_avx2(int64_t count, const float* logits, const float* targets,
-                                          float positive_weight, float* values, float* gradients) {
+TORCH_FASTDET_AVX2 __attribute__((flatten)) void entropy_loop_avx2(int64_t count, const float* logits,
+                                                                   const float* targets, float positive_weight,
+                                                                   float* values, float* gradients) {
   entropy_loop(count, logits, targets, positive_weight, values, gradients);
 }
 
-TORCH_FASTDET_AVX2 void slope_loop_avx2(int64_t count, const float* logits, const float* positives, float matches,
-                                        float positive, float negative, float positive_weight, float* slopes) {
+TORCH_FASTDET_AVX2 __attribute__((flatten)) void slope_loop_avx2(int64_t count, const float* logits,
+                                                                 const float* positives, float matches, float positive,
+                                                                 float negative, float positive_weight, float* slopes) {
   slope_loop(count, logits, positives, matches, positive, negative, positive_weight, slopes);
 }
 #endif
-
-bool has_avx2() {
-#ifdef TORCH_FASTDET_AVX2
-  static const bool has = __builtin_cpu_supports("avx2");
-  return has;
-#else
-  return false;
-#endif
-}
 
 template <typename T>
 void entropies(int64_t count, const T* logits, const T* targets, T positive_weight, T gamma, T* values, T* gradients) {
@@ -134,7 +122,7 @@ int64_t targets_in_use(const Yolov5LossParams& params) {
 
 void check_rows(const Yolov5LossParams& params, int64_t count) {
   static constexpr const char* kWanted[] = {"an image index of the batch", "a class index below the number of classes",
-                                            "a finite number not below 0"};
+                                            "a finite number"};
   static constexpr const char* kColumns[] = {"image", "class", "x", "y", "w", "h"};
   for (int64_t i = 0; i < count; ++i) {
     const float* row = params.targets + 6 * i;
@@ -145,28 +133,29 @@ void check_rows(const Yolov5LossParams& params, int64_t count) {
   }
 }
 
+// One level of a forward pass: its part of the tensors, and what its matches give.
 template <typename scalar_t>
-void forward(const Yolov5LossParams& params) {
-  using T = at::opmath_type<scalar_t>;
-  const int64_t count = targets_in_use(params);
-  check_rows(params, count);
+struct Level {
+  using T = arithmetic_t<scalar_t>;
+  const Yolov5LossParams& params;
+  const int level;
+  const int64_t targets;  // in use
   const int64_t slots = kYolov5CellOffsets * params.na * params.nt;
-  auto* loss = static_cast<T*>(params.loss);
-  auto* items = static_cast<T*>(params.items);
-  auto* levels = static_cast<T*>(params.state.levels);
-  std::fill_n(params.status, kYolov5StatusSize, int64_t{0});
-  double box_loss = 0, object_loss = 0, class_loss = 0;
+  const Yolov5Head& head = params.heads[level];
+  const scalar_t* logits = static_cast<const scalar_t*>(head.logits);
+  int64_t* match_cell = params.state.match_cell + level * slots;
+  T* match_values = static_cast<T*>(params.state.match_values) + level * slots * 5;
+  T* object_gradient = static_cast<T*>(params.state.object_gradient) + head.first_cell;
+  uint64_t* owner = params.state.owner + head.first_cell;
+  std::vector<T> ciou, class_terms;  // of each slot
+  double box_sum = 0, class_sum = 0, object_mean = 0;
+  int64_t matches = 0;
 
-  for (int level = 0; level < params.nl; ++level) {
-    const Yolov5Head& head = params.heads[level];
-    const auto* logits = static_cast<const scalar_t*>(head.logits);
-    auto* match_cell = params.state.match_cell + level * slots;
-    auto* match_values = static_cast<T*>(params.state.match_values) + level * slots * 5;
-    auto* object_gradient = static_cast<T*>(params.state.object_gradient) + head.first_cell;
-    uint64_t* owner = params.state.owner + head.first_cell;
-    std::fill_n(owner, head.cells, uint64_t{0});
-    std::vector<T> ciou(slots), class_terms(slots);
+  Level(const Yolov5LossParams& params, int level, int64_t targets)
+      : params(params), level(level), targets(targets), ciou(slots), class_terms(slots) {}
 
+  // Every candidate: where it matches, its box and class terms.
+  void match() {
     at::parallel_for(0, slots, 64, [&](int64_t begin, int64_t end) {
       std::vector<T> class_logits(params.nc), wanted(params.nc), values(params.nc), gradients(params.nc);
       for (int64_t slot = begin; slot < end; ++slot) {
@@ -176,7 +165,7 @@ void forward(const Yolov5LossParams& params) {
         const float* row = params.targets + 6 * target;
         const float* anchor = params.anchors + (level * params.na + a) * 2;
         Yolov5Match match{};
-        if (target < count) match = yolov5_match(row + 2, anchor, head.nx, head.ny, params.anchor_t, offset);
+        if (target < targets) match = yolov5_match(row + 2, anchor, head.nx, head.ny, params.anchor_t, offset);
         match_cell[slot] = -1;
         std::fill_n(match_values + 5 * slot, 5, T(0));
         if (!match.matched) continue;
@@ -202,9 +191,11 @@ void forward(const Yolov5LossParams& params) {
         }
       }
     });
+  }
 
-    double box_sum = 0, class_sum = 0;
-    int64_t matches = 0;
+  // In slot order: which match owns each cell, and the sums over all.
+  void add_matches() {
+    std::fill_n(owner, head.cells, uint64_t{0});
     for (int64_t slot = 0; slot < slots; ++slot) {
       if (match_cell[slot] < 0) continue;
       uint64_t& key = owner[match_cell[slot]];
@@ -214,8 +205,11 @@ void forward(const Yolov5LossParams& params) {
       class_sum += class_terms[slot];
       ++matches;
     }
+  }
 
-    std::vector<double> partials((head.cells + kCellChunk - 1) / kCellChunk);
+  // Every cell: the entropy of its objectness.
+  void add_objectness() {
+    std::vector<double> partials(ceil_div(head.cells, kCellChunk));
     at::parallel_for(0, static_cast<int64_t>(partials.size()), 1, [&](int64_t begin, int64_t end) {
       T cell_logits[kBlock], wanted[kBlock], values[kBlock];
       for (int64_t chunk = begin; chunk < end; ++chunk) {
@@ -235,30 +229,48 @@ void forward(const Yolov5LossParams& params) {
         partials[chunk] = sum;
       }
     });
-    double object_mean = 0;
     for (const double partial : partials) object_mean += partial;
     object_mean /= static_cast<double>(head.cells);
+  }
+};
 
-    const double box_scale = matches ? params.box / static_cast<double>(matches) : 0;
-    const double class_scale = matches && params.nc > 1 ? params.cls / (static_cast<double>(matches) * params.nc) : 0;
-    box_loss += box_scale * box_sum;
-    class_loss += class_scale * class_sum;
-    object_loss += params.obj * params.balance[level] * object_mean;
-    const auto bs = static_cast<double>(params.bs);
-    levels[4 * level] = static_cast<T>(object_mean);
+template <typename scalar_t>
+void forward(const Yolov5LossParams& params) {
+  using T = arithmetic_t<scalar_t>;
+  const int64_t count = targets_in_use(params);
+  check_rows(params, count);
+  auto* loss = static_cast<T*>(params.loss);
+  auto* items = static_cast<T*>(params.items);
+  auto* levels = static_cast<T*>(params.state.levels);
+  std::fill_n(params.status, kYolov5StatusSize, int64_t{0});
+  const auto bs = static_cast<double>(params.bs);
+  double box_loss = 0, object_loss = 0, class_loss = 0;
+
+  for (int level = 0; level < params.nl; ++level) {
+    Level<scalar_t> part(params, level, count);
+    part.match();
+    part.add_matches();
+    part.add_objectness();
+    const auto matches = static_cast<double>(part.matches), cells = static_cast<double>(part.head.cells);
+    const double box_scale = part.matches ? params.box / matches : 0;
+    const double class_scale = part.matches && params.nc > 1 ? params.cls / (matches * params.nc) : 0;
+    box_loss += box_scale * part.box_sum;
+    class_loss += class_scale * part.class_sum;
+    object_loss += params.obj * params.balance[level] * part.object_mean;
+    levels[4 * level] = static_cast<T>(part.object_mean);
     levels[4 * level + 1] = static_cast<T>(bs * box_scale);
-    levels[4 * level + 2] = static_cast<T>(bs * params.obj * params.balance[level] / static_cast<double>(head.cells));
+    levels[4 * level + 2] = static_cast<T>(bs * params.obj * params.balance[level] / cells);
     levels[4 * level + 3] = static_cast<T>(bs * class_scale);
   }
   items[0] = static_cast<T>(box_loss);
   items[1] = static_cast<T>(object_loss);
   items[2] = static_cast<T>(class_loss);
-  loss[0] = static_cast<T>((box_loss + object_loss + class_loss) * static_cast<double>(params.bs));
+  loss[0] = static_cast<T>((box_loss + object_loss + class_loss) * bs);
 }
 
 template <typename scalar_t>
 void backward(const Yolov5LossBackwardParams& params) {
-  using T = at::opmath_type<scalar_t>;
+  using T = arithmetic_t<scalar_t>;
   const int64_t slots = kYolov5CellOffsets * params.na * params.nt;
   const T grad_loss = *static_cast<const T*>(params.grad_loss);
 
@@ -331,40 +343,20 @@ void backward(const Yolov5LossBackwardParams& params) {
   }
 }
 
-Yolov5LossResult yolov5_loss(at::TensorList heads, const at::Tensor& targets, const at::Tensor& anchors,
-                             const at::Tensor& balance, const std::optional<at::Tensor>& num_targets, double box,
-                             double obj, double cls, double cls_pw, double obj_pw, double label_smoothing,
-                             double fl_gamma, double anchor_t, double gr, bool sort_obj_iou) {
-  check_yolov5_loss(heads, targets, anchors, balance, num_targets, label_smoothing, anchor_t);
-  const auto rows = targets.contiguous(), sizes = anchors.contiguous(), weights = balance.contiguous();
-  auto result = empty_yolov5_loss(heads, targets, anchors);
-  const auto params = yolov5_loss_params(heads, rows, sizes, weights, num_targets, box, obj, cls, cls_pw, obj_pw,
-                                         label_smoothing, fl_gamma, anchor_t, gr, sort_obj_iou, result);
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, heads[0].scalar_type(), "yolov5_loss",
-                                  [&] { forward<scalar_t>(params); });
-  return result;
-}
-
-std::vector<at::Tensor> yolov5_loss_backward(const at::Tensor& grad_loss, at::TensorList heads,
-                                             const at::Tensor& targets, const at::Tensor& levels,
-                                             const at::Tensor& owner, const at::Tensor& match_cell,
-                                             const at::Tensor& match_values, const at::Tensor& object_gradient,
-                                             double cls_pw, double label_smoothing, double fl_gamma) {
-  check_yolov5_loss_backward(grad_loss, heads, targets, levels, owner, match_cell, match_values, object_gradient);
-  const auto rows = targets.contiguous();
-  auto gradients = empty_yolov5_gradients<int64_t>(heads, match_cell.size(2));
-  const auto params = yolov5_loss_backward_params(grad_loss, heads, gradients, rows, levels, owner, match_cell,
-                                                  match_values, object_gradient, cls_pw, label_smoothing, fl_gamma);
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, heads[0].scalar_type(), "yolov5_loss_backward",
-                                  [&] { backward<scalar_t>(params); });
-  return gradients;
-}
+struct Cpu : OnDevice {
+  static int64_t scratch(const Yolov5LossParams&) { return 0; }
+  static void run(const Yolov5LossParams& params, const at::Tensor&) {
+    with_dtype(params.dtype, [&](auto zero) { forward<decltype(zero)>(params); });
+  }
+  static void run(const Yolov5LossBackwardParams& params) {
+    with_dtype(params.dtype, [&](auto zero) { backward<decltype(zero)>(params); });
+  }
+};
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(torch_fastdet, CPU, m) {
-  m.impl("yolov5_loss", &yolov5_loss);
-  m.impl("yolov5_loss_backward", &yolov5_loss_backward);
+  register_yolov5_loss<Cpu>(m);
 }
 
 }  // namespace torch_fastdet

@@ -1,0 +1,79 @@
+// What the multi_tensor operators and MultiTensorState share on every device: checked lists of tensors as core rows.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
+
+#include <functional>
+#include <initializer_list>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/multi_tensor/multi_tensor.h"
+
+namespace torch_fastdet::multi_tensor {
+
+// A list of tensors as the user names it, in one slot of the rows.
+struct Operand {
+  core::Slot slot;
+  const char* name;
+  at::TensorList tensors;
+  bool written;
+};
+
+// Rows of one device. `meta`: shapes are checked, but there are no pointers and nothing is to be done.
+struct List {
+  std::vector<core::Row> rows;
+  std::vector<core::Layout> layouts;
+  at::Device device = at::kCPU;
+  bool float32_only = true;
+  bool any_float64 = false;
+  bool meta = false;
+  // What the device keeps for these rows, and the stream it serves; set by a run, good as long as the rows are the
+  // same.
+  mutable std::shared_ptr<const void> plan;
+  mutable int64_t plan_stream = 0;
+  // What a graph that captures a run on these rows must keep alive besides them.
+  std::vector<at::Tensor> owned_by_graph;
+
+  // Appends a row whose tensors (undefined or null: no such tensor) lie in the given slots; one without any has nothing
+  // to do. `name(slot)` names a tensor in an error.
+  void add(const char* op, const at::Tensor* const tensors[core::kSlots], const bool written[core::kSlots],
+           int32_t group, const std::function<std::string(int)>& name);
+};
+
+// Checks the lists of an operator against one another and returns their rows, all of group `group`.
+List make_list(const char* op, std::initializer_list<Operand> operands, int32_t group, bool meta);
+
+core::Scalar scalar(double value);
+// A one-element tensor on the list's device, read there, when the kernel runs.
+core::Scalar scalar(const at::Tensor& tensor, const List& list, const char* op, const char* name);
+// A one-element float32 tensor (a scale, a flag) on the list's device; null for none.
+float* float_pointer(const std::optional<at::Tensor>& tensor, const List& list, const char* op, const char* name);
+
+// Runs either step or both (the update then uses what the reduction found) on the list's device. `groups` may be longer
+// than one launch takes.
+void run(const List& list, const core::ReduceParams* reduce, const core::UpdateParams* update,
+         c10::ArrayRef<core::SgdGroup> groups);
+void run_cpu(const List& list, const core::ReduceParams* reduce, const core::UpdateParams* update,
+             c10::ArrayRef<core::SgdGroup> groups);
+#ifdef TORCH_FASTDET_WITH_CUDA
+void run_cuda(const List& list, const core::ReduceParams* reduce, const core::UpdateParams* update,
+              c10::ArrayRef<core::SgdGroup> groups);
+bool is_capturing(const List& list);
+#else
+inline bool is_capturing(const List&) {
+  return false;
+}
+#endif
+
+core::ReduceParams reduction();
+core::UpdateParams update();
+
+// In-place operators of PyTorch count the writes, and autograd compares the count.
+void bump_version(const at::Tensor& tensor);
+void bump_versions(at::TensorList tensors);
+
+}  // namespace torch_fastdet::multi_tensor
