@@ -32,7 +32,7 @@ $(error torch_fastdet: found Python $(or $(FOUND),that fails) in $(VENV), but $(
 endif
 endif
 
-.PHONY: help venv build demo test test-all test-python test-cpp test-versions test-asan test-gpu gpu-report-check lint format bench docs wheel clean
+.PHONY: help venv build demo test test-all test-python test-cpp test-versions test-asan test-aarch64 test-gpu gpu-report-check lint format bench docs wheel clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 22
@@ -85,6 +85,17 @@ test-versions: build ## the tests of the Ultralytics drop-ins on 8.4.0, 8.4.80, 
 
 test-asan: $(STAMP) ## the GoogleTests under AddressSanitizer and UndefinedBehaviorSanitizer
 	@$(call googletest,build/cpp-asan,ON -DKERNELS=OFF,$(BIN)/cmake)
+
+# Static, so that QEMU needs no libraries of the other architecture.
+test-aarch64: $(STAMP) ## the GoogleTests of csrc/core compiled for aarch64, run under QEMU (g++-aarch64-linux-gnu, qemu-user)
+	@command -v aarch64-linux-gnu-g++ >/dev/null && command -v qemu-aarch64 >/dev/null \
+	  || { echo "torch_fastdet: found no aarch64 compiler or no QEMU; type: apt-get install g++-aarch64-linux-gnu qemu-user"; exit 1; }
+	@mkdir -p build/cpp-aarch64
+	@{ $(BIN)/cmake -S tests/cpp -B build/cpp-aarch64 -DKERNELS=OFF -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+	    -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ -DCMAKE_EXE_LINKER_FLAGS=-static \
+	  && $(BIN)/cmake --build build/cpp-aarch64 -j $(JOBS); } > build/cpp-aarch64/build.log 2>&1 \
+	  || { tail -n 40 build/cpp-aarch64/build.log; exit 1; }
+	@qemu-aarch64 build/cpp-aarch64/core_tests --gtest_brief=1
 
 # $(1) build folder, $(2) sanitizers ON or OFF (and other options), $(3) cmake
 define googletest

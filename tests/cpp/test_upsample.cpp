@@ -122,6 +122,7 @@ INSTANTIATE_TEST_SUITE_P(Shapes, Upsample, testing::ValuesIn(kCases), [](const a
   return name;
 });
 
+#ifdef TORCH_FASTDET_AVX2
 // bfloat16 as the definition has it: the upper half of a float, to nearest, ties to even.
 struct BFloat16 {
   uint16_t bits;
@@ -174,6 +175,7 @@ TEST(SumSquares, Avx2EqualsScalarInFloat16) {
 TEST(SumSquares, Avx2EqualsScalarInBFloat16) {
   expect_avx2_equals_scalar<BFloat16, BFloat16Lanes>();
 }
+#endif
 
 TEST(UpsampleVector, IsAsWideAsTheShapeAllows) {
   const auto width = [](int64_t c, int64_t h, int64_t w, bool channels_last, int itemsize) {
