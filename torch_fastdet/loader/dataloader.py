@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import get_worker_info
 
+from torch_fastdet._private import shared_bytes
 from torch_fastdet._say import say
 from torch_fastdet.loader.ahead import Ahead
 from torch_fastdet.loader.device import DevicePictures
@@ -81,8 +82,7 @@ class Collate:
         shape = (len(pictures), CHANNELS, pictures[0].height, pictures[0].width)
         if alone and get_worker_info() is not None:
             # Where the loop's process will read it, so that sending it copies nothing.
-            storage = torch.UntypedStorage._new_shared(int(np.prod(shape)))
-            out = torch.empty(0, dtype=torch.uint8).set_(storage, 0, shape)  # type: ignore[call-overload]
+            out = shared_bytes(shape)
         else:
             out = torch.empty(shape, dtype=torch.uint8)
         run_on_cpu(pack(pictures, self.memory), self.memory, out)
