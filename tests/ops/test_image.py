@@ -18,13 +18,13 @@ def tensors(arrays, device):
     return [None if a is None else torch.from_numpy(np.ascontiguousarray(a)).to(device) for a in arrays]
 
 
-def assert_pixels(ours, theirs):
-    """Equal; with OpenCV 5, whose warp is float32, at most one level on one value in a thousand."""
+def assert_pixels(ours, theirs, levels=1):
+    """Equal; with OpenCV 5, whose warp is float32, at most ``levels`` on one value in a thousand."""
     difference = np.abs(ours.astype(int) - theirs)
     if WARP == "fixed":
         assert not difference.any(), f"{(difference > 0).sum()} of {difference.size} differ, by {difference.max()}"
     else:
-        assert difference.max(initial=0) <= 1 and (difference > 0).mean() <= 1e-3
+        assert difference.max(initial=0) <= levels and (difference > 0).mean() <= 1e-3
 
 
 class Problem:
@@ -171,7 +171,8 @@ def mosaic(seed, batch, side, degrees=0.0, shear=0.0, perspective=0.0, sources=1
 def test_mosaic(device, side, options):
     problem = mosaic(1, 4, side, **options)
     out = ops.image_augment(*problem.arguments(device), [side, side], **RULES)
-    assert_pixels(out.cpu().numpy(), problem.expected())
+    # The HSV tables of noise make up to eight levels of one.
+    assert_pixels(out.cpu().numpy(), problem.expected(), levels=8)
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -382,7 +383,7 @@ def test_errors(device):
     fails(r"storages has 0 tensors, but 1 to 8", 0, [])
     fails(r"storages\[0\] has dtype float32, but uint8", 0, [good[0][0].float()])
     fails(r"storages\[0\] has shape \[2, .*one dimension", 0, [good[0][0].view(2, -1)])
-    fails(r"storages is Tensor, but a list", 0, good[0][0], TypeError)
+    fails(r"storages is a Tensor, but a list", 0, good[0][0], TypeError)
     fails(r"placements has dtype int32, but int64", 1, good[1].int())
     fails(r"placements has shape .*\(rows, 10\)", 1, good[1][:, :9].contiguous())
     fails(r"layers is not contiguous", 2, good[2].t().contiguous().t())
@@ -497,7 +498,7 @@ def test_graph_stream_and_sync(cuda):
     try:
         with torch.cuda.stream(stream):
             out = ops.image_augment(*arguments, [96, 96], **RULES)
-        stream.synchronize()
+        torch.cuda.current_stream().wait_stream(stream)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(out, expected[0])

@@ -7,16 +7,30 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from torch_fastdet.ops._checks import check_tensor
+from torch_fastdet.ops._checks import check_optional_tensor, check_tensor, check_tensor_list
 
 __all__ = ["image_augment", "image_augment_", "image_letterbox", "image_letterbox_", "image_resize_", "opencv_rules"]
 
 
-def _check_list(op: str, storages: object) -> None:
-    if not isinstance(storages, list | tuple):
-        raise TypeError(f"{op}: storages is {type(storages).__name__}, but a list of tensors is wanted")
-    for i, storage in enumerate(storages):
-        check_tensor(op, f"storages[{i}]", storage)
+def _check_plan(
+    op: str,
+    storages: list[Tensor],
+    placements: Tensor,
+    layers: Tensor,
+    matrices: Tensor,
+    pictures: Tensor,
+    blend: Tensor | None,
+    tables: Tensor | None,
+    masks: Tensor | None,
+) -> None:
+    check_tensor_list(op, "storages", storages)
+    check_tensor(op, "placements", placements)
+    check_tensor(op, "layers", layers)
+    check_tensor(op, "matrices", matrices)
+    check_tensor(op, "pictures", pictures)
+    check_optional_tensor(op, "blend", blend)
+    check_optional_tensor(op, "tables", tables)
+    check_optional_tensor(op, "masks", masks)
 
 
 def image_augment(
@@ -78,7 +92,7 @@ def image_augment(
     Source: cv2.resize, cv2.warpAffine, cv2.warpPerspective and cv2.cvtColor, https://docs.opencv.org/4.x/da/d54/group__imgproc__transform.html
     """
     if not torch.jit.is_scripting():
-        _check_list("image_augment", storages)
+        _check_plan("image_augment", storages, placements, layers, matrices, pictures, blend, tables, masks)
     return torch.ops.torch_fastdet.image_augment(
         storages,
         placements,
@@ -132,7 +146,7 @@ def image_augment_(
     """
     if not torch.jit.is_scripting():
         check_tensor("image_augment_", "out", out)
-        _check_list("image_augment_", storages)
+        _check_plan("image_augment_", storages, placements, layers, matrices, pictures, blend, tables, masks)
     torch.ops.torch_fastdet.image_augment_(
         out,
         storages,
@@ -182,7 +196,8 @@ def image_letterbox(
     Source: cv2.resize and cv2.copyMakeBorder, https://docs.opencv.org/4.x/da/d54/group__imgproc__transform.html
     """
     if not torch.jit.is_scripting():
-        _check_list("image_letterbox", storages)
+        check_tensor_list("image_letterbox", "storages", storages)
+        check_tensor("image_letterbox", "plan", plan)
     return torch.ops.torch_fastdet.image_letterbox(
         storages, plan, size, channels=channels, dtype=dtype, channels_last=channels_last, bgr=bgr
     )
@@ -204,7 +219,8 @@ def image_letterbox_(out: Tensor, storages: list[Tensor], plan: Tensor, bgr: boo
     """
     if not torch.jit.is_scripting():
         check_tensor("image_letterbox_", "out", out)
-        _check_list("image_letterbox_", storages)
+        check_tensor_list("image_letterbox_", "storages", storages)
+        check_tensor("image_letterbox_", "plan", plan)
     torch.ops.torch_fastdet.image_letterbox_(out, storages, plan, bgr=bgr)
 
 
@@ -228,7 +244,8 @@ def image_resize_(out: Tensor, storages: list[Tensor], plan: Tensor, channels: i
     """
     if not torch.jit.is_scripting():
         check_tensor("image_resize_", "out", out)
-        _check_list("image_resize_", storages)
+        check_tensor_list("image_resize_", "storages", storages)
+        check_tensor("image_resize_", "plan", plan)
     torch.ops.torch_fastdet.image_resize_(out, storages, plan, channels=channels)
 
 

@@ -285,7 +285,8 @@ namespace {
 struct Cuda : OnDevice {
   static void run(const List& list, const core::ReduceParams* reduce, const core::UpdateParams* update,
                   c10::ArrayRef<core::SgdGroup> groups) {
-    run_cuda(list, reduce, update, groups);
+    // By the list's device: a list without tensors is on none, and reaches CUDA by another argument's device.
+    multi_tensor::run(list, reduce, update, groups);
   }
 };
 

@@ -12,6 +12,7 @@ import cv2
 import numpy as np
 import torch
 
+from torch_fastdet.ops import opencv_rules
 from torch_fastdet.yolov5 import patch, unpatch
 
 prefix, folder, *chosen = sys.argv[1:]
@@ -86,11 +87,13 @@ def batches(root, epochs=2, batch_size=6, stop=None, before=None, keep=None, **o
 def compare(mine, stock, path="batches"):
     if isinstance(stock, torch.Tensor):
         assert mine.dtype == stock.dtype and mine.shape == stock.shape, (path, mine.shape, stock.shape)
-        assert torch.equal(mine, stock), (
-            path,
-            (mine != stock).sum().item(),
-            (mine.float() - stock.float()).abs().max(),
-        )
+        difference = (mine.float() - stock.float()).abs()
+        most = difference.max().item() if difference.numel() else 0
+        # OpenCV 5 warps in float32, whose rounding follows its vector code; HSV tables make more of a level.
+        if mine.dtype == torch.uint8 and opencv_rules()[0] == "float":
+            assert most <= 8 and (difference > 0).float().mean() <= 1e-3, (path, most)
+        else:
+            assert torch.equal(mine, stock), (path, (mine != stock).sum().item(), most)
     elif isinstance(stock, list | tuple):
         assert len(mine) == len(stock), (path, len(mine), len(stock))
         for number, pair in enumerate(zip(mine, stock, strict=True)):
