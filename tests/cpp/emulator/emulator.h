@@ -3,9 +3,10 @@
 // how threads run, and translate.py for the little that a host compiler cannot parse.
 //
 // What it finds: wrong results under any order of threads and of blocks, reads of uninitialised shared memory (it holds
-// garbage), barriers and warp intrinsics that not all threads reach, launches that a device would refuse; with
-// AddressSanitizer accesses out of bounds, of shared memory too; with ThreadSanitizer data races between threads that
-// no barrier, fence or __syncwarp orders. What it does not: weaker memory orders, clusters, timing.
+// garbage), barriers and warp intrinsics that not all threads reach, launches that a device would refuse, misaligned
+// accesses (by UBSan, in every build); with AddressSanitizer accesses out of bounds, of shared memory too; with
+// ThreadSanitizer data races between threads that no barrier, fence or __syncwarp orders. What it does not: weaker
+// memory orders, clusters, timing.
 #pragma once
 
 #include <cuda_runtime.h>

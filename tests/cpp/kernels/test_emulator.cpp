@@ -90,6 +90,20 @@ void warp_intrinsics(unsigned* out) {
   mine[7] = __syncthreads_or(threadIdx.x == 40);
 }
 
+struct alignas(16) Wide {
+  float x[4];
+};
+void copy_wide(const float* from, Wide* to) {
+  *to = *reinterpret_cast<const Wide*>(from);
+}
+
+TEST(Emulator, FindsAMisalignedAccess) {
+  alignas(16) static float from[8];
+  static Wide to;
+  copy_wide << Launch(1, 1)(from + 4, &to);
+  EXPECT_DEATH(copy_wide << Launch(1, 1)(from + 1, &to), "misaligned address");
+}
+
 TEST(Emulator, WarpIntrinsics) {
   std::vector<unsigned> out(64 * 8);
   warp_intrinsics << Launch(1, 64)(out.data());
