@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 
 #include "core/common/host_device.h"
 
@@ -47,8 +48,29 @@ struct BnActStrides {
   int64_t image, position, slice;  // from one image, position, slice to the next
 };
 
-// `vector` is the widest access that the pointers, strides and sizes of all tensors allow. `blocks` is how many blocks
-// the device runs at once.
+// A tensor (N, C, H * W): its address, or null for one that is not given, and elements from one image, channel, pixel
+// to the next.
+struct BnActImage {
+  const void* data;
+  int64_t image, channel, pixel;
+};
+
+// Elements of the widest access that serves all of `images`: 16 bytes, or one element where an address, a size or a
+// stride of any of them would leave an access misaligned or past the end of its row. Vectors of C elements and
+// `partials` are read one element (pair) at a time, so they set no limit.
+inline int bn_act_vector(bool channels_last, int64_t channels, int64_t pixels, int element_bytes,
+                         std::initializer_list<BnActImage> images) {
+  const int64_t wide = 16 / element_bytes;
+  if ((channels_last ? channels : pixels) % wide) return 1;
+  for (const BnActImage& at : images) {
+    if (!at.data) continue;
+    const int64_t along = channels_last ? at.channel : at.pixel, across = channels_last ? at.pixel : at.channel;
+    if (reinterpret_cast<uintptr_t>(at.data) % 16 || along != 1 || across % wide || at.image % wide) return 1;
+  }
+  return static_cast<int>(wide);
+}
+
+// `vector` is bn_act_vector's. `blocks` is how many blocks the device runs at once.
 inline BnActPlan make_bn_act_plan(bool channels_last, int64_t batch, int64_t channels, int64_t pixels, int vector,
                                   int64_t blocks) {
   BnActPlan plan{};

@@ -13,28 +13,22 @@ core::BnActVector vector_of(const at::Tensor& tensor) {
   return {tensor.data_ptr(), core_dtype(tensor.scalar_type())};
 }
 
-// Elements of the widest access that serves every tensor: 16 bytes or one element.
-int access_width(bool channels_last, std::initializer_list<const at::Tensor*> tensors) {
-  const at::Tensor& x = **tensors.begin();
-  const int64_t wide = 16 / x.element_size();
-  if ((channels_last ? x.size(1) : x.size(2) * x.size(3)) % wide) return 1;
-  for (const at::Tensor* tensor : tensors) {
-    if (!tensor->defined()) continue;
-    const ImageStrides strides = image_strides(*tensor);
-    const int64_t outer = channels_last ? strides.pixel : strides.channel;
-    if (reinterpret_cast<uintptr_t>(tensor->const_data_ptr()) % 16 || strides.image % wide || outer % wide) return 1;
-  }
-  return static_cast<int>(wide);
+core::BnActImage image_of(const at::Tensor& tensor) {
+  if (!tensor.defined()) return {};
+  const ImageStrides strides = image_strides(tensor);
+  return {tensor.const_data_ptr(), strides.image, strides.channel, strides.pixel};
 }
 
-core::BnActPlan plan_of(bool channels_last, std::initializer_list<const at::Tensor*> tensors, const char* op) {
-  const at::Tensor& x = **tensors.begin();
+// `images` are all tensors of x's shape that the kernels read and write.
+core::BnActPlan plan_of(bool channels_last, const at::Tensor& x, std::initializer_list<core::BnActImage> images,
+                        const char* op) {
   TORCH_CHECK(x.size(2) * x.size(3) <= INT32_MAX && x.size(0) <= INT32_MAX, op, ": x has shape ", x.sizes(),
               ", but at most 2147483647 images and pixels an image are wanted");
   int64_t blocks = 0;
   check_launch(core::bn_act_blocks(blocks), op);
-  return core::make_bn_act_plan(channels_last, x.size(0), x.size(1), x.size(2) * x.size(3),
-                                access_width(channels_last, tensors), blocks);
+  const int64_t pixels = x.size(2) * x.size(3);
+  const int vector = core::bn_act_vector(channels_last, x.size(1), pixels, static_cast<int>(x.element_size()), images);
+  return core::make_bn_act_plan(channels_last, x.size(0), x.size(1), pixels, vector, blocks);
 }
 
 core::BnActStrides strides_of(const core::BnActPlan& plan, const at::Tensor& tensor) {
@@ -51,7 +45,7 @@ at::Tensor partials_of(const core::BnActPlan& plan, const at::Tensor& x) {
 struct Cuda {
   static void forward(const BnActForward& a, const char* op) {
     core::BnActForwardParams p{};
-    p.plan = plan_of(a.channels_last, {&a.x, &a.residual, &a.y}, op);
+    p.plan = plan_of(a.channels_last, a.x, {image_of(a.x), image_of(a.residual), image_of(a.y)}, op);
     p.dtype = core_dtype(a.x.scalar_type());
     p.x = a.x.const_data_ptr();
     p.x_strides = strides_of(p.plan, a.x);
@@ -77,7 +71,7 @@ struct Cuda {
 
   static void backward(const BnActBackward& a, const char* op) {
     core::BnActBackwardParams p{};
-    p.plan = plan_of(a.channels_last, {&a.x, &a.grad_y, &a.grad_x}, op);
+    p.plan = plan_of(a.channels_last, a.x, {image_of(a.x), image_of(a.grad_y), image_of(a.grad_x)}, op);
     p.dtype = core_dtype(a.x.scalar_type());
     p.x = a.x.const_data_ptr();
     p.x_strides = strides_of(p.plan, a.x);

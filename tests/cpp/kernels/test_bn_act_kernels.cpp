@@ -39,10 +39,8 @@ struct Image {
     return channels_last ? BnActStrides{pixels * all, all, plan.slice_channels}
                          : BnActStrides{pixels * all, plan.vector, pixels};
   }
-  // Whether accesses of `wide` elements are aligned.
-  bool allows(int64_t wide) const {
-    const auto address = reinterpret_cast<uintptr_t>(data());
-    return address % 16 == 0 && (channels_last ? channels % wide == 0 && all % wide == 0 : pixels % wide == 0);
+  BnActImage walk() const {
+    return channels_last ? BnActImage{data(), pixels * all, 1, all} : BnActImage{data(), pixels * all, pixels, 1};
   }
 };
 
@@ -54,8 +52,56 @@ struct Case {
   Image x, residual, y, grad_y, grad_x;
   Tensor weight, bias, running_mean, running_var, mean, invstd, grad_weight, grad_bias;
   std::vector<int64_t> batches;
-  BnActPlan plan;
+  BnActPlan plan, backward_plan;
+  std::vector<double> old_mean, old_var;
   const double momentum = 0.25, eps = 1e-3, slope = 0.1;
+
+  // `vectors`: elements by which the vectors of C elements are off the start of their storage.
+  Case(DType dtype, Activation activation, bool with_residual, std::vector<Image> images, int64_t vectors,
+       int64_t blocks)
+      : dtype(dtype),
+        activation(activation),
+        with_residual(with_residual),
+        x(std::move(images[0])),
+        residual(std::move(images[1])),
+        y(std::move(images[2])),
+        grad_y(std::move(images[3])),
+        grad_x(std::move(images[4])),
+        weight(vector(vectors)),
+        bias(vector(vectors)),
+        running_mean(vector(vectors)),
+        running_var(vector(vectors)),
+        mean(vector(vectors)),
+        invstd(vector(vectors)),
+        grad_weight(vector(vectors)),
+        grad_bias(vector(vectors)),
+        batches{0} {
+    BnActImage added = residual.walk();
+    if (!with_residual) added.data = nullptr;
+    plan = planned({x.walk(), added, y.walk()}, blocks);
+    backward_plan = planned({x.walk(), grad_y.walk(), grad_x.walk()}, blocks);
+  }
+  Tensor vector(int64_t offset) const {
+    return Tensor(sizeof(A) == 8 ? DType::kFloat64 : DType::kFloat32, {x.channels}, offset);
+  }
+  BnActPlan planned(std::initializer_list<BnActImage> images, int64_t blocks) const {
+    const int width =
+        bn_act_vector(x.channels_last, x.channels, x.pixels, static_cast<int>(dtype_bytes(dtype)), images);
+    return make_bn_act_plan(x.channels_last, x.batch, x.channels, x.pixels, width, blocks);
+  }
+  void fill(Random& random) {
+    x.fill(random, 2, random.chance(50) ? 0.5 : 30);
+    residual.fill(random, 1, 0);
+    grad_y.fill(random, 1, 0);
+    for (int64_t i = 0; i < channels(); ++i) {
+      weight.set(i, 1 + 0.3 * random.normal());
+      bias.set(i, random.normal());
+      running_mean.set(i, random.normal());
+      running_var.set(i, 1 + 0.1 * random.normal());
+      old_mean.push_back(running_mean.get(i));
+      old_var.push_back(running_var.get(i));
+    }
+  }
   int64_t channels() const { return x.channels; }
   double count() const { return static_cast<double>(x.batch * x.pixels); }
   // Of float32 sums and of the stored type.
@@ -69,7 +115,7 @@ struct Case {
 
   void run() {
     const auto vector = [](Tensor& tensor) { return BnActVector{tensor.data(), tensor.dtype}; };
-    std::vector<A> partials(2 * plan.partials());
+    std::vector<A> partials(2 * std::max(plan.partials(), backward_plan.partials()));
     BnActForwardParams f{};
     f.plan = plan;
     f.dtype = dtype;
@@ -93,14 +139,14 @@ struct Case {
     f.slope = slope;
     ASSERT_EQ(launch_bn_act_forward(f, nullptr), cudaSuccess);
     BnActBackwardParams b{};
-    b.plan = plan;
+    b.plan = backward_plan;
     b.dtype = dtype;
     b.x = x.data();
-    b.x_strides = f.x_strides;
+    b.x_strides = x.strides(backward_plan);
     b.grad_y = grad_y.data();
-    b.grad_y_strides = grad_y.strides(plan);
+    b.grad_y_strides = grad_y.strides(backward_plan);
     b.grad_x = grad_x.data();
-    b.grad_x_strides = grad_x.strides(plan);
+    b.grad_x_strides = grad_x.strides(backward_plan);
     b.weight = f.weight;
     b.bias = f.bias;
     b.grad_weight = vector(grad_weight);
@@ -113,7 +159,7 @@ struct Case {
     ASSERT_EQ(launch_bn_act_backward(b, nullptr), cudaSuccess);
   }
 
-  void compare(const std::vector<double>& old_mean, const std::vector<double>& old_var) const {
+  void compare() const {
     for (int64_t c = 0; c < channels() && !testing::Test::HasFailure(); ++c)
       compare_channel(c, old_mean[c], old_var[c]);
     EXPECT_EQ(batches[0], 1);
@@ -179,46 +225,46 @@ void check(DType dtype, Random& random) {
     const int64_t first = slice ? random.below(2) * wide : 0, all = channels + (slice ? wide : 0);
     return Image(dtype, batch, channels, pixels, all, first, channels_last, random.chance(85) ? 0 : random.below(8));
   };
-  const auto vector = [&](DType type) { return Tensor(type, {channels}); };
-  const DType own = sizeof(A) == 8 ? DType::kFloat64 : DType::kFloat32;
-  Case<A> c{dtype,
-            random.one_of({Activation::kIdentity, Activation::kSiLU, Activation::kReLU, Activation::kLeakyReLU,
-                           Activation::kHardswish}),
-            random.chance(40),
-            image(random.chance(40)),
-            image(random.chance(40)),
-            image(random.chance(40)),
-            image(random.chance(40)),
-            image(false),
-            vector(own),
-            vector(own),
-            vector(own),
-            vector(own),
-            vector(own),
-            vector(own),
-            vector(own),
-            vector(own),
-            {0},
-            {}};
-  bool wide = true;
-  const int64_t most = 16 / dtype_bytes(dtype);
-  for (const Image* i : {&c.x, &c.residual, &c.y, &c.grad_y, &c.grad_x}) wide = wide && i->allows(most);
-  c.plan =
-      make_bn_act_plan(channels_last, batch, channels, pixels, wide ? static_cast<int>(most) : 1, 1 + random.below(40));
-  c.x.fill(random, 2, random.chance(50) ? 0.5 : 30);
-  c.residual.fill(random, 1, 0);
-  c.grad_y.fill(random, 1, 0);
-  std::vector<double> old_mean, old_var;
-  for (int64_t i = 0; i < channels; ++i) {
-    c.weight.set(i, 1 + 0.3 * random.normal());
-    c.bias.set(i, random.normal());
-    c.running_mean.set(i, random.normal());
-    c.running_var.set(i, 1 + 0.1 * random.normal());
-    old_mean.push_back(c.running_mean.get(i));
-    old_var.push_back(c.running_var.get(i));
-  }
+  std::vector<Image> images;
+  for (int i = 0; i < 5; ++i) images.push_back(image(i < 4 && random.chance(40)));
+  const Activation activation = random.one_of(
+      {Activation::kIdentity, Activation::kSiLU, Activation::kReLU, Activation::kLeakyReLU, Activation::kHardswish});
+  const bool with_residual = random.chance(40);
+  const int64_t offset = random.chance(50) ? 0 : random.below(4);
+  Case<A> c(dtype, activation, with_residual, std::move(images), offset, 1 + random.below(40));
+  c.fill(random);
   c.run();
-  c.compare(old_mean, old_var);
+  c.compare();
+}
+
+// One of the five tensors off by one element, or in a pitch that 16 bytes do not divide; the others aligned.
+template <typename A>
+void check_misaligned(DType dtype, bool channels_last, int which, bool pitch) {
+  const int wide = static_cast<int>(16 / dtype_bytes(dtype));
+  std::vector<Image> images;
+  for (int i = 0; i < 5; ++i) {
+    const bool odd = i == which;
+    images.emplace_back(dtype, 2, 16, 24, odd && pitch ? 17 : 16, 0, channels_last, odd && !pitch ? 1 : 0);
+  }
+  Case<A> c(dtype, Activation::kSiLU, true, std::move(images), 1, 7);
+  // In NCHW any number of planes of whole accesses is a whole pitch.
+  const int narrow = pitch && !channels_last ? wide : 1;
+  EXPECT_EQ(c.plan.vector, which <= 2 ? narrow : wide);
+  EXPECT_EQ(c.backward_plan.vector, which == 0 || which >= 3 ? narrow : wide);
+  Random random(which);
+  c.fill(random);
+  c.run();
+  c.compare();
+}
+
+TEST(BnActKernels, EachTensorMayBeMisaligned) {
+  for (const DType dtype : {DType::kFloat16, DType::kFloat32, DType::kFloat64}) {
+    for (int i = 0; i < 20 && !HasFailure(); ++i) {
+      SCOPED_TRACE("dtype " + std::to_string(static_cast<int>(dtype)) + ", case " + std::to_string(i));
+      const auto run = dtype == DType::kFloat64 ? check_misaligned<double> : check_misaligned<float>;
+      run(dtype, i % 2, i / 4, i / 2 % 2);
+    }
+  }
 }
 
 TEST(BnActKernels, RandomShapesAndLayouts) {
@@ -228,6 +274,33 @@ TEST(BnActKernels, RandomShapesAndLayouts) {
     emulator::seed(seed);
     const DType dtype = random.one_of({DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kFloat64});
     dtype == DType::kFloat64 ? check<double>(dtype, random) : check<float>(dtype, random);
+  }
+}
+
+TEST(BnActPlan, WidthFollowsFromEveryTensor) {
+  alignas(16) static char memory[32];
+  // (2, 16, 24) of two bytes, and what one wrong value of one tensor does to it.
+  for (const bool channels_last : {false, true}) {
+    const BnActImage good = channels_last ? BnActImage{memory, 384, 1, 16} : BnActImage{memory, 384, 24, 1};
+    const auto width = [&](const BnActImage& other, int64_t channels = 16, int64_t pixels = 24, int bytes = 2) {
+      const int first = bn_act_vector(channels_last, channels, pixels, bytes, {other, good, good});
+      EXPECT_EQ(first, bn_act_vector(channels_last, channels, pixels, bytes, {good, good, other}));
+      return first;
+    };
+    EXPECT_EQ(width(good), 8);
+    EXPECT_EQ(width(good, 16, 24, 4), 4);
+    EXPECT_EQ(width(good, 16, 24, 8), 2);
+    EXPECT_EQ(width({nullptr, 1, 3, 5}), 8);
+    for (const int offset : {2, 4, 8}) {
+      EXPECT_EQ(width({memory + offset, good.image, good.channel, good.pixel}), 1);
+    }
+    EXPECT_EQ(width({memory + 16, good.image, good.channel, good.pixel}), 8);
+    EXPECT_EQ(width({memory, 388, good.channel, good.pixel}), 1);
+    EXPECT_EQ(width({memory, 0, good.channel, good.pixel}), 8);  // expanded along the batch
+    EXPECT_EQ(width({memory, good.image, good.channel + 1, good.pixel}), 1);
+    EXPECT_EQ(width({memory, good.image, good.channel, good.pixel + 1}), 1);
+    EXPECT_EQ(width(good, 17, 24), channels_last ? 1 : 8);
+    EXPECT_EQ(width(good, 16, 35), channels_last ? 8 : 1);
   }
 }
 
