@@ -1,5 +1,7 @@
 """What every test shares: the device fixture, and a fixed seed."""
 
+import os
+
 import pytest
 import setuptools  # noqa: F401  before distutils, which YOLOv5's packages import; torch.compile imports both and fails otherwise
 import torch
@@ -35,3 +37,17 @@ def cuda() -> torch.device:
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _cuda_survives():
+    """Ends this process after a test that broke its CUDA context, where every later test would fail with the same error."""
+    yield
+    if not torch.cuda.is_initialized():
+        return
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            os._exit(1)  # the test is reported as a crash, and a new worker goes on
+        pytest.exit(f"the last test broke the CUDA context: {error}", returncode=1)
