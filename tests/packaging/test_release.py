@@ -47,7 +47,7 @@ def sentences() -> list[str]:
     found = [*calls(ROOT / "setup.py", "stop", "say"), *calls(ROOT / "torch_fastdet/_library.py", "ImportError")]
     makefile = re.findall(r'echo "torch_fastdet: (.*?)"', (ROOT / "Makefile").read_text())
     cmake = re.findall(r'NOT_FOUND_MESSAGE\s+"(.*?)"\)', CMAKE.read_text())
-    assert len(makefile) == 3 and len(cmake) == 5
+    assert len(makefile) == 4 and len(cmake) == 5
     made = [re.sub(r"\$\{\w+\}|@\w+@|\$\$?\(.*?\)+|TORCH_WANTED", "...", text) for text in makefile + cmake]
     return [text.replace("building needs torch ...", "building needs torch 2.11 to 2.15") for text in found + made]
 
