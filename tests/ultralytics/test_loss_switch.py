@@ -21,10 +21,12 @@ from ultralytics.cfg import get_cfg
 
 from torch_fastdet.ultralytics import SwitchError, patch, unpatch
 from torch_fastdet.ultralytics import loss as ours_module
+from torch_fastdet.ultralytics.switches import loss_optim
 from torch_fastdet.ultralytics.switches.loss_optim import differs
 
 # In an object, for patch() replaces what modules hold.
 REAL = SimpleNamespace(loss=stock_loss.v8DetectionLoss, e2e=stock_loss.E2ELoss)
+TOPK = torch.topk
 OURS, OURS_E2E = ours_module.v8DetectionLoss, ours_module.E2ELoss
 # Both compute in float32, in another order; a gradient is compared with the largest of its tensor.
 LOSS, GRADIENT = 5e-5, 5e-5
@@ -391,6 +393,95 @@ def test_a_version_with_another_loss_is_refused(monkeypatch):
     with pytest.raises(SwitchError, match="loss_optim cannot apply: its loss of a small batch is"):
         patch(loss_optim=True)
     assert stock_loss.v8DetectionLoss is REAL.loss
+
+
+def ties_last_first(values, k, dim=-1, largest=True):
+    values, indices = values.flip(dim).sort(dim=dim, descending=largest, stable=True)
+    indices = values.shape[dim] - 1 - indices
+    return torch.return_types.topk((values.narrow(dim, 0, k), indices.narrow(dim, 0, k)))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("topk", [None, TOPK, ties_last_first], ids=["first", "torch", "last"])
+def test_trial_holds_for_any_order_of_ties(monkeypatch, threads, topk):
+    """patch() must not depend on the machine: on the CPU torch.topk gives ties in any order."""
+    if topk is not None:
+        monkeypatch.setattr(torch, "topk", topk)
+    before, state = torch.get_num_threads(), torch.get_rng_state()
+    torch.set_num_threads(threads)
+    try:
+        assert differs(REAL.loss) is None
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("branch", loss_optim.BRANCHES, ids=["one2many", "one2one"])
+def test_trial_has_no_ties(branch, monkeypatch):
+    """Wherever the assignment compares, what it compares is further apart than two ways of rounding."""
+    margin = 1e-3
+    criterion = REAL.loss(loss_optim._Model(branch[0]), *branch[1:])
+    stock, seen = tal.TaskAlignedAssigner, []
+
+    def apart(values, k):
+        """The k-th and the next are both positive (ties are among zeros), and differ."""
+        values = values.sort(dim=-1, descending=True)[0]
+        return ((values[..., k - 1] - values[..., k]) / values[..., k - 1]).min() > margin
+
+    def topk_candidates(self, metrics, topk_mask=None):
+        assert (metrics > 0).sum(-1).min() > self.topk and apart(metrics, self.topk)
+        seen.append("topk")
+        return topk(self, metrics, topk_mask)
+
+    def highest(self, mask_pos, overlaps, boxes, align):
+        taken = overlaps.sort(dim=1)[0][:, -2:].transpose(1, 2)[mask_pos.sum(1) > 1]
+        assert len(taken) > 3, "some anchors are wanted by two labels"
+        assert ((taken[:, 1] - taken[:, 0]) / taken[:, 1]).min() > margin
+        result = chosen(self, mask_pos, overlaps, boxes, align)
+        if self.topk2 != self.topk:
+            left = torch.where(
+                mask_pos.sum(1, keepdim=True) > 1, overlaps == overlaps.amax(1, keepdim=True), mask_pos > 0
+            )
+            assert apart(align * left, self.topk2)
+        seen.append("highest")
+        return result
+
+    topk, chosen = stock.select_topk_candidates, stock.select_highest_overlaps
+    monkeypatch.setattr(stock, "select_topk_candidates", topk_candidates)
+    monkeypatch.setattr(stock, "select_highest_overlaps", highest)
+    criterion(*loss_optim.trial(branch[0]))
+    assert seen == ["topk", "highest"]
+
+
+@pytest.mark.parametrize("branch", loss_optim.BRANCHES, ids=["one2many", "one2one"])
+def test_trial_shows_changed_constants(branch, monkeypatch):
+    def loss(change=lambda criterion: None):
+        criterion = REAL.loss(loss_optim._Model(branch[0]), *branch[1:])
+        change(criterion)
+        return criterion(*loss_optim.trial(branch[0]))[0]
+
+    def more(assigner, by):
+        if assigner.topk2 == assigner.topk:
+            assigner.topk2 += by
+        assigner.topk += by
+
+    want = loss()
+    changes = {
+        "topk": lambda c: more(c.assigner, 1),
+        "fewer topk": lambda c: more(c.assigner, -1),
+        "topk2": lambda c: setattr(c.assigner, "topk2", 2),
+        "alpha": lambda c: setattr(c.assigner, "alpha", 0.6),
+        "beta": lambda c: setattr(c.assigner, "beta", 5.5),
+        "no least side": lambda c: setattr(c.assigner, "stride_val", 0),
+        "first stride": lambda c: setattr(c.assigner, "stride_val", c.assigner.stride[0]),
+        "half the side": lambda c: setattr(c.assigner, "stride_val", 16),
+        **{gain: lambda c, gain=gain: setattr(c.hyp, gain, 1.01 * getattr(c.hyp, gain)) for gain in loss_optim.GAINS},
+    }
+    if branch[0] > 1:
+        changes["bins"] = lambda c: setattr(c.bbox_loss.dfl_loss, "reg_max", 15)
+        changes["projection"] = lambda c: setattr(c, "proj", c.proj * 0.99)
+    same = [name for name, change in changes.items() if torch.allclose(loss(change), want, 1e-3, 0)]
+    assert not same, f"the trial does not show {same}"
 
 
 def test_gpu_matches_stock_and_reports_bad_rows_later(cuda, models):
