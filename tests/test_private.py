@@ -79,7 +79,6 @@ def test_captures_need_no_private_name(monkeypatch, capsys):
         [("torch._C", "_accelerator_setAllocatorSettings")],
         [("torch.cuda.memory", "_snapshot")],
         [("torch._C", "_cuda_endAllocateToPool"), ("torch._C", "_cuda_releasePool")],
-        [("torch.autograd.variable.Variable", "_execution_engine")],
         [("torch", "_foreach_copy_")],  # torch.optim.SGD itself needs the others
     ],
     ids=lambda names: names[0][1],

@@ -404,7 +404,7 @@ def test_errors(device):
         (torch.zeros(1, 3, 16, 16, dtype=torch.uint8), "out holds 1 pictures, but the plan has 2"),
         (torch.zeros(2, 4, 16, 16, dtype=torch.uint8), "out has 4 channels"),
         (torch.zeros(2, 3, 16, 16, dtype=torch.int32), "out's dtype is int32"),
-        (torch.zeros(2, 3, 16, 32, dtype=torch.uint8)[..., ::2], "neither contiguous nor channels_last"),
+        (torch.zeros(2, 3, 16, 32, dtype=torch.uint8, device=device)[..., ::2], "neither contiguous nor channels_last"),
     ):
         with pytest.raises(RuntimeError, match=message):
             ops.image_augment_(out.to(device), *good)

@@ -87,13 +87,14 @@ def test_confusion_matrix_counts_in_training_after_validation(yolov5, device):
 @pytest.mark.parametrize("ratio_pad", [None, ((0.9, 0.9), (3.25, 1.5))])
 def test_boxes_are_scaled_to_the_same_bits(yolov5, device, ratio_pad):
     boxes = torch.rand(30, 6) * 80 - 8
-    wanted, found = boxes.clone(), boxes.clone().to(device)
+    wanted, found = boxes.clone().to(device), boxes.clone().to(device)
     stock = yolov5.general.scale_boxes((64, 80), wanted[:, :4], (50, 70), ratio_pad)
     ours = validation.scale_boxes((64, 80), found[:, :4], (50, 70), ratio_pad)
-    assert torch.equal(ours.cpu(), stock) and torch.equal(found.cpu(), wanted)
-    array = boxes.numpy().copy()
-    validation.scale_boxes((64, 80), array[:, :4], (50, 70), ratio_pad)
-    assert np.array_equal(array, wanted.numpy())
+    assert torch.equal(ours, stock) and torch.equal(found, wanted)
+    arrays = boxes.numpy().copy(), boxes.numpy().copy()
+    for scale, array in zip((validation.scale_boxes, yolov5.general.scale_boxes), arrays):
+        scale((64, 80), array[:, :4], (50, 70), ratio_pad)
+    assert np.array_equal(*arrays)
 
 
 def test_no_host_sync(cuda):
