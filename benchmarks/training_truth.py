@@ -11,8 +11,8 @@ several commands. With --minutes no run begins that would end later, judged by t
 --report, FOLDER's parent gets training_truth.md, a table of means and of the difference with its standard error, and
 training_truth.png. The default FOLDER is training_truth in the results folder of this machine and day.
 
---small is the case for many seeds: yolov5n at 320x320, batch 64 (an optimizer step each iteration), no validation before the
-last epoch. A difference means something from twelve seeds on.
+--small is the case for many seeds: yolov5n at 320x320, batch 64 (an optimizer step each iteration). A difference means something
+from twelve seeds on.
 """
 
 from __future__ import annotations
@@ -60,10 +60,9 @@ class Settings:
     image_size: int = 640
     pictures: int = 1024
     batch_size: int = 16
-    validate_each_epoch: bool = True
 
 
-SMALL = Settings("yolov5n", 20, 320, 1024, 64, False)
+SMALL = Settings("yolov5n", 20, 320, 1024, 64)
 
 
 def variant_of(name: str) -> Variant:
@@ -106,10 +105,7 @@ def one_run(
     project = work / f"seed{seed}"
     shutil.rmtree(project / variant.name, ignore_errors=True)
     env = environment(work / "environment") | {"PYTHONWARNINGS": "ignore"}
-    extra = () if settings.validate_each_epoch else ("--noval",)
-    run = train(
-        variant, data, project, env, machine, settings.epochs, seed, settings.model, settings.batch_size, False, extra
-    )
+    run = train(variant, data, project, env, machine, settings.epochs, seed, settings.model, settings.batch_size, False)
     found = {
         "variant": variant.name,
         "seed": seed,
@@ -241,12 +237,12 @@ def caption(stock: list[dict[str, Any]], groups: dict[Variant, list[dict[str, An
 
 
 def plot(folder: Path, path: Path) -> None:
-    """Every run's curve, mAP and losses by epoch; without validation in each epoch, where each run ended."""
+    """Every run's curve, mAP and losses by epoch; of many runs, where each ended."""
     if not (plt := pyplot()):
         return
     groups = by_variant(finished(folder))
     settings = Settings(**next(iter(groups.values()))[0]["settings"])
-    if settings.validate_each_epoch:
+    if max(map(len, groups.values())) <= FEW:
         figure, axes = plt.subplots(2, 3, figsize=(15, 8), layout="constrained")
         for axis, metric in zip(axes.flat, PANELS):
             _curves(axis, metric, groups)

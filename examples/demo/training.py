@@ -202,9 +202,8 @@ def train(
     model: str = "yolov5n",
     batch_size: int = BATCH_SIZE,
     show: bool = True,
-    extra: tuple[str, ...] = (),
 ) -> Run:
-    """Trains ``model`` from scratch into ``project/<variant>``; ``extra`` are more options of train.py."""
+    """Trains ``model`` from scratch into ``project/<variant>``."""
     yolov5 = yolov5_folder()
     hyperparameters = yaml.safe_load((yolov5 / "data/hyps/hyp.no-augmentation.yaml").read_text()) | HYPERPARAMETERS
     project.mkdir(parents=True, exist_ok=True)
@@ -228,7 +227,7 @@ def train(
     }
     command = variant.command(
         "yolov5.train",
-        [str(part) for pair in arguments.items() for part in pair] + ["--exist-ok", "--noplots", *extra],
+        [str(part) for pair in arguments.items() for part in pair] + ["--exist-ok", "--noplots"],
     )
     # By default the bar's counter moves ten times a second at most, and iterations faster than that share one.
     env = env | {"TQDM_MININTERVAL": "0"}
