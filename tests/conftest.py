@@ -34,6 +34,13 @@ def cuda() -> torch.device:
     return torch.device("cuda")
 
 
+@pytest.fixture
+def same_convolutions():
+    """On a GPU: convolutions that give the same bits in each run, in full float32."""
+    with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False):
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)

@@ -31,8 +31,5 @@ def cuda(monkeypatch) -> torch.device:
 
 
 @pytest.fixture(autouse=True)
-def _deterministic():
-    before = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-    yield
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = before
+def _deterministic(same_convolutions):
+    """Graphs are compared with eager calls bit by bit."""

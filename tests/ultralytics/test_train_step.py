@@ -38,7 +38,7 @@ def own_loss(outputs, targets, num_targets=None):
     count = len(targets) if num_targets is None else num_targets
     used = (torch.arange(len(targets), device=targets.device) < count)[:, None]
     aim = (targets[:, 2:] * used).sum() / (4 * count)
-    loss = sum(((outputs[name].float().sigmoid() - aim) ** 2).mean() for name in ("boxes", "scores"))
+    loss = 100 * sum(((outputs[name].float().sigmoid() - aim) ** 2).mean() for name in ("boxes", "scores"))
     return loss[None], loss.detach()[None]
 
 
@@ -95,14 +95,15 @@ def run(name, kind, device, graphed):
         ("yolo26n.yaml", "E2ELoss"),
     ],
 )
-def test_equals_the_separate_calls(gpu, name, kind):
+def test_equals_the_separate_calls(gpu, same_convolutions, name, kind):
+    # Other convolutions would hide a fault: two runs of the separate calls themselves then differ by 0.3 after six batches.
     items, state, average, graphs = run(name, kind, gpu, graphed=True)
     want_items, want_state, want_average, _ = run(name, kind, gpu, graphed=False)
     assert graphs == 2, "the first and the last of an accumulation, captured once"
-    # On a GPU float32 convolutions round as TF32 may.
-    tolerance = {"rtol": 1e-4, "atol": 1e-5} if gpu.type == "cpu" else {"rtol": 2e-2, "atol": 2e-3}
+    # Our losses have the same bits with room for more targets. The loss of this file sums over that room.
+    tolerance = {"rtol": 1e-4, "atol": 5e-5} if kind == "own" else {"rtol": 0, "atol": 0}
     torch.testing.assert_close(items, want_items, **tolerance)
     for got, want in ((state, want_state), (average, want_average)):
         for key, value in want.items():
             if value.is_floating_point():
-                torch.testing.assert_close(got[key], value, **tolerance)
+                torch.testing.assert_close(got[key], value, **tolerance, msg=lambda text, key=key: f"{key}: {text}")
