@@ -150,11 +150,11 @@ MODES = {
 
 @contextlib.contextmanager
 def fused_blocks(wanted: bool) -> Iterator[None]:
-    """bn_act_optim, whose operators ours keeps in its graphs. Stock's steps run after it is off again."""
+    """The switches that change layers. Ours keeps their operators in its graphs; stock's steps run after they are off again."""
     from torch_fastdet import yolov5
 
     if wanted:
-        yolov5.patch(bn_act_optim=True)
+        yolov5.patch(bn_act_optim=True, upsample_optim=True)
     try:
         yield
     finally:

@@ -18,6 +18,7 @@ from tests.graphs.samples import (
     some_batches,
     some_targets,
 )
+from torch_fastdet._private import module_has_hooks
 from torch_fastdet.ema import ModelEMA
 from torch_fastdet.graphs import CaptureError, GraphedModule, GraphLoss, TrainStep
 from torch_fastdet.graphs._baked import StepWatch
@@ -498,6 +499,36 @@ def test_train_step_errors(gpu):
     step(images, targets)
     with pytest.raises(CaptureError, match="HostSync"):
         step(images, targets)
+
+
+class SeesHooks(nn.Module):
+    """Notes in each call whether its part has hooks: bn_act_optim leaves such a part to stock."""
+
+    def __init__(self):
+        super().__init__()
+        self.part, self.hooked = nn.BatchNorm2d(16), []
+
+    def forward(self, x):
+        self.hooked.append(module_has_hooks(self.part))
+        return self.part(x)
+
+
+@pytest.mark.parametrize("graphed", [GraphedModule, TrainStep])
+def test_a_capture_puts_no_hooks_on_the_model(gpu, graphed):
+    model = Detector()
+    model.stem.append(SeesHooks())
+    model.to_device()
+    images, targets = some_batches(1)[0]
+    if graphed is TrainStep:
+        loss_of_batch, optimizer, scaler, ema = make_training(model)
+        step = TrainStep(model, loss_of_batch, optimizer, scaler, ema)
+        for _ in range(3):
+            step(images, targets)
+    else:
+        call = GraphedModule(model, required=True)
+        for _ in range(3):
+            sum(head.sum() for head in call(images.to(gpu).float())).backward()
+    assert model.stem[-1].hooked == [False, False]  # the warm-up and the capture
 
 
 def test_train_step_without_scaler_and_average(gpu):

@@ -42,31 +42,18 @@ def _label(name: str, module: nn.Module) -> str:
     return f"{name or 'the model'} ({type(module).__name__})"
 
 
-class Location:
-    """The module whose forward runs, so that a failed capture can name it. Use it as a context around the capture."""
+def location_of(error: BaseException, module: nn.Module) -> str:
+    """The innermost part of ``module`` whose forward raised ``error``, for a message.
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._stack: list[str] = []
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
-
-    def __enter__(self) -> Location:
-        self._stack.clear()  # an earlier capture that failed left its place here
-        for name, child in self._module.named_modules():
-            label = _label(name, child)
-            self._handles.append(child.register_forward_pre_hook(lambda *_, label=label: self._stack.append(label)))
-            self._handles.append(child.register_forward_hook(lambda *_: self._leave()))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        while self._handles:
-            self._handles.pop().remove()
-
-    def _leave(self) -> None:
-        self._stack.pop()
-
-    def __str__(self) -> str:
-        return self._stack[-1] if self._stack else "the model"
+    Read from the traceback. Hooks would tell too, but a module with hooks runs otherwise: ``bn_act_optim`` and others
+    leave it to stock.
+    """
+    labels = {id(child): _label(name, child) for name, child in module.named_modules()}
+    found, step = "the model", error.__traceback__
+    while step is not None:
+        found = labels.get(id(step.tb_frame.f_locals.get("self")), found)
+        step = step.tb_next
+    return found
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -20,7 +20,7 @@ from torch_fastdet._say import say as print_line
 from torch_fastdet.graphs import _capture
 from torch_fastdet.graphs._baked import BakedModule
 from torch_fastdet.graphs._pool import GraphPool
-from torch_fastdet.graphs._refusal import CaptureError, Location, first_line, why_not
+from torch_fastdet.graphs._refusal import CaptureError, first_line, location_of, why_not
 
 logger = logging.getLogger("torch_fastdet")
 
@@ -247,16 +247,10 @@ class ModuleGraphs:
             return None
         if self._leaf is None or self._leaf.device != x.device:
             self._leaf = torch.zeros((), device=x.device, requires_grad=True)
-        location = Location(self.module)
-
-        def capture() -> _Captured:
-            with location:
-                return self._captured(x)
-
         try:
-            captured = self._pool.capture(key, capture)
+            captured = self._pool.capture(key, lambda: self._captured(x))
         except Exception as error:
-            self._give_up(f"{location} failed during the capture, {first_line(error)}", error)
+            self._give_up(f"{location_of(error, self.module)} failed during the capture, {first_line(error)}", error)
             return None
         self.say(
             f"captured forward and backward of {type(self.module).__name__} for input {captured.shape}; "

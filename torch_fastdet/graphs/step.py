@@ -14,7 +14,7 @@ from torch_fastdet.graphs import _capture
 from torch_fastdet.graphs._baked import Baked, StepWatch
 from torch_fastdet.graphs._loss import Offer
 from torch_fastdet.graphs._pool import GraphPool
-from torch_fastdet.graphs._refusal import CaptureError, Location, first_line, is_out_of_memory, why_not
+from torch_fastdet.graphs._refusal import CaptureError, first_line, is_out_of_memory, location_of, why_not
 from torch_fastdet.graphs.module import GraphedModule
 from torch_fastdet.optim import FusedStep
 
@@ -336,14 +336,13 @@ class TrainStep:
     def _captured(self, key: tuple, static: torch.Tensor) -> _Phase:
         phase = _Phase(static)
         self.fused.refresh()
-        location = Location(self.model)
         try:
-            with location, _capture.capture_into(phase.graph, self._pool.handle, self._pool.stream(self.device)):
+            with _capture.capture_into(phase.graph, self._pool.handle, self._pool.stream(self.device)):
                 phase.items, phase.used = self._run(static, key[2], key[3])
         except Exception as error:
             if is_out_of_memory(error):
                 raise
             raise CaptureError(
-                f"TrainStep: {location} or what follows it failed during the capture, {first_line(error)}"
+                f"TrainStep: {location_of(error, self.model)} or what follows it failed during the capture, {first_line(error)}"
             ) from error
         return phase
