@@ -105,7 +105,7 @@ mkdir -p $(1) && { $(3) -S tests/cpp -B $(1) -DSANITIZE=$(2) && $(3) --build $(1
 endef
 
 # On a GPU machine without network: the torch that is there, no virtual environment.
-test-gpu: ## on a GPU machine (offline): every test on CPU and CUDA, GoogleTests, compute-sanitizer; writes tests/gpu_report.json
+test-gpu: ## on a GPU machine (offline): the tests that a GPU can change, GoogleTests, compute-sanitizer; writes tests/gpu_report.json
 	$(PYTHON) -m tools.gpu_report run
 
 .SILENT: gpu-report-check

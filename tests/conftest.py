@@ -18,6 +18,22 @@ def cuda_missing() -> str | None:
     return None
 
 
+# Fixtures of tests that start programs of YOLOv5 or Ultralytics, which run on the CPU.
+PROGRAMS = {"real_yolov5", "ultralytics_environment"}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Marks tests as `gpu` or `cpu` by their fixtures: ``make test-gpu`` runs the former and leaves the latter out."""
+    for item in items:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        devices = {parameters[name] for name in ("device", "gpu") if name in parameters}
+        if "cuda" in item.fixturenames or "cuda" in devices:
+            item.add_marker("gpu")
+        elif devices or (PROGRAMS.intersection(item.fixturenames) and not item.get_closest_marker("gpu")):
+            item.add_marker("cpu")
+
+
 @pytest.fixture(params=["cpu", "cuda"])
 def device(request) -> torch.device:
     """The test runs once on the CPU and once on the GPU, where there is one."""

@@ -2,8 +2,9 @@
 
 ``run``    builds in place with the python and torch found. Then it runs side by side: pytest in several processes, the
            GoogleTests, and the tests marked `sanitizer` under compute-sanitizer's four tools (our kernels only). The tests marked
-           `alone` come last, in one process that has the GPU to itself. It writes tests/gpu_report.json in any case, within
-           --seconds: a step that runs out of time is stopped, and has failed.
+           `alone` come last, in one process that has the GPU to itself. Tests that take long and need no GPU are left to
+           ``make test-all``. It writes tests/gpu_report.json in any case, within --seconds: a step that runs out of time is
+           stopped, and has failed.
 ``check``  says in one line whether that report is of this tree; exit status 1 if not.
 """
 
@@ -34,6 +35,8 @@ SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 STEPS = ("build", "googletest", "pytest", "alone", *SANITIZERS)
 FINDINGS = 40  # lines of a sanitizer's own that the report keeps
 PROCESSES = 16  # of pytest, at most; they share the GPUs
+# What a GPU can change: all that touches CUDA, slow tests too, and all else that is quick (tests/conftest.py sets the marks).
+CHOSEN = "gpu or not (cpu or slow)"
 
 
 def tree_hashes() -> dict[str, str]:
@@ -229,7 +232,7 @@ def _run(steps: Steps) -> None:
         watch = [str(compute_sanitizer()), "--tool", tool, "--error-exitcode", "86"]
         if tool != "initcheck":  # which must see what torch's kernels write for ours to read
             watch += ["--kernel-name", "kernel_substring=torch_fastdet"]
-        tests = [python, "-m", "pytest", "-q", "-x", "-m", "sanitizer", "-k", "not cpu", "-p", "no:cacheprovider"]
+        tests = [python, "-m", "pytest", "-q", "-x", "-m", "sanitizer and gpu", "-p", "no:cacheprovider"]
         # Without torch's block cache each tensor is an allocation of its own.
         output = steps.run(tool, watch + tests, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
         steps.results[tool] |= sanitizer_findings(output) | pytest_counts(output)
@@ -239,7 +242,7 @@ def _run(steps: Steps) -> None:
     with ThreadPoolExecutor(len(STEPS)) as pool:
         for step in [
             pool.submit(googletest),
-            pool.submit(pytest, "pytest", "not alone", workers),
+            pool.submit(pytest, "pytest", f"({CHOSEN}) and not alone", workers),
             *(pool.submit(sanitize, tool) for tool in SANITIZERS),
         ]:
             step.result()

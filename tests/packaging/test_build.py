@@ -19,6 +19,7 @@ from tools import check_wheel
 from torch_fastdet import _library
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.cpu
 
 
 def setup_py(*arguments, **environment):

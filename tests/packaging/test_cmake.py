@@ -16,6 +16,7 @@ import torch_fastdet
 from torch_fastdet import golden
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.cpu
 EXAMPLE = ROOT / "examples/cpp"
 PACKAGE = Path(torch_fastdet.cmake_prefix_path, "TorchFastdet")
 

@@ -2,9 +2,11 @@
 
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from tests import conftest
 from tools import gpu_report
 
 
@@ -150,3 +152,28 @@ def test_findings_of_a_sanitizer():
     assert gpu_report.sanitizer_findings("========= COMPUTE-SANITIZER\n========= RACECHECK SUMMARY: 0 hazards\n") == {
         "summary": "0 hazards"
     }
+
+
+@pytest.mark.parametrize(
+    "fixtures, parameters, mark",
+    [
+        (["cuda"], {}, "gpu"),
+        (["device"], {"device": "cuda", "dtype": "cpu"}, "gpu"),
+        (["gpu", "real_yolov5"], {"gpu": "cuda"}, "gpu"),
+        (["device"], {"device": "cpu"}, "cpu"),
+        (["gpu"], {"gpu": "fake"}, "cpu"),
+        (["yolov5", "real_yolov5"], {"yolov5": "package"}, "cpu"),
+        (["tmp_path"], {}, None),
+    ],
+)
+def test_tests_are_marked_by_their_fixtures(fixtures, parameters, mark):
+    marks = []
+    item = SimpleNamespace(fixturenames=fixtures, add_marker=marks.append, get_closest_marker=lambda name: None)
+    item.callspec = SimpleNamespace(params=parameters)
+    conftest.pytest_collection_modifyitems([item])
+    assert marks == [mark] * (mark is not None)
+
+
+def test_a_program_that_picks_the_gpu_is_not_marked_cpu():
+    item = SimpleNamespace(fixturenames=["real_yolov5"], get_closest_marker={"gpu": True}.get, add_marker=pytest.fail)
+    conftest.pytest_collection_modifyitems([item])

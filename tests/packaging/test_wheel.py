@@ -12,7 +12,7 @@ from tools import check_wheel
 
 ROOT = Path(__file__).resolve().parents[2]
 DIST_INFO = f"torch_fastdet-{torch_fastdet.__version__}.dist-info"
-pytestmark = pytest.mark.skipif(shutil.which("readelf") is None, reason="no readelf")
+pytestmark = [pytest.mark.cpu, pytest.mark.skipif(shutil.which("readelf") is None, reason="no readelf")]
 
 
 @pytest.fixture

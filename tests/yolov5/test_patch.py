@@ -11,6 +11,7 @@ import torch_fastdet.yolov5 as drop_in
 from torch_fastdet.yolov5.registry import ALL, SWITCHES
 
 
+@pytest.mark.gpu  # the program takes the GPU where there is one
 def test_every_name_is_replaced_and_put_back(yolov5):
     stock = "ultralytics.utils.metrics" if yolov5.layout == "head" else f"{yolov5.prefix}utils.metrics"
     assert "names are as they should be" in yolov5.program("names.py", yolov5.prefix, stock).stdout
