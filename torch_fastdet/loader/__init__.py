@@ -8,5 +8,6 @@
 * ``ahead``: doing that before the loop asks
 * ``dataloader``: the ``DataLoader`` that puts these together
 
-What a host draws at random and how it moves labels is in ``torch_fastdet.yolov5.loader``.
+What a host draws at random and how it moves labels is in ``torch_fastdet.yolov5.loader``, and in
+``torch_fastdet.ultralytics.deferred``, which lets stock's own code do that.
 """

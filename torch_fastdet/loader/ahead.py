@@ -21,15 +21,21 @@ _running: weakref.WeakSet[Ahead] = weakref.WeakSet()
 class Ahead:
     """An iterator over ``finish(batch)`` for the batches of ``source``, made in a thread of its own on a stream of its own.
 
-    ``finish`` returns tuples; their CUDA tensors are given to the stream that is current when the loop takes them. The
-    allocator keeps a tensor's memory until that stream has done with it, so what somebody holds is never overwritten.
-    Errors are raised where the loop would have got the batch.
+    ``finish`` returns tuples or dictionaries; their CUDA tensors are given to the stream that is current when the loop takes
+    them. The allocator keeps a tensor's memory until that stream has done with it, so what somebody holds is never
+    overwritten. Errors are raised where the loop would have got the batch.
+
+    With ``limited``, nothing is taken from ``source`` but what :meth:`allow` permits.
     """
 
-    def __init__(self, source: Iterator[Any], finish: Callable[[Any], tuple], device: torch.device) -> None:
+    def __init__(
+        self, source: Iterator[Any], finish: Callable[[Any], Any], device: torch.device, limited: bool = False
+    ) -> None:
         self._ready: queue.Queue[Any] = queue.Queue(maxsize=DEPTH)
         self._stop = threading.Event()
-        arguments = (source, finish, device, self._ready, self._stop)
+        self._permits = threading.Semaphore(0) if limited else None
+        self._allowed = 0
+        arguments = (source, finish, device, self._ready, self._stop, self._permits)
         self._thread = threading.Thread(target=_work, args=arguments, name="torch_fastdet_loader", daemon=True)
         self._device = device
         self._ended: BaseException | None = None
@@ -40,16 +46,24 @@ class Ahead:
     def __iter__(self) -> Ahead:
         return self
 
-    def __next__(self) -> tuple:
+    def allow(self, count: int) -> None:
+        """Let ``count`` batches be ready or in the making, those included that were made and not taken."""
+        assert self._permits is not None
+        for _ in range(self._allowed, count):
+            self._permits.release()
+        self._allowed = max(self._allowed, count)
+
+    def __next__(self) -> Any:
         if self._ended is not None:
             raise self._ended
         batch, event, error = self._ready.get()
         if error is not None:
             self._ended = error
             raise error
+        self._allowed -= 1
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(event)
-        for value in batch:
+        for value in batch.values() if isinstance(batch, dict) else batch:
             if isinstance(value, torch.Tensor) and value.is_cuda:
                 value.record_stream(stream)
         return batch
@@ -75,11 +89,18 @@ class Ahead:
 
 def _work(
     source: Iterator[Any],
-    finish: Callable[[Any], tuple],
+    finish: Callable[[Any], Any],
     device: torch.device,
     ready: queue.Queue,
     stop: threading.Event,
+    permits: threading.Semaphore | None,
 ) -> None:
+    def may_go_on() -> bool:
+        while not stop.is_set():
+            if permits is None or permits.acquire(timeout=0.1):
+                return True
+        return False
+
     def put(item: tuple) -> None:
         while not stop.is_set():
             try:
@@ -92,7 +113,7 @@ def _work(
         torch.cuda.set_device(device)
         stream = torch.cuda.Stream(device)
         with torch.cuda.stream(stream):
-            while not stop.is_set():
+            while may_go_on():
                 batch = finish(next(source))
                 event = torch.cuda.Event()
                 event.record(stream)

@@ -47,7 +47,7 @@ class PlannedBatch:
     plan: Plan
     #: Which pictures of the plan show where in each picture of the batch: (n, 1, 1), or (n, 2, 2) with ``--quad``.
     grid: np.ndarray
-    rest: tuple
+    rest: Any
 
 
 class Collate:
@@ -57,28 +57,33 @@ class Collate:
     pictures of one pixel that hold their number, so that its result tells which picture went where.
     """
 
-    def __init__(self, stock: Callable[[list], tuple], memory: PictureMemory, on_gpu: bool) -> None:
+    def __init__(self, stock: Callable[[list], Any], memory: PictureMemory, on_gpu: bool) -> None:
         self.stock = stock
         self.memory = memory
         self.on_gpu = on_gpu
 
-    def __call__(self, items: Sequence[tuple]) -> Any:
+    def __call__(self, items: Sequence[Any]) -> Any:
         numbered = [(torch.full((1, 1, 1), number, dtype=torch.int16), *item[1:]) for number, item in enumerate(items)]
         numbers, *rest = self.stock(numbered)
         shown, places = np.unique(numbers.numpy()[:, 0], return_inverse=True)
         grid = places.reshape(len(numbers), *numbers.shape[2:])
         pictures = [items[number][0] for number in shown.tolist()]
         if not self.on_gpu:
-            return (assemble(self._make(pictures, alone=grid.size == len(pictures)), grid), *rest)
+            return (assemble(self.make(pictures, alone=grid.size == len(pictures)), grid), *rest)
+        kept = tuple(value.numpy() if isinstance(value, torch.Tensor) else value for value in rest)
+        return PlannedBatch(self.plan(pictures), grid, kept)
+
+    def plan(self, pictures: list[Picture]) -> Plan:
+        """The plan that this process sends."""
         if get_worker_info() is not None:
             pictures = [picture if picture.is_shared() else finish(picture, self.memory) for picture in pictures]
         plan = pack(pictures, self.memory)
         if plan.own.nbytes > SMALL:
             plan.own = torch.as_tensor(plan.own)
-        kept = tuple(value.numpy() if isinstance(value, torch.Tensor) else value for value in rest)
-        return PlannedBatch(plan, grid, kept)
+        return plan
 
-    def _make(self, pictures: list[Picture], alone: bool) -> torch.Tensor:
+    def make(self, pictures: list[Picture], alone: bool = True) -> torch.Tensor:
+        """The pictures themselves, uint8 (n, 3, height, width)."""
         shape = (len(pictures), CHANNELS, pictures[0].height, pictures[0].width)
         if alone and get_worker_info() is not None:
             # Where the loop's process will read it, so that sending it copies nothing.
@@ -87,6 +92,29 @@ class Collate:
             out = torch.empty(shape, dtype=torch.uint8)
         run_on_cpu(pack(pictures, self.memory), self.memory, out)
         return out
+
+
+class CollateDicts(Collate):
+    """The same for items and batches that are dictionaries, whose pictures have the name ``img``."""
+
+    def __call__(self, items: Sequence[Any]) -> Any:
+        if isinstance(items[0]["img"], torch.Tensor):  # stock has made them
+            return self.stock(list(items))
+        number = torch.zeros((1, 1, 1), dtype=torch.uint8)
+        pictures = [item["img"] for item in items]
+        batch = self.stock([{**item, "img": number} for item in items])
+        if not self.on_gpu:
+            batch["img"] = self.make(pictures)
+            return batch
+        batch["img"] = None  # keeps its place
+        grid = np.arange(len(pictures)).reshape(-1, 1, 1)
+        # In the message itself: each tensor would take a file of shared memory.
+        small = {
+            name: value.numpy()
+            for name, value in batch.items()
+            if isinstance(value, torch.Tensor) and value.nbytes <= SMALL
+        }
+        return PlannedBatch(self.plan(pictures), grid, ({**batch, **small}, list(small)))
 
 
 def assemble(pictures: torch.Tensor, grid: np.ndarray) -> torch.Tensor:
@@ -111,7 +139,7 @@ class Finisher:
         self.device = device
         self.pictures = DevicePictures(memory, device)
 
-    def __call__(self, batch: PlannedBatch) -> tuple:
+    def __call__(self, batch: Any) -> Any:
         images = assemble(self.pictures(batch.plan), batch.grid)
         rest = [
             torch.from_numpy(value).pin_memory().to(self.device, non_blocking=True)
@@ -122,28 +150,55 @@ class Finisher:
         return (images, *rest)
 
 
+class FinisherOfDicts(Finisher):
+    """The same for batches that are dictionaries: pictures on the GPU, other tensors in pinned memory, as stock's loader pins."""
+
+    def __call__(self, batch: Any) -> dict:
+        if isinstance(batch, PlannedBatch):
+            out, small = batch.rest
+            out["img"] = self.pictures(batch.plan)
+            out.update((name, torch.from_numpy(out[name])) for name in small)
+        else:
+            out = batch  # stock has made it
+        for name, value in out.items():
+            if isinstance(value, torch.Tensor) and not value.is_cuda:
+                out[name] = value.pin_memory()
+        return out
+
+
 class PlannedLoading:
     """What a ``DataLoader`` of a host needs beside its own: a memory, and a finisher where there is a GPU."""
 
-    def __init__(self, memory: PictureMemory, workers: int, on_gpu: bool) -> None:
+    #: Makes the batches of this host on the GPU.
+    finishing: type[Finisher] = Finisher
+
+    def __init__(self, memory: PictureMemory, workers: int, on_gpu: bool, device: torch.device | None = None) -> None:
         self.memory = memory
         self.workers = workers
         self.on_gpu = on_gpu
+        self._device = device
         self._finisher: Finisher | None = None
         if not on_gpu:
             self._say("made on the CPU")
 
-    def batches(self, source: Iterator[Any]) -> Iterator[tuple]:
-        """The finished batches of a ``DataLoader``'s iterator. Loader processes work ahead, and then this does as well."""
-        if not self.on_gpu:
-            return source
+    @property
+    def finisher(self) -> Finisher:
         if self._finisher is None:
-            self._finisher = Finisher(self.memory, current_gpu())
+            self._finisher = self.finishing(self.memory, self._device or current_gpu())
             kept = self._finisher.pictures.nbytes
             self._say(f"made on the GPU, which keeps {_size(kept)} of them")
+        return self._finisher
+
+    def batches(self, source: Iterator[Any], limited: bool = False) -> Iterator[Any]:
+        """The finished batches of a ``DataLoader``'s iterator. Loader processes work ahead, and then this does as well.
+
+        With ``limited`` no further ahead than the :class:`Ahead` that is returned is allowed to.
+        """
+        if not self.on_gpu:
+            return source
         if not self.workers:
-            return map(self._finisher, source)
-        return Ahead(source, self._finisher, self._finisher.device)
+            return map(self.finisher, source)
+        return Ahead(source, self.finisher, self.finisher.device, limited)
 
     def _say(self, how: str) -> None:
         memory = self.memory
@@ -152,6 +207,10 @@ class PlannedLoading:
             f"loader_optim: {count} {len(memory):,} pictures are decoded once, into {_size(memory.nbytes)} that all "
             f"processes share; batches are {how}"
         )
+
+
+class PlannedLoadingOfDicts(PlannedLoading):
+    finishing = FinisherOfDicts
 
 
 def current_gpu() -> torch.device:

@@ -25,6 +25,11 @@ ALIGNMENT = 64
 CHANNELS = 3
 #: Pictures are added while at least this share of the machine's memory stays free, whatever the budget says.
 RESERVE = 0.05
+BUDGET = "TORCH_FASTDET_CACHE"
+#: Share of the available memory that decoded pictures may take where ``TORCH_FASTDET_CACHE`` is not set.
+SHARE = 0.5
+#: The budget where all pictures are to be kept, as with ``--cache ram``.
+UNLIMITED = 1 << 62
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
@@ -71,6 +76,12 @@ def machine_memory() -> tuple[int, int]:
             total = most
             available = min(available, max(most - now + _reclaimable(f"{folder}/memory.stat", key), 0))
     return total, available
+
+
+def picture_budget() -> int:
+    """How many bytes the decoded pictures of a data set may take."""
+    asked = size_from_environment(BUDGET)
+    return int(machine_memory()[1] * SHARE) if asked is None else asked
 
 
 class PictureMemory:

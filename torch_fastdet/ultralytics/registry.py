@@ -19,6 +19,7 @@ from torch_fastdet.ultralytics.switches.bbox_iou_optim import BboxIouOptim
 from torch_fastdet.ultralytics.switches.bn_act_optim import BnActOptim
 from torch_fastdet.ultralytics.switches.channels_last import ChannelsLast
 from torch_fastdet.ultralytics.switches.cuda_graph import CudaGraph
+from torch_fastdet.ultralytics.switches.loader_optim import LoaderOptim
 from torch_fastdet.ultralytics.switches.loss_optim import LossOptim
 from torch_fastdet.ultralytics.switches.multi_tensor_optimizer import MultiTensorOptimizer
 from torch_fastdet.ultralytics.switches.nms_optim import NmsOptim
@@ -32,6 +33,7 @@ SWITCHES: dict[str, type[Switch]] = {
         BboxIouOptim,
         BnActOptim,
         LossOptim,
+        LoaderOptim,
         MultiTensorOptimizer,
         NmsOptim,
         ValOptim,

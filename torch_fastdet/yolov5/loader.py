@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from torch_fastdet._say import say
 from torch_fastdet.loader.dataloader import Collate, PlanBatches, PlannedLoading
 from torch_fastdet.loader.fingerprint import fingerprint
-from torch_fastdet.loader.memory import PictureMemory, machine_memory, size_from_environment
+from torch_fastdet.loader.memory import UNLIMITED, PictureMemory, picture_budget
 from torch_fastdet.loader.plan import (
     AFFINE,
     FLIP_LEFT_RIGHT,
@@ -38,9 +38,6 @@ from torch_fastdet.loader.plan import (
 )
 from torch_fastdet.loader.ranks import local_ranks, shared_by_ranks
 
-BUDGET = "TORCH_FASTDET_CACHE"
-#: Share of the available memory that decoded pictures may take where ``TORCH_FASTDET_CACHE`` is not set.
-SHARE = 0.5
 _LEVELS = np.arange(0, 256, dtype=np.float64)
 
 
@@ -410,10 +407,7 @@ def _memory_for(dataset: Any, everything: bool) -> PictureMemory:
     for w0, h0 in dataset.shapes.tolist():
         ratio = dataset.img_size / max(h0, w0)
         shapes.append((math.ceil(h0 * ratio), math.ceil(w0 * ratio)) if ratio != 1 else (h0, w0))
-    budget = 1 << 62
-    if not everything:
-        asked = size_from_environment(BUDGET)
-        budget = int(machine_memory()[1] * SHARE) if asked is None else asked
+    budget = UNLIMITED if everything else picture_budget()
     what = (str(dataset.img_size), str(dataset.augment), *dataset.im_files)
     return shared_by_ranks(what, shapes, budget)
 

@@ -1,0 +1,394 @@
+"""loader_optim in Ultralytics: the batches, generator states and errors of the real package's loaders."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import os
+import pickle
+import random
+import signal
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import torch_fastdet.ultralytics as drop_in
+from torch_fastdet.ops import opencv_rules
+
+SIZE = 96
+# As large as SIZE, smaller, larger, flat, tall, and two that are nearly square.
+SIZES = [(96, 96), (128, 96), (64, 96), (96, 64), (50, 33), (33, 50), (200, 151), (151, 200), (97, 96), (49, 98)]
+HYP = {"degrees": 5.0, "shear": 2.0, "flipud": 0.3, "mixup": 0.3}
+SEGMENTS = {"root": "segments", "task": "segment", "copy_paste": 0.6, **HYP}
+POSE = {"root": "pose", "task": "pose", "data": {"kpt_shape": [2, 3], "flip_idx": [1, 0]}, **HYP}
+CASES = {
+    "train": {**HYP},
+    "workers": {"workers": 2, **HYP},
+    "defaults": {"workers": 1},
+    "some_mosaics": {"mosaic": 0.5, "workers": 2, **HYP},
+    "no_augmentation": {"mosaic": 0.0, "hsv_h": 0.0, "hsv_s": 0.0, "hsv_v": 0.0, "scale": 0.0, "translate": 0.0},
+    "perspective": {"perspective": 0.0005, **HYP},
+    "cutmix": {"cutmix": 0.7, "workers": 2, **HYP},
+    "bgr": {"bgr": 0.5, **HYP},
+    "close_mosaic": {"close": 1, "workers": 2, "epochs": 3, **HYP},
+    "rect": {"rect": True, "workers": 2, **HYP},
+    "ram": {"cache": "ram", "workers": 2, **HYP},
+    "disk": {"root": "disk", "cache": "disk", **HYP},
+    "single_class": {"single_cls": True, "classes": [1]},
+    "stopped": {"stop": 1, "workers": 2, **HYP},
+    "val": {"mode": "val", "rect": True, "workers": 2},
+    "val_square": {"mode": "val"},
+    "val_ram": {"mode": "val", "rect": True, "cache": "ram"},
+    "segment": SEGMENTS | {"workers": 2},
+    "segment_mixup": SEGMENTS | {"copy_paste_mode": "mixup"},
+    "segment_val": {"root": "segments", "task": "segment", "mode": "val", "rect": True},
+    "pose": POSE | {"workers": 2},
+    "obb": {"root": "segments", "task": "obb", **HYP},
+    "no_memory": {"environment": "TORCH_FASTDET_CACHE=0", "workers": 2, **HYP},
+    "little_memory": {"environment": "TORCH_FASTDET_CACHE=200K", **HYP},
+    "little_gpu_memory": {"environment": "TORCH_FASTDET_GPU_CACHE=200K", "workers": 2, **HYP},
+}
+
+
+@pytest.fixture(scope="module")
+def ultralytics():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        build = pytest.importorskip("ultralytics.data.build", reason="ultralytics is not installed")
+        import cv2
+        import ultralytics.data as data
+        from ultralytics.cfg import DEFAULT_CFG, get_cfg
+        from ultralytics.data import augment, base, dataset
+        from ultralytics.utils import LOGGER
+    level, threads = LOGGER.level, torch.get_num_threads()
+    LOGGER.setLevel("ERROR")
+    torch.set_num_threads(1)
+    yield SimpleNamespace(
+        build=build, data=data, augment=augment, base=base, dataset=dataset, cv2=cv2,
+        configure=lambda options: get_cfg(DEFAULT_CFG, options),
+    )  # fmt: skip
+    LOGGER.setLevel(level)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def unpatched():
+    yield
+    drop_in.unpatch()
+
+
+@pytest.fixture(scope="module")
+def root(ultralytics, tmp_path_factory):
+    made = {}
+    folder = tmp_path_factory.mktemp("loaders")
+
+    def root(name):
+        if name not in made:
+            made[name] = _make(ultralytics.cv2, folder / name, name)
+        return made[name]
+
+    return root
+
+
+def _make(cv2, root: Path, kind: str, count: int = 24) -> Path:
+    generator = np.random.default_rng(0)
+    for name in ("images", "labels"):
+        (root / name).mkdir(parents=True)
+    for number in range(count):
+        height, width = SIZES[number % len(SIZES)]
+        coarse = generator.integers(0, 255, (height // 8, width // 8, 3), dtype=np.uint8)
+        image = cv2.resize(coarse, (width, height), interpolation=cv2.INTER_CUBIC)
+        image = image[..., 0] if number == 3 else image
+        cv2.imwrite(str(root / "images" / f"{number}.{'jpg' if number % 2 else 'png'}"), image)
+        rows = []
+        for _ in range(0 if number == 5 else int(generator.integers(1, 5))):
+            x, y, w, h = *generator.uniform(0.3, 0.7, 2), *generator.uniform(0.05, 0.5, 2)
+            numbers = [x, y, w, h]
+            if kind == "segments":
+                numbers = [x - w / 2, y - h / 2, x + w / 2, y - h / 2, x + w / 2, y + h / 2, x - w / 2, y + h / 2]
+            if kind == "pose":
+                numbers += [x, y, 2, x + w / 4, y, 1]
+            clipped = np.clip(numbers, 0, 2 if kind == "pose" else 1)
+            rows.append(" ".join([str(generator.integers(0, 2)), *(f"{n:.5f}" for n in clipped)]))
+        (root / "labels" / f"{number}.txt").write_text("\n".join(rows))
+    return root
+
+
+def loader_of(u, root, mode="train", rect=False, workers=0, batch=6, device="cpu", data=None, **hyp):
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    cfg = u.configure({"imgsz": SIZE, **hyp})
+    info = {"names": {0: "a", 1: "b"}, "nc": 2, "channels": 3, **(data or {})}
+    made = u.build.build_yolo_dataset(cfg, str(root / "images"), batch, info, mode=mode, rect=rect, stride=32)
+    loader = u.data.build_dataloader(made, batch, workers, shuffle=mode == "train" and not rect, device=device)
+    return loader, cfg
+
+
+def batches(u, root, epochs=2, close=None, stop=None, workers=0, before=None, **options):
+    """All batches of some epochs, as they were kept, and the state that the generators are left in."""
+    loader, cfg = loader_of(u, root, workers=workers, **options)
+    if before is not None:
+        before(loader)
+    out = []
+    try:
+        for epoch in range(epochs):
+            if close == epoch:
+                loader.dataset.close_mosaic(hyp=cfg)
+                loader.reset()
+            for number, found in enumerate(loader):
+                out.append(dict(found))
+                if stop == number:
+                    break
+                if not workers:
+                    out.append(random.random())  # multi_scale
+    finally:
+        loader.close()
+    return [*out, random.random(), np.random.rand(), torch.rand(1), len(loader)]
+
+
+def compare(mine, stock, path="batches"):
+    if isinstance(stock, torch.Tensor):
+        assert mine.dtype == stock.dtype and mine.shape == stock.shape, (path, mine.shape, stock.shape)
+        difference = (mine.cpu().float() - stock.float()).abs()
+        if mine.dtype == torch.uint8 and opencv_rules()[0] == "float" and path.endswith("img"):
+            # OpenCV 5 warps in float32, whose rounding follows its vector code; HSV tables make more of a level.
+            assert difference.max() <= 8 and (difference > 0).float().mean() <= 1e-3, path
+        else:
+            assert torch.equal(mine.cpu(), stock), (path, (difference > 0).sum())
+        return
+    assert type(mine) is type(stock), (path, type(mine), type(stock))
+    if isinstance(stock, dict):
+        assert list(mine) == list(stock), path
+        for name in stock:
+            compare(mine[name], stock[name], f"{path}.{name}")
+    elif isinstance(stock, list | tuple):
+        assert len(mine) == len(stock), path
+        for number, pair in enumerate(zip(mine, stock, strict=True)):
+            compare(*pair, f"{path}[{number}]")
+    else:
+        assert np.array_equal(mine, stock), (path, mine, stock)
+
+
+def ours(function, *arguments, **options):
+    drop_in.patch(loader_optim=True)
+    try:
+        return function(*arguments, **options)
+    finally:
+        drop_in.unpatch()
+
+
+def error_of(function, *arguments, **options):
+    with pytest.raises(Exception) as error:
+        function(*arguments, **options)
+    return type(error.value), str(error.value).strip().splitlines()[-1]
+
+
+def open_memories():
+    gc.collect()
+    found = 0
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found += "torch_fastdet" in os.readlink(f"/proc/self/fd/{fd}")
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_batches_are_stocks(ultralytics, root, device, case, monkeypatch, capsys):
+    options = {"root": "boxes", **CASES[case]}
+    if "environment" in options:
+        monkeypatch.setenv(*options.pop("environment").split("="))
+    where = root(options.pop("root"))
+    stock = batches(ultralytics, where, **options)
+    mine = ours(batches, ultralytics, where, device=device, **options)
+    compare(mine, stock)
+    assert mine[0]["img"].device.type == device.type
+    assert "pictures are decoded once" in capsys.readouterr().out
+
+
+def test_names_are_put_back(ultralytics):
+    u = ultralytics
+    before = [vars(u.data), vars(u.build), vars(u.base.BaseDataset)]
+    before = [dict(found) for found in before]
+    said = drop_in.patch(loader_optim=True)
+    assert u.data.build_dataloader is not before[0]["build_dataloader"]
+    assert sum("BaseDataset" in line for line in said) == 2
+    drop_in.unpatch()
+    for found, was in zip((u.data, u.build, u.base.BaseDataset), before, strict=True):
+        assert all(vars(found)[name] is value for name, value in was.items())
+
+
+def test_a_loader_survives_unpatch_and_is_stocks_to_others(ultralytics, root, device):
+    stock = batches(ultralytics, root("boxes"), workers=2, **HYP)
+    drop_in.patch(loader_optim=True)
+    loader, _ = loader_of(ultralytics, root("boxes"), workers=2, device=device, **HYP)
+    drop_in.unpatch()
+    assert isinstance(loader, ultralytics.build.InfiniteDataLoader)
+    assert type(loader.dataset) is ultralytics.dataset.YOLODataset and len(loader.sampler) == len(loader.dataset)
+    compare([found for _ in range(2) for found in loader], [found for found in stock if isinstance(found, dict)])
+    loader.close()
+
+
+@pytest.mark.parametrize("cache", [None, "ram"])
+def test_nothing_of_ours_is_in_copies_of_the_data_set(ultralytics, root, cache):
+    def pickled():
+        loader, _ = loader_of(ultralytics, root("boxes"), cache=cache, **HYP)
+        next(iter(loader))
+        return pickle.dumps(loader.dataset), copy.deepcopy(loader.dataset), loader.dataset[7]
+
+    text, copied, item = ours(pickled)
+    assert b"torch_fastdet" not in text
+    random.seed(1), np.random.seed(1)
+    wanted = pickle.loads(text)[7]
+    random.seed(1), np.random.seed(1)
+    compare(copied[7], wanted)
+    assert isinstance(item["img"], torch.Tensor)
+
+
+def test_classes_of_users_get_stocks_loader(ultralytics, root, monkeypatch, capsys):
+    class Weighted(ultralytics.dataset.YOLODataset):
+        def __getitem__(self, index):
+            return super().__getitem__(index // 2)
+
+    class Lighter(ultralytics.augment.RandomHSV):
+        def apply_image(self, labels, params=None):
+            labels["img"] = labels["img"] // 2
+            return labels
+
+    def use(loader):
+        loader.dataset.transforms.transforms[4] = Lighter()
+
+    stock = batches(ultralytics, root("boxes"), before=use)
+    compare(ours(batches, ultralytics, root("boxes"), before=use), stock)
+    drop_in.patch(loader_optim=True)
+    monkeypatch.setattr(ultralytics.build, "YOLODataset", Weighted)
+    loader, _ = loader_of(ultralytics, root("boxes"))
+    assert type(loader) is ultralytics.build.InfiniteDataLoader
+    assert "stock's loader makes the batches: Weighted is not Ultralytics' YOLODataset." in capsys.readouterr().out
+
+
+def test_changed_code_is_left_alone(ultralytics, root, monkeypatch, capsys):
+    stock = ultralytics.augment.MixUp.apply_image
+    drop_in.patch(loader_optim=True)
+    monkeypatch.setattr(
+        ultralytics.augment.MixUp, "apply_image", lambda self, labels, params: stock(self, labels, params)
+    )
+    loader, _ = loader_of(ultralytics, root("boxes"))
+    assert type(loader) is ultralytics.build.InfiniteDataLoader
+    assert "augment.MixUp.apply_image has been replaced." in capsys.readouterr().out
+    drop_in.unpatch()
+    with pytest.raises(drop_in.SwitchError, match=r"MixUp.apply_image is not the one of ultralytics 8\.4\.170"):
+        drop_in.patch(loader_optim=True)
+
+
+# Bad input and faults -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("fault", ["missing", "empty", "truncated"])
+def test_a_file_that_breaks_after_the_scan_is_stocks_error(ultralytics, tmp_path, workers, fault):
+    where = _make(ultralytics.cv2, tmp_path / "faults", "boxes", count=12)
+    picture = where / "images" / "7.jpg"
+    content = picture.read_bytes()
+
+    def breaks(loader):
+        if fault == "missing":
+            picture.unlink()
+        else:
+            picture.write_bytes(content[: 0 if fault == "empty" else len(content) // 2])
+
+    def outcome():
+        try:
+            found = batches(ultralytics, where, mode="val", workers=workers, before=breaks, batch=5, epochs=1)
+            return [
+                batch["img"] for batch in found if isinstance(batch, dict)
+            ]  # half a picture, where OpenCV makes one
+        except Exception as error:
+            return type(error), str(error).strip().splitlines()[-1]
+        finally:
+            picture.write_bytes(content)
+
+    stock = outcome()
+    compare(ours(outcome), stock)
+    assert fault == "truncated" or "7.jpg" in stock[1]
+
+
+def test_labels_that_change_between_trainings_are_read_again(ultralytics, tmp_path):
+    where = _make(ultralytics.cv2, tmp_path / "labels", "boxes", count=12)
+    ours(batches, ultralytics, where, epochs=1)
+    (where / "labels" / "7.txt").write_text("1 0.5 0.5 0.2 0.2\n")
+    (where / "labels" / "8.txt").write_text("")
+    (where / "labels" / "9.txt").unlink()
+    mine = ours(batches, ultralytics, where, epochs=1)
+    compare(mine, batches(ultralytics, where, epochs=1))
+
+
+def test_a_disk_that_fills_leaves_no_half_written_picture(ultralytics, tmp_path, monkeypatch):
+    where = _make(ultralytics.cv2, tmp_path / "full", "boxes", count=12)
+    save = np.save
+
+    def full(path, *arguments, **options):
+        if str(path).endswith("7.npy"):
+            Path(path).write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        save(path, *arguments, **options)
+
+    monkeypatch.setattr(np, "save", full)
+    found = []
+    for run in (batches, lambda *arguments, **options: ours(batches, *arguments, **options)):
+        found.append(run(ultralytics, where, cache="disk", epochs=1, **HYP))
+        assert not (where / "images" / "7.npy").exists() and (where / "images" / "8.npy").exists()
+        for path in (where / "images").glob("*.npy"):
+            path.unlink()
+    compare(found[1], found[0])
+
+
+def test_a_killed_worker_is_an_error(ultralytics, root, device):
+    def kill(loader):
+        for number, _ in enumerate(loader):
+            if number == 1:
+                os.kill(loader.iterator._workers[0].pid, 9)
+
+    kind, text = error_of(ours, batches, ultralytics, root("boxes"), workers=2, before=kill, device=device)
+    assert kind is RuntimeError and "DataLoader worker" in text
+
+
+def test_control_c_ends_the_loop_and_the_workers(ultralytics, root, device):
+    workers = []
+
+    def interrupt(loader):
+        for number, _ in enumerate(loader):
+            if number == 1:
+                workers.extend(loader.iterator._workers)
+                for process in [*(worker.pid for worker in workers), os.getpid()]:  # as a terminal sends it
+                    os.kill(process, signal.SIGINT)
+
+    before = open_memories()
+    with pytest.raises(KeyboardInterrupt):
+        ours(batches, ultralytics, root("boxes"), workers=2, before=interrupt, device=device)
+    for worker in workers:
+        worker.join(timeout=30)
+    assert len(workers) == 2 and not any(worker.is_alive() for worker in workers)
+    assert open_memories() == before
+
+
+def test_spawned_workers_share_the_pictures(ultralytics, root, device):
+    def spawning(loader):
+        loader.multiprocessing_context = "spawn"
+
+    options = {"workers": 1, "cache": "ram", "epochs": 1, "before": spawning, **HYP}
+    stock = batches(ultralytics, root("boxes"), **options)
+    compare(ours(batches, ultralytics, root("boxes"), device=device, **options), stock)
+
+
+def test_nothing_stays_open(ultralytics, root, device):
+    before = open_memories(), len(os.listdir("/dev/shm"))
+    for options in ({"workers": 0}, {"workers": 2, "stop": 1}, {"workers": 2, "cache": "ram"}):
+        found = ours(batches, ultralytics, root("boxes"), device=device, **options, **HYP)
+        del found
+    assert (open_memories(), len(os.listdir("/dev/shm"))) == before

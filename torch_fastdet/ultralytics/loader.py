@@ -1,0 +1,315 @@
+"""Ultralytics' loaders with plans in place of pixels: decoded pictures that all processes share, and batches made by one operator.
+
+Data sets, transforms and samplers stay stock's objects; ``deferred`` says how they are asked for plans.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import math
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from torch_fastdet._say import say
+from torch_fastdet.loader.ahead import Ahead
+from torch_fastdet.loader.dataloader import CollateDicts, PlanBatches, PlannedLoading, PlannedLoadingOfDicts
+from torch_fastdet.loader.fingerprint import fingerprint
+from torch_fastdet.loader.memory import CHANNELS, UNLIMITED, PictureMemory, picture_budget
+from torch_fastdet.loader.ranks import shared_by_ranks
+from torch_fastdet.ultralytics.deferred import Planner, cannot_plan, view_class
+
+# Fingerprints of stock's code that ours stands for or counts on, from 8.4.170 to 8.4.190.
+KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
+    "ultralytics.data.augment": {
+        "BaseTransform.__call__": ("81ea4d70",),
+        "Compose.__call__": ("8bfcde6f",),
+        "BaseMixTransform.__call__": ("0b0fafdf",),
+        "BaseMixTransform.get_params": ("425f69e4",),
+        "Mosaic.get_params": ("a26ed204",),
+        "Mosaic.apply_image": ("09daae11",),
+        "MixUp.apply_image": ("ee077889",),
+        "CutMix.apply_image": ("d288b43a",),
+        "CopyPaste.get_params": ("ac79ebd5",),
+        "CopyPaste.apply_image": ("1f7934f6",),
+        "RandomPerspective.get_params": ("d6ed534d",),
+        "RandomPerspective.apply_image": ("302e4b64",),
+        "RandomHSV.apply_image": ("9a62fd7d", "ede6653d"),
+        "RandomFlip.get_params": ("a5d66eb1",),
+        "RandomFlip.apply_image": ("9513c3f9",),
+        "LetterBox.get_params": ("3204b55e", "2c25e29c"),
+        "LetterBox.apply_image": ("54f79d02",),
+        "Format.apply_image": ("01ef895a",),
+        "Format._format_img": ("6a72249b",),
+    },
+    "ultralytics.data.base": {
+        "BaseDataset.__getitem__": ("e0b1222d",),
+        "BaseDataset.get_image_and_label": ("b4d11cf2",),
+        "BaseDataset.load_image": ("3e289a45", "bb212356", "f790c565"),
+        "BaseDataset.cache_images": ("2ffd3a08",),
+        "BaseDataset.set_rectangle": ("17bc2022",),
+    },
+    "ultralytics.data.dataset": {"YOLODataset.collate_fn": ("146beee5",)},
+    "ultralytics.data.build": {"InfiniteDataLoader": ("7b688ec0",)},
+}
+
+
+def unknown_code(module: Any) -> str | None:
+    """What in a module of Ultralytics is not the code that is known here, in a sentence; None where all is."""
+    for name, known in KNOWN[module.__name__].items():
+        if not _is_known(module, name, known):
+            return f"{module.__name__}.{name} is not the one of ultralytics 8.4.170 to 8.4.190."
+    return None
+
+
+def _is_known(module: Any, name: str, known: tuple[str, ...]) -> bool:
+    owner: Any = module
+    for part in name.split("."):
+        owner = vars(owner).get(part)
+    function = owner.__func__ if isinstance(owner, staticmethod) else owner
+    return _fingerprint(function) in known
+
+
+@functools.cache
+def _fingerprint(function: Any) -> str:
+    return fingerprint(function)
+
+
+def _in_place_of(stock: Callable[..., Any]) -> Callable[[Callable], Callable]:
+    """Gives a function stock's parameters and text, but its own name: the line that says what is replaced shows that."""
+    return functools.wraps(stock, assigned=("__doc__",))
+
+
+# Decoded pictures -----------------------------------------------------------------------------------------------------
+
+_memories: weakref.WeakKeyDictionary[Any, PictureMemory] = weakref.WeakKeyDictionary()
+# (height, width) of the files of a data set that is sorted for rectangular batches, which drops them from its labels.
+_file_shapes: weakref.WeakKeyDictionary[Any, dict[str, tuple[int, int]]] = weakref.WeakKeyDictionary()
+
+
+def memory_of(dataset: Any, budget: Callable[[], int] = picture_budget) -> PictureMemory:
+    """The memory for a data set's decoded pictures."""
+    if dataset not in _memories:
+        what = (str(dataset.imgsz), *dataset.im_files)
+        _memories[dataset] = shared_by_ranks(what, _shapes(dataset), budget())
+    return _memories[dataset]
+
+
+def _shapes(dataset: Any) -> list[tuple[int, int]]:
+    """The sizes that ``load_image`` will give the pictures, or somewhat more."""
+    side = max(dataset.imgsz) if isinstance(dataset.imgsz, (tuple, list)) else dataset.imgsz
+    known = _file_shapes.get(dataset, {})
+    shapes = []
+    for label in dataset.labels:
+        height, width = label.get("shape") or known.get(label["im_file"], (side, side))
+        ratio = side / max(height, width)
+        shapes.append((min(math.ceil(height * ratio), side), min(math.ceil(width * ratio), side)))
+    return shapes
+
+
+class SharedImages:
+    """In ``dataset.ims`` in place of stock's packed cache: all pictures of a data set, which other processes share."""
+
+    def __init__(self, memory: PictureMemory, others: dict[int, np.ndarray], stock: type) -> None:
+        self.memory = memory
+        self.others = others
+        self.stock = stock
+
+    def __len__(self) -> int:
+        return len(self.memory)
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        i = range(len(self))[i]
+        picture = self.memory.get(i)
+        return self.others[i] if picture is None else picture
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if sys.modules["multiprocessing.context"].get_spawning_popen() is not None:
+            return SharedImages, (self.memory, self.others, self.stock)
+        return self.stock, ([self[i] for i in range(len(self))],)  # copies and files hold stock's
+
+
+def cache_images(stock: Callable[..., None]) -> Callable[..., None]:
+    """``BaseDataset.cache_images`` that decodes into the shared memory for ``cache="ram"``."""
+
+    @_in_place_of(stock)
+    def cache_images(self: Any) -> None:
+        cls: Any = type(self)
+        if self.cache != "ram" or view_class(cls) is None or self.channels != CHANNELS:
+            stock(self)
+            return
+        memory = memory_of(self, lambda: UNLIMITED)
+        filling = object.__new__(_filling_class(cls))
+        filling.__dict__ = self.__dict__
+        filling.memory = memory
+        stock(filling)
+
+    return cache_images
+
+
+@functools.cache
+def _filling_class(stock: Any) -> Any:
+    """A data set that keeps what it loads in the shared memory."""
+
+    class Filling(stock):
+        __slots__ = ("memory",)
+
+        def load_image(self, i: int, *args: Any, **kwargs: Any) -> tuple:
+            memory = self.memory
+            if not memory.has(i):
+                picture, original, size = super().load_image(i, *args, **kwargs)
+                if not memory.put(i, picture, original):
+                    return picture, original, size
+            picture = memory.get(i)
+            return picture, memory.original(i), picture.shape[:2]
+
+        def _ImageCache(self, images: list[np.ndarray]) -> SharedImages:
+            others = {i: image for i, image in enumerate(images) if not self.memory.has(i)}
+            return SharedImages(self.memory, others, super()._ImageCache)
+
+    return Filling
+
+
+def set_rectangle(stock: Callable[..., None]) -> Callable[..., None]:
+    """``BaseDataset.set_rectangle``, which drops the pictures' sizes: they are kept."""
+
+    @_in_place_of(stock)
+    def set_rectangle(self: Any) -> None:
+        _file_shapes[self] = {label["im_file"]: label["shape"] for label in self.labels}
+        stock(self)
+
+    return set_rectangle
+
+
+# Loaders --------------------------------------------------------------------------------------------------------------
+
+
+class PlannedDataset(Dataset):
+    """What loader processes get: a data set that plans whole batches."""
+
+    def __init__(self, dataset: Any, memory: PictureMemory) -> None:
+        self.dataset = dataset
+        self.memory = memory
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, indices: list[int]) -> list[dict]:
+        if cannot_plan(self.dataset) is not None:  # somebody has changed its transforms since
+            return [self.dataset[index] for index in indices]
+        planner = Planner(self.dataset, self.memory)
+        return [planner.item(index) for index in indices]
+
+
+class PlannedLoader:
+    """Goes in front of stock's ``InfiniteDataLoader``: its processes plan, and batches are made of that."""
+
+    _plans: PlannedLoading
+    _ahead: Ahead | None
+
+    def _get_iterator(self: Any) -> Any:
+        # A loader that differs in what its processes work on. Stock's attributes stay what people expect of them.
+        loader = DataLoader(
+            PlannedDataset(self.dataset, self._plans.memory),
+            batch_sampler=PlanBatches(self.batch_sampler),
+            num_workers=self.num_workers,
+            collate_fn=CollateDicts(self.collate_fn, self._plans.memory, self._plans.on_gpu),
+            timeout=self.timeout,
+            worker_init_fn=self.worker_init_fn,
+            multiprocessing_context=self.multiprocessing_context,
+            generator=self.generator,
+            prefetch_factor=self.prefetch_factor,
+            persistent_workers=self.persistent_workers,
+        )
+        return iter(loader)
+
+    def __iter__(self: Any) -> Iterator[dict]:
+        if self.iterator is None:
+            self.iterator = self._get_iterator()
+        if not self._plans.on_gpu or not self.num_workers:
+            batches = self._plans.batches(self.iterator)
+        else:
+            # Batches are drawn as far as stock has drawn them when an epoch ends, where it may be drawn anew.
+            if self._ahead is None:
+                self._ahead = self._plans.batches(self.iterator, limited=True)
+            batches = self._ahead
+            batches.allow(len(self))
+        for _ in range(len(self)):
+            yield next(batches)
+
+    def _stop(self: Any) -> None:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.close()
+
+    def close(self: Any) -> None:
+        self._stop()
+        super().close()  # type: ignore[misc]
+
+    def __del__(self: Any) -> None:
+        with contextlib.suppress(Exception):
+            self._stop()
+        super().__del__()  # type: ignore[misc]
+
+
+@functools.cache
+def _loader_class(stock: Any) -> type:
+    return type(stock.__name__, (PlannedLoader, stock), {"__module__": __name__})
+
+
+def build_dataloader(stock: Callable[..., Any], stock_loader: Any) -> Callable[..., Any]:
+    """Ultralytics' ``build_dataloader``, whose loaders plan where they can."""
+    signature = inspect.signature(stock)
+    told: set[str] = set()
+
+    @_in_place_of(stock)
+    def build_dataloader(*args: Any, **kwargs: Any) -> Any:
+        loader: Any = stock(*args, **kwargs)
+        if type(loader) is not stock_loader or loader.iterator is not None:
+            return loader
+        arguments = signature.bind(*args, **kwargs)
+        arguments.apply_defaults()
+        reason = cannot_plan(loader.dataset) or _changed_code(loader)
+        if reason is None:
+            return plan_loader(loader, arguments.arguments["device"])
+        if reason not in told:
+            told.add(reason)
+            say(f"loader_optim: stock's loader makes the batches: {reason}")
+        return loader
+
+    return build_dataloader
+
+
+def _changed_code(loader: Any) -> str | None:
+    if loader.collate_fn is not type(loader.dataset).collate_fn:
+        return "its collate_fn is not the data set's."
+    for name in KNOWN:
+        module = sys.modules[name]
+        for path, known in KNOWN[name].items():
+            if path not in REPLACED and not _is_known(module, path, known):
+                return f"{name}.{path} has been replaced."
+    return None
+
+
+#: By the switch itself.
+REPLACED = ("BaseDataset.cache_images", "BaseDataset.set_rectangle")
+
+
+def plan_loader(loader: Any, device: Any) -> Any:
+    """A loader that does the work of ``loader``, one of stock's that has not begun, by plans."""
+    where = torch.device(int(device) if str(device).isdigit() else device)
+    on_gpu = where.type == "cuda" and torch.cuda.is_available()
+    gpu = where if on_gpu and where.index is not None else None
+    cls: Any = type(loader)
+    planned: Any = object.__new__(_loader_class(cls))
+    vars(planned).update(vars(loader))
+    planned._plans = PlannedLoadingOfDicts(memory_of(loader.dataset), loader.num_workers, on_gpu, gpu)
+    planned._ahead = None
+    return planned
