@@ -1,6 +1,5 @@
 // Detections matched with labels on the CPU: threads over the images.
 #include <ATen/Parallel.h>
-#include <torch/library.h>
 
 #include <algorithm>
 
@@ -10,7 +9,7 @@
 namespace torch_fastdet {
 namespace {
 
-struct Cpu {
+struct Cpu : OnDevice {
   static void run(const core::MatchParams& p, const char*) {
     std::fill_n(p.correct, p.in.images * p.in.count * p.threshold_count, false);
     at::parallel_for(0, p.in.images, 1, [&](int64_t begin, int64_t end) {
@@ -28,8 +27,7 @@ struct Cpu {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(torch_fastdet, CPU, m) {
-  m.impl("match_detections", match_detections<Cpu>);
-  m.impl("confusion_matrix_", confusion_matrix_<Cpu>);
+  register_metrics<Cpu>(m);
 }
 
 }  // namespace torch_fastdet

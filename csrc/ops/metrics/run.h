@@ -1,13 +1,26 @@
 // match_detections and confusion_matrix_ but for the loop over the images: check, allocate, fill in the parameters, and
-// hand them to Backend::run(params, op), which the CPU and CUDA glue each define.
+// hand them to Backend::run(params, op), which cpu.cpp and cuda.cpp each define. On Meta there is nothing to run.
 #pragma once
 
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
+#include <torch/library.h>
 
+#include <string_view>
+#include <tuple>
+
+#include "ops/common/backend.h"
+#include "ops/common/options.h"
 #include "ops/metrics/checks.h"
 
 namespace torch_fastdet {
+
+// Which detections and labels the confusion matrix matches.
+struct ConfusionOptions {
+  double conf, iou_thres;
+  std::string_view rule;
+  using Types = std::tuple<double, double, std::string_view>;
+};
 
 // Blocks of a launch are counted in 32 bits, rows and labels in a workspace too.
 inline void check_match_size(const core::MatchInput& in, const char* op) {
@@ -29,46 +42,56 @@ at::Tensor match_detections(const at::Tensor& detections, const at::Tensor& labe
   check_match_detections(detections, labels, iouv, counts, kOp);
   const core::MatchRule parsed = parse_match_rule(rule, kOp);
   const c10::DeviceGuard guard(detections.device());
-  const at::Tensor rows = match_rows(detections), truth = match_rows(labels);
-  const at::Tensor thresholds = iouv.to(at::kFloat).contiguous();
-  const at::Tensor valid = counts ? counts->contiguous() : at::Tensor();
   at::Tensor correct = match_shape(detections, iouv);
-  const auto ints = detections.options().dtype(at::kInt);
-  core::MatchParams params;
-  params.in = match_input(rows, truth, valid, parsed);
-  check_match_size(params.in, kOp);
-  params.thresholds = thresholds.const_data_ptr<float>();
-  params.threshold_count = thresholds.size(0);
-  params.correct = correct.mutable_data_ptr<bool>();
-  at::Tensor claims = at::empty({params.in.label_count * params.threshold_count}, ints);
-  at::Tensor best = at::empty({params.in.images * params.in.count}, ints);
-  params.claims = claims.mutable_data_ptr<int32_t>();
-  params.best = best.mutable_data_ptr<int32_t>();
-  Backend::run(params, kOp);
+  if constexpr (!Backend::kMeta) {
+    const at::Tensor rows = match_rows(detections), truth = match_rows(labels);
+    const at::Tensor thresholds = iouv.to(at::kFloat).contiguous();
+    const at::Tensor valid = counts ? counts->contiguous() : at::Tensor();
+    const auto ints = detections.options().dtype(at::kInt);
+    core::MatchParams params;
+    params.in = match_input(rows, truth, valid, parsed);
+    check_match_size(params.in, kOp);
+    params.thresholds = thresholds.const_data_ptr<float>();
+    params.threshold_count = thresholds.size(0);
+    params.correct = correct.mutable_data_ptr<bool>();
+    at::Tensor claims = at::empty({params.in.label_count * params.threshold_count}, ints);
+    at::Tensor best = at::empty({params.in.images * params.in.count}, ints);
+    params.claims = claims.mutable_data_ptr<int32_t>();
+    params.best = best.mutable_data_ptr<int32_t>();
+    Backend::run(params, kOp);
+  }
   return correct;
 }
 
 template <class Backend>
 void confusion_matrix_(const at::Tensor& matrix, const at::Tensor& detections, const at::Tensor& labels,
-                       const std::optional<at::Tensor>& counts, double conf, double iou_thres, std::string_view rule) {
+                       const std::optional<at::Tensor>& counts, const ConfusionOptions& options) {
   constexpr const char* kOp = "confusion_matrix_";
   check_confusion_matrix(matrix, detections, labels, counts, kOp);
-  const core::MatchRule parsed = parse_match_rule(rule, kOp);
-  const c10::DeviceGuard guard(detections.device());
-  const at::Tensor rows = match_rows(detections), truth = match_rows(labels);
-  const at::Tensor valid = counts ? counts->contiguous() : at::Tensor();
-  core::ConfusionParams params;
-  params.in = match_input(rows, truth, valid, parsed);
-  check_match_size(params.in, kOp);
-  params.confidence = static_cast<float>(conf);
-  params.iou_threshold = static_cast<float>(iou_thres);
-  params.classes = matrix.size(0) - 1;
-  params.matrix = matrix.mutable_data_ptr<int64_t>();
-  at::Tensor claims = at::empty({params.in.label_count}, detections.options().dtype(at::kLong));
-  at::Tensor matched = at::empty({params.in.images * params.in.count}, detections.options().dtype(at::kInt));
-  params.claims = reinterpret_cast<uint64_t*>(claims.mutable_data_ptr<int64_t>());
-  params.matched = matched.mutable_data_ptr<int32_t>();
-  Backend::run(params, kOp);
+  const core::MatchRule rule = parse_match_rule(options.rule, kOp);
+  if constexpr (!Backend::kMeta) {
+    const c10::DeviceGuard guard(detections.device());
+    const at::Tensor rows = match_rows(detections), truth = match_rows(labels);
+    const at::Tensor valid = counts ? counts->contiguous() : at::Tensor();
+    core::ConfusionParams params;
+    params.in = match_input(rows, truth, valid, rule);
+    check_match_size(params.in, kOp);
+    params.confidence = static_cast<float>(options.conf);
+    params.iou_threshold = static_cast<float>(options.iou_thres);
+    params.classes = matrix.size(0) - 1;
+    params.matrix = matrix.mutable_data_ptr<int64_t>();
+    at::Tensor claims = at::empty({params.in.label_count}, detections.options().dtype(at::kLong));
+    at::Tensor matched = at::empty({params.in.images * params.in.count}, detections.options().dtype(at::kInt));
+    params.claims = reinterpret_cast<uint64_t*>(claims.mutable_data_ptr<int64_t>());
+    params.matched = matched.mutable_data_ptr<int32_t>();
+    Backend::run(params, kOp);
+  }
+}
+
+template <class Backend>
+void register_metrics(torch::Library& m) {
+  m.impl("match_detections", TORCH_FN(match_detections<Backend>));
+  m.impl("confusion_matrix_", unpack<&confusion_matrix_<Backend>>);
 }
 
 }  // namespace torch_fastdet

@@ -18,11 +18,25 @@ namespace torch_fastdet {
 // loss, items, scales, slot_anchor, slot_row, slot_score, status
 using V8LossResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
-// What the operator takes beside tensors. `sizes` holds ny, nx of each level where the heads are two joined tensors.
-struct V8LossOptions {
+// The levels of the heads. `sizes` holds ny, nx of each level where the heads are two joined tensors. Int is int64_t,
+// or c10::SymInt where torch.compile or torch.export keeps sizes symbolic.
+template <typename Int = int64_t>
+struct V8Levels {
   at::ArrayRef<double> strides;
-  at::IntArrayRef sizes;
+  at::ArrayRef<Int> sizes;
+  using Types = std::tuple<at::ArrayRef<double>, at::ArrayRef<Int>>;
+};
+
+// The options of the loss, as the schema lists them. torch_fastdet/ops/v8_loss.py says what they mean.
+struct V8LossOptions {
   int64_t reg_max, topk, topk2;
+  using Types = std::tuple<int64_t, int64_t, int64_t>;
+};
+
+// What the forward pass leaves for the backward pass.
+struct V8LossTensors {
+  const at::Tensor &scales, &slot_anchor, &slot_row, &slot_score;
+  using Types = std::tuple<const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&>;
 };
 
 inline at::ScalarType v8_arithmetic_type(const at::Tensor& head) {
@@ -67,16 +81,16 @@ inline V8Lies v8_lies(const at::Tensor& head) {
                               head.sym_stride(0), head.sym_stride(1), head.sym_stride(2), head.sym_stride(3));
 }
 
-inline void check_v8_heads(at::TensorList heads, const V8LossOptions& options, const char* op) {
-  const auto levels = static_cast<int64_t>(options.strides.size());
+inline void check_v8_heads(at::TensorList heads, const V8Levels<>& of_levels, int64_t reg_max, const char* op) {
+  const auto& [strides, sizes] = of_levels;
+  const auto levels = static_cast<int64_t>(strides.size());
   TORCH_CHECK(levels >= 1 && levels <= core::kV8MaxLevels, op, ": strides has ", levels, " levels, but 1 to ",
               core::kV8MaxLevels, " are wanted");
-  for (const double stride : options.strides) {
+  for (const double stride : strides) {
     TORCH_CHECK(stride > 0, op, ": strides has ", stride, ", but numbers above 0 are wanted");
   }
   TORCH_CHECK(!heads.empty(), op, ": heads is empty, but one tensor a level, or boxes and scores, are wanted");
-  TORCH_CHECK(options.reg_max >= 1 && options.reg_max <= 1024, op, ": reg_max is ", options.reg_max,
-              ", but 1 to 1024 is wanted");
+  TORCH_CHECK(reg_max >= 1 && reg_max <= 1024, op, ": reg_max is ", reg_max, ", but 1 to 1024 is wanted");
   for (size_t i = 0; i < heads.size(); ++i) {
     check_strided(heads[i], op, "heads");
     check_float(heads[i], op, "heads");
@@ -85,13 +99,13 @@ inline void check_v8_heads(at::TensorList heads, const V8LossOptions& options, c
                 dtype_name(heads[i].scalar_type()), ", but heads[0] is ", dtype_name(heads[0].scalar_type()),
                 "; all heads must have one dtype");
   }
-  const int64_t boxes = 4 * options.reg_max;
+  const int64_t boxes = 4 * reg_max;
   if (v8_is_joined(heads)) {
-    TORCH_CHECK(options.sizes.size() == 2 * options.strides.size(), op, ": sizes has ", options.sizes.size(),
-                " numbers, but ", 2 * levels, " are wanted for ", levels, " levels: height and width of each");
+    TORCH_CHECK(sizes.size() == 2 * strides.size(), op, ": sizes has ", sizes.size(), " numbers, but ", 2 * levels,
+                " are wanted for ", levels, " levels: height and width of each");
     int64_t anchors = 0;
     for (int64_t level = 0; level < levels; ++level) {
-      const int64_t ny = options.sizes[2 * level], nx = options.sizes[2 * level + 1];
+      const int64_t ny = sizes[2 * level], nx = sizes[2 * level + 1];
       TORCH_CHECK(ny > 0 && nx > 0, op, ": sizes has ", ny, " x ", nx, ", but an empty level has no loss");
       anchors += ny * nx;
     }
@@ -139,10 +153,10 @@ inline void check_v8_targets(at::TensorList heads, const at::Tensor& targets, in
 }
 
 inline void check_v8_loss(at::TensorList heads, const at::Tensor& targets, const at::Tensor& settings,
-                          const V8LossOptions& options, const std::optional<at::Tensor>& num_targets,
-                          const std::optional<at::Tensor>& class_weights) {
+                          const V8Levels<>& levels, const std::optional<at::Tensor>& num_targets,
+                          const std::optional<at::Tensor>& class_weights, const V8LossOptions& options) {
   constexpr auto op = "v8_loss";
-  check_v8_heads(heads, options, op);
+  check_v8_heads(heads, levels, options.reg_max, op);
   TORCH_CHECK(options.topk >= 1 && options.topk2 >= 1, op, ": topk is ", options.topk, " and topk2 is ", options.topk2,
               ", but numbers above 0 are wanted");
   check_v8_targets(heads, targets, options.topk, op);
@@ -160,11 +174,11 @@ inline void check_v8_loss(at::TensorList heads, const at::Tensor& targets, const
 }
 
 inline void check_v8_loss_backward(const at::Tensor& grad_loss, at::TensorList heads, const at::Tensor& targets,
-                                   const at::Tensor& scales, const at::Tensor& slot_anchor, const at::Tensor& slot_row,
-                                   const at::Tensor& slot_score, const V8LossOptions& options,
-                                   const std::optional<at::Tensor>& class_weights) {
+                                   const V8LossTensors& state, const V8Levels<>& levels,
+                                   const std::optional<at::Tensor>& class_weights, int64_t reg_max) {
   constexpr auto op = "v8_loss_backward";
-  check_v8_heads(heads, options, op);
+  const auto& [scales, slot_anchor, slot_row, slot_score] = state;
+  check_v8_heads(heads, levels, reg_max, op);
   TORCH_CHECK(slot_anchor.dim() == 2 && slot_anchor.size(1) > 0, op, ": slot_anchor has shape ", slot_anchor.sizes(),
               ", but what v8_loss returned is wanted");
   check_v8_targets(heads, targets, slot_anchor.size(1), op);
@@ -183,7 +197,7 @@ inline void check_v8_loss_backward(const at::Tensor& grad_loss, at::TensorList h
   for (const auto* tensor : {&grad_loss, &scales, &slot_anchor, &slot_row, &slot_score}) {
     check_same_device(heads[0], "heads[0]", *tensor, op, "the state");
   }
-  check_v8_class_weights(heads, class_weights, v8_classes(heads, options.reg_max), op);
+  check_v8_class_weights(heads, class_weights, v8_classes(heads, reg_max), op);
 }
 
 inline V8LossResult empty_v8_loss(at::TensorList heads, const at::Tensor& targets, int64_t topk) {
@@ -210,16 +224,17 @@ inline std::vector<at::Tensor> empty_v8_gradients(at::TensorList heads) {
 }
 
 // `gradients` is empty in the forward pass.
-inline core::V8Heads v8_heads(at::TensorList heads, at::TensorList gradients, const V8LossOptions& options) {
+inline core::V8Heads v8_heads(at::TensorList heads, at::TensorList gradients, const V8Levels<>& levels,
+                              int64_t reg_max) {
   core::V8Heads result{};
   const bool joined = v8_is_joined(heads);
   result.dtype = core_dtype(heads[0].scalar_type());
   result.num_tensors = static_cast<int32_t>(heads.size());
-  result.num_levels = static_cast<int32_t>(options.strides.size());
-  result.reg_max = static_cast<int32_t>(options.reg_max);
-  result.nc = static_cast<int32_t>(v8_classes(heads, options.reg_max));
+  result.num_levels = static_cast<int32_t>(levels.strides.size());
+  result.reg_max = static_cast<int32_t>(reg_max);
+  result.nc = static_cast<int32_t>(v8_classes(heads, reg_max));
   result.bs = heads[0].size(0);
-  const auto boxes = static_cast<int32_t>(4 * options.reg_max);
+  const auto boxes = static_cast<int32_t>(4 * reg_max);
   for (int32_t i = 0; i < result.num_tensors; ++i) {
     const at::Tensor& head = heads[i];
     core::V8Tensor& tensor = result.tensors[i];
@@ -242,11 +257,11 @@ inline core::V8Heads v8_heads(at::TensorList heads, at::TensorList gradients, co
     core::V8Level& level = result.levels[i];
     level.boxes = joined ? 0 : i;
     level.classes = joined ? 1 : i;
-    level.ny = joined ? options.sizes[2 * i] : heads[i].size(2);
-    level.nx = joined ? options.sizes[2 * i + 1] : heads[i].size(3);
+    level.ny = joined ? levels.sizes[2 * i] : heads[i].size(2);
+    level.nx = joined ? levels.sizes[2 * i + 1] : heads[i].size(3);
     level.first = first;
     level.first_in_tensor = joined ? first : 0;
-    level.stride = static_cast<float>(options.strides[i]);
+    level.stride = static_cast<float>(levels.strides[i]);
     first += level.ny * level.nx;
   }
   result.anchors = first;

@@ -5,7 +5,6 @@
 
 #include <ATen/OpMathType.h>
 #include <ATen/Parallel.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <functional>
@@ -641,7 +640,7 @@ void backward(const V8LossBackwardParams& params) {
   });
 }
 
-struct Cpu {
+struct Cpu : OnDevice {
   static int64_t slot_blocks(const V8LossParams&) { return 0; }
   static int64_t class_blocks(const V8LossParams&) { return 0; }
   static void run(const V8LossParams& params) {
@@ -655,8 +654,7 @@ struct Cpu {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(torch_fastdet, CPU, m) {
-  m.impl("v8_loss", TORCH_FN(v8_loss<Cpu>));
-  m.impl("v8_loss_backward", TORCH_FN(v8_loss_backward<Cpu>));
+  register_v8_loss<Cpu>(m);
 }
 
 }  // namespace torch_fastdet

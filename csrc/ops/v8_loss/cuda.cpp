@@ -1,5 +1,4 @@
 // The v8 detection loss on CUDA: launches on the current stream what run.h has prepared.
-#include <torch/library.h>
 
 #include "ops/common/launch.h"
 #include "ops/v8_loss/run.h"
@@ -7,22 +6,21 @@
 namespace torch_fastdet {
 namespace {
 
-struct Cuda {
+struct Cuda : OnDevice {
   static int64_t slot_blocks(const core::V8LossParams& params) { return core::v8_slot_blocks(params); }
   static int64_t class_blocks(const core::V8LossParams& params) { return core::v8_class_blocks(params); }
   static void run(const core::V8LossParams& params) {
-    check_launch(core::launch_v8_loss(params, c10::cuda::getCurrentCUDAStream()), "v8_loss");
+    check_launch(core::launch_v8_loss(params, current_stream()), "v8_loss");
   }
   static void run(const core::V8LossBackwardParams& params) {
-    check_launch(core::launch_v8_loss_backward(params, c10::cuda::getCurrentCUDAStream()), "v8_loss_backward");
+    check_launch(core::launch_v8_loss_backward(params, current_stream()), "v8_loss_backward");
   }
 };
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(torch_fastdet, CUDA, m) {
-  m.impl("v8_loss", TORCH_FN(v8_loss<Cuda>));
-  m.impl("v8_loss_backward", TORCH_FN(v8_loss_backward<Cuda>));
+  register_v8_loss<Cuda>(m);
 }
 
 }  // namespace torch_fastdet

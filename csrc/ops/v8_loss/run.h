@@ -1,15 +1,19 @@
 // The v8 detection loss and its backward but for the arithmetic: check, allocate, fill in the parameters, and hand them
-// to Backend::run(params), which the CPU and CUDA glue each define. Backend::slot_blocks and class_blocks are the rows
-// of partial sums that it wants.
+// to Backend::run(params), which cpu.cpp and cuda.cpp each define. Backend::slot_blocks and class_blocks are the rows
+// of partial sums that it wants. On Meta there is nothing to run.
 #pragma once
 
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
+#include <torch/library.h>
 
 #include <array>
 #include <optional>
+#include <type_traits>
 #include <vector>
 
+#include "ops/common/backend.h"
+#include "ops/common/options.h"
 #include "ops/v8_loss/checks.h"
 
 namespace torch_fastdet {
@@ -59,64 +63,81 @@ inline std::optional<at::Tensor> v8_class_weights(const std::optional<at::Tensor
   return class_weights->to(v8_arithmetic_type(head)).contiguous();
 }
 
-inline core::V8Slots v8_slots(const at::Tensor& scales, const at::Tensor& slot_anchor, const at::Tensor& slot_row,
-                              const at::Tensor& slot_score) {
-  return {static_cast<int64_t*>(slot_anchor.data_ptr()), static_cast<int64_t*>(slot_row.data_ptr()),
-          slot_score.data_ptr(), scales.data_ptr()};
+inline core::V8Slots v8_slots(const V8LossTensors& state) {
+  return {static_cast<int64_t*>(state.slot_anchor.data_ptr()), static_cast<int64_t*>(state.slot_row.data_ptr()),
+          state.slot_score.data_ptr(), state.scales.data_ptr()};
 }
 
 template <class Backend>
+using V8LevelsOn = V8Levels<std::conditional_t<Backend::kMeta, c10::SymInt, int64_t>>;
+
+template <class Backend>
 V8LossResult v8_loss(at::TensorList heads, const at::Tensor& targets, const at::Tensor& settings,
-                     at::ArrayRef<double> strides, at::IntArrayRef sizes, const std::optional<at::Tensor>& num_targets,
-                     const std::optional<at::Tensor>& class_weights, int64_t reg_max, int64_t topk, int64_t topk2) {
-  const V8LossOptions options{strides, sizes, reg_max, topk, topk2};
-  check_v8_loss(heads, targets, settings, options, num_targets, class_weights);
-  const c10::DeviceGuard guard(heads[0].device());
-  const auto rows = targets.contiguous(), values = settings.contiguous();
-  const auto weights = v8_class_weights(class_weights, heads[0]);
-  auto result = empty_v8_loss(heads, targets, topk);
-  const auto& [loss, items, scales, slot_anchor, slot_row, slot_score, status] = result;
-  core::V8LossParams params{};
-  params.heads = v8_heads(heads, {}, options);
-  params.targets = rows.const_data_ptr<float>();
-  params.n = rows.size(0);
-  params.num_targets = num_targets ? num_targets->const_data_ptr<int64_t>() : nullptr;
-  params.settings = values.const_data_ptr<double>();
-  params.class_weights = weights ? weights->const_data_ptr() : nullptr;
-  params.topk = static_cast<int32_t>(topk);
-  params.topk2 = static_cast<int32_t>(topk2);
-  params.slots = v8_slots(scales, slot_anchor, slot_row, slot_score);
-  params.loss = loss.data_ptr();
-  params.items = items.data_ptr();
-  params.status = status.mutable_data_ptr<int64_t>();
-  const auto scratch = v8_scratch<Backend>(params, heads[0]);
-  Backend::run(params);
-  return result;
+                     const V8LevelsOn<Backend>& levels, const std::optional<at::Tensor>& num_targets,
+                     const std::optional<at::Tensor>& class_weights, const V8LossOptions& options) {
+  if constexpr (Backend::kMeta) {
+    // Sizes that are still symbolic cannot be compared with numbers in a message; the kernel checks them when it runs.
+    const auto sizes = c10::asIntArrayRefSlowOpt(levels.sizes);
+    if (sizes && has_plain_sizes({targets}, heads)) {
+      check_v8_loss(heads, targets, settings, {levels.strides, *sizes}, num_targets, class_weights, options);
+    }
+    return empty_v8_loss(heads, targets, options.topk);
+  } else {
+    check_v8_loss(heads, targets, settings, levels, num_targets, class_weights, options);
+    const c10::DeviceGuard guard(heads[0].device());
+    const auto rows = targets.contiguous(), values = settings.contiguous();
+    const auto weights = v8_class_weights(class_weights, heads[0]);
+    auto result = empty_v8_loss(heads, targets, options.topk);
+    const auto& [loss, items, scales, slot_anchor, slot_row, slot_score, status] = result;
+    core::V8LossParams params{};
+    params.heads = v8_heads(heads, {}, levels, options.reg_max);
+    params.targets = rows.template const_data_ptr<float>();
+    params.n = rows.size(0);
+    params.num_targets = num_targets ? num_targets->template const_data_ptr<int64_t>() : nullptr;
+    params.settings = values.template const_data_ptr<double>();
+    params.class_weights = weights ? weights->const_data_ptr() : nullptr;
+    params.topk = static_cast<int32_t>(options.topk);
+    params.topk2 = static_cast<int32_t>(options.topk2);
+    params.slots = v8_slots({scales, slot_anchor, slot_row, slot_score});
+    params.loss = loss.data_ptr();
+    params.items = items.data_ptr();
+    params.status = status.template mutable_data_ptr<int64_t>();
+    const auto scratch = v8_scratch<Backend>(params, heads[0]);
+    Backend::run(params);
+    return result;
+  }
 }
 
 template <class Backend>
 std::vector<at::Tensor> v8_loss_backward(const at::Tensor& grad_loss, at::TensorList heads, const at::Tensor& targets,
-                                         const at::Tensor& scales, const at::Tensor& slot_anchor,
-                                         const at::Tensor& slot_row, const at::Tensor& slot_score,
-                                         at::ArrayRef<double> strides, at::IntArrayRef sizes,
+                                         const V8LossTensors& state, const V8LevelsOn<Backend>& levels,
                                          const std::optional<at::Tensor>& class_weights, int64_t reg_max) {
-  const V8LossOptions options{strides, sizes, reg_max, slot_anchor.dim() == 2 ? slot_anchor.size(1) : 0, 0};
-  check_v8_loss_backward(grad_loss, heads, targets, scales, slot_anchor, slot_row, slot_score, options, class_weights);
-  const c10::DeviceGuard guard(heads[0].device());
-  const auto rows = targets.contiguous();
-  const auto weights = v8_class_weights(class_weights, heads[0]);
-  auto gradients = empty_v8_gradients(heads);
-  core::V8LossBackwardParams params{};
-  params.heads = v8_heads(heads, gradients, options);
-  params.targets = rows.const_data_ptr<float>();
-  params.n = rows.size(0);
-  params.class_weights = weights ? weights->const_data_ptr() : nullptr;
-  params.topk = static_cast<int32_t>(options.topk);
-  params.slots = v8_slots(scales, slot_anchor, slot_row, slot_score);
-  params.grad_loss = grad_loss.const_data_ptr();
-  params.grad_stride = grad_loss.stride(0);
-  Backend::run(params);
-  return gradients;
+  if constexpr (Backend::kMeta) {
+    return empty_v8_gradients(heads);
+  } else {
+    check_v8_loss_backward(grad_loss, heads, targets, state, levels, class_weights, reg_max);
+    const c10::DeviceGuard guard(heads[0].device());
+    const auto rows = targets.contiguous();
+    const auto weights = v8_class_weights(class_weights, heads[0]);
+    auto gradients = empty_v8_gradients(heads);
+    core::V8LossBackwardParams params{};
+    params.heads = v8_heads(heads, gradients, levels, reg_max);
+    params.targets = rows.template const_data_ptr<float>();
+    params.n = rows.size(0);
+    params.class_weights = weights ? weights->const_data_ptr() : nullptr;
+    params.topk = static_cast<int32_t>(state.slot_anchor.size(1));
+    params.slots = v8_slots(state);
+    params.grad_loss = grad_loss.const_data_ptr();
+    params.grad_stride = grad_loss.stride(0);
+    Backend::run(params);
+    return gradients;
+  }
+}
+
+template <class Backend>
+void register_v8_loss(torch::Library& m) {
+  m.impl("v8_loss", unpack<&v8_loss<Backend>>);
+  m.impl("v8_loss_backward", unpack<&v8_loss_backward<Backend>>);
 }
 
 }  // namespace torch_fastdet
