@@ -19,12 +19,10 @@ import torch
 from torch import nn
 
 from torch_fastdet import ops
-from torch_fastdet._deferred import DeferredStatus
+from torch_fastdet._deferred import TARGET_COLUMNS, DeferredStatus, describe_bad_targets
 from torch_fastdet._say import say
 
 STOCK_MODULE = "ultralytics.utils.loss"
-COLUMNS = ("image", "class", "x", "y", "w", "h")
-WANTED = ("an image index of the batch", "a class index below the number of classes")
 # What a criterion does with these is in the operator: one that somebody has replaced on the instance is called, in stock's code.
 METHODS = ("loss", "get_assigned_targets_and_loss", "bbox_decode", "preprocess")
 ASSIGNER_METHODS = (
@@ -43,13 +41,7 @@ ASSIGNER_METHODS = (
 
 def describe_fault(status: list[int], rows: int) -> str | None:
     """One line on what was wrong with targets; ``status`` is that of :func:`torch_fastdet.ops.v8_loss`."""
-    if status[2]:
-        return f"v8_loss: num_targets is {rows + status[2]}, but targets has {rows} rows"
-    row, column = ops.v8_loss_fault(status)
-    if row < 0:
-        return None
-    more = f"; {status[0]} rows are bad, all of them were ignored" if status[0] > 1 else "; the row was ignored"
-    return f"v8_loss: targets row {row}, column {column} ({COLUMNS[column]}) is not {WANTED[column]}{more}"
+    return describe_bad_targets("v8_loss", status, rows, ops.v8_loss_fault(status))
 
 
 class _State:
@@ -138,7 +130,7 @@ class _DetectionLoss(_Criterion):
     numbers, but for ``topk`` and ``topk2``: :meth:`graph_key` writes them into device memory.
     """
 
-    target_columns = len(COLUMNS)
+    target_columns = len(TARGET_COLUMNS)
 
     @property
     def _state(self) -> _State:
@@ -305,7 +297,7 @@ class _E2ELoss(_Criterion):
     class (``loss_fn``), or of which a part was replaced, stock's code runs.
     """
 
-    target_columns = len(COLUMNS)
+    target_columns = len(TARGET_COLUMNS)
 
     def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:
         super().__init__(model, _subclass(_parts(self.stock).detection_loss) if loss_fn is None else loss_fn)  # type: ignore[call-arg]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,64 +10,14 @@ import torch
 from torch import nn
 
 from torch_fastdet import ops
+from torch_fastdet._deferred import TARGET_COLUMNS, DeferredStatus, describe_bad_targets
 from torch_fastdet._multi_tensor import unwrap
 from torch_fastdet.yolov5.heads import head_views
 
-COLUMNS = ("image", "class", "x", "y", "w", "h")
 
-
-class _DeferredCheck:
-    """Brings the status of losses on a GPU to the host without waiting for it.
-
-    Each status is copied behind its kernels into pinned memory; whoever asks later sees those that have arrived.
-    """
-
-    MOST_PENDING = 64
-
-    def __init__(self) -> None:
-        self._pending: deque[tuple[torch.Tensor, torch.cuda.Event, int, torch.device]] = deque()
-        self._free: dict[torch.device, list[tuple[torch.Tensor, torch.cuda.Event]]] = {}
-
-    def add(self, status: torch.Tensor, rows: int) -> None:
-        if len(self._pending) >= self.MOST_PENDING:  # bounds the memory; the oldest is long done
-            self._pending[0][1].synchronize()
-            self.raise_arrived()
-        free = self._free.get(status.device)
-        buffer, event = free.pop() if free else (self._new_buffer(status), torch.cuda.Event())
-        buffer.copy_(status, non_blocking=True)
-        event.record(torch.cuda.current_stream(status.device))  # where the copy runs, whatever device is current
-        self._pending.append((buffer, event, rows, status.device))
-
-    @staticmethod
-    def _new_buffer(status: torch.Tensor) -> torch.Tensor:
-        with torch.inference_mode(False):  # later losses write into it, in training too
-            return torch.empty(4, dtype=status.dtype, pin_memory=status.is_cuda)
-
-    def raise_arrived(self, wait: bool = False) -> None:
-        """Raise ValueError for the first loss that arrived with bad targets; wait for all of them if asked."""
-        while self._pending and (wait or self._pending[0][1].query()):
-            buffer, event, rows, device = self._pending.popleft()
-            event.synchronize()
-            status = buffer.tolist()
-            self._free.setdefault(device, []).append((buffer, event))  # an event belongs to one device
-            if status[0] or status[2]:
-                raise ValueError(describe_fault(status, rows))
-
-
-def describe_fault(status: list[int], rows: int) -> str:
-    """One sentence on what was wrong with targets; ``status`` is that of :func:`torch_fastdet.ops.yolov5_loss`."""
-    if status[2]:
-        return f"yolov5_loss: num_targets is {rows + status[2]}, but targets has {rows} rows"
-    row, column = ops.yolov5_loss_fault(status)
-    wanted = (
-        "an image index of the batch"
-        if column == 0
-        else "a class index below the number of classes"
-        if column == 1
-        else "a finite number"
-    )
-    more = f"; {status[0]} rows are bad, all of them were ignored" if status[0] > 1 else "; the row was ignored"
-    return f"yolov5_loss: targets row {row}, column {column} ({COLUMNS[column]}) is not {wanted}{more}"
+def describe_fault(status: list[int], rows: int) -> str | None:
+    """One line on what was wrong with targets; ``status`` is that of :func:`torch_fastdet.ops.yolov5_loss`."""
+    return describe_bad_targets("yolov5_loss", status, rows, ops.yolov5_loss_fault(status))
 
 
 def _not_apart(*_: Any) -> Any:
@@ -106,7 +55,7 @@ class ComputeLoss:
     """
 
     sort_obj_iou = False
-    target_columns = len(COLUMNS)
+    target_columns = len(TARGET_COLUMNS)
 
     def __init__(self, model: nn.Module, autobalance: bool = False) -> None:
         trained: Any = model  # DistributedDataParallel, where train.py has wrapped it and set hyp
@@ -139,7 +88,7 @@ class ComputeLoss:
         self._counting = False
         with torch.inference_mode(False):  # written in training, wherever the loss is made
             self._ignored = torch.zeros(2, dtype=torch.int64, device=self.device)  # bad rows, targets that had no row
-        self._checks = _DeferredCheck()
+        self._checks = DeferredStatus(describe_fault)
 
     BCEcls = BCEobj = build_targets = property(_not_apart, _not_apart)
 
@@ -281,5 +230,5 @@ class ComputeLoss:
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        state["_checks"] = _DeferredCheck()
+        state["_checks"] = DeferredStatus(describe_fault)
         return state

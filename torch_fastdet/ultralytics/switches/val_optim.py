@@ -10,6 +10,7 @@ import torch
 
 from torch_fastdet import ops
 from torch_fastdet.patching.import_hook import namespace
+from torch_fastdet.patching.matching_case import DETECTIONS, IOUV, LABELS
 from torch_fastdet.patching.switch import class_of
 from torch_fastdet.ultralytics import validation
 from torch_fastdet.ultralytics.switch import UltralyticsSwitch
@@ -17,13 +18,6 @@ from torch_fastdet.ultralytics.switch import UltralyticsSwitch
 VALIDATOR = "ultralytics.models.yolo.detect.val"
 METRICS = "ultralytics.utils.metrics"
 RULES = ("greedy", "best")
-
-# A case in which the rules part: the second detection's best label is taken, and another is near.
-DETECTIONS = torch.tensor(
-    [[0.0, 0, 10, 10, 0.9, 1], [0, 0, 10, 9, 0.8, 1], [30, 30, 40, 40, 0.7, 0], [80, 80, 90, 90, 0.6, 1]]
-)
-LABELS = torch.tensor([[1.0, 0, 0, 10, 10], [1, 0, 0, 10, 7], [1, 30, 30, 40, 41], [0, 60, 60, 70, 70]])
-IOUV = torch.tensor([0.5, 0.75, 0.95])
 
 
 class ValOptim(UltralyticsSwitch):
@@ -70,7 +64,7 @@ class ValOptim(UltralyticsSwitch):
 
 
 def _rule(ours: Callable[[str], torch.Tensor], stock: Callable[[], torch.Tensor]) -> str | None:
-    """The rule by which the installed version matches the case above."""
+    """The rule by which the installed version matches the case that tells rules apart."""
     wanted = stock()
     return next((rule for rule in RULES if torch.equal(ours(rule), wanted)), None)
 

@@ -9,16 +9,10 @@ from typing import Any
 import torch
 
 from torch_fastdet.patching.import_hook import namespace
+from torch_fastdet.patching.matching_case import DETECTIONS, IOUV, LABELS
 from torch_fastdet.patching.stand_in import stand_in
 from torch_fastdet.patching.switch import Name, Switch
 from torch_fastdet.yolov5 import validation
-
-# A case in which YOLOv5's rule and others part: the second detection's best label is taken, and another is near.
-DETECTIONS = torch.tensor(
-    [[0.0, 0, 10, 10, 0.9, 1], [0, 0, 10, 9, 0.8, 1], [30, 30, 40, 40, 0.7, 0], [80, 80, 90, 90, 0.6, 1]]
-)
-LABELS = torch.tensor([[1.0, 0, 0, 10, 10], [1, 0, 0, 10, 7], [1, 30, 30, 40, 41], [0, 60, 60, 70, 70]])
-IOUV = torch.tensor([0.5, 0.75, 0.95])
 
 
 class ValOptim(Switch):
@@ -68,7 +62,7 @@ class ValOptim(Switch):
 
 
 def _result(matcher: Any) -> torch.Tensor:
-    """What a process_batch, or a class of confusion matrices, gives for the case above."""
+    """What a process_batch, or a class of confusion matrices, gives for the case that tells rules apart."""
     if not isinstance(matcher, type):
         return torch.as_tensor(matcher(DETECTIONS.clone(), LABELS.clone(), IOUV.clone())).bool()
     matrix = matcher(2)
