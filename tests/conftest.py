@@ -9,6 +9,18 @@ import torch
 import torch_fastdet
 
 
+def spread_over_gpus() -> None:
+    """Gives each process of pytest-xdist another GPU as its first one, where there are several."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    gpus = list(map(str, range(torch.cuda.device_count())))
+    if worker.startswith("gw") and len(gpus) > 1 and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        first = int(worker.removeprefix("gw")) % len(gpus)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
+
+
+spread_over_gpus()
+
+
 def cuda_missing() -> str | None:
     """Why CUDA tests cannot run here, or None."""
     if not torch.cuda.is_available():

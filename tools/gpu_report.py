@@ -34,7 +34,7 @@ GENERATED = {ROOT / "torch_fastdet/include", ROOT / "torch_fastdet/share"}  # wr
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 STEPS = ("build", "googletest", "pytest", "alone", *SANITIZERS)
 FINDINGS = 40  # lines of a sanitizer's own that the report keeps
-PROCESSES = 16  # of pytest, at most; they share the GPUs
+PROCESSES = 32  # of pytest, at most; tests/conftest.py spreads them over the GPUs
 # What a GPU can change: all that touches CUDA, slow tests too, and all else that is quick (tests/conftest.py sets the marks).
 CHOSEN = "gpu or not (cpu or slow)"
 
@@ -172,7 +172,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-def run(seconds: float) -> int:
+def run(seconds: float, built: bool = False) -> int:
     report: dict[str, Any] = machine()
     if not report["gpu"]:
         print(f"test-gpu wants a GPU, but torch {report['torch']} finds none; without a GPU type: make test")
@@ -183,7 +183,7 @@ def run(seconds: float) -> int:
     report["hashes"] = tree_hashes()
     steps = Steps(seconds)
     try:
-        _run(steps)
+        _run(steps, built)
     finally:
         report |= {
             "seconds": round(time.monotonic() - steps.started, 1),
@@ -201,14 +201,15 @@ def failed_steps(results: dict[str, dict[str, Any]]) -> list[str]:
     return [name for name in STEPS if name not in passed]
 
 
-def _run(steps: Steps) -> None:
+def _run(steps: Steps, built: bool) -> None:
     import torch
 
     python = sys.executable
     architectures = os.environ.get("TORCH_CUDA_ARCH_LIST") or "{}.{}".format(*torch.cuda.get_device_capability())
+    compile_in_place = [python, "setup.py", "-q", "build_ext", "--inplace"]
     steps.run(
         "build",
-        [python, "setup.py", "-q", "build_ext", "--inplace"],
+        [python, "-m", "torch_fastdet"] if built else compile_in_place,
         TORCH_CUDA_ARCH_LIST=architectures,
         TORCH_FASTDET_CUDA="1",
     )
@@ -281,8 +282,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["run", "check"])
     parser.add_argument("--seconds", type=float, default=570, help="time for all steps of run (default: %(default)s)")
+    parser.add_argument("--built", action="store_true", help="take the library that is there, compile nothing")
     arguments = parser.parse_args()
-    return run(arguments.seconds) if arguments.command == "run" else check()
+    return run(arguments.seconds, arguments.built) if arguments.command == "run" else check()
 
 
 if __name__ == "__main__":

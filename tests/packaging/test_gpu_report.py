@@ -46,6 +46,19 @@ def test_build_outputs_do_not_count(tree):
     assert gpu_report.tree_hashes() == before
 
 
+def test_processes_start_on_different_gpus(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(conftest.torch.cuda, "device_count", lambda: 2)
+    for worker, order in [("gw0", "0,1"), ("gw3", "1,0")]:
+        monkeypatch.setenv("PYTEST_XDIST_WORKER", worker)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        conftest.spread_over_gpus()
+        assert conftest.os.environ["CUDA_VISIBLE_DEVICES"] == order
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    conftest.spread_over_gpus()
+    assert conftest.os.environ["CUDA_VISIBLE_DEVICES"] == "1"  # the user's choice stays
+
+
 @pytest.mark.parametrize("folder", gpu_report.FOLDERS)
 def test_a_changed_source_counts(tree, folder, capsys):
     write_report()
