@@ -119,14 +119,15 @@ def test_from_what_somebody_has_built():
     model = network("cpu")
     weights, biases = [p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": weights, "weight_decay": 0.1, "param_group": "weight"}, {"params": biases, "lr": 0.5}]
-    for kind, ours in ((torch.optim.SGD, optim.SGD), (torch.optim.AdamW, optim.AdamW)):
+    kinds = ((torch.optim.SGD, optim.SGD), (torch.optim.Adam, optim.Adam), (torch.optim.AdamW, optim.AdamW))
+    for kind, ours in kinds:
         built = kind([dict(group) for group in groups], lr=0.02)
         made = optim.ours(built)
         assert type(made) is ours and made.defaults["lr"] == 0.02
         for theirs, mine in zip(built.param_groups, made.param_groups, strict=True):
             same = theirs.keys() - {"fused"}
             assert {key: mine[key] for key in same} == {key: theirs[key] for key in same}
-    adam = torch.optim.Adam(model.parameters())
-    assert optim.ours(adam) is adam
+    other = torch.optim.RMSprop(model.parameters())
+    assert optim.ours(other) is other
     derived = type("Mine", (torch.optim.SGD,), {})(model.parameters(), lr=0.1)
     assert optim.ours(derived) is derived

@@ -298,6 +298,12 @@ def take_unscale(
     return True
 
 
+def unhooked_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    """``kind.step`` without the step hooks that torch puts around it when an optimizer of that class is made."""
+    step: Any = kind.step
+    return step.__wrapped__ if getattr(step, "hooked", None) else step
+
+
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Schedulers warn where they run before the first step; they look for this mark."""
     private: Any = optimizer

@@ -141,9 +141,7 @@ def _fused_step(fused: FusedStep, model=None) -> None:
 
 
 def _numbers(fused: FusedStep):
-    from torch_fastdet.optim._watch import hyper_parameters
-
-    return hyper_parameters(fused.optimizer.param_groups, fused.device)[:2]
+    return fused._kind.numbers(fused.optimizer, fused.device)[:2]
 
 
 def install(monkeypatch) -> None:

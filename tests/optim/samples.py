@@ -60,10 +60,10 @@ def named_groups(model):
 class Loop:
     """A training loop's optimizer step, fused or as separate calls."""
 
-    def __init__(self, device, fused, scale=True, max_norm=1.0, optimizer=SGD):
+    def __init__(self, device, fused, scale=True, max_norm=1.0, optimizer=SGD, settings=NESTEROV):
         self.model = model_on(device)
         self.params = list(self.model.parameters())
-        self.optimizer = optimizer(named_groups(self.model), **NESTEROV)
+        self.optimizer = optimizer(named_groups(self.model), **settings)
         self.scaler = (
             torch.amp.GradScaler(device.type, init_scale=256.0, growth_interval=4, enabled=scale)
             if scale is not None
@@ -103,5 +103,5 @@ class Loop:
         return norm
 
     def tensors(self):
-        buffers = [s["momentum_buffer"] for s in self.optimizer.state.values()]
+        buffers = [buffer for slot in self.optimizer.state.values() for buffer in slot.values() if buffer is not None]
         return [*self.model.state_dict().values(), *self.ema.ema.state_dict().values(), *buffers]

@@ -329,7 +329,7 @@ def test_errors_come_before_anything_is_written(device):
     assert equal(params, before)
     assert not optimizer.state_dict()["state"]
     for wrong, message in (
-        (torch.optim.Adam(params), "optimizer is Adam"),
+        (torch.optim.RMSprop(params), "optimizer is RMSprop"),
         (None, "optimizer is NoneType"),
     ):
         with pytest.raises(TypeError, match=message):

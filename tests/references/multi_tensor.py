@@ -1,4 +1,4 @@
-"""SGD, moving average, unscale and clip in float64, from their definitions, one tensor after the other."""
+"""SGD, Adam, moving average, unscale and clip in float64, from their definitions, one tensor after the other."""
 
 from __future__ import annotations
 
@@ -45,6 +45,33 @@ def sgd(
         buffer = grad if buffer is None else momentum * buffer.double() + (1 - dampening) * grad
         grad = grad + momentum * buffer if nesterov else buffer
     return param - lr * grad, buffer
+
+
+def adam(
+    param: Tensor,
+    grad: Tensor,
+    first: Tensor,
+    second: Tensor,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decoupled: bool = True,
+    maximize: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Parameter and moments after step number ``step``, from 1."""
+    param, grad = param.double(), grad.double()
+    if maximize:
+        grad = -grad
+    if decoupled:
+        param = param - lr * weight_decay * param
+    else:
+        grad = grad + weight_decay * param
+    first = betas[0] * first.double() + (1 - betas[0]) * grad
+    second = betas[1] * second.double() + (1 - betas[1]) * grad**2
+    corrected = first / (1 - betas[0] ** step), second / (1 - betas[1] ** step)
+    return param - lr * corrected[0] / (corrected[1].sqrt() + eps), first, second
 
 
 def update_scale(

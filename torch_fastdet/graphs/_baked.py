@@ -67,7 +67,8 @@ class StepWatch:
         if self._ema is not None:
             self._ema_walk = Walk.renewed(self._ema_walk, self._ema.ema)
             averages = self._ema_walk.tensors
-        buffers = [state.get("momentum_buffer") for state in self._optimizer.state.values()]
+        slots = self._optimizer.state.values()
+        buffers = [value for slot in slots for value in slot.values() if isinstance(value, torch.Tensor)]
         return Baked(
             trained=(
                 tuple([p.data_ptr() for p in walk.parameters]),
@@ -77,7 +78,7 @@ class StepWatch:
             others=(
                 tuple([b.data_ptr() for b in walk.buffers]),
                 tuple([t.data_ptr() for t in averages]),
-                tuple([b.data_ptr() for b in buffers if b is not None]),
+                tuple([b.data_ptr() for b in buffers]),
             ),
             settings=(
                 tuple([m.training for m in walk.submodules]),

@@ -1,4 +1,4 @@
-"""What a step of ours holds of an optimizer: its numbers, its parameters and its momentum buffers."""
+"""What a step of ours holds of an optimizer: its numbers, its parameters and its buffers."""
 
 from __future__ import annotations
 
@@ -8,43 +8,36 @@ import weakref
 from collections.abc import Callable, Iterable
 from itertools import chain, repeat
 from types import GeneratorType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from torch_fastdet._multi_tensor import ModuleWatch, by_device, same_objects
+from torch_fastdet._multi_tensor import ModuleWatch, by_device, new_state, same_objects
 
-HYPER_PARAMETERS = ("lr", "momentum", "dampening", "weight_decay")
-NESTEROV, MAXIMIZE, HAS_MOMENTUM = 1, 2, 4
+NESTEROV, MAXIMIZE, HAS_MOMENTUM, DECOUPLED = 1, 2, 4, 8  # flags of a MultiTensorState
+NUMBERS = 5  # of each parameter group, for a MultiTensorState: three meanings depend on the rule
+MOVED_SGD, ADAM, MUON = 2, 3, 4  # csrc/core/multi_tensor/multi_tensor.h has these rules
 BUFFER = "momentum_buffer"
 
+Numbers = tuple[list[float], list[Tensor | None], list[int]]
 
-def hyper_parameters(
-    groups: list[dict[str, Any]], device: torch.device
-) -> tuple[list[float], list[Tensor | None], list[int]]:
-    """Four numbers a group, the device tensors that replace some of them ([] for none), and flags."""
+
+def gather(groups: list[tuple[list[float | Tensor], int]], device: torch.device) -> Numbers:
+    """Of groups' numbers and flags: all numbers, the device tensors that replace some of them ([] for none), and flags."""
     values: list[float] = []
     tensors: list[Tensor | None] = []
-    flags = []
-    for group in groups:
-        for name in HYPER_PARAMETERS:
-            value = group[name]
+    for numbers, _ in groups:
+        for value in numbers:
             if isinstance(value, Tensor) and value.device.type != "cpu":
                 tensors += [None] * (len(values) - len(tensors))
                 tensors.append(value.to(device, non_blocking=True))
                 values.append(1.0)  # known to be there, whatever it holds
             else:
                 values.append(float(value))
-        momentum = isinstance(group["momentum"], Tensor) or group["momentum"] != 0
-        flags.append(NESTEROV * group["nesterov"] + MAXIMIZE * group["maximize"] + HAS_MOMENTUM * momentum)
-        if group["differentiable"]:
-            raise RuntimeError(
-                "SGD: differentiable is True, but a fused step has no autograd; use torch.optim.SGD for that"
-            )
     if tensors:
         tensors += [None] * (len(values) - len(tensors))
-    return values, tensors, flags
+    return values, tensors, [flags for _, flags in groups]
 
 
 def on_device(tensor: Tensor | None, device: torch.device) -> Tensor | None:
@@ -52,14 +45,12 @@ def on_device(tensor: Tensor | None, device: torch.device) -> Tensor | None:
 
 
 class Binding:
-    """MultiTensorStates of an SGD optimizer, one a device, whose momentum buffers are those in ``optimizer.state``."""
+    """MultiTensorStates of an optimizer, one a device, whose buffers are those in ``optimizer.state``."""
 
-    def __init__(self, optimizer: torch.optim.SGD, make_state: Callable[[list[Tensor], list[int], list[int]], Any]):
-        if optimizer not in _bindings:
-            _bindings[optimizer] = weakref.WeakSet()
-            optimizer.register_state_dict_post_hook(_leave_out_unfilled)
-        for param in unfilled_buffers(optimizer):  # made by the previous binding but never filled: recreate it
-            optimizer.state[param].pop(BUFFER, None)
+    name: ClassVar[str]  # of the optimizer, in errors
+    buffer_names: ClassVar[tuple[str, ...]]  # in optimizer.state[parameter]
+
+    def __init__(self, optimizer: Any, make_state: Callable[[list[Tensor], list[int], list[int]], Any]):
         groups = optimizer.param_groups
         self._optimizer = weakref.ref(optimizer)  # which holds this object: together they would outlive their last user
         self.params: list[Tensor] = [p for group in groups for p in group["params"]]
@@ -73,43 +64,80 @@ class Binding:
             for device, at in self.places.items()
         }
         self.take_buffers()
-        _bindings[optimizer].add(self)  # last: one whose state was refused is not asked for it
+
+    @classmethod
+    def of(cls, optimizer: Any, current: Binding | None) -> Binding:
+        """The optimizer's binding: ``current``, while it is that."""
+        if current is None or current._optimizer() is not optimizer or not current.is_current():
+            return cls(optimizer, lambda *args: new_state(cls.name, *args))
+        return current
+
+    @staticmethod
+    def numbers(optimizer: Any, device: torch.device) -> Numbers:
+        """What :func:`gather` gives for the optimizer's groups."""
+        raise NotImplementedError
+
+    @staticmethod
+    def tensors_of(group: dict[str, Any]) -> tuple[Any, ...]:
+        """Numbers of a group that may be tensors."""
+        raise NotImplementedError
 
     @property
-    def optimizer(self) -> torch.optim.SGD:
+    def optimizer(self) -> Any:
         optimizer = self._optimizer()
         if optimizer is None:
             raise ReferenceError("the optimizer is gone")
         return optimizer
 
     def take_buffers(self) -> None:
-        """Hand the optimizer's momentum buffers to C++."""
+        """Hand the optimizer's buffers to C++."""
         self.state = self.optimizer.state
         self.owners = list(self.state)
         self.slots = list(self.state.values())
-        self.buffers = [slot.get(BUFFER) for slot in self.slots]
-        for device, at in self.places.items():
-            found = [self.state[p].get(BUFFER) if p in self.state else None for p in (self.params[i] for i in at)]
-            self.states[device].set_momentum_buffers(found)
+        self.buffers = {name: [slot.get(name) for slot in self.slots] for name in self.buffer_names}
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        raise NotImplementedError
+
+    def _found(self, name: str, at: list[int]) -> list[Tensor | None]:
+        """A buffer of each of these parameters."""
+        return [self.state[p].get(name) if p in self.state else None for p in (self.params[i] for i in at)]
+
+    def make_buffers(self) -> None:
+        """Make what the optimizer's state lacks, where the state's rule does not do so itself."""
 
     def give_buffers(self) -> None:
-        """Put the momentum buffers that C++ made into the optimizer's state."""
-        for device, at in self.places.items():
-            for i, buffer in zip(at, self.states[device].momentum_buffers()):
-                if buffer is not None:
-                    self.state[self.params[i]][BUFFER] = buffer
-        self.take_buffers()
+        """Put buffers that C++ made into the optimizer's state."""
 
-    def unfilled(self) -> list[Tensor]:
-        """Parameters whose buffer was made by a first step that was skipped. It differs from zeros where there is dampening."""
-        if not self.same_buffers():
-            self.take_buffers()
-        found = []
-        for device, at in self.places.items():
-            fresh = self.states[device].fresh()
-            if fresh is not None:
-                found += [self.params[i] for i, unfilled in zip(at, fresh.tolist()) if unfilled]
-        return found
+    def step(self) -> None:
+        """One step of the optimizer, as torch's own take it: with the scaler's numbers where it has left them."""
+        optimizer = self.optimizer
+        grad_scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+        self.make_buffers()
+        made = 0
+        if len(self.states) > 1:  # nothing is written where one of the devices would raise
+            for device, state in self.states.items():
+                state.check_step(*self.numbers(optimizer, device), grad_scale is not None)
+        try:
+            for device, state in self.states.items():
+                numbers = self.numbers(optimizer, device)
+                scaling = on_device(grad_scale, device), on_device(found_inf, device)
+                self.before_update(device, numbers, *scaling)
+                made += state.step_(*numbers, *scaling, False)
+        finally:  # a later device may fail
+            if made:
+                self.give_buffers()
+
+    def before_update(
+        self,
+        device: torch.device,
+        numbers: Numbers,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+        reduced: bool = False,
+    ) -> None:
+        """What comes between the reduction of a fused step and its update; ``reduced``: there was one."""
 
     def can_unscale(self) -> bool:
         """Whether there is a gradient, and none that GradScaler refuses to unscale or that is sparse."""
@@ -147,11 +175,14 @@ class Binding:
             self.optimizer.state is state
             and same_objects(self.owners, state, len(state))
             and same_objects(self.slots, state.values(), len(state))
-            and same_objects(self.buffers, map(dict.get, self.slots, repeat(BUFFER)), len(state))
+            and all(
+                same_objects(buffers, map(dict.get, self.slots, repeat(name)), len(state))
+                for name, buffers in self.buffers.items()
+            )
         )
 
     def is_current(self) -> bool:
-        """False where the optimizer has other parameters; other momentum buffers are taken over at once."""
+        """False where the optimizer has other parameters; other buffers are taken over at once."""
         if not self.same_params():
             return False
         if not self.same_buffers():
@@ -159,7 +190,62 @@ class Binding:
         return True
 
 
-_bindings: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakSet[Binding]] = weakref.WeakKeyDictionary()
+class SgdBinding(Binding):
+    """Momentum buffers are made in C++, where a first step that is skipped leaves them unfilled."""
+
+    name = "SGD"
+    buffer_names = (BUFFER,)
+
+    def __init__(self, optimizer: Any, make_state: Callable[[list[Tensor], list[int], list[int]], Any]):
+        if optimizer not in _bindings:
+            _bindings[optimizer] = weakref.WeakSet()
+            optimizer.register_state_dict_post_hook(_leave_out_unfilled)
+        for param in unfilled_buffers(optimizer):  # made by the previous binding but never filled: recreate it
+            optimizer.state[param].pop(BUFFER, None)
+        super().__init__(optimizer, make_state)
+        _bindings[optimizer].add(self)  # last: one whose state was refused is not asked for it
+
+    @staticmethod
+    def tensors_of(group: dict[str, Any]) -> tuple[Any, ...]:
+        return group["lr"], group["momentum"], group["dampening"], group["weight_decay"]
+
+    @staticmethod
+    def numbers(optimizer: Any, device: torch.device) -> Numbers:
+        groups: list[tuple[list[float | Tensor], int]] = []
+        for group in optimizer.param_groups:
+            momentum = isinstance(group["momentum"], Tensor) or group["momentum"] != 0
+            flags = NESTEROV * group["nesterov"] + MAXIMIZE * group["maximize"] + HAS_MOMENTUM * momentum
+            groups.append(([*SgdBinding.tensors_of(group), 0.0], flags))
+            if group["differentiable"]:
+                raise RuntimeError(
+                    "SGD: differentiable is True, but a fused step has no autograd; use torch.optim.SGD for that"
+                )
+        return gather(groups, device)
+
+    def _hand_over(self) -> None:
+        for device, at in self.places.items():
+            self.states[device].set_momentum_buffers(self._found(BUFFER, at))
+
+    def give_buffers(self) -> None:
+        for device, at in self.places.items():
+            for i, buffer in zip(at, self.states[device].momentum_buffers()):
+                if buffer is not None:
+                    self.state[self.params[i]][BUFFER] = buffer
+        self.take_buffers()
+
+    def unfilled(self) -> list[Tensor]:
+        """Parameters whose buffer was made by a first step that was skipped. It differs from zeros where there is dampening."""
+        if not self.same_buffers():
+            self.take_buffers()
+        found = []
+        for device, at in self.places.items():
+            fresh = self.states[device].fresh()
+            if fresh is not None:
+                found += [self.params[i] for i, unfilled in zip(at, fresh.tolist()) if unfilled]
+        return found
+
+
+_bindings: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakSet[SgdBinding]] = weakref.WeakKeyDictionary()
 
 
 def unfilled_buffers(optimizer: torch.optim.Optimizer) -> list[Tensor]:

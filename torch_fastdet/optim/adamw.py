@@ -1,27 +1,190 @@
-"""AdamW as torch's fused kernel, driven by GradScaler without a host sync."""
+"""``torch.optim.Adam`` and ``torch.optim.AdamW`` in one launch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["AdamW"]
+from torch_fastdet import _private
+from torch_fastdet.optim._watch import ADAM, DECOUPLED, HAS_MOMENTUM, MAXIMIZE, Binding, Numbers, gather
+
+__all__ = ["Adam", "AdamW"]
+
+FIRST, SECOND, STEP = "exp_avg", "exp_avg_sq", "step"
 
 
-class AdamW(torch.optim.AdamW):
-    """``torch.optim.AdamW`` with ``fused=True``, also after a state_dict of the default implementation was loaded.
+class AdamBinding(Binding):
+    """Moments and counts of steps, which are made as torch makes them."""
 
-    PyTorch's fused kernel already is one multi-tensor pass in which GradScaler's scale and overflow flag are read on the device, so
-    that no step waits for the GPU. This class chooses it, and keeps to it in a resume: its step counters then live beside the
-    parameters. Arguments and state_dict (both ways) are those of torch.optim.AdamW; results differ from its default implementation in
-    last bits. With ``capturable=True`` and lr as a tensor, a captured step follows what is written into lr.
+    name = "Adam"
+    buffer_names = (FIRST, SECOND, STEP)
+
+    @staticmethod
+    def tensors_of(group: dict[str, Any]) -> tuple[Any, ...]:
+        return group["lr"], *group["betas"], group["weight_decay"], group["eps"]
+
+    @staticmethod
+    def numbers(optimizer: Any, device: torch.device) -> Numbers:
+        groups: list[tuple[list[float | Tensor], int]] = []
+        for group in optimizer.param_groups:
+            if group["amsgrad"]:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__}: amsgrad is True, but FusedStep steps without it; call optimizer.step() instead"
+                )
+            decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
+            flags = HAS_MOMENTUM + MAXIMIZE * bool(group["maximize"]) + DECOUPLED * bool(decoupled)
+            groups.append((list(AdamBinding.tensors_of(group)), flags))
+        return gather(groups, device)
+
+    def make_buffers(self) -> None:
+        state = self.optimizer.state
+        if len(state) == len(self.params) and self.same_buffers():
+            return
+        missing = [p for p in self.params if p.grad is not None and not state.get(p)]
+        if missing and missing[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{self.name}: a parameter has no moments yet, and moments made inside of a CUDA graph capture would not outlive "
+                "a replay; take one step before the capture"
+            )
+        with torch.inference_mode(False), torch.no_grad():  # later steps write into them
+            for p in missing:
+                state[p] = {
+                    STEP: torch.zeros((), dtype=torch.float32, device=p.device),
+                    FIRST: torch.zeros_like(p, memory_format=torch.preserve_format),
+                    SECOND: torch.zeros_like(p, memory_format=torch.preserve_format),
+                }
+        self.take_buffers()
+
+    def _hand_over(self) -> None:
+        for p in self.params:
+            slot = self.state.get(p)
+            if slot:
+                steps_beside(p, slot)
+        self.buffers[STEP] = [slot.get(STEP) for slot in self.slots]
+        for device, at in self.places.items():
+            first, second, steps = (self._found(name, at) for name in self.buffer_names)
+            self.states[device].set_buffers(ADAM, first, second, steps)
+
+
+def steps_beside(p: Tensor, slot: dict[str, Any]) -> None:
+    """Keep the count of steps as the kernel reads it: float32, on the parameter's device."""
+    step = slot.get(STEP)
+    if step is None:
+        return
+    if not isinstance(step, Tensor) or step.dtype != torch.float32 or step.device != p.device:
+        slot[STEP] = torch.as_tensor(step, dtype=torch.float32).to(p.device)
+
+
+def why_torchs(optimizer: torch.optim.Optimizer) -> str | None:
+    """Why a step is left to torch: what the kernel does not have, in words; None where it has all."""
+    for group in optimizer.param_groups:
+        if group["amsgrad"]:
+            return "amsgrad is True"
+        for p in group["params"]:
+            plain = type(p) in (Tensor, nn.Parameter) and p.is_floating_point() and p.device.type in ("cpu", "cuda")
+            if not plain:
+                return f"a parameter is a {type(p).__name__} of {p.dtype} on {p.device}"
+    return None
+
+
+class _Adam(torch.optim.Adam):
+    """What Adam and AdamW share."""
+
+    _binding: Binding | None = None
+
+    def _bind(self) -> Binding:
+        self._binding = binding = AdamBinding.of(self, self._binding)
+        return binding
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Perform a single optimization step.
+
+        Args:
+            closure: reevaluates the model and returns the loss.
+        """
+        if why_torchs(self) is not None:
+            return _private.unhooked_step(torch.optim.Adam)(self, closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._bind().step()
+        return loss
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._binding = None
+        self._stay_fused()
+
+    def _stay_fused(self) -> None:
+        self._step_supports_amp_scaling = True
+        for group in self.param_groups:
+            group["fused"], group["foreach"] = True, None
+            for p in group["params"]:
+                slot = self.state.get(p)
+                if slot:
+                    steps_beside(p, slot)
+
+
+class Adam(_Adam):
+    """``torch.optim.Adam`` whose step is one launch over all groups, and which GradScaler drives without a host sync.
+
+    Arguments, state_dict (both ways), closures, hooks, schedulers and ``add_param_group`` are those of torch.optim.Adam; results
+    differ from its implementations in last bits, as they do among themselves. As with ``fused=True``, counts of steps live beside
+    the parameters, and GradScaler's scale and overflow flag are read on the device: a skipped step writes nothing.
+
+    - lr and betas may be one-element tensors on the parameters' device: a captured step follows what is written into them.
+    - float16 and bfloat16 parameters are updated in float32, and their moments are of their own type, as torch's are.
+    - Where ``amsgrad=True``, or a parameter is a tensor subclass (DTensor) or on another device than the CPU or a GPU, torch's own
+      fused step runs.
+    - In a CUDA graph capture, take one step before it.
+
+    ``fused`` is accepted and changes nothing.
 
     Raises:
-        RuntimeError: ``foreach=True`` or ``differentiable=True``, which the fused kernel does not have.
+        RuntimeError: ``foreach=True`` or ``differentiable=True``, which a fused step does not have; sparse gradients; a negative
+            number in a group.
     """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = True,
+        decoupled_weight_decay: bool = False,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=True,
+            decoupled_weight_decay=decoupled_weight_decay,
+        )
+        self._stay_fused()
+
+
+class AdamW(_Adam, torch.optim.AdamW):
+    """``torch.optim.AdamW`` whose step is one launch: see :class:`Adam`."""
 
     def __init__(
         self,
@@ -52,16 +215,3 @@ class AdamW(torch.optim.AdamW):
             fused=True,
         )
         self._stay_fused()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._stay_fused()
-
-    def _stay_fused(self) -> None:
-        self._step_supports_amp_scaling = True
-        for group in self.param_groups:
-            group["fused"], group["foreach"] = True, None
-            for p in group["params"]:
-                slot = self.state.get(p)
-                if slot:
-                    slot["step"] = slot["step"].to(device=p.device, dtype=torch.float32)

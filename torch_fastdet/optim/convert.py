@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torch_fastdet.optim.adamw import AdamW
+from torch_fastdet.optim.adamw import Adam, AdamW
 from torch_fastdet.optim.musgd import MuSGD
 from torch_fastdet.optim.sgd import SGD
 
@@ -19,7 +19,7 @@ def ours(optimizer: Any) -> torch.optim.Optimizer:
 
     Parameter groups, their order and their further keys are kept. The optimizer must not have taken a step yet.
     """
-    kind: Any = {torch.optim.SGD: SGD, torch.optim.AdamW: AdamW}.get(type(optimizer))
+    kind: Any = {torch.optim.SGD: SGD, torch.optim.Adam: Adam, torch.optim.AdamW: AdamW}.get(type(optimizer))
     further = {}
     if (type(optimizer).__module__, type(optimizer).__name__) == MUSGD:
         kind, further = MuSGD, {"muon": optimizer.muon, "sgd": optimizer.sgd}

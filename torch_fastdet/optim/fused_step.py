@@ -12,7 +12,20 @@ from torch import Tensor, nn
 from torch_fastdet import _private
 from torch_fastdet._multi_tensor import ModuleWatch, new_state, unwrap
 from torch_fastdet.ema import DecayRamp, ModelEMA
-from torch_fastdet.optim._watch import HYPER_PARAMETERS, Binding, hyper_parameters
+from torch_fastdet.optim._watch import NUMBERS, Binding, SgdBinding
+from torch_fastdet.optim.adamw import AdamBinding
+from torch_fastdet.optim.musgd import MuSGD, MusgdBinding
+
+# The parts of MultiTensorState.fused_: the look at all gradients, and the update.
+REDUCE, UPDATE = 1, 2
+
+
+def binding_of(optimizer: Any) -> type[Binding] | None:
+    """How a fused step holds this optimizer; None for one that it cannot step."""
+    for kind, binding in ((MuSGD, MusgdBinding), (torch.optim.SGD, SgdBinding), (torch.optim.Adam, AdamBinding)):
+        if isinstance(optimizer, kind):
+            return binding
+    return None
 
 
 class DeviceNumbers:
@@ -59,7 +72,7 @@ class DeviceNumbers:
 
 
 class FusedStep:
-    """Unscale, clip, SGD, moving average and the scaler's update in two launches, for people who own their loop.
+    """Unscale, clip, the optimizer, moving average and the scaler's update in two launches, for people who own their loop.
 
         scaler.scale(loss).backward()
         step.step()                     # instead of unscale_, clip_grad_norm_, scaler.step, scaler.update and ema.update
@@ -71,8 +84,11 @@ class FusedStep:
     still scaled and not clipped. Without ``scaler`` and ``max_norm`` it is one launch. Unlike GradScaler, it takes float16
     gradients.
 
+    MuSGD orthogonalises between the two launches, after a third.
+
     Args:
-        optimizer: a torch_fastdet.optim.SGD or torch.optim.SGD with all parameters on one device.
+        optimizer: SGD, Adam, AdamW or MuSGD of torch_fastdet.optim, or torch.optim's SGD, Adam or AdamW, with all parameters on
+            one device. ``amsgrad`` and complex parameters are errors.
         scaler: a torch.amp.GradScaler whose ``scale()`` made the loss; do not call its unscale_, step and update beside this.
         ema: a torch_fastdet.ema.ModelEMA of the model (see ``step``).
         max_norm: clip the gradients' L2 norm to it.
@@ -88,15 +104,18 @@ class FusedStep:
 
     def __init__(
         self,
-        optimizer: torch.optim.SGD,
+        optimizer: torch.optim.Optimizer,
         scaler: torch.amp.GradScaler | None = None,
         ema: ModelEMA | None = None,
         max_norm: float | None = None,
     ):
-        if not isinstance(optimizer, torch.optim.SGD):
+        kind = binding_of(optimizer)
+        if kind is None:
             raise TypeError(
-                f"FusedStep: optimizer is {type(optimizer).__name__}, but torch_fastdet.optim.SGD or torch.optim.SGD is wanted"
+                f"FusedStep: optimizer is {type(optimizer).__name__}, but SGD, Adam, AdamW or MuSGD of torch_fastdet.optim or "
+                "torch.optim is wanted"
             )
+        self._kind: type[Binding] = kind
         if ema is not None and not isinstance(ema, ModelEMA):
             raise TypeError(f"FusedStep: ema is {type(ema).__name__}, but torch_fastdet.ema.ModelEMA is wanted")
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
@@ -147,7 +166,7 @@ class FusedStep:
         binding = self._binding
         if binding is None or not follows or not binding.is_current():
             self._binding = None
-            binding = Binding(self.optimizer, lambda *args: self._make_state(model, *args))
+            binding = self._kind(self.optimizer, lambda *args: self._make_state(model, *args))
             self._one_device([self.device, *binding.places])  # parameters that were added since, too
             self._binding = binding
         return binding
@@ -199,11 +218,12 @@ class FusedStep:
         if self.scaler is not None and self.scaler.is_enabled():
             scale, tracker, growth = self._scaler_state(self.scaler)
         binding = self._bind(model)
-        values, tensors, flags = hyper_parameters(self.optimizer.param_groups, self.device)
+        binding.make_buffers()
+        values, tensors, flags = self._kind.numbers(self.optimizer, self.device)
         if capturing:
             tensors = self._numbers.capture(values, tensors)
         decay, tau, updates = self._decay(capturing)
-        made = binding.states[self.device].fused_(
+        arguments = (
             values,
             tensors,
             flags,
@@ -218,6 +238,15 @@ class FusedStep:
             updates,
             self.counter,
         )
+        state, made = binding.states[self.device], 0
+        if self._kind is MusgdBinding:
+            state.fused_(*arguments, REDUCE)
+            binding.before_update(
+                self.device, (values, tensors, flags), reduced=scale is not None or self.max_norm is not None
+            )
+            state.fused_(*arguments, UPDATE)
+        else:
+            made = state.fused_(*arguments, REDUCE | UPDATE)
         if made:
             binding.give_buffers()
         if self.ema is not None and decay >= 0 and not capturing:
@@ -268,27 +297,22 @@ class FusedStep:
         if self.ema is not None and self._counted != self.ema.updates:
             self.counter.fill_(self.ema.updates)
             self._counted = self.ema.updates
-        self._numbers.upload(hyper_parameters(self.optimizer.param_groups, self.device)[0])
+        self._numbers.upload(self._kind.numbers(self.optimizer, self.device)[0])
 
     def graph_key(self) -> tuple:
         """Changes when a step that is captured now would do something else than before: decisions that the host takes.
 
         Numbers that :meth:`refresh` brings to the device are not among them.
         """
+        flags = self._kind.numbers(self.optimizer, self.device)[2]
         groups = [
             (
                 tuple(map(id, group["params"])),
-                bool(group["nesterov"]),
-                bool(group["maximize"]),
-                isinstance(group["momentum"], Tensor) or group["momentum"] != 0,
-                tuple(
-                    [
-                        value.data_ptr() if isinstance(value, Tensor) else None
-                        for value in map(group.get, HYPER_PARAMETERS)
-                    ]
-                ),
+                flag,
+                group.get("use_muon"),
+                tuple([v.data_ptr() if isinstance(v, Tensor) else None for v in self._kind.tensors_of(group)]),
             )
-            for group in self.optimizer.param_groups
+            for group, flag in zip(self.optimizer.param_groups, flags)
         ]
         scaler, ema = self.scaler, self.ema
         scaling = averaging = None
@@ -307,7 +331,7 @@ class FusedStep:
             RuntimeError: param_groups has other groups than at the capture, so that the replay did not step them.
         """
         groups = len(self.optimizer.param_groups)
-        captured = [length // len(HYPER_PARAMETERS) for length in self._numbers.captured_lengths()]
+        captured = [length // NUMBERS for length in self._numbers.captured_lengths()]
         if captured and groups not in captured:
             raise RuntimeError(
                 f"FusedStep: param_groups has {groups} groups, but had {captured[-1]} when the step was captured; capture it again"

@@ -10,11 +10,14 @@ from torch import Tensor, nn
 
 from torch_fastdet import _private, ops
 from torch_fastdet.optim._watch import on_device
+from torch_fastdet.optim.adamw import Adam, AdamW, why_torchs
+from torch_fastdet.optim.musgd import MuSGD
 from torch_fastdet.optim.sgd import SGD
 
 _stock_clip_grad_norm_ = nn.utils.clip_grad_norm_
 _stock_unscale_ = torch.amp.GradScaler.unscale_
-_last_unscaled: weakref.ref[SGD] | None = None
+_OURS = (SGD, Adam, AdamW, MuSGD)
+_last_unscaled: weakref.ref[SGD | Adam | AdamW | MuSGD] | None = None
 
 
 @torch.no_grad()
@@ -60,12 +63,16 @@ def clip_grad_norm_(
 
 
 def unscale_(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-    """``scaler.unscale_(optimizer)`` in one launch for a :class:`SGD` of this package; torch's own for any other.
+    """``scaler.unscale_(optimizer)`` in one launch for an optimizer of this package; torch's own for any other.
 
     Gradients are multiplied by the inverse scale in place and looked through for infinities; no host sync.
     """
     global _last_unscaled
-    if scaler.is_enabled() and isinstance(optimizer, SGD):
+    if (
+        scaler.is_enabled()
+        and isinstance(optimizer, _OURS)
+        and not (isinstance(optimizer, torch.optim.Adam) and why_torchs(optimizer) is not None)
+    ):
         binding = optimizer._bind()
 
         @torch.no_grad()

@@ -5,21 +5,19 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_fastdet._multi_tensor import by_device, new_state, same_objects
-from torch_fastdet._private import foreach_add_, foreach_copy_, foreach_mul, foreach_mul_
+from torch_fastdet._multi_tensor import new_state
+from torch_fastdet.optim._watch import HAS_MOMENTUM, MOVED_SGD, MUON, NESTEROV, Binding, Numbers, gather
 
 __all__ = ["MuSGD"]
 
 LOGGER = logging.getLogger(__name__)
 
 MUON_BUFFER, SGD_BUFFER = "momentum_buffer", "momentum_buffer_SGD"
-NESTEROV, HAS_MOMENTUM = 1, 4  # flags of MultiTensorState.sgd_
 # Newton-Schulz: X <- a X + (b A + c A A) X with A = X X', which drives the singular values of X towards 1.
 A, B, C = 3.4445, -4.7750, 2.0315
 STEPS = 5
@@ -69,7 +67,7 @@ class _Muon:
         batches = _plan(params)
         device = params[0].device
         total = sum(batch.numel for batch in batches)
-        self._source = torch.empty(total, dtype=torch.bfloat16, device=device)
+        self._source = torch.zeros(total, dtype=torch.bfloat16, device=device)
         self._target = torch.empty_like(self._source)
         self._result = torch.empty(total, dtype=dtype, device=device)
         self.inputs: list[Tensor] = [torch.Tensor()] * len(params)
@@ -150,40 +148,130 @@ def _plan(params: list[Tensor]) -> list[_Batch]:
     return sorted(batches, key=lambda batch: -batch.work)
 
 
-@dataclass
-class _Move:
-    """Parameters of a group, what to orthogonalise for each, and how far to go along that."""
+class MusgdBinding(Binding):
+    """Two MultiTensorStates a device: of all parameters, for SGD, and of those with ``use_muon``, for Muon's momentum.
 
-    params: list[Tensor]
-    updates: list[Tensor]
-    rate: float
+    A step is one launch for the momentum, which writes what is to be orthogonalised, Newton-Schulz, and one launch that moves
+    each matrix along its result and then takes SGD's step.
+    """
 
+    name = "MuSGD"
+    buffer_names = (MUON_BUFFER, SGD_BUFFER)
 
-class _Sgd:
-    """One MultiTensorState a device over all parameters that have a gradient, and its momentum buffers."""
+    @staticmethod
+    def tensors_of(group: dict[str, Any]) -> tuple[Any, ...]:
+        return group["lr"], group["momentum"], group["weight_decay"]
 
-    def __init__(self, params: list[Tensor], owners: list[int], buffers: list[Tensor]) -> None:
-        self.params, self.buffers = params, buffers
-        self.states = []
-        for at in by_device(params).values():
-            state = new_state("MuSGD", [params[i] for i in at], [owners[i] for i in at], at)
-            state.set_momentum_buffers([buffers[i] for i in at])
-            self.states.append(state)
+    @staticmethod
+    def numbers(optimizer: Any, device: torch.device) -> Numbers:
+        groups: list[tuple[list[float | Tensor], int]] = []
+        for group in optimizer.param_groups:
+            lr, along = group["lr"], 0.0
+            if group["use_muon"]:
+                lr, along = lr * optimizer.sgd, -(lr * optimizer.muon)
+            flags = NESTEROV * bool(group["nesterov"]) + HAS_MOMENTUM
+            groups.append(([lr, group["momentum"], 0.0, group["weight_decay"], along], flags))
+        return gather(groups, device)
 
-    def fits(self, params: list[Tensor], buffers: list[Tensor]) -> bool:
-        return same_objects(self.params, params, len(params)) and same_objects(self.buffers, buffers, len(buffers))
+    def __init__(self, optimizer: Any, make_state: Callable[[list[Tensor], list[int], list[int]], Any]) -> None:
+        self.matrices: dict[torch.device, list[int]] = {}  # by their place among the parameters
+        self.muons: dict[torch.device, dict[torch.dtype, _Muon]] = {}
+        self.muon_states: dict[torch.device, Any] = {}
+        place = 0
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if group["use_muon"] and p.dim() < 2:
+                    raise ValueError(
+                        f"MuSGD: use_muon is True for a parameter of shape {list(p.shape)}, but two or more dimensions are wanted"
+                    )
+                if group["use_muon"] and p.numel():
+                    self.matrices.setdefault(p.device, []).append(place)
+                place += 1
+        self.own_groups = [bool(group["use_muon"]) for group in optimizer.param_groups]
+        super().__init__(optimizer, make_state)
+
+    def is_current(self) -> bool:
+        if [bool(group["use_muon"]) for group in self.optimizer.param_groups] != self.own_groups:
+            return False
+        return super().is_current() and all(
+            muon.fits([self.params[i] for i in self._of_type(device, dtype)])
+            for device, muons in self.muons.items()
+            for dtype, muon in muons.items()
+        )
+
+    def _of_type(self, device: torch.device, dtype: torch.dtype) -> list[int]:
+        return [i for i in self.matrices[device] if self.params[i].dtype == dtype]
+
+    def make_buffers(self) -> None:
+        state = self.optimizer.state
+        if len(state) == len(self.params) and self.same_buffers():
+            return
+        with torch.inference_mode(False), torch.no_grad():  # later steps write into them
+            for group in self.optimizer.param_groups:
+                for p in group["params"]:
+                    if p.grad is None or len(state[p]):
+                        continue
+                    state[p][MUON_BUFFER] = torch.zeros_like(p)
+                    if group["use_muon"]:
+                        state[p][SGD_BUFFER] = torch.zeros_like(p)
+        self.take_buffers()
+
+    def _hand_over(self) -> None:
+        groups = self.optimizer.param_groups
+        muon_group = [group["use_muon"] for group in groups for _ in group["params"]]
+        along: dict[int, Tensor] = {}
+        for device, at in self.matrices.items():
+            orthogonal = self.muons.setdefault(device, {})
+            inputs: dict[int, Tensor] = {}
+            for dtype in dict.fromkeys(self.params[i].dtype for i in at):
+                mine = self._of_type(device, dtype)
+                if dtype not in orthogonal:
+                    orthogonal[dtype] = _Muon([self.params[i] for i in mine], dtype)
+                inputs.update(zip(mine, orthogonal[dtype].inputs))
+                along.update(zip(mine, orthogonal[dtype].updates))
+            if device not in self.muon_states:
+                owner = [index for index, group in enumerate(groups) for _ in group["params"]]
+                self.muon_states[device] = new_state("MuSGD", [self.params[i] for i in at], [owner[i] for i in at], at)
+            self.muon_states[device].set_buffers(MUON, self._found(MUON_BUFFER, at), [inputs[i] for i in at], [])
+        for device, at in self.places.items():
+            buffers = [self._found(SGD_BUFFER if muon_group[i] else MUON_BUFFER, [i])[0] for i in at]
+            self.states[device].set_buffers(MOVED_SGD, buffers, [along.get(i) for i in at], [])
+
+    def before_update(
+        self,
+        device: torch.device,
+        numbers: Numbers,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+        reduced: bool = False,
+    ) -> None:
+        if device not in self.muon_states:
+            return
+        if reduced:
+            self.muon_states[device].set_workspace(self.states[device].workspace())
+        self.muon_states[device].step_(*numbers, grad_scale, found_inf, reduced)
+        for muon in self.muons[device].values():
+            muon.run()
 
 
 class MuSGD(torch.optim.Optimizer):
-    """``ultralytics.optim.MuSGD`` with few launches: the SGD of all groups is one, Newton-Schulz a CUDA graph.
+    """``ultralytics.optim.MuSGD`` with few launches: momentum and SGD of all groups are one each, Newton-Schulz a CUDA graph.
 
     Arguments, results and state_dict (both ways) are those of Ultralytics' class. In a group with ``use_muon`` each parameter,
     a matrix or a convolution's weight, moves by its orthogonalised momentum times ``lr * muon``, then by SGD with ``lr * sgd``;
     the other groups have SGD with ``lr``.
 
     Matrices of one shape are batched and go through stock's bfloat16 products; momentum and SGD are stock's arithmetic in
-    float32. GradScaler reads its overflow flag on the host before a step, as it does with stock.
+    float32. Beside Newton-Schulz a step is two launches. With GradScaler, overflow is decided on the device: a skipped step
+    writes nothing, and no step waits for the GPU. lr, momentum and weight_decay may be one-element tensors on the parameters'
+    device, which a captured step follows. In a CUDA graph capture, take one step before it.
+
+    Raises:
+        ValueError: a parameter of a group with ``use_muon`` has less than two dimensions; at the step.
     """
+
+    _step_supports_amp_scaling = True  # GradScaler then hands its scale and its finding to the step
+    _binding: Binding | None = None
 
     def __init__(
         self,
@@ -206,18 +294,17 @@ class MuSGD(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self.muon = muon
         self.sgd = sgd
-        self._forget()
 
-    def _forget(self) -> None:
-        self._muons: dict[Any, _Muon] = {}
-        self._sgd: _Sgd | None = None
+    def _bind(self) -> Binding:
+        self._binding = binding = MusgdBinding.of(self, self._binding)
+        return binding
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "muon": self.muon, "sgd": self.sgd}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._forget()
+        self._binding = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -230,68 +317,5 @@ class MuSGD(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        params: list[Tensor] = []
-        owners: list[int] = []
-        buffers: list[Tensor] = []
-        hyper: list[float] = []
-        flags: list[int] = []
-        moves: list[_Move] = []
-        for index, group in enumerate(self.param_groups):
-            found = [p for p in group["params"] if p.grad is not None]
-            name = SGD_BUFFER if group["use_muon"] else MUON_BUFFER
-            for p in found:
-                state = self.state[p]
-                if len(state) == 0:
-                    state[MUON_BUFFER] = torch.zeros_like(p)
-                    if group["use_muon"]:
-                        state[SGD_BUFFER] = torch.zeros_like(p)
-                buffers.append(state[name])
-            if group["use_muon"] and found:
-                moves.append(self._momentum(group, found))
-            params += found
-            owners += [index] * len(found)
-            rate = group["lr"] * self.sgd if group["use_muon"] else group["lr"]
-            hyper += [float(rate), float(group["momentum"]), 0.0, float(group["weight_decay"])]
-            flags.append(NESTEROV * bool(group["nesterov"]) + HAS_MOMENTUM)
-        self._move(moves)
-        if params:
-            bound = self._sgd
-            if bound is None or not bound.fits(params, buffers):
-                self._sgd = bound = _Sgd(params, owners, buffers)
-            for state in bound.states:
-                state.sgd_(hyper, [], flags, None, None)
+        self._bind().step()
         return loss
-
-    def _momentum(self, group: dict[str, Any], params: list[Tensor]) -> _Move:
-        """The momentum of a group's parameters, one step on, and how far to go along its orthogonalisation."""
-        for p in params:
-            if p.dim() < 2:
-                raise ValueError(
-                    f"MuSGD: use_muon is True for a parameter of shape {list(p.shape)}, but two or more dimensions are wanted"
-                )
-        beta = group["momentum"]
-        grads: Any = [p.grad for p in params]
-        updates = [self.state[p][MUON_BUFFER] for p in params]
-        foreach_mul_(updates, beta)
-        foreach_add_(updates, grads, alpha=1 - beta)
-        if group["nesterov"]:
-            updates = foreach_mul(updates, beta)
-            foreach_add_(updates, grads, alpha=1 - beta)
-        return _Move(params, updates, -(group["lr"] * self.muon))
-
-    def _move(self, moves: list[_Move]) -> None:
-        """Orthogonalise the momenta of all groups together, and move each group along them."""
-        kinds: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor, float]]] = {}
-        for move in moves:
-            for p, update in zip(move.params, move.updates):
-                kinds.setdefault((p.device, p.dtype), []).append((p, update, move.rate))
-        for kind, entries in kinds.items():
-            params, updates = [p for p, _, _ in entries], [update for _, update, _ in entries]
-            muon = self._muons.get(kind)
-            if muon is None or not muon.fits(params):
-                self._muons[kind] = muon = _Muon(params, kind[1])
-            foreach_copy_(muon.inputs, updates)
-            muon.run()
-            for rate in dict.fromkeys(rate for _, _, rate in entries):
-                at = [i for i, entry in enumerate(entries) if entry[2] == rate]
-                foreach_add_([params[i] for i in at], [muon.updates[i] for i in at], alpha=rate)

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from torch_fastdet._multi_tensor import new_state
-from torch_fastdet.optim._watch import Binding, hyper_parameters, on_device, unfilled_buffers, without_buffers
+from torch_fastdet.optim._watch import Binding, SgdBinding, unfilled_buffers, without_buffers
 
 
 class SGD(torch.optim.SGD):
@@ -36,9 +35,7 @@ class SGD(torch.optim.SGD):
     _binding: Binding | None = None
 
     def _bind(self) -> Binding:
-        binding = self._binding
-        if binding is None or binding.optimizer is not self or not binding.is_current():
-            self._binding = binding = Binding(self, lambda *args: new_state("SGD", *args))
+        self._binding = binding = SgdBinding.of(self, self._binding)
         return binding
 
     @torch.no_grad()
@@ -52,22 +49,7 @@ class SGD(torch.optim.SGD):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        binding = self._bind()
-        made = 0
-        if len(binding.states) > 1:  # nothing is written where one of the devices would raise
-            for device, state in binding.states.items():
-                state.check_sgd(*hyper_parameters(self.param_groups, device), grad_scale is not None)
-        try:
-            for device, state in binding.states.items():
-                made += state.sgd_(
-                    *hyper_parameters(self.param_groups, device),
-                    on_device(grad_scale, device),
-                    on_device(found_inf, device),
-                )
-        finally:  # a later device may fail
-            if made:
-                binding.give_buffers()
+        self._bind().step()
         return loss
 
     def __getstate__(self) -> dict[str, Any]:

@@ -36,11 +36,15 @@ __device__ __forceinline__ DType slot_type(const Row& row, int slot) {
   return static_cast<DType>(row.dtype[slot]);
 }
 
-// All present tensors of the row share this type and lie alike.
-__device__ __forceinline__ bool is_uniform(const Row& row, DType& type) {
+// All present tensors of the row share this type and lie alike; with `narrow_second`, kSecond is bfloat16 instead.
+__device__ __forceinline__ bool is_uniform(const Row& row, bool narrow_second, DType& type) {
   bool first = true, uniform = row.layout < 0;
   for (int slot = 0; slot < kSlots; ++slot) {
     if (!row.data[slot]) continue;
+    if (narrow_second && slot == kSecond) {
+      uniform = uniform && slot_type(row, slot) == DType::kBFloat16;
+      continue;
+    }
     if (first) type = slot_type(row, slot);
     uniform = uniform && slot_type(row, slot) == type;
     first = false;
@@ -222,20 +226,108 @@ struct StepScalars {
   bool scaled, clipped, skip;
 };
 
+// The rules by which a parameter moves. `second` is the element in kSecond, of type Second<T> beside tensors of type T;
+// kSecondRead and kSecondWritten say what the rule does with it. kUnroll vectors are in flight at a time, as many as
+// registers hold.
 template <typename A>
-struct RowStep {
+struct SgdRule {
+  static constexpr bool kWritesParam = true, kSecondRead = false, kSecondWritten = false;
+  static constexpr int kUnroll = 2;
+  template <typename T>
+  using Second = T;
   SgdScalars<A> sgd;
+  bool momentum, fresh;
+
+  __device__ __forceinline__ void read_group(const Group& g, const Row& row, bool is_fresh) {
+    sgd.lr = static_cast<A>(read(g.lr));
+    sgd.momentum = static_cast<A>(read(g.momentum));
+    sgd.one_minus_dampening = static_cast<A>(1.0 - read(g.dampening));
+    sgd.weight_decay = static_cast<A>(read(g.weight_decay));
+    sgd.nesterov = g.nesterov;
+    sgd.maximize = g.maximize;
+    momentum = row.data[kMomentum] != nullptr;
+    fresh = is_fresh;
+  }
+  __device__ __forceinline__ bool has_second() const { return false; }
+  __device__ __forceinline__ void apply(A& param, A grad, A& buffer, A&) const {
+    sgd_element(param, grad, buffer, sgd, momentum, fresh);
+  }
+};
+
+template <typename A>
+struct MovedSgdRule : SgdRule<A> {
+  static constexpr bool kSecondRead = true;
+  static constexpr int kUnroll = 1;
+  A along;
+  bool moves;
+
+  __device__ __forceinline__ void read_group(const Group& g, const Row& row, bool is_fresh) {
+    SgdRule<A>::read_group(g, row, is_fresh);
+    moves = row.data[kSecond] != nullptr;
+    along = static_cast<A>(read(g.last));
+  }
+  __device__ __forceinline__ bool has_second() const { return moves; }
+  __device__ __forceinline__ void apply(A& param, A grad, A& buffer, A& second) const {
+    if (moves) param = fused_mul_add(along, second, param);
+    SgdRule<A>::apply(param, grad, buffer, second);
+  }
+};
+
+template <typename A>
+struct AdamRule {
+  static constexpr bool kWritesParam = true, kSecondRead = true, kSecondWritten = true;
+  static constexpr int kUnroll = 1;
+  template <typename T>
+  using Second = T;
+  AdamScalars<A> adam;
+  bool momentum;
+
+  __device__ __forceinline__ void read_group(const Group& g, const Row& row, bool) {
+    momentum = true;
+    adam = adam_scalars<A>(read(g.lr), read(g.momentum), read(g.dampening), read(g.weight_decay), read(g.last),
+                           g.decoupled, g.maximize, static_cast<double>(*row.step) + 1.0);
+  }
+  __device__ __forceinline__ bool has_second() const { return true; }
+  __device__ __forceinline__ void apply(A& param, A grad, A& buffer, A& second) const {
+    adam_element(param, grad, buffer, second, adam);
+  }
+};
+
+template <typename A>
+struct MuonRule {
+  static constexpr bool kWritesParam = false, kSecondRead = false, kSecondWritten = true;
+  static constexpr int kUnroll = 2;
+  template <typename T>
+  using Second = __nv_bfloat16;
+  A factor, rest;
+  bool momentum, nesterov;
+
+  __device__ __forceinline__ void read_group(const Group& g, const Row&, bool) {
+    momentum = true;
+    factor = static_cast<A>(read(g.momentum));
+    rest = static_cast<A>(1.0 - read(g.momentum));
+    nesterov = g.nesterov;
+  }
+  __device__ __forceinline__ bool has_second() const { return true; }
+  __device__ __forceinline__ void apply(A&, A grad, A& buffer, A& second) const {
+    second = muon_element(grad, buffer, factor, rest, nesterov);
+  }
+};
+
+template <typename A, template <typename> class R>
+struct RowStep {
+  R<A> rule;
   A inv_scale, clip, decay, one_minus_decay;
-  bool scaled, clipped, update, momentum, fresh, write_grad, average;
+  bool scaled, clipped, update, write_grad, average;
 
   // `as_grad` and `as_param` round to the tensor's own type, where separate calls would store and load again.
   template <typename AsGrad, typename AsParam>
-  __device__ __forceinline__ void element(A& param, A& grad, A& buffer, A& average_value, const AsGrad& as_grad,
-                                          const AsParam& as_param) const {
+  __device__ __forceinline__ void element(A& param, A& grad, A& buffer, A& second, A& average_value,
+                                          const AsGrad& as_grad, const AsParam& as_param) const {
     if (scaled) grad = as_grad(mul_rn(grad, inv_scale));
     if (clipped) grad = as_grad(mul_rn(grad, clip));
     if (update) {
-      sgd_element(param, grad, buffer, sgd, momentum, fresh);
+      rule.apply(param, grad, buffer, second);
       param = as_param(param);
     }
     if (average) average_value = ema_element(average_value, param, decay, one_minus_decay);
@@ -243,20 +335,34 @@ struct RowStep {
   __device__ __forceinline__ bool reads_grad() const { return update || write_grad; }
 };
 
-template <typename T, int U>
-__device__ void update_typed(const Row& row, int64_t start, int count, const RowStep<arithmetic_t<T>>& step, int lane) {
+// As many values of a second tensor as a Vector<T> has, which may be of a narrower type.
+template <typename S, int N>
+struct alignas(sizeof(S) * N) Several {
+  S x[N];
+};
+
+template <typename T, int U, template <typename> class R>
+__device__ void update_typed(const Row& row, int64_t start, int count, const RowStep<arithmetic_t<T>, R>& step,
+                             int lane) {
   using A = arithmetic_t<T>;
+  using Rule = R<A>;
+  using S = typename Rule::template Second<T>;
   constexpr int V = Vector<T>::kSize;
+  using Seconds = Several<S, V>;
   const auto as_stored = [](A x) { return Storage<T>::round(x); };
   T* param = row.data[kParam] ? static_cast<T*>(row.data[kParam]) + start : nullptr;
   T* grad = step.reads_grad() ? static_cast<T*>(row.data[kGrad]) + start : nullptr;
-  T* buffer = step.update && step.momentum ? static_cast<T*>(row.data[kMomentum]) + start : nullptr;
+  T* buffer = step.update && step.rule.momentum ? static_cast<T*>(row.data[kMomentum]) + start : nullptr;
+  S* second = step.update && step.rule.has_second() ? static_cast<S*>(row.data[kSecond]) + start : nullptr;
   T* average = step.average ? static_cast<T*>(row.data[kAverage]) + start : nullptr;
+  const bool reads_second = Rule::kSecondRead && second;
   int done = 0;
-  if (is_vector_aligned(param) && is_vector_aligned(grad) && is_vector_aligned(buffer) && is_vector_aligned(average)) {
+  if (is_vector_aligned(param) && is_vector_aligned(grad) && is_vector_aligned(buffer) && is_vector_aligned(average) &&
+      reinterpret_cast<uintptr_t>(second) % sizeof(Seconds) == 0) {
     const int vectors = count / V;
     for (int first = lane; first < vectors; first += kWarp * U) {
       Vector<T> p[U], g[U], m[U], e[U];
+      Seconds v2[U];
 #pragma unroll
       for (int u = 0; u < U; ++u) {
         const int i = first + u * kWarp;
@@ -264,6 +370,7 @@ __device__ void update_typed(const Row& row, int64_t start, int count, const Row
         if (param) p[u] = reinterpret_cast<const Vector<T>*>(param)[i];
         if (grad) g[u] = reinterpret_cast<const Vector<T>*>(grad)[i];
         if (buffer) m[u] = reinterpret_cast<const Vector<T>*>(buffer)[i];
+        if (reads_second) v2[u] = reinterpret_cast<const Seconds*>(second)[i];
         if (average) e[u] = reinterpret_cast<const Vector<T>*>(average)[i];
       }
 #pragma unroll
@@ -275,16 +382,19 @@ __device__ void update_typed(const Row& row, int64_t start, int count, const Row
           A pv = param ? to_arithmetic(p[u].x[v]) : A(0);
           A gv = grad ? to_arithmetic(g[u].x[v]) : A(0);
           A mv = buffer ? to_arithmetic(m[u].x[v]) : A(0);
+          A sv = reads_second ? static_cast<A>(to_arithmetic(v2[u].x[v])) : A(0);
           A ev = average ? to_arithmetic(e[u].x[v]) : A(0);
-          step.element(pv, gv, mv, ev, as_stored, as_stored);
+          step.element(pv, gv, mv, sv, ev, as_stored, as_stored);
           p[u].x[v] = from_arithmetic<T>(pv);
           g[u].x[v] = from_arithmetic<T>(gv);
           m[u].x[v] = from_arithmetic<T>(mv);
+          if constexpr (Rule::kSecondWritten) v2[u].x[v] = from_arithmetic<S>(static_cast<arithmetic_t<S>>(sv));
           e[u].x[v] = from_arithmetic<T>(ev);
         }
-        if (step.update) reinterpret_cast<Vector<T>*>(param)[i] = p[u];
+        if (Rule::kWritesParam && step.update) reinterpret_cast<Vector<T>*>(param)[i] = p[u];
         if (step.write_grad) reinterpret_cast<Vector<T>*>(grad)[i] = g[u];
         if (buffer) reinterpret_cast<Vector<T>*>(buffer)[i] = m[u];
+        if (Rule::kSecondWritten && second) reinterpret_cast<Seconds*>(second)[i] = v2[u];
         if (average) reinterpret_cast<Vector<T>*>(average)[i] = e[u];
       }
     }
@@ -294,19 +404,22 @@ __device__ void update_typed(const Row& row, int64_t start, int count, const Row
     A pv = param ? to_arithmetic(param[i]) : A(0);
     A gv = grad ? to_arithmetic(grad[i]) : A(0);
     A mv = buffer ? to_arithmetic(buffer[i]) : A(0);
+    A sv = reads_second ? static_cast<A>(to_arithmetic(second[i])) : A(0);
     A ev = average ? to_arithmetic(average[i]) : A(0);
-    step.element(pv, gv, mv, ev, as_stored, as_stored);
-    if (step.update) param[i] = from_arithmetic<T>(pv);
+    step.element(pv, gv, mv, sv, ev, as_stored, as_stored);
+    if (Rule::kWritesParam && step.update) param[i] = from_arithmetic<T>(pv);
     if (step.write_grad) grad[i] = from_arithmetic<T>(gv);
     if (buffer) buffer[i] = from_arithmetic<T>(mv);
+    if (Rule::kSecondWritten && second) second[i] = from_arithmetic<S>(static_cast<arithmetic_t<S>>(sv));
     if (average) average[i] = from_arithmetic<T>(ev);
   }
 }
 
-template <typename A>
-__device__ void update_any(const Row& row, const Layout* layouts, const Segment& segment, const RowStep<A>& step,
+template <typename A, template <typename> class R>
+__device__ void update_any(const Row& row, const Layout* layouts, const Segment& segment, const RowStep<A, R>& step,
                            int lane) {
-  const bool momentum = step.update && step.momentum;
+  const bool momentum = step.update && step.rule.momentum;
+  const bool second = step.update && step.rule.has_second();
   for (int i = lane; i < segment.count; i += kWarp) {
     int64_t at[kSlots];
     for (int slot = 0; slot < kSlots; ++slot) at[slot] = segment.start + i;
@@ -320,48 +433,53 @@ __device__ void update_any(const Row& row, const Layout* layouts, const Segment&
     A pv = load(row.data[kParam] != nullptr, kParam);
     A gv = load(step.reads_grad(), kGrad);
     A mv = load(momentum, kMomentum);
+    A sv = load(second && R<A>::kSecondRead, kSecond);
     A ev = load(step.average, kAverage);
     step.element(
-        pv, gv, mv, ev, [&row](A x) { return stored_any(slot_type(row, kGrad), x); },
+        pv, gv, mv, sv, ev, [&row](A x) { return stored_any(slot_type(row, kGrad), x); },
         [&row](A x) { return stored_any(slot_type(row, kParam), x); });
-    store(step.update, kParam, pv);
+    store(R<A>::kWritesParam && step.update, kParam, pv);
     store(step.write_grad, kGrad, gv);
     store(momentum, kMomentum, mv);
+    store(second && R<A>::kSecondWritten, kSecond, sv);
     store(step.average, kAverage, ev);
   }
 }
 
-template <typename A>
-__device__ __forceinline__ RowStep<A> row_step(const UpdateParams& p, const StepScalars& s, const Row& row,
-                                               int32_t index) {
-  RowStep<A> step{};
+template <typename A, template <typename> class R>
+__device__ __forceinline__ RowStep<A, R> row_step(const UpdateParams& p, const StepScalars& s, const Row& row,
+                                                  int32_t index) {
+  RowStep<A, R> step{};
   const int32_t group = row.group - p.first_group;
+  const bool steps = p.rule != Rule::kNone;
   const bool has_grad = row.data[kGrad] && !s.skip;
-  step.update = p.sgd && has_grad && row.group >= 0 && group >= 0 && group < p.num_groups;
-  step.write_grad = p.write_grads && has_grad && (!p.sgd || step.update);
+  step.update = steps && has_grad && row.group >= 0 && group >= 0 && group < p.num_groups;
+  step.write_grad = p.write_grads && has_grad && (!steps || step.update);
   step.average = p.ema && row.data[kAverage] &&
-                 (!p.sgd || row.group < 0 ? p.first_group == 0 : group >= 0 && group < p.num_groups);
-  step.momentum = row.data[kMomentum] != nullptr;
+                 (!steps || row.group < 0 ? p.first_group == 0 : group >= 0 && group < p.num_groups);
   step.scaled = s.scaled;
   step.clipped = s.clipped;
   step.inv_scale = static_cast<A>(s.inv_scale);
   step.clip = static_cast<A>(s.clip);
   step.decay = static_cast<A>(s.decay);
   step.one_minus_decay = static_cast<A>(s.one_minus_decay);
-  if (step.update) {
-    const SgdGroup& g = p.groups[group];
-    step.sgd.lr = static_cast<A>(read(g.lr));
-    step.sgd.momentum = static_cast<A>(read(g.momentum));
-    step.sgd.one_minus_dampening = static_cast<A>(1.0 - read(g.dampening));
-    step.sgd.weight_decay = static_cast<A>(read(g.weight_decay));
-    step.sgd.nesterov = g.nesterov;
-    step.sgd.maximize = g.maximize;
-    step.fresh = p.first_step || (p.fresh && p.fresh[index]);
-  }
+  if (step.update) step.rule.read_group(p.groups[group], row, p.first_step || (p.fresh && p.fresh[index]));
   return step;
 }
 
-template <bool kFloat32>
+// What other blocks have read in this launch and the last of them changes: is a buffer filled, how many steps were
+// taken.
+__device__ void finish_rows(const UpdateParams& p) {
+  for (int64_t i = threadIdx.x; i < p.list.num_rows; i += kThreads) {
+    const Row& row = p.list.rows[i];
+    const int32_t group = row.group - p.first_group;
+    if (group < 0 || group >= p.num_groups) continue;
+    if (p.fresh && row.data[kGrad] && row.data[kMomentum]) p.fresh[i] = 0;
+    if (p.rule == Rule::kAdam && row.step) *row.step += 1.f;
+  }
+}
+
+template <bool kFloat32, template <typename> class R>
 __global__ void __launch_bounds__(kThreads, kFloat32 ? 3 : 1) update_kernel(const __grid_constant__ UpdateParams p) {
   __shared__ StepScalars shared;
   __shared__ int64_t updates;
@@ -389,20 +507,22 @@ __global__ void __launch_bounds__(kThreads, kFloat32 ? 3 : 1) update_kernel(cons
     const Row row = p.list.rows[segment.row];
     const auto typed = [&](auto zero) {
       using T = decltype(zero);
-      const auto step = row_step<arithmetic_t<T>>(p, s, row, segment.row);
+      const auto step = row_step<arithmetic_t<T>, R>(p, s, row, segment.row);
       if (!step.reads_grad() && !step.average) return;
-      update_typed<T, sizeof(T) == 2 ? 1 : 2>(row, segment.start, segment.count, step, lane);
+      update_typed<T, sizeof(T) == 2 ? 1 : R<arithmetic_t<T>>::kUnroll, R>(row, segment.start, segment.count, step,
+                                                                           lane);
     };
     if (kFloat32) {
       typed(float{});
       continue;
     }
+    constexpr bool kNarrow = std::is_same_v<typename R<float>::template Second<float>, __nv_bfloat16>;
     DType type = DType::kFloat32;
-    if (!is_uniform(row, type)) {
+    if (!is_uniform(row, kNarrow, type)) {
       if (has_double(row)) {
-        update_any(row, p.list.layouts, segment, row_step<double>(p, s, row, segment.row), lane);
+        update_any(row, p.list.layouts, segment, row_step<double, R>(p, s, row, segment.row), lane);
       } else {
-        update_any(row, p.list.layouts, segment, row_step<float>(p, s, row, segment.row), lane);
+        update_any(row, p.list.layouts, segment, row_step<float, R>(p, s, row, segment.row), lane);
       }
       continue;
     }
@@ -422,15 +542,9 @@ __global__ void __launch_bounds__(kThreads, kFloat32 ? 3 : 1) update_kernel(cons
     }
   }
   // Nothing that blocks read above may change before the last of them is through.
-  if (!p.fresh && !p.write_counter) return;
+  if (!p.fresh && !p.write_counter && p.rule != Rule::kAdam) return;
   if (!is_last_block(p.list.workspace)) return;
-  if (p.fresh && !s.skip) {
-    for (int64_t i = threadIdx.x; i < p.list.num_rows; i += kThreads) {
-      const Row& row = p.list.rows[i];
-      const int32_t group = row.group - p.first_group;
-      if (row.data[kGrad] && row.data[kMomentum] && group >= 0 && group < p.num_groups) p.fresh[i] = 0;
-    }
-  }
+  if (p.rule != Rule::kNone && !s.skip) finish_rows(p);
   if (p.write_counter && threadIdx.x == 0) *p.counter = updates;
 }
 
@@ -449,10 +563,22 @@ cudaError_t multi_tensor_reduce(const ReduceParams& params, cudaStream_t stream)
   return cudaGetLastError();
 }
 
-cudaError_t multi_tensor_update(const UpdateParams& params, cudaStream_t stream) {
-  const auto kernel = params.list.float32_only ? update_kernel<true> : update_kernel<false>;
+namespace {
+
+template <template <typename> class R>
+cudaError_t launch_update(const UpdateParams& params, cudaStream_t stream) {
+  const auto kernel = params.list.float32_only ? update_kernel<true, R> : update_kernel<false, R>;
   kernel<<<blocks(params.list, params.list.float32_only ? 3 : 2), kThreads, 0, stream>>>(params);
   return cudaGetLastError();
+}
+
+}  // namespace
+
+cudaError_t multi_tensor_update(const UpdateParams& params, cudaStream_t stream) {
+  if (params.rule == Rule::kAdam) return launch_update<AdamRule>(params, stream);
+  if (params.rule == Rule::kMuon) return launch_update<MuonRule>(params, stream);
+  if (params.rule == Rule::kMovedSgd) return launch_update<MovedSgdRule>(params, stream);
+  return launch_update<SgdRule>(params, stream);
 }
 
 }  // namespace torch_fastdet::core

@@ -1,6 +1,6 @@
 // One launch over a list of tensors: the work list and what the two kernels take.
 //
-// A row is one parameter (or one buffer that only the moving average knows) with up to four tensors of one shape. A
+// A row is one parameter (or one buffer that only the moving average knows) with up to five tensors of one shape. A
 // segment is a piece of a row that one warp handles; eight consecutive segments are a block's chunk of up to 8,192
 // elements, in which tiny tensors lie packed. Rows and segments live in device memory, so a launch takes any number of
 // tensors and a captured graph replays with the pointers that it was captured with.
@@ -16,7 +16,9 @@
 
 namespace torch_fastdet::core {
 
-enum Slot : int { kParam = 0, kGrad = 1, kMomentum = 2, kAverage = 3, kSlots = 4 };
+// kMomentum is the first moment of Adam. kSecond is Adam's second moment; for kMovedSgd what to go along first (null:
+// nothing); for Muon where the momentum to orthogonalise is written.
+enum Slot : int { kParam = 0, kGrad = 1, kMomentum = 2, kAverage = 3, kSecond = 4, kSlots = 5 };
 
 constexpr int kSegmentElements = 1024;
 constexpr int kWarpsPerBlock = 8;
@@ -28,10 +30,10 @@ constexpr int kMaxGroups = 24;
 struct Row {
   void* data[kSlots];  // null: the row has no such tensor
   int64_t numel;
-  int32_t group;     // index of its SgdGroup; -1: moving average only
+  float* step;       // Adam: the number of steps taken, in device memory; null: the row takes none
+  int32_t group;     // index of its Group; -1: moving average only
   int32_t layout;    // index into layouts, or -1: all tensors lie alike in dense memory
-  uint8_t dtype[4];  // DType of each slot
-  uint8_t reserved[4];
+  uint8_t dtype[8];  // DType of each slot
 };
 
 // Sizes and strides (elements) of a row whose tensors lie differently; dimensions that can be merged are.
@@ -54,9 +56,16 @@ struct Scalar {
   DType dtype;
 };
 
-struct SgdGroup {
-  Scalar lr, momentum, dampening, weight_decay;
+// What changes parameters: nothing; torch.optim.SGD; the same after a move along kSecond; torch.optim.Adam and AdamW;
+// Muon, which changes momentum alone and leaves what is to be orthogonalised.
+enum class Rule : int32_t { kNone, kSgd, kMovedSgd, kAdam, kMuon };
+
+// Numbers of a group of parameters. Of Adam, momentum and dampening are the two betas, and last is eps; of kMovedSgd,
+// last is how far to go along kSecond.
+struct Group {
+  Scalar lr, momentum, dampening, weight_decay, last;
   int32_t nesterov, maximize;
+  int32_t decoupled;  // AdamW: weight decay beside the gradient
 };
 
 // What the reduction leaves for the update. All zero before first use; kernels leave ticket and nonfinite zero.
@@ -98,18 +107,18 @@ struct ReduceParams {
   int32_t growth_interval;
 };
 
-// Second launch: gradients times factors, SGD, moving average.
+// Second launch: gradients times factors, the optimizer's rule, moving average.
 struct UpdateParams {
   MultiTensor list;
   bool use_workspace;       // inv_scale, clip and skip come from the reduction before
   const float* grad_scale;  // gradients are multiplied by 1 / *grad_scale; null: they are not
   const float* found_inf;   // parameters and gradients stay as they are where it is not zero; null: never
   bool write_grads;         // store the multiplied gradients
-  bool sgd;
+  Rule rule;
   int32_t first_group, num_groups;
-  SgdGroup groups[kMaxGroups];  // of rows first_group .. first_group + num_groups - 1
-  bool first_step;              // momentum buffers hold nothing yet
-  uint8_t* fresh;               // or, for each row: 1 until its momentum buffer holds something; null: all do
+  Group groups[kMaxGroups];  // of rows first_group .. first_group + num_groups - 1
+  bool first_step;           // momentum buffers hold nothing yet
+  uint8_t* fresh;            // or, for each row: 1 until its momentum buffer holds something; null: all do
   bool ema;
   Scalar decay;
   double tau;       // > 0: the decay ramps with the number of updates

@@ -1,4 +1,5 @@
-// SGD, moving average, unscale and clip for one element, and the step's few scalars. Once, for CPU, CUDA and tests.
+// SGD, Adam, Muon's momentum, moving average, unscale and clip for one element, and the step's few scalars. Once, for
+// CPU, CUDA and tests.
 //
 // Every multiplication and addition is rounded where PyTorch's own loops round it, so that float32 and float64 results
 // are torch.optim.SGD's bits: `a.add(b, alpha=s)` is one fma, `a.mul(s)` and `a.add(b)` are one rounding each. The
@@ -38,6 +39,64 @@ TORCH_FASTDET_HOST_DEVICE void sgd_element(A& param, A grad, A& buffer, const Sg
     grad = s.nesterov ? fused_mul_add(s.momentum, buffer, grad) : buffer;
   }
   param = fused_mul_add(-s.lr, grad, param);
+}
+
+// One group's hyper-parameters, and what follows from the number of this step.
+template <typename A>
+struct AdamScalars {
+  A beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_root, eps, weight_decay, kept;
+  bool decoupled, maximize;
+};
+
+// `steps`: the number of this step, from 1.
+template <typename A>
+TORCH_FASTDET_HOST_DEVICE AdamScalars<A> adam_scalars(double lr, double beta1, double beta2, double weight_decay,
+                                                      double eps, bool decoupled, bool maximize, double steps) {
+  AdamScalars<A> s{};
+  s.beta1 = static_cast<A>(beta1);
+  s.one_minus_beta1 = static_cast<A>(1.0 - beta1);
+  s.beta2 = static_cast<A>(beta2);
+  s.one_minus_beta2 = static_cast<A>(1.0 - beta2);
+  s.step_size = static_cast<A>(lr / (1.0 - pow(beta1, steps)));
+  s.inverse_root = static_cast<A>(1.0 / sqrt(1.0 - pow(beta2, steps)));
+  s.eps = static_cast<A>(eps);
+  s.weight_decay = static_cast<A>(weight_decay);
+  s.kept = static_cast<A>(1.0 - lr * weight_decay);
+  s.decoupled = decoupled;
+  s.maximize = maximize;
+  return s;
+}
+
+TORCH_FASTDET_HOST_DEVICE float square_root(float x) {
+  return sqrtf(x);
+}
+TORCH_FASTDET_HOST_DEVICE double square_root(double x) {
+  return sqrt(x);
+}
+
+// One step of torch.optim.Adam, or AdamW. The first moment goes from `first` to `grad` from the nearer end, as lerp
+// does.
+template <typename A>
+TORCH_FASTDET_HOST_DEVICE void adam_element(A& param, A grad, A& first, A& second, const AdamScalars<A>& s) {
+  if (s.maximize) grad = -grad;
+  if (s.decoupled) {
+    param = mul_rn(param, s.kept);
+  } else if (s.weight_decay != A(0)) {
+    grad = fused_mul_add(s.weight_decay, param, grad);
+  }
+  const A way = grad - first;
+  first =
+      s.one_minus_beta1 < A(0.5) ? fused_mul_add(s.one_minus_beta1, way, first) : fused_mul_add(-s.beta1, way, grad);
+  second = fused_mul_add(mul_rn(s.one_minus_beta2, grad), grad, mul_rn(second, s.beta2));
+  const A root = fused_mul_add(square_root(second), s.inverse_root, s.eps);
+  param = fused_mul_add(-s.step_size, first / root, param);
+}
+
+// Muon's momentum, b *= m; b += (1 - m) * g; returns what is orthogonalised.
+template <typename A>
+TORCH_FASTDET_HOST_DEVICE A muon_element(A grad, A& buffer, A momentum, A one_minus_momentum, bool nesterov) {
+  buffer = fused_mul_add(one_minus_momentum, grad, mul_rn(buffer, momentum));
+  return nesterov ? fused_mul_add(one_minus_momentum, grad, mul_rn(buffer, momentum)) : buffer;
 }
 
 // The moving average as YOLOv5 writes it: v *= d; v += (1 - d) * x.

@@ -28,9 +28,12 @@ double read(const core::Scalar& scalar) {
 
 template <typename A>
 struct Step {
+  core::Rule rule;
   core::SgdScalars<A> sgd;
+  core::AdamScalars<A> adam;
+  A along;  // how far SGD goes along kSecond first
   A inv_scale, clip, decay, one_minus_decay;
-  bool scaled, clipped, update, momentum, fresh, write_grad, average;
+  bool scaled, clipped, update, momentum, second, fresh, write_grad, average;
   DType grad_type, param_type;
   bool reads_grad() const { return update || write_grad; }
 };
@@ -53,10 +56,31 @@ TORCH_FASTDET_HOST_DEVICE void as_stored(DType type, A* values, int64_t count) {
   if (type == DType::kFloat32 && std::is_same_v<A, double>) store_and_load<float>(values, count);
 }
 
+template <typename A>
+TORCH_FASTDET_HOST_DEVICE void move_values(A* __restrict__ param, A* __restrict__ grad, A* __restrict__ buffer,
+                                           A* __restrict__ second, int64_t count, const Step<A>& s) {
+  if (s.rule == core::Rule::kAdam) {
+    for (int64_t i = 0; i < count; ++i) core::adam_element(param[i], grad[i], buffer[i], second[i], s.adam);
+  } else if (s.rule == core::Rule::kMuon) {
+    const A rest = s.along;
+    for (int64_t i = 0; i < count; ++i) {
+      second[i] = core::muon_element(grad[i], buffer[i], s.sgd.momentum, rest, s.sgd.nesterov);
+    }
+  } else {
+    if (s.second) {
+      for (int64_t i = 0; i < count; ++i) param[i] = core::fused_mul_add(s.along, second[i], param[i]);
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      core::sgd_element(param[i], grad[i], buffer[i], s.sgd, s.momentum, s.fresh);
+    }
+  }
+}
+
 // Where separate calls would store and load again, values are rounded here too.
 template <typename A>
 TORCH_FASTDET_HOST_DEVICE void step_values(A* __restrict__ param, A* __restrict__ grad, A* __restrict__ buffer,
-                                           A* __restrict__ average, int64_t count, const Step<A>& step) {
+                                           A* __restrict__ average, A* __restrict__ second, int64_t count,
+                                           const Step<A>& step) {
   const Step<A> s = step;
   if (s.scaled) {
     for (int64_t i = 0; i < count; ++i) grad[i] = core::mul_rn(grad[i], s.inv_scale);
@@ -67,9 +91,7 @@ TORCH_FASTDET_HOST_DEVICE void step_values(A* __restrict__ param, A* __restrict_
     as_stored(s.grad_type, grad, count);
   }
   if (s.update) {
-    for (int64_t i = 0; i < count; ++i) {
-      core::sgd_element(param[i], grad[i], buffer[i], s.sgd, s.momentum, s.fresh);
-    }
+    move_values(param, grad, buffer, second, count, s);
     if (s.average) as_stored(s.param_type, param, count);
   }
   if (s.average) {
@@ -100,10 +122,10 @@ TORCH_FASTDET_HOST_DEVICE bool reduce_values(A* __restrict__ grad, int64_t count
 
 #ifdef TORCH_FASTDET_AVX2
 TORCH_FASTDET_AVX2 void step_avx2(float* const* slots, int64_t count, const Step<float>& step) {
-  step_values(slots[0], slots[1], slots[2], slots[3], count, step);
+  step_values(slots[0], slots[1], slots[2], slots[3], slots[4], count, step);
 }
 TORCH_FASTDET_AVX2 void step_avx2(double* const* slots, int64_t count, const Step<double>& step) {
-  step_values(slots[0], slots[1], slots[2], slots[3], count, step);
+  step_values(slots[0], slots[1], slots[2], slots[3], slots[4], count, step);
 }
 TORCH_FASTDET_AVX2 bool reduce_avx2(float* grad, int64_t count, float inv_scale, bool scaled, DType type, float* sums) {
   return reduce_values(grad, count, inv_scale, scaled, type, sums);
@@ -120,7 +142,7 @@ void step_block(A* const* slots, int64_t count, const Step<A>& step) {
 #ifdef TORCH_FASTDET_AVX2
   if (has_avx2()) return step_avx2(slots, count, step);
 #endif
-  step_values(slots[0], slots[1], slots[2], slots[3], count, step);
+  step_values(slots[0], slots[1], slots[2], slots[3], slots[4], count, step);
 }
 
 template <typename A>
@@ -270,14 +292,17 @@ struct StepScalars {
 };
 
 template <typename A>
-Step<A> row_step(const core::UpdateParams& p, const StepScalars& s, c10::ArrayRef<core::SgdGroup> groups,
+Step<A> row_step(const core::UpdateParams& p, const StepScalars& s, c10::ArrayRef<core::Group> groups,
                  const core::Row& row, int32_t index) {
   Step<A> step{};
   const bool has_grad = row.data[core::kGrad] && !s.skip;
-  step.update = p.sgd && has_grad && row.group >= 0;
-  step.write_grad = p.write_grads && has_grad && (!p.sgd || step.update);
+  const bool steps = p.rule != core::Rule::kNone;
+  step.rule = p.rule;
+  step.update = steps && has_grad && row.group >= 0;
+  step.write_grad = p.write_grads && has_grad && (!steps || step.update);
   step.average = p.ema && row.data[core::kAverage];
   step.momentum = row.data[core::kMomentum] != nullptr;
+  step.second = row.data[core::kSecond] && p.rule != core::Rule::kSgd;
   step.inv_scale = static_cast<A>(s.inv_scale);
   step.scaled = s.inv_scale != 1.f && step.reads_grad();
   step.clip = static_cast<A>(s.clip);
@@ -287,13 +312,20 @@ Step<A> row_step(const core::UpdateParams& p, const StepScalars& s, c10::ArrayRe
   step.grad_type = static_cast<DType>(row.dtype[core::kGrad]);
   step.param_type = static_cast<DType>(row.dtype[core::kParam]);
   if (step.update) {
-    const core::SgdGroup& group = groups[row.group];
+    const core::Group& group = groups[row.group];
     step.sgd = {static_cast<A>(read(group.lr)),
                 static_cast<A>(read(group.momentum)),
                 static_cast<A>(1.0 - read(group.dampening)),
                 static_cast<A>(read(group.weight_decay)),
                 group.nesterov != 0,
                 group.maximize != 0};
+    const double last = read(group.last);
+    step.along = static_cast<A>(p.rule == core::Rule::kMuon ? 1.0 - read(group.momentum) : last);
+    if (p.rule == core::Rule::kAdam) {
+      step.adam =
+          core::adam_scalars<A>(read(group.lr), read(group.momentum), read(group.dampening), read(group.weight_decay),
+                                last, group.decoupled != 0, group.maximize != 0, static_cast<double>(*row.step) + 1.0);
+    }
     step.fresh = p.first_step || (p.fresh && p.fresh[index]);
   }
   return step;
@@ -301,7 +333,7 @@ Step<A> row_step(const core::UpdateParams& p, const StepScalars& s, c10::ArrayRe
 
 template <typename A>
 void update_segment(const List& list, const core::Row& row, const core::Segment& segment, const Step<A>& step) {
-  const bool momentum = step.update && step.momentum;
+  const bool momentum = step.update && step.momentum, second = step.update && step.second;
   if (!step.reads_grad() && !step.average) return;
   Block<A> block;
   A* slots[core::kSlots];
@@ -326,18 +358,20 @@ void update_segment(const List& list, const core::Row& row, const core::Segment&
     if (row.data[core::kParam]) piece.load(core::kParam, block.slot[core::kParam]);
     if (step.reads_grad()) piece.load(core::kGrad, block.slot[core::kGrad]);
     if (momentum) piece.load(core::kMomentum, block.slot[core::kMomentum]);
+    if (second && step.rule != core::Rule::kMuon) piece.load(core::kSecond, block.slot[core::kSecond]);
     if (step.average) piece.load(core::kAverage, block.slot[core::kAverage]);
     step_block(slots, piece.count, step);
-    if (step.update) piece.store(core::kParam, block.slot[core::kParam]);
+    if (step.update && row.data[core::kParam]) piece.store(core::kParam, block.slot[core::kParam]);
     // sgd_element takes the gradient by value: the block still holds the multiplied one.
     if (step.write_grad) piece.store(core::kGrad, block.slot[core::kGrad]);
     if (momentum) piece.store(core::kMomentum, block.slot[core::kMomentum]);
+    if (second && step.rule != core::Rule::kMovedSgd) piece.store(core::kSecond, block.slot[core::kSecond]);
     if (step.average) piece.store(core::kAverage, block.slot[core::kAverage]);
   }
 }
 
 void update_all(const List& list, const std::vector<core::Segment>& segments, const core::UpdateParams& p,
-                c10::ArrayRef<core::SgdGroup> groups, const core::Workspace& w) {
+                c10::ArrayRef<core::Group> groups, const core::Workspace& w) {
   StepScalars s{};
   s.skip = (p.use_workspace && w.skip) || (p.found_inf && *p.found_inf != 0.f);
   s.inv_scale = p.grad_scale ? core::inverse_scale(*p.grad_scale) : p.use_workspace ? w.inv_scale : 1.f;
@@ -356,11 +390,11 @@ void update_all(const List& list, const std::vector<core::Segment>& segments, co
       update_segment(list, row, segment, row_step<float>(p, s, groups, row, segment.row));
     }
   });
-  if (p.fresh && !s.skip) {
-    for (size_t i = 0; i < list.rows.size(); ++i) {
-      const core::Row& row = list.rows[i];
-      if (row.data[core::kGrad] && row.data[core::kMomentum] && row.group >= 0) p.fresh[i] = 0;
-    }
+  for (size_t i = 0; i < list.rows.size() && p.rule != core::Rule::kNone && !s.skip; ++i) {
+    const core::Row& row = list.rows[i];
+    if (row.group < 0) continue;
+    if (p.fresh && row.data[core::kGrad] && row.data[core::kMomentum]) p.fresh[i] = 0;
+    if (p.rule == core::Rule::kAdam && row.step) *row.step += 1.f;
   }
   if (p.write_counter) *p.counter = updates;
 }
@@ -368,14 +402,15 @@ void update_all(const List& list, const std::vector<core::Segment>& segments, co
 }  // namespace
 
 void run_cpu(const List& list, const core::ReduceParams* reduce, const core::UpdateParams* update,
-             c10::ArrayRef<core::SgdGroup> groups) {
+             c10::ArrayRef<core::Group> groups) {
   std::vector<int64_t> numels;
   numels.reserve(list.rows.size());
   for (const core::Row& row : list.rows) numels.push_back(row.numel);
   const std::vector<core::Segment> segments = core::plan_segments(numels);
-  core::Workspace workspace{};
-  workspace.inv_scale = 1.f;
-  workspace.clip = 1.0;
+  core::Workspace own{};
+  own.inv_scale = 1.f;
+  own.clip = 1.0;
+  core::Workspace& workspace = list.workspace ? *list.workspace : own;
   if (reduce) reduce_all(list, segments, *reduce, workspace);
   if (update) update_all(list, segments, *update, groups, workspace);
 }
@@ -384,7 +419,7 @@ namespace {
 
 struct Cpu : OnDevice {
   static void run(const List& list, const core::ReduceParams* reduce, const core::UpdateParams* update,
-                  c10::ArrayRef<core::SgdGroup> groups) {
+                  c10::ArrayRef<core::Group> groups) {
     run_cpu(list, reduce, update, groups);
   }
 };
@@ -392,7 +427,7 @@ struct Cpu : OnDevice {
 // A list without tensors names no device; the dispatcher then comes here. So do devices that are neither CPU nor CUDA.
 struct AnyDevice : OnDevice {
   static void run(const List& list, const core::ReduceParams* reduce, const core::UpdateParams* update,
-                  c10::ArrayRef<core::SgdGroup> groups) {
+                  c10::ArrayRef<core::Group> groups) {
     multi_tensor::run(list, reduce, update, groups);
   }
 };

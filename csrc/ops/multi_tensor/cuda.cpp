@@ -171,7 +171,7 @@ std::shared_ptr<Plan> make_plan(const List& list, std::shared_ptr<Segments> segm
   plan->partials = device_bytes(core::kMaxBlocks * sizeof(double), list.device);
   char* table = static_cast<char*>(plan->table.mutable_data_ptr());
   core::MultiTensor& view = plan->view;
-  view.workspace = reinterpret_cast<core::Workspace*>(table);
+  view.workspace = list.workspace ? list.workspace : reinterpret_cast<core::Workspace*>(table);
   view.rows = reinterpret_cast<const core::Row*>(table + kWorkspaceBytes);
   view.layouts = reinterpret_cast<const core::Layout*>(table + kWorkspaceBytes + rows);
   view.segments = static_cast<const core::Segment*>(segments->device.const_data_ptr());
@@ -187,6 +187,7 @@ std::shared_ptr<Plan> make_plan(const List& list, std::shared_ptr<Segments> segm
 std::shared_ptr<Plan> cached_plan(const List& list, c10::cuda::CUDAStream stream) {
   Words key = {static_cast<uint64_t>(stream.id()), static_cast<uint64_t>(stream.device_index())};
   Words sizes = key;
+  key.push_back(reinterpret_cast<uint64_t>(list.workspace));
   append(key, list.rows);
   append(key, list.layouts);
   free_retired();
@@ -244,7 +245,7 @@ bool is_capturing(const List& list) {
 }
 
 void run_cuda(const List& list, const core::ReduceParams* reduce, const core::UpdateParams* update,
-              c10::ArrayRef<core::SgdGroup> groups) {
+              c10::ArrayRef<core::Group> groups) {
   const char* op = "multi_tensor";
   const c10::cuda::CUDAGuard guard(list.device);
   const auto stream = c10::cuda::getCurrentCUDAStream();
@@ -284,7 +285,7 @@ namespace {
 
 struct Cuda : OnDevice {
   static void run(const List& list, const core::ReduceParams* reduce, const core::UpdateParams* update,
-                  c10::ArrayRef<core::SgdGroup> groups) {
+                  c10::ArrayRef<core::Group> groups) {
     // By the list's device: a list without tensors is on none, and reaches CUDA by another argument's device.
     multi_tensor::run(list, reduce, update, groups);
   }

@@ -62,7 +62,8 @@ void List::add(const char* op, const at::Tensor* const tensors[core::kSlots], co
     }
     const auto dtype = core_dtype(tensor->scalar_type());
     row.dtype[slot] = static_cast<uint8_t>(dtype);
-    float32_only = float32_only && dtype == core::DType::kFloat32;
+    const bool narrow = narrow_second && slot == core::kSecond && dtype == core::DType::kBFloat16;
+    float32_only = float32_only && (dtype == core::DType::kFloat32 || narrow);
     any_float64 = any_float64 || dtype == core::DType::kFloat64;
     if (row.numel == 0) continue;
     row.data[slot] = written[slot] ? tensor->mutable_data_ptr() : const_cast<void*>(tensor->const_data_ptr());
@@ -122,7 +123,7 @@ float* float_pointer(const std::optional<at::Tensor>& tensor, const List& list, 
 }
 
 void run(const List& list, const core::ReduceParams* reduce, const core::UpdateParams* update,
-         c10::ArrayRef<core::SgdGroup> groups) {
+         c10::ArrayRef<core::Group> groups) {
   if (list.meta) return;
   if (list.device.is_cpu()) return run_cpu(list, reduce, update, groups);
 #ifdef TORCH_FASTDET_WITH_CUDA

@@ -31,6 +31,9 @@ struct List {
   bool float32_only = true;
   bool any_float64 = false;
   bool meta = false;
+  bool narrow_second = false;  // bfloat16 in kSecond does not count against float32_only
+  // Where the reduction leaves what the update reads, if other lists read it too; null: memory of this list's own.
+  core::Workspace* workspace = nullptr;
   // What the device keeps for these rows, and the stream it serves; set by a run, good as long as the rows are the
   // same.
   mutable std::shared_ptr<const void> plan;
@@ -56,12 +59,12 @@ float* float_pointer(const std::optional<at::Tensor>& tensor, const List& list, 
 // Runs either step or both (the update then uses what the reduction found) on the list's device. `groups` may be longer
 // than one launch takes.
 void run(const List& list, const core::ReduceParams* reduce, const core::UpdateParams* update,
-         c10::ArrayRef<core::SgdGroup> groups);
+         c10::ArrayRef<core::Group> groups);
 void run_cpu(const List& list, const core::ReduceParams* reduce, const core::UpdateParams* update,
-             c10::ArrayRef<core::SgdGroup> groups);
+             c10::ArrayRef<core::Group> groups);
 #ifdef TORCH_FASTDET_WITH_CUDA
 void run_cuda(const List& list, const core::ReduceParams* reduce, const core::UpdateParams* update,
-              c10::ArrayRef<core::SgdGroup> groups);
+              c10::ArrayRef<core::Group> groups);
 bool is_capturing(const List& list);
 #else
 inline bool is_capturing(const List&) {

@@ -26,7 +26,7 @@ struct SgdOptions {
 
 template <class Backend>
 void run_on(const List& list, const core::ReduceParams* reduce, const core::UpdateParams* update,
-            c10::ArrayRef<core::SgdGroup> groups, std::initializer_list<at::TensorList> written) {
+            c10::ArrayRef<core::Group> groups, std::initializer_list<at::TensorList> written) {
   if constexpr (!Backend::kMeta) {
     Backend::run(list, reduce, update, groups);
     for (const at::TensorList tensors : written) bump_versions(tensors);
@@ -60,12 +60,12 @@ void ema_by_tensor(at::TensorList averages, at::TensorList values, const at::Ten
   if (!list.rows.empty()) run_ema<Backend>(list, averages, scalar(decay, list, "multi_tensor_ema_", "decay"));
 }
 
-inline core::SgdGroup sgd_group(const char* op, double lr, double momentum, const SgdOptions& options) {
+inline core::Group sgd_group(const char* op, double lr, double momentum, const SgdOptions& options) {
   check_hyper_parameter(op, "lr", lr);
   check_hyper_parameter(op, "momentum", momentum);
   check_hyper_parameter(op, "weight_decay", options.weight_decay);
-  return {scalar(lr),       scalar(momentum), scalar(options.dampening), scalar(options.weight_decay),
-          options.nesterov, options.maximize};
+  return {scalar(lr),  scalar(momentum), scalar(options.dampening), scalar(options.weight_decay),
+          scalar(0.0), options.nesterov, options.maximize};
 }
 
 // `make_group(list)` gives the hyper-parameters.
@@ -77,9 +77,9 @@ void run_sgd(at::TensorList params, at::TensorList grads, at::TensorList momentu
   const Operand buffer{core::kMomentum, "momentum_buffers", momentum_buffers, true};
   const List list = momentum_buffers.empty() ? make_list(op, {param, grad}, 0, Backend::kMeta)
                                              : make_list(op, {param, grad, buffer}, 0, Backend::kMeta);
-  const core::SgdGroup group = make_group(list);
+  const core::Group group = make_group(list);
   core::UpdateParams step = update();
-  step.sgd = true;
+  step.rule = core::Rule::kSgd;
   step.first_step = options.is_first_step;
   step.grad_scale = float_pointer(options.grad_scale, list, op, "grad_scale");
   step.found_inf = float_pointer(options.found_inf, list, op, "found_inf");
@@ -93,7 +93,7 @@ void sgd(at::TensorList params, at::TensorList grads, at::TensorList momentum_bu
   constexpr const char* kOp = "multi_tensor_sgd_";
   TORCH_CHECK(momentum == 0.0 || !momentum_buffers.empty() || params.empty(), kOp, ": momentum is ", momentum,
               ", but momentum_buffers is empty; one buffer for each tensor of params is wanted");
-  const core::SgdGroup group = sgd_group(kOp, lr, momentum, options);
+  const core::Group group = sgd_group(kOp, lr, momentum, options);
   run_sgd<Backend>(params, grads, momentum == 0.0 ? at::TensorList{} : momentum_buffers, options, kOp,
                    [&](const List&) { return group; });
 }
@@ -102,7 +102,7 @@ template <class Backend>
 void sgd_by_tensor(at::TensorList params, at::TensorList grads, at::TensorList momentum_buffers, const at::Tensor& lr,
                    const at::Tensor& momentum, const SgdOptions& options) {
   constexpr const char* kOp = "multi_tensor_sgd_";
-  core::SgdGroup group = sgd_group(kOp, 0.0, 0.0, options);
+  core::Group group = sgd_group(kOp, 0.0, 0.0, options);
   run_sgd<Backend>(params, grads, momentum_buffers, options, kOp, [&](const List& list) {
     if (!list.rows.empty()) {
       group.lr = scalar(lr, list, kOp, "lr");

@@ -18,7 +18,9 @@ namespace {
 
 using OptionalTensors = std::vector<std::optional<at::Tensor>>;
 
-constexpr int64_t kNesterov = 1, kMaximize = 2, kHasMomentum = 4;
+constexpr int64_t kNesterov = 1, kMaximize = 2, kHasMomentum = 4, kDecoupled = 8;
+constexpr size_t kNumbers = 5;  // of a group: those of core::Group
+constexpr int64_t kReduce = 1, kUpdate = 2;
 
 class State : public torch::CustomClassHolder {
  public:
@@ -32,6 +34,8 @@ class State : public torch::CustomClassHolder {
         groups_(std::move(groups)),
         places_(std::move(places)),
         momentum_(params_.size()),
+        second_(params_.size()),
+        steps_(params_.size()),
         unfilled_(params_.size(), false),
         values_(std::move(values)),
         value_averages_(std::move(value_averages)) {
@@ -66,6 +70,39 @@ class State : public torch::CustomClassHolder {
       }
       momentum_[i] = std::move(buffer);
     }
+  }
+
+  // From here on parameters move by another rule than SGD (a core::Rule's number), with these tensors in kMomentum and
+  // kSecond, and Adam's counts of steps; none of them is made here.
+  void set_buffers(int64_t rule, const OptionalTensors& first, const OptionalTensors& second,
+                   const OptionalTensors& steps) {
+    rule_ = static_cast<core::Rule>(rule);
+    for (const OptionalTensors* list : {&first, &second, &steps}) {
+      TORCH_CHECK(list->size() == params_.size() || (list == &steps && list->empty()), name_,
+                  ": a list of buffers has ", list->size(), " entries, but params has ", params_.size());
+    }
+    for (size_t i = 0; i < params_.size(); ++i) {
+      momentum_[i] = first[i].value_or(at::Tensor());
+      second_[i] = second[i].value_or(at::Tensor());
+      steps_[i] = steps.empty() ? at::Tensor() : steps[i].value_or(at::Tensor());
+      if (!steps_[i].defined()) continue;
+      check_float32_scalar(steps_[i], params_[i].device(), name_.c_str(), "step");
+    }
+  }
+
+  // Where fused() with kReduce leaves scale, clip and overflow for this object, and for others that are given it.
+  at::Tensor workspace() {
+    if (!workspace_.defined()) {
+      const c10::InferenceMode writable(false);
+      const auto options = at::TensorOptions().device(params_.at(0).device()).dtype(at::kByte);
+      set_workspace(at::zeros({static_cast<int64_t>(sizeof(core::Workspace))}, options));
+    }
+    return workspace_;
+  }
+
+  void set_workspace(const at::Tensor& workspace) {
+    workspace_ = workspace;
+    listed_ = false;
   }
 
   // One byte a row: 1 while a momentum buffer holds nothing yet. Nothing where all are known to be filled.
@@ -113,23 +150,26 @@ class State : public torch::CustomClassHolder {
     return norm;
   }
 
-  // Raises what sgd() would raise, and writes nothing: where a step has several devices, all are looked at first.
-  void check_sgd(const std::vector<double>& hyper, const OptionalTensors& hyper_tensors,
-                 const std::vector<int64_t>& flags, bool unscales) {
+  // Raises what step() would raise, and writes nothing: where a step has several devices, all are looked at first.
+  void check_step(const std::vector<double>& hyper, const OptionalTensors& hyper_tensors,
+                  const std::vector<int64_t>& flags, bool unscales) {
     missing_buffers(hyper, flags);
-    sgd_groups(rows(unscales), hyper, hyper_tensors, flags);
+    make_groups(rows(unscales), hyper, hyper_tensors, flags);
   }
 
-  // One SGD step. `hyper` has lr, momentum, dampening and weight_decay for each group; `hyper_tensors` (or an empty
-  // list) the tensors that replace them. Returns how many momentum buffers it made.
-  int64_t sgd(const std::vector<double>& hyper, const OptionalTensors& hyper_tensors, const std::vector<int64_t>& flags,
-              const std::optional<at::Tensor>& grad_scale, const std::optional<at::Tensor>& found_inf) {
-    const bool write_grads = grad_scale.has_value();
+  // One step. `hyper` has the numbers of core::Group for each group; `hyper_tensors` (or an empty list) the tensors
+  // that replace them. With `use_workspace` gradients are scaled, clipped and skipped as fused() found; Muon's are
+  // never written. Returns how many momentum buffers it made.
+  int64_t step(const std::vector<double>& hyper, const OptionalTensors& hyper_tensors,
+               const std::vector<int64_t>& flags, const std::optional<at::Tensor>& grad_scale,
+               const std::optional<at::Tensor>& found_inf, bool use_workspace) {
+    const bool write_grads = grad_scale.has_value() && rule_ != core::Rule::kMuon;
     const std::vector<size_t> missing = missing_buffers(hyper, flags);
     const List& list = rows(write_grads);
     core::UpdateParams params = update();
-    const auto groups = sgd_groups(list, hyper, hyper_tensors, flags);
-    params.sgd = true;
+    const auto groups = make_groups(list, hyper, hyper_tensors, flags);
+    params.rule = rule_;
+    params.use_workspace = use_workspace;
     params.grad_scale = float_pointer(grad_scale, list, name_.c_str(), "grad_scale");
     params.found_inf = float_pointer(found_inf, list, name_.c_str(), "found_inf");
     params.write_grads = write_grads;
@@ -138,7 +178,7 @@ class State : public torch::CustomClassHolder {
       params.fresh = fresh_pointer();
       run(list, nullptr, &params, groups);
     });
-    after_sgd(found_inf.has_value());
+    after_step(found_inf.has_value() || use_workspace);
     if (write_grads) bump_grads();
     return static_cast<int64_t>(missing.size());
   }
@@ -154,16 +194,18 @@ class State : public torch::CustomClassHolder {
 
   // Unscale, clip, SGD and moving average in two launches (one, where neither a scale nor a norm is wanted). Gradients
   // stay as they are. `growth`: growth factor, backoff factor, growth interval. `decay` below 0: no moving average; tau
-  // above 0: a ramp over `updates`, or over the number in `counter` where updates is -1.
+  // above 0: a ramp over `updates`, or over the number in `counter` where updates is -1. `parts`: kReduce, kUpdate or
+  // both; what runs in between finds the reduction's result in workspace().
   int64_t fused(const std::vector<double>& hyper, const OptionalTensors& hyper_tensors,
                 const std::vector<int64_t>& flags, const std::optional<at::Tensor>& scale,
                 const std::optional<at::Tensor>& growth_tracker, const std::vector<double>& growth,
                 const std::optional<double>& max_norm, const at::Tensor& norm, const at::Tensor& found_inf,
-                double decay, double tau, int64_t updates, const std::optional<at::Tensor>& counter) {
+                double decay, double tau, int64_t updates, const std::optional<at::Tensor>& counter, int64_t parts) {
     const char* op = name_.c_str();
     const std::vector<size_t> missing = missing_buffers(hyper, flags);
+    if (parts != (kReduce | kUpdate)) workspace();
     const List& list = rows(false);
-    const auto groups = sgd_groups(list, hyper, hyper_tensors, flags);
+    const auto groups = make_groups(list, hyper, hyper_tensors, flags);
     core::ReduceParams reduce = reduction();
     const bool reduces = scale || max_norm;
     if (reduces) {
@@ -190,7 +232,7 @@ class State : public torch::CustomClassHolder {
     }
     core::UpdateParams params = update();
     params.use_workspace = reduces;
-    params.sgd = true;
+    params.rule = rule_;
     params.ema = decay >= 0;
     params.decay = scalar(decay);
     params.tau = tau;
@@ -203,12 +245,14 @@ class State : public torch::CustomClassHolder {
       params.write_counter = params.ema;
     }
     TORCH_CHECK(!params.ema || updates >= 0 || counter, op, ": updates is -1, but no counter is given");
+    const bool updates_now = parts & kUpdate;
     with_buffers(missing, hyper, [&] {
       if (!missing.empty()) rows(false);
       params.fresh = fresh_pointer();
-      run(list, reduces ? &reduce : nullptr, &params, groups);
+      run(list, reduces && (parts & kReduce) ? &reduce : nullptr, updates_now ? &params : nullptr, groups);
     });
-    after_sgd(scale.has_value());
+    if (!updates_now) return static_cast<int64_t>(missing.size());
+    after_step(scale.has_value());
     if (params.ema) bump_averages();
     return static_cast<int64_t>(missing.size());
   }
@@ -247,12 +291,15 @@ class State : public torch::CustomClassHolder {
       const at::Tensor& grad = params_[i].grad();
       const bool steps = grad.defined();
       const at::Tensor* param = steps || averages_[i].defined() ? &params_[i] : nullptr;
-      const at::Tensor* momentum = steps && has_momentum_[groups_[i]] ? &momentum_[i] : nullptr;
-      const at::Tensor* tensors[core::kSlots] = {param, &grad, momentum, &averages_[i]};
+      if (rule_ == core::Rule::kMuon) param = nullptr;
+      const at::Tensor* momentum =
+          steps && (rule_ != core::Rule::kSgd || has_momentum_[groups_[i]]) ? &momentum_[i] : nullptr;
+      const at::Tensor* second = steps && rule_ != core::Rule::kSgd ? &second_[i] : nullptr;
+      const at::Tensor* tensors[core::kSlots] = {param, &grad, momentum, &averages_[i], second};
       f(i, tensors, static_cast<int32_t>(groups_[i]));
     }
     for (size_t i = 0; i < values_.size(); ++i) {
-      const at::Tensor* tensors[core::kSlots] = {&values_[i], nullptr, nullptr, &value_averages_[i]};
+      const at::Tensor* tensors[core::kSlots] = {&values_[i], nullptr, nullptr, &value_averages_[i], nullptr};
       f(params_.size() + i, tensors, -1);
     }
   }
@@ -263,33 +310,46 @@ class State : public torch::CustomClassHolder {
     bool same = listed_ && (list_grads_written_ || !grads_written);
     if (same) {
       size_t at = 0;
-      for_rows([&](size_t, const at::Tensor* const tensors[], int32_t) {
+      for_rows([&](size_t row, const at::Tensor* const tensors[], int32_t) {
         for (int slot = 0; slot < core::kSlots; ++slot) same = same && !(stamp(tensors[slot]) != stamps_[at++]);
+        same = same && step_of(row, tensors) == steps_listed_[row];
       });
     }
     if (same) return list_;
     listed_ = false;
     list_ = List();
+    list_.narrow_second = rule_ == core::Rule::kMuon;
+    if (workspace_.defined()) list_.workspace = static_cast<core::Workspace*>(workspace_.mutable_data_ptr());
     if (!params_.empty() || !values_.empty()) list_.device = (params_.empty() ? values_ : params_)[0].device();
     list_.rows.reserve(params_.size() + values_.size());
     for_rows([&](size_t row, const at::Tensor* const tensors[], int32_t group) {
       const bool is_param = group >= 0;
       const bool steps = is_param && tensors[core::kGrad]->defined();
-      const bool written[core::kSlots] = {steps, grads_written, true, true};
+      const bool written[core::kSlots] = {steps, grads_written, true, true, rule_ != core::Rule::kMovedSgd};
       list_.add(name_.c_str(), tensors, written, group, [&](int slot) {
-        static const char* const names[core::kSlots] = {"params", "grads", "momentum_buffers", "averages"};
-        static const char* const value_names[core::kSlots] = {"values", "", "", "averages"};
+        static const char* const names[core::kSlots] = {"params", "grads", "momentum_buffers", "averages",
+                                                        "second buffers"};
+        static const char* const value_names[core::kSlots] = {"values", "", "", "averages", ""};
         return is_param ? indexed(names[slot], places_[row]) : indexed(value_names[slot], row - params_.size());
       });
+      list_.rows.back().step = step_of(row, tensors);
     });
     // After the rows: a lazy copy gets its own memory while they are made.
     stamps_.clear();
-    for_rows([&](size_t, const at::Tensor* const tensors[], int32_t) {
+    steps_listed_.clear();
+    for_rows([&](size_t row, const at::Tensor* const tensors[], int32_t) {
+      steps_listed_.push_back(step_of(row, tensors));
       for (int slot = 0; slot < core::kSlots; ++slot) stamps_.push_back(stamp(tensors[slot]));
     });
     list_grads_written_ = grads_written;
     listed_ = true;
     return list_;
+  }
+
+  // Where Adam counts the steps of a row; null for one that takes none.
+  float* step_of(size_t row, const at::Tensor* const tensors[]) const {
+    if (row >= params_.size() || !steps_[row].defined() || !tensors[core::kGrad]->defined()) return nullptr;
+    return static_cast<float*>(steps_[row].mutable_data_ptr());
   }
 
   at::Tensor flag(const List& list) const {
@@ -300,19 +360,25 @@ class State : public torch::CustomClassHolder {
 
   uint8_t* fresh_pointer() {
     const bool any = any_unfilled();
-    // A captured graph goes on reading it after this object is gone.
-    list_.owned_by_graph.assign(any ? 1 : 0, fresh_);
+    // A captured graph goes on reading these after this object is gone.
+    list_.owned_by_graph.clear();
+    if (any) list_.owned_by_graph.push_back(fresh_);
+    if (workspace_.defined()) list_.owned_by_graph.push_back(workspace_);
     return any ? static_cast<uint8_t*>(fresh_.mutable_data_ptr()) : nullptr;
   }
 
   // Parameters that have a gradient for the first time and need a momentum buffer.
   std::vector<size_t> missing_buffers(const std::vector<double>& hyper, const std::vector<int64_t>& flags) {
-    TORCH_CHECK(flags.size() >= has_momentum_.size() && hyper.size() == 4 * flags.size(), name_, ": flags has ",
+    TORCH_CHECK(flags.size() >= has_momentum_.size() && hyper.size() == kNumbers * flags.size(), name_, ": flags has ",
                 flags.size(), " and hyper ", hyper.size(), " entries, but ", has_momentum_.size(), " groups are here");
     has_momentum_.resize(flags.size());  // the last groups may have no parameter here
     for (size_t group = 0; group < flags.size(); ++group) has_momentum_[group] = flags[group] & kHasMomentum;
     std::vector<size_t> missing;
-    for (size_t i = 0; i < params_.size(); ++i) {
+    for (size_t i = 0; i < params_.size() && rule_ != core::Rule::kSgd; ++i) {
+      TORCH_CHECK(momentum_[i].defined() || !params_[i].grad().defined(), name_, ": params[", places_[i],
+                  "] has a gradient, but no buffers were given for it");
+    }
+    for (size_t i = 0; i < params_.size() && rule_ == core::Rule::kSgd; ++i) {
       if (has_momentum_[groups_[i]] && !momentum_[i].defined() && params_[i].grad().defined()) missing.push_back(i);
     }
     TORCH_CHECK(missing.empty() || !is_capturing(), name_, ": params[", places_[missing[0]],
@@ -332,7 +398,7 @@ class State : public torch::CustomClassHolder {
       const at::NoGradGuard no_grad;
       for (const size_t i : missing) {
         momentum_[i] = at::zeros_like(params_[i].detach());
-        if (hyper[4 * groups_[i] + 2] == 0.0) continue;
+        if (hyper[kNumbers * groups_[i] + 2] == 0.0) continue;
         if (!fresh_.defined()) {
           const auto options = at::TensorOptions().device(params_[0].device()).dtype(at::kByte);
           fresh_ = at::zeros({static_cast<int64_t>(params_.size() + values_.size())}, options);
@@ -357,14 +423,15 @@ class State : public torch::CustomClassHolder {
     return multi_tensor::is_capturing(list);
   }
 
-  void after_sgd(bool may_skip) {
+  void after_step(bool may_skip) {
     // Without a scaler the host knows that the step was taken, and that the device has cleared these bytes.
     const bool taken = !may_skip && any_unfilled() && !is_capturing();
     for (size_t i = 0; i < params_.size(); ++i) {
       if (!params_[i].grad().defined()) continue;
       if (taken && has_momentum_[groups_[i]]) unfilled_[i] = false;
-      bump_version(params_[i]);
+      if (rule_ != core::Rule::kMuon) bump_version(params_[i]);
       bump_version(momentum_[i]);
+      if (rule_ == core::Rule::kAdam) bump_version(second_[i]);
     }
   }
 
@@ -379,26 +446,30 @@ class State : public torch::CustomClassHolder {
 
   std::string in_group(size_t group) const { return name_ + ": " + indexed("param_groups", group); }
 
-  std::vector<core::SgdGroup> sgd_groups(const List& list, const std::vector<double>& hyper,
-                                         const OptionalTensors& tensors, const std::vector<int64_t>& flags) const {
+  std::vector<core::Group> make_groups(const List& list, const std::vector<double>& hyper,
+                                       const OptionalTensors& tensors, const std::vector<int64_t>& flags) const {
     const char* op = name_.c_str();
-    static const char* const names[4] = {"lr", "momentum", "dampening", "weight_decay"};
+    static const char* const sgd_names[kNumbers] = {"lr", "momentum", "dampening", "weight_decay", "muon"};
+    static const char* const adam_names[kNumbers] = {"lr", "betas[0]", "betas[1]", "weight_decay", "eps"};
+    const bool adam = rule_ == core::Rule::kAdam;
+    const auto& names = adam ? adam_names : sgd_names;
     TORCH_CHECK(tensors.empty() || tensors.size() == hyper.size(), op, ": hyper_tensors has ", tensors.size(),
                 " entries, but hyper has ", hyper.size());
-    std::vector<core::SgdGroup> groups;
+    std::vector<core::Group> groups;
     for (size_t group = 0; group < flags.size(); ++group) {
-      core::Scalar scalars[4];
-      for (size_t k = 0; k < 4; ++k) {
-        const size_t at = 4 * group + k;
+      core::Scalar scalars[kNumbers];
+      for (size_t k = 0; k < kNumbers; ++k) {
+        const size_t at = kNumbers * group + k;
         if (!tensors.empty() && tensors[at]) {
           scalars[k] = scalar(*tensors[at], list, in_group(group).c_str(), names[k]);
         } else {
-          if (k != 2 && !(hyper[at] >= 0.0)) check_hyper_parameter(in_group(group).c_str(), names[k], hyper[at]);
+          const bool any_sign = !adam && (k == 2 || k == 4);
+          if (!any_sign && !(hyper[at] >= 0.0)) check_hyper_parameter(in_group(group).c_str(), names[k], hyper[at]);
           scalars[k] = scalar(hyper[at]);
         }
       }
-      groups.push_back({scalars[0], scalars[1], scalars[2], scalars[3], (flags[group] & kNesterov) != 0,
-                        (flags[group] & kMaximize) != 0});
+      groups.push_back({scalars[0], scalars[1], scalars[2], scalars[3], scalars[4], (flags[group] & kNesterov) != 0,
+                        (flags[group] & kMaximize) != 0, (flags[group] & kDecoupled) != 0});
     }
     return groups;
   }
@@ -407,7 +478,11 @@ class State : public torch::CustomClassHolder {
   std::vector<at::Tensor> params_;
   std::vector<int64_t> groups_;
   std::vector<int64_t> places_;
+  core::Rule rule_ = core::Rule::kSgd;
   std::vector<at::Tensor> momentum_;
+  std::vector<at::Tensor> second_;
+  std::vector<at::Tensor> steps_;
+  at::Tensor workspace_;
   std::vector<bool> unfilled_;  // where a byte of fresh_ may be 1
   std::vector<at::Tensor> averages_;
   std::vector<at::Tensor> values_;
@@ -415,6 +490,7 @@ class State : public torch::CustomClassHolder {
   std::vector<bool> has_momentum_;
   List list_;
   std::vector<Stamp> stamps_;
+  std::vector<const float*> steps_listed_;
   bool listed_ = false;
   bool list_grads_written_ = false;
   at::Tensor fresh_;  // made once and kept: a captured graph may point to it
@@ -430,8 +506,11 @@ TORCH_LIBRARY_FRAGMENT(torch_fastdet, m) {
       .def("gradients", &State::gradients)
       .def("unscale_", &State::unscale)
       .def("clip_grad_norm_", &State::clip_grad_norm)
-      .def("check_sgd", &State::check_sgd)
-      .def("sgd_", &State::sgd)
+      .def("set_buffers", &State::set_buffers)
+      .def("workspace", &State::workspace)
+      .def("set_workspace", &State::set_workspace)
+      .def("check_step", &State::check_step)
+      .def("step_", &State::step)
       .def("ema_", &State::ema)
       .def("fused_", &State::fused);
 }

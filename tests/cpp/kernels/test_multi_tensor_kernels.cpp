@@ -19,6 +19,7 @@ struct TestRow {
   std::optional<Tensor> slot[kSlots];
   int32_t group;
   bool dense;  // all lie alike
+  std::unique_ptr<float> step;
 
   int64_t numel() const {
     for (const auto& tensor : slot) {
@@ -37,6 +38,7 @@ struct What {
   bool float32_only, with_params, with_grads, with_momentum, with_averages;
   int32_t groups;
   int rows;
+  Rule rule = Rule::kSgd;
 };
 
 // A list and its device-side form, as csrc/ops/multi_tensor/cuda.cpp makes it.
@@ -69,9 +71,12 @@ struct TestList {
     static constexpr int64_t kSizes[] = {0,   1,   3,   7,   8,    9,    31,   32,   33,  64,
                                          127, 255, 256, 257, 1000, 1023, 1024, 1025, 2500};
     const bool average_only = what.with_averages && random.chance(15);
+    const bool buffers = what.with_momentum && !average_only;
+    const bool always = what.rule == Rule::kAdam || what.rule == Rule::kMuon;
     const bool wanted[kSlots] = {what.with_params, what.with_grads && !average_only && random.chance(90),
-                                 what.with_momentum && !average_only && random.chance(90),
-                                 what.with_averages && (average_only || random.chance(80))};
+                                 buffers && (always || random.chance(90)),
+                                 what.with_averages && (average_only || random.chance(80)),
+                                 buffers && (always || (what.rule == Rule::kMovedSgd && random.chance(60)))};
     const bool mixed = !what.float32_only && random.chance(40);
     const bool strided = !what.float32_only && random.chance(30);
     const DType type = what.float32_only ? DType::kFloat32 : kTypes[random.below(4)];
@@ -83,7 +88,8 @@ struct TestList {
     const int64_t common_offset = random.chance(70) ? 0 : random.below(4);
     for (int s = 0; s < kSlots; ++s) {
       if (!wanted[s]) continue;
-      const DType own = mixed ? kTypes[random.below(4)] : type;
+      const bool narrow = s == kSecond && what.rule == Rule::kMuon;
+      const DType own = mixed ? kTypes[random.below(4)] : narrow ? DType::kBFloat16 : type;
       const int64_t offset = random.chance(85) ? common_offset : random.below(9);
       std::vector<int64_t> strides = Tensor::dense(sizes);
       if (strided && random.chance(60)) strides = {sizes[1] * sizes[2], 1, sizes[1]};          // permuted
@@ -102,6 +108,10 @@ struct TestList {
     device.numel = row.numel();
     device.group = row.group;
     device.layout = -1;
+    if (what.rule == Rule::kAdam && row.slot[kGrad]) {
+      row.step = std::make_unique<float>(static_cast<float>(random.below(50)));
+      device.step = row.step.get();
+    }
     if (strided) {
       Layout layout;
       EXPECT_TRUE(merge_dims(layout, 3, sizes.data(), strides));
@@ -146,6 +156,9 @@ void expect_workspace_ready(const TestList& list) {
 
 // What a step does to one element, in the arithmetic type A of its row.
 struct ElementStep {
+  Rule rule;
+  bool second, decoupled;
+  double last, steps;
   bool scaled, clipped, update, momentum, fresh, average;
   float inv_scale;
   double clip, decay;
@@ -155,8 +168,8 @@ struct ElementStep {
 };
 
 template <typename A>
-void step_element(const ElementStep& s, double& param, double& grad, double& buffer, double& average) {
-  A g = static_cast<A>(grad), p = static_cast<A>(param), b = static_cast<A>(buffer);
+void step_element(const ElementStep& s, double& param, double& grad, double& buffer, double& average, double& second) {
+  A g = static_cast<A>(grad), p = static_cast<A>(param), b = static_cast<A>(buffer), v = static_cast<A>(second);
   if (s.scaled) g = static_cast<A>(rounded(s.grad_type, g * static_cast<A>(s.inv_scale)));
   if (s.clipped) g = static_cast<A>(rounded(s.grad_type, g * static_cast<A>(s.clip)));
   if (s.update) {
@@ -166,7 +179,16 @@ void step_element(const ElementStep& s, double& param, double& grad, double& buf
                             static_cast<A>(s.weight_decay),
                             s.nesterov,
                             s.maximize};
-    sgd_element(p, g, b, sgd, s.momentum, s.fresh);
+    if (s.rule == Rule::kAdam) {
+      const auto adam = adam_scalars<A>(s.lr, s.momentum_factor, s.dampening, s.weight_decay, s.last, s.decoupled,
+                                        s.maximize, s.steps + 1);
+      adam_element(p, g, b, v, adam);
+    } else if (s.rule == Rule::kMuon) {
+      v = muon_element(g, b, sgd.momentum, static_cast<A>(1.0 - s.momentum_factor), s.nesterov);
+    } else {
+      if (s.second) p = fused_mul_add(static_cast<A>(s.last), v, p);
+      sgd_element(p, g, b, sgd, s.momentum, s.fresh);
+    }
     p = static_cast<A>(rounded(s.param_type, p));
   }
   if (s.average) {
@@ -175,6 +197,7 @@ void step_element(const ElementStep& s, double& param, double& grad, double& buf
   param = p;
   grad = g;
   buffer = b;
+  second = v;
 }
 
 struct DeviceScalar {
@@ -194,16 +217,18 @@ struct DeviceScalar {
 };
 
 struct TestGroup {
-  DeviceScalar lr, momentum, dampening, weight_decay;
-  bool nesterov, maximize;
+  DeviceScalar lr, momentum, dampening, weight_decay, last;
+  bool nesterov, maximize, decoupled;
 
   explicit TestGroup(Random& random)
       : lr(random, 0.1),
         momentum(random, 0.9),
         dampening(random, random.chance(50) ? 0.0 : 0.25),
         weight_decay(random, random.chance(50) ? 0.0 : 0.01),
+        last(random, 0.001),
         nesterov(random.chance(50)),
-        maximize(random.chance(30)) {}
+        maximize(random.chance(30)),
+        decoupled(random.chance(50)) {}
 };
 
 void reduce_and_update(uint64_t seed) {
@@ -216,6 +241,7 @@ void reduce_and_update(uint64_t seed) {
   what.with_averages = !what.with_grads || random.chance(50);
   what.with_params = what.with_averages || random.chance(80);
   what.with_momentum = what.with_grads && what.with_params && random.chance(70);
+  if (what.with_momentum && random.chance(40)) what.rule = static_cast<Rule>(2 + random.below(3));
   what.groups = random.chance(20) ? kMaxGroups + 7 : 3;
   what.rows = random.chance(5) ? 0 : 1 + static_cast<int>(random.below(40));
   TestList list(random, what);
@@ -303,11 +329,12 @@ void reduce_and_update(uint64_t seed) {
   found_inf = random.chance(85) ? 0.f : 1.f;
   p.found_inf = random.chance(50) ? &found_inf : nullptr;
   p.write_grads = what.with_grads && random.chance(50);
-  p.sgd = what.with_grads && what.with_params && random.chance(90);
+  const bool steps = what.with_grads && what.with_params && random.chance(90);
+  p.rule = steps ? what.rule : Rule::kNone;
   p.first_step = random.chance(20);
   std::vector<uint8_t> fresh(list.rows.size());
   for (uint8_t& flag : fresh) flag = random.chance(50);
-  p.fresh = p.sgd && random.chance(50) ? fresh.data() : nullptr;
+  p.fresh = steps && random.chance(50) ? fresh.data() : nullptr;
   p.ema = what.with_averages && random.chance(90);
   const DeviceScalar decay(random, 0.99);
   p.decay = decay.scalar;
@@ -317,19 +344,20 @@ void reduce_and_update(uint64_t seed) {
   p.updates = random.chance(50) ? -1 : 12;
   const bool write_counter = p.ema && random.chance(70);
   std::vector<TestGroup> groups;
-  for (int g = 0; p.sgd && g < what.groups; ++g) groups.emplace_back(random);
+  for (int g = 0; steps && g < what.groups; ++g) groups.emplace_back(random);
 
   const bool skip = (p.use_workspace && list.workspace.skip) || (p.found_inf && found_inf != 0);
   const float inv_scale = p.grad_scale ? inverse_scale(scale) : p.use_workspace ? list.workspace.inv_scale : 1.f;
   const double clip = p.use_workspace ? list.workspace.clip : 1.0;
   const int64_t updates = p.updates >= 0 ? p.updates : 42;
   std::vector<uint8_t> want_fresh = fresh;
+  std::vector<float> want_steps;
   for (size_t r = 0; r < list.rows.size(); ++r) {
     const TestRow& row = list.rows[r];
     const bool has_grad = row.slot[kGrad] && !skip;
     ElementStep s{};
-    s.update = p.sgd && has_grad && row.group >= 0;
-    const bool writes_grad = p.write_grads && has_grad && (!p.sgd || s.update);
+    s.update = steps && has_grad && row.group >= 0;
+    const bool writes_grad = p.write_grads && has_grad && (!steps || s.update);
     s.scaled = inv_scale != 1.f && (s.update || writes_grad);
     s.clipped = clip != 1.0 && (s.update || writes_grad);
     s.inv_scale = inv_scale;
@@ -337,6 +365,9 @@ void reduce_and_update(uint64_t seed) {
     s.average = p.ema && row.slot[kAverage];
     s.decay = p.tau > 0 ? ema_decay(decay.value, p.tau, static_cast<double>(updates)) : decay.value;
     s.momentum = row.slot[kMomentum].has_value();
+    s.rule = what.rule;
+    s.second = row.slot[kSecond].has_value();
+    if (row.step) s.steps = *row.step;
     s.fresh = p.first_step || (p.fresh && fresh[r]);
     if (row.slot[kParam]) s.param_type = row.slot[kParam]->dtype;
     if (row.slot[kGrad]) s.grad_type = row.slot[kGrad]->dtype;
@@ -344,20 +375,23 @@ void reduce_and_update(uint64_t seed) {
       const TestGroup& group = groups[row.group];
       s.lr = group.lr.value, s.momentum_factor = group.momentum.value, s.dampening = group.dampening.value;
       s.weight_decay = group.weight_decay.value, s.nesterov = group.nesterov, s.maximize = group.maximize;
+      s.last = group.last.value, s.decoupled = group.decoupled;
     }
     for (int64_t i = 0; i < row.numel(); ++i) {
       double v[kSlots] = {};
       for (int slot = 0; slot < kSlots; ++slot) {
         if (row.slot[slot]) v[slot] = want[r * kSlots + slot][i];
       }
-      row.has_double() ? step_element<double>(s, v[kParam], v[kGrad], v[kMomentum], v[kAverage])
-                       : step_element<float>(s, v[kParam], v[kGrad], v[kMomentum], v[kAverage]);
-      const bool written[kSlots] = {s.update, writes_grad, s.update && s.momentum, s.average};
+      row.has_double() ? step_element<double>(s, v[kParam], v[kGrad], v[kMomentum], v[kAverage], v[kSecond])
+                       : step_element<float>(s, v[kParam], v[kGrad], v[kMomentum], v[kAverage], v[kSecond]);
+      const bool written[kSlots] = {s.update && s.rule != Rule::kMuon, writes_grad, s.update && s.momentum, s.average,
+                                    s.update && s.second && s.rule != Rule::kMovedSgd};
       for (int slot = 0; slot < kSlots; ++slot) {
         if (written[slot]) want[r * kSlots + slot][i] = rounded(row.slot[slot]->dtype, v[slot]);
       }
     }
     if (p.fresh && !skip && row.slot[kGrad] && row.slot[kMomentum] && row.group >= 0) want_fresh[r] = 0;
+    want_steps.push_back(row.step ? *row.step + (steps && what.rule == Rule::kAdam && !skip) : 0);
   }
 
   int64_t first = 0;  // as csrc/ops/multi_tensor/cuda.cpp launches them
@@ -368,7 +402,8 @@ void reduce_and_update(uint64_t seed) {
     p.num_groups = static_cast<int32_t>(now);
     for (int64_t i = 0; i < now; ++i) {
       const TestGroup& g = groups[first + i];
-      p.groups[i] = {g.lr.scalar, g.momentum.scalar, g.dampening.scalar, g.weight_decay.scalar, g.nesterov, g.maximize};
+      p.groups[i] = {g.lr.scalar,   g.momentum.scalar, g.dampening.scalar, g.weight_decay.scalar,
+                     g.last.scalar, g.nesterov,        g.maximize,         g.decoupled};
     }
     first += now;
     p.write_counter = write_counter && first >= count;
@@ -377,6 +412,11 @@ void reduce_and_update(uint64_t seed) {
   expect_workspace_ready(list);
   expect_values(list, want, seed);
   EXPECT_EQ(fresh, want_fresh);
+  for (size_t r = 0; r < list.rows.size(); ++r) {
+    if (list.rows[r].step) {
+      EXPECT_EQ(*list.rows[r].step, want_steps[r]);
+    }
+  }
   EXPECT_EQ(counter, write_counter ? updates : 41);
 }
 
