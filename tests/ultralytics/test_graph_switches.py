@@ -6,6 +6,7 @@ import re
 import pytest
 
 CASES = ("plain", "val_and_save", "multi_scale", "freeze", "freeze_later", "out_of_memory", "resume", "yolo26n")
+OPTIMIZERS = ("AdamW", "resume_AdamW", "resume_MuSGD", "out_of_memory_AdamW")
 AGAIN = ("freeze_later", "resume")  # what is trained changes, or another model trains
 CAPTURED = r"cuda_graph: captured forward and backward of DetectionModel for input \((\d+), 3, (\d+), (\d+)\)"
 
@@ -66,6 +67,26 @@ def test_options_of_the_trainer(more_trainings, case):
         )
     if case == "val_and_save":
         assert "epoch0.pt" in graphed["files"]
+
+
+@pytest.fixture(scope="module")
+def fused_trainings(program, digits, tmp_path_factory):
+    return program("graphs.py", digits, tmp_path_factory.mktemp("graphs"), *OPTIMIZERS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OPTIMIZERS)
+def test_the_optimizers_step_is_fused_too(fused_trainings, case):
+    """Rounding differs, and grows from step to step; a step that is missing or taken twice shows at once."""
+    stock, graphed = fused_trainings[case]["stock"], fused_trainings[case]["graphed"]
+    assert stock["fused"] == 0 and graphed["fused"] >= 3
+    # A resume begins with moments that were rounded to float16, and Muon's products are bfloat16.
+    assert graphed["losses"] == pytest.approx(stock["losses"], rel=3e-2 if case == "resume_MuSGD" else 2e-3)
+    assert graphed["losses"][:2] == pytest.approx(stock["losses"][:2], rel=1e-4)
+    for kept in ("state", "ema"):
+        assert graphed[kept] == pytest.approx(stock[kept], rel=2e-2, abs=1e-2)
+    assert graphed["files"] == stock["files"] and not any(graphed["files"].values()), "a checkpoint names torch_fastdet"
+    assert graphed["batch"] == stock["batch"]
 
 
 def test_two_epochs_on_a_gpu(cuda, program, digits, tmp_path):

@@ -10,6 +10,7 @@ import pytest
 from ultralytics import YOLO
 
 from tests.graphs import fake_gpu
+from torch_fastdet.optim import FusedStep
 from torch_fastdet.patching import switch
 from torch_fastdet.ultralytics import SwitchError, patch, unpatch
 from torch_fastdet.ultralytics.training_switch import TrainingSwitch
@@ -90,10 +91,27 @@ CASES = {
     "out_of_memory": ({}, out_of_memory),
     "resume": ({"epochs": 3}, stop_after_an_epoch),
     "yolo26n": ({"model": "yolo26n.yaml"}, None),
+    # With the optimizer's step fused as well.
+    "AdamW": ({"optimizer": "AdamW", "warmup_epochs": 0}, None),
+    "resume_AdamW": ({"optimizer": "AdamW", "epochs": 3}, stop_after_an_epoch),
+    "resume_MuSGD": ({"optimizer": "MuSGD", "epochs": 3}, stop_after_an_epoch),
+    "out_of_memory_AdamW": ({"optimizer": "AdamW"}, out_of_memory),
 }
 
 
+def counted(step):
+    def call(*arguments, **keywords):
+        fused_steps.append(1)
+        return step(*arguments, **keywords)
+
+    return call
+
+
+fused_steps = []
+
+
 def train(case, kind):
+    fused_steps.clear()
     overrides, prepare = CASES[case]
     arguments = {**COMMON, **overrides}
     model = YOLO(arguments.pop("model", "yolov8n.yaml"), task="detect")
@@ -115,6 +133,7 @@ def train(case, kind):
         "ema": {name: float(v.double().abs().sum()) for name, v in trainer.ema.ema.state_dict().items()},
         "files": {file.name: b"torch_fastdet" in file.read_bytes() for file in sorted(folder.iterdir())},
         "batch": trainer.batch_size,
+        "fused": len(fused_steps),
     }
 
 
@@ -126,7 +145,8 @@ def patched(case):
             monkeypatch.setattr(switch, "missing_gpu", lambda: None)
             monkeypatch.setattr(TrainingSwitch, "objection", lambda self, trainer: None)
         with contextlib.redirect_stdout(said):
-            patch(cuda_graph=True, channels_last=True)
+            patch(cuda_graph=True, channels_last=True, multi_tensor_optimizer="optimizer" in CASES[case][0])
+        monkeypatch.setattr(FusedStep, "step", counted(FusedStep.step))
         try:
             with contextlib.redirect_stdout(said):
                 result = train(case, "graphed")
