@@ -70,6 +70,7 @@ REAL_SCRIPTS = ("yolov5", "ultralytics", "sklearn", "cv2", "PIL", "yaml")
 WANTS = {
     "step": ("yolov5",),
     "train": REAL_SCRIPTS,
+    "ultralytics": ("ultralytics", "sklearn", "cv2", "PIL", "yaml"),
     "loader": REAL_SCRIPTS,
     "postprocess": REAL_SCRIPTS,
     "training_truth": REAL_SCRIPTS,

@@ -14,6 +14,7 @@ What it takes, and why:
   versions no longer have. The stand-in answers "no such repository", after which yolov5 looks on the disk.
 * ``roboflow``: imported at start, used only for data sets that live there. A module without content is enough.
 * ``pkg_resources``: gone from setuptools 82 on; yolov5 compares versions with it, which ``packaging`` does as well.
+* ``polars``: Ultralytics keeps its own log with it in checkpoints, and goes on without where reading fails.
 * ``numpy.trapz``: gone from numpy 2.4 on. ``sitecustomize`` gives it back, so that worker processes have it too.
 * what would call home (requirement checks that install, experiment trackers) is switched off.
 """
@@ -48,6 +49,7 @@ ROBOFLOW = {
     "roboflow/core/version.py": "class Version:\n    pass\n",
 }
 PKG_RESOURCES = {"pkg_resources.py": "from packaging.version import parse as parse_version\n"}
+POLARS = {"polars.py": ""}
 TRAPZ = {
     "sitecustomize.py": """
 import numpy
@@ -83,7 +85,7 @@ def environment(folder: str | os.PathLike) -> dict[str, str]:
     folder = Path(folder).resolve()
     stand_ins, config = folder / "stand_ins", folder / "config"
     _write(stand_ins, HUB)
-    for name, files in (("roboflow", ROBOFLOW), ("pkg_resources", PKG_RESOURCES)):
+    for name, files in (("roboflow", ROBOFLOW), ("pkg_resources", PKG_RESOURCES), ("polars", POLARS)):
         if importlib.util.find_spec(name) is None:
             _write(stand_ins, files)
     import numpy

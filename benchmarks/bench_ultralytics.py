@@ -1,0 +1,136 @@
+"""Ultralytics' real, unmodified trainer on the demo's pictures, stock and with --fastdet: time of an iteration, loader included.
+
+    python -m benchmarks.bench_ultralytics [--models yolov8s-16 yolo26s-64-MuSGD] [--epochs 3] [--flags fastdet] [--out FOLDER]
+
+A name is a model, a batch size and, where it is not SGD, an optimizer. On a GPU at 640x640 with cache=ram and 16 workers
+(``--models all`` is the whole table of issue 16); on the CPU yolov8n at 128x128. Each training is a process of its own, started
+as a user starts it. An iteration is the mean over an epoch without its first batch; the first epoch, in which the warm-up ends,
+is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.harness import OURS, ROOT, WORK, Report, add_arguments, at_least, missing
+from torch_fastdet.ultralytics.registry import ALL, SWITCHES
+
+DEFAULT = ("yolov8s-16", "yolo26s-16")
+WHOLE = (
+    *("yolov8n-16", "yolov8s-16", "yolov8s-64", "yolov8m-32", "yolo11s-16", "yolo12s-16", "yolo26s-16"),
+    *("yolov8s-64-MuSGD", "yolo26s-64-MuSGD", "yolov8s-64-AdamW"),
+)
+ITERATIONS = 60  # measured at least
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    batch: int
+    optimizer: str = "SGD"
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        found = re.fullmatch(r"(yolo\w+)-([1-9]\d*)(?:-(\w+))?", text)
+        if found is None:
+            raise argparse.ArgumentTypeError(
+                f"{text} came, but a model, a batch size and perhaps an optimizer are wanted, as in yolov8s-16 or yolov8s-64-MuSGD"
+            )
+        return cls(found[1], int(found[2]), found[3] or "SGD")
+
+    @property
+    def title(self) -> str:
+        return f"{self.model}, batch {self.batch}" + ("" if self.optimizer == "SGD" else f", {self.optimizer}")
+
+
+def iteration_seconds(ends: list[list[float]]) -> list[float]:
+    """Of each epoch but the first, the mean time from the end of its first iteration to the end of its last."""
+    return [(epoch[-1] - epoch[0]) / (len(epoch) - 1) for epoch in ends[1:] if len(epoch) > 1]
+
+
+def train(case: Case, flags: list[str], data: Path, folder: Path, device: str, size: int, epochs: int) -> dict:
+    """Runs one training and returns what benchmarks.ultralytics_run wrote; its output is in ``folder``."""
+    from examples.yolov5_env import environment
+
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    workers = min(16, os.cpu_count() or 1) if device == "0" else 0
+    words = {
+        "model": f"{case.model}.yaml", "data": data, "imgsz": size, "batch": case.batch, "epochs": epochs,
+        "optimizer": case.optimizer, "warmup_epochs": 1, "cache": "ram", "workers": workers, "device": device,
+        "val": False, "plots": False, "project": folder, "name": "run",
+    }  # fmt: skip
+    command = [sys.executable, "-m", "benchmarks.ultralytics_run", str(folder / "times.json")]
+    command += [*(f"--{flag}" for flag in flags), "train", *(f"{key}={value}" for key, value in words.items())]
+    env = environment(WORK / "environment") | {"PYTHONWARNINGS": "ignore"}
+    with open(folder / "train.log", "w") as log:
+        process = subprocess.run(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT)
+    if process.returncode or not (folder / "times.json").exists():
+        raise SystemExit(
+            f"bench_ultralytics: {case.title} ended with status {process.returncode}; see {folder}/train.log"
+        )
+    return json.loads((folder / "times.json").read_text())
+
+
+def measure(report: Report, cases: list[Case], epochs: int, flags: list[str], pictures: int) -> None:
+    from examples.demo import dataset  # its PIL may be missing
+
+    cuda = report.device.type == "cuda"
+    device, size = ("0", 640) if cuda else ("cpu", 128)
+    data = dataset.make(WORK / f"digits-{size}-{pictures}", dataset.Recipe(image_size=size, train=pictures))
+    for case in cases:
+        title = case.title + ("" if cuda else f" at {size}")
+        batches = -(-pictures // case.batch)
+        count = max(epochs, 1 + -(-ITERATIONS // batches)) if cuda else epochs
+        for name, switches in (("stock", []), (OURS, flags)):
+            folder = WORK / "ultralytics" / title.replace(", ", "-").replace(" ", "-") / name
+            found = train(case, switches, data, folder, device, size, count)
+            times = iteration_seconds(found["ends"])
+            print(f"{title}, {name}: {', '.join(f'{1e3 * seconds:.1f}' for seconds in times)} ms", flush=True)
+            report.drop(title, name)
+            peak = {"peak_mib": found["peak_mib"]} if cuda else {}
+            report.add(title, name, "call", [1e6 * seconds for seconds in times], **peak)
+            report.write()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--models", nargs="+", help="model-batch or model-batch-optimizer, or all; see above")
+    parser.add_argument("--epochs", type=int, default=3, help="at least; small data gets more")
+    parser.add_argument(
+        "--flags", nargs="+", default=[ALL], choices=[ALL, *SWITCHES], help="switches of torch_fastdet.ultralytics"
+    )
+    parser.add_argument("--pictures", type=at_least(1), help="to train on; default: 1024 on a GPU, 64 on the CPU")
+    options = parser.parse_args()
+    cuda = options.device == "cuda"
+    if options.epochs < 2:
+        parser.error(f"--epochs is {options.epochs}, but 2 or more are wanted: the first is left out")
+    names = options.models or (DEFAULT if cuda else ("yolov8n-16",))
+    try:
+        cases = [Case.parse(name) for given in names for name in (WHOLE if given == "all" else [given])]
+    except argparse.ArgumentTypeError as error:
+        parser.error(str(error))
+    if reason := missing("ultralytics"):
+        print(f"nothing to do: {reason}")
+        return
+    if options.prepare:
+        return  # its pictures take seconds
+    report = Report("ultralytics", torch.device(options.device), options.out)
+    report.resume()
+    measure(report, cases, options.epochs, options.flags, options.pictures or (1024 if cuda else 64))
+    report.plot()
+
+
+if __name__ == "__main__":
+    main()
