@@ -1,11 +1,12 @@
-"""Whether training with torch_fastdet learns what stock learns: the real train.py, several seeds each way.
+"""Whether training with torch_fastdet learns what stock learns: the real train.py or Ultralytics' trainer, several seeds each way.
 
     python -m benchmarks.training_truth --out FOLDER [--model s] [--epochs 60] [--seeds 3] [--jobs 2] [--minutes 9]
     python -m benchmarks.training_truth --out FOLDER --small --seeds 16 --jobs 12 --variants stock fastdet only_loss_optim
+    python -m benchmarks.training_truth --out FOLDER --model yolo26n [...]
     python -m benchmarks.training_truth --out FOLDER --report
 
 A run is train.py from scratch on the demo's pictures. Its variant is ``stock``, ``fastdet`` (``torch_fastdet.yolov5 --fastdet``)
-or ``only_<switch>`` (that switch alone). --jobs of them share the machine, and take turns on its GPUs. Each finished run leaves
+or ``only_<switch>`` (that switch alone). With a model of Ultralytics a run is its trainer's, with default arguments. --jobs of them share the machine, and take turns on its GPUs. Each finished run leaves
 one JSON file, <variant>-seed<n>.json, in FOLDER, and a run whose file is there is not done again: the work can be split over
 several commands. With --minutes no run begins that would end later, judged by the longest so far. When all are there, or with
 --report, FOLDER's parent gets training_truth.md, a table of means and of the difference with its standard error, and
@@ -22,16 +23,18 @@ import concurrent.futures
 import json
 import math
 import os
+import re
 import shutil
 import statistics
+import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import pyplot, results_folder, table
-from examples.demo.training import FASTDET, STOCK, Machine, Variant, train
+from benchmarks.report import ROOT, pyplot, results_folder, table
+from examples.demo.training import FASTDET, STOCK, Machine, Progress, Run, Variant, read_results, train
 
 # Columns of train.py's results.csv.
 MAP50, MAP = "metrics/mAP_0.5", "metrics/mAP_0.5:0.95"
@@ -43,9 +46,17 @@ NAMES = {
     "val/box_loss": "val box loss",
     "val/obj_loss": "val obj loss",
     "val/cls_loss": "val cls loss",
+    "val/dfl_loss": "val dfl loss",
     "train/box_loss": "train box loss",
 }
-PANELS = (MAP, MAP50, "val/box_loss", "val/obj_loss", "val/cls_loss", "train/box_loss")
+PANELS = (MAP, MAP50, "val/box_loss", "val/obj_loss", "val/cls_loss", "val/dfl_loss", "train/box_loss")
+# Columns of Ultralytics' results.csv that have other names there.
+ULTRALYTICS_NAMES = {
+    "metrics/mAP50-95(B)": MAP,
+    "metrics/mAP50(B)": MAP50,
+    "metrics/precision(B)": "metrics/precision",
+    "metrics/recall(B)": "metrics/recall",
+}
 MAP_WANTED = 0.6  # mAP50-95, so that the runs have learnt the task
 FEW = 4  # seeds that a plot of curves can tell apart
 ONLY = "only_"
@@ -61,6 +72,11 @@ class Settings:
     pictures: int = 1024
     batch_size: int = 16
 
+    @property
+    def of_yolov5(self) -> bool:
+        """Whether the runs are train.py's; else they are the trainer's of Ultralytics."""
+        return self.model.startswith("yolov5")
+
 
 SMALL = Settings("yolov5n", 20, 320, 1024, 64)
 
@@ -69,11 +85,12 @@ def variant_of(name: str) -> Variant:
     """The variant of that name: stock, fastdet or only_<switch>."""
     if name in (STOCK.name, FASTDET.name):
         return STOCK if name == STOCK.name else FASTDET
-    from torch_fastdet.yolov5.registry import SWITCHES
+    from torch_fastdet import ultralytics, yolov5
 
+    switches = {**yolov5.SWITCHES, **ultralytics.SWITCHES}
     switch = name.removeprefix(ONLY)
-    if name == switch or switch not in SWITCHES:
-        names = ", ".join([STOCK.name, FASTDET.name, *(ONLY + switch for switch in SWITCHES)])
+    if name == switch or switch not in switches:
+        names = ", ".join([STOCK.name, FASTDET.name, *(ONLY + switch for switch in switches)])
         raise ValueError(f"there is no variant {name!r}; there are: {names}")
     return Variant(name, f"{switch} alone", ("-m", "torch_fastdet.yolov5", f"--{switch}"))
 
@@ -105,7 +122,8 @@ def one_run(
     project = work / f"seed{seed}"
     shutil.rmtree(project / variant.name, ignore_errors=True)
     env = environment(work / "environment") | {"PYTHONWARNINGS": "ignore"}
-    run = train(variant, data, project, env, machine, settings.epochs, seed, settings.model, settings.batch_size, False)
+    begin = train if settings.of_yolov5 else train_ultralytics
+    run = begin(variant, data, project, env, machine, settings.epochs, seed, settings.model, settings.batch_size, False)
     found = {
         "variant": variant.name,
         "seed": seed,
@@ -125,13 +143,55 @@ def one_run(
     return time.monotonic() - started
 
 
+def train_ultralytics(
+    variant: Variant,
+    data: Path,
+    project: Path,
+    env: dict[str, str],
+    machine: Machine,
+    epochs: int,
+    seed: int,
+    model: str,
+    batch_size: int,
+    show: bool,
+) -> Run:
+    """Trains ``model`` from scratch by Ultralytics' command into ``project/<variant>``."""
+    folder = project / variant.name
+    folder.mkdir(parents=True, exist_ok=True)
+    flags = [] if variant == STOCK else [f"--{variant.name.removeprefix(ONLY)}"]
+    words = {
+        "model": f"{model}.yaml", "data": data, "epochs": epochs, "batch": batch_size, "imgsz": machine.image_size,
+        "device": machine.device, "workers": machine.workers, "cache": "ram", "seed": seed, "plots": False,
+        "project": project, "name": variant.name, "exist_ok": True,
+    }  # fmt: skip
+    command = [sys.executable, "-m", "benchmarks.ultralytics_run", str(folder / "times.json"), *flags, "train"]
+    command += [f"{key}={value}" for key, value in words.items()]
+    started = time.perf_counter()
+    with open(folder / "train.log", "w") as log:
+        code = subprocess.run(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT).returncode
+    seconds = time.perf_counter() - started
+    log_text = (folder / "train.log").read_text(errors="replace")
+    if code:
+        raise RuntimeError(f"{' '.join(command[1:])} ended with exit code {code}: {log_text[-500:]}")
+    rows = [
+        {ULTRALYTICS_NAMES.get(name, name): value for name, value in row.items()} | {"epoch": row["epoch"] - 1}
+        for row in read_results(folder / "results.csv")
+    ]
+    progress = Progress()
+    for epoch, ends in enumerate(json.loads((folder / "times.json").read_text())["ends"]):
+        progress.done[epoch], progress.batches = dict(enumerate(ends)), len(ends)
+    said = [line.split("torch_fastdet: ", 1)[1] for line in log_text.splitlines() if "torch_fastdet: " in line]
+    said = said if flags else []
+    return Run(variant, folder, rows, progress, seconds, said)
+
+
 def run_all(arguments: argparse.Namespace, folder: Path, settings: Settings) -> bool:
     """Does the runs that are missing, as far as time allows. True where none is left."""
     import torch
 
     from benchmarks.harness import WORK, environment, missing
 
-    if reason := missing("training_truth"):
+    if reason := missing("training_truth" if settings.of_yolov5 else "ultralytics"):
         raise SystemExit(f"nothing to do: {reason}")
     from examples.demo import dataset
 
@@ -204,7 +264,8 @@ def report(folder: Path) -> str:
         raise SystemExit(f"{folder} holds {len(stock)} stock and {ours} other runs, but one of each is wanted")
     body = []
     for variant, group in groups.items():
-        for metric in NAMES if variant == FASTDET else (MAP, MAP50):
+        measured = [metric for metric in NAMES if metric in stock[0]["epochs"][-1]]
+        for metric in measured if variant == FASTDET else (MAP, MAP50):
             a, b = ([run["epochs"][-1][metric] for run in runs] for runs in (stock, group))
             difference = statistics.mean(b) - statistics.mean(a)
             error = math.hypot(standard_error(a), standard_error(b))
@@ -244,7 +305,8 @@ def plot(folder: Path, path: Path) -> None:
     settings = Settings(**next(iter(groups.values()))[0]["settings"])
     if max(map(len, groups.values())) <= FEW:
         figure, axes = plt.subplots(2, 3, figsize=(15, 8), layout="constrained")
-        for axis, metric in zip(axes.flat, PANELS):
+        measured = next(iter(groups.values()))[0]["epochs"][-1]
+        for axis, metric in zip(axes.flat, [metric for metric in PANELS if metric in measured]):
             _curves(axis, metric, groups)
         axes[0, 0].legend(fontsize=9)
     else:
@@ -252,7 +314,7 @@ def plot(folder: Path, path: Path) -> None:
         for axis, metric in zip(axes, (MAP, MAP50)):
             _ends(axis, metric, groups)
     figure.suptitle(
-        f"The same train.py, {settings.model} at {settings.image_size}x{settings.image_size}: stock and torch_fastdet"
+        f"The same {'train.py' if settings.of_yolov5 else 'trainer'}, {settings.model} at {settings.image_size}x{settings.image_size}: stock and torch_fastdet"
     )
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -297,7 +359,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--small", action="store_true", help="the small case for many seeds; the next five options change it"
     )
-    parser.add_argument("--model", choices=list("nsmlx"))
+    parser.add_argument("--model", help="n, s, m, l, x of YOLOv5, or a model of Ultralytics, as in yolov8n and yolo26n")
     for name in ("epochs", "image-size", "pictures", "batch-size"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument(
@@ -317,7 +379,9 @@ def parse() -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     asked = {name: getattr(arguments, name) for name in ("epochs", "image_size", "pictures", "batch_size")}
-    asked["model"] = arguments.model and f"yolov5{arguments.model}"
+    if arguments.model and not re.fullmatch(r"[nsmlx]|yolo(?!v5)\w+", arguments.model):
+        parser.error(f"--model is {arguments.model}, but one of n, s, m, l, x or a model of Ultralytics is wanted")
+    asked["model"] = f"yolov5{arguments.model}" if arguments.model in tuple("nsmlx") else arguments.model
     arguments.settings = replace(
         SMALL if arguments.small else Settings(), **{name: value for name, value in asked.items() if value is not None}
     )

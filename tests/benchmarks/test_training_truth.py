@@ -122,10 +122,11 @@ def test_no_run_begins_that_would_pass_the_limit(trainings, capsys):
 
 
 @pytest.mark.slow
-def test_real_trainings_leave_table_and_plot(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("model", ["n", "yolov8n"])
+def test_real_trainings_leave_table_and_plot(tmp_path, monkeypatch, capsys, model):
     pytest.importorskip("yolov5")
     pytest.importorskip("ultralytics")
-    sizes = ["--small", "--image-size", "64", "--pictures", "32", "--batch-size", "16", "--epochs", "1", "--seeds", "1", "--jobs", "2"]  # fmt: skip
+    sizes = ["--small", "--image-size", "64", "--pictures", "32", "--batch-size", "16", "--epochs", "1", "--seeds", "1", "--jobs", "2", "--model", model]  # fmt: skip
     monkeypatch.setattr("sys.argv", ["training_truth", "--device", "cpu", "--out", str(tmp_path / "truth"), "--work", str(tmp_path / "work"), *sizes])  # fmt: skip
     assert training_truth.main() == 0
     runs = finished(tmp_path / "truth")
