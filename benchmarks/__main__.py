@@ -39,6 +39,7 @@ LIMITS = {
     "bbox_iou": 75,
     "upsample": 90,
     "image": 45,
+    "masks": 45,
     "bn_act": 75,
     "train": 100,
     "ultralytics": 110,

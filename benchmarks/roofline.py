@@ -193,6 +193,11 @@ FORMULAS: tuple[tuple[str, str, Callable[..., work.Work]], ...] = (
         r"Ultralytics raw heads to detections, batch (\d+), conf .25",
         lambda batch, itemsize: work.ultralytics_postprocess(int(batch), itemsize=itemsize),
     ),
+    (
+        "masks",
+        r"process_mask(?:_native)?, (\d+) masks of (\d+)x(\d+), .*, fp\d+",
+        lambda n, height, width, itemsize: work.instance_masks(int(n), int(height), int(width), itemsize=itemsize),
+    ),
     ("nms", r"scale_boxes, batch (\d+), (\d+) boxes", lambda batch, n, _: work.scale_boxes(int(batch) * int(n))),
     ("step", STEP, training_step),
     ("train", STEP, training_step),
@@ -307,6 +312,7 @@ TITLES = {
     "multi_tensor": "optimizer",
     "loss": "loss",
     "nms": "post-processing",
+    "masks": "masks",
     "step": "training step",
     "train": "train.py",
 }

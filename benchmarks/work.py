@@ -244,6 +244,12 @@ def letterboxed_pictures(batch: int, side: int, itemsize: int = 2) -> Work:
     return Work(11 * values, 4 * values + 3 * batch * side * side * itemsize)
 
 
+def instance_masks(masks: int, height: int, width: int, channels: int = 32, side: int = 160, itemsize: int = 2) -> Work:
+    """Prototypes read, one byte a pixel written; operations of boxes that cover the picture."""
+    count = flops.instance_masks(masks, channels, side * side, height * width)
+    return Work(count, channels * side * side * itemsize + masks * (height * width + 4 * (channels + BOX)))
+
+
 def yolov5_loss(batch: int, image: int = 640, classes: int = 80, itemsize: int = 2) -> Work:
     """Objectness of every anchor read, the dense gradient of the heads written once; forward and backward."""
     anchors = batch * yolov5_anchors(image)

@@ -54,6 +54,13 @@ TORCH_LIBRARY(torch_fastdet, m) {
       "-> (Tensor detections, Tensor counts, Tensor indices)");
   m.def("scale_boxes(Tensor boxes, Tensor letterboxes, bool xywh=False) -> Tensor");
 
+  // Masks of detections from coefficients and prototypes. window is (top, left, bottom, right) in prototypes enlarged
+  // `factor` times; box_scale (x, y) is applied to the boxes before the crop.
+  m.def(
+      "instance_masks(Tensor protos, Tensor coefficients, Tensor boxes, SymInt[2] size, *, SymInt[4]? window=None, "
+      "int factor=1, float[2] box_scale=[1., 1.], bool sigmoid=False, bool crop_first=False, bool packed=False, "
+      "ScalarType? dtype=None) -> Tensor");
+
   // Validation: detections matched with labels. rule is "best" (YOLOv5) or "greedy" (Ultralytics).
   m.def(
       "match_detections(Tensor detections, Tensor labels, Tensor iouv, Tensor? counts=None, str rule=\"best\") "

@@ -205,6 +205,10 @@ CASES = {
         lambda: ops.scale_boxes([64, 64], torch.rand(11, 6), [32, 48]),
         {"scale_boxes": 11 * 16},
     ),
+    "instance_masks": (
+        lambda: ops.instance_masks(torch.rand(2, 5, 4, 6), torch.rand(2, 3, 5), torch.rand(2, 3, 4), [8, 12]),
+        {"instance_masks": 2 * 3 * (24 * 2 * 5 + 96 * 9)},
+    ),
     "match_detections": (
         lambda: ops.match_detections(torch.rand(2, 11, 6), torch.rand(5, 6), torch.rand(10)),
         {"match_detections": 11 * 5 * 16},

@@ -220,6 +220,17 @@ def _v8_loss_backward(grad, heads, *args, reg_max=16, out_shape=None, **kwargs) 
     return _v8_class_logits(heads, reg_max) * (SIGMOID + 1)
 
 
+def instance_masks(masks: int, channels: int, low: int, pixels: int) -> int:
+    """Logits of `low` pixels of the prototypes, and `pixels` of the mask, each mixed of four and compared."""
+    return masks * (low * 2 * channels + pixels * 9)
+
+
+def _instance_masks(protos, coefficients, boxes, size, *args, out_shape=None, **kwargs) -> int:
+    """Of boxes that cover the picture; outside a box nothing is computed."""
+    channels, height, width = protos[-3:]
+    return instance_masks(math.prod(coefficients[:-1]), channels, height * width, size[0] * size[1])
+
+
 def _ema(averages, values, decay, *, out_shape=None) -> int:
     return ema(_total(averages))
 
@@ -260,6 +271,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "yolov5_postprocess": _yolov5_postprocess,
     "ultralytics_postprocess": _ultralytics_postprocess,
     "scale_boxes": _scale_boxes,
+    "instance_masks": _instance_masks,
     "match_detections": _match,
     "confusion_matrix_": _confusion,
     "yolov5_loss": _yolov5_loss,

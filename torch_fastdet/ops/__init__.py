@@ -10,6 +10,7 @@ from torch_fastdet.ops.image import (
     image_resize_,
     opencv_rules,
 )
+from torch_fastdet.ops.masks import instance_masks
 from torch_fastdet.ops.metrics import confusion_matrix_, match_detections
 from torch_fastdet.ops.multi_tensor import (
     multi_tensor_clip_grad_norm_,
@@ -41,6 +42,7 @@ __all__ = [
     "image_letterbox",
     "image_letterbox_",
     "image_resize_",
+    "instance_masks",
     "iou_loss",
     "letterbox",
     "match_detections",

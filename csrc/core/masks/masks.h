@@ -1,0 +1,52 @@
+// Instance masks from prototypes and coefficients: logits, crop, bilinear resampling and threshold in one pass.
+#pragma once
+
+#include <cstdint>
+
+#ifdef TORCH_FASTDET_WITH_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
+#include "core/common/dtype.h"
+
+namespace torch_fastdet::core {
+
+enum class MaskFormat : int32_t {
+  kBytes,   // one byte a pixel, 0 or 1
+  kFloats,  // one float a pixel, 0 or 1
+  kBits,    // rows of ceil(width / 8) bytes; pixel x is bit x % 8 of byte x / 8
+};
+
+// How one axis of a mask is sampled from the prototypes: they are enlarged `factor` times, a window is cut out, and the
+// window is resampled to `size`. Both steps are bilinear with align_corners=False.
+struct MaskAxis {
+  int32_t size = 0;             // pixels of the mask
+  int32_t in = 0;               // pixels of the prototypes
+  int32_t factor = 1;           // 1, 2 or 4
+  int32_t begin = 0, span = 0;  // of the window, in pixels of the enlarged prototypes
+};
+
+// Strides are in elements. Coefficients and boxes have dense rows.
+struct MasksParams {
+  const void* protos = nullptr;  // (images, channels, rows.in, columns.in)
+  DType proto_type = DType::kFloat32;
+  int64_t proto_stride[4] = {};
+  const float* coefficients = nullptr;  // (images, count, channels)
+  int64_t coefficient_stride[2] = {};
+  const float* boxes = nullptr;  // (images, count, 4): x1, y1, x2, y2
+  int64_t box_stride[2] = {};
+  int64_t images = 0, count = 0, channels = 0;
+  MaskAxis rows, columns;
+  float scale_x = 1, scale_y = 1;  // of boxes, before the crop
+  bool sigmoid = false;            // sigmoid(logit) > 0.5 instead of logit > 0
+  bool crop_first = false;         // crop the prototypes' pixels, before resampling
+  MaskFormat format = MaskFormat::kBytes;
+  void* out = nullptr;  // (images, count, rows.size, columns.size, or bytes of a row)
+};
+
+#ifdef TORCH_FASTDET_WITH_CUDA
+// One launch (several only above 2^31 tiles).
+cudaError_t launch_masks(const MasksParams& params, cudaStream_t stream);
+#endif
+
+}  // namespace torch_fastdet::core

@@ -1,0 +1,53 @@
+// The tiles that a mask is computed in on the GPU.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "core/common/host_device.h"
+#include "core/masks/masks_math.h"
+
+namespace torch_fastdet::core {
+
+constexpr int kTileWidth = 128, kTileHeight = 32;  // of a mask, at most
+constexpr int kLowPixels = 512;                    // of the prototypes that a tile is made of, at most
+constexpr int kLowWidth = 160, kLowHeight = 128;   // of these, along an axis
+
+// Sides are powers of two. Where an axis is enlarged, the prototypes' pixels that a tile needs are neighbours. Where it
+// is reduced they may lie far apart, and each of the tile's pixels has `taps` of its own.
+struct MaskTile {
+  int taps;
+  int width, height;
+  bool dense_columns, dense_rows;
+  int64_t columns, rows;  // of tiles
+};
+
+// At most so many pixels of the prototypes are the neighbours of `pixels` pixels of the mask.
+inline int low_pixels(const MaskAxis& axis, int taps, int pixels, bool dense) {
+  if (!dense) return taps * pixels;
+  if (pixels == 1) return taps;
+  const double scale = static_cast<double>(axis.span) / axis.size / axis.factor;
+  // 0.5 covers the rounding of positions.
+  return taps == 1 ? pixels : static_cast<int>((pixels - 1) * scale + 0.5) + 1 + taps;
+}
+
+inline bool is_enlarged(const MaskAxis& axis) {
+  return axis.span <= static_cast<int64_t>(axis.size) * axis.factor;
+}
+
+inline MaskTile plan_mask_tiles(const MasksParams& p) {
+  MaskTile tile{};
+  tile.taps = std::max(tap_count(p.rows), tap_count(p.columns));
+  tile.dense_columns = is_enlarged(p.columns), tile.dense_rows = is_enlarged(p.rows);
+  tile.width = tile.dense_columns ? kTileWidth : kTileWidth / 4;
+  tile.height = kTileHeight;
+  const int width = low_pixels(p.columns, tile.taps, tile.width, tile.dense_columns);
+  for (; tile.height > 1; tile.height /= 2) {
+    const int height = low_pixels(p.rows, tile.taps, tile.height, tile.dense_rows);
+    if (height <= kLowHeight && width * height <= kLowPixels) break;
+  }
+  tile.columns = ceil_div(p.columns.size, tile.width), tile.rows = ceil_div(p.rows.size, tile.height);
+  return tile;
+}
+
+}  // namespace torch_fastdet::core

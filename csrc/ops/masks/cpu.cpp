@@ -1,0 +1,27 @@
+// Instance masks on the CPU: threads over bands of rows.
+#include <ATen/Parallel.h>
+
+#include "core/masks/masks_loops.h"
+#include "ops/masks/run.h"
+
+namespace torch_fastdet {
+namespace {
+
+struct Cpu : OnDevice {
+  // The loops read float32 rows.
+  static at::Tensor prototypes(const at::Tensor& protos) { return dense_float_rows(protos); }
+
+  static void run(const core::MasksParams& p, const char*) {
+    const core::MaskTables tables(p);
+    at::parallel_for(0, core::mask_bands(p), 1,
+                     [&](int64_t begin, int64_t end) { core::mask_bands_between(p, tables, begin, end); });
+  }
+};
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(torch_fastdet, CPU, m) {
+  register_masks<Cpu>(m);
+}
+
+}  // namespace torch_fastdet

@@ -1,0 +1,78 @@
+// instance_masks but for the loops: check, allocate, fill in the parameters, and hand them to Backend::run(params, op),
+// which cpu.cpp and cuda.cpp each define. On Meta there is nothing to run.
+#pragma once
+
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/library.h>
+
+#include "ops/common/backend.h"
+#include "ops/common/options.h"
+#include "ops/masks/checks.h"
+
+namespace torch_fastdet {
+
+inline at::Tensor empty_masks(const at::Tensor& coefficients, const MaskOptions& options) {
+  c10::SymDimVector shape(coefficients.sym_sizes().begin(), coefficients.sym_sizes().end() - 1);
+  shape.push_back(options.size[0]);
+  shape.push_back(options.packed ? (options.size[1] + 7) / 8 : options.size[1]);
+  return at::empty_symint(shape, coefficients.options().dtype(mask_dtype(options)));
+}
+
+// float32 with rows that are dense; the tensor itself where it is so already.
+inline at::Tensor dense_float_rows(const at::Tensor& tensor) {
+  const at::Tensor rows = tensor.to(at::kFloat);
+  return rows.stride(-1) == 1 || rows.size(-1) <= 1 ? rows : rows.contiguous();
+}
+
+// The tensors must outlive the result.
+inline core::MasksParams masks_params(const at::Tensor& protos, const at::Tensor& coefficients, const at::Tensor& boxes,
+                                      const at::Tensor& out, const MaskOptions& options) {
+  const bool batched = protos.dim() == 4;
+  core::MasksParams p;
+  p.protos = protos.const_data_ptr();
+  p.proto_type = core_dtype(protos.scalar_type());
+  for (int i = 1; i < 4; ++i) p.proto_stride[i] = protos.stride(i - 4);
+  p.proto_stride[0] = batched ? protos.stride(0) : 0;
+  p.coefficients = coefficients.const_data_ptr<float>();
+  p.boxes = boxes.const_data_ptr<float>();
+  p.coefficient_stride[0] = batched ? coefficients.stride(0) : 0;
+  p.coefficient_stride[1] = coefficients.stride(-2);
+  p.box_stride[0] = batched ? boxes.stride(0) : 0;
+  p.box_stride[1] = boxes.stride(-2);
+  p.images = batched ? protos.size(0) : 1;
+  p.count = coefficients.size(-2);
+  p.channels = protos.size(-3);
+  p.rows = mask_axis(protos, options, 0);
+  p.columns = mask_axis(protos, options, 1);
+  p.scale_x = static_cast<float>(options.box_scale[0]), p.scale_y = static_cast<float>(options.box_scale[1]);
+  p.sigmoid = options.sigmoid, p.crop_first = options.crop_first;
+  p.format = options.packed                    ? core::MaskFormat::kBits
+             : out.scalar_type() == at::kFloat ? core::MaskFormat::kFloats
+                                               : core::MaskFormat::kBytes;
+  p.out = out.mutable_data_ptr();
+  return p;
+}
+
+template <class Backend>
+at::Tensor instance_masks(const at::Tensor& protos, const at::Tensor& coefficients, const at::Tensor& boxes,
+                          const MaskOptions& options) {
+  check_mask_tensors(protos, coefficients, boxes);
+  check_mask_options(options);
+  const c10::DeviceGuard guard(protos.device());
+  at::Tensor out = empty_masks(coefficients, options);
+  if constexpr (!Backend::kMeta) {
+    const at::Tensor values = Backend::prototypes(protos);
+    const at::Tensor factors = dense_float_rows(coefficients), corners = dense_float_rows(boxes);
+    const core::MasksParams params = masks_params(values, factors, corners, out, options);
+    if (out.numel() > 0) Backend::run(params, kInstanceMasks);
+  }
+  return out;
+}
+
+template <class Backend>
+void register_masks(torch::Library& m) {
+  m.impl("instance_masks", unpack<&instance_masks<Backend>>);
+}
+
+}  // namespace torch_fastdet

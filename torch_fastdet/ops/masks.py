@@ -1,0 +1,77 @@
+"""Masks of detections from mask coefficients and prototypes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_fastdet.ops._checks import check_tensor
+
+
+def instance_masks(
+    protos: Tensor,
+    coefficients: Tensor,
+    boxes: Tensor,
+    size: list[int],
+    window: list[int] | None = None,
+    factor: int = 1,
+    box_scale: list[float] | None = None,
+    sigmoid: bool = False,
+    crop_first: bool = False,
+    packed: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Masks of detections: coefficients times prototypes, resampled, thresholded and cropped to the boxes in one pass.
+
+    No float mask is written to memory, and nothing is computed far from a box. One launch, no host sync, no gradient. A padded batch
+    of :func:`yolov5_postprocess` or :func:`ultralytics_postprocess` can be passed as it is: rows past the count have empty boxes,
+    and so empty masks. :mod:`torch_fastdet.masks` has the functions of YOLOv5 and Ultralytics, which are this operator with
+    their settings.
+
+    Args:
+        protos: (channels, height, width) or (images, channels, height, width), float16, bfloat16, float32 or float64. Any
+            strides. The CPU copies what is not float32 with dense rows, the GPU float64 only.
+        coefficients: (n, channels), with images (images, n, channels). Same device. They and the boxes are float32: other types,
+            and rows that are not dense, are copied first.
+        boxes: (n, 4), with images (images, n, 4): x1, y1, x2, y2 in pixels of the result. A pixel is kept where x1 <= x < x2 and
+            y1 <= y < y2.
+        size: height and width of the masks. The window is resampled to it, bilinear as ``torch.nn.functional.interpolate`` with
+            ``align_corners=False``.
+        window: top, left, bottom, right of the part of the prototypes that becomes the mask, in pixels of the prototypes
+            enlarged ``factor`` times. None: all of them.
+        factor: 1, 2 or 4: enlarge the prototypes so many times, bilinear, before the window is cut out.
+        box_scale: two factors, of x and y, applied to the boxes before the crop.
+        sigmoid: keep pixels with sigmoid(logit) > 0.5, the sigmoid taken before the resampling. Otherwise logit > 0.
+        crop_first: crop the prototypes, before the resampling; scaled boxes are then in pixels of the prototypes.
+        packed: eight pixels a byte: pixel x is bit x % 8 of byte x // 8, as ``numpy.unpackbits(..., bitorder="little")`` reads it.
+        dtype: torch.uint8 (the default), torch.bool or torch.float32.
+
+    Returns:
+        (n, height, width), with images (images, n, height, width), 0 or 1, contiguous; if packed, the last dimension has
+        ceil(width / 8) bytes.
+
+    Raises:
+        RuntimeError: a wrong shape, dtype, layout or device.
+        ValueError: a window outside of the prototypes, another factor, or more than 2**22 pixels along a side.
+        TypeError: an argument is no tensor.
+
+    Source: ``process_mask`` and ``process_mask_native`` of YOLOv5 v7.0 and of Ultralytics 8.4.190 (behaviour).
+    """
+    if not torch.jit.is_scripting():
+        check_tensor("instance_masks", "protos", protos)
+        check_tensor("instance_masks", "coefficients", coefficients)
+        check_tensor("instance_masks", "boxes", boxes)
+    scale = [1.0, 1.0] if box_scale is None else box_scale
+    return torch.ops.torch_fastdet.instance_masks(
+        protos,
+        coefficients,
+        boxes,
+        size,
+        window=window,
+        factor=factor,
+        box_scale=scale,
+        sigmoid=sigmoid,
+        crop_first=crop_first,
+        packed=packed,
+        dtype=dtype,
+    )
