@@ -4,6 +4,9 @@ Boxes as a detector finds them (a tenth of the picture on average), and boxes th
 out. Stock is the installed ultralytics, and the same under torch.compile.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from benchmarks import harness, work
@@ -28,38 +31,38 @@ def problem(n: int, size: tuple[int, int], covering: bool, device: torch.device,
 def measure(report: harness.Report) -> None:
     from ultralytics.utils import ops as stock
 
+    ours: Callable[..., torch.Tensor]
+    variants: dict[str, Callable[[], torch.Tensor]]
     cuda = report.device.type == "cuda"
     dtype = torch.float16 if cuda else torch.float32
-    name = "fp16" if cuda else "fp32"
-    timing = {"repetitions": 30, "inner": 5} if cuda else {"repetitions": 5, "warmup": 1, "inner": 1}
-    n = 300
-    for size, what in [((640, 640), "process_mask"), ((1080, 1920), "process_mask_native")]:
-        if what == "process_mask_native" and not cuda:
-            n = 50
+    for size, what, n in [
+        ((640, 640), "process_mask", 300),
+        ((1080, 1920), "process_mask_native", 300 if cuda else 50),
+    ]:
         for covering in (False, True):
             tensors = problem(n, size, covering, report.device, dtype)
-            arguments = (*tensors, size, True) if what == "process_mask" else (*tensors, size)
             theirs = getattr(stock, what)
-            variants = {
-                harness.OURS: lambda arguments=arguments, what=what: getattr(masks, f"ultralytics_{what}")(*arguments),
-                f"{harness.OURS}, packed": lambda tensors=tensors, size=size: ops.instance_masks(
-                    *tensors, list(size), packed=True
-                ),
-                "stock": lambda arguments=arguments, theirs=theirs: theirs(*arguments),
-            }
-            if what == "process_mask_native":
-                del variants[f"{harness.OURS}, packed"]
-            if cuda and what == "process_mask":
-                torch._dynamo.reset()
-                variants["torch.compile"] = lambda arguments=arguments, function=torch.compile(theirs): function(
-                    *arguments
+            if what == "process_mask":
+                functions = {"stock": partial(theirs, upsample=True)}
+                ours = partial(masks.ultralytics_process_mask, upsample=True)
+                if cuda:
+                    torch._dynamo.reset()
+                    functions["torch.compile"] = torch.compile(partial(theirs, upsample=True))
+            else:
+                functions, ours = {"stock": theirs}, masks.ultralytics_process_mask_native
+            variants = {name: partial(f, *tensors, size) for name, f in ({harness.OURS: ours} | functions).items()}
+            if what == "process_mask":
+                variants[f"{harness.OURS}, packed"] = partial(
+                    ops.instance_masks, *tensors, size=list(size), packed=True
                 )
             boxes = "boxes that cover it" if covering else "usual boxes"
             report.compare(
-                f"{what}, {n} masks of {size[0]}x{size[1]}, {boxes}, {name}",
+                f"{what}, {n} masks of {size[0]}x{size[1]}, {boxes}, {'fp16' if cuda else 'fp32'}",
                 variants,
-                bytes=work.instance_masks(n, *size, itemsize=2 if cuda else 4).bytes,
-                **timing,
+                bytes=work.instance_masks(n, *size, itemsize=tensors[0].element_size()).bytes,
+                repetitions=30 if cuda else 5,
+                warmup=5 if cuda else 1,
+                inner=5 if cuda else 1,
             )
 
 

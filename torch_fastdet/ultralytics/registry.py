@@ -21,6 +21,7 @@ from torch_fastdet.ultralytics.switches.channels_last import ChannelsLast
 from torch_fastdet.ultralytics.switches.cuda_graph import CudaGraph
 from torch_fastdet.ultralytics.switches.loader_optim import LoaderOptim
 from torch_fastdet.ultralytics.switches.loss_optim import LossOptim
+from torch_fastdet.ultralytics.switches.mask_optim import MaskOptim
 from torch_fastdet.ultralytics.switches.multi_tensor_optimizer import MultiTensorOptimizer
 from torch_fastdet.ultralytics.switches.nms_optim import NmsOptim
 from torch_fastdet.ultralytics.switches.val_optim import ValOptim
@@ -36,6 +37,7 @@ SWITCHES: dict[str, type[Switch]] = {
         LoaderOptim,
         MultiTensorOptimizer,
         NmsOptim,
+        MaskOptim,
         ValOptim,
         ChannelsLast,
         CudaGraph,  # after channels_last, whose predict it captures

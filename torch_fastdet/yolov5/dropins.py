@@ -11,10 +11,20 @@ from torch import nn
 
 from torch_fastdet import ops
 from torch_fastdet._private import norm_layers
+from torch_fastdet.masks import yolov5_process_mask as process_mask
+from torch_fastdet.masks import yolov5_process_mask_native as process_mask_native
+from torch_fastdet.masks import yolov5_process_mask_upsample as process_mask_upsample
 from torch_fastdet.optim import SGD, AdamW
 from torch_fastdet.suppression import yolov5_non_max_suppression as non_max_suppression
 
-__all__ = ["bbox_iou", "non_max_suppression", "smart_optimizer"]
+__all__ = [
+    "bbox_iou",
+    "non_max_suppression",
+    "process_mask",
+    "process_mask_native",
+    "process_mask_upsample",
+    "smart_optimizer",
+]
 
 logger = logging.getLogger("torch_fastdet")
 

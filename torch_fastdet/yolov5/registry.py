@@ -32,6 +32,7 @@ from torch_fastdet.yolov5.switches.channels_last import ChannelsLast
 from torch_fastdet.yolov5.switches.cuda_graph import CudaGraph
 from torch_fastdet.yolov5.switches.loader_optim import LoaderOptim
 from torch_fastdet.yolov5.switches.loss_optim import LossOptim
+from torch_fastdet.yolov5.switches.mask_optim import MaskOptim
 from torch_fastdet.yolov5.switches.multi_tensor_optimizer import MultiTensorOptimizer
 from torch_fastdet.yolov5.switches.nms_optim import NmsOptim
 from torch_fastdet.yolov5.switches.upsample_optim import UpsampleOptim
@@ -46,6 +47,7 @@ SWITCHES: dict[str, type[Switch]] = {
         UpsampleOptim,
         LossOptim,
         NmsOptim,
+        MaskOptim,
         ValOptim,
         LoaderOptim,
         MultiTensorOptimizer,

@@ -1,0 +1,66 @@
+"""mask_optim in Ultralytics: what is replaced, and the masks of a whole prediction and of the validator."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+import torch_fastdet.ultralytics as drop_in
+from torch_fastdet.ultralytics import dropins
+
+
+@pytest.fixture
+def ops():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ops = pytest.importorskip("ultralytics.utils.ops", reason="ultralytics is not installed")
+    yield ops
+    drop_in.unpatch()
+
+
+def test_is_replaced_and_put_back(ops):
+    stock = ops.process_mask, ops.process_mask_native
+    said = drop_in.patch(mask_optim=True)
+    assert sum(line.startswith("mask_optim: ultralytics.utils.ops.process_mask") for line in said) == 2
+    assert (ops.process_mask, ops.process_mask_native) == (dropins.process_mask, dropins.process_mask_native)
+    drop_in.unpatch()
+    assert (ops.process_mask, ops.process_mask_native) == stock
+
+
+@pytest.mark.parametrize("rule", ["other", "broken"])
+def test_another_rule_is_refused(ops, monkeypatch, rule):
+    source = {"other": "return inner(protos, masks_in, bboxes + 1, shape, upsample)", "broken": "return None"}[rule]
+    scope = vars(ops)
+    monkeypatch.setitem(scope, "inner", ops.process_mask)
+    monkeypatch.setitem(scope, "process_mask", None)
+    exec(f"def process_mask(protos, masks_in, bboxes, shape, upsample=False):\n    {source}", scope)
+    with pytest.raises(drop_in.SwitchError, match="process_mask makes other masks than the version"):
+        drop_in.patch(mask_optim=True)
+
+
+def test_prediction_has_stocks_masks(ops, device):
+    from ultralytics import YOLO
+
+    torch.manual_seed(0)
+    model = YOLO("yolov8n-seg.yaml")
+    head = model.model.model[-1]
+    with torch.no_grad():
+        for level in head.cv3:
+            level[-1].bias.add_(9.0)  # untrained, and yet it finds something
+    picture = np.random.default_rng(0).integers(0, 255, (70, 121, 3), np.uint8)
+
+    def found(native: bool) -> torch.Tensor:
+        options = {"conf": 0.2, "imgsz": 128, "max_det": 20, "verbose": False, "device": device.type}
+        (result,) = model.predict(picture, retina_masks=native, **options)
+        return result.masks.data.cpu()
+
+    for native in (False, True):
+        wanted = found(native)
+        drop_in.patch(mask_optim=True)
+        masks = found(native)
+        drop_in.unpatch()
+        assert len(wanted) and masks.dtype == wanted.dtype and masks.shape == wanted.shape
+        assert (masks != wanted).sum() <= 2 + 1e-5 * wanted.numel()
