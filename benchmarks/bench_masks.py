@@ -4,8 +4,8 @@ Boxes as a detector finds them (a tenth of the picture on average), and boxes th
 out. Stock is the installed ultralytics, and the same under torch.compile.
 """
 
-from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -31,8 +31,9 @@ def problem(n: int, size: tuple[int, int], covering: bool, device: torch.device,
 def measure(report: harness.Report) -> None:
     from ultralytics.utils import ops as stock
 
-    ours: Callable[..., torch.Tensor]
-    variants: dict[str, Callable[[], torch.Tensor]]
+    functions: dict[str, Any]
+    ours: Any
+    variants: dict[str, Any]
     cuda = report.device.type == "cuda"
     dtype = torch.float16 if cuda else torch.float32
     for size, what, n in [
@@ -53,7 +54,7 @@ def measure(report: harness.Report) -> None:
             variants = {name: partial(f, *tensors, size) for name, f in ({harness.OURS: ours} | functions).items()}
             if what == "process_mask":
                 variants[f"{harness.OURS}, packed"] = partial(
-                    ops.instance_masks, *tensors, size=list(size), packed=True
+                    ops.instance_masks, tensors[0], tensors[1], tensors[2], list(size), packed=True
                 )
             boxes = "boxes that cover it" if covering else "usual boxes"
             report.compare(
