@@ -7,6 +7,15 @@ TORCH_LIBRARY(torch_fastdet, m) {
   m.def("upsample_nearest2x_backward(Tensor grad_output) -> Tensor");
   m.def("upsample_nearest2x_cat(Tensor x, Tensor skip) -> Tensor");
 
+  // 2x2 squares of pixels as channels, rounded up with zeros, channels_last; border: a first row and column of zeros.
+  m.def("space_to_depth(Tensor x, int channels, bool border=False, ScalarType? dtype=None) -> Tensor");
+  m.def(
+      "space_to_depth_backward(Tensor grad_output, int channels, bool border=False, ScalarType? dtype=None) -> Tensor");
+
+  // x beside poolings of poolings of it, each of stride 1 and x's size; indices are for the backward pass.
+  m.def("max_pools_cat(Tensor x, int kernel_size=5, int pools=3) -> (Tensor y, Tensor indices)");
+  m.def("max_pools_cat_backward(Tensor grad_y, Tensor indices, int kernel_size=5, int pools=3) -> Tensor");
+
   // BatchNorm2d in training and the activation behind it; mean and invstd are for the backward pass.
   m.def(
       "bn_act(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean=None, Tensor(b!)? running_var=None, "

@@ -171,6 +171,14 @@ CASES = {
         lambda: ops.bn_act(torch.rand(2, 3, 4, 4), None, None, residual=torch.rand(2, 3, 4, 4)),
         {"bn_act": 96 * (4 + 3 + 4 + 1)},
     ),
+    "space_to_depth": (
+        lambda: ops.space_to_depth(torch.rand(1, 3, 4, 4, requires_grad=True), 16).sum().backward(),
+        {"space_to_depth": 0, "space_to_depth_backward": 0},
+    ),
+    "max_pools_cat": (
+        lambda: ops.max_pools_cat(torch.rand(1, 2, 4, 4, requires_grad=True), 3, 2).sum().backward(),
+        {"max_pools_cat": 2 * 32 * 9, "max_pools_cat_backward": 2 * 32 * 9},
+    ),
     "upsample_nearest2x_cat": (
         lambda: ops.upsample_nearest2x_cat(torch.rand(1, 2, 3, 3, requires_grad=True), torch.rand(1, 5, 6, 6)).sum().backward(),
         {"upsample_nearest2x_cat": 0, "upsample_nearest2x_backward": 3 * 18},

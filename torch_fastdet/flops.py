@@ -53,6 +53,11 @@ def upsample_backward(elements: int) -> int:
     return 3 * elements
 
 
+def max_pools(pooled: int, kernel_size: int = 5) -> int:
+    """Each value of a window is compared; backward each place of one. What is added up there depends on the values."""
+    return pooled * kernel_size**2
+
+
 def bn_act(elements: int, activation: str = "silu", residual: bool = False) -> int:
     """Mean and variance (four an element), the norm (three), the activation, and the shortcut's sum."""
     return elements * (4 + 3 + ACTIVATION[activation] + residual)
@@ -161,6 +166,14 @@ def _upsample_backward(grad_output, *, out_shape=None) -> int:
     return upsample_backward(math.prod(grad_output) // 4)
 
 
+def _max_pools_cat(x, kernel_size=5, pools=3, *, out_shape=None) -> int:
+    return max_pools(math.prod(x) * pools, kernel_size)
+
+
+def _max_pools_cat_backward(grad_y, indices, kernel_size=5, pools=3, *, out_shape=None) -> int:
+    return max_pools(math.prod(indices), kernel_size)
+
+
 def _yolov5_decode(heads, anchors, strides, nm=0, *, out_shape=None) -> int:
     count = _anchors(heads, anchors)
     return decode(count, _total(heads) // count - nm) if count else 0
@@ -262,6 +275,10 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "iou_loss_backward": _iou_loss_backward,
     "bn_act": _bn_act,
     "bn_act_backward": _bn_act_backward,
+    "space_to_depth": _moves_alone,
+    "space_to_depth_backward": _moves_alone,
+    "max_pools_cat": _max_pools_cat,
+    "max_pools_cat_backward": _max_pools_cat_backward,
     "upsample_nearest2x": _moves_alone,
     "upsample_nearest2x_backward": _upsample_backward,
     "upsample_nearest2x_cat": _moves_alone,

@@ -29,6 +29,8 @@ from torch_fastdet.ops.nms import (
     yolov5_decode,
     yolov5_postprocess,
 )
+from torch_fastdet.ops.pool import max_pools_cat
+from torch_fastdet.ops.space_to_depth import space_to_depth
 from torch_fastdet.ops.upsample import upsample_nearest2x, upsample_nearest2x_cat
 from torch_fastdet.ops.v8_loss import v8_loss, v8_loss_fault, v8_loss_settings
 from torch_fastdet.ops.yolov5_loss import yolov5_loss, yolov5_loss_fault
@@ -46,6 +48,7 @@ __all__ = [
     "iou_loss",
     "letterbox",
     "match_detections",
+    "max_pools_cat",
     "multi_tensor_clip_grad_norm_",
     "multi_tensor_ema_",
     "multi_tensor_norm",
@@ -55,6 +58,7 @@ __all__ = [
     "opencv_rules",
     "scale_boxes",
     "scale_boxes_batched",
+    "space_to_depth",
     "ultralytics_non_max_suppression_padded",
     "ultralytics_postprocess",
     "upsample_nearest2x",

@@ -1,0 +1,153 @@
+// A block makes one row of pixels (channels_last) or one plane, so that windows overlap in its L1. Neighbouring threads
+// read neighbouring channels, 16 bytes each, or neighbouring pixels of a plane.
+#include "core/pool/max_pool.h"
+
+#include "core/common/device.cuh"
+#include "core/common/dtype.cuh"
+
+namespace torch_fastdet::core {
+namespace {
+
+constexpr int kThreads = 256;
+
+// A thread's pixel and first channel.
+struct Pixel {
+  int64_t n, c;
+  int h, w;
+};
+
+// Calls f for each access of this block, on its threads in turn.
+template <int kVector, typename F>
+__device__ __forceinline__ void for_pixels(const MaxPoolParams& p, F&& f) {
+  const auto width = static_cast<unsigned>(p.width), height = static_cast<unsigned>(p.height);
+  const auto rows = p.channels_last ? height : static_cast<unsigned>(p.channels);
+  const unsigned n = blockIdx.x / rows, row = blockIdx.x - n * rows;
+  if (p.channels_last) {
+    const auto vectors = static_cast<unsigned>(p.channels / kVector);
+    for (unsigned i = threadIdx.x; i < width * vectors; i += kThreads) {
+      const unsigned w = i / vectors;
+      f(Pixel{n, int64_t{i - w * vectors} * kVector, static_cast<int>(row), static_cast<int>(w)});
+    }
+  } else {
+    for (unsigned i = threadIdx.x; i < width * height; i += kThreads) {
+      const unsigned h = i / width;
+      f(Pixel{n, row, static_cast<int>(h), static_cast<int>(i - h * width)});
+    }
+  }
+}
+
+template <typename T, int kVector>
+__device__ __forceinline__ Vector<T, kVector> load(const PoolTensor& tensor, int64_t at) {
+  return *reinterpret_cast<const Vector<T, kVector>*>(static_cast<const T*>(tensor.data) + at);
+}
+
+template <typename T, int kVector>
+__device__ __forceinline__ void store(const PoolTensor& tensor, int64_t at, const Vector<T, kVector>& pack) {
+  *reinterpret_cast<Vector<T, kVector>*>(static_cast<T*>(tensor.data) + at) = pack;
+}
+
+template <typename T, int kVector>
+__global__ void __launch_bounds__(kThreads) max_pool_forward(const __grid_constant__ MaxPoolParams p) {
+  using A = arithmetic_t<T>;
+  for_pixels<kVector>(p, [&](const Pixel& at) {
+    const PoolSpan rows(at.h, p.height, p.radius), columns(at.w, p.width, p.radius);
+    const int side = 2 * p.radius + 1;
+    const int64_t center = p.source.offset(at.n, at.c, at.h, at.w);
+    const int corner = (rows.first + p.radius) * side + columns.first + p.radius;
+    Largest<A> best[kVector];
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) best[j] = {-static_cast<A>(INFINITY), corner};
+    for (int dy = rows.first; dy <= rows.last; ++dy) {
+      for (int dx = columns.first; dx <= columns.last; ++dx) {
+        const auto pack = load<T, kVector>(p.source, center + dy * p.source.stride[2] + dx * p.source.stride[3]);
+        const int place = (dy + p.radius) * side + dx + p.radius;
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) best[j].consider(to_arithmetic(pack.x[j]), place);
+      }
+    }
+    Vector<T, kVector> pooled;
+    Vector<uint8_t, kVector> places;
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      pooled.x[j] = from_arithmetic<T>(best[j].value);
+      places.x[j] = static_cast<uint8_t>(best[j].place);
+    }
+    store(p.target, p.target.offset(at.n, at.c, at.h, at.w), pooled);
+    store(p.indices, p.indices.offset(at.n, at.c, at.h, at.w), places);
+    if (p.copy.data) store(p.copy, p.copy.offset(at.n, at.c, at.h, at.w), load<T, kVector>(p.source, center));
+  });
+}
+
+template <typename T, int kVector>
+__global__ void __launch_bounds__(kThreads) max_pool_backward(const __grid_constant__ MaxPoolParams p) {
+  using A = arithmetic_t<T>;
+  for_pixels<kVector>(p, [&](const Pixel& at) {
+    // Windows around pixels behind this one have it before their centre.
+    const PoolSpan rows(at.h, p.height, p.radius), columns(at.w, p.width, p.radius);
+    const int side = 2 * p.radius + 1;
+    const int64_t source = p.source.offset(at.n, at.c, at.h, at.w);
+    const int64_t indices = p.indices.offset(at.n, at.c, at.h, at.w);
+    A sum[kVector];
+    const auto own = load<T, kVector>(p.copy, p.copy.offset(at.n, at.c, at.h, at.w));
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) sum[j] = to_arithmetic(own.x[j]);
+    for (int dy = rows.first; dy <= rows.last; ++dy) {
+      for (int dx = columns.first; dx <= columns.last; ++dx) {
+        const auto places =
+            load<uint8_t, kVector>(p.indices, indices + dy * p.indices.stride[2] + dx * p.indices.stride[3]);
+        const auto grads = load<T, kVector>(p.source, source + dy * p.source.stride[2] + dx * p.source.stride[3]);
+        const int place = (p.radius - dy) * side + p.radius - dx;
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) {
+          if (places.x[j] == place) sum[j] += to_arithmetic(grads.x[j]);
+        }
+      }
+    }
+    Vector<T, kVector> total;
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) total.x[j] = from_arithmetic<T>(sum[j]);
+    store(p.target, p.target.offset(at.n, at.c, at.h, at.w), total);
+  });
+}
+
+// Whether accesses of `count` elements are aligned, and end where the channels end.
+bool takes_vectors(const MaxPoolParams& p, int count, int bytes) {
+  if (!p.channels_last || p.channels % count) return false;
+  const auto fits = [&](const PoolTensor& tensor, int size) {
+    if (!tensor.data) return true;
+    bool even = reinterpret_cast<uintptr_t>(tensor.data) % (count * size) == 0 && tensor.stride[1] == 1;
+    for (const int d : {0, 2, 3}) even = even && tensor.stride[d] % count == 0;
+    return even;
+  };
+  return fits(p.source, bytes) && fits(p.target, bytes) && fits(p.copy, bytes) && fits(p.indices, 1);
+}
+
+template <typename F>
+cudaError_t launch(const MaxPoolParams& p, F&& f) {
+  const auto rows = static_cast<unsigned>(p.batch * (p.channels_last ? p.height : p.channels));
+  dispatch(p.dtype, [&](auto zero) {
+    constexpr int kVector = 16 / sizeof(zero);
+    if (takes_vectors(p, kVector, sizeof(zero))) {
+      f(rows, zero, std::integral_constant<int, kVector>{});
+    } else {
+      f(rows, zero, std::integral_constant<int, 1>{});
+    }
+  });
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+cudaError_t launch_max_pool_forward(const MaxPoolParams& params, cudaStream_t stream) {
+  return launch(params, [&](unsigned rows, auto zero, auto vector) {
+    max_pool_forward<decltype(zero), decltype(vector)::value><<<rows, kThreads, 0, stream>>>(params);
+  });
+}
+
+cudaError_t launch_max_pool_backward(const MaxPoolParams& params, cudaStream_t stream) {
+  return launch(params, [&](unsigned rows, auto zero, auto vector) {
+    max_pool_backward<decltype(zero), decltype(vector)::value><<<rows, kThreads, 0, stream>>>(params);
+  });
+}
+
+}  // namespace torch_fastdet::core

@@ -1,0 +1,69 @@
+// Max pooling of stride 1 that keeps the size, from one part of a concatenation into the next, and its gradient.
+#pragma once
+
+#ifdef TORCH_FASTDET_WITH_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
+#include <cstdint>
+
+#include "core/common/dtype.h"
+#include "core/common/host_device.h"
+
+namespace torch_fastdet::core {
+
+constexpr int kMostPoolRadius = 7;  // 15 * 15 places of a window fit in a byte
+
+// One tensor (N, C, H, W), or the channels of a larger one that it stands in: strides of (n, c, h, w) in elements.
+struct PoolTensor {
+  void* data;
+  int64_t stride[4];
+
+  TORCH_FASTDET_HOST_DEVICE int64_t offset(int64_t n, int64_t c, int64_t h, int64_t w) const {
+    return n * stride[0] + c * stride[1] + h * stride[2] + w * stride[3];
+  }
+};
+
+// Forward: target = the largest value of source in the window around each pixel, indices = its place in the window, row
+// by row; copy = source, where it is given. Of equal values the first counts, of NaNs the last, as in PyTorch.
+// Backward: source = the gradient of a pooling's result, target = the gradient of what was pooled: that of `copy`, its
+// part of the concatenation, and what the windows pass on. Summed row by row in float (double for double).
+struct MaxPoolParams {
+  int64_t batch, channels, height, width;
+  int radius;          // of the window, at most kMostPoolRadius
+  bool channels_last;  // which way to walk; forward and backward take any strides
+  PoolTensor source, target, indices, copy;
+  DType dtype;
+};
+
+// The largest value so far and its place in the window.
+template <typename A>
+struct Largest {
+  A value;
+  int place;
+
+  // PyTorch's rule.
+  TORCH_FASTDET_HOST_DEVICE void consider(A candidate, int at) {
+    if (candidate > value || candidate != candidate) {
+      value = candidate;
+      place = at;
+    }
+  }
+};
+
+// Rows or columns of a window around `at` that are inside of the map: [first, last].
+struct PoolSpan {
+  int first, last;
+
+  TORCH_FASTDET_HOST_DEVICE PoolSpan(int64_t at, int64_t size, int radius)
+      : first(at < radius ? static_cast<int>(-at) : -radius),
+        last(size - 1 - at < radius ? static_cast<int>(size - 1 - at) : radius) {}
+};
+
+#ifdef TORCH_FASTDET_WITH_CUDA
+// One launch each. At most 2^31 - 1 rows (channels_last: of pixels, else planes), and elements of a row.
+cudaError_t launch_max_pool_forward(const MaxPoolParams& params, cudaStream_t stream);
+cudaError_t launch_max_pool_backward(const MaxPoolParams& params, cudaStream_t stream);
+#endif
+
+}  // namespace torch_fastdet::core

@@ -1,0 +1,90 @@
+// max_pools_cat and its backward but for the loops: check, allocate, fill in the parameters of each pooling, and hand
+// them to Backend::forward(params, op) and Backend::backward(params, op), which cpu.cpp and cuda.cpp each define.
+#pragma once
+
+#include <c10/core/DeviceGuard.h>
+#include <torch/library.h>
+
+#include "ops/common/backend.h"
+#include "ops/pool/checks.h"
+
+namespace torch_fastdet {
+
+// The channels of the tensor from `first` on.
+inline core::PoolTensor pool_part(const at::Tensor& tensor, int64_t first) {
+  core::PoolTensor part{};
+  for (int64_t d = 0; d < 4; ++d) part.stride[d] = tensor.size(d) > 1 ? tensor.stride(d) : 0;
+  part.stride[1] = tensor.size(1) > 1 ? tensor.stride(1) : 1;
+  part.data = static_cast<char*>(const_cast<void*>(tensor.const_data_ptr())) +
+              first * part.stride[1] * static_cast<int64_t>(tensor.element_size());
+  return part;
+}
+
+inline core::MaxPoolParams max_pool_params(const at::Tensor& x, int64_t kernel_size, bool channels_last) {
+  core::MaxPoolParams params{};
+  params.batch = x.size(0);
+  params.channels = x.size(1);
+  params.height = x.size(2);
+  params.width = x.size(3);
+  params.radius = static_cast<int>(kernel_size / 2);
+  params.channels_last = channels_last;
+  params.dtype = core_dtype(x.scalar_type());
+  return params;
+}
+
+template <class Backend>
+std::tuple<at::Tensor, at::Tensor> max_pools_cat(const at::Tensor& x, int64_t kernel_size, int64_t pools) {
+  check_max_pools_cat(x, kernel_size, pools);
+  const c10::DeviceGuard guard(x.device());
+  const at::MemoryFormat format = x.suggest_memory_format();
+  at::Tensor y = empty_pool(x, x.sym_size(1) * (pools + 1), x.scalar_type(), format);
+  at::Tensor indices = empty_pool(x, x.sym_size(1) * pools, at::kByte, format);
+  if constexpr (!Backend::kMeta) {
+    if (x.numel() == 0) return {y, indices};
+    const int64_t channels = x.size(1);
+    core::MaxPoolParams params = max_pool_params(x, kernel_size, format == at::MemoryFormat::ChannelsLast);
+    for (int64_t i = 0; i < pools; ++i) {
+      params.source = i == 0 ? pool_part(x, 0) : pool_part(y, i * channels);
+      params.copy = i == 0 ? pool_part(y, 0) : core::PoolTensor{};
+      params.target = pool_part(y, (i + 1) * channels);
+      params.indices = pool_part(indices, i * channels);
+      Backend::forward(params, "max_pools_cat");
+    }
+  }
+  return {y, indices};
+}
+
+template <class Backend>
+at::Tensor max_pools_cat_backward(const at::Tensor& grad_y, const at::Tensor& indices, int64_t kernel_size,
+                                  int64_t pools) {
+  check_max_pools_cat_backward(grad_y, indices, kernel_size, pools);
+  const c10::DeviceGuard guard(grad_y.device());
+  const at::MemoryFormat format = indices.suggest_memory_format();
+  at::Tensor grad_x = empty_pool(grad_y, grad_y.sym_size(1) / (pools + 1), grad_y.scalar_type(), format);
+  if constexpr (!Backend::kMeta) {
+    if (grad_x.numel() == 0) return grad_x;
+    const int64_t channels = grad_x.size(1);
+    core::MaxPoolParams params = max_pool_params(grad_x, kernel_size, format == at::MemoryFormat::ChannelsLast);
+    // The gradients of what was pooled, from the last pooling to the first; two that take turns in between.
+    at::Tensor above = grad_y, between[2];
+    for (int64_t i = pools - 1; i >= 0; --i) {
+      at::Tensor& here = i == 0 ? grad_x : between[i % 2];
+      if (!here.defined()) here = at::empty_like(grad_x);
+      params.source = i == pools - 1 ? pool_part(grad_y, pools * channels) : pool_part(above, 0);
+      params.copy = pool_part(grad_y, i * channels);
+      params.indices = pool_part(indices, i * channels);
+      params.target = pool_part(here, 0);
+      Backend::backward(params, "max_pools_cat_backward");
+      above = here;
+    }
+  }
+  return grad_x;
+}
+
+template <class Backend>
+void register_pool(torch::Library& m) {
+  m.impl("max_pools_cat", TORCH_FN(max_pools_cat<Backend>));
+  m.impl("max_pools_cat_backward", TORCH_FN(max_pools_cat_backward<Backend>));
+}
+
+}  // namespace torch_fastdet

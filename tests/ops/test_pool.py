@@ -1,0 +1,189 @@
+"""max_pools_cat against its definition and stock's max pooling."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.references import pool as reference
+from torch_fastdet import ops
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+# Shape, kernel, poolings: vectors and single elements, maps smaller than the window, several trips of a block's threads.
+CASES = [
+    ((2, 16, 6, 7), 5, 3),
+    ((1, 3, 5, 4), 5, 3),
+    ((2, 8, 3, 2), 15, 1),
+    ((1, 24, 4, 9), 3, 2),
+    ((2, 5, 1, 6), 5, 4),
+    ((1, 8, 4, 4), 1, 2),
+    ((1, 64, 2, 40), 5, 1),
+    ((2, 8, 1, 1), 5, 3),
+]
+EMPTY = [(0, 8, 4, 4), (2, 0, 4, 4), (2, 8, 0, 4)]
+FORMATS = [torch.contiguous_format, torch.channels_last]
+backward = torch.ops.torch_fastdet.max_pools_cat_backward
+
+
+def random(shape, device, dtype=torch.float32, memory_format=torch.contiguous_format):
+    # From the CPU's generator, with many ties.
+    return torch.randn(shape).mul_(2).round_().div_(2).to(device=device, dtype=dtype, memory_format=memory_format)
+
+
+def stock(x, kernel_size=5, pools=3):
+    parts = [x]
+    for _ in range(pools):
+        parts.append(F.max_pool2d(parts[-1], kernel_size, 1, kernel_size // 2))
+    return torch.cat(parts, 1)
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape, kernel_size, pools", CASES)
+def test_values_and_gradients(device, shape, kernel_size, pools, dtype, memory_format):
+    x = random(shape, device, dtype, memory_format).requires_grad_()
+    y = ops.max_pools_cat(x, kernel_size, pools)
+    expected, sources = reference.max_pools_cat(x.detach(), kernel_size, pools)
+    assert y.dtype == dtype and torch.equal(y.double(), expected)
+    assert y.stride() == stock(x, kernel_size, pools).stride()
+    # Halves of small numbers: sums are exact in every type.
+    grad = random(y.shape, device, dtype, memory_format)
+    (grad_x,) = torch.autograd.grad(y, x, grad)
+    exact = reference.max_pools_cat_backward(grad, sources)
+    torch.testing.assert_close(grad_x.double(), exact, rtol=torch.finfo(dtype).eps * pools, atol=0)
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equals_stock(device, dtype, memory_format):
+    """Values, and which of equal values gets the gradient."""
+    x = random((3, 8, 9, 11), device, dtype, memory_format).requires_grad_()
+    ours, theirs = ops.max_pools_cat(x), stock(x)
+    assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
+    grad = random(ours.shape, device, dtype, memory_format)
+    assert torch.equal(*(torch.autograd.grad(y, x, grad)[0] for y in (ours, theirs)))
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+def test_nan_and_infinity_as_stock(device, memory_format):
+    x = random((2, 8, 9, 9), device, torch.float32, memory_format)
+    x[0, 1, 4, 4] = x[0, 1, 2, 3] = x[1, 2, 0, 0] = float("nan")
+    x[0, 2, 3, 3], x[1, 4, 5, 5] = float("inf"), -float("inf")
+    x.requires_grad_()
+    ours, theirs = ops.max_pools_cat(x), stock(x)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+    grad = random(ours.shape, device, torch.float32, memory_format)
+    assert torch.equal(*(torch.autograd.grad(y, x, grad)[0] for y in (ours, theirs)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_any_strides(device, dtype):
+    wide = random((3, 40, 8, 12), device, dtype)
+    nhwc = wide.contiguous(memory_format=torch.channels_last)
+    for x in (
+        wide[:, 8:16],
+        nhwc[:, 8:16],
+        nhwc[:, 3:11],
+        nhwc[:, :, 1:6, 2:9],
+        wide.transpose(2, 3),
+        wide[:, :1].expand(3, 8, 8, 12),
+        wide[:, ::2, :, ::3],
+        wide.flatten()[1:1921].view(1, 8, 12, 20).contiguous(memory_format=torch.channels_last),
+    ):
+        expected = stock(x.double()).to(dtype)
+        assert torch.equal(ops.max_pools_cat(x), expected)
+    x = nhwc[:, :8].detach().requires_grad_()
+    _, indices = torch.ops.torch_fastdet.max_pools_cat(x, 5, 3)
+    big = random((3, 64, 8, 12), device, dtype, torch.channels_last)
+    for grad in (big[:, 8:40], big[:, 3:35], big.contiguous()[:, :32], big[:1, :1, :1, :1].expand(3, 32, 8, 12)):
+        plain = grad.contiguous(memory_format=torch.channels_last)
+        assert torch.equal(backward(grad, indices, 5, 3), backward(plain, indices, 5, 3))
+
+
+def test_empty(device):
+    for shape in EMPTY:
+        x = random(shape, device).requires_grad_()
+        y = ops.max_pools_cat(x)
+        assert y.shape == (shape[0], 4 * shape[1], *shape[2:])
+        y.sum().backward()
+        assert x.grad.shape == x.shape
+
+
+def test_programs(device):
+    x = random((2, 8, 4, 6), device, torch.float32, torch.channels_last)
+    for requires_grad in (False, True):
+        x = x.detach().requires_grad_(requires_grad)
+        torch.library.opcheck(torch.ops.torch_fastdet.max_pools_cat.default, (x, 5, 3))
+    y, indices = torch.ops.torch_fastdet.max_pools_cat(x.detach(), 5, 3)
+    torch.library.opcheck(backward.default, (y, indices, 5, 3))
+    assert torch.autograd.gradcheck(ops.max_pools_cat, torch.randperm(96).view(1, 4, 4, 6).double().requires_grad_())
+
+    def pools(x: torch.Tensor) -> torch.Tensor:
+        return ops.max_pools_cat(x, 5, 3)
+
+    assert torch.equal(torch.jit.script(pools)(x), pools(x))
+    torch._dynamo.reset()
+    compiled = torch.compile(pools, fullgraph=True, backend="aot_eager", dynamic=True)
+    for part in (x, x[:, :, :3]):
+        assert torch.equal(compiled(part), pools(part))
+    ours, theirs = (torch.autograd.grad(f(x).square().sum(), x)[0] for f in (compiled, stock))
+    torch.testing.assert_close(ours, theirs)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        assert ops.max_pools_cat(x).dtype == torch.float32
+
+
+def test_second_derivative_raises(device):
+    x = random((1, 4, 4, 4), device).requires_grad_()
+    (grad,) = torch.autograd.grad(ops.max_pools_cat(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="max_pools_cat: a second derivative was asked for"):
+        grad.sum().backward()
+
+
+BAD = [
+    (lambda x: ops.max_pools_cat(x[0]), RuntimeError, r"max_pools_cat: x has shape \[8, 4, 6\], but four dimensions"),
+    (lambda x: ops.max_pools_cat(x.int()), RuntimeError, r"max_pools_cat: x has dtype int32, but float16"),
+    (lambda x: ops.max_pools_cat(x.to_sparse()), RuntimeError, r"max_pools_cat: x has layout Sparse, but a dense"),
+    (lambda x: ops.max_pools_cat(x, 4), ValueError, r"kernel_size is 4, but an odd number of 1 to 15 is wanted"),
+    (lambda x: ops.max_pools_cat(x, 17), ValueError, r"kernel_size is 17, but an odd number of 1 to 15 is wanted"),
+    (lambda x: ops.max_pools_cat(x, 5, 0), ValueError, r"max_pools_cat: pools is 0, but 1 or more is wanted"),
+    (lambda x: backward(x, x, 5, 3), RuntimeError, r"indices has dtype float32, but uint8 is wanted"),
+    (lambda x: backward(x, x.byte(), 5, 3), RuntimeError, r"indices has shape \[2, 8, 4, 6\] beside grad_y of shape"),
+]
+
+
+@pytest.mark.parametrize("call, kind, message", BAD)
+def test_errors_are_sentences(device, call, kind, message):
+    with pytest.raises(kind, match=message) as caught:
+        call(random((2, 8, 4, 6), device))
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_no_tensor_is_one_sentence():
+    with pytest.raises(TypeError, match=r"^max_pools_cat: x is a NoneType, but a tensor is wanted$"):
+        ops.max_pools_cat(None)
+
+
+def test_repeatable_and_captured(cuda):
+    x = random((4, 64, 20, 20), cuda, torch.float16, torch.channels_last).requires_grad_()
+    grad = torch.randn(4, 256, 20, 20, device=cuda).half().contiguous(memory_format=torch.channels_last)
+
+    def step():
+        y = ops.max_pools_cat(x)
+        return [y, *torch.autograd.grad(y, x, grad)]
+
+    first = step()
+    for _ in range(5):
+        assert all(map(torch.equal, first, step()))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        x.normal_()
+        grad.normal_()
+    graph.replay()
+    assert all(map(torch.equal, captured, step()))

@@ -1,0 +1,147 @@
+"""space_to_depth against its definition and stock's pixel_unshuffle."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.references import space_to_depth as reference
+from torch_fastdet import ops
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+# Shape and channels of the result: vectors of 16 bytes and single elements; more than one trip of a block's threads.
+CASES = [
+    ((2, 3, 6, 8), 16),
+    ((1, 3, 2, 2), 12),
+    ((2, 1, 4, 10), 5),
+    ((3, 4, 8, 6), 24),
+    ((1, 3, 4, 700), 16),
+    ((2, 5, 2, 6), 20),
+]
+EMPTY = [((0, 3, 4, 4), 16), ((2, 0, 4, 4), 8), ((2, 3, 0, 4), 16), ((2, 3, 4, 0), 16), ((2, 0, 4, 4), 0)]
+FORMATS = [torch.contiguous_format, torch.channels_last]
+backward = torch.ops.torch_fastdet.space_to_depth_backward
+
+
+def random(shape, device, dtype=torch.float32, memory_format=torch.contiguous_format):
+    return torch.randn(shape).to(device=device, dtype=dtype, memory_format=memory_format)
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("border", [False, True])
+@pytest.mark.parametrize("shape, channels", CASES + EMPTY)
+def test_values_and_gradients(device, shape, channels, border, memory_format):
+    for dtype in DTYPES:
+        x = random(shape, device, torch.float32, memory_format).requires_grad_()
+        out = ops.space_to_depth(x, channels, border, dtype)
+        expected = reference.space_to_depth(x.detach(), channels, border).to(dtype)
+        assert out.dtype == dtype and torch.equal(out, expected)
+        assert out.is_contiguous(memory_format=torch.channels_last)
+        grad = random(out.shape, device, dtype, memory_format)
+        (grad_x,) = torch.autograd.grad(out, x, grad)
+        assert grad_x.dtype == torch.float32
+        assert torch.equal(grad_x.double(), reference.space_to_depth_backward(grad, shape[1], border))
+
+
+@pytest.mark.parametrize("source", DTYPES)
+def test_types(device, source):
+    x = random((2, 3, 4, 6), device, torch.float64).to(source)
+    for target in DTYPES:
+        assert torch.equal(ops.space_to_depth(x, 16, dtype=target)[:, :12], F.pixel_unshuffle(x.to(target), 2))
+    assert ops.space_to_depth(x, 12).dtype == source
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        assert ops.space_to_depth(x, 12).dtype == source
+
+
+def test_any_strides(device):
+    wide = random((4, 9, 12, 20), device)
+    nhwc = wide.contiguous(memory_format=torch.channels_last)
+    for x in (
+        wide[:, 2:5, 1:7, 3:9],
+        nhwc[:, 2:5, 1:7, 3:9],
+        wide.transpose(2, 3),
+        wide[:, :1].expand(4, 3, 12, 20),
+        wide[:, :, ::2, ::5],
+    ):
+        channels = 4 * x.shape[1]
+        assert torch.equal(ops.space_to_depth(x, channels), F.pixel_unshuffle(x, 2))
+    grad = random((2, 24, 6, 10), device)
+    for view in (grad[:, 4:20], grad.transpose(2, 3), grad[:, :, 1:, 2:], grad[:1, :1, :1, :1].expand(2, 16, 5, 3)):
+        for border in (False, True):
+            expected = reference.space_to_depth_backward(view, 3, border)
+            assert torch.equal(backward(view, 3, border, None).double(), expected)
+
+
+def test_gradients_of_any_order(device):
+    x = random((2, 3, 4, 2), device, torch.float64).requires_grad_()
+    for border in (False, True):
+        call = lambda t, border=border: ops.space_to_depth(t, 13, border)  # noqa: E731
+        assert torch.autograd.gradcheck(call, x) and torch.autograd.gradgradcheck(call, x)
+
+
+def test_programs(device):
+    x = random((2, 3, 4, 6), device, torch.float16)
+    for requires_grad in (False, True):
+        x = x.detach().requires_grad_(requires_grad)
+        torch.library.opcheck(torch.ops.torch_fastdet.space_to_depth.default, (x, 16, True, torch.float32))
+        grad = random((2, 16, 3, 4), device).requires_grad_(requires_grad)
+        torch.library.opcheck(backward.default, (grad, 3, True, torch.float16))
+
+    def squares(x: torch.Tensor) -> torch.Tensor:
+        return ops.space_to_depth(x, 16, True, torch.float32)
+
+    expected = squares(x)
+    assert torch.equal(torch.jit.script(squares)(x), expected)
+    torch._dynamo.reset()
+    compiled = torch.compile(squares, fullgraph=True, backend="aot_eager", dynamic=True)
+    for part in (x, x[:, :, :2]):
+        assert torch.equal(compiled(part), squares(part))
+    (grad,) = torch.autograd.grad(compiled(x).square().sum(), x)
+    assert torch.equal(grad, 2 * x.detach())
+
+
+BAD = [
+    (lambda x: ops.space_to_depth(x[0], 16), r"space_to_depth: x has shape \[3, 4, 6\], but four dimensions"),
+    (lambda x: ops.space_to_depth(x.byte(), 16), r"space_to_depth: x has dtype uint8, but float16, bfloat16"),
+    (lambda x: ops.space_to_depth(x.to_sparse(), 16), r"space_to_depth: x has layout Sparse, but a dense"),
+    (lambda x: ops.space_to_depth(x, 11), r"space_to_depth: channels is 11, but at least 12, four times those of x"),
+    (lambda x: ops.space_to_depth(x[..., 1:], 12), r"x has shape \[2, 3, 4, 5\], but an even height and width"),
+    (lambda x: ops.space_to_depth(x, 12, dtype=torch.int32), r"space_to_depth: dtype is int32, but float16"),
+    (lambda x: backward(x, 1, False, None), r"grad_output has shape \[2, 3, 4, 6\], but at least \(N, 4, 0, 0\)"),
+]
+
+
+@pytest.mark.parametrize("call, message", BAD)
+def test_errors_are_sentences(device, call, message):
+    with pytest.raises(RuntimeError, match=message) as caught:
+        call(random((2, 3, 4, 6), device))
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_no_tensor_is_one_sentence():
+    with pytest.raises(TypeError, match=r"^space_to_depth: x is a NoneType, but a tensor is wanted$"):
+        ops.space_to_depth(None, 16)
+
+
+def test_graph(cuda):
+    x = random((2, 3, 8, 8), cuda).requires_grad_()
+    grad = random((2, 16, 5, 5), cuda, torch.float16, torch.channels_last)
+
+    def step():
+        out = ops.space_to_depth(x, 16, True, torch.float16)
+        return [out, *torch.autograd.grad(out, x, grad)]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        x.normal_()
+        grad.normal_()
+    graph.replay()
+    for ours, eager in zip(captured, step()):
+        assert torch.equal(ours, eager)

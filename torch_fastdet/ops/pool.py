@@ -1,0 +1,40 @@
+"""Max pooling of max poolings, written into one concatenation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_fastdet.ops._checks import check_tensor
+
+
+def max_pools_cat(x: Tensor, kernel_size: int = 5, pools: int = 3) -> Tensor:
+    """``torch.cat([x, p(x), p(p(x)), ...], 1)``, where ``p`` is ``nn.MaxPool2d(kernel_size, 1, kernel_size // 2)``.
+
+    One launch for each pooling, forward and backward; each writes its part of the result, so that nothing is concatenated.
+    Kept for the backward pass is one byte for each pooled value. Of equal values in a window the first gets the gradient,
+    of NaNs the last, as in MaxPool2d. Gradients are summed in float32 (float64 for float64) in a fixed order: the same bits
+    in every run.
+
+    Args:
+        x: (N, C, H, W), float16, bfloat16, float32 or float64. Slices and other views are read in place.
+        kernel_size: odd, at most 15.
+        pools: how many poolings, 1 or more.
+
+    Returns:
+        (N, (pools + 1) * C, H, W) of x's dtype, under autocast too, in the memory format that x suggests.
+
+    The gradient of x is of the first order, in the memory format of the result.
+
+    The CPU has the operator too, for tests and tracing; it is not faster than stock there.
+
+    Raises:
+        ValueError: kernel_size is even or more than 15, or pools is less than 1.
+        RuntimeError: x is not four-dimensional, not floating or not dense, or a second derivative is asked for.
+        TypeError: x is no tensor.
+
+    Source: ``SPPF`` of YOLOv5 and Ultralytics.
+    """
+    if not torch.jit.is_scripting():
+        check_tensor("max_pools_cat", "x", x)
+    return torch.ops.torch_fastdet.max_pools_cat(x, kernel_size, pools)[0]
