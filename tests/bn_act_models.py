@@ -7,15 +7,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_fastdet.bn_act
+from torch_fastdet import stem
 from torch_fastdet.patching import switch
 
 
 class Operators(TorchDispatchMode):
-    """How often bn_act ran, and stock's norms."""
+    """How often bn_act ran, and stock's norms; and the stem's and SPPF's operators."""
 
-    ours = stock = 0
+    ours = stock = stems = pools = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.stems += str(func) == "torch_fastdet.space_to_depth.default"
+        self.pools += str(func) == "torch_fastdet.max_pools_cat.default"
         self.ours += str(func) == "torch_fastdet.bn_act.default"
         self.stock += "batch_norm" in str(func) and "backward" not in str(func)
         return func(*args, **(kwargs or {}))
@@ -24,7 +27,8 @@ class Operators(TorchDispatchMode):
 def on_the_cpu():
     """The switch wants a GPU; its operator runs on the CPU as well."""
     switch.missing_gpu = lambda: None
-    torch_fastdet.bn_act.DEVICES = ("cpu", "cuda")
+    torch_fastdet.bn_act.DEVICES = stem.DEVICES = ("cpu", "cuda")
+    stem.DTYPES = (*stem.DTYPES, torch.float64)
 
 
 def tensors(output):
@@ -52,11 +56,14 @@ def compare(build, drop_in):
     stock_run, expected = step(plain, images)
     assert stock_run.ours == 0 and stock_run.stock == norms
     lines = drop_in.patch(bn_act_optim=True)
-    assert sum("Conv.forward" in line or "Bottleneck.forward" in line for line in lines) >= 2, lines
+    for name in ("Conv.forward", "Bottleneck.forward", "SPPF.forward"):
+        assert any(f"{name} ->" in line for line in lines), lines
     for layout in (torch.contiguous_format, torch.channels_last):
         run, found = step(copy.deepcopy(blank).to(memory_format=layout), images.to(memory_format=layout))
         # Norms that stand alone (in no Conv) stay stock's.
         assert run.ours + run.stock == norms and run.ours > 0.9 * norms, (run.ours, run.stock, norms)
+        # The stem's result is channels_last, so that it takes a model that is.
+        assert (run.stems, run.pools) == (layout == torch.channels_last, 1), (run.stems, run.pools)
         assert len(found) == len(expected)
         for mine, theirs in zip(found, expected):
             scale = theirs.abs().max().item() if theirs.numel() else 0
@@ -64,9 +71,10 @@ def compare(build, drop_in):
     trained = copy.deepcopy(blank)
     step(trained, images)
     buffer = io.BytesIO()
-    torch.save(trained, buffer)
+    torch.save(copy.deepcopy(trained), buffer)
     assert b"torch_fastdet" not in buffer.getvalue()
-    assert step(trained.eval().requires_grad_(), images)[0].ours == 0, "eval mode is stock's"
+    run, _ = step(trained.eval().requires_grad_(), images)
+    assert (run.ours, run.stems, run.pools) == (0, 0, 0), "eval mode is stock's"
     # A step may begin under patch() and end after unpatch().
     half_way = tensors(copy.deepcopy(blank)(images))
     drop_in.unpatch()

@@ -10,7 +10,7 @@ from torch import nn
 
 import torch_fastdet.bn_act
 from tests.bn_act_models import Operators
-from torch_fastdet.bn_act import bottleneck_forward, computes, conv_forward
+from torch_fastdet.bn_act import bottleneck_forward, computes, conv_forward, sppf_forward
 
 
 class Conv(nn.Module):
@@ -35,6 +35,22 @@ class Bottleneck(nn.Module):
         return x + self.cv2(self.cv1(x)) if self.add else self.cv2(self.cv1(x))
 
 
+class SPPF(nn.Module):
+    """Ultralytics', with a number of poolings and a shortcut of its own."""
+
+    def __init__(self, c, n=3, add=False, **pooling):
+        super().__init__()
+        self.cv1, self.cv2, self.n, self.add = Conv(c, c), Conv(c * (n + 1), c), n, add
+        self.m = nn.MaxPool2d(**{"kernel_size": 5, "stride": 1, "padding": 2, **pooling})
+
+    def forward(self, x):
+        y = [self.cv1(x)]
+        for _ in range(self.n):
+            y.append(self.m(y[-1]))
+        y = self.cv2(torch.cat(y, 1))
+        return y + x if self.add else y
+
+
 @pytest.fixture(autouse=True)
 def _fused(monkeypatch):
     monkeypatch.setattr(torch_fastdet.bn_act, "DEVICES", ("cpu", "cuda"))
@@ -42,6 +58,8 @@ def _fused(monkeypatch):
     forward = conv_forward(Conv.forward)
     monkeypatch.setattr(Conv, "forward", forward)
     monkeypatch.setattr(Bottleneck, "forward", bottleneck_forward(Bottleneck.forward, forward))
+    monkeypatch.setattr(SPPF, "stock", SPPF.forward, raising=False)
+    monkeypatch.setattr(SPPF, "forward", sppf_forward(SPPF.forward, counts=True))
 
 
 def images(device="cpu", dtype=torch.float32):
@@ -65,6 +83,8 @@ def stock_of(module):
             block.forward = lambda x, b=block: b.act(b.bn(b.conv(x)))
         elif isinstance(block, Bottleneck):
             block.forward = lambda x, b=block: x + b.cv2(b.cv1(x)) if b.add else b.cv2(b.cv1(x))
+        elif isinstance(block, SPPF):
+            block.forward = types.MethodType(SPPF.stock, block)
     return copied
 
 
@@ -99,6 +119,48 @@ def test_a_shortcut_of_another_type_is_added_by_torch(device):
     with torch.autocast(device.type, dtype=torch.bfloat16):
         assert run(module, images(device))[1][0].dtype == torch.float32  # bfloat16 of cv2 and float32 of x, as stock
         assert run(module, images(device, torch.bfloat16))[1][0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("options", [{}, {"n": 2, "add": True}, {"kernel_size": 3, "padding": 1}], ids=str)
+def test_poolings_are_one_operator(device, options):
+    module, x = SPPF(8, **options).to(device), images(device)
+    with Operators() as operators:
+        module(x)
+    assert operators.pools == 1
+    assert_same(module, x, (2, 0))
+    compiled = torch.compile(copy.deepcopy(module), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), stock_of(module)(x), rtol=1e-4, atol=1e-4)
+
+
+class OtherPool(nn.MaxPool2d):
+    pass
+
+
+def hooked(module):
+    module.m.register_forward_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda module: setattr(module, "m", OtherPool(5, 1, 2)),
+        lambda module: setattr(module, "m", nn.MaxPool2d((5, 5), 1, 2)),
+        lambda module: setattr(module, "m", nn.MaxPool2d(17, 1, 8)),
+        lambda module: setattr(module, "m", nn.AvgPool2d(5, 1, 2)),
+        lambda module: setattr(module, "m", nn.MaxPool2d(5, 1, 2, ceil_mode=True)),
+        lambda module: setattr(module, "n", 0) or setattr(module, "cv2", Conv(8, 8)),
+        hooked,
+        nn.Module.eval,
+    ],
+)
+def test_other_poolings_are_stocks(device, change):
+    module, x = SPPF(8), images(device)
+    change(module.to(device))
+    module.to(device)
+    with Operators() as operators:
+        module(x)
+    assert operators.pools == 0
+    assert_same(module, x, run(module, x)[0])
 
 
 class OtherNorm(nn.BatchNorm2d):

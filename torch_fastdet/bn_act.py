@@ -1,7 +1,7 @@
 """A block of a convolution, a BatchNorm2d and an activation, trained with norm and activation as one operator.
 
-YOLOv5 and Ultralytics both have such a ``Conv``, and a ``Bottleneck`` of two of them with a shortcut. The functions here make
-forward methods for such classes. They take the modules apart at each call, because anything may have changed since the last:
+YOLOv5 and Ultralytics both have such a ``Conv``, a ``Bottleneck`` of two of them with a shortcut, and an ``SPPF`` of two with max
+poolings in between. The functions here make forward methods for such classes. They take the modules apart at each call, because anything may have changed since the last:
 whatever one operator cannot do with stock's results and in stock's order stays stock's.
 """
 
@@ -21,6 +21,7 @@ from torch_fastdet._private import (
     is_transforming,
     module_has_hooks,
 )
+from torch_fastdet.stem import convolve
 
 ACTIVATIONS: dict[type[nn.Module], str] = {
     nn.SiLU: "silu",
@@ -30,7 +31,7 @@ ACTIVATIONS: dict[type[nn.Module], str] = {
     nn.Identity: "identity",
 }
 # Torch's own, to see whether somebody has put another one on the class.
-_KINDS: tuple[type[nn.Module], ...] = (nn.BatchNorm2d, *ACTIVATIONS)
+_KINDS: tuple[type[nn.Module], ...] = (nn.BatchNorm2d, nn.MaxPool2d, *ACTIVATIONS)
 _FORWARDS = {kind: kind.forward for kind in _KINDS}
 # Where the operator is the faster one.
 DEVICES = ("cuda",)
@@ -48,6 +49,17 @@ def runs_plainly(module: nn.Module, forward: Forward) -> bool:
     )
 
 
+def is_watched() -> bool:
+    """Whether something sees each module's call, or records a program that has to run without us."""
+    return (
+        every_module_has_hooks()
+        or torch.jit.is_tracing()
+        or torch.onnx.is_in_onnx_export()
+        or is_exporting()
+        or is_transforming()
+    )
+
+
 def can_fuse(norm: Any, act: Any) -> bool:
     """Whether norm and activation are ones that :func:`torch_fastdet.ops.bn_act` knows, in training, and unobserved."""
     return (
@@ -57,11 +69,7 @@ def can_fuse(norm: Any, act: Any) -> bool:
         and (norm.momentum is not None or not norm.track_running_stats)
         and runs_plainly(norm, _FORWARDS[nn.BatchNorm2d])
         and runs_plainly(act, _FORWARDS[type(act)])
-        and not every_module_has_hooks()
-        and not torch.jit.is_tracing()
-        and not torch.onnx.is_in_onnx_export()
-        and not is_exporting()
-        and not is_transforming()
+        and not is_watched()
     )
 
 
@@ -114,7 +122,7 @@ def conv_forward(stock: Forward) -> Forward:
         # Two ifs: torch.jit.script leaves out the first one's block, but compiles the whole of an `and`.
         if not torch.jit.is_scripting():
             if self.training and can_fuse(self.bn, self.act):
-                return norm_and_activation(self.bn, self.act, self.conv(x))
+                return norm_and_activation(self.bn, self.act, convolve(self.conv, x))
             return stock(self, x)
         return self.act(self.bn(self.conv(x)))
 
@@ -141,6 +149,53 @@ def bottleneck_forward(stock: Forward, conv: Forward) -> Forward:
                 return norm_and_activation(last.bn, last.act, last.conv(self.cv1(x)), x)
             return stock(self, x)
         return x + self.cv2(self.cv1(x)) if self.add else self.cv2(self.cv1(x))
+
+    return forward
+
+
+def can_pool(pool: Any) -> bool:
+    """Whether this is a max pooling that :func:`torch_fastdet.ops.max_pools_cat` knows, unobserved."""
+    if type(pool) is not nn.MaxPool2d or not runs_plainly(pool, _FORWARDS[nn.MaxPool2d]) or is_watched():
+        return False
+    size = pool.kernel_size
+    return (
+        type(size) is int
+        and size % 2 == 1
+        and size <= 15
+        and pool.stride == 1
+        and pool.padding == size // 2
+        and pool.dilation == 1
+        and not pool.ceil_mode
+        and not pool.return_indices
+    )
+
+
+def pools_beside(pool: Any, x: Tensor, count: int) -> Tensor:
+    """x, and ``count`` poolings of poolings of it, concatenated. Ask can_pool first."""
+    plain = type(x) is Tensor and x.device.type in DEVICES and x.dim() == 4 and x.is_floating_point()
+    if plain and count > 0:
+        return ops.max_pools_cat(x, pool.kernel_size, count)
+    parts = [x]
+    for _ in range(count):
+        parts.append(pool(parts[-1]))
+    return torch.cat(parts, 1)
+
+
+def sppf_forward(stock: Forward, counts: bool) -> Forward:
+    """Stands for the forward of a block that computes ``cv2(cat((y, m(y), m(m(y)), ...)))`` of ``y = cv1(x)``.
+
+    Args:
+        stock: the forward that it replaces.
+        counts: whether the block has a number of poolings ``n`` and a shortcut ``add``, as Ultralytics' has; without them there
+            are three poolings and no shortcut.
+    """
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if torch.jit.is_scripting() or not self.training or not can_pool(self.m):
+            return stock(self, x)
+        pools = getattr(self, "n", 3) if counts else 3
+        y = self.cv2(pools_beside(self.m, self.cv1(x), pools))
+        return y + x if counts and getattr(self, "add", False) else y
 
     return forward
 

@@ -1,24 +1,30 @@
-"""What the ``bn_act_optim`` switches of both hosts share: the forward methods of ``Conv`` and ``Bottleneck``."""
+"""What the ``bn_act_optim`` switches of both hosts share: the forward methods of ``Conv``, ``Bottleneck`` and ``SPPF``."""
 
 from __future__ import annotations
 
 from types import ModuleType
 from typing import ClassVar
 
-from torch_fastdet.bn_act import bottleneck_forward, computes, conv_forward
+from torch_fastdet.bn_act import bottleneck_forward, computes, conv_forward, sppf_forward
 from torch_fastdet.patching.import_hook import namespace
 from torch_fastdet.patching.switch import Switch, class_of
 
+# What SPPF.forward reads -> whether the block has a number of poolings and a shortcut of its own.
+_SPPF = {
+    frozenset({"catch_warnings", "cat", "cv1", "cv2", "m", "simplefilter", "torch", "warnings"}): False,
+    frozenset({"cat", "cv1", "cv2", "extend", "getattr", "range", "torch"}): True,
+}
+
 
 class BnActMethods(Switch):
-    """Replaces ``Conv.forward`` and ``Bottleneck.forward`` in the modules of the host that define them."""
+    """Replaces the forward methods of ``Conv``, ``Bottleneck`` and ``SPPF`` in the modules of the host that define them."""
 
     name = "bn_act_optim"
-    help = "BatchNorm and activation in training as one operator, with the shortcut's sum; needs a GPU"
+    help = "BatchNorm and activation in training as one operator, with the shortcut's sum; the stem; SPPF; needs a GPU"
     needs_gpu = True
     #: Full names of the modules that may define ``Conv``.
     conv_modules: ClassVar[tuple[str, ...]]
-    #: And of those that may define ``Bottleneck``.
+    #: And of those that may define ``Bottleneck`` and ``SPPF``.
     bottleneck_modules: ClassVar[tuple[str, ...]]
 
     def visit(self, module: ModuleType) -> None:
@@ -27,6 +33,7 @@ class BnActMethods(Switch):
             self._patch_conv(module)
         if name in self.bottleneck_modules:
             self._patch_bottleneck(module)
+            self._patch_sppf(module)
 
     def _patch_conv(self, module: ModuleType) -> None:
         conv = class_of(module, "Conv")
@@ -50,3 +57,14 @@ class BnActMethods(Switch):
         forward = bottleneck_forward(stock, vars(conv)["forward"])
         forward.__qualname__ = "bn_act_optim.Bottleneck.forward"
         self.replace(bottleneck, "forward", forward)
+
+    def _patch_sppf(self, module: ModuleType) -> None:
+        sppf = class_of(module, "SPPF")
+        if sppf is None or self.has_replaced(sppf):
+            return
+        stock = vars(sppf).get("forward")
+        for names, counts in _SPPF.items():
+            if computes(stock, set(names)):
+                forward = sppf_forward(stock, counts)
+                forward.__qualname__ = "bn_act_optim.SPPF.forward"
+                self.replace(sppf, "forward", forward)

@@ -1,4 +1,4 @@
-"""Training of yolov8n and yolo11n under bn_act_optim is stock's."""
+"""Training of yolov8n, yolo11n and yolo26n under bn_act_optim is stock's."""
 
 import json
 
@@ -8,7 +8,7 @@ from ultralytics.nn.tasks import DetectionModel
 from tests.bn_act_models import compare
 from torch_fastdet import ultralytics as drop_in
 
-for name in ("yolov8n.yaml", "yolo11n.yaml"):
+for name in ("yolov8n.yaml", "yolo11n.yaml", "yolo26n.yaml"):
 
     def build(name=name):
         torch.manual_seed(0)

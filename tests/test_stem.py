@@ -1,0 +1,124 @@
+"""The stem as a convolution of squares, against the convolution that it stands for."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from torch_fastdet import stem
+
+KERNELS = [(6, 2), (3, 1)]
+
+
+@pytest.fixture(autouse=True)
+def _everywhere(monkeypatch):
+    monkeypatch.setattr(stem, "DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(stem, "DTYPES", (torch.float16, torch.bfloat16, torch.float64))
+
+
+def make(kernel, padding, device="cpu", dtype=torch.float64, **options):
+    torch.manual_seed(0)
+    options = {"bias": False, **options}
+    return nn.Conv2d(3, 16, kernel, 2, padding, **options).to(device, dtype, memory_format=torch.channels_last)
+
+
+def images(device="cpu", dtype=torch.float64, shape=(2, 3, 16, 12)):
+    torch.manual_seed(1)
+    return torch.rand(shape, dtype=torch.float64).to(device, dtype, memory_format=torch.channels_last)
+
+
+def run(call, conv, x, grad):
+    x = x.detach().requires_grad_()
+    y = call(conv, x)
+    return [y.detach(), *torch.autograd.grad(y, [x, *conv.parameters()], grad.to(y.dtype))]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kernel, padding", KERNELS)
+def test_values_and_gradients(device, kernel, padding, bias):
+    """In float64: the same sums in another order."""
+    conv = make(kernel, padding, device, bias=bias)
+    for shape in ((2, 3, 16, 12), (1, 3, 2, 2), (3, 3, 2, 34)):
+        x = images(device, shape=shape)
+        assert stem.is_stem(conv, x)
+        grad = torch.randn(conv(x).shape, dtype=torch.float64, device=device)
+        mine, theirs = run(stem.convolve, conv, x, grad), run(nn.Conv2d.__call__, conv, x, grad)
+        for a, b in zip(mine, theirs):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+        assert mine[0].stride() == theirs[0].stride() and mine[1].stride() == theirs[1].stride()
+    x = images(device, shape=(1, 3, 4, 4)).requires_grad_()
+    assert torch.autograd.gradgradcheck(lambda x, w: nn.functional.conv2d(
+        stem.ops.space_to_depth(x, 16, kernel % 2 == 1), stem.stem_weight(w, w.dtype), padding=int(kernel % 2 == 0)
+    ), (x, conv.weight))  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel, padding", KERNELS)
+def test_no_farther_from_exact_than_stock_under_autocast(device, kernel, padding):
+    dtype = torch.float16 if device.type == "cuda" else torch.bfloat16
+    conv = make(kernel, padding, device, torch.float32)
+    x = images(device, torch.float32, (4, 3, 64, 64))
+    exact_conv = copy.deepcopy(conv).to(device, torch.float64)
+    exact_conv.weight.data.copy_(conv.weight.to(dtype))
+    exact_x = x.to(dtype).double()
+    grad = torch.randn(exact_conv(exact_x).shape, device=device).to(dtype).double()
+    exact = run(nn.Conv2d.__call__, exact_conv, exact_x, grad)
+    with torch.autocast(device.type, dtype):
+        assert stem.is_stem(conv, x)
+        mine, theirs = run(stem.convolve, conv, x, grad), run(nn.Conv2d.__call__, conv, x, grad)
+    for a, b, e in zip(mine, theirs, exact):
+        assert a.dtype == b.dtype
+        assert (a - e).abs().max() <= 1.5 * (b - e).abs().max() + 1e-3 * e.abs().max()
+
+
+def hooked(conv):
+    conv.register_forward_hook(lambda *_: None)
+    return conv
+
+
+class OtherConv(nn.Conv2d):
+    pass
+
+
+def with_forward(conv):
+    conv.forward = lambda x: x
+    return conv
+
+
+def other(conv):
+    conv.__class__ = OtherConv
+    return conv
+
+
+@pytest.mark.parametrize(
+    "conv",
+    [
+        hooked(make(6, 2)),
+        with_forward(make(6, 2)),
+        other(make(6, 2)),
+        make(6, 1),
+        make(5, 2),
+        make(3, 1, dilation=2),
+        make(3, 1, padding_mode="reflect"),
+        make(6, 2).to(memory_format=torch.contiguous_format),
+        make(6, 2, dtype=torch.float32),
+        nn.Conv2d(3, 16, 6, 1, 2).double().to(memory_format=torch.channels_last),
+        nn.Conv2d(4, 16, 6, 2, 2).double().to(memory_format=torch.channels_last),
+        nn.Identity(),
+    ],
+)
+def test_other_convolutions_are_stocks(conv):
+    assert not stem.is_stem(conv, images())
+
+
+def test_other_inputs_are_stocks():
+    conv = make(6, 2)
+    x = images()
+    assert stem.is_stem(conv, x)
+    for bad in (x[..., 1:], x[:, :, 1:], x[0], x[:0], x.byte(), x.float(), x[:, :2], nn.Parameter(x), None):
+        assert not stem.is_stem(conv, bad)
+    with pytest.raises(RuntimeError, match="to have 3 channels, but got 2 channels"):
+        stem.convolve(conv, x[:, :2])
+    assert torch.equal(stem.convolve(conv, x[..., 1:]), conv(x[..., 1:]))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not stem.is_stem(conv, x), "autocast leaves float64 alone"

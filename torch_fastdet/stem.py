@@ -1,0 +1,90 @@
+"""The first convolution of a detector, of stride 2 on three channels, as a convolution of stride 1 on sixteen.
+
+YOLOv5 begins with 6x6, stride 2, padding 2, Ultralytics' models with 3x3, stride 2, padding 1. No tensor core takes three
+channels. With each square of 2x2 pixels as channels the same sums are a 3x3 or 2x2 convolution of stride 1. The module and its
+weight stay as they are; the weight is arranged anew in each step, and autograd brings its gradient back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torch_fastdet import ops
+from torch_fastdet._private import is_compiled_in_place, module_has_hooks
+
+# Kernel size -> padding.
+_SHAPES: dict[tuple[int, ...], tuple[int, ...]] = {(6, 6): (2, 2), (3, 3): (1, 1)}
+_CHANNELS = 16  # of the squares: 12, and 4 of zeros; on an H200 half the time of 12
+_FORWARD = nn.Conv2d.forward
+# Where this was measured to be faster. In float32 stock's convolution runs.
+DTYPES = (torch.float16, torch.bfloat16)
+DEVICES = ("cuda",)
+
+
+def has_stem_shape(conv: nn.Conv2d) -> bool:
+    return (
+        conv.in_channels == 3
+        and conv.stride == (2, 2)
+        and _SHAPES.get(conv.kernel_size) == conv.padding
+        and conv.dilation == (1, 1)
+        and conv.groups == 1
+        and conv.padding_mode == "zeros"
+    )
+
+
+def _dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
+    """What the convolution computes in: autocast's dtype, or that of both tensors."""
+    if torch.is_autocast_enabled(x.device.type):
+        casts = x.dtype != torch.float64 and weight.dtype != torch.float64
+        return torch.get_autocast_dtype(x.device.type) if casts else None
+    return x.dtype if x.dtype == weight.dtype else None
+
+
+def is_stem(conv: Any, x: Any) -> bool:
+    """Whether ``conv(x)`` is such a convolution, with channels_last weights, in half precision, and unobserved."""
+    if type(conv) is not nn.Conv2d or not has_stem_shape(conv):
+        return False
+    if type(conv).forward is not _FORWARD or "forward" in conv.__dict__:
+        return False
+    if module_has_hooks(conv) or is_compiled_in_place(conv):
+        return False
+    weight = conv.weight
+    return (
+        type(x) is Tensor
+        and x.device.type in DEVICES
+        and x.device == weight.device
+        and x.dim() == 4
+        and x.shape[1] == 3
+        and x.is_floating_point()
+        and x.numel() > 0
+        and x.shape[2] % 2 == 0
+        and x.shape[3] % 2 == 0
+        # Elsewhere the result would have another memory format than stock's.
+        and weight.is_contiguous(memory_format=torch.channels_last)
+        and _dtype(x, weight) in DTYPES
+    )
+
+
+def stem_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """(K, 3, k, k) as the (K, 16, n, n) of the squares, channels_last. Differentiable."""
+    weight = weight.to(dtype)
+    if weight.shape[2] % 2:
+        weight = F.pad(weight, (1, 0, 1, 0))  # the first row of an odd kernel is the second one of its squares
+    outputs, channels, size = weight.shape[0], weight.shape[1], weight.shape[2] // 2
+    squares = weight.reshape(outputs, channels, size, 2, size, 2).permute(0, 2, 4, 1, 3, 5)
+    rows = squares.reshape(outputs, size, size, 4 * channels)
+    return F.pad(rows, (0, _CHANNELS - 4 * channels)).permute(0, 3, 1, 2)
+
+
+def convolve(conv: Any, x: Any) -> Any:
+    """``conv(x)``; a stem by way of its squares."""
+    if not is_stem(conv, x):
+        return conv(x)
+    dtype = _dtype(x, conv.weight) or x.dtype
+    border = conv.kernel_size[0] % 2 == 1
+    squares = ops.space_to_depth(x, _CHANNELS, border, dtype)
+    return F.conv2d(squares, stem_weight(conv.weight, dtype), conv.bias, padding=0 if border else 1)
