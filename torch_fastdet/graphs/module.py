@@ -19,6 +19,7 @@ from torch_fastdet._private import foreach_add_, foreach_copy_
 from torch_fastdet._say import say as print_line
 from torch_fastdet.graphs import _capture
 from torch_fastdet.graphs._baked import BakedModule
+from torch_fastdet.graphs._casts import weights_cast_once
 from torch_fastdet.graphs._pool import GraphPool
 from torch_fastdet.graphs._refusal import CaptureError, first_line, location_of, why_not
 
@@ -269,6 +270,7 @@ class ModuleGraphs:
             _capture.capture_into(captured.forward_graph, pool, stream),
             autocast,
             self.capturing(),
+            weights_cast_once(self.module, dtype if enabled else None),
         ):
             static = torch.empty_like(x, memory_format=_capture.input_format(self.module, x))
             result = self.forward(static)

@@ -12,6 +12,7 @@ from torch_fastdet._private import foreach_add, foreach_copy_
 from torch_fastdet._say import say as print_line
 from torch_fastdet.graphs import _capture
 from torch_fastdet.graphs._baked import Baked, StepWatch
+from torch_fastdet.graphs._casts import weights_cast_once
 from torch_fastdet.graphs._loss import Offer
 from torch_fastdet.graphs._pool import GraphPool
 from torch_fastdet.graphs._refusal import CaptureError, first_line, is_out_of_memory, location_of, why_not
@@ -19,6 +20,11 @@ from torch_fastdet.graphs.module import GraphedModule
 from torch_fastdet.optim import FusedStep
 
 _KINDS = {(True, True): "one step", (True, False): "first", (False, False): "middle", (False, True): "last"}
+
+
+def _divided(images: torch.Tensor) -> torch.Tensor:
+    """``images.float() / 255``, the same bits in one pass where torch's default dtype has them in float32."""
+    return images / 255 if torch.get_default_dtype() == torch.float32 else images.float() / 255
 
 
 class _Phase:
@@ -279,10 +285,10 @@ class TrainStep:
         return static
 
     def _forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x = images if images.is_floating_point() else images.float() / 255
+        x = images if images.is_floating_point() else _divided(images)
         # A cached cast would be made by one graph and be missing in the next replay.
         autocast = torch.autocast("cuda", self.amp or torch.float16, enabled=self.amp is not None, cache_enabled=False)
-        with autocast, self._offer.in_step(self.model):
+        with autocast, self._offer.in_step(self.model), weights_cast_once(self.model, self.amp):
             return self.loss(self.model.forward(x), self._targets, self._count)
 
     def _run(self, images: torch.Tensor, first: bool, last: bool) -> tuple[torch.Tensor, frozenset[int]]:

@@ -1,0 +1,109 @@
+"""Autocast's casts of all weights at once, against autocast itself."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from torch_fastdet import stem
+from torch_fastdet.graphs._casts import weights_cast_once
+
+
+class Net(nn.Module):
+    """Convolutions of every kind: with bias, 1x1, grouped, shared, unused, and one that autocast does not reach."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, 2, 1)  # of the stem's shape: left alone
+        self.body = nn.Sequential(nn.Conv2d(8, 8, 1, bias=False), nn.SiLU(), nn.Conv2d(8, 8, 3, padding=1, groups=2))
+        self.reflecting = nn.Conv2d(8, 8, 3, padding=1, padding_mode="reflect")
+        self.single = nn.Conv2d(8, 8, 3, padding=1)
+        self.unused = nn.Conv2d(8, 8, 1)
+
+    def forward(self, x):
+        x = self.body(self.body(self.first(x)))
+        x = self.reflecting(x)
+        with torch.autocast(x.device.type, enabled=False):
+            x = self.single(x.float())
+        self.seen = self.body[0].weight.dtype
+        return x.float() + self.body[0].weight.square().sum()  # the parameter itself
+
+
+def run(net, x, dtype, once):
+    device = x.device.type
+    with torch.autocast(device, dtype), weights_cast_once(net, dtype if once else None):
+        y = net(x)
+    parameters = [p for p in net.parameters() if p.requires_grad]
+    return y, torch.autograd.grad(y.square().mean(), parameters, allow_unused=True)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_same_bits_as_autocast(device, memory_format):
+    dtype = torch.float16 if device.type == "cuda" else torch.bfloat16
+    torch.manual_seed(0)
+    net = Net().to(device, memory_format=memory_format)
+    x = torch.rand(2, 3, 16, 16, device=device).contiguous(memory_format=memory_format)
+    for frozen in (False, True):
+        net.body[2].requires_grad_(not frozen)
+        (mine, my_grads), (theirs, their_grads) = (run(net, x, dtype, once) for once in (True, False))
+        assert torch.equal(mine, theirs) and net.seen == torch.float32
+        assert sum(g is None for g in my_grads) == 2  # of the unused one
+        for a, b in zip(my_grads, their_grads):
+            assert (a is None) == (b is None)
+            if a is not None:
+                assert a.dtype == torch.float32
+                # cuDNN's sums may change their order from call to call.
+                torch.testing.assert_close(
+                    a, b, **({"rtol": 1e-3, "atol": 1e-5} if a.is_cuda else {"rtol": 0, "atol": 0})
+                )
+    assert not any("forward" in vars(module) for module in net.modules())
+
+
+def test_nothing_of_ours_is_left_after_an_error():
+    net = Net()
+    with pytest.raises(RuntimeError), torch.autocast("cpu", torch.bfloat16), weights_cast_once(net, torch.bfloat16):
+        net(torch.rand(1, 4, 8, 8))
+    assert not any("forward" in vars(module) for module in net.modules())
+    copy.deepcopy(net)
+
+
+def test_what_is_left_to_autocast():
+    """Hooks, another class, a forward of the instance, other dtypes, the stem."""
+
+    class Other(nn.Conv2d):
+        pass
+
+    kept = [
+        Other(3, 3, 1),
+        nn.Conv2d(3, 3, 1).double(),
+        nn.Conv2d(3, 3, 1),
+        nn.Conv2d(3, 3, 1),
+        nn.Conv2d(3, 8, 6, 2, 2),
+    ]
+    kept[2].register_forward_hook(lambda *_: None)
+    kept[3].forward = own = lambda x: x
+    assert stem.has_stem_shape(kept[4])
+    net = nn.Sequential(*kept, nn.Conv2d(8, 8, 1))
+    with weights_cast_once(net, torch.bfloat16):
+        assert [("forward" in vars(module)) for module in net] == [False, False, False, True, False, True]
+        assert kept[3].forward is own
+    assert kept[3].forward is own and "forward" not in vars(net[5])
+
+
+@pytest.mark.alone
+def test_launches(cuda):
+    """Forty layers' casts and those of their gradients are a few launches."""
+    net = nn.Sequential(*[nn.Conv2d(16, 16, 1 + 2 * (i % 2), padding=i % 2) for i in range(40)]).to(cuda)
+    net = net.to(memory_format=torch.channels_last)
+    x = torch.rand(2, 16, 8, 8, device=cuda).contiguous(memory_format=torch.channels_last)
+
+    def casts(once):
+        for _ in range(2):
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                run(net, x, torch.float16, once)
+                torch.cuda.synchronize()
+        names = [e.name.lower() for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        return sum("copy" in name for name in names)
+
+    assert casts(True) <= casts(False) - 140
