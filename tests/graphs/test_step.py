@@ -18,6 +18,7 @@ from tests.graphs.samples import (
     some_batches,
     some_targets,
 )
+from torch_fastdet import optim
 from torch_fastdet._private import module_has_hooks
 from torch_fastdet.ema import ModelEMA
 from torch_fastdet.graphs import CaptureError, GraphedModule, GraphLoss, TrainStep
@@ -288,6 +289,50 @@ def test_train_step_follows_settings(gpu, change):
     same_state(model, plain)
     same_state(ema.ema, want_ema.ema)
     assert scaler.get_scale() == want_scaler.get_scale()
+
+
+OPTIMIZERS = {
+    "AdamW": lambda groups: optim.AdamW(groups, lr=0.001),
+    "torch Adam": lambda groups: torch.optim.Adam(groups, lr=0.001),
+    "MuSGD": lambda groups: optim.MuSGD(
+        [{**group, "use_muon": i == 1} for i, group in enumerate(groups)], lr=0.01, momentum=0.9, nesterov=True
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_train_step_with_other_optimizers(gpu, kind):
+    """Rates that change, and an accumulation, as by separate calls."""
+    models = [Detector().to_device()]
+    models.append(copy.deepcopy(models[0]))
+    batches, results = some_batches(8), []
+    for model, graphed in zip(models, (True, False)):
+        loss_of_batch, _, scaler, ema = make_training(model)
+        optimizer = OPTIMIZERS[kind](groups_of(model))
+        step = TrainStep(model, loss_of_batch, optimizer, scaler, ema) if graphed else None
+        fused = None if graphed else FusedStep(optimizer, scaler, ema, 10.0)
+        for i, (images, targets) in enumerate(batches):
+            for group in optimizer.param_groups:
+                group["lr"] = 0.001 * (i + 1)
+            if step is not None:
+                step(images, targets, update=i % 2 == 1)
+                continue
+            with torch.autocast("cuda", torch.float16):
+                loss, _ = loss_of_batch(model(images.float() / 255), targets)
+            scaler.scale(loss).backward()
+            if fused is not None and i % 2 == 1:
+                fused.step()
+                optimizer.zero_grad()
+        results.append((model, ema, scaler, optimizer))
+    (model, ema, scaler, optimizer), (plain, want_ema, want_scaler, want_optimizer) = results
+    for mine, wanted in ((model, plain), (ema.ema, want_ema.ema)):
+        for a, b in zip(mine.state_dict().values(), wanted.state_dict().values(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+    assert scaler.get_scale() == want_scaler.get_scale()
+    for slot, wanted in zip(optimizer.state.values(), want_optimizer.state.values(), strict=True):
+        assert {float(v) for k, v in slot.items() if k == "step"} == {
+            float(v) for k, v in wanted.items() if k == "step"
+        }
 
 
 def _swap_groups(optimizer):

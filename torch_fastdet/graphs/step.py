@@ -57,7 +57,7 @@ class TrainStep:
         loss: ``loss(outputs, targets, num_targets) -> (loss, items)``, without host synchronisation, where the first
             ``num_targets`` (an int64 on the device) rows of targets are in use: :class:`torch_fastdet.yolov5.ComputeLoss`,
             whose bad rows are counted (``loss.ignored_targets``) in every step, captured or not.
-        optimizer: torch_fastdet.optim.SGD or torch.optim.SGD.
+        optimizer: SGD, Adam, AdamW or MuSGD of torch_fastdet.optim, or torch.optim's SGD, Adam or AdamW.
         scaler: a torch.amp.GradScaler, driven in the graph (overflow skips the update, growth, backoff).
         ema: a torch_fastdet.ema.ModelEMA of the model.
         max_norm: clip the gradients' norm to it; None does not clip.
@@ -83,7 +83,7 @@ class TrainStep:
         self,
         model: nn.Module,
         loss: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-        optimizer: torch.optim.SGD,
+        optimizer: torch.optim.Optimizer,
         scaler: torch.amp.GradScaler | None = None,
         ema: Any = None,
         max_norm: float | None = 10.0,
