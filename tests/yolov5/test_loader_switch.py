@@ -9,7 +9,11 @@ from torch_fastdet.ops import opencv_rules
 
 CASES = re.findall(r'^    "(\w+)": ', (real.PROGRAMS / "loaders.py").read_text().split("CASES = {")[1], re.M)
 # Where the GPU changes what is done.
-ON_GPU = [case for case in CASES if case not in ("spawn", "disk", "segmentation", "albumentations", "changed_code")]
+ON_GPU = [
+    case
+    for case in CASES
+    if case not in ("spawn", "disk", "full_disk", "changed_labels", "segmentation", "albumentations", "changed_code")
+]
 
 
 IN_A_CHECKOUT = ["train", "val", "spawn"]

@@ -1,10 +1,13 @@
 """Compares the batches of stock's loaders and of ours: loaders.py PREFIX FOLDER CASE...; prints a line for each case."""
 
+import contextlib
 import gc
 import importlib
 import os
 import random
+import signal
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -177,6 +180,95 @@ def missing_file():
         compare(ours(broken, workers=workers, cache="ram"), broken(workers=workers, cache="ram"))
 
 
+def outcome(**options):
+    """The pictures, or stock's kind of error and its last line."""
+    try:
+        return [batch[0] for batch in batches(**options, epochs=1) if isinstance(batch, tuple)]
+    except Exception as error:
+        return type(error).__name__, str(error).strip().splitlines()[-1]
+
+
+def broken_file():
+    """A file that becomes empty, or half a picture, after the scan."""
+    root = make("broken")
+    batches(root, workers=0)
+    picture = root / "images" / "7.jpg"
+    content = picture.read_bytes()
+
+    def broken(size, **options):
+        stock = dataloaders.LoadImagesAndLabels.__init__
+
+        def shorten(self, *a, **k):
+            stock(self, *a, **k)
+            picture.write_bytes(content[:size])
+
+        dataloaders.LoadImagesAndLabels.__init__ = shorten
+        try:
+            return outcome(root=root, **options)
+        finally:
+            dataloaders.LoadImagesAndLabels.__init__ = stock
+            picture.write_bytes(content)
+
+    for size in (0, len(content) // 2):
+        for workers in (0, 2):
+            compare(ours(broken, size, workers=workers), broken(size, workers=workers))
+
+
+def changed_labels():
+    """Labels that change between trainings: what the scan finds is used."""
+    root = make("relabelled")
+    ours(batches, root, **TRAIN, workers=0, epochs=1)
+    (root / "labels" / "7.txt").write_text("1 0.5 0.5 0.2 0.2\n")
+    (root / "labels" / "8.txt").write_text("")
+    (root / "labels" / "9.txt").unlink()
+    mine = ours(batches, root, **TRAIN, workers=0, epochs=1)
+    (root / "labels.cache").unlink()
+    compare(mine, batches(root, **TRAIN, workers=0, epochs=1))
+
+
+def full_disk():
+    """A disk that fills while the cache is written: stock's error, and no half-written picture that is read ever after."""
+    save = np.save
+
+    def full(path, *arguments, **options):
+        if Path(path).name == "7.npy":
+            Path(path).write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        save(path, *arguments, **options)
+
+    np.save = full
+    try:
+        stock = error_of(batches, make("full_stock"), **TRAIN, workers=0, cache="disk")
+        mine = error_of(ours, batches, make("full"), **TRAIN, workers=0, cache="disk")
+    finally:
+        np.save = save
+    assert mine == stock is not None, (mine, stock)
+    assert not (make("full") / "images" / "7.npy").exists()
+
+
+def control_c():
+    """The loop ends at once, and so do the processes."""
+    root, workers = make("boxes"), []
+
+    def interrupt():
+        loader, _ = dataloaders.create_dataloader(str(root / "images"), SIZE, 6, 32, augment=True, hyp=HYP, workers=2)
+        workers.extend(loader.iterator._workers)
+        for number, _ in enumerate(loader):
+            if number == 1:
+                for process in [*(worker.pid for worker in workers), os.getpid()]:  # as a terminal sends it
+                    os.kill(process, signal.SIGINT)
+                time.sleep(10)
+        raise AssertionError("the loop was not interrupted")
+
+    before = open_memories()
+    with contextlib.suppress(KeyboardInterrupt):
+        ours(interrupt)
+    for worker in workers:
+        worker.join(timeout=30)
+    assert len(workers) == 2 and not any(worker.is_alive() for worker in workers)
+    assert open_memories() == before, open_memories()
+
+
 def killed_worker():
     """An error, not a hang."""
     root = make("boxes")
@@ -205,11 +297,11 @@ def spawn():
 
 
 def no_leak():
-    before = open_memories()
+    before = open_memories(), len(os.listdir("/dev/shm"))
     root = make("boxes")
     for workers, stop in ((0, None), (2, None), (2, 1)):
         ours(batches, root, augment=True, hyp=HYP, workers=workers, stop=stop)
-    assert open_memories() == before, open_memories()
+    assert (open_memories(), len(os.listdir("/dev/shm"))) == before, before
 
 
 class Albumentations:
@@ -289,6 +381,10 @@ CASES = {
     "no_gpu_memory": with_budget("0", "TORCH_FASTDET_GPU_CACHE"),
     "little_gpu_memory": with_budget("200K", "TORCH_FASTDET_GPU_CACHE"),
     "missing_file": missing_file,
+    "broken_file": broken_file,
+    "changed_labels": changed_labels,
+    "full_disk": full_disk,
+    "control_c": control_c,
     "killed_worker": killed_worker,
     "spawn": spawn,
     "no_leak": no_leak,
