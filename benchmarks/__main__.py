@@ -41,9 +41,9 @@ LIMITS = {
     "image": 45,
     "masks": 45,
     "bn_act": 75,
-    "train": 100,
+    "train": 130,
     "ultralytics": 110,
-    "loader": 60,
+    "loader": 90,
     "postprocess": 150,
     "step": 240,
 }

@@ -1,8 +1,8 @@
 """YOLOv5's training loader alone, stock and with loader_optim: time of a picture, augmentation of hyp.scratch-low included.
 
-    python -m benchmarks.bench_loader [--workers 8 2] [--pictures 1536] [--epochs 4] [--out FOLDER]
+    python -m benchmarks.bench_loader [--workers 8 2] [--cores 2] [--pictures 1536] [--epochs 4] [--out FOLDER]
 
-Pictures are noisy JPEGs of 640x640, 120 KB each. A row is the mean over an epoch, the first one left out; "first epoch" rows are of
+--cores: with so many CPU cores, as many workers, without a GPU and with --cache ram; a quarter of the pictures. Pictures are noisy JPEGs of 640x640, 120 KB each. A row is the mean over an epoch, the first one left out; "first epoch" rows are of
 that one, in which ours decodes. Each variant runs in a process of its own, and ends where train.py has the batch on its device.
 """
 
@@ -41,7 +41,8 @@ def make_picture(root: Path, number: int) -> None:
     (root / "labels" / f"{number:05}.txt").write_text("\n".join(rows))
 
 
-def make_data(count: int) -> Path:
+def make_data(count: int, validated: int = 0) -> Path:
+    """A folder of so many pictures and their labels; validated.txt lists some of them."""
     root = WORK / f"jpegs-{SIZE}-{count}"
     done = root / "done"
     if not done.exists():
@@ -50,6 +51,8 @@ def make_data(count: int) -> Path:
         with multiprocessing.get_context("spawn").Pool() as pool:
             pool.starmap(make_picture, [(root, number) for number in range(count)], chunksize=16)
         done.touch()
+    files = [str(root / "images" / f"{number:05}.jpg") for number in range(validated)]
+    (root / "validated.txt").write_text("\n".join(files))
     return root
 
 
@@ -79,17 +82,22 @@ def measure(images: Path, ours: bool, workers: int, epochs: int, cache: str | No
     return seconds
 
 
-def run(options: argparse.Namespace, workers: int, cache: str | None, ours: bool, images: Path) -> list[float]:
+def run(
+    images: Path, epochs: int, device: str, workers: int, cache: str | None, ours: bool, cores: int = 0
+) -> list[float]:
     """Microseconds a picture, epoch by epoch."""
-    arguments = [images, int(ours), workers, options.epochs, cache or "", options.device]
+    arguments = [images, int(ours), workers, epochs, cache or "", device]
     program = [sys.executable, "-m", "benchmarks.bench_loader", "--measure", *map(str, arguments)]
+    if cores:
+        program = ["taskset", "--cpu-list", ",".join(map(str, sorted(os.sched_getaffinity(0))[:cores])), *program]
     env = environment(WORK / "environment") | {"PYTHONWARNINGS": "ignore"}
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if options.device == "cpu" else {}
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     done = subprocess.run(program, env=env | hidden, capture_output=True, text=True)
     found = [line for line in done.stdout.splitlines() if line.startswith("SECONDS ")]
     if done.returncode or not found:
         raise SystemExit(f"bench_loader: a process failed:\n{(done.stdout + done.stderr)[-3000:]}")
-    return [1e6 * seconds / options.pictures for seconds in json.loads(found[0].removeprefix("SECONDS "))]
+    pictures = len(list(images.iterdir()))
+    return [1e6 * seconds / pictures for seconds in json.loads(found[0].removeprefix("SECONDS "))]
 
 
 def main() -> None:
@@ -97,8 +105,9 @@ def main() -> None:
     add_arguments(parser)
     cores = os.cpu_count() or 1
     parser.add_argument("--workers", nargs="+", type=at_least(0), help="default: 8, or one a core")
-    parser.add_argument("--pictures", type=at_least(BATCH), help="default: 1536 on a GPU, 192 on the CPU")
-    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--cores", nargs="*", type=at_least(1), help="default: 2 on a GPU machine, none elsewhere")
+    parser.add_argument("--pictures", type=at_least(BATCH), help="default: 1024 on a GPU, 192 on the CPU")
+    parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--measure", nargs=6, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
@@ -111,22 +120,34 @@ def main() -> None:
     if reason := missing("loader"):
         print(f"nothing to do: {reason}")
         return
-    options.pictures = options.pictures or (1536 if options.device == "cuda" else 192)
+    cuda = options.device == "cuda"
+    options.pictures = options.pictures or (1024 if cuda else 192)
     images = make_data(options.pictures) / "images"
+    cores_alone = ([2] if cuda else []) if options.cores is None else options.cores
+    few = make_data(max(options.pictures // 4, BATCH)) / "images" if cores_alone else images
     if options.prepare:
         return
     report = Report("loader", torch.device(options.device), options.out)
     report.resume()
+
+    def compare(
+        case: str, first_too: bool, place: tuple[Path, str], workers: int, cache: str | None, cores: int
+    ) -> None:
+        for name in ("stock", OURS):
+            times = run(place[0], options.epochs, place[1], workers, cache, name == OURS, cores)
+            rows = {case: times[1:]} | ({f"{case}, first epoch": times[:1]} if first_too else {})
+            for title, values in rows.items():
+                report.drop(title, name)
+                report.add(title, name, "call", values)
+            report.write()
+
     for workers in options.workers or [min(8, cores)]:
         for cache in (None, "ram"):
             case = f"a picture, {workers} workers, {'--cache ram' if cache else 'JPEGs'}"
-            for name in ("stock", OURS):
-                times = run(options, workers, cache, name == OURS, images)
-                rows = {case: times[1:]} if cache else {case: times[1:], f"{case}, first epoch": times[:1]}
-                for title, values in rows.items():
-                    report.drop(title, name)
-                    report.add(title, name, "call", values)
-                report.write()
+            compare(case, not cache, (images, options.device), workers, cache, 0)
+    for count in cores_alone:
+        case = f"a picture, {count} CPU cores without a GPU, --cache ram"
+        compare(case, False, (few, "cpu"), count, "ram", count)
     report.plot()
 
 

@@ -1,8 +1,10 @@
-"""The real, unmodified train.py on the demo's pictures, stock and with torch_fastdet: time of an iteration, loader included.
+"""The real, unmodified train.py, stock and with torch_fastdet: time of an iteration, loader included.
 
-    python -m benchmarks.bench_train [--models s16] [--epochs 3] [--flags fastdet] [--out FOLDER]
+    python -m benchmarks.bench_train [--defaults s16 s64] [--models s16] [--epochs N] [--flags fastdet] [--out FOLDER]
 
-On a GPU at 640x640 (--models s16 s64 m32 is the whole table); on the CPU yolov5n at 128x128, unless --models says otherwise.
+--defaults, GPU only: train.py with its default options, as README's command starts it: 640x640, 8 workers, JPEGs from disk (those of
+bench_loader). Weights are random, so that nothing is downloaded, and there are no plots.
+--models: the demo's pictures from a RAM cache. On a GPU at 640x640 (s16 s64 m32 is the whole table); on the CPU yolov5n at 128x128.
 An iteration is the mean over an epoch without its first batch, as examples/demo counts it; the first epoch is left out.
 """
 
@@ -11,13 +13,36 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
+from benchmarks.bench_loader import make_data
 from benchmarks.harness import OURS, WORK, Report, add_arguments, at_least, missing
-from examples.demo.training import STOCK, Machine, Variant, train
+from examples.demo.training import STOCK, Machine, Run, Variant, run_train, train, yolov5_folder
 from examples.yolov5_env import environment
 from torch_fastdet.yolov5.registry import ALL, SWITCHES
+
+VALIDATED = 64  # pictures of the training set, after each epoch
+
+
+def measure_defaults(report: Report, models: list[str], epochs: int, flags: list[str], pictures: int) -> None:
+    root = make_data(pictures, validated=VALIDATED)
+    data = WORK / f"jpegs-{pictures}.yaml"
+    names = "".join(f"  {number}: class{number}\n" for number in range(80))
+    data.write_text(f"path: {root}\ntrain: images\nval: validated.txt\nnames:\n{names}")
+
+    def run(model: str, batch: int, variant: Variant, folder: Path, env: dict[str, str]) -> Run:
+        config = yolov5_folder() / f"models/{model}.yaml"
+        place = ["--project", str(folder), "--name", variant.name, "--exist-ok", "--noplots"]
+        options = ["--data", str(data), "--weights", "", "--cfg", str(config), "--epochs", str(epochs), *place]
+        options += [] if batch == 16 else ["--batch-size", str(batch)]
+        return run_train(variant, options, folder / variant.name, env, show=False)
+
+    for name in models:
+        case = f"yolov5{name[0]}, batch {name[1:]}, train.py's default options, JPEGs from disk"
+        compare(report, case, name, flags, "defaults", run)
 
 
 def measure(report: Report, models: list[str], epochs: int, flags: list[str], pictures: int) -> None:
@@ -26,34 +51,33 @@ def measure(report: Report, models: list[str], epochs: int, flags: list[str], pi
     machine = Machine.find() if report.device.type == "cuda" else Machine("cpu", 128, 0, "CPU")
     recipe = dataset.Recipe(image_size=machine.image_size, train=pictures)
     data = dataset.make(WORK / f"digits-{machine.image_size}-{pictures}", recipe)
+
+    def run(model: str, batch: int, variant: Variant, folder: Path, env: dict[str, str]) -> Run:
+        return train(variant, data, folder, env, machine, epochs, 0, model=model, batch_size=batch, show=False)
+
+    for name in models:
+        # The CPU's figure has no floor to be compared with: its name says so.
+        case = f"yolov5{name[0]}, batch {name[1:]}, train.py"
+        case += "" if machine.device == "0" else f" at {machine.image_size}"
+        compare(report, case, name, flags, "train", run)
+
+
+def compare(report: Report, case: str, name: str, flags: list[str], kind: str, run: Callable[..., Run]) -> None:
+    """Adds the rows of stock and of ours."""
     env = environment(WORK / "environment") | {"PYTHONWARNINGS": "ignore"}
     ours = Variant(OURS, OURS, ("-m", "torch_fastdet.yolov5", *(f"--{flag}" for flag in flags)))
-    for name in models:
-        size, batch = name[0], int(name[1:])
-        # The CPU's figure has no floor to be compared with: its name says so.
-        case = f"yolov5{size}, batch {batch}, train.py" + ("" if machine.device == "0" else f" at {machine.image_size}")
-        for variant in (STOCK, ours):
-            shutil.rmtree(WORK / "train" / name / variant.name, ignore_errors=True)
-            run = train(
-                variant,
-                data,
-                WORK / "train" / name,
-                env,
-                machine,
-                epochs,
-                0,
-                model=f"yolov5{size}",
-                batch_size=batch,
-                show=False,
-            )
-            times = run.progress.iteration_seconds()
-            if not times:
-                raise SystemExit(f"bench_train: {variant.title} printed no whole epoch; its output is in {run.folder}")
-            switches = dict.fromkeys(line.partition(":")[0] for line in run.replaced if " -> " in line)
-            print(f"{case}: {variant.title}, replaced by {', '.join(switches) or 'nothing'}", flush=True)
-            report.drop(case, variant.title)
-            report.add(case, variant.title, "call", [1e6 * seconds for seconds in times])
-            report.write()
+    for variant in (STOCK, ours):
+        folder = WORK / kind / name
+        shutil.rmtree(folder / variant.name, ignore_errors=True)
+        done = run(f"yolov5{name[0]}", int(name[1:]), variant, folder, env)
+        times = done.progress.iteration_seconds()
+        if not times:
+            raise SystemExit(f"bench_train: {variant.title} printed no whole epoch; its output is in {done.folder}")
+        switches = dict.fromkeys(line.partition(":")[0] for line in done.replaced if " -> " in line)
+        print(f"{case}: {variant.title}, replaced by {', '.join(switches) or 'nothing'}", flush=True)
+        report.drop(case, variant.title)
+        report.add(case, variant.title, "call", [1e6 * seconds for seconds in times])
+        report.write()
 
 
 def size_and_batch(text: str) -> str:
@@ -67,17 +91,18 @@ def size_and_batch(text: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
+    parser.add_argument("--defaults", nargs="*", type=size_and_batch, help="default: s16 on a GPU")
     parser.add_argument(
-        "--models", nargs="+", type=size_and_batch, help="size and batch; default: s16 on a GPU, n16 on the CPU"
+        "--models", nargs="*", type=size_and_batch, help="size and batch; default: s16 on a GPU, n16 on the CPU"
     )
-    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--epochs", type=int, help="default: 2 with --defaults, 3 with --models")
     parser.add_argument(
         "--flags", nargs="+", default=[ALL], choices=[ALL, *SWITCHES], help="switches of torch_fastdet.yolov5"
     )
     parser.add_argument("--pictures", type=at_least(1), help="to train on; default: 1024 on a GPU, 256 on the CPU")
     options = parser.parse_args()
     cuda = options.device == "cuda"
-    if options.epochs < 2:
+    if options.epochs is not None and options.epochs < 2:
         parser.error(f"--epochs is {options.epochs}, but 2 or more are wanted: the first is left out")
     if reason := missing("train"):
         print(f"nothing to do: {reason}")
@@ -86,8 +111,13 @@ def main() -> None:
         return  # its pictures take seconds
     report = Report("train", torch.device(options.device), options.out)
     report.resume()
-    models = options.models or ["s16" if cuda else "n16"]
-    measure(report, models, options.epochs, options.flags, options.pictures or (1024 if cuda else 256))
+    pictures = options.pictures or (1024 if cuda else 256)
+    everything = options.defaults is None and options.models is None
+    defaults = ["s16"] if everything else options.defaults or []
+    models = ["s16" if cuda else "n16"] if everything else options.models or []
+    if cuda:  # first: what users start
+        measure_defaults(report, defaults, options.epochs or 2, options.flags, pictures)
+    measure(report, models, options.epochs or 3, options.flags, pictures)
     report.plot()
 
 

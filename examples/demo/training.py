@@ -225,10 +225,13 @@ def train(
         "--project": project,
         "--name": variant.name,
     }
-    command = variant.command(
-        "yolov5.train",
-        [str(part) for pair in arguments.items() for part in pair] + ["--exist-ok", "--noplots"],
-    )
+    options = [str(part) for pair in arguments.items() for part in pair]
+    return run_train(variant, [*options, "--exist-ok", "--noplots"], folder, env, show)
+
+
+def run_train(variant: Variant, options: list[str], folder: Path, env: dict[str, str], show: bool = True) -> Run:
+    """Runs train.py with ``options``, which say that its results go into ``folder``."""
+    command = variant.command("yolov5.train", options)
     # By default the bar's counter moves ten times a second at most, and iterations faster than that share one.
     env = env | {"TQDM_MININTERVAL": "0"}
     started = time.perf_counter()
