@@ -156,6 +156,35 @@ def bench_ultralytics(report, images, dtype, **options):
     )
 
 
+def rotated_prediction(images, anchors, classes, device, size=1024.0, objects=60, seed=0):
+    """Decoded rotated boxes (images, 4 + classes + 1, anchors) around `objects` objects; all confidences above .001."""
+    g = torch.Generator().manual_seed(seed)
+    which = torch.randint(objects, (images, anchors, 1), generator=g)
+    center = (torch.rand(images, objects, 2, generator=g) * size).gather(1, which.expand(-1, -1, 2))
+    side = (torch.rand(images, objects, 2, generator=g) * 80 + 8).gather(1, which.expand(-1, -1, 2))
+    angle = (torch.rand(images, objects, 1, generator=g) * 3.1 - 0.78).gather(1, which)
+    noise = torch.randn(images, anchors, 5, generator=g)
+    boxes = torch.cat((center + noise[..., :2] * side * 0.6, side * (noise[..., 2:4] * 0.3).exp()), -1)
+    scores = torch.rand(images, anchors, classes, generator=g) ** 4 * 0.9 + 0.002
+    prediction = torch.cat((boxes, scores, angle + noise[..., 4:] * 0.2), -1)
+    return prediction.transpose(1, 2).contiguous().to(device)
+
+
+def bench_rotated(report, images, anchors, **options):
+    classes = 15  # DOTA's
+    prediction = rotated_prediction(images, anchors, classes, report.device)
+    arguments = {"conf_thres": 0.001, "iou_thres": 0.7, "nc": classes}
+    variants = {}
+    if function := stock.ultralytics_non_max_suppression():
+        variants["stock"] = lambda: function(prediction, rotated=True, **arguments)
+    variants["torch_fastdet list"] = lambda: ultralytics_non_max_suppression(prediction, rotated=True, **arguments)
+    for rule in ("fast", "greedy") if report.device.type == "cuda" else ():
+        variants[f"torch_fastdet padded, {rule}"] = lambda rule=rule: ops.ultralytics_non_max_suppression_padded(
+            prediction, rotated=rule, **arguments
+        )
+    report.compare(f"rotated boxes, batch {images}, {anchors:,} candidates", variants, **options)
+
+
 def bench_cuda(report):
     device = torch.device("cuda")
     slow = {"repetitions": 2, "inner": 1, "warmup": 1}
@@ -273,6 +302,8 @@ def bench_cuda(report):
         inner=2,
     )
     bench_ultralytics(report, 32, torch.float16, ungraphable=HOST, repetitions=10, inner=2)
+    bench_rotated(report, 16, 8400, ungraphable=HOST, repetitions=10, inner=1, warmup=2)
+    bench_rotated(report, 1, 30000, ungraphable=HOST, repetitions=10, inner=1, warmup=2)
     bench_scale_boxes(report, 32, ungraphable=HOST, repetitions=20, inner=5)
 
 
@@ -298,6 +329,7 @@ def bench_cpu(report):
     variants["torch_fastdet"] = lambda: ops.yolov5_decode(heads, ANCHORS, STRIDES)
     report.compare("decode, batch 4", variants, bytes=prediction.numel() * 8, **few)
     bench_ultralytics(report, 4, torch.float32, **few)
+    bench_rotated(report, 1, 2100, **few)
     bench_scale_boxes(report, 4, repetitions=20, inner=5)
 
 

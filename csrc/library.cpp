@@ -39,7 +39,8 @@ TORCH_LIBRARY(torch_fastdet, m) {
       "iou_loss_backward(Tensor grad, Tensor box1, Tensor box2, str kind, bool xywh, str reduction, float eps, "
       "bool[2] output_mask) -> (Tensor, Tensor)");
 
-  // Post-processing. letterboxes (images, 6) brings boxes back to original pixels; per_class is "offset" or "exact".
+  // Post-processing. letterboxes (images, 6) brings boxes back to original pixels; per_class is "offset" or "exact",
+  // rotated "none", "fast" or "greedy".
   m.def("yolov5_decode(Tensor[] heads, Tensor anchors, float[] strides, int nm=0) -> Tensor");
   m.def(
       "non_max_suppression_padded(Tensor prediction, float conf_thres=0.25, float iou_thres=0.45, int[]? classes=None, "
@@ -49,7 +50,8 @@ TORCH_LIBRARY(torch_fastdet, m) {
   m.def(
       "ultralytics_non_max_suppression_padded(Tensor prediction, float conf_thres=0.25, float iou_thres=0.45, "
       "int[]? classes=None, bool agnostic=False, bool multi_label=False, int max_det=300, int nc=0, "
-      "Tensor? letterboxes=None, str per_class=\"offset\", int max_nms=30000, float max_wh=7680.) "
+      "Tensor? letterboxes=None, str per_class=\"offset\", int max_nms=30000, float max_wh=7680., "
+      "str rotated=\"none\") "
       "-> (Tensor detections, Tensor counts, Tensor indices)");
   m.def(
       "yolov5_postprocess(Tensor[] heads, Tensor anchors, float[] strides, float conf_thres=0.25, "
@@ -59,7 +61,8 @@ TORCH_LIBRARY(torch_fastdet, m) {
   m.def(
       "ultralytics_postprocess(Tensor[] boxes, Tensor[] scores, Tensor[] extra, float[] strides, "
       "float conf_thres=0.25, float iou_thres=0.45, int[]? classes=None, bool agnostic=False, bool multi_label=False, "
-      "int max_det=300, Tensor? letterboxes=None, str per_class=\"offset\", int max_nms=30000, float max_wh=7680.) "
+      "int max_det=300, Tensor? letterboxes=None, str per_class=\"offset\", int max_nms=30000, float max_wh=7680., "
+      "str rotated=\"none\", str extra_kind=\"raw\") "
       "-> (Tensor detections, Tensor counts, Tensor indices)");
   m.def("scale_boxes(Tensor boxes, Tensor letterboxes, bool xywh=False) -> Tensor");
 

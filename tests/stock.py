@@ -57,7 +57,7 @@ def _stable():
     def argsort(self, dim=-1, descending=False):
         return plain(self, dim=dim, descending=descending, stable=True)
 
-    with mock.patch.object(torch.Tensor, "argsort", argsort):
+    with mock.patch.object(torch.Tensor, "argsort", argsort), mock.patch.object(torch, "argsort", argsort):
         yield
 
 

@@ -98,7 +98,5 @@ def test_graphs_know_no_host(name):
     "name", [n for n in MODULES if not n.startswith(("torch_fastdet.yolov5", "torch_fastdet.ultralytics"))]
 )
 def test_only_the_hosts_import_third_parties(name):
-    if name == "torch_fastdet.suppression":
-        pytest.skip("hands rotated boxes over to ultralytics' own function")
     found = {other for other in imports_of(name, everywhere=True) if other.partition(".")[0] in THIRD_PARTIES}
     assert not found, f"{name} imports {found}; third parties are named in yolov5/ and ultralytics/ alone"

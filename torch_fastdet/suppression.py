@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 from typing import Any
 
 import torch
@@ -13,8 +11,6 @@ from torch_fastdet.ops import nms
 from torch_fastdet.ops._checks import check_tensor
 
 __all__ = ["ultralytics_non_max_suppression", "yolov5_non_max_suppression"]
-
-LOGGER = logging.getLogger(__name__)
 
 
 def _first(op: str, prediction: Any) -> Tensor:
@@ -144,25 +140,6 @@ def _filter_end2end(
     return rows, counts, order
 
 
-@functools.cache
-def _say_once(line: str) -> None:
-    LOGGER.warning(line)
-
-
-def _rotated(prediction: Tensor, arguments: dict[str, Any]) -> Any:
-    """Rotated boxes are the stock function's business."""
-    _say_once("torch_fastdet: non_max_suppression(rotated=True) is handed over to ultralytics' own function")
-    try:
-        from ultralytics.utils import nms as stock
-    except ImportError as error:
-        raise ValueError(
-            "non_max_suppression: rotated=True is handed over to the ultralytics package, which is not installed; "
-            "pip install ultralytics"
-        ) from error
-    function = getattr(ultralytics_non_max_suppression, "__torch_fastdet_stock__", stock.non_max_suppression)
-    return function(prediction, rotated=True, **arguments)
-
-
 def ultralytics_non_max_suppression(
     prediction: Tensor | list | tuple,
     conf_thres: float = 0.25,
@@ -180,6 +157,7 @@ def ultralytics_non_max_suppression(
     return_idxs: bool = False,
     *,
     per_class: str = "offset",
+    rotated_rule: str = "fast",
 ) -> list[Tensor] | tuple[list[Tensor], list[Tensor]]:
     """``non_max_suppression`` of ultralytics 8.4: the same rows in the same order, without its time limit and host syncs.
 
@@ -188,21 +166,26 @@ def ultralytics_non_max_suppression(
             end2end, (images, N, 6 + extra) are filtered alone. Never changed.
         nc: classes; 0 takes every channel past the box for one.
         max_time_img: taken and ignored: there is no time limit.
-        rotated: handed over to the installed ultralytics, and logged.
+        rotated: boxes are rotated, and the last channel is their angle in radians. They stay center and size.
         return_idxs: also give the anchors of the detections.
         per_class: "offset" (as stock) or "exact", see :func:`torch_fastdet.ops.non_max_suppression_padded`, which
             explains the other arguments too.
+        rotated_rule: "fast" (as stock) or "greedy", see :func:`torch_fastdet.ops.ultralytics_non_max_suppression_padded`.
 
     Returns:
-        For each image (n, 6 + extra): x1, y1, x2, y2, confidence, class, extra channels. With return_idxs a pair of that
+        For each image (n, 6 + extra): x1, y1, x2, y2 (rotated: x, y, width, height), confidence, class, extra channels (rotated:
+        the angle is the last). With return_idxs a pair of that
         and, for each image, (n,) int64.
 
     Raises:
-        ValueError: a wrong shape, a threshold outside 0..1, a negative max_det or max_nms, an unknown per_class.
+        ValueError: a wrong shape, a threshold outside 0..1, a negative max_det or max_nms, an unknown per_class or
+            rotated_rule.
         TypeError: prediction is no tensor, classes no int or list of ints.
     """
     op = "non_max_suppression"
     prediction = _first(op, prediction)
+    if rotated_rule not in ("fast", "greedy"):
+        raise ValueError(f"{op}: rotated_rule is {rotated_rule!r}, but 'fast' or 'greedy' is wanted")
     if prediction.dim() != 3:
         raise ValueError(
             f"{op}: prediction has shape {tuple(prediction.shape)}, but (images, 4 + classes + extra, N) is wanted"
@@ -215,23 +198,6 @@ def ultralytics_non_max_suppression(
                 f"{op}: prediction has shape {tuple(prediction.shape)}, but end2end wants (images, N, 6 + extra)"
             )
         detections, counts, indices = _filter_end2end(prediction, conf_thres, _stock_class_list(op, classes), max_det)
-    elif rotated:
-        return _rotated(
-            prediction,
-            {
-                "conf_thres": conf_thres,
-                "iou_thres": iou_thres,
-                "classes": classes,
-                "agnostic": agnostic,
-                "multi_label": multi_label,
-                "max_det": max_det,
-                "nc": nc,
-                "max_time_img": max_time_img,
-                "max_nms": max_nms,
-                "max_wh": max_wh,
-                "return_idxs": return_idxs,
-            },
-        )
     else:
         candidates = prediction.shape[2] * (prediction.shape[1] if multi_label else 1)
         detections, counts, indices = nms.ultralytics_non_max_suppression_padded(
@@ -247,6 +213,7 @@ def ultralytics_non_max_suppression(
             per_class,
             max_nms,
             float(max_wh),
+            rotated_rule if rotated else "none",
         )
     sizes = counts.tolist()
     return (_split(detections, sizes), _split(indices, sizes)) if return_idxs else _split(detections, sizes)

@@ -9,6 +9,7 @@
 
 #include "core/nms/candidates.h"
 #include "core/nms/nms_plan.h"
+#include "core/nms/rotated_math.h"
 
 namespace torch_fastdet::core {
 namespace {
@@ -97,6 +98,61 @@ TEST(Overlap, OfProperBoxesIsFourComparisons) {
     const auto a = box(v[0], v[1], v[2], v[3]), b = box(v[4], v[5], v[6], v[7]);
     EXPECT_EQ(meets(a, b), proper_boxes_meet(proper_or_void(a), proper_or_void(b)));
   }
+}
+
+TEST(Log, StaysWithinTwoUlp) {
+  for (double x = 1.2e-38; x < 3e38; x *= 1.0007) {
+    const float value = static_cast<float>(x);
+    const double want = std::log(static_cast<double>(value));
+    const float unit =
+        std::nextafter(std::abs(static_cast<float>(want)), INFINITY) - std::abs(static_cast<float>(want));
+    EXPECT_LE(std::abs(log_rn(value) - want), 2 * unit) << value;
+  }
+  EXPECT_TRUE(std::isnan(log_rn(-1.f)) && std::isnan(log_rn(NAN)));
+  EXPECT_EQ(log_rn(static_cast<float>(INFINITY)), static_cast<float>(INFINITY));
+}
+
+TEST(Direction, IsTheNearestFloat) {
+  for (double x = -200; x < 200; x += 0.00317) {
+    const float angle = static_cast<float>(x);
+    const auto d = direction_of(angle);
+    EXPECT_EQ(d.cosine, static_cast<float>(std::cos(static_cast<double>(angle)))) << angle;
+    EXPECT_EQ(d.sine, static_cast<float>(std::sin(static_cast<double>(angle)))) << angle;
+    const auto exact = direction_of(x);
+    EXPECT_NEAR(exact.cosine, std::cos(x), 1e-14);
+    EXPECT_NEAR(exact.sine, std::sin(x), 1e-14);
+  }
+  for (const float far : {1e6f, -3e20f, 3e38f}) {
+    const auto d = direction_of(far);
+    EXPECT_NEAR(d.cosine * d.cosine + d.sine * d.sine, 1, 1e-6);
+  }
+  EXPECT_TRUE(std::isnan(direction_of(NAN).cosine) && std::isnan(direction_of(INFINITY).sine));
+}
+
+// The cheap test may only pass over pairs that the formula passes over.
+TEST(Rotated, NearHoldsForWhateverOverlaps) {
+  std::mt19937 engine(0);
+  std::uniform_real_distribution<float> unit(0, 1);
+  int overlapping = 0, passed_over = 0;
+  for (int i = 0; i < 400000; ++i) {
+    const float threshold = i % 5 ? 0.05f + 0.9f * unit(engine) : 1e-4f;
+    const float scale = static_cast<float>(reach_scale_of(threshold));
+    const auto random_box = [&] {
+      const float width = std::exp(6 * unit(engine) - 1), ratio = std::exp(5 * unit(engine) - 2.5f);
+      return RotatedCandidate<float>{{20 * unit(engine), 20 * unit(engine), width, width * ratio}, 7 * unit(engine)};
+    };
+    const auto a = place_rotated(random_box(), 0.f, scale), b = place_rotated(random_box(), 0.f, scale);
+    const bool overlap = probiou(a, b) > threshold, near = rotated_boxes_near(a, b);
+    overlapping += overlap;
+    passed_over += !near;
+    ASSERT_TRUE(near || !overlap) << i;
+  }
+  EXPECT_GT(overlapping, 10000);
+  EXPECT_GT(passed_over, 10000);
+  const auto nothing = no_rotated_box<float>();
+  const auto flat = place_rotated(RotatedCandidate<float>{{0, 0, 0, 0}, 0}, 0.f, 1.f);
+  EXPECT_FALSE(rotated_boxes_near(nothing, nothing) || rotated_boxes_near(nothing, flat));
+  EXPECT_TRUE(rotated_boxes_overlap(flat, flat, 0.99f));  // to stock, too, boxes without sides are all alike
 }
 
 TEST(Locate, FindsEveryAnchorOfUnevenMaps) {

@@ -28,6 +28,17 @@ def clustered(images: int, anchors: int, classes: int, nm: int = 0, size: float 
     return prediction
 
 
+def rotated(images: int, anchors: int, classes: int, size: float = 640.0, seed: int = 0) -> Tensor:
+    """Rotated boxes in clusters, (images, 4 + classes + 1, anchors), the angle last. Confidences are distinct. float32."""
+    g = torch.Generator().manual_seed(seed)
+    upright = clustered(images, anchors, classes, 1, size, seed)
+    order = torch.stack([torch.randperm(anchors * classes, generator=g) for _ in range(images)])
+    upright[..., 5:-1] = ((order + 1) / (anchors * classes + 1)).view(images, anchors, classes) ** 3
+    upright[..., 3] *= 0.2 + torch.rand(images, anchors, generator=g)
+    upright[..., -1] = torch.rand(images, anchors, generator=g) * 3.2 - 0.8
+    return torch.cat((upright[..., :4], upright[..., 5:]), -1).transpose(1, 2).contiguous()
+
+
 def of_boxes(boxes: Tensor, confidence: Tensor, classes: int = 1, kind: Tensor | None = None) -> Tensor:
     """One image of the given boxes (x, y, width, height), objectness 1 and the given class confidence."""
     prediction = torch.zeros(1, len(boxes), 5 + classes)

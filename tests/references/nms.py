@@ -133,6 +133,78 @@ def suppress(
     return rows, anchors
 
 
+def probiou(first: Tensor, second: Tensor) -> Tensor:
+    """Similarity (N, M) of rotated boxes (x, y, width, height, angle), in float64: 1 - the Hellinger distance of their Gaussians.
+
+    With the epsilons of Ultralytics, which decide for boxes without area.
+    """
+    eps = 1e-7
+
+    def covariance(boxes: Tensor) -> Tensor:
+        boxes = boxes.detach().double().cpu()
+        c, s = boxes[:, 4].cos(), boxes[:, 4].sin()
+        turn = torch.stack((torch.stack((c, -s), 1), torch.stack((s, c), 1)), 1)
+        return turn @ torch.diag_embed(boxes[:, 2:4] ** 2 / 12) @ turn.transpose(1, 2)
+
+    s1, s2 = covariance(first)[:, None], covariance(second)[None]
+    both = s1 + s2
+    d = (first[:, None, :2] - second[None, :, :2]).double().cpu()
+    area = both[..., 0, 0] * both[..., 1, 1] - both[..., 0, 1] ** 2
+    inverse = torch.stack((both[..., 1, 1], -both[..., 0, 1], -both[..., 0, 1], both[..., 0, 0]), -1).unflatten(
+        -1, (2, 2)
+    )
+    mahalanobis = (d[..., None, :] @ inverse @ d[..., None])[..., 0, 0] / (area + eps) / 4
+    alone = [(m[..., 0, 0] * m[..., 1, 1] - m[..., 0, 1] ** 2).clamp(min=0) for m in (s1, s2)]
+    logarithm = (area / (4 * (alone[0] * alone[1]).sqrt() + eps) + eps).log() / 2
+    distance = (mahalanobis + logarithm).clamp(eps, 100)
+    return 1 - (1 - (-distance).exp() + eps).sqrt()
+
+
+def suppress_rotated(
+    prediction: Tensor,
+    conf_thres=0.25,
+    iou_thres=0.45,
+    classes=None,
+    agnostic=False,
+    multi_label=False,
+    max_det=300,
+    *,
+    nc,
+    rotated="fast",
+    per_class="offset",
+    max_nms=30000,
+    max_wh=7680.0,
+) -> list[tuple[Tensor, Tensor]]:
+    """Rows and anchors of each image. All candidates as upright boxes give them; the decisions by :func:`probiou`."""
+    extra = prediction.shape[1] - 4 - nc
+    # Every candidate in order of confidence: as center and size, with nothing suppressed.
+    raw = prediction.detach().cpu()
+    upright = raw.clone()
+    upright[:, 2:4] = 0  # corners are centers then
+    rows, anchors = suppress(
+        torch.cat((upright, raw[:, :4]), 1), conf_thres, 1.0, classes, True, multi_label, 10**9, layout="ultralytics",
+        nc=nc, max_nms=max_nms,
+    )  # fmt: skip
+    result = []
+    for row, anchor in zip(rows, anchors):
+        row = torch.cat((row[:, -4:], row[:, 4:-4]), 1)
+        finite = row.isfinite().all(1)
+        row, anchor = row[finite], anchor[finite]
+        angle = row[:, -1:] if extra else row[:, 5:6]
+        offset = row[:, 5:6] * (0 if agnostic or per_class == "exact" else max_wh)
+        placed = torch.cat((row[:, :2] + offset, row[:, 2:4], angle), 1)
+        above = probiou(placed, placed) > float(torch.tensor(iou_thres).to(row.dtype))
+        if per_class == "exact" and not agnostic:
+            above &= row[:, None, 5] == row[None, :, 5]
+        kept: list[int] = []
+        for i in range(len(row)):
+            against = list(range(i)) if rotated == "fast" else kept
+            if len(kept) < max_det and not above[against, i].any():
+                kept.append(i)
+        result.append((row[kept], anchor[kept]))
+    return result
+
+
 def decode(heads: list[Tensor], anchors: Tensor, strides: list[float], nm: int = 0) -> Tensor:
     """YOLOv5's Detect in float64."""
     result = []

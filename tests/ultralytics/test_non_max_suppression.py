@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests import stock
-from tests.ops.nms_samples import adversarial, clustered
+from tests.ops.nms_samples import adversarial, clustered, rotated
 from torch_fastdet import ops
 from torch_fastdet.suppression import ultralytics_non_max_suppression
 
@@ -93,19 +93,42 @@ def test_84_channels_of_six_anchors_are_read_as_end2end(device):
     compare(torch.rand(2, 84, 6), device)
 
 
-def test_rotated_is_handed_over_visibly(caplog):
-    pytest.importorskip("ultralytics", exc_type=ImportError)
-    from ultralytics.utils.nms import non_max_suppression
+ROTATED = {
+    "default": {},
+    "validation": {"conf_thres": 0.001, "iou_thres": 0.7, "multi_label": True},
+    "agnostic": {"agnostic": True},
+    "classes": {"classes": [0, 3, 77]},
+    "few": {"max_det": 7},
+    "long": {"conf_thres": 0.001, "max_det": 5000},
+    "cut": {"conf_thres": 0.01, "max_nms": 101},
+    "max_wh": {"max_wh": 100},
+    "the class is the angle": {"nc": 0},
+    "nothing": {"conf_thres": 1.0},
+}
 
-    torch_fastdet_suppression = __import__("torch_fastdet.suppression", fromlist=["_"])
-    torch_fastdet_suppression._say_once.cache_clear()
-    prediction = torch.rand(2, 4 + 3 + 1, 30)
-    prediction[:, :4] *= 100
-    with caplog.at_level("WARNING"):
-        got = ultralytics_non_max_suppression(prediction.clone(), rotated=True, nc=3)
-    assert "handed over" in caplog.text
-    for a, b in zip(got, non_max_suppression(prediction.clone(), rotated=True, nc=3)):
-        assert torch.equal(a, b)
+
+@pytest.mark.parametrize("options", ROTATED.values(), ids=ROTATED.keys())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
+def test_rotated(device, dtype, options):
+    compare(rotated(2, 300, 6).to(dtype), device, rotated=True, **{"nc": 6} | options)
+
+
+def test_rotated_adversarial(device):
+    """The same boxes written another way, boxes without sides, thin ones, and coordinates that overflow."""
+    turn = torch.pi
+    box = [300.0, 200.0, 80.0, 20.0]
+    rows = [
+        [*box, 0.3], [*box, 0.3 + turn], [*box, 0.3 - 2 * turn], [300, 200, 20, 80, 0.3 + turn / 2], [*box, 1.2],
+        [50, 50, 0, 0, 0], [50, 50, 0, 0, 2], [50, 50, 30, 0, 0], [51, 50, 30, 0, 1], [60, 50, 1e-3, 1e-3, 0],
+        [400, 400, 500, 1, 0.5], [401, 400, 500, 1, 0.5], [400, 401, 1, 500, 0.5 - turn / 2],
+        [500, 500, 1e25, 10, 0], [500, 500, 1e25, 10, 0], [500, 100, 40, 40, -turn / 4], [500, 100, 40, 40, 3 * turn / 4],
+    ]  # fmt: skip
+    boxes = torch.tensor(rows)
+    prediction = torch.cat((boxes[:, :4], torch.linspace(0.9, 0.3, len(rows))[:, None], boxes[:, 4:]), 1).T[None]
+    for iou_thres in (0.1, 0.45, 0.7, 0.99):
+        compare(prediction, device, rotated=True, nc=1, iou_thres=iou_thres)
+    compare(prediction.expand(3, -1, -1), device, rotated=True, nc=1, conf_thres=0.95)
+    compare(prediction[..., :1], device, rotated=True, nc=1)
 
 
 @pytest.mark.parametrize("padding, xywh", [(True, False), (False, False), (True, True)])
@@ -127,6 +150,7 @@ def test_scale_boxes(device, shape, ratio_pad, padding, xywh):
         ("conf_thres is -1", lambda p: ultralytics_non_max_suppression(p, -1, end2end=True)),
         ("iou_thres is 7", lambda p: ultralytics_non_max_suppression(p, 0.25, 7, end2end=True)),
         ("per_class is 'x'", lambda p: ultralytics_non_max_suppression(p, per_class="x")),
+        ("rotated_rule is 'x'", lambda p: ultralytics_non_max_suppression(p, rotated=True, rotated_rule="x")),
         ("per_class is 'x'", lambda p: ultralytics_non_max_suppression(p, per_class="x", end2end=True)),
         ("end2end wants \\(images, N, 6", lambda p: ultralytics_non_max_suppression(p[..., :5], end2end=True)),
         ("end2end wants \\(images, N, 6", lambda p: ultralytics_non_max_suppression(p[..., :3], end2end=True)),

@@ -67,7 +67,7 @@ class TestSupported:
         for a, b in pairs:
             assert a.dtype == b.dtype and torch.equal(a, b)
 
-    def test_rotated_boxes_are_handed_over(self):
+    def test_rotated_boxes_are_stocks(self):
         from ultralytics.utils import nms
 
         stock = nms.non_max_suppression

@@ -158,6 +158,7 @@ def ultralytics_non_max_suppression_padded(
     per_class: str = "offset",
     max_nms: int = 30000,
     max_wh: float = 7680.0,
+    rotated: str = "none",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`non_max_suppression_padded` for an Ultralytics prediction, which has no objectness; also gives indices.
 
@@ -167,12 +168,21 @@ def ultralytics_non_max_suppression_padded(
         prediction: (images, 4 + nc + extra, N): x, y, width, height in pixels, class scores, extra channels (mask
             coefficients, keypoints).
         nc: classes; 0 takes every channel past the box for a class.
+        rotated: "none" for upright boxes. "fast" and "greedy" take the last extra channel for an angle in radians (without
+            extra channels the class, as stock) and compare boxes by probiou, evaluated in stock's order in float32. "fast" is
+            stock's Fast-NMS: a box goes if any better one overlaps it, kept or not. "greedy": only a kept one counts. Memory
+            grows with the candidates, not with their square. A probiou within 1e-5 of the threshold may be decided otherwise
+            than by stock, whose own devices differ there; boxes 60 times as long as wide lose more digits in the formula.
 
     Returns:
         detections (images, max_det, 6 + extra), counts (images,), indices (images, max_det), int64: the anchor of each
-        detection, -1 past the count. An anchor with a NaN class score is dropped whole, as stock.
+        detection, -1 past the count. An anchor with a NaN class score is dropped whole, as stock. Rotated boxes come out as
+        center, size, confidence, class, extra channels, with the angle last; letterboxes scale them without clipping.
 
-    Source: ``non_max_suppression`` of ultralytics 8.4, without its time limit.
+    Raises:
+        ValueError: an unknown rotated, and what :func:`non_max_suppression_padded` raises.
+
+    Source: ``non_max_suppression`` of ultralytics 8.4, without its time limit; probiou, https://arxiv.org/abs/2106.06072.
     """
     if not torch.jit.is_scripting():
         check_tensor("ultralytics_non_max_suppression_padded", "prediction", prediction)
@@ -191,6 +201,7 @@ def ultralytics_non_max_suppression_padded(
         per_class,
         max_nms,
         max_wh,
+        rotated,
     )
 
 
@@ -257,6 +268,8 @@ def ultralytics_postprocess(
     per_class: str = "offset",
     max_nms: int = 30000,
     max_wh: float = 7680.0,
+    rotated: str = "none",
+    extra_kind: str = "raw",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Raw maps of Ultralytics' anchor-free head to detections, as :func:`ultralytics_non_max_suppression_padded` gives them.
 
@@ -268,11 +281,16 @@ def ultralytics_postprocess(
             (the distance itself where reg_max is 1). Slices of a joined map serve: ``head[:, :4 * reg_max]``. float16, bfloat16,
             float32 or float64, any strides (channels_last is read where it lies), as all three lists.
         scores: one map a level, (images, nc, ny, nx): class logits.
-        extra: an empty list, or one map a level, (images, ne, ny, nx), copied to the detections as it is.
+        extra: an empty list, or one map a level, (images, ne, ny, nx), copied to the detections as extra_kind says.
         strides: pixels a cell of each level.
+        rotated: "none", or "fast" or "greedy" for heads of rotated boxes: their angle is the last extra channel.
+        extra_kind: "raw": as it is. "angle_logit": the last channel is the logit of the angle, (sigmoid - 1/4) pi, as of ``OBB``.
+            "keypoints_xy" and "keypoints_xyv" (with a visibility): keypoints of ``Pose``; "cell_keypoints_xy" and
+            "cell_keypoints_xyv": of ``Pose26``. They come out in pixels, with letterboxes in those of the original image and
+            clipped to it; visibilities as sigmoids.
 
     Raises:
-        ValueError: maps and strides that do not fit each other, and what :func:`non_max_suppression_padded` raises.
+        ValueError: maps and strides that do not fit each other, rotated without extra, an unknown extra_kind, and what :func:`non_max_suppression_padded` raises.
         TypeError: boxes, scores or extra is no list of tensors, strides no list of numbers, and what
             :func:`non_max_suppression_padded` raises.
 
@@ -300,6 +318,8 @@ def ultralytics_postprocess(
         per_class,
         max_nms,
         max_wh,
+        rotated,
+        extra_kind,
     )
 
 

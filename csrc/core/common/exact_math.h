@@ -66,6 +66,22 @@ TORCH_FASTDET_HOST_DEVICE double div_rn(double a, double b) {
 #endif
 }
 
+TORCH_FASTDET_HOST_DEVICE float sqrt_rn(float x) {
+#ifdef __CUDA_ARCH__
+  return __fsqrt_rn(x);
+#else
+  return std::sqrt(x);
+#endif
+}
+
+TORCH_FASTDET_HOST_DEVICE double sqrt_rn(double x) {
+#ifdef __CUDA_ARCH__
+  return __dsqrt_rn(x);
+#else
+  return std::sqrt(x);
+#endif
+}
+
 TORCH_FASTDET_HOST_DEVICE uint32_t float_bits(float x) {
 #ifdef __CUDA_ARCH__
   return __float_as_uint(x);
@@ -131,6 +147,36 @@ TORCH_FASTDET_HOST_DEVICE double exp_rn(double x) {
   return ::exp(x);
 #else
   return std::exp(x);
+#endif
+}
+
+// log(x) within 2 ulp for normal x, NaN below 1.2e-38 and for NaN. The polynomial is that of Cephes' logf.
+TORCH_FASTDET_HOST_DEVICE float log_rn(float x) {
+  const float infinity = bits_float(0x7f800000u);
+  if (!(x >= 1.17549435e-38f && x < infinity)) return x == infinity ? x : bits_float(0x7fc00000u);
+  const uint32_t kRootHalf = 0x3f3504f3u;  // x = 2^n (1 + f), and 1 + f lies between sqrt(1/2) and sqrt(2)
+  const uint32_t shifted = float_bits(x) - kRootHalf;
+  const float n = static_cast<float>(static_cast<int32_t>(shifted) >> 23);
+  const float f = sub_rn(bits_float((shifted & 0x007fffffu) + kRootHalf), 1.f);
+  const float square = mul_rn(f, f);
+  float p = 7.0376836292e-2f;
+  p = add_rn(mul_rn(p, f), -1.1514610310e-1f);
+  p = add_rn(mul_rn(p, f), 1.1676998740e-1f);
+  p = add_rn(mul_rn(p, f), -1.2420140846e-1f);
+  p = add_rn(mul_rn(p, f), 1.4249322787e-1f);
+  p = add_rn(mul_rn(p, f), -1.6668057665e-1f);
+  p = add_rn(mul_rn(p, f), 2.0000714765e-1f);
+  p = add_rn(mul_rn(p, f), -2.4999993993e-1f);
+  p = add_rn(mul_rn(p, f), 3.3333331174e-1f);
+  const float tail = add_rn(mul_rn(mul_rn(f, square), p), mul_rn(n, -2.12194440e-4f));
+  return add_rn(add_rn(f, sub_rn(tail, mul_rn(square, 0.5f))), mul_rn(n, 0.693359375f));
+}
+
+TORCH_FASTDET_HOST_DEVICE double log_rn(double x) {
+#ifdef __CUDA_ARCH__
+  return ::log(x);
+#else
+  return std::log(x);
 #endif
 }
 

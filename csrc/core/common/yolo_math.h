@@ -76,6 +76,55 @@ TORCH_FASTDET_HOST_DEVICE A expected_bin(int count, Logit logit) {
   return div_rn(weighted, total);
 }
 
+// Cosine and sine. They are computed in double, so that float results are the nearest on every device.
+template <typename A>
+struct Direction {
+  A cosine, sine;
+};
+
+template <typename A>
+TORCH_FASTDET_HOST_DEVICE Direction<A> direction_of(A angle) {
+  double x = static_cast<double>(angle);
+  if (!(x > -1e5 && x < 1e5)) x = fmod(x, 6.283185307179586);
+  const double kRound = 6755399441055744.;  // 1.5 * 2^52: adding it rounds to an integer
+  const double quarters = sub_rn(add_rn(mul_rn(x, 0.6366197723675814), kRound), kRound);
+  double r = sub_rn(x, mul_rn(quarters, 1.57079632673412561417));  // Cody and Waite's reduction
+  r = sub_rn(r, mul_rn(quarters, 6.07710050650619224932e-11));
+  const double z = mul_rn(r, r);
+  double s = 1.58969099521155010221e-10;  // the polynomials are those of fdlibm
+  s = add_rn(mul_rn(s, z), -2.50507602534068634195e-08);
+  s = add_rn(mul_rn(s, z), 2.75573137070700676789e-06);
+  s = add_rn(mul_rn(s, z), -1.98412698298579493134e-04);
+  s = add_rn(mul_rn(s, z), 8.33333333332248946124e-03);
+  s = add_rn(mul_rn(s, z), -1.66666666666666324348e-01);
+  s = add_rn(mul_rn(mul_rn(s, z), r), r);
+  double c = -1.13596475577881948265e-11;
+  c = add_rn(mul_rn(c, z), 2.08757232129817482790e-09);
+  c = add_rn(mul_rn(c, z), -2.75573143513906633035e-07);
+  c = add_rn(mul_rn(c, z), 2.48015872894767294178e-05);
+  c = add_rn(mul_rn(c, z), -1.38888888888741095749e-03);
+  c = add_rn(mul_rn(c, z), 4.16666666666666019037e-02);
+  c = add_rn(sub_rn(mul_rn(mul_rn(c, z), z), mul_rn(z, 0.5)), 1.);
+  if (!(z >= 0)) return {static_cast<A>(z), static_cast<A>(z)};  // NaN
+  const int quadrant = static_cast<int>(static_cast<int64_t>(quarters) & 3);
+  const double cosine = quadrant & 1 ? s : c, sine = quadrant & 1 ? c : s;
+  return {static_cast<A>(quadrant == 1 || quadrant == 2 ? -cosine : cosine),
+          static_cast<A>(quadrant >= 2 ? -sine : sine)};
+}
+
+// A rotated box from its sides' distances to the center of cell (column, row), along its own axes.
+template <typename A>
+TORCH_FASTDET_HOST_DEVICE CenterBox<A> decode_rotated(const A (&distance)[4], A angle, int64_t column, int64_t row,
+                                                      A stride) {
+  const Direction<A> d = direction_of(angle);
+  const A along = mul_rn(sub_rn(distance[2], distance[0]), A(0.5));
+  const A across = mul_rn(sub_rn(distance[3], distance[1]), A(0.5));
+  const A x = sub_rn(mul_rn(along, d.cosine), mul_rn(across, d.sine));
+  const A y = add_rn(mul_rn(along, d.sine), mul_rn(across, d.cosine));
+  return {mul_rn(add_rn(x, add_rn(A(column), A(0.5))), stride), mul_rn(add_rn(y, add_rn(A(row), A(0.5))), stride),
+          mul_rn(add_rn(distance[0], distance[2]), stride), mul_rn(add_rn(distance[1], distance[3]), stride)};
+}
+
 // A box from its sides' distances (left, top, right, bottom; in cells) to the center of cell (column, row).
 template <typename A>
 TORCH_FASTDET_HOST_DEVICE CenterBox<A> decode_distances(const A (&distance)[4], int64_t column, int64_t row, A stride) {
@@ -104,6 +153,14 @@ TORCH_FASTDET_HOST_DEVICE CornerBox<A> scale_corners(const CornerBox<A>& box, co
           clamp(div_rn(sub_rn(box.y1, letterbox.pad_y), letterbox.gain_y), A(0), letterbox.height),
           clamp(div_rn(sub_rn(box.x2, letterbox.pad_x), letterbox.gain_x), A(0), letterbox.width),
           clamp(div_rn(sub_rn(box.y2, letterbox.pad_y), letterbox.gain_y), A(0), letterbox.height)};
+}
+
+// The same of a box as center and size, which is not clipped.
+template <typename A>
+TORCH_FASTDET_HOST_DEVICE CenterBox<A> scale_center(const CenterBox<A>& box, const Letterbox<A>& letterbox) {
+  return {div_rn(sub_rn(box.x, letterbox.pad_x), letterbox.gain_x),
+          div_rn(sub_rn(box.y, letterbox.pad_y), letterbox.gain_y), div_rn(box.width, letterbox.gain_x),
+          div_rn(box.height, letterbox.gain_y)};
 }
 
 }  // namespace torch_fastdet::core

@@ -54,12 +54,19 @@ struct Scores {
 //   bool score(raw, options, A& value)            class score before objectness; false if it cannot pass
 //   CenterBox<A> box(anchor)           pixels, rounded to T
 //   A extra(anchor, e)
+//   RotatedCandidate<A> rotated(anchor, class)    pixels and radians, rounded to T, where boxes may be rotated
+template <typename A>
+struct RotatedCandidate {
+  CenterBox<A> box;
+  A angle;
+};
+
 template <typename T>
 struct PredictionLayout {
   using Stored = T;
   using A = arithmetic_t<T>;
   using Anchor = const T*;
-  static constexpr bool kLogits = false, kMayHaveObjectness = true;
+  static constexpr bool kLogits = false, kMayHaveObjectness = true, kMayBeRotated = true, kHasKeypoints = false;
 
   static TORCH_FASTDET_HOST_DEVICE Anchor anchor(const CandidateSource& source, int64_t image, int64_t n) {
     return static_cast<const T*>(source.data) + image * source.image_stride + n * source.anchor_stride;
@@ -88,6 +95,11 @@ struct PredictionLayout {
   static TORCH_FASTDET_HOST_DEVICE A extra(const CandidateSource& source, Anchor anchor, int64_t e) {
     return Storage<T>::load(anchor[(4 + source.has_objectness + source.classes + e) * source.channel_stride]);
   }
+  static TORCH_FASTDET_HOST_DEVICE RotatedCandidate<A> rotated(const CandidateSource& source, Anchor anchor,
+                                                               int64_t box_class) {
+    // The last column of a row without extra columns is its class, and stock takes that for the angle.
+    return {box(source, anchor), source.extra ? extra(source, anchor, source.extra - 1) : A(box_class)};
+  }
 };
 
 template <typename T>
@@ -103,7 +115,7 @@ struct AnchorHeadLayout {
   using Stored = T;
   using A = arithmetic_t<T>;
   using Anchor = HeadAnchor<T>;
-  static constexpr bool kLogits = true, kMayHaveObjectness = true;
+  static constexpr bool kLogits = true, kMayHaveObjectness = true, kMayBeRotated = false, kHasKeypoints = false;
 
   static TORCH_FASTDET_HOST_DEVICE Anchor anchor(const CandidateSource& source, int64_t image, int64_t n) {
     const Cell cell = locate(source, n);
@@ -148,7 +160,7 @@ struct AnchorFreeHeadLayout {
   using Stored = T;
   using A = arithmetic_t<T>;
   using Anchor = HeadAnchor<T>;
-  static constexpr bool kLogits = true, kMayHaveObjectness = false;
+  static constexpr bool kLogits = true, kMayHaveObjectness = false, kMayBeRotated = true, kHasKeypoints = true;
 
   static TORCH_FASTDET_HOST_DEVICE Anchor anchor(const CandidateSource& source, int64_t image, int64_t n) {
     const Cell cell = locate(source, n);
@@ -168,20 +180,46 @@ struct AnchorFreeHeadLayout {
     value = Storage<T>::round(sigmoid(raw));
     return true;
   }
-  static TORCH_FASTDET_HOST_DEVICE CenterBox<A> box(const CandidateSource& source, const Anchor& anchor) {
+  static TORCH_FASTDET_HOST_DEVICE void distances(const CandidateSource& source, const Anchor& anchor,
+                                                  A (&distance)[4]) {
     const HeadLevel& head = source.level[anchor.cell.level];
-    A distance[4];
     for (int side = 0; side < 4; ++side) {
       const T* logits = anchor.boxes + side * source.bins * head.boxes.channel;
       const int64_t step = head.boxes.channel;
       distance[side] = expected_bin<A>(source.bins, [=](int i) { return Storage<T>::load(logits[i * step]); });
     }
-    const CenterBox<A> box = decode_distances(distance, anchor.cell.column, anchor.cell.row, A(head.stride));
+  }
+  static TORCH_FASTDET_HOST_DEVICE CenterBox<A> rounded(const CenterBox<A>& box) {
     return {Storage<T>::round(box.x), Storage<T>::round(box.y), Storage<T>::round(box.width),
             Storage<T>::round(box.height)};
   }
+  static TORCH_FASTDET_HOST_DEVICE CenterBox<A> box(const CandidateSource& source, const Anchor& anchor) {
+    A distance[4];
+    distances(source, anchor, distance);
+    const A stride = A(source.level[anchor.cell.level].stride);
+    return rounded(decode_distances(distance, anchor.cell.column, anchor.cell.row, stride));
+  }
   static TORCH_FASTDET_HOST_DEVICE A extra(const CandidateSource& source, const Anchor& anchor, int64_t e) {
-    return Storage<T>::load(anchor.extra[e * source.level[anchor.cell.level].extra.channel]);
+    const HeadLevel& head = source.level[anchor.cell.level];
+    const A raw = Storage<T>::load(anchor.extra[e * head.extra.channel]);
+    if (source.extra_kind == ExtraKind::kRaw) return raw;
+    if (source.extra_kind == ExtraKind::kAngleLogit) {
+      if (e + 1 < source.extra) return raw;
+      return Storage<T>::round(mul_rn(sub_rn(sigmoid(raw), A(0.25)), A(3.14159265358979323846)));
+    }
+    const int32_t value = static_cast<int32_t>(e % source.keypoint_values);
+    if (value == 2) return Storage<T>::round(sigmoid(raw));
+    const A cell = A(value ? anchor.cell.row : anchor.cell.column);
+    const A from_corner = source.extra_kind == ExtraKind::kKeypoints ? add_rn(mul_rn(raw, A(2)), cell)
+                                                                     : add_rn(raw, add_rn(cell, A(0.5)));
+    return Storage<T>::round(mul_rn(from_corner, A(head.stride)));
+  }
+  static TORCH_FASTDET_HOST_DEVICE RotatedCandidate<A> rotated(const CandidateSource& source, const Anchor& anchor,
+                                                               int64_t) {
+    A distance[4];
+    distances(source, anchor, distance);
+    const A angle = extra(source, anchor, source.extra - 1), stride = A(source.level[anchor.cell.level].stride);
+    return {rounded(decode_rotated(distance, angle, anchor.cell.column, anchor.cell.row, stride)), angle};
   }
 };
 
@@ -226,6 +264,31 @@ TORCH_FASTDET_HOST_DEVICE typename Layout::A candidate_extra(const CandidateSour
   A objectness = 0;
   Layout::objectness(source, anchor, options, objectness);
   return confidence<Layout>(source, objectness, value, promoted);
+}
+
+// The same as it comes out: keypoints in original pixels, if there is a row of `letterboxes` (of this image), or null.
+template <typename Layout>
+TORCH_FASTDET_HOST_DEVICE typename Layout::A detection_extra(const CandidateSource& source, const NmsOptions& options,
+                                                             int64_t image, int64_t n, int64_t e, bool promoted,
+                                                             const typename Layout::A* letterbox) {
+  using A = typename Layout::A;
+  const A value = candidate_extra<Layout>(source, options, image, n, e, promoted);
+  if constexpr (Layout::kHasKeypoints) {
+    const int64_t kind = letterbox && source.keypoint_values ? e % source.keypoint_values : 2;
+    if (kind < 2) return clamp(div_rn(sub_rn(value, letterbox[2 + kind]), letterbox[kind]), A(0), letterbox[4 + kind]);
+  }
+  return value;
+}
+
+// The row of an image in NmsOutput::letterboxes, or null.
+template <typename A>
+TORCH_FASTDET_HOST_DEVICE const A* letterbox_row(const NmsOutput& output, int64_t image) {
+  return output.letterboxes ? static_cast<const A*>(output.letterboxes) + image * 6 : nullptr;
+}
+
+template <typename A>
+TORCH_FASTDET_HOST_DEVICE Letterbox<A> letterbox_of(const A* row) {
+  return {row[0], row[1], row[2], row[3], row[4], row[5]};
 }
 
 }  // namespace torch_fastdet::core

@@ -37,6 +37,14 @@ enum class CandidateLayout : int32_t {
   kAnchorFreeHeads  // raw Ultralytics maps
 };
 
+// What the extra columns of anchor-free heads hold, and so how they are decoded.
+enum class ExtraKind : int32_t {
+  kRaw,            // they come out as they are
+  kAngleLogit,     // the last one is the logit of an angle, (sigmoid - 1/4) pi
+  kKeypoints,      // YOLOv8 and YOLO11: x, y (2 v + cell) strides from the corner, sigmoid of the visibility
+  kCellKeypoints,  // YOLO26: x, y (v + center of the cell) strides from the corner
+};
+
 struct CandidateSource {
   CandidateLayout layout = CandidateLayout::kPrediction;
   DType dtype = DType::kFloat32;
@@ -56,10 +64,20 @@ struct CandidateSource {
   const float* anchor_sides_device = nullptr;
   float anchor_sides[kMaxLevels * kMaxAnchorsPerCell * 2] = {};
 
+  ExtraKind extra_kind = ExtraKind::kRaw;
+  int32_t keypoint_values = 0;  // 2: x, y; 3: x, y, visibility
+
   // Rows [image, class, x, y, width, height] that join the candidates with confidence 1 (YOLOv5's autolabels). A row
   // whose image or class does not exist is passed over.
   const float* labels = nullptr;
   int64_t label_count = 0;
+};
+
+// How rotated boxes suppress each other, by probiou. Their angle is the last extra column.
+enum class RotatedRule : int32_t {
+  kNone,    // boxes are upright
+  kFast,    // a box goes if any better one overlaps it, kept or not, as the stock function does
+  kGreedy,  // a box goes if a better one that is kept overlaps it
 };
 
 struct NmsOptions {
@@ -71,6 +89,8 @@ struct NmsOptions {
   double max_wh = 7680;
   int64_t max_candidates = 30000, max_detections = 300;
   ClassRule class_rule = ClassRule::kOffset;
+  RotatedRule rotated = RotatedRule::kNone;
+  double reach_scale = 0;  // rotated boxes: of reach_scale_of() in rotated_math.h
   bool multi_label = false;
   // Anchor-free predictions drop an anchor that has any NaN class score, YOLOv5's (multi_label) only that class.
   bool nan_class_drops_anchor = false;

@@ -49,6 +49,7 @@ struct NmsPlan : NmsOffsets {
   bool cuts = false;        // more candidates may pass than there is room for
   bool wide = false;        // the kept list lies in device memory
   int64_t kept = 0;         // detections an image can have
+  RotatedRule rotated = RotatedRule::kNone;
   int32_t levels = 0;
   CutLevel level[kMaxCutLevels] = {};
 };
@@ -88,7 +89,8 @@ inline void plan_workspace(NmsPlan& plan, bool wide_key, bool has_labels) {
     at = (at + bytes + 255) / 256 * 256;
     return offset;
   };
-  const size_t key = wide_key ? 16 : 8, box = wide_key ? 32 : 16;
+  const bool rotated = plan.rotated != RotatedRule::kNone, fast = plan.rotated == RotatedRule::kFast;
+  const size_t key = wide_key ? 16 : 8, box = (wide_key ? 32 : 16) * (rotated ? 2 : 1);
   const size_t images = static_cast<size_t>(plan.images), capacity = static_cast<size_t>(plan.capacity);
   plan.found = take(images * 4);
   plan.gathered = take(images * 4);
@@ -109,10 +111,12 @@ inline void plan_workspace(NmsPlan& plan, bool wide_key, bool has_labels) {
   if (plan.wide) {
     plan.boxes = take(images * capacity * box);
     plan.classes = take(images * capacity * 4);
-    plan.kept_boxes = take(images * static_cast<size_t>(plan.kept) * box);
-    plan.kept_classes = take(images * static_cast<size_t>(plan.kept) * 4);
     plan.kept_positions = take(images * static_cast<size_t>(plan.kept) * 4);
-    plan.masks = take(images * kWideChunk * kWideChunk / 8);
+    if (!fast) {
+      plan.kept_boxes = take(images * static_cast<size_t>(plan.kept) * box);
+      plan.kept_classes = take(images * static_cast<size_t>(plan.kept) * 4);
+      plan.masks = take(images * kWideChunk * kWideChunk / 8);
+    }
   }
   plan.bytes = at;
 }
@@ -131,7 +135,8 @@ inline NmsPlan plan_nms(const CandidateSource& source, const NmsOptions& options
   plan.cuts = plan.possible > plan.capacity;
   plan.runs = ceil_div(plan.capacity, plan.tile);
   plan.kept = std::min({options.max_detections, options.max_candidates, plan.possible});
-  plan.wide = plan.kept > kSharedDetections;
+  plan.rotated = options.rotated;
+  plan.wide = plan.kept > kSharedDetections || options.rotated != RotatedRule::kNone;
   plan.merged_runs = plan.runs;
   const auto mergeable = [&](int64_t runs) {
     return runs <= kMergedRuns && suppress_shared_bytes(wide_key, runs) <= shared_limit;

@@ -11,20 +11,30 @@ __device__ __forceinline__ A* detection_row(const NmsKernel& p, int64_t image, i
 }
 
 template <typename A>
-__device__ __forceinline__ void write_row(const NmsKernel& p, int64_t image, int64_t row, int64_t anchor,
-                                          CornerBox<A> box, A confidence, int32_t box_class) {
+__device__ __forceinline__ void write_numbers(const NmsKernel& p, int64_t image, int64_t row, int64_t anchor, A first,
+                                              A second, A third, A fourth, A confidence, int32_t box_class) {
   p.output.indices[image * p.options.max_detections + row] = anchor;
-  if (p.output.letterboxes) {
-    const A* l = static_cast<const A*>(p.output.letterboxes) + image * 6;
-    box = scale_corners(box, Letterbox<A>{l[0], l[1], l[2], l[3], l[4], l[5]});
-  }
   A* out = detection_row<A>(p, image, row);
-  out[0] = box.x1;
-  out[1] = box.y1;
-  out[2] = box.x2;
-  out[3] = box.y2;
+  out[0] = first;
+  out[1] = second;
+  out[2] = third;
+  out[3] = fourth;
   out[4] = confidence;
   out[5] = A(box_class);
+}
+
+template <typename A>
+__device__ __forceinline__ void write_row(const NmsKernel& p, int64_t image, int64_t row, int64_t anchor,
+                                          CornerBox<A> box, A confidence, int32_t box_class) {
+  if (p.output.letterboxes) box = scale_corners(box, letterbox_of(letterbox_row<A>(p.output, image)));
+  write_numbers(p, image, row, anchor, box.x1, box.y1, box.x2, box.y2, confidence, box_class);
+}
+
+template <typename A>
+__device__ __forceinline__ void write_row(const NmsKernel& p, int64_t image, int64_t row, int64_t anchor,
+                                          CenterBox<A> box, A confidence, int32_t box_class) {
+  if (p.output.letterboxes) box = scale_center(box, letterbox_of(letterbox_row<A>(p.output, image)));
+  write_numbers(p, image, row, anchor, box.x, box.y, box.width, box.height, confidence, box_class);
 }
 
 // One block: count, extra columns of the rows kept, zeros (and index -1) past them.
@@ -34,11 +44,12 @@ __device__ __forceinline__ void write_rest(const NmsKernel& p, int64_t image, in
   int64_t* indices = p.output.indices + image * rows;
   if (threadIdx.x == 0) p.output.counts[image] = kept;
   if (extra && kept) {
+    const A* letterbox = letterbox_row<A>(p.output, image);
     with_layout<A>(p.source, [&](auto layout) {
       for (int64_t i = threadIdx.x; i < kept * extra; i += blockDim.x) {
         const int64_t row = i / extra, e = i - row * extra;
         detection_row<A>(p, image, row)[6 + e] =
-            candidate_extra<decltype(layout)>(p.source, p.options, image, indices[row], e, promoted);
+            detection_extra<decltype(layout)>(p.source, p.options, image, indices[row], e, promoted, letterbox);
       }
     });
   }

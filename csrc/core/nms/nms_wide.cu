@@ -1,8 +1,9 @@
 // Exact greedy suppression for long kept lists, by the whole GPU: candidates are decided kWideChunk at a time. One
 // launch tests a chunk against everything kept and against itself (a bit matrix of fixed size), the next decides it in
-// order.
+// order. Rotated boxes go this way too; with RotatedRule::kFast a chunk is tested against everything before it.
 #include "core/nms/nms_device.cuh"
 #include "core/nms/nms_rows.cuh"
+#include "core/nms/rotated_math.h"
 
 namespace torch_fastdet::core {
 
@@ -17,56 +18,124 @@ __device__ __forceinline__ const key_of<A>* sorted_keys(const NmsKernel& p, int6
   return p.at<key_of<A>>(p.merges & 1 ? p.other_keys : p.keys) + image * p.capacity;
 }
 
+// What the kernels below want to know of a kind of box.
+template <typename T>
+struct Upright {
+  using A = T;
+  using Box = CornerBox<A>;
+  static __device__ __forceinline__ Box nothing() { return proper_or_void(Box{}); }
+  static __device__ __forceinline__ Box place(const NmsKernel& p, int64_t image, uint32_t n, uint32_t, A offset,
+                                              bool& finite) {
+    Box box{};
+    with_layout<A>(p.source, [&](auto layout) {
+      box = candidate_corners<decltype(layout)>(p.source, image, n, p.is_promoted(image));
+    });
+    finite = is_finite(box);
+    return proper_or_void(moved(box, offset));
+  }
+  static __device__ __forceinline__ uint32_t suppressed_by(const Box* boxes, const int32_t* classes, const Box& mine,
+                                                           int32_t my_class, bool same_class, A threshold) {
+    return suppressors<A, 32>(boxes, classes, mine, my_class, same_class, threshold);
+  }
+  template <typename Layout>
+  static __device__ __forceinline__ void write(const NmsKernel& p, int64_t image, int64_t row, uint32_t n, A confidence,
+                                               int32_t box_class) {
+    const Box box = candidate_corners<Layout>(p.source, image, n, p.is_promoted(image));
+    write_row<A>(p, image, row, n, box, confidence, box_class);
+  }
+};
+
+template <typename T>
+struct Rotated {
+  using A = T;
+  using Box = RotatedBox<A>;
+  static __device__ __forceinline__ Box nothing() { return no_rotated_box<A>(); }
+  static __device__ __forceinline__ Box place(const NmsKernel& p, int64_t image, uint32_t n, uint32_t box_class,
+                                              A offset, bool& finite) {
+    RotatedCandidate<A> candidate{};
+    with_layout<A>(p.source, [&](auto layout) {
+      using Layout = decltype(layout);
+      if constexpr (Layout::kMayBeRotated) {
+        candidate = Layout::rotated(p.source, Layout::anchor(p.source, image, n), box_class);
+      }
+    });
+    finite = is_finite(candidate);
+    return finite ? place_rotated(candidate, offset, A(p.options.reach_scale)) : nothing();
+  }
+  // As suppressors() in nms_device.cuh: first the cheap test for all, then the formula for the few that are near.
+  static __device__ __forceinline__ uint32_t suppressed_by(const Box* boxes, const int32_t* classes, const Box& mine,
+                                                           int32_t my_class, bool same_class, A threshold) {
+    uint32_t bits = 0;
+#pragma unroll
+    for (int j = 0; j < 32; ++j) bits |= rotated_boxes_near(boxes[j], mine) ? 1u << j : 0u;
+    for (uint32_t rest = bits; rest; rest &= rest - 1) {
+      const int j = __ffs(rest) - 1;
+      if ((same_class && classes[j] != my_class) || !(probiou(boxes[j], mine) > threshold)) bits &= ~(1u << j);
+    }
+    return bits;
+  }
+  template <typename Layout>
+  static __device__ __forceinline__ void write(const NmsKernel& p, int64_t image, int64_t row, uint32_t n, A confidence,
+                                               int32_t box_class) {
+    if constexpr (Layout::kMayBeRotated) {
+      const auto candidate = Layout::rotated(p.source, Layout::anchor(p.source, image, n), box_class);
+      write_row<A>(p, image, row, n, candidate.box, confidence, box_class);
+    }
+  }
+};
+
 // Boxes of all candidates where they are compared, in order of confidence.
-template <typename A>
+template <typename Kind>
 __global__ void __launch_bounds__(kThreads) place_kernel(const __grid_constant__ NmsKernel p) {
+  using A = typename Kind::A;
   const int64_t image = blockIdx.y, i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= p.candidates(image)) return;
   const auto key = sorted_keys<A>(p, image)[i];
   const uint32_t index = static_cast<uint32_t>(key), classes = static_cast<uint32_t>(p.source.classes);
   const uint32_t n = index / classes, box_class = index - n * classes;
-  CornerBox<A> box{};
-  with_layout<A>(p.source, [&](auto layout) {
-    box = candidate_corners<decltype(layout)>(p.source, image, n, p.is_promoted(image));
-  });
-  const bool finite = is_finite(box);
   const A offset = p.options.class_rule == ClassRule::kOffset ? A(p.options.max_wh) : A(0);
-  p.at<CornerBox<A>>(p.boxes)[image * p.capacity + i] = proper_or_void(moved(box, mul_rn(A(box_class), offset)));
+  bool finite = false;
+  p.at<typename Kind::Box>(p.boxes)[image * p.capacity + i] =
+      Kind::place(p, image, n, box_class, mul_rn(A(box_class), offset), finite);
   // A class that no other has marks a box that is not finite.
   p.at<int32_t>(p.classes)[image * p.capacity + i] = finite ? static_cast<int32_t>(box_class) : -1;
 }
 
-template <typename A>
+template <typename Kind>
 __global__ void __launch_bounds__(kThreads) test_kernel(const __grid_constant__ NmsKernel p, int64_t first) {
-  __shared__ CornerBox<A> others[kSegment];
+  using A = typename Kind::A;
+  using Box = typename Kind::Box;
+  __shared__ Box others[kSegment];
   __shared__ int32_t other_classes[kSegment];
   const int64_t image = blockIdx.y;
   const int64_t total = p.candidates(image);
   const int64_t kept = p.at<uint32_t>(p.kept_count)[image];
   if (first >= total || kept >= p.kept) return;
   const int count = total - first < kChunk ? static_cast<int>(total - first) : kChunk;
+  const bool fast = p.options.rotated == RotatedRule::kFast;
+  const int64_t before = fast ? first : kept;  // boxes that this chunk is tested against, before itself
   const bool same_class = p.options.class_rule == ClassRule::kExact;
   const A threshold = A(p.options.iou);
   const int thread = threadIdx.x, lane = thread & 31;
   const int group = blockIdx.x % kGroups;
   const int i = group * kThreads + thread;
   if (group * kThreads >= count) return;
-  const CornerBox<A>* boxes = p.at<CornerBox<A>>(p.boxes) + image * p.capacity + first;
+  const Box* boxes = p.at<Box>(p.boxes) + image * p.capacity + first;
   const int32_t* classes = p.at<int32_t>(p.classes) + image * p.capacity + first;
-  const CornerBox<A>* kept_boxes = p.at<CornerBox<A>>(p.kept_boxes) + image * p.kept;
-  const int32_t* kept_classes = p.at<int32_t>(p.kept_classes) + image * p.kept;
+  const Box* kept_boxes = fast ? boxes - first : p.at<Box>(p.kept_boxes) + image * p.kept;
+  const int32_t* kept_classes = fast ? classes - first : p.at<int32_t>(p.kept_classes) + image * p.kept;
   uint32_t* masks = p.at<uint32_t>(p.masks) + image * kWords * kChunk;
-  const CornerBox<A> nothing = proper_or_void(CornerBox<A>{});
+  const Box nothing = Kind::nothing();
   const bool inside = i < count;
-  const CornerBox<A> mine = inside ? boxes[i] : nothing;
+  const Box mine = inside ? boxes[i] : nothing;
   const int32_t my_class = inside ? classes[i] : -1;
-  const int kept_segments = static_cast<int>(ceil_div(kept, kSegment));
+  const int kept_segments = static_cast<int>(ceil_div(before, kSegment));
   const int own_segments = (group * kThreads + kThreads + kSegment - 1) / kSegment;
   bool suppressed = false, overlapped = false;
   for (int segment = blockIdx.x / kGroups; segment < kept_segments + own_segments; segment += gridDim.x / kGroups) {
     const bool own = segment >= kept_segments;
     const int64_t start = static_cast<int64_t>(own ? segment - kept_segments : segment) * kSegment;
-    const int64_t end = own ? count : kept;
+    const int64_t end = own ? count : before;
     const int size = end - start < kSegment ? static_cast<int>(end - start) : kSegment;
     __syncthreads();
     for (int k = thread; k < kSegment; k += kThreads) {
@@ -77,16 +146,16 @@ __global__ void __launch_bounds__(kThreads) test_kernel(const __grid_constant__ 
     if (!own) {
       for (int k = 0; k < size; k += 32) {
         if (__all_sync(kFullWarp, suppressed)) break;
-        suppressed |= suppressors<A, 32>(others + k, other_classes + k, mine, my_class, same_class, threshold) != 0;
+        suppressed |= Kind::suppressed_by(others + k, other_classes + k, mine, my_class, same_class, threshold) != 0;
       }
       continue;
     }
     const int first_word = static_cast<int>(start / 32), last_word = i / 32;  // of a whole warp
     for (int word = 0; word * 32 < size && first_word + word <= last_word; ++word) {
       uint32_t bits =
-          suppressors<A, 32>(others + word * 32, other_classes + word * 32, mine, my_class, same_class, threshold);
+          Kind::suppressed_by(others + word * 32, other_classes + word * 32, mine, my_class, same_class, threshold);
       if (first_word + word == last_word) bits &= (1u << lane) - 1;
-      masks[(first_word + word) * kChunk + i] = bits;
+      if (!fast) masks[(first_word + word) * kChunk + i] = bits;
       overlapped |= bits != 0;
     }
   }
@@ -99,8 +168,9 @@ __global__ void __launch_bounds__(kThreads) test_kernel(const __grid_constant__ 
   }
 }
 
-template <typename A>
+template <typename Kind>
 __global__ void __launch_bounds__(kDecideThreads) decide_kernel(const __grid_constant__ NmsKernel p, int64_t first) {
+  using Box = typename Kind::Box;
   constexpr int kWarps = kDecideThreads / 32;
   __shared__ uint32_t open[kWords], doubtful[kWords], keeps[kWords], hits[kWarps];
   __shared__ int32_t before[kWords];
@@ -110,8 +180,9 @@ __global__ void __launch_bounds__(kDecideThreads) decide_kernel(const __grid_con
   const int64_t kept = *kept_count;
   if (first >= total || kept >= p.kept) return;
   const int count = total - first < kChunk ? static_cast<int>(total - first) : kChunk;
+  const bool fast = p.options.rotated == RotatedRule::kFast;
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
-  const CornerBox<A>* boxes = p.at<CornerBox<A>>(p.boxes) + image * p.capacity + first;
+  const Box* boxes = p.at<Box>(p.boxes) + image * p.capacity + first;
   const int32_t* classes = p.at<int32_t>(p.classes) + image * p.capacity + first;
   const uint32_t* masks = p.at<uint32_t>(p.masks) + image * kWords * kChunk;
   uint32_t* suppressed = p.at<uint32_t>(p.suppressed) + image * kWords;
@@ -119,9 +190,9 @@ __global__ void __launch_bounds__(kDecideThreads) decide_kernel(const __grid_con
   for (int i = thread; i < kChunk; i += kDecideThreads) {
     const unsigned finite = __ballot_sync(kFullWarp, i < count && classes[i] >= 0);
     if (lane == 0) {
-      const uint32_t candidates = finite & ~suppressed[i / 32];
+      const uint32_t candidates = finite & ~suppressed[i / 32] & ~(fast ? overlapped[i / 32] : 0u);
       open[i / 32] = candidates;
-      doubtful[i / 32] = candidates & overlapped[i / 32];
+      doubtful[i / 32] = fast ? 0u : candidates & overlapped[i / 32];
       keeps[i / 32] = candidates;                   // final where nothing is doubtful
       suppressed[i / 32] = overlapped[i / 32] = 0;  // for the next chunk
     }
@@ -180,15 +251,17 @@ __global__ void __launch_bounds__(kDecideThreads) decide_kernel(const __grid_con
     const int64_t rank = kept + before[i / 32] + __popc(bits & ((1u << (i & 31)) - 1));
     if (rank >= p.kept) continue;
     const int64_t at = image * p.kept + rank;
-    p.at<CornerBox<A>>(p.kept_boxes)[at] = boxes[i];
-    p.at<int32_t>(p.kept_classes)[at] = classes[i];
     p.at<uint32_t>(p.kept_positions)[at] = static_cast<uint32_t>(first + i);
+    if (fast) continue;
+    p.at<Box>(p.kept_boxes)[at] = boxes[i];
+    p.at<int32_t>(p.kept_classes)[at] = classes[i];
   }
 }
 
 // One thread a row of the output.
-template <typename A>
+template <typename Kind>
 __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ NmsKernel p) {
+  using A = typename Kind::A;
   const int64_t image = blockIdx.y, row = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const int64_t kept = p.at<uint32_t>(p.kept_count)[image];
   if (row == 0) p.output.counts[image] = kept;
@@ -205,36 +278,41 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ 
   const bool promoted = p.is_promoted(image);
   with_layout<A>(p.source, [&](auto layout) {
     using Layout = decltype(layout);
-    const CornerBox<A> box = candidate_corners<Layout>(p.source, image, n, promoted);
-    write_row<A>(p, image, row, n, box, Keys<A>::confidence(key), static_cast<int32_t>(index - n * classes));
+    Kind::template write<Layout>(p, image, row, n, Keys<A>::confidence(key), static_cast<int32_t>(index - n * classes));
+    const A* letterbox = letterbox_row<A>(p.output, image);
     for (int64_t e = 0; e < p.source.extra; ++e) {
-      detection_row<A>(p, image, row)[6 + e] = candidate_extra<Layout>(p.source, p.options, image, n, e, promoted);
+      detection_row<A>(p, image, row)[6 + e] =
+          detection_extra<Layout>(p.source, p.options, image, n, e, promoted, letterbox);
     }
   });
 }
 
-template <typename A>
+template <typename Kind>
 cudaError_t launch(const NmsKernel& kernel, const NmsPlan& plan, cudaStream_t stream) {
+  const bool fast = plan.rotated == RotatedRule::kFast;
   const unsigned images = static_cast<unsigned>(plan.images);
   const int64_t decided = plan.capacity < kernel.options.max_candidates ? plan.capacity : kernel.options.max_candidates;
-  place_kernel<A><<<dim3(static_cast<unsigned>(ceil_div(decided, kThreads)), images), kThreads, 0, stream>>>(kernel);
+  place_kernel<Kind><<<dim3(static_cast<unsigned>(ceil_div(decided, kThreads)), images), kThreads, 0, stream>>>(kernel);
   for (int64_t first = 0; first < decided; first += kChunk) {
     // As many segments as there can be: all candidates before this chunk kept, and the chunk itself.
-    const int64_t before = first < plan.kept ? first : plan.kept;
+    const int64_t before = fast || first < plan.kept ? first : plan.kept;
     const int64_t segments = ceil_div(before, kSegment) + kChunk / kSegment;
-    test_kernel<A><<<dim3(static_cast<unsigned>(segments * kGroups), images), kThreads, 0, stream>>>(kernel, first);
-    decide_kernel<A><<<images, kDecideThreads, 0, stream>>>(kernel, first);
+    test_kernel<Kind><<<dim3(static_cast<unsigned>(segments * kGroups), images), kThreads, 0, stream>>>(kernel, first);
+    decide_kernel<Kind><<<images, kDecideThreads, 0, stream>>>(kernel, first);
   }
   const int64_t rows = ceil_div(kernel.options.max_detections, kThreads);
-  rows_kernel<A><<<dim3(static_cast<unsigned>(rows), images), kThreads, 0, stream>>>(kernel);
+  rows_kernel<Kind><<<dim3(static_cast<unsigned>(rows), images), kThreads, 0, stream>>>(kernel);
   return cudaGetLastError();
 }
 
 }  // namespace
 
 cudaError_t launch_suppress_wide(const NmsKernel& kernel, const NmsPlan& plan, cudaStream_t stream) {
-  return kernel.source.dtype == DType::kFloat64 ? launch<double>(kernel, plan, stream)
-                                                : launch<float>(kernel, plan, stream);
+  const bool doubles = kernel.source.dtype == DType::kFloat64;
+  if (plan.rotated != RotatedRule::kNone) {
+    return doubles ? launch<Rotated<double>>(kernel, plan, stream) : launch<Rotated<float>>(kernel, plan, stream);
+  }
+  return doubles ? launch<Upright<double>>(kernel, plan, stream) : launch<Upright<float>>(kernel, plan, stream);
 }
 
 }  // namespace torch_fastdet::core

@@ -19,8 +19,8 @@ TORCH_FASTDET_HOST_DEVICE void scale_one_box(const ScaleBoxesParams& p, int64_t 
   const A c = Storage<T>::load(in[2 * p.column_stride]), d = Storage<T>::load(in[3 * p.column_stride]);
   CornerBox<A> box;
   if (p.center_size) {
-    box = {div_rn(sub_rn(a, letterbox.pad_x), letterbox.gain_x), div_rn(sub_rn(b, letterbox.pad_y), letterbox.gain_y),
-           div_rn(c, letterbox.gain_x), div_rn(d, letterbox.gain_y)};
+    const CenterBox<A> scaled = scale_center(CenterBox<A>{a, b, c, d}, letterbox);
+    box = {scaled.x, scaled.y, scaled.width, scaled.height};
   } else {
     box = scale_corners(CornerBox<A>{a, b, c, d}, letterbox);
   }

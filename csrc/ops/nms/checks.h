@@ -14,6 +14,7 @@
 #include <tuple>
 
 #include "core/nms/nms.h"
+#include "core/nms/rotated_math.h"
 #include "core/nms/scale_boxes.h"
 #include "ops/common/checks.h"
 
@@ -123,6 +124,43 @@ inline void check_arguments(const at::Tensor& input, const char* input_name, con
   if (last.letterboxes.has_value()) check_letterboxes(*last.letterboxes, input, op, input_name);
 }
 
+// rotated: "none", "fast" or "greedy". `has_angle` says whether a head has an extra map for it.
+inline core::RotatedRule rotated_rule(std::string_view rotated, bool has_angle, const char* op) {
+  TORCH_CHECK_VALUE(rotated == "none" || rotated == "fast" || rotated == "greedy", op, ": rotated is '",
+                    std::string(rotated), "', but 'none', 'fast' (as the stock function) or 'greedy' is wanted");
+  if (rotated == "none") return core::RotatedRule::kNone;
+  TORCH_CHECK_VALUE(has_angle, op, ": rotated is '", std::string(rotated),
+                    "', but extra is empty; rotated boxes want their angle as the last extra channel");
+  return rotated == "fast" ? core::RotatedRule::kFast : core::RotatedRule::kGreedy;
+}
+
+struct ExtraMeaning {
+  core::ExtraKind kind = core::ExtraKind::kRaw;
+  int32_t keypoint_values = 0;
+};
+
+// How extra maps are decoded. `channels` is -1 where it is not known.
+inline ExtraMeaning extra_meaning(std::string_view name, int64_t channels, const char* op) {
+  using core::ExtraKind;
+  constexpr std::pair<std::string_view, ExtraMeaning> kNames[] = {
+      {"raw", {}},
+      {"angle_logit", {ExtraKind::kAngleLogit, 0}},
+      {"keypoints_xy", {ExtraKind::kKeypoints, 2}},
+      {"keypoints_xyv", {ExtraKind::kKeypoints, 3}},
+      {"cell_keypoints_xy", {ExtraKind::kCellKeypoints, 2}},
+      {"cell_keypoints_xyv", {ExtraKind::kCellKeypoints, 3}}};
+  for (const auto& [known, meaning] : kNames) {
+    if (name != known) continue;
+    TORCH_CHECK_VALUE(!meaning.keypoint_values || channels < 0 || channels % meaning.keypoint_values == 0, op,
+                      ": extra has ", channels, " channels, but a multiple of ", meaning.keypoint_values,
+                      " is wanted with extra_kind='", std::string(name), "'");
+    return meaning;
+  }
+  TORCH_CHECK_VALUE(false, op, ": extra_kind is '", std::string(name),
+                    "', but 'raw', 'angle_logit', 'keypoints_xy', 'keypoints_xyv', 'cell_keypoints_xy' or "
+                    "'cell_keypoints_xyv' is wanted");
+}
+
 inline void fill_options(NmsRequest& request, const NmsArguments& a, const NmsLastArguments& last, at::ScalarType type,
                          const char* op) {
   NmsOptions& options = request.options;
@@ -131,6 +169,7 @@ inline void fill_options(NmsRequest& request, const NmsArguments& a, const NmsLa
   options.logit_floor = logit_floor(a.conf_thres);
   options.iou = to_arithmetic_type(a.iou_thres, type);
   options.max_wh = to_arithmetic_type(last.max_wh, type);
+  options.reach_scale = core::reach_scale_of(options.iou);
   options.max_candidates = last.max_nms;
   options.max_detections = a.max_det;
   options.multi_label = a.multi_label && request.source.classes > 1;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/nms/candidates.h"
+#include "core/nms/rotated_math.h"
 #include "core/nms/scale_boxes_math.h"
 #include "ops/common/dispatch.h"
 #include "ops/nms/run.h"
@@ -36,14 +37,17 @@ void keep_best(Candidates<A>& candidates, int64_t count) {
   candidates.resize(count);
 }
 
-// Boxes of one kind of arithmetic, side by side for vector instructions.
+constexpr int64_t kBlock = 32;  // boxes that any_overlaps() tests without a branch
+
+// Upright boxes of one kind of arithmetic, side by side for vector instructions.
 template <typename A>
 struct Boxes {
+  using Box = core::CornerBox<A>;
   std::vector<A> x1, y1, x2, y2, area;
   std::vector<int32_t> class_index;
 
   int64_t size() const { return static_cast<int64_t>(x1.size()); }
-  void push(const core::CornerBox<A>& box, int32_t box_class) {
+  void push(const Box& box, int32_t box_class) {
     x1.push_back(box.x1);
     y1.push_back(box.y1);
     x2.push_back(box.x2);
@@ -51,13 +55,11 @@ struct Boxes {
     area.push_back(core::area(box));
     class_index.push_back(box_class);
   }
-  core::CornerBox<A> at(int64_t i) const { return {x1[i], y1[i], x2[i], y2[i]}; }
 
-  // Whether any of boxes [begin, size) suppresses `box`; the arithmetic of core::overlaps without its branches.
+  // Whether any of boxes [begin, end) suppresses `box`; the arithmetic of core::overlaps without its branches.
   template <bool same_class>
-  bool any_overlaps(int64_t begin, const core::CornerBox<A>& box, A box_area, int32_t box_class, A threshold) const {
-    constexpr int64_t kBlock = 32;
-    const int64_t end = size();
+  bool any_overlaps(int64_t begin, int64_t end, const Box& box, int32_t box_class, A threshold) const {
+    const A box_area = core::area(box);
     for (int64_t start = begin; start < end; start += kBlock) {
       const int64_t stop = std::min(start + kBlock, end);
       int32_t hit = 0;
@@ -72,6 +74,42 @@ struct Boxes {
         hit |= meets;
       }
       if (hit) return true;
+    }
+    return false;
+  }
+};
+
+// The same of rotated boxes: the cheap test for a block of them, the formula for those that are near.
+template <typename A>
+struct RotatedBoxes {
+  using Box = core::RotatedBox<A>;
+  std::vector<A> x, y, reach;
+  std::vector<Box> boxes;
+  std::vector<int32_t> class_index;
+
+  int64_t size() const { return static_cast<int64_t>(x.size()); }
+  void push(const Box& box, int32_t box_class) {
+    x.push_back(box.x);
+    y.push_back(box.y);
+    reach.push_back(box.reach);
+    boxes.push_back(box);
+    class_index.push_back(box_class);
+  }
+
+  template <bool same_class>
+  bool any_overlaps(int64_t begin, int64_t end, const Box& box, int32_t box_class, A threshold) const {
+    for (int64_t start = begin; start < end; start += kBlock) {
+      const int64_t stop = std::min(start + kBlock, end);
+      int32_t near = 0;
+      for (int64_t i = start; i < stop; ++i) {
+        const A across = x[i] - box.x, down = y[i] - box.y;
+        near |= across * across + down * down <= reach[i] + box.reach;
+      }
+      if (!near) continue;
+      for (int64_t i = start; i < stop; ++i) {
+        if (same_class && class_index[i] != box_class) continue;
+        if (core::rotated_boxes_overlap(boxes[i], box, threshold)) return true;
+      }
     }
     return false;
   }
@@ -154,25 +192,53 @@ class ImageSuppression {
   }
 
   struct Row {
-    core::CornerBox<A> box;
+    A box[4];  // corners, or center and size of a rotated box
     A confidence;
     int64_t anchor;
     int32_t class_index;
   };
 
   int64_t suppress(Candidates<A>& candidates) {
-    return options_.class_rule == ClassRule::kExact ? suppress<true>(candidates) : suppress<false>(candidates);
+    const bool same_class = options_.class_rule == ClassRule::kExact;
+    if constexpr (Layout::kMayBeRotated) {
+      if (options_.rotated != core::RotatedRule::kNone) {
+        return same_class ? suppress<RotatedBoxes<A>, true>(candidates) : suppress<RotatedBoxes<A>, false>(candidates);
+      }
+    }
+    return same_class ? suppress<Boxes<A>, true>(candidates) : suppress<Boxes<A>, false>(candidates);
+  }
+
+  // Decodes a candidate into its row and to where it is compared. False if it is not finite.
+  bool place(const Candidate<A>& candidate, A offset, Row& row, core::CornerBox<A>& placed) const {
+    const int64_t n = candidate.index / source_.classes;
+    const int32_t c = static_cast<int32_t>(candidate.index % source_.classes);
+    const core::CornerBox<A> box = core::candidate_corners<Layout>(source_, image_, n, promoted_);
+    row = {{box.x1, box.y1, box.x2, box.y2}, candidate.confidence, n, c};
+    placed = core::moved(box, core::mul_rn(A(c), offset));
+    return core::is_finite(box);
+  }
+  bool place(const Candidate<A>& candidate, A offset, Row& row, core::RotatedBox<A>& placed) const {
+    const int64_t n = candidate.index / source_.classes;
+    const int32_t c = static_cast<int32_t>(candidate.index % source_.classes);
+    const auto rotated = Layout::rotated(source_, Layout::anchor(source_, image_, n), c);
+    const core::CenterBox<A>& box = rotated.box;
+    row = {{box.x, box.y, box.width, box.height}, candidate.confidence, n, c};
+    const bool finite = core::is_finite(rotated);
+    placed = finite ? core::place_rotated(rotated, core::mul_rn(A(c), offset), A(options_.reach_scale))
+                    : core::no_rotated_box<A>();
+    return finite;
   }
 
   // Sorts, decodes and decides chunk by chunk, so that an image which fills max_detections early pays for no more.
-  template <bool same_class>
+  template <typename List, bool same_class>
   int64_t suppress(Candidates<A>& candidates) {
     const int64_t total = static_cast<int64_t>(candidates.size());
     const A threshold = A(options_.iou);
     const A offset = options_.class_rule == ClassRule::kOffset ? A(options_.max_wh) : A(0);
-    Boxes<A> kept;
+    const bool fast = options_.rotated == core::RotatedRule::kFast;
+    List against;  // what is kept or, if `fast`, all candidates so far
     std::vector<Row> rows;
-    std::vector<core::CornerBox<A>> placed;
+    std::vector<typename List::Box> placed;
     std::vector<uint8_t> alive;
     int64_t chunk = kFirstChunk;
     for (int64_t begin = 0; begin < total; begin += chunk, chunk = std::min(chunk * 2, kLargestChunk)) {
@@ -184,24 +250,24 @@ class ImageSuppression {
       rows.resize(count);
       placed.resize(count);
       alive.assign(count, 0);
-      const int64_t known = kept.size();
-      at::parallel_for(0, count, 64 + (1 << 14) / (known + 1), [&](int64_t from, int64_t to) {
+      const int64_t known = against.size(), grain = 64 + (1 << 14) / (known + 1);
+      const auto is_open = [&](int64_t from, int64_t end, int64_t i) {
+        return !against.template any_overlaps<same_class>(from, end, placed[i], rows[i].class_index, threshold);
+      };
+      at::parallel_for(0, count, grain, [&](int64_t from, int64_t to) {
         for (int64_t i = from; i < to; ++i) {
-          const Candidate<A>& candidate = candidates[begin + i];
-          const int64_t n = candidate.index / source_.classes;
-          const int32_t c = static_cast<int32_t>(candidate.index % source_.classes);
-          const core::CornerBox<A> box = core::candidate_corners<Layout>(source_, image_, n, promoted_);
-          if (!core::is_finite(box)) continue;
-          rows[i] = {box, candidate.confidence, n, c};
-          placed[i] = core::moved(box, core::mul_rn(A(c), offset));
-          alive[i] = !kept.template any_overlaps<same_class>(0, placed[i], core::area(placed[i]), c, threshold);
+          alive[i] = place(candidates[begin + i], offset, rows[i], placed[i]) && is_open(0, known, i);
         }
       });
+      if (fast) {
+        for (int64_t i = 0; i < count; ++i) against.push(placed[i], rows[i].class_index);
+        at::parallel_for(0, count, grain, [&](int64_t from, int64_t to) {
+          for (int64_t i = from; i < to; ++i) alive[i] = alive[i] && is_open(known, known + i, i);
+        });
+      }
       for (int64_t i = 0; i < count; ++i) {
-        if (!alive[i]) continue;
-        const int32_t c = rows[i].class_index;
-        if (kept.template any_overlaps<same_class>(known, placed[i], core::area(placed[i]), c, threshold)) continue;
-        kept.push(placed[i], c);
+        if (!alive[i] || (!fast && !is_open(known, against.size(), i))) continue;
+        if (!fast) against.push(placed[i], rows[i].class_index);
         kept_.push_back(rows[i]);
         if (static_cast<int64_t>(kept_.size()) >= options_.max_detections) break;
       }
@@ -209,17 +275,24 @@ class ImageSuppression {
     return static_cast<int64_t>(kept_.size());
   }
 
+  core::CornerBox<A> in_original_pixels(const Row& row, const A* letterbox) const {
+    const core::Letterbox<A> l = core::letterbox_of(letterbox);
+    if (options_.rotated == core::RotatedRule::kNone) {
+      return core::scale_corners(core::CornerBox<A>{row.box[0], row.box[1], row.box[2], row.box[3]}, l);
+    }
+    const auto box = core::scale_center(core::CenterBox<A>{row.box[0], row.box[1], row.box[2], row.box[3]}, l);
+    return {box.x, box.y, box.width, box.height};
+  }
+
   void write(const core::NmsOutput& output, int64_t count) const {
     const int64_t capacity = options_.max_detections, width = 6 + source_.extra;
     A* rows = static_cast<A*>(output.detections) + image_ * capacity * width;
     output.counts[image_] = count;
+    const A* letterbox = core::letterbox_row<A>(output, image_);
     for (int64_t i = 0; i < count; ++i, rows += width) {
       const Row& row = kept_[i];
-      core::CornerBox<A> box = row.box;
-      if (output.letterboxes) {
-        const A* l = static_cast<const A*>(output.letterboxes) + image_ * 6;
-        box = core::scale_corners(box, core::Letterbox<A>{l[0], l[1], l[2], l[3], l[4], l[5]});
-      }
+      core::CornerBox<A> box{row.box[0], row.box[1], row.box[2], row.box[3]};
+      if (letterbox) box = in_original_pixels(row, letterbox);
       rows[0] = box.x1;
       rows[1] = box.y1;
       rows[2] = box.x2;
@@ -227,7 +300,7 @@ class ImageSuppression {
       rows[4] = row.confidence;
       rows[5] = A(row.class_index);
       for (int64_t e = 0; e < source_.extra; ++e) {
-        rows[6 + e] = core::candidate_extra<Layout>(source_, options_, image_, row.anchor, e, promoted_);
+        rows[6 + e] = core::detection_extra<Layout>(source_, options_, image_, row.anchor, e, promoted_, letterbox);
       }
     }
     std::fill(rows, rows + (capacity - count) * width, A(0));

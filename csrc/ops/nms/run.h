@@ -47,9 +47,10 @@ std::tuple<at::Tensor, at::Tensor> non_max_suppression_padded(const at::Tensor& 
 
 template <class Backend>
 Detections ultralytics_non_max_suppression_padded(const at::Tensor& prediction, const NmsArguments& arguments,
-                                                  int64_t nc, const NmsLastArguments& last) {
+                                                  int64_t nc, const NmsLastArguments& last, std::string_view rotated) {
   constexpr const char* kOp = "ultralytics_non_max_suppression_padded";
   check_ultralytics_prediction(prediction, nc, kOp);
+  const core::RotatedRule rule = rotated_rule(rotated, true, kOp);
   check_arguments(prediction, "prediction", arguments, last, kOp);
   const c10::DeviceGuard guard(prediction.device());
   if constexpr (Backend::kMeta) {
@@ -57,6 +58,7 @@ Detections ultralytics_non_max_suppression_padded(const at::Tensor& prediction, 
     return empty_detections(prediction, prediction.sym_size(0), arguments.max_det, extra);
   } else {
     NmsRequest request = ultralytics_request(prediction, nc);
+    request.options.rotated = rule;
     return suppress<Backend>(request, prediction, arguments, last, kOp);
   }
 }
@@ -84,12 +86,17 @@ std::tuple<at::Tensor, at::Tensor> yolov5_postprocess(at::TensorList heads, cons
 template <class Backend>
 Detections ultralytics_postprocess(at::TensorList boxes, at::TensorList scores, at::TensorList extra,
                                    at::ArrayRef<double> strides, const NmsArguments& arguments,
-                                   const NmsLastArguments& last) {
+                                   const NmsLastArguments& last, std::string_view rotated,
+                                   std::string_view extra_kind) {
   constexpr const char* kOp = "ultralytics_postprocess";
   NmsRequest request;
   if (!Backend::kMeta || (has_plain_sizes({}, boxes) && has_plain_sizes({}, scores) && has_plain_sizes({}, extra))) {
     request = check_ultralytics_heads(boxes, scores, extra, strides, kOp);
   }
+  const ExtraMeaning meaning = extra_meaning(extra_kind, request.source.levels ? request.source.extra : -1, kOp);
+  request.source.extra_kind = meaning.kind;
+  request.source.keypoint_values = meaning.keypoint_values;
+  request.options.rotated = rotated_rule(rotated, !extra.empty(), kOp);
   check_arguments(boxes[0], "boxes", arguments, last, kOp);
   const c10::DeviceGuard guard(boxes[0].device());
   if constexpr (Backend::kMeta) {

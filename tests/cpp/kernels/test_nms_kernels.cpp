@@ -6,6 +6,7 @@
 #include "core/nms/decode.h"
 #include "core/nms/nms_device.cuh"
 #include "core/nms/nms_launch.h"
+#include "core/nms/rotated_math.h"
 #include "core/nms/scale_boxes_math.h"
 #include "emulator.h"
 #include "memory.h"
@@ -34,6 +35,56 @@ struct Candidate {
   A confidence;
   int64_t n, c;
 };
+
+template <typename Layout>
+void add_extra(const Problem& problem, int64_t image, bool promoted, Detection& detection) {
+  using A = typename Layout::A;
+  const CandidateSource& source = problem.source;
+  for (int64_t e = 0; e < source.extra; ++e) {
+    A value = candidate_extra<Layout>(source, problem.options, image, detection.anchor, e, promoted);
+    const int64_t kind = source.keypoint_values ? e % source.keypoint_values : 2;
+    if (kind < 2 && !problem.letterboxes.empty()) {
+      const double* l = problem.letterboxes.data() + image * 6;
+      value = clamp((value - A(l[2 + kind])) / A(l[kind]), A(0), A(l[4 + kind]));
+    }
+    detection.row.push_back(value);
+  }
+}
+
+// Rotated boxes: Fast-NMS or greedy over sorted candidates, with each pair compared by the formula.
+template <typename Layout>
+std::vector<Detection> suppress_rotated(const Problem& problem, int64_t image,
+                                        const std::vector<Candidate<typename Layout::A>>& candidates) {
+  using A = typename Layout::A;
+  const CandidateSource& source = problem.source;
+  const NmsOptions& options = problem.options;
+  std::vector<Detection> kept;
+  std::vector<std::pair<RotatedBox<A>, int64_t>> against;
+  for (const auto& candidate : candidates) {
+    if (static_cast<int64_t>(kept.size()) >= options.max_detections) break;
+    const auto rotated = Layout::rotated(source, Layout::anchor(source, image, candidate.n), candidate.c);
+    if (!is_finite(rotated)) continue;
+    const A offset = options.class_rule == ClassRule::kOffset ? A(options.max_wh) : A(0);
+    const RotatedBox<A> placed = place_rotated(rotated, A(candidate.c) * offset, A(options.reach_scale));
+    bool suppressed = false;
+    for (const auto& [box, box_class] : against) {
+      if (options.class_rule == ClassRule::kExact && box_class != candidate.c) continue;
+      suppressed = suppressed || probiou(box, placed) > A(options.iou);
+    }
+    if (!suppressed || options.rotated == RotatedRule::kFast) against.push_back({placed, candidate.c});
+    if (suppressed) continue;
+    CenterBox<A> box = rotated.box;
+    if (!problem.letterboxes.empty()) {
+      const double* l = problem.letterboxes.data() + image * 6;
+      box = scale_center(box, Letterbox<A>{A(l[0]), A(l[1]), A(l[2]), A(l[3]), A(l[4]), A(l[5])});
+    }
+    Detection detection{{box.x, box.y, box.width, box.height, candidate.confidence, static_cast<double>(candidate.c)},
+                        candidate.n};
+    add_extra<Layout>(problem, image, false, detection);
+    kept.push_back(detection);
+  }
+  return kept;
+}
 
 // One image, from the definitions in nms.h.
 template <typename Layout>
@@ -78,6 +129,9 @@ std::vector<Detection> suppress(const Problem& problem, int64_t image) {
   });
   if (static_cast<int64_t>(candidates.size()) > options.max_candidates) candidates.resize(options.max_candidates);
 
+  if constexpr (Layout::kMayBeRotated) {
+    if (options.rotated != RotatedRule::kNone) return suppress_rotated<Layout>(problem, image, candidates);
+  }
   std::vector<Detection> kept;
   std::vector<CornerBox<A>> kept_boxes;
   for (const auto& candidate : candidates) {
@@ -99,9 +153,7 @@ std::vector<Detection> suppress(const Problem& problem, int64_t image) {
     }
     Detection detection{{box.x1, box.y1, box.x2, box.y2, candidate.confidence, static_cast<double>(candidate.c)},
                         candidate.n};
-    for (int64_t e = 0; e < source.extra; ++e) {
-      detection.row.push_back(candidate_extra<Layout>(source, options, image, candidate.n, e, promoted));
-    }
+    add_extra<Layout>(problem, image, promoted, detection);
     kept.push_back(detection);
   }
   return kept;
@@ -314,6 +366,60 @@ TEST(NmsKernels, RandomHeads) {
     Problem problem = heads(random, seed % 2 ? CandidateLayout::kAnchorHeads : CandidateLayout::kAnchorFreeHeads,
                             kTypes[seed / 2 % 4]);
     fill_options(random, problem);
+    check(problem);
+  }
+}
+
+// Rotated boxes and keypoints, of predictions and of heads.
+TEST(NmsKernels, RotatedBoxes) {
+  for (uint64_t seed = 0; seed < rounds(24) && !HasFailure(); ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    Random random(seed);
+    emulator::seed(seed);
+    const DType dtype = kTypes[seed % 4];
+    Problem problem = seed % 3 ? prediction(random, dtype, 1 + random.below(2), random.one_of({1, 257, 1100}),
+                                            random.one_of({1, 4}), random.chance(50), random.one_of({0, 5}), 100, 0)
+                               : heads(random, CandidateLayout::kAnchorFreeHeads, dtype);
+    fill_options(random, problem);
+    problem.options.max_detections = random.one_of({1, 7, 300, 2000});
+    problem.options.rotated = seed % 2 ? RotatedRule::kFast : RotatedRule::kGreedy;
+    problem.options.reach_scale = reach_scale_of(problem.options.iou);
+    if (problem.source.layout == CandidateLayout::kAnchorFreeHeads) {
+      if (!problem.source.extra) continue;
+      problem.source.extra_kind = random.one_of({ExtraKind::kRaw, ExtraKind::kAngleLogit});
+    }
+    EXPECT_TRUE(check(problem).first.wide || problem.options.max_candidates < 1);
+  }
+}
+
+TEST(NmsKernels, RotatedChunks) {
+  for (uint64_t seed = 0; seed < rounds(2) && !HasFailure(); ++seed) {
+    Random random(seed);
+    emulator::seed(seed);
+    Problem problem = prediction(random, DType::kFloat32, 1, 5000, 20, seed % 2, 2, 100, 0);
+    fill_options(random, problem);
+    problem.filter.active = problem.options.multi_label = false;
+    problem.options.confidence = problem.options.confidence_promoted = 0;
+    problem.options.class_rule = seed % 2 ? ClassRule::kOffset : ClassRule::kExact;
+    problem.options.max_wh = 7680;
+    problem.options.iou = 0.5;
+    problem.options.reach_scale = reach_scale_of(0.5);
+    problem.options.max_candidates = 30000;
+    problem.options.max_detections = 5000;
+    problem.options.rotated = seed % 2 ? RotatedRule::kFast : RotatedRule::kGreedy;
+    EXPECT_GT(check(problem).second, 500);
+  }
+}
+
+TEST(NmsKernels, Keypoints) {
+  for (uint64_t seed = 0; seed < rounds(8) && !HasFailure(); ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    Random random(seed + 100);
+    emulator::seed(seed);
+    Problem problem = heads(random, CandidateLayout::kAnchorFreeHeads, kTypes[seed % 4]);
+    fill_options(random, problem);
+    problem.source.extra_kind = seed % 2 ? ExtraKind::kKeypoints : ExtraKind::kCellKeypoints;
+    problem.source.keypoint_values = 3;
     check(problem);
   }
 }

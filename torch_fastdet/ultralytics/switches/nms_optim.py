@@ -28,8 +28,6 @@ class NmsOptim(UltralyticsSwitch):
         return None if tuple(theirs) == parameters(non_max_suppression) else name.difference(stock)
 
     def drop_in(self, name: Name, stock: Any) -> Any:
-        # Ours hands rotated boxes over to stock, and finds stock here.
-        self.replace(non_max_suppression, "__torch_fastdet_stock__", stock, quietly=True)
         has_labels = LABELS in inspect.signature(stock).parameters
         keeps_dtype = stock(torch.zeros(1, 1, 6, dtype=torch.float16))[0].dtype == torch.float16
         return _as_older(stock, keeps_dtype) if has_labels or keeps_dtype else non_max_suppression
