@@ -27,6 +27,20 @@ def _check_count(op: str, name: str, value: int, least: int, what: str) -> None:
         raise ValueError(f"{op}: {name} is {value}, but {least} or more {what} are wanted")
 
 
+# Which words of extra_kind a task knows; the first is its default.
+_EXTRA_KINDS = {
+    "detect": ("raw",),
+    "segment": ("raw",),
+    "pose": ("keypoints_xyv", "keypoints_xy", "cell_keypoints_xyv", "cell_keypoints_xy"),
+    "obb": ("angle_logit", "raw"),
+}
+
+
+def _check_word(name: str, value: Any, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"UltralyticsPostProcess: {name} is {value!r}, but one of {', '.join(known)} is wanted")
+
+
 class YOLOv5PostProcess(nn.Module):
     """:func:`torch_fastdet.ops.yolov5_postprocess` as a module; all options but these are its own.
 
@@ -126,6 +140,14 @@ class UltralyticsPostProcess(nn.Module):
         strides: pixels a cell of each level, as ``Detect.stride``.
         nc: classes.
         reg_max: bins of the distance distribution, as ``Detect.reg_max`` (1: the head regresses the distance itself).
+        task: "detect", "segment" (extra channels are mask coefficients, passed on), "pose" (keypoints, decoded to pixels) or
+            "obb" (rotated boxes, whose angle is the last extra channel).
+        extra_kind: how extra channels are decoded, a word of the operator's; None takes "keypoints_xyv" for pose, "angle_logit"
+            for obb and "raw" for the others.
+        rotated_rule: "fast" (as stock) or "greedy" suppression of rotated boxes.
+        end2end: the maps are those of a head that needs no suppression (YOLO26's "one2one"): its best pairs of anchor and class
+            (with agnostic: its best anchors) come out, and iou_thres and multi_label do nothing. Boxes may differ from stock's
+            by float32 roundings.
     """
 
     classes: list[int] | None
@@ -144,36 +166,47 @@ class UltralyticsPostProcess(nn.Module):
         per_class: str = "offset",
         max_nms: int = 30000,
         max_wh: float = 7680.0,
+        task: str = "detect",
+        extra_kind: str | None = None,
+        rotated_rule: str = "fast",
+        end2end: bool = False,
     ):
         super().__init__()
         nms._check_options("UltralyticsPostProcess", conf_thres, iou_thres, max_det, max_nms, per_class)
         _check_count("UltralyticsPostProcess", "nc", nc, 1, "classes")
         _check_count("UltralyticsPostProcess", "reg_max", reg_max, 1, "bins")
+        _check_word("task", task, tuple(_EXTRA_KINDS))
+        _check_word("extra_kind", _EXTRA_KINDS[task][0] if extra_kind is None else extra_kind, _EXTRA_KINDS[task])
+        _check_word("rotated_rule", rotated_rule, ("fast", "greedy"))
         self.strides = _stride_list("UltralyticsPostProcess", strides)
         self.nc = int(nc)
         self.reg_max = int(reg_max)
         self.conf_thres = float(conf_thres)
-        self.iou_thres = float(iou_thres)
+        self.end2end = bool(end2end)
+        self.iou_thres = 1.0 if end2end else float(iou_thres)  # no IoU is above 1
         self.classes = nms._class_list("UltralyticsPostProcess", classes)
         self.agnostic = bool(agnostic)
-        self.multi_label = bool(multi_label)
+        self.multi_label = not agnostic if end2end else bool(multi_label)
         self.max_det = int(max_det)
         self.per_class = per_class
         self.max_nms = int(max_nms)
         self.max_wh = float(max_wh)
+        self.task = task
+        self.extra_kind = _EXTRA_KINDS[task][0] if extra_kind is None else extra_kind
+        self.rotated = rotated_rule if task == "obb" else "none"
 
     @classmethod
     def from_model(cls, model: nn.Module, **options: Any) -> "UltralyticsPostProcess":
-        """With strides, classes and bins of an Ultralytics model (or of its Detect, Segment or Pose module)."""
+        """With strides, classes, bins and the task of an Ultralytics model (or of its Detect, Segment, Pose or OBB module).
+
+        It is for the maps of :func:`split_ultralytics_heads`, in which angles are radians. A head that needs no suppression
+        (``head.end2end``) gives ``end2end=True``: say the same to that function.
+        """
         candidates: list[Any] = [model, *reversed(list(model.modules()))]
         for head in candidates:
             if all(hasattr(head, name) for name in ("stride", "nc", "reg_max")):
-                if any(kind.__name__ == "OBB" for kind in type(head).__mro__):
-                    raise ValueError(
-                        f"UltralyticsPostProcess.from_model: the model ends in {type(head).__name__}, but rotated boxes are "
-                        "not supported; use the model's own post-processing"
-                    )
-                return cls(head.stride, head.nc, head.reg_max, **options)
+                given = {"end2end": bool(getattr(head, "end2end", False)), **_task_of(head), **options}
+                return cls(head.stride, head.nc, head.reg_max, **given)
         raise ValueError("UltralyticsPostProcess.from_model: the model has no Detect module (stride, nc, reg_max)")
 
     def forward(self, heads: list[Tensor], letterboxes: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -215,16 +248,31 @@ class UltralyticsPostProcess(nn.Module):
             self.per_class,
             self.max_nms,
             self.max_wh,
+            self.rotated,
+            self.extra_kind,
         )
 
     def extra_repr(self) -> str:
         return (
-            f"nc={self.nc}, reg_max={self.reg_max}, strides={self.strides}, conf_thres={self.conf_thres}, "
+            f"task={self.task}, nc={self.nc}, reg_max={self.reg_max}, strides={self.strides}, conf_thres={self.conf_thres}, "
             f"iou_thres={self.iou_thres}"
         )
 
 
-def split_ultralytics_heads(predictions: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+def _task_of(head: Any) -> dict[str, str]:
+    """Task and meaning of the extra channels of a head, by the names of its classes."""
+    names = {kind.__name__ for kind in type(head).__mro__}
+    if "OBB" in names:
+        return {"task": "obb", "extra_kind": "raw"}  # the head's dict holds angles, not logits
+    if "Pose" in names:
+        values = "xyv" if head.kpt_shape[1] == 3 else "xy"
+        return {"task": "pose", "extra_kind": f"{'cell_' if 'Pose26' in names else ''}keypoints_{values}"}
+    return {"task": "segment" if names & {"Segment", "YOLOESegment"} else "detect"}
+
+
+def split_ultralytics_heads(
+    predictions: dict[str, Any], end2end: bool = False
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Maps a level, (boxes, scores, extra), from the dict that ultralytics >= 8.4 heads return; views, nothing is copied.
 
     They are the arguments of :meth:`UltralyticsPostProcess.forward_split` in their order.
@@ -232,24 +280,23 @@ def split_ultralytics_heads(predictions: dict[str, Any]) -> tuple[list[Tensor], 
     Args:
         predictions: "boxes" (images, 4 * reg_max, N), "scores" (images, nc, N) and "feats", whose maps give the sizes. A
             model with two heads returns "one2many" and "one2one"; the first is taken, which is the one to suppress.
+        end2end: take "one2one", which needs no suppression.
 
     Returns:
-        boxes, scores, and extra: mask coefficients of Segment, keypoints of Pose as the head gives them
-        (``Pose.kpts_decode`` makes pixels of them, before or after suppression), an empty list for Detect.
+        boxes, scores, and extra: mask coefficients of Segment, keypoints of Pose as the head gives them, angles of OBB in
+        radians, an empty list for Detect.
 
     Raises:
-        ValueError: rotated boxes, or a dict without these entries.
+        ValueError: a dict without these entries.
     """
-    predictions = predictions.get("one2many", predictions)
+    predictions = predictions.get("one2one" if end2end else "one2many", predictions)
     missing = [name for name in ("boxes", "scores", "feats") if name not in predictions]
     if missing:
         raise ValueError(
             f"split_ultralytics_heads: predictions has {', '.join(predictions) or 'nothing'}, but {', '.join(missing)} is "
             "wanted too: the dict that a head of ultralytics >= 8.4 returns"
         )
-    if "angle" in predictions:
-        raise ValueError("split_ultralytics_heads: predictions has an angle, but rotated boxes are not supported")
-    extra = next((predictions[name] for name in ("mask_coefficient", "kpts") if name in predictions), None)
+    extra = next((predictions[name] for name in ("mask_coefficient", "kpts", "angle") if name in predictions), None)
     sizes = [feature.shape[-2:] for feature in predictions["feats"]]
 
     def maps(joined: Tensor | None) -> list[Tensor]:

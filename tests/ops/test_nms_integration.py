@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.ops.nms_samples import clustered
+from tests.ops.nms_samples import clustered, rotated
 from tests.ops.test_nms import ANCHORS, FORMS, STRIDES, as_ultralytics, split_heads, ultralytics_heads, yolov5_heads
 from torch_fastdet import ops
 from torch_fastdet.postprocess import UltralyticsPostProcess, YOLOv5PostProcess, split_ultralytics_heads
@@ -19,6 +19,7 @@ def calls(device):
     letterboxes = torch.tensor([ops.letterbox([640, 640], [480, 640])] * 2, device=device)
     heads = [h.to(device) for h in yolov5_heads(2, 4)]
     free = [h.to(device) for h in ultralytics_heads(2, 5)]
+    angles = [h[:, :1] for h in free]
     boxes, scores = split_heads(free, 16, 5)
     anchors = ANCHORS.to(device)
     return {
@@ -34,6 +35,24 @@ def calls(device):
         "yolov5_postprocess": (lambda *h: ops.yolov5_postprocess(list(h), anchors, STRIDES), heads),
         "ultralytics_postprocess": (
             lambda *m: ops.ultralytics_postprocess(list(m[:3]), list(m[3:]), [], STRIDES),
+            (*boxes, *scores),
+        ),
+        "ultralytics_non_max_suppression_padded: rotated": (
+            lambda p, box: ops.ultralytics_non_max_suppression_padded(
+                p, multi_label=True, conf_thres=0.1, nc=5, letterboxes=box, rotated="fast"
+            ),
+            (rotated(2, 200, 5).to(device), letterboxes),
+        ),
+        "ultralytics_postprocess: rotated": (
+            lambda *m: ops.ultralytics_postprocess(
+                list(m[:3]), list(m[3:6]), list(m[6:]), STRIDES, rotated="greedy", extra_kind="angle_logit"
+            ),
+            (*boxes, *scores, *angles),
+        ),
+        "ultralytics_postprocess: keypoints": (
+            lambda *m: ops.ultralytics_postprocess(
+                list(m[:3]), list(m[3:6]), list(m[:3]), STRIDES, extra_kind="keypoints_xy", letterboxes=letterboxes
+            ),
             (*boxes, *scores),
         ),
         "scale_boxes": (
@@ -55,7 +74,7 @@ def same(got, want):
 @pytest.mark.parametrize("name", NAMES)
 def test_opcheck(device, name):
     function, tensors = calls(device)[name]
-    op = getattr(torch.ops.torch_fastdet, name).default
+    op = getattr(torch.ops.torch_fastdet, name.partition(":")[0]).default
     captured = []
 
     class Record(torch.utils._python_dispatch.TorchDispatchMode):
@@ -233,6 +252,18 @@ def test_yolov5_module(device):
         (lambda: UltralyticsPostProcess(STRIDES, nc=0), "nc is 0, but 1 or more classes are wanted"),
         (lambda: UltralyticsPostProcess(STRIDES, nc=-2), "nc is -2, but 1 or more classes are wanted"),
         (lambda: UltralyticsPostProcess(STRIDES, nc=4, reg_max=0), "reg_max is 0, but 1 or more bins are wanted"),
+        (
+            lambda: UltralyticsPostProcess(STRIDES, nc=4, task="x"),
+            "task is 'x', but one of detect, segment, pose, obb is wanted",
+        ),
+        (
+            lambda: UltralyticsPostProcess(STRIDES, nc=4, task="obb", extra_kind="keypoints_xy"),
+            "extra_kind is 'keypoints_xy', but one of angle_logit, raw is wanted",
+        ),
+        (
+            lambda: UltralyticsPostProcess(STRIDES, nc=4, rotated_rule=True),
+            "rotated_rule is True, but one of fast, greedy is wanted",
+        ),
     ],
 )
 def test_bad_options_of_modules_are_a_sentence(call, message):
@@ -274,8 +305,6 @@ def test_ultralytics_dict_with_more_than_boxes(device, name):
     want = ops.ultralytics_postprocess(boxes, scores, extra, STRIDES)
     same(module.forward_split(*split_ultralytics_heads(joined | {"feats": heads})), want)
     same(module.forward_split(*split_ultralytics_heads({"one2many": joined | {"feats": heads}, "one2one": {}})), want)
-    with pytest.raises(ValueError, match="angle, but rotated boxes are not supported"):
-        split_ultralytics_heads(joined | {"feats": heads, "angle": joined["scores"]})
     with pytest.raises(ValueError, match="feats is wanted too"):
         split_ultralytics_heads(joined)
 
@@ -299,14 +328,16 @@ def test_modules_from_a_model(device):
     with pytest.raises(ValueError, match="has no Detect module"):
         YOLOv5PostProcess.from_model(torch.nn.Identity())
 
+    class Pose(Detect):
+        kpt_shape = (17, 3)
+
     class OBB(Detect):
-        pass
+        end2end = True
 
-    class OBB26(OBB):
-        pass
-
-    with pytest.raises(ValueError, match="ends in OBB26, but rotated boxes are not supported"):
-        UltralyticsPostProcess.from_model(torch.nn.Sequential(OBB26()))
+    module = UltralyticsPostProcess.from_model(torch.nn.Sequential(Pose()))
+    assert (module.task, module.extra_kind, module.rotated, module.end2end) == ("pose", "keypoints_xyv", "none", False)
+    module = UltralyticsPostProcess.from_model(torch.nn.Sequential(OBB()), rotated_rule="greedy")
+    assert (module.task, module.extra_kind, module.rotated, module.end2end) == ("obb", "raw", "greedy", True)
 
 
 def test_modules_store_plain_numbers(device):
@@ -327,7 +358,9 @@ def test_modules_store_plain_numbers(device):
 
 
 @pytest.mark.parametrize(
-    "options", [{"conf_thres": 2}, {"iou_thres": -0.1}, {"max_det": -1}, {"max_nms": -1}, {"per_class": "x"}], ids=str
+    "options",
+    [{"conf_thres": 2}, {"iou_thres": -0.1}, {"max_det": -1}, {"max_nms": -1}, {"per_class": "x"}],
+    ids=str,
 )
 def test_modules_refuse_at_construction(options):
     (name,) = options
