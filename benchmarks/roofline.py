@@ -27,10 +27,13 @@ import torch
 from benchmarks import harness, report, work
 
 
-def _least_s(function: Callable[[], object], device: torch.device, repetitions: int = 20) -> float:
-    """The shortest time: a ceiling is what the machine can do when nobody disturbs it."""
-    times = []
-    for _ in range(3 + repetitions):
+def _least_s(function: Callable[[], object], device: torch.device, repetitions: int = 20, seconds: float = 2.0) -> float:
+    """The shortest time: a ceiling is what the machine can do when nobody disturbs it.
+
+    After ``seconds`` no repetition beyond the third begins.
+    """
+    times: list[float] = []
+    while len(times) < 3 + repetitions and (len(times) < 6 or sum(times) < seconds):
         if device.type == "cuda":
             torch.cuda.synchronize()
         start = time.perf_counter()
