@@ -27,7 +27,9 @@ import torch
 from benchmarks import harness, report, work
 
 
-def _least_s(function: Callable[[], object], device: torch.device, repetitions: int = 20, seconds: float = 2.0) -> float:
+def _least_s(
+    function: Callable[[], object], device: torch.device, repetitions: int = 20, seconds: float = 2.0
+) -> float:
     """The shortest time: a ceiling is what the machine can do when nobody disturbs it.
 
     After ``seconds`` no repetition beyond the third begins.

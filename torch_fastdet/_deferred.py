@@ -32,7 +32,7 @@ def describe_bad_targets(op: str, status: list[int], rows: int, fault: tuple[int
 class DeferredStatus:
     """Brings the status of operators on a GPU to the host without waiting for it.
 
-    Each status is copied behind its kernels into pinned memory; whoever asks later sees those that have arrived.
+    Each status is copied to pinned memory after its kernels. A later call sees those that have arrived.
 
     Args:
         describe: from a status, as a list, and what was given with it, to a line that says what was wrong, or None.
@@ -61,7 +61,7 @@ class DeferredStatus:
         self._pending.append((buffer, event, rows, status.device))
 
     def raise_arrived(self, wait: bool = False) -> None:
-        """Raise ValueError for the first status that arrived and tells of an error; wait for all of them if asked."""
+        """Raise ValueError for the first status that arrived and has an error. ``wait``: wait for all of them first."""
         while self._pending and (wait or self._pending[0][1].query()):
             buffer, event, rows, device = self._pending.popleft()
             event.synchronize()

@@ -1,4 +1,4 @@
-"""Loads libtorch_fastdet.so, and says in a sentence why where it cannot."""
+"""Loads libtorch_fastdet.so, or raises a one-line error that says why it cannot."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _series(version: str) -> str:
 def load() -> dict[str, str]:
     """Registers the operators with torch and returns build_config().
 
-    Raises ImportError with one sentence where the library is missing or was built for another torch or CUDA.
+    Raises ImportError with one line if the library is missing or was built for another torch or CUDA.
     """
     config = build_config()
     if _series(config["torch"]) != _series(torch.__version__):

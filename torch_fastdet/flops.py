@@ -5,9 +5,9 @@ if ``torch.utils.flop_counter`` is already imported; otherwise call it yourself.
 multiplication, division, minimum, maximum, comparison or transcendental function is one operation, a fused multiply-add two;
 selections, conversions and sign changes are none. The counts are read off csrc/core/*/*_math.h.
 
-A count follows from shapes alone. What depends on values (how many candidates pass a threshold, how many targets match) is left
+A count follows from shapes only. What depends on values (how many candidates pass a threshold, how many targets match) is left
 out: post-processing and the loss count what every input of that shape takes. The state objects behind
-``torch_fastdet.optim`` and ``ModelEMA`` are no operators, and no mode sees them.
+``torch_fastdet.optim`` and ``ModelEMA`` are not operators, and no mode sees them.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def match(detections: int, labels: int) -> int:
 
 
 def loss(anchors: int) -> int:
-    """Objectness of every anchor; boxes and classes are computed for matches alone."""
+    """Objectness of every anchor; boxes and classes are computed for matches only."""
     return ENTROPY * anchors
 
 
@@ -309,7 +309,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
 
 
 def register() -> None:
-    """Adds the formulas to ``torch.utils.flop_counter``. A second call changes nothing, and neither does it replace a user's formula.
+    """Adds the formulas to ``torch.utils.flop_counter``. A second call changes nothing. A formula that a user registered stays.
 
     ``import torch_fastdet`` calls this if ``torch.utils.flop_counter`` is already imported. It does not import that module itself,
     because that takes as long as the rest of torch_fastdet does.

@@ -120,7 +120,7 @@ def test_gradcheck_ciou_with_alpha_held(device, xywh):
 
 
 def test_precedence(device):
-    """CIoU goes before DIoU before GIoU, as in stock."""
+    """CIoU takes precedence over DIoU, and DIoU over GIoU, as in stock."""
     box1, box2 = boxes(50, device=device)
     every = ops.bbox_iou(box1, box2, GIoU=True, DIoU=True, CIoU=True)
     assert torch.equal(every, ops.bbox_iou(box1, box2, CIoU=True))

@@ -301,7 +301,7 @@ def test_what_cannot_be_set_says_so():
     assert (compute.cp, compute.cn) == (0.95, 0.05) and not hasattr(compute, "BCEcls")
     with pytest.raises(AttributeError, match="cp and cn follow from hyp"):
         compute.cp = 0.9
-    with pytest.raises(AttributeError, match="one operator does them together"):
+    with pytest.raises(AttributeError, match="one operator does their work"):
         compute.BCEcls = torch.nn.BCEWithLogitsLoss()
     with pytest.raises(TypeError, match="ComputeLoss: model is Linear, but YOLOv5's DetectionModel is wanted"):
         ComputeLoss(torch.nn.Linear(2, 3))

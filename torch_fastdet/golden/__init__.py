@@ -1,6 +1,6 @@
 """Golden stage tensors: save what each stage of a detector's post-processing produced, and find the first that differs.
 
-Who ports post-processing to another language or runtime gets wrong boxes and no hint where they went wrong. Save the
+A port of post-processing to another language or runtime often gives wrong boxes, and no hint where they went wrong. Save the
 same named stages on both sides, here and in C++ (``torch_fastdet/golden.h`` writes and reads the same files), and
 compare::
 

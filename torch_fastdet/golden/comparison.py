@@ -75,8 +75,8 @@ def compare(
     Elements are equal where ``|a - b| <= atol + rtol * |a|``, by default only where they are the same number; NaN equals
     NaN. Shape and dtype must be the same, and stride too (of dimensions longer than 1) unless ``stride=False``.
 
-    Returns a Comparison: ``bool()`` tells whether all stages are equal, ``str()`` is a table with the stages that differ
-    first, in the order of the pipeline. Raises FileNotFoundError or ValueError with one sentence for a bad folder.
+    Returns a Comparison: ``bool()`` says whether all stages are equal, ``str()`` is a table with the stages that differ
+    first, in the order of the pipeline. Raises FileNotFoundError or ValueError with one line for a bad folder.
     """
     for name, value in (("rtol", rtol), ("atol", atol)):
         if not value >= 0:

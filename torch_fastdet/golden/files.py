@@ -90,8 +90,8 @@ class Writer:
 def save(folder: str | os.PathLike, stages: Mapping[str, Tensors]) -> Path:
     """Saves ``stages`` (name to tensor, or to a list of tensors) in their order, in place of what ``folder`` held.
 
-    Tensors may lie on any device, have any stride, and be float16, bfloat16, float32, float64, int8, uint8, int16,
-    int32, int64 or bool. Returns the folder. Raises ValueError or TypeError with one sentence for a name or dtype that
+    Tensors may be on any device, have any stride, and be float16, bfloat16, float32, float64, int8, uint8, int16,
+    int32, int64 or bool. Returns the folder. Raises ValueError or TypeError with one line for a name or dtype that
     cannot be saved.
     """
     if not isinstance(stages, Mapping):

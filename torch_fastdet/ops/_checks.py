@@ -1,6 +1,6 @@
-"""One sentence for an argument that is no tensor, where torch's own error is the operator's whole schema.
+"""One-line errors for arguments that are not tensors. Torch's own error prints the operator's whole schema.
 
-Only under ``not torch.jit.is_scripting()``: TorchScript checks types itself and passes over such a branch.
+Call these only if ``not torch.jit.is_scripting()``: TorchScript checks types itself and does not compile that branch.
 """
 
 from typing import Any

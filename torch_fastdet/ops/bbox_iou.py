@@ -22,8 +22,8 @@ def bbox_iou(
         box2: as ``box1``; leading dimensions broadcast against those of ``box1``, dtypes may differ.
         xywh: the layout of both.
         GIoU: generalised IoU. Without any of the three, the plain IoU.
-        DIoU: distance IoU; goes before GIoU.
-        CIoU: complete IoU; goes before both.
+        DIoU: distance IoU; takes precedence over GIoU.
+        CIoU: complete IoU; takes precedence over both.
         eps: added to the union, to the enclosing box's area and squared diagonal and to the denominator of CIoU's alpha,
             and in xyxy layout to the heights.
 
@@ -31,22 +31,22 @@ def bbox_iou(
         A new tensor of the broadcast leading shape and a last dimension of 1. Its dtype is the promoted one (float16 with
         float32 gives float32); the arithmetic is float32, or float64 where an input is float64, whatever the storage type:
         float16 boxes of thousands of pixels do not overflow. Under autocast, half-precision boxes are first cast to float32
-        and the result is float32, as stock's CIoU and DIoU on a GPU; float64 stays.
+        and the result is float32, as stock's CIoU and DIoU are on a GPU; float64 stays float64.
 
-    Gradients reach both boxes, summed over broadcast dimensions in a fixed order (bitwise repeatable). CIoU's alpha is a
-    constant in them. Where corners coincide, the two boxes share a corner's gradient half and half, as in PyTorch's own
-    minimum and maximum. Unlike the PyTorch formula, value and gradient stay finite for boxes of no width or no height (but
-    that a float16 gradient beyond 65504 is infinite, as any is, which GradScaler looks for), and equal boxes never give
-    NaN. NaN coordinates give NaN. There is no second derivative: asking for one raises.
+    Gradients reach both boxes, summed over broadcast dimensions in a fixed order (bitwise repeatable). CIoU's alpha is
+    a constant in them. Where corners coincide, the two boxes share a corner's gradient half and half, as in PyTorch's
+    own minimum and maximum. Unlike with the PyTorch formula, value and gradient stay finite for boxes without width or
+    height, and equal boxes never give NaN. (A float16 gradient beyond 65504 is infinite, as always; GradScaler looks
+    for it.) NaN coordinates give NaN. There is no second derivative: asking for one raises.
 
     Nothing is copied or made contiguous: a row whose four coordinates are adjacent and aligned is read by one vector load,
     any other stride by four loads. Leading dimensions that do not merge into at most 8 raise.
 
     Raises:
-        RuntimeError: one sentence, for a last dimension other than 4, shapes that do not broadcast, integer boxes, sparse,
+        RuntimeError: a last dimension other than 4, shapes that do not broadcast, integer boxes, sparse,
             nested or quantized tensors, tensors on two devices, a tensor of ``torch.inference_mode`` beside one whose
             gradient is recorded, or a negative eps.
-        TypeError: box1 or box2 is no tensor.
+        TypeError: box1 or box2 is not a tensor.
 
     Source: Rezatofighi et al., Generalized Intersection over Union (2019); Zheng et al., Distance-IoU Loss (2020).
     The signature is that of the function of this name in YOLOv5 and Ultralytics.
@@ -77,7 +77,7 @@ def iou_loss(
 
     Returns:
         A scalar, or with "none" the tensor ``1 - bbox_iou(...)`` of shape (..., 1); dtype as for :func:`bbox_iou`, sums in
-        float32 (float64 for float64) in an order that depends on the number of pairs alone: the same bits in every run.
+        float32 (float64 for float64) in an order that depends only on the number of pairs: the same bits in every run.
         The mean over no pairs is NaN and their sum 0, as in PyTorch. The backward pass is one launch; so is
         the forward pass, up to 65,536 pairs on a GPU of compute capability 9.0 or newer and up to 256 on an older one, beyond
         which it is two.

@@ -35,7 +35,7 @@ def match_detections(
     Raises:
         RuntimeError: a wrong shape, dtype, layout or device.
         ValueError: an unknown rule, or 2**31 or more rows.
-        TypeError: an argument is no tensor.
+        TypeError: an argument is not a tensor.
 
     Source: ``val.py`` of YOLOv5 v7.0 and ``BaseValidator.match_predictions`` of Ultralytics 8.4.190 (behaviour).
     """
@@ -58,7 +58,7 @@ def confusion_matrix_(
 ) -> None:
     """Adds the matches of detections and labels to a confusion matrix, as ``ConfusionMatrix.process_batch`` does.
 
-    Detections above ``conf`` and labels match by IoU alone, whatever their classes, where it is above ``iou_thres``. One
+    Detections above ``conf`` and labels match by IoU only, whatever their classes, where it is above ``iou_thres``. One
     launch for a whole batch, no host sync. Coordinates are float32: other types are converted first.
 
     Args:
@@ -76,7 +76,7 @@ def confusion_matrix_(
     Raises:
         RuntimeError: a wrong shape, dtype, layout or device.
         ValueError: an unknown rule, or 2**31 or more rows.
-        TypeError: an argument is no tensor.
+        TypeError: an argument is not a tensor.
 
     Source: ``ConfusionMatrix`` of YOLOv5 v7.0 and of Ultralytics 8.4.190 (behaviour).
     """

@@ -1,16 +1,16 @@
 """Lists of tensors in one launch: moving average, SGD, unscale, norm and clip, in place.
 
-All take tensors of float16, bfloat16, float32 and float64, mixed as they come, of any sizes (empty ones too) and any strides;
-tensors of one index have one shape, and all are on one device. Nothing is copied or made contiguous: tensors of one index that lie
-alike are read 16 bytes at a time, others element by element. Arithmetic is float32 (float64 where a float64 tensor is in the
-row). None of them waits for the GPU, and all can be captured in a CUDA graph: the list is put on the device while the call is
-captured, not when the graph replays, and belongs to the graph. They are not recorded by autograd, in grad mode neither: a norm
-does not require grad. They count as in-place operations on what they write, which may be leaves (parameters), but not what a
-recorded operation made.
+All functions take tensors of float16, bfloat16, float32 and float64, also mixed, of any sizes (also empty) and any strides. Tensors
+with the same index have the same shape, and all tensors are on one device. Nothing is copied or made contiguous: tensors of one
+index with the same memory layout are read 16 bytes at a time, others element by element. Arithmetic is float32, or float64 if one
+of the tensors of that index is float64. No function waits for the GPU, and all can be captured in a CUDA graph: the list is copied
+to the device during the capture, not at replay, and belongs to the graph. Autograd records none of them, even in grad mode: a norm
+does not require grad. They count as in-place operations on the tensors that they write. Those may be leaves (parameters), but not
+results of recorded operations.
 
-Common errors (RuntimeError, before anything is written): lists of different lengths, tensors of different shapes or devices,
-integer, complex or sparse tensors, an expanded tensor that is to be written; the message names the list and the index. What is no
-tensor, or no list of tensors, is a TypeError that names it likewise.
+Common errors (RuntimeError, raised before anything is written): lists of different lengths; tensors of different shapes or
+devices; integer, complex or sparse tensors; an expanded tensor that would be written. The message names the list and the index. An
+argument that is not a tensor, or not a list of tensors, raises a TypeError that names it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def multi_tensor_ema_(averages: List[Tensor], values: List[Tensor], decay: Union
             float32, 1 - 0.9999 is off by 1.7e-4.
 
     Raises:
-        RuntimeError, TypeError: the errors that all lists share (see the top of this part).
+        RuntimeError, TypeError: the errors that all lists share (see the top of this module).
 
     Source: ModelEMA of YOLOv5, whose results these are, bit by bit in float32 and float64.
     """
@@ -80,7 +80,7 @@ def multi_tensor_sgd_(
         maximize: step up the gradient.
         is_first_step: the buffers hold nothing yet and become the gradient, undamped. Zeros do the same where dampening is 0.
         grad_scale: a float32 scalar on the device; gradients are multiplied by its inverse first, in place, as GradScaler does.
-        found_inf: a float32 scalar on the device; where it is not 0, nothing at all is written.
+        found_inf: a float32 scalar on the device; where it is not 0, nothing is written.
 
     Raises:
         RuntimeError: a negative lr, momentum or weight_decay, momentum without buffers.
@@ -152,7 +152,7 @@ def multi_tensor_unscale_(grads: List[Tensor], scale: Tensor, found_inf: Tensor)
         found_inf: float32 scalar on the device; left as it is where all gradients are finite.
 
     Raises:
-        RuntimeError, TypeError: the errors that all lists share, and a scale or found_inf that is no tensor of one float element
+        RuntimeError, TypeError: the errors that all lists share, and a scale or found_inf that is not a tensor of one float element
             on the device.
 
     Source: ``torch.amp.GradScaler.unscale_``.
@@ -172,7 +172,7 @@ def multi_tensor_norm(tensors: List[Tensor]) -> Tensor:  # noqa: UP006
 
     Returns:
         A scalar on their device, float32 (float64 where one of them is float64). Summed in a fixed order: the same tensors give
-        the same bits in every run. Of an empty list it is 0, on the CPU.
+        the same bits in every run. An empty list gives 0, on the CPU.
 
     Raises:
         RuntimeError, TypeError: the errors that all lists share.

@@ -81,12 +81,12 @@ def v8_loss(
             num_targets less the rows of targets where it is negative or exceeds them (else 0), 0.
 
     Raises:
-        RuntimeError: one line, for shapes, dtypes or devices that do not fit each other.
+        RuntimeError: shapes, dtypes or devices do not fit each other.
         ValueError: on the CPU, a row of targets whose image is not in the batch or whose class is not one of the model's. On a
             GPU it is ignored and counted, because the host does not wait for it.
-        TypeError: an argument that should be one is no tensor, or heads no list of tensors.
+        TypeError: an argument is not a tensor where one is wanted, or heads is not a list of tensors.
 
-    Heads that are dense in no known layout are read by their strides; their gradients are contiguous.
+    Heads in any other layout are read by their strides; their gradients are contiguous.
 
     Source: the behaviour of v8DetectionLoss in Ultralytics 8.4.190.
     """

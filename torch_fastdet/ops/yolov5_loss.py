@@ -28,8 +28,8 @@ def yolov5_loss(
 
     Args:
         heads: raw outputs of the detection layers, one a level: (bs, na, ny, nx, no) or (bs, na*no, ny, nx), no = 5 +
-            classes; float16, bfloat16, float32 or float64, any strides. Dense heads are read and their gradients written
-            where they lie (contiguous, channels_last, and the permuted view of either), without a copy.
+            classes; float16, bfloat16, float32 or float64, any strides. Dense heads (contiguous, channels_last, and the
+            permuted view of either) are read, and their gradients written, in their own layout, without a copy.
         targets: (nt, 6) float32: image index, class, x, y, width, height; the last four are shares of the image.
         anchors: (nl, na, 2) float32, in grid cells of their level (``Detect.anchors``).
         balance: (nl) or longer, float64: weight of each level's objectness.
@@ -54,12 +54,12 @@ def yolov5_loss(
             num_targets less the rows of targets where it is negative or exceeds them (else 0), 0.
 
     Raises:
-        RuntimeError: one sentence, for shapes, dtypes or devices that do not fit each other.
+        RuntimeError: shapes, dtypes or devices do not fit each other.
         ValueError: on the CPU, a row of targets whose image is not in the batch, whose class is not below the number of classes,
-            or whose box is not finite. On a GPU it is ignored and counted, for the host does not wait for it.
-        TypeError: an argument that should be one is no tensor, or heads no list of tensors.
+            or whose box is not finite. On a GPU it is ignored and counted, because the host does not wait for it.
+        TypeError: an argument is not a tensor where one is wanted, or heads is not a list of tensors.
 
-    Heads that are dense in no known layout are read by their strides; their gradients are contiguous.
+    Heads in any other layout are read by their strides; their gradients are contiguous.
 
     Source: the behaviour of ComputeLoss in YOLOv5 v7.0.
     """

@@ -1,7 +1,7 @@
 """Replacing names, saying so, and putting them back.
 
 Names bind at import: ``from utils.metrics import bbox_iou`` leaves a second reference in the importer. So a replacement visits
-every loaded module, and every module of the host right after its own import, whoever imports it and when.
+every loaded module, and every module of the host right after its import, whichever code imports it.
 
 A module may hold any object. Values are compared by identity with what is replaced; no attribute of them is read.
 """
@@ -18,7 +18,7 @@ from typing import Any
 from torch_fastdet._say import say
 from torch_fastdet.patching.import_hook import ImportHook, loaded_modules, namespace, top_level
 
-# Never visited: our own modules, and those that take part in no YOLO package, although these take functions from them.
+# Never visited: our own modules, and libraries from which YOLO packages import functions.
 LEFT_ALONE = frozenset({"torch_fastdet", "torch", "torchvision", "numpy"})
 
 _MISSING = object()
@@ -65,7 +65,7 @@ def original(owner: Any, attribute: str) -> Any:
 
 
 def is_code_of(function: Any, package: str) -> bool:
-    """Whether this is a function whose code is in that package. A wrapper's code is its author's, whatever name it bears."""
+    """Whether this is a function whose code is in that package. A wrapper's code is its author's, whatever its name is."""
     return type(function) is FunctionType and top_level(str(function.__globals__.get("__name__"))) == package
 
 
@@ -110,7 +110,7 @@ class Patches:
         self._hook.install()
 
     def is_outside(self, replacement: Replacement) -> bool:
-        """Whether this is a name of torch or the like, and not of the host or of who imported from it."""
+        """Whether this is a name of torch or a similar library, and not of the host or a module that imported from it."""
         return top_level(replacement.module) in self._left_alone
 
     def replace(self, switch: str, owner: Any, attribute: str, new: Any, what: str = "", quietly: bool = False) -> None:
@@ -130,7 +130,7 @@ class Patches:
                     self.replace(switch, module, attribute, new)
 
     def lines(self) -> tuple[str, ...]:
-        """One line for each replaced name, but for what is replaced quietly."""
+        """One line for each replaced name, except those that are replaced quietly."""
         return tuple(str(replacement) for replacement in self.replacements if not replacement.quiet)
 
     def put_back(self) -> int:
@@ -153,7 +153,7 @@ class Patches:
             say(f"{replacement}{what}")
 
     def _remember_holders(self, new: Any) -> None:
-        """Modules that hold the drop-in before it is put anywhere imported it from us, on purpose, and keep it."""
+        """Note the modules that hold the drop-in already: they imported it from us on purpose, and keep it."""
         if any(known.new is new for known in self.replacements):
             return
         for module in self.modules():
@@ -171,7 +171,7 @@ class Patches:
         if not known:
             return
         held = {(id(r.owner), r.attribute) for r in known} | self._ours_before
-        # With both layouts of YOLOv5 loaded one drop-in stands for two originals; an importer belongs to its own package's.
+        # With both layouts of YOLOv5 loaded, one drop-in replaces two originals: prefer the one of the module's own package.
         package = top_level(str(namespace(module).get("__name__")))
         known.sort(key=lambda r: top_level(r.module) != package)
         origins: dict[int, Replacement] = {}
@@ -185,7 +185,10 @@ class Patches:
 
 
 def _restore(replacement: Replacement) -> None:
-    """Put one name back. What somebody has put over ours since stays; another host's goes on with what was below ours."""
+    """Put one name back.
+
+    A value that a user has set since stays. If another host has replaced ours, it will restore what was below ours.
+    """
     owner, attribute = replacement.owner, replacement.attribute
     for patches in _all:
         for above in patches.replacements:

@@ -37,7 +37,7 @@ class Host:
     # To override -----------------------------------------------------------------------------------------------------
 
     def missing(self) -> str | None:
-        """Why there is no host here, in a sentence; None where there is one."""
+        """Why the host cannot be used here, in one line; None where it can."""
         return None
 
     def import_modules(self, names: Iterable[str]) -> None:

@@ -30,7 +30,7 @@ def is_module(value: Any) -> bool:
 
 
 def loaded_modules(leaving_out: Collection[str]) -> list[ModuleType]:
-    """Modules in ``sys.modules``, but for those of the packages ``leaving_out``."""
+    """Modules in ``sys.modules``, except those of the packages ``leaving_out``."""
     return [
         module for name, module in list(sys.modules.items()) if is_module(module) and top_level(name) not in leaving_out
     ]

@@ -1,4 +1,4 @@
-"""A class that can take the place of stock's although people derive from stock's."""
+"""A class that can replace stock's class even if users derive from stock's."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch_fastdet._say import say
 def stand_in(switch: str, stock: type, ours: type) -> type:
     """A class whose instances are ``ours``, but whose subclasses derive from ``stock``.
 
-    A subclass builds on stock's inner steps, which a drop-in does not have. So it keeps them, and stock's speed, also after
-    ``unpatch()``; one line says so. ``isinstance`` and ``issubclass`` know instances and subclasses of both.
+    A subclass builds on stock's inner steps, which a drop-in does not have. So it keeps stock's code and speed, also after
+    ``unpatch()``, and one line says so. ``isinstance`` and ``issubclass`` know instances and subclasses of both.
     """
     made: list[type] = []
 

@@ -42,8 +42,8 @@ class Name:
 
     Args:
         attribute: its name.
-        drop_in: what takes its place, or what has the same parameters as that (see :meth:`Switch.drop_in`).
-        definers: full names of the modules that may define it; each one that does is an original of its own.
+        drop_in: what takes its place, or something with the same parameters (see :meth:`Switch.drop_in`).
+        definers: full names of the modules that may define it; each definition is a separate original.
         methods: for a class whose drop-in takes more than stock: each method that is called, and its parameters in stock.
     """
 
@@ -53,7 +53,7 @@ class Name:
     methods: tuple[tuple[str, ...], ...] = ()
 
     def difference(self, stock: Any) -> str | None:
-        """One sentence if stock's parameters are not the drop-in's."""
+        """One line if stock's parameters are not the drop-in's, else None."""
         name = f"{stock.__module__}.{stock.__name__}"
         for method, *wanted in self.methods:
             found = difference(f"{name}.{method}", getattr(stock, method), tuple(wanted))
@@ -65,7 +65,7 @@ class Name:
 class Switch:
     """One replacement of something in a host. An instance lives from ``patch()`` to ``unpatch()``.
 
-    A switch that replaces functions or classes lists them in ``names``, and that is all. Others override :meth:`start` (names
+    A switch that replaces functions or classes only lists them in ``names``. Others override :meth:`start` (names
     outside the host) or :meth:`visit` (names in the host's modules, such as methods), and call :meth:`replace`.
     """
 
@@ -73,9 +73,9 @@ class Switch:
     help: ClassVar[str]
     #: Functions and classes to replace, wherever a module holds them.
     names: tuple[Name, ...] = ()
-    #: Modules of the host, without its package's prefix, that ``patch()`` imports, so that it can report at once.
+    #: Modules of the host, without its package's prefix, that ``patch()`` imports, so that it can report at once what it replaced.
     modules: ClassVar[tuple[str, ...]] = ()
-    #: Whether the host must be there for the switch to make sense.
+    #: Whether the switch needs the host to be installed.
     needs_host: ClassVar[bool] = True
     #: Whether there must be a GPU.
     needs_gpu: ClassVar[bool] = False
@@ -91,7 +91,7 @@ class Switch:
     # To override -----------------------------------------------------------------------------------------------------
 
     def unsupported(self) -> str | None:
-        """Why the switch cannot apply to this version of the host, in a sentence; None where it can."""
+        """Why the switch cannot apply to this version of the host, in one line; None where it can."""
         return None
 
     def start(self) -> None:
@@ -101,7 +101,7 @@ class Switch:
         """Replace further names in ``module``, which may or may not be the host's. Called again for each import of it."""
 
     def refusal(self, name: Name, stock: Any) -> str | None:
-        """Why ``stock`` cannot be replaced, in a sentence; None where it can."""
+        """Why ``stock`` cannot be replaced, in one line; None where it can."""
         return name.difference(stock)
 
     def drop_in(self, name: Name, stock: Any) -> Any:
@@ -153,7 +153,7 @@ class Switch:
             self.visit(module)
 
     def found_nothing(self) -> str | None:
-        """Why none of ``names`` can be replaced, in a sentence; None if one was found."""
+        """Why none of ``names`` can be replaced, in one line; None if one was found."""
         if not self.names or self._found:
             return None
         wanted = {f"{definer}.{name.attribute}": None for name in self.names for definer in name.definers}
@@ -169,7 +169,7 @@ class Switch:
             refusal = self.refusal(name, stock)
             new = None if refusal is not None else self.drop_in(name, stock)
             self._found[key] = stock, new, refusal
-            modules = self.patches.modules()  # whoever took it while its module was being imported
+            modules = self.patches.modules()  # some may have taken it while its module was being imported
         if refusal is not None:
             self.cannot_apply(refusal)
         else:

@@ -7,7 +7,7 @@
     YOLO("yolov8n.pt").val(data="coco8.yaml")
     unpatch()
 
-The functions follow ultralytics 8.4. Nothing of Ultralytics is imported before :func:`patch` is called. docs/ultralytics.md tells
+The functions follow ultralytics 8.4. Nothing of Ultralytics is imported before :func:`patch` is called. docs/ultralytics.md says
 what each switch replaces. ``registry.py`` is where a switch is added.
 """
 

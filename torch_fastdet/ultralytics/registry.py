@@ -1,7 +1,7 @@
 """The switches of Ultralytics: one word each, the same as keyword, as flag and here.
 
 To add a switch, write ``switches/<name>.py`` with a subclass of :class:`~torch_fastdet.ultralytics.switch.UltralyticsSwitch` and
-add it to ``SWITCHES`` below. ``torch_fastdet/yolov5/registry.py`` tells what a switch has to know; beyond that:
+add it to ``SWITCHES`` below. ``torch_fastdet/yolov5/registry.py`` says what a switch has to do; in addition:
 
 * ``oldest`` is the first version of ultralytics whose results the drop-in has. Older ones are refused in one line.
 * ``modules`` are imported by ``patch()``; the names in ``definers`` have the package's prefix, those in ``modules`` have not.

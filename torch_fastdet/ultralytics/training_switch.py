@@ -25,7 +25,7 @@ class TrainingSwitch(UltralyticsSwitch):
         raise NotImplementedError
 
     def objection(self, trainer: Any) -> str | None:
-        """Why the switch cannot apply to this training, in a sentence; None where it can. Called when its model is made."""
+        """Why the switch cannot apply to this training, in one line; None where it can. Called when its model is made."""
         if trainer.device.type != "cuda":
             return f"the model trains on {trainer.device.type}, not on a GPU."
         return None

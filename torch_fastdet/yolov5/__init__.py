@@ -7,7 +7,7 @@
 
     add_arguments(parser); opt = parser.parse_args(); apply(opt)                                your own train.py
 
-docs/yolov5.md tells what each switch replaces. ``registry.py`` is where a switch is added.
+docs/yolov5.md says what each switch replaces. ``registry.py`` says how to add a switch.
 """
 
 from __future__ import annotations

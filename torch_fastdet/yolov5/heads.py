@@ -24,7 +24,7 @@ def _forward(detect: Any, x: list[torch.Tensor]) -> list[torch.Tensor]:
 def head_views(model: nn.Module) -> Iterator[None]:
     """While inside, YOLOv5's Detect returns its convolutions' outputs as (bs, na, ny, nx, no) views, where stock copies them.
 
-    Losses index heads by these five dimensions and do not ask how they lie; ComputeLoss writes its gradients in the same
+    Losses index heads by these five dimensions, whatever their strides; ComputeLoss writes its gradients in the same
     layout, so that neither the outputs nor their gradients are copied. Models without a plain Detect at their end are left alone,
     as is a model in eval mode.
     """

@@ -29,7 +29,7 @@ def _folders(package: str) -> list[Path]:
 
 
 def importable_prefix() -> str | None:
-    """What goes before ``utils.loss`` in this process: "" in a checkout, "yolov5." with the package, None without YOLOv5."""
+    """The prefix of ``utils.loss`` in this process: "" in a checkout, "yolov5." with the package, None without YOLOv5."""
     for prefix in ("yolov5.", ""):  # the package's scripts also import a bare models.yolo
         if f"{prefix}models.yolo" in sys.modules or f"{prefix}utils.loss" in sys.modules:
             return prefix

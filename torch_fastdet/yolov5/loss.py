@@ -22,14 +22,14 @@ def describe_fault(status: list[int], rows: int) -> str | None:
 
 def _not_apart(*_: Any) -> Any:
     raise AttributeError(
-        "ComputeLoss: BCEcls, BCEobj and build_targets are not there, for one operator does them together; change hyp before the "
+        "ComputeLoss: there is no BCEcls, BCEobj or build_targets, because one operator does their work; change hyp before the "
         "loss is made, or use YOLOv5's own ComputeLoss"
     )
 
 
 def _fixed(*_: Any) -> None:
     raise AttributeError(
-        "ComputeLoss: cp and cn follow from hyp['label_smoothing'] when the loss is made; set that before, and make the loss anew"
+        "ComputeLoss: cp and cn follow from hyp['label_smoothing'] when the loss is made; set that and make a new loss"
     )
 
 
@@ -38,7 +38,7 @@ class ComputeLoss:
 
     Stock's attributes are here as far as they are data (``hyp``, ``gr``, ``balance``, ``autobalance``, ``ssi``, ``cp``, ``cn``,
     ``na``, ``nc``, ``nl``, ``anchors``, ``device``, ``sort_obj_iou``); its inner steps ``BCEcls``, ``BCEobj`` and
-    ``build_targets`` are not, for the operator does them in one.
+    ``build_targets`` are not, because one operator does their work.
 
     ``ComputeLoss(model)(p, targets)`` returns ``(loss (1), items (3))``: the loss times the batch size, and the detached
     box, objectness and class parts. ``p`` is the list of the Detect layer's raw outputs, (bs, na, ny, nx, no) or
@@ -92,7 +92,7 @@ class ComputeLoss:
 
     BCEcls = BCEobj = build_targets = property(_not_apart, _not_apart)
 
-    # What a right and a wrong class are to be.
+    # The targets of a right and a wrong class.
     cp = property(lambda self: 1.0 - 0.5 * self._entropy["label_smoothing"], _fixed)
     cn = property(lambda self: 0.5 * self._entropy["label_smoothing"], _fixed)
 
@@ -132,7 +132,7 @@ class ComputeLoss:
             yield
 
     def graph_key(self) -> tuple:
-        """Changes when a call that is captured now would do something else than before; for who keeps graphs of this loss."""
+        """Changes when a call that is captured now would do something else than before; for code that keeps graphs of this loss."""
         hyp = self.hyp
         gains = hyp["box"], hyp["obj"], hyp["cls"], hyp["anchor_t"]
         return gains, self.gr, self.sort_obj_iou, self.autobalance, None if self.autobalance else tuple(self._balance)

@@ -1,4 +1,4 @@
-// bbox_iou, iou_loss and their backwards but for the loop over the pairs: check, allocate, fill in the parameters, and
+// bbox_iou, iou_loss and their backwards, except the loop over the pairs: check, allocate, fill in the parameters, and
 // hand them to Backend::run(params, op), which cpu.cpp and cuda.cpp each define. On Meta there is nothing to run.
 // Backend::loss_partials(pairs) is the size of the workspace that iou_loss wants.
 #pragma once

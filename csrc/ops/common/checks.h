@@ -1,4 +1,4 @@
-// Checks that more than one operator makes. Each failure is a sentence: the argument, what came, what was wanted.
+// Checks that more than one operator makes. Each error is one line: the argument, what came, what was wanted.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,4 +1,4 @@
-// match_detections and confusion_matrix_ but for the loop over the images: check, allocate, fill in the parameters, and
+// match_detections and confusion_matrix_, except the loop over the images: check, allocate, fill in the parameters, and
 // hand them to Backend::run(params, op), which cpu.cpp and cuda.cpp each define. On Meta there is nothing to run.
 #pragma once
 

@@ -1,4 +1,4 @@
-// The multi_tensor operators but for the work itself: check, make rows, say what is to be done, and hand it to
+// The multi_tensor operators, except the work itself: check, make rows, say what is to be done, and hand it to
 // Backend::run(list, reduce, update, groups), which cpu.cpp and cuda.cpp each define. On Meta there is nothing to run.
 #pragma once
 

@@ -70,7 +70,7 @@ struct UpsampleNearest2xCat : torch::autograd::Function<UpsampleNearest2xCat> {
   }
 };
 
-// A sparse tensor passes here on its way to a backend that we have no kernel for: say so in a sentence first.
+// A sparse tensor passes here on its way to a backend that we have no kernel for: raise our own error first.
 at::Tensor upsample_nearest2x(const at::Tensor& x) {
   check_strided(x, "upsample_nearest2x", "x");
   return UpsampleNearest2x::apply(x);

@@ -1,4 +1,4 @@
-// The upsample operators but for the loops: check, allocate, fill in the parameters, and hand them to
+// The upsample operators, except the loops: check, allocate, fill in the parameters, and hand them to
 // Backend::run(params, op), which cpu.cpp and cuda.cpp each define. On Meta there is nothing to run.
 #pragma once
 

@@ -1,4 +1,4 @@
-// yolov5_loss and its backward but for the arithmetic: check, allocate, fill in the parameters, and hand them to
+// yolov5_loss and its backward, except the arithmetic: check, allocate, fill in the parameters, and hand them to
 // Backend::run(), which cpu.cpp and cuda.cpp each define. Backend::scratch(params) is how many numbers of
 // the arithmetic type the forward pass wants besides. On Meta there is nothing to run.
 #pragma once

@@ -12,7 +12,7 @@ from torch_fastdet.patching.switch import Name
 from torch_fastdet.ultralytics.loss import STOCK_MODULE, _subclass
 from torch_fastdet.ultralytics.switch import UltralyticsSwitch
 
-# Ultralytics' constants are no parameters: a version that has others gives another loss here.
+# Some constants of Ultralytics are not parameters: a version with others gives another loss here.
 GAINS = {"box": 7.5, "cls": 0.5, "dfl": 1.5}
 TOLERANCE = 1e-4
 
@@ -86,7 +86,7 @@ def trial(reg_max: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     ``torch.topk`` returns equal values in an order that depends on the machine. So each anchor predicts a box that covers one of
     the labels, more or less well: each label has more candidates of positive, distinct alignment than topk takes.
     """
-    generator = torch.Generator().manual_seed(12)  # of which the assignment compares nothing that is closer than 0.1%
+    generator = torch.Generator().manual_seed(12)  # whose assignment compares no two numbers that are closer than 0.1%
 
     def rand(*shape: int) -> torch.Tensor:
         return torch.rand(*shape, generator=generator)
@@ -121,7 +121,7 @@ def trial(reg_max: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 
 def differs(stock: Any) -> str | None:
-    """One sentence if stock's loss of a small made-up batch is not ours: small and overlapping boxes, both kinds of distances, topk2."""
+    """One line if stock's loss of a small made-up batch is not ours: small and overlapping boxes, both kinds of distances, topk2."""
     try:
         with torch.no_grad(), torch.inference_mode(False):
             for reg_max, topk, topk2 in BRANCHES:

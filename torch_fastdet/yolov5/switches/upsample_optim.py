@@ -1,9 +1,9 @@
 """``upsample_optim``: nearest neighbour upsampling by two, as YOLOv5's neck does it, in a bandwidth-bound kernel.
 
-Replaced is the method that ``torch.nn.Upsample`` modules share, not the modules: those in a model that is loaded, built
-later, deep-copied for the EMA or unpickled in a resume are all reached, they stay plain ``torch.nn.Upsample``, and a
-checkpoint holds nothing of ours. What is traced or exported keeps the stock operator, so that it runs anywhere, and so
-does what torch.func or forward-mode AD differentiates.
+The switch replaces the method that ``torch.nn.Upsample`` modules share, not the modules. So it reaches the modules of a model
+that is loaded, built later, deep-copied for the EMA or unpickled in a resume; they stay plain ``torch.nn.Upsample``, and a
+checkpoint holds nothing of ours. A traced or exported model keeps the stock operator, so that it runs anywhere. torch.func and
+forward-mode AD get the stock operator too.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def _doubles(module: torch.nn.Upsample, input: torch.Tensor) -> bool:
 
 
 def upsample_forward(self: torch.nn.Upsample, input: torch.Tensor) -> torch.Tensor:
-    """Stands for ``torch.nn.Upsample.forward``: by two and nearest in our kernel, everything else in torch's."""
+    """``torch.nn.Upsample.forward`` with our kernel for nearest upsampling by two, and torch's for everything else."""
     # Two ifs: torch.jit.script leaves out the first one's block, but compiles the whole of an `and`.
     if not torch.jit.is_scripting():  # noqa: SIM102
         if _doubles(self, input) and not _is_exporting() and not is_transforming():
-            # torch.func and forward-mode AD know the stock operator; ours has a backward alone.
+            # torch.func and forward-mode AD know the stock operator; ours has only a backward.
             return ops.upsample_nearest2x(input)
     return F.interpolate(
         input,
