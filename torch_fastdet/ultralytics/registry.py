@@ -24,6 +24,7 @@ from torch_fastdet.ultralytics.switches.loss_optim import LossOptim
 from torch_fastdet.ultralytics.switches.mask_optim import MaskOptim
 from torch_fastdet.ultralytics.switches.multi_tensor_optimizer import MultiTensorOptimizer
 from torch_fastdet.ultralytics.switches.nms_optim import NmsOptim
+from torch_fastdet.ultralytics.switches.upsample_optim import UpsampleOptim
 from torch_fastdet.ultralytics.switches.val_optim import ValOptim
 
 __all__ = ["ALL", "ALL_HELP", "SWITCHES"]
@@ -32,6 +33,7 @@ SWITCHES: dict[str, type[Switch]] = {
     switch.name: switch
     for switch in (
         BboxIouOptim,
+        UpsampleOptim,
         BnActOptim,
         LossOptim,
         LoaderOptim,

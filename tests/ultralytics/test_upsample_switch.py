@@ -1,0 +1,56 @@
+"""upsample_optim in Ultralytics; tests/yolov5/test_upsample_switch.py tries the method itself."""
+
+import warnings
+
+import pytest
+import torch
+
+import torch_fastdet.ultralytics as drop_in
+import torch_fastdet.yolov5
+from tests.yolov5.test_upsample_switch import Operators
+
+
+@pytest.fixture
+def model():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tasks = pytest.importorskip("ultralytics.nn.tasks", reason="ultralytics is not installed")
+    torch.manual_seed(0)
+    yield tasks.DetectionModel("yolov8n.yaml", nc=3, verbose=False).train()
+    drop_in.unpatch()
+
+
+def outputs(model, x):
+    with torch.autocast(x.device.type, torch.bfloat16), Operators() as operators:
+        found = model(x)
+    return operators.ours, [part for part in found.values() if isinstance(part, torch.Tensor)]
+
+
+def test_under_autocast_values_are_stocks(model, device):
+    stock = torch.nn.Upsample.forward
+    model = model.to(device)
+    x = torch.rand(2, 3, 64, 64, device=device)
+    count, theirs = outputs(model, x)
+    assert count == 0
+    said = drop_in.patch(upsample_optim=True)
+    assert any(line.startswith("upsample_optim: torch.nn.modules.upsampling.Upsample.forward") for line in said)
+    count, mine = outputs(model, x)
+    assert count == 2
+    for a, b in zip(mine, theirs):
+        # cuDNN may take another kernel for another dtype's layout.
+        torch.testing.assert_close(a, b, **({"rtol": 0.05, "atol": 0.05} if a.is_cuda else {"rtol": 0, "atol": 0}))
+    drop_in.unpatch()
+    assert torch.nn.Upsample.forward is stock
+
+
+@pytest.mark.parametrize("first", [drop_in, torch_fastdet.yolov5])
+def test_both_hosts_may_replace_it(model, first):
+    stock = torch.nn.Upsample.forward
+    hosts = [drop_in, torch_fastdet.yolov5]
+    for host in hosts:
+        host.patch(upsample_optim=True)
+    first.unpatch()
+    assert torch.nn.Upsample.forward is not stock
+    for host in hosts:
+        host.unpatch()
+    assert torch.nn.Upsample.forward is stock
