@@ -8,6 +8,7 @@ import gc
 import os
 import pickle
 import random
+import re
 import signal
 import warnings
 from pathlib import Path
@@ -198,6 +199,12 @@ def open_memories():
     return found
 
 
+def orphans():
+    """What processes that have ended left in /dev/shm."""
+    found = (re.fullmatch(r"torch_(\d+)_.*", name) for name in os.listdir("/dev/shm"))
+    return {match[0] for match in found if match and not Path(f"/proc/{match[1]}").exists()}
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_batches_are_stocks(ultralytics, root, device, case, monkeypatch, capsys):
     options = {"root": "boxes", **CASES[case]}
@@ -270,6 +277,16 @@ def test_classes_of_users_get_stocks_loader(ultralytics, root, monkeypatch, caps
     loader, _ = loader_of(ultralytics, root("boxes"))
     assert type(loader) is ultralytics.build.InfiniteDataLoader
     assert "stock's loader makes the batches: Weighted is not Ultralytics' YOLODataset." in capsys.readouterr().out
+
+
+def test_files_that_are_exchanged_later_are_those_that_are_shown(ultralytics, root):
+    def reverse(loader):
+        list(loader)
+        for name in ("im_files", "labels", "npy_files", "ims", "im_hw0", "im_hw"):
+            getattr(loader.dataset, name).reverse()
+
+    options = {"mode": "val", "before": reverse, "epochs": 1}
+    compare(ours(batches, ultralytics, root("boxes"), **options), batches(ultralytics, root("boxes"), **options))
 
 
 def test_changed_code_is_left_alone(ultralytics, root, monkeypatch, capsys):
@@ -387,8 +404,8 @@ def test_spawned_workers_share_the_pictures(ultralytics, root, device):
 
 
 def test_nothing_stays_open(ultralytics, root, device):
-    before = open_memories(), len(os.listdir("/dev/shm"))
+    before = open_memories(), orphans()
     for options in ({"workers": 0}, {"workers": 2, "stop": 1}, {"workers": 2, "cache": "ram"}):
         found = ours(batches, ultralytics, root("boxes"), device=device, **options, **HYP)
         del found
-    assert (open_memories(), len(os.listdir("/dev/shm"))) == before
+    assert (open_memories(), orphans()) == before

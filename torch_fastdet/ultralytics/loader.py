@@ -89,17 +89,25 @@ def _in_place_of(stock: Callable[..., Any]) -> Callable[[Callable], Callable]:
 
 # Decoded pictures -----------------------------------------------------------------------------------------------------
 
-_memories: weakref.WeakKeyDictionary[Any, PictureMemory] = weakref.WeakKeyDictionary()
+# With what they were made for.
+_memories: weakref.WeakKeyDictionary[Any, tuple[list[str], PictureMemory]] = weakref.WeakKeyDictionary()
 # (height, width) of the files of a data set that is sorted for rectangular batches, which drops them from its labels.
 _file_shapes: weakref.WeakKeyDictionary[Any, dict[str, tuple[int, int]]] = weakref.WeakKeyDictionary()
 
 
+def kept_pictures(dataset: Any) -> list[str]:
+    """What a data set's decoded pictures depend on. Their numbers in the memory are positions in this list of files."""
+    return [str(dataset.imgsz), *dataset.im_files]
+
+
 def memory_of(dataset: Any, budget: Callable[[], int] = picture_budget) -> PictureMemory:
     """The memory for a data set's decoded pictures."""
-    if dataset not in _memories:
-        what = (str(dataset.imgsz), *dataset.im_files)
-        _memories[dataset] = shared_by_ranks(what, _shapes(dataset), budget())
-    return _memories[dataset]
+    wanted = kept_pictures(dataset)
+    found, memory = _memories.get(dataset, (None, None))
+    if memory is None or found != wanted:
+        memory = shared_by_ranks(wanted, _shapes(dataset), budget())
+        _memories[dataset] = wanted, memory
+    return memory
 
 
 def _shapes(dataset: Any) -> list[tuple[int, int]]:
@@ -182,7 +190,8 @@ def set_rectangle(stock: Callable[..., None]) -> Callable[..., None]:
 
     @_in_place_of(stock)
     def set_rectangle(self: Any) -> None:
-        _file_shapes[self] = {label["im_file"]: label["shape"] for label in self.labels}
+        if view_class(type(self)) is not None:
+            _file_shapes[self] = {label["im_file"]: label["shape"] for label in self.labels}
         stock(self)
 
     return set_rectangle
@@ -194,15 +203,17 @@ def set_rectangle(stock: Callable[..., None]) -> Callable[..., None]:
 class PlannedDataset(Dataset):
     """What loader processes get: a data set that plans whole batches."""
 
-    def __init__(self, dataset: Any, memory: PictureMemory) -> None:
+    def __init__(self, dataset: Any, memory: PictureMemory, pictures: list[str]) -> None:
         self.dataset = dataset
         self.memory = memory
+        self.pictures = pictures
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitems__(self, indices: list[int]) -> list[dict]:
-        if cannot_plan(self.dataset) is not None:  # somebody has changed its transforms since
+        # Somebody may have changed its transforms or its files since.
+        if cannot_plan(self.dataset) is not None or kept_pictures(self.dataset) != self.pictures:
             return [self.dataset[index] for index in indices]
         planner = Planner(self.dataset, self.memory)
         return [planner.item(index) for index in indices]
@@ -212,12 +223,13 @@ class PlannedLoader:
     """Goes in front of stock's ``InfiniteDataLoader``: its processes plan, and batches are made of that."""
 
     _plans: PlannedLoading
+    _pictures: list[str]
     _ahead: Ahead | None
 
     def _get_iterator(self: Any) -> Any:
         # A loader that differs in what its processes work on. Stock's attributes stay what people expect of them.
         loader = DataLoader(
-            PlannedDataset(self.dataset, self._plans.memory),
+            PlannedDataset(self.dataset, self._plans.memory, self._pictures),
             batch_sampler=PlanBatches(self.batch_sampler),
             num_workers=self.num_workers,
             collate_fn=CollateDicts(self.collate_fn, self._plans.memory, self._plans.on_gpu),
@@ -311,5 +323,6 @@ def plan_loader(loader: Any, device: Any) -> Any:
     planned: Any = object.__new__(_loader_class(cls))
     vars(planned).update(vars(loader))
     planned._plans = PlannedLoadingOfDicts(memory_of(loader.dataset), loader.num_workers, on_gpu, gpu)
+    planned._pictures = kept_pictures(loader.dataset)
     planned._ahead = None
     return planned
