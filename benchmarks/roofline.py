@@ -224,6 +224,7 @@ WITHOUT = {
         r".*",
     ): "its work depends on what the trained model detects; bench_nms has the same operators on stated data",
     ("train", r"yolov5n, batch \d+, train\.py at 128"): "a figure of the CPU, where the loader is part of the step",
+    ("ultralytics", r".*"): "models of Ultralytics, whose operations work.py does not count",
 }
 
 

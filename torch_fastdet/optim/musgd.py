@@ -21,7 +21,7 @@ MUON_BUFFER, SGD_BUFFER = "momentum_buffer", "momentum_buffer_SGD"
 # Newton-Schulz: X <- a X + (b A + c A A) X with A = X X', which drives the singular values of X towards 1.
 A, B, C = 3.4445, -4.7750, 2.0315
 STEPS = 5
-STREAMS = 8
+STREAMS = 16
 
 
 class _Batch:
@@ -36,7 +36,7 @@ class _Batch:
         return self.numel * min(self.shape[1:])
 
     def orthogonalize(self, source: Tensor, target: Tensor) -> None:
-        """Five Newton-Schulz steps from ``source`` to ``target``, both of this batch's shape in bfloat16."""
+        """Five Newton-Schulz steps from ``source``, in bfloat16, to ``target``, both of this batch's shape."""
         x = source / (source.norm(dim=(-2, -1), keepdim=True) + 1e-7)
         tall = self.shape[1] > self.shape[2]
         if tall:
@@ -46,6 +46,8 @@ class _Batch:
             b = torch.baddbmm(a, a, a, beta=B, alpha=C)
             x = torch.baddbmm(x, b, x, beta=A)
         target.copy_(x.transpose(-2, -1) if tall else x)
+        if self.scale != 1.0:
+            target.mul_(self.scale)
 
 
 def _as_rows(matrix: Tensor, like: Tensor) -> Tensor:
@@ -68,18 +70,15 @@ class _Muon:
         device = params[0].device
         total = sum(batch.numel for batch in batches)
         self._source = torch.zeros(total, dtype=torch.bfloat16, device=device)
-        self._target = torch.empty_like(self._source)
         self._result = torch.empty(total, dtype=dtype, device=device)
         self.inputs: list[Tensor] = [torch.Tensor()] * len(params)
         self.updates: list[Tensor] = [torch.Tensor()] * len(params)
-        self._places: list[tuple[_Batch, Tensor, Tensor, Tensor]] = []
+        self._places: list[tuple[_Batch, Tensor, Tensor]] = []
         start = 0
         for batch in batches:
             end = start + batch.numel
-            source, target, result = (
-                flat[start:end].view(batch.shape) for flat in (self._source, self._target, self._result)
-            )
-            self._places.append((batch, source, target, result))
+            source, result = (flat[start:end].view(batch.shape) for flat in (self._source, self._result))
+            self._places.append((batch, source, result))
             for slot, index in enumerate(batch.members):
                 self.inputs[index] = _as_rows(source[slot], params[index])
                 self.updates[index] = _as_rows(result[slot], params[index])
@@ -121,21 +120,17 @@ class _Muon:
         if self._source.is_cuda and torch.cuda.is_current_stream_capturing():
             # Small batches leave most of the GPU idle: let several run at a time.
             current = torch.cuda.current_stream(self._source.device)
-            streams = [torch.cuda.Stream(self._source.device) for _ in range(STREAMS)]
+            streams = [torch.cuda.Stream(self._source.device) for _ in range(min(STREAMS, len(self._places)))]
             for stream in streams:
                 stream.wait_stream(current)
-            for turn, (batch, source, target, _) in enumerate(self._places):
-                with torch.cuda.stream(streams[turn % STREAMS]):
-                    batch.orthogonalize(source, target)
+            for turn, (batch, source, result) in enumerate(self._places):
+                with torch.cuda.stream(streams[turn % len(streams)]):
+                    batch.orthogonalize(source, result)
             for stream in streams:
                 current.wait_stream(stream)
         else:
-            for batch, source, target, _ in self._places:
-                batch.orthogonalize(source, target)
-        self._result.copy_(self._target)
-        for batch, _, _, result in self._places:
-            if batch.scale != 1.0:
-                result.mul_(batch.scale)
+            for batch, source, result in self._places:
+                batch.orthogonalize(source, result)
 
 
 def _plan(params: list[Tensor]) -> list[_Batch]:
@@ -177,6 +172,7 @@ class MusgdBinding(Binding):
         self.matrices: dict[torch.device, list[int]] = {}  # by their place among the parameters
         self.muons: dict[torch.device, dict[torch.dtype, _Muon]] = {}
         self.muon_states: dict[torch.device, Any] = {}
+        self.sharing: set[torch.device] = set()  # devices whose two states share what the reduction found
         place = 0
         for group in optimizer.param_groups:
             for p in group["params"]:
@@ -247,7 +243,8 @@ class MusgdBinding(Binding):
     ) -> None:
         if device not in self.muon_states:
             return
-        if reduced:
+        if reduced and device not in self.sharing:
+            self.sharing.add(device)
             self.muon_states[device].set_workspace(self.states[device].workspace())
         self.muon_states[device].step_(*numbers, grad_scale, found_inf, reduced)
         for muon in self.muons[device].values():
