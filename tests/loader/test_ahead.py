@@ -1,0 +1,93 @@
+"""Batches made ahead: how far, in which order, and how it ends. CUDA's streams and events are stand-ins here."""
+
+import contextlib
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from torch_fastdet.loader import ahead
+from torch_fastdet.loader.ahead import DEPTH, Ahead
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    event = SimpleNamespace(record=lambda stream: None)
+    cuda = SimpleNamespace(
+        set_device=lambda device: None,
+        Stream=lambda device: None,
+        stream=lambda stream: contextlib.nullcontext(),
+        Event=lambda: event,
+        current_stream=lambda device: SimpleNamespace(wait_event=lambda event: None),
+    )
+    monkeypatch.setattr(ahead, "torch", SimpleNamespace(cuda=cuda, Tensor=torch.Tensor))
+
+
+class Source:
+    """Counts what is taken from it."""
+
+    def __init__(self, end: int = 1 << 30) -> None:
+        self.taken = 0
+        self.end = end
+
+    def __next__(self) -> int:
+        if self.taken == self.end:
+            raise StopIteration
+        self.taken += 1
+        return self.taken
+
+    def settles_at(self, count: int) -> bool:
+        end = time.monotonic() + 5
+        while self.taken < count and time.monotonic() < end:
+            time.sleep(0.01)
+        time.sleep(0.05)
+        return self.taken == count
+
+
+def made(source: Source, limited: bool) -> Ahead:
+    return Ahead(source, lambda number: {"number": number}, torch.device("cpu"), limited)
+
+
+def numbers(batches: Ahead, count: int) -> list[int]:
+    return [next(batches)["number"] for _ in range(count)]
+
+
+def test_works_ahead_and_no_further_than_its_depth():
+    source = Source()
+    batches = made(source, limited=False)
+    assert source.settles_at(DEPTH + 1)  # the last one waits for room
+    assert numbers(batches, 3) == [1, 2, 3] and source.settles_at(DEPTH + 4)
+    batches.close()
+
+
+def test_takes_no_more_than_it_is_allowed_to():
+    source = Source()
+    batches = made(source, limited=True)
+    assert source.settles_at(0)
+    batches.allow(4)
+    assert numbers(batches, 4) == [1, 2, 3, 4] and source.settles_at(4)
+    batches.allow(2)
+    assert numbers(batches, 1) == [5]  # a loop that is left early
+    batches.allow(2)  # the one that was made is among them
+    assert numbers(batches, 2) == [6, 7] and source.settles_at(7)
+    batches.close()
+    with pytest.raises(StopIteration):
+        next(batches)
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_ends_as_its_source_does(limited):
+    batches = made(Source(end=2), limited)
+    if limited:
+        batches.allow(5)
+    assert list(batches) == [{"number": 1}, {"number": 2}]
+
+    def fails(number: int) -> dict:
+        raise ValueError(f"batch {number}")
+
+    failing = Ahead(Source(), fails, torch.device("cpu"))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="batch 1"):
+            next(failing)
+    failing.close()
