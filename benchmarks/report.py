@@ -27,6 +27,8 @@ STOCK = ("stock", "stock decode + suppression", "eager", "stock loop")
 # README's table and plot: YOLOv5s at the batch sizes of its users, a row or more of every benchmark, each of which `make bench`
 # measures, for a missing one is an error. title, benchmark, case, ours.
 HEADLINES = [
+    ("train.py with its default options, an iteration, yolov5s, batch 16, JPEGs from disk", "train",
+     "yolov5s, batch 16, train.py's default options, JPEGs from disk", "torch_fastdet"),
     ("train.py, an iteration, yolov5s, batch 16", "train", "yolov5s, batch 16, train.py", "torch_fastdet"),
     ("Training step, yolov5s, batch 16", "step", "yolov5s, batch 16, loop", "torch_fastdet TrainStep"),
     ("Training step, yolov5s, batch 64", "step", "yolov5s, batch 64, loop", "torch_fastdet TrainStep"),
@@ -43,6 +45,8 @@ HEADLINES = [
     ("Raw heads to detections, batch 32, conf .25", "nms", "raw heads to detections, batch 32, conf .25",
      "torch_fastdet list"),
 ]  # fmt: skip
+# Cases of HEADLINES that are newer than the results: each is left out until a run has it.
+PENDING = {"yolov5s, batch 16, train.py's default options, JPEGs from disk"}
 # Of a results folder: what a marker stands for, and the picture that is shown below it.
 PICTURES = {"roofline": "roofline", "postprocess": "postprocess_breakdown", "training_truth": "training_truth"}
 # What each page shows: one that lost a marker would keep its old figures for ever.
@@ -237,6 +241,8 @@ def headlines(benchmarks: dict[str, list[dict]]) -> list[dict]:
             for row in benchmarks[benchmark]
             if row["case"] == case and row["view"] == "call"
         }
+        if not times and case in PENDING:
+            continue
         if variant not in times:
             raise KeyError(
                 f"{benchmark}.json of {benchmarks[benchmark][0]['date']} has no row {case}: {variant}; where that run "

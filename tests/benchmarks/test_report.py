@@ -282,3 +282,9 @@ def test_headlines_are_of_the_newest_folder_that_has_their_benchmark(two_days, m
     monkeypatch.setattr(report, "HEADLINES", [("t", "nms", "another case", "torch_fastdet")])
     with pytest.raises(KeyError, match=r"nms\.json of 2026-01-02 has no row another case.*--only nms"):
         report.section("gpu-headlines")
+    monkeypatch.setattr(report, "PENDING", {"another case"})  # newer than the results
+    assert report.headlines(report.load_newest("gpu")) == []
+    monkeypatch.setattr(report, "HEADLINES", [("t", "nms", "nms", "torch_fastdet of another name")])
+    monkeypatch.setattr(report, "PENDING", {"nms"})
+    with pytest.raises(KeyError, match="has no row nms: torch_fastdet of another name"):
+        report.section("gpu-headlines")
