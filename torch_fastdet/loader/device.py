@@ -89,7 +89,8 @@ class DevicePictures:
 
     def _allocate(self) -> torch.Tensor:
         try:
-            return torch.empty(self._size, dtype=torch.uint8, device=self.device)
+            with torch.inference_mode(False):  # validation makes it, and a thread outside of inference mode fills it
+                return torch.empty(self._size, dtype=torch.uint8, device=self.device)
         except torch.cuda.OutOfMemoryError:
             say(f"loader_optim: no {self._size >> 20} MiB for pictures on the GPU; they are uploaded for each batch")
             _give_back(self._size)
