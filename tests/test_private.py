@@ -107,6 +107,20 @@ def test_hooks_under_other_names_are_not_seen(monkeypatch):
     assert not _private.module_has_hooks(module) and not _private.parameter_has_hooks(module.weight)
 
 
+def test_without_a_queue_of_callbacks_nothing_is_averaged(monkeypatch):
+    """Nothing else knows when a backward pass ends, so this raises where the others do without."""
+    monkeypatch.setattr(torch.autograd, "Variable", object())
+    with pytest.raises(RuntimeError, match=r"no Variable._execution_engine.queue_callback, which averaging"):
+        _private.at_end_of_backward(lambda: None)
+
+
+def test_modes_of_ddp():
+    ddp = torch.nn.Module()
+    assert _private.ddp_mode(ddp) is None
+    ddp._comm_hooks = [1]
+    assert _private.ddp_mode(ddp) == "it has a communication hook"
+
+
 def test_hooks_on_all_modules_under_other_names_are_not_seen(monkeypatch):
     assert not _private.every_module_has_hooks()
     with nn.modules.module.register_module_forward_hook(lambda *_: None):

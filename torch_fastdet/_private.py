@@ -114,6 +114,39 @@ def make_backward_wait(event: torch.cuda.Event, device: torch.device) -> None:
         queue(lambda: torch.cuda.current_stream(device).wait_event(event))
 
 
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Inside a backward pass: call ``callback()`` when it ends, on the stream that called ``backward()``.
+
+    Without autograd's queue of callbacks this raises: nothing else knows when all gradients are there.
+    """
+    queue: Any = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "queue_callback", None)
+    if queue is None:
+        raise RuntimeError(
+            f"torch {torch.__version__} has no Variable._execution_engine.queue_callback, which averaging gradients over "
+            "processes needs; train without cuda_graph"
+        )
+    queue(callback)
+
+
+# Attributes of DistributedDataParallel that are set where it does more than average gradients in float32 or as they are.
+_DDP_MODES = {
+    "_comm_hooks": "it has a communication hook",
+    "buffer_hook": "it has a hook for its buffers",
+    "mixed_precision": "it has mixed_precision",
+    "_use_python_reducer": "torch.compile runs its reducer",
+    "_delay_all_reduce_all_params": "it has delay_all_reduce_named_params",
+    "parameters_to_ignore": "it ignores some parameters",
+}
+
+
+def ddp_mode(ddp: nn.parallel.DistributedDataParallel) -> str | None:
+    """What this DistributedDataParallel does beside averaging gradients. Modes under other names are not seen."""
+    for name, mode in _DDP_MODES.items():
+        if getattr(ddp, name, None):
+            return mode
+    return "Join is in use" if getattr(getattr(ddp, "_join_config", None), "enable", False) else None
+
+
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 

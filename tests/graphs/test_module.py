@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.graphs.fake_gpu import GPU
 from tests.graphs.samples import HostSync, Net, images, loss_of, same_gradients, same_state, three_passes, train
-from torch_fastdet.graphs import CaptureError, GraphedModule, TrainStep, why_not
+from torch_fastdet.graphs import CaptureError, GraphedModule, why_not
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -374,16 +374,21 @@ def test_graphs_go_with_their_module():
         gc.enable()
 
 
-def test_several_processes_run_eagerly(monkeypatch):
-    """Gradients that a replay writes are not seen by DistributedDataParallel."""
+def test_several_processes_need_somebody_who_averages(monkeypatch):
+    """Gradients that a replay writes are not seen by DistributedDataParallel's hooks; tests/distributed has those who average."""
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     assert why_not(Net()) == "2 processes train it, and a replay would not exchange their gradients"
-    model = Net()
-    with pytest.raises(CaptureError, match="TrainStep: Net cannot be captured in a CUDA graph: 2 processes"):
-        TrainStep(model, None, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert "is on cpu" in why_not(Net(), averaged=True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
-    assert "is on cpu" in why_not(model)
+    assert "is on cpu" in why_not(Net())
+
+
+def test_a_group_needs_an_initialised_run():
+    with pytest.raises(RuntimeError, match=r"process_group is given, but .*init_process_group was not called"):
+        GraphedModule(Net(), process_group=object())
+    with GraphedModule(Net()).no_sync():
+        pass
 
 
 def test_copies_of_a_captured_model_are_plain(gpu):

@@ -4,7 +4,8 @@
 :class:`TrainStep` replays a whole step, for people who own their loop. docs/graphs.md tells how they work.
 
 ``_capture.py`` makes one capture, ``_pool.py`` keeps graphs and their memory, ``_baked.py`` knows when a graph is out of
-date, ``_refusal.py`` says what cannot be captured, ``_loss.py`` what a loss may offer.
+date, ``_refusal.py`` says what cannot be captured, ``_loss.py`` what a loss may offer,
+``distributed.py`` averages gradients over the ranks of a process group.
 """
 
 from torch_fastdet.graphs._capture import capture_into

@@ -13,12 +13,19 @@ class CaptureError(RuntimeError):
     """Something cannot be captured in a CUDA graph; the text says what and why."""
 
 
-def why_not(module: nn.Module) -> str | None:
-    """Why ``module`` cannot be captured, as far as its looks tell; None if nothing speaks against it."""
-    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        return f"{type(module).__name__} is not supported yet; capture the module inside on one GPU"
+def why_not(module: nn.Module, averaged: bool = False) -> str | None:
+    """Why ``module`` cannot be captured, as far as its looks tell; None if nothing speaks against it.
+
+    Args:
+        module: what is to be captured.
+        averaged: whether somebody averages its gradients over the processes of a distributed run.
+    """
+    if isinstance(module, nn.DataParallel):
+        return "DataParallel is not supported; start one process for each GPU with torchrun"
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        return "DistributedDataParallel averages gradients itself; give the module inside, which is averaged here"
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if distributed and torch.distributed.get_world_size() > 1:
+    if distributed and not averaged and torch.distributed.get_world_size() > 1:
         return (
             f"{torch.distributed.get_world_size()} processes train it, and a replay would not exchange their gradients"
         )

@@ -22,6 +22,7 @@ from torch_fastdet.graphs._baked import BakedModule
 from torch_fastdet.graphs._casts import weights_cast_once
 from torch_fastdet.graphs._pool import GraphPool
 from torch_fastdet.graphs._refusal import CaptureError, first_line, location_of, why_not
+from torch_fastdet.graphs.distributed import GradientAverage, Ranks
 
 logger = logging.getLogger("torch_fastdet")
 
@@ -128,6 +129,7 @@ class ModuleGraphs:
         required: raise :class:`CaptureError` where the module cannot be captured, instead of running it eagerly (with a
             warning in the log).
         say: takes one line for each capture; by default they are printed.
+        average: who averages the gradients over the processes of a distributed run, and in which tensors.
     """
 
     def __init__(
@@ -140,6 +142,7 @@ class ModuleGraphs:
         required: bool = False,
         capturing: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
         say: Callable[[str], None] = print_line,
+        average: GradientAverage | None = None,
     ) -> None:
         if max_graphs < 1 or warmup < 1:
             raise ValueError(
@@ -147,7 +150,7 @@ class ModuleGraphs:
             )
         self._module = weakref.ref(module)
         self._forward = forward
-        self.required, self.capturing, self.say = required, capturing, say
+        self.required, self.capturing, self.say, self.average = required, capturing, say, average
         self.reason: str | None = None
         self.generation = 0
         self._told: set[str] = set()
@@ -216,7 +219,7 @@ class ModuleGraphs:
         if not isinstance(x, torch.Tensor):
             self._stay_eager(f"its input is a {type(x).__name__}, not a tensor")
         elif not _capture.on_gpu(x):
-            self._stay_eager(why_not(module) or f"its input is on {x.device}, not on a GPU")
+            self._stay_eager(why_not(module, averaged=True) or f"its input is on {x.device}, not on a GPU")
         elif x.requires_grad:
             self._stay_eager("its input requires a gradient, which a replay does not give")
         else:
@@ -242,7 +245,7 @@ class ModuleGraphs:
         logger.warning("torch_fastdet: %s; it runs eagerly", line)
 
     def _try_capture(self, key: tuple, x: torch.Tensor) -> _Captured | None:
-        reason = why_not(self.module)
+        reason = why_not(self.module, averaged=self.average is not None)
         if reason is not None:
             self._give_up(reason)
             return None
@@ -282,7 +285,10 @@ class ModuleGraphs:
                 raise TypeError(f"its output holds a {type(output).__name__}, which a replay would not renew")
         parameters = [p for p in self.module.parameters() if p.requires_grad]
         for parameter in parameters:
-            if parameter not in self._gradients:
+            place = None if self.average is None else self.average.place(parameter)
+            if place is not None:
+                self._gradients[parameter] = place
+            elif parameter not in self._gradients:
                 self._gradients[parameter] = torch.empty_like(parameter, requires_grad=False)
         with _capture.capture_into(captured.backward_graph, pool, stream):
             incoming = [torch.empty_like(o) if o.requires_grad else None for o in outputs]
@@ -319,13 +325,23 @@ class GraphedModule(nn.Module):
     after ``zero_grad()`` the gradients. Gradients reach ``p.grad`` from ``backward()`` alone; ``torch.autograd.grad`` by a
     parameter and a second backward pass find nothing.
 
+    In a process group it does what DistributedDataParallel does, and takes its place: the ranks start with rank 0's parameters and
+    buffers, each forward pass in training begins with rank 0's buffers, and ``backward()`` leaves the ranks' mean gradients in
+    ``p.grad``, except inside of :meth:`no_sync`. Every rank must make as many passes as the others.
+
     Args:
         module: the module, on a GPU.
         max_graphs: how many input shapes to keep; the least recently used goes first.
         warmup: eager calls of a shape before it is captured.
         required: raise :class:`CaptureError` where the module cannot be captured (no GPU, host synchronisation,
-            SyncBatchNorm, hooks, several processes); else a warning in the log says so once, and the module runs eagerly.
+            SyncBatchNorm, hooks); else a warning in the log says so once, and the module runs eagerly.
         say: takes one line for each capture; by default they are printed.
+        process_group: the ranks that train the module together; default: the default group, where there is one.
+        broadcast_buffers: whether each forward pass in training begins with rank 0's buffers. Batch norm's running statistics,
+            which no training pass reads, stay each rank's own: validate and save on rank 0.
+
+    Raises:
+        RuntimeError: the ranks have different models; or ``process_group`` is given where torch.distributed is not initialised.
     """
 
     def __init__(
@@ -336,20 +352,38 @@ class GraphedModule(nn.Module):
         warmup: int = 1,
         required: bool = False,
         say: Callable[[str], None] = print_line,
+        process_group: Any = None,
+        broadcast_buffers: bool = True,
     ) -> None:
         if not isinstance(module, nn.Module):
             raise TypeError(f"GraphedModule: module is {type(module).__name__}, but a torch.nn.Module is wanted")
         if isinstance(module, GraphedModule):
             raise TypeError("GraphedModule: the module is graphed already")
-        reason = why_not(module) if required else None
+        reason = why_not(module, averaged=True) if required else None
         if reason is not None:
             raise CaptureError(f"{type(module).__name__} cannot be captured in a CUDA graph: {reason}")
         # nn.Module's own registers are left out: its methods find the module's, so that nothing gets a prefix.
         object.__setattr__(self, "module", module)
-        graphs = ModuleGraphs(module, max_graphs=max_graphs, warmup=warmup, required=required, say=say)
+        ranks = Ranks.of(module, process_group, broadcast_buffers)
+        object.__setattr__(self, "_ranks", ranks)
+        average = None if ranks is None else ranks.average
+        graphs = ModuleGraphs(module, max_graphs=max_graphs, warmup=warmup, required=required, say=say, average=average)
         object.__setattr__(self, "graphs", graphs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        ranks = self._ranks
+        if ranks is None or not (self.module.training and torch.is_grad_enabled()) or _capture.is_capturing():
+            return self._forward(*args, **kwargs)
+        return ranks.run(self.module, lambda: self._forward(*args, **kwargs))
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """While inside, gradients are only added up on each rank; the first backward pass after it averages the sums.
+
+        As with DistributedDataParallel, the forward pass must be inside as well. Without a process group it changes nothing.
+        """
+        return contextlib.nullcontext() if self._ranks is None else self._ranks.no_sync()
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs:
             return self.graphs(args[0])
         if len(kwargs) == 1 and not args:

@@ -16,6 +16,7 @@ from torch_fastdet.graphs._casts import weights_cast_once
 from torch_fastdet.graphs._loss import Offer
 from torch_fastdet.graphs._pool import GraphPool
 from torch_fastdet.graphs._refusal import CaptureError, first_line, is_out_of_memory, location_of, why_not
+from torch_fastdet.graphs.distributed import Ranks
 from torch_fastdet.graphs.module import GraphedModule
 from torch_fastdet.optim import FusedStep
 
@@ -66,6 +67,14 @@ class TrainStep:
         amp: dtype of autocast; None for float32. By default float16 with an enabled scaler, else float32.
         max_graphs: how many graphs to keep; the least recently used goes first.
         say: takes one line for each capture; by default they are printed.
+        process_group: the ranks that train the model together; default: the default group, where there is one.
+        broadcast_buffers: whether each step in a process group begins with rank 0's buffers, as with DistributedDataParallel;
+            batch norm's running statistics stay each rank's own.
+
+    In a process group the ranks start with rank 0's parameters and buffers, and a step that updates uses the mean of the ranks'
+    gradients, so that clipping and the overflow check are the same on all of them. The graph then ends with the backward pass;
+    the exchange and :class:`torch_fastdet.optim.FusedStep` are launched behind it. Every rank must make the same calls,
+    ``update`` included; shapes and targets may differ. A step that fails in its update drops what was added up.
 
     What a graph has baked in is looked at in each call, and captured again where it changed: memory, ``requires_grad``,
     training flags, the optimizer's groups and flags, ``fused.max_norm``, the scaler's and the EMA's settings, and what
@@ -76,7 +85,8 @@ class TrainStep:
 
     Raises:
         CaptureError: at the second call, where something in the step cannot be captured; at once for a model that is on
-            the CPU or trained by several processes.
+            the CPU.
+        RuntimeError: the ranks have different models; or ``process_group`` is given where torch.distributed is not initialised.
     """
 
     def __init__(
@@ -92,6 +102,8 @@ class TrainStep:
         amp: torch.dtype | Literal["auto"] | None = "auto",
         max_graphs: int = 144,
         say: Callable[[str], None] = print_line,
+        process_group: Any = None,
+        broadcast_buffers: bool = True,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"TrainStep: model is a {type(model).__name__}, but a torch.nn.Module is wanted")
@@ -99,7 +111,7 @@ class TrainStep:
             model = model.module
         if not any(p.requires_grad for p in model.parameters()):
             raise ValueError(f"TrainStep: {type(model).__name__} has no parameter that requires a gradient")
-        reason = why_not(model)
+        reason = why_not(model, averaged=True)
         if reason is not None:
             raise CaptureError(f"TrainStep: {type(model).__name__} cannot be captured in a CUDA graph: {reason}")
         if max_targets is not None and max_targets < 1:
@@ -118,6 +130,7 @@ class TrainStep:
         self._gradients: list[tuple[nn.Parameter, torch.Tensor]] = []
         self._pending = 0  # micro-batches since the last update, whose gradients are summed up there
         self._summed: frozenset[int] = frozenset()  # parameters that had one, by their place in self._gradients
+        self._ranks = Ranks.of(model, process_group, broadcast_buffers)
         self._pool: GraphPool[_Phase] = GraphPool(max_graphs, 1, lambda line: say(f"TrainStep: {line}"))
         with torch.inference_mode(False):  # these are written in every step
             self.fused = FusedStep(optimizer, scaler, ema, max_norm)
@@ -173,12 +186,16 @@ class TrainStep:
         self._check_call(images, targets)
         self._follow_changes()
         self._take_targets(targets)
-        first, last = self._pending == 0, update
-        key = (tuple(images.shape), images.dtype, first, last, self._summed)
+        # In a process group the update is no part of the graph: the exchange comes before it.
+        first, last, updates = self._pending == 0, update, update and self._ranks is None
+        key = (tuple(images.shape), images.dtype, first, updates, self._summed)
+        if self._ranks is not None:
+            self._ranks.sync = update
+            self._ranks.send_buffers(self.model)
         phase = self._pool.get(key)
         if phase is None and not self._pool.is_warm(key):
             static = self._static_images(images)
-            items, used = self._pool.warm_up(key, lambda: self._run(static, first, last))
+            items, used = self._pool.warm_up(key, lambda: self._run(static, first, updates))
             self._columns = targets.shape[1]
             self._count_micro_batch(used, last)
             self._baked = self._look()  # the first step makes momentum buffers
@@ -190,7 +207,7 @@ class TrainStep:
             phase.images.copy_(images.detach(), non_blocking=True)
         self.fused.refresh()
         phase.graph.replay()
-        if last:
+        if updates:
             self.fused.after_replay()
         self._count_micro_batch(phase.used, last)
         return phase.items.clone()
@@ -217,8 +234,24 @@ class TrainStep:
             raise RuntimeError("TrainStep: it is a graph of its own and cannot be called while another one is captured")
 
     def _count_micro_batch(self, used: frozenset[int], last: bool) -> None:
+        summed = self._summed | used
         self._pending = 0 if last else self._pending + 1
-        self._summed = frozenset() if last else self._summed | used
+        self._summed = frozenset() if last else summed
+        if last and self._ranks is not None:
+            self._update(self._ranks, summed)
+
+    def _update(self, ranks: Ranks, used: frozenset[int]) -> None:
+        """The exchange and the optimizer's step of a process group."""
+        used |= set(ranks.average.exchange([i for i in range(len(self._gradients)) if i not in used]))
+        self._set_gradients({i: self._gradients[i][1] for i in sorted(used)})
+        self.fused.step(self.model)
+
+    def _set_gradients(self, totals: dict[int, torch.Tensor]) -> None:
+        # Of frozen parameters too: the optimizer steps what has a gradient.
+        for parameter in (*self.model.parameters(), *(p for g in self.optimizer.param_groups for p in g["params"])):
+            parameter.grad = None
+        for i, total in totals.items():
+            self._gradients[i][0].grad = total
 
     def _check_optimizer(self) -> None:
         trained = set(map(id, self.model.parameters()))
@@ -250,7 +283,7 @@ class TrainStep:
         self.reset()
         lost = self._pending if retrained else 0
         if retrained:
-            self._gradients = [(p, torch.zeros_like(p)) for p in self.model.parameters() if p.requires_grad]
+            self._gradients = self._new_gradients()
             self._pending, self._summed = 0, frozenset()
         self._baked = now
         if lost:
@@ -258,6 +291,15 @@ class TrainStep:
                 "TrainStep: parameters of the model moved, were replaced or frozen in the middle of an accumulation; the gradients of "
                 f"{lost} micro-batch(es) are dropped, and the next call begins a new one"
             )
+
+    def _new_gradients(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """A tensor for each trained parameter, in which its gradient is added up, and averaged over the ranks."""
+        if self._ranks is None:
+            return [(p, torch.zeros_like(p)) for p in self.model.parameters() if p.requires_grad]
+        average = self._ranks.average
+        average.prepare(self.model)
+        places = [(p, average.place(p)) for p in average.parameters]
+        return [(p, place) for p, place in places if place is not None]
 
     def _take_targets(self, targets: torch.Tensor) -> None:
         count, held = targets.shape[0], self._targets
@@ -298,12 +340,7 @@ class TrainStep:
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         new = torch.autograd.grad(loss.sum(), [aliases[p] for p, _ in self._gradients], allow_unused=True)
-        totals = self._add_up(new, first, last)
-        # Of frozen parameters too: the optimizer steps what has a gradient.
-        for parameter in (*self.model.parameters(), *(p for g in self.optimizer.param_groups for p in g["params"])):
-            parameter.grad = None
-        for i, total in totals.items():
-            self._gradients[i][0].grad = total
+        self._set_gradients(self._add_up(new, first, last))
         if last:
             self.fused.step(self.model)
         return items.detach(), frozenset(i for i, gradient in enumerate(new) if gradient is not None)
@@ -328,7 +365,7 @@ class TrainStep:
         return totals
 
     def _capture_phase(self, key: tuple, static: torch.Tensor) -> _Phase:
-        reason = why_not(self.model)
+        reason = why_not(self.model, averaged=True)
         if reason is not None:
             raise CaptureError(f"TrainStep: {type(self.model).__name__} cannot be captured in a CUDA graph: {reason}")
         phase = self._pool.capture(key, lambda: self._captured(key, static))

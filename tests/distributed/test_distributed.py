@@ -1,0 +1,210 @@
+"""Several processes that train one model: gradients, buffers and results are DistributedDataParallel's.
+
+program.py is what each rank does. On the CPU the ranks exchange by gloo, on two GPUs by NCCL, with graphs that are real there.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.yolov5_env import environment
+from tests.conftest import cuda_missing
+from tests.yolov5 import real
+
+PROGRAM = Path(__file__).with_name("program.py")
+QUICK = (
+    "graphed_module",
+    "accumulation_with_no_sync",
+    "a_capture_that_fails_on_one_rank",
+    "models_that_differ",
+    "train_step",
+)
+FURTHER = (
+    "sizes_that_differ_between_ranks",
+    "an_overflow_on_one_rank",
+    "accumulation",
+    "gradients_set_to_zero",
+    "parameters_that_one_rank_uses",
+    "a_backward_pass_that_failed",
+    "a_group_of_some_ranks",
+    "train_step_accumulates",
+    "a_slow_rank",
+)
+HOSTS = ("switch_of_yolov5", "switch_of_ultralytics", "what_the_switch_leaves_to_stock")
+SECONDS = 60  # within which every process ends, whatever happens to one of them
+
+
+def gpus_missing() -> str | None:
+    return cuda_missing() or (None if torch.cuda.device_count() > 1 else "needs two GPUs")
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def variables(tmp_path_factory):
+    """Environment of a rank; YOLOv5 and Ultralytics can be imported in it."""
+    return real.with_torch_fastdet(environment(tmp_path_factory.mktemp("environment"))) | {
+        "NCCL_NVLS_ENABLE": os.environ.get("NCCL_NVLS_ENABLE", "0")
+    }
+
+
+def ranks(variables, backend, folder, cases, size=2):
+    """Run the program on ``size`` ranks, and return what each of them says of the cases."""
+    common = variables | {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(PROGRAM), backend, str(folder), *cases],
+            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    output = []
+    try:
+        for process in processes:
+            output.append(process.communicate(timeout=300)[0])
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+    said = [Path(folder, f"{rank}.json") for rank in range(size)]
+    assert all(file.exists() for file in said), "\n".join(output)[-6000:]
+    return [json.loads(file.read_text()) for file in said], "\n".join(output)
+
+
+class Runs:
+    """The program's runs, one for each group of cases."""
+
+    def __init__(self, variables, factory):
+        self.variables, self.factory, self.done = variables, factory, {}
+
+    def check(self, backend, cases, case):
+        if (backend, cases) not in self.done:
+            self.done[backend, cases] = ranks(self.variables, backend, self.factory.mktemp("ranks"), cases)
+        found, output = self.done[backend, cases]
+        wrong = {rank: said[case] for rank, said in enumerate(found) if said.get(case, "ok") != "ok"}
+        assert not wrong, "\n".join(f"rank {rank}: {text}" for rank, text in wrong.items())
+        assert all(case in said for said in found), f"an earlier case ended the run: {output[-3000:]}"
+
+
+@pytest.fixture(scope="module")
+def runs(variables, tmp_path_factory):
+    return Runs(variables, tmp_path_factory)
+
+
+def of_both(cases, *marks):
+    on_gpus = (pytest.mark.two_gpus, pytest.mark.gpu)
+    return [
+        *(pytest.param("gloo", cases, case, id=f"{case}-gloo", marks=[*marks, pytest.mark.cpu]) for case in cases),
+        *(pytest.param("nccl", cases, case, id=f"{case}-nccl", marks=on_gpus) for case in cases),
+    ]
+
+
+@pytest.mark.parametrize(
+    "backend, cases, case", [*of_both(QUICK), *of_both(FURTHER, pytest.mark.slow), *of_both(HOSTS, pytest.mark.slow)]
+)
+def test_training_is_that_of_distributed_data_parallel(runs, backend, cases, case):
+    if cases is HOSTS and (reason := real.missing()):
+        pytest.skip(reason)
+    if backend == "nccl" and (reason := gpus_missing()):
+        pytest.skip(reason)
+    runs.check(backend, cases, case)
+
+
+def torchrun(*arguments):
+    return [sys.executable, "-m", "torch.distributed.run", *map(str, arguments)]
+
+
+@pytest.mark.slow
+@pytest.mark.cpu
+def test_two_machines(variables, tmp_path):
+    """Two agents of torchrun, as on two hosts, with one rank each."""
+    port = free_port()
+    agents = [
+        subprocess.Popen(
+            torchrun(
+                *("--nnodes", 2, "--node_rank", node, "--nproc_per_node", 1),
+                *("--master_addr", "127.0.0.1", "--master_port", port),
+                *(PROGRAM, "gloo", tmp_path, "graphed_module", "train_step"),
+            ),
+            env=variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    output = [agent.communicate(timeout=200)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(output)[-4000:]
+    for rank in range(2):
+        assert set(json.loads((tmp_path / f"{rank}.json").read_text()).values()) == {"ok"}
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+FAULTS = {
+    "a_rank_that_dies": "exitcode  : 3",
+    "a_rank_without_memory": "rank 1 has no memory left",
+    "an_interrupt": "",
+}
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param("gloo", marks=[pytest.mark.cpu]),
+        pytest.param("nccl", marks=[pytest.mark.two_gpus, pytest.mark.gpu]),
+    ],
+)
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.slow
+def test_every_process_ends_after_a_fault(variables, tmp_path, fault, backend):
+    if backend == "nccl" and (reason := gpus_missing()):
+        pytest.skip(reason)
+    log = tmp_path / "log"
+    with open(log, "wb") as file:
+        agent = subprocess.Popen(
+            torchrun("--standalone", "--nproc_per_node", 2, PROGRAM, backend, tmp_path, fault),
+            env=variables,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+        pids = [tmp_path / "0.pid", tmp_path / "1.pid"]
+        try:
+            end = time.monotonic() + 120
+            while not all(pid.exists() and pid.read_text() for pid in pids):
+                assert (time.monotonic() < end and agent.poll() is None) or all(p.exists() for p in pids), (
+                    log.read_text()
+                )
+                time.sleep(0.1)
+            if fault == "an_interrupt":
+                agent.send_signal(signal.SIGINT)
+            code = agent.wait(timeout=SECONDS)
+        finally:
+            agent.kill()
+    assert code != 0
+    assert FAULTS[fault] in log.read_text()
+    time.sleep(0.5)
+    left = [pid for pid in (int(file.read_text()) for file in pids) if alive(pid)]
+    assert not left, f"processes {left} live on"

@@ -1,0 +1,363 @@
+"""Gradients and buffers of a model that several processes train: what DistributedDataParallel does, on flat memory.
+
+A replayed backward pass writes the gradients itself, so the hooks of DistributedDataParallel do not run. Here all gradients
+of a dtype lie in one flat tensor, which is averaged over the ranks behind the backward pass, on the current stream and
+without a host sync. Nothing of NCCL is captured: a graph does not outlive its process group, and a rank that runs eagerly,
+because its image size is new or its capture failed, exchanges the same tensors as a rank that replays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from torch_fastdet import _private
+from torch_fastdet._multi_tensor import Walk
+
+#: Gradients begin at multiples of this many bytes: fused kernels read 16 at once, and caches have lines of 128.
+ALIGNMENT = 128
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def training_group(process_group: Any = None) -> Any:
+    """The group that trains: the one given, else the default group where that has several ranks, else None."""
+    if not (dist.is_available() and dist.is_initialized()):
+        if process_group is not None:
+            raise RuntimeError("process_group is given, but torch.distributed.init_process_group was not called")
+        return None
+    if process_group is None:
+        return dist.group.WORLD if dist.get_world_size() > 1 else None
+    if dist.get_rank(process_group) < 0:
+        raise ValueError("process_group: this process is not a member of the group")
+    return process_group
+
+
+def _wait(work: Any) -> None:
+    """Make the current stream wait, as DistributedDataParallel does.
+
+    ``work.wait()`` would make the host wait under TORCH_NCCL_BLOCKING_WAIT, which Ultralytics' trainer sets.
+    """
+    work.get_future().wait()
+
+
+def start_alike(module: nn.Module, group: Any) -> None:
+    """Give parameters and buffers the values of the group's first rank.
+
+    Raises:
+        RuntimeError: on every rank, where the ranks' models differ in names, shapes, strides or dtypes.
+    """
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    described = "\n".join(f"{name} {tuple(tensor.shape)} {tensor.stride()} {tensor.dtype}" for name, tensor in tensors)
+    number = int.from_bytes(hashlib.sha256(described.encode()).digest()[:7], "big")
+    device = next((tensor.device for _, tensor in tensors), torch.device("cpu"))
+    extremes = torch.tensor([number, -number], device=device)
+    _wait(dist.all_reduce(extremes, dist.ReduceOp.MAX, group, async_op=True))
+    largest, smallest = extremes.tolist()
+    if largest != -smallest:
+        raise RuntimeError(
+            f"rank {dist.get_rank(group)}: the ranks have different models; names, shapes, strides and dtypes of "
+            f"{type(module).__name__}'s parameters and buffers must be equal on all of them"
+        )
+    _Packed([tensor.detach() for _, tensor in tensors], group).broadcast()
+
+
+class _Packed:
+    """Tensors of any dtype in one flat tensor of bytes, to be sent at once."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], group: Any) -> None:
+        self._group = group
+        self._tensors: dict[torch.dtype, list[torch.Tensor]] = {}
+        for tensor in tensors:
+            if tensor.numel():
+                self._tensors.setdefault(tensor.dtype, []).append(tensor)
+        starts, end = [], 0
+        for held in self._tensors.values():
+            for tensor in held:
+                starts.append(end)
+                end += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+        device = tensors[0].device if tensors else torch.device("cpu")
+        with torch.inference_mode(False):
+            self._flat = torch.zeros(end, dtype=torch.uint8, device=device)
+        places = iter(starts)
+        self._places = {
+            dtype: [
+                self._flat[start : start + tensor.numel() * tensor.element_size()].view(dtype).view(tensor.shape)
+                for tensor, start in zip(held, places)
+            ]
+            for dtype, held in self._tensors.items()
+        }
+
+    @torch.no_grad()
+    def broadcast(self) -> None:
+        """Every rank's tensors become those of the group's first rank."""
+        if not self._tensors:
+            return
+        source = dist.get_global_rank(self._group, 0)
+        sends = dist.get_rank() == source
+        if sends:
+            for dtype, held in self._tensors.items():
+                _private.foreach_copy_(self._places[dtype], held)
+        _wait(dist.broadcast(self._flat, source, self._group, async_op=True))
+        if not sends:
+            for dtype, held in self._tensors.items():
+                _private.foreach_copy_(held, self._places[dtype])
+
+
+class BufferBroadcast:
+    """Buffers of the group's first rank for all ranks, before a forward pass.
+
+    Not sent are the running statistics of batch norm in training mode. A training pass writes them and reads none, and they are
+    most of a model's buffers: each rank keeps its own, and the first rank's are those that are averaged, validated and saved.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._walk: Walk | None = None
+        self._norms: list[nn.Module] = []
+        self._seen: tuple[Any, ...] = ()
+        self._packed: _Packed | None = None
+
+    def __call__(self, module: nn.Module) -> None:
+        walk = Walk.renewed(self._walk, module)
+        if walk is not self._walk:
+            self._walk, self._packed = walk, None
+            self._norms = [child for child in walk.submodules if isinstance(child, NORMS)]
+        seen = tuple([norm.training for norm in self._norms]), tuple([buffer.data_ptr() for buffer in walk.buffers])
+        if self._packed is None or seen != self._seen:
+            self._seen = seen
+            own = {id(b) for norm in self._norms if norm.training for b in norm.buffers(recurse=False)}
+            self._packed = _Packed([b.detach() for b in walk.buffers if id(b) not in own], self._group)
+        self._packed.broadcast()
+
+
+class _Flat:
+    """The gradients of one dtype, one behind the other, and behind them a mark for each parameter."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], marks: int) -> None:
+        first = parameters[0]
+        step = max(ALIGNMENT // first.element_size(), 1)
+        starts, end = [], 0
+        for parameter in parameters:
+            starts.append(end)
+            end += -(-parameter.numel() // step) * step
+        with torch.inference_mode(False):
+            self.whole = torch.zeros(end + marks, dtype=first.dtype, device=first.device)
+        self.gradients, self.marks = self.whole[:end], self.whole[end:]
+        self.places = [_like(parameter, self.whole, start) for parameter, start in zip(parameters, starts)]
+
+
+def _like(parameter: torch.Tensor, flat: torch.Tensor, start: int) -> torch.Tensor:
+    """A place for the parameter's gradient, in the parameter's own layout where that has no gaps."""
+    wanted = torch.empty_like(parameter, device="meta").stride()  # dense, and the parameter's own where that is
+    return flat.as_strided(parameter.shape, wanted, start)
+
+
+class _Layout:
+    """Where each gradient lies."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        devices = {parameter.device for parameter in parameters}
+        if len(devices) > 1:
+            names = ", ".join(sorted(map(str, devices)))
+            raise ValueError(f"the model's parameters are on {names}, but one device for each process is wanted")
+        kinds: dict[torch.dtype, list[int]] = {}
+        for index, parameter in enumerate(self.parameters):
+            kinds.setdefault(parameter.dtype, []).append(index)
+        self.flats: list[_Flat] = []
+        places: dict[int, torch.Tensor] = {}
+        for number, indices in enumerate(kinds.values()):
+            marks = 0 if number else len(self.parameters)
+            self.flats.append(_Flat([self.parameters[index] for index in indices], marks))
+            places.update(zip(indices, self.flats[-1].places))
+        self.places = [places[index] for index in range(len(self.parameters))]
+        self._marks: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def marks(self, missing: tuple[int, ...]) -> torch.Tensor:
+        """1 for each parameter that has a gradient on this rank, 0 for those in ``missing``."""
+        if missing not in self._marks:
+            absent = set(missing)
+            values = [float(index not in absent) for index in range(len(self.parameters))]
+            with torch.inference_mode(False):
+                self._marks[missing] = torch.tensor(values).to(self.flats[0].marks)
+        return self._marks[missing]
+
+
+class GradientAverage:
+    """The mean of all ranks' gradients, one all-reduce for each dtype.
+
+    Every rank exchanges the same tensors in the same order, whatever its batch was and whether it replayed a graph. A
+    parameter without a gradient on one rank counts as zeros there; without one on any rank it keeps none. To know that, a
+    rank where gradients are missing reads the marks behind them, which waits for the GPU. So does DistributedDataParallel with
+    ``find_unused_parameters``.
+
+    Args:
+        group: the process group.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.size = dist.get_world_size(group)
+        self._walk: Walk | None = None
+        self._seen: tuple[Any, ...] = ()
+        self._layout: _Layout | None = None
+        self._places: dict[nn.Parameter, torch.Tensor] = {}
+        self._queued = False
+        self._stream: torch.cuda.Stream | None = None
+
+    def prepare(self, module: nn.Module) -> None:
+        """Look at the module's parameters, before each forward pass; those that require a gradient get their places."""
+        walk = Walk.renewed(self._walk, module)
+        self._walk = walk
+        seen = tuple([(id(p), p.data_ptr(), p.requires_grad) for p in walk.parameters])
+        if self._layout is None or seen != self._seen:
+            self._seen = seen
+            self._layout = _Layout([p for p in walk.parameters if p.requires_grad])
+            self._places = dict(zip(self._layout.parameters, self._layout.places))
+
+    def place(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Where this parameter's gradient is averaged without being copied."""
+        return self._places.get(parameter)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that have a place, in the order of :meth:`exchange`."""
+        return [] if self._layout is None else self._layout.parameters
+
+    def watch(self, outputs: Any) -> None:
+        """Average ``p.grad`` at the end of each backward pass that comes through ``outputs``."""
+        self._queued = False  # an earlier backward pass may have failed on its way
+        layout = self._layout
+        assert layout is not None
+        device = layout.flats[0].whole.device if layout.flats else torch.device("cpu")
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        for output in pytree.tree_leaves(outputs):
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                output.register_hook(self._begin)
+
+    def _begin(self, _: torch.Tensor) -> None:
+        if not self._queued:
+            self._queued = True
+            _private.at_end_of_backward(self._finish)
+
+    def _finish(self) -> None:
+        self._queued = False
+        if self._stream is not None:  # the forward pass's, on which a replay wrote the gradients
+            current = torch.cuda.current_stream(self._stream.device)
+            if current != self._stream:
+                current.wait_stream(self._stream)
+        self.average()
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Replace each ``p.grad`` by the mean over the ranks."""
+        layout = self._layout
+        assert layout is not None
+        if self.size == 1 or not layout.parameters:
+            return
+        missing: list[int] = []
+        elsewhere: list[torch.Tensor] = []
+        places: list[torch.Tensor] = []
+        for index, (parameter, place) in enumerate(zip(layout.parameters, layout.places)):
+            gradient = parameter.grad
+            if gradient is None:
+                missing.append(index)
+            elif gradient.is_sparse:
+                raise TypeError(
+                    f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, but a dense one is wanted in a "
+                    "process group"
+                )
+            elif gradient is not place and gradient.data_ptr() != place.data_ptr():
+                elsewhere.append(gradient)
+                places.append(place)
+        if elsewhere:
+            _copy(places, elsewhere)
+        found = self.exchange(missing)
+        if elsewhere:
+            _copy(elsewhere, places)
+        for index in found:
+            layout.parameters[index].grad = layout.places[index]
+
+    @torch.no_grad()
+    def exchange(self, missing: Sequence[int] = ()) -> list[int]:
+        """Average what lies in the places; returns those of ``missing`` that have a gradient on another rank.
+
+        Args:
+            missing: parameters without a gradient on this rank, by their place in :attr:`parameters`.
+        """
+        layout = self._layout
+        assert layout is not None
+        for index in missing:
+            layout.places[index].zero_()
+        layout.flats[0].marks.copy_(layout.marks(tuple(missing)))
+        works = []
+        for flat in layout.flats:
+            flat.gradients.mul_(1 / self.size)  # before the sum, which may overflow
+            works.append(dist.all_reduce(flat.whole, group=self.group, async_op=True))
+        for work in works:
+            _wait(work)
+        if not missing:
+            return []
+        counts = layout.flats[0].marks.tolist()
+        return [index for index in missing if counts[index] > 0]
+
+
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    kinds: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for target, source in zip(targets, sources):
+        left, right = kinds.setdefault(target.dtype, ([], []))
+        left.append(target)
+        right.append(source)
+    for left, right in kinds.values():
+        _private.foreach_copy_(left, right)
+
+
+class Ranks:
+    """What surrounds the passes of one model that several ranks train; DistributedDataParallel's part of the work."""
+
+    def __init__(self, group: Any, broadcast_buffers: bool = True) -> None:
+        self.average = GradientAverage(group)
+        self.broadcast_buffers = broadcast_buffers
+        #: Whether backward passes average, of the next forward pass and of the one before it.
+        self.sync = self.synced = True
+        self._buffers = BufferBroadcast(group)
+
+    @classmethod
+    def of(cls, module: nn.Module, process_group: Any, broadcast_buffers: bool) -> Ranks | None:
+        """For a module whose ranks start alike from now on; None for a single process."""
+        group = training_group(process_group)
+        if group is None:
+            return None
+        start_alike(module, group)
+        return cls(group, broadcast_buffers)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before, self.sync = self.sync, False
+        try:
+            yield
+        finally:
+            self.sync = before
+
+    def send_buffers(self, module: nn.Module) -> None:
+        """Before a forward pass in training."""
+        # The buffers are sent after a pass that averaged, as in DistributedDataParallel.
+        if self.broadcast_buffers and self.synced and self.average.size > 1:
+            self._buffers(module)
+        self.synced = self.sync
+
+    def run(self, module: nn.Module, forward: Callable[[], Any]) -> Any:
+        """``forward()`` of a training pass; its backward pass averages the gradients, except inside of :meth:`no_sync`."""
+        self.average.prepare(module)
+        self.send_buffers(module)
+        outputs = forward()
+        if self.sync:
+            self.average.watch(outputs)
+        return outputs
