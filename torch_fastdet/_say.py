@@ -6,7 +6,13 @@ import os
 from typing import TextIO
 
 
-def say(line: str, file: TextIO | None = None) -> None:
-    """Print one line, to stdout unless ``file`` is given, and once in a distributed run."""
-    if os.environ.get("RANK", "-1") in ("-1", "0"):
+def rank() -> str:
+    """This process's rank in a distributed run, as torchrun tells it; "" without one."""
+    value = os.environ.get("RANK", "-1")
+    return "" if value == "-1" else value
+
+
+def say(line: str, file: TextIO | None = None, every_rank: bool = False) -> None:
+    """Print one line, to stdout unless ``file`` is given; in a distributed run on rank 0 alone, unless ``every_rank``."""
+    if every_rank or rank() in ("", "0"):
         print(f"torch_fastdet: {line}", file=file, flush=True)

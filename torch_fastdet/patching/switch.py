@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from torch_fastdet._private import gpu_count
-from torch_fastdet._say import say
+from torch_fastdet._say import rank, say
 from torch_fastdet.patching.engine import Patches, SwitchError, defined_in, describe, is_code_of, original
 from torch_fastdet.patching.import_hook import namespace
 from torch_fastdet.patching.signature import difference
@@ -127,13 +127,19 @@ class Switch:
             for known in self.patches.replacements
         )
 
-    def cannot_apply(self, reason: str) -> None:
-        """Print why the switch changes nothing here, once; raise it as an error if the switch was asked for by name."""
+    def cannot_apply(self, reason: str, this_rank: bool = False) -> None:
+        """Print why the switch changes nothing here, once; raise it as an error if the switch was asked for by name.
+
+        Args:
+            reason: a sentence.
+            this_rank: in a distributed run the reason may hold on this rank alone, which the line then names.
+        """
+        where = f"rank {rank()}: " if this_rank and rank() else ""
         if self.by_name:
-            raise SwitchError(f"{self.name} cannot apply: {reason}")
+            raise SwitchError(f"{where}{self.name} cannot apply: {reason}")
         if reason not in self._told:
             self._told.add(reason)
-            say(f"{self.name} does not apply: {reason}")
+            say(f"{where}{self.name} does not apply: {reason}", every_rank=this_rank)
 
     def takes(self, name: str, stock: Callable[..., Any], wanted: Callable[..., Any] | tuple[str, ...]) -> bool:
         """Whether ``stock``, called ``name``, takes these parameters; if not, the switch cannot apply."""

@@ -17,6 +17,8 @@ from torch import nn
 from torch_fastdet._say import say
 from torch_fastdet.graphs import CaptureError, ModuleGraphs, _capture
 from torch_fastdet.graphs._refusal import is_out_of_memory
+from torch_fastdet.graphs.distributed import GradientAverage
+from torch_fastdet.patching.ddp import GraphedDDP, group_size
 from torch_fastdet.ultralytics.training_switch import TrainingSwitch
 
 
@@ -29,43 +31,54 @@ class CudaGraph(TrainingSwitch):
             return (
                 f"compile={trainer.args.compile} is given too, which makes graphs of its own; leave one of the two out."
             )
-        if trainer.world_size > 1:
-            return "training on several GPUs (DistributedDataParallel) is not supported yet."
         return super().objection(trainer)
+
+    @functools.cached_property
+    def ddp(self) -> GraphedDDP:
+        return GraphedDDP(self)
 
     def patch_model(self, model_class: Any) -> None:
         stock = model_class.predict
         if not self.takes("DetectionModel.predict", stock, ("self", "x", "profile", "augment", "embed")):
             return
         graphs: weakref.WeakKeyDictionary[nn.Module, ModuleGraphs] = weakref.WeakKeyDictionary()
+        ddp = self.ddp
 
         @functools.wraps(stock, assigned=(), updated=())  # its signature, which the next switch looks at
         def predict(model: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or args or kwargs or not _trains(model, x):
                 return stock(model, x, *args, **kwargs)
-            if model not in graphs:
-                graphs[model] = graphs_of(model)
+            average = ddp.average(model)
+            if average is None and (group_size() > 1 or ddp.wraps(model)):
+                if not ddp.wraps(model):
+                    self.cannot_apply("several processes train the model, but not by DistributedDataParallel.")
+                return stock(model, x)
+            if model not in graphs or graphs[model].average is not average:
+                graphs[model] = graphs_of(model, average)
             try:
                 return graphs[model](x)
             except CaptureError as error:
                 if error.__cause__ is not None and is_out_of_memory(error.__cause__):
                     del graphs[model]  # the trainer goes on with a smaller batch, and so do new graphs
                     raise error.__cause__ from None
+                # The other ranks may go on in graphs: what is exchanged is the same.
                 graphs[model].required = False
-                self.cannot_apply(f"{error}.")
+                self.cannot_apply(f"{error}.", this_rank=True)
                 return stock(model, x)
 
-        def graphs_of(model: nn.Module) -> ModuleGraphs:
+        def graphs_of(model: nn.Module, average: GradientAverage | None) -> ModuleGraphs:
             alive: Any = weakref.ref(model)  # the values of a WeakKeyDictionary must not hold its keys
             return ModuleGraphs(
                 model,
                 forward=lambda x: stock(alive(), x),
                 required=True,
                 say=lambda line: say(f"cuda_graph: {line}"),
+                average=average,
             )
 
         predict.__qualname__ = "cuda_graph.predict"
         self.replace(model_class, "predict", predict)
+        ddp.take(model_class)
 
 
 def _trains(model: nn.Module, x: Any) -> bool:

@@ -1,0 +1,112 @@
+"""DistributedDataParallel around a model whose passes are CUDA graphs.
+
+DistributedDataParallel learns from hooks of autograd that a gradient is there, and a replayed backward pass calls none. So its
+``forward`` is replaced for models of a switch: buffers are sent and gradients are averaged by
+:class:`torch_fastdet.graphs.distributed.Ranks`, for passes in graphs and eager ones alike. The object, its attributes, its
+``state_dict`` and ``no_sync`` are stock's; other models, and modes that do more than average, run stock's ``forward``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_fastdet import _private
+from torch_fastdet.graphs._refusal import why_not
+from torch_fastdet.graphs.distributed import GradientAverage, Ranks
+from torch_fastdet.patching.switch import Switch
+
+
+def group_size() -> int:
+    """How many processes train together; 1 without a process group."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if distributed else 1
+
+
+class GraphedDDP:
+    """What a ``cuda_graph`` switch puts in the place of ``DistributedDataParallel.forward``.
+
+    Args:
+        switch: the switch.
+    """
+
+    def __init__(self, switch: Switch) -> None:
+        self._switch = switch
+        self._classes: list[type[nn.Module]] = []
+        self._ranks: weakref.WeakKeyDictionary[nn.Module, Ranks | None] = weakref.WeakKeyDictionary()
+        self._begun: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._running: tuple[nn.Module, Ranks | None] | None = None
+
+    def take(self, model_class: type[nn.Module]) -> None:
+        """From now on models of this class are averaged here."""
+        self._classes.append(model_class)
+        if self._switch.has_replaced(DistributedDataParallel, "forward"):
+            return
+        stock = DistributedDataParallel.forward
+
+        @functools.wraps(stock, assigned=(), updated=())
+        def forward(ddp: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
+            model: Any = ddp.module
+            if torch.compiler.is_compiling() or not isinstance(model, tuple(self._classes)):
+                return stock(ddp, *inputs, **kwargs)
+            trains = ddp.training and torch.is_grad_enabled()
+            ranks = self._ranks_of(ddp) if trains else None
+            with self._around(model, ranks):
+                if ranks is None:
+                    return stock(ddp, *inputs, **kwargs)
+                return _forward(ddp, ranks, inputs, kwargs)
+
+        forward.__qualname__ = f"{self._switch.name}.ddp_forward"
+        self._switch.replace(DistributedDataParallel, "forward", forward, quietly=True)
+
+    def average(self, model: nn.Module) -> GradientAverage | None:
+        """Who averages the gradients of the forward pass that runs now; None where it is DistributedDataParallel itself, or nobody."""
+        running = self._running
+        return None if running is None or running[0] is not model or running[1] is None else running[1].average
+
+    def wraps(self, model: nn.Module) -> bool:
+        """Whether the forward pass that runs now is one of DistributedDataParallel around this model."""
+        return self._running is not None and self._running[0] is model
+
+    def _ranks_of(self, ddp: DistributedDataParallel) -> Ranks | None:
+        """Decided once, from what is the same on every rank: all of them must exchange the same."""
+        if getattr(ddp, "static_graph", False) and ddp not in self._begun:
+            # Its reducer learns from the first backward pass, and would learn from one of ours what is wrong after unpatch().
+            self._begun.add(ddp)
+            return None
+        if ddp not in self._ranks:
+            reason = _private.ddp_mode(ddp)
+            if reason is not None:
+                reason = f"DistributedDataParallel runs as it is: {reason}."
+            else:
+                refused = why_not(ddp.module, averaged=True)
+                reason = None if refused is None else f"{type(ddp.module).__name__} cannot be captured: {refused}."
+            self._ranks[ddp] = None if reason is not None else Ranks(ddp.process_group)
+            if reason is not None:
+                self._switch.cannot_apply(reason)
+        return self._ranks[ddp]
+
+    @contextlib.contextmanager
+    def _around(self, model: Any, ranks: Ranks | None) -> Iterator[None]:
+        before, self._running = self._running, (model, ranks)
+        try:
+            yield
+        finally:
+            self._running = before
+
+
+def _forward(ddp: Any, ranks: Ranks, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    ranks.sync, ranks.synced = ddp.require_backward_grad_sync, ddp.require_forward_param_sync
+    # torch 2.13 calls it forward_sync_buffers.
+    ranks.broadcast_buffers = getattr(ddp, "forward_sync_buffers", getattr(ddp, "broadcast_buffers", True))
+    ddp.require_forward_param_sync = ddp.require_backward_grad_sync
+    if ddp.device_ids:
+        (inputs, *_), (kwargs, *_) = ddp.to_kwargs(inputs, kwargs, ddp.device_ids[0])
+    return ranks.run(ddp.module, lambda: ddp.module(*inputs, **kwargs))
