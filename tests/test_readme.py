@@ -73,6 +73,7 @@ BEFORE = {
 images = images.float() / 255
 compute_loss, optimizer, ema = ComputeLoss(model), SGD(model.parameters(), lr=0.01, momentum=0.9), ModelEMA(model)
 """,
+    "distributed.md": MODEL + "images, compute_loss = images.float() / 255, ComputeLoss(model)\n",
     "loss.md": MODEL + "p = model(images.float() / 255)\n",
     "optimizer.md": MODEL
     + """
