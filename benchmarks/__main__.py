@@ -41,7 +41,7 @@ LIMITS = {
     "image": 45,
     "masks": 45,
     "bn_act": 75,
-    "train": 130,
+    "train": 170,
     "ultralytics": 110,
     "loader": 90,
     "postprocess": 150,
