@@ -19,6 +19,7 @@ from torch_fastdet.ultralytics.switches.bbox_iou_optim import BboxIouOptim
 from torch_fastdet.ultralytics.switches.bn_act_optim import BnActOptim
 from torch_fastdet.ultralytics.switches.channels_last import ChannelsLast
 from torch_fastdet.ultralytics.switches.cuda_graph import CudaGraph
+from torch_fastdet.ultralytics.switches.letterbox_optim import LetterboxOptim
 from torch_fastdet.ultralytics.switches.loader_optim import LoaderOptim
 from torch_fastdet.ultralytics.switches.loss_optim import LossOptim
 from torch_fastdet.ultralytics.switches.mask_optim import MaskOptim
@@ -40,6 +41,7 @@ SWITCHES: dict[str, type[Switch]] = {
         MultiTensorOptimizer,
         NmsOptim,
         MaskOptim,
+        LetterboxOptim,
         ValOptim,
         ChannelsLast,
         CudaGraph,  # after channels_last, whose predict it captures
