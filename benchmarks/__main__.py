@@ -40,6 +40,7 @@ LIMITS = {
     "upsample": 90,
     "image": 45,
     "masks": 45,
+    "pictures": 45,
     "bn_act": 75,
     "train": 170,
     "ultralytics": 110,

@@ -73,6 +73,7 @@ WANTS = {
     "ultralytics": ("ultralytics", "sklearn", "cv2", "PIL", "yaml"),
     "loader": REAL_SCRIPTS,
     "postprocess": REAL_SCRIPTS,
+    "pictures": ("yolov5", "ultralytics", "cv2"),
     "training_truth": REAL_SCRIPTS,
 }
 

@@ -213,6 +213,8 @@ WITHOUT = {
         "postprocess",
         r".*",
     ): "its work depends on what the trained model detects; bench_nms has the same operators on stated data",
+    ("pictures", r".*"): "most of it is the network, which is not ours",
+    ("nms", r"rotated boxes, .*"): "its work depends on how many boxes lie near each other",
     ("train", r"yolov5n, batch \d+, train\.py at 128"): "a figure of the CPU, where the loader is part of the step",
     ("ultralytics", r".*"): "models of Ultralytics, whose operations work.py does not count",
 }

@@ -3,8 +3,8 @@
     python -m examples.export --out build/detector                        # a small network with random weights
     python -m examples.export --out build/detector --weights yolov5s.pt   # a YOLOv5 checkpoint (yolov5 on the path)
 
-writes detector.ts, which needs torch_fastdet but no YOLOv5 to be loaded, and image.npy and golden/, the stages of plain
-PyTorch that the C++ program's are compared with:
+writes detector.ts, which needs torch_fastdet but no YOLOv5 to be loaded; pictures.ts, which takes uint8 pictures of any sizes and
+gives boxes in their pixels; and image.npy and golden/, the stages of plain PyTorch that the C++ program's are compared with:
 
     detect build/detector/detector.ts build/detector/image.npy --golden build/cpp
     python -m torch_fastdet.golden compare build/detector/golden build/cpp --rtol 1e-5 --atol 1e-3
@@ -26,7 +26,7 @@ if not __package__:  # run as a file, not with -m
 
 from examples.command_line import Unusable, brief, existing, folder, run
 from torch_fastdet import golden, ops
-from torch_fastdet.postprocess import YOLOv5PostProcess
+from torch_fastdet.postprocess import PictureDetector, YOLOv5PostProcess
 
 ANCHORS = [[[1.25, 1.625], [2.0, 3.75], [4.125, 2.875]], [[1.875, 3.8125], [3.875, 2.8125], [3.6875, 7.4375]]]
 STRIDES = [8.0, 16.0]
@@ -132,7 +132,7 @@ def load_yolov5(path: str) -> tuple[nn.Module, list[str]]:
     return model, names
 
 
-def save(detector: Detector, size: int, names: list[str], path: Path) -> None:
+def save(detector: nn.Module, size: int, names: list[str], path: Path) -> None:
     """Writes the TorchScript file; the side of the pictures it wants and the classes' names are inside."""
     path.parent.mkdir(parents=True, exist_ok=True)
     about = json.dumps({"size": size, "names": names})
@@ -142,9 +142,11 @@ def save(detector: Detector, size: int, names: list[str], path: Path) -> None:
 
 
 def export(detector: Detector, image: Tensor, folder: Path, names: list[str] | None = None) -> None:
-    """Writes detector.ts, image.npy and golden/ into ``folder``."""
+    """Writes detector.ts, pictures.ts, image.npy and golden/ into ``folder``."""
     names = names or [str(c) for c in range(detector.postprocess.nc)]
     save(detector, image.size(-1), names, folder / "detector.ts")
+    pictures = PictureDetector(detector.network, detector.postprocess, image.size(-1)).eval()
+    save(pictures, image.size(-1), names, folder / "pictures.ts")
     np.save(folder / "image.npy", image.numpy())
     post = detector.postprocess
     with torch.inference_mode():
@@ -178,7 +180,7 @@ def main() -> None:
     else:
         detector = small_detector(conf_thres=options.conf)
     export(detector, image, options.out, names)
-    print(f"wrote detector.ts, image.npy and golden/ into {options.out}")
+    print(f"wrote detector.ts, pictures.ts, image.npy and golden/ into {options.out}")
 
 
 if __name__ == "__main__":

@@ -4,15 +4,16 @@ The list-returning functions of the stock packages are in :mod:`torch_fastdet.su
 """
 
 # No "from __future__ import annotations": TorchScript reads the classes' attribute types as they stand.
+import copy
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torch_fastdet.ops import nms
+from torch_fastdet.ops import image, nms
 
-__all__ = ["UltralyticsPostProcess", "YOLOv5PostProcess", "split_ultralytics_heads"]
+__all__ = ["PictureDetector", "UltralyticsPostProcess", "YOLOv5PostProcess", "split_ultralytics_heads"]
 
 
 def _stride_list(op: str, strides: Any) -> list[float]:
@@ -268,6 +269,144 @@ def _task_of(head: Any) -> dict[str, str]:
         values = "xyv" if head.kpt_shape[1] == 3 else "xy"
         return {"task": "pose", "extra_kind": f"{'cell_' if 'Pose26' in names else ''}keypoints_{values}"}
     return {"task": "segment" if names & {"Segment", "YOLOESegment"} else "detect"}
+
+
+class _RawHeads(nn.Module):
+    """A YOLOv5 model whose Detect module gives its raw heads, as it does in training."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model.eval()
+        next(module for module in reversed(list(model.modules())) if hasattr(module, "anchors")).training = True
+
+    def forward(self, batch: Tensor) -> list[Tensor]:
+        return list(self.model(batch))
+
+
+class PictureDetector(nn.Module):
+    """uint8 pictures of any sizes to detections in their own pixels: letterbox, network and post-processing. Scriptable.
+
+    Pictures are resized as ``cv2.resize`` does and padded with grey to ``size``, in the middle, as YOLOv5's ``letterbox`` with
+    ``auto=False`` does; a side that stock would resize to nothing gets one pixel.
+
+    Args:
+        network: (images, 3, height, width), RGB, 0..1 -> list of raw YOLOv5 heads: scripted, traced, or scriptable.
+        postprocess: What makes detections of the heads.
+        size: height and width of the network's input, or one number for both.
+        bgr: The pictures' channels are blue, green, red, as OpenCV reads them, and not red, green, blue.
+        half_precision: The network takes float16, not float32.
+    """
+
+    plan: Tensor
+    letterboxes: Tensor
+
+    def __init__(
+        self,
+        network: nn.Module,
+        postprocess: YOLOv5PostProcess,
+        size: int | Sequence[int] = 640,
+        bgr: bool = False,
+        half_precision: bool = False,
+    ):
+        super().__init__()
+        height, width = (size, size) if isinstance(size, int) else size
+        for side in (height, width):
+            _check_count("PictureDetector", "size", side, 1, "pixels")
+        self.network = network
+        self.postprocess = postprocess
+        self.size = [int(height), int(width)]
+        self.bgr = bool(bgr)
+        self.half_precision = bool(half_precision)
+        # Of forward_batch: it goes to the device once for each shape.
+        self.planned = [0, 0, 0]
+        self.plan = torch.zeros(0)
+        self.letterboxes = torch.zeros(0)
+
+    @classmethod
+    def from_model(
+        cls, model: nn.Module, size: int | Sequence[int] = 640, bgr: bool = False, half: bool = False, **options: Any
+    ) -> "PictureDetector":
+        """Of a YOLOv5 model that detects: a copy of it is traced, on its device. ``options`` are :class:`YOLOv5PostProcess`'s."""
+        postprocess = YOLOv5PostProcess.from_model(model, **options)
+        network = copy.deepcopy(model)
+        network = network.half() if half else network.float()
+        height, width = (size, size) if isinstance(size, int) else size
+        example = torch.zeros(1, 3, height, width, dtype=torch.float16 if half else torch.float32)
+        with torch.no_grad():
+            traced = torch.jit.trace(
+                _RawHeads(network), example.to(postprocess.anchors.device), check_trace=False, strict=False
+            )
+        return cls(traced, postprocess, size, bgr, half).eval()
+
+    def forward(self, pictures: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """pictures, each (height, width, 3) uint8 -> detections (images, max_det, 6 + nm), counts (images,).
+
+        All on one device. Pictures on the host are uploaded together; what tells where they lie goes to the device, too.
+        """
+        if len(pictures) == 0:
+            raise ValueError("PictureDetector: pictures is empty, but one or more pictures are wanted")
+        rows: list[list[int]] = []
+        boxes: list[list[float]] = []
+        flat: list[Tensor] = []
+        offset = 0
+        for picture in pictures:
+            if picture.dim() != 3 or picture.size(2) != 3 or picture.dtype != torch.uint8 or picture.numel() == 0:
+                raise ValueError(
+                    f"PictureDetector: a picture has shape {list(picture.shape)} and dtype {picture.dtype}, but "
+                    "(height, width, 3) of uint8 is wanted"
+                )
+            rows.append(self._row(offset, picture.size(0), picture.size(1)))
+            boxes.append(nms.letterbox(self.size, [picture.size(0), picture.size(1)]))
+            flat.append(picture.reshape(-1))
+            offset += picture.numel()
+        device = self.postprocess.anchors.device
+        storage = torch.cat(flat)
+        if storage.device.type == "cpu" and device.type == "cuda":
+            storage = storage.pin_memory()
+        return self._detect(
+            storage.to(device, non_blocking=True), torch.tensor(rows).to(device), torch.tensor(boxes).to(device)
+        )
+
+    @torch.jit.export
+    def forward_batch(self, pictures: Tensor) -> tuple[Tensor, Tensor]:
+        """The same for pictures of one size, (images, height, width, 3) uint8 on the module's device.
+
+        After the first call with a shape nothing comes from the host, so that a CUDA graph can capture it.
+        """
+        device = self.postprocess.anchors.device
+        if pictures.dim() != 4 or pictures.size(3) != 3 or pictures.dtype != torch.uint8 or pictures.numel() == 0:
+            raise ValueError(
+                f"PictureDetector: pictures has shape {list(pictures.shape)} and dtype {pictures.dtype}, but "
+                "(images, height, width, 3) of uint8 is wanted"
+            )
+        if pictures.device != device:
+            raise ValueError(f"PictureDetector: pictures is on {pictures.device}, but the module is on {device}")
+        shape = [pictures.size(0), pictures.size(1), pictures.size(2)]
+        if self.planned != shape or self.plan.device != device:
+            rows = [self._row(i * shape[1] * shape[2] * 3, shape[1], shape[2]) for i in range(shape[0])]
+            boxes = [nms.letterbox(self.size, [shape[1], shape[2]]) for _ in range(shape[0])]
+            self.plan = torch.tensor(rows).to(device)
+            self.letterboxes = torch.tensor(boxes).to(device)
+            self.planned = shape
+        return self._detect(pictures.reshape(-1), self.plan, self.letterboxes)
+
+    def _row(self, offset: int, height: int, width: int) -> list[int]:
+        """A row of image_letterbox's plan."""
+        gain = min(self.size[0] / height, self.size[1] / width)
+        # TorchScript's round() gives a float.
+        rows = max(int(round(height * gain)), 1)  # noqa: RUF046
+        columns = max(int(round(width * gain)), 1)  # noqa: RUF046
+        top = int(round((self.size[0] - rows) / 2 - 0.1))  # noqa: RUF046
+        left = int(round((self.size[1] - columns) / 2 - 0.1))  # noqa: RUF046
+        return [0, offset, height, width, width * 3, rows, columns, top, left, 0]
+
+    def _detect(self, storage: Tensor, plan: Tensor, letterboxes: Tensor) -> tuple[Tensor, Tensor]:
+        dtype = torch.float16 if self.half_precision else torch.float32
+        batch = image.image_letterbox([storage], plan, self.size, 3, dtype, False, not self.bgr)
+        return self.postprocess(self.network(batch), letterboxes)
+
+    def extra_repr(self) -> str:
+        return f"size={self.size}, bgr={self.bgr}, half_precision={self.half_precision}"
 
 
 def split_ultralytics_heads(

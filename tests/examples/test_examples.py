@@ -177,7 +177,7 @@ def test_a_yolov5_checkpoint_is_served_with_stocks_boxes(tmp_path, no_yolov5):
 
 def test_export_writes_what_the_cpp_program_wants(tmp_path):
     printed = run("examples.export", "--out", tmp_path, "--img", "64").stdout
-    assert "wrote detector.ts, image.npy and golden/" in printed
+    assert "wrote detector.ts, pictures.ts, image.npy and golden/" in printed
     detector = PictureDetector(tmp_path / "detector.ts")
     assert (detector.size, detector.names) == (64, [str(c) for c in range(export.CLASSES)])
     assert {"image.npy", "detector.ts", "golden"} <= {path.name for path in tmp_path.iterdir()}

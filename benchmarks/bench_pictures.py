@@ -1,0 +1,100 @@
+"""From uint8 pictures to boxes in their pixels: PictureDetector beside its network alone, and YOLO(...).predict with letterbox_optim.
+
+    python -m benchmarks.bench_pictures [--device cpu|cuda] [--out FOLDER]
+
+PictureDetector is a scripted file of YOLOv5 (yolov5s in half precision on a GPU, yolov5n in float32 on the CPU) with random weights;
+the difference to "network alone" is letterbox, post-processing and scaling. predict is asked for one picture of 1080p in memory, call
+by call: its rows hold the median and the percentiles 10 and 90, and a line says p50 and p99.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import harness
+from torch_fastdet.postprocess import PictureDetector
+
+SIDE = 640
+
+
+def yolov5(size: str, device: torch.device) -> Any:
+    from yolov5.models import yolo
+
+    torch.manual_seed(0)
+    return yolo.DetectionModel(str(Path(yolo.__file__).parent / f"yolov5{size}.yaml"), ch=3, nc=80).to(device).eval()
+
+
+def bench_detector(report: harness.Report, images: int, **options: Any) -> None:
+    """1080p pictures on the device, in one call or one graph."""
+    cuda = report.device.type == "cuda"
+    size, height, width = ("s", 1080, 1920) if cuda else ("n", 360, 640)
+    module = torch.jit.script(PictureDetector.from_model(yolov5(size, report.device), SIDE, half=cuda))
+    pictures = torch.randint(0, 256, (images, height, width, 3), dtype=torch.uint8, device=report.device)
+    batch = torch.rand(images, 3, SIDE, SIDE, device=report.device, dtype=torch.float16 if cuda else torch.float32)
+    report.compare(
+        f"pictures to boxes, yolov5{size}, batch {images}",
+        {
+            "network alone": lambda: module.network(batch),
+            "torch_fastdet": lambda: module.forward_batch(pictures),
+        },
+        views=("call", "graph"),
+        **options,
+    )
+
+
+def latencies(predict: Any, count: int) -> list[float]:
+    """Microseconds of each call, which ends on the host."""
+    for _ in range(max(count // 10, 3)):
+        predict()
+    times = []
+    for _ in range(count):
+        begun = time.perf_counter()
+        predict()
+        times.append((time.perf_counter() - begun) * 1e6)
+    return times
+
+
+def bench_predict(report: harness.Report, count: int) -> None:
+    from ultralytics import YOLO
+
+    from torch_fastdet import ultralytics as drop_in
+
+    torch.manual_seed(0)
+    model = YOLO("yolov8n.yaml")
+    picture = torch.randint(0, 256, (1080, 1920, 3), dtype=torch.uint8).numpy()
+    predict = partial(model.predict, picture, imgsz=SIDE, device=str(report.device), verbose=False, save=False)
+    for variant, switches in (
+        ("stock", {}),
+        ("torch_fastdet letterbox_optim", {"letterbox_optim": True}),
+        ("torch_fastdet letterbox_optim, nms_optim", {"letterbox_optim": True, "nms_optim": True}),
+    ):
+        if switches:
+            drop_in.patch(**switches)
+        try:
+            times = latencies(predict, count)
+        finally:
+            drop_in.unpatch()
+        report.add("YOLO(yolov8n).predict, one 1080p picture in memory", variant, "call", times)
+        cuts = statistics.quantiles(times, n=100)
+        print(f"predict, {variant}: p50 {cuts[49] / 1e3:.2f} ms, p99 {cuts[98] / 1e3:.2f} ms", flush=True)
+    report.write()
+
+
+def measure(report: harness.Report) -> None:
+    cuda = report.device.type == "cuda"
+    if report.prepare:
+        return
+    with torch.inference_mode():
+        for images in (1, 32) if cuda else (1,):
+            bench_detector(report, images, repetitions=10, inner=3 if cuda else 1, warmup=3)
+    bench_predict(report, 300 if cuda else 10)
+
+
+if __name__ == "__main__":
+    harness.run("pictures", measure)

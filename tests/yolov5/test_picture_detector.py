@@ -1,0 +1,141 @@
+"""PictureDetector: one scripted file from uint8 pictures to boxes in original pixels, against stock's steps."""
+
+import copy
+import io
+
+import numpy as np
+import pytest
+import torch
+
+from examples.export import small_detector
+from tests import stock
+from torch_fastdet.postprocess import PictureDetector
+
+SHAPES = [(120, 67), (64, 96), (128, 128), (33, 200), (1, 1), (97, 61)]
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit", "ignore:Converting a tensor")
+
+
+@pytest.fixture(autouse=True)
+def _float32_convolutions():
+    """cuDNN's TF32 gives other bits for another batch."""
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        yield
+
+
+def pictures(shapes=SHAPES, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 256, (*shape, 3), dtype=np.uint8) for shape in shapes]
+
+
+def saved_and_loaded(module):
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.script(module), file)
+    file.seek(0)
+    return torch.jit.load(file)
+
+
+def by_stock(network, post, ims, size, bgr):
+    """letterbox, BGR to RGB, division, network, decode, suppression and scale_boxes of the installed yolov5."""
+    letterbox = pytest.importorskip("yolov5.utils.augmentations", exc_type=ImportError).letterbox
+    from torch_fastdet import ops
+
+    boxed = np.stack([letterbox(im[..., ::-1] if bgr else im, size, auto=False)[0] for im in ims])
+    batch = torch.from_numpy(np.ascontiguousarray(boxed.transpose(0, 3, 1, 2))).to(post.anchors.device).float() / 255
+    with torch.no_grad():
+        decoded = ops.yolov5_decode(network(batch), post.anchors, post.strides)
+    functions = stock.yolov5()
+    found = functions.non_max_suppression(decoded, post.conf_thres, post.iou_thres)
+    for rows, im in zip(found, ims):
+        functions.scale_boxes((size, size), rows[:, :4], im.shape)
+    return found
+
+
+def same(result, want):
+    detections, counts = result
+    assert counts.tolist() == [len(rows) for rows in want] and min(counts.tolist()) > 0
+    for got, rows in zip(detections, want):
+        torch.testing.assert_close(got[: len(rows)], rows, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("bgr", [False, True])
+def test_against_stocks_steps(device, bgr):
+    detector = small_detector(conf_thres=0.3).to(device)
+    module = PictureDetector(detector.network, detector.postprocess, 128, bgr=bgr).eval()
+    loaded = saved_and_loaded(module)
+    ims = pictures()
+    want = by_stock(detector.network, detector.postprocess, ims, 128, bgr)
+    tensors = [torch.from_numpy(im) for im in ims]
+    with torch.inference_mode():
+        for run in (module, loaded):
+            same(run(tensors), want)
+            same(run([t.to(device) for t in tensors]), want)
+            for one in (tensors[:1], tensors[3:4], tensors[:1]):
+                same(run.forward_batch(torch.stack(one).to(device)), want[3:4] if one[0].shape[0] == 33 else want[:1])
+    views = [torch.from_numpy(im[::-1].copy()).flip(0) for im in ims]
+    same(loaded(views), want)
+    again = copy.deepcopy(module)
+    same(again(tensors), want)
+
+
+def test_of_a_yolov5_model():
+    """from_model leaves the model as it is; the file needs no YOLOv5."""
+    tasks = pytest.importorskip("yolov5.models.yolo", exc_type=ImportError)
+    torch.manual_seed(0)
+    model = tasks.Model(_yaml(tasks), ch=3, nc=3).eval()
+    with torch.no_grad():
+        for layer in model.model[-1].m:
+            layer.weight.mul_(30)
+            layer.bias.zero_()
+    loaded = saved_and_loaded(PictureDetector.from_model(model, 128, conf_thres=0.2))
+    assert not model.model[-1].training
+    ims = pictures([(90, 128), (64, 50)])
+
+    def network(batch):
+        return model(batch)[1]
+
+    post = PictureDetector.from_model(model, 128, conf_thres=0.2).postprocess
+    same(loaded([torch.from_numpy(im) for im in ims]), by_stock(network, post, ims, 128, False))
+
+
+def _yaml(tasks):
+    from pathlib import Path
+
+    return str(Path(tasks.__file__).parent / "yolov5n.yaml")
+
+
+def test_bad_pictures_are_a_sentence():
+    detector = small_detector()
+    module = PictureDetector(detector.network, detector.postprocess, 64)
+    for bad, message in (
+        ([], "pictures is empty"),
+        ([torch.zeros(4, 4, 3)], "a picture has shape"),
+        ([torch.zeros(4, 4, dtype=torch.uint8)], "a picture has shape"),
+        ([torch.zeros(0, 4, 3, dtype=torch.uint8)], "a picture has shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            module(bad)
+    with pytest.raises(ValueError, match="pictures has shape"):
+        module.forward_batch(torch.zeros(1, 4, 4, 3))
+    with pytest.raises(ValueError, match="size is 0"):
+        PictureDetector(detector.network, detector.postprocess, 0)
+
+
+def test_one_graph(cuda):
+    """forward_batch in a CUDA graph, replayed with other pictures."""
+    detector = small_detector(conf_thres=0.3).to(cuda)
+    module = saved_and_loaded(PictureDetector(detector.network, detector.postprocess, 128).eval())
+    batches = [
+        torch.stack([torch.from_numpy(im) for im in pictures([(90, 120)] * 2, seed)]).to(cuda) for seed in (0, 1)
+    ]
+    static = batches[0].clone()
+    with torch.inference_mode():
+        want = [module.forward_batch(batch) for batch in batches for _ in range(3)][2::3]
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = module.forward_batch(static)
+        for batch, expected in zip(batches, want):
+            static.copy_(batch)
+            graph.replay()
+            for a, b in zip(got, expected):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-3)
