@@ -266,6 +266,7 @@ def test_batches_are_stocks(ultralytics, root, device, case, monkeypatch, capsys
 PLANNED = ["train", "workers", "val", "close_mosaic", "segment", "stopped", "no_memory", "cutmix"]
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("case", PLANNED)
 def test_the_training_process_makes_batches_of_plans(ultralytics, root, case, monkeypatch, request):
     options = {"root": "boxes", **CASES[case]}
@@ -277,6 +278,7 @@ def test_the_training_process_makes_batches_of_plans(ultralytics, root, case, mo
     compare(ours(batches, ultralytics, where, device="cuda", **options), stock)
 
 
+@pytest.mark.cpu
 def test_names_are_put_back(ultralytics):
     u = ultralytics
     before = [vars(u.data), vars(u.build), vars(u.base.BaseDataset)]
@@ -300,6 +302,7 @@ def test_a_loader_survives_unpatch_and_is_stocks_to_others(ultralytics, root, de
     loader.close()
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("cache", [None, "ram"])
 def test_nothing_of_ours_is_in_copies_of_the_data_set(ultralytics, root, cache):
     def pickled():
@@ -316,6 +319,7 @@ def test_nothing_of_ours_is_in_copies_of_the_data_set(ultralytics, root, cache):
     assert isinstance(item["img"], torch.Tensor)
 
 
+@pytest.mark.cpu
 def test_classes_of_users_get_stocks_loader(ultralytics, root, monkeypatch, capsys):
     class Weighted(ultralytics.dataset.YOLODataset):
         def __getitem__(self, index):
@@ -338,6 +342,7 @@ def test_classes_of_users_get_stocks_loader(ultralytics, root, monkeypatch, caps
     assert "stock's loader makes the batches: Weighted is not Ultralytics' YOLODataset." in capsys.readouterr().out
 
 
+@pytest.mark.cpu
 def test_files_that_are_exchanged_later_are_those_that_are_shown(ultralytics, root):
     def reverse(loader):
         list(loader)
@@ -348,6 +353,7 @@ def test_files_that_are_exchanged_later_are_those_that_are_shown(ultralytics, ro
     compare(ours(batches, ultralytics, root("boxes"), **options), batches(ultralytics, root("boxes"), **options))
 
 
+@pytest.mark.cpu
 def test_changed_code_is_left_alone(ultralytics, root, monkeypatch, capsys):
     stock = ultralytics.augment.MixUp.apply_image
     drop_in.patch(loader_optim=True)
@@ -365,6 +371,7 @@ def test_changed_code_is_left_alone(ultralytics, root, monkeypatch, capsys):
 # Bad input and faults -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("fault", ["missing", "empty", "truncated"])
 def test_a_file_that_breaks_after_the_scan_is_stocks_error(ultralytics, tmp_path, workers, fault):
@@ -394,6 +401,7 @@ def test_a_file_that_breaks_after_the_scan_is_stocks_error(ultralytics, tmp_path
     assert fault == "truncated" or "7.jpg" in stock[1]
 
 
+@pytest.mark.cpu
 def test_labels_that_change_between_trainings_are_read_again(ultralytics, tmp_path):
     where = _make(ultralytics.cv2, tmp_path / "labels", "boxes", count=12)
     ours(batches, ultralytics, where, epochs=1)
@@ -404,6 +412,7 @@ def test_labels_that_change_between_trainings_are_read_again(ultralytics, tmp_pa
     compare(mine, batches(ultralytics, where, epochs=1))
 
 
+@pytest.mark.cpu
 def test_a_disk_that_fills_leaves_no_half_written_picture(ultralytics, tmp_path, monkeypatch):
     where = _make(ultralytics.cv2, tmp_path / "full", "boxes", count=12)
     save = np.save
@@ -460,9 +469,9 @@ def test_spawned_workers_share_the_pictures(ultralytics, root, device):
     def spawning(loader):
         loader.multiprocessing_context = "spawn"
 
-    options = {"workers": 1, "cache": "ram", "epochs": 1, "before": spawning, **HYP}
+    options = {"workers": 1, "cache": "ram", "epochs": 1, **HYP}
     stock = batches(ultralytics, root("boxes"), **options)
-    compare(ours(batches, ultralytics, root("boxes"), device=device, **options), stock)
+    compare(ours(batches, ultralytics, root("boxes"), device=device, before=spawning, **options), stock)
 
 
 def test_nothing_stays_open(ultralytics, root, device):
@@ -473,5 +482,6 @@ def test_nothing_stays_open(ultralytics, root, device):
     assert closes(before) and orphans() <= left
 
 
+@pytest.mark.cpu
 def test_control_c_with_a_gpu(ultralytics, root, pretended_gpu):
     test_control_c_ends_the_loop_and_the_workers(ultralytics, root, torch.device("cuda"))
