@@ -1,14 +1,20 @@
-"""bn_act, forward and backward, against BatchNorm2d and SiLU: eager, and torch.compile of the two.
+"""What bn_act_optim puts in place of a model's layers, forward and backward, against PyTorch's.
 
-The shapes are YOLOv5s' at batch 64 and 16, 640x640. Those below 60 MB can stay in an H200's L2 between the passes.
+bn_act against BatchNorm2d and SiLU, eager and torch.compile of the two; on a GPU also the stem under autocast, with its weights'
+gradient, and SPPF's poolings. The shapes are YOLOv5s' at batch 64 and 16, 640x640. Those below 60 MB can stay in an H200's L2
+between the passes.
 """
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from benchmarks import harness, work
-from torch_fastdet import ops
+from torch_fastdet import ops, stem
 
 FORMATS = {"NHWC": torch.channels_last, "NCHW": torch.contiguous_format}
 GPU_SHAPES = [(64, 32, 320, 320), (64, 64, 160, 160), (64, 256, 40, 40), (16, 64, 160, 160), (16, 256, 40, 40)]
@@ -56,6 +62,63 @@ def measure(report: harness.Report) -> None:
                 ungraphable=("torch.compile",),
             )
             del x, grad, norm
+    if cuda:
+        measure_stem(report)
+        measure_pools(report)
+
+
+def measure_stem(report: harness.Report) -> None:
+    for batch, kernel, outputs in ((64, 6, 32), (16, 6, 32), (64, 3, 32), (16, 3, 16)):
+        conv = nn.Conv2d(3, outputs, kernel, 2, 2 if kernel == 6 else 1, bias=False)
+        conv.to(report.device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        x = torch.rand(batch, 3, 640, 640, device=report.device).contiguous(memory_format=torch.channels_last)
+        grad = torch.randn(batch, outputs, 320, 320, device=report.device, dtype=torch.float16)
+        grad = grad.contiguous(memory_format=torch.channels_last)
+        report.compare(
+            f"stem {kernel}x{kernel}, {outputs} outputs, batch {batch}",
+            {
+                "torch_fastdet": partial(stem_step, stem.convolve, conv, x, grad),
+                "eager": partial(stem_step, nn.Conv2d.__call__, conv, x, grad),
+            },
+            bytes=work.stem(batch, kernel, outputs).bytes,
+            repetitions=30,
+            inner=5,
+        )
+
+
+def stem_step(convolve: Callable[..., torch.Tensor], conv: nn.Conv2d, x: torch.Tensor, grad: torch.Tensor) -> Any:
+    with torch.autocast("cuda", cache_enabled=False):
+        y = convolve(conv, x)
+    return torch.autograd.grad(y, conv.weight, grad)
+
+
+def pools_step(function: Callable[..., torch.Tensor], x: torch.Tensor, grad: torch.Tensor) -> Any:
+    return torch.autograd.grad(function(x), x, grad)
+
+
+def stock_pools(x: torch.Tensor) -> torch.Tensor:
+    parts = [x]
+    for _ in range(3):
+        parts.append(F.max_pool2d(parts[-1], 5, 1, 2))
+    return torch.cat(parts, 1)
+
+
+def measure_pools(report: harness.Report) -> None:
+    for shape in ((64, 256, 20, 20), (16, 256, 20, 20)):
+        x = torch.randn(shape, device=report.device, dtype=torch.float16).contiguous(memory_format=torch.channels_last)
+        x.requires_grad_()
+        grad = torch.randn_like(stock_pools(x.detach()))
+        functions: dict[str, Callable[..., torch.Tensor]] = {"torch_fastdet": ops.max_pools_cat, "eager": stock_pools}
+        torch._dynamo.reset()
+        functions["torch.compile"] = torch.compile(stock_pools)
+        report.compare(
+            f"SPPF poolings {shape}".replace(", ", ","),
+            {name: partial(pools_step, function, x, grad) for name, function in functions.items()},
+            bytes=work.max_pools_cat(x.numel(), 3, x.element_size()).bytes,
+            repetitions=30,
+            inner=5,
+            ungraphable=("torch.compile",),
+        )
 
 
 if __name__ == "__main__":

@@ -168,6 +168,16 @@ FORMULAS: tuple[tuple[str, str, Callable[..., work.Work]], ...] = (
         lambda n, c, h, w, itemsize: work.batch_norm_silu(int(n) * int(c) * int(h) * int(w), itemsize),
     ),
     (
+        "bn_act",
+        r"stem (\d)x\d, (\d+) outputs, batch (\d+)",
+        lambda kernel, outputs, batch, itemsize: work.stem(int(batch), int(kernel), int(outputs), itemsize=itemsize),
+    ),
+    (
+        "bn_act",
+        r"SPPF poolings \((\d+),(\d+),(\d+),(\d+)\)",
+        lambda n, c, h, w, itemsize: work.max_pools_cat(int(n) * int(c) * int(h) * int(w), 3, itemsize),
+    ),
+    (
         "multi_tensor",
         r"EMA (\w)",
         lambda model, _: work.ema(work.yolov5_parameters(model) + work.yolov5_statistics(model)),

@@ -371,6 +371,18 @@ def batch_norm_silu(elements: int, itemsize: int = 2) -> Work:
     return Work(30 * elements, 8 * elements * itemsize)
 
 
+def stem(batch: int, kernel: int, outputs: int, image: int = 640, itemsize: int = 2) -> Work:
+    """The first convolution of stride 2 and its weights' gradient: forward reads float32 pixels, backward those that autocast left."""
+    pixels, results = 3 * batch * image**2, outputs * batch * (image // 2) ** 2
+    return Work(4 * results * 3 * kernel**2, pixels * (4 + itemsize) + 2 * results * itemsize, "fp16", launches=2)
+
+
+def max_pools_cat(elements: int, pools: int = 3, itemsize: int = 2) -> Work:
+    """Poolings of poolings beside x, forward and backward: x or its gradient, the concatenation, and a byte a pooled value."""
+    count = 2 * flops.max_pools(elements * pools)
+    return Work(count, 2 * elements * ((pools + 2) * itemsize + pools), launches=2 * pools)
+
+
 def yolov5_training_pieces(model: str, batch: int, image: int = 640, itemsize: int = 2) -> dict[str, list[Work]]:
     """Forward and backward of a training step, a list of kernels a family: what cannot be fused away."""
     pieces: dict[str, list[Work]] = {"convolution": [], "batch norm + SiLU": [], "optimizer": [], "loss": []}

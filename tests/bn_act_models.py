@@ -46,8 +46,43 @@ def step(model, images):
     return operators, [o.detach() for o in outputs] + gradients + list(model.buffers())
 
 
-def compare(build, drop_in):
-    """``build()`` gives a model with the same weights each time. In float64, so that every difference is one of arithmetic."""
+class Tensors(torch.nn.Module):
+    """A model whose outputs are a tuple of tensors, as a trace wants them."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return tuple(tensors(self.model(x)))
+
+
+def other_uses(model, images, programs=()):
+    """What a trained model is used for next: results of the model, of its trace, in half precision and fused."""
+    model = copy.deepcopy(model).float().eval()
+    images = images.float()
+    traced, texts = model, []
+    if "trace" in programs:
+        traced = torch.jit.trace(Tensors(model), images, check_trace=False)
+        training = torch.jit.trace(Tensors(copy.deepcopy(model)).train(), images, check_trace=False)
+        texts += [str(traced.inlined_graph), str(training.inlined_graph)]
+    if "export" in programs:
+        texts.append(str(torch.export.export(Tensors(model), (images,), strict=False).graph))
+    assert all("batch_norm" in text and "torch_fastdet" not in text for text in texts)
+    half = copy.deepcopy(model).bfloat16()
+    fused = copy.deepcopy(model).fuse()
+    assert not any(type(module) is torch.nn.BatchNorm2d for module in fused.modules())
+    with torch.no_grad():
+        outputs = [f(x) for f, x in ((traced, images), (half, images.bfloat16()), (fused, images))]
+    return [t for output in outputs for t in tensors(output)]
+
+
+FORMATS = (torch.channels_last, torch.contiguous_format)
+
+
+def compare(build, drop_in, uses=(), layouts=FORMATS):
+    """``build()`` gives a model with the same weights each time. In float64, so that every difference is one of arithmetic.
+    ``uses``: also what a model is used for after training, and as these programs."""
     on_the_cpu()
     images = torch.rand(2, 3, 64, 64, dtype=torch.float64)
     plain = build().double().train()
@@ -58,7 +93,7 @@ def compare(build, drop_in):
     lines = drop_in.patch(bn_act_optim=True)
     for name in ("Conv.forward", "Bottleneck.forward", "SPPF.forward"):
         assert any(f"{name} ->" in line for line in lines), lines
-    for layout in (torch.contiguous_format, torch.channels_last):
+    for layout in layouts:
         run, found = step(copy.deepcopy(blank).to(memory_format=layout), images.to(memory_format=layout))
         # Norms that stand alone (in no Conv) stay stock's.
         assert run.ours + run.stock == norms and run.ours > 0.9 * norms, (run.ours, run.stock, norms)
@@ -70,6 +105,7 @@ def compare(build, drop_in):
             torch.testing.assert_close(mine, theirs, rtol=1e-7, atol=1e-7 * scale + 1e-12)
     trained = copy.deepcopy(blank)
     step(trained, images)
+    ours_then = other_uses(trained, images, programs=uses) if uses else []
     buffer = io.BytesIO()
     torch.save(copy.deepcopy(trained), buffer)
     assert b"torch_fastdet" not in buffer.getvalue()
@@ -80,4 +116,6 @@ def compare(build, drop_in):
     drop_in.unpatch()
     sum(output.square().mean() for output in half_way).backward()
     assert step(copy.deepcopy(blank), images)[0].ours == 0
+    for mine, theirs in zip(ours_then, other_uses(trained, images) if uses else []):
+        assert torch.equal(mine, theirs)
     print("as stock")
