@@ -316,9 +316,9 @@ REPLACED = ("BaseDataset.cache_images", "BaseDataset.set_rectangle")
 
 def plan_loader(loader: Any, device: Any) -> Any:
     """A loader that does the work of ``loader``, one of stock's that has not begun, by plans."""
-    where = torch.device(int(device) if str(device).isdigit() else device)
-    on_gpu = where.type == "cuda" and torch.cuda.is_available()
-    gpu = where if on_gpu and where.index is not None else None
+    kind, _, number = str(device).partition(":")  # stock takes any text
+    on_gpu = kind == "cuda" and torch.cuda.is_available()
+    gpu = torch.device("cuda", int(number)) if on_gpu and number.isdigit() else None
     cls: Any = type(loader)
     planned: Any = object.__new__(_loader_class(cls))
     vars(planned).update(vars(loader))
