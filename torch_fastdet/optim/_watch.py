@@ -107,6 +107,17 @@ class Binding:
     def make_buffers(self) -> None:
         """Make what the optimizer's state lacks, where the state's rule does not do so itself."""
 
+    def lacking(self) -> list[Tensor]:
+        """Parameters that have a gradient but no state yet; an error in a capture, where nothing that is made would last."""
+        state = self.optimizer.state
+        found = [p for p in self.params if p.grad is not None and not state.get(p)]
+        if found and found[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{self.name}: a parameter has no buffers yet, and buffers made inside of a CUDA graph capture would not outlive a "
+                "replay; take one step before the capture"
+            )
+        return found
+
     def give_buffers(self) -> None:
         """Put buffers that C++ made into the optimizer's state."""
 

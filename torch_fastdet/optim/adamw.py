@@ -43,14 +43,8 @@ class AdamBinding(Binding):
         state = self.optimizer.state
         if len(state) == len(self.params) and self.same_buffers():
             return
-        missing = [p for p in self.params if p.grad is not None and not state.get(p)]
-        if missing and missing[0].is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"{self.name}: a parameter has no moments yet, and moments made inside of a CUDA graph capture would not outlive "
-                "a replay; take one step before the capture"
-            )
         with torch.inference_mode(False), torch.no_grad():  # later steps write into them
-            for p in missing:
+            for p in self.lacking():
                 state[p] = {
                     STEP: torch.zeros((), dtype=torch.float32, device=p.device),
                     FIRST: torch.zeros_like(p, memory_format=torch.preserve_format),

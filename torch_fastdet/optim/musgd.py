@@ -203,13 +203,11 @@ class MusgdBinding(Binding):
         if len(state) == len(self.params) and self.same_buffers():
             return
         with torch.inference_mode(False), torch.no_grad():  # later steps write into them
-            for group in self.optimizer.param_groups:
-                for p in group["params"]:
-                    if p.grad is None or len(state[p]):
-                        continue
-                    state[p][MUON_BUFFER] = torch.zeros_like(p)
-                    if group["use_muon"]:
-                        state[p][SGD_BUFFER] = torch.zeros_like(p)
+            matrices = {id(p) for group in self.optimizer.param_groups if group["use_muon"] for p in group["params"]}
+            for p in self.lacking():
+                state[p][MUON_BUFFER] = torch.zeros_like(p)
+                if id(p) in matrices:
+                    state[p][SGD_BUFFER] = torch.zeros_like(p)
         self.take_buffers()
 
     def _hand_over(self) -> None:
