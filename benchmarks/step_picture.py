@@ -1,0 +1,53 @@
+"""Draws the table of a training step's kernels in docs/kernels.md as a picture: python -m benchmarks.step_picture
+
+The table is of one profile by hand (torch.profiler over graph replays), so the page itself is the source.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PICTURE = DOCS / "gpu-step.png"
+SECTION = "## What bounds a training step now"
+
+
+def rows(page: str) -> tuple[list[str], dict[str, list[float]]]:
+    """The table's columns, and the milliseconds of each kind of kernel in each, up to the sum."""
+    lines = [line for line in page.split(SECTION)[1].split("\n## ")[0].splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    kinds: dict[str, list[float]] = {}
+    for name, *values in cells[2:]:
+        if name.startswith("**"):
+            break
+        kinds[name.split(";")[0].split(" (")[0]] = [float(value.removesuffix(" ms")) for value in values]
+    return cells[0][1:], kinds
+
+
+def draw(path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    columns, kinds = rows((DOCS / "kernels.md").read_text())
+    figure, axes = pyplot.subplots(figsize=(10, 3.6), layout="constrained")
+    left = [0.0] * len(columns)
+    colors = pyplot.get_cmap("tab20").colors  # type: ignore[attr-defined]
+    for (name, values), color in zip(kinds.items(), colors):
+        axes.barh(columns, values, left=left, color=color, label=name)
+        left = [a + b for a, b in zip(left, values)]
+    for column, total in zip(columns, left):
+        axes.text(total, column, f" {total:.1f} ms", va="center")
+    axes.invert_yaxis()
+    axes.set_xlabel("GPU time of a step, ms")
+    axes.set_title("yolov5s, 640x640, float16, NVIDIA H200")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlim(right=1.1 * max(left))
+    axes.legend(loc="lower right", ncols=2, fontsize="x-small", frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    draw(PICTURE)
+    print(PICTURE)
