@@ -33,12 +33,12 @@ def draw(path: Path) -> None:
     columns, kinds = rows((DOCS / "kernels.md").read_text())
     figure, axes = pyplot.subplots(figsize=(10, 3.6), layout="constrained")
     left = [0.0] * len(columns)
-    colors = pyplot.get_cmap("tab20").colors  # type: ignore[attr-defined]
+    colors = pyplot.get_cmap("tab20")(range(20))
     for (name, values), color in zip(kinds.items(), colors):
         axes.barh(columns, values, left=left, color=color, label=name)
         left = [a + b for a, b in zip(left, values)]
-    for column, total in zip(columns, left):
-        axes.text(total, column, f" {total:.1f} ms", va="center")
+    for row, total in enumerate(left):
+        axes.text(total, row, f" {total:.1f} ms", va="center")
     axes.invert_yaxis()
     axes.set_xlabel("GPU time of a step, ms")
     axes.set_title("yolov5s, 640x640, float16, NVIDIA H200")
