@@ -44,6 +44,7 @@ LIMITS = {
     "bn_act": 75,
     "train": 170,
     "ultralytics": 110,
+    "distributed": 110,
     "loader": 90,
     "postprocess": 150,
     "step": 240,

@@ -4,7 +4,7 @@
 
 step: TrainStep, GraphedModule and stock DistributedDataParallel over one batch for each GPU, first without a process group on every
 GPU at once ("1 GPU"), then with one. exchange: the all-reduce alone. train: train.py with hyp.scratch-low and --cache ram, batch
-for each GPU, stock and --fastdet, under torchrun. It is no part of ``make bench``, which measures on one GPU.
+for each GPU, stock and --fastdet, under torchrun. With fewer GPUs it measures nothing and says so.
 """
 
 from __future__ import annotations
@@ -222,11 +222,8 @@ def measure_training(report: Report, gpus: int, models: list[str], epochs: int, 
                 "--project": folder.parent,
                 "--name": folder.name,
             }
-            options = [str(part) for pair in arguments.items() for part in pair] + [
-                "--exist-ok",
-                "--noplots",
-                "--noval",
-            ]
+            # Not --noval: train.py of yolov5 7.0.14 fails under it.
+            options = [str(part) for pair in arguments.items() for part in pair] + ["--exist-ok", "--noplots"]
             run = run_train(variant, options, folder, env, show=False)
             times = run.progress.iteration_seconds()
             report.add(f"yolov5{size}, {batch} a GPU, train.py", title, "call", [1e6 * seconds for seconds in times])
