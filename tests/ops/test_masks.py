@@ -155,6 +155,14 @@ def test_infinite_prototypes_do_not_leave_their_neighbours(device):
     assert found.any() and not found[:, :, 10:].any() and not found[:, 10:].any()
 
 
+@pytest.mark.parametrize("options", [{}, {"sigmoid": True}, {"factor": 4, "window": [1, 1, 14, 15]}])
+def test_what_is_no_number_is_no_pixel(device, options):
+    protos, coefficients, boxes = torch.ones(1, 4, 4), torch.ones(1, 1), torch.tensor([[0.0, 0, 16, 16]])
+    protos[0, 1, 1] = float("nan")
+    found = ops.instance_masks(protos.to(device), coefficients.to(device), boxes.to(device), [16, 16], **options).cpu()
+    assert not found[0, 5, 5] and not found[0, 6, 6] and found[0, 12:, 12:].all()
+
+
 # Comparison with the installed packages ------------------------------------------------------------------------------
 
 SHAPES = [((40, 40), (160, 160)), ((24, 40), (96, 160)), ((40, 30), (160, 120))]

@@ -35,25 +35,52 @@ struct Shared {
   int met;
 };
 
-// Fills in where the neighbours of the tile's pixels are along one axis. Every thread calls; a barrier follows.
-__device__ void fill_axis(const MaskAxis& axis, int taps, bool dense, int32_t begin, int32_t count, MaskTaps* entries,
-                          int32_t* source, int low_count) {
-  const int32_t first = taps_of(axis, begin).first, last = last_pixel(axis);
-  for (int i = threadIdx.x; i < count; i += kThreads) {
-    MaskTaps entry = taps_of(axis, begin + i);
-    if (!dense) {
-      for (int t = 0; t < taps; ++t) source[taps * i + t] = entry.first + t < last ? entry.first + t : last;
-    }
-    entry.first = dense ? entry.first - first : taps * i;
-    entries[i] = entry;
-  }
-  for (int i = threadIdx.x; dense && i < low_count; i += kThreads) source[i] = first + i < last ? first + i : last;
+// a / b, in 32 bits where that is enough: a division in 64 bits takes some hundred instructions. Leaves the rest in
+// `a`.
+__device__ int64_t divide(int64_t& a, int64_t b) {
+  const int64_t whole = a;
+  const int64_t quotient = (whole | b) <= UINT32_MAX
+                               ? static_cast<int64_t>(static_cast<uint32_t>(whole) / static_cast<uint32_t>(b))
+                               : whole / b;
+  a = whole - quotient * b;
+  return quotient;
 }
 
-__device__ int low_count(const MaskAxis& axis, int taps, bool dense, int32_t begin, int32_t count, int most) {
-  if (!dense) return taps * count;
-  const int pixels = taps_of(axis, begin + count - 1).first - taps_of(axis, begin).first + taps;
-  return pixels < most ? pixels : most;
+// Where the neighbours of pixel begin + i of the tile are along one axis.
+__device__ void fill_taps(const MaskAxis& axis, int taps, bool dense, int32_t begin, int i, MaskTaps* entries,
+                          int32_t* source) {
+  MaskTaps entry = taps_of(axis, begin + i);
+  if (dense) {
+    entry.first -= taps_of(axis, begin).first;
+  } else {
+    const int32_t last = last_pixel(axis);
+    for (int t = 0; t < taps; ++t) source[taps * i + t] = entry.first + t < last ? entry.first + t : last;
+    entry.first = taps * i;
+  }
+  entries[i] = entry;
+}
+
+__device__ void fill_tables(const MasksParams& p, const MaskTile& plan, int taps, const Tile& tile, Shared& s) {
+  static_assert(kTileWidth + kTileHeight <= kThreads, "a thread a column, and one a row");
+  const int column = threadIdx.x, row = column - kTileWidth;
+  if (column < tile.width) {
+    fill_taps(p.columns, taps, plan.dense_columns, tile.x, column, s.columns, s.source_column);
+  } else if (row >= 0 && row < tile.height) {
+    fill_taps(p.rows, taps, plan.dense_rows, tile.y, row, s.rows, s.source_row);
+  }
+}
+
+// Prototypes that are neighbours: the others' places are known since fill_tables.
+__device__ void fill_dense(const MasksParams& p, const MaskTile& plan, const Tile& tile, Shared& s) {
+  if (plan.dense_columns) {
+    const int32_t first = taps_of(p.columns, tile.x).first, last = last_pixel(p.columns);
+    for (int i = threadIdx.x; i < tile.low_width; i += kThreads)
+      s.source_column[i] = first + i < last ? first + i : last;
+  }
+  if (plan.dense_rows) {
+    const int32_t first = taps_of(p.rows, tile.y).first, last = last_pixel(p.rows);
+    for (int i = threadIdx.x; i < tile.low_height; i += kThreads) s.source_row[i] = first + i < last ? first + i : last;
+  }
 }
 
 // Sorts the group's masks into those whose box the tile meets and the others. The first warp calls.
@@ -101,6 +128,34 @@ struct FloatStore {
   }
 };
 
+// The run of 16 bytes that a thread writes of each mask, where masks are aligned and a tile has no more runs than the
+// block has threads; worked out once.
+struct Run {
+  bool exists = false;  // else store_pixels
+  int row, from;        // of the tile
+  int64_t place;        // in elements, of the group's first mask
+};
+
+template <typename Store>
+__device__ Run run_of(const MasksParams& p, const Tile& tile, int tile_width) {
+  constexpr int kCount = Store::kCount;
+  Run run;
+  const int runs = tile_width / kCount;
+  run.row = threadIdx.x / runs, run.from = threadIdx.x % runs * kCount;
+  run.place =
+      ((tile.image * p.count + tile.first_mask) * p.rows.size + tile.y + run.row) * p.columns.size + tile.x + run.from;
+  run.exists = p.columns.size % kCount == 0 && tile.height * runs <= kThreads;
+  return run;
+}
+
+template <typename Store, typename Bits>
+__device__ void store_run(const MasksParams& p, const Tile& tile, const Run& run, int in_group, Bits bits) {
+  if (run.row >= tile.height || run.from >= tile.width) return;
+  const uint32_t pixels = static_cast<uint32_t>(bits(run.row, run.from / kSegment)) >> run.from % kSegment;
+  const int64_t mask_pixels = static_cast<int64_t>(p.rows.size) * p.columns.size;
+  Store::all(static_cast<typename Store::Element*>(p.out) + run.place + in_group * mask_pixels, pixels);
+}
+
 // Writes one mask's tile in aligned runs of 16 bytes, whose first and last of a row may be cut. bits(row, segment)
 // gives 16 pixels.
 template <typename Store, typename Bits>
@@ -138,8 +193,14 @@ __device__ void store_bits(const MasksParams& p, const Tile& tile, int tile_widt
   }
 }
 
+__device__ Run run_of(const MasksParams& p, const Tile& tile, int tile_width) {
+  return p.format == MaskFormat::kBytes ? run_of<ByteStore>(p, tile, tile_width) : Run();
+}
+
 template <typename Bits>
-__device__ void store_tile(const MasksParams& p, const Tile& tile, int tile_width, int in_group, Bits bits) {
+__device__ void store_tile(const MasksParams& p, const Tile& tile, int tile_width, const Run& run, int in_group,
+                           Bits bits) {
+  if (run.exists) return store_run<ByteStore>(p, tile, run, in_group, bits);
   const int64_t mask = tile.image * p.count + tile.first_mask + in_group;
   if (p.format == MaskFormat::kBytes) {
     store_pixels<ByteStore>(p, tile, tile_width, mask, bits);
@@ -206,6 +267,7 @@ __device__ void low_logits(const MasksParams& p, const Tile& tile, Shared& s, in
   }
 }
 
+// The rows of a column of a mask's logits, mixed.
 template <int kTaps>
 __device__ float mix_rows(const float* low, int low_width, const MaskTaps& row, int column) {
   float values[kTaps];
@@ -214,18 +276,38 @@ __device__ float mix_rows(const float* low, int low_width, const MaskTaps& row, 
   return mix<kTaps>(values, row);
 }
 
+// Takes one more pixel, kept where `distance` is below zero: its sign is shifted in. The GPU's NaN has none.
+__device__ uint32_t with_pixel(uint32_t bits, float distance) {
+#ifdef __CUDA_ARCH__
+  return __funnelshift_l(__float_as_uint(distance), bits, 1);
+#else
+  return bits << 1 | (distance < 0.f ? 1u : 0u);
+#endif
+}
+
+// The first kSegment pixels that were taken, the first of them in the lowest bit.
+__device__ uint32_t in_order(uint32_t bits) {
+#ifdef __CUDA_ARCH__
+  return __brev(bits) >> (32 - kSegment);
+#else
+  uint32_t reversed = 0;
+  for (int i = 0; i < kSegment; ++i) reversed |= (bits >> i & 1) << (kSegment - 1 - i);
+  return reversed;
+#endif
+}
+
 // 16 pixels of a row of kMasks masks, as bits in s.bits.
 template <int kTaps, int kMasks>
 __device__ void threshold_segment(const MasksParams& p, const Tile& tile, Shared& s, int row, int segment,
                                   int first_mask, int first) {
   const MaskTaps row_taps = s.rows[row];
   const float threshold = threshold_of(p);
-  const int begin = segment * kSegment, count = tile.width - begin < kSegment ? tile.width - begin : kSegment;
-  float mixed[kMasks][kTaps];
+  const int begin = segment * kSegment, last = tile.width - 1;
+  float mixed[kMasks][kTaps], above[kMasks][kTaps];
   uint32_t bits[kMasks] = {};
   int at = -2;  // the column that mixed[...][0] is of
-  for (int i = 0; i < count; ++i) {
-    const MaskTaps taps = s.columns[begin + i];
+  for (int i = 0; i < kSegment; ++i) {
+    const MaskTaps taps = s.columns[begin + i < last ? begin + i : last];
     if (taps.first != at) {
       const bool next = taps.first == at + 1;  // keep what both need
       at = taps.first;
@@ -239,52 +321,58 @@ __device__ void threshold_segment(const MasksParams& p, const Tile& tile, Shared
           } else {
             mixed[m][t] = mix_rows<kTaps>(low, tile.low_width, row_taps, at + t);
           }
+          above[m][t] = mixed[m][t];
         }
+        distances<kTaps>(above[m], threshold);
       }
     }
 #pragma unroll
-    for (int m = 0; m < kMasks; ++m) bits[m] |= mix<kTaps>(mixed[m], taps) > threshold ? 1u << i : 0u;
+    for (int m = 0; m < kMasks; ++m) {
+      bits[m] = with_pixel(bits[m], distance<kTaps>(above[m], taps.weight[1], taps.weight[2]));
+    }
   }
 #pragma unroll
   for (int m = 0; m < kMasks; ++m) {
-    uint32_t kept = 0xffffu;
+    uint32_t kept = 0xffffu >> (begin + kSegment > tile.width ? begin + kSegment - tile.width : 0);
     if (!p.crop_first) {
       const MaskBox& box = s.boxes[s.order[first + first_mask + m]];
       const int x = tile.x + begin, y = tile.y + row;
       const int low = box.columns.low - x, high = box.columns.high - x;
-      kept = y >= box.rows.low && y < box.rows.high ? 0xffffu : 0u;
+      if (y < box.rows.low || y >= box.rows.high) kept = 0;
       kept &= high <= 0 ? 0u : (high < kSegment ? (1u << high) - 1 : 0xffffu);
       kept &= low <= 0 ? 0xffffu : (low < kSegment ? 0xffffu << low : 0u);
     }
-    s.bits[first_mask + m][row][segment] = static_cast<uint16_t>(bits[m] & kept);
+    s.bits[first_mask + m][row][segment] = static_cast<uint16_t>(in_order(bits[m]) & kept);
   }
 }
 
 // kMasks: how many of a batch's masks a thread takes. All, where a tile has enough segments for all threads.
 template <typename T, int kTaps, int kMasks>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 3)
     masks_kernel(const __grid_constant__ MasksParams p, const __grid_constant__ MaskTile plan, int64_t first_block) {
   __shared__ Shared s;
-  int64_t block = first_block + blockIdx.x;
   Tile tile;
-  const int64_t groups = (p.count + kGroup - 1) / kGroup;
-  const int64_t column = block % plan.columns, row = block / plan.columns % plan.rows;
-  block /= plan.columns * plan.rows;
-  tile.first_mask = block % groups * kGroup, tile.image = block / groups;
-  tile.x = static_cast<int32_t>(column * plan.width), tile.y = static_cast<int32_t>(row * plan.height);
+  int64_t rest = first_block + blockIdx.x;
+  // Tiles of one group are neighbours, so that they find its coefficients in the cache.
+  tile.image = divide(rest, (p.count + kGroup - 1) / kGroup * plan.rows * plan.columns);
+  tile.first_mask = kGroup * divide(rest, plan.rows * plan.columns);
+  tile.y = static_cast<int32_t>(divide(rest, plan.columns) * plan.height);
+  tile.x = static_cast<int32_t>(rest * plan.width);
   tile.width = p.columns.size - tile.x < plan.width ? p.columns.size - tile.x : plan.width;
   tile.height = p.rows.size - tile.y < plan.height ? p.rows.size - tile.y : plan.height;
-  tile.low_width = low_count(p.columns, kTaps, plan.dense_columns, tile.x, tile.width, kLowWidth);
-  tile.low_height = low_count(p.rows, kTaps, plan.dense_rows, tile.y, tile.height, kLowPixels / tile.low_width);
-  fill_axis(p.columns, kTaps, plan.dense_columns, tile.x, tile.width, s.columns, s.source_column, tile.low_width);
-  fill_axis(p.rows, kTaps, plan.dense_rows, tile.y, tile.height, s.rows, s.source_row, tile.low_height);
+  fill_tables(p, plan, kTaps, tile, s);
+  __syncthreads();
+  tile.low_width = s.columns[tile.width - 1].first + kTaps;
+  tile.low_height = s.rows[tile.height - 1].first + kTaps;
+  fill_dense(p, plan, tile, s);
   __syncthreads();
   if (threadIdx.x < kWarp) sort_group(p, tile, s);
   __syncthreads();
   const int met = s.met;
   const int64_t left = p.count - tile.first_mask;
+  const Run run = run_of(p, tile, plan.width);
   for (int i = met; i < kGroup; ++i) {
-    if (s.order[i] < left) store_tile(p, tile, plan.width, s.order[i], [](int, int) { return uint16_t{0}; });
+    if (s.order[i] < left) store_tile(p, tile, plan.width, run, s.order[i], [](int, int) { return uint16_t{0}; });
   }
   const int segments = plan.width / kSegment;
   for (int first = 0; first < met; first += kBatch) {
@@ -300,7 +388,8 @@ __global__ void __launch_bounds__(kThreads)
     }
     __syncthreads();
     for (int m = 0; m < live; ++m) {
-      store_tile(p, tile, plan.width, s.order[first + m], [&](int y, int segment) { return s.bits[m][y][segment]; });
+      store_tile(p, tile, plan.width, run, s.order[first + m],
+                 [&](int y, int segment) { return s.bits[m][y][segment]; });
     }
   }
 }

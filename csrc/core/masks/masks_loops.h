@@ -93,16 +93,14 @@ template <int kTaps>
 TORCH_FASTDET_HOST_DEVICE void threshold_row(const MaskTables& tables, const float* values, float threshold,
                                              int32_t begin, int32_t end, uint8_t* keep) {
   const int32_t *first = tables.column[0].data(), *second = tables.column[1].data(), *third = tables.column[2].data();
-  const float *w0 = tables.weight[0].data(), *w1 = tables.weight[1].data(), *w2 = tables.weight[2].data();
+  const float *w1 = tables.weight[1].data(), *w2 = tables.weight[2].data();
   for (int32_t x = begin; x < end; ++x) {
-    float value;
-    if (kTaps == 1) {
-      value = values[first[x]];
-    } else {
-      value = multiply_add(w1[x], values[second[x]], mul_rn(w0[x], values[first[x]]));
-      if (kTaps == 3) value = multiply_add(w2[x], values[third[x]], value);
-    }
-    keep[x] = value > threshold;
+    float of[kTaps];
+    of[0] = values[first[x]];
+    if (kTaps > 1) of[kTaps > 1 ? 1 : 0] = values[second[x]];
+    if (kTaps > 2) of[kTaps > 2 ? 2 : 0] = values[third[x]];
+    distances<kTaps>(of, threshold);
+    keep[x] = distance<kTaps>(of, w1[x], w2[x]) < 0.f;
   }
 }
 

@@ -118,6 +118,23 @@ TORCH_FASTDET_HOST_DEVICE float mix(const float (&values)[kTaps], const MaskTaps
   return sum;
 }
 
+// How far the threshold is above a row's values: above the first neighbour, and what each other neighbour takes off for
+// a whole weight. Neighbouring pixels share it, and so cost one multiply-add each.
+template <int kTaps>
+TORCH_FASTDET_HOST_DEVICE void distances(float (&values)[kTaps], float threshold) {
+  for (int t = 1; t < kTaps; ++t) values[t] = sub_rn(values[0], values[t]);
+  values[0] = sub_rn(threshold, values[0]);
+}
+
+// A pixel is kept where this is below zero; the arguments are the weights of the neighbours behind the first.
+template <int kTaps>
+TORCH_FASTDET_HOST_DEVICE float distance(const float (&of)[kTaps], float second, float third) {
+  float sum = of[0];
+  if (kTaps > 1) sum = multiply_add(second, of[kTaps > 1 ? 1 : 0], sum);
+  if (kTaps > 2) sum = multiply_add(third, of[kTaps > 2 ? 2 : 0], sum);
+  return sum;
+}
+
 TORCH_FASTDET_HOST_DEVICE float threshold_of(const MasksParams& p) {
   return p.sigmoid ? 0.5f : 0.f;
 }
