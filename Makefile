@@ -32,7 +32,7 @@ $(error torch_fastdet: found Python $(or $(FOUND),that fails) in $(VENV), but $(
 endif
 endif
 
-.PHONY: help venv build demo test test-all test-python test-cpp test-versions test-asan test-aarch64 test-gpu gpu-report-check lint format bench docs wheel clean
+.PHONY: help venv build demo test test-all test-python test-cpp test-versions serve-test test-asan test-aarch64 test-gpu gpu-report-check lint format bench docs wheel clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 22
@@ -79,6 +79,23 @@ test-python: build ## the Python tests of `make test`
 
 test-cpp: $(STAMP) ## the GoogleTests of `make test`
 	@$(call googletest,build/cpp,OFF,$(BIN)/cmake)
+
+# Triton's environment: nvidia-pytriton wants numpy below 2, so it is apart, and sees the torch of .venv behind its own packages.
+# It brings early releases of Python 3.8 to 3.13, which load their standard library from the Python that made this environment: the
+# system's is as old. Another one: SERVE_PYTHON=...
+SERVE := build/serve
+SERVE_PYTHON ?= $(or $(wildcard /usr/bin/python$(call version_of,$(BIN)/python)),$(BIN)/python)
+version_of = $(shell $(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+$(SERVE)/.installed: examples/triton/requirements.txt $(STAMP)
+	rm -rf $(SERVE)
+	$(SERVE_PYTHON) -m venv --without-pip $(SERVE)
+	$(BIN)/python -m pip --python $(SERVE)/bin/python install -r examples/triton/requirements.txt
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > $$(echo $(SERVE)/lib/python3*/site-packages)/zz_project.pth
+	touch $@
+
+# SERVE_ARGS="--weights yolov5s.pt --picture street.jpg --device cuda"
+serve-test: build $(SERVE)/.installed ## Triton Inference Server: export a detector, serve it, ask it, load it, stop it (downloads nvidia-pytriton)
+	$(SERVE)/bin/python -m examples.triton --python $(BIN)/python $(SERVE_ARGS)
 
 test-versions: build ## the tests of the Ultralytics drop-ins on 8.4.0, 8.4.80, 8.4.120 and 8.4.190 (downloads them)
 	$(BIN)/python -m tools.check_versions

@@ -8,6 +8,9 @@ gives boxes in their pixels; and image.npy and golden/, the stages of plain PyTo
 
     detect build/detector/detector.ts build/detector/image.npy --golden build/cpp
     python -m torch_fastdet.golden compare build/detector/golden build/cpp --rtol 1e-5 --atol 1e-3
+
+--aoti also writes detector.pt2, the same detector compiled ahead of time by torch.export and AOTInductor (a C++ compiler is
+needed, and a minute): `detect build/detector/detector.pt2 build/detector/image.npy`.
 """
 
 from __future__ import annotations
@@ -107,11 +110,17 @@ def small_detector(**options) -> Detector:
     return Detector(SmallNetwork(), YOLOv5PostProcess(ANCHORS, STRIDES, CLASSES, **options)).eval()
 
 
+def eager_yolov5_detector(model: nn.Module, **options) -> Detector:
+    """Of a loaded YOLOv5 model, for torch.export. TorchScript cannot compile that model."""
+    return Detector(YOLOv5Heads(model), YOLOv5PostProcess.from_model(model, **options))
+
+
 def yolov5_detector(model: nn.Module, image: Tensor, **options) -> Detector:
     """Of a loaded YOLOv5 model, traced with ``image``."""
-    postprocess = YOLOv5PostProcess.from_model(model, **options)
+    eager = eager_yolov5_detector(model, **options)
     with torch.no_grad():
-        return Detector(torch.jit.trace(YOLOv5Heads(model), image, check_trace=False, strict=False), postprocess).eval()
+        traced = torch.jit.trace(eager.network, image, check_trace=False, strict=False)
+    return Detector(traced, eager.postprocess).eval()
 
 
 def load_yolov5(path: str) -> tuple[nn.Module, list[str]]:
@@ -141,6 +150,13 @@ def save(detector: nn.Module, size: int, names: list[str], path: Path) -> None:
         torch.jit.save(script, file, _extra_files={"detector.json": about})
 
 
+def package(detector: Detector, image: Tensor, path: Path, **options) -> None:
+    """Writes an AOTInductor package, for images of that shape on that device; ``options`` are Inductor's."""
+    with torch.no_grad():
+        program = torch.export.export(detector, (image,))
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
+
+
 def export(detector: Detector, image: Tensor, folder: Path, names: list[str] | None = None) -> None:
     """Writes detector.ts, pictures.ts, image.npy and golden/ into ``folder``."""
     names = names or [str(c) for c in range(detector.postprocess.nc)]
@@ -164,6 +180,7 @@ def main() -> None:
     parser.add_argument(
         "--weights", type=existing, help="YOLOv5 checkpoint; without, a small network with random weights"
     )
+    parser.add_argument("--aoti", action="store_true", help="write detector.pt2, an AOTInductor package, too")
     parser.add_argument("--img", type=int, default=320, help="height and width of the image")
     parser.add_argument("--conf", type=float, default=0.25, help="confidence threshold")
     options = parser.parse_args()
@@ -177,10 +194,14 @@ def main() -> None:
     if options.weights:
         model, names = load_yolov5(options.weights)
         detector = yolov5_detector(model, image, conf_thres=options.conf)
+        eager = eager_yolov5_detector(model, conf_thres=options.conf)
     else:
-        detector = small_detector(conf_thres=options.conf)
+        detector = eager = small_detector(conf_thres=options.conf)
     export(detector, image, options.out, names)
     print(f"wrote detector.ts, pictures.ts, image.npy and golden/ into {options.out}")
+    if options.aoti:
+        package(eager, image, options.out / "detector.pt2")
+        print(f"wrote detector.pt2 into {options.out}")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
-// Runs a TorchScript detector with torch_fastdet's operators inside on an image tensor, and prints the detections.
+// Runs a detector with torch_fastdet's operators inside on an image tensor, and prints the detections.
 //
-//   detect detector.ts image.npy [--golden FOLDER] [--cuda]
+//   detect detector.ts image.npy [--golden FOLDER] [--cuda]   TorchScript
+//   detect detector.pt2 image.npy                             an AOTInductor package, on the device that it was made
+//   for
 //
 // The detector's forward(image) returns detections (images, max_det, 6 + extra), whose rows begin with x1, y1, x2, y2,
 // confidence and class, and their counts (images,): what torch_fastdet.postprocess gives. `python -m examples.export`
-// makes one. The image is (3, height, width) or (images, 3, height, width), uint8 or float, saved by numpy.save. With
+// makes both. The image is (3, height, width) or (images, 3, height, width), uint8 or float, saved by numpy.save. With
 // --golden the detector's method stages(image), a Dict[str, Tensor], is saved for `python -m torch_fastdet.golden
 // compare`.
+#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/script.h>
 
 #include <cstdio>
@@ -53,6 +56,17 @@ void print(const torch::Tensor& detections, const torch::Tensor& counts) {
   }
 }
 
+bool is_package(const std::string& path) {
+  return path.size() > 4 && path.compare(path.size() - 4, 4, ".pt2") == 0;
+}
+
+// Compiled ahead of time: for images of the size that it was made with.
+void run_package(const std::string& path, const torch::Tensor& image) {
+  torch::inductor::AOTIModelPackageLoader detector(path);
+  const std::vector<torch::Tensor> outputs = detector.run({image});
+  print(outputs.at(0).cpu(), outputs.at(1).cpu());
+}
+
 int run(int argc, char** argv) {
   std::string folder;
   torch::Device device(torch::kCPU);
@@ -70,6 +84,11 @@ int run(int argc, char** argv) {
     return 2;
   }
   const torch::InferenceMode guard;
+  if (is_package(argv[1])) {
+    if (!folder.empty()) throw std::runtime_error("--golden wants a TorchScript detector: a package has no stages");
+    run_package(argv[1], load_image(argv[2]).to(device));
+    return 0;
+  }
   torch::jit::Module detector = torch::jit::load(argv[1], device);
   detector.eval();
   const torch::Tensor image = load_image(argv[2]).to(device);

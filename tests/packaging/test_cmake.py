@@ -110,6 +110,26 @@ def test_detector_in_cpp_is_the_detector_in_python(detect, export, tmp_path):
     assert reference, reference
 
 
+@pytest.mark.slow
+def test_package_in_cpp_is_the_detector_in_python(detect, export, tmp_path):
+    """Compiled ahead of time, run without Python: the heads round differently where Inductor fuses, so rows to a hundredth."""
+    detector = export.small_detector(conf_thres=0.5)
+    image = torch.rand(2, 3, 64, 96)
+    # Our operators are called, not compiled: nothing of the wrapper is worth optimizing.
+    export.package(detector, image, tmp_path / "detector.pt2", **{"aot_inductor.compile_wrapper_opt_level": "O0"})
+    np.save(tmp_path / "image.npy", image.numpy())
+    ran = run(detect, tmp_path / "detector.pt2", tmp_path / "image.npy")
+    assert ran.returncode == 0, ran.stderr
+    with torch.inference_mode():
+        detections, counts = detector(image)
+    rows = printed(ran.stdout)
+    assert [len(image_rows) for image_rows in rows] == counts.tolist() and min(counts) > 0
+    for image_rows, expected, count in zip(rows, detections, counts):
+        np.testing.assert_allclose(image_rows, expected[:count].numpy(), atol=1e-2)
+    refused = run(detect, tmp_path / "detector.pt2", tmp_path / "image.npy", "--golden", tmp_path / "cpp")
+    assert refused.returncode == 1 and "--golden wants a TorchScript detector" in refused.stderr
+
+
 def test_golden_finds_a_wrong_port(detect, export, tmp_path):
     """What the example is for: a port that reads the heads channels-last is found at its first stage."""
     detector = export.small_detector(conf_thres=0.5)

@@ -1,0 +1,155 @@
+"""Exports a detector, starts Triton Inference Server on the loopback, asks it, loads it, and stops it: ``make serve-test``.
+
+    python -m examples.triton [--weights yolov5s.pt] [--picture street.jpg] [--seconds 5] [--device cuda]
+
+Ends with status 1 where an answer is not the one that is wanted: detections for a picture, a clear error for a file that is no
+picture, for one that is too large and for a full queue; and answers again after clients that hung up. Then 1, 8 and 32 clients
+ask for some seconds each, with dynamic batching and without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+if not __package__:  # run as a file, not with -m
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from examples.command_line import Unusable, existing, folder, positive, run, usable_device
+from examples.triton.client import Client, Load, Refused, load
+
+ROOT = Path(__file__).resolve().parents[2]
+BATCH, QUEUE = 8, 64
+MAX_PIXELS = 4_000_000
+
+
+def free_port() -> int:
+    """Of two that follow each other."""
+    for _ in range(100):
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port = first.getsockname()[1]
+            with contextlib.suppress(OSError):
+                second.bind(("127.0.0.1", port + 1))
+                return port
+    raise Unusable("found no two free ports on 127.0.0.1")
+
+
+@contextlib.contextmanager
+def server(detector: Path, device: str, batch: int, log: Path) -> Iterator[int]:
+    """A running server's gRPC port."""
+    port = free_port()
+    command = [sys.executable, "-m", "examples.triton.server", detector, "--device", device, "--port", port]
+    command += ["--batch", batch, "--queue", QUEUE, "--max-pixels", MAX_PIXELS]
+    with open(log, "w") as output:
+        process = subprocess.Popen(
+            list(map(str, command)), cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, text=True
+        )
+        assert process.stdin and process.stdout
+        try:
+            if all(line != "ready\n" for line in process.stdout):
+                raise Unusable(f"the server did not start; {log} says why")
+            yield port + 1
+        finally:
+            process.stdin.close()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
+
+
+def encoded(picture: Image.Image) -> bytes:
+    out = io.BytesIO()
+    picture.save(out, "PNG")
+    return out.getvalue()
+
+
+def hang_up(port: int, picture: bytes) -> None:
+    """One client that leaves in the middle of a request, and one that leaves before its answer."""
+    with socket.create_connection(("127.0.0.1", port - 1)) as connection:
+        head = f"POST /v2/models/detector/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(picture)}\r\n\r\n"
+        connection.sendall(head.encode() + picture[: len(picture) // 2])
+    with contextlib.suppress(Refused):
+        client = Client(port)
+        client.ask(picture, seconds=0.001)
+        client.close()
+
+
+def check(port: int, picture: bytes) -> None:
+    """Every kind of request, one line each.
+
+    Raises:
+        AssertionError: another answer than the one that is wanted.
+    """
+    client = Client(port)
+
+    def say(what: str, answer: object, right: bool) -> None:
+        print(f"  {what:28} {answer}", flush=True)
+        assert right, what
+
+    answer = client.ask(picture)
+    say("a picture", f"{len(answer.get('detections', []))} detections", "detections" in answer)
+    side = int(MAX_PIXELS**0.5) + 1
+    for what, file, wanted in [
+        ("no picture", b"this is no picture", "cannot be read"),
+        ("nothing", b"", "cannot be read"),
+        ("half a picture", picture[: len(picture) // 2], "cannot be read"),
+        ("a too large one", encoded(Image.new("L", (side, side))), f"at most {MAX_PIXELS} pixels are accepted"),
+    ]:
+        answer = client.ask(file)
+        say(what, answer, wanted in answer.get("error", ""))
+    said = client.ask_at_once(picture, 4 * QUEUE)
+    refused = [text for text in said if text]
+    text = f"{len(said) - len(refused)} answered, {len(refused)} refused: {refused[0] if refused else ''}"
+    say(f"{len(said)} requests at once", text, 0 < len(refused) < len(said) and "queue" in refused[0])
+    hang_up(port, picture)
+    answer = client.ask(picture)
+    say("after clients that hung up", f"{len(answer.get('detections', []))} detections", "detections" in answer)
+    client.close()
+
+
+def table(rows: list[tuple[str, Load]]) -> str:
+    lines = ["| batching | clients | pictures | p50 ms | p99 ms | pictures/s |", "|---|---|---|---|---|---|"]
+    lines += [f"| {name} | {r.clients} | {r.pictures} | {r.p50:.1f} | {r.p99:.1f} | {r.rate:.1f} |" for name, r in rows]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--weights", type=existing, help="YOLOv5 checkpoint; without, a small network, random weights")
+    parser.add_argument("--img", type=positive, default=320, help="height and width that pictures are letterboxed to")
+    parser.add_argument("--python", default=sys.executable, help="exports; default: the Python that runs this")
+    parser.add_argument("--picture", type=existing, help="what to ask; without, noise")
+    parser.add_argument("--seconds", type=positive, default=5, help="of each load")
+    parser.add_argument("--device", type=usable_device, default="cpu", help="cpu (default) or cuda")
+    parser.add_argument("--out", type=folder, default=ROOT / "build/triton", help="folder to write into")
+    options = parser.parse_args()
+    command = [options.python, "-m", "examples.export", "--out", options.out, "--img", options.img]
+    command += ["--weights", Path(options.weights).resolve()] if options.weights else []
+    subprocess.run(list(map(str, command)), cwd=ROOT, check=True)
+    noise = np.random.default_rng(0).integers(0, 255, (options.img, options.img * 4 // 3, 3), np.uint8)
+    picture = Path(options.picture).read_bytes() if options.picture else encoded(Image.fromarray(noise))
+    rows = []
+    for name, batch in [(f"up to {BATCH}", BATCH), ("none", 1)]:
+        with server(options.out / "detector.ts", options.device, batch, options.out / f"server-{batch}.log") as port:
+            print(f"server on 127.0.0.1:{port}, batching: {name}", flush=True)
+            if batch > 1:
+                check(port, picture)
+            for clients in (1, 8, 32):
+                rows.append((name, load(port, picture, clients, options.seconds)))
+                print(f"  {clients} clients: {rows[-1][1].rate:.1f} pictures/s", flush=True)
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    run(main)

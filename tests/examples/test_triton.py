@@ -1,0 +1,71 @@
+"""What surrounds Triton in examples/triton, without Triton: `make serve-test` runs the server itself."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from examples import command_line, export
+from examples.pictures import PictureDetector
+from examples.triton import __main__ as whole
+from examples.triton import server
+from examples.triton.client import Load
+
+
+def encoded(picture: Image.Image, kind: str = "PNG") -> bytes:
+    out = io.BytesIO()
+    picture.save(out, kind)
+    return out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def detector_file(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("detector") / "detector.ts"
+    export.save(export.small_detector(), 64, [str(c) for c in range(export.CLASSES)], path)
+    return path
+
+
+def test_a_bad_picture_does_not_disturb_its_batch(detector_file):
+    detector = PictureDetector(detector_file)
+    good = encoded(Image.effect_noise((90, 60), 100), "JPEG")
+    large = encoded(Image.new("1", (200, 100)))
+    files = [good, b"no picture", b"", large, good[: len(good) // 2], good, good + b"x" * 9999]
+    lines = [json.loads(line) for line in server.answers(detector, files, max_bytes=9999, max_pixels=9999)]
+    assert [set(line) for line in lines] == [{"detections"}, *[{"error"}] * 4, {"detections"}, {"error"}]
+    assert lines[0] == lines[5] and lines[0]["detections"]
+    assert lines[3]["error"] == "the picture is 200 x 100, but at most 9999 pixels are accepted"
+    assert lines[6]["error"] == f"the picture has {len(files[6])} bytes, but at most 9999 are accepted"
+    assert all("\n" not in line.get("error", "") for line in lines)
+
+
+def test_a_batch_of_bad_pictures_is_answered(detector_file):
+    (line,) = server.answers(PictureDetector(detector_file), [b""], 99, 99)
+    # Which error depends on who has changed Pillow's open() in this process, as ultralytics does.
+    assert json.loads(line)["error"].startswith("the picture cannot be read: ")
+
+
+def test_without_pytriton_it_says_so(detector_file, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pytriton", None)
+    monkeypatch.setattr(sys, "argv", ["server.py", str(detector_file)])
+    with pytest.raises(SystemExit) as ended:
+        command_line.run(server.main)
+    assert ended.value.code == 2 and "`make serve-test` makes an environment" in capsys.readouterr().err
+
+
+def test_two_ports_are_free():
+    assert 0 < whole.free_port() < 65535
+
+
+def test_table():
+    assert whole.table([("none", Load(8, 40, 12.34, 56.78, 9.99))]).endswith("| none | 8 | 40 | 12.3 | 56.8 | 10.0 |")
+
+
+def test_the_folder_does_not_hide_the_compiler_of_that_name():
+    """An example that runs as a file has examples/ on its path, and torch.compile imports triton: a folder without __init__.py
+    gives way to a package that is installed."""
+    assert not (Path(server.__file__).parent / "__init__.py").exists()
