@@ -1,10 +1,13 @@
-"""Draws the table of a training step's kernels in docs/kernels.md as a picture: python -m benchmarks.step_picture
+"""Draws the table of a training step's kernels in docs/kernels.md as a picture.
+
+    python -m benchmarks.step_picture [--out FILE]
 
 The table is of one profile by hand (torch.profiler over graph replays), so the page itself is the source.
 """
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -48,6 +51,11 @@ def draw(path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=PICTURE, help="default: %(default)s")
+    draw(parser.parse_args().out)
+
+
 if __name__ == "__main__":
-    draw(PICTURE)
-    print(PICTURE)
+    main()

@@ -418,6 +418,7 @@ def _endless(harm):
     for i, x in enumerate(images_of_this_rank((32,), 4) * 10000):
         if i == 5:
             Path(sys.argv[2], f"{RANK}.pid").write_text(str(os.getpid()))
+            dist.barrier()  # both files are there
             if RANK == 1:
                 harm()
         loss_of(graphed(x)).backward()

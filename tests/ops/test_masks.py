@@ -64,7 +64,6 @@ CASES = [
 ]
 
 
-@pytest.mark.sanitizer
 @pytest.mark.parametrize("height, width, size, options", CASES)
 def test_is_the_definition(device, height, width, size, options):
     protos, coefficients, boxes = problem(43, height, width, size)
@@ -73,6 +72,12 @@ def test_is_the_definition(device, height, width, size, options):
     assert found.dtype == torch.uint8 and found.shape == (43, *size) and found.is_contiguous()
     assert found.max() <= 1
     assert_is_the_definition(found, margins)
+
+
+@pytest.mark.sanitizer
+def test_sanitizer_small(device):
+    for case in CASES:
+        test_is_the_definition(device, *case)
 
 
 @pytest.mark.sanitizer
@@ -262,7 +267,8 @@ def test_no_other_memory(cuda):
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     found = ops.instance_masks(*tensors, [640, 640])
-    assert torch.cuda.max_memory_allocated() - before <= found.numel() + 512
+    # PyTorch hands out a cached block whole if less than 1 MiB of it would be left.
+    assert torch.cuda.max_memory_allocated() - before <= found.numel() + 2**20
 
 
 P, C, B = torch.rand(8, 4, 4), torch.rand(3, 8), torch.rand(3, 4)

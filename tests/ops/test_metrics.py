@@ -38,7 +38,6 @@ def image(n: int, m: int, seed: int, classes: int = 3) -> tuple[torch.Tensor, to
 SIZES = [(0, 0), (0, 3), (3, 0), (1, 1), (7, 5), (60, 13), (300, 40), (513, 70)]
 
 
-@pytest.mark.sanitizer
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("n, m", SIZES)
 def test_match_is_the_definition(device, n, m, rule):
@@ -48,7 +47,6 @@ def test_match_is_the_definition(device, n, m, rule):
     assert np.array_equal(found.cpu().numpy(), reference.match(detections, labels, IOUV, rule))
 
 
-@pytest.mark.sanitizer
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("n, m", SIZES)
 def test_confusion_is_the_definition(device, n, m, rule):
@@ -58,6 +56,14 @@ def test_confusion_is_the_definition(device, n, m, rule):
     ops.confusion_matrix_(matrix, detections.to(device), labels.to(device), rule=rule)
     reference.confusion(wanted, detections, labels, 0.25, 0.45, rule)
     assert np.array_equal(matrix.cpu().numpy(), wanted)
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("rule", RULES)
+def test_sanitizer_small(device, rule):
+    for n, m in SIZES:
+        test_match_is_the_definition(device, n, m, rule)
+        test_confusion_is_the_definition(device, n, m, rule)
 
 
 def batch(device, rows: int = 40) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list]:
