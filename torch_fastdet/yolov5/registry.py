@@ -30,6 +30,7 @@ from torch_fastdet.yolov5.switches.bbox_iou_optim import BboxIouOptim
 from torch_fastdet.yolov5.switches.bn_act_optim import BnActOptim
 from torch_fastdet.yolov5.switches.channels_last import ChannelsLast
 from torch_fastdet.yolov5.switches.cuda_graph import CudaGraph
+from torch_fastdet.yolov5.switches.letterbox_optim import LetterboxOptim
 from torch_fastdet.yolov5.switches.loader_optim import LoaderOptim
 from torch_fastdet.yolov5.switches.loss_optim import LossOptim
 from torch_fastdet.yolov5.switches.mask_optim import MaskOptim
@@ -48,6 +49,7 @@ SWITCHES: dict[str, type[Switch]] = {
         LossOptim,
         NmsOptim,
         MaskOptim,
+        LetterboxOptim,
         ValOptim,
         LoaderOptim,
         MultiTensorOptimizer,

@@ -1,0 +1,19 @@
+"""letterbox.py PREFIX: letterbox_optim finds AutoShape in this layout, gives what it gives, and puts it back."""
+
+import importlib
+import sys
+
+import torch_fastdet.patching.switch as switch
+import torch_fastdet.yolov5 as drop_in
+from torch_fastdet.yolov5 import auto_shape
+
+switch.missing_gpu = lambda: None
+common = importlib.import_module(f"{sys.argv[1]}models.common")
+stock = common.AutoShape.forward
+lines = drop_in.patch(letterbox_optim=True)
+assert len(lines) == 1 and f"{sys.argv[1]}models.common.AutoShape.forward -> " in lines[0], lines
+assert common.AutoShape.forward is not stock
+drop_in.unpatch()
+assert common.AutoShape.forward is stock
+assert auto_shape.is_stocks(common.AutoShape, stock, common)
+print("as stock")

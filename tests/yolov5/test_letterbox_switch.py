@@ -1,0 +1,194 @@
+"""letterbox_optim against stock's AutoShape: the same network input and the same Detections, bit for bit."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from torch_fastdet import yolov5 as drop_in
+from torch_fastdet.patching.switch import SwitchError
+from torch_fastdet.yolov5 import auto_shape
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*autocast:FutureWarning")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _yolov5():
+    """Imported by the tests, not with them: YOLOv5 changes settings of torch, OpenCV and the environment."""
+    global common, STOCK
+    common = pytest.importorskip("yolov5.models.common", exc_type=ImportError)
+    STOCK = common.AutoShape.forward
+
+
+class Network(torch.nn.Module):
+    """Keeps its input, and finds two boxes that depend on it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.seen = []
+
+    def forward(self, x, augment=False):
+        self.seen.append(x)
+        assert torch.is_inference_mode_enabled() and torch.is_autocast_enabled("cuda") is (self.amp and x.is_cuda)
+        rows = x.new_tensor([[30, 30, 20, 14, 0.9, 0.8, 0.1], [34, 20, 9, 30, 0.8, 0.2, 0.9]]).repeat(len(x), 1, 1)
+        rows[..., 0] += x.mean((1, 2, 3))[:, None]
+        return [rows, augment]
+
+
+def make(device, half=False, amp=False, cls=None):
+    cls = cls or common.AutoShape
+    model = cls.__new__(cls)
+    torch.nn.Module.__init__(model)
+    network = Network().to(device)
+    network.amp = amp
+    model.model = network.half() if half else network
+    model.dmb, model.pt, model.amp = False, True, amp
+    model.stride, model.names = torch.tensor([8.0, 16.0, 32.0]), {0: "a", 1: "b"}
+    return model
+
+
+class Mine(np.ndarray):
+    pass
+
+
+def picture(height, width, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def ours_on(device):
+    return auto_shape.detecting(common.AutoShape, STOCK, common, devices=(device.type,))
+
+
+def compare(model, forward, make_pictures, *arguments):
+    results = []
+    for function in (STOCK, forward):
+        model.model.seen.clear()
+        found = function(model, make_pictures(), *arguments)
+        results.append((model.model.seen[0], found))
+    (want_input, want), (got_input, got) = results
+    assert got_input.dtype == want_input.dtype and got_input.device == want_input.device
+    assert got_input.is_contiguous() and torch.equal(got_input, want_input)
+    assert type(got) is type(want) and (got.files, got.s, got.n, got.names) == (want.files, want.s, want.n, want.names)
+    assert len(got.t) == 3 and all(time >= 0 for time in got.t)
+    assert [type(im) for im in got.ims] == [type(im) for im in want.ims]
+    assert all(np.array_equal(a, b) for a, b in zip(got.ims, want.ims, strict=True))
+    for name in ("pred", "xyxy", "xywh", "xyxyn", "xywhn"):
+        assert all(torch.equal(a, b) for a, b in zip(getattr(got, name), getattr(want, name), strict=True))
+
+
+SOURCES = {
+    "one": lambda: picture(75, 133),
+    "list": lambda: [picture(50 + 7 * s, 40 + 31 * s, seed=s) for s in range(11)],
+    "tuple": lambda: (picture(64, 96), picture(96, 64)),
+    "one size": lambda: [picture(120, 67, seed=s) for s in range(3)],
+    "exactly half": lambda: [picture(128, 192)],
+    "CHW": lambda: picture(60, 80).transpose(2, 0, 1),
+    "grey": lambda: [picture(55, 33)[..., 0]],
+    "alpha": lambda: [np.dstack([picture(40, 50), picture(40, 50)[..., :1]])],
+    "views": lambda: [picture(90, 91)[::-1], picture(90, 91)[..., ::-1], picture(90, 91)[5:, 3:80:2]],
+    "by columns": lambda: [np.asfortranarray(picture(40, 60))],
+    "PIL": lambda: [Image.fromarray(picture(70, 50)), Image.fromarray(picture(30, 90)).convert("L")],
+    "turned PIL": lambda: turned(),
+    "read-only": lambda: [np.broadcast_to(np.uint8([1, 2, 3]), (40, 50, 3))],
+    "float": lambda: [picture(40, 50).astype(np.float32)],
+    "uint16": lambda: [picture(40, 50).astype(np.uint16)],
+    "two channels": lambda: [picture(40, 50)[..., :2]],
+    "subclass of array": lambda: [picture(40, 50).view(Mine)],
+}  # fmt: skip
+
+
+def turned():
+    image = Image.fromarray(picture(40, 70))
+    image.getexif()[0x0112] = 6
+    image.filename = "folder/name.with.dots.png"
+    return image
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["float", "half"])
+@pytest.mark.parametrize("source", SOURCES)
+def test_detections(device, source, half):
+    compare(make(device, half), ours_on(device), SOURCES[source], 96)
+
+
+def test_files_and_sizes(device, tmp_path, monkeypatch):
+    for number in range(2):
+        Image.fromarray(picture(50 + number, 60)).save(tmp_path / f"picture{number}.png")
+    model, ours = make(device, amp=device.type == "cuda"), ours_on(device)
+    compare(model, ours, lambda: [str(tmp_path / "picture0.png"), tmp_path / "picture1.png"], 64)
+    web = SimpleNamespace(get=lambda url, stream: SimpleNamespace(raw=(tmp_path / Path(url).name).open("rb")))
+    monkeypatch.setattr(common, "requests", web)
+    compare(model, ours, lambda: "https://localhost/picture1.png", 64)
+    for size in ((64, 128), 33, 640):
+        compare(model, ours, SOURCES["list"], size, True)
+
+
+@pytest.mark.parametrize(
+    "pictures", [[picture(1, 900)], [], [picture(4, 3)[:0]], [picture(40, 50)[..., :1]], ["none.jpg"], [None]]
+)
+def test_the_same_errors(device, pictures):
+    model = make(device)
+    with pytest.raises(Exception) as want:
+        STOCK(model, pictures, 64)
+    with pytest.raises(type(want.value)):
+        ours_on(device)(model, pictures, 64)
+
+
+@pytest.fixture
+def patched(monkeypatch):
+    monkeypatch.setattr("torch_fastdet.patching.switch.missing_gpu", lambda: None)
+    drop_in.patch(letterbox_optim=True)
+    yield common.AutoShape.forward
+    drop_in.unpatch()
+    assert common.AutoShape.forward is STOCK
+
+
+def test_the_switch(patched, device, capsys, monkeypatch):
+    assert patched is not STOCK and patched.__wrapped__ is STOCK
+    calls = []
+    operator = auto_shape.letterbox
+    monkeypatch.setattr(auto_shape, "letterbox", lambda *args, **kw: calls.append(1) or operator(*args, **kw))
+    model = make(device)
+    for _ in range(2):
+        compare(model, patched, SOURCES["list"], 64)
+    on_gpu = device.type == "cuda"
+    assert len(calls) == 2 * on_gpu
+    assert capsys.readouterr().out.count("the model is torch.float32 on cpu, and runs stock's") == (not on_gpu)
+    x = torch.rand(2, 3, 64, 96, device=device)
+    assert torch.equal(patched(model, x)[0], STOCK(model, x)[0]) and not capsys.readouterr().out
+
+
+def test_a_subclass_runs_stocks(patched, device, capsys):
+    mine = type("Mine", (common.AutoShape,), {})
+    for _ in range(2):
+        compare(make(device, cls=mine), patched, SOURCES["one"], 64)
+    assert capsys.readouterr().out.count("letterbox_optim: Mine derives from AutoShape, and runs stock's") == 1
+
+
+def test_an_own_letterbox_stays(device, monkeypatch):
+    forward = ours_on(device)
+    monkeypatch.setattr(common, "letterbox", lambda im, shape, auto: (np.full((*shape, 3), 7, np.uint8), None, None))
+    compare(make(device), forward, SOURCES["list"], 64)
+
+
+def test_refusals(monkeypatch):
+    monkeypatch.setattr("torch_fastdet.patching.switch.missing_gpu", lambda: None)
+    letterbox, profile = common.letterbox, common.Profile
+    with monkeypatch.context() as other:
+        other.setattr(common, "letterbox", lambda im, *args, **kw: letterbox(im, *args, color=(0, 0, 0), **kw))
+        with pytest.raises(SwitchError, match="in a way that it does not know"):
+            drop_in.patch(letterbox_optim=True)
+    with monkeypatch.context() as other:
+        other.setattr(common.AutoShape, "forward", lambda self, ims, size=640, augment=False, profile=False: None)
+        with pytest.raises(SwitchError, match="replaced by somebody else"):
+            drop_in.patch(letterbox_optim=True)
+    assert common.AutoShape.forward is STOCK and common.Profile is profile
+
+
+@pytest.mark.slow
+def test_a_checkout(real_yolov5):
+    checkout = real_yolov5("checkout")
+    assert "as stock" in checkout.program("letterbox.py", checkout.prefix).stdout
