@@ -541,3 +541,21 @@ def test_backward_on_another_stream(cuda):
     got = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     want = [p.grad for p in plain.parameters() if p.grad is not None]
     assert all(torch.equal(a, b) for a, b in zip(got, want))
+
+
+def test_a_process_group_without_a_driver(monkeypatch):
+    """On a machine without a GPU torch.cuda.is_current_stream_capturing raises where torch is built for CUDA."""
+
+    def without_driver():
+        raise RuntimeError("CUDA driver version is insufficient for CUDA runtime version")
+
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = GraphedModule(Net(), process_group=torch.distributed.group.WORLD)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", without_driver)
+        loss_of(model(torch.ones(2, 3, 16, 16))).backward()
+        assert any(p.grad is not None for p in model.parameters())
+    finally:
+        torch.distributed.destroy_process_group()

@@ -22,7 +22,8 @@ def on_gpu(tensor: torch.Tensor) -> bool:
 
 
 def is_capturing() -> bool:
-    return torch.cuda.is_current_stream_capturing()
+    # Without a driver the question itself is an error.
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def new_graph() -> torch.cuda.CUDAGraph:
