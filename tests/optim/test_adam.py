@@ -11,7 +11,7 @@ from torch import nn
 from tests.optim.samples import Loop, equal, groups, parameters, set_grads
 from tests.references import multi_tensor as reference
 from torch_fastdet import optim
-from torch_fastdet.optim import Adam, AdamW, FusedStep, MuSGD
+from torch_fastdet.optim import SGD, Adam, AdamW, FusedStep, MuSGD
 
 KINDS = {Adam: torch.optim.Adam, AdamW: torch.optim.AdamW}
 SETTINGS = {"lr": 0.01, "betas": (0.9, 0.999)}
@@ -256,3 +256,55 @@ def test_the_average_of_frozen_parameters(device):
     loop.fused.step()
     assert torch.equal(loop.params[0], value) and float(average.abs().sum()) > 0
     assert float(loop.optimizer.state[loop.params[0]]["step"]) == steps
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_state_that_somebody_looked_up(device, name):
+    """``optimizer.state[p]`` makes an empty entry; buffers are made all the same, before the first step and later."""
+    kind, settings = FUSED[name]
+    models = [Loop(device, fused=True, optimizer=kind, settings=settings) for _ in range(2)]
+    for looked_up, loop in enumerate(models):
+        last = loop.params[-2]
+        if looked_up:
+            assert not any(loop.optimizer.state[p] for p in loop.params if p is not last)
+        for step in range(3):
+            loop.grads(step)
+            if step == 0:
+                last.grad = None
+            elif looked_up and step == 1:
+                assert not loop.optimizer.state[last]
+            loop.fused.step(loop.model)
+            loop.optimizer.zero_grad()
+    assert equal(models[0].params, models[1].params)
+
+
+@pytest.mark.parametrize("ours", [SGD, Adam, AdamW, MuSGD], ids=lambda kind: kind.__name__)
+def test_a_scaler_without_gradients(device, ours):
+    """GradScaler then hands over the number 0 as its finding; torch's fused optimizers raise in update(), too."""
+    params = parameters(device)
+    optimizer, scaler = ours(params, lr=0.1), torch.amp.GradScaler(device.type)
+    scaler.scale(torch.zeros((), device=device))
+    scaler.step(optimizer)
+    with pytest.raises(AssertionError, match="No inf checks were recorded"):
+        scaler.update()
+    assert equal(params, parameters(device))
+
+
+def test_amsgrad_of_tensors_that_lie_otherwise(device):
+    """Torch's fused step reads gradients and buffers in the order of memory, whatever their strides are."""
+    params = [[nn.Parameter(torch.ones(6, 8, 3, 3, device=device)) for _ in range(2)] for _ in range(2)]
+    optimizers = [
+        AdamW(params[0], lr=0.1, amsgrad=True),
+        torch.optim.AdamW(params[1], lr=0.1, amsgrad=True, fused=False),
+    ]
+    for step in range(3):
+        for held, optimizer in zip(params, optimizers):
+            generator = torch.Generator().manual_seed(step)
+            for p in held:
+                p.grad = torch.randn(p.shape, generator=generator).to(device)
+            if step == 1:
+                held[0].data = held[0].data.contiguous(memory_format=torch.channels_last)
+            held[1].grad = held[1].grad[:1, :, :1].expand(p.shape)
+            optimizer.step()
+    for p, q in zip(*params):
+        torch.testing.assert_close(p, q)

@@ -41,7 +41,8 @@ def gather(groups: list[tuple[list[float | Tensor], int]], device: torch.device)
 
 
 def on_device(tensor: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if tensor is None else tensor.to(device, non_blocking=True)
+    # GradScaler's found_inf is the number 0 where no parameter has a gradient.
+    return tensor.to(device, non_blocking=True) if isinstance(tensor, Tensor) else None
 
 
 class Binding:
@@ -95,6 +96,8 @@ class Binding:
         self.owners = list(self.state)
         self.slots = list(self.state.values())
         self.buffers = {name: [slot.get(name) for slot in self.slots] for name in self.buffer_names}
+        # Looking up optimizer.state[p] makes an empty entry, so their number does not tell.
+        self.complete = all(self.state.get(p) for p in self.params)
         self._hand_over()
 
     def _hand_over(self) -> None:

@@ -41,7 +41,7 @@ class AdamBinding(Binding):
 
     def make_buffers(self) -> None:
         state = self.optimizer.state
-        if len(state) == len(self.params) and self.same_buffers():
+        if self.complete and self.same_buffers():
             return
         with torch.inference_mode(False), torch.no_grad():  # later steps write into them
             for p in self.lacking():
@@ -84,6 +84,20 @@ def why_torchs(optimizer: torch.optim.Optimizer) -> str | None:
     return None
 
 
+def _lie_as_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Give gradients and buffers the strides of their parameters: torch's fused step takes for granted that they have them."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if type(p) not in (Tensor, nn.Parameter) or p.grad is None or p.grad.layout != torch.strided:
+                continue
+            if p.grad.stride() != p.stride():
+                p.grad = torch.empty_like(p, requires_grad=False).copy_(p.grad)
+            slot = optimizer.state.get(p, {})
+            for name, value in slot.items():
+                if isinstance(value, Tensor) and value.shape == p.shape and value.stride() != p.stride():
+                    slot[name] = torch.empty_like(p, dtype=value.dtype, requires_grad=False).copy_(value)
+
+
 class _Adam(torch.optim.Adam):
     """What Adam and AdamW share."""
 
@@ -100,13 +114,15 @@ class _Adam(torch.optim.Adam):
         Args:
             closure: reevaluates the model and returns the loss.
         """
-        if why_torchs(self) is not None:
-            return _private.unhooked_step(torch.optim.Adam)(self, closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._bind().step()
+        if why_torchs(self) is None:
+            self._bind().step()
+        else:
+            _lie_as_parameters(self)
+            _private.unhooked_step(torch.optim.Adam)(self)
         return loss
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -200,7 +200,7 @@ class MusgdBinding(Binding):
 
     def make_buffers(self) -> None:
         state = self.optimizer.state
-        if len(state) == len(self.params) and self.same_buffers():
+        if self.complete and self.same_buffers():
             return
         with torch.inference_mode(False), torch.no_grad():  # later steps write into them
             matrices = {id(p) for group in self.optimizer.param_groups if group["use_muon"] for p in group["params"]}
