@@ -23,9 +23,15 @@ def _sides(shape: Sequence[int] | Tensor) -> tuple[int, int]:
     return int(height), int(width)
 
 
-def _on(protos: Tensor, *others: Tensor) -> list[Tensor]:
-    """The tensors on the prototypes' device and as floats, which is what stock's arithmetic makes of them."""
-    return [other.to(protos.device, other.dtype if other.is_floating_point() else torch.float32) for other in others]
+def _inputs(protos: Tensor, masks_in: Tensor, bboxes: Tensor) -> tuple[Tensor, Tensor]:
+    """Coefficients and boxes on the prototypes' device and as floats, which is what stock's arithmetic makes of them."""
+    coefficients, boxes = (
+        other.to(protos.device, other.dtype if other.is_floating_point() else torch.float32)
+        for other in (masks_in, bboxes)
+    )
+    if boxes.dim() == 2 and len(boxes) == 1:  # stock crops all masks to a single box
+        boxes = boxes.expand(len(coefficients), -1)
+    return coefficients, boxes
 
 
 def ultralytics_process_mask(
@@ -46,8 +52,8 @@ def ultralytics_process_mask(
     Raises:
         RuntimeError: a wrong shape, dtype or device.
     """
-    coefficients, boxes = _on(protos, masks_in, bboxes)
-    size = _sides(shape)
+    coefficients, boxes = _inputs(protos, masks_in, bboxes)
+    size = _sides(shape if upsample else shape[:2])  # stock takes a picture's shape, too, where it does not resample
     if upsample:
         return instance_masks(protos, coefficients, boxes, list(size))
     height, width = protos.shape[1:]
@@ -70,7 +76,7 @@ def ultralytics_process_mask_native(protos: Tensor, masks_in: Tensor, bboxes: Te
     Raises:
         RuntimeError: a wrong shape, dtype or device.
     """
-    coefficients, boxes = _on(protos, masks_in, bboxes)
+    coefficients, boxes = _inputs(protos, masks_in, bboxes)
     size = _sides(shape)
     factor, window = _letterbox_window((int(protos.shape[1]), int(protos.shape[2])), size)
     return instance_masks(protos, coefficients, boxes, list(size), window, factor)
@@ -114,7 +120,7 @@ def yolov5_process_mask(
     Raises:
         RuntimeError: a wrong shape, dtype or device.
     """
-    coefficients, boxes = _on(protos, masks_in, bboxes)
+    coefficients, boxes = _inputs(protos, masks_in, bboxes)
     size = _sides(shape)
     height, width = protos.shape[1:]
     return instance_masks(
@@ -144,7 +150,7 @@ def yolov5_process_mask_upsample(protos: Tensor, masks_in: Tensor, bboxes: Tenso
     Raises:
         RuntimeError: a wrong shape, dtype or device.
     """
-    coefficients, boxes = _on(protos, masks_in, bboxes)
+    coefficients, boxes = _inputs(protos, masks_in, bboxes)
     return instance_masks(protos, coefficients, boxes, list(_sides(shape)), sigmoid=True, dtype=torch.float32)
 
 
@@ -163,7 +169,7 @@ def yolov5_process_mask_native(protos: Tensor, masks_in: Tensor, bboxes: Tensor,
     Raises:
         RuntimeError: a wrong shape, dtype or device.
     """
-    coefficients, boxes = _on(protos, masks_in, bboxes)
+    coefficients, boxes = _inputs(protos, masks_in, bboxes)
     size = _sides(shape)
     height, width = protos.shape[1:]
     gain = min(height / size[0], width / size[1])

@@ -214,6 +214,23 @@ def test_equals_yolov5(device, low, size):
         compare(masks.yolov5_process_mask_native, stock.process_mask_native, tensors, device, shape)
 
 
+def test_takes_what_stock_takes(device):
+    """One box for all masks, and the shape of a picture with channels where nothing is resampled."""
+    theirs = pytest.importorskip("ultralytics.utils.ops")
+    general = pytest.importorskip("yolov5.utils.segment.general")
+    protos, coefficients, _ = problem(5, 24, 40, (96, 160))
+    tensors = protos, coefficients, torch.tensor([[20.0, 10, 131, 80]])
+    for ours, stock in [
+        (masks.ultralytics_process_mask, theirs.process_mask),
+        (masks.ultralytics_process_mask_native, theirs.process_mask_native),
+        (masks.yolov5_process_mask, general.process_mask),
+        (masks.yolov5_process_mask_upsample, general.process_mask_upsample),
+        (masks.yolov5_process_mask_native, general.process_mask_native),
+    ]:
+        compare(ours, stock, tensors, device, (96, 160))
+    compare(masks.ultralytics_process_mask, theirs.process_mask, tensors, device, (96, 160, 3))
+
+
 # The dispatcher, the compilers, the GPU --------------------------------------------------------------------------------
 
 
