@@ -297,8 +297,7 @@ class PictureDetector(nn.Module):
         half_precision: The network takes float16, not float32.
     """
 
-    plan: Tensor
-    letterboxes: Tensor
+    plans: dict[str, tuple[Tensor, Tensor]]
 
     def __init__(
         self,
@@ -317,10 +316,8 @@ class PictureDetector(nn.Module):
         self.size = [int(height), int(width)]
         self.bgr = bool(bgr)
         self.half_precision = bool(half_precision)
-        # Of forward_batch: it goes to the device once for each shape.
-        self.planned = [0, 0, 0]
-        self.plan = torch.zeros(0)
-        self.letterboxes = torch.zeros(0)
+        # Of forward_batch: what goes to the device once for each shape. It is kept, since CUDA graphs read it.
+        self.plans = {}
 
     @classmethod
     def from_model(
@@ -371,7 +368,8 @@ class PictureDetector(nn.Module):
     def forward_batch(self, pictures: Tensor) -> tuple[Tensor, Tensor]:
         """The same for pictures of one size, (images, height, width, 3) uint8 on the module's device.
 
-        After the first call with a shape nothing comes from the host, so that a CUDA graph can capture it.
+        After the first call with a shape nothing comes from the host, so that a CUDA graph can capture it. The module keeps a
+        small plan for each shape.
         """
         device = self.postprocess.anchors.device
         if pictures.dim() != 4 or pictures.size(3) != 3 or pictures.dtype != torch.uint8 or pictures.numel() == 0:
@@ -381,14 +379,14 @@ class PictureDetector(nn.Module):
             )
         if pictures.device != device:
             raise ValueError(f"PictureDetector: pictures is on {pictures.device}, but the module is on {device}")
-        shape = [pictures.size(0), pictures.size(1), pictures.size(2)]
-        if self.planned != shape or self.plan.device != device:
-            rows = [self._row(i * shape[1] * shape[2] * 3, shape[1], shape[2]) for i in range(shape[0])]
-            boxes = [nms.letterbox(self.size, [shape[1], shape[2]]) for _ in range(shape[0])]
-            self.plan = torch.tensor(rows).to(device)
-            self.letterboxes = torch.tensor(boxes).to(device)
-            self.planned = shape
-        return self._detect(pictures.reshape(-1), self.plan, self.letterboxes)
+        images, height, width = pictures.size(0), pictures.size(1), pictures.size(2)
+        key = f"{images} {height} {width} {device}"
+        if key not in self.plans or self.plans[key][0].device != device:
+            rows = [self._row(i * height * width * 3, height, width) for i in range(images)]
+            boxes = [nms.letterbox(self.size, [height, width]) for _ in range(images)]
+            self.plans[key] = (torch.tensor(rows).to(device), torch.tensor(boxes).to(device))
+        plan, letterboxes = self.plans[key]
+        return self._detect(pictures.reshape(-1), plan, letterboxes)
 
     def _row(self, offset: int, height: int, width: int) -> list[int]:
         """A row of image_letterbox's plan."""

@@ -320,6 +320,32 @@ def test_nothing_of_ours_is_in_copies_of_the_data_set(ultralytics, root, cache):
 
 
 @pytest.mark.cpu
+def test_copies_of_a_loader_are_stocks(ultralytics, root):
+    def copies():
+        loader, _ = loader_of(ultralytics, root("boxes"), **HYP)
+        text = pickle.dumps(loader)
+        assert b"torch_fastdet" not in text
+        assert type(pickle.loads(text)) is ultralytics.build.InfiniteDataLoader
+        another = type(loader)(loader.dataset, batch_size=12, collate_fn=loader.collate_fn)
+        return [
+            found for made in (pickle.loads(text), copy.deepcopy(loader), copy.copy(loader), another) for found in made
+        ]
+
+    compare(ours(copies), copies())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_collate_fn_that_is_given_later_gets_pictures(ultralytics, root, device, workers):
+    def give(loader):
+        stock = loader.collate_fn
+        loader.collate_fn = lambda items: {**stock(items), "sums": [int(item["img"].sum()) for item in items]}
+
+    options = {"workers": workers, "before": give, "epochs": 1, **HYP}
+    stock = batches(ultralytics, root("boxes"), **options)
+    compare(ours(batches, ultralytics, root("boxes"), device=device, **options), stock)
+
+
+@pytest.mark.cpu
 def test_classes_of_users_get_stocks_loader(ultralytics, root, monkeypatch, capsys):
     class Weighted(ultralytics.dataset.YOLODataset):
         def __getitem__(self, index):

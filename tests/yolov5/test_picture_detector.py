@@ -120,8 +120,24 @@ def test_bad_pictures_are_a_sentence():
         PictureDetector(detector.network, detector.postprocess, 0)
 
 
+def test_what_graphs_read_is_kept(monkeypatch):
+    """A batch of another shape takes nothing away that a graph of the first one reads."""
+    from torch_fastdet.ops import image
+
+    read = []
+    letterbox = image.image_letterbox
+    monkeypatch.setattr(
+        image, "image_letterbox", lambda storages, plan, *rest: (read.append(plan), letterbox(storages, plan, *rest))[1]
+    )
+    detector = small_detector()
+    module = PictureDetector(detector.network, detector.postprocess, 64).eval()
+    for side in (30, 40, 30):
+        module.forward_batch(torch.zeros(1, side, 50, 3, dtype=torch.uint8))
+    assert read[0] is read[2] and not torch.equal(read[0], read[1])
+
+
 def test_one_graph(cuda):
-    """forward_batch in a CUDA graph, replayed with other pictures."""
+    """forward_batch in a CUDA graph, replayed with other pictures, after pictures of another shape."""
     detector = small_detector(conf_thres=0.3).to(cuda)
     module = saved_and_loaded(PictureDetector(detector.network, detector.postprocess, 128).eval())
     batches = [
@@ -134,8 +150,11 @@ def test_one_graph(cuda):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             got = module.forward_batch(static)
+        module.forward_batch(static[:, :50].contiguous())
+        memory = [torch.full((64,), -1, device=cuda) for _ in range(64)]  # what the first shape may have given back
         for batch, expected in zip(batches, want):
             static.copy_(batch)
             graph.replay()
             for a, b in zip(got, expected):
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-3)
+        assert memory[0][0] == -1

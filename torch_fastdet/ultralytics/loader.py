@@ -222,11 +222,17 @@ class PlannedDataset(Dataset):
 class PlannedLoader:
     """Goes in front of stock's ``InfiniteDataLoader``: its processes plan, and batches are made of that."""
 
-    _plans: PlannedLoading
+    # Not there where somebody makes another loader of this class.
+    _plans: PlannedLoading | None = None
     _pictures: list[str]
-    _ahead: Ahead | None
+    _ahead: Ahead | None = None
+    #: It has no plans, or somebody gave it another collate_fn, which wants pictures.
+    _as_stock: bool = False
 
     def _get_iterator(self: Any) -> Any:
+        self._as_stock = self._plans is None or not _keeps_collate_fn(self)
+        if self._as_stock:
+            return super()._get_iterator()  # type: ignore[misc]
         # A loader that differs in what its processes work on. Stock's attributes stay what people expect of them.
         loader = DataLoader(
             PlannedDataset(self.dataset, self._plans.memory, self._pictures),
@@ -245,7 +251,9 @@ class PlannedLoader:
     def __iter__(self: Any) -> Iterator[dict]:
         if self.iterator is None:
             self.iterator = self._get_iterator()
-        if not self._plans.on_gpu or not self.num_workers:
+        if self._as_stock:
+            batches = self.iterator
+        elif not self._plans.on_gpu or not self.num_workers:
             batches = self._plans.batches(self.iterator)
         else:
             # Batches are drawn as far as stock has drawn them when an epoch ends, where it may be drawn anew.
@@ -255,6 +263,16 @@ class PlannedLoader:
             batches.allow(len(self))
         for _ in range(len(self)):
             yield next(batches)
+
+    def __copy__(self: Any) -> Any:
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        """Deep copies and files hold stock's loader."""
+        state = {name: value for name, value in vars(self).items() if name not in PlannedLoader.__annotations__}
+        return object.__new__, (type(self).__bases__[1],), state
 
     def _stop(self: Any) -> None:
         ahead, self._ahead = self._ahead, None
@@ -299,8 +317,12 @@ def build_dataloader(stock: Callable[..., Any], stock_loader: Any) -> Callable[.
     return build_dataloader
 
 
+def _keeps_collate_fn(loader: Any) -> bool:
+    return loader.collate_fn is type(loader.dataset).collate_fn
+
+
 def _changed_code(loader: Any) -> str | None:
-    if loader.collate_fn is not type(loader.dataset).collate_fn:
+    if not _keeps_collate_fn(loader):
         return "its collate_fn is not the data set's."
     for name in KNOWN:
         module = sys.modules[name]
@@ -324,5 +346,4 @@ def plan_loader(loader: Any, device: Any) -> Any:
     vars(planned).update(vars(loader))
     planned._plans = PlannedLoadingOfDicts(memory_of(loader.dataset), loader.num_workers, on_gpu, gpu)
     planned._pictures = kept_pictures(loader.dataset)
-    planned._ahead = None
     return planned
