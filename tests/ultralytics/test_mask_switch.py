@@ -30,6 +30,18 @@ def test_is_replaced_and_put_back(ops):
     assert (ops.process_mask, ops.process_mask_native) == stock
 
 
+def test_applies_whatever_the_callers_settings_are(ops):
+    """patch() tries stock's functions, and autocast would round what they compute."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+            drop_in.patch(mask_optim=True)
+    finally:
+        torch.set_default_dtype(default)
+    assert (ops.process_mask, ops.process_mask_native) == (dropins.process_mask, dropins.process_mask_native)
+
+
 @pytest.mark.parametrize("rule", ["other", "broken"])
 def test_another_rule_is_refused(ops, monkeypatch, rule):
     source = {"other": "return inner(protos, masks_in, bboxes + 1, shape, upsample)", "broken": "return None"}[rule]
