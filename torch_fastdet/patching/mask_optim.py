@@ -48,9 +48,8 @@ def arguments_of(attribute: str) -> list[tuple[Any, ...]]:
 def same_masks(stock: Callable[..., Any], ours: Callable[..., Any], *arguments: Any) -> bool:
     tensors = sample()
     try:
-        with torch.autocast(
-            "cpu", enabled=False
-        ):  # stock's products would be rounded where patch() is called under autocast
+        # Under a caller's autocast stock's products would be rounded.
+        with torch.autocast("cpu", enabled=False):
             wanted, found = (function(*(t.clone() for t in tensors), *arguments) for function in (stock, ours))
         return found.dtype == wanted.dtype and torch.equal(found, wanted)
     except Exception:  # a version that takes or gives something else
