@@ -131,3 +131,14 @@ def test_from_what_somebody_has_built():
     assert optim.ours(other) is other
     derived = type("Mine", (torch.optim.SGD,), {})(model.parameters(), lr=0.1)
     assert optim.ours(derived) is derived
+
+
+def test_ours_takes_each_of_torchs_ways_to_step():
+    for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
+        params = list(network("cpu").parameters())
+        for way in ("foreach", "fused"):
+            made = optim.ours(kind(params, lr=0.1, **{way: True}))
+            assert type(made) is getattr(optim, kind.__name__)
+            take(nn.ParameterList(params), made, [0])
+        other = kind(params, lr=0.1, differentiable=True)
+        assert optim.ours(other) is other

@@ -70,6 +70,25 @@ def test_one_smart_optimizer_for_each_layout(monkeypatch):
     assert [module.smart_optimizer for module in modules] == stocks * 2
 
 
+def test_adam_stays_stocks(monkeypatch, capsys):
+    """As the line says that is printed."""
+    module = ModuleType("utils.torch_utils")
+    built = {name: getattr(torch.optim, name)(network("cpu").parameters(), lr=0.1) for name in ("SGD", "Adam", "AdamW")}
+    vars(module)["built"] = built
+    exec(
+        "def smart_optimizer(model, name='Adam', lr=0.001, momentum=0.9, decay=1e-5): return built[name]", vars(module)
+    )
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    HOST.switch_on(["multi_tensor_optimizer"], (), import_now=False)
+    try:
+        made = {name: module.smart_optimizer(None, name) for name in built}
+    finally:
+        drop_in.unpatch()
+    assert made["Adam"] is built["Adam"]
+    assert (type(made["SGD"]), type(made["AdamW"])) == (optim.SGD, optim.AdamW)
+    assert "multi_tensor_optimizer does not apply: the optimizer is Adam" in capsys.readouterr().out
+
+
 def test_norms_are_all_that_torch_has():
     layers = {layer for name, layer in vars(nn).items() if "Norm" in name}
     assert {layer for layer in layers if not issubclass(layer, NORMS)} == {nn.LocalResponseNorm}, "it has no weight"

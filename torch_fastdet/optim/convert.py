@@ -15,7 +15,7 @@ MUSGD = ("ultralytics.optim.muon", "MuSGD")
 
 
 def ours(optimizer: Any) -> torch.optim.Optimizer:
-    """The same optimizer with this package's step; one that has no such step is returned as it is.
+    """The same optimizer with this package's step; one that has no such step, or is ``differentiable``, is returned as it is.
 
     Parameter groups, their order and their further keys are kept. The optimizer must not have taken a step yet.
     """
@@ -23,8 +23,8 @@ def ours(optimizer: Any) -> torch.optim.Optimizer:
     further = {}
     if (type(optimizer).__module__, type(optimizer).__name__) == MUSGD:
         kind, further = MuSGD, {"muon": optimizer.muon, "sgd": optimizer.sgd}
-    if kind is None:
+    if kind is None or any(group.get("differentiable") for group in optimizer.param_groups):
         return optimizer
-    known = inspect.signature(kind).parameters
+    known = set(inspect.signature(kind).parameters) - {"foreach"}  # one of torch's ways to step
     defaults = {name: value for name, value in optimizer.defaults.items() if name in known}
     return kind([dict(group) for group in optimizer.param_groups], **defaults, **further)

@@ -42,7 +42,8 @@ class MultiTensorOptimizer(Switch):
             model: nn.Module, name: str = "Adam", lr: float = 0.001, momentum: float = 0.9, decay: float = 1e-5
         ) -> torch.optim.Optimizer:
             if name not in ("SGD", "AdamW"):
-                self.cannot_apply(f"the optimizer is {name}, and only SGD and AdamW have a fused step.")
+                self.cannot_apply(f"the optimizer is {name}, and only SGD and AdamW are replaced.")
+                return stock(model, name, lr, momentum, decay)
             # Groups, their order and the log line are stock's; the step is ours.
             return optim.ours(stock(model, name, lr, momentum, decay))
 
