@@ -20,7 +20,10 @@ def _stride_list(op: str, strides: Any) -> list[float]:
     values = strides.tolist() if isinstance(strides, Tensor) else strides
     if not isinstance(values, Iterable):
         raise TypeError(f"{op}: strides is a {type(strides).__name__}, but a list of numbers is wanted, one a level")
-    return [float(value) for value in values]
+    strides = [float(value) for value in values]
+    if not strides:
+        raise ValueError(f"{op}: strides is empty, but a number for each level is wanted")
+    return strides
 
 
 def _check_count(op: str, name: str, value: int, least: int, what: str) -> None:
@@ -106,6 +109,8 @@ class YOLOv5PostProcess(nn.Module):
 
     def forward(self, heads: list[Tensor], letterboxes: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """heads, optional letterboxes -> detections (images, max_det, 6 + nm), counts (images,)."""
+        if len(heads) == 0:
+            raise ValueError(f"YOLOv5PostProcess: heads is empty, but {len(self.strides)} maps are wanted")
         for head in heads:
             outputs = head.size(4) if head.dim() == 5 else head.size(1) // self.anchors.size(1)
             if outputs != self.nc + 5 + self.nm:
@@ -215,6 +220,8 @@ class UltralyticsPostProcess(nn.Module):
         boxes: list[Tensor] = []
         scores: list[Tensor] = []
         extra: list[Tensor] = []
+        if len(heads) == 0:
+            raise ValueError(f"UltralyticsPostProcess: heads is empty, but {len(self.strides)} maps are wanted")
         bins = 4 * self.reg_max
         for head in heads:
             if head.dim() != 4 or head.size(1) < bins + self.nc:

@@ -334,6 +334,20 @@ def test_copies_of_a_loader_are_stocks(ultralytics, root):
     compare(ours(copies), copies())
 
 
+@pytest.mark.cpu
+@pytest.mark.timeout(60)
+def test_two_loops_over_one_loader(ultralytics, root, request):
+    def pairs(device="cpu"):
+        loader, _ = loader_of(ultralytics, root("boxes"), workers=2, device=device, **HYP)
+        found = list(zip(loader, loader, strict=True))
+        loader.close()
+        return found
+
+    stock = pairs()
+    request.getfixturevalue("pretended_gpu")
+    compare(ours(pairs, device="cuda"), stock)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_collate_fn_that_is_given_later_gets_pictures(ultralytics, root, device, workers):
     def give(loader):

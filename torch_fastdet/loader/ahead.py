@@ -56,6 +56,8 @@ class Ahead:
     def __next__(self) -> Any:
         if self._ended is not None:
             raise self._ended
+        if self._permits is not None:
+            self.allow(1)  # two loops at once take more than each of them permitted
         batch, event, error = self._ready.get()
         if error is not None:
             self._ended = error
