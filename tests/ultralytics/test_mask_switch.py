@@ -31,7 +31,10 @@ def test_is_replaced_and_put_back(ops):
 
 
 def test_applies_whatever_the_callers_settings_are(ops):
-    """patch() tries stock's functions, and autocast would round what they compute."""
+    """patch() tries stock's functions, and autocast would round what they compute, another device hold it."""
+    with torch.device("meta"):
+        drop_in.patch(nms_optim=True, loss_optim=True, val_optim=True, letterbox_optim=True, mask_optim=True)
+    drop_in.unpatch()
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

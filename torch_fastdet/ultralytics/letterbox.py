@@ -54,7 +54,8 @@ def is_stocks(predictor: Any, ours: Callable) -> bool:
         probe = type("Probe", (predictor,), {"__init__": lambda self: None})()
         vars(probe).update(settings)
         try:
-            wanted, got = predictor.preprocess(probe, pictures), ours(probe, pictures)
+            with torch.device("cpu"):  # whatever the user's default is
+                wanted, got = predictor.preprocess(probe, pictures), ours(probe, pictures)
         except Exception:
             return False
         if wanted.dtype != got.dtype or not torch.equal(wanted, got):

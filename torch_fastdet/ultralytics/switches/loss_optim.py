@@ -123,7 +123,7 @@ def trial(reg_max: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 def differs(stock: Any) -> str | None:
     """One line if stock's loss of a small made-up batch is not ours: small and overlapping boxes, both kinds of distances, topk2."""
     try:
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.no_grad(), torch.inference_mode(False), torch.device("cpu"):
             for reg_max, topk, topk2 in BRANCHES:
                 preds, batch = trial(reg_max)
                 criteria = [kind(_Model(reg_max), topk, topk2) for kind in (stock, _subclass(stock))]

@@ -29,7 +29,7 @@ class NmsOptim(UltralyticsSwitch):
 
     def drop_in(self, name: Name, stock: Any) -> Any:
         has_labels = LABELS in inspect.signature(stock).parameters
-        keeps_dtype = stock(torch.zeros(1, 1, 6, dtype=torch.float16))[0].dtype == torch.float16
+        keeps_dtype = stock(torch.zeros(1, 1, 6, dtype=torch.float16, device="cpu"))[0].dtype == torch.float16
         return _as_older(stock, keeps_dtype) if has_labels or keeps_dtype else non_max_suppression
 
 

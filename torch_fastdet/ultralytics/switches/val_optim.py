@@ -65,8 +65,9 @@ class ValOptim(UltralyticsSwitch):
 
 def _rule(ours: Callable[[str], torch.Tensor], stock: Callable[[], torch.Tensor]) -> str | None:
     """The rule by which the installed version matches the case that tells rules apart."""
-    wanted = stock()
-    return next((rule for rule in RULES if torch.equal(ours(rule), wanted)), None)
+    with torch.device("cpu"):
+        wanted = stock()
+        return next((rule for rule in RULES if torch.equal(ours(rule), wanted)), None)
 
 
 def _matches(rule: str) -> torch.Tensor:
