@@ -483,7 +483,15 @@ def test_a_killed_worker_is_an_error(ultralytics, root, device):
     assert kind is RuntimeError and "DataLoader worker" in text
 
 
-def test_control_c_ends_the_loop_and_the_workers(ultralytics, root, device):
+@pytest.fixture
+def interruptible():
+    """Ctrl-C raises KeyboardInterrupt, also where a shell started this process in the background, which ignores it."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
+def test_control_c_ends_the_loop_and_the_workers(ultralytics, root, device, interruptible):
     workers = []
 
     def interrupt(loader):
@@ -523,5 +531,5 @@ def test_nothing_stays_open(ultralytics, root, device):
 
 
 @pytest.mark.cpu
-def test_control_c_with_a_gpu(ultralytics, root, pretended_gpu):
-    test_control_c_ends_the_loop_and_the_workers(ultralytics, root, torch.device("cuda"))
+def test_control_c_with_a_gpu(ultralytics, root, pretended_gpu, interruptible):
+    test_control_c_ends_the_loop_and_the_workers(ultralytics, root, torch.device("cuda"), interruptible)

@@ -254,6 +254,7 @@ def full_disk():
 
 def control_c():
     """The loop ends at once, and so do the processes."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it
     root, workers = make("boxes"), []
 
     def interrupt():
