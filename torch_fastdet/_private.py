@@ -169,6 +169,16 @@ def is_compiled_in_place(module: nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
+def runs_plainly(module: nn.Module, forward: Any) -> bool:
+    """Whether a call of ``module`` is a call of ``forward`` and nothing else: no hook, nothing put on the instance."""
+    return (
+        type(module).forward is forward
+        and "forward" not in module.__dict__
+        and not module_has_hooks(module)
+        and not is_compiled_in_place(module)
+    )
+
+
 def parameter_has_hooks(parameter: Tensor) -> bool:
     """Whether hooks are registered on this parameter. Hooks under other names are not seen."""
     return any(getattr(parameter, name, None) for name in _PARAMETER_HOOKS)

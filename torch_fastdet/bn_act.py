@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from torch_fastdet import ops
 from torch_fastdet._private import (
     every_module_has_hooks,
-    is_compiled_in_place,
     is_exporting,
     is_transforming,
-    module_has_hooks,
+    runs_plainly,
 )
 from torch_fastdet.stem import convolve
 
@@ -37,16 +36,6 @@ _FORWARDS = {kind: kind.forward for kind in _KINDS}
 DEVICES = ("cuda",)
 
 Forward = Callable[..., Tensor]
-
-
-def runs_plainly(module: nn.Module, forward: Forward) -> bool:
-    """Whether a call of ``module`` is a call of ``forward`` and nothing else: no hook, nothing put on the instance."""
-    return (
-        type(module).forward is forward
-        and "forward" not in module.__dict__
-        and not module_has_hooks(module)
-        and not is_compiled_in_place(module)
-    )
 
 
 def is_watched() -> bool:

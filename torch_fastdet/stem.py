@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_fastdet import ops
-from torch_fastdet._private import is_compiled_in_place, module_has_hooks
+from torch_fastdet._private import runs_plainly
 
 # Kernel size -> padding.
 _SHAPES: dict[tuple[int, ...], tuple[int, ...]] = {(6, 6): (2, 2), (3, 3): (1, 1)}
@@ -46,11 +46,7 @@ def _dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
 
 def is_stem(conv: Any, x: Any) -> bool:
     """Whether ``conv(x)`` is such a convolution, with channels_last weights, in half precision, and unobserved."""
-    if type(conv) is not nn.Conv2d or not has_stem_shape(conv):
-        return False
-    if type(conv).forward is not _FORWARD or "forward" in conv.__dict__:
-        return False
-    if module_has_hooks(conv) or is_compiled_in_place(conv):
+    if type(conv) is not nn.Conv2d or not has_stem_shape(conv) or not runs_plainly(conv, _FORWARD):
         return False
     weight = conv.weight
     return (

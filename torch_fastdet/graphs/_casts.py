@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_fastdet._private import foreach_copy_, is_compiled_in_place, module_has_hooks
+from torch_fastdet._private import foreach_copy_, runs_plainly
 from torch_fastdet.stem import has_stem_shape
 
 _FORWARD = nn.Conv2d.forward
@@ -51,9 +51,9 @@ class _CastAll(torch.autograd.Function):
 
 def _takes_cast(conv: nn.Module) -> bool:
     """Whether ``conv`` is torch's own convolution with float32 parameters, so that autocast casts them and nothing sees it."""
-    if type(conv) is not nn.Conv2d or type(conv).forward is not _FORWARD or "forward" in conv.__dict__:
+    if type(conv) is not nn.Conv2d or not runs_plainly(conv, _FORWARD):
         return False
-    if conv.padding_mode != "zeros" or has_stem_shape(conv) or module_has_hooks(conv) or is_compiled_in_place(conv):
+    if conv.padding_mode != "zeros" or has_stem_shape(conv):
         return False
     parameters = list(conv._parameters.values())
     return all(p is None or (p.dtype == torch.float32 and p.device == conv.weight.device) for p in parameters)
