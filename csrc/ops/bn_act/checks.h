@@ -23,6 +23,19 @@ inline bool is_given(const OptionalTensor& tensor) {
   return tensor.has_value() && tensor->defined();
 }
 
+// What BatchNorm2d keeps beside its parameters, as the schema lists it.
+struct BnActNorm {
+  const OptionalTensor &running_mean, &running_var, &num_batches_tracked;
+  double momentum, eps;
+  using Types = std::tuple<const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, double, double>;
+};
+
+struct BnActActivation {
+  std::string_view name;
+  double slope;  // of LeakyReLU
+  using Types = std::tuple<std::string_view, double>;
+};
+
 inline core::Activation parse_activation(std::string_view activation, const char* op) {
   if (activation == "silu") return core::Activation::kSiLU;
   if (activation == "relu") return core::Activation::kReLU;
@@ -85,18 +98,17 @@ inline void check_values_per_channel(const at::Tensor& x) {
 }
 
 inline void check_bn_act(const at::Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
-                         const OptionalTensor& running_mean, const OptionalTensor& running_var,
-                         const OptionalTensor& num_batches_tracked, const OptionalTensor& residual, const char* op) {
+                         const BnActNorm& norm, const OptionalTensor& residual, const char* op) {
   check_bn_act_image(x, op, "x");
   check_bn_act_vector(x, weight, op, "weight");
   check_bn_act_vector(x, bias, op, "bias");
-  check_bn_act_statistic(x, running_mean, op, "running_mean");
-  check_bn_act_statistic(x, running_var, op, "running_var");
-  if (is_given(num_batches_tracked)) {
-    check_same_device(x, "x", *num_batches_tracked, op, "num_batches_tracked");
-    TORCH_CHECK(num_batches_tracked->scalar_type() == at::kLong && num_batches_tracked->dim() == 0, op,
-                ": num_batches_tracked has dtype ", dtype_name(num_batches_tracked->scalar_type()), " and shape ",
-                num_batches_tracked->sym_sizes(), ", but one int64 without dimensions is wanted");
+  check_bn_act_statistic(x, norm.running_mean, op, "running_mean");
+  check_bn_act_statistic(x, norm.running_var, op, "running_var");
+  if (const OptionalTensor& counter = norm.num_batches_tracked; is_given(counter)) {
+    check_same_device(x, "x", *counter, op, "num_batches_tracked");
+    TORCH_CHECK(counter->scalar_type() == at::kLong && counter->dim() == 0, op, ": num_batches_tracked has dtype ",
+                dtype_name(counter->scalar_type()), " and shape ", counter->sym_sizes(),
+                ", but one int64 without dimensions is wanted");
   }
   if (is_given(residual)) check_same_image(x, *residual, op, "residual");
   check_values_per_channel(x);

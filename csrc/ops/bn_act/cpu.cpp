@@ -1,7 +1,6 @@
 // bn_act on the CPU: channels are shared among the threads, so that the order of a channel's sums does not depend on
 // their number. Statistics and sums are in double.
 #include <ATen/Parallel.h>
-#include <torch/library.h>
 
 #include <array>
 
@@ -165,7 +164,7 @@ void backward(const BnActBackward& a) {
   });
 }
 
-struct Cpu {
+struct Cpu : OnDevice {
   static void forward(const BnActForward& a, const char*) {
     with_dtype(core_dtype(a.x.scalar_type()), [&](auto zero) {
       core::dispatch_activation(a.activation, [&](auto activation) {
@@ -185,8 +184,7 @@ struct Cpu {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(torch_fastdet, CPU, m) {
-  m.impl("bn_act", TORCH_FN(bn_act<Cpu>));
-  m.impl("bn_act_backward", TORCH_FN(bn_act_backward<Cpu>));
+  register_bn_act<Cpu>(m);
 }
 
 }  // namespace torch_fastdet

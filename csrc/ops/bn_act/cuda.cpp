@@ -1,6 +1,4 @@
 // bn_act on CUDA: plans the grid for the current device and launches on the current stream.
-#include <torch/library.h>
-
 #include "core/bn_act/bn_act.h"
 #include "ops/bn_act/run.h"
 #include "ops/common/launch.h"
@@ -42,7 +40,7 @@ at::Tensor partials_of(const core::BnActPlan& plan, const at::Tensor& x) {
   return at::empty({plan.partials(), 2}, x.options().dtype(statistic_dtype(x)));
 }
 
-struct Cuda {
+struct Cuda : OnDevice {
   static void forward(const BnActForward& a, const char* op) {
     core::BnActForwardParams p{};
     p.plan = plan_of(a.channels_last, a.x, {image_of(a.x), image_of(a.residual), image_of(a.y)}, op);
@@ -96,8 +94,7 @@ struct Cuda {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(torch_fastdet, CUDA, m) {
-  m.impl("bn_act", TORCH_FN(bn_act<Cuda>));
-  m.impl("bn_act_backward", TORCH_FN(bn_act_backward<Cuda>));
+  register_bn_act<Cuda>(m);
 }
 
 }  // namespace torch_fastdet

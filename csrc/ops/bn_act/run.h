@@ -1,11 +1,13 @@
-// bn_act and its backward but for the arithmetic: check, allocate, and hand the tensors to Backend::forward and
-// Backend::backward, which the CPU and CUDA glue each define.
+// bn_act and its backward but for the arithmetic: check, guard the device, allocate, and hand the tensors to
+// Backend::forward and Backend::backward, which cpu.cpp and cuda.cpp each define. On Meta there is nothing to run.
 #pragma once
 
-#include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
+#include <torch/library.h>
 
 #include "ops/bn_act/checks.h"
+#include "ops/common/backend.h"
+#include "ops/common/options.h"
 
 namespace torch_fastdet {
 
@@ -27,51 +29,63 @@ struct BnActBackward {
   double slope;
 };
 
+inline at::Tensor walkable_or_undefined(const OptionalTensor& tensor, bool channels_last) {
+  return is_given(tensor) ? walkable(*tensor, channels_last) : at::Tensor();
+}
+
 inline at::Tensor contiguous_or_undefined(const OptionalTensor& tensor) {
   return is_given(tensor) ? tensor->contiguous() : at::Tensor();
 }
 
 template <class Backend>
-BnActResult bn_act(const at::Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
-                   const OptionalTensor& running_mean, const OptionalTensor& running_var,
-                   const OptionalTensor& num_batches_tracked, double momentum, double eps, std::string_view activation,
-                   double slope, const OptionalTensor& residual) {
+BnActResult bn_act(const at::Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias, const BnActNorm& norm,
+                   const BnActActivation& activation, const OptionalTensor& residual) {
   constexpr const char* kOp = "bn_act";
-  const core::Activation parsed = parse_activation(activation, kOp);
-  check_bn_act(x, weight, bias, running_mean, running_var, num_batches_tracked, residual, kOp);
+  const core::Activation parsed = parse_activation(activation.name, kOp);
+  check_bn_act(x, weight, bias, norm, residual, kOp);
   const c10::DeviceGuard guard(x.device());
   auto [y, mean, invstd] = empty_bn_act(x);
-  if (x.numel() == 0) {  // stock leaves the running statistics alone, and its module counts the batch
-    if (is_given(num_batches_tracked)) num_batches_tracked->add_(1);
-    return {y, mean.zero_(), invstd.zero_()};
+  if constexpr (!Backend::kMeta) {
+    if (x.numel() == 0) {  // stock leaves the running statistics alone, and its module counts the batch
+      if (is_given(norm.num_batches_tracked)) norm.num_batches_tracked->add_(1);
+      return {y, mean.zero_(), invstd.zero_()};
+    }
+    const bool channels_last = y.suggest_memory_format() == at::MemoryFormat::ChannelsLast;
+    Backend::forward(
+        {channels_last, walkable(x, channels_last), walkable_or_undefined(residual, channels_last),
+         contiguous_or_undefined(weight), contiguous_or_undefined(bias), norm.running_mean.value_or(at::Tensor()),
+         norm.running_var.value_or(at::Tensor()), norm.num_batches_tracked.value_or(at::Tensor()), y, mean, invstd,
+         norm.momentum, norm.eps, parsed, activation.slope},
+        kOp);
   }
-  const bool channels_last = y.suggest_memory_format() == at::MemoryFormat::ChannelsLast;
-  Backend::forward(
-      {channels_last, walkable(x, channels_last),
-       is_given(residual) ? walkable(*residual, channels_last) : at::Tensor(), contiguous_or_undefined(weight),
-       contiguous_or_undefined(bias), running_mean.value_or(at::Tensor()), running_var.value_or(at::Tensor()),
-       num_batches_tracked.value_or(at::Tensor()), y, mean, invstd, momentum, eps, parsed, slope},
-      kOp);
   return {y, mean, invstd};
 }
 
 template <class Backend>
 BnActResult bn_act_backward(const at::Tensor& grad_y, const at::Tensor& x, const OptionalTensor& weight,
                             const OptionalTensor& bias, const at::Tensor& mean, const at::Tensor& invstd,
-                            std::string_view activation, double slope) {
+                            const BnActActivation& activation) {
   constexpr const char* kOp = "bn_act_backward";
-  const core::Activation parsed = parse_activation(activation, kOp);
+  const core::Activation parsed = parse_activation(activation.name, kOp);
   check_bn_act_backward(grad_y, x, weight, bias, mean, invstd, kOp);
   const c10::DeviceGuard guard(x.device());
   at::Tensor grad_x = empty_like_image(x);
   at::Tensor grad_weight = empty_parameter_grad(x, weight), grad_bias = empty_parameter_grad(x, bias);
-  if (x.numel() == 0) return {grad_x, grad_weight.zero_(), grad_bias.zero_()};
-  const bool channels_last = grad_x.suggest_memory_format() == at::MemoryFormat::ChannelsLast;
-  Backend::backward({channels_last, walkable(grad_y, channels_last), walkable(x, channels_last),
-                     contiguous_or_undefined(weight), contiguous_or_undefined(bias), mean.contiguous(),
-                     invstd.contiguous(), grad_x, grad_weight, grad_bias, parsed, slope},
-                    kOp);
+  if constexpr (!Backend::kMeta) {
+    if (x.numel() == 0) return {grad_x, grad_weight.zero_(), grad_bias.zero_()};
+    const bool channels_last = grad_x.suggest_memory_format() == at::MemoryFormat::ChannelsLast;
+    Backend::backward({channels_last, walkable(grad_y, channels_last), walkable(x, channels_last),
+                       contiguous_or_undefined(weight), contiguous_or_undefined(bias), mean.contiguous(),
+                       invstd.contiguous(), grad_x, grad_weight, grad_bias, parsed, activation.slope},
+                      kOp);
+  }
   return {grad_x, grad_weight, grad_bias};
+}
+
+template <class Backend>
+void register_bn_act(torch::Library& m) {
+  m.impl("bn_act", unpack<&bn_act<Backend>>);
+  m.impl("bn_act_backward", unpack<&bn_act_backward<Backend>>);
 }
 
 }  // namespace torch_fastdet
