@@ -294,13 +294,28 @@ struct Coefficients {
   A value[5][kBnActMostSliceVectors * 8];
 };
 
-template <typename T, int kVector>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm) bn_act_forward(const __grid_constant__ BnActForwardParams p) {
-  using A = arithmetic_t<T>;
-  constexpr bool kHalf = sizeof(T) == 2;
-  __shared__ BlockSums<A, kVector> sums;
-  __shared__ Coefficients<A> coefficients;
-  const Place place(p.plan);
+// Writes what the forward pass leaves of a channel beside y: its statistics, and the running ones.
+template <typename A>
+__device__ __forceinline__ void store_statistics(const BnActForwardParams& p, int64_t channel, A n, A mean, A variance,
+                                                 A invstd) {
+  static_cast<A*>(p.mean)[channel] = mean;
+  static_cast<A*>(p.invstd)[channel] = invstd;
+  const A momentum = static_cast<A>(p.momentum);
+  if (p.running_mean.data) {
+    const A old = load_vector(p.running_mean, channel, A(0));
+    store_vector(p.running_mean, channel, momentum * mean + (A(1) - momentum) * old);
+  }
+  if (p.running_var.data) {
+    const A old = load_vector(p.running_var, channel, A(0));
+    store_vector(p.running_var, channel, momentum * (variance * (n / (n - A(1)))) + (A(1) - momentum) * old);
+  }
+  if (channel == 0 && p.num_batches_tracked) ++*p.num_batches_tracked;
+}
+
+// From the partials of pass 1: mean, scale and shift of each channel of the block's slice into `coefficients`.
+template <typename A, int kVector>
+__device__ __forceinline__ void merge_statistics(const BnActForwardParams& p, const Place& place,
+                                                 BlockSums<A, kVector>& sums, Coefficients<A>& coefficients) {
   const int channels = p.plan.slice_channels, groups = p.plan.groups;
   const int group = threadIdx.x / static_cast<unsigned>(channels), c = threadIdx.x - group * channels;
   const A origin = static_cast<const Pair<A>*>(p.partials)[int64_t{place.slice} * p.plan.splits * channels + c].first;
@@ -324,21 +339,18 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) bn_act_forward(const _
     coefficients.value[0][c] = mean;
     coefficients.value[1][c] = invstd * load_vector(p.weight, channel, A(1));
     coefficients.value[2][c] = load_vector(p.bias, channel, A(0));
-    if (place.split == 0) {
-      static_cast<A*>(p.mean)[channel] = mean;
-      static_cast<A*>(p.invstd)[channel] = invstd;
-      const A momentum = static_cast<A>(p.momentum);
-      if (p.running_mean.data) {
-        const A old = load_vector(p.running_mean, channel, A(0));
-        store_vector(p.running_mean, channel, momentum * mean + (A(1) - momentum) * old);
-      }
-      if (p.running_var.data) {
-        const A old = load_vector(p.running_var, channel, A(0));
-        store_vector(p.running_var, channel, momentum * (variance * (n / (n - A(1)))) + (A(1) - momentum) * old);
-      }
-      if (channel == 0 && p.num_batches_tracked) ++*p.num_batches_tracked;
-    }
+    if (place.split == 0) store_statistics(p, channel, n, mean, variance, invstd);
   }
+}
+
+template <typename T, int kVector>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm) bn_act_forward(const __grid_constant__ BnActForwardParams p) {
+  using A = arithmetic_t<T>;
+  constexpr bool kHalf = sizeof(T) == 2;
+  __shared__ BlockSums<A, kVector> sums;
+  __shared__ Coefficients<A> coefficients;
+  const Place place(p.plan);
+  merge_statistics(p, place, sums, coefficients);
   __syncthreads();
   if (!place.active) return;
   A mean[kVector], scale[kVector], shift[kVector];
