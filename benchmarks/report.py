@@ -49,8 +49,10 @@ HEADLINES = [
 ]  # fmt: skip
 # Cases of HEADLINES that are newer than the results: each is left out until a run has it.
 PENDING = {"yolov8s, batch 16", "yolo26s, batch 16"}
+# What benchmarks/training_truth.py compares: its folders' names, each with a table and a picture beside it.
+TRUTHS = ("training_truth", "training_truth_small", "training_truth_yolov8n", "training_truth_yolo26n")
 # Of a results folder: what a marker stands for, and the picture that is shown below it.
-PICTURES = {"roofline": "roofline", "postprocess": "postprocess_breakdown", "training_truth": "training_truth"}
+PICTURES = {"roofline": "roofline", "postprocess": "postprocess_breakdown", **{name: name for name in TRUTHS}}
 # What each page shows: one that lost a marker would keep its old figures for ever.
 SECTIONS = {
     "README.md": ("gpu-headlines",),
@@ -61,7 +63,8 @@ SECTIONS = {
             for name in ("train", "ultralytics", "distributed", "loader", "step", "bbox_iou", "upsample", "nms")
         ),
         *(f"gpu-{name}" for name in ("multi_tensor", "loss", "v8_loss", "bn_act", "image", "masks", "pictures")),
-        *("gpu-postprocess", "gpu-roofline", "gpu-training_truth", "cpu-summary", "cpu-postprocess", "cpu-roofline"),
+        *("gpu-postprocess", "gpu-roofline", *(f"gpu-{name}" for name in (*TRUTHS[1:], TRUTHS[0]))),
+        *("cpu-summary", "cpu-postprocess", "cpu-roofline"),
     ),
 }
 MARKER = re.compile(r"(<!-- results:([\w-]+) -->\n).*?(<!-- end results -->)", re.DOTALL)
@@ -369,7 +372,7 @@ def tables(folder: Path) -> str:
     parts = [provenance(benchmarks, SPREAD), summary_table(benchmarks)]
     for name, rows in benchmarks.items():
         parts += [f"### {name}\n", benchmark_table(rows)]
-    for page in ("roofline", "training_truth"):
+    for page in ("roofline", *TRUTHS):
         if (folder / f"{page}.md").exists():
             parts += [f"### {page}\n", (folder / f"{page}.md").read_text()]
     return "\n".join(parts)
@@ -409,7 +412,7 @@ def section(name: str) -> str:
         return f"{headline_table(headlines(benchmarks))}\n{provenance(of_headlines(benchmarks))}"
     floor, what = what.endswith("-floor"), what.removesuffix("-floor")
     if what not in benchmarks:
-        command = "python -m benchmarks.training_truth" if what == "training_truth" else "make bench"
+        command = "python -m benchmarks.training_truth" if what in TRUTHS else "make bench"
         return f"Not measured yet on a {kind.upper()}: `{command}` there writes it.\n"
     of_it = {what: benchmarks[what]}
     if floor:

@@ -9,8 +9,9 @@ A run is train.py from scratch on the demo's pictures. Its variant is ``stock``,
 or ``only_<switch>`` (that switch alone). With a model of Ultralytics a run is its trainer's, with default arguments. --jobs of them share the machine, and take turns on its GPUs. Each finished run leaves
 one JSON file, <variant>-seed<n>.json, in FOLDER, and a run whose file is there is not done again: the work can be split over
 several commands. With --minutes no run begins that would end later, judged by the longest so far. When all are there, or with
---report, FOLDER's parent gets training_truth.md, a table of means and of the difference with its standard error, and
-training_truth.png. The default FOLDER is training_truth in the results folder of this machine and day.
+--report, a table of means and of the difference with its standard error stands beside FOLDER as FOLDER.md, and a picture as
+FOLDER.png. The default FOLDER is training_truth in the results folder of this machine and day; benchmarks/report.py names the others
+that the docs show.
 
 --small is the case for many seeds: yolov5n at 320x320, batch 64 (an optimizer step each iteration). A difference means something
 from twelve seeds on.
@@ -204,7 +205,8 @@ def run_all(arguments: argparse.Namespace, folder: Path, settings: Settings) -> 
     folder.mkdir(parents=True, exist_ok=True)
     about = environment(torch.device(arguments.device))
     cuda = arguments.device == "cuda"
-    workers = min(8, (os.cpu_count() or 1) // arguments.jobs - 1) if cuda else 0
+    own = min(8, (os.cpu_count() or 1) // arguments.jobs - 1) if cuda else 0
+    workers = own if arguments.workers is None else arguments.workers
     gpus = torch.cuda.device_count() if cuda else 0
     machines = [
         Machine(device, settings.image_size, max(0, workers), about["gpu"] or about["cpu"])
@@ -367,6 +369,9 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, as many as the GPUs' memory holds")
+    parser.add_argument(
+        "--workers", type=int, help="of each run's loader; default: what the CPU has for each, 8 at most"
+    )
     parser.add_argument("--minutes", type=float, default=0, help="begin no run that would end later; 0: no limit")
     parser.add_argument("--device", default=None, choices=["cpu", "cuda"])
     parser.add_argument("--report", action="store_true", help="no run, the table and plot of those that are there")
@@ -402,8 +407,8 @@ def main() -> int:
         return 1
     text = report(folder)
     print(text)
-    (folder.parent / "training_truth.md").write_text(text)
-    plot(folder, folder.parent / "training_truth.png")
+    (folder.parent / f"{folder.name}.md").write_text(text)
+    plot(folder, folder.parent / f"{folder.name}.png")
     return 0
 
 

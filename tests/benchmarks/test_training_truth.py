@@ -98,7 +98,13 @@ def trainings(tmp_path, monkeypatch):
     def go(minutes: float = 0.0, jobs: int = 1) -> tuple[bool, list]:
         before = len(begun)
         arguments = Namespace(
-            seeds=2, variants=["stock", "fastdet"], device="cpu", jobs=jobs, minutes=minutes, work=tmp_path / "work"
+            workers=None,
+            seeds=2,
+            variants=["stock", "fastdet"],
+            device="cpu",
+            jobs=jobs,
+            minutes=minutes,
+            work=tmp_path / "work",
         )
         return run_all(arguments, tmp_path / "out", SETTINGS), begun[before:]
 
@@ -133,4 +139,4 @@ def test_real_trainings_leave_table_and_plot(tmp_path, monkeypatch, capsys, mode
     assert set(runs) == {("stock", 0), ("fastdet", 0)}
     assert runs["fastdet", 0]["replaced"] and not runs["stock", 0]["replaced"]
     assert all(0 <= run["epochs"][0][name] <= 1 for run in runs.values() for name in (MAP, MAP50))
-    assert (tmp_path / "training_truth.png").exists() and "mAP50-95" in (tmp_path / "training_truth.md").read_text()
+    assert (tmp_path / "truth.png").exists() and "mAP50-95" in (tmp_path / "truth.md").read_text()
