@@ -17,8 +17,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from benchmarks.bench_step import make_images, make_model
 from benchmarks.bench_train import size_and_batch
 from benchmarks.harness import OURS, WORK, Report, add_arguments, missing
 
+VARIANTS = ("ours", "ours-1", "stock")  # on all GPUs, on one, and stock on all
 NVLS = {"NCCL_NVLS_ENABLE": os.environ.get("NCCL_NVLS_ENABLE", "0")}
 
 
@@ -180,59 +183,83 @@ def rank(folder: Path, models: list[str], stock: bool) -> None:
 
 
 def measure_steps(report: Report, gpus: int, models: list[str], stock: bool) -> None:
+    from examples.yolov5_env import environment
+
+    env = environment(WORK / "environment") | NVLS
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, *torchrun(gpus), "-m", "benchmarks.bench_distributed", "--rank", folder]
         command += ["--models", *models, *([] if stock else ["--no-stock"])]
-        subprocess.run(command, check=True, env=os.environ | NVLS)
+        subprocess.run(command, check=True, env=env)
         for row in json.loads(Path(folder, "0.json").read_text()):
+            report.drop(row["case"], row["variant"])
             report.add(row["case"], row["variant"], "call", row["times"], peak_mib=round(row["peak_mib"], 1))
     report.write()
 
 
-def measure_training(report: Report, gpus: int, models: list[str], epochs: int, pictures: int, stock: bool) -> None:
-    from examples.demo import dataset
+def run_train_py(
+    name: str, title: str, launcher: list[str], data: Path, devices: list[int], epochs: int, workers: int
+) -> list[float]:
+    """Seconds of an iteration in each epoch of one train.py, its first epoch left out."""
     from examples.demo.training import Variant, run_train, yolov5_folder
     from examples.yolov5_env import environment
 
-    data = dataset.make(WORK / f"digits-640-{pictures}", dataset.Recipe(image_size=640, train=pictures))
     env = environment(WORK / "environment") | NVLS | {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    folder = WORK / "distributed" / name / title.replace(", ", "-").replace(" ", "")
+    shutil.rmtree(folder, ignore_errors=True)
+    arguments = {
+        "--data": data,
+        "--weights": "",
+        "--cfg": yolov5_folder() / f"models/yolov5{name[0]}.yaml",
+        "--hyp": yolov5_folder() / "data/hyps/hyp.scratch-low.yaml",
+        "--epochs": epochs,
+        "--batch-size": int(name[1:]) * len(devices),
+        "--imgsz": 640,
+        "--device": ",".join(map(str, devices)),
+        "--workers": workers,
+        "--cache": "ram",
+        "--seed": 0,
+        "--project": folder.parent,
+        "--name": folder.name,
+    }
+    # Not --noval: train.py of yolov5 7.0.14 fails under it.
+    options = [str(part) for pair in arguments.items() for part in pair] + ["--exist-ok", "--noplots"]
+    run = run_train(Variant(title, title, tuple(launcher)), options, folder, env, show=False)
+    return run.progress.iteration_seconds()
+
+
+def measure_training(
+    report: Report, gpus: int, models: list[str], epochs: int, pictures: int, variants: list[str]
+) -> None:
+    """Trainings on one GPU run side by side, each on a GPU of its own, as many as there are."""
+    from examples.demo import dataset
+
+    data = dataset.make(WORK / f"digits-640-{pictures}", dataset.Recipe(image_size=640, train=pictures))
     workers = min(16, (os.cpu_count() or 1) // gpus)
     fast = ["-m", "torch_fastdet.yolov5", "--fastdet"]
-    for name in models:
-        size, batch = name[0], int(name[1:])
-        runs = [(f"{OURS}, {gpus} GPU", gpus, [*torchrun(gpus), *fast]), (f"{OURS}, 1 GPU", 1, fast)]
-        if stock:
-            runs.append((f"stock, {gpus} GPU", gpus, torchrun(gpus)))
-        for title, count, launcher in runs:
-            variant = Variant(title, title, tuple(launcher))
-            folder = WORK / "distributed" / name / title.replace(", ", "-").replace(" ", "")
-            shutil.rmtree(folder, ignore_errors=True)
-            arguments = {
-                "--data": data,
-                "--weights": "",
-                "--cfg": yolov5_folder() / f"models/yolov5{size}.yaml",
-                "--hyp": yolov5_folder() / "data/hyps/hyp.scratch-low.yaml",
-                "--epochs": epochs,
-                "--batch-size": batch * count,
-                "--imgsz": 640,
-                "--device": ",".join(map(str, range(count))),
-                "--workers": workers,
-                "--cache": "ram",
-                "--seed": 0,
-                "--project": folder.parent,
-                "--name": folder.name,
-            }
-            # Not --noval: train.py of yolov5 7.0.14 fails under it.
-            options = [str(part) for pair in arguments.items() for part in pair] + ["--exist-ok", "--noplots"]
-            run = run_train(variant, options, folder, env, show=False)
-            times = run.progress.iteration_seconds()
-            report.add(f"yolov5{size}, {batch} a GPU, train.py", title, "call", [1e6 * seconds for seconds in times])
-            rate = batch * count / statistics.median(times)
-            print(
-                f"{title}: yolov5{size}, {batch} a GPU: {1e3 * statistics.median(times):.2f} ms, {rate:.0f} images/s",
-                flush=True,
-            )
+
+    def measure(name: str, variant: str, devices: list[int]) -> None:
+        count = len(devices)
+        title = f"{OURS if variant.startswith('ours') else 'stock'}, {count} GPU"
+        launcher = [*(torchrun(count) if count > 1 else []), *(fast if variant.startswith("ours") else [])]
+        times = run_train_py(name, title, launcher, data, devices, epochs, workers)
+        case = f"yolov5{name[0]}, {name[1:]} a GPU, train.py"
+        rate = int(name[1:]) * count / statistics.median(times)
+        print(f"{case}: {title}: {1e3 * statistics.median(times):.2f} ms, {rate:.0f} images/s", flush=True)
+        with written:
+            report.drop(case, title)
+            report.add(case, title, "call", [1e6 * seconds for seconds in times])
             report.write()
+
+    written = threading.Lock()
+    for variant in variants:
+        if variant != "ours-1":
+            for name in models:
+                measure(name, variant, list(range(gpus)))
+            continue
+        with ThreadPoolExecutor(gpus) as lanes:
+            runs = [lanes.submit(measure, name, variant, [i % gpus]) for i, name in enumerate(models)]
+        for run in runs:
+            run.result()
 
 
 def main() -> None:
@@ -243,6 +270,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=["step", "train"], default=["step", "train"])
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--pictures", type=int, default=1536)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="of the part train")
     parser.add_argument("--no-stock", action="store_true", help="leave stock's rows out")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -262,7 +290,8 @@ def main() -> None:
     if "step" in options.parts:
         measure_steps(report, options.gpus, options.models, not options.no_stock)
     if "train" in options.parts:
-        measure_training(report, options.gpus, options.models, options.epochs, options.pictures, not options.no_stock)
+        variants = [variant for variant in options.variants if variant != "stock" or not options.no_stock]
+        measure_training(report, options.gpus, options.models, options.epochs, options.pictures, variants)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """Ultralytics' real, unmodified trainer on the demo's pictures, stock and with --fastdet: time of an iteration, loader included.
 
-    python -m benchmarks.bench_ultralytics [--models yolov8s-16 yolo26s-64-MuSGD] [--epochs 3] [--flags fastdet] [--out FOLDER]
+    python -m benchmarks.bench_ultralytics [--models yolov8s-16 yolo26s-64-MuSGD] [--epochs 3] [--flags fastdet] [--gpus 2]
+        [--out FOLDER]
 
 A name is a model, a batch size and, where it is not SGD, an optimizer. On a GPU at 640x640 with cache=ram and 16 workers
 (``--models all`` is the whole table of issue 16); on the CPU yolov8n at 128x128. Each training is a process of its own, started
 as a user starts it. An iteration is the mean over an epoch without its first batch; the first epoch, in which the warm-up ends,
-is left out.
+is left out. With ``--gpus 2`` the trainer starts a process for each GPU, and the batch size is that of each of them.
 """
 
 from __future__ import annotations
@@ -58,15 +59,17 @@ def iteration_seconds(ends: list[list[float]]) -> list[float]:
     return [(epoch[-1] - epoch[0]) / (len(epoch) - 1) for epoch in ends[1:] if len(epoch) > 1]
 
 
-def train(case: Case, flags: list[str], data: Path, folder: Path, device: str, size: int, epochs: int) -> dict:
+def train(
+    case: Case, flags: list[str], data: Path, folder: Path, device: str, size: int, epochs: int, gpus: int = 1
+) -> dict:
     """Runs one training and returns what benchmarks.ultralytics_run wrote; its output is in ``folder``."""
     from examples.yolov5_env import environment
 
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    workers = min(16, os.cpu_count() or 1) if device == "0" else 0
+    workers = 0 if device == "cpu" else min(16, (os.cpu_count() or 1) // gpus)
     words = {
-        "model": f"{case.model}.yaml", "data": data, "imgsz": size, "batch": case.batch, "epochs": epochs,
+        "model": f"{case.model}.yaml", "data": data, "imgsz": size, "batch": case.batch * gpus, "epochs": epochs,
         "optimizer": case.optimizer, "warmup_epochs": 1, "cache": "ram", "workers": workers, "device": device,
         "val": False, "plots": False, "project": folder, "name": "run",
     }  # fmt: skip
@@ -82,19 +85,19 @@ def train(case: Case, flags: list[str], data: Path, folder: Path, device: str, s
     return json.loads((folder / "times.json").read_text())
 
 
-def measure(report: Report, cases: list[Case], epochs: int, flags: list[str], pictures: int) -> None:
+def measure(report: Report, cases: list[Case], epochs: int, flags: list[str], pictures: int, gpus: int) -> None:
     from examples.demo import dataset  # its PIL may be missing
 
     cuda = report.device.type == "cuda"
-    device, size = ("0", 640) if cuda else ("cpu", 128)
+    device, size = (",".join(map(str, range(gpus))), 640) if cuda else ("cpu", 128)
     data = dataset.make(WORK / f"digits-{size}-{pictures}", dataset.Recipe(image_size=size, train=pictures))
     for case in cases:
-        title = case.title + ("" if cuda else f" at {size}")
-        batches = -(-pictures // case.batch)
+        title = case.title + ("" if cuda else f" at {size}") + ("" if gpus == 1 else f" a GPU, {gpus} GPUs")
+        batches = -(-pictures // (case.batch * gpus))
         count = max(epochs, 1 + -(-ITERATIONS // batches)) if cuda else epochs
         for name, switches in (("stock", []), (OURS, flags)):
             folder = WORK / "ultralytics" / title.replace(", ", "-").replace(" ", "-") / name
-            found = train(case, switches, data, folder, device, size, count)
+            found = train(case, switches, data, folder, device, size, count, gpus)
             times = iteration_seconds(found["ends"])
             print(f"{title}, {name}: {', '.join(f'{1e3 * seconds:.1f}' for seconds in times)} ms", flush=True)
             report.drop(title, name)
@@ -111,6 +114,7 @@ def main() -> None:
     parser.add_argument(
         "--flags", nargs="+", default=[ALL], choices=[ALL, *SWITCHES], help="switches of torch_fastdet.ultralytics"
     )
+    parser.add_argument("--gpus", type=at_least(1), default=1, help="how many GPUs train together")
     parser.add_argument("--pictures", type=at_least(1), help="to train on; default: 1024 on a GPU, 64 on the CPU")
     options = parser.parse_args()
     cuda = options.device == "cuda"
@@ -126,9 +130,12 @@ def main() -> None:
         return
     if options.prepare:
         return  # its pictures take seconds
+    if cuda and torch.cuda.device_count() < options.gpus:
+        print(f"nothing to do: {options.gpus} GPUs are wanted, and there are {torch.cuda.device_count()}")
+        return
     report = Report("ultralytics", torch.device(options.device), options.out)
     report.resume()
-    measure(report, cases, options.epochs, options.flags, options.pictures or (1024 if cuda else 64))
+    measure(report, cases, options.epochs, options.flags, options.pictures or (1024 if cuda else 64), options.gpus)
     report.plot()
 
 

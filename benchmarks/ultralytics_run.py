@@ -2,35 +2,51 @@
 
     python -m benchmarks.ultralytics_run TIMES.json [switches] train model=yolov8s.yaml data=... epochs=3
 
-TIMES.json gets, for each epoch, when each iteration ended (seconds), and the most memory that torch held. The clock is one of
-the trainer's default callbacks, which are Ultralytics' own way of looking on; nothing else differs from the command.
+TIMES.json gets, for each epoch, when each iteration ended (seconds), and the most memory that torch held. The clock is two of
+the trainer's default callbacks, which are Ultralytics' own way of looking on; nothing else differs from the command. On several
+GPUs the trainer takes its callbacks along to the processes that it starts, and the first of them writes.
 """
 
 from __future__ import annotations
 
-import json
 import sys
-import time
-from pathlib import Path
-from typing import Any
+
+
+class Clock:
+    """Ultralytics pickles callbacks for its processes by value, as this module is their ``__main__``: it imports what it needs."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.ends: dict[int, list[float]] = {}
+
+    def note(self, trainer: object) -> None:
+        import time
+
+        self.ends.setdefault(trainer.epoch, []).append(time.perf_counter())  # type: ignore[attr-defined]
+
+    def write(self, trainer: object) -> None:
+        import json
+        import os
+        from pathlib import Path
+
+        import torch
+
+        if os.environ.get("RANK", "0") not in ("0", "-1"):
+            return
+        peak = torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0
+        Path(self.file).write_text(json.dumps({"ends": list(self.ends.values()), "peak_mib": peak / 2**20}))
 
 
 def main() -> None:
     file, *words = sys.argv[1:]
-    import torch
     from ultralytics.utils import callbacks
 
     from torch_fastdet.ultralytics.launcher import main as launch
 
-    ends: dict[int, list[float]] = {}
-
-    def note(trainer: Any) -> None:
-        ends.setdefault(trainer.epoch, []).append(time.perf_counter())
-
-    callbacks.default_callbacks["on_train_batch_end"].append(note)
+    clock = Clock(file)
+    callbacks.default_callbacks["on_train_batch_end"].append(clock.note)
+    callbacks.default_callbacks["on_train_end"].append(clock.write)
     launch(words)
-    peak = torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0
-    Path(file).write_text(json.dumps({"ends": list(ends.values()), "peak_mib": peak / 2**20}))
 
 
 if __name__ == "__main__":
