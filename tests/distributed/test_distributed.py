@@ -43,8 +43,8 @@ HOSTS = ("switch_of_yolov5", "switch_of_ultralytics", "what_the_switch_leaves_to
 SECONDS = 60  # within which every process ends, whatever happens to one of them
 
 
-def gpus_missing() -> str | None:
-    return cuda_missing() or (None if torch.cuda.device_count() > 1 else "needs two GPUs")
+def gpus_missing(wanted: int = 2) -> str | None:
+    return cuda_missing() or (None if torch.cuda.device_count() >= wanted else f"needs {wanted} GPUs")
 
 
 def free_port() -> int:
@@ -124,6 +124,23 @@ def test_training_is_that_of_distributed_data_parallel(runs, backend, cases, cas
     if backend == "nccl" and (reason := gpus_missing()):
         pytest.skip(reason)
     runs.check(backend, cases, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param("gloo", marks=[pytest.mark.cpu]),
+        pytest.param("nccl", marks=[pytest.mark.two_gpus, pytest.mark.gpu]),
+    ],
+)
+def test_four_ranks(variables, tmp_path, backend):
+    """Sums of four, whose order differs from DistributedDataParallel's."""
+    if backend == "nccl" and (reason := gpus_missing(4)):
+        pytest.skip(reason)
+    cases = ("graphed_module", "parameters_that_one_rank_uses", "train_step")
+    found, output = ranks(variables, backend, tmp_path, cases, size=4)
+    assert all(said == dict.fromkeys(cases, "ok") for said in found), output[-4000:]
 
 
 def torchrun(*arguments):

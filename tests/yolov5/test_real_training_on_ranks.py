@@ -1,0 +1,68 @@
+"""train.py itself under torchrun with two ranks: on the CPU by gloo, with graphs that are pretended, and on two GPUs by NCCL."""
+
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from tests.conftest import cuda_missing
+from tests.yolov5 import real
+from tests.yolov5.conftest import IMAGE
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2)
+COMMON = ("--img", IMAGE, "--batch", 4, "--workers", 0, "--weights", "", "--cfg", "models/yolov5n.yaml", "--epochs", 5)
+COMMON += ("--noautoanchor", "--noplots", "--seed", 1)
+LOSSES = [f"{split}/{kind}_loss" for split in ("train", "val") for kind in ("box", "obj", "cls")]
+CAPTURED = "captured forward and backward of DetectionModel"
+STOPPED = "Stopping training early"
+
+
+def stopping(made, folder):
+    """A copy of the checkout, whose trainings stop early after the second epoch."""
+    shutil.copytree(made.folder, folder)
+    real._edit(folder / "utils/torch_utils.py", r"stop = delta >= self\.patience", "stop = epoch >= 1")
+    path = made.environment["PYTHONPATH"].replace(str(made.folder), str(folder))
+    return real.YOLOv5("checkout", folder, "", made.environment | {"PYTHONPATH": path})
+
+
+def let_ranks_train_on_cpu(folder):
+    """Which stock refuses."""
+    device = r"assert torch\.cuda\.device_count\(\) > LOCAL_RANK.*?init_process_group\([^\n]*\)"
+    real._edit(folder / "train.py", device, "dist.init_process_group('gloo')")
+    real._edit(
+        folder / "train.py", r"if cuda and RANK != -1:\n( +)model = smart_DDP", r"if RANK != -1:\n\1model = smart_DDP"
+    )
+    ids = r"device_ids=\[LOCAL_RANK\], output_device=LOCAL_RANK, static_graph"
+    real._edit(folder / "utils/torch_utils.py", ids, "static_graph")
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param("gloo", marks=[pytest.mark.cpu, pytest.mark.slow]),
+        pytest.param("nccl", marks=[pytest.mark.two_gpus, pytest.mark.gpu]),
+    ],
+)
+def test_two_ranks_have_the_losses_of_stock(backend, real_yolov5, data, tmp_path):
+    gloo = backend == "gloo"
+    if not gloo and (cuda_missing() or torch.cuda.device_count() < 2):
+        pytest.skip("needs two GPUs")
+    checkout = stopping(real_yolov5("checkout"), tmp_path / "yolov5")
+    if gloo:
+        let_ranks_train_on_cpu(checkout.folder)
+    arguments = (*COMMON, "--device", "cpu" if gloo else "0,1", "--data", data.boxes, "--project", tmp_path)
+    ours = ("pretended_gpu.py",) if gloo else ("-m", "torch_fastdet.yolov5", "train.py")
+    shutil.copy(real.PROGRAMS / "pretended_gpu.py", checkout.folder)
+    with ThreadPoolExecutor(2) as both:
+        runs = [
+            both.submit(checkout.python, *TORCHRUN, "train.py", *arguments, "--name", "stock"),
+            both.submit(checkout.python, *TORCHRUN, *ours, *arguments, "--name", "ours", "--fastdet"),
+        ]
+    stock, fast = (run.result().stdout for run in runs)
+    assert STOPPED in stock and STOPPED in fast
+    assert fast.count(CAPTURED) == 1, "only rank 0 says what it captures"
+    want, got = real.results(tmp_path / "stock"), real.results(tmp_path / "ours")
+    assert got["epoch"] == want["epoch"] == [0, 1]
+    for column in LOSSES:  # on a GPU another layout has other kernels, which round half precision otherwise
+        assert got[column] == pytest.approx(want[column], rel=1e-3 if gloo else 0.05), column
