@@ -3,10 +3,12 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/MemoryFormat.h>
 
 #include <optional>
 #include <string_view>
+#include <tuple>
 
 #include "core/image/image.h"
 #include "ops/common/checks.h"
@@ -75,9 +77,30 @@ struct AugmentTensors {
   at::TensorList storages;
   const at::Tensor &placements, &layers, &matrices, &pictures;
   const std::optional<at::Tensor>&blend, &tables, &masks;
+  using Types =
+      std::tuple<at::TensorList, const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                 const std::optional<at::Tensor>&, const std::optional<at::Tensor>&, const std::optional<at::Tensor>&>;
 };
 
-inline void check_augment(const AugmentTensors& t, const char* op) {
+struct AugmentOptions {
+  std::string_view warp;
+  int64_t hsv_lanes;  // torch_fastdet/ops/image.py says what they are
+  using Types = std::tuple<std::string_view, int64_t>;
+};
+
+// The batch that an operator makes.
+struct BatchOptions {
+  c10::SymIntArrayRef size;
+  int64_t channels;
+  std::optional<at::ScalarType> dtype;
+  bool channels_last;
+  using Types = std::tuple<c10::SymIntArrayRef, int64_t, std::optional<at::ScalarType>, bool>;
+};
+
+inline void check_augment(const AugmentTensors& t, const AugmentOptions& options, const char* op) {
+  TORCH_CHECK(options.hsv_lanes >= 0 && options.hsv_lanes <= core::kMaxCanvas, op, ": hsv_lanes is ", options.hsv_lanes,
+              ", but a number of pixels is wanted");
+  parse_warp(options.warp, op);
   check_storages(t.storages, op);
   const at::Tensor& like = t.storages[0];
   check_table(t.placements, core::kPlacementColumns, at::kLong, like, op, "placements");
@@ -126,15 +149,15 @@ inline void check_resize(const at::Tensor& out, at::TensorList storages, const a
   check_table(plan, core::kResizeColumns, at::kLong, storages[0], op, "plan");
 }
 
-inline at::Tensor empty_batch(const at::Tensor& like, const c10::SymInt& batch, int64_t channels,
-                              c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, bool channels_last,
+inline at::Tensor empty_batch(const at::Tensor& like, const c10::SymInt& batch, const BatchOptions& options,
                               const char* op) {
-  check_channels(channels, op);
-  check_size(size, op);
-  const at::ScalarType type = dtype.value_or(at::kByte);
+  check_channels(options.channels, op);
+  check_size(options.size, op);
+  const at::ScalarType type = options.dtype.value_or(at::kByte);
   check_pixel_dtype(type, op, "dtype");
-  return at::empty_symint({batch, c10::SymInt(channels), size[0], size[1]}, like.options().dtype(type),
-                          channels_last ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::Contiguous);
+  return at::empty_symint({batch, c10::SymInt(options.channels), options.size[0], options.size[1]},
+                          like.options().dtype(type),
+                          options.channels_last ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::Contiguous);
 }
 
 inline core::Storages core_storages(at::TensorList storages) {

@@ -1,7 +1,6 @@
 // The image operators on the CPU: threads over bands of rows, further copies of the inner loops for AVX2 and AVX-512.
 #include <ATen/Parallel.h>
 #include <c10/util/Half.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <array>
@@ -136,7 +135,7 @@ void resize_bands(const core::ResizeParams& p) {
   });
 }
 
-struct Cpu {
+struct Cpu : OnDevice {
   static void run(const core::AugmentParams& p, const char* op) {
     check_rows(p, op);
     if (p.out.height == 0 || p.out.width == 0) return;
@@ -156,11 +155,7 @@ struct Cpu {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(torch_fastdet, CPU, m) {
-  m.impl("image_augment", TORCH_FN(image_augment<Cpu>));
-  m.impl("image_augment_", TORCH_FN(image_augment_<Cpu>));
-  m.impl("image_letterbox", TORCH_FN(image_letterbox<Cpu>));
-  m.impl("image_letterbox_", TORCH_FN(image_letterbox_<Cpu>));
-  m.impl("image_resize_", TORCH_FN(image_resize_<Cpu>));
+  register_image<Cpu>(m);
 }
 
 }  // namespace torch_fastdet
