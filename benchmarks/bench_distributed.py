@@ -100,12 +100,12 @@ def stock_ddp(size: str, batch: int) -> Callable[[], Any]:
 
 
 def exchange(size: str) -> tuple[Callable[[], Any], int]:
-    from torch_fastdet.graphs.distributed import GradientAverage
+    from torch_fastdet.graphs.distributed import Ranks
 
     model = make_model(size, True)
-    average = GradientAverage(torch.distributed.group.WORLD)
-    average.prepare(model)
-    return average.exchange, sum(p.numel() * p.element_size() for p in model.parameters())
+    ranks = Ranks(torch.distributed.group.WORLD)
+    ranks.prepare(model)
+    return ranks.average.exchange, sum(p.numel() * p.element_size() for p in model.parameters())
 
 
 def _constant(value: Callable[[], Any]) -> Callable[[], Any]:

@@ -110,6 +110,19 @@ class _Packed:
                 _private.foreach_copy_(held, self._places[dtype])
 
 
+class _Single:
+    """One contiguous tensor of any dtype, sent from where it lies."""
+
+    def __init__(self, tensor: torch.Tensor, group: Any) -> None:
+        self._group = group
+        self._bytes = tensor.view(-1).view(torch.uint8)
+
+    @torch.no_grad()
+    def broadcast(self) -> None:
+        """Every rank's tensor becomes that of the group's first rank."""
+        _wait(dist.broadcast(self._bytes, dist.get_global_rank(self._group, 0), self._group, async_op=True))
+
+
 class BufferBroadcast:
     """Buffers of the group's first rank for all ranks, before a forward pass.
 
@@ -121,20 +134,25 @@ class BufferBroadcast:
         self._group = group
         self._walk: Walk | None = None
         self._norms: list[nn.Module] = []
-        self._seen: tuple[Any, ...] = ()
-        self._packed: _Packed | None = None
+        self._own: list[bool] = []  # norms that were in training mode
+        self._sent: list[torch.Tensor] = []
+        self._addresses: list[int] = []
+        self._send: _Packed | _Single | None = None
 
-    def __call__(self, module: nn.Module) -> None:
-        walk = Walk.renewed(self._walk, module)
+    def __call__(self, walk: Walk) -> None:
         if walk is not self._walk:
-            self._walk, self._packed = walk, None
+            self._walk, self._send = walk, None
             self._norms = [child for child in walk.submodules if isinstance(child, NORMS)]
-        seen = tuple([norm.training for norm in self._norms]), tuple([buffer.data_ptr() for buffer in walk.buffers])
-        if self._packed is None or seen != self._seen:
-            self._seen = seen
-            own = {id(b) for norm in self._norms if norm.training for b in norm.buffers(recurse=False)}
-            self._packed = _Packed([b.detach() for b in walk.buffers if id(b) not in own], self._group)
-        self._packed.broadcast()
+        own = [norm.training for norm in self._norms]
+        if self._send is None or own != self._own or [b.data_ptr() for b in self._sent] != self._addresses:
+            kept = {id(b) for norm in self._norms if norm.training for b in norm.buffers(recurse=False)}
+            self._own, self._sent = own, [b for b in walk.buffers if id(b) not in kept]
+            self._addresses = [b.data_ptr() for b in self._sent]
+            found = [b.detach() for b in self._sent if b.numel()]
+            # YOLOv5 has one, the anchors; launches before a forward pass are not hidden behind the GPU's work.
+            single = len(found) == 1 and found[0].is_contiguous()
+            self._send = _Single(found[0], self._group) if single else _Packed(found, self._group)
+        self._send.broadcast()
 
 
 class _Flat:
@@ -206,19 +224,17 @@ class GradientAverage:
         self.group = group
         self.size = dist.get_world_size(group)
         self._walk: Walk | None = None
-        self._seen: tuple[Any, ...] = ()
+        self._seen: tuple[list[int], list[bool]] = [], []
         self._layout: _Layout | None = None
         self._places: dict[nn.Parameter, torch.Tensor] = {}
         self._queued = False
         self._stream: torch.cuda.Stream | None = None
 
-    def prepare(self, module: nn.Module) -> None:
-        """Look at the module's parameters, before each forward pass; those that require a gradient get their places."""
-        walk = Walk.renewed(self._walk, module)
-        self._walk = walk
-        seen = tuple([(id(p), p.data_ptr(), p.requires_grad) for p in walk.parameters])
-        if self._layout is None or seen != self._seen:
-            self._seen = seen
+    def prepare(self, walk: Walk) -> None:
+        """Look at a module's parameters, before each forward pass; those that require a gradient get their places."""
+        seen = [p.data_ptr() for p in walk.parameters], [p.requires_grad for p in walk.parameters]
+        if self._layout is None or walk is not self._walk or seen != self._seen:
+            self._walk, self._seen = walk, seen
             self._layout = _Layout([p for p in walk.parameters if p.requires_grad])
             self._places = dict(zip(self._layout.parameters, self._layout.places))
 
@@ -328,6 +344,7 @@ class Ranks:
         #: Whether backward passes average, of the next forward pass and of the one before it.
         self.sync = self.synced = True
         self._buffers = BufferBroadcast(group)
+        self._walk: Walk | None = None
 
     @classmethod
     def of(cls, module: nn.Module, process_group: Any, broadcast_buffers: bool) -> Ranks | None:
@@ -346,17 +363,29 @@ class Ranks:
         finally:
             self.sync = before
 
+    def prepare(self, module: nn.Module) -> None:
+        """Before the module's gradients are averaged: they get their places."""
+        self.average.prepare(self._look(module))
+
     def send_buffers(self, module: nn.Module) -> None:
         """Before a forward pass in training."""
+        self._send_buffers(self._look(module))
+
+    def _look(self, module: nn.Module) -> Walk:
+        walk = self._walk = Walk.renewed(self._walk, module)
+        return walk
+
+    def _send_buffers(self, walk: Walk) -> None:
         # The buffers are sent after a pass that averaged, as in DistributedDataParallel.
         if self.broadcast_buffers and self.synced and self.average.size > 1:
-            self._buffers(module)
+            self._buffers(walk)
         self.synced = self.sync
 
     def run(self, module: nn.Module, forward: Callable[[], Any]) -> Any:
         """``forward()`` of a training pass; its backward pass averages the gradients, except inside of :meth:`no_sync`."""
-        self.average.prepare(module)
-        self.send_buffers(module)
+        walk = self._look(module)
+        self.average.prepare(walk)
+        self._send_buffers(walk)
         outputs = forward()
         if self.sync:
             self.average.watch(outputs)

@@ -297,7 +297,7 @@ class TrainStep:
         if self._ranks is None:
             return [(p, torch.zeros_like(p)) for p in self.model.parameters() if p.requires_grad]
         average = self._ranks.average
-        average.prepare(self.model)
+        self._ranks.prepare(self.model)
         places = [(p, average.place(p)) for p in average.parameters]
         return [(p, place) for p, place in places if place is not None]
 
