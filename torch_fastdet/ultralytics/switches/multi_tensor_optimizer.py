@@ -23,6 +23,7 @@ from torch_fastdet.optim.adamw import why_torchs
 from torch_fastdet.patching.import_hook import namespace
 from torch_fastdet.patching.switch import Name, class_of
 from torch_fastdet.ultralytics.dropins import ModelEMA
+from torch_fastdet.ultralytics.overlap import join, step_stream, steps
 from torch_fastdet.ultralytics.switch import UltralyticsSwitch
 
 BUILD_OPTIMIZER = ("self", "model", "name", "lr", "momentum", "decay", "iterations")
@@ -73,20 +74,25 @@ def _stepping(stock: Callable[[Any], None]) -> Callable[[Any], None]:
 
     @functools.wraps(stock)
     def optimizer_step(trainer: Any) -> None:
-        step = known.get(trainer)
-        if not _has_our_parts(trainer):
+        fused = None
+        # zero_grad() lets go of gradients that the step may still be reading.
+        with step_stream(trainer, lambda: [p.grad for group in trainer.optimizer.param_groups for p in group["params"]]):
+            if _has_our_parts(trainer):
+                step = known.get(trainer)
+                if step is None or not step.is_of(trainer):
+                    known[trainer] = step = _Step(trainer)
+                fused = step.fused
+                if fused is not None:
+                    fused.step(trainer.model)
+        if fused is None:
+            join(trainer)
             stock(trainer)
-            return
-        if step is None or not step.is_of(trainer):
-            known[trainer] = step = _Step(trainer)
-        if step.fused is None:
-            stock(trainer)
-            return
-        step.fused.step(trainer.model)
-        trainer.optimizer.zero_grad()
+        else:
+            trainer.optimizer.zero_grad()
 
     optimizer_step.__module__ = __name__
     optimizer_step.__qualname__ = "optimizer_step"
+    steps.add(optimizer_step)
     return optimizer_step
 
 
