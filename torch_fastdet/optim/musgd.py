@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,32 +22,87 @@ MUON_BUFFER, SGD_BUFFER = "momentum_buffer", "momentum_buffer_SGD"
 A, B, C = 3.4445, -4.7750, 2.0315
 STEPS = 5
 STREAMS = 16
+# Operations that padding may add to save the launches of a batch: those that a GPU makes in the time of 20 launches.
+PADDING = 2_000_000_000
 
 
-class _Batch:
-    """Matrices of one shape, side by side in a flat buffer."""
+class _Piece:
+    """Matrices of one shape, side by side in flat buffers."""
 
     def __init__(self, rows: int, columns: int, scale: float, members: list[int]) -> None:
         self.shape, self.scale, self.members = (len(members), rows, columns), scale, members
         self.numel = math.prod(self.shape)
+        self.source: Tensor
+        self.result: Tensor
 
-    @property
-    def work(self) -> int:
-        return self.numel * min(self.shape[1:])
 
-    def orthogonalize(self, source: Tensor, target: Tensor) -> None:
-        """Five Newton-Schulz steps from ``source``, in bfloat16, to ``target``, both of this batch's shape."""
-        x = source / (source.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+class _Batch:
+    """Pieces that are orthogonalised together: smaller matrices are padded with zeros, which stay zeros and change nothing."""
+
+    def __init__(self, pieces: list[_Piece]) -> None:
+        self.pieces = pieces
+        self.shape = _joint_shape([piece.shape for piece in pieces])
+        self._padded: Tensor | None = None
+        self._diagonal: Tensor | None = None
+
+    def prepare(self, few_launches: bool) -> None:
+        device = self.pieces[0].source.device
+        if len(self.pieces) > 1:
+            self._padded = torch.zeros(self.shape, dtype=torch.bfloat16, device=device)
+        if few_launches:
+            self._diagonal = A * torch.eye(min(self.shape[1:]), device=device)
+
+    def _places(self, x: Tensor) -> Iterator[tuple[_Piece, Tensor]]:
+        start = 0
+        for piece in self.pieces:
+            count, rows, columns = piece.shape
+            yield piece, x[start : start + count, :rows, :columns]
+            start += count
+
+    def orthogonalize(self) -> None:
+        """Five Newton-Schulz steps from the pieces' sources, in bfloat16, to their results."""
+        x = self.pieces[0].source
+        if self._padded is not None:
+            x = self._padded
+            for piece, place in self._places(x):
+                place.copy_(piece.source)
+        x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
         tall = self.shape[1] > self.shape[2]
         if tall:
             x = x.transpose(-2, -1)
         for _ in range(STEPS):
-            a = x @ x.transpose(-2, -1)
-            b = torch.baddbmm(a, a, a, beta=B, alpha=C)
-            x = torch.baddbmm(x, b, x, beta=A)
-        target.copy_(x.transpose(-2, -1) if tall else x)
-        if self.scale != 1.0:
-            target.mul_(self.scale)
+            x = _newton_schulz(x, self._diagonal)
+        if tall:
+            x = x.transpose(-2, -1)
+        for piece, place in self._places(x):
+            piece.result.copy_(place)
+            if piece.scale != 1.0:
+                piece.result.mul_(piece.scale)
+
+
+def _newton_schulz(x: Tensor, diagonal: Tensor | None) -> Tensor:
+    """One step, as stock takes it; with ``diagonal``, ``A`` times the identity, without its copies of ``a`` and ``x``.
+
+    cuBLAS adds a product to its output in place, so that ``baddbmm`` copies what it adds to. As ``(A I + B a + C a a) x`` the step
+    has no such copy, and roundings of the same size at other places.
+    """
+    a = x @ x.transpose(-2, -1)
+    if diagonal is None:
+        b = torch.baddbmm(a, a, a, beta=B, alpha=C)
+        return torch.baddbmm(x, b, x, beta=A)
+    b = torch.add(diagonal, a, alpha=B, out=torch.empty_like(a))
+    return b.baddbmm_(a, a, alpha=C) @ x
+
+
+def _joint_shape(shapes: list[tuple[int, int, int]]) -> tuple[int, int, int]:
+    counts, rows, columns = zip(*shapes)
+    return sum(counts), max(rows), max(columns)
+
+
+def _work(shape: tuple[int, int, int]) -> int:
+    """Floating-point operations of a batch."""
+    count, short, long = shape[0], min(shape[1:]), max(shape[1:])
+    return STEPS * count * (4 * short * short * long + 2 * short**3)
 
 
 def _as_rows(matrix: Tensor, like: Tensor) -> Tensor:
@@ -61,28 +116,32 @@ def _as_rows(matrix: Tensor, like: Tensor) -> Tensor:
 class _Muon:
     """Orthogonalises updates of these shapes: one flat buffer that they are copied into, one that holds the results.
 
-    On a GPU the third and later calls replay one CUDA graph, whatever gradients there are.
+    On a GPU the third and later calls replay one CUDA graph, whatever gradients there are. It takes about as long as its launches
+    are many, so that there (``few_launches``) matrices of several shapes are padded into a batch, and a step makes no copies. The
+    CPU makes stock's products, with stock's bits.
     """
 
-    def __init__(self, params: list[Tensor], dtype: torch.dtype) -> None:
+    def __init__(self, params: list[Tensor], dtype: torch.dtype, few_launches: bool | None = None) -> None:
         self.key = [self._stamp(p) for p in params]
-        batches = _plan(params)
+        pieces = _pieces(params)
         device = params[0].device
-        total = sum(batch.numel for batch in batches)
+        total = sum(piece.numel for piece in pieces)
         self._source = torch.zeros(total, dtype=torch.bfloat16, device=device)
         self._result = torch.empty(total, dtype=dtype, device=device)
         self.inputs: list[Tensor] = [torch.Tensor()] * len(params)
         self.updates: list[Tensor] = [torch.Tensor()] * len(params)
-        self._places: list[tuple[_Batch, Tensor, Tensor]] = []
         start = 0
-        for batch in batches:
-            end = start + batch.numel
-            source, result = (flat[start:end].view(batch.shape) for flat in (self._source, self._result))
-            self._places.append((batch, source, result))
-            for slot, index in enumerate(batch.members):
-                self.inputs[index] = _as_rows(source[slot], params[index])
-                self.updates[index] = _as_rows(result[slot], params[index])
+        for piece in pieces:
+            end = start + piece.numel
+            piece.source, piece.result = (flat[start:end].view(piece.shape) for flat in (self._source, self._result))
+            for slot, index in enumerate(piece.members):
+                self.inputs[index] = _as_rows(piece.source[slot], params[index])
+                self.updates[index] = _as_rows(piece.result[slot], params[index])
             start = end
+        few_launches = self._source.is_cuda if few_launches is None else few_launches
+        self.batches = _batches(pieces, PADDING if few_launches else -1)
+        for batch in self.batches:
+            batch.prepare(few_launches)
         self._calls = 0
         self._graph: torch.cuda.CUDAGraph | None = None
 
@@ -120,27 +179,42 @@ class _Muon:
         if self._source.is_cuda and torch.cuda.is_current_stream_capturing():
             # Small batches leave most of the GPU idle: let several run at a time.
             current = torch.cuda.current_stream(self._source.device)
-            streams = [torch.cuda.Stream(self._source.device) for _ in range(min(STREAMS, len(self._places)))]
+            streams = [torch.cuda.Stream(self._source.device) for _ in range(min(STREAMS, len(self.batches)))]
             for stream in streams:
                 stream.wait_stream(current)
-            for turn, (batch, source, result) in enumerate(self._places):
+            for turn, batch in enumerate(self.batches):
                 with torch.cuda.stream(streams[turn % len(streams)]):
-                    batch.orthogonalize(source, result)
+                    batch.orthogonalize()
             for stream in streams:
                 current.wait_stream(stream)
         else:
-            for batch, source, result in self._places:
-                batch.orthogonalize(source, result)
+            for batch in self.batches:
+                batch.orthogonalize()
 
 
-def _plan(params: list[Tensor]) -> list[_Batch]:
-    """Batches of the parameters' matrices, those with most work first."""
+def _pieces(params: list[Tensor]) -> list[_Piece]:
+    """The parameters' matrices by shape."""
     buckets: dict[tuple[int, int, float], list[int]] = {}
     for index, p in enumerate(params):
         scale = max(1, p.size(-2) / p.size(-1)) ** 0.5
         buckets.setdefault((p.size(0), p.numel() // p.size(0), scale), []).append(index)
-    batches = [_Batch(rows, columns, scale, members) for (rows, columns, scale), members in buckets.items()]
-    return sorted(batches, key=lambda batch: -batch.work)
+    return [_Piece(rows, columns, scale, members) for (rows, columns, scale), members in buckets.items()]
+
+
+def _batches(pieces: list[_Piece], padding: int) -> list[_Batch]:
+    """Batches of pieces, those with most work first. Two are joined where padding adds no more operations than ``padding``."""
+    groups = [[piece] for piece in pieces]
+
+    def added(left: list[_Piece], right: list[_Piece]) -> int:
+        joint, *apart = ([piece.shape for piece in group] for group in (left + right, left, right))
+        return _work(_joint_shape(joint)) - sum(_work(_joint_shape(shapes)) for shapes in apart)
+
+    while len(groups) > 1:
+        least, i, j = min((added(groups[i], groups[j]), i, j) for j in range(len(groups)) for i in range(j))
+        if least > padding:
+            break
+        groups[i] += groups.pop(j)
+    return sorted((_Batch(group) for group in groups), key=lambda batch: -_work(batch.shape))
 
 
 class MusgdBinding(Binding):
