@@ -10,6 +10,7 @@ from torch_fastdet.ultralytics.switch import OLDEST, UltralyticsSwitch, installe
 
 pytest.importorskip("ultralytics", exc_type=ImportError)
 from torch_fastdet import ultralytics as drop_in
+from torch_fastdet.ultralytics import trials
 
 SUPPORTED = release(installed_version()) >= release(OLDEST)
 
@@ -50,6 +51,49 @@ class TestSupported:
     def test_names_are_replaced(self):
         replaced = {line.split(":")[0] for line in drop_in.patch()}
         assert {"bbox_iou_optim", "multi_tensor_optimizer", "nms_optim", "several GPUs"} <= replaced
+
+    def test_constants_that_are_no_parameters_are_stocks(self):
+        from ultralytics.optim import MuSGD
+        from ultralytics.utils.metrics import bbox_iou
+        from ultralytics.utils.torch_utils import ModelEMA
+
+        state = torch.get_rng_state()
+        assert trials.ema_differs(ModelEMA) is trials.bbox_iou_differs(bbox_iou) is trials.musgd_differs(MuSGD) is None
+        assert torch.equal(torch.get_rng_state(), state), "a trial drew a random number"
+
+    def test_an_optimizer_step_that_is_not_known_runs_as_it_is(self, monkeypatch, capsys):
+        trainer = pytest.importorskip("ultralytics.engine.trainer", exc_type=ImportError).BaseTrainer
+
+        def optimizer_step(self):
+            self.stepped = True
+
+        monkeypatch.setattr(trainer, "optimizer_step", optimizer_step)
+        drop_in.patch(multi_tensor_optimizer=True)
+        assert trainer.optimizer_step is optimizer_step
+        assert "optimizer_step is not that of ultralytics 8.4.190; it runs as it is" in capsys.readouterr().out
+
+    @pytest.mark.parametrize("change", ["decay", "eps", "momentum", "error"])
+    def test_other_constants_are_refused_in_a_line(self, change):
+        from ultralytics.optim import MuSGD
+        from ultralytics.utils.metrics import bbox_iou
+        from ultralytics.utils.torch_utils import ModelEMA
+
+        def broken(*_, **__):
+            raise KeyError("anything")
+
+        found, start = {
+            "decay": lambda: (
+                trials.ema_differs(lambda *a, **k: ModelEMA(*a, tau=1999, **k)),
+                "its moving average of a",
+            ),
+            "eps": lambda: (trials.bbox_iou_differs(lambda *a, **k: bbox_iou(*a, eps=0.1, **k)), "its bbox_iou of a"),
+            "momentum": lambda: (
+                trials.musgd_differs(lambda g, **k: MuSGD([{**x, "momentum": 0.8} for x in g], **k)),
+                "a step of its MuSGD of a",
+            ),
+            "error": lambda: (trials.ema_differs(broken), "its moving average cannot be compared with ours: KeyError"),
+        }[change]()
+        assert found.startswith(start) and "\n" not in found
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
     @pytest.mark.parametrize("columns", [6, 10])

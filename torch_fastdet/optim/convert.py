@@ -14,6 +14,11 @@ from torch_fastdet.optim.sgd import SGD
 MUSGD = ("ultralytics.optim.muon", "MuSGD")
 
 
+def is_stock_musgd(optimizer: Any) -> bool:
+    """Whether this is Ultralytics' own MuSGD, without importing that."""
+    return (type(optimizer).__module__, type(optimizer).__name__) == MUSGD
+
+
 def ours(optimizer: Any) -> torch.optim.Optimizer:
     """The same optimizer with this package's step; one that has no such step, or is ``differentiable``, is returned as it is.
 
@@ -21,7 +26,7 @@ def ours(optimizer: Any) -> torch.optim.Optimizer:
     """
     kind: Any = {torch.optim.SGD: SGD, torch.optim.Adam: Adam, torch.optim.AdamW: AdamW}.get(type(optimizer))
     further = {}
-    if (type(optimizer).__module__, type(optimizer).__name__) == MUSGD:
+    if is_stock_musgd(optimizer):
         kind, further = MuSGD, {"muon": optimizer.muon, "sgd": optimizer.sgd}
     if kind is None or any(group.get("differentiable") for group in optimizer.param_groups):
         return optimizer

@@ -65,7 +65,9 @@ def training(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def _do_train(trainer: Any) -> Any:
         if not knows_loop(stock):
-            say("cuda_graph: BaseTrainer._do_train is not one that is known here; the host waits for each optimizer step")
+            say(
+                "cuda_graph: BaseTrainer._do_train is not one that is known here; the host waits for each optimizer step"
+            )
             return stock(trainer)
         _of_trainers[trainer] = Overlap()
         try:

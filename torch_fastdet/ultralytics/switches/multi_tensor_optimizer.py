@@ -19,15 +19,20 @@ import torch
 
 from torch_fastdet import optim
 from torch_fastdet._multi_tensor import ModuleWatch, unwrap
+from torch_fastdet._say import say
+from torch_fastdet.loader.fingerprint import fingerprint
 from torch_fastdet.optim.adamw import why_torchs
+from torch_fastdet.optim.convert import is_stock_musgd
 from torch_fastdet.patching.import_hook import namespace
 from torch_fastdet.patching.switch import Name, class_of
 from torch_fastdet.ultralytics.dropins import ModelEMA
 from torch_fastdet.ultralytics.overlap import join, step_stream, steps
 from torch_fastdet.ultralytics.switch import UltralyticsSwitch
+from torch_fastdet.ultralytics.trials import REFERENCE, ema_differs, musgd_differs
 
 BUILD_OPTIMIZER = ("self", "model", "name", "lr", "momentum", "decay", "iterations")
 MAX_NORM = 10.0  # of the trainer's clipping
+OPTIMIZER_STEP = "bea1725d"  # fingerprint of the trainer's method, from 8.4.120 to 8.4.190
 OURS = (optim.SGD, optim.Adam, optim.AdamW, optim.MuSGD)
 
 
@@ -51,21 +56,32 @@ class MultiTensorOptimizer(UltralyticsSwitch):
             missing = "build_optimizer" if build is None else "optimizer_step"
             self.cannot_apply(f"ultralytics.engine.trainer has no BaseTrainer.{missing}.")
         elif not self.has_replaced(trainer) and self.takes("BaseTrainer.build_optimizer", build, BUILD_OPTIMIZER):
-            self.replace(trainer, "build_optimizer", _building(build))
-            if self.takes("BaseTrainer.optimizer_step", step, ("self",)):
+            self.replace(trainer, "build_optimizer", self._building(build))
+            if not self.takes("BaseTrainer.optimizer_step", step, ("self",)):
+                return
+            if fingerprint(step) == OPTIMIZER_STEP:
                 self.replace(trainer, "optimizer_step", _stepping(step))
+            else:
+                say(f"{self.name}: BaseTrainer.optimizer_step is not that of ultralytics {REFERENCE}; it runs as it is")
 
+    def refusal(self, name: Name, stock: Any) -> str | None:
+        return super().refusal(name, stock) or ema_differs(stock)
 
-def _building(stock: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
-    """Stock's method, which writes its log lines; the optimizer that it returns becomes ours."""
+    def _building(self, stock: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
+        """Stock's method, which writes its log lines; the optimizer that it returns becomes ours."""
 
-    @functools.wraps(stock)
-    def build_optimizer(*args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        return optim.ours(stock(*args, **kwargs))
+        @functools.wraps(stock)
+        def build_optimizer(*args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+            theirs = stock(*args, **kwargs)
+            reason = musgd_differs(type(theirs)) if is_stock_musgd(theirs) else None
+            if reason is not None:
+                self.cannot_apply(reason)
+                return theirs
+            return optim.ours(theirs)
 
-    build_optimizer.__module__ = __name__  # in the line that patch() prints
-    build_optimizer.__qualname__ = "build_optimizer"
-    return build_optimizer
+        build_optimizer.__module__ = __name__  # in the line that patch() prints
+        build_optimizer.__qualname__ = "build_optimizer"
+        return build_optimizer
 
 
 def _stepping(stock: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -76,7 +92,9 @@ def _stepping(stock: Callable[[Any], None]) -> Callable[[Any], None]:
     def optimizer_step(trainer: Any) -> None:
         fused = None
         # zero_grad() lets go of gradients that the step may still be reading.
-        with step_stream(trainer, lambda: [p.grad for group in trainer.optimizer.param_groups for p in group["params"]]):
+        with step_stream(
+            trainer, lambda: [p.grad for group in trainer.optimizer.param_groups for p in group["params"]]
+        ):
             if _has_our_parts(trainer):
                 step = known.get(trainer)
                 if step is None or not step.is_of(trainer):
