@@ -61,7 +61,7 @@ def set_gradients(model, step, leave_out=()):
 
 
 def assert_same(mine, theirs, steps=1):
-    """The very bits on the CPU. On a GPU an orthogonalised matrix is rounded elsewhere: off by a few percent of its norm a step."""
+    """The very bits on the CPU. On a GPU products are summed in another order: a few percent of an orthogonalised matrix' norm a step."""
     for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
         if not a.is_cuda:
             torch.testing.assert_close(a, b, rtol=0, atol=0)
@@ -72,9 +72,8 @@ def assert_same(mine, theirs, steps=1):
             assert (a - b).norm() <= 0.05 * steps * length, tuple(a.shape)
 
 
-@pytest.mark.parametrize("few_launches", [False, True])
-@pytest.mark.parametrize("padding", [-1, 10**6, 10**12])
-def test_batches_of_several_shapes(monkeypatch, device, few_launches, padding):
+@pytest.mark.parametrize("padding, batches", [(-1, 7), (10**6, 6), (10**12, 1)])
+def test_batches_of_several_shapes(monkeypatch, device, padding, batches):
     """Each matrix is orthogonalised as if it were alone, whatever it is padded with."""
     monkeypatch.setattr(musgd, "PADDING", padding)
     shapes = (
@@ -90,8 +89,8 @@ def test_batches_of_several_shapes(monkeypatch, device, few_launches, padding):
     generator = torch.Generator().manual_seed(3)
     params = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
     params[1] = params[1].contiguous(memory_format=torch.channels_last)
-    muon = musgd._Muon(params, torch.float32, few_launches)
-    assert len(muon.batches) == ({-1: 7, 10**6: 6, 10**12: 1}[padding] if few_launches else 7)
+    muon = musgd._Muon(params, torch.float32, pad=True)
+    assert len(muon.batches) == batches
     for p, place in zip(params, muon.inputs):
         place.copy_(p)
     for _ in range(2):  # the padding is still zero

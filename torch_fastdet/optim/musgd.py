@@ -22,8 +22,8 @@ MUON_BUFFER, SGD_BUFFER = "momentum_buffer", "momentum_buffer_SGD"
 A, B, C = 3.4445, -4.7750, 2.0315
 STEPS = 5
 STREAMS = 16
-# Operations that padding may add to save the launches of a batch: those that a GPU makes in the time of 20 launches.
-PADDING = 2_000_000_000
+# Operations that padding may add to save a batch: about what an H200 makes in the time by which a batch prolongs the graph.
+PADDING = 4_000_000_000
 
 
 class _Piece:
@@ -43,14 +43,9 @@ class _Batch:
         self.pieces = pieces
         self.shape = _joint_shape([piece.shape for piece in pieces])
         self._padded: Tensor | None = None
-        self._diagonal: Tensor | None = None
-
-    def prepare(self, few_launches: bool) -> None:
-        device = self.pieces[0].source.device
-        if len(self.pieces) > 1:
-            self._padded = torch.zeros(self.shape, dtype=torch.bfloat16, device=device)
-        if few_launches:
-            self._diagonal = A * torch.eye(min(self.shape[1:]), device=device)
+        if len(pieces) > 1:
+            source = pieces[0].source
+            self._padded = torch.zeros(self.shape, dtype=source.dtype, device=source.device)
 
     def _places(self, x: Tensor) -> Iterator[tuple[_Piece, Tensor]]:
         start = 0
@@ -71,27 +66,15 @@ class _Batch:
         if tall:
             x = x.transpose(-2, -1)
         for _ in range(STEPS):
-            x = _newton_schulz(x, self._diagonal)
+            a = x @ x.transpose(-2, -1)
+            b = torch.baddbmm(a, a, a, beta=B, alpha=C)
+            x = torch.baddbmm(x, b, x, beta=A)
         if tall:
             x = x.transpose(-2, -1)
         for piece, place in self._places(x):
             piece.result.copy_(place)
             if piece.scale != 1.0:
                 piece.result.mul_(piece.scale)
-
-
-def _newton_schulz(x: Tensor, diagonal: Tensor | None) -> Tensor:
-    """One step, as stock takes it; with ``diagonal``, ``A`` times the identity, without its copies of ``a`` and ``x``.
-
-    cuBLAS adds a product to its output in place, so that ``baddbmm`` copies what it adds to. As ``(A I + B a + C a a) x`` the step
-    has no such copy, and roundings of the same size at other places.
-    """
-    a = x @ x.transpose(-2, -1)
-    if diagonal is None:
-        b = torch.baddbmm(a, a, a, beta=B, alpha=C)
-        return torch.baddbmm(x, b, x, beta=A)
-    b = torch.add(diagonal, a, alpha=B, out=torch.empty_like(a))
-    return b.baddbmm_(a, a, alpha=C) @ x
 
 
 def _joint_shape(shapes: list[tuple[int, int, int]]) -> tuple[int, int, int]:
@@ -116,12 +99,11 @@ def _as_rows(matrix: Tensor, like: Tensor) -> Tensor:
 class _Muon:
     """Orthogonalises updates of these shapes: one flat buffer that they are copied into, one that holds the results.
 
-    On a GPU the third and later calls replay one CUDA graph, whatever gradients there are. It takes about as long as its launches
-    are many, so that there (``few_launches``) matrices of several shapes are padded into a batch, and a step makes no copies. The
-    CPU makes stock's products, with stock's bits.
+    On a GPU the third and later calls replay one CUDA graph, whatever gradients there are. Small products leave most of a GPU idle,
+    so that there (``pad``) matrices of similar shapes share a batch.
     """
 
-    def __init__(self, params: list[Tensor], dtype: torch.dtype, few_launches: bool | None = None) -> None:
+    def __init__(self, params: list[Tensor], dtype: torch.dtype, pad: bool) -> None:
         self.key = [self._stamp(p) for p in params]
         pieces = _pieces(params)
         device = params[0].device
@@ -138,10 +120,7 @@ class _Muon:
                 self.inputs[index] = _as_rows(piece.source[slot], params[index])
                 self.updates[index] = _as_rows(piece.result[slot], params[index])
             start = end
-        few_launches = self._source.is_cuda if few_launches is None else few_launches
-        self.batches = _batches(pieces, PADDING if few_launches else -1)
-        for batch in self.batches:
-            batch.prepare(few_launches)
+        self.batches = _batches(pieces, PADDING if pad else -1)
         self._calls = 0
         self._graph: torch.cuda.CUDAGraph | None = None
 
@@ -294,7 +273,7 @@ class MusgdBinding(Binding):
             for dtype in dict.fromkeys(self.params[i].dtype for i in at):
                 mine = self._of_type(device, dtype)
                 if dtype not in orthogonal:
-                    orthogonal[dtype] = _Muon([self.params[i] for i in mine], dtype)
+                    orthogonal[dtype] = _Muon([self.params[i] for i in mine], dtype, device.type == "cuda")
                 inputs.update(zip(mine, orthogonal[dtype].inputs))
                 along.update(zip(mine, orthogonal[dtype].updates))
             if device not in self.muon_states:
