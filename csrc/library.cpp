@@ -21,6 +21,11 @@ TORCH_LIBRARY(torch_fastdet, m) {
       "bn_act(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean=None, Tensor(b!)? running_var=None, "
       "Tensor(c!)? num_batches_tracked=None, float momentum=0.1, float eps=1e-05, str activation='silu', "
       "float slope=0.01, Tensor? residual=None) -> (Tensor y, Tensor mean, Tensor invstd)");
+  // cat([residual + act(batch_norm(x[0])), act(batch_norm(x[1])), ...], 1); without running statistics: empty lists.
+  m.def(
+      "bn_act_cat(Tensor[] x, Tensor[] weight, Tensor[] bias, Tensor(a!)[] running_mean, Tensor(b!)[] running_var, "
+      "Tensor(c!)[] num_batches_tracked, float momentum=0.1, float eps=1e-05, str activation='silu', "
+      "float slope=0.01, Tensor? residual=None) -> (Tensor y, Tensor mean, Tensor invstd)");
   m.def(
       "bn_act_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, "
       "str activation, float slope) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)");

@@ -12,14 +12,17 @@ from torch_fastdet.patching import switch
 
 
 class Operators(TorchDispatchMode):
-    """How often bn_act ran, and stock's norms; and the stem's and SPPF's operators."""
+    """How many norms bn_act computed, and stock; how many concatenations it wrote; and the stem's and SPPF's operators."""
 
-    ours = stock = stems = pools = 0
+    ours = stock = stems = pools = concatenations = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.stems += str(func) == "torch_fastdet.space_to_depth.default"
         self.pools += str(func) == "torch_fastdet.max_pools_cat.default"
         self.ours += str(func) == "torch_fastdet.bn_act.default"
+        if str(func) == "torch_fastdet.bn_act_cat.default":
+            self.ours += len(args[0])
+            self.concatenations += 1
         self.stock += "batch_norm" in str(func) and "backward" not in str(func)
         return func(*args, **(kwargs or {}))
 
@@ -80,9 +83,9 @@ def other_uses(model, images, programs=()):
 FORMATS = (torch.channels_last, torch.contiguous_format)
 
 
-def compare(build, drop_in, uses=(), layouts=FORMATS):
+def compare(build, drop_in, uses=(), layouts=FORMATS, concatenations=0):
     """``build()`` gives a model with the same weights each time. In float64, so that every difference is one of arithmetic.
-    ``uses``: also what a model is used for after training, and as these programs."""
+    ``uses``: also what a model is used for after training, and as these programs; ``concatenations``: how many C3 it has."""
     on_the_cpu()
     images = torch.rand(2, 3, 64, 64, dtype=torch.float64)
     plain = build().double().train()
@@ -91,7 +94,7 @@ def compare(build, drop_in, uses=(), layouts=FORMATS):
     stock_run, expected = step(plain, images)
     assert stock_run.ours == 0 and stock_run.stock == norms
     lines = drop_in.patch(bn_act_optim=True)
-    for name in ("Conv.forward", "Bottleneck.forward", "SPPF.forward"):
+    for name in ("Conv.forward", "Bottleneck.forward", "C3.forward", "SPPF.forward"):
         assert any(f"{name} ->" in line for line in lines), lines
     for layout in layouts:
         run, found = step(copy.deepcopy(blank).to(memory_format=layout), images.to(memory_format=layout))
@@ -99,6 +102,7 @@ def compare(build, drop_in, uses=(), layouts=FORMATS):
         assert run.ours + run.stock == norms and run.ours > 0.9 * norms, (run.ours, run.stock, norms)
         # The stem's result is channels_last, so that it takes a model that is.
         assert (run.stems, run.pools) == (layout == torch.channels_last, 1), (run.stems, run.pools)
+        assert run.concatenations == concatenations
         assert len(found) == len(expected)
         for mine, theirs in zip(found, expected):
             scale = theirs.abs().max().item() if theirs.numel() else 0

@@ -10,7 +10,7 @@ from torch import nn
 
 import torch_fastdet.bn_act
 from tests.bn_act_models import Operators
-from torch_fastdet.bn_act import bottleneck_forward, computes, conv_forward, sppf_forward
+from torch_fastdet.bn_act import bottleneck_forward, c3_forward, can_fuse, computes, conv_forward, sppf_forward
 
 
 class Conv(nn.Module):
@@ -33,6 +33,16 @@ class Bottleneck(nn.Module):
 
     def forward(self, x):
         return x + self.cv2(self.cv1(x)) if self.add else self.cv2(self.cv1(x))
+
+
+class C3(nn.Module):
+    def __init__(self, c, n=1, add=True, act=None):
+        super().__init__()
+        self.cv1, self.cv2, self.cv3 = Conv(c, c), Conv(c, c + 4, act=act), Conv(2 * c + 4, c)
+        self.m = nn.Sequential(*(Bottleneck(c, add) for _ in range(n)))
+
+    def forward(self, x):
+        return self.cv3(torch.cat((self.m(self.cv1(x)), self.cv2(x)), 1))
 
 
 class SPPF(nn.Module):
@@ -58,6 +68,8 @@ def _fused(monkeypatch):
     forward = conv_forward(Conv.forward)
     monkeypatch.setattr(Conv, "forward", forward)
     monkeypatch.setattr(Bottleneck, "forward", bottleneck_forward(Bottleneck.forward, forward))
+    assert computes(C3.forward, {"cat", "cv1", "cv2", "cv3", "m", "torch"})
+    monkeypatch.setattr(C3, "forward", c3_forward(C3.forward, forward, Bottleneck.forward))
     monkeypatch.setattr(SPPF, "stock", SPPF.forward, raising=False)
     monkeypatch.setattr(SPPF, "forward", sppf_forward(SPPF.forward, counts=True))
 
@@ -83,6 +95,8 @@ def stock_of(module):
             block.forward = lambda x, b=block: b.act(b.bn(b.conv(x)))
         elif isinstance(block, Bottleneck):
             block.forward = lambda x, b=block: x + b.cv2(b.cv1(x)) if b.add else b.cv2(b.cv1(x))
+        elif isinstance(block, C3):
+            block.forward = lambda x, b=block: b.cv3(torch.cat((b.m(b.cv1(x)), b.cv2(x)), 1))
         elif isinstance(block, SPPF):
             block.forward = types.MethodType(SPPF.stock, block)
     return copied
@@ -119,6 +133,94 @@ def test_a_shortcut_of_another_type_is_added_by_torch(device):
     with torch.autocast(device.type, dtype=torch.bfloat16):
         assert run(module, images(device))[1][0].dtype == torch.float32  # bfloat16 of cv2 and float32 of x, as stock
         assert run(module, images(device, torch.bfloat16))[1][0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("n, add", [(1, True), (3, True), (1, False), (2, False)])
+def test_the_parts_of_c3_write_into_its_concatenation(device, n, add):
+    module, x = C3(8, n, add).to(device), images(device)
+    with Operators() as operators:
+        module(x)
+    assert operators.concatenations == 1
+    assert_same(module, x, (3 + 2 * n, 0))
+    with torch.autocast(device.type, dtype=torch.bfloat16), Operators() as operators:
+        module(x).float().sum().backward()
+    assert operators.concatenations == 1
+    torch._dynamo.reset()
+    compiled, reference = torch.compile(module, fullgraph=True, backend="aot_eager"), stock_of(module)
+    torch.testing.assert_close(compiled(x), reference(x), rtol=1e-4, atol=1e-4)
+
+
+def c3_changed(name):
+    module = C3(8, 2)
+    seen = lambda *_: None  # noqa: E731
+    if name == "a hook on the last bottleneck":
+        module.m[-1].register_forward_hook(seen)
+    elif name == "a hook on the bottlenecks":
+        module.m.register_forward_hook(seen)
+    elif name == "a hook on cv2":
+        module.cv2.register_forward_hook(seen)
+    elif name == "a hook on the last norm":
+        module.m[-1].cv2.bn.register_forward_hook(seen)
+    elif name == "another container":
+        module.m = type("Other", (nn.Sequential,), {})(*module.m)
+    elif name == "no bottleneck":
+        module.m = nn.Sequential()
+    elif name == "other blocks":
+        module.m = nn.Sequential(module.m[0], Conv(8, 8))
+    elif name == "another forward of cv2":
+        module.cv2.forward = types.MethodType(lambda self, x: Conv.forward(self, x) * 2, module.cv2)
+    elif name == "a frozen norm":
+        module.cv2.bn.eval()
+    elif name == "the last bottleneck in eval mode":
+        module.m[-1].eval()
+    elif name == "fused":  # as stock's fuse() leaves it
+        del module.cv2.bn
+        module.cv2.forward = types.MethodType(lambda self, x: self.act(self.conv(x)), module.cv2)
+    return module
+
+
+C3_CHANGES = [
+    "a hook on the last bottleneck",
+    "a hook on the bottlenecks",
+    "a hook on cv2",
+    "a hook on the last norm",
+    "another container",
+    "no bottleneck",
+    "other blocks",
+    "another forward of cv2",
+    "a frozen norm",
+    "the last bottleneck in eval mode",
+    "fused",
+]
+
+
+@pytest.mark.parametrize("name", C3_CHANGES)
+def test_other_concatenations_are_stocks(name):
+    module, x = c3_changed(name), images()
+    with Operators() as operators:
+        y = module(x)
+    assert operators.concatenations == 0
+    stock = copy.deepcopy(module)  # its other blocks are ours
+    stock.forward = lambda x: stock.cv3(torch.cat((stock.m(stock.cv1(x)), stock.cv2(x)), 1))
+    torch.testing.assert_close(y, stock(x), rtol=1e-4, atol=1e-4)
+
+
+def test_norms_that_differ_are_concatenated_by_torch():
+    """The operator has one set of options; each norm is fused still."""
+    x = images()
+    for change in (
+        lambda module: setattr(module.cv2.bn, "eps", 0.1),
+        lambda module: setattr(module.cv2.bn, "momentum", 0.5),
+        lambda module: setattr(module.cv2, "act", nn.ReLU()),
+        lambda module: setattr(module.cv2, "bn", nn.BatchNorm2d(12, affine=False)),
+        lambda module: setattr(module.m[-1].cv2, "bn", nn.BatchNorm2d(8, track_running_stats=False)),
+    ):
+        module = C3(8)
+        change(module)
+        with Operators() as operators:
+            copy.deepcopy(module)(x)
+        assert (operators.concatenations, operators.ours) == (0, 5)
+        assert_same(module, x, (5, 0))
 
 
 @pytest.mark.parametrize("options", [{}, {"n": 2, "add": True}, {"kernel_size": 3, "padding": 1}], ids=str)
@@ -220,6 +322,23 @@ def test_what_cannot_be_fused_is_stocks(name):
     assert_same(changed(name), images(), run(stock_of(changed(name)), images())[0])
 
 
+def test_norms_over_processes_are_stocks():
+    assert can_fuse(nn.BatchNorm2d(8), nn.SiLU()) and not can_fuse(nn.SyncBatchNorm(8), nn.SiLU())
+
+
+def test_frozen_parameters_get_no_gradient():
+    module, x = C3(8), images()
+    for parameter in (*module.cv2.parameters(), *module.m[-1].cv2.bn.parameters()):
+        parameter.requires_grad_(False)
+    stock = stock_of(module)
+    module(x).square().sum().backward()
+    stock(x).square().sum().backward()
+    for mine, theirs in zip(module.parameters(), stock.parameters()):
+        assert (mine.grad is None) == (theirs.grad is None) == (not mine.requires_grad)
+        if mine.grad is not None:
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-3)
+
+
 def test_hooks_fire_in_stocks_order_with_stocks_tensors_also_when_they_come_later():
     module, x, calls = Conv(8, 8), images(), []
     module(x)
@@ -286,7 +405,7 @@ def test_functorch_and_forward_mode_are_stocks():
 
 
 def test_what_is_scripted_traced_or_exported_runs_without_us():
-    module = Bottleneck(8)
+    module = nn.Sequential(Bottleneck(8), C3(8))
     x = images()
     programs = [
         str(torch.jit.script(module).inlined_graph),

@@ -1,7 +1,7 @@
 """A block of a convolution, a BatchNorm2d and an activation, trained with norm and activation as one operator.
 
-YOLOv5 and Ultralytics both have such a ``Conv``, a ``Bottleneck`` of two of them with a shortcut, and an ``SPPF`` of two with max
-poolings in between. The functions here make forward methods for such classes. They take the modules apart at each call, because anything may have changed since the last:
+YOLOv5 and Ultralytics both have such a ``Conv``, a ``Bottleneck`` of two of them with a shortcut, a ``C3`` of three and of
+bottlenecks, and an ``SPPF`` of two with max poolings in between. The functions here make forward methods for such classes. They take the modules apart at each call, because anything may have changed since the last:
 whatever one operator cannot do with stock's results and in stock's order stays stock's.
 """
 
@@ -30,7 +30,7 @@ ACTIVATIONS: dict[type[nn.Module], str] = {
     nn.Identity: "identity",
 }
 # Torch's own, to see whether somebody has put another one on the class.
-_KINDS: tuple[type[nn.Module], ...] = (nn.BatchNorm2d, nn.MaxPool2d, *ACTIVATIONS)
+_KINDS: tuple[type[nn.Module], ...] = (nn.BatchNorm2d, nn.MaxPool2d, nn.Sequential, *ACTIVATIONS)
 _FORWARDS = {kind: kind.forward for kind in _KINDS}
 # Where the operator is the faster one.
 DEVICES = ("cuda",)
@@ -81,6 +81,10 @@ def _fits(x: Tensor, norm: nn.BatchNorm2d) -> bool:
     return tracked is None or (tracked.dtype == torch.int64 and tracked.dim() == 0 and tracked.device == x.device)
 
 
+def _slope(act: Any) -> float:
+    return act.negative_slope if type(act) is nn.LeakyReLU else 0.0
+
+
 def norm_and_activation(norm: nn.BatchNorm2d, act: Any, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
     """``act(norm(x))``, plus ``shortcut``: one operator where that is possible, the modules where not. Ask can_fuse first."""
     if not _fits(x, norm):
@@ -98,10 +102,53 @@ def norm_and_activation(norm: nn.BatchNorm2d, act: Any, x: Tensor, shortcut: Ten
         norm.momentum or 0.0,
         norm.eps,
         ACTIVATIONS[type(act)],
-        act.negative_slope if type(act) is nn.LeakyReLU else 0.0,
+        _slope(act),
         shortcut if add else None,
     )
     return y if add or shortcut is None else shortcut + y
+
+
+def _options(norm: nn.BatchNorm2d, act: Any) -> tuple[object, ...]:
+    return norm.momentum, norm.eps, type(act), _slope(act)
+
+
+def _is_whole(norm: nn.BatchNorm2d) -> bool:
+    """Whether the norm has parameters, running statistics and a count of its batches."""
+    tensors = (norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.num_batches_tracked)
+    return norm.track_running_stats and all(tensor is not None for tensor in tensors)
+
+
+def norms_and_activations_cat(blocks: list[Any], inputs: list[Tensor], shortcut: Tensor | None = None) -> Tensor:
+    """``torch.cat`` of each block's ``act(bn(x))`` along the channels, the first one plus ``shortcut``.
+
+    One operator, whose parts write straight into the concatenation, where they have the same options; else a concatenation of
+    :func:`norm_and_activation`. Ask can_fuse for each block first.
+    """
+    norms, first = [block.bn for block in blocks], inputs[0]
+    joined = (
+        all(_fits(x, norm) and _is_whole(norm) for x, norm in zip(inputs, norms))
+        and all(_options(block.bn, block.act) == _options(norms[0], blocks[0].act) for block in blocks)
+        and all(x.dtype == first.dtype and x.device == first.device for x in inputs)
+        and all(x.shape[0] == first.shape[0] and x.shape[2:] == first.shape[2:] for x in inputs)
+        and (shortcut is None or (shortcut.dtype == first.dtype and shortcut.shape == first.shape))
+    )
+    if not joined:
+        shortcuts = [shortcut, *[None] * (len(blocks) - 1)]
+        parts = [norm_and_activation(b.bn, b.act, x, s) for b, x, s in zip(blocks, inputs, shortcuts)]
+        return torch.cat(parts, 1)
+    return ops.bn_act_cat(
+        inputs,
+        [norm.weight for norm in norms],
+        [norm.bias for norm in norms],
+        [norm.running_mean for norm in norms],
+        [norm.running_var for norm in norms],
+        [norm.num_batches_tracked for norm in norms],
+        norms[0].momentum or 0.0,
+        norms[0].eps,
+        ACTIVATIONS[type(blocks[0].act)],
+        _slope(blocks[0].act),
+        shortcut,
+    )
 
 
 def conv_forward(stock: Forward) -> Forward:
@@ -118,6 +165,11 @@ def conv_forward(stock: Forward) -> Forward:
     return forward
 
 
+def _ends_in(block: Any, conv: Forward) -> bool:
+    """Whether ``block`` is a block whose forward is ``conv``, and whose norm and activation can be fused."""
+    return hasattr(block, "bn") and block.training and runs_plainly(block, conv) and can_fuse(block.bn, block.act)
+
+
 def bottleneck_forward(stock: Forward, conv: Forward) -> Forward:
     """Stands for the forward of a block that computes ``x + cv2(cv1(x)) if add else cv2(cv1(x))``.
 
@@ -127,17 +179,42 @@ def bottleneck_forward(stock: Forward, conv: Forward) -> Forward:
     def forward(self: Any, x: Tensor) -> Tensor:
         if not torch.jit.is_scripting():
             last = self.cv2
-            if (
-                self.add
-                and self.training
-                and hasattr(last, "bn")
-                and last.training
-                and runs_plainly(last, conv)
-                and can_fuse(last.bn, last.act)
-            ):
+            if self.add and self.training and _ends_in(last, conv):
                 return norm_and_activation(last.bn, last.act, last.conv(self.cv1(x)), x)
             return stock(self, x)
         return x + self.cv2(self.cv1(x)) if self.add else self.cv2(self.cv1(x))
+
+    return forward
+
+
+def c3_forward(stock: Forward, conv: Forward, bottleneck: Forward) -> Forward:
+    """Stands for the forward of a block that computes ``cv3(cat((m(cv1(x)), cv2(x)), 1))``, with bottlenecks ``m`` in a row.
+
+    The last bottleneck and ``cv2`` write into the concatenation, where they are blocks with the forward methods ``bottleneck``
+    and ``conv``.
+    """
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if not torch.jit.is_scripting():
+            if not self.training or type(self.m) is not nn.Sequential:
+                return stock(self, x)
+            inner: list[Any] = list(self.m)
+            last = inner[-1] if inner else None
+            if not (
+                last is not None
+                and last.training
+                and runs_plainly(self.m, _FORWARDS[nn.Sequential])
+                and runs_plainly(last, bottleneck)
+                and _ends_in(last.cv2, conv)
+                and _ends_in(self.cv2, conv)
+            ):
+                return stock(self, x)
+            y = self.cv1(x)
+            for block in inner[:-1]:
+                y = block(y)
+            inputs = [last.cv2.conv(last.cv1(y)), self.cv2.conv(x)]
+            return self.cv3(norms_and_activations_cat([last.cv2, self.cv2], inputs, y if last.add else None))
+        return self.cv3(torch.cat((self.m(self.cv1(x)), self.cv2(x)), 1))
 
     return forward
 

@@ -158,6 +158,12 @@ def _bn_act(x, weight, bias, running_mean=None, running_var=None, num_batches_tr
     return bn_act(math.prod(x), activation, residual is not None)
 
 
+def _bn_act_cat(x, weight, bias, running_mean, running_var, num_batches_tracked, momentum=0.1, eps=1e-5,
+                activation="silu", slope=0.01, residual=None, *, out_shape=None) -> int:  # fmt: skip
+    shortcut = 0 if residual is None else math.prod(residual)
+    return sum(bn_act(math.prod(part), activation) for part in x) + shortcut
+
+
 def _bn_act_backward(grad_y, x, weight, bias, mean, invstd, activation, slope, *, out_shape=None) -> int:
     return bn_act_backward(math.prod(x), activation)
 
@@ -275,6 +281,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "iou_loss_backward": _iou_loss_backward,
     "bn_act": _bn_act,
     "bn_act_backward": _bn_act_backward,
+    "bn_act_cat": _bn_act_cat,
     "space_to_depth": _moves_alone,
     "space_to_depth_backward": _moves_alone,
     "max_pools_cat": _max_pools_cat,

@@ -311,6 +311,142 @@ def test_opcheck(device, memory_format):
     torch.library.opcheck(operators.bn_act_backward.default, arguments)
 
 
+def cat_parts(norms, parts):
+    """The arguments of bn_act_cat up to num_batches_tracked."""
+    names = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+    return parts, *([getattr(norm, name) for norm in norms] for name in names)
+
+
+# Channels of the parts: vectors that fit and that do not, one part, three, and a slice that begins at an odd channel.
+PARTS = [(16, 8), (24,), (3, 16), (8, 5, 40), (64, 64)]
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("channels", PARTS)
+def test_cat_has_the_values_of_its_parts(device, channels, dtype, memory_format):
+    """The parts are bn_act, which is compared with the definition above. On a GPU a part at an odd place is read and written by
+    single elements, so that its sums have another order."""
+    tolerance = 0.0
+    if device.type == "cuda" and any(c % 8 for c in channels):
+        tolerance = 64 * max(torch.finfo(dtype).eps, 2e-8 if dtype != torch.float64 else 0)
+
+    def same(mine, theirs):
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+
+    norms = [make_norm(c, device, dtype) for c in channels]
+    again = copy.deepcopy(norms)
+    inputs = [random((2, c, 6, 5), device, dtype, memory_format).requires_grad_() for c in channels]
+    residual = random((2, channels[0], 6, 5), device, dtype, memory_format).requires_grad_()
+    grad = random((2, sum(channels), 6, 5), device, dtype, memory_format)
+    for shortcut in (None, residual):
+        y = ops.bn_act_cat(*cat_parts(norms, inputs), 0.03, 1e-3, "silu", 0.1, shortcut)
+        shortcuts = [shortcut, *[None] * len(channels)]
+        expected = torch.cat([ours(x, norm, residual=r) for x, norm, r in zip(inputs, again, shortcuts)], 1)
+        same(y, expected)
+        assert layout(y) == layout(expected)
+        leaves = [*inputs, *(p for norm in norms for p in norm.parameters())]
+        leaves_again = [*inputs, *(p for norm in again for p in norm.parameters())]
+        if shortcut is not None:
+            leaves, leaves_again = [*leaves, residual], [*leaves_again, residual]
+        found, wanted = torch.autograd.grad(y, leaves, grad), torch.autograd.grad(expected, leaves_again, grad)
+        for mine, theirs in zip(found, wanted):
+            same(mine, theirs)
+        assert [layout(g) for g in found[: len(channels)]] == [layout(x) for x in inputs]
+        for mine, theirs in zip(norms, again):
+            for one, other in zip(mine.buffers(), theirs.buffers()):
+                same(one, other)
+
+
+def test_cat_of_mixed_strides_slices_and_empty_parts(device):
+    norms = [make_norm(c, device) for c in (8, 16)]
+    wide = random((2, 40, 6, 5), device, memory_format=torch.channels_last)
+    for inputs in (
+        [wide[:, 3:11], wide[:, 8:24]],
+        [wide[:, :8].contiguous(), wide[:, :16]],
+        [wide[:, :8].transpose(2, 3).contiguous().transpose(2, 3), wide[:, :16].flip(3)],
+        [wide[:0, :8], wide[:0, :16]],
+    ):
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        y = ops.bn_act_cat(*cat_parts(norms, leaves), 0.03, 1e-3)
+        expected = torch.cat([ours(x, norm) for x, norm in zip(leaves, norms)], 1)
+        torch.testing.assert_close(y, expected)
+        assert layout(y) == layout(expected)
+        grad = random(y.shape, device)
+        for mine, theirs in zip(torch.autograd.grad(y, leaves, grad), torch.autograd.grad(expected, leaves, grad)):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    x = wide[:, :16].detach().requires_grad_()
+    y = ops.bn_act_cat([x], [norms[1].weight], [norms[1].bias], [], [], [], 0.03, 1e-3)
+    torch.testing.assert_close(y, ops.bn_act(x, norms[1].weight, norms[1].bias, eps=1e-3))
+    (once,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="bn_act: a second derivative was asked for"):
+        once.sum().backward()
+
+
+def test_cat_gradcheck_opcheck_and_programs(device):
+    norms = [make_norm(c, device, torch.float64) for c in (3, 2)]
+    inputs = [random((2, c, 3, 2), device, torch.float64).requires_grad_() for c in (3, 2, 3)]
+
+    def function(first, second, residual, *parameters):
+        parts = [first, second], list(parameters[::2]), list(parameters[1::2])
+        return ops.bn_act_cat(*parts, [], [], [], 0.1, 1e-3, "silu", 0.1, residual)
+
+    parameters = [p for norm in norms for p in norm.parameters()]
+    assert torch.autograd.gradcheck(function, (*inputs, *parameters))
+    operator = torch.ops.torch_fastdet.bn_act_cat.default
+    torch.library.opcheck(operator, cat_parts(norms, inputs[:2]), {"residual": inputs[2].detach()})
+    torch._dynamo.reset()
+    programs = [torch.jit.script(cat_function), torch.compile(cat_function, fullgraph=True, backend="aot_eager")]
+    for program in programs:
+        found, wanted = copy.deepcopy(norms), copy.deepcopy(norms)
+        y, expected = program(*cat_parts(found, inputs[:2])), cat_function(*cat_parts(wanted, inputs[:2]))
+        torch.testing.assert_close(y, expected)
+        for mine, theirs in zip(*(torch.autograd.grad(z.square().sum(), inputs[:2]) for z in (y, expected))):
+            torch.testing.assert_close(mine, theirs)
+        for mine, theirs in zip(found, wanted):
+            assert all(map(torch.equal, mine.buffers(), theirs.buffers())) and mine.num_batches_tracked == 1
+
+
+def cat_function(
+    x: list[torch.Tensor],
+    weight: list[torch.Tensor],
+    bias: list[torch.Tensor],
+    mean: list[torch.Tensor],
+    var: list[torch.Tensor],
+    tracked: list[torch.Tensor],
+):
+    return ops.bn_act_cat(x, weight, bias, mean, var, tracked, 0.03, 1e-3)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda p: p.update(x=[]), "x is an empty list, but one tensor or more is wanted"),
+        (lambda p: p["weight"].pop(), "weight has 1 entries, but x has 2"),
+        (lambda p: p["running_var"].pop(), "running_var has 1 entries, but x has 2"),
+        (lambda p: p["x"].reverse(), r"weight has shape \[8\], but \(16,\) is wanted beside x of shape"),
+        (lambda p: p["x"].__setitem__(1, p["x"][1].half()), r"x\[1\] has dtype float16, but x\[0\] has float32"),
+        (
+            lambda p: p["x"].__setitem__(1, p["x"][1][..., :2]),
+            r"x\[1\] has shape \[2, 16, 3, 2\], but x\[0\] has \[2, 8, 3",
+        ),
+        (lambda p: p.update(activation="gelu"), "activation is 'gelu', but 'silu'"),
+        (lambda p: p.update(residual=p["x"][1]), r"residual has shape \[2, 16, 3, 4\], but x has \[2, 8, 3, 4\]"),
+    ],
+)
+def test_cat_errors_leave_everything_as_it_was(device, change, message):
+    norms = [make_norm(c, device) for c in (8, 16)]
+    names = ("x", "weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+    arguments = dict(zip(names, cat_parts(norms, [random((2, c, 3, 4), device) for c in (8, 16)])))
+    change(arguments)
+    before = [b.clone() for norm in norms for b in norm.buffers()]
+    with pytest.raises(RuntimeError, match=f"bn_act_cat: {message}"):
+        ops.bn_act_cat(**arguments)
+    assert all(map(torch.equal, before, [b for norm in norms for b in norm.buffers()]))
+    with pytest.raises(TypeError, match=r"bn_act_cat: bias\[0\] is a float, but a tensor is wanted"):
+        ops.bn_act_cat(**{**arguments, "bias": [1.0], "x": [random((2, 8, 3, 4), device)]})
+
+
 class Block(nn.Module):
     """A convolution, a norm and an activation, with a shortcut."""
 
@@ -427,6 +563,13 @@ def test_kernels_in_bounds(cuda, dtype, memory_format):
         x, grad, residual = (random(shape, cuda, dtype, memory_format) for _ in range(3))
         _, grads, _ = run(ours, x, norm, grad, residual=residual)
         assert grads[0].isfinite().all()
+
+
+@pytest.mark.sanitizer
+def test_cat_kernels_in_bounds(cuda):
+    for channels in ((8, 16), (3, 16, 5)):
+        for memory_format in FORMATS:
+            test_cat_has_the_values_of_its_parts(cuda, channels, torch.float16, memory_format)
 
 
 @pytest.mark.alone

@@ -1,7 +1,7 @@
 """Typed wrappers over ``torch.ops.torch_fastdet``: one for each operator, usable in TorchScript and torch.compile."""
 
 from torch_fastdet.ops.bbox_iou import bbox_iou, iou_loss
-from torch_fastdet.ops.bn_act import bn_act
+from torch_fastdet.ops.bn_act import bn_act, bn_act_cat
 from torch_fastdet.ops.image import (
     image_augment,
     image_augment_,
@@ -38,6 +38,7 @@ from torch_fastdet.ops.yolov5_loss import yolov5_loss, yolov5_loss_fault
 __all__ = [
     "bbox_iou",
     "bn_act",
+    "bn_act_cat",
     "confusion_matrix_",
     "image_augment",
     "image_augment_",

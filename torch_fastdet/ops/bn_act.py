@@ -1,11 +1,11 @@
-"""BatchNorm2d in training and the activation behind it, as one operator."""
+"""BatchNorm2d in training and the activation behind it, as one operator; also several of them into one concatenation."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from torch_fastdet.ops._checks import check_optional_tensor, check_tensor
+from torch_fastdet.ops._checks import check_optional_tensor, check_tensor, check_tensor_list
 
 
 def bn_act(
@@ -67,6 +67,65 @@ def bn_act(
         check_optional_tensor("bn_act", "num_batches_tracked", num_batches_tracked)
         check_optional_tensor("bn_act", "residual", residual)
     return torch.ops.torch_fastdet.bn_act(
+        x,
+        weight,
+        bias,
+        running_mean,
+        running_var,
+        num_batches_tracked,
+        momentum,
+        eps,
+        activation,
+        slope,
+        residual,
+    )[0]
+
+
+def bn_act_cat(
+    x: list[Tensor],
+    weight: list[Tensor],
+    bias: list[Tensor],
+    running_mean: list[Tensor],
+    running_var: list[Tensor],
+    num_batches_tracked: list[Tensor],
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    activation: str = "silu",
+    slope: float = 0.01,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """``torch.cat([bn_act(x[0], ..., residual=residual), bn_act(x[1], ...), ...], 1)`` without the copies of a concatenation.
+
+    Each part is :func:`bn_act`. It writes into its channels of the result, and its backward pass reads its channels of the
+    gradient in place. On a GPU this is fast where the channels before each part fill whole vectors of 16 bytes; at other places
+    single elements are read and written.
+
+    Args:
+        x: tensors (N, C_i, H, W), one or more, of one dtype on one device; C_i may differ.
+        weight, bias: a (C_i,) for each of them.
+        running_mean, running_var, num_batches_tracked: one for each of them, updated in place, or an empty list.
+        momentum, eps, activation, slope: as for bn_act, the same for all parts.
+        residual: of the shape and dtype of ``x[0]``, added to the first part, or None.
+
+    Returns:
+        (N, sum of C_i, H, W) of x's dtype, channels_last where all of x are, otherwise contiguous, as torch.cat.
+
+    Raises:
+        ValueError: a channel has one value, in stock's words.
+        RuntimeError: lists of different lengths, or an argument has another shape, dtype or device than wanted.
+        TypeError: an argument is no list, or holds something that is no tensor.
+
+    Source: Ioffe and Szegedy, "Batch Normalization", ICML 2015; ``C3`` of YOLOv5 and Ultralytics.
+    """
+    if not torch.jit.is_scripting():
+        check_tensor_list("bn_act_cat", "x", x)
+        check_tensor_list("bn_act_cat", "weight", weight)
+        check_tensor_list("bn_act_cat", "bias", bias)
+        check_tensor_list("bn_act_cat", "running_mean", running_mean)
+        check_tensor_list("bn_act_cat", "running_var", running_var)
+        check_tensor_list("bn_act_cat", "num_batches_tracked", num_batches_tracked)
+        check_optional_tensor("bn_act_cat", "residual", residual)
+    return torch.ops.torch_fastdet.bn_act_cat(
         x,
         weight,
         bias,

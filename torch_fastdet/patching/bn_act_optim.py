@@ -1,11 +1,11 @@
-"""What the ``bn_act_optim`` switches of both hosts share: the forward methods of ``Conv``, ``Bottleneck`` and ``SPPF``."""
+"""What the ``bn_act_optim`` switches of both hosts share: the forward methods of ``Conv``, ``Bottleneck``, ``C3`` and ``SPPF``."""
 
 from __future__ import annotations
 
 from types import ModuleType
 from typing import ClassVar
 
-from torch_fastdet.bn_act import bottleneck_forward, computes, conv_forward, sppf_forward
+from torch_fastdet.bn_act import bottleneck_forward, c3_forward, computes, conv_forward, sppf_forward
 from torch_fastdet.patching.import_hook import namespace
 from torch_fastdet.patching.switch import Switch, class_of
 
@@ -17,14 +17,14 @@ _SPPF = {
 
 
 class BnActMethods(Switch):
-    """Replaces the forward methods of ``Conv``, ``Bottleneck`` and ``SPPF`` in the modules of the host that define them."""
+    """Replaces the forward methods of ``Conv``, ``Bottleneck``, ``C3`` and ``SPPF`` in the modules of the host that define them."""
 
     name = "bn_act_optim"
-    help = "BatchNorm and activation in training as one operator, with the shortcut's sum; the stem; SPPF; needs a GPU"
+    help = "BatchNorm and activation in training as one operator, with the shortcut's sum and C3's concatenation; the stem; SPPF; needs a GPU"
     needs_gpu = True
     #: Full names of the modules that may define ``Conv``.
     conv_modules: ClassVar[tuple[str, ...]]
-    #: And of those that may define ``Bottleneck`` and ``SPPF``.
+    #: And of those that may define ``Bottleneck``, ``C3`` and ``SPPF``.
     bottleneck_modules: ClassVar[tuple[str, ...]]
 
     def visit(self, module: ModuleType) -> None:
@@ -33,6 +33,7 @@ class BnActMethods(Switch):
             self._patch_conv(module)
         if name in self.bottleneck_modules:
             self._patch_bottleneck(module)
+            self._patch_c3(module)
             self._patch_sppf(module)
 
     def _patch_conv(self, module: ModuleType) -> None:
@@ -57,6 +58,17 @@ class BnActMethods(Switch):
         forward = bottleneck_forward(stock, vars(conv)["forward"])
         forward.__qualname__ = "bn_act_optim.Bottleneck.forward"
         self.replace(bottleneck, "forward", forward)
+
+    def _patch_c3(self, module: ModuleType) -> None:
+        c3, bottleneck, conv = (class_of(module, "C3"), class_of(module, "Bottleneck"), namespace(module).get("Conv"))
+        if c3 is None or self.has_replaced(c3) or not self.has_replaced(bottleneck):
+            return
+        stock = vars(c3).get("forward")
+        if not computes(stock, {"cat", "cv1", "cv2", "cv3", "m", "torch"}):
+            return  # only the concatenation stays stock's
+        forward = c3_forward(stock, vars(conv)["forward"], vars(bottleneck)["forward"])
+        forward.__qualname__ = "bn_act_optim.C3.forward"
+        self.replace(c3, "forward", forward)
 
     def _patch_sppf(self, module: ModuleType) -> None:
         sppf = class_of(module, "SPPF")

@@ -128,6 +128,67 @@ inline BnActResult empty_bn_act(const at::Tensor& x) {
   return {empty_like_image(x), at::empty_symint({x.sym_size(1)}, options), at::empty_symint({x.sym_size(1)}, options)};
 }
 
+// One entry for each part of bn_act_cat's result.
+struct BnActPart {
+  OptionalTensor weight, bias, running_mean, running_var, num_batches_tracked;
+  double momentum, eps;
+  BnActNorm norm() const { return {running_mean, running_var, num_batches_tracked, momentum, eps}; }
+};
+
+// The lists of bn_act_cat, and what its parts share, as the schema has them.
+struct BnActParts {
+  at::TensorList weight, bias, running_mean, running_var, num_batches_tracked;
+  double momentum, eps;
+  using Types =
+      std::tuple<at::TensorList, at::TensorList, at::TensorList, at::TensorList, at::TensorList, double, double>;
+
+  BnActPart operator[](size_t i) const {
+    const auto entry = [i](at::TensorList list) { return list.empty() ? OptionalTensor() : OptionalTensor(list[i]); };
+    return {weight[i], bias[i], entry(running_mean), entry(running_var), entry(num_batches_tracked), momentum, eps};
+  }
+};
+
+// The residual belongs to the first part.
+inline void check_bn_act_cat(at::TensorList x, const BnActParts& parts, const OptionalTensor& residual,
+                             const char* op) {
+  TORCH_CHECK(!x.empty(), op, ": x is an empty list, but one tensor or more is wanted");
+  const auto check_length = [&](at::TensorList list, const char* name, bool may_be_empty) {
+    TORCH_CHECK(list.size() == x.size() || (may_be_empty && list.empty()), op, ": ", name, " has ", list.size(),
+                " entries, but x has ", x.size());
+  };
+  check_length(parts.weight, "weight", false);
+  check_length(parts.bias, "bias", false);
+  check_length(parts.running_mean, "running_mean", true);
+  check_length(parts.running_var, "running_var", true);
+  check_length(parts.num_batches_tracked, "num_batches_tracked", true);
+  for (size_t i = 0; i < x.size(); ++i) {
+    const BnActPart part = parts[i];
+    check_bn_act(x[i], part.weight, part.bias, part.norm(), i == 0 ? residual : OptionalTensor(), op);
+    check_same_device(x[0], "x[0]", x[i], op, "x");
+    TORCH_CHECK(x[i].scalar_type() == x[0].scalar_type(), op, ": x[", i, "] has dtype ", dtype_name(x[i].scalar_type()),
+                ", but x[0] has ", dtype_name(x[0].scalar_type()));
+    auto same = x[i].sym_size(0).sym_eq(x[0].sym_size(0));
+    for (int64_t d = 2; d < 4; ++d) same = same.sym_and(x[i].sym_size(d).sym_eq(x[0].sym_size(d)));
+    TORCH_SYM_CHECK(same, op, ": x[", i, "] has shape ", x[i].sym_sizes(), ", but x[0] has ", x[0].sym_sizes(),
+                    "; all sizes but the channels must be equal");
+  }
+}
+
+// channels_last where all parts are, otherwise contiguous, as torch.cat.
+inline BnActResult empty_bn_act_cat(at::TensorList x) {
+  c10::SymInt channels = 0;
+  auto format = x[0].suggest_memory_format();
+  for (const at::Tensor& part : x) {
+    channels += part.sym_size(1);
+    if (part.suggest_memory_format() != format) format = at::MemoryFormat::Contiguous;
+  }
+  const at::Tensor& like = x[0];
+  const auto options = like.options().dtype(statistic_dtype(like));
+  return {at::empty_symint({like.sym_size(0), channels, like.sym_size(2), like.sym_size(3)},
+                           like.options().memory_format(format)),
+          at::empty_symint({channels}, options), at::empty_symint({channels}, options)};
+}
+
 // A gradient for a parameter that is not there has no elements.
 inline at::Tensor empty_parameter_grad(const at::Tensor& x, const OptionalTensor& parameter) {
   return is_given(parameter) ? at::empty_symint(parameter->sym_sizes(), parameter->options())

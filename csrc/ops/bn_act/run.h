@@ -37,6 +37,26 @@ inline at::Tensor contiguous_or_undefined(const OptionalTensor& tensor) {
   return is_given(tensor) ? tensor->contiguous() : at::Tensor();
 }
 
+// Fills y, mean and invstd, which may be parts of larger tensors; y is in that layout.
+template <class Backend>
+void bn_act_into(const BnActResult& result, bool channels_last, const at::Tensor& x, const OptionalTensor& weight,
+                 const OptionalTensor& bias, const BnActNorm& norm, core::Activation activation, double slope,
+                 const OptionalTensor& residual, const char* op) {
+  const auto& [y, mean, invstd] = result;
+  if (x.numel() == 0) {  // stock leaves the running statistics alone, and its module counts the batch
+    if (is_given(norm.num_batches_tracked)) norm.num_batches_tracked->add_(1);
+    mean.zero_();
+    invstd.zero_();
+    return;
+  }
+  Backend::forward(
+      {channels_last, walkable(x, channels_last), walkable_or_undefined(residual, channels_last),
+       contiguous_or_undefined(weight), contiguous_or_undefined(bias), norm.running_mean.value_or(at::Tensor()),
+       norm.running_var.value_or(at::Tensor()), norm.num_batches_tracked.value_or(at::Tensor()), y, mean, invstd,
+       norm.momentum, norm.eps, activation, slope},
+      op);
+}
+
 template <class Backend>
 BnActResult bn_act(const at::Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias, const BnActNorm& norm,
                    const BnActActivation& activation, const OptionalTensor& residual) {
@@ -44,21 +64,36 @@ BnActResult bn_act(const at::Tensor& x, const OptionalTensor& weight, const Opti
   const core::Activation parsed = parse_activation(activation.name, kOp);
   check_bn_act(x, weight, bias, norm, residual, kOp);
   const c10::DeviceGuard guard(x.device());
-  auto [y, mean, invstd] = empty_bn_act(x);
+  BnActResult result = empty_bn_act(x);
   if constexpr (!Backend::kMeta) {
-    if (x.numel() == 0) {  // stock leaves the running statistics alone, and its module counts the batch
-      if (is_given(norm.num_batches_tracked)) norm.num_batches_tracked->add_(1);
-      return {y, mean.zero_(), invstd.zero_()};
-    }
-    const bool channels_last = y.suggest_memory_format() == at::MemoryFormat::ChannelsLast;
-    Backend::forward(
-        {channels_last, walkable(x, channels_last), walkable_or_undefined(residual, channels_last),
-         contiguous_or_undefined(weight), contiguous_or_undefined(bias), norm.running_mean.value_or(at::Tensor()),
-         norm.running_var.value_or(at::Tensor()), norm.num_batches_tracked.value_or(at::Tensor()), y, mean, invstd,
-         norm.momentum, norm.eps, parsed, activation.slope},
-        kOp);
+    const bool channels_last = std::get<0>(result).suggest_memory_format() == at::MemoryFormat::ChannelsLast;
+    bn_act_into<Backend>(result, channels_last, x, weight, bias, norm, parsed, activation.slope, residual, kOp);
   }
-  return {y, mean, invstd};
+  return result;
+}
+
+template <class Backend>
+BnActResult bn_act_cat(at::TensorList x, const BnActParts& parts, const BnActActivation& activation,
+                       const OptionalTensor& residual) {
+  constexpr const char* kOp = "bn_act_cat";
+  const core::Activation parsed = parse_activation(activation.name, kOp);
+  check_bn_act_cat(x, parts, residual, kOp);
+  const c10::DeviceGuard guard(x[0].device());
+  BnActResult result = empty_bn_act_cat(x);
+  if constexpr (!Backend::kMeta) {
+    const auto& [y, mean, invstd] = result;
+    const bool channels_last = y.suggest_memory_format() == at::MemoryFormat::ChannelsLast;
+    int64_t at = 0;
+    for (size_t i = 0; i < x.size(); ++i) {
+      const int64_t channels = x[i].size(1);
+      const BnActPart part = parts[i];
+      bn_act_into<Backend>({y.narrow(1, at, channels), mean.narrow(0, at, channels), invstd.narrow(0, at, channels)},
+                           channels_last, x[i], part.weight, part.bias, part.norm(), parsed, activation.slope,
+                           i == 0 ? residual : OptionalTensor(), kOp);
+      at += channels;
+    }
+  }
+  return result;
 }
 
 template <class Backend>
@@ -85,6 +120,7 @@ BnActResult bn_act_backward(const at::Tensor& grad_y, const at::Tensor& x, const
 template <class Backend>
 void register_bn_act(torch::Library& m) {
   m.impl("bn_act", unpack<&bn_act<Backend>>);
+  m.impl("bn_act_cat", unpack<&bn_act_cat<Backend>>);
   m.impl("bn_act_backward", unpack<&bn_act_backward<Backend>>);
 }
 

@@ -17,4 +17,4 @@ def build():
     return yolo.DetectionModel(str(Path(yolo.__file__).parent / "yolov5n.yaml"), nc=3)
 
 
-compare(build, drop_in, uses=("trace", "export") if sys.argv[1] == "yolov5." else ())
+compare(build, drop_in, uses=("trace", "export") if sys.argv[1] == "yolov5." else (), concatenations=8)
