@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from torch_fastdet import stem
+from torch_fastdet.graphs import _casts
 from torch_fastdet.graphs._casts import weights_cast_once
 
 
@@ -58,6 +59,46 @@ def test_same_bits_as_autocast(device, memory_format):
                     a, b, **({"rtol": 1e-3, "atol": 1e-5} if a.is_cuda else {"rtol": 0, "atol": 0})
                 )
     assert not any("forward" in vars(module) for module in net.modules())
+
+
+class Heads(nn.Module):
+    """Convolutions of 255 outputs, as YOLOv5's heads, one behind an activation in place; and some that get no more rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Conv2d(16, 255, 1)
+        self.act = nn.SiLU(inplace=True)
+        self.again = nn.Conv2d(16, 100, 3, padding=1, bias=False)
+        self.narrow = nn.Conv2d(16, 20, 1)
+        self.odd_input = nn.Conv2d(20, 70, 1)
+        self.shared = nn.Conv2d(16, 68, 1)
+
+    def forward(self, x):
+        parts = [self.head(x).view(2, 3, 85, 5, 6).permute(0, 1, 3, 4, 2), self.act(self.again(x)), self.shared(x)]
+        parts += [self.odd_input(self.narrow(x)), self.shared(x.square())]
+        return torch.cat([part.flatten() for part in parts]).float()
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_rows_of_zeros_change_nothing(device, memory_format, monkeypatch):
+    monkeypatch.setattr(_casts, "PADDED_DEVICES", ("cpu", "cuda"))
+    dtype = torch.float16 if device.type == "cuda" else torch.bfloat16
+    torch.manual_seed(0)
+    net = Heads().to(device, memory_format=memory_format)
+    x = torch.rand(2, 16, 5, 6, device=device).contiguous(memory_format=memory_format)
+    with torch.autocast(device.type, dtype), weights_cast_once(net, dtype):
+        widths = [conv(x).stride(3) for conv in (net.head, net.again, net.shared, net.narrow)]
+    if memory_format == torch.channels_last:
+        assert widths == [256, 104, 72, 20]
+    for frozen in (False, True):
+        net.head.requires_grad_(not frozen)
+        (mine, my_grads), (theirs, their_grads) = (run(net, x, dtype, once) for once in (True, False))
+        torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-2)
+        for a, b in zip(my_grads, their_grads):
+            assert (a is None) == (b is None)
+            if a is not None:
+                assert a.dtype == torch.float32 and a.shape == b.shape and a.stride() == b.stride()
+                torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-4)
 
 
 def test_nothing_of_ours_is_left_after_an_error():

@@ -41,6 +41,13 @@ def make_heads(batch, classes, sizes, device="cpu", dtype=torch.float32, layout=
             head = head.permute(0, 1, 4, 2, 3).reshape(batch, 3 * no, ny, nx)
             if layout == "4d_channels_last":
                 head = head.contiguous(memory_format=torch.channels_last)
+        elif layout == "longer_cell_rows":  # the 5-D view of a channels_last head with channels behind its own
+            rows = head.permute(0, 2, 3, 1, 4).reshape(batch, ny, nx, 3 * no)
+            rows = F.pad(rows, (0, 5))[..., : 3 * no]
+            head = rows.view(batch, ny, nx, 3, no).permute(0, 3, 1, 2, 4)
+        elif layout == "4d_of_more_channels":
+            rows = head.permute(0, 2, 3, 1, 4).reshape(batch, ny, nx, 3 * no)
+            head = F.pad(rows, (0, 5))[..., : 3 * no].permute(0, 3, 1, 2)
         elif layout == "sliced":
             head = F.pad(head, (0, 3))[..., :no]
         elif layout == "odd_permutation":
@@ -101,16 +108,22 @@ def test_matches_oracle(device, dtype, options):
     compare(make_heads(2, 4, SIZES[3], device, dtype), make_targets(13, 2, 4, device), options, scale=1024.0)
 
 
+LONGER = {"longer_cell_rows": "cell_rows", "4d_of_more_channels": "4d_channels_last"}
+
+
 @pytest.mark.parametrize(
-    "layout", ["anchor_rows", "cell_rows", "planes", "4d", "4d_channels_last", "sliced", "odd_permutation"]
+    "layout", ["anchor_rows", "cell_rows", "planes", "4d", "4d_channels_last", "sliced", "odd_permutation", *LONGER]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_layouts(device, dtype, layout):
     heads = make_heads(2, 3, SIZES[3], device, dtype, layout)
     compare(heads, make_targets(9, 2, 3, device), scale=1024.0)
-    for head in heads:
-        if layout != "sliced":
-            assert head.grad.stride() == head.stride(), "the gradient lies as the head does"
+    # Not head.grad, which autograd makes contiguous where the head has gaps.
+    loss = ops.yolov5_loss(heads, make_targets(9, 2, 3, device), ANCHORS.to(device)[:3], BALANCE.to(device))[0]
+    dense = make_heads(2, 3, SIZES[3], device, dtype, LONGER.get(layout, layout))
+    for gradient, head in zip(torch.autograd.grad(loss, heads), dense):
+        if layout not in ("sliced", "odd_permutation"):
+            assert gradient.stride() == head.stride(), "the gradient lies as the head does, without its gaps"
 
 
 @pytest.mark.parametrize("layout", ["anchor_rows", "cell_rows", "planes"])
@@ -275,7 +288,7 @@ def sample_call(device, dtype=torch.float32, layout="anchor_rows"):
     return (heads, make_targets(5, 2, 3, device), ANCHORS[:2].to(device), BALANCE.to(device))
 
 
-@pytest.mark.parametrize("layout", ["anchor_rows", "cell_rows", "planes", "4d_channels_last"])
+@pytest.mark.parametrize("layout", ["anchor_rows", "cell_rows", "planes", "4d_channels_last", *LONGER])
 def test_opcheck(device, layout):
     args = sample_call(device, layout=layout)
     torch.library.opcheck(torch.ops.torch_fastdet.yolov5_loss.default, args, {"fl_gamma": 1.5})

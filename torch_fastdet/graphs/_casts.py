@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,10 @@ from torch_fastdet._private import foreach_copy_, runs_plainly
 from torch_fastdet.stem import has_stem_shape
 
 _FORWARD = nn.Conv2d.forward
+_GROUP = 8  # channels that cuDNN's kernels take at once
+# Where zeros behind the outputs of a convolution were measured to be faster than what cuDNN does by itself.
+PADDED_DEVICES = ("cuda",)
+LEAST_PADDED = 64
 
 
 def _like(tensor: Tensor, other: Tensor) -> Tensor:
@@ -29,24 +34,88 @@ def _cast(tensors: list[Tensor], likes: list[Tensor], dtype: torch.dtype) -> lis
     return targets
 
 
+def _room(like: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    """Like ``like`` in another dtype, with ``rows`` rows, of which those behind ``like``'s own are zeros."""
+    if rows == like.shape[0]:
+        return torch.empty_like(like, dtype=dtype)
+    layout = torch.channels_last if like.dim() == 4 else torch.contiguous_format
+    shape = (rows, *like.shape[1:])
+    room = torch.empty(shape, dtype=dtype, device=like.device, memory_format=layout)
+    room[like.shape[0] :].zero_()
+    return room
+
+
+def _cast_into_rooms(tensors: list[Tensor], rows: list[int], dtype: torch.dtype) -> list[Tensor]:
+    rooms = [_room(tensor, count, dtype) for tensor, count in zip(tensors, rows)]
+    if rooms:
+        places = [room[: tensor.shape[0]] for room, tensor in zip(rooms, tensors)]
+        foreach_copy_(places, [_like(tensor, place) for tensor, place in zip(tensors, places)])
+    return rooms
+
+
 class _CastAll(torch.autograd.Function):
-    """All tensors in another dtype. Their gradients come back in theirs, together, once the last is there."""
+    """All tensors in another dtype, some with rows of zeros behind theirs. Their gradients come back in their own dtype,
+    together, once the last is there."""
 
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, dtype: torch.dtype, rows: list[int], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.likes = [tensor.detach() for tensor in tensors]  # sizes and strides; the parameters are there anyway
-        return tuple(_cast(ctx.likes, ctx.likes, dtype))
+        return tuple(_cast_into_rooms(ctx.likes, rows, dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         given = [i for i, grad in enumerate(grads) if grad is not None]
         likes = [ctx.likes[i] for i in given]
-        cast = _cast([grads[i] for i in given], likes, torch.float32)  # type: ignore[misc]
+        cast = _cast([grads[i][: ctx.likes[i].shape[0]] for i in given], likes, torch.float32)  # type: ignore[index]
         result: list[Tensor | None] = [None] * len(grads)
         for i, grad in zip(given, cast):
             result[i] = grad
-        return (None, *result)
+        return (None, None, *result)
+
+
+class _FirstChannels(torch.autograd.Function):
+    """The first channels of a channels_last tensor, in its memory. Backward, one pass writes the gradient of all its channels."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, channels: int) -> Tensor:
+        ctx.shape = y.shape
+        return y[:, :channels].data  # to autograd no view, which an activation in place could not change
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        channels = grad.shape[1]
+        whole = torch.empty(ctx.shape, dtype=grad.dtype, device=grad.device, memory_format=torch.channels_last)
+        whole[:, :channels].copy_(grad)
+        whole[:, channels:].zero_()
+        return whole, None
+
+
+def _takes_rows(conv: Any) -> bool:
+    """Whether rows of zeros behind the weights of this convolution spare cuDNN copies.
+
+    Its tensor-core kernels write channels_last results in groups of eight channels. YOLOv5's heads have 255: cuDNN copies their
+    results once and their gradients twice. With 256 one copy of the gradients is left.
+    """
+    return (
+        conv.weight.device.type in PADDED_DEVICES
+        and conv.out_channels > LEAST_PADDED
+        and conv.out_channels % _GROUP != 0
+        and conv.in_channels % _GROUP == 0
+        and conv.groups == 1
+        and conv.weight.is_contiguous(memory_format=torch.channels_last)
+    )
+
+
+def _rows(convs: list[Any]) -> dict[nn.Parameter, int]:
+    """Each parameter's number of rows in its copy."""
+    uses = Counter(p for conv in convs for p in conv._parameters.values() if p is not None)
+    rows = {parameter: parameter.shape[0] for parameter in uses}
+    for conv in filter(_takes_rows, convs):
+        parameters = [p for p in conv._parameters.values() if p is not None]
+        if all(uses[p] == 1 for p in parameters):
+            rows.update(dict.fromkeys(parameters, -(-conv.out_channels // _GROUP) * _GROUP))
+    return rows
 
 
 def _takes_cast(conv: nn.Module) -> bool:
@@ -65,17 +134,17 @@ def weights_cast_once(model: nn.Module, dtype: torch.dtype | None) -> Iterator[N
 
     Autocast casts each weight and each gradient by itself, in two launches a layer, of a microsecond of work each. The
     values are those of autocast with its cache. Only what the convolution itself reads is replaced: ``conv.weight`` stays the parameter. The stem,
-    which has a cast of its own, is left alone.
+    which has a cast of its own, is left alone. Copies of weights with 255 rows get another one of zeros (:func:`_takes_rows`); the
+    result is the first 255 channels.
     """
     convs = [module for module in model.modules() if _takes_cast(module)] if dtype is not None else []
     if dtype is None or not convs:
         yield
         return
-    parameters = list(dict.fromkeys(p for conv in convs for p in conv._parameters.values() if p is not None))
-    trained = [p for p in parameters if p.requires_grad]
-    frozen = [p.detach() for p in parameters if not p.requires_grad]
-    cast: dict[nn.Parameter, Tensor] = dict(zip(trained, _CastAll.apply(dtype, *trained)))
-    cast.update(zip([p for p in parameters if not p.requires_grad], _cast(frozen, frozen, dtype)))
+    rows = _rows(convs)
+    trained, frozen = ([p for p in rows if p.requires_grad is wanted] for wanted in (True, False))
+    cast = dict(zip(trained, _CastAll.apply(dtype, [rows[p] for p in trained], *trained)))
+    cast.update(zip(frozen, _cast_into_rooms([p.detach() for p in frozen], [rows[p] for p in frozen], dtype)))
     try:
         for conv in convs:
             conv.forward = _forward_of(conv, cast, dtype)
@@ -97,6 +166,7 @@ def _forward_of(conv: Any, cast: dict[nn.Parameter, Tensor], dtype: torch.dtype)
             or x.dtype == torch.float64
         ):
             return _FORWARD(conv, x)
-        return F.conv2d(x, weight, bias, conv.stride, conv.padding, conv.dilation, conv.groups)
+        y = F.conv2d(x, weight, bias, conv.stride, conv.padding, conv.dilation, conv.groups)
+        return y if y.shape[1] == conv.out_channels else _FirstChannels.apply(y, conv.out_channels)
 
     return forward

@@ -101,6 +101,12 @@ Yolov5HeadLayout yolov5_head_layout(const Yolov5HeadView<Int>& view, bool five_d
   if (five_dimensional && lies(Yolov5Layout::kAnchorRows)) return {Yolov5Layout::kAnchorRows, true};
   if (lies(Yolov5Layout::kPlanes)) return {Yolov5Layout::kPlanes, true};
   if (lies(Yolov5Layout::kCellRows)) return {Yolov5Layout::kCellRows, true};
+  // The first channels of a wider channels_last tensor, whose rows are longer: their gradient has no gaps.
+  const auto& [b, a, y, x, o] = view.strides;
+  const auto& sizes = view.sizes;
+  if (o == Int(1) && a == sizes[4] && x > a * sizes[1] && y == x * sizes[3] && b == y * sizes[2]) {
+    return {Yolov5Layout::kCellRows, false};
+  }
   return {five_dimensional ? Yolov5Layout::kAnchorRows : Yolov5Layout::kPlanes, false};
 }
 
@@ -202,14 +208,23 @@ inline Yolov5LossResult empty_yolov5_loss(at::TensorList heads, const at::Tensor
           at::empty_symint({cells}, scalar)};
 }
 
-// Empty gradients in the heads' own dtype and, where a head is dense in a known layout, layout; else contiguous.
+// Empty gradients in the heads' own dtype, in the layout that yolov5_head_layout says.
 template <typename Int>
 std::vector<at::Tensor> empty_yolov5_gradients(at::TensorList heads, Int na) {
   std::vector<at::Tensor> gradients;
   gradients.reserve(heads.size());
   for (const auto& head : heads) {
-    const bool dense = yolov5_head_layout(view_yolov5_head<Int>(head, na), head.dim() == 5).dense;
-    gradients.push_back(at::empty_like(head, {}, dense ? at::MemoryFormat::Preserve : at::MemoryFormat::Contiguous));
+    const auto view = view_yolov5_head<Int>(head, na);
+    const auto [layout, dense] = yolov5_head_layout(view, head.dim() == 5);
+    if (dense || layout != core::Yolov5Layout::kCellRows) {
+      const auto format = dense ? at::MemoryFormat::Preserve : at::MemoryFormat::Contiguous;
+      gradients.push_back(at::empty_like(head, {}, format));
+    } else if (head.dim() == 4) {
+      gradients.push_back(at::empty_like(head, {}, at::MemoryFormat::ChannelsLast));
+    } else {
+      const auto& [bs, anchors, ny, nx, no] = view.sizes;
+      gradients.push_back(at::empty_symint({bs, ny, nx, anchors, no}, head.options()).permute({0, 3, 1, 2, 4}));
+    }
   }
   return gradients;
 }
