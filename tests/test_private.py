@@ -192,3 +192,8 @@ def test_fused_step_names_the_scaler_that_it_cannot_read(device, monkeypatch):
 def test_the_compiler_is_switched_off_without_dynamos_private_name(monkeypatch):
     without(monkeypatch, ("torch", "_disable_dynamo"))
     assert _private.disable_dynamo(lambda: 3)() == 3
+
+
+def test_a_stream_is_not_kept_busy_without_torchs_function(monkeypatch):
+    monkeypatch.delattr(torch.cuda, "_sleep", raising=False)
+    _private.keep_busy(torch.device("cuda", 0), 60.0)  # else an error without a GPU, and a minute with one

@@ -99,6 +99,14 @@ def shared_bytes(shape: tuple[int, ...]) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage, 0, shape)  # type: ignore[call-overload]
 
 
+def keep_busy(device: torch.device, seconds: float) -> None:
+    """Let the current stream wait so long (by 2 GHz; shorter or longer on other GPUs). Without torch's function it does not wait."""
+    sleep: Any = getattr(torch.cuda, "_sleep", None)
+    if sleep is not None:
+        with torch.cuda.device(device):
+            sleep(int(seconds * 2e9))
+
+
 # Autograd and modules ------------------------------------------------------------------------------------------------
 
 

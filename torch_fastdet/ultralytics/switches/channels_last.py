@@ -1,4 +1,4 @@
-"""``channels_last``: convolutions of a model in training run on NHWC memory, their tensor cores' own.
+"""``channels_last``: a model in training runs on NHWC memory, which tensor cores read, where that is faster on this GPU.
 
 Newer trainers do this themselves: there is nothing to replace then.
 """
@@ -13,7 +13,8 @@ from torch import nn
 
 from torch_fastdet._say import say
 from torch_fastdet.graphs import _capture
-from torch_fastdet.patching.channels_last import plain_copy, to_channels_last
+from torch_fastdet.patching.channels_last import plain_copy
+from torch_fastdet.patching.layout import LayoutChoice
 from torch_fastdet.ultralytics.switch import installed_version, release
 from torch_fastdet.ultralytics.training_switch import TrainingSwitch
 
@@ -36,7 +37,7 @@ class ChannelsLast(TrainingSwitch):
     def patch_model(self, model_class: Any) -> None:
         if self._is_in_stock():
             return
-        stock = model_class.predict
+        stock, choice = model_class.predict, LayoutChoice(self.name)
         if not self.takes("DetectionModel.predict", stock, ("self", "x", "profile", "augment", "embed")):
             return
 
@@ -44,8 +45,7 @@ class ChannelsLast(TrainingSwitch):
         def predict(model: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
             trains = model.training and torch.is_grad_enabled() and getattr(model, "criterion", None) is not None
             if trains and isinstance(x, torch.Tensor) and _capture.on_gpu(x):
-                to_channels_last(model)
-                x = x.contiguous(memory_format=torch.channels_last)
+                x = choice.place(model, x, stock)
             return stock(model, x, *args, **kwargs)
 
         predict.__qualname__ = "channels_last.predict"

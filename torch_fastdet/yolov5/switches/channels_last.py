@@ -1,4 +1,4 @@
-"""``channels_last``: convolutions of a model in training run on NHWC memory, their tensor cores' own."""
+"""``channels_last``: a model in training runs on NHWC memory, which tensor cores read, where that is faster on this GPU."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_fastdet.patching.channels_last import plain_copy, to_channels_last
+from torch_fastdet.patching.channels_last import plain_copy
+from torch_fastdet.patching.layout import LayoutChoice
 from torch_fastdet.yolov5.training_switch import TrainingSwitch
 
 
 class ChannelsLast(TrainingSwitch):
     name = "channels_last"
-    help = "train on channels_last (NHWC) memory; checkpoints stay contiguous; needs a GPU"
+    help = "train on channels_last (NHWC) memory where that is faster; checkpoints stay contiguous; needs a GPU"
 
     def patch_model(self, model_class: type[nn.Module]) -> None:
-        stock = model_class.forward
+        stock, choice = model_class.forward, LayoutChoice(self.name)
 
         def forward(model: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if model.training and torch.is_grad_enabled():
                 if x.is_cuda:
-                    to_channels_last(model)
-                    x = x.contiguous(memory_format=torch.channels_last)
+                    x = choice.place(model, x, stock)
                 else:
                     self.trains_on_cpu(model)
             return stock(model, x, *args, **kwargs)
