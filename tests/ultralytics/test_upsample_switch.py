@@ -8,6 +8,7 @@ import torch
 import torch_fastdet.ultralytics as drop_in
 import torch_fastdet.yolov5
 from tests.yolov5.test_upsample_switch import Operators
+from torch_fastdet.ultralytics.necks import fewer_copies
 
 
 @pytest.fixture
@@ -54,3 +55,23 @@ def test_both_hosts_may_replace_it(model, first):
     for host in hosts:
         host.unpatch()
     assert torch.nn.Upsample.forward is stock
+
+
+def test_in_graphs_the_neck_concatenates_as_it_upsamples(model, device):
+    model, x = model.to(device).double(), torch.rand(2, 3, 64, 64, device=device, dtype=torch.float64)
+
+    def run():
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            found = [part for part in model(x).values() if isinstance(part, torch.Tensor)]
+        loss = sum(part.square().mean() for part in found)
+        gradients = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])
+        names = [event.name for event in profile.events()]
+        return names.count("torch_fastdet::upsample_nearest2x_cat"), [*found, *gradients]
+
+    drop_in.patch(upsample_optim=True)
+    none, expected = run()
+    with fewer_copies(model):
+        joined, found = run()
+    assert none == 0 and joined >= 2
+    for mine, theirs in zip(found, expected):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-9)

@@ -21,6 +21,7 @@ from torch import nn
 from torch_fastdet import ops
 from torch_fastdet._deferred import TARGET_COLUMNS, DeferredStatus, describe_bad_targets
 from torch_fastdet._say import say
+from torch_fastdet.ultralytics.necks import fewer_copies
 
 STOCK_MODULE = "ultralytics.utils.loss"
 # What a criterion does with these is in the operator: one that somebody has replaced on the instance is called, in stock's code.
@@ -264,11 +265,12 @@ class _DetectionLoss(_Criterion):
 
     @contextlib.contextmanager
     def in_step(self, model: nn.Module) -> Iterator[None]:
-        """A context for the model and this loss in a TrainStep: bad targets are counted."""
+        """A context for the model and this loss in a TrainStep: bad targets are counted, and copies spared."""
         state = self._state
         before, state.counting = state.counting, True
         try:
-            yield
+            with fewer_copies(model):
+                yield
         finally:
             state.counting = before
 

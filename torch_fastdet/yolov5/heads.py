@@ -1,4 +1,4 @@
-"""YOLOv5's Detect layer in training, without the copy of its outputs."""
+"""YOLOv5's model in a captured step: without the copy of its outputs, and with fewer copies in its neck."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from torch_fastdet.patching.necks import joined_upsampling
 
 STOCK_MODULES = ("models.yolo", "yolov5.models.yolo")
 
@@ -45,3 +47,10 @@ def head_views(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         del detect.forward
+
+
+@contextlib.contextmanager
+def fewer_copies(model: nn.Module) -> Iterator[None]:
+    """While inside, the model's values are stock's with fewer copies: :func:`head_views` and :func:`joined_upsampling`."""
+    with head_views(model), joined_upsampling(model, "_forward_once", STOCK_MODULES):
+        yield

@@ -12,7 +12,7 @@ from torch import nn
 from torch_fastdet import ops
 from torch_fastdet._deferred import TARGET_COLUMNS, DeferredStatus, describe_bad_targets
 from torch_fastdet._multi_tensor import unwrap
-from torch_fastdet.yolov5.heads import head_views
+from torch_fastdet.yolov5.heads import fewer_copies
 
 
 def describe_fault(status: list[int], rows: int) -> str | None:
@@ -127,8 +127,8 @@ class ComputeLoss:
 
     @contextlib.contextmanager
     def in_step(self, model: nn.Module) -> Iterator[None]:
-        """A context for the model and this loss in a TrainStep: bad targets are counted, and heads are views."""
-        with head_views(model), self.counting():
+        """A context for the model and this loss in a TrainStep: bad targets are counted, and copies spared."""
+        with fewer_copies(model), self.counting():
             yield
 
     def graph_key(self) -> tuple:

@@ -25,6 +25,7 @@ from torch_fastdet.patching.import_hook import namespace
 from torch_fastdet.patching.signature import difference
 from torch_fastdet.patching.switch import class_of
 from torch_fastdet.ultralytics import overlap
+from torch_fastdet.ultralytics.necks import fewer_copies
 from torch_fastdet.ultralytics.training_switch import TRAINER, TrainingSwitch
 
 
@@ -98,6 +99,7 @@ class CudaGraph(TrainingSwitch):
             return ModuleGraphs(
                 model,
                 forward=lambda x: stock(alive(), x),
+                capturing=lambda: fewer_copies(alive()),
                 required=True,
                 say=lambda line: say(f"cuda_graph: {line}"),
                 average=average,

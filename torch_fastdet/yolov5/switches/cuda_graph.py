@@ -13,7 +13,7 @@ from torch_fastdet._say import say
 from torch_fastdet.graphs import CaptureError, ModuleGraphs, _capture
 from torch_fastdet.graphs.distributed import GradientAverage
 from torch_fastdet.patching.ddp import GraphedDDP, group_size
-from torch_fastdet.yolov5.heads import head_views
+from torch_fastdet.yolov5.heads import fewer_copies
 from torch_fastdet.yolov5.training_switch import TrainingSwitch
 
 
@@ -61,7 +61,7 @@ class CudaGraph(TrainingSwitch):
             return ModuleGraphs(
                 model,
                 forward=lambda x: stock(alive(), x),
-                capturing=lambda: head_views(alive()),
+                capturing=lambda: fewer_copies(alive()),
                 required=True,
                 say=lambda line: say(f"cuda_graph: {line}"),
                 average=average,

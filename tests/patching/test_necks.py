@@ -1,0 +1,124 @@
+"""Upsampling joined with the concatenation behind it: only where nothing else sees its result."""
+
+import pytest
+import torch
+from torch import nn
+
+from torch_fastdet.patching import necks
+from torch_fastdet.patching.upsample_optim import upsample_forward
+
+HERE = (__name__,)
+
+
+class Concat(nn.Module):
+    def __init__(self, dimension=1):
+        super().__init__()
+        self.d = dimension
+
+    def forward(self, x):
+        return torch.cat(x, self.d)
+
+
+class Model(nn.Module):
+    """Layers in a row, as both hosts have them: two upsamplings in front of concatenations."""
+
+    def __init__(self):
+        super().__init__()
+        up = {"size": None, "scale_factor": 2, "mode": "nearest"}
+        layers = [
+            (nn.Conv2d(3, 8, 1), -1),
+            (nn.Conv2d(8, 8, 3, 2, 1), -1),
+            (nn.Upsample(**up), -1),
+            (Concat(), [-1, 0]),
+            (nn.Conv2d(16, 4, 3, 2, 1), -1),
+            (nn.Upsample(**up), -1),
+            (Concat(), [-1, 3]),
+        ]
+        for i, (layer, source) in enumerate(layers):
+            layer.i, layer.f = i, source
+        self.model, self.save = nn.Sequential(*(layer for layer, _ in layers)), [0, 3]
+
+    def loop(self, x):
+        y = []
+        for m in self.model:
+            if m.f != -1:
+                x = [x if j == -1 else y[j] for j in m.f]
+            x = m(x)
+            y.append(x if m.i in self.save else None)
+        return x
+
+
+@pytest.fixture(autouse=True)
+def _switched_on(monkeypatch):
+    monkeypatch.setattr(nn.Upsample, "forward", upsample_forward)
+
+
+def run(model, x, joined, modules=HERE):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        if joined:
+            with necks.joined_upsampling(model, "loop", modules):
+                y = model.loop(x)
+        else:
+            y = model.loop(x)
+    gradients = torch.autograd.grad(y.square().sum(), [*model.parameters()])
+    count = sum(event.count for event in profile.key_averages() if event.key == "torch_fastdet::upsample_nearest2x_cat")
+    assert not any("forward" in vars(module) for module in model.modules())
+    return count, [y, *gradients]
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_same_values_and_gradients(device, memory_format):
+    model = Model().to(device, memory_format=memory_format)
+    x = torch.rand(2, 3, 12, 8, device=device).contiguous(memory_format=memory_format)
+    (count, mine), (none, theirs) = run(model, x, True), run(model, x, False)
+    assert none == 0 and count >= 2
+    assert torch.equal(mine[0], theirs[0]) and mine[0].stride() == theirs[0].stride()
+    for a, b in zip(mine, theirs):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+CHANGES = {
+    "read by another layer": lambda model: model.save.append(2),
+    "a hook on the upsampling": lambda model: model.model[2].register_forward_hook(lambda *_: None),
+    "a hook on the concatenation": lambda model: model.model[3].register_forward_hook(lambda *_: None),
+    "along another dimension": lambda model: setattr(model.model[3], "f", [0, -1]),
+    "another upsampling": lambda model: setattr(
+        model.model[2], "forward", lambda x: upsample_forward(model.model[2], x)
+    ),
+    "more parts": lambda model: setattr(model.model[3], "f", [-1, 0, 0]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_others_are_left_alone(change):
+    model = Model()
+    CHANGES[change](model)
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    with necks.joined_upsampling(model, "loop", HERE):
+        joined = ["forward" in vars(module) and vars(module) != before[name] for name, module in model.named_modules()]
+    assert sum(joined) == 2  # the other pair
+    assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
+
+
+def test_whole_models_that_are_left_alone(monkeypatch):
+    for model, modules in ((Model(), ("somewhere.else",)), (nn.Linear(2, 2), HERE), (Model().model, HERE)):
+        with necks.joined_upsampling(model, "loop", modules):
+            assert not any("forward" in vars(module) for module in model.modules())
+    model = Model()
+    with nn.modules.module.register_module_forward_hook(lambda *_: None), necks.joined_upsampling(model, "loop", HERE):
+        assert not any("forward" in vars(module) for module in model.modules())
+    monkeypatch.undo()  # upsample_optim is off
+    with necks.joined_upsampling(model, "loop", HERE):
+        assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_nothing_is_left_after_an_error_and_other_inputs_are_stocks():
+    model = Model()
+    with pytest.raises(RuntimeError), necks.joined_upsampling(model, "loop", HERE):
+        model.loop(torch.rand(1, 4, 8, 8))
+    assert not any("forward" in vars(module) for module in model.modules())
+    with necks.joined_upsampling(model, "loop", HERE):
+        concat = model.model[3]
+        x, skip = torch.rand(1, 2, 3, 3), torch.rand(1, 2, 6, 6, dtype=torch.float64)
+        expected = torch.cat([upsample_forward(nn.Upsample(scale_factor=2), x), skip], 1)
+        assert torch.equal(concat([x, skip]), expected) and expected.dtype == torch.float64

@@ -1,0 +1,80 @@
+"""A detector's neck in a graph: an upsampling writes straight into the concatenation behind it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_fastdet import ops
+from torch_fastdet._private import every_module_has_hooks, runs_plainly
+from torch_fastdet.bn_act import computes
+from torch_fastdet.patching.upsample_optim import doubles, upsample_forward
+
+
+def _is_pair(upsample: Any, concat: Any, save: Any) -> bool:
+    """Whether ``concat`` alone reads what ``upsample`` makes, and puts one other tensor behind it along the channels."""
+    return (
+        type(upsample) is nn.Upsample
+        and runs_plainly(upsample, upsample_forward)  # the switch is on
+        and getattr(upsample, "f", None) == -1
+        and getattr(upsample, "i", None) not in save
+        and computes(type(concat).forward, {"cat", "d", "torch"})
+        and runs_plainly(concat, type(concat).forward)
+        and concat.d == 1
+        and isinstance(getattr(concat, "f", None), list)
+        and len(concat.f) == 2
+        and concat.f[0] == -1
+        and concat.f[1] != -1
+    )
+
+
+def _joined(upsample: Any, concat: Any) -> Callable[[list[Tensor]], Tensor]:
+    def forward(parts: list[Tensor]) -> Tensor:
+        x, skip = parts
+        if doubles(upsample, x) and type(skip) is Tensor and skip.dtype == x.dtype and skip.device == x.device:
+            return ops.upsample_nearest2x_cat(x, skip)
+        return torch.cat([upsample_forward(upsample, x), skip], concat.d)
+
+    return forward
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
+
+
+@contextlib.contextmanager
+def joined_upsampling(model: Any, loop: str, modules: tuple[str, ...]) -> Iterator[None]:
+    """While inside, each upsampling of ``upsample_optim`` whose result only a concatenation reads is one operator with it.
+
+    Both hosts run their layers in a row, each on the results that its attribute ``f`` names; ``model.save`` has the numbers of
+    those that later layers read. A model that does otherwise is left alone.
+
+    Args:
+        model: the host's model; its layers are ``model.model``.
+        loop: the method that runs them.
+        modules: where the host defines that method.
+    """
+    layers, save = getattr(model, "model", None), getattr(model, "save", None)
+    known = getattr(getattr(type(model), loop, None), "__module__", None) in modules and loop not in vars(model)
+    pairs = []
+    if (
+        known
+        and not every_module_has_hooks()
+        and isinstance(layers, nn.Sequential)
+        and isinstance(save, (list, tuple, set))
+    ):
+        chain = list(layers)
+        pairs = [(up, cat) for up, cat in itertools.pairwise(chain) if _is_pair(up, cat, save)]
+    try:
+        for upsample, concat in pairs:
+            upsample.forward, concat.forward = _unchanged, _joined(upsample, concat)
+        yield
+    finally:
+        for pair in pairs:
+            for module in pair:
+                module.__dict__.pop("forward", None)
