@@ -239,10 +239,10 @@ def measure_training(
 
     def measure(name: str, variant: str, devices: list[int]) -> None:
         count = len(devices)
-        title = f"{OURS if variant.startswith('ours') else 'stock'}, {count} GPU"
+        title = {"ours": OURS, "ours-1": f"{OURS}, one GPU", "stock": "stock"}[variant]
         launcher = [*(torchrun(count) if count > 1 else []), *(fast if variant.startswith("ours") else [])]
         times = run_train_py(name, title, launcher, data, devices, epochs, workers)
-        case = f"yolov5{name[0]}, {name[1:]} a GPU, train.py"
+        case = f"yolov5{name[0]}, {name[1:]} a GPU, train.py, {gpus} GPUs"
         rate = int(name[1:]) * count / statistics.median(times)
         print(f"{case}: {title}: {1e3 * statistics.median(times):.2f} ms, {rate:.0f} images/s", flush=True)
         with written:
