@@ -42,7 +42,7 @@ class Used(Net):
         self.register_buffer("shift", torch.zeros(1))
 
     def forward(self, x):
-        """With a buffer that a training pass reads, and that each rank changes otherwise: rank 0's counts."""
+        """With a buffer that a training pass reads, and that each rank changes otherwise: rank 0's counts, from the next pass on."""
         self.shift.add_(0.01 * (RANK + 1))
         return super().forward(x + self.shift)
 
@@ -83,8 +83,8 @@ def close(got, want, what=""):
 
 
 def statistic(name):
-    """Batch norm's, which each rank keeps for itself; rank 0's are what counts."""
-    return name.endswith(("running_mean", "running_var", "num_batches_tracked"))
+    """What only rank 0 need have between two passes: batch norm's, which each rank keeps, and what a pass has changed."""
+    return name.endswith(("running_mean", "running_var", "num_batches_tracked", "shift"))
 
 
 def same_as_ddp(plain, graphed, want, got):

@@ -9,6 +9,7 @@ because its image size is new or its capture failed, exchanges the same tensors 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from torch_fastdet import _private
-from torch_fastdet._multi_tensor import Walk
+from torch_fastdet._multi_tensor import Walk, same_objects
 
 #: Gradients begin at multiples of this many bytes: fused kernels read 16 at once, and caches have lines of 128.
 ALIGNMENT = 128
@@ -124,7 +125,7 @@ class _Single:
 
 
 class BufferBroadcast:
-    """Buffers of the group's first rank for all ranks, before a forward pass.
+    """Buffers of the group's first rank for all ranks.
 
     Not sent are the running statistics of batch norm in training mode. A training pass writes them and reads none, and they are
     most of a model's buffers: each rank keeps its own, and the first rank's are those that are averaged, validated and saved.
@@ -138,6 +139,7 @@ class BufferBroadcast:
         self._sent: list[torch.Tensor] = []
         self._addresses: list[int] = []
         self._send: _Packed | _Single | None = None
+        self.sent = False  # since the last forward pass
 
     def __call__(self, walk: Walk) -> None:
         if walk is not self._walk:
@@ -149,10 +151,10 @@ class BufferBroadcast:
             self._own, self._sent = own, [b for b in walk.buffers if id(b) not in kept]
             self._addresses = [b.data_ptr() for b in self._sent]
             found = [b.detach() for b in self._sent if b.numel()]
-            # YOLOv5 has one, the anchors; launches before a forward pass are not hidden behind the GPU's work.
-            single = len(found) == 1 and found[0].is_contiguous()
+            single = len(found) == 1 and found[0].is_contiguous()  # YOLOv5 has one, the anchors
             self._send = _Single(found[0], self._group) if single else _Packed(found, self._group)
         self._send.broadcast()
+        self.sent = True
 
 
 class _Flat:
@@ -208,6 +210,10 @@ class _Layout:
         return self._marks[missing]
 
 
+def _nothing() -> None:
+    pass
+
+
 class GradientAverage:
     """The mean of all ranks' gradients, one all-reduce for each dtype.
 
@@ -223,19 +229,20 @@ class GradientAverage:
     def __init__(self, group: Any) -> None:
         self.group = group
         self.size = dist.get_world_size(group)
-        self._walk: Walk | None = None
+        self._all: list[nn.Parameter] = []
         self._seen: tuple[list[int], list[bool]] = [], []
         self._layout: _Layout | None = None
         self._places: dict[nn.Parameter, torch.Tensor] = {}
         self._queued = False
+        self._behind: Callable[[], None] = _nothing
         self._stream: torch.cuda.Stream | None = None
 
-    def prepare(self, walk: Walk) -> None:
-        """Look at a module's parameters, before each forward pass; those that require a gradient get their places."""
-        seen = [p.data_ptr() for p in walk.parameters], [p.requires_grad for p in walk.parameters]
-        if self._layout is None or walk is not self._walk or seen != self._seen:
-            self._walk, self._seen = walk, seen
-            self._layout = _Layout([p for p in walk.parameters if p.requires_grad])
+    def prepare(self, parameters: list[nn.Parameter]) -> None:
+        """Look at a module's parameters, before a capture and before each average; those that require a gradient get their places."""
+        seen = [p.data_ptr() for p in parameters], [p.requires_grad for p in parameters]
+        if self._layout is None or not same_objects(self._all, parameters, len(parameters)) or seen != self._seen:
+            self._all, self._seen = list(parameters), seen
+            self._layout = _Layout([p for p in parameters if p.requires_grad])
             self._places = dict(zip(self._layout.parameters, self._layout.places))
 
     def place(self, parameter: nn.Parameter) -> torch.Tensor | None:
@@ -247,9 +254,10 @@ class GradientAverage:
         """The parameters that have a place, in the order of :meth:`exchange`."""
         return [] if self._layout is None else self._layout.parameters
 
-    def watch(self, outputs: Any) -> None:
-        """Average ``p.grad`` at the end of each backward pass that comes through ``outputs``."""
+    def watch(self, outputs: Any, behind: Callable[[], None]) -> None:
+        """Average ``p.grad`` at the end of each backward pass that comes through ``outputs``, and then call ``behind()``."""
         self._queued = False  # an earlier backward pass may have failed on its way
+        self._behind = behind
         layout = self._layout
         assert layout is not None
         device = layout.flats[0].whole.device if layout.flats else torch.device("cpu")
@@ -270,6 +278,7 @@ class GradientAverage:
             if current != self._stream:
                 current.wait_stream(self._stream)
         self.average()
+        self._behind()
 
     @torch.no_grad()
     def average(self) -> None:
@@ -336,7 +345,12 @@ def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 
 class Ranks:
-    """What surrounds the passes of one model that several ranks train; DistributedDataParallel's part of the work."""
+    """What surrounds the passes of one model that several ranks train; DistributedDataParallel's part of the work.
+
+    DistributedDataParallel sends buffers before a forward pass, while the GPU has nothing to do. Here they are sent behind the
+    gradients, while it runs the backward pass; only where no backward pass came, before the next forward pass. What a forward
+    pass of rank 0 finds in its buffers, the others find in theirs.
+    """
 
     def __init__(self, group: Any, broadcast_buffers: bool = True) -> None:
         self.average = GradientAverage(group)
@@ -363,30 +377,37 @@ class Ranks:
         finally:
             self.sync = before
 
-    def prepare(self, module: nn.Module) -> None:
-        """Before the module's gradients are averaged: they get their places."""
-        self.average.prepare(self._look(module))
-
-    def send_buffers(self, module: nn.Module) -> None:
-        """Before a forward pass in training."""
-        self._send_buffers(self._look(module))
-
     def _look(self, module: nn.Module) -> Walk:
         walk = self._walk = Walk.renewed(self._walk, module)
         return walk
 
-    def _send_buffers(self, walk: Walk) -> None:
+    def prepare(self, module: nn.Module) -> None:
+        """Before the module's gradients are averaged: they get their places."""
+        self.average.prepare(self._look(module).parameters)
+
+    def before_forward(self, module: nn.Module) -> None:
+        """Before a forward pass in training."""
         # The buffers are sent after a pass that averaged, as in DistributedDataParallel.
-        if self.broadcast_buffers and self.synced and self.average.size > 1:
-            self._buffers(walk)
-        self.synced = self.sync
+        if self.synced and not self._buffers.sent:
+            self.send_buffers(module)
+        self._buffers.sent, self.synced = False, self.sync
+
+    def send_buffers(self, module: nn.Module) -> None:
+        """Behind the gradients of a training pass."""
+        if self._sends:
+            self._buffers(self._look(module))
+
+    @property
+    def _sends(self) -> bool:
+        return self.broadcast_buffers and self.average.size > 1
 
     def run(self, module: nn.Module, forward: Callable[[], Any]) -> Any:
         """``forward()`` of a training pass; its backward pass averages the gradients, except inside of :meth:`no_sync`."""
-        walk = self._look(module)
-        self.average.prepare(walk)
-        self._send_buffers(walk)
+        self.before_forward(module)
         outputs = forward()
+        walk = self._look(module)  # now that the GPU has something to do
+        self.average.prepare(walk.parameters)
         if self.sync:
-            self.average.watch(outputs)
+            # Not a method of this object, nor the module: either would live until the cycle collector runs.
+            self.average.watch(outputs, functools.partial(self._buffers, walk) if self._sends else _nothing)
         return outputs

@@ -275,6 +275,8 @@ class ModuleGraphs:
 
     def _captured(self, x: torch.Tensor) -> _Captured:
         captured = _Captured(tuple(x.shape))
+        if self.average is not None:
+            self.average.prepare(list(self.module.parameters()))
         stream, pool = self._pool.stream(x.device), self._pool.handle
         enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
         # A cached cast would be made by the first graph and be missing in the next replay.

@@ -191,7 +191,7 @@ class TrainStep:
         key = (tuple(images.shape), images.dtype, first, updates, self._summed)
         if self._ranks is not None:
             self._ranks.sync = update
-            self._ranks.send_buffers(self.model)
+            self._ranks.before_forward(self.model)
         phase = self._pool.get(key)
         if phase is None and not self._pool.is_warm(key):
             static = self._static_images(images)
@@ -243,6 +243,7 @@ class TrainStep:
     def _update(self, ranks: Ranks, used: frozenset[int]) -> None:
         """The exchange and the optimizer's step of a process group."""
         used |= set(ranks.average.exchange([i for i in range(len(self._gradients)) if i not in used]))
+        ranks.send_buffers(self.model)
         self._set_gradients({i: self._gradients[i][1] for i in sorted(used)})
         self.fused.step(self.model)
 
