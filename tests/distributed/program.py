@@ -211,6 +211,22 @@ def a_backward_pass_that_failed():
     same_as_ddp(plain, model, want, train(graphed, batches))
 
 
+def passes_without_a_backward_pass():
+    """Their forward pass changes buffers too, which the next one finds as rank 0 has them."""
+    plain, batches = make(), images_of_this_rank((32,), 6)
+    model = copy.deepcopy(plain)
+    results = []
+    for wrapped in (ddp(plain), GraphedModule(model, required=True)):
+        seen = []
+        for x in batches:
+            with wrapped.no_sync():
+                wrapped(x)
+            wrapped(x)
+            seen += train(wrapped, [x])
+        results.append(seen)
+    same_as_ddp(plain, model, *results)
+
+
 def models_that_differ():
     model = nn.Linear(2, 2 + RANK).to(fake_gpu.GPU.device)
     for attempt in (GraphedModule, lambda m: TrainStep(m, None, torch.optim.SGD(m.parameters(), lr=0.1))):
@@ -468,6 +484,7 @@ CASES = {
         parameters_that_one_rank_uses,
         a_capture_that_fails_on_one_rank,
         a_backward_pass_that_failed,
+        passes_without_a_backward_pass,
         models_that_differ,
         a_group_of_some_ranks,
         train_step,

@@ -35,6 +35,7 @@ FURTHER = (
     "gradients_set_to_zero",
     "parameters_that_one_rank_uses",
     "a_backward_pass_that_failed",
+    "passes_without_a_backward_pass",
     "a_group_of_some_ranks",
     "train_step_accumulates",
     "a_slow_rank",
