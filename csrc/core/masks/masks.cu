@@ -1,7 +1,7 @@
-// Instance masks on the GPU. A block makes one tile of up to 32 masks: it fills those that the tile lies outside the
-// box of with zeros, and takes the others eight at a time. Their logits at the few pixels of the prototypes that the
-// tile is made of go to shared memory; each thread then mixes, compares and crops 16 neighbouring pixels of all eight,
-// as bits.
+// Instance masks on the GPU. The blocks of one tile share up to 256 masks, eight a block. The first blocks make those
+// whose box the tile meets: their logits at the few pixels of the prototypes that the tile is made of go to shared
+// memory; each thread then mixes, compares and crops 16 neighbouring pixels of all eight, as bits, and writes them. The
+// other blocks fill masks with zeros meanwhile.
 #include "core/common/device.cuh"
 #include "core/common/dtype.cuh"
 #include "core/masks/masks_plan.h"
@@ -10,29 +10,38 @@ namespace torch_fastdet::core {
 
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kGroup = kWarp;  // masks of a block
-constexpr int kBatch = 8;      // masks at a time
+constexpr int kThreads = kMaskGroup;  // each looks at one box of the group
+constexpr int kBatch = kMaskBatch;
 constexpr int kChannels = 32;  // whose coefficients are in shared memory
 constexpr int kSegment = 16;   // pixels of a thread
 constexpr int kSegments = kTileWidth / kSegment;
 constexpr int kPixels = kLowPixels / kThreads;  // of the prototypes, of a thread
+constexpr int kQuad = 4;                        // floats of one access
 
 struct Tile {
   int64_t image, first_mask;    // of the group
   int32_t x, y, width, height;  // of this tile, which the mask's edge may cut
-  int low_width, low_height;
 };
 
+// Where the logits of pixel i are. Each fourth pixel is moved by four banks, so that threads whose pixels are four
+// apart, as in a mask four times as large, read different banks.
+__device__ unsigned low_at(unsigned i) {
+  return i * kBatch + i / kQuad * kQuad;
+}
+
 struct Shared {
-  MaskTaps columns[kTileWidth], rows[kTileHeight];  // first: counted from the tile's first pixel of the prototypes
+  // Of the tile's columns, in an order in which segments are neighbours. first: counted from the tile's first pixel of
+  // the prototypes.
+  int32_t column_first[kTileWidth];
+  float column_weight[kMostTaps - 1][kTileWidth];  // of the neighbours behind the first
+  MaskTaps rows[kTileHeight];
   int32_t source_column[kLowWidth], source_row[kLowHeight];
-  float low[kBatch][kLowPixels];
+  alignas(16) float low[kLowPixels * kBatch + kLowPixels / 4 * kQuad];
   Vector<float, kBatch> coefficients[kChannels];
   uint16_t bits[kBatch][kTileHeight][kSegments];
-  MaskBox boxes[kGroup];
-  int order[kGroup];  // masks of the group: first those whose box the tile meets
-  int met;
+  MaskBox boxes[kBatch], kept[kBatch];  // kept: of the tile's pixels, after the resampling
+  int order[kBatch];                    // this block's masks, of the group
+  int met[kThreads / kWarp];
 };
 
 // a / b, in 32 bits where that is enough: a division in 64 bits takes some hundred instructions. Leaves the rest in
@@ -46,63 +55,107 @@ __device__ int64_t divide(int64_t& a, int64_t b) {
   return quotient;
 }
 
-// Where the neighbours of pixel begin + i of the tile are along one axis.
-__device__ void fill_taps(const MaskAxis& axis, int taps, bool dense, int32_t begin, int i, MaskTaps* entries,
-                          int32_t* source) {
-  MaskTaps entry = taps_of(axis, begin + i);
+// What a box has to meet along one axis: the tile's pixels or, where the crop is first, the prototypes' that they are
+// made of.
+__device__ PixelRange range_of(const MaskAxis& axis, bool crop_first, int taps, int32_t begin, int32_t size) {
+  if (!crop_first) return {begin, begin + size};
+  const int32_t last = last_pixel(axis), end = taps_of(axis, begin + size - 1).first + taps - 1;
+  return {taps_of(axis, begin).first, (end < last ? end : last) + 1};
+}
+
+// The part of a box that is in a tile, counted from the tile's first pixel; all of the tile, where the crop is first.
+__device__ MaskBox kept_of_tile(const MasksParams& p, const Tile& tile, const MaskBox& box) {
+  if (p.crop_first) return {{0, tile.height}, {0, tile.width}};
+  const auto within = [](int32_t pixel, int32_t begin, int32_t size) {
+    return pixel <= begin ? 0 : (pixel - begin < size ? pixel - begin : size);
+  };
+  return {{within(box.rows.low, tile.y, tile.height), within(box.rows.high, tile.y, tile.height)},
+          {within(box.columns.low, tile.x, tile.width), within(box.columns.high, tile.x, tile.width)}};
+}
+
+// This block's masks.
+struct Share {
+  int count;
+  bool met;  // the tile meets their boxes
+};
+
+// Divides the group's masks among the tile's blocks, kBatch each: the first blocks take those whose box the tile meets,
+// the next ones the others. Every thread calls.
+__device__ Share share_of(const MasksParams& p, const Tile& tile, int taps, int group, int job, Shared& s) {
+  const int index = threadIdx.x, lane = index % kWarp, warp = index / kWarp;
+  MaskBox box{};
+  bool meets = false;
+  if (index < group) {
+    box = kept_by_box(p, tile.image, tile.first_mask + index);
+    const PixelRange rows = range_of(p.rows, p.crop_first, taps, tile.y, tile.height);
+    const PixelRange columns = range_of(p.columns, p.crop_first, taps, tile.x, tile.width);
+    meets = !is_empty(box) && box.rows.low < rows.high && box.rows.high > rows.low && box.columns.low < columns.high &&
+            box.columns.high > columns.low;
+  }
+  const unsigned found = __ballot_sync(kFullWarp, meets);
+  if (lane == 0) s.met[warp] = __popc(found);
+  __syncthreads();
+  int before = __popc(found & ((1u << lane) - 1)), met = 0;  // before: of those that are met, before this one
+#pragma unroll
+  for (int i = 0; i < kThreads / kWarp; ++i) {
+    if (i < warp) before += s.met[i];
+    met += s.met[i];
+  }
+  const int busy = (met + kBatch - 1) / kBatch;  // blocks
+  Share share;
+  share.met = job < busy;
+  const int first = (share.met ? job : job - busy) * kBatch, left = (share.met ? met : group - met) - first;
+  share.count = left < kBatch ? left : kBatch;
+  const int rank = (meets ? before : index - before) - first;
+  if (index < group && meets == share.met && rank >= 0 && rank < kBatch) {
+    s.order[rank] = index, s.boxes[rank] = box, s.kept[rank] = kept_of_tile(p, tile, box);
+  }
+  __syncthreads();
+  return share;
+}
+
+// Where the tile's pixel i of one axis, or its last one, has its neighbours: counted from the tile's first pixel of the
+// prototypes.
+__device__ MaskTaps taps_in_tile(const MaskAxis& axis, int taps, bool dense, int32_t begin, int32_t size, int i,
+                                 int32_t* source) {
+  MaskTaps entry = taps_of(axis, begin + (i < size ? i : size - 1));
   if (dense) {
     entry.first -= taps_of(axis, begin).first;
   } else {
     const int32_t last = last_pixel(axis);
-    for (int t = 0; t < taps; ++t) source[taps * i + t] = entry.first + t < last ? entry.first + t : last;
-    entry.first = taps * i;
+    for (int t = 0; t < taps && i < size; ++t) {
+      source[taps * i + t] = entry.first + t < last ? entry.first + t : last;
+    }
+    entry.first = taps * (i < size ? i : size - 1);
   }
-  entries[i] = entry;
+  return entry;
+}
+
+// Prototypes that are neighbours; there may be fewer than `count`.
+__device__ void fill_dense(const MaskAxis& axis, int32_t begin, int32_t* source, int count) {
+  const int32_t i = threadIdx.x, pixel = taps_of(axis, begin).first + i, last = last_pixel(axis);
+  if (i < count) source[i] = pixel < last ? pixel : last;
+}
+
+__device__ int column_at(int column) {
+  return column % kSegment * kSegments + column / kSegment;
 }
 
 __device__ void fill_tables(const MasksParams& p, const MaskTile& plan, int taps, const Tile& tile, Shared& s) {
-  static_assert(kTileWidth + kTileHeight <= kThreads, "a thread a column, and one a row");
+  static_assert(kTileWidth + kTileHeight <= kThreads && kLowWidth <= kThreads && kLowHeight <= kThreads,
+                "a thread each");
   const int column = threadIdx.x, row = column - kTileWidth;
-  if (column < tile.width) {
-    fill_taps(p.columns, taps, plan.dense_columns, tile.x, column, s.columns, s.source_column);
+  if (column < plan.width) {
+    const MaskTaps entry =
+        taps_in_tile(p.columns, taps, plan.dense_columns, tile.x, tile.width, column, s.source_column);
+    s.column_first[column_at(column)] = entry.first;
+#pragma unroll
+    for (int t = 1; t < kMostTaps; ++t) s.column_weight[t - 1][column_at(column)] = entry.weight[t];
   } else if (row >= 0 && row < tile.height) {
-    fill_taps(p.rows, taps, plan.dense_rows, tile.y, row, s.rows, s.source_row);
+    s.rows[row] = taps_in_tile(p.rows, taps, plan.dense_rows, tile.y, tile.height, row, s.source_row);
   }
-}
-
-// Prototypes that are neighbours: the others' places are known since fill_tables.
-__device__ void fill_dense(const MasksParams& p, const MaskTile& plan, const Tile& tile, Shared& s) {
-  if (plan.dense_columns) {
-    const int32_t first = taps_of(p.columns, tile.x).first, last = last_pixel(p.columns);
-    for (int i = threadIdx.x; i < tile.low_width; i += kThreads)
-      s.source_column[i] = first + i < last ? first + i : last;
-  }
-  if (plan.dense_rows) {
-    const int32_t first = taps_of(p.rows, tile.y).first, last = last_pixel(p.rows);
-    for (int i = threadIdx.x; i < tile.low_height; i += kThreads) s.source_row[i] = first + i < last ? first + i : last;
-  }
-}
-
-// Sorts the group's masks into those whose box the tile meets and the others. The first warp calls.
-__device__ void sort_group(const MasksParams& p, const Tile& tile, Shared& s) {
-  const int lane = threadIdx.x;
-  const bool exists = tile.first_mask + lane < p.count;
-  MaskBox box{};
-  bool meets = false;
-  if (exists) {
-    box = kept_by_box(p, tile.image, tile.first_mask + lane);
-    PixelRange rows{tile.y, tile.y + tile.height}, columns{tile.x, tile.x + tile.width};
-    if (p.crop_first) {
-      rows = {s.source_row[0], s.source_row[tile.low_height - 1] + 1};
-      columns = {s.source_column[0], s.source_column[tile.low_width - 1] + 1};
-    }
-    meets = !is_empty(box) && box.rows.low < rows.high && box.rows.high > rows.low && box.columns.low < columns.high &&
-            box.columns.high > columns.low;
-  }
-  const unsigned met = __ballot_sync(kFullWarp, meets), before = (1u << lane) - 1;
-  s.boxes[lane] = box;
-  s.order[meets ? __popc(met & before) : __popc(met) + __popc(~met & before)] = lane;
-  if (lane == 0) s.met = __popc(met);
+  if (plan.dense_columns) fill_dense(p.columns, tile.x, s.source_column, kLowWidth);
+  if (plan.dense_rows) fill_dense(p.rows, tile.y, s.source_row, kLowHeight);
 }
 
 // Four bits as four bytes.
@@ -114,8 +167,9 @@ struct ByteStore {
   using Element = uint8_t;
   static constexpr int kCount = 16;
   static __device__ void all(uint8_t* out, uint32_t bits) {
-    *reinterpret_cast<uint4*>(out) =
-        make_uint4(bytes_of_bits(bits), bytes_of_bits(bits >> 4), bytes_of_bits(bits >> 8), bytes_of_bits(bits >> 12));
+    // Nobody reads them soon: they need not push the prototypes out of the cache.
+    __stcs(reinterpret_cast<uint4*>(out), make_uint4(bytes_of_bits(bits), bytes_of_bits(bits >> 4),
+                                                     bytes_of_bits(bits >> 8), bytes_of_bits(bits >> 12)));
   }
 };
 
@@ -128,32 +182,24 @@ struct FloatStore {
   }
 };
 
-// The run of 16 bytes that a thread writes of each mask, where masks are aligned and a tile has no more runs than the
-// block has threads; worked out once.
-struct Run {
-  bool exists = false;  // else store_pixels
-  int row, from;        // of the tile
-  int64_t place;        // in elements, of the group's first mask
-};
-
-template <typename Store>
-__device__ Run run_of(const MasksParams& p, const Tile& tile, int tile_width) {
-  constexpr int kCount = Store::kCount;
-  Run run;
-  const int runs = tile_width / kCount;
-  run.row = threadIdx.x / runs, run.from = threadIdx.x % runs * kCount;
-  run.place =
-      ((tile.image * p.count + tile.first_mask) * p.rows.size + tile.y + run.row) * p.columns.size + tile.x + run.from;
-  run.exists = p.columns.size % kCount == 0 && tile.height * runs <= kThreads;
-  return run;
+// Whether each segment is written by its own thread, without s.bits: then segments are aligned.
+__device__ bool is_direct(const MasksParams& p) {
+  return p.format != MaskFormat::kFloats && p.columns.size % kSegment == 0;
 }
 
-template <typename Store, typename Bits>
-__device__ void store_run(const MasksParams& p, const Tile& tile, const Run& run, int in_group, Bits bits) {
-  if (run.row >= tile.height || run.from >= tile.width) return;
-  const uint32_t pixels = static_cast<uint32_t>(bits(run.row, run.from / kSegment)) >> run.from % kSegment;
-  const int64_t mask_pixels = static_cast<int64_t>(p.rows.size) * p.columns.size;
-  Store::all(static_cast<typename Store::Element*>(p.out) + run.place + in_group * mask_pixels, pixels);
+// Writes a segment, whose first pixel is `place` of p.out.
+__device__ void store_segment(const MasksParams& p, int64_t place, uint32_t bits) {
+  if (p.format == MaskFormat::kBytes) {
+    ByteStore::all(static_cast<uint8_t*>(p.out) + place, bits);
+  } else {
+    *reinterpret_cast<uint16_t*>(static_cast<uint8_t*>(p.out) + place / 8) = static_cast<uint16_t>(bits);
+  }
+}
+
+// Of the group's first mask.
+__device__ int64_t place_of(const MasksParams& p, const Tile& tile, int row, int segment) {
+  const int64_t mask = tile.image * p.count + tile.first_mask;
+  return (mask * p.rows.size + tile.y + row) * p.columns.size + tile.x + segment * kSegment;
 }
 
 // Writes one mask's tile in aligned runs of 16 bytes, whose first and last of a row may be cut. bits(row, segment)
@@ -193,14 +239,8 @@ __device__ void store_bits(const MasksParams& p, const Tile& tile, int tile_widt
   }
 }
 
-__device__ Run run_of(const MasksParams& p, const Tile& tile, int tile_width) {
-  return p.format == MaskFormat::kBytes ? run_of<ByteStore>(p, tile, tile_width) : Run();
-}
-
 template <typename Bits>
-__device__ void store_tile(const MasksParams& p, const Tile& tile, int tile_width, const Run& run, int in_group,
-                           Bits bits) {
-  if (run.exists) return store_run<ByteStore>(p, tile, run, in_group, bits);
+__device__ void store_tile(const MasksParams& p, const Tile& tile, int tile_width, int in_group, Bits bits) {
   const int64_t mask = tile.image * p.count + tile.first_mask + in_group;
   if (p.format == MaskFormat::kBytes) {
     store_pixels<ByteStore>(p, tile, tile_width, mask, bits);
@@ -211,11 +251,41 @@ __device__ void store_tile(const MasksParams& p, const Tile& tile, int tile_widt
   }
 }
 
-// Leaves the logits of eight masks at the tile's pixels of the prototypes in s.low. The coefficients are read in
-// pieces.
+// Fills the block's masks with zeros.
+__device__ void clear(const MasksParams& p, const MaskTile& plan, const Tile& tile, const Shared& s, int count) {
+  if (!is_direct(p)) {
+    for (int m = 0; m < count; ++m) store_tile(p, tile, plan.width, s.order[m], [](int, int) { return uint16_t{0}; });
+    return;
+  }
+  const int segments = plan.width / kSegment, segment = threadIdx.x % segments;
+  const int64_t mask_pixels = static_cast<int64_t>(p.rows.size) * p.columns.size;
+  if (segment * kSegment >= tile.width) return;
+  for (int row = threadIdx.x / segments; row < tile.height; row += kThreads / segments) {
+    const int64_t place = place_of(p, tile, row, segment);
+#pragma unroll
+    for (int m = 0; m < kBatch; ++m) {
+      if (m < count) store_segment(p, place + s.order[m] * mask_pixels, 0);
+    }
+  }
+}
+
+// Reads the coefficients of the block's masks, from channel `piece` on.
+__device__ void load_coefficients(const MasksParams& p, const Tile& tile, Shared& s, int64_t piece, int live) {
+  static_assert(kChannels * kBatch == kThreads, "one a thread");
+  const int c = threadIdx.x % kChannels, m = threadIdx.x / kChannels;
+  float coefficient = 0.f;
+  if (m < live && piece + c < p.channels) {
+    const int64_t mask = tile.first_mask + s.order[m];
+    coefficient = p.coefficients[tile.image * p.coefficient_stride[0] + mask * p.coefficient_stride[1] + piece + c];
+  }
+  s.coefficients[c].x[m] = coefficient;
+}
+
+// Leaves the logits of the block's masks at the tile's pixels of the prototypes in s.low. The first coefficients have
+// been read; the others are read in pieces.
 template <typename T>
-__device__ void low_logits(const MasksParams& p, const Tile& tile, Shared& s, int first, int live) {
-  const int total = tile.low_width * tile.low_height, each = (total + kPixels - 1) / kPixels;
+__device__ void low_logits(const MasksParams& p, const Tile& tile, Shared& s, int low_width, int low_height, int live) {
+  const int total = low_width * low_height, each = (total + kPixels - 1) / kPixels;
   const T* protos = static_cast<const T*>(p.protos) + tile.image * p.proto_stride[0];
   const T* from[kPixels];
   int pixel[kPixels];
@@ -223,22 +293,17 @@ __device__ void low_logits(const MasksParams& p, const Tile& tile, Shared& s, in
   for (int k = 0; k < kPixels; ++k) {
     pixel[k] = static_cast<int>(threadIdx.x) < each ? static_cast<int>(threadIdx.x) + k * each : total;
     const int at = pixel[k] < total ? pixel[k] : 0;
-    from[k] = protos + s.source_row[at / tile.low_width] * p.proto_stride[2] +
-              s.source_column[at % tile.low_width] * p.proto_stride[3];
+    from[k] =
+        protos + s.source_row[at / low_width] * p.proto_stride[2] + s.source_column[at % low_width] * p.proto_stride[3];
   }
-  float sum[kPixels][kBatch] = {};
+  alignas(16) float sum[kPixels][kBatch] = {};
   for (int64_t piece = 0; piece < p.channels; piece += kChannels) {
-    const int channels = p.channels - piece < kChannels ? static_cast<int>(p.channels - piece) : kChannels;
-    __syncthreads();  // the last piece, and the last batch's logits, have been read
-    for (int i = threadIdx.x; i < kChannels * kBatch; i += kThreads) {
-      const int c = i % kChannels, m = i / kChannels;
-      const bool exists = m < live && c < channels;
-      s.coefficients[c].x[m] =
-          exists ? p.coefficients[tile.image * p.coefficient_stride[0] +
-                                  (tile.first_mask + s.order[first + m]) * p.coefficient_stride[1] + piece + c]
-                 : 0.f;
+    if (piece > 0) {
+      __syncthreads();  // the last piece has been read
+      load_coefficients(p, tile, s, piece, live);
+      __syncthreads();
     }
-    __syncthreads();
+    const int channels = p.channels - piece < kChannels ? static_cast<int>(p.channels - piece) : kChannels;
     if (pixel[0] < total) {
 #pragma unroll 8
       for (int c = 0; c < channels; ++c) {
@@ -253,27 +318,41 @@ __device__ void low_logits(const MasksParams& p, const Tile& tile, Shared& s, in
       }
     }
   }
-  if (p.channels == 0) __syncthreads();
 #pragma unroll
   for (int k = 0; k < kPixels; ++k) {
     if (pixel[k] >= total) continue;
-    const int32_t row = s.source_row[pixel[k] / tile.low_width], column = s.source_column[pixel[k] % tile.low_width];
-#pragma unroll
-    for (int m = 0; m < kBatch; ++m) {
-      float value = p.sigmoid ? sigmoid(sum[k][m]) : sum[k][m];
-      if (p.crop_first && m < live && !is_inside(s.boxes[s.order[first + m]], row, column)) value = 0.f;
-      s.low[m][pixel[k]] = value;
+    float* logits = s.low + low_at(pixel[k]);
+    *reinterpret_cast<Vector<float, kBatch>*>(logits) = *reinterpret_cast<const Vector<float, kBatch>*>(sum[k]);
+    if (!p.sigmoid && !p.crop_first) continue;
+    const int32_t row = s.source_row[pixel[k] / low_width], column = s.source_column[pixel[k] % low_width];
+#pragma unroll 1
+    for (int m = 0; m < live; ++m) {
+      const bool kept = !p.crop_first || is_inside(s.boxes[m], row, column);
+      logits[m] = !kept ? 0.f : (p.sigmoid ? sigmoid(logits[m]) : logits[m]);
     }
   }
 }
 
-// The rows of a column of a mask's logits, mixed.
-template <int kTaps>
-__device__ float mix_rows(const float* low, int low_width, const MaskTaps& row, int column) {
-  float values[kTaps];
+// The logits of kMasks masks, from the block's mask `first` on, at one pixel of the prototypes.
+template <int kMasks>
+__device__ Vector<float, kMasks> low_of(const Shared& s, int pixel, int first) {
+  return *reinterpret_cast<const Vector<float, kMasks>*>(s.low + low_at(pixel) + first);
+}
+
+// The rows of a column of kMasks masks' logits, mixed.
+template <int kTaps, int kMasks>
+__device__ void mix_rows(const Shared& s, int low_width, const MaskTaps& row, int column, int first,
+                         float (&mixed)[kMasks]) {
+  Vector<float, kMasks> values[kTaps];
 #pragma unroll
-  for (int t = 0; t < kTaps; ++t) values[t] = low[(row.first + t) * low_width + column];
-  return mix<kTaps>(values, row);
+  for (int t = 0; t < kTaps; ++t) values[t] = low_of<kMasks>(s, (row.first + t) * low_width + column, first);
+#pragma unroll
+  for (int m = 0; m < kMasks; ++m) {
+    float of_mask[kTaps];
+#pragma unroll
+    for (int t = 0; t < kTaps; ++t) of_mask[t] = values[t].x[m];
+    mixed[m] = mix<kTaps>(of_mask, row);
+  }
 }
 
 // Takes one more pixel, kept where `distance` is below zero: its sign is shifted in. The GPU's NaN has none.
@@ -285,119 +364,120 @@ __device__ uint32_t with_pixel(uint32_t bits, float distance) {
 #endif
 }
 
-// The first kSegment pixels that were taken, the first of them in the lowest bit.
-__device__ uint32_t in_order(uint32_t bits) {
-#ifdef __CUDA_ARCH__
-  return __brev(bits) >> (32 - kSegment);
-#else
-  uint32_t reversed = 0;
-  for (int i = 0; i < kSegment; ++i) reversed |= (bits >> i & 1) << (kSegment - 1 - i);
-  return reversed;
-#endif
-}
-
-// 16 pixels of a row of kMasks masks, as bits in s.bits.
+// 16 pixels of a row of kMasks masks, from the block's mask `first` on, as bits.
 template <int kTaps, int kMasks>
-__device__ void threshold_segment(const MasksParams& p, const Tile& tile, Shared& s, int row, int segment,
-                                  int first_mask, int first) {
+__device__ void threshold_segment(const MasksParams& p, const Shared& s, int low_width, int row, int segment, int first,
+                                  uint32_t (&bits)[kMasks]) {
   const MaskTaps row_taps = s.rows[row];
   const float threshold = threshold_of(p);
-  const int begin = segment * kSegment, last = tile.width - 1;
-  float mixed[kMasks][kTaps], above[kMasks][kTaps];
-  uint32_t bits[kMasks] = {};
-  int at = -2;  // the column that mixed[...][0] is of
-  for (int i = 0; i < kSegment; ++i) {
-    const MaskTaps taps = s.columns[begin + i < last ? begin + i : last];
-    if (taps.first != at) {
-      const bool next = taps.first == at + 1;  // keep what both need
-      at = taps.first;
+  float mixed[kTaps][kMasks], above[kMasks][kTaps];
+  int column = -2;  // that mixed[0] is of
+#pragma unroll
+  for (int m = 0; m < kMasks; ++m) bits[m] = 0;
+    // The last pixel comes first, and so ends in the highest bit.
+#pragma unroll 1
+  for (int i = segment + kTileWidth - kSegments; i >= 0; i -= kSegments) {
+    const int32_t begin = s.column_first[i];
+    if (begin != column) {
+      const bool next = begin == column - 1;  // keep what both need
+      column = begin;
+#pragma unroll
+      for (int t = kTaps - 1; t >= 0; --t) {
+        if (next && t > 0) {
+#pragma unroll
+          for (int m = 0; m < kMasks; ++m) mixed[t][m] = mixed[t > 0 ? t - 1 : t][m];
+        } else {
+          mix_rows<kTaps, kMasks>(s, low_width, row_taps, column + t, first, mixed[t]);
+        }
+      }
 #pragma unroll
       for (int m = 0; m < kMasks; ++m) {
-        const float* low = s.low[first_mask + m];
 #pragma unroll
-        for (int t = 0; t < kTaps; ++t) {
-          if (next && t + 1 < kTaps) {
-            mixed[m][t] = mixed[m][t + 1 < kTaps ? t + 1 : t];
-          } else {
-            mixed[m][t] = mix_rows<kTaps>(low, tile.low_width, row_taps, at + t);
-          }
-          above[m][t] = mixed[m][t];
-        }
+        for (int t = 0; t < kTaps; ++t) above[m][t] = mixed[t][m];
         distances<kTaps>(above[m], threshold);
       }
     }
+    const float second = s.column_weight[0][i], third = kTaps > 2 ? s.column_weight[kMostTaps - 2][i] : 0.f;
 #pragma unroll
-    for (int m = 0; m < kMasks; ++m) {
-      bits[m] = with_pixel(bits[m], distance<kTaps>(above[m], taps.weight[1], taps.weight[2]));
-    }
+    for (int m = 0; m < kMasks; ++m) bits[m] = with_pixel(bits[m], distance<kTaps>(above[m], second, third));
   }
 #pragma unroll
   for (int m = 0; m < kMasks; ++m) {
-    uint32_t kept = 0xffffu >> (begin + kSegment > tile.width ? begin + kSegment - tile.width : 0);
-    if (!p.crop_first) {
-      const MaskBox& box = s.boxes[s.order[first + first_mask + m]];
-      const int x = tile.x + begin, y = tile.y + row;
-      const int low = box.columns.low - x, high = box.columns.high - x;
-      if (y < box.rows.low || y >= box.rows.high) kept = 0;
-      kept &= high <= 0 ? 0u : (high < kSegment ? (1u << high) - 1 : 0xffffu);
-      kept &= low <= 0 ? 0xffffu : (low < kSegment ? 0xffffu << low : 0u);
-    }
-    s.bits[first_mask + m][row][segment] = static_cast<uint16_t>(in_order(bits[m]) & kept);
+    const MaskBox& kept = s.kept[first + m];
+    const auto within = [segment](int32_t pixel) {
+      const int32_t in_segment = pixel - segment * kSegment;
+      return in_segment < 0 ? 0 : (in_segment < kSegment ? in_segment : kSegment);
+    };
+    const bool inside = row >= kept.rows.low && row < kept.rows.high;
+    const uint32_t pixels = (1u << within(kept.columns.high)) - (1u << within(kept.columns.low));
+    bits[m] = inside ? bits[m] & pixels : 0u;
   }
 }
 
-// kMasks: how many of a batch's masks a thread takes. All, where a tile has enough segments for all threads.
+// Makes the block's masks from their logits. kMasks: how many of them a thread takes. All, where a tile has enough
+// segments for all threads.
+template <int kTaps, int kMasks>
+__device__ void make(const MasksParams& p, const MaskTile& plan, const Tile& tile, Shared& s, int low_width, int live) {
+  const int segments = plan.width / kSegment;
+  const int64_t mask_pixels = static_cast<int64_t>(p.rows.size) * p.columns.size;
+  const bool direct = is_direct(p);
+  for (int item = threadIdx.x; item < segments * plan.height * (kBatch / kMasks); item += kThreads) {
+    const int segment = item % segments, row = item / segments % plan.height;
+    const int first = item / segments / plan.height * kMasks;
+    if (row >= tile.height || segment * kSegment >= tile.width || first >= live) continue;
+    uint32_t bits[kMasks];
+    threshold_segment<kTaps, kMasks>(p, s, low_width, row, segment, first, bits);
+    const int64_t place = place_of(p, tile, row, segment);
+#pragma unroll
+    for (int m = 0; m < kMasks; ++m) {
+      if (!direct) {
+        s.bits[first + m][row][segment] = static_cast<uint16_t>(bits[m]);
+      } else if (first + m < live) {
+        store_segment(p, place + s.order[first + m] * mask_pixels, bits[m]);
+      }
+    }
+  }
+  if (direct) return;
+  __syncthreads();
+  for (int m = 0; m < live; ++m) {
+    store_tile(p, tile, plan.width, s.order[m], [&](int y, int segment) { return s.bits[m][y][segment]; });
+  }
+}
+
 template <typename T, int kTaps, int kMasks>
-__global__ void __launch_bounds__(kThreads, 3)
+__global__ void __launch_bounds__(kThreads, kTaps* kMasks > 2 * kBatch ? 3 : 4)
     masks_kernel(const __grid_constant__ MasksParams p, const __grid_constant__ MaskTile plan, int64_t first_block) {
   __shared__ Shared s;
   Tile tile;
-  int64_t rest = first_block + blockIdx.x;
-  // Tiles of one group are neighbours, so that they find its coefficients in the cache.
-  tile.image = divide(rest, (p.count + kGroup - 1) / kGroup * plan.rows * plan.columns);
-  tile.first_mask = kGroup * divide(rest, plan.rows * plan.columns);
-  tile.y = static_cast<int32_t>(divide(rest, plan.columns) * plan.height);
-  tile.x = static_cast<int32_t>(rest * plan.width);
+  int64_t job = first_block + blockIdx.x;
+  // Blocks of one tile are neighbours, so that they find its prototypes in the cache, and those that compute run beside
+  // those that only write.
+  tile.image = divide(job, plan.groups * plan.rows * plan.columns * plan.jobs);
+  tile.first_mask = plan.group * divide(job, plan.rows * plan.columns * plan.jobs);
+  int64_t place = divide(job, plan.jobs);
+  tile.y = static_cast<int32_t>(divide(place, plan.columns) * plan.height);
+  tile.x = static_cast<int32_t>(place * plan.width);
   tile.width = p.columns.size - tile.x < plan.width ? p.columns.size - tile.x : plan.width;
   tile.height = p.rows.size - tile.y < plan.height ? p.rows.size - tile.y : plan.height;
-  fill_tables(p, plan, kTaps, tile, s);
-  __syncthreads();
-  tile.low_width = s.columns[tile.width - 1].first + kTaps;
-  tile.low_height = s.rows[tile.height - 1].first + kTaps;
-  fill_dense(p, plan, tile, s);
-  __syncthreads();
-  if (threadIdx.x < kWarp) sort_group(p, tile, s);
-  __syncthreads();
-  const int met = s.met;
   const int64_t left = p.count - tile.first_mask;
-  const Run run = run_of(p, tile, plan.width);
-  for (int i = met; i < kGroup; ++i) {
-    if (s.order[i] < left) store_tile(p, tile, plan.width, run, s.order[i], [](int, int) { return uint16_t{0}; });
-  }
-  const int segments = plan.width / kSegment;
-  for (int first = 0; first < met; first += kBatch) {
-    const int live = met - first < kBatch ? met - first : kBatch;
-    low_logits<T>(p, tile, s, first, live);
-    __syncthreads();
-    for (int item = threadIdx.x; item < segments * plan.height * (kBatch / kMasks); item += kThreads) {
-      const int segment = item % segments, at_row = item / segments % plan.height;
-      const int mask = item / segments / plan.height * kMasks;
-      if (at_row < tile.height && segment * kSegment < tile.width && mask < live) {
-        threshold_segment<kTaps, kMasks>(p, tile, s, at_row, segment, mask, first);
-      }
-    }
-    __syncthreads();
-    for (int m = 0; m < live; ++m) {
-      store_tile(p, tile, plan.width, run, s.order[first + m],
-                 [&](int y, int segment) { return s.bits[m][y][segment]; });
-    }
-  }
+  const int group = left < plan.group ? static_cast<int>(left) : plan.group;
+  const Share share = share_of(p, tile, kTaps, group, static_cast<int>(job), s);
+  if (share.count <= 0) return;
+  if (!share.met) return clear(p, plan, tile, s, share.count);
+  fill_tables(p, plan, kTaps, tile, s);
+  load_coefficients(p, tile, s, 0, share.count);
+  __syncthreads();
+  const int low_width = s.column_first[column_at(tile.width - 1)] + kTaps;
+  const int low_height = s.rows[tile.height - 1].first + kTaps;
+  low_logits<T>(p, tile, s, low_width, low_height, share.count);
+  __syncthreads();
+  make<kTaps, kMasks>(p, plan, tile, s, low_width, share.count);
 }
 
 template <typename T, int kTaps, int kMasks>
 cudaError_t launch(const MasksParams& p, const MaskTile& tile, cudaStream_t stream) {
   constexpr int64_t kMost = 2147483647;
-  const int64_t blocks = tile.columns * tile.rows * ceil_div(p.count, kGroup) * p.images;
+  const int64_t blocks = tile.columns * tile.rows * tile.groups * tile.jobs * p.images;
   for (int64_t first = 0; first < blocks; first += kMost) {
     const unsigned count = static_cast<unsigned>(blocks - first < kMost ? blocks - first : kMost);
     masks_kernel<T, kTaps, kMasks><<<count, kThreads, 0, stream>>>(p, tile, first);

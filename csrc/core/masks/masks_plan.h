@@ -12,6 +12,8 @@ namespace torch_fastdet::core {
 constexpr int kTileWidth = 128, kTileHeight = 32;  // of a mask, at most
 constexpr int kLowPixels = 512;                    // of the prototypes that a tile is made of, at most
 constexpr int kLowWidth = 160, kLowHeight = 128;   // of these, along an axis
+constexpr int kMaskGroup = 256;                    // masks that the blocks of a tile divide among themselves, at most
+constexpr int kMaskBatch = 8;                      // masks of a block
 
 // Sides are powers of two. Where an axis is enlarged, the prototypes' pixels that a tile needs are neighbours. Where it
 // is reduced they may lie far apart, and each of the tile's pixels has `taps` of its own.
@@ -20,6 +22,9 @@ struct MaskTile {
   int width, height;
   bool dense_columns, dense_rows;
   int64_t columns, rows;  // of tiles
+  int64_t groups;         // of masks, of an image
+  int group;              // masks of a group, at most
+  int jobs;               // blocks of a tile and a group
 };
 
 // At most so many pixels of the prototypes are the neighbours of `pixels` pixels of the mask.
@@ -47,6 +52,10 @@ inline MaskTile plan_mask_tiles(const MasksParams& p) {
     if (height <= kLowHeight && width * height <= kLowPixels) break;
   }
   tile.columns = ceil_div(p.columns.size, tile.width), tile.rows = ceil_div(p.rows.size, tile.height);
+  tile.groups = ceil_div(p.count, kMaskGroup);
+  tile.group = tile.groups ? static_cast<int>(ceil_div(p.count, tile.groups)) : 0;
+  // Masks whose box the tile meets, and the others, each have one block that is not full.
+  tile.jobs = static_cast<int>(ceil_div(tile.group, kMaskBatch)) + 1;
   return tile;
 }
 

@@ -38,6 +38,17 @@ struct Problem {
 
   explicit Problem(Random& random) : Problem(random, draw(random)) {}
 
+  // Of more masks than one group has.
+  static Problem of_groups(Random& random) {
+    Sizes sizes = draw(random);
+    MasksParams& p = sizes.p;
+    p.count = 2 * kMaskGroup + 1 + random.below(kMaskGroup);
+    p.channels = 3;
+    p.rows.size = static_cast<int32_t>(1 + random.below(40)),
+    p.columns.size = static_cast<int32_t>(8 + random.below(40));
+    return Problem(random, sizes);
+  }
+
  private:
   struct Sizes {
     MasksParams p;
@@ -98,17 +109,29 @@ struct Problem {
   }
 };
 
+void expect_what_the_bands_make(const Problem& problem) {
+  const Memory found(problem.out_bytes()), wanted(problem.out_bytes());
+  ASSERT_EQ(launch_masks(problem.with(problem.protos, found), nullptr), cudaSuccess);
+  const MasksParams bands = problem.with(problem.floats, wanted);
+  mask_bands_between(bands, MaskTables(bands), 0, mask_bands(bands));
+  ASSERT_EQ(std::memcmp(found.data(), wanted.data(), found.size()), 0);
+}
+
 TEST(MasksKernels, MakeWhatTheBandsMake) {
   for (uint64_t seed = 0; seed < rounds(60); ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     Random random(seed);
     emulator::seed(seed);
-    const Problem problem(random);
-    const Memory found(problem.out_bytes()), wanted(problem.out_bytes());
-    ASSERT_EQ(launch_masks(problem.with(problem.protos, found), nullptr), cudaSuccess);
-    const MasksParams bands = problem.with(problem.floats, wanted);
-    mask_bands_between(bands, MaskTables(bands), 0, mask_bands(bands));
-    ASSERT_EQ(std::memcmp(found.data(), wanted.data(), found.size()), 0);
+    ASSERT_NO_FATAL_FAILURE(expect_what_the_bands_make(Problem(random)));
+  }
+}
+
+TEST(MasksKernels, DivideMoreMasksThanAGroupHas) {
+  for (uint64_t seed = 0; seed < rounds(6); ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    Random random(seed);
+    emulator::seed(seed);
+    ASSERT_NO_FATAL_FAILURE(expect_what_the_bands_make(Problem::of_groups(random)));
   }
 }
 
