@@ -279,12 +279,13 @@ def _task_of(head: Any) -> dict[str, str]:
 
 
 class _RawHeads(nn.Module):
-    """A YOLOv5 model whose Detect module gives its raw heads, as it does in training."""
+    """A YOLOv5 model, to be traced, whose Detect module gives what its convolutions give: what it makes of them is a copy."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model.eval()
-        next(module for module in reversed(list(model.modules())) if hasattr(module, "anchors")).training = True
+        detect: Any = next(module for module in reversed(list(model.modules())) if hasattr(module, "anchors"))
+        detect.forward = lambda maps: [conv(x) for conv, x in zip(detect.m, maps)]
 
     def forward(self, batch: Tensor) -> list[Tensor]:
         return list(self.model(batch))
