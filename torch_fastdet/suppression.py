@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_fastdet.crossover import faster_device
 from torch_fastdet.ops import nms
 from torch_fastdet.ops._checks import check_tensor
 
@@ -21,6 +22,19 @@ def _first(op: str, prediction: Any) -> Tensor:
         prediction = prediction[0]
     check_tensor(op, "prediction", prediction)
     return prediction.detach()
+
+
+def _computing_device(
+    op: str, prediction: Tensor, device: Any, layout: str, conf_thres: float, multi_label: bool
+) -> torch.device:
+    if device is None:
+        return prediction.device
+    if isinstance(device, str) and device == "auto":
+        return faster_device(prediction, layout, conf_thres, multi_label)
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"{op}: device is {device!r}, but None, 'auto' or a device is wanted") from None
 
 
 def _stock_class_list(op: str, classes: Any) -> list[int] | None:
@@ -79,6 +93,7 @@ def yolov5_non_max_suppression(
     nm: int = 0,
     *,
     per_class: str = "offset",
+    device: torch.device | str | None = None,
 ) -> list[Tensor]:
     """``non_max_suppression`` of YOLOv5: the same rows in the same order, without its time limit and its host syncs.
 
@@ -88,12 +103,14 @@ def yolov5_non_max_suppression(
             one; an array or nested lists serve too. Entries past the last image are passed over, as stock.
         per_class: "offset" (as stock) or "exact", see :func:`torch_fastdet.ops.non_max_suppression_padded`, which
             explains the other arguments too.
+        device: where to compute; None is where the prediction lies. "auto" is the faster of CPU and GPU for a prediction of this
+            size that lies on the host (:mod:`torch_fastdet.crossover`), else the same. The result lies where the prediction does.
 
     Returns:
         For each image (n, 6 + nm): x1, y1, x2, y2, confidence, class, mask coefficients.
 
     Raises:
-        ValueError: a wrong shape, a threshold outside 0..1, a negative max_det, an unknown per_class.
+        ValueError: a wrong shape, a threshold outside 0..1, a negative max_det, an unknown per_class, no device.
         TypeError: prediction is no tensor, classes no int or list of ints, an entry of labels nothing that makes a tensor.
     """
     op = "non_max_suppression"
@@ -104,6 +121,8 @@ def yolov5_non_max_suppression(
         )
     conf_thres, iou_thres, max_det, max_nms = float(conf_thres), float(iou_thres), int(max_det), 30000  # as stock
     nms._check_options(op, conf_thres, iou_thres, max_det, max_nms, per_class)
+    home = prediction.device
+    prediction = prediction.to(_computing_device(op, prediction, device, "yolov5", conf_thres, bool(multi_label)))
     label_rows = _label_rows(op, labels, prediction.shape[0], prediction.device)
     rows = prediction.shape[1] + (0 if label_rows is None else label_rows.shape[0])
     candidates = rows * (prediction.shape[2] if multi_label else 1)
@@ -121,7 +140,7 @@ def yolov5_non_max_suppression(
         per_class,
         max_nms,
     )
-    return _split(detections, counts.tolist())
+    return _split(detections.to(home), counts.tolist())
 
 
 def _filter_end2end(
@@ -158,6 +177,7 @@ def ultralytics_non_max_suppression(
     *,
     per_class: str = "offset",
     rotated_rule: str = "fast",
+    device: torch.device | str | None = None,
 ) -> list[Tensor] | tuple[list[Tensor], list[Tensor]]:
     """``non_max_suppression`` of ultralytics 8.4: the same rows in the same order, without its time limit and host syncs.
 
@@ -171,6 +191,9 @@ def ultralytics_non_max_suppression(
         per_class: "offset" (as stock) or "exact", see :func:`torch_fastdet.ops.non_max_suppression_padded`, which
             explains the other arguments too.
         rotated_rule: "fast" (as stock) or "greedy", see :func:`torch_fastdet.ops.ultralytics_non_max_suppression_padded`.
+        device: where to compute; None is where the prediction lies. "auto" is the faster of CPU and GPU for a prediction of this
+            size that lies on the host (:mod:`torch_fastdet.crossover`), else the same. The result lies where the prediction does.
+            What is filtered alone stays where it is.
 
     Returns:
         For each image (n, 6 + extra): x1, y1, x2, y2 (rotated: x, y, width, height), confidence, class, extra channels (rotated:
@@ -179,7 +202,7 @@ def ultralytics_non_max_suppression(
 
     Raises:
         ValueError: a wrong shape, a threshold outside 0..1, a negative max_det or max_nms, an unknown per_class or
-            rotated_rule.
+            rotated_rule, no device.
         TypeError: prediction is no tensor, classes no int or list of ints.
     """
     op = "non_max_suppression"
@@ -192,13 +215,19 @@ def ultralytics_non_max_suppression(
         )
     conf_thres, iou_thres, max_det, max_nms = float(conf_thres), float(iou_thres), int(max_det), int(max_nms)
     nms._check_options(op, conf_thres, iou_thres, max_det, max_nms, per_class)
-    if prediction.shape[-1] == 6 or end2end:
+    home = prediction.device
+    filters = prediction.shape[-1] == 6 or end2end
+    if filters and isinstance(device, str) and device == "auto":
+        device = None
+    where = _computing_device(op, prediction, device, "ultralytics", conf_thres, bool(multi_label))
+    if filters:
         if prediction.shape[-1] < 6:
             raise ValueError(
                 f"{op}: prediction has shape {tuple(prediction.shape)}, but end2end wants (images, N, 6 + extra)"
             )
         detections, counts, indices = _filter_end2end(prediction, conf_thres, _stock_class_list(op, classes), max_det)
     else:
+        prediction = prediction.to(where)
         candidates = prediction.shape[2] * (prediction.shape[1] if multi_label else 1)
         detections, counts, indices = nms.ultralytics_non_max_suppression_padded(
             prediction,
@@ -216,4 +245,5 @@ def ultralytics_non_max_suppression(
             rotated_rule if rotated else "none",
         )
     sizes = counts.tolist()
-    return (_split(detections, sizes), _split(indices, sizes)) if return_idxs else _split(detections, sizes)
+    rows = _split(detections.to(home), sizes)
+    return (rows, _split(indices.to(home), sizes)) if return_idxs else rows

@@ -1,0 +1,124 @@
+"""device="auto" of suppression: where it computes, what it measures and keeps, and that the rows are those of the CPU."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from torch_fastdet import crossover, suppression
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """A machine that has not measured yet, whose GPU is faster from 1,000 numbers on; returns what is measured."""
+    measured = []
+
+    def measure(layout, many, device):
+        measured.append((layout, many))
+        if layout == "ultralytics":
+            return [(100, 1.0, 2.0), (900, 1.0, 2.0)] if many else [(100, 2.0, 1.0), (900, 2.0, 1.0)]
+        return [(100, 1.0, 2.0), (200, 2.0, 1.0), (500, 1.0, 2.0), (2000, 2.0, 1.0), (9000, 2.0, 1.0)]
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(crossover, "_known", {})
+    monkeypatch.setattr(crossover, "_machine", lambda device: "a machine")
+    monkeypatch.setattr(crossover, "measure", measure)
+    return measured
+
+
+def test_measures_once_and_keeps_the_answer(machine, monkeypatch, capsys):
+    assert crossover.crossover() == pytest.approx(1000)
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1 and "from 1,000 numbers on" in said and str(crossover.cache_file()) in said
+    assert crossover.crossover() == pytest.approx(1000)
+    monkeypatch.setattr(crossover, "_known", {})  # another process
+    assert crossover.crossover() == pytest.approx(1000)
+    assert machine == [("yolov5", False)] and capsys.readouterr().out == ""
+    assert crossover.crossover("ultralytics", many=True) == float("inf") and "at no size" in capsys.readouterr().out
+    assert crossover.crossover("ultralytics") == 0 and "at every size" in capsys.readouterr().out
+    assert len(json.loads(crossover.cache_file().read_text())) == 3
+    monkeypatch.setattr(crossover, "_known", {})
+    assert crossover.crossover("ultralytics", many=True) == float("inf") and len(machine) == 3
+    monkeypatch.setattr(crossover, "_machine", lambda device: "another machine")
+    assert crossover.crossover() == pytest.approx(1000) and len(machine) == 4
+    with pytest.raises(ValueError, match="layout is 'yolo', but 'yolov5' or 'ultralytics' is wanted"):
+        crossover.crossover("yolo")
+
+
+@pytest.mark.parametrize("text", ["", "no json", "[1]", '{"a": 1}'])
+def test_a_broken_file_is_measured_again(machine, text):
+    crossover.cache_file().parent.mkdir()
+    crossover.cache_file().write_text(text)
+    assert crossover.crossover() == pytest.approx(1000) and len(machine) == 1
+    assert list(json.loads(crossover.cache_file().read_text()).values())[-1] == pytest.approx(1000)
+    assert [path.name for path in crossover.cache_file().parent.iterdir()] == ["crossover.json"]
+
+
+def test_a_folder_that_cannot_be_written_is_said(machine, monkeypatch, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert crossover.crossover() == pytest.approx(1000)
+    assert "cannot be written" in capsys.readouterr().out
+
+
+def test_auto_asks_for_predictions_on_the_host_alone(machine, monkeypatch):
+    small, large = torch.zeros(1, 10, 85), torch.zeros(1, 20, 85)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert crossover.faster_device(large, "yolov5", 0.25, False).type == "cpu" and not machine
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert crossover.faster_device(small, "yolov5", 0.25, False) == torch.device("cpu")
+    assert crossover.faster_device(large, "yolov5", 0.25, False) == torch.device("cuda", 0)
+    assert crossover.faster_device(large.to("meta"), "yolov5", 0.25, False).type == "meta"
+    assert crossover.faster_device(large, "ultralytics", 0.25, False).type == "cuda"
+    assert crossover.faster_device(large, "ultralytics", 0.001, False).type == "cpu"
+    assert crossover.faster_device(large, "ultralytics", 0.25, True).type == "cpu"
+    assert machine == [("yolov5", False), ("ultralytics", False), ("ultralytics", True)]
+
+
+def predictions():
+    yield suppression.yolov5_non_max_suppression, crossover._prediction("yolov5", False, 2, 300), {}
+    yield suppression.ultralytics_non_max_suppression, crossover._prediction("ultralytics", True, 2, 300), {}
+
+
+@pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu"), "auto"])
+def test_the_host_computes_where_it_is_asked_to(device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for suppress, prediction, options in predictions():
+        wanted = suppress(prediction, **options)
+        found = suppress(prediction, device=device, **options)
+        assert sum(map(len, wanted)) > 0
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted))
+
+
+@pytest.mark.parametrize("device", ["gpu", 1.5, object()])
+def test_what_is_no_device_is_an_error(device):
+    for suppress, prediction, _ in predictions():
+        with pytest.raises(
+            ValueError, match=r"non_max_suppression: device is .*, but None, 'auto' or a device is wanted"
+        ):
+            suppress(prediction, device=device)
+
+
+def test_rows_of_the_gpu_are_those_of_the_host(cuda, machine):
+    for suppress, prediction, options in predictions():
+        wanted = suppress(prediction, **options)
+        for device in ("auto", cuda):
+            found = suppress(prediction, device=device, **options)
+            assert all(rows.device.type == "cpu" and torch.equal(rows, other) for rows, other in zip(found, wanted))
+    boxes = crossover._prediction("ultralytics", True, 1, 200)
+    rows, kept = suppression.ultralytics_non_max_suppression(boxes, return_idxs=True, device=cuda)
+    wanted_rows, wanted_kept = suppression.ultralytics_non_max_suppression(boxes, return_idxs=True)
+    assert (
+        torch.equal(rows[0], wanted_rows[0]) and torch.equal(kept[0], wanted_kept[0]) and kept[0].device.type == "cpu"
+    )
+
+
+@pytest.mark.alone
+def test_a_real_measurement(cuda, monkeypatch):
+    monkeypatch.setattr(crossover, "SIZES", ((1, 525), (1, 2100)))
+    times = crossover.measure("ultralytics", False, torch.device("cuda"))
+    assert [numbers for numbers, _, _ in times] == [525 * 84, 2100 * 84]
+    assert all(cpu > 0 and gpu > 0 for _, cpu, gpu in times)
