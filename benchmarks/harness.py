@@ -74,6 +74,7 @@ WANTS = {
     "loader": REAL_SCRIPTS,
     "postprocess": REAL_SCRIPTS,
     "pictures": ("yolov5", "ultralytics", "cv2"),
+    "latency": ("yolov5", "cv2"),
     "training_truth": REAL_SCRIPTS,
 }
 
