@@ -99,16 +99,6 @@ class FakeStream:
         self.device = device
 
 
-# What was asked of streams: "beside" where work went to a second one, "join" where the first waited for it.
-streams: list[str] = []
-
-
-@contextlib.contextmanager
-def _on_stream(stream):
-    streams.append("beside")
-    yield
-
-
 _recorders: list[Recorder] = []
 _stock_step = FusedStep.step
 
@@ -163,8 +153,6 @@ def install(monkeypatch) -> None:
         "new_pool": object,
         "new_stream": FakeStream,
         "make_backward_wait": lambda device: None,
-        "on_stream": _on_stream,
-        "wait_for": lambda stream: streams.append("join"),
         "capture_into": _capture_into,
         "unowned": lambda tensor: tensor,
     }.items():

@@ -6,7 +6,7 @@ import re
 import pytest
 
 CASES = ("plain", "val_and_save", "multi_scale", "freeze", "freeze_later", "out_of_memory", "resume", "yolo26n")
-OPTIMIZERS = ("AdamW", "resume_AdamW", "resume_MuSGD", "out_of_memory_AdamW", "one_stream_AdamW")
+OPTIMIZERS = ("AdamW", "resume_AdamW", "resume_MuSGD", "out_of_memory_AdamW")
 AGAIN = ("freeze_later", "resume")  # what is trained changes, or another model trains
 CAPTURED = r"cuda_graph: captured forward and backward of DetectionModel for input \((\d+), 3, (\d+), (\d+)\)"
 
@@ -80,12 +80,6 @@ def test_the_optimizers_step_is_fused_too(fused_trainings, case):
     """Rounding differs, and grows from step to step; a step that is missing or taken twice shows at once."""
     stock, graphed = fused_trainings[case]["stock"], fused_trainings[case]["graphed"]
     assert stock["fused"] == 0 and graphed["fused"] >= 3
-    if case == "one_stream_AdamW":
-        assert graphed["streams"] == "", "a trainer whose loop may look at weights meanwhile"
-    else:
-        # A backward pass and, at the end of an accumulation, the step beside it; then the loop joins.
-        assert re.fullmatch(r"(beside (beside )?join ?)+", graphed["streams"]), graphed["streams"]
-        assert "beside beside" in graphed["streams"]
     # A resume begins with moments that were rounded to float16, and Muon's products are bfloat16.
     assert graphed["losses"] == pytest.approx(stock["losses"], rel=3e-2 if case == "resume_MuSGD" else 2e-3)
     assert graphed["losses"][:2] == pytest.approx(stock["losses"][:2], rel=1e-4)
@@ -104,14 +98,6 @@ def test_two_epochs_on_a_gpu(cuda, program, digits, tmp_path):
         assert not any(graphed["files"].values())
         shapes = captured(graphed)
         assert len(set(shapes)) == 2
-
-
-def test_a_second_stream_changes_no_bit(cuda, program, digits, tmp_path):
-    """Deterministic trainings, with callbacks that look at weights and gradients: on two streams and on one."""
-    ran = program("graphs.py", digits, tmp_path, "AdamW", "one_stream_AdamW", "--device", 0)
-    two, one = ran["AdamW"]["graphed"], ran["one_stream_AdamW"]["graphed"]
-    for kept in ("losses", "state", "ema"):
-        assert two[kept] == one[kept], kept
 
 
 def test_older_trainers_get_nhwc_memory_beneath_the_graphs(monkeypatch):

@@ -44,18 +44,6 @@ def make_backward_wait(device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
-    """While inside, ``stream`` is the current one; it begins when the current stream has done what it was given."""
-    stream.wait_stream(torch.cuda.current_stream(stream.device))
-    with torch.cuda.stream(stream):
-        yield
-
-
-def wait_for(stream: torch.cuda.Stream) -> None:
-    torch.cuda.current_stream(stream.device).wait_stream(stream)
-
-
-@contextlib.contextmanager
 def capture_into(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
     """Capture what the block launches into ``graph``, with its memory from ``pool``.
 

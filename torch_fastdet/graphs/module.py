@@ -20,7 +20,6 @@ from torch_fastdet._say import say as print_line
 from torch_fastdet.graphs import _capture
 from torch_fastdet.graphs._baked import BakedModule
 from torch_fastdet.graphs._casts import weights_cast_once
-from torch_fastdet.graphs._overlap import Overlap
 from torch_fastdet.graphs._pool import GraphPool
 from torch_fastdet.graphs._refusal import CaptureError, first_line, location_of, why_not
 from torch_fastdet.graphs.distributed import GradientAverage, Ranks
@@ -50,8 +49,10 @@ class _Captured:
         self.input.copy_(x.clone() if _capture.overlap(x, self.input) else x)
         self.forward_graph.replay()
 
-    def take_gradients(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
-        """Bring the outputs' gradients to where the backward graph reads them."""
+    def replay_backward(
+        self, gradients: tuple[torch.Tensor | None, ...], saved: dict[torch.Tensor, torch.Tensor]
+    ) -> None:
+        """Run the backward graph and add its result to the parameters' gradients, as autograd does."""
         for static, gradient in zip(self.output_gradients, gradients):
             if static is None:
                 continue
@@ -59,9 +60,6 @@ class _Captured:
                 static.zero_()
             elif gradient.data_ptr() != static.data_ptr():
                 static.copy_(gradient)
-
-    def replay_backward(self, saved: dict[torch.Tensor, torch.Tensor]) -> None:
-        """Run the backward graph and add its result to the parameters' gradients, as autograd does."""
         # The first micro-batch leaves the graphs' own tensors in p.grad. The replay of a later one overwrites them, so
         # what has been accumulated there is saved first.
         later = [(p.grad, mine) for p, mine in self.gradients if p.grad is not None]
@@ -109,18 +107,11 @@ class _Replay(torch.autograd.Function):
                 "GraphedModule: the module ran again before this backward pass (or this one ran already), so its activations "
                 "are gone; call backward() once after each forward pass, or use the module without graphs"
             )
-        graphs, captured = ctx.graphs, ctx.captured
-        graphs.generation += 1
-        captured.take_gradients(gradients)
-        overlap, device = graphs.overlap, captured.input.device
-        if overlap is not None and overlap.allowed:
-            with overlap.beside(device):
-                captured.replay_backward(graphs.saved)
-            return None, None, None, None
-        captured.replay_backward(graphs.saved)
+        ctx.graphs.generation += 1
+        ctx.captured.replay_backward(gradients, ctx.graphs.saved)
         # Autograd makes the stream of backward() wait for the gradients that it brings to p.grad itself. The replay
         # wrote its own, on the forward pass's stream.
-        _capture.make_backward_wait(device)
+        _capture.make_backward_wait(ctx.captured.input.device)
         return None, None, None, None
 
 
@@ -160,8 +151,6 @@ class ModuleGraphs:
         self._module = weakref.ref(module)
         self._forward = forward
         self.required, self.capturing, self.say, self.average = required, capturing, say, average
-        #: Where it is set and allowed, backward passes run there. Join it before the next forward pass.
-        self.overlap: Overlap | None = None
         self.reason: str | None = None
         self.generation = 0
         self._told: set[str] = set()

@@ -20,13 +20,7 @@ def fingerprint(function: Callable[..., Any]) -> str:
         tree = ast.parse(source)
     except (OSError, TypeError, SyntaxError):
         return ""
-    return fingerprint_of(tree)
-
-
-def fingerprint_of(*nodes: ast.AST) -> str:
-    """The same of code that was parsed."""
-    words = [word for node in nodes for word in _words(node)]
-    return hashlib.sha256("\n".join(words).encode()).hexdigest()[:8]
+    return hashlib.sha256("\n".join(_words(tree)).encode()).hexdigest()[:8]
 
 
 def _words(node: ast.AST) -> Iterator[str]:

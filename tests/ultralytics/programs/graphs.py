@@ -71,15 +71,6 @@ def out_of_memory(model):
     model.add_callback("on_train_batch_start", at_batch_start)
 
 
-def own_memory(model):
-    """A trainer with a method of its own where the loop must not look at anything."""
-
-    def at_start(trainer):
-        trainer._get_memory = lambda fraction=False: 0.0
-
-    model.add_callback("on_train_start", at_start)
-
-
 class Stop(Exception):
     """Ends a training as a lost machine would."""
 
@@ -105,7 +96,6 @@ CASES = {
     "resume_AdamW": ({"optimizer": "AdamW", "epochs": 3}, stop_after_an_epoch),
     "resume_MuSGD": ({"optimizer": "MuSGD", "epochs": 3}, stop_after_an_epoch),
     "out_of_memory_AdamW": ({"optimizer": "AdamW"}, out_of_memory),
-    "one_stream_AdamW": ({"optimizer": "AdamW", "warmup_epochs": 0}, own_memory),
 }
 
 
@@ -118,12 +108,10 @@ def counted(step):
 
 
 fused_steps = []
-streams = fake_gpu.streams
 
 
 def train(case, kind):
     fused_steps.clear()
-    streams.clear()
     overrides, prepare = CASES[case]
     arguments = {**COMMON, **overrides}
     model = YOLO(arguments.pop("model", "yolov8n.yaml"), task="detect")
@@ -146,7 +134,6 @@ def train(case, kind):
         "files": {file.name: b"torch_fastdet" in file.read_bytes() for file in sorted(folder.iterdir())},
         "batch": trainer.batch_size,
         "fused": len(fused_steps),
-        "streams": " ".join(streams),
     }
 
 

@@ -1,8 +1,7 @@
 """``cuda_graph``: forward and backward of a model in training are replayed as CUDA graphs, one for each shape of images.
 
 The trainer computes predictions and loss in one call, ``model(batch)``. Replaced is ``DetectionModel.predict``, which that call
-comes to; the loss stays outside of the graphs, whichever it is. With ``multi_tensor_optimizer`` beside it, backward passes and
-steps run on a stream of their own (``overlap.py``). Graphs live beside the model, not in it: copies of it, such as
+comes to; the loss stays outside of the graphs, whichever it is. Graphs live beside the model, not in it: copies of it, such as
 the moving average, are plain, and checkpoints hold nothing of ours.
 """
 
@@ -10,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,12 +19,8 @@ from torch_fastdet.graphs import CaptureError, ModuleGraphs, _capture
 from torch_fastdet.graphs._refusal import is_out_of_memory
 from torch_fastdet.graphs.distributed import GradientAverage
 from torch_fastdet.patching.ddp import GraphedDDP, group_size
-from torch_fastdet.patching.import_hook import namespace
-from torch_fastdet.patching.signature import difference
-from torch_fastdet.patching.switch import class_of
-from torch_fastdet.ultralytics import overlap
 from torch_fastdet.ultralytics.necks import fewer_copies
-from torch_fastdet.ultralytics.training_switch import TRAINER, TrainingSwitch
+from torch_fastdet.ultralytics.training_switch import TrainingSwitch
 
 
 class CudaGraph(TrainingSwitch):
@@ -44,21 +38,6 @@ class CudaGraph(TrainingSwitch):
     def ddp(self) -> GraphedDDP:
         return GraphedDDP(self)
 
-    def visit(self, module: ModuleType) -> None:
-        super().visit(module)
-        trainer = class_of(module, "BaseTrainer") if namespace(module).get("__name__") == TRAINER else None
-        if trainer is None or not self.has_replaced(trainer) or self.has_replaced(trainer, "run_callbacks"):
-            return
-        methods = vars(trainer)
-        train, callbacks = methods.get("_do_train"), methods.get("run_callbacks")
-        # Without them, or with others, everything stays on one stream.
-        if train is None or callbacks is None:
-            return
-        if difference("_do_train", train, ("self",)) or difference("run_callbacks", callbacks, ("self", "event")):
-            return
-        self.replace(trainer, "_do_train", overlap.training(train), quietly=True)
-        self.replace(trainer, "run_callbacks", overlap.callbacks(callbacks), quietly=True)
-
     def patch_model(self, model_class: Any) -> None:
         stock = model_class.predict
         if not self.takes("DetectionModel.predict", stock, ("self", "x", "profile", "augment", "embed")):
@@ -68,12 +47,7 @@ class CudaGraph(TrainingSwitch):
 
         @functools.wraps(stock, assigned=(), updated=())  # its signature, which the next switch looks at
         def predict(model: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
-                return stock(model, x, *args, **kwargs)
-            beside = overlap.overlap_of(model)
-            if beside is not None:
-                beside.join()
-            if args or kwargs or not _trains(model, x):
+            if torch.compiler.is_compiling() or args or kwargs or not _trains(model, x):
                 return stock(model, x, *args, **kwargs)
             average = ddp.average(model)
             if average is None and (group_size() > 1 or ddp.wraps(model)):
@@ -82,7 +56,6 @@ class CudaGraph(TrainingSwitch):
                 return stock(model, x)
             if model not in graphs or graphs[model].average is not average:
                 graphs[model] = graphs_of(model, average)
-            graphs[model].overlap = beside if average is None else None
             try:
                 return graphs[model](x)
             except CaptureError as error:

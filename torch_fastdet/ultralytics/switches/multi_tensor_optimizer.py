@@ -26,7 +26,6 @@ from torch_fastdet.optim.convert import is_stock_musgd
 from torch_fastdet.patching.import_hook import namespace
 from torch_fastdet.patching.switch import Name, class_of
 from torch_fastdet.ultralytics.dropins import ModelEMA
-from torch_fastdet.ultralytics.overlap import join, step_stream, steps
 from torch_fastdet.ultralytics.switch import UltralyticsSwitch
 from torch_fastdet.ultralytics.trials import REFERENCE, ema_differs, musgd_differs
 
@@ -90,27 +89,20 @@ def _stepping(stock: Callable[[Any], None]) -> Callable[[Any], None]:
 
     @functools.wraps(stock)
     def optimizer_step(trainer: Any) -> None:
-        fused = None
-        # zero_grad() lets go of gradients that the step may still be reading.
-        with step_stream(
-            trainer, lambda: [p.grad for group in trainer.optimizer.param_groups for p in group["params"]]
-        ):
-            if _has_our_parts(trainer):
-                step = known.get(trainer)
-                if step is None or not step.is_of(trainer):
-                    known[trainer] = step = _Step(trainer)
-                fused = step.fused
-                if fused is not None:
-                    fused.step(trainer.model)
-        if fused is None:
-            join(trainer)
+        step = known.get(trainer)
+        if not _has_our_parts(trainer):
             stock(trainer)
-        else:
-            trainer.optimizer.zero_grad()
+            return
+        if step is None or not step.is_of(trainer):
+            known[trainer] = step = _Step(trainer)
+        if step.fused is None:
+            stock(trainer)
+            return
+        step.fused.step(trainer.model)
+        trainer.optimizer.zero_grad()
 
     optimizer_step.__module__ = __name__
     optimizer_step.__qualname__ = "optimizer_step"
-    steps.add(optimizer_step)
     return optimizer_step
 
 
