@@ -1,0 +1,124 @@
+"""ONNX export of models that call our operators: written out as standard ONNX operators where these give the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import nn
+
+import torch_fastdet.ops  # noqa: F401  (registers the operators)
+
+__all__ = ["export", "translations"]
+
+OPSET = 18
+
+
+def _operators() -> Any:
+    try:
+        import onnxscript
+    except ImportError as error:
+        raise ImportError(f"torch_fastdet.onnx needs the packages onnx and onnxscript: {error}") from None
+    return onnxscript.opset18
+
+
+def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """What ``torch.onnx.export(..., dynamo=True, custom_translation_table=translations())`` writes for our operators.
+
+    Only operators whose ONNX form gives the same bits are in the table:
+
+    - ``upsample_nearest2x``: Resize; ``upsample_nearest2x_cat``: Resize and Concat;
+    - ``max_pools_cat``: MaxPool and Concat. Its indices, which the backward pass reads, are not written. What a NaN does is left to
+      the runtime.
+    - ``space_to_depth``: SpaceToDepth, Gather and Pad.
+
+    Raises:
+        ImportError: onnxscript is not installed.
+    """
+    op = _operators()
+
+    def upsample(x):  # type: ignore[no-untyped-def]
+        scales = op.Constant(value_floats=[1.0, 1.0, 2.0, 2.0])
+        return op.Resize(
+            x, None, scales, mode="nearest", coordinate_transformation_mode="asymmetric", nearest_mode="floor"
+        )
+
+    def upsample_cat(x, skip):  # type: ignore[no-untyped-def]
+        return op.Concat(upsample(x), skip, axis=1)
+
+    def max_pools_cat(x, kernel_size: int = 5, pools: int = 3):  # type: ignore[no-untyped-def]
+        parts = [x]
+        for _ in range(pools):
+            pads = [kernel_size // 2] * 4
+            parts.append(op.MaxPool(parts[-1], kernel_shape=[kernel_size] * 2, pads=pads, strides=[1, 1])[0])
+        return op.Concat(*parts, axis=1), op.Constant(value_ints=[0])
+
+    def space_to_depth(x, channels: int, border: bool = False, dtype: int | None = None):  # type: ignore[no-untyped-def]
+        own = x.shape[1]
+        order = [(2 * i + j) * own + c for c in range(own) for i in range(2) for j in range(2)]
+        squares = op.Gather(op.SpaceToDepth(x, blocksize=2), op.Constant(value_ints=order), axis=1)
+        pads = op.Constant(value_ints=[0, 0, int(border), int(border), 0, channels - 4 * own, 0, 0])
+        padded = op.Pad(squares, pads)
+        return padded if dtype is None else op.Cast(padded, to=dtype)
+
+    ours = torch.ops.torch_fastdet
+    return {
+        ours.upsample_nearest2x.default: upsample,
+        ours.upsample_nearest2x_cat.default: upsample_cat,
+        ours.max_pools_cat.default: max_pools_cat,
+        ours.space_to_depth.default: space_to_depth,
+    }
+
+
+def _refuse_others(program: torch.export.ExportedProgram, known: Mapping[Callable[..., Any], Any]) -> None:
+    found = set()
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            if getattr(node.target, "namespace", "") == "torch_fastdet" and node.target not in known:
+                found.add(node.target._schema.name.removeprefix("torch_fastdet::"))
+    if found:
+        raise ValueError(
+            f"torch_fastdet.onnx.export: the model calls {', '.join(sorted(found))}, for which ONNX has no operators that give "
+            "the same bits; export the network that gives raw heads, and run the post-processing on these"
+        )
+
+
+def export(
+    model: nn.Module | torch.export.ExportedProgram,
+    args: Sequence[Any] = (),
+    file: str | PathLike[str] | None = None,
+    **options: Any,
+) -> torch.onnx.ONNXProgram:
+    """``torch.onnx.export(model, args, file, dynamo=True)`` with our operators written out by standard ONNX operators.
+
+    The file needs no torch_fastdet. See :func:`translations` for the operators; a model that calls another one raises an error, and
+    nothing is written.
+
+    Args:
+        model: A module, or what ``torch.export.export`` made of one.
+        args: Example inputs, as ``torch.export.export`` takes them; not used for an exported program.
+        file: Where to write the model; None writes no file.
+        options: ``dynamic_shapes``, ``kwargs`` and ``strict`` are ``torch.export.export``'s, the others ``torch.onnx.export``'s.
+
+    Returns:
+        The ONNX program.
+
+    Raises:
+        ValueError: The model calls an operator of ours that has no exact ONNX form.
+        ImportError: onnxscript is not installed.
+    """
+    table = translations()
+    own = {name: options.pop(name) for name in ("dynamic_shapes", "kwargs", "strict") if name in options}
+    if isinstance(model, torch.export.ExportedProgram):
+        program = model
+    else:
+        with torch.no_grad():
+            program = torch.export.export(model, tuple(args), **own)
+    _refuse_others(program, table)
+    table |= options.pop("custom_translation_table", {})
+    given = {"opset_version": OPSET, "verbose": False, **options}
+    written = torch.onnx.export(program, (), file, dynamo=True, custom_translation_table=table, **given)
+    assert written is not None  # only the exporter without dynamo gives None
+    return written
