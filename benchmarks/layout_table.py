@@ -99,16 +99,17 @@ def main() -> None:
     batch = parser.parse_args().batch
     allowed = torch.backends.cudnn.allow_tf32
     totals: Counter[tuple[str, str]] = Counter()
+    found = shapes("s", batch)
     print(f"| convolution, NCHW / NHWC in ms | times | {' | '.join(PRECISIONS)} |\n|---|---|{'---|' * len(PRECISIONS)}")
     try:
-        for key, count in sorted(shapes("s", batch).items(), key=lambda item: (-item[0][0][2], item[0][0][1:])):
+        for key, count in sorted(found.items(), key=lambda item: (-item[0][0][2], item[0][0][1:])):
             line, times = row(key, count)
             print(line, flush=True)
             totals.update({place: count * value for place, value in times.items()})
     finally:
         torch.backends.cudnn.allow_tf32 = allowed
     cells = [f"**{totals[p, 'NCHW']:.2f} / {totals[p, 'NHWC']:.2f}**" for p in PRECISIONS]
-    print(f"| **all** | {sum(shapes('s', batch).values())} | {' | '.join(cells)} |")
+    print(f"| **all** | {sum(found.values())} | {' | '.join(cells)} |")
     print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}")
 
 
