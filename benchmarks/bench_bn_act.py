@@ -1,6 +1,6 @@
 """What bn_act_optim puts in place of a model's layers, forward and backward, against PyTorch's.
 
-bn_act against BatchNorm2d and SiLU, eager and torch.compile of the two; on a GPU also the stem under autocast, with its weights'
+bn_act against BatchNorm2d and SiLU, eager and torch.compile of the two; on a GPU also two of them side by side, the stem under autocast, with its weights'
 gradient, and SPPF's poolings. The shapes are YOLOv5s' at batch 64 and 16, 640x640. Those below 60 MB can stay in an H200's L2
 between the passes.
 """
@@ -63,8 +63,43 @@ def measure(report: harness.Report) -> None:
             )
             del x, grad, norm
     if cuda:
+        measure_concatenation(report)
         measure_stem(report)
         measure_pools(report)
+
+
+def arguments_of(norms: list[nn.BatchNorm2d], inputs: list[torch.Tensor]) -> tuple[Any, ...]:
+    names = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+    return inputs, *([getattr(norm, name) for norm in norms] for name in names), 0.03, norms[0].eps
+
+
+def measure_concatenation(report: harness.Report) -> None:
+    """C3's: two norms and activations side by side."""
+    for shape in ((64, 32, 160, 160), (16, 128, 40, 40)):
+        norms = [nn.BatchNorm2d(shape[1], eps=1e-3, momentum=0.03).to(report.device) for _ in range(2)]
+        inputs = []
+        for _ in norms:
+            x = torch.randn(shape, device=report.device, dtype=torch.float16)
+            inputs.append(x.contiguous(memory_format=torch.channels_last).requires_grad_())
+        leaves = [*inputs, *(parameter for norm in norms for parameter in norm.parameters())]
+        functions = {
+            "torch_fastdet": lambda n=norms, x=inputs: ops.bn_act_cat(*arguments_of(n, x)),
+            "torch_fastdet bn_act, torch.cat": lambda n=norms, x=inputs: torch.cat(list(map(ours, n, x)), 1),
+            "eager": lambda n=norms, x=inputs: torch.cat(list(map(stock, n, x)), 1),
+        }
+        grad = torch.randn_like(functions["eager"]())
+        moved = 2 * work.batch_norm_silu(inputs[0].numel(), inputs[0].element_size()).bytes
+        report.compare(
+            f"concatenation of two {shape}".replace(", ", ","),
+            {name: partial(cat_step, function, leaves, grad) for name, function in functions.items()},
+            bytes=moved,
+            repetitions=30,
+            inner=5,
+        )
+
+
+def cat_step(function: Callable[[], torch.Tensor], leaves: list[torch.Tensor], grad: torch.Tensor) -> Any:
+    return torch.autograd.grad(function(), leaves, grad)
 
 
 def measure_stem(report: harness.Report) -> None:

@@ -169,6 +169,11 @@ FORMULAS: tuple[tuple[str, str, Callable[..., work.Work]], ...] = (
     ),
     (
         "bn_act",
+        r"concatenation of two \((\d+),(\d+),(\d+),(\d+)\)",
+        lambda n, c, h, w, itemsize: work.batch_norm_silu(2 * int(n) * int(c) * int(h) * int(w), itemsize),
+    ),
+    (
+        "bn_act",
         r"stem (\d)x\d, (\d+) outputs, batch (\d+)",
         lambda kernel, outputs, batch, itemsize: work.stem(int(batch), int(kernel), int(outputs), itemsize=itemsize),
     ),

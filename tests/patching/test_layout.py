@@ -67,6 +67,9 @@ def test_what_is_taken_unmeasured(times, capsys, monkeypatch):
     times["NCHW"] = 0.5
     asked, model = images().requires_grad_(), Net()  # autobatch's
     assert is_nhwc(choice.place(model, asked, Net.forward)) and times["calls"] == 0
+    replica = Net()
+    replica._is_replica = True  # DataParallel's
+    assert is_nhwc(choice.place(replica, images(), Net.forward)) and times["calls"] == 0
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     assert is_nhwc(choice.place(Net(), images(), Net.forward)) and times["calls"] == 0
     monkeypatch.undo()

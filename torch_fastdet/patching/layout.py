@@ -113,7 +113,8 @@ class LayoutChoice:
         layout = self._chosen.get(model)
         if layout is None:
             # No time can be taken in somebody else's graph. An input with a gradient is autobatch's, which measures memory.
-            if _capture.is_capturing() or images.requires_grad:
+            # DataParallel's replicas have no parameters, and run in threads.
+            if _capture.is_capturing() or images.requires_grad or getattr(model, "_is_replica", False):
                 layout = "NHWC"
             else:
                 layout = self._chosen[model] = self._choose(model, images, forward)
