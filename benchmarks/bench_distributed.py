@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from benchmarks.bench_loss import make_targets
-from benchmarks.bench_step import make_images, make_model
+from benchmarks.bench_step import fused_blocks, make_images, make_model
 from benchmarks.bench_train import size_and_batch
 from benchmarks.harness import OURS, WORK, Report, add_arguments, missing
 
@@ -139,7 +139,8 @@ def rank(folder: Path, models: list[str], stock: bool) -> None:
     def measure(case: str, variant: str, make: Callable[[], Callable[[], Any]], seconds: float = 0.8) -> None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        times = timed(make(), seconds)
+        with fused_blocks(variant.startswith(OURS)):
+            times = timed(make(), seconds)
         rows.append(
             {
                 "case": case,
