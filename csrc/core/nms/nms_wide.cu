@@ -168,6 +168,21 @@ __global__ void __launch_bounds__(kThreads) test_kernel(const __grid_constant__ 
   }
 }
 
+// Detections before each word of `keeps`, by one warp: a scan over pairs of words. Lane 31 gets the number of all.
+__device__ __forceinline__ int count_before(const uint32_t (&keeps)[kWords], int32_t (&before)[kWords], int lane) {
+  static_assert(kWords == 64);
+  const int a = __popc(keeps[2 * lane]), both = a + __popc(keeps[2 * lane + 1]);
+  int sum = both;
+#pragma unroll
+  for (int step = 1; step < 32; step <<= 1) {
+    const int below = __shfl_up_sync(kFullWarp, sum, step);
+    if (lane >= step) sum += below;
+  }
+  before[2 * lane] = sum - both;
+  before[2 * lane + 1] = sum - both + a;
+  return sum;
+}
+
 template <typename Kind>
 __global__ void __launch_bounds__(kDecideThreads) decide_kernel(const __grid_constant__ NmsKernel p, int64_t first) {
   using Box = typename Kind::Box;
@@ -228,17 +243,8 @@ __global__ void __launch_bounds__(kDecideThreads) decide_kernel(const __grid_con
     }
     __syncthreads();
   }
-  if (warp == 0) {  // detections before each word: a scan over pairs of words
-    static_assert(kWords == 64);
-    const int a = __popc(keeps[2 * lane]), both = a + __popc(keeps[2 * lane + 1]);
-    int sum = both;
-#pragma unroll
-    for (int step = 1; step < 32; step <<= 1) {
-      const int below = __shfl_up_sync(kFullWarp, sum, step);
-      if (lane >= step) sum += below;
-    }
-    before[2 * lane] = sum - both;
-    before[2 * lane + 1] = sum - both + a;
+  if (warp == 0) {
+    const int sum = count_before(keeps, before, lane);
     if (lane == 31) {
       const int64_t all = kept + sum;
       *kept_count = static_cast<uint32_t>(all < p.kept ? all : p.kept);
