@@ -204,6 +204,35 @@ class Binding:
         return True
 
 
+class BoundOptimizer(torch.optim.Optimizer):
+    """An optimizer whose step is that of a Binding, which is made when a step wants it."""
+
+    _step_supports_amp_scaling = True  # GradScaler then hands its scale and its finding to the step
+    _binding_class: ClassVar[type[Binding]]
+    _binding: Binding | None = None
+
+    def _bind(self) -> Binding:
+        self._binding = binding = self._binding_class.of(self, self._binding)
+        return binding
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Perform a single optimization step.
+
+        Args:
+            closure: reevaluates the model and returns the loss.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step()
+        return loss
+
+    def _step(self) -> None:
+        self._bind().step()
+
+
 class SgdBinding(Binding):
     """Momentum buffers are made in C++, where a first step that is skipped leaves them unfilled."""
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torch_fastdet import _private
-from torch_fastdet.optim._watch import ADAM, DECOUPLED, HAS_MOMENTUM, MAXIMIZE, Binding, Numbers, gather
+from torch_fastdet.optim._watch import ADAM, DECOUPLED, HAS_MOMENTUM, MAXIMIZE, Binding, BoundOptimizer, Numbers, gather
 
 __all__ = ["Adam", "AdamW"]
 
@@ -98,32 +98,17 @@ def _lie_as_parameters(optimizer: torch.optim.Optimizer) -> None:
                     slot[name] = torch.empty_like(p, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
-class _Adam(torch.optim.Adam):
+class _Adam(BoundOptimizer, torch.optim.Adam):
     """What Adam and AdamW share."""
 
-    _binding: Binding | None = None
+    _binding_class = AdamBinding
 
-    def _bind(self) -> Binding:
-        self._binding = binding = AdamBinding.of(self, self._binding)
-        return binding
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Perform a single optimization step.
-
-        Args:
-            closure: reevaluates the model and returns the loss.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _step(self) -> None:
         if why_torchs(self) is None:
-            self._bind().step()
+            super()._step()
         else:
             _lie_as_parameters(self)
             _private.unhooked_step(torch.optim.Adam)(self)
-        return loss
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -131,7 +116,6 @@ class _Adam(torch.optim.Adam):
         self._stay_fused()
 
     def _stay_fused(self) -> None:
-        self._step_supports_amp_scaling = True
         for group in self.param_groups:
             group["fused"], group["foreach"] = True, None
             for p in group["params"]:

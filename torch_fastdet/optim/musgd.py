@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_fastdet._multi_tensor import new_state
-from torch_fastdet.optim._watch import HAS_MOMENTUM, MOVED_SGD, MUON, NESTEROV, Binding, Numbers, gather
+from torch_fastdet.optim._watch import HAS_MOMENTUM, MOVED_SGD, MUON, NESTEROV, Binding, BoundOptimizer, Numbers, gather
 
 __all__ = ["MuSGD"]
 
@@ -302,7 +302,7 @@ class MusgdBinding(Binding):
             muon.run()
 
 
-class MuSGD(torch.optim.Optimizer):
+class MuSGD(BoundOptimizer):
     """``ultralytics.optim.MuSGD`` with few launches: momentum and SGD of all groups are one each, Newton-Schulz a CUDA graph.
 
     Arguments, results and state_dict (both ways) are those of Ultralytics' class. In a group with ``use_muon`` each parameter,
@@ -318,8 +318,7 @@ class MuSGD(torch.optim.Optimizer):
         ValueError: a parameter of a group with ``use_muon`` has less than two dimensions; at the step.
     """
 
-    _step_supports_amp_scaling = True  # GradScaler then hands its scale and its finding to the step
-    _binding: Binding | None = None
+    _binding_class = MusgdBinding
 
     def __init__(
         self,
@@ -343,27 +342,9 @@ class MuSGD(torch.optim.Optimizer):
         self.muon = muon
         self.sgd = sgd
 
-    def _bind(self) -> Binding:
-        self._binding = binding = MusgdBinding.of(self, self._binding)
-        return binding
-
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "muon": self.muon, "sgd": self.sgd}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._binding = None
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Perform a single optimization step.
-
-        Args:
-            closure: reevaluates the model and returns the loss.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._bind().step()
-        return loss

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from torch_fastdet.optim._watch import Binding, SgdBinding, unfilled_buffers, without_buffers
+from torch_fastdet.optim._watch import BoundOptimizer, SgdBinding, unfilled_buffers, without_buffers
 
 
-class SGD(torch.optim.SGD):
+class SGD(BoundOptimizer, torch.optim.SGD):
     """``torch.optim.SGD`` whose step is one launch over all groups, and which GradScaler drives without a host sync.
 
     Arguments, results, state_dict (both ways), closures, hooks, schedulers and ``add_param_group`` are those of
@@ -31,26 +30,7 @@ class SGD(torch.optim.SGD):
         RuntimeError: sparse, integer or complex gradients, a negative lr in a group; named, before anything is written.
     """
 
-    _step_supports_amp_scaling = True  # GradScaler then hands its scale and its finding to the step
-    _binding: Binding | None = None
-
-    def _bind(self) -> Binding:
-        self._binding = binding = SgdBinding.of(self, self._binding)
-        return binding
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Perform a single optimization step.
-
-        Args:
-            closure: reevaluates the model and returns the loss.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._bind().step()
-        return loss
+    _binding_class = SgdBinding
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
