@@ -185,123 +185,102 @@ def bench_rotated(report, images, anchors, **options):
     report.compare(f"rotated boxes, batch {images}, {anchors:,} candidates", variants, **options)
 
 
-def bench_cuda(report):
-    device = torch.device("cuda")
-    slow = {"repetitions": 2, "inner": 1, "warmup": 1}
-    anchors = ANCHORS.to(device)
-    for images in (1, 32):
-        heads = trained_heads(images, device, torch.float16)
-        prediction = ops.yolov5_decode(heads, anchors, STRIDES)
-        size = prediction.numel() * 2
-        report.compare(
-            f"suppression, batch {images}, conf .25",
-            suppression_variants(prediction, {}),
-            bytes=size,
-            ungraphable=HOST,
-            repetitions=30 if images == 1 else 10,
-            inner=10 if images == 1 else 2,
-        )
-        channels_last = [h.contiguous(memory_format=torch.channels_last) for h in heads]
-        variants = raw_head_variants(heads) | {
-            "torch_fastdet decode + padded": lambda heads=heads: ops.non_max_suppression_padded(
-                ops.yolov5_decode(heads, anchors, STRIDES)
-            ),
-            "torch_fastdet list": lambda heads=heads: as_list(*ops.yolov5_postprocess(heads, anchors, STRIDES)),
-            "torch_fastdet postprocess": lambda heads=heads: ops.yolov5_postprocess(heads, anchors, STRIDES),
-            "torch_fastdet postprocess, channels_last": lambda heads=channels_last: ops.yolov5_postprocess(
-                heads, anchors, STRIDES
-            ),
-        }
-        report.compare(
-            f"raw heads to detections, batch {images}, conf .25",
-            variants,
-            bytes=size,
-            ungraphable=HOST,
-            repetitions=10,
-            inner=2,
-        )
-        variants = {}
-        if decode := stock.yolov5_decode(ANCHORS, STRIDES, 80, heads[0]):
-            compiled = torch.compile(decode, dynamic=False)
-            overhead = torch.compile(decode, dynamic=False, mode="reduce-overhead")
-            variants["stock"] = lambda heads=heads, decode=decode: decode(heads)
-            variants["stock, torch.compile"] = lambda heads=heads, compiled=compiled: compiled(heads)
-            variants[OVERHEAD] = lambda heads=heads, overhead=overhead: overhead(heads)
-        report.compare(
-            f"decode, batch {images}",
-            variants
-            | {
-                "torch_fastdet": lambda heads=heads: ops.yolov5_decode(heads, anchors, STRIDES),
-                "torch_fastdet, channels_last": lambda heads=channels_last: ops.yolov5_decode(heads, anchors, STRIDES),
-            },
-            bytes=2 * size,
-            ungraphable=(OVERHEAD,),
-            repetitions=20,
-            inner=5,
-        )
-        del heads, channels_last, prediction
-        ours = {"repetitions": 10, "inner": 2, "ungraphable": HOST}
-        for name, background in (("validation", -5.0), ("sparse validation", -11.0)):
-            heads = trained_heads(images, device, torch.float16, background)
-            prediction = ops.yolov5_decode(heads, anchors, STRIDES)
-            variants = suppression_variants(prediction, VALIDATION)
-            stock_alone = {key: value for key, value in variants.items() if key == "stock"}
-            if stock_alone:
-                report.compare(
-                    f"suppression, batch {images}, {name}",
-                    stock_alone,
-                    bytes=size,
-                    ungraphable=HOST,
-                    views=("call",),
-                    **slow,
-                )
-            variants.pop("stock", None)
-            report.compare(f"suppression, batch {images}, {name}", variants, bytes=size, **ours)
-            report.compare(
-                f"raw heads to detections, batch {images}, {name}",
-                {
-                    "torch_fastdet postprocess": lambda heads=heads: ops.yolov5_postprocess(
-                        heads, anchors, STRIDES, **VALIDATION
-                    )
-                },
-                bytes=size,
-                **ours,
-            )
+# One call is long beside the time between two.
+LONG = {"ungraphable": HOST, "repetitions": 10, "inner": 2}
+
+
+def bench_confident(report, images, heads, anchors):
+    """Suppression alone, and from raw heads, as in prediction: few boxes pass."""
+    prediction = ops.yolov5_decode(heads, anchors, STRIDES)
+    size = prediction.numel() * 2
+    report.compare(
+        f"suppression, batch {images}, conf .25",
+        suppression_variants(prediction, {}),
+        bytes=size,
+        ungraphable=HOST,
+        repetitions=30 if images == 1 else 10,
+        inner=10 if images == 1 else 2,
+    )
+    channels_last = [h.contiguous(memory_format=torch.channels_last) for h in heads]
+    variants = raw_head_variants(heads) | {
+        "torch_fastdet decode + padded": lambda: ops.non_max_suppression_padded(
+            ops.yolov5_decode(heads, anchors, STRIDES)
+        ),
+        "torch_fastdet list": lambda: as_list(*ops.yolov5_postprocess(heads, anchors, STRIDES)),
+        "torch_fastdet postprocess": lambda: ops.yolov5_postprocess(heads, anchors, STRIDES),
+        "torch_fastdet postprocess, channels_last": lambda: ops.yolov5_postprocess(channels_last, anchors, STRIDES),
+    }
+    report.compare(f"raw heads to detections, batch {images}, conf .25", variants, bytes=size, **LONG)
+
+
+def bench_decode(report, images, heads, anchors):
+    channels_last = [h.contiguous(memory_format=torch.channels_last) for h in heads]
+    variants = {}
+    if decode := stock.yolov5_decode(ANCHORS, STRIDES, 80, heads[0]):
+        compiled = torch.compile(decode, dynamic=False)
+        overhead = torch.compile(decode, dynamic=False, mode="reduce-overhead")
+        variants["stock"] = lambda: decode(heads)
+        variants["stock, torch.compile"] = lambda: compiled(heads)
+        variants[OVERHEAD] = lambda: overhead(heads)
+    variants["torch_fastdet"] = lambda: ops.yolov5_decode(heads, anchors, STRIDES)
+    variants["torch_fastdet, channels_last"] = lambda: ops.yolov5_decode(channels_last, anchors, STRIDES)
+    size = 2 * ops.yolov5_decode(heads, anchors, STRIDES).numel()
+    report.compare(
+        f"decode, batch {images}", variants, bytes=2 * size, ungraphable=(OVERHEAD,), repetitions=20, inner=5
+    )
+
+
+def bench_validation(report, images, name, background, anchors):
+    """Suppression alone, and from raw heads, as in validation: most boxes pass."""
+    heads = trained_heads(images, anchors.device, torch.float16, background)
+    prediction = ops.yolov5_decode(heads, anchors, STRIDES)
+    size = prediction.numel() * 2
+    case = f"suppression, batch {images}, {name}"
+    variants = suppression_variants(prediction, VALIDATION)
+    if slow := variants.pop("stock", None):
+        seldom = {"repetitions": 2, "inner": 1, "warmup": 1}
+        report.compare(case, {"stock": slow}, bytes=size, ungraphable=HOST, views=("call",), **seldom)
+    report.compare(case, variants, bytes=size, **LONG)
+    ours = {"torch_fastdet postprocess": lambda: ops.yolov5_postprocess(heads, anchors, STRIDES, **VALIDATION)}
+    report.compare(f"raw heads to detections, batch {images}, {name}", ours, bytes=size, **LONG)
+
+
+def bench_extremes(report, device):
+    """Many boxes of one class, of which none or all overlap."""
     prediction = apart(30000, device)
     for max_det in (300, 30000):
-        options = {"max_det": max_det, "iou_thres": 0.6}
-        report.compare(
-            f"30,000 boxes, one class, none overlaps, max_det {max_det}",
-            suppression_variants(prediction, options),
-            ungraphable=HOST,
-            repetitions=10,
-            inner=2,
-        )
+        variants = suppression_variants(prediction, {"max_det": max_det, "iou_thres": 0.6})
+        report.compare(f"30,000 boxes, one class, none overlaps, max_det {max_det}", variants, **LONG)
     together = prediction.clone()
     together[0, :, :2] = 100
-    report.compare(
-        "30,000 boxes, one class, all overlap",
-        suppression_variants(together, {"iou_thres": 0.6}),
-        ungraphable=HOST,
-        repetitions=10,
-        inner=2,
-    )
-    layout = ops.yolov5_decode(trained_heads(32, device, torch.float16), anchors, STRIDES)
+    variants = suppression_variants(together, {"iou_thres": 0.6})
+    report.compare("30,000 boxes, one class, all overlap", variants, **LONG)
+
+
+def bench_ultralytics_layout(report, images, anchors):
+    layout = ops.yolov5_decode(trained_heads(images, anchors.device, torch.float16), anchors, STRIDES)
     first = torch.cat((layout[..., :4], layout[..., 5:] * layout[..., 4:5]), -1).transpose(1, 2).contiguous()
     variants = {}
     if function := stock.ultralytics_non_max_suppression():
         variants["stock"] = lambda: function(first)
     variants["torch_fastdet list"] = lambda: ultralytics_non_max_suppression(first)
     variants["torch_fastdet padded"] = lambda: ops.ultralytics_non_max_suppression_padded(first)
-    report.compare(
-        "Ultralytics layout, batch 32, conf .25",
-        variants,
-        bytes=first.numel() * 2,
-        ungraphable=HOST,
-        repetitions=10,
-        inner=2,
-    )
-    bench_ultralytics(report, 32, torch.float16, ungraphable=HOST, repetitions=10, inner=2)
+    report.compare(f"Ultralytics layout, batch {images}, conf .25", variants, bytes=first.numel() * 2, **LONG)
+
+
+def bench_cuda(report):
+    device = torch.device("cuda")
+    anchors = ANCHORS.to(device)
+    for images in (1, 32):
+        heads = trained_heads(images, device, torch.float16)
+        bench_confident(report, images, heads, anchors)
+        bench_decode(report, images, heads, anchors)
+        del heads
+        bench_validation(report, images, "validation", -5.0, anchors)
+        bench_validation(report, images, "sparse validation", -11.0, anchors)
+    bench_extremes(report, device)
+    bench_ultralytics_layout(report, 32, anchors)
+    bench_ultralytics(report, 32, torch.float16, **LONG)
     bench_rotated(report, 16, 8400, ungraphable=HOST, repetitions=10, inner=1, warmup=2)
     bench_rotated(report, 1, 30000, ungraphable=HOST, repetitions=10, inner=1, warmup=2)
     bench_scale_boxes(report, 32, ungraphable=HOST, repetitions=20, inner=5)
