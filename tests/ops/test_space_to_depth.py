@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.ops.capture import check_replay
 from tests.references import space_to_depth as reference
 from torch_fastdet import ops
 
@@ -137,17 +138,4 @@ def test_graph(cuda):
         out = ops.space_to_depth(x, 16, True, torch.float16)
         return [out.detach(), *torch.autograd.grad(out, x, grad)]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    with torch.no_grad():
-        x.normal_()
-        grad.normal_()
-    graph.replay()
-    for ours, eager in zip(captured, step()):
-        assert torch.equal(ours, eager)
+    check_replay(step, [x, grad])
