@@ -75,7 +75,7 @@ test-all: test ## `make test` and the tests marked slow, as continuous integrati
 WORKERS ?= $(shell echo $$(($(JOBS) < 8 ? $(JOBS) : 8)))
 SLOW = not slow
 test-python: build ## the Python tests of `make test`
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(SLOW)" -n $(WORKERS) --dist worksteal $(TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(SLOW)" -n $(WORKERS) --dist loadgroup $(TESTS)
 
 test-cpp: $(STAMP) ## the GoogleTests of `make test`
 	@$(call googletest,build/cpp,OFF,$(BIN)/cmake)

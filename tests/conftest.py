@@ -1,6 +1,7 @@
 """What every test shares: the device fixture, and a fixed seed."""
 
 import os
+import re
 
 import pytest
 import setuptools  # noqa: F401  before distutils, which YOLOv5's packages import; torch.compile imports both and fails otherwise
@@ -34,9 +35,42 @@ def cuda_missing() -> str | None:
 PROGRAMS = {"real_yolov5", "ultralytics_environment"}
 
 
+# Modules whose tests share what takes long to make: each runs in one process of pytest-xdist, where all of it is made once.
+# The first group shares the trainings of tests/yolov5/conftest.py's `train`.
+TRAININGS = re.compile(r"tests/yolov5/test_(loss_switch|optimizer_switch|options|real_scripts)\.py")
+SHARING = re.compile(
+    r"tests/(distributed|examples|golden|ultralytics)/|tests/yolov5/test_(loader|nms)_switch\.py|"
+    r"tests/packaging/test_cmake\.py|tests/test_readme\.py"
+)
+
+
+def shared(nodeid: str) -> str | None:
+    """What the test shares with others: a name of it, or None for a test that any process may run."""
+    path = nodeid.split("::")[0]
+    if TRAININGS.match(path):
+        return "trainings of YOLOv5"
+    return path if SHARING.match(path) else None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """``--dist loadgroup``: tests that share something together, the others one by one, in the order of collection."""
+    if config.getoption("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduler(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return shared(nodeid) or nodeid
+
+    return Scheduler(config, log)
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Marks tests as `gpu` or `cpu` by their fixtures: ``make test-gpu`` runs the former and leaves the latter out."""
+    if config.getoption("loadgroup", False):  # in a process of pytest-xdist: long tests begin first
+        items.sort(key=lambda item: (shared(item.nodeid) is None, item.get_closest_marker("slow") is None))
     for item in items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         devices = {parameters[name] for name in ("device", "gpu") if name in parameters}

@@ -46,7 +46,7 @@ def test_options(device, dtype, options, rule):
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("rule", ["fast", "greedy"])
 def test_many_chunks(device, rule):
-    check(rotated(1, 5000, 2, size=4000.0), device, 2, rotated=rule, conf_thres=0.001, max_det=5000)
+    check(rotated(1, 4200, 2, size=4000.0), device, 2, rotated=rule, conf_thres=0.001, max_det=4200)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-9)], ids=str)

@@ -300,7 +300,7 @@ def test_opcheck(device, layout):
     )
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compile_fullgraph(device, backend):
     args = sample_call(device)
 

@@ -24,6 +24,12 @@ def compiler() -> str:
 
 
 @pytest.fixture
+def quick_compiler(tmp_path, compiler) -> str:
+    """It optimizes nothing: for tests of what is packed, not of how fast it is."""
+    return script(tmp_path / "quick", f'exec {compiler} "$@" -O0')
+
+
+@pytest.fixture
 def dangling_compiler(tmp_path, compiler) -> str:
     """Its link to libstdc++.so dangles: it takes libstdc++.a in silence, but finds libstdc++.so.6 where that is named."""
     return script(tmp_path / "dangling", f'exec {compiler} "$@" -static-libstdc++')

@@ -280,9 +280,9 @@ def files_in_git() -> set[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="no pip")
-def test_sdist_to_wheel_to_install(tmp_path):
+def test_sdist_to_wheel_to_install(tmp_path, quick_compiler):
     """sdist -> wheel -> install in an empty folder, for the CPU alone and without network; the operators run there."""
-    env = {**os.environ, "TORCH_FASTDET_CUDA": "0"}
+    env = {**os.environ, "TORCH_FASTDET_CUDA": "0", "CXX": quick_compiler}
     source, dist, site, empty = (tmp_path / name for name in ("source", "dist", "site", "empty"))
     not_source = (".git", ".venv*", "build", "dist", "runs", "*.so", "*.egg-info", ".dev", "_build_config.json")
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*not_source))

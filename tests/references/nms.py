@@ -150,10 +150,10 @@ def probiou(first: Tensor, second: Tensor) -> Tensor:
     both = s1 + s2
     d = (first[:, None, :2] - second[None, :, :2]).double().cpu()
     area = both[..., 0, 0] * both[..., 1, 1] - both[..., 0, 1] ** 2
-    inverse = torch.stack((both[..., 1, 1], -both[..., 0, 1], -both[..., 0, 1], both[..., 0, 0]), -1).unflatten(
-        -1, (2, 2)
-    )
-    mahalanobis = (d[..., None, :] @ inverse @ d[..., None])[..., 0, 0] / (area + eps) / 4
+    # d's quadratic form with the adjugate of `both`, which is its inverse times the area.
+    x, y = d.unbind(-1)
+    form = x**2 * both[..., 1, 1] - 2 * x * y * both[..., 0, 1] + y**2 * both[..., 0, 0]
+    mahalanobis = form / (area + eps) / 4
     alone = [(m[..., 0, 0] * m[..., 1, 1] - m[..., 0, 1] ** 2).clamp(min=0) for m in (s1, s2)]
     logarithm = (area / (4 * (alone[0] * alone[1]).sqrt() + eps) + eps).log() / 2
     distance = (mahalanobis + logarithm).clamp(eps, 100)
@@ -198,7 +198,7 @@ def suppress_rotated(
             above &= row[:, None, 5] == row[None, :, 5]
         kept: list[int] = []
         for i in range(len(row)):
-            against = list(range(i)) if rotated == "fast" else kept
+            against = slice(i) if rotated == "fast" else kept
             if len(kept) < max_det and not above[against, i].any():
                 kept.append(i)
         result.append((row[kept], anchor[kept]))

@@ -47,7 +47,7 @@ def ultralytics_environment(tmp_path_factory) -> dict[str, str]:
     for name, text in STAND_INS.items():
         if importlib.util.find_spec(name.removesuffix(".py")) is None:
             (root / "environment/stand_ins" / name).write_text(text.lstrip())
-    return {**env, "OMP_NUM_THREADS": "2"}
+    return env
 
 
 @pytest.fixture(scope="session")

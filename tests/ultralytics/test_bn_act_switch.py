@@ -1,5 +1,10 @@
 """bn_act_optim on the real Ultralytics."""
 
+import pytest
 
-def test_models_train_as_stocks(program):
-    assert program("bn_act.py")["as stock"]
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("model", ["yolov8n", pytest.param("yolo11n", marks=SLOW), pytest.param("yolo26n", marks=SLOW)])
+def test_models_train_as_stocks(model, program):
+    assert program("bn_act.py", model)["as stock"]

@@ -18,7 +18,8 @@ LOSSES = [f"{split}/{kind}_loss" for split in ("train", "val") for kind in ("box
 def weights(yolov5: real.YOLOv5, checkpoint) -> dict[str, torch.Tensor]:
     """What stock YOLOv5 finds in a checkpoint, in a process that has no torch_fastdet."""
     out = checkpoint.with_suffix(".state_dict")
-    yolov5.program("load_in_stock.py", checkpoint, out)
+    if not out.exists():
+        yolov5.program("load_in_stock.py", out, checkpoint)
     return torch.load(out)
 
 
@@ -57,7 +58,7 @@ def test_segment_training_gives_the_losses_of_stock(real_yolov5, train):
     assert "utils.segment.loss.bbox_iou -> torch_fastdet." in fast.output
 
 
-@pytest.mark.parametrize("layout", ["package", "checkout"])
+@pytest.mark.parametrize("layout", ["package", pytest.param("checkout", marks=pytest.mark.slow)])
 def test_val_and_detect_run_on_a_patched_checkpoint(layout, real_yolov5, train, data, tmp_path):
     yolov5 = real_yolov5(layout)
     common = ("--weights", train(yolov5, *FLAGS).checkpoint, "--project", tmp_path, "--img", IMAGE, "--device", "cpu")

@@ -1,21 +1,22 @@
-"""load_in_stock.py CHECKPOINT OUT: load a checkpoint where torch_fastdet cannot be imported; save its state_dict."""
+"""load_in_stock.py OUT CHECKPOINT...: load checkpoints where torch_fastdet cannot be imported; save the last one's state_dict."""
 
 import sys
 import zipfile
 
 import torch
 
-checkpoint, out = sys.argv[1:]
+out, *checkpoints = sys.argv[1:]
 sys.modules["torch_fastdet"] = None  # any import of it raises
 
-with zipfile.ZipFile(checkpoint) as archive:
-    pickles = [name for name in archive.namelist() if name.endswith(".pkl")]
-    assert pickles
-    for name in pickles:
-        assert b"torch_fastdet" not in archive.read(name), f"{checkpoint} names torch_fastdet"
+for checkpoint in checkpoints:
+    with zipfile.ZipFile(checkpoint) as archive:
+        pickles = [name for name in archive.namelist() if name.endswith(".pkl")]
+        assert pickles
+        for name in pickles:
+            assert b"torch_fastdet" not in archive.read(name), f"{checkpoint} names torch_fastdet"
 
-model = torch.load(checkpoint, map_location="cpu", weights_only=False)["model"].float()
-# Two in the neck, and one in Segment's Proto.
-assert sum(type(module) is torch.nn.Upsample for module in model.modules()) == 2 + hasattr(model.model[-1], "proto")
-model.eval()(torch.zeros(1, 3, 64, 64))
+    model = torch.load(checkpoint, map_location="cpu", weights_only=False)["model"].float()
+    # Two in the neck, and one in Segment's Proto.
+    assert sum(type(module) is torch.nn.Upsample for module in model.modules()) == 2 + hasattr(model.model[-1], "proto")
+    model.eval()(torch.zeros(1, 3, 64, 64))
 torch.save(model.state_dict(), out)
