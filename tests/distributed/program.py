@@ -7,7 +7,9 @@ for each case "ok" or its traceback.
 """
 
 import copy
+import io
 import json
+import logging
 import os
 import sys
 import time
@@ -180,9 +182,15 @@ def a_capture_that_fails_on_one_rank():
     plain, batches = make(FailsOnOne), images_of_this_rank((32,), 6)
     model = copy.deepcopy(plain)
     want = train(ddp(plain), batches)
-    graphed = GraphedModule(model)
-    got = train(graphed, batches)
+    graphed, said = GraphedModule(model), io.StringIO()
+    handler = logging.StreamHandler(said)
+    logging.getLogger("torch_fastdet").addHandler(handler)
+    try:
+        got = train(graphed, batches)
+    finally:
+        logging.getLogger("torch_fastdet").removeHandler(handler)
     same_as_ddp(plain, model, want, got)
+    assert said.getvalue().startswith("torch_fastdet: rank 1: FailsOnOne cannot be captured") == (RANK == 1)
     assert (graphed.graphs.reason is None) == (RANK != 1)
     assert len(graphed.graphs.shapes) == (RANK != 1)
 

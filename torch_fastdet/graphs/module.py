@@ -242,7 +242,8 @@ class ModuleGraphs:
         line = f"{type(self.module).__name__} cannot be captured in a CUDA graph: {reason}"
         if self.required:
             raise CaptureError(line) from cause
-        logger.warning("torch_fastdet: %s; it runs eagerly", line)
+        where = "" if self.average is None else f"rank {torch.distributed.get_rank()}: "
+        logger.warning("torch_fastdet: %s%s; it runs eagerly", where, line)
 
     def _try_capture(self, key: tuple, x: torch.Tensor) -> _Captured | None:
         reason = why_not(self.module, averaged=self.average is not None)
