@@ -231,6 +231,8 @@ WITHOUT = {
     ("pictures", r".*"): "most of it is the network, which is not ours",
     ("nms", r"rotated boxes, .*"): "its work depends on how many boxes lie near each other",
     ("train", r"yolov5n, batch \d+, train\.py at 128"): "a figure of the CPU, where the loader is part of the step",
+    ("train", r"yolov5\w, batch \d+, train\.py's default options, .*"): "the CPU, which decodes, decides",
+    ("loader", r".*"): "the CPU, which decodes, decides",
     ("ultralytics", r".*"): "models of Ultralytics, whose operations work.py does not count",
 }
 
