@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import torch_fastdet.ultralytics as drop_in
+from torch_fastdet.loader import slots
 from torch_fastdet.ops import opencv_rules
 
 SIZE = 96
@@ -79,7 +80,8 @@ def ultralytics():
 
 
 @pytest.fixture(autouse=True)
-def unpatched():
+def unpatched(monkeypatch):
+    monkeypatch.setattr(slots, "SMALL", 0)  # loader processes use their memory again for batches of every size
     yield
     drop_in.unpatch()
 
