@@ -101,66 +101,6 @@ TEST(ImageColors, VectorCodeEqualsPlain) {
 }
 #endif
 
-// Rows by spans, by each of the machine's instruction sets, against every pixel by itself.
-TEST(ImageWarp, SpansEqualPixels) {
-  uint32_t state = 7;
-  const auto random = [&](int below) {
-    return static_cast<int>((state = state * 1664525u + 1013904223u) >> 8) % below;
-  };
-  std::vector<uint8_t> bytes(60 * 50 * 3);
-  for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(random(256));
-  std::vector<RowKernels> kernels{plain_row_kernels()};
-#if defined(__x86_64__)
-  if (has_image_avx2()) kernels.push_back(row_kernels_avx2());
-  if (has_image_avx512()) kernels.push_back(row_kernels_avx512());
-#endif
-  constexpr int kSide = 61;
-  for (int round = 0; round < 200; ++round) {
-    const int cx = random(80), cy = random(80);
-    const int64_t placements[] = {0, 0,  60, 50, 0,  0, cx - 50, cy - 60, 50, 60, 0, 0,  60,      50, 0,
-                                  0, cx, cy, 50, 60, 0, 0,       50,      60, 3,  2, cx, cy - 48, 57, 48};
-    const int64_t layers[] = {0, 3, 100, 90, round % 7 == 6 ? 2 : 1, -1}, pictures[] = {0, -1, kKeepBgr, -1};
-    double matrix[9] = {1, 0, 0, 0, 1, 0, 0, 0, 1};
-    for (int i = 0; i < 6; ++i) matrix[i] += (random(2001) - 1000) * (i % 3 == 2 ? 0.02 : round % 5 * 4e-4);
-    if (round == 0) matrix[0] = std::nan("");
-    if (round == 1) matrix[2] = 1e30;
-    if (round == 2) matrix[0] = 1e-30;
-    std::vector<uint8_t> out(kSide * kSide * 3);
-    AugmentParams p{};
-    p.storages = {{bytes.data()}, {static_cast<int64_t>(bytes.size())}, 1};
-    p.placements = placements, p.layers = layers, p.matrices = matrix, p.pictures = pictures;
-    p.placement_rows = 3, p.layer_rows = 1;
-    p.out = {out.data(), PixelType::kUint8, true, false, 1, 3, kSide, kSide};
-    Layer layer;
-    read_layer_head(p, 0, layer);
-    for (int i = 0; i < layer.count; ++i) layer.patch[i] = read_layer_patch(p, 0, layer, i);
-    layer.map = read_layer_map(p, 0, layer);
-    for (const WarpArithmetic arithmetic : {WarpArithmetic::kFixed, WarpArithmetic::kFloat}) {
-      p.arithmetic = arithmetic;
-      std::vector<uint8_t> want;
-      for (int i = 0; i < kSide * kSide; ++i) {
-        const int x = i % kSide, y = i / kSide;
-        const double* m = layer.map.m;
-        const WarpPoint affine{affine_coordinate(affine_column(m[0], x), affine_row(m[1], m[2], y)),
-                               affine_coordinate(affine_column(m[3], x), affine_row(m[4], m[5], y))};
-        const WarpPoint point = layer.warp == WarpKind::kAffine
-                                    ? affine
-                                    : perspective_point(layer.map, x, y, perspective_block(kSide, kSide));
-        const Pixel<3> pixel = arithmetic == WarpArithmetic::kFixed
-                                   ? sample_fixed<3>(layer, point)
-                                   : sample_float<3>(layer, float_point(layer.map, layer.warp, x, y));
-        for (const int level : pixel.v) want.push_back(static_cast<uint8_t>(level));
-      }
-      for (const RowKernels& k : kernels) {
-        std::fill(out.begin(), out.end(), uint8_t{0});
-        const RowStore store{p.out, nullptr, k};
-        AugmentPicture<3>(p, 0, store).run(0, kSide);
-        ASSERT_EQ(out, want) << "round " << round << ", " << (arithmetic == WarpArithmetic::kFixed ? "fixed" : "float");
-      }
-    }
-  }
-}
-
 TEST(ImageWarp, InverseUndoes) {
   const double m[] = {1.2, 0.3, -7, -0.4, 0.9, 11, 0.001, -0.002, 1};
   const InverseMap affine = invert_affine(m), full = invert_perspective(m);

@@ -44,38 +44,6 @@ def warped(canvas, layer, matrix, size):
     return out.reshape(height, width, -1)
 
 
-def fused(a, b, c):
-    """a * b + c in float32, rounded once."""
-    return (a.astype(np.float64) * b + c).astype(np.float32)
-
-
-def warped_in_float32(canvas, layer, matrix, size):
-    """What OpenCV 5 does: coordinates and blends in float32."""
-    height, width = size
-    m = np.linalg.inv(matrix.reshape(3, 3)) if np.linalg.det(matrix.reshape(3, 3)) else np.zeros((3, 3))
-    m = m.astype(np.float32)
-    x, y = np.arange(width, dtype=np.float32)[None], np.arange(height, dtype=np.float32)[:, None]
-    at = [
-        fused(np.broadcast_to(m[i, 0], (1, 1)), x, fused(np.broadcast_to(m[i, 1], (1, 1)), y, m[i, 2]))
-        for i in range(3)
-    ]
-    px, py = at[:2] if layer[4] == 1 else (at[0] / at[2], at[1] / at[2])
-    far = ~((px > -2) & (py > -2) & (px < 32768) & (py < 32768))
-    px, py = np.where(far, np.float32(-2), px), np.where(far, np.float32(-2), py)
-    left, top = np.floor(px), np.floor(py)
-    fx, fy = (px - left)[..., None], (py - top)[..., None]
-    framed = np.full((canvas.shape[0] + 2, canvas.shape[1] + 2, canvas.shape[2]), 114, np.float32)
-    framed[1:-1, 1:-1] = canvas
-
-    def tap(dx, dy):
-        rows = np.clip(top.astype(int) + dy + 1, 0, framed.shape[0] - 1)
-        return framed[rows, np.clip(left.astype(int) + dx + 1, 0, framed.shape[1] - 1)]
-
-    upper = fused(fx, tap(1, 0) - tap(0, 0), tap(0, 0))
-    lower = fused(fx, tap(1, 1) - tap(0, 1), tap(0, 1))
-    return np.rint(fused(fy, lower - upper, upper)).clip(0, 255).astype(np.uint8)
-
-
 def recolored(im, tables):
     hue, sat, val = cv2.split(cv2.cvtColor(im, cv2.COLOR_BGR2HSV))
     hsv = cv2.merge((cv2.LUT(hue, tables[0]), cv2.LUT(sat, tables[1]), cv2.LUT(val, tables[2])))

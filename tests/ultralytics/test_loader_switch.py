@@ -20,7 +20,6 @@ import pytest
 import torch
 
 import torch_fastdet.ultralytics as drop_in
-from torch_fastdet.loader import slots
 from torch_fastdet.ops import opencv_rules
 
 SIZE = 96
@@ -80,8 +79,7 @@ def ultralytics():
 
 
 @pytest.fixture(autouse=True)
-def unpatched(monkeypatch):
-    monkeypatch.setattr(slots, "SMALL", 0)  # loader processes use their memory again for batches of every size
+def unpatched():
     yield
     drop_in.unpatch()
 

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import get_worker_info
 
+from torch_fastdet._private import shared_bytes
 from torch_fastdet._say import say
 from torch_fastdet.loader.ahead import Ahead
 from torch_fastdet.loader.device import DevicePictures
 from torch_fastdet.loader.memory import CHANNELS, PictureMemory
 from torch_fastdet.loader.plan import Indices, Picture, Plan, finish, pack, run_on_cpu
-from torch_fastdet.loader.slots import Slots, fresh_bytes
 
 #: Pixels that travel with a plan go through shared memory from this size on, and in the message itself below it.
 SMALL = 1 << 16
@@ -61,11 +61,6 @@ class Collate:
         self.stock = stock
         self.memory = memory
         self.on_gpu = on_gpu
-        self.slots: Slots | None = None
-
-    def begin(self, workers: int) -> None:
-        """An iterator of the ``DataLoader`` begins."""
-        self.slots = Slots(workers) if workers and not self.on_gpu else None
 
     def __call__(self, items: Sequence[Any]) -> Any:
         numbered = [(torch.full((1, 1, 1), number, dtype=torch.int16), *item[1:]) for number, item in enumerate(items)]
@@ -74,7 +69,7 @@ class Collate:
         grid = places.reshape(len(numbers), *numbers.shape[2:])
         pictures = [items[number][0] for number in shown.tolist()]
         if not self.on_gpu:
-            return (assemble(self.make(pictures, alone=grid.shape[1:] == (1, 1)), grid), *rest)
+            return (assemble(self.make(pictures, alone=grid.size == len(pictures)), grid), *rest)
         kept = tuple(value.numpy() if isinstance(value, torch.Tensor) else value for value in rest)
         return PlannedBatch(self.plan(pictures), grid, kept)
 
@@ -87,18 +82,16 @@ class Collate:
             plan.own = torch.as_tensor(plan.own)
         return plan
 
-    def make(self, pictures: list[Picture], alone: bool = True) -> Any:
-        """The pictures themselves, uint8 (n, 3, height, width), or with ``alone`` what arrives as them."""
+    def make(self, pictures: list[Picture], alone: bool = True) -> torch.Tensor:
+        """The pictures themselves, uint8 (n, 3, height, width)."""
         shape = (len(pictures), CHANNELS, pictures[0].height, pictures[0].width)
-        worker = get_worker_info()
-        out: torch.Tensor
-        sent: object
-        if not alone or worker is None or self.slots is None:
-            out = sent = fresh_bytes(shape)
-        else:  # where the loop's process will read it, so that sending it copies nothing
-            out, sent = self.slots.take(worker.id, shape)
+        if alone and get_worker_info() is not None:
+            # Where the loop's process will read it, so that sending it copies nothing.
+            out = shared_bytes(shape)
+        else:
+            out = torch.empty(shape, dtype=torch.uint8)
         run_on_cpu(pack(pictures, self.memory), self.memory, out)
-        return sent
+        return out
 
 
 class CollateDicts(Collate):

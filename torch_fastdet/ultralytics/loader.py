@@ -233,14 +233,12 @@ class PlannedLoader:
         self._as_stock = self._plans is None or not _keeps_collate_fn(self)
         if self._as_stock:
             return super()._get_iterator()  # type: ignore[misc]
-        collate = CollateDicts(self.collate_fn, self._plans.memory, self._plans.on_gpu)
-        collate.begin(self.num_workers)
         # A loader that differs in what its processes work on. Stock's attributes stay what people expect of them.
         loader = DataLoader(
             PlannedDataset(self.dataset, self._plans.memory, self._pictures),
             batch_sampler=PlanBatches(self.batch_sampler),
             num_workers=self.num_workers,
-            collate_fn=collate,
+            collate_fn=CollateDicts(self.collate_fn, self._plans.memory, self._plans.on_gpu),
             timeout=self.timeout,
             worker_init_fn=self.worker_init_fn,
             multiprocessing_context=self.multiprocessing_context,

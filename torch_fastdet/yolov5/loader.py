@@ -435,10 +435,6 @@ def loader_classes(stock: type) -> tuple[type, type]:
             self.iterator = DataLoader.__iter__(self)
             self._batches: Any = None
 
-        def _get_iterator(self) -> Any:
-            _begin(self)
-            return super()._get_iterator()
-
         def __iter__(self) -> Iterator[tuple]:
             if self._plans is None:
                 yield from super().__iter__()
@@ -455,10 +451,6 @@ def loader_classes(stock: type) -> tuple[type, type]:
             if self._plans is not None:
                 object.__setattr__(self, "batch_sampler", PlanBatches(self.batch_sampler))
 
-        def _get_iterator(self) -> Any:
-            _begin(self)
-            return super()._get_iterator()
-
         def __iter__(self) -> Any:
             batches = super().__iter__()
             return batches if self._plans is None else self._plans.batches(batches)
@@ -466,12 +458,6 @@ def loader_classes(stock: type) -> tuple[type, type]:
     PlanDataLoader.__name__ = PlanDataLoader.__qualname__ = "DataLoader"
     InfiniteDataLoader.__qualname__ = "InfiniteDataLoader"
     return InfiniteDataLoader, PlanDataLoader
-
-
-def _begin(loader: Any) -> None:
-    """An iterator of a loader begins."""
-    if loader._plans is not None:
-        loader.collate_fn.begin(loader.num_workers)
 
 
 def _planned(dataset: Any, options: dict[str, Any]) -> PlannedLoading | None:

@@ -26,10 +26,10 @@ TORCH_FASTDET_IMAGE_AVX2 inline __m256i load_pairs(const uint8_t* base, const in
 }
 
 // Reads up to eight bytes from a square's pixels on: the caller has seen to it that they exist.
-TORCH_FASTDET_IMAGE_AVX2 inline void fixed_span_avx2(const WarpSpan<FixedLine>& s) {
+TORCH_FASTDET_IMAGE_AVX2 inline void warp_span_avx2(const WarpSpan& s) {
   const Patch& patch = *s.patch;
   const uint8_t* top_base = patch.data + patch.origin;
-  const __m128i row_x = _mm_set1_epi32(s.x.row), row_y = _mm_set1_epi32(s.y.row);
+  const __m128i row_x = _mm_set1_epi32(s.row_x), row_y = _mm_set1_epi32(s.row_y);
   const __m128i fraction = _mm_set1_epi32(kWarpFraction), scale = _mm_set1_epi32(kWarpScale);
   const __m256i pitch = _mm256_set1_epi64x(patch.pitch), three = _mm256_set1_epi64x(3);
   // b0 b1 g0 g1 r0 r1 of each pair, and a pixel's weights for its four words or dwords.
@@ -41,9 +41,9 @@ TORCH_FASTDET_IMAGE_AVX2 inline void fixed_span_avx2(const WarpSpan<FixedLine>& 
   int x = s.begin;
   for (; x + 4 <= s.end; x += 4) {
     const __m128i px =
-        _mm_srai_epi32(_mm_add_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(s.x.columns + x)), row_x), 5);
+        _mm_srai_epi32(_mm_add_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(s.column_x + x)), row_x), 5);
     const __m128i py =
-        _mm_srai_epi32(_mm_add_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(s.y.columns + x)), row_y), 5);
+        _mm_srai_epi32(_mm_add_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(s.column_y + x)), row_y), 5);
     // Both factors are below 2^31, the product is 64 bits wide.
     const __m256i y64 = _mm256_cvtepi32_epi64(_mm_srai_epi32(py, kWarpBits));
     const __m256i x64 = _mm256_cvtepi32_epi64(_mm_srai_epi32(px, kWarpBits));
@@ -64,71 +64,9 @@ TORCH_FASTDET_IMAGE_AVX2 inline void fixed_span_avx2(const WarpSpan<FixedLine>& 
     const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packus_epi16(packed, packed), 0x08);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(s.out + x), _mm256_castsi256_si128(bytes));
   }
-  WarpSpan<FixedLine> rest = s;
+  WarpSpan rest = s;
   rest.begin = x;
   warp_span<3>(rest);
-}
-
-// The byte of each word that `shift` brings down, as float32.
-TORCH_FASTDET_IMAGE_AVX2 inline __m256 channel_of(__m256i words, int shift) {
-  return _mm256_cvtepi32_ps(
-      _mm256_and_si256(_mm256_srl_epi32(words, _mm_cvtsi32_si128(shift)), _mm256_set1_epi32(255)));
-}
-
-// The lower half of each 64-bit lane of `a` and of `b`.
-TORCH_FASTDET_IMAGE_AVX2 inline __m256i low_words(__m256i a, __m256i b) {
-  return _mm256_castps_si256(_mm256_shuffle_ps(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b), 0x88));
-}
-
-// Eight pixels at a time; reads as fixed_span_avx2() does.
-TORCH_FASTDET_IMAGE_AVX2 inline void float_span_avx2(const WarpSpan<FloatLine>& s) {
-  const Patch& patch = *s.patch;
-  const uint8_t* top_base = patch.data + patch.origin;
-  const __m256 step_x = _mm256_set1_ps(s.x.step), first_x = _mm256_set1_ps(s.x.first);
-  const __m256 step_y = _mm256_set1_ps(s.y.step), first_y = _mm256_set1_ps(s.y.first);
-  const __m256i pitch = _mm256_set1_epi64x(patch.pitch), three = _mm256_set1_epi64x(3);
-  const __m256i ramp = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), order = _mm256_setr_epi32(0, 1, 4, 5, 2, 3, 6, 7);
-  const __m256i most = _mm256_set1_epi32(255), least = _mm256_setzero_si256();
-  int x = s.begin;
-  for (; x + 8 <= s.end; x += 8) {
-    const __m256 column = _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_set1_epi32(x), ramp));
-    const __m256 px = _mm256_fmadd_ps(step_x, column, first_x), py = _mm256_fmadd_ps(step_y, column, first_y);
-    const __m256 left = _mm256_floor_ps(px), top = _mm256_floor_ps(py);
-    const __m256 fx = _mm256_sub_ps(px, left), fy = _mm256_sub_ps(py, top);
-    const __m256i ix = _mm256_permutevar8x32_epi32(_mm256_cvttps_epi32(left), order);
-    const __m256i iy = _mm256_permutevar8x32_epi32(_mm256_cvttps_epi32(top), order);
-    alignas(32) int64_t offsets[8];  // of pixels 0, 1, 4, 5, then 2, 3, 6, 7: low_words() brings them in order
-    for (int half = 0; half < 2; ++half) {
-      const __m256i x64 = _mm256_cvtepi32_epi64(half ? _mm256_extracti128_si256(ix, 1) : _mm256_castsi256_si128(ix));
-      const __m256i y64 = _mm256_cvtepi32_epi64(half ? _mm256_extracti128_si256(iy, 1) : _mm256_castsi256_si128(iy));
-      _mm256_store_si256(reinterpret_cast<__m256i*>(offsets + 4 * half),
-                         _mm256_add_epi64(_mm256_mul_epi32(y64, pitch), _mm256_mul_epi32(x64, three)));
-    }
-    // Two pixels of a row each, as words b | g << 8 | r << 16 | something.
-    const __m256i a = load_pairs(top_base, offsets), b = load_pairs(top_base, offsets + 4);
-    const __m256i c = load_pairs(top_base + patch.pitch, offsets), d = load_pairs(top_base + patch.pitch, offsets + 4);
-    const __m256i above = low_words(a, b), above_right = low_words(_mm256_srli_epi64(a, 24), _mm256_srli_epi64(b, 24));
-    const __m256i below = low_words(c, d), below_right = low_words(_mm256_srli_epi64(c, 24), _mm256_srli_epi64(d, 24));
-    __m256i words = least;
-    for (int shift = 0; shift < 24; shift += 8) {
-      const __m256 p00 = channel_of(above, shift), p01 = channel_of(above_right, shift);
-      const __m256 p10 = channel_of(below, shift), p11 = channel_of(below_right, shift);
-      const __m256 upper = _mm256_fmadd_ps(fx, _mm256_sub_ps(p01, p00), p00);
-      const __m256 lower = _mm256_fmadd_ps(fx, _mm256_sub_ps(p11, p10), p10);
-      const __m256i level = _mm256_cvtps_epi32(_mm256_fmadd_ps(fy, _mm256_sub_ps(lower, upper), upper));
-      const __m256i inside = _mm256_min_epi32(_mm256_max_epi32(level, least), most);
-      words = _mm256_or_si256(words, _mm256_sll_epi32(inside, _mm_cvtsi32_si128(shift)));
-    }
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(s.out + x), words);
-  }
-  WarpSpan<FloatLine> rest = s;
-  rest.begin = x;
-  warp_span<3>(rest);
-}
-
-__attribute__((target("avx2,fma"), flatten)) inline void float_row_avx2(const Layer& layer, int y, int begin, int end,
-                                                                        uint32_t* row) {
-  sample_float_row<3>(layer, y, begin, end, row);
 }
 
 TORCH_FASTDET_IMAGE_AVX2 inline __m256i gather(const int* table, __m256i index) {
@@ -238,7 +176,7 @@ TORCH_FASTDET_IMAGE_AVX2 inline void plane_avx2(const uint32_t* row, int width, 
 }
 
 inline RowKernels row_kernels_avx2() {
-  return {fixed_span_avx2, float_span_avx2, float_row_avx2, recolor_span_avx2, expand_avx2, plane_avx2};
+  return {warp_span_avx2, recolor_span_avx2, expand_avx2, plane_avx2};
 }
 
 }  // namespace torch_fastdet::core

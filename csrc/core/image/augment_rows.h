@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -29,37 +28,19 @@ inline Pixel<kChannels> unpack_pixel(uint32_t word) {
   return pixel;
 }
 
-// A coordinate of an affine map along a row, in fixed point: the pixel, and the fraction that is left.
-struct FixedLine {
-  const int* columns;
-  int row;
-  int at(int x) const { return affine_coordinate(columns[x], row); }
-  int pixel(int x) const { return at(x) >> kWarpBits; }
-};
-
-// The same in float32: step * x + first, rounded once.
-struct FloatLine {
-  float step, first;
-  float at(int x) const { return fused(step, static_cast<float>(x), first); }
-  int pixel(int x) const {  // far outside, where a float does not fit an int: just outside
-    const float down = ::floorf(at(x));
-    return static_cast<int>(down > -3.f ? (down < kMaxCanvas + 2.f ? down : kMaxCanvas + 2.f) : -3.f);
-  }
-};
-
-// Columns [begin, end) of a row, all of whose squares lie in one patch: affine.
-template <class Line>
+// Columns [begin, end) of a row, all of whose squares lie in one patch: fixed point, affine.
 struct WarpSpan {
   const Patch* patch;
-  Line x, y;
+  const int *column_x, *column_y;
+  int row_x, row_y;
   int begin, end;
   uint32_t* out;
 };
 
 template <int kChannels>
-inline void warp_span(const WarpSpan<FixedLine>& s) {
+inline void warp_span(const WarpSpan& s) {
   for (int x = s.begin; x < s.end; ++x) {
-    const int px = s.x.at(x), py = s.y.at(x);
+    const int px = affine_coordinate(s.column_x[x], s.row_x), py = affine_coordinate(s.column_y[x], s.row_y);
     const uint8_t* at = s.patch->at(px >> kWarpBits, py >> kWarpBits, kChannels);
     const uint8_t* below = at + s.patch->pitch;
     Pixel<kChannels> pixel;
@@ -68,29 +49,6 @@ inline void warp_span(const WarpSpan<FixedLine>& s) {
           blend_fixed(at[c], at[c + kChannels], below[c], below[c + kChannels], px & kWarpFraction, py & kWarpFraction);
     }
     s.out[x] = pack_pixel(pixel);
-  }
-}
-
-template <int kChannels>
-inline void warp_span(const WarpSpan<FloatLine>& s) {
-  for (int x = s.begin; x < s.end; ++x) {
-    const float px = s.x.at(x), py = s.y.at(x), left = ::floorf(px), top = ::floorf(py);
-    const uint8_t* at = s.patch->at(static_cast<int>(left), static_cast<int>(top), kChannels);
-    const uint8_t* below = at + s.patch->pitch;
-    Pixel<kChannels> pixel;
-    for (int c = 0; c < kChannels; ++c) {
-      pixel.v[c] =
-          blend_float(at[c], at[c + kChannels], below[c], below[c + kChannels], sub_rn(px, left), sub_rn(py, top));
-    }
-    s.out[x] = pack_pixel(pixel);
-  }
-}
-
-// Columns [begin, end) of row y in float32, whatever the map and the canvas.
-template <int kChannels>
-inline void sample_float_row(const Layer& layer, int y, int begin, int end, uint32_t* row) {
-  for (int x = begin; x < end; ++x) {
-    row[x] = pack_pixel(sample_float<kChannels>(layer, float_point(layer.map, layer.warp, x, y)));
   }
 }
 
@@ -110,16 +68,14 @@ inline void plane(const uint32_t* row, int width, int shift, uint8_t* to) {
 
 // What an instruction set may replace; AVX2's are in augment_avx2.h.
 struct RowKernels {
-  void (*fixed_span3)(const WarpSpan<FixedLine>&);
-  void (*float_span3)(const WarpSpan<FloatLine>&);
-  void (*float_row3)(const Layer& layer, int y, int begin, int end, uint32_t* row);
+  void (*warp_span3)(const WarpSpan&);
   void (*recolor)(const ColorTables&, uint32_t* row, int begin, int end, bool round);
   void (*expand3)(const uint8_t* from, uint32_t* words, int count);
   void (*plane)(const uint32_t* row, int width, int shift, uint8_t* to);
 };
 
 inline RowKernels plain_row_kernels() {
-  return {warp_span<3>, warp_span<3>, sample_float_row<3>, recolor_span, expand, plane};
+  return {warp_span<3>, recolor_span, expand, plane};
 }
 
 template <int kChannels>
@@ -221,12 +177,11 @@ class AugmentPicture {
     for (int i = 0; i < layer.count; ++i) layer.patch[i] = read_layer_patch(p_, index, layer, i);
     if (layer.warp == WarpKind::kNone) return;
     layer.map = read_layer_map(p_, index, layer);
-    if (layer.warp != WarpKind::kAffine) return;
+    if (layer.warp != WarpKind::kAffine || p_.arithmetic != WarpArithmetic::kFixed) return;
     for (int i = 0; i < layer.count; ++i) {
       add_edges(edges_x_[which], layer.patch[i].x0, layer.patch[i].x1);
       add_edges(edges_y_[which], layer.patch[i].y0, layer.patch[i].y1);
     }
-    if (p_.arithmetic != WarpArithmetic::kFixed) return;
     column_x_[which].resize(words());
     column_y_[which].resize(words());
     for (int x = 0; x < p_.out.width; ++x) {
@@ -241,37 +196,17 @@ class AugmentPicture {
     if (layer.warp == WarpKind::kNone) {
       copy_row(layer, y, row);
     } else if (p_.arithmetic == WarpArithmetic::kFloat) {
-      sample_float_spans(layer, which, y, row);
+      for (int x = 0; x < width; ++x) {
+        row[x] = pack_pixel(sample_float<kChannels>(layer, float_point(layer.map, layer.warp, x, y)));
+      }
     } else if (layer.warp == WarpKind::kPerspective) {
       const int block = perspective_block(width, p_.out.height);
       for (int x = 0; x < width; ++x) {
         row[x] = pack_pixel(sample_fixed<kChannels>(layer, perspective_point(layer.map, x, y, block)));
       }
     } else {
-      const double* m = layer.map.m;
-      affine_row_spans(layer, which, y, FixedLine{column_x_[which].data(), affine_row(m[1], m[2], y)},
-                       FixedLine{column_y_[which].data(), affine_row(m[4], m[5], y)}, row);
+      affine_row_spans(layer, which, y, row);
     }
-  }
-
-  void sample_float_spans(const Layer& layer, int which, int y, uint32_t* row) {
-    const auto line = [&](int i) {
-      const double* m = layer.map.m + i;
-      const float first = fused(static_cast<float>(m[1]), static_cast<float>(y), static_cast<float>(m[2]));
-      return FloatLine{static_cast<float>(m[0]), first};
-    };
-    const FloatLine along_x = line(0), along_y = line(3);
-    const bool finite = std::isfinite(along_x.step) && std::isfinite(along_x.first) && std::isfinite(along_y.step) &&
-                        std::isfinite(along_y.first);
-    if (layer.warp == WarpKind::kAffine && finite && !layer.mask) {
-      affine_row_spans(layer, which, y, along_x, along_y, row);
-    } else {
-      sample_each(layer, y, 0, p_.out.width, row);
-    }
-  }
-
-  void sample_each(const Layer& layer, int y, int begin, int end, uint32_t* row) const {
-    (kChannels == 3 ? kernels_.float_row3 : sample_float_row<kChannels>)(layer, y, begin, end, row);
   }
 
   void copy_row(const Layer& layer, int y, uint32_t* row) {
@@ -299,72 +234,71 @@ class AugmentPicture {
 
   // Along a row each coordinate rises or falls throughout, so that it crosses an edge at most once. Between crossings
   // all squares lie alike: in one patch, in none, or across an edge.
-  template <class Line>
-  void affine_row_spans(const Layer& layer, int which, int y, const Line& along_x, const Line& along_y, uint32_t* row) {
+  void affine_row_spans(const Layer& layer, int which, int y, uint32_t* row) {
+    WarpSpan span{nullptr,
+                  column_x_[which].data(),
+                  column_y_[which].data(),
+                  affine_row(layer.map.m[1], layer.map.m[2], y),
+                  affine_row(layer.map.m[4], layer.map.m[5], y),
+                  0,
+                  0,
+                  row};
     std::vector<int>& cuts = cuts_;
     cuts.assign({0, p_.out.width});
     if (!layer.mask) {
-      add_crossings(along_x, edges_x_[which], cuts);
-      add_crossings(along_y, edges_y_[which], cuts);
+      add_crossings(span.column_x, span.row_x, edges_x_[which], cuts);
+      add_crossings(span.column_y, span.row_y, edges_y_[which], cuts);
       std::sort(cuts.begin(), cuts.end());
     }
     for (size_t i = 0; i + 1 < cuts.size(); ++i) {
-      if (cuts[i] < cuts[i + 1]) {
-        fill_span(layer, y, WarpSpan<Line>{nullptr, along_x, along_y, cuts[i], cuts[i + 1], row});
-      }
+      if (cuts[i] < cuts[i + 1]) fill_span(layer, span, cuts[i], cuts[i + 1]);
     }
   }
 
-  template <class Line>
-  void add_crossings(const Line& line, const std::vector<int>& edges, std::vector<int>& cuts) const {
-    const int first_pixel = line.pixel(0), last_pixel = line.pixel(p_.out.width - 1);
+  void add_crossings(const int* columns, int row, const std::vector<int>& edges, std::vector<int>& cuts) const {
+    const int last = p_.out.width - 1;
+    const int first_pixel = affine_coordinate(columns[0], row) >> kWarpBits;
+    const int last_pixel = affine_coordinate(columns[last], row) >> kWarpBits;
     if (first_pixel == last_pixel) return;
     for (const int edge : edges) {
-      if ((first_pixel < edge) != (last_pixel < edge)) cuts.push_back(crossing(line, edge));
+      if ((first_pixel < edge) != (last_pixel < edge)) cuts.push_back(crossing(columns, row, edge));
     }
   }
 
   // The first column whose pixel lies on the other side of `edge` than column 0's; the last column's does.
-  template <class Line>
-  int crossing(const Line& line, int edge) const {
-    const bool first = line.pixel(0) < edge;
+  int crossing(const int* columns, int row, int edge) const {
+    const auto below = [&](int x) { return affine_coordinate(columns[x], row) >> kWarpBits < edge; };
+    const bool first = below(0);
     int low = 0, high = p_.out.width - 1;
     while (high - low > 1) {
       const int middle = low + (high - low) / 2;
-      ((line.pixel(middle) < edge) == first ? low : high) = middle;
+      (below(middle) == first ? low : high) = middle;
     }
     return high;
   }
 
-  template <class Line>
-  void fill_span(const Layer& layer, int y, WarpSpan<Line> span) {
-    const int first_y = span.y.pixel(span.begin);
-    const int i = patch_of_square(layer, span.x.pixel(span.begin), first_y);
+  void fill_span(const Layer& layer, WarpSpan span, int begin, int end) {
+    const auto point = [&](int x) {
+      return WarpPoint{affine_coordinate(span.column_x[x], span.row_x),
+                       affine_coordinate(span.column_y[x], span.row_y)};
+    };
+    const WarpPoint first = point(begin);
+    const int i = patch_of_square(layer, first.x >> kWarpBits, first.y >> kWarpBits);
     if (i == -1) {
-      std::fill(span.out + span.begin, span.out + span.end, kBorderWord[kChannels == 3]);
+      std::fill(span.out + begin, span.out + end, kBorderWord[kChannels == 3]);
     } else if (i == -2) {
-      sample_span(layer, y, span);
+      for (int x = begin; x < end; ++x) span.out[x] = pack_pixel(sample_fixed<kChannels>(layer, point(x)));
     } else {
       span.patch = &layer.patch[i];
-      const int lowest = std::max(first_y, span.y.pixel(span.end - 1));
+      span.begin = begin;
+      span.end = end;
+      const int lowest = std::max(first.y, point(end - 1).y) >> kWarpBits;
       if (kChannels == 3 && !(span.patch->tight && lowest + 2 >= span.patch->y1)) {
-        fast_span(span);
+        kernels_.warp_span3(span);
       } else {
         warp_span<kChannels>(span);
       }
     }
-  }
-
-  void fast_span(const WarpSpan<FixedLine>& span) const { kernels_.fixed_span3(span); }
-  void fast_span(const WarpSpan<FloatLine>& span) const { kernels_.float_span3(span); }
-
-  void sample_span(const Layer& layer, int, const WarpSpan<FixedLine>& span) const {
-    for (int x = span.begin; x < span.end; ++x) {
-      span.out[x] = pack_pixel(sample_fixed<kChannels>(layer, WarpPoint{span.x.at(x), span.y.at(x)}));
-    }
-  }
-  void sample_span(const Layer& layer, int y, const WarpSpan<FloatLine>& span) const {
-    sample_each(layer, y, span.begin, span.end, span.out);
   }
 
   void mix_rows(uint32_t* row) {

@@ -140,7 +140,7 @@ TORCH_FASTDET_HOST_DEVICE int blend_float(int p00, int p01, int p10, int p11, fl
 #ifdef __CUDA_ARCH__
   const int rounded = __float2int_rn(value);
 #else
-  const int rounded = static_cast<int>((value + 12582912.f) - 12582912.f);  // as round_to_int() does
+  const int rounded = static_cast<int>(std::lrintf(value));
 #endif
   return rounded < 0 ? 0 : rounded > 255 ? 255 : rounded;
 }

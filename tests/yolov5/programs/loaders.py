@@ -15,11 +15,8 @@ import cv2
 import numpy as np
 import torch
 
-from torch_fastdet.loader import slots
 from torch_fastdet.ops import opencv_rules
 from torch_fastdet.yolov5 import patch, unpatch
-
-slots.SMALL = 0  # loader processes use their memory again for batches of every size
 
 prefix, folder, *chosen = sys.argv[1:]
 dataloaders = importlib.import_module(f"{prefix}utils.dataloaders")
