@@ -1,11 +1,14 @@
-"""Draws the detections of a TorchScript detector on pictures.
+"""Draws the detections of a detector on pictures: boxes, rotated boxes and masks.
 
     python -m examples.export --out build/detector --weights yolov5s.pt
     python -m examples.draw build/detector/detector.ts pictures/ --out build/drawn
+    python -m examples.draw yolo11n-seg.pt pictures/ --also yolo11n-obb.pt --out build/drawn
 
-writes a PNG of each picture into --out: a box in its class's color, with name and confidence. A picture that cannot be read, or
-whose PNG would have the name of one that is drawn (a.jpg beside a.png), is said, and the others are drawn; the exit status is 1
-then. A PNG of an earlier run is replaced; an --out where one of the pictures themselves would be is refused.
+writes a PNG of each picture into --out: a box in its class's color, with name and confidence, and what the detector knows beyond
+the box: a mask as a tint, a rotated box in place of the upright one. A detector is a detector.ts of export.py, or a model of
+Ultralytics (.pt), whose package has to be installed then. --also names further ones that look at the same pictures. A picture that
+cannot be read, or whose PNG would have the name of one that is drawn (a.jpg beside a.png), is said, and the others are drawn; the
+exit status is 1 then. A PNG of an earlier run is replaced; an --out where one of the pictures themselves would be is refused.
 """
 
 from __future__ import annotations
@@ -15,13 +18,14 @@ import colorsys
 import sys
 from pathlib import Path
 
+import numpy as np
 from PIL import Image, ImageDraw
 
 if not __package__:  # run as a file, not with -m
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from examples.command_line import existing, folder, run, usable_device
-from examples.pictures import Detection, PictureDetector, find_pictures, read
+from examples.pictures import Detection, detector_of, find_pictures, read
 
 
 def color(index: int) -> tuple[int, int, int]:
@@ -30,25 +34,43 @@ def color(index: int) -> tuple[int, int, int]:
     return round(255 * red), round(255 * green), round(255 * blue)
 
 
+def tint(picture: Image.Image, mask: np.ndarray, ink: tuple[int, int, int]) -> Image.Image:
+    """The picture with a mask's pixels halfway to a color."""
+    pixels = np.array(picture)
+    pixels[mask] = (pixels[mask].astype(np.uint16) + np.array(ink, np.uint16)) // 2
+    return Image.fromarray(pixels)
+
+
 def draw(picture: Image.Image, detections: list[Detection], names: list[str]) -> Image.Image:
-    """A copy of the picture with the detections on it, the best ones on top."""
+    """A copy of the picture with the detections on it, the best ones on top; masks lie below all boxes."""
     result = picture.convert("RGB")
+    for found in reversed(detections):
+        if found.mask is not None:
+            result = tint(result, found.mask, color(names.index(found.name)))
     canvas = ImageDraw.Draw(result)
     width = max(1, round(min(result.size) / 200))
-    for name, confidence, box in reversed(detections):
-        left, top, right, bottom = (round(x) for x in box)
-        ink = color(names.index(name))
-        canvas.rectangle((left, top, max(left, right - 1), max(top, bottom - 1)), outline=ink, width=width)
-        label = canvas.textbbox((left, top), f"{name} {confidence:.2f}", anchor="lb" if top >= 12 else "lt")
+    for found in reversed(detections):
+        left, top, right, bottom = (round(x) for x in found.box)
+        ink = color(names.index(found.name))
+        if found.corners is None:
+            canvas.rectangle((left, top, max(left, right - 1), max(top, bottom - 1)), outline=ink, width=width)
+        else:
+            points = [(x, y) for x, y in found.corners]
+            canvas.line([*points, points[0]], fill=ink, width=width)
+        text = f"{found.name} {found.confidence:.2f}"
+        label = canvas.textbbox((left, top), text, anchor="lb" if top >= 12 else "lt")
         canvas.rectangle(label, fill=ink)
-        canvas.text(label[:2], f"{name} {confidence:.2f}", fill="black", anchor="lt")
+        canvas.text(label[:2], text, fill="black", anchor="lt")
     return result
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("detector", type=existing, help="detector.ts")
+    parser.add_argument("detector", type=existing, help="detector.ts, or a .pt of Ultralytics")
     parser.add_argument("pictures", type=existing, nargs="+", help="files and folders")
+    parser.add_argument(
+        "--also", type=existing, action="append", default=[], help="a further detector; may be repeated"
+    )
     parser.add_argument("--out", type=folder, required=True, help="folder for the drawn pictures")
     parser.add_argument("--device", type=usable_device, default="cpu", help="cpu (default) or cuda")
     options = parser.parse_args()
@@ -56,7 +78,7 @@ def main() -> int:
     targets = [options.out / f"{path.stem}.png" for path in paths]
     if same := {target.resolve() for target in targets} & {path.resolve() for path in paths}:
         parser.error(f"--out is {options.out}, which would overwrite {min(same)}, but another folder is wanted")
-    detector = PictureDetector(options.detector, options.device)
+    detectors = [detector_of(path, options.device) for path in (options.detector, *options.also)]
     options.out.mkdir(parents=True, exist_ok=True)
     drawn: dict[Path, Path] = {}  # what was written -> of which picture
     failed = False
@@ -67,10 +89,14 @@ def main() -> int:
             print(f"{path}: not drawn, {why}", flush=True)
             failed = True
             continue
-        (detections,) = detector([picture])
-        draw(picture, detections, detector.names).save(target)
+        result, count = picture, 0
+        for detector in detectors:
+            (detections,) = detector([picture])
+            result = draw(result, detections, detector.names)
+            count += len(detections)
+        result.save(target)
         drawn[target] = path
-        print(f"{path}: {len(detections)} detections -> {target}", flush=True)
+        print(f"{path}: {count} detections -> {target}", flush=True)
     return int(failed)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +22,8 @@ class Detection(NamedTuple):
     name: str
     confidence: float
     box: list[float]  # left, top, right, bottom in the picture's pixels
+    corners: list[list[float]] | None = None  # of a rotated box, x and y of each; `box` is around them
+    mask: np.ndarray | None = None  # (height, width) of the picture, bool
 
 
 class PictureDetector:
@@ -39,7 +42,7 @@ class PictureDetector:
         about = json.loads(extra["detector.json"])
         self.size: int = about["size"]
         self.names: list[str] = about["names"]
-        self.device = device
+        self.device: str = device
 
     def prepare(self, picture: Image.Image) -> tuple[torch.Tensor, list[float]]:
         """The network's input (3, size, size), uint8, and how the picture was letterboxed into it."""
@@ -65,6 +68,51 @@ class PictureDetector:
             [Detection(self.names[int(row[5])], row[4], row[:4]) for row in rows[:count]]
             for rows, count in zip(detections.tolist(), counts.tolist())
         ]
+
+
+class UltralyticsDetector:
+    """A model of Ultralytics, of any task, which predicts with our operators: boxes, rotated boxes and masks."""
+
+    def __init__(self, path: str | Path, device: str = "cpu") -> None:
+        try:
+            from ultralytics import YOLO
+            from ultralytics.nn.tasks import BaseModel
+
+            from torch_fastdet import ultralytics as drop_in
+        except ImportError as error:
+            raise Unusable(f"{path} is a model of Ultralytics, whose package cannot be imported: {error}") from error
+        try:
+            self.model = YOLO(str(path))
+            if not isinstance(self.model.model, BaseModel):  # it loads any pickled module
+                raise TypeError(f"it holds a {type(self.model.model).__name__}")
+            self.names: list[str] = [self.model.names[i] for i in sorted(self.model.names)]
+        except Exception as error:  # another file can make the unpickler raise anything
+            why = f"{type(error).__name__}: {brief(error)}"
+            wanted = "a detector.ts of export.py or a model of Ultralytics"
+            raise Unusable(f"{path} is wanted as {wanted}, but does not load: {why}") from error
+        drop_in.patch(nms_optim=True, mask_optim=True, letterbox_optim=True)
+        self.device: str = device
+
+    def __call__(self, pictures: list[Image.Image]) -> list[list[Detection]]:
+        """Detections of each picture, best first."""
+        found = []
+        for picture in pictures:
+            (result,) = self.model.predict(picture, device=self.device, retina_masks=True, verbose=False)
+            found.append(list(self._detections(result)))
+        return found
+
+    def _detections(self, result: Any) -> Iterator[Detection]:
+        rotated = result.obb is not None
+        boxes = result.obb if rotated else result.boxes
+        corners = boxes.xyxyxyxy.tolist() if rotated else [None] * len(boxes)
+        masks = [None] * len(boxes) if result.masks is None else result.masks.data.cpu().numpy() > 0
+        for label, confidence, box, own_corners, mask in zip(boxes.cls, boxes.conf, boxes.xyxy, corners, masks):
+            yield Detection(self.names[int(label)], float(confidence), box.tolist(), own_corners, mask)
+
+
+def detector_of(path: str | Path, device: str = "cpu") -> PictureDetector | UltralyticsDetector:
+    """The detector in a file: of Ultralytics where its name ends with .pt, else a detector.ts of export.py."""
+    return UltralyticsDetector(path, device) if str(path).endswith(".pt") else PictureDetector(path, device)
 
 
 def read(path: Path) -> Image.Image | str:

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from examples import command_line, draw, export, serve, train_step
-from examples.pictures import PictureDetector, find_pictures, read
+from examples.pictures import Detection, PictureDetector, UltralyticsDetector, find_pictures, read
 from tests import stock
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -136,9 +136,46 @@ def test_drawing_marks_the_detections(shapes, tmp_path):
     assert f"{len(detections)} detections -> {tmp_path / picture.name}" in printed and detections
     before, after = Image.open(picture).convert("RGB"), Image.open(tmp_path / picture.name)
     assert after.size == before.size
-    name, _, (_, _, right, bottom) = detections[0]  # drawn last, so its corner lies on top
+    name, _, (_, _, right, bottom) = detections[0][:3]  # drawn last, so its corner lies on top
     corner = (min(round(right), after.width) - 1, min(round(bottom), after.height) - 1)
     assert after.getpixel(corner) == draw.color(train_step.NAMES.index(name)) != before.getpixel(corner)
+
+
+def test_drawing_masks_and_rotated_boxes():
+    picture = Image.new("RGB", (80, 60))
+    mask = np.zeros((60, 80), bool)
+    mask[20:40, 10:30] = True
+    tilted = [[50.0, 20], [60, 30], [50, 40], [40, 30]]
+    detections = [
+        Detection("bee", 0.9, [40, 20, 60, 40], corners=tilted),
+        Detection("ant", 0.8, [8, 18, 32, 42], mask=mask),
+    ]
+    drawn = draw.draw(picture, detections, ["ant", "bee"])
+    ant, bee = draw.color(0), draw.color(1)
+    assert drawn.getpixel((20, 30)) == tuple(value // 2 for value in ant)  # inside the mask
+    assert drawn.getpixel((8, 30)) == ant and drawn.getpixel((34, 30)) == (0, 0, 0)  # its box, and beside it
+    assert drawn.getpixel((45, 35)) == bee and drawn.getpixel((41, 39)) == drawn.getpixel((50, 30)) == (0, 0, 0)
+    assert picture.getpixel((20, 30)) == (0, 0, 0)
+
+
+def test_results_of_ultralytics_become_detections():
+    results = pytest.importorskip("ultralytics.engine.results")
+    image, names = np.zeros((20, 30, 3), np.uint8), {0: "ant", 1: "bee"}
+    model = UltralyticsDetector.__new__(UltralyticsDetector)
+    model.names = list(names.values())
+    masks = torch.zeros(1, 20, 30)
+    masks[:, 3:5] = 1
+    kind = {"path": "", "names": names}
+    upright = results.Results(image, boxes=torch.tensor([[1.0, 2, 9, 8, 0.75, 1]]), masks=masks, **kind)
+    (found,) = model._detections(upright)
+    assert found[:4] == ("bee", 0.75, [1, 2, 9, 8], None)
+    assert found.mask.dtype == bool and found.mask.sum() == 60 and found.mask[3:5].all()
+    rotated = results.Results(image, obb=torch.tensor([[10.0, 8, 8, 4, torch.pi / 2, 0.5, 0]]), **kind)
+    (found,) = model._detections(rotated)
+    assert found.name == "ant" and found.mask is None
+    np.testing.assert_allclose(found.box, [8, 4, 12, 12], atol=1e-4)
+    np.testing.assert_allclose(sorted(found.corners), [[8, 4], [8, 12], [12, 4], [12, 12]], atol=1e-4)
+    assert list(model._detections(results.Results(image, boxes=torch.zeros(0, 6), **kind))) == []
 
 
 def test_a_yolov5_checkpoint_is_served_with_stocks_boxes(tmp_path, no_yolov5):
