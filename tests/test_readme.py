@@ -235,6 +235,10 @@ COMMANDS = [
     (r"python -m torch_fastdet\.ultralytics", Held("tests/ultralytics/test_launcher.py", "def test_help_is_ours")),
     (r"torchrun .* -m torch_fastdet\.yolov5 .*", Held("tests/yolov5/test_launcher.py", "def test_torchrun_starts")),
     (r"python -m torch_fastdet\.golden compare .*", Held("tests/test_readme.py", "def test_golden_page")),
+    (
+        r"python -m examples\.draw yolo11n-seg\.pt .*",  # weights that the network would have to give
+        Held("tests/examples/test_examples.py", "def test_results_of_ultralytics_become_detections"),
+    ),
     (r"python -m examples\.export\b.*", Held("tests/examples/test_examples.py", 'run("examples.export"')),
     (r"python -m examples\.serve\b.*", Held("tests/examples/test_examples.py", 'run("examples.serve"')),
     (r"cmake -S tests/cpp .*", Held("Makefile", "-S tests/cpp -B $(1) -DSANITIZE=$(2)")),
