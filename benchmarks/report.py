@@ -30,6 +30,8 @@ HEADLINES = [
     ("train.py with its default options, an iteration, yolov5s, batch 16, JPEGs from disk", "train",
      "yolov5s, batch 16, train.py's default options, JPEGs from disk", "torch_fastdet"),
     ("train.py, an iteration, yolov5s, batch 16", "train", "yolov5s, batch 16, train.py", "torch_fastdet"),
+    ("train.py on two GPUs, an iteration, yolov5s, 16 images a GPU", "distributed",
+     "yolov5s, 16 a GPU, train.py, 2 GPUs", "torch_fastdet"),
     ("Ultralytics' trainer, an iteration, yolov8s, batch 16", "ultralytics", "yolov8s, batch 16", "torch_fastdet"),
     ("Ultralytics' trainer, an iteration, yolo26s, batch 16", "ultralytics", "yolo26s, batch 16", "torch_fastdet"),
     ("Training step, yolov5s, batch 16", "step", "yolov5s, batch 16, loop", "torch_fastdet TrainStep"),
@@ -48,7 +50,7 @@ HEADLINES = [
      "torch_fastdet list"),
 ]  # fmt: skip
 # Cases of HEADLINES that are newer than the results: each is left out until a run has it.
-PENDING = {"yolov8s, batch 16", "yolo26s, batch 16"}
+PENDING = {"yolov5s, 16 a GPU, train.py, 2 GPUs", "yolov8s, batch 16", "yolo26s, batch 16"}
 # What benchmarks/training_truth.py compares: its folders' names, each with a table and a picture beside it.
 TRUTHS = ("training_truth", "training_truth_small", "training_truth_yolov8n", "training_truth_yolo26n")
 # Of a results folder: what a marker stands for, and the picture that is shown below it.
