@@ -293,6 +293,7 @@ def main() -> None:
     if "train" in options.parts:
         variants = [variant for variant in options.variants if variant != "stock" or not options.no_stock]
         measure_training(report, options.gpus, options.models, options.epochs, options.pictures, variants)
+    report.plot()
 
 
 if __name__ == "__main__":
