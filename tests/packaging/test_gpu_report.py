@@ -167,6 +167,9 @@ def test_findings_of_a_sanitizer():
     }
 
 
+SERIAL = SimpleNamespace(getoption=lambda name, default: default)  # pytest without pytest-xdist
+
+
 @pytest.mark.parametrize(
     "fixtures, parameters, mark",
     [
@@ -183,10 +186,10 @@ def test_tests_are_marked_by_their_fixtures(fixtures, parameters, mark):
     marks = []
     item = SimpleNamespace(fixturenames=fixtures, add_marker=marks.append, get_closest_marker=lambda name: None)
     item.callspec = SimpleNamespace(params=parameters)
-    conftest.pytest_collection_modifyitems([item])
+    conftest.pytest_collection_modifyitems(SERIAL, [item])
     assert marks == [mark] * (mark is not None)
 
 
 def test_a_program_that_picks_the_gpu_is_not_marked_cpu():
     item = SimpleNamespace(fixturenames=["real_yolov5"], get_closest_marker={"gpu": True}.get, add_marker=pytest.fail)
-    conftest.pytest_collection_modifyitems([item])
+    conftest.pytest_collection_modifyitems(SERIAL, [item])
