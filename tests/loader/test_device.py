@@ -5,6 +5,7 @@ import torch
 
 from torch_fastdet.loader.device import DevicePictures
 from torch_fastdet.loader.memory import PictureMemory
+from torch_fastdet.loader.plan import Layer, Picture, Source, pack
 
 
 def test_pictures_first_asked_for_in_inference_mode_are_filled_outside_of_it(cuda):
@@ -15,3 +16,21 @@ def test_pictures_first_asked_for_in_inference_mode_are_filled_outside_of_it(cud
         pictures = DevicePictures(memory, torch.device("cuda", torch.cuda.current_device()))
     pictures._cache[:72].copy_(memory.tensor()[:72])
     assert (pictures._cache[:72] == 7).all()
+
+
+def test_pictures_wait_for_what_had_their_memory(cuda):
+    """The cache is made on the loop's stream, which may have work to do, and is filled on the loader's."""
+    size = 512
+    memory = PictureMemory([(size, size)], 1 << 20)
+    memory.put(0, np.full((size, size, 3), 7, dtype=np.uint8), (size, size))
+    source = Source(0, size, size)
+    plan = pack([Picture(size, size, [Layer(size, size, [(source, 0, 0, 0, 0, size, size)])])], memory)
+    before = torch.empty(memory.nbytes, dtype=torch.uint8, device="cuda")
+    torch.cuda._sleep(200_000_000)
+    before.fill_(1)
+    del before
+    pictures = DevicePictures(memory, torch.device("cuda", torch.cuda.current_device()))
+    with torch.cuda.stream(torch.cuda.Stream()):
+        batch = pictures(plan)
+    torch.cuda.synchronize()
+    assert (batch == 7).all() and (pictures._cache == 7).all()

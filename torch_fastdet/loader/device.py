@@ -51,6 +51,9 @@ class DevicePictures:
         self.device = device
         self._size = _take(memory.nbytes, device)
         self._cache = self._allocate()
+        # What streams wait for before they use the cache: its memory is free, and earlier uploads have ended.
+        self._ready = torch.cuda.Event()
+        self._ready.record(torch.cuda.current_stream(device))
         ends = memory.offsets + memory.shapes.prod(1) * CHANNELS
         self._fits = (memory.offsets >= 0) & (ends <= self._size)
         self._here = np.zeros(len(memory), dtype=bool)
@@ -70,7 +73,11 @@ class DevicePictures:
 
     def __call__(self, plan: Plan) -> torch.Tensor:
         """The pictures of a plan, uint8 (n, 3, height, width), made on the current stream."""
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_event(self._ready)
+        self._cache.record_stream(stream)  # the allocator keeps it until this batch is made
         upload = self._bring(plan)
+        self._ready.record(stream)
         placements, layers, matrices, pictures, blend, tables, masks = self._tables(plan)
         warp, lanes = ops.opencv_rules()
         return ops.image_augment(
