@@ -100,6 +100,8 @@ class FakeStream:
 
 
 _recorders: list[Recorder] = []
+# Streams whose graphs were dropped behind their replays.
+released: list[FakeStream] = []
 _stock_step = FusedStep.step
 
 
@@ -153,6 +155,7 @@ def install(monkeypatch) -> None:
         "new_pool": object,
         "new_stream": FakeStream,
         "make_backward_wait": lambda device: None,
+        "release_after_replays": released.append,
         "capture_into": _capture_into,
         "unowned": lambda tensor: tensor,
     }.items():

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.graphs import fake_gpu
 from tests.graphs.fake_gpu import GPU
 from tests.graphs.samples import HostSync, Net, images, loss_of, same_gradients, same_state, three_passes, train
 from torch_fastdet.graphs import CaptureError, GraphedModule, why_not
@@ -195,6 +196,36 @@ def test_out_of_memory_drops_graphs(gpu, where):
     for size in (48, 48, 48, 32, 32, 32):
         loss_of([graphed(images(2, 3, size, size))]).backward()
     assert graphed.graphs.shapes == [(2, 3, 48, 48), (2, 3, 32, 32)]
+
+
+@pytest.mark.parametrize("how", ["dropped", "evicted", "collected"])
+def test_graphs_are_dropped_behind_their_replays(how, monkeypatch):
+    """The allocator would unmap their memory while the current stream still replays them."""
+    fake_gpu.install(monkeypatch)
+    fake_gpu.released.clear()
+    graphed = GraphedModule(nn.Conv2d(3, 4, 3), max_graphs=1)
+    three_passes(graphed, torch.rand(1, 3, 8, 8))
+    assert graphed.graphs.shapes == [(1, 3, 8, 8)] and not fake_gpu.released
+    if how == "dropped":
+        graphed.graphs.reset()
+    elif how == "evicted":
+        three_passes(graphed, torch.rand(1, 3, 9, 9))
+    else:
+        del graphed
+        gc.collect()
+    assert len(fake_gpu.released) == 1
+
+
+def test_memory_of_graphs_in_flight_is_not_unmapped(cuda):
+    graphed = GraphedModule(nn.Conv2d(3, 8, 3).cuda())
+    x = torch.rand(2, 3, 64, 64, device="cuda")
+    three_passes(graphed, x)
+    torch.cuda._sleep(100_000_000)
+    out = graphed(x)
+    loss_of([out]).backward()
+    graphed.graphs.reset()
+    torch.cuda.empty_cache()
+    torch.cuda.synchronize()  # an illegal address would be reported here
 
 
 def test_out_of_memory_with_no_graphs(gpu):

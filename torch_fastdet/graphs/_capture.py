@@ -38,6 +38,15 @@ def new_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+def release_after_replays(stream: torch.cuda.Stream) -> None:
+    """Call this before graphs that were captured on ``stream`` are dropped.
+
+    The allocator unmaps their memory as soon as ``stream`` is idle. Their replays run on the current stream, and may not have ended.
+    """
+    if not is_capturing():
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+
+
 def make_backward_wait(device: torch.device) -> None:
     """Inside a backward pass: the stream that called ``backward()`` waits for what runs on the current one."""
     _private.make_backward_wait(torch.cuda.current_stream(device).record_event(), device)
