@@ -50,7 +50,7 @@ HEADLINES = [
      "torch_fastdet list"),
 ]  # fmt: skip
 # Cases of HEADLINES that are newer than the results: each is left out until a run has it.
-PENDING = {"yolov5s, 16 a GPU, train.py, 2 GPUs", "yolov8s, batch 16", "yolo26s, batch 16"}
+PENDING = {"yolo26s, batch 16"}
 # What benchmarks/training_truth.py compares: its folders' names, each with a table and a picture beside it.
 TRUTHS = ("training_truth", "training_truth_small", "training_truth_yolov8n", "training_truth_yolo26n")
 # Of a results folder: what a marker stands for, and the picture that is shown below it.
