@@ -102,9 +102,15 @@ def bn_act_cat(
 
     Args:
         x: tensors (N, C_i, H, W), one or more, of one dtype on one device; C_i may differ.
-        weight, bias: a (C_i,) for each of them.
-        running_mean, running_var, num_batches_tracked: one for each of them, updated in place, or an empty list.
-        momentum, eps, activation, slope: as for bn_act, the same for all parts.
+        weight: a (C_i,) for each of them.
+        bias: a (C_i,) for each of them.
+        running_mean: a (C_i,) for each of them, updated in place, or an empty list.
+        running_var: the same.
+        num_batches_tracked: one int64 for each of them, to which 1 is added, or an empty list.
+        momentum: as for bn_act, the same for all parts, as are the next three.
+        eps: added to the variance.
+        activation: "silu", "relu", "leaky_relu", "hardswish" or "identity".
+        slope: LeakyReLU's, for negative values.
         residual: of the shape and dtype of ``x[0]``, added to the first part, or None.
 
     Returns:
