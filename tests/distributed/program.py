@@ -17,6 +17,7 @@ import traceback
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from tests.graphs.samples import Detector, Net, groups_of, loss_of, some_batches
 from torch_fastdet.ema import ModelEMA
 from torch_fastdet.graphs import GraphedModule, TrainStep
 from torch_fastdet.optim import SGD, FusedStep
+from torch_fastdet.patching.ddp import GraphedDDP
 from torch_fastdet.yolov5.loss import ComputeLoss
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -232,6 +234,38 @@ def passes_without_a_backward_pass():
             wrapped(x)
             seen += train(wrapped, [x])
         results.append(seen)
+    same_as_ddp(plain, model, *results)
+
+
+def norms_that_are_frozen():
+    """The first pass that reads their statistics finds rank 0's already, and the passes behind it too."""
+    plain, batches = make(), images_of_this_rank((32,), 4)
+    model = copy.deepcopy(plain)
+    results = []
+    for wrapped in (ddp(plain), GraphedModule(model, required=True)):
+        seen = train(wrapped, batches)
+        wrapped.module.stem[1].eval()
+        results.append(seen + train(wrapped, batches))
+    same_as_ddp(plain, model, *results)
+
+
+def a_pass_of_stock_in_between():
+    """Evaluations run in DistributedDataParallel itself. This one changes a buffer, on each rank otherwise."""
+    plain, batches = make(), images_of_this_rank((32,), 3)
+    model, results = copy.deepcopy(plain), []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for net in (plain, model):
+            if net is model:
+                switch = SimpleNamespace(name="cuda_graph", has_replaced=lambda *_: False)
+                switch.replace = lambda owner, name, value, quietly: monkeypatch.setattr(owner, name, value)
+                GraphedDDP(switch).take(Used)
+            wrapped, seen = ddp(net), []
+            for x in batches:
+                seen += train(wrapped, [x])
+                wrapped.eval()
+                seen += train(wrapped, [x])
+                wrapped.train()
+            results.append(seen + train(wrapped, batches))
     same_as_ddp(plain, model, *results)
 
 
@@ -493,6 +527,8 @@ CASES = {
         a_capture_that_fails_on_one_rank,
         a_backward_pass_that_failed,
         passes_without_a_backward_pass,
+        norms_that_are_frozen,
+        a_pass_of_stock_in_between,
         models_that_differ,
         a_group_of_some_ranks,
         train_step,

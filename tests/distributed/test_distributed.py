@@ -36,6 +36,8 @@ FURTHER = (
     "parameters_that_one_rank_uses",
     "a_backward_pass_that_failed",
     "passes_without_a_backward_pass",
+    "norms_that_are_frozen",
+    "a_pass_of_stock_in_between",
     "a_group_of_some_ranks",
     "train_step_accumulates",
     "a_slow_rank",

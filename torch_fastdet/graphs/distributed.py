@@ -141,6 +141,10 @@ class BufferBroadcast:
         self._send: _Packed | _Single | None = None
         self.sent = False  # since the last forward pass
 
+    def suffices(self) -> bool:
+        """Whether the next forward pass reads nothing but what was sent: a norm that has left training mode reads its statistics."""
+        return self.sent and not any(own and not norm.training for own, norm in zip(self._own, self._norms))
+
     def __call__(self, walk: Walk) -> None:
         if walk is not self._walk:
             self._walk, self._send = walk, None
@@ -348,8 +352,8 @@ class Ranks:
     """What surrounds the passes of one model that several ranks train; DistributedDataParallel's part of the work.
 
     DistributedDataParallel sends buffers before a forward pass, while the GPU has nothing to do. Here they are sent behind the
-    gradients, while it runs the backward pass; only where no backward pass came, before the next forward pass. What a forward
-    pass of rank 0 finds in its buffers, the others find in theirs.
+    gradients, while it runs the backward pass; only where no backward pass came, or where norms were frozen since, before the
+    next forward pass.
     """
 
     def __init__(self, group: Any, broadcast_buffers: bool = True) -> None:
@@ -388,9 +392,13 @@ class Ranks:
     def before_forward(self, module: nn.Module) -> None:
         """Before a forward pass in training."""
         # The buffers are sent after a pass that averaged, as in DistributedDataParallel.
-        if self.synced and not self._buffers.sent:
+        if self.synced and not self._buffers.suffices():
             self.send_buffers(module)
         self._buffers.sent, self.synced = False, self.sync
+
+    def passed_by(self) -> None:
+        """After a pass that ran outside of here and may have changed buffers."""
+        self._buffers.sent = False
 
     def send_buffers(self, module: nn.Module) -> None:
         """Behind the gradients of a training pass."""

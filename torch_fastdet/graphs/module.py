@@ -329,8 +329,9 @@ class GraphedModule(nn.Module):
     parameter and a second backward pass find nothing.
 
     In a process group it does what DistributedDataParallel does, and takes its place: the ranks start with rank 0's parameters and
-    buffers, each forward pass in training begins with rank 0's buffers, and ``backward()`` leaves the ranks' mean gradients in
-    ``p.grad``, except inside of :meth:`no_sync`. Every rank must make as many passes as the others.
+    buffers, ``backward()`` leaves the ranks' mean gradients in ``p.grad`` and sends rank 0's buffers to the others, except inside of
+    :meth:`no_sync`. Every rank must make as many passes as the others. What changes a buffer between two training passes, an
+    evaluation or your own code, must do so on all ranks.
 
     Args:
         module: the module, on a GPU.
@@ -340,8 +341,8 @@ class GraphedModule(nn.Module):
             SyncBatchNorm, hooks); else a warning in the log says so once, and the module runs eagerly.
         say: takes one line for each capture; by default they are printed.
         process_group: the ranks that train the module together; default: the default group, where there is one.
-        broadcast_buffers: whether each forward pass in training begins with rank 0's buffers. Batch norm's running statistics,
-            which no training pass reads, stay each rank's own: validate and save on rank 0.
+        broadcast_buffers: whether rank 0's buffers are sent to the other ranks. Batch norm's running
+            statistics, which no training pass reads, stay each rank's own: validate and save on rank 0.
 
     Raises:
         RuntimeError: the ranks have different models; or ``process_group`` is given where torch.distributed is not initialised.

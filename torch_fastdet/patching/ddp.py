@@ -60,7 +60,10 @@ class GraphedDDP:
             ranks = self._ranks_of(ddp) if trains else None
             with self._around(model, ranks):
                 if ranks is None:
-                    return stock(ddp, *inputs, **kwargs)
+                    outputs = stock(ddp, *inputs, **kwargs)
+                    if (usual := self._ranks.get(ddp)) is not None:
+                        usual.passed_by()
+                    return outputs
                 return _forward(ddp, ranks, inputs, kwargs)
 
         forward.__qualname__ = f"{self._switch.name}.ddp_forward"
