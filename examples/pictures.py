@@ -70,8 +70,11 @@ class PictureDetector:
         ]
 
 
+TASKS = ("detect", "segment", "pose", "obb")
+
+
 class UltralyticsDetector:
-    """A model of Ultralytics, of any task, which predicts with our operators: boxes, rotated boxes and masks."""
+    """A model of Ultralytics that finds boxes, rotated boxes or masks, which predicts with our operators."""
 
     def __init__(self, path: str | Path, device: str = "cpu") -> None:
         try:
@@ -85,6 +88,8 @@ class UltralyticsDetector:
             self.model = YOLO(str(path))
             if not isinstance(self.model.model, BaseModel):  # it loads any pickled module
                 raise TypeError(f"it holds a {type(self.model.model).__name__}")
+            if self.model.task not in TASKS:
+                raise TypeError(f"its task is {self.model.task}, but one of {', '.join(TASKS)} is wanted")
             self.names: list[str] = [self.model.names[i] for i in sorted(self.model.names)]
         except Exception as error:  # another file can make the unpickler raise anything
             why = f"{type(error).__name__}: {brief(error)}"

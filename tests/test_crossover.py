@@ -25,6 +25,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(crossover, "_known", {})
     monkeypatch.setattr(crossover, "_machine", lambda device: "a machine")
     monkeypatch.setattr(crossover, "measure", measure)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     return measured
 
 
@@ -47,10 +48,12 @@ def test_measures_once_and_keeps_the_answer(machine, monkeypatch, capsys):
         crossover.crossover("yolo")
 
 
-@pytest.mark.parametrize("text", ["", "no json", "[1]", '{"a": 1}'])
+@pytest.mark.parametrize(
+    "text", ["", "no json", "[1]", '{"a": 1}', "[" * 100_000, *(f'{{"KEY": {v}}}' for v in ("NaN", "true", "-1"))]
+)
 def test_a_broken_file_is_measured_again(machine, text):
     crossover.cache_file().parent.mkdir()
-    crossover.cache_file().write_text(text)
+    crossover.cache_file().write_text(text.replace("KEY", crossover._key("yolov5", False, torch.device("cuda"))))
     assert crossover.crossover() == pytest.approx(1000) and len(machine) == 1
     assert list(json.loads(crossover.cache_file().read_text()).values())[-1] == pytest.approx(1000)
     assert [path.name for path in crossover.cache_file().parent.iterdir()] == ["crossover.json"]
@@ -60,7 +63,31 @@ def test_a_folder_that_cannot_be_written_is_said(machine, monkeypatch, tmp_path,
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert crossover.crossover() == pytest.approx(1000)
-    assert "cannot be written" in capsys.readouterr().out
+    assert "cannot be kept: " in capsys.readouterr().out
+    monkeypatch.setattr(crossover, "_known", {})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    crossover.cache_file().mkdir(parents=True)
+    assert crossover.crossover() == pytest.approx(1000) and "cannot be kept: " in capsys.readouterr().out
+    assert list(crossover.cache_file().parent.iterdir()) == [crossover.cache_file()]  # and no temporary file
+
+
+def test_a_machine_without_a_home_directory(machine, monkeypatch, capsys):
+    def missing(path):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(crossover.Path, "expanduser", missing)
+    assert crossover.crossover() == pytest.approx(1000)
+    assert "cannot be kept: Could not determine home directory." in capsys.readouterr().out
+
+
+def test_what_is_no_gpu_is_an_error(machine, monkeypatch):
+    with pytest.raises(ValueError, match="crossover: device is 'cpu', but an NVIDIA GPU is wanted"):
+        crossover.crossover(device="cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="crossover: this machine has none, but an NVIDIA GPU is wanted"):
+        crossover.crossover()
+    assert not machine
 
 
 def test_auto_asks_for_predictions_on_the_host_alone(machine, monkeypatch):

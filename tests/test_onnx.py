@@ -84,6 +84,16 @@ def test_a_network_needs_no_operator_of_ours(runtime, tmp_path):
         np.testing.assert_allclose(found, model(image).detach().numpy(), atol=1e-5)  # convolutions are not ours
 
 
+def test_arguments_that_torch_takes(runtime, tmp_path):
+    model, image = Network().eval(), torch.rand(1, 3, 32, 32)
+    ours.export(model, image, tmp_path / "a.onnx", dynamo=True, custom_translation_table=None)
+    (found,) = answers(runtime, tmp_path / "a.onnx", image)
+    assert found.shape == tuple(model(image).shape)
+    with pytest.raises(ValueError, match="dynamo is False, but the exporter without dynamo cannot write our operators"):
+        ours.export(model, (image,), tmp_path / "b.onnx", dynamo=False)
+    assert not (tmp_path / "b.onnx").exists()
+
+
 def test_what_has_no_exact_form_is_refused_in_a_line(runtime, tmp_path):
     from examples.export import small_detector
 

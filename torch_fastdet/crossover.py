@@ -59,22 +59,31 @@ def _read() -> dict[str, Any]:
     """The kept crossovers; none where the file does not exist, cannot be read or holds something else."""
     try:
         kept = json.loads(cache_file().read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RuntimeError):  # RuntimeError: there is no home directory; or lists nested without end
         return {}
     return kept if isinstance(kept, dict) else {}
 
 
-def _write(key: str, value: float) -> bool:
-    """Adds a crossover to the file. False where that is impossible; then each process measures for itself."""
-    path = cache_file()
+def _is_crossover(kept: Any) -> bool:
+    return kept is None or (isinstance(kept, (int, float)) and not isinstance(kept, bool) and kept >= 0)
+
+
+def _write(key: str, value: float) -> str:
+    """Adds a crossover to the file, and says where it is. Where that is impossible each process measures for itself."""
+    name = None
     try:
+        path = cache_file()
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            name = file.name
             json.dump(_read() | {key: value if value < float("inf") else None}, file, indent=1)
-        os.replace(file.name, path)  # so that another process reads the old file or the new one
-    except OSError:
-        return False
-    return True
+        os.replace(name, path)  # so that another process reads the old file or the new one
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
+        if name is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+        return f"cannot be kept: {error}"
+    return f"kept in {path}"
 
 
 def _prediction(layout: str, many: bool, images: int, anchors: int) -> Tensor:
@@ -144,20 +153,23 @@ def crossover(layout: str = "yolov5", many: bool = False, device: torch.device |
         0 where the GPU is always faster, infinity where it is not at any measured size.
 
     Raises:
-        ValueError: another layout.
+        ValueError: another layout, or a device that is no GPU of this machine.
     """
     if layout not in ("yolov5", "ultralytics"):
         raise ValueError(f"crossover: layout is {layout!r}, but 'yolov5' or 'ultralytics' is wanted")
     device = torch.device(device)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        found = "this machine has none" if device.type == "cuda" else f"device is {str(device)!r}"
+        raise ValueError(f"crossover: {found}, but an NVIDIA GPU is wanted")
     key = _key(layout, many, device)
     with _lock:
         if key not in _known:
             kept = _read().get(key, "none")
-            if kept is None or isinstance(kept, (int, float)):
+            if _is_crossover(kept):
                 _known[key] = float("inf") if kept is None else float(kept)
             else:
                 _known[key] = _where_it_crosses(measure(layout, many, device))
-                where = f"kept in {cache_file()}" if _write(key, _known[key]) else f"{cache_file()} cannot be written"
+                where = _write(key, _known[key])
                 what = {0.0: "at every size", float("inf"): "at no size that was tried"}.get(
                     _known[key], f"from {_known[key]:,.0f} numbers on"
                 )

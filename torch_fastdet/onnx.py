@@ -87,7 +87,7 @@ def _refuse_others(program: torch.export.ExportedProgram, known: Mapping[Callabl
 
 def export(
     model: nn.Module | torch.export.ExportedProgram,
-    args: Sequence[Any] = (),
+    args: Sequence[Any] | torch.Tensor = (),
     file: str | PathLike[str] | None = None,
     **options: Any,
 ) -> torch.onnx.ONNXProgram:
@@ -98,7 +98,7 @@ def export(
 
     Args:
         model: A module, or what ``torch.export.export`` made of one.
-        args: Example inputs, as ``torch.export.export`` takes them; not used for an exported program.
+        args: Example inputs in a tuple, or the only one; not used for an exported program.
         file: Where to write the model; None writes no file.
         options: ``dynamic_shapes``, ``kwargs`` and ``strict`` are ``torch.export.export``'s, the others ``torch.onnx.export``'s.
 
@@ -106,18 +106,22 @@ def export(
         The ONNX program.
 
     Raises:
-        ValueError: The model calls an operator of ours that has no exact ONNX form.
+        ValueError: The model calls an operator of ours that has no exact ONNX form; or ``dynamo=False``.
         ImportError: onnxscript is not installed.
     """
+    if not options.pop("dynamo", True):
+        raise ValueError(
+            "torch_fastdet.onnx.export: dynamo is False, but the exporter without dynamo cannot write our operators"
+        )
     table = translations()
     own = {name: options.pop(name) for name in ("dynamic_shapes", "kwargs", "strict") if name in options}
     if isinstance(model, torch.export.ExportedProgram):
         program = model
     else:
         with torch.no_grad():
-            program = torch.export.export(model, tuple(args), **own)
+            program = torch.export.export(model, (args,) if isinstance(args, torch.Tensor) else tuple(args), **own)
     _refuse_others(program, table)
-    table |= options.pop("custom_translation_table", {})
+    table |= options.pop("custom_translation_table", None) or {}
     given = {"opset_version": OPSET, "verbose": False, **options}
     written = torch.onnx.export(program, (), file, dynamo=True, custom_translation_table=table, **given)
     assert written is not None  # only the exporter without dynamo gives None

@@ -340,6 +340,16 @@ def test_serve_takes_standard_input_alone(files, detector, capsys, monkeypatch):
     assert "pictures are - picture.png, but either - alone or files and folders are wanted" in said
 
 
+def test_a_model_of_ultralytics_that_finds_no_boxes_is_refused(tmp_path):
+    ultralytics = pytest.importorskip("ultralytics")
+    from examples.command_line import Unusable
+    from examples.pictures import UltralyticsDetector
+
+    ultralytics.YOLO("yolov8n-cls.yaml").save(str(tmp_path / "cls.pt"))
+    with pytest.raises(Unusable, match="its task is classify, but one of detect, segment, pose, obb is wanted"):
+        UltralyticsDetector(tmp_path / "cls.pt")
+
+
 def test_a_telephones_picture_is_read_upright(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6  # Orientation: it lies on its side
