@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
@@ -10,13 +11,18 @@ import torch
 from torch_fastdet.loader import ahead
 from torch_fastdet.loader.ahead import DEPTH, Ahead
 
+# The streams on which batches were made.
+recorded: list = []
+
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch):
-    event = SimpleNamespace(record=lambda stream: None)
+    recorded.clear()
+    monkeypatch.setattr(ahead, "_idle", defaultdict(list))
+    event = SimpleNamespace(record=recorded.append)
     cuda = SimpleNamespace(
         set_device=lambda device: None,
-        Stream=lambda device: None,
+        Stream=lambda device: object(),
         stream=lambda stream: contextlib.nullcontext(),
         Event=lambda: event,
         current_stream=lambda device: SimpleNamespace(wait_event=lambda event: None),
@@ -91,3 +97,16 @@ def test_ends_as_its_source_does(limited):
         with pytest.raises(ValueError, match="batch 1"):
             next(failing)
     failing.close()
+
+
+def test_streams_are_used_again():
+    """Torch has 32 of them, and one that is captured must not be a loader's."""
+    for _ in range(3):
+        assert list(made(Source(end=1), limited=False)) == [{"number": 1}]
+    assert len(set(recorded)) == 1
+    both = [made(Source(), limited=False) for _ in range(2)]
+    for batches in both:
+        numbers(batches, 1)
+    assert len(set(recorded)) == 2
+    for batches in both:
+        batches.close()

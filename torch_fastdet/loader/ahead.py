@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import queue
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +18,9 @@ import torch
 DEPTH = 2
 
 _running: weakref.WeakSet[Ahead] = weakref.WeakSet()
+# Streams of threads that have ended, for those that begin. Torch hands out 32 streams in turn: if each took a new one, one of
+# them would soon be the stream of a graph's capture, and what the thread launches then would become part of the graph.
+_idle: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
 
 
 class Ahead:
@@ -113,8 +118,7 @@ def _work(
 
     try:
         torch.cuda.set_device(device)
-        stream = torch.cuda.Stream(device)
-        with torch.cuda.stream(stream):
+        with _stream(device) as stream:
             while may_go_on():
                 batch = finish(next(source))
                 event = torch.cuda.Event()
@@ -125,6 +129,19 @@ def _work(
         put((None, None, StopIteration()))
     except BaseException as error:  # the loop raises it
         put((None, None, error))
+
+
+@contextlib.contextmanager
+def _stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
+    try:
+        stream = _idle[device].pop()
+    except IndexError:
+        stream = torch.cuda.Stream(device)
+    try:
+        with torch.cuda.stream(stream):
+            yield stream
+    finally:
+        _idle[device].append(stream)
 
 
 @atexit.register

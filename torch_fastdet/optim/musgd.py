@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -158,7 +159,7 @@ class _Muon:
         if self._source.is_cuda and torch.cuda.is_current_stream_capturing():
             # Small batches leave most of the GPU idle: let several run at a time.
             current = torch.cuda.current_stream(self._source.device)
-            streams = [torch.cuda.Stream(self._source.device) for _ in range(min(STREAMS, len(self.batches)))]
+            streams = _side_streams(self._source.device)[: len(self.batches)]
             for stream in streams:
                 stream.wait_stream(current)
             for turn, batch in enumerate(self.batches):
@@ -169,6 +170,12 @@ class _Muon:
         else:
             for batch in self.batches:
                 batch.orthogonalize()
+
+
+@functools.cache
+def _side_streams(device: torch.device) -> list[torch.cuda.Stream]:
+    """The same for every capture: torch hands out 32 streams in turn, and others would soon be those of a loader's thread."""
+    return [torch.cuda.Stream(device) for _ in range(STREAMS)]
 
 
 def _pieces(params: list[Tensor]) -> list[_Piece]:
