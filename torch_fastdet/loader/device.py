@@ -66,10 +66,12 @@ class DevicePictures:
         return self._size
 
     def __del__(self) -> None:
-        for chunk, pinned in getattr(self, "_pinned", {}).items():
-            if pinned:
-                torch.cuda.cudart().cudaHostUnregister(self._host.data_ptr() + chunk * CHUNK)
         _give_back(getattr(self, "_size", 0))
+        pinned = [chunk for chunk, pinned in getattr(self, "_pinned", {}).items() if pinned]
+        if pinned:
+            self._ready.synchronize()  # copies from there may still be on their way
+        for chunk in pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._host.data_ptr() + chunk * CHUNK)
 
     def __call__(self, plan: Plan) -> torch.Tensor:
         """The pictures of a plan, uint8 (n, 3, height, width), made on the current stream."""
