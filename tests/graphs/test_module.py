@@ -228,6 +228,22 @@ def test_memory_of_graphs_in_flight_is_not_unmapped(cuda):
     torch.cuda.synchronize()  # an illegal address would be reported here
 
 
+def test_captures_wait_before_memory_is_unmapped(cuda):
+    """A capture empties the allocator's cache, in which memory of dropped graphs may be that another stream replays."""
+    first, second = (GraphedModule(nn.Conv2d(3, 8, 3).cuda()) for _ in range(2))
+    x = torch.rand(2, 3, 64, 64, device="cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        three_passes(first, x)
+        torch.cuda._sleep(200_000_000)
+        loss_of(first(x)).backward()
+    del first
+    gc.collect()
+    three_passes(second, x)
+    torch.cuda.synchronize()  # an illegal address would be reported here
+
+
 def test_out_of_memory_with_no_graphs(gpu):
     model = OutOfMemory().to(GPU.device)
     graphed = GraphedModule(model)

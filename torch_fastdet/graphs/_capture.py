@@ -70,8 +70,8 @@ def capture_into(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stre
         # Under use_deterministic_algorithms, which train.py sets, new tensors are filled with NaN. No operator reads
         # that, but each replay would write it: over all activations, and over what came into the graph's input.
         deterministic.fill_uninitialized_memory = False
+        torch.cuda.synchronize(device)  # before memory is unmapped, on which another stream may be working
         torch.cuda.empty_cache()  # what eager steps have cached cannot serve a graph's pool
-        torch.cuda.synchronize(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream), _private.growing_segments(device):
             try:
