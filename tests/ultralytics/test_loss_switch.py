@@ -19,6 +19,7 @@ import ultralytics.utils.loss as stock_loss
 import ultralytics.utils.tal as tal
 from ultralytics.cfg import get_cfg
 
+from tests.conftest import cuda_missing
 from torch_fastdet.ultralytics import SwitchError, patch, unpatch
 from torch_fastdet.ultralytics import loss as ours_module
 from torch_fastdet.ultralytics.switches import loss_optim
@@ -357,6 +358,17 @@ def test_class_index_that_the_model_does_not_have(models):
     batch["cls"][3] = 4
     with pytest.raises(ValueError, match=r"v8_loss: targets row 3, column 1 \(class\) is 4, but a class index below"):
         OURS(model)(outputs(model, batch), batch)
+
+
+@pytest.mark.parametrize("place", ["cpu", pytest.param("0", marks=pytest.mark.gpu)])
+def test_bad_rows_in_the_last_iterations_are_raised(place, program, digits, tmp_path):
+    """On a GPU errors are late, and behind the last iteration no call of the loss follows."""
+    if place != "cpu" and (reason := cuda_missing()):
+        pytest.skip(reason)
+    ran = program("late_errors.py", digits, tmp_path, "--device", place)
+    for where, calls in (("train", {"train": 2, "val": 0}), ("val", {"train": 2, "val": 1})):
+        assert (ran[where]["error"] or "").startswith("v8_loss: targets row 0, column 1 (class) is not a class index")
+        assert {kind: ran[where]["calls"][kind] for kind in calls} == calls, "it is the last iteration"
 
 
 def test_packed_targets_for_graphs(models):

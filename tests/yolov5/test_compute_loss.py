@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests import late_gpu
+from torch_fastdet._deferred import DeferredStatus
 from torch_fastdet.yolov5.loss import ComputeLoss
 
 ANCHORS = {
@@ -261,6 +263,31 @@ def test_bad_row_is_told_by_a_later_call(cuda):
     compute(heads, bad)[0].backward()
     torch.cuda.synchronize()
     with pytest.raises(ValueError, match="row 2, column 1"):
+        compute(heads, targets)
+
+
+def test_calls_without_gradients_wait_for_what_was_bad(monkeypatch):
+    """Validation, which comes behind the last iteration of a training."""
+    late_gpu.install(monkeypatch)
+    model = Model()
+    compute = ComputeLoss(model)
+    heads, targets = make_heads(model, 2, 64), make_targets(4, 2, 5).as_subclass(late_gpu.OnGpu)
+    bad = [True, False]
+    compute._checks = DeferredStatus(lambda status, rows: "a bad row" if bad.pop(0) else None)
+    compute(heads, targets)
+    with torch.no_grad(), pytest.raises(ValueError, match="a bad row"):
+        compute(heads, targets)
+    compute.check()
+    assert not bad
+
+
+def test_bad_row_without_gradients_is_told_at_once(cuda):
+    model = Model(device=cuda)
+    compute = ComputeLoss(model)
+    heads, targets = make_heads(model, 2, 64), make_targets(4, 2, 5, cuda)
+    targets[2, 1] = 9
+    torch.cuda._sleep(1_000_000_000)
+    with torch.inference_mode(), pytest.raises(ValueError, match="row 2, column 1"):
         compute(heads, targets)
 
 

@@ -79,7 +79,7 @@ class _State:
             self.ignored.add_(status[:3:2])
         else:
             self.checks.add(status, rows)
-            self.checks.raise_arrived()
+            self.checks.raise_arrived(wait=not torch.is_grad_enabled())
 
 
 class _ByName:
@@ -124,7 +124,8 @@ class _DetectionLoss(_Criterion):
 
     A class index that the model does not have raises ValueError with its row: on the CPU at once; on a GPU, where waiting for the
     result would stall the step, at the end of the call if the GPU has got there, else in a later call or in :meth:`check`, which
-    waits. In a CUDA graph such rows are ignored and counted in :attr:`ignored_targets`.
+    waits. Calls without gradients (validation) wait as well, and so does :meth:`update`, which the trainer calls at the end of each
+    epoch. In a CUDA graph such rows are ignored and counted in :attr:`ignored_targets`.
 
     For :class:`torch_fastdet.graphs.TrainStep`, ``batch`` may be a tensor (n, 6) of image, class, x, y, w, h, of which the first
     ``num_targets`` rows are in use; the items come as a tensor (3) then. A captured graph follows the gains and the assigner's
@@ -291,6 +292,10 @@ class _DetectionLoss(_Criterion):
                 "the last check; give targets more rows (and capture graphs again)"
             )
 
+    def update(self) -> None:
+        """The trainer calls this at the end of each epoch, if a criterion has it: :meth:`check`."""
+        self.check()
+
 
 class _E2ELoss(_Criterion):
     """Ultralytics' ``E2ELoss``: two branches of :class:`v8DetectionLoss`, whose weights live on the device.
@@ -349,6 +354,11 @@ class _E2ELoss(_Criterion):
         """Wait for the losses computed so far; raise ValueError if the targets of one had a bad row."""
         for branch in self._branches() or ():
             branch.check()
+
+    def update(self) -> None:
+        """Stock's method, which the trainer calls at the end of each epoch, after :meth:`check`."""
+        self.check()
+        super().update()  # type: ignore[misc]
 
 
 def packed_targets(batch: dict[str, Any], device: torch.device) -> torch.Tensor:

@@ -49,7 +49,7 @@ class ComputeLoss:
 
     A bad row of targets raises ValueError with its row and column: on the CPU at once; on a GPU, where waiting for the
     result would stall the step, at the end of the call if the GPU has got there, else in a later call or in
-    :meth:`check`, which waits. In a CUDA graph, and inside of :meth:`counting`, such rows are ignored and counted in
+    :meth:`check`, which waits. Calls without gradients (validation) wait as well. In a CUDA graph, and inside of :meth:`counting`, such rows are ignored and counted in
     :attr:`ignored_targets`. A ``num_targets`` below 0 or beyond the rows of targets is such an error too; in a graph,
     :meth:`check` raises it.
     """
@@ -187,7 +187,7 @@ class ComputeLoss:
             self._ignored.add_(owner[-4::2])  # status[0] and status[2]
         elif targets.is_cuda:
             self._checks.add(owner[-4:], targets.shape[0])
-            self._checks.raise_arrived()
+            self._checks.raise_arrived(wait=not torch.is_grad_enabled())
         return loss, items
 
     def _balance_on(self, device: torch.device) -> torch.Tensor:

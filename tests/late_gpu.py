@@ -1,0 +1,34 @@
+"""A GPU that is always behind, on the CPU: what a loss reports arrives when somebody waits for it."""
+
+from types import SimpleNamespace
+
+import torch
+
+from torch_fastdet import _deferred
+
+
+class Event:
+    def record(self, stream):
+        self.waited_for = False
+
+    def query(self):
+        return self.waited_for
+
+    def synchronize(self):
+        self.waited_for = True
+
+
+class OnGpu(torch.Tensor):
+    """Says that it is on a GPU."""
+
+    is_cuda = True
+
+
+def install(monkeypatch):
+    stand_in = SimpleNamespace(
+        inference_mode=torch.inference_mode,
+        empty=lambda shape, dtype, pin_memory: torch.empty(shape, dtype=dtype),
+        cuda=SimpleNamespace(Event=Event, current_stream=lambda device: None),
+    )
+    monkeypatch.setattr(_deferred, "torch", stand_in)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
