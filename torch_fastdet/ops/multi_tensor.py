@@ -46,10 +46,30 @@ def multi_tensor_ema_(averages: List[Tensor], values: List[Tensor], decay: Union
         torch.ops.torch_fastdet.multi_tensor_ema_(averages, values, decay)
 
 
-def _on_device(value: float, params: List[Tensor]) -> Tensor:  # noqa: UP006
+def _on_device(value: Union[float, Tensor], params: List[Tensor]) -> Tensor:  # noqa: UP006, UP007
+    if isinstance(value, Tensor):
+        return value
     return torch.full(
         [], value, dtype=torch.float64, device=params[0].device if len(params) > 0 else torch.device("cpu")
     )
+
+
+def _needed_buffers(
+    params: List[Tensor],  # noqa: UP006
+    momentum_buffers: List[Tensor],  # noqa: UP006
+    momentum: Union[float, Tensor],  # noqa: UP007
+) -> List[Tensor]:  # noqa: UP006
+    """``momentum_buffers``, or an empty list where ``momentum`` is the number 0."""
+    given = "a tensor"
+    if not isinstance(momentum, Tensor):
+        if momentum == 0.0:
+            return momentum_buffers[:0]
+        given = str(momentum)
+    if len(momentum_buffers) == 0 and len(params) > 0:
+        raise RuntimeError(
+            f"multi_tensor_sgd_: momentum is {given}, but momentum_buffers is empty; one buffer for each tensor of params is wanted"
+        )
+    return momentum_buffers
 
 
 def multi_tensor_sgd_(
@@ -96,28 +116,12 @@ def multi_tensor_sgd_(
         check_optional_tensor("multi_tensor_sgd_", "found_inf", found_inf)
     if isinstance(lr, Tensor) or isinstance(momentum, Tensor):
         # The overload takes both as tensors.
-        if isinstance(lr, Tensor):
-            lr_tensor = lr
-        else:
-            lr_tensor = _on_device(lr, params)
-        wants_buffers = True
-        if isinstance(momentum, Tensor):
-            momentum_tensor, given = momentum, "a tensor"
-        else:
-            momentum_tensor, given = _on_device(momentum, params), str(momentum)
-            wants_buffers = momentum != 0.0
-        if not wants_buffers:
-            momentum_buffers = momentum_buffers[:0]
-        elif len(momentum_buffers) == 0 and len(params) > 0:
-            raise RuntimeError(
-                f"multi_tensor_sgd_: momentum is {given}, but momentum_buffers is empty; one buffer for each tensor of params is wanted"
-            )
         torch.ops.torch_fastdet.multi_tensor_sgd_(
             params,
             grads,
-            momentum_buffers,
-            lr_tensor,
-            momentum_tensor,
+            _needed_buffers(params, momentum_buffers, momentum),
+            _on_device(lr, params),
+            _on_device(momentum, params),
             dampening,
             weight_decay,
             nesterov,

@@ -473,14 +473,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   }
 }
 
-template <typename T, int kVector>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
-    bn_act_backward(const __grid_constant__ BnActBackwardParams p) {
-  using A = arithmetic_t<T>;
-  constexpr bool kHalf = sizeof(T) == 2;
-  __shared__ BlockSums<A, kVector> sums;
-  __shared__ Coefficients<A> coefficients;
-  const Place place(p.plan);
+// From the partials of pass 1: the gradients of the parameters, and what pass 2 reads of each channel of the block's
+// slice into `coefficients`.
+template <typename A, int kVector>
+__device__ __forceinline__ void merge_gradients(const BnActBackwardParams& p, const Place& place,
+                                                BlockSums<A, kVector>& sums, Coefficients<A>& coefficients) {
   const int channels = p.plan.slice_channels, groups = p.plan.groups;
   const int group = threadIdx.x / static_cast<unsigned>(channels), c = threadIdx.x - group * channels;
   Pair<A> sum =
@@ -505,6 +502,17 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       store_vector(p.grad_bias, channel, sum.first);
     }
   }
+}
+
+template <typename T, int kVector>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    bn_act_backward(const __grid_constant__ BnActBackwardParams p) {
+  using A = arithmetic_t<T>;
+  constexpr bool kHalf = sizeof(T) == 2;
+  __shared__ BlockSums<A, kVector> sums;
+  __shared__ Coefficients<A> coefficients;
+  const Place place(p.plan);
+  merge_gradients(p, place, sums, coefficients);
   __syncthreads();
   if (!place.active) return;
   A mean[kVector], scale[kVector], shift[kVector], mean_dz[kVector], slope_dz[kVector];
