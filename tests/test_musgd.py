@@ -263,13 +263,13 @@ def test_replays_are_steps(cuda):
 def test_all_captures_take_the_same_streams(monkeypatch):
     """Torch has 32: if each capture took others, it would soon take one on which a loader's thread is working."""
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
-    musgd._side_streams.cache_clear()
+    musgd._capture_streams.cache_clear()
     try:
-        first, again = (musgd._side_streams(torch.device("cuda", 0)) for _ in range(2))
-        assert len(set(first)) == musgd.STREAMS and first == again
-        assert not set(first) & set(musgd._side_streams(torch.device("cuda", 1)))
+        first, again = (musgd._capture_streams(torch.device("cuda", 0)) for _ in range(2))
+        assert len(set(first)) == musgd.STREAMS + 1 and first == again
+        assert not set(first) & set(musgd._capture_streams(torch.device("cuda", 1)))
     finally:
-        musgd._side_streams.cache_clear()
+        musgd._capture_streams.cache_clear()
 
 
 def test_without_private_functions_of_torch(monkeypatch):

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torch_fastdet import _private
+from torch_fastdet import _graph, _private
 from torch_fastdet.graphs import _capture
 from torch_fastdet.optim import FusedStep
 
@@ -100,20 +100,39 @@ class FakeStream:
 
 
 _recorders: list[Recorder] = []
-# Streams whose graphs were dropped behind their replays.
-released: list[FakeStream] = []
+# Pools of captures that failed: torch takes no further one there.
+_failed_pools: set[object] = set()
+STREAM = FakeStream(torch.device("cpu"))
+_current = [STREAM]
+# The streams of the last replays of graphs that were dropped.
+awaited: list[FakeStream] = []
+
+
+@contextlib.contextmanager
+def on(stream: FakeStream):
+    """The current stream, in all threads."""
+    _current.append(stream)
+    try:
+        yield
+    finally:
+        _current.pop()
+
+
 _stock_step = FusedStep.step
 
 
 @contextlib.contextmanager
 def _capture_into(graph, pool, stream):
     assert pool is not None and stream is not None
+    if pool in _failed_pools:
+        raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
     recorder = Recorder(graph)
     _recorders.append(recorder)
     try:
         with recorder:
             yield
     except BaseException:
+        _failed_pools.add(pool)
         graph.calls.clear()
         raise
     finally:
@@ -151,15 +170,17 @@ def install(monkeypatch) -> None:
     for name, fake in {
         "on_gpu": lambda tensor: True,
         "is_capturing": lambda: bool(_recorders),
-        "new_graph": FakeGraph,
         "new_pool": object,
         "new_stream": FakeStream,
         "make_backward_wait": lambda device: None,
-        "release_after_replays": released.append,
+        "read_on": lambda tensors, stream: None,
         "capture_into": _capture_into,
         "unowned": lambda tensor: tensor,
     }.items():
         monkeypatch.setattr(_capture, name, fake)
+    monkeypatch.setattr(_graph, "new_cuda_graph", FakeGraph)
+    monkeypatch.setattr(_graph, "current_stream", lambda device: _current[-1])
+    monkeypatch.setattr(_graph, "let_wait", lambda streams, stream: awaited.append(stream))
     monkeypatch.setattr(_private, "pool_bytes", lambda pool: 0 if pool is None else 1)
     monkeypatch.setattr(FusedStep, "step", _fused_step)
 

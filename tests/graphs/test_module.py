@@ -6,6 +6,7 @@ import io
 import pickle
 import subprocess
 import sys
+import threading
 import weakref
 
 import pytest
@@ -198,14 +199,22 @@ def test_out_of_memory_drops_graphs(gpu, where):
     assert graphed.graphs.shapes == [(2, 3, 48, 48), (2, 3, 32, 32)]
 
 
-@pytest.mark.parametrize("how", ["dropped", "evicted", "collected"])
+@pytest.mark.parametrize("how", ["dropped", "evicted", "collected", "pending"])
 def test_graphs_are_dropped_behind_their_replays(how, monkeypatch):
-    """The allocator would unmap their memory while the current stream still replays them."""
+    """The allocator would unmap their memory while a stream still replays them; that is not the current one in each case."""
     fake_gpu.install(monkeypatch)
-    fake_gpu.released.clear()
-    graphed = GraphedModule(nn.Conv2d(3, 4, 3), max_graphs=1)
-    three_passes(graphed, torch.rand(1, 3, 8, 8))
-    assert graphed.graphs.shapes == [(1, 3, 8, 8)] and not fake_gpu.released
+    fake_gpu.awaited.clear()
+    graphed, stream = GraphedModule(nn.Conv2d(3, 4, 3), max_graphs=1), fake_gpu.FakeStream(torch.device("cpu"))
+    with fake_gpu.on(stream):
+        three_passes(graphed, torch.rand(1, 3, 8, 8))
+        pending = loss_of([graphed(torch.rand(1, 3, 8, 8))])
+    assert graphed.graphs.shapes == [(1, 3, 8, 8)] and not fake_gpu.awaited
+    if how == "pending":  # autograd keeps the graphs for a backward pass
+        graphed.graphs.reset()
+        assert not fake_gpu.awaited
+        with fake_gpu.on(stream):
+            pending.backward()
+    del pending
     if how == "dropped":
         graphed.graphs.reset()
     elif how == "evicted":
@@ -213,7 +222,7 @@ def test_graphs_are_dropped_behind_their_replays(how, monkeypatch):
     else:
         del graphed
         gc.collect()
-    assert len(fake_gpu.released) == 1
+    assert fake_gpu.awaited == [stream] * 2  # forward and backward
 
 
 def test_memory_of_graphs_in_flight_is_not_unmapped(cuda):
@@ -226,6 +235,32 @@ def test_memory_of_graphs_in_flight_is_not_unmapped(cuda):
     graphed.graphs.reset()
     torch.cuda.empty_cache()
     torch.cuda.synchronize()  # an illegal address would be reported here
+
+
+@pytest.mark.parametrize("how", ["reset", "pending", "output"])
+def test_memory_of_graphs_in_flight_on_another_stream_is_not_unmapped(cuda, how):
+    graphed = GraphedModule(nn.Conv2d(3, 8, 3).cuda())
+    x = torch.rand(2, 3, 64, 64, device="cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        three_passes(graphed, x)
+        torch.cuda._sleep(200_000_000)
+        out = graphed(x)
+        loss = loss_of([out])
+        if how == "pending":
+            graphed.graphs.reset()
+        elif how == "output":
+            graphed.graphs.reset()
+            torch.cuda._sleep(200_000_000)
+            kept = out * 2
+        loss.backward()
+    del out, loss
+    thread = threading.Thread(target=lambda: (graphed.graphs.reset(), gc.collect(), torch.cuda.empty_cache()))
+    thread.start()
+    thread.join()
+    torch.cuda.synchronize()  # an illegal address would be reported here
+    assert how != "output" or kept.isfinite().all()
 
 
 def test_captures_wait_before_memory_is_unmapped(cuda):

@@ -546,6 +546,24 @@ def test_train_step_errors(gpu):
         step(images, targets)
 
 
+def test_train_step_goes_on_after_a_capture_that_failed(gpu):
+    """Beside a graph that was captured before: their pool cannot be captured into again."""
+    model = Detector().to_device()
+    loss_of_batch, optimizer, scaler, ema = make_training(model)
+    step = TrainStep(model, loss_of_batch, optimizer, scaler, ema)
+    small, large = some_batches(2, sizes=(64, 96))
+    for _ in range(3):
+        step(*small)
+    model.stem.append(HostSync())
+    step(*large)
+    with pytest.raises(CaptureError, match="HostSync"):
+        step(*large)
+    del model.stem[-1]
+    for batch in (large, small, large, small, large, small):
+        assert step(*batch).isfinite().all()
+    assert step.memory()["graphs"] == 2
+
+
 class SeesHooks(nn.Module):
     """Notes in each call whether its part has hooks: bn_act_optim leaves such a part to stock."""
 

@@ -1,14 +1,14 @@
 """One capture: what surrounds it, and the memory that it reads and writes.
 
-The rest of the package reaches CUDA through the functions at the top, by way of this module
-(``_capture.new_graph()``), so that ``tests/graphs/fake_gpu.py`` can put others in their place.
+The rest of the package reaches CUDA through the functions at the top and those of ``_graph.py``, by way of these modules
+(``_capture.new_pool()``), so that ``tests/graphs/fake_gpu.py`` can put others in their place.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -26,10 +26,6 @@ def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def new_graph() -> torch.cuda.CUDAGraph:
-    return torch.cuda.CUDAGraph()
-
-
 def new_pool() -> Any:
     return torch.cuda.graph_pool_handle()
 
@@ -38,13 +34,10 @@ def new_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def release_after_replays(stream: torch.cuda.Stream) -> None:
-    """Call this before graphs that were captured on ``stream`` are dropped.
-
-    The allocator unmaps their memory as soon as ``stream`` is idle. Their replays run on the current stream, and may not have ended.
-    """
-    if not is_capturing():
-        stream.wait_stream(torch.cuda.current_stream(stream.device))
+def read_on(tensors: Iterable[torch.Tensor], stream: torch.cuda.Stream) -> None:
+    """Tell the allocator that these tensors of a graph are read on ``stream``: whoever has them may drop them before that ends."""
+    for tensor in tensors:
+        tensor.record_stream(stream)
 
 
 def make_backward_wait(device: torch.device) -> None:
@@ -89,8 +82,15 @@ def capture_into(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stre
     torch.cuda.current_stream(device).wait_stream(stream)
 
 
+# Torch's allocator of pinned memory asks them at each allocation whether they are capturing.
+_abandoned: list[torch.cuda.CUDAGraph] = []
+
+
 def _abandon(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> None:
-    """End a capture that failed. capture_end() fails too, and skips what it does after that; do it here."""
+    """End a capture that failed. capture_end() fails too, and skips what it does after that; do it here.
+
+    What it would do for pinned memory cannot be done here: no capture can have ``pool`` again.
+    """
     try:
         graph.capture_end()
     except RuntimeError:
@@ -98,6 +98,7 @@ def _abandon(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> No
             graph.pool()  # the capture itself had ended, so the graph gives its pool back
             return
         _private.release_failed_capture(device, pool)
+        _abandoned.append(graph)
 
 
 class _Bytes:

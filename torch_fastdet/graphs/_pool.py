@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Generic, TypeVar
@@ -72,18 +71,8 @@ class GraphPool(Generic[G]):
         """Device memory that the allocator holds for the graphs."""
         return _private.pool_bytes(self.handle)
 
-    def __del__(self) -> None:
-        # In a process that was forked there is no CUDA, and at the interpreter's end perhaps no module.
-        with contextlib.suppress(Exception):
-            self._release_after_replays()
-
-    def _release_after_replays(self) -> None:
-        if self._graphs and self._stream is not None:
-            _capture.release_after_replays(self._stream)
-
     def drop(self) -> None:
         """Drop all graphs. Keys that were warmed up stay warm."""
-        self._release_after_replays()
         self._graphs.clear()
         self.handle = None
         self._forget()
@@ -103,9 +92,7 @@ class GraphPool(Generic[G]):
         return result
 
     def capture(self, key: Hashable, make: Callable[[], G]) -> G:
-        """Keep what ``make()`` captures, with its memory from ``handle``."""
-        if len(self._graphs) >= self.max_graphs:
-            self._release_after_replays()
+        """Keep what ``make()`` captures, with its memory from ``handle``. Where that fails, all graphs are dropped."""
         while len(self._graphs) >= self.max_graphs:
             self._graphs.popitem(last=False)
 
@@ -114,7 +101,11 @@ class GraphPool(Generic[G]):
                 self.handle = _capture.new_pool()
             return make()
 
-        graph = self._graphs[key] = self._with_room(captured, Exception)
+        try:
+            graph = self._graphs[key] = self._with_room(captured, Exception)
+        except BaseException:
+            self.drop()  # torch's allocator of pinned memory refuses to capture into this pool again
+            raise
         return graph
 
     def _with_room(self, run: Callable[[], T], kind: type[Exception]) -> T:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from torch_fastdet._graph import Graph
 from torch_fastdet._private import foreach_add_, foreach_copy_
 from torch_fastdet._say import say as print_line
 from torch_fastdet.graphs import _capture
@@ -34,10 +35,10 @@ class _Captured:
     for something else after their last use.
     """
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
+    def __init__(self, shape: tuple[int, ...], stream: torch.cuda.Stream) -> None:
         self.shape = shape
-        self.forward_graph = _capture.new_graph()
-        self.backward_graph = _capture.new_graph()
+        self.forward_graph = Graph(stream)
+        self.backward_graph = Graph(stream)
         self.input: torch.Tensor
         self.outputs: list[torch.Tensor]
         self.structure: pytree.TreeSpec
@@ -47,7 +48,10 @@ class _Captured:
     def replay_forward(self, x: torch.Tensor) -> None:
         # x may be an output of an earlier replay, which lies in the same pool.
         self.input.copy_(x.clone() if _capture.overlap(x, self.input) else x)
+        before = self.forward_graph.replayed_on
         self.forward_graph.replay()
+        if (stream := self.forward_graph.replayed_on) is not None and stream != before:
+            _capture.read_on(self.outputs, stream)
 
     def replay_backward(
         self, gradients: tuple[torch.Tensor | None, ...], saved: dict[torch.Tensor, torch.Tensor]
@@ -264,16 +268,16 @@ class ModuleGraphs:
         return captured
 
     def _captured(self, x: torch.Tensor) -> _Captured:
-        captured = _Captured(tuple(x.shape))
+        stream, pool = self._pool.stream(x.device), self._pool.handle
+        captured = _Captured(tuple(x.shape), stream)
         if self.average is not None:
             self.average.prepare(list(self.module.parameters()))
-        stream, pool = self._pool.stream(x.device), self._pool.handle
         enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
         # A cached cast would be made by the first graph and be missing in the next replay.
         autocast = torch.autocast("cuda", dtype, enabled=enabled, cache_enabled=False)
         with (
             _capture.aliased_parameters(self.module) as aliases,
-            _capture.capture_into(captured.forward_graph, pool, stream),
+            _capture.capture_into(captured.forward_graph.held, pool, stream),
             autocast,
             self.capturing(),
             weights_cast_once(self.module, dtype if enabled else None),
@@ -293,7 +297,7 @@ class ModuleGraphs:
                 self._gradients[parameter] = place
             elif parameter not in self._gradients:
                 self._gradients[parameter] = torch.empty_like(parameter, requires_grad=False)
-        with _capture.capture_into(captured.backward_graph, pool, stream):
+        with _capture.capture_into(captured.backward_graph.held, pool, stream):
             incoming = [torch.empty_like(o) if o.requires_grad else None for o in outputs]
             gradients = torch.autograd.grad(
                 [o for o in outputs if o.requires_grad],

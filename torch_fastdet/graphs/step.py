@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from torch_fastdet._graph import Graph
 from torch_fastdet._private import foreach_add, foreach_copy_
 from torch_fastdet._say import say as print_line
 from torch_fastdet.graphs import _capture
@@ -31,8 +32,8 @@ def _divided(images: torch.Tensor) -> torch.Tensor:
 class _Phase:
     """One graph of a step: an image shape, and where in an accumulation it stands."""
 
-    def __init__(self, images: torch.Tensor) -> None:
-        self.graph = _capture.new_graph()
+    def __init__(self, images: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        self.graph = Graph(stream)
         self.images = images  # what it reads; graphs of one shape share it
         self.items: torch.Tensor
         self.used: frozenset[int]  # parameters that have a gradient, by their place
@@ -378,10 +379,11 @@ class TrainStep:
         return phase
 
     def _captured(self, key: tuple, static: torch.Tensor) -> _Phase:
-        phase = _Phase(static)
+        stream = self._pool.stream(self.device)
+        phase = _Phase(static, stream)
         self.fused.refresh()
         try:
-            with _capture.capture_into(phase.graph, self._pool.handle, self._pool.stream(self.device)):
+            with _capture.capture_into(phase.graph.held, self._pool.handle, stream):
                 phase.items, phase.used = self._run(static, key[2], key[3])
         except Exception as error:
             if is_out_of_memory(error):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_fastdet._graph import Graph
 from torch_fastdet._multi_tensor import new_state
 from torch_fastdet.optim._watch import HAS_MOMENTUM, MOVED_SGD, MUON, NESTEROV, Binding, BoundOptimizer, Numbers, gather
 
@@ -123,7 +124,7 @@ class _Muon:
             start = end
         self.batches = _batches(pieces, PADDING if pad else -1)
         self._calls = 0
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._graph: Graph | None = None
 
     @staticmethod
     def _stamp(p: Tensor) -> tuple:
@@ -144,11 +145,12 @@ class _Muon:
             if self._calls == 2:  # the first call has set up cuBLAS
                 self._graph = self._capture()
 
-    def _capture(self) -> torch.cuda.CUDAGraph | None:
-        graph = torch.cuda.CUDAGraph()
+    def _capture(self) -> Graph | None:
+        streams = _capture_streams(self._source.device)
+        graph = Graph(*streams)
         try:
             # Other threads, such as a loader's, may use CUDA meanwhile.
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph.held, stream=streams[-1], capture_error_mode="thread_local"):
                 self._compute()
         except RuntimeError as error:
             LOGGER.warning("torch_fastdet: MuSGD goes on without a CUDA graph: %s", str(error).split("\n")[0])
@@ -159,7 +161,7 @@ class _Muon:
         if self._source.is_cuda and torch.cuda.is_current_stream_capturing():
             # Small batches leave most of the GPU idle: let several run at a time.
             current = torch.cuda.current_stream(self._source.device)
-            streams = _side_streams(self._source.device)[: len(self.batches)]
+            streams = _capture_streams(self._source.device)[: min(STREAMS, len(self.batches))]
             for stream in streams:
                 stream.wait_stream(current)
             for turn, batch in enumerate(self.batches):
@@ -173,9 +175,12 @@ class _Muon:
 
 
 @functools.cache
-def _side_streams(device: torch.device) -> list[torch.cuda.Stream]:
-    """The same for every capture: torch hands out 32 streams in turn, and others would soon be those of a loader's thread."""
-    return [torch.cuda.Stream(device) for _ in range(STREAMS)]
+def _capture_streams(device: torch.device) -> list[torch.cuda.Stream]:
+    """Side streams, and the captures' own behind them.
+
+    The same for every capture: torch hands out 32 streams in turn, and others would soon be those of a loader's thread.
+    """
+    return [torch.cuda.Stream(device) for _ in range(STREAMS + 1)]
 
 
 def _pieces(params: list[Tensor]) -> list[_Piece]:

@@ -1,0 +1,57 @@
+"""A CUDA graph whose memory goes back to the allocator behind its replays."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import torch
+
+
+def new_cuda_graph() -> torch.cuda.CUDAGraph:
+    return torch.cuda.CUDAGraph()
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.current_stream(device)
+
+
+def _is_capturing(stream: torch.cuda.Stream) -> bool:
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def let_wait(streams: Sequence[torch.cuda.Stream], awaited: torch.cuda.Stream) -> None:
+    """Let ``streams`` wait for what ``awaited`` has to do now; nothing is done inside of a capture, which that would break."""
+    if not any(map(_is_capturing, (awaited, *streams))):
+        event = awaited.record_event()
+        for stream in streams:
+            stream.wait_event(event)
+
+
+class Graph:
+    """A CUDA graph.
+
+    The allocator unmaps the memory of dropped graphs once the streams of their captures are idle. Replays run on another stream, and
+    may not have ended when their graph is dropped: by its owner, by autograd behind a backward pass, or by the cycle collector in
+    any thread. So the streams of the capture wait for that of the last replay first.
+
+    Args:
+        streams: those of the capture.
+    """
+
+    def __init__(self, *streams: torch.cuda.Stream) -> None:
+        self.held = new_cuda_graph()
+        self.replayed_on: torch.cuda.Stream | None = None
+        self._streams = streams
+
+    def replay(self) -> None:
+        """Run it on the current stream."""
+        self.replayed_on = current_stream(self._streams[0].device)
+        self.held.replay()
+
+    def __del__(self) -> None:
+        # In a process that was forked there is no CUDA, and at the interpreter's end perhaps no module.
+        with contextlib.suppress(Exception):
+            if self.replayed_on is not None:
+                let_wait(self._streams, self.replayed_on)
