@@ -16,7 +16,7 @@ from torch import nn
 from tests.graphs import fake_gpu
 from tests.graphs.fake_gpu import GPU
 from tests.graphs.samples import HostSync, Net, images, loss_of, same_gradients, same_state, three_passes, train
-from torch_fastdet.graphs import CaptureError, GraphedModule, why_not
+from torch_fastdet.graphs import CaptureError, GraphedModule, _capture, why_not
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -223,6 +223,10 @@ def test_graphs_are_dropped_behind_their_replays(how, monkeypatch):
         del graphed
         gc.collect()
     assert fake_gpu.awaited == [stream] * 2  # forward and backward
+
+
+def test_outputs_may_have_constants_of_the_cpu():
+    _capture.read_on([torch.zeros(3)], fake_gpu.STREAM)
 
 
 def test_memory_of_graphs_in_flight_is_not_unmapped(cuda):

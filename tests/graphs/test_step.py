@@ -262,7 +262,10 @@ def test_train_step_counts_bad_rows_before_its_graphs_too(cuda):
     assert loss_of_batch.ignored_targets == 2
 
 
-@pytest.mark.parametrize("change", ["gain", "max_norm", "training", "nesterov", "scaler", "ema", "decay", "group"])
+@pytest.mark.parametrize(
+    "change",
+    ["gain", "anchors", "max_norm", "training", "nesterov", "scaler", "other scaler", "ema", "decay", "group"],
+)
 def test_train_step_follows_settings(gpu, change):
     """What the host decides is looked at in each call: the same training as by separate calls with the same change."""
     models = [Detector().to_device()]
@@ -276,6 +279,7 @@ def test_train_step_follows_settings(gpu, change):
         for i, (images, targets) in enumerate(batches):
             if i == 4:
                 CHANGES[change](model, loss_of_batch, optimizer, scaler, ema, fused)
+                scaler = fused.scaler
             if graphed:
                 step(images, targets)
                 continue
@@ -340,7 +344,16 @@ def _swap_groups(optimizer):
     first["params"], second["params"] = second["params"], first["params"]
 
 
+def _replace_scaler(scaler, fused):
+    """By one with the same settings and another scale."""
+    device = scaler._scale.device if scaler._scale is not None else torch.device("cpu")
+    fused.scaler = torch.amp.GradScaler(device.type, init_scale=2.0**5, growth_interval=scaler.get_growth_interval())
+    fused.scaler.scale(torch.zeros((), device=device))
+
+
 CHANGES = {
+    "other scaler": lambda model, loss, optimizer, scaler, ema, fused: _replace_scaler(scaler, fused),
+    "anchors": lambda model, loss, optimizer, scaler, ema, fused: setattr(loss, "anchors", loss.anchors * 1.5),
     "gain": lambda model, loss, optimizer, scaler, ema, fused: loss.hyp.update(box=1.0),
     "max_norm": lambda model, loss, optimizer, scaler, ema, fused: setattr(fused, "max_norm", 0.01),
     "training": lambda model, loss, optimizer, scaler, ema, fused: model.stem[0][1].eval(),
@@ -367,10 +380,10 @@ class Watched:
         self.optimizer = SGD(groups_of(self.model), lr=0.01, momentum=0.9, nesterov=True)
         self.loss, self.scaler, self.ema = ComputeLoss(self.model), torch.amp.GradScaler("cpu"), ModelEMA(self.model)
         self.fused = FusedStep(self.optimizer, self.scaler, self.ema, 10.0)
-        self.watch = StepWatch(self.model, self.optimizer, self.ema, self.fused)
+        self.watch, self.offer = StepWatch(self.model, self.fused), Offer(self.loss)
 
     def look(self):
-        return self.watch.look(Offer(self.loss), None)
+        return self.watch.look(self.offer, None)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -435,13 +448,33 @@ class TestWhatALossOffers:
             assert float(step(*batch)) == 0.0
 
     def test_another_loss_is_captured_again(self, gpu):
+        """One at the address of the loss before it, too."""
         model = Detector().to_device()
         step = TrainStep(model, self.Plain(), SGD(model.parameters(), lr=0.0), max_norm=None)
         batch = some_batches(1)[0]
-        for _ in range(2):
-            step(*batch)
-        step.loss = lambda outputs, targets, count: (outputs[0].sum()[None] * 0, torch.full((1,), 7.0, device=gpu))
-        assert [float(step(*batch)) for _ in range(3)] == [7.0] * 3
+
+        def constant(value):
+            return lambda outputs, targets, count: (outputs[0].sum()[None] * 0, torch.full((1,), value, device=gpu))
+
+        for value in (7.0, 8.0, 9.0):
+            for _ in range(2):
+                step(*batch)
+            step.loss = None
+            step.loss = constant(value)
+            assert [float(step(*batch)) for _ in range(3)] == [value] * 3
+
+    def test_another_average(self, gpu):
+        model = Detector().to_device()
+        first, second = ModelEMA(model), ModelEMA(model)
+        step = TrainStep(model, ComputeLoss(model), SGD(model.parameters(), lr=0.01), ema=first)
+        batch = some_batches(1)[0]
+        for ema, updates in ((first, [3, 0]), (second, [3, 3]), (None, [3, 3])):
+            step.ema = ema
+            for _ in range(3):
+                step(*batch)
+            assert [first.updates, second.updates] == updates and step.memory()["graphs"] == 1
+        with pytest.raises(AttributeError):
+            step.optimizer = SGD(model.parameters(), lr=0.01)
 
 
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])

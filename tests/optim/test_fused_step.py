@@ -44,7 +44,7 @@ class TestDeviceNumbers:
         assert old() is not None and old().tolist() == [0.125, 0.25], "a graph goes on reading it"
         given = torch.tensor(7.0, device=device)
         assert numbers.capture([1.0, 2.0, 3.0], [None, given, None])[1] is given
-        assert numbers.captured_lengths() == [2, 3] and numbers.uncaptured().captured_lengths() == []
+        assert numbers.captured_lengths() == [2, 3]
 
     def test_wants_the_numbers_of_the_capture(self, device):
         numbers = DeviceNumbers(device)
@@ -62,6 +62,28 @@ class TestFusedStep:
                 loop.scaler.set_growth_interval(10**10 if step < 5 else 3)
                 loop.step(step)
             assert fused.scaler.state_dict() == separate.scaler.state_dict(), step
+
+    @pytest.mark.parametrize("of", [copy.copy, copy.deepcopy])
+    def test_a_copy_writes_its_own_memory(self, device, of):
+        """Captured steps read their numbers there: those of the copy are none of theirs."""
+        loop = Loop(device, True)
+        loop.step(0)
+        loop.fused.refresh()
+        numbers, counter = loop.fused._numbers.memory, loop.fused.counter
+        before = numbers.clone(), counter.clone(), loop.fused.norm.clone()
+        copied = of(loop.fused)
+        groups = copied.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = 7.0
+        copied.ema = copy.deepcopy(copied.ema)
+        copied.ema.updates = 500
+        copied.refresh()
+        copied.norm.fill_(-1)
+        assert copied._numbers.memory[0] == 7 and copied.counter == 500
+        assert all(map(torch.equal, (numbers, counter, loop.fused.norm), before))
+        for group, rate in zip(groups, rates):
+            group["lr"] = rate
 
     def test_updates_of_the_average_set_from_outside(self, device):
         loop = Loop(device, True)

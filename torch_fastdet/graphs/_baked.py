@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -55,19 +55,19 @@ class Baked(NamedTuple):
 class StepWatch:
     """Looks at everything that graphs of a training step bake in."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, ema: Any, fused: FusedStep) -> None:
-        self._model, self._optimizer, self._ema, self._fused = model, optimizer, ema, fused
+    def __init__(self, model: nn.Module, fused: FusedStep) -> None:
+        self._model, self._fused = model, fused
         self._walk: Walk | None = None
         self._ema_walk: Walk | None = None
 
     def look(self, offer: Offer, amp: torch.dtype | None) -> Baked:
         """As it is now; equal results mean that a captured step still does the same."""
         walk = self._walk = Walk.renewed(self._walk, self._model)
-        averages = []
-        if self._ema is not None:
-            self._ema_walk = Walk.renewed(self._ema_walk, self._ema.ema)
+        ema, averages = self._fused.ema, []
+        if ema is not None:
+            self._ema_walk = Walk.renewed(self._ema_walk, ema.ema)
             averages = self._ema_walk.tensors
-        slots = self._optimizer.state.values()
+        slots = self._fused.optimizer.state.values()
         buffers = [value for slot in slots for value in slot.values() if isinstance(value, torch.Tensor)]
         return Baked(
             trained=(
@@ -84,7 +84,7 @@ class StepWatch:
                 tuple([m.training for m in walk.submodules]),
                 self._fused.graph_key(),
                 amp,
-                id(offer.loss),
+                offer,  # not its number, which another loss may have once this one is gone
                 offer.graph_key(),
             ),
         )

@@ -37,7 +37,8 @@ def new_stream(device: torch.device) -> torch.cuda.Stream:
 def read_on(tensors: Iterable[torch.Tensor], stream: torch.cuda.Stream) -> None:
     """Tell the allocator that these tensors of a graph are read on ``stream``: whoever has them may drop them before that ends."""
     for tensor in tensors:
-        tensor.record_stream(stream)
+        if tensor.is_cuda:  # a constant on the CPU may be among the outputs
+            tensor.record_stream(stream)
 
 
 def make_backward_wait(device: torch.device) -> None:

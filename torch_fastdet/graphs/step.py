@@ -11,6 +11,7 @@ from torch import nn
 from torch_fastdet._graph import Graph
 from torch_fastdet._private import foreach_add, foreach_copy_
 from torch_fastdet._say import say as print_line
+from torch_fastdet.ema import ModelEMA
 from torch_fastdet.graphs import _capture
 from torch_fastdet.graphs._baked import Baked, StepWatch
 from torch_fastdet.graphs._casts import weights_cast_once
@@ -78,11 +79,12 @@ class TrainStep:
     ``update`` included; shapes and targets may differ. A step that fails in its update drops what was added up.
 
     What a graph has baked in is looked at in each call, and captured again where it changed: memory, ``requires_grad``,
-    training flags, the optimizer's groups and flags, ``fused.max_norm``, the scaler's and the EMA's settings, and what
-    ``loss.graph_key()`` returns, where the loss has it (:class:`GraphLoss`; ComputeLoss: gains, ``gr``, ``sort_obj_iou``, ``balance``). Call
+    training flags, the optimizer's groups and flags, ``fused.max_norm``, the scaler's and the EMA's settings, another scaler, EMA or loss in
+    the place of this one, and what ``loss.graph_key()`` returns, where the loss has it (:class:`GraphLoss`; ComputeLoss: gains, ``anchors``,
+    ``gr``, ``sort_obj_iou``, ``balance``). Call
     :meth:`reset` after changing anything else that decides what runs: attributes of layers, hooks, a loss of your own,
-    global flags of torch. Images and targets in pinned memory are copied while the call returns: leave them as they are until
-    the items were read.
+    global flags of torch. Images and targets in pinned memory are read after the call has returned, as with ``non_blocking=True``: do not
+    write into them before you have read the items.
 
     Raises:
         CaptureError: at the second call, where something in the step cannot be captured; at once for a model that is on
@@ -96,7 +98,7 @@ class TrainStep:
         loss: Callable[..., tuple[torch.Tensor, torch.Tensor]],
         optimizer: torch.optim.Optimizer,
         scaler: torch.amp.GradScaler | None = None,
-        ema: Any = None,
+        ema: ModelEMA | None = None,
         max_norm: float | None = 10.0,
         max_targets: int | None = None,
         *,
@@ -119,7 +121,7 @@ class TrainStep:
             raise ValueError(f"TrainStep: max_targets is {max_targets}, but 1 or more is wanted")
         if max_graphs < 1:
             raise ValueError(f"TrainStep: max_graphs is {max_graphs}, but 1 or more is wanted")
-        self.model, self.optimizer, self.scaler, self.ema = model, optimizer, scaler, ema
+        self.model = model
         self.loss = loss
         if amp == "auto":
             amp = torch.float16 if scaler is not None and scaler.is_enabled() else None
@@ -136,7 +138,7 @@ class TrainStep:
         with torch.inference_mode(False):  # these are written in every step
             self.fused = FusedStep(optimizer, scaler, ema, max_norm)
             self._count = torch.zeros((), dtype=torch.int64, device=self.device)
-            self._watch = StepWatch(model, optimizer, ema, self.fused)
+            self._watch = StepWatch(model, self.fused)
             self._baked = Baked((), (), ())
             self._follow_changes()
 
@@ -148,6 +150,29 @@ class TrainStep:
     @loss.setter
     def loss(self, loss: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._offer = Offer(loss)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer; for another one, make another step."""
+        return self.fused.optimizer
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The scaler; another one may be put in its place."""
+        return self.fused.scaler
+
+    @scaler.setter
+    def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        self.fused.scaler = scaler
+
+    @property
+    def ema(self) -> ModelEMA | None:
+        """The moving average; another one may be put in its place."""
+        return self.fused.ema
+
+    @ema.setter
+    def ema(self, ema: ModelEMA | None) -> None:
+        self.fused.ema = ema
 
     @property
     def max_graphs(self) -> int:

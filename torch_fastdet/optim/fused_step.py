@@ -64,12 +64,6 @@ class DeviceNumbers:
         """How many numbers each capture found, the latest last."""
         return [memory.numel() for memory in self._captured]
 
-    def uncaptured(self) -> DeviceNumbers:
-        """The same numbers, read by no graph: for a copy of the step."""
-        other = DeviceNumbers(self.memory.device)
-        other.memory, other._uploaded = self.memory, list(self._uploaded)
-        return other
-
 
 class FusedStep:
     """Unscale, clip, the optimizer, moving average and the scaler's update in two launches, for people who own their loop.
@@ -154,8 +148,10 @@ class FusedStep:
         return model
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy finds its own tensors, and is in no graph.
-        return {**self.__dict__, "_binding": None, "_watches": None, "_numbers": self._numbers.uncaptured()}
+        # A copy finds its own tensors, and is in no graph. What a step writes is its own.
+        with torch.inference_mode(False):
+            written = {name: getattr(self, name).clone() for name in ("norm", "found_inf", "counter")}
+        return {**self.__dict__, **written, "_binding": None, "_watches": None, "_numbers": DeviceNumbers(self.device)}
 
     def _bind(self, model: nn.Module | None) -> Binding:
         follows = True
@@ -318,7 +314,9 @@ class FusedStep:
         scaling = averaging = None
         if scaler is not None and scaler.is_enabled():
             state = _private.scaler_state(scaler)
-            scaling = state and (state.growth_factor, state.backoff_factor, state.growth_interval)
+            if state is not None:
+                tensors = [None if t is None else t.data_ptr() for t in (state.scale, state.growth_tracker)]
+                scaling = state.growth_factor, state.backoff_factor, state.growth_interval, *tensors
         if ema is not None and ema.enabled:
             ramp = ema.decay
             averaging = ramp, *((ramp.decay, ramp.tau) if isinstance(ramp, DecayRamp) else ())

@@ -261,8 +261,8 @@ class _DetectionLoss(_Criterion):
         state = self._state
         if state.on_device is not None:
             state.settings_on(state.on_device.device, self.settings(weight))
-        weights = this.class_weights
-        return this.assigner.topk, this.assigner.topk2, this.reg_max, id(weights), tuple(self.strides()), self.fits()
+        weights = None if this.class_weights is None else this.class_weights.data_ptr()
+        return this.assigner.topk, this.assigner.topk2, this.reg_max, weights, tuple(self.strides()), self.fits()
 
     @contextlib.contextmanager
     def in_step(self, model: nn.Module) -> Iterator[None]:

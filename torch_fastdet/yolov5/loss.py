@@ -135,7 +135,9 @@ class ComputeLoss:
         """Changes when a call that is captured now would do something else than before; for code that keeps graphs of this loss."""
         hyp = self.hyp
         gains = hyp["box"], hyp["obj"], hyp["cls"], hyp["anchor_t"]
-        return gains, self.gr, self.sort_obj_iou, self.autobalance, None if self.autobalance else tuple(self._balance)
+        anchors = self.anchors.data_ptr(), self.anchors.dtype, self.anchors.device
+        balance = None if self.autobalance else tuple(self._balance)
+        return gains, anchors, self.gr, self.sort_obj_iou, self.autobalance, balance
 
     def check(self) -> None:
         """Wait for the losses computed so far; raise ValueError if the targets of one had a bad row, or more than its rows."""
