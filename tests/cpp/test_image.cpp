@@ -140,6 +140,78 @@ TEST(ImageWarp, BlendsAreWeightedMeans) {
   EXPECT_EQ(mix(200, 100, 0.25, 0.75), 125);
 }
 
+// A coordinate that fits no int is outside, also where a mask has every pixel looked up one by one.
+TEST(ImageWarp, FarAwayIsTheBorder) {
+  const std::vector<uint8_t> mask(4, 1);
+  Layer layer{};
+  layer.canvas_h = layer.canvas_w = 2;
+  layer.mask = mask.data();
+  for (const float far : {-2.f, -1e30f, 32768.f, 1e30f, INFINITY, -INFINITY, NAN}) {
+    for (const FloatPoint point : {FloatPoint{far, 0.5f}, FloatPoint{0.5f, far}, FloatPoint{far, far}}) {
+      EXPECT_EQ(pack_pixel(sample_float<3>(layer, point)), kBorderWord[1]) << far;
+    }
+  }
+}
+
+std::vector<RowKernels> all_row_kernels() {
+  std::vector<RowKernels> kernels{plain_row_kernels()};
+#if defined(__x86_64__)
+  if (has_image_avx2()) kernels.push_back(row_kernels_avx2());
+  if (has_image_avx512()) kernels.push_back(row_kernels_avx512());
+#endif
+  return kernels;
+}
+
+// A mosaic in exactly as much memory as its pictures take, warped in float32: rows, which are cut into spans, against
+// one pixel after another.
+TEST(ImageWarp, FloatRowsEqualPixels) {
+  constexpr int kSide = 37, kWidth = 53, kHeight = 41;
+  uint32_t state = 7;
+  const auto random = [&] { return static_cast<double>((state = state * 1664525u + 1013904223u) >> 8) / (1 << 24); };
+  std::vector<uint8_t> bytes(4 * kSide * kSide * 3);
+  for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(256 * random());
+  std::vector<uint8_t> masks(4 * kSide * kSide);
+  for (uint8_t& mask : masks) mask = random() < 0.3;
+  for (int round = 0; round < 60; ++round) {
+    const int64_t x = static_cast<int64_t>(60 * random()), y = static_cast<int64_t>(60 * random());
+    std::vector<int64_t> placements;
+    for (int64_t i = 0; i < 4; ++i) {
+      placements.insert(placements.end(), {0, i * kSide * kSide * 3, kSide, kSide, 0, 0, x - (i % 2 ? 0 : kSide),
+                                           y - (i / 2 ? 0 : kSide), kSide, kSide});
+    }
+    const int64_t layers[] = {0, 4, 2 * kSide, 2 * kSide, round % 3 ? 1 : 2, round % 4 ? -1 : 0};
+    double matrix[] = {1, 0, -5, 0, 1, -9, 0, 0, 1};
+    for (int i = 0; i < 6; ++i) matrix[i] += (i % 3 == 2 ? 30 : 0.8) * (random() - 0.5);
+    for (int i = 6; i < 8; ++i) matrix[i] = 0.01 * (random() - 0.5);
+    const int64_t pictures[] = {0, -1, kKeepBgr, -1};
+    std::vector<uint8_t> out(kWidth * kHeight * 3);
+    AugmentParams p{};
+    p.storages = {{bytes.data()}, {static_cast<int64_t>(bytes.size())}, 1};
+    p.placements = placements.data();
+    p.layers = layers;
+    p.matrices = matrix;
+    p.pictures = pictures;
+    p.masks = masks.data();
+    p.placement_rows = 4;
+    p.layer_rows = 1;
+    p.mask_bytes = static_cast<int64_t>(masks.size());
+    p.arithmetic = WarpArithmetic::kFloat;
+    p.out = {out.data(), PixelType::kUint8, /*channels_last=*/true, false, 1, 3, kHeight, kWidth};
+    Layer layer;
+    read_layer_head(p, 0, layer);
+    for (int i = 0; i < 4; ++i) layer.patch[i] = read_layer_patch(p, 0, layer, i);
+    layer.map = read_layer_map(p, 0, layer);
+    for (const RowKernels& kernels : all_row_kernels()) {
+      AugmentPicture<3>(p, 0, RowStore{p.out, nullptr, kernels}).run(0, kHeight);
+      for (int i = 0; i < kWidth * kHeight; ++i) {
+        const FloatLine line = float_line(layer.map, layer.warp, i / kWidth);
+        const Pixel<3> want = sample_float<3>(layer, line.at(i % kWidth));
+        for (int c = 0; c < 3; ++c) ASSERT_EQ(out[3 * i + c], want.v[c]) << "round " << round << ", pixel " << i;
+      }
+    }
+  }
+}
+
 // Against the mean of the pixels under a target pixel, each by the part of it that lies there.
 TEST(ImageResize, AreaIsAMean) {
   for (const int source : {7, 10, 31, 64}) {

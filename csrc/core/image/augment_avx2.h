@@ -1,4 +1,5 @@
-// The two inner loops of augmentation for AVX2, with the same results: four warped pixels or eight colours at a time.
+// The inner loops of augmentation for AVX2, with the same results: four or eight warped pixels or eight colours at a
+// time.
 #pragma once
 
 #include <immintrin.h>
@@ -25,13 +26,22 @@ TORCH_FASTDET_IMAGE_AVX2 inline __m256i load_pairs(const uint8_t* base, const in
   return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
 }
 
+// The offsets of four pixels from a patch's origin.
+TORCH_FASTDET_IMAGE_AVX2 inline void pixel_offsets(__m128i x, __m128i y, __m256i pitch, int64_t* offsets) {
+  // Both factors are below 2^31, the product is 64 bits wide.
+  const __m256i rows = _mm256_mul_epi32(_mm256_cvtepi32_epi64(y), pitch);
+  const __m256i columns = _mm256_mul_epi32(_mm256_cvtepi32_epi64(x), _mm256_set1_epi64x(3));
+  _mm256_store_si256(reinterpret_cast<__m256i*>(offsets), _mm256_add_epi64(rows, columns));
+}
+
 // Reads up to eight bytes from a square's pixels on: the caller has seen to it that they exist.
-TORCH_FASTDET_IMAGE_AVX2 inline void warp_span_avx2(const WarpSpan& s) {
+TORCH_FASTDET_IMAGE_AVX2 inline void warp_fixed_avx2(const WarpSpan<FixedLine>& s) {
   const Patch& patch = *s.patch;
+  const FixedLine& line = *s.line;
   const uint8_t* top_base = patch.data + patch.origin;
-  const __m128i row_x = _mm_set1_epi32(s.row_x), row_y = _mm_set1_epi32(s.row_y);
+  const __m128i row_x = _mm_set1_epi32(line.row_x), row_y = _mm_set1_epi32(line.row_y);
   const __m128i fraction = _mm_set1_epi32(kWarpFraction), scale = _mm_set1_epi32(kWarpScale);
-  const __m256i pitch = _mm256_set1_epi64x(patch.pitch), three = _mm256_set1_epi64x(3);
+  const __m256i pitch = _mm256_set1_epi64x(patch.pitch);
   // b0 b1 g0 g1 r0 r1 of each pair, and a pixel's weights for its four words or dwords.
   const __m256i pairs = _mm256_setr_epi8(0, 3, 1, 4, 2, 5, -1, -1, 8, 11, 9, 12, 10, 13, -1, -1,  //
                                          0, 3, 1, 4, 2, 5, -1, -1, 8, 11, 9, 12, 10, 13, -1, -1);
@@ -41,15 +51,11 @@ TORCH_FASTDET_IMAGE_AVX2 inline void warp_span_avx2(const WarpSpan& s) {
   int x = s.begin;
   for (; x + 4 <= s.end; x += 4) {
     const __m128i px =
-        _mm_srai_epi32(_mm_add_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(s.column_x + x)), row_x), 5);
+        _mm_srai_epi32(_mm_add_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(line.column_x + x)), row_x), 5);
     const __m128i py =
-        _mm_srai_epi32(_mm_add_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(s.column_y + x)), row_y), 5);
-    // Both factors are below 2^31, the product is 64 bits wide.
-    const __m256i y64 = _mm256_cvtepi32_epi64(_mm_srai_epi32(py, kWarpBits));
-    const __m256i x64 = _mm256_cvtepi32_epi64(_mm_srai_epi32(px, kWarpBits));
+        _mm_srai_epi32(_mm_add_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(line.column_y + x)), row_y), 5);
     alignas(32) int64_t offsets[4];
-    _mm256_store_si256(reinterpret_cast<__m256i*>(offsets),
-                       _mm256_add_epi64(_mm256_mul_epi32(y64, pitch), _mm256_mul_epi32(x64, three)));
+    pixel_offsets(_mm_srai_epi32(px, kWarpBits), _mm_srai_epi32(py, kWarpBits), pitch, offsets);
     const __m128i fx = _mm_and_si128(px, fraction), fy = _mm_and_si128(py, fraction);
     const __m256i weight_x = _mm256_shuffle_epi8(
         _mm256_cvtepu32_epi64(_mm_or_si128(_mm_sub_epi32(scale, fx), _mm_slli_epi32(fx, 8))), words);
@@ -64,9 +70,73 @@ TORCH_FASTDET_IMAGE_AVX2 inline void warp_span_avx2(const WarpSpan& s) {
     const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packus_epi16(packed, packed), 0x08);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(s.out + x), _mm256_castsi256_si128(bytes));
   }
-  WarpSpan rest = s;
+  WarpSpan<FixedLine> rest = s;
   rest.begin = x;
   warp_span<3>(rest);
+}
+
+// The low halves of 64-bit lanes: of each 128 bits two of `a`, then two of `b`.
+TORCH_FASTDET_IMAGE_AVX2 inline __m256i low_words(__m256i a, __m256i b) {
+  return _mm256_castps_si256(_mm256_shuffle_ps(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b), 0x88));
+}
+
+// Eight pixel pairs: four bytes from each pair's left pixel on, and from its right one.
+struct FloatPairs {
+  __m256i left, right;
+};
+
+TORCH_FASTDET_IMAGE_AVX2 inline FloatPairs load_eight_pairs(const uint8_t* base, const int64_t* offsets) {
+  // Pairs 0 1 4 5 and 2 3 6 7, which low_words() brings in order.
+  const __m256i a = _mm256_inserti128_si256(_mm256_castsi128_si256(load_two_pairs(base, offsets)),
+                                            load_two_pairs(base, offsets + 4), 1);
+  const __m256i b = _mm256_inserti128_si256(_mm256_castsi128_si256(load_two_pairs(base, offsets + 2)),
+                                            load_two_pairs(base, offsets + 6), 1);
+  return {low_words(a, b), low_words(_mm256_srli_epi64(a, 24), _mm256_srli_epi64(b, 24))};
+}
+
+// The pairs' levels of a channel, blended along x.
+TORCH_FASTDET_IMAGE_AVX2 inline __m256 blend_pairs(const FloatPairs& pairs, int shift, __m256 fx) {
+  const __m256i byte = _mm256_set1_epi32(255);
+  const __m128i by = _mm_cvtsi32_si128(shift);
+  const __m256 left = _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srl_epi32(pairs.left, by), byte));
+  const __m256 right = _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srl_epi32(pairs.right, by), byte));
+  return _mm256_fmadd_ps(fx, _mm256_sub_ps(right, left), left);
+}
+
+// As warp_fixed_avx2(), in float32: eight pixels at a time.
+TORCH_FASTDET_IMAGE_AVX2 inline void warp_float_avx2(const WarpSpan<FloatLine>& s) {
+  const Patch& patch = *s.patch;
+  const uint8_t* base = patch.data + patch.origin;
+  const __m256i pitch = _mm256_set1_epi64x(patch.pitch);
+  const __m256 step_x = _mm256_set1_ps(s.line->step[0]), step_y = _mm256_set1_ps(s.line->step[1]);
+  const __m256 row_x = _mm256_set1_ps(s.line->row[0]), row_y = _mm256_set1_ps(s.line->row[1]);
+  if (s.end - s.begin < 8) return warp_span<3>(s);
+  for (int at = s.begin; at < s.end; at += 8) {
+    const int x = std::min(at, s.end - 8);  // the last eight may be made twice
+    const __m256 place =
+        _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_set1_epi32(x), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)));
+    const __m256 px = _mm256_fmadd_ps(step_x, place, row_x), py = _mm256_fmadd_ps(step_y, place, row_y);
+    const __m256 whole_x = _mm256_floor_ps(px), whole_y = _mm256_floor_ps(py);
+    const __m256i ix = _mm256_cvttps_epi32(whole_x), iy = _mm256_cvttps_epi32(whole_y);
+    alignas(32) int64_t offsets[8];
+    pixel_offsets(_mm256_castsi256_si128(ix), _mm256_castsi256_si128(iy), pitch, offsets);
+    pixel_offsets(_mm256_extracti128_si256(ix, 1), _mm256_extracti128_si256(iy, 1), pitch, offsets + 4);
+    const FloatPairs top = load_eight_pairs(base, offsets), bottom = load_eight_pairs(base + patch.pitch, offsets);
+    const __m256 fx = _mm256_sub_ps(px, whole_x), fy = _mm256_sub_ps(py, whole_y);
+    __m256i pixels = _mm256_setzero_si256();
+    for (int shift = 0; shift < 24; shift += 8) {
+      const __m256 above = blend_pairs(top, shift, fx), below = blend_pairs(bottom, shift, fx);
+      const __m256i level = _mm256_cvtps_epi32(_mm256_fmadd_ps(fy, _mm256_sub_ps(below, above), above));
+      pixels = _mm256_or_si256(pixels, _mm256_sll_epi32(level, _mm_cvtsi32_si128(shift)));
+    }
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(s.out + x), pixels);
+  }
+}
+
+// With FMA's instruction in place of a call.
+TORCH_FASTDET_IMAGE_AVX2 inline void warp_points_avx2(const Layer& layer, const FloatLine& line, int begin, int end,
+                                                      uint32_t* out) {
+  warp_points<3>(layer, line, begin, end, out);
 }
 
 TORCH_FASTDET_IMAGE_AVX2 inline __m256i gather(const int* table, __m256i index) {
@@ -176,7 +246,7 @@ TORCH_FASTDET_IMAGE_AVX2 inline void plane_avx2(const uint32_t* row, int width, 
 }
 
 inline RowKernels row_kernels_avx2() {
-  return {warp_span_avx2, recolor_span_avx2, expand_avx2, plane_avx2};
+  return {warp_fixed_avx2, warp_float_avx2, warp_points_avx2, recolor_span_avx2, expand_avx2, plane_avx2};
 }
 
 }  // namespace torch_fastdet::core

@@ -97,12 +97,12 @@ TORCH_FASTDET_HOST_DEVICE Pixel<kChannels> sample_fixed(const Layer& layer, Warp
 
 template <int kChannels>
 TORCH_FASTDET_HOST_DEVICE Pixel<kChannels> sample_float(const Layer& layer, FloatPoint point) {
-  // Far outside, and NaN: a float there does not fit an int.
-  const bool near = point.x > -2.f && point.y > -2.f && point.x < kMaxCanvas + 1.f && point.y < kMaxCanvas + 1.f;
+  const int x = float_pixel(point.x), y = float_pixel(point.y);
   PixelSquare<kChannels> s;
-  const float x = near ? ::floorf(point.x) : -2.f, y = near ? ::floorf(point.y) : -2.f;
-  if (!load_square(layer, static_cast<int>(x), static_cast<int>(y), s)) return border_pixel<kChannels>();
-  const float fx = sub_rn(point.x, x), fy = sub_rn(point.y, y);
+  if (x < -1 || y < -1 || x > kMaxCanvas || y > kMaxCanvas || !load_square(layer, x, y, s)) {
+    return border_pixel<kChannels>();
+  }
+  const float fx = sub_rn(point.x, static_cast<float>(x)), fy = sub_rn(point.y, static_cast<float>(y));
   Pixel<kChannels> pixel;
   for (int c = 0; c < kChannels; ++c) {
     pixel.v[c] = blend_float(s.top.left.v[c], s.top.right.v[c], s.bottom.left.v[c], s.bottom.right.v[c], fx, fy);

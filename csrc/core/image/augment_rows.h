@@ -15,7 +15,7 @@ namespace torch_fastdet::core {
 constexpr uint32_t kBorderWord[] = {kBorder, kBorder | kBorder << 8 | kBorder << 16};
 
 template <int kChannels>
-inline uint32_t pack_pixel(const Pixel<kChannels>& pixel) {
+TORCH_FASTDET_HOST_DEVICE uint32_t pack_pixel(const Pixel<kChannels>& pixel) {
   uint32_t word = 0;
   for (int c = 0; c < kChannels; ++c) word |= static_cast<uint32_t>(pixel.v[c]) << (8 * c);
   return word;
@@ -28,25 +28,68 @@ inline Pixel<kChannels> unpack_pixel(uint32_t word) {
   return pixel;
 }
 
-// Columns [begin, end) of a row, all of whose squares lie in one patch: fixed point, affine.
-struct WarpSpan {
-  const Patch* patch;
+// A row of a layer that is warped by an affine map, in fixed point. Like FloatLine, it has the points of its columns.
+struct FixedLine {
   const int *column_x, *column_y;
   int row_x, row_y;
+  WarpPoint at(int x) const { return {affine_coordinate(column_x[x], row_x), affine_coordinate(column_y[x], row_y)}; }
+};
+
+inline int pixel_x(const FixedLine& line, int x) {
+  return line.at(x).x >> kWarpBits;
+}
+inline int pixel_y(const FixedLine& line, int x) {
+  return line.at(x).y >> kWarpBits;
+}
+inline int pixel_x(const FloatLine& line, int x) {
+  return float_pixel(line.at(x).x);
+}
+inline int pixel_y(const FloatLine& line, int x) {
+  return float_pixel(line.at(x).y);
+}
+
+// Columns [begin, end) of a row, all of whose squares lie in one patch.
+template <typename Line>
+struct WarpSpan {
+  const Patch* patch;
+  const Line* line;
   int begin, end;
   uint32_t* out;
 };
 
 template <int kChannels>
-inline void warp_span(const WarpSpan& s) {
+inline void warp_span(const WarpSpan<FixedLine>& s) {
   for (int x = s.begin; x < s.end; ++x) {
-    const int px = affine_coordinate(s.column_x[x], s.row_x), py = affine_coordinate(s.column_y[x], s.row_y);
-    const uint8_t* at = s.patch->at(px >> kWarpBits, py >> kWarpBits, kChannels);
+    const WarpPoint p = s.line->at(x);
+    const uint8_t* at = s.patch->at(p.x >> kWarpBits, p.y >> kWarpBits, kChannels);
+    const uint8_t* below = at + s.patch->pitch;
+    Pixel<kChannels> pixel;
+    for (int c = 0; c < kChannels; ++c) {
+      pixel.v[c] = blend_fixed(at[c], at[c + kChannels], below[c], below[c + kChannels], p.x & kWarpFraction,
+                               p.y & kWarpFraction);
+    }
+    s.out[x] = pack_pixel(pixel);
+  }
+}
+
+// Any columns of a row in float32.
+template <int kChannels>
+TORCH_FASTDET_HOST_DEVICE void warp_points(const Layer& layer, const FloatLine& line, int begin, int end,
+                                           uint32_t* out) {
+  for (int x = begin; x < end; ++x) out[x] = pack_pixel(sample_float<kChannels>(layer, line.at(x)));
+}
+
+template <int kChannels>
+TORCH_FASTDET_HOST_DEVICE void warp_span(const WarpSpan<FloatLine>& s) {
+  for (int x = s.begin; x < s.end; ++x) {
+    const FloatPoint p = s.line->at(x);
+    const float left = ::floorf(p.x), top = ::floorf(p.y);
+    const uint8_t* at = s.patch->at(static_cast<int>(left), static_cast<int>(top), kChannels);
     const uint8_t* below = at + s.patch->pitch;
     Pixel<kChannels> pixel;
     for (int c = 0; c < kChannels; ++c) {
       pixel.v[c] =
-          blend_fixed(at[c], at[c + kChannels], below[c], below[c + kChannels], px & kWarpFraction, py & kWarpFraction);
+          blend_float(at[c], at[c + kChannels], below[c], below[c + kChannels], sub_rn(p.x, left), sub_rn(p.y, top));
     }
     s.out[x] = pack_pixel(pixel);
   }
@@ -68,14 +111,16 @@ inline void plane(const uint32_t* row, int width, int shift, uint8_t* to) {
 
 // What an instruction set may replace; AVX2's are in augment_avx2.h.
 struct RowKernels {
-  void (*warp_span3)(const WarpSpan&);
+  void (*warp_fixed3)(const WarpSpan<FixedLine>&);
+  void (*warp_float3)(const WarpSpan<FloatLine>&);
+  void (*warp_points3)(const Layer&, const FloatLine&, int begin, int end, uint32_t* out);
   void (*recolor)(const ColorTables&, uint32_t* row, int begin, int end, bool round);
   void (*expand3)(const uint8_t* from, uint32_t* words, int count);
   void (*plane)(const uint32_t* row, int width, int shift, uint8_t* to);
 };
 
 inline RowKernels plain_row_kernels() {
-  return {warp_span<3>, recolor_span, expand, plane};
+  return {warp_span<3>, warp_span<3>, warp_points<3>, recolor_span, expand, plane};
 }
 
 template <int kChannels>
@@ -177,11 +222,12 @@ class AugmentPicture {
     for (int i = 0; i < layer.count; ++i) layer.patch[i] = read_layer_patch(p_, index, layer, i);
     if (layer.warp == WarpKind::kNone) return;
     layer.map = read_layer_map(p_, index, layer);
-    if (layer.warp != WarpKind::kAffine || p_.arithmetic != WarpArithmetic::kFixed) return;
+    if (layer.warp != WarpKind::kAffine) return;
     for (int i = 0; i < layer.count; ++i) {
       add_edges(edges_x_[which], layer.patch[i].x0, layer.patch[i].x1);
       add_edges(edges_y_[which], layer.patch[i].y0, layer.patch[i].y1);
     }
+    if (p_.arithmetic != WarpArithmetic::kFixed) return;
     column_x_[which].resize(words());
     column_y_[which].resize(words());
     for (int x = 0; x < p_.out.width; ++x) {
@@ -196,8 +242,11 @@ class AugmentPicture {
     if (layer.warp == WarpKind::kNone) {
       copy_row(layer, y, row);
     } else if (p_.arithmetic == WarpArithmetic::kFloat) {
-      for (int x = 0; x < width; ++x) {
-        row[x] = pack_pixel(sample_float<kChannels>(layer, float_point(layer.map, layer.warp, x, y)));
+      const FloatLine line = float_line(layer.map, layer.warp, y);
+      if (line.perspective) {
+        sample_points(layer, line, 0, width, row);
+      } else {
+        row_spans(layer, which, line, row);
       }
     } else if (layer.warp == WarpKind::kPerspective) {
       const int block = perspective_block(width, p_.out.height);
@@ -205,7 +254,10 @@ class AugmentPicture {
         row[x] = pack_pixel(sample_fixed<kChannels>(layer, perspective_point(layer.map, x, y, block)));
       }
     } else {
-      affine_row_spans(layer, which, y, row);
+      const double* m = layer.map.m;
+      const FixedLine line{column_x_[which].data(), column_y_[which].data(), affine_row(m[1], m[2], y),
+                           affine_row(m[4], m[5], y)};
+      row_spans(layer, which, line, row);
     }
   }
 
@@ -234,70 +286,72 @@ class AugmentPicture {
 
   // Along a row each coordinate rises or falls throughout, so that it crosses an edge at most once. Between crossings
   // all squares lie alike: in one patch, in none, or across an edge.
-  void affine_row_spans(const Layer& layer, int which, int y, uint32_t* row) {
-    WarpSpan span{nullptr,
-                  column_x_[which].data(),
-                  column_y_[which].data(),
-                  affine_row(layer.map.m[1], layer.map.m[2], y),
-                  affine_row(layer.map.m[4], layer.map.m[5], y),
-                  0,
-                  0,
-                  row};
-    std::vector<int>& cuts = cuts_;
-    cuts.assign({0, p_.out.width});
+  template <typename Line>
+  void row_spans(const Layer& layer, int which, const Line& line, uint32_t* row) {
+    cuts_.assign({0, p_.out.width});
     if (!layer.mask) {
-      add_crossings(span.column_x, span.row_x, edges_x_[which], cuts);
-      add_crossings(span.column_y, span.row_y, edges_y_[which], cuts);
-      std::sort(cuts.begin(), cuts.end());
+      add_crossings([&](int x) { return pixel_x(line, x); }, edges_x_[which]);
+      add_crossings([&](int x) { return pixel_y(line, x); }, edges_y_[which]);
+      std::sort(cuts_.begin(), cuts_.end());
     }
-    for (size_t i = 0; i + 1 < cuts.size(); ++i) {
-      if (cuts[i] < cuts[i + 1]) fill_span(layer, span, cuts[i], cuts[i + 1]);
+    for (size_t i = 0; i + 1 < cuts_.size(); ++i) {
+      if (cuts_[i] < cuts_[i + 1]) fill_span(layer, line, cuts_[i], cuts_[i + 1], row);
     }
   }
 
-  void add_crossings(const int* columns, int row, const std::vector<int>& edges, std::vector<int>& cuts) const {
-    const int last = p_.out.width - 1;
-    const int first_pixel = affine_coordinate(columns[0], row) >> kWarpBits;
-    const int last_pixel = affine_coordinate(columns[last], row) >> kWarpBits;
-    if (first_pixel == last_pixel) return;
+  // `pixel(x)`: column x's pixel, in the direction of the edges.
+  template <typename PixelOf>
+  void add_crossings(const PixelOf& pixel, const std::vector<int>& edges) {
+    const int first = pixel(0), last = pixel(p_.out.width - 1);
+    if (first == last) return;
     for (const int edge : edges) {
-      if ((first_pixel < edge) != (last_pixel < edge)) cuts.push_back(crossing(columns, row, edge));
+      if ((first < edge) != (last < edge)) cuts_.push_back(crossing(pixel, edge));
     }
   }
 
   // The first column whose pixel lies on the other side of `edge` than column 0's; the last column's does.
-  int crossing(const int* columns, int row, int edge) const {
-    const auto below = [&](int x) { return affine_coordinate(columns[x], row) >> kWarpBits < edge; };
-    const bool first = below(0);
+  template <typename PixelOf>
+  int crossing(const PixelOf& pixel, int edge) const {
+    const bool first = pixel(0) < edge;
     int low = 0, high = p_.out.width - 1;
     while (high - low > 1) {
       const int middle = low + (high - low) / 2;
-      (below(middle) == first ? low : high) = middle;
+      ((pixel(middle) < edge) == first ? low : high) = middle;
     }
     return high;
   }
 
-  void fill_span(const Layer& layer, WarpSpan span, int begin, int end) {
-    const auto point = [&](int x) {
-      return WarpPoint{affine_coordinate(span.column_x[x], span.row_x),
-                       affine_coordinate(span.column_y[x], span.row_y)};
-    };
-    const WarpPoint first = point(begin);
-    const int i = patch_of_square(layer, first.x >> kWarpBits, first.y >> kWarpBits);
+  template <typename Line>
+  void fill_span(const Layer& layer, const Line& line, int begin, int end, uint32_t* row) {
+    const int y = pixel_y(line, begin);
+    const int i = patch_of_square(layer, pixel_x(line, begin), y);
     if (i == -1) {
-      std::fill(span.out + begin, span.out + end, kBorderWord[kChannels == 3]);
+      std::fill(row + begin, row + end, kBorderWord[kChannels == 3]);
     } else if (i == -2) {
-      for (int x = begin; x < end; ++x) span.out[x] = pack_pixel(sample_fixed<kChannels>(layer, point(x)));
+      sample_points(layer, line, begin, end, row);
     } else {
-      span.patch = &layer.patch[i];
-      span.begin = begin;
-      span.end = end;
-      const int lowest = std::max(first.y, point(end - 1).y) >> kWarpBits;
+      const WarpSpan<Line> span{&layer.patch[i], &line, begin, end, row};
+      const int lowest = std::max(y, pixel_y(line, end - 1));
       if (kChannels == 3 && !(span.patch->tight && lowest + 2 >= span.patch->y1)) {
-        kernels_.warp_span3(span);
+        warp_span3(span);
       } else {
         warp_span<kChannels>(span);
       }
+    }
+  }
+
+  void warp_span3(const WarpSpan<FixedLine>& span) const { kernels_.warp_fixed3(span); }
+  void warp_span3(const WarpSpan<FloatLine>& span) const { kernels_.warp_float3(span); }
+
+  // Columns whose squares are looked up one by one.
+  void sample_points(const Layer& layer, const FixedLine& line, int begin, int end, uint32_t* row) const {
+    for (int x = begin; x < end; ++x) row[x] = pack_pixel(sample_fixed<kChannels>(layer, line.at(x)));
+  }
+  void sample_points(const Layer& layer, const FloatLine& line, int begin, int end, uint32_t* row) const {
+    if (kChannels == 3) {
+      kernels_.warp_points3(layer, line, begin, end, row);
+    } else {
+      warp_points<kChannels>(layer, line, begin, end, row);
     }
   }
 

@@ -63,7 +63,7 @@ __device__ __forceinline__ Pixel<kChannels> sample(const AugmentParams& p, const
   const Layer& layer = tile.layer[which];
   if (layer.warp == WarpKind::kNone) return load_pixel<kChannels>(canvas_pixel(layer, x, y, kChannels));
   if (p.arithmetic == WarpArithmetic::kFloat) {
-    return sample_float<kChannels>(layer, float_point(layer.map, layer.warp, x, y));
+    return sample_float<kChannels>(layer, float_line(layer.map, layer.warp, y).at(x));
   }
   if (layer.warp == WarpKind::kPerspective) {
     const int block = perspective_block(p.out.width, p.out.height);

@@ -114,23 +114,42 @@ struct FloatPoint {
 TORCH_FASTDET_HOST_DEVICE float fused(float a, float b, float c) {
 #ifdef __CUDA_ARCH__
   return __fmaf_rn(a, b, c);
-#elif defined(__FMA__)
-  return __builtin_fmaf(a, b, c);
+#elif defined(__GNUC__)
+  return __builtin_fmaf(a, b, c);  // one instruction where the calling function is compiled for FMA
 #else
   return std::fma(a, b, c);
 #endif
 }
 
-TORCH_FASTDET_HOST_DEVICE FloatPoint float_point(const InverseMap& map, WarpKind kind, int x, int y) {
-  const double* m = map.m;
-  const float column = static_cast<float>(x), row = static_cast<float>(y);
-  const auto at = [&](int i) {
-    return fused(static_cast<float>(m[i]), column,
-                 fused(static_cast<float>(m[i + 1]), row, static_cast<float>(m[i + 2])));
-  };
-  if (kind == WarpKind::kAffine) return {at(0), at(3)};
-  const float w = at(6);
-  return {div_rn(at(0), w), div_rn(at(3), w)};
+// A row's points: what does not depend on the column is worked out once.
+struct FloatLine {
+  float step[3], row[3];
+  bool perspective;
+  TORCH_FASTDET_HOST_DEVICE FloatPoint at(int x) const {
+    const float column = static_cast<float>(x);
+    const float px = fused(step[0], column, row[0]), py = fused(step[1], column, row[1]);
+    if (!perspective) return {px, py};
+    const float w = fused(step[2], column, row[2]);
+    return {div_rn(px, w), div_rn(py, w)};
+  }
+};
+
+TORCH_FASTDET_HOST_DEVICE FloatLine float_line(const InverseMap& map, WarpKind kind, int y) {
+  FloatLine line;
+  for (int i = 0; i < 3; ++i) {
+    const double* m = map.m + 3 * i;
+    line.step[i] = static_cast<float>(m[0]);
+    line.row[i] = fused(static_cast<float>(m[1]), static_cast<float>(y), static_cast<float>(m[2]));
+  }
+  line.perspective = kind == WarpKind::kPerspective;
+  return line;
+}
+
+// The whole pixel that a coordinate lies in. Far outside, where a float fits no int, and NaN: a pixel that no canvas
+// has. So it rises or falls throughout a row, as the coordinate does.
+TORCH_FASTDET_HOST_DEVICE int float_pixel(float coordinate) {
+  if (!(coordinate > -2.f)) return -2;
+  return coordinate < 32768.f ? static_cast<int>(::floorf(coordinate)) : 32768;
 }
 
 TORCH_FASTDET_HOST_DEVICE int blend_float(int p00, int p01, int p10, int p11, float fx, float fy) {
@@ -138,11 +157,11 @@ TORCH_FASTDET_HOST_DEVICE int blend_float(int p00, int p01, int p10, int p11, fl
   const float bottom = fused(fx, static_cast<float>(p11 - p10), static_cast<float>(p10));
   const float value = fused(fy, sub_rn(bottom, top), top);
 #ifdef __CUDA_ARCH__
-  const int rounded = __float2int_rn(value);
+  return __float2int_rn(value);
 #else
-  const int rounded = static_cast<int>(std::lrintf(value));
+  // As in round_to_int(): adding 1.5 * 2^23 rounds.
+  return static_cast<int>((value + 12582912.f) - 12582912.f);
 #endif
-  return rounded < 0 ? 0 : rounded > 255 ? 255 : rounded;
 }
 
 // mixup, in float64 as numpy does it: (a * r + b * (1 - r)).astype(uint8).

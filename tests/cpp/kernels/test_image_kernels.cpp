@@ -9,6 +9,9 @@
 #include "emulator.h"
 #include "memory.h"
 #include "random.h"
+#if defined(__x86_64__)
+#include "core/image/augment_avx512.h"
+#endif
 
 namespace torch_fastdet::core {
 namespace {
@@ -112,6 +115,15 @@ std::vector<float> float_levels() {
   return levels;
 }
 
+std::vector<RowKernels> all_row_kernels() {
+  std::vector<RowKernels> kernels{plain_row_kernels()};
+#if defined(__x86_64__)
+  if (has_image_avx2()) kernels.push_back(row_kernels_avx2());
+  if (has_image_avx512()) kernels.push_back(row_kernels_avx512());
+#endif
+  return kernels;
+}
+
 template <int kChannels>
 void check_augment(uint64_t seed) {
   SCOPED_TRACE("seed " + std::to_string(seed));
@@ -122,15 +134,16 @@ void check_augment(uint64_t seed) {
   p.out.data = kernel.data();
   ASSERT_EQ(launch_image_augment(p, nullptr), cudaSuccess);
   p.out.data = rows.data();
-  const RowKernels kernels = plain_row_kernels();
   const std::vector<float> levels = float_levels();
-  const RowStore store{p.out, levels.data(), kernels};
-  for (int64_t n = 0; n < p.out.batch; ++n) {
-    const int middle = static_cast<int>(problem.random.below(p.out.height + 1));
-    AugmentPicture<kChannels>(p, n, store).run(0, middle);
-    AugmentPicture<kChannels>(p, n, store).run(middle, p.out.height);
+  for (const RowKernels& kernels : all_row_kernels()) {
+    const RowStore store{p.out, levels.data(), kernels};
+    for (int64_t n = 0; n < p.out.batch; ++n) {
+      const int middle = static_cast<int>(problem.random.below(p.out.height + 1));
+      AugmentPicture<kChannels>(p, n, store).run(0, middle);
+      AugmentPicture<kChannels>(p, n, store).run(middle, p.out.height);
+    }
+    ASSERT_EQ(std::memcmp(kernel.data(), rows.data(), problem.out_bytes()), 0);
   }
-  ASSERT_EQ(std::memcmp(kernel.data(), rows.data(), problem.out_bytes()), 0);
 }
 
 TEST(ImageKernels, AugmentEqualsRows) {
