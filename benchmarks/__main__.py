@@ -46,13 +46,14 @@ LIMITS = {
     "ultralytics": 110,
     "distributed": 110,
     "loader": 90,
+    "val": 90,
     "postprocess": 150,
     "step": 240,
     "latency": 120,
 }
 # What these compile or train is made first, all at once: it is no part of what they measure, and one after the other
 # it would take most of the time.
-PREPARED = ("multi_tensor", "nms", "loss", "bbox_iou", "upsample", "bn_act", "postprocess", "step")
+PREPARED = ("multi_tensor", "nms", "loss", "bbox_iou", "upsample", "bn_act", "val", "postprocess", "step")
 PREPARE_SECONDS = 150
 ROOFLINE = "roofline"
 ROOFLINE_SECONDS = 25  # kept back for it

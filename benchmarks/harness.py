@@ -72,6 +72,7 @@ WANTS = {
     "train": REAL_SCRIPTS,
     "ultralytics": ("ultralytics", "sklearn", "cv2", "PIL", "yaml"),
     "loader": REAL_SCRIPTS,
+    "val": REAL_SCRIPTS,
     "postprocess": REAL_SCRIPTS,
     "pictures": ("yolov5", "ultralytics", "cv2"),
     "latency": ("yolov5", "cv2"),

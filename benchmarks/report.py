@@ -62,7 +62,7 @@ SECTIONS = {
     "results.md": (
         *(
             f"gpu-{name}"
-            for name in ("train", "ultralytics", "distributed", "loader", "step", "bbox_iou", "upsample", "nms")
+            for name in ("train", "ultralytics", "distributed", "loader", "val", "step", "bbox_iou", "upsample", "nms")
         ),
         *(f"gpu-{name}" for name in ("multi_tensor", "loss", "v8_loss", "bn_act", "image", "masks", "pictures")),
         *("gpu-postprocess", "gpu-roofline", *(f"gpu-{name}" for name in (*TRUTHS[1:], TRUTHS[0]))),

@@ -233,6 +233,7 @@ WITHOUT = {
     ("train", r"yolov5n, batch \d+, train\.py at 128"): "a figure of the CPU, where the loader is part of the step",
     ("train", r"yolov5\w, batch \d+, train\.py's default options, .*"): "the CPU, which decodes, decides",
     ("loader", r".*"): "the CPU, which decodes, decides",
+    ("val", r".*"): "the CPU, which decodes and draws plots, decides",
     ("distributed", r".*"): "one GPU's time is its reference: docs/distributed.md",
     ("ultralytics", r".*"): "models of Ultralytics, whose operations work.py does not count",
 }

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as bench
-from benchmarks import bench_loss, bench_nms, bench_postprocess, harness, stock
+from benchmarks import bench_loss, bench_nms, bench_postprocess, bench_val, harness, stock
 from torch_fastdet import ops
 
 
@@ -158,7 +158,14 @@ benchmark.main()
 """
 
 
-@pytest.mark.parametrize("name", ["train", "postprocess"])
+def test_the_pass_of_val_py_is_what_its_bar_ends_with():
+    bars = "Class: 50%|#####     | 24/48 [00:04<00:04,  5.00it/s]\r Class: 100%|##########| 48/48 [00:06<00:00,  7.50it/s]\n"
+    assert bench_val.pass_seconds(bars) == 48 / 7.5
+    assert bench_val.pass_seconds("4/4 [00:08<00:00,  2.25s/it]") == 9.0
+    assert bench_val.pass_seconds("Class: 50%|#####     | 24/48 [00:04<00:04,  5.00it/s]") is None
+
+
+@pytest.mark.parametrize("name", ["train", "val", "postprocess"])
 def test_a_benchmark_says_which_packages_it_lacks(name):
     code = WITHOUT_PACKAGES.format(name=name)
     ended = subprocess.run([sys.executable, "-c", code], cwd=bench.ROOT, capture_output=True, text=True, timeout=120)

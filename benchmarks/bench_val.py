@@ -1,0 +1,105 @@
+"""The real, unmodified val.py, stock and with torch_fastdet: its pass over the pictures, and the whole command.
+
+    python -m benchmarks.bench_val [--model s] [--pictures 1536] [--repetitions 3] [--flags fastdet] [--out FOLDER]
+
+On a GPU: half precision, 640x640, batch 32 and 8 workers, as val.py's defaults are but for --half; on the CPU yolov5n at 128x128. The
+pictures are the demo's, as JPEGs from disk; weights of two epochs on them are trained first, with every switch, so that there is something
+to detect. Both commands end with stock's plots. A pass is val.py's own progress bar from its beginning to its end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks.harness import OURS, WORK, Report, add_arguments, at_least, missing
+from examples.demo.training import FASTDET, STOCK, Machine, Variant, stream, train
+from examples.yolov5_env import environment
+from torch_fastdet.yolov5.registry import ALL, SWITCHES
+
+BATCH = 32
+# "Class  Images ...: 100%|##########| 48/48 [00:06<00:00,  7.33it/s]": tqdm ends with the rate of the whole pass.
+BAR = re.compile(r"\b(\d+)/\1 \[[\d:]+<[\d:]+,\s*([\d.]+)(it/s|s/it)\]")
+
+
+def pass_seconds(output: str) -> float | None:
+    """How long val.py's progress bar was on its way."""
+    found = BAR.findall(output)
+    if not found:
+        return None
+    batches, rate, unit = found[-1]
+    return int(batches) / float(rate) if unit == "it/s" else int(batches) * float(rate)
+
+
+def make_weights(model: str, data: Path, machine: Machine, env: dict[str, str]) -> Path:
+    folder = WORK / "val" / f"{model}-{machine.image_size}"
+    weights = folder / FASTDET.name / "weights" / "last.pt"
+    if not weights.exists():
+        train(FASTDET, data, folder, env, machine, 2, 0, model=model, batch_size=64, show=False)
+    return weights
+
+
+def measure(report: Report, model: str, pictures: int, repetitions: int, flags: list[str]) -> None:
+    from examples.demo import dataset  # its PIL may be missing
+
+    machine = Machine.find() if report.device.type == "cuda" else Machine("cpu", 128, 0, "CPU")
+    cuda = machine.device != "cpu"
+    data = dataset.make(WORK / f"digits-{machine.image_size}-{pictures}", dataset.Recipe(machine.image_size, pictures))
+    env = environment(WORK / "environment") | {"PYTHONWARNINGS": "ignore"}
+    weights = make_weights(model, data, machine, env)
+    if report.prepare:
+        return
+    folder = WORK / "val"
+    arguments = {
+        "--data": data, "--weights": weights, "--task": "train", "--batch-size": BATCH, "--imgsz": machine.image_size,
+        "--device": machine.device, "--workers": machine.workers, "--project": folder, "--name": "run",
+    }  # fmt: skip
+    options = [str(part) for pair in arguments.items() for part in pair] + ["--exist-ok", *(["--half"] if cuda else [])]
+    ours = Variant(OURS, OURS, ("-m", "torch_fastdet.yolov5", *(f"--{flag}" for flag in flags)))
+    times: dict[str, list[tuple[float, float]]] = {STOCK.title: [], OURS: []}
+    for _ in range(repetitions):
+        for variant in (STOCK, ours):
+            shutil.rmtree(folder / "run", ignore_errors=True)
+            log = folder / f"{variant.name}.log"
+            begun = time.perf_counter()
+            stream(variant.command("yolov5.val", options), env, log, show=False)
+            whole = time.perf_counter() - begun
+            if (bar := pass_seconds(log.read_text(errors="replace"))) is None:
+                raise SystemExit(
+                    f"bench_val: {variant.title} ended without a whole progress bar; its output is in {log}"
+                )
+            times[variant.title].append((bar, whole))
+    kind = f"{'half, ' if cuda else ''}batch {BATCH}, {pictures} JPEGs of {machine.image_size}x{machine.image_size}"
+    for index, what in enumerate(("the pass over the pictures", "the whole command")):
+        for name, values in times.items():
+            report.add(f"val.py, {model}, {kind}: {what}", name, "call", [1e6 * value[index] for value in values])
+    report.write()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--model", choices=tuple("nsmlx"), help="default: s on a GPU, n on the CPU")
+    parser.add_argument("--pictures", type=at_least(BATCH), help="default: 1536 on a GPU, 128 on the CPU")
+    parser.add_argument("--repetitions", type=at_least(1), default=3)
+    parser.add_argument(
+        "--flags", nargs="+", default=[ALL], choices=[ALL, *SWITCHES], help="switches of torch_fastdet.yolov5"
+    )
+    options = parser.parse_args()
+    if reason := missing("val"):
+        print(f"nothing to do: {reason}")
+        return
+    cuda = options.device == "cuda"
+    report = Report("val", torch.device(options.device), options.out, options.prepare)
+    model = f"yolov5{options.model or ('s' if cuda else 'n')}"
+    measure(report, model, options.pictures or (1536 if cuda else 128), options.repetitions, options.flags)
+    report.plot()
+
+
+if __name__ == "__main__":
+    main()
