@@ -10,7 +10,9 @@ from torch import nn
 
 import torch_fastdet.bn_act
 from tests.bn_act_models import Operators
-from torch_fastdet.bn_act import bottleneck_forward, c3_forward, can_fuse, computes, conv_forward, sppf_forward
+from torch_fastdet.bn_act import bottleneck_forward, c3_forward, can_fuse, conv_forward, sppf_forward
+from torch_fastdet.patching.bn_act_optim import BOTTLENECK, CONV
+from torch_fastdet.patching.bn_act_optim import C3 as C3_FORMULA
 
 
 class Conv(nn.Module):
@@ -64,11 +66,11 @@ class SPPF(nn.Module):
 @pytest.fixture(autouse=True)
 def _fused(monkeypatch):
     monkeypatch.setattr(torch_fastdet.bn_act, "DEVICES", ("cpu", "cuda"))
-    assert computes(Conv.forward, {"act", "bn", "conv"}) and computes(Bottleneck.forward, {"add", "cv1", "cv2"})
+    assert CONV.is_that_of(Conv.forward) and BOTTLENECK.is_that_of(Bottleneck.forward)
     forward = conv_forward(Conv.forward)
     monkeypatch.setattr(Conv, "forward", forward)
     monkeypatch.setattr(Bottleneck, "forward", bottleneck_forward(Bottleneck.forward, forward))
-    assert computes(C3.forward, {"cat", "cv1", "cv2", "cv3", "m", "torch"})
+    assert C3_FORMULA.is_that_of(C3.forward)
     monkeypatch.setattr(C3, "forward", c3_forward(C3.forward, forward, Bottleneck.forward))
     monkeypatch.setattr(SPPF, "stock", SPPF.forward, raising=False)
     monkeypatch.setattr(SPPF, "forward", sppf_forward(SPPF.forward, counts=True))
@@ -435,7 +437,21 @@ def test_compiled_blocks_are_fused_in_one_graph(device, dynamic):
             torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-3)
 
 
-def test_other_formulas_are_not_taken_for_it():
-    assert not computes(lambda self, x: self.act(self.norm(self.conv(x))), {"act", "bn", "conv"})
-    assert not computes(lambda self, x, y: self.act(self.bn(self.conv(x))), {"act", "bn", "conv"})
-    assert not computes(nn.Conv2d(1, 1, 1), {"act", "bn", "conv"})
+@pytest.mark.parametrize(
+    "formula, forward",
+    [
+        (CONV, lambda self, x: self.act(self.norm(self.conv(x)))),
+        (CONV, lambda self, x, y: self.act(self.bn(self.conv(x)))),
+        (CONV, nn.Conv2d(1, 1, 1)),
+        # The same names, as in a fork that has put them in another order.
+        (CONV, lambda self, x: self.bn(self.act(self.conv(x)))),
+        (CONV, lambda self, x: self.act(self.bn(self.conv(x))) * 2),
+        (BOTTLENECK, lambda self, x: self.cv2(self.cv1(x)) + (x if self.add else 0 * x + 1)),
+        (BOTTLENECK, lambda self, x: x - self.cv2(self.cv1(x)) if self.add else self.cv2(self.cv1(x))),
+        (C3_FORMULA, lambda self, x: self.cv3(torch.cat((self.cv2(x), self.m(self.cv1(x))), 1))),
+        (C3_FORMULA, lambda self, x: self.cv3(torch.cat((self.m(self.cv2(x)), self.cv1(x)), 1))),
+        (C3_FORMULA, lambda self, x: self.cv3(torch.cat((self.m(self.cv1(x)), self.cv2(x)), 2))),
+    ],
+)
+def test_other_formulas_are_not_taken_for_it(formula, forward):
+    assert not formula.is_that_of(forward)

@@ -264,9 +264,3 @@ def sppf_forward(stock: Forward, counts: bool) -> Forward:
         return y + x if counts and getattr(self, "add", False) else y
 
     return forward
-
-
-def computes(forward: Any, names: set[str]) -> bool:
-    """Whether ``forward`` is a function of (self, x) that reads these attributes and nothing else: the formula that we know."""
-    code = getattr(forward, "__code__", None)
-    return code is not None and code.co_argcount == 2 and not code.co_freevars and set(code.co_names) == names

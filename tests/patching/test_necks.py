@@ -19,6 +19,17 @@ class Concat(nn.Module):
         return torch.cat(x, self.d)
 
 
+class Backwards(Concat):
+    """A fork's, which reads the same attributes."""
+
+    def __init__(self, concat):
+        super().__init__(concat.d)
+        self.i, self.f = concat.i, concat.f
+
+    def forward(self, x):
+        return torch.cat(x[::-1], self.d)
+
+
 class Model(nn.Module):
     """Layers in a row, as both hosts have them: two upsamplings in front of concatenations."""
 
@@ -85,6 +96,7 @@ CHANGES = {
     "another upsampling": lambda model: setattr(
         model.model[2], "forward", lambda x: upsample_forward(model.model[2], x)
     ),
+    "another order": lambda model: model.model.__setitem__(3, Backwards(model.model[3])),
     "more parts": lambda model: setattr(model.model[3], "f", [-1, 0, 0]),
 }
 

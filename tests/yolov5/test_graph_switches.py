@@ -77,6 +77,17 @@ def test_what_is_captured_has_stocks_values_in_fewer_copies(yolo, switched, devi
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-9)
 
 
+def test_a_forks_detect_keeps_its_own_forward(yolo, monkeypatch):
+    """It has stock's name, in stock's module."""
+    stock, model, x = yolo.Detect.forward, make_model(yolo, "cpu"), torch.rand(1, 3, 64, 64)
+    monkeypatch.setattr(yolo.Detect, "forward", lambda self, x: [y * 2 for y in stock(self, x)])
+    expected = model(x)
+    with fewer_copies(model):
+        found = model(x)
+    for mine, theirs in zip(found, expected):
+        torch.testing.assert_close(mine, theirs)
+
+
 @pytest.mark.parametrize("switch", ["cuda_graph", "channels_last"])
 def test_without_a_gpu_they_are_an_error_at_once(yolo, monkeypatch, capsys, switch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -3,17 +3,41 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from torch_fastdet.bn_act import bottleneck_forward, c3_forward, computes, conv_forward, sppf_forward
+import torch
+from torch import Tensor
+
+from torch_fastdet.bn_act import bottleneck_forward, c3_forward, conv_forward, sppf_forward
+from torch_fastdet.patching.formula import Formula
 from torch_fastdet.patching.import_hook import namespace
 from torch_fastdet.patching.switch import Switch, class_of
 
-# What SPPF.forward reads -> whether the block has a number of poolings and a shortcut of its own.
-_SPPF = {
-    frozenset({"catch_warnings", "cat", "cv1", "cv2", "m", "simplefilter", "torch", "warnings"}): False,
-    frozenset({"cat", "cv1", "cv2", "extend", "getattr", "range", "torch"}): True,
-}
+
+def _bottleneck(self: Any, x: Tensor) -> Tensor:
+    return x + self.cv2(self.cv1(x)) if self.add else self.cv2(self.cv1(x))
+
+
+def _c3(self: Any, x: Tensor) -> Tensor:
+    return self.cv3(torch.cat([self.m(self.cv1(x)), self.cv2(x)], 1))
+
+
+def _sppf(self: Any, x: Tensor) -> Tensor:
+    parts = [self.cv1(x)]
+    for _ in range(getattr(self, "n", 3)):
+        parts.append(self.m(parts[-1]))
+    y = self.cv2(torch.cat(parts, 1))
+    return y + x if getattr(self, "add", False) else y
+
+
+CONV = Formula(lambda self, x: self.act(self.bn(self.conv(x))), ("act", "bn", "conv"))
+BOTTLENECK = Formula(_bottleneck, ("cv1", "cv2"), ("add",), ({"add": True}, {"add": False}))
+C3 = Formula(_c3, ("cv1", "cv2", "cv3", "m"), ("cat", "torch"))
+# YOLOv5's, and Ultralytics', which has a number of poolings and a shortcut of its own, by getattr.
+SPPF = Formula(_sppf, ("cv1", "cv2", "m"), ("cat", "catch_warnings", "simplefilter", "torch", "warnings"))
+SPPF_N = Formula(
+    _sppf, ("cv1", "cv2", "m"), ("cat", "extend", "getattr", "range", "torch"), ({}, {"n": 2, "add": True})
+)
 
 
 class BnActMethods(Switch):
@@ -41,7 +65,7 @@ class BnActMethods(Switch):
         if conv is None or self.has_replaced(conv):
             return
         stock = vars(conv).get("forward")
-        if not computes(stock, {"act", "bn", "conv"}):
+        if not CONV.is_that_of(stock):
             self.cannot_apply(f"{module.__name__}.Conv.forward is not act(bn(conv(x))).")
             return
         forward = conv_forward(stock)
@@ -53,7 +77,7 @@ class BnActMethods(Switch):
         if bottleneck is None or self.has_replaced(bottleneck) or not self.has_replaced(conv):
             return
         stock = vars(bottleneck).get("forward")
-        if not computes(stock, {"add", "cv1", "cv2"}):
+        if not BOTTLENECK.is_that_of(stock):
             return  # only the sum stays stock's
         forward = bottleneck_forward(stock, vars(conv)["forward"])
         forward.__qualname__ = "bn_act_optim.Bottleneck.forward"
@@ -64,7 +88,7 @@ class BnActMethods(Switch):
         if c3 is None or self.has_replaced(c3) or not self.has_replaced(bottleneck):
             return
         stock = vars(c3).get("forward")
-        if not computes(stock, {"cat", "cv1", "cv2", "cv3", "m", "torch"}):
+        if not C3.is_that_of(stock):
             return  # only the concatenation stays stock's
         forward = c3_forward(stock, vars(conv)["forward"], vars(bottleneck)["forward"])
         forward.__qualname__ = "bn_act_optim.C3.forward"
@@ -75,8 +99,8 @@ class BnActMethods(Switch):
         if sppf is None or self.has_replaced(sppf):
             return
         stock = vars(sppf).get("forward")
-        for names, counts in _SPPF.items():
-            if computes(stock, set(names)):
+        for formula, counts in ((SPPF, False), (SPPF_N, True)):
+            if formula.is_that_of(stock):
                 forward = sppf_forward(stock, counts)
                 forward.__qualname__ = "bn_act_optim.SPPF.forward"
                 self.replace(sppf, "forward", forward)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,8 +13,17 @@ from torch import Tensor, nn
 
 from torch_fastdet import ops
 from torch_fastdet._private import every_module_has_hooks, runs_plainly
-from torch_fastdet.bn_act import computes
+from torch_fastdet.patching.formula import agree, pictures
 from torch_fastdet.patching.upsample_optim import doubles, upsample_forward
+
+
+def _cat(concat: Any, parts: list[Tensor]) -> Tensor:
+    return torch.cat(parts, concat.d)
+
+
+@functools.cache
+def _concatenates(forward: Any) -> bool:
+    return agree(forward, _cat, {"d": 1}, [pictures(), -pictures()])
 
 
 def _is_pair(upsample: Any, concat: Any, save: Any) -> bool:
@@ -23,7 +33,7 @@ def _is_pair(upsample: Any, concat: Any, save: Any) -> bool:
         and runs_plainly(upsample, upsample_forward)  # the switch is on
         and getattr(upsample, "f", None) == -1
         and getattr(upsample, "i", None) not in save
-        and computes(type(concat).forward, {"cat", "d", "torch"})
+        and _concatenates(type(concat).forward)
         and runs_plainly(concat, type(concat).forward)
         and concat.d == 1
         and isinstance(getattr(concat, "f", None), list)
@@ -38,7 +48,7 @@ def _joined(upsample: Any, concat: Any) -> Callable[[list[Tensor]], Tensor]:
         x, skip = parts
         if doubles(upsample, x) and type(skip) is Tensor and skip.dtype == x.dtype and skip.device == x.device:
             return ops.upsample_nearest2x_cat(x, skip)
-        return torch.cat([upsample_forward(upsample, x), skip], concat.d)
+        return _cat(concat, [upsample_forward(upsample, x), skip])
 
     return forward
 

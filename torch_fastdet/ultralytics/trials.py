@@ -6,24 +6,17 @@ random numbers are drawn: a training's own stay what they were.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from torch_fastdet import optim
+from torch_fastdet.patching.formula import plainly_on_the_cpu
 from torch_fastdet.ultralytics.dropins import ModelEMA, bbox_iou
 
 REFERENCE = "8.4.190"
-
-
-@contextlib.contextmanager
-def plainly_on_the_cpu() -> Iterator[None]:
-    """Without what the caller has set for its own tensors."""
-    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
-        yield
 
 
 def _difference(what: str, results: Callable[[], tuple[torch.Tensor, torch.Tensor]], tolerance: float) -> str | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from torch_fastdet.patching.formula import agree, pictures, stand_ins
 from torch_fastdet.patching.necks import joined_upsampling
 
 STOCK_MODULES = ("models.yolo", "yolov5.models.yolo")
@@ -22,12 +24,19 @@ def _forward(detect: Any, x: list[torch.Tensor]) -> list[torch.Tensor]:
     return x
 
 
+@functools.cache
+def _is_stocks(forward: Any) -> bool:
+    """Whether this is what stock's ``Detect.forward`` computes in training: forks change it under the same name."""
+    attributes = {"nl": 2, "na": 2, "no": 3, "m": list(stand_ins("0", "1").values()), "training": True, "export": False}
+    return agree(forward, _forward, attributes, [pictures(6), -pictures(6)])
+
+
 @contextlib.contextmanager
 def head_views(model: nn.Module) -> Iterator[None]:
     """While inside, YOLOv5's Detect returns its convolutions' outputs as (bs, na, ny, nx, no) views, where stock copies them.
 
     Losses index heads by these five dimensions, whatever their strides; ComputeLoss writes its gradients in the same
-    layout, so that neither the outputs nor their gradients are copied. Models without a plain Detect at their end are left alone,
+    layout, so that neither the outputs nor their gradients are copied. Models without stock's Detect at their end are left alone,
     as is a model in eval mode.
     """
     layers = getattr(model, "model", None)
@@ -38,6 +47,7 @@ def head_views(model: nn.Module) -> Iterator[None]:
         and type(detect).__name__ == "Detect"
         and type(detect).__module__ in STOCK_MODULES
         and "forward" not in vars(detect)
+        and _is_stocks(type(detect).forward)
     )
     if not plain:
         yield
