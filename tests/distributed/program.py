@@ -270,10 +270,14 @@ def a_pass_of_stock_in_between():
 
 
 def models_that_differ():
-    model = nn.Linear(2, 2 + RANK).to(fake_gpu.GPU.device)
+    wider, frozen = nn.Linear(2, 2 + RANK), nn.Linear(2, 2)
+    frozen.bias.requires_grad_(RANK == 0)
     for attempt in (GraphedModule, lambda m: TrainStep(m, None, torch.optim.SGD(m.parameters(), lr=0.1))):
-        with pytest.raises(RuntimeError, match=f"rank {RANK}: the ranks have different models"):
-            attempt(model)
+        for model in (wider, frozen):
+            with pytest.raises(RuntimeError, match=f"rank {RANK}: the ranks have different models"):
+                attempt(model.to(fake_gpu.GPU.device))
+    with pytest.raises(TypeError, match="give it the module that DistributedDataParallel has"):
+        GraphedModule(ddp(make()))
 
 
 def a_group_of_some_ranks():
@@ -456,6 +460,8 @@ def what_the_switch_leaves_to_stock():
         with pytest.raises(host.SwitchError, match="several processes train the model, but not by Distributed"):
             model(x)
         hooked = ddp(model)
+        for _ in range(2):
+            loss_of(hooked(x)).backward()
         hooked.register_comm_hook(
             None, lambda state, bucket: dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(_first)
         )

@@ -52,10 +52,10 @@ def start_alike(module: nn.Module, group: Any) -> None:
     """Give parameters and buffers the values of the group's first rank.
 
     Raises:
-        RuntimeError: on every rank, where the ranks' models differ in names, shapes, strides or dtypes.
+        RuntimeError: on every rank, where the ranks' models differ in names, shapes, strides, dtypes or requires_grad.
     """
     tensors = [*module.named_parameters(), *module.named_buffers()]
-    described = "\n".join(f"{name} {tuple(tensor.shape)} {tensor.stride()} {tensor.dtype}" for name, tensor in tensors)
+    described = "\n".join(f"{name} {tuple(t.shape)} {t.stride()} {t.dtype} {t.requires_grad}" for name, t in tensors)
     number = int.from_bytes(hashlib.sha256(described.encode()).digest()[:7], "big")
     device = next((tensor.device for _, tensor in tensors), torch.device("cpu"))
     extremes = torch.tensor([number, -number], device=device)
@@ -63,8 +63,8 @@ def start_alike(module: nn.Module, group: Any) -> None:
     largest, smallest = extremes.tolist()
     if largest != -smallest:
         raise RuntimeError(
-            f"rank {dist.get_rank(group)}: the ranks have different models; names, shapes, strides and dtypes of "
-            f"{type(module).__name__}'s parameters and buffers must be equal on all of them"
+            f"rank {dist.get_rank(group)}: the ranks have different models; names, shapes, strides, dtypes and requires_grad "
+            f"of {type(module).__name__}'s parameters and buffers must be equal on all of them"
         )
     _Packed([tensor.detach() for _, tensor in tensors], group).broadcast()
 

@@ -367,6 +367,10 @@ class GraphedModule(nn.Module):
             raise TypeError(f"GraphedModule: module is {type(module).__name__}, but a torch.nn.Module is wanted")
         if isinstance(module, GraphedModule):
             raise TypeError("GraphedModule: the module is graphed already")
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise TypeError(
+                "GraphedModule: it averages gradients itself; give it the module that DistributedDataParallel has"
+            )
         reason = why_not(module, averaged=True) if required else None
         if reason is not None:
             raise CaptureError(f"{type(module).__name__} cannot be captured in a CUDA graph: {reason}")

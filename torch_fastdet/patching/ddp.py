@@ -42,6 +42,7 @@ class GraphedDDP:
         self._classes: list[type[nn.Module]] = []
         self._ranks: weakref.WeakKeyDictionary[nn.Module, Ranks | None] = weakref.WeakKeyDictionary()
         self._begun: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._told: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that stock runs them
         self._running: tuple[nn.Module, Ranks | None] | None = None
 
     def take(self, model_class: type[nn.Module]) -> None:
@@ -79,21 +80,22 @@ class GraphedDDP:
         return self._running is not None and self._running[0] is model
 
     def _ranks_of(self, ddp: DistributedDataParallel) -> Ranks | None:
-        """Decided once, from what is the same on every rank: all of them must exchange the same."""
+        """Decided from what is the same on every rank: all of them must exchange the same."""
         if getattr(ddp, "static_graph", False) and ddp not in self._begun:
             # Its reducer learns from the first backward pass, and would learn from one of ours what is wrong after unpatch().
             self._begun.add(ddp)
             return None
+        mode = _private.ddp_mode(ddp)
+        if mode is not None:  # a hook or Join may come later, and go
+            if ddp not in self._told:
+                self._told.add(ddp)
+                self._switch.cannot_apply(f"DistributedDataParallel runs as it is: {mode}.")
+            return None
         if ddp not in self._ranks:
-            reason = _private.ddp_mode(ddp)
-            if reason is not None:
-                reason = f"DistributedDataParallel runs as it is: {reason}."
-            else:
-                refused = why_not(ddp.module, averaged=True)
-                reason = None if refused is None else f"{type(ddp.module).__name__} cannot be captured: {refused}."
-            self._ranks[ddp] = None if reason is not None else Ranks(ddp.process_group)
-            if reason is not None:
-                self._switch.cannot_apply(reason)
+            refused = why_not(ddp.module, averaged=True)
+            self._ranks[ddp] = None if refused is not None else Ranks(ddp.process_group)
+            if refused is not None:
+                self._switch.cannot_apply(f"{type(ddp.module).__name__} cannot be captured: {refused}.")
         return self._ranks[ddp]
 
     @contextlib.contextmanager
