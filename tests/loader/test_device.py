@@ -1,10 +1,15 @@
 """The pictures that a GPU keeps."""
 
+import ctypes
+import gc
+import threading
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 
+from torch_fastdet.loader import dataloader, device
 from torch_fastdet.loader.device import DevicePictures
 from torch_fastdet.loader.memory import PictureMemory
 from torch_fastdet.loader.plan import Layer, Picture, Source, pack
@@ -38,17 +43,138 @@ def test_pictures_wait_for_what_had_their_memory(cuda):
     assert (batch == 7).all() and (pictures._cache == 7).all()
 
 
-def test_pages_are_unlocked_behind_the_copies_from_there(monkeypatch):
-    done: list = []
-    cudart = SimpleNamespace(cudaHostUnregister=lambda address: done.append(address))
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+@pytest.fixture
+def cudart(monkeypatch):
+    """A stand-in for CUDA's runtime. ``result`` is what locking gives; ``done`` notes the calls."""
+    made = SimpleNamespace(done=[], result=0)
+    functions = {
+        "cudaHostRegister": lambda address, size, flags: made.done.append(("lock", address, size)) or made.result,
+        "cudaHostUnregister": lambda address: made.done.append(("unlock", address)) or 0,
+        "cudaGetErrorString": lambda error: f"error {error}",
+    }
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(**functions))
+    monkeypatch.setattr(device, "_forget_error", lambda: made.done.append("forget"))
+    monkeypatch.setattr(device, "_locked", type(device._locked)(int))
+    return made
+
+
+def pictures_without_gpu(memory, cudart):
     pictures = object.__new__(DevicePictures)
-    pictures._size, pictures._pinned = 0, {0: True, 1: False}
-    pictures._host = torch.zeros(8, dtype=torch.uint8)
-    pictures._ready = SimpleNamespace(synchronize=lambda: done.append("waited"))
-    wanted = ["waited", pictures._host.data_ptr()]
+    pictures.memory, pictures._size, pictures._pinned, pictures._host = memory, 0, {}, memory.tensor()
+    pictures._ready = SimpleNamespace(synchronize=lambda: cudart.done.append("waited"))
+    return pictures
+
+
+def test_pages_are_unlocked_behind_the_copies_from_there_by_the_last_who_uses_them(cudart):
+    memory = PictureMemory([(4, 6)], 1 << 20)
+    one, other = (pictures_without_gpu(memory, cudart) for _ in range(2))
+    start = memory.tensor().data_ptr()
+    for pictures in one, other, one:
+        pictures._pin(0, 72)
+    assert cudart.done == [("lock", start, memory.nbytes)] and one._pinned == other._pinned == {0: True}
+    del one, pictures
+    gc.collect()
+    assert cudart.done[1:] == ["waited"]
+    del other
+    gc.collect()
+    assert cudart.done[2:] == ["waited", ("unlock", start)]
+
+
+def test_pages_that_cannot_be_locked_leave_no_error_behind(cudart, monkeypatch, capsys):
+    """CUDA's runtime keeps the error for the next launch; one line says it, however many pieces there are."""
+    monkeypatch.setattr(device, "CHUNK", 64)
+    memory = PictureMemory([(4, 6), (4, 6)], 1 << 20)
+    pictures, cudart.result = pictures_without_gpu(memory, cudart), 2
+    for start, size in (0, 72), (0, 72), (128, 72):
+        pictures._pin(start, size)
+    assert cudart.done.count("forget") == sum(call[0] == "lock" for call in cudart.done) > 1
+    assert pictures._pinned and not any(pictures._pinned.values()) and not any(device._locked.values())
+    said = capsys.readouterr().out.splitlines()
+    assert said == [
+        "torch_fastdet: loader_optim: copies of pictures to the GPU do not overlap: CUDA cannot lock their memory (error 2)"
+    ]
     del pictures
-    assert done == wanted
+    gc.collect()
+    assert not any(call[0] == "unlock" for call in cudart.done)
+
+
+def test_a_launch_behind_a_failed_lock_reports_nothing(cuda):
+    """Somebody else has locked the pages."""
+    memory = PictureMemory([(64, 64)], 1 << 20)
+    start = memory.tensor().data_ptr()
+    assert int(torch.cuda.cudart().cudaHostRegister(start, memory.nbytes, 0)) == 0
+    try:
+        assert device.lock_pages(start, memory.nbytes) != ""
+        assert ctypes.CDLL(str(device.LIBRARY)).cudaPeekAtLastError() == 0
+        assert torch.ones(3, device="cuda").sum().item() == 3
+    finally:
+        torch.cuda.cudart().cudaHostUnregister(start)
+
+
+def plan_of(memory, index, height, width):
+    return pack(
+        [Picture(height, width, [Layer(height, width, [(Source(index, height, width), 0, 0, 0, 0, width, height)])])],
+        memory,
+    )
+
+
+def test_two_threads_at_once(monkeypatch):
+    """What one thread notes as uploaded is recorded before another one waits for it."""
+    memory = PictureMemory([(4, 6)], 1 << 20)
+    memory.put(0, np.zeros((4, 6, 3), dtype=np.uint8), (4, 6))
+    events, inside, go_on = [], threading.Event(), threading.Event()
+    stream = SimpleNamespace(wait_event=lambda event: events.append("wait"))
+    pictures = object.__new__(DevicePictures)
+    pictures.memory, pictures.device, pictures._size, pictures._pinned = memory, None, 0, {}
+    pictures._lock = threading.Lock()
+    pictures._ready = SimpleNamespace(record=lambda stream: events.append("record"))
+    pictures._cache = SimpleNamespace(record_stream=lambda stream: None)
+    pictures._tables = lambda plan: [None] * 7
+
+    def bring(plan):
+        events.append("bring")
+        inside.set()
+        go_on.wait(10)
+
+    pictures._bring = bring
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(device.ops, "image_augment", lambda *arguments, **options: None)
+    monkeypatch.setattr(device.ops, "opencv_rules", lambda: ("fixed", 32))
+    threads = [threading.Thread(target=pictures, args=(plan_of(memory, 0, 4, 6),)) for _ in range(2)]
+    threads[0].start()
+    assert inside.wait(10)
+    threads[1].start()
+    threads[1].join(0.2)
+    go_on.set()
+    for thread in threads:
+        thread.join(10)
+    assert events == ["wait", "bring", "record"] * 2
+
+
+def test_two_threads_make_one_finisher(monkeypatch):
+    made, begun = [], threading.Barrier(2)
+
+    class Finisher:
+        pictures = SimpleNamespace(nbytes=0)
+
+        def __init__(self, memory, device):
+            made.append(self)
+            threading.Event().wait(0.1)
+
+    loading = dataloader.PlannedLoading(PictureMemory([(4, 6)], 1 << 20), 0, on_gpu=True, device=torch.device("cpu"))
+    loading.finishing = Finisher
+    found = []
+
+    def ask():
+        begun.wait(10)
+        found.append(loading.finisher)
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert len(made) == 1 and found == made * 2
 
 
 def test_ends_while_pictures_are_uploaded(cuda, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ from torch_fastdet.loader.plan import Indices, Picture, Plan, finish, pack, run_
 
 #: Pixels that travel with a plan go through shared memory from this size on, and in the message itself below it.
 SMALL = 1 << 16
+
+_one_at_a_time = threading.RLock()  # the garbage collector may end another loader inside
 
 
 class PlanBatches:
@@ -183,11 +186,12 @@ class PlannedLoading:
 
     @property
     def finisher(self) -> Finisher:
-        if self._finisher is None:
-            self._finisher = self.finishing(self.memory, self._device or current_gpu())
-            kept = self._finisher.pictures.nbytes
-            self._say(f"made on the GPU, which keeps {_size(kept)} of them")
-        return self._finisher
+        with _one_at_a_time:  # two threads may begin a loop each
+            if self._finisher is None:
+                self._finisher = self.finishing(self.memory, self._device or current_gpu())
+                kept = self._finisher.pictures.nbytes
+                self._say(f"made on the GPU, which keeps {_size(kept)} of them")
+            return self._finisher
 
     def batches(self, source: Iterator[Any], limited: bool = False) -> Iterator[Any]:
         """The finished batches of a ``DataLoader``'s iterator. Loader processes work ahead, and then this does as well.

@@ -6,12 +6,15 @@ then nothing but tables is uploaded from the second epoch on. Other pictures are
 
 from __future__ import annotations
 
+import ctypes
 import threading
+from collections import defaultdict
 
 import numpy as np
 import torch
 
 from torch_fastdet import ops
+from torch_fastdet._library import LIBRARY
 from torch_fastdet._say import say
 from torch_fastdet.loader.memory import CHANNELS, CHUNK, PictureMemory, size_from_environment
 from torch_fastdet.loader.plan import OWN, Plan
@@ -43,8 +46,37 @@ def _give_back(size: int) -> None:
         _taken -= size
 
 
+# How many use a piece of memory that is page-locked, by its address: two loaders may show one data set.
+_locked: defaultdict[int, int] = defaultdict(int)
+_locked_lock = threading.RLock()  # the garbage collector may end a loader inside
+
+
+def lock_pages(address: int, size: int) -> str:
+    """Page-lock a piece of memory, so that copies from there overlap what the GPU does. "", or why CUDA refuses."""
+    with _locked_lock:
+        if not _locked[address]:
+            error = torch.cuda.cudart().cudaHostRegister(address, size, 0)
+            if int(error) != 0:
+                _forget_error()
+                return str(torch.cuda.cudart().cudaGetErrorString(error))
+        _locked[address] += 1
+        return ""
+
+
+def unlock_pages(address: int) -> None:
+    with _locked_lock:
+        _locked[address] -= 1
+        if not _locked[address] and int(torch.cuda.cudart().cudaHostUnregister(address)) != 0:
+            _forget_error()
+
+
+def _forget_error() -> None:
+    """Clear the last error that CUDA's runtime keeps for this thread: the next launch would report it as its own."""
+    ctypes.CDLL(str(LIBRARY)).cudaGetLastError()  # torch does not offer it; the library is linked with torch's runtime
+
+
 class DevicePictures:
-    """The pictures of one data set on one GPU, and the batches made of them."""
+    """The pictures of one data set on one GPU, and the batches made of them. Several threads may ask for batches."""
 
     def __init__(self, memory: PictureMemory, device: torch.device) -> None:
         self.memory = memory
@@ -59,6 +91,7 @@ class DevicePictures:
         self._here = np.zeros(len(memory), dtype=bool)
         self._host = memory.tensor()
         self._pinned: dict[int, bool] = {}
+        self._lock = threading.Lock()  # what is noted as here is only there behind what `_ready` has recorded
 
     @property
     def nbytes(self) -> int:
@@ -71,15 +104,16 @@ class DevicePictures:
         if pinned:
             self._ready.synchronize()  # copies from there may still be on their way
         for chunk in pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._host.data_ptr() + chunk * CHUNK)
+            unlock_pages(self._host.data_ptr() + chunk * CHUNK)
 
     def __call__(self, plan: Plan) -> torch.Tensor:
         """The pictures of a plan, uint8 (n, 3, height, width), made on the current stream."""
         stream = torch.cuda.current_stream(self.device)
-        stream.wait_event(self._ready)
-        self._cache.record_stream(stream)  # the allocator keeps it until this batch is made
-        upload = self._bring(plan)
-        self._ready.record(stream)
+        with self._lock:
+            stream.wait_event(self._ready)
+            self._cache.record_stream(stream)  # the allocator keeps it until this batch is made
+            upload = self._bring(plan)
+            self._ready.record(stream)
         placements, layers, matrices, pictures, blend, tables, masks = self._tables(plan)
         warp, lanes = ops.opencv_rules()
         return ops.image_augment(
@@ -133,11 +167,15 @@ class DevicePictures:
     def _pin(self, start: int, size: int) -> None:
         """Page-lock the pieces of the shared memory that hold a picture, so that its copy overlaps the step."""
         for chunk in range(start // CHUNK, (start + size - 1) // CHUNK + 1):
-            if chunk not in self._pinned:
-                begin = chunk * CHUNK
-                length = min(CHUNK, self.memory.nbytes - begin)
-                done = torch.cuda.cudart().cudaHostRegister(self._host.data_ptr() + begin, length, 0)
-                self._pinned[chunk] = int(done) == 0
+            if chunk in self._pinned:
+                continue
+            begin = chunk * CHUNK
+            reason = lock_pages(self._host.data_ptr() + begin, min(CHUNK, self.memory.nbytes - begin))
+            if reason and all(self._pinned.values()):
+                say(
+                    f"loader_optim: copies of pictures to the GPU do not overlap: CUDA cannot lock their memory ({reason})"
+                )
+            self._pinned[chunk] = not reason
 
     def _tables(self, plan: Plan) -> list[torch.Tensor]:
         """The plan's tables on the GPU, in one copy."""
