@@ -160,6 +160,9 @@ def test_memory_comes_back(cuda):
     graphed = GraphedModule(net)
     three_passes(graphed, images(16, 3, 256, 256))
     held = torch.cuda.memory_reserved() - before
+    net.zero_grad()
+    loss = loss_of(graphed(images(16, 3, 256, 256)))
+    loss.backward()
     graphed.graphs.reset()
     net.zero_grad()
     gc.collect()
@@ -223,6 +226,22 @@ def test_graphs_are_dropped_behind_their_replays(how, monkeypatch):
         del graphed
         gc.collect()
     assert fake_gpu.awaited == [stream] * 2  # forward and backward
+
+
+def test_a_loss_that_lives_on_keeps_no_graph(gpu):
+    """As in most loops, where the next forward pass runs before ``loss`` is another one: its graphs could not be dropped."""
+    graphed = GraphedModule(Net().to(GPU.device))
+    for _ in range(3):
+        outputs = graphed(images(2, 3, 32, 32))
+        loss = loss_of(outputs)
+        loss.backward()
+    ((_, captured),) = graphed.graphs._pool.items()
+    graph = weakref.ref(captured.forward_graph)
+    del captured
+    graphed.graphs.reset()
+    assert graph() is None and loss.grad_fn is not None
+    with pytest.raises(RuntimeError, match="or this one ran already"):
+        loss_of(outputs).backward()
 
 
 def test_outputs_may_have_constants_of_the_cpu():

@@ -106,16 +106,20 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None, None]:
-        if ctx.generation != ctx.graphs.generation:
+        graphs, captured = ctx.graphs, ctx.captured
+        if ctx.generation != graphs.generation:
             raise RuntimeError(
                 "GraphedModule: the module ran again before this backward pass (or this one ran already), so its activations "
                 "are gone; call backward() once after each forward pass, or use the module without graphs"
             )
-        ctx.graphs.generation += 1
-        ctx.captured.replay_backward(gradients, ctx.graphs.saved)
+        graphs.generation += 1
+        captured.replay_backward(gradients, graphs.saved)
+        ctx.captured = (
+            None  # the loss of this pass may live on; where memory runs out in the next one, the graphs must go
+        )
         # Autograd makes the stream of backward() wait for the gradients that it brings to p.grad itself. The replay
         # wrote its own, on the forward pass's stream.
-        _capture.make_backward_wait(ctx.captured.input.device)
+        _capture.make_backward_wait(captured.input.device)
         return None, None, None, None
 
 
