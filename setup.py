@@ -20,6 +20,9 @@ ROOT = Path(__file__).resolve().parent
 TORCH_OLDEST, TORCH_NEWEST = (2, 11), (2, 15)
 TORCH_WANTED = "{}.{} to {}.{}".format(*TORCH_OLDEST, *TORCH_NEWEST)
 TORCH_INSTALL = 'pip install "torch>={}.{},<{}.{}"'.format(*TORCH_OLDEST, TORCH_NEWEST[0], TORCH_NEWEST[1] + 1)
+GENERATED = ROOT / "build/generated"
+# The families' files of these names are compiled as one: each of them takes as long as torch's headers, and little more.
+TOGETHER = ("autograd.cpp", "cuda.cpp")
 DEFAULT_ARCHITECTURES = "7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX"
 
 
@@ -156,11 +159,19 @@ def check_architectures(nvcc: Path, version: str) -> None:
 
 def sources(cuda: str | None) -> list[str]:
     """library.cpp and the glue; for a CUDA build also the kernels and every cuda.cpp."""
-    found = [ROOT / "csrc/library.cpp"]
-    found += [path for path in (ROOT / "csrc/ops").rglob("*.cpp") if cuda or not path.name.startswith("cuda")]
+    found = [ROOT / "csrc/library.cpp", *(GENERATED / name for name in TOGETHER if cuda or name != "cuda.cpp")]
+    found += [path for path in (ROOT / "csrc/ops").rglob("*.cpp") if path.name not in TOGETHER]
     if cuda:
         found += (ROOT / "csrc/core").rglob("*.cu")
     return sorted(str(path.relative_to(ROOT)) for path in found)
+
+
+def write_generated_files(config: dict[str, str]) -> None:
+    header = "".join(f'#define TORCH_FASTDET_BUILD_{key.upper()} "{value}"\n' for key, value in config.items())
+    write_if_changed(GENERATED / "build_config.h", "#pragma once\n" + header)
+    for name in TOGETHER:
+        families = sorted(path.parent.name for path in (ROOT / "csrc/ops").glob(f"*/{name}"))
+        write_if_changed(GENERATED / name, "".join(f'#include "ops/{family}/{name}"\n' for family in families))
 
 
 def build_config(cuda: str | None) -> dict[str, str]:
@@ -216,8 +227,8 @@ def python_module() -> list[Extension]:
         Extension(
             "torch_fastdet._C",
             ["csrc/python/module.cpp"],
-            include_dirs=[pybind11.get_include(), str(ROOT / "csrc"), str(ROOT / "build/generated")],
-            depends=[str(ROOT / "build/generated/build_config.h")],
+            include_dirs=[pybind11.get_include(), str(ROOT / "csrc"), str(GENERATED)],
+            depends=[str(GENERATED / "build_config.h")],
             language="c++",
             extra_compile_args={"cxx": ["-O2", "-g0", "-fvisibility=hidden"]},
         )
@@ -249,8 +260,7 @@ class BuildExtension(cpp_extension.BuildExtension):
         for extension in self.extensions:
             extension.extra_link_args += runtime
         config = build_config(CUDA)
-        header = "".join(f'#define TORCH_FASTDET_BUILD_{key.upper()} "{value}"\n' for key, value in config.items())
-        write_if_changed(ROOT / "build/generated/build_config.h", "#pragma once\n" + header)
+        write_generated_files(config)
         super().run()
         package = ROOT if self.inplace else Path(self.build_lib)
         write_if_changed(package / "torch_fastdet/_build_config.json", json.dumps(config, indent=2) + "\n")

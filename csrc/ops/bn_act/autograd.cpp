@@ -3,7 +3,7 @@
 #include "ops/common/autograd.h"
 #include "ops/bn_act/run.h"
 
-namespace torch_fastdet {
+namespace torch_fastdet::bn_act_autograd {
 namespace {
 
 using torch::autograd::AutogradContext;
@@ -137,4 +137,4 @@ TORCH_LIBRARY_IMPL(torch_fastdet, Autograd, m) {
   m.impl("bn_act_backward", unpack<&bn_act_backward_autograd>);
 }
 
-}  // namespace torch_fastdet
+}  // namespace torch_fastdet::bn_act_autograd

@@ -3,7 +3,7 @@
 #include "ops/bn_act/run.h"
 #include "ops/common/launch.h"
 
-namespace torch_fastdet {
+namespace torch_fastdet::bn_act_cuda {
 namespace {
 
 core::BnActVector vector_of(const at::Tensor& tensor) {
@@ -97,4 +97,4 @@ TORCH_LIBRARY_IMPL(torch_fastdet, CUDA, m) {
   register_bn_act<Cuda>(m);
 }
 
-}  // namespace torch_fastdet
+}  // namespace torch_fastdet::bn_act_cuda

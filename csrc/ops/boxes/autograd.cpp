@@ -4,7 +4,7 @@
 #include "ops/boxes/checks.h"
 #include "ops/common/autocast.h"
 
-namespace torch_fastdet {
+namespace torch_fastdet::boxes_autograd {
 namespace {
 
 using torch::autograd::AutogradContext;
@@ -172,4 +172,4 @@ TORCH_LIBRARY_IMPL(torch_fastdet, AutocastCUDA, m) {
   in_float32_under_autocast(m, {"bbox_iou", "iou_loss"});
 }
 
-}  // namespace torch_fastdet
+}  // namespace torch_fastdet::boxes_autograd

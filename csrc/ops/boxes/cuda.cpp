@@ -2,7 +2,7 @@
 #include "ops/boxes/run.h"
 #include "ops/common/launch.h"
 
-namespace torch_fastdet {
+namespace torch_fastdet::boxes_cuda {
 namespace {
 
 struct Cuda : OnDevice {
@@ -28,4 +28,4 @@ TORCH_LIBRARY_IMPL(torch_fastdet, CUDA, m) {
   register_boxes<Cuda>(m);
 }
 
-}  // namespace torch_fastdet
+}  // namespace torch_fastdet::boxes_cuda

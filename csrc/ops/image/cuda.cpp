@@ -2,7 +2,7 @@
 #include "ops/common/launch.h"
 #include "ops/image/run.h"
 
-namespace torch_fastdet {
+namespace torch_fastdet::image_cuda {
 namespace {
 
 struct Cuda : OnDevice {
@@ -23,4 +23,4 @@ TORCH_LIBRARY_IMPL(torch_fastdet, CUDA, m) {
   register_image<Cuda>(m);
 }
 
-}  // namespace torch_fastdet
+}  // namespace torch_fastdet::image_cuda

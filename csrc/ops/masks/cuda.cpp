@@ -3,7 +3,7 @@
 #include "ops/common/launch.h"
 #include "ops/masks/run.h"
 
-namespace torch_fastdet {
+namespace torch_fastdet::masks_cuda {
 namespace {
 
 struct Cuda : OnDevice {
@@ -23,4 +23,4 @@ TORCH_LIBRARY_IMPL(torch_fastdet, CUDA, m) {
   register_masks<Cuda>(m);
 }
 
-}  // namespace torch_fastdet
+}  // namespace torch_fastdet::masks_cuda

@@ -2,7 +2,7 @@
 #include "ops/common/launch.h"
 #include "ops/metrics/run.h"
 
-namespace torch_fastdet {
+namespace torch_fastdet::metrics_cuda {
 namespace {
 
 struct Cuda : OnDevice {
@@ -20,4 +20,4 @@ TORCH_LIBRARY_IMPL(torch_fastdet, CUDA, m) {
   register_metrics<Cuda>(m);
 }
 
-}  // namespace torch_fastdet
+}  // namespace torch_fastdet::metrics_cuda

@@ -7,7 +7,7 @@
 
 #include "ops/common/autograd.h"
 
-namespace torch_fastdet {
+namespace torch_fastdet::multi_tensor_autograd {
 namespace {
 
 bool is_written(const c10::Argument& argument) {
@@ -47,4 +47,4 @@ TORCH_LIBRARY_IMPL(torch_fastdet, Autograd, m) {
   }
 }
 
-}  // namespace torch_fastdet
+}  // namespace torch_fastdet::multi_tensor_autograd

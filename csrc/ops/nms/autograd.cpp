@@ -7,7 +7,7 @@
 
 #include "ops/common/autograd.h"
 
-namespace torch_fastdet {
+namespace torch_fastdet::nms_autograd {
 namespace {
 
 using torch::autograd::AutogradContext;
@@ -77,4 +77,4 @@ TORCH_LIBRARY_IMPL(torch_fastdet, Autograd, m) {
                        "ultralytics_postprocess", "scale_boxes"});
 }
 
-}  // namespace torch_fastdet
+}  // namespace torch_fastdet::nms_autograd

@@ -3,7 +3,7 @@
 #include "ops/common/launch.h"
 #include "ops/nms/run.h"
 
-namespace torch_fastdet {
+namespace torch_fastdet::nms_cuda {
 namespace {
 
 struct Cuda : OnDevice {
@@ -34,4 +34,4 @@ TORCH_LIBRARY_IMPL(torch_fastdet, CUDA, m) {
   register_nms<Cuda>(m);
 }
 
-}  // namespace torch_fastdet
+}  // namespace torch_fastdet::nms_cuda

@@ -5,7 +5,7 @@
 
 #include "ops/common/autograd.h"
 
-namespace torch_fastdet {
+namespace torch_fastdet::pool_autograd {
 namespace {
 
 using torch::autograd::AutogradContext;
@@ -61,4 +61,4 @@ TORCH_LIBRARY_IMPL(torch_fastdet, Autograd, m) {
   m.impl("max_pools_cat_backward", max_pools_cat_backward);
 }
 
-}  // namespace torch_fastdet
+}  // namespace torch_fastdet::pool_autograd

@@ -4,7 +4,7 @@
 #include "ops/common/launch.h"
 #include "ops/pool/run.h"
 
-namespace torch_fastdet {
+namespace torch_fastdet::pool_cuda {
 namespace {
 
 void check_counts(const core::MaxPoolParams& p, const char* op) {
@@ -31,4 +31,4 @@ TORCH_LIBRARY_IMPL(torch_fastdet, CUDA, m) {
   register_pool<Cuda>(m);
 }
 
-}  // namespace torch_fastdet
+}  // namespace torch_fastdet::pool_cuda

@@ -5,7 +5,7 @@
 
 #include "ops/common/autograd.h"
 
-namespace torch_fastdet {
+namespace torch_fastdet::space_to_depth_autograd {
 namespace {
 
 using torch::autograd::AutogradContext;
@@ -60,4 +60,4 @@ TORCH_LIBRARY_IMPL(torch_fastdet, Autograd, m) {
   m.impl("space_to_depth_backward", space_to_depth_backward);
 }
 
-}  // namespace torch_fastdet
+}  // namespace torch_fastdet::space_to_depth_autograd

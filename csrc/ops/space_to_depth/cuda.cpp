@@ -4,7 +4,7 @@
 #include "ops/common/launch.h"
 #include "ops/space_to_depth/run.h"
 
-namespace torch_fastdet {
+namespace torch_fastdet::space_to_depth_cuda {
 namespace {
 
 void check_counts(int64_t rows, int64_t elements, const char* op) {
@@ -29,4 +29,4 @@ TORCH_LIBRARY_IMPL(torch_fastdet, CUDA, m) {
   register_space_to_depth<Cuda>(m);
 }
 
-}  // namespace torch_fastdet
+}  // namespace torch_fastdet::space_to_depth_cuda

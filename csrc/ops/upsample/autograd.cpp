@@ -4,7 +4,7 @@
 
 #include "ops/common/autograd.h"
 
-namespace torch_fastdet {
+namespace torch_fastdet::upsample_autograd {
 namespace {
 
 using torch::autograd::AutogradContext;
@@ -95,4 +95,4 @@ TORCH_LIBRARY_IMPL(torch_fastdet, Autograd, m) {
   m.impl("upsample_nearest2x_cat", upsample_nearest2x_cat);
 }
 
-}  // namespace torch_fastdet
+}  // namespace torch_fastdet::upsample_autograd

@@ -2,7 +2,7 @@
 #include "ops/common/launch.h"
 #include "ops/upsample/run.h"
 
-namespace torch_fastdet {
+namespace torch_fastdet::upsample_cuda {
 namespace {
 
 struct Cuda : OnDevice {
@@ -20,4 +20,4 @@ TORCH_LIBRARY_IMPL(torch_fastdet, CUDA, m) {
   register_upsample<Cuda>(m);
 }
 
-}  // namespace torch_fastdet
+}  // namespace torch_fastdet::upsample_cuda

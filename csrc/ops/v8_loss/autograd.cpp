@@ -3,7 +3,7 @@
 #include "ops/common/autograd.h"
 #include "ops/v8_loss/run.h"
 
-namespace torch_fastdet {
+namespace torch_fastdet::v8_loss_autograd {
 namespace {
 
 using torch::autograd::AutogradContext;
@@ -93,4 +93,4 @@ TORCH_LIBRARY_IMPL(torch_fastdet, Autograd, m) {
   m.impl("v8_loss_backward", unpack<&v8_loss_backward_autograd>);
 }
 
-}  // namespace torch_fastdet
+}  // namespace torch_fastdet::v8_loss_autograd

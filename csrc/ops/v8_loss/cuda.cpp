@@ -3,7 +3,7 @@
 #include "ops/common/launch.h"
 #include "ops/v8_loss/run.h"
 
-namespace torch_fastdet {
+namespace torch_fastdet::v8_loss_cuda {
 namespace {
 
 struct Cuda : OnDevice {
@@ -23,4 +23,4 @@ TORCH_LIBRARY_IMPL(torch_fastdet, CUDA, m) {
   register_v8_loss<Cuda>(m);
 }
 
-}  // namespace torch_fastdet
+}  // namespace torch_fastdet::v8_loss_cuda

@@ -3,7 +3,7 @@
 #include "ops/common/autograd.h"
 #include "ops/yolov5_loss/run.h"
 
-namespace torch_fastdet {
+namespace torch_fastdet::yolov5_loss_autograd {
 namespace {
 
 using torch::autograd::AutogradContext;
@@ -85,4 +85,4 @@ TORCH_LIBRARY_IMPL(torch_fastdet, Autograd, m) {
   m.impl("yolov5_loss_backward", unpack<&yolov5_loss_backward_autograd>);
 }
 
-}  // namespace torch_fastdet
+}  // namespace torch_fastdet::yolov5_loss_autograd

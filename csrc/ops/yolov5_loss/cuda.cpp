@@ -2,7 +2,7 @@
 #include "ops/common/launch.h"
 #include "ops/yolov5_loss/run.h"
 
-namespace torch_fastdet {
+namespace torch_fastdet::yolov5_loss_cuda {
 namespace {
 
 struct Cuda : OnDevice {
@@ -28,4 +28,4 @@ TORCH_LIBRARY_IMPL(torch_fastdet, CUDA, m) {
   register_yolov5_loss<Cuda>(m);
 }
 
-}  // namespace torch_fastdet
+}  // namespace torch_fastdet::yolov5_loss_cuda
