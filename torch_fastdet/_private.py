@@ -164,6 +164,11 @@ def module_has_hooks(module: nn.Module) -> bool:
     return any(getattr(module, name, None) for name in _MODULE_HOOKS)
 
 
+def forward_hooks(module: nn.Module) -> list[Any]:
+    """The tables that hold this module's forward hooks, now and later. Hooks under other names are not seen."""
+    return [table for name in _MODULE_HOOKS[:2] if (table := getattr(module, name, None)) is not None]
+
+
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _MODULE_HOOKS)
 
 

@@ -122,7 +122,7 @@ _stock_step = FusedStep.step
 
 
 @contextlib.contextmanager
-def _capture_into(graph, pool, stream):
+def _capture_into(graph, pool, stream, random_numbers=True):
     assert pool is not None and stream is not None
     if pool in _failed_pools:
         raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
@@ -174,6 +174,7 @@ def install(monkeypatch) -> None:
         "new_stream": FakeStream,
         "make_backward_wait": lambda device: None,
         "read_on": lambda tensors, stream: None,
+        "behind": lambda last, device: None,
         "capture_into": _capture_into,
         "unowned": lambda tensor: tensor,
     }.items():

@@ -1,17 +1,29 @@
-"""Training as CUDA graphs: the host launches one graph where it launched thousands of kernels.
+"""Training and inference as CUDA graphs: the host launches one graph where it launched thousands of kernels.
 
 :class:`GraphedModule` replays a module's forward and backward pass and leaves the loop around it as it is;
-:class:`TrainStep` replays a whole step, for people who own their loop. docs/graphs.md tells how they work.
+:class:`TrainStep` replays a whole step, for people who own their loop;
+:class:`InferenceGraphs` replays the forward pass in eval mode. docs/graphs.md tells how they work.
 
 ``_capture.py`` makes one capture, ``_pool.py`` keeps graphs and their memory, ``_baked.py`` knows when a graph is out of
 date, ``_refusal.py`` says what cannot be captured, ``_loss.py`` what a loss may offer,
 ``distributed.py`` averages gradients over the ranks of a process group.
 """
 
-from torch_fastdet.graphs._capture import capture_into
+from torch_fastdet.graphs._capture import capture_into, no_capture
 from torch_fastdet.graphs._loss import GraphLoss
 from torch_fastdet.graphs._refusal import CaptureError, why_not
+from torch_fastdet.graphs.inference import InferenceGraphs
 from torch_fastdet.graphs.module import GraphedModule, ModuleGraphs
 from torch_fastdet.graphs.step import TrainStep
 
-__all__ = ["CaptureError", "GraphLoss", "GraphedModule", "ModuleGraphs", "TrainStep", "capture_into", "why_not"]
+__all__ = [
+    "CaptureError",
+    "GraphLoss",
+    "GraphedModule",
+    "InferenceGraphs",
+    "ModuleGraphs",
+    "TrainStep",
+    "capture_into",
+    "no_capture",
+    "why_not",
+]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from torch_fastdet._multi_tensor import Walk
+from torch_fastdet._private import forward_hooks
 from torch_fastdet.graphs._loss import Offer
 from torch_fastdet.optim import FusedStep
 
@@ -42,6 +43,47 @@ class BakedModule:
             tuple([p.requires_grad for p in walk.parameters]),
             tuple([m.training for m in walk.submodules]),
         )
+
+
+class BakedForward(BakedModule):
+    """What graphs of one module's forward passes in eval mode have baked in.
+
+    Args:
+        settings: values beside tensors and submodules that decide what its forward does.
+    """
+
+    def __init__(self, settings: Callable[[nn.Module], Iterable[Any]]) -> None:
+        super().__init__()
+        self._read = settings
+        self._settings: list[Any] = []
+        self._known: Walk | None = None
+        self._hooks: list[Any] = []
+
+    def moved(self, module: nn.Module) -> bool:
+        moved = super().moved(module)
+        if self._walk is not self._known:
+            self._known = self._walk
+            self._hooks = [hooks for child in module.modules() for hooks in forward_hooks(child)]
+        settings = list(self._read(module))
+        moved |= not _same(settings, self._settings)
+        self._settings = settings  # the objects themselves: another object could get the identity of one that is gone
+        return moved
+
+    def has_hooks(self) -> bool:
+        return any(self._hooks)
+
+    def trains(self, module: nn.Module) -> bool:
+        """Whether the module or a part of it is in training mode; call :meth:`moved` before."""
+        assert self._walk is not None
+        return module.training or any(child.training for child in self._walk.submodules)
+
+
+def _same(left: list[Any], right: list[Any]) -> bool:
+    """Whether both lists hold the same objects, or equal numbers and strings."""
+    plain = (bool, int, float, str)
+    return len(left) == len(right) and all(
+        a is b or (type(a) is type(b) and isinstance(a, plain) and a == b) for a, b in zip(left, right)
+    )
 
 
 class Baked(NamedTuple):

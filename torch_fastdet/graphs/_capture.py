@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -46,13 +47,73 @@ def make_backward_wait(device: torch.device) -> None:
     _private.make_backward_wait(torch.cuda.current_stream(device).record_event(), device)
 
 
+def behind(last: torch.cuda.Stream | None, device: torch.device) -> torch.cuda.Stream:
+    """The current stream, which waits for ``last`` if that is another one."""
+    stream = torch.cuda.current_stream(device)
+    if last is not None and last != stream and last.device == device:
+        stream.wait_stream(last)
+    return stream
+
+
+class _Captures:
+    """One capture at a time, and none while somebody waits for the whole device: that fails during a capture, and ends it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._owner: int | None = None
+        self._waiting = 0
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._owner is None)
+            self._owner = threading.get_ident()
+            self._changed.wait_for(lambda: self._waiting == 0)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._owner = None
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def none(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._owner in (None, threading.get_ident()))
+            self._waiting += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._waiting -= 1
+                self._changed.notify_all()
+
+
+_captures = _Captures()
+#: A context for waits for a whole device, such as torch.cuda.synchronize(), in threads beside one that captures.
+no_capture = _captures.none
+
+
 @contextlib.contextmanager
-def capture_into(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
+def capture_into(
+    graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream, random_numbers: bool = True
+) -> Iterator[None]:
     """Capture what the block launches into ``graph``, with its memory from ``pool``.
 
-    Only this thread's calls are restricted meanwhile: a loader's pin-memory thread makes CUDA calls at any time. A failed
-    capture leaves the current stream and the allocator as they were.
+    Only this thread's calls are restricted meanwhile: a loader's pin-memory thread makes CUDA calls at any time. Captures of other
+    threads wait. A failed capture leaves the current stream and the allocator as they were.
+
+    Args:
+        graph: a new one.
+        pool: of memory, from :func:`new_pool`.
+        stream: to capture on.
+        random_numbers: False leaves the device's generator to other threads; what draws from it then fails the capture.
     """
+    with _captures.one():
+        yield from _capture(graph, pool, stream, random_numbers)
+
+
+def _capture(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream, random_numbers: bool) -> Iterator[None]:
     device = stream.device
     generator = torch.cuda.default_generators[device.index]
     state = generator.clone_state()
@@ -69,18 +130,32 @@ def capture_into(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stre
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream), _private.growing_segments(device):
             try:
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                if random_numbers:
+                    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                else:
+                    _begin_without_generator(graph, pool, generator)
                 yield
                 graph.capture_end()
             except BaseException:
                 _abandon(graph, pool, device)
-                generator.graphsafe_set_state(state)
+                if random_numbers:
+                    generator.graphsafe_set_state(state)
                 raise
     finally:
         deterministic.fill_uninitialized_memory = filling
         if collecting:
             gc.enable()
     torch.cuda.current_stream(device).wait_stream(stream)
+
+
+def _begin_without_generator(graph: torch.cuda.CUDAGraph, pool: Any, generator: torch.Generator) -> None:
+    """Begin a capture with a copy of the generator's state: during a capture its state gives nobody else random numbers."""
+    state = generator.graphsafe_get_state()
+    generator.graphsafe_set_state(generator.clone_state())
+    try:
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    finally:
+        generator.graphsafe_set_state(state)
 
 
 # Torch's allocator of pinned memory asks them at each allocation whether they are capturing.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 from torch_fastdet.patching.import_hook import namespace
 from torch_fastdet.patching.switch import class_of
@@ -17,7 +17,7 @@ MODELS, TRAINER = "ultralytics.nn.tasks", "ultralytics.engine.trainer"
 class TrainingSwitch(UltralyticsSwitch):
     """A replacement of methods of ``DetectionModel``, which segmentation, pose and OBB models derive from."""
 
-    modules = ("nn.tasks", "engine.trainer")
+    modules: ClassVar[tuple[str, ...]] = ("nn.tasks", "engine.trainer")
     needs_gpu = True
 
     def patch_model(self, model_class: Any) -> None:

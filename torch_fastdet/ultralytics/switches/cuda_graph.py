@@ -1,7 +1,8 @@
-"""``cuda_graph``: forward and backward of a model in training are replayed as CUDA graphs, one for each shape of images.
+"""``cuda_graph``: passes of the model are replayed as CUDA graphs, one for each shape of images.
 
 The trainer computes predictions and loss in one call, ``model(batch)``. Replaced is ``DetectionModel.predict``, which that call
-comes to; the loss stays outside of the graphs, whichever it is. Graphs live beside the model, not in it: copies of it, such as
+comes to; the loss stays outside of the graphs, whichever it is. Predictors and validators run the model by way of
+``PyTorchBackend.forward``, which is replaced too. Graphs live beside the model, not in it: copies of it, such as
 the moving average, are plain, and checkpoints hold nothing of ours.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,13 +21,63 @@ from torch_fastdet.graphs import CaptureError, ModuleGraphs, _capture
 from torch_fastdet.graphs._refusal import is_out_of_memory
 from torch_fastdet.graphs.distributed import GradientAverage
 from torch_fastdet.patching.ddp import GraphedDDP, group_size
+from torch_fastdet.patching.import_hook import namespace
+from torch_fastdet.patching.predictions import PredictionGraphs
+from torch_fastdet.patching.switch import class_of
 from torch_fastdet.ultralytics.necks import fewer_copies
 from torch_fastdet.ultralytics.training_switch import TrainingSwitch
+
+BACKEND, TIMER = "ultralytics.nn.backends.pytorch", "ultralytics.utils.ops"
+# What heads keep for the shape of their last input, and compute again for another.
+CACHES = {"shape", "shapes", "anchors", "strides", "valid_mask"}
 
 
 class CudaGraph(TrainingSwitch):
     name = "cuda_graph"
-    help = "train with forward and backward as CUDA graphs, one for each image size; needs a GPU"
+    help = "train, predict and validate with the model's passes as CUDA graphs, one for each image size; needs a GPU"
+    modules = (*TrainingSwitch.modules, "nn.backends.pytorch", "utils.ops")
+
+    def visit(self, module: ModuleType) -> None:
+        super().visit(module)
+        name = namespace(module).get("__name__")
+        if name == BACKEND:
+            backend = class_of(module, "PyTorchBackend")
+            if backend is not None and not self.has_replaced(backend):
+                self._patch_backend(backend)
+        elif name == TIMER:
+            timer = class_of(module, "Profile")
+            if timer is not None and not self.has_replaced(timer):
+                self._patch_timer(timer)
+
+    def _patch_backend(self, backend_class: Any) -> None:
+        stock = backend_class.forward
+        graphs = PredictionGraphs(self.name, settings, fewer_copies)
+
+        @functools.wraps(stock, assigned=(), updated=())
+        def forward(backend: Any, im: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or not getattr(backend, "base_model", False):
+                return stock(backend, im, *args, **kwargs)
+            # augment=, embed= and what predict() hands on to the model
+            if any(value is not None and value is not False for value in (*args, *kwargs.values())):
+                graphs.tell("augment=, embed= and other arguments of the model: such predictions run without graphs")
+                return stock(backend, im, *args, **kwargs)
+            return graphs(backend.model, im, functools.partial(stock, backend))
+
+        forward.__qualname__ = "cuda_graph.forward"
+        self.replace(backend_class, "forward", forward)
+
+    def _patch_timer(self, timer_class: Any) -> None:
+        """Predictors measure time by waiting for the whole GPU, which no thread may do while another one captures."""
+        stock = timer_class.time
+        if not self.takes("Profile.time", stock, ("self",)):
+            return
+
+        @functools.wraps(stock)
+        def time(timer: Any) -> float:
+            with _capture.no_capture():
+                return stock(timer)
+
+        self.replace(timer_class, "time", time, quietly=True)
 
     def objection(self, trainer: Any) -> str | None:
         if trainer.args.compile:
@@ -81,6 +133,13 @@ class CudaGraph(TrainingSwitch):
         predict.__qualname__ = "cuda_graph.predict"
         self.replace(model_class, "predict", predict)
         ddp.take(model_class)
+
+
+def settings(model: Any) -> list[Any]:
+    """What the model and its head read beside tensors and layers: a predictor sets max_det, for instance."""
+    layers = getattr(model, "model", None)
+    parts = (model, layers[-1]) if isinstance(layers, nn.Sequential) and len(layers) else (model,)
+    return [value for part in parts for name, value in vars(part).items() if name not in CACHES]
 
 
 def _trains(model: nn.Module, x: Any) -> bool:

@@ -1,0 +1,297 @@
+"""InferenceGraphs: forward passes in eval mode against the same passes without graphs."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from tests.graphs.fake_gpu import GPU
+from tests.graphs.samples import HostSync
+from torch_fastdet.graphs import InferenceGraphs, _capture
+
+
+class Head(nn.Module):
+    """Answers as detectors do: nested, one tensor twice, with what it computes once for a shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.SiLU(True))
+        self.top, self.shape = 3, None
+
+    def forward(self, x):
+        y = self.body(x)
+        if self.shape != y.shape:
+            self.places, self.shape = torch.arange(y.shape[-1], device=y.device, dtype=y.dtype), y.shape
+        scores = (y + self.places).flatten(2).topk(self.top).values
+        return scores, {"feats": [y, y.permute(0, 2, 3, 1)], "again": y, "stride": 2}
+
+
+def made():
+    torch.manual_seed(0)
+    model = Head().eval().to(GPU.device)
+    model.body[1].running_mean.fill_(0.1)
+    return model
+
+
+def images(size=16, batch=2):
+    return torch.rand(batch, 3, size, size, device=GPU.device)
+
+
+def check(graphs, model, x):
+    with torch.inference_mode():
+        want, got = model(x), graphs(x)
+    assert torch.equal(got[0], want[0]) and got[1]["stride"] == 2
+    for a, b in zip([*got[1]["feats"], got[1]["again"]], [*want[1]["feats"], want[1]["again"]]):
+        assert torch.equal(a, b) and a.stride() == b.stride()
+    return got
+
+
+def replays(graphs):
+    return sum(captured.graph.replays for _, captured in graphs._pool.items())
+
+
+@pytest.fixture
+def said():
+    return []
+
+
+@pytest.fixture
+def graphs_of(said):
+    return lambda model, **options: InferenceGraphs(model, say=said.append, **options)
+
+
+def test_replays_are_bit_equal_and_nobodys_answer_is_overwritten(gpu, graphs_of, said):
+    model = made()
+    graphs = graphs_of(model)
+    kept = []
+    for call in range(8):
+        x = images(16 if call % 2 else 24)
+        got = check(graphs, model, x)
+        kept.append((got[0], got[0].clone(), got[1]["again"], got[1]["again"].clone()))
+        assert len(graphs.shapes) == (0 if call < 4 else 1 if call < 5 else 2), "the third call of a shape captures"
+    assert all(torch.equal(a, b) and torch.equal(c, d) for a, b, c, d in kept)
+    assert got[1]["again"] is got[1]["feats"][0], "one tensor stays one"
+    assert graphs.memory() > 0
+    assert said == ["Head answers by CUDA graphs from now on, one for each input shape"]
+
+
+def test_what_the_capture_makes_stays_in_it(gpu, graphs_of):
+    """The head keeps what it computes for a shape: outside of the graphs' memory, and as long as a graph reads it."""
+    model = made()
+    graphs = graphs_of(model)
+    for size in (16, 24, 16, 24, 16, 24):  # each capture finds the other shape's places
+        check(graphs, model, images(size))
+    places = model.places
+    with torch.inference_mode():
+        model(images(40))
+    assert model.places is not places
+    del places
+    gc.collect()
+    filler = [torch.rand(24, device=GPU.device) for _ in range(50)]
+    for size in (16, 24, 16):
+        check(graphs, model, images(size))
+    assert len(graphs.shapes) == 2 and len(filler) == 50
+
+
+def test_weights_and_settings(gpu, graphs_of):
+    model = made()
+    graphs = graphs_of(model, settings=lambda model: [model.top])
+    x = images()
+    for _ in range(4):
+        check(graphs, model, x)
+    with torch.no_grad():
+        model.body[0].weight.mul_(2)  # in place: the graph reads it
+    check(graphs, model, x)
+    assert len(graphs.shapes) == 1
+    model.top = 2
+    assert check(graphs, model, x)[0].shape[-1] == 2
+    assert not graphs.shapes
+    for _ in range(3):
+        check(graphs, model, x)
+    assert len(graphs.shapes) == 1
+    model.body[0].weight.data = model.body[0].weight.data * 3
+    check(graphs, model, x)
+    assert not graphs.shapes, "other memory"
+    for _ in range(3):
+        check(graphs, model, x)
+    model.body[0] = nn.Conv2d(3, 8, 3, 2, 1).to(GPU.device)
+    check(graphs, model, x)
+    model.double().eval()
+    for _ in range(4):
+        check(graphs, model, x.double())
+    assert len(graphs.shapes) == 1
+
+
+def test_calls_that_run_eagerly(gpu, graphs_of, said):
+    model = made()
+    graphs = graphs_of(model)
+    x = images()
+    for _ in range(4):
+        check(graphs, model, x)
+    calls = []
+    handle = model.body[0].register_forward_hook(lambda *args: calls.append(1))
+    check(graphs, model, x)
+    check(graphs, model, x)
+    assert len(calls) == 4, "the hook was called"
+    assert said[1:] == ["Head has hooks, which a replay would not call; it runs eagerly"]
+    handle.remove()
+    check(graphs, model, x)
+    assert graphs(x)[0].requires_grad, "with gradients"
+    before = model.body[1].running_mean.clone()
+    model.body[1].train()
+    with torch.no_grad():
+        graphs(x)
+    assert not torch.equal(before, model.body[1].running_mean), "in training mode"
+    model.eval()
+    with torch.no_grad():
+        assert not graphs(x)[0].is_inference() and len(graphs.shapes) == 1
+    with torch.inference_mode():
+        assert graphs(x)[0].is_inference()
+
+
+def test_what_cannot_be_captured(gpu, graphs_of, said):
+    class Waits(HostSync):
+        pass
+
+    model = nn.Sequential(Waits()).eval().to(GPU.device)
+    graphs = graphs_of(model)
+    x = images()
+    with torch.inference_mode():
+        for _ in range(5):
+            assert torch.equal(graphs(x), model(x))
+    assert len(said) == 1 and "0 (Waits) failed during the capture" in said[0] and said[0].endswith("it runs eagerly")
+
+
+def test_many_shapes(gpu, graphs_of):
+    """At most max_graphs are kept, and shapes that come and go are captured once in 32 calls."""
+    model = made()
+    graphs = graphs_of(model, max_graphs=2)
+    captured = []
+    capture = graphs._pool.capture
+    graphs._pool.capture = lambda key, make: captured.append(key[0]) or capture(key, make)
+    for _ in range(30):
+        for size in (16, 20, 24, 28):
+            check(graphs, model, images(size))
+    assert len(graphs.shapes) == 2
+    assert 4 <= len(captured) <= 4 + 120 // 32
+
+
+def test_threads_and_lifetime(gpu, graphs_of):
+    model = made()
+    graphs = graphs_of(model)
+    wrong = []
+
+    def work(seed):
+        for _ in range(10):
+            x = torch.full((1, 3, 16, 16), float(seed), device=GPU.device)
+            with torch.inference_mode():
+                if not torch.equal(graphs(x)[0], wanted[seed]):
+                    wrong.append(seed)
+
+    with torch.inference_mode():
+        wanted = [model(torch.full((1, 3, 16, 16), float(seed), device=GPU.device))[0] for seed in range(4)]
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and len(graphs.shapes) == 1
+    alive = weakref.ref(model)
+    gc.disable()
+    try:
+        del model
+        assert alive() is None, "graphs keep no model alive"
+    finally:
+        gc.enable()
+
+
+def test_waits_for_the_device_and_captures_take_turns():
+    """A capture waits for those who wait for the device, and they wait for it."""
+    order, inside, go = [], threading.Event(), threading.Event()
+
+    def capture():
+        with _capture._captures.one():
+            order.append("capture")
+            inside.set()
+            go.wait(10)
+            order.append("captured")
+            with _capture.no_capture():  # the capture's own thread
+                order.append("own")
+
+    def wait():
+        with _capture.no_capture():
+            order.append("wait")
+
+    threads = [threading.Thread(target=capture), threading.Thread(target=wait)]
+    threads[0].start()
+    assert inside.wait(10)
+    threads[1].start()
+    threads[1].join(0.2)
+    assert threads[1].is_alive(), "it waits for the capture"
+    go.set()
+    for thread in threads:
+        thread.join(10)
+    assert order == ["capture", "captured", "own", "wait"]
+
+
+def test_other_threads_during_a_capture(cuda):
+    """They wait for the device, draw random numbers and allocate; without turns both threads' calls fail."""
+    GPU.device = cuda
+    stop, failed = threading.Event(), []
+
+    def work():
+        try:
+            while not stop.is_set():
+                with _capture.no_capture():
+                    torch.cuda.synchronize()
+                torch.rand(1000, device=cuda).sum().item()
+        except RuntimeError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        for _ in range(5):
+            model, said = made().to(cuda), []
+            graphs = InferenceGraphs(model, say=said.append)
+            for _ in range(5):
+                check(graphs, model, images())
+            assert len(graphs.shapes) == 1, said
+    finally:
+        stop.set()
+        thread.join()
+    assert not failed
+
+
+def test_streams(cuda):
+    """Replays on two streams write the same memory: one behind the other."""
+    model = made().to(cuda)
+    graphs = InferenceGraphs(model)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    with torch.inference_mode():
+        xs = [torch.rand(8, 3, 256, 256, device=cuda) for _ in streams]
+        wanted = [model(x)[0] for x in xs]
+        torch.cuda.synchronize()
+        got = []
+        for _ in range(20):
+            for stream, x in zip(streams, xs):
+                with torch.cuda.stream(stream):
+                    got.append(graphs(x)[0])
+        torch.cuda.synchronize()
+    assert all(torch.equal(answer, wanted[i % 2]) for i, answer in enumerate(got))
+
+
+def test_half_and_memory_of_all_shapes(cuda):
+    """Graphs of several shapes share their memory, outputs included."""
+    model = made().to(cuda).half()
+    graphs = InferenceGraphs(model)
+    sizes = []
+    for size in (512, 256, 384, 128):
+        for _ in range(4):
+            check(graphs, model, images(size, 16).half())
+        sizes.append(graphs.memory())
+    assert len(graphs.shapes) == 4
+    assert sizes[-1] <= 1.2 * sizes[0] + 2**21, sizes

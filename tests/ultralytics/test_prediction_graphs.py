@@ -1,0 +1,52 @@
+"""cuda_graph under real predictors and validators: stock's bits, whichever the task."""
+
+import pytest
+
+FAMILIES = ("yolov8n", "yolo26n", "yolov10n", "segment", "segment26", "pose", "obb", "classify")
+CASES = ("stream", "augment", "embed", "hooks", "weights", "settings", "pickled", "validate", "threads")
+FIRST = "cuda_graph: ultralytics.nn.backends.pytorch.PyTorchBackend.forward -> torch_fastdet."
+BEGUN = "answers by CUDA graphs from now on, one for each input shape"
+
+
+def check(found):
+    assert found["same"], "other results than stock's"
+    assert found["numbers"] > 0
+    assert any(line.startswith(FIRST) for line in found["said"])
+
+
+@pytest.fixture(scope="module")
+def predicted(program, digits):
+    return program("predictions.py", digits, *FAMILIES, *CASES)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(predicted, family):
+    found = predicted[family]
+    check(found)
+    assert [len(shapes) for shapes in found["shapes"]] == [1 if family == "classify" else 2]
+    assert found["said"][-1].endswith(BEGUN)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_cases(predicted, case):
+    found = predicted[case]
+    check(found)
+    captured = sum(map(len, found["shapes"]))
+    assert captured == 0 if case in ("augment", "embed") else captured > 0
+    last = found["said"][-1]
+    if case in ("augment", "embed"):
+        assert (
+            last == "cuda_graph: augment=, embed= and other arguments of the model: such predictions run without graphs"
+        )
+    elif case == "hooks":
+        assert last.endswith("has hooks, which a replay would not call; it runs eagerly")
+    else:
+        assert last.endswith(BEGUN)
+
+
+def test_on_a_gpu(cuda, program, digits):
+    cases = [*FAMILIES, *CASES, "half"]
+    found = program("predictions.py", digits, *cases, "--device", 0)
+    for case in cases:
+        check(found[case])
+        assert case in ("augment", "embed") or any(found[case]["shapes"]), case

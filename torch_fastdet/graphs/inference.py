@@ -1,0 +1,239 @@
+"""The forward pass of a module in eval mode as CUDA graphs, one for each input shape."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from torch_fastdet._graph import Graph
+from torch_fastdet._private import every_module_has_hooks, foreach_copy_
+from torch_fastdet._say import say as print_line
+from torch_fastdet.graphs import _capture
+from torch_fastdet.graphs._baked import BakedForward
+from torch_fastdet.graphs._pool import GraphPool
+from torch_fastdet.graphs._refusal import first_line, location_of, why_not
+
+# A capture takes as long as some 30 calls save: so many calls pay for one, and the first few are free.
+_CALLS_FOR_A_CAPTURE = 32
+_MOST_SAVED = 4
+
+
+class _Captured:
+    """One input shape's graph, and where it reads and writes.
+
+    Input and outputs are places in the pool that other graphs use for something else: they are written before a replay, and
+    copied right behind it.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream, held: list[Tensor]) -> None:
+        self.graph = Graph(stream)
+        self.held = held  # tensors that only an attribute of a module holds, and that the graph reads
+        self.input: Tensor
+        self.outputs: list[Tensor]
+        self.leaves: list[Any]  # the numbers of outputs, and values that are no tensors
+        self.structure: pytree.TreeSpec
+
+    def replay(self, x: Tensor) -> Any:
+        self.input.copy_(x)
+        self.graph.replay()
+        fresh = [torch.empty_like(output) for output in self.outputs]
+        foreach_copy_(fresh, self.outputs)
+        leaves = [fresh[leaf.number] if type(leaf) is _Output else leaf for leaf in self.leaves]
+        return pytree.tree_unflatten(leaves, self.structure)
+
+
+class _Output:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class InferenceGraphs:
+    """CUDA graphs of one module's forward passes in eval mode and without gradients, by input shape.
+
+    The first ``warmup`` calls of a shape run eagerly, and the last of them also captures; later calls replay. Their results have
+    eager mode's bits and are copies that nothing writes to any more. All graphs share their memory, as large as the largest
+    needs; at most ``max_graphs`` are kept, the least recently used goes first. A module whose shapes never repeat for long is captured
+    once in 32 calls at most.
+
+    Tensors of the module that change in place are seen; after other tensors, or other settings, take their place, graphs are
+    captured anew. With gradients, autocast, hooks or parts in training mode a call runs eagerly. Several threads may call.
+
+    Args:
+        module: what to run.
+        max_graphs: how many graphs to keep.
+        warmup: eager calls of a shape before it is replayed.
+        settings: what else the module's forward depends on, beside its parameters and buffers; compared at each call.
+        capturing: a context to be in while forward is captured.
+        say: takes the line of the first capture, and why the module runs eagerly, once each; by default they are printed.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        max_graphs: int = 16,
+        warmup: int = 3,
+        settings: Callable[[nn.Module], Iterable[Any]] = lambda module: (),
+        capturing: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+        say: Callable[[str], None] = print_line,
+    ) -> None:
+        self._module = weakref.ref(module)
+        self.capturing, self.say = capturing, say
+        self.reason: str | None = None
+        self._told: set[str] = set()
+        self._baked = BakedForward(settings)
+        self._lock = threading.RLock()
+        self._stream: torch.cuda.Stream | None = None  # of the last replay
+        self._saved = float(_MOST_SAVED)  # captures that calls have paid for
+        self._pool: GraphPool[_Captured] = GraphPool(max_graphs, warmup, say)
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Input shapes that are captured, the most recently used last."""
+        return [key[0] for key in self._pool]
+
+    def memory(self) -> int:
+        """Bytes of device memory that the graphs hold."""
+        return self._pool.bytes()
+
+    def reset(self) -> None:
+        """Forget all graphs; the next calls capture anew."""
+        with self._lock:
+            self._pool.reset()
+
+    def __call__(self, x: Tensor, forward: Callable[[Tensor], Any] | None = None) -> Any:
+        """The module's answer.
+
+        Args:
+            x: the input.
+            forward: how to run the module; the same at each call. Default: ``module.forward``.
+        """
+        module = self._module()
+        assert module is not None
+        run = forward or module.forward
+        if not self._takes(x):
+            return run(x)
+        with self._lock:
+            self._stream = _capture.behind(self._stream, x.device)
+            if self._baked.moved(module):
+                self._pool.reset()
+            if self._runs_eagerly(module):
+                return run(x)
+            self._saved = min(self._saved + 1 / _CALLS_FOR_A_CAPTURE, _MOST_SAVED)
+            key = (tuple(x.shape), x.dtype, x.stride(), x.device, *_flags())
+            captured = self._pool.get(key)
+            if captured is not None:
+                return captured.replay(x)
+            result = self._pool.warm_up(key, lambda: run(x))
+            if self._pool.is_warm(key) and self._saved >= 1:
+                self._saved -= 1
+                self._capture(key, x, module, run)
+            return result
+
+    def _takes(self, x: Tensor) -> bool:
+        return (
+            self.reason is None
+            and type(x) is Tensor
+            and _capture.on_gpu(x)
+            and not torch.is_grad_enabled()
+            and not torch.is_autocast_enabled("cuda")
+            and not _capture.is_capturing()
+        )
+
+    def _runs_eagerly(self, module: nn.Module) -> bool:
+        if self._baked.has_hooks() or every_module_has_hooks():
+            self._tell(f"{type(module).__name__} has hooks, which a replay would not call; it runs eagerly")
+            return True
+        return self._baked.trains(module)
+
+    def _tell(self, line: str) -> None:
+        if line not in self._told:
+            self._told.add(line)
+            self.say(line)
+
+    def _capture(self, key: tuple, x: Tensor, module: nn.Module, run: Callable[[Tensor], Any]) -> None:
+        reason = why_not(module, averaged=True)
+        if reason is None:
+            try:
+                self._pool.capture(key, lambda: self._captured(x, module, run))
+            except Exception as error:
+                reason = f"{location_of(error, module)} failed during the capture, {first_line(error)}"
+        if reason is None:
+            self._tell(f"{type(module).__name__} answers by CUDA graphs from now on, one for each input shape")
+            return
+        self._pool.reset()
+        self.reason = reason
+        self._tell(f"{type(module).__name__} cannot be captured in a CUDA graph: {reason}; it runs eagerly")
+
+    def _captured(self, x: Tensor, module: nn.Module, run: Callable[[Tensor], Any]) -> _Captured:
+        stream = self._pool.stream(x.device)
+        captured = _Captured(stream, _attribute_tensors(module))
+        # Replays may write to the input outside of inference mode, which only an ordinary tensor allows.
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            _attributes_kept(module),
+            _capture.capture_into(captured.graph.held, self._pool.handle, stream, random_numbers=False),
+            self.capturing(),
+        ):
+            static = torch.empty_like(x)
+            result = run(static)
+        with torch.inference_mode(False), torch.no_grad():
+            leaves, captured.structure = pytree.tree_flatten(result)
+            captured.input = _capture.unowned(static)
+            captured.outputs, captured.leaves = _places(leaves)
+        return captured
+
+
+def _places(leaves: list[Any]) -> tuple[list[Tensor], list[Any]]:
+    """Each different tensor of a result once, and the result's leaves with numbers in their places."""
+    found: dict[tuple, _Output] = {}
+    outputs: list[Tensor] = []
+    numbered: list[Any] = []
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            if not isinstance(leaf, (int, float, str, type(None))):
+                raise TypeError(f"its output holds a {type(leaf).__name__}, which a replay would not renew")
+            numbered.append(leaf)
+            continue
+        key = (leaf.data_ptr(), leaf.dtype, tuple(leaf.shape), leaf.stride())
+        if key not in found:
+            found[key] = _Output(len(outputs))
+            outputs.append(_capture.unowned(leaf))
+        numbered.append(found[key])
+    return outputs, numbered
+
+
+def _flags() -> tuple[bool, ...]:
+    """Settings of torch that choose kernels."""
+    cudnn = torch.backends.cudnn
+    return cudnn.enabled, cudnn.benchmark, cudnn.deterministic, torch.are_deterministic_algorithms_enabled()
+
+
+def _attribute_tensors(module: nn.Module) -> list[Tensor]:
+    values = [value for child in module.modules() for value in vars(child).values()]
+    inside = [item for value in values if isinstance(value, (list, tuple)) for item in value]
+    return [value for value in (*values, *inside) if isinstance(value, Tensor)]
+
+
+@contextlib.contextmanager
+def _attributes_kept(module: nn.Module) -> Iterator[None]:
+    """Attributes of modules that are set inside are put back: what a capture makes lies in the pool, and has no values yet."""
+    before = [(vars(child), dict(vars(child))) for child in module.modules()]
+    lists = [(value, list(value)) for _, then in before for value in then.values() if type(value) is list]
+    try:
+        yield
+    finally:
+        for now, then in before:
+            for name in now.keys() - then.keys():
+                del now[name]
+            now.update(then)
+        for value, items in lists:
+            value[:] = items

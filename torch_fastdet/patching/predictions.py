@@ -1,0 +1,69 @@
+"""The graphs of models that predict, for the switch ``cuda_graph`` of both hosts."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor, nn
+
+from torch_fastdet._private import is_compiled_in_place
+from torch_fastdet._say import say
+from torch_fastdet.graphs import InferenceGraphs, _capture
+
+
+class PredictionGraphs:
+    """Runs models in eval mode as :class:`InferenceGraphs`, which live beside them and as long as they do.
+
+    Args:
+        switch: its name, for what is printed.
+        settings: what the host's models read beside tensors and layers.
+        capturing: a context of a model to be in while it is captured.
+    """
+
+    def __init__(
+        self,
+        switch: str,
+        settings: Callable[[nn.Module], Iterable[Any]],
+        capturing: Callable[[nn.Module], AbstractContextManager],
+    ) -> None:
+        self.tell = _told_once(switch)
+        self._settings, self._capturing = settings, capturing
+        self._graphs: weakref.WeakKeyDictionary[nn.Module, InferenceGraphs] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    def __call__(self, model: Any, x: Any, forward: Callable[[Tensor], Any]) -> Any:
+        """``forward(x)``, which runs ``model``."""
+        if not isinstance(model, nn.Module) or not isinstance(x, Tensor):
+            return forward(x)
+        if not _capture.on_gpu(x):
+            self.tell(f"predictions on {x.device} run without graphs")
+            return forward(x)
+        if is_compiled_in_place(model) or "_orig_mod" in model._modules:
+            self.tell("predictions of a model that torch.compile has compiled run without graphs of ours")
+            return forward(x)
+        with self._lock:
+            graphs = self._graphs.get(model)
+            if graphs is None:
+                graphs = self._graphs[model] = self._new(model)
+        return graphs(x, forward)
+
+    def _new(self, model: nn.Module) -> InferenceGraphs:
+        # The values of a WeakKeyDictionary must not hold its keys, nor its owner: memory goes back without the cycle collector.
+        alive: Any = weakref.ref(model)
+        capturing = self._capturing
+        return InferenceGraphs(model, settings=self._settings, capturing=lambda: capturing(alive()), say=self.tell)
+
+
+def _told_once(switch: str) -> Callable[[str], None]:
+    told: set[str] = set()
+
+    def tell(line: str) -> None:
+        if line not in told:
+            told.add(line)
+            say(f"{switch}: {line}")
+
+    return tell
