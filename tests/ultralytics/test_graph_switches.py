@@ -44,7 +44,9 @@ def test_two_epochs_are_stocks(trainings):
         graphed["said"][0].startswith("channels_last: ultralytics 8.")
         and "trains on NHWC memory itself" in graphed["said"][0]
     )
-    assert graphed["said"][1].startswith("cuda_graph: ultralytics.nn.tasks.DetectionModel.predict -> ")
+    assert any(
+        line.startswith("cuda_graph: ultralytics.nn.tasks.DetectionModel.predict -> ") for line in graphed["said"]
+    )
 
 
 def test_what_cannot_be_graphed_is_refused_in_a_line(trainings):
