@@ -206,7 +206,7 @@ def _places(leaves: list[Any]) -> tuple[list[Tensor], list[Any]]:
         key = (leaf.data_ptr(), leaf.dtype, tuple(leaf.shape), leaf.stride())
         if key not in found:
             found[key] = _Output(len(outputs))
-            outputs.append(_capture.unowned(leaf))
+            outputs.append(_capture.unowned(leaf) if leaf.numel() else leaf)
         numbered.append(found[key])
     return outputs, numbered
 
