@@ -110,7 +110,7 @@ def test_nothing_of_ours_is_left_after_an_error():
 
 
 def test_what_is_left_to_autocast():
-    """Hooks, another class, a forward of the instance, other dtypes, the stem."""
+    """Hooks, another class, a forward of the instance, other dtypes, the stem, a weight that is no parameter."""
 
     class Other(nn.Conv2d):
         pass
@@ -121,15 +121,18 @@ def test_what_is_left_to_autocast():
         nn.Conv2d(3, 3, 1),
         nn.Conv2d(3, 3, 1),
         nn.Conv2d(3, 8, 6, 2, 2),
+        nn.Conv2d(3, 3, 1),
     ]
     kept[2].register_forward_hook(lambda *_: None)
     kept[3].forward = own = lambda x: x
     assert stem.has_stem_shape(kept[4])
+    weight = kept[5]._parameters.pop("weight")
+    kept[5].weight = weight * 2  # as somebody who standardises weights sets it
     net = nn.Sequential(*kept, nn.Conv2d(8, 8, 1))
     with weights_cast_once(net, torch.bfloat16):
-        assert [("forward" in vars(module)) for module in net] == [False, False, False, True, False, True]
+        assert [("forward" in vars(module)) for module in net] == [False, False, False, True, False, False, True]
         assert kept[3].forward is own
-    assert kept[3].forward is own and "forward" not in vars(net[5])
+    assert kept[3].forward is own and "forward" not in vars(net[6])
 
 
 @pytest.mark.alone

@@ -70,6 +70,12 @@ def test_what_is_taken_unmeasured(times, capsys, monkeypatch):
     replica = Net()
     replica._is_replica = True  # DataParallel's
     assert is_nhwc(choice.place(replica, images(), Net.forward)) and times["calls"] == 0
+    assert is_nhwc(choice.place(Net().requires_grad_(False), images(), Net.forward)) and times["calls"] == 0
+    assert not capsys.readouterr().out
+    hooked = Net()
+    hooked.bn.register_forward_hook(lambda *_: None)
+    assert is_nhwc(choice.place(hooked, images(), Net.forward)) and times["calls"] == 0
+    assert "because the model has hooks" in capsys.readouterr().out
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     assert is_nhwc(choice.place(Net(), images(), Net.forward)) and times["calls"] == 0
     monkeypatch.undo()

@@ -12,6 +12,7 @@ import torch_fastdet.yolov5 as drop_in
 from tests.yolov5.test_compute_loss import HYP, make_targets
 from torch_fastdet.patching import layout
 from torch_fastdet.patching import switch as switch_module
+from torch_fastdet.patching.channels_last import to_channels_last
 from torch_fastdet.yolov5 import ComputeLoss
 from torch_fastdet.yolov5.heads import fewer_copies
 from torch_fastdet.yolov5.host import HOST
@@ -86,6 +87,28 @@ def test_a_forks_detect_keeps_its_own_forward(yolo, monkeypatch):
         found = model(x)
     for mine, theirs in zip(found, expected):
         torch.testing.assert_close(mine, theirs)
+
+
+def test_copies_and_fused_models_are_contiguous(yolo, switched):
+    """Stock's fuse() calls view() on the weights. A model's own class may leave something out of its copies."""
+
+    class Own(yolo.DetectionModel):
+        def __getstate__(self):
+            return {**vars(self), "big": None}
+
+    cfg, x = str(Path(yolo.__file__).parent / "yolov5n.yaml"), torch.rand(1, 3, 64, 64)
+    switched(channels_last=True)
+    model = Own(cfg, nc=4).eval()
+    model.big, model.itself = [1], [model]
+    expected = model(x)[0]
+    to_channels_last(model)
+    copied = copy.deepcopy(model)
+    assert type(copied) is Own and copied.big is None and copied.itself[0] is copied
+    assert all(p.is_contiguous() for p in copied.parameters()) and not model.model[0].conv.weight.is_contiguous()
+    with torch.no_grad():
+        torch.testing.assert_close(model.fuse()(x)[0], expected, rtol=1e-3, atol=1e-3)
+    drop_in.unpatch()
+    assert "fuse" not in vars(yolo.DetectionModel)
 
 
 @pytest.mark.parametrize("switch", ["cuda_graph", "channels_last"])

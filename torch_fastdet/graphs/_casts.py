@@ -124,6 +124,8 @@ def _takes_cast(conv: nn.Module) -> bool:
         return False
     if conv.padding_mode != "zeros" or has_stem_shape(conv):
         return False
+    if conv._parameters.get("weight") is None:  # somebody keeps the weight elsewhere
+        return False
     parameters = list(conv._parameters.values())
     return all(p is None or (p.dtype == torch.float32 and p.device == conv.weight.device) for p in parameters)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,15 +20,32 @@ def to_channels_last(model: nn.Module) -> bool:
     return changed
 
 
+def _make_contiguous(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.contiguous()
+
+
 def plain_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """``copy.deepcopy`` of a model, with contiguous parameters.
 
     YOLOv5 and Ultralytics average, validate and save copies, never the model itself. Stock's ``fuse()`` calls ``.view`` on the
     weights of a checkpoint, which fails on NHWC memory.
     """
-    result = model.__class__.__new__(model.__class__)
-    memo[id(model)] = result
-    result.__dict__.update(copy.deepcopy(model.__dict__, memo))
-    for parameter in result.parameters():
-        parameter.data = parameter.data.contiguous()
+    reduced: Any = model.__reduce_ex__(4)  # as copy.deepcopy, so that a class may leave something out
+    make, arguments, *state = reduced
+    result = memo[id(model)] = make(*copy.deepcopy(arguments, memo))
+    if state and state[0] is not None:
+        result.__setstate__(copy.deepcopy(state[0], memo))
+    _make_contiguous(result)
     return result
+
+
+def plain_fuse(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Stands for ``fuse()`` of a model: its parameters are made contiguous first, because stock's calls ``.view`` on them."""
+
+    def fuse(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        _make_contiguous(model)
+        return stock(model, *args, **kwargs)
+
+    fuse.__qualname__ = "channels_last.fuse"
+    return fuse

@@ -99,8 +99,8 @@ class LayoutChoice:
 
     The forward and backward passes of a copy of the model are timed in both layouts, with the images that came. The choice is
     kept for this model, and for others of the same layers on the same GPU with images of the same shape and precision. NHWC is
-    taken unmeasured, with a line that says why: in a process group, whose ranks need one layout, and where memory does not suffice.
-    A model whose weights lie in NHWC already keeps them.
+    taken unmeasured, with a line that says why: in a process group, whose ranks need one layout, where a model has hooks, and where
+    memory does not suffice. A model whose weights lie in NHWC already keeps them.
     """
 
     def __init__(self, switch: str) -> None:
@@ -125,12 +125,15 @@ class LayoutChoice:
 
     def _choose(self, model: nn.Module, images: Tensor, forward: Forward) -> str:
         weights = [p for p in model.parameters() if p.dim() == 4]
-        if any(not w.is_contiguous() for w in weights):
+        if any(not w.is_contiguous() for w in weights) or not any(p.requires_grad for p in model.parameters()):
             return "NHWC"
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             say(f"{self.switch}: NHWC, unmeasured, because all ranks of a process group need one layout")
             return "NHWC"
         precision = _precision(images.device)
+        if any(map(_private.module_has_hooks, model.modules())):
+            say(f"{self.switch}: NHWC, unmeasured, because the model has hooks, which a measurement would call")
+            return "NHWC"
         shapes = tuple(tuple(w.shape) for w in weights)
         key = (str(images.device), type(model), shapes, tuple(images.shape), precision, torch.backends.cudnn.benchmark)
         if key not in self._known:

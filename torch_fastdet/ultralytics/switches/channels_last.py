@@ -13,7 +13,7 @@ from torch import nn
 
 from torch_fastdet._say import say
 from torch_fastdet.graphs import _capture
-from torch_fastdet.patching.channels_last import plain_copy
+from torch_fastdet.patching.channels_last import plain_copy, plain_fuse
 from torch_fastdet.patching.layout import LayoutChoice
 from torch_fastdet.ultralytics.switch import installed_version, release
 from torch_fastdet.ultralytics.training_switch import TrainingSwitch
@@ -51,6 +51,8 @@ class ChannelsLast(TrainingSwitch):
         predict.__qualname__ = "channels_last.predict"
         self.replace(model_class, "predict", predict)
         self.replace(model_class, "__deepcopy__", plain_copy)
+        if hasattr(model_class, "fuse"):
+            self.replace(model_class, "fuse", plain_fuse(model_class.fuse), quietly=True)
 
     @staticmethod
     def _is_in_stock() -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_fastdet.patching.channels_last import plain_copy
+from torch_fastdet.patching.channels_last import plain_copy, plain_fuse
 from torch_fastdet.patching.layout import LayoutChoice
 from torch_fastdet.yolov5.training_switch import TrainingSwitch
 
@@ -30,3 +30,5 @@ class ChannelsLast(TrainingSwitch):
         forward.__qualname__ = "channels_last.forward"
         self.replace(model_class, "forward", forward)
         self.replace(model_class, "__deepcopy__", plain_copy)
+        if hasattr(model_class, "fuse"):
+            self.replace(model_class, "fuse", plain_fuse(model_class.fuse), quietly=True)
