@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import torch_fastdet.yolov5 as drop_in
+from tests.conftest import cuda_missing
+from tests.graphs import fake_gpu
 from tests.yolov5.test_compute_loss import HYP, make_targets
 from torch_fastdet.patching import layout
 from torch_fastdet.patching import switch as switch_module
@@ -141,6 +143,53 @@ def test_on_the_cpu_they_say_so(yolo, switched, switch, capsys):
     for _ in range(2):
         model(torch.rand(1, 3, 64, 64))
     assert capsys.readouterr().out.count(f"{switch} does not apply: the model trains on the CPU") == 1
+
+
+def backend_of(model, half=False):
+    """What detect.py, val.py and torch.hub run a model by, without the file of weights that it is made from."""
+    common = pytest.importorskip("yolov5.models.common")
+    backend = common.DetectMultiBackend.__new__(common.DetectMultiBackend)
+    torch.nn.Module.__init__(backend)
+    model = model.half() if half else model
+    vars(backend).update(fp16=half, nhwc=False, pt=True, device=next(model.parameters()).device)
+    backend.model = model
+    return backend
+
+
+@pytest.mark.parametrize("kind", ["fake", "cuda", "cuda half"])
+def test_a_backends_answers_are_replayed(yolo, switched, kind, monkeypatch, capsys):
+    if kind == "fake":
+        fake_gpu.install(monkeypatch)
+    elif reason := cuda_missing():
+        pytest.skip(reason)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    device = "cpu" if kind == "fake" else "cuda"
+    model = make_model(yolo, device).eval()
+    backend = backend_of(model, "half" in kind)
+    pictures = [torch.rand(1, 3, 64, width, device=device, dtype=next(model.parameters()).dtype) for width in (64, 96)]
+    other = [torch.rand_like(picture) for picture in pictures]
+
+    def answers(**options):
+        with torch.inference_mode():
+            return [backend(x, **options) for x in [*pictures * 4, *other]]
+
+    expected = answers(), answers(augment=True)[:1]
+    general = pytest.importorskip("yolov5.utils.general")
+    timer = vars(general.Profile)["time"]
+    switched(cuda_graph=True)
+    capsys.readouterr()
+    found = answers(), answers(augment=True)[:1]
+    for mine, theirs in zip([y for part in found for y in part], [y for part in expected for y in part]):
+        assert torch.equal(mine[0], theirs[0])
+        assert all(torch.equal(a, b) for a, b in zip(mine[1] or [], theirs[1] or [], strict=True))
+    said = capsys.readouterr().out
+    assert said.count("DetectionModel answers by CUDA graphs from now on") == 1
+    assert said.count("augment= and visualize=: such predictions run without graphs") == 1
+    with torch.no_grad():
+        assert torch.equal(model(pictures[0])[0], expected[0][0][0]), "by itself the model runs as in stock"
+    drop_in.unpatch()
+    assert vars(general.Profile)["time"] is timer
+    assert torch.equal(answers()[0][0], expected[0][0][0])
 
 
 def test_autobatch_measures_a_step_of_stocks(yolo, switched, cuda, capsys):

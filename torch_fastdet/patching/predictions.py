@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -67,3 +68,26 @@ def _told_once(switch: str) -> Callable[[str], None]:
             say(f"{switch}: {line}")
 
     return tell
+
+
+def without_captures(stock: Callable[..., float]) -> Callable[..., float]:
+    """A method that measures time by waiting for the whole GPU, which no thread may do while another one captures."""
+
+    @functools.wraps(stock)
+    def time(timer: Any) -> float:
+        with _capture.no_capture():
+            return stock(timer)
+
+    return time
+
+
+def settings_of(model: Any, caches: Collection[str] = ()) -> list[Any]:
+    """The attributes of a host's model and of its head, beside tensors and layers: a predictor sets max_det, for instance.
+
+    Args:
+        model: the host's.
+        caches: attributes that the head computes from the shape of its input.
+    """
+    layers = getattr(model, "model", None)
+    parts = (model, layers[-1]) if isinstance(layers, nn.Sequential) and len(layers) else (model,)
+    return [value for part in parts for name, value in vars(part).items() if name not in caches]

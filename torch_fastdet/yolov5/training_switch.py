@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType
+from typing import ClassVar
 
 from torch import nn
 
@@ -14,7 +15,7 @@ from torch_fastdet.yolov5.heads import STOCK_MODULES
 class TrainingSwitch(Switch):
     """A replacement of methods of YOLOv5's ``DetectionModel``, for training on a GPU."""
 
-    modules = ("models.yolo",)
+    modules: ClassVar[tuple[str, ...]] = ("models.yolo",)
     needs_gpu = True
 
     def patch_model(self, model_class: type[nn.Module]) -> None:

@@ -22,7 +22,7 @@ from torch_fastdet.graphs._refusal import is_out_of_memory
 from torch_fastdet.graphs.distributed import GradientAverage
 from torch_fastdet.patching.ddp import GraphedDDP, group_size
 from torch_fastdet.patching.import_hook import namespace
-from torch_fastdet.patching.predictions import PredictionGraphs
+from torch_fastdet.patching.predictions import PredictionGraphs, settings_of, without_captures
 from torch_fastdet.patching.switch import class_of
 from torch_fastdet.ultralytics.necks import fewer_copies
 from torch_fastdet.ultralytics.training_switch import TrainingSwitch
@@ -46,12 +46,12 @@ class CudaGraph(TrainingSwitch):
                 self._patch_backend(backend)
         elif name == TIMER:
             timer = class_of(module, "Profile")
-            if timer is not None and not self.has_replaced(timer):
-                self._patch_timer(timer)
+            if timer is not None and not self.has_replaced(timer) and self.takes("Profile.time", timer.time, ("self",)):
+                self.replace(timer, "time", without_captures(timer.time), quietly=True)
 
     def _patch_backend(self, backend_class: Any) -> None:
         stock = backend_class.forward
-        graphs = PredictionGraphs(self.name, settings, fewer_copies)
+        graphs = PredictionGraphs(self.name, functools.partial(settings_of, caches=CACHES), fewer_copies)
 
         @functools.wraps(stock, assigned=(), updated=())
         def forward(backend: Any, im: Any, *args: Any, **kwargs: Any) -> Any:
@@ -65,19 +65,6 @@ class CudaGraph(TrainingSwitch):
 
         forward.__qualname__ = "cuda_graph.forward"
         self.replace(backend_class, "forward", forward)
-
-    def _patch_timer(self, timer_class: Any) -> None:
-        """Predictors measure time by waiting for the whole GPU, which no thread may do while another one captures."""
-        stock = timer_class.time
-        if not self.takes("Profile.time", stock, ("self",)):
-            return
-
-        @functools.wraps(stock)
-        def time(timer: Any) -> float:
-            with _capture.no_capture():
-                return stock(timer)
-
-        self.replace(timer_class, "time", time, quietly=True)
 
     def objection(self, trainer: Any) -> str | None:
         if trainer.args.compile:
@@ -133,13 +120,6 @@ class CudaGraph(TrainingSwitch):
         predict.__qualname__ = "cuda_graph.predict"
         self.replace(model_class, "predict", predict)
         ddp.take(model_class)
-
-
-def settings(model: Any) -> list[Any]:
-    """What the model and its head read beside tensors and layers: a predictor sets max_det, for instance."""
-    layers = getattr(model, "model", None)
-    parts = (model, layers[-1]) if isinstance(layers, nn.Sequential) and len(layers) else (model,)
-    return [value for part in parts for name, value in vars(part).items() if name not in CACHES]
 
 
 def _trains(model: nn.Module, x: Any) -> bool:
