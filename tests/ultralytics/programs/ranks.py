@@ -1,0 +1,84 @@
+"""One of the ranks that train with the real trainer, stock or with ``cuda_graph``. Writes FOLDER/<name>/<rank>.json. Started by torchrun.
+
+    torchrun --nproc_per_node 2 tests/ultralytics/programs/ranks.py gloo|nccl DATA FOLDER stock|graphed
+
+With gloo on the CPU: the trainer itself takes several GPUs only, and tests/graphs/fake_gpu.py stands in for them.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from ultralytics.models.yolo.detect import DetectionTrainer
+
+from tests.graphs import fake_gpu
+from torch_fastdet.patching import switch
+from torch_fastdet.ultralytics import patch
+from torch_fastdet.ultralytics.training_switch import TrainingSwitch
+
+BACKEND, DATA, FOLDER, KIND = sys.argv[1:]
+RANK, SIZE = os.environ["RANK"], int(os.environ["WORLD_SIZE"])
+
+
+class OnTheCpu(DetectionTrainer):
+    """What the trainer does on several GPUs, without them."""
+
+    def __init__(self, overrides):
+        super().__init__(overrides=overrides)
+        self.world_size = SIZE
+
+    def _setup_ddp(self):
+        dist.init_process_group("gloo")
+
+    def final_eval(self):
+        """Takes this rank's GPU, whatever the trainer's device is."""
+
+
+def without_devices(init):
+    return lambda ddp, module, device_ids, **keywords: init(ddp, module, **keywords)
+
+
+monkeypatch = pytest.MonkeyPatch()
+if BACKEND == "gloo":
+    monkeypatch.setattr(DistributedDataParallel, "__init__", without_devices(DistributedDataParallel.__init__))
+if BACKEND == "gloo" and KIND == "graphed":
+    fake_gpu.install(monkeypatch)
+    monkeypatch.setattr(switch, "missing_gpu", lambda: None)
+    monkeypatch.setattr(TrainingSwitch, "objection", lambda self, trainer: None)
+if KIND == "graphed":
+    patch(cuda_graph=True, channels_last=True)
+
+settings = {
+    "model": "yolov8n.yaml",
+    "data": DATA,
+    "imgsz": 64,
+    "epochs": 2,
+    "batch": 8,  # of 16 pictures, on both ranks together
+    "nbs": 16,  # gradients of two batches add up
+    "workers": 0,
+    "optimizer": "SGD",
+    "warmup_epochs": 0,
+    "freeze": [0],
+    "amp": False,
+    "device": "cpu" if BACKEND == "gloo" else ",".join(map(str, range(SIZE))),
+    "plots": False,
+    "verbose": False,
+    "project": FOLDER,
+    "name": f"{KIND}-training",
+    "exist_ok": True,
+}
+trainer = (OnTheCpu if BACKEND == "gloo" else DetectionTrainer)(overrides=settings)
+losses = []
+trainer.add_callback("on_train_batch_end", lambda trainer: losses.append(trainer.loss.item()))
+trainer.train()
+parameters = {name: float(p.detach().double().abs().sum()) for name, p in trainer.model.named_parameters()}
+average = {name: float(v.double().abs().sum()) for name, v in trainer.ema.ema.state_dict().items()}
+folder = Path(FOLDER, KIND)
+folder.mkdir(exist_ok=True)
+(folder / f"{RANK}.json").write_text(
+    json.dumps({"losses": losses, "parameters": parameters, "average": average, "ddp": type(trainer.model).__name__})
+)
