@@ -1,4 +1,4 @@
-"""EMA, SGD and the whole optimizer step over YOLOv5's tensors, against stock's loops and the best that torch offers.
+"""EMA, optimizers and the whole optimizer step over YOLOv5's tensors, against stock's loops and the best that torch offers.
 
 The model has the convolutions, batch norms, nesting and state_dict sizes of YOLOv5 (benchmarks/work.py, which has the bytes of
 each case too), built from torch's modules; gradients are random. `launches` counts kernels and copies. The step's variants all
@@ -153,6 +153,29 @@ def measure_step(report: harness.Report, name: str, **options) -> None:
     report.compare(f"unscale + clip + SGD + EMA {name}", variants, bytes=bytes, ungraphable=ungraphable, **options)
 
 
+def measure_musgd(report: harness.Report, name: str, **options) -> None:
+    """MuSGD alone, over the tensors of an Ultralytics model, in the groups of its trainer."""
+
+    def step_of(kind):
+        torch.manual_seed(0)
+        model = stock.ultralytics_model(name)
+        params = [p for p in model.to(report.device).parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in params if p.dim() >= 2], "use_muon": True, "weight_decay": 5e-4},
+            {"params": [p for p in params if p.dim() < 2], "use_muon": False},
+        ]
+        for group in groups:
+            group.update(lr=1e-9, momentum=0.9, nesterov=True)
+        for p in params:
+            p.grad = torch.randn_like(p) * 1e-3
+        return kind(groups, muon=0.2, sgd=1.0).step
+
+    stock_musgd = stock.ultralytics_musgd()
+    if stock_musgd is not None:
+        variants = {"stock": step_of(stock_musgd), "torch_fastdet MuSGD": step_of(optim.MuSGD)}
+        report.compare(f"MuSGD step {name}", variants, ungraphable=("stock",), **options)
+
+
 def measure(report: harness.Report) -> None:
     cuda = report.device.type == "cuda"
     models = ("n", "s", "x") if cuda else ("n",)
@@ -164,6 +187,7 @@ def measure(report: harness.Report) -> None:
         measure_sgd(report, name, **options)
         measure_step(report, name, **options)
     measure_norm(report, "s" if cuda else "n", **options)
+    measure_musgd(report, "yolov8s" if cuda else "yolov8n", **options)
 
 
 def measure_norm(report: harness.Report, name: str, **options) -> None:

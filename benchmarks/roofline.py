@@ -224,6 +224,7 @@ FORMULAS: tuple[tuple[str, str, Callable[..., work.Work]], ...] = (
 )
 # Cases of ours without a formula, and why.
 WITHOUT = {
+    ("multi_tensor", r"MuSGD step .+"): "its products depend on the shapes of the weights: docs/kernels.md",
     (
         "postprocess",
         r".*",

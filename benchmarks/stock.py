@@ -90,6 +90,20 @@ def yolov5_ema(model: nn.Module) -> Any:
 
 
 @_or_none
+def ultralytics_model(name: str) -> nn.Module:
+    from ultralytics.nn.tasks import DetectionModel
+
+    return DetectionModel(f"{name}.yaml", verbose=False)
+
+
+@_or_none
+def ultralytics_musgd() -> Any:
+    from ultralytics.optim import MuSGD
+
+    return MuSGD
+
+
+@_or_none
 def ultralytics_non_max_suppression() -> Callable[..., list[Tensor]]:
     from ultralytics.utils import nms
 

@@ -2,92 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-import logging
-import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_fastdet._graph import Graph
 from torch_fastdet._multi_tensor import new_state
 from torch_fastdet.optim._watch import HAS_MOMENTUM, MOVED_SGD, MUON, NESTEROV, Binding, BoundOptimizer, Numbers, gather
 
 __all__ = ["MuSGD"]
 
-LOGGER = logging.getLogger(__name__)
-
 MUON_BUFFER, SGD_BUFFER = "momentum_buffer", "momentum_buffer_SGD"
 # Newton-Schulz: X <- a X + (b A + c A A) X with A = X X', which drives the singular values of X towards 1.
 A, B, C = 3.4445, -4.7750, 2.0315
 STEPS = 5
-STREAMS = 16
-# Operations that padding may add to save a batch: about what an H200 makes in the time by which a batch prolongs the graph.
-PADDING = 4_000_000_000
-
-
-class _Piece:
-    """Matrices of one shape, side by side in flat buffers."""
-
-    def __init__(self, rows: int, columns: int, scale: float, members: list[int]) -> None:
-        self.shape, self.scale, self.members = (len(members), rows, columns), scale, members
-        self.numel = math.prod(self.shape)
-        self.source: Tensor
-        self.result: Tensor
-
-
-class _Batch:
-    """Pieces that are orthogonalised together: smaller matrices are padded with zeros, which stay zeros and change nothing."""
-
-    def __init__(self, pieces: list[_Piece]) -> None:
-        self.pieces = pieces
-        self.shape = _joint_shape([piece.shape for piece in pieces])
-        self._padded: Tensor | None = None
-        if len(pieces) > 1:
-            source = pieces[0].source
-            self._padded = torch.zeros(self.shape, dtype=source.dtype, device=source.device)
-
-    def _places(self, x: Tensor) -> Iterator[tuple[_Piece, Tensor]]:
-        start = 0
-        for piece in self.pieces:
-            count, rows, columns = piece.shape
-            yield piece, x[start : start + count, :rows, :columns]
-            start += count
-
-    def orthogonalize(self) -> None:
-        """Five Newton-Schulz steps from the pieces' sources, in bfloat16, to their results."""
-        x = self.pieces[0].source
-        if self._padded is not None:
-            x = self._padded
-            for piece, place in self._places(x):
-                place.copy_(piece.source)
-        x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-        tall = self.shape[1] > self.shape[2]
-        if tall:
-            x = x.transpose(-2, -1)
-        for _ in range(STEPS):
-            a = x @ x.transpose(-2, -1)
-            b = torch.baddbmm(a, a, a, beta=B, alpha=C)
-            x = torch.baddbmm(x, b, x, beta=A)
-        if tall:
-            x = x.transpose(-2, -1)
-        for piece, place in self._places(x):
-            piece.result.copy_(place)
-            if piece.scale != 1.0:
-                piece.result.mul_(piece.scale)
-
-
-def _joint_shape(shapes: list[tuple[int, int, int]]) -> tuple[int, int, int]:
-    counts, rows, columns = zip(*shapes)
-    return sum(counts), max(rows), max(columns)
-
-
-def _work(shape: tuple[int, int, int]) -> int:
-    """Floating-point operations of a batch."""
-    count, short, long = shape[0], min(shape[1:]), max(shape[1:])
-    return STEPS * count * (4 * short * short * long + 2 * short**3)
 
 
 def _as_rows(matrix: Tensor, like: Tensor) -> Tensor:
@@ -98,33 +27,16 @@ def _as_rows(matrix: Tensor, like: Tensor) -> Tensor:
     return matrix.view(like.shape)
 
 
-class _Muon:
-    """Orthogonalises updates of these shapes: one flat buffer that they are copied into, one that holds the results.
+class _Matrices:
+    """The parameters of a device and type, each as a matrix: ``inputs`` are orthogonalised into ``updates``, which have their shapes."""
 
-    On a GPU the third and later calls replay one CUDA graph, whatever gradients there are. Small products leave most of a GPU idle,
-    so that there (``pad``) matrices of similar shapes share a batch.
-    """
-
-    def __init__(self, params: list[Tensor], dtype: torch.dtype, pad: bool) -> None:
+    def __init__(self, params: list[Tensor]) -> None:
         self.key = [self._stamp(p) for p in params]
-        pieces = _pieces(params)
-        device = params[0].device
-        total = sum(piece.numel for piece in pieces)
-        self._source = torch.zeros(total, dtype=torch.bfloat16, device=device)
-        self._result = torch.empty(total, dtype=dtype, device=device)
-        self.inputs: list[Tensor] = [torch.Tensor()] * len(params)
-        self.updates: list[Tensor] = [torch.Tensor()] * len(params)
-        start = 0
-        for piece in pieces:
-            end = start + piece.numel
-            piece.source, piece.result = (flat[start:end].view(piece.shape) for flat in (self._source, self._result))
-            for slot, index in enumerate(piece.members):
-                self.inputs[index] = _as_rows(piece.source[slot], params[index])
-                self.updates[index] = _as_rows(piece.result[slot], params[index])
-            start = end
-        self.batches = _batches(pieces, PADDING if pad else -1)
-        self._calls = 0
-        self._graph: Graph | None = None
+        self.inputs: list[Tensor] = []
+        self.updates: list[Tensor] = []
+        self.rows = [p.size(0) for p in params]
+        self.columns = [p.numel() // p.size(0) for p in params]
+        self.scales = [max(1, p.size(-2) / p.size(-1)) ** 0.5 for p in params]
 
     @staticmethod
     def _stamp(p: Tensor) -> tuple:
@@ -135,77 +47,68 @@ class _Muon:
 
     def run(self) -> None:
         """From ``inputs`` to ``updates``."""
-        self._calls += 1
-        if not self._source.is_cuda or torch.cuda.is_current_stream_capturing():
-            self._compute()
-        elif self._graph is not None:
-            self._graph.replay()
-        else:
-            self._compute()
-            if self._calls == 2:  # the first call has set up cuBLAS
-                self._graph = self._capture()
-
-    def _capture(self) -> Graph | None:
-        streams = _capture_streams(self._source.device)
-        graph = Graph(*streams)
-        try:
-            # Other threads, such as a loader's, may use CUDA meanwhile.
-            with torch.cuda.graph(graph.held, stream=streams[-1], capture_error_mode="thread_local"):
-                self._compute()
-        except RuntimeError as error:
-            LOGGER.warning("torch_fastdet: MuSGD goes on without a CUDA graph: %s", str(error).split("\n")[0])
-            return None
-        return graph
-
-    def _compute(self) -> None:
-        if self._source.is_cuda and torch.cuda.is_current_stream_capturing():
-            # Small batches leave most of the GPU idle: let several run at a time.
-            current = torch.cuda.current_stream(self._source.device)
-            streams = _capture_streams(self._source.device)[: min(STREAMS, len(self.batches))]
-            for stream in streams:
-                stream.wait_stream(current)
-            for turn, batch in enumerate(self.batches):
-                with torch.cuda.stream(streams[turn % len(streams)]):
-                    batch.orthogonalize()
-            for stream in streams:
-                current.wait_stream(stream)
-        else:
-            for batch in self.batches:
-                batch.orthogonalize()
+        raise NotImplementedError
 
 
-@functools.cache
-def _capture_streams(device: torch.device) -> list[torch.cuda.Stream]:
-    """Side streams, and the captures' own behind them.
+class _Grouped(_Matrices):
+    """Matrices of all shapes together, by 17 launches of our own."""
 
-    The same for every capture: torch hands out 32 streams in turn, and others would soon be those of a loader's thread.
-    """
-    return [torch.cuda.Stream(device) for _ in range(STREAMS + 1)]
+    def __init__(self, params: list[Tensor]) -> None:
+        super().__init__(params)
+        kernels = torch.classes.torch_fastdet.NewtonSchulz(self.rows, self.columns, self.scales, params[0].device)
+        source, result = kernels.source(), kernels.result()
+        for p, place, rows, columns in zip(params, kernels.places(), self.rows, self.columns):
+            read, written = (flat[place : place + p.numel()].view(rows, columns) for flat in (source, result))
+            self.inputs.append(_as_rows(read, p))
+            self.updates.append(_as_rows(written, p))
+        self._kernels = kernels
+
+    def run(self) -> None:
+        self._kernels.run_()
 
 
-def _pieces(params: list[Tensor]) -> list[_Piece]:
-    """The parameters' matrices by shape."""
-    buckets: dict[tuple[int, int, float], list[int]] = {}
-    for index, p in enumerate(params):
-        scale = max(1, p.size(-2) / p.size(-1)) ** 0.5
-        buckets.setdefault((p.size(0), p.numel() // p.size(0), scale), []).append(index)
-    return [_Piece(rows, columns, scale, members) for (rows, columns, scale), members in buckets.items()]
+class _Batched(_Matrices):
+    """Matrices of one shape are a batch, which goes through torch's products: stock's arithmetic."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        super().__init__(params)
+        self.inputs, self.updates = [torch.Tensor()] * len(params), [torch.Tensor()] * len(params)
+        self._batches: list[tuple[Tensor, Tensor, float]] = []
+        alike: dict[tuple[int, int, float], list[int]] = {}
+        for index, shape in enumerate(zip(self.rows, self.columns, self.scales)):
+            alike.setdefault(shape, []).append(index)
+        for (rows, columns, scale), members in alike.items():
+            source = torch.zeros(len(members), rows, columns, dtype=torch.bfloat16, device=params[0].device)
+            result = torch.empty_like(source, dtype=params[0].dtype)
+            for slot, index in enumerate(members):
+                self.inputs[index] = _as_rows(source[slot], params[index])
+                self.updates[index] = _as_rows(result[slot], params[index])
+            self._batches.append((source, result, scale))
+
+    def run(self) -> None:
+        for source, result, scale in self._batches:
+            result.copy_(_orthogonalized(source))
+            if scale != 1.0:
+                result.mul_(scale)
 
 
-def _batches(pieces: list[_Piece], padding: int) -> list[_Batch]:
-    """Batches of pieces, those with most work first. Two are joined where padding adds no more operations than ``padding``."""
-    groups = [[piece] for piece in pieces]
+def _orthogonalized(x: Tensor) -> Tensor:
+    """Five Newton-Schulz steps of a batch of matrices (n, rows, columns), in bfloat16."""
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    tall = x.size(1) > x.size(2)
+    if tall:
+        x = x.transpose(-2, -1)
+    for _ in range(STEPS):
+        a = x @ x.transpose(-2, -1)
+        b = torch.baddbmm(a, a, a, beta=B, alpha=C)
+        x = torch.baddbmm(x, b, x, beta=A)
+    return x.transpose(-2, -1) if tall else x
 
-    def added(left: list[_Piece], right: list[_Piece]) -> int:
-        joint, *apart = ([piece.shape for piece in group] for group in (left + right, left, right))
-        return _work(_joint_shape(joint)) - sum(_work(_joint_shape(shapes)) for shapes in apart)
 
-    while len(groups) > 1:
-        least, i, j = min((added(groups[i], groups[j]), i, j) for j in range(len(groups)) for i in range(j))
-        if least > padding:
-            break
-        groups[i] += groups.pop(j)
-    return sorted((_Batch(group) for group in groups), key=lambda batch: -_work(batch.shape))
+def _matrices(params: list[Tensor]) -> _Matrices:
+    p = params[0]
+    grouped = p.is_cuda and p.dtype == torch.float32 and torch.cuda.get_device_capability(p.device) >= (8, 0)
+    return _Grouped(params) if grouped else _Batched(params)
 
 
 class MusgdBinding(Binding):
@@ -235,7 +138,7 @@ class MusgdBinding(Binding):
 
     def __init__(self, optimizer: Any, make_state: Callable[[list[Tensor], list[int], list[int]], Any]) -> None:
         self.matrices: dict[torch.device, list[int]] = {}  # by their place among the parameters
-        self.muons: dict[torch.device, dict[torch.dtype, _Muon]] = {}
+        self.muons: dict[torch.device, dict[torch.dtype, _Matrices]] = {}
         self.muon_states: dict[torch.device, Any] = {}
         self.sharing: set[torch.device] = set()  # devices whose two states share what the reduction found
         place = 0
@@ -285,7 +188,7 @@ class MusgdBinding(Binding):
             for dtype in dict.fromkeys(self.params[i].dtype for i in at):
                 mine = self._of_type(device, dtype)
                 if dtype not in orthogonal:
-                    orthogonal[dtype] = _Muon([self.params[i] for i in mine], dtype, device.type == "cuda")
+                    orthogonal[dtype] = _matrices([self.params[i] for i in mine])
                 inputs.update(zip(mine, orthogonal[dtype].inputs))
                 along.update(zip(mine, orthogonal[dtype].updates))
             if device not in self.muon_states:
@@ -315,16 +218,18 @@ class MusgdBinding(Binding):
 
 
 class MuSGD(BoundOptimizer):
-    """``ultralytics.optim.MuSGD`` with few launches: momentum and SGD of all groups are one each, Newton-Schulz a CUDA graph.
+    """``ultralytics.optim.MuSGD`` with few launches: momentum and SGD of all groups are one each, Newton-Schulz 17.
 
     Arguments, results and state_dict (both ways) are those of Ultralytics' class. In a group with ``use_muon`` each parameter,
     a matrix or a convolution's weight, moves by its orthogonalised momentum times ``lr * muon``, then by SGD with ``lr * sgd``;
     the other groups have SGD with ``lr``.
 
-    Matrices of one shape are batched and go through stock's bfloat16 products; momentum and SGD are stock's arithmetic in
-    float32. Beside Newton-Schulz a step is two launches. With GradScaler, overflow is decided on the device: a skipped step
-    writes nothing, and no step waits for the GPU. lr, momentum and weight_decay may be one-element tensors on the parameters'
-    device, which a captured step follows. In a CUDA graph capture, take one step before it.
+    Newton-Schulz has bfloat16 products, rounded where stock's are; momentum and SGD are stock's arithmetic in float32. On a GPU
+    matrices of all shapes are multiplied together, by kernels of our own. On the CPU, for other types than float32, and before compute
+    capability 8.0, matrices of one shape are a batch of torch's products. Beside Newton-Schulz a step is two launches. With
+    GradScaler, overflow is decided on the device: a skipped step writes nothing, and no step waits for the GPU. lr, momentum and
+    weight_decay may be one-element tensors on the parameters' device, which a captured step follows. In a CUDA graph capture, take
+    one step before it.
 
     Raises:
         ValueError: a parameter of a group with ``use_muon`` has less than two dimensions; at the step.

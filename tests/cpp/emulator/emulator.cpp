@@ -177,6 +177,15 @@ struct Block {
   void make_ready(unsigned thread) { ready[ready_count++] = thread; }
   std::string failure;
 };
+// Copies that a thread has put off, in their order, and the commit that each belongs to.
+struct PutOff {
+  static constexpr size_t kMost = 128;
+  Copy copies[kMost];
+  size_t commits[kMost];
+  size_t begin, end, commit;
+};
+PutOff put_offs[kMostThreads];
+
 Block block;
 Fiber* current = nullptr;
 Body body;
@@ -255,6 +264,7 @@ void run_block() {
     fiber.index = {i % blockDim.x, i / blockDim.x % blockDim.y, i / blockDim.x / blockDim.y};
     fiber.number = i;
     fiber.done = false;
+    put_offs[i].begin = put_offs[i].end = put_offs[i].commit = 0;
     fiber.site = Site{};
 #if defined(EMULATOR_TSAN)
     // A thread of its own in every block, on a stack where nobody was before.
@@ -403,7 +413,7 @@ void* shared_memory(const void* variable, size_t bytes) {
   if (!memory) {  // the first thread of the block here
     void* fresh = nullptr;
     if (plain > kPlainShared || all > kMostShared || block.shared_count == kMostVariables ||
-        posix_memalign(&fresh, 16, bytes))
+        posix_memalign(&fresh, variable == &block ? 128 : 16, bytes))
       fail("more shared memory than a block can have", *current);
     memory = static_cast<char*>(fresh);
     // Garbage: random, or (as on a device) what an earlier block has left there.
@@ -421,6 +431,24 @@ void* shared_memory(const void* variable, size_t bytes) {
 
 unsigned char* dynamic_shared() {
   return static_cast<unsigned char*>(shared_memory(&block, block.dynamic_bytes));
+}
+
+void put_off(const Copy& copy) {
+  PutOff& mine = put_offs[current->number];
+  if (mine.end - mine.begin == PutOff::kMost) fail("more asynchronous copies than are emulated", *current);
+  mine.commits[mine.end % PutOff::kMost] = mine.commit;
+  mine.copies[mine.end++ % PutOff::kMost] = copy;
+}
+
+void commit_copies() {
+  ++put_offs[current->number].commit;
+}
+
+bool next_copy(size_t left, Copy& copy) {
+  PutOff& mine = put_offs[current->number];
+  if (mine.begin == mine.end || mine.commits[mine.begin % PutOff::kMost] + left >= mine.commit) return false;
+  copy = mine.copies[mine.begin++ % PutOff::kMost];
+  return true;
 }
 
 void run(const Shape& shape, const void* kernel, Body launched, const void* launched_with) {

@@ -61,6 +61,17 @@ void fence();
 void preempt();  // lets other threads run on, now and then
 int lane();
 
+// This thread's asynchronous copies.
+struct Copy {
+  void* to;
+  const void* from;
+  size_t bytes;
+};
+void put_off(const Copy& copy);
+void commit_copies();
+// The next one that a wait for all but the last `left` commits waits for.
+bool next_copy(size_t left, Copy& copy);
+
 void* shared_memory(const void* variable, size_t bytes);
 unsigned char* dynamic_shared();
 template <typename T>
@@ -204,6 +215,10 @@ inline double __ldcg(const double* address) {
 }
 template <typename T>
 void __stcs(T* address, T value) {
+  *address = value;
+}
+template <typename T>
+void __stcg(T* address, T value) {
   *address = value;
 }
 inline unsigned __float_as_uint(float x) {

@@ -1,0 +1,57 @@
+// Five Newton-Schulz steps over matrices of any shapes, by one launch a product: X <- a X + (b A + c A A) X with A = X
+// X', which drives the singular values of X towards 1. All products are bfloat16 with sums in float32.
+#pragma once
+
+#ifdef TORCH_FASTDET_WITH_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
+#include <cstdint>
+
+namespace torch_fastdet::core {
+
+constexpr int kNsSteps = 5;
+constexpr float kNsA = 3.4445f, kNsB = -4.7750f, kNsC = 2.0315f;
+constexpr int kNsTile = 64;          // rows of a block's tile, and its columns where the product is symmetric
+constexpr int kNsWide = 128;         // columns of a block's tile of the other product
+constexpr int64_t kNsChunk = 8192;   // elements that a block squares and adds
+constexpr int64_t kNsAlignment = 8;  // matrices begin at a multiple of so many elements of source and result
+
+// A matrix of source and result, (rows, columns) contiguous. In the workspace it has at least as many columns as rows
+// (it is transposed for that), and zeros up to whole tiles. Offsets are in elements.
+struct NsMatrix {
+  int64_t source;  // of source and result
+  int64_t x;       // of the workspace's x
+  int64_t gram;    // of the workspace's gram and polynomial
+  int32_t rows, columns;
+  int32_t first_chunk, chunks;  // its sums of squares
+  float scale;                  // of the result
+  int32_t reserved;
+};
+
+// A block's part of a matrix: tile (row, column), or chunk `row`.
+struct NsTile {
+  int32_t matrix, row, column;
+};
+
+struct NsParams {
+  const NsMatrix* matrices;  // on the device, as the three lists below
+  const NsTile* chunks;      // of kNsChunk elements
+  const NsTile* squares;     // kNsTile x kNsTile, on and above the diagonal
+  const NsTile* tiles;       // kNsTile x kNsWide
+  int64_t num_chunks, num_squares, num_tiles;
+  const void* source;  // bfloat16
+  float* result;
+  // Workspace: each matrix twice, its products with itself and with those, sums of squares.
+  void* x[2];
+  void* gram;
+  void* polynomial;
+  float* squared;  // (num_chunks)
+};
+
+#ifdef TORCH_FASTDET_WITH_CUDA
+// 17 launches. Needs compute capability 8.0.
+cudaError_t launch_newton_schulz(const NsParams& params, cudaStream_t stream);
+#endif
+
+}  // namespace torch_fastdet::core
