@@ -105,3 +105,22 @@ def test_measuring_changes_nothing(device, monkeypatch, autocast):
     assert all(map(torch.equal, state, [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]))
     assert all(p.grad is None for p in model.parameters())
     assert all(map(torch.equal, model.state_dict().values(), before.values()))
+
+
+def test_is_measured_on_the_models_device(monkeypatch):
+    """The current one may be another: a script with device="cuda:1"."""
+    current, x = [], images()
+
+    class DeviceOf:
+        def __init__(self, tensor):
+            self.tensor = tensor
+
+        def __enter__(self):
+            current.append(self.tensor)
+
+        def __exit__(self, *_):
+            current.clear()
+
+    monkeypatch.setattr(torch.cuda, "device_of", DeviceOf)
+    monkeypatch.setattr(layout, "_milliseconds", lambda run, device: float(len(current)))
+    assert layout.measure(Net.forward, Net(), x) == {"NCHW": 1.0, "NHWC": 1.0}

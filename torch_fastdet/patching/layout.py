@@ -87,7 +87,8 @@ def _time_in(layout: torch.memory_format, forward: Forward, model: nn.Module, im
 def measure(forward: Forward, model: nn.Module, images: Tensor) -> dict[str, float]:
     """Milliseconds of a forward and backward pass of a copy of ``model`` in each layout; the model and all generators stay."""
     try:
-        with _unchanged_state(images.device):
+        # Events lie on the streams of the current device, which may be another than the model's.
+        with torch.cuda.device_of(images), _unchanged_state(images.device):
             return {name: _time_in(layout, forward, model, images) for name, layout in LAYOUTS.items()}
     finally:
         if images.is_cuda:
