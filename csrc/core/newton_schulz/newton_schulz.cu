@@ -289,17 +289,17 @@ __global__ void __launch_bounds__(kThreads) step_kernel(const NsParams p, const 
   }
 }
 
+// As much shared memory as a processor has: two or more blocks at a time.
 cudaError_t allow_shared(const void* kernel, int bytes) {
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) {
+    return error;
+  }
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
 }
 
 }  // namespace
 
-cudaError_t launch_newton_schulz(const NsParams& p, cudaStream_t stream) {
-  if (p.num_tiles == 0) return cudaSuccess;
-  if (p.num_chunks > INT_MAX || p.num_squares > INT_MAX || p.num_tiles > INT_MAX) return cudaErrorInvalidValue;
-  const auto chunks = static_cast<unsigned>(p.num_chunks), squares = static_cast<unsigned>(p.num_squares);
-  const auto tiles = static_cast<unsigned>(p.num_tiles);
+cudaError_t prepare_newton_schulz() {
   for (const void* kernel : {reinterpret_cast<const void*>(square_product_kernel<false>),
                              reinterpret_cast<const void*>(square_product_kernel<true>)}) {
     if (const cudaError_t error = allow_shared(kernel, Square::kBytes)) return error;
@@ -308,6 +308,14 @@ cudaError_t launch_newton_schulz(const NsParams& p, cudaStream_t stream) {
        {reinterpret_cast<const void*>(step_kernel<false>), reinterpret_cast<const void*>(step_kernel<true>)}) {
     if (const cudaError_t error = allow_shared(kernel, Wide::kBytes)) return error;
   }
+  return cudaSuccess;
+}
+
+cudaError_t launch_newton_schulz(const NsParams& p, cudaStream_t stream) {
+  if (p.num_tiles == 0) return cudaSuccess;
+  if (p.num_chunks > INT_MAX || p.num_squares > INT_MAX || p.num_tiles > INT_MAX) return cudaErrorInvalidValue;
+  const auto chunks = static_cast<unsigned>(p.num_chunks), squares = static_cast<unsigned>(p.num_squares);
+  const auto tiles = static_cast<unsigned>(p.num_tiles);
   square_kernel<<<chunks, kPlainThreads, 0, stream>>>(p);
   normalize_kernel<<<tiles, kPlainThreads, 0, stream>>>(p);
   for (int step = 0; step < kNsSteps; ++step) {

@@ -50,6 +50,8 @@ struct NsParams {
 };
 
 #ifdef TORCH_FASTDET_WITH_CUDA
+// Once for each device, before the first launch there.
+cudaError_t prepare_newton_schulz();
 // 17 launches. Needs compute capability 8.0.
 cudaError_t launch_newton_schulz(const NsParams& params, cudaStream_t stream);
 #endif

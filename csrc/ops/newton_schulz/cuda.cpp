@@ -40,6 +40,7 @@ class NewtonSchulz : public torch::CustomClassHolder {
     plan.sort();
     const c10::InferenceMode writable(false);
     const c10::DeviceGuard guard(device);
+    check_launch(core::prepare_newton_schulz(), "NewtonSchulz");
     const auto options = at::TensorOptions().device(device);
     source_ = at::zeros({plan.source_elements}, options.dtype(at::kBFloat16));
     result_ = at::empty({plan.source_elements}, options.dtype(at::kFloat));

@@ -108,6 +108,7 @@ class Problem {
     p.gram = gram.data();
     p.polynomial = polynomial.data();
     p.squared = static_cast<float*>(squared.data());
+    ASSERT_EQ(prepare_newton_schulz(), cudaSuccess);
     ASSERT_EQ(launch_newton_schulz(p, nullptr), cudaSuccess);
     for (size_t m = 0; m < matrices_.size(); ++m) {
       SCOPED_TRACE("matrix of " + std::to_string(matrices_[m].rows) + " x " + std::to_string(matrices_[m].columns));
