@@ -114,7 +114,7 @@ def measure(report: harness.Report) -> None:
     with torch.inference_mode():
         for images in (1, 32) if cuda else (1,):
             bench_detector(report, images, repetitions=10, inner=3 if cuda else 1, warmup=3)
-    bench_predict(report, 2000 if cuda else 10)
+    bench_predict(report, 1000 if cuda else 10)
 
 
 if __name__ == "__main__":
