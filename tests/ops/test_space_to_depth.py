@@ -107,6 +107,18 @@ def test_programs(device):
     assert torch.equal(grad, 2 * x.detach())
 
 
+def test_sizes_stay_free_in_an_exported_program():
+    class Squares(torch.nn.Module):
+        def forward(self, x):
+            return ops.space_to_depth(x, 16, True)
+
+    sizes = {0: torch.export.Dim.DYNAMIC, 2: 2 * torch.export.Dim("h", max=999), 3: 2 * torch.export.Dim("w", max=999)}
+    program = torch.export.export(Squares(), (random((2, 3, 4, 6), "cpu"),), dynamic_shapes=(sizes,)).module()
+    for shape in ((2, 3, 4, 6), (5, 3, 10, 2)):
+        x = random(shape, "cpu")
+        assert torch.equal(program(x), ops.space_to_depth(x, 16, True))
+
+
 BAD = [
     (lambda x: ops.space_to_depth(x[0], 16), r"space_to_depth: x has shape \[3, 4, 6\], but four dimensions"),
     (lambda x: ops.space_to_depth(x.byte(), 16), r"space_to_depth: x has dtype uint8, but float16, bfloat16"),

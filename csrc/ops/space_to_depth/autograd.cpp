@@ -22,7 +22,7 @@ struct SpaceToDepth : torch::autograd::Function<SpaceToDepth> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, int64_t channels, bool border,
                             std::optional<at::ScalarType> dtype, bool backward) {
     // Plain numbers in every program: the channels decide the weights' shape.
-    context->saved_data["channels"] = x.size(1);
+    context->saved_data["channels"] = x.sym_size(1).guard_int(__FILE__, __LINE__);  // x.size(1) would fix all sizes
     context->saved_data["border"] = border;
     context->saved_data["dtype"] = x.scalar_type();
     context->saved_data["backward"] = backward;
