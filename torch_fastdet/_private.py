@@ -263,6 +263,12 @@ def is_transforming() -> bool:
     return active is None or level is None or active() or level >= 0
 
 
+def lost_cuda_in_fork() -> bool:
+    """Whether this process was forked from one that had begun to use CUDA, so that it cannot. False where torch does not tell."""
+    asked: Any = getattr(torch.cuda, "_is_in_bad_fork", None)
+    return asked is not None and asked()
+
+
 def gpu_count() -> int:
     """GPUs that this process may use, without starting CUDA; -1 where that is unknown."""
     count: Any = getattr(torch.cuda, "_device_count_nvml", None)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_fastdet._private import lost_cuda_in_fork
 from torch_fastdet._say import say
 
 __all__ = ["cache_file", "crossover", "faster_device"]
@@ -178,8 +179,11 @@ def crossover(layout: str = "yolov5", many: bool = False, device: torch.device |
 
 
 def faster_device(prediction: Tensor, layout: str, conf_thres: float, multi_label: bool) -> torch.device:
-    """Where device="auto" suppresses a prediction: where it lies, or for one on the host the faster of CPU and GPU."""
-    if prediction.device.type != "cpu" or not torch.cuda.is_available():
+    """Where device="auto" suppresses a prediction: where it lies, or for one on the host the faster of CPU and GPU.
+
+    A process that was forked from one with CUDA cannot use the GPU.
+    """
+    if prediction.device.type != "cpu" or not torch.cuda.is_available() or lost_cuda_in_fork():
         return prediction.device
     device = torch.device("cuda", torch.cuda.current_device())
     many = multi_label or conf_thres < MANY
