@@ -159,6 +159,19 @@ def _filter_end2end(
     return rows, counts, order
 
 
+def _check_ultralytics(op: str, prediction: Tensor, filters: bool, rotated_rule: str) -> None:
+    if rotated_rule not in ("fast", "greedy"):
+        raise ValueError(f"{op}: rotated_rule is {rotated_rule!r}, but 'fast' or 'greedy' is wanted")
+    if prediction.dim() != 3:
+        raise ValueError(
+            f"{op}: prediction has shape {tuple(prediction.shape)}, but (images, 4 + classes + extra, N) is wanted"
+        )
+    if filters and prediction.shape[-1] < 6:
+        raise ValueError(
+            f"{op}: prediction has shape {tuple(prediction.shape)}, but end2end wants (images, N, 6 + extra)"
+        )
+
+
 def ultralytics_non_max_suppression(
     prediction: Tensor | list | tuple,
     conf_thres: float = 0.25,
@@ -207,24 +220,15 @@ def ultralytics_non_max_suppression(
     """
     op = "non_max_suppression"
     prediction = _first(op, prediction)
-    if rotated_rule not in ("fast", "greedy"):
-        raise ValueError(f"{op}: rotated_rule is {rotated_rule!r}, but 'fast' or 'greedy' is wanted")
-    if prediction.dim() != 3:
-        raise ValueError(
-            f"{op}: prediction has shape {tuple(prediction.shape)}, but (images, 4 + classes + extra, N) is wanted"
-        )
+    filters = prediction.shape[-1:] == (6,) or end2end
+    _check_ultralytics(op, prediction, filters, rotated_rule)
     conf_thres, iou_thres, max_det, max_nms = float(conf_thres), float(iou_thres), int(max_det), int(max_nms)
     nms._check_options(op, conf_thres, iou_thres, max_det, max_nms, per_class)
     home = prediction.device
-    filters = prediction.shape[-1] == 6 or end2end
     if filters and isinstance(device, str) and device == "auto":
         device = None
     where = _computing_device(op, prediction, device, "ultralytics", conf_thres, bool(multi_label))
     if filters:
-        if prediction.shape[-1] < 6:
-            raise ValueError(
-                f"{op}: prediction has shape {tuple(prediction.shape)}, but end2end wants (images, N, 6 + extra)"
-            )
         detections, counts, indices = _filter_end2end(prediction, conf_thres, _stock_class_list(op, classes), max_det)
     else:
         prediction = prediction.to(where)
