@@ -54,7 +54,12 @@ PENDING = {"yolo26s, batch 16"}
 # What benchmarks/training_truth.py compares: its folders' names, each with a table and a picture beside it.
 TRUTHS = ("training_truth", "training_truth_small", "training_truth_yolov8n", "training_truth_yolo26n")
 # Of a results folder: what a marker stands for, and the picture that is shown below it.
-PICTURES = {"roofline": "roofline", "postprocess": "postprocess_breakdown", **{name: name for name in TRUTHS}}
+PICTURES = {
+    "roofline": "roofline",
+    "postprocess": "postprocess_breakdown",
+    "latency": "latency_breakdown",
+    **{name: name for name in TRUTHS},
+}
 # What each page shows: one that lost a marker would keep its old figures for ever.
 SECTIONS = {
     "README.md": ("gpu-headlines",),
@@ -64,7 +69,10 @@ SECTIONS = {
             f"gpu-{name}"
             for name in ("train", "ultralytics", "distributed", "loader", "val", "step", "bbox_iou", "upsample", "nms")
         ),
-        *(f"gpu-{name}" for name in ("multi_tensor", "loss", "v8_loss", "bn_act", "image", "masks", "pictures")),
+        *(
+            f"gpu-{name}"
+            for name in ("multi_tensor", "loss", "v8_loss", "bn_act", "image", "masks", "pictures", "latency")
+        ),
         *("gpu-postprocess", "gpu-roofline", *(f"gpu-{name}" for name in (*TRUTHS[1:], TRUTHS[0]))),
         *("cpu-summary", "cpu-postprocess", "cpu-roofline"),
     ),
@@ -200,7 +208,7 @@ def benchmark_table(rows: list[dict]) -> str:
         cells += [_time(by_view[view]["median_us"]) if view in by_view else "-" for view in views]
         cells.insert(3, _span(by_view["call"]) if "call" in by_view else "-")
         if tails:
-            tail = any_row.get("p99_us")
+            tail = by_view.get("call", any_row).get("p99_us")
             cells.append("-" if tail is None else _time(tail))
         if copies:
             rates = [row["percent_of_copy"] for row in by_view.values() if row["percent_of_copy"]]

@@ -180,6 +180,13 @@ def test_benchmark_table_has_the_columns_that_have_values():
     assert second == "| c | **torch_fastdet** | 10.0 us | 9.0 to 12.0 us | 12.0 us | 1.5 | 0.5000 |"
 
 
+def test_p99_is_of_whole_answers():
+    """The stages of an answer stand before it, and have none."""
+    rows = [row("stock", "letterbox", 5.0), row("stock", "call", 10.0) | {"p99_us": 12.0}]
+    header, _, line = report.benchmark_table(rows).splitlines()
+    assert header.split(" | ").index("p99") == line.split(" | ").index("12.0 us")
+
+
 def test_what_was_not_measured_says_how_to(tmp_path, monkeypatch):
     (tmp_path / "h200-2026-01-01").mkdir()
     monkeypatch.setattr(report, "RESULTS", tmp_path)
