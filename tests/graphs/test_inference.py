@@ -284,6 +284,19 @@ def test_streams(cuda):
     assert all(torch.equal(answer, wanted[i % 2]) for i, answer in enumerate(got))
 
 
+def test_another_gpu_than_the_current_one(cuda):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    models = [made().to(torch.device("cuda", index)) for index in range(2)]
+    graphs = [InferenceGraphs(model, say=lambda line: None) for model in models]
+    for _ in range(5):
+        x = torch.rand(2, 3, 16, 16)
+        for index in range(2):
+            got = check(graphs[index], models[index], x.to(torch.device("cuda", index)))
+            assert got[0].device.index == index
+    assert [len(made.shapes) for made in graphs] == [1, 1] and torch.cuda.current_device() == 0
+
+
 def test_half_and_memory_of_all_shapes(cuda):
     """Graphs of several shapes share their memory, outputs included."""
     model = made().to(cuda).half()
