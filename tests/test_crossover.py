@@ -110,6 +110,14 @@ def test_auto_asks_for_predictions_on_the_host_alone(machine, monkeypatch):
     assert crossover.faster_device(large, "yolov5", 0.25, False) == torch.device("cpu")
 
 
+def test_the_table_of_a_machine(machine, monkeypatch):
+    monkeypatch.setattr(crossover, "SIZES", ((1, 2100), (2, 25200)))
+    monkeypatch.setattr(crossover, "measure", lambda layout, many, device: [(1, 0.001, 0.002), (2, 0.5, 0.1 + many)])
+    lines = crossover._table(torch.device("cuda")).splitlines()
+    assert lines[0] == "a machine" and len(lines) == 4 + 2 * 2 * 2
+    assert lines[-1] == "| ultralytics | many | 2 x 25,200 | 500.00 | 1100.00 |"
+
+
 def predictions():
     yield suppression.yolov5_non_max_suppression, crossover._prediction("yolov5", False, 2, 300), {}
     yield suppression.ultralytics_non_max_suppression, crossover._prediction("ultralytics", True, 2, 300), {}

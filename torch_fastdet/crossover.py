@@ -188,3 +188,25 @@ def faster_device(prediction: Tensor, layout: str, conf_thres: float, multi_labe
     device = torch.device("cuda", torch.cuda.current_device())
     many = multi_label or conf_thres < MANY
     return device if prediction.numel() >= crossover(layout, many, device) else prediction.device
+
+
+def _table(device: torch.device) -> str:
+    """What :func:`measure` finds on this machine, as the lines of a table."""
+    lines = [
+        _machine(device),
+        "",
+        "| layout | candidates | images x anchors | CPU ms | GPU ms |",
+        "|---|---|---|---|---|",
+    ]
+    for layout in ("yolov5", "ultralytics"):
+        for many in (False, True):
+            for (images, anchors), (_, cpu, gpu) in zip(SIZES, measure(layout, many, device)):
+                size = f"{images} x {anchors:,}"
+                lines.append(f"| {layout} | {'many' if many else 'few'} | {size} | {cpu * 1e3:.2f} | {gpu * 1e3:.2f} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    if not torch.cuda.is_available():
+        raise SystemExit("torch_fastdet.crossover: this machine has no GPU to compare with")
+    print(_table(torch.device("cuda", torch.cuda.current_device())))
