@@ -34,6 +34,10 @@ HEADLINES = [
      "yolov5s, 16 a GPU, train.py, 2 GPUs", "torch_fastdet"),
     ("Ultralytics' trainer, an iteration, yolov8s, batch 16", "ultralytics", "yolov8s, batch 16", "torch_fastdet"),
     ("Ultralytics' trainer, an iteration, yolo26s, batch 16", "ultralytics", "yolo26s, batch 16", "torch_fastdet"),
+    ("val.py's pass over 1,536 JPEGs, yolov5s in half precision, batch 32", "val",
+     "val.py, yolov5s, half, batch 32, 1536 JPEGs of 640x640: the pass over the pictures", "torch_fastdet"),
+    ("YOLO(\"yolov8n\").predict of a picture in memory", "pictures", "YOLO(yolov8n).predict, one 1080p picture in memory",
+     "torch_fastdet"),
     ("Training step, yolov5s, batch 16", "step", "yolov5s, batch 16, loop", "torch_fastdet TrainStep"),
     ("Training step, yolov5s, batch 64", "step", "yolov5s, batch 64, loop", "torch_fastdet TrainStep"),
     ("YOLOv5 loss, forward + backward, batch 16", "loss", "640x640, batch 16, 8 boxes an image", "torch_fastdet"),
@@ -50,7 +54,7 @@ HEADLINES = [
      "torch_fastdet list"),
 ]  # fmt: skip
 # Cases of HEADLINES that are newer than the results: each is left out until a run has it.
-PENDING = {"yolo26s, batch 16"}
+PENDING: set[str] = set()
 # What benchmarks/training_truth.py compares: its folders' names, each with a table and a picture beside it.
 TRUTHS = ("training_truth", "training_truth_small", "training_truth_yolov8n", "training_truth_yolo26n")
 # Of a results folder: what a marker stands for, and the picture that is shown below it.
@@ -157,6 +161,8 @@ def is_ours(variant: str) -> bool:
 
 
 def _time(microseconds: float) -> str:
+    if microseconds >= 1_000_000:
+        return f"{microseconds / 1e6:.2f} s"
     if microseconds >= 10_000:
         return f"{microseconds / 1e3:.1f} ms"
     return f"{microseconds / 1e3:.2f} ms" if microseconds >= 1000 else f"{microseconds:.1f} us"
@@ -165,7 +171,7 @@ def _time(microseconds: float) -> str:
 def _span(row: dict) -> str:
     """A row's spread; the unit once where both ends have the same."""
     low, high = _time(row["low_us"]), _time(row["high_us"])
-    return f"{low.removesuffix(high[-3:])} to {high}"
+    return f"{low.removesuffix(high[high.index(' ') :])} to {high}"
 
 
 def _with_span(row: dict) -> str:
