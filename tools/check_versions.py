@@ -15,7 +15,15 @@ FOLDER = ROOT / "build/versions"
 TESTS = "tests/ultralytics/test_versions.py"
 # From 8.4.120 on everything is tested; what is older has to be refused.
 FURTHER = ("tests/ultralytics/test_patch.py", "tests/ultralytics/test_launcher.py")
-VERSIONS: dict[str, tuple[str, ...]] = {"8.4.0": (), "8.4.80": (), "8.4.120": FURTHER, "8.4.190": FURTHER}
+LOSS = "tests/ultralytics/test_loss_switch.py"  # from 8.4.170 on, as loader_optim
+VERSIONS: dict[str, tuple[str, ...]] = {
+    "8.4.0": (),
+    "8.4.80": (),
+    "8.4.120": FURTHER,
+    "8.4.150": FURTHER,  # the first whose trainer has channels_last
+    "8.4.170": (*FURTHER, LOSS),
+    "8.4.190": (*FURTHER, LOSS),
+}
 
 
 def install(version: str) -> Path:
