@@ -92,9 +92,10 @@ def test_the_optimizers_step_is_fused_too(fused_trainings, case):
 
 
 def test_two_epochs_on_a_gpu(cuda, program, digits, tmp_path):
-    """Other kernels may run in a graph of float32 NHWC memory: TF32's tolerance."""
-    ran = program("graphs.py", digits, tmp_path, "plain", "freeze_later", "--device", 0)
-    for case in ("plain", "freeze_later"):
+    """Other kernels may run in a graph of float32 NHWC memory: TF32's tolerance. (Stock takes bf16 on GPUs alone.)"""
+    cases = ("plain", "freeze_later", "bf16")
+    ran = program("graphs.py", digits, tmp_path, *cases, "--device", 0)
+    for case in cases:
         stock, graphed = ran[case]["stock"], ran[case]["graphed"]
         assert graphed["losses"] == pytest.approx(stock["losses"], rel=2e-2)
         assert not any(graphed["files"].values())

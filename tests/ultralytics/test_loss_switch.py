@@ -496,23 +496,23 @@ def test_trial_shows_changed_constants(branch, monkeypatch):
     assert not same, f"the trial does not show {same}"
 
 
-def test_gpu_matches_stock_and_reports_bad_rows_later(cuda, models):
-    batch = make_batch(40, 2)
-    for name in ("yolov8n.yaml", "yolo26n.yaml"):
-        model = copy.deepcopy(models(name)).to(cuda)
-        on_gpu = {key: value.to(cuda) for key, value in batch.items()}
-        with torch.no_grad():
-            preds = model(on_gpu["img"])
-        scale = torch.tensor([1.0, 2.0, 0.5], device=cuda)
-        results = []
-        for criterion in criteria(model):
-            mine, tensors = leaves(preds)
-            loss, _ = criterion(mine, on_gpu)
-            results.append([loss.detach(), *torch.autograd.grad((loss * scale).sum(), tensors)])
-        for theirs, ours in zip(*results):
-            assert (theirs - ours).abs().max() <= GRADIENT * theirs.abs().max() + 1e-9
-        bad = {**on_gpu, "cls": on_gpu["cls"].clone()}
-        bad["cls"][3] = 99
-        with pytest.raises(ValueError, match=r"v8_loss: targets row 3, column 1 \(class\)"):
-            criterion(mine, bad)
-            criterion.check()
+@pytest.mark.parametrize("name", FAMILIES)
+def test_gpu_matches_stock_and_reports_bad_rows_later(cuda, models, name):
+    batch = make_batch(40, 2, size=(128, 192))
+    model = copy.deepcopy(models(name)).to(cuda)
+    on_gpu = {key: value.to(cuda) for key, value in batch.items()}
+    with torch.no_grad():
+        preds = model(on_gpu["img"])
+    scale = torch.tensor([1.0, 2.0, 0.5], device=cuda)
+    results = []
+    for criterion in criteria(model):
+        mine, tensors = leaves(preds)
+        loss, _ = criterion(mine, on_gpu)
+        results.append([loss.detach(), *torch.autograd.grad((loss * scale).sum(), tensors)])
+    for theirs, ours in zip(*results):
+        assert (theirs - ours).abs().max() <= GRADIENT * theirs.abs().max() + 1e-9
+    bad = {**on_gpu, "cls": on_gpu["cls"].clone()}
+    bad["cls"][3] = 99
+    with pytest.raises(ValueError, match=r"v8_loss: targets row 3, column 1 \(class\)"):
+        criterion(mine, bad)
+        criterion.check()

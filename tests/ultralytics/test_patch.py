@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from torch_fastdet.ultralytics import patch
 from torch_fastdet.ultralytics.registry import SWITCHES
 
 OURS = "torch_fastdet.ultralytics.dropins"
@@ -51,6 +52,7 @@ def test_rotated_boxes_are_stocks(patching):
 def test_every_switch_is_documented():
     text = (Path(__file__).resolve().parents[2] / "docs/ultralytics.md").read_text()
     assert [name for name in SWITCHES if f"`{name}`" not in text] == []
+    assert [name for name in SWITCHES if f"``{name}=True``" not in patch.__doc__] == []
 
 
 def test_switches(patching):
@@ -110,3 +112,20 @@ def test_training_gives_the_same_losses(program, digits, tmp_path, optimizer):
             assert all(
                 b"torch_fastdet" not in archive.read(name) for name in archive.namelist() if name.endswith(".pkl")
             )
+
+
+@pytest.mark.parametrize("optimizer", ["auto", "MuSGD"])
+def test_training_on_a_gpu_gives_the_losses_of_stock(cuda, program, digits, tmp_path, optimizer):
+    """All switches, in mixed precision: other kernels round otherwise."""
+    arguments = ("--epochs", 3, "--optimizer", optimizer, "--device", 0)
+    stock = program("train.py", digits, tmp_path / "stock", *arguments)
+    fast = program("train.py", digits, tmp_path / "fast", *arguments, "--patch")
+    assert "cuda_graph: captured forward and backward of DetectionModel" in fast["output"]
+    assert "cannot apply" not in fast["output"] and "goes on" not in fast["output"]
+    assert fast["stepper"].startswith("torch_fastdet.")
+    assert len(fast["losses"]) == len(stock["losses"]) == 3
+    for theirs, ours in zip(stock["losses"], fast["losses"], strict=True):
+        assert ours == pytest.approx(theirs, rel=0.05)
+    assert fast["averages"] == pytest.approx(stock["averages"], rel=1e-2)
+    with zipfile.ZipFile(fast["weights"]) as archive:
+        assert not any(b"torch_fastdet" in archive.read(name) for name in archive.namelist() if name.endswith(".pkl"))

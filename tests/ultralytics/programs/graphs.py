@@ -91,6 +91,7 @@ CASES = {
     "out_of_memory": ({}, out_of_memory),
     "resume": ({"epochs": 3}, stop_after_an_epoch),
     "yolo26n": ({"model": "yolo26n.yaml"}, None),
+    "bf16": ({"amp": "bf16"}, None),  # on a GPU
     # With the optimizer's step fused as well.
     "AdamW": ({"optimizer": "AdamW", "warmup_epochs": 0}, None),
     "resume_AdamW": ({"optimizer": "AdamW", "epochs": 3}, stop_after_an_epoch),

@@ -1,4 +1,4 @@
-"""Trains yolov8n from scratch on the CPU, stock or patched, and prints the losses of each epoch."""
+"""Trains yolov8n from scratch, stock or patched, and prints the losses of each epoch; on a GPU in mixed precision."""
 
 import argparse
 import json
@@ -12,6 +12,7 @@ parser.add_argument("project")
 parser.add_argument("--epochs", type=int)
 parser.add_argument("--patch", action="store_true")
 parser.add_argument("--optimizer", default="AdamW")
+parser.add_argument("--device", default="cpu")
 parser.add_argument("--overfit", type=int, default=0, help="epochs with fixed batch statistics after the training")
 options = parser.parse_args()
 replaced = ()
@@ -43,8 +44,8 @@ model.train(
     optimizer=options.optimizer,
     lr0=0.002,
     warmup_epochs=1,
-    amp=False,
-    device="cpu",
+    amp=options.device != "cpu",
+    device=options.device,
     seed=0,
     val=False,
     plots=False,
