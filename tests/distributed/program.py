@@ -295,12 +295,12 @@ def train_step(accumulate=1, sizes=(64,), scale=2.0**12):
     model = copy.deepcopy(plain)
     torch.manual_seed(50 + RANK)
     batches = some_batches(12, sizes)
-    results = []
+    results, said = [], []
     for net, ours in ((plain, False), (model, True)):
         optimizer = SGD(groups_of(net), lr=0.01, momentum=0.9, nesterov=True)
         scaler = torch.amp.GradScaler(fake_gpu.GPU.device.type, init_scale=scale, growth_interval=5)
         loss_of_batch, ema = ComputeLoss(net), ModelEMA(net, tau=50)
-        step = TrainStep(net, loss_of_batch, optimizer, scaler, ema, max_norm=0.5) if ours else None
+        step = TrainStep(net, loss_of_batch, optimizer, scaler, ema, 0.5, say=said.append) if ours else None
         fused = FusedStep(optimizer, scaler, ema, 0.5)
         wrapped = None if ours else ddp(net)
         items = []
@@ -330,6 +330,7 @@ def train_step(accumulate=1, sizes=(64,), scale=2.0**12):
                 torch.testing.assert_close(x, y, **tolerance, msg=lambda text, name=name: f"{name}: {text}")
     equal_on_all_ranks(model)
     assert step.memory()["graphs"] > 0
+    assert said[0].startswith("TrainStep: captured forward and backward of ")
 
 
 def train_step_accumulates():

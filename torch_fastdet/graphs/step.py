@@ -22,7 +22,14 @@ from torch_fastdet.graphs.distributed import Ranks
 from torch_fastdet.graphs.module import GraphedModule
 from torch_fastdet.optim import FusedStep
 
-_KINDS = {(True, True): "one step", (True, False): "first", (False, False): "middle", (False, True): "last"}
+_KINDS = {
+    (True, True): "one step",
+    (True, False): "the first micro-batch",
+    (False, False): "a middle micro-batch",
+    (False, True): "the last micro-batch",
+}
+# In a process group the update is no part of the graph.
+_KINDS_OF_RANKS = {True: "forward and backward", False: "forward and backward of a later micro-batch"}
 
 
 def _divided(images: torch.Tensor) -> torch.Tensor:
@@ -397,8 +404,9 @@ class TrainStep:
             raise CaptureError(f"TrainStep: {type(self.model).__name__} cannot be captured in a CUDA graph: {reason}")
         phase = self._pool.capture(key, lambda: self._captured(key, static))
         memory = self.memory()
+        kind = _KINDS[key[2:4]] if self._ranks is None else _KINDS_OF_RANKS[key[2]]
         self.say(
-            f"TrainStep: captured {_KINDS[key[2:4]]} of {type(self.model).__name__} for images {key[0]} ({key[1]}) and up to "
+            f"TrainStep: captured {kind} of {type(self.model).__name__} for images {key[0]} ({key[1]}) and up to "
             f"{memory['max_targets']} targets; {memory['graphs']} graphs hold {memory['pool_bytes'] / 2**20:.0f} MiB"
         )
         return phase
