@@ -13,8 +13,10 @@ import argparse
 import json
 import re
 import shutil
+import string
 import sys
 import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -263,11 +265,10 @@ def headlines(benchmarks: dict[str, list[dict]]) -> list[dict]:
         if benchmark not in benchmarks:
             gpu = next((rows[0]["gpu"] for rows in benchmarks.values()), "a GPU")
             raise FileNotFoundError(f"benchmarks/results has no {benchmark}.json of {gpu}; type there: {again}")
-        times = {
-            row["variant"]: row["median_us"]
-            for row in benchmarks[benchmark]
-            if row["case"] == case and row["view"] == "call"
+        by_variant = {
+            row["variant"]: row for row in benchmarks[benchmark] if row["case"] == case and row["view"] == "call"
         }
+        times = {name: row["median_us"] for name, row in by_variant.items()}
         if variant not in times:
             raise KeyError(
                 f"{benchmark}.json of {benchmarks[benchmark][0]['date']} has no row {case}: {variant}; where that run "
@@ -279,18 +280,27 @@ def headlines(benchmarks: dict[str, list[dict]]) -> list[dict]:
             continue
         best = min(others, key=lambda name: others[name])
         found.append({"title": title, "stock": others[stock], "best": others[best], "ours": times[variant],
-                      "best_name": "" if best == stock else best, "ours_name": variant})  # fmt: skip
+                      "best_name": "" if best == stock else best, "ours_name": variant,
+                      "from": [by_variant[name] for name in dict.fromkeys((stock, best, variant))]})  # fmt: skip
     return found
 
 
 def headline_table(rows: list[dict]) -> str:
+    """README's table, and the line below it: the machine of each row, as a letter where there are several."""
+    about = machines_of(rows)
+    letters = dict(zip(about, string.ascii_lowercase))
     body = [
         [row["title"], _time(row["stock"]), f"{_time(row['best'])} ({row['best_name']})" if row["best_name"] else "-",
          _time(row["ours"]), f"{row['stock'] / row['ours']:.1f}x",
-         f"{row['best'] / row['ours']:.1f}x" if row["best_name"] else "-"]
+         f"{row['best'] / row['ours']:.1f}x" if row["best_name"] else "-",
+         ", ".join(sorted({letters[machine_and_day(measured)] for measured in row["from"]}))]
         for row in rows
     ]  # fmt: skip
-    return table(["", "stock", "best other", "torch_fastdet", "stock / ours", "best other / ours"], body)
+    header = ["", "stock", "best other", "torch_fastdet", "stock / ours", "best other / ours", "run"]
+    if len(about) < 2:
+        return f"{table(header[:-1], [cells[:-1] for cells in body])}\n{_below(about.values())}"
+    named = [f"{letter}: {line}" for letter, line in zip(string.ascii_lowercase, about.values())]
+    return f"{table(header, body)}\nRuns: {_below(named)}"
 
 
 def pyplot() -> Any:
@@ -326,13 +336,17 @@ def plot_headlines(rows: list[dict], path: Path, about: str) -> bool:
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.legend(fontsize=8)
-    figure.savefig(path, dpi=110, metadata={"torch_fastdet": json.dumps([about, rows])})
+    figure.savefig(path, dpi=110, metadata={"torch_fastdet": _plotted(rows, about)})
     plt.close(figure)
     return True
 
 
+def _plotted(rows: list[dict], about: str) -> str:
+    return json.dumps([about, [{key: value for key, value in row.items() if key != "from"} for row in rows]])
+
+
 def plot_is_current(rows: list[dict], path: Path, about: str) -> bool:
-    return path.exists() and b"torch_fastdet\0" + json.dumps([about, rows]).encode() in path.read_bytes()
+    return path.exists() and b"torch_fastdet\0" + _plotted(rows, about).encode() in path.read_bytes()
 
 
 def floor_table(rows: list[dict]) -> str:
@@ -355,31 +369,37 @@ def floor_table(rows: list[dict]) -> str:
     return table(["case", "variant", "moves", "floor", "graph", "cold", "floor / graph", "launches"], body)
 
 
-def machines(benchmarks: dict[str, list[dict]]) -> list[str]:
-    """Machine, driver, versions, copy rates and date of benchmarks' rows, each once."""
+def machine_and_day(row: dict) -> tuple[str, ...]:
+    """Machine, driver, versions and date of a row."""
+    gpu = f"{row['gpu']}, driver {row['driver']}, CUDA {row['cuda']}, host " if row["gpu"] else ""
+    return gpu + row["cpu"], f"torch {row['torch']}", f"Python {row['python']}", row["date"]
+
+
+def machines(benchmarks: dict[str, list[dict]]) -> dict[tuple[str, ...], str]:
+    """Machine, driver, versions, copy rates and date of benchmarks' rows, each once: what `machine_and_day` says -> its line."""
     found: dict[tuple[str, ...], set[float]] = {}
     for row in (row for rows in benchmarks.values() for row in rows):
-        gpu = f"{row['gpu']}, driver {row['driver']}, CUDA {row['cuda']}, host " if row["gpu"] else ""
-        key = (gpu + row["cpu"], f"torch {row['torch']}", f"Python {row['python']}", row["date"])
-        rates = found.setdefault(key, set())
+        rates = found.setdefault(machine_and_day(row), set())
         if row.get("copy_gb_per_s"):
             rates.add(int(row["copy_gb_per_s"]) / 1000)
-    lines = []
-    for (machine, torch, python, date), rates in sorted(found.items(), key=lambda item: item[0][3]):
+    lines = {}
+    for key, rates in sorted(found.items(), key=lambda item: item[0][3]):
         ends = " to ".join(dict.fromkeys(f"{end(rates):.2f}" for end in (min, max) if rates))
-        lines.append(f"{machine}, {torch}, {python}{f', copy rate {ends} TB/s' if ends else ''}; {date}")
+        lines[key] = f"{', '.join(key[:3])}{f', copy rate {ends} TB/s' if ends else ''}; {key[3]}"
     return lines
+
+
+def machines_of(headlines: list[dict]) -> dict[tuple[str, ...], str]:
+    return machines({"": [row for headline in headlines for row in headline["from"]]})
+
+
+def _below(lines: Iterable[str], figures: str = "medians") -> str:
+    return f"{'; '.join(lines)}; {figures} (docs/measuring.md).\n"
 
 
 def provenance(benchmarks: dict[str, list[dict]], figures: str = "medians") -> str:
     """The line below a table of these benchmarks."""
-    return f"{'; '.join(machines(benchmarks))}; {figures} (docs/measuring.md).\n"
-
-
-def of_headlines(benchmarks: dict[str, list[dict]]) -> dict[str, list[dict]]:
-    """Those benchmarks that HEADLINES name."""
-    names = {benchmark for _, benchmark, _, _ in HEADLINES}
-    return {name: rows for name, rows in benchmarks.items() if name in names}
+    return _below(machines(benchmarks).values(), figures)
 
 
 def tables(folder: Path) -> str:
@@ -425,7 +445,7 @@ def section(name: str) -> str:
     if what == "summary":
         return f"{summary_table(benchmarks)}\n{provenance(benchmarks, SPREAD)}"
     if what == "headlines":
-        return f"{headline_table(headlines(benchmarks))}\n{provenance(of_headlines(benchmarks))}"
+        return headline_table(headlines(benchmarks))
     floor, what = what.endswith("-floor"), what.removesuffix("-floor")
     if what not in benchmarks:
         command = "python -m benchmarks.training_truth" if what in TRUTHS else "make bench"
@@ -460,8 +480,8 @@ def bring(check: bool = False) -> list[str]:
             stale.append(f"{path.parent.name}/{path.name}" if path in texts else path.name)
             if not check:
                 path.write_text(text)
-    benchmarks = of_headlines(load_newest("gpu"))
-    rows, about = headlines(benchmarks), "\n".join(machines(benchmarks))
+    rows = headlines(load_newest("gpu"))
+    about = "\n".join(machines_of(rows).values())
     if not plot_is_current(rows, PLOT, about) and (check or plot_headlines(rows, PLOT, about)):
         stale.append(PLOT.name)
     for copy, source in pictures().items():

@@ -65,9 +65,9 @@ def test_tables_that_are_out_of_date_are_made_anew(two_days, monkeypatch):
 
 
 def test_the_plot_shows_the_headlines():
-    benchmarks = report.of_headlines(report.load_newest("gpu"))
-    about = "\n".join(report.machines(benchmarks))
-    assert report.plot_is_current(report.headlines(benchmarks), report.PLOT, about), "type: python -m benchmarks.report"
+    rows = report.headlines(report.load_newest("gpu"))
+    about = "\n".join(report.machines_of(rows).values())
+    assert report.plot_is_current(rows, report.PLOT, about), "type: python -m benchmarks.report"
 
 
 def test_a_plot_of_other_figures_is_out_of_date(tmp_path):
@@ -98,6 +98,17 @@ def test_a_section_shows_its_picture_where_there_is_one(tmp_path, monkeypatch):
     assert report.section("gpu-roofline") == "the table\n"
 
 
+MACHINE = {
+    "gpu": "H200",
+    "cpu": "its CPU",
+    "driver": "1",
+    "cuda": "13",
+    "torch": "2",
+    "python": "3.11",
+    "date": "2026-01-01",
+}
+
+
 def test_headlines_show_losses():
     found = {
         "title": "t",
@@ -106,12 +117,29 @@ def test_headlines_show_losses():
         "best_name": "compiled",
         "ours": 10.0,
         "ours_name": "torch_fastdet",
+        "from": [MACHINE],
     }
     assert (
         report.headline_table([found]).splitlines()[2] == "| t | 30.0 us | 5.0 us (compiled) | 10.0 us | 3.0x | 0.5x |"
     )
     alone = {**found, "best": 30.0, "best_name": ""}
-    assert report.headline_table([alone]).splitlines()[2] == "| t | 30.0 us | - | 10.0 us | 3.0x | - |"
+    text = report.headline_table([alone])
+    assert text.splitlines()[2] == "| t | 30.0 us | - | 10.0 us | 3.0x | - |" and text.endswith(
+        "\nH200, driver 1, CUDA 13, host its CPU, torch 2, Python 3.11; 2026-01-01; medians (docs/measuring.md).\n"
+    )
+
+
+def test_headlines_of_several_runs_name_each_rows_run():
+    headline = {"stock": 30.0, "best": 5.0, "best_name": "compiled", "ours": 10.0, "ours_name": "torch_fastdet"}
+    later = MACHINE | {"date": "2026-01-02"}
+    rows = [{**headline, "title": title, "from": measured} for title, measured in (
+        ("late", [later]), ("early", [MACHINE]), ("both", [later, MACHINE, later])
+    )]  # fmt: skip
+    text = report.headline_table(rows)
+    assert text.splitlines()[0].endswith("| best other / ours | run |")
+    assert [line.split(" | ")[-1] for line in text.splitlines()[2:5]] == ["b |", "a |", "a, b |"]
+    below = text.splitlines()[-1]
+    assert below.startswith("Runs: a: H200") and "2026-01-01; b: H200" in below and "2026-01-02; medians" in below
 
 
 @pytest.mark.parametrize("others, shown", [({}, []), ({"compiled": 5.0}, []), ({"stock": 30.0}, [30.0])])
