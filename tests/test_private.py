@@ -147,14 +147,6 @@ def test_memory_of_a_pool_without_its_key(monkeypatch):
     assert _private.pool_bytes((0, 1)) == 0
 
 
-@pytest.mark.parametrize("missing", [False, True])
-def test_shared_memory(monkeypatch, missing):
-    if missing:
-        monkeypatch.setattr(torch.UntypedStorage, "_new_shared", None)
-    out = _private.shared_bytes((2, 3, 4))
-    assert out.is_shared() and out.shape == (2, 3, 4) and out.dtype == torch.uint8 and out.is_contiguous()
-
-
 def scaled_training(device):
     torch.manual_seed(0)
     model = nn.Linear(4, 4).to(device)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -88,15 +87,6 @@ def pool_bytes(pool: Any) -> int:
         for segment in torch.cuda.memory_snapshot()
         if tuple(segment.get("segment_pool_id", ())) == tuple(pool)
     )
-
-
-def shared_bytes(shape: tuple[int, ...]) -> Tensor:
-    """An uninitialised uint8 tensor in memory that other processes can map; without the private function, by way of a copy."""
-    new_shared: Any = getattr(torch.UntypedStorage, "_new_shared", None)
-    if new_shared is None:
-        return torch.empty(shape, dtype=torch.uint8).share_memory_()
-    storage = new_shared(math.prod(shape))
-    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, shape)  # type: ignore[call-overload]
 
 
 def keep_busy(device: torch.device, seconds: float) -> None:

@@ -4,6 +4,7 @@
 * ``ranks``: one memory for all ranks of a distributed training
 * ``fingerprint``: whether a function of the host is one that is known here
 * ``plan``: how a batch is made of pictures, and making it on the CPU
+* ``slots``: memory for what is made on the CPU
 * ``device``: making it on the GPU
 * ``ahead``: doing that before the loop asks
 * ``dataloader``: the ``DataLoader`` that puts these together

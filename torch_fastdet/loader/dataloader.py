@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import get_worker_info
 
-from torch_fastdet._private import shared_bytes
 from torch_fastdet._say import say
 from torch_fastdet.loader.ahead import Ahead
 from torch_fastdet.loader.device import DevicePictures
 from torch_fastdet.loader.memory import CHANNELS, PictureMemory
 from torch_fastdet.loader.plan import Indices, Picture, Plan, finish, pack, run_on_cpu
+from torch_fastdet.loader.slots import Parcel
 
 #: Pixels that travel with a plan go through shared memory from this size on, and in the message itself below it.
 SMALL = 1 << 16
@@ -72,7 +72,7 @@ class Collate:
         grid = places.reshape(len(numbers), *numbers.shape[2:])
         pictures = [items[number][0] for number in shown.tolist()]
         if not self.on_gpu:
-            return (assemble(self.make(pictures, alone=grid.size == len(pictures)), grid), *rest)
+            return (assemble(self.make(pictures, alone=grid.shape[1:] == (1, 1)), grid), *rest)
         kept = tuple(value.numpy() if isinstance(value, torch.Tensor) else value for value in rest)
         return PlannedBatch(self.plan(pictures), grid, kept)
 
@@ -85,16 +85,13 @@ class Collate:
             plan.own = torch.as_tensor(plan.own)
         return plan
 
-    def make(self, pictures: list[Picture], alone: bool = True) -> torch.Tensor:
-        """The pictures themselves, uint8 (n, 3, height, width)."""
+    def make(self, pictures: list[Picture], alone: bool = True) -> Any:
+        """The pictures themselves, uint8 (n, 3, height, width); with ``alone`` in a loader process, for the loop's process."""
         shape = (len(pictures), CHANNELS, pictures[0].height, pictures[0].width)
-        if alone and get_worker_info() is not None:
-            # Where the loop's process will read it, so that sending it copies nothing.
-            out = shared_bytes(shape)
-        else:
-            out = torch.empty(shape, dtype=torch.uint8)
+        parcel = Parcel(shape) if alone and get_worker_info() is not None else None
+        out = torch.empty(shape, dtype=torch.uint8) if parcel is None else parcel.tensor
         run_on_cpu(pack(pictures, self.memory), self.memory, out)
-        return out
+        return out if parcel is None else parcel
 
 
 class CollateDicts(Collate):
@@ -120,7 +117,7 @@ class CollateDicts(Collate):
         return PlannedBatch(self.plan(pictures), grid, ({**batch, **small}, list(small)))
 
 
-def assemble(pictures: torch.Tensor, grid: np.ndarray) -> torch.Tensor:
+def assemble(pictures: Any, grid: np.ndarray) -> Any:
     """The pictures of the batch, each of one picture of the plan, of one at twice its size, or of four."""
     if grid.shape[1:] == (1, 1):
         return pictures

@@ -1,0 +1,141 @@
+"""Memory that loader processes use again: never while somebody looks into it."""
+
+import gc
+import os
+import pickle
+from multiprocessing.reduction import ForkingPickler
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from torch_fastdet.loader import slots
+from torch_fastdet.loader.slots import FREE, GONE, LENT, SEEN, Parcel
+
+
+@pytest.fixture(autouse=True)
+def none_before():
+    slots._own.clear()
+    yield
+    gc.collect()
+    slots._own.clear()
+    assert not slots._lent
+
+
+def receive(parcel):
+    return pickle.loads(ForkingPickler.dumps(parcel))
+
+
+def sent(value, shape=(2, 3)):
+    parcel = Parcel(shape)
+    parcel.tensor.fill_(value)
+    return receive(parcel)
+
+
+def states():
+    return [int(slot.state[0]) for slot in slots._own]
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda x: x,
+        lambda x: x[1, 1:],
+        lambda x: x.numpy()[0],
+        lambda x: x.view(-1).split(2),
+        lambda x: memoryview(x.numpy()),
+    ],
+    ids=["tensor", "view", "array", "split", "buffer"],
+)
+def test_memory_is_used_again_when_nobody_looks_into_it(look):
+    seen = look(sent(1))
+    gc.collect()
+    other = sent(2)
+    assert states() == [LENT, LENT]
+    content = torch.cat(
+        [torch.as_tensor(np.asarray(x)).reshape(-1) for x in (seen if isinstance(seen, tuple) else [seen])]
+    )
+    assert (content == 1).all() and (other == 2).all()
+    del seen, content
+    gc.collect()
+    assert states() == [FREE, LENT]
+    third = sent(3)
+    assert states() == [LENT, LENT] and (third == 3).all() and (other == 2).all()
+    del other, third
+    gc.collect()
+    assert states() == [FREE, FREE]
+
+
+def test_a_forked_process_keeps_what_it_sees():
+    """The batch is gone here, and the next ones take other memory; after that its own is given back."""
+    batch = sent(1)
+    go_on, ready = os.pipe()
+    process = os.fork()
+    if process == 0:
+        held = batch
+        del batch  # says nothing to anybody: it is the other process's
+        gc.collect()
+        os.read(go_on, 1)
+        os._exit(0 if (held == 1).all() else 1)
+    assert states() == [SEEN]
+    del batch
+    gc.collect()
+    assert states() == [GONE]
+    others = [sent(value) for value in (2, 3)]
+    assert states() == [LENT, LENT]
+    os.write(ready, b"x")
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+    os.close(go_on)
+    os.close(ready)
+    del others
+
+
+def test_a_forked_process_that_drops_a_batch_frees_nothing():
+    batch = sent(1)
+    process = os.fork()
+    if process == 0:
+        del batch
+        gc.collect()
+        os._exit(0)
+    os.waitpid(process, 0)
+    assert states() == [SEEN] and (batch == 1).all()
+
+
+def test_few_spare_slots_and_none_too_small_are_kept():
+    kept = [sent(1) for _ in range(8)]
+    del kept
+    gc.collect()
+    assert states() == [FREE] * 8
+    one = sent(2)
+    assert states() == [LENT] + [FREE] * slots.SPARE
+    large = sent(3, (20, 3))
+    assert states() == [LENT, LENT] and (one == 2).all() and (large == 3).all()
+    small = sent(4, (1,))
+    assert states() == [LENT] * 3 and small.shape == (1,)
+
+
+class Batches(Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        parcel = Parcel((50, 1000))
+        parcel.tensor.fill_(index)
+        return parcel
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_batches_of_loader_processes(method):
+    loader = DataLoader(Batches(), batch_size=None, num_workers=2, multiprocessing_context=method)
+    kept = list(loader)
+    assert all((batch == number).all() for number, batch in enumerate(kept))
+    files = len(os.listdir("/proc/self/fd"))
+    addresses = [batch.data_ptr() for batch in kept]
+    assert len(set(addresses)) == len(kept)
+    del kept
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= files - 12  # nothing is left open
+    for number, batch in enumerate(loader):
+        assert (batch == number).all() and type(batch) is torch.Tensor
+        batch.mul_(0)  # the loop's own
