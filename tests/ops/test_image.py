@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tests.references import image as reference
+from tests.references import opencv5
 from torch_fastdet import ops
 
 cv2 = pytest.importorskip("cv2")
@@ -113,6 +114,26 @@ class Problem:
 
 
 SIZES = [(64, 64), (32, 96), (37, 53), (1, 1), (7, 131), (129, 1), (16, 64), (150, 33)]
+
+
+@pytest.mark.parametrize("name", opencv5.MATRICES)
+def test_warps_of_opencv_5(device, name):
+    """Whatever is installed: its own recorded pixels."""
+    source = opencv5.picture()
+    h, w, _ = source.shape
+    tables = (
+        np.array([[0, 0, h, w, 0, 0, 0, 0, w, h]]),
+        np.array([[0, 1, h, w, 2 if name == "perspective" else 1, -1]]),
+        np.array(opencv5.MATRICES[name], dtype=np.float64).reshape(1, 9),
+        np.array([[0, -1, 4, -1]]),
+    )
+    placements, layers, matrices, pictures = tensors(tables, device)
+    size = [opencv5.HEIGHT, opencv5.WIDTH]
+    storage = torch.from_numpy(source.reshape(-1)).to(device)
+    out = ops.image_augment([storage], placements, layers, matrices, pictures, None, None, None, size, warp="float")
+    with np.load(opencv5.FILE) as recorded:
+        difference = np.abs(out[0].permute(1, 2, 0).cpu().numpy().astype(int) - recorded[name])
+    assert difference.max() <= 1 and (difference > 0).mean() <= 1e-3
 
 
 @pytest.mark.parametrize("channels", [1, 3])

@@ -27,6 +27,20 @@ SIZE = 96
 SIZES = [(96, 96), (128, 96), (64, 96), (96, 64), (50, 33), (33, 50), (200, 151), (151, 200), (97, 96), (49, 98)]
 HYP = {"degrees": 5.0, "shear": 2.0, "flipud": 0.3, "mixup": 0.3}
 SEGMENTS = {"root": "segments", "task": "segment", "copy_paste": 0.6, **HYP}
+
+
+def nine(loader):
+    """Mosaics of nine pictures, which no option of Ultralytics asks for."""
+    steps = [loader.dataset.transforms]
+    while steps:
+        step = steps.pop()
+        steps += getattr(step, "transforms", [])
+        if type(step).__name__ == "Mosaic":
+            step.n = 9
+            return
+    raise AssertionError("no mosaic")
+
+
 POSE = {"root": "pose", "task": "pose", "data": {"kpt_shape": [2, 3], "flip_idx": [1, 0]}, **HYP}
 CASES = {
     "train": {**HYP},
@@ -34,6 +48,7 @@ CASES = {
     "defaults": {"workers": 1},
     "some_mosaics": {"mosaic": 0.5, "workers": 2, **HYP},
     "no_augmentation": {"mosaic": 0.0, "hsv_h": 0.0, "hsv_s": 0.0, "hsv_v": 0.0, "scale": 0.0, "translate": 0.0},
+    "mosaic9": {"before": nine, "workers": 2, "degrees": 5.0},
     "perspective": {"perspective": 0.0005, **HYP},
     "cutmix": {"cutmix": 0.7, "workers": 2, **HYP},
     "bgr": {"bgr": 0.5, **HYP},
