@@ -125,6 +125,18 @@ def test_weights_and_settings(gpu, graphs_of):
     assert len(graphs.shapes) == 1
 
 
+def test_settings_of_torch_have_graphs_of_their_own(gpu, graphs_of, monkeypatch):
+    """A replay computes with the kernels of its capture: in TF32, for instance."""
+    model = made()
+    graphs = graphs_of(model)
+    x = images()
+    for allowed in (True, False):
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", allowed)
+        for _ in range(4):
+            check(graphs, model, x)
+    assert len(graphs.shapes) == 2
+
+
 def test_calls_that_run_eagerly(gpu, graphs_of, said):
     model = made()
     graphs = graphs_of(model)

@@ -211,10 +211,17 @@ def _places(leaves: list[Any]) -> tuple[list[Tensor], list[Any]]:
     return outputs, numbered
 
 
-def _flags() -> tuple[bool, ...]:
+def _flags() -> tuple[bool | str, ...]:
     """Settings of torch that choose kernels."""
-    cudnn = torch.backends.cudnn
-    return cudnn.enabled, cudnn.benchmark, cudnn.deterministic, torch.are_deterministic_algorithms_enabled()
+    cudnn: Any = torch.backends.cudnn
+    return (
+        cudnn.enabled,
+        cudnn.benchmark,
+        cudnn.deterministic,
+        torch.are_deterministic_algorithms_enabled(),
+        cudnn.conv.fp32_precision,  # TF32 or not
+        torch.backends.cuda.matmul.fp32_precision,
+    )
 
 
 def _attribute_tensors(module: nn.Module) -> list[Tensor]:
