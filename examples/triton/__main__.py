@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import io
+import os
+import platform
 import socket
 import subprocess
 import sys
@@ -19,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image
 
 if not __package__:  # run as a file, not with -m
@@ -118,6 +122,14 @@ def check(port: int, picture: bytes) -> None:
     client.close()
 
 
+def machine(device: str) -> str:
+    """What the figures depend on."""
+    names = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    cpu = next((line.partition(": ")[2] for line in names if line.startswith("model name")), platform.machine())
+    gpu = f", {torch.cuda.get_device_name(device)}" if torch.device(device).type == "cuda" else ""
+    return f"{cpu}, {os.cpu_count()} cores{gpu}, torch {torch.__version__}, {datetime.date.today().isoformat()}"
+
+
 def table(rows: list[tuple[str, Load]]) -> str:
     lines = ["| batching | clients | pictures | p50 ms | p99 ms | pictures/s |", "|---|---|---|---|---|---|"]
     lines += [f"| {name} | {r.clients} | {r.pictures} | {r.p50:.1f} | {r.p99:.1f} | {r.rate:.1f} |" for name, r in rows]
@@ -148,7 +160,7 @@ def main() -> None:
             for clients in (1, 8, 32):
                 rows.append((name, load(port, picture, clients, options.seconds)))
                 print(f"  {clients} clients: {rows[-1][1].rate:.1f} pictures/s", flush=True)
-    print(table(rows))
+    print(f"{machine(str(options.device))}\n\n{table(rows)}")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -59,6 +60,10 @@ def test_without_pytriton_it_says_so(detector_file, capsys, monkeypatch):
 
 def test_two_ports_are_free():
     assert 0 < whole.free_port() < 65535
+
+
+def test_figures_name_their_machine():
+    assert re.fullmatch(r".+, \d+ cores, torch 2\.\S+, \d{4}-\d\d-\d\d", whole.machine("cpu"))
 
 
 def test_table():
