@@ -42,9 +42,7 @@ __device__ __forceinline__ void load(const Element* from, float (&x)[Elements::k
   }
 }
 
-constexpr int kThreads = 128;       // of a product
-constexpr int kPlainThreads = 256;  // of the other kernels
-constexpr int kDepth = 64;          // of a step along the sum
+constexpr int kPlainThreads = 256;  // of kernels without products
 constexpr int kPad = 8;             // elements between rows of shared memory, so that its banks differ
 
 // Sums of squares, a chunk a block.
@@ -83,8 +81,10 @@ __global__ void __launch_bounds__(kPlainThreads) normalize_kernel(const NsParams
   Element* x = static_cast<Element*>(p.x[0]) + matrix.x;
   const bool transposed = matrix.rows > matrix.columns, aligned = !transposed && width % Elements::kSize == 0;
   constexpr int kVectors = kNsWide / Elements::kSize;
-  for (int v = threadIdx.x; v < kNsTile * kVectors; v += kPlainThreads) {
-    const int64_t i = int64_t{tile.row} * kNsTile + v / kVectors;
+  const int64_t first = int64_t{tile.row} * kNsTall;
+  const int rows = static_cast<int>(ns_height(matrix) - first < kNsTall ? ns_height(matrix) - first : kNsTall);
+  for (int v = threadIdx.x; v < rows * kVectors; v += kPlainThreads) {
+    const int64_t i = first + v / kVectors;
     const int64_t j = int64_t{tile.column} * kNsWide + v % kVectors * Elements::kSize;
     float values[Elements::kSize];
     if (aligned && i < height && j + Elements::kSize <= width) {
@@ -106,43 +106,48 @@ __global__ void __launch_bounds__(kPlainThreads) normalize_kernel(const NsParams
 
 // Shared memory of a product: kStages times a tile of each operand; at the end the tile of sums.
 // kTransposed: the right operand's tile has a row a column of the product.
-template <int kColumns, bool kTransposed, int kStages>
+template <int kRows, int kColumns, bool kTransposed, int kStep, int kStages>
 struct Product {
+  static constexpr int kDepth = kStep;  // of a step along the sum
   static constexpr int kWarpRows = 32, kWarpColumns = kColumns / 2;
+  static constexpr int kThreads = kRows / kWarpRows * 2 * kWarp;
   static constexpr int kRowPairs = kWarpRows / 16, kColumnPairs = kWarpColumns / 16;  // of 8 x 8 matrices
   static constexpr int kLeftStride = kDepth + kPad;
   static constexpr int kRightRows = kTransposed ? kColumns : kDepth, kRightWidth = kTransposed ? kDepth : kColumns;
   static constexpr int kRightStride = kRightWidth + kPad;
-  static constexpr int kStage = kNsTile * kLeftStride + kRightRows * kRightStride;  // elements
+  static constexpr int kStage = kRows * kLeftStride + kRightRows * kRightStride;  // elements
   static constexpr int kSumStride = kColumns + kPad;
-  static constexpr int kSumBytes = kNsTile * kSumStride * static_cast<int>(sizeof(float));
+  static constexpr int kSumBytes = kRows * kSumStride * static_cast<int>(sizeof(float));
   static constexpr int kOperandBytes = kStages * kStage * static_cast<int>(sizeof(Element));
   static constexpr int kBytes = kOperandBytes > kSumBytes ? kOperandBytes : kSumBytes;
 
-  template <int kRows, int kWidth>
-  static __device__ __forceinline__ void copy(Element* to, const Element* from, int64_t stride) {
+  // Rows from `rows` on are outside of the matrix, and any others.
+  template <int kHeight, int kWidth>
+  static __device__ __forceinline__ void copy(Element* to, const Element* from, int64_t stride, int rows) {
     constexpr int kVectors = kWidth / Elements::kSize;
-    static_assert(kRows * kVectors % kThreads == 0, "each thread copies as much");
+    static_assert(kHeight * kVectors % kThreads == 0, "each thread copies as much");
 #pragma unroll
-    for (int turn = 0; turn < kRows * kVectors / kThreads; ++turn) {
+    for (int turn = 0; turn < kHeight * kVectors / kThreads; ++turn) {
       const int v = turn * kThreads + static_cast<int>(threadIdx.x);
       const int row = v / kVectors, column = v % kVectors * Elements::kSize;
-      __pipeline_memcpy_async(to + row * (kWidth + kPad) + column, from + row * stride + column, sizeof(Elements));
+      const Element* const source = from + (row < rows ? row : 0) * stride + column;
+      __pipeline_memcpy_async(to + row * (kWidth + kPad) + column, source, sizeof(Elements));
     }
   }
 
   static __device__ __forceinline__ void fetch(Element* stages, int step, const Element* left, int64_t left_stride,
-                                               const Element* right, int64_t right_stride) {
+                                               int rows, const Element* right, int64_t right_stride) {
     Element* const stage = stages + step % kStages * kStage;
     const int64_t depth = int64_t{step} * kDepth;
-    copy<kNsTile, kDepth>(stage, left + depth, left_stride);
-    copy<kRightRows, kRightWidth>(stage + kNsTile * kLeftStride, right + (kTransposed ? depth : depth * right_stride),
-                                  right_stride);
+    copy<kRows, kDepth>(stage, left + depth, left_stride, rows);
+    copy<kRightRows, kRightWidth>(stage + kRows * kLeftStride, right + (kTransposed ? depth : depth * right_stride),
+                                  right_stride, kRightRows);
   }
 
   // The sums of a tile, over `steps` * kDepth products each, into shared memory.
   static __device__ __forceinline__ float* multiply(unsigned char* shared, int steps, const Element* left,
-                                                    int64_t left_stride, const Element* right, int64_t right_stride) {
+                                                    int64_t left_stride, int rows, const Element* right,
+                                                    int64_t right_stride) {
     auto* const stages = reinterpret_cast<Element*>(shared);
     const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
     const int first_row = warp / 2 * kWarpRows, first_column = warp % 2 * kWarpColumns;
@@ -153,16 +158,16 @@ struct Product {
     float sums[kRowPairs][2 * kColumnPairs][4] = {};
 #pragma unroll
     for (int step = 0; step < kStages - 1; ++step) {
-      if (step < steps) fetch(stages, step, left, left_stride, right, right_stride);
+      if (step < steps) fetch(stages, step, left, left_stride, rows, right, right_stride);
       __pipeline_commit();
     }
     for (int step = 0; step < steps; ++step) {
       __pipeline_wait_prior(kStages - 2);
       __syncthreads();  // the copies of all threads have come, and nobody still reads the stage that is fetched next
-      if (step + kStages - 1 < steps) fetch(stages, step + kStages - 1, left, left_stride, right, right_stride);
+      if (step + kStages - 1 < steps) fetch(stages, step + kStages - 1, left, left_stride, rows, right, right_stride);
       __pipeline_commit();
       const Element* const left_tile = stages + step % kStages * kStage + left_at;
-      const Element* const right_tile = stages + step % kStages * kStage + kNsTile * kLeftStride + right_at;
+      const Element* const right_tile = stages + step % kStages * kStage + kRows * kLeftStride + right_at;
 #pragma unroll
       for (int depth = 0; depth < kDepth; depth += 16) {
         uint32_t a[kRowPairs][4], b[kColumnPairs][4];
@@ -203,8 +208,8 @@ struct Product {
   }
 };
 
-using Square = Product<kNsTile, true, 4>;
-using Wide = Product<kNsWide, false, 3>;
+using Square = Product<kNsTile, kNsTile, true, 64, 4>;
+using Wide = Product<kNsTall, kNsWide, false, 32, 4>;
 
 // out = alpha * sum + beta * addend for neighbouring elements.
 __device__ __forceinline__ void combine(float (&sum)[Elements::kSize], float alpha, float beta, const Element* addend,
@@ -219,21 +224,21 @@ __device__ __forceinline__ void combine(float (&sum)[Elements::kSize], float alp
 // kPolynomial: polynomial = b A + c A A from gram = A. Else gram = X X'. Both are symmetric: what is below the diagonal
 // is what is above it.
 template <bool kPolynomial>
-__global__ void __launch_bounds__(kThreads) square_product_kernel(const NsParams p, const void* x) {
+__global__ void __launch_bounds__(Square::kThreads) square_product_kernel(const NsParams p, const void* x) {
   extern __shared__ __align__(128) unsigned char shared[];
   const NsTile tile = p.squares[blockIdx.x];
   const NsMatrix matrix = p.matrices[tile.matrix];
   const int64_t height = ns_height(matrix), stride = kPolynomial ? height : ns_width(matrix);
   const Element* const gram = static_cast<const Element*>(p.gram) + matrix.gram;
   const Element* const operand = kPolynomial ? gram : static_cast<const Element*>(x) + matrix.x;
-  const int steps = static_cast<int>(ceil_div(kPolynomial ? height : ns_long(matrix), kDepth));
+  const int steps = static_cast<int>(ceil_div(kPolynomial ? height : ns_long(matrix), Square::kDepth));
   const int64_t row = int64_t{tile.row} * kNsTile, column = int64_t{tile.column} * kNsTile;
   const float* const sums =
-      Square::multiply(shared, steps, operand + row * stride, stride, operand + column * stride, stride);
+      Square::multiply(shared, steps, operand + row * stride, stride, kNsTile, operand + column * stride, stride);
   Element* const out = static_cast<Element*>(kPolynomial ? p.polynomial : p.gram) + matrix.gram;
   constexpr float kAlpha = kPolynomial ? kNsC : 1.f, kBeta = kPolynomial ? kNsB : 0.f;
   constexpr int kVectors = kNsTile / Elements::kSize;
-  for (int v = threadIdx.x; v < kNsTile * kVectors; v += kThreads) {
+  for (int v = threadIdx.x; v < kNsTile * kVectors; v += Square::kThreads) {
     const int r = v / kVectors, c = v % kVectors * Elements::kSize;
     float sum[Elements::kSize];
 #pragma unroll
@@ -242,7 +247,7 @@ __global__ void __launch_bounds__(kThreads) square_product_kernel(const NsParams
     combine(sum, kAlpha, kBeta, gram + at, out + at);
   }
   if (tile.row == tile.column) return;
-  for (int v = threadIdx.x; v < kNsTile * kVectors; v += kThreads) {
+  for (int v = threadIdx.x; v < kNsTile * kVectors; v += Square::kThreads) {
     const int r = v % kNsTile, c = v / kNsTile * Elements::kSize;
     float sum[Elements::kSize];
 #pragma unroll
@@ -254,20 +259,21 @@ __global__ void __launch_bounds__(kThreads) square_product_kernel(const NsParams
 
 // X <- a X + polynomial X; the last time into the result, scaled.
 template <bool kLast>
-__global__ void __launch_bounds__(kThreads) step_kernel(const NsParams p, const void* from, void* to) {
+__global__ void __launch_bounds__(Wide::kThreads, 2) step_kernel(const NsParams p, const void* from, void* to) {
   extern __shared__ __align__(128) unsigned char shared[];
   const NsTile tile = p.tiles[blockIdx.x];
   const NsMatrix matrix = p.matrices[tile.matrix];
   const int64_t height = ns_height(matrix), width = ns_width(matrix);
   const Element* const polynomial = static_cast<const Element*>(p.polynomial) + matrix.gram;
   const Element* const x = static_cast<const Element*>(from) + matrix.x;
-  const int64_t row = int64_t{tile.row} * kNsTile, column = int64_t{tile.column} * kNsWide;
-  const float* const sums =
-      Wide::multiply(shared, static_cast<int>(height / kDepth), polynomial + row * height, height, x + column, width);
+  const int64_t row = int64_t{tile.row} * kNsTall, column = int64_t{tile.column} * kNsWide;
+  const int rows = static_cast<int>(height - row < kNsTall ? height - row : kNsTall);
+  const float* const sums = Wide::multiply(shared, static_cast<int>(height / Wide::kDepth), polynomial + row * height,
+                                           height, rows, x + column, width);
   if (!kLast) {
     Element* const out = static_cast<Element*>(to) + matrix.x;
     constexpr int kVectors = kNsWide / Elements::kSize;
-    for (int v = threadIdx.x; v < kNsTile * kVectors; v += kThreads) {
+    for (int v = threadIdx.x; v < rows * kVectors; v += Wide::kThreads) {
       const int r = v / kVectors, c = v % kVectors * Elements::kSize;
       float sum[Elements::kSize];
 #pragma unroll
@@ -279,8 +285,8 @@ __global__ void __launch_bounds__(kThreads) step_kernel(const NsParams p, const 
   }
   const bool transposed = matrix.rows > matrix.columns;
   float* const result = p.result + matrix.source;
-  for (int e = threadIdx.x; e < kNsTile * kNsWide; e += kThreads) {
-    const int r = transposed ? e % kNsTile : e / kNsWide, c = transposed ? e / kNsTile : e % kNsWide;
+  for (int e = threadIdx.x; e < kNsTall * kNsWide; e += Wide::kThreads) {
+    const int r = transposed ? e % kNsTall : e / kNsWide, c = transposed ? e / kNsTall : e % kNsWide;
     const int64_t i = row + r, j = column + c;
     if (i >= ns_short(matrix) || j >= ns_long(matrix)) continue;
     const float value = sums[r * Wide::kSumStride + c] + kNsA * to_arithmetic(x[i * width + j]);
@@ -321,12 +327,12 @@ cudaError_t launch_newton_schulz(const NsParams& p, cudaStream_t stream) {
   for (int step = 0; step < kNsSteps; ++step) {
     const void* const from = p.x[step % 2];
     void* const to = p.x[1 - step % 2];
-    square_product_kernel<false><<<squares, kThreads, Square::kBytes, stream>>>(p, from);
-    square_product_kernel<true><<<squares, kThreads, Square::kBytes, stream>>>(p, from);
+    square_product_kernel<false><<<squares, Square::kThreads, Square::kBytes, stream>>>(p, from);
+    square_product_kernel<true><<<squares, Square::kThreads, Square::kBytes, stream>>>(p, from);
     if (step + 1 < kNsSteps) {
-      step_kernel<false><<<tiles, kThreads, Wide::kBytes, stream>>>(p, from, to);
+      step_kernel<false><<<tiles, Wide::kThreads, Wide::kBytes, stream>>>(p, from, to);
     } else {
-      step_kernel<true><<<tiles, kThreads, Wide::kBytes, stream>>>(p, from, to);
+      step_kernel<true><<<tiles, Wide::kThreads, Wide::kBytes, stream>>>(p, from, to);
     }
   }
   return cudaGetLastError();

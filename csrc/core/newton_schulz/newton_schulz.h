@@ -12,8 +12,9 @@ namespace torch_fastdet::core {
 
 constexpr int kNsSteps = 5;
 constexpr float kNsA = 3.4445f, kNsB = -4.7750f, kNsC = 2.0315f;
-constexpr int kNsTile = 64;          // rows of a block's tile, and its columns where the product is symmetric
-constexpr int kNsWide = 128;         // columns of a block's tile of the other product
+constexpr int kNsTile = 64;          // rows and columns of a block's tile where the product is symmetric
+constexpr int kNsTall = 128;         // rows of a block's tile of the other product; the last may be half outside
+constexpr int kNsWide = 128;         // its columns
 constexpr int64_t kNsChunk = 8192;   // elements that a block squares and adds
 constexpr int64_t kNsAlignment = 8;  // matrices begin at a multiple of so many elements of source and result
 
@@ -38,7 +39,7 @@ struct NsParams {
   const NsMatrix* matrices;  // on the device, as the three lists below
   const NsTile* chunks;      // of kNsChunk elements
   const NsTile* squares;     // kNsTile x kNsTile, on and above the diagonal
-  const NsTile* tiles;       // kNsTile x kNsWide
+  const NsTile* tiles;       // kNsTall x kNsWide
   int64_t num_chunks, num_squares, num_tiles;
   const void* source;  // bfloat16
   float* result;

@@ -51,6 +51,8 @@ struct NsPlan {
     for (int32_t i = 0; i < matrix.chunks; ++i) chunks.push_back({index, i, 0});
     for (int32_t row = 0; row < height; ++row) {
       for (int32_t column = row; column < height; ++column) squares.push_back({index, row, column});
+    }
+    for (int32_t row = 0; row < ceil_div(ns_height(matrix), kNsTall); ++row) {
       for (int32_t column = 0; column < width; ++column) tiles.push_back({index, row, column});
     }
     matrices.push_back(matrix);
