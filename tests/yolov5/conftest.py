@@ -162,7 +162,9 @@ class FakeYOLOv5:
         files = {
             "utils/__init__.py": "",
             "utils/metrics.py": (
-                "def bbox_iou(box1, box2, xywh=True, GIoU=False, DIoU=False, CIoU=False, eps=1e-7):\n    return 'stock'\n"
+                "from tests.references import bbox_iou as reference\n\n\n"
+                "def bbox_iou(box1, box2, xywh=True, GIoU=False, DIoU=False, CIoU=False, eps=1e-7):\n"
+                "    return reference.bbox_iou(box1, box2, xywh, GIoU, DIoU, CIoU, eps)\n"
             ),
             "utils/loss.py": "from utils.metrics import bbox_iou\n",
             "models/__init__.py": "",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch_fastdet.patching.switch import Name, Switch
 from torch_fastdet.yolov5.dropins import bbox_iou
+from torch_fastdet.yolov5.trials import bbox_iou_differs
 
 
 class BboxIouOptim(Switch):
@@ -12,3 +15,6 @@ class BboxIouOptim(Switch):
     modules = ("utils.metrics", "utils.loss", "utils.segment.loss")
     # v7.0 and the PyPI package define it themselves; YOLOv5's head takes it from ultralytics.
     names = (Name("bbox_iou", bbox_iou, ("utils.metrics", "yolov5.utils.metrics", "ultralytics.utils.metrics")),)
+
+    def refusal(self, name: Name, stock: Any) -> str | None:
+        return super().refusal(name, stock) or bbox_iou_differs(stock)

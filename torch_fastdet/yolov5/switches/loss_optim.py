@@ -7,6 +7,7 @@ from typing import Any
 from torch_fastdet.patching.stand_in import stand_in
 from torch_fastdet.patching.switch import Name, Switch
 from torch_fastdet.yolov5.loss import ComputeLoss
+from torch_fastdet.yolov5.trials import loss_differs
 
 
 class LossOptim(Switch):
@@ -22,6 +23,9 @@ class LossOptim(Switch):
             methods=(("__init__", "self", "model", "autobalance"), ("__call__", "self", "p", "targets")),
         ),
     )
+
+    def refusal(self, name: Name, stock: Any) -> str | None:
+        return super().refusal(name, stock) or loss_differs(stock)
 
     def drop_in(self, name: Name, stock: Any) -> Any:
         return stand_in(self.name, stock, ComputeLoss)

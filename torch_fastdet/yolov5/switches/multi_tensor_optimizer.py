@@ -18,6 +18,7 @@ from torch_fastdet import optim
 from torch_fastdet.ema import ModelEMA
 from torch_fastdet.patching.switch import Name, Switch
 from torch_fastdet.yolov5.dropins import smart_optimizer
+from torch_fastdet.yolov5.trials import ema_differs
 
 DEFINERS = ("utils.torch_utils", "yolov5.utils.torch_utils")
 
@@ -31,6 +32,10 @@ class MultiTensorOptimizer(Switch):
     def start(self) -> None:
         self.replace_stock(torch.nn.utils, "clip_grad_norm_", optim.clip_grad_norm_, "torch")
         self.replace_stock(torch.amp.GradScaler, "unscale_", optim.unscale_, "torch")
+
+    def refusal(self, name: Name, stock: Any) -> str | None:
+        found = super().refusal(name, stock)
+        return found or (ema_differs(stock) if name.attribute == "ModelEMA" else None)
 
     def drop_in(self, name: Name, stock: Any) -> Any:
         return self._smart_optimizer(stock) if name.attribute == "smart_optimizer" else name.drop_in

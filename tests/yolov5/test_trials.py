@@ -1,0 +1,67 @@
+"""A fork that has changed the loss or the average under stock's names keeps its own."""
+
+import warnings
+
+import pytest
+import torch
+
+import torch_fastdet.yolov5 as drop_in
+from torch_fastdet.yolov5 import trials
+
+
+@pytest.fixture
+def loss():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip("yolov5.utils.loss", reason="yolov5 is not installed")
+
+
+def test_stocks_are_ours_and_nothing_is_drawn(loss):
+    from yolov5.utils.torch_utils import ModelEMA
+
+    state = torch.get_rng_state()
+    for default in ("cpu", "meta"):  # whatever the user's default is
+        with torch.device(default):
+            assert trials.loss_differs(loss.ComputeLoss) is trials.ema_differs(ModelEMA) is None
+            assert trials.bbox_iou_differs(loss.bbox_iou) is None
+    assert torch.equal(state, torch.get_rng_state())
+    assert "its bbox_iou" in trials.bbox_iou_differs(lambda *a, **k: loss.bbox_iou(*a, **{**k, "CIoU": False}))
+    assert "its moving average" in trials.ema_differs(lambda *a, **k: ModelEMA(*a, tau=1999, **k))
+
+
+def test_targets_share_no_cell(loss):
+    """Stock's result would depend on the order of its writes."""
+    heads = trials._heads()
+    compute = loss.ComputeLoss(trials._Model(trials.OPTIONS[0]))
+    _, _, indices, _ = compute.build_targets(heads, torch.tensor(trials.TARGETS))
+    for level in indices:
+        cells = list(zip(*(part.tolist() for part in level)))
+        assert len(cells) > 4 and len(set(cells)) == len(cells)
+
+
+CHANGES = {
+    "another IoU": lambda loss: setattr(
+        loss, "bbox_iou", lambda *a, bbox_iou=loss.bbox_iou, **k: bbox_iou(*a, GIoU=True)
+    ),
+    "another gain": lambda loss: setattr(loss, "smooth_BCE", lambda eps: (0.9 - eps, 0.1)),
+    "another hyperparameter": lambda loss: setattr(loss, "smooth_BCE", lambda eps: {}["nwd"]),
+    "another focal loss": lambda loss: setattr(loss, "FocalLoss", loss.QFocalLoss),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_loss_stays(loss, monkeypatch, change, capsys):
+    for name in ("bbox_iou", "smooth_BCE", "FocalLoss"):
+        monkeypatch.setattr(loss, name, getattr(loss, name))  # put back afterwards
+    CHANGES[change](loss)
+    stock = loss.ComputeLoss
+    try:
+        with pytest.raises(
+            drop_in.SwitchError, match=r"loss_optim cannot apply: its ComputeLoss (of a small|cannot be)"
+        ):
+            drop_in.patch(loss_optim=True)
+        drop_in.patch(fastdet=True, nms_optim=False, loader_optim=False)
+        assert loss.ComputeLoss is stock
+        assert capsys.readouterr().out.count("loss_optim does not apply: its ComputeLoss") == 1
+    finally:
+        drop_in.unpatch()

@@ -1,0 +1,69 @@
+"""Small cases by which a fork of YOLOv5 shows that its code computes something else than ours.
+
+People change YOLOv5's loss, its IoU and its average in their own checkouts, under stock's names and with stock's parameters. What they have
+changed must not be replaced by stock's arithmetic.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_fastdet.ema import ModelEMA
+from torch_fastdet.patching.trials import average_differs, difference, iou_differs
+from torch_fastdet.yolov5.dropins import bbox_iou
+from torch_fastdet.yolov5.loss import ComputeLoss
+
+REFERENCE = "YOLOv5 7.0"
+ANCHORS, CLASSES, SIZES = 2, 3, (16, 8, 4)
+HYP = {"box": 0.05, "cls": 0.5, "cls_pw": 1.2, "obj": 1.0, "obj_pw": 0.9, "anchor_t": 4.0}
+# No two of them share a cell, where stock's unordered write may take either.
+TARGETS = [[0, 0, 0.22, 0.31, 0.2, 0.25], [0, 2, 0.7, 0.8, 0.4, 0.3], [1, 1, 0.45, 0.6, 0.15, 0.2]]
+OPTIONS = ({"fl_gamma": 0.0, "label_smoothing": 0.0}, {"fl_gamma": 1.5, "label_smoothing": 0.1})
+
+
+class _Detect(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.na, self.nc, self.nl = ANCHORS, CLASSES, len(SIZES)
+        self.anchors = torch.tensor([[[1.0, 1.2], [2.0, 1.6]]]).repeat(self.nl, 1, 1)
+        self.stride = torch.tensor([8.0, 16.0, 32.0])
+
+
+class _Model(nn.Module):
+    def __init__(self, options: dict[str, float]) -> None:
+        super().__init__()
+        self.model = nn.Sequential(_Detect())
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.hyp = {**HYP, **options}
+
+
+def _heads() -> list[Tensor]:
+    shapes = [(2, ANCHORS, size, size, 5 + CLASSES) for size in SIZES]
+    return [
+        torch.linspace(0.0, 40.0 + i, torch.Size(shape).numel()).sin().view(shape) for i, shape in enumerate(shapes)
+    ]
+
+
+def loss_differs(stock: Any) -> str | None:
+    """One line if ``stock``, a ComputeLoss, gives another loss than ours."""
+
+    def losses(kind: Any) -> Tensor:
+        found: list[Tensor] = []
+        for options in OPTIONS:
+            found += kind(_Model(options))(_heads(), torch.tensor(TARGETS))
+        return torch.cat([loss.reshape(-1) for loss in found])
+
+    return difference("its ComputeLoss", lambda: (losses(stock), losses(ComputeLoss)), 1e-4, REFERENCE)
+
+
+def ema_differs(stock: Any) -> str | None:
+    """One line if ``stock``, a ModelEMA, moves another way than ours."""
+    return average_differs(stock, ModelEMA, REFERENCE)
+
+
+def bbox_iou_differs(stock: Any) -> str | None:
+    """One line if ``stock``, a bbox_iou, gives other numbers than ours, of any kind."""
+    return iou_differs(stock, bbox_iou, REFERENCE)
