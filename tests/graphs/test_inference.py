@@ -1,6 +1,7 @@
 """InferenceGraphs: forward passes in eval mode against the same passes without graphs."""
 
 import gc
+import os
 import threading
 import weakref
 
@@ -247,6 +248,28 @@ def test_waits_for_the_device_and_captures_take_turns():
     for thread in threads:
         thread.join(10)
     assert order == ["capture", "captured", "own", "wait"]
+
+
+def test_an_interrupted_capture_blocks_nobody(monkeypatch):
+    captures = _capture._Captures()
+    waits = iter([True, KeyboardInterrupt()])
+
+    def wait_for(condition):
+        if isinstance(found := next(waits), KeyboardInterrupt):
+            raise found
+
+    monkeypatch.setattr(captures._changed, "wait_for", wait_for)
+    with pytest.raises(KeyboardInterrupt), captures.one():
+        pytest.fail("it was interrupted while it waited")
+    assert captures._owner is None
+
+
+def test_a_process_that_is_forked_beside_a_capture():
+    with _capture._captures.one():
+        child = os.fork()
+        if child == 0:  # in which no thread captures
+            os._exit(0 if _capture._captures._owner is None else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_other_threads_during_a_capture(cuda):

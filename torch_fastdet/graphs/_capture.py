@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -68,8 +69,9 @@ class _Captures:
         with self._changed:
             self._changed.wait_for(lambda: self._owner is None)
             self._owner = threading.get_ident()
-            self._changed.wait_for(lambda: self._waiting == 0)
         try:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting == 0)
             yield
         finally:
             with self._changed:
@@ -90,6 +92,7 @@ class _Captures:
 
 
 _captures = _Captures()
+os.register_at_fork(after_in_child=_captures.__init__)  # type: ignore[misc]  # the thread that captures stays in the parent
 #: A context for waits for a whole device, such as torch.cuda.synchronize(), in threads beside one that captures.
 no_capture = _captures.none
 
