@@ -6,7 +6,7 @@ import re
 import pytest
 
 CASES = ("plain", "val_and_save", "multi_scale", "freeze", "freeze_later", "out_of_memory", "resume", "yolo26n")
-OPTIMIZERS = ("AdamW", "resume_AdamW", "resume_MuSGD", "out_of_memory_AdamW")
+OPTIMIZERS = ("AdamW", "NAdam", "resume_AdamW", "resume_MuSGD", "out_of_memory_AdamW")
 AGAIN = ("freeze_later", "resume")  # what is trained changes, or another model trains
 CAPTURED = r"cuda_graph: captured forward and backward of DetectionModel for input \((\d+), 3, (\d+), (\d+)\)"
 
@@ -81,7 +81,7 @@ def fused_trainings(program, digits, tmp_path_factory):
 def test_the_optimizers_step_is_fused_too(fused_trainings, case):
     """Rounding differs, and grows from step to step; a step that is missing or taken twice shows at once."""
     stock, graphed = fused_trainings[case]["stock"], fused_trainings[case]["graphed"]
-    assert stock["fused"] == 0 and graphed["fused"] >= 3
+    assert stock["fused"] == 0 and (graphed["fused"] == 0 if case == "NAdam" else graphed["fused"] >= 3)
     # A resume begins with moments that were rounded to float16, and Muon's products are bfloat16.
     assert graphed["losses"] == pytest.approx(stock["losses"], rel=3e-2 if case == "resume_MuSGD" else 2e-3)
     assert graphed["losses"][:2] == pytest.approx(stock["losses"][:2], rel=1e-4)

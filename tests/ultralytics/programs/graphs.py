@@ -94,6 +94,7 @@ CASES = {
     "bf16": ({"amp": "bf16"}, None),  # on a GPU
     # With the optimizer's step fused as well.
     "AdamW": ({"optimizer": "AdamW", "warmup_epochs": 0}, None),
+    "NAdam": ({"optimizer": "NAdam"}, None),  # which is stock's
     "resume_AdamW": ({"optimizer": "AdamW", "epochs": 3}, stop_after_an_epoch),
     "resume_MuSGD": ({"optimizer": "MuSGD", "epochs": 3}, stop_after_an_epoch),
     "out_of_memory_AdamW": ({"optimizer": "AdamW"}, out_of_memory),
