@@ -27,7 +27,7 @@ DEFAULT_ARCHITECTURES = "7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX"
 
 
 def stop(sentence: str) -> NoReturn:
-    """Ends the build with one sentence that says what was found, what is wanted and what to type."""
+    """Ends the build with one line that says what was found, what is wanted and what to type."""
     raise SystemExit(f"torch_fastdet: {sentence}")
 
 

@@ -1,8 +1,9 @@
 """A block of a convolution, a BatchNorm2d and an activation, trained with norm and activation as one operator.
 
 YOLOv5 and Ultralytics both have such a ``Conv``, a ``Bottleneck`` of two of them with a shortcut, a ``C3`` of three and of
-bottlenecks, and an ``SPPF`` of two with max poolings in between. The functions here make forward methods for such classes. They take the modules apart at each call, because anything may have changed since the last:
-whatever one operator cannot do with stock's results and in stock's order stays stock's.
+bottlenecks, and an ``SPPF`` of two with max poolings in between. The functions here make forward methods for such classes. They
+look at the modules at each call, because anything may have changed since the last one. What one operator cannot do with stock's
+results and in stock's order stays stock's.
 """
 
 from __future__ import annotations

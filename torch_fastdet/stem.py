@@ -2,7 +2,7 @@
 
 YOLOv5 begins with 6x6, stride 2, padding 2, Ultralytics' models with 3x3, stride 2, padding 1. No tensor core takes three
 channels. With each square of 2x2 pixels as channels the same sums are a 3x3 or 2x2 convolution of stride 1. The module and its
-weight stay as they are; the weight is arranged anew in each step, and autograd brings its gradient back.
+weight stay as they are; the weight is rearranged in each step, and autograd brings its gradient back.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Build and import say in one sentence what was found, what is wanted and what to type."""
+"""Build and import say in one line what was found, what is wanted and what to type."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""find_package(TorchFastdet): a LibTorch program keeps the operators, and mismatches are one sentence."""
+"""find_package(TorchFastdet): a LibTorch program keeps the operators, and a mismatch is a one-line error."""
 
 import importlib
 import os

@@ -9,7 +9,7 @@
 //
 // A folder holds one NN_stage.npy for each stage (elements in row-major order) and stages.tsv: a line for each stage,
 // in the order of the pipeline, with name, dtype, shape, stride and file. bfloat16 is widened to float32 in the .npy.
-// Whatever cannot be done throws std::runtime_error with one sentence.
+// What cannot be done throws std::runtime_error with a one-line message.
 #pragma once
 
 #include <algorithm>
