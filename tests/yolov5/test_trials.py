@@ -17,14 +17,19 @@ def loss():
 
 
 def test_stocks_are_ours_and_nothing_is_drawn(loss):
+    from yolov5.utils import general
     from yolov5.utils.torch_utils import ModelEMA
 
     state = torch.get_rng_state()
     for default in ("cpu", "meta"):  # whatever the user's default is
         with torch.device(default):
             assert trials.loss_differs(loss.ComputeLoss) is trials.ema_differs(ModelEMA) is None
-            assert trials.bbox_iou_differs(loss.bbox_iou) is None
+            assert trials.bbox_iou_differs(loss.bbox_iou) is trials.nms_differs(general.non_max_suppression) is None
     assert torch.equal(state, torch.get_rng_state())
+    assert "its non_max" in trials.nms_differs(
+        lambda *a, **k: general.non_max_suppression(*a, **{**k, "agnostic": True})
+    )
+    assert "its non_max" in trials.nms_differs(lambda x, c, i, **k: general.non_max_suppression(x, c, 0.5, **k))
     assert "its bbox_iou" in trials.bbox_iou_differs(lambda *a, **k: loss.bbox_iou(*a, **{**k, "CIoU": False}))
     assert "its moving average" in trials.ema_differs(lambda *a, **k: ModelEMA(*a, tau=1999, **k))
 

@@ -1,6 +1,6 @@
 """Small cases by which a fork of YOLOv5 shows that its code computes something else than ours.
 
-People change YOLOv5's loss, its IoU and its average in their own checkouts, under stock's names and with stock's parameters. What they have
+People change YOLOv5's loss, IoU, suppression and average in their own checkouts, under stock's names and with stock's parameters. What they have
 changed must not be replaced by stock's arithmetic.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torch_fastdet.ema import ModelEMA
 from torch_fastdet.patching.trials import average_differs, difference, iou_differs
-from torch_fastdet.yolov5.dropins import bbox_iou
+from torch_fastdet.yolov5.dropins import bbox_iou, non_max_suppression
 from torch_fastdet.yolov5.loss import ComputeLoss
 
 REFERENCE = "YOLOv5 7.0"
@@ -67,3 +67,29 @@ def ema_differs(stock: Any) -> str | None:
 def bbox_iou_differs(stock: Any) -> str | None:
     """One line if ``stock``, a bbox_iou, gives other numbers than ours, of any kind."""
     return iou_differs(stock, bbox_iou, REFERENCE)
+
+
+def nms_differs(stock: Any) -> str | None:
+    """One line if ``stock``, a non_max_suppression, keeps other rows than ours."""
+
+    def rows(function: Any) -> Tensor:
+        count = 24
+        # Centers on a grid whose boxes overlap; scores from .05 to .95 without ties.
+        x, y = 20.0 + 7 * torch.arange(count).remainder(6), 20.0 + 9 * torch.arange(count).div(6, rounding_mode="floor")
+        scores = 0.5 + 0.45 * torch.linspace(0.0, 37.0, count * (1 + CLASSES)).sin().view(count, -1)
+        boxes = torch.stack((x, y, 16 + x.sin(), 20 + y.cos()), 1)
+        prediction = torch.cat((boxes, scores), 1).repeat(2, 1, 1)
+        prediction[1, :, 4] *= 0.7
+        kinds: tuple[dict[str, Any], ...] = (
+            {},
+            {"multi_label": True},
+            {"agnostic": True},
+            {"classes": [1]},
+            {"max_det": 3},
+        )
+        found = [function(prediction.clone(), 0.2, 0.35, **kind) for kind in kinds]
+        return torch.cat(
+            [torch.cat((image.new_tensor([len(image)]), image.flatten())) for part in found for image in part]
+        )
+
+    return difference("its non_max_suppression", lambda: (rows(stock), rows(non_max_suppression)), 1e-4, REFERENCE)

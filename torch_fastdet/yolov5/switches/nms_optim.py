@@ -20,6 +20,7 @@ from torch_fastdet import ops
 from torch_fastdet.patching.import_hook import namespace, top_level
 from torch_fastdet.patching.switch import Name, Switch, class_of
 from torch_fastdet.yolov5.dropins import non_max_suppression
+from torch_fastdet.yolov5.trials import nms_differs
 
 DETECT_MODULES = ("models.yolo", "yolov5.models.yolo")
 
@@ -94,6 +95,9 @@ class NmsOptim(Switch):
     )
     modules = ("utils.general", "models.yolo", "models.common")
     names = (Name("non_max_suppression", non_max_suppression, ("utils.general", "yolov5.utils.general")),)
+
+    def refusal(self, name: Name, stock: Any) -> str | None:
+        return super().refusal(name, stock) or nms_differs(stock)
 
     def visit(self, module: ModuleType) -> None:
         detect = class_of(module, "Detect") if namespace(module).get("__name__") in DETECT_MODULES else None
