@@ -70,3 +70,24 @@ def test_a_changed_loss_stays(loss, monkeypatch, change, capsys):
         assert capsys.readouterr().out.count("loss_optim does not apply: its ComputeLoss") == 1
     finally:
         drop_in.unpatch()
+
+
+def test_a_changed_detect_decodes_as_before_and_suppression_is_ours(loss, monkeypatch, capsys):
+    from yolov5.models.yolo import Detect
+    from yolov5.utils import general
+
+    assert trials.decoding_differs(Detect) is None
+    stock = Detect._make_grid
+
+    def make_grid(self, *arguments):
+        grid, anchors = stock(self, *arguments)
+        return grid, anchors * 1.5
+
+    monkeypatch.setattr(Detect, "_make_grid", make_grid)
+    forward, suppression = Detect.forward, general.non_max_suppression
+    try:
+        drop_in.patch(nms_optim=True)
+        assert Detect.forward is forward and general.non_max_suppression is not suppression
+        assert capsys.readouterr().out.count("Detect.forward stays: its Detect of a small case gives") == 1
+    finally:
+        drop_in.unpatch()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_fastdet import ops
 from torch_fastdet.ema import ModelEMA
 from torch_fastdet.patching.trials import average_differs, difference, iou_differs
 from torch_fastdet.yolov5.dropins import bbox_iou, non_max_suppression
@@ -93,3 +94,21 @@ def nms_differs(stock: Any) -> str | None:
         )
 
     return difference("its non_max_suppression", lambda: (rows(stock), rows(non_max_suppression)), 1e-4, REFERENCE)
+
+
+def decoding_differs(detect: Any) -> str | None:
+    """One line if this class ``Detect`` decodes other boxes in eval mode than ours."""
+
+    def decoded() -> tuple[Tensor, Tensor]:
+        like = _Detect()
+        head = detect.__new__(detect)
+        nn.Module.__init__(head)
+        head.nc, head.no, head.nl, head.na = CLASSES, 5 + CLASSES, len(SIZES), ANCHORS
+        head.grid, head.anchor_grid = ([torch.empty(0) for _ in SIZES] for _ in range(2))
+        head.m, head.inplace, head.stride = nn.ModuleList(nn.Identity() for _ in SIZES), True, like.stride
+        head.register_buffer("anchors", like.anchors)
+        maps = [x.permute(0, 1, 4, 2, 3).flatten(1, 2) for x in _heads()]
+        theirs = head.eval()(list(maps))
+        return theirs[0], ops.yolov5_decode(_heads(), like.anchors, like.stride.tolist())
+
+    return difference("its Detect", decoded, 1e-4, REFERENCE)

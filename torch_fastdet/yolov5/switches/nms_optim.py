@@ -17,10 +17,12 @@ from weakref import WeakKeyDictionary
 import torch
 
 from torch_fastdet import ops
+from torch_fastdet._say import say
+from torch_fastdet.patching.engine import describe, is_code_of
 from torch_fastdet.patching.import_hook import namespace, top_level
 from torch_fastdet.patching.switch import Name, Switch, class_of
 from torch_fastdet.yolov5.dropins import non_max_suppression
-from torch_fastdet.yolov5.trials import nms_differs
+from torch_fastdet.yolov5.trials import decoding_differs, nms_differs
 
 DETECT_MODULES = ("models.yolo", "yolov5.models.yolo")
 
@@ -101,7 +103,7 @@ class NmsOptim(Switch):
 
     def visit(self, module: ModuleType) -> None:
         detect = class_of(module, "Detect") if namespace(module).get("__name__") in DETECT_MODULES else None
-        if detect is not None and not self.has_replaced(detect):
+        if detect is not None and not self.has_replaced(detect) and self._decodes_as_ours(detect):
             what = " (float32 heads decoded by torch_fastdet.ops.yolov5_decode)"
             stock, ours = detect.forward, _decoding(detect.forward)
             package = top_level(detect.__module__)
@@ -109,3 +111,11 @@ class NmsOptim(Switch):
             segment = class_of(module, "Segment")
             if segment is not None and self.has_replaced(detect):
                 self.replace(segment, "forward", _segmenting(segment.forward, stock, ours), what)
+
+    def _decodes_as_ours(self, detect: Any) -> bool:
+        """Says once if not. Suppression goes on without it."""
+        found = decoding_differs(detect) if is_code_of(detect.forward, top_level(detect.__module__)) else None
+        if found is not None and found not in self._told:
+            self._told.add(found)
+            say(f"{self.name}: {describe(detect)}.forward stays: {found}")
+        return found is None
