@@ -48,9 +48,10 @@ NAMES = {
     "val/obj_loss": "val obj loss",
     "val/cls_loss": "val cls loss",
     "val/dfl_loss": "val dfl loss",
+    "val/l1_loss": "val l1 loss",
     "train/box_loss": "train box loss",
 }
-PANELS = (MAP, MAP50, "val/box_loss", "val/obj_loss", "val/cls_loss", "val/dfl_loss", "train/box_loss")
+PANELS = (MAP, MAP50, "val/box_loss", "val/obj_loss", "val/cls_loss", "val/dfl_loss", "val/l1_loss", "train/box_loss")
 # Columns of Ultralytics' results.csv that have other names there.
 ULTRALYTICS_NAMES = {
     "metrics/mAP50-95(B)": MAP,
@@ -120,11 +121,16 @@ def one_run(
     from examples.yolov5_env import environment
 
     started = time.monotonic()
-    project = work / f"seed{seed}"
+    project = work / settings.model / f"seed{seed}"  # a command for another model may run beside this one
     shutil.rmtree(project / variant.name, ignore_errors=True)
     env = environment(work / "environment") | {"PYTHONWARNINGS": "ignore"}
     begin = train if settings.of_yolov5 else train_ultralytics
     run = begin(variant, data, project, env, machine, settings.epochs, seed, settings.model, settings.batch_size, False)
+    if (epochs := [row["epoch"] for row in run.epochs]) != list(range(settings.epochs)):
+        raise RuntimeError(
+            f"{run.folder} has rows of the epochs {epochs}, but 0 to {settings.epochs - 1} are wanted, each once; "
+            "another training may have written there"
+        )
     found = {
         "variant": variant.name,
         "seed": seed,

@@ -191,7 +191,7 @@ def test_an_alternative_that_fails_is_said_and_left_out(report, capsys):
     assert "left out: other ended with ZeroDivisionError" in capsys.readouterr().out
 
 
-ALTERNATIVES = ("stock", "eager", "torch ", "torch.", "torchvision", "sum()")
+ALTERNATIVES = ("stock", "eager", "torch ", "torch.", "torchvision", "sum()", "network alone")
 
 
 @pytest.mark.parametrize("folder", sorted(bench.report.RESULTS.iterdir()), ids=lambda folder: folder.name)
@@ -396,4 +396,4 @@ def test_peak_of_the_process():
     peak = bench_postprocess.cpu_peak(lambda: torch.ones(64 << 18).sum())  # 64 MiB
     if peak is None:
         pytest.skip("this kernel cannot reset the mark")
-    assert 60 < peak < 80
+    assert 50 < peak < 80  # pages that the process had are used again

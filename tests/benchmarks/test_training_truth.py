@@ -90,7 +90,7 @@ def trainings(tmp_path, monkeypatch):
         folder = Path(project, variant.name)
         folder.mkdir(parents=True)
         (folder / "train.log").write_text("WARNING NMS time limit 2.1s exceeded\n")
-        return Run(variant, folder, rows(0.7), Progress(), 100.0, [])
+        return Run(variant, folder, rows(0.7) * (begun.count(("more rows", 0)) + 1), Progress(), 100.0, [])
 
     monkeypatch.setattr(training_truth, "train", train)
     monkeypatch.setattr(dataset, "make", lambda folder, recipe: Path(folder) / "data.yaml")
@@ -108,6 +108,7 @@ def trainings(tmp_path, monkeypatch):
         )
         return run_all(arguments, tmp_path / "out", SETTINGS), begun[before:]
 
+    go.begun = begun
     return go
 
 
@@ -117,6 +118,16 @@ def test_a_failed_run_is_done_again_and_the_others_are_not(trainings, capsys):
     assert "failed: stock-seed1: train.py ended with exit code 1" in capsys.readouterr().out
     assert trainings() == (True, [("stock", 1)])
     assert trainings() == (True, [])
+
+
+def test_rows_of_two_trainings_are_no_run(trainings, tmp_path, capsys):
+    trainings.begun.append(("more rows", 0))  # as if another training had written into the same results.csv
+    assert trainings()[0] is False
+    assert "rows of the epochs [0.0, 1.0, 0.0, 1.0], but 0 to 1 are wanted" in capsys.readouterr().out
+    assert not list((tmp_path / "out").glob("*.json"))
+    trainings.begun.clear()
+    assert trainings(jobs=2)[0] is False and trainings()[0] is True
+    assert {path.name for path in (tmp_path / "work").iterdir()} >= {SETTINGS.model}
 
 
 def test_no_run_begins_that_would_pass_the_limit(trainings, capsys):

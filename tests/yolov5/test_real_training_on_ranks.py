@@ -12,7 +12,8 @@ from tests.yolov5.conftest import IMAGE
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2)
 COMMON = ("--img", IMAGE, "--batch", 4, "--workers", 0, "--weights", "", "--cfg", "models/yolov5n.yaml", "--epochs", 5)
-COMMON += ("--noautoanchor", "--noplots", "--seed", 1)
+# --exist-ok: each rank asks for the name of a folder that is not there, and another one may have made it meanwhile.
+COMMON += ("--noautoanchor", "--noplots", "--seed", 1, "--exist-ok")
 LOSSES = [f"{split}/{kind}_loss" for split in ("train", "val") for kind in ("box", "obj", "cls")]
 CAPTURED = "captured forward and backward of DetectionModel"
 STOPPED = "Stopping training early"
