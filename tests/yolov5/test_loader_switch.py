@@ -28,14 +28,14 @@ def outcome(real_yolov5, tmp_path_factory):
 
     def outcome(layout: str, device: str, case: str, cases: list[str]) -> str:
         first = cases.index(case) // TOGETHER * TOGETHER
-        key = (layout, device, first)
+        chosen = cases[first : first + TOGETHER]
+        key = (layout, device, *chosen)
         if key not in made:
             yolov5 = real_yolov5(layout)
             hide = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
             yolov5 = real.YOLOv5(yolov5.layout, yolov5.folder, yolov5.prefix, {**yolov5.environment, **hide})
             folder = tmp_path_factory.mktemp(f"loaders_{layout}_{device}")
             made[key] = "nothing: it did not end"
-            chosen = cases[first : first + TOGETHER]
             made[key] = yolov5.program("loaders.py", yolov5.prefix, folder, *chosen, ok=False).stdout
         found = re.search(rf"^CASE {case}: (.*?)(?=^CASE |\Z)", made[key], re.M | re.S)
         return found[1].strip() if found else made[key][-3000:]
