@@ -79,14 +79,20 @@ def fused_trainings(program, digits, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", OPTIMIZERS)
 def test_the_optimizers_step_is_fused_too(fused_trainings, case):
-    """Rounding differs, and grows from step to step; a step that is missing or taken twice shows at once."""
+    """Rounding differs, and grows from step to step; a step that is missing or taken twice shows at once.
+
+    Every run on one CPU gives the same bits, whatever its threads and load; another instruction set rounds otherwise. Measured with
+    AVX2, AVX-512 and AMX: at most 7e-4 in six losses, then 3e-3 with AdamW and 4e-2 with MuSGD, whose products are bfloat16 and whose
+    moments a resume reads in float16. Stock itself with weights one rounding away ends as far off as MuSGD, and farther than AdamW.
+    A step that is missing or taken twice is at least 2e-2 off in the next loss, and 7e-2 in the state.
+    """
     stock, graphed = fused_trainings[case]["stock"], fused_trainings[case]["graphed"]
     assert stock["fused"] == 0 and (graphed["fused"] == 0 if case == "NAdam" else graphed["fused"] >= 3)
-    # A resume begins with moments that were rounded to float16, and Muon's products are bfloat16.
-    assert graphed["losses"] == pytest.approx(stock["losses"], rel=3e-2 if case == "resume_MuSGD" else 2e-3)
-    assert graphed["losses"][:2] == pytest.approx(stock["losses"][:2], rel=1e-4)
+    losses, state = (1e-1, 4e-2) if case == "resume_MuSGD" else (2e-2, 2e-2)
+    for first, rel in ((2, 1e-4), (6, 2e-3), (None, losses)):
+        assert graphed["losses"][:first] == pytest.approx(stock["losses"][:first], rel=rel)
     for kept in ("state", "ema"):
-        assert graphed[kept] == pytest.approx(stock[kept], rel=2e-2, abs=1e-2)
+        assert graphed[kept] == pytest.approx(stock[kept], rel=state, abs=state / 2)
     assert graphed["files"] == stock["files"] and not any(graphed["files"].values()), "a checkpoint names torch_fastdet"
     assert graphed["batch"] == stock["batch"]
 
