@@ -233,6 +233,8 @@ WITHOUT = {
     ("nms", r"rotated boxes, .*"): "its work depends on how many boxes lie near each other",
     ("train", r"yolov5n, batch \d+, train\.py at 128"): "a figure of the CPU, where the loader is part of the step",
     ("train", r"yolov5\w, batch \d+, train\.py's default options, .*"): "the CPU, which decodes, decides",
+    ("latency", r".*"): "most of it is the network, which is not ours",
+    ("v8_loss", r".*"): "its rows have the bytes of the heads, which are its floor: docs/kernels.md",
     ("loader", r".*"): "the CPU, which decodes, decides",
     ("val", r".*"): "the CPU, which decodes and draws plots, decides",
     ("distributed", r".*"): "one GPU's time is its reference: docs/distributed.md",
