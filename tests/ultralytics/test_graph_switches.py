@@ -84,7 +84,7 @@ def test_the_optimizers_step_is_fused_too(fused_trainings, case):
     Every run on one CPU gives the same bits, whatever its threads and load; another instruction set rounds otherwise. Measured with
     AVX2, AVX-512 and AMX: at most 7e-4 in six losses, then 3e-3 with AdamW and 4e-2 with MuSGD, whose products are bfloat16 and whose
     moments a resume reads in float16. Stock itself with weights one rounding away ends as far off as MuSGD, and farther than AdamW.
-    A step that is missing or taken twice is at least 2e-2 off in the next loss, and 7e-2 in the state.
+    A step that is missing or taken twice is at least 2e-2 off in the next loss, and 7e-2 in the state or the EMA.
     """
     stock, graphed = fused_trainings[case]["stock"], fused_trainings[case]["graphed"]
     assert stock["fused"] == 0 and (graphed["fused"] == 0 if case == "NAdam" else graphed["fused"] >= 3)
