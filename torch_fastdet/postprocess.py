@@ -6,6 +6,7 @@ The list-returning functions of the stock packages are in :mod:`torch_fastdet.su
 # No "from __future__ import annotations": TorchScript reads the classes' attribute types as they stand.
 import copy
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -38,6 +39,9 @@ _EXTRA_KINDS = {
     "pose": ("keypoints_xyv", "keypoints_xy", "cell_keypoints_xyv", "cell_keypoints_xy"),
     "obb": ("angle_logit", "raw"),
 }
+
+# What tells the head of an Ultralytics model.
+_ULTRALYTICS_HEAD = ("stride", "nc", "reg_max")
 
 
 def _check_word(name: str, value: Any, known: tuple[str, ...]) -> None:
@@ -101,11 +105,10 @@ class YOLOv5PostProcess(nn.Module):
     @classmethod
     def from_model(cls, model: nn.Module, **options: Any) -> "YOLOv5PostProcess":
         """With anchors, strides, classes and mask coefficients of a YOLOv5 model (or of its Detect or Segment module)."""
-        candidates: list[Any] = [model, *reversed(list(model.modules()))]
-        for head in candidates:
-            if all(hasattr(head, name) for name in ("anchors", "stride", "nc", "no")):
-                return cls(head.anchors, head.stride, head.nc, nm=head.no - 5 - head.nc, **options)
-        raise ValueError("YOLOv5PostProcess.from_model: the model has no Detect module (anchors, stride, nc, no)")
+        head = _head_of(model, "anchors", "stride", "nc", "no")
+        if head is None:
+            raise ValueError("YOLOv5PostProcess.from_model: the model has no Detect module (anchors, stride, nc, no)")
+        return cls(head.anchors, head.stride, head.nc, nm=head.no - 5 - head.nc, **options)
 
     def forward(self, heads: list[Tensor], letterboxes: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """heads, optional letterboxes -> detections (images, max_det, 6 + nm), counts (images,)."""
@@ -208,12 +211,11 @@ class UltralyticsPostProcess(nn.Module):
         It is for the maps of :func:`split_ultralytics_heads`, in which angles are radians. A head that needs no suppression
         (``head.end2end``) gives ``end2end=True``: say the same to that function.
         """
-        candidates: list[Any] = [model, *reversed(list(model.modules()))]
-        for head in candidates:
-            if all(hasattr(head, name) for name in ("stride", "nc", "reg_max")):
-                given = {"end2end": bool(getattr(head, "end2end", False)), **_task_of(head), **options}
-                return cls(head.stride, head.nc, head.reg_max, **given)
-        raise ValueError("UltralyticsPostProcess.from_model: the model has no Detect module (stride, nc, reg_max)")
+        head = _head_of(model, *_ULTRALYTICS_HEAD)
+        if head is None:
+            raise ValueError("UltralyticsPostProcess.from_model: the model has no Detect module (stride, nc, reg_max)")
+        given = {"end2end": bool(getattr(head, "end2end", False)), **_task_of(head), **options}
+        return cls(head.stride, head.nc, head.reg_max, **given)
 
     def forward(self, heads: list[Tensor], letterboxes: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """heads: (images, 4 * reg_max + nc + extra, ny, nx) a level -> detections (images, max_det, 6 + extra), counts."""
@@ -278,27 +280,63 @@ def _task_of(head: Any) -> dict[str, str]:
     return {"task": "segment" if names & {"Segment", "YOLOESegment"} else "detect"}
 
 
-class _RawHeads(nn.Module):
-    """A YOLOv5 model, to be traced, whose Detect module gives what its convolutions give: what it makes of them is a copy."""
+def _head_of(model: nn.Module, *names: str) -> Any:
+    """The model itself or its last module that has attributes of these names; None without."""
+    candidates: list[Any] = [model, *reversed(list(model.modules()))]
+    return next((module for module in candidates if all(hasattr(module, name) for name in names)), None)
+
+
+class _YOLOv5Heads(nn.Module):
+    """A YOLOv5 model, to be traced, whose head gives what its convolutions give, and prototypes: what it makes of them is a copy."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model.eval()
-        detect: Any = next(module for module in reversed(list(model.modules())) if hasattr(module, "anchors"))
-        detect.forward = lambda maps: [conv(x) for conv, x in zip(detect.m, maps)]
+        head = _head_of(model, "anchors", "m")
+        proto = getattr(head, "proto", None)
+        head.forward = lambda maps: (
+            [] if proto is None else [proto(maps[0])],
+            [conv(x) for conv, x in zip(head.m, maps)],
+        )
 
     def forward(self, batch: Tensor) -> list[Tensor]:
-        return list(self.model(batch))
+        prototypes, heads = self.model(batch)
+        return [*heads, *prototypes]
+
+
+class _UltralyticsHeads(nn.Module):
+    """An Ultralytics model, to be traced, whose maps are joined a level as UltralyticsPostProcess takes them, and prototypes."""
+
+    def __init__(self, model: nn.Module, end2end: bool):
+        super().__init__()
+        head = _head_of(model, *_ULTRALYTICS_HEAD)
+        if bool(getattr(head, "end2end", False)) != end2end:
+            head.end2end = end2end  # or fuse() drops the branch that is wanted
+        if callable(fuse := getattr(model, "fuse", None)):
+            fuse(verbose=False)
+        self.model = model.eval()
+        self.end2end = end2end
+        # The head gives its maps beside what it makes of them, which nobody wants.
+        head._inference = lambda maps: maps["scores"]
+        head.postprocess = lambda scores: scores
+
+    def forward(self, batch: Tensor) -> list[Tensor]:
+        _, predictions = self.model(batch)
+        levels = zip(*filter(None, split_ultralytics_heads(predictions, self.end2end)))
+        heads = [torch.cat(parts, 1) for parts in levels]
+        proto = predictions.get("one2one" if self.end2end else "one2many", predictions).get("proto")
+        return heads if proto is None else [*heads, proto]
 
 
 class PictureDetector(nn.Module):
     """uint8 pictures of any sizes to detections in their own pixels: letterbox, network and post-processing. Scriptable.
 
-    Pictures are resized as ``cv2.resize`` does and padded with grey to ``size``, in the middle, as YOLOv5's ``letterbox`` with
-    ``auto=False`` does; a side that stock would resize to nothing gets one pixel.
+    Pictures are resized as ``cv2.resize`` does and padded with grey to ``size``, in the middle, as YOLOv5's and Ultralytics'
+    letterboxes with ``auto=False`` do; a side that YOLOv5's would resize to nothing gets one pixel.
 
     Args:
-        network: (images, 3, height, width), RGB, 0..1 -> list of raw YOLOv5 heads: scripted, traced, or scriptable.
+        network: (images, 3, height, width), RGB, 0..1 -> list of raw heads, a level each, as ``postprocess`` takes them, and after
+            them the prototypes of a model that segments: scripted, traced, or scriptable.
         postprocess: What makes detections of the heads.
         size: height and width of the network's input, or one number for both.
         bgr: The pictures' channels are blue, green, red, as OpenCV reads them, and not red, green, blue.
@@ -306,11 +344,12 @@ class PictureDetector(nn.Module):
     """
 
     plans: dict[str, tuple[Tensor, Tensor]]
+    on_device: Tensor
 
     def __init__(
         self,
         network: nn.Module,
-        postprocess: YOLOv5PostProcess,
+        postprocess: "YOLOv5PostProcess | UltralyticsPostProcess",
         size: int | Sequence[int] = 640,
         bgr: bool = False,
         half_precision: bool = False,
@@ -324,6 +363,10 @@ class PictureDetector(nn.Module):
         self.size = [int(height), int(width)]
         self.bgr = bool(bgr)
         self.half_precision = bool(half_precision)
+        self.rounding = "ultralytics" if isinstance(postprocess, UltralyticsPostProcess) else "yolov5"
+        # An empty tensor that goes where the module goes, and so knows its device.
+        there = next(chain(postprocess.buffers(), network.parameters(), network.buffers()), torch.empty(0))
+        self.register_buffer("on_device", torch.empty(0, device=there.device), persistent=False)
         # Of forward_batch: what goes to the device once for each shape. It is kept, since CUDA graphs read it.
         self.plans = {}
 
@@ -331,16 +374,34 @@ class PictureDetector(nn.Module):
     def from_model(
         cls, model: nn.Module, size: int | Sequence[int] = 640, bgr: bool = False, half: bool = False, **options: Any
     ) -> "PictureDetector":
-        """Of a YOLOv5 model that detects: a copy of it is traced, on its device. ``options`` are :class:`YOLOv5PostProcess`'s."""
-        postprocess = YOLOv5PostProcess.from_model(model, **options)
-        network = copy.deepcopy(model)
-        network = network.half() if half else network.float()
+        """Of a model of YOLOv5 or Ultralytics: a copy of it is traced, on its device.
+
+        An Ultralytics model (ultralytics >= 8.4) detects, segments, finds rotated boxes or poses; its copy is fused, as by its
+        predictor. A YOLOv5 model detects or segments.
+
+        Args:
+            model: The model, or what holds it in ``model``, such as ``YOLO("yolo11n.pt")``; it stays as it is.
+            size: height and width of the network's input, or one number for both.
+            bgr: The pictures will be blue, green, red.
+            half: The copy computes in float16.
+            options: Those of :class:`YOLOv5PostProcess` or :class:`UltralyticsPostProcess`.
+        """
+        while isinstance(inner := getattr(model, "model", None), nn.Module) and hasattr(inner, "model"):
+            model = inner
+        network = copy.deepcopy(model).float().eval()
+        heads: nn.Module
+        postprocess: YOLOv5PostProcess | UltralyticsPostProcess
+        if _head_of(model, *_ULTRALYTICS_HEAD) is None:
+            postprocess = YOLOv5PostProcess.from_model(model, **options)
+            heads = _YOLOv5Heads(network)
+        else:
+            postprocess = UltralyticsPostProcess.from_model(model, **options)
+            heads = _UltralyticsHeads(network, postprocess.end2end)
         height, width = (size, size) if isinstance(size, int) else size
-        example = torch.zeros(1, 3, height, width, dtype=torch.float16 if half else torch.float32)
+        dtype = torch.float16 if half else torch.float32
+        example = torch.zeros(1, 3, height, width, dtype=dtype, device=next(model.parameters()).device)
         with torch.no_grad():
-            traced = torch.jit.trace(
-                _RawHeads(network), example.to(postprocess.anchors.device), check_trace=False, strict=False
-            )
+            traced = torch.jit.trace(heads.to(dtype), example, check_trace=False, strict=False)
         return cls(traced, postprocess, size, bgr, half).eval()
 
     def forward(self, pictures: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -348,6 +409,21 @@ class PictureDetector(nn.Module):
 
         All on one device. Pictures on the host are uploaded together; what tells where they lie goes to the device, too.
         """
+        detections, counts, _ = self._detect_pictures(pictures)
+        return detections, counts
+
+    @torch.jit.export
+    def forward_prototypes(self, pictures: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """The same of a model that segments, and its prototypes (images, channels, height, width).
+
+        The process_mask_native functions of :mod:`torch_fastdet.masks` make masks of them in a picture's own pixels.
+        """
+        detections, counts, prototypes = self._detect_pictures(pictures)
+        if prototypes is None:
+            raise ValueError("PictureDetector.forward_prototypes: the network gives no prototypes, only forward serves")
+        return detections, counts, prototypes
+
+    def _detect_pictures(self, pictures: list[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
         if len(pictures) == 0:
             raise ValueError("PictureDetector: pictures is empty, but one or more pictures are wanted")
         rows: list[list[int]] = []
@@ -361,10 +437,10 @@ class PictureDetector(nn.Module):
                     "(height, width, 3) of uint8 is wanted"
                 )
             rows.append(self._row(offset, picture.size(0), picture.size(1)))
-            boxes.append(nms.letterbox(self.size, [picture.size(0), picture.size(1)]))
+            boxes.append(nms.letterbox(self.size, [picture.size(0), picture.size(1)], rounding=self.rounding))
             flat.append(picture.reshape(-1))
             offset += picture.numel()
-        device = self.postprocess.anchors.device
+        device = self.on_device.device
         storage = torch.cat(flat)
         if storage.device.type == "cpu" and device.type == "cuda":
             storage = storage.pin_memory()
@@ -379,7 +455,7 @@ class PictureDetector(nn.Module):
         After the first call with a shape nothing comes from the host, so that a CUDA graph can capture it. The module keeps a
         small plan for each shape.
         """
-        device = self.postprocess.anchors.device
+        device = self.on_device.device
         if pictures.dim() != 4 or pictures.size(3) != 3 or pictures.dtype != torch.uint8 or pictures.numel() == 0:
             raise ValueError(
                 f"PictureDetector: pictures has shape {list(pictures.shape)} and dtype {pictures.dtype}, but "
@@ -391,10 +467,11 @@ class PictureDetector(nn.Module):
         key = f"{images} {height} {width} {device}"
         if key not in self.plans or self.plans[key][0].device != device:
             rows = [self._row(i * height * width * 3, height, width) for i in range(images)]
-            boxes = [nms.letterbox(self.size, [height, width]) for _ in range(images)]
+            boxes = [nms.letterbox(self.size, [height, width], rounding=self.rounding) for _ in range(images)]
             self.plans[key] = (torch.tensor(rows).to(device), torch.tensor(boxes).to(device))
         plan, letterboxes = self.plans[key]
-        return self._detect(pictures.reshape(-1), plan, letterboxes)
+        detections, counts, _ = self._detect(pictures.reshape(-1), plan, letterboxes)
+        return detections, counts
 
     def _row(self, offset: int, height: int, width: int) -> list[int]:
         """A row of image_letterbox's plan."""
@@ -406,10 +483,16 @@ class PictureDetector(nn.Module):
         left = int(round((self.size[1] - columns) / 2 - 0.1))  # noqa: RUF046
         return [0, offset, height, width, width * 3, rows, columns, top, left, 0]
 
-    def _detect(self, storage: Tensor, plan: Tensor, letterboxes: Tensor) -> tuple[Tensor, Tensor]:
+    def _detect(self, storage: Tensor, plan: Tensor, letterboxes: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         dtype = torch.float16 if self.half_precision else torch.float32
         batch = image.image_letterbox([storage], plan, self.size, 3, dtype, False, not self.bgr)
-        return self.postprocess(self.network(batch), letterboxes)
+        maps = self.network(batch)
+        levels = len(self.postprocess.strides)
+        detections, counts = self.postprocess(maps[:levels], letterboxes)
+        prototypes: Tensor | None = None
+        if len(maps) > levels:
+            prototypes = maps[levels]
+        return detections, counts, prototypes
 
     def extra_repr(self) -> str:
         return f"size={self.size}, bgr={self.bgr}, half_precision={self.half_precision}"

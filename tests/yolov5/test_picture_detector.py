@@ -97,10 +97,25 @@ def test_of_a_yolov5_model():
     same(loaded([torch.from_numpy(im) for im in ims]), by_stock(network, post, ims, 128, False))
 
 
-def _yaml(tasks):
+def test_prototypes_of_a_yolov5_model():
+    tasks = pytest.importorskip("yolov5.models.yolo", exc_type=ImportError)
+    torch.manual_seed(0)
+    model = tasks.SegmentationModel(_yaml(tasks, "segment/yolov5n-seg"), ch=3, nc=3).eval()
+    loaded = saved_and_loaded(PictureDetector.from_model(model, 128, conf_thres=0.0, max_det=5))
+    picture = pictures([(128, 128)])[0]
+    detections, counts, prototypes = loaded.forward_prototypes([torch.from_numpy(picture)])
+    with torch.no_grad():
+        decoded, wanted, _ = model(torch.from_numpy(picture).permute(2, 0, 1)[None] / 255)
+    torch.testing.assert_close(prototypes, wanted, rtol=1e-5, atol=1e-5)
+    (rows,) = stock.yolov5().non_max_suppression(decoded, 0.0, 0.45, max_det=5, nm=32)
+    assert detections.shape == (1, 5, 38) and counts.tolist() == [len(rows)]
+    torch.testing.assert_close(detections[0, :, 6:], rows[:, 6:], rtol=1e-4, atol=1e-4)
+
+
+def _yaml(tasks, name="yolov5n"):
     from pathlib import Path
 
-    return str(Path(tasks.__file__).parent / "yolov5n.yaml")
+    return str(Path(tasks.__file__).parent / f"{name}.yaml")
 
 
 def test_bad_pictures_are_a_sentence():
