@@ -26,7 +26,7 @@ def photographs(count: int, height: int, width: int) -> np.ndarray:
     return np.clip(smooth + rng.normal(0, 4, (1, height, width, 3)), 0, 255).astype(np.uint8)
 
 
-def scratch_low(batch: int, pictures: int) -> dict[str, np.ndarray]:
+def scratch_low(batch: int, pictures: int, perspective: float = 0.0) -> dict[str, np.ndarray]:
     """Tables of hyp.scratch-low: mosaics, translation and scale, HSV and left-right flips."""
     rng = np.random.default_rng(0)
     placements, layers, matrices, rows = [], [], [], []
@@ -38,8 +38,11 @@ def scratch_low(batch: int, pictures: int) -> dict[str, np.ndarray]:
             source = 0 if i % 2 else SIDE - w, 0 if i // 2 else SIDE - h
             placements.append((0, int(rng.integers(pictures)) * SIDE * SIDE * 3, SIDE, SIDE, *source, x, y, w, h))
         scale, (tx, ty) = rng.uniform(0.5, 1.5), rng.uniform(0.4, 0.6, 2) * SIDE
-        matrices.append((scale, 0, tx - scale * SIDE, 0, scale, ty - scale * SIDE, 0, 0, 1))
-        layers.append((4 * n, 4, 2 * SIDE, 2 * SIDE, 1, -1))
+        # Perspective and scale act on a mosaic whose middle is the origin.
+        px, py = rng.uniform(-perspective, perspective, 2)
+        warp = np.array([[scale, 0, 0], [0, scale, 0], [px, py, 1]]) @ [[1, 0, -SIDE], [0, 1, -SIDE], [0, 0, 1]]
+        matrices.append((np.array([[1, 0, tx], [0, 1, ty], [0, 0, 1]]) @ warp).reshape(-1))
+        layers.append((4 * n, 4, 2 * SIDE, 2 * SIDE, 2 if perspective else 1, -1))
         rows.append((n, -1, int(rng.integers(2)), n))
     gains = rng.uniform(-1, 1, (batch, 3)) * (0.015, 0.7, 0.4) + 1
     level = np.arange(256)
@@ -63,8 +66,10 @@ def with_opencv(pictures: np.ndarray, plan: dict[str, np.ndarray]) -> torch.Tens
         canvas = np.full((height, width, 3), 114, np.uint8)
         for _, offset, _, _, sx, sy, x, y, w, h in plan["placements"][first : first + count]:
             canvas[y : y + h, x : x + w] = pictures[offset // (SIDE * SIDE * 3)][sy : sy + h, sx : sx + w]
-        matrix = plan["matrices"][layer].reshape(3, 3)[:2]
-        im = cv2.warpAffine(canvas, matrix, dsize=(SIDE, SIDE), borderValue=(114, 114, 114))
+        matrix = plan["matrices"][layer].reshape(3, 3)
+        border: dict[str, Any] = {"dsize": (SIDE, SIDE), "borderValue": (114, 114, 114)}
+        affine = plan["layers"][layer][4] == 1
+        im = cv2.warpAffine(canvas, matrix[:2], **border) if affine else cv2.warpPerspective(canvas, matrix, **border)
         hue, sat, val = cv2.split(cv2.cvtColor(im, cv2.COLOR_BGR2HSV))
         lut = plan["tables"][table]
         im = cv2.cvtColor(
@@ -87,13 +92,12 @@ def letterbox_with_opencv(pictures: np.ndarray, height: int, width: int) -> torc
     return torch.stack(batch)
 
 
-def measure(report: harness.Report) -> None:
+def compare_augmentation(report: harness.Report, perspective: float, options: dict[str, Any]) -> None:
     cuda = report.device.type == "cuda"
     warp, lanes = ops.opencv_rules()
-    options: dict[str, Any] = {"repetitions": 30 if cuda else 10, "inner": 5 if cuda else 1}
     batch, kept = (64, 256) if cuda else (8, 16)
     pictures = photographs(kept, SIDE, SIDE)
-    plan = scratch_low(batch, kept)
+    plan = scratch_low(batch, kept, perspective)
     storage = torch.from_numpy(pictures.reshape(-1)).to(report.device)
     tables = {name: torch.from_numpy(table).to(report.device) for name, table in plan.items()}
     first = (tables["placements"], tables["layers"], tables["matrices"], tables["pictures"])
@@ -109,11 +113,18 @@ def measure(report: harness.Report) -> None:
     if not cuda:
         variants["cv2 and numpy"] = lambda: with_opencv(pictures, plan)
     report.compare(
-        f"mosaic, affine, HSV, flip, batch {batch} of {SIDE}x{SIDE}",
+        f"mosaic, {'perspective' if perspective else 'affine'}, HSV, flip, batch {batch} of {SIDE}x{SIDE}",
         variants,
         bytes=work.augmented_pictures(batch, SIDE).bytes,
         **options,
     )
+
+
+def measure(report: harness.Report) -> None:
+    cuda = report.device.type == "cuda"
+    options: dict[str, Any] = {"repetitions": 30 if cuda else 10, "inner": 5 if cuda else 1}
+    for perspective in (0.0, 0.0005):
+        compare_augmentation(report, perspective, options)
 
     height, width, count = 1080, 1920, 32 if cuda else 8
     new_height = height * SIDE // width
@@ -126,7 +137,9 @@ def measure(report: harness.Report) -> None:
     letterboxes = torch.tensor(rows, device=report.device)
     dtype = torch.float16 if cuda else torch.uint8
     boxed = torch.empty(count, 3, SIDE, SIDE, dtype=dtype, device=report.device)
-    variants = {"torch_fastdet": lambda: ops.image_letterbox_(boxed, [storage], letterboxes)}
+    variants: dict[str, Callable[[], Any]] = {
+        "torch_fastdet": lambda: ops.image_letterbox_(boxed, [storage], letterboxes)
+    }
     if not cuda:
         variants["cv2 and numpy"] = lambda: letterbox_with_opencv(large, new_height, SIDE)
     report.compare(

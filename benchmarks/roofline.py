@@ -154,7 +154,7 @@ FORMULAS: tuple[tuple[str, str, Callable[..., work.Work]], ...] = (
     ("upsample", r"((?:cat )?(?:forward|backward|forward\+backward)) \w+fp\d+\((\d+),(\d+),(\d+),(\d+)\)", _upsample),
     (
         "image",
-        r"mosaic, affine, HSV, flip, batch (\d+) of (\d+)x\d+",
+        r"mosaic, (?:affine|perspective), HSV, flip, batch (\d+) of (\d+)x\d+",
         lambda batch, side, _: work.augmented_pictures(int(batch), int(side)),
     ),
     (

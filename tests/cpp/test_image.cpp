@@ -148,7 +148,7 @@ TEST(ImageWarp, FarAwayIsTheBorder) {
   layer.mask = mask.data();
   for (const float far : {-2.f, -1e30f, 32768.f, 1e30f, INFINITY, -INFINITY, NAN}) {
     for (const FloatPoint point : {FloatPoint{far, 0.5f}, FloatPoint{0.5f, far}, FloatPoint{far, far}}) {
-      EXPECT_EQ(pack_pixel(sample_float<3>(layer, point)), kBorderWord[1]) << far;
+      EXPECT_EQ(pack_pixel(sample_point<3>(layer, point)), kBorderWord[1]) << far;
     }
   }
 }
@@ -162,29 +162,45 @@ std::vector<RowKernels> all_row_kernels() {
   return kernels;
 }
 
-// A mosaic in exactly as much memory as its pictures take, warped in float32: rows, which are cut into spans, against
-// one pixel after another.
-TEST(ImageWarp, FloatRowsEqualPixels) {
-  constexpr int kSide = 37, kWidth = 53, kHeight = 41;
+// What a warped layer shows at (x, y), from the formulas alone.
+Pixel<3> warped_pixel(const AugmentParams& p, const Layer& layer, int x, int y) {
+  const double* m = layer.map.m;
+  if (p.arithmetic == WarpArithmetic::kFloat) {
+    return sample_point<3>(layer, float_line(layer.map, layer.warp, y).at(x));
+  }
+  if (layer.warp == WarpKind::kPerspective) {
+    return sample_point<3>(layer, perspective_point(layer.map, x, y, perspective_block(p.out.width, p.out.height)));
+  }
+  return sample_point<3>(layer, WarpPoint{affine_coordinate(affine_column(m[0], x), affine_row(m[1], m[2], y)),
+                                          affine_coordinate(affine_column(m[3], x), affine_row(m[4], m[5], y))});
+}
+
+// A mosaic in exactly as much memory as its pictures take, warped: rows of plain and of vector code, which look at many
+// pixels at once, against one pixel after another. Some pictures overlap, and some horizons cross the output.
+TEST(ImageWarp, RowsEqualPixels) {
+  constexpr int kSide = 37;
+  constexpr int kSizes[][2] = {{53, 41}, {150, 20}, {160, 7}, {5, 30}, {64, 16}};
   uint32_t state = 7;
   const auto random = [&] { return static_cast<double>((state = state * 1664525u + 1013904223u) >> 8) / (1 << 24); };
   std::vector<uint8_t> bytes(4 * kSide * kSide * 3);
   for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(256 * random());
   std::vector<uint8_t> masks(4 * kSide * kSide);
   for (uint8_t& mask : masks) mask = random() < 0.3;
-  for (int round = 0; round < 60; ++round) {
+  for (int round = 0; round < 120; ++round) {
+    const int width = kSizes[round % 5][0], height = kSizes[round % 5][1];
     const int64_t x = static_cast<int64_t>(60 * random()), y = static_cast<int64_t>(60 * random());
+    const int64_t apart = round % 7 ? kSide : kSide / 2;
     std::vector<int64_t> placements;
     for (int64_t i = 0; i < 4; ++i) {
-      placements.insert(placements.end(), {0, i * kSide * kSide * 3, kSide, kSide, 0, 0, x - (i % 2 ? 0 : kSide),
-                                           y - (i / 2 ? 0 : kSide), kSide, kSide});
+      placements.insert(placements.end(), {0, i * kSide * kSide * 3, kSide, kSide, 0, 0, x - (i % 2 ? 0 : apart),
+                                           y - (i / 2 ? 0 : apart), kSide, kSide});
     }
-    const int64_t layers[] = {0, 4, 2 * kSide, 2 * kSide, round % 3 ? 1 : 2, round % 4 ? -1 : 0};
+    const int64_t layers[] = {0, 4, 2 * kSide, 2 * kSide, round % 3 ? 2 : 1, round % 4 ? -1 : 0};
     double matrix[] = {1, 0, -5, 0, 1, -9, 0, 0, 1};
     for (int i = 0; i < 6; ++i) matrix[i] += (i % 3 == 2 ? 30 : 0.8) * (random() - 0.5);
-    for (int i = 6; i < 8; ++i) matrix[i] = 0.01 * (random() - 0.5);
+    for (int i = 6; i < 8; ++i) matrix[i] = (round % 8 ? 0.01 : 0.2) * (random() - 0.5);
     const int64_t pictures[] = {0, -1, kKeepBgr, -1};
-    std::vector<uint8_t> out(kWidth * kHeight * 3);
+    std::vector<uint8_t> out(width * height * 3);
     AugmentParams p{};
     p.storages = {{bytes.data()}, {static_cast<int64_t>(bytes.size())}, 1};
     p.placements = placements.data();
@@ -195,18 +211,55 @@ TEST(ImageWarp, FloatRowsEqualPixels) {
     p.placement_rows = 4;
     p.layer_rows = 1;
     p.mask_bytes = static_cast<int64_t>(masks.size());
-    p.arithmetic = WarpArithmetic::kFloat;
-    p.out = {out.data(), PixelType::kUint8, /*channels_last=*/true, false, 1, 3, kHeight, kWidth};
+    p.out = {out.data(), PixelType::kUint8, /*channels_last=*/true, false, 1, 3, height, width};
     Layer layer;
     read_layer_head(p, 0, layer);
     for (int i = 0; i < 4; ++i) layer.patch[i] = read_layer_patch(p, 0, layer, i);
     layer.map = read_layer_map(p, 0, layer);
-    for (const RowKernels& kernels : all_row_kernels()) {
-      AugmentPicture<3>(p, 0, RowStore{p.out, nullptr, kernels}).run(0, kHeight);
-      for (int i = 0; i < kWidth * kHeight; ++i) {
-        const FloatLine line = float_line(layer.map, layer.warp, i / kWidth);
-        const Pixel<3> want = sample_float<3>(layer, line.at(i % kWidth));
-        for (int c = 0; c < 3; ++c) ASSERT_EQ(out[3 * i + c], want.v[c]) << "round " << round << ", pixel " << i;
+    for (const WarpArithmetic arithmetic : {WarpArithmetic::kFixed, WarpArithmetic::kFloat}) {
+      p.arithmetic = arithmetic;
+      for (const RowKernels& kernels : all_row_kernels()) {
+        AugmentPicture<3>(p, 0, RowStore{p.out, nullptr, kernels}).run(0, height);
+        for (int i = 0; i < width * height; ++i) {
+          const Pixel<3> want = warped_pixel(p, layer, i % width, i / width);
+          for (int c = 0; c < 3; ++c) ASSERT_EQ(out[3 * i + c], want.v[c]) << "round " << round << ", pixel " << i;
+        }
+      }
+    }
+  }
+}
+
+// Maps whose points fit no int, or are no numbers: w is 0 in a column or everywhere, or factors overflow.
+TEST(ImageWarp, RowsOfPointsBeyondInts) {
+  const std::vector<uint8_t> bytes(20 * 20 * 3, 9);
+  const int64_t placement[] = {0, 0, 20, 20, 0, 0, 3, 3, 20, 20}, layers[] = {0, 1, 30, 30, 2, -1};
+  const int64_t pictures[] = {0, -1, kKeepBgr, -1};
+  const double matrices[][9] = {{1, 0, 0, 0, 1, 0, 1. / 8, 0, 1},  // the inverse's w is 0 in column 8
+                                {1, 0, 0, 0, 1, 0, 1, 0, 0},
+                                {1e-300, 0, 0, 0, 1e-300, 0, 0, 0, 1},
+                                {1e300, 0, 1e300, 0, 1e300, 1e300, 1e300, 0, 1},
+                                {0, 0, 0, 0, 0, 0, 0, 0, 0}};
+  for (const auto& matrix : matrices) {
+    std::vector<uint8_t> out(40 * 20 * 3);
+    AugmentParams p{};
+    p.storages = {{bytes.data()}, {static_cast<int64_t>(bytes.size())}, 1};
+    p.placements = placement;
+    p.layers = layers;
+    p.matrices = matrix;
+    p.pictures = pictures;
+    p.placement_rows = p.layer_rows = 1;
+    p.out = {out.data(), PixelType::kUint8, /*channels_last=*/true, false, 1, 3, 20, 40};
+    Layer layer;
+    read_layer_head(p, 0, layer);
+    layer.patch[0] = read_layer_patch(p, 0, layer, 0);
+    layer.map = read_layer_map(p, 0, layer);
+    for (const WarpArithmetic arithmetic : {WarpArithmetic::kFixed, WarpArithmetic::kFloat}) {
+      p.arithmetic = arithmetic;
+      for (const RowKernels& kernels : all_row_kernels()) {
+        AugmentPicture<3>(p, 0, RowStore{p.out, nullptr, kernels}).run(0, 20);
+        for (int i = 0; i < 40 * 20; ++i) {
+          ASSERT_EQ(out[3 * i], warped_pixel(p, layer, i % 40, i / 40).v[0]) << matrix[0] << ", pixel " << i;
+        }
       }
     }
   }

@@ -196,6 +196,20 @@ def test_mosaic(device, side, options):
     assert_pixels(out.cpu().numpy(), problem.expected(), levels=8)
 
 
+@pytest.mark.parametrize("warp", ["fixed", "float"])
+@pytest.mark.parametrize("perspective", [0.0, 0.0005, 0.02], ids=["affine", "perspective", "horizon"])
+def test_channels_equal_grey(device, perspective, warp):
+    """On the CPU vector code makes three channels, and the plain loops make one."""
+    problem = mosaic(4, 4, 101, degrees=20.0, perspective=perspective)
+    problem.tables, problem.pictures[:, 3] = None, -1
+    problem.storages = [problem.storages[0].reshape(-1, 3)[:, :1].repeat(3, 1).reshape(-1)]
+    colour = ops.image_augment(*problem.arguments(device), [101, 101], warp=warp)
+    problem.storages = [problem.storages[0][::3]]
+    problem.placements[:, 1] //= 3
+    grey = ops.image_augment(*problem.arguments(device), [101, 101], channels=1, warp=warp)
+    assert torch.equal(colour, grey.expand(-1, 3, -1, -1))
+
+
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32])

@@ -34,41 +34,44 @@ TORCH_FASTDET_IMAGE_AVX2 inline void pixel_offsets(__m128i x, __m128i y, __m256i
   _mm256_store_si256(reinterpret_cast<__m256i*>(offsets), _mm256_add_epi64(rows, columns));
 }
 
-// Reads up to eight bytes from a square's pixels on: the caller has seen to it that they exist.
-TORCH_FASTDET_IMAGE_AVX2 inline void warp_fixed_avx2(const WarpSpan<FixedLine>& s) {
-  const Patch& patch = *s.patch;
-  const FixedLine& line = *s.line;
-  const uint8_t* top_base = patch.data + patch.origin;
-  const __m128i row_x = _mm_set1_epi32(line.row_x), row_y = _mm_set1_epi32(line.row_y);
+// Four pixels of a patch at points of 1/32 pixel. Reads up to eight bytes from a square's pixels on: the caller has
+// seen to it that they exist.
+TORCH_FASTDET_IMAGE_AVX2 inline __m128i fixed_pixels(const Patch& patch, __m128i px, __m128i py) {
+  const uint8_t* base = patch.data + patch.origin;
   const __m128i fraction = _mm_set1_epi32(kWarpFraction), scale = _mm_set1_epi32(kWarpScale);
-  const __m256i pitch = _mm256_set1_epi64x(patch.pitch);
   // b0 b1 g0 g1 r0 r1 of each pair, and a pixel's weights for its four words or dwords.
   const __m256i pairs = _mm256_setr_epi8(0, 3, 1, 4, 2, 5, -1, -1, 8, 11, 9, 12, 10, 13, -1, -1,  //
                                          0, 3, 1, 4, 2, 5, -1, -1, 8, 11, 9, 12, 10, 13, -1, -1);
   const __m256i words = _mm256_setr_epi8(0, 1, 0, 1, 0, 1, 0, 1, 8, 9, 8, 9, 8, 9, 8, 9,  //
                                          0, 1, 0, 1, 0, 1, 0, 1, 8, 9, 8, 9, 8, 9, 8, 9);
   const __m256i half = _mm256_set1_epi32(512);
+  alignas(32) int64_t offsets[4];
+  pixel_offsets(_mm_srai_epi32(px, kWarpBits), _mm_srai_epi32(py, kWarpBits), _mm256_set1_epi64x(patch.pitch), offsets);
+  const __m128i fx = _mm_and_si128(px, fraction), fy = _mm_and_si128(py, fraction);
+  const __m256i weight_x =
+      _mm256_shuffle_epi8(_mm256_cvtepu32_epi64(_mm_or_si128(_mm_sub_epi32(scale, fx), _mm_slli_epi32(fx, 8))), words);
+  const __m256i weight_y = _mm256_cvtepu32_epi64(_mm_or_si128(_mm_sub_epi32(scale, fy), _mm_slli_epi32(fy, 16)));
+  const __m256i top = _mm256_maddubs_epi16(_mm256_shuffle_epi8(load_pairs(base, offsets), pairs), weight_x);
+  const __m256i bottom =
+      _mm256_maddubs_epi16(_mm256_shuffle_epi8(load_pairs(base + patch.pitch, offsets), pairs), weight_x);
+  const __m256i even = _mm256_madd_epi16(_mm256_unpacklo_epi16(top, bottom), _mm256_shuffle_epi32(weight_y, 0x00));
+  const __m256i odd = _mm256_madd_epi16(_mm256_unpackhi_epi16(top, bottom), _mm256_shuffle_epi32(weight_y, 0xaa));
+  const __m256i packed = _mm256_packs_epi32(_mm256_srli_epi32(_mm256_add_epi32(even, half), 10),
+                                            _mm256_srli_epi32(_mm256_add_epi32(odd, half), 10));
+  return _mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packus_epi16(packed, packed), 0x08));
+}
+
+TORCH_FASTDET_IMAGE_AVX2 inline void warp_fixed_avx2(const WarpSpan<FixedLine>& s) {
+  const Patch patch = *s.patch;
+  const FixedLine line = *s.line;
+  const __m128i row_x = _mm_set1_epi32(line.row_x), row_y = _mm_set1_epi32(line.row_y);
   int x = s.begin;
   for (; x + 4 <= s.end; x += 4) {
     const __m128i px =
         _mm_srai_epi32(_mm_add_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(line.column_x + x)), row_x), 5);
     const __m128i py =
         _mm_srai_epi32(_mm_add_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(line.column_y + x)), row_y), 5);
-    alignas(32) int64_t offsets[4];
-    pixel_offsets(_mm_srai_epi32(px, kWarpBits), _mm_srai_epi32(py, kWarpBits), pitch, offsets);
-    const __m128i fx = _mm_and_si128(px, fraction), fy = _mm_and_si128(py, fraction);
-    const __m256i weight_x = _mm256_shuffle_epi8(
-        _mm256_cvtepu32_epi64(_mm_or_si128(_mm_sub_epi32(scale, fx), _mm_slli_epi32(fx, 8))), words);
-    const __m256i weight_y = _mm256_cvtepu32_epi64(_mm_or_si128(_mm_sub_epi32(scale, fy), _mm_slli_epi32(fy, 16)));
-    const __m256i top = _mm256_maddubs_epi16(_mm256_shuffle_epi8(load_pairs(top_base, offsets), pairs), weight_x);
-    const __m256i bottom =
-        _mm256_maddubs_epi16(_mm256_shuffle_epi8(load_pairs(top_base + patch.pitch, offsets), pairs), weight_x);
-    const __m256i even = _mm256_madd_epi16(_mm256_unpacklo_epi16(top, bottom), _mm256_shuffle_epi32(weight_y, 0x00));
-    const __m256i odd = _mm256_madd_epi16(_mm256_unpackhi_epi16(top, bottom), _mm256_shuffle_epi32(weight_y, 0xaa));
-    const __m256i packed = _mm256_packs_epi32(_mm256_srli_epi32(_mm256_add_epi32(even, half), 10),
-                                              _mm256_srli_epi32(_mm256_add_epi32(odd, half), 10));
-    const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packus_epi16(packed, packed), 0x08);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(s.out + x), _mm256_castsi256_si128(bytes));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(s.out + x), fixed_pixels(patch, px, py));
   }
   WarpSpan<FixedLine> rest = s;
   rest.begin = x;
@@ -103,33 +106,50 @@ TORCH_FASTDET_IMAGE_AVX2 inline __m256 blend_pairs(const FloatPairs& pairs, int 
   return _mm256_fmadd_ps(fx, _mm256_sub_ps(right, left), left);
 }
 
-// As warp_fixed_avx2(), in float32: eight pixels at a time.
-TORCH_FASTDET_IMAGE_AVX2 inline void warp_float_avx2(const WarpSpan<FloatLine>& s) {
-  const Patch& patch = *s.patch;
+// Eight points of a row in float32: `x`, `y` are whole pixels, or a pixel that no canvas has.
+struct FloatPoints {
+  __m256i x, y;
+  __m256 fx, fy;
+};
+
+TORCH_FASTDET_IMAGE_AVX2 inline FloatPoints float_points(__m256 px, __m256 py) {
+  const __m256 x = _mm256_floor_ps(px), y = _mm256_floor_ps(py);
+  return {_mm256_cvttps_epi32(x), _mm256_cvttps_epi32(y), _mm256_sub_ps(px, x), _mm256_sub_ps(py, y)};
+}
+
+TORCH_FASTDET_IMAGE_AVX2 inline __m256i eight_from(int x) {
+  return _mm256_add_epi32(_mm256_set1_epi32(x), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+
+// As fixed_pixels().
+TORCH_FASTDET_IMAGE_AVX2 inline __m256i blend_points(const Patch& patch, const FloatPoints& p) {
   const uint8_t* base = patch.data + patch.origin;
   const __m256i pitch = _mm256_set1_epi64x(patch.pitch);
+  alignas(32) int64_t offsets[8];
+  pixel_offsets(_mm256_castsi256_si128(p.x), _mm256_castsi256_si128(p.y), pitch, offsets);
+  pixel_offsets(_mm256_extracti128_si256(p.x, 1), _mm256_extracti128_si256(p.y, 1), pitch, offsets + 4);
+  const FloatPairs top = load_eight_pairs(base, offsets), bottom = load_eight_pairs(base + patch.pitch, offsets);
+  __m256i pixels = _mm256_setzero_si256();
+  for (int shift = 0; shift < 24; shift += 8) {
+    const __m256 above = blend_pairs(top, shift, p.fx), below = blend_pairs(bottom, shift, p.fx);
+    const __m256i level = _mm256_cvtps_epi32(_mm256_fmadd_ps(p.fy, _mm256_sub_ps(below, above), above));
+    pixels = _mm256_or_si256(pixels, _mm256_sll_epi32(level, _mm_cvtsi32_si128(shift)));
+  }
+  return pixels;
+}
+
+// As warp_fixed_avx2(), in float32: eight pixels at a time.
+TORCH_FASTDET_IMAGE_AVX2 inline void warp_float_avx2(const WarpSpan<FloatLine>& s) {
+  const Patch patch = *s.patch;
   const __m256 step_x = _mm256_set1_ps(s.line->step[0]), step_y = _mm256_set1_ps(s.line->step[1]);
   const __m256 row_x = _mm256_set1_ps(s.line->row[0]), row_y = _mm256_set1_ps(s.line->row[1]);
   if (s.end - s.begin < 8) return warp_span<3>(s);
   for (int at = s.begin; at < s.end; at += 8) {
     const int x = std::min(at, s.end - 8);  // the last eight may be made twice
-    const __m256 place =
-        _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_set1_epi32(x), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)));
-    const __m256 px = _mm256_fmadd_ps(step_x, place, row_x), py = _mm256_fmadd_ps(step_y, place, row_y);
-    const __m256 whole_x = _mm256_floor_ps(px), whole_y = _mm256_floor_ps(py);
-    const __m256i ix = _mm256_cvttps_epi32(whole_x), iy = _mm256_cvttps_epi32(whole_y);
-    alignas(32) int64_t offsets[8];
-    pixel_offsets(_mm256_castsi256_si128(ix), _mm256_castsi256_si128(iy), pitch, offsets);
-    pixel_offsets(_mm256_extracti128_si256(ix, 1), _mm256_extracti128_si256(iy, 1), pitch, offsets + 4);
-    const FloatPairs top = load_eight_pairs(base, offsets), bottom = load_eight_pairs(base + patch.pitch, offsets);
-    const __m256 fx = _mm256_sub_ps(px, whole_x), fy = _mm256_sub_ps(py, whole_y);
-    __m256i pixels = _mm256_setzero_si256();
-    for (int shift = 0; shift < 24; shift += 8) {
-      const __m256 above = blend_pairs(top, shift, fx), below = blend_pairs(bottom, shift, fx);
-      const __m256i level = _mm256_cvtps_epi32(_mm256_fmadd_ps(fy, _mm256_sub_ps(below, above), above));
-      pixels = _mm256_or_si256(pixels, _mm256_sll_epi32(level, _mm_cvtsi32_si128(shift)));
-    }
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(s.out + x), pixels);
+    const __m256 column = _mm256_cvtepi32_ps(eight_from(x));
+    const FloatPoints points =
+        float_points(_mm256_fmadd_ps(step_x, column, row_x), _mm256_fmadd_ps(step_y, column, row_y));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(s.out + x), blend_points(patch, points));
   }
 }
 
@@ -137,6 +157,132 @@ TORCH_FASTDET_IMAGE_AVX2 inline void warp_float_avx2(const WarpSpan<FloatLine>& 
 TORCH_FASTDET_IMAGE_AVX2 inline void warp_points_avx2(const Layer& layer, const FloatLine& line, int begin, int end,
                                                       uint32_t* out) {
   warp_points<3>(layer, line, begin, end, out);
+}
+
+// Eight points of a row in fixed point: whole pixels, and points in 1/32 pixel.
+struct FixedPoints {
+  __m256i x, y, px, py;
+};
+
+TORCH_FASTDET_IMAGE_AVX2 inline __m256i blend_points(const Patch& patch, const FixedPoints& p) {
+  const __m128i low = fixed_pixels(patch, _mm256_castsi256_si128(p.px), _mm256_castsi256_si128(p.py));
+  const __m128i high = fixed_pixels(patch, _mm256_extracti128_si256(p.px, 1), _mm256_extracti128_si256(p.py, 1));
+  return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+}
+
+// round_to_int().
+TORCH_FASTDET_IMAGE_AVX2 inline __m128i round_four(__m256d x) {
+  x = _mm256_and_pd(x, _mm256_cmp_pd(x, x, _CMP_ORD_Q));
+  x = _mm256_min_pd(_mm256_max_pd(x, _mm256_set1_pd(-2147483648.)), _mm256_set1_pd(2147483647.));
+  return _mm256_cvtpd_epi32(x);
+}
+
+// Columns of a row whose points are worked out eight at a time: a block of perspective_point().
+class FixedBlock {
+ public:
+  FixedBlock(const FixedPerspective& line, int first) : m_(line.map->m), first_(first) {
+    for (int i = 0; i < 3; ++i) start_[i] = m_[3 * i] * first + m_[3 * i + 1] * line.y + m_[3 * i + 2];
+  }
+
+  TORCH_FASTDET_IMAGE_AVX2 FixedPoints at(int x) const {
+    const __m256i rest = eight_from(x - first_);
+    __m128i px[2], py[2];
+    four(_mm256_castsi256_si128(rest), px[0], py[0]);
+    four(_mm256_extracti128_si256(rest, 1), px[1], py[1]);
+    const __m256i all_x = _mm256_setr_m128i(px[0], px[1]), all_y = _mm256_setr_m128i(py[0], py[1]);
+    return {_mm256_srai_epi32(all_x, kWarpBits), _mm256_srai_epi32(all_y, kWarpBits), all_x, all_y};
+  }
+
+ private:
+  // x, y or w before the division.
+  TORCH_FASTDET_IMAGE_AVX2 __m256d ahead(int i, __m256d rest) const {
+    return _mm256_add_pd(_mm256_set1_pd(start_[i]), _mm256_mul_pd(_mm256_set1_pd(m_[3 * i]), rest));
+  }
+  TORCH_FASTDET_IMAGE_AVX2 void four(__m128i columns, __m128i& px, __m128i& py) const {
+    const __m256d rest = _mm256_cvtepi32_pd(columns), w = ahead(2, rest);
+    const __m256d scale =
+        _mm256_and_pd(_mm256_div_pd(_mm256_set1_pd(kWarpScale), w), _mm256_cmp_pd(w, _mm256_setzero_pd(), _CMP_NEQ_UQ));
+    px = round_four(_mm256_mul_pd(ahead(0, rest), scale));
+    py = round_four(_mm256_mul_pd(ahead(1, rest), scale));
+  }
+
+  const double* m_;
+  int first_;
+  double start_[3];
+};
+
+// As FixedBlock: FloatLine::at().
+class FloatBlock {
+ public:
+  FloatBlock(const FloatLine& line, int) : line_(line) {}
+
+  TORCH_FASTDET_IMAGE_AVX2 FloatPoints at(int x) const {
+    const __m256 column = _mm256_cvtepi32_ps(eight_from(x)), w = ahead(2, column);
+    return float_points(_mm256_div_ps(ahead(0, column), w), _mm256_div_ps(ahead(1, column), w));
+  }
+
+ private:
+  TORCH_FASTDET_IMAGE_AVX2 __m256 ahead(int i, __m256 column) const {
+    return _mm256_fmadd_ps(_mm256_set1_ps(line_.step[i]), column, _mm256_set1_ps(line_.row[i]));
+  }
+
+  const FloatLine& line_;
+};
+
+// All bits of the lanes whose squares the box holds.
+template <typename Points>
+TORCH_FASTDET_IMAGE_AVX2 inline __m256i held(const SquareBox& box, const Points& p) {
+  const __m256i low = _mm256_or_si256(_mm256_cmpgt_epi32(_mm256_set1_epi32(box.x0), p.x),
+                                      _mm256_cmpgt_epi32(_mm256_set1_epi32(box.y0), p.y));
+  const __m256i high = _mm256_and_si256(_mm256_cmpgt_epi32(_mm256_set1_epi32(box.x1), p.x),
+                                        _mm256_cmpgt_epi32(_mm256_set1_epi32(box.y1), p.y));
+  return _mm256_andnot_si256(low, high);
+}
+
+// The patch that alone shows in all eight squares, or -1. `last`: one that is likely.
+template <typename Line, typename Points>
+TORCH_FASTDET_IMAGE_AVX2 inline int patch_of_points(const PerspectiveRow<Line>& r, const Points& points, int last) {
+  const __m256i all = _mm256_set1_epi32(-1);
+  if (_mm256_testc_si256(held(r.boxes->alone[last], points), all)) return last;
+  for (int i = 0; i < r.layer->count; ++i) {
+    if (_mm256_testc_si256(held(r.boxes->alone[i], points), all)) return i;
+  }
+  return -1;
+}
+
+// Eight columns at a time: of one patch or of the border; any others one by one.
+template <typename Block, typename Line>
+TORCH_FASTDET_IMAGE_AVX2 inline void perspective_avx2(const PerspectiveRow<Line>& r, int block) {
+  int last = 0;
+  for (int first = 0; first < r.width; first += block) {
+    const int end = std::min(first + block, r.width);
+    if (end - first < 8) {
+      warp_points<3>(*r.layer, *r.line, first, end, r.out);
+      continue;
+    }
+    const Block columns(*r.line, first);
+    for (int at = first; at < end; at += 8) {
+      const int x = std::min(at, end - 8);  // the last eight may be made twice
+      const auto points = columns.at(x);
+      __m256i* out = reinterpret_cast<__m256i*>(r.out + x);
+      const int patch = patch_of_points(r, points, last);
+      if (patch >= 0) {
+        last = patch;
+        _mm256_storeu_si256(out, blend_points(r.layer->patch[patch], points));
+      } else if (_mm256_movemask_epi8(held(r.boxes->around, points)) == 0) {
+        _mm256_storeu_si256(out, _mm256_set1_epi32(kBorderWord[1]));
+      } else {
+        warp_points<3>(*r.layer, *r.line, x, x + 8, r.out);
+      }
+    }
+  }
+}
+
+TORCH_FASTDET_IMAGE_AVX2 inline void perspective_fixed_avx2(const PerspectiveRow<FixedPerspective>& r) {
+  perspective_avx2<FixedBlock>(r, r.line->block);
+}
+TORCH_FASTDET_IMAGE_AVX2 inline void perspective_float_avx2(const PerspectiveRow<FloatLine>& r) {
+  perspective_avx2<FloatBlock>(r, r.width);
 }
 
 TORCH_FASTDET_IMAGE_AVX2 inline __m256i gather(const int* table, __m256i index) {
@@ -246,7 +392,8 @@ TORCH_FASTDET_IMAGE_AVX2 inline void plane_avx2(const uint32_t* row, int width, 
 }
 
 inline RowKernels row_kernels_avx2() {
-  return {warp_fixed_avx2, warp_float_avx2, warp_points_avx2, recolor_span_avx2, expand_avx2, plane_avx2};
+  return {warp_fixed_avx2,        warp_float_avx2,   warp_points_avx2, perspective_fixed_avx2,
+          perspective_float_avx2, recolor_span_avx2, expand_avx2,      plane_avx2};
 }
 
 }  // namespace torch_fastdet::core
