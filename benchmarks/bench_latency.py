@@ -90,7 +90,7 @@ def rows_on_host(found: tuple[Tensor, Tensor]) -> Tensor:
 
 def our_way(model: Any, picture: np.ndarray, device: torch.device, half: bool, in_one: bool) -> Way:
     detector = PictureDetector.from_model(model, SIDE, bgr=True, half=half)
-    post = detector.postprocess
+    post: Any = detector.postprocess
     pinned = torch.empty(picture.shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
     there = torch.empty(picture.shape, dtype=torch.uint8, device=device)
     plan = torch.tensor([detector._row(0, *picture.shape[:2])], device=device)
