@@ -1,5 +1,6 @@
 """Operation counts: every operator has one, a user's FlopCounterMode finds it, and it is what the definition takes."""
 
+import inspect
 import subprocess
 import sys
 
@@ -32,6 +33,16 @@ def test_every_operator_of_the_library_has_a_formula():
     }
     assert names == set(flops.FORMULAS)
     assert all(getattr(NAMESPACE, name) in flop_registry for name in names)
+
+
+def test_a_formula_takes_its_operators_arguments_by_the_schema():
+    """Names, order and defaults are the schema's, so that another option of an operator does not touch its formula."""
+    for name, formula in flops.FORMULAS.items():
+        assert list(inspect.signature(formula).parameters) == ["args", "out_shape", "kwargs"], name
+    boxes = (7, 4)
+    wanted = flops.iou(7, "giou", xywh=False)
+    assert flops.FORMULAS["bbox_iou"](boxes, boxes, False, True) == wanted
+    assert flops.FORMULAS["bbox_iou"](boxes, GIoU=True, xywh=False, box2=boxes, out_shape=(7, 1)) == wanted
 
 
 COUNTER = "torch.utils.flop_counter"

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -109,7 +111,7 @@ def clip(elements: int) -> int:
     return norm(elements) + elements
 
 
-# From here on: from the arguments of an operator, tensors replaced by their shapes, as register_flop_formula wants it.
+# From here on: from the arguments of an operator by name (`a.box1`), tensors replaced by their shapes.
 
 
 def _pairs(box1: Shape, box2: Shape) -> int:
@@ -127,102 +129,41 @@ def _anchors(heads: Sequence[Shape], levels: Shape) -> int:
     return sum(h[0] * (math.prod(h[1:4]) if len(h) == 5 else levels[1] * h[2] * h[3]) for h in heads)
 
 
-def _bbox_iou(box1, box2, xywh=True, GIoU=False, DIoU=False, CIoU=False, eps=1e-7, *, out_shape=None) -> int:
-    kind = "ciou" if CIoU else "diou" if DIoU else "giou" if GIoU else "iou"
-    return iou(_pairs(box1, box2), kind, xywh)
+def _bbox_iou(a: Any) -> int:
+    kind = "ciou" if a.CIoU else "diou" if a.DIoU else "giou" if a.GIoU else "iou"
+    return iou(_pairs(a.box1, a.box2), kind, a.xywh)
 
 
-def _bbox_iou_backward(grad, box1, box2, kind, xywh, eps, output_mask, *, out_shape=None) -> int:
-    return iou_backward(_pairs(box1, box2), kind, xywh)
+def _any_iou_backward(a: Any) -> int:
+    return iou_backward(_pairs(a.box1, a.box2), a.kind, a.xywh)
 
 
-def _iou_loss(box1, box2, kind="ciou", xywh=True, reduction="mean", eps=1e-7, *, out_shape=None) -> int:
-    return iou_loss(_pairs(box1, box2), kind, xywh, reduction != "none")
-
-
-def _iou_loss_backward(grad, box1, box2, kind, xywh, reduction, eps, output_mask, *, out_shape=None) -> int:
-    return iou_backward(_pairs(box1, box2), kind, xywh)
-
-
-def _moves_alone(*args, out_shape=None, **kwargs) -> int:
+def _moves_alone(a: Any) -> int:
     return 0
 
 
-def _says_no_shape(*args, out_shape=None, **kwargs) -> int:
+def _says_no_shape(a: Any) -> int:
     """Pictures: whether a pixel is warped, mixed or recoloured is written in the tables, and no shape says it."""
     return 0
 
 
-def _bn_act(x, weight, bias, running_mean=None, running_var=None, num_batches_tracked=None, momentum=0.1, eps=1e-5,
-            activation="silu", slope=0.01, residual=None, *, out_shape=None) -> int:  # fmt: skip
-    return bn_act(math.prod(x), activation, residual is not None)
+def _bn_act_cat(a: Any) -> int:
+    shortcut = 0 if a.residual is None else math.prod(a.residual)
+    return sum(bn_act(math.prod(part), a.activation) for part in a.x) + shortcut
 
 
-def _bn_act_cat(x, weight, bias, running_mean, running_var, num_batches_tracked, momentum=0.1, eps=1e-5,
-                activation="silu", slope=0.01, residual=None, *, out_shape=None) -> int:  # fmt: skip
-    shortcut = 0 if residual is None else math.prod(residual)
-    return sum(bn_act(math.prod(part), activation) for part in x) + shortcut
+def _yolov5_decode(a: Any) -> int:
+    count = _anchors(a.heads, a.anchors)
+    return decode(count, _total(a.heads) // count - a.nm) if count else 0
 
 
-def _bn_act_backward(grad_y, x, weight, bias, mean, invstd, activation, slope, *, out_shape=None) -> int:
-    return bn_act_backward(math.prod(x), activation)
+def _compares_classes(a: Any) -> int:
+    images, outputs, anchors = a.prediction
+    return images * (a.nc or max(outputs - 4, 0)) * anchors
 
 
-def _upsample_backward(grad_output, *, out_shape=None) -> int:
-    return upsample_backward(math.prod(grad_output) // 4)
-
-
-def _max_pools_cat(x, kernel_size=5, pools=3, *, out_shape=None) -> int:
-    return max_pools(math.prod(x) * pools, kernel_size)
-
-
-def _max_pools_cat_backward(grad_y, indices, kernel_size=5, pools=3, *, out_shape=None) -> int:
-    return max_pools(math.prod(indices), kernel_size)
-
-
-def _yolov5_decode(heads, anchors, strides, nm=0, *, out_shape=None) -> int:
-    count = _anchors(heads, anchors)
-    return decode(count, _total(heads) // count - nm) if count else 0
-
-
-def _compares_objectness(prediction, *args, out_shape=None, **kwargs) -> int:
-    return prediction[0] * prediction[1]
-
-
-def _compares_classes(prediction, *args, nc=0, out_shape=None, **kwargs) -> int:
-    if len(args) > 6:  # nc by position
-        nc = args[6]
-    return prediction[0] * (nc or max(prediction[1] - 4, 0)) * prediction[2]
-
-
-def _yolov5_postprocess(heads, anchors, *args, out_shape=None, **kwargs) -> int:
-    return _anchors(heads, anchors)
-
-
-def _ultralytics_postprocess(boxes, scores, *args, out_shape=None, **kwargs) -> int:
-    return _total(scores)
-
-
-def _scale_boxes(boxes, letterboxes, xywh=False, *, out_shape=None) -> int:
-    return math.prod(boxes[:-1]) * SCALE_BOX[xywh]
-
-
-def _match(detections, labels, *args, out_shape=None, **kwargs) -> int:
-    return match(detections[-2], labels[0])
-
-
-def _confusion(matrix, detections, labels, *args, out_shape=None, **kwargs) -> int:
-    return match(detections[-2], labels[0])
-
-
-def _yolov5_loss(heads, targets, anchors, *args, out_shape=None, **kwargs) -> int:
-    return loss(_anchors(heads, anchors))
-
-
-def _yolov5_loss_backward(
-    grad, heads, targets, levels, owner, match_cell, match_values, object_gradient, **kwargs
-) -> int:
-    return loss_backward(math.prod(object_gradient))
+def _matches(a: Any) -> int:
+    return match(a.detections[-2], a.labels[0])
 
 
 def _v8_class_logits(heads: Sequence[Shape], reg_max: int) -> int:
@@ -231,87 +172,76 @@ def _v8_class_logits(heads: Sequence[Shape], reg_max: int) -> int:
     return sum(math.prod(head) // head[1] * (head[1] - 4 * reg_max) for head in heads)
 
 
-def _v8_loss(heads, *args, reg_max=16, out_shape=None, **kwargs) -> int:
-    return _v8_class_logits(heads, reg_max) * SOFTPLUS
-
-
-def _v8_loss_backward(grad, heads, *args, reg_max=16, out_shape=None, **kwargs) -> int:
-    return _v8_class_logits(heads, reg_max) * (SIGMOID + 1)
-
-
 def instance_masks(masks: int, channels: int, low: int, pixels: int) -> int:
     """Logits of `low` pixels of the prototypes, and `pixels` of the mask, each mixed of four and compared."""
     return masks * (low * 2 * channels + pixels * 9)
 
 
-def _instance_masks(protos, coefficients, boxes, size, *args, out_shape=None, **kwargs) -> int:
+def _instance_masks(a: Any) -> int:
     """Of boxes that cover the picture; outside a box nothing is computed."""
-    channels, height, width = protos[-3:]
-    return instance_masks(math.prod(coefficients[:-1]), channels, height * width, size[0] * size[1])
+    channels, height, width = a.protos[-3:]
+    return instance_masks(math.prod(a.coefficients[:-1]), channels, height * width, a.size[0] * a.size[1])
 
 
-def _ema(averages, values, decay, *, out_shape=None) -> int:
-    return ema(_total(averages))
+def _sgd(a: Any) -> int:
+    elements = _total(a.params)
+    scaled = elements if a.grad_scale is not None else 0
+    return sgd(elements, a.weight_decay != 0, bool(a.momentum_buffers), a.nesterov) + scaled
 
 
-def _sgd(params, grads, buffers, lr, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, maximize=False,
-         is_first_step=False, grad_scale=None, found_inf=None, *, out_shape=None) -> int:  # fmt: skip
-    elements = _total(params)
-    scaled = elements if grad_scale is not None else 0
-    return sgd(elements, weight_decay != 0, bool(buffers), nesterov) + scaled
+def _by_schema(name: str, formula: Callable[[Any], int]) -> Callable[..., int]:
+    """The formula as register_flop_formula wants it: it is called as the operator is, with the shape of the result besides."""
 
+    def count(*args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+        arguments = getattr(torch.ops.torch_fastdet, name).default._schema.arguments
+        given = dict(zip([argument.name for argument in arguments], args), **kwargs)
+        return formula(SimpleNamespace(**{each.name: given.get(each.name, each.default_value) for each in arguments}))
 
-def _unscale(grads, scale, found_inf, *, out_shape=None) -> int:
-    return unscale(_total(grads))
-
-
-def _norm(tensors, *, out_shape=None) -> int:
-    return norm(_total(tensors))
-
-
-def _clip(grads, max_norm, *, out_shape=None) -> int:
-    return clip(_total(grads))
+    return count
 
 
 #: Operator -> formula, for every operator of the library.
 FORMULAS: dict[str, Callable[..., int]] = {
-    "bbox_iou": _bbox_iou,
-    "bbox_iou_backward": _bbox_iou_backward,
-    "iou_loss": _iou_loss,
-    "iou_loss_backward": _iou_loss_backward,
-    "bn_act": _bn_act,
-    "bn_act_backward": _bn_act_backward,
-    "bn_act_cat": _bn_act_cat,
-    "space_to_depth": _moves_alone,
-    "space_to_depth_backward": _moves_alone,
-    "max_pools_cat": _max_pools_cat,
-    "max_pools_cat_backward": _max_pools_cat_backward,
-    "upsample_nearest2x": _moves_alone,
-    "upsample_nearest2x_backward": _upsample_backward,
-    "upsample_nearest2x_cat": _moves_alone,
-    "yolov5_decode": _yolov5_decode,
-    "non_max_suppression_padded": _compares_objectness,
-    "ultralytics_non_max_suppression_padded": _compares_classes,
-    "yolov5_postprocess": _yolov5_postprocess,
-    "ultralytics_postprocess": _ultralytics_postprocess,
-    "scale_boxes": _scale_boxes,
-    "instance_masks": _instance_masks,
-    "match_detections": _match,
-    "confusion_matrix_": _confusion,
-    "yolov5_loss": _yolov5_loss,
-    "yolov5_loss_backward": _yolov5_loss_backward,
-    "image_augment": _says_no_shape,
-    "image_augment_": _says_no_shape,
-    "image_letterbox": _says_no_shape,
-    "image_letterbox_": _says_no_shape,
-    "image_resize_": _says_no_shape,
-    "v8_loss": _v8_loss,
-    "v8_loss_backward": _v8_loss_backward,
-    "multi_tensor_ema_": _ema,
-    "multi_tensor_sgd_": _sgd,
-    "multi_tensor_unscale_": _unscale,
-    "multi_tensor_norm": _norm,
-    "multi_tensor_clip_grad_norm_": _clip,
+    name: _by_schema(name, formula)
+    for name, formula in {
+        "bbox_iou": _bbox_iou,
+        "bbox_iou_backward": _any_iou_backward,
+        "iou_loss": lambda a: iou_loss(_pairs(a.box1, a.box2), a.kind, a.xywh, a.reduction != "none"),
+        "iou_loss_backward": _any_iou_backward,
+        "bn_act": lambda a: bn_act(math.prod(a.x), a.activation, a.residual is not None),
+        "bn_act_backward": lambda a: bn_act_backward(math.prod(a.x), a.activation),
+        "bn_act_cat": _bn_act_cat,
+        "space_to_depth": _moves_alone,
+        "space_to_depth_backward": _moves_alone,
+        "max_pools_cat": lambda a: max_pools(math.prod(a.x) * a.pools, a.kernel_size),
+        "max_pools_cat_backward": lambda a: max_pools(math.prod(a.indices), a.kernel_size),
+        "upsample_nearest2x": _moves_alone,
+        "upsample_nearest2x_backward": lambda a: upsample_backward(math.prod(a.grad_output) // 4),
+        "upsample_nearest2x_cat": _moves_alone,
+        "yolov5_decode": _yolov5_decode,
+        "non_max_suppression_padded": lambda a: a.prediction[0] * a.prediction[1],  # objectness alone
+        "ultralytics_non_max_suppression_padded": _compares_classes,
+        "yolov5_postprocess": lambda a: _anchors(a.heads, a.anchors),
+        "ultralytics_postprocess": lambda a: _total(a.scores),
+        "scale_boxes": lambda a: math.prod(a.boxes[:-1]) * SCALE_BOX[a.xywh],
+        "instance_masks": _instance_masks,
+        "match_detections": _matches,
+        "confusion_matrix_": _matches,
+        "yolov5_loss": lambda a: loss(_anchors(a.heads, a.anchors)),
+        "yolov5_loss_backward": lambda a: loss_backward(math.prod(a.object_gradient)),
+        "image_augment": _says_no_shape,
+        "image_augment_": _says_no_shape,
+        "image_letterbox": _says_no_shape,
+        "image_letterbox_": _says_no_shape,
+        "image_resize_": _says_no_shape,
+        "v8_loss": lambda a: _v8_class_logits(a.heads, a.reg_max) * SOFTPLUS,
+        "v8_loss_backward": lambda a: _v8_class_logits(a.heads, a.reg_max) * (SIGMOID + 1),
+        "multi_tensor_ema_": lambda a: ema(_total(a.averages)),
+        "multi_tensor_sgd_": _sgd,
+        "multi_tensor_unscale_": lambda a: unscale(_total(a.grads)),
+        "multi_tensor_norm": lambda a: norm(_total(a.tensors)),
+        "multi_tensor_clip_grad_norm_": lambda a: clip(_total(a.grads)),
+    }.items()
 }
 
 
