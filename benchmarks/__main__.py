@@ -3,7 +3,7 @@
 --device cpu|cuda   default: the GPU where there is one
 --only NAME ...     some benchmarks, in this order: bbox_iou, upsample, ...; the roofline of all is always last
 --budget SECONDS    for all of them; 0: no limit. Default: 520, so that an H200 ends within ten minutes, build included
---out FOLDER        default: benchmarks/results/<machine>-<date>; then the tables of README.md and docs/ are made anew
+--out FOLDER        default: benchmarks/results/<machine>-<date>; then the tables of README.md and docs/ are written again
 
 A benchmark's old files in the folder are removed before it starts; one that fails or passes its limit loses what it
 has not measured yet, and nothing of the others. Longer tables than fit the budget:

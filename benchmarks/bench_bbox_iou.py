@@ -65,7 +65,7 @@ def measure(report: Report) -> None:
         if device.type == "cuda":
             # Autograd hands a GPU's backward to a thread of its own; this is our call without that hand-over.
             variants["torch_fastdet, one thread"] = one_thread(variants["torch_fastdet"])
-            if bbox_iou and n == SIZES["cuda"][0]:  # for small inputs; it compiles anew for each size
+            if bbox_iou and n == SIZES["cuda"][0]:  # for small inputs; each size is compiled again
                 variants[OVERHEAD] = step(overhead, box1, box2)
         try:
             from torchvision.ops import complete_box_iou_loss

@@ -457,7 +457,7 @@ def section(name: str) -> str:
 
 
 def rendered(page: Path) -> str:
-    """A page with its sections made anew."""
+    """A page with its generated sections up to date."""
     text = page.read_text()
     there = {name for _, name, _ in MARKER.findall(text)}
     if absent := [name for name in SECTIONS.get(page.name, ()) if name not in there]:

@@ -79,7 +79,7 @@ class Progress:
     LINE = re.compile(r"^\s*(\d+)/\d+\s+[\d.]+G\s+(\S+)\s+(\S+)\s+(\S+)\s.*\|\s*(\d+)/(\d+)\s\[")
 
     def feed(self, line: str, now: float) -> None:
-        """The bar is drawn anew once in an iteration, by its description, before its own counter goes up."""
+        """The bar is printed once in an iteration, by its description, before its own counter goes up."""
         if match := self.LINE.match(line):
             epoch, before, self.batches = (int(match.group(group)) for group in (1, 5, 6))
             iterations = self.done.setdefault(epoch, {})

@@ -56,7 +56,7 @@ def test_train_step_accumulates_over_shapes(gpu):
 
 @pytest.mark.parametrize("what", ["the EMA is validated", "reset", "a setting changes"])
 def test_train_step_keeps_an_accumulation(gpu, what):
-    """What happens between two micro-batches, graphs captured anew because of it, and the gradients so far."""
+    """What happens between two micro-batches, graphs captured again because of it, and the gradients so far."""
     model = Detector().to_device()
     plain = copy.deepcopy(model)
     batches = some_batches(18)

@@ -378,7 +378,7 @@ def test_a_failed_first_step_leaves_no_momentum_behind(device, fused):
         del a.found_inf
     assert not a.state_dict()["state"]
     for step in range(2):
-        set_grads(mine, step), set_grads(stock, step)  # anew: stock's foreach step may write into them
+        set_grads(mine, step), set_grads(stock, step)  # again: stock's foreach step may write into them
         a_step(), b.step()
     assert equal(mine, stock)
     left, right = a.state_dict()["state"], b.state_dict()["state"]

@@ -63,7 +63,7 @@ class InferenceGraphs:
     once in 32 calls at most.
 
     Tensors of the module that change in place are seen; after other tensors, or other settings, take their place, graphs are
-    captured anew. With gradients, autocast, hooks or parts in training mode a call runs eagerly. Several threads may call.
+    captured again. With gradients, autocast, hooks or parts in training mode a call runs eagerly. Several threads may call.
 
     Args:
         module: what to run.
@@ -104,7 +104,7 @@ class InferenceGraphs:
         return self._pool.bytes()
 
     def reset(self) -> None:
-        """Forget all graphs; the next calls capture anew."""
+        """Forget all graphs; the next calls capture again."""
         with self._lock:
             self._pool.reset()
 

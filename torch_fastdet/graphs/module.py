@@ -185,7 +185,7 @@ class ModuleGraphs:
         return module
 
     def reset(self) -> None:
-        """Forget all graphs; the next calls capture anew."""
+        """Forget all graphs; the next calls capture again."""
         self._pool.reset()
 
     def _forget(self) -> None:

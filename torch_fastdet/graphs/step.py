@@ -191,7 +191,7 @@ class TrainStep:
         self._pool.max_graphs = value
 
     def reset(self) -> None:
-        """Forget all graphs; the next calls capture anew. Gradients that are being added up stay."""
+        """Forget all graphs; the next calls capture again. Gradients that are being added up stay."""
         self._pool.reset()
 
     def memory(self) -> dict[str, Any]:

@@ -256,7 +256,7 @@ class PlannedLoader:
         elif not self._plans.on_gpu or not self.num_workers:
             batches = self._plans.batches(self.iterator)
         else:
-            # Batches are drawn as far as stock has drawn them when an epoch ends, where it may be drawn anew.
+            # Batches are drawn as far as stock has drawn them when an epoch ends, where stock may draw again.
             if self._ahead is None:
                 self._ahead = self._plans.batches(self.iterator, limited=True)
             batches = self._ahead

@@ -304,8 +304,8 @@ class State : public torch::CustomClassHolder {
     }
   }
 
-  // Rows of all that this object holds, whatever the call needs, so that all calls of a step share one work list. Made
-  // anew only where a tensor lies elsewhere or otherwise than at the last call.
+  // Rows of all that this object holds, whatever the call needs, so that all calls of a step share one work list. It is
+  // made again only if the address, layout or dtype of a tensor has changed since the last call.
   const List& rows(bool grads_written) {
     bool same = listed_ && (list_grads_written_ || !grads_written);
     if (same) {
