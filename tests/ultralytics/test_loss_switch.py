@@ -94,8 +94,10 @@ def leaves(preds):
 def run(criterion, preds, batch, scale=(1.0, 2.0, 0.5)):
     preds, tensors = leaves(preds)
     loss, items = criterion(preds, batch)
-    gradients = torch.autograd.grad((loss * torch.tensor(scale)).sum(), tensors)
-    return loss.detach(), items, gradients
+    wanted = (
+        loss * torch.tensor(scale)
+    ).sum()  # up to 8.4.132, stock's does not depend on boxes where nothing is assigned
+    return loss.detach(), items, torch.autograd.grad(wanted, tensors, allow_unused=True, materialize_grads=True)
 
 
 def assert_same(theirs, ours):
@@ -405,6 +407,26 @@ def test_a_version_with_another_loss_is_refused(monkeypatch):
     with pytest.raises(SwitchError, match="loss_optim cannot apply: its loss of a small batch is"):
         patch(loss_optim=True)
     assert stock_loss.v8DetectionLoss is REAL.loss
+
+
+@pytest.mark.parametrize("below, least, same", [(0, 1, False), (1, 1, True), (0, 0, False), (1, 0, False)])
+def test_another_assignment_of_small_boxes_is_refused(models, monkeypatch, capsys, below, least, same):
+    """Up to 8.4.126 sides below the first stride are enlarged to the second, later those below the second."""
+
+    class Assigner(tal.TaskAlignedAssigner):
+        def select_candidates_in_gts(self, points, boxes, mask, eps=1e-9):
+            center, side = (boxes[..., :2] + boxes[..., 2:]) / 2, boxes[..., 2:] - boxes[..., :2]
+            side = torch.where(side < self.stride[below], float(self.stride[least]), side)
+            return ((points - center[:, :, None]).abs() < side[:, :, None] / 2).all(-1)
+
+    assert ours_module._enlarges_short_sides(Assigner) is same
+    monkeypatch.setattr(ours_module._parts(REAL.loss), "enlarges_short_sides", same)
+    assert differs(REAL.loss) == (None if same else f"{ours_module.OTHER_SIDES}.")
+    capsys.readouterr()
+    model, batch = models("yolov8n.yaml"), make_batch()
+    theirs, ours = (run(kind(model), outputs(model, batch), batch) for kind in (REAL.loss, OURS))
+    assert_same(theirs, ours)
+    assert (ours_module.OTHER_SIDES in capsys.readouterr().out) is not same, "where it is made without patch()"
 
 
 def ties_last_first(values, k, dim=-1, largest=True):

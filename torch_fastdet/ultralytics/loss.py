@@ -39,6 +39,8 @@ ASSIGNER_METHODS = (
     "select_highest_overlaps",
 )
 
+OTHER_SIDES = "its TaskAlignedAssigner enlarges small boxes in another way than that of 8.4.190"
+
 
 def describe_fault(status: list[int], rows: int) -> str | None:
     """One line on what was wrong with targets; ``status`` is that of :func:`torch_fastdet.ops.v8_loss`."""
@@ -230,6 +232,8 @@ class _DetectionLoss(_Criterion):
             if attribute in vars(self):
                 return f"{name}.{attribute} was replaced"
         parts = _parts(self.stock)
+        if not parts.enlarges_short_sides:
+            return OTHER_SIDES
         for attribute, kind in (
             ("assigner", parts.assigner),
             ("bbox_loss", parts.bbox_loss),
@@ -376,6 +380,24 @@ class _Parts:
         self.bbox_loss: Any = _stock(module, "BboxLoss")
         self.dfl_loss: Any = _stock(module, "DFLoss")
         self.methods = {name: vars(self.assigner)[name] for name in ASSIGNER_METHODS if name in vars(self.assigner)}
+        self.enlarges_short_sides = _enlarges_short_sides(self.assigner)
+
+
+def _enlarges_short_sides(assigner: Any) -> bool:
+    """Whether the assigner enlarges the sides of a box below ``stride_val`` to that, and no others. Up to 8.4.126 it does so with those
+    below the first stride alone.
+
+    Stock's code tells for boxes of made-up sizes which anchors lie inside.
+    """
+    with torch.no_grad(), torch.inference_mode(False), torch.device("cpu"):
+        points = torch.cartesian_prod(torch.arange(48.0), torch.arange(48.0)) + 0.25
+        sides = torch.tensor([(3.0, 5.0), (7.5, 12.0), (12.0, 7.5), (15.0, 17.0), (20.0, 3.0), (21.0, 30.0)])
+        boxes, used = torch.cat((24 - sides / 2, 24 + sides / 2), 1), torch.ones(1, len(sides), 1)
+        try:
+            found = assigner(stride=[8, 16]).select_candidates_in_gts(points, boxes[None], used)[0].bool()
+        except (AttributeError, TypeError, RuntimeError):
+            return False
+    return torch.equal(found, ((points - 24).abs() < sides[:, None].clamp(min=16) / 2).all(2))
 
 
 def _stock(module: ModuleType, name: str) -> Any:

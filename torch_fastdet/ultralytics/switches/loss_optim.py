@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torch_fastdet.patching.switch import Name
-from torch_fastdet.ultralytics.loss import STOCK_MODULE, _subclass
+from torch_fastdet.ultralytics.loss import OTHER_SIDES, STOCK_MODULE, _parts, _subclass
 from torch_fastdet.ultralytics.switch import UltralyticsSwitch
 
 # Some constants of Ultralytics are not parameters: a version with others gives another loss here.
@@ -22,7 +22,6 @@ class LossOptim(UltralyticsSwitch):
     help = (
         "whole v8DetectionLoss and E2ELoss of training and validation in a few launches, without host synchronisation"
     )
-    oldest = "8.4.170"  # before it, small boxes were assigned in another way
     modules = ("utils.loss", "nn.tasks")
     names = (
         Name(
@@ -123,6 +122,8 @@ def trial(reg_max: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 def differs(stock: Any) -> str | None:
     """One line if stock's loss of a small made-up batch is not ours: small and overlapping boxes, both kinds of distances, topk2."""
     try:
+        if not _parts(stock).enlarges_short_sides:
+            return f"{OTHER_SIDES}."
         with torch.no_grad(), torch.inference_mode(False), torch.device("cpu"):
             for reg_max, topk, topk2 in BRANCHES:
                 preds, batch = trial(reg_max)
