@@ -336,6 +336,9 @@ def test_nothing_of_ours_is_in_copies_of_the_data_set(ultralytics, root, cache):
 
 @pytest.mark.cpu
 def test_copies_of_a_loader_are_stocks(ultralytics, root):
+    if loader_of(ultralytics, root("boxes"))[0].iterator is not None:
+        pytest.skip("this version's loaders begin at once, and cannot be copied")
+
     def copies():
         loader, _ = loader_of(ultralytics, root("boxes"), **HYP)
         text = pickle.dumps(loader)
@@ -419,7 +422,7 @@ def test_changed_code_is_left_alone(ultralytics, root, monkeypatch, capsys):
     assert type(loader) is ultralytics.build.InfiniteDataLoader
     assert "augment.MixUp.apply_image has been replaced." in capsys.readouterr().out
     drop_in.unpatch()
-    with pytest.raises(drop_in.SwitchError, match=r"MixUp.apply_image is not the one of ultralytics 8\.4\.170"):
+    with pytest.raises(drop_in.SwitchError, match=r"MixUp.apply_image is not the one of ultralytics 8\.4\.120"):
         drop_in.patch(loader_optim=True)
 
 
@@ -453,7 +456,7 @@ def test_a_file_that_breaks_after_the_scan_is_stocks_error(ultralytics, tmp_path
 
     stock = outcome()
     compare(ours(outcome), stock)
-    assert fault == "truncated" or "7.jpg" in stock[1]
+    assert fault == "truncated" or re.search("7.jpg|imdecode", stock[1])
 
 
 @pytest.mark.cpu
@@ -481,7 +484,11 @@ def test_a_disk_that_fills_leaves_no_half_written_picture(ultralytics, tmp_path,
     monkeypatch.setattr(np, "save", full)
     found = []
     for run in (batches, lambda *arguments, **options: ours(batches, *arguments, **options)):
-        found.append(run(ultralytics, where, cache="disk", epochs=1, **HYP))
+        try:
+            found.append(run(ultralytics, where, cache="disk", epochs=1, **HYP))
+        except FileNotFoundError:
+            assert run is batches
+            pytest.skip("this version's own cache fails on a full disk")
         assert not (where / "images" / "7.npy").exists() and (where / "images" / "8.npy").exists()
         for path in (where / "images").glob("*.npy"):
             path.unlink()

@@ -26,7 +26,7 @@ from torch_fastdet.loader.memory import CHANNELS, UNLIMITED, PictureMemory, pict
 from torch_fastdet.loader.ranks import shared_by_ranks
 from torch_fastdet.ultralytics.deferred import Planner, cannot_plan, view_class
 
-# Fingerprints of stock's code that ours stands for or counts on, from 8.4.170 to 8.4.190.
+# Fingerprints of stock's code that ours stands for or counts on, from 8.4.120 to 8.4.190.
 KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
     "ultralytics.data.augment": {
         "BaseTransform.__call__": ("81ea4d70",),
@@ -37,10 +37,10 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "Mosaic.apply_image": ("09daae11",),
         "MixUp.apply_image": ("ee077889",),
         "CutMix.apply_image": ("d288b43a",),
-        "CopyPaste.get_params": ("ac79ebd5",),
-        "CopyPaste.apply_image": ("1f7934f6",),
+        "CopyPaste.get_params": ("ac79ebd5", "0601aded"),
+        "CopyPaste.apply_image": ("1f7934f6", "4658a168"),
         "RandomPerspective.get_params": ("d6ed534d",),
-        "RandomPerspective.apply_image": ("302e4b64",),
+        "RandomPerspective.apply_image": ("302e4b64", "339b41e2"),
         "RandomHSV.apply_image": ("9a62fd7d", "ede6653d"),
         "RandomFlip.get_params": ("a5d66eb1",),
         "RandomFlip.apply_image": ("9513c3f9",),
@@ -52,12 +52,12 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
     "ultralytics.data.base": {
         "BaseDataset.__getitem__": ("e0b1222d",),
         "BaseDataset.get_image_and_label": ("b4d11cf2",),
-        "BaseDataset.load_image": ("3e289a45", "bb212356", "f790c565"),
-        "BaseDataset.cache_images": ("2ffd3a08",),
+        "BaseDataset.load_image": ("3e289a45", "bb212356", "f790c565", "f1180fbc", "e674731c"),
+        "BaseDataset.cache_images": ("2ffd3a08", "bea71cea", "0bcecf49"),
         "BaseDataset.set_rectangle": ("17bc2022",),
     },
     "ultralytics.data.dataset": {"YOLODataset.collate_fn": ("146beee5",)},
-    "ultralytics.data.build": {"InfiniteDataLoader": ("7b688ec0",)},
+    "ultralytics.data.build": {"InfiniteDataLoader": ("7b688ec0", "23b0041e")},
 }
 
 
@@ -65,7 +65,7 @@ def unknown_code(module: Any) -> str | None:
     """What in a module of Ultralytics is not the code that is known here, in a sentence; None where all is."""
     for name, known in KNOWN[module.__name__].items():
         if not _is_known(module, name, known):
-            return f"{module.__name__}.{name} is not the one of ultralytics 8.4.170 to 8.4.190."
+            return f"{module.__name__}.{name} is not the one of ultralytics 8.4.120 to 8.4.190."
     return None
 
 
@@ -158,6 +158,8 @@ def cache_images(stock: Callable[..., None]) -> Callable[..., None]:
         filling.__dict__ = self.__dict__
         filling.memory = memory
         stock(filling)
+        if isinstance(self.ims, list):  # 8.4.120 does not pack them
+            self.ims = SharedImages(memory, {i: im for i, im in enumerate(self.ims) if not memory.has(i)}, list)
 
     return cache_images
 
@@ -302,7 +304,7 @@ def build_dataloader(stock: Callable[..., Any], stock_loader: Any) -> Callable[.
     @_in_place_of(stock)
     def build_dataloader(*args: Any, **kwargs: Any) -> Any:
         loader: Any = stock(*args, **kwargs)
-        if type(loader) is not stock_loader or loader.iterator is not None:
+        if type(loader) is not stock_loader:
             return loader
         arguments = signature.bind(*args, **kwargs)
         arguments.apply_defaults()
@@ -346,4 +348,9 @@ def plan_loader(loader: Any, device: Any) -> Any:
     vars(planned).update(vars(loader))
     planned._plans = PlannedLoadingOfDicts(memory_of(loader.dataset), loader.num_workers, on_gpu, gpu)
     planned._pictures = kept_pictures(loader.dataset)
+    if loader.iterator is not None:  # up to 8.4.156 loaders begin at once: this one begins anew
+        loader.close()
+        loader.generator.manual_seed(loader.generator.initial_seed())
+        planned.iterator = None
+        planned.iterator = planned._get_iterator()
     return planned

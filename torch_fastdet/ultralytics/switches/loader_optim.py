@@ -31,7 +31,6 @@ class LoaderOptim(UltralyticsSwitch):
     help = "data loaders decode each picture once, and make batches with one operator, on the GPU where there is one"
     modules = ("data.build",)
     names = (Name("build_dataloader", build_dataloader, (BUILD,)),)
-    oldest = "8.4.170"
 
     def unsupported(self) -> str | None:
         if not hasattr(os, "memfd_create"):
