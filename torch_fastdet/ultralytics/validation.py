@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_fastdet import ops
 
-__all__ = ["confuse", "match", "update_on_host"]
+__all__ = ["confuse", "confusions", "match", "update_on_host"]
 
 
 def _rows(detections: dict[str, Tensor]) -> Tensor:
@@ -38,6 +38,17 @@ def match(stock: Callable, matching: Callable, rule: str) -> Callable:
     return _process_batch
 
 
+def confusions(rows: Tensor, labels: Tensor, classes: int, conf: float, iou_thres: float, rule: str) -> Tensor:
+    """The confusion matrix of one image, on the host, as Ultralytics counts by either rule of matching."""
+    counts = torch.zeros(classes + 1, classes + 1, dtype=torch.int64, device=rows.device)
+    ops.confusion_matrix_(counts, rows, labels, None, conf, iou_thres, rule)
+    counts = counts.cpu()
+    if rule == "best" and not counts[:-1, :-1].any():  # the operator adds no false positives then, as YOLOv5
+        found = rows[rows[:, 4] > conf, 5].long().cpu()
+        counts[:-1, -1] += torch.bincount(found, minlength=classes)[:classes]
+    return counts
+
+
 def confuse(stock: Callable, rule: str) -> Callable:
     """``ConfusionMatrix.process_batch`` by one operator; rotated boxes and kept matches (``visualize``) get stock's."""
 
@@ -51,9 +62,7 @@ def confuse(stock: Callable, rule: str) -> Callable:
         rows = _rows(detections)
         # Suppression sorts; end-to-end heads do not.
         rows = rows[rows[:, 4].argsort(descending=True, stable=True)]
-        counts = torch.zeros(self.nc + 1, self.nc + 1, dtype=torch.int64, device=rows.device)
-        ops.confusion_matrix_(counts, rows, _labels(batch).to(rows.device), None, conf, iou_thres, rule)
-        self.matrix += counts.cpu().numpy()
+        self.matrix += confusions(rows, _labels(batch).to(rows.device), self.nc, conf, iou_thres, rule).numpy()
 
     return process_batch
 

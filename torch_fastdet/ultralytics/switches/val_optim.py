@@ -18,6 +18,7 @@ from torch_fastdet.ultralytics.switch import UltralyticsSwitch
 VALIDATOR = "ultralytics.models.yolo.detect.val"
 METRICS = "ultralytics.utils.metrics"
 RULES = ("greedy", "best")
+IMAGES = (LABELS, LABELS[-1:], LABELS[:0])  # no detection meets the last label
 
 
 class ValOptim(UltralyticsSwitch):
@@ -82,15 +83,16 @@ def _stock_matches(match_predictions: Callable) -> torch.Tensor:
 
 
 def _confusions(rule: str) -> torch.Tensor:
-    matrix = torch.zeros(3, 3, dtype=torch.int64)
-    ops.confusion_matrix_(matrix, DETECTIONS, LABELS, rule=rule)
-    return matrix
+    return torch.stack([validation.confusions(DETECTIONS, labels, 2, 0.25, 0.45, rule) for labels in IMAGES])
 
 
 def _stock_confusions(stock: type) -> torch.Tensor:
-    matrix = stock(names={0: "0", 1: "1"})
-    matrix.process_batch(
-        {"bboxes": DETECTIONS[:, :4], "conf": DETECTIONS[:, 4], "cls": DETECTIONS[:, 5]},
-        {"bboxes": LABELS[:, 1:], "cls": LABELS[:, 0]},
-    )
-    return torch.as_tensor(matrix.matrix).long()
+    found = []
+    for labels in IMAGES:
+        matrix = stock(names={0: "0", 1: "1"})
+        matrix.process_batch(
+            {"bboxes": DETECTIONS[:, :4], "conf": DETECTIONS[:, 4], "cls": DETECTIONS[:, 5]},
+            {"bboxes": labels[:, 1:], "cls": labels[:, 0]},
+        )
+        found.append(torch.as_tensor(matrix.matrix).long())
+    return torch.stack(found)
