@@ -97,7 +97,7 @@ $(SERVE)/.installed: examples/triton/requirements.txt $(STAMP)
 serve-test: build $(SERVE)/.installed ## Triton Inference Server: export a detector, serve it, ask it, load it, stop it (downloads nvidia-pytriton)
 	$(SERVE)/bin/python -m examples.triton --python $(BIN)/python $(SERVE_ARGS)
 
-test-versions: build ## the tests of the Ultralytics drop-ins on 8.4.0, 8.4.80, 8.4.120, 8.4.150, 8.4.170 and 8.4.190 (downloads them)
+test-versions: build ## the tests of the Ultralytics drop-ins on 8.4.0, 8.4.80, 8.4.120, 8.4.132, 8.4.150, 8.4.169 and 8.4.190 (downloads them)
 	$(BIN)/python -m tools.check_versions
 
 test-asan: $(STAMP) ## the GoogleTests under AddressSanitizer and UndefinedBehaviorSanitizer

@@ -11,7 +11,7 @@ from ultralytics import YOLO
 
 from tests.graphs import fake_gpu
 from torch_fastdet.optim import FusedStep
-from torch_fastdet.patching import switch
+from torch_fastdet.patching import layout, switch
 from torch_fastdet.ultralytics import SwitchError, patch, unpatch
 from torch_fastdet.ultralytics.training_switch import TrainingSwitch
 
@@ -145,6 +145,8 @@ def patched(case):
         if options.device == "cpu":
             fake_gpu.install(monkeypatch)
             monkeypatch.setattr(switch, "missing_gpu", lambda: None)
+            # Before 8.4.150 the layout is ours to choose; the other one rounds otherwise.
+            monkeypatch.setattr(layout, "measure", lambda *_: {"NHWC": 2.0, "NCHW": 1.0})
             monkeypatch.setattr(TrainingSwitch, "objection", lambda self, trainer: None)
         with contextlib.redirect_stdout(said):
             patch(cuda_graph=True, channels_last=True, multi_tensor_optimizer="optimizer" in CASES[case][0])
