@@ -3,7 +3,7 @@
 import pytest
 
 FAMILIES = ("yolov8n", "yolo26n", "yolov10n", "segment", "segment26", "pose", "obb", "classify")
-CASES = ("stream", "augment", "embed", "hooks", "weights", "settings", "pickled", "validate", "threads")
+CASES = ("grey", "odd", "stream", "augment", "embed", "hooks", "weights", "settings", "pickled", "validate", "threads")
 FIRST = "cuda_graph: ultralytics.nn.backends.pytorch.PyTorchBackend.forward -> torch_fastdet."
 BEGUN = "answers by CUDA graphs from now on, one for each input shape"
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from ultralytics import YOLO
 from ultralytics.nn.backends.pytorch import PyTorchBackend
+from ultralytics.nn.tasks import DetectionModel
 from ultralytics.utils.ops import Profile
 
 from tests.graphs import fake_gpu
@@ -54,6 +55,8 @@ InferenceGraphs.__init__ = remember
 def model_of(name):
     torch.manual_seed(0)
     model = YOLO(FAMILIES.get(name, "yolov8n.yaml"))
+    if name == "grey":
+        model.model = DetectionModel("yolov8n.yaml", ch=1, verbose=False)
     with torch.no_grad():  # confidences that differ from anchor to anchor
         for parameter in model.model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
@@ -74,6 +77,21 @@ def predictions(model, **arguments):
 
 def family(name):
     return lambda: predictions(model_of(name))
+
+
+def grey():
+    """A model of one channel, whose loader makes such pictures of colored ones; pictures of one channel, too."""
+    model = model_of("grey")
+    assert model.model.model[0].conv.in_channels == 1
+    return [predictions(model), [rows(model.predict(picture[..., :1], **COMMON)) for picture in PICTURES]]
+
+
+def odd():
+    """Sides that no stride divides, thin pictures and a single pixel."""
+    shapes = [(33, 47), (61, 64), (1, 1), (500, 7), (3, 333), (127, 129)] * 4
+    drawn = np.random.default_rng(1)
+    model, pictures = model_of("odd"), [drawn.integers(0, 256, (*shape, 3), dtype=np.uint8) for shape in shapes]
+    return [rows(model.predict(picture, **COMMON)) for picture in pictures]
 
 
 def half():
@@ -161,7 +179,8 @@ def threads():
 
 
 CASES = {name: family(name) for name in FAMILIES} | {
-    case.__name__: case for case in (half, stream, augment, embed, hooks, weights, settings, pickled, validate, threads)
+    case.__name__: case
+    for case in (grey, odd, half, stream, augment, embed, hooks, weights, settings, pickled, validate, threads)
 }
 
 
