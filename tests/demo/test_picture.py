@@ -1,0 +1,59 @@
+"""The README's picture: its labels, and the whole command, tiny."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from examples.demo import dataset, picture
+
+cv2 = pytest.importorskip("cv2", exc_type=ImportError)
+for package in ("ultralytics", "sklearn"):
+    pytest.importorskip(package, exc_type=ImportError)
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_labels_lie_around_their_digits(index):
+    sources = dataset.load_sources()["val"]
+    pixels, labels = picture.draw(256, "val", index, sources)
+    again, _ = picture.draw(256, "val", index, sources)
+    assert pixels.shape == (256, 256, 3) and np.array_equal(pixels, again)
+    assert len(labels["seg"]) == len(labels["obb"]) > 0
+    for (digit, outline), (same, corners) in zip(labels["seg"], labels["obb"]):
+        assert digit == same and corners.shape == (4, 2)
+        sides = np.roll(corners, -1, 0) - corners
+        assert abs(sides[0] @ sides[1]) < 1e-6 and np.allclose(sides[0], -sides[2])
+        box = corners.astype(np.float32)
+        inside = [cv2.pointPolygonTest(box, (float(x), float(y)), True) for x, y in outline]
+        assert min(inside) > -2.5
+        assert cv2.contourArea(outline.astype(np.float32)) > 20
+
+
+def test_the_turn_is_counterclockwise():
+    ink = np.zeros((41, 11), np.uint8)
+    ink[:, 3:8] = 255
+    bar, corners = picture.turned(ink, 90)
+    assert bar.shape[1] > 35 and bar.shape[0] < 8
+    top_left = corners[0]
+    assert top_left[0] < 1 and top_left[1] > 7  # what was top left is bottom left
+
+
+def test_the_command(tmp_path):
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": "1",
+    }
+    words = ["--size", 64, "--train", 4, "--epochs", 1, "--batch", 4, "--device", "cpu", "--out", tmp_path]
+    command = [sys.executable, "-m", "examples.demo.picture", *map(str, words)]
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    logs = "".join(log.read_text()[-2000:] for log in tmp_path.glob("*.log"))
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:] + logs
+    assert Image.open(tmp_path / "picture.png").size == (3 * picture.SHOWN, picture.SHOWN + picture.CAPTION)
+    assert all(f"\n{name}: " in f"\n{result.stdout}" for name in picture.PANELS)
+    assert (tmp_path / "seg.log").read_text().count("torch_fastdet: ") > 3
