@@ -4,7 +4,8 @@
 
 On a GPU: half precision, 640x640, batch 32 and 8 workers, as val.py's defaults are but for --half; on the CPU yolov5n at 128x128. The
 pictures are the demo's, as JPEGs from disk; weights of two epochs on them are trained first, with every switch, so that there is something
-to detect. Both commands end with stock's plots. A pass is val.py's own progress bar from its beginning to its end.
+to detect. Both commands end with stock's plots. A pass is val.py's own progress bar from its beginning to its end. ``ap_per_class`` is
+measured apart.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import shutil
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from benchmarks.harness import OURS, WORK, Report, add_arguments, at_least, missing
@@ -42,6 +44,28 @@ def make_weights(model: str, data: Path, machine: Machine, env: dict[str, str]) 
     if not weights.exists():
         train(FASTDET, data, folder, env, machine, 2, 0, model=model, batch_size=64, show=False)
     return weights
+
+
+def measure_average_precision(report: Report, repetitions: int, count: int = 1_500_000) -> None:
+    """``ap_per_class`` of as many detections as COCO's 5,000 pictures can have, random ones, on the host."""
+    from yolov5.utils.metrics import ap_per_class
+
+    from torch_fastdet.yolov5.validation import average_precisions
+
+    generator = np.random.default_rng(0)
+    conf = generator.beta(0.3, 6, count).astype(np.float32)
+    correct = generator.random((count, 1)) < conf[:, None]
+    tp = correct & (np.arange(10) < generator.integers(0, 11, (count, 1)))
+    classes, labels = (generator.integers(0, 80, n).astype(np.float32) for n in (count, 36_781))
+    names = {number: str(number) for number in range(80)}
+    times: dict[str, list[float]] = {STOCK.title: [], OURS: []}
+    for _ in range(repetitions):
+        for variant, function in ((STOCK.title, ap_per_class), (OURS, average_precisions(ap_per_class))):
+            begun = time.perf_counter()
+            function(tp, conf, classes, labels, names=names)
+            times[variant].append(1e6 * (time.perf_counter() - begun))
+    for variant, values in times.items():
+        report.add(f"ap_per_class, {count:,} detections of 80 classes", variant, "call", values)
 
 
 def measure(report: Report, model: str, pictures: int, repetitions: int, flags: list[str]) -> None:
@@ -78,6 +102,7 @@ def measure(report: Report, model: str, pictures: int, repetitions: int, flags: 
     for index, what in enumerate(("the pass over the pictures", "the whole command")):
         for name, values in times.items():
             report.add(f"val.py, {model}, {kind}: {what}", name, "call", [1e6 * value[index] for value in values])
+    measure_average_precision(report, repetitions)
     report.write()
 
 

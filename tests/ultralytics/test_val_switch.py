@@ -37,7 +37,7 @@ def test_is_replaced_and_put_back(ultralytics):
     names = "update_metrics", "_process_batch"
     before = [vars(ultralytics.validator)[name] for name in names] + [vars(ultralytics.matrix)["process_batch"]]
     said = drop_in.patch(val_optim=True)
-    assert sum(line.startswith("val_optim: ultralytics.") for line in said) == 3
+    assert sum(line.startswith("val_optim: ultralytics.") for line in said) == 4
     drop_in.unpatch()
     assert before == [vars(ultralytics.validator)[name] for name in names] + [vars(ultralytics.matrix)["process_batch"]]
 

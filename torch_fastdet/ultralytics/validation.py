@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from torch_fastdet import ops
+from torch_fastdet.patching import average_precision
 
-__all__ = ["confuse", "confusions", "match", "update_on_host"]
+__all__ = ["average_precisions", "confuse", "confusions", "match", "update_on_host"]
 
 
 def _rows(detections: dict[str, Tensor]) -> Tensor:
@@ -47,6 +50,39 @@ def confusions(rows: Tensor, labels: Tensor, classes: int, conf: float, iou_thre
         found = rows[rows[:, 4] > conf, 5].long().cpu()
         counts[:-1, -1] += torch.bincount(found, minlength=classes)[:classes]
     return counts
+
+
+def average_precisions(stock: Any) -> Callable[..., Any]:
+    """``ap_per_class`` of ultralytics.utils.metrics from one sort; stock's own functions integrate, smooth and plot."""
+
+    def ap_per_class(
+        tp: Any,
+        conf: Any,
+        pred_cls: Any,
+        target_cls: Any,
+        plot: bool = False,
+        on_plot: Any = None,
+        save_dir: Path = Path(),
+        names: Any = None,
+        eps: float = average_precision.EPS,
+        prefix: str = "",
+    ) -> tuple[Any, ...]:
+        arrays = average_precision.is_taken(tp, conf, pred_cls, target_cls)
+        if not arrays or (plot and not len(target_cls)):
+            return stock(tp, conf, pred_cls, target_cls, plot, on_plot, save_dir, names, eps, prefix)
+        host = stock.__globals__
+        result = average_precision.curves(tp, conf, pred_cls, target_cls, host["compute_ap"], eps)
+        rows = [np.zeros_like(result.x) if row is None else row for row in result.precision_by_recall()]
+        by_recall = np.array(rows) if rows else np.zeros((1, len(result.x)))
+        if plot:
+            shown = {i: names[c] for i, c in enumerate(result.classes) if c in names} if names else {}
+            average_precision.plot(
+                stock, result, by_recall, shown, lambda short: save_dir / f"{prefix}{short}_curve.png", on_plot=on_plot
+            )
+        numbers = (*result.at_best(host["smooth"], eps), result.ap, result.classes.astype(int))
+        return *numbers, result.precision, result.recall, result.f1, result.x, by_recall
+
+    return ap_per_class
 
 
 def confuse(stock: Callable, rule: str) -> Callable:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_fastdet import ops
+from torch_fastdet.patching import average_precision
 
-__all__ = ["confusion_matrix_class", "process_batch", "scale_boxes"]
+__all__ = ["average_precisions", "confusion_matrix_class", "process_batch", "scale_boxes"]
 
 
 def process_batch(detections: Tensor, labels: Tensor, iouv: Tensor) -> Tensor:
@@ -52,6 +54,35 @@ def scale_boxes(img1_shape: Sequence[int], boxes: Any, img0_shape: Sequence[int]
         else:
             side.clip(0, limit, out=side)
     return boxes
+
+
+def average_precisions(stock: Any) -> Callable[..., Any]:
+    """``ap_per_class`` of utils.metrics from one sort; stock's own functions integrate, smooth and plot."""
+
+    def ap_per_class(
+        tp: Any,
+        conf: Any,
+        pred_cls: Any,
+        target_cls: Any,
+        plot: bool = False,
+        save_dir: Any = ".",
+        names: Any = (),
+        eps: float = average_precision.EPS,
+        prefix: str = "",
+    ) -> tuple[Any, ...]:
+        if not average_precision.is_taken(tp, conf, pred_cls, target_cls):
+            return stock(tp, conf, pred_cls, target_cls, plot, save_dir, names, eps, prefix)
+        host = stock.__globals__
+        result = average_precision.curves(tp, conf, pred_cls, target_cls, host["compute_ap"], eps)
+        if plot:
+            shown = dict(enumerate(name for number, name in names.items() if number in result.classes))
+            by_recall = [values for values in result.precision_by_recall() if values is not None]
+            average_precision.plot(
+                stock, result, by_recall, shown, lambda short: Path(save_dir) / f"{prefix}{short}_curve.png"
+            )
+        return *result.at_best(host["smooth"], eps), result.ap, result.classes.astype(int)
+
+    return ap_per_class
 
 
 def confusion_matrix_class(stock: type, on_use: Callable[[], None]) -> type:

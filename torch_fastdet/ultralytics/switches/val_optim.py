@@ -1,4 +1,4 @@
-"""``val_optim``: detections matched with labels in C++, with one copy to the host a batch."""
+"""``val_optim``: detections matched with labels in C++, with one copy to the host a batch; AP from one sort."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from torch_fastdet import ops
+from torch_fastdet.patching import average_precision
 from torch_fastdet.patching.import_hook import namespace
 from torch_fastdet.patching.matching_case import DETECTIONS, IOUV, LABELS
 from torch_fastdet.patching.switch import class_of
@@ -19,6 +20,8 @@ VALIDATOR = "ultralytics.models.yolo.detect.val"
 METRICS = "ultralytics.utils.metrics"
 RULES = ("greedy", "best")
 IMAGES = (LABELS, LABELS[-1:], LABELS[:0])  # no detection meets the last label
+# Of 8.4.120 to 8.4.180, and of 8.4.185 to 8.4.190.
+KNOWN = {"ap_per_class": ("f5a9d556", "e8ab4de3"), "compute_ap": ("d0c7762c", "b5719675")}
 
 
 class ValOptim(UltralyticsSwitch):
@@ -32,6 +35,7 @@ class ValOptim(UltralyticsSwitch):
             self._replace_validator(class_of(module, "DetectionValidator"))
         elif name == METRICS:
             self._replace_matrix(class_of(module, "ConfusionMatrix"))
+            average_precision.replace(self, module, KNOWN, validation.average_precisions)
 
     def _replace_validator(self, stock: Any) -> None:
         if stock is None or self.has_replaced(stock):

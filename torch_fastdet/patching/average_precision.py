@@ -1,0 +1,157 @@
+"""``ap_per_class`` of both hosts from one sort by class and confidence, in place of a search for each class: the same bits.
+
+Between two true positives recall stays and precision falls. So ``compute_ap`` of the host, given only the true positives, the
+detection before each and the last one, returns what it returns for all detections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from torch_fastdet._say import say
+from torch_fastdet.loader.fingerprint import fingerprint
+from torch_fastdet.patching.engine import defined_in, describe
+from torch_fastdet.patching.import_hook import namespace
+from torch_fastdet.patching.switch import Switch
+
+NAME = "ap_per_class"
+EPS = 1e-16
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Precision and recall of each class that has labels.
+
+    Args:
+        classes: (c,) the classes, ascending.
+        labels: (c,) how many labels each has.
+        x: (1000,) confidences at which ``precision``, ``recall`` and ``f1`` stand, (c, 1000) each, at the first IoU threshold.
+        ap: (c, t) average precision at each IoU threshold.
+        envelopes: recall and precision from which ``ap`` at the first threshold is made; None for a class without detections.
+    """
+
+    classes: np.ndarray
+    labels: np.ndarray
+    x: np.ndarray
+    precision: np.ndarray
+    recall: np.ndarray
+    f1: np.ndarray
+    ap: np.ndarray
+    envelopes: list[tuple[np.ndarray, np.ndarray] | None]
+
+    def at_best(self, smooth: Callable, eps: float) -> tuple[np.ndarray, ...]:
+        """True and false positives, precision, recall and F1 of each class where the classes' mean F1 is highest."""
+        best = smooth(self.f1.mean(0), 0.1).argmax() if len(self.classes) else 0
+        precision, recall = self.precision[:, best], self.recall[:, best]
+        true = (recall * self.labels).round()
+        return true, (true / (precision + eps) - true).round(), precision, recall, self.f1[:, best]
+
+    def precision_by_recall(self) -> list[np.ndarray | None]:
+        """(1000,) precision at the recalls ``x`` for each class."""
+        return [None if envelope is None else np.interp(self.x, *envelope) for envelope in self.envelopes]
+
+
+def _by_class(conf: np.ndarray, classes: np.ndarray) -> np.ndarray:
+    """Indices by class, and within a class by falling confidence; ties in the hosts' order."""
+    order = np.argsort(-conf)
+    classes = classes[order]
+    with np.errstate(invalid="ignore"):
+        short = classes.astype(np.uint16)  # numpy sorts 16 bits by counting
+    return order[np.argsort(short if np.array_equal(short, classes) else classes, kind="stable")]
+
+
+def _turns(hits: np.ndarray, count: int) -> np.ndarray:
+    """Indices of the true positives among ``count`` detections, of those just before them, and of the last one."""
+    return np.unique(np.concatenate((hits, hits[hits > 0] - 1, [count - 1])))
+
+
+def curves(
+    tp: np.ndarray,
+    conf: np.ndarray,
+    pred_cls: np.ndarray,
+    target_cls: np.ndarray,
+    compute_ap: Callable,
+    eps: float = EPS,
+) -> Curves:
+    """The curves of detections and labels, as both hosts define them.
+
+    Args:
+        tp: (n, t) bool, whether a detection is correct at each IoU threshold.
+        conf: (n,) confidences.
+        pred_cls: (n,) classes of the detections.
+        target_cls: (m,) classes of the labels.
+        compute_ap: the host's function of recall and precision.
+        eps: added to divisors.
+    """
+    classes, labels = np.unique(target_cls, return_counts=True)
+    x = np.linspace(0, 1, 1000)
+    ap = np.zeros((len(classes), tp.shape[1]))
+    precision, recall = np.zeros((2, len(classes), len(x)))
+    envelopes: list[tuple[np.ndarray, np.ndarray] | None] = []
+    order = _by_class(conf, pred_cls)
+    tp, falling, pred_cls = tp[order], -conf[order], pred_cls[order]
+    starts: Any = np.searchsorted(pred_cls, classes, side="left")
+    stops: Any = np.searchsorted(pred_cls, classes, side="right")
+    for i, (first, last, wanted) in enumerate(zip(starts, stops, labels)):
+        envelopes.append(None)
+        if first == last:
+            continue
+        rows = tp[first:last]
+        found = rows[:, 0].cumsum()
+        recall[i] = np.interp(-x, falling[first:last], found / (wanted + eps), left=0)
+        precision[i] = np.interp(-x, falling[first:last], found / np.arange(1, len(rows) + 1), left=1)
+        for threshold in range(tp.shape[1]):
+            hits = np.flatnonzero(rows[:, threshold])
+            turns = _turns(hits, len(rows))
+            found = np.searchsorted(hits, turns, side="right")
+            ap[i, threshold], envelope, steps = compute_ap(found / (wanted + eps), found / (turns + 1))
+            if threshold == 0:
+                envelopes[i] = steps, envelope
+    f1 = 2 * precision * recall / (precision + recall + eps)
+    return Curves(classes, labels, x, precision, recall, f1, ap, envelopes)
+
+
+def is_taken(tp: Any, *others: Any) -> bool:
+    """Whether these are the arrays that the hosts' validation passes."""
+    arrays = isinstance(tp, np.ndarray) and all(isinstance(other, np.ndarray) for other in others)
+    return arrays and tp.dtype == np.bool_ and tp.ndim == 2
+
+
+def plot(
+    stock: Callable, result: Curves, by_recall: Any, names: Any, file: Callable[[str], Path], **options: Any
+) -> None:
+    """Stock's four plots, by stock's functions."""
+    host = stock.__globals__
+    host["plot_pr_curve"](result.x, by_recall, result.ap, file("PR"), names, **options)
+    for values, short, title in (
+        (result.f1, "F1", "F1"),
+        (result.precision, "P", "Precision"),
+        (result.recall, "R", "Recall"),
+    ):
+        host["plot_mc_curve"](result.x, values, file(short), names, ylabel=title, **options)
+
+
+def replace(switch: Switch, module: ModuleType, known: Mapping[str, Collection[str]], make: Callable) -> None:
+    """Replace the host's ``ap_per_class``, which ``module`` defines, by ``make(stock)`` everywhere.
+
+    Args:
+        switch: whose replacement it is.
+        module: the host's module of metrics.
+        known: fingerprints of ``ap_per_class`` and of ``compute_ap``. Other code stays, and a line says so.
+        make: makes the drop-in.
+    """
+    name = namespace(module)["__name__"]
+    stock = defined_in(name, NAME)
+    if stock is None or switch.has_replaced(module, NAME):
+        return
+    for function, fingerprints in known.items():
+        if fingerprint(defined_in(name, function)) not in fingerprints:
+            say(f"{switch.name}: {describe(stock)} stays: {function} is not one that is known here.")
+            return
+    switch.patches.replace_everywhere(switch.name, stock, make(stock), switch.patches.modules())
