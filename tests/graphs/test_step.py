@@ -627,6 +627,23 @@ def test_a_capture_puts_no_hooks_on_the_model(gpu, graphed):
     assert model.stem[-1].hooked == [False, False]  # the warm-up and the capture
 
 
+@pytest.mark.parametrize("name, value", [("ssi", 0), ("balance", [1.0, 2.0, 3.0]), ("balance", [4.0, 1.0, 0.4, 9.0])])
+def test_settings_of_autobalance_reach_the_graph(gpu, name, value):
+    """Weights of another number of levels lie elsewhere; a graph would go on with the old ones."""
+    models = [Detector().to_device()]
+    models.append(copy.deepcopy(models[0]))
+    images, targets = some_batches(1)[0]
+    losses = [ComputeLoss(model, autobalance=True) for model in models]
+    step = TrainStep(models[0], losses[0], SGD(models[0].parameters(), lr=0.0), max_norm=None)
+    for i in range(7):
+        if i == 3:
+            for loss in losses:
+                setattr(loss, name, value)
+        got, want = step(images, targets), losses[1](models[1](images.float() / 255), targets)[1]
+        assert torch.equal(got, want), i
+    assert losses[0].balance == losses[1].balance
+
+
 def test_train_step_without_scaler_and_average(gpu):
     models = [Detector().to_device()]
     models.append(copy.deepcopy(models[0]))

@@ -88,7 +88,7 @@ class TrainStep:
     What a graph has baked in is looked at in each call, and captured again where it changed: memory, ``requires_grad``,
     training flags, the optimizer's groups and flags, ``fused.max_norm``, the scaler's and the EMA's settings, another scaler, EMA or loss in
     the place of this one, and what ``loss.graph_key()`` returns, where the loss has it (:class:`GraphLoss`; ComputeLoss: gains, ``anchors``,
-    ``gr``, ``sort_obj_iou``, ``balance``). Call
+    ``gr``, ``sort_obj_iou``, ``balance``, ``ssi``). Call
     :meth:`reset` after changing anything else that decides what runs: attributes of layers, hooks, a loss of your own,
     global flags of torch. Images and targets in pinned memory are read after the call has returned, as with ``non_blocking=True``: do not
     write into them before you have read the items.

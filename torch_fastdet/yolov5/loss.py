@@ -136,8 +136,10 @@ class ComputeLoss:
         hyp = self.hyp
         gains = hyp["box"], hyp["obj"], hyp["cls"], hyp["anchor_t"]
         anchors = self.anchors.data_ptr(), self.anchors.dtype, self.anchors.device
-        balance = None if self.autobalance else tuple(self._balance)
-        return gains, anchors, self.gr, self.sort_obj_iou, self.autobalance, balance
+        held = self._balance_tensor  # captured calls read it where it was, and with autobalance write it
+        place = None if held is None else (held.data_ptr(), held.numel())
+        balance = self.ssi if self.autobalance else tuple(self._balance)
+        return gains, anchors, self.gr, self.sort_obj_iou, self.autobalance, balance, place
 
     def check(self) -> None:
         """Wait for the losses computed so far; raise ValueError if the targets of one had a bad row, or more than its rows."""
