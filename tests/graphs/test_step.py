@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.graphs import fake_gpu
+from tests.graphs.fake_gpu import GPU
 from tests.graphs.samples import (
     Detector,
     HostSync,
@@ -21,7 +23,7 @@ from tests.graphs.samples import (
 from torch_fastdet import optim
 from torch_fastdet._private import module_has_hooks
 from torch_fastdet.ema import ModelEMA
-from torch_fastdet.graphs import CaptureError, GraphedModule, GraphLoss, TrainStep
+from torch_fastdet.graphs import CaptureError, GraphedModule, GraphLoss, TrainStep, _capture
 from torch_fastdet.graphs._baked import StepWatch
 from torch_fastdet.graphs._loss import Offer
 from torch_fastdet.optim import SGD, FusedStep
@@ -625,6 +627,26 @@ def test_a_capture_puts_no_hooks_on_the_model(gpu, graphed):
         for _ in range(3):
             sum(head.sum() for head in call(images.to(gpu).float())).backward()
     assert model.stem[-1].hooked == [False, False]  # the warm-up and the capture
+
+
+def test_another_stream_keeps_what_its_step_reads(monkeypatch):
+    """Else the memory of images and targets that are dropped could be used again before that stream has read them."""
+    fake_gpu.install(monkeypatch)
+    seen = []
+    monkeypatch.setattr(_capture, "read_on", lambda tensors, stream: seen.append((list(tensors), stream)))
+    model = Detector()
+    step = TrainStep(model, ComputeLoss(model), SGD(model.parameters(), lr=0.01), max_norm=None)
+    batches, other = some_batches(4), fake_gpu.FakeStream(GPU.device)
+    for batch in batches[:2]:
+        step(*batch)
+    assert not seen
+    with fake_gpu.on(other):
+        for batch in batches[2:]:
+            step(*batch)
+    ((tensors, stream),) = seen
+    (phase,) = [phase for _, phase in step._pool.items()]
+    held = [phase.images, step._targets, step._count, *[gradient for _, gradient in step._gradients]]
+    assert stream is other and {id(t) for t in held} == {id(t) for t in tensors}
 
 
 @pytest.mark.parametrize("name, value", [("ssi", 0), ("balance", [1.0, 2.0, 3.0]), ("balance", [4.0, 1.0, 0.4, 9.0])])

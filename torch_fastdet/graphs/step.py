@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from torch_fastdet import _graph
 from torch_fastdet._graph import Graph
 from torch_fastdet._private import foreach_add, foreach_copy_
 from torch_fastdet._say import say as print_line
@@ -147,6 +148,7 @@ class TrainStep:
             self._count = torch.zeros((), dtype=torch.int64, device=self.device)
             self._watch = StepWatch(model, self.fused)
             self._baked = Baked((), (), ())
+            self._stream = _graph.current_stream(self.device)  # of the last call
             self._follow_changes()
 
     @property
@@ -196,17 +198,26 @@ class TrainStep:
 
     def memory(self) -> dict[str, Any]:
         """What is captured: number of graphs, image shapes, room for targets, bytes of the graphs' pool and of all else."""
-        images = {id(phase.images): phase.images for _, phase in self._pool.items()}
-        tensors = [*images.values(), *[g for _, g in self._gradients]]
-        if self._targets is not None:
-            tensors.append(self._targets)
         return {
             "graphs": len(self._pool),
             "shapes": sorted({key[0] for key in self._pool}),
             "max_targets": 0 if self._targets is None else self._targets.shape[0],
             "pool_bytes": self._pool.bytes(),
-            "static_bytes": sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+            "static_bytes": sum(tensor.numel() * tensor.element_size() for tensor in self._static()),
         }
+
+    def _static(self) -> list[torch.Tensor]:
+        """What graphs read and write outside of their pool."""
+        images = {id(phase.images): phase.images for _, phase in self._pool.items()}
+        targets = [] if self._targets is None else [self._targets]
+        return [*images.values(), *[gradient for _, gradient in self._gradients], *targets]
+
+    def _follow_stream(self) -> None:
+        """Another stream than that of the last call may still read what is dropped in a later call."""
+        stream = _graph.current_stream(self.device)
+        if stream != self._stream:
+            _capture.read_on([*self._static(), self._count], stream)
+            self._stream = stream
 
     def __call__(self, images: torch.Tensor, targets: torch.Tensor, update: bool = True) -> torch.Tensor:
         """Train on one batch; returns the loss items.
@@ -217,6 +228,7 @@ class TrainStep:
             update: whether to take the optimizer's step, or only to add up gradients for a later one.
         """
         self._check_call(images, targets)
+        self._follow_stream()
         self._follow_changes()
         self._take_targets(targets)
         # In a process group the update is no part of the graph: the exchange comes before it.
