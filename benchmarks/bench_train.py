@@ -1,9 +1,10 @@
 """The real, unmodified train.py, stock and with torch_fastdet: time of an iteration, loader included.
 
-    python -m benchmarks.bench_train [--defaults s16 s64] [--models s16] [--epochs N] [--flags fastdet] [--out FOLDER]
+    python -m benchmarks.bench_train [--defaults s16 s64] [--cached s64 --workers 8 2] [--models s16] [--epochs N] [--flags fastdet] [--out FOLDER]
 
 --defaults, GPU only: train.py with its default options, as README's command starts it: 640x640, 8 workers, JPEGs from disk (those of
 bench_loader). Weights are random, so that nothing is downloaded, and there are no plots.
+--cached: the same command with --cache ram and so many workers. On the CPU at 128x128: a dry run.
 --models: the demo's pictures from a RAM cache. On a GPU at 640x640 (s16 s64 m32 is the whole table); on the CPU yolov5n at 128x128.
 An iteration is the mean over an epoch without its first batch, as examples/demo counts it; the first epoch is left out.
 """
@@ -27,8 +28,11 @@ from torch_fastdet.yolov5.registry import ALL, SWITCHES
 VALIDATED = 64  # pictures of the training set, after each epoch
 
 
-def measure_defaults(report: Report, models: list[str], epochs: int, flags: list[str], pictures: int) -> None:
-    root = make_data(pictures, validated=VALIDATED)
+def measure_defaults(
+    report: Report, models: list[str], epochs: int, flags: list[str], pictures: int, cached_by: int | None = None
+) -> None:
+    """train.py on JPEGs: with its default options, or with --cache ram and ``cached_by`` workers."""
+    root = make_data(pictures, validated=min(VALIDATED, pictures))
     data = WORK / f"jpegs-{pictures}.yaml"
     names = "".join(f"  {number}: class{number}\n" for number in range(80))
     data.write_text(f"path: {root}\ntrain: images\nval: validated.txt\nnames:\n{names}")
@@ -38,10 +42,14 @@ def measure_defaults(report: Report, models: list[str], epochs: int, flags: list
         place = ["--project", str(folder), "--name", variant.name, "--exist-ok", "--noplots"]
         options = ["--data", str(data), "--weights", "", "--cfg", str(config), "--epochs", str(epochs), *place]
         options += [] if batch == 16 else ["--batch-size", str(batch)]
+        options += [] if cached_by is None else ["--cache", "ram", "--workers", str(cached_by)]
+        options += [] if report.device.type == "cuda" else ["--imgsz", "128"]
         return run_train(variant, options, folder / variant.name, env, show=False)
 
     for name in models:
-        case = f"yolov5{name[0]}, batch {name[1:]}, train.py's default options, JPEGs from disk"
+        case = f"yolov5{name[0]}, batch {name[1:]}, train.py"
+        case += "'s default options, JPEGs from disk" if cached_by is None else f" --cache ram --workers {cached_by}"
+        case += "" if report.device.type == "cuda" else " at 128"
         compare(report, case, name, flags, "defaults", run)
 
 
@@ -92,6 +100,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.add_argument("--defaults", nargs="*", type=size_and_batch, help="default: s16 on a GPU")
+    parser.add_argument("--cached", nargs="*", type=size_and_batch, default=[], help="default: none")
+    parser.add_argument("--workers", nargs="+", type=at_least(0), default=[8, 2], help="of --cached; default: 8 and 2")
     parser.add_argument(
         "--models", nargs="*", type=size_and_batch, help="size and batch; default: s16 on a GPU, n16 on the CPU"
     )
@@ -112,11 +122,13 @@ def main() -> None:
     report = Report("train", torch.device(options.device), options.out)
     report.resume()
     pictures = options.pictures or (1024 if cuda else 256)
-    everything = options.defaults is None and options.models is None
+    everything = options.defaults is None and options.models is None and not options.cached
     defaults = ["s16"] if everything else options.defaults or []
     models = ["s16" if cuda else "n16"] if everything else options.models or []
     if cuda:  # first: what users start
         measure_defaults(report, defaults, options.epochs or 2, options.flags, pictures)
+    for workers in options.workers if options.cached else []:
+        measure_defaults(report, options.cached, options.epochs or 2, options.flags, pictures, workers)
     measure(report, models, options.epochs or 3, options.flags, pictures)
     report.plot()
 
