@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from torch_fastdet.loader import dataloader, device
-from torch_fastdet.loader.device import DevicePictures
+from torch_fastdet.loader.device import DevicePictures, PageLocks, Turns
 from torch_fastdet.loader.memory import PictureMemory
 from torch_fastdet.loader.plan import Layer, Picture, Source, pack
 
@@ -58,21 +58,14 @@ def cudart(monkeypatch):
     return made
 
 
-def pictures_without_gpu(memory, cudart):
-    pictures = object.__new__(DevicePictures)
-    pictures.memory, pictures._size, pictures._pinned, pictures._host = memory, 0, {}, memory.tensor()
-    pictures._ready = SimpleNamespace(synchronize=lambda: cudart.done.append("waited"))
-    return pictures
-
-
 def test_pages_are_unlocked_behind_the_copies_from_there_by_the_last_who_uses_them(cudart):
     memory = PictureMemory([(4, 6)], 1 << 20)
-    one, other = (pictures_without_gpu(memory, cudart) for _ in range(2))
+    one, other = (PageLocks(memory.tensor(), lambda: cudart.done.append("waited")) for _ in range(2))
     start = memory.tensor().data_ptr()
-    for pictures in one, other, one:
-        pictures._pin(0, 72)
-    assert cudart.done == [("lock", start, memory.nbytes)] and one._pinned == other._pinned == {0: True}
-    del one, pictures
+    for locks in one, other, one:
+        locks.lock(0, 72)
+    assert cudart.done == [("lock", start, memory.nbytes)] and one.pieces == other.pieces == {0: True}
+    del one, locks
     gc.collect()
     assert cudart.done[1:] == ["waited"]
     del other
@@ -84,18 +77,18 @@ def test_pages_that_cannot_be_locked_leave_no_error_behind(cudart, monkeypatch, 
     """CUDA's runtime keeps the error for the next launch; one line says it, however many pieces there are."""
     monkeypatch.setattr(device, "CHUNK", 64)
     memory = PictureMemory([(4, 6), (4, 6)], 1 << 20)
-    pictures, cudart.result = pictures_without_gpu(memory, cudart), 2
+    locks, cudart.result = PageLocks(memory.tensor(), lambda: cudart.done.append("waited")), 2
     for start, size in (0, 72), (0, 72), (128, 72):
-        pictures._pin(start, size)
+        locks.lock(start, size)
     assert cudart.done.count("forget") == sum(call[0] == "lock" for call in cudart.done) > 1
-    assert pictures._pinned and not any(pictures._pinned.values()) and not any(device._locked.values())
+    assert locks.pieces and not any(locks.pieces.values()) and not any(device._locked.values())
     said = capsys.readouterr().out.splitlines()
     assert said == [
         "torch_fastdet: loader_optim: copies of pictures to the GPU do not overlap: CUDA cannot lock their memory (error 2)"
     ]
-    del pictures
+    del locks
     gc.collect()
-    assert not any(call[0] == "unlock" for call in cudart.done)
+    assert "waited" not in cudart.done and not any(call[0] == "unlock" for call in cudart.done)
 
 
 def test_a_launch_behind_a_failed_lock_reports_nothing(cuda):
@@ -111,36 +104,18 @@ def test_a_launch_behind_a_failed_lock_reports_nothing(cuda):
         torch.cuda.cudart().cudaHostUnregister(start)
 
 
-def plan_of(memory, index, height, width):
-    return pack(
-        [Picture(height, width, [Layer(height, width, [(Source(index, height, width), 0, 0, 0, 0, width, height)])])],
-        memory,
-    )
-
-
-def test_two_threads_at_once(monkeypatch):
+def test_two_threads_take_turns():
     """What one thread notes as uploaded is recorded before another one waits for it."""
-    memory = PictureMemory([(4, 6)], 1 << 20)
-    memory.put(0, np.zeros((4, 6, 3), dtype=np.uint8), (4, 6))
     events, inside, go_on = [], threading.Event(), threading.Event()
-    stream = SimpleNamespace(wait_event=lambda event: events.append("wait"))
-    pictures = object.__new__(DevicePictures)
-    pictures.memory, pictures.device, pictures._size, pictures._pinned = memory, None, 0, {}
-    pictures._lock = threading.Lock()
-    pictures._ready = SimpleNamespace(record=lambda stream: events.append("record"))
-    pictures._cache = SimpleNamespace(record_stream=lambda stream: None)
-    pictures._tables = lambda plan: [None] * 7
+    turns = Turns(SimpleNamespace(record=lambda stream: events.append("record")))
 
-    def bring(plan):
-        events.append("bring")
-        inside.set()
-        go_on.wait(10)
+    def bring():
+        with turns.turn(SimpleNamespace(wait_event=lambda event: events.append("wait"))):
+            events.append("bring")
+            inside.set()
+            go_on.wait(10)
 
-    pictures._bring = bring
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(device.ops, "image_augment", lambda *arguments, **options: None)
-    monkeypatch.setattr(device.ops, "opencv_rules", lambda: ("fixed", 32))
-    threads = [threading.Thread(target=pictures, args=(plan_of(memory, 0, 4, 6),)) for _ in range(2)]
+    threads = [threading.Thread(target=bring) for _ in range(2)]
     threads[0].start()
     assert inside.wait(10)
     threads[1].start()
@@ -149,6 +124,19 @@ def test_two_threads_at_once(monkeypatch):
     for thread in threads:
         thread.join(10)
     assert events == ["wait", "bring", "record"] * 2
+
+
+def test_the_next_turn_waits_for_one_that_failed():
+    """Memory may run out behind the first uploads, which are noted as here."""
+    events = []
+    turns = Turns(SimpleNamespace(record=events.append))
+    stream = SimpleNamespace(wait_event=lambda event: None)
+    with pytest.raises(RuntimeError, match="no memory"), turns.turn(stream):
+        raise RuntimeError("no memory")
+    assert events == [stream]
+    with turns.turn(stream):
+        pass
+    assert events == [stream, stream]
 
 
 def test_two_threads_make_one_finisher(monkeypatch):
@@ -188,6 +176,6 @@ def test_ends_while_pictures_are_uploaded(cuda, monkeypatch):
     assert (pictures(pack([Picture(size, size, [layer])], memory)) == 7).all()  # which locks the pages
     torch.cuda._sleep(200_000_000)
     batch = pictures(pack([Picture(size, size, [layer])], memory))
-    assert pictures._pinned == {0: True}
+    assert pictures._locks.pieces == {0: True}
     del pictures, memory
     assert (batch == 7).all()

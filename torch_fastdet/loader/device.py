@@ -6,9 +6,11 @@ then nothing but tables is uploaded from the second epoch on. Other pictures are
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -75,6 +77,63 @@ def _forget_error() -> None:
     ctypes.CDLL(str(LIBRARY)).cudaGetLastError()  # torch does not offer it; the library is linked with torch's runtime
 
 
+class PageLocks:
+    """Pieces of the shared memory that are page-locked, until this object goes.
+
+    Args:
+        host: the shared memory.
+        finish: waits for all copies from there; called before pages are unlocked.
+    """
+
+    def __init__(self, host: torch.Tensor, finish: Callable[[], None]) -> None:
+        self._host = host
+        self._finish = finish
+        #: Whether each piece that was asked for is locked, by its number.
+        self.pieces: dict[int, bool] = {}
+
+    def lock(self, start: int, size: int) -> None:
+        """Lock the pieces that hold a picture, so that its copy overlaps the step. One line says if CUDA refuses."""
+        for piece in range(start // CHUNK, (start + size - 1) // CHUNK + 1):
+            if piece in self.pieces:
+                continue
+            begin = piece * CHUNK
+            reason = lock_pages(self._host.data_ptr() + begin, min(CHUNK, self._host.numel() - begin))
+            if reason and all(self.pieces.values()):
+                say(
+                    f"loader_optim: copies of pictures to the GPU do not overlap: CUDA cannot lock their memory ({reason})"
+                )
+            self.pieces[piece] = not reason
+
+    def __del__(self) -> None:
+        locked = [piece for piece, locked in self.pieces.items() if locked]
+        if locked:
+            self._finish()
+        for piece in locked:
+            unlock_pages(self._host.data_ptr() + piece * CHUNK)
+
+
+class Turns:
+    """Lets threads change GPU memory one after another, each on its own stream and behind the work of the one before.
+
+    Args:
+        done: an event behind which the memory is free to use.
+    """
+
+    def __init__(self, done: torch.cuda.Event) -> None:
+        self._done = done
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def turn(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        """What a thread queues on ``stream`` inside of this runs before what the next thread queues inside of it."""
+        with self._lock:
+            stream.wait_event(self._done)
+            try:
+                yield
+            finally:  # a turn that failed has queued something, too
+                self._done.record(stream)
+
+
 class DevicePictures:
     """The pictures of one data set on one GPU, and the batches made of them. Several threads may ask for batches."""
 
@@ -83,15 +142,14 @@ class DevicePictures:
         self.device = device
         self._size = _take(memory.nbytes, device)
         self._cache = self._allocate()
-        # What streams wait for before they use the cache: its memory is free, and earlier uploads have ended.
-        self._ready = torch.cuda.Event()
-        self._ready.record(torch.cuda.current_stream(device))
+        ready = torch.cuda.Event()
+        ready.record(torch.cuda.current_stream(device))  # the cache's memory is free behind it
+        self._turns = Turns(ready)
         ends = memory.offsets + memory.shapes.prod(1) * CHANNELS
         self._fits = (memory.offsets >= 0) & (ends <= self._size)
         self._here = np.zeros(len(memory), dtype=bool)
         self._host = memory.tensor()
-        self._pinned: dict[int, bool] = {}
-        self._lock = threading.Lock()  # what is noted as here is only there behind what `_ready` has recorded
+        self._locks = PageLocks(self._host, ready.synchronize)
 
     @property
     def nbytes(self) -> int:
@@ -100,20 +158,13 @@ class DevicePictures:
 
     def __del__(self) -> None:
         _give_back(getattr(self, "_size", 0))
-        pinned = [chunk for chunk, pinned in getattr(self, "_pinned", {}).items() if pinned]
-        if pinned:
-            self._ready.synchronize()  # copies from there may still be on their way
-        for chunk in pinned:
-            unlock_pages(self._host.data_ptr() + chunk * CHUNK)
 
     def __call__(self, plan: Plan) -> torch.Tensor:
         """The pictures of a plan, uint8 (n, 3, height, width), made on the current stream."""
         stream = torch.cuda.current_stream(self.device)
-        with self._lock:
-            stream.wait_event(self._ready)
+        with self._turns.turn(stream):  # what is noted as here is only there behind the turn that brought it
             self._cache.record_stream(stream)  # the allocator keeps it until this batch is made
             upload = self._bring(plan)
-            self._ready.record(stream)
         placements, layers, matrices, pictures, blend, tables, masks = self._tables(plan)
         warp, lanes = ops.opencv_rules()
         return ops.image_augment(
@@ -156,26 +207,13 @@ class DevicePictures:
         upload[: own.numel()].copy_(own, non_blocking=True)
         for index, place, size in zip(pass_by.tolist(), places.tolist(), sizes.tolist(), strict=False):
             start = int(memory.offsets[index])
-            self._pin(start, size)
+            self._locks.lock(start, size)
             upload[place : place + size].copy_(self._host[start : start + size], non_blocking=True)
         if len(pass_by):
             shown = np.isin(plan.sources, pass_by)
             plan.placements[shown, 0] = OWN
             plan.placements[shown, 1] = places[np.searchsorted(pass_by, plan.sources[shown])]
         return upload
-
-    def _pin(self, start: int, size: int) -> None:
-        """Page-lock the pieces of the shared memory that hold a picture, so that its copy overlaps the step."""
-        for chunk in range(start // CHUNK, (start + size - 1) // CHUNK + 1):
-            if chunk in self._pinned:
-                continue
-            begin = chunk * CHUNK
-            reason = lock_pages(self._host.data_ptr() + begin, min(CHUNK, self.memory.nbytes - begin))
-            if reason and all(self._pinned.values()):
-                say(
-                    f"loader_optim: copies of pictures to the GPU do not overlap: CUDA cannot lock their memory ({reason})"
-                )
-            self._pinned[chunk] = not reason
 
     def _tables(self, plan: Plan) -> list[torch.Tensor]:
         """The plan's tables on the GPU, in one copy."""
