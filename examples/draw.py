@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFont
 
 if not __package__:  # run as a file, not with -m
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -49,6 +49,8 @@ def draw(picture: Image.Image, detections: list[Detection], names: list[str]) ->
             result = tint(result, found.mask, color(names.index(found.name)))
     canvas = ImageDraw.Draw(result)
     width = max(1, round(min(result.size) / 200))
+    letters = max(10, round(min(result.size) / 32))
+    font = ImageFont.load_default(letters)
     for found in reversed(detections):
         left, top, right, bottom = (round(x) for x in found.box)
         ink = color(names.index(found.name))
@@ -58,9 +60,10 @@ def draw(picture: Image.Image, detections: list[Detection], names: list[str]) ->
             points = [(x, y) for x, y in found.corners]
             canvas.line([*points, points[0]], fill=ink, width=width)
         text = f"{found.name} {found.confidence:.2f}"
-        label = canvas.textbbox((left, top), text, anchor="lb" if top >= 12 else "lt")
+        label = canvas.textbbox((left, top), text, font, "lb" if top >= 1.2 * letters else "lt")
         canvas.rectangle(label, fill=ink)
-        canvas.text(label[:2], text, fill="black", anchor="lt")
+        bright = 0.3 * ink[0] + 0.6 * ink[1] + 0.1 * ink[2] > 110
+        canvas.text(label[:2], text, "black" if bright else "white", font, "lt")
     return result
 
 

@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFont
 
 from examples.command_line import devices, folder, positive, run, usable_device
 from examples.demo import dataset
@@ -29,7 +29,7 @@ from examples.yolov5_env import environment
 
 SHOWN = 480  # pixels of the side of a panel, whatever size the models were trained at
 CAPTION = 24
-LARGEST_TURN = 60  # degrees: a six that is turned further is a nine
+LARGEST_TURN = 45  # degrees: a six that is turned much further is a nine
 TASKS = {"seg": "segment", "obb": "obb"}
 PANELS = ("boxes", "masks", "rotated boxes")
 
@@ -144,7 +144,8 @@ def panels(picture: Image.Image, weights: dict[str, Path], device: str) -> Image
     for i, (found, names) in enumerate([(boxes, seg.names), (masks, seg.names), (rotated, obb.names)]):
         print(f"{PANELS[i]}: {', '.join(f'{one.name} {one.confidence:.2f}' for one in found) or 'nothing'}")
         result.paste(drawn(picture, found, names), (i * SHOWN, CAPTION))
-        ImageDraw.Draw(result).text((i * SHOWN + SHOWN / 2, CAPTION / 2), PANELS[i], "black", anchor="mm")
+        middle = i * SHOWN + SHOWN / 2, CAPTION / 2
+        ImageDraw.Draw(result).text(middle, PANELS[i], "black", ImageFont.load_default(16), "mm")
     return result
 
 
