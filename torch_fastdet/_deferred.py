@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -59,6 +60,8 @@ class DeferredStatus:
         buffer.copy_(status, non_blocking=True)
         event.record(torch.cuda.current_stream(status.device))  # where the copy runs, whatever device is current
         self._pending.append((buffer, event, rows, status.device))
+        if _unread is not None:
+            _unread.add(self)
 
     def raise_arrived(self, wait: bool = False) -> None:
         """Raise ValueError for the first status that arrived and has an error. ``wait``: wait for all of them first."""
@@ -70,3 +73,30 @@ class DeferredStatus:
             error = self._describe(status, rows)
             if error is not None:
                 raise ValueError(error)
+
+
+# Inside of raised_at_the_end: whose statuses have been copied. They outlive their losses here.
+_unread: set[DeferredStatus] | None = None
+
+
+@contextlib.contextmanager
+def raised_at_the_end() -> Iterator[None]:
+    """For a whole program: where it ends well, raise the errors that no later call has seen, such as those of its last step."""
+    global _unread
+    _unread = set()
+    try:
+        yield
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+        _raise_unread()
+        raise
+    else:
+        _raise_unread()
+    finally:
+        _unread = None
+
+
+def _raise_unread() -> None:
+    for status in _unread or ():
+        status.raise_arrived(wait=True)

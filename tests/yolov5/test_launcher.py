@@ -174,6 +174,42 @@ def test_a_script_that_fails_keeps_its_exit_code(fake_yolov5, ending, code):
     assert "replaced nothing" not in out
 
 
+LAST_STEP = """
+import sys, torch
+from torch_fastdet._deferred import DeferredStatus
+
+class Event:
+    def record(self, stream): ...
+    def query(self): return False
+    def synchronize(self): ...
+
+empty = torch.empty
+torch.empty = lambda *args, pin_memory=False, **options: empty(*args, **options)
+torch.cuda.Event, torch.cuda.current_stream = Event, lambda device: None
+
+def train():
+    checks = DeferredStatus(lambda status, rows: f"row {status[0]} of {rows} is bad")
+    checks.add(torch.tensor([7]), 8)
+
+train()
+"""
+
+
+@pytest.mark.parametrize(
+    "ending, code, error",
+    [
+        ("", 1, "ValueError: row 7 of 8 is bad"),
+        ("sys.exit()", 1, "ValueError: row 7 of 8 is bad"),
+        ("sys.exit(5)", 5, ""),
+    ],
+)
+def test_a_fault_of_the_last_step_is_raised(fake_yolov5, ending, code, error):
+    """On every rank: train.py's ranks above 0 do nothing after their last step, where rank 0 validates and sees its own."""
+    (fake_yolov5.folder / "last.py").write_text(LAST_STEP + ending)
+    lines = fake_yolov5.python("-m", "torch_fastdet.yolov5", "last.py", "--loss_optim", code=code).stdout.splitlines()
+    assert (lines[-1] if lines else "") == error
+
+
 def test_a_module_runs_without_a_blank_behind_m(fake_yolov5):
     (fake_yolov5.folder / "data.json").write_text('{"boxes": 1}')
     out = fake_yolov5.python("-m", "torch_fastdet.yolov5", "-mjson.tool", "--compact", "data.json").stdout

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+from torch_fastdet._deferred import raised_at_the_end
 from torch_fastdet._say import say
 from torch_fastdet.patching.launcher import Launcher
 from torch_fastdet.patching.switch import SwitchError
@@ -89,7 +90,9 @@ def main(argv: list[str] | None = None) -> None:
     code, module = _load_script(command.script) if command.script is not None else _load_module(str(command.module))
     sys.argv = [str(command.script) if command.script is not None else str(module.__file__), *command.arguments]
     try:
-        _run_as_main(code, module)
+        # Only rank 0 of train.py validates after the last step, and sees there what was wrong in it.
+        with raised_at_the_end():
+            _run_as_main(code, module)
     except SystemExit as end:
         if end.code is None or (isinstance(end.code, int) and end.code == 0):
             _tell_unused(command)
