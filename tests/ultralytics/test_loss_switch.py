@@ -236,6 +236,23 @@ def test_half_precision_is_nearer_to_float32_than_stock(models, name, dtype):
     torch.testing.assert_close(mine[0], exact[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["yolov8n.yaml", "yolo26n.yaml"])
+@pytest.mark.parametrize("part", ["scores", "boxes"])
+@pytest.mark.parametrize("cell, numbers", [(0, 1), (27, 3)], ids=["outside", "inside"])
+def test_nan_predictions_give_what_stock_gives(models, name, part, cell, numbers):
+    """One NaN beside the only target: in the scores the class part is NaN; inside it, every part."""
+    model, batch = models(name), make_batch(1, 1)
+    batch["bboxes"] = torch.tensor([[0.3, 0.45, 0.4, 0.6]])
+    preds = outputs(model, batch)
+    for branch in (preds["one2many"], preds["one2one"]) if "one2many" in preds else (preds,):
+        branch[part][0, :, cell] = float("nan")
+    stock, ours = (kind(preds, batch) for kind in criteria(model))
+    torch.testing.assert_close(ours[0], stock[0], rtol=LOSS, atol=LOSS, equal_nan=True)
+    torch.testing.assert_close(ours[1], stock[1], rtol=LOSS, atol=LOSS, equal_nan=True)
+    expected = 0 if part == "boxes" and numbers == 1 else numbers
+    assert sum(bool(value.isnan()) for value in ours[1].values()) == expected
+
+
 class OwnTerm(REAL.loss):
     """The usual way to change the loss: a term of one's own on the assigned targets."""
 

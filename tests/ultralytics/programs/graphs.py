@@ -98,7 +98,24 @@ CASES = {
     "resume_AdamW": ({"optimizer": "AdamW", "epochs": 3}, stop_after_an_epoch),
     "resume_MuSGD": ({"optimizer": "MuSGD", "epochs": 3}, stop_after_an_epoch),
     "out_of_memory_AdamW": ({"optimizer": "AdamW"}, out_of_memory),
+    "auto": ({"optimizer": "auto"}, None),
+    # With the loss too.
+    "resume_yolo26n": ({"model": "yolo26n.yaml", "epochs": 3}, stop_after_an_epoch),
+    "together": (
+        {
+            "optimizer": "AdamW",
+            "epochs": 3,
+            "imgsz": 128,
+            "multi_scale": 0.25,
+            "mosaic": 1.0,
+            "close_mosaic": 1,
+            "val": True,
+            "save_period": 1,
+        },
+        stop_after_an_epoch,
+    ),
 }
+WITH_LOSS = ("resume_yolo26n", "together")
 
 
 def counted(step):
@@ -136,6 +153,7 @@ def train(case, kind):
         "files": {file.name: b"torch_fastdet" in file.read_bytes() for file in sorted(folder.iterdir())},
         "batch": trainer.batch_size,
         "fused": len(fused_steps),
+        "branches": [getattr(getattr(trainer.model, "criterion", None), name, None) for name in ("o2m", "o2o")],
     }
 
 
@@ -149,7 +167,8 @@ def patched(case):
             monkeypatch.setattr(layout, "measure", lambda *_: {"NHWC": 2.0, "NCHW": 1.0})
             monkeypatch.setattr(TrainingSwitch, "objection", lambda self, trainer: None)
         with contextlib.redirect_stdout(said):
-            patch(cuda_graph=True, channels_last=True, multi_tensor_optimizer="optimizer" in CASES[case][0])
+            optimizer = "optimizer" in CASES[case][0]
+            patch(cuda_graph=True, channels_last=True, multi_tensor_optimizer=optimizer, loss_optim=case in WITH_LOSS)
         monkeypatch.setattr(FusedStep, "step", counted(FusedStep.step))
         try:
             with contextlib.redirect_stdout(said):
