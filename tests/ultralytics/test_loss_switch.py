@@ -253,6 +253,23 @@ def test_nan_predictions_give_what_stock_gives(models, name, part, cell, numbers
     assert sum(bool(value.isnan()) for value in ours[1].values()) == expected
 
 
+@pytest.mark.parametrize("name", ["yolov8n.yaml", "yolo26n.yaml"])
+def test_large_logits_of_half_precision_give_float32s_loss(models, name):
+    """Validation in an early epoch may have them; the sum of their entropy is beyond what float16 holds."""
+    model, batch = models(name), make_batch(20)
+    preds = outputs(model, batch)
+    torch.manual_seed(2)
+    half, exact = {}, {}
+    for branch, outs in preds.items() if "one2many" in preds else (("", preds),):
+        logits = (300 * torch.randn_like(outs["scores"])).half()
+        half[branch] = outs | {"scores": logits, "boxes": outs["boxes"].half()}
+        exact[branch] = outs | {"scores": logits.float(), "boxes": outs["boxes"].half().float()}
+    stock, ours = criteria(model)
+    want, got = (kind(made.get("", made), batch)[1] for kind, made in ((stock, exact), (ours, half)))
+    assert max(want.values()) > 1e4
+    torch.testing.assert_close(got, want, rtol=LOSS, atol=LOSS)
+
+
 class OwnTerm(REAL.loss):
     """The usual way to change the loss: a term of one's own on the assigned targets."""
 
