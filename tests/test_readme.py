@@ -242,6 +242,7 @@ COMMANDS = [
     ),
     (r"python -m examples\.export\b.*", Held("tests/examples/test_examples.py", 'run("examples.export"')),
     (r"python -m examples\.serve\b.*", Held("tests/examples/test_examples.py", 'run("examples.serve"')),
+    (r"python -m examples\.demo\.picture\b.*", Held("tests/demo/test_picture.py", '"-m", "examples.demo.picture"')),
     (r"cmake -S tests/cpp .*", Held("Makefile", "-S tests/cpp -B $(1) -DSANITIZE=$(2)")),
     (r"cmake .*", Held("tests/packaging/test_cmake.py", "def test_package_finds_torch_by_itself_and_says_what_it_has")),
     # YOLOv5 as it is, without us
