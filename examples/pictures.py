@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,16 +103,18 @@ class UltralyticsDetector:
         found = []
         for picture in pictures:
             (result,) = self.model.predict(picture, device=self.device, retina_masks=True, verbose=False)
-            found.append(list(self._detections(result)))
+            found.append(list(detections_of(result, self.names)))
         return found
 
-    def _detections(self, result: Any) -> Iterator[Detection]:
-        rotated = result.obb is not None
-        boxes = result.obb if rotated else result.boxes
-        corners = boxes.xyxyxyxy.tolist() if rotated else [None] * len(boxes)
-        masks = [None] * len(boxes) if result.masks is None else result.masks.data.cpu().numpy() > 0
-        for label, confidence, box, own_corners, mask in zip(boxes.cls, boxes.conf, boxes.xyxy, corners, masks):
-            yield Detection(self.names[int(label)], float(confidence), box.tolist(), own_corners, mask)
+
+def detections_of(result: Any, names: Sequence[str]) -> Iterator[Detection]:
+    """What a result of Ultralytics says of one picture."""
+    rotated = result.obb is not None
+    boxes = result.obb if rotated else result.boxes
+    corners = boxes.xyxyxyxy.tolist() if rotated else [None] * len(boxes)
+    masks = [None] * len(boxes) if result.masks is None else result.masks.data.cpu().numpy() > 0
+    for label, confidence, box, own_corners, mask in zip(boxes.cls, boxes.conf, boxes.xyxy, corners, masks):
+        yield Detection(names[int(label)], float(confidence), box.tolist(), own_corners, mask)
 
 
 def detector_of(path: str | Path, device: str = "cpu") -> PictureDetector | UltralyticsDetector:

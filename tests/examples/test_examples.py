@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from examples import command_line, draw, export, serve, train_step
-from examples.pictures import Detection, PictureDetector, UltralyticsDetector, find_pictures, read
+from examples.pictures import Detection, PictureDetector, detections_of, find_pictures, read
 from tests import stock
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -160,22 +160,20 @@ def test_drawing_masks_and_rotated_boxes():
 
 def test_results_of_ultralytics_become_detections():
     results = pytest.importorskip("ultralytics.engine.results")
-    image, names = np.zeros((20, 30, 3), np.uint8), {0: "ant", 1: "bee"}
-    model = UltralyticsDetector.__new__(UltralyticsDetector)
-    model.names = list(names.values())
+    image, names = np.zeros((20, 30, 3), np.uint8), ["ant", "bee"]
     masks = torch.zeros(1, 20, 30)
     masks[:, 3:5] = 1
-    kind = {"path": "", "names": names}
+    kind = {"path": "", "names": dict(enumerate(names))}
     upright = results.Results(image, boxes=torch.tensor([[1.0, 2, 9, 8, 0.75, 1]]), masks=masks, **kind)
-    (found,) = model._detections(upright)
+    (found,) = detections_of(upright, names)
     assert found[:4] == ("bee", 0.75, [1, 2, 9, 8], None)
     assert found.mask.dtype == bool and found.mask.sum() == 60 and found.mask[3:5].all()
     rotated = results.Results(image, obb=torch.tensor([[10.0, 8, 8, 4, torch.pi / 2, 0.5, 0]]), **kind)
-    (found,) = model._detections(rotated)
+    (found,) = detections_of(rotated, names)
     assert found.name == "ant" and found.mask is None
     np.testing.assert_allclose(found.box, [8, 4, 12, 12], atol=1e-4)
     np.testing.assert_allclose(sorted(found.corners), [[8, 4], [8, 12], [12, 4], [12, 12]], atol=1e-4)
-    assert list(model._detections(results.Results(image, boxes=torch.zeros(0, 6), **kind))) == []
+    assert list(detections_of(results.Results(image, boxes=torch.zeros(0, 6), **kind), names)) == []
 
 
 def test_a_yolov5_checkpoint_is_served_with_stocks_boxes(tmp_path, no_yolov5):
