@@ -149,9 +149,9 @@ class Planner:
     def _source(self, index: int) -> tuple[Source, tuple[int, int]]:
         """A picture as stock's ``load_image`` returns it: where it is, and its original size."""
         memory = self.memory
-        if not memory.has(index):
+        if not self.dataset.remembers(index):
             pixels, original, (height, width) = self.dataset.load_image(index)
-            if not memory.has(index):
+            if not self.dataset.remembers(index):
                 return Source(int(index), height, width, np.ascontiguousarray(pixels)), original
         return Source(int(index), *memory.shape(index)), memory.original(index)
 
@@ -334,6 +334,7 @@ def dataset_class(stock: type, version: Version) -> type:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             self._memory: PictureMemory | None = None
             self._memory_lock: Any = threading.Lock()
+            self._memory_is_of: tuple[int, bool] | None = None
             self._all_in_memory = False
             super().__init__(*args, **kwargs)
             _ = self.memory  # while other ranks wait for the first one
@@ -343,7 +344,16 @@ def dataset_class(stock: type, version: Version) -> type:
             with self._memory_lock:
                 if self._memory is None:
                     self._memory = _memory_for(self, everything=self._all_in_memory)
+                    self._memory_is_of = self.img_size, self.augment
                 return self._memory
+
+        def remembers(self, i: int) -> bool:
+            """Whether the memory has the picture as ``load_image`` gives it now."""
+            # Stock's own cache of pictures (--cache ram) keeps them in the size that they had.
+            return self.memory.has(i) and (self.ims[i] is not None or self._memory_is_current())
+
+        def _memory_is_current(self) -> bool:
+            return self._memory_is_of == (self.img_size, self.augment)
 
         def check_cache_ram(self, *args: Any, **kwargs: Any) -> bool:
             self._all_in_memory = super().check_cache_ram(*args, **kwargs)
@@ -363,6 +373,8 @@ def dataset_class(stock: type, version: Version) -> type:
             if self.ims[i] is not None:
                 return super().load_image(i)
             memory = self.memory
+            if not self._memory_is_current():
+                return super().load_image(i)  # somebody has set another size since
             picture = memory.get(i)
             if picture is None:
                 picture, original, size = super().load_image(i)

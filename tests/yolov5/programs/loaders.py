@@ -232,6 +232,26 @@ def changed_labels():
     compare(mine, batches(root, **TRAIN, workers=0, epochs=1))
 
 
+def changed_size():
+    """A loop that trains on other sizes, epoch by epoch: pictures are kept in the size that the loader was made for."""
+
+    def growing(root, **options):
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+        loader, dataset = dataloaders.create_dataloader(str(root / "images"), SIZE, 6, 32, **options)
+        out = []
+        for size in (SIZE, 64, 128, SIZE):
+            dataset.img_size, dataset.mosaic_border = size, [-size // 2, -size // 2]
+            out += [(images.cpu(), labels.cpu(), paths, shapes) for images, labels, paths, shapes in loader]
+            out.append(dataset[2])
+        return out
+
+    root = make("boxes")
+    for options in ({"augment": True, "hyp": {**HYP, "mosaic": 0.5}}, {}, {"cache": "ram", **TRAIN}):
+        compare(ours(growing, root, **options, workers=0), growing(root, **options, workers=0))
+
+
 def full_disk():
     """A disk that fills while the cache is written: stock's error, and no half-written picture that is read ever after."""
     save = np.save
@@ -395,6 +415,7 @@ CASES = {
     "missing_file": missing_file,
     "broken_file": broken_file,
     "changed_labels": changed_labels,
+    "changed_size": changed_size,
     "full_disk": full_disk,
     "control_c": control_c,
     "killed_worker": killed_worker,
