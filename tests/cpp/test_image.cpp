@@ -7,6 +7,7 @@
 #include "core/image/resize_rows.h"
 #if defined(__x86_64__)
 #include "core/image/augment_avx512.h"
+#include "core/image/resize_avx2.h"
 #endif
 
 namespace torch_fastdet::core {
@@ -297,6 +298,42 @@ TEST(ImageResize, LinearTapsLieInside) {
           EXPECT_NEAR(tap.first_weight + tap.second_weight, 2048, 1);
         }
       }
+    }
+  }
+}
+
+// Pictures in exactly as much memory as they take: rows against one pixel after another.
+template <int kChannels>
+void check_resized_rows(const ResizeKernels& kernels, Interpolation interpolation) {
+  uint32_t state = 5;
+  const auto below = [&](int n) { return static_cast<int>((state = state * 1664525u + 1013904223u) >> 8) % n; };
+  for (int round = 0; round < 300; ++round) {
+    const int w = 1 + below(90), h = 1 + below(12), new_w = 1 + below(90), new_h = 1 + below(12);
+    std::vector<uint8_t> source(static_cast<size_t>(w) * h * kChannels), out(static_cast<size_t>(new_w) * kChannels);
+    for (uint8_t& byte : source) byte = static_cast<uint8_t>(round % 2 ? below(256) : 255);
+    const Resize resize = make_resize(w, h, new_w, new_h, interpolation);
+    ResizeRows<kChannels> rows(source.data(), int64_t{w} * kChannels, resize, kernels);
+    for (int y = 0; y < new_h; ++y) {
+      rows.row(y, out.data());
+      for (int i = 0; i < new_w * kChannels; ++i) {
+        const int want = resized_level(resize, i / kChannels, y, [&](int x, int row) {
+          return int{source[static_cast<size_t>((row * w + x) * kChannels + i % kChannels)]};
+        });
+        ASSERT_EQ(out[static_cast<size_t>(i)], want) << w << "x" << h << " to " << new_w << "x" << new_h << ", " << i;
+      }
+    }
+  }
+}
+
+TEST(ImageResize, RowsEqualPixels) {
+  std::vector<ResizeKernels> all{plain_resize_kernels()};
+#if defined(__x86_64__)
+  if (has_image_avx2()) all.push_back(resize_kernels_avx2());
+#endif
+  for (const ResizeKernels& kernels : all) {
+    for (const Interpolation interpolation : {Interpolation::kLinear, Interpolation::kArea}) {
+      check_resized_rows<1>(kernels, interpolation);
+      check_resized_rows<3>(kernels, interpolation);
     }
   }
 }

@@ -91,9 +91,14 @@ TORCH_FASTDET_HOST_DEVICE LinearTap linear_tap(const ResizeAxis& axis, int targe
   return {inside(first), inside(first + 1), weight_2048(sub_rn(1.f, fraction)), weight_2048(fraction)};
 }
 
-// A row's horizontal sums are p0 * w0 + p1 * w1, up to 255 * 2048.
+// A pair of pixels p0, p1 of a row as (p0 * w0 + p1 * w1) / 16, rounded down: at most 255 * 2048 / 16, 15 bits.
+TORCH_FASTDET_HOST_DEVICE int blend_columns(int first, int second, int first_weight, int second_weight) {
+  return (first * first_weight + second * second_weight) >> 4;
+}
+
+// Two such values, one below the other.
 TORCH_FASTDET_HOST_DEVICE int blend_rows(int top, int bottom, int top_weight, int bottom_weight) {
-  return (((top_weight * (top >> 4)) >> 16) + ((bottom_weight * (bottom >> 4)) >> 16) + 2) >> 2;
+  return (((top_weight * top) >> 16) + ((bottom_weight * bottom) >> 16) + 2) >> 2;
 }
 
 // The source pixels [first, last] under one target pixel. The first and the last may count in part.
@@ -161,7 +166,9 @@ TORCH_FASTDET_HOST_DEVICE int resized_level(const Resize& r, int x, int y, const
   }
   const bool area = r.rule == ResizeRule::kLinearArea;
   const LinearTap tx = linear_tap(r.x, x, true, area), ty = linear_tap(r.y, y, false, area);
-  const auto row = [&](int j) { return at(tx.first, j) * tx.first_weight + at(tx.second, j) * tx.second_weight; };
+  const auto row = [&](int j) {
+    return blend_columns(at(tx.first, j), at(tx.second, j), tx.first_weight, tx.second_weight);
+  };
   return blend_rows(row(ty.first), row(ty.second), ty.first_weight, ty.second_weight);
 }
 

@@ -1,8 +1,9 @@
-// cv2.resize on the CPU, one target row at a time: what the columns need is worked out once a picture, and horizontal
-// sums of a source row serve every target row that takes it.
+// cv2.resize on the CPU, one target row at a time: what the columns need is worked out once a picture, and a source row
+// that is blended along its columns serves every target row that takes it.
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -11,33 +12,72 @@
 
 namespace torch_fastdet::core {
 
-// What an instruction set may replace: the vertical step of kLinear.
-using BlendRows = void (*)(const int* top, const int* bottom, int top_weight, int bottom_weight, uint8_t* out,
-                           int64_t count);
+// A column's two source pixels, as offsets in a row, and their weights side by side.
+struct ColumnTap {
+  int first, second;
+  int16_t first_weight, second_weight;
+};
 
-TORCH_FASTDET_HOST_DEVICE void blend_row_values(const int* top, const int* bottom, int top_weight, int bottom_weight,
-                                                uint8_t* out, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) {
+// A source row of `width` pixels of three channels, and how far behind it lies the row that will be wanted next.
+struct ColumnRow {
+  const uint8_t* data;
+  int width;
+  int64_t next;
+};
+
+// What an instruction set may replace: the two steps of kLinear.
+struct ResizeKernels {
+  // blend_columns() of a row.
+  void (*columns3)(const ColumnRow& row, const ColumnTap* taps, int count, int16_t* out);
+  // blend_rows() of two rows of such values.
+  void (*rows)(const int16_t* top, const int16_t* bottom, int top_weight, int bottom_weight, uint8_t* out,
+               int64_t count);
+};
+
+template <int kChannels>
+void blend_columns_span(const uint8_t* row, const ColumnTap* taps, int begin, int end, int16_t* out) {
+  for (int x = begin; x < end; ++x) {
+    const ColumnTap& tap = taps[x];
+    for (int c = 0; c < kChannels; ++c) {
+      out[x * kChannels + c] = static_cast<int16_t>(
+          blend_columns(row[tap.first + c], row[tap.second + c], tap.first_weight, tap.second_weight));
+    }
+  }
+}
+
+inline void blend_columns3(const ColumnRow& row, const ColumnTap* taps, int count, int16_t* out) {
+  blend_columns_span<3>(row.data, taps, 0, count, out);
+}
+
+inline void blend_rows_span(const int16_t* top, const int16_t* bottom, int top_weight, int bottom_weight, uint8_t* out,
+                            int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; ++i) {
     out[i] = static_cast<uint8_t>(blend_rows(top[i], bottom[i], top_weight, bottom_weight));
   }
 }
 
-inline void blend_rows_plain(const int* top, const int* bottom, int top_weight, int bottom_weight, uint8_t* out,
+inline void blend_rows_plain(const int16_t* top, const int16_t* bottom, int top_weight, int bottom_weight, uint8_t* out,
                              int64_t count) {
-  blend_row_values(top, bottom, top_weight, bottom_weight, out, count);
+  blend_rows_span(top, bottom, top_weight, bottom_weight, out, 0, count);
+}
+
+inline ResizeKernels plain_resize_kernels() {
+  return {blend_columns3, blend_rows_plain};
 }
 
 template <int kChannels>
 class ResizeRows {
  public:
-  ResizeRows(const uint8_t* source, int64_t pitch, const Resize& resize, BlendRows blend)
-      : source_(source), pitch_(pitch), resize_(resize), blend_(blend) {
+  ResizeRows(const uint8_t* source, int64_t pitch, const Resize& resize, const ResizeKernels& kernels)
+      : source_(source), pitch_(pitch), resize_(resize), kernels_(kernels) {
     const int width = resize.x.target;
     if (is_linear()) {
       for (int x = 0; x < width; ++x) {
-        taps_.push_back(linear_tap(resize.x, x, true, resize.rule == ResizeRule::kLinearArea));
+        const LinearTap tap = linear_tap(resize.x, x, true, resize.rule == ResizeRule::kLinearArea);
+        taps_.push_back({tap.first * kChannels, tap.second * kChannels, static_cast<int16_t>(tap.first_weight),
+                         static_cast<int16_t>(tap.second_weight)});
       }
-      for (auto& sums : sums_) sums.resize(static_cast<size_t>(width) * kChannels);
+      for (auto& blended : blended_) blended.resize(static_cast<size_t>(width) * kChannels);
     } else if (resize.rule == ResizeRule::kArea) {
       for (int x = 0; x < width; ++x) area_taps_.push_back(area_tap(resize.x, x));
       totals_.resize(static_cast<size_t>(width) * kChannels);
@@ -62,22 +102,24 @@ class ResizeRows {
 
   void linear_row(int y, uint8_t* out) {
     const LinearTap tap = linear_tap(resize_.y, y, false, resize_.rule == ResizeRule::kLinearArea);
-    const int top = sums_of(tap.first, tap.second), bottom = sums_of(tap.second, tap.first);
-    blend_(sums_[top].data(), sums_[bottom].data(), tap.first_weight, tap.second_weight, out,
-           static_cast<int64_t>(resize_.x.target) * kChannels);
+    const int top = columns_of(tap.first, tap.second), bottom = columns_of(tap.second, tap.first);
+    kernels_.rows(blended_[top].data(), blended_[bottom].data(), tap.first_weight, tap.second_weight, out,
+                  static_cast<int64_t>(resize_.x.target) * kChannels);
   }
 
   // The buffer that holds source row `y`; `keep`, the other row of the pair, stays.
-  int sums_of(int y, int keep) {
+  int columns_of(int y, int keep) {
     for (int i = 0; i < 2; ++i) {
       if (held_[i] == y) return i;
     }
     const int slot = held_[0] == keep ? 1 : 0;
     const uint8_t* from = source_ + y * pitch_;
-    int* to = sums_[slot].data();
-    for (const LinearTap& tap : taps_) {
-      const uint8_t *first = from + int64_t{tap.first} * kChannels, *second = from + int64_t{tap.second} * kChannels;
-      for (int c = 0; c < kChannels; ++c) *to++ = first[c] * tap.first_weight + second[c] * tap.second_weight;
+    int16_t* to = blended_[slot].data();
+    if (kChannels == 3) {
+      const int64_t rows = std::max<int64_t>(1, std::llrint(resize_.y.scale));
+      kernels_.columns3({from, resize_.x.source, rows * pitch_}, taps_.data(), resize_.x.target, to);
+    } else {
+      blend_columns_span<kChannels>(from, taps_.data(), 0, resize_.x.target, to);
     }
     held_[slot] = y;
     return slot;
@@ -132,10 +174,10 @@ class ResizeRows {
   const uint8_t* source_;
   const int64_t pitch_;
   const Resize resize_;
-  const BlendRows blend_;
-  std::vector<LinearTap> taps_;
+  const ResizeKernels kernels_;
+  std::vector<ColumnTap> taps_;
   std::vector<AreaTap> area_taps_;
-  std::vector<int> sums_[2];
+  std::vector<int16_t> blended_[2];
   std::vector<float> totals_;
   int held_[2] = {-1, -1};
 };

@@ -15,6 +15,7 @@
 #if defined(__x86_64__) && defined(__GNUC__)
 #define TORCH_FASTDET_HAS_IMAGE_AVX2 1
 #include "core/image/augment_avx512.h"
+#include "core/image/resize_avx2.h"
 #endif
 
 namespace torch_fastdet {
@@ -22,13 +23,6 @@ namespace {
 
 // Rows that a thread takes at once at least: enough to make up for what is worked out once a picture.
 constexpr int64_t kBand = 64;
-
-#ifdef TORCH_FASTDET_HAS_IMAGE_AVX2
-__attribute__((target("avx2"), flatten)) void blend_rows_avx2(const int* top, const int* bottom, int top_weight,
-                                                              int bottom_weight, uint8_t* out, int64_t count) {
-  core::blend_row_values(top, bottom, top_weight, bottom_weight, out, count);
-}
-#endif
 
 core::RowKernels row_kernels() {
 #ifdef TORCH_FASTDET_HAS_IMAGE_AVX2
@@ -38,11 +32,11 @@ core::RowKernels row_kernels() {
   return core::plain_row_kernels();
 }
 
-core::BlendRows blend_kernel() {
+core::ResizeKernels resize_kernels() {
 #ifdef TORCH_FASTDET_HAS_IMAGE_AVX2
-  if (core::has_image_avx2()) return blend_rows_avx2;
+  if (core::has_image_avx2()) return core::resize_kernels_avx2();
 #endif
-  return core::blend_rows_plain;
+  return core::plain_resize_kernels();
 }
 
 // The batch's element for each level.
@@ -97,7 +91,7 @@ void letterbox(const core::LetterboxParams& p) {
     const int width = p.out.width;
     std::vector<uint32_t> words(static_cast<size_t>(width));
     std::vector<uint8_t> bytes(static_cast<size_t>(job.resize.x.target) * kChannels);
-    core::ResizeRows<kChannels> resize(job.source, job.pitch, job.resize, blend_kernel());
+    core::ResizeRows<kChannels> resize(job.source, job.pitch, job.resize, resize_kernels());
     const int left = std::max(job.left, 0), right = std::min<int64_t>(width, int64_t{job.left} + job.resize.x.target);
     for (int y = begin; y < end; ++y) {
       std::fill(words.begin(), words.end(), core::kBorderWord[kChannels == 3]);
@@ -128,7 +122,7 @@ void resize_bands(const core::ResizeParams& p) {
     for (int64_t i = begin; i < end; ++i) {
       const Band& band = bands[static_cast<size_t>(i)];
       const core::ResizeJob job = core::read_resize_job(p, band.picture);
-      core::ResizeRows<kChannels> resize(job.source, job.pitch, job.resize, blend_kernel());
+      core::ResizeRows<kChannels> resize(job.source, job.pitch, job.resize, resize_kernels());
       const int64_t row_bytes = static_cast<int64_t>(job.resize.x.target) * kChannels;
       for (int y = band.begin; y < band.end; ++y) resize.row(y, job.out + y * row_bytes);
     }

@@ -208,7 +208,7 @@ template <int kChannels>
 std::vector<uint8_t> resized(const uint8_t* source, int64_t pitch, const Sizes& s, int64_t interpolation) {
   const Resize resize = make_resize(static_cast<int>(s.w), static_cast<int>(s.h), static_cast<int>(s.new_w),
                                     static_cast<int>(s.new_h), static_cast<Interpolation>(interpolation));
-  ResizeRows<kChannels> rows(source, pitch, resize, blend_rows_plain);
+  ResizeRows<kChannels> rows(source, pitch, resize, plain_resize_kernels());
   std::vector<uint8_t> out(static_cast<size_t>(s.new_h * s.new_w * kChannels));
   for (int y = 0; y < s.new_h; ++y) rows.row(y, out.data() + y * s.new_w * kChannels);
   return out;
