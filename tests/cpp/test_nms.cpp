@@ -7,6 +7,7 @@
 #include <random>
 #include <vector>
 
+#include "core/common/exact_math_avx2.h"
 #include "core/nms/candidates.h"
 #include "core/nms/nms_plan.h"
 #include "core/nms/rotated_math.h"
@@ -31,6 +32,29 @@ TEST(Exp, SaturatesAndKeepsNan) {
   EXPECT_EQ(exp_rn(0.f), 1.f);
   EXPECT_TRUE(std::isnan(exp_rn(std::nanf(""))));
 }
+
+#ifdef TORCH_FASTDET_AVX2
+TORCH_FASTDET_AVX2 void exp_of_eight(const float* x, float* y) {
+  _mm256_storeu_ps(y, exp_rn_avx2(_mm256_loadu_ps(x)));
+}
+
+TEST(Exp, EightAtATimeHaveTheSameBits) {
+  if (!has_avx2()) GTEST_SKIP() << "no AVX2";
+  const float ends[] = {0.f,   -0.f,   88.72f,    88.73f,     -86.9f,       -86.91f,
+                        1e30f, -1e30f, kInfinity, -kInfinity, std::nanf("")};
+  std::vector<float> values(std::begin(ends), std::end(ends));
+  for (float x = -90; x < 90; x += 0.0137f) values.push_back(x);
+  values.resize((values.size() + 7) / 8 * 8);
+  for (size_t i = 0; i < values.size(); i += 8) {
+    float got[8];
+    exp_of_eight(&values[i], got);
+    for (size_t j = 0; j < 8; ++j) {
+      const float want = exp_rn(values[i + j]);
+      EXPECT_EQ(float_bits(got[j]), float_bits(want)) << "x = " << values[i + j];
+    }
+  }
+}
+#endif
 
 TEST(Sigmoid, IsMonotonicAndSaturates) {
   float last = 0;

@@ -4,8 +4,10 @@
 
 #include <algorithm>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
+#include "core/common/exact_math_avx2.h"
 #include "core/nms/candidates.h"
 #include "core/nms/rotated_math.h"
 #include "core/nms/scale_boxes_math.h"
@@ -342,24 +344,88 @@ void suppress_images(const NmsRequest& request, const core::NmsOutput& output) {
   }
 }
 
+constexpr int64_t kCells = 16;  // decoded at once: whole vectors of any instruction set
+
+template <typename A>
+void sigmoids(const A* logits, A* shares) {
+  for (int64_t i = 0; i < kCells; ++i) shares[i] = core::sigmoid(logits[i]);
+}
+
+#ifdef TORCH_FASTDET_AVX2
+TORCH_FASTDET_AVX2 void sigmoids_avx2(const float* logits, float* shares) {
+  const __m256 one = _mm256_set1_ps(1.f), sign = _mm256_set1_ps(-0.f);
+  for (int64_t i = 0; i < kCells; i += 8) {
+    const __m256 power = core::exp_rn_avx2(_mm256_xor_ps(_mm256_loadu_ps(logits + i), sign));
+    _mm256_storeu_ps(shares + i, _mm256_div_ps(one, _mm256_add_ps(one, power)));
+  }
+}
+#endif
+
+template <typename A>
+using Sigmoids = void (*)(const A* logits, A* shares);
+
+template <typename A>
+Sigmoids<A> sigmoid_kernel() {
+#ifdef TORCH_FASTDET_AVX2
+  if constexpr (std::is_same_v<A, float>) {
+    if (core::has_avx2()) return sigmoids_avx2;
+  }
+#endif
+  return sigmoids<A>;
+}
+
+// A channel of `count` neighbouring cells, side by side: where it lies, or in `room`.
+template <typename T>
+const core::arithmetic_t<T>* side_by_side(const T* from, int64_t step, int64_t count, core::arithmetic_t<T>* room) {
+  if constexpr (std::is_same_v<T, core::arithmetic_t<T>>) {
+    if (step == 1 && count == kCells) return from;
+  }
+  for (int64_t i = 0; i < count; ++i) room[i] = core::Storage<T>::load(from[i * step]);
+  return room;
+}
+
+// The rows of `count` neighbouring cells, from the anchor's on.
+template <typename T>
+void decode_cells(const CandidateSource& source, const core::HeadAnchor<T>& anchor, int64_t count,
+                  Sigmoids<core::arithmetic_t<T>> apply, T* rows) {
+  using A = core::arithmetic_t<T>;
+  const core::Cell& cell = anchor.cell;
+  const core::HeadLevel& head = source.level[cell.level];
+  const float* sides = source.anchor_sides + (cell.level * source.anchors_per_cell + cell.anchor) * 2;
+  const int64_t logits = 5 + source.classes, width = logits + source.extra, step = head.boxes.column;
+  const A stride = A(head.stride);
+  A room[kCells] = {}, shares[kCells];
+  for (int64_t c = 0; c < width; ++c) {
+    const T* from = anchor.boxes + c * head.boxes.channel;
+    __builtin_prefetch(from + kCells * step);  // a channel of the next cells: pages away from this cell's next channel
+    const A* values = side_by_side(from, step, count, room);
+    if (c < logits) {
+      apply(values, shares);
+      values = shares;
+    }
+    if (c < 2) {
+      for (int64_t i = 0; i < count; ++i) {
+        shares[i] = core::center_of(shares[i], c == 0 ? cell.column + i : cell.row, stride);
+      }
+    } else if (c < 4) {
+      for (int64_t i = 0; i < count; ++i) {
+        shares[i] = core::side_of(shares[i], core::mul_rn(A(sides[c - 2]), stride));
+      }
+    }
+    for (int64_t i = 0; i < count; ++i) rows[i * width + c] = core::Storage<T>::store(values[i]);
+  }
+}
+
 template <typename T>
 void decode(const core::DecodeParams& params) {
-  using Layout = core::AnchorHeadLayout<T>;
   const CandidateSource& source = params.source;
-  const int64_t sigmoids = 1 + source.classes, width = 4 + sigmoids + source.extra;
+  const int64_t width = 5 + source.classes + source.extra;
+  const auto apply = sigmoid_kernel<core::arithmetic_t<T>>();
   at::parallel_for(0, source.images * source.anchors, 256, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const auto anchor = Layout::anchor(source, i / source.anchors, i % source.anchors);
-      T* row = static_cast<T*>(params.output) + i * width;
-      const auto box = Layout::box(source, anchor);
-      row[0] = static_cast<T>(box.x);
-      row[1] = static_cast<T>(box.y);
-      row[2] = static_cast<T>(box.width);
-      row[3] = static_cast<T>(box.height);
-      for (int64_t c = 0; c < sigmoids; ++c)
-        row[4 + c] = static_cast<T>(core::sigmoid(Layout::channel(source, anchor, 4 + c)));
-      for (int64_t e = 0; e < source.extra; ++e)
-        row[4 + sigmoids + e] = static_cast<T>(Layout::extra(source, anchor, e));
+    for (int64_t i = begin, count; i < end; i += count) {
+      const auto anchor = core::AnchorHeadLayout<T>::anchor(source, i / source.anchors, i % source.anchors);
+      count = std::min({kCells, end - i, source.level[anchor.cell.level].columns - anchor.cell.column});
+      decode_cells<T>(source, anchor, count, apply, static_cast<T*>(params.output) + i * width);
     }
   });
 }
