@@ -310,6 +310,8 @@ class _UltralyticsHeads(nn.Module):
     def __init__(self, model: nn.Module, end2end: bool):
         super().__init__()
         head = _head_of(model, *_ULTRALYTICS_HEAD)
+        if end2end and not hasattr(head, "one2one_cv2"):
+            raise ValueError("PictureDetector.from_model: end2end is True, but the model has no one-to-one head")
         if bool(getattr(head, "end2end", False)) != end2end:
             head.end2end = end2end  # or fuse() drops the branch that is wanted
         if callable(fuse := getattr(model, "fuse", None)):
@@ -488,6 +490,10 @@ class PictureDetector(nn.Module):
         batch = image.image_letterbox([storage], plan, self.size, 3, dtype, False, not self.bgr)
         maps = self.network(batch)
         levels = len(self.postprocess.strides)
+        if len(maps) > levels + 1:
+            raise ValueError(
+                f"PictureDetector: the network gives {len(maps)} maps, but {levels}, or one more with prototypes, are wanted"
+            )
         detections, counts = self.postprocess(maps[:levels], letterboxes)
         prototypes: Tensor | None = None
         if len(maps) > levels:

@@ -99,6 +99,11 @@ def test_no_prototypes_is_a_sentence():
         module.forward_prototypes([torch.zeros(4, 4, 3, dtype=torch.uint8)])
 
 
+def test_no_one_to_one_head_is_a_sentence():
+    with pytest.raises(ValueError, match="end2end is True, but the model has no one-to-one head"):
+        PictureDetector.from_model(model_of("v8", "detect"), SIDE, end2end=True)
+
+
 @pytest.mark.parametrize("task", ["segment", "obb"])
 def test_half_in_one_graph(cuda, task):
     """forward_batch in a CUDA graph, replayed with other pictures."""

@@ -135,6 +135,17 @@ def test_bad_pictures_are_a_sentence():
         PictureDetector(detector.network, detector.postprocess, 0)
 
 
+class Levels(torch.nn.Module):
+    def forward(self, batch: torch.Tensor) -> list[torch.Tensor]:
+        return [batch] * 5
+
+
+def test_more_maps_than_levels_are_a_sentence():
+    module = PictureDetector(Levels(), small_detector().postprocess, 64)
+    with pytest.raises(ValueError, match="the network gives 5 maps, but 2, or one more with prototypes, are wanted"):
+        module([torch.zeros(4, 4, 3, dtype=torch.uint8)])
+
+
 def test_what_graphs_read_is_kept(monkeypatch):
     """A batch of another shape takes nothing away that a graph of the first one reads."""
     from torch_fastdet.ops import image
