@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 
 import torch
+
+from torch_fastdet._say import rank, say
 
 TARGET_COLUMNS = ("image", "class", "x", "y", "w", "h")
 WANTED = ("an image index of the batch", "a class index below the number of classes", *["a finite number"] * 4)
@@ -81,7 +84,10 @@ _unread: set[DeferredStatus] | None = None
 
 @contextlib.contextmanager
 def raised_at_the_end() -> Iterator[None]:
-    """For a whole program: where it ends well, raise the errors that no later call has seen, such as those of its last step."""
+    """For a whole program: where it ends well, raise the errors that no later call has seen, such as those of its last step.
+
+    Ranks above 0 end well all the same, after a line: rank 0 may be writing its last checkpoint, and torchrun would stop it.
+    """
     global _unread
     _unread = set()
     try:
@@ -99,4 +105,9 @@ def raised_at_the_end() -> Iterator[None]:
 
 def _raise_unread() -> None:
     for status in _unread or ():
-        status.raise_arrived(wait=True)
+        try:
+            status.raise_arrived(wait=True)
+        except ValueError as error:
+            if rank() in ("", "0"):
+                raise
+            say(f"rank {rank()}, in one of its last steps: {error}", file=sys.stderr, every_rank=True)

@@ -204,10 +204,16 @@ train()
     ],
 )
 def test_a_fault_of_the_last_step_is_raised(fake_yolov5, ending, code, error):
-    """On every rank: train.py's ranks above 0 do nothing after their last step, where rank 0 validates and sees its own."""
     (fake_yolov5.folder / "last.py").write_text(LAST_STEP + ending)
     lines = fake_yolov5.python("-m", "torch_fastdet.yolov5", "last.py", "--loss_optim", code=code).stdout.splitlines()
     assert (lines[-1] if lines else "") == error
+
+
+def test_a_fault_of_a_ranks_last_step_is_said(fake_yolov5):
+    """Rank 0 validates after the last step, and goes on to write its checkpoint: torchrun must not stop it."""
+    (fake_yolov5.folder / "last.py").write_text(LAST_STEP)
+    end = fake_yolov5.python("-m", "torch_fastdet.yolov5", "last.py", "--fastdet", RANK="1")
+    assert end.stdout.splitlines() == ["torch_fastdet: rank 1, in one of its last steps: row 7 of 8 is bad"]
 
 
 def test_a_module_runs_without_a_blank_behind_m(fake_yolov5):
