@@ -1,7 +1,7 @@
 """``letterbox_optim``: pictures for ``AutoShape`` models (torch.hub) resized, padded and normalised by one operator.
 
-``letterbox`` itself, which the loaders of detect.py call, stays: they want an array on the host, and the CPU's operator is not faster than
-OpenCV where a picture is reduced (docs/yolov5.md).
+``letterbox`` itself, which the loaders of detect.py call, stays: they want an array on the host, and rearrange it themselves
+(docs/yolov5.md).
 """
 
 from __future__ import annotations
