@@ -191,7 +191,7 @@ def test_an_alternative_that_fails_is_said_and_left_out(report, capsys):
     assert "left out: other ended with ZeroDivisionError" in capsys.readouterr().out
 
 
-ALTERNATIVES = ("stock", "eager", "torch ", "torch.", "torchvision", "sum()", "network alone")
+ALTERNATIVES = ("stock", "eager", "torch ", "torch.", "torchvision", "sum()", "network alone", "cv2")
 
 
 @pytest.mark.parametrize("folder", sorted(bench.report.RESULTS.iterdir()), ids=lambda folder: folder.name)
