@@ -84,6 +84,21 @@ class Pair:
                 assert torch.equal(mine, wanted), name
 
 
+def test_first_update_in_inference_mode(device):
+    """What the first update makes, and later ones write, is no tensor of torch.inference_mode."""
+    model = Model().to(device)
+    ema = ModelEMA(model)
+    stock = copy.deepcopy(ema.ema)
+    with torch.inference_mode():
+        ema.update(model)
+        stock_update(stock, model, ema.decay(1))
+    ema.update(model)
+    stock_update(stock, model, ema.decay(2))
+    assert ema.updates == 2
+    for got, want in zip(ema.ema.parameters(), stock.parameters(), strict=True):
+        assert torch.equal(got, want)
+
+
 def test_a_deleted_models_tensors_go(device):
     model = nn.Linear(4, 4).to(device)
     ema = ModelEMA(model)
