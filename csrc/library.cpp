@@ -77,6 +77,8 @@ TORCH_LIBRARY(torch_fastdet, m) {
       "instance_masks(Tensor protos, Tensor coefficients, Tensor boxes, SymInt[2] size, *, SymInt[4]? window=None, "
       "int factor=1, float[2] box_scale=[1., 1.], bool sigmoid=False, bool crop_first=False, bool packed=False, "
       "ScalarType? dtype=None) -> Tensor");
+  m.def("crop_mask(Tensor masks, Tensor boxes) -> Tensor");
+  m.def("crop_mask_(Tensor(a!) masks, Tensor boxes) -> ()");
 
   // Validation: detections matched with labels. rule is "best" (YOLOv5) or "greedy" (Ultralytics).
   m.def(

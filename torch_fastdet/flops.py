@@ -225,6 +225,8 @@ FORMULAS: dict[str, Callable[..., int]] = {
         "ultralytics_postprocess": lambda a: _total(a.scores),
         "scale_boxes": lambda a: math.prod(a.boxes[:-1]) * SCALE_BOX[a.xywh],
         "instance_masks": _instance_masks,
+        "crop_mask": lambda a: math.prod(a.masks),
+        "crop_mask_": lambda a: math.prod(a.masks),
         "match_detections": _matches,
         "confusion_matrix_": _matches,
         "yolov5_loss": lambda a: loss(_anchors(a.heads, a.anchors)),

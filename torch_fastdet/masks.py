@@ -1,4 +1,4 @@
-"""Masks of detections under the stock signatures of YOLOv5 and Ultralytics: the same pixels, without float masks at full size."""
+"""Masks of detections, and their crop, under the stock signatures of YOLOv5 and Ultralytics: the same pixels, without float masks at full size."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_fastdet.ops.masks import instance_masks
+from torch_fastdet.ops.masks import crop_mask, crop_mask_, instance_masks
 
 __all__ = [
+    "ultralytics_crop_mask",
     "ultralytics_process_mask",
     "ultralytics_process_mask_native",
+    "yolov5_crop_mask",
     "yolov5_process_mask",
     "yolov5_process_mask_native",
     "yolov5_process_mask_upsample",
@@ -32,6 +34,43 @@ def _inputs(protos: Tensor, masks_in: Tensor, bboxes: Tensor) -> tuple[Tensor, T
     if boxes.dim() == 2 and len(boxes) == 1:  # stock crops all masks to a single box
         boxes = boxes.expand(len(coefficients), -1)
     return coefficients, boxes
+
+
+def _one_box_each(masks: Tensor, boxes: Tensor) -> Tensor:
+    return boxes.expand(len(masks), -1) if len(boxes) == 1 else boxes
+
+
+def ultralytics_crop_mask(masks: Tensor, boxes: Tensor) -> Tensor:
+    """``ultralytics.utils.ops.crop_mask``: sets what lies outside of the boxes to zero, in place, with a gradient to the masks.
+
+    Args:
+        masks: (n, height, width), float16, bfloat16, float32, float64, uint8 or bool; written.
+        boxes: (n, 4) or (1, 4), x1, y1, x2, y2 in the masks' pixels.
+
+    Returns:
+        ``masks``.
+
+    Raises:
+        RuntimeError: a wrong shape, dtype or layout, or a leaf that requires grad.
+    """
+    crop_mask_(masks, _one_box_each(masks, boxes.to(masks.device)))
+    return masks
+
+
+def yolov5_crop_mask(masks: Tensor, boxes: Tensor) -> Tensor:
+    """YOLOv5's ``utils.segment.general.crop_mask``: masks that are zero outside of their boxes, with a gradient to the masks.
+
+    Args:
+        masks: (n, height, width), float16, bfloat16, float32, float64, uint8 or bool.
+        boxes: (n, 4) or (1, 4), x1, y1, x2, y2 in the masks' pixels.
+
+    Returns:
+        (n, height, width), a new tensor of the same dtype.
+
+    Raises:
+        RuntimeError: a wrong shape, dtype, layout or device.
+    """
+    return crop_mask(masks, _one_box_each(masks, boxes))
 
 
 def ultralytics_process_mask(

@@ -22,12 +22,14 @@ def ops():
 
 
 def test_is_replaced_and_put_back(ops):
-    stock = ops.process_mask, ops.process_mask_native
+    loss = pytest.importorskip("ultralytics.utils.loss")
+    stock, crop = (ops.process_mask, ops.process_mask_native), loss.crop_mask
     said = drop_in.patch(mask_optim=True)
+    assert ops.crop_mask is loss.crop_mask is dropins.crop_mask
     assert sum(line.startswith("mask_optim: ultralytics.utils.ops.process_mask") for line in said) == 2
     assert (ops.process_mask, ops.process_mask_native) == (dropins.process_mask, dropins.process_mask_native)
     drop_in.unpatch()
-    assert (ops.process_mask, ops.process_mask_native) == stock
+    assert (ops.process_mask, ops.process_mask_native) == stock and ops.crop_mask is loss.crop_mask is crop
 
 
 def test_applies_whatever_the_callers_settings_are(ops):
@@ -55,6 +57,32 @@ def test_another_rule_is_refused(ops, monkeypatch, rule):
     exec(f"def process_mask(protos, masks_in, bboxes, shape, upsample=False):\n    {source}", scope)
     with pytest.raises(drop_in.SwitchError, match="process_mask makes other masks than the version"):
         drop_in.patch(mask_optim=True)
+
+
+@pytest.mark.parametrize("source", ["return inner(masks.clone(), boxes)", "return inner(masks, boxes + 1)"])
+def test_another_crop_is_refused(ops, monkeypatch, source):
+    scope = vars(ops)
+    monkeypatch.setitem(scope, "inner", ops.crop_mask)
+    monkeypatch.setitem(scope, "crop_mask", None)
+    exec(f"def crop_mask(masks, boxes):\n    {source}", scope)
+    with pytest.raises(drop_in.SwitchError, match="makes other masks than the version"):
+        drop_in.patch(mask_optim=True)
+
+
+def test_mask_loss_and_its_gradients_are_stocks(ops, device):
+    loss = pytest.importorskip("ultralytics.utils.loss").v8SegmentationLoss.single_mask_loss
+    g = torch.Generator().manual_seed(0)
+    boxes = torch.tensor([[1.0, 2, 9, 8], [0, 0, 20, 12], [3.5, 3.5, 4, 9]])
+    tensors = [(torch.rand(3, 12, 20, generator=g) > 0.5).float(), torch.randn(3, 8, generator=g)]
+    tensors += [torch.randn(8, 12, 20, generator=g), boxes, torch.tensor([0.2, 1.0, 0.1])]
+    results = []
+    for patched in (False, True):
+        if patched:
+            drop_in.patch(mask_optim=True)
+        given = [tensor.to(device) for tensor in tensors]
+        value = loss(given[0], given[1].requires_grad_(), given[2].requires_grad_(), *given[3:])
+        results.append([value.detach(), *torch.autograd.grad(value, given[1:3])])
+    assert all(torch.equal(a, b) for a, b in zip(*results))
 
 
 def test_prediction_has_stocks_masks(ops, device):

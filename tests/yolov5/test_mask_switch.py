@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 
 import pytest
@@ -24,9 +25,11 @@ def scripts():
 
 
 def test_is_replaced_and_put_back(scripts):
+    cropping = [scripts[2], importlib.import_module("yolov5.utils.segment.loss")]
     stock = [getattr(script, name) for script in scripts for name in NAMES]
     said = drop_in.patch(mask_optim=True)
-    assert len(said) == 7 and all(line.startswith("mask_optim: yolov5.") for line in said)
+    assert [module.crop_mask for module in cropping] == [dropins.crop_mask] * 2
+    assert len(said) == 9 and all(line.startswith("mask_optim: yolov5.") for line in said)
     assert [getattr(script, name) for script in scripts for name in NAMES] == [getattr(dropins, n) for n in NAMES] * 3
     drop_in.unpatch()
     assert [getattr(script, name) for script in scripts for name in NAMES] == stock

@@ -10,7 +10,7 @@ from torch_fastdet.ops.image import (
     image_resize_,
     opencv_rules,
 )
-from torch_fastdet.ops.masks import instance_masks
+from torch_fastdet.ops.masks import crop_mask, crop_mask_, instance_masks
 from torch_fastdet.ops.metrics import confusion_matrix_, match_detections
 from torch_fastdet.ops.multi_tensor import (
     multi_tensor_clip_grad_norm_,
@@ -40,6 +40,8 @@ __all__ = [
     "bn_act",
     "bn_act_cat",
     "confusion_matrix_",
+    "crop_mask",
+    "crop_mask_",
     "image_augment",
     "image_augment_",
     "image_letterbox",

@@ -1,4 +1,4 @@
-"""Masks of detections from mask coefficients and prototypes."""
+"""Masks of detections from mask coefficients and prototypes, and their crop."""
 
 from __future__ import annotations
 
@@ -75,3 +75,47 @@ def instance_masks(
         packed=packed,
         dtype=dtype,
     )
+
+
+def crop_mask(masks: Tensor, boxes: Tensor) -> Tensor:
+    """Masks that are zero outside of their boxes, in one pass. One launch, no host sync. Has a gradient to the masks.
+
+    Args:
+        masks: (n, height, width), float16, bfloat16, float32, float64, uint8 or bool. Copied first where they are not contiguous.
+        boxes: (n, 4), x1, y1, x2, y2 in pixels, any real dtype, rounded to float32. Same device. A pixel is kept where
+            x1 <= x < x2 and y1 <= y < y2.
+
+    Returns:
+        (n, height, width), of the masks' dtype, contiguous. What lies outside is multiplied by zero, so NaN and infinity give NaN.
+
+    Raises:
+        RuntimeError: a wrong shape, dtype, layout or device.
+        ValueError: more than 2**22 pixels along a side.
+        TypeError: an argument is no tensor.
+
+    Source: ``crop_mask`` of YOLOv5 v7.0 (behaviour).
+    """
+    if not torch.jit.is_scripting():
+        check_tensor("crop_mask", "masks", masks)
+        check_tensor("crop_mask", "boxes", boxes)
+    return torch.ops.torch_fastdet.crop_mask(masks, boxes)
+
+
+def crop_mask_(masks: Tensor, boxes: Tensor) -> None:
+    """:func:`crop_mask` in place: what lies inside of the boxes is not touched.
+
+    Args:
+        masks: (n, height, width), written; as in :func:`crop_mask`. Those that are not contiguous are copied, cropped and copied back.
+        boxes: (n, 4), as in :func:`crop_mask`.
+
+    Raises:
+        RuntimeError: a wrong shape, dtype, layout or device, or a leaf that requires grad.
+        ValueError: more than 2**22 pixels along a side.
+        TypeError: an argument is no tensor.
+
+    Source: ``crop_mask`` of Ultralytics 8.4.190 (behaviour).
+    """
+    if not torch.jit.is_scripting():
+        check_tensor("crop_mask_", "masks", masks)
+        check_tensor("crop_mask_", "boxes", boxes)
+    torch.ops.torch_fastdet.crop_mask_(masks, boxes)

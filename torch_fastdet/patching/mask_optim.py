@@ -24,13 +24,16 @@ def sample() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 class MaskOptim(Switch):
     name = "mask_optim"
-    help = "masks of detections in one pass, without float masks at full size, in the validation and prediction of segmentation"
+    help = "masks of detections in one pass, without float masks at full size, in the validation, prediction and loss of segmentation"
 
     def refusal(self, name: Name, stock: Any) -> str | None:
         found = super().refusal(name, stock)
         if found is not None:
             return found
-        agrees = all(same_masks(stock, name.drop_in, *more) for more in arguments_of(name.attribute))
+        if name.attribute == "crop_mask":
+            agrees = same_crop(stock, name.drop_in)
+        else:
+            agrees = all(same_masks(stock, name.drop_in, *more) for more in arguments_of(name.attribute))
         return (
             None
             if agrees
@@ -52,5 +55,17 @@ def same_masks(stock: Callable[..., Any], ours: Callable[..., Any], *arguments: 
         with torch.autocast("cpu", enabled=False):
             wanted, found = (function(*(t.clone() for t in tensors), *arguments) for function in (stock, ours))
         return found.dtype == wanted.dtype and torch.equal(found, wanted)
+    except Exception:  # a version that takes or gives something else
+        return False
+
+
+def same_crop(stock: Callable[..., Any], ours: Callable[..., Any]) -> bool:
+    """Whether both crop alike, and both or neither of them in place."""
+    protos, _, boxes = sample()
+    try:
+        (wanted, before), (found, after) = (
+            (function(masks, boxes / 4), masks) for function in (stock, ours) for masks in (protos.clone(),)
+        )
+        return found.dtype == wanted.dtype and torch.equal(found, wanted) and torch.equal(before, after)
     except Exception:  # a version that takes or gives something else
         return False

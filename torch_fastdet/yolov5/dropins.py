@@ -11,6 +11,7 @@ from torch import nn
 
 from torch_fastdet import ops
 from torch_fastdet._private import norm_layers
+from torch_fastdet.masks import yolov5_crop_mask as crop_mask
 from torch_fastdet.masks import yolov5_process_mask as process_mask
 from torch_fastdet.masks import yolov5_process_mask_native as process_mask_native
 from torch_fastdet.masks import yolov5_process_mask_upsample as process_mask_upsample
@@ -19,6 +20,7 @@ from torch_fastdet.suppression import yolov5_non_max_suppression as non_max_supp
 
 __all__ = [
     "bbox_iou",
+    "crop_mask",
     "non_max_suppression",
     "process_mask",
     "process_mask_native",

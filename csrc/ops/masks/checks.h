@@ -1,4 +1,4 @@
-// What instance_masks asks of its arguments, and how its options become the axes of core::MasksParams.
+// What instance_masks and crop_mask ask of their arguments, and how its options become the axes of core::MasksParams.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -59,6 +59,24 @@ inline void check_mask_tensors(const at::Tensor& protos, const at::Tensor& coeff
   }
   TORCH_SYM_CHECK(protos.sym_size(-1).sym_ge(1).sym_and(protos.sym_size(-2).sym_ge(1)), op, ": protos has shape ",
                   protos.sym_sizes(), ", but a height and a width of 1 or more are expected");
+}
+
+inline void check_crop(const at::Tensor& masks, const at::Tensor& boxes, const char* op) {
+  check_strided(masks, op, "masks");
+  check_strided(boxes, op, "boxes");
+  check_same_device(masks, "masks", boxes, op, "boxes");
+  const at::ScalarType type = masks.scalar_type();
+  TORCH_CHECK(is_supported_float(type) || type == at::kByte || type == at::kBool, op, ": masks has dtype ",
+              dtype_name(type), ", but float16, bfloat16, float32, float64, uint8 or bool is expected");
+  TORCH_CHECK(masks.dim() == 3, op, ": masks has shape ", masks.sym_sizes(), ", but (n, height, width) is expected");
+  TORCH_CHECK(boxes.dim() == 2 && !boxes.is_complex(), op, ": boxes has shape ", boxes.sym_sizes(), " and dtype ",
+              dtype_name(boxes.scalar_type()), ", but (n, 4) of real numbers is expected");
+  TORCH_SYM_CHECK(boxes.sym_size(1).sym_eq(4).sym_and(boxes.sym_size(0).sym_eq(masks.sym_size(0))), op,
+                  ": boxes has shape ", boxes.sym_sizes(), ", but four corners for each of ", masks.sym_size(0),
+                  " masks are expected");
+  TORCH_FASTDET_SYM_CHECK_VALUE(masks.sym_size(1).sym_le(kMaxMaskSide).sym_and(masks.sym_size(2).sym_le(kMaxMaskSide)),
+                                op, ": masks has shape ", masks.sym_sizes(), ", but sides of at most ", kMaxMaskSide,
+                                " pixels are expected");
 }
 
 inline at::ScalarType mask_dtype(const MaskOptions& options) {

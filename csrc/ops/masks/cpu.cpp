@@ -1,7 +1,10 @@
-// Instance masks on the CPU: threads over bands of rows.
+// Masks on the CPU: threads over bands of rows.
 #include <ATen/Parallel.h>
 
+#include <algorithm>
+
 #include "core/masks/masks_loops.h"
+#include "ops/common/dispatch.h"
 #include "ops/masks/run.h"
 
 namespace torch_fastdet {
@@ -15,6 +18,14 @@ struct Cpu : OnDevice {
     const core::MaskTables tables(p);
     at::parallel_for(0, core::mask_bands(p), 1,
                      [&](int64_t begin, int64_t end) { core::mask_bands_between(p, tables, begin, end); });
+  }
+
+  static void run(const core::CropParams& p, const char*) {
+    const auto crop = [&](auto zero) {
+      at::parallel_for(0, p.count * p.height, std::max(1, 32768 / p.width),
+                       [&](int64_t begin, int64_t end) { core::crop_rows<decltype(zero)>(p, begin, end); });
+    };
+    p.bytes ? crop(uint8_t{}) : with_dtype(p.dtype, crop);
   }
 };
 

@@ -1,4 +1,4 @@
-// Instance masks on CUDA: one launch on the current stream.
+// Masks on CUDA: one launch on the current stream.
 #include "core/masks/masks.h"
 #include "ops/common/launch.h"
 #include "ops/masks/run.h"
@@ -14,6 +14,9 @@ struct Cuda : OnDevice {
 
   static void run(const core::MasksParams& params, const char* op) {
     check_launch(core::launch_masks(params, current_stream()), op);
+  }
+  static void run(const core::CropParams& params, const char* op) {
+    check_launch(core::launch_crop(params, current_stream()), op);
   }
 };
 

@@ -1,11 +1,13 @@
-// instance_masks but for the loops: check, allocate, fill in the parameters, and hand them to Backend::run(params, op),
-// which cpu.cpp and cuda.cpp each define. On Meta there is nothing to run.
+// instance_masks and crop_mask but for the loops: check, allocate, fill in the parameters, and hand them to
+// Backend::run(params, op), which cpu.cpp and cuda.cpp each define. On Meta there is nothing to run.
 #pragma once
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include "core/masks/crop.h"
 #include "ops/common/backend.h"
 #include "ops/common/options.h"
 #include "ops/masks/checks.h"
@@ -70,8 +72,45 @@ at::Tensor instance_masks(const at::Tensor& protos, const at::Tensor& coefficien
   return out;
 }
 
+// Crops `masks` into `out`, both dense; they may be one tensor.
+template <class Backend>
+void crop_into(const at::Tensor& masks, const at::Tensor& boxes, const at::Tensor& out, const char* op) {
+  const at::Tensor corners = dense_float_rows(boxes);
+  core::CropParams p;
+  p.masks = masks.const_data_ptr(), p.out = out.mutable_data_ptr();
+  p.bytes = !masks.is_floating_point();
+  if (!p.bytes) p.dtype = core_dtype(masks.scalar_type());
+  p.boxes = corners.const_data_ptr<float>(), p.box_stride = corners.stride(0);
+  p.count = masks.size(0);
+  p.height = static_cast<int32_t>(masks.size(1)), p.width = static_cast<int32_t>(masks.size(2));
+  if (out.numel() > 0) Backend::run(p, op);
+}
+
+template <class Backend>
+at::Tensor crop_mask(const at::Tensor& masks, const at::Tensor& boxes) {
+  check_crop(masks, boxes, "crop_mask");
+  const c10::DeviceGuard guard(masks.device());
+  at::Tensor out = at::empty_like(masks, at::MemoryFormat::Contiguous);
+  if constexpr (!Backend::kMeta) crop_into<Backend>(masks.contiguous(), boxes, out, "crop_mask");
+  return out;
+}
+
+template <class Backend>
+void crop_mask_(const at::Tensor& masks, const at::Tensor& boxes) {
+  check_crop(masks, boxes, "crop_mask_");
+  const c10::DeviceGuard guard(masks.device());
+  if (!masks.is_inference()) masks.unsafeGetTensorImpl()->bump_version();
+  if constexpr (!Backend::kMeta) {
+    const at::Tensor dense = masks.contiguous();
+    crop_into<Backend>(dense, boxes, dense, "crop_mask_");
+    if (!dense.is_same(masks)) masks.copy_(dense);
+  }
+}
+
 template <class Backend>
 void register_masks(torch::Library& m) {
+  m.impl("crop_mask", TORCH_FN(crop_mask<Backend>));
+  m.impl("crop_mask_", TORCH_FN(crop_mask_<Backend>));
   m.impl("instance_masks", unpack<&instance_masks<Backend>>);
 }
 
