@@ -114,7 +114,7 @@ TORCH_LIBRARY(torch_fastdet, m) {
   m.def("image_letterbox_(Tensor(a!) out, Tensor[] storages, Tensor plan, *, bool bgr=False) -> ()");
   m.def("image_resize_(Tensor(a!) out, Tensor[] storages, Tensor plan, *, int channels=3) -> ()");
   // Ultralytics' detection loss. heads: one tensor a level, or boxes and scores of all levels, whose heights and widths
-  // are `sizes` then. settings (8): box, cls and dfl gain, weight, alpha, beta, eps, least side of a box.
+  // are `sizes` then. settings (9): box, cls and dfl gain, weight, alpha, beta, eps, least side and short side.
   m.def(
       "v8_loss(Tensor[] heads, Tensor targets, Tensor settings, float[] strides, SymInt[] sizes, "
       "Tensor? num_targets=None, Tensor? class_weights=None, *, int reg_max=16, int topk=10, int topk2=10) "

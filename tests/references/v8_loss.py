@@ -32,10 +32,10 @@ def corners(target: torch.Tensor, width: float, height: float) -> torch.Tensor:
     return torch.stack((x - w / 2, y - h / 2, x + w / 2, y + h / 2))
 
 
-def reach(box: torch.Tensor, least_side: float) -> torch.Tensor:
-    """Where a target's anchors may lie: the box, each side at least so long."""
+def reach(box: torch.Tensor, least_side: float, short_side: float) -> torch.Tensor:
+    """Where a target's anchors may lie: the box, each short side enlarged."""
     center, side = (box[:2] + box[2:]) / 2, box[2:] - box[:2]
-    side = torch.where(side < least_side, torch.tensor(least_side, dtype=torch.float32), side)
+    side = torch.where(side < short_side, torch.tensor(least_side, dtype=torch.float32), side)
     return torch.cat((center - side / 2, center + side / 2))
 
 
@@ -54,10 +54,10 @@ def best(values: dict[int, float], count: int) -> list[int]:
 
 def assign(scores, boxes, points, targets, settings, topk, topk2):
     """Of one image: {anchor: (index of the target, target score)}."""
-    _, _, _, _, alpha, beta, eps, least_side = settings
+    _, _, _, _, alpha, beta, eps, least_side, short_side = settings
     overlaps, alignments = [], []
     for label, box in targets:
-        area = reach(box, least_side)
+        area = reach(box, least_side, short_side)
         inside = ((points - area[:2] > 1e-9) & (area[2:] - points > 1e-9)).all(1).nonzero().flatten().tolist()
         overlap = {a: float(ciou(box.double(), boxes[a]).clamp(min=0)) for a in inside}
         overlaps.append(overlap)

@@ -17,6 +17,7 @@ def v8_loss_settings(
     beta: float = 6.0,
     eps: float = 1e-9,
     least_side: float = 16.0,
+    short_side: float | None = None,
 ) -> list[float]:
     """The numbers of :func:`v8_loss`'s ``settings``, in their order. Plain Python.
 
@@ -28,14 +29,15 @@ def v8_loss_settings(
         alpha: exponent of the class score in the alignment of an anchor and a target.
         beta: exponent of their overlap.
         eps: keeps the division of alignments above 0.
-        least_side: targets with shorter sides, in pixels, are assigned as if they had this one.
+        least_side: short sides of targets, in pixels, are assigned as if they were this long.
+        short_side: sides below this are short. None: those below ``least_side``.
 
     Returns:
-        Eight numbers, for ``torch.tensor(..., dtype=torch.float64, device=...)``.
+        Nine numbers, for ``torch.tensor(..., dtype=torch.float64, device=...)``.
 
     Source: the defaults of Ultralytics 8.4.190 for heads of strides 8, 16 and 32.
     """
-    return [box, cls, dfl, weight, alpha, beta, eps, least_side]
+    return [box, cls, dfl, weight, alpha, beta, eps, least_side, least_side if short_side is None else short_side]
 
 
 def v8_loss(
@@ -61,7 +63,7 @@ def v8_loss(
             channels_last), without a copy. Arithmetic is float32 whatever half type they have, float64 for float64.
         targets: (n, 6) float32: image index, class, x, y, width, height; the last four are shares of the image. Rows may come
             in any order. A box whose corners, in pixels, add up to 0 or less, or are not finite, is left out, as in stock.
-        settings: eight float64 on the heads' device, as :func:`v8_loss_settings` lists them. They are read when the kernels
+        settings: nine float64 on the heads' device, as :func:`v8_loss_settings` lists them. They are read when the kernels
             run, so a captured graph follows them.
         strides: pixels a cell of each level.
         sizes: height and width of each level, one after the other, where the heads are joined; else empty.

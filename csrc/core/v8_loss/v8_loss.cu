@@ -41,7 +41,7 @@ __device__ void prepare_image(const V8LossParams& params, int64_t image) {
   __shared__ int warp_counts[kWarps];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const V8Heads& heads = params.heads;
-  const auto least_side = static_cast<float>(params.settings[kV8LeastSide]);
+  const V8Sides sides = v8_sides(params.settings);
   const int64_t claimed = params.num_targets ? *params.num_targets : params.n;
   const int64_t used = claimed < 0 ? 0 : claimed < params.n ? claimed : params.n;
   for (int64_t i = image * kThreads + threadIdx.x; i < 2 * params.n; i += heads.bs * kThreads) {
@@ -58,7 +58,7 @@ __device__ void prepare_image(const V8LossParams& params, int64_t image) {
       continue;
     }
     V8Target target{};
-    if (!v8_target(row, heads.image_w, heads.image_h, least_side, heads.nc, target)) continue;
+    if (!v8_target(row, heads.image_w, heads.image_h, sides, heads.nc, target)) continue;
     before += target.image < image ? 1 : 0;
     mine += target.image == image ? 1 : 0;
   }
@@ -99,7 +99,7 @@ __device__ void prepare_image(const V8LossParams& params, int64_t image) {
     if (i < used) {
       const float* row = params.targets + 6 * i;
       take = v8_target_fault(row, heads.bs, heads.nc) == 0 &&
-             v8_target(row, heads.image_w, heads.image_h, least_side, heads.nc, target) && target.image == image;
+             v8_target(row, heads.image_w, heads.image_h, sides, heads.nc, target) && target.image == image;
     }
     const unsigned taken = __ballot_sync(kFullWarp, take);
     if (lane == 0) warp_counts[warp] = __popc(taken);
@@ -681,7 +681,7 @@ __global__ void __launch_bounds__(kTermThreads)
   if (anchor >= 0) {
     image = anchor / heads.anchors;
     at = v8_anchor(heads, anchor % heads.anchors);
-    v8_target(params.targets + 6 * params.slots.row[slot], heads.image_w, heads.image_h, 0.0f, heads.nc, target);
+    v8_target(params.targets + 6 * params.slots.row[slot], heads.image_w, heads.image_h, {}, heads.nc, target);
     logits = side_logits<scalar_t>(heads, image, at, side);
     mine = v8_side<T>(heads.reg_max, logits);
   }

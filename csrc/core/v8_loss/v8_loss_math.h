@@ -16,7 +16,26 @@ namespace torch_fastdet::core {
 
 // What the loss reads from device memory, so that a captured graph follows changes: gains, the weight of this loss in a
 // sum of several, and the settings of the assignment.
-enum V8Setting : int { kV8Box, kV8Cls, kV8Dfl, kV8Weight, kV8Alpha, kV8Beta, kV8Eps, kV8LeastSide, kV8Settings };
+enum V8Setting : int {
+  kV8Box,
+  kV8Cls,
+  kV8Dfl,
+  kV8Weight,
+  kV8Alpha,
+  kV8Beta,
+  kV8Eps,
+  kV8LeastSide,  // what short sides of a box are enlarged to, in pixels
+  kV8ShortSide,  // the sides below this one
+  kV8Settings
+};
+
+struct V8Sides {
+  float least, below;
+};
+
+TORCH_FASTDET_HOST_DEVICE V8Sides v8_sides(const double* settings) {
+  return {static_cast<float>(settings[kV8LeastSide]), static_cast<float>(settings[kV8ShortSide])};
+}
 
 constexpr float kV8Inside = 1e-9f;  // how far inside of a box an anchor has to be, in pixels
 
@@ -24,7 +43,7 @@ constexpr float kV8Inside = 1e-9f;  // how far inside of a box an anchor has to 
 // way.
 struct alignas(16) V8Target {
   float x1, y1, x2, y2;
-  float low_x, low_y, high_x, high_y;  // where anchors may be: the box, with sides no shorter than the least side
+  float low_x, low_y, high_x, high_y;  // where anchors may be: the box, its short sides enlarged
   int32_t image;
   int32_t label;   // the class that is to be found
   int32_t lookup;  // the class whose score ranks the anchors: a negative label counts from the last class, as an index
@@ -38,17 +57,17 @@ TORCH_FASTDET_HOST_DEVICE int v8_target_fault(const float row[6], int64_t batch_
   return 0;
 }
 
-TORCH_FASTDET_HOST_DEVICE void v8_grow(float low, float high, float least, float& grown_low, float& grown_high) {
+TORCH_FASTDET_HOST_DEVICE void v8_grow(float low, float high, V8Sides sides, float& grown_low, float& grown_high) {
   const float center = mul_rn(add_rn(low, high), 0.5f);
   const float side = sub_rn(high, low);
-  const float half = mul_rn(side < least ? least : side, 0.5f);
+  const float half = mul_rn(side < sides.below ? sides.least : side, 0.5f);
   grown_low = sub_rn(center, half);
   grown_high = add_rn(center, half);
 }
 
 // False for a box that stock leaves out: corners that add up to 0 or less (padding, far outside of the picture), or to
 // NaN. `row` has no fault.
-TORCH_FASTDET_HOST_DEVICE bool v8_target(const float row[6], float image_w, float image_h, float least_side,
+TORCH_FASTDET_HOST_DEVICE bool v8_target(const float row[6], float image_w, float image_h, V8Sides sides,
                                          int64_t classes, V8Target& target) {
   const float x = mul_rn(row[2], image_w), y = mul_rn(row[3], image_h);
   const float half_w = mul_rn(mul_rn(row[4], image_w), 0.5f), half_h = mul_rn(mul_rn(row[5], image_h), 0.5f);
@@ -56,8 +75,8 @@ TORCH_FASTDET_HOST_DEVICE bool v8_target(const float row[6], float image_w, floa
   target.y1 = sub_rn(y, half_h);
   target.x2 = add_rn(x, half_w);
   target.y2 = add_rn(y, half_h);
-  v8_grow(target.x1, target.x2, least_side, target.low_x, target.high_x);
-  v8_grow(target.y1, target.y2, least_side, target.low_y, target.high_y);
+  v8_grow(target.x1, target.x2, sides, target.low_x, target.high_x);
+  v8_grow(target.y1, target.y2, sides, target.low_y, target.high_y);
   target.image = static_cast<int32_t>(row[0]);
   const auto label = static_cast<int32_t>(row[1]);
   target.lookup = label < 0 ? label + static_cast<int32_t>(classes) : label;

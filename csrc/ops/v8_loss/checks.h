@@ -162,7 +162,7 @@ inline void check_v8_loss(at::TensorList heads, const at::Tensor& targets, const
   check_v8_targets(heads, targets, options.topk, op);
   TORCH_CHECK(settings.scalar_type() == at::kDouble && settings.numel() == core::kV8Settings, op, ": settings is ",
               dtype_name(settings.scalar_type()), " of shape ", settings.sizes(), ", but ", int{core::kV8Settings},
-              " float64 are wanted: box, cls and dfl gain, weight, alpha, beta, eps, least side");
+              " float64 are wanted: box, cls and dfl gain, weight, alpha, beta, eps, least side, short side");
   check_same_device(heads[0], "heads[0]", settings, op, "settings");
   if (num_targets) {
     TORCH_CHECK(num_targets->scalar_type() == at::kLong && num_targets->numel() == 1, op, ": num_targets is ",

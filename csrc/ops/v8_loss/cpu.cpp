@@ -130,11 +130,11 @@ void prepare_targets(const V8LossParams& params) {
   check_rows(params, count);
   std::fill_n(params.status, kV8StatusSize, int64_t{0});
   std::fill_n(params.scratch.best, 2 * params.n, uint64_t{0});
-  const auto least_side = static_cast<float>(params.settings[kV8LeastSide]);
+  const V8Sides sides = v8_sides(params.settings);
   std::vector<V8Target> kept;
   for (int64_t i = 0; i < count; ++i) {
     V8Target target;
-    if (!v8_target(params.targets + 6 * i, heads.image_w, heads.image_h, least_side, heads.nc, target)) continue;
+    if (!v8_target(params.targets + 6 * i, heads.image_w, heads.image_h, sides, heads.nc, target)) continue;
     target.row = static_cast<int32_t>(i);
     kept.push_back(target);
   }
@@ -607,7 +607,7 @@ void backward(const V8LossBackwardParams& params) {
       const V8Anchor at = v8_anchor(heads, anchor % heads.anchors);
       const V8Level& level = heads.levels[at.level];
       V8Target target;
-      v8_target(params.targets + 6 * params.slots.row[slot], heads.image_w, heads.image_h, 0.0f, heads.nc, target);
+      v8_target(params.targets + 6 * params.slots.row[slot], heads.image_w, heads.image_h, {}, heads.nc, target);
       const T score = static_cast<const T*>(params.slots.score)[slot];
       const V8Pair<T> pair = v8_pair(target, at.column, at.row, T(level.stride));
       T distance[4], by_distance[4];

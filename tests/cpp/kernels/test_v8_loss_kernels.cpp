@@ -103,8 +103,15 @@ Problem<T> make_problem(Random& random, DType dtype) {
     if (faulty && random.chance(15)) row[random.below(6)] = random.one_of({-70.f, 1e9f, std::nanf("")});
     p.targets.insert(p.targets.end(), row, row + 6);
   }
-  p.settings = {7.5,  0.5, 1.5, random.one_of({1.0, 0.3}), random.one_of({0.5, 1.0}), random.one_of({6.0, 2.0}),
-                1e-9, 16};
+  p.settings = {7.5,
+                0.5,
+                1.5,
+                random.one_of({1.0, 0.3}),
+                random.one_of({0.5, 1.0}),
+                random.one_of({6.0, 2.0}),
+                1e-9,
+                16,
+                random.one_of({16.0, 8.0})};
   if (random.chance(40)) {
     for (int c = 0; c < heads.nc; ++c) p.weights.push_back(T(0.5 + random.below(4)));
   }
@@ -128,7 +135,9 @@ std::map<int64_t, Got<T>> assign_image(const Problem<T>& p, int64_t image) {
     V8Target target;
     const float* row = p.targets.data() + 6 * i;
     if (v8_target_fault(row, heads.bs, heads.nc)) continue;
-    if (!v8_target(row, heads.image_w, heads.image_h, 16, heads.nc, target) || target.image != image) continue;
+    if (!v8_target(row, heads.image_w, heads.image_h, v8_sides(p.settings.data()), heads.nc, target) ||
+        target.image != image)
+      continue;
     target.row = static_cast<int32_t>(i);
     targets.push_back(target);
   }
