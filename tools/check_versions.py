@@ -22,7 +22,7 @@ LOSS = tuple(f"tests/ultralytics/test_{name}.py" for name in ("loss_switch", "tr
 VERSIONS: dict[str, tuple[str, ...]] = {
     "8.4.0": (),
     "8.4.80": (),
-    "8.4.120": FURTHER,
+    "8.4.120": (*FURTHER, *LOSS),
     "8.4.132": (*FURTHER, *LOSS),  # whose assigner enlarges small boxes as later ones do
     "8.4.150": (*FURTHER, *LOSS),  # the first whose trainer has channels_last
     "8.4.169": (*FURTHER, *LOSS),  # whose loaders do not begin at once

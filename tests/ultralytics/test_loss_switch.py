@@ -31,6 +31,7 @@ TOPK = torch.topk
 OURS, OURS_E2E = ours_module.v8DetectionLoss, ours_module.E2ELoss
 # Both compute in float32, in another order; a gradient is compared with the largest of its tensor.
 LOSS, GRADIENT = 5e-5, 5e-5
+SHORT_BY_FIRST_STRIDE = ours_module._parts(REAL.loss).short_by_first_stride  # up to 8.4.126
 
 
 @pytest.fixture(autouse=True)
@@ -200,7 +201,10 @@ def test_settings_are_read_at_each_call(models):
         theirs, ours = (run(criterion, preds, batch) for criterion in pair)
         assert_same(theirs, ours)
         seen.append(ours[0])
-    assert all(not torch.equal(a, b) for a, b in itertools.pairwise(seen)), "each change must show"
+    shown = [not torch.equal(a, b) for a, b in itertools.pairwise(seen)]
+    assert sum(shown) >= len(shown) - SHORT_BY_FIRST_STRIDE, (
+        "each change must show, but stride_val where no side is short"
+    )
 
 
 def test_weights_of_the_branches_follow_update(models):
@@ -443,8 +447,8 @@ def test_a_version_with_another_loss_is_refused(monkeypatch):
     assert stock_loss.v8DetectionLoss is REAL.loss
 
 
-@pytest.mark.parametrize("below, least, same", [(0, 1, False), (1, 1, True), (0, 0, False), (1, 0, False)])
-def test_another_assignment_of_small_boxes_is_refused(models, monkeypatch, capsys, below, least, same):
+@pytest.mark.parametrize("below, least, found", [(0, 1, True), (1, 1, False), (0, 0, None), (1, 0, None)])
+def test_another_assignment_of_small_boxes_is_refused(models, monkeypatch, capsys, below, least, found):
     """Up to 8.4.126 sides below the first stride are enlarged to the second, later those below the second."""
 
     class Assigner(tal.TaskAlignedAssigner):
@@ -453,14 +457,17 @@ def test_another_assignment_of_small_boxes_is_refused(models, monkeypatch, capsy
             side = torch.where(side < self.stride[below], float(self.stride[least]), side)
             return ((points - center[:, :, None]).abs() < side[:, :, None] / 2).all(-1)
 
-    assert ours_module._enlarges_short_sides(Assigner) is same
-    monkeypatch.setattr(ours_module._parts(REAL.loss), "enlarges_short_sides", same)
-    assert differs(REAL.loss) == (None if same else f"{ours_module.OTHER_SIDES}.")
+    assert ours_module._short_by_first_stride(Assigner) is found
+    monkeypatch.setattr(ours_module._parts(REAL.loss), "short_by_first_stride", found)
+    assert OURS(models("yolov8n.yaml")).settings()[-2:] == (16, 8 if found else 16)
+    if found is not None:
+        return
+    assert differs(REAL.loss) == f"{ours_module.OTHER_SIDES}."
     capsys.readouterr()
     model, batch = models("yolov8n.yaml"), make_batch()
     theirs, ours = (run(kind(model), outputs(model, batch), batch) for kind in (REAL.loss, OURS))
     assert_same(theirs, ours)
-    assert (ours_module.OTHER_SIDES in capsys.readouterr().out) is not same, "where it is made without patch()"
+    assert ours_module.OTHER_SIDES in capsys.readouterr().out, "where it is made without patch()"
 
 
 def ties_last_first(values, k, dim=-1, largest=True):
@@ -487,6 +494,8 @@ def test_trial_holds_for_any_order_of_ties(monkeypatch, threads, topk):
 @pytest.mark.parametrize("branch", loss_optim.BRANCHES, ids=["one2many", "one2one"])
 def test_trial_has_no_ties(branch, monkeypatch):
     """Wherever the assignment compares, what it compares is further apart than two ways of rounding."""
+    if SHORT_BY_FIRST_STRIDE:
+        pytest.skip("the first boxes have too few anchors then: the ties are those of alignment 0")
     margin = 1e-3
     criterion = REAL.loss(loss_optim._Model(branch[0]), *branch[1:])
     stock, seen = tal.TaskAlignedAssigner, []
@@ -545,8 +554,11 @@ def test_trial_shows_changed_constants(branch, monkeypatch):
         "half the side": lambda c: setattr(c.assigner, "stride_val", 16),
         **{gain: lambda c, gain=gain: setattr(c.hyp, gain, 1.01 * getattr(c.hyp, gain)) for gain in loss_optim.GAINS},
     }
-    if branch[0] > 1:
+    if SHORT_BY_FIRST_STRIDE:  # and no box of the trial is so small
+        changes = {name: change for name, change in changes.items() if "side" not in name and "stride" not in name}
+    elif branch[0] > 1:
         changes["bins"] = lambda c: setattr(c.bbox_loss.dfl_loss, "reg_max", 15)
+    if branch[0] > 1:
         changes["projection"] = lambda c: setattr(c, "proj", c.proj * 0.99)
     same = [name for name, change in changes.items() if torch.allclose(loss(change), want, 1e-3, 0)]
     assert not same, f"the trial does not show {same}"

@@ -39,7 +39,7 @@ ASSIGNER_METHODS = (
     "select_highest_overlaps",
 )
 
-OTHER_SIDES = "its TaskAlignedAssigner enlarges small boxes in another way than that of 8.4.190"
+OTHER_SIDES = "its TaskAlignedAssigner enlarges small boxes in a way that is not known here"
 
 
 def describe_fault(status: list[int], rows: int) -> str | None:
@@ -201,7 +201,15 @@ class _DetectionLoss(_Criterion):
             map(
                 float,
                 ops.v8_loss_settings(
-                    hyp.box, hyp.cls, hyp.dfl, weight, assigner.alpha, assigner.beta, assigner.eps, assigner.stride_val
+                    hyp.box,
+                    hyp.cls,
+                    hyp.dfl,
+                    weight,
+                    assigner.alpha,
+                    assigner.beta,
+                    assigner.eps,
+                    assigner.stride_val,
+                    assigner.stride[0] if _parts(self.stock).short_by_first_stride else assigner.stride_val,
                 ),
             )
         )
@@ -232,7 +240,7 @@ class _DetectionLoss(_Criterion):
             if attribute in vars(self):
                 return f"{name}.{attribute} was replaced"
         parts = _parts(self.stock)
-        if not parts.enlarges_short_sides:
+        if parts.short_by_first_stride is None:
             return OTHER_SIDES
         for attribute, kind in (
             ("assigner", parts.assigner),
@@ -380,12 +388,12 @@ class _Parts:
         self.bbox_loss: Any = _stock(module, "BboxLoss")
         self.dfl_loss: Any = _stock(module, "DFLoss")
         self.methods = {name: vars(self.assigner)[name] for name in ASSIGNER_METHODS if name in vars(self.assigner)}
-        self.enlarges_short_sides = _enlarges_short_sides(self.assigner)
+        self.short_by_first_stride = _short_by_first_stride(self.assigner)
 
 
-def _enlarges_short_sides(assigner: Any) -> bool:
-    """Whether the assigner enlarges the sides of a box below ``stride_val`` to that, and no others. Up to 8.4.126 it does so with those
-    below the first stride alone.
+def _short_by_first_stride(assigner: Any) -> bool | None:
+    """Which sides of a box the assigner enlarges to ``stride_val``: those below its first stride (up to 8.4.126; True), or those below
+    ``stride_val`` (False); None where it does neither.
 
     Stock's code tells for boxes of made-up sizes which anchors lie inside.
     """
@@ -396,8 +404,12 @@ def _enlarges_short_sides(assigner: Any) -> bool:
         try:
             found = assigner(stride=[8, 16]).select_candidates_in_gts(points, boxes[None], used)[0].bool()
         except (AttributeError, TypeError, RuntimeError):
-            return False
-    return torch.equal(found, ((points - 24).abs() < sides[:, None].clamp(min=16) / 2).all(2))
+            return None
+    for below in (8, 16):
+        grown = torch.where(sides < below, 16.0, sides)
+        if torch.equal(found, ((points - 24).abs() < grown[:, None] / 2).all(2)):
+            return below == 8
+    return None
 
 
 def _stock(module: ModuleType, name: str) -> Any:

@@ -122,7 +122,7 @@ def trial(reg_max: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 def differs(stock: Any) -> str | None:
     """One line if stock's loss of a small made-up batch is not ours: small and overlapping boxes, both kinds of distances, topk2."""
     try:
-        if not _parts(stock).enlarges_short_sides:
+        if _parts(stock).short_by_first_stride is None:
             return f"{OTHER_SIDES}."
         with torch.no_grad(), torch.inference_mode(False), torch.device("cpu"):
             for reg_max, topk, topk2 in BRANCHES:
