@@ -49,6 +49,11 @@ __device__ __forceinline__ Vector<T, kVector> packed(const A (&in)[kVector]) {
   return pack;
 }
 
+template <int kVector, typename T>
+__device__ __forceinline__ Vector<T, kVector> load(const T* from) {
+  return *reinterpret_cast<const Vector<T, kVector>*>(from);
+}
+
 template <typename A>
 __device__ __forceinline__ A load_vector(const BnActVector& vector, int64_t i, A otherwise) {
   if (!vector.data) return otherwise;
@@ -209,6 +214,14 @@ struct BlockSums {
   }
 };
 
+// What a block has summed up for the channel of each of its threads, for gather().
+template <typename A>
+__device__ __forceinline__ void store_partial(const BnActPlan& plan, const Place& place, void* partials,
+                                              Pair<A> partial) {
+  const int64_t at = (int64_t{place.slice} * plan.splits + place.split) * plan.slice_channels + threadIdx.x;
+  static_cast<Pair<A>*>(partials)[at] = partial;
+}
+
 // The activation's input. Values of half precision have fewer digits than a product with the mean loses, so the mean is
 // folded into `shift` for them.
 template <bool kHalf, typename A>
@@ -238,7 +251,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       Vector<T, kVector> packs[kUnroll];
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
-        if (k + u < walk.count) packs[u] = *reinterpret_cast<const Vector<T, kVector>*>(x + walk.offset(p.x_strides));
+        if (k + u < walk.count) packs[u] = load<kVector>(x + walk.offset(p.x_strides));
         walk.advance();
       }
 #pragma unroll
@@ -268,9 +281,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       const A mean = sum.first / n;
       partial = {base + mean, sum.second - sum.first * mean};
     }
-    static_cast<Pair<A>*>(
-        p.partials)[(int64_t{place.slice} * p.plan.splits + place.split) * p.plan.slice_channels + threadIdx.x] =
-        partial;
+    store_partial(p.plan, place, p.partials, partial);
   }
 }
 
@@ -376,9 +387,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) bn_act_forward(const _
 #pragma unroll
         for (int u = 0; u < unroll; ++u) {
           if (k + u < walk.count) {
-            packs[u] = *reinterpret_cast<const Vector<T, kVector>*>(x + walk.offset(p.x_strides));
+            packs[u] = load<kVector>(x + walk.offset(p.x_strides));
             if constexpr (decltype(with_residual)::value) {
-              residuals[u] = *reinterpret_cast<const Vector<T, kVector>*>(residual + walk.offset(p.residual_strides));
+              residuals[u] = load<kVector>(residual + walk.offset(p.residual_strides));
             }
           }
           walk.retreat();
@@ -402,6 +413,21 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) bn_act_forward(const _
     });
   };
   p.residual ? run(std::true_type{}) : run(std::false_type{});
+}
+
+// What pass `k` of a walk reads of x and of the gradient.
+template <bool kBack, typename T, int kVector>
+__device__ __forceinline__ void load_two(const BnActBackwardParams& p, const T* x, const T* grad_y, int k, Walk& walk,
+                                         Vector<T, kVector> (&packs)[kUnrollTwo],
+                                         Vector<T, kVector> (&grads)[kUnrollTwo]) {
+#pragma unroll
+  for (int u = 0; u < kUnrollTwo; ++u) {
+    if (k + u < walk.count) {
+      packs[u] = load<kVector>(x + walk.offset(p.x_strides));
+      grads[u] = load<kVector>(grad_y + walk.offset(p.grad_y_strides));
+    }
+    kBack ? walk.retreat() : walk.advance();
+  }
 }
 
 // Pass 1 backward: sums of dz and of dz * (x - mean), dz being the gradient at the activation's input.
@@ -439,14 +465,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     dispatch_activation(p.activation, [&](auto activation) {
       for (int k = 0; k < walk.count; k += kUnrollTwo) {
         Vector<T, kVector> packs[kUnrollTwo], grads[kUnrollTwo];
-#pragma unroll
-        for (int u = 0; u < kUnrollTwo; ++u) {
-          if (k + u < walk.count) {
-            packs[u] = *reinterpret_cast<const Vector<T, kVector>*>(x + walk.offset(p.x_strides));
-            grads[u] = *reinterpret_cast<const Vector<T, kVector>*>(grad_y + walk.offset(p.grad_y_strides));
-          }
-          walk.advance();
-        }
+        load_two<false>(p, x, grad_y, k, walk, packs, grads);
 #pragma unroll
         for (int u = 0; u < kUnrollTwo; ++u) {
           if (k + u < walk.count) {
@@ -468,8 +487,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   }
   const Pair<A> sum = sums.reduce(p.plan, place, first, second);
   if (threadIdx.x < p.plan.slice_channels) {
-    static_cast<Pair<A>*>(
-        p.partials)[(int64_t{place.slice} * p.plan.splits + place.split) * p.plan.slice_channels + threadIdx.x] = sum;
+    store_partial(p.plan, place, p.partials, sum);
   }
 }
 
@@ -538,14 +556,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   dispatch_activation(p.activation, [&](auto activation) {
     for (int k = 0; k < walk.count; k += kUnrollTwo) {
       Vector<T, kVector> packs[kUnrollTwo], grads[kUnrollTwo];
-#pragma unroll
-      for (int u = 0; u < kUnrollTwo; ++u) {
-        if (k + u < walk.count) {
-          packs[u] = *reinterpret_cast<const Vector<T, kVector>*>(x + walk.offset(p.x_strides));
-          grads[u] = *reinterpret_cast<const Vector<T, kVector>*>(grad_y + walk.offset(p.grad_y_strides));
-        }
-        walk.retreat();
-      }
+      load_two<true>(p, x, grad_y, k, walk, packs, grads);
 #pragma unroll
       for (int u = 0; u < kUnrollTwo; ++u) {
         if (k + u < walk.count) {
