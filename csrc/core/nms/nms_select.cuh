@@ -337,7 +337,7 @@ class WarpAppender {
   }
   __device__ __forceinline__ void see(bool, A) {}
   // Whether more has been found than there is room for: the image will be cut
-  // and gathered anew.
+  // and its candidates gathered again.
   __device__ __forceinline__ bool full() const { return full_; }
   __device__ __forceinline__ void flush() {
     if (size_) write(size_);
