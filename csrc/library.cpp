@@ -12,6 +12,10 @@ TORCH_LIBRARY(torch_fastdet, m) {
   m.def(
       "space_to_depth_backward(Tensor grad_output, int channels, bool border=False, ScalarType? dtype=None) -> Tensor");
 
+  // A convolution of stride 1 on such squares: 3x3 with a padding of 1, or 2x2 without. No gradient of squares.
+  m.def("stem_conv2d(Tensor squares, Tensor weight) -> Tensor");
+  m.def("stem_conv2d_backward(Tensor grad_output, Tensor squares, int kernel_size) -> Tensor");
+
   // x beside poolings of poolings of it, each of stride 1 and x's size; indices are for the backward pass.
   m.def("max_pools_cat(Tensor x, int kernel_size=5, int pools=3) -> (Tensor y, Tensor indices)");
   m.def("max_pools_cat_backward(Tensor grad_y, Tensor indices, int kernel_size=5, int pools=3) -> Tensor");

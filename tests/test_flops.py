@@ -186,6 +186,10 @@ CASES = {
         lambda: ops.space_to_depth(torch.rand(1, 3, 4, 4, requires_grad=True), 16).sum().backward(),
         {"space_to_depth": 0, "space_to_depth_backward": 0},
     ),
+    "stem_conv2d": (
+        lambda: ops.stem_conv2d(torch.rand(2, 16, 4, 5), torch.rand(32, 16, 2, 2, requires_grad=True)).sum().backward(),
+        {"stem_conv2d": 2 * 2 * 3 * 4 * 32 * 64, "stem_conv2d_backward": 2 * 2 * 3 * 4 * 32 * 64},
+    ),
     "max_pools_cat": (
         lambda: ops.max_pools_cat(torch.rand(1, 2, 4, 4, requires_grad=True), 3, 2).sum().backward(),
         {"max_pools_cat": 2 * 32 * 9, "max_pools_cat_backward": 2 * 32 * 9},

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from torch_fastdet import stem
+from torch_fastdet.ops import stem_conv2d
 
 KERNELS = [(6, 2), (3, 1)]
 
@@ -69,6 +70,74 @@ def test_no_farther_from_exact_than_stock_under_autocast(device, kernel, padding
     for a, b, e in zip(mine, theirs, exact):
         assert a.dtype == b.dtype
         assert (a - e).abs().max() <= 1.5 * (b - e).abs().max() + 1e-3 * e.abs().max()
+
+
+def called(monkeypatch, conv, x):
+    """Whether ``convolve`` calls stem_conv2d, where a GPU would have tensor cores."""
+    seen = []
+    monkeypatch.setattr(stem, "_has_tensor_cores", lambda device: True)
+    monkeypatch.setattr(stem.ops, "stem_conv2d", lambda *tensors: seen.append(tensors) or stem_conv2d(*tensors))
+    assert stem.convolve(conv, x).shape == conv(x).shape
+    return bool(seen)
+
+
+def test_tensor_cores_take_what_they_can(monkeypatch):
+    half = torch.bfloat16
+    x = images(dtype=half)
+    assert called(monkeypatch, make(6, 2, dtype=half), x) and called(monkeypatch, make(3, 1, dtype=half), x)
+    with torch.autocast("cpu", half):
+        assert called(monkeypatch, make(6, 2, dtype=torch.float32), images(dtype=torch.float32))
+    assert not called(monkeypatch, make(6, 2, dtype=half, bias=True), x)
+    assert not called(monkeypatch, make(6, 2, dtype=half), x.clone().requires_grad_())
+    assert not called(monkeypatch, make(6, 2), images())
+    for outputs in (8, 24, 112):
+        conv = nn.Conv2d(3, outputs, 3, 2, 1, bias=False).to(half, memory_format=torch.channels_last)
+        assert not called(monkeypatch, conv, x)
+
+
+@pytest.mark.parametrize("kernel, padding", KERNELS)
+def test_tensor_cores_are_no_farther_from_exact_than_stock(device, monkeypatch, kernel, padding):
+    """The images have no gradient, as in training; the operator's own form runs on the CPU."""
+    if device.type == "cpu":
+        monkeypatch.setattr(stem, "_has_tensor_cores", lambda device: True)
+    dtype = torch.bfloat16
+    conv, x = make(kernel, padding, device, torch.float32), images(device, torch.float32, (4, 3, 64, 64))
+    exact_conv = copy.deepcopy(conv).double()
+    exact_conv.weight.data.copy_(conv.weight.to(dtype))
+    grad = torch.randn(conv(x).shape, device=device).to(dtype)
+
+    def run(call, conv, x):
+        y = call(conv, x)
+        return [y.detach(), *torch.autograd.grad(y, conv.weight, grad.to(y.dtype))]
+
+    exact = run(nn.Conv2d.__call__, exact_conv, x.to(dtype).double())
+    with torch.autocast(device.type, dtype):
+        mine, theirs = run(stem.convolve, conv, x), run(nn.Conv2d.__call__, conv, x)
+    assert mine[0].stride() == theirs[0].stride()
+    for a, b, e in zip(mine, theirs, exact):
+        assert a.dtype == b.dtype
+        assert (a - e).abs().max() <= 1.5 * (b - e).abs().max() + 1e-3 * e.abs().max()
+
+
+def test_in_programs(device, monkeypatch):
+    if device.type == "cpu":
+        monkeypatch.setattr(stem, "_has_tensor_cores", lambda device: True)
+    conv, x = make(6, 2, device, torch.bfloat16), images(device, torch.bfloat16)
+
+    class Stem(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = conv
+
+        def forward(self, x):
+            return stem.convolve(self.conv, x)
+
+    torch._dynamo.reset()
+    for program in (
+        torch.compile(Stem(), fullgraph=True, backend="aot_eager"),
+        torch.export.export(Stem(), (x,)).module(),
+    ):
+        assert torch.equal(program(x), stem.convolve(conv, x))
 
 
 def hooked(conv):

@@ -152,6 +152,11 @@ def _bn_act_cat(a: Any) -> int:
     return sum(bn_act(math.prod(part), a.activation) for part in a.x) + shortcut
 
 
+def _stem_conv2d(a: Any) -> int:
+    less = a.weight[2] == 2
+    return 2 * a.squares[0] * (a.squares[2] - less) * (a.squares[3] - less) * math.prod(a.weight)
+
+
 def _yolov5_decode(a: Any) -> int:
     count = _anchors(a.heads, a.anchors)
     return decode(count, _total(a.heads) // count - a.nm) if count else 0
@@ -213,6 +218,8 @@ FORMULAS: dict[str, Callable[..., int]] = {
         "bn_act_cat": _bn_act_cat,
         "space_to_depth": _moves_alone,
         "space_to_depth_backward": _moves_alone,
+        "stem_conv2d": _stem_conv2d,
+        "stem_conv2d_backward": lambda a: 2 * math.prod(a.grad_output) * a.squares[1] * a.kernel_size**2,
         "max_pools_cat": lambda a: max_pools(math.prod(a.x) * a.pools, a.kernel_size),
         "max_pools_cat_backward": lambda a: max_pools(math.prod(a.indices), a.kernel_size),
         "upsample_nearest2x": _moves_alone,

@@ -23,6 +23,7 @@ _FORWARD = nn.Conv2d.forward
 # Where this was measured to be faster. In float32 stock's convolution runs.
 DTYPES = (torch.float16, torch.bfloat16)
 DEVICES = ("cuda",)
+_OUTPUTS = range(16, 97, 16)  # for which stem_conv2d has kernels
 
 
 def has_stem_shape(conv: nn.Conv2d) -> bool:
@@ -76,11 +77,32 @@ def stem_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return F.pad(rows, (0, _CHANNELS - 4 * channels)).permute(0, 3, 1, 2)
 
 
+def _has_tensor_cores(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_properties(device).major >= 8
+
+
+def _has_kernel(conv: Any, squares: Tensor) -> bool:
+    """Whether ``stem_conv2d`` takes the squares; it has no gradient of them, and no bias."""
+    return (
+        conv.bias is None
+        and conv.out_channels in _OUTPUTS
+        and squares.dtype in (torch.float16, torch.bfloat16)
+        and not squares.requires_grad
+        and _has_tensor_cores(squares.device)
+    )
+
+
 def convolve(conv: Any, x: Any) -> Any:
-    """``conv(x)``; a stem by way of its squares."""
+    """``conv(x)``; a stem by way of its squares.
+
+    On GPUs of compute capability 8.0 and newer ``stem_conv2d`` convolves them, where it has a kernel: 16, 32, ... 96 outputs, no bias,
+    and images without a gradient. Else cuDNN does.
+    """
     if not is_stem(conv, x):
         return conv(x)
     dtype = _dtype(x, conv.weight) or x.dtype
     border = conv.kernel_size[0] % 2 == 1
-    squares = ops.space_to_depth(x, _CHANNELS, border, dtype)
-    return F.conv2d(squares, stem_weight(conv.weight, dtype), conv.bias, padding=0 if border else 1)
+    squares, weight = ops.space_to_depth(x, _CHANNELS, border, dtype), stem_weight(conv.weight, dtype)
+    if _has_kernel(conv, squares):
+        return ops.stem_conv2d(squares, weight)
+    return F.conv2d(squares, weight, conv.bias, padding=0 if border else 1)

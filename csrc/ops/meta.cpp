@@ -8,6 +8,7 @@
 #include "ops/nms/run.h"
 #include "ops/pool/run.h"
 #include "ops/space_to_depth/run.h"
+#include "ops/stem_conv/run.h"
 #include "ops/upsample/run.h"
 #include "ops/v8_loss/run.h"
 #include "ops/yolov5_loss/run.h"
@@ -23,6 +24,7 @@ TORCH_LIBRARY_IMPL(torch_fastdet, Meta, m) {
   torch_fastdet::register_nms<Meta>(m);
   torch_fastdet::register_pool<Meta>(m);
   torch_fastdet::register_space_to_depth<Meta>(m);
+  torch_fastdet::register_stem_conv<Meta>(m);
   torch_fastdet::register_upsample<Meta>(m);
   torch_fastdet::register_v8_loss<Meta>(m);
   torch_fastdet::register_yolov5_loss<Meta>(m);

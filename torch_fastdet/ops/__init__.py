@@ -31,6 +31,7 @@ from torch_fastdet.ops.nms import (
 )
 from torch_fastdet.ops.pool import max_pools_cat
 from torch_fastdet.ops.space_to_depth import space_to_depth
+from torch_fastdet.ops.stem_conv import stem_conv2d
 from torch_fastdet.ops.upsample import upsample_nearest2x, upsample_nearest2x_cat
 from torch_fastdet.ops.v8_loss import v8_loss, v8_loss_fault, v8_loss_settings
 from torch_fastdet.ops.yolov5_loss import yolov5_loss, yolov5_loss_fault
@@ -62,6 +63,7 @@ __all__ = [
     "scale_boxes",
     "scale_boxes_batched",
     "space_to_depth",
+    "stem_conv2d",
     "ultralytics_non_max_suppression_padded",
     "ultralytics_postprocess",
     "upsample_nearest2x",

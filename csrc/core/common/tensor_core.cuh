@@ -1,13 +1,16 @@
-// Products of small bfloat16 matrices by a warp on tensor cores, with sums in float32. Compute capability 8.0; on older
-// devices a kernel that comes here traps.
+// Products of small float16 or bfloat16 matrices by a warp on tensor cores, with sums in float32. Compute
+// capability 8.0; on older devices a kernel that comes here traps.
 //
 // A lane has, of an 8 x 8 matrix, the two neighbours in row lane / 4 from column 2 * (lane % 4) on, the first in the
 // low half of a register.
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "core/common/device.cuh"
 
@@ -41,18 +44,27 @@ __device__ __forceinline__ void load_matrices(uint32_t (&matrices)[4], const voi
 #endif
 }
 
-// sums (16 x 8) += left (16 x 16) * right (16 x 8). Of the sums, [0] and [1] are in row lane / 4, [2] and [3] 8 below.
-// `left` has its quarters above, below, above right, below right; `right` its upper and lower half, transposed.
+// sums (16 x 8) += left (16 x 16) * right (16 x 8), of T. Of the sums, [0] and [1] are in row lane / 4, [2] and [3] 8
+// below. `left` has its quarters above, below, above right, below right; `right` its upper and lower half, transposed.
+template <typename T>
 __device__ __forceinline__ void multiply_add(float (&sums)[4], const uint32_t (&left)[4], uint32_t upper,
                                              uint32_t lower) {
 #if __CUDA_ARCH__ < 800
   __trap();
 #else
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-      : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(upper), "r"(lower));
+  if (std::is_same_v<T, __half>) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(upper), "r"(lower));
+  } else {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(upper), "r"(lower));
+  }
 #endif
 }
 

@@ -182,8 +182,8 @@ struct Product {
         for (int i = 0; i < kRowPairs; ++i) {
 #pragma unroll
           for (int j = 0; j < kColumnPairs; ++j) {
-            multiply_add(sums[i][2 * j], a[i], b[j][0], b[j][1]);
-            multiply_add(sums[i][2 * j + 1], a[i], b[j][2], b[j][3]);
+            multiply_add<Element>(sums[i][2 * j], a[i], b[j][0], b[j][1]);
+            multiply_add<Element>(sums[i][2 * j + 1], a[i], b[j][2], b[j][3]);
           }
         }
       }

@@ -91,7 +91,7 @@ uint64_t to_bits(T value) {
 template <typename T>
 T from_bits(uint64_t bits) {
   T value;
-  std::memcpy(&value, &bits, sizeof value);
+  std::memcpy(static_cast<void*>(&value), &bits, sizeof value);
   return value;
 }
 

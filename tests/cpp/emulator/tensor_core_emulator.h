@@ -5,6 +5,7 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "core/common/dtype.cuh"
 #include "emulator.h"
 
 namespace torch_fastdet::core {
@@ -25,25 +26,25 @@ void load_matrices(uint32_t (&matrices)[4], const void* row) {
   }
 }
 
-inline void multiply_add(float (&sums)[4], const uint32_t (&left)[4], uint32_t upper, uint32_t lower) {
+template <typename T>
+void multiply_add(float (&sums)[4], const uint32_t (&left)[4], uint32_t upper, uint32_t lower) {
   const emulator::Site site = EMULATOR_SITE("multiply_add");
   const auto pair = [](uint32_t low, uint32_t high) { return static_cast<uint64_t>(high) << 32 | low; };
   const emulator::Lanes near = emulator::exchange(site, 0xffffffffu, pair(left[0], left[1]));
   const emulator::Lanes far = emulator::exchange(site, 0xffffffffu, pair(left[2], left[3]));
   const emulator::Lanes right = emulator::exchange(site, 0xffffffffu, pair(upper, lower));
+  const auto number = [](uint64_t bits) { return to_arithmetic(emulator::from_bits<T>(bits)); };
   // Element k of 16, in the registers of four lanes from `lane` on.
-  const auto element = [](const emulator::Lanes& low, const emulator::Lanes& high, int half, int lane, int k) {
+  const auto element = [&](const emulator::Lanes& low, const emulator::Lanes& high, int half, int lane, int k) {
     const uint64_t both = (k < 8 ? low : high).value[lane + k % 8 / 2];
-    const auto bits = static_cast<uint32_t>(both >> (32 * half + 16 * (k % 2))) << 16;
-    return emulator::from_bits<float>(bits);
+    return number(both >> (32 * half + 16 * (k % 2)));
   };
   const int lane = emulator::lane();
   for (int s = 0; s < 4; ++s) {
     const int row = lane / 4, column = 2 * (lane % 4) + s % 2;
     for (int k = 0; k < 16; ++k) {
       const uint64_t both = right.value[column * 4 + k % 8 / 2];
-      const auto bits = static_cast<uint32_t>(both >> (32 * (k / 8) + 16 * (k % 2))) << 16;
-      sums[s] += element(near, far, s / 2, row * 4, k) * emulator::from_bits<float>(bits);
+      sums[s] += element(near, far, s / 2, row * 4, k) * number(both >> (32 * (k / 8) + 16 * (k % 2)));
     }
   }
 }

@@ -1,0 +1,76 @@
+// Bound by memory: forward reads sixteen channels and writes the outputs, backward reads both.
+#include <type_traits>
+
+#include "core/stem_conv/stem_conv_kernels.cuh"
+
+namespace torch_fastdet::core {
+namespace {
+
+// Blocks on a multiprocessor: as many as registers allow, chosen by measuring on an H200.
+template <typename T, int kSide, int kOutputs>
+struct ForwardTile {
+  static constexpr int kChunk = kOutputs % 32 ? 16 : 32;
+  static constexpr int kBlocks = kOutputs == 16 ? 4 : kOutputs == 32 ? 3 : kOutputs == 48 ? 2 : 1;
+  using Type = StemTile<T, kSide, kOutputs, kChunk, 8, 2, 2, 2, kBlocks>;
+};
+
+template <typename T, int kSide, int kOutputs>
+struct BackwardTile {
+  static constexpr int kRows = kOutputs > 64 ? 4 : 8;
+  static constexpr int kBlocks = kOutputs > 64 ? 1 : kOutputs > 32 ? 2 : 4;
+  using Type = StemTile<T, kSide, kOutputs, 16, kRows, 2, 1, 2, kBlocks>;
+};
+
+// A constant of the type that a kernel is made for.
+template <int kValue>
+using Constant = std::integral_constant<int, kValue>;
+
+// Calls f(zero of the type, constant of the side, constant of the outputs).
+template <typename F>
+cudaError_t dispatch_outputs(const StemConvSizes& sizes, DType dtype, F&& f) {
+  const auto with_outputs = [&](auto zero, auto side) {
+    switch (sizes.outputs) {
+      case 16:
+        return f(zero, side, Constant<16>{});
+      case 32:
+        return f(zero, side, Constant<32>{});
+      case 48:
+        return f(zero, side, Constant<48>{});
+      case 64:
+        return f(zero, side, Constant<64>{});
+      case 80:
+        return f(zero, side, Constant<80>{});
+      case 96:
+        return f(zero, side, Constant<96>{});
+    }
+    return cudaErrorInvalidValue;
+  };
+  const auto with_side = [&](auto zero) {
+    return sizes.side == 3 ? with_outputs(zero, Constant<3>{}) : with_outputs(zero, Constant<2>{});
+  };
+  if (!stem_conv_has(sizes.outputs) || !stem_conv_fits(sizes)) return cudaErrorInvalidValue;
+  if (dtype == DType::kFloat16) return with_side(__half{});
+  return dtype == DType::kBFloat16 ? with_side(__nv_bfloat16{}) : cudaErrorInvalidValue;
+}
+
+}  // namespace
+
+cudaError_t stem_conv_blocks(const StemConvSizes& sizes, int64_t& blocks) {
+  return dispatch_outputs(sizes, DType::kFloat16, [&](auto zero, auto side, auto outputs) {
+    return stem_blocks<typename BackwardTile<decltype(zero), side, outputs>::Type>(sizes, blocks);
+  });
+}
+
+cudaError_t launch_stem_conv_forward(const StemConvForwardParams& params, cudaStream_t stream) {
+  return dispatch_outputs(params.sizes, params.dtype, [&](auto zero, auto side, auto outputs) {
+    return stem_launch_forward<typename ForwardTile<decltype(zero), side, outputs>::Type>(params, stream);
+  });
+}
+
+cudaError_t launch_stem_conv_backward(const StemConvBackwardParams& params, cudaStream_t stream) {
+  return dispatch_outputs(params.sizes, params.dtype, [&](auto zero, auto side, auto outputs) {
+    return stem_launch_backward<typename BackwardTile<decltype(zero), side, outputs>::Type>(params, stream);
+  });
+}
+
+}  // namespace torch_fastdet::core

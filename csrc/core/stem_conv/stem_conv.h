@@ -1,0 +1,68 @@
+// The convolution of stride 1 that a detector's stem is on the squares of its images (core/space_to_depth): sixteen
+// channels, a kernel of 3x3 within a border of zeros or of 2x2 without.
+#pragma once
+
+#ifdef TORCH_FASTDET_WITH_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
+#include <cstdint>
+
+#include "core/common/dtype.h"
+#include "core/common/storage.h"
+
+namespace torch_fastdet::core {
+
+constexpr int kStemChannels = 16;
+
+// Tensors are dense, with the channels innermost: squares (batch, square_height, square_width, 16), out (batch, height,
+// width, outputs), weight (outputs, side, side, 16). All are of one type, in which sums of float32 are rounded once.
+struct StemConvSizes {
+  int64_t batch, height, width, outputs;
+  int64_t side;  // of the kernel: 2 or 3
+
+  TORCH_FASTDET_HOST_DEVICE int64_t border() const { return side == 3; }
+  TORCH_FASTDET_HOST_DEVICE int64_t square_height() const { return height + (side == 2); }
+  TORCH_FASTDET_HOST_DEVICE int64_t square_width() const { return width + (side == 2); }
+  TORCH_FASTDET_HOST_DEVICE int64_t weights() const { return outputs * side * side * kStemChannels; }
+};
+
+inline bool stem_conv_has(int64_t outputs) {
+  return outputs >= 16 && outputs <= 96 && outputs % 16 == 0;
+}
+
+// Whether the GPU's kernels can count these: at most 2^31 - 1 pixels, and elements of an image.
+inline bool stem_conv_fits(const StemConvSizes& sizes) {
+  constexpr int64_t kMost = 0x7fffffff;
+  const int64_t pixels = sizes.square_height() * sizes.square_width();
+  return pixels <= kMost / sizes.outputs && sizes.batch <= kMost / pixels;
+}
+
+struct StemConvForwardParams {
+  StemConvSizes sizes;
+  const void* squares;
+  const void* weight;
+  void* out;
+  DType dtype;
+};
+
+struct StemConvBackwardParams {
+  StemConvSizes sizes;
+  const void* grad_out;
+  const void* squares;
+  void* grad_weight;
+  float* parts;    // blocks * sizes.weights(), for the GPU
+  int64_t blocks;  // as stem_conv_blocks says
+  DType dtype;
+};
+
+#ifdef TORCH_FASTDET_WITH_CUDA
+// How many blocks share the weights' gradient on the current device: its sums' order depends on it.
+cudaError_t stem_conv_blocks(const StemConvSizes& sizes, int64_t& blocks);
+
+// float16 or bfloat16, on compute capability 8.0 or newer. Pointers are aligned to 16 bytes.
+cudaError_t launch_stem_conv_forward(const StemConvForwardParams& params, cudaStream_t stream);
+cudaError_t launch_stem_conv_backward(const StemConvBackwardParams& params, cudaStream_t stream);
+#endif
+
+}  // namespace torch_fastdet::core
