@@ -85,7 +85,7 @@ def _has_kernel(conv: Any, squares: Tensor) -> bool:
     """Whether ``stem_conv2d`` takes the squares; it has no gradient of them, and no bias."""
     return (
         conv.bias is None
-        and conv.out_channels in _OUTPUTS
+        and conv.weight.shape[0] in _OUTPUTS
         and squares.dtype in (torch.float16, torch.bfloat16)
         and not squares.requires_grad
         and _has_tensor_cores(squares.device)
@@ -96,7 +96,7 @@ def convolve(conv: Any, x: Any) -> Any:
     """``conv(x)``; a stem by way of its squares.
 
     On GPUs of compute capability 8.0 and newer ``stem_conv2d`` convolves them, where it has a kernel: 16, 32, ... 96 outputs, no bias,
-    and images without a gradient. Else cuDNN does.
+    and images without a gradient. Else cuDNN does. It has no second derivative.
     """
     if not is_stem(conv, x):
         return conv(x)

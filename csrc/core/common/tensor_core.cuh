@@ -49,6 +49,7 @@ __device__ __forceinline__ void load_matrices(uint32_t (&matrices)[4], const voi
 template <typename T>
 __device__ __forceinline__ void multiply_add(float (&sums)[4], const uint32_t (&left)[4], uint32_t upper,
                                              uint32_t lower) {
+  static_assert(std::is_same_v<T, __half> || std::is_same_v<T, __nv_bfloat16>);
 #if __CUDA_ARCH__ < 800
   __trap();
 #else

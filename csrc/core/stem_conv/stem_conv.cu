@@ -6,7 +6,7 @@
 namespace torch_fastdet::core {
 namespace {
 
-// Blocks on a multiprocessor: as many as registers allow, chosen by measuring on an H200.
+// Blocks on a multiprocessor: as many as registers and shared memory allow.
 template <typename T, int kSide, int kOutputs>
 struct ForwardTile {
   static constexpr int kChunk = kOutputs % 32 ? 16 : 32;
@@ -17,7 +17,7 @@ struct ForwardTile {
 template <typename T, int kSide, int kOutputs>
 struct BackwardTile {
   static constexpr int kRows = kOutputs > 64 ? 4 : 8;
-  static constexpr int kBlocks = kOutputs > 64 ? 1 : kOutputs > 32 ? 2 : 4;
+  static constexpr int kBlocks = kOutputs > 64 ? 1 : kOutputs > 32 ? 2 : kOutputs == 32 ? 3 : 4;
   using Type = StemTile<T, kSide, kOutputs, 16, kRows, 2, 1, 2, kBlocks>;
 };
 
@@ -57,7 +57,8 @@ cudaError_t dispatch_outputs(const StemConvSizes& sizes, DType dtype, F&& f) {
 
 cudaError_t stem_conv_blocks(const StemConvSizes& sizes, int64_t& blocks) {
   return dispatch_outputs(sizes, DType::kFloat16, [&](auto zero, auto side, auto outputs) {
-    return stem_blocks<typename BackwardTile<decltype(zero), side, outputs>::Type>(sizes, blocks);
+    using Tile = typename BackwardTile<decltype(zero), side, outputs>::Type;
+    return stem_blocks<Tile>(sizes, stem_backward_bytes<Tile>(), blocks);
   });
 }
 

@@ -94,7 +94,7 @@ __device__ __forceinline__ void stem_fetch_squares(typename Tile::Element* to, c
     const bool inside = static_cast<unsigned>(y) < static_cast<unsigned>(height) &&
                         static_cast<unsigned>(x) < static_cast<unsigned>(width);
     stem_copy(to + row * Tile::kSquareWidth * kStemChannels + stem_square(column, half),
-              image + (y * width + x) * kStemChannels + half * 8, inside);
+              image + (inside ? (y * width + x) * kStemChannels + half * 8 : 0), inside);
   }
 }
 
@@ -108,8 +108,9 @@ __device__ __forceinline__ void stem_fetch_grads(typename Tile::Element* to, con
   for (int v = threadIdx.x; v < Tile::kHeight * Tile::kWidth * kPieces; v += Tile::kThreads) {
     const int pixel = v / kPieces, piece = v % kPieces * 8;
     const int y = place.y + pixel / Tile::kWidth, x = place.x + pixel % Tile::kWidth;
-    stem_copy(to + pixel * Tile::kGradPitch + piece, image + (y * width + x) * Tile::kOutputs + piece,
-              y < height && x < width);
+    const bool inside = y < height && x < width;
+    stem_copy(to + pixel * Tile::kGradPitch + piece, image + (inside ? (y * width + x) * Tile::kOutputs + piece : 0),
+              inside);
   }
 }
 
@@ -372,29 +373,38 @@ int64_t stem_tiles(const StemConvSizes& sizes) {
   return ceil_div(sizes.width, Tile::kWidth) * ceil_div(sizes.height, Tile::kHeight) * sizes.batch;
 }
 
-// As many blocks as run at a time, or as there are tiles.
+// As many blocks of so much shared memory as run at a time, or as there are tiles.
 template <typename Tile>
-cudaError_t stem_blocks(const StemConvSizes& sizes, int64_t& blocks) {
-  int device = 0, processors = 0;
+cudaError_t stem_blocks(const StemConvSizes& sizes, int bytes, int64_t& blocks) {
+  int device = 0, processors = 0, shared = 0, reserved = 0;
   cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  const int64_t most = int64_t{processors} * Tile::kBlocks, tiles = stem_tiles<Tile>(sizes);
+  const auto ask = [&](int& value, cudaDeviceAttr attribute) {
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&value, attribute, device);
+  };
+  ask(processors, cudaDevAttrMultiProcessorCount);
+  ask(shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+  ask(reserved, cudaDevAttrReservedSharedMemoryPerBlock);
+  const int fit = shared / (bytes + reserved), wanted = fit < Tile::kBlocks ? fit : Tile::kBlocks;
+  const int64_t most = int64_t{processors} * (wanted > 1 ? wanted : 1), tiles = stem_tiles<Tile>(sizes);
   blocks = tiles < most ? tiles : most;
   return error;
 }
 
-// Of a block; more than 48 KiB have to be asked for.
+// As much shared memory as a multiprocessor has, for blocks beside each other; more than 48 KiB a block have to be
+// asked for.
 template <typename Kernel>
 cudaError_t stem_allow_shared(Kernel kernel, int bytes) {
-  if (bytes <= 48 * 1024) return cudaSuccess;
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) {
+    return error;
+  }
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
 }
 
 template <typename Tile>
 cudaError_t stem_launch_forward(const StemConvForwardParams& params, cudaStream_t stream) {
   constexpr int kBytes = stem_forward_bytes<Tile>();
   int64_t blocks = 0;
-  cudaError_t error = stem_blocks<Tile>(params.sizes, blocks);
+  cudaError_t error = stem_blocks<Tile>(params.sizes, kBytes, blocks);
   if (error == cudaSuccess) error = stem_allow_shared(stem_conv_forward<Tile>, kBytes);
   if (error != cudaSuccess) return error;
   stem_conv_forward<Tile><<<static_cast<unsigned>(blocks), Tile::kThreads, kBytes, stream>>>(params);

@@ -519,8 +519,19 @@ cudaError_t cudaGetDevice(int* device) {
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  *value = 4;
-  return attribute == cudaDevAttrMultiProcessorCount ? cudaSuccess : cudaErrorNotSupported;
+  switch (attribute) {
+    case cudaDevAttrMultiProcessorCount:
+      *value = 4;
+      return cudaSuccess;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
+      *value = 228 * 1024;
+      return cudaSuccess;
+    case cudaDevAttrReservedSharedMemoryPerBlock:
+      *value = 1024;
+      return cudaSuccess;
+    default:
+      return cudaErrorNotSupported;
+  }
 }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   *attributes = {};
