@@ -228,7 +228,9 @@ def _attempt(name: str, function: Callable[[], Any]) -> Any:
     except Exception as error:
         if name.startswith(OURS):
             raise
-        reason = (str(error).splitlines() or [""])[0]
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+        # torch.compile's own processes put the cause last.
+        reason = " ... ".join(dict.fromkeys((lines[0], lines[-1])))
         print(f"left out: {name} ended with {type(error).__name__}: {reason}", flush=True)
         return None
 
