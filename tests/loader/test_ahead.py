@@ -44,7 +44,7 @@ class Source:
         return self.taken
 
     def settles_at(self, count: int) -> bool:
-        end = time.monotonic() + 5
+        end = time.monotonic() + 60
         while self.taken < count and time.monotonic() < end:
             time.sleep(0.01)
         time.sleep(0.05)

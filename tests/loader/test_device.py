@@ -46,6 +46,7 @@ def test_pictures_wait_for_what_had_their_memory(cuda):
 @pytest.fixture
 def cudart(monkeypatch):
     """A stand-in for CUDA's runtime. ``result`` is what locking gives; ``done`` notes the calls."""
+    gc.collect()  # no earlier test's pages are unlocked in this one
     made = SimpleNamespace(done=[], result=0)
     functions = {
         "cudaHostRegister": lambda address, size, flags: made.done.append(("lock", address, size)) or made.result,

@@ -1,6 +1,7 @@
 """The memory for decoded pictures: places, budgets, sharing."""
 
 import copy
+import gc
 import multiprocessing
 import os
 
@@ -78,6 +79,7 @@ def test_a_copy_has_a_memory_of_its_own():
 
 def test_nothing_is_left_open():
     def memories():
+        gc.collect()  # memories of earlier tests may be in reference cycles
         links = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
         return sum("torch_fastdet" in os.readlink(link) for link in links if os.path.islink(link))
 
@@ -110,21 +112,22 @@ def test_the_machine_has_memory():
     assert 0 < available <= total
 
 
-def _rank(rank, pipe):
+def _rank(rank, pipe, path):
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="3", MASTER_PORT="12345")
-    memory = shared_by_ranks(["a.jpg"], [(5, 7)] * 3, 1 << 20 if rank == 0 else 500)
+    ranks.WAIT = 100.0  # a busy machine may start the first rank last
+    memory = shared_by_ranks([path], [(5, 7)] * 3, 1 << 20 if rank == 0 else 500)
     memory.put(rank, picture(5, 7, rank), (5, 7))
     pipe.send(memory.nbytes)
     pipe.recv()  # all have written
     pipe.send([index for index in range(3) if memory.has(index) and (memory.get(index) == picture(5, 7, index)).all()])
 
 
-def test_ranks_share_one_memory():
+def test_ranks_share_one_memory(tmp_path):
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     for rank in range(3):
         ours, theirs = context.Pipe()
-        process = context.Process(target=_rank, args=(rank, theirs))
+        process = context.Process(target=_rank, args=(rank, theirs, str(tmp_path)))
         process.start()
         pipes.append(ours)
         processes.append(process)
@@ -136,8 +139,8 @@ def test_ranks_share_one_memory():
         process.join()
 
 
-def test_a_rank_without_a_first_rank_has_a_memory_of_its_own(monkeypatch):
+def test_a_rank_without_a_first_rank_has_a_memory_of_its_own(monkeypatch, tmp_path):
     monkeypatch.setattr(ranks, "WAIT", 0.1)
     for name, value in {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "12346"}.items():
         monkeypatch.setenv(name, value)
-    assert shared_by_ranks(["a.jpg"], [(5, 7)], 1 << 20).places == 1
+    assert shared_by_ranks([str(tmp_path)], [(5, 7)], 1 << 20).places == 1

@@ -16,6 +16,7 @@ from torch_fastdet.loader.slots import FREE, GONE, LENT, SEEN, Parcel
 
 @pytest.fixture(autouse=True)
 def none_before():
+    gc.collect()  # also so that a forked process finds no loaders of earlier tests to end
     slots._own.clear()
     yield
     gc.collect()

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import os
 import pickle
 import random
 import re
 import signal
-import time
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +18,7 @@ import pytest
 import torch
 
 import torch_fastdet.ultralytics as drop_in
+from tests.loader.leftovers import closes, open_memories, orphans, started
 from torch_fastdet.ops import opencv_rules
 
 SIZE = 96
@@ -242,29 +241,6 @@ def error_of(function, *arguments, **options):
     return type(error.value), str(error.value).strip().splitlines()[-1]
 
 
-def open_memories():
-    gc.collect()
-    found = 0
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            found += "torch_fastdet" in os.readlink(f"/proc/self/fd/{fd}")
-    return found
-
-
-def closes(before):
-    """Whether no more memories are open than were before; threads of loaders that are gone may take a while to end."""
-    end = time.monotonic() + 15
-    while open_memories() > before and time.monotonic() < end:
-        time.sleep(0.1)
-    return open_memories() <= before
-
-
-def orphans():
-    """What processes that have ended left in /dev/shm."""
-    found = (re.fullmatch(r"torch_(\d+)_.*", name) for name in os.listdir("/dev/shm"))
-    return {match[0] for match in found if match and not Path(f"/proc/{match[1]}").exists()}
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_batches_are_stocks(ultralytics, root, device, case, monkeypatch, capsys):
     options = {"root": "boxes", **CASES[case]}
@@ -353,7 +329,7 @@ def test_copies_of_a_loader_are_stocks(ultralytics, root):
 
 
 @pytest.mark.cpu
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)  # where the loops wait for each other
 def test_two_loops_over_one_loader(ultralytics, root, request):
     def pairs(device="cpu"):
         loader, _ = loader_of(ultralytics, root("boxes"), workers=2, device=device, **HYP)
@@ -545,11 +521,12 @@ def test_spawned_workers_share_the_pictures(ultralytics, root, device):
 
 
 def test_nothing_stays_open(ultralytics, root, device):
-    before, left = open_memories(), orphans()
-    for options in ({"workers": 0}, {"workers": 2, "stop": 1}, {"workers": 2, "cache": "ram"}):
-        found = ours(batches, ultralytics, root("boxes"), device=device, **options, **HYP)
-        del found
-    assert closes(before) and orphans() <= left
+    before = open_memories()
+    with started() as processes:
+        for options in ({"workers": 0}, {"workers": 2, "stop": 1}, {"workers": 2, "cache": "ram"}):
+            found = ours(batches, ultralytics, root("boxes"), device=device, **options, **HYP)
+            del found
+    assert closes(before) and len(processes) >= 4 and not orphans(processes)
 
 
 @pytest.mark.cpu
