@@ -297,7 +297,7 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess:
     if arguments[0] == "python":
         arguments[0] = sys.executable
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(arguments, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(arguments, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=title)
@@ -362,7 +362,7 @@ def refusals() -> dict[str, str]:
     commands = [*all_commands(Options), NO_OPTION, NO_CHOICE]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", READ, json.dumps([shlex.split(command)[2:] for command in commands])]
-    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     return dict(zip(commands, json.loads(result.stdout)))
 

@@ -30,19 +30,19 @@ def test_how_a_command_ended(code, how):
 
 def test_a_command_that_passes_its_limit_is_stopped_with_its_children(tmp_path):
     file = tmp_path / "pid"
-    child = f"import os, time; open({str(file)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    child = f"import os, time; open({str(file)!r}, 'w').write(str(os.getpid())); time.sleep(100)"
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     started = time.monotonic()
-    while not file.exists():  # a slow machine may not have started the child within the limit
+    while not (file.exists() and file.read_text()):  # a slow machine may not have started the child within the limit
         assert bench.run([sys.executable, "-c", parent], 3 + time.monotonic() - started) == "out of time"
-        assert time.monotonic() - started < 50
-    for _ in range(100):
+        assert time.monotonic() - started < 90
+    for _ in range(400):
         try:
             os.kill(int(file.read_text()), 0)
-        except ProcessLookupError:
+            if Path(f"/proc/{file.read_text()}/status").read_text().split("State:")[1].split()[0] == "Z":
+                return  # nobody reaps orphans in some containers
+        except (ProcessLookupError, FileNotFoundError):
             return
-        if Path(f"/proc/{file.read_text()}/status").read_text().split("State:")[1].split()[0] == "Z":
-            return  # nobody reaps orphans in some containers
         time.sleep(0.05)
     raise AssertionError("the child goes on")
 
@@ -168,7 +168,7 @@ def test_the_pass_of_val_py_is_what_its_bar_ends_with():
 @pytest.mark.parametrize("name", ["train", "val", "postprocess"])
 def test_a_benchmark_says_which_packages_it_lacks(name):
     code = WITHOUT_PACKAGES.format(name=name)
-    ended = subprocess.run([sys.executable, "-c", code], cwd=bench.ROOT, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run([sys.executable, "-c", code], cwd=bench.ROOT, capture_output=True, text=True, timeout=300)
     assert ended.stdout.startswith("nothing to do: not installed: yolov5, ") and "PIL" in ended.stdout, ended.stderr
 
 

@@ -558,7 +558,7 @@ def main():
         fake_gpu.GPU.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(fake_gpu.GPU.device)
         torch.backends.cudnn.deterministic = True
-    dist.init_process_group(backend, timeout=timedelta(seconds=60))
+    dist.init_process_group(backend, timeout=timedelta(seconds=200))
     results = {}
     for name in names or CASES:
         try:
