@@ -140,11 +140,14 @@ struct Visit {
   __device__ __forceinline__ void visit_own_anchor(int item, Sink& sink) const {
     constexpr int kBatch = 8;
     const int64_t n = first + item * kSelectThreads + threadIdx.x;
+    // Local copies: with members the compiler makes a branch of each load of a batch, so that they wait for each other.
+    const int classes = this->classes;
+    const ScoresOf mine = scores[item];
     const bool present = (lanes[item] >> lane) & 1;
     bool broken = false;
     if (options.multi_label && any_nan_drops && present) {
       for (int c = 0; c < classes; ++c) {
-        const A raw = scores[item].at(c);
+        const A raw = mine.at(c);
         broken |= raw != raw;
       }
     }
@@ -153,7 +156,7 @@ struct Visit {
     for (int start = 0; start < classes && !sink.full(); start += kBatch) {
       A raw[kBatch];
 #pragma unroll
-      for (int k = 0; k < kBatch; ++k) raw[k] = present && start + k < classes ? scores[item].at(start + k) : A(0);
+      for (int k = 0; k < kBatch; ++k) raw[k] = present && start + k < classes ? mine.at(start + k) : A(0);
 #pragma unroll
       for (int k = 0; k < kBatch; ++k) {
         const int c = start + k;
