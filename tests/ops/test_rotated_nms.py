@@ -46,7 +46,9 @@ def test_options(device, dtype, options, rule):
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("rule", ["fast", "greedy"])
 def test_many_chunks(device, rule):
-    check(rotated(1, 4200, 2, size=4000.0), device, 2, rotated=rule, conf_thres=0.001, max_det=4200)
+    """Three of the GPU's 2048. The CPU has none, and the oracle takes seconds for so many."""
+    count = 4200 if device.type == "cuda" else 900
+    check(rotated(1, count, 2, size=4000.0), device, 2, rotated=rule, conf_thres=0.001, max_det=count)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-9)], ids=str)

@@ -61,6 +61,11 @@ def test_a_script_sees_what_it_sees_without_us(fake_yolov5):
     assert got == expected
 
 
+def test_without_a_switch_nothing_is_replaced(fake_yolov5):
+    out = fake_yolov5.python("-m", "torch_fastdet.yolov5", "train.py").stdout
+    assert "no switch is given" in out and json.loads(out.splitlines()[-1])["bbox_iou"] == "utils.metrics"
+
+
 def test_a_script_in_a_folder_of_the_checkout_runs_from_elsewhere(fake_yolov5, tmp_path):
     script = fake_yolov5.folder / "segment" / "train.py"
     out = fake_yolov5.python("-m", "torch_fastdet.yolov5", script, "--bbox_iou_optim", folder=tmp_path).stdout

@@ -64,6 +64,7 @@ def test_batches_on_the_gpu_are_stocks(case, outcome, cuda):
     assert said.splitlines()[0] == "ok", said
 
 
+@pytest.mark.slow
 def test_training_has_the_losses_of_stock(real_yolov5, train):
     """The real train.py with two loader processes: the same batches, so the same losses to rounding."""
     package = real_yolov5("package")

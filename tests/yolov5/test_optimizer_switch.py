@@ -174,6 +174,7 @@ def test_eight_launches_and_no_sync(cuda, patched):
     assert len(names) <= 8, names
 
 
+@pytest.mark.slow
 def test_training_gives_the_losses_and_checkpoints_of_stock(real_yolov5, train):
     checkout = real_yolov5("checkout")
     fast, stock = train(checkout, FLAG), train(checkout, stock=True)

@@ -3,11 +3,7 @@
 import pytest
 
 from tests.yolov5 import real
-from tests.yolov5.test_real_scripts import LOSSES
-
-# Not nms_optim: a model as young as these gives many boxes of one confidence, whose order stock leaves to chance, and
-# --image-weights chooses pictures by what validation finds.
-SWITCHES = ("bbox_iou_optim", "loss_optim", "upsample_optim", "multi_tensor_optimizer", "loader_optim")
+from tests.yolov5.test_real_scripts import LOSSES, SWITCHES
 
 
 @pytest.mark.slow
