@@ -147,7 +147,7 @@ def training_step(model: str, batch: str | int, itemsize: int = 2) -> work.Work:
     )
 
 
-STEP = r"yolov5(\w), batch (\d+), (?:loop|train\.py)"
+STEP = r"yolov5(\w), batch (\d+), (?:loop|train\.py(?: --cache ram --workers [0-9]+)?)"
 FORMULAS: tuple[tuple[str, str, Callable[..., work.Work]], ...] = (
     ("bbox_iou", r"CIoU loss forward\+backward n=(\d+)", lambda n, _: work.iou_loss(int(n))),
     ("bbox_iou", r"bbox_iou CIoU forward n=(\d+)", lambda n, _: work.iou(int(n))),
@@ -338,6 +338,7 @@ def table(machine: work.Machine, rows: list[Placed]) -> str:
 TITLES = {
     "bbox_iou": "box pairs",
     "upsample": "upsample",
+    "image": "pictures",
     "bn_act": "norm and activation",
     "multi_tensor": "optimizer",
     "loss": "loss",

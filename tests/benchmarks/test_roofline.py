@@ -209,3 +209,8 @@ def test_numbers_beside_points_do_not_overlap():
     boxes = [text.get_window_extent() for text in axes.texts]
     assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
     plt.close(figure)
+
+
+def test_every_family_has_a_title():
+    """The picture takes its color from there."""
+    assert {family for family, _, _ in roofline.FORMULAS} == set(roofline.TITLES)
