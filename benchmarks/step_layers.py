@@ -2,8 +2,8 @@
 
     python -m benchmarks.step_layers [--out FILE]
 
-Nothing is measured here. Convolutions: the times of the page's table of layouts (each shape alone, float16, NHWC, batch 16), the stem on
-squares. Floors: benchmarks/work.py at the ceilings that benchmarks/roofline.py measured. BatchNorm and SiLU: eight passes at the copy rate.
+Nothing is measured here. Convolutions: the times of the page's table of layouts (each shape alone, float16, NHWC, batch 16), the stem by
+cuDNN on squares. Floors: benchmarks/work.py at the ceilings that benchmarks/roofline.py measured. BatchNorm and SiLU: eight passes at the copy rate.
 """
 
 from __future__ import annotations
