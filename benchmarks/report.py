@@ -32,6 +32,7 @@ HEADLINES = [
     ("train.py with its default options, an iteration, yolov5s, batch 16, JPEGs from disk", "train",
      "yolov5s, batch 16, train.py's default options, JPEGs from disk", "torch_fastdet"),
     ("train.py, an iteration, yolov5s, batch 16", "train", "yolov5s, batch 16, train.py", "torch_fastdet"),
+    ("train.py, an iteration, yolov5s, batch 64", "train", "yolov5s, batch 64, train.py", "torch_fastdet"),
     ("train.py on two GPUs, an iteration, yolov5s, 16 images a GPU", "distributed",
      "yolov5s, 16 a GPU, train.py, 2 GPUs", "torch_fastdet"),
     ("Ultralytics' trainer, an iteration, yolov8s, batch 16", "ultralytics", "yolov8s, batch 16", "torch_fastdet"),
@@ -320,7 +321,7 @@ def plot_headlines(rows: list[dict], path: Path, about: str) -> bool:
     """The headline table as bars. What it shows goes into the file too, so that it can be held against the results."""
     if not (plt := pyplot()):
         return False
-    figure, axes = plt.subplots(figsize=(10, 5.6), layout="constrained")
+    figure, axes = plt.subplots(figsize=(10, 7.2), layout="constrained")
     for offset, key, label, color in (
         (-0.27, "stock", "stock", "0.75"),
         (0.0, "best", "best other", "0.5"),
@@ -335,7 +336,7 @@ def plot_headlines(rows: list[dict], path: Path, about: str) -> bool:
     axes.set_yticks(range(len(rows)), [row["title"] for row in rows])
     axes.invert_yaxis()
     axes.margins(x=0.12)
-    axes.legend(fontsize=8)
+    figure.legend(loc="outside lower left", ncols=3, fontsize=8)  # beside the bars it would hide some of their figures
     figure.savefig(path, dpi=110, metadata={"torch_fastdet": _plotted(rows, about)})
     plt.close(figure)
     return True
