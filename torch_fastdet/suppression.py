@@ -110,7 +110,8 @@ def yolov5_non_max_suppression(
         For each image (n, 6 + nm): x1, y1, x2, y2, confidence, class, mask coefficients.
 
     Raises:
-        ValueError: a wrong shape, a threshold outside 0..1, a negative max_det, an unknown per_class, no device.
+        ValueError: a wrong shape, a threshold outside 0..1 (also an AssertionError, as stock's), a negative max_det, an unknown
+            per_class, no device.
         TypeError: prediction is no tensor, classes no int or list of ints, an entry of labels nothing that makes a tensor.
     """
     op = "non_max_suppression"
@@ -214,8 +215,8 @@ def ultralytics_non_max_suppression(
         and, for each image, (n,) int64.
 
     Raises:
-        ValueError: a wrong shape, a threshold outside 0..1, a negative max_det or max_nms, an unknown per_class or
-            rotated_rule, no device.
+        ValueError: a wrong shape, a threshold outside 0..1 (also an AssertionError, as stock's), a negative max_det or max_nms, an
+            unknown per_class or rotated_rule, no device.
         TypeError: prediction is no tensor, classes no int or list of ints.
     """
     op = "non_max_suppression"

@@ -161,3 +161,10 @@ def test_scale_boxes(device, shape, ratio_pad, padding, xywh):
 def test_bad_input_is_a_sentence(device, message, call):
     with pytest.raises(ValueError, match=message):
         call(channels_first(clustered(2, 20, 3)).to(device))
+
+
+@pytest.mark.parametrize("thresholds", [(1.2, 0.45), (-0.1, 0.45), (0.25, 7), (0.25, float("nan"))])
+def test_thresholds_outside_of_0_and_1_are_stocks_kind_of_error(thresholds):
+    for suppress in (stock.ultralytics().non_max_suppression, ultralytics_non_max_suppression):
+        with pytest.raises(AssertionError):
+            suppress(channels_first(clustered(1, 20, 3)), *thresholds)

@@ -158,3 +158,10 @@ def test_scale_boxes(device, shape, ratio_pad):
     got = ops.scale_boxes([640, 512], boxes.to(device), list(shape), ratio_pad)
     want = stock.yolov5().scale_boxes((640, 512), boxes.clone(), shape, ratio_pad)
     torch.testing.assert_close(got.cpu(), want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("thresholds", [(1.2, 0.45), (-0.1, 0.45), (0.25, 7), (0.25, float("nan"))])
+def test_thresholds_outside_of_0_and_1_are_stocks_kind_of_error(thresholds):
+    for suppress in (stock.yolov5().non_max_suppression, yolov5_non_max_suppression):
+        with pytest.raises(AssertionError):
+            suppress(clustered(1, 20, 3), *thresholds)

@@ -20,11 +20,15 @@ def _check_strides(op: str, strides: Any) -> None:
         )
 
 
+class _ThresholdError(ValueError, AssertionError):
+    """YOLOv5 and Ultralytics assert that thresholds are between 0 and 1; programs may catch that."""
+
+
 def _check_options(op: str, conf_thres: float, iou_thres: float, max_det: int, max_nms: int, per_class: str) -> None:
     """What the operators refuse, for callers that come before their first call or do without them."""
     for option, value in (("conf_thres", conf_thres), ("iou_thres", iou_thres)):
         if not 0 <= value <= 1:
-            raise ValueError(f"{op}: {option} is {value}, but a threshold between 0 and 1 is wanted")
+            raise _ThresholdError(f"{op}: {option} is {value}, but a threshold between 0 and 1 is wanted")
     for option, value in (("max_det", max_det), ("max_nms", max_nms)):
         if value < 0:
             raise ValueError(f"{op}: {option} is {value}, but 0 or more is wanted")
