@@ -14,10 +14,11 @@ from torch_fastdet.patching import switch
 class Operators(TorchDispatchMode):
     """How many norms bn_act computed, and stock; how many concatenations it wrote; and the stem's and SPPF's operators."""
 
-    ours = stock = stems = pools = concatenations = 0
+    ours = stock = stems = kernels = pools = concatenations = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.stems += str(func) == "torch_fastdet.space_to_depth.default"
+        self.kernels += str(func) == "torch_fastdet.stem_conv2d.default"
         self.pools += str(func) == "torch_fastdet.max_pools_cat.default"
         self.ours += str(func) == "torch_fastdet.bn_act.default"
         if str(func) == "torch_fastdet.bn_act_cat.default":
@@ -122,4 +123,35 @@ def compare(build, drop_in, uses=(), layouts=FORMATS, concatenations=0):
     assert step(copy.deepcopy(blank), images)[0].ours == 0
     for mine, theirs in zip(ours_then, other_uses(trained, images) if uses else []):
         assert torch.equal(mine, theirs)
+    print("as stock")
+
+
+def compare_on_a_gpu(build, drop_in):
+    """Under autocast, where the stem's kernels are: outputs and gradients at most half as far again from float64 as stock's."""
+    model = build().cuda().train().to(memory_format=torch.channels_last)
+    images = torch.rand(4, 3, 160, 160, device="cuda").bfloat16().float()
+
+    def run(model, images, amp=True):
+        model = copy.deepcopy(model)
+        with Operators() as operators:
+            with torch.autocast("cuda", torch.bfloat16, enabled=amp):
+                outputs = tensors(model(images))
+            wave = [torch.arange(o.numel(), device="cuda", dtype=torch.float64).sin().view_as(o) for o in outputs]
+            sum((o.double() * w).sum() for o, w in zip(outputs, wave)).backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        stem_gradient = next(model.parameters()).grad
+        return operators, [
+            torch.cat([t.double().flatten() for t in part]) for part in (outputs, gradients, [stem_gradient])
+        ]
+
+    _, exact = run(copy.deepcopy(model).double(), images.double(), amp=False)
+    plain, stock = run(model, images)
+    drop_in.patch(bn_act_optim=True)
+    operators, ours = run(model, images)
+    drop_in.unpatch()
+    norms = sum(type(module) is torch.nn.BatchNorm2d for module in model.modules())
+    assert plain.ours == plain.kernels == 0 and operators.ours > 0.9 * norms and operators.kernels == 1
+    for name, want, theirs, mine in zip(("outputs", "gradients", "gradient of the stem"), exact, stock, ours):
+        error, allowed = (mine - want).norm() / want.norm(), 1.5 * (theirs - want).norm() / want.norm()
+        assert 0 < error <= allowed, (name, error.item(), allowed.item())
     print("as stock")

@@ -132,7 +132,7 @@ def test_against_definition_and_stock(device, shape, dtype, memory_format):
 
 
 @pytest.mark.parametrize("memory_format", FORMATS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations_and_residual(device, activation, dtype, memory_format):
     shape = (3, 24, 6, 8)

@@ -1,4 +1,6 @@
-"""bn_act.py MODEL: training of it under bn_act_optim is stock's. yolo11n: in both memory formats, and also as a trace."""
+"""bn_act.py MODEL [cuda]: training of it under bn_act_optim is stock's. yolo11n: in both memory formats, and also as a trace.
+
+cuda: in half precision on a GPU, as near to float64 as stock's."""
 
 import json
 import sys
@@ -6,10 +8,10 @@ import sys
 import torch
 from ultralytics.nn.tasks import DetectionModel
 
-from tests.bn_act_models import FORMATS, compare
+from tests.bn_act_models import FORMATS, compare, compare_on_a_gpu
 from torch_fastdet import ultralytics as drop_in
 
-(name,) = sys.argv[1:]
+name, *device = sys.argv[1:]
 concatenations = {"yolov8n": 0, "yolo11n": 3, "yolo26n": 5}[name]  # of C3k
 
 
@@ -18,7 +20,9 @@ def build():
     return DetectionModel(f"{name}.yaml", nc=3, verbose=False)
 
 
-if name == "yolo11n":
+if device:
+    compare_on_a_gpu(build, drop_in)
+elif name == "yolo11n":
     compare(build, drop_in, uses=("trace",), concatenations=concatenations)
 else:
     compare(build, drop_in, layouts=FORMATS[:1], concatenations=concatenations)

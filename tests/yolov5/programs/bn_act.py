@@ -1,6 +1,6 @@
-"""bn_act.py PREFIX: a model's training under bn_act_optim is stock's. PREFIX is that of YOLOv5's modules.
+"""bn_act.py PREFIX [cuda]: a model's training under bn_act_optim is stock's. PREFIX is that of YOLOv5's modules.
 
-In the package it is yolov5n, whose later uses are compared too; in a checkout yolov5s as well.
+cuda: in half precision on a GPU, as near to float64 as stock's. Without it, in the package it is yolov5n, whose later uses are compared too; in a checkout yolov5s as well.
 """
 
 import importlib
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import torch_fastdet.yolov5 as drop_in
-from tests.bn_act_models import FORMATS, compare
+from tests.bn_act_models import FORMATS, compare, compare_on_a_gpu
 
 yolo = importlib.import_module(f"{sys.argv[1]}models.yolo")
 
@@ -20,6 +20,10 @@ def build(name="yolov5n"):
     return yolo.DetectionModel(str(Path(yolo.__file__).parent / f"{name}.yaml"), nc=3)
 
 
+if sys.argv[2:]:
+    compare_on_a_gpu(build, drop_in)
+    compare_on_a_gpu(lambda: build("yolov5s"), drop_in)
+    sys.exit()
 compare(build, drop_in, uses=("trace", "export") if sys.argv[1] == "yolov5." else (), concatenations=8)
 if sys.argv[1] != "yolov5.":
     compare(lambda: build("yolov5s"), drop_in, layouts=FORMATS[:1], concatenations=8)
