@@ -171,7 +171,7 @@ def test_segmentation_models_are_pickled_before_during_and_after(real_yolov5, tm
     package.program("segmentation.py", package.prefix, tmp_path)
     files = sorted(tmp_path.iterdir())
     assert len(files) == 4
-    package.program("load_in_stock.py", tmp_path / "weights.pth", *files)
+    package.program("load_in_stock.py", *files)
 
 
 def test_gradients_in_eval_mode_are_stocks():

@@ -18,12 +18,12 @@ LOSSES = [f"{split}/{kind}_loss" for split in ("train", "val") for kind in ("box
 SWITCHES = ("bbox_iou_optim", "loss_optim", "upsample_optim", "multi_tensor_optimizer", "loader_optim")
 
 
-def weights(yolov5: real.YOLOv5, checkpoint) -> dict[str, torch.Tensor]:
-    """What stock YOLOv5 finds in a checkpoint, in a process that has no torch_fastdet."""
-    out = checkpoint.with_suffix(".state_dict")
-    if not out.exists():
-        yolov5.program("load_in_stock.py", out, checkpoint)
-    return torch.load(out)
+def weights(yolov5: real.YOLOv5, *checkpoints) -> list[dict[str, torch.Tensor]]:
+    """What stock YOLOv5 finds in checkpoints, in a process that has no torch_fastdet."""
+    files = {checkpoint: checkpoint.with_suffix(".state_dict") for checkpoint in checkpoints}
+    if new := [checkpoint for checkpoint, file in files.items() if not file.exists()]:
+        yolov5.program("load_in_stock.py", *new)
+    return [torch.load(file) for file in files.values()]
 
 
 def test_training_gives_the_losses_of_stock(yolov5, real_yolov5, train):
@@ -37,7 +37,7 @@ def test_training_gives_the_losses_of_stock(yolov5, real_yolov5, train):
     assert fast.output.count(loss) == 1
     assert fast.output.count("upsampling.Upsample.forward -> torch_fastdet.") == 1
     assert "torch_fastdet" not in stock.output
-    fast_weights, stock_weights = weights(yolov5, fast.checkpoint), weights(yolov5, stock.checkpoint)
+    fast_weights, stock_weights = weights(yolov5, fast.checkpoint, stock.checkpoint)
     assert fast_weights.keys() == stock_weights.keys()
     for name, value in fast_weights.items():
         torch.testing.assert_close(value, stock_weights[name], rtol=2e-3, atol=2e-4, msg=lambda m, n=name: f"{n}: {m}")
@@ -52,7 +52,7 @@ def test_all_switches_together_give_the_losses_of_stock(real_yolov5, train):
     for name in SWITCHES:
         assert f"torch_fastdet: {name}: " in fast.output, name
     assert "loader_optim: all 8 pictures are decoded once" in fast.output
-    fast_weights, stock_weights = weights(package, fast.checkpoint), weights(package, stock.checkpoint)
+    fast_weights, stock_weights = weights(package, fast.checkpoint, stock.checkpoint)
     assert fast_weights.keys() == stock_weights.keys()
     for name, value in fast_weights.items():
         torch.testing.assert_close(value, stock_weights[name], rtol=5e-3, atol=5e-4, msg=lambda m, n=name: f"{n}: {m}")

@@ -1,14 +1,14 @@
-"""load_in_stock.py OUT CHECKPOINT...: load checkpoints where torch_fastdet cannot be imported; save the last one's state_dict."""
+"""load_in_stock.py CHECKPOINT...: load checkpoints where torch_fastdet cannot be imported; save each one's state_dict beside it."""
 
 import sys
 import zipfile
+from pathlib import Path
 
 import torch
 
-out, *checkpoints = sys.argv[1:]
 sys.modules["torch_fastdet"] = None  # any import of it raises
 
-for checkpoint in checkpoints:
+for checkpoint in map(Path, sys.argv[1:]):
     with zipfile.ZipFile(checkpoint) as archive:
         pickles = [name for name in archive.namelist() if name.endswith(".pkl")]
         assert pickles
@@ -19,4 +19,4 @@ for checkpoint in checkpoints:
     # Two in the neck, and one in Segment's Proto.
     assert sum(type(module) is torch.nn.Upsample for module in model.modules()) == 2 + hasattr(model.model[-1], "proto")
     model.eval()(torch.zeros(1, 3, 64, 64))
-torch.save(model.state_dict(), out)
+    torch.save(model.state_dict(), checkpoint.with_suffix(".state_dict"))
