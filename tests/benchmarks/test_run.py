@@ -7,13 +7,15 @@ import subprocess
 import sys
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from benchmarks import __main__ as bench
-from benchmarks import bench_loss, bench_nms, bench_postprocess, bench_val, harness, stock
+from benchmarks import bench_image, bench_loss, bench_nms, bench_postprocess, bench_val, harness, stock
 from torch_fastdet import ops
 
 
@@ -397,3 +399,25 @@ def test_peak_of_the_process():
     if peak is None:
         pytest.skip("this kernel cannot reset the mark")
     assert 50 < peak < 80  # pages that the process had are used again
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_letterbox_has_stocks_rows_beside_a_gpu_too(device, tmp_path, monkeypatch):
+    """A loop and a pool of threads. The GPU is a stand-in, so what is ours is not timed there."""
+    pytest.importorskip("cv2")
+    report = harness.Report("image", torch.device("cpu"), tmp_path)
+    if device == "cuda":
+        report.device = torch.device("cuda")
+        compared: list[str] = []
+        monkeypatch.setattr(report, "compare", lambda case, variants, **_: compared.extend(variants))
+    pictures = np.random.default_rng(0).integers(0, 256, (3, 90, 160, 3), np.uint8)
+    bench_image.compare_letterbox(
+        report, "letterbox", lambda: None, pictures, 360, bytes=1e6, repetitions=2, warmup=1, inner=1
+    )
+    names = [row.variant for row in report.rows if row.variant != "torch_fastdet"]
+    assert names == ["cv2 and numpy", f"cv2 and numpy, {len(os.sched_getaffinity(0))} threads"]
+    assert device == "cpu" or compared == ["torch_fastdet"]
+    assert all(row.case == "letterbox" and row.median_us > 0 for row in report.rows)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = (bench_image.letterbox_with_opencv(pictures, 360, 640, each) for each in (None, pool))
+    assert first.shape == (3, 3, 640, 640) and torch.equal(first, second) and (first[:, :, 0] == 114).all()
