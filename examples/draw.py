@@ -5,7 +5,7 @@
     python -m examples.draw yolo11n-seg.pt pictures/ --also yolo11n-obb.pt --out build/drawn
 
 writes a PNG of each picture into --out: a box in its class's color, with name and confidence, and what the detector knows beyond
-the box: a mask as a tint, a rotated box in place of the upright one. A detector is a detector.ts of export.py, or a model of
+the box: a mask as a tint, a rotated box in place of the upright one. A detector is a detector.ts or pictures.ts of export.py, or a model of
 Ultralytics (.pt), whose package has to be installed then. --also names further ones that look at the same pictures. A picture that
 cannot be read, or whose PNG would have the name of one that is drawn (a.jpg beside a.png), is said, and the others are drawn; the
 exit status is 1 then. A PNG of an earlier run is replaced; an --out where one of the pictures themselves would be is refused.
@@ -69,7 +69,7 @@ def draw(picture: Image.Image, detections: list[Detection], names: list[str]) ->
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("detector", type=existing, help="detector.ts, or a .pt of Ultralytics")
+    parser.add_argument("detector", type=existing, help="detector.ts, pictures.ts, or a .pt of Ultralytics")
     parser.add_argument("pictures", type=existing, nargs="+", help="files and folders")
     parser.add_argument(
         "--also", type=existing, action="append", default=[], help="a further detector; may be repeated"

@@ -27,7 +27,10 @@ class Detection(NamedTuple):
 
 
 class PictureDetector:
-    """A detector.ts of export.py, for pictures of any size: letterboxed to the size it wants, boxes in their own pixels."""
+    """A detector.ts or pictures.ts of export.py, for pictures of any size: boxes are in their own pixels.
+
+    Pillow letterboxes pictures for a detector.ts, on the host; a pictures.ts does so itself, as OpenCV does.
+    """
 
     def __init__(self, path: str | Path, device: str = "cpu") -> None:
         extra = {"detector.json": ""}
@@ -43,6 +46,7 @@ class PictureDetector:
         self.size: int = about["size"]
         self.names: list[str] = about["names"]
         self.device: str = device
+        self.letterboxes: bool = hasattr(self.module, "forward_batch")  # of torch_fastdet.postprocess.PictureDetector
 
     def prepare(self, picture: Image.Image) -> tuple[torch.Tensor, list[float]]:
         """The network's input (3, size, size), uint8, and how the picture was letterboxed into it."""
@@ -61,9 +65,12 @@ class PictureDetector:
         """Detections of each picture, best first; all pictures are one batch, and one copy brings the result to the host."""
         if not pictures:
             return []
-        inputs, letterboxes = zip(*map(self.prepare, pictures))
-        images = torch.stack(inputs).to(self.device).float() / 255
-        detections, counts = self.module(images, torch.tensor(letterboxes, device=self.device))
+        if self.letterboxes:
+            detections, counts = self.module([torch.from_numpy(np.array(p.convert("RGB"))) for p in pictures])
+        else:
+            inputs, letterboxes = zip(*map(self.prepare, pictures))
+            images = torch.stack(inputs).to(self.device).float() / 255
+            detections, counts = self.module(images, torch.tensor(letterboxes, device=self.device))
         return [
             [Detection(self.names[int(row[5])], row[4], row[:4]) for row in rows[:count]]
             for rows, count in zip(detections.tolist(), counts.tolist())
@@ -118,7 +125,7 @@ def detections_of(result: Any, names: Sequence[str]) -> Iterator[Detection]:
 
 
 def detector_of(path: str | Path, device: str = "cpu") -> PictureDetector | UltralyticsDetector:
-    """The detector in a file: of Ultralytics where its name ends with .pt, else a detector.ts of export.py."""
+    """The detector in a file: of Ultralytics where its name ends with .pt, else one of export.py."""
     return UltralyticsDetector(path, device) if str(path).endswith(".pt") else PictureDetector(path, device)
 
 

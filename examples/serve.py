@@ -54,7 +54,7 @@ def answers(detector: PictureDetector, paths: list[Path]) -> Iterator[dict]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("detector", type=existing, help="detector.ts")
+    parser.add_argument("detector", type=existing, help="detector.ts or pictures.ts")
     parser.add_argument("pictures", nargs="+", help="files and folders; - reads names from standard input")
     parser.add_argument("--device", type=usable_device, default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--batch", type=positive, default=8, help="pictures at a time (from standard input: one)")

@@ -104,7 +104,7 @@ def serve(detector: PictureDetector, options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("detector", type=existing, help="detector.ts")
+    parser.add_argument("detector", type=existing, help="detector.ts or pictures.ts")
     parser.add_argument("--device", type=usable_device, default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--port", type=positive, default=8000, help="of HTTP; gRPC has the next one")
     parser.add_argument("--batch", type=positive, default=8, help="pictures at a time; 1: no batching")

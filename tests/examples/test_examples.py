@@ -141,6 +141,24 @@ def test_drawing_marks_the_detections(shapes, tmp_path):
     assert after.getpixel(corner) == draw.color(train_step.NAMES.index(name)) != before.getpixel(corner)
 
 
+def test_pictures_ts_is_drawn_and_served_too(tmp_path):
+    """It letterboxes by itself. Pictures of the size that the network wants are not resized, so both files see the same pixels."""
+    detector, side = export.small_detector(), 64
+    export.export(detector, torch.rand(1, 3, side, side), tmp_path)
+    noise = np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(tmp_path / "same.png")
+    Image.fromarray(noise[:40]).convert("L").save(tmp_path / "wide.png")  # other sizes and grey pictures are one batch
+    pictures = [Image.open(tmp_path / name) for name in ("same.png", "wide.png")]
+    (wanted,) = PictureDetector(tmp_path / "detector.ts")(pictures[:1])
+    found, wide = PictureDetector(tmp_path / "pictures.ts")(pictures)
+    assert wanted and wide and [d.name for d in found] == [d.name for d in wanted]
+    np.testing.assert_allclose([d.box for d in found], [d.box for d in wanted], atol=1e-3)
+    ran = run("examples.serve", tmp_path / "pictures.ts", tmp_path / "same.png")
+    assert [d["name"] for d in json.loads(ran.stdout)["detections"]] == [d.name for d in wanted]
+    ran = run("examples.draw", tmp_path / "pictures.ts", tmp_path / "same.png", "--out", tmp_path / "drawn")
+    assert f"{len(wanted)} detections -> " in ran.stdout
+
+
 def test_drawing_masks_and_rotated_boxes():
     picture = Image.new("RGB", (80, 60))
     mask = np.zeros((60, 80), bool)
