@@ -40,8 +40,9 @@ _EXTRA_KINDS = {
     "obb": ("angle_logit", "raw"),
 }
 
-# What tells the head of an Ultralytics model.
+# What tells the head of an Ultralytics model, and of a YOLOv5 model.
 _ULTRALYTICS_HEAD = ("stride", "nc", "reg_max")
+_YOLOV5_HEAD = ("anchors", "stride", "nc", "no")
 
 
 def _check_word(name: str, value: Any, known: tuple[str, ...]) -> None:
@@ -105,7 +106,7 @@ class YOLOv5PostProcess(nn.Module):
     @classmethod
     def from_model(cls, model: nn.Module, **options: Any) -> "YOLOv5PostProcess":
         """With anchors, strides, classes and mask coefficients of a YOLOv5 model (or of its Detect or Segment module)."""
-        head = _head_of(model, "anchors", "stride", "nc", "no")
+        head = _head_of(model, *_YOLOV5_HEAD)
         if head is None:
             raise ValueError("YOLOv5PostProcess.from_model: the model has no Detect module (anchors, stride, nc, no)")
         return cls(head.anchors, head.stride, head.nc, nm=head.no - 5 - head.nc, **options)
@@ -330,6 +331,20 @@ class _UltralyticsHeads(nn.Module):
         return heads if proto is None else [*heads, proto]
 
 
+def _check_pictures_model(model: Any) -> None:
+    """What PictureDetector.from_model takes: a head that detects, and three channels where the model's yaml says how many."""
+    heads = (_ULTRALYTICS_HEAD, _YOLOV5_HEAD)
+    if not isinstance(model, nn.Module) or all(_head_of(model, *names) is None for names in heads):
+        raise ValueError(
+            f"PictureDetector.from_model: model is a {type(model).__name__}, which has no Detect module, but a model of YOLOv5 or "
+            "Ultralytics is wanted that detects, segments, or finds rotated boxes or poses"
+        )
+    yaml = getattr(model, "yaml", None)
+    channels = yaml.get("channels", yaml.get("ch", 3)) if isinstance(yaml, dict) else 3
+    if channels != 3:
+        raise ValueError(f"PictureDetector.from_model: model takes pictures of {channels} channels, but 3 are wanted")
+
+
 class PictureDetector(nn.Module):
     """uint8 pictures of any sizes to detections in their own pixels: letterbox, network and post-processing. Scriptable.
 
@@ -390,6 +405,7 @@ class PictureDetector(nn.Module):
         """
         while isinstance(inner := getattr(model, "model", None), nn.Module) and hasattr(inner, "model"):
             model = inner
+        _check_pictures_model(model)
         network = copy.deepcopy(model).float().eval()
         heads: nn.Module
         postprocess: YOLOv5PostProcess | UltralyticsPostProcess

@@ -104,6 +104,28 @@ def test_no_one_to_one_head_is_a_sentence():
         PictureDetector.from_model(model_of("v8", "detect"), SIDE, end2end=True)
 
 
+@pytest.mark.parametrize(
+    "kind, options, said",
+    [
+        (
+            "ClassificationModel",
+            {"cfg": "yolov8n-cls.yaml"},
+            "is a ClassificationModel, which has no Detect module, but a",
+        ),
+        (
+            "RTDETRDetectionModel",
+            {"cfg": "rtdetr-l.yaml"},
+            "is a RTDETRDetectionModel, which has no Detect module, but a",
+        ),
+        ("DetectionModel", {"cfg": "yolov8n.yaml", "ch": 1}, "takes pictures of 1 channels, but 3 are wanted"),
+    ],
+)
+def test_a_model_that_it_cannot_take_is_a_sentence(kind, options, said):
+    tasks = pytest.importorskip("ultralytics.nn.tasks", exc_type=ImportError)
+    with pytest.raises(ValueError, match=f"^PictureDetector.from_model: model {said}"):
+        PictureDetector.from_model(getattr(tasks, kind)(**options, verbose=False), SIDE)
+
+
 @pytest.mark.parametrize("task", ["segment", "obb"])
 def test_half_in_one_graph(cuda, task):
     """forward_batch in a CUDA graph, replayed with other pictures."""

@@ -2,6 +2,7 @@
 
 import copy
 import io
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -133,6 +134,19 @@ def test_bad_pictures_are_a_sentence():
         module.forward_batch(torch.zeros(1, 4, 4, 3))
     with pytest.raises(ValueError, match="size is 0"):
         PictureDetector(detector.network, detector.postprocess, 0)
+
+
+@pytest.mark.parametrize("model", ["yolov5s.pt", torch.nn.ReLU()])
+def test_what_is_no_detector_is_a_sentence(model):
+    with pytest.raises(ValueError, match=f"from_model: model is a {type(model).__name__}, which has no Detect module"):
+        PictureDetector.from_model(model, 64)
+
+
+def test_a_model_of_grey_pictures_is_a_sentence():
+    yolo = pytest.importorskip("yolov5.models.yolo", exc_type=ImportError)
+    model = yolo.DetectionModel(str(Path(yolo.__file__).parent / "yolov5n.yaml"), ch=1)
+    with pytest.raises(ValueError, match="from_model: model takes pictures of 1 channels, but 3 are wanted"):
+        PictureDetector.from_model(model, 64)
 
 
 class Levels(torch.nn.Module):
