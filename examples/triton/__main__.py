@@ -3,7 +3,7 @@
     python -m examples.triton [--weights yolov5s.pt] [--picture street.jpg] [--seconds 5] [--device cuda]
 
 Ends with status 1 where an answer is not the one that is wanted: detections for a picture, a clear error for a file that is no
-picture, for one that is too large and for a full queue; and answers again after clients that hung up. Then 1, 8 and 32 clients
+picture, for one of too many pixels or bytes and for a full queue; and answers again after clients that hung up. Then 1, 8 and 32 clients
 ask for some seconds each, with dynamic batching and without.
 """
 
@@ -34,6 +34,7 @@ from examples.triton.client import Client, Load, Refused, load
 ROOT = Path(__file__).resolve().parents[2]
 BATCH, QUEUE = 8, 64
 MAX_PIXELS = 4_000_000
+MAX_BYTES = 8_000_000
 
 
 def free_port() -> int:
@@ -53,7 +54,7 @@ def server(detector: Path, device: str, batch: int, log: Path) -> Iterator[int]:
     """A running server's gRPC port."""
     port = free_port()
     command = [sys.executable, "-m", "examples.triton.server", detector, "--device", device, "--port", port]
-    command += ["--batch", batch, "--queue", QUEUE, "--max-pixels", MAX_PIXELS]
+    command += ["--batch", batch, "--queue", QUEUE, "--max-pixels", MAX_PIXELS, "--max-bytes", MAX_BYTES]
     with open(log, "w") as output:
         process = subprocess.Popen(
             list(map(str, command)), cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, text=True
@@ -108,7 +109,8 @@ def check(port: int, picture: bytes) -> None:
         ("no picture", b"this is no picture", "cannot be read"),
         ("nothing", b"", "cannot be read"),
         ("half a picture", picture[: len(picture) // 2], "cannot be read"),
-        ("a too large one", encoded(Image.new("L", (side, side))), f"at most {MAX_PIXELS} pixels are accepted"),
+        ("too many pixels", encoded(Image.new("L", (side, side))), f"at most {MAX_PIXELS} pixels are accepted"),
+        ("too many bytes", picture + b"x" * MAX_BYTES, f"at most {MAX_BYTES} are accepted"),
     ]:
         answer = client.ask(file)
         say(what, answer, wanted in answer.get("error", ""))
