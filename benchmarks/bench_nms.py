@@ -185,6 +185,21 @@ def bench_rotated(report, images, anchors, **options):
     report.compare(f"rotated boxes, batch {images}, {anchors:,} candidates", variants, **options)
 
 
+def bench_few_candidates(report, rotated, **options):
+    """One image of 8,400 anchors in Ultralytics' layout, of which 20 pass: most of the time is looking for them."""
+    prediction = rotated_prediction(1, 8400, 80, report.device)
+    prediction[:, 4:84] *= 0.25
+    prediction[:, 4:84, ::420] *= 4
+    if not rotated:
+        prediction = prediction[:, :84].contiguous()
+    variants = {}
+    if function := stock.ultralytics_non_max_suppression():
+        variants["stock"] = lambda: function(prediction, nc=80, rotated=rotated)
+    variants["torch_fastdet list"] = lambda: ultralytics_non_max_suppression(prediction, nc=80, rotated=rotated)
+    kind = "rotated" if rotated else "upright"
+    report.compare(f"Ultralytics layout, one image, {kind}, conf .25", variants, **options)
+
+
 # One call is long beside the time between two.
 LONG = {"ungraphable": HOST, "repetitions": 10, "inner": 2}
 
@@ -309,6 +324,8 @@ def bench_cpu(report):
     report.compare("decode, batch 4", variants, bytes=prediction.numel() * 8, **few)
     bench_ultralytics(report, 4, torch.float32, **few)
     bench_rotated(report, 1, 2100, **few)
+    for rotated in (False, True):
+        bench_few_candidates(report, rotated, repetitions=20, inner=5)
     bench_scale_boxes(report, 4, repetitions=20, inner=5)
 
 

@@ -81,6 +81,42 @@ def test_ultralytics_options(device, dtype, options):
     check(as_ultralytics(clustered(3, 401, 6)).to(dtype), device, "ultralytics", **options)
 
 
+def few_candidates(anchors, classes=6):
+    """Channels first. A thirtieth of the anchors passes .25; here and there a score is NaN, infinite, above 1 or .25."""
+    g = torch.Generator().manual_seed(anchors)
+    prediction = as_ultralytics(clustered(2, anchors, classes, seed=anchors)).contiguous()
+    scores = prediction[:, 4:]
+    scores *= torch.where(torch.rand(2, 1, anchors, generator=g) < 1 / 30, 1.0, 0.2)
+    odd = torch.tensor([torch.nan, torch.inf, -torch.inf, 1.5, 0.25, 0.2500001])
+    chosen = odd[torch.randint(len(odd), scores.shape, generator=g)]
+    prediction[:, 4:] = torch.where(torch.rand(scores.shape, generator=g) < 0.01, chosen, scores)
+    prediction[:, 5, -1] = 0.9  # the last anchor passes
+    return prediction
+
+
+@pytest.mark.parametrize("anchors", [1, 7, 511, 512, 513, 1025, 2047, 2049, 4500])
+@pytest.mark.parametrize("options", ["default", "agnostic", "classes", "cut", "exact", "everything", "nothing"])
+def test_ultralytics_few_candidates(device, anchors, options):
+    """The CPU looks through the class scores of neighbouring anchors together: whatever their number."""
+    prediction = few_candidates(anchors)
+    for multi_label in (False, True):
+        check(prediction, device, "ultralytics", **OPTIONS[options] | {"multi_label": multi_label})
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("multi_label", [False, True])
+def test_ultralytics_few_candidates_dtypes(device, dtype, multi_label):
+    prediction = few_candidates(1500, 80).to(dtype)
+    rows = check(prediction, device, "ultralytics", multi_label=multi_label)
+    assert all(len(row) > 5 for row in rows)
+    one_by_one = prediction.transpose(1, 2).contiguous().transpose(1, 2)
+    for a, b in zip(
+        ops.ultralytics_non_max_suppression_padded(prediction.to(device), multi_label=multi_label),
+        ops.ultralytics_non_max_suppression_padded(one_by_one.to(device), multi_label=multi_label),
+    ):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("name", ADVERSARIAL)
 @pytest.mark.parametrize("options", ["default", "validation", "agnostic", "exact", "IoU 0"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -424,6 +460,28 @@ def test_ultralytics_postprocess(device, channels_last, reg_max, options):
     for image, want in enumerate(rows):
         assert indices[image, : len(want)].tolist() == anchors[image].tolist()
         torch.testing.assert_close(detections[image, : len(want)].cpu().double(), want, rtol=2e-5, atol=2e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", ["default", "validation", "classes", "everything", "nothing"])
+def test_ultralytics_postprocess_of_any_strides(device, dtype, options):
+    """Few candidates, logits that are NaN or infinite: the same from maps whose cells lie side by side, and others."""
+    g = torch.Generator().manual_seed(0)
+    boxes, scores, wide, last = [], [], [], []
+    for ny, nx in ((37, 41), (1, 9), (3, 1)):
+        logits = torch.randn(2, 7, ny, nx, generator=g) * 2 - 4
+        logits[torch.rand(logits.shape, generator=g) < 0.01] = torch.nan
+        logits[torch.rand(logits.shape, generator=g) < 0.01] = torch.inf
+        logits[torch.rand(logits.shape, generator=g) < 0.01] = -torch.inf
+        scores.append(logits.to(device, dtype))
+        boxes.append(torch.randn(2, 64, ny, nx, generator=g).to(device, dtype))
+        wide.append(torch.nn.functional.pad(scores[-1], (0, 3))[..., :nx])
+        last.append(scores[-1].contiguous(memory_format=torch.channels_last))
+    want = ops.ultralytics_postprocess(boxes, last, [], STRIDES, **OPTIONS[options])
+    assert OPTIONS[options].get("conf_thres") == 1.0 or want[1].min() > 0
+    for maps in (scores, wide):
+        for a, b in zip(ops.ultralytics_postprocess(boxes, maps, [], STRIDES, **OPTIONS[options]), want):
+            assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

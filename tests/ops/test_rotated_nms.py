@@ -43,6 +43,15 @@ def test_options(device, dtype, options, rule):
     check(rotated(2, 300, 4).to(dtype), device, 4, rotated=rule, **options)
 
 
+@pytest.mark.parametrize("multi_label", [False, True])
+def test_few_candidates(device, multi_label):
+    prediction = rotated(2, 1300, 4)
+    prediction[:, 4:8] *= torch.where(torch.arange(1300) % 29 == 26, 1.0, 0.2)  # the last anchor among others
+    prediction[:, 5, ::31] = torch.nan
+    prediction[:, 6, 7::100] = 1.5
+    check(prediction, device, 4, rotated="fast", multi_label=multi_label)
+
+
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("rule", ["fast", "greedy"])
 def test_many_chunks(device, rule):

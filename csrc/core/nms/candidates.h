@@ -51,6 +51,8 @@ struct Scores {
 //   Anchor anchor(image, n)            where anchor n lies
 //   bool objectness(anchor, options, A& value)    false if it cannot pass
 //   Scores<T> scores(anchor)           where its class scores lie
+//   int64_t neighbours(n)              anchors from n on whose class scores lie side by side, if only these decide
+//                                      whether an anchor can pass; 0 or less elsewhere
 //   bool score(raw, options, A& value)            class score before objectness; false if it cannot pass
 //   CenterBox<A> box(anchor)           pixels, rounded to T
 //   A extra(anchor, e)
@@ -82,6 +84,9 @@ struct PredictionLayout {
   }
   static TORCH_FASTDET_HOST_DEVICE Scores<T> scores(const CandidateSource& source, Anchor anchor) {
     return {anchor + (4 + source.has_objectness) * source.channel_stride, source.channel_stride};
+  }
+  static TORCH_FASTDET_HOST_DEVICE int64_t neighbours(const CandidateSource& source, int64_t n) {
+    return source.anchor_stride == 1 && !source.has_objectness ? source.anchors - n : 0;
   }
   static TORCH_FASTDET_HOST_DEVICE bool score(A raw, const NmsOptions&, A& value) {
     value = raw;
@@ -135,6 +140,7 @@ struct AnchorHeadLayout {
     const int64_t step = source.level[anchor.cell.level].boxes.channel;
     return {anchor.boxes + 5 * step, step};
   }
+  static TORCH_FASTDET_HOST_DEVICE int64_t neighbours(const CandidateSource&, int64_t) { return 0; }
   static TORCH_FASTDET_HOST_DEVICE bool score(A raw, const NmsOptions& options, A& value) {
     if (raw <= A(options.logit_floor)) return false;
     value = Storage<T>::round(sigmoid(raw));
@@ -174,6 +180,11 @@ struct AnchorFreeHeadLayout {
   }
   static TORCH_FASTDET_HOST_DEVICE Scores<T> scores(const CandidateSource& source, const Anchor& anchor) {
     return {anchor.scores, source.level[anchor.cell.level].scores.channel};
+  }
+  static TORCH_FASTDET_HOST_DEVICE int64_t neighbours(const CandidateSource& source, int64_t n) {
+    const HeadLevel& head = source.level[locate(source, n).level];
+    const int64_t end = head.first_anchor + static_cast<int64_t>(head.rows) * head.columns;
+    return head.scores.column == 1 && head.scores.row == head.columns ? end - n : 0;
   }
   static TORCH_FASTDET_HOST_DEVICE bool score(A raw, const NmsOptions& options, A& value) {
     if (raw <= A(options.logit_floor)) return false;
@@ -235,6 +246,13 @@ TORCH_FASTDET_HOST_DEVICE typename Layout::A confidence(const CandidateSource& s
 template <typename A>
 TORCH_FASTDET_HOST_DEVICE A confidence_threshold(const NmsOptions& options, bool promoted) {
   return A(promoted ? options.confidence_promoted : options.confidence);
+}
+
+// No class score at or below it can pass. Scores as they are stored: logits, where the layout has those.
+template <typename Layout>
+TORCH_FASTDET_HOST_DEVICE typename Layout::A score_floor(const NmsOptions& options, bool promoted) {
+  using A = typename Layout::A;
+  return Layout::kLogits ? A(options.logit_floor) : confidence_threshold<A>(options, promoted);
 }
 
 // Corners of candidate anchor n (a label if n >= source.anchors), in the input's pixels.

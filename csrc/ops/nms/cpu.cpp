@@ -117,6 +117,49 @@ struct RotatedBoxes {
   }
 };
 
+constexpr int64_t kNeighbours = 512;  // anchors whose class scores are read together
+
+// Raises each of `highest` to the anchor's score of one class; anchors lie side by side. NaN counts for nothing.
+template <typename T>
+TORCH_FASTDET_HOST_DEVICE void raise_to(const T* scores, int64_t begin, int64_t end,
+                                        core::arithmetic_t<T>* __restrict highest) {
+  for (int64_t i = begin; i < end; ++i) {
+    const auto score = core::Storage<T>::load(scores[i]);
+    highest[i] = score > highest[i] ? score : highest[i];
+  }
+}
+
+#ifdef TORCH_FASTDET_AVX2
+template <typename T>
+TORCH_FASTDET_AVX2 __attribute__((flatten)) void raise_to_avx2(const T* scores, int64_t count,
+                                                               core::arithmetic_t<T>* highest) {
+  int64_t i = 0;
+  if constexpr (std::is_same_v<T, c10::Half>) {  // whose conversion compilers do not turn into an instruction
+    for (; i + 8 <= count; i += 8) {
+      const __m256 score = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(scores + i)));
+      _mm256_storeu_ps(highest + i, _mm256_max_ps(score, _mm256_loadu_ps(highest + i)));
+    }
+  }
+  raise_to(scores, i, count, highest);
+}
+#endif
+
+// The highest class score of each of `count` anchors that lie side by side.
+template <typename T>
+void highest_scores(const core::Scores<T>& scores, int64_t classes, int64_t count, core::arithmetic_t<T>* highest) {
+  std::fill(highest, highest + count, -std::numeric_limits<core::arithmetic_t<T>>::infinity());
+  for (int64_t c = 0; c < classes; ++c) {
+    const T* row = scores.first + c * scores.stride;
+#ifdef TORCH_FASTDET_AVX2
+    if (has_avx2()) {
+      raise_to_avx2(row, count, highest);
+      continue;
+    }
+#endif
+    raise_to(row, 0, count, highest);
+  }
+}
+
 template <typename Layout>
 class ImageSuppression {
  public:
@@ -143,7 +186,7 @@ class ImageSuppression {
     at::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
       for (int64_t task = begin; task < end; ++task) {
         const int64_t last = std::min(anchors, (task + 1) * kAnchorsPerTask);
-        for (int64_t n = task * kAnchorsPerTask; n < last; ++n) select_anchor(n, found[task]);
+        select_anchors(task * kAnchorsPerTask, last, found[task]);
         keep_best(found[task], options_.max_candidates);
       }
     });
@@ -159,6 +202,25 @@ class ImageSuppression {
   void add(int64_t n, int64_t c, A confidence, Candidates<A>& found) const {
     if (!core::is_finite(confidence) || !core::is_allowed(filter_, c)) return;
     found.push_back({confidence, static_cast<uint32_t>(n * source_.classes + c)});
+  }
+
+  // Where a step from class to class is long, neighbours are read together, and one by one only those that can pass.
+  void select_anchors(int64_t n, int64_t end, Candidates<A>& found) const {
+    const A floor = core::score_floor<Layout>(options_, promoted_);
+    A highest[kNeighbours];
+    while (n < end) {
+      const int64_t count = std::min({kNeighbours, end - n, Layout::neighbours(source_, n)});
+      if (count <= 0) {
+        select_anchor(n++, found);
+        continue;
+      }
+      const auto scores = Layout::scores(source_, Layout::anchor(source_, image_, n));
+      highest_scores(scores, source_.classes, count, highest);
+      for (int64_t i = 0; i < count; ++i) {
+        if (highest[i] > floor) select_anchor(n + i, found);
+      }
+      n += count;
+    }
   }
 
   void select_anchor(int64_t n, Candidates<A>& found) const {
