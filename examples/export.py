@@ -10,8 +10,7 @@ gives boxes in their pixels; and image.npy and golden/, the stages of plain PyTo
     python -m torch_fastdet.golden compare build/detector/golden build/cpp --rtol 1e-5 --atol 1e-3
 
 --aoti also writes detector.pt2, the same detector compiled ahead of time by torch.export and AOTInductor (a C++ compiler is
-needed, and a minute): `detect build/detector/detector.pt2 build/detector/image.npy`. It runs on the device that --device names; with
-cuda, append --cuda to `detect`. The other files run on any device.
+needed, and a minute): `detect build/detector/detector.pt2 build/detector/image.npy`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 if not __package__:  # run as a file, not with -m
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from examples.command_line import Unusable, brief, existing, folder, run, usable_device
+from examples.command_line import Unusable, brief, existing, folder, run
 from torch_fastdet import golden, ops
 from torch_fastdet.postprocess import PictureDetector, YOLOv5PostProcess
 
@@ -182,7 +181,6 @@ def main() -> None:
         "--weights", type=existing, help="YOLOv5 checkpoint; without, a small network with random weights"
     )
     parser.add_argument("--aoti", action="store_true", help="write detector.pt2, an AOTInductor package, too")
-    parser.add_argument("--device", type=usable_device, default="cpu", help="of detector.pt2: cpu (default) or cuda")
     parser.add_argument("--img", type=int, default=320, help="height and width of the image")
     parser.add_argument("--conf", type=float, default=0.25, help="confidence threshold")
     options = parser.parse_args()
@@ -202,7 +200,7 @@ def main() -> None:
     export(detector, image, options.out, names)
     print(f"wrote detector.ts, pictures.ts, image.npy and golden/ into {options.out}")
     if options.aoti:
-        package(eager.to(options.device), image.to(options.device), options.out / "detector.pt2")
+        package(eager, image, options.out / "detector.pt2")
         print(f"wrote detector.pt2 into {options.out}")
 
 
