@@ -118,7 +118,8 @@ test-aarch64: $(STAMP) ## the GoogleTests of csrc/core compiled for aarch64, run
 define googletest
 mkdir -p $(1) && { $(3) -S tests/cpp -B $(1) -DSANITIZE=$(2) && $(3) --build $(1) -j $(JOBS); } > $(1)/build.log 2>&1 \
   || { tail -n 40 $(1)/build.log; exit 1; }; $(1)/core_tests --gtest_brief=1 \
-  && { [ ! -x $(1)/kernel_tests ] || $(1)/kernel_tests --gtest_brief=1; }
+  && { [ ! -x $(1)/kernel_tests ] || seq 0 $$(($(JOBS) - 1)) \
+    | xargs -P $(JOBS) -I{} env GTEST_TOTAL_SHARDS=$(JOBS) GTEST_SHARD_INDEX={} $(1)/kernel_tests --gtest_brief=1; }
 endef
 
 # On a GPU machine without network: the torch that is there, no virtual environment.
