@@ -6,7 +6,6 @@ the pictures spread over threads, one for each core.
 """
 
 import os
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -119,20 +118,10 @@ def compare_letterbox(
         cuda = report.device.type == "cuda"
         report.compare(case, {"torch_fastdet": ours} | ({} if cuda else stock), **options)
         if cuda and not report.prepare:
-            for name, call in stock.items():
-                report.add(case, name, "call", host_times(call, 10), options["bytes"])
+            for name, times in harness.time_cpu(stock, 11).items():
+                report.add(case, name, "call", times[1:], options["bytes"])
             report.write()
     cv2.setNumThreads(threads)
-
-
-def host_times(call: Callable[[], Any], count: int) -> list[float]:
-    """Microseconds of each call but the first."""
-    times = []
-    for _ in range(count + 1):
-        begun = time.perf_counter_ns()
-        call()
-        times.append((time.perf_counter_ns() - begun) / 1e3)
-    return times[1:]
 
 
 def compare_augmentation(report: harness.Report, perspective: float, options: dict[str, Any]) -> None:

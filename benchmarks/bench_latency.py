@@ -29,7 +29,7 @@ from torch import Tensor
 
 from benchmarks import stock
 from benchmarks.bench_pictures import SIDE, yolov5
-from benchmarks.harness import OURS, WORK, Report, add_arguments, at_least, graph, missing
+from benchmarks.harness import OURS, WORK, Report, add_arguments, at_least, graph, missing, time_cpu
 from benchmarks.report import machine_of, pyplot
 from examples.yolov5_env import environment
 from torch_fastdet import ops
@@ -162,11 +162,7 @@ def measure(report: Report, name: str, way: Way, picture: np.ndarray, calls: int
             answer(way, picture)
         for stage, value in stages(way, picture, wait, min(calls, 100)).items():
             report.add(case, name, stage, [value])
-        times = []
-        for _ in range(calls):
-            begun = time.perf_counter_ns()
-            answer(way, picture)
-            times.append((time.perf_counter_ns() - begun) / 1e3)
+        times = time_cpu({name: lambda: answer(way, picture)}, calls)[name]
     p99 = sorted(times)[int(0.99 * len(times))]
     report.add(case, name, "call", times, p99_us=round(p99, 3))
     report.write()

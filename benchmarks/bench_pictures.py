@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import io
 import statistics
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,12 +63,7 @@ def latencies(predict: Any, count: int) -> list[float]:
     """Microseconds of each call, which ends on the host."""
     for _ in range(max(count // 10, 5)):  # the third captures
         predict()
-    times = []
-    for _ in range(count):
-        begun = time.perf_counter_ns()
-        predict()
-        times.append((time.perf_counter_ns() - begun) / 1e3)
-    return times
+    return harness.time_cpu({"predict": predict}, count)["predict"]
 
 
 def bench_predict(report: harness.Report, count: int) -> None:

@@ -203,7 +203,8 @@ def _time_cuda(
     return times
 
 
-def _time_cpu(functions: dict[str, Callable], repetitions: int, inner: int) -> dict[str, list]:
+def time_cpu(functions: dict[str, Callable], repetitions: int, inner: int = 1) -> dict[str, list[float]]:
+    """Microseconds a call by the host's clock: `inner` calls, `repetitions` times, variants interleaved."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(repetitions):
         for name, function in functions.items():
@@ -290,7 +291,7 @@ class Report:
         if self.prepare:
             return
         if self.device.type == "cpu":
-            times = _time_cpu(variants, repetitions, inner)
+            times = time_cpu(variants, repetitions, inner)
             for name, values in times.items():
                 self.add(case, name, "call", values, bytes)
             self.write()
