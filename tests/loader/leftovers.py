@@ -10,7 +10,7 @@ from unittest import mock
 
 
 def open_memories():
-    gc.collect()
+    gc.collect()  # those of earlier tests may be in reference cycles
     found = 0
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

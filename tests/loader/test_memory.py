@@ -1,13 +1,13 @@
 """The memory for decoded pictures: places, budgets, sharing."""
 
 import copy
-import gc
 import multiprocessing
 import os
 
 import numpy as np
 import pytest
 
+from tests.loader.leftovers import open_memories
 from torch_fastdet.loader import ranks
 from torch_fastdet.loader.memory import CHUNK, PictureMemory, machine_memory, parse_size
 from torch_fastdet.loader.ranks import shared_by_ranks
@@ -78,20 +78,15 @@ def test_a_copy_has_a_memory_of_its_own():
 
 
 def test_nothing_is_left_open():
-    def memories():
-        gc.collect()  # memories of earlier tests may be in reference cycles
-        links = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
-        return sum("torch_fastdet" in os.readlink(link) for link in links if os.path.islink(link))
-
-    before = memories()
+    before = open_memories()
     memory = PictureMemory([(5, 7)], 1 << 20)
     memory.put(0, picture(5, 7), (5, 7))
     view = memory.get(0)
-    assert memories() > before
+    assert open_memories() > before
     del memory
     assert np.array_equal(view, picture(5, 7))  # what somebody holds stays
     del view
-    assert memories() == before
+    assert open_memories() == before
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """bn_act.py PREFIX [cuda]: a model's training under bn_act_optim is stock's. PREFIX is that of YOLOv5's modules.
 
-cuda: in half precision on a GPU, as near to float64 as stock's. Without it, in the package it is yolov5n, whose later uses are compared too; in a checkout yolov5s as well.
+Of the package it is yolov5n, whose later uses are compared too; of a checkout yolov5n and yolov5s. cuda: both in half precision on a GPU,
+as near to float64 as stock's.
 """
 
 import importlib
