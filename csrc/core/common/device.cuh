@@ -1,4 +1,5 @@
-// What kernels of every family share: warps, sums over a warp or a block in a fixed order, accesses of up to 16 bytes.
+// What kernels of every family share: warps, sums over a warp or a block in a fixed order, accesses of up to 16 bytes,
+// and room in shared memory.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -75,6 +76,16 @@ struct alignas(kCount * sizeof(T) > 16 ? 16 : kCount * sizeof(T)) Vector {
 // Whether Vector<T> may be read and written there. True of null.
 __device__ __forceinline__ bool is_vector_aligned(const void* pointer) {
   return (reinterpret_cast<uintptr_t>(pointer) & 15) == 0;
+}
+
+// As much shared memory as a multiprocessor has, for blocks beside each other; more than 48 KiB a block have to be
+// asked for.
+template <typename Kernel>
+cudaError_t allow_shared(Kernel* kernel, int bytes) {
+  if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) {
+    return error;
+  }
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
 }
 
 }  // namespace torch_fastdet::core

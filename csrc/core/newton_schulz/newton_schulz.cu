@@ -295,14 +295,6 @@ __global__ void __launch_bounds__(Wide::kThreads, 2) step_kernel(const NsParams 
   }
 }
 
-// As much shared memory as a processor has: two or more blocks at a time.
-cudaError_t allow_shared(const void* kernel, int bytes) {
-  if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) {
-    return error;
-  }
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-}
-
 }  // namespace
 
 cudaError_t prepare_newton_schulz() {

@@ -390,22 +390,12 @@ cudaError_t stem_blocks(const StemConvSizes& sizes, int bytes, int64_t& blocks) 
   return error;
 }
 
-// As much shared memory as a multiprocessor has, for blocks beside each other; more than 48 KiB a block have to be
-// asked for.
-template <typename Kernel>
-cudaError_t stem_allow_shared(Kernel kernel, int bytes) {
-  if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) {
-    return error;
-  }
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-}
-
 template <typename Tile>
 cudaError_t stem_launch_forward(const StemConvForwardParams& params, cudaStream_t stream) {
   constexpr int kBytes = stem_forward_bytes<Tile>();
   int64_t blocks = 0;
   cudaError_t error = stem_blocks<Tile>(params.sizes, kBytes, blocks);
-  if (error == cudaSuccess) error = stem_allow_shared(stem_conv_forward<Tile>, kBytes);
+  if (error == cudaSuccess) error = allow_shared(stem_conv_forward<Tile>, kBytes);
   if (error != cudaSuccess) return error;
   stem_conv_forward<Tile><<<static_cast<unsigned>(blocks), Tile::kThreads, kBytes, stream>>>(params);
   return cudaGetLastError();
@@ -414,7 +404,7 @@ cudaError_t stem_launch_forward(const StemConvForwardParams& params, cudaStream_
 template <typename Tile>
 cudaError_t stem_launch_backward(const StemConvBackwardParams& params, cudaStream_t stream) {
   constexpr int kBytes = stem_backward_bytes<Tile>();
-  if (const cudaError_t error = stem_allow_shared(stem_conv_backward_parts<Tile>, kBytes)) return error;
+  if (const cudaError_t error = allow_shared(stem_conv_backward_parts<Tile>, kBytes)) return error;
   stem_conv_backward_parts<Tile><<<static_cast<unsigned>(params.blocks), Tile::kThreads, kBytes, stream>>>(params);
   const auto sums = static_cast<unsigned>(params.sizes.weights() / kWarp);
   stem_conv_backward_sum<typename Tile::Element><<<sums, kStemSumWarps * kWarp, 0, stream>>>(params);
