@@ -46,13 +46,6 @@ inline core::Activation parse_activation(std::string_view activation, const char
   return core::Activation::kIdentity;
 }
 
-inline void check_bn_act_image(const at::Tensor& tensor, const char* op, const char* name) {
-  check_strided(tensor, op, name);
-  check_float(tensor, op, name);
-  TORCH_CHECK(tensor.dim() == 4, op, ": ", name, " has shape ", tensor.sym_sizes(),
-              ", but four dimensions (N, C, H, W) are wanted");
-}
-
 // One value a channel of x.
 inline void check_bn_act_vector(const at::Tensor& x, const OptionalTensor& vector, const char* op, const char* name) {
   if (!is_given(vector)) return;
@@ -76,7 +69,7 @@ inline void check_bn_act_statistic(const at::Tensor& x, const OptionalTensor& st
 }
 
 inline void check_same_image(const at::Tensor& x, const at::Tensor& other, const char* op, const char* name) {
-  check_bn_act_image(other, op, name);
+  check_images(other, op, name);
   check_same_device(x, "x", other, op, name);
   TORCH_CHECK(other.scalar_type() == x.scalar_type(), op, ": ", name, " has dtype ", dtype_name(other.scalar_type()),
               ", but x has ", dtype_name(x.scalar_type()));
@@ -99,7 +92,7 @@ inline void check_values_per_channel(const at::Tensor& x) {
 
 inline void check_bn_act(const at::Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
                          const BnActNorm& norm, const OptionalTensor& residual, const char* op) {
-  check_bn_act_image(x, op, "x");
+  check_images(x, op, "x");
   check_bn_act_vector(x, weight, op, "weight");
   check_bn_act_vector(x, bias, op, "bias");
   check_bn_act_statistic(x, norm.running_mean, op, "running_mean");
@@ -198,7 +191,7 @@ inline at::Tensor empty_parameter_grad(const at::Tensor& x, const OptionalTensor
 inline void check_bn_act_backward(const at::Tensor& grad_y, const at::Tensor& x, const OptionalTensor& weight,
                                   const OptionalTensor& bias, const at::Tensor& mean, const at::Tensor& invstd,
                                   const char* op) {
-  check_bn_act_image(x, op, "x");
+  check_images(x, op, "x");
   check_same_image(x, grad_y, op, "grad_y");
   check_bn_act_vector(x, weight, op, "weight");
   check_bn_act_vector(x, bias, op, "bias");

@@ -43,6 +43,18 @@ inline void check_strided(const at::Tensor& tensor, const char* op, const char* 
               ", but a dense (strided) tensor is wanted");
 }
 
+inline void check_four_dimensions(const at::Tensor& tensor, const char* op, const char* name) {
+  TORCH_CHECK(tensor.dim() == 4, op, ": ", name, " has shape ", tensor.sym_sizes(),
+              ", but four dimensions (N, C, H, W) are wanted");
+}
+
+// A batch of images, or of what a layer makes of them.
+inline void check_images(const at::Tensor& tensor, const char* op, const char* name) {
+  check_strided(tensor, op, name);
+  check_float(tensor, op, name);
+  check_four_dimensions(tensor, op, name);
+}
+
 // Whether no size is symbolic. Where some are, a Meta function leaves the checks that want plain numbers to the call
 // that runs.
 inline bool has_plain_sizes(std::initializer_list<at::Tensor> tensors, at::TensorList list = {}) {

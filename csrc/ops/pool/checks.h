@@ -13,12 +13,6 @@
 
 namespace torch_fastdet {
 
-inline void check_pool_image(const at::Tensor& tensor, const char* op, const char* name) {
-  check_strided(tensor, op, name);
-  TORCH_CHECK(tensor.dim() == 4, op, ": ", name, " has shape ", tensor.sym_sizes(),
-              ", but four dimensions (N, C, H, W) are wanted");
-}
-
 inline void check_pools(int64_t kernel_size, int64_t pools, const char* op) {
   TORCH_CHECK_VALUE(kernel_size % 2 == 1 && kernel_size > 0 && kernel_size <= 2 * core::kMostPoolRadius + 1, op,
                     ": kernel_size is ", kernel_size, ", but an odd number of 1 to ", 2 * core::kMostPoolRadius + 1,
@@ -28,17 +22,16 @@ inline void check_pools(int64_t kernel_size, int64_t pools, const char* op) {
 
 inline void check_max_pools_cat(const at::Tensor& x, int64_t kernel_size, int64_t pools) {
   constexpr const char* op = "max_pools_cat";
-  check_pool_image(x, op, "x");
-  check_float(x, op, "x");
+  check_images(x, op, "x");
   check_pools(kernel_size, pools, op);
 }
 
 inline void check_max_pools_cat_backward(const at::Tensor& grad_y, const at::Tensor& indices, int64_t kernel_size,
                                          int64_t pools) {
   constexpr const char* op = "max_pools_cat_backward";
-  check_pool_image(grad_y, op, "grad_y");
-  check_float(grad_y, op, "grad_y");
-  check_pool_image(indices, op, "indices");
+  check_images(grad_y, op, "grad_y");
+  check_strided(indices, op, "indices");
+  check_four_dimensions(indices, op, "indices");
   check_pools(kernel_size, pools, op);
   check_same_device(grad_y, "grad_y", indices, op, "indices");
   TORCH_CHECK(indices.scalar_type() == at::kByte, op, ": indices has dtype ", dtype_name(indices.scalar_type()),

@@ -10,13 +10,6 @@
 
 namespace torch_fastdet {
 
-inline void check_space_to_depth_image(const at::Tensor& tensor, const char* op, const char* name) {
-  check_strided(tensor, op, name);
-  check_float(tensor, op, name);
-  TORCH_CHECK(tensor.dim() == 4, op, ": ", name, " has shape ", tensor.sym_sizes(),
-              ", but four dimensions (N, C, H, W) are wanted");
-}
-
 inline void check_space_to_depth_dtype(at::ScalarType dtype, const char* op) {
   TORCH_CHECK(is_supported_float(dtype), op, ": dtype is ", dtype_name(dtype),
               ", but float16, bfloat16, float32 or float64 is wanted");
@@ -24,7 +17,7 @@ inline void check_space_to_depth_dtype(at::ScalarType dtype, const char* op) {
 
 inline void check_space_to_depth(const at::Tensor& x, int64_t channels, at::ScalarType dtype) {
   constexpr const char* op = "space_to_depth";
-  check_space_to_depth_image(x, op, "x");
+  check_images(x, op, "x");
   check_space_to_depth_dtype(dtype, op);
   const auto even = (x.sym_size(2) % 2).sym_eq(0).sym_and((x.sym_size(3) % 2).sym_eq(0));
   TORCH_SYM_CHECK(even, op, ": x has shape ", x.sym_sizes(), ", but an even height and width are wanted");
@@ -34,7 +27,7 @@ inline void check_space_to_depth(const at::Tensor& x, int64_t channels, at::Scal
 
 inline void check_space_to_depth_backward(const at::Tensor& grad, int64_t channels, bool border, at::ScalarType dtype) {
   constexpr const char* op = "space_to_depth_backward";
-  check_space_to_depth_image(grad, op, "grad_output");
+  check_images(grad, op, "grad_output");
   check_space_to_depth_dtype(dtype, op);
   TORCH_CHECK_VALUE(channels >= 0, op, ": channels is ", channels, ", but 0 or more is wanted");
   const auto fits = grad.sym_size(1)

@@ -10,13 +10,6 @@
 
 namespace torch_fastdet {
 
-inline void check_stem_tensor(const at::Tensor& tensor, const char* op, const char* name) {
-  check_strided(tensor, op, name);
-  check_float(tensor, op, name);
-  TORCH_CHECK(tensor.dim() == 4, op, ": ", name, " has shape ", tensor.sym_sizes(),
-              ", but four dimensions (N, C, H, W) are wanted");
-}
-
 // `other` in the type and on the device of squares.
 inline void check_beside_squares(const at::Tensor& squares, const at::Tensor& other, const char* op, const char* name) {
   check_same_device(squares, "squares", other, op, name);
@@ -26,7 +19,7 @@ inline void check_beside_squares(const at::Tensor& squares, const at::Tensor& ot
 }
 
 inline void check_stem_squares(const at::Tensor& squares, int64_t kernel_size, const char* op) {
-  check_stem_tensor(squares, op, "squares");
+  check_images(squares, op, "squares");
   const int64_t least = kernel_size == 2;
   const auto fits = squares.sym_size(1)
                         .sym_eq(core::kStemChannels)
@@ -43,7 +36,7 @@ inline int64_t stem_size(const at::Tensor& tensor, int64_t dim) {
 
 inline void check_stem_conv2d(const at::Tensor& squares, const at::Tensor& weight) {
   constexpr const char* op = "stem_conv2d";
-  check_stem_tensor(weight, op, "weight");
+  check_images(weight, op, "weight");
   const int64_t outputs = stem_size(weight, 0), side = stem_size(weight, 2);
   TORCH_CHECK(core::stem_conv_has(outputs) && stem_size(weight, 1) == core::kStemChannels && (side == 2 || side == 3) &&
                   stem_size(weight, 3) == side,
@@ -58,7 +51,7 @@ inline void check_stem_conv2d_backward(const at::Tensor& grad_output, const at::
   TORCH_CHECK_VALUE(kernel_size == 2 || kernel_size == 3, op, ": kernel_size is ", kernel_size,
                     ", but 2 or 3 is wanted");
   check_stem_squares(squares, kernel_size, op);
-  check_stem_tensor(grad_output, op, "grad_output");
+  check_images(grad_output, op, "grad_output");
   check_beside_squares(squares, grad_output, op, "grad_output");
   const int64_t less = kernel_size == 2;
   const auto fits = grad_output.sym_size(0)

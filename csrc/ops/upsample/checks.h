@@ -11,21 +11,14 @@
 
 namespace torch_fastdet {
 
-inline void check_image(const at::Tensor& tensor, const char* op, const char* name) {
-  check_strided(tensor, op, name);
-  check_float(tensor, op, name);
-  TORCH_CHECK(tensor.dim() == 4, op, ": ", name, " has shape ", tensor.sym_sizes(),
-              ", but four dimensions (N, C, H, W) are wanted");
-}
-
 inline void check_upsample(const at::Tensor& x) {
-  check_image(x, "upsample_nearest2x", "x");
+  check_images(x, "upsample_nearest2x", "x");
 }
 
 inline void check_upsample_cat(const at::Tensor& x, const at::Tensor& skip) {
   constexpr const char* op = "upsample_nearest2x_cat";
-  check_image(x, op, "x");
-  check_image(skip, op, "skip");
+  check_images(x, op, "x");
+  check_images(skip, op, "skip");
   check_same_device(x, "x", skip, op, "skip");
   const auto fits = skip.sym_size(0)
                         .sym_eq(x.sym_size(0))
@@ -37,7 +30,7 @@ inline void check_upsample_cat(const at::Tensor& x, const at::Tensor& skip) {
 
 inline void check_upsample_backward(const at::Tensor& grad_output) {
   constexpr const char* op = "upsample_nearest2x_backward";
-  check_image(grad_output, op, "grad_output");
+  check_images(grad_output, op, "grad_output");
   const auto even = (grad_output.sym_size(2) % 2).sym_eq(0).sym_and((grad_output.sym_size(3) % 2).sym_eq(0));
   TORCH_SYM_CHECK(even, op, ": grad_output has shape ", grad_output.sym_sizes(),
                   ", but an even height and width are wanted");
