@@ -93,6 +93,9 @@ def test_tensor_cores_take_what_they_can(monkeypatch):
     for outputs in (8, 24, 112):
         conv = nn.Conv2d(3, outputs, 3, 2, 1, bias=False).to(half, memory_format=torch.channels_last)
         assert not called(monkeypatch, conv, x)
+    conv = make(6, 2, dtype=half)
+    for size, fits in (((127, 16, 4096, 4096), True), ((128, 16, 4096, 4096), False), ((1, 16, 16384, 16384), False)):
+        assert stem._has_kernel(conv, torch.empty(size, dtype=half, device="meta")) == fits
 
 
 @pytest.mark.parametrize("kernel, padding", KERNELS)

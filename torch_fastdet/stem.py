@@ -23,7 +23,9 @@ _FORWARD = nn.Conv2d.forward
 # Where this was measured to be faster. In float32 stock's convolution runs.
 DTYPES = (torch.float16, torch.bfloat16)
 DEVICES = ("cuda",)
-_OUTPUTS = range(16, 97, 16)  # for which stem_conv2d has kernels
+# What stem_conv2d has kernels for (core::stem_conv_has and stem_conv_fits): these outputs, and so many pixels of a batch and elements
+# of an image.
+_OUTPUTS, _MOST = range(16, 97, 16), 2**31 - 1
 
 
 def has_stem_shape(conv: nn.Conv2d) -> bool:
@@ -83,9 +85,12 @@ def _has_tensor_cores(device: torch.device) -> bool:
 
 def _has_kernel(conv: Any, squares: Tensor) -> bool:
     """Whether ``stem_conv2d`` takes the squares; it has no gradient of them, and no bias."""
+    outputs, pixels = conv.weight.shape[0], squares.shape[2] * squares.shape[3]
     return (
         conv.bias is None
-        and conv.weight.shape[0] in _OUTPUTS
+        and outputs in _OUTPUTS
+        and squares.shape[0] * pixels <= _MOST
+        and outputs * pixels <= _MOST
         and squares.dtype in (torch.float16, torch.bfloat16)
         and not squares.requires_grad
         and _has_tensor_cores(squares.device)
@@ -96,7 +101,7 @@ def convolve(conv: Any, x: Any) -> Any:
     """``conv(x)``; a stem by way of its squares.
 
     On GPUs of compute capability 8.0 and newer ``stem_conv2d`` convolves them, where it has a kernel: 16, 32, ... 96 outputs, no bias,
-    and images without a gradient. Else cuDNN does. It has no second derivative.
+    images without a gradient, and fewer than 2^31 pixels. Else cuDNN does. It has no second derivative.
     """
     if not is_stem(conv, x):
         return conv(x)
