@@ -21,8 +21,9 @@ TORCH_OLDEST, TORCH_NEWEST = (2, 11), (2, 15)
 TORCH_WANTED = "{}.{} to {}.{}".format(*TORCH_OLDEST, *TORCH_NEWEST)
 TORCH_INSTALL = 'pip install "torch>={}.{},<{}.{}"'.format(*TORCH_OLDEST, TORCH_NEWEST[0], TORCH_NEWEST[1] + 1)
 GENERATED = ROOT / "build/generated"
-# The families' files of these names are compiled as one: each of them takes as long as torch's headers, and little more.
-TOGETHER = ("autograd.cpp", "cuda.cpp")
+# The families' files of these names, up to so many bytes each, are compiled as one: each of them takes as long as torch's headers,
+# and little more.
+TOGETHER: dict[str, float] = {"autograd.cpp": float("inf"), "cuda.cpp": float("inf"), "cpu.cpp": 4096}
 DEFAULT_ARCHITECTURES = "7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX"
 
 
@@ -157,10 +158,14 @@ def check_architectures(nvcc: Path, version: str) -> None:
         )
 
 
+def is_together(source: Path) -> bool:
+    return source.stat().st_size <= TOGETHER.get(source.name, -1)
+
+
 def sources(cuda: str | None) -> list[str]:
     """library.cpp and the glue; for a CUDA build also the kernels and every cuda.cpp."""
     found = [ROOT / "csrc/library.cpp", *(GENERATED / name for name in TOGETHER if cuda or name != "cuda.cpp")]
-    found += [path for path in (ROOT / "csrc/ops").rglob("*.cpp") if path.name not in TOGETHER]
+    found += [path for path in (ROOT / "csrc/ops").rglob("*.cpp") if not is_together(path)]
     if cuda:
         found += (ROOT / "csrc/core").rglob("*.cu")
     return sorted(str(path.relative_to(ROOT)) for path in found)
@@ -170,7 +175,7 @@ def write_generated_files(config: dict[str, str]) -> None:
     header = "".join(f'#define TORCH_FASTDET_BUILD_{key.upper()} "{value}"\n' for key, value in config.items())
     write_if_changed(GENERATED / "build_config.h", "#pragma once\n" + header)
     for name in TOGETHER:
-        families = sorted(path.parent.name for path in (ROOT / "csrc/ops").glob(f"*/{name}"))
+        families = sorted(path.parent.name for path in (ROOT / "csrc/ops").glob(f"*/{name}") if is_together(path))
         write_if_changed(GENERATED / name, "".join(f'#include "ops/{family}/{name}"\n' for family in families))
 
 

@@ -8,7 +8,7 @@
 #include "ops/bn_act/run.h"
 #include "ops/common/dispatch.h"
 
-namespace torch_fastdet {
+namespace torch_fastdet::bn_act_cpu {
 namespace {
 
 // Channels of a task: of a cache line in channels_last, where they are adjacent.
@@ -168,14 +168,14 @@ struct Cpu : OnDevice {
   static void forward(const BnActForward& a, const char*) {
     with_dtype(core_dtype(a.x.scalar_type()), [&](auto zero) {
       core::dispatch_activation(a.activation, [&](auto activation) {
-        torch_fastdet::forward<decltype(zero), decltype(activation)::value>(a);
+        bn_act_cpu::forward<decltype(zero), decltype(activation)::value>(a);
       });
     });
   }
   static void backward(const BnActBackward& a, const char*) {
     with_dtype(core_dtype(a.x.scalar_type()), [&](auto zero) {
       core::dispatch_activation(a.activation, [&](auto activation) {
-        torch_fastdet::backward<decltype(zero), decltype(activation)::value>(a);
+        bn_act_cpu::backward<decltype(zero), decltype(activation)::value>(a);
       });
     });
   }
@@ -187,4 +187,4 @@ TORCH_LIBRARY_IMPL(torch_fastdet, CPU, m) {
   register_bn_act<Cpu>(m);
 }
 
-}  // namespace torch_fastdet
+}  // namespace torch_fastdet::bn_act_cpu

@@ -14,7 +14,7 @@
 #include "ops/boxes/run.h"
 #include "ops/common/dispatch.h"
 
-namespace torch_fastdet {
+namespace torch_fastdet::boxes_cpu {
 namespace {
 
 constexpr int kBlock = 128;
@@ -367,4 +367,4 @@ TORCH_LIBRARY_IMPL(torch_fastdet, CPU, m) {
   register_boxes<Cpu>(m);
 }
 
-}  // namespace torch_fastdet
+}  // namespace torch_fastdet::boxes_cpu

@@ -18,7 +18,7 @@
 #include "core/image/resize_avx2.h"
 #endif
 
-namespace torch_fastdet {
+namespace torch_fastdet::image_cpu {
 namespace {
 
 // Rows that a thread takes at once at least: enough to make up for what is worked out once a picture.
@@ -152,4 +152,4 @@ TORCH_LIBRARY_IMPL(torch_fastdet, CPU, m) {
   register_image<Cpu>(m);
 }
 
-}  // namespace torch_fastdet
+}  // namespace torch_fastdet::image_cpu

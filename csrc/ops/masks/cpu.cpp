@@ -7,7 +7,7 @@
 #include "ops/common/dispatch.h"
 #include "ops/masks/run.h"
 
-namespace torch_fastdet {
+namespace torch_fastdet::masks_cpu {
 namespace {
 
 struct Cpu : OnDevice {
@@ -35,4 +35,4 @@ TORCH_LIBRARY_IMPL(torch_fastdet, CPU, m) {
   register_masks<Cpu>(m);
 }
 
-}  // namespace torch_fastdet
+}  // namespace torch_fastdet::masks_cpu

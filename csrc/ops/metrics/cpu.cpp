@@ -6,7 +6,7 @@
 #include "core/metrics/metrics_loops.h"
 #include "ops/metrics/run.h"
 
-namespace torch_fastdet {
+namespace torch_fastdet::metrics_cpu {
 namespace {
 
 struct Cpu : OnDevice {
@@ -30,4 +30,4 @@ TORCH_LIBRARY_IMPL(torch_fastdet, CPU, m) {
   register_metrics<Cpu>(m);
 }
 
-}  // namespace torch_fastdet
+}  // namespace torch_fastdet::metrics_cpu

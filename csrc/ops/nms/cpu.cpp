@@ -14,7 +14,7 @@
 #include "ops/common/dispatch.h"
 #include "ops/nms/run.h"
 
-namespace torch_fastdet {
+namespace torch_fastdet::nms_cpu {
 namespace {
 
 constexpr int64_t kAnchorsPerTask = 2048;
@@ -517,4 +517,4 @@ TORCH_LIBRARY_IMPL(torch_fastdet, CPU, m) {
   register_nms<Cpu>(m);
 }
 
-}  // namespace torch_fastdet
+}  // namespace torch_fastdet::nms_cpu

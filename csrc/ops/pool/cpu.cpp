@@ -8,7 +8,7 @@
 #include "ops/common/dispatch.h"
 #include "ops/pool/run.h"
 
-namespace torch_fastdet {
+namespace torch_fastdet::pool_cpu {
 namespace {
 
 // Calls f(n, c, h, w) for each element, in the order of the memory.
@@ -89,4 +89,4 @@ TORCH_LIBRARY_IMPL(torch_fastdet, CPU, m) {
   register_pool<Cpu>(m);
 }
 
-}  // namespace torch_fastdet
+}  // namespace torch_fastdet::pool_cpu

@@ -6,7 +6,7 @@
 #include "ops/common/dispatch.h"
 #include "ops/space_to_depth/run.h"
 
-namespace torch_fastdet {
+namespace torch_fastdet::space_to_depth_cpu {
 namespace {
 
 // Calls f(zero of the source's type, zero of the target's).
@@ -60,4 +60,4 @@ TORCH_LIBRARY_IMPL(torch_fastdet, CPU, m) {
   register_space_to_depth<Cpu>(m);
 }
 
-}  // namespace torch_fastdet
+}  // namespace torch_fastdet::space_to_depth_cpu

@@ -5,7 +5,7 @@
 #include "ops/common/dispatch.h"
 #include "ops/stem_conv/run.h"
 
-namespace torch_fastdet {
+namespace torch_fastdet::stem_conv_cpu {
 namespace {
 
 struct Cpu : OnDevice {
@@ -32,4 +32,4 @@ TORCH_LIBRARY_IMPL(torch_fastdet, CPU, m) {
   register_stem_conv<Cpu>(m);
 }
 
-}  // namespace torch_fastdet
+}  // namespace torch_fastdet::stem_conv_cpu

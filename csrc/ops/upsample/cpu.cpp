@@ -9,7 +9,7 @@
 #include "ops/common/dispatch.h"
 #include "ops/upsample/run.h"
 
-namespace torch_fastdet {
+namespace torch_fastdet::upsample_cpu {
 namespace {
 
 // Lines a thread should take at least, for about 32 K elements moved.
@@ -72,4 +72,4 @@ TORCH_LIBRARY_IMPL(torch_fastdet, CPU, m) {
   register_upsample<Cpu>(m);
 }
 
-}  // namespace torch_fastdet
+}  // namespace torch_fastdet::upsample_cpu

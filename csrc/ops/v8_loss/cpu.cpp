@@ -14,7 +14,7 @@
 #include "ops/common/dispatch.h"
 #include "ops/v8_loss/run.h"
 
-namespace torch_fastdet {
+namespace torch_fastdet::v8_loss_cpu {
 namespace {
 
 using namespace core;
@@ -657,4 +657,4 @@ TORCH_LIBRARY_IMPL(torch_fastdet, CPU, m) {
   register_v8_loss<Cpu>(m);
 }
 
-}  // namespace torch_fastdet
+}  // namespace torch_fastdet::v8_loss_cpu

@@ -16,7 +16,7 @@
 #include "ops/common/dispatch.h"
 #include "ops/yolov5_loss/run.h"
 
-namespace torch_fastdet {
+namespace torch_fastdet::yolov5_loss_cpu {
 namespace {
 
 using namespace core;
@@ -359,4 +359,4 @@ TORCH_LIBRARY_IMPL(torch_fastdet, CPU, m) {
   register_yolov5_loss<Cpu>(m);
 }
 
-}  // namespace torch_fastdet
+}  // namespace torch_fastdet::yolov5_loss_cpu
