@@ -37,6 +37,7 @@ endif
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 22
 
+# --no-compile: Python compiles what is imported, which is a small part, and pip would take half a minute for all of it.
 $(STAMP): $(PINS)
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' \
 	  || { echo "torch_fastdet: found $$($(PYTHON) --version 2>&1), but Python 3.10 to 3.13 is wanted; type: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
@@ -47,8 +48,8 @@ $(STAMP): $(PINS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(if $(TORCH),{ grep -vE '$(OF_TORCH)' constraints.txt; echo torch==$(TORCH); } > $(CONSTRAINTS))
 	$(BIN)/pip install --upgrade -c $(CONSTRAINTS) pip setuptools wheel
-	$(BIN)/pip install -c $(CONSTRAINTS) -r requirements/dev.txt
-	$(BIN)/pip install --no-deps -c $(CONSTRAINTS) -r requirements/yolov5.txt
+	$(BIN)/pip install --no-compile -c $(CONSTRAINTS) -r requirements/dev.txt
+	$(BIN)/pip install --no-compile --no-deps -c $(CONSTRAINTS) -r requirements/yolov5.txt
 	touch $@
 
 venv: $(STAMP) ## virtual environment .venv with the pinned dependencies
