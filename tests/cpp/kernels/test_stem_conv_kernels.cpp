@@ -30,10 +30,10 @@ class Problem {
     Tensor out(grad_.dtype, grad_.sizes);
     ASSERT_EQ(launch_stem_conv_forward({sizes_, squares_.data(), weight_.data(), out.data(), out.dtype}, nullptr),
               cudaSuccess);
+    const std::vector<double> squares = squares_.values(), weights = weight_.values();
     std::vector<double> want(out.numel());
-    for_products([&](int64_t pixel, int64_t square, int64_t weight) {
-      want[pixel] += squares_.get(square) * weight_.get(weight);
-    });
+    for_products(
+        [&](int64_t pixel, int64_t square, int64_t weight) { want[pixel] += squares[square] * weights[weight]; });
     expect_near(out, want);
   }
 
@@ -46,10 +46,10 @@ class Problem {
         sizes_, grad_.data(), squares_.data(), grad_weight.data(), static_cast<float*>(parts.data()),
         blocks, grad_.dtype};
     ASSERT_EQ(launch_stem_conv_backward(params, nullptr), cudaSuccess);
+    const std::vector<double> squares = squares_.values(), grads = grad_.values();
     std::vector<double> want(grad_weight.numel());
-    for_products([&](int64_t pixel, int64_t square, int64_t weight) {
-      want[weight] += squares_.get(square) * grad_.get(pixel);
-    });
+    for_products(
+        [&](int64_t pixel, int64_t square, int64_t weight) { want[weight] += squares[square] * grads[pixel]; });
     expect_near(grad_weight, want);
     EXPECT_TRUE(parts.surroundings_intact());
   }
