@@ -43,6 +43,7 @@ def test_the_turn_is_counterclockwise():
     assert top_left[0] < 1 and top_left[1] > 7  # what was top left is bottom left
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path):
     env = {
         **os.environ,

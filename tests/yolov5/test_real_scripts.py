@@ -68,6 +68,7 @@ def test_nothing_changes_without_a_switch(real_yolov5, train):
     assert "no switch is given" in plain.output
 
 
+@pytest.mark.slow
 def test_segment_training_gives_the_losses_of_stock(real_yolov5, train):
     checkout = real_yolov5("checkout")
     fast = train(checkout, "--fastdet", script="segment/train")
