@@ -8,6 +8,8 @@ export MAX_JOBS ?= $(JOBS)
 # One architecture, for quick builds: the GPU's, or Hopper where there is none. `pip install .` builds them all.
 export TORCH_CUDA_ARCH_LIST ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -u | paste -sd ';'),9.0)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# Where it is set, each of the hundreds of programs that the tests start would compile what it imports again.
+export PYTHONDONTWRITEBYTECODE =
 
 # The pins decide when the environment is made again.
 PINS := constraints.txt $(wildcard requirements/*.txt)
@@ -37,7 +39,7 @@ endif
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 22
 
-# --no-compile: Python compiles what is imported, which is a small part, and pip would take half a minute for all of it.
+# --no-compile: Python compiles what is imported, a small part; pip would compile everything, for half a minute.
 $(STAMP): $(PINS)
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' \
 	  || { echo "torch_fastdet: found $$($(PYTHON) --version 2>&1), but Python 3.10 to 3.13 is wanted; type: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }

@@ -18,7 +18,7 @@ ON_GPU = [
 
 IN_A_CHECKOUT = ["train", "val", "spawn"]
 # Cases that one process runs, one after the other: it imports YOLOv5 for four seconds and spends less than one on most cases.
-TOGETHER = 16
+TOGETHER = 40
 
 
 @pytest.fixture(scope="module")
