@@ -30,7 +30,7 @@ ifeq ($(WANTED),)
 $(error torch_fastdet: found no $(PYTHON), but PYTHON wants it; type: make $(MAKECMDGOALS) (with $(VENV) as it is))
 else ifneq ($(FOUND),$(WANTED))
 TYPE := rm -rf $(VENV) (and then the same again)
-$(error torch_fastdet: found Python $(or $(FOUND),that fails) in $(VENV), but $(WANTED) is wanted; type: $(TYPE))
+$(error torch_fastdet: found Python $(or $(FOUND),that fails) in $(VENV), but $(WANTED) is expected; type: $(TYPE))
 endif
 endif
 
@@ -42,7 +42,7 @@ help:
 # --no-compile: Python compiles what is imported, a small part; pip would compile everything, for half a minute.
 $(STAMP): $(PINS)
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' \
-	  || { echo "torch_fastdet: found $$($(PYTHON) --version 2>&1), but Python 3.10 to 3.13 is wanted; type: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	  || { echo "torch_fastdet: found $$($(PYTHON) --version 2>&1), but Python 3.10 to 3.13 is expected; type: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 	  || { echo "torch_fastdet: found no venv module for $(PYTHON); type: apt-get install python3-venv"; exit 1; }
 	@command -v $(or $(CXX),g++) >/dev/null || { echo "torch_fastdet: found no C++ compiler; type: apt-get install g++"; exit 1; }

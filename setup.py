@@ -28,7 +28,7 @@ DEFAULT_ARCHITECTURES = "7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX"
 
 
 def stop(sentence: str) -> NoReturn:
-    """Ends the build with one line that says what was found, what is wanted and what to type."""
+    """Ends the build with one line that says what was found, what is needed and what to type."""
     raise SystemExit(f"torch_fastdet: {sentence}")
 
 
@@ -126,7 +126,7 @@ def shared_libstdcxx() -> list[str]:
             if result.returncode != 0 and not flags:
                 said = " ".join(result.stderr.split()[:40])
                 stop(
-                    f"the C++ compiler {' '.join(compiler)} does not compile C++17, which is wanted (it says: {said}); "
+                    f"the C++ compiler {' '.join(compiler)} does not compile C++17, which is expected (it says: {said}); "
                     "type: CXX=g++ pip install . (or install g++)"
                 )
     stop(

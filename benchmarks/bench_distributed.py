@@ -281,7 +281,7 @@ def main() -> None:
     if options.prepare:
         return
     if torch.cuda.device_count() < options.gpus:
-        print(f"nothing to do: {options.gpus} GPUs are wanted, and there are {torch.cuda.device_count()}")
+        print(f"nothing to do: {options.gpus} GPUs are needed, and there are {torch.cuda.device_count()}")
         return
     if reason := missing("train"):
         print(f"nothing to do: {reason}")

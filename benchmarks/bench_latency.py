@@ -242,7 +242,7 @@ def main() -> None:
     size = "s" if report.device.type == "cuda" else "n"
     known = ways(report.device, size, image)
     if unknown := [name for name in options.only or [] if name not in known]:
-        parser.error(f"--only is {unknown[0]}, but one of {', '.join(known)} is wanted")
+        parser.error(f"--only is {unknown[0]}, but one of {', '.join(known)} is expected")
     if options.only:
         report.resume()
     for name in options.only or known:

@@ -116,7 +116,7 @@ def main() -> None:
         print(f"SECONDS {json.dumps(seconds)}")
         return
     if options.epochs < 2:
-        parser.error(f"--epochs is {options.epochs}, but 2 or more are wanted: the first is left out")
+        parser.error(f"--epochs is {options.epochs}, but 2 or more are expected: the first is left out")
     if reason := missing("loader"):
         print(f"nothing to do: {reason}")
         return

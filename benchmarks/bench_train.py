@@ -91,7 +91,7 @@ def compare(report: Report, case: str, name: str, flags: list[str], kind: str, r
 def size_and_batch(text: str) -> str:
     if not re.fullmatch(r"[nsmlx][1-9]\d*", text):
         raise argparse.ArgumentTypeError(
-            f"{text} came, but one of n, s, m, l, x and a batch size are wanted, as in s16"
+            f"{text} came, but one of n, s, m, l, x and a batch size are expected, as in s16"
         )
     return text
 
@@ -113,7 +113,7 @@ def main() -> None:
     options = parser.parse_args()
     cuda = options.device == "cuda"
     if options.epochs is not None and options.epochs < 2:
-        parser.error(f"--epochs is {options.epochs}, but 2 or more are wanted: the first is left out")
+        parser.error(f"--epochs is {options.epochs}, but 2 or more are expected: the first is left out")
     if reason := missing("train"):
         print(f"nothing to do: {reason}")
         return

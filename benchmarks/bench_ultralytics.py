@@ -45,7 +45,7 @@ class Case:
         found = re.fullmatch(r"(yolo\w+)-([1-9]\d*)(?:-(\w+))?", text)
         if found is None:
             raise argparse.ArgumentTypeError(
-                f"{text} came, but a model, a batch size and perhaps an optimizer are wanted, as in yolov8s-16 or yolov8s-64-MuSGD"
+                f"{text} came, but a model, a batch size and perhaps an optimizer are expected, as in yolov8s-16 or yolov8s-64-MuSGD"
             )
         return cls(found[1], int(found[2]), found[3] or "SGD")
 
@@ -119,7 +119,7 @@ def main() -> None:
     options = parser.parse_args()
     cuda = options.device == "cuda"
     if options.epochs < 2:
-        parser.error(f"--epochs is {options.epochs}, but 2 or more are wanted: the first is left out")
+        parser.error(f"--epochs is {options.epochs}, but 2 or more are expected: the first is left out")
     names = options.models or (DEFAULT if cuda else ("yolov8n-16",))
     try:
         cases = [Case.parse(name) for given in names for name in (WHOLE if given == "all" else [given])]
@@ -131,7 +131,7 @@ def main() -> None:
     if options.prepare:
         return  # its pictures take seconds
     if cuda and torch.cuda.device_count() < options.gpus:
-        print(f"nothing to do: {options.gpus} GPUs are wanted, and there are {torch.cuda.device_count()}")
+        print(f"nothing to do: {options.gpus} GPUs are needed, and there are {torch.cuda.device_count()}")
         return
     report = Report("ultralytics", torch.device(options.device), options.out)
     report.resume()

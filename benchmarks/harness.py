@@ -414,7 +414,7 @@ class Report:
 
 def _device(text: str) -> str:
     if text == "cuda" and not torch.cuda.is_available():
-        raise argparse.ArgumentTypeError("cuda came, but torch sees no GPU here: cpu is wanted")
+        raise argparse.ArgumentTypeError("cuda came, but torch sees no GPU here: cpu is expected")
     return text
 
 
@@ -422,13 +422,13 @@ def _folder(text: str) -> Path:
     path = Path(text)
     there = next(place for place in (path, *path.absolute().parents) if place.exists())
     if not there.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} came, but {there} is a file: a folder is wanted")
+        raise argparse.ArgumentTypeError(f"{text} came, but {there} is a file: a folder is expected")
     return path
 
 
 def existing_file(text: str) -> Path:
     if not Path(text).is_file():
-        raise argparse.ArgumentTypeError(f"{text} came, but there is no such file: an existing one is wanted")
+        raise argparse.ArgumentTypeError(f"{text} came, but there is no such file: an existing one is expected")
     return Path(text)
 
 
@@ -436,7 +436,7 @@ def at_least(least: int, kind: type[int] | type[float] = int) -> Callable[[str],
     def number(text: str) -> float:
         value = kind(text)  # a ValueError is argparse's own sentence
         if not value >= least:
-            raise argparse.ArgumentTypeError(f"{text} came, but {least} or more is wanted")
+            raise argparse.ArgumentTypeError(f"{text} came, but {least} or more is expected")
         return value
 
     return number

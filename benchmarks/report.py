@@ -463,7 +463,7 @@ def rendered(page: Path) -> str:
     there = {name for _, name, _ in MARKER.findall(text)}
     if absent := [name for name in SECTIONS.get(page.name, ()) if name not in there]:
         raise KeyError(
-            f"{page.name} has no <!-- results:{absent[0]} --> with its <!-- end results -->, which are wanted"
+            f"{page.name} has no <!-- results:{absent[0]} --> with its <!-- end results -->, which are expected"
         )
     return MARKER.sub(lambda found: f"{found.group(1)}\n{section(found.group(2))}\n{found.group(3)}", text)
 

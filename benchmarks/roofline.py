@@ -459,7 +459,7 @@ def main() -> int:
     device = torch.device(arguments.device)
     folder = arguments.results or report.newest_of(harness.environment(device))
     if arguments.again and not (folder / "roofline.json").exists():
-        parser.error(f"--again came, but {folder} has no roofline.json: a folder that has one is wanted as --results")
+        parser.error(f"--again came, but {folder} has no roofline.json: a folder that has one is expected as --results")
     machine = load_machine(folder) if arguments.again else measure_machine(device)
     rows, text = derive(machine, folder)
     print(text)

@@ -109,7 +109,7 @@ def finished(folder: Path, settings: Settings | None = None) -> dict[tuple[str, 
         found = Settings(**run["settings"])
         settings = settings or found
         if found != settings:
-            raise SystemExit(f"{path} is of {found}, but {settings} is wanted; name another --out")
+            raise SystemExit(f"{path} is of {found}, but {settings} is expected; name another --out")
         runs[run["variant"], run["seed"]] = run
     return runs
 
@@ -128,7 +128,7 @@ def one_run(
     run = begin(variant, data, project, env, machine, settings.epochs, seed, settings.model, settings.batch_size, False)
     if (epochs := [row["epoch"] for row in run.epochs]) != list(range(settings.epochs)):
         raise RuntimeError(
-            f"{run.folder} has rows of the epochs {epochs}, but 0 to {settings.epochs - 1} are wanted, each once; "
+            f"{run.folder} has rows of the epochs {epochs}, but 0 to {settings.epochs - 1} are expected, each once; "
             "another training may have written there"
         )
     found = {
@@ -269,7 +269,7 @@ def report(folder: Path) -> str:
     stock = groups.pop(STOCK, [])
     if not stock or not groups:
         ours = sum(map(len, groups.values()))
-        raise SystemExit(f"{folder} holds {len(stock)} stock and {ours} other runs, but one of each is wanted")
+        raise SystemExit(f"{folder} holds {len(stock)} stock and {ours} other runs, but one of each is expected")
     body = []
     for variant, group in groups.items():
         measured = [metric for metric in NAMES if metric in stock[0]["epochs"][-1]]
@@ -384,14 +384,14 @@ def parse() -> argparse.Namespace:
     arguments = parser.parse_args()
     for name in ("epochs", "seeds", "jobs"):
         if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
-            parser.error(f"--{name} is {getattr(arguments, name)}, but 1 or more are wanted")
+            parser.error(f"--{name} is {getattr(arguments, name)}, but 1 or more are expected")
     try:
         arguments.variants = [variant_of(name).name for name in arguments.variants]
     except ValueError as error:
         parser.error(str(error))
     asked = {name: getattr(arguments, name) for name in ("epochs", "image_size", "pictures", "batch_size")}
     if arguments.model and not re.fullmatch(r"[nsmlx]|yolo(?!v5)\w+", arguments.model):
-        parser.error(f"--model is {arguments.model}, but one of n, s, m, l, x or a model of Ultralytics is wanted")
+        parser.error(f"--model is {arguments.model}, but one of n, s, m, l, x or a model of Ultralytics is expected")
     asked["model"] = f"yolov5{arguments.model}" if arguments.model in tuple("nsmlx") else arguments.model
     arguments.settings = replace(
         SMALL if arguments.small else Settings(), **{name: value for name, value in asked.items() if value is not None}

@@ -46,7 +46,7 @@ def folder(name: str) -> Path:
     path = Path(name)
     there = next(part for part in (path, *path.absolute().parents) if part.exists())
     if not there.is_dir():
-        raise argparse.ArgumentTypeError(f"{there} is a file, but a folder is wanted")
+        raise argparse.ArgumentTypeError(f"{there} is a file, but a folder is expected")
     return path
 
 

@@ -80,7 +80,7 @@ def main() -> int:
     paths = find_pictures(options.pictures)
     targets = [options.out / f"{path.stem}.png" for path in paths]
     if same := {target.resolve() for target in targets} & {path.resolve() for path in paths}:
-        parser.error(f"--out is {options.out}, which would overwrite {min(same)}, but another folder is wanted")
+        parser.error(f"--out is {options.out}, which would overwrite {min(same)}, but another folder is expected")
     detectors = [detector_of(path, options.device) for path in (options.detector, *options.also)]
     options.out.mkdir(parents=True, exist_ok=True)
     drawn: dict[Path, Path] = {}  # what was written -> of which picture

@@ -135,9 +135,9 @@ def load_yolov5(path: str) -> tuple[nn.Module, list[str]]:
         names = list(model.names.values() if isinstance(model.names, dict) else model.names)
     except Exception as error:  # another file can make the unpickler raise anything
         why = f"{type(error).__name__}: {brief(error)}"
-        raise Unusable(f"--weights is {path}, but a YOLOv5 checkpoint is wanted: {why}") from error
+        raise Unusable(f"--weights is {path}, but a YOLOv5 checkpoint is expected: {why}") from error
     if masks:
-        raise Unusable(f"--weights is {path}, a YOLOv5 segmentation model, but one that detects is wanted")
+        raise Unusable(f"--weights is {path}, a YOLOv5 segmentation model, but one that detects is expected")
     return model, names
 
 
@@ -185,9 +185,9 @@ def main() -> None:
     parser.add_argument("--conf", type=float, default=0.25, help="confidence threshold")
     options = parser.parse_args()
     if options.img < 32 or options.img % 32:
-        parser.error(f"--img is {options.img}, but a multiple of 32 is wanted")
+        parser.error(f"--img is {options.img}, but a multiple of 32 is expected")
     if not 0 <= options.conf <= 1:
-        parser.error(f"--conf is {options.conf}, but a threshold between 0 and 1 is wanted")
+        parser.error(f"--conf is {options.conf}, but a threshold between 0 and 1 is expected")
     options.out.mkdir(parents=True, exist_ok=True)
     image = torch.rand(1, 3, options.img, options.img, generator=torch.Generator().manual_seed(1))
     names = None

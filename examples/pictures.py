@@ -38,7 +38,7 @@ class PictureDetector:
             self.module = torch.jit.load(str(path), map_location=device, _extra_files=extra)
         except (RuntimeError, ValueError) as error:
             raise Unusable(
-                f"{path} is wanted as a detector.ts of export.py, but does not load: {brief(error)}"
+                f"{path} is expected as a detector.ts of export.py, but does not load: {brief(error)}"
             ) from error
         if not extra["detector.json"]:
             raise Unusable(f"{path} is a TorchScript file, but no detector.ts of export.py: it holds no detector.json")
@@ -96,12 +96,12 @@ class UltralyticsDetector:
             if not isinstance(self.model.model, BaseModel):  # it loads any pickled module
                 raise TypeError(f"it holds a {type(self.model.model).__name__}")
             if self.model.task not in TASKS:
-                raise TypeError(f"its task is {self.model.task}, but one of {', '.join(TASKS)} is wanted")
+                raise TypeError(f"its task is {self.model.task}, but one of {', '.join(TASKS)} is expected")
             self.names: list[str] = [self.model.names[i] for i in sorted(self.model.names)]
         except Exception as error:  # another file can make the unpickler raise anything
             why = f"{type(error).__name__}: {brief(error)}"
             wanted = "a detector.ts of export.py or a model of Ultralytics"
-            raise Unusable(f"{path} is wanted as {wanted}, but does not load: {why}") from error
+            raise Unusable(f"{path} is expected as {wanted}, but does not load: {why}") from error
         drop_in.patch(nms_optim=True, mask_optim=True, letterbox_optim=True)
         self.device: str = device
 

@@ -60,7 +60,7 @@ def main() -> int:
     parser.add_argument("--batch", type=positive, default=8, help="pictures at a time (from standard input: one)")
     options = parser.parse_args()
     if "-" in options.pictures and len(options.pictures) > 1:
-        parser.error(f"pictures are {' '.join(options.pictures)}, but either - alone or files and folders are wanted")
+        parser.error(f"pictures are {' '.join(options.pictures)}, but either - alone or files and folders are expected")
     detector = PictureDetector(options.detector, options.device)
     paths: Iterator[Path]
     if options.pictures == ["-"]:

@@ -194,7 +194,7 @@ def main() -> None:
     parser.add_argument("--pictures", type=positive, default=256, help="to train on")
     options = parser.parse_args()
     if (options.out / "detector.ts").is_dir():
-        parser.error(f"--out is {options.out}, where detector.ts is a folder, but a file is wanted")
+        parser.error(f"--out is {options.out}, where detector.ts is a folder, but a file is expected")
     for name in ("pictures", "labels"):  # before the training, which would be for nothing if they cannot be made
         (options.out / name).mkdir(parents=True, exist_ok=True)
 

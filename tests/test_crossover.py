@@ -44,7 +44,7 @@ def test_measures_once_and_keeps_the_answer(machine, monkeypatch, capsys):
     assert crossover.crossover("ultralytics", many=True) == float("inf") and len(machine) == 3
     monkeypatch.setattr(crossover, "_machine", lambda device: "another machine")
     assert crossover.crossover() == pytest.approx(1000) and len(machine) == 4
-    with pytest.raises(ValueError, match="layout is 'yolo', but 'yolov5' or 'ultralytics' is wanted"):
+    with pytest.raises(ValueError, match="layout is 'yolo', but 'yolov5' or 'ultralytics' is expected"):
         crossover.crossover("yolo")
 
 
@@ -82,10 +82,10 @@ def test_a_machine_without_a_home_directory(machine, monkeypatch, capsys):
 
 
 def test_what_is_no_gpu_is_an_error(machine, monkeypatch):
-    with pytest.raises(ValueError, match="crossover: device is 'cpu', but an NVIDIA GPU is wanted"):
+    with pytest.raises(ValueError, match="crossover: device is 'cpu', but an NVIDIA GPU is expected"):
         crossover.crossover(device="cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="crossover: this machine has none, but an NVIDIA GPU is wanted"):
+    with pytest.raises(ValueError, match="crossover: this machine has none, but an NVIDIA GPU is expected"):
         crossover.crossover()
     assert not machine
 
@@ -137,7 +137,7 @@ def test_the_host_computes_where_it_is_asked_to(device, monkeypatch):
 def test_what_is_no_device_is_an_error(device):
     for suppress, prediction, _ in predictions():
         with pytest.raises(
-            ValueError, match=r"non_max_suppression: device is .*, but None, 'auto' or a device is wanted"
+            ValueError, match=r"non_max_suppression: device is .*, but None, 'auto' or a device is expected"
         ):
             suppress(prediction, device=device)
 

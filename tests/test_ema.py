@@ -299,7 +299,7 @@ def test_update_attr_of_a_wrapped_model(process_group):
 
 
 def test_errors():
-    with pytest.raises(TypeError, match=r"ModelEMA: model is int, but a torch\.nn\.Module is wanted"):
+    with pytest.raises(TypeError, match=r"ModelEMA: model is int, but a torch\.nn\.Module is expected"):
         ModelEMA(3)
     model = Model()
     ema = ModelEMA(model)
@@ -316,7 +316,7 @@ def test_errors():
         ema.update(model)
     assert ema.updates == 0
     ema.decay = lambda updates: -0.5
-    with pytest.raises(ValueError, match=r"ModelEMA: decay\(1\) is -0\.5, but a number from 0 to 1 is wanted"):
+    with pytest.raises(ValueError, match=r"ModelEMA: decay\(1\) is -0\.5, but a number from 0 to 1 is expected"):
         ema.update(Model())
     assert all(torch.equal(v, before[k]) for k, v in ema.ema.state_dict().items())
     for wrong, wanted in (
@@ -325,7 +325,7 @@ def test_errors():
         ({"tau": -5}, "tau is -5, but a number not below 0"),
         ({"updates": -1}, "updates is -1, but a number not below 0"),
     ):
-        with pytest.raises(ValueError, match=f"ModelEMA: {wanted} is wanted"):
+        with pytest.raises(ValueError, match=f"ModelEMA: {wanted} is expected"):
             ModelEMA(Model(), **wrong)
 
 

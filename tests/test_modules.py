@@ -43,9 +43,9 @@ def test_iou_loss_takes_corners(device):
 
 
 def test_iou_loss_refuses_what_it_does_not_know():
-    with pytest.raises(ValueError, match="IoULoss: kind is 'siou', but one of iou, giou, diou, ciou is wanted"):
+    with pytest.raises(ValueError, match="IoULoss: kind is 'siou', but one of iou, giou, diou, ciou is expected"):
         IoULoss("siou")
-    with pytest.raises(ValueError, match="IoULoss: reduction is 'max', but one of mean, sum, none is wanted"):
+    with pytest.raises(ValueError, match="IoULoss: reduction is 'max', but one of mean, sum, none is expected"):
         IoULoss(reduction="max")
     assert str(IoULoss()) == "IoULoss(kind='ciou', xywh=True, reduction='mean', eps=1e-07)"
 

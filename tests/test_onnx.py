@@ -110,7 +110,7 @@ def test_an_opset_that_torch_does_not_write_is_refused(runtime, tmp_path, versio
 
     x = torch.rand(1, 3, 32, 32)
     newest = onnx.defs.onnx_opset_version()
-    with pytest.raises(ValueError, match=f"opset_version is {version!r}, but a number of 18 to {newest} is wanted"):
+    with pytest.raises(ValueError, match=f"opset_version is {version!r}, but a number of 18 to {newest} is expected"):
         ours.export(Network(), x, tmp_path / "a.onnx", opset_version=version)
     assert not list(tmp_path.iterdir())
     ours.export(Network(), x, tmp_path / "a.onnx", opset_version=20)

@@ -157,11 +157,11 @@ def crossover(layout: str = "yolov5", many: bool = False, device: torch.device |
         ValueError: another layout, or a device that is no GPU of this machine.
     """
     if layout not in ("yolov5", "ultralytics"):
-        raise ValueError(f"crossover: layout is {layout!r}, but 'yolov5' or 'ultralytics' is wanted")
+        raise ValueError(f"crossover: layout is {layout!r}, but 'yolov5' or 'ultralytics' is expected")
     device = torch.device(device)
     if device.type != "cuda" or not torch.cuda.is_available():
         found = "this machine has none" if device.type == "cuda" else f"device is {str(device)!r}"
-        raise ValueError(f"crossover: {found}, but an NVIDIA GPU is wanted")
+        raise ValueError(f"crossover: {found}, but an NVIDIA GPU is expected")
     key = _key(layout, many, device)
     with _lock:
         if key not in _known:

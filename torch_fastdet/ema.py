@@ -17,7 +17,7 @@ from torch_fastdet._multi_tensor import ModuleWatch, by_device, named_tensors, n
 def _check(name: str, value: float, most: float = math.inf) -> None:
     if not 0 <= value <= most:
         wanted = "a number not below 0" if most == math.inf else f"a number from 0 to {most}"
-        raise ValueError(f"ModelEMA: {name} is {value}, but {wanted} is wanted")
+        raise ValueError(f"ModelEMA: {name} is {value}, but {wanted} is expected")
 
 
 class DecayRamp:
@@ -62,7 +62,7 @@ class ModelEMA:
 
     def __init__(self, model: nn.Module, decay: float = 0.9999, tau: float = 2000, updates: int = 0):
         if not isinstance(model, nn.Module):
-            raise TypeError(f"ModelEMA: model is {type(model).__name__}, but a torch.nn.Module is wanted")
+            raise TypeError(f"ModelEMA: model is {type(model).__name__}, but a torch.nn.Module is expected")
         ramp = DecayRamp(decay, tau)
         _check("updates", updates)
         self.ema = deepcopy(unwrap(model)).eval()

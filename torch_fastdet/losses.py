@@ -23,9 +23,9 @@ class IoULoss(torch.nn.Module):
     def __init__(self, kind: str = "ciou", xywh: bool = True, reduction: str = "mean", eps: float = 1e-7) -> None:
         super().__init__()
         if kind not in KINDS:
-            raise ValueError(f"IoULoss: kind is {kind!r}, but one of {', '.join(KINDS)} is wanted")
+            raise ValueError(f"IoULoss: kind is {kind!r}, but one of {', '.join(KINDS)} is expected")
         if reduction not in REDUCTIONS:
-            raise ValueError(f"IoULoss: reduction is {reduction!r}, but one of {', '.join(REDUCTIONS)} is wanted")
+            raise ValueError(f"IoULoss: reduction is {reduction!r}, but one of {', '.join(REDUCTIONS)} is expected")
         self.kind = kind
         self.xywh = bool(xywh)
         self.reduction = reduction

@@ -110,7 +110,7 @@ def _check_opset(version: Any) -> None:
     newest = onnx.defs.onnx_opset_version()
     if version is not None and not (isinstance(version, int) and OPSET <= version <= newest):
         raise ValueError(
-            f"torch_fastdet.onnx.export: opset_version is {version!r}, but a number of {OPSET} to {newest} is wanted"
+            f"torch_fastdet.onnx.export: opset_version is {version!r}, but a number of {OPSET} to {newest} is expected"
         )
 
 

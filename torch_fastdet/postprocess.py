@@ -20,16 +20,16 @@ __all__ = ["PictureDetector", "UltralyticsPostProcess", "YOLOv5PostProcess", "sp
 def _stride_list(op: str, strides: Any) -> list[float]:
     values = strides.tolist() if isinstance(strides, Tensor) else strides
     if not isinstance(values, Iterable):
-        raise TypeError(f"{op}: strides is a {type(strides).__name__}, but a list of numbers is wanted, one a level")
+        raise TypeError(f"{op}: strides is a {type(strides).__name__}, but a list of numbers is expected, one a level")
     strides = [float(value) for value in values]
     if not strides:
-        raise ValueError(f"{op}: strides is empty, but a number for each level is wanted")
+        raise ValueError(f"{op}: strides is empty, but a number for each level is expected")
     return strides
 
 
 def _check_count(op: str, name: str, value: int, least: int, what: str) -> None:
     if value < least:
-        raise ValueError(f"{op}: {name} is {value}, but {least} or more {what} are wanted")
+        raise ValueError(f"{op}: {name} is {value}, but {least} or more {what} are expected")
 
 
 # Which words of extra_kind a task knows; the first is its default.
@@ -47,7 +47,7 @@ _YOLOV5_HEAD = ("anchors", "stride", "nc", "no")
 
 def _check_word(name: str, value: Any, known: tuple[str, ...]) -> None:
     if value not in known:
-        raise ValueError(f"UltralyticsPostProcess: {name} is {value!r}, but one of {', '.join(known)} is wanted")
+        raise ValueError(f"UltralyticsPostProcess: {name} is {value!r}, but one of {', '.join(known)} is expected")
 
 
 class YOLOv5PostProcess(nn.Module):
@@ -86,7 +86,7 @@ class YOLOv5PostProcess(nn.Module):
         anchors = torch.as_tensor(anchors).detach().float().clone()
         if anchors.dim() != 3 or anchors.size(0) != len(self.strides) or anchors.size(2) != 2:
             raise ValueError(
-                f"YOLOv5PostProcess: anchors has shape {tuple(anchors.shape)}, but ({len(self.strides)}, na, 2) is wanted: "
+                f"YOLOv5PostProcess: anchors has shape {tuple(anchors.shape)}, but ({len(self.strides)}, na, 2) is expected: "
                 "width and height of each anchor of each level, in cells"
             )
         self.register_buffer("anchors", anchors)
@@ -114,13 +114,13 @@ class YOLOv5PostProcess(nn.Module):
     def forward(self, heads: list[Tensor], letterboxes: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """heads, optional letterboxes -> detections (images, max_det, 6 + nm), counts (images,)."""
         if len(heads) == 0:
-            raise ValueError(f"YOLOv5PostProcess: heads is empty, but {len(self.strides)} maps are wanted")
+            raise ValueError(f"YOLOv5PostProcess: heads is empty, but {len(self.strides)} maps are expected")
         for head in heads:
             outputs = head.size(4) if head.dim() == 5 else head.size(1) // self.anchors.size(1)
             if outputs != self.nc + 5 + self.nm:
                 raise ValueError(
                     f"YOLOv5PostProcess: a head map has {outputs} channels an anchor, but nc + 5 + nm = "
-                    f"{self.nc + 5 + self.nm} are wanted"
+                    f"{self.nc + 5 + self.nm} are expected"
                 )
         return nms.yolov5_postprocess(
             heads,
@@ -224,13 +224,13 @@ class UltralyticsPostProcess(nn.Module):
         scores: list[Tensor] = []
         extra: list[Tensor] = []
         if len(heads) == 0:
-            raise ValueError(f"UltralyticsPostProcess: heads is empty, but {len(self.strides)} maps are wanted")
+            raise ValueError(f"UltralyticsPostProcess: heads is empty, but {len(self.strides)} maps are expected")
         bins = 4 * self.reg_max
         for head in heads:
             if head.dim() != 4 or head.size(1) < bins + self.nc:
                 raise ValueError(
                     f"UltralyticsPostProcess: a head map has shape {list(head.shape)}, but (images, 4 * reg_max + nc = "
-                    f"{bins + self.nc} or more, ny, nx) is wanted"
+                    f"{bins + self.nc} or more, ny, nx) is expected"
                 )
             boxes.append(head[:, :bins])
             scores.append(head[:, bins : bins + self.nc])
@@ -314,7 +314,7 @@ class _UltralyticsHeads(nn.Module):
         if end2end and not hasattr(head, "one2one_cv2"):
             raise ValueError("PictureDetector.from_model: end2end is True, but the model has no one-to-one head")
         if bool(getattr(head, "end2end", False)) != end2end:
-            head.end2end = end2end  # or fuse() drops the branch that is wanted
+            head.end2end = end2end  # or fuse() drops the branch that is asked for
         if callable(fuse := getattr(model, "fuse", None)):
             fuse(verbose=False)
         self.model = model.eval()
@@ -337,12 +337,12 @@ def _check_pictures_model(model: Any) -> None:
     if not isinstance(model, nn.Module) or all(_head_of(model, *names) is None for names in heads):
         raise ValueError(
             f"PictureDetector.from_model: model is a {type(model).__name__}, which has no Detect module, but a model of YOLOv5 or "
-            "Ultralytics is wanted that detects, segments, or finds rotated boxes or poses"
+            "Ultralytics is expected that detects, segments, or finds rotated boxes or poses"
         )
     yaml = getattr(model, "yaml", None)
     channels = yaml.get("channels", yaml.get("ch", 3)) if isinstance(yaml, dict) else 3
     if channels != 3:
-        raise ValueError(f"PictureDetector.from_model: model takes pictures of {channels} channels, but 3 are wanted")
+        raise ValueError(f"PictureDetector.from_model: model takes pictures of {channels} channels, but 3 are expected")
 
 
 class PictureDetector(nn.Module):
@@ -443,7 +443,7 @@ class PictureDetector(nn.Module):
 
     def _detect_pictures(self, pictures: list[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
         if len(pictures) == 0:
-            raise ValueError("PictureDetector: pictures is empty, but one or more pictures are wanted")
+            raise ValueError("PictureDetector: pictures is empty, but one or more pictures are expected")
         rows: list[list[int]] = []
         boxes: list[list[float]] = []
         flat: list[Tensor] = []
@@ -452,7 +452,7 @@ class PictureDetector(nn.Module):
             if picture.dim() != 3 or picture.size(2) != 3 or picture.dtype != torch.uint8 or picture.numel() == 0:
                 raise ValueError(
                     f"PictureDetector: a picture has shape {list(picture.shape)} and dtype {picture.dtype}, but "
-                    "(height, width, 3) of uint8 is wanted"
+                    "(height, width, 3) of uint8 is expected"
                 )
             rows.append(self._row(offset, picture.size(0), picture.size(1)))
             boxes.append(nms.letterbox(self.size, [picture.size(0), picture.size(1)], rounding=self.rounding))
@@ -477,7 +477,7 @@ class PictureDetector(nn.Module):
         if pictures.dim() != 4 or pictures.size(3) != 3 or pictures.dtype != torch.uint8 or pictures.numel() == 0:
             raise ValueError(
                 f"PictureDetector: pictures has shape {list(pictures.shape)} and dtype {pictures.dtype}, but "
-                "(images, height, width, 3) of uint8 is wanted"
+                "(images, height, width, 3) of uint8 is expected"
             )
         if pictures.device != device:
             raise ValueError(f"PictureDetector: pictures is on {pictures.device}, but the module is on {device}")
@@ -508,7 +508,7 @@ class PictureDetector(nn.Module):
         levels = len(self.postprocess.strides)
         if len(maps) > levels + 1:
             raise ValueError(
-                f"PictureDetector: the network gives {len(maps)} maps, but {levels}, or one more with prototypes, are wanted"
+                f"PictureDetector: the network gives {len(maps)} maps, but {levels}, or one more with prototypes, are expected"
             )
         detections, counts = self.postprocess(maps[:levels], letterboxes)
         prototypes: Tensor | None = None

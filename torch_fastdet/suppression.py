@@ -34,7 +34,7 @@ def _computing_device(
     try:
         return torch.device(device)
     except (RuntimeError, TypeError):
-        raise ValueError(f"{op}: device is {device!r}, but None, 'auto' or a device is wanted") from None
+        raise ValueError(f"{op}: device is {device!r}, but None, 'auto' or a device is expected") from None
 
 
 def _stock_class_list(op: str, classes: Any) -> list[int] | None:
@@ -46,7 +46,7 @@ def _stock_class_list(op: str, classes: Any) -> list[int] | None:
         # Fractions, NaN and what is beyond the operators' integers match no class.
         return [int(value) for value in values if abs(value) < 2**63 and int(value) == value]
     except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"{op}: classes is {classes!r}, but None, an int or a list of ints is wanted") from None
+        raise TypeError(f"{op}: classes is {classes!r}, but None, an int or a list of ints is expected") from None
 
 
 def _label_rows(op: str, labels: Any, images: int, device: torch.device) -> Tensor | None:
@@ -54,9 +54,9 @@ def _label_rows(op: str, labels: Any, images: int, device: torch.device) -> Tens
     if labels is None or len(labels) == 0:
         return None
     if len(labels) < images:
-        raise ValueError(f"{op}: labels holds {len(labels)} tensors, but one for each of {images} images is wanted")
+        raise ValueError(f"{op}: labels holds {len(labels)} tensors, but one for each of {images} images is expected")
     rows = []
-    wanted = "but (n, 5) is wanted: class, x, y, width, height"
+    wanted = "but (n, 5) is expected: class, x, y, width, height"
     for image, label in enumerate(labels[:images]):
         try:
             label = torch.as_tensor(label)
@@ -118,7 +118,7 @@ def yolov5_non_max_suppression(
     prediction = _first(op, prediction)
     if prediction.dim() != 3:
         raise ValueError(
-            f"{op}: prediction has shape {tuple(prediction.shape)}, but (images, N, 5 + classes + nm) is wanted"
+            f"{op}: prediction has shape {tuple(prediction.shape)}, but (images, N, 5 + classes + nm) is expected"
         )
     conf_thres, iou_thres, max_det, max_nms = float(conf_thres), float(iou_thres), int(max_det), 30000  # as stock
     nms._check_options(op, conf_thres, iou_thres, max_det, max_nms, per_class)
@@ -162,10 +162,10 @@ def _filter_end2end(
 
 def _check_ultralytics(op: str, prediction: Tensor, filters: bool, rotated_rule: str) -> None:
     if rotated_rule not in ("fast", "greedy"):
-        raise ValueError(f"{op}: rotated_rule is {rotated_rule!r}, but 'fast' or 'greedy' is wanted")
+        raise ValueError(f"{op}: rotated_rule is {rotated_rule!r}, but 'fast' or 'greedy' is expected")
     if prediction.dim() != 3:
         raise ValueError(
-            f"{op}: prediction has shape {tuple(prediction.shape)}, but (images, 4 + classes + extra, N) is wanted"
+            f"{op}: prediction has shape {tuple(prediction.shape)}, but (images, 4 + classes + extra, N) is expected"
         )
     if filters and prediction.shape[-1] < 6:
         raise ValueError(

@@ -37,7 +37,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the data set and of both trainings")
     arguments = parser.parse_args()
     if arguments.epochs < 1:
-        parser.error(f"--epochs is {arguments.epochs}, and at least 1 is wanted")
+        parser.error(f"--epochs is {arguments.epochs}, and at least 1 is expected")
     return arguments
 
 

@@ -50,7 +50,7 @@ def checks(stock: Run, ours: Run, full_epochs: int = FULL_EPOCHS) -> list[Check]
             found.append(
                 Check(
                     row[MAP50] >= MAP50_WANTED,
-                    f"{title} ends at mAP50 {row[MAP50]:.3f}; at least {MAP50_WANTED} is wanted",
+                    f"{title} ends at mAP50 {row[MAP50]:.3f}; at least {MAP50_WANTED} is expected",
                 )
             )
         for name, tolerance in MAP_TOLERANCE.items():

@@ -212,10 +212,10 @@ def test_without_matplotlib_there_is_no_picture(report, tmp_path, monkeypatch, c
 
 
 WRONG = [
-    ("benchmarks.__main__", "--device cuda", "--device: cuda came, but torch sees no GPU here: cpu is wanted"),
-    ("benchmarks.__main__", "--out {file}/new", "--out: {file}/new came, but {file} is a file: a folder is wanted"),
-    ("benchmarks.__main__", "--budget -5", "--budget: -5 came, but 0 or more is wanted"),
-    ("benchmarks.__main__", "--budget nan", "--budget: nan came, but 0 or more is wanted"),
+    ("benchmarks.__main__", "--device cuda", "--device: cuda came, but torch sees no GPU here: cpu is expected"),
+    ("benchmarks.__main__", "--out {file}/new", "--out: {file}/new came, but {file} is a file: a folder is expected"),
+    ("benchmarks.__main__", "--budget -5", "--budget: -5 came, but 0 or more is expected"),
+    ("benchmarks.__main__", "--budget nan", "--budget: nan came, but 0 or more is expected"),
     ("benchmarks.roofline", "--device cuda", "--device: cuda came"),
     ("benchmarks.roofline", "--results {file}", "--results: {file} came, but {file} is a file"),
     ("benchmarks.roofline", "--again --results {file}s", "--again came, but {file}s has no roofline.json"),
@@ -223,10 +223,10 @@ WRONG = [
     ("benchmarks.bench_train", "--out {file}", "--out: {file} came"),
     ("benchmarks.bench_train", "--models s16 zz", "--models: zz came, but one of n, s, m, l, x and a batch size are"),
     ("benchmarks.bench_train", "--models n0", "--models: n0 came"),
-    ("benchmarks.bench_train", "--pictures -5", "--pictures: -5 came, but 1 or more is wanted"),
+    ("benchmarks.bench_train", "--pictures -5", "--pictures: -5 came, but 1 or more is expected"),
     ("benchmarks.bench_train", "--pictures many", "--pictures: invalid number value: 'many'"),
     ("benchmarks.bench_train", "--flags nosuch", "--flags: invalid choice: 'nosuch'"),
-    ("benchmarks.bench_postprocess", "--calls 0", "--calls: 0 came, but 1 or more is wanted"),
+    ("benchmarks.bench_postprocess", "--calls 0", "--calls: 0 came, but 1 or more is expected"),
     ("benchmarks.bench_postprocess", "--weights {file}s", "--weights: {file}s came, but there is no such file"),
 ]
 

@@ -123,7 +123,7 @@ def test_a_failed_run_is_done_again_and_the_others_are_not(trainings, capsys):
 def test_rows_of_two_trainings_are_no_run(trainings, tmp_path, capsys):
     trainings.begun.append(("more rows", 0))  # as if another training had written into the same results.csv
     assert trainings()[0] is False
-    assert "rows of the epochs [0.0, 1.0, 0.0, 1.0], but 0 to 1 are wanted" in capsys.readouterr().out
+    assert "rows of the epochs [0.0, 1.0, 0.0, 1.0], but 0 to 1 are expected" in capsys.readouterr().out
     assert not list((tmp_path / "out").glob("*.json"))
     trainings.begun.clear()
     assert trainings(jobs=2)[0] is False and trainings()[0] is True

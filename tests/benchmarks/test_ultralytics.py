@@ -24,7 +24,7 @@ def test_first_epoch_and_first_iterations_are_left_out():
 
 def test_wrong_arguments_are_a_sentence(monkeypatch, capsys):
     for words, sentence in (
-        (["--epochs", "1"], "2 or more are wanted"),
+        (["--epochs", "1"], "2 or more are expected"),
         (["--models", "s16"], "s16 came, but a model"),
     ):
         monkeypatch.setattr("sys.argv", ["bench_ultralytics", "--device", "cpu", *words])

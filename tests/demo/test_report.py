@@ -55,8 +55,8 @@ def test_runs_that_agree_pass(runs):
 def test_run_that_learnt_too_little_fails(tmp_path, runs):
     weak = [made_up(tmp_path, STOCK, map50=0.79), made_up(tmp_path, FASTDET, map50=0.79, said=SAID)]
     assert failed(*weak) == [
-        "stock ends at mAP50 0.790; at least 0.8 is wanted",
-        "torch_fastdet ends at mAP50 0.790; at least 0.8 is wanted",
+        "stock ends at mAP50 0.790; at least 0.8 is expected",
+        "torch_fastdet ends at mAP50 0.790; at least 0.8 is expected",
     ]
 
 

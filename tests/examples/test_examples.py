@@ -308,7 +308,7 @@ def test_a_device_that_is_not_there_is_refused(name, device, files, detector, ca
 def test_out_that_cannot_be_a_folder_is_refused_first(name, out, files, detector, capsys, monkeypatch):
     given = [detector, "picture.png"] if name == "draw" else []
     said = refused(capsys, monkeypatch, name, *given, "--out", out)
-    assert "argument --out: " in said and "empty is a file, but a folder is wanted" in said
+    assert "argument --out: " in said and "empty is a file, but a folder is expected" in said
 
 
 @pytest.mark.parametrize("name", ["export", "train_step"])
@@ -321,14 +321,14 @@ def test_a_folder_where_the_detector_goes_is_said(name, files, capsys, monkeypat
 @pytest.mark.parametrize("conf", ["2", "-0.1", "nan"])
 def test_export_wants_a_threshold(conf, files, capsys, monkeypatch):
     said = refused(capsys, monkeypatch, "export", "--out", "o", "--conf", conf)
-    assert f"--conf is {float(conf)}, but a threshold between 0 and 1 is wanted" in said
+    assert f"--conf is {float(conf)}, but a threshold between 0 and 1 is expected" in said
 
 
 @pytest.mark.filterwarnings("ignore:'torch.load' received a zip file")
 @pytest.mark.parametrize("weights", ["folder", "empty", "picture.png", "foreign.ts", "foreign.pt"])
 def test_export_wants_a_checkpoint(weights, files, capsys, monkeypatch):
     said = refused(capsys, monkeypatch, "export", "--out", "o", "--weights", weights)
-    assert f"--weights is {weights}, but a YOLOv5 checkpoint is wanted: " in said
+    assert f"--weights is {weights}, but a YOLOv5 checkpoint is expected: " in said
 
 
 def test_export_refuses_a_segmentation_model(files, capsys, monkeypatch):
@@ -336,7 +336,7 @@ def test_export_refuses_a_segmentation_model(files, capsys, monkeypatch):
     model.names, model.model[-1].no = train_step.NAMES, 5 + len(train_step.NAMES) + 32
     torch.save({"model": model}, "seg.pt")
     said = refused(capsys, monkeypatch, "export", "--out", "o", "--weights", "seg.pt")
-    assert "--weights is seg.pt, a YOLOv5 segmentation model, but one that detects is wanted" in said
+    assert "--weights is seg.pt, a YOLOv5 segmentation model, but one that detects is expected" in said
 
 
 @pytest.mark.parametrize("name", ["serve", "draw"])
@@ -355,7 +355,7 @@ def test_a_folder_without_pictures_is_said(name, files, detector, capsys, monkey
 
 def test_serve_takes_standard_input_alone(files, detector, capsys, monkeypatch):
     said = refused(capsys, monkeypatch, "serve", detector, "-", "picture.png")
-    assert "pictures are - picture.png, but either - alone or files and folders are wanted" in said
+    assert "pictures are - picture.png, but either - alone or files and folders are expected" in said
 
 
 def test_a_model_of_ultralytics_that_finds_no_boxes_is_refused(tmp_path):
@@ -364,7 +364,7 @@ def test_a_model_of_ultralytics_that_finds_no_boxes_is_refused(tmp_path):
     from examples.pictures import UltralyticsDetector
 
     ultralytics.YOLO("yolov8n-cls.yaml").save(str(tmp_path / "cls.pt"))
-    with pytest.raises(Unusable, match="its task is classify, but one of detect, segment, pose, obb is wanted"):
+    with pytest.raises(Unusable, match="its task is classify, but one of detect, segment, pose, obb is expected"):
         UltralyticsDetector(tmp_path / "cls.pt")
 
 

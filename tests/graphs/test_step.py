@@ -526,9 +526,9 @@ def test_train_step_refuses_before_it_changes_anything(gpu):
     images, targets = some_batches(1)[0]
     targets.requires_grad_()  # of somebody's augmentation: nothing of it is kept from step to step
     for first in (True, False):
-        with pytest.raises(ValueError, match=r"targets has shape \(1, 5\), but \(nt, 6\) is wanted"):
+        with pytest.raises(ValueError, match=r"targets has shape \(1, 5\), but \(nt, 6\) is expected"):
             step(images, targets[:, :5])
-        with pytest.raises(ValueError, match=r"targets has shape \(\), but \(nt, 6\) is wanted"):
+        with pytest.raises(ValueError, match=r"targets has shape \(\), but \(nt, 6\) is expected"):
             step(images, targets[0, 0])
         with pytest.raises(TypeError, match="targets is a list"):
             step(images, [[0.0] * 6])
@@ -558,7 +558,7 @@ def test_train_step_wants_a_gpu():
 def test_train_step_errors(gpu):
     model = Detector().to_device()
     loss_of_batch, optimizer, scaler, _ = make_training(model)
-    with pytest.raises(ValueError, match="max_targets is 0, but 1 or more is wanted"):
+    with pytest.raises(ValueError, match="max_targets is 0, but 1 or more is expected"):
         TrainStep(model, loss_of_batch, optimizer, max_targets=0)
     step = TrainStep(model, loss_of_batch, optimizer, scaler)
     images, targets = some_batches(1)[0]

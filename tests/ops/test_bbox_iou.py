@@ -555,17 +555,17 @@ def test_bad_input_is_named(device, name):
 
 def test_bad_options_are_named(device):
     box1, box2 = boxes(3, device=device)
-    with pytest.raises(RuntimeError, match="kind is 'siou', but 'iou', 'giou', 'diou' or 'ciou' is wanted"):
+    with pytest.raises(RuntimeError, match="kind is 'siou', but 'iou', 'giou', 'diou' or 'ciou' is expected"):
         ops.iou_loss(box1, box2, kind="siou")
-    with pytest.raises(RuntimeError, match="reduction is 'avg', but 'none', 'mean' or 'sum' is wanted"):
+    with pytest.raises(RuntimeError, match="reduction is 'avg', but 'none', 'mean' or 'sum' is expected"):
         ops.iou_loss(box1.requires_grad_(), box2, reduction="avg")
-    with pytest.raises(RuntimeError, match="eps is -1, but a number that is not negative is wanted"):
+    with pytest.raises(RuntimeError, match="eps is -1, but a number that is not negative is expected"):
         ops.bbox_iou(box1, box2, eps=-1.0)
-    with pytest.raises(RuntimeError, match=r"grad has shape \[2, 1\], but the result's shape \[3, 1\] is wanted"):
+    with pytest.raises(RuntimeError, match=r"grad has shape \[2, 1\], but the result's shape \[3, 1\] is expected"):
         torch.ops.torch_fastdet.bbox_iou_backward(
             torch.ones(2, 1, device=device), box1.detach(), box2, "iou", True, 1e-7, [True, True]
         )
-    with pytest.raises(RuntimeError, match=r"grad has shape \[3\], but the result's shape \[\] is wanted"):
+    with pytest.raises(RuntimeError, match=r"grad has shape \[3\], but the result's shape \[\] is expected"):
         torch.ops.torch_fastdet.iou_loss_backward(
             torch.ones(3, device=device), box1.detach(), box2, "iou", True, "sum", 1e-7, [True, True]
         )
@@ -835,5 +835,5 @@ def test_sanitizer_small(cuda):
 def test_no_tensor_is_one_sentence(function):
     boxes = torch.ones(2, 4)
     for arguments, name, kind in (((None, boxes), "box1", "NoneType"), ((boxes, [1.0] * 4), "box2", "list")):
-        with pytest.raises(TypeError, match=f"^{function.__name__}: {name} is a {kind}, but a tensor is wanted$"):
+        with pytest.raises(TypeError, match=f"^{function.__name__}: {name} is a {kind}, but a tensor is expected$"):
             function(*arguments)

@@ -421,10 +421,10 @@ def cat_function(
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda p: p.update(x=[]), "x is an empty list, but one tensor or more is wanted"),
+        (lambda p: p.update(x=[]), "x is an empty list, but one tensor or more is expected"),
         (lambda p: p["weight"].pop(), "weight has 1 entries, but x has 2"),
         (lambda p: p["running_var"].pop(), "running_var has 1 entries, but x has 2"),
-        (lambda p: p["x"].reverse(), r"weight has shape \[8\], but \(16,\) is wanted beside x of shape"),
+        (lambda p: p["x"].reverse(), r"weight has shape \[8\], but \(16,\) is expected beside x of shape"),
         (lambda p: p["x"].__setitem__(1, p["x"][1].half()), r"x\[1\] has dtype float16, but x\[0\] has float32"),
         (
             lambda p: p["x"].__setitem__(1, p["x"][1][..., :2]),
@@ -443,7 +443,7 @@ def test_cat_errors_leave_everything_as_it_was(device, change, message):
     with pytest.raises(RuntimeError, match=f"bn_act_cat: {message}"):
         ops.bn_act_cat(**arguments)
     assert all(map(torch.equal, before, [b for norm in norms for b in norm.buffers()]))
-    with pytest.raises(TypeError, match=r"bn_act_cat: bias\[0\] is a float, but a tensor is wanted"):
+    with pytest.raises(TypeError, match=r"bn_act_cat: bias\[0\] is a float, but a tensor is expected"):
         ops.bn_act_cat(**{**arguments, "bias": [1.0], "x": [random((2, 8, 3, 4), device)]})
 
 
@@ -519,8 +519,8 @@ BAD = [
     (lambda x, v: ops.bn_act(x[0], v, v), r"bn_act: x has shape \[8, 3, 4\], but four dimensions"),
     (lambda x, v: ops.bn_act(x.int(), v, v), r"bn_act: x has dtype int32, but float16, bfloat16"),
     (lambda x, v: ops.bn_act(x.to_sparse(), v, v), r"x has layout Sparse, but a dense"),
-    (lambda x, v: ops.bn_act(x, v[:4], v), r"weight has shape \[4\], but \(8,\) is wanted beside x of shape"),
-    (lambda x, v: ops.bn_act(x, v, v.view(8, 1)), r"bias has shape \[8, 1\], but \(C,\) is wanted"),
+    (lambda x, v: ops.bn_act(x, v[:4], v), r"weight has shape \[4\], but \(8,\) is expected beside x of shape"),
+    (lambda x, v: ops.bn_act(x, v, v.view(8, 1)), r"bias has shape \[8, 1\], but \(C,\) is expected"),
     (lambda x, v: ops.bn_act(x, v, v, torch.zeros(16, device=x.device)[::2]), r"running_mean has stride 2, but a cont"),
     (lambda x, v: ops.bn_act(x, v, v, v, v.clone().requires_grad_()), r"running_var requires grad, but it is written"),
     (

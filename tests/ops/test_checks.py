@@ -29,10 +29,10 @@ def calls():
         right = {key: RIGHT[hints[key]] for key, p in parameters.items() if p.default is p.empty}
         for key in parameters:
             if hints[key] is Tensor:
-                yield name, right | {key: [1]}, f"{key} is a list, but a tensor is wanted"
+                yield name, right | {key: [1]}, f"{key} is a list, but a tensor is expected"
             elif hints[key] == list[Tensor]:
-                yield name, right | {key: 1}, f"{key} is a int, but a list of tensors is wanted"
-                yield name, right | {key: [TENSOR, "x"]}, rf"{key}\[1\] is a str, but a tensor is wanted"
+                yield name, right | {key: 1}, f"{key} is a int, but a list of tensors is expected"
+                yield name, right | {key: [TENSOR, "x"]}, rf"{key}\[1\] is a str, but a tensor is expected"
 
 
 @pytest.mark.parametrize("name, arguments, sentence", list(calls()))

@@ -317,5 +317,5 @@ def test_errors_are_one_line(arguments, options, text):
 
 
 def test_lists_are_no_tensors():
-    with pytest.raises(TypeError, match="instance_masks: boxes is a list, but a tensor is wanted"):
+    with pytest.raises(TypeError, match="instance_masks: boxes is a list, but a tensor is expected"):
         ops.instance_masks(P, C, [], [4, 4])

@@ -243,5 +243,5 @@ def test_matrix_errors():
     ]:
         with pytest.raises(RuntimeError, match="confusion_matrix_: " + text):
             ops.confusion_matrix_(matrix, D, L)
-    with pytest.raises(TypeError, match="labels is a list, but a tensor is wanted"):
+    with pytest.raises(TypeError, match="labels is a list, but a tensor is expected"):
         ops.match_detections(D, [], IOUV)

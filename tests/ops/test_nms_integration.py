@@ -245,27 +245,30 @@ def test_yolov5_module(device):
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda: YOLOv5PostProcess(ANCHORS, 8, nc=4), "strides is a int, but a list of numbers is wanted, one a level"),
-        (lambda: YOLOv5PostProcess(ANCHORS, STRIDES, nc=-4), "nc is -4, but 1 or more classes are wanted"),
-        (lambda: YOLOv5PostProcess(ANCHORS, STRIDES, nc=4, nm=-1), "nm is -1, but 0 or more masks are wanted"),
-        (lambda: UltralyticsPostProcess([], nc=4), "strides is empty, but a number for each level is wanted"),
-        (lambda: UltralyticsPostProcess([8], nc=4)([]), "heads is empty, but 1 maps are wanted"),
-        (lambda: YOLOv5PostProcess(ANCHORS, STRIDES, nc=4)([]), "heads is empty, but 3 maps are wanted"),
-        (lambda: UltralyticsPostProcess(16, nc=4), "strides is a int, but a list of numbers is wanted, one a level"),
-        (lambda: UltralyticsPostProcess(STRIDES, nc=0), "nc is 0, but 1 or more classes are wanted"),
-        (lambda: UltralyticsPostProcess(STRIDES, nc=-2), "nc is -2, but 1 or more classes are wanted"),
-        (lambda: UltralyticsPostProcess(STRIDES, nc=4, reg_max=0), "reg_max is 0, but 1 or more bins are wanted"),
+        (
+            lambda: YOLOv5PostProcess(ANCHORS, 8, nc=4),
+            "strides is a int, but a list of numbers is expected, one a level",
+        ),
+        (lambda: YOLOv5PostProcess(ANCHORS, STRIDES, nc=-4), "nc is -4, but 1 or more classes are expected"),
+        (lambda: YOLOv5PostProcess(ANCHORS, STRIDES, nc=4, nm=-1), "nm is -1, but 0 or more masks are expected"),
+        (lambda: UltralyticsPostProcess([], nc=4), "strides is empty, but a number for each level is expected"),
+        (lambda: UltralyticsPostProcess([8], nc=4)([]), "heads is empty, but 1 maps are expected"),
+        (lambda: YOLOv5PostProcess(ANCHORS, STRIDES, nc=4)([]), "heads is empty, but 3 maps are expected"),
+        (lambda: UltralyticsPostProcess(16, nc=4), "strides is a int, but a list of numbers is expected, one a level"),
+        (lambda: UltralyticsPostProcess(STRIDES, nc=0), "nc is 0, but 1 or more classes are expected"),
+        (lambda: UltralyticsPostProcess(STRIDES, nc=-2), "nc is -2, but 1 or more classes are expected"),
+        (lambda: UltralyticsPostProcess(STRIDES, nc=4, reg_max=0), "reg_max is 0, but 1 or more bins are expected"),
         (
             lambda: UltralyticsPostProcess(STRIDES, nc=4, task="x"),
-            "task is 'x', but one of detect, segment, pose, obb is wanted",
+            "task is 'x', but one of detect, segment, pose, obb is expected",
         ),
         (
             lambda: UltralyticsPostProcess(STRIDES, nc=4, task="obb", extra_kind="keypoints_xy"),
-            "extra_kind is 'keypoints_xy', but one of angle_logit, raw is wanted",
+            "extra_kind is 'keypoints_xy', but one of angle_logit, raw is expected",
         ),
         (
             lambda: UltralyticsPostProcess(STRIDES, nc=4, rotated_rule=True),
-            "rotated_rule is True, but one of fast, greedy is wanted",
+            "rotated_rule is True, but one of fast, greedy is expected",
         ),
     ],
 )
@@ -308,7 +311,7 @@ def test_ultralytics_dict_with_more_than_boxes(device, name):
     want = ops.ultralytics_postprocess(boxes, scores, extra, STRIDES)
     same(module.forward_split(*split_ultralytics_heads(joined | {"feats": heads})), want)
     same(module.forward_split(*split_ultralytics_heads({"one2many": joined | {"feats": heads}, "one2one": {}})), want)
-    with pytest.raises(ValueError, match="feats is wanted too"):
+    with pytest.raises(ValueError, match="feats is expected too"):
         split_ultralytics_heads(joined)
 
 

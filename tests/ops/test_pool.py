@@ -150,10 +150,10 @@ BAD = [
     (lambda x: ops.max_pools_cat(x[0]), RuntimeError, r"max_pools_cat: x has shape \[8, 4, 6\], but four dimensions"),
     (lambda x: ops.max_pools_cat(x.int()), RuntimeError, r"max_pools_cat: x has dtype int32, but float16"),
     (lambda x: ops.max_pools_cat(x.to_sparse()), RuntimeError, r"max_pools_cat: x has layout Sparse, but a dense"),
-    (lambda x: ops.max_pools_cat(x, 4), ValueError, r"kernel_size is 4, but an odd number of 1 to 15 is wanted"),
-    (lambda x: ops.max_pools_cat(x, 17), ValueError, r"kernel_size is 17, but an odd number of 1 to 15 is wanted"),
-    (lambda x: ops.max_pools_cat(x, 5, 0), ValueError, r"max_pools_cat: pools is 0, but 1 or more is wanted"),
-    (lambda x: backward(x, x, 5, 3), RuntimeError, r"indices has dtype float32, but uint8 is wanted"),
+    (lambda x: ops.max_pools_cat(x, 4), ValueError, r"kernel_size is 4, but an odd number of 1 to 15 is expected"),
+    (lambda x: ops.max_pools_cat(x, 17), ValueError, r"kernel_size is 17, but an odd number of 1 to 15 is expected"),
+    (lambda x: ops.max_pools_cat(x, 5, 0), ValueError, r"max_pools_cat: pools is 0, but 1 or more is expected"),
+    (lambda x: backward(x, x, 5, 3), RuntimeError, r"indices has dtype float32, but uint8 is expected"),
     (lambda x: backward(x, x.byte(), 5, 3), RuntimeError, r"indices has shape \[2, 8, 4, 6\] beside grad_y of shape"),
 ]
 
@@ -166,7 +166,7 @@ def test_errors_are_sentences(device, call, kind, message):
 
 
 def test_no_tensor_is_one_sentence():
-    with pytest.raises(TypeError, match=r"^max_pools_cat: x is a NoneType, but a tensor is wanted$"):
+    with pytest.raises(TypeError, match=r"^max_pools_cat: x is a NoneType, but a tensor is expected$"):
         ops.max_pools_cat(None)
 
 

@@ -138,7 +138,7 @@ def test_errors_are_sentences(device, call, message):
 
 
 def test_no_tensor_is_one_sentence():
-    with pytest.raises(TypeError, match=r"^space_to_depth: x is a NoneType, but a tensor is wanted$"):
+    with pytest.raises(TypeError, match=r"^space_to_depth: x is a NoneType, but a tensor is expected$"):
         ops.space_to_depth(None, 16)
 
 

@@ -171,7 +171,7 @@ BAD = [
     (lambda x, w, g: ops.stem_conv2d(x[0], w), r"stem_conv2d: squares has shape \[16, 9, 35\], but four dimensions"),
     (
         lambda x, w, g: ops.stem_conv2d(x[:, :12], w),
-        r"squares has shape \[2, 12, 9, 35\], but \(N, 16, H, W\) is wanted",
+        r"squares has shape \[2, 12, 9, 35\], but \(N, 16, H, W\) is expected",
     ),
     (lambda x, w, g: ops.stem_conv2d(x.byte(), w), r"stem_conv2d: squares has dtype uint8, but float16"),
     (lambda x, w, g: ops.stem_conv2d(x.to_sparse(), w), r"stem_conv2d: squares has layout Sparse, but a dense"),
@@ -184,7 +184,7 @@ BAD = [
         lambda x, w, g: ops.stem_conv2d(x.requires_grad_(), w),
         r"stem_conv2d: squares requires grad, but it has a gradient",
     ),
-    (lambda x, w, g: backward(g, x, 2), r"grad_output has shape \[2, 32, 9, 35\], but \(2, K, 8, 34\) is wanted"),
+    (lambda x, w, g: backward(g, x, 2), r"grad_output has shape \[2, 32, 9, 35\], but \(2, K, 8, 34\) is expected"),
     (lambda x, w, g: backward(g[:, :8], x, 3), r"grad_output has shape \[2, 8, 9, 35\], but 16, 32, 48, 64, 80 or 96"),
     (lambda x, w, g: backward(g.bfloat16(), x, 3), r"grad_output has dtype bfloat16, but squares has float16"),
     (lambda x, w, g: second_derivative(x, w, g), r"stem_conv2d: a second derivative was asked for, but it has a first"),
@@ -205,21 +205,21 @@ def test_errors_are_sentences(device, call, message):
 
 def test_kernel_size_is_2_or_3(device):
     squares, _, grad = problem(device, torch.float16)
-    with pytest.raises(ValueError, match="kernel_size is 4, but 2 or 3 is wanted"):
+    with pytest.raises(ValueError, match="kernel_size is 4, but 2 or 3 is expected"):
         backward(grad, squares, 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_gpu_takes_half_precision_alone(cuda, dtype):
     squares, weight, grad = problem(cuda, dtype)
-    with pytest.raises(RuntimeError, match=r"squares has dtype float\d+, but float16 or bfloat16 is wanted on a GPU"):
+    with pytest.raises(RuntimeError, match=r"squares has dtype float\d+, but float16 or bfloat16 is expected on a GPU"):
         ops.stem_conv2d(squares, weight)
-    with pytest.raises(RuntimeError, match=r"squares has dtype float\d+, but float16 or bfloat16 is wanted on a GPU"):
+    with pytest.raises(RuntimeError, match=r"squares has dtype float\d+, but float16 or bfloat16 is expected on a GPU"):
         backward(grad, squares, 3)
 
 
 def test_no_tensor_is_one_sentence():
-    with pytest.raises(TypeError, match=r"^stem_conv2d: squares is a NoneType, but a tensor is wanted$"):
+    with pytest.raises(TypeError, match=r"^stem_conv2d: squares is a NoneType, but a tensor is expected$"):
         ops.stem_conv2d(None, None)
 
 

@@ -332,12 +332,12 @@ BAD = [
     (lambda x, s: ops.upsample_nearest2x_cat(x, s.long()), r"skip has dtype int64"),
     (
         lambda x, s: ops.upsample_nearest2x_cat(x, s[:, :, :5]),
-        r"skip has shape \[2, 5, 5, 8\], but \(2, any, 6, 8\) is wanted beside x of shape \[2, 8, 3, 4\]",
+        r"skip has shape \[2, 5, 5, 8\], but \(2, any, 6, 8\) is expected beside x of shape \[2, 8, 3, 4\]",
     ),
     (lambda x, s: ops.upsample_nearest2x_cat(x, s[:1]), r"skip has shape \[1, 5, 6, 8\], but \(2, any, 6, 8\)"),
     (
         lambda x, s: torch.ops.torch_fastdet.upsample_nearest2x_backward(s[..., :7]),
-        r"grad_output has shape \[2, 5, 6, 7\], but an even height and width are wanted",
+        r"grad_output has shape \[2, 5, 6, 7\], but an even height and width are expected",
     ),
 ]
 
@@ -355,7 +355,7 @@ def test_no_tensor_is_one_sentence():
         (lambda: ops.upsample_nearest2x(None), "upsample_nearest2x: x"),
         (lambda: ops.upsample_nearest2x_cat(torch.ones(1, 1, 1, 1), None), "upsample_nearest2x_cat: skip"),
     ):
-        with pytest.raises(TypeError, match=f"^{name} is a NoneType, but a tensor is wanted$"):
+        with pytest.raises(TypeError, match=f"^{name} is a NoneType, but a tensor is expected$"):
             call()
 
 

@@ -357,7 +357,7 @@ BAD_ARGUMENTS = [
     ({"heads": [torch.rand(1, 3, 4, 4, 8), torch.rand(2, 3, 2, 2, 8)]}, "has batch 2"),
     ({"heads": [torch.rand(1, 3, 4, 4, 8), torch.rand(1, 3, 2, 2, 8).half()]}, "one dtype"),
     ({"heads": [torch.rand(1, 25, 4, 4), torch.rand(1, 25, 4, 4)]}, "multiple of the 3 anchors"),
-    ({"heads": [torch.rand(3, 4, 8), torch.rand(3, 2, 8)]}, "na, ny, nx, no. or .bs, na.no, ny, nx. is wanted"),
+    ({"heads": [torch.rand(3, 4, 8), torch.rand(3, 2, 8)]}, "na, ny, nx, no. or .bs, na.no, ny, nx. is expected"),
     ({"heads": [torch.rand(0, 3, 4, 4, 8), torch.rand(0, 3, 2, 2, 8)]}, "empty head"),
     ({"heads": [torch.ones(1, 3, 4, 4, 8).int(), torch.ones(1, 3, 2, 2, 8).int()]}, "dtype int32"),
     ({"num_targets": torch.ones(2)}, "num_targets is"),

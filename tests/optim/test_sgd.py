@@ -160,7 +160,7 @@ def test_tensor_subclasses_are_refused(device):
 
     param = nn.Parameter(TwoTensor(torch.ones(3, device=device), torch.ones(3, device=device)))
     param.grad = TwoTensor(torch.ones(3, device=device), torch.ones(3, device=device))
-    sentence = r"params\[0\] is a tensor subclass that wraps others .*, but a plain tensor is wanted"
+    sentence = r"params\[0\] is a tensor subclass that wraps others .*, but a plain tensor is expected"
     with pytest.raises(RuntimeError, match=f"SGD: {sentence}"):
         SGD([param], lr=0.1).step()
     with pytest.raises(RuntimeError, match=f"FusedStep: {sentence}"):
@@ -320,7 +320,7 @@ def test_errors_come_before_anything_is_written(device):
     optimizer = SGD(params, **NESTEROV)
     set_grads(params, 0)
     optimizer.param_groups[0]["lr"] = -0.5
-    with pytest.raises(RuntimeError, match=r"lr is -0\.5, but a number >= 0 is wanted"):
+    with pytest.raises(RuntimeError, match=r"lr is -0\.5, but a number >= 0 is expected"):
         optimizer.step()
     optimizer.param_groups[0]["lr"] = 0.5
     params[4].grad = params[4].grad.to_sparse()
@@ -368,7 +368,7 @@ def test_a_failed_first_step_leaves_no_momentum_behind(device, fused):
     a_step = FusedStep(a).step if fused else a.step
     set_grads(mine, 0), set_grads(stock, 0)
     a.param_groups[1]["lr"] = -3
-    with pytest.raises(RuntimeError, match=r"param_groups\[1\]: lr is -3, but a number >= 0 is wanted"):
+    with pytest.raises(RuntimeError, match=r"param_groups\[1\]: lr is -3, but a number >= 0 is expected"):
         a_step()
     a.param_groups[1]["lr"] = 0.05
     if not fused:
@@ -715,7 +715,7 @@ class TestSeveralDevices:
         fused = FusedStep(optimizer)
         optimizer.add_param_group({"params": [there]})
         for _ in range(2):
-            with pytest.raises(ValueError, match="the parameters are on cpu, meta, but one device is wanted"):
+            with pytest.raises(ValueError, match="the parameters are on cpu, meta, but one device is expected"):
                 fused.step()
 
 

@@ -64,7 +64,7 @@ def test_switches(patching):
 
 def test_bad_calls_are_one_sentence(patching):
     assert patching["unknown"].startswith("TypeError: There is no switch nms; there are fastdet, bbox_iou_optim")
-    assert patching["no_bool"] == "TypeError: nms_optim is 1, but True or False is wanted"
+    assert patching["no_bool"] == "TypeError: nms_optim is 1, but True or False is expected"
     assert "nms_optim cannot apply: ultralytics.utils.nms.non_max_suppression" in patching["other_signature"]
     assert "takes (prediction, in_place)" in patching["other_signature"]
     assert patching["after_error"]["metrics"] == "ultralytics.utils.metrics", "nothing stays replaced"

@@ -117,7 +117,7 @@ def test_no_one_to_one_head_is_a_sentence():
             {"cfg": "rtdetr-l.yaml"},
             "is a RTDETRDetectionModel, which has no Detect module, but a",
         ),
-        ("DetectionModel", {"cfg": "yolov8n.yaml", "ch": 1}, "takes pictures of 1 channels, but 3 are wanted"),
+        ("DetectionModel", {"cfg": "yolov8n.yaml", "ch": 1}, "takes pictures of 1 channels, but 3 are expected"),
     ],
 )
 def test_a_model_that_it_cannot_take_is_a_sentence(kind, options, said):

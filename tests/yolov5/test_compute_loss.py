@@ -330,7 +330,7 @@ def test_what_cannot_be_set_says_so():
         compute.cp = 0.9
     with pytest.raises(AttributeError, match="one operator does their work"):
         compute.BCEcls = torch.nn.BCEWithLogitsLoss()
-    with pytest.raises(TypeError, match="ComputeLoss: model is Linear, but YOLOv5's DetectionModel is wanted"):
+    with pytest.raises(TypeError, match="ComputeLoss: model is Linear, but YOLOv5's DetectionModel is expected"):
         ComputeLoss(torch.nn.Linear(2, 3))
 
 
@@ -474,5 +474,5 @@ def test_what_is_no_head_or_target():
 def test_a_model_without_detect():
     model = torch.nn.Module()
     model.model, model.hyp = torch.nn.Sequential(torch.nn.Linear(2, 3)), {}
-    with pytest.raises(TypeError, match="ComputeLoss: model is Module, but YOLOv5's DetectionModel is wanted"):
+    with pytest.raises(TypeError, match="ComputeLoss: model is Module, but YOLOv5's DetectionModel is expected"):
         ComputeLoss(model)

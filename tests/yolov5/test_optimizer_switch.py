@@ -47,7 +47,7 @@ def test_smart_optimizer_groups_and_log_line(caplog):
     assert all(group["nesterov"] and group["momentum"] == 0.937 for group in optimizer.param_groups)
     for name in ("Adam", "AdamW", "RMSProp"):
         assert type(drop_in.smart_optimizer(model, name)).__name__.lower() == name.lower()
-    with pytest.raises(NotImplementedError, match="name is 'LION', but one of SGD, Adam, AdamW, RMSProp is wanted"):
+    with pytest.raises(NotImplementedError, match="name is 'LION', but one of SGD, Adam, AdamW, RMSProp is expected"):
         drop_in.smart_optimizer(model, "LION")
 
 

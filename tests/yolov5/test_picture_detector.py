@@ -145,7 +145,7 @@ def test_what_is_no_detector_is_a_sentence(model):
 def test_a_model_of_grey_pictures_is_a_sentence():
     yolo = pytest.importorskip("yolov5.models.yolo", exc_type=ImportError)
     model = yolo.DetectionModel(str(Path(yolo.__file__).parent / "yolov5n.yaml"), ch=1)
-    with pytest.raises(ValueError, match="from_model: model takes pictures of 1 channels, but 3 are wanted"):
+    with pytest.raises(ValueError, match="from_model: model takes pictures of 1 channels, but 3 are expected"):
         PictureDetector.from_model(model, 64)
 
 
@@ -156,7 +156,7 @@ class Levels(torch.nn.Module):
 
 def test_more_maps_than_levels_are_a_sentence():
     module = PictureDetector(Levels(), small_detector().postprocess, 64)
-    with pytest.raises(ValueError, match="the network gives 5 maps, but 2, or one more with prototypes, are wanted"):
+    with pytest.raises(ValueError, match="the network gives 5 maps, but 2, or one more with prototypes, are expected"):
         module([torch.zeros(4, 4, 3, dtype=torch.uint8)])
 
 

@@ -191,7 +191,7 @@ class _Layout:
         devices = {parameter.device for parameter in parameters}
         if len(devices) > 1:
             names = ", ".join(sorted(map(str, devices)))
-            raise ValueError(f"the model's parameters are on {names}, but one device for each process is wanted")
+            raise ValueError(f"the model's parameters are on {names}, but one device for each process is expected")
         kinds: dict[torch.dtype, list[int]] = {}
         for index, parameter in enumerate(self.parameters):
             kinds.setdefault(parameter.dtype, []).append(index)
@@ -300,7 +300,7 @@ class GradientAverage:
                 missing.append(index)
             elif gradient.is_sparse:
                 raise TypeError(
-                    f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, but a dense one is wanted in a "
+                    f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, but a dense one is expected in a "
                     "process group"
                 )
             elif gradient is not place and gradient.data_ptr() != place.data_ptr():

@@ -154,7 +154,7 @@ class ModuleGraphs:
     ) -> None:
         if max_graphs < 1 or warmup < 1:
             raise ValueError(
-                f"GraphedModule: max_graphs is {max_graphs} and warmup {warmup}, but 1 or more is wanted of both"
+                f"GraphedModule: max_graphs is {max_graphs} and warmup {warmup}, but 1 or more is expected of both"
             )
         self._module = weakref.ref(module)
         self._forward = forward
@@ -368,7 +368,7 @@ class GraphedModule(nn.Module):
         broadcast_buffers: bool = True,
     ) -> None:
         if not isinstance(module, nn.Module):
-            raise TypeError(f"GraphedModule: module is {type(module).__name__}, but a torch.nn.Module is wanted")
+            raise TypeError(f"GraphedModule: module is {type(module).__name__}, but a torch.nn.Module is expected")
         if isinstance(module, GraphedModule):
             raise TypeError("GraphedModule: the module is graphed already")
         if isinstance(module, nn.parallel.DistributedDataParallel):

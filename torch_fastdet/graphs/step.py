@@ -117,7 +117,7 @@ class TrainStep:
         broadcast_buffers: bool = True,
     ) -> None:
         if not isinstance(model, nn.Module):
-            raise TypeError(f"TrainStep: model is a {type(model).__name__}, but a torch.nn.Module is wanted")
+            raise TypeError(f"TrainStep: model is a {type(model).__name__}, but a torch.nn.Module is expected")
         if isinstance(model, GraphedModule):
             model = model.module
         if not any(p.requires_grad for p in model.parameters()):
@@ -126,9 +126,9 @@ class TrainStep:
         if reason is not None:
             raise CaptureError(f"TrainStep: {type(model).__name__} cannot be captured in a CUDA graph: {reason}")
         if max_targets is not None and max_targets < 1:
-            raise ValueError(f"TrainStep: max_targets is {max_targets}, but 1 or more is wanted")
+            raise ValueError(f"TrainStep: max_targets is {max_targets}, but 1 or more is expected")
         if max_graphs < 1:
-            raise ValueError(f"TrainStep: max_graphs is {max_graphs}, but 1 or more is wanted")
+            raise ValueError(f"TrainStep: max_graphs is {max_graphs}, but 1 or more is expected")
         self.model = model
         self.loss = loss
         if amp == "auto":
@@ -260,14 +260,14 @@ class TrainStep:
     def _check_call(self, images: torch.Tensor, targets: torch.Tensor) -> None:
         for name, value in (("images", images), ("targets", targets)):
             if not isinstance(value, torch.Tensor):
-                raise TypeError(f"TrainStep: {name} is a {type(value).__name__}, but a tensor is wanted")
+                raise TypeError(f"TrainStep: {name} is a {type(value).__name__}, but a tensor is expected")
         if images.dim() != 4:
             raise ValueError(
-                f"TrainStep: images has shape {tuple(images.shape)}, but (batch, channels, height, width) is wanted"
+                f"TrainStep: images has shape {tuple(images.shape)}, but (batch, channels, height, width) is expected"
             )
         if targets.dim() != 2 or targets.shape[1] != (self._columns or targets.shape[1]):
             raise ValueError(
-                f"TrainStep: targets has shape {tuple(targets.shape)}, but (nt, {self._columns or 'columns'}) is wanted"
+                f"TrainStep: targets has shape {tuple(targets.shape)}, but (nt, {self._columns or 'columns'}) is expected"
             )
         if not self.model.training:
             raise RuntimeError("TrainStep: the model is in eval mode; call model.train() first")

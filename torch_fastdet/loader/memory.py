@@ -38,7 +38,7 @@ def parse_size(text: str, name: str) -> int:
     """``"8G"``, ``"500m"`` or ``"0"`` in bytes; ``name`` is the variable that the error names."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", text.strip().lower())
     if match is None:
-        raise ValueError(f"{name} is {text!r}, but a size such as 8G, 500M or 0 is wanted")
+        raise ValueError(f"{name} is {text!r}, but a size such as 8G, 500M or 0 is expected")
     return int(float(match[1]) * _UNITS[match[2]])
 
 

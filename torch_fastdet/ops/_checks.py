@@ -10,7 +10,7 @@ from torch import Tensor
 
 def check_tensor(op: str, name: str, value: Any) -> None:
     if not isinstance(value, Tensor):
-        raise TypeError(f"{op}: {name} is a {type(value).__name__}, but a tensor is wanted")
+        raise TypeError(f"{op}: {name} is a {type(value).__name__}, but a tensor is expected")
 
 
 def check_optional_tensor(op: str, name: str, value: Any) -> None:
@@ -20,7 +20,7 @@ def check_optional_tensor(op: str, name: str, value: Any) -> None:
 
 def check_tensor_list(op: str, name: str, values: Any) -> None:
     if not isinstance(values, (list, tuple)):
-        raise TypeError(f"{op}: {name} is a {type(values).__name__}, but a list of tensors is wanted")
+        raise TypeError(f"{op}: {name} is a {type(values).__name__}, but a list of tensors is expected")
     for i, value in enumerate(values):
         if not isinstance(value, Tensor):
             check_tensor(op, f"{name}[{i}]", value)

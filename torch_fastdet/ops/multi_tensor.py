@@ -67,7 +67,7 @@ def _needed_buffers(
         given = str(momentum)
     if len(momentum_buffers) == 0 and len(params) > 0:
         raise RuntimeError(
-            f"multi_tensor_sgd_: momentum is {given}, but momentum_buffers is empty; one buffer for each tensor of params is wanted"
+            f"multi_tensor_sgd_: momentum is {given}, but momentum_buffers is empty; one buffer for each tensor of params is expected"
         )
     return momentum_buffers
 

@@ -16,7 +16,7 @@ from torch_fastdet.ops._checks import check_optional_tensor, check_tensor, check
 def _check_strides(op: str, strides: Any) -> None:
     if not isinstance(strides, (list, tuple)):
         raise TypeError(
-            f"{op}: strides is a {type(strides).__name__}, but a list of numbers is wanted (stride.tolist())"
+            f"{op}: strides is a {type(strides).__name__}, but a list of numbers is expected (stride.tolist())"
         )
 
 
@@ -28,12 +28,12 @@ def _check_options(op: str, conf_thres: float, iou_thres: float, max_det: int, m
     """What the operators refuse, for callers that come before their first call or do without them."""
     for option, value in (("conf_thres", conf_thres), ("iou_thres", iou_thres)):
         if not 0 <= value <= 1:
-            raise _ThresholdError(f"{op}: {option} is {value}, but a threshold between 0 and 1 is wanted")
+            raise _ThresholdError(f"{op}: {option} is {value}, but a threshold between 0 and 1 is expected")
     for option, value in (("max_det", max_det), ("max_nms", max_nms)):
         if value < 0:
-            raise ValueError(f"{op}: {option} is {value}, but 0 or more is wanted")
+            raise ValueError(f"{op}: {option} is {value}, but 0 or more is expected")
     if per_class not in ("offset", "exact"):
-        raise ValueError(f"{op}: per_class is {per_class!r}, but 'offset' or 'exact' is wanted")
+        raise ValueError(f"{op}: per_class is {per_class!r}, but 'offset' or 'exact' is expected")
 
 
 def _class_list(op: str, classes: Any) -> list[int] | None:
@@ -44,7 +44,7 @@ def _class_list(op: str, classes: Any) -> list[int] | None:
         return list(classes)
     if isinstance(classes, int):
         return [classes]
-    raise TypeError(f"{op}: classes is a {type(classes).__name__}, but a list of integers or None is wanted")
+    raise TypeError(f"{op}: classes is a {type(classes).__name__}, but a list of integers or None is expected")
 
 
 def yolov5_decode(heads: list[Tensor], anchors: Tensor, strides: list[float], nm: int = 0) -> Tensor:
@@ -117,7 +117,7 @@ def non_max_suppression_padded(
         detections (images, max_det, 6 + nm): x1, y1, x2, y2, confidence, class, mask coefficients, best first; float32
         (float64 for float64); rows past the count are zero. counts (images,): int64.
         Ties are broken by the lower anchor index, then the lower class. Candidates with a NaN or infinite confidence or
-        box are dropped, alone. Where the best class is wanted, a NaN or +inf class score is the best one of its anchor and
+        box are dropped, alone. Where the best class is asked for, a NaN or +inf class score is the best one of its anchor and
         drops that; with multi_label the anchor's other classes stay. No result requires grad: suppression has no gradient.
 
     Raises:
@@ -353,20 +353,20 @@ def letterbox(
     Source: ``scale_boxes`` of YOLOv5 v7.0 and of ultralytics 8.4.
     """
     if rounding != "yolov5" and rounding != "ultralytics":
-        raise ValueError(f"letterbox: rounding is '{rounding}', but 'yolov5' or 'ultralytics' is wanted")
+        raise ValueError(f"letterbox: rounding is '{rounding}', but 'yolov5' or 'ultralytics' is expected")
     if len(input_shape) < 2 or len(image_shape) < 2:
         raise ValueError("letterbox: input_shape and image_shape must hold height and width")
     if input_shape[0] <= 0 or input_shape[1] <= 0:
-        raise ValueError(f"letterbox: input_shape is {input_shape}, but a positive height and width are wanted")
+        raise ValueError(f"letterbox: input_shape is {input_shape}, but a positive height and width are expected")
     height, width = float(image_shape[0]), float(image_shape[1])
     if height <= 0 or width <= 0:
-        raise ValueError(f"letterbox: image_shape is {image_shape}, but a positive height and width are wanted")
+        raise ValueError(f"letterbox: image_shape is {image_shape}, but a positive height and width are expected")
     if ratio_pad is not None:
         gain_y, gain_x = ratio_pad[0][0], ratio_pad[0][1]
         if rounding == "yolov5":
             gain_x = gain_y
         if not (gain_y > 0 and gain_x > 0):
-            raise ValueError(f"letterbox: ratio_pad is {ratio_pad}, but gains above 0 are wanted")
+            raise ValueError(f"letterbox: ratio_pad is {ratio_pad}, but gains above 0 are expected")
         return [float(gain_x), float(gain_y), float(ratio_pad[1][0]), float(ratio_pad[1][1]), width, height]
     gain = min(input_shape[0] / height, input_shape[1] / width)
     if rounding == "yolov5":
@@ -416,7 +416,7 @@ def scale_boxes(
     if not torch.jit.is_scripting():
         check_tensor("scale_boxes", "boxes", boxes)
     if boxes.dim() < 1 or boxes.size(-1) < 4:
-        raise ValueError(f"scale_boxes: boxes has shape {list(boxes.shape)}, but (..., 4 or more columns) is wanted")
+        raise ValueError(f"scale_boxes: boxes has shape {list(boxes.shape)}, but (..., 4 or more columns) is expected")
     row = letterbox(input_shape, image_shape, ratio_pad, rounding)
     if not padding:
         row[2] = 0.0

@@ -86,7 +86,7 @@ def v8_loss(
         RuntimeError: shapes, dtypes or devices do not fit each other.
         ValueError: on the CPU, a row of targets whose image is not in the batch or whose class is not one of the model's. On a
             GPU it is ignored and counted, because the host does not wait for it.
-        TypeError: an argument is not a tensor where one is wanted, or heads is not a list of tensors.
+        TypeError: an argument is not a tensor where one is expected, or heads is not a list of tensors.
 
     Heads in any other layout are read by their strides; their gradients are contiguous.
 

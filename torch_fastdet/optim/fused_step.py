@@ -107,15 +107,15 @@ class FusedStep:
         if kind is None:
             raise TypeError(
                 f"FusedStep: optimizer is {type(optimizer).__name__}, but SGD, Adam, AdamW or MuSGD of torch_fastdet.optim or "
-                "torch.optim is wanted"
+                "torch.optim is expected"
             )
         self._kind: type[Binding] = kind
         if ema is not None and not isinstance(ema, ModelEMA):
-            raise TypeError(f"FusedStep: ema is {type(ema).__name__}, but torch_fastdet.ema.ModelEMA is wanted")
+            raise TypeError(f"FusedStep: ema is {type(ema).__name__}, but torch_fastdet.ema.ModelEMA is expected")
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-            raise TypeError(f"FusedStep: scaler is {type(scaler).__name__}, but torch.amp.GradScaler is wanted")
+            raise TypeError(f"FusedStep: scaler is {type(scaler).__name__}, but torch.amp.GradScaler is expected")
         if max_norm is not None and not (isinstance(max_norm, numbers.Real) and max_norm >= 0):
-            raise ValueError(f"FusedStep: max_norm is {max_norm!r}, but None or a number not below 0 is wanted")
+            raise ValueError(f"FusedStep: max_norm is {max_norm!r}, but None or a number not below 0 is expected")
         self.optimizer = optimizer
         self.scaler = scaler
         self.ema = ema
@@ -137,7 +137,7 @@ class FusedStep:
         found = set(devices)
         if len(found) != 1:
             names = ", ".join(sorted(map(str, found))) or "none"
-            raise ValueError(f"FusedStep: the parameters are on {names}, but one device is wanted")
+            raise ValueError(f"FusedStep: the parameters are on {names}, but one device is expected")
         return found.pop()
 
     @staticmethod

@@ -146,7 +146,7 @@ class MusgdBinding(Binding):
             for p in group["params"]:
                 if group["use_muon"] and p.dim() < 2:
                     raise ValueError(
-                        f"MuSGD: use_muon is True for a parameter of shape {list(p.shape)}, but two or more dimensions are wanted"
+                        f"MuSGD: use_muon is True for a parameter of shape {list(p.shape)}, but two or more dimensions are expected"
                     )
                 if group["use_muon"] and p.numel():
                     self.matrices.setdefault(p.device, []).append(place)

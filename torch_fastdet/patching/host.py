@@ -121,4 +121,4 @@ def check_switches(switches: Mapping[str, Any], known: Collection[str]) -> None:
         raise TypeError(f"There is no switch {', '.join(unknown)}; there are {', '.join(known)}.")
     for name, value in switches.items():
         if not isinstance(value, bool):
-            raise TypeError(f"{name} is {value!r}, but True or False is wanted")
+            raise TypeError(f"{name} is {value!r}, but True or False is expected")

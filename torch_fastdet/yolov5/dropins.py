@@ -83,7 +83,7 @@ def smart_optimizer(
         NotImplementedError: another name.
     """
     if name not in OPTIMIZERS:
-        raise NotImplementedError(f"smart_optimizer: name is {name!r}, but one of {', '.join(OPTIMIZERS)} is wanted")
+        raise NotImplementedError(f"smart_optimizer: name is {name!r}, but one of {', '.join(OPTIMIZERS)} is expected")
     groups: dict[str, dict[str, Any]] = {
         "bias": {"params": []},
         "rest": {"params": [], "weight_decay": decay},

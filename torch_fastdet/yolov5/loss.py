@@ -64,7 +64,7 @@ class ComputeLoss:
         detect: Any = layers[-1] if isinstance(layers, (nn.Sequential, nn.ModuleList, list)) and len(layers) else None
         if not hasattr(trained, "hyp") or not all(hasattr(detect, name) for name in ("na", "nc", "nl", "anchors")):
             raise TypeError(
-                f"ComputeLoss: model is {type(inner).__name__}, but YOLOv5's DetectionModel is wanted, with hyp and a Detect as "
+                f"ComputeLoss: model is {type(inner).__name__}, but YOLOv5's DetectionModel is expected, with hyp and a Detect as "
                 "its last layer"
             )
         self.device = next(model.parameters()).device
@@ -157,10 +157,10 @@ class ComputeLoss:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss and items; ``num_targets``, one int64 on the device, says how many rows of targets are in use."""
         if not isinstance(targets, torch.Tensor):
-            raise TypeError(f"ComputeLoss: targets is a {type(targets).__name__}, but a tensor (nt, 6) is wanted")
+            raise TypeError(f"ComputeLoss: targets is a {type(targets).__name__}, but a tensor (nt, 6) is expected")
         if num_targets is not None and not isinstance(num_targets, torch.Tensor):
             raise TypeError(
-                f"ComputeLoss: num_targets is a {type(num_targets).__name__}, but a tensor of one int64 on the device is wanted"
+                f"ComputeLoss: num_targets is a {type(num_targets).__name__}, but a tensor of one int64 on the device is expected"
             )
         capturing = targets.is_cuda and torch.cuda.is_current_stream_capturing()
         if not capturing:
@@ -216,7 +216,7 @@ class ComputeLoss:
     def _check_heads(self, p: list[torch.Tensor]) -> None:
         wanted = self.nc + 5
         outputs_of = (
-            "the list of the Detect layer's outputs in training mode is wanted (in eval mode it is the second of two)"
+            "the list of the Detect layer's outputs in training mode is expected (in eval mode it is the second of two)"
         )
         if not isinstance(p, (list, tuple)):
             raise TypeError(f"ComputeLoss: p is a {type(p).__name__}, but {outputs_of}")
@@ -229,7 +229,7 @@ class ComputeLoss:
             if outputs != wanted:
                 raise RuntimeError(
                     f"ComputeLoss: p[{i}] of shape {tuple(head.shape)} has {outputs:g} outputs an anchor, but the model has "
-                    f"{self.nc} classes, so {wanted} are wanted"
+                    f"{self.nc} classes, so {wanted} are expected"
                 )
 
     def __getstate__(self) -> dict[str, Any]:

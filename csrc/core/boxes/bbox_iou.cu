@@ -194,7 +194,7 @@ __device__ void run_pass(const IouBackwardParams& p, const IouGradPass& pass, in
     }
     return;
   }
-  // One of the two gradients is wanted here: the other tensor has a pass of its own.
+  // One of the two gradients is needed here: the other tensor has a pass of its own.
   const bool first = pass.grad1 != nullptr;
   for (int64_t row = block; row < pass.rows; row += blocks) {
     T sum[4] = {T(0), T(0), T(0), T(0)};

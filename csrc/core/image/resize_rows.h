@@ -18,7 +18,7 @@ struct ColumnTap {
   int16_t first_weight, second_weight;
 };
 
-// A source row of `width` pixels of three channels, and how far behind it lies the row that will be wanted next.
+// A source row of `width` pixels of three channels, and how far behind it lies the row that will be needed next.
 struct ColumnRow {
   const uint8_t* data;
   int width;

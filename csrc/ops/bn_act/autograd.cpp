@@ -125,7 +125,7 @@ BnActResult bn_act_backward_autograd(const at::Tensor& grad_y, const at::Tensor&
         return {grad_x, grad_weight, grad_bias};
       },
       "bn_act: a second derivative was asked for, but it has a first derivative only; use BatchNorm2d and the "
-      "activation where a gradient of a gradient is wanted");
+      "activation where a gradient of a gradient is needed");
   return {result[0], result[1], result[2]};
 }
 

@@ -42,7 +42,7 @@ inline core::Activation parse_activation(std::string_view activation, const char
   if (activation == "leaky_relu") return core::Activation::kLeakyReLU;
   if (activation == "hardswish") return core::Activation::kHardswish;
   TORCH_CHECK(activation == "identity", op, ": activation is '", activation,
-              "', but 'silu', 'relu', 'leaky_relu', 'hardswish' or 'identity' is wanted");
+              "', but 'silu', 'relu', 'leaky_relu', 'hardswish' or 'identity' is expected");
   return core::Activation::kIdentity;
 }
 
@@ -52,9 +52,9 @@ inline void check_bn_act_vector(const at::Tensor& x, const OptionalTensor& vecto
   check_strided(*vector, op, name);
   check_float(*vector, op, name);
   check_same_device(x, "x", *vector, op, name);
-  TORCH_CHECK(vector->dim() == 1, op, ": ", name, " has shape ", vector->sym_sizes(), ", but (C,) is wanted");
+  TORCH_CHECK(vector->dim() == 1, op, ": ", name, " has shape ", vector->sym_sizes(), ", but (C,) is expected");
   TORCH_SYM_CHECK(vector->sym_size(0).sym_eq(x.sym_size(1)), op, ": ", name, " has shape ", vector->sym_sizes(),
-                  ", but (", x.sym_size(1), ",) is wanted beside x of shape ", x.sym_sizes());
+                  ", but (", x.sym_size(1), ",) is expected beside x of shape ", x.sym_sizes());
 }
 
 // Written in place, so a copy would not do.
@@ -63,7 +63,7 @@ inline void check_bn_act_statistic(const at::Tensor& x, const OptionalTensor& st
   check_bn_act_vector(x, statistic, op, name);
   if (!is_given(statistic)) return;
   TORCH_CHECK(statistic->is_contiguous(), op, ": ", name, " has stride ", statistic->sym_stride(0),
-              ", but a contiguous tensor is wanted");
+              ", but a contiguous tensor is expected");
   TORCH_CHECK(!statistic->requires_grad(), op, ": ", name,
               " requires grad, but it is written in place; give it detached");
 }
@@ -101,7 +101,7 @@ inline void check_bn_act(const at::Tensor& x, const OptionalTensor& weight, cons
     check_same_device(x, "x", *counter, op, "num_batches_tracked");
     TORCH_CHECK(counter->scalar_type() == at::kLong && counter->dim() == 0, op, ": num_batches_tracked has dtype ",
                 dtype_name(counter->scalar_type()), " and shape ", counter->sym_sizes(),
-                ", but one int64 without dimensions is wanted");
+                ", but one int64 without dimensions is expected");
   }
   if (is_given(residual)) check_same_image(x, *residual, op, "residual");
   check_values_per_channel(x);
@@ -144,7 +144,7 @@ struct BnActParts {
 // The residual belongs to the first part.
 inline void check_bn_act_cat(at::TensorList x, const BnActParts& parts, const OptionalTensor& residual,
                              const char* op) {
-  TORCH_CHECK(!x.empty(), op, ": x is an empty list, but one tensor or more is wanted");
+  TORCH_CHECK(!x.empty(), op, ": x is an empty list, but one tensor or more is expected");
   const auto check_length = [&](at::TensorList list, const char* name, bool may_be_empty) {
     TORCH_CHECK(list.size() == x.size() || (may_be_empty && list.empty()), op, ": ", name, " has ", list.size(),
                 " entries, but x has ", x.size());
@@ -198,7 +198,7 @@ inline void check_bn_act_backward(const at::Tensor& grad_y, const at::Tensor& x,
   for (const auto& [tensor, name] : {std::pair{&mean, "mean"}, std::pair{&invstd, "invstd"}}) {
     check_bn_act_vector(x, *tensor, op, name);
     TORCH_CHECK(tensor->scalar_type() == statistic_dtype(x), op, ": ", name, " has dtype ",
-                dtype_name(tensor->scalar_type()), ", but ", dtype_name(statistic_dtype(x)), " is wanted");
+                dtype_name(tensor->scalar_type()), ", but ", dtype_name(statistic_dtype(x)), " is expected");
   }
 }
 

@@ -21,7 +21,7 @@ core::BnActImage image_of(const at::Tensor& tensor) {
 core::BnActPlan plan_of(bool channels_last, const at::Tensor& x, std::initializer_list<core::BnActImage> images,
                         const char* op) {
   TORCH_CHECK(x.size(2) * x.size(3) <= INT32_MAX && x.size(0) <= INT32_MAX, op, ": x has shape ", x.sizes(),
-              ", but at most 2147483647 images and pixels an image are wanted");
+              ", but at most 2147483647 images and pixels an image are expected");
   int64_t blocks = 0;
   check_launch(core::bn_act_blocks(blocks), op);
   const int64_t pixels = x.size(2) * x.size(3);

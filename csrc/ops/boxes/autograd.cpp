@@ -136,7 +136,7 @@ TwoTensors first_gradient_only(const at::Tensor& grad, const at::Tensor& box1, c
         return variable_list{grad1, grad2};
       },
       "bbox_iou and iou_loss: a second derivative was asked for, but they have a first derivative only; "
-      "compute the IoU with PyTorch operations where a gradient of a gradient is wanted");
+      "compute the IoU with PyTorch operations where a gradient of a gradient is needed");
   return {result[0], result[1]};
 }
 

@@ -24,7 +24,7 @@ inline core::IouKind parse_iou_kind(std::string_view kind, const char* op) {
   if (kind == "iou") return core::IouKind::kIou;
   if (kind == "giou") return core::IouKind::kGiou;
   if (kind == "diou") return core::IouKind::kDiou;
-  TORCH_CHECK(false, op, ": kind is '", kind, "', but 'iou', 'giou', 'diou' or 'ciou' is wanted");
+  TORCH_CHECK(false, op, ": kind is '", kind, "', but 'iou', 'giou', 'diou' or 'ciou' is expected");
 }
 
 inline const char* iou_kind_name(core::IouKind kind) {
@@ -36,15 +36,15 @@ inline core::IouReduction parse_iou_reduction(std::string_view reduction, const 
   if (reduction == "mean") return core::IouReduction::kMean;
   if (reduction == "sum") return core::IouReduction::kSum;
   if (reduction == "none") return core::IouReduction::kNone;
-  TORCH_CHECK(false, op, ": reduction is '", reduction, "', but 'none', 'mean' or 'sum' is wanted");
+  TORCH_CHECK(false, op, ": reduction is '", reduction, "', but 'none', 'mean' or 'sum' is expected");
 }
 
 inline void check_box_tensor(const at::Tensor& box, const char* op, const char* name) {
   check_strided(box, op, name);
   check_float(box, op, name);
-  TORCH_CHECK(box.dim() >= 1, op, ": ", name, " is a scalar, but a tensor of shape (..., 4) is wanted");
+  TORCH_CHECK(box.dim() >= 1, op, ": ", name, " is a scalar, but a tensor of shape (..., 4) is expected");
   TORCH_CHECK(box.sym_size(-1) == 4, op, ": ", name, " has shape ", box.sym_sizes(),
-              ", but a last dimension of 4 is wanted");
+              ", but a last dimension of 4 is expected");
 }
 
 // Sizes are symbolic here, so that the same checks serve tracing with unknown shapes.
@@ -52,7 +52,7 @@ inline void check_bbox_iou(const at::Tensor& box1, const at::Tensor& box2, doubl
   check_box_tensor(box1, op, "box1");
   check_box_tensor(box2, op, "box2");
   check_same_device(box1, "box1", box2, op, "box2");
-  TORCH_CHECK(eps >= 0, op, ": eps is ", eps, ", but a number that is not negative is wanted");
+  TORCH_CHECK(eps >= 0, op, ": eps is ", eps, ", but a number that is not negative is expected");
   const auto sizes1 = box1.sym_sizes();
   const auto sizes2 = box2.sym_sizes();
   const size_t common = std::min(sizes1.size(), sizes2.size());
@@ -62,7 +62,7 @@ inline void check_bbox_iou(const at::Tensor& box1, const at::Tensor& box2, doubl
     const bool mismatch =
         TORCH_GUARD_OR_FALSE(a.sym_ne(b)) && TORCH_GUARD_OR_FALSE(a.sym_ne(1)) && TORCH_GUARD_OR_FALSE(b.sym_ne(1));
     TORCH_CHECK(!mismatch, op, ": box1 ", sizes1, " and box2 ", sizes2,
-                " do not broadcast, but leading dimensions that are equal or 1 are wanted");
+                " do not broadcast, but leading dimensions that are equal or 1 are expected");
   }
 }
 
@@ -94,7 +94,7 @@ inline at::SymDimVector iou_sym_shape(const at::Tensor& box1, const at::Tensor& 
     // Neither is known to be 1: as in PyTorch's own broadcasting, they are taken for equal, and a traced graph checks
     // it.
     TORCH_SYM_CHECK(size.sym_eq(other), "box1 ", box1.sym_sizes(), " and box2 ", box2.sym_sizes(),
-                    " do not broadcast, but leading dimensions that are equal or 1 are wanted");
+                    " do not broadcast, but leading dimensions that are equal or 1 are expected");
   }
   shape.back() = 1;
   return shape;
@@ -112,7 +112,7 @@ inline void check_iou_grad(const at::Tensor& grad, const at::Tensor& box1, const
     same = !TORCH_GUARD_OR_FALSE(grad.sym_size(static_cast<int64_t>(d)).sym_ne(shape[d]));
   }
   TORCH_CHECK(same, op, ": grad has shape ", grad.sym_sizes(), ", but the result's shape ", c10::SymIntArrayRef(shape),
-              " is wanted");
+              " is expected");
 }
 
 inline core::BoxesIn boxes_in(const at::Tensor& box) {
@@ -146,7 +146,7 @@ core::BroadcastPlan<kOperands> make_plan(const std::array<const at::Tensor*, kOp
     }
     TORCH_CHECK(plan.push(shape[d], strides), op, ": box1 ", operands[0]->sizes(), " and box2 ", operands[1]->sizes(),
                 " have more than ", core::kMaxBroadcastDims,
-                " leading dimensions that do not merge, but at most so many are wanted; call .contiguous() first");
+                " leading dimensions that do not merge, but at most so many are expected; call .contiguous() first");
   }
   return plan;
 }

@@ -1,4 +1,4 @@
-// Checks that more than one operator makes. Each error is one line: the argument, what came, what was wanted.
+// Checks that more than one operator makes. Each error is one line: the argument, what came, what was expected.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -26,7 +26,7 @@ inline std::string dtype_name(at::ScalarType type) {
 // `op` and `name` are the operator's and the argument's names as the user types them.
 inline void check_float(const at::Tensor& tensor, const char* op, const char* name) {
   TORCH_CHECK(is_supported_float(tensor.scalar_type()), op, ": ", name, " has dtype ", dtype_name(tensor.scalar_type()),
-              ", but float16, bfloat16, float32 or float64 is wanted");
+              ", but float16, bfloat16, float32 or float64 is expected");
 }
 
 inline void check_same_device(const at::Tensor& first, const char* first_name, const at::Tensor& other, const char* op,
@@ -36,16 +36,16 @@ inline void check_same_device(const at::Tensor& first, const char* first_name, c
 }
 
 inline void check_strided(const at::Tensor& tensor, const char* op, const char* name) {
-  TORCH_CHECK(!tensor.is_nested(), op, ": ", name, " is a nested tensor, but a dense (strided) tensor is wanted");
+  TORCH_CHECK(!tensor.is_nested(), op, ": ", name, " is a nested tensor, but a dense (strided) tensor is expected");
   TORCH_CHECK(!tensor.is_quantized(), op, ": ", name, " is a quantized tensor of ", dtype_name(tensor.scalar_type()),
-              ", but float16, bfloat16, float32 or float64 is wanted");
+              ", but float16, bfloat16, float32 or float64 is expected");
   TORCH_CHECK(tensor.layout() == at::kStrided, op, ": ", name, " has layout ", tensor.layout(),
-              ", but a dense (strided) tensor is wanted");
+              ", but a dense (strided) tensor is expected");
 }
 
 inline void check_four_dimensions(const at::Tensor& tensor, const char* op, const char* name) {
   TORCH_CHECK(tensor.dim() == 4, op, ": ", name, " has shape ", tensor.sym_sizes(),
-              ", but four dimensions (N, C, H, W) are wanted");
+              ", but four dimensions (N, C, H, W) are expected");
 }
 
 // A batch of images, or of what a layer makes of them.
@@ -79,7 +79,7 @@ inline core::DType core_dtype(at::ScalarType type) {
     case at::kDouble:
       return core::DType::kFloat64;
     default:
-      TORCH_CHECK(false, "dtype ", dtype_name(type), " came, but float16, bfloat16, float32 or float64 is wanted");
+      TORCH_CHECK(false, "dtype ", dtype_name(type), " came, but float16, bfloat16, float32 or float64 is expected");
   }
 }
 

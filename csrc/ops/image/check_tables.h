@@ -19,24 +19,24 @@ inline void check_picture(const core::Storages& storages, const int64_t* row, in
 
 inline void check_target(int64_t height, int64_t width, const char* op, int64_t index) {
   TORCH_CHECK(core::is_side(height) && core::is_side(width), op, ": plan[", index, "] asks for ", height, " x ", width,
-              " pixels, but sides from 1 to ", core::kMaxSide, " are wanted");
+              " pixels, but sides from 1 to ", core::kMaxSide, " are expected");
 }
 
 inline void check_interpolation(int64_t interpolation, const char* op, int64_t index) {
   TORCH_CHECK(interpolation == 0 || interpolation == 1, op, ": plan[", index, "] has interpolation ", interpolation,
-              ", but 0 (linear) or 1 (area) is wanted");
+              ", but 0 (linear) or 1 (area) is expected");
 }
 
 inline void check_layer(const core::AugmentParams& p, int64_t index, const char* op) {
   const int64_t* row = p.layers + index * core::kLayerColumns;
   TORCH_CHECK(row[1] >= 0 && row[1] <= core::kMaxPlacements && row[0] >= 0 && row[0] <= p.placement_rows - row[1], op,
               ": layers[", index, "] has ", row[1], " placements from ", row[0], " on, but at most ",
-              core::kMaxPlacements, " of ", p.placement_rows, " are wanted");
+              core::kMaxPlacements, " of ", p.placement_rows, " are expected");
   TORCH_CHECK(row[2] >= 0 && row[3] >= 0 && row[2] <= core::kMaxCanvas && row[3] <= core::kMaxCanvas, op, ": layers[",
               index, "] has a canvas of ", row[2], " x ", row[3], " pixels, but sides up to ", core::kMaxCanvas,
-              " are wanted");
+              " are expected");
   TORCH_CHECK(row[4] >= 0 && row[4] <= 2, op, ": layers[", index, "] has warp ", row[4],
-              ", but 0 (none), 1 (affine) or 2 (perspective) is wanted");
+              ", but 0 (none), 1 (affine) or 2 (perspective) is expected");
   TORCH_CHECK(row[5] == -1 || (row[5] >= 0 && row[5] <= p.mask_bytes && row[2] * row[3] <= p.mask_bytes - row[5]), op,
               ": layers[", index, "] has a mask of ", row[2] * row[3], " bytes at ", row[5], ", but masks has ",
               p.mask_bytes);
@@ -50,7 +50,7 @@ inline void check_rows(const core::AugmentParams& p, const char* op) {
                   "placements", i);
     for (int column = 4; column < core::kPlacementColumns; ++column) {
       TORCH_CHECK(row[column] >= -core::kMaxSide && row[column] <= core::kMaxSide, op, ": placements[", i, "][", column,
-                  "] is ", row[column], ", but at most ", core::kMaxSide, " either way is wanted");
+                  "] is ", row[column], ", but at most ", core::kMaxSide, " either way is expected");
     }
   }
   for (int64_t i = 0; i < p.layer_rows; ++i) check_layer(p, i, op);
@@ -74,7 +74,8 @@ inline void check_rows(const core::LetterboxParams& p, const char* op) {
     check_target(row[5], row[6], op, i);
     check_interpolation(row[9], op, i);
     TORCH_CHECK(std::abs(row[7]) <= core::kMaxSide && std::abs(row[8]) <= core::kMaxSide, op, ": plan[", i,
-                "] has top ", row[7], " and left ", row[8], ", but at most ", core::kMaxSide, " either way is wanted");
+                "] has top ", row[7], " and left ", row[8], ", but at most ", core::kMaxSide,
+                " either way is expected");
   }
 }
 

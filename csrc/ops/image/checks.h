@@ -17,16 +17,16 @@ namespace torch_fastdet {
 
 inline void check_dense_1d(const at::Tensor& tensor, const at::Tensor& like, const char* op, const std::string& name) {
   TORCH_CHECK(tensor.scalar_type() == at::kByte, op, ": ", name, " has dtype ", dtype_name(tensor.scalar_type()),
-              ", but uint8 is wanted");
+              ", but uint8 is expected");
   TORCH_CHECK(tensor.dim() == 1, op, ": ", name, " has shape ", tensor.sym_sizes(),
-              ", but one dimension is wanted: packed pictures");
+              ", but one dimension is expected: packed pictures");
   TORCH_CHECK(tensor.is_contiguous(), op, ": ", name, " is not contiguous; call .contiguous() first");
   check_same_device(like, "storages[0]", tensor, op, name.c_str());
 }
 
 inline void check_storages(at::TensorList storages, const char* op) {
   TORCH_CHECK(!storages.empty() && storages.size() <= core::kMaxStorages, op, ": storages has ", storages.size(),
-              " tensors, but 1 to ", core::kMaxStorages, " are wanted");
+              " tensors, but 1 to ", core::kMaxStorages, " are expected");
   for (size_t i = 0; i < storages.size(); ++i) {
     check_dense_1d(storages[i], storages[0], op, "storages[" + std::to_string(i) + "]");
   }
@@ -35,11 +35,11 @@ inline void check_storages(at::TensorList storages, const char* op) {
 inline void check_table(const at::Tensor& table, int64_t columns, at::ScalarType dtype, const at::Tensor& like,
                         const char* op, const char* name) {
   TORCH_CHECK(table.scalar_type() == dtype, op, ": ", name, " has dtype ", dtype_name(table.scalar_type()), ", but ",
-              dtype_name(dtype), " is wanted");
+              dtype_name(dtype), " is expected");
   TORCH_CHECK(table.dim() == 2, op, ": ", name, " has shape ", table.sym_sizes(), ", but (rows, ", columns,
-              ") is wanted");
+              ") is expected");
   TORCH_SYM_CHECK(table.sym_size(1).sym_eq(columns), op, ": ", name, " has shape ", table.sym_sizes(), ", but (rows, ",
-                  columns, ") is wanted");
+                  columns, ") is expected");
   TORCH_CHECK(table.is_contiguous(), op, ": ", name, " is not contiguous; call .contiguous() first");
   check_same_device(like, "storages[0]", table, op, name);
 }
@@ -47,24 +47,24 @@ inline void check_table(const at::Tensor& table, int64_t columns, at::ScalarType
 inline core::WarpArithmetic parse_warp(std::string_view warp, const char* op) {
   if (warp == "fixed") return core::WarpArithmetic::kFixed;
   if (warp == "float") return core::WarpArithmetic::kFloat;
-  TORCH_CHECK(false, op, ": warp is '", warp, "', but 'fixed' (OpenCV 4) or 'float' (OpenCV 5) is wanted");
+  TORCH_CHECK(false, op, ": warp is '", warp, "', but 'fixed' (OpenCV 4) or 'float' (OpenCV 5) is expected");
 }
 
 inline void check_channels(int64_t channels, const char* op) {
-  TORCH_CHECK(channels == 1 || channels == 3, op, ": channels is ", channels, ", but 1 or 3 is wanted");
+  TORCH_CHECK(channels == 1 || channels == 3, op, ": channels is ", channels, ", but 1 or 3 is expected");
 }
 
 inline void check_pixel_dtype(at::ScalarType dtype, const char* op, const char* name) {
   TORCH_CHECK(dtype == at::kByte || dtype == at::kHalf || dtype == at::kFloat, op, ": ", name, " is ",
-              dtype_name(dtype), ", but uint8, float16 or float32 is wanted");
+              dtype_name(dtype), ", but uint8, float16 or float32 is expected");
 }
 
 // A batch to write into.
 inline void check_batch_out(const at::Tensor& out, const c10::SymInt& batch, const at::Tensor& like, const char* op) {
-  TORCH_CHECK(out.dim() == 4, op, ": out has shape ", out.sym_sizes(), ", but (B, C, H, W) is wanted");
+  TORCH_CHECK(out.dim() == 4, op, ": out has shape ", out.sym_sizes(), ", but (B, C, H, W) is expected");
   check_pixel_dtype(out.scalar_type(), op, "out's dtype");
   TORCH_CHECK(out.sym_size(1) == 1 || out.sym_size(1) == 3, op, ": out has ", out.sym_size(1),
-              " channels, but 1 or 3 are wanted");
+              " channels, but 1 or 3 are expected");
   TORCH_SYM_CHECK(out.sym_size(0).sym_eq(batch), op, ": out holds ", out.sym_size(0), " pictures, but the plan has ",
                   batch);
   TORCH_CHECK(out.is_contiguous() || out.is_contiguous(at::MemoryFormat::ChannelsLast), op,
@@ -99,7 +99,7 @@ struct BatchOptions {
 
 inline void check_augment(const AugmentTensors& t, const AugmentOptions& options, const char* op) {
   TORCH_CHECK(options.hsv_lanes >= 0 && options.hsv_lanes <= core::kMaxCanvas, op, ": hsv_lanes is ", options.hsv_lanes,
-              ", but a number of pixels is wanted");
+              ", but a number of pixels is expected");
   parse_warp(options.warp, op);
   check_storages(t.storages, op);
   const at::Tensor& like = t.storages[0];
@@ -112,7 +112,7 @@ inline void check_augment(const AugmentTensors& t, const AugmentOptions& options
   if (t.blend) {
     TORCH_CHECK(t.blend->scalar_type() == at::kDouble && t.blend->dim() == 1 && t.blend->is_contiguous(), op,
                 ": blend is ", dtype_name(t.blend->scalar_type()), " of shape ", t.blend->sym_sizes(),
-                ", but a contiguous float64 tensor (B,) is wanted");
+                ", but a contiguous float64 tensor (B,) is expected");
     TORCH_SYM_CHECK(t.blend->sym_size(0).sym_eq(t.pictures.sym_size(0)), op, ": blend has ", t.blend->sym_size(0),
                     " elements, but pictures has ", t.pictures.sym_size(0), " rows");
     check_same_device(like, "storages[0]", *t.blend, op, "blend");
@@ -121,18 +121,18 @@ inline void check_augment(const AugmentTensors& t, const AugmentOptions& options
     TORCH_CHECK(t.tables->scalar_type() == at::kByte && t.tables->dim() == 3 && t.tables->is_contiguous() &&
                     t.tables->sym_size(1) == 3 && t.tables->sym_size(2) == 256,
                 op, ": tables is ", dtype_name(t.tables->scalar_type()), " of shape ", t.tables->sym_sizes(),
-                ", but a contiguous uint8 tensor (rows, 3, 256) is wanted");
+                ", but a contiguous uint8 tensor (rows, 3, 256) is expected");
     check_same_device(like, "storages[0]", *t.tables, op, "tables");
   }
   if (t.masks) check_dense_1d(*t.masks, like, op, "masks");
 }
 
 inline void check_size(c10::SymIntArrayRef size, const char* op) {
-  TORCH_CHECK(size.size() == 2, op, ": size has ", size.size(), " elements, but (height, width) is wanted");
+  TORCH_CHECK(size.size() == 2, op, ": size has ", size.size(), " elements, but (height, width) is expected");
   for (const c10::SymInt& side : size) {
-    TORCH_SYM_CHECK(side.sym_ge(0), op, ": size is ", size, ", but sides that are not negative are wanted");
+    TORCH_SYM_CHECK(side.sym_ge(0), op, ": size is ", size, ", but sides that are not negative are expected");
     TORCH_SYM_CHECK(side.sym_le(core::kMaxCanvas), op, ": size is ", size, ", but sides of at most ", core::kMaxCanvas,
-                    " are wanted");
+                    " are expected");
   }
 }
 

@@ -29,7 +29,7 @@ void unrecorded(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::
       // A leaf is a parameter, which optimizers write.
       TORCH_CHECK(!tensor.requires_grad() || tensor.is_leaf(), operator_name(op), ": ", arguments[i].name(), "[", at,
                   "] was made by a recorded operation, but a tensor that can be written without recording it is "
-                  "wanted; call it under torch.no_grad(), or with ",
+                  "expected; call it under torch.no_grad(), or with ",
                   arguments[i].name(), "[", at, "].detach()");
     }
   }

@@ -1,4 +1,4 @@
-// Checks of the multi_tensor operators. Each failure names the list and the index, what came and what was wanted.
+// Checks of the multi_tensor operators. Each failure names the list and the index, what came and what was expected.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -29,11 +29,11 @@ inline bool wraps_others(const at::Tensor& tensor) {
 inline void check_tensor(const at::Tensor& tensor, bool written, const char* op, const std::string& name) {
   TORCH_CHECK(!wraps_others(tensor), op, ": ", name,
               " is a tensor subclass that wraps others (DTensor, as FSDP2 makes it, a fake tensor), but a plain tensor "
-              "is wanted");
+              "is expected");
   check_strided(tensor, op, name.c_str());
   check_float(tensor, op, name.c_str());
   TORCH_CHECK(!tensor.is_neg(), op, ": ", name,
-              " is a lazily negated view, but a tensor with its own values is wanted; pass .resolve_neg()");
+              " is a lazily negated view, but a tensor with its own values is expected; pass .resolve_neg()");
   if (!written || tensor.is_contiguous()) return;
   for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
     TORCH_CHECK(tensor.size(dim) <= 1 || tensor.stride(dim) != 0, op, ": ", name, " of shape ", tensor.sizes(),
@@ -56,21 +56,21 @@ inline void check_device(const at::Tensor& tensor, at::Device device, const char
 }
 
 inline void check_hyper_parameter(const char* op, const char* name, double value) {
-  TORCH_CHECK(value >= 0.0, op, ": ", name, " is ", value, ", but a number >= 0 is wanted");
+  TORCH_CHECK(value >= 0.0, op, ": ", name, " is ", value, ", but a number >= 0 is expected");
 }
 
 inline void check_scalar_tensor(const at::Tensor& tensor, at::Device device, const char* op, const char* name) {
   check_strided(tensor, op, name);
   check_float(tensor, op, name);
   TORCH_CHECK(tensor.sym_numel() == 1, op, ": ", name, " has shape ", tensor.sym_sizes(),
-              ", but one element is wanted");
+              ", but one element is expected");
   check_device(tensor, device, op, name, "the list");
 }
 
 inline void check_float32_scalar(const at::Tensor& tensor, at::Device device, const char* op, const char* name) {
   check_scalar_tensor(tensor, device, op, name);
   TORCH_CHECK(tensor.scalar_type() == at::kFloat, op, ": ", name, " has dtype ", dtype_name(tensor.scalar_type()),
-              ", but float32 is wanted");
+              ", but float32 is expected");
 }
 
 }  // namespace torch_fastdet::multi_tensor

@@ -50,7 +50,7 @@ void run_ema(const List& list, at::TensorList averages, const core::Scalar& deca
 
 template <class Backend>
 void ema(at::TensorList averages, at::TensorList values, double decay) {
-  TORCH_CHECK(std::isfinite(decay), "multi_tensor_ema_: decay is ", decay, ", but a finite number is wanted");
+  TORCH_CHECK(std::isfinite(decay), "multi_tensor_ema_: decay is ", decay, ", but a finite number is expected");
   run_ema<Backend>(ema_list<Backend>(averages, values), averages, scalar(decay));
 }
 
@@ -92,7 +92,7 @@ void sgd(at::TensorList params, at::TensorList grads, at::TensorList momentum_bu
          const SgdOptions& options) {
   constexpr const char* kOp = "multi_tensor_sgd_";
   TORCH_CHECK(momentum == 0.0 || !momentum_buffers.empty() || params.empty(), kOp, ": momentum is ", momentum,
-              ", but momentum_buffers is empty; one buffer for each tensor of params is wanted");
+              ", but momentum_buffers is empty; one buffer for each tensor of params is expected");
   const core::Group group = sgd_group(kOp, lr, momentum, options);
   run_sgd<Backend>(params, grads, momentum == 0.0 ? at::TensorList{} : momentum_buffers, options, kOp,
                    [&](const List&) { return group; });

@@ -192,10 +192,10 @@ class State : public torch::CustomClassHolder {
     bump_averages();
   }
 
-  // Unscale, clip, SGD and moving average in two launches (one, where neither a scale nor a norm is wanted). Gradients
-  // stay as they are. `growth`: growth factor, backoff factor, growth interval. `decay` below 0: no moving average; tau
-  // above 0: a ramp over `updates`, or over the number in `counter` where updates is -1. `parts`: kReduce, kUpdate or
-  // both; what runs in between finds the reduction's result in workspace().
+  // Unscale, clip, SGD and moving average in two launches (one, where neither a scale nor a norm is needed).
+  // Gradients stay as they are. `growth`: growth factor, backoff factor, growth interval. `decay` below 0: no moving
+  // average; tau above 0: a ramp over `updates`, or over the number in `counter` where updates is -1. `parts`: kReduce,
+  // kUpdate or both; what runs in between finds the reduction's result in workspace().
   int64_t fused(const std::vector<double>& hyper, const OptionalTensors& hyper_tensors,
                 const std::vector<int64_t>& flags, const std::optional<at::Tensor>& scale,
                 const std::optional<at::Tensor>& growth_tracker, const std::vector<double>& growth,
@@ -222,7 +222,7 @@ class State : public torch::CustomClassHolder {
       TORCH_CHECK(growth_tracker && growth_tracker->scalar_type() == at::kInt && growth_tracker->numel() == 1 &&
                       growth_tracker->device() == list.device,
                   op, ": growth_tracker of the scaler is not one int32 on ", list.device, ", as scale is");
-      TORCH_CHECK(growth.size() == 3, op, ": growth has ", growth.size(), " numbers, but three are wanted");
+      TORCH_CHECK(growth.size() == 3, op, ": growth has ", growth.size(), " numbers, but three are expected");
       reduce.new_scale = reduce.scale ? const_cast<float*>(reduce.scale) : nullptr;
       reduce.growth_tracker = static_cast<int32_t*>(growth_tracker->mutable_data_ptr());
       reduce.growth_factor = growth[0];
@@ -240,7 +240,7 @@ class State : public torch::CustomClassHolder {
     if (counter) {
       TORCH_CHECK(counter->scalar_type() == at::kLong && counter->numel() == 1 && counter->device() == list.device, op,
                   ": counter is ", dtype_name(counter->scalar_type()), " on ", counter->device(), ", but one int64 on ",
-                  list.device, " is wanted");
+                  list.device, " is expected");
       params.counter = static_cast<int64_t*>(counter->mutable_data_ptr());
       params.write_counter = params.ema;
     }

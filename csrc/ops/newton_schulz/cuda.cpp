@@ -24,17 +24,17 @@ class NewtonSchulz : public torch::CustomClassHolder {
                at::Device device) {
     TORCH_CHECK(rows.size() == columns.size() && rows.size() == scales.size(), "NewtonSchulz: rows has ", rows.size(),
                 ", columns ", columns.size(), " and scales ", scales.size(),
-                " entries, but as many of each are wanted");
+                " entries, but as many of each are expected");
     TORCH_CHECK(device.is_cuda() && device.has_index(), "NewtonSchulz: device is ", device,
-                ", but a GPU with its index is wanted");
+                ", but a GPU with its index is expected");
     const auto* properties = at::cuda::getDeviceProperties(device.index());
     TORCH_CHECK(properties->major >= 8, "NewtonSchulz: the GPU has compute capability ", properties->major, ".",
-                properties->minor, ", but 8.0 or newer is wanted");
+                properties->minor, ", but 8.0 or newer is expected");
     core::NsPlan plan;
     for (size_t i = 0; i < rows.size(); ++i) {
       constexpr int64_t kMost = std::numeric_limits<int32_t>::max() / 2;
       TORCH_CHECK(rows[i] > 0 && columns[i] > 0 && rows[i] < kMost && columns[i] < kMost, "NewtonSchulz: matrix ", i,
-                  " is (", rows[i], ", ", columns[i], "), but 1 to ", kMost - 1, " of both are wanted");
+                  " is (", rows[i], ", ", columns[i], "), but 1 to ", kMost - 1, " of both are expected");
       plan.add(rows[i], columns[i], scales[i]);
     }
     plan.sort();

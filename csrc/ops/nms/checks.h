@@ -102,7 +102,7 @@ inline void check_letterboxes(const at::Tensor& letterboxes, const at::Tensor& i
   };
   TORCH_FASTDET_SYM_CHECK_VALUE(letterboxes.dim() == 2 ? fits() : c10::SymBool(false), op, ": letterboxes has shape ",
                                 letterboxes.sym_sizes(), ", but (", input.sym_size(0),
-                                ", 6) is wanted: gain_x, gain_y, pad_x, pad_y, width, height of each image");
+                                ", 6) is expected: gain_x, gain_y, pad_x, pad_y, width, height of each image");
   check_float(letterboxes, op, "letterboxes");
   check_same_device(input, input_name, letterboxes, op, "letterboxes");
 }
@@ -111,23 +111,23 @@ inline void check_letterboxes(const at::Tensor& letterboxes, const at::Tensor& i
 inline void check_arguments(const at::Tensor& input, const char* input_name, const NmsArguments& a,
                             const NmsLastArguments& last, const char* op) {
   TORCH_CHECK_VALUE(a.conf_thres >= 0 && a.conf_thres <= 1, op, ": conf_thres is ", a.conf_thres,
-                    ", but a confidence threshold between 0 and 1 is wanted");
+                    ", but a confidence threshold between 0 and 1 is expected");
   TORCH_CHECK_VALUE(a.iou_thres >= 0 && a.iou_thres <= 1, op, ": iou_thres is ", a.iou_thres,
-                    ", but an IoU threshold between 0 and 1 is wanted");
-  TORCH_CHECK_VALUE(a.max_det >= 0, op, ": max_det is ", a.max_det, ", but 0 or more detections an image are wanted");
+                    ", but an IoU threshold between 0 and 1 is expected");
+  TORCH_CHECK_VALUE(a.max_det >= 0, op, ": max_det is ", a.max_det, ", but 0 or more detections an image are expected");
   TORCH_CHECK_VALUE(last.max_nms >= 0, op, ": max_nms is ", last.max_nms,
-                    ", but 0 or more candidates an image are wanted");
+                    ", but 0 or more candidates an image are expected");
   TORCH_CHECK_VALUE(std::isfinite(last.max_wh) && last.max_wh >= 0, op, ": max_wh is ", last.max_wh,
-                    ", but a finite number of pixels, 0 or more, is wanted");
+                    ", but a finite number of pixels, 0 or more, is expected");
   TORCH_CHECK_VALUE(last.per_class == "offset" || last.per_class == "exact", op, ": per_class is '",
-                    std::string(last.per_class), "', but 'offset' (as the stock functions) or 'exact' is wanted");
+                    std::string(last.per_class), "', but 'offset' (as the stock functions) or 'exact' is expected");
   if (last.letterboxes.has_value()) check_letterboxes(*last.letterboxes, input, op, input_name);
 }
 
 // rotated: "none", "fast" or "greedy". `has_angle` says whether a head has an extra map for it.
 inline core::RotatedRule rotated_rule(std::string_view rotated, bool has_angle, const char* op) {
   TORCH_CHECK_VALUE(rotated == "none" || rotated == "fast" || rotated == "greedy", op, ": rotated is '",
-                    std::string(rotated), "', but 'none', 'fast' (as the stock function) or 'greedy' is wanted");
+                    std::string(rotated), "', but 'none', 'fast' (as the stock function) or 'greedy' is expected");
   if (rotated == "none") return core::RotatedRule::kNone;
   TORCH_CHECK_VALUE(has_angle, op, ": rotated is '", std::string(rotated),
                     "', but extra is empty; rotated boxes want their angle as the last extra channel");
@@ -153,12 +153,12 @@ inline ExtraMeaning extra_meaning(std::string_view name, int64_t channels, const
     if (name != known) continue;
     TORCH_CHECK_VALUE(!meaning.keypoint_values || channels < 0 || channels % meaning.keypoint_values == 0, op,
                       ": extra has ", channels, " channels, but a multiple of ", meaning.keypoint_values,
-                      " is wanted with extra_kind='", std::string(name), "'");
+                      " is expected with extra_kind='", std::string(name), "'");
     return meaning;
   }
   TORCH_CHECK_VALUE(false, op, ": extra_kind is '", std::string(name),
                     "', but 'raw', 'angle_logit', 'keypoints_xy', 'keypoints_xyv', 'cell_keypoints_xy' or "
-                    "'cell_keypoints_xyv' is wanted");
+                    "'cell_keypoints_xyv' is expected");
 }
 
 inline void fill_options(NmsRequest& request, const NmsArguments& a, const NmsLastArguments& last, at::ScalarType type,
@@ -187,7 +187,7 @@ inline void fill_options(NmsRequest& request, const NmsArguments& a, const NmsLa
   }
   const int64_t candidates = (request.source.anchors + request.source.label_count) * request.source.classes;
   TORCH_CHECK_VALUE(candidates < std::numeric_limits<uint32_t>::max(), op, ": the prediction has ", candidates,
-                    " pairs of anchor and class an image, but fewer than 2^32 - 1 are wanted");
+                    " pairs of anchor and class an image, but fewer than 2^32 - 1 are expected");
   if (last.letterboxes.has_value()) request.letterboxes = *last.letterboxes;
 }
 
@@ -205,14 +205,14 @@ inline void check_prediction(const at::Tensor& prediction, const char* op) {
 inline void check_yolov5_prediction(const at::Tensor& prediction, int64_t nm, const std::optional<at::Tensor>& labels,
                                     const char* op) {
   check_prediction(prediction, op);
-  TORCH_CHECK_VALUE(nm >= 0, op, ": nm is ", nm, ", but 0 or more mask coefficients are wanted");
+  TORCH_CHECK_VALUE(nm >= 0, op, ": nm is ", nm, ", but 0 or more mask coefficients are expected");
   TORCH_FASTDET_SYM_CHECK_VALUE(prediction.dim() == 3 ? prediction.sym_size(2).sym_ge(5 + nm) : c10::SymBool(false), op,
                                 ": prediction has shape ", prediction.sym_sizes(),
-                                ", but (images, anchors, 5 + classes + nm) with nm = ", nm, " is wanted");
+                                ", but (images, anchors, 5 + classes + nm) with nm = ", nm, " is expected");
   if (!labels.has_value()) return;
   TORCH_FASTDET_SYM_CHECK_VALUE(labels->dim() == 2 ? labels->sym_size(1).sym_eq(6) : c10::SymBool(false), op,
                                 ": labels has shape ", labels->sym_sizes(),
-                                ", but (labels, 6) is wanted: image, class, x, y, width, height");
+                                ", but (labels, 6) is expected: image, class, x, y, width, height");
   check_same_device(prediction, "prediction", *labels, op, "labels");
   check_float(*labels, op, "labels");
 }
@@ -242,10 +242,10 @@ inline NmsRequest yolov5_request(const at::Tensor& prediction, int64_t nm, const
 // prediction (B, 4 + classes + extra, N). Sizes may be symbolic.
 inline void check_ultralytics_prediction(const at::Tensor& prediction, int64_t nc, const char* op) {
   check_prediction(prediction, op);
-  TORCH_CHECK_VALUE(nc >= 0, op, ": nc is ", nc, ", but 0 (all channels past the box) or more classes are wanted");
+  TORCH_CHECK_VALUE(nc >= 0, op, ": nc is ", nc, ", but 0 (all channels past the box) or more classes are expected");
   TORCH_FASTDET_SYM_CHECK_VALUE(prediction.dim() == 3 ? prediction.sym_size(1).sym_ge(4 + nc) : c10::SymBool(false), op,
                                 ": prediction has shape ", prediction.sym_sizes(),
-                                ", but (images, 4 + classes + extra, anchors) with nc = ", nc, " is wanted");
+                                ", but (images, 4 + classes + extra, anchors) with nc = ", nc, " is expected");
 }
 
 inline NmsRequest ultralytics_request(const at::Tensor& prediction, int64_t nc) {
@@ -266,14 +266,14 @@ inline NmsRequest ultralytics_request(const at::Tensor& prediction, int64_t nc) 
 }
 
 inline void check_levels(at::TensorList heads, at::ArrayRef<double> strides, const char* op, const char* name) {
-  TORCH_CHECK_VALUE(!heads.empty(), op, ": ", name, " is an empty list, but one map for each stride is wanted");
+  TORCH_CHECK_VALUE(!heads.empty(), op, ": ", name, " is an empty list, but one map for each stride is expected");
   TORCH_CHECK_VALUE(heads.size() == strides.size(), op, ": ", name, " holds ", heads.size(),
-                    " maps, but strides holds ", strides.size(), " numbers; one for each map is wanted");
+                    " maps, but strides holds ", strides.size(), " numbers; one for each map is expected");
   TORCH_CHECK_VALUE(heads.size() <= core::kMaxLevels, op, ": ", name, " holds ", heads.size(), " maps, but at most ",
                     core::kMaxLevels, " are supported");
   for (size_t i = 0; i < heads.size(); ++i) {
     TORCH_CHECK_VALUE(std::isfinite(strides[i]) && strides[i] > 0, op, ": strides[", i, "] is ", strides[i],
-                      ", but a positive number of pixels is wanted");
+                      ", but a positive number of pixels is expected");
     check_float(heads[i], op, name);
     check_strided(heads[i], op, name);
     TORCH_CHECK(heads[i].device() == heads[0].device(), op, ": ", name, "[", i, "] is on ", heads[i].device(), ", but ",
@@ -298,11 +298,12 @@ inline NmsRequest check_yolov5_heads(at::TensorList heads, const at::Tensor& anc
                                      int64_t nm, const char* op) {
   check_levels(heads, strides, op, "heads");
   check_float(anchors, op, "anchors");
-  TORCH_CHECK_VALUE(nm >= 0, op, ": nm is ", nm, ", but 0 or more mask coefficients are wanted");
+  TORCH_CHECK_VALUE(nm >= 0, op, ": nm is ", nm, ", but 0 or more mask coefficients are expected");
   TORCH_CHECK_VALUE(anchors.dim() == 3 && anchors.size(0) == static_cast<int64_t>(heads.size()) &&
                         anchors.size(2) == 2 && anchors.size(1) >= 1 && anchors.size(1) <= core::kMaxAnchorsPerCell,
                     op, ": anchors has shape ", anchors.sizes(), ", but (", heads.size(), ", 1 to ",
-                    core::kMaxAnchorsPerCell, ", 2) is wanted: width and height of each anchor of each map, in cells");
+                    core::kMaxAnchorsPerCell,
+                    ", 2) is expected: width and height of each anchor of each map, in cells");
   TORCH_CHECK(anchors.device() == heads[0].device() || anchors.device().is_cpu(), op, ": anchors is on ",
               anchors.device(), ", but heads is on ", heads[0].device(),
               "; anchors must be on the device of the heads or on the CPU");
@@ -319,7 +320,7 @@ inline NmsRequest check_yolov5_heads(at::TensorList heads, const at::Tensor& anc
   for (size_t i = 0; i < heads.size(); ++i) {
     const at::Tensor& head = heads[i];
     TORCH_CHECK_VALUE(head.dim() == 4 || head.dim() == 5, op, ": heads[", i, "] has shape ", head.sizes(),
-                      ", but (images, na * no, ny, nx) or (images, na, ny, nx, no) is wanted");
+                      ", but (images, na * no, ny, nx) or (images, na, ny, nx, no) is expected");
     const bool split = head.dim() == 5;
     const int64_t no = split ? head.size(4) : head.size(1) / na;
     TORCH_CHECK_VALUE(split ? head.size(1) == na : head.size(1) % na == 0, op, ": heads[", i, "] has shape ",
@@ -328,7 +329,7 @@ inline NmsRequest check_yolov5_heads(at::TensorList heads, const at::Tensor& anc
       source.images = head.size(0);
       outputs = no;
       TORCH_CHECK_VALUE(no >= 5 + nm, op, ": heads[0] has ", no, " channels an anchor, but at least 5 + nm = ", 5 + nm,
-                        " are wanted");
+                        " are expected");
     }
     TORCH_CHECK_VALUE(head.size(0) == source.images && no == outputs, op, ": heads[", i, "] has ", head.size(0),
                       " images and ", no, " channels an anchor, but heads[0] has ", source.images, " and ", outputs);
@@ -347,7 +348,7 @@ inline NmsRequest check_yolov5_heads(at::TensorList heads, const at::Tensor& anc
     }
   }
   TORCH_CHECK_VALUE(source.anchors < std::numeric_limits<int32_t>::max(), op, ": heads hold ", source.anchors,
-                    " anchors an image, but fewer than 2^31 - 1 are wanted");
+                    " anchors an image, but fewer than 2^31 - 1 are expected");
   source.classes = outputs - 5 - nm;
   request.anchors = anchors;
   return request;
@@ -360,9 +361,9 @@ inline NmsRequest check_ultralytics_heads(at::TensorList boxes, at::TensorList s
   check_levels(scores, strides, op, "scores");
   if (!extra.empty()) check_levels(extra, strides, op, "extra");
   TORCH_CHECK_VALUE(boxes[0].dim() == 4 && boxes[0].size(1) >= 4 && boxes[0].size(1) % 4 == 0, op,
-                    ": boxes[0] has shape ", boxes[0].sizes(), ", but (images, 4 * reg_max, ny, nx) is wanted");
+                    ": boxes[0] has shape ", boxes[0].sizes(), ", but (images, 4 * reg_max, ny, nx) is expected");
   TORCH_CHECK_VALUE(scores[0].dim() == 4, op, ": scores[0] has shape ", scores[0].sizes(),
-                    ", but (images, classes, ny, nx) is wanted");
+                    ", but (images, classes, ny, nx) is expected");
   NmsRequest request;
   CandidateSource& source = request.source;
   source.layout = CandidateLayout::kAnchorFreeHeads;
@@ -381,7 +382,7 @@ inline NmsRequest check_ultralytics_heads(at::TensorList boxes, at::TensorList s
       TORCH_CHECK_VALUE(map.dim() == 4 && map.size(0) == source.images && map.size(1) == channels &&
                             map.size(2) == rows && map.size(3) == columns,
                         op, ": ", name, "[", i, "] has shape ", map.sizes(), ", but (", source.images, ", ", channels,
-                        ", ", rows, ", ", columns, ") is wanted, as the other maps have");
+                        ", ", rows, ", ", columns, ") is expected, as the other maps have");
     };
     check_map(boxes[i], "boxes", boxes[0].size(1));
     check_map(scores[i], "scores", source.classes);
@@ -391,7 +392,7 @@ inline NmsRequest check_ultralytics_heads(at::TensorList boxes, at::TensorList s
     if (!extra.empty()) {
       if (i == 0) {
         TORCH_CHECK_VALUE(extra[0].dim() == 4, op, ": extra[0] has shape ", extra[0].sizes(),
-                          ", but (images, channels, ny, nx) is wanted");
+                          ", but (images, channels, ny, nx) is expected");
         source.extra = extra[0].size(1);
       }
       check_map(extra[i], "extra", source.extra);
@@ -404,7 +405,7 @@ inline NmsRequest check_ultralytics_heads(at::TensorList boxes, at::TensorList s
     source.anchors += rows * columns;
   }
   TORCH_CHECK_VALUE(source.anchors < std::numeric_limits<int32_t>::max(), op, ": boxes hold ", source.anchors,
-                    " anchors an image, but fewer than 2^31 - 1 are wanted");
+                    " anchors an image, but fewer than 2^31 - 1 are expected");
   request.options.nan_class_drops_anchor = true;
   return request;
 }
@@ -437,7 +438,7 @@ inline void check_scale_boxes(const at::Tensor& boxes, const at::Tensor& letterb
   check_strided(boxes, op, "boxes");
   TORCH_FASTDET_SYM_CHECK_VALUE(boxes.dim() == 3 ? boxes.sym_size(2).sym_ge(4) : c10::SymBool(false), op,
                                 ": boxes has shape ", boxes.sym_sizes(),
-                                ", but (images, boxes, 4 or more columns) is wanted");
+                                ", but (images, boxes, 4 or more columns) is expected");
   check_letterboxes(letterboxes, boxes, op, "boxes");
 }
 

@@ -51,7 +51,7 @@ at::Tensor max_pools_cat_backward(const at::Tensor& grad_y, const at::Tensor& in
   return without_second_gradient(
       {grad_y}, [&]() -> variable_list { return {backward_operator().call(grad_y, indices, kernel_size, pools)}; },
       "max_pools_cat: a second derivative was asked for, but it has a first derivative only; use MaxPool2d where a "
-      "gradient of a gradient is wanted")[0];
+      "gradient of a gradient is needed")[0];
 }
 
 }  // namespace

@@ -16,8 +16,8 @@ namespace torch_fastdet {
 inline void check_pools(int64_t kernel_size, int64_t pools, const char* op) {
   TORCH_CHECK_VALUE(kernel_size % 2 == 1 && kernel_size > 0 && kernel_size <= 2 * core::kMostPoolRadius + 1, op,
                     ": kernel_size is ", kernel_size, ", but an odd number of 1 to ", 2 * core::kMostPoolRadius + 1,
-                    " is wanted");
-  TORCH_CHECK_VALUE(pools > 0, op, ": pools is ", pools, ", but 1 or more is wanted");
+                    " is expected");
+  TORCH_CHECK_VALUE(pools > 0, op, ": pools is ", pools, ", but 1 or more is expected");
 }
 
 inline void check_max_pools_cat(const at::Tensor& x, int64_t kernel_size, int64_t pools) {
@@ -35,14 +35,14 @@ inline void check_max_pools_cat_backward(const at::Tensor& grad_y, const at::Ten
   check_pools(kernel_size, pools, op);
   check_same_device(grad_y, "grad_y", indices, op, "indices");
   TORCH_CHECK(indices.scalar_type() == at::kByte, op, ": indices has dtype ", dtype_name(indices.scalar_type()),
-              ", but uint8 is wanted");
+              ", but uint8 is expected");
   const auto fits = (grad_y.sym_size(1) * pools)
                         .sym_eq(indices.sym_size(1) * (pools + 1))
                         .sym_and(grad_y.sym_size(0).sym_eq(indices.sym_size(0)))
                         .sym_and(grad_y.sym_size(2).sym_eq(indices.sym_size(2)))
                         .sym_and(grad_y.sym_size(3).sym_eq(indices.sym_size(3)));
   TORCH_SYM_CHECK(fits, op, ": indices has shape ", indices.sym_sizes(), " beside grad_y of shape ", grad_y.sym_sizes(),
-                  ", but ", pools, " parts of its ", pools + 1, " are wanted");
+                  ", but ", pools, " parts of its ", pools + 1, " are expected");
 }
 
 inline at::Tensor empty_pool(const at::Tensor& like, c10::SymInt channels, at::ScalarType dtype,

@@ -11,7 +11,7 @@ void check_counts(const core::MaxPoolParams& p, const char* op) {
   const int64_t rows = p.batch * (p.channels_last ? p.height : p.channels);
   const int64_t elements = p.width * (p.channels_last ? p.channels : p.height);
   TORCH_CHECK(rows <= INT_MAX && elements <= INT_MAX, op, ": ", rows, " rows of ", elements,
-              " elements came, but at most 2147483647 of each are wanted");
+              " elements came, but at most 2147483647 of each are expected");
 }
 
 struct Cuda : OnDevice {

@@ -9,7 +9,7 @@ namespace {
 
 void check_counts(int64_t rows, int64_t elements, const char* op) {
   TORCH_CHECK(rows <= INT_MAX && elements <= INT_MAX, op, ": ", rows, " rows of ", elements,
-              " elements came, but at most 2147483647 of each are wanted");
+              " elements came, but at most 2147483647 of each are expected");
 }
 
 struct Cuda : OnDevice {

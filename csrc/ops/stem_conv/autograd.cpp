@@ -36,7 +36,7 @@ at::Tensor stem_conv2d(const at::Tensor& squares, const at::Tensor& weight) {
   check_strided(weight, "stem_conv2d", "weight");
   TORCH_CHECK(!squares.requires_grad() || !at::GradMode::is_enabled(),
               "stem_conv2d: squares requires grad, but it has a gradient of weight alone; use torch.nn.functional."
-              "conv2d where the images' gradient is wanted");
+              "conv2d where the images' gradient is needed");
   return StemConv2d::apply(squares, weight);
 }
 
@@ -47,7 +47,7 @@ at::Tensor stem_conv2d_backward(const at::Tensor& grad_output, const at::Tensor&
       {grad_output, squares},
       [&]() -> variable_list { return {backward_operator().call(grad_output, squares, kernel_size)}; },
       "stem_conv2d: a second derivative was asked for, but it has a first derivative only; use torch.nn.functional."
-      "conv2d where a gradient of a gradient is wanted")[0];
+      "conv2d where a gradient of a gradient is needed")[0];
 }
 
 }  // namespace

@@ -26,7 +26,7 @@ inline void check_stem_squares(const at::Tensor& squares, int64_t kernel_size, c
                         .sym_and(squares.sym_size(2).sym_ge(least))
                         .sym_and(squares.sym_size(3).sym_ge(least));
   TORCH_SYM_CHECK(fits, op, ": squares has shape ", squares.sym_sizes(), ", but (N, ", core::kStemChannels,
-                  ", H, W) is wanted, H and W at least ", least);
+                  ", H, W) is expected, H and W at least ", least);
 }
 
 // Plain numbers in every program: the kernels are made for them.
@@ -41,7 +41,7 @@ inline void check_stem_conv2d(const at::Tensor& squares, const at::Tensor& weigh
   TORCH_CHECK(core::stem_conv_has(outputs) && stem_size(weight, 1) == core::kStemChannels && (side == 2 || side == 3) &&
                   stem_size(weight, 3) == side,
               op, ": weight has shape ", weight.sym_sizes(), ", but (K, 16, 2, 2) or (K, 16, 3, 3) with K = 16, 32, ",
-              "48, 64, 80 or 96 is wanted");
+              "48, 64, 80 or 96 is expected");
   check_stem_squares(squares, side, op);
   check_beside_squares(squares, weight, op, "weight");
 }
@@ -49,7 +49,7 @@ inline void check_stem_conv2d(const at::Tensor& squares, const at::Tensor& weigh
 inline void check_stem_conv2d_backward(const at::Tensor& grad_output, const at::Tensor& squares, int64_t kernel_size) {
   constexpr const char* op = "stem_conv2d_backward";
   TORCH_CHECK_VALUE(kernel_size == 2 || kernel_size == 3, op, ": kernel_size is ", kernel_size,
-                    ", but 2 or 3 is wanted");
+                    ", but 2 or 3 is expected");
   check_stem_squares(squares, kernel_size, op);
   check_images(grad_output, op, "grad_output");
   check_beside_squares(squares, grad_output, op, "grad_output");
@@ -60,9 +60,9 @@ inline void check_stem_conv2d_backward(const at::Tensor& grad_output, const at::
                         .sym_and(grad_output.sym_size(3).sym_eq(squares.sym_size(3) - less));
   TORCH_SYM_CHECK(fits, op, ": grad_output has shape ", grad_output.sym_sizes(), ", but (", squares.sym_size(0),
                   ", K, ", squares.sym_size(2) - less, ", ", squares.sym_size(3) - less,
-                  ") is wanted beside squares of shape ", squares.sym_sizes());
+                  ") is expected beside squares of shape ", squares.sym_sizes());
   TORCH_CHECK(core::stem_conv_has(stem_size(grad_output, 1)), op, ": grad_output has shape ", grad_output.sym_sizes(),
-              ", but 16, 32, 48, 64, 80 or 96 channels are wanted");
+              ", but 16, 32, 48, 64, 80 or 96 channels are expected");
 }
 
 inline at::Tensor empty_stem_conv2d(const at::Tensor& squares, const at::Tensor& weight) {

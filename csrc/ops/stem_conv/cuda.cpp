@@ -10,12 +10,12 @@ namespace {
 void check_kernels(const core::StemConvSizes& sizes, core::DType dtype, const char* op) {
   const auto* properties = at::cuda::getCurrentDeviceProperties();
   TORCH_CHECK(properties->major >= 8, op, ": the GPU has compute capability ", properties->major, ".",
-              properties->minor, ", but 8.0 or newer is wanted");
+              properties->minor, ", but 8.0 or newer is expected");
   TORCH_CHECK(dtype == core::DType::kFloat16 || dtype == core::DType::kBFloat16, op, ": squares has dtype ",
-              dtype == core::DType::kFloat32 ? "float32" : "float64", ", but float16 or bfloat16 is wanted on a GPU");
+              dtype == core::DType::kFloat32 ? "float32" : "float64", ", but float16 or bfloat16 is expected on a GPU");
   TORCH_CHECK(core::stem_conv_fits(sizes), op, ": ", sizes.batch, " images of ", sizes.height, " x ", sizes.width,
               " pixels with ", sizes.outputs, " channels came, but at most 2147483647 pixels, and elements of an ",
-              "image, are wanted");
+              "image, are expected");
 }
 
 struct Cuda : OnDevice {

@@ -25,7 +25,7 @@ inline void check_upsample_cat(const at::Tensor& x, const at::Tensor& skip) {
                         .sym_and(skip.sym_size(2).sym_eq(x.sym_size(2) * 2))
                         .sym_and(skip.sym_size(3).sym_eq(x.sym_size(3) * 2));
   TORCH_SYM_CHECK(fits, op, ": skip has shape ", skip.sym_sizes(), ", but (", x.sym_size(0), ", any, ",
-                  x.sym_size(2) * 2, ", ", x.sym_size(3) * 2, ") is wanted beside x of shape ", x.sym_sizes());
+                  x.sym_size(2) * 2, ", ", x.sym_size(3) * 2, ") is expected beside x of shape ", x.sym_sizes());
 }
 
 inline void check_upsample_backward(const at::Tensor& grad_output) {
@@ -33,7 +33,7 @@ inline void check_upsample_backward(const at::Tensor& grad_output) {
   check_images(grad_output, op, "grad_output");
   const auto even = (grad_output.sym_size(2) % 2).sym_eq(0).sym_and((grad_output.sym_size(3) % 2).sym_eq(0));
   TORCH_SYM_CHECK(even, op, ": grad_output has shape ", grad_output.sym_sizes(),
-                  ", but an even height and width are wanted");
+                  ", but an even height and width are expected");
 }
 
 // Stock's rules: upsample keeps the format that its input suggests; cat is channels_last only if every input is, and

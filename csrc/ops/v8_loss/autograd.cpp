@@ -83,7 +83,7 @@ std::vector<at::Tensor> v8_loss_backward_autograd(const at::Tensor& grad, at::Te
   return without_second_gradient(
       inputs, [&] { return call_backward(grad, heads, targets, state, levels, class_weights, reg_max); },
       "v8_loss: a second derivative was asked for, but it has a first derivative only; "
-      "use Ultralytics' own v8DetectionLoss where a gradient of a gradient is wanted");
+      "use Ultralytics' own v8DetectionLoss where a gradient of a gradient is needed");
 }
 
 }  // namespace

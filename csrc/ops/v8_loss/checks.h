@@ -85,12 +85,12 @@ inline void check_v8_heads(at::TensorList heads, const V8Levels<>& of_levels, in
   const auto& [strides, sizes] = of_levels;
   const auto levels = static_cast<int64_t>(strides.size());
   TORCH_CHECK(levels >= 1 && levels <= core::kV8MaxLevels, op, ": strides has ", levels, " levels, but 1 to ",
-              core::kV8MaxLevels, " are wanted");
+              core::kV8MaxLevels, " are expected");
   for (const double stride : strides) {
-    TORCH_CHECK(stride > 0, op, ": strides has ", stride, ", but numbers above 0 are wanted");
+    TORCH_CHECK(stride > 0, op, ": strides has ", stride, ", but numbers above 0 are expected");
   }
-  TORCH_CHECK(!heads.empty(), op, ": heads is empty, but one tensor a level, or boxes and scores, are wanted");
-  TORCH_CHECK(reg_max >= 1 && reg_max <= 1024, op, ": reg_max is ", reg_max, ", but 1 to 1024 is wanted");
+  TORCH_CHECK(!heads.empty(), op, ": heads is empty, but one tensor a level, or boxes and scores, are expected");
+  TORCH_CHECK(reg_max >= 1 && reg_max <= 1024, op, ": reg_max is ", reg_max, ", but 1 to 1024 is expected");
   for (size_t i = 0; i < heads.size(); ++i) {
     check_strided(heads[i], op, "heads");
     check_float(heads[i], op, "heads");
@@ -102,7 +102,7 @@ inline void check_v8_heads(at::TensorList heads, const V8Levels<>& of_levels, in
   const int64_t boxes = 4 * reg_max;
   if (v8_is_joined(heads)) {
     TORCH_CHECK(sizes.size() == 2 * strides.size(), op, ": sizes has ", sizes.size(), " numbers, but ", 2 * levels,
-                " are wanted for ", levels, " levels: height and width of each");
+                " are expected for ", levels, " levels: height and width of each");
     int64_t anchors = 0;
     for (int64_t level = 0; level < levels; ++level) {
       const int64_t ny = sizes[2 * level], nx = sizes[2 * level + 1];
@@ -112,18 +112,18 @@ inline void check_v8_heads(at::TensorList heads, const V8Levels<>& of_levels, in
     TORCH_CHECK(heads[1].dim() == 3 && heads[0].size(1) == boxes && heads[0].size(2) == anchors &&
                     heads[1].size(2) == anchors && heads[1].size(0) == heads[0].size(0) && heads[1].size(1) > 0,
                 op, ": heads have shapes ", heads[0].sizes(), " and ", heads[1].sizes(), ", but (bs, ", boxes, ", ",
-                anchors, ") and (bs, classes, ", anchors, ") are wanted");
+                anchors, ") and (bs, classes, ", anchors, ") are expected");
     TORCH_CHECK(heads[0].size(0) > 0, op, ": heads have no images");
     return;
   }
   TORCH_CHECK(static_cast<int64_t>(heads.size()) == levels, op, ": ", heads.size(), " heads came for ", levels,
               " strides, but one (bs, 4 * reg_max + classes, ny, nx) a level, or boxes and scores of three dimensions, "
-              "are wanted");
+              "are expected");
   for (size_t i = 0; i < heads.size(); ++i) {
     TORCH_CHECK(heads[i].dim() == 4 && heads[i].size(1) == heads[0].size(1) && heads[i].size(0) == heads[0].size(0) &&
                     heads[i].size(1) > boxes,
                 op, ": heads[", i, "] has shape ", heads[i].sizes(), ", but (bs, ", boxes,
-                " + classes, ny, nx) with the batch and the classes of heads[0] is wanted");
+                " + classes, ny, nx) with the batch and the classes of heads[0] is expected");
     TORCH_CHECK(heads[i].numel() > 0, op, ": heads[", i, "] has shape ", heads[i].sizes(),
                 ", but an empty head has no loss");
   }
@@ -139,14 +139,14 @@ inline void check_v8_class_weights(at::TensorList heads, const std::optional<at:
   check_same_device(heads[0], "heads[0]", *class_weights, op, "class_weights");
   TORCH_CHECK(class_weights->numel() == classes && is_supported_float(class_weights->scalar_type()), op,
               ": class_weights is ", dtype_name(class_weights->scalar_type()), " of shape ", class_weights->sizes(),
-              ", but ", classes, " numbers are wanted, one a class");
+              ", but ", classes, " numbers are expected, one a class");
 }
 
 inline void check_v8_targets(at::TensorList heads, const at::Tensor& targets, int64_t topk, const char* op) {
   TORCH_CHECK(targets.dim() == 2 && targets.size(1) == 6, op, ": targets has shape ", targets.sizes(),
-              ", but (n, 6) is wanted: image, class, x, y, w, h");
+              ", but (n, 6) is expected: image, class, x, y, w, h");
   TORCH_CHECK(targets.scalar_type() == at::kFloat, op, ": targets is ", dtype_name(targets.scalar_type()),
-              ", but float32 is wanted");
+              ", but float32 is expected");
   check_same_device(heads[0], "heads[0]", targets, op, "targets");
   TORCH_CHECK(targets.size(0) <= (int64_t{1} << 30) / topk, op, ": targets has ", targets.size(0),
               " rows, more than slots can be numbered for");
@@ -158,16 +158,16 @@ inline void check_v8_loss(at::TensorList heads, const at::Tensor& targets, const
   constexpr auto op = "v8_loss";
   check_v8_heads(heads, levels, options.reg_max, op);
   TORCH_CHECK(options.topk >= 1 && options.topk2 >= 1, op, ": topk is ", options.topk, " and topk2 is ", options.topk2,
-              ", but numbers above 0 are wanted");
+              ", but numbers above 0 are expected");
   check_v8_targets(heads, targets, options.topk, op);
   TORCH_CHECK(settings.scalar_type() == at::kDouble && settings.numel() == core::kV8Settings, op, ": settings is ",
               dtype_name(settings.scalar_type()), " of shape ", settings.sizes(), ", but ", int{core::kV8Settings},
-              " float64 are wanted: box, cls and dfl gain, weight, alpha, beta, eps, least side, short side");
+              " float64 are expected: box, cls and dfl gain, weight, alpha, beta, eps, least side, short side");
   check_same_device(heads[0], "heads[0]", settings, op, "settings");
   if (num_targets) {
     TORCH_CHECK(num_targets->scalar_type() == at::kLong && num_targets->numel() == 1, op, ": num_targets is ",
                 dtype_name(num_targets->scalar_type()), " of shape ", num_targets->sizes(),
-                ", but one int64 is wanted");
+                ", but one int64 is expected");
     check_same_device(heads[0], "heads[0]", *num_targets, op, "num_targets");
   }
   check_v8_class_weights(heads, class_weights, v8_classes(heads, options.reg_max), op);
@@ -180,12 +180,12 @@ inline void check_v8_loss_backward(const at::Tensor& grad_loss, at::TensorList h
   const auto& [scales, slot_anchor, slot_row, slot_score] = state;
   check_v8_heads(heads, levels, reg_max, op);
   TORCH_CHECK(slot_anchor.dim() == 2 && slot_anchor.size(1) > 0, op, ": slot_anchor has shape ", slot_anchor.sizes(),
-              ", but what v8_loss returned is wanted");
+              ", but what v8_loss returned is expected");
   check_v8_targets(heads, targets, slot_anchor.size(1), op);
   const auto scalar = v8_arithmetic_type(heads[0]);
   TORCH_CHECK(grad_loss.dim() == 1 && grad_loss.size(0) == 3 && grad_loss.scalar_type() == scalar, op,
               ": grad_loss is ", dtype_name(grad_loss.scalar_type()), " of shape ", grad_loss.sizes(), ", but three ",
-              dtype_name(scalar), " are wanted");
+              dtype_name(scalar), " are expected");
   TORCH_CHECK(slot_anchor.size(0) == targets.size(0) && slot_anchor.scalar_type() == at::kLong &&
                   slot_row.scalar_type() == at::kLong && slot_row.sizes() == slot_anchor.sizes() &&
                   slot_score.scalar_type() == scalar && slot_score.sizes() == slot_anchor.sizes() &&

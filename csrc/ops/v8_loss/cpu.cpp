@@ -118,7 +118,7 @@ void check_rows(const V8LossParams& params, int64_t count) {
     const float* row = params.targets + 6 * i;
     const int fault = v8_target_fault(row, params.heads.bs, params.heads.nc);
     TORCH_CHECK_VALUE(fault == 0, "v8_loss: targets row ", i, ", column ", fault - 1, " (", kColumns[fault - 1],
-                      ") is ", row[fault - 1], ", but ", kWanted[fault - 1], " is wanted (batch ", params.heads.bs,
+                      ") is ", row[fault - 1], ", but ", kWanted[fault - 1], " is expected (batch ", params.heads.bs,
                       ", ", params.heads.nc, " classes)");
   }
 }

@@ -75,7 +75,7 @@ std::vector<at::Tensor> yolov5_loss_backward_autograd(const at::Tensor& grad, at
   return without_second_gradient(
       inputs, [&] { return call_backward(grad, heads, targets, state, options); },
       "yolov5_loss: a second derivative was asked for, but it has a first derivative only; "
-      "use YOLOv5's own ComputeLoss where a gradient of a gradient is wanted");
+      "use YOLOv5's own ComputeLoss where a gradient of a gradient is needed");
 }
 
 }  // namespace

@@ -120,19 +120,19 @@ inline void check_yolov5_heads(at::TensorList heads, int64_t na, const char* op)
                 dtype_name(head.scalar_type()), ", but heads[0] is ", dtype_name(heads[0].scalar_type()),
                 "; all heads must have one dtype");
     TORCH_CHECK(head.dim() == 5 || head.dim() == 4, op, ": heads[", i, "] has shape ", head.sizes(),
-                ", but (bs, na, ny, nx, no) or (bs, na*no, ny, nx) is wanted");
+                ", but (bs, na, ny, nx, no) or (bs, na*no, ny, nx) is expected");
     if (head.dim() == 5) {
       TORCH_CHECK(head.size(1) == na, op, ": heads[", i, "] has ", head.size(1), " anchors in shape ", head.sizes(),
                   ", but anchors has ", na, " a level");
     } else {
       TORCH_CHECK(head.size(1) % na == 0, op, ": heads[", i, "] has ", head.size(1),
-                  " channels, but a multiple of the ", na, " anchors a level is wanted");
+                  " channels, but a multiple of the ", na, " anchors a level is expected");
     }
     const int64_t no = view_yolov5_head(head, na).sizes[4], first_no = view_yolov5_head(heads[0], na).sizes[4];
     TORCH_CHECK(head.size(0) == heads[0].size(0) && no == first_no, op, ": heads[", i, "] has batch ", head.size(0),
                 " and ", no, " outputs an anchor, but heads[0] has ", heads[0].size(0), " and ", first_no);
     TORCH_CHECK(no >= 6, op, ": heads[", i, "] has ", no,
-                " outputs an anchor, but at least 6 are wanted: x, y, w, h, objectness and one class");
+                " outputs an anchor, but at least 6 are expected: x, y, w, h, objectness and one class");
     TORCH_CHECK(head.numel() > 0, op, ": heads[", i, "] has shape ", head.sizes(), ", but an empty head has no loss");
   }
 }
@@ -142,35 +142,35 @@ inline void check_yolov5_loss(at::TensorList heads, const at::Tensor& targets, c
                               const Yolov5LossOptions& options) {
   constexpr auto op = "yolov5_loss";
   TORCH_CHECK(!heads.empty() && heads.size() <= core::kYolov5MaxLevels, op, ": ", heads.size(),
-              " heads came, but 1 to ", core::kYolov5MaxLevels, " are wanted");
+              " heads came, but 1 to ", core::kYolov5MaxLevels, " are expected");
   TORCH_CHECK(anchors.dim() == 3 && anchors.size(0) == static_cast<int64_t>(heads.size()) && anchors.size(1) > 0 &&
                   anchors.size(2) == 2,
-              op, ": anchors has shape ", anchors.sizes(), ", but (", heads.size(), ", na, 2) is wanted for ",
+              op, ": anchors has shape ", anchors.sizes(), ", but (", heads.size(), ", na, 2) is expected for ",
               heads.size(), " heads");
   check_yolov5_heads(heads, anchors.size(1), op);
   TORCH_CHECK(targets.dim() == 2 && targets.size(1) == 6, op, ": targets has shape ", targets.sizes(),
-              ", but (nt, 6) is wanted: image, class, x, y, w, h");
+              ", but (nt, 6) is expected: image, class, x, y, w, h");
   TORCH_CHECK(targets.size(0) * anchors.size(1) * core::kYolov5CellOffsets < int64_t{0xffffffff}, op, ": targets has ",
               targets.size(0), " rows, more than slots can be numbered for");
   TORCH_CHECK(targets.scalar_type() == at::kFloat, op, ": targets is ", dtype_name(targets.scalar_type()),
-              ", but float32 is wanted");
+              ", but float32 is expected");
   TORCH_CHECK(anchors.scalar_type() == at::kFloat, op, ": anchors is ", dtype_name(anchors.scalar_type()),
-              ", but float32 is wanted");
+              ", but float32 is expected");
   TORCH_CHECK(balance.scalar_type() == at::kDouble && balance.dim() == 1 && balance.size(0) >= anchors.size(0), op,
               ": balance is ", dtype_name(balance.scalar_type()), " of shape ", balance.sizes(),
-              ", but float64 of shape (", heads.size(), ") or longer is wanted");
+              ", but float64 of shape (", heads.size(), ") or longer is expected");
   check_same_device(heads[0], "heads[0]", targets, op, "targets");
   check_same_device(heads[0], "heads[0]", anchors, op, "anchors");
   check_same_device(heads[0], "heads[0]", balance, op, "balance");
   if (num_targets) {
     TORCH_CHECK(num_targets->scalar_type() == at::kLong && num_targets->numel() == 1, op, ": num_targets is ",
                 dtype_name(num_targets->scalar_type()), " of shape ", num_targets->sizes(),
-                ", but one int64 is wanted");
+                ", but one int64 is expected");
     check_same_device(heads[0], "heads[0]", *num_targets, op, "num_targets");
   }
   TORCH_CHECK(options.label_smoothing >= 0 && options.label_smoothing <= 1, op, ": label_smoothing is ",
-              options.label_smoothing, ", but 0 to 1 is wanted");
-  TORCH_CHECK(options.anchor_t > 0, op, ": anchor_t is ", options.anchor_t, ", but a number above 0 is wanted");
+              options.label_smoothing, ", but 0 to 1 is expected");
+  TORCH_CHECK(options.anchor_t > 0, op, ": anchor_t is ", options.anchor_t, ", but a number above 0 is expected");
 }
 
 inline int64_t yolov5_cells(at::TensorList heads, int64_t na) {
@@ -319,14 +319,14 @@ inline void check_yolov5_loss_backward(const at::Tensor& grad_loss, at::TensorLi
                   match_cell.size(1) == core::kYolov5CellOffsets && match_cell.size(3) == targets.size(0) &&
                   targets.dim() == 2 && targets.size(1) == 6,
               op, ": match_cell has shape ", match_cell.sizes(), " for ", heads.size(), " heads and targets of shape ",
-              targets.sizes(), ", but what yolov5_loss returned for them is wanted");
+              targets.sizes(), ", but what yolov5_loss returned for them is expected");
   const int64_t na = match_cell.size(2);
   TORCH_CHECK(na > 0, op, ": match_cell has no anchors");
   check_yolov5_heads(heads, na, op);
   const auto scalar = heads[0].scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   TORCH_CHECK(grad_loss.numel() == 1 && grad_loss.scalar_type() == scalar, op, ": grad_loss is ",
               dtype_name(grad_loss.scalar_type()), " of shape ", grad_loss.sizes(), ", but one ", dtype_name(scalar),
-              " is wanted");
+              " is expected");
   TORCH_CHECK(targets.scalar_type() == at::kFloat && owner.scalar_type() == at::kLong &&
                   match_cell.scalar_type() == at::kLong && match_values.scalar_type() == scalar &&
                   object_gradient.scalar_type() == scalar && levels.scalar_type() == scalar &&

@@ -128,7 +128,7 @@ void check_rows(const Yolov5LossParams& params, int64_t count) {
     const float* row = params.targets + 6 * i;
     const int fault = yolov5_target_fault(row, params.bs, params.nc);
     TORCH_CHECK_VALUE(fault == 0, "yolov5_loss: targets row ", i, ", column ", fault - 1, " (", kColumns[fault - 1],
-                      ") is ", row[fault - 1], ", but ", kWanted[std::min(fault - 1, 2)], " is wanted (batch ",
+                      ") is ", row[fault - 1], ", but ", kWanted[std::min(fault - 1, 2)], " is expected (batch ",
                       params.bs, ", ", params.nc, " classes)");
   }
 }
