@@ -544,7 +544,7 @@ def split_ultralytics_heads(
     if missing:
         raise ValueError(
             f"split_ultralytics_heads: predictions has {', '.join(predictions) or 'nothing'}, but {', '.join(missing)} is "
-            "wanted too: the dict that a head of ultralytics >= 8.4 returns"
+            "expected too: the dict that a head of ultralytics >= 8.4 returns"
         )
     extra = next((predictions[name] for name in ("mask_coefficient", "kpts", "angle") if name in predictions), None)
     sizes = [feature.shape[-2:] for feature in predictions["feats"]]

@@ -88,7 +88,7 @@ def of_pixels(pixels: np.ndarray) -> Deferred:
     if pixels.dtype != np.uint8 or pixels.shape[2:] != (CHANNELS,):
         raise RuntimeError(
             f"loader_optim: a picture is {pixels.dtype} of shape {pixels.shape}, but uint8 (height, width, {CHANNELS}) is "
-            "wanted; train without loader_optim"
+            "expected; train without loader_optim"
         )
     height, width = pixels.shape[:2]
     return of_source(Source(-1, height, width, np.ascontiguousarray(pixels)))
