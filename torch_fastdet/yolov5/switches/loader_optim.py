@@ -7,6 +7,7 @@ import os
 from types import ModuleType
 from typing import Any
 
+from torch_fastdet.patching.import_hook import namespace
 from torch_fastdet.patching.switch import Switch, class_of
 
 HOSTS = ("utils.dataloaders", "yolov5.utils.dataloaders")
@@ -23,11 +24,12 @@ class LoaderOptim(Switch):
         return None if importlib.util.find_spec("cv2") else "OpenCV (cv2) is not installed."
 
     def visit(self, module: ModuleType) -> None:
-        if module.__name__ not in HOSTS or self.has_replaced(module):
+        name = namespace(module).get("__name__")
+        if name not in HOSTS or self.has_replaced(module):
             return
-        stock: dict[str, Any] = {name: class_of(module, name) for name in ("LoadImagesAndLabels", "InfiniteDataLoader")}
-        if missing := [name for name, value in stock.items() if value is None]:
-            self.cannot_apply(f"{module.__name__} has no {missing[0]} of its own.")
+        stock: dict[str, Any] = {kind: class_of(module, kind) for kind in ("LoadImagesAndLabels", "InfiniteDataLoader")}
+        if missing := [kind for kind, value in stock.items() if value is None]:
+            self.cannot_apply(f"{name} has no {missing[0]} of its own.")
             return
         from torch_fastdet.yolov5 import loader  # with cv2, which nothing else of ours needs
 
