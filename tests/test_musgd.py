@@ -337,3 +337,16 @@ def test_without_private_functions_of_torch(monkeypatch):
                 optimizer.step()
         results.append(model)
     assert_same(*results)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["MuSGD", "FusedStep"])
+def test_what_a_step_in_inference_mode_makes_can_be_trained_with(device, fused):
+    mine, theirs = network(device).double(), network(device).double()  # float64: torch's products, and on GPUs too
+    a, b = made(optim.MuSGD, mine), made(optim.MuSGD, theirs)
+    step = optim.FusedStep(a).step if fused else a.step
+    for number in range(3):
+        set_gradients(mine, number), set_gradients(theirs, number)
+        with torch.inference_mode(number == 0):
+            step()
+        b.step()
+    assert_same(mine, theirs)

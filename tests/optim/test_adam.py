@@ -308,3 +308,21 @@ def test_amsgrad_of_tensors_that_lie_otherwise(device):
             optimizer.step()
     for p, q in zip(*params):
         torch.testing.assert_close(p, q)
+
+
+@pytest.mark.parametrize("count", [torch.tensor(1.0, dtype=torch.float64), 1.0], ids=["float64", "number"])
+def test_a_count_that_inference_mode_converts_can_be_trained_with(device, count):
+    params = parameters(device)
+    optimizer = AdamW(params, lr=0.1)
+    set_grads(params, 0)
+    optimizer.step()
+    for p in params:
+        optimizer.state[p]["step"] = copy.copy(count)
+    with torch.inference_mode():
+        optimizer.step()
+    optimizer.step()
+    assert all(optimizer.state[p]["step"].item() == 3 for p in params)
+    stock = torch.optim.AdamW(params, lr=0.1)
+    stock.load_state_dict(optimizer.state_dict())
+    set_grads(params, 1)
+    stock.step()

@@ -69,7 +69,8 @@ def steps_beside(p: Tensor, slot: dict[str, Any]) -> None:
     if step is None:
         return
     if not isinstance(step, Tensor) or step.dtype != torch.float32 or step.device != p.device:
-        slot[STEP] = torch.as_tensor(step, dtype=torch.float32).to(p.device)
+        with torch.inference_mode(False):  # later steps write into it
+            slot[STEP] = torch.as_tensor(step, dtype=torch.float32).to(p.device)
 
 
 def why_torchs(optimizer: torch.optim.Optimizer) -> str | None:

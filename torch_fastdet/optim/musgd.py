@@ -188,7 +188,8 @@ class MusgdBinding(Binding):
             for dtype in dict.fromkeys(self.params[i].dtype for i in at):
                 mine = self._of_type(device, dtype)
                 if dtype not in orthogonal:
-                    orthogonal[dtype] = _matrices([self.params[i] for i in mine])
+                    with torch.inference_mode(False):  # later steps write into them
+                        orthogonal[dtype] = _matrices([self.params[i] for i in mine])
                 inputs.update(zip(mine, orthogonal[dtype].inputs))
                 along.update(zip(mine, orthogonal[dtype].updates))
             if device not in self.muon_states:
