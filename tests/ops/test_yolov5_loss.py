@@ -194,6 +194,11 @@ def test_boxes_outside_the_image(device, box, sort_obj_iou):
     compare(make_heads(1, 2, SIZES[3], device, torch.float64), targets, {"sort_obj_iou": sort_obj_iou})
 
 
+def test_images_and_classes_are_truncated(device):
+    targets = torch.tensor([[-0.4, 1.9, 0.4, 0.6, 0.2, 0.3], [0.9, -0.9, 0.3, 0.3, 0.2, 0.2]], device=device)
+    compare(make_heads(1, 2, SIZES[3], device, torch.float64), targets)
+
+
 def test_one_match_sorted(device):
     # Stock fails here: its squeeze leaves a 0-d tensor to sort.
     targets = torch.tensor([[0, 0, 0.09, 0.09, 0.3, 0.3]], device=device)

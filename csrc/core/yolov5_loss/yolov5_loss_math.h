@@ -80,8 +80,8 @@ TORCH_FASTDET_HOST_DEVICE Yolov5Match yolov5_match(const float box[4], const flo
 // Why a row of targets cannot be used; the value is the column to blame + 1, 0 for a good row. A batch index or a class
 // is truncated to an integer, as in eager; a box may lie outside the image, even with negative sides.
 TORCH_FASTDET_HOST_DEVICE int yolov5_target_fault(const float row[6], int64_t batch_size, int64_t classes) {
-  if (!(row[0] >= 0.0f && row[0] < static_cast<float>(batch_size))) return 1;
-  if (!(row[1] >= 0.0f && row[1] < static_cast<float>(classes))) return 2;
+  if (!(row[0] > -1.0f && row[0] < static_cast<float>(batch_size))) return 1;
+  if (!(row[1] > -1.0f && row[1] < static_cast<float>(classes))) return 2;
   for (int column = 2; column < 6; ++column) {
     if (!is_finite(row[column])) return column + 1;
   }
