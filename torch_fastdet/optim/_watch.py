@@ -282,9 +282,9 @@ class SgdBinding(Binding):
             self.take_buffers()
         found = []
         for device, at in self.places.items():
-            fresh = self.states[device].fresh()
-            if fresh is not None:
-                found += [self.params[i] for i, unfilled in zip(at, fresh.tolist()) if unfilled]
+            rows = self.states[device].unfilled()
+            if rows is not None:
+                found += [self.params[i] for i, unfilled in zip(at, rows.tolist()) if unfilled]
         return found
 
 

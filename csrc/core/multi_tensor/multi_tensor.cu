@@ -236,9 +236,9 @@ struct SgdRule {
   template <typename T>
   using Second = T;
   SgdScalars<A> sgd;
-  bool momentum, fresh;
+  bool momentum, unfilled;
 
-  __device__ __forceinline__ void read_group(const Group& g, const Row& row, bool is_fresh) {
+  __device__ __forceinline__ void read_group(const Group& g, const Row& row, bool is_unfilled) {
     sgd.lr = static_cast<A>(read(g.lr));
     sgd.momentum = static_cast<A>(read(g.momentum));
     sgd.one_minus_dampening = static_cast<A>(1.0 - read(g.dampening));
@@ -246,11 +246,11 @@ struct SgdRule {
     sgd.nesterov = g.nesterov;
     sgd.maximize = g.maximize;
     momentum = row.data[kMomentum] != nullptr;
-    fresh = is_fresh;
+    unfilled = is_unfilled;
   }
   __device__ __forceinline__ bool has_second() const { return false; }
   __device__ __forceinline__ void apply(A& param, A grad, A& buffer, A&) const {
-    sgd_element(param, grad, buffer, sgd, momentum, fresh);
+    sgd_element(param, grad, buffer, sgd, momentum, unfilled);
   }
 };
 
@@ -261,8 +261,8 @@ struct MovedSgdRule : SgdRule<A> {
   A along;
   bool moves;
 
-  __device__ __forceinline__ void read_group(const Group& g, const Row& row, bool is_fresh) {
-    SgdRule<A>::read_group(g, row, is_fresh);
+  __device__ __forceinline__ void read_group(const Group& g, const Row& row, bool is_unfilled) {
+    SgdRule<A>::read_group(g, row, is_unfilled);
     moves = row.data[kSecond] != nullptr;
     along = static_cast<A>(read(g.last));
   }
@@ -463,7 +463,7 @@ __device__ __forceinline__ RowStep<A, R> row_step(const UpdateParams& p, const S
   step.clip = static_cast<A>(s.clip);
   step.decay = static_cast<A>(s.decay);
   step.one_minus_decay = static_cast<A>(s.one_minus_decay);
-  if (step.update) step.rule.read_group(p.groups[group], row, p.first_step || (p.fresh && p.fresh[index]));
+  if (step.update) step.rule.read_group(p.groups[group], row, p.first_step || (p.unfilled && p.unfilled[index]));
   return step;
 }
 
@@ -474,7 +474,7 @@ __device__ void finish_rows(const UpdateParams& p) {
     const Row& row = p.list.rows[i];
     const int32_t group = row.group - p.first_group;
     if (group < 0 || group >= p.num_groups) continue;
-    if (p.fresh && row.data[kGrad] && row.data[kMomentum]) p.fresh[i] = 0;
+    if (p.unfilled && row.data[kGrad] && row.data[kMomentum]) p.unfilled[i] = 0;
     if (p.rule == Rule::kAdam && row.step) *row.step += 1.f;
   }
 }
@@ -542,7 +542,7 @@ __global__ void __launch_bounds__(kThreads, kFloat32 ? 3 : 1) update_kernel(cons
     }
   }
   // Nothing that blocks read above may change before the last of them is through.
-  if (!p.fresh && !p.write_counter && p.rule != Rule::kAdam) return;
+  if (!p.unfilled && !p.write_counter && p.rule != Rule::kAdam) return;
   if (!is_last_block(p.list.workspace)) return;
   if (p.rule != Rule::kNone && !s.skip) finish_rows(p);
   if (p.write_counter && threadIdx.x == 0) *p.counter = updates;

@@ -118,7 +118,7 @@ struct UpdateParams {
   int32_t first_group, num_groups;
   Group groups[kMaxGroups];  // of rows first_group .. first_group + num_groups - 1
   bool first_step;           // momentum buffers hold nothing yet
-  uint8_t* fresh;            // or, for each row: 1 until its momentum buffer holds something; null: all do
+  uint8_t* unfilled;         // or, for each row: 1 until its momentum buffer holds something; null: all do
   bool ema;
   Scalar decay;
   double tau;       // > 0: the decay ramps with the number of updates

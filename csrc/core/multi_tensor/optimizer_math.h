@@ -28,14 +28,14 @@ struct SgdScalars {
   bool nesterov, maximize;
 };
 
-// One step of torch.optim.SGD. `fresh`: the momentum buffer holds nothing yet and becomes the gradient, undamped.
+// One step of torch.optim.SGD. `unfilled`: the momentum buffer holds nothing yet and becomes the gradient, undamped.
 template <typename A>
 TORCH_FASTDET_HOST_DEVICE void sgd_element(A& param, A grad, A& buffer, const SgdScalars<A>& s, bool has_momentum,
-                                           bool fresh) {
+                                           bool unfilled) {
   if (s.maximize) grad = -grad;
   if (s.weight_decay != A(0)) grad = fused_mul_add(s.weight_decay, param, grad);
   if (has_momentum) {
-    buffer = fresh ? grad : fused_mul_add(s.one_minus_dampening, grad, mul_rn(buffer, s.momentum));
+    buffer = unfilled ? grad : fused_mul_add(s.one_minus_dampening, grad, mul_rn(buffer, s.momentum));
     grad = s.nesterov ? fused_mul_add(s.momentum, buffer, grad) : buffer;
   }
   param = fused_mul_add(-s.lr, grad, param);

@@ -1,5 +1,5 @@
-// multi_tensor on the CPU: segments in parallel, each block of elements loaded to L1, passed over by vectorised loops
-// and stored.
+// multi_tensor on the CPU: segments in parallel, each block of elements loaded to L1, computed by vectorised loops and
+// stored.
 #include <ATen/Parallel.h>
 
 #include <algorithm>
@@ -33,7 +33,7 @@ struct Step {
   core::AdamScalars<A> adam;
   A along;  // how far SGD goes along kSecond first
   A inv_scale, clip, decay, one_minus_decay;
-  bool scaled, clipped, update, momentum, second, fresh, write_grad, average;
+  bool scaled, clipped, update, momentum, second, unfilled, write_grad, average;
   DType grad_type, param_type;
   bool reads_grad() const { return update || write_grad; }
 };
@@ -71,7 +71,7 @@ TORCH_FASTDET_HOST_DEVICE void move_values(A* __restrict__ param, A* __restrict_
       for (int64_t i = 0; i < count; ++i) param[i] = core::fused_mul_add(s.along, second[i], param[i]);
     }
     for (int64_t i = 0; i < count; ++i) {
-      core::sgd_element(param[i], grad[i], buffer[i], s.sgd, s.momentum, s.fresh);
+      core::sgd_element(param[i], grad[i], buffer[i], s.sgd, s.momentum, s.unfilled);
     }
   }
 }
@@ -326,7 +326,7 @@ Step<A> row_step(const core::UpdateParams& p, const StepScalars& s, c10::ArrayRe
           core::adam_scalars<A>(read(group.lr), read(group.momentum), read(group.dampening), read(group.weight_decay),
                                 last, group.decoupled != 0, group.maximize != 0, static_cast<double>(*row.step) + 1.0);
     }
-    step.fresh = p.first_step || (p.fresh && p.fresh[index]);
+    step.unfilled = p.first_step || (p.unfilled && p.unfilled[index]);
   }
   return step;
 }
@@ -393,7 +393,7 @@ void update_all(const List& list, const std::vector<core::Segment>& segments, co
   for (size_t i = 0; i < list.rows.size() && p.rule != core::Rule::kNone && !s.skip; ++i) {
     const core::Row& row = list.rows[i];
     if (row.group < 0) continue;
-    if (p.fresh && row.data[core::kGrad] && row.data[core::kMomentum]) p.fresh[i] = 0;
+    if (p.unfilled && row.data[core::kGrad] && row.data[core::kMomentum]) p.unfilled[i] = 0;
     if (p.rule == core::Rule::kAdam && row.step) *row.step += 1.f;
   }
   if (p.write_counter) *p.counter = updates;

@@ -66,7 +66,7 @@ class State : public torch::CustomClassHolder {
       at::Tensor buffer = buffers[i].value_or(at::Tensor());
       if (unfilled_[i] && !buffer.is_same(momentum_[i])) {
         unfilled_[i] = false;
-        fresh_.select(0, static_cast<int64_t>(i)).zero_();
+        unfilled_bytes_.select(0, static_cast<int64_t>(i)).zero_();
       }
       momentum_[i] = std::move(buffer);
     }
@@ -106,7 +106,9 @@ class State : public torch::CustomClassHolder {
   }
 
   // One byte a row: 1 while a momentum buffer holds nothing yet. Nothing where all are known to be filled.
-  std::optional<at::Tensor> fresh() const { return any_unfilled() ? std::optional<at::Tensor>(fresh_) : std::nullopt; }
+  std::optional<at::Tensor> unfilled() const {
+    return any_unfilled() ? std::optional<at::Tensor>(unfilled_bytes_) : std::nullopt;
+  }
 
   // Of the gradients: 1 there is one, 2 one is float16, 4 one is sparse.
   int64_t gradients() const {
@@ -175,7 +177,7 @@ class State : public torch::CustomClassHolder {
     params.write_grads = write_grads;
     with_buffers(missing, hyper, [&] {
       if (!missing.empty()) rows(write_grads);
-      params.fresh = fresh_pointer();
+      params.unfilled = unfilled_pointer();
       run(list, nullptr, &params, groups);
     });
     after_step(found_inf.has_value() || use_workspace);
@@ -192,10 +194,10 @@ class State : public torch::CustomClassHolder {
     bump_averages();
   }
 
-  // Unscale, clip, SGD and moving average in two launches (one, where neither a scale nor a norm is needed).
-  // Gradients stay as they are. `growth`: growth factor, backoff factor, growth interval. `decay` below 0: no moving
-  // average; tau above 0: a ramp over `updates`, or over the number in `counter` where updates is -1. `parts`: kReduce,
-  // kUpdate or both; what runs in between finds the reduction's result in workspace().
+  // Unscale, clip, the optimizer's step and moving average in two launches (one, where neither a scale nor a norm is
+  // needed). Gradients stay as they are. `growth`: growth factor, backoff factor, growth interval. `decay` below 0: no
+  // moving average; tau above 0: a ramp over `updates`, or over the number in `counter` where updates is -1. `parts`:
+  // kReduce, kUpdate or both; what runs in between finds the reduction's result in workspace().
   int64_t fused(const std::vector<double>& hyper, const OptionalTensors& hyper_tensors,
                 const std::vector<int64_t>& flags, const std::optional<at::Tensor>& scale,
                 const std::optional<at::Tensor>& growth_tracker, const std::vector<double>& growth,
@@ -248,7 +250,7 @@ class State : public torch::CustomClassHolder {
     const bool updates_now = parts & kUpdate;
     with_buffers(missing, hyper, [&] {
       if (!missing.empty()) rows(false);
-      params.fresh = fresh_pointer();
+      params.unfilled = unfilled_pointer();
       run(list, reduces && (parts & kReduce) ? &reduce : nullptr, updates_now ? &params : nullptr, groups);
     });
     if (!updates_now) return static_cast<int64_t>(missing.size());
@@ -358,13 +360,13 @@ class State : public torch::CustomClassHolder {
 
   bool any_unfilled() const { return std::find(unfilled_.begin(), unfilled_.end(), true) != unfilled_.end(); }
 
-  uint8_t* fresh_pointer() {
+  uint8_t* unfilled_pointer() {
     const bool any = any_unfilled();
     // A captured graph goes on reading these after this object is gone.
     list_.owned_by_graph.clear();
-    if (any) list_.owned_by_graph.push_back(fresh_);
+    if (any) list_.owned_by_graph.push_back(unfilled_bytes_);
     if (workspace_.defined()) list_.owned_by_graph.push_back(workspace_);
-    return any ? static_cast<uint8_t*>(fresh_.mutable_data_ptr()) : nullptr;
+    return any ? static_cast<uint8_t*>(unfilled_bytes_.mutable_data_ptr()) : nullptr;
   }
 
   // Parameters that have a gradient for the first time and need a momentum buffer.
@@ -399,18 +401,18 @@ class State : public torch::CustomClassHolder {
       for (const size_t i : missing) {
         momentum_[i] = at::zeros_like(params_[i].detach());
         if (hyper[kNumbers * groups_[i] + 2] == 0.0) continue;
-        if (!fresh_.defined()) {
+        if (!unfilled_bytes_.defined()) {
           const auto options = at::TensorOptions().device(params_[0].device()).dtype(at::kByte);
-          fresh_ = at::zeros({static_cast<int64_t>(params_.size() + values_.size())}, options);
+          unfilled_bytes_ = at::zeros({static_cast<int64_t>(params_.size() + values_.size())}, options);
         }
-        fresh_.select(0, static_cast<int64_t>(i)).fill_(1);
+        unfilled_bytes_.select(0, static_cast<int64_t>(i)).fill_(1);
         unfilled_[i] = true;
       }
       step();
     } catch (...) {
       for (const size_t i : missing) {
         momentum_[i] = at::Tensor();
-        if (unfilled_[i]) fresh_.select(0, static_cast<int64_t>(i)).zero_();
+        if (unfilled_[i]) unfilled_bytes_.select(0, static_cast<int64_t>(i)).zero_();
         unfilled_[i] = false;
       }
       throw;
@@ -483,7 +485,7 @@ class State : public torch::CustomClassHolder {
   std::vector<at::Tensor> second_;
   std::vector<at::Tensor> steps_;
   at::Tensor workspace_;
-  std::vector<bool> unfilled_;  // where a byte of fresh_ may be 1
+  std::vector<bool> unfilled_;  // where a byte of unfilled_bytes_ may be 1
   std::vector<at::Tensor> averages_;
   std::vector<at::Tensor> values_;
   std::vector<at::Tensor> value_averages_;
@@ -493,7 +495,7 @@ class State : public torch::CustomClassHolder {
   std::vector<const float*> steps_listed_;
   bool listed_ = false;
   bool list_grads_written_ = false;
-  at::Tensor fresh_;  // made once and kept: a captured graph may point to it
+  at::Tensor unfilled_bytes_;  // made once and kept: a captured graph may point to it
 };
 
 TORCH_LIBRARY_FRAGMENT(torch_fastdet, m) {
@@ -502,7 +504,7 @@ TORCH_LIBRARY_FRAGMENT(torch_fastdet, m) {
                        OptionalTensors, std::vector<at::Tensor>, std::vector<at::Tensor>>())
       .def("momentum_buffers", &State::momentum_buffers)
       .def("set_momentum_buffers", &State::set_momentum_buffers)
-      .def("fresh", &State::fresh)
+      .def("unfilled", &State::unfilled)
       .def("gradients", &State::gradients)
       .def("unscale_", &State::unscale)
       .def("clip_grad_norm_", &State::clip_grad_norm)

@@ -159,7 +159,7 @@ struct ElementStep {
   Rule rule;
   bool second, decoupled;
   double last, steps;
-  bool scaled, clipped, update, momentum, fresh, average;
+  bool scaled, clipped, update, momentum, unfilled, average;
   float inv_scale;
   double clip, decay;
   double lr, momentum_factor, dampening, weight_decay;
@@ -187,7 +187,7 @@ void step_element(const ElementStep& s, double& param, double& grad, double& buf
       v = muon_element(g, b, sgd.momentum, static_cast<A>(1.0 - s.momentum_factor), s.nesterov);
     } else {
       if (s.second) p = fused_mul_add(static_cast<A>(s.last), v, p);
-      sgd_element(p, g, b, sgd, s.momentum, s.fresh);
+      sgd_element(p, g, b, sgd, s.momentum, s.unfilled);
     }
     p = static_cast<A>(rounded(s.param_type, p));
   }
@@ -332,9 +332,9 @@ void reduce_and_update(uint64_t seed) {
   const bool steps = what.with_grads && what.with_params && random.chance(90);
   p.rule = steps ? what.rule : Rule::kNone;
   p.first_step = random.chance(20);
-  std::vector<uint8_t> fresh(list.rows.size());
-  for (uint8_t& flag : fresh) flag = random.chance(50);
-  p.fresh = steps && random.chance(50) ? fresh.data() : nullptr;
+  std::vector<uint8_t> unfilled(list.rows.size());
+  for (uint8_t& flag : unfilled) flag = random.chance(50);
+  p.unfilled = steps && random.chance(50) ? unfilled.data() : nullptr;
   p.ema = what.with_averages && random.chance(90);
   const DeviceScalar decay(random, 0.99);
   p.decay = decay.scalar;
@@ -350,7 +350,7 @@ void reduce_and_update(uint64_t seed) {
   const float inv_scale = p.grad_scale ? inverse_scale(scale) : p.use_workspace ? list.workspace.inv_scale : 1.f;
   const double clip = p.use_workspace ? list.workspace.clip : 1.0;
   const int64_t updates = p.updates >= 0 ? p.updates : 42;
-  std::vector<uint8_t> want_fresh = fresh;
+  std::vector<uint8_t> want_unfilled = unfilled;
   std::vector<float> want_steps;
   for (size_t r = 0; r < list.rows.size(); ++r) {
     const TestRow& row = list.rows[r];
@@ -368,7 +368,7 @@ void reduce_and_update(uint64_t seed) {
     s.rule = what.rule;
     s.second = row.slot[kSecond].has_value();
     if (row.step) s.steps = *row.step;
-    s.fresh = p.first_step || (p.fresh && fresh[r]);
+    s.unfilled = p.first_step || (p.unfilled && unfilled[r]);
     if (row.slot[kParam]) s.param_type = row.slot[kParam]->dtype;
     if (row.slot[kGrad]) s.grad_type = row.slot[kGrad]->dtype;
     if (s.update) {
@@ -390,7 +390,7 @@ void reduce_and_update(uint64_t seed) {
         if (written[slot]) want[r * kSlots + slot][i] = rounded(row.slot[slot]->dtype, v[slot]);
       }
     }
-    if (p.fresh && !skip && row.slot[kGrad] && row.slot[kMomentum] && row.group >= 0) want_fresh[r] = 0;
+    if (p.unfilled && !skip && row.slot[kGrad] && row.slot[kMomentum] && row.group >= 0) want_unfilled[r] = 0;
     want_steps.push_back(row.step ? *row.step + (steps && what.rule == Rule::kAdam && !skip) : 0);
   }
 
@@ -411,7 +411,7 @@ void reduce_and_update(uint64_t seed) {
   } while (first < count);
   expect_workspace_ready(list);
   expect_values(list, want, seed);
-  EXPECT_EQ(fresh, want_fresh);
+  EXPECT_EQ(unfilled, want_unfilled);
   for (size_t r = 0; r < list.rows.size(); ++r) {
     if (list.rows[r].step) {
       EXPECT_EQ(*list.rows[r].step, want_steps[r]);
