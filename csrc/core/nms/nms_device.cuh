@@ -15,7 +15,7 @@ struct Keys;
 template <>
 struct Keys<float> {
   using Key = uint64_t;
-  static constexpr int kTile = 4096, kChunk = 512;  // as NmsPlan assumes
+  static constexpr int kTile = nms_tile(false), kChunk = nms_chunk(false);
   static __device__ __forceinline__ Key make(float confidence, uint32_t index) {
     return static_cast<Key>(0x7fffffffu - __float_as_uint(confidence)) << 32 | index;
   }
@@ -27,7 +27,7 @@ struct Keys<float> {
 template <>
 struct Keys<double> {
   using Key = unsigned __int128;
-  static constexpr int kTile = 2048, kChunk = 256;
+  static constexpr int kTile = nms_tile(true), kChunk = nms_chunk(true);
   static __device__ __forceinline__ Key make(double confidence, uint32_t index) {
     const uint64_t bits = 0x7fffffffffffffffull - static_cast<uint64_t>(__double_as_longlong(confidence));
     return static_cast<Key>(bits) << 32 | index;

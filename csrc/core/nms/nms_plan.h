@@ -24,6 +24,14 @@ constexpr int64_t kSelfSorted = 1024;
 // An image with at most this many candidates is never cut before the sort.
 constexpr int64_t kUncutCandidates = 32768;
 
+// Keys that one block sorts, and candidates that it decides together. The key of a float64 confidence is wide.
+constexpr int nms_tile(bool wide_key) {
+  return wide_key ? 2048 : 4096;
+}
+constexpr int nms_chunk(bool wide_key) {
+  return wide_key ? 256 : 512;
+}
+
 // One digit of the radix search for the cut: bits [shift, shift + width) of a key, under the prefix above parent_shift.
 struct CutLevel {
   int32_t parent_shift, shift, width;
@@ -57,7 +65,7 @@ struct NmsPlan : NmsOffsets {
 // Shared memory of the block that suppresses an image: the kept list, and either the runs it merges (with their merged
 // lists) or the bit matrix of a chunk.
 inline int64_t suppress_shared_bytes(bool wide_key, int64_t runs) {
-  const int64_t box = wide_key ? 32 : 16, key = wide_key ? 16 : 8, chunk = wide_key ? 256 : 512;
+  const int64_t box = wide_key ? 32 : 16, key = wide_key ? 16 : 8, chunk = nms_chunk(wide_key);
   const int64_t lists = runs > 1 ? runs + (runs + 1) / 2 + (runs + 3) / 4 : 0;
   const int64_t kept = kSharedDetections * (box + 4);
   const int64_t matrix = chunk * (box + 4) + chunk / 32 * chunk * 4;
@@ -128,7 +136,7 @@ inline NmsPlan plan_nms(const CandidateSource& source, const NmsOptions& options
   plan.images = source.images;
   const int64_t rows = source.anchors + source.label_count;
   plan.possible = options.multi_label ? rows * source.classes : (source.classes ? rows : 0);
-  plan.tile = wide_key ? 2048 : 4096;
+  plan.tile = nms_tile(wide_key);
   const int64_t wanted = std::min(options.max_candidates, plan.possible);  // callers say "all" by the greatest integer
   const int64_t roomy = (wanted / 16 * 17 + plan.tile) / plan.tile * plan.tile;
   plan.capacity = std::min(plan.possible, std::max(kUncutCandidates, roomy));
