@@ -1,4 +1,4 @@
-// Every operator's schema: the contract, readable on one screen. Kernels register in ops/<family>/.
+// Every operator's schema: the contract. Kernels register in ops/<family>/.
 #include <torch/library.h>
 
 TORCH_LIBRARY(torch_fastdet, m) {
@@ -91,7 +91,9 @@ TORCH_LIBRARY(torch_fastdet, m) {
   m.def(
       "confusion_matrix_(Tensor(a!) matrix, Tensor detections, Tensor labels, Tensor? counts=None, float conf=0.25, "
       "float iou_thres=0.45, str rule=\"best\") -> ()");
-  // Not `cls`: torch.compile hands keywords on to a class method, whose own argument has that name.
+
+  // YOLOv5's loss. The gain is called cls_gain, not cls: torch.compile passes keywords to a class method, whose own
+  // argument has that name.
   m.def(
       "yolov5_loss(Tensor[] heads, Tensor targets, Tensor anchors, Tensor balance, Tensor? num_targets=None, *, "
       "float box_gain=0.05, float obj_gain=1.0, float cls_gain=0.5, float cls_pw=1.0, float obj_pw=1.0, "
@@ -117,6 +119,7 @@ TORCH_LIBRARY(torch_fastdet, m) {
       "bool channels_last=False, bool bgr=False) -> Tensor");
   m.def("image_letterbox_(Tensor(a!) out, Tensor[] storages, Tensor plan, *, bool bgr=False) -> ()");
   m.def("image_resize_(Tensor(a!) out, Tensor[] storages, Tensor plan, *, int channels=3) -> ()");
+
   // Ultralytics' detection loss. heads: one tensor a level, or boxes and scores of all levels, whose heights and widths
   // are `sizes` then. settings (9): box, cls and dfl gain, weight, alpha, beta, eps, least side and short side.
   m.def(

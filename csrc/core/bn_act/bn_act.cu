@@ -1,3 +1,4 @@
+// Kernels of bn_act.h: statistics or sums in the first launch of each direction, the result in the second.
 #include <type_traits>
 
 #include "core/bn_act/bn_act.h"

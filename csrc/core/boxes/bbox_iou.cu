@@ -1,3 +1,4 @@
+// Kernels of bbox_iou.h: IoU of pairs of boxes, its loss, and the gradients of both.
 #include <cooperative_groups.h>
 
 #include <algorithm>

@@ -78,8 +78,8 @@ __device__ __forceinline__ bool is_vector_aligned(const void* pointer) {
   return (reinterpret_cast<uintptr_t>(pointer) & 15) == 0;
 }
 
-// As much shared memory as a multiprocessor has, for blocks beside each other; more than 48 KiB a block have to be
-// asked for.
+// Lets a kernel use `bytes` of dynamic shared memory (above 48 KiB this must be requested) and prefers shared memory to
+// L1.
 template <typename Kernel>
 cudaError_t allow_shared(Kernel* kernel, int bytes) {
   if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) {

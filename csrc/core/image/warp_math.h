@@ -145,8 +145,8 @@ TORCH_FASTDET_HOST_DEVICE FloatLine float_line(const InverseMap& map, WarpKind k
   return line;
 }
 
-// The whole pixel that a coordinate lies in. Far outside, where a float fits no int, and NaN: a pixel that no canvas
-// has. So it rises or falls throughout a row, as the coordinate does.
+// The whole pixel that a coordinate lies in. Far outside, where a float does not fit an int, and NaN: a pixel that no
+// canvas has. So it rises or falls throughout a row, as the coordinate does.
 TORCH_FASTDET_HOST_DEVICE int float_pixel(float coordinate) {
   if (!(coordinate > -2.f)) return -2;
   return coordinate < 32768.f ? static_cast<int>(::floorf(coordinate)) : 32768;

@@ -9,7 +9,8 @@
 
 namespace torch_fastdet::core {
 
-// Which detection gets a label that several claim. float detection claims a label of its class with enough IoU.
+// Which detection gets a label that several claim. A detection claims a label with enough IoU. With match_detections
+// only labels of the same class count.
 enum class MatchRule : int32_t {
   kBest,    // YOLOv5: a detection claims the label of its greatest IoU alone
   kGreedy,  // Ultralytics: in the order of the rows, a detection takes the best label that is left

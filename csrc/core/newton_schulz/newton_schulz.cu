@@ -1,6 +1,7 @@
-// Each product of a step is one launch over the tiles of all matrices, so that small ones fill the GPU together. A
-// block of four warps has one tile: operands come to shared memory by asynchronous copies, some steps of 64 ahead, and
-// tensor cores multiply them. Matrices are padded with zeros to whole tiles, so that no product has a border.
+// Newton-Schulz steps on the GPU. Each product of a step is one launch over the tiles of all matrices, so that small
+// ones fill the GPU together. A block has one tile: operands come to shared memory by asynchronous copies, some steps
+// ahead (steps of 64 and four warps for the symmetric products, of 32 and eight for the other), and tensor cores
+// multiply them. Matrices are padded with zeros to whole tiles, so that no product has a border.
 #include <cuda_bf16.h>
 #include <cuda_pipeline_primitives.h>
 

@@ -284,7 +284,7 @@ TORCH_FASTDET_HOST_DEVICE typename Layout::A candidate_extra(const CandidateSour
   return confidence<Layout>(source, objectness, value, promoted);
 }
 
-// The same as it comes out: keypoints in original pixels, if there is a row of `letterboxes` (of this image), or null.
+// The same as it comes out. `letterbox`: this image's row, or null; with one, keypoints come out in original pixels.
 template <typename Layout>
 TORCH_FASTDET_HOST_DEVICE typename Layout::A detection_extra(const CandidateSource& source, const NmsOptions& options,
                                                              int64_t image, int64_t n, int64_t e, bool promoted,

@@ -68,7 +68,7 @@ struct CandidateSource {
   int32_t keypoint_values = 0;  // 2: x, y; 3: x, y, visibility
 
   // Rows [image, class, x, y, width, height] that join the candidates with confidence 1 (YOLOv5's autolabels). A row
-  // whose image or class does not exist is passed over.
+  // whose image or class does not exist is skipped.
   const float* labels = nullptr;
   int64_t label_count = 0;
 };

@@ -27,8 +27,8 @@ TORCH_FASTDET_HOST_DEVICE bool meets(const CornerBox<A>& a, const CornerBox<A>& 
   return right > left && bottom > top;
 }
 
-// A box that can meet others, or else one that meets nothing and makes the tests below true without it: with it,
-// meets(a, b) is four comparisons.
+// The box; one without area becomes a void box, which fails every comparison in proper_boxes_meet(). So that is meets()
+// in four comparisons.
 template <typename A>
 TORCH_FASTDET_HOST_DEVICE CornerBox<A> proper_or_void(const CornerBox<A>& box) {
   const A infinity = static_cast<A>(HUGE_VAL);

@@ -294,8 +294,7 @@ struct Visit {
   }
 };
 
-// Hands the candidates among a block's anchors to `sink`. Anchors whose
-// objectness is not above `least` are passed over.
+// Hands the candidates among a block's anchors to `sink`. Anchors whose objectness is not above `least` are skipped.
 template <typename Layout, int kItems, typename Sink>
 __device__ __forceinline__ void visit_anchors(const SelectKernel& p, int64_t image, int64_t first, bool promoted,
                                               typename Layout::A least, BlockRows<Layout, kItems>& rows, Sink& sink) {

@@ -82,7 +82,7 @@ template <typename T, int kVector>
 __global__ void __launch_bounds__(kThreads) max_pool_backward(const __grid_constant__ MaxPoolParams p) {
   using A = arithmetic_t<T>;
   for_pixels<kVector>(p, [&](const Pixel& at) {
-    // Windows around pixels behind this one have it before their centre.
+    // In the window whose centre is (dy, dx) away, this pixel lies at (-dy, -dx).
     const PoolSpan rows(at.h, p.height, p.radius), columns(at.w, p.width, p.radius);
     const int side = 2 * p.radius + 1;
     const int64_t source = p.source.offset(at.n, at.c, at.h, at.w);

@@ -29,7 +29,7 @@ struct UpsampleBackwardParams {
 };
 
 #ifdef TORCH_FASTDET_WITH_CUDA
-// One launch (several only above 2^30 accesses). Tensors may not overlap.
+// One launch (several only above 2^29 accesses). Tensors may not overlap.
 cudaError_t launch_upsample_forward(const UpsampleForwardParams& params, cudaStream_t stream);
 
 cudaError_t launch_upsample_backward(const UpsampleBackwardParams& params, cudaStream_t stream);
