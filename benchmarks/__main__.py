@@ -51,7 +51,7 @@ LIMITS = {
     "step": 240,
     "latency": 120,
 }
-# What these compile or train is made first, all at once: it is no part of what they measure, and one after the other
+# What these compile or train is made first, all at once: it is not part of what they measure, and one after the other
 # it would take most of the time.
 PREPARED = ("multi_tensor", "nms", "loss", "bbox_iou", "upsample", "bn_act", "val", "postprocess", "step")
 PREPARE_SECONDS = 150

@@ -53,7 +53,7 @@ STAGE_OF = (
 
 
 def stage_of(name: str) -> str:
-    """The stage of suppression that a kernel or CPU operator belongs to; what is none of the others selects candidates."""
+    """The stage of suppression that a kernel or CPU operator belongs to; any other name selects candidates."""
     return next((stage for stage, pattern in STAGE_OF if re.search(pattern, name, re.IGNORECASE)), "select")
 
 

@@ -142,7 +142,7 @@ def load(folder: Path) -> dict[str, list[dict]]:
 
 
 def load_to(folder: Path) -> dict[str, list[dict]]:
-    """A folder's rows; for benchmarks that it has not, those of the newest folder of the same machine before it."""
+    """A folder's rows; for benchmarks that it does not have, those of the newest folder of the same machine before it."""
     own, known = load(folder), folders("cpu" if folder.name.startswith("cpu-") else "gpu")
     machines = {machine_of(rows[0]) for rows in own.values()}
     found: dict[str, list[dict]] = {}

@@ -356,7 +356,7 @@ def yolov5_parameters(model: str, classes: int = 80) -> int:
 
 
 def yolov5_statistics(model: str) -> int:
-    """Floating entries of the state_dict that are no parameters: running means and variances, and the anchors."""
+    """Floating entries of the state_dict that are not parameters: running means and variances, and the anchors."""
     return sum(2 * layer.outputs for layer in yolov5_convolutions(model) if layer.activated) + 3 * 3 * 2
 
 

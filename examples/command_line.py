@@ -53,7 +53,7 @@ def folder(name: str) -> Path:
 def positive(text: str) -> int:
     """A command line's number of things, of which there is at least one."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text} is given, but a whole number, 1 or more, is expected")
     return int(text)
 
 

@@ -147,5 +147,5 @@ def find_pictures(sources: list[str | Path]) -> list[Path]:
         else:
             found.append(source)
     if not found:
-        raise Unusable(f"{', '.join(map(str, sources))}: no picture is there, none of {', '.join(sorted(SUFFIXES))}")
+        raise Unusable(f"{', '.join(map(str, sources))}: found no pictures ({', '.join(sorted(SUFFIXES))})")
     return found

@@ -19,7 +19,7 @@ class Event:
 
 
 class OnGpu(torch.Tensor):
-    """Says that it is on a GPU."""
+    """A CPU tensor whose is_cuda is True."""
 
     is_cuda = True
 

@@ -12,7 +12,7 @@ from torch_fastdet import crossover, suppression
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """A machine that has not measured yet, whose GPU is faster from 1,000 numbers on; returns what is measured."""
+    """A machine that has not measured yet, whose GPU is faster from 1,000 elements on; returns what is measured."""
     measured = []
 
     def measure(layout, many, device):
@@ -32,7 +32,7 @@ def machine(monkeypatch, tmp_path):
 def test_measures_once_and_keeps_the_answer(machine, monkeypatch, capsys):
     assert crossover.crossover() == pytest.approx(1000)
     said = capsys.readouterr().out
-    assert said.count("\n") == 1 and "from 1,000 numbers on" in said and str(crossover.cache_file()) in said
+    assert said.count("\n") == 1 and "from 1,000 elements on" in said and str(crossover.cache_file()) in said
     assert crossover.crossover() == pytest.approx(1000)
     monkeypatch.setattr(crossover, "_known", {})  # another process
     assert crossover.crossover() == pytest.approx(1000)

@@ -85,7 +85,7 @@ class Pair:
 
 
 def test_first_update_in_inference_mode(device):
-    """What the first update makes, and later ones write, is no tensor of torch.inference_mode."""
+    """What the first update makes, and later ones write, is not a tensor of torch.inference_mode."""
     model = Model().to(device)
     ema = ModelEMA(model)
     stock = copy.deepcopy(ema.ema)

@@ -113,7 +113,7 @@ def _seconds(call: Callable[[], Any]) -> float:
 
 
 def measure(layout: str, many: bool, device: torch.device) -> list[tuple[int, float, float]]:
-    """For each of some sizes, in ascending order: the prediction's numbers, and the seconds of the CPU and of the GPU."""
+    """For each of some sizes, in ascending order: the prediction's elements, and the seconds of the CPU and of the GPU."""
     from torch_fastdet import suppression
 
     suppress: Any = (
@@ -140,7 +140,7 @@ def _where_it_crosses(times: list[tuple[int, float, float]]) -> float:
 
 
 def crossover(layout: str = "yolov5", many: bool = False, device: torch.device | str = "cuda") -> float:
-    """Numbers of a prediction from which on the GPU is faster than the CPU, upload and download included.
+    """Elements of a prediction from which on the GPU is faster than the CPU, upload and download included.
 
     The first call on a machine measures for some seconds, prints a line and keeps the answer in :func:`cache_file`, for this
     CPU, number of threads, GPU and version of PyTorch. Remove the file to measure again.
@@ -154,7 +154,7 @@ def crossover(layout: str = "yolov5", many: bool = False, device: torch.device |
         0 where the GPU is always faster, infinity where it is not at any measured size.
 
     Raises:
-        ValueError: another layout, or a device that is no GPU of this machine.
+        ValueError: another layout, or a device that is not a GPU of this machine.
     """
     if layout not in ("yolov5", "ultralytics"):
         raise ValueError(f"crossover: layout is {layout!r}, but 'yolov5' or 'ultralytics' is expected")
@@ -172,7 +172,7 @@ def crossover(layout: str = "yolov5", many: bool = False, device: torch.device |
                 _known[key] = _where_it_crosses(measure(layout, many, device))
                 where = _write(key, _known[key])
                 what = {0.0: "at every size", float("inf"): "at no size that was tried"}.get(
-                    _known[key], f"from {_known[key]:,.0f} numbers on"
+                    _known[key], f"from {_known[key]:,.0f} elements on"
                 )
                 say(f"device='auto': the GPU suppresses {layout} predictions faster {what} ({key}; {where})")
         return _known[key]

@@ -48,7 +48,7 @@ class ModelEMA:
     Args:
         model: what to average; DataParallel, DistributedDataParallel and torch.compile are unwrapped.
         decay: the decay that the ramp goes to.
-        tau: length of the ramp, in updates. 0 is no ramp.
+        tau: length of the ramp, in updates. 0: no ramp.
         updates: number of updates that were made before, on a resume.
 
     Attributes:

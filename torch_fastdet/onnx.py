@@ -104,7 +104,7 @@ def _refuse_others(program: torch.export.ExportedProgram, known: Mapping[Callabl
 
 
 def _check_opset(version: Any) -> None:
-    """torch writes a version that it does not know as 18, without a word."""
+    """torch silently writes 18 for a version that it does not know."""
     import onnx
 
     newest = onnx.defs.onnx_opset_version()

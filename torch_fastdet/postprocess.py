@@ -288,7 +288,7 @@ def _head_of(model: nn.Module, *names: str) -> Any:
 
 
 class _YOLOv5Heads(nn.Module):
-    """A YOLOv5 model, to be traced, whose head gives what its convolutions give, and prototypes: what it makes of them is a copy."""
+    """A YOLOv5 model, to be traced, whose head returns its convolutions' outputs and prototypes; stock's returns permuted copies."""
 
     def __init__(self, model: nn.Module):
         super().__init__()

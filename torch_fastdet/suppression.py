@@ -62,7 +62,7 @@ def _label_rows(op: str, labels: Any, images: int, device: torch.device) -> Tens
             label = torch.as_tensor(label)
         except (TypeError, ValueError, RuntimeError):
             raise TypeError(
-                f"{op}: labels[{image}] is a {type(label).__name__} that makes no tensor, {wanted}"
+                f"{op}: labels[{image}] is a {type(label).__name__} that cannot become a tensor, {wanted}"
             ) from None
         if label.dim() and len(label) == 0:
             continue
@@ -100,7 +100,7 @@ def yolov5_non_max_suppression(
     Args:
         prediction: (images, N, 5 + classes + nm), or a tuple whose first element that is. Never changed.
         labels: for each image a tensor (n, 5) of class, x, y, width, height that joins with confidence 1, or an empty
-            one; an array or nested lists serve too. Entries past the last image are passed over, as stock.
+            one; an array or nested lists serve too. Entries past the last image are skipped, as in stock.
         per_class: "offset" (as stock) or "exact", see :func:`torch_fastdet.ops.non_max_suppression_padded`, which
             explains the other arguments too.
         device: where to compute; None is where the prediction lies. "auto" is the faster of CPU and GPU for a prediction of this
@@ -112,7 +112,7 @@ def yolov5_non_max_suppression(
     Raises:
         ValueError: a wrong shape, a threshold outside 0..1 (also an AssertionError, as stock's), a negative max_det, an unknown
             per_class, no device.
-        TypeError: prediction is no tensor, classes no int or list of ints, an entry of labels nothing that makes a tensor.
+        TypeError: prediction is not a tensor, classes not an int or a list of ints, or an entry of labels cannot become a tensor.
     """
     op = "non_max_suppression"
     prediction = _first(op, prediction)
@@ -217,7 +217,7 @@ def ultralytics_non_max_suppression(
     Raises:
         ValueError: a wrong shape, a threshold outside 0..1 (also an AssertionError, as stock's), a negative max_det or max_nms, an
             unknown per_class or rotated_rule, no device.
-        TypeError: prediction is no tensor, classes no int or list of ints.
+        TypeError: prediction is not a tensor, or classes not an int or a list of ints.
     """
     op = "non_max_suppression"
     prediction = _first(op, prediction)

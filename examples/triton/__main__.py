@@ -106,7 +106,7 @@ def check(port: int, picture: bytes) -> None:
     say("a picture", f"{len(answer.get('detections', []))} detections", "detections" in answer)
     side = int(MAX_PIXELS**0.5) + 1
     for what, file, wanted in [
-        ("no picture", b"this is no picture", "cannot be read"),
+        ("not a picture", b"this is not a picture", "cannot be read"),
         ("nothing", b"", "cannot be read"),
         ("half a picture", picture[: len(picture) // 2], "cannot be read"),
         ("too many pixels", encoded(Image.new("L", (side, side))), f"at most {MAX_PIXELS} pixels are accepted"),

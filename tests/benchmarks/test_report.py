@@ -15,7 +15,7 @@ def test_page_shows_the_committed_results(page):
 
 @pytest.mark.parametrize("mark", ["<!-- results:gpu-headlines -->\n", "<!-- end results -->"])
 def test_a_page_that_lost_a_marker_is_an_error(tmp_path, mark, monkeypatch, capsys):
-    """Its figures could be any."""
+    """Without the marker nothing updates the page's figures."""
     page = tmp_path / "README.md"
     page.write_text((report.ROOT / "README.md").read_text().replace(mark, ""))
     with pytest.raises(KeyError, match=r"README\.md has no <!-- results:gpu-headlines -->"):
@@ -27,7 +27,7 @@ def test_a_page_that_lost_a_marker_is_an_error(tmp_path, mark, monkeypatch, caps
 
 @pytest.mark.parametrize("name", report.SECTIONS)
 def test_every_section_of_a_page_is_expected(name):
-    """A new section too is missed where it is lost."""
+    """SECTIONS lists all sections of a page, so that a lost one is noticed."""
     (page,) = (page for page in report.pages() if page.name == name)
     assert [found for _, found, _ in report.MARKER.findall(page.read_text())] == list(report.SECTIONS[name])
     assert not [page for page in report.pages() if page.name not in report.SECTIONS and "results:" in page.read_text()]
@@ -52,7 +52,7 @@ def test_tables_of_a_folder_are_made_from_its_rows(folder):
     assert len(report.machines_in(folder)) == 1
 
 
-def test_tables_that_are_out_of_date_are_made_anew(two_days, monkeypatch):
+def test_tables_that_are_out_of_date_are_made_again(two_days, monkeypatch):
     monkeypatch.setattr(report, "pages", list)
     monkeypatch.setattr(report, "PLOT", two_days / "plot.png")
     monkeypatch.setattr(report, "pictures", dict)

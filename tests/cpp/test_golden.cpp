@@ -197,7 +197,7 @@ TEST_F(Golden, BadInputIsOneSentence) {
   EXPECT_NE(message([&] { golden::load(folder("none")); }).find("no stages.tsv"), std::string::npos);
   EXPECT_NE(message([&] { golden::load(folder("a"))[0].data<double>(); }).find("holds float32"), std::string::npos);
   std::ofstream(folder("a") / "00_x.npy", std::ios::binary) << "no numpy";
-  EXPECT_NE(message([&] { golden::load(folder("a")); }).find("is no .npy file"), std::string::npos);
+  EXPECT_NE(message([&] { golden::load(folder("a")); }).find("is not an .npy file"), std::string::npos);
 }
 
 }  // namespace

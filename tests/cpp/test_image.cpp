@@ -141,7 +141,7 @@ TEST(ImageWarp, BlendsAreWeightedMeans) {
   EXPECT_EQ(mix(200, 100, 0.25, 0.75), 125);
 }
 
-// A coordinate that fits no int is outside, also where a mask has every pixel looked up one by one.
+// A coordinate that does not fit an int is outside, also where a mask has every pixel looked up one by one.
 TEST(ImageWarp, FarAwayIsTheBorder) {
   const std::vector<uint8_t> mask(4, 1);
   Layer layer{};
@@ -230,7 +230,7 @@ TEST(ImageWarp, RowsEqualPixels) {
   }
 }
 
-// Maps whose points fit no int, or are no numbers: w is 0 in a column or everywhere, or factors overflow.
+// Maps whose points do not fit an int, or are NaN: w is 0 in a column or everywhere, or factors overflow.
 TEST(ImageWarp, RowsOfPointsBeyondInts) {
   const std::vector<uint8_t> bytes(20 * 20 * 3, 9);
   const int64_t placement[] = {0, 0, 20, 20, 0, 0, 3, 3, 20, 20}, layers[] = {0, 1, 30, 30, 2, -1};

@@ -87,7 +87,8 @@ def close(got, want, what=""):
 
 
 def statistic(name):
-    """What only rank 0 need have between two passes: batch norm's, which each rank keeps, and what a pass has changed."""
+    """Whether only rank 0 must equal DDP between two passes: true of batch norm's statistics, which each rank keeps, and of
+    buffers that a pass has changed."""
     return name.endswith(("running_mean", "running_var", "num_batches_tracked", "shift"))
 
 
@@ -198,7 +199,7 @@ def a_capture_that_fails_on_one_rank():
 
 
 def a_backward_pass_that_failed():
-    """The next one averages as if nothing had been."""
+    """The pass after a failed backward pass averages as if the failed one had not run."""
     plain, batches = make(), images_of_this_rank((32,), 4)
     model = copy.deepcopy(plain)
     graphed = GraphedModule(model, required=True)

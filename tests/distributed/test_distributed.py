@@ -52,7 +52,7 @@ def gpus_missing(wanted: int = 2) -> str | None:
 
 
 def free_port() -> int:
-    """Below those that the kernel gives to whoever asks for any, until the ranks listen."""
+    """A free port below the range that the kernel hands out, so that no other program gets it before the ranks listen."""
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)
         with socket.socket() as s, contextlib.suppress(OSError):

@@ -264,7 +264,7 @@ def detector(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def files(tmp_path, monkeypatch) -> Path:
-    """What is no detector, no checkpoint and no folder, in the folder where the test runs."""
+    """Files that are not a detector, a checkpoint or a folder, in the folder where the test runs."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     (tmp_path / "empty").touch()
@@ -350,7 +350,7 @@ def test_what_is_no_detector_is_refused(name, given, files, capsys, monkeypatch)
 @pytest.mark.parametrize("name", ["serve", "draw"])
 def test_a_folder_without_pictures_is_said(name, files, detector, capsys, monkeypatch):
     out = ["--out", "o"] if name == "draw" else []
-    assert "folder: no picture is there" in refused(capsys, monkeypatch, name, detector, "folder", *out)
+    assert "folder: found no pictures" in refused(capsys, monkeypatch, name, detector, "folder", *out)
 
 
 def test_serve_takes_standard_input_alone(files, detector, capsys, monkeypatch):
@@ -376,7 +376,7 @@ def test_a_telephones_picture_is_read_upright(tmp_path):
 
 
 def test_serving_goes_on_after_whatever_pillow_raises(files, detector):
-    """A name that is none, and a picture that Pillow takes for an attack, are not OSErrors."""
+    """An invalid name, and a picture that Pillow takes for an attack, do not raise OSErrors."""
     program = "import sys; from PIL import Image; Image.MAX_IMAGE_PIXELS = 99; from examples import serve; sys.exit(serve.main())"
     Image.new("RGB", (8, 8)).save("small.png")
     command = [sys.executable, "-c", program, str(detector), "-"]
@@ -389,7 +389,7 @@ def test_serving_goes_on_after_whatever_pillow_raises(files, detector):
 
 @pytest.mark.timeout(300)  # where nobody answers
 def test_serving_from_a_pipe_outlives_its_writers(files, detector):
-    """As the docstring has it: a second writer is answered, too."""
+    """The command in serve's docstring answers a second writer too."""
     assert "mkfifo requests;" in serve.__doc__ and "detector.ts - <> requests" in serve.__doc__
     os.mkfifo("requests")
     command = ["sh", "-c", 'exec "$0" -m examples.serve "$1" - <> requests', sys.executable, str(detector)]

@@ -175,7 +175,7 @@ def test_bad_input_is_one_sentence(tmp_path):
         golden.save(tmp_path, {"x": torch.ones(1, dtype=torch.complex64)})
     with pytest.raises(TypeError, match=r"stage 'x' must be a dense tensor or an array, not a torch.sparse_coo tensor"):
         golden.save(tmp_path, {"x": torch.ones(2, 2).to_sparse()})
-    with pytest.raises(FileNotFoundError, match="is no folder of stage tensors"):
+    with pytest.raises(FileNotFoundError, match="is not a folder of stage tensors"):
         golden.load(tmp_path / "none")
     golden.save(tmp_path, {"x": torch.ones(1)})
     writer = golden.Writer(tmp_path / "twice")
@@ -197,7 +197,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, content, capsys):
     (file,) = (tmp_path / "b").glob("*.npy")
     file.write_bytes(file.read_bytes()[:200] if content == b"cut" else content)
     assert command_line.main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
-    assert f"{file} is no .npy file that can be read" in capsys.readouterr().err
+    assert f"{file} is not an .npy file that can be read" in capsys.readouterr().err
 
 
 def test_command_line(tmp_path, capsys):

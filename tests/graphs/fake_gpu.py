@@ -142,7 +142,7 @@ def _capture_into(graph, pool, stream, random_numbers=True):
 
 
 def _fused_step(fused: FusedStep, model=None) -> None:
-    """The step is no operator that a recorder sees: it is recorded as one call, with the gradients of the capture."""
+    """The step is not an operator that a recorder sees: it is recorded as one call, with the gradients of the capture."""
     if not _recorders:
         _stock_step(fused, model)
         return

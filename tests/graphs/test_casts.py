@@ -110,7 +110,7 @@ def test_nothing_of_ours_is_left_after_an_error():
 
 
 def test_what_is_left_to_autocast():
-    """Hooks, another class, a forward of the instance, other dtypes, the stem, a weight that is no parameter."""
+    """Hooks, another class, a forward of the instance, other dtypes, the stem, a weight that is not a parameter."""
 
     class Other(nn.Conv2d):
         pass

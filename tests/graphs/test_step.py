@@ -79,7 +79,7 @@ def test_train_step_keeps_an_accumulation(gpu, what):
 
 
 class LargeOnly(nn.Module):
-    """Used where the maps are large."""
+    """A module whose parameters are used only for maps wider than 8 pixels."""
 
     def __init__(self):
         super().__init__()
@@ -251,7 +251,7 @@ def test_train_step_counts_bad_rows(cuda):
 
 
 def test_train_step_counts_bad_rows_before_its_graphs_too(cuda):
-    """A bad row of a step that is not captured yet is no error of a later, innocent one."""
+    """A bad row of a step that is not captured yet is not an error of a later, innocent one."""
     model = Detector().to_device()
     loss_of_batch, optimizer, scaler, ema = make_training(model)
     step = TrainStep(model, loss_of_batch, optimizer, scaler, ema)
@@ -418,7 +418,7 @@ def test_train_step_notices_new_tensors():
 
 class TestWhatALossOffers:
     class Plain:
-        """No more than the call; a key where there is one."""
+        """A loss that is only called; Keyed has a graph_key too."""
 
         def __call__(self, outputs, targets, count):
             loss = sum((output.float() ** 2).mean() for output in outputs)
@@ -565,7 +565,7 @@ def test_train_step_errors(gpu):
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, device=gpu))]})
     for refused in (lambda: TrainStep(model, loss_of_batch, optimizer), lambda: step(images, targets)):
         with pytest.raises(
-            ValueError, match=r"parameter 0 of the optimizer's group 3, of shape \(2,\), is none of the model's"
+            ValueError, match=r"parameter 0 of the optimizer's group 3, of shape \(2,\), does not belong to "
         ):
             refused()
     optimizer.param_groups.pop()

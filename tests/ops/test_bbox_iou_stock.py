@@ -18,7 +18,10 @@ def stock(request):
 
 
 def clamp_passes_at_its_bound() -> bool:
-    """True of torch 2.11, not of 2.15. Stock takes the gradient of boxes that touch from it; ours is that of 2.11."""
+    """Whether clamp passes the gradient at its bound: torch 2.11 does, 2.15 does not.
+
+    Stock's gradient of boxes that touch depends on it; ours is that of torch 2.11.
+    """
     x = torch.zeros(1, requires_grad=True)
     return bool(torch.autograd.grad(x.clamp(0), x)[0] == 1)
 

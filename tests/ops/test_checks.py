@@ -1,4 +1,4 @@
-"""What is no tensor raises a one-line error, for every argument of every operator that wants a tensor or a list of them."""
+"""What is not a tensor raises a one-line error, for every argument of every operator that wants a tensor or a list of them."""
 
 import inspect
 import typing

@@ -65,7 +65,7 @@ class TestFusedStep:
 
     @pytest.mark.parametrize("of", [copy.copy, copy.deepcopy])
     def test_a_copy_writes_its_own_memory(self, device, of):
-        """Captured steps read their numbers there: those of the copy are none of theirs."""
+        """Captured steps read their numbers there, and must not see those of the copy."""
         loop = Loop(device, True)
         loop.step(0)
         loop.fused.refresh()

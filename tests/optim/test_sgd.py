@@ -451,7 +451,7 @@ def test_frozen_parameters_may_be_of_any_type(device):
 
 
 class TestDampening:
-    """The first step is undamped; a first step that a scaler skipped was none."""
+    """The first step is undamped; a first step that a scaler skipped does not count."""
 
     def optimizers(self, device, count=2):
         torch.manual_seed(0)

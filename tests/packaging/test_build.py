@@ -271,7 +271,7 @@ def run(*command: object, **options) -> str:
 
 
 def files_in_git() -> set[str]:
-    """Empty where this tree is no checkout."""
+    """Empty where this tree is not a checkout."""
     if shutil.which("git") is None:
         return set()
     return set(subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.splitlines())

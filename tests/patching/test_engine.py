@@ -254,7 +254,7 @@ def test_a_reloaded_module_has_ours_again(package, host, capsys, taker_too):
     assert "replaced since" not in capsys.readouterr().out
 
 
-def test_a_second_patch_replaces_what_has_been_defined_anew(package, host, capsys):
+def test_a_second_patch_replaces_what_has_been_defined_again(package, host, capsys):
     """By other means than an import, which nothing tells."""
     shapes, taker = package
     first = shapes.area

@@ -112,7 +112,7 @@ def load(folder: str | os.PathLike) -> dict[str, Stage]:
         try:
             values = np.array(np.load(path), order="C", copy=None)
         except (ValueError, EOFError, OSError) as error:
-            raise ValueError(f"{path} is no .npy file that can be read: {error}") from None
+            raise ValueError(f"{path} is not an .npy file that can be read: {error}") from None
         if values.shape != shape or DTYPES.get(dtype) != values.dtype:
             raise ValueError(
                 f"{path} holds {values.dtype} {values.shape}, but {MANIFEST} says {dtype} {shape} for stage {name!r}"
@@ -125,7 +125,7 @@ def read_manifest(folder: Path) -> Iterator[tuple[str, str, tuple[int, ...], tup
     """Yields name, dtype, shape, stride and file of each stage."""
     manifest = folder / MANIFEST
     if not manifest.exists():
-        raise FileNotFoundError(f"{folder} has no {MANIFEST}: it is no folder of stage tensors")
+        raise FileNotFoundError(f"{folder} has no {MANIFEST}: it is not a folder of stage tensors")
     header, *lines = manifest.read_text().splitlines() or [""]
     if tuple(header.split("\t")) != COLUMNS:
         raise ValueError(f"{manifest} must start with the columns {', '.join(COLUMNS)}, but starts with {header!r}")

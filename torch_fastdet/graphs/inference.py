@@ -37,7 +37,7 @@ class _Captured:
         self.held = held  # tensors that only an attribute of a module holds, and that the graph reads
         self.input: Tensor
         self.outputs: list[Tensor]
-        self.leaves: list[Any]  # the numbers of outputs, and values that are no tensors
+        self.leaves: list[Any]  # the numbers of outputs, and values that are not tensors
         self.structure: pytree.TreeSpec
 
     def replay(self, x: Tensor) -> Any:

@@ -154,7 +154,7 @@ class ModuleGraphs:
     ) -> None:
         if max_graphs < 1 or warmup < 1:
             raise ValueError(
-                f"GraphedModule: max_graphs is {max_graphs} and warmup {warmup}, but 1 or more is expected of both"
+                f"GraphedModule: max_graphs is {max_graphs} and warmup {warmup}, but at least 1 is expected for both"
             )
         self._module = weakref.ref(module)
         self._forward = forward

@@ -29,7 +29,7 @@ _KINDS = {
     (False, False): "a middle micro-batch",
     (False, True): "the last micro-batch",
 }
-# In a process group the update is no part of the graph.
+# In a process group the update is not part of the graph.
 _KINDS_OF_RANKS = {True: "forward and backward", False: "forward and backward of a later micro-batch"}
 
 
@@ -231,7 +231,7 @@ class TrainStep:
         self._follow_stream()
         self._follow_changes()
         self._take_targets(targets)
-        # In a process group the update is no part of the graph: the exchange comes before it.
+        # In a process group the update is not part of the graph: the exchange comes before it.
         first, last, updates = self._pending == 0, update, update and self._ranks is None
         key = (tuple(images.shape), images.dtype, first, updates, self._summed)
         if self._ranks is not None:
@@ -305,8 +305,8 @@ class TrainStep:
             for j, parameter in enumerate(group["params"]):
                 if parameter.requires_grad and id(parameter) not in trained:
                     raise ValueError(
-                        f"TrainStep: parameter {j} of the optimizer's group {i}, of shape {tuple(parameter.shape)}, is none of the "
-                        f"model's, and would never be trained; make it one of {type(self.model).__name__}'s"
+                        f"TrainStep: parameter {j} of the optimizer's group {i}, of shape {tuple(parameter.shape)}, does not "
+                        f"belong to {type(self.model).__name__} and would not be trained; register it there"
                     )
 
     def _look(self) -> Baked:

@@ -53,7 +53,7 @@ def instance_masks(
     Raises:
         RuntimeError: a wrong shape, dtype, layout or device.
         ValueError: a window outside of the prototypes, another factor, or more than 2**22 pixels along a side.
-        TypeError: an argument is no tensor.
+        TypeError: an argument is not a tensor.
 
     Source: ``process_mask`` and ``process_mask_native`` of YOLOv5 v7.0 and of Ultralytics 8.4.190 (behaviour).
     """
@@ -91,7 +91,7 @@ def crop_mask(masks: Tensor, boxes: Tensor) -> Tensor:
     Raises:
         RuntimeError: a wrong shape, dtype, layout or device.
         ValueError: more than 2**22 pixels along a side.
-        TypeError: an argument is no tensor.
+        TypeError: an argument is not a tensor.
 
     Source: ``crop_mask`` of YOLOv5 v7.0 (behaviour).
     """
@@ -111,7 +111,7 @@ def crop_mask_(masks: Tensor, boxes: Tensor) -> None:
     Raises:
         RuntimeError: a wrong shape, dtype, layout or device, or a leaf that requires grad.
         ValueError: more than 2**22 pixels along a side.
-        TypeError: an argument is no tensor.
+        TypeError: an argument is not a tensor.
 
     Source: ``crop_mask`` of Ultralytics 8.4.190 (behaviour).
     """

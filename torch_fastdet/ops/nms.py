@@ -63,7 +63,7 @@ def yolov5_decode(heads: list[Tensor], anchors: Tensor, strides: list[float], nm
 
     Raises:
         ValueError: maps, anchors and strides that do not fit each other.
-        TypeError: heads is no list of tensors, anchors no tensor, strides no list of numbers.
+        TypeError: heads is not a list of tensors, anchors not a tensor, or strides not a list of numbers.
         TypeError, RuntimeError: maps of two dtypes or none that floats, tensors on two devices.
 
     Source: ``Detect.forward`` of YOLOv5 v7.0 (xy = (2 sigmoid - 0.5 + cell) * stride, wh = (2 sigmoid)^2 * anchor).
@@ -104,7 +104,7 @@ def non_max_suppression_padded(
         max_det: detections an image, the capacity of the result.
         nm: mask coefficients at the end of each row; they come out multiplied by objectness, as stock.
         labels: (n, 6) rows [image, class, x, y, width, height] that join the candidates with confidence 1 (autolabels),
-            after all others. Rows whose image or class does not exist are passed over, so a buffer can be padded with -1.
+            after all others. Rows whose image or class does not exist are skipped, so a buffer can be padded with -1.
             An image with labels is computed in float32.
         letterboxes: (images, 6) rows [gain_x, gain_y, pad_x, pad_y, width, height] from :func:`letterbox`: boxes come out
             in the original images' pixels. Any float dtype, as labels; both are made contiguous.
@@ -122,7 +122,7 @@ def non_max_suppression_padded(
 
     Raises:
         ValueError: a wrong shape, a threshold outside 0..1, a negative max_det, an unknown per_class.
-        TypeError: prediction, labels or letterboxes is no tensor, classes no list of integers.
+        TypeError: prediction, labels or letterboxes is not a tensor, or classes not a list of integers.
         TypeError, RuntimeError: a dtype that is not floating, tensors on two devices.
 
     Source: ``non_max_suppression`` of YOLOv5 v7.0, without its time limit.
@@ -295,7 +295,7 @@ def ultralytics_postprocess(
 
     Raises:
         ValueError: maps and strides that do not fit each other, rotated without extra, an unknown extra_kind, and what :func:`non_max_suppression_padded` raises.
-        TypeError: boxes, scores or extra is no list of tensors, strides no list of numbers, and what
+        TypeError: boxes, scores or extra is not a list of tensors, strides not a list of numbers, and what
             :func:`non_max_suppression_padded` raises.
 
     Source: ``Detect`` of ultralytics 8.4 (distribution focal loss, https://arxiv.org/abs/2006.04388).
@@ -408,7 +408,7 @@ def scale_boxes(
 
     Raises:
         ValueError: fewer than four columns, and what :func:`letterbox` raises.
-        TypeError: boxes is no tensor.
+        TypeError: boxes is not a tensor.
         TypeError, RuntimeError: a dtype that is not floating.
 
     Source: ``scale_boxes`` of YOLOv5 v7.0 and of ultralytics 8.4.
@@ -439,7 +439,7 @@ def scale_boxes_batched(boxes: Tensor, letterboxes: Tensor, xywh: bool = False) 
 
     Raises:
         ValueError: shapes that do not fit.
-        TypeError: boxes or letterboxes is no tensor.
+        TypeError: boxes or letterboxes is not a tensor.
         TypeError, RuntimeError: a dtype that is not floating, tensors on two devices.
 
     Source: ``scale_boxes`` of YOLOv5 v7.0 and of ultralytics 8.4.

@@ -187,7 +187,7 @@ class Patches:
         self._visit(module)
 
     def _reloaded(self, module: ModuleType) -> None:
-        """Forget what ``module`` has overwritten, and what was below ours where it has imported ours anew."""
+        """Forget what ``module`` has overwritten, and what was below ours where it has imported ours again."""
         mine = [r for r in self.replacements if r.owner is module]
         origins = self._origins(module, leaving_out=mine) if mine else {}
         for known in mine:

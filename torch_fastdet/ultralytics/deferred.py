@@ -368,7 +368,7 @@ def _unknown_transform(transform: Any, dataset: Any) -> str | None:
     view, name = view_class(cls), cls.__name__
     if view is None:
         if (cls.__module__, cls.__qualname__) != (AUGMENT, "Albumentations"):
-            return f"{name} is not one of the transforms that it knows."
+            return f"{name} is not a known transform."
         if vars(transform).get("transform") is not None:
             return "Albumentations, which is installed, changes pictures."
         return None

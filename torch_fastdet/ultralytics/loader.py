@@ -348,7 +348,7 @@ def plan_loader(loader: Any, device: Any) -> Any:
     vars(planned).update(vars(loader))
     planned._plans = PlannedLoadingOfDicts(memory_of(loader.dataset), loader.num_workers, on_gpu, gpu)
     planned._pictures = kept_pictures(loader.dataset)
-    if loader.iterator is not None:  # up to 8.4.156 loaders begin at once: this one begins anew
+    if loader.iterator is not None:  # up to 8.4.156 loaders begin at once: this one restarts
         loader.close()
         loader.generator.manual_seed(loader.generator.initial_seed())
         planned.iterator = None

@@ -4,7 +4,7 @@ To add a switch, write ``switches/<name>.py`` with a subclass of :class:`~torch_
 add it to ``SWITCHES`` below. ``torch_fastdet/yolov5/registry.py`` says what a switch has to do; in addition:
 
 * ``oldest`` is the first version of ultralytics whose results the drop-in has. Older ones are refused in one line.
-* ``modules`` are imported by ``patch()``; the names in ``definers`` have the package's prefix, those in ``modules`` have not.
+* ``modules`` are imported by ``patch()``; the names in ``definers`` have the package's prefix, those in ``modules`` do not.
 * Methods are replaced in ``visit(module)``: ``class_of(module, "BaseTrainer")``, then ``self.takes(...)`` (are the parameters those
   that we know?) and ``self.replace(...)``.
 * Nothing that the trainer pickles or saves may hold anything of ours: neither checkpoints, nor the state that it hands to the

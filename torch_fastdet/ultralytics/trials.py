@@ -1,6 +1,6 @@
 """Small cases by which a version of Ultralytics shows that its code computes something else than ours.
 
-Some constants of Ultralytics are no parameters. So stock's code runs on made-up numbers when a switch is about to replace it. No
+Some constants of Ultralytics are not parameters. So stock's code runs on made-up numbers when a switch is about to replace it. No
 random numbers are drawn: a training's own stay what they were.
 """
 

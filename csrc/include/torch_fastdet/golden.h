@@ -288,7 +288,7 @@ inline std::vector<Entry> read_manifest(const std::filesystem::path& folder) {
   std::ifstream manifest(folder / kManifest);
   if (!manifest) {
     throw std::runtime_error("golden: " + folder.string() + " has no " + kManifest +
-                             ": it is no folder of stage tensors");
+                             ": it is not a folder of stage tensors");
   }
   std::string line;
   std::getline(manifest, line);
@@ -357,7 +357,7 @@ inline Stage load_npy(const std::filesystem::path& path) {
   char start[12] = {};
   file.read(start, 10);
   if (std::memcmp(start, "\x93NUMPY", 6) != 0)
-    throw std::runtime_error("golden: " + path.string() + " is no .npy file");
+    throw std::runtime_error("golden: " + path.string() + " is not an .npy file");
   const auto byte = [&](int i) { return static_cast<uint32_t>(static_cast<unsigned char>(start[i])); };
   uint32_t length = byte(8) | byte(9) << 8;
   if (start[6] > 1) {

@@ -61,7 +61,7 @@ struct IouFunction : torch::autograd::Function<IouFunction> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    variable_list result(6);  // box1, box2; the other arguments are no tensors
+    variable_list result(6);  // box1, box2; the other arguments are not tensors
     if (!grads[0].defined()) return result;
     const variable_list boxes = ctx->get_saved_variables();
     const std::string kind = ctx->saved_data["kind"].toStringRef();

@@ -12,7 +12,7 @@
 namespace torch_fastdet {
 
 // Register under AutocastCPU and AutocastCUDA: float16 and bfloat16 arguments become float32, as for the operations on
-// PyTorch's own float32 list. float64 stays, and what is no float is left to the operator's checks.
+// PyTorch's own float32 list. float64 stays, and other dtypes are left to the operator's checks.
 inline void in_float32(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   const c10::impl::ExcludeDispatchKeyGuard below(c10::autocast_dispatch_keyset);
   const size_t count = op.schema().arguments().size();

@@ -76,7 +76,7 @@ void List::add(const char* op, const at::Tensor* const tensors[core::kSlots], co
     }
     TORCH_CHECK(core::merge_dims(layout, first->dim(), first->sizes().data(), strides), op, ": ", name(first_slot),
                 " of shape ", first->sizes(), " and the tensors beside it lie in memory in more than ", core::kMaxDims,
-                " dimensions, but at most that many are expected; make them contiguous");
+                " dimensions, but at most ", core::kMaxDims, " are expected; make them contiguous");
     row.layout = static_cast<int32_t>(layouts.size());
     layouts.push_back(layout);
     float32_only = false;

@@ -12,7 +12,7 @@
 namespace torch_fastdet::core {
 namespace {
 
-// Bits of any type that are no NaN, whose sign may differ.
+// Bits of any type that are not a NaN, whose sign may differ.
 void fill(const Memory& memory, const CropParams& p, int64_t pixels, int64_t offset, Random& random) {
   for (int64_t i = 0; i < pixels; ++i) {
     if (p.bytes) {

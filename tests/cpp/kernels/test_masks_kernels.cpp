@@ -1,5 +1,5 @@
 // masks.cu against the bands of the CPU (masks_loops.h, which tests/ops/test_masks.py holds against the definition):
-// any strides, windows, factors and formats; boxes that miss the tile, cross it, are empty or no numbers.
+// any strides, windows, factors and formats; boxes that miss the tile, cross it, are empty or NaN.
 #include <gtest/gtest.h>
 
 #include "core/masks/masks_loops.h"

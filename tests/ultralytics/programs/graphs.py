@@ -65,7 +65,7 @@ def out_of_memory(model):
 
             def forward(x):
                 del layer.forward
-                raise RuntimeError("CUDA error: out of memory")  # CUDA's own, which is no torch.OutOfMemoryError
+                raise RuntimeError("CUDA error: out of memory")  # CUDA's own, which is not a torch.OutOfMemoryError
 
             assert plain is not None
             layer.forward = forward

@@ -38,4 +38,4 @@ class LetterboxOptim(UltralyticsSwitch):
         if letterbox.is_stocks(stock, ours):
             self.replace_stock(stock, "preprocess", ours, "ultralytics", " (by torch_fastdet.ops.image_letterbox)")
         else:
-            self.cannot_apply(f"{where}.preprocess prepares pictures in a way that it does not know.")
+            self.cannot_apply(f"{where}.preprocess prepares pictures in an unknown way.")

@@ -34,7 +34,7 @@ class LoaderOptim(UltralyticsSwitch):
 
     def unsupported(self) -> str | None:
         if not hasattr(os, "memfd_create"):
-            return "decoded pictures are shared through memfd_create, which this system has not."
+            return "decoded pictures are shared through memfd_create, which this system does not have."
         if not importlib.util.find_spec("cv2"):
             return "OpenCV (cv2) is not installed."
         return super().unsupported()

@@ -48,7 +48,7 @@ class ValOptim(UltralyticsSwitch):
             return
         rule = _rule(_matches, lambda: _stock_matches(stock.match_predictions))
         if rule is None:
-            self.cannot_apply(f"{where}.match_predictions matches by a rule that it does not know.")
+            self.cannot_apply(f"{where}.match_predictions matches by an unknown rule.")
             return
         processing = validation.match(stock._process_batch, stock.match_predictions, rule)
         updating = validation.update_on_host(stock.update_metrics, processing)
@@ -63,7 +63,7 @@ class ValOptim(UltralyticsSwitch):
             return
         rule = _rule(_confusions, lambda: _stock_confusions(stock))
         if rule is None:
-            self.cannot_apply(f"{where} matches by a rule that it does not know.")
+            self.cannot_apply(f"{where} matches by an unknown rule.")
             return
         self.replace(stock, "process_batch", validation.confuse(stock.process_batch, rule))
 

@@ -41,4 +41,4 @@ class LetterboxOptim(Switch):
             ours = auto_shape.detecting(stock_class, stock, module)
             self.replace(stock_class, "forward", ours, " (pictures by torch_fastdet.ops.image_letterbox)")
         else:
-            self.cannot_apply(f"{where}.AutoShape.forward prepares pictures in a way that it does not know.")
+            self.cannot_apply(f"{where}.AutoShape.forward prepares pictures in an unknown way.")

@@ -20,7 +20,7 @@ class LoaderOptim(Switch):
 
     def unsupported(self) -> str | None:
         if not hasattr(os, "memfd_create"):
-            return "decoded pictures are shared through memfd_create, which this system has not."
+            return "decoded pictures are shared through memfd_create, which this system does not have."
         return None if importlib.util.find_spec("cv2") else "OpenCV (cv2) is not installed."
 
     def visit(self, module: ModuleType) -> None:
