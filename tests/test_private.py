@@ -16,28 +16,86 @@ from torch_fastdet.optim import SGD, FusedStep, unscale_
 from torch_fastdet.yolov5.loss import ComputeLoss
 
 PACKAGE = Path(__file__).resolve().parents[1] / "torch_fastdet"
-# Objects of torch by the names that the package gives them.
-ROOTS = {"torch", "nn", "scaler", "generator", "forward_ad", "graph"}
+FILES = sorted(set(PACKAGE.rglob("*.py")) - {PACKAGE / "_private.py"})
+# Of the hosts, of Python, a key in a host's object, and those that _private.py says are used everywhere.
+KNOWN = {
+    "_forward_once",
+    "_predict_once",
+    "_inference",
+    "_reconstructor",
+    "_fastdet",
+    "_parameters",
+    "_buffers",
+    "_modules",
+}
+TORCHS = (torch, nn.Linear(1, 1), torch.ones(1), torch.ops.aten.add.Tensor, torch.amp.GradScaler("cpu"), torch.fx.Node)
 
 
-def private_names(path: Path) -> set[str]:
-    """Names such as torch._C and torch.cuda._device_count_nvml."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
-            root = node.value
-            while isinstance(root, ast.Attribute):
-                root = root.value
-            if isinstance(root, ast.Name) and root.id in ROOTS:
+def is_private(name) -> bool:
+    return (
+        isinstance(name, str) and name.isidentifier() and name.startswith("_") and name.strip("_") and name[:2] != "__"
+    )
+
+
+def defined(tree: ast.AST) -> set[str]:
+    """Functions, classes, variables and attributes of ``self`` that a file defines."""
+    nodes = list(ast.walk(tree))
+    found = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    found |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    stored = [node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
+    return found | {node.attr for node in stored if ast.unparse(node.value) == "self"}
+
+
+PACKAGES_OWN = set().union(*(defined(ast.parse(path.read_text())) for path in PACKAGE.rglob("*.py"))) | {
+    path.stem for path in PACKAGE.rglob("_*")
+}
+OF_TORCH = {name for thing in TORCHS for name in dir(thing)}
+
+
+def private_names(text: str) -> set[str]:
+    """Names such as torch._C, imported or in any variable, as attributes or texts, that nothing of ours bears."""
+    tree = ast.parse(text)
+    ours = KNOWN | defined(tree) | (PACKAGES_OWN - OF_TORCH)
+    found, roots = set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            for alias in node.names:
+                full = f"{getattr(node, 'module', None) or ''}.{alias.name}".strip(".")
+                if full.split(".")[0] == "torch":
+                    roots.add(alias.asname or (alias.name if isinstance(node, ast.ImportFrom) else "torch"))
+                    found |= {full for part in full.split(".") if is_private(part)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            root = ast.unparse(node).split(".")[0]
+            if node.attr not in ours or root in roots:
                 found.add(ast.unparse(node))
+        elif isinstance(node, ast.Constant) and is_private(node.value) and node.value not in ours:
+            found.add(node.value)
     return found
 
 
-@pytest.mark.parametrize(
-    "path", sorted(set(PACKAGE.rglob("*.py")) - {PACKAGE / "_private.py"}), ids=lambda p: str(p.relative_to(PACKAGE))
-)
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_private_names_are_in_one_file(path):
-    assert not private_names(path), f"use them through torch_fastdet/_private.py: {private_names(path)}"
+    found = private_names(path.read_text())
+    assert not found, f"use them through torch_fastdet/_private.py: {found}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from torch.utils import _pytree as pytree",
+        "import torch.utils._pytree",
+        "import torch as t\nt._C",
+        "from torch import cuda as c\nc.memory._snapshot()",
+        "part._forward_hooks",
+        "stride._version",
+        "node.target._schema",
+        "getattr(model, '_is_replica', False)",
+        "'_orig_mod' in model._modules",
+    ],
+)
+def test_private_names_are_seen(text):
+    assert len(private_names(text)) == 1
 
 
 def without(monkeypatch, *names):
@@ -62,6 +120,7 @@ def test_captures_need_no_private_name(monkeypatch, capsys):
     """On the stand-in: the fallbacks give the same bits."""
     fake_gpu.install(monkeypatch)
     want, _ = trained(graphed=False)
+    monkeypatch.setattr(_private, "_pytree", None)
     without(monkeypatch, ("torch", "_foreach_copy_"), ("torch", "_foreach_add_"), ("torch", "_foreach_add"))
     got, net = trained(graphed=True)
     assert net.graphs.shapes == [(2, 3, 32, 32)]
@@ -189,3 +248,29 @@ def test_the_compiler_is_switched_off_without_dynamos_private_name(monkeypatch):
 def test_a_stream_is_not_kept_busy_without_torchs_function(monkeypatch):
     monkeypatch.delattr(torch.cuda, "_sleep", raising=False)
     _private.keep_busy(torch.device("cuda", 0), 60.0)  # else an error without a GPU, and a minute with one
+
+
+@pytest.mark.parametrize("tree", [torch.ones(1), (1, [2, {"a": 3, "b": (4,)}], None), {"a": []}])
+def test_results_are_taken_apart_without_torchs_pytree(monkeypatch, tree):
+    leaves, structure = _private.tree_flatten(tree)
+    assert _private.tree_unflatten(leaves, structure) == tree
+    monkeypatch.setattr(_private, "_pytree", None)
+    mine, form = _private.tree_flatten(tree)
+    assert mine == leaves and _private.tree_unflatten(mine, form) == tree
+    assert form == _private.tree_flatten(tree)[1] != _private.tree_flatten([tree])[1]
+
+
+def test_marks_of_torch_that_are_missing():
+    """A tensor without a counter of writes is read again each time; an operator without a schema cannot be counted."""
+
+    class Bare:
+        def is_inference(self):
+            return False
+
+    tensor = torch.ones(1)
+    before = _private.writes(tensor)
+    assert _private.writes(tensor) == before != _private.writes(tensor.add_(1))
+    assert _private.writes(Bare()) != _private.writes(Bare())
+    assert _private.inside_compiled(nn.Identity()) is None and not _private.is_replica(nn.Identity())
+    with pytest.raises(RuntimeError, match=r"has no OpOverload\._schema, which counting operations needs"):
+        _private.operator_arguments(Bare())

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_fastdet._private import inside_compiled
+
 
 def new_state(
     name: str,
@@ -104,8 +106,8 @@ def wrappers(model: nn.Module) -> list[nn.Module]:
         model = found[-1]
         if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             found.append(model.module)
-        elif "_orig_mod" in model._modules and type(model).__name__ == "OptimizedModule":  # without importing dynamo
-            found.append(model.get_submodule("_orig_mod"))
+        elif (inside := inside_compiled(model)) is not None:
+            found.append(inside)
         else:
             return found
 

@@ -4,8 +4,8 @@ Private names change between versions of torch. One that is gone costs what it s
 check) and nothing else: training, captures and results stay the same. What cannot be done at all without a private name
 raises an error that names it. ``tests/test_private.py`` removes them one by one.
 
-The dictionaries ``_parameters``, ``_buffers`` and ``_modules`` of ``nn.Module`` are used where they are needed: every
-pickled module holds them under these names.
+Two kinds are used where they are needed: the dictionaries ``_parameters``, ``_buffers`` and ``_modules`` of ``nn.Module``, which
+every pickled module holds under these names, and methods of torch that a class of ours overrides.
 """
 
 from __future__ import annotations
@@ -19,6 +19,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+try:
+    from torch.utils import _pytree
+except ImportError:
+    _pytree = None  # type: ignore[assignment]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -172,6 +177,25 @@ def is_compiled_in_place(module: nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
+def inside_compiled(module: nn.Module) -> nn.Module | None:
+    """The module that ``torch.compile(module)`` holds; None for others, and where torch keeps it under another name."""
+    # Without an import of dynamo.
+    return module._modules.get("_orig_mod") if type(module).__name__ == "OptimizedModule" else None
+
+
+def is_replica(module: nn.Module) -> bool:
+    """Whether DataParallel made this module for one pass. False where torch does not mark them."""
+    return getattr(module, "_is_replica", False)
+
+
+def writes(tensor: Tensor) -> Any:
+    """A value that changes when the tensor is written; None of inference tensors, whose writes are not counted.
+
+    Without torch's counter it is another one at each call.
+    """
+    return None if tensor.is_inference() else getattr(tensor, "_version", object())
+
+
 def runs_plainly(module: nn.Module, forward: Any) -> bool:
     """Whether a call of ``module`` is a call of ``forward`` and nothing else: no hook, nothing put on the instance."""
     return (
@@ -237,6 +261,38 @@ def norm_layers() -> tuple[type[nn.Module], ...]:
     return (*(named if batch is None else [batch]), nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
+# Nested results ------------------------------------------------------------------------------------------------------
+
+
+def _rebuilt(tree: Any, leaf: Callable[[Any], Any]) -> Any:
+    kind: Any = type(tree)
+    if kind in (tuple, list):
+        return kind(_rebuilt(part, leaf) for part in tree)
+    return {key: _rebuilt(part, leaf) for key, part in tree.items()} if kind is dict else leaf(tree)
+
+
+def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves of nested tuples, lists and dictionaries, and their structure, which compares equal to the same one.
+
+    Without torch's pytree, types that are registered there, such as named tuples, are leaves.
+    """
+    if _pytree is not None:
+        return _pytree.tree_flatten(tree)
+    leaves: list[Any] = []
+
+    def number(leaf: Any) -> int:
+        leaves.append(leaf)
+        return len(leaves) - 1
+
+    structure = _rebuilt(tree, number)
+    return leaves, structure
+
+
+def tree_unflatten(leaves: list[Any], structure: Any) -> Any:
+    """What :func:`tree_flatten` took apart, with these leaves."""
+    return _rebuilt(structure, leaves.__getitem__) if _pytree is None else _pytree.tree_unflatten(leaves, structure)
+
+
 # What runs now -------------------------------------------------------------------------------------------------------
 
 
@@ -269,6 +325,14 @@ def operator_names() -> list[str]:
     """Names of all registered operators, with their namespace; none where torch has no list."""
     names: Any = getattr(torch._C, "_dispatch_get_all_op_names", None)
     return [] if names is None else list(names())
+
+
+def operator_arguments(operator: Any) -> Any:
+    """The arguments of an operator's schema. Without it this raises: nothing else knows their names and defaults."""
+    schema = getattr(operator, "_schema", None)
+    if schema is None:
+        raise RuntimeError(f"torch {torch.__version__} has no OpOverload._schema, which counting operations needs")
+    return schema.arguments
 
 
 def disable_dynamo(function: F) -> F:

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from torch_fastdet._private import operator_arguments
+
 __all__ = ["FORMULAS", "register"]
 
 Shape = Sequence[int]
@@ -198,7 +200,7 @@ def _by_schema(name: str, formula: Callable[[Any], int]) -> Callable[..., int]:
     """The formula as register_flop_formula wants it: it is called as the operator is, with the shape of the result besides."""
 
     def count(*args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-        arguments = getattr(torch.ops.torch_fastdet, name).default._schema.arguments
+        arguments = operator_arguments(getattr(torch.ops.torch_fastdet, name).default)
         given = dict(zip([argument.name for argument in arguments], args), **kwargs)
         return formula(SimpleNamespace(**{each.name: given.get(each.name, each.default_value) for each in arguments}))
 

@@ -86,7 +86,7 @@ def _refuse_others(program: torch.export.ExportedProgram, known: Mapping[Callabl
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
             if getattr(node.target, "namespace", "") != "torch_fastdet":
                 continue
-            name = node.target._schema.name.removeprefix("torch_fastdet::")
+            name = node.target.name().removeprefix("torch_fastdet::")
             if node.target not in known:
                 found.add(name)
                 continue

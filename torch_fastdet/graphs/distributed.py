@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from torch_fastdet import _private
 from torch_fastdet._multi_tensor import Walk, same_objects
@@ -266,7 +265,7 @@ class GradientAverage:
         assert layout is not None
         device = layout.flats[0].whole.device if layout.flats else torch.device("cpu")
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        for output in pytree.tree_leaves(outputs):
+        for output in _private.tree_flatten(outputs)[0]:
             if isinstance(output, torch.Tensor) and output.requires_grad:
                 output.register_hook(self._begin)
 

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from torch_fastdet._graph import Graph
-from torch_fastdet._private import every_module_has_hooks, foreach_copy_
+from torch_fastdet._private import every_module_has_hooks, foreach_copy_, tree_flatten, tree_unflatten
 from torch_fastdet._say import say as print_line
 from torch_fastdet.graphs import _capture
 from torch_fastdet.graphs._baked import BakedForward
@@ -38,7 +37,7 @@ class _Captured:
         self.input: Tensor
         self.outputs: list[Tensor]
         self.leaves: list[Any]  # the numbers of outputs, and values that are not tensors
-        self.structure: pytree.TreeSpec
+        self.structure: Any
 
     def replay(self, x: Tensor) -> Any:
         self.input.copy_(x)
@@ -46,7 +45,7 @@ class _Captured:
         fresh = [torch.empty_like(output) for output in self.outputs]
         foreach_copy_(fresh, self.outputs)
         leaves = [fresh[leaf.number] if type(leaf) is _Output else leaf for leaf in self.leaves]
-        return pytree.tree_unflatten(leaves, self.structure)
+        return tree_unflatten(leaves, self.structure)
 
 
 class _Output:
@@ -186,7 +185,7 @@ class InferenceGraphs:
             static = torch.empty_like(x)
             result = run(static)
         with torch.inference_mode(False), torch.no_grad():
-            leaves, captured.structure = pytree.tree_flatten(result)
+            leaves, captured.structure = tree_flatten(result)
             captured.input = _capture.unowned(static)
             captured.outputs, captured.leaves = _places(leaves)
         return captured

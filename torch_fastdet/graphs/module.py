@@ -13,10 +13,9 @@ from typing import Any, SupportsIndex
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from torch_fastdet._graph import Graph
-from torch_fastdet._private import foreach_add_, foreach_copy_
+from torch_fastdet._private import foreach_add_, foreach_copy_, tree_flatten, tree_unflatten
 from torch_fastdet._say import say as print_line
 from torch_fastdet.graphs import _capture
 from torch_fastdet.graphs._baked import BakedModule
@@ -41,7 +40,7 @@ class _Captured:
         self.backward_graph = Graph(stream)
         self.input: torch.Tensor
         self.outputs: list[torch.Tensor]
-        self.structure: pytree.TreeSpec
+        self.structure: Any
         self.output_gradients: list[torch.Tensor | None]
         self.gradients: list[tuple[nn.Parameter, torch.Tensor]]
 
@@ -216,7 +215,7 @@ class ModuleGraphs:
             if captured is None:
                 return self.forward(x)
         outputs = _Replay.apply(self, captured, x, self._leaf)
-        return pytree.tree_unflatten(list(outputs), captured.structure)
+        return tree_unflatten(list(outputs), captured.structure)
 
     def _takes(self, x: torch.Tensor, module: nn.Module) -> bool:
         """Whether a graph may run this input; says once why not."""
@@ -290,7 +289,7 @@ class ModuleGraphs:
             result = self.forward(static)
         captured.input = _capture.unowned(static)
         del static
-        outputs, captured.structure = pytree.tree_flatten(result)
+        outputs, captured.structure = tree_flatten(result)
         for output in outputs:
             if not isinstance(output, torch.Tensor):
                 raise TypeError(f"its output holds a {type(output).__name__}, which a replay would not renew")

@@ -10,7 +10,8 @@ from types import CodeType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
+
+from torch_fastdet._private import tree_flatten
 
 
 @contextlib.contextmanager
@@ -28,7 +29,7 @@ def agree(theirs: Callable[..., Any], ours: Callable[..., Any], attributes: dict
     try:
         with plainly_on_the_cpu():
             results = [method(SimpleNamespace(**attributes), copy.deepcopy(x)) for method in (theirs, ours)]
-            (mine, shape), (found, form) = (pytree.tree_flatten(result) for result in results)
+            (mine, shape), (found, form) = (tree_flatten(result) for result in results)
             return shape == form and all(map(torch.equal, mine, found))
     except Exception:  # whatever their code does
         return False

@@ -60,7 +60,7 @@ def _milliseconds(run: Callable[[], None], device: torch.device) -> float:
 
 @contextlib.contextmanager
 def _unchanged_state(device: torch.device) -> Iterator[None]:
-    """The generators of the CPU and the GPU go on behind as if nothing had been drawn inside; autocast keeps no casts."""
+    """The states of the CPU's and the GPU's generators are restored on exit; autocast keeps no casts."""
     enabled, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
     with (
         torch.random.fork_rng([device] if device.type == "cuda" else []),
@@ -115,7 +115,7 @@ class LayoutChoice:
         if layout is None:
             # No time can be taken in somebody else's graph. An input with a gradient is autobatch's, which measures memory.
             # DataParallel's replicas have no parameters, and run in threads.
-            if _capture.is_capturing() or images.requires_grad or getattr(model, "_is_replica", False):
+            if _capture.is_capturing() or images.requires_grad or _private.is_replica(model):
                 layout = "NHWC"
             else:
                 layout = self._chosen[model] = self._choose(model, images, forward)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torch_fastdet._private import is_compiled_in_place
+from torch_fastdet._private import inside_compiled, is_compiled_in_place
 from torch_fastdet._say import say
 from torch_fastdet.graphs import InferenceGraphs, _capture
 
@@ -43,7 +43,7 @@ class PredictionGraphs:
         if not _capture.on_gpu(x):
             self.tell(f"predictions on {x.device} run without graphs")
             return forward(x)
-        if is_compiled_in_place(model) or "_orig_mod" in model._modules:
+        if is_compiled_in_place(model) or inside_compiled(model) is not None:
             self.tell("predictions of a model that torch.compile has compiled run without graphs of ours")
             return forward(x)
         with self._lock:

@@ -20,6 +20,7 @@ from torch import nn
 
 from torch_fastdet import ops
 from torch_fastdet._deferred import TARGET_COLUMNS, DeferredStatus, describe_bad_targets
+from torch_fastdet._private import module_has_hooks
 from torch_fastdet._say import say
 from torch_fastdet.ultralytics.necks import fewer_copies
 
@@ -248,7 +249,7 @@ class _DetectionLoss(_Criterion):
             ("bce", nn.BCEWithLogitsLoss),
         ):
             part = getattr(self, attribute)
-            if type(part) is not kind or part._forward_hooks or part._forward_pre_hooks:
+            if type(part) is not kind or module_has_hooks(part):
                 return f"{name}.{attribute} was replaced"
         if any(vars(parts.assigner).get(method) is not function for method, function in parts.methods.items()):
             return f"a method of {parts.assigner.__name__} was replaced"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_fastdet._private import is_replica
 from torch_fastdet._say import say
 from torch_fastdet.graphs import CaptureError, ModuleGraphs, _capture
 from torch_fastdet.graphs.distributed import GradientAverage
@@ -92,7 +93,7 @@ class CudaGraph(TrainingSwitch):
                 if not ddp.wraps(model):
                     self.cannot_apply("several processes train the model, but not by DistributedDataParallel.")
                 return stock(model, x)
-            if getattr(model, "_is_replica", False):
+            if is_replica(model):
                 self.cannot_apply("DataParallel is not supported.")
                 return stock(model, x)
             if model not in graphs or graphs[model].average is not average:

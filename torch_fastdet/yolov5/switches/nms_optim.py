@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from torch_fastdet import ops
+from torch_fastdet._private import writes
 from torch_fastdet._say import say
 from torch_fastdet.patching.engine import describe, is_code_of
 from torch_fastdet.patching.import_hook import namespace, top_level
@@ -34,7 +35,7 @@ def _decoding(stock: Callable) -> Callable:
 
     def stride_list(head: Any) -> list[float]:
         stride = head.stride
-        version = None if stride.is_inference() else stride._version
+        version = writes(stride)
         known = strides.get(head)
         if known is None or known[0] is not stride or known[1] != version:
             known = strides[head] = (stride, version, stride.tolist())
