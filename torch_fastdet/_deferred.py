@@ -78,7 +78,7 @@ class DeferredStatus:
                 raise ValueError(error)
 
 
-# Inside of raised_at_the_end: whose statuses have been copied. They outlive their losses here.
+# Set inside raised_at_the_end: keeps statuses alive after their losses.
 _unread: set[DeferredStatus] | None = None
 
 

@@ -158,7 +158,7 @@ class ModelEMA:
         ]
         self._watches = ModuleWatch(self.ema), ModuleWatch(model)
         forget = weakref.WeakMethod(self._forget)
-        # With the model its tensors go, which are held here.
+        # The states hold the model's tensors: drop them with the model.
         self._model = weakref.ref(model, lambda _: (known := forget()) and known())
 
     def update_attr(

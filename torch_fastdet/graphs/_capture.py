@@ -24,7 +24,7 @@ def on_gpu(tensor: torch.Tensor) -> bool:
 
 
 def is_capturing() -> bool:
-    # Without a driver the question itself is an error.
+    # Without a driver asking raises.
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 

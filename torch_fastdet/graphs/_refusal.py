@@ -1,4 +1,4 @@
-"""What cannot be captured, and the words for it."""
+"""What cannot be captured, and the messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class CaptureError(RuntimeError):
 
 
 def why_not(module: nn.Module, averaged: bool = False) -> str | None:
-    """Why ``module`` cannot be captured, as far as its looks tell; None if nothing speaks against it.
+    """Why ``module`` cannot be captured, judging by its structure; None if no obstacle is known.
 
     Args:
         module: what is to be captured.

@@ -42,7 +42,7 @@ class GraphedDDP:
         self._classes: list[type[nn.Module]] = []
         self._ranks: weakref.WeakKeyDictionary[nn.Module, Ranks | None] = weakref.WeakKeyDictionary()
         self._begun: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._told: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that stock runs them
+        self._told: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models already reported as left to stock
         self._running: tuple[nn.Module, Ranks | None] | None = None
 
     def take(self, model_class: type[nn.Module]) -> None:
@@ -82,7 +82,7 @@ class GraphedDDP:
     def _ranks_of(self, ddp: DistributedDataParallel) -> Ranks | None:
         """Decided from what is the same on every rank: all of them must exchange the same."""
         if getattr(ddp, "static_graph", False) and ddp not in self._begun:
-            # Its reducer learns from the first backward pass, and would learn from one of ours what is wrong after unpatch().
+            # The reducer learns from the first backward pass which hooks fire. Ours fires none, which would be wrong after unpatch().
             self._begun.add(ddp)
             return None
         mode = _private.ddp_mode(ddp)
