@@ -167,16 +167,14 @@ void backward(const BnActBackward& a) {
 struct Cpu : OnDevice {
   static void forward(const BnActForward& a, const char*) {
     with_dtype(core_dtype(a.x.scalar_type()), [&](auto zero) {
-      core::dispatch_activation(a.activation, [&](auto activation) {
-        bn_act_cpu::forward<decltype(zero), decltype(activation)::value>(a);
-      });
+      core::dispatch_activation(
+          a.activation, [&](auto activation) { bn_act_cpu::forward<decltype(zero), decltype(activation)::value>(a); });
     });
   }
   static void backward(const BnActBackward& a, const char*) {
     with_dtype(core_dtype(a.x.scalar_type()), [&](auto zero) {
-      core::dispatch_activation(a.activation, [&](auto activation) {
-        bn_act_cpu::backward<decltype(zero), decltype(activation)::value>(a);
-      });
+      core::dispatch_activation(
+          a.activation, [&](auto activation) { bn_act_cpu::backward<decltype(zero), decltype(activation)::value>(a); });
     });
   }
 };
