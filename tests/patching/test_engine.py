@@ -218,70 +218,19 @@ def test_modules_that_are_imported_later(tmp_path, monkeypatch, host):
         del sys.modules[name]
 
 
-@pytest.fixture
-def package(tmp_path, monkeypatch):
-    """host.shapes, and host.taker that imports from it, in files."""
-    folder = tmp_path / "host"
-    folder.mkdir()
-    (folder / "__init__.py").write_text("")
-    (folder / "shapes.py").write_text(STOCK)
-    (folder / "taker.py").write_text("from host.shapes import area\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    yield importlib.import_module("host.shapes"), importlib.import_module("host.taker")
-    for name in ("host", "host.shapes", "host.taker"):
-        del sys.modules[name]
+def test_a_late_module_gets_the_original_of_its_package_or_the_first_one(loaded):
+    class BothOptim(Switch):
+        name, help = "both_optim", "area"
+        names = (Name("area", area, ("first.shapes", "second.shapes")),)
 
-
-@pytest.mark.parametrize("taker_too", [False, True])
-def test_a_reloaded_module_has_ours_again(package, host, capsys, taker_too):
-    shapes, taker = package
-    first, box = shapes.area, shapes.Box
-    lines = host.patch({})
-    importlib.reload(shapes)
-    if taker_too:
-        importlib.reload(taker)
-    assert shapes.Box is not box and shapes.Box().size() == "ours over stock"
-    assert shapes.area is taker.area is area
-    assert sorted(host.patch({})) == sorted(lines), "and the lines say it once"
-    late = ModuleType("late")
-    late.area = shapes.area
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "late", late)
-        host.unpatch()
-    assert shapes.area(2) == "stock" and shapes.area is not first and late.area is shapes.area
-    assert taker.area is (shapes.area if taker_too else first)
-    assert shapes.Box().size() == box().size() == "stock"
-    assert "replaced since" not in capsys.readouterr().out
-
-
-def test_a_second_patch_replaces_what_has_been_defined_again(package, host, capsys):
-    """By other means than an import, which nothing tells."""
-    shapes, taker = package
-    first = shapes.area
-    lines = host.patch({"area_optim": True})
-    exec(STOCK, vars(shapes))
-    second = shapes.area
-    assert sorted(host.patch({"area_optim": True})) == sorted(lines) and shapes.area is taker.area is area
-    host.unpatch()
-    assert shapes.area is second and taker.area is first
-    assert "replaced since" not in capsys.readouterr().out
-
-
-def test_a_name_that_a_reload_leaves_as_it_is(package, host):
-    shapes, _ = package
-
-    class Extra(Switch):
-        name, help = "extra", "extra"
-
-        def start(self):
-            self.replace(shapes, "extra", area)
-
-    host.switches = {"extra": Extra}
-    host.patch({})
-    importlib.reload(shapes)
-    assert shapes.extra is area and shapes.area is not area
-    host.unpatch()
-    assert not hasattr(shapes, "extra")
+    both = Host({"both_optim": BothOptim}, ("first", "second"))
+    first, second = loaded(module("first.shapes", STOCK)), loaded(module("second.shapes", STOCK))
+    originals = first.area, second.area
+    both.patch({})
+    late = [loaded(module(name, area=first.area)) for name in ("first.late", "second.late", "train")]
+    both.unpatch()
+    assert (first.area, second.area) == originals
+    assert [each.area for each in late] == [*originals, originals[0]]
 
 
 def test_a_switch_that_needs_a_gpu(loaded, host, monkeypatch, capsys):

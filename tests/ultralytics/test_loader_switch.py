@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
 import os
 import pickle
 import random
@@ -281,23 +280,6 @@ def test_names_are_put_back(ultralytics):
     drop_in.unpatch()
     for found, was in zip((u.data, u.build, u.base.BaseDataset), before, strict=True):
         assert all(vars(found)[name] is value for name, value in was.items())
-
-
-@pytest.mark.cpu
-def test_a_reload_of_stocks_module(ultralytics):
-    build, base = ultralytics.build, ultralytics.base.BaseDataset
-    stock, methods = dict(vars(build)), dict(vars(base))
-    lines = drop_in.patch(loader_optim=True)
-    try:
-        importlib.reload(build)
-        assert build.build_dataloader.__code__ is not stock["build_dataloader"].__code__
-        assert set(drop_in.patch(loader_optim=True)) == set(lines)
-        assert base.cache_images.__wrapped__ is methods["cache_images"], "its own method is replaced once"
-        drop_in.unpatch()
-        assert build.build_dataloader.__code__ == stock["build_dataloader"].__code__
-        assert all(vars(base)[name] is value for name, value in methods.items())
-    finally:
-        vars(build).update(stock)
 
 
 def test_a_loader_survives_unpatch_and_is_stocks_to_others(ultralytics, root, device):

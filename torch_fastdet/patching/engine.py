@@ -1,7 +1,7 @@
 """Replacing names, saying so, and putting them back.
 
 Names bind at import: ``from utils.metrics import bbox_iou`` leaves a second reference in the importer. So a replacement visits
-every loaded module, and every module of the host right after its import or reload, whichever code does that.
+every loaded module, and every module of the host right after its import, whichever code imports it.
 
 A module may hold any object. Values are compared by identity with what is replaced; no attribute of them is read.
 """
@@ -54,26 +54,13 @@ def describe(thing: Any) -> str:
     return f"{module}.{name}".replace(".<locals>", "") if module and name else getattr(thing, "__name__", repr(thing))
 
 
-def _held(owner: Any, attribute: str) -> Any:
-    """What ``owner`` itself holds under that name now."""
-    return (namespace(owner) if isinstance(owner, ModuleType) else vars(owner)).get(attribute, _MISSING)
-
-
-def _layers(owner: Any, attribute: str) -> list[Replacement]:
-    """The replacements in force under that name, the uppermost first."""
-    known = [r for patches in _all for r in patches.replacements if r.owner is owner and r.attribute == attribute]
-    value, found = _held(owner, attribute), []
-    while below := [r for r in known if r.new is value]:
-        known.remove(below[0])
-        found.append(below[0])
-        value = below[0].old
-    return found
-
-
 def original(owner: Any, attribute: str) -> Any:
     """What ``owner`` itself holds under that name, below everything that is replaced now; None if there is nothing."""
-    layers = _layers(owner, attribute)
-    value = layers[-1].old if layers else _held(owner, attribute)
+    value = (namespace(owner) if isinstance(owner, ModuleType) else vars(owner)).get(attribute)
+    layers = [r for patches in _all for r in patches.replacements if r.owner is owner and r.attribute == attribute]
+    while below := [r for r in layers if r.new is value]:
+        layers.remove(below[0])
+        value = below[0].old
     return None if value is _MISSING else value
 
 
@@ -128,13 +115,9 @@ class Patches:
 
     def replace(self, switch: str, owner: Any, attribute: str, new: Any, what: str = "", quietly: bool = False) -> None:
         """Set ``owner.attribute`` to ``new`` and remember what was there; print it in a line that ends with ``what``."""
-        is_module, layers = isinstance(owner, ModuleType), _layers(owner, attribute)
-        known = [r for r in self.replacements if r.owner is owner and r.attribute == attribute]
-        if any(r.new is new and (r in layers or not is_module) for r in known):
+        if any(r.owner is owner and r.attribute == attribute and r.new is new for r in self.replacements):
             return
-        for overwritten in [r for r in known if is_module and r not in layers]:
-            self.replacements.remove(overwritten)
-        old = _held(owner, attribute)
+        old = (namespace(owner) if isinstance(owner, ModuleType) else vars(owner)).get(attribute, _MISSING)
         self._remember_holders(new)
         setattr(owner, attribute, new)
         self._remember(Replacement(switch, owner, attribute, old, new, quietly), what)
@@ -147,11 +130,8 @@ class Patches:
                     self.replace(switch, module, attribute, new)
 
     def lines(self) -> tuple[str, ...]:
-        """One line for each replaced name, except those that are replaced quietly.
-
-        A reload leaves two classes of one name, of which both may be in use.
-        """
-        return tuple(dict.fromkeys(str(replacement) for replacement in self.replacements if not replacement.quiet))
+        """One line for each replaced name, except those that are replaced quietly."""
+        return tuple(str(replacement) for replacement in self.replacements if not replacement.quiet)
 
     def put_back(self) -> int:
         """Put everything back, newest first, and return for how many names a line was or would have been printed."""
@@ -182,35 +162,21 @@ class Patches:
                     self._ours_before.add((id(module), attribute))
 
     def _imported(self, module: ModuleType) -> None:
-        self._reloaded(module)
         self._adopt(module)
         self._visit(module)
 
-    def _reloaded(self, module: ModuleType) -> None:
-        """Forget what ``module`` has overwritten, and what was below ours where it has imported ours again."""
-        mine = [r for r in self.replacements if r.owner is module]
-        origins = self._origins(module, leaving_out=mine) if mine else {}
-        for known in mine:
-            if known not in _layers(module, known.attribute):
-                self.replacements.remove(known)
-            elif id(known.new) in origins and getattr(known.old, "__module__", None) != known.module:
-                known.old = origins[id(known.new)].old
-
-    def _origins(self, module: ModuleType, leaving_out: Collection[Replacement] = ()) -> dict[int, Replacement]:
-        """By the ``id`` of a drop-in: the replacement that ``module`` has it from, if it holds it."""
-        known = [r for r in self.replacements if isinstance(r.owner, ModuleType) and r not in leaving_out]
-        # With both layouts of YOLOv5 loaded, one drop-in replaces two originals: prefer the one of the module's own package.
-        # Of those prefer the newest: after a reload it has what the other module defines now.
-        package = top_level(str(namespace(module).get("__name__")))
-        known.sort(key=lambda r: top_level(r.module) == package)
-        return {id(replacement.new): replacement for replacement in known}
-
     def _adopt(self, module: ModuleType, say_it: bool = True) -> None:
         """Take note of names that ``module`` imported from a module in which they were replaced already."""
-        origins = self._origins(module)
-        if not origins:
+        known = [r for r in self.replacements if isinstance(r.owner, ModuleType)]
+        if not known:
             return
-        held = {(id(r.owner), r.attribute) for r in self.replacements} | self._ours_before
+        held = {(id(r.owner), r.attribute) for r in known} | self._ours_before
+        # With both layouts of YOLOv5 loaded, one drop-in replaces two originals: prefer the one of the module's own package.
+        package = top_level(str(namespace(module).get("__name__")))
+        known.sort(key=lambda r: top_level(r.module) != package)
+        origins: dict[int, Replacement] = {}
+        for replacement in known:
+            origins.setdefault(id(replacement.new), replacement)
         for attribute, value in list(namespace(module).items()):
             origin = origins.get(id(value))
             if origin is not None and (id(module), attribute) not in held:
@@ -229,7 +195,7 @@ def _restore(replacement: Replacement) -> None:
             if above.owner is owner and above.attribute == attribute and above.old is replacement.new:
                 above.old = replacement.old
                 return
-    now = _held(owner, attribute)
+    now = (namespace(owner) if isinstance(owner, ModuleType) else vars(owner)).get(attribute, _MISSING)
     if now is not replacement.new:
         if now is not replacement.old:
             say(f"{replacement} was replaced since by somebody else, and stays as it is")

@@ -52,7 +52,6 @@ class LoaderOptim(UltralyticsSwitch):
         from torch_fastdet.ultralytics import loader
 
         base = importlib.import_module(BASE).BaseDataset
-        if not self.has_replaced(base):  # build.py was reloaded, and base.py was not
-            for method in ("cache_images", "set_rectangle"):
-                self.replace(base, method, getattr(loader, method)(vars(base)[method]))
+        for method in ("cache_images", "set_rectangle"):
+            self.replace(base, method, getattr(loader, method)(vars(base)[method]))
         return loader.build_dataloader(stock, importlib.import_module(BUILD).InfiniteDataLoader)
