@@ -126,7 +126,7 @@ def shared_libstdcxx() -> list[str]:
             if result.returncode != 0 and not flags:
                 said = " ".join(result.stderr.split()[:40])
                 stop(
-                    f"the C++ compiler {' '.join(compiler)} does not compile C++17, which is expected (it says: {said}); "
+                    f"the C++ compiler {' '.join(compiler)} does not compile C++17, which is needed (it says: {said}); "
                     "type: CXX=g++ pip install . (or install g++)"
                 )
     stop(

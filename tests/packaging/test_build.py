@@ -173,7 +173,7 @@ def test_compiler_that_does_not_compile(tmp_path):
     broken.chmod(0o755)
     result = build_ext(tmp_path, str(broken))
     assert result.returncode != 0 and "Traceback" not in result.stderr
-    assert "does not compile C++17, which is expected (it says: cannot execute cc1plus)" in result.stderr
+    assert "does not compile C++17, which is needed (it says: cannot execute cc1plus)" in result.stderr
 
 
 def test_compiler_without_the_shared_runtime(tmp_path, static_compiler):

@@ -512,7 +512,7 @@ def test_trial_has_no_ties(branch, monkeypatch):
 
     def highest(self, mask_pos, overlaps, boxes, align):
         taken = overlaps.sort(dim=1)[0][:, -2:].transpose(1, 2)[mask_pos.sum(1) > 1]
-        assert len(taken) > 3, "some anchors are expected by two labels"
+        assert len(taken) > 3, "some anchors are claimed by two labels"
         assert ((taken[:, 1] - taken[:, 0]) / taken[:, 1]).min() > margin
         result = chosen(self, mask_pos, overlaps, boxes, align)
         if self.topk2 != self.topk:

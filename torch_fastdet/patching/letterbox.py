@@ -30,7 +30,7 @@ def place(
     """Where ``LetterBox`` of Ultralytics, or ``letterbox`` of YOLOv5, puts a picture of this height and width: in the middle.
 
     Args:
-        imgsz: height and width that are expected, or one number for both.
+        imgsz: height and width that are asked for, or one number for both.
         auto: Pad to the next multiple of ``stride`` only.
         scale_fill: Stretch instead of padding, unless ``auto``.
     """

@@ -2,7 +2,7 @@
 
 ``non_max_suppression`` is replaced in every module that holds it. Raw heads in float32 (or float64) are decoded by one
 kernel; half heads stay with stock's ``Detect.forward``, whose roundings on the way move boxes by up to half a pixel:
-validation in half precision would not print the same numbers. Where gradients are expected of a model in eval mode, stock's
+validation in half precision would not print the same numbers. Where gradients are needed of a model in eval mode, stock's
 ``Detect.forward`` runs too.
 """
 
