@@ -55,8 +55,8 @@ def yolov5_loss(
 
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit each other.
-        ValueError: on the CPU, a row of targets whose image is not in the batch, whose class is not below the number of classes,
-            or whose box is not finite. On a GPU it is ignored and counted, because the host does not wait for it.
+        ValueError: on the CPU, a row of targets whose image is not in the batch, whose class is below 0 or not below the number of
+            classes, or whose box is not finite. On a GPU it is ignored and counted, because the host does not wait for it.
         TypeError: an argument is not a tensor where one is expected, or heads is not a list of tensors.
 
     Heads in any other layout are read by their strides; their gradients are contiguous.
