@@ -1,6 +1,7 @@
 """Builds libtorch_fastdet.so (every operator, no Python symbol) and the small pybind11 module torch_fastdet._C.
 
-Environment: TORCH_FASTDET_CUDA=0|1 forces a CPU or a CUDA build; TORCH_CUDA_ARCH_LIST and MAX_JOBS are respected.
+Environment: TORCH_FASTDET_CUDA=0|1 forces a CPU or a CUDA build; TORCH_FASTDET_LINEINFO=1 keeps the kernels' line tables, for
+profilers; TORCH_CUDA_ARCH_LIST and MAX_JOBS are respected.
 """
 
 import json
@@ -207,7 +208,12 @@ def operators(cuda: str | None) -> Extension:
     if cuda:
         # Where pip puts the CUDA runtime: a C++ program may load us before torch has.
         kwargs["extra_link_args"].append(f"-Wl,-rpath,$ORIGIN/../nvidia/cu{cuda.split('.')[0]}/lib")
-        flags["nvcc"] = ["-O3", "--expt-relaxed-constexpr", "-lineinfo", "-Xcompiler", "-Wall,-fvisibility=hidden"]
+        flags["nvcc"] = ["-O3", "--expt-relaxed-constexpr", "-Xcompiler", "-Wall,-fvisibility=hidden"]
+        # Line tables for profilers are two thirds of an object file, and compression makes the rest a ninth.
+        if os.environ.get("TORCH_FASTDET_LINEINFO") == "1":
+            flags["nvcc"].append("-lineinfo")
+        if tuple(map(int, cuda.split("."))) >= (12, 8):
+            flags["nvcc"].append("-compress-mode=size")
         kwargs["define_macros"] = [("TORCH_FASTDET_WITH_CUDA", None)]
         extension = cpp_extension.CUDAExtension("torch_fastdet.libtorch_fastdet", sources(cuda), **kwargs)
     else:
