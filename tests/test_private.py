@@ -10,14 +10,14 @@ from torch import nn
 
 import tests.graphs.samples as graphs
 from tests.graphs import fake_gpu
-from torch_fastdet import _private
+from torch_fastdet._torch import private
 from torch_fastdet.graphs import GraphedModule, TrainStep
 from torch_fastdet.optim import SGD, FusedStep, unscale_
 from torch_fastdet.yolov5.loss import ComputeLoss
 
 PACKAGE = Path(__file__).resolve().parents[1] / "torch_fastdet"
-FILES = sorted(set(PACKAGE.rglob("*.py")) - {PACKAGE / "_private.py"})
-# Of the hosts, of Python, a key in a host's object, and those that _private.py says are used everywhere.
+FILES = sorted(set(PACKAGE.rglob("*.py")) - {PACKAGE / "_torch/private.py"})
+# Of the hosts, of Python, a key in a host's object, and those that private.py says are used everywhere.
 KNOWN = {
     "_forward_once",
     "_predict_once",
@@ -77,7 +77,7 @@ def private_names(text: str) -> set[str]:
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_private_names_are_in_one_file(path):
     found = private_names(path.read_text())
-    assert not found, f"use them through torch_fastdet/_private.py: {found}"
+    assert not found, f"use them through torch_fastdet/_torch/private.py: {found}"
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_captures_need_no_private_name(monkeypatch, capsys):
     """On the stand-in: the fallbacks give the same bits."""
     fake_gpu.install(monkeypatch)
     want, _ = trained(graphed=False)
-    monkeypatch.setattr(_private, "_pytree", None)
+    monkeypatch.setattr(private, "_pytree", None)
     without(monkeypatch, ("torch", "_foreach_copy_"), ("torch", "_foreach_add_"), ("torch", "_foreach_add"))
     got, net = trained(graphed=True)
     assert net.graphs.shapes == [(2, 3, 32, 32)]
@@ -160,50 +160,50 @@ def test_hooks_under_other_names_are_not_seen(monkeypatch):
     module = nn.Linear(2, 2)
     module.register_forward_hook(lambda *_: None)
     module.weight.register_hook(lambda gradient: gradient)
-    assert _private.module_has_hooks(module) and _private.parameter_has_hooks(module.weight)
-    monkeypatch.setattr(_private, "_MODULE_HOOKS", ("_gone",))
-    monkeypatch.setattr(_private, "_PARAMETER_HOOKS", ("_gone",))
-    assert not _private.module_has_hooks(module) and not _private.parameter_has_hooks(module.weight)
+    assert private.module_has_hooks(module) and private.parameter_has_hooks(module.weight)
+    monkeypatch.setattr(private, "_MODULE_HOOKS", ("_gone",))
+    monkeypatch.setattr(private, "_PARAMETER_HOOKS", ("_gone",))
+    assert not private.module_has_hooks(module) and not private.parameter_has_hooks(module.weight)
 
 
 def test_without_a_queue_of_callbacks_nothing_is_averaged(monkeypatch):
     """Nothing else knows when a backward pass ends, so this raises where the others do without."""
     monkeypatch.setattr(torch.autograd, "Variable", object())
     with pytest.raises(RuntimeError, match=r"no Variable._execution_engine.queue_callback, which averaging"):
-        _private.at_end_of_backward(lambda: None)
+        private.at_end_of_backward(lambda: None)
 
 
 def test_modes_of_ddp():
     ddp = torch.nn.Module()
-    assert _private.ddp_mode(ddp) is None
+    assert private.ddp_mode(ddp) is None
     ddp._comm_hooks = [1]
-    assert _private.ddp_mode(ddp) == "it has a communication hook"
+    assert private.ddp_mode(ddp) == "it has a communication hook"
 
 
 def test_hooks_on_all_modules_under_other_names_are_not_seen(monkeypatch):
-    assert not _private.every_module_has_hooks()
+    assert not private.every_module_has_hooks()
     with nn.modules.module.register_module_forward_hook(lambda *_: None):
-        assert _private.every_module_has_hooks()
-        monkeypatch.setattr(_private, "_GLOBAL_HOOKS", ("_gone",))
-        assert not _private.every_module_has_hooks()
+        assert private.every_module_has_hooks()
+        monkeypatch.setattr(private, "_GLOBAL_HOOKS", ("_gone",))
+        assert not private.every_module_has_hooks()
 
 
 def test_a_module_that_was_compiled_in_place_is_known():
     module = nn.Linear(2, 2)
-    assert not _private.is_compiled_in_place(module)
+    assert not private.is_compiled_in_place(module)
     module.compile(backend="eager")
-    assert _private.is_compiled_in_place(module)
+    assert private.is_compiled_in_place(module)
     vars(module).pop("_compiled_call_impl")
-    assert not _private.is_compiled_in_place(nn.Identity())
+    assert not private.is_compiled_in_place(nn.Identity())
 
 
 def test_memory_of_a_pool_without_its_key(monkeypatch):
     segments = [{"total_size": 3, "segment_pool_id": (0, 1)}, {"total_size": 5, "segment_pool_id": (0, 0)}]
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
-    assert _private.pool_bytes((0, 1)) == 3 and _private.pool_bytes(None) == 0
+    assert private.pool_bytes((0, 1)) == 3 and private.pool_bytes(None) == 0
     for segment in segments:
         del segment["segment_pool_id"]
-    assert _private.pool_bytes((0, 1)) == 0
+    assert private.pool_bytes((0, 1)) == 0
 
 
 def scaled_training(device):
@@ -242,22 +242,22 @@ def test_fused_step_names_the_scaler_that_it_cannot_read(device, monkeypatch):
 
 def test_the_compiler_is_switched_off_without_dynamos_private_name(monkeypatch):
     without(monkeypatch, ("torch", "_disable_dynamo"))
-    assert _private.disable_dynamo(lambda: 3)() == 3
+    assert private.disable_dynamo(lambda: 3)() == 3
 
 
 def test_a_stream_is_not_kept_busy_without_torchs_function(monkeypatch):
     monkeypatch.delattr(torch.cuda, "_sleep", raising=False)
-    _private.keep_busy(torch.device("cuda", 0), 60.0)  # else an error without a GPU, and a minute with one
+    private.keep_busy(torch.device("cuda", 0), 60.0)  # else an error without a GPU, and a minute with one
 
 
 @pytest.mark.parametrize("tree", [torch.ones(1), (1, [2, {"a": 3, "b": (4,)}], None), {"a": []}])
 def test_results_are_taken_apart_without_torchs_pytree(monkeypatch, tree):
-    leaves, structure = _private.tree_flatten(tree)
-    assert _private.tree_unflatten(leaves, structure) == tree
-    monkeypatch.setattr(_private, "_pytree", None)
-    mine, form = _private.tree_flatten(tree)
-    assert mine == leaves and _private.tree_unflatten(mine, form) == tree
-    assert form == _private.tree_flatten(tree)[1] != _private.tree_flatten([tree])[1]
+    leaves, structure = private.tree_flatten(tree)
+    assert private.tree_unflatten(leaves, structure) == tree
+    monkeypatch.setattr(private, "_pytree", None)
+    mine, form = private.tree_flatten(tree)
+    assert mine == leaves and private.tree_unflatten(mine, form) == tree
+    assert form == private.tree_flatten(tree)[1] != private.tree_flatten([tree])[1]
 
 
 def test_marks_of_torch_that_are_missing():
@@ -268,9 +268,9 @@ def test_marks_of_torch_that_are_missing():
             return False
 
     tensor = torch.ones(1)
-    before = _private.writes(tensor)
-    assert _private.writes(tensor) == before != _private.writes(tensor.add_(1))
-    assert _private.writes(Bare()) != _private.writes(Bare())
-    assert _private.inside_compiled(nn.Identity()) is None and not _private.is_replica(nn.Identity())
+    before = private.writes(tensor)
+    assert private.writes(tensor) == before != private.writes(tensor.add_(1))
+    assert private.writes(Bare()) != private.writes(Bare())
+    assert private.inside_compiled(nn.Identity()) is None and not private.is_replica(nn.Identity())
     with pytest.raises(RuntimeError, match=r"has no OpOverload\._schema, which counting operations needs"):
-        _private.operator_arguments(Bare())
+        private.operator_arguments(Bare())

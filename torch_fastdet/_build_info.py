@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torch_fastdet import _library
-from torch_fastdet._private import operator_names
+from torch_fastdet._torch.private import operator_names
 
 
 def operators() -> list[str]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_fastdet import ops
-from torch_fastdet._private import (
+from torch_fastdet._torch.private import (
     every_module_has_hooks,
     is_exporting,
     is_transforming,

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fastdet._private import lost_cuda_in_fork
 from torch_fastdet._say import say
+from torch_fastdet._torch.private import lost_cuda_in_fork
 
 __all__ = ["cache_file", "crossover", "faster_device"]
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_fastdet._multi_tensor import ModuleWatch, by_device, named_tensors, new_state, unwrap, wrappers
+from torch_fastdet._torch.tensors import ModuleWatch, by_device, named_tensors, new_state, unwrap, wrappers
 
 
 def _check(name: str, value: float, most: float = math.inf) -> None:

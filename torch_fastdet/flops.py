@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from torch_fastdet._private import operator_arguments
+from torch_fastdet._torch.private import operator_arguments
 
 __all__ = ["FORMULAS", "register"]
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_fastdet import ops
-from torch_fastdet._private import runs_plainly
+from torch_fastdet._torch.private import runs_plainly
 
 # Kernel size -> padding.
 _SHAPES: dict[tuple[int, ...], tuple[int, ...]] = {(6, 6): (2, 2), (3, 3): (1, 1)}

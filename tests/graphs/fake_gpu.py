@@ -14,7 +14,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torch_fastdet import _graph, _private
+from torch_fastdet._torch import graph as _graph
+from torch_fastdet._torch import private
 from torch_fastdet.graphs import _capture
 from torch_fastdet.optim import FusedStep
 
@@ -182,7 +183,7 @@ def install(monkeypatch) -> None:
     monkeypatch.setattr(_graph, "new_cuda_graph", FakeGraph)
     monkeypatch.setattr(_graph, "current_stream", lambda device: _current[-1])
     monkeypatch.setattr(_graph, "let_wait", lambda streams, stream: awaited.append(stream))
-    monkeypatch.setattr(_private, "pool_bytes", lambda pool: 0 if pool is None else 1)
+    monkeypatch.setattr(private, "pool_bytes", lambda pool: 0 if pool is None else 1)
     monkeypatch.setattr(FusedStep, "step", _fused_step)
 
 

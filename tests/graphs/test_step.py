@@ -21,7 +21,7 @@ from tests.graphs.samples import (
     some_targets,
 )
 from torch_fastdet import optim
-from torch_fastdet._private import module_has_hooks
+from torch_fastdet._torch.private import module_has_hooks
 from torch_fastdet.ema import ModelEMA
 from torch_fastdet.graphs import CaptureError, GraphedModule, GraphLoss, TrainStep, _capture
 from torch_fastdet.graphs._baked import StepWatch

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from torch_fastdet._multi_tensor import Walk
-from torch_fastdet._private import forward_hooks
+from torch_fastdet._torch.private import forward_hooks
+from torch_fastdet._torch.tensors import Walk
 from torch_fastdet.graphs._loss import Offer
 from torch_fastdet.optim import FusedStep
 

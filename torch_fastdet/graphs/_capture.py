@@ -1,6 +1,6 @@
 """One capture: what surrounds it, and the memory that it reads and writes.
 
-The rest of the package reaches CUDA through the functions at the top and those of ``_graph.py``, by way of these modules
+The rest of the package reaches CUDA through the functions at the top and those of ``_torch/graph.py``, by way of these modules
 (``_capture.new_pool()``), so that ``tests/graphs/fake_gpu.py`` can put others in their place.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_fastdet import _private
+from torch_fastdet._torch import private
 
 
 def on_gpu(tensor: torch.Tensor) -> bool:
@@ -45,7 +45,7 @@ def read_on(tensors: Iterable[torch.Tensor], stream: torch.cuda.Stream) -> None:
 
 def make_backward_wait(device: torch.device) -> None:
     """Inside a backward pass: the stream that called ``backward()`` waits for what runs on the current one."""
-    _private.make_backward_wait(torch.cuda.current_stream(device).record_event(), device)
+    private.make_backward_wait(torch.cuda.current_stream(device).record_event(), device)
 
 
 def behind(last: torch.cuda.Stream | None, device: torch.device) -> torch.cuda.Stream:
@@ -131,7 +131,7 @@ def _capture(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream, 
         torch.cuda.synchronize(device)  # before memory is unmapped, on which another stream may be working
         torch.cuda.empty_cache()  # what eager steps have cached cannot serve a graph's pool
         stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream), _private.growing_segments(device):
+        with torch.cuda.stream(stream), private.growing_segments(device):
             try:
                 if random_numbers:
                     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -176,7 +176,7 @@ def _abandon(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> No
         with contextlib.suppress(RuntimeError):
             graph.pool()  # the capture itself had ended, so the graph gives its pool back
             return
-        _private.release_failed_capture(device, pool)
+        private.release_failed_capture(device, pool)
         _abandoned.append(graph)
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_fastdet._private import foreach_copy_, runs_plainly
+from torch_fastdet._torch.private import foreach_copy_, runs_plainly
 from torch_fastdet.stem import has_stem_shape
 
 _FORWARD = nn.Conv2d.forward

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from torch_fastdet import _private
+from torch_fastdet._torch import private
 from torch_fastdet.graphs import _capture
 from torch_fastdet.graphs._refusal import is_out_of_memory
 
@@ -69,7 +69,7 @@ class GraphPool(Generic[G]):
 
     def bytes(self) -> int:
         """Device memory that the allocator holds for the graphs."""
-        return _private.pool_bytes(self.handle)
+        return private.pool_bytes(self.handle)
 
     def drop(self) -> None:
         """Drop all graphs. Keys that were warmed up stay warm."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from torch_fastdet import _private
+from torch_fastdet._torch import private
 from torch_fastdet.graphs import _capture
 
 
@@ -35,12 +35,12 @@ def why_not(module: nn.Module, averaged: bool = False) -> str | None:
             return f"{label} exchanges statistics with other processes"
         if isinstance(child, nn.RNNBase):
             return f"{label} keeps its weights in a list of its own"
-        if _private.module_has_hooks(child):
+        if private.module_has_hooks(child):
             return f"{label} has hooks, which a replay would not call"
     for name, parameter in module.named_parameters():
         if not _capture.on_gpu(parameter):
             return f"parameter {name} is on {parameter.device}, not on a GPU"
-        if _private.parameter_has_hooks(parameter):
+        if private.parameter_has_hooks(parameter):
             return f"parameter {name} has hooks, which a replay would not call"
     return None
 

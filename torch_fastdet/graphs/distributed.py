@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torch_fastdet import _private
-from torch_fastdet._multi_tensor import Walk, same_objects
+from torch_fastdet._torch import private
+from torch_fastdet._torch.tensors import Walk, same_objects
 
 #: Gradients begin at multiples of this many bytes: fused kernels read 16 at once, and caches have lines of 128.
 ALIGNMENT = 128
@@ -103,11 +103,11 @@ class _Packed:
         sends = dist.get_rank() == source
         if sends:
             for dtype, held in self._tensors.items():
-                _private.foreach_copy_(self._places[dtype], held)
+                private.foreach_copy_(self._places[dtype], held)
         _wait(dist.broadcast(self._flat, source, self._group, async_op=True))
         if not sends:
             for dtype, held in self._tensors.items():
-                _private.foreach_copy_(held, self._places[dtype])
+                private.foreach_copy_(held, self._places[dtype])
 
 
 class _Single:
@@ -265,14 +265,14 @@ class GradientAverage:
         assert layout is not None
         device = layout.flats[0].whole.device if layout.flats else torch.device("cpu")
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        for output in _private.tree_flatten(outputs)[0]:
+        for output in private.tree_flatten(outputs)[0]:
             if isinstance(output, torch.Tensor) and output.requires_grad:
                 output.register_hook(self._begin)
 
     def _begin(self, _: torch.Tensor) -> None:
         if not self._queued:
             self._queued = True
-            _private.at_end_of_backward(self._finish)
+            private.at_end_of_backward(self._finish)
 
     def _finish(self) -> None:
         self._queued = False
@@ -344,7 +344,7 @@ def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         left.append(target)
         right.append(source)
     for left, right in kinds.values():
-        _private.foreach_copy_(left, right)
+        private.foreach_copy_(left, right)
 
 
 class Ranks:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_fastdet._graph import Graph
-from torch_fastdet._private import every_module_has_hooks, foreach_copy_, tree_flatten, tree_unflatten
 from torch_fastdet._say import say as print_line
+from torch_fastdet._torch.graph import Graph
+from torch_fastdet._torch.private import every_module_has_hooks, foreach_copy_, tree_flatten, tree_unflatten
 from torch_fastdet.graphs import _capture
 from torch_fastdet.graphs._baked import BakedForward
 from torch_fastdet.graphs._pool import GraphPool

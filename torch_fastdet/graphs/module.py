@@ -14,9 +14,9 @@ from typing import Any, SupportsIndex
 import torch
 from torch import nn
 
-from torch_fastdet._graph import Graph
-from torch_fastdet._private import foreach_add_, foreach_copy_, tree_flatten, tree_unflatten
 from torch_fastdet._say import say as print_line
+from torch_fastdet._torch.graph import Graph
+from torch_fastdet._torch.private import foreach_add_, foreach_copy_, tree_flatten, tree_unflatten
 from torch_fastdet.graphs import _capture
 from torch_fastdet.graphs._baked import BakedModule
 from torch_fastdet.graphs._casts import weights_cast_once

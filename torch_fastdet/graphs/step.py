@@ -8,10 +8,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from torch_fastdet import _graph
-from torch_fastdet._graph import Graph
-from torch_fastdet._private import foreach_add, foreach_copy_
 from torch_fastdet._say import say as print_line
+from torch_fastdet._torch import graph as _graph
+from torch_fastdet._torch.graph import Graph
+from torch_fastdet._torch.private import foreach_add, foreach_copy_
 from torch_fastdet.ema import ModelEMA
 from torch_fastdet.graphs import _capture
 from torch_fastdet.graphs._baked import Baked, StepWatch

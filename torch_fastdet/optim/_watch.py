@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from torch_fastdet._multi_tensor import ModuleWatch, by_device, new_state, same_objects
+from torch_fastdet._torch.tensors import ModuleWatch, by_device, new_state, same_objects
 
 NESTEROV, MAXIMIZE, HAS_MOMENTUM, DECOUPLED = 1, 2, 4, 8  # flags of a MultiTensorState
 NUMBERS = 5  # of each parameter group, for a MultiTensorState: three meanings depend on the rule

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_fastdet import _private
+from torch_fastdet._torch import private
 from torch_fastdet.optim._watch import ADAM, DECOUPLED, HAS_MOMENTUM, MAXIMIZE, Binding, BoundOptimizer, Numbers, gather
 
 __all__ = ["Adam", "AdamW"]
@@ -109,7 +109,7 @@ class _Adam(BoundOptimizer, torch.optim.Adam):
             super()._step()
         else:
             _lie_as_parameters(self)
-            _private.unhooked_step(torch.optim.Adam)(self)
+            private.unhooked_step(torch.optim.Adam)(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_fastdet import _private
-from torch_fastdet._multi_tensor import ModuleWatch, new_state, unwrap
+from torch_fastdet._torch import private
+from torch_fastdet._torch.tensors import ModuleWatch, new_state, unwrap
 from torch_fastdet.ema import DecayRamp, ModelEMA
 from torch_fastdet.optim._watch import NUMBERS, Binding, SgdBinding
 from torch_fastdet.optim.adamw import AdamBinding
@@ -191,7 +191,7 @@ class FusedStep:
             self._watches = ModuleWatch(self.ema.ema), ModuleWatch(model)
         return new_state("FusedStep", params, groups, places, averages, values, value_averages)
 
-    @_private.disable_dynamo
+    @private.disable_dynamo
     @torch.no_grad()
     def step(self, model: nn.Module | None = None) -> None:
         """One step.
@@ -247,10 +247,10 @@ class FusedStep:
             binding.give_buffers()
         if self.ema is not None and decay >= 0 and not capturing:
             self.ema.updates = self._counted = updates
-        _private.mark_stepped(self.optimizer)
+        private.mark_stepped(self.optimizer)
 
     def _scaler_state(self, scaler: torch.amp.GradScaler) -> tuple[Tensor, Tensor, list[float]]:
-        state = _private.scaler_state(scaler)
+        state = private.scaler_state(scaler)
         if state is None:
             raise RuntimeError(
                 f"FusedStep: GradScaler of torch {torch.__version__} keeps its scale in another way; call its unscale_, step and "
@@ -260,7 +260,7 @@ class FusedStep:
             raise RuntimeError(
                 "FusedStep: the scaler has not scaled anything yet; call scaler.scale(loss).backward() first"
             )
-        if _private.was_unscaled(scaler, self.optimizer):
+        if private.was_unscaled(scaler, self.optimizer):
             raise RuntimeError(
                 "FusedStep: scaler.unscale_ or scaler.step was called for this optimizer since the last update; FusedStep does "
                 "both itself"
@@ -313,7 +313,7 @@ class FusedStep:
         scaler, ema = self.scaler, self.ema
         scaling = averaging = None
         if scaler is not None and scaler.is_enabled():
-            state = _private.scaler_state(scaler)
+            state = private.scaler_state(scaler)
             if state is not None:
                 tensors = [None if t is None else t.data_ptr() for t in (state.scale, state.growth_tracker)]
                 scaling = state.growth_factor, state.backoff_factor, state.growth_interval, *tensors
@@ -337,4 +337,4 @@ class FusedStep:
         if self.ema is not None and self.ema.enabled:
             self.ema.updates += replays
             self._counted = self.ema.updates
-        _private.mark_stepped(self.optimizer)
+        private.mark_stepped(self.optimizer)

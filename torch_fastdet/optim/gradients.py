@@ -8,7 +8,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from torch_fastdet import _private, ops
+from torch_fastdet import ops
+from torch_fastdet._torch import private
 from torch_fastdet.optim._watch import on_device
 from torch_fastdet.optim.adamw import Adam, AdamW, why_torchs
 from torch_fastdet.optim.musgd import MuSGD
@@ -81,7 +82,7 @@ def unscale_(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> 
                 return None
             return {device: state.unscale_(on_device(scale, device)) for device, state in binding.states.items()}
 
-        if _private.take_unscale(scaler, optimizer, unscale):
+        if private.take_unscale(scaler, optimizer, unscale):
             _last_unscaled = weakref.ref(optimizer)
             return
     _stock_unscale_(scaler, optimizer)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fastdet._multi_tensor import new_state
+from torch_fastdet._torch.tensors import new_state
 from torch_fastdet.optim._watch import HAS_MOMENTUM, MOVED_SGD, MUON, NESTEROV, Binding, BoundOptimizer, Numbers, gather
 
 __all__ = ["MuSGD"]

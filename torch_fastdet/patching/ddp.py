@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_fastdet import _private
+from torch_fastdet._torch import private
 from torch_fastdet.graphs._refusal import why_not
 from torch_fastdet.graphs.distributed import GradientAverage, Ranks
 from torch_fastdet.patching.switch import Switch
@@ -85,7 +85,7 @@ class GraphedDDP:
             # The reducer learns from the first backward pass which hooks fire. Ours fires none, which would be wrong after unpatch().
             self._begun.add(ddp)
             return None
-        mode = _private.ddp_mode(ddp)
+        mode = private.ddp_mode(ddp)
         if mode is not None:  # a hook or Join may come later, and go
             if ddp not in self._told:
                 self._told.add(ddp)

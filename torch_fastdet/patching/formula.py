@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torch_fastdet._private import tree_flatten
+from torch_fastdet._torch.private import tree_flatten
 
 
 @contextlib.contextmanager

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_fastdet import _private
 from torch_fastdet._say import say
+from torch_fastdet._torch import private
 from torch_fastdet.graphs import _capture
 from torch_fastdet.graphs._refusal import is_out_of_memory
 from torch_fastdet.patching.channels_last import to_channels_last
@@ -49,7 +49,7 @@ def _milliseconds(run: Callable[[], None], device: torch.device) -> float:
     for _ in range(RUNS):
         torch.cuda.synchronize(device)
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        _private.keep_busy(device, 0.05)
+        private.keep_busy(device, 0.05)
         begin.record()
         run()
         end.record()
@@ -115,7 +115,7 @@ class LayoutChoice:
         if layout is None:
             # No time can be taken in somebody else's graph. An input with a gradient is autobatch's, which measures memory.
             # DataParallel's replicas have no parameters, and run in threads.
-            if _capture.is_capturing() or images.requires_grad or _private.is_replica(model):
+            if _capture.is_capturing() or images.requires_grad or private.is_replica(model):
                 layout = "NHWC"
             else:
                 layout = self._chosen[model] = self._choose(model, images, forward)
@@ -132,7 +132,7 @@ class LayoutChoice:
             say(f"{self.switch}: NHWC, unmeasured, because all ranks of a process group need one layout")
             return "NHWC"
         precision = _precision(images.device)
-        if any(map(_private.module_has_hooks, model.modules())):
+        if any(map(private.module_has_hooks, model.modules())):
             say(f"{self.switch}: NHWC, unmeasured, because the model has hooks, which a measurement would call")
             return "NHWC"
         shapes = tuple(tuple(w.shape) for w in weights)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_fastdet import ops
-from torch_fastdet._private import every_module_has_hooks, runs_plainly
+from torch_fastdet._torch.private import every_module_has_hooks, runs_plainly
 from torch_fastdet.patching.formula import agree, pictures
 from torch_fastdet.patching.upsample_optim import doubles, upsample_forward
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torch_fastdet._private import inside_compiled, is_compiled_in_place
 from torch_fastdet._say import say
+from torch_fastdet._torch.private import inside_compiled, is_compiled_in_place
 from torch_fastdet.graphs import InferenceGraphs, _capture
 
 

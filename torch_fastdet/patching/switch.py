@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from torch_fastdet._private import gpu_count
 from torch_fastdet._say import rank, say
+from torch_fastdet._torch.private import gpu_count
 from torch_fastdet.patching.engine import Patches, SwitchError, defined_in, describe, is_code_of, original
 from torch_fastdet.patching.import_hook import namespace
 from torch_fastdet.patching.signature import difference

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from torch_fastdet import ops
-from torch_fastdet._private import is_exporting, is_transforming
+from torch_fastdet._torch.private import is_exporting, is_transforming
 from torch_fastdet.patching.switch import Switch
 
 

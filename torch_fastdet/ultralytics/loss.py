@@ -20,8 +20,8 @@ from torch import nn
 
 from torch_fastdet import ops
 from torch_fastdet._deferred import TARGET_COLUMNS, DeferredStatus, describe_bad_targets
-from torch_fastdet._private import module_has_hooks
 from torch_fastdet._say import say
+from torch_fastdet._torch.private import module_has_hooks
 from torch_fastdet.ultralytics.necks import fewer_copies
 
 STOCK_MODULE = "ultralytics.utils.loss"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torch_fastdet import ops
-from torch_fastdet._private import norm_layers
+from torch_fastdet._torch.private import norm_layers
 from torch_fastdet.masks import yolov5_crop_mask as crop_mask
 from torch_fastdet.masks import yolov5_process_mask as process_mask
 from torch_fastdet.masks import yolov5_process_mask_native as process_mask_native

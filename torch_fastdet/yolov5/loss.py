@@ -11,7 +11,7 @@ from torch import nn
 
 from torch_fastdet import ops
 from torch_fastdet._deferred import TARGET_COLUMNS, DeferredStatus, describe_bad_targets
-from torch_fastdet._multi_tensor import unwrap
+from torch_fastdet._torch.tensors import unwrap
 from torch_fastdet.yolov5.heads import fewer_copies
 
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from torch_fastdet import optim
-from torch_fastdet._multi_tensor import ModuleWatch, unwrap
 from torch_fastdet._say import say
+from torch_fastdet._torch.tensors import ModuleWatch, unwrap
 from torch_fastdet.loader.fingerprint import fingerprint
 from torch_fastdet.optim.adamw import why_torchs
 from torch_fastdet.optim.convert import is_stock_musgd

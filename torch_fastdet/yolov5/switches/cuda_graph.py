@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_fastdet._private import is_replica
 from torch_fastdet._say import say
+from torch_fastdet._torch.private import is_replica
 from torch_fastdet.graphs import CaptureError, ModuleGraphs, _capture
 from torch_fastdet.graphs.distributed import GradientAverage
 from torch_fastdet.patching.ddp import GraphedDDP, group_size

@@ -17,8 +17,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from torch_fastdet import ops
-from torch_fastdet._private import writes
 from torch_fastdet._say import say
+from torch_fastdet._torch.private import writes
 from torch_fastdet.patching.engine import describe, is_code_of
 from torch_fastdet.patching.import_hook import namespace, top_level
 from torch_fastdet.patching.switch import Name, Switch, class_of

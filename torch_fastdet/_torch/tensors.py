@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_fastdet._private import inside_compiled
+from torch_fastdet._torch.private import inside_compiled
 
 
 def new_state(
