@@ -10,51 +10,13 @@
 
 #include <cstdint>
 
-#include "core/common/dtype.h"
+#include "core/v8_loss/v8_heads.h"
 #include "core/v8_loss/v8_loss_math.h"
 
 namespace torch_fastdet::core {
 
-constexpr int kV8MaxLevels = 8;
 constexpr int kV8StatusSize = 4;
 constexpr int64_t kV8FirstFault = int64_t{1} << 62;
-
-// How a tensor's gradient lies in memory.
-enum class V8Layout : int32_t {
-  kPlanes,  // (bs, channels, anchors) contiguous
-  kRows,    // (bs, anchors, channels) contiguous: channels_last
-};
-
-// A tensor of raw outputs: channels below `box_channels` are the boxes' (side, bin), the others the classes'.
-struct V8Tensor {
-  const void* logits;  // by the strides below, in elements; anchor a is in column a % width of row a / width
-  void* gradient;      // dense, as `layout` says; null in the forward pass
-  int64_t stride_b, stride_c, stride_y, stride_x;
-  int64_t width;
-  int64_t anchors;
-  int32_t channels, box_channels;
-  V8Layout layout;
-  bool dense;  // the logits lie so too
-};
-
-// A level of the head: which tensors hold it, and from which of their anchors on.
-struct V8Level {
-  int32_t boxes, classes;
-  int64_t first_in_tensor;
-  int64_t first;  // among the anchors of all levels
-  int64_t nx, ny;
-  float stride;  // pixels a cell
-};
-
-struct V8Heads {
-  DType dtype;
-  V8Tensor tensors[kV8MaxLevels];
-  V8Level levels[kV8MaxLevels];
-  int32_t num_tensors, num_levels;
-  int32_t nc, reg_max;
-  int64_t bs, anchors;     // anchors of all levels
-  float image_w, image_h;  // pixels
-};
 
 // What a forward pass leaves for its backward pass. T is the arithmetic type of the heads' dtype.
 struct V8Slots {
@@ -108,34 +70,9 @@ struct V8LossBackwardParams {
 
 constexpr uint32_t kV8Shared = uint32_t{1} << 31;
 
-// An anchor's place in the offsets of a tensor.
-TORCH_FASTDET_HOST_DEVICE int64_t v8_logit(const V8Tensor& tensor, int64_t b, int64_t anchor) {
-  return b * tensor.stride_b + anchor / tensor.width * tensor.stride_y + anchor % tensor.width * tensor.stride_x;
-}
-
-TORCH_FASTDET_HOST_DEVICE int64_t v8_gradient(const V8Tensor& tensor, int64_t b, int64_t channel, int64_t anchor) {
-  return tensor.layout == V8Layout::kPlanes ? (b * tensor.channels + channel) * tensor.anchors + anchor
-                                            : (b * tensor.anchors + anchor) * tensor.channels + channel;
-}
-
-TORCH_FASTDET_HOST_DEVICE int64_t v8_gradient_step(const V8Tensor& tensor) {
-  return tensor.layout == V8Layout::kPlanes ? tensor.anchors : 1;
-}
-
-// An anchor of all levels: its level and where it lies there.
-struct V8Anchor {
-  int32_t level;
-  int64_t index, column, row;  // index: row * nx + column
-};
-
-TORCH_FASTDET_HOST_DEVICE V8Anchor v8_anchor(const V8Heads& heads, int64_t anchor) {
-  V8Anchor at{0, 0, 0, 0};
-  while (at.level + 1 < heads.num_levels && anchor >= heads.levels[at.level + 1].first) ++at.level;
-  const V8Level& level = heads.levels[at.level];
-  at.index = anchor - level.first;
-  at.column = at.index % level.nx;
-  at.row = at.index / level.nx;
-  return at;
+TORCH_FASTDET_HOST_DEVICE bool v8_anchor_inside(const V8Heads& heads, const V8Target& target, const V8Anchor& at) {
+  const float stride = heads.levels[at.level].stride;
+  return v8_inside(target, v8_center(at.column, stride), v8_center(at.row, stride));
 }
 
 #ifdef TORCH_FASTDET_WITH_CUDA

@@ -1,0 +1,337 @@
+// The v8 losses on the CPU, first half: targets, boxes, assignment. Anchors, targets and slots go in parallel, by
+// parallel_for(begin, end, grain, f), and results do not depend on how.
+#pragma once
+
+#include <algorithm>
+#include <functional>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "core/common/instruction_set.h"
+#include "core/v8_loss/v8_loss.h"
+
+namespace torch_fastdet::core::v8_loops {
+
+constexpr int kBlock = 64;     // anchors or logits that are gathered side by side for vector instructions
+constexpr int kMostBins = 64;  // in such a block; heads have 16
+constexpr int64_t kSlotGrain = 64;
+
+// ---- Loops over a block, with a second copy for AVX2 ---------------------------------------------------------------
+
+template <typename T>
+using Block = T[kBlock];
+
+// sums[i] += softplus(logits[i]).
+template <typename T>
+void softplus_loop(const T* logits, Block<T>& sums) {
+  for (int i = 0; i < kBlock; ++i) sums[i] += v8_softplus(logits[i]);
+}
+
+template <typename T>
+void sigmoid_loop(const T* logits, T scale, Block<T>& out) {
+  for (int i = 0; i < kBlock; ++i) out[i] = sigmoid(logits[i]) * scale;
+}
+
+// The distance of one side for the anchors of a block.
+template <typename T>
+void expectation_loop(int reg_max, const Block<T>* bins, Block<T>& distance) {
+  Block<T> highest, total, weighted;
+  for (int i = 0; i < kBlock; ++i) highest[i] = bins[0][i];
+  for (int bin = 1; bin < reg_max; ++bin) {
+    for (int i = 0; i < kBlock; ++i) highest[i] = bins[bin][i] > highest[i] ? bins[bin][i] : highest[i];
+  }
+  for (int i = 0; i < kBlock; ++i) total[i] = weighted[i] = 0;
+  for (int bin = 0; bin < reg_max; ++bin) {
+    for (int i = 0; i < kBlock; ++i) {
+      const T weight = exp_rn(sub_rn(bins[bin][i], highest[i]));
+      total[i] = add_rn(total[i], weight);
+      weighted[i] = add_rn(weighted[i], mul_rn(weight, T(bin)));
+    }
+  }
+  for (int i = 0; i < kBlock; ++i) distance[i] = div_rn(weighted[i], total[i]);
+}
+
+#ifdef TORCH_FASTDET_AVX2
+TORCH_FASTDET_AVX2 __attribute__((flatten)) inline void softplus_loop_avx2(const float* logits, Block<float>& sums) {
+  softplus_loop(logits, sums);
+}
+TORCH_FASTDET_AVX2 __attribute__((flatten)) inline void sigmoid_loop_avx2(const float* logits, float scale,
+                                                                          Block<float>& out) {
+  sigmoid_loop(logits, scale, out);
+}
+TORCH_FASTDET_AVX2 __attribute__((flatten)) inline void expectation_loop_avx2(int reg_max, const Block<float>* bins,
+                                                                              Block<float>& distance) {
+  expectation_loop(reg_max, bins, distance);
+}
+#endif
+
+template <typename T>
+void softplus_block(const T* logits, Block<T>& sums) {
+#ifdef TORCH_FASTDET_AVX2
+  if constexpr (std::is_same_v<T, float>) {
+    if (has_avx2()) return softplus_loop_avx2(logits, sums);
+  }
+#endif
+  softplus_loop(logits, sums);
+}
+
+template <typename T>
+void sigmoid_block(const T* logits, T scale, Block<T>& out) {
+#ifdef TORCH_FASTDET_AVX2
+  if constexpr (std::is_same_v<T, float>) {
+    if (has_avx2()) return sigmoid_loop_avx2(logits, scale, out);
+  }
+#endif
+  sigmoid_loop(logits, scale, out);
+}
+
+template <typename T>
+void expectation_block(int reg_max, const Block<T>* bins, Block<T>& distance) {
+#ifdef TORCH_FASTDET_AVX2
+  if constexpr (std::is_same_v<T, float>) {
+    if (has_avx2()) return expectation_loop_avx2(reg_max, bins, distance);
+  }
+#endif
+  expectation_loop(reg_max, bins, distance);
+}
+
+// ---- Targets -------------------------------------------------------------------------------------------------------
+
+// Targets by image, in the order of their rows.
+inline void prepare_targets(const V8LossParams& params, int64_t count) {
+  const V8Heads& heads = params.heads;
+  std::fill_n(params.status, kV8StatusSize, int64_t{0});
+  std::fill_n(params.scratch.best, 2 * params.n, uint64_t{0});
+  const V8Sides sides = v8_sides(params.settings);
+  std::vector<V8Target> kept;
+  for (int64_t i = 0; i < count; ++i) {
+    V8Target target;
+    if (!v8_target(params.targets + 6 * i, heads.image_w, heads.image_h, sides, heads.nc, target)) continue;
+    target.row = static_cast<int32_t>(i);
+    kept.push_back(target);
+  }
+  int64_t* first = params.scratch.first_target;
+  std::fill_n(first, heads.bs + 1, int64_t{0});
+  for (const V8Target& target : kept) ++first[target.image + 1];
+  for (int64_t b = 0; b < heads.bs; ++b) first[b + 1] += first[b];
+  std::vector<int64_t> next(first, first + heads.bs);
+  for (const V8Target& target : kept) params.scratch.targets[next[target.image]++] = target;
+}
+
+// ---- Boxes ---------------------------------------------------------------------------------------------------------
+
+template <typename scalar_t>
+void decode_block(const V8LossParams& params, int64_t image, int which, int64_t begin) {
+  using T = arithmetic_t<scalar_t>;
+  const V8Heads& heads = params.heads;
+  const V8Level& level = heads.levels[which];
+  const V8Tensor& tensor = heads.tensors[level.boxes];
+  const auto count = static_cast<int>(std::min<int64_t>(kBlock, level.ny * level.nx - begin));
+  const auto* logits = static_cast<const scalar_t*>(tensor.logits);
+  int64_t offsets[kBlock];
+  for (int i = 0; i < count; ++i) offsets[i] = v8_logit(tensor, image, level.first_in_tensor + begin + i);
+  Block<T> distance[4], bins[kMostBins] = {};
+  for (int side = 0; side < 4; ++side) {
+    if (heads.reg_max == 1 || heads.reg_max > kMostBins) {
+      for (int i = 0; i < count; ++i) {
+        distance[side][i] =
+            v8_side<T>(heads.reg_max, side_logits<scalar_t>(heads, image, {which, begin + i, 0, 0}, side)).distance;
+      }
+      continue;
+    }
+    for (int bin = 0; bin < heads.reg_max; ++bin) {
+      const scalar_t* at = logits + (side * heads.reg_max + bin) * tensor.stride_c;
+      for (int i = 0; i < count; ++i) bins[bin][i] = to_arithmetic(at[offsets[i]]);
+    }
+    expectation_block(heads.reg_max, bins, distance[side]);
+  }
+  auto* boxes = static_cast<CornerBox<T>*>(params.scratch.boxes) + image * heads.anchors + level.first + begin;
+  const T stride = level.stride;
+  for (int i = 0; i < count; ++i) {
+    const T x = T((begin + i) % level.nx) + T(0.5), y = T((begin + i) / level.nx) + T(0.5);
+    boxes[i] = {(x - distance[0][i]) * stride, (y - distance[1][i]) * stride, (x + distance[2][i]) * stride,
+                (y + distance[3][i]) * stride};
+  }
+}
+
+// Decodes the blocks of anchors that some target reaches.
+template <typename scalar_t, typename ParallelFor>
+void decode_boxes(const V8LossParams& params, const ParallelFor& parallel_for) {
+  const V8Heads& heads = params.heads;
+  std::vector<int64_t> first(heads.num_levels + 1, 0);  // block of each level, in one image
+  for (int i = 0; i < heads.num_levels; ++i) {
+    first[i + 1] = first[i] + (heads.levels[i].ny * heads.levels[i].nx + kBlock - 1) / kBlock;
+  }
+  const int64_t blocks = first.back();
+  std::vector<char> reached(heads.bs * blocks, 0);
+  for (int64_t t = 0; t < params.scratch.first_target[heads.bs]; ++t) {
+    const V8Target& target = params.scratch.targets[t];
+    for (int i = 0; i < heads.num_levels; ++i) {
+      const V8Level& level = heads.levels[i];
+      const V8Range range = v8_range(target, level.stride, level.nx, level.ny);
+      char* of_level = reached.data() + target.image * blocks + first[i];
+      for (int64_t y = range.y0; y < range.y1 && range.x0 < range.x1; ++y) {
+        const int64_t row = y * level.nx;
+        for (int64_t k = (row + range.x0) / kBlock; k <= (row + range.x1 - 1) / kBlock; ++k) of_level[k] = 1;
+      }
+    }
+  }
+  parallel_for(0, heads.bs * blocks, 8, [&](int64_t begin, int64_t end) {
+    for (int64_t k = begin; k < end; ++k) {
+      if (!reached[k]) continue;
+      const int64_t block = k % blocks;
+      int level = 0;
+      while (block >= first[level + 1]) ++level;
+      decode_block<scalar_t>(params, k / blocks, level, (block - first[level]) * kBlock);
+    }
+  });
+}
+
+// ---- Assignment ----------------------------------------------------------------------------------------------------
+
+template <typename T>
+struct Assignment {
+  T alpha, beta, eps;
+  explicit Assignment(const double* settings)
+      : alpha(static_cast<T>(settings[kV8Alpha])),
+        beta(static_cast<T>(settings[kV8Beta])),
+        eps(static_cast<T>(settings[kV8Eps])) {}
+};
+
+template <typename scalar_t>
+uint64_t anchor_key(const V8LossParams& params, const Assignment<arithmetic_t<scalar_t>>& settings,
+                    const V8Target& target, const V8Anchor& at) {
+  using T = arithmetic_t<scalar_t>;
+  const V8Heads& heads = params.heads;
+  const int64_t anchor = heads.levels[at.level].first + at.index;
+  const T overlap =
+      v8_overlap(target, static_cast<const CornerBox<T>*>(params.scratch.boxes)[target.image * heads.anchors + anchor]);
+  if (overlap == T(0) && settings.beta > T(0)) return 0;
+  const T logit = class_logit<scalar_t>(heads, target.image, at, target.lookup);
+  return v8_key(v8_alignment(logit, overlap, settings.alpha, settings.beta), anchor);
+}
+
+// The best topk anchors of each target, in its slots. Where fewer fit, the first anchors of the image that do not fit
+// are named too, if they lie inside of the target, as a top-k over all anchors does whose ties go by index. They have
+// no weight, but others may want them.
+template <typename scalar_t, typename ParallelFor>
+void assign(const V8LossParams& params, const ParallelFor& parallel_for) {
+  using T = arithmetic_t<scalar_t>;
+  const V8Heads& heads = params.heads;
+  const Assignment<T> settings(params.settings);
+  std::fill_n(params.slots.anchor, params.n * params.topk, int64_t{-1});
+  parallel_for(0, params.scratch.first_target[heads.bs], 1, [&](int64_t begin, int64_t end) {
+    std::vector<uint64_t> keys;
+    for (int64_t t = begin; t < end; ++t) {
+      const V8Target& target = params.scratch.targets[t];
+      keys.clear();
+      for (int which = 0; which < heads.num_levels; ++which) {
+        const V8Level& level = heads.levels[which];
+        const V8Range range = v8_range(target, level.stride, level.nx, level.ny);
+        for (int64_t y = range.y0; y < range.y1; ++y) {
+          for (int64_t x = range.x0; x < range.x1; ++x) {
+            const V8Anchor at{which, y * level.nx + x, x, y};
+            if (!v8_anchor_inside(heads, target, at)) continue;
+            const uint64_t key = anchor_key<scalar_t>(params, settings, target, at);
+            if (key != 0) keys.push_back(key);
+          }
+        }
+      }
+      int64_t* anchors = params.slots.anchor + t * params.topk;
+      const auto count = std::min<int64_t>(params.topk, static_cast<int64_t>(keys.size()));
+      std::partial_sort(keys.begin(), keys.begin() + count, keys.end(), std::greater<>());
+      for (int64_t i = 0; i < count; ++i) anchors[i] = target.image * heads.anchors + v8_key_index(keys[i]);
+      int64_t place = count;
+      for (int64_t anchor = 0; anchor < heads.anchors && place < params.topk; ++anchor) {
+        const V8Anchor at = v8_anchor(heads, anchor);
+        const bool inside = v8_anchor_inside(heads, target, at);
+        if (inside && anchor_key<scalar_t>(params, settings, target, at) != 0) continue;
+        if (inside) anchors[place] = target.image * heads.anchors + anchor;
+        ++place;
+      }
+    }
+  });
+}
+
+// Of the slots that name one anchor the greatest stands for it; the anchor goes to the target that it fits best.
+template <typename scalar_t, typename ParallelFor>
+void resolve(const V8LossParams& params, const ParallelFor& parallel_for) {
+  using T = arithmetic_t<scalar_t>;
+  const V8Heads& heads = params.heads;
+  const V8Scratch& scratch = params.scratch;
+  const Assignment<T> settings(params.settings);
+  const int64_t slots = params.n * params.topk;
+  int64_t* anchors = params.slots.anchor;
+  std::fill_n(scratch.owner, heads.bs * heads.anchors, uint32_t{0});
+  for (int64_t slot = 0; slot < slots; ++slot) {
+    if (anchors[slot] < 0) continue;
+    uint32_t& owner = scratch.owner[anchors[slot]];
+    owner = owner == 0 ? static_cast<uint32_t>(slot + 1) : static_cast<uint32_t>(slot + 1) | kV8Shared;
+  }
+  parallel_for(0, slots, kSlotGrain, [&](int64_t begin, int64_t end) {
+    for (int64_t slot = begin; slot < end; ++slot) {
+      const int64_t anchor = anchors[slot];
+      if (anchor < 0) continue;
+      const uint32_t owner = scratch.owner[anchor];
+      if ((owner & ~kV8Shared) != slot + 1) {
+        anchors[slot] = -1;
+        continue;
+      }
+      const int64_t image = anchor / heads.anchors;
+      const V8Anchor at = v8_anchor(heads, anchor % heads.anchors);
+      const CornerBox<T> box = static_cast<const CornerBox<T>*>(scratch.boxes)[anchor];
+      int64_t winner = slot / params.topk;
+      if (owner & kV8Shared) {
+        const float stride = heads.levels[at.level].stride;
+        const float x = v8_center(at.column, stride), y = v8_center(at.row, stride);
+        uint64_t best = 0;
+        for (int64_t t = scratch.first_target[image]; t < scratch.first_target[image + 1]; ++t) {
+          if (!v8_inside(scratch.targets[t], x, y)) continue;
+          best = std::max(best, v8_key(v8_overlap(scratch.targets[t], box), t));
+        }
+        if (best != 0) winner = v8_key_index(best);
+      }
+      const V8Target& target = scratch.targets[winner];
+      const T overlap = v8_overlap(target, box);
+      const T logit = class_logit<scalar_t>(heads, image, at, target.lookup);
+      scratch.winner[slot] = static_cast<int32_t>(winner);
+      static_cast<T*>(scratch.overlap)[slot] = overlap;
+      static_cast<T*>(scratch.alignment)[slot] = v8_alignment(logit, overlap, settings.alpha, settings.beta);
+    }
+  });
+}
+
+// Of the anchors that a target got, its topk2 best are kept; then the best alignment and overlap of each target.
+template <typename T>
+void filter(const V8LossParams& params) {
+  const V8Scratch& scratch = params.scratch;
+  const auto* alignment = static_cast<const T*>(scratch.alignment);
+  const auto* overlap = static_cast<const T*>(scratch.overlap);
+  const int64_t slots = params.n * params.topk;
+  int64_t* anchors = params.slots.anchor;
+  if (params.topk2 != params.topk) {
+    std::vector<std::vector<std::pair<uint64_t, int64_t>>> of_target(params.n);
+    for (int64_t slot = 0; slot < slots; ++slot) {
+      if (anchors[slot] < 0) continue;
+      const uint64_t key = v8_key(alignment[slot], anchors[slot] % params.heads.anchors);
+      if (key == 0) {
+        anchors[slot] = -1;
+      } else {
+        of_target[scratch.winner[slot]].emplace_back(key, slot);
+      }
+    }
+    for (auto& got : of_target) {
+      std::sort(got.begin(), got.end(), std::greater<>());
+      for (size_t i = params.topk2; i < got.size(); ++i) anchors[got[i].second] = -1;
+    }
+  }
+  for (int64_t slot = 0; slot < slots; ++slot) {
+    if (anchors[slot] < 0) continue;
+    uint64_t* best = scratch.best + 2 * scratch.winner[slot];
+    best[0] = std::max(best[0], v8_order(alignment[slot]));
+    best[1] = std::max(best[1], v8_order(overlap[slot]));
+  }
+}
+
+}  // namespace torch_fastdet::core::v8_loops

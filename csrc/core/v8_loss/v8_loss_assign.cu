@@ -1,0 +1,231 @@
+// The assignment of a v8 loss: a block a target finds its best anchors, then a warp a slot settles anchors that several
+// targets want, and keeps a target's topk2 best.
+#include "core/v8_loss/v8_loss_device.cuh"
+#include "core/v8_loss/v8_loss_launch.h"
+
+namespace torch_fastdet::core {
+namespace {
+
+// A warp's best keys so far: lane i holds the i-th.
+struct BestKeys {
+  uint64_t held = 0;
+
+  // Takes in one key a lane; those that do not belong to the `wanted` best are dropped.
+  __device__ void insert(uint64_t key, int wanted) {
+    const int lane = threadIdx.x % kWarp;
+    uint64_t least = __shfl_sync(kFullWarp, held, wanted - 1);
+    unsigned pending = __ballot_sync(kFullWarp, key > least);
+    for (; pending != 0; pending &= pending - 1) {
+      const uint64_t candidate = __shfl_sync(kFullWarp, key, __ffs(static_cast<int>(pending)) - 1);
+      if (candidate <= least) continue;
+      const int place = __popc(__ballot_sync(kFullWarp, held > candidate));
+      const uint64_t above = __shfl_up_sync(kFullWarp, held, 1);
+      held = lane < place ? held : lane == place ? candidate : above;
+      least = __shfl_sync(kFullWarp, held, wanted - 1);
+    }
+  }
+};
+
+// The greatest slot stays; whoever finds the anchor taken marks it as shared. The first one does not know of the
+// others, but the second sees the first's slot and puts the greater of both back with the mark.
+__device__ void claim_anchor(uint32_t* owner, uint32_t key) {
+  const uint32_t held = atomicMax(owner, key);
+  if (held == 0) return;
+  const uint32_t unmarked = held & ~kV8Shared;
+  atomicMax(owner, (unmarked > key ? unmarked : key) | kV8Shared);
+}
+
+// How an anchor inside of a target ranks among those.
+template <typename scalar_t>
+__device__ uint64_t anchor_key(const V8LossParams& params, const V8Target& target, const V8Anchor& at) {
+  using T = arithmetic_t<scalar_t>;
+  const V8Heads& heads = params.heads;
+  const int64_t anchor = heads.levels[at.level].first + at.index;
+  const T overlap =
+      v8_overlap(target, static_cast<const CornerBox<T>*>(params.scratch.boxes)[target.image * heads.anchors + anchor]);
+  return v8_key(v8_alignment(class_logit<scalar_t>(heads, target.image, at, target.lookup), overlap,
+                             static_cast<T>(params.settings[kV8Alpha]), static_cast<T>(params.settings[kV8Beta])),
+                anchor);
+}
+
+// The keys of the anchors of one level inside of a target, below `bound`.
+template <typename scalar_t>
+__device__ void rank_level(const V8LossParams& params, const V8Target& target, int which, uint64_t bound, int wanted,
+                           BestKeys& best) {
+  const V8Level& level = params.heads.levels[which];
+  const V8Range range = v8_range(target, level.stride, level.nx, level.ny);
+  const auto width = static_cast<uint32_t>(range.x1 - range.x0);
+  const auto count = static_cast<uint32_t>((range.y1 - range.y0) * width);
+  const uint32_t warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  for (uint32_t start = warp * kWarp; start < count; start += kThreads) {
+    const uint32_t i = start + lane;
+    uint64_t key = 0;
+    if (i < count) {
+      V8Anchor at{which, 0, range.x0 + i % width, range.y0 + i / width};
+      at.index = at.row * level.nx + at.column;
+      if (v8_anchor_inside(params.heads, target, at)) key = anchor_key<scalar_t>(params, target, at);
+      if (key >= bound) key = 0;
+    }
+    best.insert(key, wanted);
+  }
+}
+
+// Where fewer than topk anchors fit, the first anchors of the image that do not fit are named too, if they lie inside
+// of the target, as a top-k over all anchors does whose ties go by index. They have no weight, but others may want
+// them.
+template <typename scalar_t>
+__device__ void name_misfits(const V8LossParams& params, const V8Target& target, int64_t first_slot, int found) {
+  const V8Heads& heads = params.heads;
+  const int lane = threadIdx.x % kWarp;
+  int before = 0;
+  for (int start = 0; start < params.topk; start += kWarp) {
+    const int anchor = start + lane;
+    bool misfit = false, inside = false;
+    if (anchor < params.topk && anchor < heads.anchors) {
+      const V8Anchor at = v8_anchor(heads, anchor);
+      inside = v8_anchor_inside(heads, target, at);
+      misfit = !inside || anchor_key<scalar_t>(params, target, at) == 0;
+    }
+    const unsigned misfits = __ballot_sync(kFullWarp, misfit);
+    const int place = found + before + __popc(misfits & ((1u << lane) - 1));
+    before += __popc(misfits);
+    if (!misfit || !inside || place >= params.topk) continue;
+    const int64_t named = target.image * heads.anchors + anchor;
+    params.slots.anchor[first_slot + place] = named;
+    claim_anchor(params.scratch.owner + named, static_cast<uint32_t>(first_slot + place + 1));
+  }
+}
+
+template <typename scalar_t>
+__global__ void __launch_bounds__(kThreads) assign_kernel(const __grid_constant__ V8LossParams params) {
+  __shared__ uint64_t keys[kThreads];
+  __shared__ uint64_t last;
+  __shared__ int found;
+  const V8Heads& heads = params.heads;
+  const int64_t which = blockIdx.x, first_slot = which * params.topk;
+  int64_t* anchors = params.slots.anchor + first_slot;
+  for (int i = threadIdx.x; i < params.topk; i += kThreads) anchors[i] = -1;
+  if (which >= params.scratch.first_target[heads.bs]) return;
+  const V8Target target = params.scratch.targets[which];
+  if (threadIdx.x == 0) found = 0;
+  uint64_t bound = ~uint64_t{0};
+  for (int first = 0; first < params.topk && bound != 0; first += kWarp) {  // a warp's list holds so many
+    const int wanted = params.topk - first < kWarp ? params.topk - first : kWarp;
+    BestKeys best;
+    for (int level = 0; level < heads.num_levels; ++level) {
+      rank_level<scalar_t>(params, target, level, bound, wanted, best);
+    }
+    const uint64_t key = best.held;
+    __syncthreads();
+    keys[threadIdx.x] = key;
+    if (threadIdx.x == 0) last = 0;
+    __syncthreads();
+    if (key != 0) {
+      int rank = 0;
+      for (const uint64_t other : keys) rank += other > key ? 1 : 0;
+      if (rank < wanted) {
+        const int64_t anchor = target.image * heads.anchors + v8_key_index(key);
+        anchors[first + rank] = anchor;
+        claim_anchor(params.scratch.owner + anchor, static_cast<uint32_t>(first_slot + first + rank + 1));
+        atomicAdd(&found, 1);
+        if (rank == wanted - 1) last = key;
+      }
+    }
+    __syncthreads();
+    bound = last;
+  }
+  if (threadIdx.x < kWarp && found < params.topk) name_misfits<scalar_t>(params, target, first_slot, found);
+}
+
+// A slot's anchor goes to the target that it fits best, if several want it. A warp a slot.
+template <typename scalar_t>
+__global__ void __launch_bounds__(kThreads) resolve_kernel(const __grid_constant__ V8LossParams params) {
+  using T = arithmetic_t<scalar_t>;
+  const V8Heads& heads = params.heads;
+  const V8Scratch& scratch = params.scratch;
+  const int lane = threadIdx.x % kWarp;
+  const int64_t slot = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
+  if (slot >= params.n * params.topk) return;
+  const int64_t anchor = params.slots.anchor[slot];
+  if (anchor < 0) return;
+  const uint32_t owner = scratch.owner[anchor];
+  __syncwarp();
+  if ((owner & ~kV8Shared) != slot + 1) {
+    if (lane == 0) params.slots.anchor[slot] = -1;
+    return;
+  }
+  const int64_t image = anchor / heads.anchors;
+  const V8Anchor at = v8_anchor(heads, anchor % heads.anchors);
+  const CornerBox<T> box = static_cast<const CornerBox<T>*>(scratch.boxes)[anchor];
+  int64_t winner = slot / params.topk;
+  if (owner & kV8Shared) {
+    const float stride = heads.levels[at.level].stride;
+    const float x = v8_center(at.column, stride), y = v8_center(at.row, stride);
+    const int64_t first = scratch.first_target[image], end = scratch.first_target[image + 1];
+    uint64_t best = 0;
+    for (int64_t i = first + lane; i < end; i += kWarp) {
+      if (!v8_inside(scratch.targets[i], x, y)) continue;
+      const uint64_t key = v8_key(v8_overlap(scratch.targets[i], box), i);
+      best = key > best ? key : best;
+    }
+    best = warp_max(best);
+    if (best != 0) winner = v8_key_index(best);
+  }
+  if (lane != 0) return;
+  const V8Target& target = scratch.targets[winner];
+  const T overlap = v8_overlap(target, box);
+  const T alignment = v8_alignment(class_logit<scalar_t>(heads, image, at, target.lookup), overlap,
+                                   static_cast<T>(params.settings[kV8Alpha]), static_cast<T>(params.settings[kV8Beta]));
+  scratch.winner[slot] = static_cast<int32_t>(winner);
+  static_cast<T*>(scratch.overlap)[slot] = overlap;
+  static_cast<T*>(scratch.alignment)[slot] = alignment;
+  if (params.topk2 != params.topk) return;
+  raise_to(scratch.best + 2 * winner, alignment);
+  raise_to(scratch.best + 2 * winner + 1, overlap);
+}
+
+// Of the anchors that a target got, its topk2 best are kept. A warp a slot.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) filter_kernel(const __grid_constant__ V8LossParams params) {
+  const V8Scratch& scratch = params.scratch;
+  const int lane = threadIdx.x % kWarp;
+  const int64_t slot = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
+  if (slot >= params.n * params.topk) return;
+  const int64_t anchor = params.slots.anchor[slot];
+  if (anchor < 0) return;
+  const int64_t anchors = params.heads.anchors, image = anchor / anchors;
+  const auto* alignment = static_cast<const T*>(scratch.alignment);
+  const int32_t winner = scratch.winner[slot];
+  const uint64_t key = v8_key(alignment[slot], anchor % anchors);
+  const int64_t end = scratch.first_target[image + 1] * params.topk;
+  int better = 0;
+  for (int64_t i = scratch.first_target[image] * params.topk + lane; i < end; i += kWarp) {
+    const int64_t other = params.slots.anchor[i];
+    if (other >= 0 && scratch.winner[i] == winner && v8_key(alignment[i], other % anchors) > key) ++better;
+  }
+  better = warp_sum(better);
+  if (lane != 0) return;
+  const bool keep = key != 0 && better < params.topk2;
+  static_cast<T*>(params.slots.score)[slot] = keep ? T(1) : T(0);
+  if (!keep) return;
+  raise_to(scratch.best + 2 * winner, alignment[slot]);
+  raise_to(scratch.best + 2 * winner + 1, static_cast<const T*>(scratch.overlap)[slot]);
+}
+
+}  // namespace
+
+cudaError_t launch_v8_assign(const V8LossParams& params, cudaStream_t stream) {
+  return dispatch(params.heads.dtype, [&](auto zero) {
+    using scalar_t = decltype(zero);
+    assign_kernel<scalar_t><<<static_cast<unsigned>(params.n), kThreads, 0, stream>>>(params);
+    if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+    const auto warps = static_cast<unsigned>(ceil_div(params.n * params.topk, kWarps));
+    resolve_kernel<scalar_t><<<warps, kThreads, 0, stream>>>(params);
+    if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+    if (params.topk2 == params.topk) return cudaSuccess;
+    filter_kernel<arithmetic_t<scalar_t>><<<warps, kThreads, 0, stream>>>(params);
+    return cudaGetLastError();
+  });
+}
+
+}  // namespace torch_fastdet::core

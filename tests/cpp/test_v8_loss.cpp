@@ -1,0 +1,49 @@
+// The CPU loops of v8_loss against kernels/v8_loss_problem.h, and its arithmetic.
+#include <gtest/gtest.h>
+
+#include "core/v8_loss/v8_loss_loops.h"
+#include "kernels/v8_loss_problem.h"
+
+namespace torch_fastdet::core {
+namespace {
+
+constexpr auto serial_for = [](int64_t begin, int64_t end, int64_t, const auto& f) { f(begin, end); };
+
+template <typename T>
+struct Loops {
+  static constexpr bool kFaults = false;
+  static int64_t slot_blocks(const V8LossParams&) { return 0; }
+  static int64_t class_blocks(const V8LossParams&) { return 0; }
+  static bool forward(const V8LossParams& params, int64_t count) {
+    v8_loops::forward<T>(params, count, serial_for);
+    return true;
+  }
+  static bool backward(const V8LossBackwardParams& params) {
+    v8_loops::backward<T>(params, serial_for);
+    return true;
+  }
+};
+
+TEST(V8LossLoops, RandomHeadsAndTargets) {
+  for (uint64_t seed = 0; seed < rounds(24) && !HasFailure(); ++seed) {
+    if (seed % 2 == 0) {
+      v8_problem::check<Loops<float>, float>(seed, DType::kFloat32);
+    } else {
+      v8_problem::check<Loops<double>, double>(seed, DType::kFloat64);
+    }
+  }
+}
+
+// A distance that is NaN, of one predicted box: the target that it lies in ranks it first, and the loss is NaN, as in
+// eager; elsewhere it does no harm.
+TEST(V8LossMath, KeysPutNanFirstAndZeroNowhere) {
+  EXPECT_GT(v8_key(std::nanf(""), 5), v8_key(INFINITY, 0));
+  EXPECT_GT(v8_key(0.5f, 3), v8_key(0.5f, 4));
+  EXPECT_EQ(v8_key(0.0f, 1), 0u);
+  EXPECT_EQ(v8_key_index(v8_key(1.0f, 12345)), 12345);
+  EXPECT_TRUE(std::isnan(v8_ordered(v8_order(std::nan("")))));
+  EXPECT_GT(v8_order(std::nan("")), v8_order(INFINITY));
+}
+
+}  // namespace
+}  // namespace torch_fastdet::core
