@@ -8,6 +8,7 @@ import setuptools  # noqa: F401  before distutils, which YOLOv5's packages impor
 import torch
 
 import torch_fastdet
+from torch_fastdet import _say
 
 
 def spread_over_gpus() -> None:
@@ -106,6 +107,16 @@ def same_convolutions():
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _lines_on_stderr():
+    """Lines of the package are shown as after ``patch()``: pytest's own handlers are not a user's."""
+    with pytest.MonkeyPatch.context() as patch:  # apart from the tests' own, which they may undo
+        patch.setattr(_say, "is_configured", lambda: False)
+        _say.show("tests")
+        yield
+        _say.hide("tests")
 
 
 @pytest.fixture(autouse=True)

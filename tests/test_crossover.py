@@ -31,14 +31,14 @@ def machine(monkeypatch, tmp_path):
 
 def test_measures_once_and_keeps_the_answer(machine, monkeypatch, capsys):
     assert crossover.crossover() == pytest.approx(1000)
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     assert said.count("\n") == 1 and "from 1,000 elements on" in said and str(crossover.cache_file()) in said
     assert crossover.crossover() == pytest.approx(1000)
     monkeypatch.setattr(crossover, "_known", {})  # another process
     assert crossover.crossover() == pytest.approx(1000)
-    assert machine == [("yolov5", False)] and capsys.readouterr().out == ""
-    assert crossover.crossover("ultralytics", many=True) == float("inf") and "at no size" in capsys.readouterr().out
-    assert crossover.crossover("ultralytics") == 0 and "at every size" in capsys.readouterr().out
+    assert machine == [("yolov5", False)] and capsys.readouterr().err == ""
+    assert crossover.crossover("ultralytics", many=True) == float("inf") and "at no size" in capsys.readouterr().err
+    assert crossover.crossover("ultralytics") == 0 and "at every size" in capsys.readouterr().err
     assert len(json.loads(crossover.cache_file().read_text())) == 3
     monkeypatch.setattr(crossover, "_known", {})
     assert crossover.crossover("ultralytics", many=True) == float("inf") and len(machine) == 3
@@ -63,11 +63,11 @@ def test_a_folder_that_cannot_be_written_is_said(machine, monkeypatch, tmp_path,
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert crossover.crossover() == pytest.approx(1000)
-    assert "cannot be kept: " in capsys.readouterr().out
+    assert "cannot be kept: " in capsys.readouterr().err
     monkeypatch.setattr(crossover, "_known", {})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     crossover.cache_file().mkdir(parents=True)
-    assert crossover.crossover() == pytest.approx(1000) and "cannot be kept: " in capsys.readouterr().out
+    assert crossover.crossover() == pytest.approx(1000) and "cannot be kept: " in capsys.readouterr().err
     assert list(crossover.cache_file().parent.iterdir()) == [crossover.cache_file()]  # and no temporary file
 
 
@@ -78,7 +78,7 @@ def test_a_machine_without_a_home_directory(machine, monkeypatch, capsys):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(crossover.Path, "expanduser", missing)
     assert crossover.crossover() == pytest.approx(1000)
-    assert "cannot be kept: Could not determine home directory." in capsys.readouterr().out
+    assert "cannot be kept: Could not determine home directory." in capsys.readouterr().err
 
 
 def test_what_is_no_gpu_is_an_error(machine, monkeypatch):

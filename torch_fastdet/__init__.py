@@ -10,6 +10,7 @@ import sys
 from types import ModuleType
 
 from torch_fastdet import _library
+from torch_fastdet._say import logger
 from torch_fastdet._version import __version__
 
 _library.load()
@@ -23,7 +24,7 @@ if "torch.utils.flop_counter" in sys.modules:  # else flops.register() is the us
 #: For CMAKE_PREFIX_PATH: where find_package(TorchFastdet) looks.
 cmake_prefix_path = str(_library.PACKAGE / "share/cmake")
 
-__all__ = ["__version__", "build_info", "cmake_prefix_path", "ops"]
+__all__ = ["__version__", "build_info", "cmake_prefix_path", "logger", "ops"]
 
 
 def __getattr__(name: str) -> ModuleType:

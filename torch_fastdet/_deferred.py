@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import sys
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -110,4 +110,4 @@ def _raise_unread() -> None:
         except ValueError as error:
             if rank() in ("", "0"):
                 raise
-            say(f"rank {rank()}, in one of its last steps: {error}", file=sys.stderr, every_rank=True)
+            say(f"rank {rank()}, in one of its last steps: {error}", logging.ERROR, every_rank=True)

@@ -1,9 +1,54 @@
-"""The one way in which the package speaks: a line that begins with its name."""
+"""The one way in which the package speaks: records of ``torch_fastdet.logger``, which launchers and ``patch()`` show on stderr."""
 
 from __future__ import annotations
 
+import logging
 import os
-from typing import TextIO
+import sys
+
+logger = logging.getLogger("torch_fastdet")
+
+
+class _Lines(logging.Handler):
+    """Writes ``torch_fastdet: <message>`` to whatever ``sys.stderr`` is now."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not is_configured():
+            print(f"torch_fastdet: {record.getMessage()}", file=sys.stderr, flush=True)
+
+
+_lines = _Lines()
+_showing: set[object] = set()
+_level = logging.NOTSET  # the logger's own level, before show()
+
+
+def is_configured() -> bool:
+    """Whether the user has configured logging: the root logger or ours has a handler that is not from here."""
+    return bool(logging.getLogger().handlers) or any(handler is not _lines for handler in logger.handlers)
+
+
+def show(owner: object) -> None:
+    """Show lines on stderr until ``hide(owner)``, unless the user configures logging, before or later."""
+    global _level
+    if not _showing and not is_configured():
+        _level = logger.level
+        logger.addHandler(_lines)
+        if logger.level == logging.NOTSET:
+            logger.setLevel(logging.INFO)
+    _showing.add(owner)
+
+
+def hide(owner: object) -> None:
+    """Leave logging as :func:`show` found it, where no other owner needs it."""
+    _showing.discard(owner)
+    if not _showing:
+        _remove()
+
+
+def _remove() -> None:
+    if _lines in logger.handlers:
+        logger.removeHandler(_lines)
+        logger.setLevel(_level)
 
 
 def rank() -> str:
@@ -12,7 +57,9 @@ def rank() -> str:
     return "" if value == "-1" else value
 
 
-def say(line: str, file: TextIO | None = None, every_rank: bool = False) -> None:
-    """Print one line, to stdout unless ``file`` is given; in a distributed run on rank 0 alone, unless ``every_rank``."""
+def say(line: str, level: int = logging.INFO, every_rank: bool = False) -> None:
+    """Log one line; in a distributed run on rank 0 alone, unless ``every_rank``."""
     if every_rank or rank() in ("", "0"):
-        print(f"torch_fastdet: {line}", file=file, flush=True)
+        if is_configured():
+            _remove()  # before the record goes on to the user's handlers, whose level decides
+        logger.log(level, line)

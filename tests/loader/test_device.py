@@ -83,7 +83,7 @@ def test_pages_that_cannot_be_locked_leave_no_error_behind(cudart, monkeypatch, 
         locks.lock(start, size)
     assert cudart.done.count("forget") == sum(call[0] == "lock" for call in cudart.done) > 1
     assert locks.pieces and not any(locks.pieces.values()) and not any(device._locked.values())
-    said = capsys.readouterr().out.splitlines()
+    said = capsys.readouterr().err.splitlines()
     assert said == [
         "torch_fastdet: loader_optim: copies of pictures to the GPU do not overlap: CUDA cannot lock their memory (error 2)"
     ]

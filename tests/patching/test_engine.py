@@ -121,7 +121,7 @@ def test_what_a_user_has_replaced_stays(loaded, host, capsys):
     assert host.patch({"fastdet": True, "size_optim": False}) == ()
     assert shapes.area is mine
     assert (
-        "area_optim does not apply: found nothing to replace: there is no host.shapes.area" in capsys.readouterr().out
+        "area_optim does not apply: found nothing to replace: there is no host.shapes.area" in capsys.readouterr().err
     )
     with pytest.raises(SwitchError, match="area_optim cannot apply: found nothing to replace"):
         host.patch({"area_optim": True})
@@ -136,7 +136,7 @@ def test_what_a_user_replaces_later_stays(loaded, host, capsys):
     assert shapes.area is later and shapes.Box().size() == "stock"
     assert (
         "host.shapes.area -> tests.patching.test_engine.area was replaced since by somebody else"
-        in capsys.readouterr().out
+        in capsys.readouterr().err
     )
 
 
@@ -163,7 +163,7 @@ def test_a_method_that_a_user_has_wrapped_stays(loaded, host, capsys, named):
             host.patch({"size_optim": True})
     else:
         host.patch({})
-        assert capsys.readouterr().out.count("size_optim does not apply: host.shapes.Box.size has been replaced") == 1
+        assert capsys.readouterr().err.count("size_optim does not apply: host.shapes.Box.size has been replaced") == 1
     assert shapes.Box.size is theirs
     shapes.Box.size = stock
     host.patch({"size_optim": True})
@@ -194,7 +194,7 @@ def test_other_parameters_are_refused(loaded, host, capsys):
     shapes = loaded(module("host.shapes", "def area(width, depth): pass"))
     host.patch({})
     line = "host.shapes.area takes (width, depth), not (width, height)."
-    assert capsys.readouterr().out.count(f"area_optim does not apply: {line}") == 1
+    assert capsys.readouterr().err.count(f"area_optim does not apply: {line}") == 1
     with pytest.raises(SwitchError, match=r"area_optim cannot apply: host\.shapes\.area takes"):
         host.patch({"area_optim": True})
     assert shapes.area is not area and not host.on and not host.requests
@@ -238,7 +238,7 @@ def test_a_switch_that_needs_a_gpu(loaded, host, monkeypatch, capsys):
     monkeypatch.setattr("torch_fastdet.patching.switch.missing_gpu", lambda: "there is no GPU.")
     loaded(module("host.shapes", STOCK))
     assert len(host.patch({ALL: True})) == 1
-    assert capsys.readouterr().out.count("torch_fastdet: size_optim does not apply: there is no GPU.\n") == 1
+    assert capsys.readouterr().err.count("torch_fastdet: size_optim does not apply: there is no GPU.\n") == 1
     with pytest.raises(SwitchError, match=r"size_optim cannot apply: there is no GPU\."):
         host.patch({"size_optim": True})
 

@@ -49,7 +49,7 @@ def test_the_faster_one_is_taken_once_and_said(times, capsys, nchw, wanted):
         x = choice.place(model, images(), Net.forward)
         assert is_nhwc(x) == is_nhwc(model.conv.weight) == (wanted == "NHWC")
     choice.place(Net(), images(), Net.forward)  # of the same layers and images
-    said = capsys.readouterr().out.splitlines()
+    said = capsys.readouterr().err.splitlines()
     assert times["calls"] == 1 and said == [
         f"torch_fastdet: channels_last: {wanted}, because a forward and backward pass takes 1.00 ms in NHWC and {nchw:.2f} ms in "
         "NCHW, which is taken where it is a tenth faster (Net, images (2, 3, 8, 8), float32)"
@@ -58,7 +58,7 @@ def test_the_faster_one_is_taken_once_and_said(times, capsys, nchw, wanted):
         choice.place(Net(), images(), Net.forward)
     choice.place(Net(), images(count=3), Net.forward)
     assert times["calls"] == 3
-    assert ["bfloat16" in line for line in capsys.readouterr().out.splitlines()] == [True, False]
+    assert ["bfloat16" in line for line in capsys.readouterr().err.splitlines()] == [True, False]
 
 
 def test_what_is_taken_unmeasured(times, capsys, monkeypatch):
@@ -71,11 +71,11 @@ def test_what_is_taken_unmeasured(times, capsys, monkeypatch):
     replica._is_replica = True  # DataParallel's
     assert is_nhwc(choice.place(replica, images(), Net.forward)) and times["calls"] == 0
     assert is_nhwc(choice.place(Net().requires_grad_(False), images(), Net.forward)) and times["calls"] == 0
-    assert not capsys.readouterr().out
+    assert not capsys.readouterr().err
     hooked = Net()
     hooked.bn.register_forward_hook(lambda *_: None)
     assert is_nhwc(choice.place(hooked, images(), Net.forward)) and times["calls"] == 0
-    assert "because the model has hooks" in capsys.readouterr().out
+    assert "because the model has hooks" in capsys.readouterr().err
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     assert is_nhwc(choice.place(Net(), images(), Net.forward)) and times["calls"] == 0
     monkeypatch.undo()
@@ -85,7 +85,7 @@ def test_what_is_taken_unmeasured(times, capsys, monkeypatch):
 
     monkeypatch.setattr(layout, "measure", fails)
     assert is_nhwc(choice.place(Net(), images(), Net.forward))
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     assert said.count("NHWC, unmeasured, because") == 2 and "process group" in said and "memory does not" in said
 
 

@@ -251,7 +251,7 @@ def test_batches_are_stocks(ultralytics, root, device, case, monkeypatch, capsys
     mine = ours(batches, ultralytics, where, device=device, **options)
     compare(mine, stock)
     assert mine[0]["img"].device.type == device.type
-    assert "pictures are decoded once" in capsys.readouterr().out
+    assert "pictures are decoded once" in capsys.readouterr().err
 
 
 PLANNED = ["train", "workers", "val", "close_mosaic", "segment", "stopped", "no_memory", "cutmix"]
@@ -373,7 +373,7 @@ def test_classes_of_users_get_stocks_loader(ultralytics, root, monkeypatch, caps
     monkeypatch.setattr(ultralytics.build, "YOLODataset", Weighted)
     loader, _ = loader_of(ultralytics, root("boxes"))
     assert type(loader) is ultralytics.build.InfiniteDataLoader
-    assert "stock's loader makes the batches: Weighted is not Ultralytics' YOLODataset." in capsys.readouterr().out
+    assert "stock's loader makes the batches: Weighted is not Ultralytics' YOLODataset." in capsys.readouterr().err
 
 
 @pytest.mark.cpu
@@ -396,7 +396,7 @@ def test_changed_code_is_left_alone(ultralytics, root, monkeypatch, capsys):
     )
     loader, _ = loader_of(ultralytics, root("boxes"))
     assert type(loader) is ultralytics.build.InfiniteDataLoader
-    assert "augment.MixUp.apply_image has been replaced." in capsys.readouterr().out
+    assert "augment.MixUp.apply_image has been replaced." in capsys.readouterr().err
     drop_in.unpatch()
     with pytest.raises(drop_in.SwitchError, match=r"MixUp.apply_image is not the one of ultralytics 8\.4\.120"):
         drop_in.patch(loader_optim=True)

@@ -467,7 +467,7 @@ def test_another_assignment_of_small_boxes_is_refused(models, monkeypatch, capsy
     model, batch = models("yolov8n.yaml"), make_batch()
     theirs, ours = (run(kind(model), outputs(model, batch), batch) for kind in (REAL.loss, OURS))
     assert_same(theirs, ours)
-    assert ours_module.OTHER_SIDES in capsys.readouterr().out, "where it is made without patch()"
+    assert ours_module.OTHER_SIDES in capsys.readouterr().err, "where it is made without patch()"
 
 
 def ties_last_first(values, k, dim=-1, largest=True):

@@ -37,7 +37,7 @@ def test_an_older_version_is_refused_switch_by_switch(monkeypatch, capsys):
     if SUPPORTED:
         monkeypatch.setattr("torch_fastdet.ultralytics.switch.installed_version", lambda: "8.4.80")
     assert drop_in.patch() == ()
-    out = capsys.readouterr().out
+    out = capsys.readouterr().err
     for name, switch in SWITCHES.items():
         assert issubclass(switch, UltralyticsSwitch)
         assert out.count(f"torch_fastdet: {name} does not apply: ") == 1
@@ -70,7 +70,7 @@ class TestSupported:
         monkeypatch.setattr(trainer, "optimizer_step", optimizer_step)
         drop_in.patch(multi_tensor_optimizer=True)
         assert trainer.optimizer_step is optimizer_step
-        assert "optimizer_step is not that of ultralytics 8.4.190; it runs as it is" in capsys.readouterr().out
+        assert "optimizer_step is not that of ultralytics 8.4.190; it runs as it is" in capsys.readouterr().err
 
     @pytest.mark.parametrize("change", ["decay", "eps", "momentum", "error"])
     def test_other_constants_are_refused_in_a_line(self, change):

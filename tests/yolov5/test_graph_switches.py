@@ -127,7 +127,7 @@ def test_without_a_gpu_they_are_an_error_at_once(yolo, monkeypatch, capsys, swit
         said = drop_in.patch(fastdet=True)
         assert yolo.DetectionModel.forward is stock
         assert not any(line.startswith(switch) for line in said)
-        assert capsys.readouterr().out.count(f"torch_fastdet: {switch} does not apply: ") == 1
+        assert capsys.readouterr().err.count(f"torch_fastdet: {switch} does not apply: ") == 1
     finally:
         drop_in.unpatch()
 
@@ -145,7 +145,7 @@ def test_on_the_cpu_they_say_so(yolo, switched, switch, capsys):
     capsys.readouterr()
     for _ in range(2):
         model(torch.rand(1, 3, 64, 64))
-    assert capsys.readouterr().out.count(f"{switch} does not apply: the model trains on the CPU") == 1
+    assert capsys.readouterr().err.count(f"{switch} does not apply: the model trains on the CPU") == 1
 
 
 def backend_of(model, half=False):
@@ -187,7 +187,7 @@ def test_a_backends_answers_are_replayed(yolo, switched, kind, task, monkeypatch
     for mine, theirs in zip([y for part in found for y in part], [y for part in expected for y in part]):
         for a, b in zip(mine, theirs, strict=True):  # boxes, prototypes if it segments, heads unless augmented
             same(a, b)
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     assert said.count(f"{task}Model answers by CUDA graphs from now on") == 1
     assert said.count("augment= and visualize=: such predictions run without graphs") == 1
     with torch.no_grad():
@@ -206,7 +206,7 @@ def test_autobatch_measures_a_step_of_stocks(yolo, switched, cuda, capsys):
         x = torch.rand(2, 3, 64, 64, device=cuda, requires_grad=True)
         sum(y.float().sum() for y in model(x)).backward()
         assert x.grad.isfinite().all()
-    assert not capsys.readouterr().out
+    assert not capsys.readouterr().err
 
 
 def train(model, batches):
@@ -243,7 +243,7 @@ def test_training_is_stocks(yolo, switched, switches, cuda, capsys, monkeypatch)
         capsys.readouterr()
         got = train(plain, batches)
         if "cuda_graph" in switches:
-            assert capsys.readouterr().out.count("captured forward and backward of DetectionModel") == 2
+            assert capsys.readouterr().err.count("captured forward and backward of DetectionModel") == 2
         # Until the first update; after it, rounding in half precision grows tenfold in a few steps of so small a batch.
         torch.testing.assert_close(got[:2], expected[:2], rtol=5e-2, atol=5e-3)
         assert torch.isfinite(got).all()

@@ -51,7 +51,7 @@ def test_a_loss_that_derives_from_stocks_keeps_stocks_code(stock, capsys):
     finally:
         drop_in.unpatch()
     line = "loss_optim: Doubled derives from yolov5.utils.loss.ComputeLoss, and runs stock's code"
-    assert line in capsys.readouterr().out
+    assert line in capsys.readouterr().err
     heads, targets = make_heads(model, 2, 64), make_targets(5, 2, 2)
     for a, b in zip(loss(heads, targets), theirs(model)(heads, targets)):
         torch.testing.assert_close(a, b)

@@ -86,7 +86,7 @@ def test_adam_stays_stocks(monkeypatch, capsys):
         drop_in.unpatch()
     assert made["Adam"] is built["Adam"]
     assert (type(made["SGD"]), type(made["AdamW"])) == (optim.SGD, optim.AdamW)
-    assert "multi_tensor_optimizer does not apply: the optimizer is Adam" in capsys.readouterr().out
+    assert "multi_tensor_optimizer does not apply: the optimizer is Adam" in capsys.readouterr().err
 
 
 def test_norms_are_all_that_torch_has():

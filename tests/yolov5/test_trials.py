@@ -67,7 +67,7 @@ def test_a_changed_loss_stays(loss, monkeypatch, change, capsys):
             drop_in.patch(loss_optim=True)
         drop_in.patch(fastdet=True, nms_optim=False, loader_optim=False)
         assert loss.ComputeLoss is stock
-        assert capsys.readouterr().out.count("loss_optim does not apply: its ComputeLoss") == 1
+        assert capsys.readouterr().err.count("loss_optim does not apply: its ComputeLoss") == 1
     finally:
         drop_in.unpatch()
 
@@ -88,6 +88,6 @@ def test_a_changed_detect_decodes_as_before_and_suppression_is_ours(loss, monkey
     try:
         drop_in.patch(nms_optim=True)
         assert Detect.forward is forward and general.non_max_suppression is not suppression
-        assert capsys.readouterr().out.count("Detect.forward stays: its Detect of a small case gives") == 1
+        assert capsys.readouterr().err.count("Detect.forward stays: its Detect of a small case gives") == 1
     finally:
         drop_in.unpatch()

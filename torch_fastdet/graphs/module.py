@@ -24,8 +24,6 @@ from torch_fastdet.graphs._pool import GraphPool
 from torch_fastdet.graphs._refusal import CaptureError, first_line, location_of, why_not
 from torch_fastdet.graphs.distributed import GradientAverage, Ranks
 
-logger = logging.getLogger("torch_fastdet")
-
 
 class _Captured:
     """One input shape's graphs, and the static tensors that they read and write.
@@ -135,7 +133,7 @@ class ModuleGraphs:
         capturing: a context to be in while forward is captured.
         required: raise :class:`CaptureError` where the module cannot be captured, instead of running it eagerly (with a
             warning in the log).
-        say: takes one line for each capture; by default they are printed.
+        say: takes one line for each capture; by default they are logged.
         average: who averages the gradients over the processes of a distributed run, and in which tensors.
     """
 
@@ -250,7 +248,7 @@ class ModuleGraphs:
         if self.required:
             raise CaptureError(line) from cause
         where = "" if self.average is None else f"rank {torch.distributed.get_rank()}: "
-        logger.warning("torch_fastdet: %s%s; it runs eagerly", where, line)
+        print_line(f"{where}{line}; it runs eagerly", logging.WARNING, every_rank=True)
 
     def _try_capture(self, key: tuple, x: torch.Tensor) -> _Captured | None:
         reason = why_not(self.module, averaged=self.average is not None)
@@ -346,7 +344,7 @@ class GraphedModule(nn.Module):
         warmup: eager calls of a shape before it is captured.
         required: raise :class:`CaptureError` where the module cannot be captured (no GPU, host synchronisation,
             SyncBatchNorm, hooks); else a warning in the log says so once, and the module runs eagerly.
-        say: takes one line for each capture; by default they are printed.
+        say: takes one line for each capture; by default they are logged.
         process_group: the ranks that train the module together; default: the default group, where there is one.
         broadcast_buffers: whether rank 0's buffers are sent to the other ranks. Batch norm's running
             statistics, which no training pass reads, stay each rank's own: validate and save on rank 0.

@@ -76,7 +76,7 @@ class TrainStep:
             twice those of the first call.
         amp: dtype of autocast; None for float32. By default float16 with an enabled scaler, else float32.
         max_graphs: how many graphs to keep; the least recently used goes first.
-        say: takes one line for each capture; by default they are printed.
+        say: takes one line for each capture; by default they are logged.
         process_group: the ranks that train the model together; default: the default group, where there is one.
         broadcast_buffers: whether each step in a process group begins with rank 0's buffers, as with DistributedDataParallel;
             batch norm's running statistics stay each rank's own.

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
-from torch_fastdet._say import say
+from torch_fastdet._say import hide, say, show
 from torch_fastdet.patching import switch as _switch
 from torch_fastdet.patching.engine import Patches
 from torch_fastdet.patching.switch import Switch
@@ -62,6 +62,7 @@ class Host:
         self.requests.clear()
         if count:
             say(f"put back {count} name{'s' if count > 1 else ''}")
+        hide(self)
         return count
 
     def switch_on(self, names: Iterable[str], by_name: Collection[str], import_now: bool = True) -> None:
@@ -72,6 +73,7 @@ class Host:
             by_name: those that must apply.
             import_now: whether to import what the switches replace, to report it at once. A launcher leaves that to the script.
         """
+        show(self)
         try:
             for name in names:
                 self._start(self.on.get(name) or self.switches[name](self.patches), name in by_name, import_now)

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import NoReturn
 
-from torch_fastdet._say import say
+from torch_fastdet._say import say, show
 from torch_fastdet.patching.host import ALL, Host
 from torch_fastdet.patching.switch import SwitchError
 
@@ -60,6 +60,7 @@ class Launcher:
 
     def switch_on(self, chosen: Collection[str], import_now: bool) -> None:
         """Switch on what the flags say; what cannot apply ends the process with one line."""
+        show(self.host)
         if not chosen:
             say(f"no switch is given ({', '.join(self.flags)}): it runs as it is")
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -139,7 +140,7 @@ class Switch:
             raise SwitchError(f"{where}{self.name} cannot apply: {reason}")
         if reason not in self._told:
             self._told.add(reason)
-            say(f"{where}{self.name} does not apply: {reason}", every_rank=this_rank)
+            say(f"{where}{self.name} does not apply: {reason}", logging.WARNING, every_rank=this_rank)
 
     def takes(self, name: str, stock: Callable[..., Any], wanted: Callable[..., Any] | tuple[str, ...]) -> bool:
         """Whether ``stock``, called ``name``, takes these parameters; if not, the switch cannot apply."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 from torch_fastdet import ops
+from torch_fastdet._say import logger
 from torch_fastdet._torch.private import norm_layers
 from torch_fastdet.masks import yolov5_crop_mask as crop_mask
 from torch_fastdet.masks import yolov5_process_mask as process_mask
@@ -27,8 +27,6 @@ __all__ = [
     "process_mask_upsample",
     "smart_optimizer",
 ]
-
-logger = logging.getLogger("torch_fastdet")
 
 # Layers whose weight is a scale of what they normalise: it does not decay.
 NORMS = norm_layers()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import builtins
 import importlib.util
 import io
+import logging
 import sys
 from dataclasses import dataclass, field
 from importlib.machinery import SourceFileLoader
@@ -122,7 +123,7 @@ def _tell_unused(command: Command) -> None:
         is_error = lost and name in command.switches
         reason = "no YOLOv5, neither a checkout's modules nor the package's" if lost else "nothing that it replaces"
         line = f"{name} replaced nothing of YOLOv5: {command.script or command.module} imported {reason}"
-        say(f"error: {line}" if is_error else line, file=sys.stderr if is_error else sys.stdout)
+        say(f"error: {line}" if is_error else line, logging.ERROR if is_error else logging.WARNING)
     if lost and any(name in command.switches for name in unused):
         raise SystemExit(2) from None
 

@@ -168,13 +168,13 @@ def patched(case):
             # Before 8.4.150 the layout is ours to choose; the other one rounds otherwise.
             monkeypatch.setattr(layout, "measure", lambda *_: {"NHWC": 2.0, "NCHW": 1.0})
             monkeypatch.setattr(TrainingSwitch, "objection", lambda self, trainer: None)
-        with contextlib.redirect_stdout(said):
+        with contextlib.redirect_stderr(said):
             optimizer = "optimizer" in CASES[case][0]
             loss = case in WITH_LOSS and differs(v8DetectionLoss) is None  # which 8.4.120's assigner does not allow
             patch(cuda_graph=True, channels_last=True, multi_tensor_optimizer=optimizer, loss_optim=loss)
         monkeypatch.setattr(FusedStep, "step", counted(FusedStep.step))
         try:
-            with contextlib.redirect_stdout(said):
+            with contextlib.redirect_stderr(said):
                 result = train(case, "graphed")
         finally:
             unpatch()

@@ -200,7 +200,7 @@ def run(case, patched, monkeypatch):
     made.clear()
     said = io.StringIO()
     before = PyTorchBackend.forward, Profile.time
-    with contextlib.redirect_stdout(said):
+    with contextlib.redirect_stderr(said):
         if patched:
             if options.device == "cpu":
                 fake_gpu.install(monkeypatch)

@@ -1,0 +1,50 @@
+"""Lines go to ``torch_fastdet.logger``; where the user has not configured logging they are shown on stderr."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+
+import pytest
+
+import torch_fastdet
+
+SAY = "from torch_fastdet import _say; "
+WARN = "_say.say('slow', 30); _say.say('fast')"
+ROOT_AT = "import logging; logging.basicConfig(format='mine %(message)s', level=logging.{}); "
+CASES = {
+    "nobody": (WARN, "slow\n"),
+    "shown": ("_say.show('host'); " + WARN, "torch_fastdet: slow\ntorch_fastdet: fast\n"),
+    "hidden again": ("_say.show('host'); _say.hide('host'); " + WARN, "slow\n"),
+    "two hosts": ("_say.show(1); _say.show(2); _say.hide(1); " + WARN, "torch_fastdet: slow\ntorch_fastdet: fast\n"),
+    "configured": (ROOT_AT.format("INFO") + "_say.show('host'); " + WARN, "mine slow\nmine fast\n"),
+    "configured later": ("_say.show('host'); " + ROOT_AT.format("WARNING") + WARN, "mine slow\n"),
+    "own handler": (
+        "import logging; _say.logger.addHandler(logging.NullHandler()); _say.show('host'); " + WARN,
+        "",
+    ),
+    "own level": ("_say.logger.setLevel(40); _say.show('host'); " + WARN, ""),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_where_lines_go(case):
+    program, wanted = CASES[case]
+    done = subprocess.run([sys.executable, "-c", SAY + program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", wanted)
+
+
+def test_the_logger_is_public():
+    assert torch_fastdet.logger is logging.getLogger("torch_fastdet")
+
+
+def test_unpatch_leaves_logging_as_it_was():
+    from torch_fastdet import _say, yolov5
+
+    _say.hide("tests")
+    before = torch_fastdet.logger.level, list(torch_fastdet.logger.handlers)
+    yolov5.patch(upsample_optim=True)
+    assert torch_fastdet.logger.level == logging.INFO
+    yolov5.unpatch()
+    assert (torch_fastdet.logger.level, torch_fastdet.logger.handlers) == before
