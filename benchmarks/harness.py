@@ -73,6 +73,7 @@ WANTS = {
     "ultralytics": ("ultralytics", "sklearn", "cv2", "PIL", "yaml"),
     "loader": REAL_SCRIPTS,
     "val": REAL_SCRIPTS,
+    "dataset": (*REAL_SCRIPTS, "cv2"),
     "image": ("cv2",),
     "postprocess": REAL_SCRIPTS,
     "pictures": ("yolov5", "ultralytics", "cv2"),

@@ -234,6 +234,7 @@ WITHOUT = {
     ("nms", r"Ultralytics layout, one image, .*"): "2.7 MB, which the CPU's caches may hold",
     ("train", r"yolov5n, batch \d+, train\.py at 128"): "a figure of the CPU, where the loader is part of the step",
     ("train", r"yolov5\w, batch \d+, train\.py's default options, .*"): "the CPU, which decodes, decides",
+    ("dataset", r"yolov5\w, batch \d+, train\.py, .*"): "files, host memory and decoding decide, too",
     ("latency", r".*"): "most of it is the network, which is not ours",
     ("v8_loss", r".*"): "its rows have the bytes of the heads, which are its floor: docs/kernels.md",
     ("loader", r".*"): "the CPU, which decodes, decides",

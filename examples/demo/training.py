@@ -88,16 +88,19 @@ class Progress:
                 if epoch == 0 and before == len(self.first_losses):
                     self.first_losses.append(tuple(float(loss) for loss in match.group(2, 3, 4)))
 
-    def iteration_seconds(self) -> list[float]:
+    def epoch_seconds(self) -> list[float]:
         """Of each epoch, the mean time from the end of the first iteration to the end of the last.
 
-        So neither the start of the process, nor the first batch of an epoch, nor validation and saving are in it. The
-        first epoch is left out where there are others: caches fill and algorithms are chosen in it.
+        So neither the start of the process, nor the first batch of an epoch, nor validation and saving are in it.
         """
         last = self.batches - 1
         if last < 1:
             return []
-        epochs = [(done[last] - done[0]) / last for _, done in sorted(self.done.items()) if {0, last} <= done.keys()]
+        return [(done[last] - done[0]) / last for _, done in sorted(self.done.items()) if {0, last} <= done.keys()]
+
+    def iteration_seconds(self) -> list[float]:
+        """The same without the first epoch where there are others: caches fill and algorithms are chosen in it."""
+        epochs = self.epoch_seconds()
         return epochs[1:] or epochs
 
     def seconds_an_iteration(self) -> float | None:

@@ -1,0 +1,203 @@
+"""train.py with its default options on a data set of COCO's size: the first epoch and the later ones, stock and with torch_fastdet.
+
+    python -m benchmarks.bench_dataset [--batches 64 16] [--pictures 118287] [--quality 90] [--epochs 3] [--budget 24G] [--out FOLDER]
+
+The pictures are photographs of 640x480 with the noise of a camera, made once; the set is hard links to them, so that it takes no disk.
+``--quality 90`` makes files of about 95 kB, COCO's mean is 150 kB (``--quality 95``). ``--budget`` is ``TORCH_FASTDET_CACHE``, the
+host memory that ours may take. Stock keeps nothing from one iteration to the next, so its time does not depend on the number of
+pictures: it runs on ``--stock-pictures`` of them, and as many epochs.
+
+A row is the mean time of an iteration over an epoch without its first batch; "host memory" rows say what the shared memory held at most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.harness import OURS, WORK, Report, add_arguments, at_least, missing
+from examples.demo.training import STOCK, Run, Variant, run_train, yolov5_folder
+from examples.yolov5_env import environment
+
+WIDTH, HEIGHT = 640, 480
+COCO = 118_287
+BOXES = 7
+CLASSES = 80
+#: Pictures that differ; the set has hard links to them.
+PHOTOGRAPHS = 2048
+VALIDATED = 64
+
+
+def photographs() -> list[Any]:
+    """The photographs that scikit-learn and ultralytics bring, uint8 B G R."""
+    import cv2
+    import ultralytics
+    from sklearn.datasets import load_sample_images
+
+    found = [np.ascontiguousarray(image[..., ::-1]) for image in load_sample_images().images]
+    assets = Path(ultralytics.__file__).parent / "assets"
+    return found + [cv2.imread(str(path)) for path in sorted(assets.glob("*.jpg"))]
+
+
+def make_photograph(root: Path, number: int, quality: int) -> None:
+    """A part of a photograph, enlarged, with the noise of a camera, and labels for it."""
+    import cv2
+
+    generator = np.random.default_rng(number)
+    sources = photographs()
+    source = sources[number % len(sources)]
+    height, width = source.shape[:2]
+    share = generator.uniform(0.5, 0.95)
+    part = int(min(height, width * HEIGHT / WIDTH) * share)
+    y, x = generator.integers(0, height - part), generator.integers(0, width - part * WIDTH // HEIGHT)
+    picture = cv2.resize(
+        source[y : y + part, x : x + part * WIDTH // HEIGHT], (WIDTH, HEIGHT), interpolation=cv2.INTER_CUBIC
+    )
+    picture = np.clip(picture + generator.normal(0, 3, picture.shape), 0, 255).astype(np.uint8)
+    cv2.imwrite(str(root / f"{number:05}.jpg"), picture, [cv2.IMWRITE_JPEG_QUALITY, quality])
+    boxes = np.concatenate([generator.uniform(0.25, 0.75, (BOXES, 2)), generator.uniform(0.05, 0.4, (BOXES, 2))], 1)
+    rows = [f"{generator.integers(0, CLASSES)} " + " ".join(f"{value:.5f}" for value in box) for box in boxes]
+    (root / f"{number:05}.txt").write_text("\n".join(rows))
+
+
+def make_data(count: int, quality: int) -> Path:
+    """A data set's yaml: so many pictures, and the first of them for validation."""
+    different = min(PHOTOGRAPHS, count)
+    seeds = WORK / f"photographs-{WIDTH}x{HEIGHT}-{different}-q{quality}"
+    if not (seeds / "done").exists():
+        seeds.mkdir(parents=True, exist_ok=True)
+        with multiprocessing.get_context("spawn").Pool() as pool:
+            pool.starmap(make_photograph, [(seeds, number, quality) for number in range(different)], chunksize=16)
+        (seeds / "done").touch()
+    root = WORK / f"dataset-{count}-q{quality}"
+    if not (root / "done").exists():
+        for folder, suffix in (("images", "jpg"), ("labels", "txt")):
+            (root / folder).mkdir(parents=True, exist_ok=True)
+            for number in range(count):
+                link = root / folder / f"{number:06}.{suffix}"
+                if not link.exists():
+                    os.link(seeds / f"{number % different:05}.{suffix}", link)
+        (root / "done").touch()
+    validated = (str(root / "images" / f"{number:06}.jpg") for number in range(min(VALIDATED, count)))
+    (root / "validated.txt").write_text("\n".join(validated))
+    names = "".join(f"  {number}: class{number}\n" for number in range(CLASSES))
+    data = root / "data.yaml"
+    data.write_text(f"path: {root}\ntrain: images\nval: validated.txt\nnames:\n{names}")
+    return data
+
+
+def mean_file_size(data: Path) -> float:
+    sizes = [path.stat().st_size for path in list((data.parent / "images").glob("*0.jpg"))[:500]]
+    return sum(sizes) / len(sizes)
+
+
+class SharedMemory:
+    """The most shared memory that the machine had while this ran, above what it began with, in bytes."""
+
+    def __init__(self) -> None:
+        self._begin, self.peak = self._now(), 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    @staticmethod
+    def _now() -> int:
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(lines["Shmem"].split()[0]) << 10
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.5):
+            self.peak = max(self.peak, self._now() - self._begin)
+
+    def __enter__(self) -> SharedMemory:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def train(
+    report: Report, model: str, batch: int, data: Path, epochs: int, variant: Variant, budget: str
+) -> tuple[Run, int]:
+    folder = WORK / "dataset-runs" / f"{model}-{batch}" / variant.name
+    shutil.rmtree(folder, ignore_errors=True)
+    options = ["--data", str(data), "--weights", "", "--cfg", str(yolov5_folder() / f"models/{model}.yaml")]
+    options += ["--epochs", str(epochs), "--batch-size", str(batch), "--noplots"]
+    options += ["--project", str(folder.parent), "--name", variant.name, "--exist-ok"]
+    options += [] if report.device.type == "cuda" else ["--imgsz", "128"]
+    env = environment(WORK / "environment") | {"PYTHONWARNINGS": "ignore", "TORCH_FASTDET_CACHE": budget}
+    with SharedMemory() as memory:
+        run = run_train(variant, options, folder, env, show=False)
+    return run, memory.peak
+
+
+def measure(report: Report, options: argparse.Namespace, batch: int) -> None:
+    ours = Variant(OURS, OURS, ("-m", "torch_fastdet.yolov5", "--fastdet"))
+    data = make_data(options.pictures, options.quality)
+    kilobytes = round(mean_file_size(data) / 1000)
+    case = f"{options.model}, batch {batch}, train.py, {options.pictures:,} JPEGs of {WIDTH}x{HEIGHT}, {kilobytes} kB"
+    for variant in (STOCK, ours) if options.stock_pictures else (ours,):
+        of = min(options.stock_pictures, options.pictures) if variant is STOCK else options.pictures
+        place = data if of == options.pictures else make_data(of, options.quality)
+        run, peak = train(report, options.model, batch, place, options.epochs, variant, options.budget)
+        every = run.progress.epoch_seconds()
+        if len(every) < 2:
+            raise SystemExit(
+                f"bench_dataset: {variant.title} printed no two whole epochs; its output is in {run.folder}"
+            )
+        for line in run.replaced:
+            if " -> " not in line:
+                print(f"  {line}", flush=True)
+        rows = {f"{case}, first epoch": every[:1], case: every[1:]}
+        for title, seconds in rows.items():
+            report.drop(title, variant.title)
+            report.add(title, variant.title, "call", [1e6 * value for value in seconds])
+        print(
+            f"  shared memory at most {peak / 1e9:.2f} GB; an epoch of {options.pictures:,} pictures: "
+            + ", ".join(f"{value * options.pictures / batch:.0f} s" for value in every),
+            flush=True,
+        )
+        report.write()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--batches", nargs="+", type=at_least(1), help="default: 64 on a GPU, 16 on the CPU")
+    parser.add_argument("--model", default="yolov5s", help="default: yolov5s")
+    parser.add_argument("--pictures", type=at_least(1), help=f"default: {COCO} on a GPU, 64 on the CPU")
+    parser.add_argument(
+        "--stock-pictures", type=at_least(0), help="0: leave stock out; default: 4096 on a GPU, 64 on the CPU"
+    )
+    parser.add_argument("--quality", type=at_least(1), default=90, help="of the JPEGs; default: 90")
+    parser.add_argument("--epochs", type=at_least(2), default=3, help="default: 3")
+    parser.add_argument("--budget", default="24G", help="host memory for pictures; default: 24G")
+    options = parser.parse_args()
+    if reason := missing("dataset"):
+        print(f"nothing to do: {reason}")
+        return
+    cuda = options.device == "cuda"
+    options.pictures = options.pictures or (COCO if cuda else 64)
+    if options.stock_pictures is None:
+        options.stock_pictures = 4096 if cuda else 64
+    make_data(options.pictures, options.quality)
+    if options.prepare:
+        return
+    report = Report("dataset", torch.device(options.device), options.out)
+    report.resume()
+    for batch in options.batches or ([64] if cuda else [16]):
+        measure(report, options, batch)
+    report.plot()
+
+
+if __name__ == "__main__":
+    main()
