@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_fastdet.bn_act
 from torch_fastdet import stem
-from torch_fastdet.patching import switch
+from torch_fastdet.hosts.engine import switch
 
 
 class Operators(TorchDispatchMode):

@@ -11,8 +11,8 @@ from torch import nn
 import torch_fastdet.bn_act
 from tests.bn_act_models import Operators
 from torch_fastdet.bn_act import bottleneck_forward, c3_forward, can_fuse, conv_forward, sppf_forward
-from torch_fastdet.patching.bn_act_optim import BOTTLENECK, CONV
-from torch_fastdet.patching.bn_act_optim import C3 as C3_FORMULA
+from torch_fastdet.hosts.shared.bn_act import BOTTLENECK, CONV
+from torch_fastdet.hosts.shared.bn_act import C3 as C3_FORMULA
 
 
 class Conv(nn.Module):

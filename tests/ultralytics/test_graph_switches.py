@@ -146,7 +146,7 @@ def test_older_trainers_get_nhwc_memory_beneath_the_graphs(monkeypatch):
     tasks = pytest.importorskip("ultralytics.nn.tasks", exc_type=ImportError)
     from torch_fastdet import ultralytics as drop_in
 
-    monkeypatch.setattr("torch_fastdet.patching.switch.missing_gpu", lambda: None)
+    monkeypatch.setattr("torch_fastdet.hosts.engine.switch.missing_gpu", lambda: None)
     monkeypatch.setattr("torch_fastdet.ultralytics.switches.channels_last.installed_version", lambda: "8.4.149")
     before = dict(vars(tasks.DetectionModel))
     try:

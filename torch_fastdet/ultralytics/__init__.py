@@ -13,7 +13,7 @@ what each switch replaces. ``registry.py`` is where a switch is added.
 
 from __future__ import annotations
 
-from torch_fastdet.patching.switch import Switch, SwitchError
+from torch_fastdet.hosts.engine.switch import Switch, SwitchError
 from torch_fastdet.ultralytics.dropins import ModelEMA, bbox_iou, non_max_suppression
 from torch_fastdet.ultralytics.host import HOST
 from torch_fastdet.ultralytics.registry import ALL, SWITCHES

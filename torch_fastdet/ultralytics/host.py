@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from torch_fastdet.patching.host import Host
+from torch_fastdet.hosts.engine.host import Host
 from torch_fastdet.ultralytics.registry import SWITCHES
 
 PACKAGE = "ultralytics"

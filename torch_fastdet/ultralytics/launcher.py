@@ -9,8 +9,8 @@ import importlib
 import importlib.util
 import sys
 
-from torch_fastdet.patching.launcher import Launcher
-from torch_fastdet.patching.switch import SwitchError
+from torch_fastdet.hosts.engine.launcher import Launcher
+from torch_fastdet.hosts.engine.switch import SwitchError
 from torch_fastdet.ultralytics.host import HOST
 
 PROG = "python -m torch_fastdet.ultralytics"

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_fastdet.patching.import_hook import namespace
-from torch_fastdet.patching.letterbox import fits, letterbox, place
+from torch_fastdet.hosts.engine.import_hook import namespace
+from torch_fastdet.hosts.shared.letterbox import fits, letterbox, place
 
 
 def preprocessing(stock: Callable, stock_pre_transform: Callable, module: ModuleType) -> Callable:

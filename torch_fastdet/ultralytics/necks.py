@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 
 from torch import nn
 
-from torch_fastdet.patching.necks import joined_upsampling
+from torch_fastdet.hosts.shared.necks import joined_upsampling
 
 MODULES = ("ultralytics.nn.tasks",)
 

@@ -13,8 +13,8 @@ add it to ``SWITCHES`` below. ``torch_fastdet/yolov5/registry.py`` says what a s
 
 from __future__ import annotations
 
-from torch_fastdet.patching.host import ALL, ALL_HELP
-from torch_fastdet.patching.switch import Switch
+from torch_fastdet.hosts.engine.host import ALL, ALL_HELP
+from torch_fastdet.hosts.engine.switch import Switch
 from torch_fastdet.ultralytics.switches.bbox_iou_optim import BboxIouOptim
 from torch_fastdet.ultralytics.switches.bn_act_optim import BnActOptim
 from torch_fastdet.ultralytics.switches.channels_last import ChannelsLast

@@ -7,7 +7,7 @@ import re
 import sys
 from typing import ClassVar
 
-from torch_fastdet.patching.switch import Switch
+from torch_fastdet.hosts.engine.switch import Switch
 
 OLDEST = "8.4.120"
 

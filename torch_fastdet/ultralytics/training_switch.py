@@ -7,8 +7,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, ClassVar
 
-from torch_fastdet.patching.import_hook import namespace
-from torch_fastdet.patching.switch import class_of
+from torch_fastdet.hosts.engine.import_hook import namespace
+from torch_fastdet.hosts.engine.switch import class_of
 from torch_fastdet.ultralytics.switch import UltralyticsSwitch
 
 MODELS, TRAINER = "ultralytics.nn.tasks", "ultralytics.engine.trainer"

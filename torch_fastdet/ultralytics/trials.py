@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from torch_fastdet import optim
-from torch_fastdet.patching.trials import average_differs, difference, iou_differs
+from torch_fastdet.hosts.trials import average_differs, difference, iou_differs
 from torch_fastdet.ultralytics.dropins import ModelEMA, bbox_iou
 
 REFERENCE = "8.4.190"

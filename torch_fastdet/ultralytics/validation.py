@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_fastdet import ops
-from torch_fastdet.patching import average_precision
+from torch_fastdet.hosts.shared import average_precision
 
 __all__ = ["average_precisions", "confuse", "confusions", "match", "update_on_host"]
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_fastdet.patching.formula import agree, pictures, stand_ins
-from torch_fastdet.patching.necks import joined_upsampling
+from torch_fastdet.hosts.formula import agree, pictures, stand_ins
+from torch_fastdet.hosts.shared.necks import joined_upsampling
 
 STOCK_MODULES = ("models.yolo", "yolov5.models.yolo")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from torch_fastdet.patching.host import Host
+from torch_fastdet.hosts.engine.host import Host
 from torch_fastdet.yolov5 import layout
 from torch_fastdet.yolov5.registry import SWITCHES
 

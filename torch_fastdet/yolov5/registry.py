@@ -1,6 +1,6 @@
 """The switches of YOLOv5: one word each, the same as keyword, as flag and here.
 
-To add a switch, write ``switches/<name>.py`` with a subclass of :class:`~torch_fastdet.patching.switch.Switch` and add it to
+To add a switch, write ``switches/<name>.py`` with a subclass of :class:`~torch_fastdet.hosts.engine.switch.Switch` and add it to
 ``SWITCHES`` below. ``patch(<name>=True)``, ``--<name>``, ``--fastdet``, the help text and ``unpatch()`` follow from that line.
 
 * A switch that replaces a function or a class says so in ``names``: its name, the drop-in, and the modules that may define it.
@@ -9,7 +9,7 @@ To add a switch, write ``switches/<name>.py`` with a subclass of :class:`~torch_
   to replace methods: find the class with ``class_of(module, "DetectionModel")`` and call
   ``self.replace(the_class, "forward", new)``, which prints one line and is undone by ``unpatch()``.
 * Where users put wrappers of their own, call ``self.replace_stock(...)``: it leaves them in place. If people derive from a class,
-  let ``drop_in()`` return :func:`~torch_fastdet.patching.stand_in.stand_in`, so that subclasses keep stock's code.
+  let ``drop_in()`` return :func:`~torch_fastdet.hosts.engine.stand_in.stand_in`, so that subclasses keep stock's code.
 * ``start()`` runs once, before any script code, and is for names outside YOLOv5 (``torch.nn.Upsample.forward``). It must not
   touch CUDA, not even ``torch.cuda.is_available()``: YOLOv5 chooses its device later, through ``CUDA_VISIBLE_DEVICES``. Ask for
   the device inside what you put in place. ``needs_gpu = True`` keeps the switch from starting where there is no GPU.
@@ -24,8 +24,8 @@ A switch that is not finished is not in this list, and so its flag does not exis
 
 from __future__ import annotations
 
-from torch_fastdet.patching.host import ALL, ALL_HELP
-from torch_fastdet.patching.switch import Switch
+from torch_fastdet.hosts.engine.host import ALL, ALL_HELP
+from torch_fastdet.hosts.engine.switch import Switch
 from torch_fastdet.yolov5.switches.bbox_iou_optim import BboxIouOptim
 from torch_fastdet.yolov5.switches.bn_act_optim import BnActOptim
 from torch_fastdet.yolov5.switches.channels_last import ChannelsLast

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from torch import nn
 
-from torch_fastdet.patching.import_hook import namespace
-from torch_fastdet.patching.switch import Switch, class_of
+from torch_fastdet.hosts.engine.import_hook import namespace
+from torch_fastdet.hosts.engine.switch import Switch, class_of
 from torch_fastdet.yolov5.heads import STOCK_MODULES
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torch_fastdet import ops
 from torch_fastdet.ema import ModelEMA
-from torch_fastdet.patching.trials import average_differs, difference, iou_differs
+from torch_fastdet.hosts.trials import average_differs, difference, iou_differs
 from torch_fastdet.yolov5.dropins import bbox_iou, non_max_suppression
 from torch_fastdet.yolov5.loss import ComputeLoss
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_fastdet import ops
-from torch_fastdet.patching import average_precision
+from torch_fastdet.hosts.shared import average_precision
 
 __all__ = ["average_precisions", "confusion_matrix_class", "process_batch", "scale_boxes"]
 

@@ -11,8 +11,9 @@ from ultralytics import YOLO
 from ultralytics.utils.loss import v8DetectionLoss
 
 from tests.graphs import fake_gpu
+from torch_fastdet.hosts.engine import switch
+from torch_fastdet.hosts.shared import layout
 from torch_fastdet.optim import FusedStep
-from torch_fastdet.patching import layout, switch
 from torch_fastdet.ultralytics import SwitchError, patch, unpatch
 from torch_fastdet.ultralytics.switches.loss_optim import differs
 from torch_fastdet.ultralytics.training_switch import TrainingSwitch

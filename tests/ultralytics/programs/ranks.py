@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ultralytics.models.yolo.detect import DetectionTrainer
 
 from tests.graphs import fake_gpu
-from torch_fastdet.patching import switch
+from torch_fastdet.hosts.engine import switch
 from torch_fastdet.ultralytics import patch
 from torch_fastdet.ultralytics.training_switch import TrainingSwitch
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch_fastdet.patching.switch import Name
+from torch_fastdet.hosts.engine.switch import Name
 from torch_fastdet.ultralytics.dropins import bbox_iou
 from torch_fastdet.ultralytics.switch import UltralyticsSwitch
 from torch_fastdet.ultralytics.trials import bbox_iou_differs

@@ -13,8 +13,8 @@ from torch import nn
 
 from torch_fastdet._say import say
 from torch_fastdet.graphs import _capture
-from torch_fastdet.patching.channels_last import plain_copy, plain_fuse
-from torch_fastdet.patching.layout import LayoutChoice
+from torch_fastdet.hosts.shared.channels_last import plain_copy, plain_fuse
+from torch_fastdet.hosts.shared.layout import LayoutChoice
 from torch_fastdet.ultralytics.switch import installed_version, release
 from torch_fastdet.ultralytics.training_switch import TrainingSwitch
 

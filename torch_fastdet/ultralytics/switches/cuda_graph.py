@@ -20,10 +20,10 @@ from torch_fastdet._say import say
 from torch_fastdet.graphs import CaptureError, ModuleGraphs, _capture
 from torch_fastdet.graphs._refusal import is_out_of_memory
 from torch_fastdet.graphs.distributed import GradientAverage
-from torch_fastdet.patching.ddp import GraphedDDP, group_size
-from torch_fastdet.patching.import_hook import namespace
-from torch_fastdet.patching.predictions import PredictionGraphs, settings_of, without_captures
-from torch_fastdet.patching.switch import class_of
+from torch_fastdet.hosts.engine.import_hook import namespace
+from torch_fastdet.hosts.engine.switch import class_of
+from torch_fastdet.hosts.shared.ddp import GraphedDDP, group_size
+from torch_fastdet.hosts.shared.predictions import PredictionGraphs, settings_of, without_captures
 from torch_fastdet.ultralytics.necks import fewer_copies
 from torch_fastdet.ultralytics.training_switch import TrainingSwitch
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 from types import ModuleType
 
-from torch_fastdet.patching.import_hook import namespace
-from torch_fastdet.patching.switch import class_of
+from torch_fastdet.hosts.engine.import_hook import namespace
+from torch_fastdet.hosts.engine.switch import class_of
 from torch_fastdet.ultralytics.switch import UltralyticsSwitch
 
 PREDICTOR = "ultralytics.engine.predictor"

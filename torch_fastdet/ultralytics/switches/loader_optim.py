@@ -7,7 +7,7 @@ import importlib.util
 import os
 from typing import Any
 
-from torch_fastdet.patching.switch import Name
+from torch_fastdet.hosts.engine.switch import Name
 from torch_fastdet.ultralytics.switch import UltralyticsSwitch
 
 BASE, BUILD = "ultralytics.data.base", "ultralytics.data.build"

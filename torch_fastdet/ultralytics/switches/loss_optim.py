@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_fastdet.patching.switch import Name
+from torch_fastdet.hosts.engine.switch import Name
 from torch_fastdet.ultralytics.loss import OTHER_SIDES, STOCK_MODULE, _parts, _subclass
 from torch_fastdet.ultralytics.switch import UltralyticsSwitch
 

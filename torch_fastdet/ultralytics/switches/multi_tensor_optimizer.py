@@ -20,11 +20,11 @@ import torch
 from torch_fastdet import optim
 from torch_fastdet._say import say
 from torch_fastdet._torch.tensors import ModuleWatch, unwrap
+from torch_fastdet.hosts.engine.import_hook import namespace
+from torch_fastdet.hosts.engine.switch import Name, class_of
 from torch_fastdet.loader.fingerprint import fingerprint
 from torch_fastdet.optim.adamw import why_torchs
 from torch_fastdet.optim.convert import is_stock_musgd
-from torch_fastdet.patching.import_hook import namespace
-from torch_fastdet.patching.switch import Name, class_of
 from torch_fastdet.ultralytics.dropins import ModelEMA
 from torch_fastdet.ultralytics.switch import UltralyticsSwitch
 from torch_fastdet.ultralytics.trials import REFERENCE, ema_differs, musgd_differs

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from torch_fastdet.patching.signature import parameters
-from torch_fastdet.patching.switch import Name
+from torch_fastdet.hosts.engine.signature import parameters
+from torch_fastdet.hosts.engine.switch import Name
 from torch_fastdet.ultralytics.dropins import non_max_suppression
 from torch_fastdet.ultralytics.switch import UltralyticsSwitch
 

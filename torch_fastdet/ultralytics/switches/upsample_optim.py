@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch_fastdet.patching import upsample_optim
+from torch_fastdet.hosts.shared import upsample as upsample_optim
 from torch_fastdet.ultralytics.switch import UltralyticsSwitch
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from torch_fastdet import ops
-from torch_fastdet.patching import average_precision
-from torch_fastdet.patching.import_hook import namespace
-from torch_fastdet.patching.matching_case import DETECTIONS, IOUV, LABELS
-from torch_fastdet.patching.switch import class_of
+from torch_fastdet.hosts.engine.import_hook import namespace
+from torch_fastdet.hosts.engine.switch import class_of
+from torch_fastdet.hosts.shared import average_precision
+from torch_fastdet.hosts.shared.matching_case import DETECTIONS, IOUV, LABELS
 from torch_fastdet.ultralytics import validation
 from torch_fastdet.ultralytics.switch import UltralyticsSwitch
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch_fastdet.patching.switch import Name, Switch
+from torch_fastdet.hosts.engine.switch import Name, Switch
 from torch_fastdet.yolov5.dropins import bbox_iou
 from torch_fastdet.yolov5.trials import bbox_iou_differs
 

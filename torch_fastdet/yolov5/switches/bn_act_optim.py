@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch_fastdet.patching.bn_act_optim import BnActMethods
+from torch_fastdet.hosts.shared.bn_act import BnActMethods
 
 
 class BnActOptim(BnActMethods):

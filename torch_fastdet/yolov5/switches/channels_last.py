@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_fastdet.patching.channels_last import plain_copy, plain_fuse
-from torch_fastdet.patching.layout import LayoutChoice
+from torch_fastdet.hosts.shared.channels_last import plain_copy, plain_fuse
+from torch_fastdet.hosts.shared.layout import LayoutChoice
 from torch_fastdet.yolov5.training_switch import TrainingSwitch
 
 

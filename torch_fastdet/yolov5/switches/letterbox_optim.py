@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from torch_fastdet.patching.engine import is_code_of, original
-from torch_fastdet.patching.import_hook import namespace, top_level
-from torch_fastdet.patching.switch import Switch, class_of
+from torch_fastdet.hosts.engine.import_hook import namespace, top_level
+from torch_fastdet.hosts.engine.replace import is_code_of, original
+from torch_fastdet.hosts.engine.switch import Switch, class_of
 
 MODULES = ("models.common", "yolov5.models.common")
 

@@ -7,8 +7,8 @@ import os
 from types import ModuleType
 from typing import Any
 
-from torch_fastdet.patching.import_hook import namespace
-from torch_fastdet.patching.switch import Switch, class_of
+from torch_fastdet.hosts.engine.import_hook import namespace
+from torch_fastdet.hosts.engine.switch import Switch, class_of
 
 HOSTS = ("utils.dataloaders", "yolov5.utils.dataloaders")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch_fastdet.patching.stand_in import stand_in
-from torch_fastdet.patching.switch import Name, Switch
+from torch_fastdet.hosts.engine.stand_in import stand_in
+from torch_fastdet.hosts.engine.switch import Name, Switch
 from torch_fastdet.yolov5.loss import ComputeLoss
 from torch_fastdet.yolov5.trials import loss_differs
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from torch_fastdet.patching import mask_optim
-from torch_fastdet.patching.switch import Name
+from torch_fastdet.hosts.engine.switch import Name
+from torch_fastdet.hosts.shared import masks as mask_optim
 from torch_fastdet.yolov5.dropins import crop_mask, process_mask, process_mask_native, process_mask_upsample
 
 GENERAL = ("utils.segment.general", "yolov5.utils.segment.general")

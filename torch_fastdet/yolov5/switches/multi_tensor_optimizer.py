@@ -16,7 +16,7 @@ from torch import nn
 
 from torch_fastdet import optim
 from torch_fastdet.ema import ModelEMA
-from torch_fastdet.patching.switch import Name, Switch
+from torch_fastdet.hosts.engine.switch import Name, Switch
 from torch_fastdet.yolov5.dropins import smart_optimizer
 from torch_fastdet.yolov5.trials import ema_differs
 

@@ -19,9 +19,9 @@ import torch
 from torch_fastdet import ops
 from torch_fastdet._say import say
 from torch_fastdet._torch.private import writes
-from torch_fastdet.patching.engine import describe, is_code_of
-from torch_fastdet.patching.import_hook import namespace, top_level
-from torch_fastdet.patching.switch import Name, Switch, class_of
+from torch_fastdet.hosts.engine.import_hook import namespace, top_level
+from torch_fastdet.hosts.engine.replace import describe, is_code_of
+from torch_fastdet.hosts.engine.switch import Name, Switch, class_of
 from torch_fastdet.yolov5.dropins import non_max_suppression
 from torch_fastdet.yolov5.trials import decoding_differs, nms_differs
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from torch_fastdet.patching import average_precision
-from torch_fastdet.patching.import_hook import namespace
-from torch_fastdet.patching.matching_case import DETECTIONS, IOUV, LABELS
-from torch_fastdet.patching.stand_in import stand_in
-from torch_fastdet.patching.switch import Name, Switch
+from torch_fastdet.hosts.engine.import_hook import namespace
+from torch_fastdet.hosts.engine.stand_in import stand_in
+from torch_fastdet.hosts.engine.switch import Name, Switch
+from torch_fastdet.hosts.shared import average_precision
+from torch_fastdet.hosts.shared.matching_case import DETECTIONS, IOUV, LABELS
 from torch_fastdet.yolov5 import validation
 
 METRICS = ("utils.metrics", "yolov5.utils.metrics")

@@ -6,8 +6,8 @@ from types import ModuleType
 
 import pytest
 
-from torch_fastdet.patching.engine import Patches
-from torch_fastdet.patching.import_hook import namespace
+from torch_fastdet.hosts.engine.import_hook import namespace
+from torch_fastdet.hosts.engine.replace import Patches
 from torch_fastdet.ultralytics.registry import SWITCHES as ULTRALYTICS
 from torch_fastdet.yolov5.registry import SWITCHES as YOLOV5
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_fastdet.patching.formula import plainly_on_the_cpu
+from torch_fastdet.hosts.formula import plainly_on_the_cpu
 
 
 def difference(

@@ -11,9 +11,9 @@ from types import ModuleType
 import pytest
 
 import torch_fastdet
-from torch_fastdet.patching.engine import SwitchError
-from torch_fastdet.patching.host import ALL, Host
-from torch_fastdet.patching.switch import Name, Switch, class_of
+from torch_fastdet.hosts.engine.host import ALL, Host
+from torch_fastdet.hosts.engine.replace import SwitchError
+from torch_fastdet.hosts.engine.switch import Name, Switch, class_of
 
 
 class Liar:
@@ -84,7 +84,7 @@ def test_every_holder_is_replaced_and_put_back(loaded, host):
     stock = dict(vars(shapes)), dict(vars(user))
     lines = host.patch({"area_optim": True})
     assert shapes.area is user.area is user.other is area
-    assert len(lines) == 3 and all(" -> tests.patching.test_engine.area" in line for line in lines)
+    assert len(lines) == 3 and all(" -> tests.hosts.test_engine.area" in line for line in lines)
     later = loaded(module("later", area=shapes.area))
     assert host.patch({"area_optim": True}) == lines, "twice is once"
     host.unpatch()
@@ -135,7 +135,7 @@ def test_what_a_user_replaces_later_stays(loaded, host, capsys):
     host.unpatch()
     assert shapes.area is later and shapes.Box().size() == "stock"
     assert (
-        "host.shapes.area -> tests.patching.test_engine.area was replaced since by somebody else"
+        "host.shapes.area -> tests.hosts.test_engine.area was replaced since by somebody else"
         in capsys.readouterr().err
     )
 
@@ -235,7 +235,7 @@ def test_a_late_module_gets_the_original_of_its_package_or_the_first_one(loaded)
 
 def test_a_switch_that_needs_a_gpu(loaded, host, monkeypatch, capsys):
     monkeypatch.setattr(SizeOptim, "needs_gpu", True)
-    monkeypatch.setattr("torch_fastdet.patching.switch.missing_gpu", lambda: "there is no GPU.")
+    monkeypatch.setattr("torch_fastdet.hosts.engine.switch.missing_gpu", lambda: "there is no GPU.")
     loaded(module("host.shapes", STOCK))
     assert len(host.patch({ALL: True})) == 1
     assert capsys.readouterr().err.count("torch_fastdet: size_optim does not apply: there is no GPU.\n") == 1
@@ -248,10 +248,10 @@ PACKAGE = Path(torch_fastdet.__file__).parent
 
 def test_the_engine_knows_no_host():
     """And its modules import each other in one direction."""
-    order = ["signature", "import_hook", "engine", "switch", "host", "launcher"]
+    order = ["signature", "import_hook", "replace", "switch", "host", "launcher"]
     for place, name in enumerate(order):
-        tree = ast.parse((PACKAGE / "patching" / f"{name}.py").read_text())
+        tree = ast.parse((PACKAGE / "hosts/engine" / f"{name}.py").read_text())
         imported = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
         assert not [each for each in imported if each.startswith(("torch_fastdet.yolov5", "torch_fastdet.ultralytics"))]
-        of_the_engine = [each.rpartition(".")[2] for each in imported if each.startswith("torch_fastdet.patching.")]
+        of_the_engine = [each.rpartition(".")[2] for each in imported if each.startswith("torch_fastdet.hosts.engine.")]
         assert all(order.index(each) < place for each in of_the_engine), name

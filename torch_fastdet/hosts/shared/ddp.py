@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_fastdet._torch import private
 from torch_fastdet.graphs._refusal import why_not
 from torch_fastdet.graphs.distributed import GradientAverage, Ranks
-from torch_fastdet.patching.switch import Switch
+from torch_fastdet.hosts.engine.switch import Switch
 
 
 def group_size() -> int:

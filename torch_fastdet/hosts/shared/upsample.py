@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from torch_fastdet import ops
 from torch_fastdet._torch.private import is_exporting, is_transforming
-from torch_fastdet.patching.switch import Switch
+from torch_fastdet.hosts.engine.switch import Switch
 
 
 def _is_exporting() -> bool:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from torch_fastdet.patching import layout
-from torch_fastdet.patching.layout import LayoutChoice
+from torch_fastdet.hosts.shared import layout
+from torch_fastdet.hosts.shared.layout import LayoutChoice
 
 
 class Net(nn.Module):

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from torch_fastdet import ops
 from torch_fastdet._torch.private import every_module_has_hooks, runs_plainly
-from torch_fastdet.patching.formula import agree, pictures
-from torch_fastdet.patching.upsample_optim import doubles, upsample_forward
+from torch_fastdet.hosts.formula import agree, pictures
+from torch_fastdet.hosts.shared.upsample import doubles, upsample_forward
 
 
 def _cat(concat: Any, parts: list[Tensor]) -> Tensor:

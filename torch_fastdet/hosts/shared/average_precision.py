@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from torch_fastdet._say import say
+from torch_fastdet.hosts.engine.import_hook import namespace
+from torch_fastdet.hosts.engine.replace import defined_in, describe
+from torch_fastdet.hosts.engine.switch import Switch
 from torch_fastdet.loader.fingerprint import fingerprint
-from torch_fastdet.patching.engine import defined_in, describe
-from torch_fastdet.patching.import_hook import namespace
-from torch_fastdet.patching.switch import Switch
 
 NAME = "ap_per_class"
 EPS = 1e-16

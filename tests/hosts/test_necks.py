@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from torch_fastdet.patching import necks
-from torch_fastdet.patching.upsample_optim import upsample_forward
+from torch_fastdet.hosts.shared import necks
+from torch_fastdet.hosts.shared.upsample import upsample_forward
 
 HERE = (__name__,)
 

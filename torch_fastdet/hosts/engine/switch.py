@@ -13,9 +13,9 @@ import torch
 
 from torch_fastdet._say import rank, say
 from torch_fastdet._torch.private import gpu_count
-from torch_fastdet.patching.engine import Patches, SwitchError, defined_in, describe, is_code_of, original
-from torch_fastdet.patching.import_hook import namespace
-from torch_fastdet.patching.signature import difference
+from torch_fastdet.hosts.engine.import_hook import namespace
+from torch_fastdet.hosts.engine.replace import Patches, SwitchError, defined_in, describe, is_code_of, original
+from torch_fastdet.hosts.engine.signature import difference
 
 __all__ = ["Name", "Switch", "SwitchError", "missing_gpu"]
 

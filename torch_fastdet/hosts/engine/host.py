@@ -8,9 +8,9 @@ from types import ModuleType
 from typing import Any
 
 from torch_fastdet._say import hide, say, show
-from torch_fastdet.patching import switch as _switch
-from torch_fastdet.patching.engine import Patches
-from torch_fastdet.patching.switch import Switch
+from torch_fastdet.hosts.engine import switch as _switch
+from torch_fastdet.hosts.engine.replace import Patches
+from torch_fastdet.hosts.engine.switch import Switch
 
 ALL = "fastdet"
 ALL_HELP = "every switch that applies here"

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torch_fastdet.patching.switch import Name, Switch
+from torch_fastdet.hosts.engine.switch import Name, Switch
 
 
 def sample() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
