@@ -133,13 +133,17 @@ test-gpu: ## on a GPU machine (offline): the tests that a GPU can change, Google
 gpu-report-check: ## says whether tests/gpu_report.json is of this tree
 	@$(ANY_PYTHON) -m tools.gpu_report check
 
-lint: $(STAMP) ## ruff, mypy, clang-format, and the layering rule of csrc/core
+lint: $(STAMP) ## ruff, mypy, clang-format, the layering rule of csrc/core, and the schemas of .github
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(FORMATTED)
 	@! grep -rnE '#\s*include\s*[<"](torch|ATen|c10|pybind11|Python\.h|ops/)' csrc/core \
 	  || { echo "csrc/core must include nothing of torch, ATen, c10, pybind11, Python or the glue"; exit 1; }
+	$(BIN)/check-jsonschema -q --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema -q --builtin-schema vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
+	$(BIN)/check-jsonschema -q --builtin-schema vendor.dependabot .github/dependabot.yml
+	$(BIN)/check-jsonschema -q --builtin-schema vendor.citation-file-format CITATION.cff
 
 format: $(STAMP) ## rewrites the sources as lint wants them
 	$(BIN)/ruff check --fix .
