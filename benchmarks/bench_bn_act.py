@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks import harness, work
-from torch_fastdet import ops, stem
+from torch_fastdet import ops
+from torch_fastdet.layers import stem
 
 FORMATS = {"NHWC": torch.channels_last, "NCHW": torch.contiguous_format}
 GPU_SHAPES = [

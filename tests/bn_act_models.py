@@ -6,9 +6,8 @@ import io
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import torch_fastdet.bn_act
-from torch_fastdet import stem
 from torch_fastdet.hosts.engine import switch
+from torch_fastdet.layers import bn_act, stem
 
 
 class Operators(TorchDispatchMode):
@@ -31,7 +30,7 @@ class Operators(TorchDispatchMode):
 def on_the_cpu():
     """The switch wants a GPU; its operator runs on the CPU as well."""
     switch.missing_gpu = lambda: None
-    torch_fastdet.bn_act.DEVICES = stem.DEVICES = ("cpu", "cuda")
+    bn_act.DEVICES = stem.DEVICES = ("cpu", "cuda")
     stem.DTYPES = (*stem.DTYPES, torch.float64)
 
 

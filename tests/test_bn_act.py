@@ -1,4 +1,4 @@
-"""torch_fastdet.bn_act on a Conv and a Bottleneck of our own, shaped as those of YOLOv5 and Ultralytics: what is fused, and what
+"""torch_fastdet.layers.bn_act on a Conv and a Bottleneck of our own, shaped as those of YOLOv5 and Ultralytics: what is fused, and what
 stays stock's."""
 
 import copy
@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-import torch_fastdet.bn_act
 from tests.bn_act_models import Operators
-from torch_fastdet.bn_act import bottleneck_forward, c3_forward, can_fuse, conv_forward, sppf_forward
 from torch_fastdet.hosts.shared.bn_act import BOTTLENECK, CONV
 from torch_fastdet.hosts.shared.bn_act import C3 as C3_FORMULA
+from torch_fastdet.layers import bn_act
+from torch_fastdet.layers.bn_act import bottleneck_forward, c3_forward, can_fuse, conv_forward, sppf_forward
 
 
 class Conv(nn.Module):
@@ -65,7 +65,7 @@ class SPPF(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _fused(monkeypatch):
-    monkeypatch.setattr(torch_fastdet.bn_act, "DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(bn_act, "DEVICES", ("cpu", "cuda"))
     assert CONV.is_that_of(Conv.forward) and BOTTLENECK.is_that_of(Bottleneck.forward)
     forward = conv_forward(Conv.forward)
     monkeypatch.setattr(Conv, "forward", forward)

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from torch_fastdet import crossover, suppression
+from torch_fastdet.detections import crossover, suppression
 
 
 @pytest.fixture
@@ -154,6 +154,19 @@ def test_rows_of_the_gpu_are_those_of_the_host(cuda, machine):
     assert (
         torch.equal(rows[0], wanted_rows[0]) and torch.equal(kept[0], wanted_kept[0]) and kept[0].device.type == "cpu"
     )
+
+
+@pytest.mark.parametrize("layout", ["yolov5", "ultralytics"])
+def test_what_is_measured_is_what_runs(monkeypatch, layout):
+    """The measured calls find the detections of the stock signature."""
+    found = []
+    monkeypatch.setattr(crossover, "SIZES", ((1, 525),))
+    monkeypatch.setattr(crossover, "_seconds", lambda call: found.append(call()) or 1.0)
+    crossover.measure(layout, True, torch.device("cpu"))
+    suppress = getattr(suppression, f"{layout}_non_max_suppression")
+    wanted = suppress(crossover._prediction(layout, True, 1, 525), 0.001, multi_label=True)[0]
+    for detections, counts in found:
+        assert counts == [len(wanted)] != [0] and torch.equal(detections[0, : counts[0]], wanted)
 
 
 @pytest.mark.alone

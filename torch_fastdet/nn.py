@@ -1,23 +1,5 @@
-"""Modules over :mod:`torch_fastdet.ops`."""
+"""Modules over :mod:`torch_fastdet.ops`. They are in :mod:`torch_fastdet.layers.nn`."""
 
-from __future__ import annotations
-
-import torch
-
-from torch_fastdet.ops import upsample_nearest2x
+from torch_fastdet.layers.nn import Upsample2x
 
 __all__ = ["Upsample2x"]
-
-torch.fx.wrap("upsample_nearest2x")  # one node of a symbolic trace, as nn.Upsample is
-
-
-class Upsample2x(torch.nn.Module):
-    """In place of ``torch.nn.Upsample(None, 2, "nearest")``: (N, C, H, W) to (N, C, 2H, 2W), each value four times.
-
-    Takes what :func:`torch_fastdet.ops.upsample_nearest2x` takes and keeps the memory format of its input. It has no
-    parameters and no state, so it can replace an ``nn.Upsample`` in a model whose ``state_dict`` is already saved. It
-    works in TorchScript, ``torch.compile(fullgraph=True)``, ``torch.export`` and ``torch.fx``.
-    """
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return upsample_nearest2x(input)

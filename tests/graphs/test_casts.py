@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from torch_fastdet import stem
 from torch_fastdet.graphs import _casts
 from torch_fastdet.graphs._casts import weights_cast_once
+from torch_fastdet.layers import stem
 
 
 class Net(nn.Module):

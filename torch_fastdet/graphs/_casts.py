@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_fastdet._torch.private import foreach_copy_, runs_plainly
-from torch_fastdet.stem import has_stem_shape
+from torch_fastdet.layers.stem import has_stem_shape
 
 _FORWARD = nn.Conv2d.forward
 _GROUP = 8  # channels that cuDNN's kernels take at once

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from torch_fastdet.bn_act import bottleneck_forward, c3_forward, conv_forward, sppf_forward
 from torch_fastdet.hosts.engine.import_hook import namespace
 from torch_fastdet.hosts.engine.switch import Switch, class_of
 from torch_fastdet.hosts.formula import Formula
+from torch_fastdet.layers.bn_act import bottleneck_forward, c3_forward, conv_forward, sppf_forward
 
 
 def _bottleneck(self: Any, x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from torch_fastdet._torch.private import (
     is_transforming,
     runs_plainly,
 )
-from torch_fastdet.stem import convolve
+from torch_fastdet.layers.stem import convolve
 
 ACTIVATIONS: dict[type[nn.Module], str] = {
     nn.SiLU: "silu",

@@ -1,0 +1,217 @@
+"""Masks of detections, and their crop, under the stock signatures of YOLOv5 and Ultralytics: the same pixels, without float masks at full size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torch_fastdet.ops.masks import crop_mask, crop_mask_, instance_masks
+
+__all__ = [
+    "ultralytics_crop_mask",
+    "ultralytics_process_mask",
+    "ultralytics_process_mask_native",
+    "yolov5_crop_mask",
+    "yolov5_process_mask",
+    "yolov5_process_mask_native",
+    "yolov5_process_mask_upsample",
+]
+
+
+def _sides(shape: Sequence[int] | Tensor) -> tuple[int, int]:
+    height, width = shape
+    return int(height), int(width)
+
+
+def _inputs(protos: Tensor, masks_in: Tensor, bboxes: Tensor) -> tuple[Tensor, Tensor]:
+    """Coefficients and boxes on the prototypes' device and as floats, which is what stock's arithmetic makes of them."""
+    coefficients, boxes = (
+        other.to(protos.device, other.dtype if other.is_floating_point() else torch.float32)
+        for other in (masks_in, bboxes)
+    )
+    if boxes.dim() == 2 and len(boxes) == 1:  # stock crops all masks to a single box
+        boxes = boxes.expand(len(coefficients), -1)
+    return coefficients, boxes
+
+
+def _one_box_each(masks: Tensor, boxes: Tensor) -> Tensor:
+    return boxes.expand(len(masks), -1) if len(boxes) == 1 else boxes
+
+
+def ultralytics_crop_mask(masks: Tensor, boxes: Tensor) -> Tensor:
+    """``ultralytics.utils.ops.crop_mask``: sets what lies outside of the boxes to zero, in place, with a gradient to the masks.
+
+    Args:
+        masks: (n, height, width), float16, bfloat16, float32, float64, uint8 or bool; written.
+        boxes: (n, 4) or (1, 4), x1, y1, x2, y2 in the masks' pixels.
+
+    Returns:
+        ``masks``.
+
+    Raises:
+        RuntimeError: a wrong shape, dtype or layout, or a leaf that requires grad.
+    """
+    crop_mask_(masks, _one_box_each(masks, boxes.to(masks.device)))
+    return masks
+
+
+def yolov5_crop_mask(masks: Tensor, boxes: Tensor) -> Tensor:
+    """YOLOv5's ``utils.segment.general.crop_mask``: masks that are zero outside of their boxes, with a gradient to the masks.
+
+    Args:
+        masks: (n, height, width), float16, bfloat16, float32, float64, uint8 or bool.
+        boxes: (n, 4) or (1, 4), x1, y1, x2, y2 in the masks' pixels.
+
+    Returns:
+        (n, height, width), a new tensor of the same dtype.
+
+    Raises:
+        RuntimeError: a wrong shape, dtype, layout or device.
+    """
+    return crop_mask(masks, _one_box_each(masks, boxes))
+
+
+def ultralytics_process_mask(
+    protos: Tensor, masks_in: Tensor, bboxes: Tensor, shape: Sequence[int], upsample: bool = False
+) -> Tensor:
+    """``ultralytics.utils.ops.process_mask``: masks of detections in one picture.
+
+    Args:
+        protos: (channels, height, width), the picture's prototypes, any floating dtype.
+        masks_in: (n, channels), coefficients.
+        bboxes: (n, 4), x1, y1, x2, y2 in pixels of the network's input.
+        shape: height and width of the network's input.
+        upsample: masks of that size; otherwise of the prototypes' size.
+
+    Returns:
+        (n, height, width), uint8, 0 or 1.
+
+    Raises:
+        RuntimeError: a wrong shape, dtype or device.
+    """
+    coefficients, boxes = _inputs(protos, masks_in, bboxes)
+    size = _sides(shape if upsample else shape[:2])  # stock takes a picture's shape, too, where it does not resample
+    if upsample:
+        return instance_masks(protos, coefficients, boxes, list(size))
+    height, width = protos.shape[1:]
+    scale = [width / size[1], height / size[0]]
+    return instance_masks(protos, coefficients, boxes, [height, width], box_scale=scale)
+
+
+def ultralytics_process_mask_native(protos: Tensor, masks_in: Tensor, bboxes: Tensor, shape: Sequence[int]) -> Tensor:
+    """``ultralytics.utils.ops.process_mask_native``: masks in the pixels of the original picture.
+
+    Args:
+        protos: (channels, height, width), the picture's prototypes, any floating dtype.
+        masks_in: (n, channels), coefficients.
+        bboxes: (n, 4), x1, y1, x2, y2 in pixels of the original picture.
+        shape: height and width of the original picture.
+
+    Returns:
+        (n, height, width), uint8, 0 or 1.
+
+    Raises:
+        RuntimeError: a wrong shape, dtype or device.
+    """
+    coefficients, boxes = _inputs(protos, masks_in, bboxes)
+    size = _sides(shape)
+    factor, window = _letterbox_window((int(protos.shape[1]), int(protos.shape[2])), size)
+    return instance_masks(protos, coefficients, boxes, list(size), window, factor)
+
+
+def _letterbox_window(protos: tuple[int, int], size: tuple[int, int]) -> tuple[int, list[int]]:
+    """How Ultralytics cuts a letterbox's border off: the factor that prototypes are enlarged by, and the window."""
+
+    def content(sides: tuple[int, int]) -> tuple[int, int]:
+        gain = min(sides[0] / size[0], sides[1] / size[1])
+        return max(round(size[0] * gain), 1), max(round(size[1] * gain), 1)
+
+    # The network's input is four times as large as the prototypes. These are enlarged until half of the border, which lies on
+    # either side, is a whole number of their pixels; four times at most.
+    network = (4 * protos[0], 4 * protos[1])
+    borders = [side - inner for side, inner in zip(network, content(network))]
+    factor = next((factor for factor in (1, 2) if all(border * factor % 8 == 0 for border in borders)), 4)
+    enlarged = (factor * protos[0], factor * protos[1])
+    if enlarged == size:
+        return factor, [0, 0, *enlarged]
+    inner = content(enlarged)
+    top, left = (round((side - kept) / 2 - 0.1) for side, kept in zip(enlarged, inner))
+    return factor, [top, left, min(top + inner[0], enlarged[0]), min(left + inner[1], enlarged[1])]
+
+
+def yolov5_process_mask(
+    protos: Tensor, masks_in: Tensor, bboxes: Tensor, shape: Sequence[int], upsample: bool = False
+) -> Tensor:
+    """YOLOv5's ``utils.segment.general.process_mask``: prototypes are cropped, then resampled.
+
+    Args:
+        protos: (channels, height, width), the picture's prototypes, any floating dtype.
+        masks_in: (n, channels), coefficients.
+        bboxes: (n, 4), x1, y1, x2, y2 in pixels of the network's input.
+        shape: height and width of the network's input.
+        upsample: masks of that size; otherwise of the prototypes' size.
+
+    Returns:
+        (n, height, width), float32, 0 or 1.
+
+    Raises:
+        RuntimeError: a wrong shape, dtype or device.
+    """
+    coefficients, boxes = _inputs(protos, masks_in, bboxes)
+    size = _sides(shape)
+    height, width = protos.shape[1:]
+    return instance_masks(
+        protos,
+        coefficients,
+        boxes,
+        list(size) if upsample else [height, width],
+        box_scale=[width / size[1], height / size[0]],
+        sigmoid=True,
+        crop_first=True,
+        dtype=torch.float32,
+    )
+
+
+def yolov5_process_mask_upsample(protos: Tensor, masks_in: Tensor, bboxes: Tensor, shape: Sequence[int]) -> Tensor:
+    """YOLOv5's ``utils.segment.general.process_mask_upsample``: prototypes are resampled, then cropped.
+
+    Args:
+        protos: (channels, height, width), the picture's prototypes, any floating dtype.
+        masks_in: (n, channels), coefficients.
+        bboxes: (n, 4), x1, y1, x2, y2 in pixels of the network's input.
+        shape: height and width of the network's input, and of the masks.
+
+    Returns:
+        (n, height, width), float32, 0 or 1.
+
+    Raises:
+        RuntimeError: a wrong shape, dtype or device.
+    """
+    coefficients, boxes = _inputs(protos, masks_in, bboxes)
+    return instance_masks(protos, coefficients, boxes, list(_sides(shape)), sigmoid=True, dtype=torch.float32)
+
+
+def yolov5_process_mask_native(protos: Tensor, masks_in: Tensor, bboxes: Tensor, shape: Sequence[int]) -> Tensor:
+    """YOLOv5's ``utils.segment.general.process_mask_native``: masks in the pixels of the original picture.
+
+    Args:
+        protos: (channels, height, width), the picture's prototypes, any floating dtype.
+        masks_in: (n, channels), coefficients.
+        bboxes: (n, 4), x1, y1, x2, y2 in pixels of the original picture.
+        shape: height and width of the original picture.
+
+    Returns:
+        (n, height, width), float32, 0 or 1.
+
+    Raises:
+        RuntimeError: a wrong shape, dtype or device.
+    """
+    coefficients, boxes = _inputs(protos, masks_in, bboxes)
+    size = _sides(shape)
+    height, width = protos.shape[1:]
+    gain = min(height / size[0], width / size[1])
+    border = (height - size[0] * gain) / 2, (width - size[1] * gain) / 2
+    window = [int(border[0]), int(border[1]), int(height - border[0]), int(width - border[1])]
+    return instance_masks(protos, coefficients, boxes, list(size), window, sigmoid=True, dtype=torch.float32)
