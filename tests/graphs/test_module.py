@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections import defaultdict
 
 import pytest
 import torch
@@ -628,6 +629,58 @@ def test_side_stream(cuda):
     stream.synchronize()
     train(plain, [x] * 5)
     same_state(graphed, plain)
+
+
+def test_streams_of_captures_are_nobody_elses(monkeypatch):
+    """Torch hands out 32 streams in turn: of forty graphed models, some would capture on those of other threads."""
+    made = []
+    monkeypatch.setattr(_capture, "_idle", defaultdict(list))
+    monkeypatch.setattr(_capture, "_make_stream", lambda device: made.append(device) or len(made))
+    monkeypatch.setattr(torch.cuda, "ExternalStream", type("Stream", (), {"__init__": lambda self, *args: None}))
+    monkeypatch.setattr(torch.cuda, "Stream", None)
+    device = torch.device("cuda", 0)
+    for _ in range(40):  # as with --evolve: one after another
+        _capture.new_stream(device)
+    assert made == [device]
+    several = [_capture.new_stream(device) for _ in range(3)]
+    assert len(made) == 3
+    other = _capture.new_stream(torch.device("cuda", 1))
+    assert made[3:] == [torch.device("cuda", 1)]
+    del several, other
+    assert sorted(_capture._idle[device]) == [1, 2, 3]
+
+
+def test_forty_models_are_captured_while_other_threads_launch(cuda):
+    """What those launch does not become part of a graph, and no capture fails."""
+    ended, sums = threading.Event(), {"loader": [], "user": []}
+
+    def launch(kept):
+        while not ended.is_set():
+            with torch.cuda.stream(torch.cuda.Stream()):  # sooner or later all that torch has
+                ones = torch.ones(1000, device="cuda")
+                kept.append((ones * 2).sum())
+            if len(kept) % 32 == 0:
+                torch.cuda.current_stream().synchronize()
+                kept[:] = kept[-32:]
+
+    threads = [threading.Thread(target=launch, args=(kept,)) for kept in sums.values()]
+    for thread in threads:
+        thread.start()
+    try:
+        x = images(2, 3, 32, 32)
+        models = [GraphedModule(Net().to(GPU.device), required=True) for _ in range(40)]
+        for model in models:
+            plain = copy.deepcopy(model)
+            for net in (model, plain):
+                three_passes(net, x)
+            same_gradients(model.module, plain)
+            same_state(model.module, plain)
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+    torch.cuda.synchronize()
+    assert all(value == 2000 for kept in sums.values() for value in torch.stack(kept).tolist())
 
 
 def test_backward_on_another_stream(cuda):

@@ -7,15 +7,19 @@ The rest of the package reaches CUDA through the functions at the top and those 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import threading
+import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from torch_fastdet._library import LIBRARY
 from torch_fastdet._torch import private
 
 
@@ -32,8 +36,32 @@ def new_pool() -> Any:
     return torch.cuda.graph_pool_handle()
 
 
+# Streams of graphs that are gone.
+_idle: defaultdict[torch.device, list[int]] = defaultdict(list)
+
+
 def new_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    """A stream for captures, on which nobody else launches. It serves the next ones when this object is gone.
+
+    ``torch.cuda.Stream`` hands out the same 32 streams in turn: what another thread launched on the stream of a capture would
+    become part of the graph.
+    """
+    try:
+        address = _idle[device].pop()
+    except IndexError:
+        address = _make_stream(device)
+    stream = torch.cuda.ExternalStream(address, device)
+    weakref.finalize(stream, _idle[device].append, address).atexit = False
+    return stream
+
+
+def _make_stream(device: torch.device) -> int:
+    made, non_blocking = ctypes.c_void_p(), 1
+    with torch.cuda.device(device):
+        error = ctypes.CDLL(str(LIBRARY)).cudaStreamCreateWithFlags(ctypes.byref(made), non_blocking)
+    if made.value is None:
+        raise RuntimeError(f"CUDA makes no stream to capture on {device}: cudaStreamCreateWithFlags returned {error}")
+    return made.value
 
 
 def read_on(tensors: Iterable[torch.Tensor], stream: torch.cuda.Stream) -> None:

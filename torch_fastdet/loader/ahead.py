@@ -18,8 +18,8 @@ import torch
 DEPTH = 2
 
 _running: weakref.WeakSet[Ahead] = weakref.WeakSet()
-# Streams of threads that have ended, for those that begin. Torch hands out 32 streams in turn: if each took a new one, one of
-# them would soon be the stream of a graph's capture, and what the thread launches then would become part of the graph.
+# Streams of threads that have ended, for those that begin. Torch hands out 32 streams in turn: if each thread took a new one,
+# one of them would soon be the stream on which somebody captures a graph, and the allocator caches memory for each stream.
 _idle: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
 
 
@@ -80,13 +80,14 @@ class Ahead:
         if self._process != os.getpid():
             return  # a loader process, which has no such thread
         self._stop.set()
+        if self._thread is threading.current_thread():
+            return  # the garbage collector runs in it, perhaps inside of the queue, whose lock it then holds
         while True:  # one that waits for room goes on
             try:
                 self._ready.get_nowait()
             except queue.Empty:
                 break
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout=10)
+        self._thread.join(timeout=10)
         if self._ended is None:
             self._ended = StopIteration()
 
