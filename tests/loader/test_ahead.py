@@ -1,6 +1,7 @@
 """Batches made ahead: how far, in which order, and how it ends. CUDA's streams and events are stand-ins here."""
 
 import contextlib
+import threading
 import time
 from collections import defaultdict
 from types import SimpleNamespace
@@ -97,6 +98,22 @@ def test_ends_as_its_source_does(limited):
         with pytest.raises(ValueError, match="batch 1"):
             next(failing)
     failing.close()
+
+
+def test_its_own_thread_ends_it_inside_of_the_queue():
+    """The garbage collector runs in any thread, at any place."""
+    begun, ended = threading.Event(), threading.Event()
+
+    def finish(number: int) -> dict:
+        begun.wait(60)
+        with batches._ready.mutex:
+            batches.close()
+        ended.set()
+        return {}
+
+    batches = Ahead(Source(), finish, torch.device("cpu"))
+    begun.set()
+    assert ended.wait(10)
 
 
 def test_streams_are_used_again():

@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import os
 import threading
 from types import SimpleNamespace
 
@@ -72,6 +73,19 @@ def test_pages_are_unlocked_behind_the_copies_from_there_by_the_last_who_uses_th
     del other
     gc.collect()
     assert cudart.done[2:] == ["waited", ("unlock", start)]
+
+
+def test_a_forked_process_unlocks_no_pages(cudart):
+    """They are its parent's, and it has no CUDA."""
+    memory = PictureMemory([(4, 6)], 1 << 20)
+    locks = PageLocks(memory.tensor(), lambda: cudart.done.append("waited"))
+    locks.lock(0, 72)
+    process = os.fork()
+    if process == 0:
+        del locks
+        gc.collect()
+        os._exit(len(cudart.done))
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == len(cudart.done) == 1
 
 
 def test_pages_that_cannot_be_locked_leave_no_error_behind(cudart, monkeypatch, capsys):

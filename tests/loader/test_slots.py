@@ -92,6 +92,26 @@ def test_a_forked_process_keeps_what_it_sees():
     del others
 
 
+def test_batches_that_end_while_a_fork_marks_them():
+    """The garbage collector may run there."""
+    batches = [sent(value) for value in (1, 2)]
+
+    class Ending:
+        def __setitem__(self, index, state):
+            batches.clear()
+            gc.collect()
+
+    lent = dict(slots._lent)
+    slots._lent.clear()
+    slots._lent.update({0: Ending(), **lent})
+    try:
+        slots._before_fork()
+    finally:
+        slots._lent_lock.release()
+    assert states() == [FREE, FREE]
+    del slots._lent[0]
+
+
 def test_a_forked_process_that_drops_a_batch_frees_nothing():
     batch = sent(1)
     process = os.fork()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -90,6 +91,7 @@ class PageLocks:
         self._finish = finish
         #: Whether each piece that was asked for is locked, by its number.
         self.pieces: dict[int, bool] = {}
+        self._process = os.getpid()
 
     def lock(self, start: int, size: int) -> None:
         """Lock the pieces that hold a picture, so that its copy overlaps the step. One line says if CUDA refuses."""
@@ -106,6 +108,8 @@ class PageLocks:
 
     def __del__(self) -> None:
         locked = [piece for piece, locked in self.pieces.items() if locked]
+        if self._process != os.getpid():
+            return  # it was forked: there is no CUDA, and the locks are the parent's
         if locked:
             self._finish()
         for piece in locked:

@@ -101,8 +101,10 @@ def _release(state: np.ndarray, process: int) -> None:
 def _before_fork() -> None:
     """What is lent now is seen by the new process for as long as that likes."""
     _lent_lock.acquire()
-    for state in _lent.values():
-        state[0] = SEEN
+    for key in list(_lent):
+        state = _lent.get(key)
+        if state is not None:  # the garbage collector may end some meanwhile
+            state[0] = SEEN
 
 
 def _after_fork_in_child() -> None:
