@@ -66,7 +66,8 @@ def assign(scores, boxes, points, targets, settings, topk, topk2):
     for index, alignment in enumerate(alignments):
         named = best(alignment, topk)
         # A top-k over all anchors whose ties go by index: the first ones that do not fit fill the list; only those inside count.
-        misfits = [a for a in range(len(points)) if a not in best(alignment, len(points))]
+        fits = set(best(alignment, len(points)))
+        misfits = [a for a in range(len(points)) if a not in fits]
         for a in named + [a for a in misfits[: topk - len(named)] if a in alignment]:
             wanted.setdefault(a, []).append(index)
     got: list[dict[int, float]] = [{} for _ in targets]
