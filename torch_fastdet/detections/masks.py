@@ -25,15 +25,15 @@ def _sides(shape: Sequence[int] | Tensor) -> tuple[int, int]:
     return int(height), int(width)
 
 
-def _inputs(protos: Tensor, masks_in: Tensor, bboxes: Tensor) -> tuple[Tensor, Tensor]:
-    """Coefficients and boxes on the prototypes' device and as floats, which is what stock's arithmetic makes of them."""
-    coefficients, boxes = (
-        other.to(protos.device, other.dtype if other.is_floating_point() else torch.float32)
-        for other in (masks_in, bboxes)
+def _inputs(protos: Tensor, masks_in: Tensor, bboxes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """All three on the prototypes' device and as floats, which is what stock's arithmetic makes of them."""
+    protos, coefficients, boxes = (
+        tensor.to(protos.device, tensor.dtype if tensor.is_floating_point() else torch.float32)
+        for tensor in (protos, masks_in, bboxes)
     )
     if boxes.dim() == 2 and len(boxes) == 1:  # stock crops all masks to a single box
         boxes = boxes.expand(len(coefficients), -1)
-    return coefficients, boxes
+    return protos, coefficients, boxes if len(coefficients) else boxes[:0]
 
 
 def _one_box_each(masks: Tensor, boxes: Tensor) -> Tensor:
@@ -70,7 +70,12 @@ def yolov5_crop_mask(masks: Tensor, boxes: Tensor) -> Tensor:
     Raises:
         RuntimeError: a wrong shape, dtype, layout or device.
     """
-    return crop_mask(masks, _one_box_each(masks, boxes))
+    boxes = _one_box_each(masks, boxes)
+    if masks.is_contiguous():
+        return crop_mask(masks, boxes)
+    cropped = masks.clone()  # in the masks' memory format, as stock's product
+    crop_mask_(cropped, boxes)
+    return cropped
 
 
 def ultralytics_process_mask(
@@ -79,7 +84,7 @@ def ultralytics_process_mask(
     """``ultralytics.utils.ops.process_mask``: masks of detections in one picture.
 
     Args:
-        protos: (channels, height, width), the picture's prototypes, any floating dtype.
+        protos: (channels, height, width), the picture's prototypes.
         masks_in: (n, channels), coefficients.
         bboxes: (n, 4), x1, y1, x2, y2 in pixels of the network's input.
         shape: height and width of the network's input.
@@ -91,7 +96,7 @@ def ultralytics_process_mask(
     Raises:
         RuntimeError: a wrong shape, dtype or device.
     """
-    coefficients, boxes = _inputs(protos, masks_in, bboxes)
+    protos, coefficients, boxes = _inputs(protos, masks_in, bboxes)
     size = _sides(shape if upsample else shape[:2])  # stock takes a picture's shape, too, where it does not resample
     if upsample:
         return instance_masks(protos, coefficients, boxes, list(size))
@@ -104,7 +109,7 @@ def ultralytics_process_mask_native(protos: Tensor, masks_in: Tensor, bboxes: Te
     """``ultralytics.utils.ops.process_mask_native``: masks in the pixels of the original picture.
 
     Args:
-        protos: (channels, height, width), the picture's prototypes, any floating dtype.
+        protos: (channels, height, width), the picture's prototypes.
         masks_in: (n, channels), coefficients.
         bboxes: (n, 4), x1, y1, x2, y2 in pixels of the original picture.
         shape: height and width of the original picture.
@@ -115,7 +120,7 @@ def ultralytics_process_mask_native(protos: Tensor, masks_in: Tensor, bboxes: Te
     Raises:
         RuntimeError: a wrong shape, dtype or device.
     """
-    coefficients, boxes = _inputs(protos, masks_in, bboxes)
+    protos, coefficients, boxes = _inputs(protos, masks_in, bboxes)
     size = _sides(shape)
     factor, window = _letterbox_window((int(protos.shape[1]), int(protos.shape[2])), size)
     return instance_masks(protos, coefficients, boxes, list(size), window, factor)
@@ -147,7 +152,7 @@ def yolov5_process_mask(
     """YOLOv5's ``utils.segment.general.process_mask``: prototypes are cropped, then resampled.
 
     Args:
-        protos: (channels, height, width), the picture's prototypes, any floating dtype.
+        protos: (channels, height, width), the picture's prototypes.
         masks_in: (n, channels), coefficients.
         bboxes: (n, 4), x1, y1, x2, y2 in pixels of the network's input.
         shape: height and width of the network's input.
@@ -159,7 +164,7 @@ def yolov5_process_mask(
     Raises:
         RuntimeError: a wrong shape, dtype or device.
     """
-    coefficients, boxes = _inputs(protos, masks_in, bboxes)
+    protos, coefficients, boxes = _inputs(protos, masks_in, bboxes)
     size = _sides(shape)
     height, width = protos.shape[1:]
     return instance_masks(
@@ -178,7 +183,7 @@ def yolov5_process_mask_upsample(protos: Tensor, masks_in: Tensor, bboxes: Tenso
     """YOLOv5's ``utils.segment.general.process_mask_upsample``: prototypes are resampled, then cropped.
 
     Args:
-        protos: (channels, height, width), the picture's prototypes, any floating dtype.
+        protos: (channels, height, width), the picture's prototypes.
         masks_in: (n, channels), coefficients.
         bboxes: (n, 4), x1, y1, x2, y2 in pixels of the network's input.
         shape: height and width of the network's input, and of the masks.
@@ -189,7 +194,7 @@ def yolov5_process_mask_upsample(protos: Tensor, masks_in: Tensor, bboxes: Tenso
     Raises:
         RuntimeError: a wrong shape, dtype or device.
     """
-    coefficients, boxes = _inputs(protos, masks_in, bboxes)
+    protos, coefficients, boxes = _inputs(protos, masks_in, bboxes)
     return instance_masks(protos, coefficients, boxes, list(_sides(shape)), sigmoid=True, dtype=torch.float32)
 
 
@@ -197,7 +202,7 @@ def yolov5_process_mask_native(protos: Tensor, masks_in: Tensor, bboxes: Tensor,
     """YOLOv5's ``utils.segment.general.process_mask_native``: masks in the pixels of the original picture.
 
     Args:
-        protos: (channels, height, width), the picture's prototypes, any floating dtype.
+        protos: (channels, height, width), the picture's prototypes.
         masks_in: (n, channels), coefficients.
         bboxes: (n, 4), x1, y1, x2, y2 in pixels of the original picture.
         shape: height and width of the original picture.
@@ -208,7 +213,7 @@ def yolov5_process_mask_native(protos: Tensor, masks_in: Tensor, bboxes: Tensor,
     Raises:
         RuntimeError: a wrong shape, dtype or device.
     """
-    coefficients, boxes = _inputs(protos, masks_in, bboxes)
+    protos, coefficients, boxes = _inputs(protos, masks_in, bboxes)
     size = _sides(shape)
     height, width = protos.shape[1:]
     gain = min(height / size[0], width / size[1])

@@ -12,6 +12,7 @@ from torch_fastdet.detections.masks import ultralytics_crop_mask as crop_mask
 from torch_fastdet.detections.masks import ultralytics_process_mask as process_mask
 from torch_fastdet.detections.masks import ultralytics_process_mask_native as process_mask_native
 from torch_fastdet.detections.suppression import ultralytics_non_max_suppression as non_max_suppression
+from torch_fastdet.hosts.shared.floats import as_float
 
 __all__ = ["ModelEMA", "bbox_iou", "crop_mask", "non_max_suppression", "process_mask", "process_mask_native"]
 
@@ -31,7 +32,7 @@ def bbox_iou(
     unit, or corners with ``xywh=False``. If several kinds are asked for, CIoU takes precedence over DIoU, and DIoU over GIoU.
     Where the stock function gives NaN (boxes without height) this gives a finite value and gradient.
     """
-    return ops.bbox_iou(box1, box2, xywh, GIoU, DIoU, CIoU, eps)
+    return ops.bbox_iou(as_float(box1), as_float(box2), xywh, GIoU, DIoU, CIoU, eps)
 
 
 class ModelEMA(ema.ModelEMA):

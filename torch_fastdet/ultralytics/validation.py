@@ -13,13 +13,14 @@ from torch import Tensor
 
 from torch_fastdet import ops
 from torch_fastdet.hosts.shared import average_precision
+from torch_fastdet.hosts.shared.floats import as_float
 
 __all__ = ["average_precisions", "confuse", "confusions", "match", "update_on_host"]
 
 
 def _rows(detections: dict[str, Tensor]) -> Tensor:
     """(n, 6): x1, y1, x2, y2, confidence, class."""
-    return torch.cat([detections["bboxes"], detections["conf"][:, None], detections["cls"][:, None]], 1)
+    return as_float(torch.cat([detections["bboxes"], detections["conf"][:, None], detections["cls"][:, None]], 1))
 
 
 def _labels(batch: dict[str, Tensor]) -> Tensor:

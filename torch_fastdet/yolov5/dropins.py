@@ -16,6 +16,7 @@ from torch_fastdet.detections.masks import yolov5_process_mask as process_mask
 from torch_fastdet.detections.masks import yolov5_process_mask_native as process_mask_native
 from torch_fastdet.detections.masks import yolov5_process_mask_upsample as process_mask_upsample
 from torch_fastdet.detections.suppression import yolov5_non_max_suppression as non_max_suppression
+from torch_fastdet.hosts.shared.floats import as_float
 from torch_fastdet.optim import SGD, AdamW
 
 __all__ = [
@@ -48,7 +49,7 @@ def bbox_iou(
     Where YOLOv5 gives NaN (boxes without height) this gives a finite value and gradient. With corners, ``eps`` is added to the height,
     as in YOLOv5 v7.0 and in Ultralytics; PyPI's yolov5 7.0.14 clamps the height to ``eps`` instead.
     """
-    return ops.bbox_iou(box1, box2, xywh, GIoU, DIoU, CIoU, eps)
+    return ops.bbox_iou(as_float(box1), as_float(box2), xywh, GIoU, DIoU, CIoU, eps)
 
 
 # By the names that train.py's --optimizer takes: what makes one of parameter groups, a rate and a momentum (Adam's beta 1).

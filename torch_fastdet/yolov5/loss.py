@@ -192,7 +192,7 @@ class ComputeLoss:
         elif targets.is_cuda:
             self._checks.add(owner[-4:], targets.shape[0])
             self._checks.raise_arrived(wait=not torch.is_grad_enabled())
-        return loss, items
+        return loss.float(), items.float()  # as stock's, whose heads may be float64
 
     def _balance_on(self, device: torch.device) -> torch.Tensor:
         if self._balance_tensor is None or self._balance != self._balance_seen or self._balance_tensor.device != device:

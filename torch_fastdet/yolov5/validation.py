@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torch_fastdet import ops
 from torch_fastdet.hosts.shared import average_precision
+from torch_fastdet.hosts.shared.floats import as_float
 
 __all__ = ["average_precisions", "confusion_matrix_class", "process_batch", "scale_boxes"]
 
@@ -26,7 +27,8 @@ def process_batch(detections: Tensor, labels: Tensor, iouv: Tensor) -> Tensor:
     Returns:
         (n, t), bool, on the device of iouv. Stock leaves labels of equal IoU to an unstable sort; the later one counts here.
     """
-    return ops.match_detections(detections, labels, iouv.to(detections.device)).to(iouv.device)
+    thresholds = as_float(iouv).to(detections.device)
+    return ops.match_detections(as_float(detections), labels, thresholds).to(iouv.device)
 
 
 def scale_boxes(img1_shape: Sequence[int], boxes: Any, img0_shape: Sequence[int], ratio_pad: Any = None) -> Any:
@@ -119,7 +121,7 @@ def confusion_matrix_class(stock: type, on_use: Callable[[], None]) -> type:
                 self.matrix  # noqa: B018  what another device has counted
                 with torch.inference_mode(False):  # made in validation, and good for any later use
                     self._counts = torch.zeros(self.nc + 1, self.nc + 1, dtype=torch.int64, device=labels.device)
-            ops.confusion_matrix_(self._counts, detections, labels, None, self.conf, self.iou_thres)
+            ops.confusion_matrix_(self._counts, as_float(detections), labels, None, self.conf, self.iou_thres)
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             state = {name: value for name, value in vars(self).items() if name not in ("_counts", "_matrix")}
