@@ -41,7 +41,7 @@ PROGRAMS = {"real_yolov5", "ultralytics_environment"}
 TRAININGS = re.compile(r"tests/yolov5/test_(loss_switch|optimizer_switch|options|real_scripts)\.py")
 SHARING = re.compile(
     r"tests/(distributed|examples|golden|ultralytics)/|tests/yolov5/test_(loader|nms)_switch\.py|"
-    r"tests/packaging/test_cmake\.py|tests/test_readme\.py"
+    r"tests/packaging/test_cmake\.py|tests/test_(readme|stock_kinds)\.py"
 )
 
 
