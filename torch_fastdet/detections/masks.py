@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torch_fastdet.ops.letterbox import letterbox, place
 from torch_fastdet.ops.masks import crop_mask, crop_mask_, instance_masks
 
 __all__ = [
@@ -129,21 +130,15 @@ def ultralytics_process_mask_native(protos: Tensor, masks_in: Tensor, bboxes: Te
 def _letterbox_window(protos: tuple[int, int], size: tuple[int, int]) -> tuple[int, list[int]]:
     """How Ultralytics cuts a letterbox's border off: the factor that prototypes are enlarged by, and the window."""
 
-    def content(sides: tuple[int, int]) -> tuple[int, int]:
-        gain = min(sides[0] / size[0], sides[1] / size[1])
-        return max(round(size[0] * gain), 1), max(round(size[1] * gain), 1)
-
     # The network's input is four times as large as the prototypes. These are enlarged until half of the border, which lies on
     # either side, is a whole number of their pixels; four times at most.
-    network = (4 * protos[0], 4 * protos[1])
-    borders = [side - inner for side, inner in zip(network, content(network))]
+    network = [4 * protos[0], 4 * protos[1]]
+    inner = place(list(size), network)
+    borders = network[0] - inner.height, network[1] - inner.width
     factor = next((factor for factor in (1, 2) if all(border * factor % 8 == 0 for border in borders)), 4)
-    enlarged = (factor * protos[0], factor * protos[1])
-    if enlarged == size:
-        return factor, [0, 0, *enlarged]
-    inner = content(enlarged)
-    top, left = (round((side - kept) / 2 - 0.1) for side, kept in zip(enlarged, inner))
-    return factor, [top, left, min(top + inner[0], enlarged[0]), min(left + inner[1], enlarged[1])]
+    height, width = factor * protos[0], factor * protos[1]
+    inner = place(list(size), [height, width])
+    return factor, [inner.top, inner.left, min(inner.top + inner.height, height), min(inner.left + inner.width, width)]
 
 
 def yolov5_process_mask(
@@ -216,7 +211,6 @@ def yolov5_process_mask_native(protos: Tensor, masks_in: Tensor, bboxes: Tensor,
     protos, coefficients, boxes = _inputs(protos, masks_in, bboxes)
     size = _sides(shape)
     height, width = protos.shape[1:]
-    gain = min(height / size[0], width / size[1])
-    border = (height - size[0] * gain) / 2, (width - size[1] * gain) / 2
-    window = [int(border[0]), int(border[1]), int(height - border[0]), int(width - border[1])]
+    _, _, left, top, _, _ = letterbox([height, width], list(size))
+    window = [int(top), int(left), int(height - top), int(width - left)]
     return instance_masks(protos, coefficients, boxes, list(size), window, sigmoid=True, dtype=torch.float32)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_fastdet.ops import image, nms
+from torch_fastdet.ops.letterbox import letterbox, place
 
 __all__ = ["PictureDetector", "UltralyticsPostProcess", "YOLOv5PostProcess", "split_ultralytics_heads"]
 
@@ -455,7 +456,7 @@ class PictureDetector(nn.Module):
                     "(height, width, 3) of uint8 is expected"
                 )
             rows.append(self._row(offset, picture.size(0), picture.size(1)))
-            boxes.append(nms.letterbox(self.size, [picture.size(0), picture.size(1)], rounding=self.rounding))
+            boxes.append(letterbox(self.size, [picture.size(0), picture.size(1)], rounding=self.rounding))
             flat.append(picture.reshape(-1))
             offset += picture.numel()
         device = self.on_device.device
@@ -485,7 +486,7 @@ class PictureDetector(nn.Module):
         key = f"{images} {height} {width} {device}"
         if key not in self.plans or self.plans[key][0].device != device:
             rows = [self._row(i * height * width * 3, height, width) for i in range(images)]
-            boxes = [nms.letterbox(self.size, [height, width], rounding=self.rounding) for _ in range(images)]
+            boxes = [letterbox(self.size, [height, width], rounding=self.rounding) for _ in range(images)]
             self.plans[key] = (torch.tensor(rows).to(device), torch.tensor(boxes).to(device))
         plan, letterboxes = self.plans[key]
         detections, counts, _ = self._detect(pictures.reshape(-1), plan, letterboxes)
@@ -493,13 +494,8 @@ class PictureDetector(nn.Module):
 
     def _row(self, offset: int, height: int, width: int) -> list[int]:
         """A row of image_letterbox's plan."""
-        gain = min(self.size[0] / height, self.size[1] / width)
-        # TorchScript's round() gives a float.
-        rows = max(int(round(height * gain)), 1)  # noqa: RUF046
-        columns = max(int(round(width * gain)), 1)  # noqa: RUF046
-        top = int(round((self.size[0] - rows) / 2 - 0.1))  # noqa: RUF046
-        left = int(round((self.size[1] - columns) / 2 - 0.1))  # noqa: RUF046
-        return [0, offset, height, width, width * 3, rows, columns, top, left, 0]
+        placed = place([height, width], self.size)
+        return [0, offset, height, width, width * 3, placed.height, placed.width, placed.top, placed.left, 0]
 
     def _detect(self, storage: Tensor, plan: Tensor, letterboxes: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         dtype = torch.float16 if self.half_precision else torch.float32

@@ -10,6 +10,7 @@ from torch_fastdet.ops.image import (
     image_resize_,
     opencv_rules,
 )
+from torch_fastdet.ops.letterbox import letterbox
 from torch_fastdet.ops.masks import crop_mask, crop_mask_, instance_masks
 from torch_fastdet.ops.metrics import confusion_matrix_, match_detections
 from torch_fastdet.ops.multi_tensor import (
@@ -20,7 +21,6 @@ from torch_fastdet.ops.multi_tensor import (
     multi_tensor_unscale_,
 )
 from torch_fastdet.ops.nms import (
-    letterbox,
     non_max_suppression_padded,
     scale_boxes,
     scale_boxes_batched,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_fastdet.ops._checks import check_optional_tensor, check_tensor, check_tensor_list
+from torch_fastdet.ops.letterbox import letterbox
 
 
 def _check_strides(op: str, strides: Any) -> None:
@@ -325,57 +326,6 @@ def ultralytics_postprocess(
         rotated,
         extra_kind,
     )
-
-
-def letterbox(
-    input_shape: list[int],
-    image_shape: list[int],
-    ratio_pad: tuple[tuple[float, float], tuple[float, float]] | None = None,
-    rounding: str = "yolov5",
-) -> list[float]:
-    """How an image was letterboxed, on the host: one row of ``letterboxes``.
-
-    Args:
-        input_shape: height and width of the network's input.
-        image_shape: height and width of the original image.
-        ratio_pad: ((gain_y, gain_x), (pad_x, pad_y)) where the loader knows it; else computed from the shapes.
-        rounding: "yolov5" keeps the padding's half pixel and uses one gain for both sides (ratio_pad's first);
-            "ultralytics" rounds the padding and the resized sides to whole pixels, as its LetterBox does.
-
-    Returns:
-        [gain_x, gain_y, pad_x, pad_y, width, height]: input pixels to a pixel of the image, padding in input pixels, and the
-        image's size in its own.
-
-    Raises:
-        ValueError: an unknown rounding, shapes without height and width, an input or an image without pixels, a ratio_pad
-            whose gains are not above 0.
-
-    Source: ``scale_boxes`` of YOLOv5 v7.0 and of ultralytics 8.4.
-    """
-    if rounding != "yolov5" and rounding != "ultralytics":
-        raise ValueError(f"letterbox: rounding is '{rounding}', but 'yolov5' or 'ultralytics' is expected")
-    if len(input_shape) < 2 or len(image_shape) < 2:
-        raise ValueError("letterbox: input_shape and image_shape must hold height and width")
-    if input_shape[0] <= 0 or input_shape[1] <= 0:
-        raise ValueError(f"letterbox: input_shape is {input_shape}, but a positive height and width are expected")
-    height, width = float(image_shape[0]), float(image_shape[1])
-    if height <= 0 or width <= 0:
-        raise ValueError(f"letterbox: image_shape is {image_shape}, but a positive height and width are expected")
-    if ratio_pad is not None:
-        gain_y, gain_x = ratio_pad[0][0], ratio_pad[0][1]
-        if rounding == "yolov5":
-            gain_x = gain_y
-        if not (gain_y > 0 and gain_x > 0):
-            raise ValueError(f"letterbox: ratio_pad is {ratio_pad}, but gains above 0 are expected")
-        return [float(gain_x), float(gain_y), float(ratio_pad[1][0]), float(ratio_pad[1][1]), width, height]
-    gain = min(input_shape[0] / height, input_shape[1] / width)
-    if rounding == "yolov5":
-        pad_x, pad_y = (input_shape[1] - width * gain) / 2, (input_shape[0] - height * gain) / 2
-        return [gain, gain, pad_x, pad_y, width, height]
-    resized_height, resized_width = float(max(round(height * gain), 1)), float(max(round(width * gain), 1))
-    pad_x = float(round((input_shape[1] - resized_width) / 2 - 0.1))
-    pad_y = float(round((input_shape[0] - resized_height) / 2 - 0.1))
-    return [resized_width / width, resized_height / height, pad_x, pad_y, width, height]
 
 
 def scale_boxes(

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from torch_fastdet.hosts.engine.import_hook import namespace
-from torch_fastdet.hosts.shared.letterbox import fits, letterbox, place
+from torch_fastdet.hosts.shared.letterbox import fits, letterbox
+from torch_fastdet.ops.letterbox import place
 
 
 def preprocessing(stock: Callable, stock_pre_transform: Callable, module: ModuleType) -> Callable:
@@ -29,9 +30,8 @@ def preprocessing(stock: Callable, stock_pre_transform: Callable, module: Module
         model = self.model
         rectangle = len({x.shape for x in im}) == 1 and self.args.rect and not self.scale_fill
         shrinks = model.format == "pt" or (getattr(model, "dynamic", False) and model.format != "imx")
-        placings = [
-            place(x.shape[:2], self.imgsz, rectangle and shrinks, self.scale_fill, int(model.stride)) for x in im
-        ]
+        size = [self.imgsz] * 2 if isinstance(self.imgsz, int) else self.imgsz
+        placings = [place(x.shape[:2], size, rectangle and shrinks, self.scale_fill, int(model.stride)) for x in im]
         if device.type not in ("cpu", "cuda") or len({p.size for p in placings}) != 1:
             return stock(self, im)
         return letterbox(im, placings, device, torch.float16 if model.fp16 else torch.float32)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from torch_fastdet._say import say
 from torch_fastdet.hosts.engine.import_hook import namespace
-from torch_fastdet.hosts.shared.letterbox import fits, letterbox, place
+from torch_fastdet.hosts.shared.letterbox import fits, letterbox
+from torch_fastdet.ops.letterbox import place
 
 
 def _read(picture: Any, number: int, names: dict[str, Any]) -> tuple[Any, str]:

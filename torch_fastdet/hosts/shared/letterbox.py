@@ -2,49 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from torch_fastdet import ops
+from torch_fastdet.ops.letterbox import Placing
 
 MOST_STORAGES = 8
 LARGEST_SIDE = 1 << 24
-
-
-class Placing(NamedTuple):
-    """Where a resized picture lies in the network's input. Pixels."""
-
-    height: int
-    width: int
-    top: int
-    left: int
-    size: tuple[int, int]
-
-
-def place(
-    shape: tuple[int, int], imgsz: Any, auto: bool = False, scale_fill: bool = False, stride: int = 32
-) -> Placing:
-    """Where ``LetterBox`` of Ultralytics, or ``letterbox`` of YOLOv5, puts a picture of this height and width: in the middle.
-
-    Args:
-        imgsz: height and width that are asked for, or one number for both.
-        auto: Pad to the next multiple of ``stride`` only.
-        scale_fill: Stretch instead of padding, unless ``auto``.
-    """
-    wanted = (imgsz, imgsz) if isinstance(imgsz, int) else (imgsz[0], imgsz[1])
-    ratio = min(wanted[0] / shape[0], wanted[1] / shape[1])
-    height, width = (max(round(side * ratio), 1) for side in shape)
-    rows, columns = wanted[0] - height, wanted[1] - width
-    if auto:
-        rows, columns = rows % stride, columns % stride
-    elif scale_fill:
-        (height, width), rows, columns = wanted, 0, 0
-    top, left = round(rows / 2 - 0.1), round(columns / 2 - 0.1)
-    bottom, right = round(rows / 2 + 0.1), round(columns / 2 + 0.1)
-    return Placing(height, width, top, left, (height + top + bottom, width + left + right))
 
 
 def fits(pictures: Any) -> bool:

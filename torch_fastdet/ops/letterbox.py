@@ -1,0 +1,88 @@
+"""Where a letterbox puts a picture: as large as the network's input allows, in the middle of a border."""
+
+# No "from __future__ import annotations": TorchScript reads the fields' types as they stand.
+from typing import NamedTuple
+
+
+class Placing(NamedTuple):
+    """Where a resized picture lies in the network's input, in pixels; ``size`` is the input's height and width."""
+
+    height: int
+    width: int
+    top: int
+    left: int
+    size: tuple[int, int]
+
+
+def place(shape: list[int], size: list[int], auto: bool = False, scale_fill: bool = False, stride: int = 32) -> Placing:
+    """Where ``LetterBox`` of Ultralytics, or ``letterbox`` of YOLOv5, puts a picture. Scriptable.
+
+    Args:
+        shape: height and width of the picture.
+        size: height and width that are asked for.
+        auto: Pad to the next multiple of ``stride`` only.
+        scale_fill: Stretch instead of padding, unless ``auto``.
+        stride: of the network.
+
+    YOLOv5's raises an error where a side is resized to nothing; here it gets one pixel, as Ultralytics' does.
+    """
+    gain = min(size[0] / shape[0], size[1] / shape[1])
+    # TorchScript's round() gives a float.
+    height = max(int(round(shape[0] * gain)), 1)  # noqa: RUF046
+    width = max(int(round(shape[1] * gain)), 1)  # noqa: RUF046
+    rows, columns = size[0] - height, size[1] - width
+    if auto:
+        rows, columns = rows % stride, columns % stride
+    elif scale_fill:
+        height, width, rows, columns = size[0], size[1], 0, 0
+    # Of an odd border the larger half comes last.
+    top, left = int(round(rows / 2 - 0.1)), int(round(columns / 2 - 0.1))  # noqa: RUF046
+    return Placing(height, width, top, left, (height + rows, width + columns))
+
+
+def letterbox(
+    input_shape: list[int],
+    image_shape: list[int],
+    ratio_pad: tuple[tuple[float, float], tuple[float, float]] | None = None,
+    rounding: str = "yolov5",
+) -> list[float]:
+    """How an image was letterboxed, on the host: one row of ``letterboxes``.
+
+    Args:
+        input_shape: height and width of the network's input.
+        image_shape: height and width of the original image.
+        ratio_pad: ((gain_y, gain_x), (pad_x, pad_y)) where the loader knows it; else computed from the shapes.
+        rounding: "yolov5" keeps the padding's half pixel and uses one gain for both sides (ratio_pad's first);
+            "ultralytics" rounds the padding and the resized sides to whole pixels, as its LetterBox does.
+
+    Returns:
+        [gain_x, gain_y, pad_x, pad_y, width, height]: input pixels to a pixel of the image, padding in input pixels, and the
+        image's size in its own.
+
+    Raises:
+        ValueError: an unknown rounding, shapes without height and width, an input or an image without pixels, a ratio_pad
+            whose gains are not above 0.
+
+    Source: ``scale_boxes`` of YOLOv5 v7.0 and of ultralytics 8.4.
+    """
+    if rounding != "yolov5" and rounding != "ultralytics":
+        raise ValueError(f"letterbox: rounding is '{rounding}', but 'yolov5' or 'ultralytics' is expected")
+    if len(input_shape) < 2 or len(image_shape) < 2:
+        raise ValueError("letterbox: input_shape and image_shape must hold height and width")
+    if input_shape[0] <= 0 or input_shape[1] <= 0:
+        raise ValueError(f"letterbox: input_shape is {input_shape}, but a positive height and width are expected")
+    height, width = float(image_shape[0]), float(image_shape[1])
+    if height <= 0 or width <= 0:
+        raise ValueError(f"letterbox: image_shape is {image_shape}, but a positive height and width are expected")
+    if ratio_pad is not None:
+        gain_y, gain_x = ratio_pad[0][0], ratio_pad[0][1]
+        if rounding == "yolov5":
+            gain_x = gain_y
+        if not (gain_y > 0 and gain_x > 0):
+            raise ValueError(f"letterbox: ratio_pad is {ratio_pad}, but gains above 0 are expected")
+        return [float(gain_x), float(gain_y), float(ratio_pad[1][0]), float(ratio_pad[1][1]), width, height]
+    if rounding == "yolov5":
+        gain = min(input_shape[0] / height, input_shape[1] / width)
+        return [gain, gain, (input_shape[1] - width * gain) / 2, (input_shape[0] - height * gain) / 2, width, height]
+    placed = place(image_shape, input_shape)
+    return [placed.width / width, placed.height / height, float(placed.left), float(placed.top), width, height]
