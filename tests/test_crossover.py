@@ -103,7 +103,7 @@ def test_auto_asks_for_predictions_on_the_host_alone(machine, monkeypatch):
     assert crossover.faster_device(large, "ultralytics", 0.001, False).type == "cpu"
     assert crossover.faster_device(large, "ultralytics", 0.25, True).type == "cpu"
     assert machine == [("yolov5", False), ("ultralytics", False), ("ultralytics", True)]
-    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)  # a loader's process of a program that uses CUDA
+    monkeypatch.setattr(crossover, "lost_cuda_in_fork", lambda: True)  # a loader's process of a program that uses CUDA
     monkeypatch.setattr(
         torch.cuda, "current_device", lambda: pytest.fail("it would start CUDA, which is an error there")
     )

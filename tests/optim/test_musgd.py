@@ -324,21 +324,6 @@ def test_replays_are_steps(cuda):
         assert torch.equal(p, q)
 
 
-def test_without_private_functions_of_torch(monkeypatch):
-    results = []
-    for missing in ((), ("_foreach_mul", "_foreach_mul_", "_foreach_add_", "_foreach_copy_")):
-        model = network("cpu")
-        optimizer = made(optim.MuSGD, model)
-        with monkeypatch.context() as patch:
-            for name in missing:
-                patch.delattr(torch, name)
-            for step in range(2):
-                set_gradients(model, step)
-                optimizer.step()
-        results.append(model)
-    assert_same(*results)
-
-
 @pytest.mark.parametrize("fused", [False, True], ids=["MuSGD", "FusedStep"])
 def test_what_a_step_in_inference_mode_makes_can_be_trained_with(device, fused):
     mine, theirs = network(device).double(), network(device).double()  # float64: torch's products, and on GPUs too

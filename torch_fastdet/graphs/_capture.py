@@ -73,7 +73,8 @@ def read_on(tensors: Iterable[torch.Tensor], stream: torch.cuda.Stream) -> None:
 
 def make_backward_wait(device: torch.device) -> None:
     """Inside a backward pass: the stream that called ``backward()`` waits for what runs on the current one."""
-    private.make_backward_wait(torch.cuda.current_stream(device).record_event(), device)
+    event = torch.cuda.current_stream(device).record_event()
+    private.at_end_of_backward(lambda: torch.cuda.current_stream(device).wait_event(event))
 
 
 def behind(last: torch.cuda.Stream | None, device: torch.device) -> torch.cuda.Stream:

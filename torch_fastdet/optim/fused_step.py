@@ -251,11 +251,6 @@ class FusedStep:
 
     def _scaler_state(self, scaler: torch.amp.GradScaler) -> tuple[Tensor, Tensor, list[float]]:
         state = private.scaler_state(scaler)
-        if state is None:
-            raise RuntimeError(
-                f"FusedStep: GradScaler of torch {torch.__version__} keeps its scale in another way; call its unscale_, step and "
-                "update instead"
-            )
         if state.scale is None or state.growth_tracker is None:
             raise RuntimeError(
                 "FusedStep: the scaler has not scaled anything yet; call scaler.scale(loss).backward() first"
@@ -314,9 +309,8 @@ class FusedStep:
         scaling = averaging = None
         if scaler is not None and scaler.is_enabled():
             state = private.scaler_state(scaler)
-            if state is not None:
-                tensors = [None if t is None else t.data_ptr() for t in (state.scale, state.growth_tracker)]
-                scaling = state.growth_factor, state.backoff_factor, state.growth_interval, *tensors
+            tensors = [None if t is None else t.data_ptr() for t in (state.scale, state.growth_tracker)]
+            scaling = state.growth_factor, state.backoff_factor, state.growth_interval, *tensors
         if ema is not None and ema.enabled:
             ramp = ema.decay
             averaging = ramp, *((ramp.decay, ramp.tau) if isinstance(ramp, DecayRamp) else ())

@@ -10,7 +10,7 @@ from torch import nn
 
 from torch_fastdet import ops
 from torch_fastdet._say import logger
-from torch_fastdet._torch.private import norm_layers
+from torch_fastdet._torch.private import NORM_LAYERS
 from torch_fastdet.detections.masks import yolov5_crop_mask as crop_mask
 from torch_fastdet.detections.masks import yolov5_process_mask as process_mask
 from torch_fastdet.detections.masks import yolov5_process_mask_native as process_mask_native
@@ -28,9 +28,6 @@ __all__ = [
     "process_mask_upsample",
     "smart_optimizer",
 ]
-
-# Layers whose weight is a scale of what they normalise: it does not decay.
-NORMS = norm_layers()
 
 
 def bbox_iou(
@@ -90,7 +87,7 @@ def smart_optimizer(
     }
     for path, parameter in model.named_parameters():
         owner, _, leaf = path.rpartition(".")
-        normalises = leaf == "weight" and isinstance(model.get_submodule(owner), NORMS)
+        normalises = leaf == "weight" and isinstance(model.get_submodule(owner), NORM_LAYERS)
         groups["bias" if leaf == "bias" else "norm" if normalises else "rest"]["params"].append(parameter)
     optimizer = OPTIMIZERS[name](list(groups.values()), lr, momentum)
     counts = ", ".join(f"{len(group['params'])} {title}" for title, group in groups.items())
