@@ -120,6 +120,12 @@ TORCH_LIBRARY(torch_fastdet, m) {
   m.def("image_letterbox_(Tensor(a!) out, Tensor[] storages, Tensor plan, *, bool bgr=False) -> ()");
   m.def("image_resize_(Tensor(a!) out, Tensor[] storages, Tensor plan, *, int channels=3) -> ()");
 
+  // JPEG files with OpenCV's pixels. A packed JPEG is a file with an index, which a decoder can enter anywhere (layout
+  // and columns in core/jpeg/jpeg.h); jpeg_pack and jpeg_plan run on the host.
+  m.def("jpeg_pack(Tensor[] files, bool pin_memory=False) -> (Tensor storage, Tensor pictures, str[] refusals)");
+  m.def("jpeg_plan(Tensor headers, Tensor asked) -> (Tensor plan, int[] sizes)");
+  m.def("jpeg_decode_(Tensor(a!) out, Tensor storage, Tensor plan, int[3] sizes) -> ()");
+
   // Ultralytics' detection loss. heads: one tensor a level, or boxes and scores of all levels, whose heights and widths
   // are `sizes` then. settings (9): box, cls and dfl gain, weight, alpha, beta, eps, least side and short side.
   m.def(

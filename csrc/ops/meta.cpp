@@ -2,6 +2,7 @@
 #include "ops/bn_act/run.h"
 #include "ops/boxes/run.h"
 #include "ops/image/run.h"
+#include "ops/jpeg/run.h"
 #include "ops/masks/run.h"
 #include "ops/metrics/run.h"
 #include "ops/multi_tensor/run.h"
@@ -18,6 +19,7 @@ TORCH_LIBRARY_IMPL(torch_fastdet, Meta, m) {
   torch_fastdet::register_bn_act<Meta>(m);
   torch_fastdet::register_boxes<Meta>(m);
   torch_fastdet::register_image<Meta>(m);
+  torch_fastdet::register_jpeg<Meta>(m);
   torch_fastdet::register_masks<Meta>(m);
   torch_fastdet::register_metrics<Meta>(m);
   torch_fastdet::multi_tensor::register_multi_tensor<Meta>(m);

@@ -10,6 +10,7 @@ from torch_fastdet.ops.image import (
     image_resize_,
     opencv_rules,
 )
+from torch_fastdet.ops.jpeg import decode_jpeg, jpeg_decode_, jpeg_pack, jpeg_plan
 from torch_fastdet.ops.letterbox import letterbox
 from torch_fastdet.ops.masks import crop_mask, crop_mask_, instance_masks
 from torch_fastdet.ops.metrics import confusion_matrix_, match_detections
@@ -43,6 +44,7 @@ __all__ = [
     "confusion_matrix_",
     "crop_mask",
     "crop_mask_",
+    "decode_jpeg",
     "image_augment",
     "image_augment_",
     "image_letterbox",
@@ -50,6 +52,9 @@ __all__ = [
     "image_resize_",
     "instance_masks",
     "iou_loss",
+    "jpeg_decode_",
+    "jpeg_pack",
+    "jpeg_plan",
     "letterbox",
     "match_detections",
     "max_pools_cat",

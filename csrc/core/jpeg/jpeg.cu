@@ -1,0 +1,553 @@
+// Rectangles of packed JPEGs on the GPU, in four kernels: prepare (look-up tables and the list of the segments that are
+// needed), entropy (a thread decodes a segment; coefficients of whole blocks go to memory, a line at a time), transform
+// (a thread makes a block's samples), color (a thread makes 8 x 2 pixels).
+//
+// Only prepare looks at a plan's rows. It leaves out a row that makes no sense, and then no other kernel knows of it.
+#include "core/common/device.cuh"
+#include "core/jpeg/jpeg.h"
+#include "core/jpeg/jpeg_math.h"
+#include "core/jpeg/jpeg_plan.h"
+
+namespace torch_fastdet::core {
+namespace {
+
+constexpr uint32_t kNone = 0xffffffffu;
+constexpr int kPrepareThreads = 256, kTransformThreads = 128, kTransformParts = 4, kColorThreads = 128;
+constexpr int kStride = kJpegBlock + 8;  // of blocks in shared memory: lanes begin in different banks
+
+struct Memory {
+  JpegLookup* lookups;
+  uint32_t* group_pictures;
+  uint32_t* tile_pictures;
+  uint32_t* segments;
+  uint8_t* decoded;
+};
+
+__device__ __forceinline__ Memory memory_of(const JpegParams& p) {
+  const JpegWorkspace w(p.pictures, p.groups, p.tiles);
+  return {reinterpret_cast<JpegLookup*>(p.workspace + w.lookups),
+          reinterpret_cast<uint32_t*>(p.workspace + w.group_pictures),
+          reinterpret_cast<uint32_t*>(p.workspace + w.tile_pictures),
+          reinterpret_cast<uint32_t*>(p.workspace + w.segments), p.workspace + w.end};
+}
+
+// What a block of threads knows of its picture.
+struct Picture {
+  JpegHeader header;
+  JpegRegion region;
+  const uint8_t* packed;
+};
+
+__device__ __forceinline__ JpegRect rect_of(const int64_t* row) {
+  return {static_cast<int>(row[kJpegX]), static_cast<int>(row[kJpegY]), static_cast<int>(row[kJpegWidth]),
+          static_cast<int>(row[kJpegHeight])};
+}
+
+// Into shared memory, by all threads of the block; a barrier follows.
+__device__ __forceinline__ void load_picture(Picture& picture, const JpegParams& p, const int64_t* row) {
+  const uint8_t* packed = p.storage + row[kJpegOffset];
+  constexpr int kWords = sizeof(JpegHeader) / 4;
+  if (threadIdx.x < kWords) {
+    reinterpret_cast<uint32_t*>(&picture.header)[threadIdx.x] = reinterpret_cast<const uint32_t*>(packed)[threadIdx.x];
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    picture.packed = packed;
+    picture.region = jpeg_region(picture.header, rect_of(row));
+  }
+}
+
+// Whether all that a row says lies where it may.
+__device__ bool is_sound(const JpegParams& p, const int64_t* row) {
+  const int64_t offset = row[kJpegOffset], width = row[kJpegWidth], height = row[kJpegHeight];
+  if (width <= 0 || height <= 0) return false;
+  if (offset < 0 || offset % kJpegAlignment || offset > p.storage_bytes - kJpegHeaderBytes) return false;
+  const JpegHeader& h = *reinterpret_cast<const JpegHeader*>(p.storage + offset);
+  if (!jpeg_is_sound(h, p.storage_bytes - offset)) return false;
+  const int64_t x = row[kJpegX], y = row[kJpegY], out = row[kJpegOut], pitch = row[kJpegPitch];
+  if (x < 0 || y < 0 || width > jpeg_shown_width(h) - x || height > jpeg_shown_height(h) - y) return false;
+  if (pitch < 3 * width || pitch > p.out_bytes || out < 0 || out > p.out_bytes) return false;
+  if ((height - 1) * pitch + 3 * width > p.out_bytes - out) return false;
+  const int64_t groups = row[kJpegGroups], tiles = row[kJpegTiles];
+  if (groups < 1 || row[kJpegFirstGroup] < 0 || row[kJpegFirstGroup] > p.groups - groups) return false;
+  const JpegRegion region = jpeg_region(h, rect_of(row));
+  if (tiles != int64_t{jpeg_tile_columns(region)} * jpeg_tile_rows(region)) return false;
+  if (row[kJpegFirstTile] < 0 || row[kJpegFirstTile] > p.tiles - tiles) return false;
+  const int64_t planes = row[kJpegPlanes], coefficients = row[kJpegCoefficients];
+  const int64_t block_bytes = kJpegBlock * sizeof(int16_t);
+  return planes >= 0 && coefficients >= 0 && planes % 16 == 0 && coefficients % 16 == 0 &&
+         planes <= p.decoded_bytes - int64_t{region.mcus()} * h.mcu_blocks * kJpegBlock &&
+         coefficients <= p.decoded_bytes - groups * kJpegGroup * kJpegSegment * h.mcu_blocks * block_bytes;
+}
+
+// Whether the region has an MCU.
+__device__ __forceinline__ bool is_seen(const JpegHeader& h, const JpegRegion& region, uint32_t mcu) {
+  const int y = static_cast<int>(mcu / h.mcu_columns), x = static_cast<int>(mcu % h.mcu_columns);
+  return y >= region.mcu_y0 && y < region.mcu_y1 && x >= region.mcu_x0 && x < region.mcu_x1;
+}
+
+// Bit m: the segment's MCU m is seen.
+__device__ __forceinline__ uint32_t seen_mcus(const JpegHeader& h, const JpegRegion& region, uint32_t segment) {
+  const JpegSpan span = jpeg_segment_span(h, segment);
+  uint32_t seen = 0;
+  for (uint32_t mcu = span.begin; mcu < span.end; ++mcu)
+    seen |= uint32_t{is_seen(h, region, mcu)} << (mcu - span.begin);
+  return seen;
+}
+
+__global__ void __launch_bounds__(kPrepareThreads) jpeg_prepare(JpegParams p) {
+  __shared__ Picture picture;
+  __shared__ bool sound;
+  __shared__ uint32_t warps[kPrepareThreads / kWarp];
+  const int64_t* row = p.plan + static_cast<int64_t>(blockIdx.x) * kJpegColumns;
+  if (threadIdx.x == 0) sound = is_sound(p, row);
+  __syncthreads();
+  if (!sound) return;
+  load_picture(picture, p, row);
+  __syncthreads();
+  const JpegHeader& h = picture.header;
+  const Memory memory = memory_of(p);
+  for (int64_t i = threadIdx.x; i < row[kJpegGroups]; i += kPrepareThreads) {
+    memory.group_pictures[row[kJpegFirstGroup] + i] = blockIdx.x;
+  }
+  for (int64_t i = threadIdx.x; i < row[kJpegTiles]; i += kPrepareThreads) {
+    memory.tile_pictures[row[kJpegFirstTile] + i] = blockIdx.x;
+  }
+
+  for (int i = 0; i < h.tables; ++i) {
+    bool is_ac = false;
+    for (int j = 0; j < h.components; ++j) is_ac = is_ac || h.component[j].ac == i;
+    const uint8_t* table = picture.packed + h.table[i];
+    JpegLookup& lookup = memory.lookups[static_cast<int64_t>(blockIdx.x) * kJpegMaxTables + i];
+    // What lies behind the table is no symbol, but it is there: tables never are the last part.
+    const uint32_t symbols = h.bytes - h.table[i] - 16;
+    for (uint32_t j = threadIdx.x; j < sizeof lookup.symbols; j += kPrepareThreads) {
+      lookup.symbols[j] = j < symbols ? table[16 + j] : 0;
+    }
+    if (threadIdx.x == 0) jpeg_long_codes(lookup, table, is_ac);
+    for (uint32_t j = threadIdx.x; j < 1u << kJpegFastBits; j += kPrepareThreads) {
+      lookup.fast[j] = jpeg_fast_entry(table, table + 16, symbols, is_ac, j);
+    }
+  }
+
+  // The segments that are needed, in their order.
+  const JpegRegion& region = picture.region;
+  const uint32_t begin = jpeg_segment_of(h, region.mcu_y0 * h.mcu_columns + region.mcu_x0);
+  const uint32_t end = jpeg_segment_of(h, (region.mcu_y1 - 1) * h.mcu_columns + region.mcu_x1 - 1) + 1;
+  uint32_t* const list = memory.segments + row[kJpegFirstGroup] * kJpegGroup;
+  const auto room = static_cast<uint32_t>(row[kJpegGroups] * kJpegGroup);
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  uint32_t count = 0;
+  for (uint32_t first = begin; first < end; first += kPrepareThreads) {
+    const uint32_t segment = first + threadIdx.x;
+    const bool needed = segment < end && seen_mcus(h, region, segment);
+    const uint32_t needed_lanes = __ballot_sync(kFullWarp, needed);
+    if (lane == 0) warps[warp] = __popc(needed_lanes);
+    __syncthreads();
+    uint32_t place = count + __popc(needed_lanes & ((1u << lane) - 1));
+    for (int i = 0; i < kPrepareThreads / kWarp; ++i) {
+      if (i < warp) place += warps[i];
+      count += warps[i];
+    }
+    if (needed && place < room) list[place] = segment;
+    __syncthreads();
+  }
+  for (uint32_t i = count + threadIdx.x; i < room; i += kPrepareThreads) list[i] = kNone;
+}
+
+// Bits of a packed scan. Past its end comes its last word again and again.
+class DeviceBits {
+ public:
+  __device__ __forceinline__ DeviceBits(const uint32_t* words, uint32_t count, uint32_t bit)
+      : words_(words), last_(count - 1), shift_(bit % 32) {
+    const uint32_t first = at_most_last(bit / 32);
+    first_ = __ldg(words + first);
+    second_ = __ldg(words + at_most_last(first + 1));
+    third_ = __ldg(words + at_most_last(first + 2));
+    next_ = at_most_last(first + 3);
+  }
+
+  __device__ __forceinline__ uint32_t peek() const {
+#ifdef __CUDA_ARCH__
+    return __funnelshift_l(second_, first_, shift_);
+#else
+    return static_cast<uint32_t>((static_cast<uint64_t>(first_) << 32 | second_) << shift_ >> 32);
+#endif
+  }
+
+  __device__ __forceinline__ void skip(uint32_t bits) {
+    shift_ += bits;
+    const uint32_t moves = shift_ >= 32;
+    first_ = moves ? second_ : first_;
+    second_ = moves ? third_ : second_;
+    shift_ &= 31;
+    // Straight into its register and only where it is needed, so that no code of this round waits for the load.
+#ifdef __CUDA_ARCH__
+    asm volatile("{ .reg .pred moves; setp.ne.u32 moves, %2, 0; @moves ld.global.nc.u32 %0, [%1]; }"
+                 : "+r"(third_)
+                 : "l"(words_ + next_), "r"(moves));
+#else
+    if (moves) third_ = words_[next_];
+#endif
+    next_ = at_most_last(next_ + moves);
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t at_most_last(uint32_t i) const {
+    return i < last_ ? i : last_;
+  }
+
+  const uint32_t* words_;
+  uint32_t last_, next_, first_, second_, third_, shift_;
+};
+
+struct StoreInShared {
+  int16_t* block;
+  __device__ __forceinline__ void operator()(uint32_t i, int value) const { block[i] = static_cast<int16_t>(value); }
+};
+
+__global__ void __launch_bounds__(kJpegGroup) jpeg_entropy(JpegParams p) {
+  __shared__ Picture picture;
+  __shared__ alignas(16) JpegLookup lookups[kJpegMaxTables];
+  __shared__ alignas(16) int16_t blocks[kJpegGroup * kStride];
+  __shared__ uint8_t components[kJpegMaxBlocks];
+  const Memory memory = memory_of(p);
+  const uint32_t number = memory.group_pictures[blockIdx.x];
+  if (number == kNone) return;
+  const int64_t* row = p.plan + static_cast<int64_t>(number) * kJpegColumns;
+  load_picture(picture, p, row);
+  const JpegHeader& h = picture.header;
+  {
+    const auto* from = reinterpret_cast<const uint4*>(memory.lookups + static_cast<int64_t>(number) * kJpegMaxTables);
+    const int count = h.tables * static_cast<int>(sizeof(JpegLookup) / sizeof(uint4));
+    for (int i = threadIdx.x; i < count; i += kJpegGroup) reinterpret_cast<uint4*>(lookups)[i] = from[i];
+    for (int i = threadIdx.x; i < kJpegGroup * kStride / 8; i += kJpegGroup) {
+      reinterpret_cast<uint4*>(blocks)[i] = make_uint4(0, 0, 0, 0);
+    }
+    if (threadIdx.x == 0) {
+      int block = 0;
+      for (int i = 0; i < h.components; ++i) {
+        for (int j = 0; j < h.component[i].h * h.component[i].v; ++j) components[block++] = static_cast<uint8_t>(i);
+      }
+    }
+  }
+  __syncthreads();
+
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const uint32_t segment = memory.segments[static_cast<int64_t>(blockIdx.x) * kJpegGroup + threadIdx.x];
+  const bool works = segment < h.segments;
+  const uint32_t seen = works ? seen_mcus(h, picture.region, segment) : 0;
+  const auto* starts = reinterpret_cast<const uint32_t*>(picture.packed + h.starts);
+  const auto* predictors = reinterpret_cast<const int16_t*>(picture.packed + h.predictors);
+  int predictor0 = 0, predictor1 = 0, predictor2 = 0;
+  if (works) {
+    const int16_t* mine = predictors + static_cast<int64_t>(segment) * h.components;
+    predictor0 = mine[0];
+    if (h.components == 3) predictor1 = mine[1], predictor2 = mine[2];
+  }
+  DeviceBits bits(reinterpret_cast<const uint32_t*>(picture.packed + h.scan), h.scan_words,
+                  works ? starts[segment] : 0);
+  int16_t* const of_warp = blocks + warp * kWarp * kStride;
+  int16_t* const mine = of_warp + lane * kStride;
+  const int64_t of_segment = int64_t{kJpegSegment} * h.mcu_blocks * kJpegBlock;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) - row[kJpegFirstGroup];
+  int16_t* const out = reinterpret_cast<int16_t*>(memory.decoded + row[kJpegCoefficients]) +
+                       (first * kJpegGroup + warp * kWarp) * of_segment;
+  for (int m = 0; m < kJpegSegment; ++m) {
+    const uint32_t lanes = __ballot_sync(kFullWarp, seen >> m & 1);
+    const bool decodes = seen >> m != 0;  // this MCU or one behind it is seen
+    if (!__any_sync(kFullWarp, decodes)) break;
+    for (int b = 0; b < h.mcu_blocks; ++b) {
+      if (decodes) {
+        const int component = components[b];
+        int predictor = component == 0 ? predictor0 : component == 1 ? predictor1 : predictor2;
+        const JpegComponent& c = h.component[component];
+        jpeg_decode_block(bits, lookups[c.dc], lookups[c.ac], predictor, StoreInShared{mine});
+        predictor0 = component == 0 ? predictor : predictor0;
+        predictor1 = component == 1 ? predictor : predictor1;
+        predictor2 = component == 2 ? predictor : predictor2;
+      }
+      __syncwarp();
+      // Eight lanes write a block, and clear it.
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int other = i * 4 + lane / 8, part = lane % 8;
+        uint4* const from = reinterpret_cast<uint4*>(of_warp + other * kStride) + part;
+        const uint4 value = *from;
+        *from = make_uint4(0, 0, 0, 0);
+        int16_t* const to = out + other * of_segment + (m * h.mcu_blocks + b) * kJpegBlock;
+        if (lanes >> other & 1) reinterpret_cast<uint4*>(to)[part] = value;
+      }
+      __syncwarp();
+    }
+  }
+}
+
+__device__ __forceinline__ int half_of(const uint4& v, int i) {
+  const uint32_t x = i / 2 == 0 ? v.x : i / 2 == 1 ? v.y : i / 2 == 2 ? v.z : v.w;
+  return i % 2 ? static_cast<int32_t>(x) >> 16 : static_cast<int16_t>(x & 0xffff);
+}
+
+__device__ __forceinline__ uint32_t pack4(int a, int b, int c, int d) {
+  return static_cast<uint32_t>(jpeg_clamp(a)) | static_cast<uint32_t>(jpeg_clamp(b)) << 8 |
+         static_cast<uint32_t>(jpeg_clamp(c)) << 16 | static_cast<uint32_t>(jpeg_clamp(d)) << 24;
+}
+
+__device__ __forceinline__ void transform_block(const int16_t* in, const uint16_t* quantizers, uint8_t* out,
+                                                int pitch) {
+  int a[kJpegBlock];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const uint4 values = reinterpret_cast<const uint4*>(in)[i], factors = reinterpret_cast<const uint4*>(quantizers)[i];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) a[jpeg_natural(8 * i + j)] = jpeg_dequantize(half_of(values, j), half_of(factors, j));
+  }
+  int any = 0;
+#pragma unroll
+  for (int i = 8; i < kJpegBlock; ++i) any |= a[i];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (any) {
+      jpeg_idct8<11>(a[i], a[8 + i], a[16 + i], a[24 + i], a[32 + i], a[40 + i], a[48 + i], a[56 + i]);
+    } else {
+      const int value = jpeg_idct_flat_column(a[i]);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) a[8 * j + i] = value;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    int* const x = a + 8 * i;
+    jpeg_idct8<18>(x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]);
+    uint2 samples;
+    samples.x = pack4(x[0] + 128, x[1] + 128, x[2] + 128, x[3] + 128);
+    samples.y = pack4(x[4] + 128, x[5] + 128, x[6] + 128, x[7] + 128);
+    *reinterpret_cast<uint2*>(out + static_cast<int64_t>(i) * pitch) = samples;
+  }
+}
+
+// Bytes before component i's plane.
+__device__ __forceinline__ int64_t plane_offset(const JpegHeader& h, const JpegRegion& region, int i) {
+  int64_t bytes = 0;
+  for (int j = 0; j < i; ++j)
+    bytes += int64_t{region.plane_width(h.component[j])} * region.plane_height(h.component[j]);
+  return bytes;
+}
+
+__global__ void __launch_bounds__(kTransformThreads) jpeg_transform(JpegParams p) {
+  __shared__ Picture picture;
+  __shared__ alignas(16) uint16_t quantizers[3 * kJpegBlock];
+  __shared__ int64_t planes[3];
+  __shared__ uint8_t components[kJpegMaxBlocks], columns[kJpegMaxBlocks], rows[kJpegMaxBlocks];
+  const Memory memory = memory_of(p);
+  const uint32_t number = memory.group_pictures[blockIdx.x];
+  if (number == kNone) return;
+  const int64_t* row = p.plan + static_cast<int64_t>(number) * kJpegColumns;
+  load_picture(picture, p, row);
+  const JpegHeader& h = picture.header;
+  {
+    const auto* from = reinterpret_cast<const uint16_t*>(picture.header.quantizers + p.storage + row[kJpegOffset]);
+    for (int i = threadIdx.x; i < h.components * kJpegBlock; i += kTransformThreads) quantizers[i] = from[i];
+  }
+  __syncthreads();
+  const JpegRegion& region = picture.region;
+  if (threadIdx.x == 0) {
+    int block = 0;
+    for (int i = 0; i < h.components; ++i) {
+      planes[i] = plane_offset(h, region, i);
+      for (int j = 0; j < h.component[i].h * h.component[i].v; ++j, ++block) {
+        components[block] = static_cast<uint8_t>(i);
+        columns[block] = static_cast<uint8_t>(j % h.component[i].h);
+        rows[block] = static_cast<uint8_t>(j / h.component[i].h);
+      }
+    }
+  }
+  __syncthreads();
+  const int64_t first = (static_cast<int64_t>(blockIdx.x) - row[kJpegFirstGroup]) * kJpegGroup;
+  const auto* coefficients = reinterpret_cast<const int16_t*>(memory.decoded + row[kJpegCoefficients]) +
+                             first * kJpegSegment * h.mcu_blocks * kJpegBlock;
+  const uint32_t* const segments = memory.segments + static_cast<int64_t>(blockIdx.x) * kJpegGroup;
+  // Blocks in the order of their coefficients, a part of the group's for each blockIdx.y.
+  const int count = kJpegGroup * kJpegSegment / kTransformParts * h.mcu_blocks;
+  for (int i = blockIdx.y * count + threadIdx.x; i < (static_cast<int>(blockIdx.y) + 1) * count;
+       i += kTransformThreads) {
+    const int mcu_of_group = i / h.mcu_blocks, block = i % h.mcu_blocks;
+    const uint32_t segment = segments[mcu_of_group / kJpegSegment];
+    if (segment >= h.segments) continue;
+    const JpegSpan span = jpeg_segment_span(h, segment);
+    const uint32_t mcu = span.begin + mcu_of_group % kJpegSegment;
+    if (mcu >= span.end || !is_seen(h, region, mcu)) continue;
+    const int component = components[block];
+    const JpegComponent& c = h.component[component];
+    const int pitch = region.plane_width(c);
+    const int x = (static_cast<int>(mcu % h.mcu_columns) - region.mcu_x0) * c.h + columns[block];
+    const int y = (static_cast<int>(mcu / h.mcu_columns) - region.mcu_y0) * c.v + rows[block];
+    uint8_t* const out = memory.decoded + row[kJpegPlanes] + planes[component] + int64_t{y} * 8 * pitch + x * 8;
+    transform_block(coefficients + static_cast<int64_t>(i) * kJpegBlock, quantizers + component * kJpegBlock, out,
+                    pitch);
+  }
+}
+
+// Eight samples of two rows, four a word.
+struct Samples {
+  uint2 row[2];
+};
+__device__ __forceinline__ int sample_of(const uint2& row, int i) {
+  return static_cast<int>((i < 4 ? row.x : row.y) >> (8 * (i & 3)) & 255);
+}
+__device__ __forceinline__ uint2 pack8(const int (&x)[8]) {
+  return make_uint2(pack4(x[0], x[1], x[2], x[3]), pack4(x[4], x[5], x[6], x[7]));
+}
+
+// The samples x - 1 to x + 4 of a row.
+__device__ __forceinline__ void load6(const JpegPlane& plane, const uint8_t* row, int x, int (&out)[6]) {
+  if (x > plane.x0 && x + 4 <= plane.last_x) {
+    const uint8_t* const at = row + (x - plane.x0);
+    const uint32_t middle = *reinterpret_cast<const uint32_t*>(at);
+    out[0] = at[-1], out[5] = at[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) out[1 + i] = static_cast<int>(middle >> (8 * i) & 255);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 6; ++i) out[i] = row[jpeg_plane_column(plane, x - 1 + i)];
+  }
+}
+
+// Pixels [x, x + 8) of the rows y and y + 1; x is a multiple of 8, y even.
+__device__ __forceinline__ Samples upsample(const JpegComponent& c, const JpegPlane& plane, int x, int y) {
+  Samples out;
+  if (c.upsampling == JpegUpsampling::kBoth) {
+    int mine[6], near[6], pixels[8];
+    load6(plane, jpeg_plane_row(plane, y / 2), x / 2, mine);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      load6(plane, jpeg_plane_row(plane, y / 2 - 1 + 2 * r), x / 2, near);
+#pragma unroll
+      for (int i = 0; i < 6; ++i) near[i] += 3 * mine[i];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        pixels[2 * i] = jpeg_between_both(near[1 + i], near[i], false);
+        pixels[2 * i + 1] = jpeg_between_both(near[1 + i], near[2 + i], true);
+      }
+      out.row[r] = pack8(pixels);
+    }
+    return out;
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int sample_y = (y + r) / c.ratio_y;
+    const uint8_t* const row = jpeg_plane_row(plane, sample_y);
+    int pixels[8];
+    if (c.upsampling == JpegUpsampling::kColumns) {
+      int mine[6];
+      load6(plane, row, x / 2, mine);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        pixels[2 * i] = jpeg_between(mine[1 + i], mine[i], false);
+        pixels[2 * i + 1] = jpeg_between(mine[1 + i], mine[2 + i], true);
+      }
+    } else if (c.ratio_x == 1) {
+      const uint2 mine = *reinterpret_cast<const uint2*>(row + (x - plane.x0));
+      if (c.upsampling == JpegUpsampling::kBox) {
+        out.row[r] = mine;
+        continue;
+      }
+      const uint8_t* const other = jpeg_plane_row(plane, sample_y - 1 + 2 * r);
+      const uint2 near = *reinterpret_cast<const uint2*>(other + (x - plane.x0));
+#pragma unroll
+      for (int i = 0; i < 8; ++i) pixels[i] = jpeg_between(sample_of(mine, i), sample_of(near, i), r);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) pixels[i] = row[jpeg_plane_column(plane, (x + i) / c.ratio_x)];
+    }
+    out.row[r] = pack8(pixels);
+  }
+  return out;
+}
+
+__global__ void __launch_bounds__(kColorThreads) jpeg_color(JpegParams p) {
+  __shared__ Picture picture;
+  __shared__ JpegPlane planes[3];
+  __shared__ JpegTurn turn;
+  const Memory memory = memory_of(p);
+  const uint32_t number = memory.tile_pictures[blockIdx.x];
+  if (number == kNone) return;
+  const int64_t* row = p.plan + static_cast<int64_t>(number) * kJpegColumns;
+  load_picture(picture, p, row);
+  __syncthreads();
+  const JpegHeader& h = picture.header;
+  const JpegRegion& region = picture.region;
+  if (threadIdx.x < h.components) {
+    const uint8_t* const data = memory.decoded + row[kJpegPlanes] + plane_offset(h, region, threadIdx.x);
+    planes[threadIdx.x] = jpeg_plane(h.component[threadIdx.x], region, data);
+  }
+  if (threadIdx.x == kWarp) turn = jpeg_turn(h, rect_of(row), row[kJpegPitch]);
+  __syncthreads();
+  const int tile = static_cast<int>(static_cast<int64_t>(blockIdx.x) - row[kJpegFirstTile]);
+  const int columns = jpeg_tile_columns(region);
+  constexpr int kGroups = kJpegTileWidth / 8;
+  const int x = (region.x0 / kJpegTileWidth + tile % columns) * kJpegTileWidth + threadIdx.x % kGroups * 8;
+  const int y = (region.y0 / kJpegTileHeight + tile / columns) * kJpegTileHeight + threadIdx.x / kGroups * 2;
+  if (x >= region.x1 || x + 8 <= region.x0 || y >= region.y1 || y + 2 <= region.y0) return;
+  Samples samples[3];
+#pragma unroll
+  for (int i = 0; i < 3; ++i) {
+    if (i < h.components) samples[i] = upsample(h.component[i], planes[i], x, y);
+  }
+  const bool whole = x >= region.x0 && x + 8 <= region.x1;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (y + r < region.y0 || y + r >= region.y1) continue;
+    uint32_t bytes[6] = {0, 0, 0, 0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int first = sample_of(samples[0].row[r], i);
+      JpegPixel pixel;
+      if (h.color == JpegColor::kGrey) {
+        pixel.b = pixel.g = pixel.r = static_cast<uint8_t>(first);
+      } else {
+        const int second = sample_of(samples[1].row[r], i), third = sample_of(samples[2].row[r], i);
+        pixel = h.color == JpegColor::kYcc
+                    ? jpeg_ycc_to_bgr(first, second, third)
+                    : JpegPixel{static_cast<uint8_t>(third), static_cast<uint8_t>(second), static_cast<uint8_t>(first)};
+      }
+      const uint32_t channels[3] = {pixel.b, pixel.g, pixel.r};
+#pragma unroll
+      for (int k = 0; k < 3; ++k) bytes[(3 * i + k) / 4] |= channels[k] << (8 * ((3 * i + k) % 4));
+    }
+    uint8_t* const out = p.out + row[kJpegOut] + turn.first + x * turn.dx + (y + r) * turn.dy;
+    if (whole && turn.dx == 3 && reinterpret_cast<uintptr_t>(out) % 8 == 0) {
+#pragma unroll
+      for (int i = 0; i < 3; ++i) reinterpret_cast<uint2*>(out)[i] = make_uint2(bytes[2 * i], bytes[2 * i + 1]);
+    } else if (whole && turn.dx == 3 && reinterpret_cast<uintptr_t>(out) % 4 == 0) {
+#pragma unroll
+      for (int i = 0; i < 6; ++i) reinterpret_cast<uint32_t*>(out)[i] = bytes[i];
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        if (x + i < region.x0 || x + i >= region.x1) continue;
+#pragma unroll
+        for (int k = 0; k < 3; ++k) {
+          out[i * turn.dx + k] = static_cast<uint8_t>(bytes[(3 * i + k) / 4] >> (8 * ((3 * i + k) % 4)));
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_jpeg_decode(const JpegParams& p, cudaStream_t stream) {
+  if (!p.pictures || !p.groups || !p.tiles) return cudaSuccess;
+  const JpegWorkspace w(p.pictures, p.groups, p.tiles);
+  // No picture has any group or tile, but for those that jpeg_prepare finds.
+  const auto maps = static_cast<size_t>(w.segments - w.group_pictures);
+  if (const cudaError_t error = cudaMemsetAsync(p.workspace + w.group_pictures, 0xff, maps, stream)) return error;
+  jpeg_prepare<<<static_cast<unsigned>(p.pictures), kPrepareThreads, 0, stream>>>(p);
+  jpeg_entropy<<<static_cast<unsigned>(p.groups), kJpegGroup, 0, stream>>>(p);
+  jpeg_transform<<<dim3(static_cast<unsigned>(p.groups), kTransformParts), kTransformThreads, 0, stream>>>(p);
+  jpeg_color<<<static_cast<unsigned>(p.tiles), kColorThreads, 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+}  // namespace torch_fastdet::core

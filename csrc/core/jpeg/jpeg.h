@@ -1,0 +1,245 @@
+// A packed JPEG: one relocatable block of bytes that a decoder can enter anywhere. It holds a header, the tables, an
+// index, and the entropy-coded scan without stuffed bytes and markers. jpeg_pack.h makes it, jpeg_loops.h and jpeg.cu
+// decode rectangles of it.
+//
+// MCUs are decoded in segments of up to kJpegSegment, which never cross a restart marker. The index says where each
+// segment begins (a bit of the scan) and what the DC predictors are there.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "core/common/host_device.h"
+
+#ifdef TORCH_FASTDET_WITH_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
+namespace torch_fastdet::core {
+
+constexpr uint32_t kJpegMagic = 0x314a4654;           // "TFJ1": the format's version
+constexpr int kJpegSegment = 4;                       // MCUs
+constexpr int kJpegAlignment = 16;                    // of a packed JPEG and of each part in it, bytes
+constexpr int kJpegBlock = 64;                        // coefficients of a block
+constexpr int kJpegMaxBlocks = 10;                    // of an MCU
+constexpr int kJpegMaxTables = 6;                     // a DC and an AC table a component
+constexpr int kJpegMaxSide = 65500;                   // pixels; libjpeg's limit
+constexpr int64_t kJpegMaxPixels = int64_t{1} << 30;  // OpenCV's limit
+
+enum class JpegColor : uint8_t { kGrey, kYcc, kRgb };
+
+// How a component becomes as large as the picture.
+enum class JpegUpsampling : uint8_t {
+  kBox,      // repeat samples
+  kColumns,  // triangle filter along x, ratio 2 x 1
+  kRows,     // along y, 1 x 2
+  kBoth,     // 2 x 2
+};
+
+struct JpegComponent {
+  uint8_t h, v;              // blocks in an MCU
+  uint8_t ratio_x, ratio_y;  // pixels a sample
+  JpegUpsampling upsampling;
+  uint8_t dc, ac;  // rows of JpegHeader::table
+  uint8_t unused;
+  uint16_t width, height;  // samples that are no padding
+};
+
+struct JpegHeader {
+  uint32_t magic;
+  uint32_t bytes;          // of the whole, a multiple of kJpegAlignment
+  uint64_t checksum;       // of what follows
+  uint16_t width, height;  // as stored
+  uint8_t orientation;     // EXIF's, 1 to 8
+  uint8_t components;      // 1 or 3
+  JpegColor color;
+  uint8_t mcu_blocks;
+  uint8_t h, v;  // the largest of the components'
+  uint8_t tables;
+  uint8_t unused[1];
+  uint32_t mcu_columns, mcu_rows;
+  uint32_t interval;           // MCUs from restart to restart; all, if there are no restarts
+  uint32_t interval_segments;  // of one interval
+  uint32_t segments;
+  // Where the parts begin, in bytes from the header.
+  uint32_t quantizers;             // uint16[64] a component, in zigzag order
+  uint32_t table[kJpegMaxTables];  // 16 counts and their symbols, as in the file; DC tables first
+  uint32_t starts;                 // uint32 a segment
+  uint32_t predictors;             // int16 a segment and component
+  uint32_t scan;                   // words of 32 bits, the first bit on top
+  uint32_t scan_words;             // padding included
+  JpegComponent component[3];
+};
+constexpr int kJpegHeaderBytes = 128;
+static_assert(sizeof(JpegHeader) == kJpegHeaderBytes && kJpegHeaderBytes % kJpegAlignment == 0);
+
+TORCH_FASTDET_HOST_DEVICE uint32_t jpeg_mcus(const JpegHeader& h) {
+  return h.mcu_columns * h.mcu_rows;
+}
+
+TORCH_FASTDET_HOST_DEVICE uint32_t jpeg_segment_of(const JpegHeader& h, uint32_t mcu) {
+  return mcu / h.interval * h.interval_segments + mcu % h.interval / kJpegSegment;
+}
+
+// MCUs [begin, end) of a segment.
+struct JpegSpan {
+  uint32_t begin, end;
+};
+TORCH_FASTDET_HOST_DEVICE JpegSpan jpeg_segment_span(const JpegHeader& h, uint32_t segment) {
+  const uint32_t restart = segment / h.interval_segments;
+  const uint32_t first = restart * h.interval, begin = first + segment % h.interval_segments * kJpegSegment;
+  const uint32_t all = jpeg_mcus(h), rest = h.interval < all - first ? h.interval : all - first;
+  const uint32_t end = begin + kJpegSegment, last = first + rest;
+  return {begin, end < last ? end : last};
+}
+
+// Whether a packed JPEG lies in `available` bytes and its parts lie in it: then no decoder reads beside it, whatever
+// the tables, the index and the scan say. Its checksum is jpeg_pack.h's to look at.
+TORCH_FASTDET_HOST_DEVICE bool jpeg_is_sound(const JpegHeader& h, int64_t available) {
+  if (h.magic != kJpegMagic || h.bytes > available || h.bytes < kJpegHeaderBytes) return false;
+  if (h.width < 1 || h.height < 1 || h.orientation < 1 || h.orientation > 8) return false;
+  if (h.components != 1 && h.components != 3) return false;
+  if (h.color > JpegColor::kRgb || (h.color == JpegColor::kGrey) != (h.components == 1)) return false;
+  if (h.h < 1 || h.h > 4 || h.v < 1 || h.v > 4 || h.tables < 2 || h.tables > kJpegMaxTables) return false;
+  if (h.mcu_columns != ceil_div(h.width, 8 * h.h) || h.mcu_rows != ceil_div(h.height, 8 * h.v)) return false;
+  const int64_t mcus = int64_t{h.mcu_columns} * h.mcu_rows;
+  if (h.interval < 1 || h.interval > mcus) return false;
+  if (h.interval_segments != ceil_div(h.interval, kJpegSegment)) return false;
+  const int64_t segments = mcus / h.interval * h.interval_segments + ceil_div(mcus % h.interval, kJpegSegment);
+  const auto lies_inside = [&](int64_t begin, int64_t bytes) {
+    return begin >= kJpegHeaderBytes && begin % kJpegAlignment == 0 && begin + bytes <= h.bytes;
+  };
+  if (h.segments != segments || !lies_inside(h.starts, 4 * segments)) return false;
+  if (!lies_inside(h.predictors, 2 * segments * h.components)) return false;
+  if (!lies_inside(h.quantizers, int64_t{2} * kJpegBlock * h.components)) return false;
+  if (h.scan_words < 4 || !lies_inside(h.scan, int64_t{4} * h.scan_words)) return false;
+  for (int i = 0; i < h.tables; ++i) {
+    if (!lies_inside(h.table[i], 16)) return false;
+  }
+  int blocks = 0;
+  for (int i = 0; i < h.components; ++i) {
+    const JpegComponent& c = h.component[i];
+    if (c.h < 1 || c.v < 1 || c.h * c.ratio_x != h.h || c.v * c.ratio_y != h.v) return false;
+    if (c.upsampling > JpegUpsampling::kBoth || c.dc >= h.tables || c.ac >= h.tables) return false;
+    if (c.width != ceil_div(h.width * c.h, h.h) || c.height != ceil_div(h.height * c.v, h.v)) return false;
+    const int x = c.upsampling == JpegUpsampling::kColumns || c.upsampling == JpegUpsampling::kBoth ? 2 : 1;
+    const int y = c.upsampling == JpegUpsampling::kRows || c.upsampling == JpegUpsampling::kBoth ? 2 : 1;
+    if (c.upsampling != JpegUpsampling::kBox && (c.ratio_x != x || c.ratio_y != y)) return false;
+    blocks += c.h * c.v;
+  }
+  return blocks == h.mcu_blocks && blocks <= kJpegMaxBlocks;
+}
+
+// The picture as OpenCV shows it: turned as EXIF says.
+TORCH_FASTDET_HOST_DEVICE bool jpeg_swaps_axes(const JpegHeader& h) {
+  return h.orientation >= 5;
+}
+TORCH_FASTDET_HOST_DEVICE int jpeg_shown_width(const JpegHeader& h) {
+  return jpeg_swaps_axes(h) ? h.height : h.width;
+}
+TORCH_FASTDET_HOST_DEVICE int jpeg_shown_height(const JpegHeader& h) {
+  return jpeg_swaps_axes(h) ? h.width : h.height;
+}
+
+struct JpegRect {
+  int x, y, width, height;
+};
+
+// A rectangle in stored pixels [x0, x1) x [y0, y1), and the MCUs that it takes.
+struct JpegRegion {
+  int x0, y0, x1, y1;
+  int mcu_x0, mcu_y0, mcu_x1, mcu_y1;
+
+  TORCH_FASTDET_HOST_DEVICE int plane_width(const JpegComponent& c) const { return (mcu_x1 - mcu_x0) * c.h * 8; }
+  TORCH_FASTDET_HOST_DEVICE int plane_height(const JpegComponent& c) const { return (mcu_y1 - mcu_y0) * c.v * 8; }
+  // Of the sample that is first in the component's plane.
+  TORCH_FASTDET_HOST_DEVICE int plane_x(const JpegComponent& c) const { return mcu_x0 * c.h * 8; }
+  TORCH_FASTDET_HOST_DEVICE int plane_y(const JpegComponent& c) const { return mcu_y0 * c.v * 8; }
+  TORCH_FASTDET_HOST_DEVICE int mcus() const { return (mcu_x1 - mcu_x0) * (mcu_y1 - mcu_y0); }
+};
+
+// `shown` lies in the picture as it is shown, and is not empty.
+TORCH_FASTDET_HOST_DEVICE JpegRegion jpeg_region(const JpegHeader& h, const JpegRect& shown) {
+  const int o = h.orientation;
+  JpegRegion r{};
+  if (jpeg_swaps_axes(h)) {
+    r.x0 = o >= 7 ? h.width - shown.y - shown.height : shown.y;
+    r.y0 = o == 6 || o == 7 ? h.height - shown.x - shown.width : shown.x;
+    r.x1 = r.x0 + shown.height, r.y1 = r.y0 + shown.width;
+  } else {
+    r.x0 = o == 2 || o == 3 ? h.width - shown.x - shown.width : shown.x;
+    r.y0 = o == 3 || o == 4 ? h.height - shown.y - shown.height : shown.y;
+    r.x1 = r.x0 + shown.width, r.y1 = r.y0 + shown.height;
+  }
+  r.mcu_x0 = r.mcu_y0 = 65535;
+  for (int i = 0; i < h.components; ++i) {
+    const JpegComponent& c = h.component[i];
+    const bool wide = c.upsampling == JpegUpsampling::kColumns || c.upsampling == JpegUpsampling::kBoth;
+    const bool high = c.upsampling == JpegUpsampling::kRows || c.upsampling == JpegUpsampling::kBoth;
+    int left = r.x0 / c.ratio_x - wide, right = (r.x1 - 1) / c.ratio_x + wide;
+    int top = r.y0 / c.ratio_y - high, bottom = (r.y1 - 1) / c.ratio_y + high;
+    left = left < 0 ? 0 : left, top = top < 0 ? 0 : top;
+    right = right < c.width ? right : c.width - 1, bottom = bottom < c.height ? bottom : c.height - 1;
+    const int x0 = left / (8 * c.h), x1 = right / (8 * c.h) + 1, y0 = top / (8 * c.v), y1 = bottom / (8 * c.v) + 1;
+    r.mcu_x0 = x0 < r.mcu_x0 ? x0 : r.mcu_x0, r.mcu_y0 = y0 < r.mcu_y0 ? y0 : r.mcu_y0;
+    r.mcu_x1 = x1 > r.mcu_x1 ? x1 : r.mcu_x1, r.mcu_y1 = y1 > r.mcu_y1 ? y1 : r.mcu_y1;
+  }
+  return r;
+}
+
+// Where stored pixel (x, y) goes: first + x * dx + y * dy bytes behind the rectangle's first pixel.
+struct JpegTurn {
+  int64_t first, dx, dy;
+};
+TORCH_FASTDET_HOST_DEVICE JpegTurn jpeg_turn(const JpegHeader& h, const JpegRect& shown, int64_t pitch) {
+  const int o = h.orientation;
+  JpegTurn t{-(int64_t{shown.y} * pitch + int64_t{shown.x} * 3), 0, 0};
+  if (jpeg_swaps_axes(h)) {
+    t.dx = o >= 7 ? -pitch : pitch, t.dy = o == 6 || o == 7 ? -3 : 3;
+    t.first += (o >= 7 ? (h.width - 1) * pitch : 0) + (o == 6 || o == 7 ? (h.height - 1) * 3 : 0);
+  } else {
+    t.dx = o == 2 || o == 3 ? -3 : 3, t.dy = o == 3 || o == 4 ? -pitch : pitch;
+    t.first += (o == 2 || o == 3 ? (h.width - 1) * 3 : 0) + (o == 3 || o == 4 ? (h.height - 1) * pitch : 0);
+  }
+  return t;
+}
+
+// Columns of a plan, all int64: what is asked for, and (from kFirstGroup on) where jpeg_plan.h puts it.
+enum JpegColumn : int {
+  kJpegOffset,  // of the packed JPEG in the storage
+  kJpegX,       // the rectangle, in the picture as it is shown
+  kJpegY,
+  kJpegWidth,
+  kJpegHeight,
+  kJpegOut,         // offset of the rectangle's first pixel in the output
+  kJpegPitch,       // bytes from row to row there
+  kJpegFirstGroup,  // groups of kJpegGroup segments, each decoded by one block of threads
+  kJpegGroups,
+  kJpegFirstTile,  // tiles of kJpegTileWidth x kJpegTileHeight pixels
+  kJpegTiles,
+  kJpegPlanes,  // offset behind the workspace's common part
+  kJpegCoefficients,
+  kJpegColumns
+};
+constexpr int kJpegAskedColumns = kJpegFirstGroup;
+constexpr int kJpegGroup = 64;
+constexpr int kJpegTileWidth = 128, kJpegTileHeight = 16;
+
+// Rectangles of packed JPEGs, decoded into one buffer of pixels (uint8, B G R).
+struct JpegParams {
+  const uint8_t* storage;
+  int64_t storage_bytes;
+  const int64_t* plan;
+  int64_t pictures;
+  uint8_t* out;
+  int64_t out_bytes;
+  // Of jpeg_plan.h, or more; for CUDA only.
+  int64_t decoded_bytes, groups, tiles;
+  uint8_t* workspace;  // JpegWorkspace and, behind it, decoded_bytes
+};
+
+#ifdef TORCH_FASTDET_WITH_CUDA
+cudaError_t launch_jpeg_decode(const JpegParams& params, cudaStream_t stream);
+#endif
+
+}  // namespace torch_fastdet::core

@@ -1,0 +1,201 @@
+// JPEG's arithmetic as OpenCV's x86 builds do it (libjpeg-turbo's vector code), for one block, sample or pixel: Huffman
+// codes, the inverse DCT ("islow"), upsampling and colours. All on integers; >> is floor.
+#pragma once
+
+#include <cstdint>
+
+#include "core/jpeg/jpeg.h"
+
+namespace torch_fastdet::core {
+
+// Row-major place of the coefficient that comes i-th in a file.
+TORCH_FASTDET_HOST_DEVICE int jpeg_natural(int i) {
+  static constexpr uint8_t kOrder[kJpegBlock] = {0,  1,  8,  16, 9,  2,  3,  10, 17, 24, 32, 25, 18, 11, 4,  5,
+                                                 12, 19, 26, 33, 40, 48, 41, 34, 27, 20, 13, 6,  7,  14, 21, 28,
+                                                 35, 42, 49, 56, 57, 50, 43, 36, 29, 22, 15, 23, 30, 37, 44, 51,
+                                                 58, 59, 52, 45, 38, 31, 39, 46, 53, 60, 61, 54, 47, 55, 62, 63};
+  return kOrder[i];
+}
+
+// A Huffman table for look-ups. An entry says what a code does: 5 bits, its length with the value's bits; 4 bits, the
+// value's bits; 7 bits, by how much the coefficient's number grows. 0: no such code.
+constexpr int kJpegFastBits = 9;
+struct JpegLookup {
+  uint16_t fast[1 << kJpegFastBits];  // of the next bits; 0: the code is longer
+  // Of codes of length kJpegFastBits + 1 + i, as the next 16 bits: they are below limit[i], and this plus the code is
+  // the symbol's row.
+  uint32_t limit[16 - kJpegFastBits];
+  int32_t row[16 - kJpegFastBits];
+  uint32_t is_ac, unused;
+  uint8_t symbols[256];
+};
+static_assert(sizeof(JpegLookup) % 16 == 0);
+
+constexpr uint32_t kJpegEndOfBlock = 64;
+TORCH_FASTDET_HOST_DEVICE uint32_t jpeg_entry(uint32_t length, uint32_t symbol, bool is_ac) {
+  if (!is_ac) return (length + (symbol & 15)) | (symbol & 15) << 5 | 1u << 9;
+  const uint32_t run = symbol >> 4, size = symbol & 15;
+  const uint32_t grows = size ? run + 1 : run == 15 ? 16 : kJpegEndOfBlock;
+  return (length + size) | size << 5 | grows << 9;
+}
+
+// Entry of a code that is longer than kJpegFastBits; `bits` are the next 16.
+TORCH_FASTDET_HOST_DEVICE uint32_t jpeg_long_entry(const JpegLookup& table, uint32_t bits) {
+  int i = 0;
+  while (i < 16 - kJpegFastBits && bits >= table.limit[i]) ++i;
+  if (i == 16 - kJpegFastBits) return 0;
+  const uint32_t length = kJpegFastBits + 1 + i;
+  const uint32_t row = static_cast<uint32_t>(table.row[i] + static_cast<int32_t>(bits >> (16 - length)));
+  return jpeg_entry(length, table.symbols[row & 255], table.is_ac);
+}
+
+// All of a table but `fast`, from the 16 counts and the symbols of a DHT.
+TORCH_FASTDET_HOST_DEVICE void jpeg_long_codes(JpegLookup& table, const uint8_t* counts, bool is_ac) {
+  uint32_t code = 0;
+  int32_t row = 0;
+  for (int length = 1; length <= 16; ++length) {
+    const int i = length - kJpegFastBits - 1;
+    if (i >= 0) table.row[i] = row - static_cast<int32_t>(code);
+    code += counts[length - 1], row += counts[length - 1];
+    if (i >= 0) table.limit[i] = code << (16 - length);
+    code <<= 1;
+  }
+  table.is_ac = is_ac, table.unused = 0;
+}
+
+// Element x of `fast`. There are `size` bytes at `symbols`: a damaged table may ask for more.
+TORCH_FASTDET_HOST_DEVICE uint16_t jpeg_fast_entry(const uint8_t* counts, const uint8_t* symbols, uint32_t size,
+                                                   bool is_ac, uint32_t x) {
+  uint32_t code = 0;
+  uint32_t row = 0;
+  for (int length = 1; length <= kJpegFastBits; ++length) {
+    const uint32_t count = counts[length - 1], mine = x >> (kJpegFastBits - length);
+    if (mine < code + count) {
+      const uint32_t at = (row + mine - code) & 255;
+      return static_cast<uint16_t>(jpeg_entry(length, at < size ? symbols[at] : 0, is_ac));
+    }
+    row += count;
+    code = (code + count) << 1;
+  }
+  return 0;
+}
+
+// The value whose `size` > 0 bits end at bit `total` of `next`.
+TORCH_FASTDET_HOST_DEVICE int jpeg_value(uint32_t next, uint32_t total, uint32_t size) {
+  const uint32_t top = next << (total - size);  // the value's first bit says its sign: 0 is negative
+  const int negative = ~(static_cast<int32_t>(top) >> 31);
+  const int magnitude = static_cast<int>((top ^ static_cast<uint32_t>(negative)) >> 1 >> (31 - size));
+  return (magnitude ^ negative) - negative;
+}
+
+// Decodes a block: store(i, value) for the coefficients that are not 0, i in the file's order, DC always. `Bits` has
+// peek(), the next 32 bits, and skip(n). Never more than 64 codes, whatever the bits are.
+template <class Bits, class Store>
+TORCH_FASTDET_HOST_DEVICE void jpeg_decode_block(Bits& bits, const JpegLookup& dc, const JpegLookup& ac, int& predictor,
+                                                 Store&& store) {
+  uint32_t next = bits.peek();
+  uint32_t entry = dc.fast[next >> (32 - kJpegFastBits)];
+  if (!entry) entry = jpeg_long_entry(dc, next >> 16);
+  uint32_t size = entry >> 5 & 15;
+  bits.skip(entry & 31);
+  if (size) predictor += jpeg_value(next, entry & 31, size);
+  store(0, predictor);
+  uint32_t i = 1;
+  do {
+    next = bits.peek();
+    entry = ac.fast[next >> (32 - kJpegFastBits)];
+    if (!entry) entry = jpeg_long_entry(ac, next >> 16);
+    size = entry >> 5 & 15;
+    bits.skip(entry & 31);
+    i += entry ? entry >> 9 : kJpegEndOfBlock;
+    if (size) store((i - 1) & 63, jpeg_value(next, entry & 31, size));
+  } while (i < kJpegBlock);
+}
+
+TORCH_FASTDET_HOST_DEVICE int jpeg_wrap16(int x) {
+  return static_cast<int16_t>(static_cast<uint16_t>(x));
+}
+TORCH_FASTDET_HOST_DEVICE int jpeg_dequantize(int coefficient, int quantizer) {
+  return jpeg_wrap16(static_cast<int>(static_cast<uint32_t>(coefficient) * static_cast<uint32_t>(quantizer)));
+}
+
+template <int kShift>
+TORCH_FASTDET_HOST_DEVICE int jpeg_idct_round(uint32_t x) {
+  const int r = static_cast<int32_t>(x) >> kShift;
+  return r > 32767 ? 32767 : r < -32768 ? -32768 : r;
+}
+
+// Eight points: kShift is 11 for columns, which come first, and 18 for rows. Loeffler, Ligtenberg and Moschytz; factors
+// are rounded to 13 bits. Sums of two inputs wrap to 16 bits where the vector code's do.
+template <int kShift>
+TORCH_FASTDET_HOST_DEVICE void jpeg_idct8(int& x0, int& x1, int& x2, int& x3, int& x4, int& x5, int& x6, int& x7) {
+  using U = uint32_t;
+  constexpr U kHalf = U{1} << (kShift - 1);
+  const U e = U(jpeg_wrap16(x0 + x4)) * 8192u + kHalf, g = U(jpeg_wrap16(x0 - x4)) * 8192u + kHalf;
+  const U z = U(x2 + x6) * 4433u, t3 = z + U(x2) * 6270u, t2 = z - U(x6) * 15137u;
+  const U a0 = e + t3, a3 = e - t3, a1 = g + t2, a2 = g - t2;
+  const U z3 = U(jpeg_wrap16(x7 + x3)), z4 = U(jpeg_wrap16(x5 + x1)), z5 = (z3 + z4) * 9633u;
+  const U p3 = z5 - z3 * 16069u, p4 = z5 - z4 * 3196u, p1 = U(x7 + x1) * 7373u, p2 = U(x5 + x3) * 20995u;
+  const U o7 = U(x7) * 2446u + (p3 - p1), o5 = U(x5) * 16819u + (p4 - p2);
+  const U o3 = U(x3) * 25172u + (p3 - p2), o1 = U(x1) * 12299u + (p4 - p1);
+  x0 = jpeg_idct_round<kShift>(a0 + o1), x7 = jpeg_idct_round<kShift>(a0 - o1);
+  x1 = jpeg_idct_round<kShift>(a1 + o3), x6 = jpeg_idct_round<kShift>(a1 - o3);
+  x2 = jpeg_idct_round<kShift>(a2 + o5), x5 = jpeg_idct_round<kShift>(a2 - o5);
+  x3 = jpeg_idct_round<kShift>(a3 + o7), x4 = jpeg_idct_round<kShift>(a3 - o7);
+}
+
+// The column pass where rows 1 to 7 are all zero: it wraps, and does not saturate.
+TORCH_FASTDET_HOST_DEVICE int jpeg_idct_flat_column(int x0) {
+  return jpeg_wrap16(4 * x0);
+}
+
+TORCH_FASTDET_HOST_DEVICE int jpeg_clamp(int x) {
+  return x < 0 ? 0 : x > 255 ? 255 : x;
+}
+
+// Triangle filters of samples or of their weighted sums; `near` is the neighbour on the output's side. The second of
+// each pair is what lies right or below.
+TORCH_FASTDET_HOST_DEVICE int jpeg_between(int sample, int near, bool second) {
+  return (3 * sample + near + 1 + second) >> 2;
+}
+TORCH_FASTDET_HOST_DEVICE int jpeg_between_both(int sum, int near, bool second) {
+  return (3 * sum + near + 8 - second) >> 4;
+}
+
+// A component's plane in memory: the samples of a region, whose neighbours outside of the real picture are clamped.
+struct JpegPlane {
+  const uint8_t* data;
+  int pitch;
+  int x0, y0;          // the sample that is first in memory
+  int last_x, last_y;  // the last sample that may be looked at
+};
+
+TORCH_FASTDET_HOST_DEVICE JpegPlane jpeg_plane(const JpegComponent& c, const JpegRegion& region, const uint8_t* data) {
+  const int x0 = region.plane_x(c), y0 = region.plane_y(c);
+  const int right = x0 + region.plane_width(c), bottom = y0 + region.plane_height(c);
+  return {
+      data, right - x0, x0, y0, (right < c.width ? right : c.width) - 1, (bottom < c.height ? bottom : c.height) - 1};
+}
+
+TORCH_FASTDET_HOST_DEVICE int jpeg_clamp_to(int x, int low, int high) {
+  return x < low ? low : x > high ? high : x;
+}
+
+TORCH_FASTDET_HOST_DEVICE const uint8_t* jpeg_plane_row(const JpegPlane& plane, int y) {
+  return plane.data + static_cast<int64_t>(jpeg_clamp_to(y, plane.y0, plane.last_y) - plane.y0) * plane.pitch;
+}
+TORCH_FASTDET_HOST_DEVICE int jpeg_plane_column(const JpegPlane& plane, int x) {
+  return jpeg_clamp_to(x, plane.x0, plane.last_x) - plane.x0;
+}
+
+struct JpegPixel {
+  uint8_t b, g, r;
+};
+TORCH_FASTDET_HOST_DEVICE JpegPixel jpeg_ycc_to_bgr(int y, int blue, int red) {
+  const int cb = blue - 128, cr = red - 128;
+  return {static_cast<uint8_t>(jpeg_clamp(y + ((116130 * cb + 32768) >> 16))),
+          static_cast<uint8_t>(jpeg_clamp(y + ((-22554 * cb - 46802 * cr + 32768) >> 16))),
+          static_cast<uint8_t>(jpeg_clamp(y + ((91881 * cr + 32768) >> 16)))};
+}
+
+}  // namespace torch_fastdet::core

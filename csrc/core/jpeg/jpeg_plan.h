@@ -1,0 +1,89 @@
+// Where the CUDA kernels keep what belongs to each picture of a plan. Made on the host, from the headers of the packed
+// JPEGs.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "core/jpeg/jpeg_math.h"
+
+namespace torch_fastdet::core {
+
+// The workspace's common part; behind it come planes and coefficients. Offsets in bytes.
+struct JpegWorkspace {
+  int64_t lookups;         // kJpegMaxTables tables a picture
+  int64_t group_pictures;  // uint32 a group: its picture
+  int64_t tile_pictures;   // uint32 a tile
+  int64_t segments;        // uint32 for each thread of each group: the segment that it decodes
+  int64_t end;
+
+  TORCH_FASTDET_HOST_DEVICE JpegWorkspace(int64_t pictures, int64_t groups, int64_t tiles) {
+    lookups = 0;
+    group_pictures = lookups + pictures * kJpegMaxTables * static_cast<int64_t>(sizeof(JpegLookup));
+    tile_pictures = round_up(group_pictures + 4 * groups);
+    segments = round_up(tile_pictures + 4 * tiles);
+    end = round_up(segments + 4 * kJpegGroup * groups);
+  }
+
+  static TORCH_FASTDET_HOST_DEVICE int64_t round_up(int64_t bytes) { return ceil_div(bytes, 256) * 256; }
+};
+
+// The segments that a region takes, counted row by row of MCUs: a segment that two rows share counts once.
+struct JpegSegmentRange {
+  uint32_t first, end;
+};
+TORCH_FASTDET_HOST_DEVICE JpegSegmentRange jpeg_row_segments(const JpegHeader& h, const JpegRegion& region, int mcu_y) {
+  const uint32_t row = static_cast<uint32_t>(mcu_y) * h.mcu_columns;
+  uint32_t first = jpeg_segment_of(h, row + static_cast<uint32_t>(region.mcu_x0));
+  if (mcu_y > region.mcu_y0) {
+    const uint32_t above = jpeg_segment_of(h, row - h.mcu_columns + static_cast<uint32_t>(region.mcu_x1) - 1);
+    first = above >= first ? above + 1 : first;
+  }
+  const uint32_t end = jpeg_segment_of(h, row + static_cast<uint32_t>(region.mcu_x1) - 1) + 1;
+  return {first, end > first ? end : first};
+}
+
+// Pixels are handed out in tiles that begin at whole tiles of the stored picture.
+TORCH_FASTDET_HOST_DEVICE int jpeg_tile_columns(const JpegRegion& region) {
+  return static_cast<int>(ceil_div(region.x1, kJpegTileWidth)) - region.x0 / kJpegTileWidth;
+}
+TORCH_FASTDET_HOST_DEVICE int jpeg_tile_rows(const JpegRegion& region) {
+  return static_cast<int>(ceil_div(region.y1, kJpegTileHeight)) - region.y0 / kJpegTileHeight;
+}
+
+struct JpegTotals {
+  int64_t decoded_bytes = 0, groups = 0, tiles = 0;
+};
+
+// Completes rows of a plan of which the first kJpegAskedColumns are filled in. header(i) is picture i's; its rectangle
+// lies in the picture.
+template <class Header>
+JpegTotals complete_jpeg_plan(int64_t* plan, int64_t pictures, const Header& header) {
+  JpegTotals totals;
+  int64_t bytes = 0;
+  for (int64_t i = 0; i < pictures; ++i) {
+    int64_t* row = plan + i * kJpegColumns;
+    row[kJpegFirstGroup] = totals.groups, row[kJpegFirstTile] = totals.tiles;
+    row[kJpegGroups] = row[kJpegTiles] = 0;
+    row[kJpegPlanes] = row[kJpegCoefficients] = bytes;
+    if (row[kJpegWidth] == 0 || row[kJpegHeight] == 0) continue;
+    const JpegHeader& h = header(i);
+    const JpegRegion region = jpeg_region(h, {static_cast<int>(row[kJpegX]), static_cast<int>(row[kJpegY]),
+                                              static_cast<int>(row[kJpegWidth]), static_cast<int>(row[kJpegHeight])});
+    int64_t segments = 0;
+    for (int y = region.mcu_y0; y < region.mcu_y1; ++y) {
+      const JpegSegmentRange range = jpeg_row_segments(h, region, y);
+      segments += range.end - range.first;
+    }
+    row[kJpegGroups] = ceil_div(segments, kJpegGroup);
+    row[kJpegTiles] = int64_t{jpeg_tile_columns(region)} * jpeg_tile_rows(region);
+    bytes += int64_t{region.mcus()} * h.mcu_blocks * kJpegBlock;
+    row[kJpegCoefficients] = bytes = JpegWorkspace::round_up(bytes);
+    bytes += row[kJpegGroups] * kJpegGroup * kJpegSegment * h.mcu_blocks * kJpegBlock * 2;
+    totals.groups += row[kJpegGroups], totals.tiles += row[kJpegTiles];
+  }
+  totals.decoded_bytes = bytes;
+  return totals;
+}
+
+}  // namespace torch_fastdet::core

@@ -1,0 +1,36 @@
+// jpeg_decode_ except the loops over pixels: check, guard the device, fill in the parameters, and hand them to
+// Backend::run(params, op), which cpu.cpp and cuda.cpp each define. On Meta there is nothing to run. jpeg_pack and
+// jpeg_plan read bytes on the host: they are in cpu.cpp alone.
+#pragma once
+
+#include <c10/core/DeviceGuard.h>
+#include <torch/library.h>
+
+#include "ops/common/backend.h"
+#include "ops/jpeg/checks.h"
+
+namespace torch_fastdet {
+
+template <class Backend>
+void jpeg_decode_(at::Tensor& out, const at::Tensor& storage, const at::Tensor& plan, at::IntArrayRef sizes) {
+  check_jpeg_decode(out, storage, plan, sizes);
+  if constexpr (!Backend::kMeta) {
+    const c10::DeviceGuard guard(out.device());
+    core::JpegParams p{};
+    p.storage = storage.const_data_ptr<uint8_t>();
+    p.storage_bytes = storage.numel();
+    p.plan = plan.const_data_ptr<int64_t>();
+    p.pictures = plan.size(0);
+    p.out = out.mutable_data_ptr<uint8_t>();
+    p.out_bytes = out.numel();
+    p.decoded_bytes = sizes[0], p.groups = sizes[1], p.tiles = sizes[2];
+    if (p.pictures) Backend::run(p, "jpeg_decode_");
+  }
+}
+
+template <class Backend>
+void register_jpeg(torch::Library& m) {
+  m.impl("jpeg_decode_", TORCH_FN(jpeg_decode_<Backend>));
+}
+
+}  // namespace torch_fastdet

@@ -1,0 +1,139 @@
+"""JPEG files with OpenCV's pixels, on the CPU or the GPU: whole pictures or rectangles of them, a whole batch a call.
+
+A *packed JPEG* is a file that a decoder can enter anywhere: its tables, its entropy-coded scan, and an index of 10 bytes for
+every four MCUs (an MCU is 16 x 16 pixels in most files). :func:`jpeg_pack` makes it on the host and is the only one that reads
+files, so it also judges them; :func:`jpeg_decode_` decodes rectangles of many packed JPEGs. A packed JPEG is about as large as
+its file. It holds no pointers, so it may be copied anywhere, from other processes too.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_fastdet.ops._checks import check_tensor, check_tensor_list
+
+__all__ = ["decode_jpeg", "jpeg_decode_", "jpeg_pack", "jpeg_plan"]
+
+
+def decode_jpeg(files: list[Tensor], device: str | torch.device = "cpu") -> list[Tensor]:
+    """Decodes JPEG files to what ``cv2.imdecode(file, cv2.IMREAD_COLOR)`` gives, to the bit.
+
+    Baseline and extended sequential files of 8 bits: grey, YCbCr with any whole sampling ratios, RGB; restart markers; EXIF's
+    orientation is applied as OpenCV does. Progressive files, arithmetic coding, four components and damaged files are refused,
+    because OpenCV's repairs are not reproduced: give those to OpenCV.
+
+    On a GPU the host reads each file once, for the index, and the pixels are made on the current stream. The call itself does not
+    wait for the GPU.
+
+    Args:
+        files: one-dimensional uint8 tensors on the CPU, contiguous: the bytes of one file each.
+        device: Where the pixels are wanted.
+
+    Returns:
+        One (H, W, 3) uint8 tensor a file, in the order B, G, R. They are views of one allocation. No files: an empty list.
+
+    Raises:
+        ValueError: a file is refused, as "file 3: progressive". Nothing is decoded then.
+        RuntimeError: a file is no contiguous one-dimensional uint8 tensor on the CPU.
+
+    Source: cv2.imdecode, https://docs.opencv.org/4.x/d4/da8/group__imgcodecs.html
+    """
+    where = torch.device(device)
+    storage, pictures, refusals = jpeg_pack(files, pin_memory=where.type == "cuda")
+    for i, reason in enumerate(refusals):
+        if reason:
+            raise ValueError(f"decode_jpeg: file {i}: {reason}")
+    if not files:
+        return []
+    offset, _, height, width = pictures.unbind(1)
+    pixels = height * width * 3
+    ends = (torch.div(pixels + 15, 16, rounding_mode="floor") * 16).cumsum(0)
+    begins = ends - torch.div(pixels + 15, 16, rounding_mode="floor") * 16
+    zero = torch.zeros_like(offset)
+    asked = torch.stack([offset, offset, zero, zero, width, height, begins, 3 * width], 1)
+    plan, sizes = jpeg_plan(storage, asked)
+    out = torch.empty(int(ends[-1]), dtype=torch.uint8, device=where)
+    if where.type != "cpu":
+        storage, plan = storage.to(where, non_blocking=True), plan.to(where, non_blocking=True)
+    jpeg_decode_(out, storage, plan, sizes)
+    return [
+        out[begin : begin + 3 * h * w].view(h, w, 3)
+        for begin, h, w in zip(begins.tolist(), height.tolist(), width.tolist(), strict=True)
+    ]
+
+
+def jpeg_pack(files: list[Tensor], pin_memory: bool = False) -> tuple[Tensor, Tensor, list[str]]:
+    """Reads JPEG files once and makes packed JPEGs of them, on the host.
+
+    The pass is strict: a file that it takes decodes to OpenCV's pixels without any repair, and what it cannot promise that of is
+    refused. Files are read in parallel, by PyTorch's threads.
+
+    Args:
+        files: one-dimensional uint8 tensors on the CPU, contiguous: the bytes of one file each.
+        pin_memory: Give the storage in pinned memory, to copy it to a GPU.
+
+    Returns:
+        storage: one-dimensional uint8, the packed JPEGs, each at a multiple of 16 bytes.
+        pictures: (n, 4) int64: byte offset in the storage (-1: refused), bytes, height and width as OpenCV shows the picture.
+        refusals: For each file why it was refused, such as "progressive" or "damaged"; "" where it was not.
+
+    Raises:
+        RuntimeError: a file is no contiguous one-dimensional uint8 tensor on the CPU.
+
+    Source: ITU-T T.81
+    """
+    check_tensor_list("jpeg_pack", "files", files)
+    if len(files) == 0:
+        return torch.empty(0, dtype=torch.uint8), torch.empty(0, 4, dtype=torch.int64), []
+    return torch.ops.torch_fastdet.jpeg_pack(files, pin_memory)
+
+
+def jpeg_plan(headers: Tensor, asked: Tensor) -> tuple[Tensor, list[int]]:
+    """Makes the table of :func:`jpeg_decode_` from the rectangles that are wanted, on the host. It takes microseconds.
+
+    Args:
+        headers: one-dimensional uint8 on the CPU, contiguous: packed JPEGs, or the first 128 bytes of each, at multiples of 16
+            bytes.
+        asked: (P, 8) int64, contiguous, one rectangle a row: offset of the picture's header in ``headers``; offset of its packed
+            JPEG in the storage from which it will be decoded; x, y, width and height of the rectangle, in the picture as OpenCV
+            shows it; offset of its first pixel in the output; bytes from row to row there. An empty rectangle is skipped.
+
+    Returns:
+        plan: (P, 13) int64, on the CPU.
+        sizes: What the kernels need: bytes of planes and coefficients, groups of segments, tiles of pixels. A captured CUDA graph
+            decodes every plan that needs no more of any than the sizes that it was captured with.
+
+    Raises:
+        ValueError: there is no header where a row says so, or its rectangle is not in the picture.
+        RuntimeError: a wrong dtype, shape or device.
+
+    Source: :func:`jpeg_decode_`
+    """
+    check_tensor("jpeg_plan", "headers", headers)
+    check_tensor("jpeg_plan", "asked", asked)
+    return torch.ops.torch_fastdet.jpeg_plan(headers, asked)
+
+
+def jpeg_decode_(out: Tensor, storage: Tensor, plan: Tensor, sizes: list[int]) -> None:
+    """Decodes rectangles of packed JPEGs into a tensor that exists, with OpenCV's pixels.
+
+    Only the segments of the scan and the blocks that a rectangle needs are decoded. All tensors are contiguous and on one device.
+    On CUDA the host reads none of them, and the call can be captured in a CUDA graph.
+
+    Args:
+        out: one-dimensional uint8. Rows and pixels (B, G, R) are where the plan says; nothing else is written.
+        storage: one-dimensional uint8: packed JPEGs of :func:`jpeg_pack`, at multiples of 16 bytes.
+        plan: (P, 13) int64 of :func:`jpeg_plan`, copied to the device.
+        sizes: From :func:`jpeg_plan`, or more of each. The CPU does not look at them.
+
+    Raises:
+        RuntimeError: a wrong dtype, shape or device. On the CPU also a row of the plan whose picture is not in the storage, or whose
+            pixels are not in ``out``; on CUDA such a row is skipped.
+
+    Source: cv2.imdecode, https://docs.opencv.org/4.x/d4/da8/group__imgcodecs.html
+    """
+    check_tensor("jpeg_decode_", "out", out)
+    check_tensor("jpeg_decode_", "storage", storage)
+    check_tensor("jpeg_decode_", "plan", plan)
+    torch.ops.torch_fastdet.jpeg_decode_(out, storage, plan, sizes)
