@@ -17,6 +17,7 @@ from torch import nn
 from tests.graphs import fake_gpu
 from tests.graphs.fake_gpu import GPU
 from tests.graphs.samples import HostSync, Net, images, loss_of, same_gradients, same_state, three_passes, train
+from torch_fastdet import memory
 from torch_fastdet.graphs import CaptureError, GraphedModule, _capture, why_not
 
 
@@ -314,9 +315,53 @@ def test_out_of_memory_with_no_graphs(gpu):
     with pytest.raises(torch.OutOfMemoryError):
         graphed(images(2, 3, 32, 32))
     graphed(images(2, 3, 32, 32))
+
+
+def test_a_shape_that_there_is_no_memory_to_capture_runs_eagerly(gpu):
+    """Only this one: a trainer may go on with smaller batches. It is not tried again, which would drop all graphs each time."""
+    said = []
+    model = OutOfMemory().to(GPU.device)
+    graphed = GraphedModule(model, required=True, say=said.append)
+    for _ in range(3):
+        graphed(images(2, 3, 32, 32))
+    for calls in range(4):
+        model.times = 2 * (calls == 1)  # beside graphs, and without
+        assert graphed(images(4, 3, 32, 32)).isfinite().all()
+    assert graphed.graphs.shapes == [] and graphed.graphs.reason is None
+    assert said[-1] == (
+        "there is no memory to capture input (4, 3, 32, 32), which runs eagerly (OutOfMemoryError: CUDA out of memory)"
+    )
+    for _ in range(2):
+        graphed(images(2, 3, 32, 32))
+    assert graphed.graphs.shapes == [(2, 3, 32, 32)]
+    graphed.graphs.reset()
+    for _ in range(2):
+        graphed(images(4, 3, 32, 32))
+    assert graphed.graphs.shapes == [(4, 3, 32, 32)]
+
+
+def test_out_of_memory_drops_pictures_before_graphs(gpu):
+    """They cost an upload, and graphs cost a capture."""
+
+    class Pictures(memory.Owner):
+        what, kept = "pictures", "5 pictures"
+
+        def offer(self):
+            return self.kept
+
+        def release(self):
+            self.kept = ""
+
+    said, pictures = [], Pictures()
+    pictures.device = images(1).device
+    memory.register(pictures)
+    model = OutOfMemory().to(GPU.device)
+    graphed = GraphedModule(model, required=True, say=said.append)
+    three_passes(graphed, images(2, 3, 32, 32))
     model.times = 1
-    assert graphed(images(2, 3, 32, 32)).isfinite().all()  # eager, for good
-    assert "out of memory" in graphed.graphs.reason
+    graphed(images(2, 3, 48, 48))
+    assert said[-1] == "out of memory beside 5 pictures, which are dropped; trying again"
+    assert graphed.graphs.shapes == [(2, 3, 32, 32)]
 
 
 class Same(nn.Module):

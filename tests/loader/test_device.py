@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from torch_fastdet import memory
 from torch_fastdet.loader import dataloader, device
 from torch_fastdet.loader.device import DevicePictures, PageLocks, Turns
 from torch_fastdet.loader.memory import PictureMemory
@@ -42,6 +43,61 @@ def test_pictures_wait_for_what_had_their_memory(cuda):
         batch = pictures(plan)
     torch.cuda.synchronize()
     assert (batch == 7).all() and (pictures._cache == 7).all()
+
+
+def test_pictures_are_given_back(monkeypatch):
+    """Memory has run out: batches upload what they show from then on, and the budget is free."""
+    event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(wait_event=lambda event: None))
+    monkeypatch.setenv("TORCH_FASTDET_GPU_CACHE", "200")
+    host, gpu = PictureMemory([(4, 6)] * 2, 1 << 20), torch.device("cpu")
+    gc.collect()
+    before = memory.gpu_budget(gpu)
+    pictures = DevicePictures(host, gpu)
+    assert pictures.held() == host.nbytes and pictures._fits.all() and memory.gpu_budget(gpu) == before - host.nbytes
+    pictures._here[0] = True
+    assert pictures.offer() == "0.0 MiB of pictures"
+    pictures.release()
+    assert not pictures.held() and not pictures.offer() and not (pictures._fits | pictures._here).any()
+    assert memory.gpu_budget(gpu) == before
+
+
+def test_batches_are_right_behind_pictures_that_were_given_back(cuda):
+    size = 64
+    host = PictureMemory([(size, size)] * 2, 1 << 20)
+    for index in range(2):
+        host.put(index, np.full((size, size, 3), 7 + index, dtype=np.uint8), (size, size))
+    pictures = DevicePictures(host, torch.device("cuda", torch.cuda.current_device()))
+
+    def batch(index):
+        source = Source(index, size, size)
+        return pictures(pack([Picture(size, size, [Layer(size, size, [(source, 0, 0, 0, 0, size, size)])])], host))
+
+    before = batch(0)
+    memory.release(pictures.device)
+    assert pictures.held() == 0
+    for index in (0, 1):
+        assert (batch(index) == 7 + index).all()
+    assert (before == 7).all()
+
+
+def test_a_batch_that_finds_no_memory_gives_the_pictures_back(cuda, monkeypatch):
+    size = 64
+    host = PictureMemory([(size, size)], 1 << 20)
+    host.put(0, np.full((size, size, 3), 7, dtype=np.uint8), (size, size))
+    pictures = DevicePictures(host, torch.device("cuda", torch.cuda.current_device()))
+    augment = device.ops.image_augment
+
+    def full(sources, *args, **kwargs):
+        if sources[0].numel():
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return augment(sources, *args, **kwargs)
+
+    monkeypatch.setattr(device.ops, "image_augment", full)
+    source = Source(0, size, size)
+    batch = pictures(pack([Picture(size, size, [Layer(size, size, [(source, 0, 0, 0, 0, size, size)])])], host))
+    assert (batch == 7).all() and pictures.held() == 0
 
 
 @pytest.fixture
@@ -158,7 +214,7 @@ def test_two_threads_make_one_finisher(monkeypatch):
     made, begun = [], threading.Barrier(2)
 
     class Finisher:
-        pictures = SimpleNamespace(nbytes=0)
+        pictures = SimpleNamespace(held=lambda: 0)
 
         def __init__(self, memory, device):
             made.append(self)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from torch_fastdet import memory
 from torch_fastdet.loader import slots
 from torch_fastdet.loader.slots import FREE, GONE, LENT, SEEN, Parcel
 
@@ -121,6 +122,14 @@ def test_a_forked_process_that_drops_a_batch_frees_nothing():
         os._exit(0)
     os.waitpid(process, 0)
     assert states() == [SEEN] and (batch == 1).all()
+
+
+def test_batches_are_in_the_report():
+    held = [row.held for row in memory.report() if row.what == "batches made on the CPU"]
+    assert held == []
+    batch = sent(1, (20, 3))
+    assert [row.held for row in memory.report() if row.what == "batches made on the CPU"] == [61]
+    del batch
 
 
 def test_few_spare_slots_and_none_too_small_are_kept():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Generic, TypeVar
@@ -10,25 +11,27 @@ import torch
 
 from torch_fastdet._torch import private
 from torch_fastdet.graphs import _capture
-from torch_fastdet.graphs._refusal import is_out_of_memory
+from torch_fastdet.memory import CAPTURE, Owner, register, with_room
 
 G = TypeVar("G")
 T = TypeVar("T")
 
 
-class GraphPool(Generic[G]):
+class GraphPool(Owner, Generic[G]):
     """Captured graphs by key, in one memory pool.
 
     Only one graph runs at a time, so all of them share one pool. At most ``max_graphs`` are kept; the least recently used
-    goes first. A key's first ``warmup`` calls run eagerly. Where an eager call or a capture runs out of memory beside
-    graphs, all graphs are dropped and it runs once more.
+    goes first. A key's first ``warmup`` calls run eagerly. Where an eager call or a capture runs out of memory, the pictures on
+    the GPU are dropped, then all graphs that this thread used last, and it runs again.
 
     Args:
         max_graphs: how many graphs to keep.
         warmup: eager calls of a key before it is captured.
-        say: takes one line each time the graphs are dropped because memory ran out.
+        say: takes one line each time something is dropped because memory ran out.
         forget: called when graphs are dropped, so that their owner drops what it made for them.
     """
+
+    what, cost = "CUDA graphs", CAPTURE
 
     def __init__(
         self,
@@ -42,7 +45,10 @@ class GraphPool(Generic[G]):
         self._graphs: OrderedDict[Hashable, G] = OrderedDict()
         self._calls: Counter[Hashable] = Counter()
         self._stream: torch.cuda.Stream | None = None
+        self._thread = 0
+        self.device = None
         self.handle: Any = None
+        register(self)
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -54,22 +60,31 @@ class GraphPool(Generic[G]):
     def items(self) -> Iterator[tuple[Any, G]]:
         return iter(self._graphs.items())
 
-    def get(self, key: Hashable) -> G | None:
-        """The graph of this key, which is now the most recently used."""
+    def get(self, key: Hashable, device: torch.device) -> G | None:
+        """The graph of this key, which is now the most recently used; ``device`` is that of all that follows."""
+        self._thread, self.device = threading.get_ident(), device
         graph = self._graphs.get(key)
         if graph is not None:
             self._graphs.move_to_end(key)
         return graph
 
-    def stream(self, device: torch.device) -> torch.cuda.Stream:
+    def stream(self) -> torch.cuda.Stream:
         """The stream to capture on."""
-        if self._stream is None or self._stream.device != device:
-            self._stream = _capture.new_stream(device)
+        assert self.device is not None
+        if self._stream is None or self._stream.device != self.device:
+            self._stream = _capture.new_stream(self.device)
         return self._stream
 
-    def bytes(self) -> int:
+    def held(self) -> int:
         """Device memory that the allocator holds for the graphs."""
         return private.pool_bytes(self.handle)
+
+    def offer(self) -> str:
+        # Another thread may be replaying.
+        return f"{len(self)} graphs" if len(self) and self._thread == threading.get_ident() else ""
+
+    def release(self) -> None:
+        self.reset()
 
     def drop(self) -> None:
         """Drop all graphs. Keys that were warmed up stay warm."""
@@ -87,7 +102,7 @@ class GraphPool(Generic[G]):
 
     def warm_up(self, key: Hashable, run: Callable[[], T]) -> T:
         """Run eagerly, and count it. A call that raises does not count."""
-        result = self._with_room(run, torch.OutOfMemoryError)
+        result = with_room(run, self.device, self._say)
         self._calls[key] += 1
         return result
 
@@ -102,20 +117,8 @@ class GraphPool(Generic[G]):
             return make()
 
         try:
-            graph = self._graphs[key] = self._with_room(captured, Exception)
+            graph = self._graphs[key] = with_room(captured, self.device, self._say, Exception)
         except BaseException:
             self.drop()  # torch's allocator of pinned memory refuses to capture into this pool again
             raise
         return graph
-
-    def _with_room(self, run: Callable[[], T], kind: type[Exception]) -> T:
-        try:
-            return run()
-        except kind as error:
-            if not (self._graphs and is_out_of_memory(error)):
-                raise
-        # Outside of the except block, whose traceback holds what the failed call made.
-        self._say(f"out of memory beside {len(self._graphs)} graphs, which are dropped; capturing again")
-        self.reset()
-        torch.cuda.empty_cache()
-        return run()

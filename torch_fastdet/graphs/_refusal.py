@@ -7,6 +7,7 @@ from torch import nn
 
 from torch_fastdet._torch import private
 from torch_fastdet.graphs import _capture
+from torch_fastdet.memory import is_out_of_memory as is_out_of_memory  # where the hosts look for it
 
 
 class CaptureError(RuntimeError):
@@ -61,11 +62,6 @@ def location_of(error: BaseException, module: nn.Module) -> str:
         found = labels.get(id(step.tb_frame.f_locals.get("self")), found)
         step = step.tb_next
     return found
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """By the allocator, or by CUDA, which makes a graph executable in memory of its own."""
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
 
 
 def first_line(error: BaseException) -> str:

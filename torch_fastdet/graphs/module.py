@@ -23,6 +23,7 @@ from torch_fastdet.graphs._casts import weights_cast_once
 from torch_fastdet.graphs._pool import GraphPool
 from torch_fastdet.graphs._refusal import CaptureError, first_line, location_of, why_not
 from torch_fastdet.graphs.distributed import GradientAverage, Ranks
+from torch_fastdet.memory import is_out_of_memory
 
 
 class _Captured:
@@ -125,7 +126,8 @@ class ModuleGraphs:
 
     A shape's first ``warmup`` calls run eagerly, as they would without graphs, which is all the warm-up there is: nothing
     runs that the caller did not ask for, so batch norm's running statistics are those of eager training. The next call
-    captures. All graphs share one memory pool; at most ``max_graphs`` are kept, the least recently used goes first.
+    captures. All graphs share one memory pool; at most ``max_graphs`` are kept, the least recently used goes first. A shape that
+    there is no memory to capture runs eagerly, which ``say`` is told.
 
     Args:
         module: what to run.
@@ -161,6 +163,7 @@ class ModuleGraphs:
         self._told: set[str] = set()
         self._baked = BakedModule()
         self._leaf: torch.Tensor | None = None
+        self._too_large: set[tuple] = set()  # keys whose captures ran out of memory
         # Gradients of all graphs, outside their pool: there the next forward pass would overwrite them.
         self._gradients: dict[nn.Parameter, torch.Tensor] = {}
         self.saved: dict[torch.Tensor, torch.Tensor] = {}
@@ -183,6 +186,7 @@ class ModuleGraphs:
 
     def reset(self) -> None:
         """Forget all graphs; the next calls capture again."""
+        self._too_large.clear()
         self._pool.reset()
 
     def _forget(self) -> None:
@@ -196,7 +200,7 @@ class ModuleGraphs:
     def memory(self) -> int:
         """Bytes of device memory that the graphs hold: their pool, and the parameters' gradients beside it."""
         tensors = [*self._gradients.values(), *self.saved.values()]
-        return self._pool.bytes() + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return self._pool.held() + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def __call__(self, x: torch.Tensor) -> Any:
         module = self.module
@@ -205,9 +209,9 @@ class ModuleGraphs:
         if self._baked.moved(module):
             self.reset()
         key = self._baked.key(x)
-        captured = self._pool.get(key)
+        captured = self._pool.get(key, x.device)
         if captured is None:
-            if not self._pool.is_warm(key):
+            if not self._pool.is_warm(key) or key in self._too_large:
                 return self._pool.warm_up(key, lambda: self.forward(x))
             captured = self._try_capture(key, x)
             if captured is None:
@@ -260,6 +264,12 @@ class ModuleGraphs:
         try:
             captured = self._pool.capture(key, lambda: self._captured(x))
         except Exception as error:
+            if is_out_of_memory(error):  # the next shape may be smaller
+                self._too_large.add(key)
+                self.say(
+                    f"there is no memory to capture input {tuple(x.shape)}, which runs eagerly ({first_line(error)})"
+                )
+                return None
             self._give_up(f"{location_of(error, self.module)} failed during the capture, {first_line(error)}", error)
             return None
         self.say(
@@ -269,7 +279,7 @@ class ModuleGraphs:
         return captured
 
     def _captured(self, x: torch.Tensor) -> _Captured:
-        stream, pool = self._pool.stream(x.device), self._pool.handle
+        stream, pool = self._pool.stream(), self._pool.handle
         captured = _Captured(tuple(x.shape), stream)
         if self.average is not None:
             self.average.prepare(list(self.module.parameters()))

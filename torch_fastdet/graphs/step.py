@@ -18,9 +18,10 @@ from torch_fastdet.graphs._baked import Baked, StepWatch
 from torch_fastdet.graphs._casts import weights_cast_once
 from torch_fastdet.graphs._loss import Offer
 from torch_fastdet.graphs._pool import GraphPool
-from torch_fastdet.graphs._refusal import CaptureError, first_line, is_out_of_memory, location_of, why_not
+from torch_fastdet.graphs._refusal import CaptureError, first_line, location_of, why_not
 from torch_fastdet.graphs.distributed import Ranks
 from torch_fastdet.graphs.module import GraphedModule
+from torch_fastdet.memory import is_out_of_memory
 from torch_fastdet.optim import FusedStep
 
 _KINDS = {
@@ -202,7 +203,7 @@ class TrainStep:
             "graphs": len(self._pool),
             "shapes": sorted({key[0] for key in self._pool}),
             "max_targets": 0 if self._targets is None else self._targets.shape[0],
-            "pool_bytes": self._pool.bytes(),
+            "pool_bytes": self._pool.held(),
             "static_bytes": sum(tensor.numel() * tensor.element_size() for tensor in self._static()),
         }
 
@@ -237,7 +238,7 @@ class TrainStep:
         if self._ranks is not None:
             self._ranks.sync = update
             self._ranks.before_forward(self.model)
-        phase = self._pool.get(key)
+        phase = self._pool.get(key, self.device)
         if phase is None and not self._pool.is_warm(key):
             static = self._static_images(images)
             items, used = self._pool.warm_up(key, lambda: self._run(static, first, updates))
@@ -424,7 +425,7 @@ class TrainStep:
         return phase
 
     def _captured(self, key: tuple, static: torch.Tensor) -> _Phase:
-        stream = self._pool.stream(self.device)
+        stream = self._pool.stream()
         phase = _Phase(static, stream)
         self.fused.refresh()
         try:

@@ -18,6 +18,7 @@ from torch_fastdet.loader.device import DevicePictures
 from torch_fastdet.loader.memory import CHANNELS, PictureMemory
 from torch_fastdet.loader.plan import Indices, Picture, Plan, finish, pack, run_on_cpu
 from torch_fastdet.loader.slots import Parcel
+from torch_fastdet.memory import words
 
 #: Pixels that travel with a plan go through shared memory from this size on, and in the message itself below it.
 SMALL = 1 << 16
@@ -186,8 +187,8 @@ class PlannedLoading:
         with _one_at_a_time:  # two threads may begin a loop each
             if self._finisher is None:
                 self._finisher = self.finishing(self.memory, self._device or current_gpu())
-                kept = self._finisher.pictures.nbytes
-                self._say(f"made on the GPU, which keeps {_size(kept)} of them")
+                kept = self._finisher.pictures.held()
+                self._say(f"made on the GPU, which keeps {words(kept)} of them")
             return self._finisher
 
     def batches(self, source: Iterator[Any], limited: bool = False) -> Iterator[Any]:
@@ -205,7 +206,7 @@ class PlannedLoading:
         memory = self.memory
         count = "all" if memory.places == len(memory) else f"{memory.places:,} of"
         say(
-            f"loader_optim: {count} {len(memory):,} pictures are decoded once, into {_size(memory.nbytes)} that all "
+            f"loader_optim: {count} {len(memory):,} pictures are decoded once, into {words(memory.nbytes)} that all "
             f"processes share; batches are {how}"
         )
 
@@ -216,7 +217,3 @@ class PlannedLoadingOfDicts(PlannedLoading):
 
 def current_gpu() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def _size(size: int) -> str:
-    return f"{size / (1 << 30):.1f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):.1f} MiB"

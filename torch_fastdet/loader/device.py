@@ -19,35 +19,9 @@ import torch
 from torch_fastdet import ops
 from torch_fastdet._library import LIBRARY
 from torch_fastdet._say import say
-from torch_fastdet.loader.memory import CHANNELS, CHUNK, PictureMemory, size_from_environment
+from torch_fastdet.loader.memory import CHANNELS, CHUNK, PictureMemory
 from torch_fastdet.loader.plan import OWN, Plan
-
-BUDGET = "TORCH_FASTDET_GPU_CACHE"
-#: Share of a GPU's memory that all caches of a process may take together where ``TORCH_FASTDET_GPU_CACHE`` is not set.
-SHARE = 1 / 16
-
-_taken = 0
-_taken_lock = threading.Lock()
-
-
-def _take(wanted: int, device: torch.device) -> int:
-    """How many bytes of the budget a new cache gets."""
-    global _taken
-    budget = size_from_environment(BUDGET)
-    free, total = torch.cuda.mem_get_info(device)
-    if budget is None:
-        budget = min(int(total * SHARE), free // 4)
-    with _taken_lock:
-        got = max(min(wanted, budget - _taken), 0)
-        _taken += got
-    return got
-
-
-def _give_back(size: int) -> None:
-    global _taken
-    with _taken_lock:
-        _taken -= size
-
+from torch_fastdet.memory import GPU_BUDGET, Owner, gpu_budget, register, with_room, words
 
 # How many use a piece of memory that is page-locked, by its address: two loaders may show one data set.
 _locked: defaultdict[int, int] = defaultdict(int)
@@ -116,6 +90,10 @@ class PageLocks:
             unlock_pages(self._host.data_ptr() + piece * CHUNK)
 
 
+def _say_on_any_rank(line: str) -> None:
+    say(f"loader_optim: {line}", every_rank=True)
+
+
 class Turns:
     """Lets threads change GPU memory one after another, each on its own stream and behind the work of the one before.
 
@@ -138,41 +116,51 @@ class Turns:
                 self._done.record(stream)
 
 
-class DevicePictures:
+class DevicePictures(Owner):
     """The pictures of one data set on one GPU, and the batches made of them. Several threads may ask for batches."""
+
+    what, budget = "pictures on the GPU", GPU_BUDGET
 
     def __init__(self, memory: PictureMemory, device: torch.device) -> None:
         self.memory = memory
-        self.device = device
-        self._size = _take(memory.nbytes, device)
-        self._cache = self._allocate()
+        self.device: torch.device = device
+        self._cache = self._allocate(min(memory.nbytes, gpu_budget(device)))
         ready = torch.cuda.Event()
         ready.record(torch.cuda.current_stream(device))  # the cache's memory is free behind it
         self._turns = Turns(ready)
         ends = memory.offsets + memory.shapes.prod(1) * CHANNELS
-        self._fits = (memory.offsets >= 0) & (ends <= self._size)
+        self._fits = (memory.offsets >= 0) & (ends <= self.held())
         self._here = np.zeros(len(memory), dtype=bool)
         self._host = memory.tensor()
         self._locks = PageLocks(self._host, ready.synchronize)
+        register(self)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of GPU memory that are kept."""
-        return self._size
+    def held(self) -> int:
+        return self._cache.numel()
 
-    def __del__(self) -> None:
-        _give_back(getattr(self, "_size", 0))
+    def offer(self) -> str:
+        return f"{words(self.held())} of pictures" if self.held() else ""
+
+    def release(self) -> None:
+        """Keep no pictures from now on: they are uploaded for each batch."""
+        with self._turns.turn(torch.cuda.current_stream(self.device)):
+            self._fits[:] = self._here[:] = False
+            self._cache = self._allocate(0)
 
     def __call__(self, plan: Plan) -> torch.Tensor:
         """The pictures of a plan, uint8 (n, 3, height, width), made on the current stream."""
+        return with_room(lambda: self._make(plan), self.device, _say_on_any_rank)
+
+    def _make(self, plan: Plan) -> torch.Tensor:
         stream = torch.cuda.current_stream(self.device)
         with self._turns.turn(stream):  # what is noted as here is only there behind the turn that brought it
-            self._cache.record_stream(stream)  # the allocator keeps it until this batch is made
+            cache = self._cache  # which another thread may let go
+            cache.record_stream(stream)  # the allocator keeps it until this batch is made
             upload = self._bring(plan)
         placements, layers, matrices, pictures, blend, tables, masks = self._tables(plan)
         warp, lanes = ops.opencv_rules()
         return ops.image_augment(
-            [self._cache, upload],
+            [cache, upload],
             placements,
             layers,
             matrices,
@@ -185,14 +173,12 @@ class DevicePictures:
             hsv_lanes=lanes,
         )
 
-    def _allocate(self) -> torch.Tensor:
+    def _allocate(self, size: int) -> torch.Tensor:
         try:
             with torch.inference_mode(False):  # validation makes it, and a thread outside of inference mode fills it
-                return torch.empty(self._size, dtype=torch.uint8, device=self.device)
+                return torch.empty(size, dtype=torch.uint8, device=self.device)
         except torch.cuda.OutOfMemoryError:
-            say(f"loader_optim: no {self._size >> 20} MiB for pictures on the GPU; they are uploaded for each batch")
-            _give_back(self._size)
-            self._size = 0
+            say(f"loader_optim: no {words(size)} for pictures on the GPU; they are uploaded for each batch")
             return torch.empty(0, dtype=torch.uint8, device=self.device)
 
     def _bring(self, plan: Plan) -> torch.Tensor:

@@ -11,80 +11,21 @@ import mmap
 import multiprocessing.context
 import multiprocessing.reduction
 import os
-import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from torch_fastdet.memory import HOST_BUDGET, Owner, is_low, register
+
 #: Places never cross a multiple of this: a GPU's driver pins the memory in such pieces.
 CHUNK = 64 << 20
 ALIGNMENT = 64
 CHANNELS = 3
-#: Pictures are added while at least this share of the machine's memory stays free, whatever the budget says.
-RESERVE = 0.05
-BUDGET = "TORCH_FASTDET_CACHE"
-#: Share of the available memory that decoded pictures may take where ``TORCH_FASTDET_CACHE`` is not set.
-SHARE = 0.5
-#: The budget where all pictures are to be kept, as with ``--cache ram``.
-UNLIMITED = 1 << 62
-
-_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
-def parse_size(text: str, name: str) -> int:
-    """``"8G"``, ``"500m"`` or ``"0"`` in bytes; ``name`` is the variable that the error names."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", text.strip().lower())
-    if match is None:
-        raise ValueError(f"{name} is {text!r}, but a size such as 8G, 500M or 0 is expected")
-    return int(float(match[1]) * _UNITS[match[2]])
-
-
-def size_from_environment(name: str) -> int | None:
-    """The size in the environment variable ``name``; None where it is not set."""
-    text = os.environ.get(name, "")
-    return parse_size(text, name) if text.strip() else None
-
-
-def _read_int(path: str) -> int | None:
-    try:
-        return int(Path(path).read_text())
-    except (OSError, ValueError):  # not there, or "max"
-        return None
-
-
-def _reclaimable(path: str, key: str) -> int:
-    try:
-        found = re.search(rf"^{key} (\d+)$", Path(path).read_text(), re.M)
-    except OSError:
-        return 0
-    return int(found[1]) if found else 0
-
-
-def machine_memory() -> tuple[int, int]:
-    """(all, available) bytes for this process: the machine's, or the container's where that has less."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    total, available = (int(lines[key].split()[0]) << 10 for key in ("MemTotal", "MemAvailable"))
-    for folder, limit, used, key in (
-        ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        most, now = _read_int(f"{folder}/{limit}"), _read_int(f"{folder}/{used}")
-        if most is not None and now is not None and most < total:
-            total = most
-            available = min(available, max(most - now + _reclaimable(f"{folder}/memory.stat", key), 0))
-    return total, available
-
-
-def picture_budget() -> int:
-    """How many bytes the decoded pictures of a data set may take."""
-    asked = size_from_environment(BUDGET)
-    return int(machine_memory()[1] * SHARE) if asked is None else asked
-
-
-class PictureMemory:
+class PictureMemory(Owner):
     """A place for each of ``n`` pictures, as far as a budget goes.
 
     Args:
@@ -92,6 +33,8 @@ class PictureMemory:
         budget: bytes that pictures may take.
         fd: the file of such a memory in another process, with the same shapes and budget; it is taken over.
     """
+
+    what, budget = "decoded pictures", HOST_BUDGET
 
     def __init__(self, shapes: Sequence[tuple[int, int]] | np.ndarray, budget: int, fd: int | None = None) -> None:
         self.shapes = np.asarray(shapes, dtype=np.int64).reshape(-1, 2)
@@ -112,6 +55,12 @@ class PictureMemory:
     def places(self) -> int:
         """How many pictures have a place."""
         return int((self.offsets >= 0).sum())
+
+    def held(self) -> int:
+        return self.nbytes
+
+    def used(self) -> int:
+        return int(self.sizes(np.flatnonzero(self._marks)).sum())
 
     @property
     def wanted(self) -> int:
@@ -167,8 +116,7 @@ class PictureMemory:
     def _is_full(self) -> bool:
         self._puts += 1
         if not self._full and self._puts % 16 == 1:
-            total, available = machine_memory()
-            self._full = available < RESERVE * total
+            self._full = is_low()
         return self._full
 
     def _open(self, fd: int | None = None) -> None:
@@ -184,6 +132,7 @@ class PictureMemory:
         #: height, width, and those of the file
         self._sizes = everything[sizes : sizes + n * 16].view(np.int32).reshape(n, 4)
         self.pixels = everything[head:]
+        register(self)
 
     def __del__(self) -> None:
         # The mapping itself goes with the last array or tensor that looks into it.

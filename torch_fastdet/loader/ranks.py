@@ -7,6 +7,7 @@ is left behind.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import socket
 import struct
@@ -16,7 +17,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from torch_fastdet._say import say
 from torch_fastdet.loader.memory import PictureMemory
+from torch_fastdet.memory import UNLIMITED, words
 
 #: How long the first rank waits for the others, and they for it, in seconds. It makes its data set before they start.
 OFFERED_FOR = 600.0
@@ -40,7 +43,16 @@ def shared_by_ranks(what: Iterable[str], shapes: Sequence[tuple[int, int]] | np.
         _offer(memory, budget, name, size - 1)
         return memory
     taken = _take(name, WAIT)
-    return PictureMemory(shapes, budget) if taken is None else PictureMemory(shapes, taken[0], taken[1])
+    if taken is not None:
+        return PictureMemory(shapes, *taken)
+    memory = PictureMemory(shapes, budget if budget == UNLIMITED else budget // size)
+    say(
+        f"loader_optim: rank {os.environ.get('RANK', rank)} did not get the pictures of its machine's first rank within "
+        f"{WAIT:g} s and decodes its own, into {words(memory.nbytes)}",
+        level=logging.WARNING,
+        every_rank=True,
+    )
+    return memory
 
 
 def _name(what: Iterable[str]) -> bytes:

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from torch_fastdet.memory import Owner, register
+
 #: Who has a slot: nobody; a batch; a batch that forked processes may look at, too; nobody, but such processes may.
 FREE, LENT, SEEN, GONE = range(4)
 #: Slots that a process keeps for later batches.
@@ -75,6 +77,17 @@ def _take(size: int) -> _OwnSlot:
 
 _lent: dict[int, np.ndarray] = {}
 _lent_lock = threading.RLock()
+
+
+class _Batches(Owner):
+    what = "batches made on the CPU"
+
+    def held(self) -> int:
+        return sum(state.base.nbytes for state in list(_lent.values()) if state.base is not None)
+
+
+_batches = _Batches()
+register(_batches)
 
 
 def _receive(handle: Any, size: int, shape: tuple[int, ...]) -> torch.Tensor:

@@ -22,8 +22,9 @@ from torch_fastdet._say import say
 from torch_fastdet.loader.ahead import Ahead
 from torch_fastdet.loader.dataloader import CollateDicts, PlanBatches, PlannedLoading, PlannedLoadingOfDicts
 from torch_fastdet.loader.fingerprint import fingerprint
-from torch_fastdet.loader.memory import CHANNELS, UNLIMITED, PictureMemory, picture_budget
+from torch_fastdet.loader.memory import CHANNELS, PictureMemory
 from torch_fastdet.loader.ranks import shared_by_ranks
+from torch_fastdet.memory import UNLIMITED, host_budget
 from torch_fastdet.ultralytics.deferred import Planner, cannot_plan, view_class
 
 # Fingerprints of stock's code that ours stands for or counts on, from 8.4.120 to 8.4.190.
@@ -100,7 +101,7 @@ def kept_pictures(dataset: Any) -> list[str]:
     return [str(dataset.imgsz), *dataset.im_files]
 
 
-def memory_of(dataset: Any, budget: Callable[[], int] = picture_budget) -> PictureMemory:
+def memory_of(dataset: Any, budget: Callable[[], int] = host_budget) -> PictureMemory:
     """The memory for a data set's decoded pictures."""
     wanted = kept_pictures(dataset)
     found, memory = _memories.get(dataset, (None, None))

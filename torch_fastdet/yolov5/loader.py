@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from torch_fastdet._say import say
 from torch_fastdet.loader.dataloader import Collate, PlanBatches, PlannedLoading
 from torch_fastdet.loader.fingerprint import fingerprint
-from torch_fastdet.loader.memory import UNLIMITED, PictureMemory, picture_budget
+from torch_fastdet.loader.memory import PictureMemory
 from torch_fastdet.loader.plan import (
     AFFINE,
     FLIP_LEFT_RIGHT,
@@ -37,6 +37,7 @@ from torch_fastdet.loader.plan import (
     Source,
 )
 from torch_fastdet.loader.ranks import local_ranks, shared_by_ranks
+from torch_fastdet.memory import UNLIMITED, host_budget
 
 _LEVELS = np.arange(0, 256, dtype=np.float64)
 
@@ -419,7 +420,7 @@ def _memory_for(dataset: Any, everything: bool) -> PictureMemory:
     for w0, h0 in dataset.shapes.tolist():
         ratio = dataset.img_size / max(h0, w0)
         shapes.append((math.ceil(h0 * ratio), math.ceil(w0 * ratio)) if ratio != 1 else (h0, w0))
-    budget = UNLIMITED if everything else picture_budget()
+    budget = UNLIMITED if everything else host_budget()
     what = (str(dataset.img_size), str(dataset.augment), *dataset.im_files)
     return shared_by_ranks(what, shapes, budget)
 

@@ -56,19 +56,20 @@ def freeze_later(model):
 
 
 def out_of_memory(model):
-    """Once, in the second batch, which is when the first shape is captured."""
+    """From the second batch on, which is when the first shape is captured, until the trainer makes batches smaller."""
 
     def at_batch_start(trainer):
         trainer.starts = getattr(trainer, "starts", 0) + 1
         if trainer.starts == 2:
-            layer = trainer.model.model[0]
+            layer, batch = trainer.model.model[0], trainer.batch_size
             plain = layer.forward
 
             def forward(x):
+                if trainer.batch_size == batch:
+                    raise RuntimeError("CUDA error: out of memory")  # CUDA's own, which is not a torch.OutOfMemoryError
                 del layer.forward
-                raise RuntimeError("CUDA error: out of memory")  # CUDA's own, which is not a torch.OutOfMemoryError
+                return plain(x)
 
-            assert plain is not None
             layer.forward = forward
 
     model.add_callback("on_train_batch_start", at_batch_start)

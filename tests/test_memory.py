@@ -1,0 +1,336 @@
+"""The memory of the process: limits of control groups, budgets that all data sets share, and who gives back first."""
+
+import gc
+import os
+import weakref
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from torch_fastdet import memory
+from torch_fastdet.graphs._pool import GraphPool
+from torch_fastdet.loader.memory import PictureMemory
+from torch_fastdet.memory import CAPTURE, GPU_BUDGET, HOST_BUDGET, UPLOAD, Owner, machine_memory, parse_size, with_room
+
+needs_memfd = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd_create")
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def no_owners(monkeypatch):
+    """None of earlier tests."""
+    gc.collect()
+    monkeypatch.setattr(memory, "_owners", set())
+
+
+# Limits ---------------------------------------------------------------------------------------------------------------
+
+
+class Machine:
+    """A folder that looks as / does on a machine with 64 GiB, of which 40 are available."""
+
+    def __init__(self, root):
+        self.root = root
+        self.write("proc/meminfo", "MemTotal: 67108864 kB\nMemFree: 1024 kB\nMemAvailable: 41943040 kB\n")
+
+    def write(self, path, text):
+        file = self.root / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{str(text).strip()}\n")
+
+    def version_2(self, group, mounted="/", mount="/sys/fs/cgroup"):
+        self.write("proc/self/cgroup", f"0::{group}")
+        self.write(
+            "proc/self/mountinfo", f"30 24 0:26 {mounted} {mount} rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate"
+        )
+
+    def version_1(self, group, mounted="/"):
+        self.write("proc/self/cgroup", f"12:cpu,cpuacct:/elsewhere\n4:memory:{group}\n1:name=systemd:/x\n0::/y")
+        self.write(
+            "proc/self/mountinfo",
+            "24 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n"
+            f"33 32 0:28 /elsewhere /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu,cpuacct\n"
+            f"34 32 0:29 {mounted} /sys/fs/cgroup/memory rw shared:14 - cgroup cgroup rw,memory",
+        )
+
+    def limit_2(self, folder, most, used, inactive=0, high="max"):
+        for name, value in {
+            "max": most,
+            "high": high,
+            "current": used,
+            "stat": f"anon 5\ninactive_file {inactive}",
+        }.items():
+            self.write(f"sys/fs/cgroup/{folder}/memory.{name}", value)
+
+    def limit_1(self, folder, most, used, inactive=0):
+        self.write(f"sys/fs/cgroup/memory/{folder}/memory.limit_in_bytes", most)
+        self.write(f"sys/fs/cgroup/memory/{folder}/memory.usage_in_bytes", used)
+        self.write(f"sys/fs/cgroup/memory/{folder}/memory.stat", f"inactive_file 7\ntotal_inactive_file {inactive}")
+
+    def memory(self):
+        total, available = machine_memory(self.root)
+        return total / GIB, available / GIB
+
+
+@pytest.fixture
+def machine(tmp_path):
+    return Machine(tmp_path)
+
+
+def test_a_machine_without_control_groups(machine):
+    assert machine.memory() == (64, 40)
+
+
+def test_this_machine_has_memory():
+    total, available = machine_memory()
+    assert 0 < available <= total
+
+
+def test_slurm_with_control_groups_of_version_2(machine):
+    """The limit is that of the job, above the group that the process is in."""
+    machine.version_2("/system.slice/slurmstepd.scope/job_8/step_0/user/task_0")
+    machine.limit_2("system.slice", "max", 30 * GIB)
+    machine.limit_2("system.slice/slurmstepd.scope/job_8", 16 * GIB, 5 * GIB, inactive=GIB)
+    machine.limit_2("system.slice/slurmstepd.scope/job_8/step_0", 32 * GIB, 5 * GIB)
+    machine.limit_2("system.slice/slurmstepd.scope/job_8/step_0/user/task_0", "max", 5 * GIB)
+    assert machine.memory() == (16, 12)
+
+
+def test_slurm_with_control_groups_of_version_1(machine):
+    machine.version_1("/slurm/uid_1000/job_8/step_0")
+    machine.limit_1("", 9223372036854771712, 30 * GIB)  # none
+    machine.limit_1("slurm/uid_1000", 9223372036854771712, 20 * GIB)
+    machine.limit_1("slurm/uid_1000/job_8", 12 * GIB, 4 * GIB, inactive=2 * GIB)
+    machine.limit_1("slurm/uid_1000/job_8/step_0", 12 * GIB, 3 * GIB)
+    assert machine.memory() == (12, 9)
+
+
+def test_a_service_and_a_user_of_systemd(machine):
+    """The smallest counts: the service may use more than all of the user's processes together have left."""
+    machine.version_2("/user.slice/user-1000.slice/user@1000.service/app.slice/train.service")
+    machine.limit_2("user.slice/user-1000.slice", 20 * GIB, 18 * GIB)
+    machine.limit_2("user.slice/user-1000.slice/user@1000.service/app.slice/train.service", 10 * GIB, GIB)
+    assert machine.memory() == (10, 2)
+
+
+def test_a_service_is_slowed_down_from_memory_high_on(machine):
+    machine.version_2("/system.slice/train.service")
+    machine.limit_2("system.slice/train.service", 10 * GIB, GIB, high=6 * GIB)
+    assert machine.memory() == (6, 5)
+
+
+@pytest.mark.parametrize("group, mounted", [("/", "/"), ("/docker/ab12", "/docker/ab12"), ("/../../job", "/")])
+def test_a_container(machine, group, mounted):
+    """Its own group is what it sees mounted, whatever the path says."""
+    machine.version_2(group, mounted)
+    machine.limit_2("", 8 * GIB, 3 * GIB)
+    assert machine.memory() == (8, 5)
+
+
+def test_a_container_of_version_1(machine):
+    machine.version_1("/docker/ab12", "/docker/ab12")
+    machine.limit_1("", 8 * GIB, 3 * GIB)
+    assert machine.memory() == (8, 5)
+
+
+def test_both_versions_at_once(machine):
+    """Version 2 is mounted beside version 1, which limits memory."""
+    machine.version_1("/job")
+    with (machine.root / "proc/self/mountinfo").open("a") as file:
+        file.write("35 32 0:30 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n")
+    machine.limit_1("job", 12 * GIB, 4 * GIB)
+    assert machine.memory() == (12, 8)
+
+
+def test_more_is_used_than_there_may_be(machine):
+    machine.version_2("/job")
+    machine.limit_2("job", GIB, 2 * GIB)
+    assert machine.memory() == (1, 0)
+
+
+# Budgets --------------------------------------------------------------------------------------------------------------
+
+
+class Holder(Owner):
+    def __init__(self, nbytes, budget="", device="cpu", cost=UPLOAD, what="things"):
+        self.nbytes, self.budget, self.device, self.cost, self.what = nbytes, budget, torch.device(device), cost, what
+        memory.register(self)
+
+    def held(self):
+        return self.nbytes
+
+    def offer(self):
+        return f"{self.nbytes} {self.what}" if self.nbytes else ""
+
+    def release(self):
+        self.nbytes = 0
+
+
+@needs_memfd
+def test_data_sets_share_what_is_available(monkeypatch):
+    """Half of it is promised once, however much of that is taken."""
+    monkeypatch.delenv(HOST_BUDGET, raising=False)
+    available = 10 * 3 * 64 * 64 * 2
+    monkeypatch.setattr(memory, "machine_memory", lambda: (1 << 40, available))
+    shapes = [(64, 64)] * 8
+    train = PictureMemory(shapes, memory.host_budget())
+    assert train.places == 8
+    val = PictureMemory(shapes, memory.host_budget())
+    assert val.places == 2
+    for _ in range(2):
+        assert PictureMemory(shapes, memory.host_budget()).places == 0
+        train.put(0, np.zeros((64, 64, 3), dtype=np.uint8), (64, 64))
+        available -= train.used()  # the same promise in other words
+    del train
+    gc.collect()
+    assert memory.host_budget() > val.nbytes
+
+
+@needs_memfd
+def test_data_sets_share_the_budget_that_is_set(monkeypatch):
+    monkeypatch.setenv(HOST_BUDGET, "1000")
+    one = PictureMemory([(10, 10)] * 2, memory.host_budget())
+    assert memory.host_budget() == 1000 - one.nbytes > 0
+    everything = PictureMemory([(100, 100)] * 2, memory.UNLIMITED)
+    assert everything.places == 2 and memory.host_budget() == 0
+
+
+def test_caches_of_a_gpu_share_a_budget(monkeypatch):
+    monkeypatch.delenv(GPU_BUDGET, raising=False)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * GIB, 80 * GIB))
+    device, other = torch.device("cuda", 0), torch.device("cuda", 1)
+    assert memory.gpu_budget(device) == 5 * GIB
+    first = Holder(3 * GIB, GPU_BUDGET, device)
+    assert memory.gpu_budget(device) == 2 * GIB and memory.gpu_budget(other) == 5 * GIB
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 * GIB, 80 * GIB))
+    assert memory.gpu_budget(device) == 0
+    monkeypatch.setenv(GPU_BUDGET, "4G")  # of all GPUs together
+    assert memory.gpu_budget(other) == GIB
+    first.release()
+    assert memory.gpu_budget(other) == 4 * GIB
+
+
+@pytest.mark.parametrize("budget", [HOST_BUDGET, GPU_BUDGET])
+def test_the_garbage_collector_ends_owners_while_budgets_are_read(monkeypatch, budget):
+    """It may run anywhere, also inside of what counts owners."""
+    monkeypatch.setenv(budget, "100")
+
+    class Ending(Holder):
+        def held(self):
+            others.clear()
+            gc.collect()
+            return 1
+
+    first = Ending(1, budget)
+    others = [Holder(10, budget) for _ in range(5)]
+    for owner in others:
+        owner.cycle = owner
+    del owner
+    left = memory.host_budget() if budget == HOST_BUDGET else memory.gpu_budget(torch.device("cuda", 0))
+    assert 49 <= left <= 99 and first.held() == 1
+
+
+def test_report_lists_owners(monkeypatch):
+    few, many = Holder(5, HOST_BUDGET, what="pictures"), Holder(9, what="slots")
+    gpu, nothing = Holder(7, device="cuda:0", what="graphs"), Holder(0)
+    assert memory.report() == [
+        ("slots", "cpu", 9, 9, ""),
+        ("pictures", "cpu", 5, 5, HOST_BUDGET),
+        ("graphs", "cuda:0", 7, 7, ""),
+    ]
+    del few, many, gpu, nothing
+    assert memory.report() == []
+
+
+@pytest.mark.parametrize(
+    "text, size", [("0", 0), ("8G", 8 << 30), ("500m", 500 << 20), ("1.5 GiB", 3 << 29), ("64KB", 64 << 10), ("77", 77)]
+)
+def test_sizes_are_read(text, size):
+    assert parse_size(text, "NAME") == size
+
+
+@pytest.mark.parametrize("text", ["much", "-1", "8X", "8 G G"])
+def test_what_is_no_size_is_an_error_that_names_the_variable(text):
+    with pytest.raises(ValueError, match=r"NAME is .* but a size such as 8G"):
+        parse_size(text, "NAME")
+
+
+# Out of memory --------------------------------------------------------------------------------------------------------
+
+
+class Allocation:
+    """Fails until all but ``fits`` owners have given their memory back."""
+
+    def __init__(self, *needed):
+        self.needed, self.calls = needed, 0
+
+    def __call__(self):
+        self.calls += 1
+        if any(owner.nbytes for owner in self.needed):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return "done"
+
+
+def test_pictures_give_back_before_graphs():
+    graphs, pictures = Holder(9, cost=CAPTURE, what="graphs"), Holder(5, what="pictures")
+    elsewhere, said = Holder(7, device="cuda:1"), []
+    assert with_room(Allocation(pictures), torch.device("cpu"), said.append) == "done"
+    assert said == ["out of memory beside 5 pictures, which are dropped; trying again"]
+    assert (pictures.nbytes, graphs.nbytes, elsewhere.nbytes) == (0, 9, 7)
+    pictures.nbytes = 4
+    assert with_room(Allocation(pictures, graphs), torch.device("cpu"), said.append) == "done"
+    assert [line.split()[4:6] for line in said[1:]] == [["4", "pictures,"], ["9", "graphs,"]]
+    assert (pictures.nbytes, graphs.nbytes, elsewhere.nbytes) == (0, 0, 7)
+
+
+def test_what_nobody_can_help_is_raised():
+    pictures, elsewhere, said = Holder(5), Holder(7, device="cuda:1"), []
+    allocation = Allocation(pictures, elsewhere)
+    with pytest.raises(torch.OutOfMemoryError):
+        with_room(allocation, torch.device("cpu"), said.append)
+    assert allocation.calls == 2 and len(said) == 1
+
+    def fails():
+        raise ValueError("something else")
+
+    pictures.nbytes = 5
+    with pytest.raises(ValueError, match="something else"):
+        with_room(fails, torch.device("cpu"), said.append, Exception)
+    assert pictures.nbytes == 5 and len(said) == 1
+
+
+def test_what_failed_is_gone_before_it_runs_again():
+    """The error's traceback would hold what the first attempt had allocated."""
+    pictures, made = Holder(5), []
+
+    def run():
+        big = torch.ones(3)
+        assert all(reference() is None for reference in made)
+        made.append(weakref.ref(big))
+        if pictures.nbytes:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with_room(run, torch.device("cpu"), lambda line: None)
+    assert len(made) == 2
+
+
+def test_a_trainer_begins_again():
+    """Everything on its GPU goes, whatever it costs."""
+    holders = [Holder(5), Holder(6, cost=CAPTURE), Holder(7, device="cuda:1")]
+    memory.release(torch.device("cpu"))
+    assert [holder.nbytes for holder in holders] == [0, 0, 7]
+
+
+def test_graphs_that_another_thread_replays_stay():
+    device = torch.device("cpu")
+    pool: GraphPool = GraphPool(4, 1, lambda line: None)
+    pool.get("key", device)
+    pool._graphs["key"] = SimpleNamespace()
+    pool._thread += 1
+    memory.release(device)
+    assert len(pool) == 1
+    pool.get("key", device)
+    memory.release(device)
+    assert len(pool) == 0

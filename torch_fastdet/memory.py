@@ -1,0 +1,292 @@
+"""The memory that this process holds much of: who holds it, how much there may be, and who gives it back when it runs out.
+
+Whatever holds much memory is an :class:`Owner` and registers itself (:func:`register`). :func:`report` lists the owners.
+
+Two budgets limit pictures, each for all data sets of the process together: ``TORCH_FASTDET_CACHE`` in the host's memory
+(:func:`host_budget`) and ``TORCH_FASTDET_GPU_CACHE`` in a GPU's (:func:`gpu_budget`). They say what is left: an owner that
+names a budget counts against it with all its bytes from the start, even where it takes them later.
+
+Where a GPU runs out of memory inside :func:`with_room`, owners give theirs back, the cheapest first: pictures, which cost an
+upload, then graphs, which cost a capture.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+HOST_BUDGET, GPU_BUDGET = "TORCH_FASTDET_CACHE", "TORCH_FASTDET_GPU_CACHE"
+#: Share of the host's available memory that pictures may take where ``TORCH_FASTDET_CACHE`` is not set.
+HOST_SHARE = 0.5
+#: Share of a GPU's memory, and of its free memory, that pictures may take where ``TORCH_FASTDET_GPU_CACHE`` is not set.
+GPU_SHARE, FREE_GPU_SHARE = 1 / 16, 1 / 4
+#: The host's memory is low where less than this share of it is free. Nothing is added to what pictures take then.
+RESERVE = 0.05
+#: The budget where all pictures are to be kept, as with ``--cache ram``.
+UNLIMITED = 1 << 62
+
+#: What it costs to give memory back: the pictures are uploaded again, or the graphs are captured again.
+UPLOAD, CAPTURE = range(2)
+
+
+# Owners ---------------------------------------------------------------------------------------------------------------
+
+
+class Owner:
+    """What holds much memory, of the process or of a GPU."""
+
+    #: What the memory holds, in the plural.
+    what: str
+    #: The variable of the budget that it counts against; "" for none.
+    budget: str = ""
+    #: ``UPLOAD`` or ``CAPTURE``.
+    cost: int = UPLOAD
+    #: Where it is; None as long as that is not known, and there is none.
+    device: torch.device | None = torch.device("cpu")
+
+    def held(self) -> int:
+        """Bytes that it holds or may still take."""
+        raise NotImplementedError
+
+    def used(self) -> int:
+        """Bytes that it has taken."""
+        return self.held()
+
+    def offer(self) -> str:
+        """What :meth:`release` would give back now to the thread that calls it, in words; "" for nothing."""
+        return ""
+
+    def release(self) -> None:
+        """Give the memory back. What comes later does without, or takes memory again."""
+
+
+# Weakly, and without a lock: the garbage collector may end an owner anywhere.
+_owners: set[weakref.ref[Owner]] = set()
+
+
+def register(owner: Owner) -> None:
+    """Count this owner in, as long as it lives."""
+    _owners.add(weakref.ref(owner, _owners.discard))
+
+
+def owners() -> list[Owner]:
+    """All owners."""
+    return [owner for reference in list(_owners) if (owner := reference()) is not None]
+
+
+class Row(NamedTuple):
+    """One line of :func:`report`."""
+
+    what: str
+    device: str
+    held: int
+    used: int
+    budget: str
+
+
+def report() -> list[Row]:
+    """Every owner that holds memory, sorted by device, the largest first."""
+    rows = [Row(owner.what, str(owner.device), owner.held(), owner.used(), owner.budget) for owner in owners()]
+    return sorted((row for row in rows if row.held), key=lambda row: (row.device, -row.held))
+
+
+def words(nbytes: int) -> str:
+    """A size to read: ``"1.5 GiB"``."""
+    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
+
+
+# Budgets --------------------------------------------------------------------------------------------------------------
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+def parse_size(text: str, name: str) -> int:
+    """``"8G"``, ``"500m"`` or ``"0"`` in bytes; ``name`` is the variable that the error names."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", text.strip().lower())
+    if match is None:
+        raise ValueError(f"{name} is {text!r}, but a size such as 8G, 500M or 0 is expected")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _asked(name: str) -> int | None:
+    """The size in an environment variable; None where it is not set."""
+    text = os.environ.get(name, "")
+    return parse_size(text, name) if text.strip() else None
+
+
+def host_budget() -> int:
+    """Bytes of the host's memory that are left of ``TORCH_FASTDET_CACHE``."""
+    mine = [owner for owner in owners() if owner.budget == HOST_BUDGET]
+    whole = _asked(HOST_BUDGET)
+    if whole is None:  # what is used now was available before
+        whole = int((machine_memory()[1] + sum(owner.used() for owner in mine)) * HOST_SHARE)
+    return max(whole - sum(owner.held() for owner in mine), 0)
+
+
+def gpu_budget(device: torch.device) -> int:
+    """Bytes of a GPU's memory that are left of ``TORCH_FASTDET_GPU_CACHE``."""
+    mine = [owner for owner in owners() if owner.budget == GPU_BUDGET]
+    whole = _asked(GPU_BUDGET)
+    if whole is None:
+        mine = [owner for owner in mine if owner.device == device]
+        free, total = torch.cuda.mem_get_info(device)
+        whole = int(min(total * GPU_SHARE, (free + sum(owner.used() for owner in mine)) * FREE_GPU_SHARE))
+    return max(whole - sum(owner.held() for owner in mine), 0)
+
+
+# The host's memory ----------------------------------------------------------------------------------------------------
+
+
+class _Limit(NamedTuple):
+    """The files of a control group: what it may use, what it uses, and what of that the kernel would take back."""
+
+    most: Path
+    used: Path
+    statistics: Path
+    reclaimable: str
+
+
+_LIMITS = {
+    "cgroup2": (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.high", "memory.current", "inactive_file"),
+    ),
+    "cgroup": (("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),),
+}
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+@functools.cache
+def _limits(root: Path) -> list[_Limit]:
+    """The limits of this process's control group and of all above it, in both versions of control groups."""
+    groups = {}
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, group = line.split(":", 2)
+        if not controllers:
+            groups["cgroup2"] = group
+        elif "memory" in controllers.split(","):
+            groups["cgroup"] = group
+    found = []
+    for line in _lines(root / "proc/self/mountinfo"):
+        mount, _, filesystem = line.partition(" - ")
+        (*_, mounted, place), (kind, _, options) = mount.split()[:5], filesystem.split()[:3]
+        if kind in groups and (kind == "cgroup2" or "memory" in options.split(",")):
+            top = root / place.lstrip("/")
+            for folder in _folders(top, mounted, groups[kind]):
+                for most, used, reclaimable in _LIMITS[kind]:
+                    found.append(_Limit(folder / most, folder / used, folder / "memory.stat", reclaimable))
+    return found
+
+
+def _folders(top: Path, mounted: str, group: str) -> Iterator[Path]:
+    """The folder of a control group, where ``mounted`` is at ``top``, and all above it."""
+    path = PurePosixPath(group)
+    seen = path.is_relative_to(mounted) and ".." not in path.parts  # in a container the group may be out of sight
+    folder = top / path.relative_to(mounted) if seen else top
+    while folder != top:
+        yield folder
+        folder = folder.parent
+    yield top
+
+
+def _number(path: Path) -> int | None:
+    text = "".join(_lines(path))
+    return int(text) if text.isdecimal() else None  # not there, or "max"
+
+
+def machine_memory(root: Path = Path("/")) -> tuple[int, int]:
+    """(all, available) bytes for this process: the machine's, or those of its control groups where they have less.
+
+    Args:
+        root: the folder that holds ``proc`` and the control groups.
+    """
+    lines = dict(line.split(":", 1) for line in _lines(root / "proc/meminfo"))
+    total, available = (int(lines[key].split()[0]) << 10 for key in ("MemTotal", "MemAvailable"))
+    machine = total
+    for limit in _limits(root):
+        most, used = _number(limit.most), _number(limit.used)
+        if most is not None and used is not None and most < machine:
+            statistics = dict(line.split(" ", 1) for line in _lines(limit.statistics))
+            total = min(total, most)
+            available = min(available, max(most - used + int(statistics.get(limit.reclaimable, 0)), 0))
+    return total, available
+
+
+def is_low() -> bool:
+    """Whether the host has so little memory left that pictures should take no more."""
+    total, available = machine_memory()
+    return available < RESERVE * total
+
+
+# Out of memory --------------------------------------------------------------------------------------------------------
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """By the allocator, or by CUDA, which makes a graph executable in memory of its own."""
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+
+
+def _cheapest(device: torch.device | None) -> list[Owner]:
+    """The owners on a device that have something to give back, as far as they cost the least."""
+    offering = [owner for owner in owners() if owner.device == device and owner.offer()]
+    least = min((owner.cost for owner in offering), default=None)
+    return [owner for owner in offering if owner.cost == least]
+
+
+def _release(device: torch.device | None) -> str:
+    """Let the cheapest owners give their memory back. What they gave, in words."""
+    given = []
+    for owner in _cheapest(device):
+        given.append(owner.offer())
+        owner.release()
+    return " and ".join(given)
+
+
+def release(device: torch.device) -> None:
+    """Let all owners on a device give back what they may give to this thread: a trainer begins again with a smaller batch."""
+    while _release(device):
+        pass
+
+
+def with_room(
+    run: Callable[[], T],
+    device: torch.device | None,
+    tell: Callable[[str], None],
+    error_type: type[Exception] = torch.OutOfMemoryError,
+) -> T:
+    """``run()``. Where it runs out of memory, the cheapest owners on the device give theirs back, and it runs again.
+
+    Args:
+        run: what needs memory; it must be able to run more than once.
+        device: the GPU.
+        tell: takes a line each time.
+        error_type: of the errors that may say that memory ran out.
+
+    Raises:
+        torch.OutOfMemoryError: ``run()`` has raised it, and nobody has anything left to give.
+    """
+    while True:
+        try:
+            return run()
+        except error_type as error:
+            if not (is_out_of_memory(error) and _cheapest(device)):
+                raise
+        # Outside of the except block, whose traceback holds what the failed call made.
+        given = _release(device)
+        tell(f"out of memory beside {given}, which are dropped; trying again")
+        torch.cuda.empty_cache()
