@@ -11,7 +11,6 @@ slows down slows all of them. Data is the caller's: random, never zeros.
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime
 import importlib.util
 import json
@@ -28,7 +27,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.report import OURS, ROOT, machine_of, pyplot, results_folder
+from benchmarks.report import OURS, ROOT, as_json, machine_of, pyplot, results_folder
 from torch_fastdet.graphs import capture_into
 
 WORK = ROOT / "runs/benchmarks"  # pictures and trainings that benchmarks make, and find again
@@ -361,18 +360,14 @@ class Report:
         self.rows = [row for row in self.rows if (row.case, row.variant) != (case, variant)]
 
     def write(self) -> None:
-        """Writes <folder>/<benchmark>.csv and .json, where there is a row; rows of one case stand together."""
+        """Writes <folder>/<benchmark>.json, where there is a row; rows of one case stand together."""
         if not self.rows:
             return
         cases = list(dict.fromkeys(row.case for row in self.rows))
         self.rows.sort(key=lambda row: cases.index(row.case))
         self.folder.mkdir(parents=True, exist_ok=True)
         rows = [row.flat() for row in self.rows]
-        (self.folder / f"{self.benchmark}.json").write_text(json.dumps(rows, indent=1) + "\n")
-        with open(self.folder / f"{self.benchmark}.csv", "w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
+        (self.folder / f"{self.benchmark}.json").write_text(as_json(rows))
 
     def plot(self, view: str = "call") -> None:
         """Draws one bar a variant for each case of `view`, log scale, as <folder>/<benchmark>.png, and says where all is."""
@@ -380,7 +375,7 @@ class Report:
         if not rows:
             return
         plt = pyplot()
-        kinds = ".json, .csv and .png" if plt else ".json and .csv"
+        kinds = ".json and .png" if plt else ".json"
         then = "; python -m benchmarks.report brings them into README.md and docs/" if self.beside_pages else ""
         print(f"wrote {self.folder / self.benchmark}{kinds}{then}", flush=True)
         if not plt:

@@ -1,8 +1,7 @@
 """Makes every table and plot of results that the README and the docs show from the JSON rows under benchmarks/results/.
 
 ``python -m benchmarks.report`` rewrites what stands between ``<!-- results:NAME -->`` and ``<!-- end results -->`` in
-README.md and docs/*.md, docs/headlines.png, the pictures that docs show from the results folders, and the folders' own
-tables.md; ``--check`` only says whether that would change anything (exit status 1). Nothing is typed by hand. Each
+README.md and docs/*.md, docs/headlines.png and the folders' own tables.md, and moves the pictures of a new run that docs show there; ``--check`` only says whether that would change anything (exit status 1). Nothing is typed by hand. Each
 table is of the newest folder of the machine measured last that has its file, so a run of some benchmarks there replaces
 those alone.
 """
@@ -23,7 +22,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results"
 OURS = "torch_fastdet"  # what the name of each variant of ours begins with
-PLOT = ROOT / "docs/headlines.png"
+DOCS = ROOT / "docs"
+PLOT = DOCS / "headlines.png"
 # What users run who tune nothing, as the benchmarks call it; "stock loop" in older results.
 STOCK = ("stock", "stock decode + suppression", "eager", "stock loop")
 # README's table and plot: YOLOv5s at the batch sizes of its users, a row or more of every benchmark, each of which `make bench`
@@ -132,6 +132,16 @@ def newest_of(environment: dict[str, str]) -> Path:
         if any(machine_of(rows[0]) == machine for rows in load(folder).values()):
             return folder
     return results_folder(environment)
+
+
+def as_json(found: list | dict[str, Any]) -> str:
+    """JSON with a line for each row of a list, so that a run changes the lines of its own rows alone."""
+    if isinstance(found, list):
+        return "[\n" + ",\n".join(json.dumps(row) for row in found) + "\n]\n"
+    values = (
+        (key, as_json(value).strip() if isinstance(value, list) else json.dumps(value)) for key, value in found.items()
+    )
+    return "{\n" + ",\n".join(f"{json.dumps(key)}: {value}" for key, value in values) + "\n}\n"
 
 
 def load(folder: Path) -> dict[str, list[dict]]:
@@ -416,13 +426,17 @@ def tables(folder: Path) -> str:
 
 
 def pictures() -> dict[Path, Path]:
-    """Pictures in docs/ -> what they are copies of. mkdocs shows nothing from outside of docs/."""
+    """Pictures in docs/ -> those of a new run, which go there. mkdocs shows nothing from outside of docs/, and git keeps them once."""
     found = {}
     for kind in ("gpu", "cpu"):
-        for what, name in PICTURES.items():
+        for what in PICTURES:
             if source := _picture_of(kind, what):
-                found[ROOT / f"docs/{kind}-{name}.png"] = source
+                found[_shown(kind, what)] = source
     return found
+
+
+def _shown(kind: str, what: str) -> Path:
+    return DOCS / f"{kind}-{PICTURES[what]}.png"
 
 
 def _picture_of(kind: str, what: str) -> Path | None:
@@ -434,7 +448,8 @@ def _picture_of(kind: str, what: str) -> Path | None:
 
 def _picture(kind: str, what: str) -> str:
     """The line that shows a section's picture, where there is one."""
-    return f"\n![{what}, {kind.upper()}]({kind}-{PICTURES[what]}.png)\n" if _picture_of(kind, what) else ""
+    there = what in PICTURES and (_picture_of(kind, what) or _shown(kind, what).exists())
+    return f"\n![{what}, {kind.upper()}]({_shown(kind, what).name})\n" if there else ""
 
 
 def section(name: str) -> str:
@@ -485,11 +500,10 @@ def bring(check: bool = False) -> list[str]:
     about = "\n".join(machines_of(rows).values())
     if not plot_is_current(rows, PLOT, about) and (check or plot_headlines(rows, PLOT, about)):
         stale.append(PLOT.name)
-    for copy, source in pictures().items():
-        if not copy.exists() or copy.read_bytes() != source.read_bytes():
-            stale.append(copy.name)
-            if not check:
-                shutil.copyfile(source, copy)
+    for shown, source in pictures().items():
+        stale.append(shown.name)
+        if not check:
+            shutil.move(source, shown)
     return stale
 
 

@@ -466,7 +466,7 @@ def main() -> int:
     print(text)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "roofline.md").write_text(text)
-    (folder / "roofline.json").write_text(json.dumps(plain(machine, rows), indent=1) + "\n")
+    (folder / "roofline.json").write_text(report.as_json(plain(machine, rows)))
     plot(machine, rows, folder / "roofline.png")
     trouble = None if arguments.leave_pages else report.bring_pages(folder)
     if trouble:

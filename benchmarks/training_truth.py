@@ -34,7 +34,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import ROOT, pyplot, results_folder, table
+from benchmarks.report import ROOT, as_json, pyplot, results_folder, table
 from examples.demo.training import FASTDET, STOCK, Machine, Progress, Run, Variant, read_results, train
 
 # Columns of train.py's results.csv.
@@ -143,7 +143,7 @@ def one_run(
         "epochs": run.epochs,
     }
     path = file_of(folder, variant, seed)
-    path.with_suffix(".part").write_text(json.dumps(found, indent=1) + "\n")
+    path.with_suffix(".part").write_text(as_json(found))
     path.with_suffix(".part").rename(path)  # never half a file
     shutil.rmtree(project / variant.name, ignore_errors=True)
     print(f"{path.name}: mAP50-95 {run.epochs[-1][MAP]:.4f} after {run.seconds:.0f} s", flush=True)

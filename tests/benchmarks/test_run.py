@@ -50,7 +50,7 @@ def test_a_command_that_passes_its_limit_is_stopped_with_its_children(tmp_path):
 
 
 def test_a_benchmark_that_fails_leaves_no_older_rows(tmp_path, monkeypatch):
-    names = ("nms.json", "nms.csv", "nms.png", "train.json", "training_truth.md", "postprocess_breakdown.png")
+    names = ("nms.json", "nms.png", "train.json", "training_truth.md", "postprocess_breakdown.png")
     for name in names:
         (tmp_path / name).write_text("[]")
     (tmp_path / "training_truth").mkdir()
@@ -74,14 +74,14 @@ def main(monkeypatch, *arguments: str) -> int:
 
 
 def test_what_wants_a_missing_package_is_left_out(tmp_path, monkeypatch, capsys):
-    (tmp_path / "train.csv").touch()
+    (tmp_path / "train.md").touch()
     monkeypatch.setattr(bench, "run", lambda command, limit: pytest.fail("nothing is to be run"))
     monkeypatch.setitem(harness.WANTS, "train", ("torch", "no_such_package"))
     assert main(monkeypatch, "--only", "train", "step", "--out", str(tmp_path)) == 0
     summary = capsys.readouterr().out
     assert "s  left out: not installed: no_such_package\n" in summary
     assert "s  left out: measured on a GPU only\n" in summary
-    assert (tmp_path / "train.csv").exists()
+    assert (tmp_path / "train.md").exists()
 
 
 def test_benchmarks_run_in_the_order_given_and_the_roofline_last(tmp_path, monkeypatch):
@@ -121,7 +121,7 @@ def test_a_benchmark_without_out_names_what_brings_its_rows(bare, tmp_path, monk
     report.compare("case", {"torch_fastdet": lambda: None}, repetitions=2, inner=1)
     report.plot()
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith(f"wrote {tmp_path / 'some'}.json, .csv and .png")
+    assert last.startswith(f"wrote {tmp_path / 'some'}.json and .png")
     assert ("python -m benchmarks.report" in last) == bare
 
 
@@ -144,7 +144,7 @@ def test_a_run_writes_rows_roofline_and_tables(tmp_path):
     ]
     ended = subprocess.run(command, cwd=bench.ROOT, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    kinds = {"loss": ("csv", "json", "png"), "roofline": ("md", "json", "png"), "tables": ("md",)}
+    kinds = {"loss": ("json", "png"), "roofline": ("md", "json", "png"), "tables": ("md",)}
     assert {path.name for path in tmp_path.iterdir()} == {f"{name}.{kind}" for name in kinds for kind in kinds[name]}
     tables = (tmp_path / "tables.md").read_text()
     assert "### loss\n" in tables and (tmp_path / "roofline.md").read_text() in tables
@@ -184,7 +184,6 @@ def test_what_is_measured_stays_measured(report, tmp_path):
     with pytest.raises(ZeroDivisionError):
         report.compare("second", {"torch_fastdet": lambda: 1 / 0})
     assert [row["case"] for row in json.loads((tmp_path / "some.json").read_text())] == ["first"]
-    assert (tmp_path / "some.csv").read_text().count("\n") == 2
 
 
 def test_an_alternative_that_fails_is_said_and_left_out(report, capsys):
@@ -207,8 +206,8 @@ def test_without_matplotlib_there_is_no_picture(report, tmp_path, monkeypatch, c
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     report.compare("case", {"torch_fastdet": lambda: None}, repetitions=2, inner=1)
     report.plot()
-    assert f"no PNG: matplotlib is not installed\nwrote {tmp_path / 'some'}.json and .csv\n" in capsys.readouterr().out
-    assert {path.name for path in tmp_path.iterdir()} == {"some.csv", "some.json"}
+    assert f"no PNG: matplotlib is not installed\nwrote {tmp_path / 'some'}.json\n" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"some.json"}
 
 
 WRONG = [
