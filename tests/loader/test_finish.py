@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from torch_fastdet import memory
-from torch_fastdet.loader import dataloader, device
-from torch_fastdet.loader.device import DevicePictures, PageLocks, Turns
+from torch_fastdet.loader import finish, loop, page_locks
+from torch_fastdet.loader.finish import DevicePictures, Turns
 from torch_fastdet.loader.memory import PictureMemory
+from torch_fastdet.loader.page_locks import PageLocks
 from torch_fastdet.loader.plan import Layer, Picture, Source, pack
 
 
@@ -87,14 +88,14 @@ def test_a_batch_that_finds_no_memory_gives_the_pictures_back(cuda, monkeypatch)
     host = PictureMemory([(size, size)], 1 << 20)
     host.put(0, np.full((size, size, 3), 7, dtype=np.uint8), (size, size))
     pictures = DevicePictures(host, torch.device("cuda", torch.cuda.current_device()))
-    augment = device.ops.image_augment
+    augment = finish.ops.image_augment
 
     def full(sources, *args, **kwargs):
         if sources[0].numel():
             raise torch.OutOfMemoryError("CUDA out of memory")
         return augment(sources, *args, **kwargs)
 
-    monkeypatch.setattr(device.ops, "image_augment", full)
+    monkeypatch.setattr(finish.ops, "image_augment", full)
     source = Source(0, size, size)
     batch = pictures(pack([Picture(size, size, [Layer(size, size, [(source, 0, 0, 0, 0, size, size)])])], host))
     assert (batch == 7).all() and pictures.held() == 0
@@ -111,8 +112,8 @@ def cudart(monkeypatch):
         "cudaGetErrorString": lambda error: f"error {error}",
     }
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(**functions))
-    monkeypatch.setattr(device, "_forget_error", lambda: made.done.append("forget"))
-    monkeypatch.setattr(device, "_locked", type(device._locked)(int))
+    monkeypatch.setattr(page_locks, "_forget_error", lambda: made.done.append("forget"))
+    monkeypatch.setattr(page_locks, "_locked", type(page_locks._locked)(int))
     return made
 
 
@@ -146,13 +147,13 @@ def test_a_forked_process_unlocks_no_pages(cudart):
 
 def test_pages_that_cannot_be_locked_leave_no_error_behind(cudart, monkeypatch, capsys):
     """CUDA's runtime keeps the error for the next launch; one line says it, however many pieces there are."""
-    monkeypatch.setattr(device, "CHUNK", 64)
+    monkeypatch.setattr(page_locks, "CHUNK", 64)
     memory = PictureMemory([(4, 6), (4, 6)], 1 << 20)
     locks, cudart.result = PageLocks(memory.tensor(), lambda: cudart.done.append("waited")), 2
     for start, size in (0, 72), (0, 72), (128, 72):
         locks.lock(start, size)
     assert cudart.done.count("forget") == sum(call[0] == "lock" for call in cudart.done) > 1
-    assert locks.pieces and not any(locks.pieces.values()) and not any(device._locked.values())
+    assert locks.pieces and not any(locks.pieces.values()) and not any(page_locks._locked.values())
     said = capsys.readouterr().err.splitlines()
     assert said == [
         "torch_fastdet: loader_optim: copies of pictures to the GPU do not overlap: CUDA cannot lock their memory (error 2)"
@@ -168,8 +169,8 @@ def test_a_launch_behind_a_failed_lock_reports_nothing(cuda):
     start = memory.tensor().data_ptr()
     assert int(torch.cuda.cudart().cudaHostRegister(start, memory.nbytes, 0)) == 0
     try:
-        assert device.lock_pages(start, memory.nbytes) != ""
-        assert ctypes.CDLL(str(device.LIBRARY)).cudaPeekAtLastError() == 0
+        assert page_locks.lock_pages(start, memory.nbytes) != ""
+        assert ctypes.CDLL(str(page_locks.LIBRARY)).cudaPeekAtLastError() == 0
         assert torch.ones(3, device="cuda").sum().item() == 3
     finally:
         torch.cuda.cudart().cudaHostUnregister(start)
@@ -220,7 +221,7 @@ def test_two_threads_make_one_finisher(monkeypatch):
             made.append(self)
             threading.Event().wait(0.1)
 
-    loading = dataloader.PlannedLoading(PictureMemory([(4, 6)], 1 << 20), 0, on_gpu=True, device=torch.device("cpu"))
+    loading = loop.PlannedLoading(PictureMemory([(4, 6)], 1 << 20), 0, on_gpu=True, device=torch.device("cpu"))
     loading.finishing = Finisher
     found = []
 

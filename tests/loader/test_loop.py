@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torch_fastdet.loader import ahead
-from torch_fastdet.loader.ahead import DEPTH, Ahead
+from torch_fastdet.loader import loop
+from torch_fastdet.loader.loop import DEPTH, Ahead
 
 # The streams on which batches were made.
 recorded: list = []
@@ -19,7 +19,7 @@ recorded: list = []
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch):
     recorded.clear()
-    monkeypatch.setattr(ahead, "_idle", defaultdict(list))
+    monkeypatch.setattr(loop, "_idle", defaultdict(list))
     event = SimpleNamespace(record=recorded.append)
     cuda = SimpleNamespace(
         set_device=lambda device: None,
@@ -28,7 +28,7 @@ def no_gpu(monkeypatch):
         Event=lambda: event,
         current_stream=lambda device: SimpleNamespace(wait_event=lambda event: None),
     )
-    monkeypatch.setattr(ahead, "torch", SimpleNamespace(cuda=cuda, Tensor=torch.Tensor))
+    monkeypatch.setattr(loop, "torch", SimpleNamespace(cuda=cuda, Tensor=torch.Tensor))
 
 
 class Source:

@@ -202,14 +202,15 @@ def ours(function, *arguments, **options):
 @pytest.fixture
 def pretended_gpu(monkeypatch):
     """Loaders work as they do where there is a GPU, with the CPU's operator in its place."""
-    from torch_fastdet.loader import ahead, dataloader
+    from torch_fastdet.loader import loop
     from torch_fastdet.loader.plan import run_on_cpu
 
     class Pictures:
-        nbytes = 0
-
         def __init__(self, memory):
             self.memory = memory
+
+        def held(self):
+            return 0
 
         def __call__(self, plan):
             out = torch.empty((len(plan.pictures), 3, *plan.size), dtype=torch.uint8)
@@ -227,9 +228,9 @@ def pretended_gpu(monkeypatch):
         Event=lambda: event,
         current_stream=lambda device: SimpleNamespace(wait_event=lambda event: None),
     )
-    monkeypatch.setattr(ahead, "torch", SimpleNamespace(cuda=cuda, Tensor=torch.Tensor))
-    monkeypatch.setattr(dataloader, "current_gpu", lambda: torch.device("cpu"))
-    monkeypatch.setattr(dataloader.FinisherOfDicts, "__init__", begin)
+    monkeypatch.setattr(loop, "torch", SimpleNamespace(cuda=cuda, Tensor=torch.Tensor))
+    monkeypatch.setattr(loop, "current_gpu", lambda: torch.device("cpu"))
+    monkeypatch.setattr(loop.FinisherOfDicts, "__init__", begin)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)

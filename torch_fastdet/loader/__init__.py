@@ -1,13 +1,16 @@
 """Data loading for both hosts: plans in place of pixels, one decode a picture, batches made by one operator.
 
+Files are named by who runs them, and then by what they hold:
+
+* ``worker``: a loader process, which plans batches, and makes them where there is no GPU
+* ``finish``: the thread that makes planned batches on the GPU, and the pictures that the GPU keeps
+* ``loop``: the training process, which takes the batches
+* ``plan``: how a batch is made of pictures, and making it on the CPU
 * ``memory``: decoded pictures that all processes share
 * ``ranks``: one memory for all ranks of a distributed training
-* ``fingerprint``: whether a function of the host is one that is known here
-* ``plan``: how a batch is made of pictures, and making it on the CPU
 * ``slots``: memory for what is made on the CPU
-* ``device``: making it on the GPU
-* ``ahead``: doing that before the loop asks
-* ``dataloader``: the ``DataLoader`` that puts these together
+* ``page_locks``: locked pages of these memories
+* ``fingerprint``: whether a function of the host is one that is known here
 
 What a host draws at random and how it moves labels is in ``torch_fastdet.yolov5.loader``, and in
 ``torch_fastdet.ultralytics.deferred``, which lets stock's own code do that.

@@ -1,4 +1,4 @@
-"""Plans become batches on the GPU: upload what is not there yet, then one launch.
+"""What the thread that finishes batches runs: it uploads what the GPU does not have yet, and makes the batch in one launch.
 
 The GPU keeps a copy of the front part of the shared memory, as large as a budget allows: small data sets fit whole, and
 then nothing but tables is uploaded from the second epoch on. Other pictures are uploaded for each batch that shows them.
@@ -7,91 +7,54 @@ then nothing but tables is uploaded from the second epoch on. Other pictures are
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 
 from torch_fastdet import ops
-from torch_fastdet._library import LIBRARY
 from torch_fastdet._say import say
-from torch_fastdet.loader.memory import CHANNELS, CHUNK, PictureMemory
+from torch_fastdet.loader.memory import CHANNELS, PictureMemory
+from torch_fastdet.loader.page_locks import PageLocks
 from torch_fastdet.loader.plan import OWN, Plan
+from torch_fastdet.loader.worker import PlannedBatch, assemble
 from torch_fastdet.memory import GPU_BUDGET, Owner, gpu_budget, register, with_room, words
 
-# How many use a piece of memory that is page-locked, by its address: two loaders may show one data set.
-_locked: defaultdict[int, int] = defaultdict(int)
-_locked_lock = threading.RLock()  # the garbage collector may end a loader inside
+
+class Finisher:
+    """Makes the batches on the GPU."""
+
+    def __init__(self, memory: PictureMemory, device: torch.device) -> None:
+        self.device = device
+        self.pictures = DevicePictures(memory, device)
+
+    def __call__(self, batch: Any) -> Any:
+        images = assemble(self.pictures(batch.plan), batch.grid)
+        rest = [
+            torch.from_numpy(value).pin_memory().to(self.device, non_blocking=True)
+            if isinstance(value, np.ndarray)
+            else value
+            for value in batch.rest
+        ]
+        return (images, *rest)
 
 
-def lock_pages(address: int, size: int) -> str:
-    """Page-lock a piece of memory, so that copies from there overlap what the GPU does. "", or why CUDA refuses."""
-    with _locked_lock:
-        if not _locked[address]:
-            error = torch.cuda.cudart().cudaHostRegister(address, size, 0)
-            if int(error) != 0:
-                _forget_error()
-                return str(torch.cuda.cudart().cudaGetErrorString(error))
-        _locked[address] += 1
-        return ""
+class FinisherOfDicts(Finisher):
+    """The same for batches that are dictionaries: pictures on the GPU, other tensors in pinned memory, as stock's loader pins."""
 
-
-def unlock_pages(address: int) -> None:
-    with _locked_lock:
-        _locked[address] -= 1
-        if not _locked[address] and int(torch.cuda.cudart().cudaHostUnregister(address)) != 0:
-            _forget_error()
-
-
-def _forget_error() -> None:
-    """Clear the last error that CUDA's runtime keeps for this thread: the next launch would report it as its own."""
-    ctypes.CDLL(str(LIBRARY)).cudaGetLastError()  # torch does not offer it; the library is linked with torch's runtime
-
-
-class PageLocks:
-    """Pieces of the shared memory that are page-locked, until this object goes.
-
-    Args:
-        host: the shared memory.
-        finish: waits for all copies from there; called before pages are unlocked.
-    """
-
-    def __init__(self, host: torch.Tensor, finish: Callable[[], None]) -> None:
-        self._host = host
-        self._finish = finish
-        #: Whether each piece that was asked for is locked, by its number.
-        self.pieces: dict[int, bool] = {}
-        self._process = os.getpid()
-
-    def lock(self, start: int, size: int) -> None:
-        """Lock the pieces that hold a picture, so that its copy overlaps the step. One line says if CUDA refuses."""
-        for piece in range(start // CHUNK, (start + size - 1) // CHUNK + 1):
-            if piece in self.pieces:
-                continue
-            begin = piece * CHUNK
-            reason = lock_pages(self._host.data_ptr() + begin, min(CHUNK, self._host.numel() - begin))
-            if reason and all(self.pieces.values()):
-                say(
-                    f"loader_optim: copies of pictures to the GPU do not overlap: CUDA cannot lock their memory ({reason})"
-                )
-            self.pieces[piece] = not reason
-
-    def __del__(self) -> None:
-        locked = [piece for piece, locked in self.pieces.items() if locked]
-        if self._process != os.getpid():
-            return  # it was forked: there is no CUDA, and the locks are the parent's
-        if locked:
-            self._finish()
-        for piece in locked:
-            unlock_pages(self._host.data_ptr() + piece * CHUNK)
-
-
-def _say_on_any_rank(line: str) -> None:
-    say(f"loader_optim: {line}", every_rank=True)
+    def __call__(self, batch: Any) -> dict:
+        if isinstance(batch, PlannedBatch):
+            out, small = batch.rest
+            out["img"] = self.pictures(batch.plan)
+            out.update((name, torch.from_numpy(out[name])) for name in small)
+        else:
+            out = batch  # stock has made it
+        for name, value in out.items():
+            if isinstance(value, torch.Tensor) and not value.is_cuda:
+                out[name] = value.pin_memory()
+        return out
 
 
 class Turns:
@@ -219,3 +182,7 @@ class DevicePictures(Owner):
             piece = there[start : start + array.nbytes]
             tables.append(piece.view(torch.from_numpy(array).dtype).view(array.shape))
         return tables
+
+
+def _say_on_any_rank(line: str) -> None:
+    say(f"loader_optim: {line}", every_rank=True)

@@ -1,4 +1,4 @@
-"""Makes the next batches while the loop works on one."""
+"""What the training process runs: it asks for plans, and a thread of it makes the next batches while the loop works on one."""
 
 from __future__ import annotations
 
@@ -14,6 +14,12 @@ from typing import Any
 
 import torch
 
+from torch_fastdet._say import say
+from torch_fastdet.loader.finish import Finisher, FinisherOfDicts
+from torch_fastdet.loader.memory import PictureMemory
+from torch_fastdet.loader.plan import Indices
+from torch_fastdet.memory import words
+
 #: Batches that are ready before the loop asks for them.
 DEPTH = 2
 
@@ -21,6 +27,79 @@ _running: weakref.WeakSet[Ahead] = weakref.WeakSet()
 # Streams of threads that have ended, for those that begin. Torch hands out 32 streams in turn: if each thread took a new one,
 # one of them would soon be the stream on which somebody captures a graph, and the allocator caches memory for each stream.
 _idle: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
+
+
+_one_at_a_time = threading.RLock()  # the garbage collector may end another loader inside
+
+
+class PlanBatches:
+    """A batch sampler whose batches ask for plans; with ``repeat`` it starts again at its end, for ever."""
+
+    def __init__(self, batches: Any, repeat: bool = False) -> None:
+        self.sampler = batches  # where InfiniteDataLoader looks for its length
+        self.repeat = repeat
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Indices]:
+        while True:
+            for batch in self.sampler:
+                yield Indices(batch)
+            if not self.repeat:
+                return
+
+
+class PlannedLoading:
+    """What a ``DataLoader`` of a host needs beside its own: a memory, and a finisher where there is a GPU."""
+
+    #: Makes the batches of this host on the GPU.
+    finishing: type[Finisher] = Finisher
+
+    def __init__(self, memory: PictureMemory, workers: int, on_gpu: bool, device: torch.device | None = None) -> None:
+        self.memory = memory
+        self.workers = workers
+        self.on_gpu = on_gpu
+        self._device = device
+        self._finisher: Finisher | None = None
+        if not on_gpu:
+            self._say("made on the CPU")
+
+    @property
+    def finisher(self) -> Finisher:
+        with _one_at_a_time:  # two threads may begin a loop each
+            if self._finisher is None:
+                self._finisher = self.finishing(self.memory, self._device or current_gpu())
+                kept = self._finisher.pictures.held()
+                self._say(f"made on the GPU, which keeps {words(kept)} of them")
+            return self._finisher
+
+    def batches(self, source: Iterator[Any], limited: bool = False) -> Iterator[Any]:
+        """The finished batches of a ``DataLoader``'s iterator. Loader processes work ahead, and then this does as well.
+
+        With ``limited`` no further ahead than the :class:`Ahead` that is returned is allowed to.
+        """
+        if not self.on_gpu:
+            return source
+        if not self.workers:
+            return map(self.finisher, source)
+        return Ahead(source, self.finisher, self.finisher.device, limited)
+
+    def _say(self, how: str) -> None:
+        memory = self.memory
+        count = "all" if memory.places == len(memory) else f"{memory.places:,} of"
+        say(
+            f"loader_optim: {count} {len(memory):,} pictures are decoded once, into {words(memory.nbytes)} that all "
+            f"processes share; batches are {how}"
+        )
+
+
+class PlannedLoadingOfDicts(PlannedLoading):
+    finishing = FinisherOfDicts
+
+
+def current_gpu() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 class Ahead:

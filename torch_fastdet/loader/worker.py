@@ -1,9 +1,8 @@
-"""``DataLoader`` whose processes make plans, and what turns plans into the batches that the loop gets."""
+"""What loader processes run: they put the plans of a batch together, and make its pictures where there is no GPU."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,36 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import get_worker_info
 
-from torch_fastdet._say import say
-from torch_fastdet.loader.ahead import Ahead
-from torch_fastdet.loader.device import DevicePictures
 from torch_fastdet.loader.memory import CHANNELS, PictureMemory
-from torch_fastdet.loader.plan import Indices, Picture, Plan, finish, pack, run_on_cpu
+from torch_fastdet.loader.plan import Picture, Plan, finish, pack, run_on_cpu
 from torch_fastdet.loader.slots import Parcel
-from torch_fastdet.memory import words
 
 #: Pixels that travel with a plan go through shared memory from this size on, and in the message itself below it.
 SMALL = 1 << 16
-
-_one_at_a_time = threading.RLock()  # the garbage collector may end another loader inside
-
-
-class PlanBatches:
-    """A batch sampler whose batches ask for plans; with ``repeat`` it starts again at its end, for ever."""
-
-    def __init__(self, batches: Any, repeat: bool = False) -> None:
-        self.sampler = batches  # where InfiniteDataLoader looks for its length
-        self.repeat = repeat
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-    def __iter__(self) -> Iterator[Indices]:
-        while True:
-            for batch in self.sampler:
-                yield Indices(batch)
-            if not self.repeat:
-                return
 
 
 @dataclass
@@ -131,89 +106,3 @@ def assemble(pictures: Any, grid: np.ndarray) -> Any:
             rows = ((top_left, top_right), (bottom_left, bottom_right))
             out.append(torch.cat([torch.cat([pictures[i] for i in row], 2) for row in rows], 1))
     return torch.stack(out)
-
-
-class Finisher:
-    """Makes the batches on the GPU."""
-
-    def __init__(self, memory: PictureMemory, device: torch.device) -> None:
-        self.device = device
-        self.pictures = DevicePictures(memory, device)
-
-    def __call__(self, batch: Any) -> Any:
-        images = assemble(self.pictures(batch.plan), batch.grid)
-        rest = [
-            torch.from_numpy(value).pin_memory().to(self.device, non_blocking=True)
-            if isinstance(value, np.ndarray)
-            else value
-            for value in batch.rest
-        ]
-        return (images, *rest)
-
-
-class FinisherOfDicts(Finisher):
-    """The same for batches that are dictionaries: pictures on the GPU, other tensors in pinned memory, as stock's loader pins."""
-
-    def __call__(self, batch: Any) -> dict:
-        if isinstance(batch, PlannedBatch):
-            out, small = batch.rest
-            out["img"] = self.pictures(batch.plan)
-            out.update((name, torch.from_numpy(out[name])) for name in small)
-        else:
-            out = batch  # stock has made it
-        for name, value in out.items():
-            if isinstance(value, torch.Tensor) and not value.is_cuda:
-                out[name] = value.pin_memory()
-        return out
-
-
-class PlannedLoading:
-    """What a ``DataLoader`` of a host needs beside its own: a memory, and a finisher where there is a GPU."""
-
-    #: Makes the batches of this host on the GPU.
-    finishing: type[Finisher] = Finisher
-
-    def __init__(self, memory: PictureMemory, workers: int, on_gpu: bool, device: torch.device | None = None) -> None:
-        self.memory = memory
-        self.workers = workers
-        self.on_gpu = on_gpu
-        self._device = device
-        self._finisher: Finisher | None = None
-        if not on_gpu:
-            self._say("made on the CPU")
-
-    @property
-    def finisher(self) -> Finisher:
-        with _one_at_a_time:  # two threads may begin a loop each
-            if self._finisher is None:
-                self._finisher = self.finishing(self.memory, self._device or current_gpu())
-                kept = self._finisher.pictures.held()
-                self._say(f"made on the GPU, which keeps {words(kept)} of them")
-            return self._finisher
-
-    def batches(self, source: Iterator[Any], limited: bool = False) -> Iterator[Any]:
-        """The finished batches of a ``DataLoader``'s iterator. Loader processes work ahead, and then this does as well.
-
-        With ``limited`` no further ahead than the :class:`Ahead` that is returned is allowed to.
-        """
-        if not self.on_gpu:
-            return source
-        if not self.workers:
-            return map(self.finisher, source)
-        return Ahead(source, self.finisher, self.finisher.device, limited)
-
-    def _say(self, how: str) -> None:
-        memory = self.memory
-        count = "all" if memory.places == len(memory) else f"{memory.places:,} of"
-        say(
-            f"loader_optim: {count} {len(memory):,} pictures are decoded once, into {words(memory.nbytes)} that all "
-            f"processes share; batches are {how}"
-        )
-
-
-class PlannedLoadingOfDicts(PlannedLoading):
-    finishing = FinisherOfDicts
-
-
-def current_gpu() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())

@@ -19,11 +19,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from torch_fastdet._say import say
-from torch_fastdet.loader.ahead import Ahead
-from torch_fastdet.loader.dataloader import CollateDicts, PlanBatches, PlannedLoading, PlannedLoadingOfDicts
 from torch_fastdet.loader.fingerprint import fingerprint
+from torch_fastdet.loader.loop import Ahead, PlanBatches, PlannedLoading, PlannedLoadingOfDicts
 from torch_fastdet.loader.memory import CHANNELS, PictureMemory
 from torch_fastdet.loader.ranks import shared_by_ranks
+from torch_fastdet.loader.worker import CollateDicts
 from torch_fastdet.memory import UNLIMITED, host_budget
 from torch_fastdet.ultralytics.deferred import Planner, cannot_plan, view_class
 

@@ -22,8 +22,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from torch_fastdet._say import say
-from torch_fastdet.loader.dataloader import Collate, PlanBatches, PlannedLoading
 from torch_fastdet.loader.fingerprint import fingerprint
+from torch_fastdet.loader.loop import PlanBatches, PlannedLoading
 from torch_fastdet.loader.memory import PictureMemory
 from torch_fastdet.loader.plan import (
     AFFINE,
@@ -37,6 +37,7 @@ from torch_fastdet.loader.plan import (
     Source,
 )
 from torch_fastdet.loader.ranks import local_ranks, shared_by_ranks
+from torch_fastdet.loader.worker import Collate
 from torch_fastdet.memory import UNLIMITED, host_budget
 
 _LEVELS = np.arange(0, 256, dtype=np.float64)
