@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, repeat
-from types import GeneratorType
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from torch_fastdet._torch.tensors import ModuleWatch, by_device, new_state, same_objects
+from torch_fastdet._torch.tensors import by_device, new_state, same_objects
 
 NESTEROV, MAXIMIZE, HAS_MOMENTUM, DECOUPLED = 1, 2, 4, 8  # flags of a MultiTensorState
 NUMBERS = 5  # of each parameter group, for a MultiTensorState: three meanings depend on the rule
@@ -57,7 +55,6 @@ class Binding:
         self.params: list[Tensor] = [p for group in groups for p in group["params"]]
         owner = [index for index, group in enumerate(groups) for _ in group["params"]]
         self.ids = set(map(id, self.params))
-        self.watch: ModuleWatch | None = None
         self.group_lengths = [len(group["params"]) for group in groups]
         self.places = by_device(self.params)
         self.states = {
@@ -98,7 +95,8 @@ class Binding:
         self.buffers = {name: [slot.get(name) for slot in self.slots] for name in self.buffer_names}
         # Looking up optimizer.state[p] makes an empty entry, so their number does not tell.
         self.complete = all(self.state.get(p) for p in self.params)
-        self._hand_over()
+        with torch.inference_mode(False):  # later steps write into what is made here
+            self._hand_over()
 
     def _hand_over(self) -> None:
         raise NotImplementedError
@@ -108,7 +106,19 @@ class Binding:
         return [self.state[p].get(name) if p in self.state else None for p in (self.params[i] for i in at)]
 
     def make_buffers(self) -> None:
-        """Make what the optimizer's state lacks, where the state's rule does not do so itself."""
+        """Make what the optimizer's state lacks."""
+        if self.complete and self.same_buffers():
+            return
+        lacking = set(map(id, self.lacking()))
+        with torch.inference_mode(False):  # later steps write into them
+            for group in self.optimizer.param_groups:
+                for p in group["params"]:
+                    if id(p) in lacking:
+                        self.optimizer.state[p].update(self._new_buffers(p, group))
+        self.take_buffers()
+
+    def _new_buffers(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        raise NotImplementedError
 
     def lacking(self) -> list[Tensor]:
         """Parameters that have a gradient but no state yet; an error in a capture, where nothing that is made would last."""
@@ -160,21 +170,9 @@ class Binding:
             found |= state.gradients()
         return found == 1
 
-    def is_all_of(self, parameters: Iterable[Tensor]) -> list[Tensor] | None:
-        """None where these are all parameters of the optimizer, in any order; else the list of them.
-
-        ``model.parameters()`` walks over the model, which takes longer than all else in a clip. So a module whose parameters
-        were looked at once is remembered, and looked at again only after it changed.
-        """
-        module = module_of(parameters)
-        watch = self.watch
-        if module is not None and watch is not None and watch.unchanged(module) and self.same_params():
-            return None
-        parameters = list(parameters)
-        if len(parameters) == len(self.params) and self.ids == set(map(id, parameters)) and self.same_params():
-            self.watch = ModuleWatch(module) if module is not None else None
-            return None
-        return parameters
+    def is_all_of(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether these are all parameters of the optimizer, in any order."""
+        return len(parameters) == len(self.params) and self.ids == set(map(id, parameters)) and self.same_params()
 
     def same_params(self) -> bool:
         groups = self.optimizer.param_groups
@@ -265,6 +263,9 @@ class SgdBinding(Binding):
                 )
         return gather(groups, device)
 
+    def make_buffers(self) -> None:
+        """The step does so in C++."""
+
     def _hand_over(self) -> None:
         for device, at in self.places.items():
             self.states[device].set_momentum_buffers(self._found(BUFFER, at))
@@ -312,17 +313,3 @@ def _leave_out_unfilled(optimizer: torch.optim.Optimizer, state_dict: dict[str, 
         params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         places = [place for place, param in enumerate(params) if id(param) in unfilled]
         state_dict["state"] = without_buffers(state_dict["state"], places)
-
-
-def module_of(parameters: Iterable[Tensor]) -> nn.Module | None:
-    """The module that made this ``module.parameters()``, if that is what it is and nobody has begun to read it."""
-    if (
-        isinstance(parameters, GeneratorType)
-        and parameters.gi_code is nn.Module.parameters.__code__
-        and inspect.getgeneratorstate(parameters) == inspect.GEN_CREATED
-        and parameters.gi_frame is not None
-    ):
-        arguments = parameters.gi_frame.f_locals
-        if arguments.get("recurse") is True:
-            return arguments.get("self")
-    return None

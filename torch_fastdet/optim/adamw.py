@@ -39,18 +39,12 @@ class AdamBinding(Binding):
             groups.append((list(AdamBinding.tensors_of(group)), flags))
         return gather(groups, device)
 
-    def make_buffers(self) -> None:
-        state = self.optimizer.state
-        if self.complete and self.same_buffers():
-            return
-        with torch.inference_mode(False), torch.no_grad():  # later steps write into them
-            for p in self.lacking():
-                state[p] = {
-                    STEP: torch.zeros((), dtype=torch.float32, device=p.device),
-                    FIRST: torch.zeros_like(p, memory_format=torch.preserve_format),
-                    SECOND: torch.zeros_like(p, memory_format=torch.preserve_format),
-                }
-        self.take_buffers()
+    def _new_buffers(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        return {
+            STEP: torch.zeros((), dtype=torch.float32, device=p.device),
+            FIRST: torch.zeros_like(p, memory_format=torch.preserve_format),
+            SECOND: torch.zeros_like(p, memory_format=torch.preserve_format),
+        }
 
     def _hand_over(self) -> None:
         for p in self.params:
@@ -69,8 +63,7 @@ def steps_beside(p: Tensor, slot: dict[str, Any]) -> None:
     if step is None:
         return
     if not isinstance(step, Tensor) or step.dtype != torch.float32 or step.device != p.device:
-        with torch.inference_mode(False):  # later steps write into it
-            slot[STEP] = torch.as_tensor(step, dtype=torch.float32).to(p.device)
+        slot[STEP] = torch.as_tensor(step, dtype=torch.float32).to(p.device)
 
 
 def why_torchs(optimizer: torch.optim.Optimizer) -> str | None:

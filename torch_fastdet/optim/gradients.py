@@ -45,16 +45,12 @@ def clip_grad_norm_(
         parameters = [parameters]
     if float(norm_type) != 2.0 or error_if_nonfinite:
         return _stock_clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+    parameters = list(parameters)
     optimizer = None if _last_unscaled is None else _last_unscaled()
     binding = None if optimizer is None else optimizer._binding
-    if binding is not None and len(binding.states) == 1:
-        rest = binding.is_all_of(parameters)
-        if rest is None:
-            # The work list of its unscale_ and step serves here too.
-            (state,) = binding.states.values()
-            return state.clip_grad_norm_(float(max_norm))
-        parameters = rest
-    parameters = list(parameters)
+    if binding is not None and len(binding.states) == 1 and binding.is_all_of(parameters):
+        (state,) = binding.states.values()
+        return state.clip_grad_norm_(float(max_norm))  # the work list of its unscale_ and step serves here too
     grads = [p.grad for p in parameters if p.grad is not None]
     kinds = {(g.device, g.dtype, type(g)) for g in grads}
     ours = all(dtype.is_floating_point and kind in (Tensor, nn.Parameter) for _, dtype, kind in kinds)

@@ -166,17 +166,8 @@ class MusgdBinding(Binding):
     def _of_type(self, device: torch.device, dtype: torch.dtype) -> list[int]:
         return [i for i in self.matrices[device] if self.params[i].dtype == dtype]
 
-    def make_buffers(self) -> None:
-        state = self.optimizer.state
-        if self.complete and self.same_buffers():
-            return
-        with torch.inference_mode(False), torch.no_grad():  # later steps write into them
-            matrices = {id(p) for group in self.optimizer.param_groups if group["use_muon"] for p in group["params"]}
-            for p in self.lacking():
-                state[p][MUON_BUFFER] = torch.zeros_like(p)
-                if id(p) in matrices:
-                    state[p][SGD_BUFFER] = torch.zeros_like(p)
-        self.take_buffers()
+    def _new_buffers(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        return {name: torch.zeros_like(p) for name in (MUON_BUFFER, *([SGD_BUFFER] if group["use_muon"] else []))}
 
     def _hand_over(self) -> None:
         groups = self.optimizer.param_groups
@@ -188,8 +179,7 @@ class MusgdBinding(Binding):
             for dtype in dict.fromkeys(self.params[i].dtype for i in at):
                 mine = self._of_type(device, dtype)
                 if dtype not in orthogonal:
-                    with torch.inference_mode(False):  # later steps write into them
-                        orthogonal[dtype] = _matrices([self.params[i] for i in mine])
+                    orthogonal[dtype] = _matrices([self.params[i] for i in mine])
                 inputs.update(zip(mine, orthogonal[dtype].inputs))
                 along.update(zip(mine, orthogonal[dtype].updates))
             if device not in self.muon_states:
