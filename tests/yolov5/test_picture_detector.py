@@ -2,6 +2,8 @@
 
 import copy
 import io
+import pickle
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -160,20 +162,25 @@ def test_more_maps_than_levels_are_a_sentence():
         module([torch.zeros(4, 4, 3, dtype=torch.uint8)])
 
 
-def test_what_graphs_read_is_kept(monkeypatch):
-    """A batch of another shape takes nothing away that a graph of the first one reads."""
-    from torch_fastdet.ops import image
-
-    read = []
-    letterbox = image.image_letterbox
-    monkeypatch.setattr(
-        image, "image_letterbox", lambda storages, plan, *rest: (read.append(plan), letterbox(storages, plan, *rest))[1]
-    )
-    detector = small_detector()
+@pytest.mark.parametrize("scripted", [False, True], ids=["module", "scripted"])
+def test_threads_share_a_module(device, scripted):
+    """Nothing is kept between calls: each thread has the detections of its own shapes, however many there are."""
+    detector = small_detector(conf_thres=0.3).to(device)
     module = PictureDetector(detector.network, detector.postprocess, 64).eval()
-    for side in (30, 40, 30):
-        module.forward_batch(torch.zeros(1, side, 50, 3, dtype=torch.uint8))
-    assert read[0] is read[2] and not torch.equal(read[0], read[1])
+    run = saved_and_loaded(module) if scripted else module
+    known = set(vars(module)), len(pickle.dumps(module.state_dict()))
+    batches = [torch.randint(0, 256, (1 + i % 3, 20 + i, 50, 3), dtype=torch.uint8).to(device) for i in range(40)]
+    with torch.inference_mode():
+        want = [module(list(batch)) for batch in batches]
+
+    def detect(batch):
+        with torch.inference_mode():
+            return run.forward_batch(batch)
+
+    with ThreadPoolExecutor(4) as threads:
+        for got, expected in zip(threads.map(detect, batches), want, strict=True):
+            same(got, [rows[:count] for rows, count in zip(expected[0], expected[1].tolist())])
+    assert (set(vars(module)), len(pickle.dumps(module.state_dict()))) == known
 
 
 def test_one_graph(cuda):

@@ -361,7 +361,6 @@ class PictureDetector(nn.Module):
         half_precision: The network takes float16, not float32.
     """
 
-    plans: dict[str, tuple[Tensor, Tensor]]
     on_device: Tensor
 
     def __init__(
@@ -385,8 +384,6 @@ class PictureDetector(nn.Module):
         # An empty tensor that goes where the module goes, and so knows its device.
         there = next(chain(postprocess.buffers(), network.parameters(), network.buffers()), torch.empty(0))
         self.register_buffer("on_device", torch.empty(0, device=there.device), persistent=False)
-        # Of forward_batch: what goes to the device once for each shape. It is kept, since CUDA graphs read it.
-        self.plans = {}
 
     @classmethod
     def from_model(
@@ -471,8 +468,7 @@ class PictureDetector(nn.Module):
     def forward_batch(self, pictures: Tensor) -> tuple[Tensor, Tensor]:
         """The same for pictures of one size, (images, height, width, 3) uint8 on the module's device.
 
-        After the first call with a shape nothing comes from the host, so that a CUDA graph can capture it. The module keeps a
-        small plan for each shape.
+        Nothing comes from the host, so that a CUDA graph can capture it, and nothing is kept, so that threads can share the module.
         """
         device = self.on_device.device
         if pictures.dim() != 4 or pictures.size(3) != 3 or pictures.dtype != torch.uint8 or pictures.numel() == 0:
@@ -483,12 +479,11 @@ class PictureDetector(nn.Module):
         if pictures.device != device:
             raise ValueError(f"PictureDetector: pictures is on {pictures.device}, but the module is on {device}")
         images, height, width = pictures.size(0), pictures.size(1), pictures.size(2)
-        key = f"{images} {height} {width} {device}"
-        if key not in self.plans or self.plans[key][0].device != device:
-            rows = [self._row(i * height * width * 3, height, width) for i in range(images)]
-            boxes = [letterbox(self.size, [height, width], rounding=self.rounding) for _ in range(images)]
-            self.plans[key] = (torch.tensor(rows).to(device), torch.tensor(boxes).to(device))
-        plan, letterboxes = self.plans[key]
+        plan = _repeated([float(value) for value in self._row(0, height, width)], images, torch.int64, device)
+        if images > 1:  # where each begins
+            plan.select(1, 1).copy_(torch.arange(images, device=device) * (height * width * 3))
+        boxes = letterbox(self.size, [height, width], rounding=self.rounding)
+        letterboxes = _repeated(boxes, images, torch.float32, device)
         detections, counts, _ = self._detect(pictures.reshape(-1), plan, letterboxes)
         return detections, counts
 
@@ -514,6 +509,15 @@ class PictureDetector(nn.Module):
 
     def extra_repr(self) -> str:
         return f"size={self.size}, bgr={self.bgr}, half_precision={self.half_precision}"
+
+
+def _repeated(row: list[float], rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(rows, columns) of equal rows, which the device writes."""
+    table = torch.zeros(rows, len(row), dtype=dtype, device=device)
+    for column, value in enumerate(row):
+        if value != 0:
+            table.select(1, column).fill_(value)
+    return table
 
 
 def split_ultralytics_heads(
