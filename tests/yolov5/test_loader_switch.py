@@ -12,7 +12,17 @@ CASES = re.findall(r'^    "(\w+)": ', (real.PROGRAMS / "loaders.py").read_text()
 ON_GPU = [
     case
     for case in CASES
-    if case not in ("spawn", "disk", "full_disk", "changed_labels", "segmentation", "albumentations", "changed_code")
+    if case
+    not in (
+        "spawn",
+        "disk",
+        "full_disk",
+        "changed_labels",
+        "segmentation",
+        "albumentations",
+        "changed_code",
+        "fork_colours",
+    )
 ]
 
 

@@ -31,6 +31,8 @@ class Finisher:
         self.pictures = DevicePictures(memory, device)
 
     def __call__(self, batch: Any) -> Any:
+        if not isinstance(batch, PlannedBatch):  # stock has made it
+            return tuple(value.pin_memory() if isinstance(value, torch.Tensor) else value for value in batch)
         images = assemble(self.pictures(batch.plan), batch.grid)
         rest = [
             torch.from_numpy(value).pin_memory().to(self.device, non_blocking=True)

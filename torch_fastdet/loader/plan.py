@@ -20,6 +20,11 @@ from torch_fastdet.loader.memory import CHANNELS, PictureMemory
 NO_WARP, AFFINE, PERSPECTIVE = 0, 1, 2
 FLIP_LEFT_RIGHT, FLIP_UP_DOWN, KEEP_BGR = 1, 2, 4
 
+#: What canvases show where nothing is placed, in all channels.
+GREY = 114
+#: Of one layer.
+MOST_PLACEMENTS = 16
+
 #: Storages of a packed plan, in this order: the shared memory (or its copy on the GPU), and what travels with the batch.
 SHARED, OWN = 0, 1
 
@@ -28,7 +33,7 @@ class Indices(list[int]):
     """Indices of a batch for which a data set makes plans; from a plain list it makes pictures."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Source:
     """A whole picture: its index where the shared memory has it, else its pixels."""
 

@@ -1,6 +1,8 @@
 """Compares the batches of stock's loaders and of ours: loaders.py PREFIX FOLDER CASE...; prints a line for each case."""
 
+import contextlib
 import importlib
+import logging
 import os
 import random
 import signal
@@ -356,19 +358,174 @@ def segmentation():
     compare(ours(masks), masks())
 
 
-def changed_code():
-    """A YOLOv5 whose augmentation somebody changed is left alone."""
-    stock = dataloaders.augment_hsv
-    dataloaders.augment_hsv = lambda *arguments, **options: stock(*arguments, **options)
+class Lines(logging.Handler):
+    """The lines that are said while it is entered."""
+
+    def __enter__(self):
+        self.lines = []
+        self.logger = logging.getLogger("torch_fastdet")
+        self.was = self.logger.level
+        self.logger.addHandler(self)
+        self.logger.setLevel(logging.INFO)
+        return self
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+    def __exit__(self, *error):
+        self.logger.removeHandler(self)
+        self.logger.setLevel(self.was)
+
+    def about(self, text):
+        return [line for line in self.lines if text in line]
+
+
+@contextlib.contextmanager
+def fork(**changed):
+    """A YOLOv5 whose authors have changed functions of its data loaders, or methods of its data set."""
+    owners = {name: dataloaders.LoadImagesAndLabels if name.startswith("load") else dataloaders for name in changed}
+    stock = {name: vars(owner)[name] for name, owner in owners.items()}
+    for name, owner in owners.items():
+        setattr(owner, name, changed[name])
     try:
-        patch(loader_optim=True)
-    except RuntimeError as error:
-        assert "augment_hsv is not the one of YOLOv5" in str(error), error
-    else:
-        raise AssertionError("nothing was raised")
+        yield
     finally:
-        unpatch()
-        dataloaders.augment_hsv = stock
+        for name, owner in owners.items():
+            setattr(owner, name, stock[name])
+
+
+def planned(lines):
+    """The batches were planned to the end, and by nothing but plans."""
+    assert (
+        lines.about("decoded once") and not lines.about("a plan cannot say") and not lines.about("leaves the rest")
+    ), lines.lines
+
+
+def changed_code():
+    """A YOLOv5 whose loader somebody changed is left alone."""
+
+    class InfiniteDataLoader(dataloaders.InfiniteDataLoader):
+        pass
+
+    InfiniteDataLoader.__module__ = dataloaders.__name__
+    with fork(InfiniteDataLoader=InfiniteDataLoader):
+        try:
+            patch(loader_optim=True)
+        except RuntimeError as error:
+            assert "InfiniteDataLoader is not the one of YOLOv5" in str(error), error
+        else:
+            raise AssertionError("nothing was raised")
+        finally:
+            unpatch()
+
+
+def pair(self, index):
+    """Two pictures side by side on a wide canvas, the second one upside down, of which a part is shown."""
+    s, labels = self.img_size, []
+    canvas = np.full((s, 2 * s, 3), 114, dtype=np.uint8)
+    for number, i in enumerate([index, random.choice(self.indices)]):
+        image, _, (h, w) = self.load_image(i)
+        image = np.flipud(image) if number else image
+        canvas[:h, number * s : number * s + w] = image
+        labels.append(self.labels[i].copy())
+    left = random.randint(0, s)
+    return canvas[:, left : left + s], np.concatenate(labels, 0)
+
+
+def fork_mosaic():
+    """A mosaic of their own is planned as stock's is."""
+    for options in ({"workers": 0}, {"workers": 2}):
+        with fork(load_mosaic=pair), Lines() as lines:
+            same(**TRAIN, **options)
+            planned(lines)
+
+
+def mosaic9():
+    """Stock's own mosaic of nine, which nothing in stock calls, with all that follows on it."""
+    nine = vars(dataloaders.LoadImagesAndLabels)["load_mosaic9"]
+    for root, copy_paste in (("boxes", 0.0), ("segments", 0.5)):
+        with fork(load_mosaic=nine), Lines() as lines:
+            same(root, augment=True, hyp={**HYP, "copy_paste": copy_paste}, workers=0)
+            planned(lines)
+
+
+def fork_colours():
+    """A function that calls stock's, given as a closure, is planned."""
+    stock = dataloaders.augment_hsv
+    with fork(augment_hsv=lambda *arguments, **options: stock(*arguments, **options)), Lines() as lines:
+        same(**TRAIN, workers=0)
+        planned(lines)
+
+
+def blurred(image, *arguments, **options):
+    """Half of the pictures are blurred and darkened, in place: no plan can say that."""
+    if random.random() < 0.5:
+        cv2.blur(image, (3, 3), dst=image)
+        image //= 2
+
+
+def cut_out(image, *arguments, **options):
+    """A rectangle of one colour, and one of another part of the picture."""
+    image[4:20, 5:30] = random.randint(0, 255)
+    image[40:60, 30:50] = image[10:30, 20:40]
+
+
+def fork_unknown():
+    """Pixels are made where the recorder does not know an operation, which one line says."""
+    for change, said in ((blurred, "cv2.blur"), (cut_out, "an assignment to a part of a picture")):
+        with fork(augment_hsv=change), Lines() as lines:
+            same(**TRAIN, workers=0)
+            same(**TRAIN, workers=2)
+            assert len(lines.about(f"a plan cannot say {said}: YOLOv5's code makes the pixels")) == 1, lines.lines
+            assert not lines.about("leaves the rest"), lines.lines
+
+
+class Elsewhere:
+    """Code that no copy of a function reaches."""
+
+    def __call__(self, image):
+        cv2.rectangle(image, (5, 5), (40, 40), (1, 2, 3), -1)
+
+
+def fork_elsewhere():
+    """Where a fork's code cannot run on stand-ins, it makes all pictures, from the same random states."""
+    elsewhere = Elsewhere()
+    with fork(augment_hsv=lambda image, **options: elsewhere(image)), Lines() as lines:
+        same(**TRAIN, workers=0)
+        assert len(lines.about("leaves the rest to YOLOv5")) == 1, lines.lines
+        same(**TRAIN, workers=2)
+
+
+def fork_floats():
+    """Pictures that no plan can say at all."""
+    stock = dataloaders.LoadImagesAndLabels.__getitem__
+
+    def halves(self, index):
+        image, *rest = stock(self, index)
+        return image.half() / 2, *rest
+
+    dataloaders.LoadImagesAndLabels.__getitem__ = halves
+    try:
+        for workers in (0, 2):
+            same(**TRAIN, workers=workers)
+    finally:
+        dataloaders.LoadImagesAndLabels.__getitem__ = stock
+
+
+def changed_later():
+    """A function that is exchanged while a training runs counts from the next batch on."""
+
+    def exchanged(root, **options):
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+        loader, _ = dataloaders.create_dataloader(str(root / "images"), SIZE, 6, 32, **options)
+        found = [batch[:3] for batch in loader]
+        with fork(augment_hsv=blurred):
+            return found + [batch[:3] for batch in loader]
+
+    root = make("boxes")
+    compare(ours(exchanged, root, **TRAIN, workers=0), exchanged(root, **TRAIN, workers=0))
 
 
 TRAIN = {"augment": True, "hyp": HYP}
@@ -408,6 +565,13 @@ CASES = {
     "albumentations": albumentations,
     "segmentation": segmentation,
     "changed_code": changed_code,
+    "fork_mosaic": fork_mosaic,
+    "mosaic9": mosaic9,
+    "fork_colours": fork_colours,
+    "fork_unknown": fork_unknown,
+    "fork_elsewhere": fork_elsewhere,
+    "fork_floats": fork_floats,
+    "changed_later": changed_later,
 }
 
 if __name__ == "__main__":

@@ -33,12 +33,12 @@ class LoaderOptim(Switch):
             return
         from torch_fastdet.yolov5 import loader  # with cv2, which nothing else of ours needs
 
-        version, reason = loader.known_version(module)
-        if version is None:
+        reason = loader.unknown_code(module)
+        if reason is not None:
             self.cannot_apply(reason)
             return
         infinite, plain = loader.loader_classes(stock["InfiniteDataLoader"])
-        dataset = loader.dataset_class(stock["LoadImagesAndLabels"], version)
+        dataset = loader.dataset_class(stock["LoadImagesAndLabels"])
         for old, new in ((stock["LoadImagesAndLabels"], dataset), (stock["InfiniteDataLoader"], infinite)):
             self.patches.replace_everywhere(self.name, old, new, self.patches.modules())
         self.replace(module, "DataLoader", plain)  # what create_dataloader takes for --image-weights
