@@ -328,9 +328,7 @@ def test_a_shape_that_there_is_no_memory_to_capture_runs_eagerly(gpu):
         model.times = 2 * (calls == 1)  # beside graphs, and without
         assert graphed(images(4, 3, 32, 32)).isfinite().all()
     assert graphed.graphs.shapes == [] and graphed.graphs.reason is None
-    assert said[-1] == (
-        "there is no memory to capture input (4, 3, 32, 32), which runs eagerly (OutOfMemoryError: CUDA out of memory)"
-    )
+    assert said[-1] == "there is no memory to capture input (4, 3, 32, 32), which runs eagerly"
     for _ in range(2):
         graphed(images(2, 3, 32, 32))
     assert graphed.graphs.shapes == [(2, 3, 32, 32)]

@@ -11,7 +11,7 @@ import torch
 
 from torch_fastdet._torch import private
 from torch_fastdet.graphs import _capture
-from torch_fastdet.memory import CAPTURE, Owner, register, with_room
+from torch_fastdet.memory import CAPTURE, Owner, is_out_of_memory, register, with_room
 
 G = TypeVar("G")
 T = TypeVar("T")
@@ -22,7 +22,8 @@ class GraphPool(Owner, Generic[G]):
 
     Only one graph runs at a time, so all of them share one pool. At most ``max_graphs`` are kept; the least recently used
     goes first. A key's first ``warmup`` calls run eagerly. Where an eager call or a capture runs out of memory, the pictures on
-    the GPU are dropped, then all graphs that this thread used last, and it runs again.
+    the GPU are dropped, then all graphs that this thread used last, and it runs again. A key that there is no memory to capture
+    runs eagerly from then on, until :meth:`reset`; others, such as those of a smaller batch, are still captured.
 
     Args:
         max_graphs: how many graphs to keep.
@@ -44,6 +45,7 @@ class GraphPool(Owner, Generic[G]):
         self._say, self._forget = say, forget
         self._graphs: OrderedDict[Hashable, G] = OrderedDict()
         self._calls: Counter[Hashable] = Counter()
+        self._too_large: set[Hashable] = set()
         self._stream: torch.cuda.Stream | None = None
         self._thread = 0
         self.device = None
@@ -84,7 +86,9 @@ class GraphPool(Owner, Generic[G]):
         return f"{len(self)} graphs" if len(self) and self._thread == threading.get_ident() else ""
 
     def release(self) -> None:
-        self.reset()
+        """Drop all graphs; each key begins with its warm-up again."""
+        self.drop()
+        self._calls.clear()
 
     def drop(self) -> None:
         """Drop all graphs. Keys that were warmed up stay warm."""
@@ -93,12 +97,13 @@ class GraphPool(Owner, Generic[G]):
         self._forget()
 
     def reset(self) -> None:
-        """Drop all graphs; each key begins with its warm-up again."""
-        self.drop()
-        self._calls.clear()
+        """The same, also for keys that there was no memory to capture."""
+        self.release()
+        self._too_large.clear()
 
     def is_warm(self, key: Hashable) -> bool:
-        return self._calls[key] >= self.warmup
+        """Whether the key is to be captured now."""
+        return self._calls[key] >= self.warmup and key not in self._too_large
 
     def warm_up(self, key: Hashable, run: Callable[[], T]) -> T:
         """Run eagerly, and count it. A call that raises does not count."""
@@ -106,8 +111,11 @@ class GraphPool(Owner, Generic[G]):
         self._calls[key] += 1
         return result
 
-    def capture(self, key: Hashable, make: Callable[[], G]) -> G:
-        """Keep what ``make()`` captures, with its memory from ``handle``. Where that fails, all graphs are dropped."""
+    def capture(self, key: tuple, make: Callable[[], G]) -> G | None:
+        """Keep what ``make()`` captures, with its memory from ``handle``; None where there is no memory for it.
+
+        Where it fails, all graphs are dropped. ``key`` begins with the shape of the input.
+        """
         while len(self._graphs) >= self.max_graphs:
             self._graphs.popitem(last=False)
 
@@ -118,7 +126,12 @@ class GraphPool(Owner, Generic[G]):
 
         try:
             graph = self._graphs[key] = with_room(captured, self.device, self._say, Exception)
-        except BaseException:
+        except BaseException as error:
             self.drop()  # torch's allocator of pinned memory refuses to capture into this pool again
-            raise
-        return graph
+            if not is_out_of_memory(error):
+                raise
+        else:
+            return graph
+        self._too_large.add(key)
+        self._say(f"there is no memory to capture input {key[0]}, which runs eagerly")
+        return None

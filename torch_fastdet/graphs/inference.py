@@ -18,7 +18,6 @@ from torch_fastdet.graphs import _capture
 from torch_fastdet.graphs._baked import BakedForward
 from torch_fastdet.graphs._pool import GraphPool
 from torch_fastdet.graphs._refusal import first_line, location_of, why_not
-from torch_fastdet.memory import is_out_of_memory
 
 # A capture takes as long as some 30 calls save: so many calls pay for one, and the first few are free.
 _CALLS_FOR_A_CAPTURE = 32
@@ -91,7 +90,6 @@ class InferenceGraphs:
         self._baked = BakedForward(settings)
         self._lock = threading.RLock()
         self._stream: torch.cuda.Stream | None = None  # of the last replay
-        self._too_large: set[tuple] = set()  # keys whose captures ran out of memory
         self._saved = float(_MOST_SAVED)  # captures that calls have paid for
         self._pool: GraphPool[_Captured] = GraphPool(max_graphs, warmup, say)
 
@@ -107,7 +105,6 @@ class InferenceGraphs:
     def reset(self) -> None:
         """Forget all graphs; the next calls capture again."""
         with self._lock:
-            self._too_large.clear()
             self._pool.reset()
 
     def __call__(self, x: Tensor, forward: Callable[[Tensor], Any] | None = None) -> Any:
@@ -134,7 +131,7 @@ class InferenceGraphs:
             if captured is not None:
                 return captured.replay(x)
             result = self._pool.warm_up(key, lambda: run(x))
-            if self._pool.is_warm(key) and key not in self._too_large and self._saved >= 1:
+            if self._pool.is_warm(key) and self._saved >= 1:
                 self._saved -= 1
                 self._capture(key, x, module, run)
             return result
@@ -164,14 +161,9 @@ class InferenceGraphs:
         reason = why_not(module, averaged=True)
         if reason is None:
             try:
-                self._pool.capture(key, lambda: self._captured(x, module, run))
-            except Exception as error:
-                if is_out_of_memory(error):  # the next shape may be smaller
-                    self._too_large.add(key)
-                    self._tell(
-                        f"there is no memory to capture input {tuple(x.shape)}, which runs eagerly ({first_line(error)})"
-                    )
+                if self._pool.capture(key, lambda: self._captured(x, module, run)) is None:
                     return
+            except Exception as error:
                 reason = f"{location_of(error, module)} failed during the capture, {first_line(error)}"
         if reason is None:
             self._tell(f"{type(module).__name__} answers by CUDA graphs from now on, one for each input shape")

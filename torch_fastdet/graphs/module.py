@@ -23,7 +23,6 @@ from torch_fastdet.graphs._casts import weights_cast_once
 from torch_fastdet.graphs._pool import GraphPool
 from torch_fastdet.graphs._refusal import CaptureError, first_line, location_of, why_not
 from torch_fastdet.graphs.distributed import GradientAverage, Ranks
-from torch_fastdet.memory import is_out_of_memory
 
 
 class _Captured:
@@ -163,7 +162,6 @@ class ModuleGraphs:
         self._told: set[str] = set()
         self._baked = BakedModule()
         self._leaf: torch.Tensor | None = None
-        self._too_large: set[tuple] = set()  # keys whose captures ran out of memory
         # Gradients of all graphs, outside their pool: there the next forward pass would overwrite them.
         self._gradients: dict[nn.Parameter, torch.Tensor] = {}
         self.saved: dict[torch.Tensor, torch.Tensor] = {}
@@ -186,7 +184,6 @@ class ModuleGraphs:
 
     def reset(self) -> None:
         """Forget all graphs; the next calls capture again."""
-        self._too_large.clear()
         self._pool.reset()
 
     def _forget(self) -> None:
@@ -211,7 +208,7 @@ class ModuleGraphs:
         key = self._baked.key(x)
         captured = self._pool.get(key, x.device)
         if captured is None:
-            if not self._pool.is_warm(key) or key in self._too_large:
+            if not self._pool.is_warm(key):
                 return self._pool.warm_up(key, lambda: self.forward(x))
             captured = self._try_capture(key, x)
             if captured is None:
@@ -264,13 +261,9 @@ class ModuleGraphs:
         try:
             captured = self._pool.capture(key, lambda: self._captured(x))
         except Exception as error:
-            if is_out_of_memory(error):  # the next shape may be smaller
-                self._too_large.add(key)
-                self.say(
-                    f"there is no memory to capture input {tuple(x.shape)}, which runs eagerly ({first_line(error)})"
-                )
-                return None
             self._give_up(f"{location_of(error, self.module)} failed during the capture, {first_line(error)}", error)
+            return None
+        if captured is None:
             return None
         self.say(
             f"captured forward and backward of {type(self.module).__name__} for input {captured.shape}; "

@@ -239,18 +239,17 @@ class TrainStep:
             self._ranks.sync = update
             self._ranks.before_forward(self.model)
         phase = self._pool.get(key, self.device)
-        if phase is None and not self._pool.is_warm(key):
-            static = self._static_images(images)
+        static = self._static_images(images) if phase is None else phase.images
+        if phase is not None:
+            static.copy_(images.detach(), non_blocking=True)
+        elif self._pool.is_warm(key):
+            phase = self._capture_phase(key, static)
+        if phase is None:
             items, used = self._pool.warm_up(key, lambda: self._run(static, first, updates))
             self._columns = targets.shape[1]
             self._count_micro_batch(used, last)
             self._baked = self._look()  # the first step makes momentum buffers
             return items
-        if phase is None:
-            static = self._static_images(images)
-            phase = self._capture_phase(key, static)
-        else:
-            phase.images.copy_(images.detach(), non_blocking=True)
         self.fused.refresh()
         phase.graph.replay()
         if updates:
@@ -411,11 +410,13 @@ class TrainStep:
             totals.update({i: kept[i] for i in self._summed if i not in totals})
         return totals
 
-    def _capture_phase(self, key: tuple, static: torch.Tensor) -> _Phase:
+    def _capture_phase(self, key: tuple, static: torch.Tensor) -> _Phase | None:
         reason = why_not(self.model, averaged=True)
         if reason is not None:
             raise CaptureError(f"TrainStep: {type(self.model).__name__} cannot be captured in a CUDA graph: {reason}")
         phase = self._pool.capture(key, lambda: self._captured(key, static))
+        if phase is None:
+            return None
         memory = self.memory()
         kind = _KINDS[key[2:4]] if self._ranks is None else _KINDS_OF_RANKS[key[2]]
         self.say(
