@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 from collections import deque
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from torch_fastdet._say import rank, say
+from torch_fastdet._torch.private import lost_cuda_in_fork
 
 TARGET_COLUMNS = ("image", "class", "x", "y", "w", "h")
 WANTED = ("an image index of the batch", "a class index below the number of classes", *["a finite number"] * 4)
@@ -63,13 +65,14 @@ class DeferredStatus:
         buffer.copy_(status, non_blocking=True)
         event.record(torch.cuda.current_stream(status.device))  # where the copy runs, whatever device is current
         self._pending.append((buffer, event, rows, status.device))
-        if _unread is not None:
-            _unread.add(self)
+        _unread.add(self)
 
     def raise_arrived(self, wait: bool = False) -> None:
         """Raise ValueError for the first status that arrived and has an error. ``wait``: wait for all of them first."""
         while self._pending and (wait or self._pending[0][1].query()):
             buffer, event, rows, device = self._pending.popleft()
+            if not self._pending:
+                _unread.discard(self)
             event.synchronize()
             status = buffer.tolist()
             self._free.setdefault(device, []).append((buffer, event))  # an event belongs to one device
@@ -78,8 +81,7 @@ class DeferredStatus:
                 raise ValueError(error)
 
 
-# Set inside raised_at_the_end: keeps statuses alive after their losses.
-_unread: set[DeferredStatus] | None = None
+_unread: set[DeferredStatus] = set()  # which have something pending; kept alive after their losses
 
 
 @contextlib.contextmanager
@@ -88,8 +90,6 @@ def raised_at_the_end() -> Iterator[None]:
 
     Ranks above 0 end well all the same, after a line: rank 0 may be writing its last checkpoint, and torchrun would stop it.
     """
-    global _unread
-    _unread = set()
     try:
         yield
     except SystemExit as end:
@@ -100,14 +100,30 @@ def raised_at_the_end() -> Iterator[None]:
     else:
         _raise_unread()
     finally:
-        _unread = None
+        _unread.clear()
 
 
 def _raise_unread() -> None:
-    for status in _unread or ():
+    for status in list(_unread):
         try:
             status.raise_arrived(wait=True)
         except ValueError as error:
             if rank() in ("", "0"):
                 raise
-            say(f"rank {rank()}, in one of its last steps: {error}", logging.ERROR, every_rank=True)
+            _say_last(error)
+
+
+def _say_last(error: ValueError) -> None:
+    where = f"rank {rank()}, in one of its last steps" if rank() else "in one of the last steps"
+    say(f"{where}: {error}", logging.ERROR, every_rank=True)
+
+
+@atexit.register
+def _say_unread() -> None:
+    """Of a program with a loop of its own, which ends: nothing can be raised any more."""
+    with contextlib.suppress(RuntimeError):  # of a GPU that failed, which the program has seen
+        for status in [] if lost_cuda_in_fork() else list(_unread):
+            try:
+                status.raise_arrived(wait=True)
+            except ValueError as error:
+                _say_last(error)

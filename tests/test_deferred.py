@@ -1,0 +1,69 @@
+"""What a loss on a GPU reports after the last step of a program with a loop of its own is said when the program ends."""
+
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.cpu
+OWN_LOOP = """
+import os, sys, torch
+from torch_fastdet._deferred import DeferredStatus
+
+class Event:
+    def record(self, stream): ...
+    def query(self): return False
+    def synchronize(self): ...
+
+empty = torch.empty
+torch.empty = lambda *args, pin_memory=False, **options: empty(*args, **options)
+torch.cuda.Event, torch.cuda.current_stream = Event, lambda device: None
+
+def train():
+    checks = DeferredStatus(lambda status, rows: f"row {status[0]} of {rows} is bad" if status[0] else None)
+    checks.add(torch.tensor([0]), 8)
+    checks.add(torch.tensor([BAD]), 8)
+    return checks
+"""
+
+
+def run(ending: str, bad: int = 7) -> subprocess.CompletedProcess:
+    code = OWN_LOOP.replace("BAD", str(bad)) + ending
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+
+
+def test_a_fault_of_the_last_step_is_said():
+    """Though the loss is gone by then."""
+    ended = run("train()")
+    assert ended.returncode == 0 and ended.stderr.splitlines() == ["in one of the last steps: row 7 of 8 is bad"]
+
+
+def test_what_was_raised_is_not_said_again():
+    ended = run(
+        """
+try:
+    train().raise_arrived(wait=True)
+except ValueError as error:
+    print(error)
+"""
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "row 7 of 8 is bad\n", "")
+
+
+def test_good_targets_are_not_spoken_of():
+    assert run("train()", bad=0).stderr == ""
+
+
+def test_a_forked_process_says_nothing():
+    """It has no CUDA to wait for its parent's losses with."""
+    ended = run(
+        """
+import torch_fastdet._deferred as deferred
+train()
+if os.fork() == 0:
+    deferred.lost_cuda_in_fork = lambda: True
+    sys.exit()
+os.wait()
+"""
+    )
+    assert ended.stderr.count("is bad") == 1
