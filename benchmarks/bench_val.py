@@ -22,7 +22,7 @@ import torch
 from benchmarks.harness import OURS, WORK, Report, add_arguments, at_least, missing
 from examples.demo.training import FASTDET, STOCK, Machine, Variant, stream, train
 from examples.yolov5_env import environment
-from torch_fastdet.yolov5.registry import ALL, SWITCHES
+from torch_fastdet.yolov5.switches import ALL, SWITCHES
 
 BATCH = 32
 # "Class  Images ...: 100%|##########| 48/48 [00:06<00:00,  7.33it/s]": tqdm ends with the rate of the whole pass.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections import Counter
 
 logger = logging.getLogger("torch_fastdet")
 
@@ -15,6 +16,14 @@ class _Lines(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if not is_configured():
             print(f"torch_fastdet: {record.getMessage()}", file=sys.stderr, flush=True)
+
+
+#: How often each switch did something since ``patch()``, by its name and by what it did.
+counts: Counter[tuple[str, str]] = Counter()
+
+
+def count(switch: str, what: str) -> None:
+    counts[switch, what] += 1
 
 
 _lines = _Lines()

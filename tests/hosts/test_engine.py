@@ -1,6 +1,7 @@
 """The engine of patch() and unpatch() on modules made here: what is replaced, what is left alone, what is put back."""
 
 import ast
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -9,11 +10,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 import torch_fastdet
 from torch_fastdet.hosts.engine.host import ALL, Host
 from torch_fastdet.hosts.engine.replace import SwitchError
-from torch_fastdet.hosts.engine.switch import Name, Switch, class_of
+from torch_fastdet.hosts.engine.switch import GPU, Outside, Switch, Target
+from torch_fastdet.hosts.evidence import Asks, Obstacle
 
 
 class Liar:
@@ -36,27 +39,17 @@ def module(name, source="", **values):
     return made
 
 
-# The modules of these tests: other tests load packages that have a Box, too.
-OURS = ("host", "later", "user")
 STOCK = "def area(width, height=1):\n    return 'stock'\n\n\nclass Box:\n    def size(self):\n        return 'stock'\n"
 
 
-class AreaOptim(Switch):
-    name = "area_optim"
-    help = "area"
-    modules = ("shapes",)
-    names = (Name("area", area, ("host.shapes",)),)
+AREA = Switch("area_optim", "area", (Target(("host.shapes",), "area", area),), modules=("shapes",))
 
 
-class SizeOptim(Switch):
-    name = "size_optim"
-    help = "size"
+def over(active, stock, owner):
+    return lambda box: f"ours over {stock(box)}"
 
-    def visit(self, module):
-        box = class_of(module, "Box")
-        if box is not None and box.__module__.partition(".")[0] in OURS and not self.has_replaced(box):
-            stock = box.size
-            self.replace(box, "size", lambda box: f"ours over {stock(box)}")
+
+SIZE = Switch("size_optim", "size", (Target(("host.shapes",), "Box.size", make=over),))
 
 
 @pytest.fixture
@@ -73,7 +66,7 @@ def loaded(monkeypatch):
 
 @pytest.fixture
 def host():
-    made = Host({switch.name: switch for switch in (AreaOptim, SizeOptim)}, ("host",))
+    made = Host({switch.name: switch for switch in (AREA, SIZE)}, ("host",))
     yield made
     made.unpatch()
 
@@ -144,18 +137,11 @@ def test_what_a_user_replaces_later_stays(loaded, host, capsys):
 def test_a_method_that_a_user_has_wrapped_stays(loaded, host, capsys, named):
     """Even in a wrapper that bears stock's names."""
 
-    class Stock(Switch):
-        name, help = "size_optim", "size"
-
-        def visit(self, module):
-            box = class_of(module, "Box")
-            if box is not None and box.__module__ == "host.shapes":
-                self.replace_stock(box, "size", lambda box: "ours", "host")
-
+    own = Target(("host.shapes",), "Box.size", make=lambda *_: lambda box: "ours", own=True)
     shapes = loaded(module("host.shapes", STOCK))
     stock = shapes.Box.size
     shapes.Box.size = theirs = functools.wraps(stock)(lambda box: f"user's over {stock(box)}")
-    host.switches = {"size_optim": Stock}
+    host.switches = {"size_optim": Switch("size_optim", "size", (own,))}
     if named:
         with pytest.raises(
             SwitchError, match=r"size_optim cannot apply: host\.shapes\.Box\.size has been replaced by somebody"
@@ -174,14 +160,11 @@ def test_a_method_that_a_user_has_wrapped_stays(loaded, host, capsys, named):
 def test_two_hosts_may_replace_one_name(loaded, host, order):
     """Each goes on with what lies below it, in whatever order they are put back."""
 
-    class Twice(Switch):
-        name, help = "twice", "twice"
-
-        def start(self):
-            self.replace(sys.modules["host.shapes"], "area", area)
+    def start(active):
+        active.replace(sys.modules["host.shapes"], "area", area)
 
     shapes = loaded(module("host.shapes", STOCK))
-    stock, hosts = shapes.area, [host, Host({"twice": Twice}, ())]
+    stock, hosts = shapes.area, [host, Host({"twice": Switch("twice", "twice", (), start=start)}, ())]
     hosts[0].patch({"area_optim": True})
     hosts[1].patch({"twice": True})
     hosts[order[0]].unpatch()
@@ -219,11 +202,8 @@ def test_modules_that_are_imported_later(tmp_path, monkeypatch, host):
 
 
 def test_a_late_module_gets_the_original_of_its_package_or_the_first_one(loaded):
-    class BothOptim(Switch):
-        name, help = "both_optim", "area"
-        names = (Name("area", area, ("first.shapes", "second.shapes")),)
-
-    both = Host({"both_optim": BothOptim}, ("first", "second"))
+    target = Target(("first.shapes", "second.shapes"), "area", area)
+    both = Host({"both_optim": Switch("both_optim", "area", (target,))}, ("first", "second"))
     first, second = loaded(module("first.shapes", STOCK)), loaded(module("second.shapes", STOCK))
     originals = first.area, second.area
     both.patch({})
@@ -234,7 +214,7 @@ def test_a_late_module_gets_the_original_of_its_package_or_the_first_one(loaded)
 
 
 def test_a_switch_that_needs_a_gpu(loaded, host, monkeypatch, capsys):
-    monkeypatch.setattr(SizeOptim, "needs_gpu", True)
+    host.switches = {"area_optim": AREA, "size_optim": dataclasses.replace(SIZE, evidence=(GPU,))}
     monkeypatch.setattr("torch_fastdet.hosts.engine.switch.missing_gpu", lambda: "there is no GPU.")
     loaded(module("host.shapes", STOCK))
     assert len(host.patch({ALL: True})) == 1
@@ -243,12 +223,58 @@ def test_a_switch_that_needs_a_gpu(loaded, host, monkeypatch, capsys):
         host.patch({"size_optim": True})
 
 
+def test_the_rows_of_a_class(loaded, host, capsys):
+    """One method that is added, one that follows it, one that stays with a line, one that is missing, and a class of torch."""
+
+    def unknown(stock):
+        return "it is unknown."
+
+    where = ("host.shapes",)
+    targets = (
+        Target(where, "Box.copy", make=lambda *_: lambda box: "copied", adds=True),
+        Target(where, "Box.size", make=over, after="Box.copy", note=" (noted)"),
+        Target(where, "Box.area", make=over, evidence=(Asks("why", unknown),), otherwise="say"),
+        Target(where, "Box.quiet", make=over, class_evidence=(Asks("why", unknown),), otherwise="nothing"),
+        Target(where, "Box.gone", make=over),
+        Target(where, "area", make=lambda *_: None),
+        Target(where, "Box", make=lambda *_: Obstacle("it may be derived from."), otherwise="say"),
+        Outside(torch.nn.Identity, "forward", forward := lambda self, x: x, " (outside)"),
+    )
+    source = STOCK + "\n    def area(self):\n        return 1\n\n    def quiet(self):\n        return 2\n"
+    shapes = loaded(module("host.shapes", source))
+    stock, identity = dict(vars(shapes.Box)), torch.nn.Identity.forward
+    host.switches = {"box": Switch("box", "box", targets)}
+    lines = host.patch({"box": True})
+    assert [line.partition(" -> ")[0] for line in lines] == [
+        "box: torch.nn.modules.linear.Identity.forward",
+        "box: host.shapes.Box.copy",
+        "box: host.shapes.Box.size",
+    ]
+    said = capsys.readouterr().err
+    assert (
+        said.count(" (noted)\n")
+        == said.count(" (outside)\n")
+        == said.count("box: host.shapes.Box stays: it may be")
+        == 1
+    )
+    assert said.count("box: host.shapes.Box.area stays: it is unknown.\n") == 1 and said.count("unknown") == 1
+    assert shapes.Box().size() == "ours over stock" and shapes.Box().copy() == "copied" and shapes.Box().area() == 1
+    assert torch.nn.Identity.forward is forward
+    host.unpatch()
+    assert dict(vars(shapes.Box)) == stock and torch.nn.Identity.forward is identity
+    missing = Target(where, "Box.gone", make=over, missing="refuse")
+    host.switches = {"box": Switch("box", "box", (missing, Target(where, "Cube.size", make=over, missing="refuse")))}
+    host.patch({})
+    said = capsys.readouterr().err
+    assert "box does not apply: host.shapes has no Box.gone." in said and "host.shapes has no Cube." in said
+
+
 PACKAGE = Path(torch_fastdet.__file__).parent
 
 
 def test_the_engine_knows_no_host():
     """And its modules import each other in one direction."""
-    order = ["signature", "import_hook", "replace", "switch", "host", "launcher"]
+    order = ["import_hook", "replace", "switch", "host", "launcher"]
     for place, name in enumerate(order):
         tree = ast.parse((PACKAGE / "hosts/engine" / f"{name}.py").read_text())
         imported = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]

@@ -8,8 +8,9 @@ import pytest
 
 from torch_fastdet.hosts.engine.import_hook import namespace
 from torch_fastdet.hosts.engine.replace import Patches
-from torch_fastdet.ultralytics.registry import SWITCHES as ULTRALYTICS
-from torch_fastdet.yolov5.registry import SWITCHES as YOLOV5
+from torch_fastdet.hosts.engine.switch import Active, Target
+from torch_fastdet.ultralytics.switches import SWITCHES as ULTRALYTICS
+from torch_fastdet.yolov5.switches import SWITCHES as YOLOV5
 
 # The prefixes that the host's modules may have, for each of its switches.
 CASES = {f"yolov5-{name}": (switch, ("", "yolov5.")) for name, switch in YOLOV5.items()}
@@ -31,27 +32,43 @@ def lazy_module():
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_switch_reads_no_attribute_of_other_modules(monkeypatch, case):
-    kind, prefixes = CASES[case]
+    switch, prefixes = CASES[case]
     others = lazy_module(), Silent("silent")
     before = type(others[0])
     made = {"ultralytics": ModuleType("ultralytics")}
     vars(made["ultralytics"])["__version__"] = "8.4.190"
-    definers = {(definer, name.attribute) for name in kind.names for definer in name.definers}
-    for full in {prefix + name for prefix in prefixes for name in kind.modules} | {definer for definer, _ in definers}:
+    targets = [target for target in switch.targets if isinstance(target, Target)]
+    definers = {(definer, target.name) for target in targets if not target.is_method for definer in target.where}
+    owners = {(definer, *target.name.split(".")) for target in targets if target.is_method for definer in target.where}
+    for full in {prefix + name for prefix in prefixes for name in switch.modules} | {
+        row[0] for row in definers | owners
+    }:
         made[full] = ModuleType(full)
+    for definer, name, method in owners:
+        space = vars(made[definer])
+        if name not in space:
+            exec(f"class {name}:\n    pass\n", space)
+        setattr(space[name], method, lambda self: None)
     for definer, attribute in definers:
         exec(f"def {attribute}():\n    pass\n", vars(made[definer]))
     for full, module in (*made.items(), ("lazy", others[0]), ("silent", others[1])):
         monkeypatch.setitem(sys.modules, full, module)
-    monkeypatch.setattr(kind, "refusal", lambda *_: None)
-    monkeypatch.setattr(kind, "drop_in", lambda *_: object())
+    monkeypatch.setattr(Target, "obstacle", lambda *_: None)
+    monkeypatch.setattr(Active, "_make", lambda *_: object())
     patches = Patches((), (), lambda module: None)
-    switch = kind(patches)
+    active = Active(switch, patches)
     try:
-        switch.start()
-        switch.look_through([*made.values(), *others])
+        active.begin()
+        active.look_through([*made.values(), *others])
         replaced = {(vars(module)["__name__"], name) for module in made.values() for name in vars(module)} & definers
-        assert replaced == definers and len(patches.replacements) >= len(definers)
+        assert replaced == definers
+        methods = {
+            (r.owner.__module__, r.owner.__name__, r.attribute)
+            for r in patches.replacements
+            if isinstance(r.owner, type)
+        }
+        first = {(d, *target.name.split(".")) for target in targets if not target.after for d in target.where}
+        assert owners & first <= methods
     finally:
         patches.put_back()
     assert type(others[0]) is before is not ModuleType, "it has been loaded"

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from torch_fastdet.ultralytics.switch import installed_version, release
-from torch_fastdet.ultralytics.switches.channels_last import IN_STOCK
+from torch_fastdet.hosts.evidence import installed_version, release
+from torch_fastdet.ultralytics.training import IN_STOCK
 
 CASES = ("plain", "val_and_save", "multi_scale", "freeze", "freeze_later", "out_of_memory", "resume", "yolo26n")
 OPTIMIZERS = ("AdamW", "NAdam", "resume_AdamW", "resume_MuSGD", "out_of_memory_AdamW", "auto", "together")
@@ -43,7 +43,7 @@ def test_two_epochs_are_stocks(trainings):
     stock, graphed = trainings["plain"]["stock"], trainings["plain"]["graphed"]
     check(stock, graphed)
     assert captured(graphed) == [(6, 64, 64), (4, 64, 64)], "the smaller last batch has graphs of its own"
-    own = release(installed_version()) >= release(IN_STOCK)
+    own = release(installed_version("ultralytics")) >= release(IN_STOCK)
     assert graphed["said"][0].startswith(
         "channels_last: ultralytics 8." if own else "channels_last: ultralytics.nn.tasks."
     )
@@ -147,7 +147,7 @@ def test_older_trainers_get_nhwc_memory_beneath_the_graphs(monkeypatch):
     from torch_fastdet import ultralytics as drop_in
 
     monkeypatch.setattr("torch_fastdet.hosts.engine.switch.missing_gpu", lambda: None)
-    monkeypatch.setattr("torch_fastdet.ultralytics.switches.channels_last.installed_version", lambda: "8.4.149")
+    monkeypatch.setattr("torch_fastdet.ultralytics.training.installed_version", lambda _: "8.4.149")
     before = dict(vars(tasks.DetectionModel))
     try:
         lines = drop_in.patch(channels_last=True, cuda_graph=True)

@@ -22,8 +22,8 @@ from ultralytics.cfg import get_cfg
 from tests.conftest import cuda_missing
 from torch_fastdet.ultralytics import SwitchError, patch, unpatch
 from torch_fastdet.ultralytics import loss as ours_module
-from torch_fastdet.ultralytics.switches import loss_optim
-from torch_fastdet.ultralytics.switches.loss_optim import differs
+from torch_fastdet.ultralytics import loss_trials as loss_optim
+from torch_fastdet.ultralytics.loss_trials import differs
 
 # In an object, for patch() replaces what modules hold.
 REAL = SimpleNamespace(loss=stock_loss.v8DetectionLoss, e2e=stock_loss.E2ELoss)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from torch_fastdet.ultralytics import patch
-from torch_fastdet.ultralytics.registry import SWITCHES
+from torch_fastdet.ultralytics.switches import SWITCHES
 
 OURS = "torch_fastdet.ultralytics.dropins"
 

@@ -11,7 +11,7 @@ from torch import nn
 from examples.demo.dataset import Recipe, make
 from tests.yolov5.conftest import IMAGE
 from tests.yolov5.real import results
-from torch_fastdet.yolov5.switches.nms_optim import _decoding
+from torch_fastdet.yolov5.decoding import decoding as _decoding
 
 SIZE = 96
 LAYOUT = "checkout"

@@ -23,15 +23,15 @@ def test_stocks_are_ours_and_nothing_is_drawn(loss):
     state = torch.get_rng_state()
     for default in ("cpu", "meta"):  # whatever the user's default is
         with torch.device(default):
-            assert trials.loss_differs(loss.ComputeLoss) is trials.ema_differs(ModelEMA) is None
-            assert trials.bbox_iou_differs(loss.bbox_iou) is trials.nms_differs(general.non_max_suppression) is None
+            assert trials.LOSS.check(loss.ComputeLoss) is trials.AVERAGE.check(ModelEMA) is None
+            assert trials.IOU.check(loss.bbox_iou) is trials.SUPPRESSION.check(general.non_max_suppression) is None
     assert torch.equal(state, torch.get_rng_state())
-    assert "its non_max" in trials.nms_differs(
+    assert "its non_max" in trials.SUPPRESSION.check(
         lambda *a, **k: general.non_max_suppression(*a, **{**k, "agnostic": True})
     )
-    assert "its non_max" in trials.nms_differs(lambda x, c, i, **k: general.non_max_suppression(x, c, 0.5, **k))
-    assert "its bbox_iou" in trials.bbox_iou_differs(lambda *a, **k: loss.bbox_iou(*a, **{**k, "CIoU": False}))
-    assert "its moving average" in trials.ema_differs(lambda *a, **k: ModelEMA(*a, tau=1999, **k))
+    assert "its non_max" in trials.SUPPRESSION.check(lambda x, c, i, **k: general.non_max_suppression(x, c, 0.5, **k))
+    assert "its bbox_iou" in trials.IOU.check(lambda *a, **k: loss.bbox_iou(*a, **{**k, "CIoU": False}))
+    assert "its moving average" in trials.AVERAGE.check(lambda *a, **k: ModelEMA(*a, tau=1999, **k))
 
 
 def test_targets_share_no_cell(loss):
@@ -76,7 +76,7 @@ def test_a_changed_detect_decodes_as_before_and_suppression_is_ours(loss, monkey
     from yolov5.models.yolo import Detect
     from yolov5.utils import general
 
-    assert trials.decoding_differs(Detect) is None
+    assert trials.DECODING.check(Detect) is None
     stock = Detect._make_grid
 
     def make_grid(self, *arguments):

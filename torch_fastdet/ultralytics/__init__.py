@@ -8,7 +8,7 @@
     unpatch()
 
 The functions follow ultralytics 8.4. Nothing of Ultralytics is imported before :func:`patch` is called. docs/ultralytics.md says
-what each switch replaces. ``registry.py`` is where a switch is added.
+what each switch replaces. ``switches.py`` is where a switch is added.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 from torch_fastdet.hosts.engine.switch import Switch, SwitchError
 from torch_fastdet.ultralytics.dropins import ModelEMA, bbox_iou, non_max_suppression
 from torch_fastdet.ultralytics.host import HOST
-from torch_fastdet.ultralytics.registry import ALL, SWITCHES
+from torch_fastdet.ultralytics.switches import ALL, SWITCHES
 
 __all__ = [
     "ALL",

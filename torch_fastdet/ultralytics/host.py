@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from torch_fastdet.hosts.engine.host import Host
-from torch_fastdet.ultralytics.registry import SWITCHES
+from torch_fastdet.ultralytics.switches import SWITCHES
 
 PACKAGE = "ultralytics"
 

@@ -1,4 +1,4 @@
-"""Small cases by which a version of Ultralytics shows that its code computes something else than ours.
+"""Small cases in which a version of Ultralytics shows what it computes.
 
 Some constants of Ultralytics are not parameters. So stock's code runs on made-up numbers when a switch is about to replace it. No
 random numbers are drawn: a training's own stay what they were.
@@ -12,39 +12,30 @@ import torch
 from torch import nn
 
 from torch_fastdet import optim
-from torch_fastdet.hosts.trials import average_differs, difference, iou_differs
+from torch_fastdet.hosts.evidence import Behaves
+from torch_fastdet.hosts.shared import cases
 from torch_fastdet.ultralytics.dropins import ModelEMA, bbox_iou
 
 REFERENCE = "8.4.190"
 
 
-def ema_differs(stock: Any) -> str | None:
-    """One line if ``stock``, a ModelEMA, moves another way than ours."""
-    return average_differs(stock, ModelEMA, REFERENCE)
+def _moved(kind: Any) -> torch.Tensor:
+    matrix = nn.Parameter(torch.linspace(-1, 1, 36).sin().view(4, 3, 3, 1))
+    bias = nn.Parameter(torch.linspace(0, 1, 5))
+    common = {"lr": 0.1, "momentum": 0.9, "nesterov": True}
+    groups = [
+        {"params": [matrix], "use_muon": True, "weight_decay": 0.01, **common},
+        {"params": [bias], "use_muon": False, **common},
+    ]
+    optimizer = kind(groups, muon=0.2, sgd=1.0)
+    for step in range(2):
+        matrix.grad = torch.linspace(0, 3 + step, 36).cos().view(4, 3, 3, 1)
+        bias.grad = torch.linspace(-1, 1 + step, 5)
+        optimizer.step()
+    return torch.cat([matrix.detach().flatten(), bias.detach()])
 
 
-def bbox_iou_differs(stock: Any) -> str | None:
-    """One line if ``stock``, a bbox_iou, gives other numbers than ours, of any kind."""
-    return iou_differs(stock, bbox_iou, REFERENCE)
-
-
-def musgd_differs(stock: Any) -> str | None:
-    """One line if ``stock``, a MuSGD, steps another way than ours."""
-
-    def moved(kind: Any) -> torch.Tensor:
-        matrix = nn.Parameter(torch.linspace(-1, 1, 36).sin().view(4, 3, 3, 1))
-        bias = nn.Parameter(torch.linspace(0, 1, 5))
-        common = {"lr": 0.1, "momentum": 0.9, "nesterov": True}
-        groups = [
-            {"params": [matrix], "use_muon": True, "weight_decay": 0.01, **common},
-            {"params": [bias], "use_muon": False, **common},
-        ]
-        optimizer = kind(groups, muon=0.2, sgd=1.0)
-        for step in range(2):
-            matrix.grad = torch.linspace(0, 3 + step, 36).cos().view(4, 3, 3, 1)
-            bias.grad = torch.linspace(-1, 1 + step, 5)
-            optimizer.step()
-        return torch.cat([matrix.detach().flatten(), bias.detach()])
-
-    # Ours has stock's bits on the CPU; another machine may sum bfloat16 products in another order.
-    return difference("a step of its MuSGD", lambda: (moved(stock), moved(optim.MuSGD)), 1e-3, REFERENCE)
+AVERAGE = cases.moving_average(ModelEMA, REFERENCE)
+IOU = cases.iou(bbox_iou, REFERENCE)
+# Ours has stock's bits on the CPU; another machine may sum bfloat16 products in another order.
+MUSGD = Behaves("a step of its MuSGD", lambda stock: (_moved(stock), _moved(optim.MuSGD)), 1e-3, REFERENCE)

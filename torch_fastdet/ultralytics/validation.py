@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_fastdet import ops
+from torch_fastdet.hosts.shapes import ConfusionMatrix, Validator
 from torch_fastdet.hosts.shared import average_precision
 from torch_fastdet.hosts.shared.floats import as_float
 
@@ -32,7 +33,7 @@ def match(stock: Callable, matching: Callable, rule: str) -> Callable:
     """``DetectionValidator._process_batch`` by one operator; a validator with a matching of its own gets stock's."""
 
     @functools.wraps(stock)
-    def _process_batch(self: Any, preds: dict[str, Tensor], batch: dict[str, Any]) -> dict[str, Any]:
+    def _process_batch(self: Validator, preds: dict[str, Tensor], batch: dict[str, Any]) -> dict[str, Any]:
         if type(self).match_predictions is not matching or not len(preds["cls"]) or not len(batch["cls"]):
             return stock(self, preds, batch)
         rows = _rows(preds)
@@ -91,7 +92,11 @@ def confuse(stock: Callable, rule: str) -> Callable:
 
     @functools.wraps(stock)
     def process_batch(
-        self: Any, detections: dict[str, Tensor], batch: dict[str, Any], conf: float = 0.25, iou_thres: float = 0.45
+        self: ConfusionMatrix,
+        detections: dict[str, Tensor],
+        batch: dict[str, Any],
+        conf: float = 0.25,
+        iou_thres: float = 0.45,
     ) -> None:
         if self.matches is not None or batch["bboxes"].shape[-1] != 4 or not isinstance(detections["cls"], Tensor):
             stock(self, detections, batch, conf, iou_thres)
@@ -111,7 +116,7 @@ def update_on_host(stock: Callable, processing: Callable) -> Callable:
     """
 
     @functools.wraps(stock)
-    def update_metrics(self: Any, preds: list[dict[str, Tensor]], batch: dict[str, Any]) -> None:
+    def update_metrics(self: Validator, preds: list[dict[str, Tensor]], batch: dict[str, Any]) -> None:
         device = self.device
         if type(self)._process_batch is not processing or torch.device(device).type == "cpu" or not preds:
             stock(self, preds, batch)

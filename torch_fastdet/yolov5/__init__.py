@@ -7,7 +7,7 @@
 
     add_arguments(parser); opt = parser.parse_args(); apply(opt)                                your own train.py
 
-docs/yolov5.md says what each switch replaces. ``registry.py`` says how to add a switch.
+docs/yolov5.md says what each switch replaces. ``switches.py`` says how to add a switch.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from torch_fastdet.hosts.engine.switch import Switch, SwitchError
 from torch_fastdet.yolov5.dropins import bbox_iou, non_max_suppression, smart_optimizer
 from torch_fastdet.yolov5.host import HOST
 from torch_fastdet.yolov5.loss import ComputeLoss
-from torch_fastdet.yolov5.registry import ALL, SWITCHES
+from torch_fastdet.yolov5.switches import ALL, SWITCHES
 
 __all__ = [
+    "ALL",
+    "SWITCHES",
     "ComputeLoss",
     "ModelEMA",
     "Switch",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_fastdet.hosts.formula import agree, pictures, stand_ins
+from torch_fastdet.hosts.evidence import agree, pictures, stand_ins
 from torch_fastdet.hosts.shared.necks import joined_upsampling
 
 STOCK_MODULES = ("models.yolo", "yolov5.models.yolo")

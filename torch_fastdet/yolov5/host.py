@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from torch_fastdet.hosts.engine.host import Host
+from torch_fastdet.hosts.evidence import Obstacle
 from torch_fastdet.yolov5 import layout
-from torch_fastdet.yolov5.registry import SWITCHES
+from torch_fastdet.yolov5.switches import SWITCHES
 
 # First parts of the module names of both layouts: the GitHub checkout's folders and scripts, and the PyPI package.
 PACKAGES = frozenset(
@@ -21,11 +22,11 @@ class YOLOv5(Host):
     #: The script that a launcher runs; YOLOv5 may be beside it or above it.
     script: Path | None = None
 
-    def missing(self) -> str | None:
+    def missing(self) -> Obstacle | None:
         if layout.script_has_yolov5(self.script):
             return None
         places = "on the path" if self.script is None else f"beside or above {self.script}, or on the path"
-        return layout.MISSING.format(places=places)
+        return Obstacle(layout.MISSING.format(places=places))
 
     def import_modules(self, names: Iterable[str]) -> None:
         layout.import_modules(names, layout.importable_prefix() or "")

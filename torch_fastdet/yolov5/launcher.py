@@ -24,7 +24,7 @@ from torch_fastdet.hosts.engine.launcher import Launcher
 from torch_fastdet.hosts.engine.switch import SwitchError
 from torch_fastdet.yolov5 import layout
 from torch_fastdet.yolov5.host import HOST
-from torch_fastdet.yolov5.registry import SWITCHES
+from torch_fastdet.yolov5.switches import SWITCHES
 
 PROG = "python -m torch_fastdet.yolov5"
 LAUNCHER = Launcher(

@@ -1,4 +1,4 @@
-"""Small cases by which a fork of YOLOv5 shows that its code computes something else than ours.
+"""Small cases in which YOLOv5's code, or that of a fork, shows what it computes.
 
 People change YOLOv5's loss, IoU, suppression and average in their own checkouts, under stock's names and with stock's parameters. What they have
 changed must not be replaced by stock's arithmetic.
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from torch_fastdet import ops
 from torch_fastdet.ema import ModelEMA
-from torch_fastdet.hosts.trials import average_differs, difference, iou_differs
+from torch_fastdet.hosts.evidence import Behaves
+from torch_fastdet.hosts.shared import cases
 from torch_fastdet.yolov5.dropins import bbox_iou, non_max_suppression
 from torch_fastdet.yolov5.loss import ComputeLoss
 
@@ -48,67 +49,47 @@ def _heads() -> list[Tensor]:
     ]
 
 
-def loss_differs(stock: Any) -> str | None:
-    """One line if ``stock``, a ComputeLoss, gives another loss than ours."""
-
-    def losses(kind: Any) -> Tensor:
-        found: list[Tensor] = []
-        for options in OPTIONS:
-            found += kind(_Model(options))(_heads(), torch.tensor(TARGETS))
-        return torch.cat([loss.reshape(-1) for loss in found])
-
-    return difference("its ComputeLoss", lambda: (losses(stock), losses(ComputeLoss)), 1e-4, REFERENCE)
+def _losses(kind: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    for options in OPTIONS:
+        found += kind(_Model(options))(_heads(), torch.tensor(TARGETS))
+    return [loss.reshape(-1) for loss in found]
 
 
-def ema_differs(stock: Any) -> str | None:
-    """One line if ``stock``, a ModelEMA, moves another way than ours."""
-    return average_differs(stock, ModelEMA, REFERENCE)
+def _rows(function: Any) -> list[Tensor]:
+    count = 24
+    # Centers on a grid whose boxes overlap; scores from .05 to .95 without ties.
+    x, y = 20.0 + 7 * torch.arange(count).remainder(6), 20.0 + 9 * torch.arange(count).div(6, rounding_mode="floor")
+    scores = 0.5 + 0.45 * torch.linspace(0.0, 37.0, count * (1 + CLASSES)).sin().view(count, -1)
+    boxes = torch.stack((x, y, 16 + x.sin(), 20 + y.cos()), 1)
+    prediction = torch.cat((boxes, scores), 1).repeat(2, 1, 1)
+    prediction[1, :, 4] *= 0.7
+    kinds: tuple[dict[str, Any], ...] = (
+        {},
+        {"multi_label": True},
+        {"agnostic": True},
+        {"classes": [1]},
+        {"max_det": 3},
+    )
+    return [image for kind in kinds for image in function(prediction.clone(), 0.2, 0.35, **kind)]
 
 
-def bbox_iou_differs(stock: Any) -> str | None:
-    """One line if ``stock``, a bbox_iou, gives other numbers than ours, of any kind."""
-    return iou_differs(stock, bbox_iou, REFERENCE)
+def _decoded(detect: Any) -> tuple[Tensor, Tensor]:
+    like = _Detect()
+    head = detect.__new__(detect)
+    nn.Module.__init__(head)
+    head.nc, head.no, head.nl, head.na = CLASSES, 5 + CLASSES, len(SIZES), ANCHORS
+    head.grid, head.anchor_grid = ([torch.empty(0) for _ in SIZES] for _ in range(2))
+    head.m, head.inplace, head.stride = nn.ModuleList(nn.Identity() for _ in SIZES), True, like.stride
+    head.register_buffer("anchors", like.anchors)
+    maps = [x.permute(0, 1, 4, 2, 3).flatten(1, 2) for x in _heads()]
+    return head.eval()(list(maps))[0], ops.yolov5_decode(_heads(), like.anchors, like.stride.tolist())
 
 
-def nms_differs(stock: Any) -> str | None:
-    """One line if ``stock``, a non_max_suppression, keeps other rows than ours."""
-
-    def rows(function: Any) -> Tensor:
-        count = 24
-        # Centers on a grid whose boxes overlap; scores from .05 to .95 without ties.
-        x, y = 20.0 + 7 * torch.arange(count).remainder(6), 20.0 + 9 * torch.arange(count).div(6, rounding_mode="floor")
-        scores = 0.5 + 0.45 * torch.linspace(0.0, 37.0, count * (1 + CLASSES)).sin().view(count, -1)
-        boxes = torch.stack((x, y, 16 + x.sin(), 20 + y.cos()), 1)
-        prediction = torch.cat((boxes, scores), 1).repeat(2, 1, 1)
-        prediction[1, :, 4] *= 0.7
-        kinds: tuple[dict[str, Any], ...] = (
-            {},
-            {"multi_label": True},
-            {"agnostic": True},
-            {"classes": [1]},
-            {"max_det": 3},
-        )
-        found = [function(prediction.clone(), 0.2, 0.35, **kind) for kind in kinds]
-        return torch.cat(
-            [torch.cat((image.new_tensor([len(image)]), image.flatten())) for part in found for image in part]
-        )
-
-    return difference("its non_max_suppression", lambda: (rows(stock), rows(non_max_suppression)), 1e-4, REFERENCE)
-
-
-def decoding_differs(detect: Any) -> str | None:
-    """One line if this class ``Detect`` decodes other boxes in eval mode than ours."""
-
-    def decoded() -> tuple[Tensor, Tensor]:
-        like = _Detect()
-        head = detect.__new__(detect)
-        nn.Module.__init__(head)
-        head.nc, head.no, head.nl, head.na = CLASSES, 5 + CLASSES, len(SIZES), ANCHORS
-        head.grid, head.anchor_grid = ([torch.empty(0) for _ in SIZES] for _ in range(2))
-        head.m, head.inplace, head.stride = nn.ModuleList(nn.Identity() for _ in SIZES), True, like.stride
-        head.register_buffer("anchors", like.anchors)
-        maps = [x.permute(0, 1, 4, 2, 3).flatten(1, 2) for x in _heads()]
-        theirs = head.eval()(list(maps))
-        return theirs[0], ops.yolov5_decode(_heads(), like.anchors, like.stride.tolist())
-
-    return difference("its Detect", decoded, 1e-4, REFERENCE)
+LOSS = Behaves("its ComputeLoss", lambda stock: (_losses(stock), _losses(ComputeLoss)), 1e-4, REFERENCE)
+AVERAGE = cases.moving_average(ModelEMA, REFERENCE)
+IOU = cases.iou(bbox_iou, REFERENCE)
+SUPPRESSION = Behaves(
+    "its non_max_suppression", lambda stock: (_rows(stock), _rows(non_max_suppression)), 1e-4, REFERENCE
+)
+DECODING = Behaves("its Detect", _decoded, 1e-4, REFERENCE)

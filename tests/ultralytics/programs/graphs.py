@@ -14,9 +14,8 @@ from tests.graphs import fake_gpu
 from torch_fastdet.hosts.engine import switch
 from torch_fastdet.hosts.shared import layout
 from torch_fastdet.optim import FusedStep
-from torch_fastdet.ultralytics import SwitchError, patch, unpatch
-from torch_fastdet.ultralytics.switches.loss_optim import differs
-from torch_fastdet.ultralytics.training_switch import TrainingSwitch
+from torch_fastdet.ultralytics import SwitchError, patch, training, unpatch
+from torch_fastdet.ultralytics.loss_trials import differs
 
 parser = argparse.ArgumentParser()
 parser.add_argument("data")
@@ -169,7 +168,7 @@ def patched(case):
             monkeypatch.setattr(switch, "missing_gpu", lambda: None)
             # Before 8.4.150 the layout is ours to choose; the other one rounds otherwise.
             monkeypatch.setattr(layout, "measure", lambda *_: {"NHWC": 2.0, "NCHW": 1.0})
-            monkeypatch.setattr(TrainingSwitch, "objection", lambda self, trainer: None)
+            monkeypatch.setattr(training, "objection", lambda *_: None)
         with contextlib.redirect_stderr(said):
             optimizer = "optimizer" in CASES[case][0]
             loss = case in WITH_LOSS and differs(v8DetectionLoss) is None  # which 8.4.120's assigner does not allow

@@ -17,8 +17,7 @@ from ultralytics.models.yolo.detect import DetectionTrainer
 
 from tests.graphs import fake_gpu
 from torch_fastdet.hosts.engine import switch
-from torch_fastdet.ultralytics import patch
-from torch_fastdet.ultralytics.training_switch import TrainingSwitch
+from torch_fastdet.ultralytics import patch, training
 
 BACKEND, DATA, FOLDER, KIND = sys.argv[1:]
 RANK, SIZE = os.environ["RANK"], int(os.environ["WORLD_SIZE"])
@@ -48,7 +47,7 @@ if BACKEND == "gloo":
 if BACKEND == "gloo" and KIND == "graphed":
     fake_gpu.install(monkeypatch)
     monkeypatch.setattr(switch, "missing_gpu", lambda: None)
-    monkeypatch.setattr(TrainingSwitch, "objection", lambda self, trainer: None)
+    monkeypatch.setattr(training, "objection", lambda *_: None)
 if KIND == "graphed":
     patch(cuda_graph=True, channels_last=True)
 

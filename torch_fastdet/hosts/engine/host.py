@@ -8,9 +8,9 @@ from types import ModuleType
 from typing import Any
 
 from torch_fastdet._say import hide, say, show
-from torch_fastdet.hosts.engine import switch as _switch
 from torch_fastdet.hosts.engine.replace import Patches
-from torch_fastdet.hosts.engine.switch import Switch
+from torch_fastdet.hosts.engine.switch import Active, Switch
+from torch_fastdet.hosts.evidence import Obstacle, first_obstacle
 
 ALL = "fastdet"
 ALL_HELP = "every switch that applies here"
@@ -26,18 +26,18 @@ class Host:
     """
 
     def __init__(
-        self, switches: Mapping[str, type[Switch]], packages: Collection[str], left_alone: Collection[str] = ()
+        self, switches: Mapping[str, Switch], packages: Collection[str], left_alone: Collection[str] = ()
     ) -> None:
         self.switches = switches
-        self.on: dict[str, Switch] = {}
+        self.on: dict[str, Active] = {}
         #: The keywords of each ``patch()`` so far.
         self.requests: list[dict[str, bool]] = []
         self.patches = Patches(packages, left_alone, self._visit)
 
     # To override -----------------------------------------------------------------------------------------------------
 
-    def missing(self) -> str | None:
-        """Why the host cannot be used here, in one line; None where it can."""
+    def missing(self) -> Obstacle | None:
+        """Why the host cannot be used here; None where it can."""
         return None
 
     def import_modules(self, names: Iterable[str]) -> None:
@@ -76,7 +76,7 @@ class Host:
         show(self)
         try:
             for name in names:
-                self._start(self.on.get(name) or self.switches[name](self.patches), name in by_name, import_now)
+                self._start(self.on.get(name) or Active(self.switches[name], self.patches), name in by_name, import_now)
         except BaseException:
             self.unpatch()
             raise
@@ -90,30 +90,29 @@ class Host:
 
     # Inside ----------------------------------------------------------------------------------------------------------
 
-    def _start(self, switch: Switch, by_name: bool, import_now: bool) -> None:
-        switch.by_name |= by_name
-        reason = self.missing() if switch.needs_host else None
-        if reason is None and switch.needs_gpu:
-            reason = _switch.missing_gpu()
-        if reason is None:
-            reason = switch.unsupported()
-        if reason is not None:
-            switch.cannot_apply(reason)
+    def obstacle(self, switch: Switch) -> Obstacle | None:
+        """Why a switch as a whole cannot apply here; None where it can."""
+        missing = self.missing() if switch.needs_host else None
+        return missing if missing is not None else first_obstacle(switch.evidence)
+
+    def _start(self, active: Active, by_name: bool, import_now: bool) -> None:
+        active.by_name |= by_name
+        if (obstacle := self.obstacle(active.switch)) is not None:
+            active.cannot_apply(obstacle)
             return
-        if switch.name not in self.on:
-            self.on[switch.name] = switch
+        if active.name not in self.on:
+            self.on[active.name] = active
             self.patches.watch_imports()
-            switch.start()
-        switch.look_through(self.patches.modules())
+            active.begin()
+        active.look_through(self.patches.modules())
         if import_now:
-            self.import_modules(switch.modules)
-            reason = switch.found_nothing()
-            if reason is not None:
-                switch.cannot_apply(reason)
+            self.import_modules(active.switch.modules)
+            if (reason := active.found_nothing()) is not None:
+                active.cannot_apply(reason)
 
     def _visit(self, module: ModuleType) -> None:
-        for switch in list(self.on.values()):
-            switch.look_through([module])
+        for active in list(self.on.values()):
+            active.look_through([module])
 
 
 def check_switches(switches: Mapping[str, Any], known: Collection[str]) -> None:

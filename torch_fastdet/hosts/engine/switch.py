@@ -1,23 +1,32 @@
-"""What a switch is. The registry of each host (``yolov5/registry.py``, ``ultralytics/registry.py``) says how to add one."""
+"""What a switch is: data. The tables of the hosts are ``yolov5/switches.py`` and ``ultralytics/switches.py``.
+
+A :class:`Switch` lists its targets. Each says WHERE the host's function, class or method is, by which EVIDENCE it is the one that
+we know, and WHAT takes its place. ``patch()`` and the doctor walk the same tables. What runs between ``patch()`` and ``unpatch()``
+is an :class:`Active`.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from torch_fastdet._say import rank, say
 from torch_fastdet._torch.private import gpu_count
-from torch_fastdet.hosts.engine.import_hook import namespace
+from torch_fastdet.hosts.engine.import_hook import namespace, top_level
 from torch_fastdet.hosts.engine.replace import Patches, SwitchError, defined_in, describe, is_code_of, original
-from torch_fastdet.hosts.engine.signature import difference
+from torch_fastdet.hosts.evidence import Asks, Evidence, Obstacle, Signature, first_obstacle
 
-__all__ = ["Name", "Switch", "SwitchError", "missing_gpu"]
+__all__ = ["GPU", "Active", "Outside", "Switch", "SwitchError", "Target", "class_of", "missing_gpu"]
+
+T = TypeVar("T")
+Make = Callable[["Active", Any, Any], Any]
 
 
 def missing_gpu() -> str | None:
@@ -37,90 +46,152 @@ def missing_gpu() -> str | None:
     return "there is no GPU that this process may use." if count == 0 else None
 
 
+GPU = Asks("a GPU", lambda _: missing_gpu())
+
+
 @dataclass(frozen=True)
-class Name:
-    """A function or a class of the host for which there is a drop-in.
+class Target:
+    """A function, class or method of the host, and what takes its place.
+
+    A function or class is replaced under every name that holds it, in whichever module. A method is replaced on its class.
 
     Args:
-        attribute: its name.
-        drop_in: what takes its place, or something with the same parameters (see :meth:`Switch.drop_in`).
-        definers: full names of the modules that may define it; each definition is a separate original.
-        methods: for a class whose drop-in takes more than stock: each method that is called, and its parameters in stock.
+        where: full names of the modules that may define it; each definition is a separate original.
+        name: ``function``, ``Class`` or ``Class.method``.
+        drop_in: what takes its place. Without ``make``, stock must take its parameters.
+        make: makes that instead, from the :class:`Active` switch, stock, and the class of a method or the module of anything else.
+            It may return an :class:`Obstacle`, or None, which leaves stock's alone.
+        evidence: by which stock is what we know.
+        class_evidence: for a method: by which its class is what we know.
+        own: a method that somebody else has put there stays, and the switch cannot apply.
+        after: ``Class.method`` that must have been replaced first.
+        adds: the class has no such method of its own, nor by inheritance.
+        missing: what it means where the module has no such class or method: nothing, or that the switch cannot apply.
+        otherwise: what an obstacle means: the switch cannot apply, stock's stays and a line says so, or it stays silently.
+        note: the end of the line that says what is replaced.
+        quiet: there is no such line.
     """
 
-    attribute: str
+    where: tuple[str, ...]
+    name: str
+    drop_in: Any = None
+    make: Make | None = None
+    evidence: tuple[Evidence, ...] = ()
+    class_evidence: tuple[Evidence, ...] = ()
+    own: bool = False
+    after: str = ""
+    adds: bool = False
+    missing: Literal["nothing", "refuse"] = "nothing"
+    otherwise: Literal["refuse", "say", "nothing"] = "refuse"
+    note: str = ""
+    quiet: bool = False
+
+    @property
+    def all_evidence(self) -> tuple[Evidence, ...]:
+        """All that is asked of stock: its parameters first, where it gets a drop-in as it is."""
+        return self.evidence if self.drop_in is None or self.make else (Signature(self.drop_in), *self.evidence)
+
+    @property
+    def is_method(self) -> bool:
+        return "." in self.name
+
+    def find(self, module_name: str, module: ModuleType) -> tuple[Any, Any]:
+        """Who holds it, and stock's: the module and its function or class, or the class and its method; None for what is missing."""
+        if not self.is_method:
+            return module, defined_in(module_name, self.name)
+        class_name, method = self.name.split(".")
+        owner = class_of(module, class_name)
+        return owner, getattr(owner, method, None)
+
+    def obstacle(self, owner: Any, stock: Any) -> Obstacle | None:
+        """Why stock's stays; None where it can be replaced."""
+        if self.own:
+            method = self.name.partition(".")[2]
+            function = original(owner, method)
+            if is_code_of(function, "torch"):  # the host has wrapped it, as by torch.inference_mode
+                function = getattr(function, "__wrapped__", function)
+            if not is_code_of(function, top_level(owner.__module__)):
+                return Obstacle(f"{describe(owner)}.{method} has been replaced by somebody else, and stays.")
+        obstacle = None if stock is None else first_obstacle(self.all_evidence, stock)
+        return obstacle or first_obstacle(self.class_evidence, owner)
+
+
+@dataclass(frozen=True)
+class Outside:
+    """A function of torch that is replaced when the switch starts, unless somebody else has put another one there.
+
+    Args:
+        owner: a module or class of torch.
+        name: its attribute.
+        drop_in: what takes its place.
+        note: the end of the line that says what is replaced.
+    """
+
+    owner: Any
+    name: str
     drop_in: Any
-    definers: tuple[str, ...]
-    methods: tuple[tuple[str, ...], ...] = ()
+    note: str = ""
 
-    def difference(self, stock: Any) -> str | None:
-        """One line if stock's parameters are not the drop-in's, else None."""
-        name = f"{stock.__module__}.{stock.__name__}"
-        for method, *wanted in self.methods:
-            found = difference(f"{name}.{method}", getattr(stock, method), tuple(wanted))
-            if found is not None:
-                return found
-        return None if self.methods else difference(name, stock, self.drop_in)
+    def obstacle(self) -> Obstacle | None:
+        if is_code_of(original(self.owner, self.name), "torch"):
+            return None
+        return Obstacle(f"{describe(self.owner)}.{self.name} has been replaced by somebody else, and stays.")
 
 
+@dataclass(frozen=True)
 class Switch:
-    """One replacement of something in a host. An instance lives from ``patch()`` to ``unpatch()``.
+    """One word of ``patch()`` and of the command line, and what it replaces.
 
-    A switch that replaces functions or classes only lists them in ``names``. Others override :meth:`start` (names
-    outside the host) or :meth:`visit` (names in the host's modules, such as methods), and call :meth:`replace`.
+    Args:
+        name: the word.
+        help: what it does, for ``--help``.
+        targets: what it replaces, in this order.
+        modules: modules of the host, without its package's prefix, that ``patch()`` imports to report at once what it replaced.
+        evidence: what must hold for the switch as a whole. It must not touch CUDA: a script chooses its device later.
+        needs_host: whether the host must be installed.
+        options: for the doctor: options of a training by which it cannot apply, each with a function from its value to a sentence.
+        start: called once, when it is switched on.
     """
 
-    name: ClassVar[str]
-    help: ClassVar[str]
-    #: Functions and classes to replace, wherever a module holds them.
-    names: tuple[Name, ...] = ()
-    #: Modules of the host, without its package's prefix, that ``patch()`` imports, so that it can report at once what it replaced.
-    modules: ClassVar[tuple[str, ...]] = ()
-    #: Whether the switch needs the host to be installed.
-    needs_host: ClassVar[bool] = True
-    #: Whether there must be a GPU.
-    needs_gpu: ClassVar[bool] = False
+    name: str
+    help: str
+    targets: tuple[Target | Outside, ...]
+    modules: tuple[str, ...] = ()
+    evidence: tuple[Evidence, ...] = ()
+    needs_host: bool = True
+    options: dict[str, Callable[[str], str | None]] = field(default_factory=dict)
+    start: Callable[[Active], None] | None = None
 
-    def __init__(self, patches: Patches, by_name: bool = False) -> None:
+
+class Active:
+    """A switch between ``patch()`` and ``unpatch()``."""
+
+    def __init__(self, switch: Switch, patches: Patches, by_name: bool = False) -> None:
+        self.switch = switch
         self.patches = patches
         #: Whether it was asked for by name, not by "everything that applies".
         self.by_name = by_name
-        self._told: set[str] = set()
+        #: What has been said so far about what does not apply.
+        self.told: dict[str, None] = {}
         # By name and definer: the original, what takes its place, or why nothing does.
-        self._found: dict[tuple[str, str], tuple[Any, Any, str | None]] = {}
+        self._found: dict[tuple[str, str], tuple[Any, Any, Obstacle | None]] = {}
+        self._shared: dict[Callable[[Active], Any], Any] = {}
 
-    # To override -----------------------------------------------------------------------------------------------------
+    @property
+    def name(self) -> str:
+        return self.switch.name
 
-    def unsupported(self) -> str | None:
-        """Why the switch cannot apply to this version of the host, in one line; None where it can."""
-        return None
+    # For what takes the place of stock ---------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Replace names outside the host. Called once, before any of the host's code runs."""
+    def shared(self, make: Callable[[Active], T]) -> T:
+        """What several targets of this switch have in common: ``make(self)``, made once."""
+        if make not in self._shared:
+            self._shared[make] = make(self)
+        return self._shared[make]
 
-    def visit(self, module: ModuleType) -> None:
-        """Replace further names in ``module``, which may or may not be the host's. Called again for each import of it."""
-
-    def refusal(self, name: Name, stock: Any) -> str | None:
-        """Why ``stock`` cannot be replaced, in one line; None where it can."""
-        return name.difference(stock)
-
-    def drop_in(self, name: Name, stock: Any) -> Any:
-        """What takes the place of ``stock``. Called once for each original."""
-        return name.drop_in
-
-    # To call ---------------------------------------------------------------------------------------------------------
-
-    def replace(self, owner: Any, attribute: str, new: Any, what: str = "", quietly: bool = False) -> None:
-        """Set ``owner.attribute``, a name of a module or class, and print a line that ends with ``what``; unpatch() undoes it."""
-        self.patches.replace(self.name, owner, attribute, new, what, quietly)
-
-    def replace_stock(self, owner: Any, attribute: str, new: Any, package: str, what: str = "") -> None:
-        """:meth:`replace` a function of ``package``; one that somebody else has put there stays, and the switch cannot apply."""
-        if is_code_of(original(owner, attribute), package):
-            self.replace(owner, attribute, new, what)
-        else:
-            self.cannot_apply(f"{describe(owner)}.{attribute} has been replaced by somebody else, and stays.")
+    def replace(self, owner: Any, attribute: str, new: Any, note: str = "", quietly: bool = False) -> None:
+        """Set ``owner.attribute``, a name of a module or class, and print a line that ends with ``note``; unpatch() undoes it."""
+        self.patches.replace(self.name, owner, attribute, new, note, quietly)
 
     def has_replaced(self, owner: Any, attribute: str | None = None) -> bool:
         return any(
@@ -129,7 +200,7 @@ class Switch:
         )
 
     def cannot_apply(self, reason: str, this_rank: bool = False) -> None:
-        """Print why the switch changes nothing here, once; raise it as an error if the switch was asked for by name.
+        """Say why the switch changes nothing here, once; raise it as an error if the switch was asked for by name.
 
         Args:
             reason: a sentence.
@@ -138,49 +209,97 @@ class Switch:
         where = f"rank {rank()}: " if this_rank and rank() else ""
         if self.by_name:
             raise SwitchError(f"{where}{self.name} cannot apply: {reason}")
-        if reason not in self._told:
-            self._told.add(reason)
-            say(f"{where}{self.name} does not apply: {reason}", logging.WARNING, every_rank=this_rank)
+        self.tell(f"{where}{self.name} does not apply: {reason}", every_rank=this_rank)
 
-    def takes(self, name: str, stock: Callable[..., Any], wanted: Callable[..., Any] | tuple[str, ...]) -> bool:
-        """Whether ``stock``, called ``name``, takes these parameters; if not, the switch cannot apply."""
-        found = difference(name, stock, wanted)
-        if found is not None:
-            self.cannot_apply(found)
-        return found is None
+    def tell(self, line: str, every_rank: bool = False) -> None:
+        """Warn of what stays stock's, once."""
+        if line not in self.told:
+            self.told[line] = None
+            say(line, logging.WARNING, every_rank)
 
     # For the host ----------------------------------------------------------------------------------------------------
 
+    def begin(self) -> None:
+        """Replace names outside the host. Called once, before any of the host's code runs."""
+        for target in self.switch.targets:
+            if isinstance(target, Outside):
+                if (obstacle := target.obstacle()) is None:
+                    self.replace(target.owner, target.name, target.drop_in, target.note)
+                else:
+                    self.cannot_apply(obstacle)
+        if self.switch.start is not None:
+            self.switch.start(self)
+
     def look_through(self, modules: list[ModuleType]) -> None:
-        """Replace what ``modules`` hold of ``names``, then :meth:`visit` them."""
-        for name in self.names:
-            for definer in name.definers:
-                self._look_for(name, definer, modules)
-        for module in modules:
-            self.visit(module)
+        """Replace what ``modules``, the host's and others, hold of the targets. Called again for each import."""
+        for target in self.switch.targets:
+            if isinstance(target, Outside):
+                continue
+            if not target.is_method:
+                for definer in target.where:
+                    self.look_for(target, definer, modules)
+                continue
+            for module in modules:
+                if namespace(module).get("__name__") in target.where:
+                    self._look_for_method(target, module)
 
     def found_nothing(self) -> str | None:
-        """Why none of ``names`` can be replaced, in one line; None if one was found."""
-        if not self.names or self._found:
+        """Why no function or class can be replaced, in one line; None if one was found."""
+        names = [target for target in self.switch.targets if isinstance(target, Target) and not target.is_method]
+        if not names or self._found:
             return None
-        wanted = {f"{definer}.{name.attribute}": None for name in self.names for definer in name.definers}
+        wanted = {f"{definer}.{name.name}": None for name in names for definer in name.where}
         return f"found nothing to replace: there is no {' or '.join(wanted)}, or it has been replaced by somebody else."
 
-    def _look_for(self, name: Name, definer: str, modules: list[ModuleType]) -> None:
-        stock = defined_in(definer, name.attribute)
+    def look_for(self, target: Target, definer: str, modules: list[ModuleType]) -> None:
+        """Replace the function or class that the module ``definer`` defines wherever ``modules`` hold it."""
+        module = sys.modules.get(definer)
+        stock = defined_in(definer, target.name)
         if stock is None:
             return
-        key = name.attribute, definer
-        known, new, refusal = self._found.get(key, (None, None, None))
+        key = target.name, definer
+        known, new, obstacle = self._found.get(key, (None, None, None))
         if known is not stock:
-            refusal = self.refusal(name, stock)
-            new = None if refusal is not None else self.drop_in(name, stock)
-            self._found[key] = stock, new, refusal
+            obstacle = target.obstacle(module, stock)
+            new = None if obstacle is not None else self._make(target, stock, module)
+            if isinstance(new, Obstacle):
+                new, obstacle = None, new
+            self._found[key] = stock, new, obstacle
             modules = self.patches.modules()  # some may have taken it while its module was being imported
-        if refusal is not None:
-            self.cannot_apply(refusal)
-        else:
+        if obstacle is not None:
+            self._stays(target, describe(stock), obstacle)
+        elif new is not None:
             self.patches.replace_everywhere(self.name, stock, new, modules)
+
+    def _look_for_method(self, target: Target, module: ModuleType) -> None:
+        class_name, method = target.name.split(".")
+        where = namespace(module)["__name__"]
+        owner, stock = target.find(where, module)
+        if owner is None or (stock is None and not target.adds):
+            if target.missing == "refuse":
+                self.cannot_apply(f"{where} has no {class_name if owner is None else target.name}.")
+            return
+        if self.has_replaced(owner, method):
+            return
+        if target.after:
+            before, _, other = target.after.partition(".")
+            if not self.has_replaced(namespace(module).get(before), other):
+                return
+        obstacle = target.obstacle(owner, stock)
+        new = self._make(target, stock, owner) if obstacle is None else obstacle
+        if isinstance(new, Obstacle):
+            self._stays(target, f"{describe(owner)}.{method}", new)
+        elif new is not None:
+            self.replace(owner, method, new, target.note, target.quiet)
+
+    def _make(self, target: Target, stock: Any, owner: Any) -> Any:
+        return target.drop_in if target.make is None else target.make(self, stock, owner)
+
+    def _stays(self, target: Target, stock: str, obstacle: Obstacle) -> None:
+        if target.otherwise == "refuse":
+            self.cannot_apply(obstacle)
+        elif target.otherwise == "say":
+            self.tell(f"{self.name}: {stock} stays: {obstacle}")
 
 
 def class_of(module: ModuleType, name: str) -> Any:

@@ -6,21 +6,16 @@ detection before each and the last one, returns what it returns for all detectio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from torch_fastdet._say import say
-from torch_fastdet.hosts.engine.import_hook import namespace
-from torch_fastdet.hosts.engine.replace import defined_in, describe
-from torch_fastdet.hosts.engine.switch import Switch
-from torch_fastdet.loader.fingerprint import fingerprint
+from torch_fastdet.hosts.engine.switch import Target
+from torch_fastdet.hosts.evidence import SameCode
 
-NAME = "ap_per_class"
 EPS = 1e-16
 
 
@@ -137,21 +132,6 @@ def plot(
         host["plot_mc_curve"](result.x, values, file(short), names, ylabel=title, **options)
 
 
-def replace(switch: Switch, module: ModuleType, known: Mapping[str, Collection[str]], make: Callable) -> None:
-    """Replace the host's ``ap_per_class``, which ``module`` defines, by ``make(stock)`` everywhere.
-
-    Args:
-        switch: whose replacement it is.
-        module: the host's module of metrics.
-        known: fingerprints of ``ap_per_class`` and of ``compute_ap``. Other code stays, and a line says so.
-        make: makes the drop-in.
-    """
-    name = namespace(module)["__name__"]
-    stock = defined_in(name, NAME)
-    if stock is None or switch.has_replaced(module, NAME):
-        return
-    for function, fingerprints in known.items():
-        if fingerprint(defined_in(name, function)) not in fingerprints:
-            say(f"{switch.name}: {describe(stock)} stays: {function} is not one that is known here.")
-            return
-    switch.patches.replace_everywhere(switch.name, stock, make(stock), switch.patches.modules())
+def target(where: tuple[str, ...], known: SameCode, make: Callable[[Any], Any]) -> Target:
+    """The host's ``ap_per_class``, defined in one of the modules ``where``, which becomes ``make(stock)``; unknown code stays."""
+    return Target(where, "ap_per_class", make=lambda _, stock, __: make(stock), evidence=(known,), otherwise="say")

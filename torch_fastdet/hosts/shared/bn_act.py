@@ -1,16 +1,15 @@
-"""What the ``bn_act_optim`` switches of both hosts share: the forward methods of ``Conv``, ``Bottleneck``, ``C3`` and ``SPPF``."""
+"""``bn_act_optim`` of both hosts: the forward methods of ``Conv``, ``Bottleneck``, ``C3`` and ``SPPF``."""
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_fastdet.hosts.engine.import_hook import namespace
-from torch_fastdet.hosts.engine.switch import Switch, class_of
-from torch_fastdet.hosts.formula import Formula
+from torch_fastdet.hosts.engine.switch import GPU, Active, Make, Switch, Target
+from torch_fastdet.hosts.evidence import Asks, Evidence, Formula
 from torch_fastdet.layers.bn_act import bottleneck_forward, c3_forward, conv_forward, sppf_forward
 
 
@@ -30,77 +29,74 @@ def _sppf(self: Any, x: Tensor) -> Tensor:
     return y + x if getattr(self, "add", False) else y
 
 
-CONV = Formula(lambda self, x: self.act(self.bn(self.conv(x))), ("act", "bn", "conv"))
-BOTTLENECK = Formula(_bottleneck, ("cv1", "cv2"), ("add",), ({"add": True}, {"add": False}))
-C3 = Formula(_c3, ("cv1", "cv2", "cv3", "m"), ("cat", "torch"))
+CONV = Formula("act(bn(conv(x)))", lambda self, x: self.act(self.bn(self.conv(x))), ("act", "bn", "conv"))
+BOTTLENECK = Formula(
+    "x + cv2(cv1(x)), or without x", _bottleneck, ("cv1", "cv2"), ("add",), ({"add": True}, {"add": False})
+)
+C3 = Formula("cv3(cat(m(cv1(x)), cv2(x)))", _c3, ("cv1", "cv2", "cv3", "m"), ("cat", "torch"))
 # YOLOv5's, and Ultralytics', which has a number of poolings and a shortcut of its own, by getattr.
-SPPF = Formula(_sppf, ("cv1", "cv2", "m"), ("cat", "catch_warnings", "simplefilter", "torch", "warnings"))
+_SPPF = "cv2 of cv1(x) and of what m makes of it, again and again"
+SPPF = Formula(_SPPF, _sppf, ("cv1", "cv2", "m"), ("cat", "catch_warnings", "simplefilter", "torch", "warnings"))
 SPPF_N = Formula(
-    _sppf, ("cv1", "cv2", "m"), ("cat", "extend", "getattr", "range", "torch"), ({}, {"n": 2, "add": True})
+    _SPPF, _sppf, ("cv1", "cv2", "m"), ("cat", "extend", "getattr", "range", "torch"), ({}, {"n": 2, "add": True})
 )
 
 
-class BnActMethods(Switch):
-    """Replaces the forward methods of ``Conv``, ``Bottleneck``, ``C3`` and ``SPPF`` in the modules of the host that define them."""
+def _method(name: str, make: Callable[..., Any], *parts: str) -> Make:
+    """``make(stock, ...)`` with the forwards that the classes ``parts`` of stock's module have now."""
 
-    name = "bn_act_optim"
-    help = "BatchNorm and activation in training as one operator, with the shortcut's sum and C3's concatenation; the stem; SPPF; needs a GPU"
-    needs_gpu = True
-    #: Full names of the modules that may define ``Conv``.
-    conv_modules: ClassVar[tuple[str, ...]]
-    #: And of those that may define ``Bottleneck``, ``C3`` and ``SPPF``.
-    bottleneck_modules: ClassVar[tuple[str, ...]]
+    def made(_: Active, stock: Any, __: Any) -> Any:
+        forward = make(stock, *(stock.__globals__[part].forward for part in parts))
+        forward.__qualname__ = f"bn_act_optim.{name}.forward"
+        return forward
 
-    def visit(self, module: ModuleType) -> None:
-        name = namespace(module).get("__name__")
-        if name in self.conv_modules:
-            self._patch_conv(module)
-        if name in self.bottleneck_modules:
-            self._patch_bottleneck(module)
-            self._patch_c3(module)
-            self._patch_sppf(module)
+    return made
 
-    def _patch_conv(self, module: ModuleType) -> None:
-        conv = class_of(module, "Conv")
-        if conv is None or self.has_replaced(conv):
-            return
-        stock = vars(conv).get("forward")
-        if not CONV.is_that_of(stock):
-            self.cannot_apply(f"{module.__name__}.Conv.forward is not act(bn(conv(x))).")
-            return
-        forward = conv_forward(stock)
-        forward.__qualname__ = "bn_act_optim.Conv.forward"
-        self.replace(conv, "forward", forward)
 
-    def _patch_bottleneck(self, module: ModuleType) -> None:
-        bottleneck, conv = class_of(module, "Bottleneck"), namespace(module).get("Conv")
-        if bottleneck is None or self.has_replaced(bottleneck) or not self.has_replaced(conv):
-            return
-        stock = vars(bottleneck).get("forward")
-        if not BOTTLENECK.is_that_of(stock):
-            return  # only the sum stays stock's
-        forward = bottleneck_forward(stock, vars(conv)["forward"])
-        forward.__qualname__ = "bn_act_optim.Bottleneck.forward"
-        self.replace(bottleneck, "forward", forward)
+def _sppf_question(stock: Any) -> str | None:
+    return None if SPPF.is_that_of(stock) else SPPF_N.check(stock)
 
-    def _patch_c3(self, module: ModuleType) -> None:
-        c3, bottleneck, conv = (class_of(module, "C3"), class_of(module, "Bottleneck"), namespace(module).get("Conv"))
-        if c3 is None or self.has_replaced(c3) or not self.has_replaced(bottleneck):
-            return
-        stock = vars(c3).get("forward")
-        if not C3.is_that_of(stock):
-            return  # only the concatenation stays stock's
-        forward = c3_forward(stock, vars(conv)["forward"], vars(bottleneck)["forward"])
-        forward.__qualname__ = "bn_act_optim.C3.forward"
-        self.replace(c3, "forward", forward)
 
-    def _patch_sppf(self, module: ModuleType) -> None:
-        sppf = class_of(module, "SPPF")
-        if sppf is None or self.has_replaced(sppf):
-            return
-        stock = vars(sppf).get("forward")
-        for formula, counts in ((SPPF, False), (SPPF_N, True)):
-            if formula.is_that_of(stock):
-                forward = sppf_forward(stock, counts)
-                forward.__qualname__ = "bn_act_optim.SPPF.forward"
-                self.replace(sppf, "forward", forward)
+def switch(
+    conv: tuple[str, ...], blocks: tuple[str, ...], evidence: tuple[Evidence, ...] = (), **options: Any
+) -> Switch:
+    """The switch of a host.
+
+    Args:
+        conv: full names of the modules that may define ``Conv``.
+        blocks: of those that may define ``Bottleneck``, ``C3`` and ``SPPF``.
+        evidence: beside a GPU.
+    """
+    return Switch(
+        "bn_act_optim",
+        "BatchNorm and activation in training as one operator, with the shortcut's sum and C3's concatenation; the stem; SPPF; needs a GPU",
+        (
+            Target(conv, "Conv.forward", make=_method("Conv", conv_forward), evidence=(CONV,)),
+            # Without these only the sum, or the concatenation, stays stock's.
+            Target(
+                blocks,
+                "Bottleneck.forward",
+                make=_method("Bottleneck", bottleneck_forward, "Conv"),
+                evidence=(BOTTLENECK,),
+                after="Conv.forward",
+                otherwise="nothing",
+            ),
+            Target(
+                blocks,
+                "C3.forward",
+                make=_method("C3", c3_forward, "Conv", "Bottleneck"),
+                evidence=(C3,),
+                after="Bottleneck.forward",
+                otherwise="nothing",
+            ),
+            Target(
+                blocks,
+                "SPPF.forward",
+                make=_method("SPPF", lambda stock: sppf_forward(stock, SPPF_N.is_that_of(stock))),
+                evidence=(Asks(f"it computes {_SPPF}", _sppf_question),),
+                otherwise="nothing",
+            ),
+        ),
+        evidence=(GPU, *evidence),
+        **options,
+    )

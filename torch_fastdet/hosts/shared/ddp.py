@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_fastdet._torch import private
 from torch_fastdet.graphs._refusal import why_not
 from torch_fastdet.graphs.distributed import GradientAverage, Ranks
-from torch_fastdet.hosts.engine.switch import Switch
+from torch_fastdet.hosts.engine.switch import Active
 
 
 def group_size() -> int:
@@ -37,7 +37,7 @@ class GraphedDDP:
         switch: the switch.
     """
 
-    def __init__(self, switch: Switch) -> None:
+    def __init__(self, switch: Active) -> None:
         self._switch = switch
         self._classes: list[type[nn.Module]] = []
         self._ranks: weakref.WeakKeyDictionary[nn.Module, Ranks | None] = weakref.WeakKeyDictionary()

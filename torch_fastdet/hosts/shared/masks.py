@@ -1,4 +1,4 @@
-"""``mask_optim`` of both hosts: whether a mask function of the installed version gives what ours gives."""
+"""``mask_optim`` of both hosts: a mask function of the installed version gives what ours gives, in every bit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from torch_fastdet.hosts.engine.switch import Name, Switch
+from torch_fastdet.hosts.engine.switch import Switch, Target
+from torch_fastdet.hosts.evidence import Behaves
 
 
 def sample() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -22,50 +23,24 @@ def sample() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     )
 
 
-class MaskOptim(Switch):
-    name = "mask_optim"
-    help = "masks of detections in one pass, without float masks at full size, in the validation, prediction and loss of segmentation"
-
-    def refusal(self, name: Name, stock: Any) -> str | None:
-        found = super().refusal(name, stock)
-        if found is not None:
-            return found
-        if name.attribute == "crop_mask":
-            agrees = same_crop(stock, name.drop_in)
-        else:
-            agrees = all(same_masks(stock, name.drop_in, *more) for more in arguments_of(name.attribute))
-        return (
-            None
-            if agrees
-            else f"{stock.__module__}.{stock.__name__} makes other masks than the version that it follows."
-        )
+def _masks(function: Callable[..., Any], name: str) -> list[torch.Tensor]:
+    protos, coefficients, boxes = sample()
+    if name == "crop_mask":  # both crop in place, or neither of them
+        return [function(protos, boxes / 4), protos]
+    ways = [((48, 64), False), ((48, 64), True)] if name == "process_mask" else [((40, 64),)]
+    return [function(protos.clone(), coefficients.clone(), boxes.clone(), *way) for way in ways]
 
 
-def arguments_of(attribute: str) -> list[tuple[Any, ...]]:
-    """What to try a function with, beside its tensors."""
-    if attribute == "process_mask":
-        return [((48, 64), False), ((48, 64), True)]
-    return [((40, 64),)]
+def switch(where: tuple[str, ...], functions: dict[str, Callable[..., Any]], **options: Any) -> Switch:
+    """The switch of a host whose modules ``where`` define ``functions``, by their names."""
 
+    def target(name: str, ours: Callable[..., Any]) -> Target:
+        case = Behaves(f"its {name}", lambda stock: (_masks(stock, name), _masks(ours, name)), 0.0, "what ours follows")
+        return Target(where, name, ours, evidence=(case,))
 
-def same_masks(stock: Callable[..., Any], ours: Callable[..., Any], *arguments: Any) -> bool:
-    tensors = sample()
-    try:
-        # Under a caller's autocast stock's products would be rounded.
-        with torch.autocast("cpu", enabled=False):
-            wanted, found = (function(*(t.clone() for t in tensors), *arguments) for function in (stock, ours))
-        return found.dtype == wanted.dtype and torch.equal(found, wanted)
-    except Exception:  # a version that takes or gives something else
-        return False
-
-
-def same_crop(stock: Callable[..., Any], ours: Callable[..., Any]) -> bool:
-    """Whether both crop alike, and both or neither of them in place."""
-    protos, _, boxes = sample()
-    try:
-        (wanted, before), (found, after) = (
-            (function(masks, boxes / 4), masks) for function in (stock, ours) for masks in (protos.clone(),)
-        )
-        return found.dtype == wanted.dtype and torch.equal(found, wanted) and torch.equal(before, after)
-    except Exception:  # a version that takes or gives something else
-        return False
+    return Switch(
+        "mask_optim",
+        "masks of detections in one pass, without float masks at full size, in the validation, prediction and loss of segmentation",
+        tuple(target(name, ours) for name, ours in functions.items()),
+        **options,
+    )

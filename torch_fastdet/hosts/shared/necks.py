@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torch_fastdet import ops
 from torch_fastdet._torch.private import every_module_has_hooks, runs_plainly
-from torch_fastdet.hosts.formula import agree, pictures
+from torch_fastdet.hosts.evidence import agree, pictures
 from torch_fastdet.hosts.shared.upsample import doubles, upsample_forward
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from torch_fastdet import ops
 from torch_fastdet._torch.private import is_exporting, is_transforming
-from torch_fastdet.hosts.engine.switch import Switch
+from torch_fastdet.hosts.engine.switch import Outside, Switch
 
 
 def _is_exporting() -> bool:
@@ -51,11 +51,9 @@ def upsample_forward(self: torch.nn.Upsample, input: torch.Tensor) -> torch.Tens
     )
 
 
-class UpsampleOptim(Switch):
-    name = "upsample_optim"
-    help = "nearest 2x upsampling in the neck by a bandwidth-bound kernel"
-
-    def start(self) -> None:
-        self.replace_stock(
-            torch.nn.Upsample, "forward", upsample_forward, "torch", " (nearest by two; other modes stay torch's)"
-        )
+SWITCH = Switch(
+    "upsample_optim",
+    "nearest 2x upsampling in the neck by a bandwidth-bound kernel",
+    (Outside(torch.nn.Upsample, "forward", upsample_forward, " (nearest by two; other modes stay torch's)"),),
+    needs_host=False,
+)

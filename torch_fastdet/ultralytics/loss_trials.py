@@ -1,4 +1,4 @@
-"""``loss_optim``: v8DetectionLoss and E2ELoss in a few launches, without host synchronisation."""
+"""Small batches in which a criterion of Ultralytics shows whether its loss is ours."""
 
 from __future__ import annotations
 
@@ -8,53 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_fastdet.hosts.engine.switch import Name
-from torch_fastdet.ultralytics.loss import OTHER_SIDES, STOCK_MODULE, _parts, _subclass
-from torch_fastdet.ultralytics.switch import UltralyticsSwitch
+from torch_fastdet.ultralytics.loss import OTHER_SIDES, _parts, _subclass
 
 # Some constants of Ultralytics are not parameters: a version with others gives another loss here.
 GAINS = {"box": 7.5, "cls": 0.5, "dfl": 1.5}
 TOLERANCE = 1e-4
-
-
-class LossOptim(UltralyticsSwitch):
-    name = "loss_optim"
-    help = (
-        "whole v8DetectionLoss and E2ELoss of training and validation in a few launches, without host synchronisation"
-    )
-    modules = ("utils.loss", "nn.tasks")
-    names = (
-        Name(
-            "v8DetectionLoss",
-            None,
-            (STOCK_MODULE,),
-            methods=(
-                ("__init__", "self", "model", "tal_topk", "tal_topk2"),
-                ("__call__", "self", "preds", "batch"),
-                ("loss", "self", "preds", "batch"),
-                ("parse_output", "self", "preds"),
-            ),
-        ),
-        Name(
-            "E2ELoss",
-            None,
-            (STOCK_MODULE,),
-            methods=(
-                ("__init__", "self", "model", "loss_fn"),
-                ("__call__", "self", "preds", "batch"),
-                ("update", "self"),
-            ),
-        ),
-    )
-
-    def refusal(self, name: Name, stock: Any) -> str | None:
-        reason = name.difference(stock)
-        if reason is None and name.attribute == "v8DetectionLoss":
-            reason = differs(stock)
-        return reason
-
-    def drop_in(self, name: Name, stock: Any) -> Any:
-        return _subclass(stock)
 
 
 # A small image of fine cells: the least side of a box (the second stride) holds more anchors than any topk.

@@ -1,0 +1,65 @@
+"""What we touch of the hosts' objects. A host's own types are not imported: it may not be installed, and forks have others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+
+class AnchorHead(Protocol):
+    """YOLOv5's ``Detect``: one convolution a level, whose outputs are anchors times (box, objectness, classes)."""
+
+    nl: int
+    na: int
+    nc: int
+    no: int
+    m: Sequence[Callable[[torch.Tensor], torch.Tensor]]
+    anchors: torch.Tensor
+    stride: torch.Tensor
+    training: bool
+    export: bool
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+
+class Trainer(Protocol):
+    """Ultralytics' ``BaseTrainer``."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    ema: Any  # a ModelEMA, stock's or ours
+    device: torch.device
+    args: Any  # the user's options, whose names depend on the version
+
+
+class Validator(Protocol):
+    """Ultralytics' ``DetectionValidator``."""
+
+    device: torch.device | str
+    iouv: torch.Tensor
+    args: Any
+    match_predictions: Callable[..., torch.Tensor]
+    _process_batch: Callable[..., Any]
+
+
+class ConfusionMatrix(Protocol):
+    """Ultralytics' ``ConfusionMatrix``: ``matrix`` is (nc + 1, nc + 1) or (nc, nc), by [predicted, true]."""
+
+    nc: int
+    matrix: Any
+    matches: Any
+
+
+class Predictor(Protocol):
+    """Ultralytics' ``BasePredictor``."""
+
+    device: torch.device | str
+    model: Any
+    imgsz: Any
+    scale_fill: bool
+    args: Any
+    pre_transform: Callable[..., Any]

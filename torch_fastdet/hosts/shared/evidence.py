@@ -1,0 +1,26 @@
+"""Evidence of the machine that tables of both hosts ask for."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+from torch_fastdet.hosts.evidence import Asks
+
+
+def _memfd(_: object) -> str | None:
+    if hasattr(os, "memfd_create"):
+        return None
+    return "decoded pictures are shared through memfd_create, which this system does not have."
+
+
+def _opencv(_: object) -> str | None:
+    return None if importlib.util.find_spec("cv2") else "OpenCV (cv2) is not installed."
+
+
+MEMFD, OPENCV = Asks("memfd_create", _memfd), Asks("OpenCV", _opencv)
+
+
+def needs_gpu(device: str) -> str | None:
+    """For the doctor: why a switch for training on a GPU cannot apply with this ``--device``."""
+    return "the model trains on the CPU, not on a GPU." if device == "cpu" else None

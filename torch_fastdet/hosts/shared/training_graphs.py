@@ -1,0 +1,129 @@
+"""What takes the place of a model's pass in training: in another memory layout, and as CUDA graphs, for both hosts."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_fastdet._say import count, say
+from torch_fastdet._torch.private import is_replica
+from torch_fastdet.graphs import CaptureError, ModuleGraphs
+from torch_fastdet.graphs._refusal import is_out_of_memory
+from torch_fastdet.graphs.distributed import GradientAverage
+from torch_fastdet.hosts.engine.switch import Active, Make, Target
+from torch_fastdet.hosts.evidence import Evidence
+from torch_fastdet.hosts.shared.channels_last import plain_copy, plain_fuse
+from torch_fastdet.hosts.shared.ddp import GraphedDDP, group_size
+from torch_fastdet.hosts.shared.layout import LayoutChoice
+from torch_fastdet.hosts.shared.predictions import without_captures
+
+#: Whether ``model(x)`` with these further arguments is a pass of the training, and not a dry run or a measurement.
+Trains = Callable[[Active, nn.Module, Any, tuple[Any, ...], dict[str, Any]], bool]
+
+
+def in_layout(method: str, trains: Trains, unless: Callable[[], bool]) -> Make:
+    """Makes the host's ``method`` of a model, whose training passes run in the layout that is faster."""
+
+    def make(active: Active, stock: Callable[..., Any], _: Any) -> Any:
+        if unless():
+            return None
+        choice = LayoutChoice(active.name)
+
+        @functools.wraps(stock, assigned=(), updated=())  # its signature, which the next switch looks at
+        def run(model: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
+            if trains(active, model, x, args, kwargs):
+                x = choice.place(model, x, stock)
+            return stock(model, x, *args, **kwargs)
+
+        run.__qualname__ = f"channels_last.{method}"
+        return run
+
+    return make
+
+
+def layout_targets(
+    where: tuple[str, ...],
+    method: str,
+    trains: Trains,
+    evidence: tuple[Evidence, ...] = (),
+    unless: Callable[[], bool] = lambda: False,
+) -> tuple[Target, ...]:
+    """What ``channels_last`` replaces in the ``DetectionModel`` of the modules ``where``, unless the host does it itself."""
+    name = f"DetectionModel.{method}"
+    return (
+        Target(where, name, make=in_layout(method, trains, unless), evidence=evidence, missing="refuse"),
+        Target(where, "DetectionModel.__deepcopy__", make=lambda *_: plain_copy, adds=True, after=name),
+        Target(where, "DetectionModel.fuse", make=lambda _, stock, __: plain_fuse(stock), after=name, quiet=True),
+    )
+
+
+class TrainingGraphs:
+    """Runs training passes of models as CUDA graphs, which live beside the models and as long as they do.
+
+    Where a capture finds no memory and the host's trainer goes on with a smaller batch, the graphs go and the error is raised: the
+    next batch makes new ones. Other failures leave the model on the host's own code, and one line says why.
+
+    Args:
+        switch: the switch.
+        fewer_copies: a context of a model to be in while it is captured.
+        host_recovers: whether the host's trainer goes on with a smaller batch where memory runs out.
+    """
+
+    def __init__(
+        self, switch: Active, fewer_copies: Callable[[nn.Module], AbstractContextManager], host_recovers: bool
+    ) -> None:
+        self.ddp = GraphedDDP(switch)
+        self._switch, self._fewer_copies, self._host_recovers = switch, fewer_copies, host_recovers
+        self._graphs: weakref.WeakKeyDictionary[nn.Module, ModuleGraphs] = weakref.WeakKeyDictionary()
+
+    def __call__(self, model: nn.Module, x: torch.Tensor, stock: Callable[[nn.Module, torch.Tensor], Any]) -> Any:
+        """``stock(model, x)``, by a replay where that can be."""
+        average = self.ddp.average(model)
+        if average is None and (group_size() > 1 or self.ddp.wraps(model)):
+            if not self.ddp.wraps(model):
+                self._switch.cannot_apply("several processes train the model, but not by DistributedDataParallel.")
+            return stock(model, x)
+        if is_replica(model):
+            self._switch.cannot_apply("DataParallel is not supported.")
+            return stock(model, x)
+        graphs = self._graphs.get(model)
+        if graphs is None or graphs.average is not average:
+            graphs = self._graphs[model] = self._new(model, average, stock)
+        try:
+            output = graphs(x)
+        except CaptureError as error:
+            cause = error.__cause__
+            if self._host_recovers and cause is not None and is_out_of_memory(cause):
+                del self._graphs[model]
+                raise cause from None
+            # The other ranks may go on in graphs: what is exchanged is the same.
+            graphs.required = False
+            self._switch.cannot_apply(f"{error}.", this_rank=True)
+            return stock(model, x)
+        count(self._switch.name, "training passes" if graphs.reason is None else "training passes without graphs")
+        return output
+
+    def _new(self, model: nn.Module, average: GradientAverage | None, stock: Callable[..., Any]) -> ModuleGraphs:
+        alive: Any = weakref.ref(model)  # the values of a WeakKeyDictionary must not hold its keys
+        fewer_copies, name = self._fewer_copies, self._switch.name
+        return ModuleGraphs(
+            model,
+            forward=lambda x: stock(alive(), x),
+            capturing=lambda: fewer_copies(alive()),
+            required=True,
+            say=lambda line: say(f"{name}: {line}"),
+            average=average,
+        )
+
+
+def timer(where: tuple[str, ...], evidence: tuple[Evidence, ...]) -> Target:
+    """The host's ``Profile.time``, which waits for the whole GPU."""
+    return Target(
+        where, "Profile.time", make=lambda _, stock, __: without_captures(stock), evidence=evidence, quiet=True
+    )

@@ -1,0 +1,360 @@
+"""The switches of Ultralytics: one word each, the same as keyword, as flag and here. A new version of Ultralytics is a row.
+
+``torch_fastdet/yolov5/switches.py`` says what a table and what takes the place of stock's code must do. In addition, nothing that
+the trainer pickles or saves may hold anything of ours: neither checkpoints, nor the state that it hands to the processes of a
+training on several GPUs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from torch_fastdet import ops, optim
+from torch_fastdet.hosts.engine.host import ALL
+from torch_fastdet.hosts.engine.switch import GPU, Active, Outside, Switch, Target
+from torch_fastdet.hosts.evidence import Asks, Behaves, SameCode, Signature, Version
+from torch_fastdet.hosts.shared import average_precision, bn_act, masks, upsample
+from torch_fastdet.hosts.shared.cases import DETECTIONS, IOUV, LABELS
+from torch_fastdet.hosts.shared.evidence import MEMFD, OPENCV, needs_gpu
+from torch_fastdet.hosts.shared.training_graphs import layout_targets, timer
+from torch_fastdet.ultralytics import dropins, training, trials, validation
+from torch_fastdet.ultralytics.loss import STOCK_MODULE, _subclass
+from torch_fastdet.ultralytics.loss_trials import differs
+from torch_fastdet.ultralytics.optimizer_step import building, stepping
+
+__all__ = ["ALL", "OLDEST", "SWITCHES", "VERSION"]
+
+OLDEST = "8.4.120"
+#: The first version whose results the drop-ins have.
+VERSION = Version("ultralytics", OLDEST)
+ALL_READ = f"ultralytics {OLDEST} to {trials.REFERENCE}"
+
+
+def module(name: str) -> tuple[str, ...]:
+    return (f"ultralytics.{name}",)
+
+
+METRICS, TASKS, TRAINER, PREDICTOR = map(module, ("utils.metrics", "nn.tasks", "engine.trainer", "engine.predictor"))
+SELF = Signature(("self",))
+
+# bbox_iou_optim, loss_optim -------------------------------------------------------------------------------------------
+
+BBOX_IOU = Switch(
+    "bbox_iou_optim",
+    "fused bbox_iou in the losses and in target assignment",
+    (Target(METRICS, "bbox_iou", dropins.bbox_iou, evidence=(trials.IOU,)),),
+    modules=("utils.metrics", "utils.loss", "utils.tal"),
+    evidence=(VERSION,),
+)
+
+
+def criterion(name: str, *evidence: Signature | Asks) -> Target:
+    """A row of ``loss_optim``. To add a criterion: a subclass for it in ``loss.py``, its name there in ``_subclass``, the methods of
+    stock's that ours stands for here, with their parameters, and a small batch in ``loss_trials.py`` that tells stock's loss from
+    another one.
+    """
+    return Target((STOCK_MODULE,), name, make=lambda _, stock, __: _subclass(stock), evidence=evidence)
+
+
+LOSS = Switch(
+    "loss_optim",
+    "whole v8DetectionLoss and E2ELoss of training and validation in a few launches, without host synchronisation",
+    (
+        criterion(
+            "v8DetectionLoss",
+            Signature(("self", "model", "tal_topk", "tal_topk2"), "__init__"),
+            Signature(("self", "preds", "batch"), "__call__"),
+            Signature(("self", "preds", "batch"), "loss"),
+            Signature(("self", "preds"), "parse_output"),
+            Asks("the loss of a small batch", differs),
+        ),
+        criterion(
+            "E2ELoss",
+            Signature(("self", "model", "loss_fn"), "__init__"),
+            Signature(("self", "preds", "batch"), "__call__"),
+            Signature(("self",), "update"),
+        ),
+    ),
+    modules=("utils.loss", "nn.tasks"),
+    evidence=(VERSION,),
+)
+
+# loader_optim ---------------------------------------------------------------------------------------------------------
+
+
+def _known(_: Any) -> str | None:
+    from torch_fastdet.ultralytics import loader  # with cv2, which nothing else of ours needs
+
+    reasons = (loader.unknown_code(importlib.import_module(module)) for module in loader.KNOWN)
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _build_dataloader(active: Active, stock: Callable[..., Any], build: Any) -> Callable[..., Any]:
+    from torch_fastdet.ultralytics import loader
+
+    base = importlib.import_module("ultralytics.data.base").BaseDataset
+    for method in ("cache_images", "set_rectangle"):
+        active.replace(base, method, getattr(loader, method)(vars(base)[method]))
+    return loader.build_dataloader(stock, build.InfiniteDataLoader)
+
+
+BUILD_DATALOADER = ("dataset", "batch", "workers", "shuffle", "rank", "drop_last", "pin_memory", "device")
+LOADER = Switch(
+    "loader_optim",
+    "data loaders decode each picture once, and make batches with one operator, on the GPU where there is one",
+    (
+        Target(
+            module("data.build"),
+            "build_dataloader",
+            make=_build_dataloader,
+            evidence=(Signature(BUILD_DATALOADER), Asks("the code of its data loaders", _known)),
+        ),
+    ),
+    modules=("data.build",),
+    evidence=(MEMFD, OPENCV, VERSION),
+)
+
+# multi_tensor_optimizer -----------------------------------------------------------------------------------------------
+
+OPTIMIZER = Switch(
+    "multi_tensor_optimizer",
+    "SGD, Adam, AdamW, MuSGD, moving average, unscale and clip over all tensors at once",
+    (
+        Outside(torch.nn.utils, "clip_grad_norm_", optim.clip_grad_norm_),
+        Outside(torch.amp.GradScaler, "unscale_", optim.unscale_),
+        Target(module("utils.torch_utils"), "ModelEMA", dropins.ModelEMA, evidence=(trials.AVERAGE,)),
+        Target(
+            TRAINER,
+            "BaseTrainer.build_optimizer",
+            make=building,
+            evidence=(Signature(("self", "model", "name", "lr", "momentum", "decay", "iterations")),),
+            missing="refuse",
+        ),
+        Target(
+            TRAINER,
+            "BaseTrainer.optimizer_step",
+            make=stepping,
+            evidence=(SELF, SameCode({"": ("bea1725d",)}, ALL_READ)),
+            after="BaseTrainer.build_optimizer",
+            missing="refuse",
+            otherwise="say",
+        ),
+    ),
+    modules=("utils.torch_utils", "engine.trainer"),
+    evidence=(VERSION,),
+)
+
+# nms_optim, mask_optim, letterbox_optim -------------------------------------------------------------------------------
+
+NMS = Switch(
+    "nms_optim",
+    "non-maximum suppression without host syncs or a time limit, in val, predict and track",
+    (
+        Target(
+            module("utils.nms"),
+            "non_max_suppression",
+            make=lambda _, stock, __: dropins.suppression_like(stock),
+            evidence=(Signature(dropins.non_max_suppression, optional=dropins.LABELS),),
+        ),
+    ),
+    modules=("utils.nms",),
+    evidence=(VERSION,),
+)
+
+MASKS = masks.switch(
+    module("utils.ops"),
+    {name: getattr(dropins, name) for name in ("process_mask", "process_mask_native", "crop_mask")},
+    modules=("utils.ops",),
+    evidence=(VERSION,),
+)
+
+
+def _preprocess(_: Active, stock: Callable[..., Any], predictor: Any) -> Callable[..., Any]:
+    from torch_fastdet.ultralytics import letterbox  # with numpy, which nothing else of ours needs
+
+    return letterbox.preprocessing(stock, predictor.pre_transform, importlib.import_module(predictor.__module__))
+
+
+def _prepared(predictor: Any) -> tuple[Any, Any]:
+    from torch_fastdet.ultralytics.letterbox import prepared
+
+    stock = predictor.preprocess
+    return prepared(predictor, stock), prepared(predictor, _preprocess(None, stock, predictor))  # type: ignore[arg-type]
+
+
+LETTERBOX = Switch(
+    "letterbox_optim",
+    "letterbox, BGR to RGB and division by 255 of the predictor as one operator, on the GPU where there is one",
+    (
+        Target(
+            PREDICTOR,
+            "BasePredictor.preprocess",
+            make=_preprocess,
+            evidence=(Signature(("self", "im")),),
+            class_evidence=(
+                Signature(("self", "im"), "pre_transform"),
+                Behaves("its preprocess", _prepared, 0, trials.REFERENCE),
+            ),
+            own=True,
+            note=" (by torch_fastdet.ops.image_letterbox)",
+        ),
+    ),
+    modules=("engine.predictor",),
+    evidence=(OPENCV, VERSION),
+)
+
+# val_optim ------------------------------------------------------------------------------------------------------------
+
+RULES = ("greedy", "best")
+IMAGES = (LABELS, LABELS[-1:], LABELS[:0])  # no detection meets the last label
+
+
+def _rule(ours: Callable[[str], torch.Tensor], stock: torch.Tensor) -> str | None:
+    return next((rule for rule in RULES if torch.equal(ours(rule), stock)), None)
+
+
+def matching_rule(validator: Any) -> str | None:
+    """The rule by which the installed version matches the case that tells rules apart; None: neither."""
+    box_iou = importlib.import_module(METRICS[0]).box_iou
+    with torch.device("cpu"):
+        iou = box_iou(LABELS[:, 1:], DETECTIONS[:, :4])
+        found = validator.match_predictions(SimpleNamespace(iouv=IOUV), DETECTIONS[:, 5], LABELS[:, 0], iou)
+        return _rule(lambda rule: ops.match_detections(DETECTIONS, LABELS, IOUV, rule=rule), found)
+
+
+def counting_rule(matrix_class: Any) -> str | None:
+    """The rule by which the installed version counts the same case."""
+
+    def confusions(rule: str) -> torch.Tensor:
+        return torch.stack([validation.confusions(DETECTIONS, labels, 2, 0.25, 0.45, rule) for labels in IMAGES])
+
+    found = []
+    with torch.device("cpu"):
+        for labels in IMAGES:
+            matrix = matrix_class(names={0: "0", 1: "1"})
+            matrix.process_batch(
+                {"bboxes": DETECTIONS[:, :4], "conf": DETECTIONS[:, 4], "cls": DETECTIONS[:, 5]},
+                {"bboxes": labels[:, 1:], "cls": labels[:, 0]},
+            )
+            found.append(torch.as_tensor(matrix.matrix).long())
+        return _rule(confusions, torch.stack(found))
+
+
+def _match(_: Active, stock: Callable[..., Any], validator: Any) -> Callable[..., Any]:
+    return validation.match(stock, validator.match_predictions, str(matching_rule(validator)))
+
+
+def _confuse(_: Active, stock: Callable[..., Any], matrix_class: Any) -> Callable[..., Any]:
+    return validation.confuse(stock, str(counting_rule(matrix_class)))
+
+
+def knows(rule: Callable[[Any], str | None], what: str) -> Asks:
+    return Asks(
+        "a known rule of matching", lambda stock: None if rule(stock) else f"its {what} matches by an unknown rule."
+    )
+
+
+VAL = Switch(
+    "val_optim",
+    "matching of detections and labels, and confusion matrix, in the validation of detectors",
+    (
+        Target(
+            module("models.yolo.detect.val"),
+            "DetectionValidator._process_batch",
+            make=_match,
+            evidence=(Signature(("self", "preds", "batch")),),
+            class_evidence=(
+                Signature(("self", "preds", "batch"), "update_metrics"),
+                knows(matching_rule, "match_predictions"),
+            ),
+        ),
+        Target(
+            module("models.yolo.detect.val"),
+            "DetectionValidator.update_metrics",
+            make=lambda _, stock, validator: validation.update_on_host(stock, validator._process_batch),
+            after="DetectionValidator._process_batch",
+        ),
+        Target(
+            METRICS,
+            "ConfusionMatrix.process_batch",
+            make=_confuse,
+            evidence=(Signature(("self", "detections", "batch", "conf", "iou_thres")),),
+            class_evidence=(knows(counting_rule, "ConfusionMatrix"),),
+        ),
+        average_precision.target(
+            METRICS,
+            # Of 8.4.120 to 8.4.180, and of 8.4.185 to 8.4.190.
+            SameCode({"ap_per_class": ("f5a9d556", "e8ab4de3"), "compute_ap": ("d0c7762c", "b5719675")}, ALL_READ),
+            validation.average_precisions,
+        ),
+    ),
+    modules=("models.yolo.detect.val", "utils.metrics"),
+    evidence=(VERSION,),
+)
+
+# Training and prediction of models ------------------------------------------------------------------------------------
+
+PREDICT = Signature(("self", "x", "profile", "augment", "embed"))
+
+
+def setup_train(own_objection: Callable[[Any], str | None]) -> Target:
+    """Segmentation, pose and OBB models derive from ``DetectionModel``; their trainers from this one."""
+    make = training.checking_trainer(own_objection)
+    return Target(TRAINER, "BaseTrainer._setup_train", make=make, evidence=(SELF,), missing="refuse", quiet=True)
+
+
+CHANNELS_LAST = Switch(
+    "channels_last",
+    f"train on channels_last (NHWC) memory, which ultralytics {training.IN_STOCK} and later do themselves; needs a GPU",
+    (
+        *layout_targets(TASKS, "predict", training.trains, (PREDICT,), unless=training.is_in_stock),
+        setup_train(training.two_layouts),
+    ),
+    modules=("nn.tasks", "engine.trainer"),
+    evidence=(GPU, VERSION),
+    options={"device": needs_gpu},
+    start=training.say_if_in_stock,
+)
+
+CUDA_GRAPH = Switch(
+    "cuda_graph",
+    "train, predict and validate with the model's passes as CUDA graphs, one for each image size; needs a GPU",
+    (
+        Target(TASKS, "DetectionModel.predict", make=training.model_predict, evidence=(PREDICT,), missing="refuse"),
+        setup_train(training.compiles),
+        Target(module("nn.backends.pytorch"), "PyTorchBackend.forward", make=training.backend_forward),
+        timer(module("utils.ops"), (SELF,)),
+    ),
+    modules=("nn.tasks", "engine.trainer", "nn.backends.pytorch", "utils.ops"),
+    evidence=(GPU, VERSION),
+    options={"device": needs_gpu, "compile": training.compile_objection},
+)
+
+SWITCHES: dict[str, Switch] = {
+    switch.name: switch
+    for switch in (
+        BBOX_IOU,
+        dataclasses.replace(upsample.SWITCH, evidence=(VERSION,)),
+        bn_act.switch(
+            module("nn.modules.conv"),
+            module("nn.modules.block"),
+            (VERSION,),
+            modules=("nn.modules.conv", "nn.modules.block"),
+        ),
+        LOSS,
+        LOADER,
+        OPTIMIZER,
+        NMS,
+        MASKS,
+        LETTERBOX,
+        VAL,
+        CHANNELS_LAST,
+        CUDA_GRAPH,  # after channels_last, whose predict it captures
+    )
+}

@@ -1,0 +1,137 @@
+"""What ``channels_last`` and ``cuda_graph`` put in place of Ultralytics' methods.
+
+The trainer computes predictions and loss in one call, ``model(batch)``. Replaced is ``DetectionModel.predict``, which that call
+comes to; the loss stays outside of the graphs, whichever it is. Predictors and validators run the model by way of
+``PyTorchBackend.forward``, which is replaced too. Graphs live beside the model, not in it: copies of it, such as
+the moving average, are plain, and checkpoints hold nothing of ours.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_fastdet._say import say
+from torch_fastdet.graphs import _capture
+from torch_fastdet.hosts.engine.switch import Active, Make
+from torch_fastdet.hosts.evidence import installed_version, release
+from torch_fastdet.hosts.shapes import Trainer
+from torch_fastdet.hosts.shared.predictions import PredictionGraphs, settings_of
+from torch_fastdet.hosts.shared.training_graphs import TrainingGraphs
+from torch_fastdet.ultralytics.necks import fewer_copies
+
+IN_STOCK = "8.4.150"  # whose trainer has the argument channels_last, on by default
+# What heads keep for the shape of their last input, and compute again for another.
+CACHES = {"shape", "shapes", "anchors", "strides", "valid_mask"}
+
+
+def trains(_: Active, model: nn.Module, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this is a forward pass of the trainer on a GPU, and not a dry run."""
+    if not (model.training and torch.is_grad_enabled() and getattr(model, "criterion", None) is not None):
+        return False
+    return isinstance(x, torch.Tensor) and _capture.on_gpu(x)
+
+
+def objection(trainer: Trainer, own: Callable[[Trainer], str | None]) -> str | None:
+    """Why a switch cannot apply to this training: its ``own`` reason, or that there is no GPU; None where it can."""
+    reason = own(trainer)
+    if reason is None and trainer.device.type != "cuda":
+        return f"the model trains on {trainer.device.type}, not on a GPU."
+    return reason
+
+
+def checking_trainer(own: Callable[[Trainer], str | None]) -> Make:
+    """Makes a ``BaseTrainer._setup_train`` that asks first for an :func:`objection`."""
+
+    def make(active: Active, stock: Callable[[Trainer], Any], _: Any) -> Callable[[Trainer], Any]:
+        @functools.wraps(stock)
+        def _setup_train(trainer: Trainer) -> Any:
+            if (reason := objection(trainer, own)) is not None:
+                active.cannot_apply(reason)
+            return stock(trainer)
+
+        return _setup_train
+
+    return make
+
+
+# channels_last --------------------------------------------------------------------------------------------------------
+
+
+def is_in_stock() -> bool:
+    """Newer trainers train on NHWC memory themselves: there is nothing to replace then."""
+    return release(installed_version("ultralytics")) >= release(IN_STOCK)
+
+
+def say_if_in_stock(active: Active) -> None:
+    if is_in_stock():
+        say(
+            f"{active.name}: ultralytics {installed_version('ultralytics')} trains on NHWC memory itself; nothing is replaced"
+        )
+
+
+def two_layouts(trainer: Trainer) -> str | None:
+    if is_in_stock() and trainer.args.channels_last is False:
+        return "channels_last=False is given too; leave one of the two out."
+    return None
+
+
+# cuda_graph -----------------------------------------------------------------------------------------------------------
+
+
+def compiles(trainer: Trainer) -> str | None:
+    return compile_objection(str(trainer.args.compile)) if trainer.args.compile else None
+
+
+def compile_objection(value: str) -> str | None:
+    if value == "False":
+        return None
+    return f"compile={value} is given too, which makes graphs of its own; leave one of the two out."
+
+
+def _training(active: Active) -> TrainingGraphs:
+    return TrainingGraphs(active, fewer_copies, host_recovers=True)
+
+
+def model_predict(active: Active, stock: Callable[..., Any], model_class: Any) -> Callable[..., Any]:
+    """``DetectionModel.predict`` by graphs in training."""
+    graphs = active.shared(_training)
+
+    @functools.wraps(stock, assigned=(), updated=())  # its signature, which the next switch looks at
+    def predict(model: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
+        # An input with a gradient is that of a measurement of the batch size.
+        if (
+            torch.compiler.is_compiling()
+            or args
+            or kwargs
+            or not trains(active, model, x, args, kwargs)
+            or x.requires_grad
+        ):
+            return stock(model, x, *args, **kwargs)
+        return graphs(model, x, stock)
+
+    predict.__qualname__ = "cuda_graph.predict"
+    graphs.ddp.take(model_class)
+    return predict
+
+
+def backend_forward(active: Active, stock: Callable[..., Any], _: Any) -> Callable[..., Any]:
+    """``PyTorchBackend.forward`` by graphs."""
+    graphs = PredictionGraphs(active.name, functools.partial(settings_of, caches=CACHES), fewer_copies)
+
+    @functools.wraps(stock, assigned=(), updated=())
+    def forward(backend: Any, im: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not getattr(backend, "base_model", False):
+            return stock(backend, im, *args, **kwargs)
+        # augment=, embed= and what predict() hands on to the model
+        if any(value is not None and value is not False for value in (*args, *kwargs.values())):
+            graphs.tell("augment=, embed= and other arguments of the model: such predictions run without graphs")
+            return stock(backend, im, *args, **kwargs)
+        return graphs(backend.model, im, functools.partial(stock, backend))
+
+    forward.__qualname__ = "cuda_graph.forward"
+    return forward

@@ -1,0 +1,326 @@
+"""The switches of YOLOv5: one word each, the same as keyword, as flag and here. A new version of YOLOv5 is a row.
+
+Each switch says WHERE the targets are (modules of a checkout, and of PyPI's package), by which EVIDENCE they are what we know, and
+WHAT takes their place (:mod:`torch_fastdet.hosts.engine.switch`). To add a switch, add it to ``SWITCHES`` below.
+
+* What is put in place may ask for the device; a table must not: YOLOv5 chooses it later, through ``CUDA_VISIBLE_DEVICES``.
+* Where it cannot apply after all (Adam, a model on the CPU), it calls ``active.cannot_apply("reason")``, which prints one line if the
+  switch came with ``fastdet``, and raises if it was asked for by name.
+* It reads no attribute of objects that are neither YOLOv5's nor ours: a module may hold anything.
+* Checkpoints pickle the model, the EMA model and the optimizer's state. No class or function of torch_fastdet may be in them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_fastdet import optim
+from torch_fastdet.ema import ModelEMA
+from torch_fastdet.hosts.engine.host import ALL
+from torch_fastdet.hosts.engine.import_hook import namespace
+from torch_fastdet.hosts.engine.stand_in import stand_in
+from torch_fastdet.hosts.engine.switch import GPU, Active, Outside, Switch, Target
+from torch_fastdet.hosts.evidence import Asks, Behaves, Obstacle, SameCode, Signature
+from torch_fastdet.hosts.shared import average_precision, bn_act, cases, masks, upsample
+from torch_fastdet.hosts.shared.evidence import MEMFD, OPENCV, needs_gpu
+from torch_fastdet.hosts.shared.training_graphs import layout_targets, timer
+from torch_fastdet.yolov5 import decoding, dropins, trials, validation
+from torch_fastdet.yolov5.heads import STOCK_MODULES as MODELS
+from torch_fastdet.yolov5.loss import ComputeLoss
+from torch_fastdet.yolov5.training import backend_forward, model_forward, trains
+
+__all__ = ["ALL", "SWITCHES"]
+
+
+def both(module: str) -> tuple[str, ...]:
+    """A module of YOLOv5 in a checkout, and in PyPI's package."""
+    return module, f"yolov5.{module}"
+
+
+METRICS, GENERAL, COMMON, DATALOADERS = map(
+    both, ("utils.metrics", "utils.general", "models.common", "utils.dataloaders")
+)
+
+
+# loss_optim, bbox_iou_optim -------------------------------------------------------------------------------------------
+
+BBOX_IOU = Switch(
+    "bbox_iou_optim",
+    "fused bbox_iou in the loss of train.py and segment/train.py",
+    # v7.0 and the PyPI package define it themselves; YOLOv5's head takes it from ultralytics.
+    (Target((*METRICS, "ultralytics.utils.metrics"), "bbox_iou", dropins.bbox_iou, evidence=(trials.IOU,)),),
+    modules=("utils.metrics", "utils.loss", "utils.segment.loss"),
+)
+
+LOSS = Switch(
+    "loss_optim",
+    "whole ComputeLoss of train.py and val.py in a few launches, without host synchronisation",
+    (
+        Target(  # segmentation has a ComputeLoss of its own, in utils.segment.loss, which stays
+            both("utils.loss"),
+            "ComputeLoss",
+            make=lambda active, stock, _: stand_in(active.name, stock, ComputeLoss),
+            evidence=(
+                Signature(("self", "model", "autobalance"), "__init__"),
+                Signature(("self", "p", "targets"), "__call__"),
+                trials.LOSS,
+            ),
+        ),
+    ),
+    modules=("utils.loss",),
+)
+
+# nms_optim, mask_optim, letterbox_optim -------------------------------------------------------------------------------
+
+DECODED = " (float32 heads decoded by torch_fastdet.ops.yolov5_decode)"
+NMS = Switch(
+    "nms_optim",
+    "decode and non-maximum suppression without host syncs or a time limit, in val, detect, segment and validation",
+    (
+        Target(GENERAL, "non_max_suppression", dropins.non_max_suppression, evidence=(trials.SUPPRESSION,)),
+        # Suppression goes on without these.
+        Target(
+            MODELS,
+            "Detect.forward",
+            make=lambda _, stock, __: decoding.OfInstances(stock),
+            class_evidence=(trials.DECODING,),
+            own=True,
+            otherwise="say",
+            note=DECODED,
+        ),
+        Target(MODELS, "Segment.forward", make=decoding.segmenting, after="Detect.forward", note=DECODED),
+    ),
+    modules=("utils.general", "models.yolo", "models.common"),
+)
+
+MASKS = masks.switch(
+    both("utils.segment.general"),
+    {
+        name: getattr(dropins, name)
+        for name in ("process_mask", "process_mask_native", "process_mask_upsample", "crop_mask")
+    },
+    modules=("utils.segment.general",),
+)
+
+
+def _auto_shape(_: Active, stock: Callable[..., Any], stock_class: type) -> Any:
+    from torch_fastdet.yolov5 import auto_shape  # with numpy, which nothing else of ours needs
+
+    module = sys.modules[stock_class.__module__]
+    if auto_shape.is_stocks(stock_class, stock, module):
+        return auto_shape.detecting(stock_class, stock, module)
+    return Obstacle(f"{stock_class.__module__}.AutoShape.forward prepares pictures in an unknown way.")
+
+
+LETTERBOX = Switch(
+    "letterbox_optim",
+    "letterbox and division by 255 for AutoShape models (torch.hub) as one operator on the GPU; needs a GPU",
+    (
+        # `letterbox` itself, which the loaders of detect.py call, stays: they want an array on the host (docs/yolov5.md).
+        Target(
+            COMMON,
+            "AutoShape.forward",
+            make=_auto_shape,
+            evidence=(Signature(("self", "ims", "size", "augment", "profile")),),
+            own=True,
+            note=" (pictures by torch_fastdet.ops.image_letterbox)",
+        ),
+    ),
+    modules=("models.common",),
+    evidence=(GPU,),
+)
+
+# val_optim ------------------------------------------------------------------------------------------------------------
+
+
+def _correct(matcher: Any) -> torch.Tensor:
+    return torch.as_tensor(matcher(cases.DETECTIONS.clone(), cases.LABELS.clone(), cases.IOUV.clone())).bool()
+
+
+def _confused(kind: Any) -> torch.Tensor:
+    matrix = kind(2)
+    matrix.process_batch(cases.DETECTIONS.clone(), cases.LABELS.clone())
+    return torch.as_tensor(matrix.matrix).long()
+
+
+PROCESS_BATCH = Target(
+    both("val"),
+    "process_batch",
+    validation.process_batch,
+    evidence=(
+        Behaves("its process_batch", lambda f: (_correct(f), _correct(validation.process_batch)), 0, trials.REFERENCE),
+    ),
+)
+
+
+def _matrix_class(active: Active, stock: Any, _: Any) -> type:
+    def look_at_script() -> None:
+        """val.py as the script that runs: it defines process_batch itself, after its imports and before its first image."""
+        main = sys.modules.get("__main__")
+        script, metrics = (
+            namespace(module).get("__file__") for module in (main, sys.modules[stock.__module__]) if module
+        )
+        if main is None or not isinstance(script, str) or not isinstance(metrics, str):
+            return
+        if Path(script).name == "val.py" and Path(script).resolve().parent == Path(metrics).resolve().parents[1]:
+            active.look_for(PROCESS_BATCH, "__main__", [main])
+
+    return stand_in(active.name, stock, validation.confusion_matrix_class(stock, look_at_script))
+
+
+def _matrices(stock: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _confused(stock), _confused(validation.confusion_matrix_class(stock, lambda: None))
+
+
+VAL = Switch(
+    "val_optim",
+    "matching of detections and labels, and confusion matrix, in val.py and the validation inside train.py",
+    (
+        PROCESS_BATCH,
+        Target(GENERAL, "scale_boxes", validation.scale_boxes),
+        Target(
+            METRICS,
+            "ConfusionMatrix",
+            make=_matrix_class,
+            evidence=(
+                Signature(("self", "nc", "conf", "iou_thres"), "__init__"),
+                Signature(("self", "detections", "labels"), "process_batch"),
+                Behaves("its ConfusionMatrix", _matrices, 0, trials.REFERENCE),
+            ),
+        ),
+        average_precision.target(
+            METRICS,
+            # Of YOLOv5 7.0, and of GitHub's head.
+            SameCode({"ap_per_class": ("bd7f097d",), "compute_ap": ("66e3cf6e", "33760776")}, "YOLOv5 7.0 or later"),
+            validation.average_precisions,
+        ),
+    ),
+    modules=("utils.metrics", "utils.general", "val"),
+)
+
+# loader_optim ---------------------------------------------------------------------------------------------------------
+
+
+def _known(stock: Any) -> str | None:
+    from torch_fastdet.yolov5 import loader  # with cv2, which nothing else of ours needs
+
+    return loader.unknown_code(sys.modules[stock.__module__])
+
+
+def _data_set(_: Active, stock: Any, __: Any) -> Any:
+    from torch_fastdet.yolov5 import loader
+
+    return loader.dataset_class(stock)
+
+
+def _data_loader(active: Active, stock: Any, module: Any) -> Any:
+    from torch_fastdet.yolov5 import loader
+
+    infinite, plain = loader.loader_classes(stock)
+    active.replace(module, "DataLoader", plain)  # what create_dataloader takes for --image-weights
+    return infinite
+
+
+KNOWN = Asks("the code of its data loader", _known)
+LOADER = Switch(
+    "loader_optim",
+    "data loaders decode each picture once, and make batches with one operator, on the GPU where there is one",
+    (
+        Target(DATALOADERS, "LoadImagesAndLabels", make=_data_set, evidence=(KNOWN,)),
+        Target(DATALOADERS, "InfiniteDataLoader", make=_data_loader, evidence=(KNOWN,)),
+    ),
+    modules=("utils.dataloaders",),
+    evidence=(MEMFD, OPENCV),
+)
+
+# multi_tensor_optimizer -----------------------------------------------------------------------------------------------
+# train.py calls, as it always does, scaler.unscale_, clip_grad_norm_, scaler.step, scaler.update and ema.update; each finds our
+# kernels behind its own name, and each has stock's effects when it returns: gradients are unscaled, then clipped, in p.grad; a step
+# with infinite gradients changes no parameter; the average moves all the same. Groups, log line and state_dict are stock's.
+
+
+def unknown_optimizer(name: str) -> str | None:
+    return None if name in ("SGD", "AdamW") else f"the optimizer is {name}, and only SGD and AdamW are replaced."
+
+
+def _smart_optimizer(active: Active, stock: Callable[..., torch.optim.Optimizer], _: Any) -> Callable[..., Any]:
+    """Stock's, with its SGD or AdamW made ours; for other optimizers the switch says that it cannot apply."""
+
+    def smart_optimizer(
+        model: nn.Module, name: str = "Adam", lr: float = 0.001, momentum: float = 0.9, decay: float = 1e-5
+    ) -> torch.optim.Optimizer:
+        if (reason := unknown_optimizer(name)) is not None:
+            active.cannot_apply(reason)
+        theirs = stock(model, name, lr, momentum, decay)
+        return theirs if reason else optim.ours(theirs)
+
+    smart_optimizer.__module__ = dropins.__name__  # in the line that patch() prints
+    smart_optimizer.__qualname__ = "smart_optimizer"
+    return smart_optimizer
+
+
+OPTIMIZER = Switch(
+    "multi_tensor_optimizer",
+    "SGD, AdamW, moving average, unscale and clip over all tensors at once, without host syncs",
+    (
+        Outside(torch.nn.utils, "clip_grad_norm_", optim.clip_grad_norm_),
+        Outside(torch.amp.GradScaler, "unscale_", optim.unscale_),
+        Target(
+            both("utils.torch_utils"),
+            "smart_optimizer",
+            make=_smart_optimizer,
+            evidence=(Signature(dropins.smart_optimizer),),
+        ),
+        Target(both("utils.torch_utils"), "ModelEMA", ModelEMA, evidence=(trials.AVERAGE,)),
+    ),
+    modules=("utils.torch_utils",),
+    options={"optimizer": unknown_optimizer},
+)
+
+# Training and prediction of models ------------------------------------------------------------------------------------
+
+CHANNELS_LAST = Switch(
+    "channels_last",
+    "train on channels_last (NHWC) memory where that is faster; checkpoints stay contiguous; needs a GPU",
+    layout_targets(MODELS, "forward", trains),
+    modules=("models.yolo",),
+    evidence=(GPU,),
+    options={"device": needs_gpu},
+)
+
+CUDA_GRAPH = Switch(
+    "cuda_graph",
+    "train, detect and validate with the model's passes as CUDA graphs, one for each image size; needs a GPU",
+    (
+        Target(MODELS, "DetectionModel.forward", make=model_forward, missing="refuse"),
+        Target(COMMON, "DetectMultiBackend.forward", make=backend_forward),
+        timer(GENERAL, (Signature(("self",)),)),
+    ),
+    modules=("models.yolo", "models.common", "utils.general"),
+    evidence=(GPU,),
+    options={"device": needs_gpu},
+)
+
+SWITCHES: dict[str, Switch] = {
+    switch.name: switch
+    for switch in (
+        BBOX_IOU,
+        upsample.SWITCH,
+        LOSS,
+        NMS,
+        MASKS,
+        LETTERBOX,
+        VAL,
+        LOADER,
+        OPTIMIZER,
+        bn_act.switch(COMMON, COMMON, modules=("models.common",)),
+        CHANNELS_LAST,
+        CUDA_GRAPH,  # after channels_last, whose forward it captures
+    )
+}

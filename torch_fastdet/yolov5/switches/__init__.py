@@ -1,1 +1,0 @@
-"""One file for each switch; registry.py lists them."""
