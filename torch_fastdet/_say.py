@@ -23,6 +23,7 @@ counts: Counter[tuple[str, str]] = Counter()
 
 
 def count(switch: str, what: str) -> None:
+    """Note that ``switch`` did ``what`` once, for the report at the end of a run."""
     counts[switch, what] += 1
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_fastdet._say import count
 from torch_fastdet._torch.tensors import ModuleWatch, by_device, named_tensors, new_state, unwrap, wrappers
 
 
@@ -129,6 +130,7 @@ class ModelEMA:
         for state in self._states:
             state.ema_(decay)
         self.updates = updates
+        count("multi_tensor_optimizer", "moving averages")
 
     def _find(self, model: nn.Module) -> None:
         pairs = self.pairs(model)

@@ -160,13 +160,10 @@ def test_a_method_that_a_user_has_wrapped_stays(loaded, host, capsys, named):
 def test_two_hosts_may_replace_one_name(loaded, host, order):
     """Each goes on with what lies below it, in whatever order they are put back."""
 
-    def start(active):
-        active.replace(sys.modules["host.shapes"], "area", area)
-
     shapes = loaded(module("host.shapes", STOCK))
-    stock, hosts = shapes.area, [host, Host({"twice": Switch("twice", "twice", (), start=start)}, ())]
+    stock, hosts = shapes.area, [host, Host({}, ())]
     hosts[0].patch({"area_optim": True})
-    hosts[1].patch({"twice": True})
+    hosts[1].patches.replace("twice", shapes, "area", area)
     hosts[order[0]].unpatch()
     assert shapes.area is area
     hosts[order[1]].unpatch()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
+from torch_fastdet._say import counts
 from torch_fastdet.hosts.engine.host import Host
+from torch_fastdet.hosts.evidence import Obstacle
 from torch_fastdet.ultralytics.switches import SWITCHES
 
 PACKAGE = "ultralytics"
@@ -16,11 +19,16 @@ PACKAGE = "ultralytics"
 
 class Ultralytics(Host):
     def switch_on(self, names: Iterable[str], by_name: Collection[str], import_now: bool = True) -> None:
-        if importlib.util.find_spec(PACKAGE) is None:
+        if self.missing() is not None:
             raise ImportError("torch_fastdet.ultralytics.patch() found no ultralytics; type: pip install ultralytics")
         super().switch_on(names, by_name, import_now)
         if self.on:
             self._patch_distributed()
+            self._report_at_the_end()
+
+    def missing(self) -> Obstacle | None:
+        found = PACKAGE in sys.modules or importlib.util.find_spec(PACKAGE) is not None
+        return None if found else Obstacle("ultralytics is not installed (pip install ultralytics).")
 
     def import_modules(self, names: Iterable[str]) -> None:
         for name in names:
@@ -30,6 +38,21 @@ class Ultralytics(Host):
             except ModuleNotFoundError as error:
                 if error.name is None or not f"{full}.".startswith(f"{error.name}."):
                     raise  # a module that it needs
+
+    def _report_at_the_end(self) -> None:
+        trainer = importlib.import_module(f"{PACKAGE}.engine.trainer").BaseTrainer
+        stock = vars(trainer).get("train")
+        if stock is None or any(r.owner is trainer and r.attribute == "train" for r in self.patches.replacements):
+            return
+
+        @functools.wraps(stock)
+        def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+            counts.clear()  # those of a validation or of an interrupted training
+            result = stock(trainer, *args, **kwargs)
+            self.report()
+            return result
+
+        self.patches.replace("report", trainer, "train", train, quietly=True)
 
     def _patch_distributed(self) -> None:
         """A training on several GPUs starts processes of its own, from a script that Ultralytics writes: patch there too."""

@@ -9,18 +9,41 @@ import importlib
 import importlib.util
 import sys
 
+from torch_fastdet.hosts import doctor as examination
 from torch_fastdet.hosts.engine.launcher import Launcher
 from torch_fastdet.hosts.engine.switch import SwitchError
+from torch_fastdet.hosts.evidence import installed_version
 from torch_fastdet.ultralytics.host import HOST
 
 PROG = "python -m torch_fastdet.ultralytics"
 LAUNCHER = Launcher(
-    HOST, PROG, f"{PROG} [switches and the words of the yolo command]", "Run the yolo command with torch_fastdet."
+    HOST,
+    PROG,
+    f"{PROG} [switches and the words of the yolo command] | {PROG} doctor [--json] [the same]",
+    "Run the yolo command with torch_fastdet.",
 )
 
 
+# Ultralytics' tasks whose losses, loaders and validators no switch replaces.
+STOCKS = (
+    "Of the tasks, semantic segmentation, depth and classification run on Ultralytics' own losses, loaders and validation.",
+)
+
+
+def doctor(argv: list[str]) -> int:
+    """``doctor [--json] [the words of a yolo command]``."""
+    chosen, words = LAUNCHER.split(argv)
+    found = importlib.util.find_spec("ultralytics") is not None
+    options = dict(word.split("=", 1) for word in words if "=" in word)
+    version = installed_version("ultralytics") if found else None
+    return examination.run(HOST, "ultralytics", version, chosen, options, "--json" in words, STOCKS)
+
+
 def main(argv: list[str] | None = None) -> None:
-    chosen, words = LAUNCHER.split(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["doctor"]:
+        raise SystemExit(doctor(argv[1:]))
+    chosen, words = LAUNCHER.split(argv)
     wants_help = not words or bool({"-h", "--help", "help"} & set(words))
     if wants_help:
         LAUNCHER.print_help()

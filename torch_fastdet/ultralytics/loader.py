@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 import math
 import sys
 import weakref
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from torch_fastdet._say import say
+from torch_fastdet._say import count, say
 from torch_fastdet.loader.fingerprint import fingerprint
 from torch_fastdet.loader.loop import Ahead, PlanBatches, PlannedLoading, PlannedLoadingOfDicts
 from torch_fastdet.loader.memory import CHANNELS, PictureMemory
@@ -265,6 +266,8 @@ class PlannedLoader:
             batches = self._ahead
             batches.allow(len(self))
         for _ in range(len(self)):
+            if not self._as_stock:
+                count("loader_optim", "batches")
             yield next(batches)
 
     def __copy__(self: Any) -> Any:
@@ -314,7 +317,7 @@ def build_dataloader(stock: Callable[..., Any], stock_loader: Any) -> Callable[.
             return plan_loader(loader, arguments.arguments["device"])
         if reason not in told:
             told.add(reason)
-            say(f"loader_optim: stock's loader makes the batches: {reason}")
+            say(f"loader_optim: stock's loader makes the batches: {reason}", logging.WARNING)
         return loader
 
     return build_dataloader

@@ -11,6 +11,7 @@ import copy
 import copyreg
 import functools
 import importlib
+import logging
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, ClassVar
@@ -20,7 +21,7 @@ from torch import nn
 
 from torch_fastdet import ops
 from torch_fastdet._deferred import TARGET_COLUMNS, DeferredStatus, describe_bad_targets
-from torch_fastdet._say import say
+from torch_fastdet._say import count, say
 from torch_fastdet._torch.private import module_has_hooks
 from torch_fastdet.ultralytics.necks import fewer_copies
 
@@ -161,6 +162,7 @@ class _DetectionLoss(_Criterion):
         if not self.fits():
             return super().loss(preds, batch)  # type: ignore[misc]
         this: Any = self
+        count("loss_optim", "losses")
         loss, items = self.fused(preds, packed_targets(batch, preds["scores"].device))
         return loss, dict(zip(this.loss_names, items.unbind()))
 
@@ -229,7 +231,7 @@ class _DetectionLoss(_Criterion):
         state = self._state
         if changed is not None and not state.told:
             state.told = True
-            say(f"loss_optim: {changed}; it runs on Ultralytics' own code")
+            say(f"loss_optim: {changed}; it runs on Ultralytics' own code", logging.WARNING)
         return changed is None
 
     def _changed(self) -> str | None:
@@ -335,6 +337,7 @@ class _E2ELoss(_Criterion):
         branches = self._branches()
         if branches is None:
             return super().__call__(preds, batch)  # type: ignore[misc]
+        count("loss_optim", "losses")
         preds = this.one2many.parse_output(preds)
         many, one = preds["one2many"], preds["one2one"]
         packed = isinstance(batch, torch.Tensor)

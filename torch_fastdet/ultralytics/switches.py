@@ -319,7 +319,7 @@ CHANNELS_LAST = Switch(
     modules=("nn.tasks", "engine.trainer"),
     evidence=(GPU, VERSION),
     options={"device": needs_gpu},
-    start=training.say_if_in_stock,
+    notice=training.in_stock,
 )
 
 CUDA_GRAPH = Switch(

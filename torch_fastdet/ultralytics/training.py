@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_fastdet._say import say
 from torch_fastdet.graphs import _capture
 from torch_fastdet.hosts.engine.switch import Active, Make
 from torch_fastdet.hosts.evidence import installed_version, release
@@ -67,11 +66,10 @@ def is_in_stock() -> bool:
     return release(installed_version("ultralytics")) >= release(IN_STOCK)
 
 
-def say_if_in_stock(active: Active) -> None:
-    if is_in_stock():
-        say(
-            f"{active.name}: ultralytics {installed_version('ultralytics')} trains on NHWC memory itself; nothing is replaced"
-        )
+def in_stock() -> str | None:
+    if not is_in_stock():
+        return None
+    return f"ultralytics {installed_version('ultralytics')} trains on NHWC memory itself; nothing is replaced"
 
 
 def two_layouts(trainer: Trainer) -> str | None:

@@ -20,6 +20,7 @@ from typing import Any
 
 from torch_fastdet._deferred import raised_at_the_end
 from torch_fastdet._say import say
+from torch_fastdet.hosts import doctor as examination
 from torch_fastdet.hosts.engine.launcher import Launcher
 from torch_fastdet.hosts.engine.switch import SwitchError
 from torch_fastdet.yolov5 import layout
@@ -30,7 +31,7 @@ PROG = "python -m torch_fastdet.yolov5"
 LAUNCHER = Launcher(
     HOST,
     PROG,
-    f"{PROG} [switches] train.py [its arguments] | {PROG} [switches] -m yolov5.train [its arguments]",
+    f"{PROG} [switches] train.py [its arguments] | {PROG} [switches] -m yolov5.train [its arguments] | {PROG} doctor [--json] [the same]",
     "Run a YOLOv5 script with torch_fastdet.",
 )
 FLAGS = LAUNCHER.flags
@@ -72,8 +73,29 @@ def parse(argv: list[str]) -> Command:
     return command
 
 
+def doctor(argv: list[str]) -> int:
+    """``doctor [--json] [train.py and its arguments, or -m yolov5.train ...]``."""
+    as_json = "--json" in argv
+    command = parse([argument for argument in argv if argument != "--json"])
+    if command.script is not None:
+        _check_script(command.script)
+        HOST.script = Path(command.script)
+        sys.path[:0] = [
+            str(folder) for folder in list(HOST.script.resolve().parents)[:2]
+        ]  # segment/train.py adds the second
+    words, options = command.arguments, {}
+    for name, value in zip(words, [*words[1:], ""]):
+        option, equals, given = name.partition("=")
+        if option.startswith("--"):
+            options[option[2:]] = given if equals else value
+    return examination.run(HOST, "yolov5", layout.version(), command.switches, options, as_json)
+
+
 def main(argv: list[str] | None = None) -> None:
-    command = parse(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["doctor"]:
+        raise SystemExit(doctor(argv[1:]))
+    command = parse(argv)
     if command.help:
         LAUNCHER.print_help()
     if command.script is None and command.module is None:
@@ -104,13 +126,14 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _tell_unused(command: Command) -> None:
-    """After a script that went well: one line for each switch that replaced nothing.
+    """After a script that went well: what ran on ours, and one line for each switch that replaced nothing.
 
     A YOLOv5 script need not use everything. But where no YOLOv5 was imported at all, what was asked for by name was not
     done, and that is an error.
     """
     if command.help:  # nothing was switched on
         return
+    HOST.report()
     # What a switch for YOLOv5 replaced in torch (clip_grad_norm_) does not show that it met YOLOv5.
     used = {
         replacement.switch

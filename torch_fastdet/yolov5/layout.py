@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Iterable
@@ -61,3 +62,13 @@ def import_modules(names: Iterable[str], prefix: str) -> None:
             known = None
         if known is not None:
             importlib.import_module(prefix + name)
+
+
+def version() -> str | None:
+    """What is known of the version: that of the package, or the folder of a checkout; None without YOLOv5."""
+    prefix = importable_prefix()
+    if prefix is None:
+        return None
+    return (
+        f"{importlib.metadata.version('yolov5')} (package)" if prefix else f"a checkout, {_folders('utils')[0].parent}"
+    )

@@ -11,6 +11,7 @@ from torch import nn
 
 from torch_fastdet import ops
 from torch_fastdet._deferred import TARGET_COLUMNS, DeferredStatus, describe_bad_targets
+from torch_fastdet._say import count
 from torch_fastdet._torch.tensors import unwrap
 from torch_fastdet.yolov5.heads import fewer_copies
 
@@ -166,6 +167,8 @@ class ComputeLoss:
         if not capturing:
             self._checks.raise_arrived()
         self._check_heads(p)
+        if not capturing:
+            count("loss_optim", "losses")
         balance = self._balance_on(targets.device)
         hyp = self.hyp
         # The operator itself: ops.yolov5_loss also cuts out what only autobalance and bad rows need.

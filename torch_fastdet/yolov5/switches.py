@@ -220,6 +220,8 @@ def _data_set(_: Active, stock: Any, __: Any) -> Any:
 
 
 def _data_loader(active: Active, stock: Any, module: Any) -> Any:
+    if not active.has_replaced(module, "LoadImagesAndLabels"):
+        return None
     from torch_fastdet.yolov5 import loader
 
     infinite, plain = loader.loader_classes(stock)
@@ -233,7 +235,7 @@ LOADER = Switch(
     "data loaders decode each picture once, and make batches with one operator, on the GPU where there is one",
     (
         Target(DATALOADERS, "LoadImagesAndLabels", make=_data_set, evidence=(KNOWN,)),
-        Target(DATALOADERS, "InfiniteDataLoader", make=_data_loader, evidence=(KNOWN,)),
+        Target(DATALOADERS, "InfiniteDataLoader", make=_data_loader),
     ),
     modules=("utils.dataloaders",),
     evidence=(MEMFD, OPENCV),

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
-from torch_fastdet._say import hide, say, show
+from torch_fastdet._say import counts, hide, say, show
 from torch_fastdet.hosts.engine.replace import Patches
 from torch_fastdet.hosts.engine.switch import Active, Switch
 from torch_fastdet.hosts.evidence import Obstacle, first_obstacle
@@ -58,6 +58,7 @@ class Host:
     def unpatch(self) -> int:
         """Put every replaced name back, print and return how many there were."""
         count = self.patches.put_back()
+        counts.clear()
         self.on.clear()
         self.requests.clear()
         if count:
@@ -80,6 +81,19 @@ class Host:
         except BaseException:
             self.unpatch()
             raise
+
+    def report(self) -> None:
+        """Say once what ran on ours since ``patch()``, what fell back and why; nothing where nothing of it ran."""
+        if not counts:
+            return
+        ran: dict[str, list[str]] = {}
+        for (switch, what), number in counts.items():
+            ran.setdefault(switch, []).append(f"{number:,} {what}")
+        counts.clear()
+        lines = ["this run, by switch:", *(f"  {switch}: {', '.join(parts)}" for switch, parts in ran.items())]
+        stayed = [line for active in self.on.values() for line in active.told]
+        lines += ["what stayed stock's:", *(f"  {line}" for line in stayed)] if stayed else ["nothing fell back"]
+        say("\n".join(lines))
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add a flag for each switch to a parser."""

@@ -8,6 +8,7 @@ A module may hold any object. Values are compared by identity with what is repla
 
 from __future__ import annotations
 
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Collection
@@ -198,7 +199,7 @@ def _restore(replacement: Replacement) -> None:
     now = (namespace(owner) if isinstance(owner, ModuleType) else vars(owner)).get(attribute, _MISSING)
     if now is not replacement.new:
         if now is not replacement.old:
-            say(f"{replacement} was replaced since by somebody else, and stays as it is")
+            say(f"{replacement} was replaced since by somebody else, and stays as it is", logging.WARNING)
     elif replacement.old is _MISSING:
         delattr(owner, attribute)
     else:

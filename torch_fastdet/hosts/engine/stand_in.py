@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from torch_fastdet._say import say
@@ -19,7 +20,10 @@ def stand_in(switch: str, stock: type, ours: type) -> type:
         def __new__(mcs, name: str, bases: tuple[type, ...], body: dict[str, Any], **keywords: Any) -> Any:
             if not made:
                 return super().__new__(mcs, name, bases, body)
-            say(f"{switch}: {name} derives from {stock.__module__}.{stock.__name__}, and runs stock's code")
+            say(
+                f"{switch}: {name} derives from {stock.__module__}.{stock.__name__}, and runs stock's code",
+                logging.WARNING,
+            )
             bases = tuple(stock if base is made[0] else base for base in bases)
             return type(stock)(name, bases, body, **keywords)
 

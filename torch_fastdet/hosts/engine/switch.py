@@ -150,7 +150,7 @@ class Switch:
         evidence: what must hold for the switch as a whole. It must not touch CUDA: a script chooses its device later.
         needs_host: whether the host must be installed.
         options: for the doctor: options of a training by which it cannot apply, each with a function from its value to a sentence.
-        start: called once, when it is switched on.
+        notice: what to say when it is switched on, or None.
     """
 
     name: str
@@ -160,7 +160,7 @@ class Switch:
     evidence: tuple[Evidence, ...] = ()
     needs_host: bool = True
     options: dict[str, Callable[[str], str | None]] = field(default_factory=dict)
-    start: Callable[[Active], None] | None = None
+    notice: Callable[[], str | None] | None = None
 
 
 class Active:
@@ -227,8 +227,8 @@ class Active:
                     self.replace(target.owner, target.name, target.drop_in, target.note)
                 else:
                     self.cannot_apply(obstacle)
-        if self.switch.start is not None:
-            self.switch.start(self)
+        if self.switch.notice is not None and (line := self.switch.notice()) is not None:
+            say(f"{self.name}: {line}")
 
     def look_through(self, modules: list[ModuleType]) -> None:
         """Replace what ``modules``, the host's and others, hold of the targets. Called again for each import."""
