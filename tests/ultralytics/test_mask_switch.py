@@ -55,7 +55,7 @@ def test_another_rule_is_refused(ops, monkeypatch, rule):
     monkeypatch.setitem(scope, "inner", ops.process_mask)
     monkeypatch.setitem(scope, "process_mask", None)
     exec(f"def process_mask(protos, masks_in, bboxes, shape, upsample=False):\n    {source}", scope)
-    with pytest.raises(drop_in.SwitchError, match="process_mask makes other masks than the version"):
+    with pytest.raises(drop_in.SwitchError, match=r"its process_mask (of a small case|cannot be compared)"):
         drop_in.patch(mask_optim=True)
 
 
@@ -65,7 +65,7 @@ def test_another_crop_is_refused(ops, monkeypatch, source):
     monkeypatch.setitem(scope, "inner", ops.crop_mask)
     monkeypatch.setitem(scope, "crop_mask", None)
     exec(f"def crop_mask(masks, boxes):\n    {source}", scope)
-    with pytest.raises(drop_in.SwitchError, match="makes other masks than the version"):
+    with pytest.raises(drop_in.SwitchError, match=r"its \w+ of a small case gives"):
         drop_in.patch(mask_optim=True)
 
 

@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 
+from torch_fastdet import memory
 from torch_fastdet._build_info import build_info
 from torch_fastdet.hosts.engine.host import Host
 from torch_fastdet.hosts.engine.switch import Active, Outside, Switch, Target
 from torch_fastdet.hosts.evidence import Obstacle
-
-BUDGETS = ("TORCH_FASTDET_CACHE", "TORCH_FASTDET_GPU_CACHE")
 
 
 @dataclass
@@ -122,7 +121,6 @@ def _inside(target: Target) -> TargetReport:
 def facts(host: str, version: str | None) -> dict[str, Any]:
     """The machine and what is installed on it."""
     info = build_info()
-    budgets = {name: os.environ.get(name, "not set") for name in BUDGETS}
     return {
         "host": host,
         "host_version": version,
@@ -133,18 +131,18 @@ def facts(host: str, version: str | None) -> dict[str, Any]:
         "architectures": " ".join(info["architectures"]),
         "gpu": info["gpu"],
         "driver": info["driver"],
-        "memory": {**budgets, **memory()},
+        "memory": budgets(),
     }
 
 
-def memory() -> dict[str, str]:
-    """What pictures may take on this machine."""
-    from torch_fastdet.loader.memory import picture_budget  # with numpy, which nothing else of ours needs
-
-    found = {"pictures on the host": f"{picture_budget() / 2**30:.1f} GiB"}
+def budgets() -> dict[str, str]:
+    """What pictures may take on this machine, and the variables that limit it."""
+    variables = {name: os.environ.get(name, "not set") for name in (memory.HOST_BUDGET, memory.GPU_BUDGET)}
+    found = {**variables, "pictures on the host": memory.words(memory.host_budget())}
     if torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        found["GPU memory"] = f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB"
+        found["pictures on the GPU"] = memory.words(
+            memory.gpu_budget(torch.device("cuda", torch.cuda.current_device()))
+        )
     return found
 
 

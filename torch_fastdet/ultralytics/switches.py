@@ -170,6 +170,7 @@ NMS = Switch(
 MASKS = masks.switch(
     module("utils.ops"),
     {name: getattr(dropins, name) for name in ("process_mask", "process_mask_native", "crop_mask")},
+    trials.REFERENCE,
     modules=("utils.ops",),
     evidence=(VERSION,),
 )

@@ -105,6 +105,7 @@ MASKS = masks.switch(
         name: getattr(dropins, name)
         for name in ("process_mask", "process_mask_native", "process_mask_upsample", "crop_mask")
     },
+    trials.REFERENCE,
     modules=("utils.segment.general",),
 )
 

@@ -31,11 +31,11 @@ def _masks(function: Callable[..., Any], name: str) -> list[torch.Tensor]:
     return [function(protos.clone(), coefficients.clone(), boxes.clone(), *way) for way in ways]
 
 
-def switch(where: tuple[str, ...], functions: dict[str, Callable[..., Any]], **options: Any) -> Switch:
-    """The switch of a host whose modules ``where`` define ``functions``, by their names."""
+def switch(where: tuple[str, ...], functions: dict[str, Callable[..., Any]], reference: str, **options: Any) -> Switch:
+    """The switch of a host whose modules ``where`` define ``functions``, by their names, as ``reference`` does."""
 
     def target(name: str, ours: Callable[..., Any]) -> Target:
-        case = Behaves(f"its {name}", lambda stock: (_masks(stock, name), _masks(ours, name)), 0.0, "what ours follows")
+        case = Behaves(f"its {name}", lambda stock: (_masks(stock, name), _masks(ours, name)), 0.0, reference)
         return Target(where, name, ours, evidence=(case,))
 
     return Switch(
