@@ -114,6 +114,15 @@ def test_detections(device, source, half):
     compare(make(device, half), ours_on(device), SOURCES[source], 96)
 
 
+def test_one_operator_makes_the_input(device, monkeypatch):
+    calls, operator = [], auto_shape.letterbox
+    monkeypatch.setattr(auto_shape, "letterbox", lambda *args, **kw: calls.append(1) or operator(*args, **kw))
+    for source, count in (("list", 1), ("PIL", 1), ("grey", 1), ("float", 0), ("two channels", 0)):
+        calls.clear()
+        compare(make(device), ours_on(device), SOURCES[source], 96)
+        assert len(calls) == count, source
+
+
 def test_files_and_sizes(device, tmp_path, monkeypatch):
     for number in range(2):
         Image.fromarray(picture(50 + number, 60)).save(tmp_path / f"picture{number}.png")

@@ -684,7 +684,7 @@ def _recording(name: str, function: Any, noted: Callable | None) -> Callable:
     return call
 
 
-class _Module(types.ModuleType):
+class Module(types.ModuleType):
     """A module with other functions of some names."""
 
     def __init__(self, module: types.ModuleType, changed: dict[str, Any]) -> None:
@@ -705,7 +705,7 @@ class _OpenCV(types.ModuleType):
         return value
 
 
-def _numpy(recorder: Recorder) -> _Module:
+def _numpy(recorder: Recorder) -> Module:
     def shape_of_picture(shape: Any) -> bool:
         return type(shape) is tuple and shape[2:] == (CHANNELS,) and min(shape) > 0
 
@@ -729,16 +729,16 @@ def _numpy(recorder: Recorder) -> _Module:
                 return a
         return np.ascontiguousarray(_reals(a, "numpy.ascontiguousarray"), *arguments, **options)
 
-    return _Module(np, {"full": full, "zeros": zeros, "ascontiguousarray": ascontiguousarray})
+    return Module(np, {"full": full, "zeros": zeros, "ascontiguousarray": ascontiguousarray})
 
 
-def _torch() -> _Module:
+def _torch() -> Module:
     def from_numpy(array: Any) -> Any:
         if _is(Planes, array) and array.of._real is None:
             return array.tensor()
         return torch.from_numpy(_reals(array, "torch.from_numpy"))
 
-    return _Module(torch, {"from_numpy": from_numpy})
+    return Module(torch, {"from_numpy": from_numpy})
 
 
 # Copies of functions --------------------------------------------------------------------------------------------------

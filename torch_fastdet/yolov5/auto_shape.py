@@ -1,13 +1,16 @@
-"""``AutoShape.forward`` for pictures: letterbox, HWC to CHW and division by 255 of the whole list by one operator."""
+"""``AutoShape.forward`` for pictures: letterbox, HWC to CHW and division by 255 of the whole list by one operator.
+
+YOLOv5's own function runs, in a copy in which what it does to the pictures before the network is put off.
+"""
 
 from __future__ import annotations
 
 import functools
+import types
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,77 +19,95 @@ from torch import Tensor
 from torch_fastdet._say import say
 from torch_fastdet.hosts.engine.import_hook import namespace
 from torch_fastdet.hosts.shared.letterbox import fits, letterbox
+from torch_fastdet.loader.recorder import Module
 from torch_fastdet.ops.letterbox import place
 
 
-def _read(picture: Any, number: int, names: dict[str, Any]) -> tuple[Any, str]:
-    """A picture as an array HWC, and the name of its file: "image<number>.jpg" if it has none."""
-    file: Any = f"image{number}"
-    if isinstance(picture, (str, Path)):
-        file = picture
-        web = str(picture).startswith("http")
-        picture = names["Image"].open(names["requests"].get(picture, stream=True).raw if web else picture)
-        picture = np.asarray(names["exif_transpose"](picture))
-    elif isinstance(picture, names["Image"].Image):
-        file = getattr(picture, "filename", file) or file
-        picture = np.asarray(names["exif_transpose"](picture))
-    if picture.shape[0] < 5:  # CHW
-        picture = picture.transpose((1, 2, 0))
-    cv2 = names["cv2"]
-    picture = picture[..., :3] if picture.ndim == 3 else cv2.cvtColor(picture, cv2.COLOR_GRAY2BGR)
-    if not picture.data.contiguous:
-        picture = np.ascontiguousarray(picture)
-    return picture, Path(file).with_suffix(".jpg").name
+class _Batch:
+    """Passes for the array, and then for the tensor, of letterboxed pictures: a division by 255 runs the operator.
 
+    Anything else is done by the array, or the tensor, that YOLOv5's letterbox makes.
+    """
 
-def _input_size(shapes: list[tuple[int, int]], size: int, stride: Any, make_divisible: Callable) -> list[int]:
-    """Height and width that hold all pictures when the longer side of each is ``size``, as multiples of the stride."""
-    scaled = [[int(side * (size / max(shape))) for side in shape] for shape in shapes]
-    return [make_divisible(max(sides), stride) for sides in zip(*scaled)]
+    def __init__(self, pictures: list[Any], shape: Any, stock_letterbox: Callable) -> None:
+        self._pictures, self._shape, self._letterbox = pictures, shape, stock_letterbox
+        self._device, self._dtype = torch.device("cpu"), torch.uint8
+        self._is_tensor = self._is_planar = False
 
-
-def _batch(pictures: list[Any], shape: list[int], like: Tensor, names: dict[str, Any], stock_letterbox: Any) -> Tensor:
-    """(images, 3, height, width) in 0..1 of the device and dtype of ``like``."""
-    if names["letterbox"] is stock_letterbox and fits(pictures) and pictures[0].shape[2] == 3:
-        placings = [place(picture.shape[:2], shape) for picture in pictures]
+    def _placings(self) -> list[Any] | None:
+        if not (self._is_tensor and self._is_planar and fits(self._pictures) and self._pictures[0].shape[2] == 3):
+            return None
+        placings = [place(picture.shape[:2], self._shape) for picture in self._pictures]
         # OpenCV refuses a side that is rounded to zero: its error is stock's.
-        if all(min(p.height, p.width) > 1 and p.size == tuple(shape) for p in placings):
-            return letterbox(pictures, placings, like.device, like.dtype, bgr=True)
-    # Pictures of another dtype, or with two channels.
-    stacked = np.stack([names["letterbox"](picture, shape, auto=False)[0] for picture in pictures])
-    batch = torch.from_numpy(np.ascontiguousarray(stacked.transpose((0, 3, 1, 2))))
-    return batch.to(like.device).to(like.dtype) / 255
+        whole = all(min(p.height, p.width) > 1 and p.size == tuple(self._shape) for p in placings)
+        return placings if whole else None
+
+    def _made(self) -> Any:
+        made: Any = np.array([self._letterbox(picture, self._shape, auto=False)[0] for picture in self._pictures])
+        made = made.transpose((0, 3, 1, 2)) if self._is_planar else made
+        return torch.from_numpy(np.ascontiguousarray(made)).to(self._device, self._dtype) if self._is_tensor else made
+
+    def transpose(self, *axes: Any) -> Any:
+        if axes != ((0, 3, 1, 2),) or self._is_tensor or self._is_planar:
+            return self._made().transpose(*axes)
+        self._is_planar = True
+        return self
+
+    def tensor(self) -> _Batch:
+        self._is_tensor = True
+        return self
+
+    def to(self, device: torch.device) -> _Batch:
+        self._device = device
+        return self
+
+    def type_as(self, other: Tensor) -> _Batch:
+        self._device, self._dtype = other.device, other.dtype
+        return self
+
+    def __truediv__(self, divisor: Any) -> Any:
+        placings = self._placings() if divisor == 255 else None
+        if placings is None:
+            return self._made() / divisor
+        return letterbox(self._pictures, placings, self._device, self._dtype, bgr=True)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._made(), name)
 
 
-@torch.inference_mode()
-def _detect(
-    self: Any, images: Any, size: Any, augment: bool, like: Tensor, names: dict[str, Any], stock_letterbox: Any
-) -> Any:
-    times = names["Profile"](), names["Profile"](), names["Profile"]()
-    with times[0]:
-        several = list(images) if isinstance(images, (list, tuple)) else [images]
-        read = [_read(picture, number, names) for number, picture in enumerate(several)]
-        pictures, files = [picture for picture, _ in read], [file for _, file in read]
-        shapes = [picture.shape[:2] for picture in pictures]
-        longest = size if isinstance(size, int) else max(size)
-        shape = _input_size(shapes, longest, self.stride, names["make_divisible"])
-        batch = _batch(pictures, shape, like, names, stock_letterbox)
-    with torch.autocast("cuda", enabled=bool(self.amp and like.is_cuda)):
-        with times[1]:
-            found = self.model(batch, augment=augment)
-        with times[2]:
-            rows = names["non_max_suppression"](
-                found if self.dmb else found[0],
-                self.conf,
-                self.iou,
-                self.classes,
-                self.agnostic,
-                self.multi_label,
-                max_det=self.max_det,
-            )
-            for boxes, picture_shape in zip(rows, shapes):
-                names["scale_boxes"](shape, boxes[:, :4], picture_shape)
-        return names["Detections"](pictures, rows, files, times, self.names, batch.shape)
+class _Boxed(NamedTuple):
+    """A picture whose letterbox is put off."""
+
+    picture: Any
+    shape: list[int]
+
+
+def _recording(stock: types.FunctionType, names: dict[str, Any], stock_letterbox: Any) -> Callable:
+    """A copy of ``forward`` that puts the letterbox off until it knows the device."""
+    if names["letterbox"] is not stock_letterbox:
+        return stock
+
+    def boxed(picture: Any, shape: list[int], auto: bool = True) -> tuple:
+        return stock_letterbox(picture, shape) if auto else (_Boxed(picture, shape),)
+
+    def array(pictures: Any) -> Any:
+        if isinstance(pictures, list) and pictures and all(isinstance(one, _Boxed) for one in pictures):
+            return _Batch([one.picture for one in pictures], pictures[0].shape, stock_letterbox)
+        return np.array(pictures)
+
+    def ascontiguousarray(value: Any) -> Any:
+        return value if isinstance(value, _Batch) else np.ascontiguousarray(value)
+
+    def from_numpy(value: Any) -> Any:
+        return value.tensor() if isinstance(value, _Batch) else torch.from_numpy(value)
+
+    recording = {
+        id(np): Module(np, {"array": array, "ascontiguousarray": ascontiguousarray}),
+        id(torch): Module(torch, {"from_numpy": from_numpy}),
+        id(stock_letterbox): boxed,
+    }
+    found = {name: recording.get(id(value), value) for name, value in names.items()}
+    return types.FunctionType(stock.__code__, found, stock.__name__, stock.__defaults__, stock.__closure__)
 
 
 def detecting(stock_class: Any, stock: Callable, module: ModuleType, devices: tuple[str, ...] = ("cuda",)) -> Callable:
@@ -96,6 +117,7 @@ def detecting(stock_class: Any, stock: Callable, module: ModuleType, devices: tu
     """
     names = namespace(module)
     stock_letterbox = names.get("letterbox")
+    inner: Any = getattr(stock, "__wrapped__", stock)  # under torch.inference_mode
     told: set[str] = set()
 
     def tell(line: str) -> None:
@@ -114,7 +136,8 @@ def detecting(stock_class: Any, stock: Callable, module: ModuleType, devices: tu
         if like.device.type not in devices or like.dtype not in (torch.float16, torch.float32):
             tell(f"the model is {like.dtype} on {like.device.type}")
             return stock(self, ims, size, augment, profile)
-        return _detect(self, ims, size, augment, like, names, stock_letterbox)
+        with torch.inference_mode():
+            return _recording(inner, names, stock_letterbox)(self, ims, size, augment, profile)
 
     return forward
 
