@@ -1,4 +1,14 @@
-"""Masks of detections, and their crop, under the stock signatures of YOLOv5 and Ultralytics: the same pixels, without float masks at full size."""
+"""Masks of detections, and their crop, under the stock signatures of YOLOv5 and Ultralytics: the same pixels, without float masks at full size.
+
+The functions ``*_process_mask*`` take, and raise RuntimeError for a wrong shape, dtype or device of:
+
+- protos: (channels, height, width), the prototypes of one picture.
+- masks_in: (n, channels), coefficients of its detections.
+- bboxes: (n, 4), x1, y1, x2, y2.
+- shape: height and width of the picture in whose pixels boxes are: the network's input, or for ``*_native`` the original picture.
+
+They return masks (n, height, width) of 0 and 1: uint8 for Ultralytics, float32 for YOLOv5.
+"""
 
 from __future__ import annotations
 
@@ -82,21 +92,7 @@ def yolov5_crop_mask(masks: Tensor, boxes: Tensor) -> Tensor:
 def ultralytics_process_mask(
     protos: Tensor, masks_in: Tensor, bboxes: Tensor, shape: Sequence[int], upsample: bool = False
 ) -> Tensor:
-    """``ultralytics.utils.ops.process_mask``: masks of detections in one picture.
-
-    Args:
-        protos: (channels, height, width), the picture's prototypes.
-        masks_in: (n, channels), coefficients.
-        bboxes: (n, 4), x1, y1, x2, y2 in pixels of the network's input.
-        shape: height and width of the network's input.
-        upsample: masks of that size; otherwise of the prototypes' size.
-
-    Returns:
-        (n, height, width), uint8, 0 or 1.
-
-    Raises:
-        RuntimeError: a wrong shape, dtype or device.
-    """
+    """``ultralytics.utils.ops.process_mask``: masks of ``shape`` with ``upsample``, otherwise of the prototypes' size."""
     protos, coefficients, boxes = _inputs(protos, masks_in, bboxes)
     size = _sides(shape if upsample else shape[:2])  # stock takes a picture's shape, too, where it does not resample
     if upsample:
@@ -107,20 +103,7 @@ def ultralytics_process_mask(
 
 
 def ultralytics_process_mask_native(protos: Tensor, masks_in: Tensor, bboxes: Tensor, shape: Sequence[int]) -> Tensor:
-    """``ultralytics.utils.ops.process_mask_native``: masks in the pixels of the original picture.
-
-    Args:
-        protos: (channels, height, width), the picture's prototypes.
-        masks_in: (n, channels), coefficients.
-        bboxes: (n, 4), x1, y1, x2, y2 in pixels of the original picture.
-        shape: height and width of the original picture.
-
-    Returns:
-        (n, height, width), uint8, 0 or 1.
-
-    Raises:
-        RuntimeError: a wrong shape, dtype or device.
-    """
+    """``ultralytics.utils.ops.process_mask_native``: masks in the pixels of the original picture."""
     protos, coefficients, boxes = _inputs(protos, masks_in, bboxes)
     size = _sides(shape)
     factor, window = _letterbox_window((int(protos.shape[1]), int(protos.shape[2])), size)
@@ -146,18 +129,7 @@ def yolov5_process_mask(
 ) -> Tensor:
     """YOLOv5's ``utils.segment.general.process_mask``: prototypes are cropped, then resampled.
 
-    Args:
-        protos: (channels, height, width), the picture's prototypes.
-        masks_in: (n, channels), coefficients.
-        bboxes: (n, 4), x1, y1, x2, y2 in pixels of the network's input.
-        shape: height and width of the network's input.
-        upsample: masks of that size; otherwise of the prototypes' size.
-
-    Returns:
-        (n, height, width), float32, 0 or 1.
-
-    Raises:
-        RuntimeError: a wrong shape, dtype or device.
+    Masks are of ``shape`` with ``upsample``, otherwise of the prototypes' size.
     """
     protos, coefficients, boxes = _inputs(protos, masks_in, bboxes)
     size = _sides(shape)
@@ -175,39 +147,13 @@ def yolov5_process_mask(
 
 
 def yolov5_process_mask_upsample(protos: Tensor, masks_in: Tensor, bboxes: Tensor, shape: Sequence[int]) -> Tensor:
-    """YOLOv5's ``utils.segment.general.process_mask_upsample``: prototypes are resampled, then cropped.
-
-    Args:
-        protos: (channels, height, width), the picture's prototypes.
-        masks_in: (n, channels), coefficients.
-        bboxes: (n, 4), x1, y1, x2, y2 in pixels of the network's input.
-        shape: height and width of the network's input, and of the masks.
-
-    Returns:
-        (n, height, width), float32, 0 or 1.
-
-    Raises:
-        RuntimeError: a wrong shape, dtype or device.
-    """
+    """YOLOv5's ``utils.segment.general.process_mask_upsample``: prototypes are resampled to ``shape``, then cropped."""
     protos, coefficients, boxes = _inputs(protos, masks_in, bboxes)
     return instance_masks(protos, coefficients, boxes, list(_sides(shape)), sigmoid=True, dtype=torch.float32)
 
 
 def yolov5_process_mask_native(protos: Tensor, masks_in: Tensor, bboxes: Tensor, shape: Sequence[int]) -> Tensor:
-    """YOLOv5's ``utils.segment.general.process_mask_native``: masks in the pixels of the original picture.
-
-    Args:
-        protos: (channels, height, width), the picture's prototypes.
-        masks_in: (n, channels), coefficients.
-        bboxes: (n, 4), x1, y1, x2, y2 in pixels of the original picture.
-        shape: height and width of the original picture.
-
-    Returns:
-        (n, height, width), float32, 0 or 1.
-
-    Raises:
-        RuntimeError: a wrong shape, dtype or device.
-    """
+    """YOLOv5's ``utils.segment.general.process_mask_native``: masks in the pixels of the original picture."""
     protos, coefficients, boxes = _inputs(protos, masks_in, bboxes)
     size = _sides(shape)
     height, width = protos.shape[1:]

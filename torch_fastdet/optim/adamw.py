@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -97,6 +96,10 @@ class _Adam(BoundOptimizer, torch.optim.Adam):
 
     _binding_class = AdamBinding
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options | {"fused": True})
+        self._stay_fused()
+
     def _step(self) -> None:
         if why_torchs(self) is None:
             super()._step()
@@ -138,68 +141,6 @@ class Adam(_Adam):
             number in a group.
     """
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = True,
-        decoupled_weight_decay: bool = False,
-    ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            maximize=maximize,
-            foreach=foreach,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=True,
-            decoupled_weight_decay=decoupled_weight_decay,
-        )
-        self._stay_fused()
-
 
 class AdamW(_Adam, torch.optim.AdamW):
     """``torch.optim.AdamW`` whose step is one launch: see :class:`Adam`."""
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = True,
-    ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            maximize=maximize,
-            foreach=foreach,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=True,
-        )
-        self._stay_fused()

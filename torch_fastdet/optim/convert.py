@@ -30,6 +30,7 @@ def ours(optimizer: Any) -> torch.optim.Optimizer:
         kind, further = MuSGD, {"muon": optimizer.muon, "sgd": optimizer.sgd}
     if kind is None or any(group.get("differentiable") for group in optimizer.param_groups):
         return optimizer
-    known = set(inspect.signature(kind).parameters) - {"foreach"}  # one of torch's ways to step
+    takes = MuSGD if kind is MuSGD else type(optimizer)  # ours take what torch's take
+    known = set(inspect.signature(takes).parameters) - {"foreach"}  # one of torch's ways to step
     defaults = {name: value for name, value in optimizer.defaults.items() if name in known}
     return kind([dict(group) for group in optimizer.param_groups], **defaults, **further)
