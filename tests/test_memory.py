@@ -197,17 +197,6 @@ def test_data_sets_share_the_budget_that_is_set(monkeypatch):
     assert everything.places == 2 and memory.host_budget() == 0
 
 
-@needs_memfd
-def test_a_data_set_that_is_gone_has_no_share(monkeypatch):
-    """Nor has one in a reference cycle, such as that of a training before this one."""
-    monkeypatch.setenv(HOST_BUDGET, "1000")
-    gone = SimpleNamespace(memory=PictureMemory([(10, 10)] * 2, memory.host_budget()))
-    gone.cycle = gone
-    assert memory.host_budget() < 1000
-    del gone
-    assert memory.host_budget() == 1000
-
-
 def test_caches_of_a_gpu_share_a_budget(monkeypatch):
     monkeypatch.delenv(GPU_BUDGET, raising=False)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * GIB, 80 * GIB))

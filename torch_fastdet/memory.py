@@ -13,7 +13,6 @@ upload, then graphs, which cost a capture.
 from __future__ import annotations
 
 import functools
-import gc
 import os
 import re
 import weakref
@@ -126,8 +125,6 @@ def _asked(name: str) -> int | None:
 
 def host_budget() -> int:
     """Bytes of the host's memory that are left of ``TORCH_FASTDET_CACHE``."""
-    if any(owner.budget == HOST_BUDGET for owner in owners()):
-        gc.collect()  # the data set of an earlier training may be in a reference cycle
     mine = [owner for owner in owners() if owner.budget == HOST_BUDGET]
     whole = _asked(HOST_BUDGET)
     if whole is None:  # what is used now was available before

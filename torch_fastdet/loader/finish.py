@@ -1,7 +1,8 @@
 """What the thread that finishes batches runs: it uploads what the GPU does not have yet, and makes the batch in one launch.
 
 The GPU keeps a copy of the front part of the shared memory, as large as a budget allows: small data sets fit whole, and
-then nothing but tables is uploaded from the second epoch on. Other pictures are uploaded for each batch that shows them.
+then nothing but tables is uploaded from the second epoch on. Other pictures are uploaded for each batch that shows them, and of
+JPEG files the GPU decodes what the batch shows.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from torch_fastdet import ops
 from torch_fastdet._say import say
 from torch_fastdet.loader.memory import CHANNELS, PictureMemory
 from torch_fastdet.loader.page_locks import PageLocks
-from torch_fastdet.loader.plan import OWN, Plan
+from torch_fastdet.loader.plan import FILES, OWN, Plan
+from torch_fastdet.loader.shown import around, shown
 from torch_fastdet.loader.worker import PlannedBatch, assemble
 from torch_fastdet.memory import GPU_BUDGET, Owner, gpu_budget, register, with_room, words
 
@@ -81,6 +83,11 @@ class Turns:
                 self._done.record(stream)
 
 
+def _one_after_another(sizes: np.ndarray, end: int) -> np.ndarray:
+    """Where pieces of these sizes begin behind ``end``, at multiples of 16 bytes, and where the last one ends."""
+    return -(-end // 16) * 16 + np.concatenate(([0], np.cumsum(-(-sizes // 16) * 16)))
+
+
 class DevicePictures(Owner):
     """The pictures of one data set on one GPU, and the batches made of them. Several threads may ask for batches."""
 
@@ -98,6 +105,9 @@ class DevicePictures(Owner):
         self._here = np.zeros(len(memory), dtype=bool)
         self._host = memory.tensor()
         self._locks = PageLocks(self._host, ready.synchronize)
+        if memory.jpegs is not None:
+            self._host_files = memory.jpegs.tensor()
+            self._file_locks = PageLocks(self._host_files, ready.synchronize)
         register(self)
 
     def held(self) -> int:
@@ -121,11 +131,11 @@ class DevicePictures(Owner):
         with self._turns.turn(stream):  # what is noted as here is only there behind the turn that brought it
             cache = self._cache  # which another thread may let go
             cache.record_stream(stream)  # the allocator keeps it until this batch is made
-            upload = self._bring(plan)
-        placements, layers, matrices, pictures, blend, tables, masks = self._tables(plan)
+            storages, brought = self._bring(plan)
+        placements, layers, matrices, pictures, blend, tables, masks = self._tables(plan, brought)
         warp, lanes = ops.opencv_rules()
         return ops.image_augment(
-            [cache, upload],
+            storages,
             placements,
             layers,
             matrices,
@@ -146,34 +156,78 @@ class DevicePictures(Owner):
             say(f"loader_optim: no {words(size)} for pictures on the GPU; they are uploaded for each batch")
             return torch.empty(0, dtype=torch.uint8, device=self.device)
 
-    def _bring(self, plan: Plan) -> torch.Tensor:
-        """Upload what the cache does not hold, and let the plan say where it is. Returns this batch's own upload."""
+    def _bring(self, plan: Plan) -> tuple[list[torch.Tensor], np.ndarray]:
+        """Upload what the cache does not hold, and decode files. Returns the batch's storages, and its placements in them."""
         memory, own = self.memory, torch.as_tensor(plan.own)
         indices = np.unique(plan.sources[plan.sources >= 0])
         missing = indices[~self._here[indices]]
-        keep, pass_by = missing[self._fits[missing]], missing[~self._fits[missing]]
-        for index, size in zip(keep.tolist(), memory.sizes(keep).tolist(), strict=True):
-            start = int(memory.offsets[index])
-            self._cache[start : start + size].copy_(self._host[start : start + size], non_blocking=True)
-        self._here[keep] = True
-        sizes = memory.sizes(pass_by)
-        places = -(-own.numel() // 16) * 16 + np.concatenate(([0], np.cumsum(-(-sizes // 16) * 16)))
+        keep, decoded, sizes = self._fits[missing], memory.decoded()[missing], memory.sizes(missing)
+        begins, taken = memory.offsets[missing], sizes.copy()  # in the shared memory
+        if not decoded.all():
+            rows = memory.files.rows(missing[~decoded])
+            taken[~decoded], begins[~decoded] = rows[:, 0], rows[:, 1]
+        places = _one_after_another(np.where(keep & decoded, 0, taken), own.numel())
         upload = torch.empty(int(places[-1]), dtype=torch.uint8, device=self.device)
         upload[: own.numel()].copy_(own, non_blocking=True)
-        for index, place, size in zip(pass_by.tolist(), places.tolist(), sizes.tolist(), strict=False):
-            start = int(memory.offsets[index])
-            self._locks.lock(start, size)
-            upload[place : place + size].copy_(self._host[start : start + size], non_blocking=True)
-        if len(pass_by):
-            shown = np.isin(plan.sources, pass_by)
-            plan.placements[shown, 0] = OWN
-            plan.placements[shown, 1] = places[np.searchsorted(pass_by, plan.sources[shown])]
-        return upload
+        for begin, size, place, is_kept, is_decoded in zip(
+            begins.tolist(), taken.tolist(), places.tolist(), keep.tolist(), decoded.tolist(), strict=False
+        ):
+            to, at = (self._cache, begin) if is_kept and is_decoded else (upload, place)
+            host, locks = (self._host, self._locks) if is_decoded else (self._host_files, self._file_locks)
+            if to is upload:
+                locks.lock(begin, size)
+            to[at : at + size].copy_(host[begin : begin + size], non_blocking=True)
+        placements = plan.placements.copy()
+        storages, place_of, storage_of = [self._cache, upload], places[:-1].copy(), np.full(len(missing), OWN)
+        if not decoded.all():
+            part = ~decoded & ~keep
+            ends = _one_after_another(np.where(part, sizes, 0), 0)
+            storages.append(torch.empty(int(ends[-1]), dtype=torch.uint8, device=self.device))
+            self._decode(storages[FILES], upload, places[:-1], missing, part, ends[:-1], self._shown(plan, missing))
+            whole, everything = ~decoded & keep, np.zeros((len(missing), 4), dtype=np.int64)
+            everything[:, [3, 2]] = memory.shapes_of(missing)
+            self._decode(self._cache, upload, places[:-1], missing, whole, memory.offsets[missing], everything)
+            place_of[part], storage_of[part] = ends[:-1][part], FILES
+        self._here[missing[keep]] = True
+        row = np.searchsorted(missing, plan.sources)
+        row[row == len(missing)] = 0
+        passes = np.flatnonzero(np.isin(plan.sources, missing[~keep]))
+        placements[passes, 0], placements[passes, 1] = storage_of[row[passes]], place_of[row[passes]]
+        return storages, placements
 
-    def _tables(self, plan: Plan) -> list[torch.Tensor]:
+    @staticmethod
+    def _shown(plan: Plan, indices: np.ndarray) -> np.ndarray:
+        """The part of each of these pictures that the plan shows."""
+        wanted = np.flatnonzero(np.isin(plan.sources, indices))
+        return around(shown(plan)[wanted], np.searchsorted(indices, plan.sources[wanted]), len(indices))
+
+    def _decode(
+        self,
+        out: torch.Tensor,
+        upload: torch.Tensor,
+        places: np.ndarray,
+        indices: np.ndarray,
+        which: np.ndarray,
+        begins: np.ndarray,
+        rectangles: np.ndarray,
+    ) -> None:
+        """Decode rectangles of those of the files ``indices`` that ``which`` says: from ``places`` of the upload, to ``begins`` of ``out``."""
+        if not which.any():
+            return
+        rows = self.memory.files.rows(indices[which])
+        x0, y0, x1, y1 = rectangles[which].T
+        pitch = rows[:, 3] * CHANNELS
+        first = begins[which] + y0 * pitch + x0 * CHANNELS
+        asked = np.stack((rows[:, 1], places[which], x0, y0, x1 - x0, y1 - y0, first, pitch), 1)
+        table, sizes = ops.jpeg_plan(self._host_files, torch.from_numpy(asked))
+        if self.device.type == "cuda":
+            table = table.pin_memory().to(self.device, non_blocking=True)
+        ops.jpeg_decode_(out, upload, table, sizes)
+
+    def _tables(self, plan: Plan, placements: np.ndarray) -> list[torch.Tensor]:
         """The plan's tables on the GPU, in one copy."""
-        arrays = plan.tables_in_order()
-        starts = np.concatenate(([0], np.cumsum([-(-array.nbytes // 16) * 16 for array in arrays]))).tolist()
+        arrays = (placements, *plan.tables_in_order()[1:])
+        starts = _one_after_another(np.array([array.nbytes for array in arrays]), 0).tolist()
         packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
         view = packed.numpy()
         for array, start in zip(arrays, starts, strict=False):

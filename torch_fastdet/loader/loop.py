@@ -86,12 +86,17 @@ class PlannedLoading:
         return Ahead(source, self.finisher, self.finisher.device, limited)
 
     def _say(self, how: str) -> None:
-        memory = self.memory
-        count = "all" if memory.places == len(memory) else f"{memory.places:,} of"
-        say(
-            f"loader_optim: {count} {len(memory):,} pictures are decoded once, into {words(memory.nbytes)} that all "
-            f"processes share; batches are {how}"
-        )
+        memory, count = self.memory, len(self.memory)
+        if memory.jpegs is not None:
+            files, room = int(memory.jpegs.may_keep.sum()), memory.jpegs.nbytes
+            kept = f"{_number(files, count)} pictures are kept as JPEG files, in {words(room)} that all processes share, and decoded for each batch"
+        else:
+            kept = f"{_number(memory.places, count)} pictures are decoded once, into {words(memory.nbytes)} that all processes share"
+        say(f"loader_optim: {kept}; batches are {how}")
+
+
+def _number(of: int, everything: int) -> str:
+    return f"all {everything:,}" if of == everything else f"{of:,} of {everything:,}"
 
 
 class PlannedLoadingOfDicts(PlannedLoading):

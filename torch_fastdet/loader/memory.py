@@ -1,22 +1,29 @@
-"""Decoded pictures in memory that all processes of a data loader share.
+"""Pictures in memory that all processes of a data loader share: decoded, or as files that the GPU decodes.
 
 The memory is an anonymous file (``memfd``): it has no name, so nothing is left behind however a process ends, and the size
 of ``/dev/shm`` does not matter. Every picture has its place from the start, because the label scan knows the sizes; pages
 are taken when a picture is written. Whoever decodes a picture first writes it, then sets its mark.
+
+With :class:`JpegFiles`, files take the budget first, and a picture is decoded into its place only where its file is not kept.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import mmap
 import multiprocessing.context
 import multiprocessing.reduction
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from torch_fastdet._say import say
+from torch_fastdet.loader.jpeg import decode_packed, read_jpeg
 from torch_fastdet.memory import HOST_BUDGET, Owner, is_low, register
 
 #: Places never cross a multiple of this: a GPU's driver pins the memory in such pieces.
@@ -25,28 +32,72 @@ ALIGNMENT = 64
 CHANNELS = 3
 
 
-class PictureMemory(Owner):
+class SharedFile(Owner):
+    """An anonymous file that processes share, mapped: a head, and bytes behind it."""
+
+    label: str
+    budget = HOST_BUDGET
+    #: Bytes behind the head.
+    nbytes: int
+    pixels: np.ndarray
+
+    def _open(self, head: int, fd: int | None) -> np.ndarray:
+        """Map the file ``fd``, or a new one, and return its head."""
+        head = -(-head // mmap.PAGESIZE) * mmap.PAGESIZE
+        if fd is None:
+            fd = os.memfd_create(self.label, os.MFD_CLOEXEC)
+            os.ftruncate(fd, head + self.nbytes)
+        self._fd: int | None = fd
+        everything = np.frombuffer(mmap.mmap(fd, head + self.nbytes), dtype=np.uint8)
+        self.pixels = everything[head:]
+        register(self)
+        return everything[:head]
+
+    def fileno(self) -> int:
+        assert self._fd is not None
+        return self._fd
+
+    def tensor(self) -> torch.Tensor:
+        """All bytes behind the head as one tensor, on the CPU; offsets are positions in it."""
+        return torch.from_numpy(self.pixels)
+
+    def __del__(self) -> None:
+        # The mapping itself goes with the last array or tensor that looks into it.
+        fd = getattr(self, "_fd", None)
+        if fd is not None:
+            os.close(fd)
+
+    def _handle(self) -> Any:
+        """The file for a process that is spawned; None for a copy of the data set (deepcopy, a file), which gets one of its own."""
+        spawning = multiprocessing.context.get_spawning_popen() is not None
+        return multiprocessing.reduction.DupFd(self.fileno()) if spawning else None
+
+
+class PictureMemory(SharedFile):
     """A place for each of ``n`` pictures, as far as a budget goes.
 
     Args:
         shapes: (height, width) of each picture as it will be kept, or somewhat more.
         budget: bytes that pictures may take.
         fd: the file of such a memory in another process, with the same shapes and budget; it is taken over.
+        jpegs: keeps files in place of pictures, as far as it can. Their pictures have places, too, but behind all others.
     """
 
-    what, budget = "decoded pictures", HOST_BUDGET
+    what, label = "decoded pictures", "torch_fastdet_pictures"
+    _full: bool
 
-    def __init__(self, shapes: Sequence[tuple[int, int]] | np.ndarray, budget: int, fd: int | None = None) -> None:
+    def __init__(
+        self,
+        shapes: Sequence[tuple[int, int]] | np.ndarray,
+        budget: int,
+        fd: int | None = None,
+        jpegs: JpegFiles | None = None,
+    ) -> None:
         self.shapes = np.asarray(shapes, dtype=np.int64).reshape(-1, 2)
-        self.offsets, self.nbytes = _places(self.shapes, budget)
-        self._fd: int | None = None
-        self._puts = 0
-        self._full = False
-        self._open(fd)
-
-    def fileno(self) -> int:
-        assert self._fd is not None
-        return self._fd
+        self.jpegs = jpegs
+        order = None if jpegs is None else np.argsort(jpegs.may_keep, kind="stable")
+        self.offsets, self.nbytes = _places(self.shapes, budget, order)
+        self._open_pictures(fd)
 
     def __len__(self) -> int:
         return len(self.shapes)
@@ -57,7 +108,11 @@ class PictureMemory(Owner):
         return int((self.offsets >= 0).sum())
 
     def held(self) -> int:
-        return self.nbytes
+        if self.jpegs is None:
+            return self.nbytes
+        # Few files are not kept as such: what the places of the others may take is not held back from further data sets.
+        sizes = self.shapes.prod(1) * CHANNELS
+        return int(sizes[(self.offsets >= 0) & ((self._marks != 0) | ~self.jpegs.may_keep)].sum())
 
     def used(self) -> int:
         return int(self.sizes(np.flatnonzero(self._marks)).sum())
@@ -68,39 +123,72 @@ class PictureMemory(Owner):
         return int(self.shapes.prod(1).sum()) * CHANNELS
 
     def has(self, index: int) -> bool:
+        """Whether the picture is there, decoded or as a file."""
+        return bool(self._marks[index]) or (self.jpegs is not None and self.jpegs.has(index))
+
+    @property
+    def files(self) -> JpegFiles:
+        assert self.jpegs is not None
+        return self.jpegs
+
+    def read(self, index: int) -> bool:
+        """Keep a picture's file, if that is to be kept. Whether it is there."""
+        return self.jpegs is not None and self.jpegs.read(index, self.shapes[index])
+
+    def is_decoded(self, index: int) -> bool:
         return bool(self._marks[index])
 
+    def decoded(self) -> np.ndarray:
+        """For each picture whether it is there, decoded."""
+        return self._marks != 0
+
     def has_all(self) -> bool:
-        return bool(self._marks.all())
+        return bool((self._marks != 0).all())
 
     def get(self, index: int) -> np.ndarray | None:
-        """The picture, a view into the memory; None where it is not there."""
+        """The picture, a view into the memory, or decoded from its file; None where it is not there."""
         if not self._marks[index]:
-            return None
+            return self.jpegs.decode(index) if self.jpegs is not None and self.jpegs.has(index) else None
         height, width = self.shape(index)
         start = int(self.offsets[index])
         return self.pixels[start : start + height * width * CHANNELS].reshape(height, width, CHANNELS)
 
+    def pixels_of(self, index: int) -> np.ndarray:
+        """The picture, which is there."""
+        picture = self.get(index)
+        assert picture is not None
+        return picture
+
     def shape(self, index: int) -> tuple[int, int]:
         """(height, width) of a picture that is there."""
-        height, width = self._sizes[index, :2].tolist()
+        height, width = self.shapes_of(np.array([index]))[0].tolist()
         return height, width
+
+    def shapes_of(self, indices: np.ndarray) -> np.ndarray:
+        """(height, width) of pictures that are there."""
+        found = self._sizes[indices, :2].astype(np.int64)
+        if self.jpegs is not None:
+            files = self._marks[indices] == 0
+            found[files] = self.jpegs.rows(indices[files])[:, 2:]
+        return found
 
     def original(self, index: int) -> tuple[int, int]:
         """(height, width) of its file's picture, before it was resized."""
+        if not self._marks[index]:
+            return self.shape(index)  # files are kept of pictures that are not resized
         height, width = self._sizes[index, 2:].tolist()
         return height, width
 
     def sizes(self, indices: np.ndarray) -> np.ndarray:
         """Bytes of pictures that are there."""
-        return self._sizes[indices, :2].astype(np.int64).prod(1) * CHANNELS
+        return self.shapes_of(indices).prod(1) * CHANNELS
 
     def put(self, index: int, picture: np.ndarray, original: tuple[int, int]) -> bool:
         """Keep a picture. False where it has no place, is larger than announced, or memory runs low."""
         start, room = int(self.offsets[index]), int(self.shapes[index].prod()) * CHANNELS
         if start < 0 or picture.dtype != np.uint8 or picture.shape[2:] != (CHANNELS,) or picture.size > room:
             return False
-        if not self._marks[index]:
+        if not self.has(index):
             if self._is_full():
                 return False
             # Two processes may write the same picture at once: the same bytes.
@@ -109,57 +197,166 @@ class PictureMemory(Owner):
             self._marks[index] = 1
         return True
 
-    def tensor(self) -> torch.Tensor:
-        """All places as one tensor of bytes, on the CPU; offsets are positions in it."""
-        return torch.from_numpy(self.pixels)
-
     def _is_full(self) -> bool:
         self._puts += 1
         if not self._full and self._puts % 16 == 1:
             self._full = is_low()
         return self._full
 
-    def _open(self, fd: int | None = None) -> None:
+    def _open_pictures(self, fd: int | None = None) -> None:
+        self._puts, self._full = 0, False
         n = len(self.shapes)
         sizes = -(-n // ALIGNMENT) * ALIGNMENT
-        head = -(-(sizes + n * 16) // mmap.PAGESIZE) * mmap.PAGESIZE
-        if fd is None:
-            fd = os.memfd_create("torch_fastdet_pictures", os.MFD_CLOEXEC)
-            os.ftruncate(fd, head + self.nbytes)
-        self._fd = fd
-        everything = np.frombuffer(mmap.mmap(fd, head + self.nbytes), dtype=np.uint8)
-        self._marks = everything[:n]
+        head = self._open(sizes + n * 16, fd)
+        self._marks = head[:n]
         #: height, width, and those of the file
-        self._sizes = everything[sizes : sizes + n * 16].view(np.int32).reshape(n, 4)
-        self.pixels = everything[head:]
-        register(self)
-
-    def __del__(self) -> None:
-        # The mapping itself goes with the last array or tensor that looks into it.
-        fd = getattr(self, "_fd", None)
-        if fd is not None:
-            os.close(fd)
+        self._sizes = head[sizes : sizes + n * 16].view(np.int32).reshape(n, 4)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Processes that are spawned get the same memory; a copy of the data set (deepcopy, a file) gets one of its own.
-        spawning = multiprocessing.context.get_spawning_popen() is not None
-        fd = multiprocessing.reduction.DupFd(self.fileno()) if spawning else None
-        return {"shapes": self.shapes, "offsets": self.offsets, "nbytes": self.nbytes, "fd": fd}
+        kept = {name: getattr(self, name) for name in ("shapes", "offsets", "nbytes", "jpegs")}
+        return {**kept, "fd": self._handle()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.shapes, self.offsets, self.nbytes = state["shapes"], state["offsets"], state["nbytes"]
-        self._fd, self._puts, self._full = None, 0, False
-        self._open(None if state["fd"] is None else state["fd"].detach())
+        fd = state.pop("fd")
+        self.__dict__.update(state)
+        self._open_pictures(None if fd is None else fd.detach())
 
 
-def _places(shapes: np.ndarray, budget: int) -> tuple[np.ndarray, int]:
-    """The offset of each picture (-1: none), and the bytes of all."""
+class JpegFiles(SharedFile):
+    """JPEG files with an index (:func:`torch_fastdet.ops.jpeg_pack`), one after another in the order in which they are first needed.
+
+    Args:
+        files: the path of each picture of a data set; "" for one that is not to be kept as a file.
+        budget: bytes that files may take.
+        fd: the file of such a memory in another process, with the same arguments; it is taken over.
+    """
+
+    what, label = "JPEG files", "torch_fastdet_jpegs"
+    _full: bool
+    _rows: np.ndarray
+
+    def __init__(self, files: Sequence[str], budget: int, fd: int | None = None) -> None:
+        self.files = list(files)
+        self.may_keep = np.array([bool(path) for path in self.files], dtype=bool)
+        self.nbytes = budget
+        self._open_files(fd)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def held(self) -> int:
+        return self.nbytes
+
+    def used(self) -> int:
+        return int(self._rows[len(self), 0])
+
+    def has(self, index: int) -> bool:
+        return bool(self._rows[index, 0] > 0)
+
+    def rows(self, indices: np.ndarray) -> np.ndarray:
+        """(n, 4) int64 of files that are there: bytes, offset, height and width of the picture."""
+        return self._rows[indices]
+
+    def read(self, index: int, shape: np.ndarray) -> bool:
+        """Keep a picture's file unless it is there. Whether it is there.
+
+        What OpenCV has to decode, because :func:`~torch_fastdet.ops.jpeg_pack` refuses it, and what has to be resized to
+        ``shape``, is not kept; nor is anything where there is no room left, or the host's memory is low.
+        """
+        if self._rows[index, 0]:
+            return self.has(index)
+        if not self.may_keep[index] or self._is_full():
+            return False
+        found = read_jpeg(self.files[index])
+        if isinstance(found, str) or not np.array_equal(found[1], shape):
+            self._refuse(index, found if isinstance(found, str) else "its size has changed")
+            return False
+        packed, size = found
+        offset = self._take(packed.nbytes)
+        if offset is None:
+            self._full = True
+            return False
+        self.pixels[offset : offset + packed.nbytes] = packed
+        self._rows[index, 1:] = offset, *size
+        self._rows[index, 0] = packed.nbytes  # two processes may read one file at once: either copy is right
+        return True
+
+    def decode(self, index: int) -> np.ndarray:
+        """The picture of a file that is there, made on the CPU."""
+        size, offset, height, width = self._rows[index].tolist()
+        return decode_packed(self.pixels[offset : offset + size], height, width)
+
+    def _refuse(self, index: int, reason: str) -> None:
+        self._rows[index, 0] = -1
+        with self._locked():
+            first = self._rows[len(self), 1] == 0
+            self._rows[len(self), 1] += 1
+        if first:
+            say(f"loader_optim: OpenCV decodes {self.files[index]}, and other files like it, once: {reason}")
+
+    @property
+    def refused(self) -> int:
+        """How many files were not kept because OpenCV has to decode them, so far."""
+        return int(self._rows[len(self), 1])
+
+    def _take(self, size: int) -> int | None:
+        """The offset of so many bytes that nobody else gets."""
+        with self._locked():
+            begin = next_place(self.used(), size)
+            if begin + size > self.nbytes:
+                return None
+            self._rows[len(self), 0] = begin + size
+            return begin
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self._lock:
+            fcntl.lockf(self.fileno(), fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.lockf(self.fileno(), fcntl.LOCK_UN)
+
+    def _is_full(self) -> bool:
+        self._reads += 1
+        if not self._full and self._reads % 16 == 1:
+            self._full = is_low()
+        return self._full
+
+    def _open_files(self, fd: int | None) -> None:
+        self._reads, self._full = 0, False
+        self._lock = threading.Lock()
+        # A row a picture: bytes (0: not there, -1: refused; written last), offset, height, width. Behind them: bytes that are
+        # taken, files that were refused.
+        n = len(self) + 1
+        self._rows = self._open(n * 32, fd)[: n * 32].view(np.int64).reshape(n, 4)
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {name: getattr(self, name) for name in ("files", "may_keep", "nbytes")}
+        return {**kept, "fd": self._handle()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        fd = state.pop("fd")
+        self.__dict__.update(state)
+        self._open_files(None if fd is None else fd.detach())
+
+
+def next_place(end: int, size: int) -> int:
+    """Where ``size`` bytes begin behind ``end``: aligned, and inside of one piece where they fit."""
+    start = -(-end // ALIGNMENT) * ALIGNMENT
+    if size <= CHUNK and start // CHUNK != (start + size - 1) // CHUNK:
+        start = (start // CHUNK + 1) * CHUNK
+    return start
+
+
+def _places(shapes: np.ndarray, budget: int, order: np.ndarray | None = None) -> tuple[np.ndarray, int]:
+    """The offset of each picture (-1: none), handed out in this order, and the bytes of all."""
     offsets = np.full(len(shapes), -1, dtype=np.int64)
     end = 0
-    for index, size in enumerate((shapes.prod(1) * CHANNELS).tolist()):
-        start = -(-end // ALIGNMENT) * ALIGNMENT
-        if size <= CHUNK and start // CHUNK != (start + size - 1) // CHUNK:
-            start = (start // CHUNK + 1) * CHUNK
+    sizes = (shapes.prod(1) * CHANNELS).tolist()
+    for index in range(len(sizes)) if order is None else order.tolist():
+        size = sizes[index]
+        start = next_place(end, size)
         if size and start + size <= budget:
             offsets[index] = start
             end = start + size

@@ -25,8 +25,9 @@ GREY = 114
 #: Of one layer.
 MOST_PLACEMENTS = 16
 
-#: Storages of a packed plan, in this order: the shared memory (or its copy on the GPU), and what travels with the batch.
-SHARED, OWN = 0, 1
+#: Storages of a packed plan, in this order: the shared memory (or its copy on the GPU), what travels with the batch, and on a GPU
+#: what was decoded for the batch.
+SHARED, OWN, FILES = 0, 1, 2
 
 
 class Indices(list[int]):
@@ -123,8 +124,11 @@ class _Bytes:
         return out
 
 
-def pack(pictures: Sequence[Picture], memory: PictureMemory) -> Plan:
-    """The tables of a batch, or of a part of one."""
+def pack(pictures: Sequence[Picture], memory: PictureMemory, decoded: bool = True) -> Plan:
+    """The tables of a batch, or of a part of one.
+
+    With ``decoded`` every source has pixels that the CPU can read: what the memory has as a file is decoded here.
+    """
     size = (pictures[0].height, pictures[0].width)
     for picture in pictures:
         if (picture.height, picture.width) != size:
@@ -137,6 +141,7 @@ def pack(pictures: Sequence[Picture], memory: PictureMemory) -> Plan:
     layers: list[tuple] = []
     tables: list[np.ndarray] = []
     matrices, rows, sources, blend = [], [], [], []
+    from_files: dict[int, np.ndarray] = {}
     for picture in pictures:
         row = [len(layers), -1, picture.flags, -1]
         for number, layer in enumerate(picture.layers):
@@ -145,11 +150,13 @@ def pack(pictures: Sequence[Picture], memory: PictureMemory) -> Plan:
             layers.append((len(placements), len(layer.placements), layer.height, layer.width, layer.warp, mask))
             matrices.append(np.eye(3) if layer.matrix is None else layer.matrix)
             for source, *where in layer.placements:
-                if source.pixels is None:
-                    place = SHARED, memory.offsets[source.index]
-                else:
-                    place = OWN, own.add(source.pixels)
-                sources.append(source.index if source.pixels is None else -1)
+                pixels = source.pixels
+                if pixels is None and decoded and not memory.is_decoded(source.index):
+                    if source.index not in from_files:
+                        from_files[source.index] = memory.pixels_of(source.index)
+                    pixels = from_files[source.index]
+                place = (SHARED, memory.offsets[source.index]) if pixels is None else (OWN, own.add(pixels))
+                sources.append(source.index if pixels is None else -1)
                 placements.append((*place, source.height, source.width, *where))
         if picture.tables is not None:
             row[3] = len(tables)

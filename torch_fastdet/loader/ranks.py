@@ -18,7 +18,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from torch_fastdet._say import say
-from torch_fastdet.loader.memory import PictureMemory
+from torch_fastdet.loader.jpeg import packed_size
+from torch_fastdet.loader.memory import JpegFiles, PictureMemory
 from torch_fastdet.memory import UNLIMITED, words
 
 #: How long the first rank waits for the others, and they for it, in seconds. It makes its data set before they start.
@@ -32,20 +33,34 @@ def local_ranks() -> tuple[int, int]:
     return (int(os.environ.get("LOCAL_RANK", "0")), size) if size > 1 else (0, 1)
 
 
-def shared_by_ranks(what: Iterable[str], shapes: Sequence[tuple[int, int]] | np.ndarray, budget: int) -> PictureMemory:
-    """A memory for the data set that ``what`` describes: one of its own, or in a distributed run the first rank's."""
+def shared_by_ranks(
+    what: Iterable[str],
+    shapes: Sequence[tuple[int, int]] | np.ndarray,
+    budget: int,
+    files: Sequence[str] | None = None,
+) -> PictureMemory:
+    """A memory for the data set that ``what`` describes: one of its own, or in a distributed run the first rank's.
+
+    Args:
+        what: says which data set it is, in which size.
+        shapes: (height, width) of each picture as it will be kept, or somewhat more.
+        budget: bytes that pictures and files may take.
+        files: for a GPU, the path of each picture that is to be kept as a JPEG file, and "" for the others.
+    """
     rank, size = local_ranks()
     if size == 1:
-        return PictureMemory(shapes, budget)
+        return _memory(shapes, budget, files)
     name = _name(what)
     if rank == 0:
-        memory = PictureMemory(shapes, budget)
-        _offer(memory, budget, name, size - 1)
+        memory = _memory(shapes, budget, files)
+        _offer(memory, name, size - 1)
         return memory
     taken = _take(name, WAIT)
     if taken is not None:
-        return PictureMemory(shapes, *taken)
-    memory = PictureMemory(shapes, budget if budget == UNLIMITED else budget // size)
+        (pictures, of_files), fds = taken
+        jpegs = JpegFiles(files or [""] * len(shapes), of_files, fds[1]) if len(fds) > 1 else None
+        return PictureMemory(shapes, pictures, fds[0], jpegs)
+    memory = _memory(shapes, budget if budget == UNLIMITED else budget // size, files)
     say(
         f"loader_optim: rank {os.environ.get('RANK', rank)} did not get the pictures of its machine's first rank within "
         f"{WAIT:g} s and decodes its own, into {words(memory.nbytes)}",
@@ -53,6 +68,14 @@ def shared_by_ranks(what: Iterable[str], shapes: Sequence[tuple[int, int]] | np.
         every_rank=True,
     )
     return memory
+
+
+def _memory(shapes: Sequence[tuple[int, int]] | np.ndarray, budget: int, files: Sequence[str] | None) -> PictureMemory:
+    """Files take the budget first: they are the cheapest form of a picture."""
+    if files is None or not any(files):
+        return PictureMemory(shapes, budget)
+    jpegs = JpegFiles(files, min(packed_size(files, np.asarray(shapes)), budget))
+    return PictureMemory(shapes, budget - jpegs.nbytes, jpegs=jpegs)
 
 
 def _name(what: Iterable[str]) -> bytes:
@@ -66,7 +89,7 @@ def _same_user(connection: socket.socket) -> bool:
     return struct.unpack("3i", data)[1] == os.getuid()
 
 
-def _offer(memory: PictureMemory, budget: int, name: bytes, times: int) -> None:
+def _offer(memory: PictureMemory, name: bytes, times: int) -> None:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(name)
@@ -75,7 +98,9 @@ def _offer(memory: PictureMemory, budget: int, name: bytes, times: int) -> None:
         return
     listener.listen(times)
     listener.settimeout(OFFERED_FOR)
-    fd = os.dup(memory.fileno())
+    jpegs = memory.jpegs
+    fds = [os.dup(file.fileno()) for file in (memory, jpegs) if file is not None]
+    budgets = struct.pack("2q", memory.nbytes, 0 if jpegs is None else jpegs.nbytes)
 
     def serve() -> None:
         left = times
@@ -85,18 +110,19 @@ def _offer(memory: PictureMemory, budget: int, name: bytes, times: int) -> None:
                     connection, _ = listener.accept()
                     with connection:
                         if _same_user(connection):
-                            socket.send_fds(connection, [struct.pack("q", budget)], [fd])
+                            socket.send_fds(connection, [budgets], fds)
                             left -= 1
             except OSError:  # nobody came, or somebody left
                 pass
             finally:
-                os.close(fd)
+                for fd in fds:
+                    os.close(fd)
 
     threading.Thread(target=serve, name="torch_fastdet_ranks", daemon=True).start()
 
 
-def _take(name: bytes, wait: float) -> tuple[int, int] | None:
-    """(budget, file) of what the first rank offers; None where it offers nothing in time."""
+def _take(name: bytes, wait: float) -> tuple[tuple[int, int], list[int]] | None:
+    """What the first rank offers: bytes of pictures and of files, and their memories' files. None where it offers nothing in time."""
     end = time.monotonic() + wait
     while True:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -104,9 +130,9 @@ def _take(name: bytes, wait: float) -> tuple[int, int] | None:
             try:
                 connection.connect(name)
                 if _same_user(connection):
-                    data, fds, _, _ = socket.recv_fds(connection, 8, 1)
-                    if len(data) == 8 and len(fds) == 1:
-                        return struct.unpack("q", data)[0], fds[0]
+                    data, fds, _, _ = socket.recv_fds(connection, 16, 2)
+                    if len(data) == 16 and fds:
+                        return struct.unpack("2q", data), list(fds)
             except OSError:
                 pass
         if time.monotonic() > end:

@@ -58,7 +58,7 @@ class Collate:
         """The plan that this process sends."""
         if get_worker_info() is not None:
             pictures = [picture if picture.is_shared() else finish(picture, self.memory) for picture in pictures]
-        plan = pack(pictures, self.memory)
+        plan = pack(pictures, self.memory, decoded=False)
         if plan.own.nbytes > SMALL:
             plan.own = torch.as_tensor(plan.own)
         return plan

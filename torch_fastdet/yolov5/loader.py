@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from torch_fastdet._say import say
 from torch_fastdet.loader.fingerprint import fingerprint
+from torch_fastdet.loader.jpeg import is_jpeg
 from torch_fastdet.loader.loop import PlanBatches, PlannedLoading
 from torch_fastdet.loader.memory import PictureMemory
 from torch_fastdet.loader.plan import Indices
@@ -103,9 +104,12 @@ def dataset_class(stock: type) -> type:
                 return self._memory
 
         def remembers(self, i: int) -> bool:
-            """Whether the memory has the picture as ``load_image`` gives it now."""
+            """Whether the memory has the picture as ``load_image`` gives it now; a JPEG file is read for that."""
+            memory = self.memory
             # Stock's own cache of pictures (--cache ram) keeps them in the size that they had.
-            return self.memory.has(i) and (self.ims[i] is not None or self._memory_is_current())
+            if not memory.has(i) and (self.npy_files[i].exists() or not memory.read(i)):
+                return False
+            return self.ims[i] is not None or self._memory_is_current()
 
         def _memory_is_current(self) -> bool:
             return self._memory_is_of == (self.img_size, self.augment)
@@ -170,15 +174,22 @@ def _new_dataset(module: str) -> Any:
     return object.__new__(cls)
 
 
+def keeps_files() -> bool:
+    """Whether JPEG files are kept in place of decoded pictures: where a GPU makes the batches."""
+    return torch.cuda.is_available()
+
+
 def _memory_for(dataset: Any, everything: bool) -> PictureMemory:
     """A memory with places for a data set's pictures, in the sizes that ``load_image`` will give them."""
-    shapes = []
-    for w0, h0 in dataset.shapes.tolist():
+    shapes, files = [], []
+    as_files = not everything and keeps_files()
+    for (w0, h0), path in zip(dataset.shapes.tolist(), dataset.im_files, strict=True):
         ratio = dataset.img_size / max(h0, w0)
         shapes.append((math.ceil(h0 * ratio), math.ceil(w0 * ratio)) if ratio != 1 else (h0, w0))
+        files.append(path if ratio == 1 and is_jpeg(path) else "")
     budget = UNLIMITED if everything else host_budget()
     what = (str(dataset.img_size), str(dataset.augment), *dataset.im_files)
-    return shared_by_ranks(what, shapes, budget)
+    return shared_by_ranks(what, shapes, budget, files if as_files else None)
 
 
 def cannot_plan(dataset: Any) -> str | None:

@@ -147,6 +147,35 @@ def with_budget(size, variable="TORCH_FASTDET_CACHE"):
     return run
 
 
+def files():
+    """JPEG files in place of pictures, as where a GPU makes the batches; one that OpenCV decodes, and one that is no JPEG."""
+    root = make("files", count=0)
+    generator = np.random.default_rng(0)
+    for number in range(16):
+        height, width = ((96, 64), (64, 96), (96, 96), (72, 96))[number % 4]
+        coarse = generator.integers(0, 255, (height // 8, width // 8, 3), dtype=np.uint8)
+        image = cv2.resize(coarse, (width, height), interpolation=cv2.INTER_CUBIC)
+        progressive = [cv2.IMWRITE_JPEG_PROGRESSIVE, 1] if number == 5 else []
+        cv2.imwrite(str(root / "images" / f"{number}.{'png' if number == 9 else 'jpg'}"), image, progressive)
+        (root / "labels" / f"{number}.txt").write_text("0 .5 .5 .3 .2\n1 .4 .6 .2 .4")
+    loader = importlib.import_module("torch_fastdet.yolov5.loader")
+    keeps_files, loader.keeps_files = loader.keeps_files, lambda: True
+    try:
+        for options in ({"workers": 0}, {"workers": 2}, {"workers": 0, "image_weights": True}):
+            same("files", augment=True, hyp=HYP, **options)
+        same("files", augment=True, hyp={**HYP, "perspective": 0.001, "degrees": 30.0}, workers=0)
+        same("files", rect=True, workers=0)
+        mine = ours(dataloaders.create_dataloader, str(root / "images"), SIZE, 6, 32, augment=True, hyp=HYP, workers=0)
+        for _ in mine[0]:
+            pass
+        jpegs = mine[1].memory.jpegs
+        assert jpegs is None or (jpegs.used() > 0 and jpegs.refused == 1), jpegs
+        for cache in ("ram", "disk"):
+            same("files", augment=True, hyp=HYP, workers=0, cache=cache)
+    finally:
+        loader.keeps_files = keeps_files
+
+
 def missing_file():
     """A file that is gone after the scan is stock's error; in a RAM cache it is not missed."""
     root = make("missing")
@@ -553,6 +582,7 @@ CASES = {
     "little_memory": with_budget("200K"),
     "no_gpu_memory": with_budget("0", "TORCH_FASTDET_GPU_CACHE"),
     "little_gpu_memory": with_budget("200K", "TORCH_FASTDET_GPU_CACHE"),
+    "files": files,
     "missing_file": missing_file,
     "broken_file": broken_file,
     "changed_labels": changed_labels,

@@ -1,0 +1,246 @@
+"""JPEG files in place of decoded pictures: what is kept, what a batch shows of them, and batches that are made of them."""
+
+import multiprocessing
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from tests.loader.leftovers import open_memories
+from torch_fastdet import ops
+from torch_fastdet.loader import finish
+from torch_fastdet.loader.jpeg import is_jpeg, packed_size, read_jpeg
+from torch_fastdet.loader.memory import JpegFiles, PictureMemory
+from torch_fastdet.loader.plan import AFFINE, FILES, OWN, PERSPECTIVE, Layer, Picture, Source, pack, run_on_cpu
+from torch_fastdet.loader.shown import around, shown
+
+cv2 = pytest.importorskip("cv2")
+SIZES = [(48, 64), (64, 48), (33, 65), (17, 16)]
+
+
+def write(path, height, width, seed=0, **options):
+    coarse = np.random.default_rng(seed).integers(0, 255, (height // 4 + 1, width // 4 + 1, 3), dtype=np.uint8)
+    picture = cv2.resize(coarse, (width, height), interpolation=cv2.INTER_CUBIC)
+    progressive = [cv2.IMWRITE_JPEG_PROGRESSIVE, 1] if options.get("progressive") else []
+    assert cv2.imwrite(str(path), picture, [cv2.IMWRITE_JPEG_QUALITY, 90, *progressive])
+    return str(path)
+
+
+@pytest.fixture
+def files(tmp_path):
+    return [write(tmp_path / f"{number}.jpg", *size, number) for number, size in enumerate(SIZES)]
+
+
+def memory_of(files, budget=1 << 24, pictures=1 << 24, shapes=SIZES):
+    return PictureMemory(shapes, pictures, jpegs=JpegFiles(files, budget))
+
+
+def test_a_file_comes_back_as_opencv_decodes_it(files):
+    memory = memory_of(files)
+    for index, path in enumerate(files):
+        assert not memory.has(index) and memory.get(index) is None
+        assert memory.read(index) and memory.has(index) and not memory.is_decoded(index)
+        assert np.array_equal(memory.get(index), cv2.imread(path))
+        assert memory.shape(index) == memory.original(index) == SIZES[index]
+    os.unlink(files[0])
+    assert memory.read(0) and memory.get(0) is not None  # it was read once, and may be gone
+    assert 0 < memory.files.used() <= packed_size(files[1:], np.array(SIZES[1:])) + (1 << 14)
+
+
+def test_what_opencv_has_to_decode_is_not_kept_and_said_once(tmp_path, caplog):
+    files = [write(tmp_path / f"{i}.jpg", 48, 64, i, progressive=True) for i in range(2)]
+    resized = write(tmp_path / "large.jpg", 96, 128)
+    (tmp_path / "broken.jpg").write_bytes(b"no picture")
+    files += [resized, str(tmp_path / "broken.jpg"), str(tmp_path / "gone.jpg"), ""]
+    memory = memory_of(files, shapes=[(48, 64)] * 6)
+    with caplog.at_level("INFO", "torch_fastdet"):
+        assert not any(memory.read(index) for index in [*range(6), *range(6)])
+    (record,) = caplog.records
+    assert record.message.endswith("0.jpg, and other files like it, once: progressive")
+    assert memory.files.refused == 5  # the last one was not to be kept
+    picture = cv2.imread(files[0])
+    assert memory.put(0, picture, picture.shape[:2]) and np.array_equal(memory.get(0), picture) and memory.is_decoded(0)
+
+
+def test_files_stay_within_the_budget(files):
+    one = len(read_jpeg(files[0])[0])
+    memory = memory_of(files[:1] * 4, budget=one + 64, shapes=SIZES[:1] * 4)
+    assert [memory.read(index) for index in range(4)] == [True, False, False, False]
+    assert memory.files.used() <= one + 64
+    nothing = memory_of(files, budget=0)
+    assert not nothing.read(0) and nothing.files.refused == 0
+
+
+def test_files_have_places_behind_other_pictures_and_hold_none_back(files):
+    shapes = [(40, 40)] * 4
+    memory = PictureMemory(shapes, 2 * 4864, jpegs=JpegFiles([files[0], "", files[1], ""], 1 << 16))
+    assert (memory.offsets >= 0).tolist() == [False, True, False, True]
+    assert memory.held() == 2 * 4800
+    free = PictureMemory(shapes, 1 << 20, jpegs=JpegFiles(["a.jpg"] * 4, 1 << 16))
+    assert free.places == 4 and free.held() == 0
+    assert free.put(2, np.zeros((40, 40, 3), np.uint8), (40, 40)) and free.held() == free.used() == 4800
+
+
+def _read(memory, index):
+    memory.read(index)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_processes_share_files(method, files):
+    memory = memory_of(files)
+    before = open_memories()
+    processes = [multiprocessing.get_context(method).Process(target=_read, args=(memory, i)) for i in (0, 0, 1, 2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [memory.has(index) for index in range(4)] == [True, True, True, False]
+    for index in range(3):
+        assert np.array_equal(memory.get(index), cv2.imread(files[index]))
+    assert open_memories() == before
+
+
+def random_batch(generator, memory, size=(40, 56)):
+    """Mosaics of four pictures under random maps, letterboxes and a mixup."""
+    height, width = size
+
+    def layer(kind):
+        canvas = Layer(2 * height, 2 * width)
+        for _ in range(4):
+            index = int(generator.integers(0, len(memory)))
+            h, w = memory.shape(index)
+            src_x, src_y = int(generator.integers(0, w)), int(generator.integers(0, h))
+            x, y = int(generator.integers(-5, 2 * width)), int(generator.integers(-5, 2 * height))
+            canvas.placements.append((Source(index, h, w), src_x, src_y, x, y, w - src_x, h - src_y))
+        if kind == "none":
+            canvas.height, canvas.width = height, width
+            return canvas
+        angle, scale = generator.uniform(-40, 40), generator.uniform(0.4, 1.8)
+        matrix = np.eye(3)
+        matrix[:2] = cv2.getRotationMatrix2D((width, height), angle, scale)
+        matrix[:2, 2] += generator.uniform(-60, 20, 2)
+        canvas.warp = AFFINE
+        if kind == "perspective":
+            canvas.warp = PERSPECTIVE
+            matrix[2, :2] = generator.uniform(-0.004, 0.004, 2)
+        canvas.matrix = matrix
+        return canvas
+
+    kinds = ["affine", "affine", "perspective", "none"]
+    pictures = [Picture(height, width, [layer(kind)], flags=int(generator.integers(0, 4))) for kind in kinds]
+    pictures.append(Picture(height, width, [layer("affine"), layer("perspective")], blend=0.4))
+    return pictures
+
+
+@pytest.fixture
+def read_memory(files):
+    memory = memory_of(files)
+    assert all(memory.read(index) for index in range(len(files)))
+    return memory
+
+
+def on_cpu(plan, memory):
+    out = torch.zeros((len(plan.pictures), 3, *plan.size), dtype=torch.uint8)
+    run_on_cpu(plan, memory, out)
+    return out
+
+
+def test_what_is_not_shown_does_not_matter(read_memory):
+    """Pixels that are not shown are changed, and the batch stays the same; and something is left out."""
+    generator = np.random.default_rng(3)
+    left_out = 0
+    for _ in range(40):
+        pictures = random_batch(generator, read_memory)
+        wanted = on_cpu(pack(pictures, read_memory), read_memory)
+        plan = pack(pictures, read_memory, decoded=False)
+        rectangles = shown(plan)
+        row = 0
+        for picture in pictures:
+            for layer in picture.layers:
+                for number, (source, *where) in enumerate(layer.placements):
+                    x0, y0, x1, y1 = np.maximum(rectangles[row], 0).tolist()
+                    pixels = read_memory.get(source.index)
+                    changed = 255 - pixels
+                    if x1 > x0 and y1 > y0:
+                        changed[y0:y1, x0:x1] = pixels[y0:y1, x0:x1]
+                    left_out += (changed != pixels).any()
+                    layer.placements[number] = (Source(-1, source.height, source.width, changed), *where)
+                    row += 1
+        assert torch.equal(on_cpu(pack(pictures, read_memory), read_memory), wanted)
+    assert left_out > 100
+
+
+def test_a_pasted_canvas_and_a_singular_map_show_everything(read_memory):
+    plan = pack(random_batch(np.random.default_rng(0), read_memory), read_memory, decoded=False)
+    plan.layers[:, 5] = 0  # each canvas has a mask
+    whole = shown(plan)
+    plan.layers[:, 5] = -1
+    plan.matrices[:] = 0
+    assert np.array_equal(shown(plan), whole)
+
+
+def test_rectangles_are_put_together():
+    rectangles = np.array([[1, 2, 3, 4], [5, 1, 6, 2], [9, 9, 9, 12], [0, 0, 0, 0]])
+    found = around(rectangles, np.array([0, 0, 0, 1]), 3)
+    assert found.tolist() == [[1, 1, 6, 4], [0, 0, 0, 0], [0, 0, 0, 0]]
+
+
+class NoLocks:
+    def lock(self, start, size):
+        pass
+
+
+def pictures_on_the_cpu(memory, cached):
+    """A DevicePictures whose GPU is the CPU; the first ``cached`` bytes of the pictures' memory have a place in its cache."""
+    pictures = object.__new__(finish.DevicePictures)
+    pictures.memory, pictures.device = memory, torch.device("cpu")
+    pictures._cache = torch.zeros(cached, dtype=torch.uint8)
+    ends = memory.offsets + memory.shapes.prod(1) * 3
+    pictures._fits = (memory.offsets >= 0) & (ends <= cached)
+    pictures._here = np.zeros(len(memory), dtype=bool)
+    pictures._host, pictures._host_files = memory.tensor(), memory.files.tensor()
+    pictures._locks = pictures._file_locks = NoLocks()
+    return pictures
+
+
+@pytest.mark.parametrize("cached", [0, 10_000, 1 << 15])
+@pytest.mark.parametrize("decoded", [(), (1, 3)], ids=["files", "files and pictures"])
+def test_batches_of_files_have_the_same_pixels(cached, decoded, files):
+    memory = memory_of(files)
+    for index, path in enumerate(files):
+        assert memory.put(index, cv2.imread(path), SIZES[index]) if index in decoded else memory.read(index)
+    generator = np.random.default_rng(1)
+    pictures = pictures_on_the_cpu(memory, cached)
+    seen = set()
+    for _ in range(12):
+        batch = random_batch(generator, memory)
+        wanted = on_cpu(pack(batch, memory), memory)
+        plan = pack(batch, memory, decoded=False)
+        before = plan.placements.copy()
+        for _ in range(2):  # out of memory in between begins again with the same plan
+            storages, placements = pictures._bring(plan)
+            assert np.array_equal(plan.placements, before)
+        seen |= set(placements[:, 0].tolist())
+        _, layers, matrices, rows, blend, tables, masks = map(torch.from_numpy, plan.tables_in_order())
+        warp, lanes = ops.opencv_rules()
+        out = torch.zeros_like(wanted)
+        ops.image_augment_(
+            out,
+            storages,
+            torch.from_numpy(placements),
+            layers,
+            matrices,
+            rows,
+            blend,
+            tables,
+            masks,
+            warp=warp,
+            hsv_lanes=lanes,
+        )
+        assert torch.equal(out, wanted)
+    assert (FILES in seen) == (cached < 1 << 15) and (OWN in seen) == (cached < 1 << 15 and bool(decoded))
+
+
+def test_which_files_are_jpegs():
+    assert is_jpeg("a/b.JPG") and is_jpeg("x.jpeg") and not is_jpeg("a.png") and not is_jpeg("jpg")
