@@ -252,7 +252,8 @@ def test_batches_are_stocks(ultralytics, root, device, case, monkeypatch, capsys
     mine = ours(batches, ultralytics, where, device=device, **options)
     compare(mine, stock)
     assert mine[0]["img"].device.type == device.type
-    assert "pictures are decoded once" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "pictures are decoded once" in said and "a plan cannot say" not in said and "leaves the rest" not in said
 
 
 PLANNED = ["train", "workers", "val", "close_mosaic", "segment", "stopped", "no_memory", "cutmix"]
@@ -389,17 +390,68 @@ def test_files_that_are_exchanged_later_are_those_that_are_shown(ultralytics, ro
 
 
 @pytest.mark.cpu
-def test_changed_code_is_left_alone(ultralytics, root, monkeypatch, capsys):
-    stock = ultralytics.augment.MixUp.apply_image
+@pytest.mark.parametrize("when", ["before", "later"])
+def test_changed_code_runs(ultralytics, root, monkeypatch, capsys, when):
+    """A transform that somebody changed is recorded, and its pixels are made where it does what a plan cannot say."""
+    hsv = ultralytics.augment.RandomHSV
+
+    def change(loader=None):
+        lines = "def apply_image(self, labels, params=None):\n    if random.random() < 0.5:\n"
+        lines += "        cv2.blur(labels['img'], (3, 3), dst=labels['img'])\n    return labels\n"
+        exec(lines, vars(ultralytics.augment), found := {})
+        found["apply_image"].__module__ = ultralytics.augment.__name__
+        monkeypatch.setattr(hsv, "apply_image", found["apply_image"])
+
+    def run(wrapper):
+        with monkeypatch.context() as undo:
+            stock = hsv.apply_image
+            if when == "before":
+                change()
+            found = wrapper(batches, ultralytics, root("boxes"), before=change if when == "later" else None, **HYP)
+            undo.setattr(hsv, "apply_image", stock)
+            return found
+
+    stock = run(lambda function, *arguments, **options: function(*arguments, **options))
+    monkeypatch.undo()
+    compare(run(ours), stock)
+    said = capsys.readouterr().err
+    assert said.count("a plan cannot say cv2.blur: code of Ultralytics makes the pixels") == 1
+    assert "leaves the rest" not in said
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("workers", [0, 2])
+def test_code_that_cannot_run_on_stand_ins_makes_the_pictures(ultralytics, root, monkeypatch, capsys, workers):
+    cv2, stock_hsv = ultralytics.cv2, ultralytics.augment.RandomHSV.apply_image
+
+    class Elsewhere:
+        def __call__(self, image):
+            cv2.rectangle(image, (5, 5), (40, 40), (1, 2, 3), -1)
+
+    elsewhere = Elsewhere()
+
+    def apply_image(self, labels, params=None):
+        if random.random() < 0.1:
+            elsewhere(labels["img"])
+        return stock_hsv(self, labels, params)
+
+    monkeypatch.setattr(ultralytics.augment.RandomHSV, "apply_image", apply_image)
+    stock = batches(ultralytics, root("boxes"), workers=workers, **HYP)
+    compare(ours(batches, ultralytics, root("boxes"), workers=workers, **HYP), stock)
+    assert workers or capsys.readouterr().err.count("leaves the rest to Ultralytics") == 1
+
+
+@pytest.mark.cpu
+def test_a_changed_load_image_is_left_alone(ultralytics, root, monkeypatch, capsys):
+    base = ultralytics.base.BaseDataset
+    stock = base.load_image
     drop_in.patch(loader_optim=True)
-    monkeypatch.setattr(
-        ultralytics.augment.MixUp, "apply_image", lambda self, labels, params: stock(self, labels, params)
-    )
+    monkeypatch.setattr(base, "load_image", lambda self, *arguments: stock(self, *arguments))
     loader, _ = loader_of(ultralytics, root("boxes"))
     assert type(loader) is ultralytics.build.InfiniteDataLoader
-    assert "augment.MixUp.apply_image has been replaced." in capsys.readouterr().err
+    assert "base.BaseDataset.load_image has been replaced." in capsys.readouterr().err
     drop_in.unpatch()
-    with pytest.raises(drop_in.SwitchError, match=r"MixUp.apply_image is not the one of ultralytics 8\.4\.120"):
+    with pytest.raises(drop_in.SwitchError, match=r"BaseDataset.load_image is not the one of ultralytics 8\.4\.120"):
         drop_in.patch(loader_optim=True)
 
 

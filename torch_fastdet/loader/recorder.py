@@ -86,7 +86,7 @@ class Recorder:
     def told(self, what: str) -> None:
         worker = get_worker_info()
         if what not in self._told and (worker is None or worker.id == 0):
-            say(f"loader_optim: a plan cannot say {what}: {self.host}'s code makes the pixels of such pictures")
+            say(f"loader_optim: a plan cannot say {what}: code of {self.host} makes the pixels of such pictures")
         self._told.add(what)
 
     def items(self, planned: Callable[[], list], stock: Callable[[], list]) -> list:
@@ -296,6 +296,12 @@ class Recorded(StandIn):
 
     # What arrays do
 
+    def _is_mask(self, key: Any) -> bool:
+        """Whether ``key`` chooses whole pixels."""
+        if type(key) is Mask:
+            return key.dtype == np.bool_ and key.plane.shape == self.shape[:2]
+        return type(key) is np.ndarray and key.dtype == np.bool_ and key.shape == self.shape[:2]
+
     def _rectangle(self, key: Any) -> tuple[int, int, int, int] | None:
         """x, y, width and height of ``[y0:y1, x0:x1]``; None for any other index."""
         if type(key) is not tuple or not 2 <= len(key) <= 3 or key[2:] not in ((), (slice(None),), (Ellipsis,)):
@@ -310,7 +316,7 @@ class Recorded(StandIn):
     def __getitem__(self, key: Any) -> Any:
         if self._real is not None:
             return self._real[_reals(key, "an index")]
-        if type(key) is Mask and key.shape == self.shape and key.dtype == np.bool_:
+        if self._is_mask(key):
             return Chosen(self.changed(), key)
         rectangle = self._rectangle(key)
         if rectangle is None or 0 in rectangle[2:]:
@@ -326,7 +332,7 @@ class Recorded(StandIn):
             self._real[_reals(key, "an index")] = value.made() if type(value) is Recorded else value
             return
         self._writing()
-        if type(key) is Mask and type(value) is Chosen and value.mask is key and self.paste(value.picture, key.plane):
+        if type(value) is Chosen and value.mask is key and self._is_mask(key) and self.paste(value.picture, key):
             return
         rectangle = self._rectangle(key)
         if rectangle is not None and type(value) is Recorded and value.shape[:2] == rectangle[:1:-1]:
@@ -349,9 +355,10 @@ class Recorded(StandIn):
         source, src_x, src_y, *_ = placements[0]
         self.picture.layers[0].placements.append((source, src_x, src_y, x, y, width, height))
 
-    def paste(self, mirrored: Recorded, mask: np.ndarray) -> bool:
+    def paste(self, mirrored: Recorded, mask: Any) -> bool:
         """Show the mirror image of this picture where ``mask`` (height, width) is not 0, if ``mirrored`` is that."""
         layer, other = self.canvas(), mirrored.picture
+        mask = mask.plane if type(mask) is Mask else mask
         if other.flags != FLIP_LEFT_RIGHT or len(other.layers) != 1 or other.tables is not None:
             return False
         if other.layers[0].placements != layer.placements or other.layers[0].mask is not None:
@@ -447,16 +454,16 @@ class Chosen(StandIn):
 
     __slots__ = ("mask", "picture")
 
-    def __init__(self, picture: Recorded, mask: Mask) -> None:
+    def __init__(self, picture: Recorded, mask: Mask | np.ndarray) -> None:
         super().__init__(picture.recorder)
         self.picture, self.mask = picture, mask
 
     def made(self) -> np.ndarray:
-        return self.picture.made()[self.mask.made()]
+        return self.picture.made()[self.mask.made() if type(self.mask) is Mask else self.mask]
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        return (int(self.mask.plane.sum()) * CHANNELS,)
+        return self.made().shape
 
 
 class Weighted(StandIn):

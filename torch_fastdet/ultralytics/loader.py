@@ -30,30 +30,7 @@ from torch_fastdet.ultralytics.deferred import Planner, cannot_plan, view_class
 
 # Fingerprints of stock's code that ours stands for or counts on, from 8.4.120 to 8.4.190.
 KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
-    "ultralytics.data.augment": {
-        "BaseTransform.__call__": ("81ea4d70",),
-        "Compose.__call__": ("8bfcde6f",),
-        "BaseMixTransform.__call__": ("0b0fafdf",),
-        "BaseMixTransform.get_params": ("425f69e4",),
-        "Mosaic.get_params": ("a26ed204",),
-        "Mosaic.apply_image": ("09daae11",),
-        "MixUp.apply_image": ("ee077889",),
-        "CutMix.apply_image": ("d288b43a",),
-        "CopyPaste.get_params": ("ac79ebd5", "0601aded"),
-        "CopyPaste.apply_image": ("1f7934f6", "4658a168"),
-        "RandomPerspective.get_params": ("d6ed534d",),
-        "RandomPerspective.apply_image": ("302e4b64", "339b41e2"),
-        "RandomHSV.apply_image": ("9a62fd7d", "ede6653d"),
-        "RandomFlip.get_params": ("a5d66eb1",),
-        "RandomFlip.apply_image": ("9513c3f9",),
-        "LetterBox.get_params": ("3204b55e", "2c25e29c"),
-        "LetterBox.apply_image": ("54f79d02",),
-        "Format.apply_image": ("01ef895a",),
-        "Format._format_img": ("6a72249b",),
-    },
     "ultralytics.data.base": {
-        "BaseDataset.__getitem__": ("e0b1222d",),
-        "BaseDataset.get_image_and_label": ("b4d11cf2",),
         "BaseDataset.load_image": ("3e289a45", "bb212356", "f790c565", "f1180fbc", "e674731c"),
         "BaseDataset.cache_images": ("2ffd3a08", "bea71cea", "0bcecf49"),
         "BaseDataset.set_rectangle": ("17bc2022",),
@@ -207,20 +184,26 @@ def set_rectangle(stock: Callable[..., None]) -> Callable[..., None]:
 class PlannedDataset(Dataset):
     """What loader processes get: a data set that plans whole batches."""
 
-    def __init__(self, dataset: Any, memory: PictureMemory, pictures: list[str]) -> None:
+    def __init__(self, dataset: Any, memory: PictureMemory, files: list[str], size: Any) -> None:
         self.dataset = dataset
         self.memory = memory
-        self.pictures = pictures
+        self.files = files
+        self.size = size
+        self._planner: Planner | None = None
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitems__(self, indices: list[int]) -> list[dict]:
-        # Somebody may have changed its transforms or its files since.
-        if cannot_plan(self.dataset) is not None or kept_pictures(self.dataset) != self.pictures:
+        # Somebody may have changed its transforms since.
+        if cannot_plan(self.dataset) is not None:
             return [self.dataset[index] for index in indices]
-        planner = Planner(self.dataset, self.memory)
-        return [planner.item(index) for index in indices]
+        if self._planner is None or not self._planner.is_current():
+            self._planner = Planner(self.dataset, self.memory, self.files, self.size)
+        return self._planner.items(indices)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_planner": None}
 
 
 class PlannedLoader:
@@ -228,7 +211,7 @@ class PlannedLoader:
 
     # Not there where somebody makes another loader of this class.
     _plans: PlannedLoading | None = None
-    _pictures: list[str]
+    _pictures: tuple[list[str], Any]
     _ahead: Ahead | None = None
     #: It has no plans, or somebody gave it another collate_fn, which wants pictures.
     _as_stock: bool = False
@@ -239,7 +222,7 @@ class PlannedLoader:
             return super()._get_iterator()  # type: ignore[misc]
         # A loader that differs in what its processes work on. Stock's attributes stay what people expect of them.
         loader = DataLoader(
-            PlannedDataset(self.dataset, self._plans.memory, self._pictures),
+            PlannedDataset(self.dataset, self._plans.memory, *self._pictures),
             batch_sampler=PlanBatches(self.batch_sampler),
             num_workers=self.num_workers,
             collate_fn=CollateDicts(self.collate_fn, self._plans.memory, self._plans.on_gpu),
@@ -351,7 +334,7 @@ def plan_loader(loader: Any, device: Any) -> Any:
     planned: Any = object.__new__(_loader_class(cls))
     vars(planned).update(vars(loader))
     planned._plans = PlannedLoadingOfDicts(memory_of(loader.dataset), loader.num_workers, on_gpu, gpu)
-    planned._pictures = kept_pictures(loader.dataset)
+    planned._pictures = list(loader.dataset.im_files), loader.dataset.imgsz
     if loader.iterator is not None:  # up to 8.4.156 loaders begin at once: this one restarts
         loader.close()
         loader.generator.manual_seed(loader.generator.initial_seed())

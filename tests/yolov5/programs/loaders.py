@@ -505,7 +505,7 @@ def fork_unknown():
         with fork(augment_hsv=change), Lines() as lines:
             same(**TRAIN, workers=0)
             same(**TRAIN, workers=2)
-            assert len(lines.about(f"a plan cannot say {said}: YOLOv5's code makes the pixels")) == 1, lines.lines
+            assert len(lines.about(f"a plan cannot say {said}: code of YOLOv5 makes the pixels")) == 1, lines.lines
             assert not lines.about("leaves the rest"), lines.lines
 
 
