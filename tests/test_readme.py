@@ -227,6 +227,8 @@ COMMANDS = [
     (r"python -m benchmarks\.report", Run("", more=" --check")),
     (r"python -m benchmarks\b.*", Options()),
     (r"python3 -m tools\.gpu_report .*", Options()),
+    (r"python -m torch_fastdet\.yolov5 doctor.*", Held("tests/yolov5/test_launcher.py", "def test_doctor")),
+    (r"python -m torch_fastdet\.ultralytics doctor.*", Held("tests/ultralytics/test_launcher.py", "def test_doctor")),
     (r"python -m torch_fastdet\.yolov5 -m yolov5\.train .*", Held("tests/yolov5/real.py", 'return ["-m", f"yolov5.')),
     (r"python -m torch_fastdet\.yolov5 .*", Launched()),
     (

@@ -1,5 +1,6 @@
 """python -m torch_fastdet.ultralytics: the words of the yolo command, with our flags anywhere among them."""
 
+import json
 import re
 import subprocess
 import sys
@@ -48,6 +49,17 @@ def test_a_flag_takes_no_value(capsys):
         LAUNCHER.split(["train", "--fastdet=True"])
     assert exit.value.code == 2
     assert "error: --fastdet takes no value; it came as --fastdet=True." in capsys.readouterr().err
+
+
+def test_doctor(launch):
+    words = ("train", "model=yolo11s.yaml", "data=coco8.yaml", "compile=True")
+    out = launch("doctor", *words)
+    assert "host            ultralytics\n" in out and "v8DetectionLoss" in out and " -> " not in out
+    assert "semantic segmentation, depth and classification run on Ultralytics' own" in out
+    out = launch("doctor", "--json", *words, "--cuda_graph", code=2)
+    found = json.loads(out[out.index("{\n") :])
+    (asked,) = [row for row in found["switches"] if row["asked"]]
+    assert asked["name"] == "cuda_graph" and not asked["applies"]
 
 
 def test_help_is_ours_then_yolos(launch):

@@ -98,6 +98,19 @@ def test_help_is_ours_then_the_scripts(fake_yolov5, command):
     assert "replaced nothing" not in out
 
 
+def test_doctor(fake_yolov5):
+    command = ("-m", "torch_fastdet.yolov5", "doctor", "--json", "train.py", "--img", 640, "--optimizer", "Adam")
+    for flags, code in ((["--bbox_iou_optim"], 0), (["--multi_tensor_optimizer"], 2), (["--cuda_graph"], 2), ([], 0)):
+        out = fake_yolov5.python(*map(str, command), *flags, code=code, CUDA_VISIBLE_DEVICES="").stdout
+        found = json.loads(out[out.index("{\n") :])
+        rows = {row["name"]: row for row in found["switches"]}
+        assert "epochs" not in out and found["host"] == "yolov5" and str(fake_yolov5.folder) in found["host_version"]
+        assert rows["bbox_iou_optim"]["applies"] and rows["bbox_iou_optim"]["targets"][0]["found"]
+        assert rows["multi_tensor_optimizer"]["why_not"].startswith("the optimizer is Adam")
+        assert not rows["cuda_graph"]["applies"]
+        assert [name for name, row in rows.items() if row["asked"]] == [flag[2:] for flag in flags]
+
+
 def test_help_without_a_script(fake_yolov5):
     ours = fake_yolov5.python("-m", "torch_fastdet.yolov5", "--help").stdout
     assert "--upsample_optim" in ours
