@@ -13,8 +13,8 @@ from tests.yolov5 import real
 from tests.yolov5.conftest import IMAGE, SMALL
 from tests.yolov5.test_real_scripts import LOSSES, weights
 from torch_fastdet import optim
+from torch_fastdet._torch.private import NORM_LAYERS
 from torch_fastdet.ema import ModelEMA
-from torch_fastdet.yolov5.dropins import NORMS
 from torch_fastdet.yolov5.host import HOST
 
 FLAG = "--multi_tensor_optimizer"
@@ -91,7 +91,9 @@ def test_adam_stays_stocks(monkeypatch, capsys):
 
 def test_norms_are_all_that_torch_has():
     layers = {layer for name, layer in vars(nn).items() if "Norm" in name}
-    assert {layer for layer in layers if not issubclass(layer, NORMS)} == {nn.LocalResponseNorm}, "it has no weight"
+    assert {layer for layer in layers if not issubclass(layer, NORM_LAYERS)} == {nn.LocalResponseNorm}, (
+        "it has no weight"
+    )
 
 
 class Step:
