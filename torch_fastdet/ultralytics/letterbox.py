@@ -1,12 +1,17 @@
-"""The predictor's letterbox, BGR to RGB, HWC to CHW and division by 255 of a list of pictures, by one operator."""
+"""The predictor's letterbox, BGR to RGB, HWC to CHW and division by 255 of a list of pictures, by one operator.
+
+Where pictures go is not computed here: the predictor's own ``pre_transform`` runs with a ``LetterBox`` that says where it would
+put a picture, in place of moving its pixels.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
+import cv2
 import numpy as np
 import torch
 from torch import Tensor
@@ -14,12 +19,32 @@ from torch import Tensor
 from torch_fastdet.hosts.engine.import_hook import namespace
 from torch_fastdet.hosts.shapes import Predictor
 from torch_fastdet.hosts.shared.letterbox import fits, letterbox
-from torch_fastdet.ops.letterbox import place
+from torch_fastdet.ops.letterbox import Placing
+
+GREY = 114  # of the operator's border
+
+
+def _asking(pre_transform: Any, stock_letterbox: Any) -> Callable[[Any, Any], list[Placing | None]]:
+    """``pre_transform`` that returns where each picture goes; None for one that the operator cannot put there."""
+
+    class Asked(stock_letterbox):
+        def apply_image(self, labels: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
+            width, height = params["new_unpad"]
+            top, bottom, left, right = (params[side] for side in ("top", "bottom", "left", "right"))
+            known = self.padding_value == GREY and self.interpolation == cv2.INTER_LINEAR
+            size = (top + height + bottom, left + width + right)
+            whole = known and min(top, bottom, left, right) >= 0
+            labels["img"] = Placing(height, width, top, left, size) if whole else None
+            return labels
+
+    names = pre_transform.__globals__ | {"LetterBox": Asked}
+    return FunctionType(pre_transform.__code__, names, None, pre_transform.__defaults__, pre_transform.__closure__)
 
 
 def preprocessing(stock: Callable, stock_pre_transform: Callable, module: ModuleType) -> Callable:
     """``BasePredictor.preprocess`` whose lists of pictures go through :func:`letterbox`; all else gets stock's."""
     stock_letterbox = namespace(module).get("LetterBox")
+    where = _asking(stock_pre_transform, stock_letterbox)
 
     @functools.wraps(stock)
     def preprocess(self: Predictor, im: Any) -> Tensor:
@@ -28,14 +53,10 @@ def preprocessing(stock: Callable, stock_pre_transform: Callable, module: Module
         if namespace(module).get("LetterBox") is not stock_letterbox or not fits(im):
             return stock(self, im)
         device = torch.device(self.device)
-        model = self.model
-        rectangle = len({x.shape for x in im}) == 1 and self.args.rect and not self.scale_fill
-        shrinks = model.format == "pt" or (getattr(model, "dynamic", False) and model.format != "imx")
-        size = [self.imgsz] * 2 if isinstance(self.imgsz, int) else self.imgsz
-        placings = [place(x.shape[:2], size, rectangle and shrinks, self.scale_fill, int(model.stride)) for x in im]
-        if device.type not in ("cpu", "cuda") or len({p.size for p in placings}) != 1:
+        placings = [placing for placing in where(self, im) if placing is not None]
+        if device.type not in ("cpu", "cuda") or len(placings) != len(im) or len({p.size for p in placings}) != 1:
             return stock(self, im)
-        return letterbox(im, placings, device, torch.float16 if model.fp16 else torch.float32)
+        return letterbox(im, placings, device, torch.float16 if self.model.fp16 else torch.float32)
 
     return preprocess
 
