@@ -18,6 +18,7 @@ from torch_fastdet import ops
 from torch_fastdet._torch.private import writes
 from torch_fastdet.hosts.engine.switch import Active
 from torch_fastdet.hosts.shapes import AnchorHead
+from torch_fastdet.yolov5.heads import raw_heads
 
 
 def decoding(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,11 +44,7 @@ def decoding(stock: Callable[..., Any]) -> Callable[..., Any]:
         )
         if self.training or exporting or narrow or trained or not isinstance(self.stride, torch.Tensor):
             return stock(self, x)
-        for level in range(self.nl):
-            head = self.m[level](x[level])
-            images, _, rows, columns = head.shape
-            # As stock's: the loss of a validation reads these.
-            x[level] = head.view(images, self.na, self.no, rows, columns).permute(0, 1, 3, 4, 2).contiguous()
+        x[:] = [head.contiguous() for head in raw_heads(self, x)]  # the loss of a validation reads them
         return ops.yolov5_decode(x, self.anchors, stride_list(self), self.no - 5 - self.nc), x
 
     return forward

@@ -16,11 +16,13 @@ from torch_fastdet.hosts.shared.necks import joined_upsampling
 STOCK_MODULES = ("models.yolo", "yolov5.models.yolo")
 
 
-def _forward(detect: Any, x: list[torch.Tensor]) -> list[torch.Tensor]:
-    for i, convolution in enumerate(detect.m):
-        y = convolution(x[i])
-        batch, _, ny, nx = y.shape
-        x[i] = y.view(batch, detect.na, detect.no, ny, nx).permute(0, 1, 3, 4, 2)
+def raw_heads(detect: Any, x: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What a Detect returns in training, (bs, na, ny, nx, no) a level, as views of its convolutions' outputs.
+
+    Channels are the outputs of one anchor after the other. The results take the place of the feature maps in ``x``, as in stock.
+    """
+    outputs = (convolution(features) for convolution, features in zip(detect.m, x))
+    x[:] = [output.unflatten(1, (detect.na, detect.no)).movedim(2, -1) for output in outputs]
     return x
 
 
@@ -28,7 +30,7 @@ def _forward(detect: Any, x: list[torch.Tensor]) -> list[torch.Tensor]:
 def _is_stocks(forward: Any) -> bool:
     """Whether this is what stock's ``Detect.forward`` computes in training: forks change it under the same name."""
     attributes = {"nl": 2, "na": 2, "no": 3, "m": list(stand_ins("0", "1").values()), "training": True, "export": False}
-    return agree(forward, _forward, attributes, [pictures(6), -pictures(6)])
+    return agree(forward, raw_heads, attributes, [pictures(6), -pictures(6)])
 
 
 @contextlib.contextmanager
@@ -52,7 +54,7 @@ def head_views(model: nn.Module) -> Iterator[None]:
     if not plain:
         yield
         return
-    detect.forward = lambda x: _forward(detect, x)
+    detect.forward = lambda x: raw_heads(detect, x)
     try:
         yield
     finally:
