@@ -183,7 +183,8 @@ def bottleneck_forward(stock: Forward, conv: Forward) -> Forward:
             if self.add and self.training and _ends_in(last, conv):
                 return norm_and_activation(last.bn, last.act, last.conv(self.cv1(x)), x)
             return stock(self, x)
-        return x + self.cv2(self.cv1(x)) if self.add else self.cv2(self.cv1(x))
+        y = self.cv2(self.cv1(x))
+        return x + y if self.add else y
 
     return forward
 
@@ -215,7 +216,8 @@ def c3_forward(stock: Forward, conv: Forward, bottleneck: Forward) -> Forward:
                 y = block(y)
             inputs = [last.cv2.conv(last.cv1(y)), self.cv2.conv(x)]
             return self.cv3(norms_and_activations_cat([last.cv2, self.cv2], inputs, y if last.add else None))
-        return self.cv3(torch.cat((self.m(self.cv1(x)), self.cv2(x)), 1))
+        deep, shallow = self.m(self.cv1(x)), self.cv2(x)
+        return self.cv3(torch.cat((deep, shallow), 1))
 
     return forward
 
@@ -262,6 +264,8 @@ def sppf_forward(stock: Forward, counts: bool) -> Forward:
             return stock(self, x)
         pools = getattr(self, "n", 3) if counts else 3
         y = self.cv2(pools_beside(self.m, self.cv1(x), pools))
-        return y + x if counts and getattr(self, "add", False) else y
+        if counts and getattr(self, "add", False):
+            y = y + x
+        return y
 
     return forward

@@ -14,9 +14,10 @@ from torch_fastdet.optim._watch import HAS_MOMENTUM, MOVED_SGD, MUON, NESTEROV, 
 __all__ = ["MuSGD"]
 
 MUON_BUFFER, SGD_BUFFER = "momentum_buffer", "momentum_buffer_SGD"
-# Newton-Schulz: X <- a X + (b A + c A A) X with A = X X', which drives the singular values of X towards 1.
+# Newton-Schulz: X <- a X + (b G + c G G) X with the Gram matrix G = X X', which drives the singular values of X towards 1. The
+# polynomial and its coefficients are those of Muon (K. Jordan et al., 2024, https://kellerjordan.github.io/posts/muon).
 A, B, C = 3.4445, -4.7750, 2.0315
-STEPS = 5
+STEPS, EPS = 5, 1e-7
 
 
 def _as_rows(matrix: Tensor, like: Tensor) -> Tensor:
@@ -92,17 +93,19 @@ class _Batched(_Matrices):
                 result.mul_(scale)
 
 
-def _orthogonalized(x: Tensor) -> Tensor:
-    """Five Newton-Schulz steps of a batch of matrices (n, rows, columns), in bfloat16."""
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    tall = x.size(1) > x.size(2)
-    if tall:
-        x = x.transpose(-2, -1)
-    for _ in range(STEPS):
-        a = x @ x.transpose(-2, -1)
-        b = torch.baddbmm(a, a, a, beta=B, alpha=C)
-        x = torch.baddbmm(x, b, x, beta=A)
-    return x.transpose(-2, -1) if tall else x
+def _orthogonalized(matrices: Tensor) -> Tensor:
+    """Newton-Schulz of a batch (n, rows, columns), in bfloat16."""
+    unit = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + EPS)  # no singular value is above 1
+    # By way of the smaller Gram matrix.
+    return _newton_schulz(unit) if unit.size(1) <= unit.size(2) else _newton_schulz(unit.mT).mT
+
+
+def _newton_schulz(x: Tensor) -> Tensor:
+    for _ in range(STEPS):  # each line is a product, rounded once
+        gram = x @ x.mT
+        polynomial = gram.baddbmm(gram, gram, beta=B, alpha=C)
+        x = x.baddbmm(polynomial, x, beta=A)
+    return x
 
 
 def _matrices(params: list[Tensor]) -> _Matrices:

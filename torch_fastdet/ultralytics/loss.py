@@ -379,7 +379,7 @@ class _E2ELoss(_Criterion):
 
 def packed_targets(batch: dict[str, Any], device: torch.device) -> torch.Tensor:
     """A batch's labels as (n, 6) float32 on the device: image, class, x, y, w, h. The batch is left as it is."""
-    rows = torch.cat((batch["batch_idx"].view(-1, 1), batch["cls"].view(-1, 1), batch["bboxes"]), 1)
+    rows = torch.column_stack((batch["batch_idx"].flatten(), batch["cls"].flatten(), batch["bboxes"]))
     return rows.to(device=device, dtype=torch.float32)
 
 

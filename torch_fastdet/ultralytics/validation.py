@@ -123,7 +123,7 @@ def update_on_host(stock: Callable, processing: Callable) -> Callable:
             return
         if self.args.single_cls:  # as stock does, also for the plots that come later
             for pred in preds:
-                pred["cls"] *= 0
+                pred["cls"].zero_()
         labels = {name: batch[name].cpu() for name in ("batch_idx", "cls", "bboxes")}
         self.device = torch.device("cpu")  # where stock makes what it combines with the labels
         try:

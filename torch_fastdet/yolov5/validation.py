@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,21 +41,17 @@ def scale_boxes(img1_shape: Sequence[int], boxes: Any, img0_shape: Sequence[int]
         img0_shape: height and width of the original image.
         ratio_pad: ((gain, ...), (pad x, pad y)) of the letterbox; None: from the shapes.
     """
-    if ratio_pad is None:
-        gain = min(img1_shape[0] / img0_shape[0], img1_shape[1] / img0_shape[1])
-        pad = (img1_shape[1] - img0_shape[1] * gain) / 2, (img1_shape[0] - img0_shape[0] * gain) / 2
-    else:
-        gain, pad = ratio_pad[0][0], ratio_pad[1]
-    # Slices, because a list of columns becomes an index tensor on the GPU, a copy from the host each time.
-    x, y, corners = boxes[..., 0:4:2], boxes[..., 1:4:2], boxes[..., :4]
-    x -= pad[0]
-    y -= pad[1]
-    corners /= gain
-    for side, limit in (x, img0_shape[1]), (y, img0_shape[0]):
-        if isinstance(side, Tensor):
-            side.clamp_(0, limit)
+    gain = min(map(operator.truediv, img1_shape[:2], img0_shape)) if ratio_pad is None else ratio_pad[0][0]
+    for axis, (outer, inner) in enumerate(((img1_shape[1], img0_shape[1]), (img1_shape[0], img0_shape[0]))):
+        border = (outer - inner * gain) / 2 if ratio_pad is None else ratio_pad[1][axis]
+        # A slice, because a list of columns becomes an index tensor on the GPU, a copy from the host each time.
+        sides = boxes[..., axis:4:2]
+        sides -= border
+        sides /= gain
+        if isinstance(sides, Tensor):
+            sides.clamp_(0, inner)
         else:
-            side.clip(0, limit, out=side)
+            sides.clip(0, inner, out=sides)
     return boxes
 
 

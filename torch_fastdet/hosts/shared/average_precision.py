@@ -42,10 +42,12 @@ class Curves:
 
     def at_best(self, smooth: Callable, eps: float) -> tuple[np.ndarray, ...]:
         """True and false positives, precision, recall and F1 of each class where the classes' mean F1 is highest."""
-        best = smooth(self.f1.mean(0), 0.1).argmax() if len(self.classes) else 0
-        precision, recall = self.precision[:, best], self.recall[:, best]
-        true = (recall * self.labels).round()
-        return true, (true / (precision + eps) - true).round(), precision, recall, self.f1[:, best]
+        at = smooth(self.f1.mean(0), 0.1).argmax() if len(self.classes) else 0
+        precision, recall, f1 = (curve[:, at] for curve in (self.precision, self.recall, self.f1))
+        # Recall is the share of the labels that was found, and precision the share of the detections that found one.
+        found = np.round(self.labels * recall)
+        detections = found / (precision + eps)
+        return found, np.round(detections - found), precision, recall, f1
 
     def precision_by_recall(self) -> list[np.ndarray | None]:
         """(1000,) precision at the recalls ``x`` for each class."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,19 +15,22 @@ from torch_fastdet.layers.bn_act import bottleneck_forward, c3_forward, conv_for
 
 
 def _bottleneck(self: Any, x: Tensor) -> Tensor:
-    return x + self.cv2(self.cv1(x)) if self.add else self.cv2(self.cv1(x))
+    y = self.cv2(self.cv1(x))
+    return x + y if self.add else y
 
 
 def _c3(self: Any, x: Tensor) -> Tensor:
-    return self.cv3(torch.cat([self.m(self.cv1(x)), self.cv2(x)], 1))
+    deep, shallow = self.m(self.cv1(x)), self.cv2(x)
+    return self.cv3(torch.cat([deep, shallow], 1))
 
 
 def _sppf(self: Any, x: Tensor) -> Tensor:
-    parts = [self.cv1(x)]
-    for _ in range(getattr(self, "n", 3)):
-        parts.append(self.m(parts[-1]))
-    y = self.cv2(torch.cat(parts, 1))
-    return y + x if getattr(self, "add", False) else y
+    # A pyramid: each pooling pools the one before it.
+    pyramid = itertools.accumulate(range(getattr(self, "n", 3)), lambda y, _: self.m(y), initial=self.cv1(x))
+    y = self.cv2(torch.cat(list(pyramid), 1))
+    if getattr(self, "add", False):
+        y = y + x
+    return y
 
 
 CONV = Formula("act(bn(conv(x)))", lambda self, x: self.act(self.bn(self.conv(x))), ("act", "bn", "conv"))
