@@ -3,10 +3,11 @@
     python -m benchmarks.validation_loss [--model yolo26n] [--seeds 3] [--epochs 4] [--stock] [--device cpu] [--out FILE.jsonl]
 
 A training from scratch on the demo's pictures, as in benchmarks.training_truth, stops after --epochs of the 20 that its schedule
-has. After each epoch its moving average predicts the validation pictures as the trainer's validator does, and each batch's
-class loss is computed by all three. ``batch statistics`` is Ultralytics' loss of the same weights where batch norms take the
-batch's own mean and variance: it tells whether a high loss comes from running statistics that are behind the weights.
-With --stock nothing is replaced in the training. Each line of FILE.jsonl is one validation.
+has. After each epoch its moving average predicts the validation pictures as the trainer's validator does. The class loss of
+each batch is computed by the operator and by Ultralytics' own code, and that of the worst batch in float64. ``batch statistics``
+is Ultralytics' loss of the same weights where batch norms take the batch's own mean and variance: it tells whether a high loss
+comes from running statistics that are behind the weights. ``targets`` is the sum of target scores that the worst batch's loss is
+divided by. With --stock nothing is replaced in the training. Each line of FILE.jsonl is one validation.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import nn
 
 from benchmarks.harness import WORK
 
-EPOCHS, IMAGE_SIZE, BATCH = 20, 320, 16  # of training_truth's trainings
+EPOCHS, BATCH = 20, 16  # of training_truth's trainings
 
 
 def criteria(model: Any) -> tuple[Any, Any]:
@@ -43,17 +44,18 @@ def criteria(model: Any) -> tuple[Any, Any]:
     return ours, stock
 
 
-def oracle(criterion: Any, preds: Any, batch: dict[str, Any]) -> float:
-    """The class loss in float64, from the definition."""
+def oracle(criterion: Any, preds: Any, batch: dict[str, Any]) -> tuple[float, float]:
+    """The class loss in float64, from the definition, and the sum of target scores."""
     from tests.references.v8_loss import v8_loss
+    from torch_fastdet.ultralytics.loss import packed_targets
 
     branch = getattr(criterion, "one2one", criterion)
     preds = branch.parse_output(preds)
     preds = preds.get("one2one", preds)
-    targets = torch.cat((batch["batch_idx"].view(-1, 1), batch["cls"].view(-1, 1), batch["bboxes"]), 1).cpu().float()
+    targets = packed_targets(batch, torch.device("cpu"))
     sizes = [tuple(feature.shape[2:]) for feature in preds["feats"]]
     assigner = branch.assigner
-    _, items, _ = v8_loss(
+    _, items, assignments = v8_loss(
         preds["boxes"].detach().cpu().double(),
         preds["scores"].detach().cpu().double(),
         sizes,
@@ -64,7 +66,7 @@ def oracle(criterion: Any, preds: Any, batch: dict[str, Any]) -> float:
         topk=assigner.topk,
         topk2=assigner.topk2,
     )
-    return float(items[1])
+    return float(items[1]), sum(score for image in assignments for _, score in image.values())
 
 
 def of_batch_statistics(model: nn.Module) -> nn.Module:
@@ -83,7 +85,8 @@ def look(trainer: Any) -> dict[str, Any]:
     model.args = trainer.args
     ours, stock = criteria(model)
     half = trainer.device.type != "cpu" and bool(trainer.amp)
-    found: dict[str, Any] = {"ours": [], "stock": [], "float64": [], "batch statistics": [], "largest logit": []}
+    found: dict[str, Any] = {"ours": [], "stock": [], "batch statistics": [], "largest logit": []}
+    worst: tuple[float, Any, Any] = (-1.0, None, None)
     fresh = of_batch_statistics(model)
     for batch in trainer.test_loader:
         batch = trainer.validator.preprocess(batch)
@@ -92,10 +95,11 @@ def look(trainer: Any) -> dict[str, Any]:
             found["ours"].append(float(ours(preds, batch)[1]["cls_loss"]))
             found["stock"].append(float(stock(preds, batch)[1]["cls_loss"]))
             found["batch statistics"].append(float(stock(fresh(batch["img"]), batch)[1]["cls_loss"]))
-        found["float64"].append(oracle(ours, preds, batch))
+        worst = max(worst, (found["stock"][-1], preds, batch), key=lambda entry: entry[0])
         outputs = preds[1] if isinstance(preds, tuple) else preds
         found["largest logit"].append(float(outputs.get("one2one", outputs)["scores"].max()))
-    return found
+    exact, targets = oracle(ours, *worst[1:])
+    return found | {"float64 of the worst": exact, "targets of the worst": float(targets)}
 
 
 def train(arguments: argparse.Namespace, seed: int, data: Path) -> list[dict[str, Any]]:
@@ -115,7 +119,7 @@ def train(arguments: argparse.Namespace, seed: int, data: Path) -> list[dict[str
         trainer.stop = len(rows) >= arguments.epochs
 
     words = {
-        "model": f"{arguments.model}.yaml", "data": str(data), "epochs": EPOCHS, "imgsz": IMAGE_SIZE, "batch": BATCH,
+        "model": f"{arguments.model}.yaml", "data": str(data), "epochs": EPOCHS, "imgsz": arguments.image_size, "batch": BATCH,
         "device": arguments.device, "workers": arguments.workers, "cache": "ram", "seed": seed, "plots": False, "save": False,
         "project": str(arguments.work), "name": f"seed{seed}", "exist_ok": True,
     }  # fmt: skip
@@ -136,6 +140,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--image-size", type=int, default=320)
     parser.add_argument("--pictures", type=int, default=1024)
     parser.add_argument("--stock", action="store_true", help="train on Ultralytics' own code")
     parser.add_argument("--device", default="0" if torch.cuda.is_available() else "cpu")
@@ -145,8 +150,8 @@ def main() -> int:
     arguments = parser.parse_args()
     from examples.demo import dataset
 
-    recipe = dataset.Recipe(image_size=IMAGE_SIZE, train=arguments.pictures)
-    data = dataset.make((arguments.work / f"digits-{IMAGE_SIZE}-{arguments.pictures}").resolve(), recipe)
+    recipe = dataset.Recipe(image_size=arguments.image_size, train=arguments.pictures)
+    data = dataset.make((arguments.work / f"digits-{arguments.image_size}-{arguments.pictures}").resolve(), recipe)
     for seed in range(arguments.first, arguments.first + arguments.seeds):
         rows = train(arguments, seed, data)
         if arguments.out:

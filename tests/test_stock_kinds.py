@@ -51,7 +51,9 @@ def pairs(host: str) -> dict[str, Pair]:
     drop_in = importlib.import_module(f"torch_fastdet.{host}")
     found: dict[str, Pair] = {}
     with pytest.MonkeyPatch.context() as monkeypatch:
-        # A test of the whole CPU and GPU table: switches that need a GPU replace their names here too.
+        for name in ("YOLO_OFFLINE", "ULTRALYTICS_SKIP_REQUIREMENTS_CHECKS"):  # importing asks the network otherwise
+            monkeypatch.setenv(name, "true")
+        # Switches that need a GPU replace their names here too.
         monkeypatch.setattr(engine_switch, "missing_gpu", lambda: None)
         drop_in.patch(fastdet=True)
         replacements = list(importlib.import_module(f"torch_fastdet.{host}.host").HOST.patches.replacements)
