@@ -20,6 +20,7 @@ import ultralytics.utils.tal as tal
 from ultralytics.cfg import get_cfg
 
 from tests.conftest import cuda_missing
+from tests.references import v8_loss as reference
 from torch_fastdet.ultralytics import SwitchError, patch, unpatch
 from torch_fastdet.ultralytics import loss as ours_module
 from torch_fastdet.ultralytics import loss_trials as loss_optim
@@ -584,3 +585,30 @@ def test_gpu_matches_stock_and_reports_bad_rows_later(cuda, models, name):
     with pytest.raises(ValueError, match=r"v8_loss: targets row 3, column 1 \(class\)"):
         criterion(mine, bad)
         criterion.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("raised", "least", "most"), [(-6, 2, 4), (-1.86, 24, 26), (20, 500, 9000), (3000, 1e5, 1e6)])
+def test_a_high_class_loss_is_stocks_and_exact(device, dtype, raised, least, most):
+    """A validation of YOLO26 once had a class loss of 24.7, six times the usual: docs/results.md."""
+    preds, batch = loss_optim.trial(1)
+    preds["scores"] = preds["scores"] + raised
+    stored = {name: preds[name].to(dtype) for name in ("boxes", "scores")}
+    feats = {"feats": preds["feats"]}
+    # What autocast makes of half heads; stock's own half entropies would add up to infinity.
+    wide = {name: values.float() for name, values in stored.items()} | feats
+    criteria = [kind(loss_optim._Model(1), 7, 1) for kind in (REAL.loss, OURS)]
+    theirs = float(criteria[0](wide, batch)[1]["cls_loss"])
+    on_device = [{name: values.to(device) for name, values in part.items()} for part in (stored, batch)]
+    model = loss_optim._Model(1).to(device)
+    model.model[0].stride = model.model[0].stride.to(device)
+    feats = {"feats": [feature.to(device, dtype) for feature in preds["feats"]]}
+    ours = float(OURS(model, 7, 1)(on_device[0] | feats, on_device[1])[1]["cls_loss"])
+    sizes = [tuple(feature.shape[2:]) for feature in preds["feats"]]
+    _, items, _ = reference.v8_loss(
+        stored["boxes"].double(), stored["scores"].double(), sizes, criteria[1].strides(),
+        ours_module.packed_targets(batch, torch.device("cpu")), criteria[1].settings(), reg_max=1, topk=7, topk2=1,
+    )  # fmt: skip
+    assert least < ours < most
+    assert ours == pytest.approx(float(items[1]), rel=1e-5)
+    assert ours == pytest.approx(theirs, rel=1e-5)
