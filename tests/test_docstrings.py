@@ -50,7 +50,7 @@ def test_parameters_are_explained(name):
 @pytest.mark.parametrize("name", ops.__all__)
 def test_says_shapes_types_layout_errors_and_source(name):
     text = text_of(name)
-    assert "Source" in text
+    assert "Source: " in text or "Behaviour: " in text
     if name in ("yolov5_loss_fault", "v8_loss_fault", "v8_loss_settings"):
         return
     assert "Raises:" in text

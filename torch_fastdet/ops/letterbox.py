@@ -63,7 +63,7 @@ def letterbox(
         ValueError: an unknown rounding, shapes without height and width, an input or an image without pixels, a ratio_pad
             whose gains are not above 0.
 
-    Source: ``scale_boxes`` of YOLOv5 v7.0 and of ultralytics 8.4.
+    Behaviour: ``scale_boxes`` of YOLOv5 v7.0 and of ultralytics 8.4.
     """
     if rounding != "yolov5" and rounding != "ultralytics":
         raise ValueError(f"letterbox: rounding is '{rounding}', but 'yolov5' or 'ultralytics' is expected")

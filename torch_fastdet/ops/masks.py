@@ -55,7 +55,7 @@ def instance_masks(
         ValueError: a window outside of the prototypes, another factor, or more than 2**22 pixels along a side.
         TypeError: an argument is not a tensor.
 
-    Source: ``process_mask`` and ``process_mask_native`` of YOLOv5 v7.0 and of Ultralytics 8.4.190 (behaviour).
+    Behaviour: ``process_mask`` and ``process_mask_native`` of YOLOv5 v7.0 and of Ultralytics 8.4.190.
     """
     if not torch.jit.is_scripting():
         check_tensor("instance_masks", "protos", protos)
@@ -93,7 +93,7 @@ def crop_mask(masks: Tensor, boxes: Tensor) -> Tensor:
         ValueError: more than 2**22 pixels along a side.
         TypeError: an argument is not a tensor.
 
-    Source: ``crop_mask`` of YOLOv5 v7.0 (behaviour).
+    Behaviour: ``crop_mask`` of YOLOv5 v7.0.
     """
     if not torch.jit.is_scripting():
         check_tensor("crop_mask", "masks", masks)
@@ -113,7 +113,7 @@ def crop_mask_(masks: Tensor, boxes: Tensor) -> None:
         ValueError: more than 2**22 pixels along a side.
         TypeError: an argument is not a tensor.
 
-    Source: ``crop_mask`` of Ultralytics 8.4.190 (behaviour).
+    Behaviour: ``crop_mask`` of Ultralytics 8.4.190.
     """
     if not torch.jit.is_scripting():
         check_tensor("crop_mask_", "masks", masks)

@@ -37,7 +37,7 @@ def match_detections(
         ValueError: an unknown rule, or 2**31 or more rows.
         TypeError: an argument is not a tensor.
 
-    Source: ``val.py`` of YOLOv5 v7.0 and ``BaseValidator.match_predictions`` of Ultralytics 8.4.190 (behaviour).
+    Behaviour: ``val.py`` of YOLOv5 v7.0 and ``BaseValidator.match_predictions`` of Ultralytics 8.4.190.
     """
     if not torch.jit.is_scripting():
         check_tensor("match_detections", "detections", detections)
@@ -78,7 +78,7 @@ def confusion_matrix_(
         ValueError: an unknown rule, or 2**31 or more rows.
         TypeError: an argument is not a tensor.
 
-    Source: ``ConfusionMatrix`` of YOLOv5 v7.0 and of Ultralytics 8.4.190 (behaviour).
+    Behaviour: ``ConfusionMatrix`` of YOLOv5 v7.0 and of Ultralytics 8.4.190.
     """
     if not torch.jit.is_scripting():
         check_tensor("confusion_matrix_", "matrix", matrix)

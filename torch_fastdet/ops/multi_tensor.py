@@ -35,7 +35,7 @@ def multi_tensor_ema_(averages: List[Tensor], values: List[Tensor], decay: Union
     Raises:
         RuntimeError, TypeError: the errors that all lists share (see the top of this module).
 
-    Source: ModelEMA of YOLOv5, whose results these are, bit by bit in float32 and float64.
+    Behaviour: ModelEMA of YOLOv5, whose results these are, bit by bit in float32 and float64.
     """
     if not torch.jit.is_scripting():
         check_tensor_list("multi_tensor_ema_", "averages", averages)

@@ -67,7 +67,7 @@ def yolov5_decode(heads: list[Tensor], anchors: Tensor, strides: list[float], nm
         TypeError: heads is not a list of tensors, anchors not a tensor, or strides not a list of numbers.
         TypeError, RuntimeError: maps of two dtypes or none that floats, tensors on two devices.
 
-    Source: ``Detect.forward`` of YOLOv5 v7.0 (xy = (2 sigmoid - 0.5 + cell) * stride, wh = (2 sigmoid)^2 * anchor).
+    Behaviour: ``Detect.forward`` of YOLOv5 v7.0 (xy = (2 sigmoid - 0.5 + cell) * stride, wh = (2 sigmoid)^2 * anchor).
     """
     if not torch.jit.is_scripting():
         check_tensor_list("yolov5_decode", "heads", heads)
@@ -126,7 +126,7 @@ def non_max_suppression_padded(
         TypeError: prediction, labels or letterboxes is not a tensor, or classes not a list of integers.
         TypeError, RuntimeError: a dtype that is not floating, tensors on two devices.
 
-    Source: ``non_max_suppression`` of YOLOv5 v7.0, without its time limit.
+    Behaviour: ``non_max_suppression`` of YOLOv5 v7.0, without its time limit.
     """
     if not torch.jit.is_scripting():
         check_tensor("non_max_suppression_padded", "prediction", prediction)
@@ -187,7 +187,7 @@ def ultralytics_non_max_suppression_padded(
     Raises:
         ValueError: an unknown rotated, and what :func:`non_max_suppression_padded` raises.
 
-    Source: ``non_max_suppression`` of ultralytics 8.4, without its time limit; probiou, https://arxiv.org/abs/2106.06072.
+    Behaviour: ``non_max_suppression`` of ultralytics 8.4, without its time limit; probiou, https://arxiv.org/abs/2106.06072.
     """
     if not torch.jit.is_scripting():
         check_tensor("ultralytics_non_max_suppression_padded", "prediction", prediction)
@@ -232,7 +232,7 @@ def yolov5_postprocess(
     and boxes decoded for survivors alone. Heads, anchors and strides (their shapes, units, dtypes, layouts, errors) are those
     of :func:`yolov5_decode`, options and results those of :func:`non_max_suppression_padded`.
 
-    Source: ``Detect.forward`` and ``non_max_suppression`` of YOLOv5 v7.0.
+    Behaviour: ``Detect.forward`` and ``non_max_suppression`` of YOLOv5 v7.0.
     """
     if not torch.jit.is_scripting():
         check_tensor_list("yolov5_postprocess", "heads", heads)
@@ -299,7 +299,7 @@ def ultralytics_postprocess(
         TypeError: boxes, scores or extra is not a list of tensors, strides not a list of numbers, and what
             :func:`non_max_suppression_padded` raises.
 
-    Source: ``Detect`` of ultralytics 8.4 (distribution focal loss, https://arxiv.org/abs/2006.04388).
+    Behaviour: ``Detect`` of ultralytics 8.4 (distribution focal loss, https://arxiv.org/abs/2006.04388).
     """
     if not torch.jit.is_scripting():
         check_tensor_list("ultralytics_postprocess", "boxes", boxes)
@@ -361,7 +361,7 @@ def scale_boxes(
         TypeError: boxes is not a tensor.
         TypeError, RuntimeError: a dtype that is not floating.
 
-    Source: ``scale_boxes`` of YOLOv5 v7.0 and of ultralytics 8.4.
+    Behaviour: ``scale_boxes`` of YOLOv5 v7.0 and of ultralytics 8.4.
     """
     if not torch.jit.is_scripting():
         check_tensor("scale_boxes", "boxes", boxes)
@@ -392,7 +392,7 @@ def scale_boxes_batched(boxes: Tensor, letterboxes: Tensor, xywh: bool = False) 
         TypeError: boxes or letterboxes is not a tensor.
         TypeError, RuntimeError: a dtype that is not floating, tensors on two devices.
 
-    Source: ``scale_boxes`` of YOLOv5 v7.0 and of ultralytics 8.4.
+    Behaviour: ``scale_boxes`` of YOLOv5 v7.0 and of ultralytics 8.4.
     """
     if not torch.jit.is_scripting():
         check_tensor("scale_boxes_batched", "boxes", boxes)

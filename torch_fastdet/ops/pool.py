@@ -33,7 +33,7 @@ def max_pools_cat(x: Tensor, kernel_size: int = 5, pools: int = 3) -> Tensor:
         RuntimeError: x is not four-dimensional, not floating or not dense, or a second derivative is asked for.
         TypeError: x is not a tensor.
 
-    Source: ``SPPF`` of YOLOv5 and Ultralytics.
+    Behaviour: ``SPPF`` of YOLOv5 and Ultralytics.
     """
     if not torch.jit.is_scripting():
         check_tensor("max_pools_cat", "x", x)

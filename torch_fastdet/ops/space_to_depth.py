@@ -31,7 +31,7 @@ def space_to_depth(x: Tensor, channels: int, border: bool = False, dtype: torch.
             less than 4C.
         TypeError: x is not a tensor.
 
-    Source: ``Focus`` in the stem of YOLOv5, and of the 6x6 convolution that took its place.
+    Behaviour: ``Focus`` in the stem of YOLOv5, and of the 6x6 convolution that took its place.
     """
     if not torch.jit.is_scripting():
         check_tensor("space_to_depth", "x", x)

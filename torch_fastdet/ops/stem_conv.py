@@ -33,7 +33,7 @@ def stem_conv2d(squares: Tensor, weight: Tensor) -> Tensor:
             for, the GPU has a compute capability below 8.0, or an image of the result has 2^31 elements or more.
         TypeError: squares or weight is not a tensor.
 
-    Source: the first ``Conv`` of YOLOv5 (6x6, stride 2) and of Ultralytics' models (3x3, stride 2).
+    Behaviour: the first ``Conv`` of YOLOv5 (6x6, stride 2) and of Ultralytics' models (3x3, stride 2).
     """
     if not torch.jit.is_scripting():
         check_tensor("stem_conv2d", "squares", squares)

@@ -64,7 +64,7 @@ def upsample_nearest2x_cat(x: Tensor, skip: Tensor) -> Tensor:
             the two are on different devices.
         TypeError: an argument is not a tensor.
 
-    Source: ``Upsample`` and ``Concat`` in the neck of YOLOv5 and of YOLOv3 before it.
+    Behaviour: ``Upsample`` and ``Concat`` in the neck of YOLOv5 and of YOLOv3 before it.
     """
     if not torch.jit.is_scripting():
         check_tensor("upsample_nearest2x_cat", "x", x)

@@ -35,7 +35,7 @@ def v8_loss_settings(
     Returns:
         Nine numbers, for ``torch.tensor(..., dtype=torch.float64, device=...)``.
 
-    Source: the defaults of Ultralytics 8.4.190 for heads of strides 8, 16 and 32.
+    The defaults are those of Ultralytics 8.4.190 for heads of strides 8, 16 and 32.
     """
     return [box, cls, dfl, weight, alpha, beta, eps, least_side, least_side if short_side is None else short_side]
 
@@ -90,7 +90,7 @@ def v8_loss(
 
     Heads in any other layout are read by their strides; their gradients are contiguous.
 
-    Source: the behaviour of v8DetectionLoss in Ultralytics 8.4.190.
+    Behaviour: that of v8DetectionLoss in Ultralytics 8.4.190.
     """
     if not torch.jit.is_scripting():
         check_tensor_list("v8_loss", "heads", heads)

@@ -61,7 +61,7 @@ def yolov5_loss(
 
     Heads in any other layout are read by their strides; their gradients are contiguous.
 
-    Source: the behaviour of ComputeLoss in YOLOv5 v7.0.
+    Behaviour: that of ComputeLoss in YOLOv5 v7.0.
     """
     if not torch.jit.is_scripting():
         check_tensor_list("yolov5_loss", "heads", heads)
