@@ -254,7 +254,8 @@ void assign(const V8LossParams& params, const ParallelFor& parallel_for) {
   });
 }
 
-// Of the slots that name one anchor the greatest stands for it; the anchor goes to the target that it fits best.
+// Of the slots that name one anchor the greatest stands for it; the anchor goes to the target that it fits best, or, if
+// it fits none, without weight to the first of its image: losses that count anchors as such see which one.
 template <typename scalar_t, typename ParallelFor>
 void resolve(const V8LossParams& params, const ParallelFor& parallel_for) {
   using T = arithmetic_t<scalar_t>;
@@ -282,6 +283,7 @@ void resolve(const V8LossParams& params, const ParallelFor& parallel_for) {
       const V8Anchor at = v8_anchor(heads, anchor % heads.anchors);
       const CornerBox<T> box = static_cast<const CornerBox<T>*>(scratch.boxes)[anchor];
       int64_t winner = slot / params.topk;
+      bool fits = true;
       if (owner & kV8Shared) {
         const float stride = heads.levels[at.level].stride;
         const float x = v8_center(at.column, stride), y = v8_center(at.row, stride);
@@ -290,14 +292,16 @@ void resolve(const V8LossParams& params, const ParallelFor& parallel_for) {
           if (!v8_inside(scratch.targets[t], x, y)) continue;
           best = std::max(best, v8_key(v8_overlap(scratch.targets[t], box), t));
         }
-        if (best != 0) winner = v8_key_index(best);
+        fits = best != 0;
+        winner = fits ? v8_key_index(best) : scratch.first_target[image];
       }
       const V8Target& target = scratch.targets[winner];
-      const T overlap = v8_overlap(target, box);
+      const T overlap = fits ? v8_overlap(target, box) : T(0);
       const T logit = class_logit<scalar_t>(heads, image, at, target.lookup);
       scratch.winner[slot] = static_cast<int32_t>(winner);
       static_cast<T*>(scratch.overlap)[slot] = overlap;
-      static_cast<T*>(scratch.alignment)[slot] = v8_alignment(logit, overlap, settings.alpha, settings.beta);
+      static_cast<T*>(scratch.alignment)[slot] =
+          fits ? v8_alignment(logit, overlap, settings.alpha, settings.beta) : T(0);
     }
   });
 }

@@ -137,7 +137,8 @@ __global__ void __launch_bounds__(kThreads) assign_kernel(const __grid_constant_
   if (threadIdx.x < kWarp && found < params.topk) name_misfits<scalar_t>(params, target, first_slot, found);
 }
 
-// A slot's anchor goes to the target that it fits best, if several want it. A warp a slot.
+// A slot's anchor goes to the target that it fits best, if several want it; if it fits none, without weight to the
+// first of its image. A warp a slot.
 template <typename scalar_t>
 __global__ void __launch_bounds__(kThreads) resolve_kernel(const __grid_constant__ V8LossParams params) {
   using T = arithmetic_t<scalar_t>;
@@ -158,6 +159,7 @@ __global__ void __launch_bounds__(kThreads) resolve_kernel(const __grid_constant
   const V8Anchor at = v8_anchor(heads, anchor % heads.anchors);
   const CornerBox<T> box = static_cast<const CornerBox<T>*>(scratch.boxes)[anchor];
   int64_t winner = slot / params.topk;
+  bool fits = true;
   if (owner & kV8Shared) {
     const float stride = heads.levels[at.level].stride;
     const float x = v8_center(at.column, stride), y = v8_center(at.row, stride);
@@ -169,13 +171,16 @@ __global__ void __launch_bounds__(kThreads) resolve_kernel(const __grid_constant
       best = key > best ? key : best;
     }
     best = warp_max(best);
-    if (best != 0) winner = v8_key_index(best);
+    fits = best != 0;
+    winner = fits ? v8_key_index(best) : first;
   }
   if (lane != 0) return;
   const V8Target& target = scratch.targets[winner];
-  const T overlap = v8_overlap(target, box);
-  const T alignment = v8_alignment(class_logit<scalar_t>(heads, image, at, target.lookup), overlap,
-                                   static_cast<T>(params.settings[kV8Alpha]), static_cast<T>(params.settings[kV8Beta]));
+  const T overlap = fits ? v8_overlap(target, box) : T(0);
+  const T alignment =
+      fits ? v8_alignment(class_logit<scalar_t>(heads, image, at, target.lookup), overlap,
+                          static_cast<T>(params.settings[kV8Alpha]), static_cast<T>(params.settings[kV8Beta]))
+           : T(0);
   scratch.winner[slot] = static_cast<int32_t>(winner);
   static_cast<T*>(scratch.overlap)[slot] = overlap;
   static_cast<T*>(scratch.alignment)[slot] = alignment;

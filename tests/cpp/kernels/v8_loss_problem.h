@@ -176,12 +176,16 @@ std::map<int64_t, Got<T>> assign_image(const Problem<T>& p, int64_t image) {
   }
   std::map<int64_t, Got<T>> got;
   for (const auto& [anchor, by] : wanted) {
-    size_t winner = by.back();
+    size_t winner = by.size() > 1 ? 0 : by.back();
     uint64_t best = 0;
     for (size_t t = 0; by.size() > 1 && t < targets.size(); ++t) {
       const T overlap = overlap_of(targets[t], anchor);
       const uint64_t key = overlap < 0 ? 0 : v8_key(overlap, static_cast<int64_t>(t));
       if (key > best) best = key, winner = t;
+    }
+    if (by.size() > 1 && best == 0) {  // it fits none of them: the first target of all gets it, without weight
+      got[anchor] = {targets[winner], 0, 0, 0};
+      continue;
     }
     const T overlap = overlap_of(targets[winner], anchor);
     got[anchor] = {targets[winner], alignment_of(targets[winner], anchor, overlap), overlap, 0};
