@@ -137,6 +137,23 @@ TORCH_LIBRARY(torch_fastdet, m) {
       "v8_loss_backward(Tensor grad_loss, Tensor[] heads, Tensor targets, Tensor scales, Tensor slot_anchor, "
       "Tensor slot_row, Tensor slot_score, float[] strides, SymInt[] sizes, Tensor? class_weights=None, *, "
       "int reg_max=16) -> Tensor[]");
+  // The mask part of the segmentation loss, for the slots that v8_loss returned. image_size: height, width in pixels.
+  m.def(
+      "v8_mask_loss(Tensor coefficients, Tensor protos, Tensor masks, Tensor targets, Tensor settings, "
+      "Tensor slot_anchor, Tensor slot_row, SymInt[] image_size, Tensor? num_targets=None, bool overlap=True) "
+      "-> (Tensor loss, Tensor item, Tensor scale, Tensor positives, Tensor first_positive, Tensor unit_gradients)");
+  m.def(
+      "v8_mask_loss_backward(Tensor grad_loss, Tensor coefficients, Tensor protos, Tensor masks, Tensor scale, "
+      "Tensor positives, Tensor first_positive, Tensor unit_gradients, bool overlap=True, "
+      "bool[2] output_mask=[True, True]) -> (Tensor, Tensor)");
+  // The keypoint parts of the pose loss, for the same slots. gains (2): pose, kobj; sizes: height, width of each level.
+  m.def(
+      "v8_keypoint_loss(Tensor predictions, Tensor labels, Tensor sigmas, Tensor targets, Tensor slot_anchor, "
+      "Tensor slot_row, Tensor gains, Tensor settings, float[] strides, SymInt[] sizes) "
+      "-> (Tensor loss, Tensor items, Tensor scales)");
+  m.def(
+      "v8_keypoint_loss_backward(Tensor grad_loss, Tensor predictions, Tensor labels, Tensor sigmas, Tensor targets, "
+      "Tensor slot_anchor, Tensor slot_row, Tensor scales, float[] strides, SymInt[] sizes) -> Tensor");
 
   // Lists of tensors, in place, one launch (clip: two). Factors by value or, with .tensor, read from device memory;
   // .tensor is first, because a tensor also fits `float`, by a copy to the host.

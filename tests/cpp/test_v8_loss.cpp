@@ -1,8 +1,12 @@
-// The CPU loops of v8_loss against kernels/v8_loss_problem.h, and its arithmetic.
+// The CPU loops of the v8 losses against kernels/v8_*_problem.h, and their arithmetic.
 #include <gtest/gtest.h>
 
+#include "core/v8_loss/v8_keypoint_loops.h"
 #include "core/v8_loss/v8_loss_loops.h"
+#include "core/v8_loss/v8_mask_loops.h"
+#include "kernels/v8_keypoint_problem.h"
 #include "kernels/v8_loss_problem.h"
+#include "kernels/v8_mask_problem.h"
 
 namespace torch_fastdet::core {
 namespace {
@@ -30,6 +34,50 @@ TEST(V8LossLoops, RandomHeadsAndTargets) {
       v8_problem::check<Loops<float>, float>(seed, DType::kFloat32);
     } else {
       v8_problem::check<Loops<double>, double>(seed, DType::kFloat64);
+    }
+  }
+}
+
+template <typename T>
+struct MaskLoops {
+  static bool forward(const V8MaskLossParams& params, int64_t count) {
+    v8_loops::mask_forward<T>(params, count, serial_for);
+    return true;
+  }
+  static bool backward(const V8MaskLossBackwardParams& params) {
+    v8_loops::mask_backward<T>(params, serial_for);
+    return true;
+  }
+};
+
+TEST(V8MaskLossLoops, RandomBoxesAndMasks) {
+  for (uint64_t seed = 0; seed < rounds(24) && !HasFailure(); ++seed) {
+    if (seed % 2 == 0) {
+      v8_mask_problem::check<MaskLoops<float>, float>(seed, DType::kFloat32);
+    } else {
+      v8_mask_problem::check<MaskLoops<double>, double>(seed, DType::kFloat64);
+    }
+  }
+}
+
+template <typename T>
+struct KeypointLoops {
+  static bool forward(const V8KeypointLossParams& params) {
+    v8_loops::keypoint_forward<T>(params);
+    return true;
+  }
+  static bool backward(const V8KeypointLossBackwardParams& params) {
+    v8_loops::keypoint_backward<T>(params);
+    return true;
+  }
+};
+
+TEST(V8KeypointLossLoops, RandomKeypoints) {
+  for (uint64_t seed = 0; seed < rounds(24) && !HasFailure(); ++seed) {
+    if (seed % 2 == 0) {
+      v8_keypoint_problem::check<KeypointLoops<float>, float>(seed, DType::kFloat32);
+    } else {
+      v8_keypoint_problem::check<KeypointLoops<double>, double>(seed, DType::kFloat64);
     }
   }
 }

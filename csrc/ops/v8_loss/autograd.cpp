@@ -1,4 +1,4 @@
-// Autograd of the v8 detection loss: the forward pass keeps which anchor got which target with which score, the
+// Autograd of the v8 losses: the forward pass keeps which anchor got which target with which score, the
 // backward pass reads the logits again and writes each head's gradient, already multiplied by the incoming one.
 #include "ops/common/autograd.h"
 #include "ops/v8_loss/run.h"
@@ -86,11 +86,155 @@ std::vector<at::Tensor> v8_loss_backward_autograd(const at::Tensor& grad, at::Te
       "use Ultralytics' own v8DetectionLoss where a gradient of a gradient is needed");
 }
 
+using ImageSize = V8ImageSize<Meta>;
+using MaskState = V8MaskTensors::Types;
+
+V8MaskLossResult call_masks(const at::Tensor& coefficients, const at::Tensor& protos, const at::Tensor& masks,
+                            const at::Tensor& targets, const at::Tensor& settings, const at::Tensor& slot_anchor,
+                            const at::Tensor& slot_row, ImageSize image_size,
+                            const std::optional<at::Tensor>& num_targets, bool overlap) {
+  static const auto op = find_operator<std::remove_pointer_t<decltype(&v8_mask_loss<Meta>)>>("v8_mask_loss");
+  return op.call(coefficients, protos, masks, targets, settings, slot_anchor, slot_row, image_size, num_targets,
+                 overlap);
+}
+
+std::tuple<at::Tensor, at::Tensor> call_masks_backward(const at::Tensor& grad, const at::Tensor& coefficients,
+                                                       const at::Tensor& protos, const at::Tensor& masks,
+                                                       const MaskState& state, bool overlap,
+                                                       std::array<bool, 2> output_mask) {
+  static const auto op = find_operator<unpacked_signature<&v8_mask_loss_backward<Meta>>>("v8_mask_loss_backward");
+  return std::apply(
+      [&](const auto&... each) { return op.call(grad, coefficients, protos, masks, each..., overlap, output_mask); },
+      state);
+}
+
+struct V8MaskLoss : torch::autograd::Function<V8MaskLoss> {
+  static variable_list forward(AutogradContext* context, const at::Tensor& coefficients, const at::Tensor& protos,
+                               const at::Tensor& masks, const at::Tensor& targets, const at::Tensor& settings,
+                               const at::Tensor& slot_anchor, const at::Tensor& slot_row, ImageSize image_size,
+                               const std::optional<at::Tensor>& num_targets, bool overlap) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    auto [loss, item, scale, positives, first, unit] = call_masks(
+        coefficients, protos, masks, targets, settings, slot_anchor, slot_row, image_size, num_targets, overlap);
+    context->save_for_backward({coefficients, protos, masks, scale, positives, first, unit});
+    context->mark_non_differentiable({item, scale, positives, first, unit});
+    context->set_materialize_grads(false);
+    context->saved_data["overlap"] = overlap;
+    return {loss, item, scale, positives, first, unit};
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    const auto saved = context->get_saved_variables();
+    variable_list result(10);
+    if (gradients[0].defined()) {
+      std::tie(result[0], result[1]) = call_masks_backward(
+          gradients[0], saved[0], saved[1], saved[2], {saved[3], saved[4], saved[5], saved[6]},
+          context->saved_data["overlap"].toBool(), {context->needs_input_grad(0), context->needs_input_grad(1)});
+    }
+    return result;
+  }
+};
+
+V8MaskLossResult v8_mask_loss_autograd(const at::Tensor& coefficients, const at::Tensor& protos,
+                                       const at::Tensor& masks, const at::Tensor& targets, const at::Tensor& settings,
+                                       const at::Tensor& slot_anchor, const at::Tensor& slot_row, ImageSize image_size,
+                                       const std::optional<at::Tensor>& num_targets, bool overlap) {
+  auto result = V8MaskLoss::apply(coefficients, protos, masks, targets, settings, slot_anchor, slot_row, image_size,
+                                  num_targets, overlap);
+  return {result[0], result[1], result[2], result[3], result[4], result[5]};
+}
+
+std::tuple<at::Tensor, at::Tensor> v8_mask_loss_backward_autograd(const at::Tensor& grad,
+                                                                  const at::Tensor& coefficients,
+                                                                  const at::Tensor& protos, const at::Tensor& masks,
+                                                                  const MaskState& state, bool overlap,
+                                                                  std::array<bool, 2> output_mask) {
+  const auto result = without_second_gradient(
+      {grad, coefficients, protos},
+      [&]() -> std::vector<at::Tensor> {
+        const auto [first, second] =
+            call_masks_backward(grad, coefficients, protos, masks, state, overlap, output_mask);
+        return {first, second};
+      },
+      "v8_mask_loss: a second derivative was asked for, but it has a first derivative only; "
+      "use Ultralytics' own v8SegmentationLoss where a gradient of a gradient is needed");
+  return {result[0], result[1]};
+}
+
+using Labels = V8KeypointLabels::Types;
+
+V8KeypointLossResult call_keypoints(const at::Tensor& predictions, const Labels& labels, const at::Tensor& gains,
+                                    const at::Tensor& settings, const Levels& levels) {
+  static const auto op = find_operator<unpacked_signature<&v8_keypoint_loss<Meta>>>("v8_keypoint_loss");
+  const auto& [strides, sizes] = levels;
+  return std::apply([&, &s = strides,
+                     &z = sizes](const auto&... each) { return op.call(predictions, each..., gains, settings, s, z); },
+                    labels);
+}
+
+at::Tensor call_keypoints_backward(const at::Tensor& grad, const at::Tensor& predictions, const Labels& labels,
+                                   const at::Tensor& scales, const Levels& levels) {
+  static const auto op =
+      find_operator<unpacked_signature<&v8_keypoint_loss_backward<Meta>>>("v8_keypoint_loss_backward");
+  const auto& [strides, sizes] = levels;
+  return std::apply(
+      [&, &s = strides, &z = sizes](const auto&... each) { return op.call(grad, predictions, each..., scales, s, z); },
+      labels);
+}
+
+struct V8KeypointLoss : torch::autograd::Function<V8KeypointLoss> {
+  static variable_list forward(AutogradContext* context, const at::Tensor& predictions, const Labels& labels,
+                               const at::Tensor& gains, const at::Tensor& settings, const Levels& levels) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    auto [loss, items, scales] = call_keypoints(predictions, labels, gains, settings, levels);
+    const auto& [keypoints, sigmas, targets, slot_anchor, slot_row] = labels;
+    context->save_for_backward({predictions, keypoints, sigmas, targets, slot_anchor, slot_row, scales});
+    context->mark_non_differentiable({items, scales});
+    context->set_materialize_grads(false);
+    const auto& [strides, sizes] = levels;
+    context->saved_data["strides"] = strides.vec();
+    context->saved_data["sizes"] = c10::IValue(sizes);
+    return {loss, items, scales};
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    const auto saved = context->get_saved_variables();
+    variable_list result(5);
+    if (gradients[0].defined()) {
+      const auto strides = context->saved_data["strides"].toDoubleVector();
+      const auto sizes = context->saved_data["sizes"].toSymIntVector();
+      result[0] = call_keypoints_backward(gradients[0], saved[0], {saved[1], saved[2], saved[3], saved[4], saved[5]},
+                                          saved[6], {strides, sizes});
+    }
+    return result;
+  }
+};
+
+V8KeypointLossResult v8_keypoint_loss_autograd(const at::Tensor& predictions, const Labels& labels,
+                                               const at::Tensor& gains, const at::Tensor& settings,
+                                               const Levels& levels) {
+  auto result = V8KeypointLoss::apply(predictions, labels, gains, settings, levels);
+  return {result[0], result[1], result[2]};
+}
+
+at::Tensor v8_keypoint_loss_backward_autograd(const at::Tensor& grad, const at::Tensor& predictions,
+                                              const Labels& labels, const at::Tensor& scales, const Levels& levels) {
+  return without_second_gradient(
+      {grad, predictions},
+      [&]() -> std::vector<at::Tensor> { return {call_keypoints_backward(grad, predictions, labels, scales, levels)}; },
+      "v8_keypoint_loss: a second derivative was asked for, but it has a first derivative only; "
+      "use Ultralytics' own v8PoseLoss where a gradient of a gradient is needed")[0];
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(torch_fastdet, Autograd, m) {
   m.impl("v8_loss", unpack<&v8_loss_autograd>);
   m.impl("v8_loss_backward", unpack<&v8_loss_backward_autograd>);
+  m.impl("v8_mask_loss", TORCH_FN(v8_mask_loss_autograd));
+  m.impl("v8_mask_loss_backward", unpack<&v8_mask_loss_backward_autograd>);
+  m.impl("v8_keypoint_loss", unpack<&v8_keypoint_loss_autograd>);
+  m.impl("v8_keypoint_loss_backward", unpack<&v8_keypoint_loss_backward_autograd>);
 }
 
 }  // namespace torch_fastdet::v8_loss_autograd

@@ -8,6 +8,7 @@
 
 #include <optional>
 #include <tuple>
+#include <type_traits>
 #include <vector>
 
 #include "core/v8_loss/v8_loss.h"
@@ -26,6 +27,9 @@ struct V8Levels {
   at::ArrayRef<Int> sizes;
   using Types = std::tuple<at::ArrayRef<double>, at::ArrayRef<Int>>;
 };
+
+template <class Backend>
+using V8LevelsOn = V8Levels<std::conditional_t<Backend::kMeta, c10::SymInt, int64_t>>;
 
 // The options of the loss, as the schema lists them. torch_fastdet/ops/v8_loss.py says what they mean.
 struct V8LossOptions {
@@ -142,14 +146,41 @@ inline void check_v8_class_weights(at::TensorList heads, const std::optional<at:
               ", but ", classes, " numbers are expected, one a class");
 }
 
-inline void check_v8_targets(at::TensorList heads, const at::Tensor& targets, int64_t topk, const char* op) {
+inline void check_v8_targets(const at::Tensor& first, const char* first_name, const at::Tensor& targets, int64_t topk,
+                             const char* op) {
   TORCH_CHECK(targets.dim() == 2 && targets.size(1) == 6, op, ": targets has shape ", targets.sizes(),
               ", but (n, 6) is expected: image, class, x, y, w, h");
   TORCH_CHECK(targets.scalar_type() == at::kFloat, op, ": targets is ", dtype_name(targets.scalar_type()),
               ", but float32 is expected");
-  check_same_device(heads[0], "heads[0]", targets, op, "targets");
+  check_same_device(first, first_name, targets, op, "targets");
   TORCH_CHECK(targets.size(0) <= (int64_t{1} << 30) / topk, op, ": targets has ", targets.size(0),
               " rows, more than slots can be numbered for");
+}
+
+inline void check_v8_settings(const at::Tensor& first, const char* first_name, const at::Tensor& settings,
+                              const std::optional<at::Tensor>& num_targets, const char* op) {
+  TORCH_CHECK(settings.scalar_type() == at::kDouble && settings.numel() == core::kV8Settings, op, ": settings is ",
+              dtype_name(settings.scalar_type()), " of shape ", settings.sizes(), ", but ", int{core::kV8Settings},
+              " float64 are expected: box, cls and dfl gain, weight, alpha, beta, eps, least side, short side");
+  check_same_device(first, first_name, settings, op, "settings");
+  if (num_targets) {
+    TORCH_CHECK(num_targets->scalar_type() == at::kLong && num_targets->numel() == 1, op, ": num_targets is ",
+                dtype_name(num_targets->scalar_type()), " of shape ", num_targets->sizes(),
+                ", but one int64 is expected");
+    check_same_device(first, first_name, *num_targets, op, "num_targets");
+  }
+}
+
+inline void check_v8_slots(const at::Tensor& targets, const at::Tensor& slot_anchor, const at::Tensor& slot_row,
+                           const at::Tensor& first, const char* first_name, const char* op) {
+  check_v8_targets(first, first_name, targets, slot_anchor.dim() == 2 ? slot_anchor.size(1) : 1, op);
+  TORCH_CHECK(slot_anchor.dim() == 2 && slot_anchor.size(0) == targets.size(0) &&
+                  slot_anchor.scalar_type() == at::kLong && slot_row.scalar_type() == at::kLong &&
+                  slot_row.sizes() == slot_anchor.sizes() && slot_anchor.is_contiguous() && slot_row.is_contiguous(),
+              op, ": slot_anchor has shape ", slot_anchor.sizes(), " and slot_row ", slot_row.sizes(),
+              ", but what v8_loss returned for these targets is expected");
+  check_same_device(first, first_name, slot_anchor, op, "slot_anchor");
+  check_same_device(first, first_name, slot_row, op, "slot_row");
 }
 
 inline void check_v8_loss(at::TensorList heads, const at::Tensor& targets, const at::Tensor& settings,
@@ -159,17 +190,8 @@ inline void check_v8_loss(at::TensorList heads, const at::Tensor& targets, const
   check_v8_heads(heads, levels, options.reg_max, op);
   TORCH_CHECK(options.topk >= 1 && options.topk2 >= 1, op, ": topk is ", options.topk, " and topk2 is ", options.topk2,
               ", but numbers above 0 are expected");
-  check_v8_targets(heads, targets, options.topk, op);
-  TORCH_CHECK(settings.scalar_type() == at::kDouble && settings.numel() == core::kV8Settings, op, ": settings is ",
-              dtype_name(settings.scalar_type()), " of shape ", settings.sizes(), ", but ", int{core::kV8Settings},
-              " float64 are expected: box, cls and dfl gain, weight, alpha, beta, eps, least side, short side");
-  check_same_device(heads[0], "heads[0]", settings, op, "settings");
-  if (num_targets) {
-    TORCH_CHECK(num_targets->scalar_type() == at::kLong && num_targets->numel() == 1, op, ": num_targets is ",
-                dtype_name(num_targets->scalar_type()), " of shape ", num_targets->sizes(),
-                ", but one int64 is expected");
-    check_same_device(heads[0], "heads[0]", *num_targets, op, "num_targets");
-  }
+  check_v8_targets(heads[0], "heads[0]", targets, options.topk, op);
+  check_v8_settings(heads[0], "heads[0]", settings, num_targets, op);
   check_v8_class_weights(heads, class_weights, v8_classes(heads, options.reg_max), op);
 }
 
@@ -181,7 +203,7 @@ inline void check_v8_loss_backward(const at::Tensor& grad_loss, at::TensorList h
   check_v8_heads(heads, levels, reg_max, op);
   TORCH_CHECK(slot_anchor.dim() == 2 && slot_anchor.size(1) > 0, op, ": slot_anchor has shape ", slot_anchor.sizes(),
               ", but what v8_loss returned is expected");
-  check_v8_targets(heads, targets, slot_anchor.size(1), op);
+  check_v8_targets(heads[0], "heads[0]", targets, slot_anchor.size(1), op);
   const auto scalar = v8_arithmetic_type(heads[0]);
   TORCH_CHECK(grad_loss.dim() == 1 && grad_loss.size(0) == 3 && grad_loss.scalar_type() == scalar, op,
               ": grad_loss is ", dtype_name(grad_loss.scalar_type()), " of shape ", grad_loss.sizes(), ", but three ",
@@ -223,6 +245,22 @@ inline std::vector<at::Tensor> empty_v8_gradients(at::TensorList heads) {
   return gradients;
 }
 
+// Where the anchors of each level lie, and the size of the images. `levels` has sizes.
+inline void v8_set_levels(core::V8Heads& heads, const V8Levels<>& levels) {
+  heads.num_levels = static_cast<int32_t>(levels.strides.size());
+  heads.anchors = 0;
+  for (int32_t i = 0; i < heads.num_levels; ++i) {
+    core::V8Level& level = heads.levels[i];
+    level.ny = levels.sizes[2 * i];
+    level.nx = levels.sizes[2 * i + 1];
+    level.first = heads.anchors;
+    level.stride = static_cast<float>(levels.strides[i]);
+    heads.anchors += level.ny * level.nx;
+  }
+  heads.image_w = static_cast<float>(heads.levels[0].nx) * heads.levels[0].stride;
+  heads.image_h = static_cast<float>(heads.levels[0].ny) * heads.levels[0].stride;
+}
+
 // `gradients` is empty in the forward pass.
 inline core::V8Heads v8_heads(at::TensorList heads, at::TensorList gradients, const V8Levels<>& levels,
                               int64_t reg_max) {
@@ -230,7 +268,6 @@ inline core::V8Heads v8_heads(at::TensorList heads, at::TensorList gradients, co
   const bool joined = v8_is_joined(heads);
   result.dtype = core_dtype(heads[0].scalar_type());
   result.num_tensors = static_cast<int32_t>(heads.size());
-  result.num_levels = static_cast<int32_t>(levels.strides.size());
   result.reg_max = static_cast<int32_t>(reg_max);
   result.nc = static_cast<int32_t>(v8_classes(heads, reg_max));
   result.bs = heads[0].size(0);
@@ -252,21 +289,17 @@ inline core::V8Heads v8_heads(at::TensorList heads, at::TensorList gradients, co
     tensor.layout = layout;
     tensor.dense = dense;
   }
-  int64_t first = 0;
+  std::vector<int64_t> own;  // where each level is a tensor
+  if (!joined) {
+    for (const auto& head : heads) own.insert(own.end(), {head.size(2), head.size(3)});
+  }
+  v8_set_levels(result, {levels.strides, joined ? levels.sizes : at::IntArrayRef(own)});
   for (int32_t i = 0; i < result.num_levels; ++i) {
     core::V8Level& level = result.levels[i];
     level.boxes = joined ? 0 : i;
     level.classes = joined ? 1 : i;
-    level.ny = joined ? levels.sizes[2 * i] : heads[i].size(2);
-    level.nx = joined ? levels.sizes[2 * i + 1] : heads[i].size(3);
-    level.first = first;
-    level.first_in_tensor = joined ? first : 0;
-    level.stride = static_cast<float>(levels.strides[i]);
-    first += level.ny * level.nx;
+    level.first_in_tensor = joined ? level.first : 0;
   }
-  result.anchors = first;
-  result.image_w = static_cast<float>(result.levels[0].nx) * result.levels[0].stride;
-  result.image_h = static_cast<float>(result.levels[0].ny) * result.levels[0].stride;
   return result;
 }
 

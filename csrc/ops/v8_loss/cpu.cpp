@@ -1,9 +1,11 @@
-// The v8 detection loss on the CPU: checks the rows, and runs the core's loops.
+// The v8 losses on the CPU: checks the rows, and runs the core's loops.
 // Lets g++ turn selects into vector blends; results stay IEEE. Before any include, because g++ does not inline between
 // functions of differing options.
 #pragma GCC optimize("no-trapping-math")
 
+#include "core/v8_loss/v8_keypoint_loops.h"
 #include "core/v8_loss/v8_loss_loops.h"
+#include "core/v8_loss/v8_mask_loops.h"
 #include "ops/common/dispatch.h"
 #include "ops/common/parallel.h"
 #include "ops/v8_loss/run.h"
@@ -13,7 +15,8 @@ namespace {
 
 using namespace core;
 
-int64_t targets_in_use(const V8LossParams& params) {
+template <typename Params>
+int64_t targets_in_use(const Params& params) {
   if (!params.num_targets) return params.n;
   TORCH_CHECK_VALUE(*params.num_targets >= 0 && *params.num_targets <= params.n, "v8_loss: num_targets is ",
                     *params.num_targets, ", but targets has ", params.n, " rows");
@@ -42,6 +45,20 @@ struct Cpu : OnDevice {
   }
   static void run(const V8LossBackwardParams& params) {
     with_dtype(params.heads.dtype, [&](auto zero) { v8_loops::backward<decltype(zero)>(params, parallel_for); });
+  }
+  static void run(const V8MaskLossParams& params) {
+    const int64_t count = targets_in_use(params);
+    with_dtype(params.problem.dtype,
+               [&](auto zero) { v8_loops::mask_forward<decltype(zero)>(params, count, parallel_for); });
+  }
+  static void run(const V8MaskLossBackwardParams& params) {
+    with_dtype(params.problem.dtype, [&](auto zero) { v8_loops::mask_backward<decltype(zero)>(params, parallel_for); });
+  }
+  static void run(const V8KeypointLossParams& params) {
+    with_dtype(params.problem.dtype, [&](auto zero) { v8_loops::keypoint_forward<decltype(zero)>(params); });
+  }
+  static void run(const V8KeypointLossBackwardParams& params) {
+    with_dtype(params.problem.dtype, [&](auto zero) { v8_loops::keypoint_backward<decltype(zero)>(params); });
   }
 };
 

@@ -1,4 +1,4 @@
-// The v8 detection loss on CUDA: launches on the current stream what run.h has prepared.
+// The v8 losses on CUDA: launches on the current stream what run.h has prepared.
 
 #include "ops/common/launch.h"
 #include "ops/v8_loss/run.h"
@@ -14,6 +14,18 @@ struct Cuda : OnDevice {
   }
   static void run(const core::V8LossBackwardParams& params) {
     check_launch(core::launch_v8_loss_backward(params, current_stream()), "v8_loss_backward");
+  }
+  static void run(const core::V8MaskLossParams& params) {
+    check_launch(core::launch_v8_mask_loss(params, current_stream()), "v8_mask_loss");
+  }
+  static void run(const core::V8MaskLossBackwardParams& params) {
+    check_launch(core::launch_v8_mask_loss_backward(params, current_stream()), "v8_mask_loss_backward");
+  }
+  static void run(const core::V8KeypointLossParams& params) {
+    check_launch(core::launch_v8_keypoint_loss(params, current_stream()), "v8_keypoint_loss");
+  }
+  static void run(const core::V8KeypointLossBackwardParams& params) {
+    check_launch(core::launch_v8_keypoint_loss_backward(params, current_stream()), "v8_keypoint_loss_backward");
   }
 };
 

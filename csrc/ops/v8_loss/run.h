@@ -15,6 +15,8 @@
 #include "ops/common/backend.h"
 #include "ops/common/options.h"
 #include "ops/v8_loss/checks.h"
+#include "ops/v8_loss/keypoints.h"
+#include "ops/v8_loss/masks.h"
 
 namespace torch_fastdet {
 
@@ -67,9 +69,6 @@ inline core::V8Slots v8_slots(const V8LossTensors& state) {
   return {static_cast<int64_t*>(state.slot_anchor.data_ptr()), static_cast<int64_t*>(state.slot_row.data_ptr()),
           state.slot_score.data_ptr(), state.scales.data_ptr()};
 }
-
-template <class Backend>
-using V8LevelsOn = V8Levels<std::conditional_t<Backend::kMeta, c10::SymInt, int64_t>>;
 
 template <class Backend>
 V8LossResult v8_loss(at::TensorList heads, const at::Tensor& targets, const at::Tensor& settings,
@@ -138,6 +137,8 @@ template <class Backend>
 void register_v8_loss(torch::Library& m) {
   m.impl("v8_loss", unpack<&v8_loss<Backend>>);
   m.impl("v8_loss_backward", unpack<&v8_loss_backward<Backend>>);
+  register_v8_mask_loss<Backend>(m);
+  register_v8_keypoint_loss<Backend>(m);
 }
 
 }  // namespace torch_fastdet

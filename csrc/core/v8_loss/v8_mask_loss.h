@@ -1,0 +1,154 @@
+// The mask part of the segmentation loss: for each anchor that got a target, the entropy of its mask (coefficients x
+// prototypes) and the target's, over the pixels of the target's box. No mask is ever in memory.
+#pragma once
+
+#ifdef TORCH_FASTDET_WITH_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
+#include <cstdint>
+
+#include "core/common/dtype.h"
+#include "core/common/storage.h"
+#include "core/v8_loss/v8_loss_math.h"
+
+namespace torch_fastdet::core {
+
+constexpr int kV8MostMaskChannels = 128;
+constexpr int64_t kV8PixelsOfPart = 4096;
+
+// A tensor (bs, channels, ...) by its strides, in elements.
+struct V8Coefficients {
+  void* at;
+  int64_t stride_b, stride_c, stride_a;
+};
+
+struct V8Prototypes {
+  void* at;
+  int64_t stride_b, stride_c, stride_y, stride_x;
+};
+
+enum class V8MaskType : int32_t { kUInt8, kInt32, kFloat32 };
+
+// An anchor that got a target, as the forward pass leaves it for the backward pass: 32 bytes.
+struct V8MaskPositive {
+  int64_t anchor;          // image * anchors + anchor
+  int32_t x0, x1, y0, y1;  // the pixels of the target's box, half open
+  int32_t mask;            // the target's mask, or the value of its pixels where all of an image are one mask
+  float area;              // the share of the image that its box covers
+};
+
+struct V8MaskProblem {
+  DType dtype;  // of coefficients and prototypes
+  V8Coefficients coefficients;
+  V8Prototypes protos;
+  const void* masks;  // (bs or n, height, width) contiguous
+  V8MaskType mask_type;
+  bool overlap;  // masks are one an image: pixels hold the number of their target in the image, counted from 1
+  int64_t bs, anchors, height, width;
+  int32_t channels;
+};
+
+struct V8MaskLossParams {
+  V8MaskProblem problem;
+  float image_w, image_h;  // pixels
+  const float* targets;    // (n, 6) contiguous: image, class, x, y, w, h
+  int64_t n;
+  const int64_t* num_targets;  // device scalar: rows in use; null: all
+  const double* settings;      // (kV8Settings)
+  const int64_t* slot_anchor;  // (slots) what v8_loss left
+  const int64_t* slot_row;     // (slots)
+  int64_t slots;
+  V8MaskPositive* positives;  // (slots) those of image b from first[b] on
+  int64_t* first;             // (bs + 1)
+  void* unit_gradients;       // (slots, channels) T, d(sum over its pixels) / d(its coefficients)
+  int32_t* numbers;           // scratch (n): of the row among its image's, from 1
+  void* partials;             // scratch (slots, v8_mask_parts, 1 + channels) T: sum over pixels, its gradient
+  void* loss;                 // (1) T
+  void* item;                 // (1) T
+  void* scale;                // (1) T, d(loss) / d(sum over anchors of the mean over pixels / area)
+};
+
+struct V8MaskLossBackwardParams {
+  V8MaskProblem problem;
+  int64_t slots;
+  const V8MaskPositive* positives;
+  const int64_t* first;
+  const void* unit_gradients;
+  const void* scale;
+  const void* grad_loss;                 // (1) T
+  V8Coefficients coefficient_gradients;  // dense; not asked for if at null
+  V8Prototypes proto_gradients;          // the same
+};
+
+TORCH_FASTDET_HOST_DEVICE float v8_mask_value(const V8MaskProblem& p, int64_t element) {
+  if (p.mask_type == V8MaskType::kUInt8) return static_cast<float>(static_cast<const uint8_t*>(p.masks)[element]);
+  if (p.mask_type == V8MaskType::kInt32) return static_cast<float>(static_cast<const int32_t*>(p.masks)[element]);
+  return static_cast<const float*>(p.masks)[element];
+}
+
+// What the mask of `positive` should be at a pixel.
+TORCH_FASTDET_HOST_DEVICE float v8_wanted_mask(const V8MaskProblem& p, const V8MaskPositive& positive, int64_t image,
+                                               int64_t y, int64_t x) {
+  const int64_t pixel = y * p.width + x;
+  if (!p.overlap) return v8_mask_value(p, positive.mask * p.height * p.width + pixel);
+  return v8_mask_value(p, image * p.height * p.width + pixel) == static_cast<float>(positive.mask) ? 1.f : 0.f;
+}
+
+// The first whole number from `position` on, within [0, size].
+TORCH_FASTDET_HOST_DEVICE int32_t v8_first_pixel(float position, int64_t size) {
+  if (!(position > 0.f)) return 0;
+  return position < static_cast<float>(size) ? static_cast<int32_t>(ceilf(position)) : static_cast<int32_t>(size);
+}
+
+// Each step is rounded as in eager PyTorch, so that pixels on a box's edge go the same way.
+TORCH_FASTDET_HOST_DEVICE V8MaskPositive v8_mask_positive(const V8MaskLossParams& params, int64_t anchor, int64_t row,
+                                                          int32_t number) {
+  const V8MaskProblem& p = params.problem;
+  V8Target target;
+  v8_target(params.targets + 6 * row, params.image_w, params.image_h, {}, 1, target);
+  const float x1 = div_rn(target.x1, params.image_w), y1 = div_rn(target.y1, params.image_h);
+  const float x2 = div_rn(target.x2, params.image_w), y2 = div_rn(target.y2, params.image_h);
+  V8MaskPositive positive{};
+  positive.anchor = anchor;
+  const auto width = static_cast<float>(p.width), height = static_cast<float>(p.height);
+  positive.x0 = v8_first_pixel(mul_rn(x1, width), p.width);
+  positive.x1 = v8_first_pixel(mul_rn(x2, width), p.width);
+  positive.y0 = v8_first_pixel(mul_rn(y1, height), p.height);
+  positive.y1 = v8_first_pixel(mul_rn(y2, height), p.height);
+  if (positive.x1 < positive.x0) positive.x1 = positive.x0;
+  if (positive.y1 < positive.y0) positive.y1 = positive.y0;
+  positive.mask = p.overlap ? number : static_cast<int32_t>(row);
+  positive.area = mul_rn(sub_rn(x2, x1), sub_rn(y2, y1));
+  return positive;
+}
+
+// The image of a row, -1 for one that is in no image.
+TORCH_FASTDET_HOST_DEVICE int64_t v8_row_image(const float* targets, int64_t row, int64_t bs) {
+  const float image = targets[6 * row];
+  return image > -1.f && image < static_cast<float>(bs) ? static_cast<int64_t>(image) : -1;
+}
+
+// What a positive's sum over pixels counts in the item, but for its gain.
+template <typename T>
+TORCH_FASTDET_HOST_DEVICE T v8_mask_share(const V8MaskProblem& p, const V8MaskPositive& positive) {
+  return T(1) / (T(p.height) * T(p.width) * T(positive.area));
+}
+
+// How many blocks there are for a positive's pixels, and how many of them its box keeps busy.
+TORCH_FASTDET_HOST_DEVICE int64_t v8_mask_parts(int64_t slots) {
+  return slots >= 16384 ? 1 : slots >= 4096 ? 4 : 8;
+}
+
+TORCH_FASTDET_HOST_DEVICE int64_t v8_busy_parts(const V8MaskPositive& positive, int64_t parts) {
+  const int64_t wanted =
+      ceil_div(static_cast<int64_t>(positive.x1 - positive.x0) * (positive.y1 - positive.y0), kV8PixelsOfPart);
+  return wanted < 1 ? 1 : wanted < parts ? wanted : parts;
+}
+
+#ifdef TORCH_FASTDET_WITH_CUDA
+cudaError_t launch_v8_mask_loss(const V8MaskLossParams& params, cudaStream_t stream);
+cudaError_t launch_v8_mask_loss_backward(const V8MaskLossBackwardParams& params, cudaStream_t stream);
+#endif
+
+}  // namespace torch_fastdet::core

@@ -1,0 +1,160 @@
+// The keypoint parts of the pose loss and their backward, except the arithmetic: as run.h has it for the detection
+// loss. They are given the slots that v8_loss left.
+#pragma once
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <tuple>
+
+#include "core/v8_loss/v8_keypoint_loss.h"
+#include "ops/common/backend.h"
+#include "ops/common/options.h"
+#include "ops/v8_loss/checks.h"
+
+namespace torch_fastdet {
+
+// What the loss is of, beside the predictions. labels (n, keypoints, 2 or 3) float32, sigmas (keypoints) float32.
+struct V8KeypointLabels {
+  const at::Tensor &labels, &sigmas, &targets, &slot_anchor, &slot_row;
+  using Types =
+      std::tuple<const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&>;
+};
+
+// loss, items, scales
+using V8KeypointLossResult = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+
+inline void check_v8_keypoints(const at::Tensor& predictions, const V8KeypointLabels& given, const V8Levels<>& levels,
+                               const char* op) {
+  const auto& [labels, sigmas, targets, slot_anchor, slot_row] = given;
+  const auto& [strides, sizes] = levels;
+  check_strided(predictions, op, "predictions");
+  check_float(predictions, op, "predictions");
+  TORCH_CHECK(!strides.empty() && strides.size() <= core::kV8MaxLevels && sizes.size() == 2 * strides.size(), op,
+              ": strides has ", strides.size(), " levels and sizes ", sizes.size(),
+              " numbers, but height and width of 1 to ", core::kV8MaxLevels, " levels are expected");
+  int64_t anchors = 0;
+  for (size_t level = 0; level < strides.size(); ++level) anchors += sizes[2 * level] * sizes[2 * level + 1];
+  TORCH_CHECK(labels.dim() == 3 && (labels.size(2) == 2 || labels.size(2) == 3) && labels.size(1) > 0 &&
+                  labels.size(0) == targets.size(0) && labels.scalar_type() == at::kFloat,
+              op, ": labels is ", dtype_name(labels.scalar_type()), " of shape ", labels.sizes(),
+              ", but float32 of shape (", targets.size(0), ", keypoints, 2 or 3) is expected");
+  const int64_t keypoints = labels.size(1);
+  TORCH_CHECK(predictions.dim() == 3 && predictions.size(0) > 0 && predictions.size(2) == anchors && anchors > 0 &&
+                  (predictions.size(1) == 2 * keypoints || predictions.size(1) == 3 * keypoints),
+              op, ": predictions has shape ", predictions.sizes(), ", but (bs, ", 2 * keypoints, " or ", 3 * keypoints,
+              ", ", anchors, ") is expected for ", keypoints, " keypoints");
+  TORCH_CHECK(sigmas.scalar_type() == at::kFloat && sigmas.numel() == keypoints, op, ": sigmas is ",
+              dtype_name(sigmas.scalar_type()), " of shape ", sigmas.sizes(), ", but ", keypoints,
+              " float32 are expected");
+  check_v8_slots(targets, slot_anchor, slot_row, predictions, "predictions", op);
+  check_same_device(predictions, "predictions", labels, op, "labels");
+  check_same_device(predictions, "predictions", sigmas, op, "sigmas");
+}
+
+// `rows`, `labels`, `sigmas`: contiguous.
+inline core::V8KeypointProblem v8_keypoint_problem(const at::Tensor& predictions, const V8KeypointLabels& given,
+                                                   const V8Levels<>& levels) {
+  core::V8KeypointProblem problem{};
+  problem.dtype = core_dtype(predictions.scalar_type());
+  problem.predictions = predictions.const_data_ptr();
+  problem.stride_b = predictions.stride(0);
+  problem.stride_c = predictions.stride(1);
+  problem.stride_a = predictions.stride(2);
+  problem.heads.bs = predictions.size(0);
+  v8_set_levels(problem.heads, levels);
+  problem.labels = given.labels.const_data_ptr<float>();
+  problem.targets = given.targets.const_data_ptr<float>();
+  problem.sigmas = given.sigmas.const_data_ptr<float>();
+  problem.slot_anchor = given.slot_anchor.const_data_ptr<int64_t>();
+  problem.slot_row = given.slot_row.const_data_ptr<int64_t>();
+  problem.slots = given.slot_anchor.numel();
+  problem.keypoints = static_cast<int32_t>(given.labels.size(1));
+  problem.columns = static_cast<int32_t>(predictions.size(1) / given.labels.size(1));
+  problem.label_columns = static_cast<int32_t>(given.labels.size(2));
+  return problem;
+}
+
+template <class Backend>
+V8KeypointLossResult v8_keypoint_loss(const at::Tensor& predictions, const V8KeypointLabels& given,
+                                      const at::Tensor& gains, const at::Tensor& settings,
+                                      const V8LevelsOn<Backend>& levels) {
+  constexpr auto op = "v8_keypoint_loss";
+  const auto scalar = v8_scalar_options(predictions);
+  if constexpr (Backend::kMeta) {
+    const auto sizes = c10::asIntArrayRefSlowOpt(levels.sizes);
+    if (sizes && has_plain_sizes({predictions, given.labels, given.targets, given.slot_anchor})) {
+      check_v8_keypoints(predictions, given, {levels.strides, *sizes}, op);
+    }
+    return {at::empty({2}, scalar), at::empty({2}, scalar), at::empty({2}, scalar)};
+  } else {
+    check_v8_keypoints(predictions, given, levels, op);
+    check_v8_settings(predictions, "predictions", settings, std::nullopt, op);
+    TORCH_CHECK(gains.scalar_type() == at::kDouble && gains.numel() == 2 && gains.is_contiguous(), op, ": gains is ",
+                dtype_name(gains.scalar_type()), " of shape ", gains.sizes(),
+                ", but two float64 are expected, of the pose and the kobj part");
+    check_same_device(predictions, "predictions", gains, op, "gains");
+    const c10::DeviceGuard guard(predictions.device());
+    V8KeypointLossResult result{at::empty({2}, scalar), at::empty({2}, scalar), at::empty({2}, scalar)};
+    const auto& [loss, items, scales] = result;
+    const auto labels = given.labels.contiguous(), sigmas = given.sigmas.contiguous(),
+               targets = given.targets.contiguous(), values = settings.contiguous();
+    core::V8KeypointLossParams params{};
+    params.problem =
+        v8_keypoint_problem(predictions, {labels, sigmas, targets, given.slot_anchor, given.slot_row}, levels);
+    params.gains = gains.template const_data_ptr<double>();
+    params.settings = values.template const_data_ptr<double>();
+    const auto partials = at::empty({params.problem.slots, 2}, scalar);
+    params.partials = partials.mutable_data_ptr();
+    params.loss = loss.mutable_data_ptr();
+    params.items = items.mutable_data_ptr();
+    params.scales = scales.mutable_data_ptr();
+    Backend::run(params);
+    return result;
+  }
+}
+
+// The gradient lies as the predictions do where they are dense.
+template <class Backend>
+at::Tensor v8_keypoint_loss_backward(const at::Tensor& grad_loss, const at::Tensor& predictions,
+                                     const V8KeypointLabels& given, const at::Tensor& scales,
+                                     const V8LevelsOn<Backend>& levels) {
+  constexpr auto op = "v8_keypoint_loss_backward";
+  const bool dense = predictions.is_non_overlapping_and_dense();
+  auto gradient = at::empty_like(predictions, {}, dense ? at::MemoryFormat::Preserve : at::MemoryFormat::Contiguous);
+  if constexpr (!Backend::kMeta) {
+    check_v8_keypoints(predictions, given, levels, op);
+    const auto scalar = v8_arithmetic_type(predictions);
+    TORCH_CHECK(grad_loss.dim() == 1 && grad_loss.size(0) == 2 && grad_loss.scalar_type() == scalar, op,
+                ": grad_loss is ", dtype_name(grad_loss.scalar_type()), " of shape ", grad_loss.sizes(), ", but two ",
+                dtype_name(scalar), " are expected");
+    TORCH_CHECK(scales.numel() == 2 && scales.scalar_type() == scalar && scales.is_contiguous(), op,
+                ": scales is not what v8_keypoint_loss returned");
+    check_same_device(predictions, "predictions", grad_loss, op, "grad_loss");
+    check_same_device(predictions, "predictions", scales, op, "scales");
+    const c10::DeviceGuard guard(predictions.device());
+    const auto labels = given.labels.contiguous(), sigmas = given.sigmas.contiguous(),
+               targets = given.targets.contiguous();
+    core::V8KeypointLossBackwardParams params{};
+    params.problem =
+        v8_keypoint_problem(predictions, {labels, sigmas, targets, given.slot_anchor, given.slot_row}, levels);
+    params.scales = scales.const_data_ptr();
+    params.grad_loss = grad_loss.const_data_ptr();
+    params.grad_stride = grad_loss.stride(0);
+    params.gradient = gradient.mutable_data_ptr();
+    params.gradient_b = gradient.stride(0);
+    params.gradient_c = gradient.stride(1);
+    params.gradient_a = gradient.stride(2);
+    Backend::run(params);
+  }
+  return gradient;
+}
+
+template <class Backend>
+void register_v8_keypoint_loss(torch::Library& m) {
+  m.impl("v8_keypoint_loss", unpack<&v8_keypoint_loss<Backend>>);
+  m.impl("v8_keypoint_loss_backward", unpack<&v8_keypoint_loss_backward<Backend>>);
+}
+
+}  // namespace torch_fastdet
