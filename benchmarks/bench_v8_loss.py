@@ -1,4 +1,4 @@
-"""v8DetectionLoss forward and backward: Ultralytics' own, the same compiled, and torch_fastdet's.
+"""The losses of detection, segmentation and pose, forward and backward: Ultralytics' own, the same compiled, and torch_fastdet's.
 
     python -m benchmarks.bench_v8_loss [--device cpu|cuda] [--out FOLDER]
 
@@ -19,6 +19,7 @@ from torch_fastdet import ops
 
 STRIDES = [8.0, 16.0, 32.0]
 CLASSES = 80
+KEYPOINTS, MASK_CHANNELS, MASK_STRIDE = 17, 32, 4
 
 
 class Model(nn.Module):
@@ -27,8 +28,9 @@ class Model(nn.Module):
     def __init__(self, reg_max: int, device: torch.device) -> None:
         super().__init__()
         self.where = nn.Parameter(torch.zeros(1, device=device))
-        self.args = SimpleNamespace(box=7.5, cls=0.5, dfl=1.5, epochs=100)
+        self.args = SimpleNamespace(box=7.5, cls=0.5, dfl=1.5, pose=12.0, kobj=1.0, epochs=100, overlap_mask=True)
         head = SimpleNamespace(stride=torch.tensor(STRIDES, device=device), nc=CLASSES, reg_max=reg_max)
+        self.kpt_shape = head.kpt_shape = [KEYPOINTS, 3]
         self.__dict__["model"] = [head]
 
 
@@ -78,6 +80,97 @@ def theirs(outputs: dict[str, Any], targets: torch.Tensor, reg_max: int, topk: i
     return call
 
 
+def add_task(outputs: dict[str, Any], targets: torch.Tensor, task: str, size: int) -> dict[str, torch.Tensor]:
+    """Adds the task's raw outputs; returns its labels. Each mask is the middle of its box, the smaller ones on top."""
+    device, dtype = targets.device, outputs["scores"].dtype
+    batch, _, anchors = outputs["scores"].shape
+    if task == "pose":
+        outputs["kpts"] = (torch.randn(batch, KEYPOINTS * 3, anchors, device=device) / 4).to(dtype)
+        return {"keypoints": torch.rand(len(targets), KEYPOINTS, 3, device=device).round(decimals=1)}
+    side = size // MASK_STRIDE
+    outputs["mask_coefficient"] = (torch.randn(batch, MASK_CHANNELS, anchors, device=device) / 4).to(dtype)
+    outputs["proto"] = torch.randn(batch, MASK_CHANNELS, side, side, device=device).to(dtype)
+    masks = torch.zeros(batch, side, side, dtype=torch.uint8)
+    rows = targets.cpu()
+    for image in range(batch):
+        mine = rows[rows[:, 0] == image]
+        for index in mine[:, 4:].prod(1).argsort(descending=True).tolist():
+            x, y, w, h = (mine[index, 2:] * side).tolist()
+            top, left = max(0, int(y - 0.4 * h)), max(0, int(x - 0.4 * w))
+            masks[image, top : int(y + 0.4 * h) + 1, left : int(x + 0.4 * w) + 1] = index + 1
+    return {"masks": masks.to(device)}
+
+
+EXTRA = {"segment": ("mask_coefficient", "proto"), "pose": ("kpts",)}
+
+
+def our_task(outputs: dict[str, Any], targets: torch.Tensor, labels: dict[str, torch.Tensor], task: str):
+    """The operators alone, which a graph takes."""
+    device = targets.device
+    heads = [outputs[name].detach().requires_grad_() for name in ("boxes", "scores", *EXTRA[task])]
+    settings = torch.tensor(ops.v8_loss_settings(), dtype=torch.float64, device=device)
+    gains = torch.tensor([12.0, 1.0], dtype=torch.float64, device=device)
+    sigmas = torch.full((KEYPOINTS,), 1 / KEYPOINTS, device=device)
+    sizes = [side for feature in outputs["feats"] for side in feature.shape[2:]]
+
+    def call():
+        if task == "pose":
+            loss, _, _ = ops.v8_pose_loss(
+                heads[:2], heads[2], labels["keypoints"], sigmas, targets, settings, gains, STRIDES, sizes
+            )
+        else:
+            loss, _, _ = ops.v8_segmentation_loss(
+                heads[:2], heads[2], heads[3], labels["masks"], targets, settings, STRIDES, sizes
+            )
+        torch.autograd.grad(loss.sum(), heads)
+
+    return call
+
+
+def their_task(outputs: dict[str, Any], targets: torch.Tensor, labels: dict[str, torch.Tensor], task: str):
+    from ultralytics.utils import loss as stock
+
+    criterion: Any = {"segment": stock.v8SegmentationLoss, "pose": stock.v8PoseLoss}[task](Model(16, targets.device))
+    heads = {name: outputs[name].detach().requires_grad_() for name in ("boxes", "scores", *EXTRA[task])}
+    batch = {"batch_idx": targets[:, 0], "cls": targets[:, 1:2], "bboxes": targets[:, 2:], **labels}
+
+    def call():
+        with torch.autocast("cuda", enabled=targets.is_cuda):
+            loss, _ = criterion({**outputs, **heads}, batch)
+        torch.autograd.grad(loss.sum(), list(heads.values()))
+
+    return call
+
+
+def measure_tasks(report: Report) -> None:
+    device = report.device
+    cuda = device.type == "cuda"
+    cases = [
+        ("segment", 16, 8, 640),
+        ("segment", 64, 8, 640),
+        ("segment", 8, 100, 1280),
+        ("pose", 16, 8, 640),
+        ("pose", 16, 100, 640),
+    ]
+    for task, batch, boxes, size in cases if cuda else [("segment", 2, 8, 640), ("pose", 2, 8, 640)]:
+        outputs, targets = make_outputs(batch, size, 16, device), make_targets(batch, boxes, device)
+        labels = add_task(outputs, targets, task, size)
+        variants = {"torch_fastdet": our_task(outputs, targets, labels, task)}
+        if has_stock():
+            variants["stock"] = their_task(outputs, targets, labels, task)
+        read = [outputs[name] for name in ("boxes", *EXTRA[task])]
+        report.compare(
+            f"{size}x{size}, {task}, batch {batch}, {boxes} boxes an image",
+            variants,
+            bytes=sum(2 * t.numel() * t.element_size() for t in read)
+            + 3 * outputs["scores"].numel() * outputs["scores"].element_size(),
+            repetitions=20 if cuda else 3,
+            warmup=5 if cuda else 1,
+            inner=3 if cuda else 1,
+            ungraphable=("stock",),
+        )
+
+
 def has_stock() -> bool:
     try:
         import ultralytics.utils.loss  # noqa: F401
@@ -110,6 +203,7 @@ def measure(report: Report) -> None:
             inner=3 if cuda else 1,
             ungraphable=("stock", "stock, torch.compile"),
         )
+    measure_tasks(report)
 
 
 if __name__ == "__main__":

@@ -414,7 +414,7 @@ class V8(nn.Module):
 
 
 def v8_batch(kind: Kind) -> tuple[dict[str, Any], dict[str, Any]]:
-    from torch_fastdet.ultralytics.switches.loss_optim import trial
+    from torch_fastdet.ultralytics.loss_trials import trial
 
     preds, batch = trial(16)
     preds = {

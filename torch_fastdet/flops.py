@@ -145,7 +145,8 @@ def _moves_alone(a: Any) -> int:
 
 
 def _says_no_shape(a: Any) -> int:
-    """Pictures: whether a pixel is warped, mixed or recoloured is written in the tables, and no shape says it."""
+    """Pictures: whether a pixel is warped, mixed or recoloured is written in the tables, and no shape says it. Parts of a loss that
+    depend on how many anchors get a target, and on the sizes of boxes: nor does a shape say these."""
     return 0
 
 
@@ -250,6 +251,10 @@ FORMULAS: dict[str, Callable[..., int]] = {
         "jpeg_decode_": _says_no_shape,
         "v8_loss": lambda a: _v8_class_logits(a.heads, a.reg_max) * SOFTPLUS,
         "v8_loss_backward": lambda a: _v8_class_logits(a.heads, a.reg_max) * (SIGMOID + 1),
+        "v8_mask_loss": _says_no_shape,
+        "v8_mask_loss_backward": _says_no_shape,
+        "v8_keypoint_loss": _says_no_shape,
+        "v8_keypoint_loss_backward": _says_no_shape,
         "multi_tensor_ema_": lambda a: ema(_total(a.averages)),
         "multi_tensor_sgd_": _sgd,
         "multi_tensor_unscale_": lambda a: unscale(_total(a.grads)),

@@ -75,14 +75,17 @@ def assign(scores, boxes, points, targets, settings, topk, topk2):
         index = by[0]
         if len(by) > 1:
             most = best({i: overlap[a] for i, overlap in enumerate(overlaps) if a in overlap}, 1)
-            index = most[0] if most else by[-1]
+            if not most:  # it fits none of them: the first target of all gets it, without weight
+                got[0][a] = 0.0
+                continue
+            index = most[0]
         got[index][a] = alignments[index][a]
     result = {}
     for index, anchors in enumerate(got):
         if topk2 != topk:
             anchors = {a: anchors[a] for a in best(anchors, topk2)}
         for a, alignment in anchors.items():
-            top = max(overlaps[index][other] for other in anchors)
+            top = max(overlaps[index].get(other, 0.0) for other in anchors)
             result[a] = (index, alignment * top / (max(anchors.values()) + eps))
     return result
 
@@ -142,3 +145,52 @@ def v8_loss(boxes, scores, sizes, strides, targets, settings, *, reg_max=16, top
         parts[1] = parts[1] + (entropy * weights).sum()
     items = torch.stack([part * gain / max(float(total), 1.0) for part, gain in zip(parts, settings[:3])])
     return items * bs * settings[3], items.detach(), assignments
+
+
+def positives(assignments, targets, height, width):
+    """(image, anchor, row of targets) of each anchor that got a target."""
+    found = []
+    for b, assigned in enumerate(assignments):
+        rows = [i for i, row in enumerate(targets) if int(row[0]) == b and corners(row[2:], width, height).sum() > 0]
+        found += [(b, anchor, rows[index]) for anchor, (index, _) in sorted(assigned.items())]
+    return found
+
+
+def mask_loss(coefficients, protos, masks, targets, assignments, height, width, gain, *, overlap=True):
+    """The mask part's item: mean, over all positives, of the cropped entropy's mean over pixels / the share that the box covers."""
+    found = positives(assignments, targets, height, width)
+    rows, columns = protos.shape[2:]
+    total = (coefficients.double() * 0).sum() + (protos.double() * 0).sum()
+    for b, anchor, row in found:
+        box = corners(targets[row, 2:], width, height)
+        x1, x2, y1, y2 = box[0] / width, box[2] / width, box[1] / height, box[3] / height
+        number = 1 + sum(int(other[0]) == b for other in targets[:row])
+        wanted = (masks[b].float() == number).double() if overlap else masks[row].float().double()
+        logits = torch.einsum("c,chw->hw", coefficients[b, :, anchor].double(), protos[b].double())
+        entropy = F.binary_cross_entropy_with_logits(logits, wanted, reduction="none")
+        x, y = torch.arange(columns), torch.arange(rows).view(-1, 1)
+        inside = (x >= x1 * columns) & (x < x2 * columns) & (y >= y1 * rows) & (y < y2 * rows)
+        total = total + (entropy * inside).mean() / ((x2 - x1) * (y2 - y1)).double()
+    return total * gain / max(len(found), 1)
+
+
+def keypoint_loss(predictions, keypoints, sigmas, targets, assignments, sizes, strides, gains):
+    """The items pose and kobj: means over positives x keypoints."""
+    height, width = sizes[0][0] * strides[0], sizes[0][1] * strides[0]
+    cells = torch.cat([torch.cartesian_prod(torch.arange(ny), torch.arange(nx)).flip(1) for ny, nx in sizes])
+    stride = torch.cat([torch.full((ny * nx,), float(s)) for (ny, nx), s in zip(sizes, strides)])
+    found = positives(assignments, targets, height, width)
+    count = keypoints.shape[1]
+    pose = kobj = (predictions.double() * 0).sum()
+    for b, anchor, row in found:
+        predicted = predictions[b, :, anchor].double().view(count, -1)
+        size = torch.tensor([width, height], dtype=torch.float64) / stride[anchor].double()
+        box = corners(targets[row, 2:], width, height).double() / stride[anchor].double()
+        area = (box[2] - box[0]) * (box[3] - box[1])
+        visible = (keypoints[row, :, 2] != 0).double() if keypoints.shape[2] == 3 else torch.ones(count).double()
+        distance = 2 * predicted[:, :2] + cells[anchor].double() - keypoints[row, :, :2].double() * size
+        e = distance.square().sum(1) / ((2 * sigmas.double()) ** 2 * (area + 1e-9) * 2)
+        pose = pose + (count / (visible.sum() + 1e-9) * (1 - torch.exp(-e)) * visible).mean()
+        if predicted.shape[1] == 3:
+            kobj = kobj + F.binary_cross_entropy_with_logits(predicted[:, 2], visible)
+    return torch.stack((pose * gains[0], kobj * gains[1])) / max(len(found), 1)

@@ -1,9 +1,10 @@
-"""Ultralytics' whole detection loss: task-aligned assignment, CIoU, distribution focal loss or L1, class entropy, and the
-heads' gradients."""
+"""Ultralytics' whole losses: task-aligned assignment, CIoU, distribution focal loss or L1, class entropy, the task's own part, and
+all gradients."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from torch_fastdet.ops._checks import check_optional_tensor, check_tensor, check_tensor_list
 
@@ -111,6 +112,190 @@ def v8_loss(
         topk2=topk2,
     )
     return loss, items, status
+
+
+def v8_segmentation_loss(
+    heads: list[torch.Tensor],
+    coefficients: torch.Tensor,
+    protos: torch.Tensor,
+    masks: torch.Tensor,
+    targets: torch.Tensor,
+    settings: torch.Tensor,
+    strides: list[float],
+    sizes: list[int],
+    num_targets: torch.Tensor | None = None,
+    class_weights: torch.Tensor | None = None,
+    overlap: bool = True,
+    reg_max: int = 16,
+    topk: int = 10,
+    topk2: int = 10,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """v8SegmentationLoss: :func:`v8_loss`, and the masks of the anchors that it assigned. No host synchronisation, capturable,
+    bitwise repeatable.
+
+    The mask part is the mean, over all assigned anchors of the batch, of the entropy of ``coefficients`` x ``protos`` and the target's
+    mask inside of the target's box, as a mean over all pixels, divided by the share of the image that the box covers. One pass
+    computes it from coefficients and prototypes: no mask is ever in memory, and what is kept for the backward pass grows with
+    targets x ``topk``.
+
+    Args:
+        heads, targets, settings, strides, sizes, num_targets, class_weights, reg_max, topk, topk2: as for :func:`v8_loss`; heads are
+            joined or one a level. The box gain of ``settings`` weighs the mask part, too.
+        coefficients: (bs, channels, anchors), at most 128 channels, any strides; of the heads' dtype.
+        protos: (bs, channels, height, width), any strides; of the heads' dtype. Where they are not of the masks' size, they are enlarged
+            to it first (bilinear), whose gradient on a GPU PyTorch does not repeat bit by bit.
+        masks: with ``overlap`` (bs, height, width): each pixel holds the number of its target among the image's rows, counted from 1, or
+            0. Without (n, height, width): a mask of numbers from 0 to 1 a row of targets. uint8, bool, int32 and float32 are read as
+            they are; other dtypes are converted first.
+        overlap: which of the two.
+
+    Returns:
+        loss: (4), box, mask, class and distance part times batch size and weight; differentiable by heads, coefficients and protos.
+        items: (4), the parts before that.
+        status: as that of :func:`v8_loss`.
+
+    Raises:
+        RuntimeError: shapes, dtypes or devices do not fit each other.
+        ValueError: as :func:`v8_loss`.
+        TypeError: an argument is not a tensor where one is expected, or heads is not a list of tensors.
+
+    Source: the behaviour of v8SegmentationLoss in Ultralytics 8.4.190.
+    """
+    if not torch.jit.is_scripting():
+        check_tensor_list("v8_segmentation_loss", "heads", heads)
+        check_tensor("v8_segmentation_loss", "coefficients", coefficients)
+        check_tensor("v8_segmentation_loss", "protos", protos)
+        check_tensor("v8_segmentation_loss", "masks", masks)
+        check_tensor("v8_segmentation_loss", "targets", targets)
+        check_tensor("v8_segmentation_loss", "settings", settings)
+        check_optional_tensor("v8_segmentation_loss", "num_targets", num_targets)
+        check_optional_tensor("v8_segmentation_loss", "class_weights", class_weights)
+    loss, items, _, slot_anchor, slot_row, _, status = torch.ops.torch_fastdet.v8_loss(
+        heads,
+        targets,
+        settings,
+        strides,
+        sizes,
+        num_targets,
+        class_weights,
+        reg_max=reg_max,
+        topk=topk,
+        topk2=topk2,
+    )
+    if protos.dim() == 4 and masks.dim() == 3 and masks.shape[1:] != protos.shape[2:]:
+        protos = F.interpolate(protos, [masks.shape[1], masks.shape[2]], mode="bilinear", align_corners=False)
+    mask_loss, mask_item, _, _, _, _ = torch.ops.torch_fastdet.v8_mask_loss(
+        coefficients,
+        protos,
+        masks,
+        targets,
+        settings,
+        slot_anchor,
+        slot_row,
+        _image_size(heads, strides, sizes),
+        num_targets,
+        overlap,
+    )
+    return torch.cat((loss[:1], mask_loss, loss[1:])), torch.cat((items[:1], mask_item, items[1:])), status
+
+
+def v8_pose_loss(
+    heads: list[torch.Tensor],
+    predictions: torch.Tensor,
+    keypoints: torch.Tensor,
+    sigmas: torch.Tensor,
+    targets: torch.Tensor,
+    settings: torch.Tensor,
+    gains: torch.Tensor,
+    strides: list[float],
+    sizes: list[int],
+    num_targets: torch.Tensor | None = None,
+    class_weights: torch.Tensor | None = None,
+    reg_max: int = 16,
+    topk: int = 10,
+    topk2: int = 10,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """v8PoseLoss: :func:`v8_loss`, and the keypoints of the anchors that it assigned. No host synchronisation, capturable, bitwise
+    repeatable.
+
+    The pose part is the mean, over assigned anchors and keypoints, of ``1 - exp(-e)`` for visible keypoints, times keypoints / visible
+    ones; ``e`` is the squared distance over ``2 * (2 * sigma)**2 *`` the area of the target's box, all in cells of the anchor's level. The
+    kobj part is the mean entropy of the visibility.
+
+    Args:
+        heads, targets, settings, strides, sizes, num_targets, class_weights, reg_max, topk, topk2: as for :func:`v8_loss`; heads are
+            joined or one a level.
+        predictions: (bs, keypoints * 2 or 3, anchors), keypoint after keypoint: x, y and, with 3, the logit of its visibility; the anchors
+            of all levels; float16, bfloat16, float32 or float64, any strides. A position is 2 x + column of the anchor's cell.
+        keypoints: (n, keypoints, 2 or 3) float32, a row a row of targets: x and y as shares of the image, and visibility; 0 is invisible.
+            With two columns all are visible.
+        sigmas: (keypoints) float32, how far each keypoint may be off, as a share of the object's size.
+        gains: two float64 on the heads' device, of the pose and the kobj part (12 and 1 in Ultralytics).
+
+    Returns:
+        loss: (5), box, pose, kobj, class and distance part times batch size and weight; differentiable by heads and predictions.
+        items: (5), the parts before that. kobj is 0 where the predictions have no visibility.
+        status: as that of :func:`v8_loss`.
+
+    Raises:
+        RuntimeError: shapes, dtypes or devices do not fit each other.
+        ValueError: as :func:`v8_loss`.
+        TypeError: an argument is not a tensor where one is expected, or heads is not a list of tensors.
+
+    Source: the behaviour of v8PoseLoss in Ultralytics 8.4.190.
+    """
+    if not torch.jit.is_scripting():
+        check_tensor_list("v8_pose_loss", "heads", heads)
+        check_tensor("v8_pose_loss", "predictions", predictions)
+        check_tensor("v8_pose_loss", "keypoints", keypoints)
+        check_tensor("v8_pose_loss", "sigmas", sigmas)
+        check_tensor("v8_pose_loss", "targets", targets)
+        check_tensor("v8_pose_loss", "settings", settings)
+        check_tensor("v8_pose_loss", "gains", gains)
+        check_optional_tensor("v8_pose_loss", "num_targets", num_targets)
+        check_optional_tensor("v8_pose_loss", "class_weights", class_weights)
+    loss, items, _, slot_anchor, slot_row, _, status = torch.ops.torch_fastdet.v8_loss(
+        heads,
+        targets,
+        settings,
+        strides,
+        sizes,
+        num_targets,
+        class_weights,
+        reg_max=reg_max,
+        topk=topk,
+        topk2=topk2,
+    )
+    parts, part_items, _ = torch.ops.torch_fastdet.v8_keypoint_loss(
+        predictions,
+        keypoints,
+        sigmas,
+        targets,
+        slot_anchor,
+        slot_row,
+        gains,
+        settings,
+        strides,
+        _sizes(heads, sizes),
+    )
+    return torch.cat((loss[:1], parts, loss[1:])), torch.cat((items[:1], part_items, items[1:])), status
+
+
+def _sizes(heads: list[torch.Tensor], sizes: list[int]) -> list[int]:
+    """Height and width of each level."""
+    if len(sizes) > 0:
+        return sizes
+    found: list[int] = []
+    for head in heads:
+        found.append(head.shape[2])
+        found.append(head.shape[3])
+    return found
+
+
+def _image_size(heads: list[torch.Tensor], strides: list[float], sizes: list[int]) -> list[int]:
+    """Height and width of the images, in pixels."""
+    found = _sizes(heads, sizes)
+    return [int(found[0] * strides[0]), int(found[1] * strides[0])]
 
 
 def v8_loss_fault(status: list[int]) -> tuple[int, int]:

@@ -1,7 +1,8 @@
-"""v8DetectionLoss and E2ELoss as one operator a branch, with Ultralytics' constructors, calls, attributes and results.
+"""v8DetectionLoss, v8SegmentationLoss, v8PoseLoss and E2ELoss in a few launches, with Ultralytics' constructors, calls, attributes
+and results.
 
-``v8DetectionLoss`` and ``E2ELoss`` of this module are subclasses of the classes of that name in the installed Ultralytics, made
-when they are first asked for: everything that the stock classes have is there, and what is pickled is a stock criterion.
+The classes of this module are subclasses of the classes of that name in the installed Ultralytics, made when they are first asked
+for: everything that the stock classes have is there, and what is pickled is a stock criterion.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import importlib
 import logging
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from torch_fastdet import ops
@@ -26,8 +28,6 @@ from torch_fastdet._torch.private import module_has_hooks
 from torch_fastdet.ultralytics.necks import fewer_copies
 
 STOCK_MODULE = "ultralytics.utils.loss"
-# What a criterion does with these is in the operator: one that somebody has replaced on the instance is called, in stock's code.
-METHODS = ("loss", "get_assigned_targets_and_loss", "bbox_decode", "preprocess")
 ASSIGNER_METHODS = (
     "forward",
     "_forward",
@@ -40,6 +40,9 @@ ASSIGNER_METHODS = (
     "select_candidates_in_gts",
     "select_highest_overlaps",
 )
+
+DETECTION_SETTINGS = len(ops.v8_loss_settings())
+MOST_MASK_CHANNELS = 128  # of the operator
 
 OTHER_SIDES = "its TaskAlignedAssigner enlarges small boxes in a way that is not known here"
 
@@ -137,6 +140,8 @@ class _DetectionLoss(_Criterion):
     """
 
     target_columns = len(TARGET_COLUMNS)
+    #: What the loss reads of a batch beside the targets, if anything.
+    labels: ClassVar[str | None] = None
 
     @property
     def _state(self) -> _State:
@@ -152,28 +157,37 @@ class _DetectionLoss(_Criterion):
             changed = self._changed()
             if changed is not None:
                 raise TypeError(
-                    f"v8DetectionLoss: batch is a tensor, which Ultralytics' own code does not take, and {changed}"
+                    f"{type(self).__name__}: batch is a tensor, which Ultralytics' own code does not take, and {changed}"
                 )
             return self.fused(this.parse_output(preds), batch, num_targets)
         return super().__call__(preds, batch)  # type: ignore[misc]
 
-    def loss(self, preds: dict[str, torch.Tensor], batch: dict[str, Any]) -> Any:
+    def loss(self, preds: dict[str, Any], batch: dict[str, Any]) -> Any:
         """Stock's method: the loss of the raw outputs ``preds``."""
-        if not self.fits():
+        if not self.fits() or not self.takes(preds):
             return super().loss(preds, batch)  # type: ignore[misc]
         this: Any = self
         count("loss_optim", "losses")
-        loss, items = self.fused(preds, packed_targets(batch, preds["scores"].device))
+        loss, items = self.fused(preds, packed_targets(batch, preds["scores"].device), batch=batch)
         return loss, dict(zip(this.loss_names, items.unbind()))
+
+    def takes(self, preds: dict[str, Any]) -> bool:
+        """Whether the operators take these raw outputs."""
+        return True
 
     def fused(
         self,
-        preds: dict[str, torch.Tensor],
+        preds: dict[str, Any],
         targets: torch.Tensor,
         num_targets: torch.Tensor | None = None,
         weight: float = 1.0,
+        batch: dict[str, Any] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Loss (3), times batch size and ``weight``, and items (3), from (n, 6) targets on the device."""
+        """Loss, times batch size and ``weight``, and items, from (n, 6) targets on the device. ``batch`` has the other labels."""
+        if self.labels is not None and batch is None:
+            raise TypeError(
+                f"{type(self).__name__}: batch is a tensor, but a dictionary with {self.labels!r} is expected"
+            )
         this: Any = self
         state = self._state
         boxes, scores = preds["boxes"], preds["scores"]
@@ -181,12 +195,15 @@ class _DetectionLoss(_Criterion):
             dtype = torch.promote_types(boxes.dtype, scores.dtype)
             boxes, scores = boxes.to(dtype), scores.to(dtype)
         assigner = this.assigner
-        loss, items, _, _, _, _, status = torch.ops.torch_fastdet.v8_loss.default(
+        settings = state.settings_on(scores.device, self.settings(weight))
+        targets = targets.to(device=scores.device, dtype=torch.float32)
+        sizes = [side for feature in preds["feats"] for side in feature.shape[2:]]
+        loss, items, _, slot_anchor, slot_row, _, status = torch.ops.torch_fastdet.v8_loss.default(
             [boxes, scores],
-            targets.to(device=scores.device, dtype=torch.float32),
-            state.settings_on(scores.device, self.settings(weight)),
+            targets,
+            settings[:DETECTION_SETTINGS],
             self.strides(),
-            [side for feature in preds["feats"] for side in feature.shape[2:]],
+            sizes,
             num_targets,
             this.class_weights,
             reg_max=this.reg_max,
@@ -194,7 +211,16 @@ class _DetectionLoss(_Criterion):
             topk2=assigner.topk2,
         )
         state.note(status, targets.shape[0])
+        if batch is not None:
+            slots = _Slots(targets, slot_anchor, slot_row, settings, sizes)
+            loss, items = self.with_task(preds, batch, slots, loss, items)
         return loss.float(), items.float()
+
+    def with_task(
+        self, preds: dict[str, Any], batch: dict[str, Any], slots: _Slots, loss: torch.Tensor, items: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Loss and items with the parts of a task beside detection's."""
+        return loss, items
 
     def settings(self, weight: float = 1.0) -> tuple[float, ...]:
         """What the operator reads from device memory."""
@@ -238,9 +264,9 @@ class _DetectionLoss(_Criterion):
         this: Any = self
         name = type(self).__name__
         if "stock" not in vars(type(self)):
-            return f"{type(self).__module__}.{name} is a subclass of v8DetectionLoss"
-        for attribute in METHODS:
-            if attribute in vars(self):
+            return f"{type(self).__module__}.{name} is a subclass of {self.stock.__name__}"
+        for attribute in vars(self):
+            if callable(getattr(self.stock, attribute, None)):  # a method
                 return f"{name}.{attribute} was replaced"
         parts = _parts(self.stock)
         if parts.short_by_first_stride is None:
@@ -262,6 +288,9 @@ class _DetectionLoss(_Criterion):
             return f"{name}.bbox_loss.dfl_loss was replaced"
         if this.bce.weight is not None or this.bce.pos_weight is not None or this.bce.reduction != "none":
             return f"{name}.bce was replaced"
+        return self._task_changed()
+
+    def _task_changed(self) -> str | None:
         return None
 
     # For torch_fastdet.graphs ----------------------------------------------------------------------------------------
@@ -312,6 +341,120 @@ class _DetectionLoss(_Criterion):
         self.check()
 
 
+class _Slots(NamedTuple):
+    """What the assignment of a batch leaves for the parts of a task."""
+
+    targets: torch.Tensor
+    anchor: torch.Tensor
+    row: torch.Tensor
+    settings: torch.Tensor
+    sizes: list[int]
+
+
+class _TaskLoss(_DetectionLoss):
+    """What the losses of tasks with labels of their own share."""
+
+    def _task_changed(self) -> str | None:
+        this: Any = self
+        # Each assigned anchor counts the same here, those without overlap too, and of those stock's topk2 keeps others.
+        if this.assigner.topk2 != this.assigner.topk:
+            return f"topk2 of {type(self).__name__}.assigner is {this.assigner.topk2}"
+        return None
+
+
+class _SegmentationLoss(_TaskLoss):
+    """Ultralytics' ``v8SegmentationLoss`` in a few launches: as :class:`v8DetectionLoss`, and the masks of the assigned anchors in one
+    pass, without a mask in memory (:func:`torch_fastdet.ops.v8_segmentation_loss`).
+
+    A batch of targets alone, as :class:`torch_fastdet.graphs.TrainStep` passes it, is not taken: ``batch["masks"]`` is needed. With
+    more than 128 mask coefficients, or with YOLO26's semantic logits beside the prototypes, stock's code runs.
+    """
+
+    labels = "masks"
+
+    def takes(self, preds: dict[str, Any]) -> bool:
+        return isinstance(preds["proto"], torch.Tensor) and preds["proto"].shape[1] <= MOST_MASK_CHANNELS
+
+    def with_task(
+        self, preds: dict[str, Any], batch: dict[str, Any], slots: _Slots, loss: torch.Tensor, items: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        this: Any = self
+        coefficients, protos = preds["mask_coefficient"], preds["proto"]
+        dtype = torch.promote_types(coefficients.dtype, protos.dtype)
+        masks = batch["masks"].to(protos.device)
+        if masks.shape[-2:] != protos.shape[-2:]:
+            protos = F.interpolate(protos, masks.shape[-2:], mode="bilinear", align_corners=False)
+        height, width = (round(side * self.strides()[0]) for side in slots.sizes[:2])
+        part, item, *_ = torch.ops.torch_fastdet.v8_mask_loss.default(
+            coefficients.to(dtype),
+            protos.to(dtype),
+            masks,
+            slots.targets,
+            slots.settings[:DETECTION_SETTINGS],
+            slots.anchor,
+            slots.row,
+            [height, width],
+            None,
+            this.overlap,
+        )
+        loss = torch.cat((loss[:1], part.to(loss.dtype), loss[1:]))
+        items = torch.cat((items[:1], item.to(items.dtype), items[1:]))
+        # The semantic part is YOLO26's; the names have it since it is there.
+        missing = len(this.loss_names) - len(items)
+        return F.pad(loss, (0, missing)), F.pad(items, (0, missing))
+
+
+class _PoseLoss(_TaskLoss):
+    """Ultralytics' ``v8PoseLoss`` in a few launches: as :class:`v8DetectionLoss`, and the keypoints of the assigned anchors
+    (:func:`torch_fastdet.ops.v8_pose_loss`).
+
+    ``hyp.pose`` and ``hyp.kobj`` are read at each call. A batch of targets alone, as :class:`torch_fastdet.graphs.TrainStep` passes it,
+    is not taken: ``batch["keypoints"]`` is needed.
+    """
+
+    labels = "keypoints"
+
+    def settings(self, weight: float = 1.0) -> tuple[float, ...]:
+        this: Any = self
+        return (*super().settings(weight), float(this.hyp.pose), float(this.hyp.kobj))
+
+    def _task_changed(self) -> str | None:
+        this: Any = self
+        stock = vars(importlib.import_module(self.stock.__module__))
+        for attribute, kind in (("keypoint_loss", stock["KeypointLoss"]), ("bce_pose", nn.BCEWithLogitsLoss)):
+            part = getattr(this, attribute)
+            if type(part) is not kind or module_has_hooks(part):
+                return f"{type(self).__name__}.{attribute} was replaced"
+        if (
+            this.bce_pose.weight is not None
+            or this.bce_pose.pos_weight is not None
+            or this.bce_pose.reduction != "mean"
+        ):
+            return f"{type(self).__name__}.bce_pose was replaced"
+        return super()._task_changed()
+
+    def with_task(
+        self, preds: dict[str, Any], batch: dict[str, Any], slots: _Slots, loss: torch.Tensor, items: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        this: Any = self
+        predictions = preds["kpts"]
+        device = predictions.device
+        parts, part_items, _ = torch.ops.torch_fastdet.v8_keypoint_loss.default(
+            predictions,
+            batch["keypoints"].to(device=device, dtype=torch.float32),
+            this.keypoint_loss.sigmas.to(device=device, dtype=torch.float32),
+            slots.targets,
+            slots.anchor,
+            slots.row,
+            slots.settings[DETECTION_SETTINGS:],
+            slots.settings[:DETECTION_SETTINGS],
+            self.strides(),
+            slots.sizes,
+        )
+        loss = torch.cat((loss[:1], parts.to(loss.dtype), loss[1:]))
+        return loss, torch.cat((items[:1], part_items.to(items.dtype), items[1:]))
+
+
 class _E2ELoss(_Criterion):
     """Ultralytics' ``E2ELoss``: two branches of :class:`v8DetectionLoss`, whose weights live on the device.
 
@@ -337,13 +480,16 @@ class _E2ELoss(_Criterion):
         branches = self._branches()
         if branches is None:
             return super().__call__(preds, batch)  # type: ignore[misc]
+        outputs = this.one2many.parse_output(preds)
+        many, one = outputs["one2many"], outputs["one2one"]
+        if not (branches[0].takes(many) and branches[1].takes(one)):
+            return super().__call__(preds, batch)  # type: ignore[misc]
         count("loss_optim", "losses")
-        preds = this.one2many.parse_output(preds)
-        many, one = preds["one2many"], preds["one2one"]
         packed = isinstance(batch, torch.Tensor)
         targets = batch if packed else packed_targets(batch, many["scores"].device)
-        loss, _ = branches[0].fused(many, targets, num_targets, this.o2m)
-        second, items = branches[1].fused(one, targets, num_targets, this.o2o)
+        labels = None if packed else batch
+        loss, _ = branches[0].fused(many, targets, num_targets, this.o2m, labels)
+        second, items = branches[1].fused(one, targets, num_targets, this.o2o, labels)
         return loss + second, items if packed else dict(zip(this.one2one.loss_names, items.unbind()))
 
     def graph_key(self) -> tuple[Any, ...]:
@@ -430,12 +576,20 @@ def _parts(stock: type) -> _Parts:
 @functools.cache
 def _subclass(stock: type) -> Any:
     """Ours for Ultralytics' class ``stock``."""
-    ours: type = {"v8DetectionLoss": _DetectionLoss, "E2ELoss": _E2ELoss}[stock.__name__]
+    ours: type = KINDS[stock.__name__]
     _parts(stock)
     return type(stock.__name__, (ours, stock), {"stock": stock, "__module__": __name__, "__doc__": ours.__doc__})
 
 
+KINDS: dict[str, type] = {
+    "v8DetectionLoss": _DetectionLoss,
+    "v8SegmentationLoss": _SegmentationLoss,
+    "v8PoseLoss": _PoseLoss,
+    "E2ELoss": _E2ELoss,
+}
+
+
 def __getattr__(name: str) -> Any:
-    if name in ("v8DetectionLoss", "E2ELoss"):
+    if name in KINDS:
         return _subclass(_stock(importlib.import_module(STOCK_MODULE), name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

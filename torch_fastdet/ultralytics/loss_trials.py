@@ -12,13 +12,18 @@ from torch_fastdet.ultralytics.loss import OTHER_SIDES, _parts, _subclass
 
 # Some constants of Ultralytics are not parameters: a version with others gives another loss here.
 GAINS = {"box": 7.5, "cls": 0.5, "dfl": 1.5}
+TASK_GAINS = {"pose": 12.0, "kobj": 1.0}
 TOLERANCE = 1e-4
 
+
+# reg_max, topk, topk2 of the trials of each criterion: distributions as in one2many, distances as in one2one.
+BRANCHES = ((16, 10, None), (1, 7, 5))
+TRIALS = {"v8DetectionLoss": BRANCHES, "v8SegmentationLoss": BRANCHES[:1], "v8PoseLoss": BRANCHES[:1]}
 
 # A small image of fine cells: the least side of a box (the second stride) holds more anchors than any topk.
 STRIDES, HEIGHT, WIDTH = (4, 32), 64, 96
 CLASSES = 3
-BRANCHES = ((16, 10, None), (1, 7, 5))  # reg_max, topk, topk2: distributions as in one2many, distances as in one2one
+KEYPOINTS, MASK_CHANNELS, MASK_STRIDE = 5, 4, 4
 # x, y, w, h in pixels. The first box of each image is below the least side; the last two want the same anchors.
 BOXES = (
     ((22.3, 20.6, 11.7, 9.4), (31.2, 35.1, 44.9, 50.3), (56.8, 30.7, 71.6, 47.2), (58.1, 30.2, 70.3, 48.9)),
@@ -32,8 +37,9 @@ class _Model(nn.Module):
     def __init__(self, reg_max: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
-        self.args = SimpleNamespace(**GAINS, epochs=1)
+        self.args = SimpleNamespace(**GAINS, **TASK_GAINS, epochs=1, overlap_mask=True)
         head = SimpleNamespace(stride=torch.tensor(STRIDES, dtype=torch.float32), nc=CLASSES, reg_max=reg_max)
+        self.kpt_shape = head.kpt_shape = [KEYPOINTS, 3]
         self.__dict__["model"] = [head]
 
 
@@ -69,7 +75,15 @@ def trial(reg_max: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         "scores": rand(images, CLASSES, anchors) * 6 - 4,
         "feats": [torch.zeros(images, 1, HEIGHT // stride, WIDTH // stride) for stride in STRIDES],
     }
+    size = HEIGHT // MASK_STRIDE, WIDTH // MASK_STRIDE
+    preds |= {
+        "mask_coefficient": rand(images, MASK_CHANNELS, anchors) - 0.5,
+        "proto": rand(images, MASK_CHANNELS, *size) * 4 - 2,
+        "kpts": rand(images, KEYPOINTS * 3, anchors) * 2 - 1,
+    }
     batch = {
+        "masks": (rand(images, *size) * (count + 1)).floor(),
+        "keypoints": torch.cat((rand(images * count, KEYPOINTS, 2), rand(images * count, KEYPOINTS, 1).round() * 2), 2),
         "batch_idx": torch.arange(images).repeat_interleave(count).float(),
         "cls": (torch.arange(images * count) % CLASSES).float(),
         "bboxes": labels.view(-1, 4) / torch.tensor([WIDTH, HEIGHT, WIDTH, HEIGHT]),
@@ -83,7 +97,7 @@ def differs(stock: Any) -> str | None:
         if _parts(stock).short_by_first_stride is None:
             return f"{OTHER_SIDES}."
         with torch.no_grad(), torch.inference_mode(False), torch.device("cpu"):
-            for reg_max, topk, topk2 in BRANCHES:
+            for reg_max, topk, topk2 in TRIALS[stock.__name__]:
                 preds, batch = trial(reg_max)
                 criteria = [kind(_Model(reg_max), topk, topk2) for kind in (stock, _subclass(stock))]
                 (theirs, their_items), (ours, our_items) = [criterion(dict(preds), batch) for criterion in criteria]

@@ -25,7 +25,7 @@ from torch_fastdet.hosts.shared.evidence import MEMFD, OPENCV, needs_gpu
 from torch_fastdet.hosts.shared.training_graphs import layout_targets, timer
 from torch_fastdet.ultralytics import dropins, training, trials, validation
 from torch_fastdet.ultralytics.loss import STOCK_MODULE, _subclass
-from torch_fastdet.ultralytics.loss_trials import differs
+from torch_fastdet.ultralytics.loss_trials import TRIALS, differs
 from torch_fastdet.ultralytics.optimizer_step import building, stepping
 
 __all__ = ["ALL", "OLDEST", "SWITCHES", "VERSION"]
@@ -64,15 +64,19 @@ def criterion(name: str, *evidence: Signature | Asks) -> Target:
 
 LOSS = Switch(
     "loss_optim",
-    "whole v8DetectionLoss and E2ELoss of training and validation in a few launches, without host synchronisation",
+    "whole v8DetectionLoss, v8SegmentationLoss, v8PoseLoss and E2ELoss of training and validation in a few launches, without host "
+    "synchronisation",
     (
-        criterion(
-            "v8DetectionLoss",
-            Signature(("self", "model", "tal_topk", "tal_topk2"), "__init__"),
-            Signature(("self", "preds", "batch"), "__call__"),
-            Signature(("self", "preds", "batch"), "loss"),
-            Signature(("self", "preds"), "parse_output"),
-            Asks("the loss of a small batch", differs),
+        *(
+            criterion(
+                name,
+                Signature(("self", "model", "tal_topk", "tal_topk2"), "__init__"),
+                Signature(("self", "preds", "batch"), "__call__"),
+                Signature(("self", "preds", "batch"), "loss"),
+                Signature(("self", "preds"), "parse_output"),
+                Asks("the loss of a small batch", differs),
+            )
+            for name in TRIALS
         ),
         criterion(
             "E2ELoss",

@@ -1,0 +1,308 @@
+"""loss_optim: v8SegmentationLoss and v8PoseLoss of the real package against ours, on their own models' heads."""
+
+import copy
+import io
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("ultralytics")
+
+import ultralytics.nn.tasks as tasks
+import ultralytics.utils.loss as stock_loss
+from ultralytics.cfg import get_cfg
+
+from tests.ultralytics.test_loss_switch import assert_same, ties_by_index  # noqa: F401
+from torch_fastdet.ultralytics import SwitchError, patch, unpatch
+from torch_fastdet.ultralytics import loss as ours_module
+from torch_fastdet.ultralytics.loss_trials import differs
+
+REAL = SimpleNamespace(
+    segment=stock_loss.v8SegmentationLoss, pose=stock_loss.v8PoseLoss, segment26=stock_loss.SegmentLoss26
+)
+OURS = SimpleNamespace(segment=ours_module.v8SegmentationLoss, pose=ours_module.v8PoseLoss)
+OUTPUTS = ("boxes", "scores", "mask_coefficient", "proto", "kpts")
+CASES = ["yolov8n-seg.yaml", "yolo11n-seg.yaml", "yolov8n-pose.yaml", "yolo11n-pose.yaml"]
+
+
+@pytest.fixture(scope="module")
+def models():
+    made = {}
+
+    def get(name, **arguments):
+        key = name, *map(str, arguments.items())
+        if key not in made:
+            torch.manual_seed(0)
+            kind = tasks.SegmentationModel if "seg" in name else tasks.PoseModel
+            made[key] = kind(name, nc=4, verbose=False, **arguments).train()
+        made[key].args = get_cfg(overrides={"epochs": 5})
+        return made[key]
+
+    return get
+
+
+def make_batch(seed=1, count=7, images=3, size=(64, 96), overlap=True, ratio=4, keypoints=17, columns=3):
+    """The middle one of three images has no label."""
+    torch.manual_seed(seed)
+    of = torch.randint(0, 2, (count,)).sort()[0] * (2 if images == 3 else 1)
+    height, width = size[0] // ratio, size[1] // ratio
+    masks = (
+        torch.randint(0, count + 1, (images, height, width)) if overlap else torch.randint(0, 2, (count, height, width))
+    )
+    visible = torch.randint(0, 3, (count, keypoints, 1)).float()
+    return {
+        "img": torch.rand(images, 3, *size),
+        "batch_idx": of.float(),
+        "cls": torch.randint(0, 4, (count, 1)).float(),
+        "bboxes": torch.cat((torch.rand(count, 2), torch.rand(count, 2) ** 2 * 0.8 + 0.02), 1),
+        "masks": masks.to(torch.uint8),
+        "sem_masks": torch.randint(0, 4, (images, height, width)).float(),
+        "keypoints": torch.cat((torch.rand(count, keypoints, 2), visible), 2)[..., :columns],
+    }
+
+
+def outputs(model, batch):
+    with torch.no_grad():
+        return model(batch["img"])
+
+
+def run(criterion, preds, batch):
+    leaves = {name: preds[name].detach().clone().requires_grad_() for name in OUTPUTS if name in preds}
+    loss, items = criterion({**preds, **leaves}, batch)
+    parts = torch.tensor([1.0, 2.0, 0.5, 3.0, 0.7])[: len(loss)]
+    return loss.detach(), items, torch.autograd.grad((loss * parts).sum(), list(leaves.values()))
+
+
+def pair(model):
+    task = "segment" if isinstance(model, tasks.SegmentationModel) else "pose"
+    return getattr(REAL, task)(model), getattr(OURS, task)(model)
+
+
+def both(model, batch, preds=None):
+    preds = outputs(model, batch) if preds is None else preds
+    before = {name: value.clone() for name, value in batch.items()}
+    results = [run(criterion, preds, batch) for criterion in pair(model)]
+    assert all(torch.equal(value, batch[name]) for name, value in before.items()), "the batch is left as it is"
+    return results
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_families(models, name, seed):
+    theirs, ours = both(models(name), make_batch(seed))
+    assert_same(theirs, ours)
+    assert all(ours[1][part] > 0 for part in ours[1] if part != "sem_loss"), "something is assigned"
+
+
+@pytest.mark.parametrize("name", CASES[::2])
+@pytest.mark.parametrize("count", [0, 1, 60])
+@pytest.mark.parametrize("size", [(96, 64), (64, 64)], ids=str)
+def test_numbers_of_labels(models, name, count, size):
+    assert_same(*both(models(name), make_batch(1, count, 2, size)))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("ratio", [1, 2, 4, 8])
+def test_masks_of_any_size(models, overlap, ratio):
+    model = models("yolov8n-seg.yaml")
+    model.args = get_cfg(overrides={"overlap_mask": overlap})
+    assert_same(*both(model, make_batch(2, overlap=overlap, ratio=ratio)))
+
+
+def test_masks_that_vanish_and_boxes_outside(models):
+    model, batch = models("yolov8n-seg.yaml"), make_batch()
+    batch["masks"].zero_()
+    batch["bboxes"][0] = torch.tensor([1.1, 0.5, 0.5, 0.5])
+    batch["bboxes"][1] = torch.tensor([0.5, 0.5, 0.01, 0.01])
+    assert_same(*both(model, batch))
+
+
+@pytest.mark.parametrize("shape", [[17, 3], [5, 2], [5, 3]], ids=str)
+@pytest.mark.parametrize("columns", [2, 3])
+def test_shapes_of_keypoints(models, shape, columns):
+    model = models("yolov8n-pose.yaml", data_kpt_shape=shape)
+    assert_same(*both(model, make_batch(keypoints=shape[0], columns=columns)))
+
+
+def test_invisible_keypoints(models):
+    model, batch = models("yolov8n-pose.yaml"), make_batch()
+    batch["keypoints"][:3, :, 2] = 0
+    assert_same(*both(model, batch))
+    batch["keypoints"][..., 2] = 0
+    assert_same(*both(model, batch))
+
+
+@pytest.mark.parametrize("name", CASES[::2])
+def test_gains_are_read_at_each_call(models, name):
+    model, batch = models(name), make_batch()
+    preds, criteria = outputs(model, batch), pair(model)
+    seen = []
+    for gains in ({}, {"box": 1.0}, {"pose": 3.0}, {"kobj": 4.0}, {"cls": 2.0}):
+        for criterion in criteria:
+            criterion.hyp = get_cfg(overrides=gains)
+        theirs, ours = (run(criterion, preds, batch) for criterion in criteria)
+        assert_same(theirs, ours)
+        seen.append(ours[0])
+    differing = [gain for gain in seen[1:] if not torch.equal(gain, seen[0])]
+    assert len(differing) == (2 if "seg" in name else 4)
+
+
+@pytest.mark.parametrize("name", CASES[::2])
+def test_validation_in_inference_mode(models, name):
+    model, batch = models(name), make_batch()
+    with torch.inference_mode():
+        preds = model.eval()(batch["img"])
+    model.train()
+    theirs, ours = pair(model)
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            (loss, items), (want, want_items) = ours(preds, batch), theirs(preds, batch)
+        torch.testing.assert_close(loss, want, rtol=5e-5, atol=5e-5)
+        assert list(items) == list(want_items)
+
+
+@pytest.mark.parametrize("name", CASES[::2])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_gives_float32s_loss(models, name, dtype):
+    """On the same half-precision numbers: stock decodes boxes in half precision, ours does not."""
+    model, batch = models(name), make_batch()
+    preds = outputs(model, batch)
+    half = {key: value.to(dtype) if torch.is_tensor(value) else value for key, value in preds.items()}
+    exact = {key: value.float() if torch.is_tensor(value) else value for key, value in half.items()}
+    theirs, ours = pair(model)
+    torch.testing.assert_close(ours(half, batch)[0], theirs(exact, batch)[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_class_that_the_model_does_not_have(models):
+    model, batch = models("yolov8n-seg.yaml"), make_batch()
+    batch["cls"][3] = 4
+    with pytest.raises(ValueError, match=r"v8_loss: targets row 3, column 1 \(class\) is 4"):
+        OURS.segment(model)(outputs(model, batch), batch)
+
+
+@pytest.mark.parametrize("part", ["proto", "mask_coefficient", "kpts"])
+def test_nan_predictions_give_what_stock_gives(models, part):
+    model, batch = models(CASES[2] if part == "kpts" else CASES[0]), make_batch(count=1, images=1)
+    batch["batch_idx"].zero_()
+    batch["bboxes"] = torch.tensor([[0.5, 0.5, 0.6, 0.6]])
+    preds = outputs(model, batch)
+    preds[part] = torch.full_like(preds[part], float("nan"))
+    stock, ours = (criterion(preds, batch) for criterion in pair(model))
+    torch.testing.assert_close(ours[0], stock[0], rtol=5e-5, atol=5e-5, equal_nan=True)
+    assert ours[0].isnan().any()
+
+
+class OwnTerm(REAL.segment):
+    def calculate_segmentation_loss(self, *args, **kwargs):
+        return 2 * super().calculate_segmentation_loss(*args, **kwargs)
+
+
+def test_subclasses_and_replaced_parts_run_on_stock_code(models):
+    model, batch = models("yolov8n-seg.yaml"), make_batch()
+    preds = outputs(model, batch)
+    want = run(REAL.segment(model), preds, batch)[0]
+
+    class Later(OURS.segment):
+        def calculate_segmentation_loss(self, *args, **kwargs):
+            return 2 * super().calculate_segmentation_loss(*args, **kwargs)
+
+    for kind in (OwnTerm, Later):
+        torch.testing.assert_close(run(kind(model), preds, batch)[0][1], 2 * want[1], rtol=1e-5, atol=1e-5)
+    criterion = OURS.segment(model)
+    criterion.calculate_segmentation_loss = lambda *args, **kwargs: preds["boxes"].new_tensor(2.0)
+    assert criterion(preds, batch)[1]["seg_loss"] == 2.0 * model.args.box
+    model = models("yolov8n-pose.yaml")
+    preds = outputs(model, batch)
+    results = []
+    for kind in (REAL.pose, OURS.pose):
+        criterion = kind(model)
+        criterion.bce_pose = torch.nn.BCEWithLogitsLoss(pos_weight=torch.tensor(3.0))
+        results.append(run(criterion, preds, batch))
+    assert torch.equal(results[0][0], results[1][0])
+
+
+def test_targets_alone_are_refused(models):
+    model, batch = models("yolov8n-seg.yaml"), make_batch()
+    with pytest.raises(
+        TypeError, match="v8SegmentationLoss: batch is a tensor, but a dictionary with 'masks' is expected"
+    ):
+        OURS.segment(model)(outputs(model, batch), torch.zeros(3, 6))
+
+
+def test_patch_and_unpatch(models):
+    patch(loss_optim=True)
+    try:
+        assert stock_loss.v8SegmentationLoss is tasks.v8SegmentationLoss is OURS.segment
+        assert stock_loss.v8PoseLoss is tasks.v8PoseLoss is OURS.pose
+        assert type(models("yolov8n-seg.yaml").init_criterion()) is OURS.segment
+        assert type(models("yolov8n-pose.yaml").init_criterion()) is OURS.pose
+        assert issubclass(REAL.segment26, REAL.segment) and not issubclass(REAL.segment26, OURS.segment)
+    finally:
+        unpatch()
+    assert stock_loss.v8SegmentationLoss is tasks.v8SegmentationLoss is REAL.segment
+    assert stock_loss.v8PoseLoss is REAL.pose
+
+
+@pytest.mark.parametrize("name", ["yolo26n-seg.yaml", "yolo26n-pose.yaml"])
+def test_yolo26_keeps_stocks_code(models, name):
+    model, batch = models(name), make_batch()
+    preds = outputs(model, batch)
+    want = model.init_criterion()(preds, batch)[0]
+    patch(loss_optim=True)
+    try:
+        criterion = model.init_criterion()
+        assert torch.equal(criterion(preds, batch)[0], want)
+    finally:
+        unpatch()
+
+
+@pytest.mark.parametrize("name", CASES[::2])
+def test_what_is_pickled_is_stock(models, name):
+    model, batch = models(name), make_batch()
+    preds = outputs(model, batch)
+    theirs, ours = pair(model)
+    loss = ours(preds, batch)[0]
+    assert torch.equal(copy.deepcopy(ours)(preds, batch)[0], loss) and type(copy.deepcopy(ours)) is type(ours)
+    data = pickle.dumps(ours)
+    assert b"torch_fastdet" not in data
+    assert type(pickle.load(io.BytesIO(data))) is type(theirs)
+
+
+@pytest.mark.parametrize("task, part", [("segment", "single_mask_loss"), ("pose", "kpts_decode")])
+def test_a_version_with_another_loss_is_refused(monkeypatch, task, part):
+    stock = getattr(REAL, task)
+    assert differs(stock) is None
+    function = vars(stock)[part].__func__
+    monkeypatch.setattr(stock, part, staticmethod(lambda *args: 1.01 * function(*args)))
+    assert "its loss of a small batch is" in differs(stock)
+    with pytest.raises(SwitchError, match="loss_optim cannot apply: its loss of a small batch is"):
+        patch(loss_optim=True)
+    assert getattr(stock_loss, stock.__name__) is stock
+
+
+@pytest.mark.parametrize("name", CASES[::2])
+def test_gpu_matches_stock(cuda, models, name):
+    batch = {key: value.to(cuda) for key, value in make_batch(2, 40).items()}
+    model = copy.deepcopy(models(name)).to(cuda)
+    theirs, ours = both(model, batch)
+    for wanted, mine in zip([theirs[0], *theirs[2]], [ours[0], *ours[2]]):
+        assert (mine - wanted).abs().max() <= 5e-5 * wanted.abs().max() + 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["seg", "pose"])
+def test_training_of_two_epochs(program, digits, tmp_path, task):
+    """Trainer, validation and all: the losses of both epochs are stock's."""
+    theirs, ours = (
+        program("train_task.py", digits, tmp_path / name, task, *flags)
+        for name, flags in (("stock", ()), ("ours", ("--patch",)))
+    )
+    kind = {"seg": "v8SegmentationLoss", "pose": "v8PoseLoss"}[task]
+    assert theirs["criteria"] == [f"ultralytics.utils.loss.{kind}"] * 2
+    assert ours["criteria"] == [f"torch_fastdet.ultralytics.loss.{kind}"] * 2
+    for wanted, mine in zip(theirs["losses"], ours["losses"]):
+        assert wanted.keys() == mine.keys()
+        for name, value in wanted.items():
+            assert mine[name] == pytest.approx(value, rel=2e-3, abs=1e-6), name
