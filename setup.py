@@ -22,9 +22,13 @@ TORCH_OLDEST, TORCH_NEWEST = (2, 11), (2, 15)
 TORCH_WANTED = "{}.{} to {}.{}".format(*TORCH_OLDEST, *TORCH_NEWEST)
 TORCH_INSTALL = 'pip install "torch>={}.{},<{}.{}"'.format(*TORCH_OLDEST, TORCH_NEWEST[0], TORCH_NEWEST[1] + 1)
 GENERATED = ROOT / "build/generated"
-# The families' files of these names, up to so many bytes each, are compiled as one: each of them takes as long as torch's headers,
-# and little more.
-TOGETHER: dict[str, float] = {"autograd.cpp": float("inf"), "cuda.cpp": float("inf"), "cpu.cpp": 4096}
+# Files of these names, of these families (None: of all), are compiled as one: each of them takes as long as torch's headers, and
+# little more.
+TOGETHER: dict[str, set[str] | None] = {
+    "autograd.cpp": None,
+    "cuda.cpp": None,
+    "cpu.cpp": {"masks", "metrics", "pool", "space_to_depth", "stem_conv", "upsample"},
+}
 DEFAULT_ARCHITECTURES = "7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX"
 
 
@@ -160,7 +164,8 @@ def check_architectures(nvcc: Path, version: str) -> None:
 
 
 def is_together(source: Path) -> bool:
-    return source.stat().st_size <= TOGETHER.get(source.name, -1)
+    families = TOGETHER.get(source.name, set())
+    return families is None or source.parent.name in families
 
 
 def sources(cuda: str | None) -> list[str]:

@@ -1,4 +1,5 @@
-// The work list's planning and the step's arithmetic, against loops that only count.
+// The CPU loops of multi_tensor against kernels/multi_tensor_problem.h; the work list's planning and the step's
+// arithmetic against loops that only count.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -6,12 +7,39 @@
 #include <limits>
 #include <vector>
 
-#include "core/multi_tensor/multi_tensor_plan.h"
-#include "core/multi_tensor/optimizer_math.h"
+#include "core/multi_tensor/multi_tensor_loops.h"
+#include "kernels/backwards.h"
+#include "kernels/multi_tensor_problem.h"
 
 namespace {
 
 using namespace torch_fastdet::core;
+
+using multi_tensor_problem::TestList;
+
+struct Loops {
+  static void seed(uint64_t) {}
+  static bool reduce(TestList& list, const ReduceParams& params) {
+    const multi_tensor_loops::Work work(list.device_rows, list.layouts);
+    multi_tensor_loops::reduce<Halves>(work, params, list.workspace, backwards);
+    return true;
+  }
+  static bool update(TestList& list, const UpdateParams& params, const std::vector<Group>& groups) {
+    const multi_tensor_loops::Work work(list.device_rows, list.layouts);
+    multi_tensor_loops::update<Halves>(work, params, groups.data(), list.workspace, backwards);
+    return true;
+  }
+};
+
+TEST(MultiTensorLoops, RandomListsAndSteps) {
+  for (uint64_t seed = 0; seed < rounds(150) && !HasFailure(); ++seed) {
+    multi_tensor_problem::reduce_and_update<Loops>(seed);
+  }
+}
+
+TEST(MultiTensorLoops, SumsInAFixedOrder) {
+  multi_tensor_problem::check_order_of_sums<Loops>();
+}
 
 // Segments must cover each row once, in order, without gaps, and none may be empty.
 void expect_covers(const std::vector<int64_t>& numels) {

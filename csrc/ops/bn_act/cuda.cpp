@@ -6,17 +6,6 @@
 namespace torch_fastdet::bn_act_cuda {
 namespace {
 
-core::BnActVector vector_of(const at::Tensor& tensor) {
-  if (!tensor.defined() || tensor.numel() == 0) return {nullptr, core::DType::kFloat32};
-  return {tensor.data_ptr(), core_dtype(tensor.scalar_type())};
-}
-
-core::BnActImage image_of(const at::Tensor& tensor) {
-  if (!tensor.defined()) return {};
-  const ImageStrides strides = image_strides(tensor);
-  return {tensor.const_data_ptr(), strides.image, strides.channel, strides.pixel};
-}
-
 // `images` are all tensors of x's shape that the kernels read and write.
 core::BnActPlan plan_of(bool channels_last, const at::Tensor& x, std::initializer_list<core::BnActImage> images,
                         const char* op) {

@@ -5,6 +5,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include "core/bn_act/bn_act.h"
 #include "ops/bn_act/checks.h"
 #include "ops/common/backend.h"
 #include "ops/common/options.h"
@@ -28,6 +29,18 @@ struct BnActBackward {
   core::Activation activation;
   double slope;
 };
+
+// Null where the tensor is undefined or has no elements.
+inline core::BnActVector vector_of(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.numel() == 0) return {nullptr, core::DType::kFloat32};
+  return {tensor.data_ptr(), core_dtype(tensor.scalar_type())};
+}
+
+inline core::BnActImage image_of(const at::Tensor& tensor) {
+  if (!tensor.defined()) return {};
+  const ImageStrides strides = image_strides(tensor);
+  return {tensor.const_data_ptr(), strides.image, strides.channel, strides.pixel};
+}
 
 inline at::Tensor walkable_or_undefined(const OptionalTensor& tensor, bool channels_last) {
   return is_given(tensor) ? walkable(*tensor, channels_last) : at::Tensor();

@@ -1,9 +1,8 @@
 // Detections matched with labels on the CPU: threads over the images.
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 
 #include "core/metrics/metrics_loops.h"
+#include "ops/common/parallel.h"
 #include "ops/metrics/run.h"
 
 namespace torch_fastdet::metrics_cpu {
@@ -12,7 +11,7 @@ namespace {
 struct Cpu : OnDevice {
   static void run(const core::MatchParams& p, const char*) {
     std::fill_n(p.correct, p.in.images * p.in.count * p.threshold_count, false);
-    at::parallel_for(0, p.in.images, 1, [&](int64_t begin, int64_t end) {
+    parallel_for(0, p.in.images, 1, [&](int64_t begin, int64_t end) {
       for (int64_t image = begin; image < end; ++image) {
         p.in.rule == core::MatchRule::kBest ? core::match_best(p, image) : core::match_greedy(p, image);
       }

@@ -1,12 +1,11 @@
 // The upsample operators on the CPU: shares the lines of their plans out among the threads.
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 
 #include "core/common/storage.h"
 #include "core/upsample/upsample_avx2.h"
 #include "core/upsample/upsample_loops.h"
 #include "ops/common/dispatch.h"
+#include "ops/common/parallel.h"
 #include "ops/upsample/run.h"
 
 namespace torch_fastdet::upsample_cpu {
@@ -20,12 +19,12 @@ int64_t grain(int64_t lines, int64_t elements) {
 template <typename T>
 void forward(const core::UpsampleForwardParams& p) {
   const int64_t lines = core::upsample_lines(p.plan);
-  at::parallel_for(0, lines, grain(lines, 4 * p.plan.small_numel()), [&](int64_t begin, int64_t end) {
+  parallel_for(0, lines, grain(lines, 4 * p.plan.small_numel()), [&](int64_t begin, int64_t end) {
     core::upsample_forward_lines(p.plan, static_cast<const T*>(p.x), static_cast<T*>(p.out), begin, end);
   });
   if (!p.skip) return;
   const int64_t copies = core::copy_lines(p.copy);
-  at::parallel_for(0, copies, grain(copies, p.copy.numel()), [&](int64_t begin, int64_t end) {
+  parallel_for(0, copies, grain(copies, p.copy.numel()), [&](int64_t begin, int64_t end) {
     core::copy_lines_of(p.copy, static_cast<const T*>(p.skip), static_cast<T*>(p.skip_out), begin, end);
   });
 }
@@ -33,7 +32,7 @@ void forward(const core::UpsampleForwardParams& p) {
 template <typename Sums, typename T>
 void backward(const core::UpsampleBackwardParams& p) {
   const int64_t lines = core::upsample_lines(p.plan);
-  at::parallel_for(0, lines, grain(lines, 4 * p.plan.small_numel()), [&](int64_t begin, int64_t end) {
+  parallel_for(0, lines, grain(lines, 4 * p.plan.small_numel()), [&](int64_t begin, int64_t end) {
     core::upsample_backward_lines<Sums>(p.plan, static_cast<const T*>(p.grad_out), static_cast<T*>(p.grad_x), begin,
                                         end);
   });

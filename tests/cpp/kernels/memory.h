@@ -2,13 +2,6 @@
 // full of a pattern, so that a test sees what was written beside a tensor.
 #pragma once
 
-// The tests of the core's CPU code do without CUDA's headers, and so without half types.
-#if __has_include(<cuda_fp16.h>)
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#define TEST_HALF_TYPES
-#endif
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -20,7 +13,9 @@
 #include <random>
 #include <vector>
 
-#include "core/common/dtype.h"
+#include "core/common/cpu_types.h"
+#include "core/common/storage.h"
+#include "half.h"
 
 namespace torch_fastdet::core {
 
@@ -29,22 +24,18 @@ inline int64_t dtype_bytes(DType dtype) {
 }
 
 inline double load_as(DType dtype, const void* at) {
-#ifdef TEST_HALF_TYPES
-  if (dtype == DType::kFloat16) return __half2float(*static_cast<const __half*>(at));
-  if (dtype == DType::kBFloat16) return __bfloat162float(*static_cast<const __nv_bfloat16*>(at));
-#endif
-  if (dtype == DType::kFloat32) return *static_cast<const float*>(at);
-  return *static_cast<const double*>(at);
+  return with_dtype<Halves>(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    return static_cast<double>(static_cast<arithmetic_t<T>>(*static_cast<const T*>(at)));
+  });
 }
 
 // Values are float where the type is half: rounded once.
 inline void store_as(DType dtype, void* at, double value) {
-#ifdef TEST_HALF_TYPES
-  if (dtype == DType::kFloat16) *static_cast<__half*>(at) = __float2half_rn(static_cast<float>(value));
-  if (dtype == DType::kBFloat16) *static_cast<__nv_bfloat16*>(at) = __float2bfloat16_rn(static_cast<float>(value));
-#endif
-  if (dtype == DType::kFloat32) *static_cast<float*>(at) = static_cast<float>(value);
-  if (dtype == DType::kFloat64) *static_cast<double*>(at) = value;
+  with_dtype<Halves>(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    *static_cast<T*>(at) = static_cast<T>(static_cast<arithmetic_t<T>>(value));
+  });
 }
 
 inline double rounded(DType dtype, double value) {

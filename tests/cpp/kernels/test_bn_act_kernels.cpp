@@ -1,241 +1,61 @@
-// bn_act.cu against nested loops in double: both layouts, every type, slices of larger tensors, any number of blocks.
+// The kernels of bn_act against bn_act_problem.h.
 #include <gtest/gtest.h>
 
-#include <vector>
-
-#include "core/bn_act/bn_act.h"
+#include "bn_act_problem.h"
 #include "emulator.h"
-#include "memory.h"
-#include "random.h"
 
-namespace torch_fastdet::core {
+namespace torch_fastdet::core::bn_act_problem {
 namespace {
 
-// (N, C, H * W) at `first` of a tensor of `all` channels, and its strides for a plan.
-struct Image {
-  int64_t batch, channels, pixels, all, first;
-  bool channels_last;
-  Tensor buffer;
+struct Kernels {
+  static void seed(uint64_t seed) { emulator::seed(seed); }
 
-  Image(DType dtype, int64_t batch, int64_t channels, int64_t pixels, int64_t all, int64_t first, bool channels_last,
-        int64_t offset)
-      : batch(batch),
-        channels(channels),
-        pixels(pixels),
-        all(all),
-        first(first),
-        channels_last(channels_last),
-        buffer(
-            dtype, {batch, all, pixels},
-            channels_last ? std::vector<int64_t>{pixels * all, 1, all} : std::vector<int64_t>{all * pixels, pixels, 1},
-            offset) {}
-  int64_t index(int64_t n, int64_t c, int64_t p) const { return (n * all + first + c) * pixels + p; }
-  double get(int64_t n, int64_t c, int64_t p) const { return buffer.get(index(n, c, p)); }
-  void* data() const { return buffer.at(index(0, 0, 0)); }
-  void fill(Random& random, double scale, double shift) {
-    for (int64_t i = 0; i < buffer.numel(); ++i) buffer.set(i, random.normal() * scale + shift);
-  }
-  BnActStrides strides(const BnActPlan& plan) const {
-    return channels_last ? BnActStrides{pixels * all, all, plan.slice_channels}
-                         : BnActStrides{pixels * all, plan.vector, pixels};
-  }
-  BnActImage walk() const {
-    return channels_last ? BnActImage{data(), pixels * all, 1, all} : BnActImage{data(), pixels * all, pixels, 1};
-  }
-};
-
-template <typename A>
-struct Case {
-  DType dtype;
-  Activation activation;
-  bool with_residual;
-  Image x, residual, y, grad_y, grad_x;
-  Tensor weight, bias, running_mean, running_var, mean, invstd, grad_weight, grad_bias;
-  std::vector<int64_t> batches;
-  BnActPlan plan, backward_plan;
-  std::vector<double> old_mean, old_var;
-  const double momentum = 0.25, eps = 1e-3, slope = 0.1;
-
-  // `vectors`: elements by which the vectors of C elements are off the start of their storage.
-  Case(DType dtype, Activation activation, bool with_residual, std::vector<Image> images, int64_t vectors,
-       int64_t blocks)
-      : dtype(dtype),
-        activation(activation),
-        with_residual(with_residual),
-        x(std::move(images[0])),
-        residual(std::move(images[1])),
-        y(std::move(images[2])),
-        grad_y(std::move(images[3])),
-        grad_x(std::move(images[4])),
-        weight(vector(vectors)),
-        bias(vector(vectors)),
-        running_mean(vector(vectors)),
-        running_var(vector(vectors)),
-        mean(vector(vectors)),
-        invstd(vector(vectors)),
-        grad_weight(vector(vectors)),
-        grad_bias(vector(vectors)),
-        batches{0} {
-    BnActImage added = residual.walk();
-    if (!with_residual) added.data = nullptr;
-    plan = planned({x.walk(), added, y.walk()}, blocks);
-    backward_plan = planned({x.walk(), grad_y.walk(), grad_x.walk()}, blocks);
-  }
-  Tensor vector(int64_t offset) const {
-    return Tensor(sizeof(A) == 8 ? DType::kFloat64 : DType::kFloat32, {x.channels}, offset);
-  }
-  BnActPlan planned(std::initializer_list<BnActImage> images, int64_t blocks) const {
-    const int width =
-        bn_act_vector(x.channels_last, x.channels, x.pixels, static_cast<int>(dtype_bytes(dtype)), images);
-    return make_bn_act_plan(x.channels_last, x.batch, x.channels, x.pixels, width, blocks);
-  }
-  void fill(Random& random) {
-    x.fill(random, 2, random.chance(50) ? 0.5 : 30);
-    residual.fill(random, 1, 0);
-    grad_y.fill(random, 1, 0);
-    for (int64_t i = 0; i < channels(); ++i) {
-      weight.set(i, 1 + 0.3 * random.normal());
-      bias.set(i, random.normal());
-      running_mean.set(i, random.normal());
-      running_var.set(i, 1 + 0.1 * random.normal());
-      old_mean.push_back(running_mean.get(i));
-      old_var.push_back(running_var.get(i));
-    }
-  }
-  int64_t channels() const { return x.channels; }
-  double count() const { return static_cast<double>(x.batch * x.pixels); }
-  // Of float32 sums and of the stored type.
-  double tolerance(double scale) const {
-    const double unit = dtype == DType::kFloat16    ? 1e-3
-                        : dtype == DType::kBFloat16 ? 8e-3
-                        : sizeof(A) == 4            ? 3e-6
-                                                    : 1e-12;
-    return unit * scale + (sizeof(A) == 4 ? 2e-5 : 1e-12);
-  }
-
-  void run() {
-    const auto vector = [](Tensor& tensor) { return BnActVector{tensor.data(), tensor.dtype}; };
-    std::vector<A> partials(2 * std::max(plan.partials(), backward_plan.partials()));
+  template <typename A>
+  static bool run(Case<A>& c) {
+    std::vector<A> partials(2 * std::max(c.plan.partials(), c.backward_plan.partials()));
     BnActForwardParams f{};
-    f.plan = plan;
-    f.dtype = dtype;
-    f.x = x.data();
-    f.x_strides = x.strides(plan);
-    f.residual = with_residual ? residual.data() : nullptr;
-    f.residual_strides = residual.strides(plan);
-    f.y = y.data();
-    f.y_strides = y.strides(plan);
-    f.weight = vector(weight);
-    f.bias = vector(bias);
-    f.running_mean = vector(running_mean);
-    f.running_var = vector(running_var);
-    f.num_batches_tracked = batches.data();
-    f.mean = mean.data();
-    f.invstd = invstd.data();
+    f.plan = c.plan;
+    f.dtype = c.dtype;
+    f.x = c.x.data();
+    f.x_strides = c.x.strides(c.plan);
+    f.residual = c.with_residual ? c.residual.data() : nullptr;
+    f.residual_strides = c.residual.strides(c.plan);
+    f.y = c.y.data();
+    f.y_strides = c.y.strides(c.plan);
+    f.weight = c.given(c.weight);
+    f.bias = c.given(c.bias);
+    f.running_mean = c.given(c.running_mean);
+    f.running_var = c.given(c.running_var);
+    f.num_batches_tracked = c.batches.data();
+    f.mean = c.mean.data();
+    f.invstd = c.invstd.data();
     f.partials = partials.data();
-    f.momentum = momentum;
-    f.eps = eps;
-    f.activation = activation;
-    f.slope = slope;
-    ASSERT_EQ(launch_bn_act_forward(f, nullptr), cudaSuccess);
+    f.momentum = c.momentum;
+    f.eps = c.eps;
+    f.activation = c.activation;
+    f.slope = c.slope;
+    if (launch_bn_act_forward(f, nullptr) != cudaSuccess) return false;
     BnActBackwardParams b{};
-    b.plan = backward_plan;
-    b.dtype = dtype;
-    b.x = x.data();
-    b.x_strides = x.strides(backward_plan);
-    b.grad_y = grad_y.data();
-    b.grad_y_strides = grad_y.strides(backward_plan);
-    b.grad_x = grad_x.data();
-    b.grad_x_strides = grad_x.strides(backward_plan);
+    b.plan = c.backward_plan;
+    b.dtype = c.dtype;
+    b.x = c.x.data();
+    b.x_strides = c.x.strides(c.backward_plan);
+    b.grad_y = c.grad_y.data();
+    b.grad_y_strides = c.grad_y.strides(c.backward_plan);
+    b.grad_x = c.grad_x.data();
+    b.grad_x_strides = c.grad_x.strides(c.backward_plan);
     b.weight = f.weight;
     b.bias = f.bias;
-    b.grad_weight = vector(grad_weight);
-    b.grad_bias = vector(grad_bias);
+    b.grad_weight = c.given(c.grad_weight);
+    b.grad_bias = c.given(c.grad_bias);
     b.mean = f.mean;
     b.invstd = f.invstd;
     b.partials = partials.data();
-    b.activation = activation;
-    b.slope = slope;
-    ASSERT_EQ(launch_bn_act_backward(b, nullptr), cudaSuccess);
-  }
-
-  void compare() const {
-    for (int64_t c = 0; c < channels() && !testing::Test::HasFailure(); ++c)
-      compare_channel(c, old_mean[c], old_var[c]);
-    EXPECT_EQ(batches[0], 1);
-    EXPECT_TRUE(y.all != y.channels || y.buffer.surroundings_intact());
-    EXPECT_TRUE(grad_x.buffer.surroundings_intact());
-  }
-
-  template <typename F>
-  void each(F&& f) const {
-    for (int64_t n = 0; n < x.batch; ++n) {
-      for (int64_t p = 0; p < x.pixels; ++p) f(n, p);
-    }
-  }
-
-  void compare_channel(int64_t c, double old_mean, double old_var) const {
-    SCOPED_TRACE("channel " + std::to_string(c));
-    double m = 0, v = 0;
-    each([&](int64_t n, int64_t p) { m += x.get(n, c, p) / count(); });
-    each([&](int64_t n, int64_t p) { v += (x.get(n, c, p) - m) * (x.get(n, c, p) - m) / count(); });
-    const double inverse = 1 / std::sqrt(v + eps), gamma = weight.get(c), beta = bias.get(c);
-    EXPECT_NEAR(mean.get(c), m, tolerance(0) * std::max(1., std::abs(m)));
-    EXPECT_NEAR(invstd.get(c), inverse, tolerance(0) * 5 * inverse);
-    EXPECT_NEAR(running_mean.get(c), momentum * m + (1 - momentum) * old_mean,
-                tolerance(0) * std::max(1., std::abs(m)));
-    EXPECT_NEAR(running_var.get(c), momentum * v * count() / (count() - 1) + (1 - momentum) * old_var,
-                tolerance(0) * 5);
-    double sum = 0, product = 0, size = 0;
-    const auto normal = [&](int64_t n, int64_t p) { return (x.get(n, c, p) - m) * inverse; };
-    const auto at = [&](int64_t n, int64_t p, double& value, double& dz) {
-      dispatch_activation(activation, [&](auto act) {
-        const double z = normal(n, p) * gamma + beta;
-        value = activate<decltype(act)::value, false>(z, slope);
-        dz = activate_backward<decltype(act)::value, false>(z, grad_y.get(n, c, p), slope);
-      });
-    };
-    each([&](int64_t n, int64_t p) {
-      double value, dz;
-      at(n, p, value, dz);
-      sum += dz;
-      product += dz * normal(n, p);
-      size += std::abs(dz) * (1 + std::abs(normal(n, p)));
-      const double want = value + (with_residual ? residual.get(n, c, p) : 0);
-      EXPECT_NEAR(y.get(n, c, p), want, tolerance(std::abs(want)) * 2);
-    });
-    EXPECT_NEAR(grad_bias.get(c), sum, tolerance(0) * (1 + size));
-    EXPECT_NEAR(grad_weight.get(c), product, tolerance(0) * (1 + size));
-    each([&](int64_t n, int64_t p) {
-      double value, dz;
-      at(n, p, value, dz);
-      const double want = (dz - sum / count() - normal(n, p) * product / count()) * gamma * inverse;
-      EXPECT_NEAR(grad_x.get(n, c, p), want, tolerance(std::abs(want)) * 2 * (1 + gamma * inverse));
-    });
+    b.activation = c.activation;
+    b.slope = c.slope;
+    return launch_bn_act_backward(b, nullptr) == cudaSuccess;
   }
 };
-
-template <typename A>
-void check(DType dtype, Random& random) {
-  const bool channels_last = random.chance(60);
-  const int64_t batch = 1 + random.below(3), pixels = random.one_of({2, 7, 16, 33, 64, 120});
-  const int64_t channels = random.one_of({1, 3, 8, 16, 24, 40, 80, 96, 136});
-  const auto image = [&](bool slice) {
-    const int64_t wide = random.chance(80) ? 8 : 3;
-    const int64_t first = slice ? random.below(2) * wide : 0, all = channels + (slice ? wide : 0);
-    return Image(dtype, batch, channels, pixels, all, first, channels_last, random.chance(85) ? 0 : random.below(8));
-  };
-  std::vector<Image> images;
-  for (int i = 0; i < 5; ++i) images.push_back(image(i < 4 && random.chance(40)));
-  const Activation activation = random.one_of(
-      {Activation::kIdentity, Activation::kSiLU, Activation::kReLU, Activation::kLeakyReLU, Activation::kHardswish});
-  const bool with_residual = random.chance(40);
-  const int64_t offset = random.chance(50) ? 0 : random.below(4);
-  Case<A> c(dtype, activation, with_residual, std::move(images), offset, 1 + random.below(40));
-  c.fill(random);
-  c.run();
-  c.compare();
-}
 
 // One of the five tensors off by one element, or in a pitch that 16 bytes do not divide; the others aligned.
 template <typename A>
@@ -253,7 +73,7 @@ void check_misaligned(DType dtype, bool channels_last, int which, bool pitch) {
   EXPECT_EQ(c.backward_plan.vector, which == 0 || which >= 3 ? narrow : wide);
   Random random(which);
   c.fill(random);
-  c.run();
+  ASSERT_TRUE(Kernels::run(c));
   c.compare();
 }
 
@@ -268,65 +88,8 @@ TEST(BnActKernels, EachTensorMayBeMisaligned) {
 }
 
 TEST(BnActKernels, RandomShapesAndLayouts) {
-  for (uint64_t seed = 0; seed < rounds(60) && !HasFailure(); ++seed) {
-    SCOPED_TRACE("seed " + std::to_string(seed));
-    Random random(seed);
-    emulator::seed(seed);
-    const DType dtype = random.one_of({DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kFloat64});
-    dtype == DType::kFloat64 ? check<double>(dtype, random) : check<float>(dtype, random);
-  }
-}
-
-TEST(BnActPlan, WidthFollowsFromEveryTensor) {
-  alignas(16) static char memory[32];
-  // (2, 16, 24) of two bytes, and what one wrong value of one tensor does to it.
-  for (const bool channels_last : {false, true}) {
-    const BnActImage good = channels_last ? BnActImage{memory, 384, 1, 16} : BnActImage{memory, 384, 24, 1};
-    const auto width = [&](const BnActImage& other, int64_t channels = 16, int64_t pixels = 24, int bytes = 2) {
-      const int first = bn_act_vector(channels_last, channels, pixels, bytes, {other, good, good});
-      EXPECT_EQ(first, bn_act_vector(channels_last, channels, pixels, bytes, {good, good, other}));
-      return first;
-    };
-    EXPECT_EQ(width(good), 8);
-    EXPECT_EQ(width(good, 16, 24, 4), 4);
-    EXPECT_EQ(width(good, 16, 24, 8), 2);
-    EXPECT_EQ(width({nullptr, 1, 3, 5}), 8);
-    for (const int offset : {2, 4, 8}) {
-      EXPECT_EQ(width({memory + offset, good.image, good.channel, good.pixel}), 1);
-    }
-    EXPECT_EQ(width({memory + 16, good.image, good.channel, good.pixel}), 8);
-    EXPECT_EQ(width({memory, 388, good.channel, good.pixel}), 1);
-    EXPECT_EQ(width({memory, 0, good.channel, good.pixel}), 8);  // expanded along the batch
-    EXPECT_EQ(width({memory, good.image, good.channel + 1, good.pixel}), 1);
-    EXPECT_EQ(width({memory, good.image, good.channel, good.pixel + 1}), 1);
-    EXPECT_EQ(width(good, 17, 24), channels_last ? 1 : 8);
-    EXPECT_EQ(width(good, 16, 35), channels_last ? 8 : 1);
-  }
-}
-
-TEST(BnActPlan, EveryPositionAndChannelOnce) {
-  for (uint64_t seed = 0; seed < rounds(500); ++seed) {
-    Random random(seed);
-    const bool channels_last = random.chance(50);
-    const int vector = static_cast<int>(random.one_of({1, 2, 4, 8}));
-    const int64_t channels = (1 + random.below(200)) * (channels_last ? vector : 1);
-    const int64_t pixels = (1 + random.below(500)) * (channels_last ? 1 : vector);
-    const BnActPlan plan =
-        make_bn_act_plan(channels_last, 1 + random.below(9), channels, pixels, vector, 1 + random.below(300));
-    ASSERT_LE(plan.slice_vectors, kBnActMostSliceVectors);
-    ASSERT_LE(plan.slice_channels, kBnActThreads);
-    ASSERT_GE(plan.slices * plan.slice_channels, channels);
-    ASSERT_LT((plan.slices - 1) * plan.slice_channels, channels);
-    int64_t next = 0;
-    for (int split = 0; split < plan.splits; ++split) {
-      ASSERT_EQ(plan.split_begin(split), next);
-      ASSERT_GT(plan.split_size(split), 0);
-      next += plan.split_size(split);
-    }
-    ASSERT_EQ(next, plan.positions());
-    ASSERT_EQ(plan.count(), plan.batch * pixels);
-  }
+  check_random_shapes<Kernels>(rounds(60));
 }
 
 }  // namespace
-}  // namespace torch_fastdet::core
+}  // namespace torch_fastdet::core::bn_act_problem
