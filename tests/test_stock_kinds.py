@@ -472,7 +472,7 @@ def model_kinds(call: Callable) -> Case:
 MASKS = {
     "process_mask": Case(masks((48, 64), True), 3, but=no_prototypes),
     "process_mask_native": Case(masks((40, 64)), 3, but=no_prototypes),
-    "crop_mask": Case(crop_mask, 2, (*FLOATS, torch.uint8, torch.bool)),
+    "crop_mask": Case(crop_mask, 2),
 }
 BLOCKS = {
     "Conv.forward": Case(module_forward(8, 8, 3), 1, FLOATS),

@@ -10,14 +10,18 @@ from tests.references import masks as reference
 from torch_fastdet import masks, ops
 
 SIZES = [(16, 32), (7, 33), (160, 160), (1, 1), (300, 5)]
-DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.bool]
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+DTYPES = [*FLOATS, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 
 
 def drawn(n: int, size: tuple[int, int], dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
     """Masks, and boxes across their border, empty, outside or not numbers."""
     _, _, boxes = problem(n, 1, 1, size)
     values = torch.randn(n, *size)
-    return (values.to(dtype) if dtype.is_floating_point else (values > 0).to(dtype)), boxes
+    if dtype is torch.bool:
+        return values > 0, boxes
+    # Integers of all widths: a pixel that is kept keeps every bit.
+    return (values if dtype.is_floating_point else values.double().mul(2**40).long()).to(dtype), boxes
 
 
 def same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -112,7 +116,7 @@ def test_errors_are_a_sentence(device):
     for bad, message in (
         ((values[0], boxes), "masks has shape"),
         ((values, boxes[:2]), "four corners for each of 3 masks"),
-        ((values.long(), boxes), "masks has dtype int64"),
+        ((values.to(torch.complex64), boxes), "masks has dtype complex64"),
         ((values, boxes[0]), "boxes has shape"),
     ):
         for op in (ops.crop_mask, ops.crop_mask_):

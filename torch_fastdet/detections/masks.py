@@ -55,7 +55,7 @@ def ultralytics_crop_mask(masks: Tensor, boxes: Tensor) -> Tensor:
     """``ultralytics.utils.ops.crop_mask``: sets what lies outside of the boxes to zero, in place, with a gradient to the masks.
 
     Args:
-        masks: (n, height, width), float16, bfloat16, float32, float64, uint8 or bool; written.
+        masks: (n, height, width), of a floating dtype, bool, uint8, int8, int16, int32 or int64; written.
         boxes: (n, 4) or (1, 4), x1, y1, x2, y2 in the masks' pixels.
 
     Returns:
@@ -72,7 +72,7 @@ def yolov5_crop_mask(masks: Tensor, boxes: Tensor) -> Tensor:
     """YOLOv5's ``utils.segment.general.crop_mask``: masks that are zero outside of their boxes, with a gradient to the masks.
 
     Args:
-        masks: (n, height, width), float16, bfloat16, float32, float64, uint8 or bool.
+        masks: (n, height, width), of a floating dtype, bool, uint8, int8, int16, int32 or int64.
         boxes: (n, 4) or (1, 4), x1, y1, x2, y2 in the masks' pixels.
 
     Returns:

@@ -81,7 +81,8 @@ def crop_mask(masks: Tensor, boxes: Tensor) -> Tensor:
     """Masks that are zero outside of their boxes, in one pass. One launch, no host sync. Has a gradient to the masks.
 
     Args:
-        masks: (n, height, width), float16, bfloat16, float32, float64, uint8 or bool. Copied first where they are not contiguous.
+        masks: (n, height, width), of a floating dtype, bool, uint8, int8, int16, int32 or int64. Copied first
+            where they are not contiguous.
         boxes: (n, 4), x1, y1, x2, y2 in pixels, any real dtype, rounded to float32. Same device. A pixel is kept where
             x1 <= x < x2 and y1 <= y < y2.
 

@@ -48,11 +48,8 @@ void launch_type(const CropParams& p, cudaStream_t stream) {
 
 cudaError_t launch_crop(const CropParams& params, cudaStream_t stream) {
   if (params.count == 0 || params.height == 0 || params.width == 0) return cudaSuccess;
-  if (params.bytes) {
-    launch_type<uint8_t>(params, stream);
-  } else {
-    dispatch(params.dtype, [&](auto zero) { launch_type<decltype(zero)>(params, stream); });
-  }
+  const auto launch = [&](auto zero) { launch_type<decltype(zero)>(params, stream); };
+  params.integer_bytes ? with_integer(params.integer_bytes, launch) : dispatch(params.dtype, launch);
   return cudaGetLastError();
 }
 

@@ -16,7 +16,7 @@ namespace torch_fastdet::core {
 struct CropParams {
   const void* masks = nullptr;  // (count, height, width), dense
   void* out = nullptr;          // the same; may be `masks` itself
-  bool bytes = false;           // one byte a pixel, whatever dtype says
+  int integer_bytes = 0;        // of a pixel that is an integer or a bool: 1, 2, 4 or 8; 0: it is of `dtype`
   DType dtype = DType::kFloat32;
   const float* boxes = nullptr;  // (count, 4): x1, y1, x2, y2, dense rows
   int64_t box_stride = 0;
@@ -37,6 +37,20 @@ TORCH_FASTDET_HOST_DEVICE PixelRange columns_kept(const CropParams& p, int64_t r
 template <typename T>
 TORCH_FASTDET_HOST_DEVICE T cropped(T value, bool kept) {
   return kept ? value : from_arithmetic<T>(to_arithmetic(value) * 0);
+}
+
+// Calls f with a zero of the unsigned integer of so many bytes: a crop keeps integers or makes them zero.
+template <typename F>
+void with_integer(int bytes, F&& f) {
+  switch (bytes) {
+    case 1:
+      return f(uint8_t{});
+    case 2:
+      return f(uint16_t{});
+    case 4:
+      return f(uint32_t{});
+  }
+  f(uint64_t{});
 }
 
 template <typename T>

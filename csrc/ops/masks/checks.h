@@ -66,8 +66,10 @@ inline void check_crop(const at::Tensor& masks, const at::Tensor& boxes, const c
   check_strided(boxes, op, "boxes");
   check_same_device(masks, "masks", boxes, op, "boxes");
   const at::ScalarType type = masks.scalar_type();
-  TORCH_CHECK(is_supported_float(type) || type == at::kByte || type == at::kBool, op, ": masks has dtype ",
-              dtype_name(type), ", but float16, bfloat16, float32, float64, uint8 or bool is expected");
+  TORCH_CHECK(is_supported_float(type) || type == at::kBool || type == at::kByte || type == at::kChar ||
+                  type == at::kShort || type == at::kInt || type == at::kLong,
+              op, ": masks has dtype ", dtype_name(type),
+              ", but float16, bfloat16, float32, float64, uint8, int8, int16, int32, int64 or bool is expected");
   TORCH_CHECK(masks.dim() == 3, op, ": masks has shape ", masks.sym_sizes(), ", but (n, height, width) is expected");
   TORCH_CHECK(boxes.dim() == 2 && !boxes.is_complex(), op, ": boxes has shape ", boxes.sym_sizes(), " and dtype ",
               dtype_name(boxes.scalar_type()), ", but (n, 4) of real numbers is expected");

@@ -1,10 +1,9 @@
 // Masks on the CPU: threads over bands of rows.
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 
 #include "core/masks/masks_loops.h"
 #include "ops/common/dispatch.h"
+#include "ops/common/parallel.h"
 #include "ops/masks/run.h"
 
 namespace torch_fastdet::masks_cpu {
@@ -16,16 +15,16 @@ struct Cpu : OnDevice {
 
   static void run(const core::MasksParams& p, const char*) {
     const core::MaskTables tables(p);
-    at::parallel_for(0, core::mask_bands(p), 1,
-                     [&](int64_t begin, int64_t end) { core::mask_bands_between(p, tables, begin, end); });
+    parallel_for(0, core::mask_bands(p), 1,
+                 [&](int64_t begin, int64_t end) { core::mask_bands_between(p, tables, begin, end); });
   }
 
   static void run(const core::CropParams& p, const char*) {
     const auto crop = [&](auto zero) {
-      at::parallel_for(0, p.count * p.height, std::max(1, 32768 / p.width),
-                       [&](int64_t begin, int64_t end) { core::crop_rows<decltype(zero)>(p, begin, end); });
+      parallel_for(0, p.count * p.height, std::max(1, 32768 / p.width),
+                   [&](int64_t begin, int64_t end) { core::crop_rows<decltype(zero)>(p, begin, end); });
     };
-    p.bytes ? crop(uint8_t{}) : with_dtype(p.dtype, crop);
+    p.integer_bytes ? core::with_integer(p.integer_bytes, crop) : with_dtype(p.dtype, crop);
   }
 };
 

@@ -78,8 +78,11 @@ void crop_into(const at::Tensor& masks, const at::Tensor& boxes, const at::Tenso
   const at::Tensor corners = dense_float_rows(boxes);
   core::CropParams p;
   p.masks = masks.const_data_ptr(), p.out = out.mutable_data_ptr();
-  p.bytes = !masks.is_floating_point();
-  if (!p.bytes) p.dtype = core_dtype(masks.scalar_type());
+  if (masks.is_floating_point()) {
+    p.dtype = core_dtype(masks.scalar_type());
+  } else {
+    p.integer_bytes = static_cast<int>(masks.element_size());
+  }
   p.boxes = corners.const_data_ptr<float>(), p.box_stride = corners.stride(0);
   p.count = masks.size(0);
   p.height = static_cast<int32_t>(masks.size(1)), p.width = static_cast<int32_t>(masks.size(2));

@@ -15,8 +15,10 @@ namespace {
 // Bits of any type that are not a NaN, whose sign may differ.
 void fill(const Memory& memory, const CropParams& p, int64_t pixels, int64_t offset, Random& random) {
   for (int64_t i = 0; i < pixels; ++i) {
-    if (p.bytes) {
-      memory.data()[offset + i] = static_cast<char>(random.below(256));
+    if (p.integer_bytes) {
+      for (int byte = 0; byte < p.integer_bytes; ++byte) {
+        memory.data()[(offset + i) * p.integer_bytes + byte] = static_cast<char>(random.below(256));
+      }
     } else {
       store_as(p.dtype, memory.data() + (offset + i) * dtype_bytes(p.dtype), random.normal());
     }
@@ -28,10 +30,11 @@ void expect_what_the_rows_make(Random& random) {
   p.count = 1 + random.below(9);
   p.height = static_cast<int32_t>(1 + random.below(20)), p.width = static_cast<int32_t>(1 + random.below(150));
   if (random.chance(50)) p.width = (p.width + 15) / 16 * 16;
-  p.bytes = random.chance(30);
+  p.integer_bytes = random.chance(50) ? random.one_of({1, 2, 4, 8}) : 0;
   p.dtype = random.one_of({DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kFloat64});
   p.box_stride = random.one_of({4, 6});
-  const int64_t itemsize = p.bytes ? 1 : dtype_bytes(p.dtype), pixels = p.count * p.height * p.width;
+  const int64_t itemsize = p.integer_bytes ? p.integer_bytes : dtype_bytes(p.dtype),
+                pixels = p.count * p.height * p.width;
   const int64_t offset = random.chance(30) ? 1 : 0;
   std::vector<float> boxes(p.count * p.box_stride);
   for (size_t i = 0; i < boxes.size(); ++i) {
@@ -49,11 +52,8 @@ void expect_what_the_rows_make(Random& random) {
   p.out = wanted.data() + offset * itemsize;
   p.masks = in_place ? p.out : p.masks;
   const int64_t rows = p.count * p.height;
-  if (p.bytes) {
-    crop_rows<uint8_t>(p, 0, rows);
-  } else {
-    dispatch(p.dtype, [&](auto zero) { crop_rows<decltype(zero)>(p, 0, rows); });
-  }
+  const auto crop = [&](auto zero) { crop_rows<decltype(zero)>(p, 0, rows); };
+  p.integer_bytes ? with_integer(p.integer_bytes, crop) : dispatch(p.dtype, crop);
   ASSERT_EQ(std::memcmp(found.data(), wanted.data(), found.size()), 0);
 }
 
