@@ -483,7 +483,7 @@ BLOCKS = {
 SHARED = {
     "bbox_iou": Case(bbox_iou, 2, but=narrow_integers),
     "Upsample.forward": Case(upsample),
-    "clip_grad_norm_": Case(clip_grad_norm, 3, FLOATS[:2]),
+    "clip_grad_norm_": all_floats(clip_grad_norm, 3),
     "GradScaler.unscale_": all_floats(unscale, 3),
     "ModelEMA": model_kinds(model_ema),
     "ap_per_class": Case(average_precision, 4, layouts=(contiguous, sliced, empty)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import itertools
 import math
 import pickle
 import warnings
@@ -24,7 +25,9 @@ from tests.optim.samples import (
 )
 from tests.references import multi_tensor as reference
 from torch_fastdet.ema import ModelEMA
-from torch_fastdet.optim import SGD, FusedStep, clip_grad_norm_
+from torch_fastdet.optim import SGD, FusedStep, clip_grad_norm_, unscale_
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 CASES = {
     "plain": {"lr": 0.05},
@@ -717,6 +720,25 @@ class TestSeveralDevices:
         for _ in range(2):
             with pytest.raises(ValueError, match="the parameters are on cpu, meta, but one device is expected"):
                 fused.step()
+
+
+@pytest.mark.parametrize("dtypes", itertools.combinations_with_replacement(DTYPES, 2), ids=str)
+def test_norm_has_the_dtype_that_torchs_has(device, dtypes):
+    """Bug 54: gradients of half precision gave a norm in float32. Clipping by an optimizer's own work list, too."""
+    params = [nn.Parameter(torch.ones(5, dtype=dtype, device=device)) for dtype in dtypes]
+    optimizer, scaler = SGD(params, 0.1), torch.amp.GradScaler(device.type, init_scale=1.0)
+    scaler.scale(torch.ones((), device=device))
+    for unscaled in (False, True):
+        for p in params:
+            p.grad = torch.full_like(p, 2.0)
+        if unscaled and torch.float16 not in dtypes:  # those GradScaler does not take
+            unscale_(scaler, optimizer)
+        wanted = nn.utils.get_total_norm([p.grad for p in params])
+        norm = clip_grad_norm_(params, 1.0)
+        assert norm.dtype == wanted.dtype and norm.device == wanted.device
+        assert float(norm) == pytest.approx(40**0.5, rel=torch.finfo(norm.dtype).eps)
+        for p in params:
+            assert float(p.grad[0]) == pytest.approx(2 / (40**0.5 + 1e-6), rel=torch.finfo(p.dtype).eps)
 
 
 def test_clip_leaves_other_gradients_to_torch(device):

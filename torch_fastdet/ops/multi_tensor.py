@@ -175,8 +175,9 @@ def multi_tensor_norm(tensors: List[Tensor]) -> Tensor:  # noqa: UP006
         tensors: tensors of any shapes.
 
     Returns:
-        A scalar on their device, float32 (float64 where one of them is float64). Summed in a fixed order: the same tensors give
-        the same bits in every run. An empty list gives 0, on the CPU.
+        A scalar on their device, of the dtype that they promote to: float16 where all are float16, float32 where they are float16 and
+        bfloat16. Computed in float32 (float64 where one of them is float64) and rounded once, in a fixed order: the same tensors give
+        the same bits in every run. An empty list gives 0, float32, on the CPU.
 
     Raises:
         RuntimeError, TypeError: the errors that all lists share.
@@ -196,7 +197,7 @@ def multi_tensor_clip_grad_norm_(grads: List[Tensor], max_norm: float) -> Tensor
         max_norm: the norm to clip to.
 
     Returns:
-        The norm before, as :func:`multi_tensor_norm` gives it.
+        The norm before, as :func:`multi_tensor_norm` gives it. The factor comes from the norm before it is rounded.
 
     Raises:
         RuntimeError, TypeError: the errors that all lists share.

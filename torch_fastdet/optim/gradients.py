@@ -31,7 +31,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """``torch.nn.utils.clip_grad_norm_`` in two launches and without a host sync: returns the norm as a device scalar.
 
-    Summed in a fixed order, so equal gradients give equal bits in every run. Clips p.grad in place, as stock does.
+    Summed in a fixed order, so equal gradients give equal bits in every run. Clips p.grad in place, as stock does. The norm has
+    stock's dtype, but is rounded once: stock rounds each tensor's norm, and clips half-precision gradients by a rounded norm.
 
     Args:
         parameters: tensors whose ``.grad`` is clipped; those without are left out.

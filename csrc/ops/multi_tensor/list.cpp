@@ -1,6 +1,8 @@
 // Lists of tensors as core rows, and what the multi_tensor operators and MultiTensorState do with them on any device.
 #include "ops/multi_tensor/list.h"
 
+#include <ATen/ops/empty.h>
+
 #include "core/multi_tensor/multi_tensor_plan.h"
 #include "ops/multi_tensor/checks.h"
 
@@ -12,6 +14,10 @@ bool lie_alike(const at::Tensor& tensor, const at::Tensor& first) {
 }
 
 }  // namespace
+
+void List::add_grad_type(const at::Tensor& grad) {
+  grad_type = grad_type ? c10::promoteTypes(*grad_type, grad.scalar_type()) : grad.scalar_type();
+}
 
 void List::add(const char* op, const at::Tensor* const tensors[core::kSlots], const bool written[core::kSlots],
                int32_t group, const std::function<std::string(int)>& name) {
@@ -28,7 +34,7 @@ void List::add(const char* op, const at::Tensor* const tensors[core::kSlots], co
       check_strided(*tensor, op, name(slot).c_str());
       check_float(*tensor, op, name(slot).c_str());
       check_device(*tensor, device, op, name(slot), "the first tensor");
-      any_float64 = any_float64 || tensor->scalar_type() == at::kDouble;
+      if (slot == core::kGrad) add_grad_type(*tensor);
       if (first && !tensor->sym_sizes().equals(first->sym_sizes())) {
         check_beside(*tensor, *first, op, name(slot), name(first_slot));
       }
@@ -64,7 +70,7 @@ void List::add(const char* op, const at::Tensor* const tensors[core::kSlots], co
     row.dtype[slot] = static_cast<uint8_t>(dtype);
     const bool narrow = narrow_second && slot == core::kSecond && dtype == core::DType::kBFloat16;
     float32_only = float32_only && (dtype == core::DType::kFloat32 || narrow);
-    any_float64 = any_float64 || dtype == core::DType::kFloat64;
+    if (slot == core::kGrad) add_grad_type(*tensor);
     if (row.numel == 0) continue;
     row.data[slot] = written[slot] ? tensor->mutable_data_ptr() : const_cast<void*>(tensor->const_data_ptr());
   }
@@ -137,6 +143,18 @@ core::ReduceParams reduction() {
   core::ReduceParams params{};
   params.norm_dtype = core::DType::kFloat32;
   return params;
+}
+
+at::Tensor empty_norm(const List& list, core::ReduceParams& params) {
+  const bool wide = list.grad_type == at::kDouble;
+  params.norm_dtype = wide ? core::DType::kFloat64 : core::DType::kFloat32;
+  const at::Tensor norm = at::empty({}, at::TensorOptions().device(list.device).dtype(wide ? at::kDouble : at::kFloat));
+  if (!list.meta) params.norm = norm.mutable_data_ptr();
+  return norm;
+}
+
+at::Tensor as_torch_returns(const at::Tensor& norm, const List& list) {
+  return norm.to(list.grad_type.value_or(at::kFloat));
 }
 
 core::UpdateParams update() {

@@ -29,7 +29,7 @@ struct List {
   std::vector<core::Layout> layouts;
   at::Device device = at::kCPU;
   bool float32_only = true;
-  bool any_float64 = false;
+  std::optional<at::ScalarType> grad_type;  // what the tensors in kGrad promote to; none if there are none
   bool meta = false;
   bool narrow_second = false;  // bfloat16 in kSecond does not count against float32_only
   // Where the reduction leaves what the update reads, if other lists read it too; null: memory of this list's own.
@@ -45,6 +45,9 @@ struct List {
   // to do. `name(slot)` names a tensor in an error.
   void add(const char* op, const at::Tensor* const tensors[core::kSlots], const bool written[core::kSlots],
            int32_t group, const std::function<std::string(int)>& name);
+
+ private:
+  void add_grad_type(const at::Tensor& grad);
 };
 
 // Checks the lists of an operator against one another and returns their rows, all of group `group`.
@@ -73,6 +76,10 @@ inline bool is_capturing(const List&) {
 #endif
 
 core::ReduceParams reduction();
+// The norm that `params` will leave: float64 where a gradient is, else float32.
+at::Tensor empty_norm(const List& list, core::ReduceParams& params);
+// The same in the type that torch's functions return, which is that of the gradients.
+at::Tensor as_torch_returns(const at::Tensor& norm, const List& list);
 core::UpdateParams update();
 
 // In-place operators of PyTorch count the writes, and autograd compares the count.

@@ -2,7 +2,6 @@
 // Backend::run(list, reduce, update, groups), which cpu.cpp and cuda.cpp each define. On Meta there is nothing to run.
 #pragma once
 
-#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <cmath>
@@ -125,22 +124,13 @@ void unscale(at::TensorList grads, const at::Tensor& scale, const at::Tensor& fo
   run_on<Backend>(list, &params, nullptr, {}, {grads, found_inf});
 }
 
-// The norm that `params` will leave.
-inline at::Tensor empty_norm(const List& list, core::ReduceParams& params) {
-  params.norm_dtype = list.any_float64 ? core::DType::kFloat64 : core::DType::kFloat32;
-  const auto dtype = list.any_float64 ? at::kDouble : at::kFloat;
-  at::Tensor norm = at::empty({}, at::TensorOptions().device(list.device).dtype(dtype));
-  if (!list.meta) params.norm = norm.mutable_data_ptr();
-  return norm;
-}
-
 template <class Backend>
 at::Tensor norm(at::TensorList tensors) {
   const List list = make_list("multi_tensor_norm", {{core::kGrad, "tensors", tensors, false}}, -1, Backend::kMeta);
   core::ReduceParams params = reduction();
   const at::Tensor result = empty_norm(list, params);
   run_on<Backend>(list, &params, nullptr, {}, {});
-  return result;
+  return as_torch_returns(result, list);
 }
 
 template <class Backend>
@@ -155,7 +145,7 @@ at::Tensor clip_grad_norm(at::TensorList grads, double max_norm) {
   scale.use_workspace = true;
   scale.write_grads = true;
   run_on<Backend>(list, &reduce, &scale, {}, {grads});
-  return result;
+  return as_torch_returns(result, list);
 }
 
 template <class Backend>

@@ -138,10 +138,7 @@ class State : public torch::CustomClassHolder {
   at::Tensor clip_grad_norm(double max_norm) {
     const List& list = rows(true);
     core::ReduceParams reduce = reduction();
-    const at::Tensor norm =
-        at::empty({}, at::TensorOptions().device(list.device).dtype(list.any_float64 ? at::kDouble : at::kFloat));
-    reduce.norm_dtype = list.any_float64 ? core::DType::kFloat64 : core::DType::kFloat32;
-    reduce.norm = norm.mutable_data_ptr();
+    const at::Tensor norm = empty_norm(list, reduce);
     reduce.clip = true;
     reduce.max_norm = max_norm;
     core::UpdateParams scale = update();
@@ -149,7 +146,7 @@ class State : public torch::CustomClassHolder {
     scale.write_grads = true;
     run(list, &reduce, &scale, {});
     bump_grads();
-    return norm;
+    return as_torch_returns(norm, list);
   }
 
   // Raises what step() would raise, and writes nothing: where a step has several devices, all are looked at first.
