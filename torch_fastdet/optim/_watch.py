@@ -142,13 +142,13 @@ class Binding:
         made = 0
         if len(self.states) > 1:  # nothing is written where one of the devices would raise
             for device, state in self.states.items():
-                state.check_step(*self.numbers(optimizer, device), grad_scale is not None)
+                state.check_step(self.numbers(optimizer, device), grad_scale is not None)
         try:
             for device, state in self.states.items():
                 numbers = self.numbers(optimizer, device)
                 scaling = on_device(grad_scale, device), on_device(found_inf, device)
                 self.before_update(device, numbers, *scaling)
-                made += state.step_(*numbers, *scaling, False)
+                made += state.step_(numbers, *scaling, False)
         finally:  # a later device may fail
             if made:
                 self.give_buffers()

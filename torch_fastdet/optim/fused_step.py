@@ -16,9 +16,6 @@ from torch_fastdet.optim._watch import NUMBERS, Binding, SgdBinding
 from torch_fastdet.optim.adamw import AdamBinding
 from torch_fastdet.optim.musgd import MuSGD, MusgdBinding
 
-# The parts of MultiTensorState.fused_: the look at all gradients, and the update.
-REDUCE, UPDATE = 1, 2
-
 
 def binding_of(optimizer: Any) -> type[Binding] | None:
     """How a fused step holds this optimizer; None for one that it cannot step."""
@@ -218,31 +215,14 @@ class FusedStep:
         values, tensors, flags = self._kind.numbers(self.optimizer, self.device)
         if capturing:
             tensors = self._numbers.capture(values, tensors)
+        hyper = values, tensors, flags
+        reduction = scale, tracker, growth, self.max_norm, self.norm, self.found_inf
         decay, tau, updates = self._decay(capturing)
-        arguments = (
-            values,
-            tensors,
-            flags,
-            scale,
-            tracker,
-            growth,
-            self.max_norm,
-            self.norm,
-            self.found_inf,
-            decay,
-            tau,
-            updates,
-            self.counter,
-        )
-        state, made = binding.states[self.device], 0
-        if self._kind is MusgdBinding:
-            state.fused_(*arguments, REDUCE)
-            binding.before_update(
-                self.device, (values, tensors, flags), reduced=scale is not None or self.max_norm is not None
-            )
-            state.fused_(*arguments, UPDATE)
-        else:
-            made = state.fused_(*arguments, REDUCE | UPDATE)
+        state, between = binding.states[self.device], self._kind is MusgdBinding
+        if between:
+            state.reduce_(hyper, reduction)
+            binding.before_update(self.device, hyper, reduced=scale is not None or self.max_norm is not None)
+        made = state.fused_(hyper, reduction, (decay, tau, updates, self.counter), between)
         if made:
             binding.give_buffers()
         if self.ema is not None and decay >= 0 and not capturing:

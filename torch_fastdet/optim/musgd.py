@@ -206,7 +206,7 @@ class MusgdBinding(Binding):
         if reduced and device not in self.sharing:
             self.sharing.add(device)
             self.muon_states[device].set_workspace(self.states[device].workspace())
-        self.muon_states[device].step_(*numbers, grad_scale, found_inf, reduced)
+        self.muon_states[device].step_(numbers, grad_scale, found_inf, reduced)
         for muon in self.muons[device].values():
             muon.run()
 

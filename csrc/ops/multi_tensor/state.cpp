@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <tuple>
 
 #include "ops/multi_tensor/checks.h"
 #include "ops/multi_tensor/list.h"
@@ -20,7 +21,47 @@ using OptionalTensors = std::vector<std::optional<at::Tensor>>;
 
 constexpr int64_t kNesterov = 1, kMaximize = 2, kHasMomentum = 4, kDecoupled = 8;
 constexpr size_t kNumbers = 5;  // of a group: those of core::Group
-constexpr int64_t kReduce = 1, kUpdate = 2;
+
+// What Python passes as a tuple. Of each group: the numbers of core::Group; the tensors (or an empty list) that replace
+// them; flags.
+struct Hyper {
+  using Types = std::tuple<std::vector<double>, OptionalTensors, std::vector<int64_t>>;
+  const std::vector<double>& numbers;
+  const OptionalTensors& tensors;
+  const std::vector<int64_t>& flags;
+  Hyper(const Types& from) : numbers(std::get<0>(from)), tensors(std::get<1>(from)), flags(std::get<2>(from)) {}
+  double dampening(int64_t group) const { return numbers[kNumbers * group + 2]; }
+};
+
+// The look at all gradients: GradScaler's scale, growth tracker and (growth factor, backoff factor, growth interval),
+// the norm to clip to, and where the norm and the flag for infinite gradients go.
+struct Reduction {
+  using Types = std::tuple<std::optional<at::Tensor>, std::optional<at::Tensor>, std::vector<double>,
+                           std::optional<double>, at::Tensor, at::Tensor>;
+  const std::optional<at::Tensor>&scale, &growth_tracker;
+  const std::vector<double>& growth;
+  const std::optional<double> max_norm;
+  const at::Tensor &norm, &found_inf;
+  Reduction(const Types& from)
+      : scale(std::get<0>(from)),
+        growth_tracker(std::get<1>(from)),
+        growth(std::get<2>(from)),
+        max_norm(std::get<3>(from)),
+        norm(std::get<4>(from)),
+        found_inf(std::get<5>(from)) {}
+  bool needed() const { return scale || max_norm; }
+};
+
+// The moving average. Decay below 0: none. Tau above 0: the decay ramps over `updates`, this update's number, or over
+// the number in `counter` where updates is -1.
+struct Averaging {
+  using Types = std::tuple<double, double, int64_t, std::optional<at::Tensor>>;
+  const double decay, tau;
+  const int64_t updates;
+  const std::optional<at::Tensor>& counter;
+  Averaging(const Types& from)
+      : decay(std::get<0>(from)), tau(std::get<1>(from)), updates(std::get<2>(from)), counter(std::get<3>(from)) {}
+};
 
 class State : public torch::CustomClassHolder {
  public:
@@ -90,7 +131,7 @@ class State : public torch::CustomClassHolder {
     }
   }
 
-  // Where fused() with kReduce leaves scale, clip and overflow for this object, and for others that are given it.
+  // Where reduce() leaves scale, clip and overflow for this object, and for others that are given it.
   at::Tensor workspace() {
     if (!workspace_.defined()) {
       const c10::InferenceMode writable(false);
@@ -150,23 +191,20 @@ class State : public torch::CustomClassHolder {
   }
 
   // Raises what step() would raise, and writes nothing: where a step has several devices, all are looked at first.
-  void check_step(const std::vector<double>& hyper, const OptionalTensors& hyper_tensors,
-                  const std::vector<int64_t>& flags, bool unscales) {
-    missing_buffers(hyper, flags);
-    make_groups(rows(unscales), hyper, hyper_tensors, flags);
+  void check_step(const Hyper::Types& hyper, bool unscales) {
+    missing_buffers(hyper);
+    make_groups(rows(unscales), hyper);
   }
 
-  // One step. `hyper` has the numbers of core::Group for each group; `hyper_tensors` (or an empty list) the tensors
-  // that replace them. With `use_workspace` gradients are scaled, clipped and skipped as fused() found; Muon's are
-  // never written. Returns how many momentum buffers it made.
-  int64_t step(const std::vector<double>& hyper, const OptionalTensors& hyper_tensors,
-               const std::vector<int64_t>& flags, const std::optional<at::Tensor>& grad_scale,
+  // One step. With `use_workspace` gradients are scaled, clipped and skipped as reduce() found; Muon's are never
+  // written. Returns how many momentum buffers it made.
+  int64_t step(const Hyper::Types& hyper, const std::optional<at::Tensor>& grad_scale,
                const std::optional<at::Tensor>& found_inf, bool use_workspace) {
     const bool write_grads = grad_scale.has_value() && rule_ != core::Rule::kMuon;
-    const std::vector<size_t> missing = missing_buffers(hyper, flags);
+    const std::vector<size_t> missing = missing_buffers(hyper);
     const List& list = rows(write_grads);
     core::UpdateParams params = update();
-    const auto groups = make_groups(list, hyper, hyper_tensors, flags);
+    const auto groups = make_groups(list, hyper);
     params.rule = rule_;
     params.use_workspace = use_workspace;
     params.grad_scale = float_pointer(grad_scale, list, name_.c_str(), "grad_scale");
@@ -191,67 +229,35 @@ class State : public torch::CustomClassHolder {
     bump_averages();
   }
 
-  // Unscale, clip, the optimizer's step and moving average in two launches (one, where neither a scale nor a norm is
-  // needed). Gradients stay as they are. `growth`: growth factor, backoff factor, growth interval. `decay` below 0: no
-  // moving average; tau above 0: a ramp over `updates`, or over the number in `counter` where updates is -1. `parts`:
-  // kReduce, kUpdate or both; what runs in between finds the reduction's result in workspace().
-  int64_t fused(const std::vector<double>& hyper, const OptionalTensors& hyper_tensors,
-                const std::vector<int64_t>& flags, const std::optional<at::Tensor>& scale,
-                const std::optional<at::Tensor>& growth_tracker, const std::vector<double>& growth,
-                const std::optional<double>& max_norm, const at::Tensor& norm, const at::Tensor& found_inf,
-                double decay, double tau, int64_t updates, const std::optional<at::Tensor>& counter, int64_t parts) {
-    const char* op = name_.c_str();
-    const std::vector<size_t> missing = missing_buffers(hyper, flags);
-    if (parts != (kReduce | kUpdate)) workspace();
+  // The first half of fused(), for steps that do something in between: it finds the result in workspace().
+  void reduce(const Hyper::Types& hyper, const Reduction::Types& reduction) {
+    workspace();
+    check_step(hyper, false);  // before the scale changes
     const List& list = rows(false);
-    const auto groups = make_groups(list, hyper, hyper_tensors, flags);
-    core::ReduceParams reduce = reduction();
-    const bool reduces = scale || max_norm;
-    if (reduces) {
-      reduce.scale = float_pointer(scale, list, op, "scale");
-      reduce.found_inf = float_pointer(found_inf, list, op, "found_inf");
-      reduce.skip_on_overflow = scale.has_value();
-      check_scalar_tensor(norm, list.device, op, "norm");
-      reduce.norm = norm.mutable_data_ptr();
-      reduce.norm_dtype = core_dtype(norm.scalar_type());
-      reduce.clip = max_norm.has_value();
-      reduce.max_norm = max_norm.value_or(0.0);
-    }
-    if (scale) {
-      TORCH_CHECK(growth_tracker && growth_tracker->scalar_type() == at::kInt && growth_tracker->numel() == 1 &&
-                      growth_tracker->device() == list.device,
-                  op, ": growth_tracker of the scaler is not one int32 on ", list.device, ", as scale is");
-      TORCH_CHECK(growth.size() == 3, op, ": growth has ", growth.size(), " numbers, but three are expected");
-      reduce.new_scale = reduce.scale ? const_cast<float*>(reduce.scale) : nullptr;
-      reduce.growth_tracker = static_cast<int32_t*>(growth_tracker->mutable_data_ptr());
-      reduce.growth_factor = growth[0];
-      reduce.backoff_factor = growth[1];
-      constexpr double kLongest = std::numeric_limits<int32_t>::max();
-      reduce.growth_interval = static_cast<int32_t>(std::min(growth[2], kLongest));
-    }
+    const core::ReduceParams params = reduce_params(list, reduction);
+    unfilled_pointer();
+    if (Reduction(reduction).needed()) run(list, &params, nullptr, {});
+  }
+
+  // Unscale, clip, the optimizer's step and moving average in two launches (one, where neither a scale nor a norm is
+  // needed, or where reduce() has been called: `reduced`). Gradients stay as they are.
+  int64_t fused(const Hyper::Types& hyper, const Reduction::Types& reduction, const Averaging::Types& averaging,
+                bool reduced) {
+    const Reduction wanted(reduction);
+    const std::vector<size_t> missing = missing_buffers(hyper);
+    const List& list = rows(false);
+    const auto groups = make_groups(list, hyper);
+    const core::ReduceParams reduce = reduce_params(list, wanted);
     core::UpdateParams params = update();
-    params.use_workspace = reduces;
+    params.use_workspace = wanted.needed();
     params.rule = rule_;
-    params.ema = decay >= 0;
-    params.decay = scalar(decay);
-    params.tau = tau;
-    params.updates = updates;
-    if (counter) {
-      TORCH_CHECK(counter->scalar_type() == at::kLong && counter->numel() == 1 && counter->device() == list.device, op,
-                  ": counter is ", dtype_name(counter->scalar_type()), " on ", counter->device(), ", but one int64 on ",
-                  list.device, " is expected");
-      params.counter = static_cast<int64_t*>(counter->mutable_data_ptr());
-      params.write_counter = params.ema;
-    }
-    TORCH_CHECK(!params.ema || updates >= 0 || counter, op, ": updates is -1, but no counter is given");
-    const bool updates_now = parts & kUpdate;
+    set_average(params, list, averaging);
     with_buffers(missing, hyper, [&] {
       if (!missing.empty()) rows(false);
       params.unfilled = unfilled_pointer();
-      run(list, reduces && (parts & kReduce) ? &reduce : nullptr, updates_now ? &params : nullptr, groups);
+      run(list, wanted.needed() && !reduced ? &reduce : nullptr, &params, groups);
     });
-    if (!updates_now) return static_cast<int64_t>(missing.size());
-    after_step(scale.has_value());
+    after_step(wanted.scale.has_value());
     if (params.ema) bump_averages();
     return static_cast<int64_t>(missing.size());
   }
@@ -366,10 +372,57 @@ class State : public torch::CustomClassHolder {
     return any ? static_cast<uint8_t*>(unfilled_bytes_.mutable_data_ptr()) : nullptr;
   }
 
+  core::ReduceParams reduce_params(const List& list, const Reduction& wanted) const {
+    const char* op = name_.c_str();
+    core::ReduceParams params = reduction();
+    if (!wanted.needed()) return params;
+    params.scale = float_pointer(wanted.scale, list, op, "scale");
+    params.found_inf = float_pointer(wanted.found_inf, list, op, "found_inf");
+    params.skip_on_overflow = wanted.scale.has_value();
+    check_scalar_tensor(wanted.norm, list.device, op, "norm");
+    params.norm = wanted.norm.mutable_data_ptr();
+    params.norm_dtype = core_dtype(wanted.norm.scalar_type());
+    params.clip = wanted.max_norm.has_value();
+    params.max_norm = wanted.max_norm.value_or(0.0);
+    if (!wanted.scale) return params;
+    const std::optional<at::Tensor>& tracker = wanted.growth_tracker;
+    TORCH_CHECK(
+        tracker && tracker->scalar_type() == at::kInt && tracker->numel() == 1 && tracker->device() == list.device, op,
+        ": growth_tracker of the scaler is not one int32 on ", list.device, ", as scale is");
+    TORCH_CHECK(wanted.growth.size() == 3, op, ": growth has ", wanted.growth.size(),
+                " numbers, but three are expected");
+    params.new_scale = params.scale ? const_cast<float*>(params.scale) : nullptr;
+    params.growth_tracker = static_cast<int32_t*>(tracker->mutable_data_ptr());
+    params.growth_factor = wanted.growth[0];
+    params.backoff_factor = wanted.growth[1];
+    constexpr double kLongest = std::numeric_limits<int32_t>::max();
+    params.growth_interval = static_cast<int32_t>(std::min(wanted.growth[2], kLongest));
+    return params;
+  }
+
+  void set_average(core::UpdateParams& params, const List& list, const Averaging& wanted) const {
+    const char* op = name_.c_str();
+    params.ema = wanted.decay >= 0;
+    params.decay = scalar(wanted.decay);
+    params.tau = wanted.tau;
+    params.updates = wanted.updates;
+    if (wanted.counter) {
+      const at::Tensor& counter = *wanted.counter;
+      TORCH_CHECK(counter.scalar_type() == at::kLong && counter.numel() == 1 && counter.device() == list.device, op,
+                  ": counter is ", dtype_name(counter.scalar_type()), " on ", counter.device(), ", but one int64 on ",
+                  list.device, " is expected");
+      params.counter = static_cast<int64_t*>(counter.mutable_data_ptr());
+      params.write_counter = params.ema;
+    }
+    TORCH_CHECK(!params.ema || wanted.updates >= 0 || wanted.counter, op, ": updates is -1, but no counter is given");
+  }
+
   // Parameters that have a gradient for the first time and need a momentum buffer.
-  std::vector<size_t> missing_buffers(const std::vector<double>& hyper, const std::vector<int64_t>& flags) {
-    TORCH_CHECK(flags.size() >= has_momentum_.size() && hyper.size() == kNumbers * flags.size(), name_, ": flags has ",
-                flags.size(), " and hyper ", hyper.size(), " entries, but ", has_momentum_.size(), " groups are here");
+  std::vector<size_t> missing_buffers(const Hyper& hyper) {
+    const std::vector<int64_t>& flags = hyper.flags;
+    TORCH_CHECK(flags.size() >= has_momentum_.size() && hyper.numbers.size() == kNumbers * flags.size(), name_,
+                ": flags has ", flags.size(), " and hyper ", hyper.numbers.size(), " entries, but ",
+                has_momentum_.size(), " groups are here");
     has_momentum_.resize(flags.size());  // the last groups may have no parameter here
     for (size_t group = 0; group < flags.size(); ++group) has_momentum_[group] = flags[group] & kHasMomentum;
     std::vector<size_t> missing;
@@ -390,14 +443,14 @@ class State : public torch::CustomClassHolder {
   // skipped first step leaves zeros; where dampening makes the first step a different one, a byte on the device tells
   // it apart.
   template <typename F>
-  void with_buffers(const std::vector<size_t>& missing, const std::vector<double>& hyper, const F& step) {
+  void with_buffers(const std::vector<size_t>& missing, const Hyper& hyper, const F& step) {
     try {
       // Made once and written in every step: a tensor of torch.inference_mode could not be written in training.
       const c10::InferenceMode writable(false);
       const at::NoGradGuard no_grad;
       for (const size_t i : missing) {
         momentum_[i] = at::zeros_like(params_[i].detach());
-        if (hyper[kNumbers * groups_[i] + 2] == 0.0) continue;
+        if (hyper.dampening(groups_[i]) == 0.0) continue;
         if (!unfilled_bytes_.defined()) {
           const auto options = at::TensorOptions().device(params_[0].device()).dtype(at::kByte);
           unfilled_bytes_ = at::zeros({static_cast<int64_t>(params_.size() + values_.size())}, options);
@@ -445,15 +498,15 @@ class State : public torch::CustomClassHolder {
 
   std::string in_group(size_t group) const { return name_ + ": " + indexed("param_groups", group); }
 
-  std::vector<core::Group> make_groups(const List& list, const std::vector<double>& hyper,
-                                       const OptionalTensors& tensors, const std::vector<int64_t>& flags) const {
+  std::vector<core::Group> make_groups(const List& list, const Hyper& hyper) const {
+    const auto& [numbers, tensors, flags] = hyper;
     const char* op = name_.c_str();
     static const char* const sgd_names[kNumbers] = {"lr", "momentum", "dampening", "weight_decay", "muon"};
     static const char* const adam_names[kNumbers] = {"lr", "betas[0]", "betas[1]", "weight_decay", "eps"};
     const bool adam = rule_ == core::Rule::kAdam;
     const auto& names = adam ? adam_names : sgd_names;
-    TORCH_CHECK(tensors.empty() || tensors.size() == hyper.size(), op, ": hyper_tensors has ", tensors.size(),
-                " entries, but hyper has ", hyper.size());
+    TORCH_CHECK(tensors.empty() || tensors.size() == numbers.size(), op, ": hyper_tensors has ", tensors.size(),
+                " entries, but hyper has ", numbers.size());
     std::vector<core::Group> groups;
     for (size_t group = 0; group < flags.size(); ++group) {
       core::Scalar scalars[kNumbers];
@@ -463,8 +516,8 @@ class State : public torch::CustomClassHolder {
           scalars[k] = scalar(*tensors[at], list, in_group(group).c_str(), names[k]);
         } else {
           const bool any_sign = !adam && (k == 2 || k == 4);
-          if (!any_sign && !(hyper[at] >= 0.0)) check_hyper_parameter(in_group(group).c_str(), names[k], hyper[at]);
-          scalars[k] = scalar(hyper[at]);
+          if (!any_sign && !(numbers[at] >= 0.0)) check_hyper_parameter(in_group(group).c_str(), names[k], numbers[at]);
+          scalars[k] = scalar(numbers[at]);
         }
       }
       groups.push_back({scalars[0], scalars[1], scalars[2], scalars[3], scalars[4], (flags[group] & kNesterov) != 0,
@@ -511,6 +564,7 @@ TORCH_LIBRARY_FRAGMENT(torch_fastdet, m) {
       .def("check_step", &State::check_step)
       .def("step_", &State::step)
       .def("ema_", &State::ema)
+      .def("reduce_", &State::reduce)
       .def("fused_", &State::fused);
 }
 
