@@ -51,7 +51,39 @@ def _check_word(name: str, value: Any, known: tuple[str, ...]) -> None:
         raise ValueError(f"UltralyticsPostProcess: {name} is {value!r}, but one of {', '.join(known)} is expected")
 
 
-class YOLOv5PostProcess(nn.Module):
+class _PostProcess(nn.Module):
+    """The options of a head's suppression, each an attribute that may be changed. TorchScript reads a class's own annotations."""
+
+    classes: list[int] | None
+
+    def _take(self, options: nms.NmsOptions) -> None:
+        # TorchScript types attributes by their values, so each is stored as the plain type that the operator wants.
+        self.conf_thres = options.conf_thres
+        self.iou_thres = options.iou_thres
+        self.classes = options.classes
+        self.agnostic = options.agnostic
+        self.multi_label = options.multi_label
+        self.max_det = options.max_det
+        self.per_class = options.per_class
+        self.max_nms = options.max_nms
+        self.max_wh = options.max_wh
+
+    def _options(self, letterboxes: Tensor | None) -> nms.NmsOptions:
+        return nms.NmsOptions(
+            self.conf_thres,
+            self.iou_thres,
+            self.classes,
+            self.agnostic,
+            self.multi_label,
+            self.max_det,
+            letterboxes,
+            self.per_class,
+            self.max_nms,
+            self.max_wh,
+        )
+
+
+class YOLOv5PostProcess(_PostProcess):
     """:func:`torch_fastdet.ops.yolov5_postprocess` as a module; all options but these are its own.
 
     Args:
@@ -80,7 +112,12 @@ class YOLOv5PostProcess(nn.Module):
         max_wh: float = 7680.0,
     ):
         super().__init__()
-        nms._check_options("YOLOv5PostProcess", conf_thres, iou_thres, max_det, max_nms, per_class)
+        op = "YOLOv5PostProcess"
+        self._take(
+            nms.checked_options(
+                op, conf_thres, iou_thres, classes, agnostic, multi_label, max_det, per_class, max_nms, max_wh
+            )
+        )
         _check_count("YOLOv5PostProcess", "nc", nc, 1, "classes")
         _check_count("YOLOv5PostProcess", "nm", nm, 0, "masks")
         self.strides = _stride_list("YOLOv5PostProcess", strides)
@@ -91,18 +128,8 @@ class YOLOv5PostProcess(nn.Module):
                 "width and height of each anchor of each level, in cells"
             )
         self.register_buffer("anchors", anchors)
-        # TorchScript types attributes by their values, so each is stored as the plain type that the operator wants.
         self.nc = int(nc)
-        self.conf_thres = float(conf_thres)
-        self.iou_thres = float(iou_thres)
-        self.classes = nms._class_list("YOLOv5PostProcess", classes)
-        self.agnostic = bool(agnostic)
-        self.multi_label = bool(multi_label)
-        self.max_det = int(max_det)
         self.nm = int(nm)
-        self.per_class = per_class
-        self.max_nms = int(max_nms)
-        self.max_wh = float(max_wh)
 
     @classmethod
     def from_model(cls, model: nn.Module, **options: Any) -> "YOLOv5PostProcess":
@@ -123,28 +150,14 @@ class YOLOv5PostProcess(nn.Module):
                     f"YOLOv5PostProcess: a head map has {outputs} channels an anchor, but nc + 5 + nm = "
                     f"{self.nc + 5 + self.nm} are expected"
                 )
-        return nms.yolov5_postprocess(
-            heads,
-            self.anchors,
-            self.strides,
-            self.conf_thres,
-            self.iou_thres,
-            self.classes,
-            self.agnostic,
-            self.multi_label,
-            self.max_det,
-            self.nm,
-            letterboxes,
-            self.per_class,
-            self.max_nms,
-            self.max_wh,
-        )
+        options = self._options(letterboxes)
+        return nms.yolov5_postprocess(heads, self.anchors, self.strides, *options[:6], self.nm, *options[6:])
 
     def extra_repr(self) -> str:
         return f"nc={self.nc}, strides={self.strides}, conf_thres={self.conf_thres}, iou_thres={self.iou_thres}"
 
 
-class UltralyticsPostProcess(nn.Module):
+class UltralyticsPostProcess(_PostProcess):
     """:func:`torch_fastdet.ops.ultralytics_postprocess` as a module; all options but these are its own.
 
     Args:
@@ -183,7 +196,13 @@ class UltralyticsPostProcess(nn.Module):
         end2end: bool = False,
     ):
         super().__init__()
-        nms._check_options("UltralyticsPostProcess", conf_thres, iou_thres, max_det, max_nms, per_class)
+        op = "UltralyticsPostProcess"
+        options = nms.checked_options(
+            op, conf_thres, iou_thres, classes, agnostic, multi_label, max_det, per_class, max_nms, max_wh
+        )
+        self._take(options)
+        if end2end:  # which needs no suppression: no IoU is above 1
+            self.iou_thres, self.multi_label = 1.0, not agnostic
         _check_count("UltralyticsPostProcess", "nc", nc, 1, "classes")
         _check_count("UltralyticsPostProcess", "reg_max", reg_max, 1, "bins")
         _check_word("task", task, tuple(_EXTRA_KINDS))
@@ -192,16 +211,7 @@ class UltralyticsPostProcess(nn.Module):
         self.strides = _stride_list("UltralyticsPostProcess", strides)
         self.nc = int(nc)
         self.reg_max = int(reg_max)
-        self.conf_thres = float(conf_thres)
         self.end2end = bool(end2end)
-        self.iou_thres = 1.0 if end2end else float(iou_thres)  # no IoU is above 1
-        self.classes = nms._class_list("UltralyticsPostProcess", classes)
-        self.agnostic = bool(agnostic)
-        self.multi_label = not agnostic if end2end else bool(multi_label)
-        self.max_det = int(max_det)
-        self.per_class = per_class
-        self.max_nms = int(max_nms)
-        self.max_wh = float(max_wh)
         self.task = task
         self.extra_kind = _EXTRA_KINDS[task][0] if extra_kind is None else extra_kind
         self.rotated = rotated_rule if task == "obb" else "none"
@@ -245,23 +255,9 @@ class UltralyticsPostProcess(nn.Module):
         self, boxes: list[Tensor], scores: list[Tensor], extra: list[Tensor], letterboxes: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The same for maps that are apart, as the operator takes them; also gives indices."""
+        options = self._options(letterboxes)
         return nms.ultralytics_postprocess(
-            boxes,
-            scores,
-            extra,
-            self.strides,
-            self.conf_thres,
-            self.iou_thres,
-            self.classes,
-            self.agnostic,
-            self.multi_label,
-            self.max_det,
-            letterboxes,
-            self.per_class,
-            self.max_nms,
-            self.max_wh,
-            self.rotated,
-            self.extra_kind,
+            boxes, scores, extra, self.strides, *options[:6], *options[6:], self.rotated, self.extra_kind
         )
 
     def extra_repr(self) -> str:

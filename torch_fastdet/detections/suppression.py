@@ -120,26 +120,17 @@ def yolov5_non_max_suppression(
         raise ValueError(
             f"{op}: prediction has shape {tuple(prediction.shape)}, but (images, N, 5 + classes + nm) is expected"
         )
-    conf_thres, iou_thres, max_det, max_nms = float(conf_thres), float(iou_thres), int(max_det), 30000  # as stock
-    nms._check_options(op, conf_thres, iou_thres, max_det, max_nms, per_class)
+    listed = _stock_class_list(op, classes)
+    options = nms.checked_options(op, conf_thres, iou_thres, listed, agnostic, multi_label, max_det, per_class)
     home = prediction.device
-    prediction = prediction.to(_computing_device(op, prediction, device, "yolov5", conf_thres, bool(multi_label)))
+    where = _computing_device(op, prediction, device, "yolov5", options.conf_thres, options.multi_label)
+    prediction = prediction.to(where)
     label_rows = _label_rows(op, labels, prediction.shape[0], prediction.device)
     rows = prediction.shape[1] + (0 if label_rows is None else label_rows.shape[0])
     candidates = rows * (prediction.shape[2] if multi_label else 1)
+    capacity = _capacity(options.max_det, options.max_nms, candidates)
     detections, counts = nms.non_max_suppression_padded(
-        prediction,
-        conf_thres,
-        iou_thres,
-        _stock_class_list(op, classes),
-        bool(agnostic),
-        bool(multi_label),
-        _capacity(max_det, max_nms, candidates),
-        int(nm),
-        label_rows,
-        None,
-        per_class,
-        max_nms,
+        prediction, *options[:5], capacity, int(nm), label_rows, *options[6:]
     )
     return _split(detections.to(home), counts.tolist())
 
@@ -223,31 +214,22 @@ def ultralytics_non_max_suppression(
     prediction = _first(op, prediction)
     filters = prediction.shape[-1:] == (6,) or end2end
     _check_ultralytics(op, prediction, filters, rotated_rule)
-    conf_thres, iou_thres, max_det, max_nms = float(conf_thres), float(iou_thres), int(max_det), int(max_nms)
-    nms._check_options(op, conf_thres, iou_thres, max_det, max_nms, per_class)
+    listed = _stock_class_list(op, classes)
+    options = nms.checked_options(
+        op, conf_thres, iou_thres, listed, agnostic, multi_label, max_det, per_class, max_nms, max_wh
+    )
     home = prediction.device
     if filters and isinstance(device, str) and device == "auto":
         device = None
-    where = _computing_device(op, prediction, device, "ultralytics", conf_thres, bool(multi_label))
+    where = _computing_device(op, prediction, device, "ultralytics", options.conf_thres, options.multi_label)
     if filters:
-        detections, counts, indices = _filter_end2end(prediction, conf_thres, _stock_class_list(op, classes), max_det)
+        detections, counts, indices = _filter_end2end(prediction, options.conf_thres, options.classes, options.max_det)
     else:
         prediction = prediction.to(where)
         candidates = prediction.shape[2] * (prediction.shape[1] if multi_label else 1)
+        capacity = _capacity(options.max_det, options.max_nms, candidates)
         detections, counts, indices = nms.ultralytics_non_max_suppression_padded(
-            prediction,
-            conf_thres,
-            iou_thres,
-            _stock_class_list(op, classes),
-            bool(agnostic),
-            bool(multi_label),
-            _capacity(max_det, max_nms, candidates),
-            int(nc),
-            None,
-            per_class,
-            max_nms,
-            float(max_wh),
-            rotated_rule if rotated else "none",
+            prediction, *options[:5], capacity, int(nc), *options[6:], rotated_rule if rotated else "none"
         )
     sizes = counts.tolist()
     rows = _split(detections.to(home), sizes)

@@ -3,9 +3,8 @@
 Every operator works without a host sync, is capturable in a CUDA graph and gives the same result on the CPU and the GPU.
 """
 
-from __future__ import annotations
-
-from typing import Any
+# No "from __future__ import annotations": TorchScript reads the types of NmsOptions as they stand.
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +24,41 @@ class _ThresholdError(ValueError, AssertionError):
     """YOLOv5 and Ultralytics assert that thresholds are between 0 and 1; programs may catch that."""
 
 
-def _check_options(op: str, conf_thres: float, iou_thres: float, max_det: int, max_nms: int, per_class: str) -> None:
-    """What the operators refuse, for callers that come before their first call or do without them."""
+class NmsOptions(NamedTuple):
+    """What all suppressing operators take, in the order of their schemas: the first six are ``[:6]``, the last four ``[6:]``.
+
+    :func:`non_max_suppression_padded` explains them. TorchScript takes the tuple as it is.
+    """
+
+    conf_thres: float = 0.25
+    iou_thres: float = 0.45
+    classes: list[int] | None = None
+    agnostic: bool = False
+    multi_label: bool = False
+    max_det: int = 300
+    letterboxes: Tensor | None = None
+    per_class: str = "offset"
+    max_nms: int = 30000
+    max_wh: float = 7680.0
+
+
+def checked_options(
+    op: str,
+    conf_thres: float,
+    iou_thres: float,
+    classes: Any,
+    agnostic: bool,
+    multi_label: bool,
+    max_det: int,
+    per_class: str,
+    max_nms: int = 30000,
+    max_wh: float = 7680.0,
+) -> NmsOptions:
+    """The options as the operators want them, for callers that come before their first call or do without them.
+
+    What the operators refuse is an error here. The types are the operators' own: other numbers serve too.
+    """
+    conf_thres, iou_thres, max_det, max_nms = float(conf_thres), float(iou_thres), int(max_det), int(max_nms)
     for option, value in (("conf_thres", conf_thres), ("iou_thres", iou_thres)):
         if not 0 <= value <= 1:
             raise _ThresholdError(f"{op}: {option} is {value}, but a threshold between 0 and 1 is expected")
@@ -35,6 +67,18 @@ def _check_options(op: str, conf_thres: float, iou_thres: float, max_det: int, m
             raise ValueError(f"{op}: {option} is {value}, but 0 or more is expected")
     if per_class not in ("offset", "exact"):
         raise ValueError(f"{op}: per_class is {per_class!r}, but 'offset' or 'exact' is expected")
+    return NmsOptions(
+        conf_thres,
+        iou_thres,
+        _class_list(op, classes),
+        bool(agnostic),
+        bool(multi_label),
+        max_det,
+        None,
+        per_class,
+        max_nms,
+        float(max_wh),
+    )
 
 
 def _class_list(op: str, classes: Any) -> list[int] | None:
@@ -133,21 +177,10 @@ def non_max_suppression_padded(
         check_optional_tensor("non_max_suppression_padded", "labels", labels)
         check_optional_tensor("non_max_suppression_padded", "letterboxes", letterboxes)
         classes = _class_list("non_max_suppression_padded", classes)
-    return torch.ops.torch_fastdet.non_max_suppression_padded(
-        prediction,
-        conf_thres,
-        iou_thres,
-        classes,
-        agnostic,
-        multi_label,
-        max_det,
-        nm,
-        labels,
-        letterboxes,
-        per_class,
-        max_nms,
-        max_wh,
+    options = NmsOptions(
+        conf_thres, iou_thres, classes, agnostic, multi_label, max_det, letterboxes, per_class, max_nms, max_wh
     )
+    return torch.ops.torch_fastdet.non_max_suppression_padded(prediction, *options[:6], nm, labels, *options[6:])
 
 
 def ultralytics_non_max_suppression_padded(
@@ -193,20 +226,11 @@ def ultralytics_non_max_suppression_padded(
         check_tensor("ultralytics_non_max_suppression_padded", "prediction", prediction)
         check_optional_tensor("ultralytics_non_max_suppression_padded", "letterboxes", letterboxes)
         classes = _class_list("ultralytics_non_max_suppression_padded", classes)
+    options = NmsOptions(
+        conf_thres, iou_thres, classes, agnostic, multi_label, max_det, letterboxes, per_class, max_nms, max_wh
+    )
     return torch.ops.torch_fastdet.ultralytics_non_max_suppression_padded(
-        prediction,
-        conf_thres,
-        iou_thres,
-        classes,
-        agnostic,
-        multi_label,
-        max_det,
-        nc,
-        letterboxes,
-        per_class,
-        max_nms,
-        max_wh,
-        rotated,
+        prediction, *options[:6], nc, *options[6:], rotated
     )
 
 
@@ -240,22 +264,10 @@ def yolov5_postprocess(
         check_tensor("yolov5_postprocess", "anchors", anchors)
         check_optional_tensor("yolov5_postprocess", "letterboxes", letterboxes)
         classes = _class_list("yolov5_postprocess", classes)
-    return torch.ops.torch_fastdet.yolov5_postprocess(
-        heads,
-        anchors,
-        strides,
-        conf_thres,
-        iou_thres,
-        classes,
-        agnostic,
-        multi_label,
-        max_det,
-        nm,
-        letterboxes,
-        per_class,
-        max_nms,
-        max_wh,
+    options = NmsOptions(
+        conf_thres, iou_thres, classes, agnostic, multi_label, max_det, letterboxes, per_class, max_nms, max_wh
     )
+    return torch.ops.torch_fastdet.yolov5_postprocess(heads, anchors, strides, *options[:6], nm, *options[6:])
 
 
 def ultralytics_postprocess(
@@ -308,23 +320,11 @@ def ultralytics_postprocess(
         _check_strides("ultralytics_postprocess", strides)
         check_optional_tensor("ultralytics_postprocess", "letterboxes", letterboxes)
         classes = _class_list("ultralytics_postprocess", classes)
+    options = NmsOptions(
+        conf_thres, iou_thres, classes, agnostic, multi_label, max_det, letterboxes, per_class, max_nms, max_wh
+    )
     return torch.ops.torch_fastdet.ultralytics_postprocess(
-        boxes,
-        scores,
-        extra,
-        strides,
-        conf_thres,
-        iou_thres,
-        classes,
-        agnostic,
-        multi_label,
-        max_det,
-        letterboxes,
-        per_class,
-        max_nms,
-        max_wh,
-        rotated,
-        extra_kind,
+        boxes, scores, extra, strides, *options[:6], *options[6:], rotated, extra_kind
     )
 
 
