@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from tests.loader.leftovers import open_memories
-from torch_fastdet import ops
-from torch_fastdet.loader import finish
+from tests.loader.pretended import made, pictures_on_the_cpu
 from torch_fastdet.loader.jpeg import is_jpeg, packed_size, read_jpeg
 from torch_fastdet.loader.memory import JpegFiles, PictureMemory
 from torch_fastdet.loader.plan import AFFINE, FILES, OWN, PERSPECTIVE, Layer, Picture, Source, pack, run_on_cpu
@@ -186,24 +185,6 @@ def test_rectangles_are_put_together():
     assert found.tolist() == [[1, 1, 6, 4], [0, 0, 0, 0], [0, 0, 0, 0]]
 
 
-class NoLocks:
-    def lock(self, start, size):
-        pass
-
-
-def pictures_on_the_cpu(memory, cached):
-    """A DevicePictures whose GPU is the CPU; the first ``cached`` bytes of the pictures' memory have a place in its cache."""
-    pictures = object.__new__(finish.DevicePictures)
-    pictures.memory, pictures.device = memory, torch.device("cpu")
-    pictures._cache = torch.zeros(cached, dtype=torch.uint8)
-    ends = memory.offsets + memory.shapes.prod(1) * 3
-    pictures._fits = (memory.offsets >= 0) & (ends <= cached)
-    pictures._here = np.zeros(len(memory), dtype=bool)
-    pictures._host, pictures._host_files = memory.tensor(), memory.files.tensor()
-    pictures._locks = pictures._file_locks = NoLocks()
-    return pictures
-
-
 @pytest.mark.parametrize("cached", [0, 10_000, 1 << 15])
 @pytest.mark.parametrize("decoded", [(), (1, 3)], ids=["files", "files and pictures"])
 def test_batches_of_files_have_the_same_pixels(cached, decoded, files):
@@ -222,23 +203,7 @@ def test_batches_of_files_have_the_same_pixels(cached, decoded, files):
             storages, placements = pictures._bring(plan)
             assert np.array_equal(plan.placements, before)
         seen |= set(placements[:, 0].tolist())
-        _, layers, matrices, rows, blend, tables, masks = map(torch.from_numpy, plan.tables_in_order())
-        warp, lanes = ops.opencv_rules()
-        out = torch.zeros_like(wanted)
-        ops.image_augment_(
-            out,
-            storages,
-            torch.from_numpy(placements),
-            layers,
-            matrices,
-            rows,
-            blend,
-            tables,
-            masks,
-            warp=warp,
-            hsv_lanes=lanes,
-        )
-        assert torch.equal(out, wanted)
+        assert torch.equal(made(plan, storages, placements), wanted)
     assert (FILES in seen) == (cached < 1 << 15) and (OWN in seen) == (cached < 1 << 15 and bool(decoded))
 
 

@@ -19,11 +19,14 @@ import torch
 
 import torch_fastdet.ultralytics as drop_in
 from tests.loader.leftovers import closes, open_memories, orphans, started
+from tests.loader.pretended import made, pictures_on_the_cpu
 from torch_fastdet.ops import opencv_rules
 
 SIZE = 96
 # As large as SIZE, smaller, larger, flat, tall, and two that are nearly square.
 SIZES = [(96, 96), (128, 96), (64, 96), (96, 64), (50, 33), (33, 50), (200, 151), (151, 200), (97, 96), (49, 98)]
+# Their longer side is SIZE: nothing is resized.
+FILES = [(96, 96), (72, 96), (64, 96), (96, 64), (33, 96), (96, 50), (96, 71), (96, 97 - 1), (95, 96), (48, 96)]
 HYP = {"degrees": 5.0, "shear": 2.0, "flipud": 0.3, "mixup": 0.3}
 SEGMENTS = {"root": "segments", "task": "segment", "copy_paste": 0.6, **HYP}
 
@@ -65,6 +68,10 @@ CASES = {
     "segment_val": {"root": "segments", "task": "segment", "mode": "val", "rect": True},
     "pose": POSE | {"workers": 2},
     "obb": {"root": "segments", "task": "obb", **HYP},
+    "files": {"root": "files", "workers": 2, **HYP},
+    "files_alone": {"root": "files", "epochs": 3, **HYP},
+    "files_on_pixels": {"root": "files", "workers": 2, "cutmix": 0.5, "epochs": 3, **HYP},
+    "files_val": {"root": "files", "mode": "val", "rect": True},
     "no_memory": {"environment": "TORCH_FASTDET_CACHE=0", "workers": 2, **HYP},
     "little_memory": {"environment": "TORCH_FASTDET_CACHE=200K", **HYP},
     "little_gpu_memory": {"environment": "TORCH_FASTDET_GPU_CACHE=200K", "workers": 2, **HYP},
@@ -116,11 +123,13 @@ def _make(cv2, root: Path, kind: str, count: int = 24) -> Path:
     for name in ("images", "labels"):
         (root / name).mkdir(parents=True)
     for number in range(count):
-        height, width = SIZES[number % len(SIZES)]
+        height, width = (SIZES if kind != "files" else FILES)[number % 10]
         coarse = generator.integers(0, 255, (height // 8, width // 8, 3), dtype=np.uint8)
         image = cv2.resize(coarse, (width, height), interpolation=cv2.INTER_CUBIC)
         image = image[..., 0] if number == 3 else image
-        cv2.imwrite(str(root / "images" / f"{number}.{'jpg' if number % 2 else 'png'}"), image)
+        suffix = "jpg" if number % 2 or (kind == "files" and number != 8) else "png"
+        progressive = [cv2.IMWRITE_JPEG_PROGRESSIVE, 1] if kind == "files" and number == 6 else []
+        cv2.imwrite(str(root / "images" / f"{number}.{suffix}"), image, progressive)
         rows = []
         for _ in range(0 if number == 5 else int(generator.integers(1, 5))):
             x, y, w, h = *generator.uniform(0.3, 0.7, 2), *generator.uniform(0.05, 0.5, 2)
@@ -203,19 +212,16 @@ def ours(function, *arguments, **options):
 def pretended_gpu(monkeypatch):
     """Loaders work as they do where there is a GPU, with the CPU's operator in its place."""
     from torch_fastdet.loader import loop
-    from torch_fastdet.loader.plan import run_on_cpu
 
     class Pictures:
         def __init__(self, memory):
-            self.memory = memory
+            self.pictures = pictures_on_the_cpu(memory)
 
         def held(self):
             return 0
 
         def __call__(self, plan):
-            out = torch.empty((len(plan.pictures), 3, *plan.size), dtype=torch.uint8)
-            run_on_cpu(plan, self.memory, out)
-            return out
+            return made(plan, *self.pictures._bring(plan))
 
     def begin(finisher, memory, device):
         finisher.device, finisher.pictures = device, Pictures(memory)
@@ -253,22 +259,25 @@ def test_batches_are_stocks(ultralytics, root, device, case, monkeypatch, capsys
     compare(mine, stock)
     assert mine[0]["img"].device.type == device.type
     said = capsys.readouterr().err
-    assert "pictures are decoded once" in said and "a plan cannot say" not in said and "leaves the rest" not in said
+    assert "batches are made" in said and "a plan cannot say" not in said and "leaves the rest" not in said
 
 
 PLANNED = ["train", "workers", "val", "close_mosaic", "segment", "stopped", "no_memory", "cutmix"]
+PLANNED += [case for case in CASES if case.startswith("files")]
 
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("case", PLANNED)
-def test_the_training_process_makes_batches_of_plans(ultralytics, root, case, monkeypatch, request):
+def test_the_training_process_makes_batches_of_plans(ultralytics, root, case, monkeypatch, request, capsys):
     options = {"root": "boxes", **CASES[case]}
+    kept = "23 of 24" if options["root"] == "files" else "of 24"
     if "environment" in options:
         monkeypatch.setenv(*options.pop("environment").split("="))
     where = root(options.pop("root"))
     stock = batches(ultralytics, where, **options)
     request.getfixturevalue("pretended_gpu")
     compare(ours(batches, ultralytics, where, device="cuda", **options), stock)
+    assert f"{kept} pictures are kept as JPEG files" in capsys.readouterr().err
 
 
 @pytest.mark.cpu

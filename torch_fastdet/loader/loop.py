@@ -87,12 +87,20 @@ class PlannedLoading:
 
     def _say(self, how: str) -> None:
         memory, count = self.memory, len(self.memory)
-        if memory.jpegs is not None:
-            files, room = int(memory.jpegs.may_keep.sum()), memory.jpegs.nbytes
-            kept = f"{_number(files, count)} pictures are kept as JPEG files, in {words(room)} that all processes share, and decoded for each batch"
-        else:
-            kept = f"{_number(memory.places, count)} pictures are decoded once, into {words(memory.nbytes)} that all processes share"
-        say(f"loader_optim: {kept}; batches are {how}")
+        files = 0 if memory.jpegs is None else int(memory.jpegs.may_keep.sum())
+        where = "that all processes share"
+        parts = []
+        if files:
+            parts.append(
+                f"{_number(files, count)} pictures are kept as JPEG files, in {words(memory.files.nbytes)} {where}, and "
+                "decoded for each batch"
+            )
+        if files < count:
+            places = (
+                memory.places if memory.jpegs is None else int(((memory.offsets >= 0) & ~memory.files.may_keep).sum())
+            )
+            parts.append(f"{_number(places, count)} pictures are decoded once, into {words(memory.held())} {where}")
+        say(f"loader_optim: {'; '.join(parts)}; batches are {how}")
 
 
 def _number(of: int, everything: int) -> str:

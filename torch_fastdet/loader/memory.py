@@ -135,6 +135,9 @@ class PictureMemory(SharedFile):
         """Keep a picture's file, if that is to be kept. Whether it is there."""
         return self.jpegs is not None and self.jpegs.read(index, self.shapes[index])
 
+    def is_file(self, index: int) -> bool:
+        return not self._marks[index] and self.has(index)
+
     def is_decoded(self, index: int) -> bool:
         return bool(self._marks[index])
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import numpy as np
+from torch.utils.data import get_worker_info
 
 from torch_fastdet.loader.memory import CHANNELS, PictureMemory
 from torch_fastdet.loader.recorder import Recorder
@@ -57,6 +57,7 @@ class Planner:
         dataset.buffer[:] = loaded
         for i, was in self.changed.items():
             dataset.ims[i], dataset.im_hw0[i], dataset.im_hw[i] = was
+        decode_kept(dataset, self.recorder.memory)
         return [dataset[index] for index in indices]
 
     def view(self, thing: Any) -> Any:
@@ -82,6 +83,17 @@ def view_class(stock: Any) -> Any:
     return mixin if defined else None
 
 
+class KeptFile:
+    """In ``dataset.ims`` of a loader process, for a picture that is loaded, but not decoded."""
+
+
+def decode_kept(dataset: Any, memory: PictureMemory) -> None:
+    """Give a data set pixels for what it has loaded: stock's code is about to read them."""
+    for i in dataset.buffer:
+        if isinstance(dataset.ims[i], KeptFile):
+            dataset.ims[i] = memory.get(i)
+
+
 class View:
     """A transform whose own code runs."""
 
@@ -97,9 +109,12 @@ class DatasetView(View):
         usual = rect_mode and not resize_short and self.imgsz == planner.size and self.im_files[i] == planner.files[i]
         for number in (i, *self.buffer[:1]):
             planner.changed.setdefault(number, (self.ims[number], self.im_hw0[number], self.im_hw[number]))
-        if usual and self.ims[i] is None and memory.has(i):
+        if usual and (memory.has(i) or (not self.npy_files[i].exists() and memory.read(i))):
             original, size = memory.original(i), memory.shape(i)
-            self._note_loaded(i, memory.get(i), original, size)
+            if self.ims[i] is None:
+                self._note_loaded(
+                    i, KeptFile() if memory.is_file(i) and get_worker_info() else memory.get(i), original, size
+                )
         else:
             pixels, original, size = super().load_image(i, rect_mode, resize_short)  # type: ignore[misc]
             if not usual or not memory.put(i, pixels, original):
@@ -108,7 +123,7 @@ class DatasetView(View):
                 self.ims[i] = memory.get(i)  # this process needs none of its own
         return recorder.of_memory(i), original, size
 
-    def _note_loaded(self: Any, i: int, picture: np.ndarray, original: tuple, size: tuple) -> None:
+    def _note_loaded(self: Any, i: int, picture: Any, original: tuple, size: tuple) -> None:
         """Mosaics choose among the pictures that were loaded last: which those are is part of stock's random draws."""
         if not self.augment or self.cache == "ram":
             return

@@ -21,12 +21,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from torch_fastdet._say import count, say
 from torch_fastdet.loader.fingerprint import fingerprint
+from torch_fastdet.loader.jpeg import is_jpeg
 from torch_fastdet.loader.loop import Ahead, PlanBatches, PlannedLoading, PlannedLoadingOfDicts
 from torch_fastdet.loader.memory import CHANNELS, PictureMemory
 from torch_fastdet.loader.ranks import shared_by_ranks
 from torch_fastdet.loader.worker import CollateDicts
 from torch_fastdet.memory import UNLIMITED, host_budget
-from torch_fastdet.ultralytics.deferred import Planner, cannot_plan, view_class
+from torch_fastdet.ultralytics.deferred import Planner, cannot_plan, decode_kept, view_class
 
 # Fingerprints of stock's code that ours stands for or counts on, from 8.4.120 to 8.4.190.
 KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
@@ -79,26 +80,29 @@ def kept_pictures(dataset: Any) -> list[str]:
     return [str(dataset.imgsz), *dataset.im_files]
 
 
-def memory_of(dataset: Any, budget: Callable[[], int] = host_budget) -> PictureMemory:
-    """The memory for a data set's decoded pictures."""
+def memory_of(dataset: Any, budget: Callable[[], int] = host_budget, as_files: bool = False) -> PictureMemory:
+    """The memory for a data set's pictures; a new one keeps JPEG files where they are asked for."""
     wanted = kept_pictures(dataset)
     found, memory = _memories.get(dataset, (None, None))
     if memory is None or found != wanted:
-        memory = shared_by_ranks(wanted, _shapes(dataset), budget())
+        shapes, files = _shapes(dataset)
+        memory = shared_by_ranks(wanted, shapes, budget(), files if as_files else None)
         _memories[dataset] = wanted, memory
     return memory
 
 
-def _shapes(dataset: Any) -> list[tuple[int, int]]:
-    """The sizes that ``load_image`` will give the pictures, or somewhat more."""
+def _shapes(dataset: Any) -> tuple[list[tuple[int, int]], list[str]]:
+    """The sizes that ``load_image`` will give the pictures, or somewhat more; and the JPEG files that it does not resize."""
     side = max(dataset.imgsz) if isinstance(dataset.imgsz, (tuple, list)) else dataset.imgsz
     known = _file_shapes.get(dataset, {})
-    shapes = []
+    shapes, files = [], []
     for label in dataset.labels:
         height, width = label.get("shape") or known.get(label["im_file"], (side, side))
         ratio = side / max(height, width)
         shapes.append((min(math.ceil(height * ratio), side), min(math.ceil(width * ratio), side)))
-    return shapes
+        path = label["im_file"]
+        files.append(path if ratio == 1 and is_jpeg(path) else "")
+    return shapes, files
 
 
 class SharedImages:
@@ -197,6 +201,7 @@ class PlannedDataset(Dataset):
     def __getitems__(self, indices: list[int]) -> list[dict]:
         # Somebody may have changed its transforms since.
         if cannot_plan(self.dataset) is not None:
+            decode_kept(self.dataset, self.memory)
             return [self.dataset[index] for index in indices]
         if self._planner is None or not self._planner.is_current():
             self._planner = Planner(self.dataset, self.memory, self.files, self.size)
@@ -333,7 +338,7 @@ def plan_loader(loader: Any, device: Any) -> Any:
     cls: Any = type(loader)
     planned: Any = object.__new__(_loader_class(cls))
     vars(planned).update(vars(loader))
-    planned._plans = PlannedLoadingOfDicts(memory_of(loader.dataset), loader.num_workers, on_gpu, gpu)
+    planned._plans = PlannedLoadingOfDicts(memory_of(loader.dataset, as_files=on_gpu), loader.num_workers, on_gpu, gpu)
     planned._pictures = list(loader.dataset.im_files), loader.dataset.imgsz
     if loader.iterator is not None:  # up to 8.4.156 loaders begin at once: this one restarts
         loader.close()

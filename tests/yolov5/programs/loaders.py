@@ -426,7 +426,7 @@ def fork(**changed):
 def planned(lines):
     """The batches were planned to the end, and by nothing but plans."""
     assert (
-        lines.about("decoded once") and not lines.about("a plan cannot say") and not lines.about("leaves the rest")
+        lines.about("batches are made") and not lines.about("a plan cannot say") and not lines.about("leaves the rest")
     ), lines.lines
 
 
@@ -549,9 +549,9 @@ def changed_later():
         np.random.seed(0)
         torch.manual_seed(0)
         loader, _ = dataloaders.create_dataloader(str(root / "images"), SIZE, 6, 32, **options)
-        found = [batch[:3] for batch in loader]
+        found = [(images.cpu(), labels.cpu(), paths) for images, labels, paths, _ in loader]
         with fork(augment_hsv=blurred):
-            return found + [batch[:3] for batch in loader]
+            return found + [(images.cpu(), labels.cpu(), paths) for images, labels, paths, _ in loader]
 
     root = make("boxes")
     compare(ours(exchanged, root, **TRAIN, workers=0), exchanged(root, **TRAIN, workers=0))

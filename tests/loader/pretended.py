@@ -1,0 +1,46 @@
+"""What makes batches on a GPU, with the CPU in its place."""
+
+import numpy as np
+import torch
+
+from torch_fastdet import ops
+from torch_fastdet.loader import finish
+
+
+class NoLocks:
+    def lock(self, start, size):
+        pass
+
+
+def pictures_on_the_cpu(memory, cached=0):
+    """A DevicePictures whose GPU is the CPU; the first ``cached`` bytes of the pictures' memory have a place in its cache."""
+    pictures = object.__new__(finish.DevicePictures)
+    pictures.memory, pictures.device = memory, torch.device("cpu")
+    pictures._cache = torch.zeros(cached, dtype=torch.uint8)
+    ends = memory.offsets + memory.shapes.prod(1) * 3
+    pictures._fits = (memory.offsets >= 0) & (ends <= cached)
+    pictures._here = np.zeros(len(memory), dtype=bool)
+    pictures._host = memory.tensor()
+    if memory.jpegs is not None:
+        pictures._host_files = memory.jpegs.tensor()
+    pictures._locks = pictures._file_locks = NoLocks()
+    return pictures
+
+
+def made(plan, storages, placements):
+    """The pictures of a plan, from what was brought for it."""
+    _, layers, matrices, rows, blend, tables, masks = map(torch.from_numpy, plan.tables_in_order())
+    warp, lanes = ops.opencv_rules()
+    return ops.image_augment(
+        storages,
+        torch.from_numpy(placements),
+        layers,
+        matrices,
+        rows,
+        blend,
+        tables,
+        masks,
+        list(plan.size),
+        warp=warp,
+        hsv_lanes=lanes,
+    )
