@@ -2,11 +2,14 @@
 
 import copy
 import re
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from torch_fastdet import memory
 from torch_fastdet.hosts.evidence import installed_version, release
-from torch_fastdet.ultralytics.training import IN_STOCK
+from torch_fastdet.ultralytics.training import IN_STOCK, begin_again
 
 CASES = ("plain", "val_and_save", "multi_scale", "freeze", "freeze_later", "out_of_memory", "resume", "yolo26n")
 OPTIMIZERS = ("AdamW", "NAdam", "resume_AdamW", "resume_MuSGD", "out_of_memory_AdamW", "auto", "together")
@@ -111,6 +114,29 @@ def test_the_optimizers_step_is_fused_too(fused_trainings, case):
         assert graphed[kept] == pytest.approx(stock[kept], rel=state, abs=state / 2)
     assert graphed["files"] == stock["files"] and not any(graphed["files"].values()), "a checkpoint names torch_fastdet"
     assert graphed["batch"] == stock["batch"]
+
+
+def test_a_trainer_that_begins_again_has_the_memory_of_its_gpu():
+    """Its next batch is smaller; what graphs and pictures held for the one before would stay for ever."""
+    order, device = [], torch.device("cuda", 0)
+
+    class Held(memory.Owner):
+        what = "things"
+
+        def offer(self):
+            return "things" if self not in order else ""
+
+        def release(self):
+            order.append(self)
+
+    graphs, elsewhere = Held(), Held()
+    graphs.device, graphs.cost, elsewhere.device = device, memory.CAPTURE, torch.device("cuda", 1)
+    for owner in (graphs, elsewhere):
+        memory.register(owner)
+    build = begin_again(None, lambda trainer: order.append(trainer), None)
+    trainer = SimpleNamespace(device=device)
+    build(trainer)
+    assert order == [graphs, trainer]
 
 
 def test_two_epochs_on_a_gpu(cuda, program, digits, tmp_path):

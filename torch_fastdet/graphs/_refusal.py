@@ -7,7 +7,6 @@ from torch import nn
 
 from torch_fastdet._torch import private
 from torch_fastdet.graphs import _capture
-from torch_fastdet.memory import is_out_of_memory as is_out_of_memory  # where the hosts look for it
 
 
 class CaptureError(RuntimeError):

@@ -333,6 +333,14 @@ CUDA_GRAPH = Switch(
     (
         Target(TASKS, "DetectionModel.predict", make=training.model_predict, evidence=(PREDICT,), missing="refuse"),
         setup_train(training.compiles),
+        Target(
+            TRAINER,
+            "BaseTrainer._build_train_pipeline",
+            make=training.begin_again,
+            evidence=(SELF,),
+            otherwise="nothing",
+            quiet=True,
+        ),
         Target(module("nn.backends.pytorch"), "PyTorchBackend.forward", make=training.backend_forward),
         timer(module("utils.ops"), (SELF,)),
     ),

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_fastdet import memory
 from torch_fastdet.graphs import _capture
 from torch_fastdet.hosts.engine.switch import Active, Make
 from torch_fastdet.hosts.evidence import installed_version, release
@@ -92,7 +93,18 @@ def compile_objection(value: str) -> str | None:
 
 
 def _training(active: Active) -> TrainingGraphs:
-    return TrainingGraphs(active, fewer_copies, host_recovers=True)
+    return TrainingGraphs(active, fewer_copies)
+
+
+def begin_again(_: Active, stock: Callable[[Trainer], Any], __: Any) -> Callable[[Trainer], Any]:
+    """``BaseTrainer._build_train_pipeline``, by which the trainer also goes on with a smaller batch where memory ran out."""
+
+    @functools.wraps(stock)
+    def _build_train_pipeline(trainer: Trainer) -> Any:
+        memory.release(trainer.device)
+        return stock(trainer)
+
+    return _build_train_pipeline
 
 
 def model_predict(active: Active, stock: Callable[..., Any], model_class: Any) -> Callable[..., Any]:

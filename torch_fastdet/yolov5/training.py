@@ -75,4 +75,4 @@ def model_forward(active: Active, stock: Callable[..., Any], model_class: Any) -
 
 
 def _training(active: Active) -> TrainingGraphs:
-    return TrainingGraphs(active, fewer_copies, host_recovers=False)
+    return TrainingGraphs(active, fewer_copies)

@@ -14,7 +14,6 @@ from torch import nn
 from torch_fastdet._say import count, say
 from torch_fastdet._torch.private import is_replica
 from torch_fastdet.graphs import CaptureError, ModuleGraphs
-from torch_fastdet.graphs._refusal import is_out_of_memory
 from torch_fastdet.graphs.distributed import GradientAverage
 from torch_fastdet.hosts.engine.switch import Active, Make, Target
 from torch_fastdet.hosts.evidence import Evidence
@@ -66,20 +65,17 @@ def layout_targets(
 class TrainingGraphs:
     """Runs training passes of models as CUDA graphs, which live beside the models and as long as they do.
 
-    Where a capture finds no memory and the host's trainer goes on with a smaller batch, the graphs go and the error is raised: the
-    next batch makes new ones. Other failures leave the model on the host's own code, and one line says why.
+    A failure leaves the model on the host's own code, and one line says why. Where there is no memory for a capture, this holds for
+    that shape only: the host's trainer may go on with a smaller batch.
 
     Args:
         switch: the switch.
         fewer_copies: a context of a model to be in while it is captured.
-        host_recovers: whether the host's trainer goes on with a smaller batch where memory runs out.
     """
 
-    def __init__(
-        self, switch: Active, fewer_copies: Callable[[nn.Module], AbstractContextManager], host_recovers: bool
-    ) -> None:
+    def __init__(self, switch: Active, fewer_copies: Callable[[nn.Module], AbstractContextManager]) -> None:
         self.ddp = GraphedDDP(switch)
-        self._switch, self._fewer_copies, self._host_recovers = switch, fewer_copies, host_recovers
+        self._switch, self._fewer_copies = switch, fewer_copies
         self._graphs: weakref.WeakKeyDictionary[nn.Module, ModuleGraphs] = weakref.WeakKeyDictionary()
 
     def __call__(self, model: nn.Module, x: torch.Tensor, stock: Callable[[nn.Module, torch.Tensor], Any]) -> Any:
@@ -98,10 +94,6 @@ class TrainingGraphs:
         try:
             output = graphs(x)
         except CaptureError as error:
-            cause = error.__cause__
-            if self._host_recovers and cause is not None and is_out_of_memory(cause):
-                del self._graphs[model]
-                raise cause from None
             # The other ranks may go on in graphs: what is exchanged is the same.
             graphs.required = False
             self._switch.cannot_apply(f"{error}.", this_rank=True)
