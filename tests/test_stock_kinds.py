@@ -534,7 +534,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "BaseTrainer.build_optimizer": "tests/ultralytics/test_patch.py",
         "BaseTrainer.optimizer_step": "tests/optim/test_fused_step.py",
         "BaseTrainer._setup_train": "tests/ultralytics/test_graph_switches.py",
-        "BaseTrainer.train": "tests/hosts/test_doctor.py",
+        "BaseTrainer.train": "tests/ultralytics/test_launcher.py",
         "DetectionValidator.update_metrics": "tests/ultralytics/test_val_switch.py",
         "DetectionModel.predict": "tests/ultralytics/test_graph_switches.py",
         "PyTorchBackend.forward": "tests/ultralytics/test_graph_switches.py",
