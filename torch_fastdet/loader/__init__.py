@@ -6,6 +6,9 @@ Files are named by who runs them, and then by what they hold:
 * ``finish``: the thread that makes planned batches on the GPU, and the pictures that the GPU keeps
 * ``loop``: the training process, which takes the batches
 * ``plan``: how a batch is made of pictures, and making it on the CPU
+* ``recorder``: a host's own functions on pictures without pixels, which are noted as a plan
+* ``shown``: which part of a picture a batch shows
+* ``jpeg``: JPEG files in place of decoded pictures
 * ``memory``: decoded pictures that all processes share
 * ``ranks``: one memory for all ranks of a distributed training
 * ``slots``: memory for what is made on the CPU
