@@ -5,6 +5,7 @@ Files are named by who runs them, and then by what they hold:
 * ``worker``: a loader process, which plans batches, and makes them where there is no GPU
 * ``finish``: the thread that makes planned batches on the GPU, and the pictures that the GPU keeps
 * ``loop``: the training process, which takes the batches
+* ``recorder``: runs the host's own functions on pictures without pixels, and notes a plan of what they do
 * ``plan``: how a batch is made of pictures, and making it on the CPU
 * ``recorder``: a host's own functions on pictures without pixels, which are noted as a plan
 * ``shown``: which part of a picture a batch shows
@@ -15,6 +16,5 @@ Files are named by who runs them, and then by what they hold:
 * ``page_locks``: locked pages of these memories
 * ``fingerprint``: whether a function of the host is one that is known here
 
-What a host draws at random and how it moves labels is in ``torch_fastdet.yolov5.loader``, and in
-``torch_fastdet.ultralytics.deferred``, which lets stock's own code do that.
+What is replaced for that in a host's data sets is in ``torch_fastdet.yolov5.loader`` and ``torch_fastdet.ultralytics.deferred``.
 """

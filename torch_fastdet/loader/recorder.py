@@ -641,7 +641,7 @@ def _cv2_functions(recorder: Recorder) -> dict[str, Any]:
             return None
         if any(x.of is not mv[0].of or x.number != number or x.table is None for number, x in enumerate(mv)):
             return None
-        return HSV(mv[0].of.picture, np.stack([x.table for x in mv]))
+        return HSV(mv[0].of.picture, np.array([x.table for x in mv]))
 
     def flip(src: Any, flipCode: int, dst: Any = None) -> Any:
         if dst is not None or flipCode not in (0, 1):
@@ -691,28 +691,26 @@ def _recording(name: str, function: Any, noted: Callable | None) -> Callable:
     return call
 
 
-class Module(types.ModuleType):
-    """A module with other functions of some names."""
-
-    def __init__(self, module: types.ModuleType, changed: dict[str, Any]) -> None:
-        super().__init__(module.__name__)
-        self.__dict__.update(changed)
-        self.__dict__["__getattr__"] = lambda name: getattr(module, name)
+def recording_module(module: types.ModuleType, changed: dict[str, Any], other: Callable | None = None) -> Any:
+    """A module like another one in all but ``changed``; ``other(name)`` looks up what is not there."""
+    made = types.ModuleType(module.__name__)
+    vars(made).update(changed, __getattr__=other or functools.partial(getattr, module))
+    return made
 
 
-class _OpenCV(types.ModuleType):
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__(cv2.__name__)
-        self._noted = _cv2_functions(recorder)
+def _opencv(recorder: Recorder) -> types.ModuleType:
+    noted = _cv2_functions(recorder)
 
-    def __getattr__(self, name: str) -> Any:
+    def look_up(name: str) -> Any:
         value = getattr(cv2, name)
         if callable(value) and not isinstance(value, type):
-            value = _recording(f"cv2.{name}", value, self._noted.get(name))
+            value = _recording(f"cv2.{name}", value, noted.get(name))
         return value
 
+    return recording_module(cv2, {}, look_up)
 
-def _numpy(recorder: Recorder) -> Module:
+
+def _numpy(recorder: Recorder) -> types.ModuleType:
     def shape_of_picture(shape: Any) -> bool:
         return type(shape) is tuple and shape[2:] == (CHANNELS,) and min(shape) > 0
 
@@ -736,16 +734,16 @@ def _numpy(recorder: Recorder) -> Module:
                 return a
         return np.ascontiguousarray(_reals(a, "numpy.ascontiguousarray"), *arguments, **options)
 
-    return Module(np, {"full": full, "zeros": zeros, "ascontiguousarray": ascontiguousarray})
+    return recording_module(np, {"full": full, "zeros": zeros, "ascontiguousarray": ascontiguousarray})
 
 
-def _torch() -> Module:
+def _torch() -> types.ModuleType:
     def from_numpy(array: Any) -> Any:
         if _is(Planes, array) and array.of._real is None:
             return array.tensor()
         return torch.from_numpy(_reals(array, "torch.from_numpy"))
 
-    return Module(torch, {"from_numpy": from_numpy})
+    return recording_module(torch, {"from_numpy": from_numpy})
 
 
 # Copies of functions --------------------------------------------------------------------------------------------------
@@ -776,7 +774,7 @@ class Copies:
     """Copies of functions in which OpenCV, numpy and torch, wherever their code names them, are recorders."""
 
     def __init__(self, recorder: Recorder) -> None:
-        recorders = ((cv2, _OpenCV(recorder)), (np, _numpy(recorder)), (torch, _torch()))
+        recorders = ((cv2, _opencv(recorder)), (np, _numpy(recorder)), (torch, _torch()))
         self._modules: dict[int, tuple[Any, types.ModuleType]] = {id(module): (module, r) for module, r in recorders}
         self._made: dict[int, tuple[types.FunctionType, types.FunctionType]] = {}
         self._names: dict[int, dict[str, Any]] = {}

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch_fastdet._say import say
 from torch_fastdet.hosts.engine.import_hook import namespace
 from torch_fastdet.hosts.shared.letterbox import fits, letterbox
-from torch_fastdet.loader.recorder import Module
+from torch_fastdet.loader.recorder import recording_module
 from torch_fastdet.ops.letterbox import place
 
 
@@ -102,8 +102,8 @@ def _recording(stock: types.FunctionType, names: dict[str, Any], stock_letterbox
         return value.tensor() if isinstance(value, _Batch) else torch.from_numpy(value)
 
     recording = {
-        id(np): Module(np, {"array": array, "ascontiguousarray": ascontiguousarray}),
-        id(torch): Module(torch, {"from_numpy": from_numpy}),
+        id(np): recording_module(np, {"array": array, "ascontiguousarray": ascontiguousarray}),
+        id(torch): recording_module(torch, {"from_numpy": from_numpy}),
         id(stock_letterbox): boxed,
     }
     found = {name: recording.get(id(value), value) for name, value in names.items()}

@@ -58,12 +58,12 @@ class _Recording:
     __slots__ = ()
 
     def load_image(self: Any, i: int) -> tuple:
-        memory = self.recorder.memory
         if not self.remembers(i):
             pixels, original, size = super().load_image(i)  # type: ignore[misc]
             if not self.remembers(i):
                 return self.recorder.of_pixels(pixels), original, size
-        return self.recorder.of_memory(i), memory.original(i), memory.shape(i)
+        picture = self.recorder.of_memory(i)
+        return picture, self.recorder.memory.original(i), picture.shape[:2]
 
 
 # What stands in for stock's names ------------------------------------------------------------------------------------
