@@ -34,7 +34,7 @@ $(error torch_fastdet: found Python $(or $(FOUND),that fails) in $(VENV), but $(
 endif
 endif
 
-.PHONY: help venv build demo test test-all test-python test-cpp test-versions serve-test test-asan test-aarch64 test-gpu gpu-report-check lint format bench docs wheel clean
+.PHONY: help venv build demo test test-all test-python test-cpp test-versions serve-test test-asan test-aarch64 fuzz test-gpu gpu-report-check lint format bench docs wheel clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 22
@@ -105,6 +105,13 @@ test-versions: build ## the tests of the Ultralytics drop-ins on 8.4.0, 8.4.80, 
 
 test-asan: $(STAMP) ## the GoogleTests under AddressSanitizer and UndefinedBehaviorSanitizer
 	@$(call googletest,build/cpp-asan,ON -DKERNELS=OFF,$(BIN)/cmake)
+
+COUNT ?= 1000000
+fuzz: $(STAMP) ## damaged JPEG files through the decoder under AddressSanitizer (COUNT=1000000)
+	@mkdir -p build/cpp-fuzz
+	@{ $(BIN)/cmake -S tests/cpp -B build/cpp-fuzz -DSANITIZE=ON -DKERNELS=OFF && $(BIN)/cmake --build build/cpp-fuzz --target fuzz_jpeg; } \
+	  > build/cpp-fuzz/build.log 2>&1 || { tail -n 40 build/cpp-fuzz/build.log; exit 1; }
+	build/cpp-fuzz/fuzz_jpeg $(COUNT)
 
 # Static, so that QEMU needs no libraries of the other architecture.
 test-aarch64: $(STAMP) ## the GoogleTests of csrc/core compiled for aarch64, run under QEMU (g++-aarch64-linux-gnu, qemu-user)

@@ -39,6 +39,7 @@ LIMITS = {
     "bbox_iou": 75,
     "upsample": 90,
     "image": 45,
+    "jpeg": 60,
     "masks": 45,
     "pictures": 45,
     "bn_act": 75,

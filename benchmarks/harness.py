@@ -74,6 +74,7 @@ WANTS = {
     "val": REAL_SCRIPTS,
     "dataset": (*REAL_SCRIPTS, "cv2"),
     "image": ("cv2",),
+    "jpeg": ("cv2", "sklearn"),
     "postprocess": REAL_SCRIPTS,
     "pictures": ("yolov5", "ultralytics", "cv2"),
     "latency": ("yolov5", "cv2"),

@@ -235,6 +235,10 @@ WITHOUT = {
     ("train", r"yolov5n, batch \d+, train\.py at 128"): "a figure of the CPU, where the loader is part of the step",
     ("train", r"yolov5\w, batch \d+, train\.py's default options, .*"): "the CPU, which decodes, decides",
     ("dataset", r"yolov5\w, batch \d+, train\.py, .*"): "files, host memory and decoding decide, too",
+    (
+        "jpeg",
+        r".*",
+    ): "chains of codes decide, each of which says where the next begins; its rows have the bytes of files and pixels",
     ("latency", r".*"): "most of it is the network, which is not ours",
     ("v8_loss", r".*"): "its rows have the bytes of the heads, which are its floor: docs/kernels.md",
     ("loader", r".*"): "the CPU, which decodes, decides",

@@ -238,6 +238,11 @@ def augmented_pictures(batch: int, side: int) -> Work:
     return Work(13 * values, 2 * values)
 
 
+def decoded_jpegs(packed_bytes: int, pixel_bytes: int) -> Work:
+    """What a decoder without intermediate results moves: the files read, the pixels written. Operations depend on the files."""
+    return Work(0, packed_bytes + pixel_bytes)
+
+
 def letterboxed_pictures(batch: int, side: int, itemsize: int = 2) -> Work:
     """1080p pictures in 640 x 360 of the output: of each, four pixels for one of the output, of 3 x 3 that lie under it."""
     values = 3 * batch * side * side * 360 // 640

@@ -63,6 +63,24 @@ struct JpegDequantizer {
   }
 };
 
+// Eight lanes of the inverse DCT: a vector type of the compiler's, for any processor.
+struct JpegEightLanes {
+  typedef int32_t Signed __attribute__((vector_size(32)));
+  typedef uint32_t Unsigned __attribute__((vector_size(32)));
+  static TORCH_FASTDET_HOST_DEVICE void wrap16(Signed& x) { x = (x << 16) >> 16; }
+  static TORCH_FASTDET_HOST_DEVICE void saturate16(Signed& x) {
+    x = x > 32767 ? Signed{} + 32767 : x;
+    x = x < -32768 ? Signed{} - 32768 : x;
+  }
+};
+template <int kShift>
+TORCH_FASTDET_HOST_DEVICE void jpeg_idct_lanes(int (&x)[8][8]) {
+  JpegEightLanes::Signed v[8];
+  std::memcpy(v, x, sizeof v);
+  jpeg_idct8<kShift, JpegEightLanes>(v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7]);
+  std::memcpy(x, v, sizeof v);
+}
+
 // Eight samples in each of eight rows.
 TORCH_FASTDET_HOST_DEVICE void jpeg_idct_block(const JpegCoefficients& in, uint8_t* out, int pitch) {
   alignas(32) int a[8][8], b[8][8];
@@ -90,16 +108,12 @@ TORCH_FASTDET_HOST_DEVICE void jpeg_idct_block(const JpegCoefficients& in, uint8
       for (int j = 0; j < 8; ++j) a[i][j] = jpeg_idct_flat_column(a[0][j]);
     }
   } else {
-    for (int j = 0; j < 8; ++j) {
-      jpeg_idct8<11>(a[0][j], a[1][j], a[2][j], a[3][j], a[4][j], a[5][j], a[6][j], a[7][j]);
-    }
+    jpeg_idct_lanes<11>(a);
   }
   for (int i = 0; i < 8; ++i) {
     for (int j = 0; j < 8; ++j) b[j][i] = a[i][j];
   }
-  for (int j = 0; j < 8; ++j) {
-    jpeg_idct8<18>(b[0][j], b[1][j], b[2][j], b[3][j], b[4][j], b[5][j], b[6][j], b[7][j]);
-  }
+  jpeg_idct_lanes<18>(b);
   for (int y = 0; y < 8; ++y) {
     uint8_t* row = out + static_cast<int64_t>(y) * pitch;
     for (int x = 0; x < 8; ++x) row[x] = static_cast<uint8_t>(jpeg_clamp(b[x][y] + 128));
@@ -109,7 +123,7 @@ TORCH_FASTDET_HOST_DEVICE void jpeg_idct_block(const JpegCoefficients& in, uint8
 // A component's samples for the pixels [x0, x1) of row y, into `out` from column x0 on. `sums` has room for a plane's
 // row and two more.
 TORCH_FASTDET_HOST_DEVICE void jpeg_upsample_row(const JpegComponent& c, const JpegPlane& plane, int y, int x0, int x1,
-                                                 int16_t* sums, uint8_t* out) {
+                                                 int16_t* __restrict sums, uint8_t* __restrict out) {
   const int sample_y = y / c.ratio_y;
   const uint8_t* row = jpeg_plane_row(plane, sample_y);
   const uint8_t* near = jpeg_plane_row(plane, y % 2 ? sample_y + 1 : sample_y - 1);
@@ -267,16 +281,28 @@ class JpegDecoder {
         jpeg_upsample_row(h.component[i], planes[i], y, x0, x1, sums_.data(), rows[i]);
       }
       uint8_t* to = out + y * turn.dy + x0 * turn.dx;
-      if (h.color == JpegColor::kYcc) {
-        for (int x = 0; x < width; ++x, to += turn.dx) {
-          const JpegPixel pixel = jpeg_ycc_to_bgr(rows[0][x], rows[1][x], rows[2][x]);
-          to[0] = pixel.b, to[1] = pixel.g, to[2] = pixel.r;
-        }
-      } else {
-        const uint8_t* const blue = h.color == JpegColor::kRgb ? rows[2] : rows[0];
-        const uint8_t* const green = h.color == JpegColor::kRgb ? rows[1] : rows[0];
-        for (int x = 0; x < width; ++x, to += turn.dx) to[0] = blue[x], to[1] = green[x], to[2] = rows[0][x];
-      }
+      if (h.color == JpegColor::kYcc) ycc_to_rgb(rows[0], rows[1], rows[2], width);
+      const uint8_t* const blue = h.color == JpegColor::kGrey ? rows[0] : rows[2];
+      const uint8_t* const green = h.color == JpegColor::kGrey ? rows[0] : rows[1];
+      store_row(blue, green, rows[0], width, to, turn.dx);
+    }
+  }
+
+  // In place.
+  static TORCH_FASTDET_HOST_DEVICE void ycc_to_rgb(uint8_t* __restrict first, uint8_t* __restrict second,
+                                                   uint8_t* __restrict third, int width) {
+    for (int x = 0; x < width; ++x) {
+      const JpegPixel pixel = jpeg_ycc_to_bgr(first[x], second[x], third[x]);
+      first[x] = pixel.r, second[x] = pixel.g, third[x] = pixel.b;
+    }
+  }
+
+  static TORCH_FASTDET_HOST_DEVICE void store_row(const uint8_t* blue, const uint8_t* green, const uint8_t* red,
+                                                  int width, uint8_t* __restrict to, int64_t dx) {
+    if (dx == 3) {
+      for (int x = 0; x < width; ++x) to[3 * x] = blue[x], to[3 * x + 1] = green[x], to[3 * x + 2] = red[x];
+    } else {
+      for (int x = 0; x < width; ++x, to += dx) to[0] = blue[x], to[1] = green[x], to[2] = red[x];
     }
   }
 
@@ -311,10 +337,10 @@ inline const char* jpeg_row_fault(const JpegParams& p, int64_t i) {
   return nullptr;
 }
 
-// parallel_for(begin, end, function(begin, end)), over pictures. The rows have no fault.
+// parallel_for(begin, end, grain, f) calls f(begin, end), over pictures. The rows have no fault.
 template <class ParallelFor>
 void decode_jpegs(const JpegParams& p, const ParallelFor& parallel_for) {
-  parallel_for(int64_t{0}, p.pictures, [&](int64_t begin, int64_t end) {
+  parallel_for(int64_t{0}, p.pictures, int64_t{1}, [&](int64_t begin, int64_t end) {
     JpegDecoder decoder;
     for (int64_t i = begin; i < end; ++i) {
       const int64_t* row = p.plan + i * kJpegColumns;

@@ -119,29 +119,36 @@ TORCH_FASTDET_HOST_DEVICE int jpeg_dequantize(int coefficient, int quantizer) {
   return jpeg_wrap16(static_cast<int>(static_cast<uint32_t>(coefficient) * static_cast<uint32_t>(quantizer)));
 }
 
-template <int kShift>
-TORCH_FASTDET_HOST_DEVICE int jpeg_idct_round(uint32_t x) {
-  const int r = static_cast<int32_t>(x) >> kShift;
-  return r > 32767 ? 32767 : r < -32768 ? -32768 : r;
-}
+// One lane of the transform. The CPU's loops have a type of eight lanes. By reference: a vector is no argument or
+// result where a processor may lack its registers.
+struct JpegLane {
+  using Signed = int;
+  using Unsigned = uint32_t;
+  static TORCH_FASTDET_HOST_DEVICE void wrap16(int& x) { x = jpeg_wrap16(x); }
+  static TORCH_FASTDET_HOST_DEVICE void saturate16(int& x) { x = x > 32767 ? 32767 : x < -32768 ? -32768 : x; }
+};
 
 // Eight points: kShift is 11 for columns, which come first, and 18 for rows. Loeffler, Ligtenberg and Moschytz; factors
 // are rounded to 13 bits. Sums of two inputs wrap to 16 bits where the vector code's do.
-template <int kShift>
-TORCH_FASTDET_HOST_DEVICE void jpeg_idct8(int& x0, int& x1, int& x2, int& x3, int& x4, int& x5, int& x6, int& x7) {
-  using U = uint32_t;
-  constexpr U kHalf = U{1} << (kShift - 1);
-  const U e = U(jpeg_wrap16(x0 + x4)) * 8192u + kHalf, g = U(jpeg_wrap16(x0 - x4)) * 8192u + kHalf;
+template <int kShift, class Lanes = JpegLane, class I = typename Lanes::Signed>
+TORCH_FASTDET_HOST_DEVICE void jpeg_idct8(I& x0, I& x1, I& x2, I& x3, I& x4, I& x5, I& x6, I& x7) {
+  using U = typename Lanes::Unsigned;
+  constexpr uint32_t kHalf = uint32_t{1} << (kShift - 1);
+  I s04 = x0 + x4, d04 = x0 - x4, s37 = x7 + x3, s15 = x5 + x1;
+  Lanes::wrap16(s04), Lanes::wrap16(d04), Lanes::wrap16(s37), Lanes::wrap16(s15);
+  const U e = U(s04) * 8192u + kHalf, g = U(d04) * 8192u + kHalf;
   const U z = U(x2 + x6) * 4433u, t3 = z + U(x2) * 6270u, t2 = z - U(x6) * 15137u;
   const U a0 = e + t3, a3 = e - t3, a1 = g + t2, a2 = g - t2;
-  const U z3 = U(jpeg_wrap16(x7 + x3)), z4 = U(jpeg_wrap16(x5 + x1)), z5 = (z3 + z4) * 9633u;
+  const U z3 = U(s37), z4 = U(s15), z5 = (z3 + z4) * 9633u;
   const U p3 = z5 - z3 * 16069u, p4 = z5 - z4 * 3196u, p1 = U(x7 + x1) * 7373u, p2 = U(x5 + x3) * 20995u;
   const U o7 = U(x7) * 2446u + (p3 - p1), o5 = U(x5) * 16819u + (p4 - p2);
   const U o3 = U(x3) * 25172u + (p3 - p2), o1 = U(x1) * 12299u + (p4 - p1);
-  x0 = jpeg_idct_round<kShift>(a0 + o1), x7 = jpeg_idct_round<kShift>(a0 - o1);
-  x1 = jpeg_idct_round<kShift>(a1 + o3), x6 = jpeg_idct_round<kShift>(a1 - o3);
-  x2 = jpeg_idct_round<kShift>(a2 + o5), x5 = jpeg_idct_round<kShift>(a2 - o5);
-  x3 = jpeg_idct_round<kShift>(a3 + o7), x4 = jpeg_idct_round<kShift>(a3 - o7);
+  x0 = I(a0 + o1) >> kShift, x7 = I(a0 - o1) >> kShift;
+  x1 = I(a1 + o3) >> kShift, x6 = I(a1 - o3) >> kShift;
+  x2 = I(a2 + o5) >> kShift, x5 = I(a2 - o5) >> kShift;
+  x3 = I(a3 + o7) >> kShift, x4 = I(a3 - o7) >> kShift;
+  Lanes::saturate16(x0), Lanes::saturate16(x1), Lanes::saturate16(x2), Lanes::saturate16(x3);
+  Lanes::saturate16(x4), Lanes::saturate16(x5), Lanes::saturate16(x6), Lanes::saturate16(x7);
 }
 
 // The column pass where rows 1 to 7 are all zero: it wraps, and does not saturate.

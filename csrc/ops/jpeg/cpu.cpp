@@ -1,5 +1,4 @@
 // JPEG files on the CPU: threads over files.
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 
 #include <string>
@@ -9,6 +8,7 @@
 #include "core/jpeg/jpeg_loops.h"
 #include "core/jpeg/jpeg_pack.h"
 #include "core/jpeg/jpeg_plan.h"
+#include "ops/common/parallel.h"
 #include "ops/jpeg/run.h"
 
 namespace torch_fastdet::jpeg_cpu {
@@ -27,7 +27,7 @@ struct Cpu : OnDevice {
       const char* fault = core::jpeg_row_fault(p, i);
       TORCH_CHECK(!fault, op, ": row ", i, " of the plan: ", fault);
     }
-    core::decode_jpegs(p, [](int64_t begin, int64_t end, const auto& f) { at::parallel_for(begin, end, 1, f); });
+    core::decode_jpegs(p, parallel_for);
   }
 };
 
@@ -44,7 +44,7 @@ std::tuple<at::Tensor, at::Tensor, std::vector<std::string>> jpeg_pack(at::Tenso
   }
   std::vector<std::vector<uint8_t>> packed(files.size());
   std::vector<std::string> refusals(files.size());
-  at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
     core::JpegPacker packer;
     for (int64_t i = begin; i < end; ++i) {
       const char* reason = packer.pack(files[i].const_data_ptr<uint8_t>(), files[i].numel(), packed[i]);
@@ -65,7 +65,7 @@ std::tuple<at::Tensor, at::Tensor, std::vector<std::string>> jpeg_pack(at::Tenso
     bytes += header.bytes;
   }
   const at::Tensor storage = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(pin_memory));
-  at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t* row = pictures.const_data_ptr<int64_t>() + i * kPackColumns;
       if (row[kOffset] >= 0) {

@@ -68,7 +68,7 @@ struct Problem {
 
   std::vector<uint8_t> on_cpu() const {
     std::vector<uint8_t> out(static_cast<size_t>(out_bytes), 0x5a);
-    decode_jpegs(params(out.data()), [](int64_t begin, int64_t end, const auto& f) { f(begin, end); });
+    decode_jpegs(params(out.data()), [](int64_t begin, int64_t end, int64_t, const auto& f) { f(begin, end); });
     return out;
   }
 
