@@ -63,6 +63,14 @@ def visible(sizes: list[tuple[int, int]]) -> list[Rectangle]:
     return rectangles
 
 
+def opencv(file: torch.Tensor) -> np.ndarray:
+    import cv2
+
+    pixels = cv2.imdecode(file.numpy(), cv2.IMREAD_COLOR)
+    assert pixels is not None
+    return pixels
+
+
 class Batch:
     """Packed JPEGs on the device, and the plan that decodes a rectangle of each; rows of whole eights of pixels."""
 
@@ -84,26 +92,17 @@ class Batch:
         ops.jpeg_decode_(self.out, self.storage, self.plan, self.sizes)
 
     def check(self, files: list[torch.Tensor]) -> None:
-        import cv2
-
         self()
         pixels = self.out.cpu().numpy()
         for file, (_, _, x, y, w, h, begin, _) in zip(files, self.rows, strict=True):
-            wanted = cv2.imdecode(file.numpy(), cv2.IMREAD_COLOR)[y : y + h, x : x + w]
+            wanted = opencv(file)[y : y + h, x : x + w]
             assert np.array_equal(pixels[begin : begin + wanted.size].reshape(wanted.shape), wanted)
 
 
 def peers(files: list[torch.Tensor], device: torch.device, pool: ThreadPoolExecutor) -> dict[str, Callable[[], Any]]:
-    import cv2
-
-    arrays = [file.numpy() for file in files]
-
-    def one(array: np.ndarray) -> np.ndarray:
-        return cv2.imdecode(array, cv2.IMREAD_COLOR)
-
-    found: dict[str, Callable[[], Any]] = {"cv2": lambda: [one(array) for array in arrays]}
+    found: dict[str, Callable[[], Any]] = {"cv2": lambda: [opencv(file) for file in files]}
     if len(files) > 1:
-        found[f"cv2, {pool._max_workers} threads"] = lambda: list(pool.map(one, arrays))
+        found[f"cv2, {pool._max_workers} threads"] = lambda: list(pool.map(opencv, files))
     if device.type == "cuda":
         try:
             from torchvision.io import decode_jpeg
@@ -128,10 +127,11 @@ def compare(report: harness.Report, case: str, batch: Batch, others: dict[str, C
         report.write()
 
 
-def beside_a_step(report: harness.Report, batch: Batch, files: list[torch.Tensor]) -> None:
+def beside_a_step(report: harness.Report, batch: Batch) -> None:
     """A graph of convolutions, BatchNorm and SiLU of about 20 ms alone, and with 256 pictures decoded on another stream meanwhile."""
     layers = [torch.nn.Conv2d(64, 64, 3, padding=1, bias=False), torch.nn.BatchNorm2d(64), torch.nn.SiLU()]
-    model = torch.nn.Sequential(*layers).to(report.device, torch.float16, memory_format=torch.channels_last)
+    model = torch.nn.Sequential(*layers).to(report.device, torch.float16)
+    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     x = torch.randn(32, 64, 160, 160, device=report.device, dtype=torch.float16).to(memory_format=torch.channels_last)
 
     def layer() -> None:
@@ -146,7 +146,12 @@ def beside_a_step(report: harness.Report, batch: Batch, files: list[torch.Tensor
     stop.record()
     stop.synchronize()
     repeats = max(1, round(20 / (start.elapsed_time(stop) / 20)))
-    step = harness.graph(lambda: [layer() for _ in range(repeats)])
+
+    def layers_in_turn() -> None:
+        for _ in range(repeats):
+            layer()
+
+    step = harness.graph(layers_in_turn)
     decode, side = harness.graph(batch), torch.cuda.Stream()
 
     def both(other: Callable[[], Any]) -> None:
@@ -181,12 +186,12 @@ def measure(report: harness.Report) -> None:
                 others = peers(files, report.device, pool) if name == "quality 90" and not part else {}
                 compare(report, f"{count} JPEGs of 640x480, {kilobytes} kB, {name}, {what}", batch, others)
                 if cuda and part and name == "quality 90" and not report.prepare:
-                    beside_a_step(report, batch, files)
+                    beside_a_step(report, batch)
         file = encode(pictures[:1], 90)
         variants: dict[str, Callable[[], Any]] = {"torch_fastdet": lambda: ops.decode_jpeg(file, report.device)}
         variants |= {} if cuda else peers(file, report.device, pool)
-        case, options = "one JPEG of 640x480 from its bytes", {"views": ("call",), "repetitions": 50, "inner": 1}
-        report.compare(case, variants, **options)
+        case = "one JPEG of 640x480 from its bytes"
+        report.compare(case, variants, views=("call",), repetitions=50, inner=1)
         if cuda and not report.prepare:
             for name, times in harness.time_cpu(peers(file, report.device, pool), 20).items():
                 report.add(case, name, "call", times[1:])

@@ -220,15 +220,14 @@ class RandomJpeg {
           const int pitch = (width + 8 * h - 1) / (8 * h) * s[i].h * 8;
           c[i] = sample(planes[i], pitch, w, plane_height, h / s[i].h, v / s[i].v, x, y);
         }
-        JpegPixel pixel = jpeg_ycc_to_bgr(c[0], c[1], c[2]);
-        const auto byte = [](int value) { return static_cast<uint8_t>(value); };
-        if (components == 1) pixel = {byte(c[0]), byte(c[0]), byte(c[0])};
-        if (rgb) pixel = {byte(c[2]), byte(c[1]), byte(c[0])};
+        int pixel[3] = {c[0], c[0], c[0]};
+        if (components == 3) jpeg_ycc_to_bgr(c[0], c[1], c[2], pixel[0], pixel[1], pixel[2]);
+        if (rgb) pixel[0] = c[2], pixel[1] = c[1], pixel[2] = c[0];
         const int right = width - 1 - x, below = height - 1 - y;
         const int places[9][2] = {{x, y}, {x, y},     {right, y},     {right, below}, {x, below},
                                   {y, x}, {below, x}, {below, right}, {y, right}};
         uint8_t* out = pixels.data() + (places[orientation][1] * shown_width + places[orientation][0]) * 3;
-        out[0] = pixel.b, out[1] = pixel.g, out[2] = pixel.r;
+        for (int i = 0; i < 3; ++i) out[i] = static_cast<uint8_t>(std::clamp(pixel[i], 0, 255));
       }
     }
   }

@@ -16,45 +16,36 @@ constexpr int kPrepareThreads = 256, kTransformThreads = 128, kTransformParts = 
 constexpr int kStride = kJpegBlock + 8;  // of blocks in shared memory: lanes begin in different banks
 
 struct Memory {
+  JpegState* states;
   JpegLookup* lookups;
   uint32_t* group_pictures;
   uint32_t* tile_pictures;
-  uint32_t* segments;
+  JpegSlot* slots;
   uint8_t* decoded;
 };
 
 __device__ __forceinline__ Memory memory_of(const JpegParams& p) {
   const JpegWorkspace w(p.pictures, p.groups, p.tiles);
-  return {reinterpret_cast<JpegLookup*>(p.workspace + w.lookups),
+  return {reinterpret_cast<JpegState*>(p.workspace + w.states),
+          reinterpret_cast<JpegLookup*>(p.workspace + w.lookups),
           reinterpret_cast<uint32_t*>(p.workspace + w.group_pictures),
           reinterpret_cast<uint32_t*>(p.workspace + w.tile_pictures),
-          reinterpret_cast<uint32_t*>(p.workspace + w.segments), p.workspace + w.end};
+          reinterpret_cast<JpegSlot*>(p.workspace + w.slots),
+          p.workspace + w.end};
 }
 
-// What a block of threads knows of its picture.
-struct Picture {
-  JpegHeader header;
-  JpegRegion region;
-  const uint8_t* packed;
-};
+// To shared memory, by all threads of the block; a barrier follows.
+template <int kThreads, typename T>
+__device__ __forceinline__ void load_shared(T* to, const T* from, int count) {
+  const int vectors = count * static_cast<int>(sizeof(T) / sizeof(uint4));
+  for (int i = threadIdx.x; i < vectors; i += kThreads) {
+    reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
+  }
+}
 
 __device__ __forceinline__ JpegRect rect_of(const int64_t* row) {
   return {static_cast<int>(row[kJpegX]), static_cast<int>(row[kJpegY]), static_cast<int>(row[kJpegWidth]),
           static_cast<int>(row[kJpegHeight])};
-}
-
-// Into shared memory, by all threads of the block; a barrier follows.
-__device__ __forceinline__ void load_picture(Picture& picture, const JpegParams& p, const int64_t* row) {
-  const uint8_t* packed = p.storage + row[kJpegOffset];
-  constexpr int kWords = sizeof(JpegHeader) / 4;
-  if (threadIdx.x < kWords) {
-    reinterpret_cast<uint32_t*>(&picture.header)[threadIdx.x] = reinterpret_cast<const uint32_t*>(packed)[threadIdx.x];
-  }
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    picture.packed = packed;
-    picture.region = jpeg_region(picture.header, rect_of(row));
-  }
 }
 
 // Whether all that a row says lies where it may.
@@ -80,33 +71,57 @@ __device__ bool is_sound(const JpegParams& p, const int64_t* row) {
          coefficients <= p.decoded_bytes - groups * kJpegGroup * kJpegSegment * h.mcu_blocks * block_bytes;
 }
 
-// Whether the region has an MCU.
-__device__ __forceinline__ bool is_seen(const JpegHeader& h, const JpegRegion& region, uint32_t mcu) {
-  const int y = static_cast<int>(mcu / h.mcu_columns), x = static_cast<int>(mcu % h.mcu_columns);
-  return y >= region.mcu_y0 && y < region.mcu_y1 && x >= region.mcu_x0 && x < region.mcu_x1;
-}
-
-// Bit m: the segment's MCU m is seen.
-__device__ __forceinline__ uint32_t seen_mcus(const JpegHeader& h, const JpegRegion& region, uint32_t segment) {
-  const JpegSpan span = jpeg_segment_span(h, segment);
+// Bit m: the segment's MCU m is seen. Its first MCU is (x, y).
+__device__ __forceinline__ uint32_t seen_mcus(const JpegRegion& region, int columns, int x, int y, int count) {
   uint32_t seen = 0;
-  for (uint32_t mcu = span.begin; mcu < span.end; ++mcu)
-    seen |= uint32_t{is_seen(h, region, mcu)} << (mcu - span.begin);
+  for (int m = 0; m < count; ++m) {
+    const bool is_seen = y >= region.mcu_y0 && y < region.mcu_y1 && x >= region.mcu_x0 && x < region.mcu_x1;
+    seen |= uint32_t{is_seen} << m;
+    if (++x == columns) x = 0, ++y;
+  }
   return seen;
 }
 
+__device__ void make_state(JpegState& state, const JpegParams& p, const int64_t* row, const Memory& memory) {
+  state.packed = p.storage + row[kJpegOffset];
+  state.header = *reinterpret_cast<const JpegHeader*>(state.packed);
+  const JpegHeader& h = state.header;
+  const JpegRect rect = rect_of(row);
+  state.region = jpeg_region(h, rect);
+  state.turn = jpeg_turn(h, rect, row[kJpegPitch]);
+  state.out = p.out + row[kJpegOut] + state.turn.first;
+  state.coefficients = reinterpret_cast<int16_t*>(memory.decoded + row[kJpegCoefficients]);
+  state.first_group = row[kJpegFirstGroup], state.first_tile = row[kJpegFirstTile];
+  state.tile_columns = jpeg_tile_columns(state.region);
+  const uint8_t* plane = memory.decoded + row[kJpegPlanes];
+  int block = 0;
+  for (int i = 0; i < h.components; ++i) {
+    const JpegComponent& c = h.component[i];
+    state.planes[i] = jpeg_plane(c, state.region, plane);
+    plane += int64_t{state.region.plane_width(c)} * state.region.plane_height(c);
+    for (int j = 0; j < c.h * c.v; ++j, ++block) {
+      state.component[block] = static_cast<uint8_t>(i);
+      state.column[block] = static_cast<uint8_t>(j % c.h), state.row[block] = static_cast<uint8_t>(j / c.h);
+    }
+  }
+}
+
 __global__ void __launch_bounds__(kPrepareThreads) jpeg_prepare(JpegParams p) {
-  __shared__ Picture picture;
+  __shared__ JpegState state;
   __shared__ bool sound;
   __shared__ uint32_t warps[kPrepareThreads / kWarp];
   const int64_t* row = p.plan + static_cast<int64_t>(blockIdx.x) * kJpegColumns;
-  if (threadIdx.x == 0) sound = is_sound(p, row);
+  const Memory memory = memory_of(p);
+  if (threadIdx.x == 0) {
+    sound = is_sound(p, row);
+    if (sound) make_state(state, p, row, memory);
+  }
   __syncthreads();
   if (!sound) return;
-  load_picture(picture, p, row);
-  __syncthreads();
-  const JpegHeader& h = picture.header;
-  const Memory memory = memory_of(p);
+  const JpegHeader& h = state.header;
+  for (int i = threadIdx.x; i < static_cast<int>(sizeof(JpegState) / sizeof(uint4)); i += kPrepareThreads) {
+    reinterpret_cast<uint4*>(memory.states + blockIdx.x)[i] = reinterpret_cast<const uint4*>(&state)[i];
+  }
   for (int64_t i = threadIdx.x; i < row[kJpegGroups]; i += kPrepareThreads) {
     memory.group_pictures[row[kJpegFirstGroup] + i] = blockIdx.x;
   }
@@ -117,7 +132,7 @@ __global__ void __launch_bounds__(kPrepareThreads) jpeg_prepare(JpegParams p) {
   for (int i = 0; i < h.tables; ++i) {
     bool is_ac = false;
     for (int j = 0; j < h.components; ++j) is_ac = is_ac || h.component[j].ac == i;
-    const uint8_t* table = picture.packed + h.table[i];
+    const uint8_t* table = state.packed + h.table[i];
     JpegLookup& lookup = memory.lookups[static_cast<int64_t>(blockIdx.x) * kJpegMaxTables + i];
     // What lies behind the table is no symbol, but it is there: tables never are the last part.
     const uint32_t symbols = h.bytes - h.table[i] - 16;
@@ -131,17 +146,23 @@ __global__ void __launch_bounds__(kPrepareThreads) jpeg_prepare(JpegParams p) {
   }
 
   // The segments that are needed, in their order.
-  const JpegRegion& region = picture.region;
+  const JpegRegion& region = state.region;
+  const int columns = static_cast<int>(h.mcu_columns);
   const uint32_t begin = jpeg_segment_of(h, region.mcu_y0 * h.mcu_columns + region.mcu_x0);
   const uint32_t end = jpeg_segment_of(h, (region.mcu_y1 - 1) * h.mcu_columns + region.mcu_x1 - 1) + 1;
-  uint32_t* const list = memory.segments + row[kJpegFirstGroup] * kJpegGroup;
+  JpegSlot* const slots = memory.slots + row[kJpegFirstGroup] * kJpegGroup;
   const auto room = static_cast<uint32_t>(row[kJpegGroups] * kJpegGroup);
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   uint32_t count = 0;
   for (uint32_t first = begin; first < end; first += kPrepareThreads) {
-    const uint32_t segment = first + threadIdx.x;
-    const bool needed = segment < end && seen_mcus(h, region, segment);
-    const uint32_t needed_lanes = __ballot_sync(kFullWarp, needed);
+    JpegSlot slot{first + threadIdx.x, 0, 0, 0, 0};
+    if (slot.segment < end) {
+      const JpegSpan span = jpeg_segment_span(h, slot.segment);
+      slot.x = static_cast<uint16_t>(span.begin % h.mcu_columns),
+      slot.y = static_cast<uint16_t>(span.begin / h.mcu_columns);
+      slot.seen = seen_mcus(region, columns, slot.x, slot.y, static_cast<int>(span.end - span.begin));
+    }
+    const uint32_t needed_lanes = __ballot_sync(kFullWarp, slot.seen);
     if (lane == 0) warps[warp] = __popc(needed_lanes);
     __syncthreads();
     uint32_t place = count + __popc(needed_lanes & ((1u << lane) - 1));
@@ -149,10 +170,10 @@ __global__ void __launch_bounds__(kPrepareThreads) jpeg_prepare(JpegParams p) {
       if (i < warp) place += warps[i];
       count += warps[i];
     }
-    if (needed && place < room) list[place] = segment;
+    if (slot.seen && place < room) slots[place] = slot;
     __syncthreads();
   }
-  for (uint32_t i = count + threadIdx.x; i < room; i += kPrepareThreads) list[i] = kNone;
+  for (uint32_t i = count + threadIdx.x; i < room; i += kPrepareThreads) slots[i] = JpegSlot{0, 0, 0, 0, 0};
 }
 
 // Bits of a packed scan. Past its end comes its last word again and again.
@@ -207,59 +228,45 @@ struct StoreInShared {
 };
 
 __global__ void __launch_bounds__(kJpegGroup) jpeg_entropy(JpegParams p) {
-  __shared__ Picture picture;
+  __shared__ JpegState state;
   __shared__ alignas(16) JpegLookup lookups[kJpegMaxTables];
   __shared__ alignas(16) int16_t blocks[kJpegGroup * kStride];
-  __shared__ uint8_t components[kJpegMaxBlocks];
   const Memory memory = memory_of(p);
   const uint32_t number = memory.group_pictures[blockIdx.x];
   if (number == kNone) return;
-  const int64_t* row = p.plan + static_cast<int64_t>(number) * kJpegColumns;
-  load_picture(picture, p, row);
-  const JpegHeader& h = picture.header;
-  {
-    const auto* from = reinterpret_cast<const uint4*>(memory.lookups + static_cast<int64_t>(number) * kJpegMaxTables);
-    const int count = h.tables * static_cast<int>(sizeof(JpegLookup) / sizeof(uint4));
-    for (int i = threadIdx.x; i < count; i += kJpegGroup) reinterpret_cast<uint4*>(lookups)[i] = from[i];
-    for (int i = threadIdx.x; i < kJpegGroup * kStride / 8; i += kJpegGroup) {
-      reinterpret_cast<uint4*>(blocks)[i] = make_uint4(0, 0, 0, 0);
-    }
-    if (threadIdx.x == 0) {
-      int block = 0;
-      for (int i = 0; i < h.components; ++i) {
-        for (int j = 0; j < h.component[i].h * h.component[i].v; ++j) components[block++] = static_cast<uint8_t>(i);
-      }
-    }
+  const JpegSlot slot = memory.slots[static_cast<int64_t>(blockIdx.x) * kJpegGroup + threadIdx.x];
+  load_shared<kJpegGroup>(&state, memory.states + number, 1);
+  load_shared<kJpegGroup>(lookups, memory.lookups + static_cast<int64_t>(number) * kJpegMaxTables, kJpegMaxTables);
+  for (int i = threadIdx.x; i < kJpegGroup * kStride / 8; i += kJpegGroup) {
+    reinterpret_cast<uint4*>(blocks)[i] = make_uint4(0, 0, 0, 0);
   }
   __syncthreads();
 
+  const JpegHeader& h = state.header;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const uint32_t segment = memory.segments[static_cast<int64_t>(blockIdx.x) * kJpegGroup + threadIdx.x];
-  const bool works = segment < h.segments;
-  const uint32_t seen = works ? seen_mcus(h, picture.region, segment) : 0;
-  const auto* starts = reinterpret_cast<const uint32_t*>(picture.packed + h.starts);
-  const auto* predictors = reinterpret_cast<const int16_t*>(picture.packed + h.predictors);
+  const auto* starts = reinterpret_cast<const uint32_t*>(state.packed + h.starts);
+  const auto* predictors = reinterpret_cast<const int16_t*>(state.packed + h.predictors);
   int predictor0 = 0, predictor1 = 0, predictor2 = 0;
-  if (works) {
-    const int16_t* mine = predictors + static_cast<int64_t>(segment) * h.components;
+  uint32_t start = 0;
+  if (slot.seen) {
+    const int16_t* mine = predictors + static_cast<int64_t>(slot.segment) * h.components;
     predictor0 = mine[0];
     if (h.components == 3) predictor1 = mine[1], predictor2 = mine[2];
+    start = starts[slot.segment];
   }
-  DeviceBits bits(reinterpret_cast<const uint32_t*>(picture.packed + h.scan), h.scan_words,
-                  works ? starts[segment] : 0);
+  DeviceBits bits(reinterpret_cast<const uint32_t*>(state.packed + h.scan), h.scan_words, start);
   int16_t* const of_warp = blocks + warp * kWarp * kStride;
   int16_t* const mine = of_warp + lane * kStride;
   const int64_t of_segment = int64_t{kJpegSegment} * h.mcu_blocks * kJpegBlock;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) - row[kJpegFirstGroup];
-  int16_t* const out = reinterpret_cast<int16_t*>(memory.decoded + row[kJpegCoefficients]) +
-                       (first * kJpegGroup + warp * kWarp) * of_segment;
+  const int64_t group = static_cast<int64_t>(blockIdx.x) - state.first_group;
+  int16_t* const out = state.coefficients + (group * kJpegGroup + warp * kWarp) * of_segment;
   for (int m = 0; m < kJpegSegment; ++m) {
-    const uint32_t lanes = __ballot_sync(kFullWarp, seen >> m & 1);
-    const bool decodes = seen >> m != 0;  // this MCU or one behind it is seen
+    const uint32_t lanes = __ballot_sync(kFullWarp, slot.seen >> m & 1);
+    const bool decodes = slot.seen >> m != 0;  // this MCU or one behind it is seen
     if (!__any_sync(kFullWarp, decodes)) break;
     for (int b = 0; b < h.mcu_blocks; ++b) {
       if (decodes) {
-        const int component = components[b];
+        const int component = state.component[b];
         int predictor = component == 0 ? predictor0 : component == 1 ? predictor1 : predictor2;
         const JpegComponent& c = h.component[component];
         jpeg_decode_block(bits, lookups[c.dc], lookups[c.ac], predictor, StoreInShared{mine});
@@ -288,9 +295,17 @@ __device__ __forceinline__ int half_of(const uint4& v, int i) {
   return i % 2 ? static_cast<int32_t>(x) >> 16 : static_cast<int16_t>(x & 0xffff);
 }
 
+// Four bytes of a word, each clamped to 0..255.
 __device__ __forceinline__ uint32_t pack4(int a, int b, int c, int d) {
+#ifdef __CUDA_ARCH__
+  uint32_t upper, all;
+  asm("cvt.pack.sat.u8.s32.b32 %0, %1, %2, %3;" : "=r"(upper) : "r"(d), "r"(c), "r"(0));
+  asm("cvt.pack.sat.u8.s32.b32 %0, %1, %2, %3;" : "=r"(all) : "r"(b), "r"(a), "r"(upper));
+  return all;
+#else
   return static_cast<uint32_t>(jpeg_clamp(a)) | static_cast<uint32_t>(jpeg_clamp(b)) << 8 |
          static_cast<uint32_t>(jpeg_clamp(c)) << 16 | static_cast<uint32_t>(jpeg_clamp(d)) << 24;
+#endif
 }
 
 __device__ __forceinline__ void transform_block(const int16_t* in, const uint16_t* quantizers, uint8_t* out,
@@ -326,65 +341,41 @@ __device__ __forceinline__ void transform_block(const int16_t* in, const uint16_
   }
 }
 
-// Bytes before component i's plane.
-__device__ __forceinline__ int64_t plane_offset(const JpegHeader& h, const JpegRegion& region, int i) {
-  int64_t bytes = 0;
-  for (int j = 0; j < i; ++j)
-    bytes += int64_t{region.plane_width(h.component[j])} * region.plane_height(h.component[j]);
-  return bytes;
-}
-
 __global__ void __launch_bounds__(kTransformThreads) jpeg_transform(JpegParams p) {
-  __shared__ Picture picture;
-  __shared__ alignas(16) uint16_t quantizers[3 * kJpegBlock];
-  __shared__ int64_t planes[3];
-  __shared__ uint8_t components[kJpegMaxBlocks], columns[kJpegMaxBlocks], rows[kJpegMaxBlocks];
+  __shared__ JpegState state;
+  __shared__ alignas(16) uint16_t quantizers[3 * kStride];
   const Memory memory = memory_of(p);
   const uint32_t number = memory.group_pictures[blockIdx.x];
   if (number == kNone) return;
-  const int64_t* row = p.plan + static_cast<int64_t>(number) * kJpegColumns;
-  load_picture(picture, p, row);
-  const JpegHeader& h = picture.header;
-  {
-    const auto* from = reinterpret_cast<const uint16_t*>(picture.header.quantizers + p.storage + row[kJpegOffset]);
-    for (int i = threadIdx.x; i < h.components * kJpegBlock; i += kTransformThreads) quantizers[i] = from[i];
+  load_shared<kTransformThreads>(&state, memory.states + number, 1);
+  __syncthreads();
+  const JpegHeader& h = state.header;
+  const JpegRegion& region = state.region;
+  const auto* from = reinterpret_cast<const uint16_t*>(state.packed + h.quantizers);
+  for (int i = threadIdx.x; i < h.components * kJpegBlock; i += kTransformThreads) {
+    quantizers[i / kJpegBlock * kStride + i % kJpegBlock] = from[i];
   }
   __syncthreads();
-  const JpegRegion& region = picture.region;
-  if (threadIdx.x == 0) {
-    int block = 0;
-    for (int i = 0; i < h.components; ++i) {
-      planes[i] = plane_offset(h, region, i);
-      for (int j = 0; j < h.component[i].h * h.component[i].v; ++j, ++block) {
-        components[block] = static_cast<uint8_t>(i);
-        columns[block] = static_cast<uint8_t>(j % h.component[i].h);
-        rows[block] = static_cast<uint8_t>(j / h.component[i].h);
-      }
-    }
-  }
-  __syncthreads();
-  const int64_t first = (static_cast<int64_t>(blockIdx.x) - row[kJpegFirstGroup]) * kJpegGroup;
-  const auto* coefficients = reinterpret_cast<const int16_t*>(memory.decoded + row[kJpegCoefficients]) +
-                             first * kJpegSegment * h.mcu_blocks * kJpegBlock;
-  const uint32_t* const segments = memory.segments + static_cast<int64_t>(blockIdx.x) * kJpegGroup;
+  const int64_t first = (static_cast<int64_t>(blockIdx.x) - state.first_group) * kJpegGroup;
+  const int16_t* const coefficients = state.coefficients + first * kJpegSegment * h.mcu_blocks * kJpegBlock;
+  const JpegSlot* const slots = memory.slots + static_cast<int64_t>(blockIdx.x) * kJpegGroup;
   // Blocks in the order of their coefficients, a part of the group's for each blockIdx.y.
-  const int count = kJpegGroup * kJpegSegment / kTransformParts * h.mcu_blocks;
+  const int blocks = h.mcu_blocks, count = kJpegGroup * kJpegSegment / kTransformParts * blocks;
+  const int reciprocal = 65536 / blocks + 1;  // exact: fewer than 2,560 blocks, at most 10 an MCU
   for (int i = blockIdx.y * count + threadIdx.x; i < (static_cast<int>(blockIdx.y) + 1) * count;
        i += kTransformThreads) {
-    const int mcu_of_group = i / h.mcu_blocks, block = i % h.mcu_blocks;
-    const uint32_t segment = segments[mcu_of_group / kJpegSegment];
-    if (segment >= h.segments) continue;
-    const JpegSpan span = jpeg_segment_span(h, segment);
-    const uint32_t mcu = span.begin + mcu_of_group % kJpegSegment;
-    if (mcu >= span.end || !is_seen(h, region, mcu)) continue;
-    const int component = components[block];
+    const int mcu = i * reciprocal >> 16, block = i - mcu * blocks, m = mcu % kJpegSegment;
+    const JpegSlot slot = slots[mcu / kJpegSegment];
+    if (!(slot.seen >> m & 1)) continue;
+    int x = slot.x + m, y = slot.y;
+    while (x >= static_cast<int>(h.mcu_columns)) x -= static_cast<int>(h.mcu_columns), ++y;
+    const int component = state.component[block];
     const JpegComponent& c = h.component[component];
-    const int pitch = region.plane_width(c);
-    const int x = (static_cast<int>(mcu % h.mcu_columns) - region.mcu_x0) * c.h + columns[block];
-    const int y = (static_cast<int>(mcu / h.mcu_columns) - region.mcu_y0) * c.v + rows[block];
-    uint8_t* const out = memory.decoded + row[kJpegPlanes] + planes[component] + int64_t{y} * 8 * pitch + x * 8;
-    transform_block(coefficients + static_cast<int64_t>(i) * kJpegBlock, quantizers + component * kJpegBlock, out,
-                    pitch);
+    const JpegPlane& plane = state.planes[component];
+    x = (x - region.mcu_x0) * c.h + state.column[block], y = (y - region.mcu_y0) * c.v + state.row[block];
+    uint8_t* const out = const_cast<uint8_t*>(plane.data) + int64_t{y} * 8 * plane.pitch + x * 8;
+    transform_block(coefficients + static_cast<int64_t>(i) * kJpegBlock, quantizers + component * kStride, out,
+                    plane.pitch);
   }
 }
 
@@ -395,8 +386,8 @@ struct Samples {
 __device__ __forceinline__ int sample_of(const uint2& row, int i) {
   return static_cast<int>((i < 4 ? row.x : row.y) >> (8 * (i & 3)) & 255);
 }
-__device__ __forceinline__ uint2 pack8(const int (&x)[8]) {
-  return make_uint2(pack4(x[0], x[1], x[2], x[3]), pack4(x[4], x[5], x[6], x[7]));
+__device__ __forceinline__ uint2 pack8(const int (&x)[8]) {  // of values that are bytes
+  return make_uint2(x[0] | x[1] << 8 | x[2] << 16 | x[3] << 24, x[4] | x[5] << 8 | x[6] << 16 | x[7] << 24);
 }
 
 // The samples x - 1 to x + 4 of a row.
@@ -433,6 +424,13 @@ __device__ __forceinline__ Samples upsample(const JpegComponent& c, const JpegPl
     }
     return out;
   }
+  if (c.ratio_x == 1 && c.ratio_y == 1) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      out.row[r] = *reinterpret_cast<const uint2*>(jpeg_plane_row(plane, y + r) + (x - plane.x0));
+    }
+    return out;
+  }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int sample_y = (y + r) / c.ratio_y;
@@ -466,69 +464,65 @@ __device__ __forceinline__ Samples upsample(const JpegComponent& c, const JpegPl
 }
 
 __global__ void __launch_bounds__(kColorThreads) jpeg_color(JpegParams p) {
-  __shared__ Picture picture;
-  __shared__ JpegPlane planes[3];
-  __shared__ JpegTurn turn;
+  __shared__ JpegState state;
   const Memory memory = memory_of(p);
   const uint32_t number = memory.tile_pictures[blockIdx.x];
   if (number == kNone) return;
-  const int64_t* row = p.plan + static_cast<int64_t>(number) * kJpegColumns;
-  load_picture(picture, p, row);
+  load_shared<kColorThreads>(&state, memory.states + number, 1);
   __syncthreads();
-  const JpegHeader& h = picture.header;
-  const JpegRegion& region = picture.region;
-  if (threadIdx.x < h.components) {
-    const uint8_t* const data = memory.decoded + row[kJpegPlanes] + plane_offset(h, region, threadIdx.x);
-    planes[threadIdx.x] = jpeg_plane(h.component[threadIdx.x], region, data);
-  }
-  if (threadIdx.x == kWarp) turn = jpeg_turn(h, rect_of(row), row[kJpegPitch]);
-  __syncthreads();
-  const int tile = static_cast<int>(static_cast<int64_t>(blockIdx.x) - row[kJpegFirstTile]);
-  const int columns = jpeg_tile_columns(region);
+  const JpegHeader& h = state.header;
+  const JpegRegion& region = state.region;
+  const int tile = static_cast<int>(static_cast<int64_t>(blockIdx.x) - state.first_tile);
+  const int tile_y = tile / state.tile_columns, tile_x = tile - tile_y * state.tile_columns;
   constexpr int kGroups = kJpegTileWidth / 8;
-  const int x = (region.x0 / kJpegTileWidth + tile % columns) * kJpegTileWidth + threadIdx.x % kGroups * 8;
-  const int y = (region.y0 / kJpegTileHeight + tile / columns) * kJpegTileHeight + threadIdx.x / kGroups * 2;
+  const int x = (region.x0 / kJpegTileWidth + tile_x) * kJpegTileWidth + threadIdx.x % kGroups * 8;
+  const int y = (region.y0 / kJpegTileHeight + tile_y) * kJpegTileHeight + threadIdx.x / kGroups * 2;
   if (x >= region.x1 || x + 8 <= region.x0 || y >= region.y1 || y + 2 <= region.y0) return;
   Samples samples[3];
 #pragma unroll
   for (int i = 0; i < 3; ++i) {
-    if (i < h.components) samples[i] = upsample(h.component[i], planes[i], x, y);
+    if (i < h.components) samples[i] = upsample(h.component[i], state.planes[i], x, y);
   }
   const bool whole = x >= region.x0 && x + 8 <= region.x1;
+  const int64_t dx = state.turn.dx;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     if (y + r < region.y0 || y + r >= region.y1) continue;
-    uint32_t bytes[6] = {0, 0, 0, 0, 0, 0};
+    int channels[24];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int first = sample_of(samples[0].row[r], i);
-      JpegPixel pixel;
+      int* const pixel = channels + 3 * i;
       if (h.color == JpegColor::kGrey) {
-        pixel.b = pixel.g = pixel.r = static_cast<uint8_t>(first);
-      } else {
-        const int second = sample_of(samples[1].row[r], i), third = sample_of(samples[2].row[r], i);
-        pixel = h.color == JpegColor::kYcc
-                    ? jpeg_ycc_to_bgr(first, second, third)
-                    : JpegPixel{static_cast<uint8_t>(third), static_cast<uint8_t>(second), static_cast<uint8_t>(first)};
+        pixel[0] = pixel[1] = pixel[2] = first;
+        continue;
       }
-      const uint32_t channels[3] = {pixel.b, pixel.g, pixel.r};
-#pragma unroll
-      for (int k = 0; k < 3; ++k) bytes[(3 * i + k) / 4] |= channels[k] << (8 * ((3 * i + k) % 4));
+      const int second = sample_of(samples[1].row[r], i), third = sample_of(samples[2].row[r], i);
+      if (h.color == JpegColor::kYcc) {
+        jpeg_ycc_to_bgr(first, second, third, pixel[0], pixel[1], pixel[2]);
+      } else {
+        pixel[0] = third, pixel[1] = second, pixel[2] = first;
+      }
     }
-    uint8_t* const out = p.out + row[kJpegOut] + turn.first + x * turn.dx + (y + r) * turn.dy;
-    if (whole && turn.dx == 3 && reinterpret_cast<uintptr_t>(out) % 8 == 0) {
+    uint32_t words[6];
 #pragma unroll
-      for (int i = 0; i < 3; ++i) reinterpret_cast<uint2*>(out)[i] = make_uint2(bytes[2 * i], bytes[2 * i + 1]);
-    } else if (whole && turn.dx == 3 && reinterpret_cast<uintptr_t>(out) % 4 == 0) {
+    for (int i = 0; i < 6; ++i) {
+      words[i] = pack4(channels[4 * i], channels[4 * i + 1], channels[4 * i + 2], channels[4 * i + 3]);
+    }
+    uint8_t* const out = state.out + x * dx + (y + r) * state.turn.dy;
+    if (whole && dx == 3 && reinterpret_cast<uintptr_t>(out) % 8 == 0) {
 #pragma unroll
-      for (int i = 0; i < 6; ++i) reinterpret_cast<uint32_t*>(out)[i] = bytes[i];
+      for (int i = 0; i < 3; ++i) reinterpret_cast<uint2*>(out)[i] = make_uint2(words[2 * i], words[2 * i + 1]);
+    } else if (whole && dx == 3 && reinterpret_cast<uintptr_t>(out) % 4 == 0) {
+#pragma unroll
+      for (int i = 0; i < 6; ++i) reinterpret_cast<uint32_t*>(out)[i] = words[i];
     } else {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         if (x + i < region.x0 || x + i >= region.x1) continue;
 #pragma unroll
         for (int k = 0; k < 3; ++k) {
-          out[i * turn.dx + k] = static_cast<uint8_t>(bytes[(3 * i + k) / 4] >> (8 * ((3 * i + k) % 4)));
+          out[i * dx + k] = static_cast<uint8_t>(words[(3 * i + k) / 4] >> (8 * ((3 * i + k) % 4)));
         }
       }
     }
@@ -541,7 +535,7 @@ cudaError_t launch_jpeg_decode(const JpegParams& p, cudaStream_t stream) {
   if (!p.pictures || !p.groups || !p.tiles) return cudaSuccess;
   const JpegWorkspace w(p.pictures, p.groups, p.tiles);
   // No picture has any group or tile, but for those that jpeg_prepare finds.
-  const auto maps = static_cast<size_t>(w.segments - w.group_pictures);
+  const auto maps = static_cast<size_t>(w.slots - w.group_pictures);
   if (const cudaError_t error = cudaMemsetAsync(p.workspace + w.group_pictures, 0xff, maps, stream)) return error;
   jpeg_prepare<<<static_cast<unsigned>(p.pictures), kPrepareThreads, 0, stream>>>(p);
   jpeg_entropy<<<static_cast<unsigned>(p.groups), kJpegGroup, 0, stream>>>(p);

@@ -130,7 +130,7 @@ TORCH_FASTDET_HOST_DEVICE void jpeg_upsample_row(const JpegComponent& c, const J
   if (c.ratio_x == 1) {
     const int first = x0 - plane.x0;
     if (c.upsampling == JpegUpsampling::kRows) {
-      for (int x = 0; x < x1 - x0; ++x) {
+      for (int64_t x = 0; x < x1 - x0; ++x) {
         out[x] = static_cast<uint8_t>(jpeg_between(row[first + x], near[first + x], y % 2));
       }
     } else {
@@ -148,24 +148,24 @@ TORCH_FASTDET_HOST_DEVICE void jpeg_upsample_row(const JpegComponent& c, const J
   const uint8_t* mine = row + (first - plane.x0);
   const uint8_t* other = near + (first - plane.x0);
   int16_t* sum = sums + 1;
-  for (int i = 0; i < count; ++i) sum[i] = static_cast<int16_t>(both ? 3 * mine[i] + other[i] : mine[i]);
+  for (int64_t i = 0; i < count; ++i) sum[i] = static_cast<int16_t>(both ? 3 * mine[i] + other[i] : mine[i]);
   const int before = jpeg_plane_column(plane, first - 1), after = jpeg_plane_column(plane, last + 1);
   sum[-1] = static_cast<int16_t>(both ? 3 * row[before] + near[before] : row[before]);
   sum[count] = static_cast<int16_t>(both ? 3 * row[after] + near[after] : row[after]);
   int16_t* const pixels = sum + count + 1;  // 2 * count, of which the outermost may not be wanted
   if (both) {
-    for (int i = 0; i < count; ++i) {
+    for (int64_t i = 0; i < count; ++i) {
       pixels[2 * i] = static_cast<int16_t>(jpeg_between_both(sum[i], sum[i - 1], false));
       pixels[2 * i + 1] = static_cast<int16_t>(jpeg_between_both(sum[i], sum[i + 1], true));
     }
   } else {
-    for (int i = 0; i < count; ++i) {
+    for (int64_t i = 0; i < count; ++i) {
       pixels[2 * i] = static_cast<int16_t>(jpeg_between(sum[i], sum[i - 1], false));
       pixels[2 * i + 1] = static_cast<int16_t>(jpeg_between(sum[i], sum[i + 1], true));
     }
   }
   const int skip = x0 % 2;
-  for (int x = 0; x < x1 - x0; ++x) out[x] = static_cast<uint8_t>(pixels[x + skip]);
+  for (int64_t x = 0; x < x1 - x0; ++x) out[x] = static_cast<uint8_t>(pixels[x + skip]);
 }
 
 // One picture's rectangle after another.
@@ -288,19 +288,21 @@ class JpegDecoder {
     }
   }
 
-  // In place.
+  // In place. The counters of these loops have 64 bits: where a 32-bit one may wrap (-fwrapv), no vectors are used.
   static TORCH_FASTDET_HOST_DEVICE void ycc_to_rgb(uint8_t* __restrict first, uint8_t* __restrict second,
-                                                   uint8_t* __restrict third, int width) {
-    for (int x = 0; x < width; ++x) {
-      const JpegPixel pixel = jpeg_ycc_to_bgr(first[x], second[x], third[x]);
-      first[x] = pixel.r, second[x] = pixel.g, third[x] = pixel.b;
+                                                   uint8_t* __restrict third, int64_t width) {
+    for (int64_t x = 0; x < width; ++x) {
+      int b, g, r;
+      jpeg_ycc_to_bgr(first[x], second[x], third[x], b, g, r);
+      first[x] = static_cast<uint8_t>(jpeg_clamp(r)), second[x] = static_cast<uint8_t>(jpeg_clamp(g));
+      third[x] = static_cast<uint8_t>(jpeg_clamp(b));
     }
   }
 
   static TORCH_FASTDET_HOST_DEVICE void store_row(const uint8_t* blue, const uint8_t* green, const uint8_t* red,
-                                                  int width, uint8_t* __restrict to, int64_t dx) {
+                                                  int64_t width, uint8_t* __restrict to, int64_t dx) {
     if (dx == 3) {
-      for (int x = 0; x < width; ++x) to[3 * x] = blue[x], to[3 * x + 1] = green[x], to[3 * x + 2] = red[x];
+      for (int64_t x = 0; x < width; ++x) to[3 * x] = blue[x], to[3 * x + 1] = green[x], to[3 * x + 2] = red[x];
     } else {
       for (int x = 0; x < width; ++x, to += dx) to[0] = blue[x], to[1] = green[x], to[2] = red[x];
     }

@@ -195,14 +195,12 @@ TORCH_FASTDET_HOST_DEVICE int jpeg_plane_column(const JpegPlane& plane, int x) {
   return jpeg_clamp_to(x, plane.x0, plane.last_x) - plane.x0;
 }
 
-struct JpegPixel {
-  uint8_t b, g, r;
-};
-TORCH_FASTDET_HOST_DEVICE JpegPixel jpeg_ycc_to_bgr(int y, int blue, int red) {
-  const int cb = blue - 128, cr = red - 128;
-  return {static_cast<uint8_t>(jpeg_clamp(y + ((116130 * cb + 32768) >> 16))),
-          static_cast<uint8_t>(jpeg_clamp(y + ((-22554 * cb - 46802 * cr + 32768) >> 16))),
-          static_cast<uint8_t>(jpeg_clamp(y + ((91881 * cr + 32768) >> 16)))};
+// Not clamped yet.
+TORCH_FASTDET_HOST_DEVICE void jpeg_ycc_to_bgr(int y, int cb, int cr, int& b, int& g, int& r) {
+  constexpr int kHalf = 32768;
+  b = y + ((116130 * cb + (kHalf - 128 * 116130)) >> 16);
+  g = y + ((-22554 * cb - 46802 * cr + (kHalf + 128 * (22554 + 46802))) >> 16);
+  r = y + ((91881 * cr + (kHalf - 128 * 91881)) >> 16);
 }
 
 }  // namespace torch_fastdet::core

@@ -9,20 +9,45 @@
 
 namespace torch_fastdet::core {
 
+// What the kernels know of a picture: jpeg_prepare makes it, in the workspace, and the others copy it to shared memory.
+struct alignas(16) JpegState {
+  JpegHeader header;
+  JpegRegion region;
+  JpegTurn turn;
+  JpegPlane planes[3];
+  const uint8_t* packed;
+  uint8_t* out;           // of stored pixel (0, 0)
+  int16_t* coefficients;  // of the picture's first slot
+  int64_t first_group, first_tile;
+  int tile_columns;
+  // Of an MCU's blocks: the component, and the place in it.
+  uint8_t component[kJpegMaxBlocks], column[kJpegMaxBlocks], row[kJpegMaxBlocks];
+};
+
+// A segment that is decoded: what one thread of jpeg_entropy does.
+struct alignas(16) JpegSlot {
+  uint32_t segment;
+  uint32_t seen;  // bit m: its MCU m is seen; 0: nothing to do
+  uint16_t x, y;  // of its first MCU
+  uint32_t unused;
+};
+
 // The workspace's common part; behind it come planes and coefficients. Offsets in bytes.
 struct JpegWorkspace {
+  int64_t states;          // JpegState a picture
   int64_t lookups;         // kJpegMaxTables tables a picture
   int64_t group_pictures;  // uint32 a group: its picture
   int64_t tile_pictures;   // uint32 a tile
-  int64_t segments;        // uint32 for each thread of each group: the segment that it decodes
+  int64_t slots;           // JpegSlot for each thread of each group
   int64_t end;
 
   TORCH_FASTDET_HOST_DEVICE JpegWorkspace(int64_t pictures, int64_t groups, int64_t tiles) {
-    lookups = 0;
-    group_pictures = lookups + pictures * kJpegMaxTables * static_cast<int64_t>(sizeof(JpegLookup));
+    states = 0;
+    lookups = round_up(pictures * static_cast<int64_t>(sizeof(JpegState)));
+    group_pictures = lookups + round_up(pictures * kJpegMaxTables * static_cast<int64_t>(sizeof(JpegLookup)));
     tile_pictures = round_up(group_pictures + 4 * groups);
-    segments = round_up(tile_pictures + 4 * tiles);
-    end = round_up(segments + 4 * kJpegGroup * groups);
+    slots = round_up(tile_pictures + 4 * tiles);
+    end = round_up(slots + static_cast<int64_t>(sizeof(JpegSlot)) * kJpegGroup * groups);
   }
 
   static TORCH_FASTDET_HOST_DEVICE int64_t round_up(int64_t bytes) { return ceil_div(bytes, 256) * 256; }
