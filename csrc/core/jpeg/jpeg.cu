@@ -34,12 +34,11 @@ __device__ __forceinline__ Memory memory_of(const JpegParams& p) {
           p.workspace + w.end};
 }
 
-// To shared memory, by all threads of the block; a barrier follows.
-template <int kThreads, typename T>
-__device__ __forceinline__ void load_shared(T* to, const T* from, int count) {
-  const int vectors = count * static_cast<int>(sizeof(T) / sizeof(uint4));
-  for (int i = threadIdx.x; i < vectors; i += kThreads) {
-    reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
+// To shared memory or from it, by all threads of the block, sixteen bytes a time.
+template <int kThreads>
+__device__ __forceinline__ void copy_by_block(void* to, const void* from, int bytes) {
+  for (int i = threadIdx.x; i < bytes / static_cast<int>(sizeof(uint4)); i += kThreads) {
+    static_cast<uint4*>(to)[i] = static_cast<const uint4*>(from)[i];
   }
 }
 
@@ -119,9 +118,12 @@ __global__ void __launch_bounds__(kPrepareThreads) jpeg_prepare(JpegParams p) {
   __syncthreads();
   if (!sound) return;
   const JpegHeader& h = state.header;
-  for (int i = threadIdx.x; i < static_cast<int>(sizeof(JpegState) / sizeof(uint4)); i += kPrepareThreads) {
-    reinterpret_cast<uint4*>(memory.states + blockIdx.x)[i] = reinterpret_cast<const uint4*>(&state)[i];
+  const auto* quantizers = reinterpret_cast<const uint16_t*>(state.packed + h.quantizers);
+  for (int i = threadIdx.x; i < h.components * kJpegBlock; i += kPrepareThreads) {
+    state.quantizers[i / kJpegBlock][i % kJpegBlock] = quantizers[i];
   }
+  __syncthreads();
+  copy_by_block<kPrepareThreads>(memory.states + blockIdx.x, &state, sizeof state);
   for (int64_t i = threadIdx.x; i < row[kJpegGroups]; i += kPrepareThreads) {
     memory.group_pictures[row[kJpegFirstGroup] + i] = blockIdx.x;
   }
@@ -235,8 +237,9 @@ __global__ void __launch_bounds__(kJpegGroup) jpeg_entropy(JpegParams p) {
   const uint32_t number = memory.group_pictures[blockIdx.x];
   if (number == kNone) return;
   const JpegSlot slot = memory.slots[static_cast<int64_t>(blockIdx.x) * kJpegGroup + threadIdx.x];
-  load_shared<kJpegGroup>(&state, memory.states + number, 1);
-  load_shared<kJpegGroup>(lookups, memory.lookups + static_cast<int64_t>(number) * kJpegMaxTables, kJpegMaxTables);
+  copy_by_block<kJpegGroup>(&state, memory.states + number, kJpegStateShort);
+  copy_by_block<kJpegGroup>(lookups, memory.lookups + static_cast<int64_t>(number) * kJpegMaxTables,
+                            memory.states[number].header.tables * static_cast<int>(sizeof(JpegLookup)));
   for (int i = threadIdx.x; i < kJpegGroup * kStride / 8; i += kJpegGroup) {
     reinterpret_cast<uint4*>(blocks)[i] = make_uint4(0, 0, 0, 0);
   }
@@ -343,19 +346,13 @@ __device__ __forceinline__ void transform_block(const int16_t* in, const uint16_
 
 __global__ void __launch_bounds__(kTransformThreads) jpeg_transform(JpegParams p) {
   __shared__ JpegState state;
-  __shared__ alignas(16) uint16_t quantizers[3 * kStride];
   const Memory memory = memory_of(p);
   const uint32_t number = memory.group_pictures[blockIdx.x];
   if (number == kNone) return;
-  load_shared<kTransformThreads>(&state, memory.states + number, 1);
+  copy_by_block<kTransformThreads>(&state, memory.states + number, sizeof state);
   __syncthreads();
   const JpegHeader& h = state.header;
   const JpegRegion& region = state.region;
-  const auto* from = reinterpret_cast<const uint16_t*>(state.packed + h.quantizers);
-  for (int i = threadIdx.x; i < h.components * kJpegBlock; i += kTransformThreads) {
-    quantizers[i / kJpegBlock * kStride + i % kJpegBlock] = from[i];
-  }
-  __syncthreads();
   const int64_t first = (static_cast<int64_t>(blockIdx.x) - state.first_group) * kJpegGroup;
   const int16_t* const coefficients = state.coefficients + first * kJpegSegment * h.mcu_blocks * kJpegBlock;
   const JpegSlot* const slots = memory.slots + static_cast<int64_t>(blockIdx.x) * kJpegGroup;
@@ -374,8 +371,7 @@ __global__ void __launch_bounds__(kTransformThreads) jpeg_transform(JpegParams p
     const JpegPlane& plane = state.planes[component];
     x = (x - region.mcu_x0) * c.h + state.column[block], y = (y - region.mcu_y0) * c.v + state.row[block];
     uint8_t* const out = const_cast<uint8_t*>(plane.data) + int64_t{y} * 8 * plane.pitch + x * 8;
-    transform_block(coefficients + static_cast<int64_t>(i) * kJpegBlock, quantizers + component * kStride, out,
-                    plane.pitch);
+    transform_block(coefficients + static_cast<int64_t>(i) * kJpegBlock, state.quantizers[component], out, plane.pitch);
   }
 }
 
@@ -463,21 +459,10 @@ __device__ __forceinline__ Samples upsample(const JpegComponent& c, const JpegPl
   return out;
 }
 
-__global__ void __launch_bounds__(kColorThreads) jpeg_color(JpegParams p) {
-  __shared__ JpegState state;
-  const Memory memory = memory_of(p);
-  const uint32_t number = memory.tile_pictures[blockIdx.x];
-  if (number == kNone) return;
-  load_shared<kColorThreads>(&state, memory.states + number, 1);
-  __syncthreads();
+// Makes pixels [x, x + 8) of the rows y and y + 1, as far as they are in the region.
+__device__ __forceinline__ void color_pixels(const JpegState& state, int x, int y) {
   const JpegHeader& h = state.header;
   const JpegRegion& region = state.region;
-  const int tile = static_cast<int>(static_cast<int64_t>(blockIdx.x) - state.first_tile);
-  const int tile_y = tile / state.tile_columns, tile_x = tile - tile_y * state.tile_columns;
-  constexpr int kGroups = kJpegTileWidth / 8;
-  const int x = (region.x0 / kJpegTileWidth + tile_x) * kJpegTileWidth + threadIdx.x % kGroups * 8;
-  const int y = (region.y0 / kJpegTileHeight + tile_y) * kJpegTileHeight + threadIdx.x / kGroups * 2;
-  if (x >= region.x1 || x + 8 <= region.x0 || y >= region.y1 || y + 2 <= region.y0) return;
   Samples samples[3];
 #pragma unroll
   for (int i = 0; i < 3; ++i) {
@@ -526,6 +511,26 @@ __global__ void __launch_bounds__(kColorThreads) jpeg_color(JpegParams p) {
         }
       }
     }
+  }
+}
+
+__global__ void __launch_bounds__(kColorThreads) jpeg_color(JpegParams p) {
+  __shared__ JpegState state;
+  const Memory memory = memory_of(p);
+  const uint32_t number = memory.tile_pictures[blockIdx.x];
+  if (number == kNone) return;
+  copy_by_block<kColorThreads>(&state, memory.states + number, kJpegStateShort);
+  __syncthreads();
+  const JpegRegion& region = state.region;
+  const int tile = static_cast<int>(static_cast<int64_t>(blockIdx.x) - state.first_tile);
+  const int tile_y = tile / state.tile_columns, tile_x = tile - tile_y * state.tile_columns;
+  constexpr int kGroups = kJpegTileWidth / 8;
+  const int x = (region.x0 / kJpegTileWidth + tile_x) * kJpegTileWidth + threadIdx.x % kGroups * 8;
+  const int top = (region.y0 / kJpegTileHeight + tile_y) * kJpegTileHeight;
+  if (x >= region.x1 || x + 8 <= region.x0) return;
+  constexpr int kRows = kColorThreads / kGroups * 2;
+  for (int y = top + threadIdx.x / kGroups * 2; y < top + kJpegTileHeight; y += kRows) {
+    if (y < region.y1 && y + 2 > region.y0) color_pixels(state, x, y);
   }
 }
 

@@ -223,7 +223,7 @@ enum JpegColumn : int {
 };
 constexpr int kJpegAskedColumns = kJpegFirstGroup;
 constexpr int kJpegGroup = 64;
-constexpr int kJpegTileWidth = 128, kJpegTileHeight = 16;
+constexpr int kJpegTileWidth = 128, kJpegTileHeight = 64;
 
 // Rectangles of packed JPEGs, decoded into one buffer of pixels (uint8, B G R).
 struct JpegParams {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 
 #include "core/jpeg/jpeg_math.h"
@@ -22,7 +23,10 @@ struct alignas(16) JpegState {
   int tile_columns;
   // Of an MCU's blocks: the component, and the place in it.
   uint8_t component[kJpegMaxBlocks], column[kJpegMaxBlocks], row[kJpegMaxBlocks];
+  // The last part, which only jpeg_transform copies. Rows begin in different banks of shared memory.
+  alignas(16) uint16_t quantizers[3][kJpegBlock + 8];
 };
+constexpr int kJpegStateShort = offsetof(JpegState, quantizers);
 
 // A segment that is decoded: what one thread of jpeg_entropy does.
 struct alignas(16) JpegSlot {
