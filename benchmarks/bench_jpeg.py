@@ -161,7 +161,7 @@ def beside_a_step(report: harness.Report, batch: Batch) -> None:
         step()
         torch.cuda.current_stream().wait_stream(side)
 
-    variants = {"the step alone": step, "torch_fastdet beside it": lambda: both(decode)}
+    variants = {"network alone": step, "torch_fastdet beside it": lambda: both(decode)}
     report.compare("a step of 20 ms, a batch as mosaics show it", variants, views=("call",), repetitions=30, inner=5)
 
 

@@ -78,7 +78,7 @@ SECTIONS = {
         ),
         *(
             f"gpu-{name}"
-            for name in ("multi_tensor", "loss", "v8_loss", "bn_act", "image", "masks", "pictures", "latency")
+            for name in ("multi_tensor", "loss", "v8_loss", "bn_act", "image", "jpeg", "masks", "pictures", "latency")
         ),
         *("gpu-postprocess", "gpu-roofline", *(f"gpu-{name}" for name in (*TRUTHS[1:], TRUTHS[0]))),
         *("cpu-summary", "cpu-postprocess", "cpu-roofline"),
