@@ -309,6 +309,28 @@ def test_meta_checks_alone():
         ops.jpeg_decode_(out, out, plan[:, :12].contiguous(), [0, 0, 0])
 
 
+@torch.jit.script
+def scripted(files: list[torch.Tensor], asked: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    storage, _, _ = ops.jpeg_pack(files)
+    plan, sizes = ops.jpeg_plan(storage, asked)
+    ops.jpeg_decode_(out, storage, plan, sizes)
+    return out
+
+
+def test_torchscript_and_compile():
+    data = of_opencv(picture(np.random.default_rng(9), 24, 32))
+    asked = torch.tensor([[0, 0, 0, 0, 32, 24, 0, 96]])
+    out = torch.zeros(24 * 96, dtype=torch.uint8)
+    assert np.array_equal(scripted([tensor(data)], asked, out).numpy().reshape(24, 32, 3), opencv(data))
+    storage, _, _ = ops.jpeg_pack([tensor(data)])
+    plan, sizes = ops.jpeg_plan(storage, asked)
+    compiled = torch.compile(ops.jpeg_decode_, fullgraph=True, backend="aot_eager")
+    other = torch.zeros_like(out)
+    compiled(other, storage, plan, sizes)
+    assert torch.equal(other, out)
+    torch.library.opcheck(torch.ops.torch_fastdet.jpeg_decode_.default, (other, storage, plan, sizes))
+
+
 def test_ten_runs_give_the_same_bits(device):
     rng = np.random.default_rng(5)
     files = [tensor(random_file(rng)) for _ in range(20)]

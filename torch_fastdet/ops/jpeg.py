@@ -83,7 +83,8 @@ def jpeg_pack(files: list[Tensor], pin_memory: bool = False) -> tuple[Tensor, Te
 
     Source: ITU-T T.81
     """
-    check_tensor_list("jpeg_pack", "files", files)
+    if not torch.jit.is_scripting():
+        check_tensor_list("jpeg_pack", "files", files)
     if len(files) == 0:
         return torch.empty(0, dtype=torch.uint8), torch.empty(0, 4, dtype=torch.int64), []
     return torch.ops.torch_fastdet.jpeg_pack(files, pin_memory)
@@ -110,8 +111,9 @@ def jpeg_plan(headers: Tensor, asked: Tensor) -> tuple[Tensor, list[int]]:
 
     Source: :func:`jpeg_decode_`
     """
-    check_tensor("jpeg_plan", "headers", headers)
-    check_tensor("jpeg_plan", "asked", asked)
+    if not torch.jit.is_scripting():
+        check_tensor("jpeg_plan", "headers", headers)
+        check_tensor("jpeg_plan", "asked", asked)
     return torch.ops.torch_fastdet.jpeg_plan(headers, asked)
 
 
@@ -133,7 +135,8 @@ def jpeg_decode_(out: Tensor, storage: Tensor, plan: Tensor, sizes: list[int]) -
 
     Source: cv2.imdecode, https://docs.opencv.org/4.x/d4/da8/group__imgcodecs.html
     """
-    check_tensor("jpeg_decode_", "out", out)
-    check_tensor("jpeg_decode_", "storage", storage)
-    check_tensor("jpeg_decode_", "plan", plan)
+    if not torch.jit.is_scripting():
+        check_tensor("jpeg_decode_", "out", out)
+        check_tensor("jpeg_decode_", "storage", storage)
+        check_tensor("jpeg_decode_", "plan", plan)
     torch.ops.torch_fastdet.jpeg_decode_(out, storage, plan, sizes)
