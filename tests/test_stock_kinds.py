@@ -273,7 +273,8 @@ def average_precision(pair: Pair, function: Any, kind: Kind) -> Any:
     tp = numbers(40, 10) > 0
     confidences, classes, labels = numbers(40, low=0, high=1), numbers(40, low=0, high=3).floor(), LABEL_CLASSES
     arrays = (tp, confidences, classes, labels)
-    return function(*(kind(array, number).cpu().numpy() for number, array in enumerate(arrays)))
+    names = {0: "a", 1: "b", 2: "c"}
+    return function(*(kind(array, number).cpu().numpy() for number, array in enumerate(arrays)), names=names)
 
 
 def clip_grad_norm(pair: Pair, function: Any, kind: Kind) -> Any:
