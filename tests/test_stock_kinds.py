@@ -535,6 +535,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "BaseTrainer.build_optimizer": "tests/ultralytics/test_patch.py",
         "BaseTrainer.optimizer_step": "tests/optim/test_fused_step.py",
         "BaseTrainer._setup_train": "tests/ultralytics/test_graph_switches.py",
+        "BaseTrainer._build_train_pipeline": "tests/ultralytics/test_graph_switches.py",
         "BaseTrainer.train": "tests/ultralytics/test_launcher.py",
         "v8SegmentationLoss": "tests/ultralytics/test_task_loss_switch.py",
         "v8PoseLoss": "tests/ultralytics/test_task_loss_switch.py",
