@@ -1,4 +1,4 @@
-"""The losses of detection, segmentation and pose, forward and backward: Ultralytics' own, the same compiled, and torch_fastdet's.
+"""The losses of detection, segmentation, pose and oriented boxes, forward and backward: Ultralytics' own, the same compiled, and torch_fastdet's.
 
     python -m benchmarks.bench_v8_loss [--device cpu|cuda] [--out FOLDER]
 
@@ -28,7 +28,9 @@ class Model(nn.Module):
     def __init__(self, reg_max: int, device: torch.device) -> None:
         super().__init__()
         self.where = nn.Parameter(torch.zeros(1, device=device))
-        self.args = SimpleNamespace(box=7.5, cls=0.5, dfl=1.5, pose=12.0, kobj=1.0, epochs=100, overlap_mask=True)
+        self.args = SimpleNamespace(
+            box=7.5, cls=0.5, dfl=1.5, pose=12.0, kobj=1.0, angle=1.0, epochs=100, overlap_mask=True
+        )
         head = SimpleNamespace(stride=torch.tensor(STRIDES, device=device), nc=CLASSES, reg_max=reg_max)
         self.kpt_shape = head.kpt_shape = [KEYPOINTS, 3]
         self.__dict__["model"] = [head]
@@ -87,6 +89,9 @@ def add_task(outputs: dict[str, Any], targets: torch.Tensor, task: str, size: in
     if task == "pose":
         outputs["kpts"] = (torch.randn(batch, KEYPOINTS * 3, anchors, device=device) / 4).to(dtype)
         return {"keypoints": torch.rand(len(targets), KEYPOINTS, 3, device=device).round(decimals=1)}
+    if task == "obb":
+        outputs["angle"] = torch.rand(batch, 1, anchors, device=device).to(dtype)
+        return {"bboxes": torch.cat((targets[:, 2:], torch.rand(len(targets), 1, device=device)), 1)}
     side = size // MASK_STRIDE
     outputs["mask_coefficient"] = (torch.randn(batch, MASK_CHANNELS, anchors, device=device) / 4).to(dtype)
     outputs["proto"] = torch.randn(batch, MASK_CHANNELS, side, side, device=device).to(dtype)
@@ -101,7 +106,7 @@ def add_task(outputs: dict[str, Any], targets: torch.Tensor, task: str, size: in
     return {"masks": masks.to(device)}
 
 
-EXTRA = {"segment": ("mask_coefficient", "proto"), "pose": ("kpts",)}
+EXTRA = {"segment": ("mask_coefficient", "proto"), "pose": ("kpts",), "obb": ("angle",)}
 
 
 def our_task(outputs: dict[str, Any], targets: torch.Tensor, labels: dict[str, torch.Tensor], task: str):
@@ -112,9 +117,13 @@ def our_task(outputs: dict[str, Any], targets: torch.Tensor, labels: dict[str, t
     gains = torch.tensor([12.0, 1.0], dtype=torch.float64, device=device)
     sigmas = torch.full((KEYPOINTS,), 1 / KEYPOINTS, device=device)
     sizes = [side for feature in outputs["feats"] for side in feature.shape[2:]]
+    turned = torch.cat((targets[:, :2], labels["bboxes"]), 1) if task == "obb" else targets
+    with_angle = torch.cat((settings, settings.new_ones(1)))
 
     def call():
-        if task == "pose":
+        if task == "obb":
+            loss, _, _ = ops.v8_obb_loss(*heads, turned, with_angle, STRIDES, sizes)
+        elif task == "pose":
             loss, _, _ = ops.v8_pose_loss(
                 heads[:2], heads[2], labels["keypoints"], sigmas, targets, settings, gains, STRIDES, sizes
             )
@@ -130,7 +139,8 @@ def our_task(outputs: dict[str, Any], targets: torch.Tensor, labels: dict[str, t
 def their_task(outputs: dict[str, Any], targets: torch.Tensor, labels: dict[str, torch.Tensor], task: str):
     from ultralytics.utils import loss as stock
 
-    criterion: Any = {"segment": stock.v8SegmentationLoss, "pose": stock.v8PoseLoss}[task](Model(16, targets.device))
+    kinds = {"segment": stock.v8SegmentationLoss, "pose": stock.v8PoseLoss, "obb": stock.v8OBBLoss}
+    criterion: Any = kinds[task](Model(16, targets.device))
     heads = {name: outputs[name].detach().requires_grad_() for name in ("boxes", "scores", *EXTRA[task])}
     batch = {"batch_idx": targets[:, 0], "cls": targets[:, 1:2], "bboxes": targets[:, 2:], **labels}
 
@@ -151,8 +161,12 @@ def measure_tasks(report: Report) -> None:
         ("segment", 8, 100, 1280),
         ("pose", 16, 8, 640),
         ("pose", 16, 100, 640),
+        ("obb", 16, 8, 640),
+        ("obb", 8, 500, 1024),
     ]
-    for task, batch, boxes, size in cases if cuda else [("segment", 2, 8, 640), ("pose", 2, 8, 640)]:
+    for task, batch, boxes, size in (
+        cases if cuda else [("segment", 2, 8, 640), ("pose", 2, 8, 640), ("obb", 2, 8, 640)]
+    ):
         outputs, targets = make_outputs(batch, size, 16, device), make_targets(batch, boxes, device)
         labels = add_task(outputs, targets, task, size)
         variants = {"torch_fastdet": our_task(outputs, targets, labels, task)}

@@ -154,6 +154,16 @@ TORCH_LIBRARY(torch_fastdet, m) {
   m.def(
       "v8_keypoint_loss_backward(Tensor grad_loss, Tensor predictions, Tensor labels, Tensor sigmas, Tensor targets, "
       "Tensor slot_anchor, Tensor slot_row, Tensor scales, float[] strides, SymInt[] sizes) -> Tensor");
+  // The loss of oriented boxes: targets have a seventh column, the angle; settings a tenth number, the angle's gain.
+  m.def(
+      "v8_obb_loss(Tensor boxes, Tensor scores, Tensor angles, Tensor targets, Tensor settings, float[] strides, "
+      "SymInt[] sizes, Tensor? num_targets=None, Tensor? class_weights=None, *, int reg_max=16, int topk=10, "
+      "int topk2=10) -> (Tensor loss, Tensor items, Tensor scales, Tensor slot_anchor, Tensor slot_row, "
+      "Tensor slot_score, Tensor status)");
+  m.def(
+      "v8_obb_loss_backward(Tensor grad_loss, Tensor boxes, Tensor scores, Tensor angles, Tensor targets, "
+      "Tensor scales, Tensor slot_anchor, Tensor slot_row, Tensor slot_score, float[] strides, SymInt[] sizes, "
+      "Tensor? class_weights=None, *, int reg_max=16) -> (Tensor, Tensor, Tensor)");
 
   // Lists of tensors, in place, one launch (clip: two). Factors by value or, with .tensor, read from device memory;
   // .tensor is first, because a tensor also fits `float`, by a copy to the host.

@@ -7,6 +7,7 @@
 #include "kernels/v8_keypoint_problem.h"
 #include "kernels/v8_loss_problem.h"
 #include "kernels/v8_mask_problem.h"
+#include "kernels/v8_obb_problem.h"
 
 namespace torch_fastdet::core {
 namespace {
@@ -80,6 +81,40 @@ TEST(V8KeypointLossLoops, RandomKeypoints) {
       v8_keypoint_problem::check<KeypointLoops<double>, double>(seed, DType::kFloat64);
     }
   }
+}
+
+// Against the formulas, from the assignment that the loops leave.
+TEST(V8ObbLossLoops, RandomHeadsAndTargets) {
+  for (uint64_t seed = 0; seed < rounds(24) && !HasFailure(); ++seed) {
+    v8_obb_problem::check<v8_obb_problem::Loops<double>, v8_obb_problem::Loops<double>, double>(seed, DType::kFloat64);
+  }
+}
+
+// The gradient of probiou against differences, and its value for equal boxes.
+TEST(V8ObbMath, GradientOfProbiou) {
+  Random random(3);
+  for (int round = 0; round < 50; ++round) {
+    const auto draw = [&] {
+      return V8Obb<double>{random.normal(), random.normal(), 2 + std::abs(random.normal()) * 3,
+                           2 + std::abs(random.normal()) * 3, 2 * random.normal()};
+    };
+    const V8Obb<double> box = draw(), other = draw();
+    const auto value = [&](const V8Obb<double>& b) {
+      return v8_probiou(b, v8_gaussian(b, 0.01), other, v8_gaussian(other, 0.01)).value;
+    };
+    V8Obb<double> by{};
+    const auto g = v8_gaussian(box, 0.01), h = v8_gaussian(other, 0.01);
+    v8_probiou_gradient(v8_probiou(box, g, other, h), box, g, h, 1.0, by);
+    const double* gradient = &by.x;
+    for (int k = 0; k < 5; ++k) {
+      V8Obb<double> more = box, less = box;
+      (&more.x)[k] += 1e-6, (&less.x)[k] -= 1e-6;
+      EXPECT_NEAR(gradient[k], (value(more) - value(less)) / 2e-6, 1e-6) << k;
+    }
+  }
+  const V8Obb<double> box{3, 4, 5, 6, 1};
+  // The distance is clamped to 1e-7, and so much is added under the root.
+  EXPECT_NEAR(v8_probiou(box, v8_gaussian(box, 0.), box, v8_gaussian(box, 0.)).value, 1 - std::sqrt(2e-7), 1e-9);
 }
 
 // A distance that is NaN, of one predicted box: the target that it lies in ranks it first, and the loss is NaN, as in

@@ -1,4 +1,4 @@
-"""loss_optim: v8SegmentationLoss and v8PoseLoss of the real package against ours, on their own models' heads."""
+"""loss_optim: v8SegmentationLoss, v8PoseLoss and v8OBBLoss of the real package against ours, on their own models' heads."""
 
 import copy
 import io
@@ -20,10 +20,14 @@ from torch_fastdet.ultralytics import loss as ours_module
 from torch_fastdet.ultralytics.loss_trials import differs
 
 REAL = SimpleNamespace(
-    segment=stock_loss.v8SegmentationLoss, pose=stock_loss.v8PoseLoss, segment26=stock_loss.SegmentLoss26
+    obb=stock_loss.v8OBBLoss,
+    e2e=stock_loss.E2ELoss,
+    segment=stock_loss.v8SegmentationLoss,
+    pose=stock_loss.v8PoseLoss,
+    segment26=stock_loss.SegmentLoss26,
 )
-OURS = SimpleNamespace(segment=ours_module.v8SegmentationLoss, pose=ours_module.v8PoseLoss)
-OUTPUTS = ("boxes", "scores", "mask_coefficient", "proto", "kpts")
+OURS = SimpleNamespace(obb=ours_module.v8OBBLoss, segment=ours_module.v8SegmentationLoss, pose=ours_module.v8PoseLoss)
+OUTPUTS = ("boxes", "scores", "mask_coefficient", "proto", "kpts", "angle")
 CASES = ["yolov8n-seg.yaml", "yolo11n-seg.yaml", "yolov8n-pose.yaml", "yolo11n-pose.yaml"]
 
 
@@ -35,7 +39,9 @@ def models():
         key = name, *map(str, arguments.items())
         if key not in made:
             torch.manual_seed(0)
-            kind = tasks.SegmentationModel if "seg" in name else tasks.PoseModel
+            kind = {"seg": tasks.SegmentationModel, "pos": tasks.PoseModel, "obb": tasks.OBBModel}[
+                name.split("-")[1][:3]
+            ]
             made[key] = kind(name, nc=4, verbose=False, **arguments).train()
         made[key].args = get_cfg(overrides={"epochs": 5})
         return made[key]
@@ -71,7 +77,7 @@ def outputs(model, batch):
 def run(criterion, preds, batch):
     leaves = {name: preds[name].detach().clone().requires_grad_() for name in OUTPUTS if name in preds}
     loss, items = criterion({**preds, **leaves}, batch)
-    parts = torch.tensor([1.0, 2.0, 0.5, 3.0, 0.7])[: len(loss)]
+    parts = torch.tensor([1.0, 2.0, 0.5, 3.0, 0.7])[: len(loss)].to(loss)
     return loss.detach(), items, torch.autograd.grad((loss * parts).sum(), list(leaves.values()))
 
 
@@ -291,15 +297,111 @@ def test_gpu_matches_stock(cuda, models, name):
         assert (mine - wanted).abs().max() <= 5e-5 * wanted.abs().max() + 1e-9
 
 
+OBB = ["yolov8n-obb.yaml", "yolo11n-obb.yaml", "yolo26n-obb.yaml"]
+
+
+def make_obb_batch(seed=1, count=7, images=3, size=(64, 96)):
+    batch = make_batch(seed, count, images, size)
+    batch["bboxes"] = torch.cat((batch["bboxes"], (torch.rand(count, 1) - 0.25) * torch.pi), 1)
+    return batch
+
+
+def run_obb(criterion, preds, batch):
+    """Of one head, or of both."""
+    branches = {name: {**preds[name]} for name in ("one2many", "one2one")} if "one2many" in preds else {"": {**preds}}
+    leaves = []
+    for branch in branches.values():
+        for name in ("boxes", "scores", "angle"):
+            branch[name] = branch[name].detach().clone().requires_grad_()
+            leaves.append(branch[name])
+    loss, items = criterion(branches.get("", branches), batch)
+    parts = torch.tensor([1.0, 2.0, 0.5, 3.0]).to(loss)
+    return loss.detach(), items, torch.autograd.grad((loss * parts).sum(), leaves)
+
+
+def obb_pair(model):
+    if hasattr(model.model[-1], "one2one_cv2"):
+        return REAL.e2e(model, REAL.obb), ours_module.E2ELoss(model, OURS.obb)
+    return REAL.obb(model), OURS.obb(model)
+
+
+def assert_same_obb(theirs, ours):
+    """Where boxes agree, probiou loses digits in float32, and so does its gradient: stock's own is off by as much."""
+    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-4, atol=1e-4)
+    assert list(ours[1]) == list(theirs[1]) and ours[0].dtype == theirs[0].dtype
+    torch.testing.assert_close(ours[1], theirs[1], rtol=1e-4, atol=1e-4)
+    for mine, wanted in zip(ours[2], theirs[2]):
+        assert (mine - wanted).abs().max() <= 1e-3 * wanted.abs().max() + 1e-9
+
+
+@pytest.mark.parametrize("name", OBB)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("size", [(64, 96), (96, 64)], ids=str)
+def test_oriented_boxes(models, name, seed, size):
+    model, batch = models(name), make_obb_batch(seed, size=size)
+    preds = outputs(model, batch)
+    theirs, ours = (run_obb(criterion, preds, batch) for criterion in obb_pair(model))
+    assert_same_obb(theirs, ours)
+    assert all(value > 0 for value in ours[1].values()), "something is assigned"
+
+
+@pytest.mark.parametrize("name", OBB[::2])
+@pytest.mark.parametrize("count", [0, 1, 40])
+def test_numbers_of_oriented_boxes(models, name, count):
+    model, batch = models(name), make_obb_batch(1, count)
+    preds = outputs(model, batch)
+    assert_same_obb(*(run_obb(criterion, preds, batch) for criterion in obb_pair(model)))
+
+
+def test_tiny_oriented_boxes_and_angles_at_the_border(models):
+    model, batch = models("yolov8n-obb.yaml"), make_obb_batch(2, 12)
+    batch["bboxes"][0, 2], batch["bboxes"][1, 3] = 1.9 / 96, 1.9 / 64
+    batch["bboxes"][2:6, 4] = torch.tensor([-torch.pi / 4, 3 * torch.pi / 4, torch.pi / 2, 0.0])
+    batch["bboxes"][6, 4] = -200.0
+    preds = outputs(model, batch)
+    assert_same_obb(*(run_obb(criterion, preds, batch) for criterion in obb_pair(model)))
+
+
+def test_gain_of_the_angle_and_labels_of_another_task(models):
+    model, batch = models("yolov8n-obb.yaml"), make_obb_batch()
+    preds, criteria = outputs(model, batch), obb_pair(model)
+    for criterion in criteria:
+        criterion.hyp = get_cfg(overrides={"angle": 3.0})
+    assert_same_obb(*(run_obb(criterion, preds, batch) for criterion in criteria))
+    for criterion in criteria:
+        with pytest.raises(TypeError, match="OBB"):
+            criterion(preds, batch | {"bboxes": batch["bboxes"][:, :4]})
+
+
+def test_patch_reaches_oriented_boxes(models):
+    assert differs(REAL.obb) is None
+    patch(loss_optim=True)
+    try:
+        assert type(models("yolov8n-obb.yaml").init_criterion()) is OURS.obb
+        criterion = models("yolo26n-obb.yaml").init_criterion()
+        assert type(criterion.one2one) is type(criterion.one2many) is OURS.obb
+    finally:
+        unpatch()
+    assert stock_loss.v8OBBLoss is tasks.v8OBBLoss is REAL.obb
+
+
+@pytest.mark.parametrize("name", OBB)
+def test_gpu_matches_stock_of_oriented_boxes(cuda, models, name):
+    batch = {key: value.to(cuda) for key, value in make_obb_batch(2, 40).items()}
+    model = copy.deepcopy(models(name)).to(cuda)
+    preds = outputs(model, batch)
+    assert_same_obb(*(run_obb(criterion, preds, batch) for criterion in obb_pair(model)))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["seg", "pose"])
+@pytest.mark.parametrize("task", ["seg", "pose", "obb"])
 def test_training_of_two_epochs(program, digits, tmp_path, task):
     """Trainer, validation and all: the losses of both epochs are stock's."""
     theirs, ours = (
         program("train_task.py", digits, tmp_path / name, task, *flags)
         for name, flags in (("stock", ()), ("ours", ("--patch",)))
     )
-    kind = {"seg": "v8SegmentationLoss", "pose": "v8PoseLoss"}[task]
+    kind = {"seg": "v8SegmentationLoss", "pose": "v8PoseLoss", "obb": "v8OBBLoss"}[task]
     assert theirs["criteria"] == [f"ultralytics.utils.loss.{kind}"] * 2
     assert ours["criteria"] == [f"torch_fastdet.ultralytics.loss.{kind}"] * 2
     for wanted, mine in zip(theirs["losses"], ours["losses"]):

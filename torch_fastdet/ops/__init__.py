@@ -34,7 +34,14 @@ from torch_fastdet.ops.pool import max_pools_cat
 from torch_fastdet.ops.space_to_depth import space_to_depth
 from torch_fastdet.ops.stem_conv import stem_conv2d
 from torch_fastdet.ops.upsample import upsample_nearest2x, upsample_nearest2x_cat
-from torch_fastdet.ops.v8_loss import v8_loss, v8_loss_fault, v8_loss_settings, v8_pose_loss, v8_segmentation_loss
+from torch_fastdet.ops.v8_loss import (
+    v8_loss,
+    v8_loss_fault,
+    v8_loss_settings,
+    v8_obb_loss,
+    v8_pose_loss,
+    v8_segmentation_loss,
+)
 from torch_fastdet.ops.yolov5_loss import yolov5_loss, yolov5_loss_fault
 
 __all__ = [
@@ -76,6 +83,7 @@ __all__ = [
     "v8_loss",
     "v8_loss_fault",
     "v8_loss_settings",
+    "v8_obb_loss",
     "v8_pose_loss",
     "v8_segmentation_loss",
     "yolov5_decode",

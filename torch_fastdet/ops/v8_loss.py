@@ -281,6 +281,71 @@ def v8_pose_loss(
     return torch.cat((loss[:1], parts, loss[1:])), torch.cat((items[:1], part_items, items[1:])), status
 
 
+def v8_obb_loss(
+    boxes: torch.Tensor,
+    scores: torch.Tensor,
+    angles: torch.Tensor,
+    targets: torch.Tensor,
+    settings: torch.Tensor,
+    strides: list[float],
+    sizes: list[int],
+    num_targets: torch.Tensor | None = None,
+    class_weights: torch.Tensor | None = None,
+    reg_max: int = 16,
+    topk: int = 10,
+    topk2: int = 10,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """v8OBBLoss as one operator: as :func:`v8_loss`, of boxes that are turned. No host synchronisation, capturable, bitwise repeatable.
+
+    Boxes overlap by probiou, the similarity of Gaussians that have their spread. Distances are measured along a box's own axes. The
+    angle part is ``sin(2 d)**2`` of the angle ``d`` between prediction and target, weighted less the longer the target is.
+
+    Args:
+        boxes: (bs, 4 * reg_max, anchors), the levels one after the other; float16, bfloat16, float32 or float64, any strides.
+        scores: (bs, classes, anchors), as boxes.
+        angles: (bs, 1, anchors) in radians, as boxes.
+        targets: (n, 7) float32: image index, class, x, y, width, height as shares of the image, and the angle in radians. Rows may come in
+            any order. A target with a side below two pixels is left out, and one whose numbers, in pixels, add up to 0 or less.
+        settings: ten float64 on the boxes' device: those of :func:`v8_loss_settings`, and the gain of the angle part (1 in Ultralytics).
+        strides, sizes, num_targets, class_weights, reg_max, topk, topk2: as for :func:`v8_loss`.
+
+    Returns:
+        loss: (4), box, class, distance and angle part times batch size and weight; differentiable by boxes, scores and angles.
+        items: (4), the parts before that.
+        status: as that of :func:`v8_loss`.
+
+    Raises:
+        RuntimeError: shapes, dtypes or devices do not fit each other.
+        ValueError: as :func:`v8_loss`.
+        TypeError: an argument is not a tensor where one is expected.
+
+    Source: the behaviour of v8OBBLoss in Ultralytics 8.4.190.
+    """
+    if not torch.jit.is_scripting():
+        check_tensor("v8_obb_loss", "boxes", boxes)
+        check_tensor("v8_obb_loss", "scores", scores)
+        check_tensor("v8_obb_loss", "angles", angles)
+        check_tensor("v8_obb_loss", "targets", targets)
+        check_tensor("v8_obb_loss", "settings", settings)
+        check_optional_tensor("v8_obb_loss", "num_targets", num_targets)
+        check_optional_tensor("v8_obb_loss", "class_weights", class_weights)
+    loss, items, _, _, _, _, status = torch.ops.torch_fastdet.v8_obb_loss(
+        boxes,
+        scores,
+        angles,
+        targets,
+        settings,
+        strides,
+        sizes,
+        num_targets,
+        class_weights,
+        reg_max=reg_max,
+        topk=topk,
+        topk2=topk2,
+    )
+    return loss, items, status
+
+
 def _sizes(heads: list[torch.Tensor], sizes: list[int]) -> list[int]:
     """Height and width of each level."""
     if len(sizes) > 0:

@@ -1,4 +1,4 @@
-"""v8DetectionLoss, v8SegmentationLoss, v8PoseLoss and E2ELoss in a few launches, with Ultralytics' constructors, calls, attributes
+"""v8DetectionLoss, v8SegmentationLoss, v8PoseLoss, v8OBBLoss and E2ELoss in a few launches, with Ultralytics' constructors, calls, attributes
 and results.
 
 The classes of this module are subclasses of the classes of that name in the installed Ultralytics, made when they are first asked
@@ -164,15 +164,15 @@ class _DetectionLoss(_Criterion):
 
     def loss(self, preds: dict[str, Any], batch: dict[str, Any]) -> Any:
         """Stock's method: the loss of the raw outputs ``preds``."""
-        if not self.fits() or not self.takes(preds):
+        if not self.fits() or not self.takes(preds, batch):
             return super().loss(preds, batch)  # type: ignore[misc]
         this: Any = self
         count("loss_optim", "losses")
         loss, items = self.fused(preds, packed_targets(batch, preds["scores"].device), batch=batch)
         return loss, dict(zip(this.loss_names, items.unbind()))
 
-    def takes(self, preds: dict[str, Any]) -> bool:
-        """Whether the operators take these raw outputs."""
+    def takes(self, preds: dict[str, Any], batch: Any) -> bool:
+        """Whether the operators take these raw outputs and labels."""
         return True
 
     def fused(
@@ -188,17 +188,36 @@ class _DetectionLoss(_Criterion):
             raise TypeError(
                 f"{type(self).__name__}: batch is a tensor, but a dictionary with {self.labels!r} is expected"
             )
-        this: Any = self
         state = self._state
         boxes, scores = preds["boxes"], preds["scores"]
         if boxes.dtype != scores.dtype:
             dtype = torch.promote_types(boxes.dtype, scores.dtype)
             boxes, scores = boxes.to(dtype), scores.to(dtype)
-        assigner = this.assigner
         settings = state.settings_on(scores.device, self.settings(weight))
         targets = targets.to(device=scores.device, dtype=torch.float32)
         sizes = [side for feature in preds["feats"] for side in feature.shape[2:]]
-        loss, items, _, slot_anchor, slot_row, _, status = torch.ops.torch_fastdet.v8_loss.default(
+        loss, items, _, slot_anchor, slot_row, _, status = self.assigned(
+            preds, boxes, scores, targets, settings, sizes, num_targets
+        )
+        state.note(status, targets.shape[0])
+        if batch is not None:
+            slots = _Slots(targets, slot_anchor, slot_row, settings, sizes)
+            loss, items = self.with_task(preds, batch, slots, loss, items)
+        return loss.float(), items.float()
+
+    def assigned(
+        self,
+        preds: dict[str, Any],
+        boxes: torch.Tensor,
+        scores: torch.Tensor,
+        targets: torch.Tensor,
+        settings: torch.Tensor,
+        sizes: list[int],
+        num_targets: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, ...]:
+        """What the operator returns: loss, items, and the assignment."""
+        this: Any = self
+        return torch.ops.torch_fastdet.v8_loss.default(
             [boxes, scores],
             targets,
             settings[:DETECTION_SETTINGS],
@@ -207,14 +226,9 @@ class _DetectionLoss(_Criterion):
             num_targets,
             this.class_weights,
             reg_max=this.reg_max,
-            topk=assigner.topk,
-            topk2=assigner.topk2,
+            topk=this.assigner.topk,
+            topk2=this.assigner.topk2,
         )
-        state.note(status, targets.shape[0])
-        if batch is not None:
-            slots = _Slots(targets, slot_anchor, slot_row, settings, sizes)
-            loss, items = self.with_task(preds, batch, slots, loss, items)
-        return loss.float(), items.float()
 
     def with_task(
         self, preds: dict[str, Any], batch: dict[str, Any], slots: _Slots, loss: torch.Tensor, items: torch.Tensor
@@ -279,7 +293,7 @@ class _DetectionLoss(_Criterion):
             part = getattr(self, attribute)
             if type(part) is not kind or module_has_hooks(part):
                 return f"{name}.{attribute} was replaced"
-        if any(vars(parts.assigner).get(method) is not function for method, function in parts.methods.items()):
+        if any(getattr(parts.assigner, method, None) is not function for method, function in parts.methods.items()):
             return f"a method of {parts.assigner.__name__} was replaced"
         if any(method in vars(this.assigner) for method in ASSIGNER_METHODS):
             return f"a method of {name}.assigner was replaced"
@@ -372,7 +386,7 @@ class _SegmentationLoss(_TaskLoss):
 
     labels = "masks"
 
-    def takes(self, preds: dict[str, Any]) -> bool:
+    def takes(self, preds: dict[str, Any], batch: Any) -> bool:
         return isinstance(preds["proto"], torch.Tensor) and preds["proto"].shape[1] <= MOST_MASK_CHANNELS
 
     def with_task(
@@ -455,6 +469,47 @@ class _PoseLoss(_TaskLoss):
         return loss, torch.cat((items[:1], part_items.to(items.dtype), items[1:]))
 
 
+class _OBBLoss(_DetectionLoss):
+    """Ultralytics' ``v8OBBLoss`` in one operator (:func:`torch_fastdet.ops.v8_obb_loss`): as :class:`v8DetectionLoss`, with targets (n, 7)
+    that have an angle. ``hyp.angle`` is read at each call, too. The labels of another task give stock's error.
+    """
+
+    target_columns = len(TARGET_COLUMNS) + 1
+
+    def takes(self, preds: dict[str, Any], batch: Any) -> bool:
+        return isinstance(batch, torch.Tensor) or batch["bboxes"].shape[-1] == self.target_columns - 2
+
+    def settings(self, weight: float = 1.0) -> tuple[float, ...]:
+        this: Any = self
+        return (*super().settings(weight), float(this.hyp.angle))
+
+    def assigned(
+        self,
+        preds: dict[str, Any],
+        boxes: torch.Tensor,
+        scores: torch.Tensor,
+        targets: torch.Tensor,
+        settings: torch.Tensor,
+        sizes: list[int],
+        num_targets: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, ...]:
+        this: Any = self
+        return torch.ops.torch_fastdet.v8_obb_loss.default(
+            boxes,
+            scores,
+            preds["angle"].to(boxes.dtype),
+            targets,
+            settings,
+            self.strides(),
+            sizes,
+            num_targets,
+            this.class_weights,
+            reg_max=this.reg_max,
+            topk=this.assigner.topk,
+            topk2=this.assigner.topk2,
+        )
+
+
 class _E2ELoss(_Criterion):
     """Ultralytics' ``E2ELoss``: two branches of :class:`v8DetectionLoss`, whose weights live on the device.
 
@@ -482,7 +537,7 @@ class _E2ELoss(_Criterion):
             return super().__call__(preds, batch)  # type: ignore[misc]
         outputs = this.one2many.parse_output(preds)
         many, one = outputs["one2many"], outputs["one2one"]
-        if not (branches[0].takes(many) and branches[1].takes(one)):
+        if not (branches[0].takes(many, batch) and branches[1].takes(one, batch)):
             return super().__call__(preds, batch)  # type: ignore[misc]
         count("loss_optim", "losses")
         packed = isinstance(batch, torch.Tensor)
@@ -532,16 +587,16 @@ def packed_targets(batch: dict[str, Any], device: torch.device) -> torch.Tensor:
 class _Parts:
     """The classes of Ultralytics that the operator stands for, as they were when ours were made."""
 
-    def __init__(self, module: ModuleType) -> None:
+    def __init__(self, module: ModuleType, rotated: bool) -> None:
         self.detection_loss = _stock(module, "v8DetectionLoss")
-        self.assigner: Any = _stock(module, "TaskAlignedAssigner")
-        self.bbox_loss: Any = _stock(module, "BboxLoss")
+        self.assigner: Any = _stock(module, "RotatedTaskAlignedAssigner" if rotated else "TaskAlignedAssigner")
+        self.bbox_loss: Any = _stock(module, "RotatedBboxLoss" if rotated else "BboxLoss")
         self.dfl_loss: Any = _stock(module, "DFLoss")
-        self.methods = {name: vars(self.assigner)[name] for name in ASSIGNER_METHODS if name in vars(self.assigner)}
-        self.short_by_first_stride = _short_by_first_stride(self.assigner)
+        self.methods = {name: getattr(self.assigner, name) for name in ASSIGNER_METHODS if hasattr(self.assigner, name)}
+        self.short_by_first_stride = _short_by_first_stride(self.assigner, rotated)
 
 
-def _short_by_first_stride(assigner: Any) -> bool | None:
+def _short_by_first_stride(assigner: Any, rotated: bool = False) -> bool | None:
     """Which sides of a box the assigner enlarges to ``stride_val``: those below its first stride (up to 8.4.126; True), or those below
     ``stride_val`` (False); None where it does neither.
 
@@ -551,6 +606,8 @@ def _short_by_first_stride(assigner: Any) -> bool | None:
         points = torch.cartesian_prod(torch.arange(48.0), torch.arange(48.0)) + 0.25
         sides = torch.tensor([(3.0, 5.0), (7.5, 12.0), (12.0, 7.5), (15.0, 17.0), (20.0, 3.0), (21.0, 30.0)])
         boxes, used = torch.cat((24 - sides / 2, 24 + sides / 2), 1), torch.ones(1, len(sides), 1)
+        if rotated:
+            boxes = torch.cat((torch.full_like(sides, 24), sides, torch.zeros(len(sides), 1)), 1)
         try:
             found = assigner(stride=[8, 16]).select_candidates_in_gts(points, boxes[None], used)[0].bool()
         except (AttributeError, TypeError, RuntimeError):
@@ -570,7 +627,7 @@ def _stock(module: ModuleType, name: str) -> Any:
 
 @functools.cache
 def _parts(stock: type) -> _Parts:
-    return _Parts(importlib.import_module(stock.__module__))
+    return _Parts(importlib.import_module(stock.__module__), stock.__name__ == "v8OBBLoss")
 
 
 @functools.cache
@@ -585,6 +642,7 @@ KINDS: dict[str, type] = {
     "v8DetectionLoss": _DetectionLoss,
     "v8SegmentationLoss": _SegmentationLoss,
     "v8PoseLoss": _PoseLoss,
+    "v8OBBLoss": _OBBLoss,
     "E2ELoss": _E2ELoss,
 }
 

@@ -12,13 +12,18 @@ from torch_fastdet.ultralytics.loss import OTHER_SIDES, _parts, _subclass
 
 # Some constants of Ultralytics are not parameters: a version with others gives another loss here.
 GAINS = {"box": 7.5, "cls": 0.5, "dfl": 1.5}
-TASK_GAINS = {"pose": 12.0, "kobj": 1.0}
+TASK_GAINS = {"pose": 12.0, "kobj": 1.0, "angle": 1.0}
 TOLERANCE = 1e-4
 
 
 # reg_max, topk, topk2 of the trials of each criterion: distributions as in one2many, distances as in one2one.
 BRANCHES = ((16, 10, None), (1, 7, 5))
-TRIALS = {"v8DetectionLoss": BRANCHES, "v8SegmentationLoss": BRANCHES[:1], "v8PoseLoss": BRANCHES[:1]}
+TRIALS = {
+    "v8DetectionLoss": BRANCHES,
+    "v8SegmentationLoss": BRANCHES[:1],
+    "v8PoseLoss": BRANCHES[:1],
+    "v8OBBLoss": BRANCHES,
+}
 
 # A small image of fine cells: the least side of a box (the second stride) holds more anchors than any topk.
 STRIDES, HEIGHT, WIDTH = (4, 32), 64, 96
@@ -80,6 +85,7 @@ def trial(reg_max: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         "mask_coefficient": rand(images, MASK_CHANNELS, anchors) - 0.5,
         "proto": rand(images, MASK_CHANNELS, *size) * 4 - 2,
         "kpts": rand(images, KEYPOINTS * 3, anchors) * 2 - 1,
+        "angle": rand(images, 1, anchors) * 0.6 - 0.1,
     }
     batch = {
         "masks": (rand(images, *size) * (count + 1)).floor(),
@@ -99,6 +105,9 @@ def differs(stock: Any) -> str | None:
         with torch.no_grad(), torch.inference_mode(False), torch.device("cpu"):
             for reg_max, topk, topk2 in TRIALS[stock.__name__]:
                 preds, batch = trial(reg_max)
+                if stock.__name__ == "v8OBBLoss":
+                    turns = torch.linspace(-0.2, 0.7, len(batch["bboxes"])).view(-1, 1)
+                    batch["bboxes"] = torch.cat((batch["bboxes"], turns), 1)
                 criteria = [kind(_Model(reg_max), topk, topk2) for kind in (stock, _subclass(stock))]
                 (theirs, their_items), (ours, our_items) = [criterion(dict(preds), batch) for criterion in criteria]
                 same = torch.allclose(theirs, ours, TOLERANCE, 0) and list(their_items) == list(our_items)

@@ -64,8 +64,8 @@ def criterion(name: str, *evidence: Signature | Asks) -> Target:
 
 LOSS = Switch(
     "loss_optim",
-    "whole v8DetectionLoss, v8SegmentationLoss, v8PoseLoss and E2ELoss of training and validation in a few launches, without host "
-    "synchronisation",
+    "whole v8DetectionLoss, v8SegmentationLoss, v8PoseLoss, v8OBBLoss and E2ELoss of training and validation in a few launches, "
+    "without host synchronisation",
     (
         *(
             criterion(

@@ -99,7 +99,8 @@ void expectation_block(int reg_max, const Block<T>* bins, Block<T>& distance) {
 // ---- Targets -------------------------------------------------------------------------------------------------------
 
 // Targets by image, in the order of their rows.
-inline void prepare_targets(const V8LossParams& params, int64_t count) {
+template <typename Params>
+void prepare_targets(const Params& params, int64_t count) {
   const V8Heads& heads = params.heads;
   std::fill_n(params.status, kV8StatusSize, int64_t{0});
   std::fill_n(params.scratch.best, 2 * params.n, uint64_t{0});
@@ -107,7 +108,7 @@ inline void prepare_targets(const V8LossParams& params, int64_t count) {
   std::vector<V8Target> kept;
   for (int64_t i = 0; i < count; ++i) {
     V8Target target;
-    if (!v8_target(params.targets + 6 * i, heads.image_w, heads.image_h, sides, heads.nc, target)) continue;
+    if (!v8_read_target(params, v8_row(params, i), sides, target)) continue;
     target.row = static_cast<int32_t>(i);
     kept.push_back(target);
   }
@@ -121,8 +122,8 @@ inline void prepare_targets(const V8LossParams& params, int64_t count) {
 
 // ---- Boxes ---------------------------------------------------------------------------------------------------------
 
-template <typename scalar_t>
-void decode_block(const V8LossParams& params, int64_t image, int which, int64_t begin) {
+template <typename scalar_t, typename Params>
+void decode_block(const Params& params, int64_t image, int which, int64_t begin) {
   using T = arithmetic_t<scalar_t>;
   const V8Heads& heads = params.heads;
   const V8Level& level = heads.levels[which];
@@ -149,15 +150,15 @@ void decode_block(const V8LossParams& params, int64_t image, int which, int64_t 
   auto* boxes = static_cast<CornerBox<T>*>(params.scratch.boxes) + image * heads.anchors + level.first + begin;
   const T stride = level.stride;
   for (int i = 0; i < count; ++i) {
-    const T x = T((begin + i) % level.nx) + T(0.5), y = T((begin + i) / level.nx) + T(0.5);
-    boxes[i] = {(x - distance[0][i]) * stride, (y - distance[1][i]) * stride, (x + distance[2][i]) * stride,
-                (y + distance[3][i]) * stride};
+    const T sides[4] = {distance[0][i], distance[1][i], distance[2][i], distance[3][i]};
+    boxes[i] = v8_place_box<scalar_t>(params, image, level.first + begin + i, (begin + i) % level.nx,
+                                      (begin + i) / level.nx, stride, sides);
   }
 }
 
 // Decodes the blocks of anchors that some target reaches.
-template <typename scalar_t, typename ParallelFor>
-void decode_boxes(const V8LossParams& params, const ParallelFor& parallel_for) {
+template <typename scalar_t, typename Params, typename ParallelFor>
+void decode_boxes(const Params& params, const ParallelFor& parallel_for) {
   const V8Heads& heads = params.heads;
   std::vector<int64_t> first(heads.num_levels + 1, 0);  // block of each level, in one image
   for (int i = 0; i < heads.num_levels; ++i) {
@@ -199,14 +200,15 @@ struct Assignment {
         eps(static_cast<T>(settings[kV8Eps])) {}
 };
 
-template <typename scalar_t>
-uint64_t anchor_key(const V8LossParams& params, const Assignment<arithmetic_t<scalar_t>>& settings,
-                    const V8Target& target, const V8Anchor& at) {
+template <typename scalar_t, typename Params>
+uint64_t anchor_key(const Params& params, const Assignment<arithmetic_t<scalar_t>>& settings, const V8Target& target,
+                    const V8Anchor& at) {
   using T = arithmetic_t<scalar_t>;
   const V8Heads& heads = params.heads;
   const int64_t anchor = heads.levels[at.level].first + at.index;
-  const T overlap =
-      v8_overlap(target, static_cast<const CornerBox<T>*>(params.scratch.boxes)[target.image * heads.anchors + anchor]);
+  const T overlap = v8_overlap_of<scalar_t>(
+      params, target, static_cast<const CornerBox<T>*>(params.scratch.boxes)[target.image * heads.anchors + anchor],
+      anchor);
   if (overlap == T(0) && settings.beta > T(0)) return 0;
   const T logit = class_logit<scalar_t>(heads, target.image, at, target.lookup);
   return v8_key(v8_alignment(logit, overlap, settings.alpha, settings.beta), anchor);
@@ -215,8 +217,8 @@ uint64_t anchor_key(const V8LossParams& params, const Assignment<arithmetic_t<sc
 // The best topk anchors of each target, in its slots. Where fewer fit, the first anchors of the image that do not fit
 // are named too, if they lie inside of the target, as a top-k over all anchors does whose ties go by index. They have
 // no weight, but others may want them.
-template <typename scalar_t, typename ParallelFor>
-void assign(const V8LossParams& params, const ParallelFor& parallel_for) {
+template <typename scalar_t, typename Params, typename ParallelFor>
+void assign(const Params& params, const ParallelFor& parallel_for) {
   using T = arithmetic_t<scalar_t>;
   const V8Heads& heads = params.heads;
   const Assignment<T> settings(params.settings);
@@ -232,7 +234,7 @@ void assign(const V8LossParams& params, const ParallelFor& parallel_for) {
         for (int64_t y = range.y0; y < range.y1; ++y) {
           for (int64_t x = range.x0; x < range.x1; ++x) {
             const V8Anchor at{which, y * level.nx + x, x, y};
-            if (!v8_anchor_inside(heads, target, at)) continue;
+            if (!v8_anchor_inside(params, target, at)) continue;
             const uint64_t key = anchor_key<scalar_t>(params, settings, target, at);
             if (key != 0) keys.push_back(key);
           }
@@ -245,7 +247,7 @@ void assign(const V8LossParams& params, const ParallelFor& parallel_for) {
       int64_t place = count;
       for (int64_t anchor = 0; anchor < heads.anchors && place < params.topk; ++anchor) {
         const V8Anchor at = v8_anchor(heads, anchor);
-        const bool inside = v8_anchor_inside(heads, target, at);
+        const bool inside = v8_anchor_inside(params, target, at);
         if (inside && anchor_key<scalar_t>(params, settings, target, at) != 0) continue;
         if (inside) anchors[place] = target.image * heads.anchors + anchor;
         ++place;
@@ -256,8 +258,8 @@ void assign(const V8LossParams& params, const ParallelFor& parallel_for) {
 
 // Of the slots that name one anchor the greatest stands for it; the anchor goes to the target that it fits best, or, if
 // it fits none, without weight to the first of its image: losses that count anchors as such see which one.
-template <typename scalar_t, typename ParallelFor>
-void resolve(const V8LossParams& params, const ParallelFor& parallel_for) {
+template <typename scalar_t, typename Params, typename ParallelFor>
+void resolve(const Params& params, const ParallelFor& parallel_for) {
   using T = arithmetic_t<scalar_t>;
   const V8Heads& heads = params.heads;
   const V8Scratch& scratch = params.scratch;
@@ -289,14 +291,15 @@ void resolve(const V8LossParams& params, const ParallelFor& parallel_for) {
         const float x = v8_center(at.column, stride), y = v8_center(at.row, stride);
         uint64_t best = 0;
         for (int64_t t = scratch.first_target[image]; t < scratch.first_target[image + 1]; ++t) {
-          if (!v8_inside(scratch.targets[t], x, y)) continue;
-          best = std::max(best, v8_key(v8_overlap(scratch.targets[t], box), t));
+          if (!v8_holds(params, scratch.targets[t], x, y)) continue;
+          best = std::max(best,
+                          v8_key(v8_overlap_of<scalar_t>(params, scratch.targets[t], box, anchor % heads.anchors), t));
         }
         fits = best != 0;
         winner = fits ? v8_key_index(best) : scratch.first_target[image];
       }
       const V8Target& target = scratch.targets[winner];
-      const T overlap = fits ? v8_overlap(target, box) : T(0);
+      const T overlap = fits ? v8_overlap_of<scalar_t>(params, target, box, anchor % heads.anchors) : T(0);
       const T logit = class_logit<scalar_t>(heads, image, at, target.lookup);
       scratch.winner[slot] = static_cast<int32_t>(winner);
       static_cast<T*>(scratch.overlap)[slot] = overlap;
@@ -336,6 +339,16 @@ void filter(const V8LossParams& params) {
     best[0] = std::max(best[0], v8_order(alignment[slot]));
     best[1] = std::max(best[1], v8_order(overlap[slot]));
   }
+}
+
+// Fills in slots and scratch but for rows and scores. `count`: rows of targets in use, which have been checked.
+template <typename scalar_t, typename Params, typename ParallelFor>
+void assign_all(const Params& params, int64_t count, const ParallelFor& parallel_for) {
+  prepare_targets(params, count);
+  decode_boxes<scalar_t>(params, parallel_for);
+  assign<scalar_t>(params, parallel_for);
+  resolve<scalar_t>(params, parallel_for);
+  filter<arithmetic_t<scalar_t>>(params);
 }
 
 }  // namespace torch_fastdet::core::v8_loops

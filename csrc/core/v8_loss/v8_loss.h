@@ -70,9 +70,44 @@ struct V8LossBackwardParams {
 
 constexpr uint32_t kV8Shared = uint32_t{1} << 31;
 
-TORCH_FASTDET_HOST_DEVICE bool v8_anchor_inside(const V8Heads& heads, const V8Target& target, const V8Anchor& at) {
-  const float stride = heads.levels[at.level].stride;
-  return v8_inside(target, v8_center(at.column, stride), v8_center(at.row, stride));
+// What the assignment asks about targets and boxes. v8_obb_loss.h answers for oriented boxes; all else is shared.
+
+TORCH_FASTDET_HOST_DEVICE const float* v8_row(const V8LossParams& params, int64_t row) {
+  return params.targets + 6 * row;
+}
+
+TORCH_FASTDET_HOST_DEVICE bool v8_read_target(const V8LossParams& params, const float* row, V8Sides sides,
+                                              V8Target& target) {
+  return v8_target(row, params.heads.image_w, params.heads.image_h, sides, params.heads.nc, target);
+}
+
+TORCH_FASTDET_HOST_DEVICE bool v8_holds(const V8LossParams&, const V8Target& target, float x, float y) {
+  return v8_inside(target, x, y);
+}
+
+template <typename scalar_t>
+TORCH_FASTDET_HOST_DEVICE arithmetic_t<scalar_t> v8_overlap_of(const V8LossParams&, const V8Target& target,
+                                                               const CornerBox<arithmetic_t<scalar_t>>& box, int64_t) {
+  return v8_overlap(target, box);
+}
+
+// The box of the distances to an anchor of an image, in pixels.
+template <typename scalar_t>
+TORCH_FASTDET_HOST_DEVICE CornerBox<arithmetic_t<scalar_t>> v8_place_box(const V8LossParams&, int64_t, int64_t,
+                                                                         int64_t column, int64_t row,
+                                                                         arithmetic_t<scalar_t> stride,
+                                                                         const arithmetic_t<scalar_t> (&distance)[4]) {
+  using T = arithmetic_t<scalar_t>;
+  const T x = T(column) + T(0.5), y = T(row) + T(0.5);
+  return {(x - distance[0]) * stride, (y - distance[1]) * stride, (x + distance[2]) * stride,
+          (y + distance[3]) * stride};
+}
+
+// `Params`: of the loss.
+template <typename Params>
+TORCH_FASTDET_HOST_DEVICE bool v8_anchor_inside(const Params& params, const V8Target& target, const V8Anchor& at) {
+  const float stride = params.heads.levels[at.level].stride;
+  return v8_holds(params, target, v8_center(at.column, stride), v8_center(at.row, stride));
 }
 
 #ifdef TORCH_FASTDET_WITH_CUDA

@@ -2,6 +2,7 @@
 // targets want, and keeps a target's topk2 best.
 #include "core/v8_loss/v8_loss_device.cuh"
 #include "core/v8_loss/v8_loss_launch.h"
+#include "core/v8_loss/v8_obb_loss.h"
 
 namespace torch_fastdet::core {
 namespace {
@@ -36,21 +37,22 @@ __device__ void claim_anchor(uint32_t* owner, uint32_t key) {
 }
 
 // How an anchor inside of a target ranks among those.
-template <typename scalar_t>
-__device__ uint64_t anchor_key(const V8LossParams& params, const V8Target& target, const V8Anchor& at) {
+template <typename scalar_t, typename Params>
+__device__ uint64_t anchor_key(const Params& params, const V8Target& target, const V8Anchor& at) {
   using T = arithmetic_t<scalar_t>;
   const V8Heads& heads = params.heads;
   const int64_t anchor = heads.levels[at.level].first + at.index;
-  const T overlap =
-      v8_overlap(target, static_cast<const CornerBox<T>*>(params.scratch.boxes)[target.image * heads.anchors + anchor]);
+  const T overlap = v8_overlap_of<scalar_t>(
+      params, target, static_cast<const CornerBox<T>*>(params.scratch.boxes)[target.image * heads.anchors + anchor],
+      anchor);
   return v8_key(v8_alignment(class_logit<scalar_t>(heads, target.image, at, target.lookup), overlap,
                              static_cast<T>(params.settings[kV8Alpha]), static_cast<T>(params.settings[kV8Beta])),
                 anchor);
 }
 
 // The keys of the anchors of one level inside of a target, below `bound`.
-template <typename scalar_t>
-__device__ void rank_level(const V8LossParams& params, const V8Target& target, int which, uint64_t bound, int wanted,
+template <typename scalar_t, typename Params>
+__device__ void rank_level(const Params& params, const V8Target& target, int which, uint64_t bound, int wanted,
                            BestKeys& best) {
   const V8Level& level = params.heads.levels[which];
   const V8Range range = v8_range(target, level.stride, level.nx, level.ny);
@@ -63,7 +65,7 @@ __device__ void rank_level(const V8LossParams& params, const V8Target& target, i
     if (i < count) {
       V8Anchor at{which, 0, range.x0 + i % width, range.y0 + i / width};
       at.index = at.row * level.nx + at.column;
-      if (v8_anchor_inside(params.heads, target, at)) key = anchor_key<scalar_t>(params, target, at);
+      if (v8_anchor_inside(params, target, at)) key = anchor_key<scalar_t>(params, target, at);
       if (key >= bound) key = 0;
     }
     best.insert(key, wanted);
@@ -73,8 +75,8 @@ __device__ void rank_level(const V8LossParams& params, const V8Target& target, i
 // Where fewer than topk anchors fit, the first anchors of the image that do not fit are named too, if they lie inside
 // of the target, as a top-k over all anchors does whose ties go by index. They have no weight, but others may want
 // them.
-template <typename scalar_t>
-__device__ void name_misfits(const V8LossParams& params, const V8Target& target, int64_t first_slot, int found) {
+template <typename scalar_t, typename Params>
+__device__ void name_misfits(const Params& params, const V8Target& target, int64_t first_slot, int found) {
   const V8Heads& heads = params.heads;
   const int lane = threadIdx.x % kWarp;
   int before = 0;
@@ -83,7 +85,7 @@ __device__ void name_misfits(const V8LossParams& params, const V8Target& target,
     bool misfit = false, inside = false;
     if (anchor < params.topk && anchor < heads.anchors) {
       const V8Anchor at = v8_anchor(heads, anchor);
-      inside = v8_anchor_inside(heads, target, at);
+      inside = v8_anchor_inside(params, target, at);
       misfit = !inside || anchor_key<scalar_t>(params, target, at) == 0;
     }
     const unsigned misfits = __ballot_sync(kFullWarp, misfit);
@@ -96,8 +98,8 @@ __device__ void name_misfits(const V8LossParams& params, const V8Target& target,
   }
 }
 
-template <typename scalar_t>
-__global__ void __launch_bounds__(kThreads) assign_kernel(const __grid_constant__ V8LossParams params) {
+template <typename scalar_t, typename Params>
+__global__ void __launch_bounds__(kThreads) assign_kernel(const __grid_constant__ Params params) {
   __shared__ uint64_t keys[kThreads];
   __shared__ uint64_t last;
   __shared__ int found;
@@ -139,8 +141,8 @@ __global__ void __launch_bounds__(kThreads) assign_kernel(const __grid_constant_
 
 // A slot's anchor goes to the target that it fits best, if several want it; if it fits none, without weight to the
 // first of its image. A warp a slot.
-template <typename scalar_t>
-__global__ void __launch_bounds__(kThreads) resolve_kernel(const __grid_constant__ V8LossParams params) {
+template <typename scalar_t, typename Params>
+__global__ void __launch_bounds__(kThreads) resolve_kernel(const __grid_constant__ Params params) {
   using T = arithmetic_t<scalar_t>;
   const V8Heads& heads = params.heads;
   const V8Scratch& scratch = params.scratch;
@@ -166,8 +168,8 @@ __global__ void __launch_bounds__(kThreads) resolve_kernel(const __grid_constant
     const int64_t first = scratch.first_target[image], end = scratch.first_target[image + 1];
     uint64_t best = 0;
     for (int64_t i = first + lane; i < end; i += kWarp) {
-      if (!v8_inside(scratch.targets[i], x, y)) continue;
-      const uint64_t key = v8_key(v8_overlap(scratch.targets[i], box), i);
+      if (!v8_holds(params, scratch.targets[i], x, y)) continue;
+      const uint64_t key = v8_key(v8_overlap_of<scalar_t>(params, scratch.targets[i], box, anchor % heads.anchors), i);
       best = key > best ? key : best;
     }
     best = warp_max(best);
@@ -176,7 +178,7 @@ __global__ void __launch_bounds__(kThreads) resolve_kernel(const __grid_constant
   }
   if (lane != 0) return;
   const V8Target& target = scratch.targets[winner];
-  const T overlap = fits ? v8_overlap(target, box) : T(0);
+  const T overlap = fits ? v8_overlap_of<scalar_t>(params, target, box, anchor % heads.anchors) : T(0);
   const T alignment =
       fits ? v8_alignment(class_logit<scalar_t>(heads, image, at, target.lookup), overlap,
                           static_cast<T>(params.settings[kV8Alpha]), static_cast<T>(params.settings[kV8Beta]))
@@ -219,18 +221,21 @@ __global__ void __launch_bounds__(kThreads) filter_kernel(const __grid_constant_
 
 }  // namespace
 
-cudaError_t launch_v8_assign(const V8LossParams& params, cudaStream_t stream) {
+template <typename Params>
+cudaError_t launch_v8_assign(const Params& params, cudaStream_t stream) {
   return dispatch(params.heads.dtype, [&](auto zero) {
     using scalar_t = decltype(zero);
-    assign_kernel<scalar_t><<<static_cast<unsigned>(params.n), kThreads, 0, stream>>>(params);
+    assign_kernel<scalar_t, Params><<<static_cast<unsigned>(params.n), kThreads, 0, stream>>>(params);
     if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
     const auto warps = static_cast<unsigned>(ceil_div(params.n * params.topk, kWarps));
-    resolve_kernel<scalar_t><<<warps, kThreads, 0, stream>>>(params);
+    resolve_kernel<scalar_t, Params><<<warps, kThreads, 0, stream>>>(params);
     if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
     if (params.topk2 == params.topk) return cudaSuccess;
     filter_kernel<arithmetic_t<scalar_t>><<<warps, kThreads, 0, stream>>>(params);
     return cudaGetLastError();
   });
 }
+template cudaError_t launch_v8_assign(const V8LossParams&, cudaStream_t);
+template cudaError_t launch_v8_assign(const V8ObbLossParams&, cudaStream_t);
 
 }  // namespace torch_fastdet::core

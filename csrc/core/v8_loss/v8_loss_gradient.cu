@@ -113,17 +113,22 @@ __global__ void __launch_bounds__(kTermThreads)
 
 }  // namespace
 
-cudaError_t launch_v8_loss_backward(const V8LossBackwardParams& params, cudaStream_t stream) {
+cudaError_t launch_v8_dense(const V8LossBackwardParams& params, cudaStream_t stream) {
   return dispatch(params.heads.dtype, [&](auto zero) {
-    using scalar_t = decltype(zero);
     int64_t pieces = 0;
     for (int t = 0; t < params.heads.num_tensors; ++t) {
       pieces += gradient_pieces(params.heads.tensors[t], params.heads.bs);
     }
-    dense_kernel<scalar_t><<<static_cast<unsigned>(ceil_div(pieces, kWarps)), kThreads, 0, stream>>>(params);
-    if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess || params.n == 0) return error;
+    dense_kernel<decltype(zero)><<<static_cast<unsigned>(ceil_div(pieces, kWarps)), kThreads, 0, stream>>>(params);
+    return cudaGetLastError();
+  });
+}
+
+cudaError_t launch_v8_loss_backward(const V8LossBackwardParams& params, cudaStream_t stream) {
+  if (const cudaError_t error = launch_v8_dense(params, stream); error != cudaSuccess || params.n == 0) return error;
+  return dispatch(params.heads.dtype, [&](auto zero) {
     const auto blocks = static_cast<unsigned>(ceil_div(params.n * params.topk, kTermSlots));
-    slot_gradient_kernel<scalar_t><<<blocks, kTermThreads, 0, stream>>>(params);
+    slot_gradient_kernel<decltype(zero)><<<blocks, kTermThreads, 0, stream>>>(params);
     return cudaGetLastError();
   });
 }

@@ -150,11 +150,7 @@ double class_sum(const V8LossParams& params, const ParallelFor& parallel_for) {
 template <typename scalar_t, typename ParallelFor>
 void forward(const V8LossParams& params, int64_t count, const ParallelFor& parallel_for) {
   using T = arithmetic_t<scalar_t>;
-  prepare_targets(params, count);
-  decode_boxes<scalar_t>(params, parallel_for);
-  assign<scalar_t>(params, parallel_for);
-  resolve<scalar_t>(params, parallel_for);
-  filter<T>(params);
+  assign_all<scalar_t>(params, count, parallel_for);
   const Sums sums = slot_sums<scalar_t>(params, parallel_for);
   const double scores = sums.scores < 1 ? 1 : sums.scores;  // NaN stays
   const double raw[3] = {sums.box, sums.cls + class_sum<scalar_t>(params, parallel_for), sums.distance};

@@ -2,6 +2,7 @@
 // were no targets.
 #include "core/v8_loss/v8_loss_device.cuh"
 #include "core/v8_loss/v8_loss_launch.h"
+#include "core/v8_loss/v8_obb_loss.h"
 
 namespace torch_fastdet::core {
 namespace {
@@ -12,7 +13,8 @@ constexpr int kMostClassBlocks = 1024;
 
 // Targets of image `image`, in the order of their rows; how many come before, and whether rows are bad, every block
 // finds out itself. One block.
-__device__ void prepare_image(const V8LossParams& params, int64_t image) {
+template <typename Params>
+__device__ void prepare_image(const Params& params, int64_t image) {
   __shared__ int64_t sums[kWarps][4];
   __shared__ int warp_counts[kWarps];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
@@ -26,7 +28,7 @@ __device__ void prepare_image(const V8LossParams& params, int64_t image) {
 
   int64_t before = 0, mine = 0, faults = 0, fault_row = 0;
   for (int64_t i = threadIdx.x; i < used; i += kThreads) {
-    const float* row = params.targets + 6 * i;
+    const float* row = v8_row(params, i);
     if (const int fault = v8_target_fault(row, heads.bs, heads.nc); fault != 0) {
       ++faults;
       const int64_t first = kV8FirstFault - (6 * i + fault - 1);
@@ -34,7 +36,7 @@ __device__ void prepare_image(const V8LossParams& params, int64_t image) {
       continue;
     }
     V8Target target{};
-    if (!v8_target(row, heads.image_w, heads.image_h, sides, heads.nc, target)) continue;
+    if (!v8_read_target(params, row, sides, target)) continue;
     before += target.image < image ? 1 : 0;
     mine += target.image == image ? 1 : 0;
   }
@@ -73,9 +75,9 @@ __device__ void prepare_image(const V8LossParams& params, int64_t image) {
     V8Target target{};
     bool take = false;
     if (i < used) {
-      const float* row = params.targets + 6 * i;
-      take = v8_target_fault(row, heads.bs, heads.nc) == 0 &&
-             v8_target(row, heads.image_w, heads.image_h, sides, heads.nc, target) && target.image == image;
+      const float* row = v8_row(params, i);
+      take = v8_target_fault(row, heads.bs, heads.nc) == 0 && v8_read_target(params, row, sides, target) &&
+             target.image == image;
     }
     const unsigned taken = __ballot_sync(kFullWarp, take);
     if (lane == 0) warp_counts[warp] = __popc(taken);
@@ -96,8 +98,8 @@ __device__ void prepare_image(const V8LossParams& params, int64_t image) {
 // ---- Boxes and classes of all anchors
 // ----------------------------------------------------------------------------------
 
-template <typename scalar_t>
-__device__ void decode_anchor(const V8LossParams& params, int64_t anchor) {
+template <typename scalar_t, typename Params>
+__device__ void decode_anchor(const Params& params, int64_t anchor) {
   using T = arithmetic_t<scalar_t>;
   const V8Heads& heads = params.heads;
   if (anchor >= heads.bs * heads.anchors) return;
@@ -108,9 +110,9 @@ __device__ void decode_anchor(const V8LossParams& params, int64_t anchor) {
   for (int side = 0; side < kSides; ++side) {
     distance[side] = v8_side<T>(heads.reg_max, side_logits<scalar_t>(heads, anchor / heads.anchors, at, side)).distance;
   }
-  const T x = T(at.column) + T(0.5), y = T(at.row) + T(0.5), stride = heads.levels[at.level].stride;
-  static_cast<CornerBox<T>*>(params.scratch.boxes)[anchor] = {(x - distance[0]) * stride, (y - distance[1]) * stride,
-                                                              (x + distance[2]) * stride, (y + distance[3]) * stride};
+  static_cast<CornerBox<T>*>(params.scratch.boxes)[anchor] =
+      v8_place_box<scalar_t>(params, anchor / heads.anchors, anchor % heads.anchors, at.column, at.row,
+                             T(heads.levels[at.level].stride), distance);
 }
 
 // Sum of the class entropies of one piece if no class is to be found, this lane's share.
@@ -165,8 +167,8 @@ __host__ __device__ int64_t decode_blocks(const V8Heads& heads) {
   return ceil_div(heads.bs * heads.anchors, kThreads);
 }
 
-template <typename scalar_t>
-__global__ void __launch_bounds__(kThreads) start_kernel(const __grid_constant__ V8LossParams params) {
+template <typename scalar_t, typename Params>
+__global__ void __launch_bounds__(kThreads) start_kernel(const __grid_constant__ Params params) {
   int64_t block = blockIdx.x;
   if (block < params.heads.bs) return prepare_image(params, block);
   block -= params.heads.bs;
@@ -184,13 +186,16 @@ int64_t v8_class_blocks(const V8LossParams& params) {
   return blocks < kMostClassBlocks ? blocks : kMostClassBlocks;
 }
 
-cudaError_t launch_v8_start(const V8LossParams& params, int64_t class_blocks, cudaStream_t stream) {
+template <typename Params>
+cudaError_t launch_v8_start(const Params& params, int64_t class_blocks, cudaStream_t stream) {
   return dispatch(params.heads.dtype, [&](auto zero) {
     using scalar_t = decltype(zero);
     const auto blocks = static_cast<unsigned>(params.heads.bs + decode_blocks(params.heads) + class_blocks);
-    start_kernel<scalar_t><<<blocks, kThreads, 0, stream>>>(params);
+    start_kernel<scalar_t, Params><<<blocks, kThreads, 0, stream>>>(params);
     return cudaGetLastError();
   });
 }
+template cudaError_t launch_v8_start(const V8LossParams&, int64_t, cudaStream_t);
+template cudaError_t launch_v8_start(const V8ObbLossParams&, int64_t, cudaStream_t);
 
 }  // namespace torch_fastdet::core

@@ -226,6 +226,91 @@ at::Tensor v8_keypoint_loss_backward_autograd(const at::Tensor& grad, const at::
       "use Ultralytics' own v8PoseLoss where a gradient of a gradient is needed")[0];
 }
 
+using Outputs = V8ObbOutputs::Types;
+
+V8LossResult call_obb(const Outputs& outputs, const at::Tensor& targets, const at::Tensor& settings,
+                      const Levels& levels, const std::optional<at::Tensor>& num_targets,
+                      const std::optional<at::Tensor>& class_weights, const Options& options) {
+  static const auto op = find_operator<unpacked_signature<&v8_obb_loss<Meta>>>("v8_obb_loss");
+  const auto& [boxes, scores, angles] = outputs;
+  const auto& [strides, sizes] = levels;
+  const auto& [reg_max, topk, topk2] = options;
+  return op.call(boxes, scores, angles, targets, settings, strides, sizes, num_targets, class_weights, reg_max, topk,
+                 topk2);
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> call_obb_backward(const at::Tensor& grad, const Outputs& outputs,
+                                                                 const at::Tensor& targets, const State& state,
+                                                                 const Levels& levels,
+                                                                 const std::optional<at::Tensor>& class_weights,
+                                                                 int64_t reg_max) {
+  static const auto op = find_operator<unpacked_signature<&v8_obb_loss_backward<Meta>>>("v8_obb_loss_backward");
+  const auto& [boxes, scores, angles] = outputs;
+  return std::apply(
+      [&, &b = boxes, &s = scores, &a = angles](const auto&... each) {
+        return op.call(grad, b, s, a, targets, each..., class_weights, reg_max);
+      },
+      std::tuple_cat(state, levels));
+}
+
+struct V8ObbLoss : torch::autograd::Function<V8ObbLoss> {
+  static variable_list forward(AutogradContext* context, const at::Tensor& boxes, const at::Tensor& scores,
+                               const at::Tensor& angles, const at::Tensor& targets, const at::Tensor& settings,
+                               const Levels& levels, const std::optional<at::Tensor>& num_targets,
+                               const std::optional<at::Tensor>& class_weights, const Options& options) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    auto [loss, items, scales, slot_anchor, slot_row, slot_score, status] =
+        call_obb({boxes, scores, angles}, targets, settings, levels, num_targets, class_weights, options);
+    context->save_for_backward({boxes, scores, angles, targets, scales, slot_anchor, slot_row, slot_score,
+                                class_weights.value_or(at::Tensor())});
+    context->mark_non_differentiable({items, scales, slot_anchor, slot_row, slot_score, status});
+    context->set_materialize_grads(false);
+    const auto& [strides, sizes] = levels;
+    context->saved_data["strides"] = strides.vec();
+    context->saved_data["sizes"] = c10::IValue(sizes);
+    context->saved_data["reg_max"] = options_from<V8LossOptions>(options).reg_max;
+    return {loss, items, scales, slot_anchor, slot_row, slot_score, status};
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    const auto saved = context->get_saved_variables();
+    variable_list result(9);
+    if (gradients[0].defined()) {
+      std::optional<at::Tensor> class_weights;
+      if (saved[8].defined()) class_weights = saved[8];
+      const auto strides = context->saved_data["strides"].toDoubleVector();
+      const auto sizes = context->saved_data["sizes"].toSymIntVector();
+      std::tie(result[0], result[1], result[2]) = call_obb_backward(
+          gradients[0], {saved[0], saved[1], saved[2]}, saved[3], {saved[4], saved[5], saved[6], saved[7]},
+          {strides, sizes}, class_weights, context->saved_data["reg_max"].toInt());
+    }
+    return result;
+  }
+};
+
+V8LossResult v8_obb_loss_autograd(const Outputs& outputs, const at::Tensor& targets, const at::Tensor& settings,
+                                  const Levels& levels, const std::optional<at::Tensor>& num_targets,
+                                  const std::optional<at::Tensor>& class_weights, const Options& options) {
+  const auto& [boxes, scores, angles] = outputs;
+  auto result = V8ObbLoss::apply(boxes, scores, angles, targets, settings, levels, num_targets, class_weights, options);
+  return {result[0], result[1], result[2], result[3], result[4], result[5], result[6]};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> v8_obb_loss_backward_autograd(
+    const at::Tensor& grad, const Outputs& outputs, const at::Tensor& targets, const State& state, const Levels& levels,
+    const std::optional<at::Tensor>& class_weights, int64_t reg_max) {
+  const auto& [boxes, scores, angles] = outputs;
+  const auto result = without_second_gradient(
+      {grad, boxes, scores, angles},
+      [&]() -> std::vector<at::Tensor> {
+        auto [first, second, third] = call_obb_backward(grad, outputs, targets, state, levels, class_weights, reg_max);
+        return {first, second, third};
+      },
+      "v8_obb_loss: a second derivative was asked for, but it has a first derivative only; "
+      "use Ultralytics' own v8OBBLoss where a gradient of a gradient is needed");
+  return {result[0], result[1], result[2]};
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(torch_fastdet, Autograd, m) {
@@ -233,6 +318,8 @@ TORCH_LIBRARY_IMPL(torch_fastdet, Autograd, m) {
   m.impl("v8_loss_backward", unpack<&v8_loss_backward_autograd>);
   m.impl("v8_mask_loss", TORCH_FN(v8_mask_loss_autograd));
   m.impl("v8_mask_loss_backward", unpack<&v8_mask_loss_backward_autograd>);
+  m.impl("v8_obb_loss", unpack<&v8_obb_loss_autograd>);
+  m.impl("v8_obb_loss_backward", unpack<&v8_obb_loss_backward_autograd>);
   m.impl("v8_keypoint_loss", unpack<&v8_keypoint_loss_autograd>);
   m.impl("v8_keypoint_loss_backward", unpack<&v8_keypoint_loss_backward_autograd>);
 }

@@ -137,19 +137,19 @@ inline int64_t v8_classes(at::TensorList heads, int64_t reg_max) {
   return v8_is_joined(heads) ? heads[1].size(1) : heads[0].size(1) - 4 * reg_max;
 }
 
-inline void check_v8_class_weights(at::TensorList heads, const std::optional<at::Tensor>& class_weights,
+inline void check_v8_class_weights(const at::Tensor& head, const std::optional<at::Tensor>& class_weights,
                                    int64_t classes, const char* op) {
   if (!class_weights) return;
-  check_same_device(heads[0], "heads[0]", *class_weights, op, "class_weights");
+  check_same_device(head, "the heads", *class_weights, op, "class_weights");
   TORCH_CHECK(class_weights->numel() == classes && is_supported_float(class_weights->scalar_type()), op,
               ": class_weights is ", dtype_name(class_weights->scalar_type()), " of shape ", class_weights->sizes(),
               ", but ", classes, " numbers are expected, one a class");
 }
 
 inline void check_v8_targets(const at::Tensor& first, const char* first_name, const at::Tensor& targets, int64_t topk,
-                             const char* op) {
-  TORCH_CHECK(targets.dim() == 2 && targets.size(1) == 6, op, ": targets has shape ", targets.sizes(),
-              ", but (n, 6) is expected: image, class, x, y, w, h");
+                             const char* op, int64_t columns = 6) {
+  TORCH_CHECK(targets.dim() == 2 && targets.size(1) == columns, op, ": targets has shape ", targets.sizes(),
+              ", but (n, ", columns, ") is expected: image, class, x, y, w, h", columns == 7 ? ", angle" : "");
   TORCH_CHECK(targets.scalar_type() == at::kFloat, op, ": targets is ", dtype_name(targets.scalar_type()),
               ", but float32 is expected");
   check_same_device(first, first_name, targets, op, "targets");
@@ -158,10 +158,12 @@ inline void check_v8_targets(const at::Tensor& first, const char* first_name, co
 }
 
 inline void check_v8_settings(const at::Tensor& first, const char* first_name, const at::Tensor& settings,
-                              const std::optional<at::Tensor>& num_targets, const char* op) {
-  TORCH_CHECK(settings.scalar_type() == at::kDouble && settings.numel() == core::kV8Settings, op, ": settings is ",
-              dtype_name(settings.scalar_type()), " of shape ", settings.sizes(), ", but ", int{core::kV8Settings},
-              " float64 are expected: box, cls and dfl gain, weight, alpha, beta, eps, least side, short side");
+                              const std::optional<at::Tensor>& num_targets, const char* op,
+                              int64_t count = core::kV8Settings) {
+  TORCH_CHECK(settings.scalar_type() == at::kDouble && settings.numel() == count, op, ": settings is ",
+              dtype_name(settings.scalar_type()), " of shape ", settings.sizes(), ", but ", count,
+              " float64 are expected: box, cls and dfl gain, weight, alpha, beta, eps, least side, short side",
+              count > core::kV8Settings ? ", angle gain" : "");
   check_same_device(first, first_name, settings, op, "settings");
   if (num_targets) {
     TORCH_CHECK(num_targets->scalar_type() == at::kLong && num_targets->numel() == 1, op, ": num_targets is ",
@@ -183,52 +185,64 @@ inline void check_v8_slots(const at::Tensor& targets, const at::Tensor& slot_anc
   check_same_device(first, first_name, slot_row, op, "slot_row");
 }
 
+inline void check_v8_topk(const V8LossOptions& options, const char* op) {
+  TORCH_CHECK(options.topk >= 1 && options.topk2 >= 1, op, ": topk is ", options.topk, " and topk2 is ", options.topk2,
+              ", but numbers above 0 are expected");
+}
+
 inline void check_v8_loss(at::TensorList heads, const at::Tensor& targets, const at::Tensor& settings,
                           const V8Levels<>& levels, const std::optional<at::Tensor>& num_targets,
                           const std::optional<at::Tensor>& class_weights, const V8LossOptions& options) {
   constexpr auto op = "v8_loss";
   check_v8_heads(heads, levels, options.reg_max, op);
-  TORCH_CHECK(options.topk >= 1 && options.topk2 >= 1, op, ": topk is ", options.topk, " and topk2 is ", options.topk2,
-              ", but numbers above 0 are expected");
+  check_v8_topk(options, op);
   check_v8_targets(heads[0], "heads[0]", targets, options.topk, op);
   check_v8_settings(heads[0], "heads[0]", settings, num_targets, op);
-  check_v8_class_weights(heads, class_weights, v8_classes(heads, options.reg_max), op);
+  check_v8_class_weights(heads[0], class_weights, v8_classes(heads, options.reg_max), op);
+}
+
+// What a forward pass left, and the gradient of its loss, which has `parts` parts.
+inline void check_v8_state(const at::Tensor& grad_loss, const at::Tensor& first, const char* first_name,
+                           const at::Tensor& targets, const V8LossTensors& state, const char* op, int64_t parts,
+                           int64_t columns) {
+  const auto& [scales, slot_anchor, slot_row, slot_score] = state;
+  TORCH_CHECK(slot_anchor.dim() == 2 && slot_anchor.size(1) > 0, op, ": slot_anchor has shape ", slot_anchor.sizes(),
+              ", but what the forward pass returned is expected");
+  check_v8_targets(first, first_name, targets, slot_anchor.size(1), op, columns);
+  const auto scalar = v8_arithmetic_type(first);
+  TORCH_CHECK(grad_loss.dim() == 1 && grad_loss.size(0) == parts && grad_loss.scalar_type() == scalar, op,
+              ": grad_loss is ", dtype_name(grad_loss.scalar_type()), " of shape ", grad_loss.sizes(), ", but ", parts,
+              " ", dtype_name(scalar), " are expected");
+  TORCH_CHECK(slot_anchor.size(0) == targets.size(0) && slot_anchor.scalar_type() == at::kLong &&
+                  slot_row.scalar_type() == at::kLong && slot_row.sizes() == slot_anchor.sizes() &&
+                  slot_score.scalar_type() == scalar && slot_score.sizes() == slot_anchor.sizes() &&
+                  scales.scalar_type() == scalar && scales.numel() == parts,
+              op, ": the state is not what the forward pass returned for these heads and targets");
+  for (const auto* tensor : {&scales, &slot_anchor, &slot_row, &slot_score}) {
+    TORCH_CHECK(tensor->is_contiguous(), op,
+                ": a tensor of the state is not contiguous, as the forward pass returned it");
+  }
+  for (const auto* tensor : {&grad_loss, &scales, &slot_anchor, &slot_row, &slot_score}) {
+    check_same_device(first, first_name, *tensor, op, "the state");
+  }
 }
 
 inline void check_v8_loss_backward(const at::Tensor& grad_loss, at::TensorList heads, const at::Tensor& targets,
                                    const V8LossTensors& state, const V8Levels<>& levels,
                                    const std::optional<at::Tensor>& class_weights, int64_t reg_max) {
   constexpr auto op = "v8_loss_backward";
-  const auto& [scales, slot_anchor, slot_row, slot_score] = state;
   check_v8_heads(heads, levels, reg_max, op);
-  TORCH_CHECK(slot_anchor.dim() == 2 && slot_anchor.size(1) > 0, op, ": slot_anchor has shape ", slot_anchor.sizes(),
-              ", but what v8_loss returned is expected");
-  check_v8_targets(heads[0], "heads[0]", targets, slot_anchor.size(1), op);
-  const auto scalar = v8_arithmetic_type(heads[0]);
-  TORCH_CHECK(grad_loss.dim() == 1 && grad_loss.size(0) == 3 && grad_loss.scalar_type() == scalar, op,
-              ": grad_loss is ", dtype_name(grad_loss.scalar_type()), " of shape ", grad_loss.sizes(), ", but three ",
-              dtype_name(scalar), " are expected");
-  TORCH_CHECK(slot_anchor.size(0) == targets.size(0) && slot_anchor.scalar_type() == at::kLong &&
-                  slot_row.scalar_type() == at::kLong && slot_row.sizes() == slot_anchor.sizes() &&
-                  slot_score.scalar_type() == scalar && slot_score.sizes() == slot_anchor.sizes() &&
-                  scales.scalar_type() == scalar && scales.numel() == 3,
-              op, ": the state is not what v8_loss returned for these heads and targets");
-  for (const auto* tensor : {&scales, &slot_anchor, &slot_row, &slot_score}) {
-    TORCH_CHECK(tensor->is_contiguous(), op, ": a tensor of the state is not contiguous, as v8_loss returned it");
-  }
-  for (const auto* tensor : {&grad_loss, &scales, &slot_anchor, &slot_row, &slot_score}) {
-    check_same_device(heads[0], "heads[0]", *tensor, op, "the state");
-  }
-  check_v8_class_weights(heads, class_weights, v8_classes(heads, reg_max), op);
+  check_v8_state(grad_loss, heads[0], "heads[0]", targets, state, op, 3, 6);
+  check_v8_class_weights(heads[0], class_weights, v8_classes(heads, reg_max), op);
 }
 
-inline V8LossResult empty_v8_loss(at::TensorList heads, const at::Tensor& targets, int64_t topk) {
-  const auto scalar = v8_scalar_options(heads[0]);
+inline V8LossResult empty_v8_loss(const at::Tensor& head, const at::Tensor& targets, int64_t topk, int64_t parts) {
+  const auto scalar = v8_scalar_options(head);
   const auto integer = scalar.dtype(at::kLong);
   const auto n = targets.sym_size(0);
-  return {at::empty({3}, scalar),
-          at::empty({3}, scalar),
-          at::empty({3}, scalar),
+  return {at::empty({parts}, scalar),
+          at::empty({parts}, scalar),
+          at::empty({parts}, scalar),
           at::empty_symint({n, topk}, integer),
           at::empty_symint({n, topk}, integer),
           at::empty_symint({n, topk}, scalar),

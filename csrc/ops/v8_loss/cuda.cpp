@@ -8,6 +8,7 @@ namespace {
 
 struct Cuda : OnDevice {
   static int64_t slot_blocks(const core::V8LossParams& params) { return core::v8_slot_blocks(params); }
+  static int64_t slot_blocks(const core::V8ObbLossParams& params) { return core::v8_obb_slot_blocks(params); }
   static int64_t class_blocks(const core::V8LossParams& params) { return core::v8_class_blocks(params); }
   static void run(const core::V8LossParams& params) {
     check_launch(core::launch_v8_loss(params, current_stream()), "v8_loss");
@@ -26,6 +27,12 @@ struct Cuda : OnDevice {
   }
   static void run(const core::V8KeypointLossBackwardParams& params) {
     check_launch(core::launch_v8_keypoint_loss_backward(params, current_stream()), "v8_keypoint_loss_backward");
+  }
+  static void run(const core::V8ObbLossParams& params) {
+    check_launch(core::launch_v8_obb_loss(params, current_stream()), "v8_obb_loss");
+  }
+  static void run(const core::V8ObbLossBackwardParams& params) {
+    check_launch(core::launch_v8_obb_loss_backward(params, current_stream()), "v8_obb_loss_backward");
   }
 };
 

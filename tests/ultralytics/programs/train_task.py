@@ -1,6 +1,6 @@
-"""Trains yolov8n-seg or yolov8n-pose on the digits from scratch, with stock's loss or ours; prints the losses of each epoch.
+"""Trains yolov8n-seg, -pose or -obb on the digits from scratch, with stock's loss or ours; prints the losses of each epoch.
 
-The labels are octagons inside of the digits' boxes, or the boxes' corners as keypoints.
+The labels are octagons inside of the digits' boxes, the boxes' corners as keypoints, or rhombs inside of the boxes.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from ultralytics import YOLO
 parser = argparse.ArgumentParser()
 parser.add_argument("data")
 parser.add_argument("project")
-parser.add_argument("task", choices=("seg", "pose"))
+parser.add_argument("task", choices=("seg", "pose", "obb"))
 parser.add_argument("--patch", action="store_true")
 parser.add_argument("--device", default="cpu")
 options = parser.parse_args()
@@ -29,11 +29,11 @@ for file in target.glob("labels/*/*.txt"):
         label, x, y, w, h = line.split()
         x, y, w, h = map(float, (x, y, w, h))
         octagon = [(1, 3), (3, 1), (5, 1), (7, 3), (7, 5), (5, 7), (3, 7), (1, 5)]
-        shape = [f"{x + (a / 8 - 0.5) * w} {y + (b / 8 - 0.5) * h}" for a, b in octagon]
+        octagon_shape = [f"{x + (a / 8 - 0.5) * w} {y + (b / 8 - 0.5) * h}" for a, b in octagon]
         corners = [f"{x + a * w / 2} {y + b * h / 2} 2" for a, b in ((-1, -1), (1, -1), (1, 1), (-1, 1))]
-        lines.append(
-            f"{label} " + (" ".join(shape) if options.task == "seg" else f"{x} {y} {w} {h} " + " ".join(corners))
-        )
+        rhomb = [f"{x + a * w / 2} {y + b * h / 2}" for a, b in ((-0.2, -1), (1, -0.2), (0.2, 1), (-1, 0.2))]
+        shapes = {"seg": octagon_shape, "pose": [f"{x} {y} {w} {h}", *corners], "obb": rhomb}
+        lines.append(f"{label} " + " ".join(shapes[options.task]))
     file.write_text("\n".join(lines) + "\n")
 text = Path(options.data).read_text().replace(str(source), str(target))
 data = target / "task.yaml"

@@ -1,0 +1,93 @@
+// From tensors to the parameters that the losses of horizontal and of oriented boxes share, and their scratch.
+#pragma once
+
+#include <ATen/ops/empty.h>
+
+#include <array>
+#include <optional>
+
+#include "ops/v8_loss/checks.h"
+
+namespace torch_fastdet {
+
+// The scratch of a forward pass in one allocation, which lives until the kernels are launched: the caching allocator
+// gives its memory to later work of the same stream only.
+// `terms`: sums over slots.
+template <class Backend, typename Params>
+at::Tensor v8_scratch(Params& params, const at::Tensor& head, int64_t terms) {
+  const int64_t anchors = params.heads.bs * params.heads.anchors, slots = params.n * params.topk;
+  const auto scalar = static_cast<int64_t>(c10::elementSize(v8_arithmetic_type(head)));
+  const std::array<int64_t, 10> bytes = {
+      anchors * 4 * scalar,
+      anchors * static_cast<int64_t>(sizeof(uint32_t)),
+      params.n * static_cast<int64_t>(sizeof(core::V8Target)),
+      (params.heads.bs + 1) * static_cast<int64_t>(sizeof(int64_t)),
+      params.n * 2 * static_cast<int64_t>(sizeof(uint64_t)),
+      slots * scalar,
+      slots * scalar,
+      slots * static_cast<int64_t>(sizeof(int32_t)),
+      Backend::slot_blocks(params) * terms * scalar,
+      Backend::class_blocks(params) * scalar,
+  };
+  std::array<int64_t, bytes.size()> places{};
+  int64_t size = 0;
+  for (size_t i = 0; i < bytes.size(); ++i) {
+    places[i] = size;
+    size += (bytes[i] + 255) / 256 * 256;
+  }
+  at::Tensor memory = at::empty({size}, v8_scalar_options(head).dtype(at::kByte));
+  const auto at = [&](int i) { return static_cast<void*>(memory.mutable_data_ptr<uint8_t>() + places[i]); };
+  params.scratch = {at(0),
+                    static_cast<uint32_t*>(at(1)),
+                    static_cast<core::V8Target*>(at(2)),
+                    static_cast<int64_t*>(at(3)),
+                    static_cast<uint64_t*>(at(4)),
+                    at(5),
+                    at(6),
+                    static_cast<int32_t*>(at(7)),
+                    at(8),
+                    at(9)};
+  return memory;
+}
+
+inline std::optional<at::Tensor> v8_class_weights(const std::optional<at::Tensor>& class_weights,
+                                                  const at::Tensor& head) {
+  if (!class_weights) return std::nullopt;
+  return class_weights->to(v8_arithmetic_type(head)).contiguous();
+}
+
+inline core::V8Slots v8_slots(const V8LossTensors& state) {
+  return {static_cast<int64_t*>(state.slot_anchor.data_ptr()), static_cast<int64_t*>(state.slot_row.data_ptr()),
+          state.slot_score.data_ptr(), state.scales.data_ptr()};
+}
+
+// `rows`, `settings` and `weights` are contiguous and live as long as the parameters.
+inline void v8_fill(core::V8LossParams& params, const at::Tensor& rows, const at::Tensor& settings,
+                    const std::optional<at::Tensor>& num_targets, const std::optional<at::Tensor>& weights,
+                    const V8LossOptions& options, const V8LossResult& result) {
+  const auto& [loss, items, scales, slot_anchor, slot_row, slot_score, status] = result;
+  params.targets = rows.const_data_ptr<float>();
+  params.n = rows.size(0);
+  params.num_targets = num_targets ? num_targets->const_data_ptr<int64_t>() : nullptr;
+  params.settings = settings.const_data_ptr<double>();
+  params.class_weights = weights ? weights->const_data_ptr() : nullptr;
+  params.topk = static_cast<int32_t>(options.topk);
+  params.topk2 = static_cast<int32_t>(options.topk2);
+  params.slots = v8_slots({scales, slot_anchor, slot_row, slot_score});
+  params.loss = loss.data_ptr();
+  params.items = items.data_ptr();
+  params.status = status.mutable_data_ptr<int64_t>();
+}
+
+inline void v8_fill_backward(core::V8LossBackwardParams& params, const at::Tensor& grad_loss, const at::Tensor& rows,
+                             const V8LossTensors& state, const std::optional<at::Tensor>& weights) {
+  params.targets = rows.const_data_ptr<float>();
+  params.n = rows.size(0);
+  params.class_weights = weights ? weights->const_data_ptr() : nullptr;
+  params.topk = static_cast<int32_t>(state.slot_anchor.size(1));
+  params.slots = v8_slots(state);
+  params.grad_loss = grad_loss.const_data_ptr();
+  params.grad_stride = grad_loss.stride(0);
+}
+
+}  // namespace torch_fastdet

@@ -1,0 +1,33 @@
+// The kernels of v8_obb_loss against the CPU loops.
+#include <gtest/gtest.h>
+
+#include "emulator.h"
+#include "v8_obb_problem.h"
+
+namespace torch_fastdet::core {
+namespace {
+
+struct Kernels {
+  static int64_t slot_blocks(const V8ObbLossParams& params) { return v8_obb_slot_blocks(params); }
+  static int64_t class_blocks(const V8ObbLossParams& params) { return v8_class_blocks(params); }
+  static bool forward(const V8ObbLossParams& params, int64_t) {
+    return launch_v8_obb_loss(params, nullptr) == cudaSuccess;
+  }
+  static bool backward(const V8ObbLossBackwardParams& params) {
+    return launch_v8_obb_loss_backward(params, nullptr) == cudaSuccess;
+  }
+};
+
+TEST(V8ObbLossKernels, RandomHeadsAndTargets) {
+  for (uint64_t seed = 0; seed < rounds(24) && !HasFailure(); ++seed) {
+    emulator::seed(seed);
+    if (seed % 3 == 2) {
+      v8_obb_problem::check<Kernels, v8_obb_problem::Loops<double>, double>(seed, DType::kFloat64);
+    } else {
+      v8_obb_problem::check<Kernels, v8_obb_problem::Loops<float>, float>(seed, DType::kFloat32);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace torch_fastdet::core

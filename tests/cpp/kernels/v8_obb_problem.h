@@ -1,0 +1,224 @@
+// The loss of oriented boxes, its kernels and CPU loops against each other: one is handed in as Backend, the other is
+// the loops. The arithmetic is tested on its own, and the whole against an oracle by tests/ops/test_v8_obb_loss.py.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "core/v8_loss/v8_obb_loops.h"
+#include "memory.h"
+#include "random.h"
+
+namespace torch_fastdet::core::v8_obb_problem {
+
+// What one run leaves.
+template <typename T>
+struct Result {
+  std::vector<T> loss, items, scales, score;
+  std::vector<int64_t> anchor, row, status;
+  std::vector<double> gradients[3];
+};
+
+struct Given {
+  V8Heads heads{};
+  std::vector<float> targets;
+  std::vector<double> settings;
+  int64_t n = 0, used = 0;
+  int topk = 0, topk2 = 0;
+};
+
+inline Given make(Random& random, DType dtype) {
+  Given g;
+  g.heads.dtype = dtype;
+  g.heads.bs = 1 + random.below(2);
+  g.heads.nc = random.one_of({1, 5});
+  g.heads.reg_max = random.one_of({16, 1});
+  g.heads.num_levels = 2;
+  g.heads.num_tensors = 2;
+  g.heads.levels[0] = {0, 1, 0, 0, 6, 4, 8.f};
+  g.heads.levels[1] = {0, 1, 24, 24, 3, 2, 16.f};
+  g.heads.anchors = 30;
+  g.heads.image_w = 48, g.heads.image_h = 32;
+  g.n = random.one_of({0, 1, 6, 20});
+  g.used = random.chance(60) ? g.n : g.n / 2;
+  const auto part = [&] { return static_cast<float>(random.below(1000)) / 1000; };
+  for (int64_t i = 0; i < g.n; ++i) {
+    const float row[7] = {static_cast<float>(random.below(g.heads.bs)),
+                          static_cast<float>(random.below(g.heads.nc)),
+                          part(),
+                          part(),
+                          part() * (random.chance(20) ? 0.05f : 1.f),
+                          part(),
+                          6 * part() - 2};
+    g.targets.insert(g.targets.end(), row, row + 7);
+  }
+  g.settings = {7.5, 0.5, 1.5, 0.3, 0.5, random.one_of({6.0, 2.0}), 1e-9, 16, 16, 2};
+  g.topk = random.one_of({10, 3});
+  g.topk2 = random.one_of({g.topk, 1});
+  return g;
+}
+
+// Backend: slot_blocks, class_blocks, forward(params, rows in use) and backward(params).
+template <class Backend, typename T>
+Result<T> run(Given given, const Tensor (&heads)[3]) {
+  Result<T> result;
+  const int64_t slots = given.n * given.topk, anchors = given.heads.bs * 30;
+  std::vector<Tensor> gradients;
+  for (int i = 0; i < 3; ++i) {
+    const auto& s = heads[i].strides;
+    gradients.emplace_back(heads[i].dtype, heads[i].sizes, s);
+    if (i == 2) continue;
+    const auto channels = static_cast<int32_t>(heads[i].sizes[1]);
+    given.heads.tensors[i] = {heads[i].data(),       nullptr,           s[0], s[1], 0, s[2], 30, 30, channels,
+                              i == 0 ? channels : 0, V8Layout::kPlanes, true};
+  }
+  result.loss.assign(4, T(NAN)), result.items = result.scales = result.loss;
+  result.score.assign(slots, T(NAN)), result.anchor.assign(slots, 99), result.row.assign(slots, 99);
+  result.status.assign(kV8StatusSize, 99);
+  std::vector<CornerBox<T>> boxes(anchors);
+  std::vector<uint32_t> owner(anchors, 99);
+  std::vector<V8Target> targets(given.n);
+  std::vector<int64_t> first(given.heads.bs + 1, 99);
+  std::vector<uint64_t> best(2 * given.n, 99);
+  std::vector<T> alignment(slots, T(NAN)), overlap(slots, T(NAN));
+  std::vector<int32_t> winner(slots, 99);
+  V8ObbLossParams params{};
+  params.heads = given.heads;
+  params.angles = {heads[2].data(), heads[2].strides[0], heads[2].strides[2], nullptr, 0, 0};
+  params.targets = given.targets.data(), params.n = given.n;
+  params.num_targets = given.used == given.n ? nullptr : &given.used;
+  params.settings = given.settings.data();
+  params.topk = given.topk, params.topk2 = given.topk2;
+  params.slots = {result.anchor.data(), result.row.data(), result.score.data(), result.scales.data()};
+  std::vector<T> slot_partials(kV8ObbTerms * Backend::slot_blocks(params), T(NAN));
+  std::vector<T> class_partials(Backend::class_blocks(params), T(NAN));
+  params.scratch = {boxes.data(),     owner.data(),   targets.data(), first.data(),         best.data(),
+                    alignment.data(), overlap.data(), winner.data(),  slot_partials.data(), class_partials.data()};
+  params.loss = result.loss.data(), params.items = result.items.data(), params.status = result.status.data();
+  EXPECT_TRUE(Backend::forward(params, given.used));
+
+  V8ObbLossBackwardParams back{};
+  back.heads = given.heads;
+  for (int i = 0; i < 2; ++i) back.heads.tensors[i].gradient = gradients[i].data();
+  back.angles = params.angles;
+  back.angles.gradient = gradients[2].data();
+  back.angles.gradient_b = gradients[2].strides[0], back.angles.gradient_a = gradients[2].strides[2];
+  back.targets = params.targets, back.n = params.n, back.topk = params.topk, back.slots = params.slots;
+  const std::vector<T> grad = {T(1), T(9), T(2), T(9), T(3), T(9), T(4)};
+  back.grad_loss = grad.data(), back.grad_stride = 2;
+  EXPECT_TRUE(Backend::backward(back));
+  for (int i = 0; i < 3; ++i) result.gradients[i] = gradients[i].values();
+  return result;
+}
+
+// The items from what the assignment left, by the formulas as they are written down.
+template <typename T>
+std::vector<double> expected_items(const Given& given, const Tensor (&heads)[3], const Result<T>& result) {
+  const int64_t nc = given.heads.nc, bins = given.heads.reg_max;
+  const auto logit = [&](int tensor, int64_t image, int64_t channel, int64_t anchor) {
+    return heads[tensor].get((image * heads[tensor].sizes[1] + channel) * 30 + anchor);
+  };
+  double scores = 0, sums[4] = {};
+  for (int64_t i = 0; i < given.heads.bs * nc * 30; ++i) {
+    const double x = heads[1].get(i);
+    sums[1] += std::log1p(std::exp(-std::abs(x))) + std::max(x, 0.0);
+  }
+  for (size_t slot = 0; slot < result.anchor.size(); ++slot) {
+    if (result.anchor[slot] < 0) continue;
+    const int64_t image = result.anchor[slot] / 30, anchor = result.anchor[slot] % 30;
+    const float* row = given.targets.data() + 7 * result.row[slot];
+    const double score = result.score[slot], stride = anchor < 24 ? 8 : 16;
+    const double column = anchor < 24 ? anchor % 6 : (anchor - 24) % 3;
+    const double line = anchor < 24 ? anchor / 6 : (anchor - 24) / 3;
+    const double x = row[2] * 48 / stride, y = row[3] * 32 / stride;
+    const double w = row[4] * 48 / stride, h = row[5] * 32 / stride;
+    const double dx = column + 0.5 - x, dy = line + 0.5 - y, c = std::cos(row[6]), s = std::sin(row[6]);
+    const double u = dx * c + dy * s, v = dy * c - dx * s;
+    const double wanted[4] = {w / 2 + u, h / 2 + v, w / 2 - u, h / 2 - v};
+    double distance[4], term = 0;
+    for (int64_t side = 0; side < 4; ++side) {
+      if (bins == 1) {
+        distance[side] = logit(0, image, side, anchor);
+        term += std::abs(distance[side] - wanted[side]) * stride / (side % 2 ? 32 : 48) / 4;
+        continue;
+      }
+      double total = 0, weighted = 0;
+      for (int64_t bin = 0; bin < bins; ++bin) {
+        total += std::exp(logit(0, image, side * bins + bin, anchor));
+        weighted += bin * std::exp(logit(0, image, side * bins + bin, anchor));
+      }
+      distance[side] = weighted / total;
+      const double clipped = std::clamp(wanted[side], 0.0, bins - 1.01);
+      const auto left = static_cast<int64_t>(clipped);
+      term += (left + 1 - clipped) * (std::log(total) - logit(0, image, side * bins + left, anchor)) / 4;
+      term += (clipped - left) * (std::log(total) - logit(0, image, side * bins + left + 1, anchor)) / 4;
+    }
+    const double angle = logit(2, image, 0, anchor), along = (distance[2] - distance[0]) / 2;
+    const double across = (distance[3] - distance[1]) / 2;
+    const V8Obb<double> box{column + 0.5 + along * std::cos(angle) - across * std::sin(angle),
+                            line + 0.5 + along * std::sin(angle) + across * std::cos(angle), distance[0] + distance[2],
+                            distance[1] + distance[3], angle};
+    const V8Obb<double> target{x, y, w, h, row[6]};
+    scores += score;
+    sums[0] += score * (1 - v8_probiou(box, v8_gaussian(box, 0.01), target, v8_gaussian(target, 0.01)).value);
+    sums[1] -= score * logit(1, image, static_cast<int64_t>(row[1]), anchor);
+    sums[2] += score * term;
+    const double off = std::sin(2 * (angle - row[6])), stretch = std::log(w / h);
+    sums[3] += score * std::exp(-stretch * stretch / 9) * off * off;
+  }
+  const double gains[4] = {7.5, 0.5, 1.5, 2};
+  std::vector<double> items;
+  for (int part = 0; part < 4; ++part) items.push_back(sums[part] * gains[part] / std::max(scores, 1.0));
+  return items;
+}
+
+// Second may be First: then the formulas alone are asked.
+template <class First, class Second, typename T>
+void check(uint64_t seed, DType dtype) {
+  SCOPED_TRACE("seed " + std::to_string(seed));
+  Random random(seed);
+  const Given given = make(random, dtype);
+  const int64_t bs = given.heads.bs;
+  Tensor heads[3] = {
+      {dtype, {bs, 4 * given.heads.reg_max, 30}}, {dtype, {bs, given.heads.nc, 30}}, {dtype, {bs, 1, 30}}};
+  for (Tensor& tensor : heads) {
+    for (int64_t i = 0; i < tensor.numel(); ++i) tensor.set(i, random.normal() + (given.heads.reg_max == 1 ? 1.5 : 0));
+  }
+  const auto mine = run<First, T>(given, heads), other = run<Second, T>(given, heads);
+  const auto wanted = expected_items(given, heads, mine);
+  for (int part = 0; part < 4; ++part) {
+    EXPECT_NEAR(mine.items[part], wanted[part], (sizeof(T) == 8 ? 1e-6 : 1e-3) * (1 + wanted[part])) << part;
+  }
+  EXPECT_EQ(mine.anchor, other.anchor);
+  EXPECT_EQ(mine.row, other.row);
+  EXPECT_EQ(mine.status, other.status);
+  for (int k = 0; k < 4; ++k) {
+    EXPECT_NEAR(mine.loss[k], other.loss[k], 1e-4 * (1 + std::abs(other.loss[k])));
+    EXPECT_NEAR(mine.items[k], other.items[k], 1e-4 * (1 + std::abs(other.items[k])));
+  }
+  const double tolerance = dtype == DType::kFloat16 || dtype == DType::kBFloat16 ? 1e-2 : 1e-4;
+  for (int i = 0; i < 3; ++i) {
+    for (size_t e = 0; e < mine.gradients[i].size(); ++e) {
+      ASSERT_NEAR(mine.gradients[i][e], other.gradients[i][e], tolerance * std::abs(other.gradients[i][e]) + 1e-5);
+    }
+  }
+}
+
+constexpr auto serial_for = [](int64_t begin, int64_t end, int64_t, const auto& f) { f(begin, end); };
+
+template <typename scalar_t>
+struct Loops {
+  static int64_t slot_blocks(const V8ObbLossParams&) { return 0; }
+  static int64_t class_blocks(const V8ObbLossParams&) { return 0; }
+  static bool forward(const V8ObbLossParams& params, int64_t count) {
+    v8_loops::obb_forward<scalar_t>(params, count, serial_for);
+    return true;
+  }
+  static bool backward(const V8ObbLossBackwardParams& params) {
+    v8_loops::obb_backward<scalar_t>(params, serial_for);
+    return true;
+  }
+};
+
+}  // namespace torch_fastdet::core::v8_obb_problem
