@@ -170,6 +170,7 @@ class JpegParser {
       case 0xc9:
       case 0xca:
       case 0xcb:
+      case 0xcc:  // its tables, in a file that does not need them: libjpeg looks at them all the same
       case 0xcd:
       case 0xce:
       case 0xcf:
@@ -182,8 +183,6 @@ class JpegParser {
         return "lossless or hierarchical";
       case 0xc4:
         return huffman_tables(file, body, size);
-      case 0xcc:
-        return nullptr;  // tables for arithmetic coding
       case 0xdb:
         return quantizers(file, body, size);
       case 0xdc:
