@@ -35,7 +35,7 @@ LIMITS = {
     "multi_tensor": 90,
     "nms": 90,
     "loss": 90,
-    "v8_loss": 90,
+    "v8_loss": 150,
     "bbox_iou": 75,
     "upsample": 90,
     "image": 45,

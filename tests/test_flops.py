@@ -168,6 +168,13 @@ def v8_loss_and_gradient():
     ops.v8_loss(maps, torch.tensor([[0, 1, 0.5, 0.5, 0.3, 0.3]]), settings, [8.0, 16.0], [])[0].sum().backward()
 
 
+def obb_loss_and_gradient():
+    leaves = [torch.randn(2, channels, 20, requires_grad=True) for channels in (64, CLASSES, 1)]
+    settings = torch.tensor([*ops.v8_loss_settings(), 1.0], dtype=torch.float64)
+    targets = torch.tensor([[0, 1, 0.5, 0.5, 0.3, 0.3, 0.1]])
+    ops.v8_obb_loss(*leaves, targets, settings, [8.0, 16.0], [4, 4, 2, 2])[0].sum().backward()
+
+
 DECODE = COUNT * (3 * (5 + CLASSES) + 12)
 CASES = {
     "bbox_iou_backward": (
@@ -241,6 +248,7 @@ CASES = {
         {"confusion_matrix_": 11 * 5 * 16},
     ),
     "v8_loss": (v8_loss_and_gradient, {"v8_loss": 5 * 2 * 20 * CLASSES, "v8_loss_backward": 4 * 2 * 20 * CLASSES}),
+    "v8_obb_loss": (obb_loss_and_gradient, {"v8_obb_loss": 5 * 2 * 20 * CLASSES, "v8_obb_loss_backward": 4 * 2 * 20 * CLASSES}),
     "yolov5_loss": (loss_and_gradient, {"yolov5_loss": 16 * COUNT, "yolov5_loss_backward": COUNT}),
     "multi_tensor_ema_": (lambda: ops.multi_tensor_ema_(tensors(), tensors(), 0.9), {"multi_tensor_ema_": 3 * 22}),
     "multi_tensor_sgd_": (
