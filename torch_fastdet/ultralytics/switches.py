@@ -11,7 +11,7 @@ import dataclasses
 import importlib
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -54,12 +54,14 @@ BBOX_IOU = Switch(
 )
 
 
-def criterion(name: str, *evidence: Signature | Asks) -> Target:
+def criterion(name: str, *evidence: Signature | Asks, otherwise: Literal["refuse", "say"] = "refuse") -> Target:
     """A row of ``loss_optim``. To add a criterion: a subclass for it in ``loss.py``, its name there in ``_subclass``, the methods of
     stock's that ours stands for here, with their parameters, and a small batch in ``loss_trials.py`` that tells stock's loss from
     another one.
     """
-    return Target((STOCK_MODULE,), name, make=lambda _, stock, __: _subclass(stock), evidence=evidence)
+    return Target(
+        (STOCK_MODULE,), name, make=lambda _, stock, __: _subclass(stock), evidence=evidence, otherwise=otherwise
+    )
 
 
 LOSS = Switch(
@@ -75,6 +77,8 @@ LOSS = Switch(
                 Signature(("self", "preds", "batch"), "loss"),
                 Signature(("self", "preds"), "parse_output"),
                 Asks("the loss of a small batch", differs),
+                # A version with another loss of one task keeps that one alone.
+                otherwise="refuse" if name == "v8DetectionLoss" else "say",
             )
             for name in TRIALS
         ),
