@@ -172,7 +172,7 @@ def install(monkeypatch) -> None:
         "on_gpu": lambda tensor: True,
         "is_capturing": lambda: bool(_recorders),
         "new_pool": object,
-        "new_stream": FakeStream,
+        "new_stream": lambda device, owner: FakeStream(device),
         "make_backward_wait": lambda device: None,
         "read_on": lambda tensors, stream: None,
         "behind": lambda last, device: None,

@@ -679,17 +679,21 @@ def test_streams_of_captures_are_nobody_elses(monkeypatch):
     made = []
     monkeypatch.setattr(_capture, "_idle", defaultdict(list))
     monkeypatch.setattr(_capture, "_make_stream", lambda device: made.append(device) or len(made))
-    monkeypatch.setattr(torch.cuda, "ExternalStream", type("Stream", (), {"__init__": lambda self, *args: None}))
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda address, device: address)
     monkeypatch.setattr(torch.cuda, "Stream", None)
     device = torch.device("cuda", 0)
+
+    class Owner:
+        pass
+
     for _ in range(40):  # as with --evolve: one after another
-        _capture.new_stream(device)
+        assert _capture.new_stream(device, Owner()) == 1
     assert made == [device]
-    several = [_capture.new_stream(device) for _ in range(3)]
-    assert len(made) == 3
-    other = _capture.new_stream(torch.device("cuda", 1))
+    owners = [Owner() for _ in range(4)]
+    assert sorted(_capture.new_stream(device, owner) for owner in owners[:3]) == [1, 2, 3]
+    _capture.new_stream(torch.device("cuda", 1), owners[3])
     assert made[3:] == [torch.device("cuda", 1)]
-    del several, other
+    owners.clear()
     assert sorted(_capture._idle[device]) == [1, 2, 3]
 
 

@@ -36,12 +36,12 @@ def new_pool() -> Any:
     return torch.cuda.graph_pool_handle()
 
 
-# Streams of graphs that are gone.
+# Streams whose owners are gone.
 _idle: defaultdict[torch.device, list[int]] = defaultdict(list)
 
 
-def new_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream for captures, on which nobody else launches. It serves the next ones when this object is gone.
+def new_stream(device: torch.device, owner: Any) -> torch.cuda.Stream:
+    """A stream for captures, on which nobody else launches. It serves the next owner when this one is gone.
 
     ``torch.cuda.Stream`` hands out the same 32 streams in turn: what another thread launched on the stream of a capture would
     become part of the graph.
@@ -50,9 +50,9 @@ def new_stream(device: torch.device) -> torch.cuda.Stream:
         address = _idle[device].pop()
     except IndexError:
         address = _make_stream(device)
-    stream = torch.cuda.ExternalStream(address, device)
-    weakref.finalize(stream, _idle[device].append, address).atexit = False
-    return stream
+    # Not of the stream: torch's streams do not tell their weak references that they are gone.
+    weakref.finalize(owner, _idle[device].append, address).atexit = False
+    return torch.cuda.ExternalStream(address, device)
 
 
 def _make_stream(device: torch.device) -> int:

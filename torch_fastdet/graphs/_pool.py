@@ -74,7 +74,7 @@ class GraphPool(Owner, Generic[G]):
         """The stream to capture on."""
         assert self.device is not None
         if self._stream is None or self._stream.device != self.device:
-            self._stream = _capture.new_stream(self.device)
+            self._stream = _capture.new_stream(self.device, self)
         return self._stream
 
     def held(self) -> int:
