@@ -182,7 +182,7 @@ def keeps_files() -> bool:
 def _memory_for(dataset: Any, everything: bool) -> PictureMemory:
     """A memory with places for a data set's pictures, in the sizes that ``load_image`` will give them."""
     shapes, files = [], []
-    as_files = not everything and keeps_files()
+    as_files = not everything and keeps_files() and cannot_plan(dataset) is None  # stock's code wants pixels
     for (w0, h0), path in zip(dataset.shapes.tolist(), dataset.im_files, strict=True):
         ratio = dataset.img_size / max(h0, w0)
         shapes.append((math.ceil(h0 * ratio), math.ceil(w0 * ratio)) if ratio != 1 else (h0, w0))
