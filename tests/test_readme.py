@@ -258,6 +258,7 @@ COMMANDS = [
     (r"make test( PYTHON=python3\.12)?", Held("Makefile", "test-all: test ##")),
     (r"make test-all", Held(".ci/run", "make test-all\n")),
     (r"make test TORCH=2\.15\.0", Held(".ci/run", "make test-python TORCH=2.15.0")),
+    (r"make fuzz", Held("Makefile", "--target fuzz_jpeg")),  # the same decoder as in make test-asan, for minutes
     (r"make test-aarch64", Held(".ci/run", "make test-aarch64")),
     (r"make (lint|test-asan)", Held(".ci/run", "make lint\nmake test-asan")),
     (r"make test lint test-asan", Held(".ci/run", "make test-all\nmake lint\nmake test-asan")),

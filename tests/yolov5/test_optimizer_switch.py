@@ -267,4 +267,4 @@ def test_adam_is_an_error_by_name_and_a_line_otherwise(real_yolov5, data, tmp_pa
     assert failed.returncode == 2 and "Traceback" not in failed.stdout
     assert "error: multi_tensor_optimizer cannot apply: the optimizer is Adam" in failed.stdout
     passed = checkout.fast("train", *arguments, "--fastdet")
-    assert passed.stdout.count("multi_tensor_optimizer does not apply: the optimizer is Adam") == 1
+    assert passed.stdout.count("torch_fastdet: multi_tensor_optimizer does not apply: the optimizer is Adam") == 1

@@ -39,6 +39,7 @@ def decode_jpeg(files: list[Tensor], device: str | torch.device = "cpu") -> list
 
     Source: cv2.imdecode, https://docs.opencv.org/4.x/d4/da8/group__imgcodecs.html
     """
+    check_tensor_list("decode_jpeg", "files", files)
     where = torch.device(device)
     storage, pictures, refusals = jpeg_pack(files, pin_memory=where.type == "cuda")
     for i, reason in enumerate(refusals):
