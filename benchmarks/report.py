@@ -78,7 +78,18 @@ SECTIONS = {
     "results.md": (
         *(
             f"gpu-{name}"
-            for name in ("dataset", "train", "ultralytics", "distributed", "loader", "val", "step", "bbox_iou", "upsample", "nms")
+            for name in (
+                "dataset",
+                "train",
+                "ultralytics",
+                "distributed",
+                "loader",
+                "val",
+                "step",
+                "bbox_iou",
+                "upsample",
+                "nms",
+            )
         ),
         *(
             f"gpu-{name}"

@@ -138,9 +138,9 @@ def v8_segmentation_loss(
     computes it from coefficients and prototypes: no mask is ever in memory, and what is kept for the backward pass grows with
     targets x ``topk``.
 
+    The other arguments are those of :func:`v8_loss`; heads are joined or one a level. The box gain of ``settings`` weighs the mask part, too.
+
     Args:
-        heads, targets, settings, strides, sizes, num_targets, class_weights, reg_max, topk, topk2: as for :func:`v8_loss`; heads are
-            joined or one a level. The box gain of ``settings`` weighs the mask part, too.
         coefficients: (bs, channels, anchors), at most 128 channels, any strides; of the heads' dtype.
         protos: (bs, channels, height, width), any strides; of the heads' dtype. Where they are not of the masks' size, they are enlarged
             to it first (bilinear), whose gradient on a GPU PyTorch does not repeat bit by bit.
@@ -222,9 +222,9 @@ def v8_pose_loss(
     ones; ``e`` is the squared distance over ``2 * (2 * sigma)**2 *`` the area of the target's box, all in cells of the anchor's level. The
     kobj part is the mean entropy of the visibility.
 
+    The other arguments are those of :func:`v8_loss`; heads are joined or one a level.
+
     Args:
-        heads, targets, settings, strides, sizes, num_targets, class_weights, reg_max, topk, topk2: as for :func:`v8_loss`; heads are
-            joined or one a level.
         predictions: (bs, keypoints * 2 or 3, anchors), keypoint after keypoint: x, y and, with 3, the logit of its visibility; the anchors
             of all levels; float16, bfloat16, float32 or float64, any strides. A position is 2 x + column of the anchor's cell.
         keypoints: (n, keypoints, 2 or 3) float32, a row a row of targets: x and y as shares of the image, and visibility; 0 is invisible.
@@ -300,6 +300,8 @@ def v8_obb_loss(
     Boxes overlap by probiou, the similarity of Gaussians that have their spread. Distances are measured along a box's own axes. The
     angle part is ``sin(2 d)**2`` of the angle ``d`` between prediction and target, weighted less the longer the target is.
 
+    The other arguments are those of :func:`v8_loss`.
+
     Args:
         boxes: (bs, 4 * reg_max, anchors), the levels one after the other; float16, bfloat16, float32 or float64, any strides.
         scores: (bs, classes, anchors), as boxes.
@@ -307,7 +309,6 @@ def v8_obb_loss(
         targets: (n, 7) float32: image index, class, x, y, width, height as shares of the image, and the angle in radians. Rows may come in
             any order. A target with a side below two pixels is left out, and one whose numbers, in pixels, add up to 0 or less.
         settings: ten float64 on the boxes' device: those of :func:`v8_loss_settings`, and the gain of the angle part (1 in Ultralytics).
-        strides, sizes, num_targets, class_weights, reg_max, topk, topk2: as for :func:`v8_loss`.
 
     Returns:
         loss: (4), box, class, distance and angle part times batch size and weight; differentiable by boxes, scores and angles.
