@@ -50,6 +50,7 @@ class SharedFile(Owner):
         self._fd: int | None = fd
         everything = np.frombuffer(mmap.mmap(fd, head + self.nbytes), dtype=np.uint8)
         self.pixels = everything[head:]
+        self._asked, self._full = 0, False
         register(self)
         return everything[:head]
 
@@ -66,6 +67,13 @@ class SharedFile(Owner):
         fd = getattr(self, "_fd", None)
         if fd is not None:
             os.close(fd)
+
+    def _is_full(self) -> bool:
+        """Whether nothing more is to be kept: the host's memory was low once. It is looked at each sixteenth time."""
+        self._asked += 1
+        if not self._full and self._asked % 16 == 1:
+            self._full = is_low()
+        return self._full
 
     def _handle(self) -> Any:
         """The file for a process that is spawned; None for a copy of the data set (deepcopy, a file), which gets one of its own."""
@@ -84,7 +92,6 @@ class PictureMemory(SharedFile):
     """
 
     what, label = "decoded pictures", "torch_fastdet_pictures"
-    _full: bool
 
     def __init__(
         self,
@@ -200,14 +207,7 @@ class PictureMemory(SharedFile):
             self._marks[index] = 1
         return True
 
-    def _is_full(self) -> bool:
-        self._puts += 1
-        if not self._full and self._puts % 16 == 1:
-            self._full = is_low()
-        return self._full
-
     def _open_pictures(self, fd: int | None = None) -> None:
-        self._puts, self._full = 0, False
         n = len(self.shapes)
         sizes = -(-n // ALIGNMENT) * ALIGNMENT
         head = self._open(sizes + n * 16, fd)
@@ -235,7 +235,6 @@ class JpegFiles(SharedFile):
     """
 
     what, label = "JPEG files", "torch_fastdet_jpegs"
-    _full: bool
     _rows: np.ndarray
 
     def __init__(self, files: Sequence[str], budget: int, fd: int | None = None) -> None:
@@ -320,14 +319,7 @@ class JpegFiles(SharedFile):
             finally:
                 fcntl.lockf(self.fileno(), fcntl.LOCK_UN)
 
-    def _is_full(self) -> bool:
-        self._reads += 1
-        if not self._full and self._reads % 16 == 1:
-            self._full = is_low()
-        return self._full
-
     def _open_files(self, fd: int | None) -> None:
-        self._reads, self._full = 0, False
         self._lock = threading.Lock()
         # A row a picture: bytes (0: not there, -1: refused; written last), offset, height, width. Behind them: bytes that are
         # taken, files that were refused.
