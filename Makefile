@@ -133,11 +133,11 @@ mkdir -p $(1) && { $(3) -S tests/cpp -B $(1) -DSANITIZE=$(2) && $(3) --build $(1
 endef
 
 # On a GPU machine without network: the torch that is there, no virtual environment.
-test-gpu: ## on a GPU machine (offline): the tests that a GPU can change, GoogleTests, compute-sanitizer; writes tests/gpu_report.json
+test-gpu: ## on a GPU machine (offline): the tests that a GPU can change, GoogleTests, compute-sanitizer; writes tests/gpu_report-<gpu>.json
 	$(PYTHON) -m tools.gpu_report run
 
 .SILENT: gpu-report-check
-gpu-report-check: ## says whether tests/gpu_report.json is of this tree
+gpu-report-check: ## says whether the reports tests/gpu_report-*.json are of this tree
 	@$(ANY_PYTHON) -m tools.gpu_report check
 
 lint: $(STAMP) ## ruff, mypy, clang-format, the layering rule of csrc/core, and the schemas of .github

@@ -3,9 +3,9 @@
 ``run``    builds in place with the python and torch found. Then it runs side by side: pytest in several processes, the
            GoogleTests, and the tests marked `sanitizer` under compute-sanitizer's four tools (our kernels only). The tests marked
            `alone` come last, in one process that has the GPU to itself. Tests that take long and need no GPU are left to
-           ``make test-all``. It writes tests/gpu_report.json in any case, within --seconds: a step that runs out of time is
-           stopped, and has failed.
-``check``  says in one line whether that report is of this tree; exit status 1 if not.
+           ``make test-all``. It writes tests/gpu_report-<gpu>.json, such as gpu_report-h200.json, in any case and within
+           --seconds: a step that runs out of time is stopped, and has failed.
+``check``  says in one line a report whether it is of this tree; exit status 1 if one is not, or if there is none.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-REPORT = ROOT / "tests/gpu_report.json"
 FOLDERS = ("csrc", "torch_fastdet", "tests")
 SUFFIXES = {".h", ".cuh", ".cu", ".cpp", ".py", ".txt"}
 GENERATED = {ROOT / "torch_fastdet/include", ROOT / "torch_fastdet/share"}  # written by the build
@@ -37,6 +36,16 @@ FINDINGS = 40  # lines of a sanitizer's own that the report keeps
 PROCESSES = 32  # of pytest, at most; tests/conftest.py spreads them over the GPUs
 # What a GPU can change: all that touches CUDA, slow tests too, and all else that is quick (tests/conftest.py sets the marks).
 CHOSEN = "gpu or not (cpu or slow)"
+
+
+def report_path(gpu: str) -> Path:
+    """One report for each kind of GPU: "NVIDIA H100 80GB HBM3" is tests/gpu_report-h100-80gb-hbm3.json."""
+    kind = re.sub(r"[^a-z0-9]+", "-", gpu.lower().removeprefix("nvidia ")).strip("-")
+    return ROOT / f"tests/gpu_report-{kind}.json"
+
+
+def reports() -> list[Path]:
+    return sorted((ROOT / "tests").glob("gpu_report-*.json"))
 
 
 def tree_hashes() -> dict[str, str]:
@@ -190,7 +199,7 @@ def run(seconds: float, built: bool = False) -> int:
             "passed": not failed_steps(steps.results),
             "results": steps.results,
         }
-        REPORT.write_text(json.dumps(report, indent=1) + "\n")
+        report_path(report["gpu"]).write_text(json.dumps(report, indent=1) + "\n")
         print(json.dumps(report, indent=1))
     return 0 if report["passed"] else 1
 
@@ -259,23 +268,28 @@ def _driver() -> str:
 
 
 def check() -> int:
-    if not REPORT.exists():
-        print("gpu-report: there is no tests/gpu_report.json; on a GPU machine type: make test-gpu")
-        return 1
-    report = json.loads(REPORT.read_text())
+    found = reports()
+    if not found:
+        print("gpu-report: there is no tests/gpu_report-*.json; on a GPU machine type: make test-gpu")
+    wrong = [path for path in found if _check(path)]
+    return int(not found or bool(wrong))
+
+
+def _check(path: Path) -> bool:
+    """Prints what is wrong with a report, or that it is as it should be, and returns whether something is wrong."""
+    report = json.loads(path.read_text())
     of_tree = f"{report['date']}, {len(report.get('gpus', [0]))} x {report['gpu']}, torch {report['torch']}"
     changed = [folder for folder, value in tree_hashes().items() if report["hashes"].get(folder) != value]
     if changed:
-        print(
-            f"gpu-report: the report ({of_tree}) is of another tree: {', '.join(changed)} changed since; type: make test-gpu"
+        said = (
+            f"is of another tree: {', '.join(changed)} changed since; on such a GPU type: make test-gpu (or remove it)"
         )
-        return 1
-    if not report["passed"]:
-        failed = ", ".join(failed_steps(report["results"]))
-        print(f"gpu-report: the report ({of_tree}) is of this tree, and these steps failed: {failed}")
-        return 1
-    print(f"gpu-report: all GPU tests passed on this very tree ({of_tree})")
-    return 0
+    elif not report["passed"]:
+        said = f"is of this tree, and these steps failed: {', '.join(failed_steps(report['results']))}"
+    else:
+        said = "is of this tree, and all GPU tests passed"
+    print(f"gpu-report: {path.name} ({of_tree}) {said}")
+    return bool(changed) or not report["passed"]
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""tests/gpu_report.json speaks of the sources alone, names what failed, and does not pass for a run that tested nothing."""
+"""A GPU report speaks of the sources alone, names what failed, and does not pass for a run that tested nothing."""
 
 import json
 import time
@@ -17,7 +17,6 @@ def tree(tmp_path, monkeypatch):
         (tmp_path / folder / "a.py").write_text("a = 1\n")
     monkeypatch.setattr(gpu_report, "ROOT", tmp_path)
     monkeypatch.setattr(gpu_report, "GENERATED", {tmp_path / "torch_fastdet/include", tmp_path / "torch_fastdet/share"})
-    monkeypatch.setattr(gpu_report, "REPORT", tmp_path / "tests/gpu_report.json")
     return tmp_path
 
 
@@ -25,17 +24,17 @@ def results_of(*steps):
     return {name: {"exit": 0, "passed": 3} for name in steps}
 
 
-def write_report(**changes):
+def write_report(gpu="g", **changes):
     results = results_of(*gpu_report.STEPS)
     report = {
         "date": "d",
-        "gpu": "g",
+        "gpu": gpu,
         "torch": "t",
         "passed": True,
         "results": results,
         "hashes": gpu_report.tree_hashes(),
     }
-    gpu_report.REPORT.write_text(json.dumps(report | changes))
+    gpu_report.report_path(gpu).write_text(json.dumps(report | changes))
 
 
 def test_build_outputs_do_not_count(tree):
@@ -70,6 +69,20 @@ def test_a_changed_source_counts(tree, folder, capsys):
 
 def test_no_report(tree, capsys):
     assert gpu_report.check() == 1 and "make test-gpu" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("gpu, name", [("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100-80gb-hbm3")])
+def test_a_report_for_each_kind_of_gpu(gpu, name):
+    assert gpu_report.report_path(gpu).name == f"gpu_report-{name}.json"
+
+
+def test_each_report_has_to_be_of_this_tree(tree, capsys):
+    write_report("NVIDIA H200")
+    write_report("NVIDIA H100", hashes={})
+    assert gpu_report.check() == 1
+    first, second = capsys.readouterr().out.splitlines()
+    assert "gpu_report-h100.json" in first and "is of another tree: csrc, torch_fastdet, tests changed" in first
+    assert "gpu_report-h200.json" in second and second.endswith("is of this tree, and all GPU tests passed")
 
 
 def test_failed_run(tree, capsys):
@@ -107,7 +120,7 @@ def test_the_report_is_written_though_the_run_breaks(tree, monkeypatch):
     monkeypatch.setattr(gpu_report, "machine", lambda: {"date": "d", "gpu": "g", "torch": "t"})
     with pytest.raises(RuntimeError, match="no more"):
         gpu_report.run(60)
-    report = json.loads(gpu_report.REPORT.read_text())
+    report = json.loads((tree / "tests/gpu_report-g.json").read_text())
     assert report["passed"] is False and report["results"] == {"build": {"exit": 0, "passed": 1}}
     assert gpu_report.check() == 1
 
