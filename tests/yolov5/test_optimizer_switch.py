@@ -70,10 +70,12 @@ def test_one_smart_optimizer_for_each_layout(monkeypatch):
     assert [module.smart_optimizer for module in modules] == stocks * 2
 
 
-def test_adam_stays_stocks(monkeypatch, capsys):
+def test_rmsprop_stays_stocks(monkeypatch, capsys):
     """As the line says that is printed."""
     module = ModuleType("utils.torch_utils")
-    built = {name: getattr(torch.optim, name)(network("cpu").parameters(), lr=0.1) for name in ("SGD", "Adam", "AdamW")}
+    kinds = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+    built = {kind.__name__: kind(network("cpu").parameters(), lr=0.1) for kind in kinds}
+    built["RMSProp"] = torch.optim.RMSprop(network("cpu").parameters(), lr=0.1)
     vars(module)["built"] = built
     exec(
         "def smart_optimizer(model, name='Adam', lr=0.001, momentum=0.9, decay=1e-5): return built[name]", vars(module)
@@ -84,9 +86,9 @@ def test_adam_stays_stocks(monkeypatch, capsys):
         made = {name: module.smart_optimizer(None, name) for name in built}
     finally:
         drop_in.unpatch()
-    assert made["Adam"] is built["Adam"]
-    assert (type(made["SGD"]), type(made["AdamW"])) == (optim.SGD, optim.AdamW)
-    assert "multi_tensor_optimizer does not apply: the optimizer is Adam" in capsys.readouterr().err
+    assert made["RMSProp"] is built["RMSProp"]
+    assert [type(made[name]) for name in ("SGD", "Adam", "AdamW")] == [optim.SGD, optim.Adam, optim.AdamW]
+    assert "multi_tensor_optimizer does not apply: the optimizer is RMSProp" in capsys.readouterr().err
 
 
 def test_norms_are_all_that_torch_has():
@@ -195,9 +197,10 @@ def test_training_gives_the_losses_and_checkpoints_of_stock(real_yolov5, train):
 
 
 @pytest.mark.slow
-def test_adamw_gives_the_losses_and_checkpoints_of_stock(real_yolov5, train):
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_adam_gives_the_losses_and_checkpoints_of_stock(real_yolov5, train, name):
     """Fused steps differ in last bits, and where a gradient is close to zero Adam makes a whole step of them."""
-    checkout, flags = real_yolov5("checkout"), ("--optimizer", "AdamW")
+    checkout, flags = real_yolov5("checkout"), ("--optimizer", name)
     fast, stock = train(checkout, FLAG, *flags), train(checkout, *flags, stock=True)
     expected, got = real.results(stock.folder), real.results(fast.folder)
     for column in LOSSES:
@@ -259,12 +262,12 @@ def test_resume_across(first, second, resumed):
 
 
 @pytest.mark.slow
-def test_adam_is_an_error_by_name_and_a_line_otherwise(real_yolov5, data, tmp_path):
+def test_rmsprop_is_an_error_by_name_and_a_line_otherwise(real_yolov5, data, tmp_path):
     checkout = real_yolov5("checkout")
     arguments = [*SMALL, "--weights", "", "--cfg", "yolov5n.yaml", "--data", data.boxes, "--epochs", 1, "--noplots"]
-    arguments += ["--noautoanchor", "--project", tmp_path, "--optimizer", "Adam", "--img", IMAGE]
+    arguments += ["--noautoanchor", "--project", tmp_path, "--optimizer", "RMSProp", "--img", IMAGE]
     failed = checkout.fast("train", *arguments, FLAG, ok=False)
     assert failed.returncode == 2 and "Traceback" not in failed.stdout
-    assert "error: multi_tensor_optimizer cannot apply: the optimizer is Adam" in failed.stdout
+    assert "error: multi_tensor_optimizer cannot apply: the optimizer is RMSProp" in failed.stdout
     passed = checkout.fast("train", *arguments, "--fastdet")
-    assert passed.stdout.count("torch_fastdet: multi_tensor_optimizer does not apply: the optimizer is Adam") == 1
+    assert passed.stdout.count("torch_fastdet: multi_tensor_optimizer does not apply: the optimizer is RMSProp") == 1

@@ -17,7 +17,7 @@ from torch_fastdet.detections.masks import yolov5_process_mask_native as process
 from torch_fastdet.detections.masks import yolov5_process_mask_upsample as process_mask_upsample
 from torch_fastdet.detections.suppression import yolov5_non_max_suppression as non_max_suppression
 from torch_fastdet.hosts.shared.floats import as_float
-from torch_fastdet.optim import SGD, AdamW
+from torch_fastdet.optim import SGD, Adam, AdamW
 
 __all__ = [
     "bbox_iou",
@@ -52,7 +52,7 @@ def bbox_iou(
 # By the names that train.py's --optimizer takes: what makes one of parameter groups, a rate and a momentum (Adam's beta 1).
 OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], float, float], torch.optim.Optimizer]] = {
     "SGD": lambda groups, lr, momentum: SGD(groups, lr=lr, momentum=momentum, nesterov=True),
-    "Adam": lambda groups, lr, beta: torch.optim.Adam(groups, lr=lr, betas=(beta, 0.999)),
+    "Adam": lambda groups, lr, beta: Adam(groups, lr=lr, betas=(beta, 0.999)),
     "AdamW": lambda groups, lr, beta: AdamW(groups, lr=lr, betas=(beta, 0.999), weight_decay=0.0),
     "RMSProp": lambda groups, lr, momentum: torch.optim.RMSprop(groups, lr=lr, momentum=momentum),
 }
@@ -65,12 +65,11 @@ def smart_optimizer(
 
     The groups, in the order in which train.py's warm-up counts on them, are all biases; all other parameters, which alone
     decay; and the weights of normalisation layers. (``--multi_tensor_optimizer`` takes YOLOv5's own function and makes its
-    SGD or AdamW ours.)
+    SGD, Adam or AdamW ours.)
 
     Args:
         model: whose parameters to train.
-        name: "SGD", with Nesterov momentum, is :class:`torch_fastdet.optim.SGD`, "AdamW" :class:`torch_fastdet.optim.AdamW`; "Adam"
-            and "RMSProp" are torch's.
+        name: "SGD", with Nesterov momentum, "Adam" and "AdamW" are those of :mod:`torch_fastdet.optim`; "RMSProp" is torch's.
         lr: learning rate.
         momentum: SGD's and RMSProp's momentum, Adam's first beta.
         decay: weight decay.

@@ -120,7 +120,7 @@ def main(argv: list[str] | None = None) -> None:
         if end.code is None or (isinstance(end.code, int) and end.code == 0):
             _tell_unused(command)
         raise
-    except SwitchError as error:  # of a switch that found out only in the script, such as for --optimizer Adam
+    except SwitchError as error:  # of a switch that found out only in the script, such as for --optimizer RMSProp
         LAUNCHER.refuse(error)
     _tell_unused(command)
 

@@ -4,7 +4,7 @@ Each switch says WHERE the targets are (modules of a checkout, and of PyPI's pac
 WHAT takes their place (:mod:`torch_fastdet.hosts.engine.switch`). To add a switch, add it to ``SWITCHES`` below.
 
 * What is put in place may ask for the device; a table must not: YOLOv5 chooses it later, through ``CUDA_VISIBLE_DEVICES``.
-* Where it cannot apply after all (Adam, a model on the CPU), it calls ``active.cannot_apply("reason")``, which prints one line if the
+* Where it cannot apply after all (RMSProp, a model on the CPU), it calls ``active.cannot_apply("reason")``, which prints one line if the
   switch came with ``fastdet``, and raises if it was asked for by name.
 * It reads no attribute of objects that are neither YOLOv5's nor ours: a module may hold anything.
 * Checkpoints pickle the model, the EMA model and the optimizer's state. No class or function of torch_fastdet may be in them.
@@ -249,11 +249,12 @@ LOADER = Switch(
 
 
 def unknown_optimizer(name: str) -> str | None:
-    return None if name in ("SGD", "AdamW") else f"the optimizer is {name}, and only SGD and AdamW are replaced."
+    fast = ("SGD", "Adam", "AdamW")
+    return None if name in fast else f"the optimizer is {name}, and only SGD, Adam and AdamW are replaced."
 
 
 def _smart_optimizer(active: Active, stock: Callable[..., torch.optim.Optimizer], _: Any) -> Callable[..., Any]:
-    """Stock's, with its SGD or AdamW made ours; for other optimizers the switch says that it cannot apply."""
+    """Stock's, with its SGD, Adam or AdamW made ours; for other optimizers the switch says that it cannot apply."""
 
     def smart_optimizer(
         model: nn.Module, name: str = "Adam", lr: float = 0.001, momentum: float = 0.9, decay: float = 1e-5
@@ -270,7 +271,7 @@ def _smart_optimizer(active: Active, stock: Callable[..., torch.optim.Optimizer]
 
 OPTIMIZER = Switch(
     "multi_tensor_optimizer",
-    "SGD, AdamW, moving average, unscale and clip over all tensors at once, without host syncs",
+    "SGD, Adam, AdamW, moving average, unscale and clip over all tensors at once, without host syncs",
     (
         Outside(torch.nn.utils, "clip_grad_norm_", optim.clip_grad_norm_),
         Outside(torch.amp.GradScaler, "unscale_", optim.unscale_),
