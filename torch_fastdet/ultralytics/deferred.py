@@ -13,6 +13,7 @@ from torch.utils.data import get_worker_info
 
 from torch_fastdet.loader.memory import CHANNELS, PictureMemory
 from torch_fastdet.loader.recorder import Recorder
+from torch_fastdet.loader.unread import Unread, reader
 
 AUGMENT, DATASET = "ultralytics.data.augment", "ultralytics.data.dataset"
 
@@ -36,6 +37,8 @@ class Planner:
         #: Which pictures were loaded before the batch, for those of :attr:`changed`.
         self.changed: dict[int, tuple] = {}
         self.dataset = self.view(dataset)
+        #: The data set whose own ``load_image`` notes what is loaded: mosaics choose among the pictures that were loaded last.
+        self.reader = reader(type(dataset), vars(dataset), memory.original)
 
     def is_current(self) -> bool:
         return self.recorder.copies.are_current()
@@ -83,14 +86,10 @@ def view_class(stock: Any) -> Any:
     return mixin if defined else None
 
 
-class KeptFile:
-    """In ``dataset.ims`` of a loader process, for a picture that is loaded, but not decoded."""
-
-
 def decode_kept(dataset: Any, memory: PictureMemory) -> None:
     """Give a data set pixels for what it has loaded: stock's code is about to read them."""
     for i in dataset.buffer:
-        if isinstance(dataset.ims[i], KeptFile):
+        if isinstance(dataset.ims[i], Unread):
             dataset.ims[i] = memory.get(i)
 
 
@@ -110,29 +109,18 @@ class DatasetView(View):
         for number in (i, *self.buffer[:1]):
             planner.changed.setdefault(number, (self.ims[number], self.im_hw0[number], self.im_hw[number]))
         if usual and (memory.has(i) or (not self.npy_files[i].exists() and memory.read(i))):
-            original, size = memory.original(i), memory.shape(i)
-            if self.ims[i] is None:
-                self._note_loaded(
-                    i, KeptFile() if memory.is_file(i) and get_worker_info() else memory.get(i), original, size
-                )
-        else:
-            pixels, original, size = super().load_image(i, rect_mode, resize_short)  # type: ignore[misc]
-            if not usual or not memory.put(i, pixels, original):
-                return recorder.of_pixels(pixels), original, size
-            if self.ims[i] is pixels:
-                self.ims[i] = memory.get(i)  # this process needs none of its own
+            _, original, size = planner.reader.load_image(i)
+            if isinstance(self.ims[i], Unread) and not (memory.is_file(i) and get_worker_info()):
+                self.ims[i] = memory.get(i)
+            return recorder.of_memory(i), original, size
+        if isinstance(self.ims[i], Unread):
+            self.ims[i] = memory.get(i)
+        pixels, original, size = super().load_image(i, rect_mode, resize_short)  # type: ignore[misc]
+        if not usual or not memory.put(i, pixels, original):
+            return recorder.of_pixels(pixels), original, size
+        if self.ims[i] is pixels:
+            self.ims[i] = memory.get(i)  # this process needs none of its own
         return recorder.of_memory(i), original, size
-
-    def _note_loaded(self: Any, i: int, picture: Any, original: tuple, size: tuple) -> None:
-        """Mosaics choose among the pictures that were loaded last: which those are is part of stock's random draws."""
-        if not self.augment or self.cache == "ram":
-            return
-        self.ims[i], self.im_hw0[i], self.im_hw[i] = picture, original, size
-        self.buffer.append(i)
-        if len(self.buffer) >= max(2, self.max_buffer_length):
-            oldest = self.buffer.pop(0)
-            for kept in (self.ims, self.im_hw0, self.im_hw):
-                kept[oldest] = None
 
     @property
     def transforms(self: Any) -> Any:

@@ -9,7 +9,6 @@ import contextlib
 import functools
 import inspect
 import logging
-import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from torch_fastdet.loader.jpeg import is_jpeg
 from torch_fastdet.loader.loop import Ahead, PlanBatches, PlannedLoading, PlannedLoadingOfDicts
 from torch_fastdet.loader.memory import CHANNELS, PictureMemory
 from torch_fastdet.loader.ranks import shared_by_ranks
+from torch_fastdet.loader.unread import sizes
 from torch_fastdet.loader.worker import CollateDicts
 from torch_fastdet.memory import UNLIMITED, host_budget
 from torch_fastdet.ultralytics.deferred import Planner, cannot_plan, decode_kept, view_class
@@ -95,14 +95,11 @@ def _shapes(dataset: Any) -> tuple[list[tuple[int, int]], list[str]]:
     """The sizes that ``load_image`` will give the pictures, or somewhat more; and the JPEG files that it does not resize."""
     side = max(dataset.imgsz) if isinstance(dataset.imgsz, (tuple, list)) else dataset.imgsz
     known = _file_shapes.get(dataset, {})
-    shapes, files = [], []
-    for label in dataset.labels:
-        height, width = label.get("shape") or known.get(label["im_file"], (side, side))
-        ratio = side / max(height, width)
-        shapes.append((min(math.ceil(height * ratio), side), min(math.ceil(width * ratio), side)))
-        path = label["im_file"]
-        files.append(path if ratio == 1 and is_jpeg(path) else "")
-    return shapes, files
+    paths = [label["im_file"] for label in dataset.labels]
+    found = [label.get("shape") or known.get(label["im_file"]) for label in dataset.labels]
+    shapes, as_they_are = sizes(type(dataset), dataset, [size or (side, side) for size in found], side)
+    files = zip(paths, found, as_they_are, strict=True)
+    return shapes, [path if size and same and is_jpeg(path) else "" for path, size, same in files]
 
 
 class SharedImages:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import math
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -24,6 +23,7 @@ from torch_fastdet.loader.memory import PictureMemory
 from torch_fastdet.loader.plan import Indices
 from torch_fastdet.loader.ranks import local_ranks, shared_by_ranks
 from torch_fastdet.loader.recorder import Recorder
+from torch_fastdet.loader.unread import sizes
 from torch_fastdet.loader.worker import Collate
 from torch_fastdet.memory import UNLIMITED, host_budget
 
@@ -181,12 +181,11 @@ def keeps_files() -> bool:
 
 def _memory_for(dataset: Any, everything: bool) -> PictureMemory:
     """A memory with places for a data set's pictures, in the sizes that ``load_image`` will give them."""
-    shapes, files = [], []
     as_files = not everything and keeps_files() and cannot_plan(dataset) is None  # stock's code wants pixels
-    for (w0, h0), path in zip(dataset.shapes.tolist(), dataset.im_files, strict=True):
-        ratio = dataset.img_size / max(h0, w0)
-        shapes.append((math.ceil(h0 * ratio), math.ceil(w0 * ratio)) if ratio != 1 else (h0, w0))
-        files.append(path if ratio == 1 and is_jpeg(path) else "")
+    side, originals = dataset.img_size, [(height, width) for width, height in dataset.shapes.tolist()]
+    shapes, as_they_are = sizes(type(dataset).torch_fastdet_stock, dataset, originals, side)
+    kept = zip(dataset.im_files, as_they_are, strict=True)
+    files = [path if same and is_jpeg(path) else "" for path, same in kept]
     budget = UNLIMITED if everything else host_budget()
     what = (str(dataset.img_size), str(dataset.augment), *dataset.im_files)
     return shared_by_ranks(what, shapes, budget, files if as_files else None)

@@ -1,0 +1,91 @@
+"""Runs a host's own ``load_image`` on files that are not read, for what it says and notes of a picture of a known size."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cv2
+
+from torch_fastdet._say import say
+from torch_fastdet.loader.memory import CHANNELS
+from torch_fastdet.loader.recorder import recording_module
+
+Size = tuple[int, int]
+
+
+class Unread:
+    """A picture that has a size (height, width) and no pixels; it is its own file, too."""
+
+    __slots__ = ("shape",)
+    ndim = 3
+
+    def __init__(self, size: Size) -> None:
+        self.shape = *size, CHANNELS
+
+
+def _read(file: Unread, *_: Any, **__: Any) -> Unread:
+    return file
+
+
+def _resize(picture: Unread, dsize: Size, *_: Any, **__: Any) -> Unread:
+    return Unread((dsize[1], dsize[0]))
+
+
+class _Files:
+    """In ``dataset.im_files``: files of pictures whose sizes ``size_of`` knows."""
+
+    def __init__(self, size_of: Callable[[int], Size]) -> None:
+        self.size_of = size_of
+
+    def __getitem__(self, i: int) -> Unread:
+        return Unread(self.size_of(i))
+
+
+class _NoFiles:
+    """In ``dataset.npy_files``."""
+
+    def __getitem__(self, i: int) -> _NoFiles:
+        return self
+
+    def exists(self) -> bool:
+        return False
+
+
+class _Reader:
+    """Goes in front of a data set's class."""
+
+    __slots__ = ()
+    im_files = property(lambda self: self.unread_files)
+    npy_files = property(lambda self: _NoFiles())
+
+
+def reader(stock: type, attributes: dict[str, Any], size_of: Callable[[int], Size]) -> Any:
+    """A data set of a host's class with these attributes, whose ``load_image`` reads nothing."""
+    load: Any = stock.load_image  # type: ignore[attr-defined]
+    changed = {"imread": _read, "cv2": recording_module(cv2, {"imread": _read, "resize": _resize})}
+    known = load.__globals__
+    names = {**known, **{name: value for name, value in changed.items() if name in known}}
+    copy = types.FunctionType(load.__code__, names, load.__name__, load.__defaults__, load.__closure__)
+    copy.__kwdefaults__ = load.__kwdefaults__
+    made = type(stock.__name__, (_Reader, stock), {"load_image": copy, "__slots__": ("unread_files",)})
+    seen: Any = object.__new__(made)
+    seen.__dict__ = attributes
+    seen.unread_files = _Files(size_of)
+    return seen
+
+
+def sizes(stock: type, dataset: Any, originals: Sequence[Size], side: int) -> tuple[list[Size], list[bool]]:
+    """(height, width) of each picture as ``load_image`` of a host's class gives it, and whether that is the file's own.
+
+    Where a changed ``load_image`` wants pixels, every size is said to be ``side`` x ``side``, the most that it can be.
+    """
+    try:
+        seen = reader(stock, {**vars(dataset), "augment": False, "ims": [None] * len(originals)}, originals.__getitem__)
+        loaded = [seen.load_image(i) for i in range(len(originals))]
+        found: list[Size] = [(int(size[0]), int(size[1])) for _, _, size in loaded]
+    except Exception as error:
+        say(f"loader_optim: every picture may be {side}x{side}: {stock.__name__}.load_image wants pixels: {error}")
+        return [(side, side)] * len(originals), [False] * len(originals)
+    return found, [size == original for size, original in zip(found, originals, strict=True)]
