@@ -34,7 +34,7 @@ $(error torch_fastdet: found Python $(or $(FOUND),that fails) in $(VENV), but $(
 endif
 endif
 
-.PHONY: help venv build demo test test-all test-python test-cpp test-versions serve-test test-asan test-aarch64 fuzz test-gpu gpu-report-check lint format bench docs wheel clean
+.PHONY: help venv build demo test test-all test-python test-cpp test-versions serve-test test-asan test-aarch64 fuzz test-gpu gpu-report-check release-check lint format bench docs wheel clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 22
@@ -139,6 +139,9 @@ test-gpu: ## on a GPU machine (offline): the tests that a GPU can change, Google
 .SILENT: gpu-report-check
 gpu-report-check: ## says whether the reports tests/gpu_report-*.json are of this tree
 	@$(ANY_PYTHON) -m tools.gpu_report check
+
+release-check: build ## what stands against a release: version, changelog, tests/api.txt, GPU reports, what is not committed
+	@$(BIN)/python -m tools.release_check
 
 lint: $(STAMP) ## ruff, mypy, clang-format, the layering rule of csrc/core, and the schemas of .github
 	$(BIN)/ruff check .

@@ -265,6 +265,8 @@ COMMANDS = [
     (r"make (build|test-cpp)", Held("Makefile", "test: build test-cpp test-python")),
     (r"make format", Held("Makefile", "$(BIN)/ruff format --check .")),  # by the check of what it does
     (r"make docs", Held(".ci/run", "make docs")),
+    (r"make release-check", Held("tests/packaging/test_release.py", "def test_a_tree_that_is_no_release")),
+    (r"python -m tools\.api", Held("tests/packaging/test_release.py", "def test_the_api_file_is_of_this_tree")),
     (r"make gpu-report-check", Held(".ci/run", "make -s gpu-report-check")),
     (
         r"make test-gpu",

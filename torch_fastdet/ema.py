@@ -14,6 +14,8 @@ from torch import nn
 from torch_fastdet._say import count
 from torch_fastdet._torch.tensors import ModuleWatch, by_device, named_tensors, new_state, unwrap, wrappers
 
+__all__ = ["ModelEMA"]
+
 
 def _check(name: str, value: float, most: float = math.inf) -> None:
     if not 0 <= value <= most:

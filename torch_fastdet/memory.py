@@ -22,6 +22,8 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+__all__ = ["report"]
+
 T = TypeVar("T")
 
 HOST_BUDGET, GPU_BUDGET = "TORCH_FASTDET_CACHE", "TORCH_FASTDET_GPU_CACHE"

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import torch_fastdet
+from tools import api, release_check
 from torch_fastdet import _library
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,6 +33,28 @@ def test_the_changelog_begins_with_this_version():
     assert headings[0][0] == torch_fastdet.__version__
     for _, date in headings:
         assert re.fullmatch(r"\d{4}-\d\d-\d\d|unreleased", date)
+
+
+def test_the_api_file_is_of_this_tree():
+    assert api.FILE.read_text() == api.text(), (
+        "the public interface changed; type: python -m tools.api, and say in CHANGELOG.md what changed"
+    )
+
+
+def test_a_changed_name_has_to_be_in_the_changelog():
+    before = "class A(B)\nA.__init__(self)\nA.go(self)\nkept(x)\ngone(x)\ntorch_fastdet::op(Tensor x) -> Tensor\n"
+    now = "class A(B)\nA.__init__(self, x)\nA.go(self, fast=False)\nkept(x)\nnew_one()\ntorch_fastdet::op(Tensor y) -> Tensor\n"
+    assert release_check.unmentioned(before, now, "`gone` is gone, `new_one` is there") == ["A", "go", "op"]
+    assert release_check.unmentioned(before, now, "`new_one_` is there") == ["A", "go", "gone", "new_one", "op"]
+
+
+def test_a_tree_that_is_no_release_is_told_so(monkeypatch):
+    monkeypatch.setattr(release_check, "newest_section", lambda: ("9.9.9", "unreleased", ""))
+    monkeypatch.setattr(release_check.gpu_report, "check", lambda: 1)
+    monkeypatch.setattr(release_check, "git", lambda command, *_: {"status": "M file", "tag": "v1"}.get(command, ""))
+    found = "\n".join(release_check.problems())
+    for said in ("begins with 9.9.9", "date 'unreleased'", "not committed", "there is a tag", "GPU report"):
+        assert said in found
 
 
 def calls(path: Path, *names: str):
