@@ -3,8 +3,9 @@
     python -m benchmarks.bench_ultralytics [--models yolov8s-16 yolo26s-64-MuSGD] [--epochs 3] [--flags fastdet] [--gpus 2]
         [--out FOLDER]
 
-A name is a model, a batch size and, where it is not SGD, an optimizer. On a GPU at 640x640 with cache=ram and 16 workers
-(``--models all`` is the whole table of issue 16); on the CPU yolov8n at 128x128. Each training is a process of its own, started
+A name is a model, a batch size and, where it is not SGD, an optimizer; ``yolov8s-seg-16`` and its like train on the labels of their
+task. On a GPU at 640x640 (classification: 224x224) with cache=ram and 16 workers
+(``--models all`` is the whole table of issue 16, ``--models tasks`` the other tasks); on the CPU yolov8n at 128x128. Each training is a process of its own, started
 as a user starts it. An iteration is the mean over an epoch without its first batch; the first epoch, in which the warm-up ends,
 is left out. With ``--gpus 2`` the trainer starts a process for each GPU, and the batch size is that of each of them.
 """
@@ -31,6 +32,12 @@ WHOLE = (
     *("yolov8n-16", "yolov8s-16", "yolov8s-64", "yolov8m-32", "yolo11s-16", "yolo12s-16", "yolo26s-16"),
     *("yolov8s-64-MuSGD", "yolo26s-64-MuSGD", "yolov8s-64-AdamW"),
 )
+TASKS = (
+    *("yolov8s-seg-16", "yolo11s-seg-16", "yolo26s-seg-16", "yolov8s-seg-64", "yolov8s-pose-16", "yolo26s-pose-16"),
+    *("yolov8s-obb-16", "yolo26s-obb-16", "yolov8s-cls-64"),
+)
+NAMED = {"all": WHOLE, "tasks": TASKS}
+SUFFIXES = {"seg": "segment", "pose": "pose", "obb": "obb", "cls": "classify"}
 ITERATIONS = 60  # measured at least
 
 
@@ -42,7 +49,7 @@ class Case:
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        found = re.fullmatch(r"(yolo\w+)-([1-9]\d*)(?:-(\w+))?", text)
+        found = re.fullmatch(rf"(yolo\w+(?:-(?:{'|'.join(SUFFIXES)}))?)-([1-9]\d*)(?:-(\w+))?", text)
         if found is None:
             raise argparse.ArgumentTypeError(
                 f"{text} came, but a model, a batch size and perhaps an optimizer are expected, as in yolov8s-16 or yolov8s-64-MuSGD"
@@ -50,8 +57,36 @@ class Case:
         return cls(found[1], int(found[2]), found[3] or "SGD")
 
     @property
+    def task(self) -> str:
+        return SUFFIXES.get(self.model.partition("-")[2], "detect")
+
+    @property
     def title(self) -> str:
         return f"{self.model}, batch {self.batch}" + ("" if self.optimizer == "SGD" else f", {self.optimizer}")
+
+
+def make_data(task: str, size: int, pictures: int) -> Path:
+    """Digits on photographs with the labels of a task; for classification one digit a picture, in folders of their classes."""
+    from examples.demo import dataset  # its PIL may be missing
+
+    folder = WORK / f"digits-{size}-{pictures}"
+    if task != "classify":
+        recipe = dataset.Recipe(image_size=size, train=pictures, task=task)
+        return dataset.make(folder if task == "detect" else folder.with_name(f"{folder.name}-{task}"), recipe)
+    folder = folder.with_name(f"{folder.name}-{task}")
+    if folder.exists():
+        return folder
+    half = folder.with_name(f"{folder.name}-half")
+    shutil.rmtree(half, ignore_errors=True)
+    recipe = dataset.Recipe(image_size=size, train=pictures, val=max(pictures // 8, 10), min_digits=1, max_digits=1)
+    made = dataset.make(half / "pictures", recipe).parent
+    for label in made.glob("labels/*/*.txt"):
+        place = half / label.parent.name / label.read_text().split()[0]
+        place.mkdir(parents=True, exist_ok=True)
+        (made / f"images/{label.parent.name}/{label.stem}.jpg").rename(place / f"{label.stem}.jpg")
+    shutil.rmtree(made)
+    half.rename(folder)
+    return folder
 
 
 def iteration_seconds(ends: list[list[float]]) -> list[float]:
@@ -86,12 +121,11 @@ def train(
 
 
 def measure(report: Report, cases: list[Case], epochs: int, flags: list[str], pictures: int, gpus: int) -> None:
-    from examples.demo import dataset  # its PIL may be missing
-
     cuda = report.device.type == "cuda"
-    device, size = (",".join(map(str, range(gpus))), 640) if cuda else ("cpu", 128)
-    data = dataset.make(WORK / f"digits-{size}-{pictures}", dataset.Recipe(image_size=size, train=pictures))
+    device = ",".join(map(str, range(gpus))) if cuda else "cpu"
     for case in cases:
+        size = 128 if not cuda else 224 if case.task == "classify" else 640
+        data = make_data(case.task, size, pictures)
         title = case.title + ("" if cuda else f" at {size}") + ("" if gpus == 1 else f" a GPU, {gpus} GPUs")
         batches = -(-pictures // (case.batch * gpus))
         count = max(epochs, 1 + -(-ITERATIONS // batches)) if cuda else epochs
@@ -109,7 +143,7 @@ def measure(report: Report, cases: list[Case], epochs: int, flags: list[str], pi
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
-    parser.add_argument("--models", nargs="+", help="model-batch or model-batch-optimizer, or all; see above")
+    parser.add_argument("--models", nargs="+", help="model-batch or model-batch-optimizer, all, or tasks; see above")
     parser.add_argument("--epochs", type=int, default=3, help="at least; small data gets more")
     parser.add_argument(
         "--flags", nargs="+", default=[ALL], choices=[ALL, *SWITCHES], help="switches of torch_fastdet.ultralytics"
@@ -122,7 +156,7 @@ def main() -> None:
         parser.error(f"--epochs is {options.epochs}, but 2 or more are expected: the first is left out")
     names = options.models or (DEFAULT if cuda else ("yolov8n-16",))
     try:
-        cases = [Case.parse(name) for given in names for name in (WHOLE if given == "all" else [given])]
+        cases = [Case.parse(name) for given in names for name in NAMED.get(given, [given])]
     except argparse.ArgumentTypeError as error:
         parser.error(str(error))
     if reason := missing("ultralytics"):

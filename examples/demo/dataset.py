@@ -7,6 +7,9 @@ photographs are too few to keep one back, so both splits take their crops from a
 The same recipe gives the same bytes: every picture has its own random stream, named by seed, split and index.
 
     python -m examples.demo.dataset runs/digits --image-size 640
+
+With another ``task`` labels are what that task of YOLO reads: outlines of the ink ("segment"), its uppermost, lowermost, leftmost and
+rightmost points ("pose"), or the corners of digits that are turned by any angle ("obb").
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ DRAWN_SIZE = 128  # the sizes below are for pictures of this size, and grow with
 DIGIT_SIZES = (22, 44)
 CROP_SIZES = (96, 192)
 JPEG_QUALITY = 95
+VISIBLE = 64  # of ink
+TASKS = ("detect", "segment", "pose", "obb")
 VERSION = 2  # raise when the pictures change, so that old ones are made again
 
 
@@ -36,6 +41,7 @@ class Recipe:
     min_digits: int = 3
     max_digits: int = 7
     seed: int = 0
+    task: str = "detect"
 
 
 @dataclass(frozen=True)
@@ -80,12 +86,38 @@ def _background(rng: np.random.Generator, sources: Sources, size: int) -> np.nda
 
 
 def _ink(rng: np.random.Generator, digit: np.ndarray, scale: float) -> np.ndarray:
-    """The digit at a random size, cut to what is visible of it."""
+    """The digit at a random size."""
     side = int(rng.integers(round(DIGIT_SIZES[0] * scale), round(DIGIT_SIZES[1] * scale) + 1))
-    ink = np.array(Image.fromarray(digit).resize((side, side), Image.Resampling.BICUBIC))
-    visible = ink > 64
+    return np.array(Image.fromarray(digit).resize((side, side), Image.Resampling.BICUBIC))
+
+
+def _cut(ink: np.ndarray) -> np.ndarray:
+    """What is visible of a digit."""
+    visible = ink > VISIBLE
     rows, columns = np.flatnonzero(visible.any(1)), np.flatnonzero(visible.any(0))
     return ink[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+
+
+def _turned(rng: np.random.Generator, ink: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The ink turned by any angle, and where its four corners are, (4, 2) in pixels."""
+    degrees = float(rng.uniform(0, 360))
+    turned = np.array(Image.fromarray(ink).rotate(degrees, Image.Resampling.BICUBIC, expand=True))
+    cos, sin = np.cos(np.deg2rad(degrees)), np.sin(np.deg2rad(degrees))
+    corners = np.array([(-1, -1), (1, -1), (1, 1), (-1, 1)]) * (np.array(ink.shape[::-1]) / 2)
+    return turned, corners @ np.array([(cos, -sin), (sin, cos)]) + np.array(turned.shape[::-1]) / 2
+
+
+def _points(task: str, ink: np.ndarray) -> np.ndarray:
+    """What a task labels of the ink, (n, 2) in pixels."""
+    visible = ink > VISIBLE
+    if task == "segment":
+        import cv2  # which Ultralytics needs
+
+        outlines, _ = cv2.findContours(visible.astype(np.uint8), cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_SIMPLE)
+        return max(outlines, key=cv2.contourArea)[:, 0].astype(np.float64)
+    y, x = np.nonzero(visible)
+    extreme = [y.argmin(), y.argmax(), x.argmin(), x.argmax()]
+    return np.stack((x[extreme], y[extreme]), 1) + 0.5
 
 
 def _free_place(rng: np.random.Generator, taken: list[tuple[int, ...]], width: int, height: int, size: int):
@@ -107,8 +139,22 @@ def _blend(rng: np.random.Generator, picture: np.ndarray, ink: np.ndarray, box: 
     patch[:] = (patch * (255 - alpha) + colour * alpha + 127) // 255
 
 
+def _label(task: str, box: tuple[int, ...], points: np.ndarray | None, size: int) -> tuple[float, ...]:
+    """What follows the class in a label's line."""
+    left, top, right, bottom = (edge / size for edge in box)
+    rectangle = ((left + right) / 2, (top + bottom) / 2, right - left, bottom - top)
+    if points is None:
+        return rectangle
+    where = ((points + box[:2]) / size).clip(0, 1)
+    if task != "pose":
+        return tuple(where.reshape(-1).tolist())
+    return *rectangle, *np.pad(where, ((0, 0), (0, 1)), constant_values=2).reshape(-1).tolist()
+
+
 def draw(recipe: Recipe, sources: Sources, split: str, index: int) -> tuple[np.ndarray, list[tuple[float, ...]]]:
-    """One picture (size, size, 3) uint8 RGB and its labels (class, x, y, width, height), normalised as YOLO wants them."""
+    """One picture (size, size, 3) uint8 RGB and its labels, normalised as YOLO wants them: (class, x, y, width, height), or what
+    the recipe's task has.
+    """
     size = recipe.image_size
     rng = np.random.default_rng([recipe.seed, ("train", "val").index(split), index])
     while True:  # again with the next numbers of the stream where the digits did not fit
@@ -117,16 +163,17 @@ def draw(recipe: Recipe, sources: Sources, split: str, index: int) -> tuple[np.n
         labels: list[tuple[float, ...]] = []
         for _ in range(int(rng.integers(recipe.min_digits, recipe.max_digits + 1))):
             chosen = int(rng.integers(len(sources.digits)))
-            ink = _ink(rng, sources.digits[chosen], size / DRAWN_SIZE)
+            ink, points = _cut(_ink(rng, sources.digits[chosen], size / DRAWN_SIZE)), None
+            if recipe.task == "obb":
+                ink, points = _turned(rng, ink)
+            elif recipe.task != "detect":
+                points = _points(recipe.task, ink)
             box = _free_place(rng, boxes, ink.shape[1], ink.shape[0], size)
             if box is None:
                 break
             _blend(rng, picture, ink, box)
-            left, top, right, bottom = (edge / size for edge in box)
             boxes.append(box)
-            labels.append(
-                (int(sources.classes[chosen]), (left + right) / 2, (top + bottom) / 2, right - left, bottom - top)
-            )
+            labels.append((int(sources.classes[chosen]), *_label(recipe.task, box, points, size)))
         else:
             return picture, labels
 
@@ -137,6 +184,8 @@ def make(folder: str | Path, recipe: Recipe | None = None) -> Path:
     data.yaml names the folder by its absolute path, as train.py needs it; all else depends on the recipe alone.
     """
     recipe = recipe or Recipe()
+    if recipe.task not in TASKS:
+        raise ValueError(f"task is {recipe.task!r}, but one of {', '.join(TASKS)} is expected")
     folder = Path(folder).resolve()
     data, stamp = folder / "data.yaml", folder / "recipe.json"
     wanted = json.dumps({"version": VERSION, "folder": str(folder), **asdict(recipe)}, indent=2) + "\n"
@@ -157,7 +206,10 @@ def make(folder: str | Path, recipe: Recipe | None = None) -> Path:
             text = "".join(f"{label[0]} " + " ".join(f"{value:.6f}" for value in label[1:]) + "\n" for label in labels)
             (folder / f"labels/{split}/{index:05d}.txt").write_text(text)
     names = "\n".join(f'  {digit}: "{digit}"' for digit in range(10))
-    data.write_text(f"path: {json.dumps(str(folder))}\ntrain: images/train\nval: images/val\nnames:\n{names}\n")
+    keypoints = "kpt_shape: [4, 3]\nflip_idx: [0, 1, 3, 2]\n" if recipe.task == "pose" else ""
+    data.write_text(
+        f"path: {json.dumps(str(folder))}\ntrain: images/train\nval: images/val\n{keypoints}names:\n{names}\n"
+    )
     stamp.write_text(wanted)
     return data
 

@@ -87,6 +87,42 @@ def test_labels_fit_the_picture(sources, size, split):
             boxes.append((left, top, right, bottom))
 
 
+def test_labels_of_tasks(sources):
+    """Outlines and points lie on the ink of the boxes that detection has; turned corners are a rectangle around all ink."""
+    for index in range(4):
+        _, boxes = dataset.draw(dataset.Recipe(), sources["val"], "val", index)
+        for task in ("segment", "pose"):
+            _, labels = dataset.draw(dataset.Recipe(task=task), sources["val"], "val", index)
+            assert [label[0] for label in labels] == [box[0] for box in boxes]
+            for label, (_, x, y, width, height) in zip(labels, boxes):
+                points = np.array(label[1:]).reshape(-1, 2) if task == "segment" else np.array(label[5:]).reshape(4, 3)
+                assert task == "segment" or (label[1:5] == (x, y, width, height) and (points[:, 2] == 2).all())
+                extent = np.concatenate((points.min(0)[:2], points.max(0)[:2]))
+                edges = np.array([x - width / 2, y - height / 2, x + width / 2, y + height / 2])
+                np.testing.assert_allclose(extent, edges, atol=1.01 / 128)
+
+
+def test_turned_digits(sources, monkeypatch):
+    recipe = dataset.Recipe(task="obb")
+    drawn, labels = dataset.draw(recipe, sources["val"], "val", 1)
+    monkeypatch.setattr(dataset, "_blend", choose_colour_only)
+    blank, _ = dataset.draw(recipe, sources["val"], "val", 1)
+    y, x = np.nonzero((drawn != blank).any(-1))
+    inside = np.zeros(len(x), bool)
+    for label in labels:
+        corners = np.array(label[1:]).reshape(4, 2) * 128
+        along, up = corners[1] - corners[0], corners[3] - corners[0]
+        assert abs(along @ up) < 1e-6 * 128 and min(np.linalg.norm(along), np.linalg.norm(up)) > 3
+        offset = np.stack((x, y), 1) + 0.5 - corners[0]
+        inside |= (np.abs(np.stack((offset @ along / (along @ along), offset @ up / (up @ up)), 1) - 0.5) < 0.58).all(1)
+    assert inside.mean() > 0.99
+
+
+def test_other_tasks_are_an_error(tmp_path):
+    with pytest.raises(ValueError, match="task is 'depth', but one of detect, segment, pose, obb is expected"):
+        dataset.make(tmp_path, dataset.Recipe(task="depth"))
+
+
 def choose_colour_only(rng, picture, ink, box):
     """Takes the same random numbers as _blend, and paints nothing."""
     patch = picture[box[1] : box[3], box[0] : box[2]]
