@@ -119,6 +119,7 @@ TORCH_LIBRARY(torch_fastdet, m) {
       "bool channels_last=False, bool bgr=False) -> Tensor");
   m.def("image_letterbox_(Tensor(a!) out, Tensor[] storages, Tensor plan, *, bool bgr=False) -> ()");
   m.def("image_resize_(Tensor(a!) out, Tensor[] storages, Tensor plan, *, int channels=3) -> ()");
+  m.def("image_gather_(Tensor(a!) out, Tensor[] storages, Tensor pieces) -> ()");
 
   // JPEG files with OpenCV's pixels. A packed JPEG is a file with an index, which a decoder can enter anywhere (layout
   // and columns in core/jpeg/jpeg.h); jpeg_pack and jpeg_plan run on the host.

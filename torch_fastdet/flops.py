@@ -246,6 +246,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
         "image_letterbox": _says_no_shape,
         "image_letterbox_": _says_no_shape,
         "image_resize_": _says_no_shape,
+        "image_gather_": _moves_alone,
         "jpeg_pack": _says_no_shape,
         "jpeg_plan": _says_no_shape,
         "jpeg_decode_": _says_no_shape,

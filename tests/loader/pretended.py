@@ -7,11 +7,6 @@ from torch_fastdet import ops
 from torch_fastdet.loader import finish
 
 
-class NoLocks:
-    def lock(self, start, size):
-        pass
-
-
 def pictures_on_the_cpu(memory, cached=0):
     """A DevicePictures whose GPU is the CPU; the first ``cached`` bytes of the pictures' memory have a place in its cache."""
     pictures = object.__new__(finish.DevicePictures)
@@ -20,10 +15,7 @@ def pictures_on_the_cpu(memory, cached=0):
     ends = memory.offsets + memory.shapes.prod(1) * 3
     pictures._fits = (memory.offsets >= 0) & (ends <= cached)
     pictures._here = np.zeros(len(memory), dtype=bool)
-    pictures._host = memory.tensor()
-    if memory.jpegs is not None:
-        pictures._host_files = memory.jpegs.tensor()
-    pictures._locks = pictures._file_locks = NoLocks()
+    pictures._host = [memory.tensor()] if memory.jpegs is None else [memory.tensor(), memory.jpegs.tensor()]
     return pictures
 
 

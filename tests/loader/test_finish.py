@@ -1,8 +1,6 @@
 """The pictures that a GPU keeps."""
 
-import ctypes
 import gc
-import os
 import threading
 from types import SimpleNamespace
 
@@ -11,10 +9,9 @@ import pytest
 import torch
 
 from torch_fastdet import memory
-from torch_fastdet.loader import finish, loop, page_locks
+from torch_fastdet.loader import finish, loop
 from torch_fastdet.loader.finish import DevicePictures, Turns
 from torch_fastdet.loader.memory import PictureMemory
-from torch_fastdet.loader.page_locks import PageLocks
 from torch_fastdet.loader.plan import Layer, Picture, Source, pack
 
 
@@ -101,81 +98,6 @@ def test_a_batch_that_finds_no_memory_gives_the_pictures_back(cuda, monkeypatch)
     assert (batch == 7).all() and pictures.held() == 0
 
 
-@pytest.fixture
-def cudart(monkeypatch):
-    """A stand-in for CUDA's runtime. ``result`` is what locking gives; ``done`` notes the calls."""
-    gc.collect()  # no earlier test's pages are unlocked in this one
-    made = SimpleNamespace(done=[], result=0)
-    functions = {
-        "cudaHostRegister": lambda address, size, flags: made.done.append(("lock", address, size)) or made.result,
-        "cudaHostUnregister": lambda address: made.done.append(("unlock", address)) or 0,
-        "cudaGetErrorString": lambda error: f"error {error}",
-    }
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(**functions))
-    monkeypatch.setattr(page_locks, "_forget_error", lambda: made.done.append("forget"))
-    monkeypatch.setattr(page_locks, "_locked", type(page_locks._locked)(int))
-    return made
-
-
-def test_pages_are_unlocked_behind_the_copies_from_there_by_the_last_who_uses_them(cudart):
-    memory = PictureMemory([(4, 6)], 1 << 20)
-    one, other = (PageLocks(memory.tensor(), lambda: cudart.done.append("waited")) for _ in range(2))
-    start = memory.tensor().data_ptr()
-    for locks in one, other, one:
-        locks.lock(0, 72)
-    assert cudart.done == [("lock", start, memory.nbytes)] and one.pieces == other.pieces == {0: True}
-    del one, locks
-    gc.collect()
-    assert cudart.done[1:] == ["waited"]
-    del other
-    gc.collect()
-    assert cudart.done[2:] == ["waited", ("unlock", start)]
-
-
-def test_a_forked_process_unlocks_no_pages(cudart):
-    """They are its parent's, and it has no CUDA."""
-    memory = PictureMemory([(4, 6)], 1 << 20)
-    locks = PageLocks(memory.tensor(), lambda: cudart.done.append("waited"))
-    locks.lock(0, 72)
-    process = os.fork()
-    if process == 0:
-        del locks
-        gc.collect()
-        os._exit(len(cudart.done))
-    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == len(cudart.done) == 1
-
-
-def test_pages_that_cannot_be_locked_leave_no_error_behind(cudart, monkeypatch, capsys):
-    """CUDA's runtime keeps the error for the next launch; one line says it, however many pieces there are."""
-    monkeypatch.setattr(page_locks, "CHUNK", 64)
-    memory = PictureMemory([(4, 6), (4, 6)], 1 << 20)
-    locks, cudart.result = PageLocks(memory.tensor(), lambda: cudart.done.append("waited")), 2
-    for start, size in (0, 72), (0, 72), (128, 72):
-        locks.lock(start, size)
-    assert cudart.done.count("forget") == sum(call[0] == "lock" for call in cudart.done) > 1
-    assert locks.pieces and not any(locks.pieces.values()) and not any(page_locks._locked.values())
-    said = capsys.readouterr().err.splitlines()
-    assert said == [
-        "torch_fastdet: loader_optim: copies of pictures to the GPU do not overlap: CUDA cannot lock their memory (error 2)"
-    ]
-    del locks
-    gc.collect()
-    assert "waited" not in cudart.done and not any(call[0] == "unlock" for call in cudart.done)
-
-
-def test_a_launch_behind_a_failed_lock_reports_nothing(cuda):
-    """Somebody else has locked the pages."""
-    memory = PictureMemory([(64, 64)], 1 << 20)
-    start = memory.tensor().data_ptr()
-    assert int(torch.cuda.cudart().cudaHostRegister(start, memory.nbytes, 0)) == 0
-    try:
-        assert page_locks.lock_pages(start, memory.nbytes) != ""
-        assert ctypes.CDLL(str(page_locks.LIBRARY)).cudaPeekAtLastError() == 0
-        assert torch.ones(3, device="cuda").sum().item() == 3
-    finally:
-        torch.cuda.cudart().cudaHostUnregister(start)
-
-
 def test_two_threads_take_turns():
     """What one thread notes as uploaded is recorded before another one waits for it."""
     events, inside, go_on = [], threading.Event(), threading.Event()
@@ -238,16 +160,15 @@ def test_two_threads_make_one_finisher(monkeypatch):
 
 
 def test_ends_while_pictures_are_uploaded(cuda, monkeypatch):
-    """Without a cache each batch reads page-locked memory of the host, which goes with the loader."""
+    """Without a cache each batch reads pinned memory, which goes with the batch."""
     monkeypatch.setenv("TORCH_FASTDET_GPU_CACHE", "0")
     size = 1024
     memory = PictureMemory([(size, size)], 1 << 23)
     memory.put(0, np.full((size, size, 3), 7, dtype=np.uint8), (size, size))
     layer = Layer(size, size, [(Source(0, size, size), 0, 0, 0, 0, size, size)])
     pictures = DevicePictures(memory, torch.device("cuda", torch.cuda.current_device()))
-    assert (pictures(pack([Picture(size, size, [layer])], memory)) == 7).all()  # which locks the pages
+    assert (pictures(pack([Picture(size, size, [layer])], memory)) == 7).all()
     torch.cuda._sleep(200_000_000)
     batch = pictures(pack([Picture(size, size, [layer])], memory))
-    assert pictures._locks.pieces == {0: True}
     del pictures, memory
     assert (batch == 7).all()

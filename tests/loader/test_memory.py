@@ -9,7 +9,7 @@ import pytest
 
 from tests.loader.leftovers import open_memories
 from torch_fastdet.loader import ranks
-from torch_fastdet.loader.memory import CHUNK, PictureMemory
+from torch_fastdet.loader.memory import PictureMemory
 from torch_fastdet.loader.ranks import shared_by_ranks
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd_create")
@@ -47,14 +47,6 @@ def test_places_stay_within_the_budget(budget):
     assert memory.nbytes <= budget
     assert memory.places == sum(memory.put(index, picture(5, 7), (5, 7)) for index in range(10))
     assert memory.places == (0 if budget < 105 else 10 if budget == 10_000 else 1 + (budget - 105) // 128)
-
-
-def test_no_place_crosses_a_piece_that_is_page_locked_at_once():
-    memory = PictureMemory([(3000, 3000)] * 7, 1 << 40)
-    starts, ends = memory.offsets, memory.offsets + 3000 * 3000 * 3
-    assert (starts // CHUNK == (ends - 1) // CHUNK).all() and (starts[1:] >= ends[:-1]).all()
-    large = PictureMemory([(6000, 6000)], 1 << 40)  # larger than a piece
-    assert large.places == 1
 
 
 def _write(memory, index):

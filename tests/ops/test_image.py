@@ -405,6 +405,46 @@ def test_plan_rows_that_make_no_sense(device):
     assert (out == 9).all()
 
 
+def test_gather():
+    rng = np.random.default_rng(0)
+    storages = [rng.integers(0, 256, size, dtype=np.uint8) for size in (0, 5_000_000, 777)]
+    expected = np.full(6_000_000, 9, np.uint8)
+    rows, end = [(0, 0, 0, 0)], 3
+    for storage, size in ((1, 4_000_001), (2, 0), (2, 777), (1, 31), (2, 1), (1, 1_200_000)):
+        begin = int(rng.integers(0, len(storages[storage]) - size + 1))
+        rows.append((storage, begin, size, end))
+        expected[end : end + size] = storages[storage][begin : begin + size]
+        end += size + int(rng.integers(0, 40))
+    order = [torch.tensor(rows)[torch.from_numpy(rng.permutation(len(rows)))] for _ in range(3)]
+    threads = torch.get_num_threads()
+    try:
+        for count, pieces in zip((1, 2, 7), order, strict=True):
+            torch.set_num_threads(count)
+            out = torch.full((6_000_000,), 9, dtype=torch.uint8)
+            assert ops.image_gather_(out, [torch.from_numpy(storage) for storage in storages], pieces) is None
+            assert np.array_equal(out.numpy(), expected)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_pieces_that_make_no_sense():
+    out, storage = torch.full((80,), 9, dtype=torch.uint8), torch.zeros(40, dtype=torch.uint8)
+    for row in (
+        (1, 0, 1, 0),
+        (-1, 0, 1, 0),
+        (0, -1, 1, 0),
+        (0, 40, 1, 0),
+        (0, 0, -1, 0),
+        (0, 0, 40, 41),
+        (0, 0, 1, -1),
+    ):
+        with pytest.raises(RuntimeError, match=r"image_gather_: pieces\[1\]"):
+            ops.image_gather_(out, [storage], torch.tensor([[0, 0, 40, 0], row]))
+    with pytest.raises(RuntimeError, match="pieces has dtype int32"):
+        ops.image_gather_(out, [storage], torch.zeros(1, 4, dtype=torch.int32))
+    assert (out == 9).all()
+
+
 def test_errors(device):
     problem = mosaic(2, 2, 16)
     good = problem.arguments(device)

@@ -13,7 +13,6 @@ Files are named by who runs them, and then by what they hold:
 * ``memory``: decoded pictures that all processes share
 * ``ranks``: one memory for all ranks of a distributed training
 * ``slots``: memory for what is made on the CPU
-* ``page_locks``: locked pages of these memories
 * ``fingerprint``: whether a function of the host is one that is known here
 
 What is replaced for that in a host's data sets is in ``torch_fastdet.yolov5.loader`` and ``torch_fastdet.ultralytics.deferred``.

@@ -18,7 +18,6 @@ import torch
 from torch_fastdet import ops
 from torch_fastdet._say import say
 from torch_fastdet.loader.memory import CHANNELS, PictureMemory
-from torch_fastdet.loader.page_locks import PageLocks
 from torch_fastdet.loader.plan import FILES, OWN, Plan
 from torch_fastdet.loader.shown import around, shown
 from torch_fastdet.loader.worker import PlannedBatch, assemble
@@ -103,11 +102,7 @@ class DevicePictures(Owner):
         ends = memory.offsets + memory.shapes.prod(1) * CHANNELS
         self._fits = (memory.offsets >= 0) & (ends <= self.held())
         self._here = np.zeros(len(memory), dtype=bool)
-        self._host = memory.tensor()
-        self._locks = PageLocks(self._host, ready.synchronize)
-        if memory.jpegs is not None:
-            self._host_files = memory.jpegs.tensor()
-            self._file_locks = PageLocks(self._host_files, ready.synchronize)
+        self._host = [memory.tensor()] if memory.jpegs is None else [memory.tensor(), memory.jpegs.tensor()]
         register(self)
 
     def held(self) -> int:
@@ -166,27 +161,29 @@ class DevicePictures(Owner):
         if not decoded.all():
             rows = memory.files.rows(missing[~decoded])
             taken[~decoded], begins[~decoded] = rows[:, 0], rows[:, 1]
-        places = _one_after_another(np.where(keep & decoded, 0, taken), own.numel())
-        upload = torch.empty(int(places[-1]), dtype=torch.uint8, device=self.device)
-        upload[: own.numel()].copy_(own, non_blocking=True)
-        for begin, size, place, is_kept, is_decoded in zip(
-            begins.tolist(), taken.tolist(), places.tolist(), keep.tolist(), decoded.tolist(), strict=False
-        ):
-            to, at = (self._cache, begin) if is_kept and is_decoded else (upload, place)
-            host, locks = (self._host, self._locks) if is_decoded else (self._host_files, self._file_locks)
-            if to is upload:
-                locks.lock(begin, size)
-            to[at : at + size].copy_(host[begin : begin + size], non_blocking=True)
+        places = _one_after_another(taken, own.numel())
+        staged = torch.empty(int(places[-1]), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        pieces = [(0, 0, own.numel(), 0), *zip(2 - decoded, begins, taken, places, strict=False)]
+        ops.image_gather_(staged, [own, *self._host], torch.tensor(pieces))
+        upload = staged.to(self.device, non_blocking=True)
+        for index in np.flatnonzero(keep & decoded).tolist():
+            begin, size, place = int(begins[index]), int(taken[index]), int(places[index])
+            self._cache[begin : begin + size].copy_(upload[place : place + size])
         placements = plan.placements.copy()
         storages, place_of, storage_of = [self._cache, upload], places[:-1].copy(), np.full(len(missing), OWN)
         if not decoded.all():
-            part = ~decoded & ~keep
+            part, whole = ~decoded & ~keep, ~decoded & keep
             ends = _one_after_another(np.where(part, sizes, 0), 0)
             storages.append(torch.empty(int(ends[-1]), dtype=torch.uint8, device=self.device))
-            self._decode(storages[FILES], upload, places[:-1], missing, part, ends[:-1], self._shown(plan, missing))
-            whole, everything = ~decoded & keep, np.zeros((len(missing), 4), dtype=np.int64)
-            everything[:, [3, 2]] = memory.shapes_of(missing)
-            self._decode(self._cache, upload, places[:-1], missing, whole, memory.offsets[missing], everything)
+            pixels, everything = memory.shapes_of(missing), np.zeros((len(missing), 4), dtype=np.int64)
+            everything[:, [3, 2]] = pixels
+            for out, which, to, rectangles in (
+                (storages[FILES], part, ends[:-1], self._shown(plan, missing)),
+                (self._cache, whole, memory.offsets[missing], everything),
+            ):
+                if which.any():
+                    widths = pixels[which, 1]
+                    self._decode(out, upload, staged, places[:-1][which], to[which], widths, rectangles[which])
             place_of[part], storage_of[part] = ends[:-1][part], FILES
         self._here[missing[keep]] = True
         row = np.searchsorted(missing, plan.sources)
@@ -205,21 +202,17 @@ class DevicePictures(Owner):
         self,
         out: torch.Tensor,
         upload: torch.Tensor,
+        staged: torch.Tensor,
         places: np.ndarray,
-        indices: np.ndarray,
-        which: np.ndarray,
-        begins: np.ndarray,
+        to: np.ndarray,
+        widths: np.ndarray,
         rectangles: np.ndarray,
     ) -> None:
-        """Decode rectangles of those of the files ``indices`` that ``which`` says: from ``places`` of the upload, to ``begins`` of ``out``."""
-        if not which.any():
-            return
-        rows = self.memory.files.rows(indices[which])
-        x0, y0, x1, y1 = rectangles[which].T
-        pitch = rows[:, 3] * CHANNELS
-        first = begins[which] + y0 * pitch + x0 * CHANNELS
-        asked = np.stack((rows[:, 1], places[which], x0, y0, x1 - x0, y1 - y0, first, pitch), 1)
-        table, sizes = ops.jpeg_plan(self._host_files, torch.from_numpy(asked))
+        """Decode rectangles of pictures of these widths, which begin at ``to`` of ``out``, from files at ``places`` of the upload."""
+        x0, y0, x1, y1 = rectangles.T
+        pitch = widths * CHANNELS
+        asked = np.stack((places, places, x0, y0, x1 - x0, y1 - y0, to + y0 * pitch + x0 * CHANNELS, pitch), 1)
+        table, sizes = ops.jpeg_plan(staged, torch.from_numpy(asked))
         if self.device.type == "cuda":
             table = table.pin_memory().to(self.device, non_blocking=True)
         ops.jpeg_decode_(out, upload, table, sizes)

@@ -26,8 +26,6 @@ from torch_fastdet._say import say
 from torch_fastdet.loader.jpeg import decode_packed, read_jpeg
 from torch_fastdet.memory import HOST_BUDGET, Owner, is_low, register
 
-#: Places never cross a multiple of this: a GPU's driver pins the memory in such pieces.
-CHUNK = 64 << 20
 ALIGNMENT = 64
 CHANNELS = 3
 
@@ -304,7 +302,7 @@ class JpegFiles(SharedFile):
     def _take(self, size: int) -> int | None:
         """The offset of so many bytes that nobody else gets."""
         with self._locked():
-            begin = next_place(self.used(), size)
+            begin = aligned(self.used())
             if begin + size > self.nbytes:
                 return None
             self._rows[len(self), 0] = begin + size
@@ -336,12 +334,9 @@ class JpegFiles(SharedFile):
         self._open_files(None if fd is None else fd.detach())
 
 
-def next_place(end: int, size: int) -> int:
-    """Where ``size`` bytes begin behind ``end``: aligned, and inside of one piece where they fit."""
-    start = -(-end // ALIGNMENT) * ALIGNMENT
-    if size <= CHUNK and start // CHUNK != (start + size - 1) // CHUNK:
-        start = (start // CHUNK + 1) * CHUNK
-    return start
+def aligned(end: int) -> int:
+    """The next aligned offset from ``end`` on."""
+    return -(-end // ALIGNMENT) * ALIGNMENT
 
 
 def _places(shapes: np.ndarray, budget: int, order: np.ndarray | None = None) -> tuple[np.ndarray, int]:
@@ -351,7 +346,7 @@ def _places(shapes: np.ndarray, budget: int, order: np.ndarray | None = None) ->
     sizes = (shapes.prod(1) * CHANNELS).tolist()
     for index in range(len(sizes)) if order is None else order.tolist():
         size = sizes[index]
-        start = next_place(end, size)
+        start = aligned(end)
         if size and start + size <= budget:
             offsets[index] = start
             end = start + size

@@ -5,6 +5,7 @@ from torch_fastdet.ops.bn_act import bn_act, bn_act_cat
 from torch_fastdet.ops.image import (
     image_augment,
     image_augment_,
+    image_gather_,
     image_letterbox,
     image_letterbox_,
     image_resize_,
@@ -54,6 +55,7 @@ __all__ = [
     "decode_jpeg",
     "image_augment",
     "image_augment_",
+    "image_gather_",
     "image_letterbox",
     "image_letterbox_",
     "image_resize_",

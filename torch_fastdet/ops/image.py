@@ -249,6 +249,28 @@ def image_resize_(out: Tensor, storages: list[Tensor], plan: Tensor, channels: i
     torch.ops.torch_fastdet.image_resize_(out, storages, plan, channels=channels)
 
 
+def image_gather_(out: Tensor, storages: list[Tensor], pieces: Tensor) -> None:
+    """Copies pieces of storages into one, on the host: what a batch needs, side by side, so that one copy takes it to a GPU.
+
+    PyTorch's threads share the bytes. All tensors are contiguous and on the CPU; ``out`` may be pinned.
+
+    Args:
+        out: one-dimensional uint8. It must not overlap what is read. What no piece covers stays as it is.
+        storages: 1 to 8 one-dimensional uint8 tensors.
+        pieces: (n, 4) int64: storage, byte offset, bytes, and byte offset in ``out``, where pieces do not overlap.
+
+    Raises:
+        RuntimeError: a wrong dtype, shape or device, or a piece that does not lie within its storage and ``out``.
+
+    Source: torch.cat of slices
+    """
+    if not torch.jit.is_scripting():
+        check_tensor("image_gather_", "out", out)
+        check_tensor_list("image_gather_", "storages", storages)
+        check_tensor("image_gather_", "pieces", pieces)
+    torch.ops.torch_fastdet.image_gather_(out, storages, pieces)
+
+
 @cache
 def opencv_rules() -> tuple[str, int]:
     """``warp`` and ``hsv_lanes`` of :func:`image_augment` that give the installed OpenCV's pixels.

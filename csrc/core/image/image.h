@@ -23,6 +23,7 @@ constexpr int kLayerColumns = 6;       // first placement, placements, canvas_h,
 constexpr int kPictureColumns = 4;     // layer, second layer or -1, flags, row of the tables or -1
 constexpr int kResizeColumns = 8;      // storage, offset, src_h, src_w, out_offset, out_h, out_w, interpolation
 constexpr int kLetterboxColumns = 10;  // storage, offset, src_h, src_w, pitch, new_h, new_w, top, left, interpolation
+constexpr int kPieceColumns = 4;       // storage, offset, bytes, out_offset
 
 enum PictureFlag : int { kFlipLeftRight = 1, kFlipUpDown = 2, kKeepBgr = 4 };
 

@@ -92,4 +92,15 @@ inline void check_rows(const core::ResizeParams& p, const char* op) {
   }
 }
 
+inline void check_piece(const core::Storages& storages, const int64_t* row, int64_t out_bytes, const char* op,
+                        int64_t index) {
+  TORCH_CHECK(row[0] >= 0 && row[0] < storages.count, op, ": pieces[", index, "] names storage ", row[0],
+              ", but storages has ", storages.count);
+  const int64_t size = storages.size[row[0]];
+  TORCH_CHECK(row[1] >= 0 && row[1] <= size && row[2] >= 0 && row[2] <= size - row[1], op, ": pieces[", index, "] is ",
+              row[2], " bytes at ", row[1], ", which do not lie within the ", size, " bytes of storages[", row[0], "]");
+  TORCH_CHECK(row[3] >= 0 && row[3] <= out_bytes && row[2] <= out_bytes - row[3], op, ": pieces[", index, "] writes ",
+              row[2], " bytes at ", row[3], ", but out has ", out_bytes);
+}
+
 }  // namespace torch_fastdet

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdlib>
+#include <cstring>
 #include <vector>
 
 #include "core/image/augment_rows.h"
@@ -146,10 +147,41 @@ struct Cpu : OnDevice {
   }
 };
 
+// Bytes that a thread copies at least.
+constexpr int64_t kGatherGrain = int64_t{1} << 20;
+
+void image_gather_(at::Tensor& out, at::TensorList storages, const at::Tensor& pieces) {
+  constexpr const char* kOp = "image_gather_";
+  check_storages(storages, kOp);
+  check_dense_1d(out, storages[0], kOp, "out");
+  check_table(pieces, core::kPieceColumns, at::kLong, storages[0], kOp, "pieces");
+  const core::Storages from = core_storages(storages);
+  const auto* rows = pieces.const_data_ptr<int64_t>();
+  const int64_t count = pieces.size(0);
+  std::vector<int64_t> ends(static_cast<size_t>(count));
+  int64_t total = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    check_piece(from, rows + i * core::kPieceColumns, out.numel(), kOp, i);
+    ends[static_cast<size_t>(i)] = total += rows[i * core::kPieceColumns + 2];
+  }
+  auto* const to = out.mutable_data_ptr<uint8_t>();
+  at::parallel_for(0, total, kGatherGrain, [&](int64_t begin, int64_t end) {
+    auto i = std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin();
+    while (begin < end) {
+      const int64_t* row = rows + i * core::kPieceColumns;
+      const int64_t stop = std::min(end, ends[static_cast<size_t>(i)]);
+      const int64_t skipped = row[2] - (ends[static_cast<size_t>(i)] - begin);
+      std::memcpy(to + row[3] + skipped, from.data[row[0]] + row[1] + skipped, static_cast<size_t>(stop - begin));
+      begin = stop, ++i;
+    }
+  });
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(torch_fastdet, CPU, m) {
   register_image<Cpu>(m);
+  m.impl("image_gather_", TORCH_FN(image_gather_));
 }
 
 }  // namespace torch_fastdet::image_cpu
