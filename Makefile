@@ -21,7 +21,7 @@ FORMATTED = $(shell find csrc tests examples -name '*.h' -o -name '*.cuh' -o -na
 GPU := $(shell command -v nvidia-smi)
 
 # A .venv of another Python is not replaced unasked. Targets that make do without it go on.
-IN_VENV := $(filter-out help clean test-gpu gpu-report-check $(if $(GPU),bench),$(or $(MAKECMDGOALS),help))
+IN_VENV := $(filter-out help clean test-gpu gpu-report-check wheels $(if $(GPU),bench),$(or $(MAKECMDGOALS),help))
 ifneq ($(and $(filter command line,$(origin PYTHON)),$(wildcard $(BIN)/python),$(IN_VENV)),)
 version = $(shell $(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
 FOUND := $(call version,$(BIN)/python)
@@ -34,7 +34,7 @@ $(error torch_fastdet: found Python $(or $(FOUND),that fails) in $(VENV), but $(
 endif
 endif
 
-.PHONY: help venv build demo test test-all test-python test-cpp test-versions serve-test test-asan test-aarch64 fuzz test-gpu gpu-report-check release-check lint format bench docs wheel clean
+.PHONY: help venv build demo test test-all test-python test-cpp test-versions serve-test test-asan test-aarch64 fuzz test-gpu gpu-report-check release-check lint format bench docs wheel wheels clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 22
@@ -178,8 +178,12 @@ docs: $(VENV)/.docs-$(notdir $(STAMP)) ## the documentation as a site in site/, 
 wheel: $(STAMP) ## the wheel in dist/, for every supported architecture, checked for what it holds and needs
 	rm -rf build/lib.* build/bdist.*  # setuptools packs what an older build left there
 	env $(if $(filter command line,$(origin TORCH_CUDA_ARCH_LIST)),,-u TORCH_CUDA_ARCH_LIST) \
-	  $(BIN)/pip wheel --no-build-isolation --no-deps -w dist .
+	  TORCH_FASTDET_LOCAL_VERSION=1 $(BIN)/pip wheel --no-build-isolation --no-deps -w dist .
 	$(BIN)/python -m tools.check_wheel dist/torch_fastdet-*.whl
+
+# PYTHONS="python3.11 python3.12" TORCHES="2.11.0 2.15.0" choose; the defaults are all that are supported.
+wheels: ## one wheel for each supported Python and torch, built, checked and tried in environments of its own, and their index pages
+	$(PYTHON) -m tools.wheels build $(if $(PYTHONS),--pythons $(PYTHONS)) $(if $(TORCHES),--torches $(TORCHES))
 
 clean: ## removes build outputs, not .venv
 	rm -rf build dist *.egg-info torch_fastdet/*.so torch_fastdet/_build_config.json torch_fastdet/include torch_fastdet/share

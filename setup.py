@@ -1,7 +1,8 @@
 """Builds libtorch_fastdet.so (every operator, no Python symbol) and the small pybind11 module torch_fastdet._C.
 
 Environment: TORCH_FASTDET_CUDA=0|1 forces a CPU or a CUDA build; TORCH_FASTDET_LINEINFO=1 keeps the kernels' line tables, for
-profilers; TORCH_CUDA_ARCH_LIST and MAX_JOBS are respected.
+profilers; TORCH_FASTDET_LOCAL_VERSION=1 names torch and CUDA in the wheel's version; TORCH_CUDA_ARCH_LIST and MAX_JOBS are
+respected.
 """
 
 import json
@@ -22,6 +23,7 @@ TORCH_OLDEST, TORCH_NEWEST = (2, 11), (2, 15)
 TORCH_WANTED = "{}.{} to {}.{}".format(*TORCH_OLDEST, *TORCH_NEWEST)
 TORCH_INSTALL = 'pip install "torch>={}.{},<{}.{}"'.format(*TORCH_OLDEST, TORCH_NEWEST[0], TORCH_NEWEST[1] + 1)
 GENERATED = ROOT / "build/generated"
+VERSION = (ROOT / "torch_fastdet/_version.py").read_text().split('"')[1]
 # Files of these names, of these families (None: of all), are compiled as one: each of them takes as long as torch's headers, and
 # little more.
 TOGETHER: dict[str, set[str] | None] = {
@@ -187,11 +189,18 @@ def write_generated_files(config: dict[str, str]) -> None:
 
 def build_config(cuda: str | None) -> dict[str, str]:
     return {
-        "version": (ROOT / "torch_fastdet/_version.py").read_text().split('"')[1],
+        "version": VERSION,
         "torch": torch.__version__,
         "cuda": cuda or "",
         "architectures": os.environ["TORCH_CUDA_ARCH_LIST"].replace(" ", ";") if cuda else "",
     }
+
+
+def local_version(cuda: str | None) -> str:
+    """What tells the wheels of one version apart, as in torch's own: "+cu130torch2.11"."""
+    if os.environ.get("TORCH_FASTDET_LOCAL_VERSION") != "1":
+        return ""
+    return f"+{'cu' + torch.version.cuda.replace('.', '') if cuda else 'cpu'}torch{TORCH_SERIES}"
 
 
 def operators(cuda: str | None) -> Extension:
@@ -315,4 +324,10 @@ if CUDA and not os.environ.get("TORCH_CUDA_ARCH_LIST"):
 if CUDA:
     check_architectures(nvcc_path(), CUDA)
 
-setup(ext_modules=[operators(CUDA), *python_module()], cmdclass={"build_ext": BuildExtension})
+setup(
+    version=VERSION + local_version(CUDA),
+    # The library loads with the series of torch that it was built for, and with no other.
+    install_requires=[f"torch=={TORCH_SERIES}.*", "numpy"],
+    ext_modules=[operators(CUDA), *python_module()],
+    cmdclass={"build_ext": BuildExtension},
+)

@@ -277,6 +277,10 @@ COMMANDS = [
         Held("tests/demo/test_report.py", "def test_run_that_learnt_too_little_fails"),
     ),  # whole, before each release
     (r"make bench.*", Held("tests/benchmarks/test_report.py", "def test_page_shows_the_committed_results")),
+    (
+        r"make wheels( .*)?",
+        Held("tests/packaging/test_wheel.py", "def test_pages_of_wheels"),
+    ),  # itself with nvcc, for hours
     (r"make wheel( TORCH_CUDA_ARCH_LIST=9.0)?", Held("tests/packaging/test_wheel.py", "def test_a_whole_wheel_passes")),
 ]
 

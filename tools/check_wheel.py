@@ -4,6 +4,7 @@ C and C++ libraries: ``make wheel``, or ``python -m tools.check_wheel dist/torch
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -13,9 +14,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = "torch_fastdet/libtorch_fastdet.so"
+WHEEL_BYTES, ARCHITECTURE_BYTES = 60e6, 15e6  # at most, of the wheel, and of its library for each GPU architecture
 ALLOWED = re.compile(
     r"(libtorch(_cpu|_cuda)?|libc10(_cuda)?|libcudart|libstdc\+\+|libgcc_s|libgomp|libc|libm|libdl|libpthread|librt|ld-linux-x86-64)\.so(\.\d+)*"
 )
+CONFIG = "torch_fastdet/_build_config.json"
 CMAKE = "torch_fastdet/share/cmake/TorchFastdet/TorchFastdetConfig.cmake"
 
 
@@ -24,8 +27,18 @@ def wanted_files() -> set[str]:
     package, headers = ROOT / "torch_fastdet", ROOT / "csrc/include"
     modules = {str(path.relative_to(ROOT)) for pattern in ("*.py", "*.pyi") for path in package.rglob(pattern)}
     public = {f"torch_fastdet/include/{path.relative_to(headers)}" for path in headers.rglob("*.h")}
-    built = {LIBRARY, "torch_fastdet/_build_config.json", CMAKE, CMAKE.replace("Config.", "ConfigVersion.")}
+    built = {LIBRARY, CONFIG, CMAKE, CMAKE.replace("Config.", "ConfigVersion.")}
     return modules | public | built | {"torch_fastdet/py.typed"}
+
+
+def size_problems(wheel: Path, library: int, architectures: int) -> list[str]:
+    found = []
+    if wheel.stat().st_size > WHEEL_BYTES:
+        found.append(f"it has {wheel.stat().st_size / 1e6:.1f} MB, more than {WHEEL_BYTES / 1e6:.0f}")
+    if library > ARCHITECTURE_BYTES * max(1, architectures):
+        most = f"{ARCHITECTURE_BYTES / 1e6:.0f} for each of its {architectures} architectures"
+        found.append(f"{LIBRARY} has {library / 1e6:.1f} MB, more than {most}")
+    return found
 
 
 def readelf(library: Path, *options: str) -> str:
@@ -71,8 +84,13 @@ def check(wheel: Path) -> tuple[list[str], dict[str, str]]:
             found += library_problems(name, library)
             for interface, version in newest_versions(library).items():
                 newest[interface] = max(newest.get(interface, "0"), version, key=_numbers)
-        version = wheel.name.split("-")[1]
-        for name in {CMAKE, "torch_fastdet/_build_config.json", "torch_fastdet/_version.py"} & names:
+        if {LIBRARY, CONFIG} <= names:
+            architectures = json.loads(archive.read(CONFIG))["architectures"].split(";")
+            found += size_problems(
+                wheel, archive.getinfo(LIBRARY).file_size, len([each for each in architectures if each])
+            )
+        version = wheel.name.split("-")[1].partition("+")[0]
+        for name in {CMAKE, CONFIG, "torch_fastdet/_version.py"} & names:
             if version not in archive.read(name).decode():
                 found.append(f"{name} is not of version {version}")
     return found, newest
@@ -86,7 +104,8 @@ def main(wheels: list[str]) -> int:
         verdict = (
             "; ".join(found) or "complete; needs only torch, the CUDA runtime and the system's C and C++ libraries"
         )
-        print(f"{wheel}: {verdict} ({versions})")
+        size = Path(wheel).stat().st_size / 1e6
+        print(f"{wheel}: {verdict} ({versions}; {size:.1f} MB)")
         status |= bool(found)
     return status
 

@@ -26,6 +26,14 @@ def _series(version: str) -> str:
     return ".".join(version.split("+")[0].split(".")[:2])
 
 
+def _again(version: str) -> str:
+    """How to install torch_fastdet for the torch that is running; setup.py gives the wheels these names."""
+    if torch.version.cuda is None:
+        return "or TORCH_FASTDET_CUDA=0 pip install . in torch_fastdet's source folder"
+    tag = f"cu{torch.version.cuda.replace('.', '')}torch{_series(torch.__version__)}"
+    return f"or install the wheel torch_fastdet=={version}+{tag}, or pip install . in torch_fastdet's source folder"
+
+
 def load() -> dict[str, str]:
     """Registers the operators with torch and returns build_config().
 
@@ -36,19 +44,19 @@ def load() -> dict[str, str]:
         raise ImportError(
             f"torch_fastdet {config['version']} was built for torch {_series(config['torch'])} ({config['torch']}), but "
             f"torch {torch.__version__} is running; type: pip install torch=={config['torch'].split('+')[0]} "
-            "(or install torch_fastdet again under this torch)"
+            f"({_again(config['version'])})"
         )
     if config["cuda"] and config["cuda"].split(".")[0] != (torch.version.cuda or "").split(".")[0]:
         kind = f"a build for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
         raise ImportError(
             f"torch_fastdet {config['version']} was built for CUDA {config['cuda']}, but torch {torch.__version__} is {kind}"
-            f"; type: pip install torch=={config['torch'].split('+')[0]} (or TORCH_FASTDET_CUDA=0 pip install .)"
+            f"; type: pip install torch=={config['torch'].split('+')[0]} ({_again(config['version'])})"
         )
     try:
         torch.ops.load_library(str(LIBRARY))
     except OSError as error:
         raise ImportError(
             f"torch_fastdet {config['version']}, built for torch {config['torch']}, does not load under torch "
-            f"{torch.__version__} ({error}); install torch_fastdet again under this torch: pip install --force-reinstall ."
+            f"{torch.__version__} ({error}); {_again(config['version']).removeprefix('or ')}"
         ) from error
     return config

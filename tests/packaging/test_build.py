@@ -140,6 +140,12 @@ def test_bad_wish():
     assert result.returncode != 0 and "must be 0 or 1, not 'yes'" in result.stderr
 
 
+@pytest.mark.parametrize("wish, local", [("", ""), ("1", f"+cputorch{_library._series(torch.__version__)}")])
+def test_version_of_a_wheel(wish, local):
+    result = setup_py(TORCH_FASTDET_CUDA="0", TORCH_FASTDET_LOCAL_VERSION=wish)
+    assert result.stdout.split()[-1] == torch_fastdet.__version__ + local
+
+
 def test_missing_python_headers(tmp_path):
     """All operators are built; only the module is left out."""
     (tmp_path / "sitecustomize.py").write_text(
@@ -207,9 +213,9 @@ def test_other_torch_at_build(tmp_path, version):
 
 
 def test_the_supported_torch_is_the_same_everywhere():
-    """setup.py's range is that of the metadata, and the pinned torch is in it."""
+    """setup.py's range is that of the build's requirements, and the pinned torch is in it."""
     project = (ROOT / "pyproject.toml").read_text()
-    assert project.count('"torch>=2.11,<2.16"') == 2  # to build and to run
+    assert project.count('"torch>=2.11,<2.16"') == 1
     pinned = re.search(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
     series = tuple(map(int, _library._series(torch.__version__).split(".")))
     assert (2, 11) <= tuple(map(int, pinned.split(".")))[:2] <= (2, 15) and (2, 11) <= series <= (2, 15)
@@ -228,6 +234,9 @@ def test_other_torch_at_import(tmp_path, built_with):
     assert result.returncode != 0 and sentence.startswith("ImportError: torch_fastdet")
     assert f"({built_with})" in sentence and f"torch {torch.__version__} is running" in sentence
     assert f"type: pip install torch=={built_with.split('+')[0]}" in sentence
+    if torch.version.cuda:
+        tag = f"cu{torch.version.cuda.replace('.', '')}torch{_library._series(torch.__version__)}"
+        assert f"the wheel torch_fastdet=={torch_fastdet.__version__}+{tag}" in sentence
 
 
 def test_unbuilt_source_folder(tmp_path):

@@ -1,6 +1,7 @@
 """tools/check_wheel.py: a wheel as it should be passes, and each thing that may be wrong with one is named."""
 
 import importlib.util
+import re
 import shutil
 import zipfile
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import torch_fastdet
-from tools import check_wheel
+from tools import check_wheel, wheels
 
 ROOT = Path(__file__).resolve().parents[2]
 DIST_INFO = f"torch_fastdet-{torch_fastdet.__version__}.dist-info"
@@ -36,7 +37,7 @@ def wheel(tmp_path):
 def test_a_whole_wheel_passes(wheel, capsys):
     assert check_wheel.main([str(wheel())]) == 0
     said = capsys.readouterr().out
-    assert "complete; needs only torch" in said and "GLIBC 2." in said and "GLIBCXX 3." in said
+    assert "complete; needs only torch" in said and " MB)" in said and "GLIBC 2." in said and "GLIBCXX 3." in said
 
 
 @pytest.mark.parametrize(
@@ -81,6 +82,36 @@ def test_another_version(wheel, tmp_path, capsys):
     (tmp_path / "_version.py").write_text('__version__ = "9.9.9"\n')
     assert check_wheel.main([str(wheel(**{"torch_fastdet/_version.py": tmp_path / "_version.py"}))]) == 1
     assert f"torch_fastdet/_version.py is not of version {torch_fastdet.__version__}" in capsys.readouterr().out
+
+
+def test_a_wheel_that_is_too_large(wheel, monkeypatch, capsys):
+    monkeypatch.setattr(check_wheel, "ARCHITECTURE_BYTES", 1e4)
+    monkeypatch.setattr(check_wheel, "WHEEL_BYTES", 1e5)
+    assert check_wheel.main([str(wheel())]) == 1
+    said = capsys.readouterr().out
+    assert "MB, more than 0;" in said and re.search(r"more than 0 for each of its \d architectures", said)
+
+
+def test_pages_of_wheels(tmp_path):
+    """pip install torch_fastdet --find-links takes the wheel of a page that this Python can use."""
+    for name in ("cu130torch2.11-cp311-cp311", "cu130torch2.11-cp312-cp312", "cu132torch2.15-cp312-cp312"):
+        (tmp_path / f"torch_fastdet-9.9.9+{name}-linux_x86_64.whl").touch()
+    pages = wheels.write_index(tmp_path, tmp_path / "pages", "https://example.org/9.9.9/")
+    assert sorted(page.name for page in pages) == ["cu130torch2.11.html", "cu132torch2.15.html", "index.html"]
+    links = re.findall(r'href="(.*?)"', (tmp_path / "pages/cu130torch2.11.html").read_text())
+    file = "https://example.org/9.9.9/torch_fastdet-9.9.9%2Bcu130torch2.11-cp31{0}-cp31{0}-linux_x86_64.whl"
+    assert links == [file.format(1), file.format(2)]
+    assert 'href="cu132torch2.15.html"' in (tmp_path / "pages/index.html").read_text()
+    (tmp_path / "torch_fastdet-9.9.9-cp312-cp312-linux_x86_64.whl").touch()
+    with pytest.raises(SystemExit, match="has no local version such as"):
+        wheels.write_index(tmp_path, tmp_path, "")
+
+
+def test_wheels_are_for_every_supported_torch_and_python():
+    row = re.compile(r"^\| (2\.\d+\.\d+) \|", re.MULTILINE)
+    assert tuple(row.findall((ROOT / "docs/install.md").read_text())) == wheels.TORCHES
+    classifiers = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert tuple(f"python{version}" for version in classifiers) == wheels.PYTHONS
 
 
 def test_newest_versions(monkeypatch):
