@@ -1,0 +1,78 @@
+"""``python -m torch_fastdet benchmark``: one table of stock and ours, of real trainings."""
+
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from examples.yolov5_env import environment
+from torch_fastdet.ultralytics import benchmark
+
+RUN = {"iteration": 0.0458, "busy": 0.0152, "validation": 8.0, "prediction": 0.0066, "peak": 2048.0}
+
+
+def test_table():
+    options = benchmark.parser().parse_args(["--model", "yolov8s", "--imgsz", "640", "--pictures", "640"])
+    ours = {"iteration": 0.0118, "busy": 0.011, "validation": 2.0, "prediction": 0.0027, "peak": 1024.0}
+    lines = benchmark.table(options, RUN, ours).splitlines()
+    assert "| an iteration of training, yolov8s, batch 16, 640 pixels | 45.8 ms | 11.8 ms | 3.9x |" in lines
+    assert "| of it, the GPU works | 15.2 ms (33%) | 11 ms (93%) |  |" in lines
+    assert "| memory of the GPU, at most | 2048 MiB | 1024 MiB | 2.0x |" in lines
+    without = benchmark.table(options, RUN | {"busy": None, "peak": None}, ours)
+    assert "the GPU works" not in without and "memory of" not in without
+
+
+def test_the_first_epoch_does_not_count():
+    clock = benchmark.Clock(3)
+    clock.ends = {0: [0.0, 9.0], 1: [10.0, 10.5, 11.0], 2: [20.0, 20.3, 20.6]}
+    assert clock.seconds() == pytest.approx((1.0 + 0.6) / 4)
+    clock.busy = 0.2  # the last one was profiled
+    assert clock.seconds() == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    "words, said", [(["--epochs", "2"], "--epochs is 2, but at least 3"), (["--pictures", "9"], "32")]
+)
+def test_options_that_measure_nothing(words, said, capsys):
+    with pytest.raises(SystemExit):
+        benchmark.main(words)
+    assert said in capsys.readouterr().err
+
+
+def test_a_run_that_fails_shows_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        benchmark.subprocess, "run", lambda *_, stdout, **__: stdout.write("why\n") and SimpleNamespace(returncode=3)
+    )
+    with pytest.raises(SystemExit, match="why\ntorch_fastdet: benchmark: the run of stock ended with status 3"):
+        benchmark.in_its_own_process("stock", [], tmp_path / "data.yaml", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.cpu
+def test_on_a_cpu(tmp_path):
+    pytest.importorskip("ultralytics", exc_type=ImportError)
+    words = [
+        "--device",
+        "cpu",
+        "--model",
+        "yolov8n",
+        "--imgsz",
+        "64",
+        "--pictures",
+        "16",
+        "--batch",
+        "8",
+        "--epochs",
+        "3",
+    ]
+    command = [sys.executable, "-m", "torch_fastdet", "benchmark", *words]
+    env = environment(tmp_path / "environment")
+    result = subprocess.run(command, env=env, capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr[-3000:]
+    rows = re.findall(
+        r"^\| (.*?) \| [\d.e+]+ (?:ms|s) \| [\d.e+]+ (?:ms|s) \| [\d.]+x \|$", result.stdout, re.MULTILINE
+    )
+    assert len(rows) == 3 and "CPU" in result.stdout and "torch_fastdet" in result.stdout
+    assert not list(tmp_path.glob("runs*"))

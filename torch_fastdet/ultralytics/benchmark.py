@@ -1,0 +1,220 @@
+"""``python -m torch_fastdet benchmark``: what torch_fastdet is worth on this machine, in one table to paste.
+
+Ultralytics trains, validates and predicts twice, each time in a process of its own: as it is, and behind ``patch()``. The pictures are
+drawn here, so nothing is downloaded. Of the training, the first epoch is left out (it decodes, measures and captures), the last one
+is profiled for the time in which the GPU works, and the epochs between give the time of an iteration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_fastdet._build_info import build_info
+from torch_fastdet.hosts.evidence import installed_version
+
+PROG = "python -m torch_fastdet benchmark"
+VARIANTS = ("stock", "ours")
+PREDICTIONS = 50
+
+
+def draw_pictures(folder: Path, count: int) -> Path:
+    """JPEG files of 640x480 with one to six plain rectangles each, and labels for them. Returns the data set's file."""
+    import cv2
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    for split in ("images", "labels"):
+        (folder / split).mkdir(parents=True)
+    for index in range(count):
+        coarse = rng.integers(0, 256, (12, 16, 3), dtype=np.uint8)
+        picture = cv2.resize(coarse, (640, 480), interpolation=cv2.INTER_CUBIC)
+        rows = []
+        for _ in range(rng.integers(1, 7)):
+            width, height = rng.integers(30, 200, 2)
+            left, top = rng.integers(0, 640 - width), rng.integers(0, 480 - height)
+            kind = int(rng.integers(2))
+            colour = tuple(int(each) for each in rng.integers(0, 256, 3))
+            cv2.rectangle(
+                picture, (int(left), int(top)), (int(left + width), int(top + height)), colour, -1 if kind else 6
+            )
+            rows.append(f"{kind} {(left + width / 2) / 640} {(top + height / 2) / 480} {width / 640} {height / 480}\n")
+        cv2.imwrite(str(folder / f"images/{index:05d}.jpg"), picture)
+        (folder / f"labels/{index:05d}.txt").write_text("".join(rows))
+    data = folder / "data.yaml"
+    data.write_text(f"path: {folder}\ntrain: images\nval: images\nnames: [outline, area]\n")
+    return data
+
+
+class Clock:
+    """Looks on by Ultralytics' callbacks: when iterations end, and how long the GPU works in the last epoch."""
+
+    def __init__(self, epochs: int) -> None:
+        self.last = epochs - 1
+        self.ends: dict[int, list[float]] = {}
+        self.profiler: Any = None
+        self.busy: float | None = None
+
+    def epoch(self, trainer: Any) -> None:
+        if trainer.epoch == self.last and torch.cuda.is_available():
+            torch.cuda.synchronize()
+            self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            self.profiler.__enter__()
+
+    def iteration(self, trainer: Any) -> None:
+        self.ends.setdefault(trainer.epoch, []).append(time.perf_counter())
+
+    def end(self, _: Any) -> None:
+        if self.profiler is not None:
+            torch.cuda.synchronize()
+            self.profiler.__exit__(None, None, None)
+            on_gpu = [event for event in self.profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+            self.busy = 1e-6 * sum(event.device_time_total for event in on_gpu) / len(self.ends[self.last])
+            self.profiler = None
+
+    def seconds(self) -> float:
+        """Of an iteration, the mean over all epochs but the first and, where it was profiled, the last."""
+        epochs = [ends for epoch, ends in self.ends.items() if epoch and (self.busy is None or epoch != self.last)]
+        return sum(ends[-1] - ends[0] for ends in epochs) / sum(len(ends) - 1 for ends in epochs)
+
+
+def measure(variant: str, options: argparse.Namespace, data: str, folder: Path) -> dict[str, float | None]:
+    """Trains, validates and predicts in this process, in seconds (and MiB)."""
+    from ultralytics import YOLO
+
+    if variant == "ours":
+        from torch_fastdet.ultralytics import patch
+
+        patch()
+    cuda = options.device != "cpu"
+    clock, model = Clock(options.epochs), YOLO(f"{options.model}.yaml")
+    model.add_callback("on_train_epoch_start", clock.epoch)
+    model.add_callback("on_train_batch_end", clock.iteration)
+    model.add_callback(
+        "on_train_epoch_end", lambda trainer: clock.end(trainer) if trainer.epoch == clock.last else None
+    )
+    shared = {"imgsz": options.imgsz, "device": options.device, "workers": options.workers, "plots": False}
+    places = {"project": str(folder), "name": variant, "exist_ok": True}
+    model.train(
+        data=data, batch=options.batch, epochs=options.epochs, val=False, optimizer="SGD", **shared, **places
+    )  # fmt: skip
+    peak = torch.cuda.max_memory_reserved() / 2**20 if cuda else None
+    began = time.perf_counter()
+    model.val(data=data, batch=options.batch, verbose=False, half=cuda, **shared, **places)
+    validation = time.perf_counter() - began
+
+    import numpy as np
+
+    picture = np.random.default_rng(0).integers(0, 256, (480, 640, 3), dtype=np.uint8)
+    times = []
+    for _ in range(10 + PREDICTIONS):
+        began = time.perf_counter()
+        model.predict(picture, imgsz=options.imgsz, device=options.device, verbose=False)
+        times.append(time.perf_counter() - began)
+    return {
+        "iteration": clock.seconds(),
+        "busy": clock.busy,
+        "validation": validation,
+        "prediction": sorted(times[10:])[PREDICTIONS // 2],
+        "peak": peak,
+    }
+
+
+def in_its_own_process(variant: str, words: Sequence[str], data: Path, folder: Path) -> dict[str, float | None]:
+    print(f"{variant}: training, validation, predictions ...", file=sys.stderr, flush=True)
+    result, log = folder / f"{variant}.json", folder / f"{variant}.log"
+    command = [sys.executable, "-m", __name__, *words, "--measure", variant, str(data), str(result)]
+    # It downloads no weights for checks of its own.
+    env = {**os.environ, "YOLO_OFFLINE": "true", "YOLO_AUTOINSTALL": "false", "WANDB_MODE": "disabled"}
+    with open(log, "w") as file:
+        status = subprocess.run(command, env=env, stdout=file, stderr=subprocess.STDOUT, cwd=folder).returncode
+    if status or not result.exists():
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
+        raise SystemExit(
+            f"{tail}\ntorch_fastdet: benchmark: the run of {variant} ended with status {status}; see above"
+        )
+    return json.loads(result.read_text())
+
+
+def table(options: argparse.Namespace, stock: dict[str, float | None], ours: dict[str, float | None]) -> str:
+    """Of both runs, in Markdown."""
+
+    def row(title: str, key: str, factor: float, unit: str, share_of: str | None = None) -> str | None:
+        a, b = stock[key], ours[key]
+        if a is None or b is None:
+            return None
+        cells = []
+        for run, value in ((stock, a), (ours, b)):
+            whole = run[share_of] if share_of else None
+            number = f"{factor * value:.3g}" if factor * value < 1000 else f"{factor * value:.0f}"
+            cells.append(f"{number} {unit}" + (f" ({value / whole:.0%})" if whole else ""))
+        ratio = "" if share_of else f"{a / b:.1f}x"
+        return f"| {title} | {' | '.join(cells)} | {ratio} |"
+
+    rows = [
+        row(f"an iteration of training, {options.model}, batch {options.batch}, {options.imgsz} pixels", "iteration", 1e3, "ms"),
+        row("of it, the GPU works", "busy", 1e3, "ms", share_of="iteration"),
+        row(f"validation of {options.pictures} pictures", "validation", 1, "s"),
+        row("YOLO(...).predict of a picture in memory", "prediction", 1e3, "ms"),
+        row("memory of the GPU, at most", "peak", 1, "MiB"),
+    ]  # fmt: skip
+    return "\n".join(["| | stock | torch_fastdet | stock / ours |", "|---|---|---|---|", *filter(None, rows)])
+
+
+def machine(options: argparse.Namespace) -> str:
+    info = build_info()
+    gpu = f"{info['gpu']}, driver CUDA {info['driver']}" if options.device != "cpu" else "CPU"
+    versions = f"torch {info['torch_running']}, ultralytics {installed_version('ultralytics')}"
+    return f"{gpu}; {os.cpu_count()} threads, {options.workers} workers; {versions}, torch_fastdet {info['version']}"
+
+
+def parser() -> argparse.ArgumentParser:
+    cuda = torch.cuda.is_available() and bool(build_info()["cuda"])
+    found = argparse.ArgumentParser(
+        prog=PROG, description="Time Ultralytics on this machine, stock and with torch_fastdet."
+    )
+    found.add_argument("--model", default="yolov8s" if cuda else "yolov8n", help="default: %(default)s")
+    found.add_argument("--batch", type=int, default=16, help="pictures in an iteration (default: %(default)s)")
+    found.add_argument("--imgsz", type=int, default=640 if cuda else 128, help="pixels (default: %(default)s)")
+    found.add_argument(
+        "--pictures", type=int, default=640 if cuda else 96, help="that are drawn (default: %(default)s)"
+    )
+    found.add_argument("--epochs", type=int, default=4, help="at least 3 (default: %(default)s)")
+    found.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1) if cuda else 0)
+    found.add_argument("--device", default="0" if cuda else "cpu", help="default: %(default)s")
+    found.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
+    return found
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    words = sys.argv[1:] if words is None else list(words)
+    options = parser().parse_args(words)
+    for name, least in (("epochs", 3), ("batch", 1), ("imgsz", 32), ("pictures", 2 * options.batch)):
+        if getattr(options, name) < least:
+            parser().error(f"--{name} is {getattr(options, name)}, but at least {least} is expected")
+    if importlib.util.find_spec("ultralytics") is None:
+        raise SystemExit("torch_fastdet: benchmark found no ultralytics, which it times; type: pip install ultralytics")
+    if options.measure:
+        variant, data, result = options.measure
+        Path(result).write_text(json.dumps(measure(variant, options, data, Path(result).parent)))
+        return
+    with tempfile.TemporaryDirectory(prefix="torch_fastdet_benchmark_") as name:
+        folder = Path(name)
+        data = draw_pictures(folder / "data", options.pictures)
+        stock, ours = (in_its_own_process(variant, words, data, folder) for variant in VARIANTS)
+    print(f"{table(options, stock, ours)}\n\n{machine(options)}")
+
+
+if __name__ == "__main__":
+    main()
