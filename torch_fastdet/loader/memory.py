@@ -169,7 +169,10 @@ class PictureMemory(SharedFile):
 
     def shape(self, index: int) -> tuple[int, int]:
         """(height, width) of a picture that is there."""
-        height, width = self.shapes_of(np.array([index]))[0].tolist()
+        if self._marks[index]:
+            height, width, *_ = self._sizes[index].tolist()
+        else:
+            *_, height, width = self.files.rows(index).tolist()
         return height, width
 
     def shapes_of(self, indices: np.ndarray) -> np.ndarray:
@@ -253,8 +256,8 @@ class JpegFiles(SharedFile):
     def has(self, index: int) -> bool:
         return bool(self._rows[index, 0] > 0)
 
-    def rows(self, indices: np.ndarray) -> np.ndarray:
-        """(n, 4) int64 of files that are there: bytes, offset, height and width of the picture."""
+    def rows(self, indices: np.ndarray | int) -> np.ndarray:
+        """(..., 4) int64 of files that are there: bytes, offset, height and width of the picture."""
         return self._rows[indices]
 
     def read(self, index: int, shape: np.ndarray) -> bool:

@@ -39,6 +39,7 @@ from torch_fastdet.loader.plan import (
 )
 
 _UINT8, _FLOAT64 = np.dtype(np.uint8), np.dtype(np.float64)
+_IDENTITY = np.eye(3)
 
 
 class CannotRecord(RuntimeError):
@@ -229,8 +230,9 @@ class Recorded(StandIn):
     def canvas(self) -> Layer:
         """Its only layer, neither mapped nor pasted on: it is made now if it is."""
         layer = self.layer()
-        if layer.warp != NO_WARP or layer.mask is not None:
-            self._finish()
+        if layer.warp == NO_WARP and layer.mask is None:
+            return layer
+        self._finish()
         return self.picture.layers[0]
 
     def _finish(self) -> None:
@@ -304,13 +306,14 @@ class Recorded(StandIn):
 
     def _rectangle(self, key: Any) -> tuple[int, int, int, int] | None:
         """x, y, width and height of ``[y0:y1, x0:x1]``; None for any other index."""
-        if type(key) is not tuple or not 2 <= len(key) <= 3 or key[2:] not in ((), (slice(None),), (Ellipsis,)):
+        if type(key) is not tuple or len(key) < 2 or key[2:] not in _ALL_CHANNELS:
             return None
-        if type(key[0]) is not slice or type(key[1]) is not slice:
+        rows, columns = key[:2]
+        if type(rows) is not slice or type(columns) is not slice:
             return None
-        height, width, _ = self.shape
-        y0, y1, y_step = key[0].indices(height)
-        x0, x1, x_step = key[1].indices(width)
+        picture = self.picture
+        y0, y1, y_step = rows.indices(picture.height)
+        x0, x1, x_step = columns.indices(picture.width)
         return (x0, y0, max(x1 - x0, 0), max(y1 - y0, 0)) if y_step == x_step == 1 else None
 
     def __getitem__(self, key: Any) -> Any:
@@ -323,8 +326,8 @@ class Recorded(StandIn):
             return super().__getitem__(key)
         x, y, width, height = rectangle
         part = Layer(height, width)
-        for source, src_x, src_y, *where in self.canvas().placements:
-            _place(part, source, src_x, src_y, (where[0] - x, where[1] - y, where[2], where[3]))
+        for source, src_x, src_y, left, top, w, h in self.canvas().placements:
+            _place(part, source, src_x, src_y, left - x, top - y, w, h)
         return self._view(Recorded(self.recorder, Picture(height, width, [part])))
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -350,10 +353,11 @@ class Recorded(StandIn):
         if len(placements) != 1 or placements[0][3:] != (0, 0, width, height):
             value.source()  # its border would not cover what is there
             placements = value.picture.layers[0].placements
-        if len(self.canvas().placements) == MOST_PLACEMENTS:
+        placed = self.canvas().placements
+        if len(placed) == MOST_PLACEMENTS:
             self._finish()
-        source, src_x, src_y, *_ = placements[0]
-        self.picture.layers[0].placements.append((source, src_x, src_y, x, y, width, height))
+            placed = self.picture.layers[0].placements
+        placed.append((*placements[0][:3], x, y, width, height))
 
     def paste(self, mirrored: Recorded, mask: Any) -> bool:
         """Show the mirror image of this picture where ``mask`` (height, width) is not 0, if ``mirrored`` is that."""
@@ -388,16 +392,20 @@ class Recorded(StandIn):
         return super().__array_function__(function, kinds, arguments, options)
 
 
+#: What may follow on rows and columns in an index of whole pixels.
+_ALL_CHANNELS = ((), (slice(None),), (Ellipsis,))
 _FLIPS: dict[Any, int] = {np.flipud: FLIP_UP_DOWN, np.fliplr: FLIP_LEFT_RIGHT}
 
 
-def _place(layer: Layer, source: Source, src_x: int, src_y: int, where: tuple[int, int, int, int]) -> None:
+def _place(layer: Layer, source: Source, src_x: int, src_y: int, x: int, y: int, width: int, height: int) -> None:
     """Place the part of a picture that is on the canvas."""
-    x, y, width, height = where
-    left, top = max(x, 0), max(y, 0)
-    width, height = min(x + width, layer.width) - left, min(y + height, layer.height) - top
+    if x < 0:
+        src_x, width, x = src_x - x, width + x, 0
+    if y < 0:
+        src_y, height, y = src_y - y, height + y, 0
+    width, height = min(width, layer.width - x), min(height, layer.height - y)
     if width > 0 and height > 0:
-        layer.placements.append((source, src_x + left - x, src_y + top - y, left, top, width, height))
+        layer.placements.append((source, src_x, src_y, x, y, width, height))
 
 
 # Results that wait for what follows on them ---------------------------------------------------------------------------
@@ -606,7 +614,7 @@ def _cv2_functions(recorder: Recorder) -> dict[str, Any]:
         if src.layer().warp != NO_WARP:
             src._finish()
         layer = src.changed().picture.layers[0]
-        layer.warp, layer.matrix = kind, np.eye(3)
+        layer.warp, layer.matrix = kind, _IDENTITY.copy()
         layer.matrix[: len(M)] = M
         width, height = map(int, dsize)
         return Recorded(recorder, Picture(height, width, [layer]))
@@ -674,8 +682,15 @@ def _cv2_functions(recorder: Recorder) -> dict[str, Any]:
     return {function.__name__: function for function in recorded} | warps
 
 
+_STAND_INS = frozenset((Recorded, Planes, Mask, Chosen, Weighted, Blended, HSV, Channel))
+
+
 def _holds(values: Any) -> bool:
-    return any(issubclass(type(x), StandIn) or (type(x) in (tuple, list) and _holds(x)) for x in values)
+    for value in values:
+        kind = type(value)
+        if kind in _STAND_INS or ((kind is tuple or kind is list) and _holds(value)):
+            return True
+    return False
 
 
 def _recording(name: str, function: Any, noted: Callable | None) -> Callable:

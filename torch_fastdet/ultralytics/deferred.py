@@ -32,7 +32,7 @@ class Planner:
         self.recorder = Recorder(memory, "Ultralytics")
         self.files = files
         self.size = size
-        self._classes: dict[type, type] = {}
+        self._classes: dict[type, type | None] = {}
         self._stock = dataset
         #: Which pictures were loaded before the batch, for those of :attr:`changed`.
         self.changed: dict[int, tuple] = {}
@@ -66,17 +66,23 @@ class Planner:
     def view(self, thing: Any) -> Any:
         """``thing``, with the same attributes, but with pixels put off; what touches none is returned as it is."""
         stock = type(thing)
-        mixin = view_class(stock)
-        if mixin is None:
-            return thing
         if stock not in self._classes:
-            methods = self.recorder.copies.methods(stock)
-            kept = {name: method for name, method in methods.items() if name not in vars(mixin)}
-            self._classes[stock] = type(stock.__qualname__, (mixin, stock), {**kept, "__slots__": ("planner",)})
-        seen: Any = object.__new__(self._classes[stock])
+            self._classes[stock] = self._class_of(stock)
+        made = self._classes[stock]
+        if made is None:
+            return thing
+        seen: Any = object.__new__(made)
         seen.__dict__ = thing.__dict__
         seen.planner = self
         return seen
+
+    def _class_of(self, stock: type) -> type | None:
+        mixin = view_class(stock)
+        if mixin is None:
+            return None
+        methods = self.recorder.copies.methods(stock)
+        kept = {name: method for name, method in methods.items() if name not in vars(mixin)}
+        return type(stock.__qualname__, (mixin, stock), {**kept, "__slots__": ("planner",)})
 
 
 def view_class(stock: Any) -> Any:
