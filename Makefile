@@ -34,7 +34,7 @@ $(error torch_fastdet: found Python $(or $(FOUND),that fails) in $(VENV), but $(
 endif
 endif
 
-.PHONY: help venv build demo test test-all test-python test-cpp test-versions serve-test test-asan test-aarch64 fuzz test-gpu gpu-report-check release-check lint format bench docs wheel wheels clean
+.PHONY: help venv build demo test test-all test-python test-cpp test-versions canary serve-test test-asan test-aarch64 fuzz test-gpu gpu-report-check release-check lint format bench docs wheel wheels clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 22
@@ -102,6 +102,9 @@ serve-test: build $(SERVE)/.installed ## Triton Inference Server: export a detec
 
 test-versions: build ## the tests of the Ultralytics drop-ins on 8.4.0, 8.4.80, 8.4.120, 8.4.132, 8.4.150, 8.4.169 and 8.4.190 (downloads them)
 	$(BIN)/python -m tools.check_versions
+
+canary: build ## the switches with the newest YOLOv5, Ultralytics, OpenCV and NumPy (downloads them); TORCH=...: on that torch
+	$(BIN)/python -m tools.canary
 
 test-asan: $(STAMP) ## the GoogleTests under AddressSanitizer and UndefinedBehaviorSanitizer
 	@$(call googletest,build/cpp-asan,ON -DKERNELS=OFF,$(BIN)/cmake)

@@ -254,6 +254,7 @@ COMMANDS = [
     (r"pip install .*", Held("tests/packaging/test_build.py", "def test_sdist_to_wheel_to_install")),
     (r"apt-get install .*", Held("Makefile", "apt-get install")),
     (r"make test-versions", Held("tests/ultralytics/test_versions.py", "`make test-versions` runs it")),
+    (r"make canary( TORCH=2\.15\.0)?", Held("tests/packaging/test_release.py", "def test_the_canary")),
     (r"make serve-test", Held("tests/examples/test_triton.py", "`make serve-test` runs the server itself")),
     (r"make help", Run("gpu-report-check")),
     (r"make test( PYTHON=python3\.12)?", Held("Makefile", "test-all: test ##")),

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import torch_fastdet
-from tools import api, release_check
-from torch_fastdet import _library
+from tools import api, canary, release_check
+from torch_fastdet import _library, ultralytics, yolov5
 
 ROOT = Path(__file__).resolve().parents[2]
 CMAKE = ROOT / "cmake/TorchFastdetConfig.cmake.in"
@@ -55,6 +55,29 @@ def test_a_tree_that_is_no_release_is_told_so(monkeypatch):
     found = "\n".join(release_check.problems())
     for said in ("begins with 9.9.9", "date 'unreleased'", "not committed", "there is a tag", "GPU report"):
         assert said in found
+
+
+def test_the_canary_tells_what_went_off(monkeypatch, capsys):
+    def doctor(_, *folders):
+        off = {"why_not": "its loss is another one." if folders else None, "notice": None, "targets": []}
+        needs_gpu = {"why_not": "there is no CUDA driver on this machine.", "notice": None, "targets": []}
+        kept = {"why_not": None, "notice": None, "targets": [{"name": "a.B", "obstacle": "no"}]}
+        return {"switches": [{"name": "loss", **off}, {"name": "graph", **needs_gpu}, {"name": "kept", **kept}]}
+
+    monkeypatch.setattr(canary, "doctor", doctor)
+    monkeypatch.setattr(canary.subprocess, "run", lambda *_, **__: None)
+    monkeypatch.setattr(canary, "SITE", Path("/nonexistent"))
+    assert canary.verdicts(doctor("")) == {"loss": "yes", "graph": "yes", "kept": "in part: stock keeps B"}
+    assert canary.canary(run_tests=False) == 1
+    said = capsys.readouterr().out
+    assert "ultralytics: loss was 'yes', is 'no: its loss is another one.'" in said and "graph" not in said
+
+
+def test_the_page_of_versions_has_every_switch():
+    page = canary.PAGE.read_text()
+    rows = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
+    assert rows == set(yolov5.SWITCHES) | set(ultralytics.SWITCHES)
+    assert all(f"Ultralytics {version}" in page for version, tests in canary.check_versions.VERSIONS.items() if tests)
 
 
 def calls(path: Path, *names: str):

@@ -1,0 +1,134 @@
+"""Tries the newest YOLOv5, Ultralytics, OpenCV and NumPy with this tree: ``make canary``.
+
+They are installed into build/canary, before the packages of the environment on the path, which stay as they are. ``doctor`` then says
+which switches apply, and the switches' tests run. The row that is printed belongs in docs/versions.md. The exit status is 1 if a
+switch is off that the pinned versions have, or if a test fails. ``make canary TORCH=2.15.0`` takes another torch.
+
+``table`` writes the table of docs/versions.md instead: every switch with each version of ``make test-versions``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from examples import yolov5_env
+from tools import check_versions
+from torch_fastdet.hosts import evidence
+from torch_fastdet.ultralytics import training
+
+ROOT = Path(__file__).resolve().parents[1]
+SITE = ROOT / "build/canary/site"
+PAGE = ROOT / "docs/versions.md"
+HOSTS = {"YOLOv5": "yolov5", "Ultralytics": "ultralytics"}
+NEWEST = ("ultralytics", "yolov5", "opencv-python-headless", "numpy")
+SHOWN = ("ultralytics", "yolov5", "torch", "torchvision", "opencv-python-headless", "numpy")
+YOLOV5_TESTS = tuple(
+    f"tests/yolov5/test_{name}.py"
+    for name in ("patch", "launcher", "loss_switch", "nms_switch", "val_switch", "loader_switch")
+)
+TESTS = (check_versions.TESTS, *check_versions.FURTHER, *check_versions.LOSS, *YOLOV5_TESTS)
+NO_GPU = re.compile(r"CUDA|GPU")
+
+
+def environment(*folders: Path) -> dict[str, str]:
+    """With these folders before all other packages, and what YOLOv5 of 2023 needs beside a new PyTorch."""
+    env = yolov5_env.environment(SITE.parent / "environment")
+    return {**env, "PYTHONPATH": os.pathsep.join([str(ROOT), *map(str, folders), env["PYTHONPATH"]])}
+
+
+def doctor(host: str, *folders: Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", f"torch_fastdet.{host}", "doctor", "--json"]
+    said = subprocess.run(command, cwd=ROOT, env=environment(*folders), capture_output=True, text=True)
+    _, begin, rest = f"\n{said.stdout}".partition("\n{\n")  # behind what the host says when it is imported
+    if said.returncode or not begin:
+        raise SystemExit(f"canary: doctor of {host} failed with status {said.returncode}: {said.stdout}{said.stderr}")
+    return json.loads(begin + rest)
+
+
+def verdicts(report: dict[str, Any]) -> dict[str, str]:
+    """Of each switch: "yes", "in part: what stays stock's", "in stock", or "no: why". That a GPU is missing here does not count."""
+    found = {}
+    for switch in report["switches"]:
+        kept = [target["name"].rpartition(".")[2] for target in switch["targets"] if target["obstacle"]]
+        why = None if NO_GPU.search(switch["why_not"] or "") else switch["why_not"]
+        if why is not None:
+            found[switch["name"]] = f"no: {why}"
+        elif switch["notice"]:
+            found[switch["name"]] = "in stock"
+        else:
+            found[switch["name"]] = f"in part: stock keeps {', '.join(kept)}" if kept else "yes"
+    return found
+
+
+def version(package: str, folder: Path) -> str:
+    found = list(importlib.metadata.distributions(name=package, path=[str(folder)]))
+    return found[0].version if found else importlib.metadata.version(package)
+
+
+def canary(run_tests: bool) -> int:
+    shutil.rmtree(SITE, ignore_errors=True)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--upgrade", "--no-deps", "--target", str(SITE)]
+    subprocess.run([*pip, *NEWEST], check=True)
+    worse = []
+    for host in HOSTS.values():
+        pinned, newest = verdicts(doctor(host)), verdicts(doctor(host, SITE))
+        worse += [
+            f"{host}: {name} was {pinned[name]!r}, is {new!r}" for name, new in newest.items() if pinned[name] != new
+        ]
+    status, tests = 0, "not run"
+    if run_tests:
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", *TESTS]
+        said = subprocess.run(command, cwd=ROOT, env=environment(SITE), stdout=subprocess.PIPE, text=True)
+        print(said.stdout)
+        status, tests = said.returncode, said.stdout.strip().splitlines()[-1].strip("= ").partition(" in ")[0]
+    for change in worse:
+        print(f"canary: {change}")
+    print("for docs/versions.md:")
+    cells = [datetime.date.today().isoformat(), *(version(name, SITE) for name in SHOWN), sys.version.split()[0]]
+    print(f"| {' | '.join([*cells, '; '.join(worse) or 'as with the pinned versions', tests])} |")
+    return int(bool(worse or status))
+
+
+def table() -> str:
+    columns = [("YOLOv5", importlib.metadata.version("yolov5"), verdicts(doctor("yolov5")))]
+    for release, tests in check_versions.VERSIONS.items():
+        if tests:  # what is older is refused
+            found = verdicts(doctor("ultralytics", check_versions.install(release)))
+            if evidence.release(release) >= evidence.release(training.IN_STOCK):  # doctor says so on a GPU alone
+                found["channels_last"] = "in stock"
+            columns.append(("Ultralytics", release, found))
+    head = ["switch", *(f"{host} {release}" for host, release, _ in columns)]
+    rows = [[f"`{name}`", *(found.get(name, "-") for _, _, found in columns)] for name in columns[0][2]]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)) + "\n"
+
+
+def write_table() -> None:
+    begin, end = "<!-- switches -->\n", "<!-- end switches -->"
+    text = PAGE.read_text()
+    before, after = text[: text.index(begin) + len(begin)], text[text.index(end) :]
+    PAGE.write_text(f"{before}\n{table()}\n{after}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", nargs="?", choices=["run", "table"], default="run")
+    parser.add_argument("--no-tests", action="store_true", help="ask doctor alone")
+    arguments = parser.parse_args()
+    if arguments.command == "table":
+        write_table()
+        return 0
+    return canary(not arguments.no_tests)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
