@@ -112,9 +112,16 @@ GPU_ONLY = ("TrainStep(", "torch.cuda.graph(")
 APART = {"README.md": "yolov5", "yolov5.md": "yolov5", "ultralytics.md": "ultralytics"}
 
 
+# Pages whose snippets train for an hour: the slow test of this file runs the same on little.
+LONG = {"fine_tune.md": "tests/examples/test_fine_tune.py"}
+
+
 def run_snippets(page: Path, folder: Path) -> None:
     """All Python snippets of a page, each with names of its own."""
     for index, text in enumerate(snippets(page, "python")):
+        if page.name in LONG:
+            compile(text, page.name, "exec")
+            continue
         file = folder / f"{page.stem}_{index}.py"
         file.write_text(text)  # TorchScript reads the source
         code = compile(text, str(file), "exec")
@@ -244,6 +251,12 @@ COMMANDS = [
         Held("tests/examples/test_examples.py", "def test_results_of_ultralytics_become_detections"),
     ),
     (r"python -m examples\.export\b.*", Held("tests/examples/test_examples.py", 'run("examples.export"')),
+    (r"python -m examples\.fine_tune\b.*", Held("tests/examples/test_fine_tune.py", "def test_notebook")),
+    (
+        r"python -m examples\.draw runs/.*",
+        Held("tests/examples/test_examples.py", "def test_results_of_ultralytics_become_detections"),
+    ),
+    (r"nm -D .*", Held("tests/packaging/test_build.py", "def test_operator_library_needs_no_python")),
     (r"python -m examples\.serve\b.*", Held("tests/examples/test_examples.py", 'run("examples.serve"')),
     (r"python -m examples\.demo\.picture\b.*", Held("tests/demo/test_picture.py", '"-m", "examples.demo.picture"')),
     (r"cmake -S tests/cpp .*", Held("Makefile", "-S tests/cpp -B $(1) -DSANITIZE=$(2)")),
