@@ -18,7 +18,6 @@ ON_GPU = [
         "disk",
         "full_disk",
         "changed_labels",
-        "segmentation",
         "albumentations",
         "changed_code",
         "fork_colours",

@@ -35,13 +35,12 @@ class Finisher:
         if not isinstance(batch, PlannedBatch):  # stock has made it
             return tuple(value.pin_memory() if isinstance(value, torch.Tensor) else value for value in batch)
         images = assemble(self.pictures(batch.plan), batch.grid)
-        rest = [
-            torch.from_numpy(value).pin_memory().to(self.device, non_blocking=True)
-            if isinstance(value, np.ndarray)
-            else value
-            for value in batch.rest
-        ]
-        return (images, *rest)
+        return (images, *(self._uploaded(value) for value in batch.rest))
+
+    def _uploaded(self, value: Any) -> Any:
+        if not isinstance(value, (np.ndarray, torch.Tensor)):
+            return value
+        return torch.as_tensor(value).pin_memory().to(self.device, non_blocking=True)
 
 
 class FinisherOfDicts(Finisher):

@@ -29,6 +29,11 @@ class PlannedBatch:
     rest: Any
 
 
+def _is_small(value: Any) -> bool:
+    """Whether this is a tensor to send in the message itself: each tensor would take a file of shared memory."""
+    return isinstance(value, torch.Tensor) and value.nbytes <= SMALL
+
+
 class Collate:
     """Puts the plans of a batch together; everything but pixels goes through the host's own ``collate_fn``.
 
@@ -51,8 +56,9 @@ class Collate:
         pictures = [items[number][0] for number in shown.tolist()]
         if not self.on_gpu:
             return (assemble(self.make(pictures, alone=grid.shape[1:] == (1, 1)), grid), *rest)
-        kept = tuple(value.numpy() if isinstance(value, torch.Tensor) else value for value in rest)
-        return PlannedBatch(self.plan(pictures), grid, kept)
+        return PlannedBatch(
+            self.plan(pictures), grid, tuple(value.numpy() if _is_small(value) else value for value in rest)
+        )
 
     def plan(self, pictures: list[Picture]) -> Plan:
         """The plan that this process sends."""
@@ -86,12 +92,7 @@ class CollateDicts(Collate):
             return batch
         batch["img"] = None  # keeps its place
         grid = np.arange(len(pictures)).reshape(-1, 1, 1)
-        # In the message itself: each tensor would take a file of shared memory.
-        small = {
-            name: value.numpy()
-            for name, value in batch.items()
-            if isinstance(value, torch.Tensor) and value.nbytes <= SMALL
-        }
+        small = {name: value.numpy() for name, value in batch.items() if _is_small(value)}
         return PlannedBatch(self.plan(pictures), grid, ({**batch, **small}, list(small)))
 
 

@@ -81,7 +81,7 @@ def unknown_code(host: Any) -> str | None:
 
 @functools.cache
 def dataset_class(stock: type) -> type:
-    """``LoadImagesAndLabels`` with a memory that all processes share, and with plans for those who ask for them."""
+    """``LoadImagesAndLabels``, or the same with masks, with a memory that all processes share, and with plans for those who ask for them."""
 
     class LoadImagesAndLabels(stock):
         torch_fastdet_stock = stock
@@ -161,15 +161,19 @@ def dataset_class(stock: type) -> type:
         def __reduce_ex__(self, protocol: Any) -> Any:
             if type(self) is not LoadImagesAndLabels:
                 return super().__reduce_ex__(protocol)
-            return _new_dataset, (stock.__module__,), self.__getstate__()
+            return _new_dataset, (stock.__module__, stock.__name__), self.__getstate__()
 
-    LoadImagesAndLabels.__module__, LoadImagesAndLabels.__qualname__ = __name__, stock.__name__
+    for base in stock.__bases__:  # a class that was made while its base was replaced
+        if "torch_fastdet_stock" in vars(base):
+            stock.__bases__ = (vars(base)["torch_fastdet_stock"],)
+    LoadImagesAndLabels.__module__ = __name__
+    LoadImagesAndLabels.__name__ = LoadImagesAndLabels.__qualname__ = stock.__name__
     return LoadImagesAndLabels
 
 
-def _new_dataset(module: str) -> Any:
+def _new_dataset(module: str, name: str) -> Any:
     """An empty data set, in a process that may have no patch()."""
-    stock: Any = importlib.import_module(module).LoadImagesAndLabels
+    stock: Any = getattr(importlib.import_module(module), name)
     cls = dataset_class(vars(stock).get("torch_fastdet_stock", stock))
     return object.__new__(cls)
 
@@ -194,7 +198,7 @@ def _memory_for(dataset: Any, everything: bool) -> PictureMemory:
 def cannot_plan(dataset: Any) -> str | None:
     """Why a data set's pictures are stock's to make; None where they are not."""
     if "torch_fastdet_stock" not in vars(type(dataset)):
-        return f"{type(dataset).__name__} makes more than boxes."
+        return f"{type(dataset).__name__} is not YOLOv5's."
     if getattr(dataset.albumentations, "transform", None) is not None:
         return "Albumentations, which is installed, changes pictures."
     return None

@@ -220,6 +220,14 @@ def _data_set(_: Active, stock: Any, __: Any) -> Any:
     return loader.dataset_class(stock)
 
 
+def _data_set_of_masks(active: Active, stock: Any, module: Any) -> Any:
+    boxes = sys.modules[module.__name__.replace(".segment.", ".")]
+    if not active.has_replaced(boxes, "InfiniteDataLoader"):
+        return None
+    active.replace(module, "DataLoader", boxes.DataLoader)
+    return _data_set(active, stock, module)
+
+
 def _data_loader(active: Active, stock: Any, module: Any) -> Any:
     if not active.has_replaced(module, "LoadImagesAndLabels"):
         return None
@@ -237,8 +245,9 @@ LOADER = Switch(
     (
         Target(DATALOADERS, "LoadImagesAndLabels", make=_data_set, evidence=(KNOWN,)),
         Target(DATALOADERS, "InfiniteDataLoader", make=_data_loader),
+        Target(both("utils.segment.dataloaders"), "LoadImagesAndLabelsAndMasks", make=_data_set_of_masks),
     ),
-    modules=("utils.dataloaders",),
+    modules=("utils.dataloaders", "utils.segment.dataloaders"),
     evidence=(MEMFD, OPENCV),
 )
 

@@ -372,19 +372,41 @@ def albumentations():
         dataloaders.Albumentations = stock
 
 
-def segmentation():
+def masks(root, epochs=2, **options):
+    """All batches of segment/train.py's loader, masks included, and items of its data set."""
     loaders = importlib.import_module(f"{prefix}utils.segment.dataloaders")
-    root = make("segments", segments=True)
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(0)
+    loader, dataset = loaders.create_dataloader(str(root / "images"), SIZE, 6, 32, **options)
+    out = []
+    for _ in range(epochs):
+        if options.get("image_weights"):
+            dataset.indices = random.choices(range(dataset.n), k=dataset.n)
+        out += [tuple(x.cpu() if isinstance(x, torch.Tensor) else x for x in batch) for batch in loader]
+    return [*out, random.random(), np.random.rand(), dataset[1]]
 
-    def masks():
-        random.seed(0)
-        np.random.seed(0)
-        torch.manual_seed(0)
-        path = str(root / "images")
-        loader, _ = loaders.create_dataloader(path, SIZE, 6, 32, augment=True, hyp=HYP, workers=2, overlap_mask=True)
-        return [(images.cpu(), labels.cpu(), paths, shapes, m) for images, labels, paths, shapes, m in loader]
 
-    compare(ours(masks), masks())
+def segmentation():
+    """Also where the module is imported after patch(), as by the launcher."""
+    name, root = f"{prefix}utils.segment.dataloaders", make("segments", segments=True)
+    cases = (
+        {"workers": 2, "overlap_mask": True, "mask_downsample_ratio": 4},
+        {"workers": 0, "mask_downsample_ratio": 2},
+        {"workers": 0, "overlap_mask": True, "image_weights": True},
+    )
+    for late in (True, False):
+        for options in cases:
+            if late:
+                sys.modules.pop(name, None)
+            options = {"augment": True, "hyp": {**HYP, "copy_paste": 0.3}, **options}
+            with Lines() as lines:
+                mine = ours(masks, root, **options)
+            assert not lines.about("leaves the rest") and lines.about("decoded once"), lines.lines
+            cls = sys.modules[name].LoadImagesAndLabelsAndMasks
+            assert [base.__module__ for base in cls.__mro__[:2]] == [name, f"{prefix}utils.dataloaders"], cls.__mro__
+            compare(mine, masks(root, **options))
+    rect = {"rect": True, "workers": 2, "overlap_mask": True, "mask_downsample_ratio": 4, "pad": 0.5}
+    compare(ours(masks, root, **rect), masks(root, **rect))
 
 
 class Lines(logging.Handler):
