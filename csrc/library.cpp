@@ -86,8 +86,8 @@ TORCH_LIBRARY(torch_fastdet, m) {
 
   // Validation: detections matched with labels. rule is "best" (YOLOv5) or "greedy" (Ultralytics).
   m.def(
-      "match_detections(Tensor detections, Tensor labels, Tensor iouv, Tensor? counts=None, str rule=\"best\") "
-      "-> Tensor");
+      "match_detections(Tensor detections, Tensor labels, Tensor iouv, Tensor? counts=None, str rule=\"best\", "
+      "Tensor? iou=None) -> Tensor");
   m.def(
       "confusion_matrix_(Tensor(a!) matrix, Tensor detections, Tensor labels, Tensor? counts=None, float conf=0.25, "
       "float iou_thres=0.45, str rule=\"best\") -> ()");

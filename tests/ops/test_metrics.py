@@ -35,6 +35,13 @@ def image(n: int, m: int, seed: int, classes: int = 3) -> tuple[torch.Tensor, to
     return detections, torch.cat([torch.randint(classes, (m, 1), generator=g), truth], 1)
 
 
+def rectangles(boxes: torch.Tensor, side: int) -> torch.Tensor:
+    """The pixels inside of boxes (n, 4) as masks (n, side, side) of bools."""
+    left, top, right, bottom = boxes.T[:, :, None, None]
+    y, x = torch.arange(side)[:, None], torch.arange(side)
+    return (x >= left) & (x < right) & (y >= top) & (y < bottom)
+
+
 SIZES = [(0, 0), (0, 3), (3, 0), (1, 1), (7, 5), (60, 13), (300, 40), (513, 70)]
 
 
@@ -45,6 +52,36 @@ def test_match_is_the_definition(device, n, m, rule):
     found = ops.match_detections(detections.to(device), labels.to(device), IOUV.to(device), rule=rule)
     assert found.dtype == torch.bool and found.shape == (n, 10)
     assert np.array_equal(found.cpu().numpy(), reference.match(detections, labels, IOUV, rule))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("n, m", SIZES)
+def test_match_by_other_overlaps_is_the_definition(device, n, m, rule):
+    """Such as those of masks, in images of a batch; overlaps of equal value among them."""
+    generator = torch.Generator().manual_seed(n + m)
+    counts, labels, rows, overlaps = torch.tensor([n, n // 2]), [], [], []
+    for number, count in enumerate(counts.tolist()):
+        detections, truth = image(n, m, seed=n + m + number)
+        iou = (torch.rand(m, n, generator=generator) * 40).round() / 40
+        wanted = reference.match(detections[:count], truth, IOUV, rule, iou[:, :count].numpy())
+        alone = [t.to(device) for t in (detections[:count], truth, IOUV)]
+        found = ops.match_detections(*alone, rule=rule, iou=iou[:, :count].to(device))
+        assert np.array_equal(found.cpu().numpy(), wanted)
+        rows.append((detections, wanted))
+        labels.append(torch.cat([torch.full((m, 1), float(number)), truth], 1))
+        overlaps.append(iou)
+    batch = torch.stack([detections for detections, _ in rows]), torch.cat(labels), IOUV, counts
+    found = ops.match_detections(*(t.to(device) for t in batch), rule=rule, iou=torch.cat(overlaps).to(device))
+    for mine, (_, wanted), count in zip(found.cpu(), rows, counts.tolist()):
+        assert np.array_equal(mine[:count].numpy(), wanted) and not mine[count:].any()
+
+
+def test_other_overlaps_have_a_value_for_each_pair(device):
+    detections, labels = (t.to(device) for t in image(4, 2, 0))
+    with pytest.raises(
+        RuntimeError, match=r"iou has shape \[4, 2\], but a row for each of 2 labels and a column for each of 4"
+    ):
+        ops.match_detections(detections, labels, IOUV.to(device), iou=torch.rand(4, 2, device=device))
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -63,6 +100,7 @@ def test_confusion_is_the_definition(device, n, m, rule):
 def test_sanitizer_small(device, rule):
     for n, m in SIZES:
         test_match_is_the_definition(device, n, m, rule)
+        test_match_by_other_overlaps_is_the_definition(device, n, m, rule)
         test_confusion_is_the_definition(device, n, m, rule)
 
 

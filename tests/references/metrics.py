@@ -17,9 +17,9 @@ def ious(labels: Tensor, detections: Tensor) -> np.ndarray:
     return (common / (area_a + area_b - common + 1e-7)).numpy()
 
 
-def match(detections: Tensor, labels: Tensor, iouv: Tensor, rule: str) -> np.ndarray:
-    """One image: detections (n, 6), labels (m, 5) -> (n, t)."""
-    iou = ious(labels, detections)
+def match(detections: Tensor, labels: Tensor, iouv: Tensor, rule: str, iou: np.ndarray | None = None) -> np.ndarray:
+    """One image: detections (n, 6), labels (m, 5), perhaps other overlaps (m, n) -> (n, t)."""
+    iou = ious(labels, detections) if iou is None else iou.copy()
     iou[labels[:, 0].float().numpy()[:, None] != detections[:, 5].float().numpy()] = 0
     correct = np.zeros((len(detections), len(iouv)), dtype=bool)
     for t, threshold in enumerate(iouv.float().numpy()):

@@ -9,7 +9,12 @@ from torch_fastdet.ops._checks import check_optional_tensor, check_tensor
 
 
 def match_detections(
-    detections: Tensor, labels: Tensor, iouv: Tensor, counts: Tensor | None = None, rule: str = "best"
+    detections: Tensor,
+    labels: Tensor,
+    iouv: Tensor,
+    counts: Tensor | None = None,
+    rule: str = "best",
+    iou: Tensor | None = None,
 ) -> Tensor:
     """Which detections are correct at each IoU threshold: YOLOv5's ``process_batch``, Ultralytics' ``match_predictions``.
 
@@ -28,6 +33,8 @@ def match_detections(
             first row that claims a label gets it. "greedy" (Ultralytics 8.4.190): in the order of the rows, a detection takes
             the label of greatest IoU that is left. Where two labels have the same IoU, "best" claims the later and "greedy"
             the earlier one.
+        iou: (m, n), float16, bfloat16, float32 or float64: what to compare with the thresholds in place of the IoU of boxes, such
+            as that of masks or turned boxes: of each label with each detection of its image. Same device; converted to float32.
 
     Returns:
         (n, t) or (images, n, t), bool, contiguous. False in rows past the count.
@@ -44,7 +51,8 @@ def match_detections(
         check_tensor("match_detections", "labels", labels)
         check_tensor("match_detections", "iouv", iouv)
         check_optional_tensor("match_detections", "counts", counts)
-    return torch.ops.torch_fastdet.match_detections(detections, labels, iouv, counts, rule)
+        check_optional_tensor("match_detections", "iou", iou)
+    return torch.ops.torch_fastdet.match_detections(detections, labels, iouv, counts, rule, iou)
 
 
 def confusion_matrix_(

@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kThreads) match_best_kernel(const __grid_const
   int32_t* best = p.best + image * in.count;
   for (int64_t d = threadIdx.x; d < n; d += kThreads) {
     float iou;
-    const int64_t label = best_label(in, image, detection_row(in, image, d), /*same_class=*/true, &iou);
+    const int64_t label = best_label(in, image, d, /*same_class=*/true, &iou);
     best[d] = static_cast<int32_t>(label);
     for (int64_t t = 0; label >= 0 && t < levels; ++t) {
       if (iou >= thresholds[t]) atomicMax(p.claims + label * levels + t, static_cast<int32_t>(n - d));
@@ -48,15 +48,15 @@ __device__ void warp_argmax(float& value, int64_t& index) {
 
 // The best label that is left, by one warp; lane l % 32 alone reads and writes what is kept of label l.
 template <typename IsFree>
-__device__ int64_t best_free_label_of_warp(const MatchInput& in, int64_t image, const float* detection, bool same_class,
+__device__ int64_t best_free_label_of_warp(const MatchInput& in, int64_t image, int64_t index, bool same_class,
                                            float* iou, IsFree is_free) {
+  const float category = detection_row(in, image, index)[5];
   float greatest = 0.f;
   int64_t best = INT64_MAX;
   for (int64_t l = threadIdx.x % kWarp; l < in.label_count; l += kWarp) {
     if (!label_is_of(in, image, l) || !is_free(l)) continue;
-    const float* label = label_row(in, l);
-    if (same_class && label[0] != detection[5]) continue;
-    const float value = box_iou(label + 1, detection);
+    if (same_class && label_row(in, l)[0] != category) continue;
+    const float value = overlap(in, image, l, index);
     if (value > greatest) greatest = value, best = l;
   }
   warp_argmax(greatest, best);
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kThreads) match_greedy_kernel(const __grid_con
       bool found = false;
       if (d < n) {
         float iou;
-        const int64_t label = best_free_label_of_warp(in, image, detection_row(in, image, d), /*same_class=*/true, &iou,
+        const int64_t label = best_free_label_of_warp(in, image, d, /*same_class=*/true, &iou,
                                                       [&](int64_t l) { return p.claims[l * levels + t] == 0; });
         found = label >= 0 && iou >= thresholds[t];
         if (found && label % kWarp == lane) p.claims[label * levels + t] = 1;
@@ -97,10 +97,9 @@ TORCH_FASTDET_HOST_DEVICE uint64_t claim_key(float iou, int64_t row) {
 __device__ void claim_best_labels(const ConfusionParams& p, int64_t image, int64_t n) {
   const MatchInput& in = p.in;
   for (int64_t d = threadIdx.x; d < n; d += kThreads) {
-    const float* detection = detection_row(in, image, d);
-    if (!(detection[4] > p.confidence)) continue;
+    if (!(detection_row(in, image, d)[4] > p.confidence)) continue;
     float iou;
-    const int64_t label = best_label(in, image, detection, /*same_class=*/false, &iou);
+    const int64_t label = best_label(in, image, d, /*same_class=*/false, &iou);
     if (label < 0 || !(iou > p.iou_threshold)) continue;
     atomicMax(reinterpret_cast<unsigned long long*>(p.claims + label),
               static_cast<unsigned long long>(claim_key(iou, d)));
@@ -111,11 +110,10 @@ __device__ void claim_free_labels(const ConfusionParams& p, int64_t image, int64
   if (threadIdx.x >= kWarp) return;
   const MatchInput& in = p.in;
   for (int64_t d = 0; d < n; ++d) {
-    const float* detection = detection_row(in, image, d);
-    if (!(detection[4] > p.confidence)) continue;
+    if (!(detection_row(in, image, d)[4] > p.confidence)) continue;
     float iou;
-    const int64_t label = best_free_label_of_warp(in, image, detection, /*same_class=*/false, &iou,
-                                                  [&](int64_t l) { return p.claims[l] == 0; });
+    const int64_t label =
+        best_free_label_of_warp(in, image, d, /*same_class=*/false, &iou, [&](int64_t l) { return p.claims[l] == 0; });
     if (label < 0 || !(iou > p.iou_threshold)) continue;
     if (label % kWarp == threadIdx.x) p.claims[label] = claim_key(iou, d);
   }

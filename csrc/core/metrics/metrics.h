@@ -24,6 +24,7 @@ struct MatchInput {
   const float* labels = nullptr;    // (label_count, 5): class, x1, y1, x2, y2; or 6 with the image first
   int64_t label_count = 0, label_stride = 0;
   bool labels_name_image = false;
+  const float* iou = nullptr;  // (label_count, count): with the detections of the label's image; nullptr: of the boxes
   MatchRule rule = MatchRule::kBest;
 };
 

@@ -19,7 +19,7 @@ void match_best(const MatchParams& p, int64_t image) {
   }
   for (int64_t d = 0; d < n; ++d) {
     float iou;
-    const int64_t label = best_label(in, image, detection_row(in, image, d), /*same_class=*/true, &iou);
+    const int64_t label = best_label(in, image, d, /*same_class=*/true, &iou);
     if (label < 0) continue;
     for (int64_t t = 0; t < levels; ++t) {
       int32_t& owner = p.claims[label * levels + t];
@@ -30,15 +30,15 @@ void match_best(const MatchParams& p, int64_t image) {
 
 // The label that is left with the greatest IoU, the earlier one where two are equal; kGreedy.
 template <typename IsFree>
-int64_t best_free_label(const MatchInput& in, int64_t image, const float* detection, bool same_class, float* iou,
+int64_t best_free_label(const MatchInput& in, int64_t image, int64_t index, bool same_class, float* iou,
                         IsFree is_free) {
+  const float category = detection_row(in, image, index)[5];
   int64_t best = -1;
   *iou = 0.f;
   for (int64_t l = 0; l < in.label_count; ++l) {
     if (!label_is_of(in, image, l) || !is_free(l)) continue;
-    const float* label = label_row(in, l);
-    if (same_class && label[0] != detection[5]) continue;
-    const float value = box_iou(label + 1, detection);
+    if (same_class && label_row(in, l)[0] != category) continue;
+    const float value = overlap(in, image, l, index);
     if (value > *iou) *iou = value, best = l;
   }
   return best;
@@ -53,8 +53,8 @@ void match_greedy(const MatchParams& p, int64_t image) {
     std::vector<bool> taken(in.label_count, false);
     for (int64_t d = 0; d < n; ++d) {
       float iou;
-      const int64_t label = best_free_label(in, image, detection_row(in, image, d), /*same_class=*/true, &iou,
-                                            [&](int64_t l) { return !taken[l]; });
+      const int64_t label =
+          best_free_label(in, image, d, /*same_class=*/true, &iou, [&](int64_t l) { return !taken[l]; });
       if (label < 0 || !(iou >= thresholds[t])) continue;
       taken[label] = true;
       correct[d * levels + t] = true;
@@ -70,12 +70,11 @@ std::vector<int64_t> owners_of_labels(const ConfusionParams& p, int64_t image) {
   std::vector<int64_t> owner(in.label_count, -1);
   std::vector owned(in.label_count, 0.f);
   for (int64_t d = 0; d < n; ++d) {
-    const float* detection = detection_row(in, image, d);
-    if (!(detection[4] > p.confidence)) continue;
+    if (!(detection_row(in, image, d)[4] > p.confidence)) continue;
     float iou;
-    const int64_t label = in.rule == MatchRule::kBest ? best_label(in, image, detection, /*same_class=*/false, &iou)
-                                                      : best_free_label(in, image, detection, /*same_class=*/false,
-                                                                        &iou, [&](int64_t l) { return owner[l] < 0; });
+    const int64_t label = in.rule == MatchRule::kBest ? best_label(in, image, d, /*same_class=*/false, &iou)
+                                                      : best_free_label(in, image, d, /*same_class=*/false, &iou,
+                                                                        [&](int64_t l) { return owner[l] < 0; });
     if (label >= 0 && iou > threshold && iou >= owned[label]) owner[label] = d, owned[label] = iou;
   }
   return owner;

@@ -40,17 +40,22 @@ TORCH_FASTDET_HOST_DEVICE float box_iou(const float* a, const float* b) {
   return div_rn(common, add_rn(sub_rn(add_rn(area_a, area_b), common), 1e-7f));
 }
 
+TORCH_FASTDET_HOST_DEVICE float overlap(const MatchInput& in, int64_t image, int64_t label, int64_t index) {
+  return in.iou == nullptr ? box_iou(label_row(in, label) + 1, detection_row(in, image, index))
+                           : in.iou[label * in.count + index];
+}
+
 // The label that a detection claims under MatchRule::kBest: the greatest IoU, the later label where two are equal.
 // same_class: only labels of the detection's class. Returns -1 where no label has a positive IoU.
-TORCH_FASTDET_HOST_DEVICE int64_t best_label(const MatchInput& in, int64_t image, const float* detection,
-                                             bool same_class, float* iou) {
+TORCH_FASTDET_HOST_DEVICE int64_t best_label(const MatchInput& in, int64_t image, int64_t index, bool same_class,
+                                             float* iou) {
+  const float category = detection_row(in, image, index)[5];
   int64_t best = -1;
   float greatest = 0.f;
   for (int64_t l = 0; l < in.label_count; ++l) {
     if (!label_is_of(in, image, l)) continue;
-    const float* label = label_row(in, l);
-    if (same_class && label[0] != detection[5]) continue;
-    const float value = box_iou(label + 1, detection);
+    if (same_class && label_row(in, l)[0] != category) continue;
+    const float value = overlap(in, image, l, index);
     if (value > 0.f && value >= greatest) greatest = value, best = l;
   }
   *iou = greatest;

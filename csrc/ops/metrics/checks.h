@@ -44,12 +44,21 @@ inline void check_match_input(const at::Tensor& detections, const at::Tensor& la
 }
 
 inline void check_match_detections(const at::Tensor& detections, const at::Tensor& labels, const at::Tensor& iouv,
-                                   const std::optional<at::Tensor>& counts, const char* op) {
+                                   const std::optional<at::Tensor>& counts, const std::optional<at::Tensor>& iou,
+                                   const char* op) {
   check_match_input(detections, labels, counts, op);
   check_strided(iouv, op, "iouv");
   check_float(iouv, op, "iouv");
   check_same_device(detections, "detections", iouv, op, "iouv");
   TORCH_CHECK(iouv.dim() == 1, op, ": iouv has shape ", iouv.sym_sizes(), ", but one dimension is expected");
+  if (!iou) return;
+  check_strided(*iou, op, "iou");
+  check_float(*iou, op, "iou");
+  check_same_device(detections, "detections", *iou, op, "iou");
+  TORCH_CHECK(iou->dim() == 2, op, ": iou has shape ", iou->sym_sizes(), ", but two dimensions are expected");
+  TORCH_SYM_CHECK(iou->sym_size(0).sym_eq(labels.sym_size(0)).sym_and(iou->sym_size(1).sym_eq(detections.sym_size(-2))),
+                  op, ": iou has shape ", iou->sym_sizes(), ", but a row for each of ", labels.sym_size(0),
+                  " labels and a column for each of ", detections.sym_size(-2), " detections are expected");
 }
 
 inline void check_confusion_matrix(const at::Tensor& matrix, const at::Tensor& detections, const at::Tensor& labels,

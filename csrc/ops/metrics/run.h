@@ -37,9 +37,10 @@ inline at::Tensor match_shape(const at::Tensor& detections, const at::Tensor& io
 
 template <class Backend>
 at::Tensor match_detections(const at::Tensor& detections, const at::Tensor& labels, const at::Tensor& iouv,
-                            const std::optional<at::Tensor>& counts, std::string_view rule) {
+                            const std::optional<at::Tensor>& counts, std::string_view rule,
+                            const std::optional<at::Tensor>& iou) {
   constexpr const char* kOp = "match_detections";
-  check_match_detections(detections, labels, iouv, counts, kOp);
+  check_match_detections(detections, labels, iouv, counts, iou, kOp);
   const core::MatchRule parsed = parse_match_rule(rule, kOp);
   const c10::DeviceGuard guard(detections.device());
   at::Tensor correct = match_shape(detections, iouv);
@@ -49,7 +50,9 @@ at::Tensor match_detections(const at::Tensor& detections, const at::Tensor& labe
     const at::Tensor valid = counts ? counts->contiguous() : at::Tensor();
     const auto ints = detections.options().dtype(at::kInt);
     core::MatchParams params;
+    const at::Tensor overlaps = iou ? iou->to(at::kFloat).contiguous() : at::Tensor();
     params.in = match_input(rows, truth, valid, parsed);
+    if (iou) params.in.iou = overlaps.const_data_ptr<float>();
     check_match_size(params.in, kOp);
     params.thresholds = thresholds.const_data_ptr<float>();
     params.threshold_count = thresholds.size(0);
