@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import torch_fastdet.ultralytics as drop_in
-from tests.ops.test_metrics import IOUV, image
+from tests.ops.test_metrics import IOUV, image, rectangles
 from torch_fastdet.ultralytics import validation
 from torch_fastdet.ultralytics.validation import confusions
 
@@ -37,7 +38,7 @@ def test_is_replaced_and_put_back(ultralytics):
     names = "update_metrics", "_process_batch"
     before = [vars(ultralytics.validator)[name] for name in names] + [vars(ultralytics.matrix)["process_batch"]]
     said = drop_in.patch(val_optim=True)
-    assert sum(line.startswith("val_optim: ultralytics.") for line in said) == 4
+    assert sum(line.startswith("val_optim: ultralytics.") for line in said) == 9
     drop_in.unpatch()
     assert before == [vars(ultralytics.validator)[name] for name in names] + [vars(ultralytics.matrix)["process_batch"]]
 
@@ -76,6 +77,91 @@ def test_detections_of_an_image_without_matches_are_false_positives(device, rule
     labels = torch.tensor(labels, device=device).reshape(-1, 5)
     found = confusions(rows, labels, 2, 0.25, 0.45, rule)
     assert found.tolist() == [[0, 0, 1], [0, 0, 1], [0, len(labels), 0]]
+
+
+def test_matches_by_any_overlaps_as_stock(ultralytics, device):
+    stock = ultralytics.validator.match_predictions
+    drop_in.patch(val_optim=True)
+    ours, validator = ultralytics.validator.match_predictions, SimpleNamespace(iouv=IOUV)
+    assert ours is not stock
+    generator = torch.Generator().manual_seed(0)
+    for n, m in ((0, 3), (3, 0), (60, 13), (300, 40)):
+        iou = (torch.rand(m, n, generator=generator) * 1.2 - 0.1).clamp_(0, 1)
+        found, truth = (torch.randint(3, (k,), generator=generator).float() for k in (n, m))
+        for options in ({}, {"use_scipy": True}):
+            wanted = stock(validator, found, truth, iou, **options)
+            mine = ours(validator, found.to(device), truth.to(device), iou.to(device), **options)
+            assert torch.equal(mine, wanted) and mine.device.type == "cpu"
+
+
+def tasks_metrics(task, device, pretend=False, overlap=True, plots=True):
+    """The statistics and the confusion matrix that a task's validator gathers of three pictures."""
+    val = importlib.import_module(f"ultralytics.models.yolo.{task}.val")
+    name = {"segment": "Segmentation", "pose": "Pose", "obb": "OBB"}[task]
+    metrics = importlib.import_module("ultralytics.utils.metrics")
+    validator = object.__new__(getattr(val, f"{name}Validator"))
+    names = {i: str(i) for i in range(3)}
+    options = {
+        "save_json": False,
+        "save_txt": False,
+        "visualize": False,
+        "single_cls": False,
+        "conf": 0.1,
+        "task": task,
+    }
+    vars(validator).update(
+        args=SimpleNamespace(**options, plots=plots, overlap_mask=overlap), seen=0, iouv=IOUV.to(device), niou=10,
+        device="cuda" if pretend else device, is_custom_json=False, build_gdict=False, nc=3, names=names,
+        metrics=getattr(metrics, f"{'Segment' if task == 'segment' else name}Metrics")(names), process=None,
+        confusion_matrix=metrics.ConfusionMatrix(names=names, task=task), sigma=np.ones(4) / 4, kpt_shape=[4, 3],
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(3)
+    preds, labels = [], []
+    for number, (n, m) in enumerate(((40, 7), (0, 4), (9, 0), (25, 3))):
+        rows, truth = image(n, m, number)
+        rows[:, :4], truth[:, 1:] = rows[:, :4] / 150, truth[:, 1:] / 150
+        pred = {"bboxes": rows[:, :4] * 128, "conf": rows[:, 4], "cls": rows[:, 5]}
+        centre = torch.cat(((truth[:, 1:3] + truth[:, 3:]) / 2, truth[:, 3:] - truth[:, 1:3]), 1)
+        label = {"cls": truth[:, :1], "bboxes": centre, "batch_idx": torch.full((m,), float(number))}
+        if task == "obb":
+            centred = torch.cat(((rows[:, :2] + rows[:, 2:4]) / 2, rows[:, 2:4] - rows[:, :2]), 1) * 128
+            pred["bboxes"] = torch.cat((centred, torch.rand(n, 1, generator=generator) * 0.2), 1)
+            label["bboxes"] = torch.cat((centre, torch.rand(m, 1, generator=generator) * 0.2), 1)
+        elif task == "pose":
+            corner, size = (rows[:, None, :2], (rows[:, 2:4] - rows[:, :2])[:, None])
+            where = torch.tensor([[0.2, 0.2], [0.8, 0.2], [0.8, 0.8], [0.2, 0.8]])
+            pred["keypoints"] = torch.cat(((corner + size * where) * 128, torch.ones(n, 4, 1)), 2)
+            points = truth[:, None, 1:3] + (truth[:, 3:] - truth[:, 1:3])[:, None] * where
+            label["keypoints"] = torch.cat((points, torch.randint(3, (m, 4, 1), generator=generator)), 2)
+        else:
+            pred["masks"] = rectangles(rows[:, :4] * 32, 32).to(torch.uint8)
+            masks = rectangles(truth[:, 1:] * 32, 32).float()
+            index = torch.stack([torch.zeros(32, 32), *(mask * (i + 1) for i, mask in enumerate(masks))]).amax(0)
+            label["masks"] = index[None] if overlap else masks
+        preds.append({key: value.to(device) for key, value in pred.items()})
+        labels.append(label)
+    batch = {key: torch.cat([label[key] for label in labels]).to(device) for key in labels[0]}
+    batch |= {"img": torch.zeros(4, 3, 128, 128), "ori_shape": [(128, 128)] * 4, "ratio_pad": [None] * 4}
+    validator.update_metrics(preds, batch | {"im_file": [f"{i}.jpg" for i in range(4)]})
+    assert "_prepare_batch" not in vars(validator) and str(validator.device) == str("cuda" if pretend else device)
+    return validator.metrics.stats, validator.confusion_matrix.matrix
+
+
+@pytest.mark.parametrize("task", ["segment", "pose", "obb"])
+def test_tasks_have_stocks_metrics(ultralytics, device, task):
+    """On the CPU the validator takes itself to be on a GPU, and so moves what it has to the host."""
+    ways = [{"overlap": overlap} for overlap in (True, False)] if task == "segment" else [{}]
+    stock = [tasks_metrics(task, device, **way) for way in ways]
+    drop_in.patch(val_optim=True)
+    for (stats, matrix), way in zip(stock, ways):
+        found, counted = tasks_metrics(task, device, pretend=device.type == "cpu", **way)
+        assert stats.keys() == found.keys() and len(stats["conf"]) == 4
+        for key, values in stats.items():
+            for mine, theirs in zip(found[key], values, strict=True):
+                assert np.array_equal(mine, theirs), key
+        assert np.array_equal(matrix, counted) and matrix.sum() > 10
+        kind = {"segment": "tp_m", "pose": "tp_p", "obb": "tp"}[task]
+        assert 3 < sum(values.sum() for values in found[kind]) < sum(values.size for values in found[kind])
 
 
 class Validator:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import torch_fastdet.yolov5 as drop_in
-from tests.ops.test_metrics import IOUV, image
+from tests.ops.test_metrics import IOUV, image, rectangles
 from torch_fastdet.yolov5 import validation
 
 
@@ -52,6 +52,30 @@ def test_matches_as_stock(yolov5, device, seed):
     wanted = yolov5.val.process_batch(detections, labels, IOUV)
     found = validation.process_batch(detections.to(device), labels.to(device), IOUV.to(device))
     assert found.device.type == device.type and torch.equal(found.cpu(), wanted)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("scale", [1, 2])
+def test_masks_match_as_stock(yolov5, device, overlap, scale):
+    """Masks of labels as large as those of predictions, and half as large."""
+    from yolov5.segment import val
+
+    stock = val.process_batch
+    drop_in.patch(val_optim=True)
+    assert val.process_batch is validation.process_batch_of_masks
+    for seed, (n, m) in enumerate(((60, 12), (5, 1))):
+        detections, labels = image(n, m, seed)
+        truth = rectangles(labels[:, 1:], 160).float()
+        if overlap:
+            truth = torch.stack([mask * (i + 1) for i, mask in enumerate(truth)]).amax(0)[None]
+        masks = rectangles(detections[:, :4], 160).float(), truth[:, ::scale, ::scale]
+        wanted = stock(detections, labels, IOUV, *masks, overlap, True)
+        inputs = (t.to(device) for t in (detections, labels, IOUV, *masks))
+        found = val.process_batch(*inputs, overlap, True)
+        assert found.device.type == device.type and torch.equal(found.cpu(), wanted) and (n < 9 or wanted.any())
+        assert torch.equal(val.process_batch(detections, labels, IOUV), stock(detections, labels, IOUV))
+    drop_in.unpatch()
+    assert val.process_batch is stock
 
 
 def test_confusion_matrix_is_stocks(yolov5, device):

@@ -44,6 +44,7 @@ class Validator(Protocol):
     args: Any
     match_predictions: Callable[..., torch.Tensor]
     _process_batch: Callable[..., Any]
+    _prepare_batch: Callable[..., Any]
 
 
 class ConfusionMatrix(Protocol):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -255,6 +256,10 @@ def counting_rule(matrix_class: Any) -> str | None:
         return _rule(confusions, torch.stack(found))
 
 
+def _match_overlaps(_: Active, stock: Callable[..., Any], validator: Any) -> Callable[..., Any]:
+    return validation.match_overlaps(stock, str(matching_rule(validator)))
+
+
 def _match(_: Active, stock: Callable[..., Any], validator: Any) -> Callable[..., Any]:
     return validation.match(stock, validator.match_predictions, str(matching_rule(validator)))
 
@@ -269,15 +274,37 @@ def knows(rule: Callable[[Any], str | None], what: str) -> Asks:
     )
 
 
+def _update(_: Active, stock: Callable[..., Any], validator: Any) -> Callable[..., Any]:
+    return validation.update_on_host(stock, validator._process_batch)
+
+
+def _process_masks(_: Active, stock: Callable[..., Any], validator: Any) -> Callable[..., Any]:
+    return validation.process_masks(stock, super(validator, validator)._process_batch)
+
+
+def _update_masks(_: Active, stock: Callable[..., Any], validator: Any) -> Callable[..., Any]:
+    mask_iou = vars(sys.modules[validator.__module__])["mask_iou"]
+    return validation.update_masks_on_host(stock, validator._process_batch, mask_iou)
+
+
+PROCESS = Signature(("self", "preds", "batch"))
+DETECTED = "DetectionValidator.update_metrics"
 VAL = Switch(
     "val_optim",
     "matching of detections and labels, and confusion matrix, in the validation of detectors",
     (
         Target(
+            module("engine.validator"),
+            "BaseValidator.match_predictions",
+            make=_match_overlaps,
+            evidence=(Signature(("self", "pred_classes", "true_classes", "iou", "use_scipy")),),
+            class_evidence=(knows(matching_rule, "match_predictions"),),
+        ),
+        Target(
             module("models.yolo.detect.val"),
             "DetectionValidator._process_batch",
             make=_match,
-            evidence=(Signature(("self", "preds", "batch")),),
+            evidence=(PROCESS,),
             class_evidence=(
                 Signature(("self", "preds", "batch"), "update_metrics"),
                 knows(matching_rule, "match_predictions"),
@@ -285,9 +312,26 @@ VAL = Switch(
         ),
         Target(
             module("models.yolo.detect.val"),
-            "DetectionValidator.update_metrics",
-            make=lambda _, stock, validator: validation.update_on_host(stock, validator._process_batch),
+            DETECTED,
+            make=_update,
             after="DetectionValidator._process_batch",
+        ),
+        *(
+            Target(module(f"models.yolo.{task}.val"), f"{validator}.update_metrics", make=_update, after=DETECTED)
+            for task, validator in (("pose", "PoseValidator"), ("obb", "OBBValidator"))
+        ),
+        Target(
+            module("models.yolo.segment.val"),
+            "SegmentationValidator._process_batch",
+            make=_process_masks,
+            evidence=(PROCESS,),
+            after=DETECTED,
+        ),
+        Target(
+            module("models.yolo.segment.val"),
+            "SegmentationValidator.update_metrics",
+            make=_update_masks,
+            after="SegmentationValidator._process_batch",
         ),
         Target(
             METRICS,
@@ -303,7 +347,11 @@ VAL = Switch(
             validation.average_precisions,
         ),
     ),
-    modules=("models.yolo.detect.val", "utils.metrics"),
+    modules=(
+        "engine.validator",
+        *(f"models.yolo.{task}.val" for task in ("detect", "segment", "pose", "obb")),
+        "utils.metrics",
+    ),
     evidence=(VERSION,),
 )
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,16 @@ from torch_fastdet.hosts.shapes import ConfusionMatrix, Validator
 from torch_fastdet.hosts.shared import average_precision
 from torch_fastdet.hosts.shared.floats import as_float
 
-__all__ = ["average_precisions", "confuse", "confusions", "match", "update_on_host"]
+__all__ = [
+    "average_precisions",
+    "confuse",
+    "confusions",
+    "match",
+    "match_overlaps",
+    "process_masks",
+    "update_masks_on_host",
+    "update_on_host",
+]
 
 
 def _rows(detections: dict[str, Tensor]) -> Tensor:
@@ -109,36 +119,117 @@ def confuse(stock: Callable, rule: str) -> Callable:
     return process_batch
 
 
-def update_on_host(stock: Callable, processing: Callable) -> Callable:
-    """``DetectionValidator.update_metrics`` of tensors on the host: one copy a batch instead of several syncs an image.
+def match_overlaps(stock: Callable, rule: str) -> Callable:
+    """``BaseValidator.match_predictions`` in C++, by whatever overlaps a task has."""
 
-    A validator whose ``_process_batch`` is not ``processing`` (masks, keypoints, rotated boxes) gets stock's.
+    @functools.wraps(stock)
+    def match_predictions(
+        self: Validator, pred_classes: Tensor, true_classes: Tensor, iou: Tensor, use_scipy: bool = False
+    ) -> Tensor:
+        if use_scipy:
+            return stock(self, pred_classes, true_classes, iou, use_scipy)
+        rows, labels = torch.zeros(len(pred_classes), 6), torch.zeros(len(true_classes), 5)
+        rows[:, 5], labels[:, 0] = pred_classes, true_classes
+        return ops.match_detections(rows, labels, as_float(self.iouv).cpu(), rule=rule, iou=as_float(iou).cpu())
+
+    return match_predictions
+
+
+@contextlib.contextmanager
+def _on_host(validator: Validator) -> Iterator[None]:
+    """While inside, stock makes what it combines with the labels on the host."""
+    device, validator.device = validator.device, torch.device("cpu")
+    try:
+        yield
+    finally:
+        validator.device = device
+
+
+def update_on_host(stock: Callable, processing: Callable) -> Callable:
+    """A validator's ``update_metrics`` of tensors on the host: one copy a batch instead of several syncs an image.
+
+    A validator whose ``_process_batch`` is not ``processing`` gets stock's.
     """
 
     @functools.wraps(stock)
     def update_metrics(self: Validator, preds: list[dict[str, Tensor]], batch: dict[str, Any]) -> None:
-        device = self.device
-        if type(self)._process_batch is not processing or torch.device(device).type == "cpu" or not preds:
+        if not _is_on_gpu(self, processing, preds):
             stock(self, preds, batch)
             return
-        if self.args.single_cls:  # as stock does, also for the plots that come later
-            for pred in preds:
-                pred["cls"].zero_()
-        labels = {name: batch[name].cpu() for name in ("batch_idx", "cls", "bboxes")}
-        self.device = torch.device("cpu")  # where stock makes what it combines with the labels
-        try:
-            stock(self, _to_host(preds), batch | labels)
-        finally:
-            self.device = device
+        with _on_host(self):
+            stock(self, _to_host(preds), _labels_on_host(batch))
 
     return update_metrics
 
 
-def _to_host(preds: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+def _is_on_gpu(validator: Validator, processing: Callable, preds: list[dict[str, Tensor]]) -> bool:
+    """Whether these are detections on a GPU of a validator that processes them so; with ``single_cls`` they lose their classes."""
+    if type(validator)._process_batch is not processing or torch.device(validator.device).type == "cpu" or not preds:
+        return False
+    if validator.args.single_cls:  # as stock does, also for the plots that come later
+        for pred in preds:
+            pred["cls"].zero_()
+    return True
+
+
+def _labels_on_host(batch: dict[str, Any]) -> dict[str, Any]:
+    return batch | {name: batch[name].cpu() for name in ("batch_idx", "cls", "bboxes", "keypoints") if name in batch}
+
+
+def _to_host(preds: list[dict[str, Tensor]]) -> list[dict[str, Any]]:
     """The tensors of all images in one copy for each name and dtype."""
-    host: list[dict[str, Tensor]] = [{} for _ in preds]
+    host: list[dict[str, Any]] = [{} for _ in preds]
     for name in preds[0]:
         parts = torch.cat([pred[name] for pred in preds]).cpu().split([len(pred[name]) for pred in preds])
         for image, part in zip(host, parts):
             image[name] = part
     return host
+
+
+#: The overlaps (labels, detections) of an image's masks, in its detections on the host.
+MASK_IOU = "torch_fastdet_mask_iou"
+
+
+def process_masks(stock: Callable, boxes: Callable) -> Callable:
+    """``SegmentationValidator._process_batch`` by overlaps that are there already; ``boxes`` is the one of detection."""
+
+    @functools.wraps(stock)
+    def _process_batch(self: Validator, preds: dict[str, Tensor], batch: dict[str, Any]) -> dict[str, Any]:
+        if MASK_IOU not in preds:
+            return stock(self, preds, batch)
+        correct = self.match_predictions(preds["cls"], batch["cls"], preds[MASK_IOU])
+        return {**boxes(self, preds, batch), "tp_m": correct.numpy()}
+
+    return _process_batch
+
+
+def update_masks_on_host(stock: Callable, processing: Callable, mask_iou: Callable) -> Callable:
+    """``SegmentationValidator.update_metrics``, whose masks stay on the GPU: the overlaps of all images come in one copy."""
+
+    @functools.wraps(stock)
+    def update_metrics(self: Validator, preds: list[dict[str, Tensor]], batch: dict[str, Any]) -> None:
+        args = self.args
+        shows_masks = args.save_json or args.save_txt or (args.plots and args.visualize)
+        if shows_masks or not _is_on_gpu(self, processing, preds):
+            stock(self, preds, batch)
+            return
+        labels = _labels_on_host(batch)
+        with _on_host(self):
+            prepared = [self._prepare_batch(i, labels) for i in range(len(preds))]
+            overlaps = [
+                mask_iou(label["masks"].flatten(1), pred["masks"].flatten(1).float())
+                if len(label["cls"]) and len(pred["cls"])
+                else pred["conf"].new_zeros(len(label["cls"]), len(pred["cls"]))
+                for label, pred in zip(prepared, preds)
+            ]
+            host = _to_host([{name: pred[name] for name in ("bboxes", "conf", "cls")} for pred in preds])
+            flat = torch.cat([overlap.flatten() for overlap in overlaps]).cpu()
+            for image, part, overlap in zip(host, flat.split([overlap.numel() for overlap in overlaps]), overlaps):
+                image[MASK_IOU] = part.view(overlap.shape)
+            vars(self)["_prepare_batch"] = lambda i, _: prepared[i]
+            try:
+                stock(self, host, labels)
+            finally:
+                del vars(self)["_prepare_batch"]
+
+    return update_metrics

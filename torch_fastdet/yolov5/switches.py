@@ -160,6 +160,35 @@ PROCESS_BATCH = Target(
 )
 
 
+def _correct_masks(matcher: Any) -> list[torch.Tensor]:
+    """By boxes, by one mask a label, and by labels that overlap in one mask of half the size."""
+    detections, labels, iouv = cases.DETECTIONS.clone(), cases.LABELS.clone(), cases.IOUV.clone()
+    y, x = torch.arange(100)[:, None], torch.arange(100)
+
+    def inside(boxes: torch.Tensor) -> torch.Tensor:
+        left, top, right, bottom = boxes.T[:, :, None, None]
+        return ((x >= left) & (x < right) & (y >= top) & (y < bottom)).float()
+
+    found, truth = inside(detections[:, :4]), inside(labels[:, 1:])
+    index = torch.stack([number * mask for number, mask in enumerate(truth, 1)]).amax(0)[None, ::2, ::2]
+    ways = [(), (found, truth, False, True), (found, index, True, True)]
+    return [torch.as_tensor(matcher(detections, labels, iouv, *way)).bool() for way in ways]
+
+
+def _masks_as_ours(stock: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    with torch.device("cpu"):
+        return _correct_masks(stock), _correct_masks(validation.process_batch_of_masks)
+
+
+PROCESS_BATCH_OF_MASKS = Target(
+    both("segment.val"),
+    "process_batch",
+    validation.process_batch_of_masks,
+    evidence=(Behaves("its process_batch", _masks_as_ours, 0, trials.REFERENCE),),
+    otherwise="say",
+)
+
+
 def _matrix_class(active: Active, stock: Any, _: Any) -> type:
     def look_at_script() -> None:
         """val.py as the script that runs: it defines process_batch itself, after its imports and before its first image."""
@@ -169,8 +198,10 @@ def _matrix_class(active: Active, stock: Any, _: Any) -> type:
         )
         if main is None or not isinstance(script, str) or not isinstance(metrics, str):
             return
-        if Path(script).name == "val.py" and Path(script).resolve().parent == Path(metrics).resolve().parents[1]:
-            active.look_for(PROCESS_BATCH, "__main__", [main])
+        root = Path(metrics).resolve().parents[1]
+        for target, path in ((PROCESS_BATCH, "val.py"), (PROCESS_BATCH_OF_MASKS, "segment/val.py")):
+            if Path(script).resolve() == root / path:
+                active.look_for(target, "__main__", [main])
 
     return stand_in(active.name, stock, validation.confusion_matrix_class(stock, look_at_script))
 
@@ -181,9 +212,10 @@ def _matrices(stock: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 VAL = Switch(
     "val_optim",
-    "matching of detections and labels, and confusion matrix, in val.py and the validation inside train.py",
+    "matching of detections and labels, and confusion matrix, in val.py, segment/val.py and the validation inside train.py",
     (
         PROCESS_BATCH,
+        PROCESS_BATCH_OF_MASKS,
         Target(GENERAL, "scale_boxes", validation.scale_boxes),
         Target(
             METRICS,
@@ -202,7 +234,7 @@ VAL = Switch(
             validation.average_precisions,
         ),
     ),
-    modules=("utils.metrics", "utils.general", "val"),
+    modules=("utils.metrics", "utils.general", "val", "segment.val"),
 )
 
 # loader_optim ---------------------------------------------------------------------------------------------------------

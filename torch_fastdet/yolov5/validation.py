@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torch_fastdet import ops
 from torch_fastdet.hosts.shared import average_precision
 from torch_fastdet.hosts.shared.floats import as_float
 
-__all__ = ["average_precisions", "confusion_matrix_class", "process_batch", "scale_boxes"]
+__all__ = ["average_precisions", "confusion_matrix_class", "process_batch", "process_batch_of_masks", "scale_boxes"]
 
 
 def process_batch(detections: Tensor, labels: Tensor, iouv: Tensor) -> Tensor:
@@ -30,6 +31,45 @@ def process_batch(detections: Tensor, labels: Tensor, iouv: Tensor) -> Tensor:
     """
     thresholds = as_float(iouv).to(detections.device)
     return ops.match_detections(as_float(detections), labels, thresholds).to(iouv.device)
+
+
+def process_batch_of_masks(
+    detections: Tensor,
+    labels: Tensor,
+    iouv: Tensor,
+    pred_masks: Tensor | None = None,
+    gt_masks: Tensor | None = None,
+    overlap: bool = False,
+    masks: bool = False,
+) -> Tensor:
+    """Correct detections of one image, as ``process_batch`` of YOLOv5's segment/val.py: by their boxes or by their masks.
+
+    Args:
+        detections: (n, 6 or more), x1, y1, x2, y2, confidence, class.
+        labels: (m, 5), class, x1, y1, x2, y2.
+        iouv: (t,) IoU thresholds.
+        pred_masks: (n, height, width), 0 or 1.
+        gt_masks: (m, h, w), 0 or 1; with ``overlap`` (1, h, w), which label shows in each pixel, counted from 1.
+        overlap: how labels' masks are given.
+        masks: whether to match by masks. Labels' masks of another size are resampled, bilinear, and are 1 where that is above 0.5.
+
+    Returns:
+        (n, t), bool, on the device of iouv.
+    """
+    if not masks:
+        return process_batch(detections, labels, iouv)
+    assert pred_masks is not None and gt_masks is not None
+    if overlap:
+        gt_masks = gt_masks == torch.arange(1, len(labels) + 1, device=gt_masks.device).view(-1, 1, 1)
+    found, truth = as_float(pred_masks).float(), gt_masks.float()
+    if truth.shape[1:] != found.shape[1:] and len(truth):
+        truth = F.interpolate(truth[None], found.shape[1:], mode="bilinear", align_corners=False)[0].gt(0.5).float()
+    # Sums of ones, which float32 holds exactly.
+    common = truth.flatten(1) @ found.flatten(1).T
+    areas = truth.sum((1, 2))[:, None] + found.sum((1, 2))
+    iou = common / (areas - common + 1e-7)
+    thresholds = as_float(iouv).to(detections.device)
+    return ops.match_detections(as_float(detections), labels, thresholds, iou=iou).to(iouv.device)
 
 
 def scale_boxes(img1_shape: Sequence[int], boxes: Any, img0_shape: Sequence[int], ratio_pad: Any = None) -> Any:
