@@ -7,8 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.conftest import cuda_missing
+from tests.graphs import fake_gpu
 from torch_fastdet import memory
+from torch_fastdet.hosts.engine import switch
 from torch_fastdet.hosts.evidence import installed_version, release
+from torch_fastdet.ultralytics import patch, unpatch
 from torch_fastdet.ultralytics.training import IN_STOCK, begin_again
 
 CASES = ("plain", "val_and_save", "multi_scale", "freeze", "freeze_later", "out_of_memory", "resume", "yolo26n")
@@ -191,3 +195,41 @@ def test_older_trainers_get_nhwc_memory_beneath_the_graphs(monkeypatch):
     assert {
         name: value for name, value in vars(tasks.DetectionModel).items() if name in ("predict", "__deepcopy__")
     } == {name: before[name] for name in ("predict", "__deepcopy__") if name in before}
+
+
+@pytest.mark.parametrize("kind", ["fake", "cuda"])
+def test_a_classifier_trains_as_in_stock(kind, monkeypatch, capsys):
+    if kind == "fake":
+        fake_gpu.install(monkeypatch)
+    elif reason := cuda_missing():
+        pytest.skip(reason)
+    tasks = pytest.importorskip("ultralytics.nn.tasks", reason="ultralytics is not installed")
+    monkeypatch.setattr(switch, "missing_gpu", lambda: None)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    device = "cpu" if kind == "fake" else "cuda"
+    torch.manual_seed(0)
+    stock = tasks.ClassificationModel("yolov8n-cls.yaml", nc=3, verbose=False).to(device).train()
+    mine = copy.deepcopy(stock)
+    batches = [
+        {"img": torch.rand(count, 3, 64, 64, device=device), "cls": torch.arange(count, device=device) % 3}
+        for count in (4, 4, 4, 2, 2, 2, 4)
+    ]
+
+    def losses(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for batch in batches:
+            loss, _ = model(batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield loss.item()
+
+    expected = list(losses(stock))
+    patch(cuda_graph=True)
+    try:
+        capsys.readouterr()
+        assert list(losses(mine)) == pytest.approx(expected, rel=1e-5)
+        assert capsys.readouterr().err.count("captured forward and backward of ClassificationModel") == 2
+    finally:
+        unpatch()
+    assert "predict" not in vars(tasks.ClassificationModel)

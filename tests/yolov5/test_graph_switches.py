@@ -209,6 +209,42 @@ def test_autobatch_measures_a_step_of_stocks(yolo, switched, cuda, capsys):
     assert not capsys.readouterr().err
 
 
+@pytest.mark.parametrize("kind", ["fake", "cuda"])
+def test_a_classifier_trains_as_in_stock(yolo, switched, kind, monkeypatch, capsys):
+    """As classify/train.py makes one of a detector, its step included."""
+    if kind == "fake":
+        fake_gpu.install(monkeypatch)
+    elif reason := cuda_missing():
+        pytest.skip(reason)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    monkeypatch.setattr(layout, "measure", lambda *arguments: {"NCHW": 1.0, "NHWC": 9.0})
+    device = "cpu" if kind == "fake" else "cuda"
+    stock = yolo.ClassificationModel(model=make_model(yolo, device), nc=3, cutoff=10).to(device)
+    stock.transforms = None
+    mine = copy.deepcopy(stock)
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.rand(count, 3, 64, 64, generator=generator).to(device) for count in (4, 4, 4, 2, 2, 2, 4)]
+
+    def losses(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for images in batches:
+            labels = torch.arange(len(images), device=device) % 3
+            loss = torch.nn.functional.cross_entropy(model(images), labels, label_smoothing=0.1)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield loss.item()
+
+    expected = list(losses(stock))
+    switched(cuda_graph=True, channels_last=True)
+    capsys.readouterr()
+    assert list(losses(mine)) == pytest.approx(expected, rel=1e-5)
+    assert capsys.readouterr().err.count("captured forward and backward of ClassificationModel") == 2
+    assert not any(type(value).__module__.startswith("torch_fastdet") for value in vars(copy.deepcopy(mine)).values())
+    drop_in.unpatch()
+    assert "forward" not in vars(yolo.ClassificationModel) and "fuse" not in vars(yolo.ClassificationModel)
+
+
 def train(model, batches):
     """Steps as train.py makes them, with the last loss alive during the next forward pass."""
     compute_loss = ComputeLoss(model)

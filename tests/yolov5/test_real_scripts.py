@@ -1,6 +1,9 @@
 """The real scripts, stock and through the launcher, from one seed: the same losses, and checkpoints that are stock's."""
 
+import importlib.util
+import itertools
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +19,10 @@ LOSSES = [f"{split}/{kind}_loss" for split in ("train", "val") for kind in ("box
 # Not nms_optim: a model as young as these gives many boxes of one confidence, whose order stock leaves to chance, and
 # --image-weights chooses pictures by what validation finds.
 SWITCHES = ("bbox_iou_optim", "loss_optim", "upsample_optim", "multi_tensor_optimizer", "loader_optim")
+
+
+def package_file(name: str) -> Path:
+    return Path(importlib.util.find_spec("yolov5").origin).parent / name
 
 
 def weights(yolov5: real.YOLOv5, *checkpoints) -> list[dict[str, torch.Tensor]]:
@@ -81,6 +88,38 @@ def test_segment_training_gives_the_losses_of_stock(real_yolov5, train):
     for column in (*LOSSES, "train/seg_loss"):
         assert got[column] == pytest.approx(expected[column], **CLOSE), column
     assert "utils.segment.loss.bbox_iou -> torch_fastdet." in fast.output
+    assert "utils.segment.dataloaders.LoadImagesAndLabelsAndMasks -> torch_fastdet." in fast.output
+    assert "segment.val.process_batch -> torch_fastdet." in fast.output
+    assert re.search(r"^  loader_optim: \d+ batches$", fast.output, re.MULTILINE), fast.output[-1500:]
+
+
+CLASSIFIER = """
+import sys, torch
+from yolov5.models.yolo import ClassificationModel, DetectionModel
+torch.manual_seed(0)
+torch.save({"model": ClassificationModel(model=DetectionModel("yolov5n.yaml"), nc=2, cutoff=4)}, sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+def test_classify_training_gives_the_losses_of_stock(real_yolov5, tmp_path):
+    from PIL import Image
+
+    package, weights = real_yolov5("package"), tmp_path / "yolov5n-cls.pt"
+    package.python("-c", CLASSIFIER.replace("yolov5n.yaml", str(package_file("models/yolov5n.yaml"))), weights)
+    for split, number, colour in itertools.product(("train", "val"), range(6), ("red", "blue")):
+        (tmp_path / "data" / split / colour).mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (IMAGE, IMAGE + number), colour).save(tmp_path / "data" / split / colour / f"{number}.png")
+    found = []
+    for name, start, flags in (("stock", package.stock, ()), ("fast", package.fast, ("--fastdet",))):
+        arguments = ["--model", weights, "--data", tmp_path / "data", "--epochs", 2, "--batch-size", 4, "--img", IMAGE]
+        arguments += ["--workers", 0, "--device", "cpu", "--project", tmp_path, "--name", name, "--pretrained", "False"]
+        output = start("classify/train", *arguments, *flags).stdout
+        found.append(real.results(tmp_path / name))
+    assert "utils.torch_utils.smart_optimizer -> torch_fastdet." in output
+    assert re.search(r"^  multi_tensor_optimizer: \d+ ", output, re.MULTILINE), output[-1500:]
+    for column in ("train/loss", "val/loss", "metrics/accuracy_top1"):
+        assert found[1][column] == pytest.approx(found[0][column], rel=2e-3, abs=2e-5), column
 
 
 @pytest.mark.parametrize("layout", ["package", pytest.param("checkout", marks=pytest.mark.slow)])

@@ -361,7 +361,7 @@ PREDICT = Signature(("self", "x", "profile", "augment", "embed"))
 
 
 def setup_train(own_objection: Callable[[Any], str | None]) -> Target:
-    """Segmentation, pose and OBB models derive from ``DetectionModel``; their trainers from this one."""
+    """Segmentation, pose and OBB models derive from ``DetectionModel``; all trainers from this one."""
     make = training.checking_trainer(own_objection)
     return Target(TRAINER, "BaseTrainer._setup_train", make=make, evidence=(SELF,), missing="refuse", quiet=True)
 
@@ -384,6 +384,7 @@ CUDA_GRAPH = Switch(
     "train, predict and validate with the model's passes as CUDA graphs, one for each image size; needs a GPU",
     (
         Target(TASKS, "DetectionModel.predict", make=training.model_predict, evidence=(PREDICT,), missing="refuse"),
+        Target(TASKS, "ClassificationModel.predict", make=training.model_predict, evidence=(PREDICT,), otherwise="say"),
         setup_train(training.compiles),
         Target(
             TRAINER,

@@ -1,7 +1,7 @@
 """What ``channels_last`` and ``cuda_graph`` put in place of Ultralytics' methods.
 
-The trainer computes predictions and loss in one call, ``model(batch)``. Replaced is ``DetectionModel.predict``, which that call
-comes to; the loss stays outside of the graphs, whichever it is. Predictors and validators run the model by way of
+The trainer computes predictions and loss in one call, ``model(batch)``. Replaced is ``predict`` of detectors and classifiers, which
+that call comes to; the loss stays outside of the graphs, whichever it is. Predictors and validators run the model by way of
 ``PyTorchBackend.forward``, which is replaced too. Graphs live beside the model, not in it: copies of it, such as
 the moving average, are plain, and checkpoints hold nothing of ours.
 """
@@ -108,7 +108,7 @@ def begin_again(_: Active, stock: Callable[[Trainer], Any], __: Any) -> Callable
 
 
 def model_predict(active: Active, stock: Callable[..., Any], model_class: Any) -> Callable[..., Any]:
-    """``DetectionModel.predict`` by graphs in training."""
+    """The ``predict`` of a model's class by graphs in training."""
     graphs = active.shared(_training)
 
     @functools.wraps(stock, assigned=(), updated=())  # its signature, which the next switch looks at

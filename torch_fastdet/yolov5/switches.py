@@ -330,10 +330,14 @@ OPTIMIZER = Switch(
 
 # Training and prediction of models ------------------------------------------------------------------------------------
 
+CLASSIFIER = "ClassificationModel"  # segmentation's derives from DetectionModel
 CHANNELS_LAST = Switch(
     "channels_last",
     "train on channels_last (NHWC) memory where that is faster; checkpoints stay contiguous; needs a GPU",
-    layout_targets(MODELS, "forward", trains),
+    (
+        *layout_targets(MODELS, "forward", trains),
+        *layout_targets(MODELS, "forward", trains, model=CLASSIFIER, missing="nothing"),
+    ),
     modules=("models.yolo",),
     evidence=(GPU,),
     options={"device": needs_gpu},
@@ -344,6 +348,7 @@ CUDA_GRAPH = Switch(
     "train, detect and validate with the model's passes as CUDA graphs, one for each image size; needs a GPU",
     (
         Target(MODELS, "DetectionModel.forward", make=model_forward, missing="refuse"),
+        Target(MODELS, f"{CLASSIFIER}.forward", make=model_forward),
         Target(COMMON, "DetectMultiBackend.forward", make=backend_forward),
         timer(GENERAL, (Signature(("self",)),)),
     ),

@@ -18,10 +18,12 @@ from torch_fastdet.yolov5.heads import fewer_copies
 
 
 def trains(active: Active, model: nn.Module, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this is a pass of train.py on a GPU. One on the CPU is YOLOv5's dry run, or an error."""
+    """Whether this is a pass of a training script on a GPU. One on the CPU is YOLOv5's dry run, or an error."""
     if not model.training or not torch.is_grad_enabled():
         return False
-    if not _capture.on_gpu(x) and hasattr(model, "hyp"):  # YOLOv5 sets it before it trains; a dry run comes before that
+    # What YOLOv5 sets before it trains, a classifier in the second case. A dry run comes before that.
+    begun = hasattr(model, "hyp") or hasattr(model, "transforms")
+    if not _capture.on_gpu(x) and begun:
         active.cannot_apply("the model trains on the CPU, not on a GPU.")
     return _capture.on_gpu(x)
 
@@ -53,7 +55,7 @@ def backend_forward(active: Active, stock: Callable[..., Any], _: Any) -> Any:
 
 
 def model_forward(active: Active, stock: Callable[..., Any], model_class: Any) -> Any:
-    """``DetectionModel.forward`` by graphs, in training and where a backend predicts."""
+    """The ``forward`` of a model's class by graphs, in training and where a backend predicts."""
     here = active.shared(_predicting)
     graphs = active.shared(_training)
     answers = PredictionGraphs(active.name, settings_of, fewer_copies)

@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -52,13 +52,15 @@ def layout_targets(
     trains: Trains,
     evidence: tuple[Evidence, ...] = (),
     unless: Callable[[], bool] = lambda: False,
+    model: str = "DetectionModel",
+    missing: Literal["nothing", "refuse"] = "refuse",
 ) -> tuple[Target, ...]:
-    """What ``channels_last`` replaces in the ``DetectionModel`` of the modules ``where``, unless the host does it itself."""
-    name = f"DetectionModel.{method}"
+    """What ``channels_last`` replaces in the class ``model`` of the modules ``where``, unless the host does it itself."""
+    name = f"{model}.{method}"
     return (
-        Target(where, name, make=in_layout(method, trains, unless), evidence=evidence, missing="refuse"),
-        Target(where, "DetectionModel.__deepcopy__", make=lambda *_: plain_copy, adds=True, after=name),
-        Target(where, "DetectionModel.fuse", make=lambda _, stock, __: plain_fuse(stock), after=name, quiet=True),
+        Target(where, name, make=in_layout(method, trains, unless), evidence=evidence, missing=missing),
+        Target(where, f"{model}.__deepcopy__", make=lambda *_: plain_copy, adds=True, after=name),
+        Target(where, f"{model}.fuse", make=lambda _, stock, __: plain_fuse(stock), after=name, quiet=True),
     )
 
 
