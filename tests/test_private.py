@@ -21,6 +21,7 @@ KNOWN = {
     "_inference",
     "_reconstructor",
     "_fastdet",
+    "_do_train",
     "_parameters",
     "_buffers",
     "_modules",

@@ -193,6 +193,19 @@ def operator_arguments(operator: torch._ops.OpOverload) -> Any:
     return operator._schema.arguments
 
 
+def after_each_fetch(callback: Callable[[], None]) -> None:
+    """In a loader process, before its first batch: call ``callback()`` after each batch that it has made."""
+    fetcher: Any = torch.utils.data._utils.fetch._MapDatasetFetcher
+    fetch = fetcher.fetch
+
+    def fetch_then_call(self: Any, indices: Any) -> Any:
+        data = fetch(self, indices)
+        callback()
+        return data
+
+    fetcher.fetch = fetch_then_call
+
+
 # GradScaler and optimizers -------------------------------------------------------------------------------------------
 
 

@@ -44,7 +44,8 @@ def patch(**switches: bool) -> tuple[str, ...]:
             ``mask_optim=True`` (masks in validation and prediction), ``letterbox_optim=True`` (the predictor's pictures),
             ``upsample_optim=True`` (nearest-neighbour upsampling), ``bn_act_optim=True`` (BatchNorm and activation),
             ``cuda_graph=True`` (forward and backward of a training as CUDA graphs), ``channels_last=True`` (NHWC memory, where
-            the trainer does not do that itself); ``fastdet=True``, which is also what ``patch()`` without any keyword means,
+            the trainer does not do that itself), ``resume_exact=True`` (a resumed training has the bits of one that was not
+            stopped; by name only); ``fastdet=True``, which is also what ``patch()`` without any keyword means,
             switches on everything that applies here. A switch set to False stays off.
 
     Returns:

@@ -24,7 +24,7 @@ from torch_fastdet.hosts.shared import average_precision, bn_act, masks, upsampl
 from torch_fastdet.hosts.shared.cases import DETECTIONS, IOUV, LABELS
 from torch_fastdet.hosts.shared.evidence import MEMFD, OPENCV, needs_gpu
 from torch_fastdet.hosts.shared.training_graphs import layout_targets, timer
-from torch_fastdet.ultralytics import dropins, training, trials, validation
+from torch_fastdet.ultralytics import dropins, resume, training, trials, validation
 from torch_fastdet.ultralytics.loss import STOCK_MODULE, _subclass
 from torch_fastdet.ultralytics.loss_trials import TRIALS, differs
 from torch_fastdet.ultralytics.optimizer_step import building, stepping
@@ -402,6 +402,32 @@ CUDA_GRAPH = Switch(
     options={"device": needs_gpu, "compile": training.compile_objection},
 )
 
+RESUME = Switch(
+    "resume_exact",
+    "a stopped training that is resumed ends with the bits of one that was not; writes a file beside last.pt",
+    (
+        Target(
+            TRAINER,
+            "BaseTrainer.run_callbacks",
+            make=resume.calling,
+            evidence=(Signature(("self", "event")),),
+            missing="refuse",
+        ),
+        Target(
+            TRAINER,
+            "BaseTrainer.save_model",
+            make=resume.saving,
+            evidence=(SELF,),
+            class_evidence=(Asks("the local variable of its training loop", resume.unknown_loop),),
+            after="BaseTrainer.run_callbacks",
+            missing="refuse",
+        ),
+    ),
+    modules=("engine.trainer",),
+    evidence=(VERSION,),
+    by_name_only=True,
+)
+
 SWITCHES: dict[str, Switch] = {
     switch.name: switch
     for switch in (
@@ -422,5 +448,6 @@ SWITCHES: dict[str, Switch] = {
         VAL,
         CHANNELS_LAST,
         CUDA_GRAPH,  # after channels_last, whose predict it captures
+        RESUME,
     )
 }

@@ -30,7 +30,7 @@ from torch_fastdet.hosts.evidence import Asks, Behaves, Obstacle, SameCode, Sign
 from torch_fastdet.hosts.shared import average_precision, bn_act, cases, masks, upsample
 from torch_fastdet.hosts.shared.evidence import MEMFD, OPENCV, needs_gpu
 from torch_fastdet.hosts.shared.training_graphs import layout_targets, timer
-from torch_fastdet.yolov5 import decoding, dropins, trials, validation
+from torch_fastdet.yolov5 import decoding, dropins, resume, trials, validation
 from torch_fastdet.yolov5.heads import STOCK_MODULES as MODELS
 from torch_fastdet.yolov5.loss import ComputeLoss
 from torch_fastdet.yolov5.training import backend_forward, model_forward, trains
@@ -357,6 +357,42 @@ CUDA_GRAPH = Switch(
     options={"device": needs_gpu},
 )
 
+# resume_exact ---------------------------------------------------------------------------------------------------------
+
+CREATE_DATALOADER = (
+    *(
+        "path",
+        "imgsz",
+        "batch_size",
+        "stride",
+        "single_cls",
+        "hyp",
+        "augment",
+        "cache",
+        "pad",
+        "rect",
+        "rank",
+        "workers",
+    ),
+    *("image_weights", "quad", "prefix", "shuffle", "seed"),
+)
+RESUME = Switch(
+    "resume_exact",
+    "a stopped train.py that is resumed ends with the bits of one that was not; writes a file beside last.pt",
+    (
+        Target(
+            both("utils.callbacks"),
+            "Callbacks.run",
+            make=resume.calling,
+            evidence=(Signature(("self", "hook", "args", "thread", "kwargs")),),
+            missing="refuse",
+        ),
+        Target(DATALOADERS, "create_dataloader", make=resume.loading, evidence=(Signature(CREATE_DATALOADER),)),
+    ),
+    modules=("utils.callbacks", "utils.dataloaders"),
+    by_name_only=True,
+)
+
 SWITCHES: dict[str, Switch] = {
     switch.name: switch
     for switch in (
@@ -372,5 +408,6 @@ SWITCHES: dict[str, Switch] = {
         bn_act.switch(COMMON, COMMON, modules=("models.common",)),
         CHANNELS_LAST,
         CUDA_GRAPH,  # after channels_last, whose forward it captures
+        RESUME,
     )
 }

@@ -49,11 +49,15 @@ class Host:
         """Switch on what the keywords say, and return a line for each name that is replaced."""
         check_switches(switches, [ALL, *self.switches])
         by_name = [name for name in self.switches if switches.get(name)]
-        everything = switches.get(ALL, not switches)
-        names = [name for name in self.switches if name in by_name or (everything and switches.get(name, True))]
+        everything = self.everything() if switches.get(ALL, not switches) else ()
+        names = [name for name in self.switches if name in by_name or (name in everything and switches.get(name, True))]
         self.switch_on(names, by_name)
         self.requests.append(dict(switches))
         return self.patches.lines()
+
+    def everything(self) -> list[str]:
+        """The switches that ``fastdet`` stands for."""
+        return [name for name, switch in self.switches.items() if not switch.by_name_only]
 
     def unpatch(self) -> int:
         """Put every replaced name back, print and return how many there were."""

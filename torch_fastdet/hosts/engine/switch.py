@@ -151,6 +151,7 @@ class Switch:
         needs_host: whether the host must be installed.
         options: for the doctor: options of a training by which it cannot apply, each with a function from its value to a sentence.
         notice: what to say when it is switched on, or None.
+        by_name_only: it is not a part of "everything that applies".
     """
 
     name: str
@@ -161,6 +162,7 @@ class Switch:
     needs_host: bool = True
     options: dict[str, Callable[[str], str | None]] = field(default_factory=dict)
     notice: Callable[[], str | None] | None = None
+    by_name_only: bool = False
 
 
 class Active:

@@ -1,0 +1,120 @@
+"""A checkpoint and the file of ours beside it: whole or not at all, and of each other."""
+
+import hashlib
+import os
+import pickle
+import random
+import sys
+
+import pytest
+import torch
+
+from torch_fastdet.resume import files
+
+
+def save(path, number):
+    state = {"number": number, "weights": torch.full((64,), float(number))}
+    files.write_checkpoint(path, lambda made: made.write_bytes(b"checkpoint %d" % number * 1000), lambda: state)
+
+
+@pytest.mark.parametrize("operation", ["replace", "fsync", "unlink"])
+def test_killed_while_writing_leaves_a_checkpoint_and_its_file(tmp_path, operation):
+    """The process ends before each call of the operation, as by SIGKILL: nothing of Python runs after that."""
+    path = tmp_path / "last.pt"
+    save(path, 1)
+    for calls in range(1, 9):
+        if (child := os.fork()) == 0:
+            made, left = getattr(os, operation), [calls]
+
+            def dying(*arguments, made=made, left=left, **keywords):
+                left[0] -= 1
+                if not left[0]:
+                    os._exit(7)
+                return made(*arguments, **keywords)
+
+            setattr(os, operation, dying)
+            save(path, 2)
+            os._exit(0)
+        ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        number = files.read(path)["number"]
+        assert path.read_bytes() == b"checkpoint %d" % number * 1000
+        if ended == 0:
+            break
+        assert ended == 7
+    assert ended == 0 and number == 2 and calls > 1, "not every call was tried"
+    save(path, 3)
+    assert sorted(other.name for other in tmp_path.iterdir()) == sorted(
+        {"last.pt", *(p.name for p in tmp_path.glob("*.resume"))}
+    )
+    assert len(list(tmp_path.glob("*.resume"))) == 1, "files of earlier checkpoints are left"
+
+
+def test_failed_write_leaves_what_was_there(tmp_path):
+    path = tmp_path / "last.pt"
+    save(path, 1)
+    before = {other.name: other.read_bytes() for other in tmp_path.iterdir()}
+
+    def fails(made):
+        made.write_bytes(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        files.write_checkpoint(path, fails, dict)
+    with pytest.raises(OSError, match="No space left"):
+        files.write_checkpoint(path, lambda made: made.write_bytes(b"new"), lambda: fails(path.with_name("other")))
+    path.with_name("other").unlink()
+    assert {other.name: other.read_bytes() for other in tmp_path.iterdir()} == before
+
+
+def test_file_of_another_checkpoint_is_not_used(tmp_path):
+    path = tmp_path / "last.pt"
+    save(path, 1)
+    path.write_bytes(b"somebody else's")
+    with pytest.raises(files.NotOurs, match=r"^the file last\.[0-9a-f]{16}\.resume beside last\.pt belongs to another"):
+        files.read(path)
+    files.forget(path)
+    with pytest.raises(files.NotOurs, match=r"is not there\.$"):
+        files.read(path)
+
+
+class Code:
+    def __reduce__(self):
+        return print, ("code of the file has run",)
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_mutated_files_are_refused_and_run_no_code(tmp_path, capsys, mutations=300):
+    path = tmp_path / "last.pt"
+    save(path, 1)
+    (ours,) = tmp_path.glob("*.resume")
+    whole, generator = ours.read_bytes(), random.Random(0)
+    head = len(files.MAGIC) + 64
+    refused = 0
+    for attempt in range(mutations):
+        data = bytearray(whole)
+        for _ in range(generator.randint(1, 8)):
+            data[generator.randrange(len(data))] = generator.randrange(256)
+        if generator.random() < 0.2:
+            del data[generator.randrange(len(data)) :]
+        if attempt % 2 and len(data) > head:  # by somebody who knows the format
+            data[:head] = whole[: head - 32] + hashlib.sha256(data[head:]).digest()
+        ours.write_bytes(bytes(data))
+        try:
+            assert isinstance(files.read(path), dict)
+        except files.NotOurs as error:
+            refused += 1
+            assert "\n" not in str(error)
+    assert refused > mutations / 2
+    payload = pickle.dumps(Code())
+    ours.write_bytes(whole[: head - 32] + hashlib.sha256(payload).digest() + payload)
+    with pytest.raises(files.NotOurs):
+        files.read(path)
+    assert "has run" not in capsys.readouterr().out
+
+
+def test_state_survives_python_of_now(tmp_path):
+    path = tmp_path / "last.pt"
+    state = {"a": (1, 2.5, None, True, "text"), 7: [torch.arange(3)], "version": sys.version_info[0]}
+    files.write_checkpoint(path, lambda made: made.write_bytes(b"x"), lambda: state)
+    found = files.read(path)
+    assert found["a"] == state["a"] and torch.equal(found[7][0], torch.arange(3))

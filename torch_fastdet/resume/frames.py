@@ -1,0 +1,44 @@
+"""The local variables of a host's training function, which hold what no object of its holds: where an accumulation is."""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import sys
+from collections.abc import Iterable, Mapping
+from types import FrameType
+from typing import Any
+
+
+def training_frame(function: str, variables: Iterable[str]) -> FrameType | None:
+    """The innermost calling frame of a function of this name that has these local variables."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == function and set(variables) <= set(frame.f_code.co_varnames):
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def read(frame: FrameType, names: Iterable[str]) -> dict[str, Any]:
+    """Those of the local variables that are set."""
+    return _access(frame, names, {})
+
+
+def write(frame: FrameType, values: Mapping[str, Any]) -> None:
+    """Set local variables of a function that is running."""
+    _access(frame, (), values)
+
+
+def _access(frame: FrameType, names: Iterable[str], values: Mapping[str, Any]) -> dict[str, Any]:
+    variables = frame.f_locals
+    found = {name: variables[name] for name in names if name in variables}
+    if sys.version_info >= (3, 13):  # PEP 667: what is written reaches the function
+        for name, value in values.items():
+            variables[name] = value
+    else:
+        variables.update(values)
+        if values:
+            ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
+        variables.clear()  # the frame keeps this copy, which would hold every tensor of the step
+    return found

@@ -1,0 +1,173 @@
+"""``resume_exact`` in train.py: what is saved when train.py saves last.pt, and put back when its first resumed epoch begins.
+
+train.py keeps the state of a training in local variables. They are read where it calls its callbacks, and two that no object
+holds are written: where the accumulation of gradients is, and the class results that ``--image-weights`` draws by.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from torch_fastdet._say import say
+from torch_fastdet.hosts.engine.switch import Active
+from torch_fastdet.resume import files, frames, training
+from torch_fastdet.resume.loading import Position
+
+PARTS = ("model", "optimizer", "scaler", "ema", "stopper")
+LOCALS = ("last_opt_step", "maps")
+OF_TRAIN = (*PARTS, *LOCALS, "last", "resume", "train_loader")
+
+
+class Run:
+    """The training that runs in this process; with ``--evolve`` one after the other."""
+
+    def __init__(self, active: Active) -> None:
+        self.active = active
+        self.position: Position | None = None
+        #: What the resumed training goes on with, until its first epoch begins.
+        self.state: dict[str, Any] | None = None
+        self.last: Path | None = None
+
+    def made_loader(self, loader: DataLoader) -> None:
+        """train.py has made its training loader, whose processes have begun to work ahead: it begins again, with a position."""
+        frame = frames.training_frame("train", OF_TRAIN)
+        if frame is None:
+            return
+        found = frames.read(frame, ("resume", "weights"))
+        self.state, self.last, self.position = None, None, Position(loader)
+        if found["resume"]:
+            try:
+                self.state = files.read(Path(found["weights"]))
+                self.position.check(self.state["loader"])
+                self.position.put(self.state["loader"])
+            except files.NotOurs as reason:
+                self._stock(reason)
+        if not self.position.repeats:
+            return
+        own = vars(loader)
+        own["iterator"] = None  # and its processes end
+        if self.state is None:
+            self.position.generator.manual_seed(self.position.generator.initial_seed())
+        with self.position.beginning():
+            own["iterator"] = DataLoader.__iter__(loader)
+
+    def _stock(self, reason: files.NotOurs) -> None:
+        self.state = None
+        say(f"resume_exact: the training resumes as stock's: {reason}", logging.WARNING)
+
+    def begin_epoch(self, frame: FrameType) -> None:
+        found = frames.read(frame, OF_TRAIN)
+        self.last = Path(found["last"])
+        if self.position is None:
+            return
+        if (state := self.state) is not None:
+            self.state = None
+            try:
+                training.check(state, found["model"], found["optimizer"])
+            except files.NotOurs as reason:
+                self._stock(reason)
+            else:
+                training.put(state, *(found[name] for name in PARTS))
+                frames.write(frame, {**state["locals"], "maps": state["locals"]["maps"].numpy()})
+                training.cut_table(self.last.parent.parent / "results.csv", *state["table"])
+                say(f"resume_exact: goes on from {self.last} to the last bit")
+        self.position.begin_epoch()
+
+    def end_epoch(self) -> None:
+        if self.position is not None:
+            self.position.in_epoch = False
+
+    def end(self) -> None:
+        """The training is over: stock has stripped last.pt, and nothing can be resumed."""
+        if self.last is not None:
+            files.forget(self.last)
+        self.position = self.last = None
+
+    def state_of(self, frame: FrameType) -> dict[str, Any]:
+        assert self.position is not None and self.last is not None
+        found = frames.read(frame, OF_TRAIN)
+        return {
+            **training.take(*(found[name] for name in PARTS)),
+            "loader": self.position.state(),
+            "locals": {"last_opt_step": int(found["last_opt_step"]), "maps": torch.as_tensor(found["maps"])},
+            "table": training.table(self.last.parent.parent / "results.csv"),
+        }
+
+
+def _run(active: Active) -> Run:
+    return Run(active)
+
+
+def calling(active: Active, stock: Callable[..., Any], _: Any) -> Callable[..., Any]:
+    """``Callbacks.run``, by which train.py says where it is; ``torch.save`` with it."""
+    training_run = active.shared(_run)
+    active.replace(torch, "save", saving(training_run, torch.save), " (checkpoints whole or not at all)")
+
+    @functools.wraps(stock)
+    def run(callbacks: Any, hook: str, *args: Any, **kwargs: Any) -> Any:
+        result = stock(callbacks, hook, *args, **kwargs)
+        if hook == "on_train_epoch_start":
+            if (frame := frames.training_frame("train", OF_TRAIN)) is not None:
+                training_run.begin_epoch(frame)
+        elif hook == "on_train_epoch_end":
+            training_run.end_epoch()
+        elif hook == "on_train_end":
+            training_run.end()
+        return result
+
+    run.__module__, run.__qualname__ = __name__, "run"
+    return run
+
+
+def saving(run: Run, stock: Callable[..., None]) -> Callable[..., None]:
+    """``torch.save``: checkpoints of the training that runs are written whole, and last.pt with the file of ours."""
+
+    @functools.wraps(stock)
+    def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        last = run.last
+        if last is None or not isinstance(f, (str, os.PathLike)) or Path(f).parent != last.parent:
+            return stock(obj, f, *args, **kwargs)
+
+        def write(path: Path) -> None:
+            stock(obj, path, *args, **kwargs)
+
+        frame = frames.training_frame("train", OF_TRAIN)
+        in_training = isinstance(obj, dict) and obj.get("optimizer") is not None
+        if Path(f) == last and frame is not None and in_training and run.position is not None:
+            return files.write_checkpoint(last, write, lambda: run.state_of(frame))
+        with files.whole(Path(f)) as path:
+            write(path)
+
+    save.__module__, save.__qualname__ = __name__, "save"
+    return save
+
+
+def loading(active: Active, stock: Callable[..., Any], _: Any) -> Callable[..., Any]:
+    """``create_dataloader``, whose training loader gets a position."""
+    signature = inspect.signature(stock)
+    run = active.shared(_run)
+
+    @functools.wraps(stock)
+    def create_dataloader(*args: Any, **kwargs: Any) -> Any:
+        made = stock(*args, **kwargs)
+        arguments = signature.bind(*args, **kwargs)
+        arguments.apply_defaults()
+        if arguments.arguments["augment"]:
+            if arguments.arguments["rank"] != -1:
+                active.cannot_apply("the training has several processes, and one is expected.")
+            else:
+                run.made_loader(made[0])
+        return made
+
+    create_dataloader.__module__, create_dataloader.__qualname__ = __name__, "create_dataloader"
+    return create_dataloader
