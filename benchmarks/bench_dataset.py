@@ -1,10 +1,10 @@
 """train.py with its default options on a data set of COCO's size: the first epoch and the later ones, stock and with torch_fastdet.
 
-    python -m benchmarks.bench_dataset [--batches 64 16] [--pictures 118287] [--quality 90] [--epochs 3] [--budget 24G] [--out FOLDER]
+    python -m benchmarks.bench_dataset [--batches 64 16] [--pictures 118287] [--quality 90] [--epochs 3] [--budget 24G] [--workers 8] [--out FOLDER]
 
 The pictures are photographs of 640x480 with the noise of a camera, made once; the set is hard links to them, so that it takes no disk.
 ``--quality 90`` makes files of about 95 kB, COCO's mean is 150 kB (``--quality 95``). ``--budget`` is ``TORCH_FASTDET_CACHE``, the
-host memory that ours may take. Stock keeps nothing from one iteration to the next, so its time does not depend on the number of
+host memory that ours may take; with 0 the GPU keeps nothing either. Stock keeps nothing from one iteration to the next, so its time does not depend on the number of
 pictures: it runs on ``--stock-pictures`` of them, and as many epochs.
 
 A row is the mean time of an iteration over an epoch without its first batch; "host memory" rows say what the shared memory held at most.
@@ -34,6 +34,8 @@ CLASSES = 80
 #: Pictures that differ; the set has hard links to them.
 PHOTOGRAPHS = 2048
 VALIDATED = 64
+#: train.py's default.
+WORKERS = 8
 
 
 def photographs() -> list[Any]:
@@ -125,18 +127,20 @@ class SharedMemory:
         self._thread.join()
 
 
-def train(
-    report: Report, model: str, batch: int, data: Path, epochs: int, variant: Variant, budget: str
-) -> tuple[Run, int]:
+def train(report: Report, options: argparse.Namespace, batch: int, data: Path, variant: Variant) -> tuple[Run, int]:
+    model = options.model
     folder = WORK / "dataset-runs" / f"{model}-{batch}" / variant.name
     shutil.rmtree(folder, ignore_errors=True)
-    options = ["--data", str(data), "--weights", "", "--cfg", str(yolov5_folder() / f"models/{model}.yaml")]
-    options += ["--epochs", str(epochs), "--batch-size", str(batch), "--noplots"]
-    options += ["--project", str(folder.parent), "--name", variant.name, "--exist-ok"]
-    options += [] if report.device.type == "cuda" else ["--imgsz", "128"]
-    env = environment(WORK / "environment") | {"PYTHONWARNINGS": "ignore", "TORCH_FASTDET_CACHE": budget}
+    arguments = ["--data", str(data), "--weights", "", "--cfg", str(yolov5_folder() / f"models/{model}.yaml")]
+    arguments += ["--epochs", str(options.epochs), "--batch-size", str(batch), "--noplots"]
+    arguments += ["--workers", str(options.workers)]
+    arguments += ["--project", str(folder.parent), "--name", variant.name, "--exist-ok"]
+    arguments += [] if report.device.type == "cuda" else ["--imgsz", "128"]
+    env = environment(WORK / "environment") | {"PYTHONWARNINGS": "ignore", "TORCH_FASTDET_CACHE": options.budget}
+    if options.budget == "0":
+        env["TORCH_FASTDET_GPU_CACHE"] = "0"
     with SharedMemory() as memory:
-        run = run_train(variant, options, folder, env, show=False)
+        run = run_train(variant, arguments, folder, env, show=False)
     return run, memory.peak
 
 
@@ -145,10 +149,12 @@ def measure(report: Report, options: argparse.Namespace, batch: int) -> None:
     data = make_data(options.pictures, options.quality)
     kilobytes = round(mean_file_size(data) / 1000)
     case = f"{options.model}, batch {batch}, train.py, {options.pictures:,} JPEGs of {WIDTH}x{HEIGHT}, {kilobytes} kB"
+    case += "" if options.workers == WORKERS else f", {options.workers} workers"
+    case += ", nothing kept" if options.budget == "0" else ""
     for variant in (STOCK, ours) if options.stock_pictures else (ours,):
         of = min(options.stock_pictures, options.pictures) if variant is STOCK else options.pictures
         place = data if of == options.pictures else make_data(of, options.quality)
-        run, peak = train(report, options.model, batch, place, options.epochs, variant, options.budget)
+        run, peak = train(report, options, batch, place, variant)
         every = run.progress.epoch_seconds()
         if len(every) < 2:
             raise SystemExit(
@@ -180,6 +186,7 @@ def main() -> None:
     )
     parser.add_argument("--quality", type=at_least(1), default=90, help="of the JPEGs; default: 90")
     parser.add_argument("--epochs", type=at_least(2), default=3, help="default: 3")
+    parser.add_argument("--workers", type=at_least(1), default=WORKERS, help=f"loader processes; default: {WORKERS}")
     parser.add_argument("--budget", default="24G", help="host memory for pictures; default: 24G")
     options = parser.parse_args()
     if reason := missing("dataset"):

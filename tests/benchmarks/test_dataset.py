@@ -41,7 +41,9 @@ def test_stock_runs_on_fewer_pictures_and_first_epochs_have_rows_of_their_own(wo
     monkeypatch.setattr(bench_dataset, "run_train", run_train)
     monkeypatch.setattr(bench_dataset, "environment", lambda folder: {})
     report = Report("dataset", torch.device("cpu"), work)
-    options = SimpleNamespace(model="yolov5s", pictures=4, stock_pictures=2, quality=90, epochs=3, budget="24G")
+    options = SimpleNamespace(
+        model="yolov5s", pictures=4, stock_pictures=2, quality=90, epochs=3, budget="24G", workers=8
+    )
     bench_dataset.measure(report, options, 64)
     assert [(title, data.rpartition("dataset-")[2]) for title, data, _ in seen] == [
         ("stock", "2-q90/data.yaml"),

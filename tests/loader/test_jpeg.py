@@ -9,7 +9,8 @@ import torch
 
 from tests.loader.leftovers import open_memories
 from tests.loader.pretended import made, pictures_on_the_cpu
-from torch_fastdet.loader.jpeg import is_jpeg, packed_size, read_jpeg
+from torch_fastdet.loader import jpeg
+from torch_fastdet.loader.jpeg import AREA, AS_IT_IS, LINEAR, OTHERWISE, Files, is_jpeg, packed_size, read_jpeg
 from torch_fastdet.loader.memory import JpegFiles, PictureMemory
 from torch_fastdet.loader.plan import AFFINE, FILES, OWN, PERSPECTIVE, Layer, Picture, Source, pack, run_on_cpu
 from torch_fastdet.loader.shown import around, shown
@@ -31,8 +32,9 @@ def files(tmp_path):
     return [write(tmp_path / f"{number}.jpg", *size, number) for number, size in enumerate(SIZES)]
 
 
-def memory_of(files, budget=1 << 24, pictures=1 << 24, shapes=SIZES):
-    return PictureMemory(shapes, pictures, jpegs=JpegFiles(files, budget))
+def memory_of(files, budget=1 << 24, pictures=1 << 24, shapes=SIZES, originals=None, ways=None):
+    originals, ways = originals or shapes, ways or [AS_IT_IS] * len(shapes)
+    return PictureMemory(shapes, pictures, jpegs=JpegFiles(Files.of(files, originals, ways), budget))
 
 
 def test_a_file_comes_back_as_opencv_decodes_it(files):
@@ -44,7 +46,8 @@ def test_a_file_comes_back_as_opencv_decodes_it(files):
         assert memory.shape(index) == memory.original(index) == SIZES[index]
     os.unlink(files[0])
     assert memory.read(0) and memory.get(0) is not None  # it was read once, and may be gone
-    assert 0 < memory.files.used() <= packed_size(files[1:], np.array(SIZES[1:])) + (1 << 14)
+    rest = Files.of(files[1:], SIZES[1:], [AS_IT_IS] * 3)
+    assert 0 < memory.files.used() <= packed_size(rest) + (1 << 14)
 
 
 def test_what_opencv_has_to_decode_is_not_kept_and_said_once(tmp_path, caplog):
@@ -62,23 +65,68 @@ def test_what_opencv_has_to_decode_is_not_kept_and_said_once(tmp_path, caplog):
     assert memory.put(0, picture, picture.shape[:2]) and np.array_equal(memory.get(0), picture) and memory.is_decoded(0)
 
 
-def test_files_stay_within_the_budget(files):
-    one = len(read_jpeg(files[0])[0])
-    memory = memory_of(files[:1] * 4, budget=one + 64, shapes=SIZES[:1] * 4)
-    assert [memory.read(index) for index in range(4)] == [True, False, False, False]
-    assert memory.files.used() <= one + 64
-    nothing = memory_of(files, budget=0)
-    assert not nothing.read(0) and nothing.files.refused == 0
+def test_a_file_without_room_is_read_for_each_batch(files, tmp_path):
+    one = len(read_jpeg(files[0]).data)
+    memory = memory_of(files, budget=one + 64)
+    for _ in range(2):
+        assert [memory.read(index) and memory.sent(index) is None for index in range(4)] == [True, False, False, False]
+        assert memory.files.used() <= one + 64 == memory.files.room == memory.files.held()
+        for index, path in enumerate(files):
+            assert memory.is_file(index) and np.array_equal(memory.get(index), cv2.imread(path))
+        memory.forget_sent()
+        assert [memory.has(index) for index in range(4)] == [True, False, False, False]
+    write(files[1], *SIZES[1], seed=77)  # an index is kept of what it was
+    assert memory.read(1) and np.array_equal(memory.get(1), cv2.imread(files[1]))
+    write(files[2], *SIZES[1])
+    assert not memory.read(2) and memory.files.refused == 1
+    os.unlink(files[3])
+    assert not memory.read(3) and memory.get(3) is None
+
+
+def test_an_index_is_kept_of_a_file_that_is_not(files, monkeypatch):
+    memory, heads = memory_of(files, budget=0), []
+    real = jpeg.read_jpeg
+    monkeypatch.setattr(
+        "torch_fastdet.loader.memory.read_jpeg", lambda path, head: heads.append(head) or real(path, head)
+    )
+    for _ in range(2):
+        assert all(memory.read(index) for index in range(4))
+        memory.forget_sent()
+    assert heads[:4] == [None] * 4
+    for path, head in zip(files, heads[4:], strict=True):
+        packed = real(path)
+        assert np.array_equal(head, packed.data[: packed.head])
+    assert memory.files.used() == memory.files.held() == 0
 
 
 def test_files_have_places_behind_other_pictures_and_hold_none_back(files):
     shapes = [(40, 40)] * 4
-    memory = PictureMemory(shapes, 2 * 4864, jpegs=JpegFiles([files[0], "", files[1], ""], 1 << 16))
+    memory = memory_of([files[0], "", files[1], ""], 1 << 16, 2 * 4864, shapes)
     assert (memory.offsets >= 0).tolist() == [False, True, False, True]
     assert memory.held() == 2 * 4800
-    free = PictureMemory(shapes, 1 << 20, jpegs=JpegFiles(["a.jpg"] * 4, 1 << 16))
+    free = memory_of(["a.jpg"] * 4, 1 << 16, 1 << 20, shapes)
     assert free.places == 4 and free.held() == 0
     assert free.put(2, np.zeros((40, 40, 3), np.uint8), (40, 40)) and free.held() == free.used() == 4800
+
+
+RESIZED = {(48, 64): (30, 40), (64, 48): (40, 30), (33, 65): (21, 40), (17, 16): (40, 38)}
+
+
+@pytest.mark.parametrize("way", [LINEAR, AREA])
+def test_a_file_of_another_size_is_resized_as_opencv_does(way, files):
+    memory = memory_of(files, shapes=list(RESIZED.values()), originals=SIZES, ways=[way] * 4)
+    interpolation = {LINEAR: cv2.INTER_LINEAR, AREA: cv2.INTER_AREA}[way]
+    for index, path in enumerate(files):
+        height, width = RESIZED[SIZES[index]]
+        assert memory.read(index) and memory.shape(index) == (height, width) and memory.original(index) == SIZES[index]
+        assert np.array_equal(
+            memory.get(index), cv2.resize(cv2.imread(path), (width, height), interpolation=interpolation)
+        )
+
+
+def test_which_files_are_kept():
+    kept = Files.of(["a.jpg", "b.png", "c.jpg", ""], [(1, 2)] * 4, [AS_IT_IS, AS_IT_IS, OTHERWISE, LINEAR])
+    assert kept.paths == ["a.jpg", "", "", ""]
 
 
 def _read(memory, index):
@@ -185,26 +233,37 @@ def test_rectangles_are_put_together():
     assert found.tolist() == [[1, 1, 6, 4], [0, 0, 0, 0], [0, 0, 0, 0]]
 
 
+@pytest.mark.parametrize("resized", [False, True], ids=["as they are", "resized"])
+@pytest.mark.parametrize("room", [1 << 24, 4096, 0], ids=["kept", "some kept", "sent"])
 @pytest.mark.parametrize("cached", [0, 10_000, 1 << 15])
 @pytest.mark.parametrize("decoded", [(), (1, 3)], ids=["files", "files and pictures"])
-def test_batches_of_files_have_the_same_pixels(cached, decoded, files):
-    memory = memory_of(files)
+def test_batches_of_files_have_the_same_pixels(cached, decoded, room, resized, files, monkeypatch):
+    monkeypatch.setattr(jpeg, "ROOM", 15_000)
+    shapes = list(RESIZED.values()) if resized else SIZES
+    memory = memory_of(
+        files, room, shapes=shapes, originals=SIZES, ways=[LINEAR, AREA, AREA, LINEAR] if resized else None
+    )
     for index, path in enumerate(files):
-        assert memory.put(index, cv2.imread(path), SIZES[index]) if index in decoded else memory.read(index)
+        if index in decoded:
+            height, width = shapes[index]
+            assert memory.put(index, cv2.resize(cv2.imread(path), (width, height)), SIZES[index])
     generator = np.random.default_rng(1)
     pictures = pictures_on_the_cpu(memory, cached)
     seen = set()
     for _ in range(12):
+        assert all(index in decoded or memory.read(index) for index in range(len(files)))
         batch = random_batch(generator, memory)
         wanted = on_cpu(pack(batch, memory), memory)
         plan = pack(batch, memory, decoded=False)
+        memory.forget_sent()
         before = plan.placements.copy()
         for _ in range(2):  # out of memory in between begins again with the same plan
             storages, placements = pictures._bring(plan)
             assert np.array_equal(plan.placements, before)
         seen |= set(placements[:, 0].tolist())
         assert torch.equal(made(plan, storages, placements), wanted)
-    assert (FILES in seen) == (cached < 1 << 15) and (OWN in seen) == (cached < 1 << 15 and bool(decoded))
+    not_kept = {index in decoded for index in np.flatnonzero(~pictures._fits).tolist()}
+    assert (FILES in seen) == (False in not_kept) and (OWN in seen) == (True in not_kept)
 
 
 def test_which_files_are_jpegs():

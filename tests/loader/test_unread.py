@@ -5,6 +5,7 @@ import math
 import cv2
 import pytest
 
+from torch_fastdet.loader.jpeg import AREA, AS_IT_IS, LINEAR, OTHERWISE
 from torch_fastdet.loader.unread import Unread, reader, sizes
 
 
@@ -34,12 +35,31 @@ class Blurred(Dataset):
 def test_sizes_are_those_of_the_hosts_code():
     dataset = Dataset(64, ["a.jpg", "b.jpg", "c.jpg"])
     found = sizes(Dataset, dataset, [(33, 128), (64, 64), (20, 10)], 64)
-    assert found == ([(17, 64), (64, 64), (20, 10)], [False, True, True])
+    assert found == ([(17, 64), (64, 64), (20, 10)], [AREA, AS_IT_IS, AS_IT_IS])
     assert dataset.ims == [] and dataset.im_files == ["a.jpg", "b.jpg", "c.jpg"]  # the data set itself is not touched
 
 
+def test_how_a_picture_is_resized():
+    class Resized(Dataset):
+        def load_image(self, i):
+            picture = cv2.imread(self.im_files[i])
+            for options in self.options:
+                picture = cv2.resize(picture, (8, 9), **options)
+            return picture, (5, 5), picture.shape[:2]
+
+    for options, way in (
+        ([{}], LINEAR),
+        ([{"interpolation": cv2.INTER_LINEAR}], LINEAR),
+        ([{"interpolation": cv2.INTER_CUBIC}], OTHERWISE),
+        ([{}, {}], OTHERWISE),
+    ):
+        dataset = Resized(64, ["a.jpg"])
+        dataset.options = options
+        assert sizes(Resized, dataset, [(5, 5)], 64) == ([(9, 8)], [way])
+
+
 def test_code_that_wants_pixels_gives_the_most_that_a_picture_can_take(caplog):
-    assert sizes(Blurred, Blurred(64, ["a.jpg"]), [(33, 128)], 64) == ([(64, 64)], [False])
+    assert sizes(Blurred, Blurred(64, ["a.jpg"]), [(33, 128)], 64) == ([(64, 64)], [OTHERWISE])
     assert "every picture may be 64x64: Blurred.load_image wants pixels" in caplog.text
 
 

@@ -190,7 +190,7 @@ def test_refusals_say_why():
     for reason, files in refused.items():
         _, pictures, refusals = ops.jpeg_pack([tensor(file) for file in files])
         assert refusals == [reason] * len(files)
-        assert (pictures == torch.tensor([-1, 0, 0, 0])).all()
+        assert (pictures == torch.tensor([-1, 0, 0, 0, 0])).all()
 
 
 def cmyk():
@@ -235,7 +235,7 @@ def test_rectangles_of_many_pictures_in_one_call(seed, device):
     rows, wanted, end = [], [], 5
     for _ in range(30):
         i = int(rng.integers(len(files)))
-        offset, _, height, width = pictures[i].tolist()
+        offset, _, height, width, _ = pictures[i].tolist()
         x, y = int(rng.integers(width)), int(rng.integers(height))
         w, h = int(rng.integers(0, width - x + 1)), int(rng.integers(0, height - y + 1))
         pitch = 3 * w + int(rng.integers(0, 9))
@@ -274,6 +274,27 @@ def test_a_packed_jpeg_is_about_as_large_as_its_file():
     assert pictures[0, 1] <= len(data) + 10 * blocks / 4 + 1500
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_head_spares_the_pass_and_changes_nothing(seed):
+    """Neither where it is the file's own, nor one of another file, nor damaged, nor where the file has changed since."""
+    rng = np.random.default_rng(seed)
+    files = [tensor(random_file(rng)) for _ in range(12)]
+    files += [tensor(of_opencv(picture(rng, 40, 56), 90, interval=2)) for _ in range(4)]
+    storage, pictures, refusals = ops.jpeg_pack(files)
+    assert not any(refusals)
+    heads = [storage[offset : offset + head].clone() for offset, _, _, _, head in pictures.tolist()]
+    changed = [head.clone() for head in heads]
+    for head in changed:
+        head[int(rng.integers(len(head)))] ^= int(rng.integers(1, 256))
+    empty = torch.empty(0, dtype=torch.uint8)
+    for given in (heads, changed, heads[1:] + heads[:1], [empty] * len(files), [head[:50] for head in heads]):
+        again = ops.jpeg_pack(files, heads=given)
+        assert torch.equal(again[0], storage) and torch.equal(again[1], pictures) and again[2] == refusals
+    for file, head in zip(files, heads, strict=True):
+        cut = file[: len(file) * 3 // 4].contiguous()
+        assert ops.jpeg_pack([cut], heads=[head])[2] == ops.jpeg_pack([cut])[2] != [""]
+
+
 def test_wrong_arguments_are_named():
     data = tensor(of_opencv(picture(np.random.default_rng(0), 16, 16)))
     storage, _, _ = ops.jpeg_pack([data])
@@ -286,6 +307,10 @@ def test_wrong_arguments_are_named():
         ops.jpeg_pack([torch.zeros(3)])
     with pytest.raises(RuntimeError, match=r"jpeg_pack: files\[1\] has shape \[1, 3\], but one dimension is expected"):
         ops.jpeg_pack([data, torch.zeros(1, 3, dtype=torch.uint8)])
+    with pytest.raises(RuntimeError, match="jpeg_pack: heads has 1 tensors, but files has 2"):
+        ops.jpeg_pack([data, data], heads=[data])
+    with pytest.raises(RuntimeError, match=r"jpeg_pack: heads\[0\] has dtype float32, but uint8 is expected"):
+        ops.jpeg_pack([data], heads=[torch.zeros(3)])
     with pytest.raises(RuntimeError, match="jpeg_plan: asked has dtype int32, but int64 is expected"):
         ops.jpeg_plan(storage, asked.int())
     with pytest.raises(

@@ -17,7 +17,8 @@ import torch
 
 from torch_fastdet import ops
 from torch_fastdet._say import say
-from torch_fastdet.loader.memory import CHANNELS, PictureMemory
+from torch_fastdet.loader.jpeg import CHANNELS, Wanted, one_after_another
+from torch_fastdet.loader.memory import PictureMemory
 from torch_fastdet.loader.plan import FILES, OWN, Plan
 from torch_fastdet.loader.shown import around, shown
 from torch_fastdet.loader.worker import PlannedBatch, assemble
@@ -79,11 +80,6 @@ class Turns:
                 yield
             finally:  # a turn that failed has queued something, too
                 self._done.record(stream)
-
-
-def _one_after_another(sizes: np.ndarray, end: int) -> np.ndarray:
-    """Where pieces of these sizes begin behind ``end``, at multiples of 16 bytes, and where the last one ends."""
-    return -(-end // 16) * 16 + np.concatenate(([0], np.cumsum(-(-sizes // 16) * 16)))
 
 
 class DevicePictures(Owner):
@@ -158,31 +154,35 @@ class DevicePictures(Owner):
         keep, decoded, sizes = self._fits[missing], memory.decoded()[missing], memory.sizes(missing)
         begins, taken = memory.offsets[missing], sizes.copy()  # in the shared memory
         if not decoded.all():
-            rows = memory.files.rows(missing[~decoded])
-            taken[~decoded], begins[~decoded] = rows[:, 0], rows[:, 1]
-        places = _one_after_another(taken, own.numel())
+            taken[~decoded], begins[~decoded] = memory.files.rows(missing[~decoded]).T
+        come = np.flatnonzero(np.isin(plan.files[:, 0], missing))  # with the plan
+        sent = np.searchsorted(missing, plan.files[come, 0])
+        taken[sent] = 0
+        places = one_after_another(taken, own.numel())
         staged = torch.empty(int(places[-1]), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-        pieces = [(0, 0, own.numel(), 0), *zip(2 - decoded, begins, taken, places, strict=False)]
-        ops.image_gather_(staged, [own, *self._host], torch.tensor(pieces))
-        upload = staged.to(self.device, non_blocking=True)
+        pieces = np.stack((2 - decoded, begins, taken, places[:-1]), 1)
+        ops.image_gather_(staged, [own, *self._host], torch.from_numpy(np.insert(pieces, 0, (0, 0, own.numel(), 0), 0)))
+        upload, places = staged.to(self.device, non_blocking=True), places[:-1]
+        places[sent] = plan.files[come, 2]
         for index in np.flatnonzero(keep & decoded).tolist():
-            begin, size, place = int(begins[index]), int(taken[index]), int(places[index])
+            begin, size, place = int(memory.offsets[missing[index]]), int(sizes[index]), int(places[index])
             self._cache[begin : begin + size].copy_(upload[place : place + size])
         placements = plan.placements.copy()
-        storages, place_of, storage_of = [self._cache, upload], places[:-1].copy(), np.full(len(missing), OWN)
+        storages, place_of, storage_of = [self._cache, upload], places.copy(), np.full(len(missing), OWN)
         if not decoded.all():
             part, whole = ~decoded & ~keep, ~decoded & keep
-            ends = _one_after_another(np.where(part, sizes, 0), 0)
+            ends = one_after_another(np.where(part, sizes, 0))
             storages.append(torch.empty(int(ends[-1]), dtype=torch.uint8, device=self.device))
-            pixels, everything = memory.shapes_of(missing), np.zeros((len(missing), 4), dtype=np.int64)
-            everything[:, [3, 2]] = pixels
-            for out, which, to, rectangles in (
+            kept, everything = memory.shapes_of(missing), np.zeros((len(missing), 4), dtype=np.int64)
+            everything[:, [3, 2]] = kept
+            files = memory.files.files
+            for out, which, to, seen in (
                 (storages[FILES], part, ends[:-1], self._shown(plan, missing)),
                 (self._cache, whole, memory.offsets[missing], everything),
             ):
-                if which.any():
-                    widths = pixels[which, 1]
-                    self._decode(out, upload, staged, places[:-1][which], to[which], widths, rectangles[which])
+                Wanted(places, to, files.sizes[missing], kept, files.ways[missing], seen)[which].decode(
+                    out, upload, staged
+                )
             place_of[part], storage_of[part] = ends[:-1][part], FILES
         self._here[missing[keep]] = True
         row = np.searchsorted(missing, plan.sources)
@@ -197,29 +197,10 @@ class DevicePictures(Owner):
         wanted = np.flatnonzero(np.isin(plan.sources, indices))
         return around(shown(plan)[wanted], np.searchsorted(indices, plan.sources[wanted]), len(indices))
 
-    def _decode(
-        self,
-        out: torch.Tensor,
-        upload: torch.Tensor,
-        staged: torch.Tensor,
-        places: np.ndarray,
-        to: np.ndarray,
-        widths: np.ndarray,
-        rectangles: np.ndarray,
-    ) -> None:
-        """Decode rectangles of pictures of these widths, which begin at ``to`` of ``out``, from files at ``places`` of the upload."""
-        x0, y0, x1, y1 = rectangles.T
-        pitch = widths * CHANNELS
-        asked = np.stack((places, places, x0, y0, x1 - x0, y1 - y0, to + y0 * pitch + x0 * CHANNELS, pitch), 1)
-        table, sizes = ops.jpeg_plan(staged, torch.from_numpy(asked))
-        if self.device.type == "cuda":
-            table = table.pin_memory().to(self.device, non_blocking=True)
-        ops.jpeg_decode_(out, upload, table, sizes)
-
     def _tables(self, plan: Plan, placements: np.ndarray) -> list[torch.Tensor]:
         """The plan's tables on the GPU, in one copy."""
         arrays = (placements, *plan.tables_in_order()[1:])
-        starts = _one_after_another(np.array([array.nbytes for array in arrays]), 0).tolist()
+        starts = one_after_another(np.array([array.nbytes for array in arrays])).tolist()
         packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
         view = packed.numpy()
         for array, start in zip(arrays, starts, strict=False):

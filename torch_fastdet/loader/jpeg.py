@@ -1,14 +1,15 @@
-"""JPEG files in place of decoded pictures: what a data set's take, reading one, and decoding one on the CPU.
+"""JPEG files in place of decoded pictures: what a data set's take, reading one, and decoding many.
 
 A decoded picture takes ten times the memory of its file. So where batches are made on a GPU, a loader process reads a file once,
 checks it and packs it (:func:`torch_fastdet.ops.jpeg_pack`), and the GPU decodes what a batch shows of it
-(:func:`torch_fastdet.ops.jpeg_decode_`), each time.
+(:func:`torch_fastdet.ops.jpeg_decode_`) and resizes that (:func:`torch_fastdet.ops.image_resize_`), each time.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,44 +17,151 @@ import torch
 from torch_fastdet import ops
 
 SUFFIXES = (".jpg", ".jpeg")
+CHANNELS = 3
 #: Bytes beside a file, at most: its header and tables, and an index of 10 bytes for 256 pixels of a file without subsampling.
 BESIDE = 2048
 INDEX = 10 / 256
+
+#: How ``load_image`` resizes a picture, as :func:`torch_fastdet.ops.image_resize_` calls it; or not at all, or in some other way.
+LINEAR, AREA, AS_IT_IS, OTHERWISE = 0, 1, -1, -2
+
+#: Pictures that are decoded to be resized take this much memory at a time, or one picture.
+ROOM = 512 << 20
+#: Source pixels around what a resized pixel is made of: both neighbours of bilinear interpolation, and rounding.
+MARGIN = 2
+
+
+@dataclass
+class Files:
+    """What is known of a data set's files before they are read."""
+
+    #: "" for one that is not to be kept as a file.
+    paths: list[str]
+    #: (n, 2) height and width of the pictures in them.
+    sizes: np.ndarray
+    #: (n,) how each is resized: LINEAR, AREA or AS_IT_IS.
+    ways: np.ndarray
+
+    @staticmethod
+    def of(paths: list[str], sizes: list[tuple[int, int]], ways: list[int]) -> Files:
+        """The JPEG files among these that can be resized here."""
+        kept = [path if way != OTHERWISE and is_jpeg(path) else "" for path, way in zip(paths, ways, strict=True)]
+        return Files(kept, np.array(sizes, dtype=np.int64).reshape(-1, 2), np.array(ways, dtype=np.int64))
+
+    def beside(self) -> np.ndarray:
+        """Bytes that each file takes beside its own where it is packed, or somewhat more."""
+        return (BESIDE + self.sizes.prod(1) * INDEX).astype(np.int64)
 
 
 def is_jpeg(path: str) -> bool:
     return path.lower().endswith(SUFFIXES)
 
 
-def packed_size(files: Sequence[str], shapes: np.ndarray) -> int:
-    """Bytes that files will take when they are packed, or somewhat more. "", and what is not there, takes none."""
+def packed_size(files: Files) -> int:
+    """Bytes that files will take when they are packed, or somewhat more. What is not there takes none."""
     total = 0
-    for path, pixels in zip(files, shapes.prod(1).tolist(), strict=True):
+    for path, beside in zip(files.paths, files.beside().tolist(), strict=True):
         if path:
             try:
-                total += os.stat(path).st_size + BESIDE + int(pixels * INDEX)
+                total += os.stat(path).st_size + beside
             except OSError:
                 continue  # stock says what is wrong when it reads it
     return total
 
 
-def read_jpeg(path: str) -> tuple[np.ndarray, tuple[int, int]] | str:
-    """A file, packed, and its picture's (height, width); or why OpenCV has to decode it."""
+@dataclass
+class Packed:
+    """A file that was read."""
+
+    data: np.ndarray
+    #: Height and width of its picture.
+    size: tuple[int, int]
+    #: Bytes before its scan, which spare the pass over the scan when it is read again.
+    head: int
+
+
+def read_jpeg(path: str, head: np.ndarray | None = None) -> Packed | str:
+    """A file, packed; or why OpenCV has to decode it. ``head`` is what an earlier pass over it has found."""
     try:
         file = np.fromfile(path, dtype=np.uint8)
     except OSError as error:
         return str(error)
-    storage, pictures, refusals = ops.jpeg_pack([torch.from_numpy(file)])
+    heads = None if head is None else [torch.from_numpy(head)]
+    storage, pictures, refusals = ops.jpeg_pack([torch.from_numpy(file)], heads=heads)
     if refusals[0]:
         return refusals[0]
-    offset, size, height, width = pictures[0].tolist()
-    return storage[offset : offset + size].numpy(), (height, width)
+    offset, size, height, width, before = pictures[0].tolist()
+    return Packed(storage[offset : offset + size].numpy(), (height, width), before)
 
 
-def decode_packed(packed: np.ndarray, height: int, width: int) -> np.ndarray:
-    """The picture, uint8 (height, width, 3), B G R."""
-    storage = torch.from_numpy(packed)
-    out = torch.empty(height * width * 3, dtype=torch.uint8)
-    plan, sizes = ops.jpeg_plan(storage, torch.tensor([[0, 0, 0, 0, width, height, 0, 3 * width]]))
-    ops.jpeg_decode_(out, storage, plan, sizes)
-    return out.numpy().reshape(height, width, 3)
+@dataclass
+class Wanted:
+    """Pictures to decode, one a row: arrays of int64."""
+
+    #: Where their files begin in the storage.
+    places: np.ndarray
+    #: Where the pictures begin in the output.
+    to: np.ndarray
+    #: (n, 2) height and width in the file, and in the output.
+    sizes: np.ndarray
+    kept: np.ndarray
+    ways: np.ndarray
+    #: (n, 4) x0, y0, x1, y1 of what is seen of each, in the output's pixels.
+    seen: np.ndarray
+
+    def __getitem__(self, rows: np.ndarray) -> Wanted:
+        return Wanted(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
+
+    def decode(self, out: torch.Tensor, storage: torch.Tensor, headers: torch.Tensor) -> None:
+        """Decode what is seen; what else is written has no meaning. ``headers`` is the storage, on the CPU."""
+        visible = self.seen[:, 2] > self.seen[:, 0]
+        as_they_are = self.ways == AS_IT_IS
+        _decode(out, storage, headers, self[visible & as_they_are])
+        for part in _parts(self[visible & ~as_they_are]):
+            ends = one_after_another(part.sizes.prod(1) * CHANNELS)
+            pixels = torch.empty(int(ends[-1]), dtype=torch.uint8, device=out.device)
+            whole = Wanted(part.places, ends[:-1], part.sizes, part.sizes, part.ways, part._seen_in_files())
+            _decode(pixels, storage, headers, whole)
+            columns = (np.zeros_like(part.to), ends[:-1], *part.sizes.T, part.to, *part.kept.T, part.ways)
+            ops.image_resize_(out, [pixels], _to(out.device, torch.from_numpy(np.stack(columns, 1))))
+
+    def _seen_in_files(self) -> np.ndarray:
+        sizes, scale = np.tile(self.sizes[:, ::-1], 2), np.tile(self.sizes[:, ::-1] / self.kept[:, ::-1], 2)
+        found = self.seen * scale
+        found[:, :2], found[:, 2:] = np.floor(found[:, :2]) - MARGIN, np.ceil(found[:, 2:]) + MARGIN
+        return np.clip(found.astype(np.int64), 0, sizes)
+
+
+def _decode(out: torch.Tensor, storage: torch.Tensor, headers: torch.Tensor, wanted: Wanted) -> None:
+    if not len(wanted.to):
+        return
+    x0, y0, x1, y1 = wanted.seen.T
+    pitch = wanted.sizes[:, 1] * CHANNELS
+    first = wanted.to + y0 * pitch + x0 * CHANNELS
+    asked = np.stack((wanted.places, wanted.places, x0, y0, x1 - x0, y1 - y0, first, pitch), 1)
+    plan, sizes = ops.jpeg_plan(headers, torch.from_numpy(asked))
+    ops.jpeg_decode_(out, storage, _to(out.device, plan), sizes)
+
+
+def _parts(wanted: Wanted) -> Iterator[Wanted]:
+    """Parts whose pictures have room, or of one picture."""
+    numbers = np.cumsum(wanted.sizes.prod(1) * CHANNELS) // ROOM
+    for number in np.unique(numbers):
+        yield wanted[numbers == number]
+
+
+def _to(device: torch.device, table: torch.Tensor) -> torch.Tensor:
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+
+
+def one_after_another(sizes: np.ndarray, end: int = 0) -> np.ndarray:
+    """Where pieces of these sizes begin behind ``end``, at multiples of 16 bytes, and where the last one ends."""
+    return -(-end // 16) * 16 + np.concatenate(([0], np.cumsum(-(-sizes // 16) * 16)))
+
+
+def decode_packed(packed: np.ndarray, size: np.ndarray, kept: np.ndarray, way: int) -> np.ndarray:
+    """The picture, uint8 (height, width, 3), B G R, resized to ``kept``; made on the CPU."""
+    storage, out = torch.from_numpy(packed), torch.empty(int(kept.prod()) * CHANNELS, dtype=torch.uint8)
+    zero, seen = np.zeros(1, dtype=np.int64), np.array([[0, 0, kept[1], kept[0]]])
+    Wanted(zero, zero, size[None], kept[None], np.array([way]), seen).decode(out, storage, storage)
+    return out.numpy().reshape(*kept, CHANNELS)

@@ -91,10 +91,10 @@ class PlannedLoading:
         where = "that all processes share"
         parts = []
         if files:
-            parts.append(
-                f"{_number(files, count)} pictures are kept as JPEG files, in {words(memory.files.nbytes)} {where}, and "
-                "decoded for each batch"
-            )
+            room, all_fit = memory.files.room, memory.files.room >= memory.files.wanted
+            kept = f"kept as JPEG files, in {words(room)} {where}, " if room else ""
+            read = "" if all_fit else "or read as JPEG files, " if room else "read as JPEG files "
+            parts.append(f"{_number(files, count)} pictures are {kept}{read}and decoded for each batch")
         if files < count:
             places = (
                 memory.places if memory.jpegs is None else int(((memory.offsets >= 0) & ~memory.files.may_keep).sum())

@@ -4,7 +4,7 @@ The memory is an anonymous file (``memfd``): it has no name, so nothing is left 
 of ``/dev/shm`` does not matter. Every picture has its place from the start, because the label scan knows the sizes; pages
 are taken when a picture is written. Whoever decodes a picture first writes it, then sets its mark.
 
-With :class:`JpegFiles`, files take the budget first, and a picture is decoded into its place only where its file is not kept.
+With :class:`JpegFiles`, files take the budget first, and a picture is decoded into its place only where OpenCV has to decode it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ import numpy as np
 import torch
 
 from torch_fastdet._say import say
-from torch_fastdet.loader.jpeg import decode_packed, read_jpeg
+from torch_fastdet.loader.jpeg import CHANNELS, Files, decode_packed, packed_size, read_jpeg
 from torch_fastdet.memory import HOST_BUDGET, Owner, is_low, register
 
 ALIGNMENT = 64
-CHANNELS = 3
 
 
 class SharedFile(Owner):
@@ -138,10 +137,19 @@ class PictureMemory(SharedFile):
 
     def read(self, index: int) -> bool:
         """Keep a picture's file, if that is to be kept. Whether it is there."""
-        return self.jpegs is not None and self.jpegs.read(index, self.shapes[index])
+        return self.jpegs is not None and self.jpegs.read(index)
 
     def is_file(self, index: int) -> bool:
-        return not self._marks[index] and self.has(index)
+        return not self._marks[index] and self.jpegs is not None and self.jpegs.has(index)
+
+    def sent(self, index: int) -> np.ndarray | None:
+        """The packed file of a picture that is to travel with the batch."""
+        return None if self._marks[index] or self.jpegs is None else self.jpegs.sent.get(index)
+
+    def forget_sent(self) -> None:
+        """The batch is made: what travels with it is not needed here any more."""
+        if self.jpegs is not None:
+            self.jpegs.sent.clear()
 
     def is_decoded(self, index: int) -> bool:
         return bool(self._marks[index])
@@ -156,7 +164,7 @@ class PictureMemory(SharedFile):
     def get(self, index: int) -> np.ndarray | None:
         """The picture, a view into the memory, or decoded from its file; None where it is not there."""
         if not self._marks[index]:
-            return self.jpegs.decode(index) if self.jpegs is not None and self.jpegs.has(index) else None
+            return self.files.decode(index, self.shapes[index]) if self.is_file(index) else None
         height, width = self.shape(index)
         start = int(self.offsets[index])
         return self.pixels[start : start + height * width * CHANNELS].reshape(height, width, CHANNELS)
@@ -169,10 +177,7 @@ class PictureMemory(SharedFile):
 
     def shape(self, index: int) -> tuple[int, int]:
         """(height, width) of a picture that is there."""
-        if self._marks[index]:
-            height, width, *_ = self._sizes[index].tolist()
-        else:
-            *_, height, width = self.files.rows(index).tolist()
+        height, width = (self._sizes[index, :2] if self._marks[index] else self.shapes[index]).tolist()
         return height, width
 
     def shapes_of(self, indices: np.ndarray) -> np.ndarray:
@@ -180,14 +185,13 @@ class PictureMemory(SharedFile):
         found = self._sizes[indices, :2].astype(np.int64)
         if self.jpegs is not None:
             files = self._marks[indices] == 0
-            found[files] = self.jpegs.rows(indices[files])[:, 2:]
+            found[files] = self.shapes[indices[files]]
         return found
 
     def original(self, index: int) -> tuple[int, int]:
         """(height, width) of its file's picture, before it was resized."""
-        if not self._marks[index]:
-            return self.shape(index)  # files are kept of pictures that are not resized
-        height, width = self._sizes[index, 2:].tolist()
+        of_file = self.jpegs is not None and not self._marks[index]
+        height, width = (self.files.files.sizes[index] if of_file else self._sizes[index, 2:]).tolist()
         return height, width
 
     def sizes(self, indices: np.ndarray) -> np.ndarray:
@@ -229,65 +233,87 @@ class PictureMemory(SharedFile):
 class JpegFiles(SharedFile):
     """JPEG files with an index (:func:`torch_fastdet.ops.jpeg_pack`), one after another in the order in which they are first needed.
 
+    A file for which there is no room is read for each batch and travels with it. Its index is kept: behind the budget, as it takes
+    3% of a file.
+
     Args:
-        files: the path of each picture of a data set; "" for one that is not to be kept as a file.
+        files: those of a data set.
         budget: bytes that files may take.
-        fd: the file of such a memory in another process, with the same arguments; it is taken over.
+        fd: the file of such a memory in another process, with the same files and budget, and ``nbytes``; it is taken over.
+        nbytes: bytes of files and indices together.
     """
 
     what, label = "JPEG files", "torch_fastdet_jpegs"
     _rows: np.ndarray
 
-    def __init__(self, files: Sequence[str], budget: int, fd: int | None = None) -> None:
-        self.files = list(files)
-        self.may_keep = np.array([bool(path) for path in self.files], dtype=bool)
-        self.nbytes = budget
+    def __init__(self, files: Files, budget: int, fd: int | None = None, nbytes: int | None = None) -> None:
+        self.files = files
+        self.may_keep = np.array([bool(path) for path in files.paths], dtype=bool)
+        self.wanted = packed_size(files) if nbytes is None else nbytes
+        self.room = min(budget, self.wanted)
+        heads = int(files.beside()[self.may_keep].sum()) if self.room < self.wanted else 0
+        self.nbytes = self.room + heads if nbytes is None else nbytes
         self._open_files(fd)
 
     def __len__(self) -> int:
-        return len(self.files)
+        return len(self.files.paths)
 
     def held(self) -> int:
-        return self.nbytes
+        return self.room
 
     def used(self) -> int:
         return int(self._rows[len(self), 0])
 
     def has(self, index: int) -> bool:
-        return bool(self._rows[index, 0] > 0)
+        return bool(self._rows[index, 0] > 0) or index in self.sent
 
     def rows(self, indices: np.ndarray | int) -> np.ndarray:
-        """(..., 4) int64 of files that are there: bytes, offset, height and width of the picture."""
-        return self._rows[indices]
+        """(..., 2) int64 of files that are kept: bytes and offset."""
+        return self._rows[indices, :2]
 
-    def read(self, index: int, shape: np.ndarray) -> bool:
-        """Keep a picture's file unless it is there. Whether it is there.
+    def read(self, index: int) -> bool:
+        """Read a picture's file unless it is there. Whether it is there: kept, or for the batch that is planned.
 
-        What OpenCV has to decode, because :func:`~torch_fastdet.ops.jpeg_pack` refuses it, and what has to be resized to
-        ``shape``, is not kept; nor is anything where there is no room left, or the host's memory is low.
+        It is not where OpenCV has to decode it, because :func:`~torch_fastdet.ops.jpeg_pack` refuses it.
         """
-        if self._rows[index, 0]:
+        if self._rows[index, 0] or index in self.sent:
             return self.has(index)
-        if not self.may_keep[index] or self._is_full():
+        if not self.may_keep[index]:
             return False
-        found = read_jpeg(self.files[index])
-        if isinstance(found, str) or not np.array_equal(found[1], shape):
+        found = read_jpeg(self.files.paths[index], self._head(index))
+        if isinstance(found, str) or found.size != tuple(self.files.sizes[index]):
             self._refuse(index, found if isinstance(found, str) else "its size has changed")
             return False
-        packed, size = found
-        offset = self._take(packed.nbytes)
-        if offset is None:
-            self._full = True
-            return False
-        self.pixels[offset : offset + packed.nbytes] = packed
-        self._rows[index, 1:] = offset, *size
-        self._rows[index, 0] = packed.nbytes  # two processes may read one file at once: either copy is right
+        packed = found.data
+        offset = None if self._is_full() else self._take(0, packed.nbytes, self.room)
+        if offset is not None:
+            self._write(index, 0, offset, packed)  # two processes may read one file at once: either copy is right
+            return True
+        self._full = True
+        self.sent[index] = packed
+        if not self._rows[index, 2]:
+            begin = self._take(2, found.head, self.nbytes - self.room)
+            if begin is not None and not is_low():
+                self._write(index, 2, self.room + begin, packed[: found.head])
         return True
 
-    def decode(self, index: int) -> np.ndarray:
-        """The picture of a file that is there, made on the CPU."""
-        size, offset, height, width = self._rows[index].tolist()
-        return decode_packed(self.pixels[offset : offset + size], height, width)
+    def _head(self, index: int) -> np.ndarray | None:
+        """What an earlier pass over a file that is not kept has found."""
+        size, begin = self._rows[index, 2:].tolist()
+        return self.pixels[begin : begin + size] if size else None
+
+    def _write(self, index: int, column: int, offset: int, data: np.ndarray) -> None:
+        self.pixels[offset : offset + data.nbytes] = data
+        self._rows[index, column + 1] = offset
+        self._rows[index, column] = data.nbytes
+
+    def decode(self, index: int, shape: np.ndarray) -> np.ndarray:
+        """The picture of a file that is there, resized to ``shape``, made on the CPU."""
+        packed = self.sent.get(index)
+        if packed is None:
+            size, offset = self.rows(index).tolist()
+            packed = self.pixels[offset : offset + size]
+        return decode_packed(packed, self.files.sizes[index], shape, self.files.ways[index])
 
     def _refuse(self, index: int, reason: str) -> None:
         self._rows[index, 0] = -1
@@ -295,20 +321,20 @@ class JpegFiles(SharedFile):
             first = self._rows[len(self), 1] == 0
             self._rows[len(self), 1] += 1
         if first:
-            say(f"loader_optim: OpenCV decodes {self.files[index]}, and other files like it, once: {reason}")
+            say(f"loader_optim: OpenCV decodes {self.files.paths[index]}, and other files like it, once: {reason}")
 
     @property
     def refused(self) -> int:
         """How many files were not kept because OpenCV has to decode them, so far."""
         return int(self._rows[len(self), 1])
 
-    def _take(self, size: int) -> int | None:
-        """The offset of so many bytes that nobody else gets."""
+    def _take(self, column: int, size: int, room: int) -> int | None:
+        """The offset of so many bytes that nobody else gets, of ``room`` whose end is noted in the last row."""
         with self._locked():
-            begin = aligned(self.used())
-            if begin + size > self.nbytes:
+            begin = aligned(int(self._rows[len(self), column]))
+            if begin + size > room:
                 return None
-            self._rows[len(self), 0] = begin + size
+            self._rows[len(self), column] = begin + size
             return begin
 
     @contextlib.contextmanager
@@ -322,13 +348,15 @@ class JpegFiles(SharedFile):
 
     def _open_files(self, fd: int | None) -> None:
         self._lock = threading.Lock()
-        # A row a picture: bytes (0: not there, -1: refused; written last), offset, height, width. Behind them: bytes that are
-        # taken, files that were refused.
+        #: Files that travel with the batch that this process plans.
+        self.sent: dict[int, np.ndarray] = {}
+        # A row a picture: bytes (0: not there, -1: refused; written last) and offset; the same of the index of one that is not
+        # kept. Behind them: bytes that files take, files that were refused, bytes that indices take.
         n = len(self) + 1
         self._rows = self._open(n * 32, fd)[: n * 32].view(np.int64).reshape(n, 4)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {name: getattr(self, name) for name in ("files", "may_keep", "nbytes")}
+        kept = {name: getattr(self, name) for name in ("files", "may_keep", "wanted", "room", "nbytes")}
         return {**kept, "fd": self._handle()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

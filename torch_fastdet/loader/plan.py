@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -92,8 +93,10 @@ class Plan:
     masks: np.ndarray
     #: For each placement the index of its source in the shared memory; -1 where it travels with the batch.
     sources: np.ndarray
-    #: The pixels that travel with the batch.
-    own: np.ndarray | torch.Tensor
+    #: What travels with the batch: pixels, and packed files.
+    own: Any
+    #: (k, 3) of these files: index, bytes, offset in ``own``.
+    files: np.ndarray
 
     def tables_in_order(self) -> tuple[np.ndarray, ...]:
         """As ``image_augment`` takes them."""
@@ -113,7 +116,7 @@ class _Bytes:
         if id(array) not in self._known:
             self._known[id(array)] = self._end
             self._parts.append(array)
-            self._end += array.nbytes
+            self._end += -(-array.nbytes // 16) * 16  # packed files begin at such places
         return self._known[id(array)]
 
     def joined(self) -> np.ndarray:
@@ -142,6 +145,7 @@ def pack(pictures: Sequence[Picture], memory: PictureMemory, decoded: bool = Tru
     tables: list[np.ndarray] = []
     matrices, rows, sources, blend = [], [], [], []
     from_files: dict[int, np.ndarray] = {}
+    files: dict[int, tuple[int, int, int]] = {}
     for picture in pictures:
         row = [len(layers), -1, picture.flags, -1]
         for number, layer in enumerate(picture.layers):
@@ -155,6 +159,8 @@ def pack(pictures: Sequence[Picture], memory: PictureMemory, decoded: bool = Tru
                     if source.index not in from_files:
                         from_files[source.index] = memory.pixels_of(source.index)
                     pixels = from_files[source.index]
+                if pixels is None and (sent := memory.sent(source.index)) is not None:
+                    files[source.index] = source.index, sent.nbytes, own.add(sent)
                 place = (SHARED, memory.offsets[source.index]) if pixels is None else (OWN, own.add(pixels))
                 sources.append(source.index if pixels is None else -1)
                 placements.append((*place, source.height, source.width, *where))
@@ -174,6 +180,7 @@ def pack(pictures: Sequence[Picture], memory: PictureMemory, decoded: bool = Tru
         masks=masks.joined(),
         sources=np.array(sources, dtype=np.int64),
         own=own.joined(),
+        files=np.array(list(files.values()), dtype=np.int64).reshape(-1, 3),
     )
 
 

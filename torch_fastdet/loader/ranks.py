@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from torch_fastdet._say import say
-from torch_fastdet.loader.jpeg import packed_size
+from torch_fastdet.loader.jpeg import AS_IT_IS, Files
 from torch_fastdet.loader.memory import JpegFiles, PictureMemory
 from torch_fastdet.memory import UNLIMITED, words
 
@@ -37,7 +37,7 @@ def shared_by_ranks(
     what: Iterable[str],
     shapes: Sequence[tuple[int, int]] | np.ndarray,
     budget: int,
-    files: Sequence[str] | None = None,
+    files: Files | None = None,
 ) -> PictureMemory:
     """A memory for the data set that ``what`` describes: one of its own, or in a distributed run the first rank's.
 
@@ -45,7 +45,7 @@ def shared_by_ranks(
         what: says which data set it is, in which size.
         shapes: (height, width) of each picture as it will be kept, or somewhat more.
         budget: bytes that pictures and files may take.
-        files: for a GPU, the path of each picture that is to be kept as a JPEG file, and "" for the others.
+        files: for a GPU, the JPEG files that are to be kept in place of decoded pictures.
     """
     rank, size = local_ranks()
     if size == 1:
@@ -57,8 +57,9 @@ def shared_by_ranks(
         return memory
     taken = _take(name, WAIT)
     if taken is not None:
-        (pictures, of_files), fds = taken
-        jpegs = JpegFiles(files or [""] * len(shapes), of_files, fds[1]) if len(fds) > 1 else None
+        (pictures, room, of_files), fds = taken
+        files = files or Files.of([""] * len(shapes), list(shapes), [AS_IT_IS] * len(shapes))
+        jpegs = JpegFiles(files, room, fds[1], of_files) if len(fds) > 1 else None
         return PictureMemory(shapes, pictures, fds[0], jpegs)
     memory = _memory(shapes, budget if budget == UNLIMITED else budget // size, files)
     say(
@@ -70,12 +71,12 @@ def shared_by_ranks(
     return memory
 
 
-def _memory(shapes: Sequence[tuple[int, int]] | np.ndarray, budget: int, files: Sequence[str] | None) -> PictureMemory:
+def _memory(shapes: Sequence[tuple[int, int]] | np.ndarray, budget: int, files: Files | None) -> PictureMemory:
     """Files take the budget first: they are the cheapest form of a picture."""
-    if files is None or not any(files):
+    if files is None or not any(files.paths):
         return PictureMemory(shapes, budget)
-    jpegs = JpegFiles(files, min(packed_size(files, np.asarray(shapes)), budget))
-    return PictureMemory(shapes, budget - jpegs.nbytes, jpegs=jpegs)
+    jpegs = JpegFiles(files, budget)
+    return PictureMemory(shapes, budget - jpegs.room, jpegs=jpegs)
 
 
 def _name(what: Iterable[str]) -> bytes:
@@ -100,7 +101,7 @@ def _offer(memory: PictureMemory, name: bytes, times: int) -> None:
     listener.settimeout(OFFERED_FOR)
     jpegs = memory.jpegs
     fds = [os.dup(file.fileno()) for file in (memory, jpegs) if file is not None]
-    budgets = struct.pack("2q", memory.nbytes, 0 if jpegs is None else jpegs.nbytes)
+    budgets = struct.pack("3q", memory.nbytes, *((0, 0) if jpegs is None else (jpegs.room, jpegs.nbytes)))
 
     def serve() -> None:
         left = times
@@ -121,8 +122,11 @@ def _offer(memory: PictureMemory, name: bytes, times: int) -> None:
     threading.Thread(target=serve, name="torch_fastdet_ranks", daemon=True).start()
 
 
-def _take(name: bytes, wait: float) -> tuple[tuple[int, int], list[int]] | None:
-    """What the first rank offers: bytes of pictures and of files, and their memories' files. None where it offers nothing in time."""
+def _take(name: bytes, wait: float) -> tuple[tuple[int, int, int], list[int]] | None:
+    """What the first rank offers: bytes of pictures, of files, and of files with indices, and their memories' files.
+
+    None where it offers nothing in time.
+    """
     end = time.monotonic() + wait
     while True:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -130,9 +134,9 @@ def _take(name: bytes, wait: float) -> tuple[tuple[int, int], list[int]] | None:
             try:
                 connection.connect(name)
                 if _same_user(connection):
-                    data, fds, _, _ = socket.recv_fds(connection, 16, 2)
-                    if len(data) == 16 and fds:
-                        return struct.unpack("2q", data), list(fds)
+                    data, fds, _, _ = socket.recv_fds(connection, 24, 2)
+                    if len(data) == 24 and fds:
+                        return struct.unpack("3q", data), list(fds)
             except OSError:
                 pass
         if time.monotonic() > end:

@@ -9,28 +9,33 @@ from typing import Any
 import cv2
 
 from torch_fastdet._say import say
-from torch_fastdet.loader.memory import CHANNELS
+from torch_fastdet.loader.jpeg import AREA, AS_IT_IS, CHANNELS, LINEAR, OTHERWISE
 from torch_fastdet.loader.recorder import recording_module
 
 Size = tuple[int, int]
+WAYS = {cv2.INTER_LINEAR: LINEAR, cv2.INTER_AREA: AREA}
 
 
 class Unread:
     """A picture that has a size (height, width) and no pixels; it is its own file, too."""
 
-    __slots__ = ("shape",)
+    __slots__ = ("shape", "way")
     ndim = 3
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, way: int = AS_IT_IS) -> None:
         self.shape = *size, CHANNELS
+        self.way = way
 
 
 def _read(file: Unread, *_: Any, **__: Any) -> Unread:
     return file
 
 
-def _resize(picture: Unread, dsize: Size, *_: Any, **__: Any) -> Unread:
-    return Unread((dsize[1], dsize[0]))
+def _resize(
+    picture: Unread, dsize: Size, dst: Any = None, fx: float = 0, fy: float = 0, interpolation: int = cv2.INTER_LINEAR
+) -> Unread:
+    known = picture.way == AS_IT_IS and dst is None
+    return Unread((dsize[1], dsize[0]), WAYS.get(interpolation, OTHERWISE) if known else OTHERWISE)
 
 
 class _Files:
@@ -76,16 +81,18 @@ def reader(stock: type, attributes: dict[str, Any], size_of: Callable[[int], Siz
     return seen
 
 
-def sizes(stock: type, dataset: Any, originals: Sequence[Size], side: int) -> tuple[list[Size], list[bool]]:
-    """(height, width) of each picture as ``load_image`` of a host's class gives it, and whether that is the file's own.
+def sizes(stock: type, dataset: Any, originals: Sequence[Size], side: int) -> tuple[list[Size], list[int]]:
+    """(height, width) of each picture as ``load_image`` of a host's class gives it, and how it is resized for that.
 
     Where a changed ``load_image`` wants pixels, every size is said to be ``side`` x ``side``, the most that it can be.
     """
+    nothing: dict[str, list] = {name: [None] * len(originals) for name in ("ims", "im_hw0", "im_hw")}
     try:
-        seen = reader(stock, {**vars(dataset), "augment": False, "ims": [None] * len(originals)}, originals.__getitem__)
+        seen = reader(stock, {**vars(dataset), **nothing, "buffer": []}, originals.__getitem__)
         loaded = [seen.load_image(i) for i in range(len(originals))]
         found: list[Size] = [(int(size[0]), int(size[1])) for _, _, size in loaded]
+        ways: list[int] = [picture.way for picture, _, _ in loaded]
     except Exception as error:
         say(f"loader_optim: every picture may be {side}x{side}: {stock.__name__}.load_image wants pixels: {error}")
-        return [(side, side)] * len(originals), [False] * len(originals)
-    return found, [size == original for size, original in zip(found, originals, strict=True)]
+        return [(side, side)] * len(originals), [OTHERWISE] * len(originals)
+    return found, ways

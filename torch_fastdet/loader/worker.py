@@ -15,7 +15,7 @@ from torch_fastdet.loader.memory import CHANNELS, PictureMemory
 from torch_fastdet.loader.plan import Picture, Plan, finish, pack, run_on_cpu
 from torch_fastdet.loader.slots import Parcel
 
-#: Pixels that travel with a plan go through shared memory from this size on, and in the message itself below it.
+#: What travels with a plan goes through shared memory from this size on, and in the message itself below it.
 SMALL = 1 << 16
 
 
@@ -62,11 +62,14 @@ class Collate:
 
     def plan(self, pictures: list[Picture]) -> Plan:
         """The plan that this process sends."""
-        if get_worker_info() is not None:
+        in_worker = get_worker_info() is not None
+        if in_worker:
             pictures = [picture if picture.is_shared() else finish(picture, self.memory) for picture in pictures]
         plan = pack(pictures, self.memory, decoded=False)
-        if plan.own.nbytes > SMALL:
-            plan.own = torch.as_tensor(plan.own)
+        self.memory.forget_sent()
+        if in_worker and plan.own.nbytes > SMALL:
+            pixels, plan.own = plan.own, Parcel(plan.own.shape)
+            plan.own.tensor.numpy()[:] = pixels
         return plan
 
     def make(self, pictures: list[Picture], alone: bool = True) -> Any:

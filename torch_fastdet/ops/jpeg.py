@@ -47,7 +47,7 @@ def decode_jpeg(files: list[Tensor], device: str | torch.device = "cpu") -> list
             raise ValueError(f"decode_jpeg: file {i}: {reason}")
     if not files:
         return []
-    offset, _, height, width = pictures.unbind(1)
+    offset, _, height, width, _ = pictures.unbind(1)
     pixels = height * width * 3
     ends = (torch.div(pixels + 15, 16, rounding_mode="floor") * 16).cumsum(0)
     begins = ends - torch.div(pixels + 15, 16, rounding_mode="floor") * 16
@@ -64,7 +64,9 @@ def decode_jpeg(files: list[Tensor], device: str | torch.device = "cpu") -> list
     ]
 
 
-def jpeg_pack(files: list[Tensor], pin_memory: bool = False) -> tuple[Tensor, Tensor, list[str]]:
+def jpeg_pack(
+    files: list[Tensor], pin_memory: bool = False, heads: list[Tensor] | None = None
+) -> tuple[Tensor, Tensor, list[str]]:
     """Reads JPEG files once and makes packed JPEGs of them, on the host.
 
     The pass is strict: a file that it takes decodes to OpenCV's pixels without any repair, and what it cannot promise that of is
@@ -73,22 +75,27 @@ def jpeg_pack(files: list[Tensor], pin_memory: bool = False) -> tuple[Tensor, Te
     Args:
         files: one-dimensional uint8 tensors on the CPU, contiguous: the bytes of one file each.
         pin_memory: Give the storage in pinned memory, to copy it to a GPU.
+        heads: For each file the head of its packed JPEG, which an earlier call gave: its first bytes, as many as ``pictures`` says.
+            It spares most of the pass. An empty one, and one that does not belong to the file, is not used.
 
     Returns:
         storage: one-dimensional uint8, the packed JPEGs, each at a multiple of 16 bytes.
-        pictures: (n, 4) int64: byte offset in the storage (-1: refused), bytes, height and width as OpenCV shows the picture.
+        pictures: (n, 5) int64: byte offset in the storage (-1: refused), bytes, height and width as OpenCV shows the picture, bytes
+            of the head.
         refusals: For each file why it was refused, such as "progressive" or "damaged"; "" where it was not.
 
     Raises:
-        RuntimeError: a file is no contiguous one-dimensional uint8 tensor on the CPU.
+        RuntimeError: a file or a head is no contiguous one-dimensional uint8 tensor on the CPU, or there are not as many heads as files.
 
     Source: ITU-T T.81
     """
     if not torch.jit.is_scripting():
         check_tensor_list("jpeg_pack", "files", files)
+        if heads is not None:
+            check_tensor_list("jpeg_pack", "heads", heads)
     if len(files) == 0:
-        return torch.empty(0, dtype=torch.uint8), torch.empty(0, 4, dtype=torch.int64), []
-    return torch.ops.torch_fastdet.jpeg_pack(files, pin_memory)
+        return torch.empty(0, dtype=torch.uint8), torch.empty(0, 5, dtype=torch.int64), []
+    return torch.ops.torch_fastdet.jpeg_pack(files, pin_memory, heads)
 
 
 def jpeg_plan(headers: Tensor, asked: Tensor) -> tuple[Tensor, list[int]]:

@@ -96,6 +96,7 @@ def decode_kept(dataset: Any, memory: PictureMemory) -> None:
     """Give a data set pixels for what it has loaded: stock's code is about to read them."""
     for i in dataset.buffer:
         if isinstance(dataset.ims[i], Unread):
+            memory.read(i)
             dataset.ims[i] = memory.get(i)
 
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from torch_fastdet._say import count, say
 from torch_fastdet.loader.fingerprint import fingerprint
-from torch_fastdet.loader.jpeg import is_jpeg
+from torch_fastdet.loader.jpeg import Files
 from torch_fastdet.loader.loop import Ahead, PlanBatches, PlannedLoading, PlannedLoadingOfDicts
 from torch_fastdet.loader.memory import CHANNELS, PictureMemory
 from torch_fastdet.loader.ranks import shared_by_ranks
@@ -91,15 +91,15 @@ def memory_of(dataset: Any, budget: Callable[[], int] = host_budget, as_files: b
     return memory
 
 
-def _shapes(dataset: Any) -> tuple[list[tuple[int, int]], list[str]]:
-    """The sizes that ``load_image`` will give the pictures, or somewhat more; and the JPEG files that it does not resize."""
+def _shapes(dataset: Any) -> tuple[list[tuple[int, int]], Files]:
+    """The sizes that ``load_image`` will give the pictures, or somewhat more; and the JPEG files."""
     side = max(dataset.imgsz) if isinstance(dataset.imgsz, (tuple, list)) else dataset.imgsz
     known = _file_shapes.get(dataset, {})
     paths = [label["im_file"] for label in dataset.labels]
     found = [label.get("shape") or known.get(label["im_file"]) for label in dataset.labels]
-    shapes, as_they_are = sizes(type(dataset), dataset, [size or (side, side) for size in found], side)
-    files = zip(paths, found, as_they_are, strict=True)
-    return shapes, [path if size and same and is_jpeg(path) else "" for path, size, same in files]
+    originals = [size or (side, side) for size in found]
+    shapes, ways = sizes(type(dataset), dataset, originals, side)
+    return shapes, Files.of([path if size else "" for path, size in zip(paths, found, strict=True)], originals, ways)
 
 
 class SharedImages:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from torch_fastdet._say import count, say
 from torch_fastdet.loader.fingerprint import fingerprint
-from torch_fastdet.loader.jpeg import is_jpeg
+from torch_fastdet.loader.jpeg import Files
 from torch_fastdet.loader.loop import PlanBatches, PlannedLoading
 from torch_fastdet.loader.memory import PictureMemory
 from torch_fastdet.loader.plan import Indices
@@ -187,12 +187,10 @@ def _memory_for(dataset: Any, everything: bool) -> PictureMemory:
     """A memory with places for a data set's pictures, in the sizes that ``load_image`` will give them."""
     as_files = not everything and keeps_files() and cannot_plan(dataset) is None  # stock's code wants pixels
     side, originals = dataset.img_size, [(height, width) for width, height in dataset.shapes.tolist()]
-    shapes, as_they_are = sizes(type(dataset).torch_fastdet_stock, dataset, originals, side)
-    kept = zip(dataset.im_files, as_they_are, strict=True)
-    files = [path if same and is_jpeg(path) else "" for path, same in kept]
+    shapes, ways = sizes(type(dataset).torch_fastdet_stock, dataset, originals, side)
     budget = UNLIMITED if everything else host_budget()
     what = (str(dataset.img_size), str(dataset.augment), *dataset.im_files)
-    return shared_by_ranks(what, shapes, budget, files if as_files else None)
+    return shared_by_ranks(what, shapes, budget, Files.of(dataset.im_files, originals, ways) if as_files else None)
 
 
 def cannot_plan(dataset: Any) -> str | None:

@@ -195,13 +195,19 @@ inline bool is_packed_jpeg(const uint8_t* data, int64_t bytes) {
          header.checksum == jpeg_checksum(data + kJpegChecked, header.bytes - kJpegChecked);
 }
 
+// What comes before the scan of a packed JPEG: of the same file, it spares the pass over the scan.
+struct JpegHead {
+  const uint8_t* data = nullptr;
+  int64_t bytes = 0;
+};
+
 // Makes a packed JPEG of a file.
 class JpegPacker {
  public:
   // Null and the packed JPEG, or why the file is refused and an empty one.
-  const char* pack(const uint8_t* data, int64_t size, std::vector<uint8_t>& packed) {
+  const char* pack(const uint8_t* data, int64_t size, std::vector<uint8_t>& packed, JpegHead head = {}) {
     packed.clear();
-    const char* reason = pack_or_refuse(data, size, packed);
+    const char* reason = pack_or_refuse(data, size, packed, head);
     if (reason) packed.clear();
     return reason;
   }
@@ -210,7 +216,7 @@ class JpegPacker {
   // More than what a block of codes can take, and the eight bytes that a reader looks ahead.
   static constexpr size_t kAhead = 64 * 31 / 8 + 16;
 
-  const char* pack_or_refuse(const uint8_t* data, int64_t size, std::vector<uint8_t>& packed) {
+  const char* pack_or_refuse(const uint8_t* data, int64_t size, std::vector<uint8_t>& packed, JpegHead head) {
     file_ = JpegFile{};
     if (const char* reason = JpegParser(data, size).parse(file_)) return reason;
     const int64_t rest = data + size - file_.scan;
@@ -225,10 +231,19 @@ class JpegPacker {
     const int64_t whole = mcus / header_.interval, left = mcus % header_.interval;
     header_.segments = static_cast<uint32_t>(whole * header_.interval_segments + ceil_div(left, kJpegSegment));
     const size_t fixed = lay_out();
-    packed.resize(fixed + static_cast<size_t>(rest) + kAhead);
-    scan_ = packed.data() + header_.scan;
-    if (!destuff(data + size)) return kShort;
-    std::memset(scan_ + scan_bytes_, 0, kAhead);
+    const auto read = [&] {
+      packed.resize(fixed + static_cast<size_t>(rest) + kAhead);
+      scan_ = packed.data() + header_.scan;
+      if (!destuff(data + size)) return false;
+      std::memset(scan_ + scan_bytes_, 0, kAhead);
+      return true;
+    };
+    if (!read()) return kShort;
+    if (head.bytes == header_.scan) {
+      if (is_made_with(head, packed)) return nullptr;
+      packed.clear();  // what lies between the parts is zero
+      read();
+    }
     if (const char* reason = index(packed.data())) return reason;
     finish(packed);
     return nullptr;
@@ -368,6 +383,16 @@ class JpegPacker {
       if (last) used_bits_ = bits.position();
     }
     return nullptr;
+  }
+
+  // Whether the index of `head` is this file's: then the packed JPEG is made with it.
+  bool is_made_with(const JpegHead& head, std::vector<uint8_t>& packed) {
+    JpegHeader made{};
+    std::memcpy(&made, head.data, sizeof made);
+    std::memcpy(packed.data() + header_.starts, head.data + header_.starts, header_.scan - header_.starts);
+    used_bits_ = scan_bytes_ * 8;
+    finish(packed);
+    return header_.checksum == made.checksum;
   }
 
   static bool skip_block(JpegByteBits& bits, const JpegSkipTable& dc, const JpegSkipTable& ac, int& predictor) {

@@ -1,6 +1,7 @@
 // JPEG files on the CPU: threads over files.
 #include <ATen/ops/empty.h>
 
+#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -32,9 +33,10 @@ struct Cpu : OnDevice {
 };
 
 // Columns of the table that jpeg_pack gives.
-enum : int { kOffset, kBytes, kHeight, kWidth, kPackColumns };
+enum : int { kOffset, kBytes, kHeight, kWidth, kHead, kPackColumns };
 
-std::tuple<at::Tensor, at::Tensor, std::vector<std::string>> jpeg_pack(at::TensorList files, bool pin_memory) {
+std::tuple<at::Tensor, at::Tensor, std::vector<std::string>> jpeg_pack(at::TensorList files, bool pin_memory,
+                                                                       std::optional<at::TensorList> heads) {
   constexpr const char* kOp = "jpeg_pack";
   const auto count = static_cast<int64_t>(files.size());
   for (int64_t i = 0; i < count; ++i) {
@@ -42,12 +44,21 @@ std::tuple<at::Tensor, at::Tensor, std::vector<std::string>> jpeg_pack(at::Tenso
     check_on_cpu(files[i], kOp, name);
     check_jpeg_bytes(files[i], kOp, name);
   }
+  const auto known = static_cast<int64_t>(heads ? heads->size() : 0);
+  TORCH_CHECK(!heads || known == count, kOp, ": heads has ", known, " tensors, but files has ", count);
+  for (int64_t i = 0; i < known; ++i) {
+    const std::string name = "heads[" + std::to_string(i) + "]";
+    check_on_cpu((*heads)[i], kOp, name);
+    check_jpeg_bytes((*heads)[i], kOp, name);
+  }
   std::vector<std::vector<uint8_t>> packed(files.size());
   std::vector<std::string> refusals(files.size());
   parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
     core::JpegPacker packer;
     for (int64_t i = begin; i < end; ++i) {
-      const char* reason = packer.pack(files[i].const_data_ptr<uint8_t>(), files[i].numel(), packed[i]);
+      core::JpegHead head;
+      if (heads) head = {(*heads)[i].const_data_ptr<uint8_t>(), (*heads)[i].numel()};
+      const char* reason = packer.pack(files[i].const_data_ptr<uint8_t>(), files[i].numel(), packed[i], head);
       if (reason) refusals[i] = reason;
     }
   });
@@ -56,12 +67,13 @@ std::tuple<at::Tensor, at::Tensor, std::vector<std::string>> jpeg_pack(at::Tenso
   for (int64_t i = 0; i < count; ++i) {
     int64_t* row = pictures.mutable_data_ptr<int64_t>() + i * kPackColumns;
     if (!refusals[i].empty()) {
-      row[kOffset] = -1, row[kBytes] = row[kHeight] = row[kWidth] = 0;
+      row[kOffset] = -1, row[kBytes] = row[kHeight] = row[kWidth] = row[kHead] = 0;
       continue;
     }
     const auto& header = *reinterpret_cast<const core::JpegHeader*>(packed[i].data());
     row[kOffset] = bytes, row[kBytes] = header.bytes;
     row[kHeight] = core::jpeg_shown_height(header), row[kWidth] = core::jpeg_shown_width(header);
+    row[kHead] = header.scan;
     bytes += header.bytes;
   }
   const at::Tensor storage = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(pin_memory));

@@ -148,11 +148,12 @@ def with_budget(size, variable="TORCH_FASTDET_CACHE"):
 
 
 def files():
-    """JPEG files in place of pictures, as where a GPU makes the batches; one that OpenCV decodes, and one that is no JPEG."""
+    """JPEG files in place of pictures, as where a GPU makes the batches: as large as the training's, larger and smaller; one that
+    OpenCV decodes, and one that is no JPEG."""
     root = make("files", count=0)
     generator = np.random.default_rng(0)
     for number in range(16):
-        height, width = ((96, 64), (64, 96), (96, 96), (72, 96))[number % 4]
+        height, width = ((96, 64), (64, 96), (151, 200), (72, 96), (33, 50))[number % 5]
         coarse = generator.integers(0, 255, (height // 8, width // 8, 3), dtype=np.uint8)
         image = cv2.resize(coarse, (width, height), interpolation=cv2.INTER_CUBIC)
         progressive = [cv2.IMWRITE_JPEG_PROGRESSIVE, 1] if number == 5 else []
@@ -170,6 +171,10 @@ def files():
             pass
         jpegs = mine[1].memory.jpegs
         assert jpegs is None or (jpegs.used() > 0 and jpegs.refused == 1), jpegs
+        os.environ["TORCH_FASTDET_CACHE"] = "0"  # files travel with each batch
+        for options in ({"workers": 0}, {"workers": 2}):
+            same("files", augment=True, hyp=HYP, **options)
+        del os.environ["TORCH_FASTDET_CACHE"]
         for cache in ("ram", "disk"):
             same("files", augment=True, hyp=HYP, workers=0, cache=cache)
     finally:
