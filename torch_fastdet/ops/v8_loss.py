@@ -1,7 +1,8 @@
 """Ultralytics' whole losses: task-aligned assignment, CIoU, distribution focal loss or L1, class entropy, the task's own part, and
 all gradients."""
 
-from __future__ import annotations
+# No "from __future__ import annotations": TorchScript reads the types of V8LossOptions as they stand.
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +40,47 @@ def v8_loss_settings(
     The defaults are those of Ultralytics 8.4.190 for heads of strides 8, 16 and 32.
     """
     return [box, cls, dfl, weight, alpha, beta, eps, least_side, least_side if short_side is None else short_side]
+
+
+class V8LossOptions(NamedTuple):
+    """What all losses of this module take behind the levels, in the order of their schemas. :func:`v8_loss` explains them."""
+
+    num_targets: torch.Tensor | None = None
+    class_weights: torch.Tensor | None = None
+    reg_max: int = 16
+    topk: int = 10
+    topk2: int = 10
+
+
+def _check(op: str, targets: torch.Tensor, settings: torch.Tensor, options: V8LossOptions) -> None:
+    check_tensor(op, "targets", targets)
+    check_tensor(op, "settings", settings)
+    check_optional_tensor(op, "num_targets", options.num_targets)
+    check_optional_tensor(op, "class_weights", options.class_weights)
+
+
+def _assigned(
+    heads: list[torch.Tensor],
+    targets: torch.Tensor,
+    settings: torch.Tensor,
+    strides: list[float],
+    sizes: list[int],
+    options: V8LossOptions,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Loss, items, the slots' anchors and rows, status."""
+    loss, items, _, slot_anchor, slot_row, _, status = torch.ops.torch_fastdet.v8_loss(
+        heads,
+        targets,
+        settings,
+        strides,
+        sizes,
+        options.num_targets,
+        options.class_weights,
+        reg_max=options.reg_max,
+        topk=options.topk,
+        topk2=options.topk2,
+    )
+    return loss, items, slot_anchor, slot_row, status
 
 
 def v8_loss(
@@ -93,24 +135,11 @@ def v8_loss(
 
     Behaviour: that of v8DetectionLoss in Ultralytics 8.4.190.
     """
+    options = V8LossOptions(num_targets, class_weights, reg_max, topk, topk2)
     if not torch.jit.is_scripting():
         check_tensor_list("v8_loss", "heads", heads)
-        check_tensor("v8_loss", "targets", targets)
-        check_tensor("v8_loss", "settings", settings)
-        check_optional_tensor("v8_loss", "num_targets", num_targets)
-        check_optional_tensor("v8_loss", "class_weights", class_weights)
-    loss, items, _, _, _, _, status = torch.ops.torch_fastdet.v8_loss(
-        heads,
-        targets,
-        settings,
-        strides,
-        sizes,
-        num_targets,
-        class_weights,
-        reg_max=reg_max,
-        topk=topk,
-        topk2=topk2,
-    )
+        _check("v8_loss", targets, settings, options)
+    loss, items, _, _, status = _assigned(heads, targets, settings, strides, sizes, options)
     return loss, items, status
 
 
@@ -161,27 +190,14 @@ def v8_segmentation_loss(
 
     Source: the behaviour of v8SegmentationLoss in Ultralytics 8.4.190.
     """
+    options = V8LossOptions(num_targets, class_weights, reg_max, topk, topk2)
     if not torch.jit.is_scripting():
         check_tensor_list("v8_segmentation_loss", "heads", heads)
         check_tensor("v8_segmentation_loss", "coefficients", coefficients)
         check_tensor("v8_segmentation_loss", "protos", protos)
         check_tensor("v8_segmentation_loss", "masks", masks)
-        check_tensor("v8_segmentation_loss", "targets", targets)
-        check_tensor("v8_segmentation_loss", "settings", settings)
-        check_optional_tensor("v8_segmentation_loss", "num_targets", num_targets)
-        check_optional_tensor("v8_segmentation_loss", "class_weights", class_weights)
-    loss, items, _, slot_anchor, slot_row, _, status = torch.ops.torch_fastdet.v8_loss(
-        heads,
-        targets,
-        settings,
-        strides,
-        sizes,
-        num_targets,
-        class_weights,
-        reg_max=reg_max,
-        topk=topk,
-        topk2=topk2,
-    )
+        _check("v8_segmentation_loss", targets, settings, options)
+    loss, items, slot_anchor, slot_row, status = _assigned(heads, targets, settings, strides, sizes, options)
     if protos.dim() == 4 and masks.dim() == 3 and masks.shape[1:] != protos.shape[2:]:
         protos = F.interpolate(protos, [masks.shape[1], masks.shape[2]], mode="bilinear", align_corners=False)
     mask_loss, mask_item, _, _, _, _ = torch.ops.torch_fastdet.v8_mask_loss(
@@ -244,28 +260,15 @@ def v8_pose_loss(
 
     Source: the behaviour of v8PoseLoss in Ultralytics 8.4.190.
     """
+    options = V8LossOptions(num_targets, class_weights, reg_max, topk, topk2)
     if not torch.jit.is_scripting():
         check_tensor_list("v8_pose_loss", "heads", heads)
         check_tensor("v8_pose_loss", "predictions", predictions)
         check_tensor("v8_pose_loss", "keypoints", keypoints)
         check_tensor("v8_pose_loss", "sigmas", sigmas)
-        check_tensor("v8_pose_loss", "targets", targets)
-        check_tensor("v8_pose_loss", "settings", settings)
         check_tensor("v8_pose_loss", "gains", gains)
-        check_optional_tensor("v8_pose_loss", "num_targets", num_targets)
-        check_optional_tensor("v8_pose_loss", "class_weights", class_weights)
-    loss, items, _, slot_anchor, slot_row, _, status = torch.ops.torch_fastdet.v8_loss(
-        heads,
-        targets,
-        settings,
-        strides,
-        sizes,
-        num_targets,
-        class_weights,
-        reg_max=reg_max,
-        topk=topk,
-        topk2=topk2,
-    )
+        _check("v8_pose_loss", targets, settings, options)
+    loss, items, slot_anchor, slot_row, status = _assigned(heads, targets, settings, strides, sizes, options)
     parts, part_items, _ = torch.ops.torch_fastdet.v8_keypoint_loss(
         predictions,
         keypoints,
@@ -326,10 +329,7 @@ def v8_obb_loss(
         check_tensor("v8_obb_loss", "boxes", boxes)
         check_tensor("v8_obb_loss", "scores", scores)
         check_tensor("v8_obb_loss", "angles", angles)
-        check_tensor("v8_obb_loss", "targets", targets)
-        check_tensor("v8_obb_loss", "settings", settings)
-        check_optional_tensor("v8_obb_loss", "num_targets", num_targets)
-        check_optional_tensor("v8_obb_loss", "class_weights", class_weights)
+        _check("v8_obb_loss", targets, settings, V8LossOptions(num_targets, class_weights, reg_max, topk, topk2))
     loss, items, _, _, _, _, status = torch.ops.torch_fastdet.v8_obb_loss(
         boxes,
         scores,

@@ -191,37 +191,12 @@ void decode_boxes(const Params& params, const ParallelFor& parallel_for) {
 
 // ---- Assignment ----------------------------------------------------------------------------------------------------
 
-template <typename T>
-struct Assignment {
-  T alpha, beta, eps;
-  explicit Assignment(const double* settings)
-      : alpha(static_cast<T>(settings[kV8Alpha])),
-        beta(static_cast<T>(settings[kV8Beta])),
-        eps(static_cast<T>(settings[kV8Eps])) {}
-};
-
-template <typename scalar_t, typename Params>
-uint64_t anchor_key(const Params& params, const Assignment<arithmetic_t<scalar_t>>& settings, const V8Target& target,
-                    const V8Anchor& at) {
-  using T = arithmetic_t<scalar_t>;
-  const V8Heads& heads = params.heads;
-  const int64_t anchor = heads.levels[at.level].first + at.index;
-  const T overlap = v8_overlap_of<scalar_t>(
-      params, target, static_cast<const CornerBox<T>*>(params.scratch.boxes)[target.image * heads.anchors + anchor],
-      anchor);
-  if (overlap == T(0) && settings.beta > T(0)) return 0;
-  const T logit = class_logit<scalar_t>(heads, target.image, at, target.lookup);
-  return v8_key(v8_alignment(logit, overlap, settings.alpha, settings.beta), anchor);
-}
-
 // The best topk anchors of each target, in its slots. Where fewer fit, the first anchors of the image that do not fit
 // are named too, if they lie inside of the target, as a top-k over all anchors does whose ties go by index. They have
 // no weight, but others may want them.
 template <typename scalar_t, typename Params, typename ParallelFor>
 void assign(const Params& params, const ParallelFor& parallel_for) {
-  using T = arithmetic_t<scalar_t>;
   const V8Heads& heads = params.heads;
-  const Assignment<T> settings(params.settings);
   std::fill_n(params.slots.anchor, params.n * params.topk, int64_t{-1});
   parallel_for(0, params.scratch.first_target[heads.bs], 1, [&](int64_t begin, int64_t end) {
     std::vector<uint64_t> keys;
@@ -235,7 +210,7 @@ void assign(const Params& params, const ParallelFor& parallel_for) {
           for (int64_t x = range.x0; x < range.x1; ++x) {
             const V8Anchor at{which, y * level.nx + x, x, y};
             if (!v8_anchor_inside(params, target, at)) continue;
-            const uint64_t key = anchor_key<scalar_t>(params, settings, target, at);
+            const uint64_t key = v8_anchor_key<scalar_t>(params, target, at);
             if (key != 0) keys.push_back(key);
           }
         }
@@ -248,7 +223,7 @@ void assign(const Params& params, const ParallelFor& parallel_for) {
       for (int64_t anchor = 0; anchor < heads.anchors && place < params.topk; ++anchor) {
         const V8Anchor at = v8_anchor(heads, anchor);
         const bool inside = v8_anchor_inside(params, target, at);
-        if (inside && anchor_key<scalar_t>(params, settings, target, at) != 0) continue;
+        if (inside && v8_anchor_key<scalar_t>(params, target, at) != 0) continue;
         if (inside) anchors[place] = target.image * heads.anchors + anchor;
         ++place;
       }
@@ -260,10 +235,8 @@ void assign(const Params& params, const ParallelFor& parallel_for) {
 // it fits none, without weight to the first of its image: losses that count anchors as such see which one.
 template <typename scalar_t, typename Params, typename ParallelFor>
 void resolve(const Params& params, const ParallelFor& parallel_for) {
-  using T = arithmetic_t<scalar_t>;
   const V8Heads& heads = params.heads;
   const V8Scratch& scratch = params.scratch;
-  const Assignment<T> settings(params.settings);
   const int64_t slots = params.n * params.topk;
   int64_t* anchors = params.slots.anchor;
   std::fill_n(scratch.owner, heads.bs * heads.anchors, uint32_t{0});
@@ -281,30 +254,8 @@ void resolve(const Params& params, const ParallelFor& parallel_for) {
         anchors[slot] = -1;
         continue;
       }
-      const int64_t image = anchor / heads.anchors;
-      const V8Anchor at = v8_anchor(heads, anchor % heads.anchors);
-      const CornerBox<T> box = static_cast<const CornerBox<T>*>(scratch.boxes)[anchor];
-      int64_t winner = slot / params.topk;
-      bool fits = true;
-      if (owner & kV8Shared) {
-        const float stride = heads.levels[at.level].stride;
-        const float x = v8_center(at.column, stride), y = v8_center(at.row, stride);
-        uint64_t best = 0;
-        for (int64_t t = scratch.first_target[image]; t < scratch.first_target[image + 1]; ++t) {
-          if (!v8_holds(params, scratch.targets[t], x, y)) continue;
-          best = std::max(best,
-                          v8_key(v8_overlap_of<scalar_t>(params, scratch.targets[t], box, anchor % heads.anchors), t));
-        }
-        fits = best != 0;
-        winner = fits ? v8_key_index(best) : scratch.first_target[image];
-      }
-      const V8Target& target = scratch.targets[winner];
-      const T overlap = fits ? v8_overlap_of<scalar_t>(params, target, box, anchor % heads.anchors) : T(0);
-      const T logit = class_logit<scalar_t>(heads, image, at, target.lookup);
-      scratch.winner[slot] = static_cast<int32_t>(winner);
-      static_cast<T*>(scratch.overlap)[slot] = overlap;
-      static_cast<T*>(scratch.alignment)[slot] =
-          fits ? v8_alignment(logit, overlap, settings.alpha, settings.beta) : T(0);
+      const bool shared = (owner & kV8Shared) != 0;
+      v8_settle<scalar_t>(params, slot, shared, shared ? v8_best_target<scalar_t>(params, anchor, 0, 1) : 0);
     }
   });
 }

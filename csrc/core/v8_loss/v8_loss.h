@@ -110,6 +110,66 @@ TORCH_FASTDET_HOST_DEVICE bool v8_anchor_inside(const Params& params, const V8Ta
   return v8_holds(params, target, v8_center(at.column, stride), v8_center(at.row, stride));
 }
 
+// How an anchor that is inside of a target ranks among those; 0 if it does not fit.
+template <typename scalar_t, typename Params>
+TORCH_FASTDET_HOST_DEVICE uint64_t v8_anchor_key(const Params& params, const V8Target& target, const V8Anchor& at) {
+  using T = arithmetic_t<scalar_t>;
+  const V8Heads& heads = params.heads;
+  const int64_t anchor = heads.levels[at.level].first + at.index;
+  const T beta = static_cast<T>(params.settings[kV8Beta]);
+  const T overlap = v8_overlap_of<scalar_t>(
+      params, target, static_cast<const CornerBox<T>*>(params.scratch.boxes)[target.image * heads.anchors + anchor],
+      anchor);
+  if (overlap == T(0) && beta > T(0)) return 0;
+  return v8_key(v8_alignment(class_logit<scalar_t>(heads, target.image, at, target.lookup), overlap,
+                             static_cast<T>(params.settings[kV8Alpha]), beta),
+                anchor);
+}
+
+// The best key among targets first, first + step, ... of those of the anchor's image that it lies in: of the greatest
+// overlap, the target of the lowest number.
+template <typename scalar_t, typename Params>
+TORCH_FASTDET_HOST_DEVICE uint64_t v8_best_target(const Params& params, int64_t anchor, int first, int step) {
+  using T = arithmetic_t<scalar_t>;
+  const V8Heads& heads = params.heads;
+  const V8Scratch& scratch = params.scratch;
+  const int64_t image = anchor / heads.anchors;
+  const V8Anchor at = v8_anchor(heads, anchor % heads.anchors);
+  const CornerBox<T> box = static_cast<const CornerBox<T>*>(scratch.boxes)[anchor];
+  uint64_t best = 0;
+  for (int64_t i = scratch.first_target[image] + first; i < scratch.first_target[image + 1]; i += step) {
+    const V8Target& target = scratch.targets[i];
+    if (!v8_anchor_inside(params, target, at)) continue;
+    const uint64_t key = v8_key(v8_overlap_of<scalar_t>(params, target, box, anchor % heads.anchors), i);
+    best = key > best ? key : best;
+  }
+  return best;
+}
+
+// Gives a slot's anchor to a target: the slot's own, or where several want it (`shared`) the one of key `best`; if it
+// fits none of those (0), without weight the first of its image.
+template <typename scalar_t, typename Params>
+TORCH_FASTDET_HOST_DEVICE void v8_settle(const Params& params, int64_t slot, bool shared, uint64_t best) {
+  using T = arithmetic_t<scalar_t>;
+  const V8Heads& heads = params.heads;
+  const V8Scratch& scratch = params.scratch;
+  const int64_t anchor = params.slots.anchor[slot], image = anchor / heads.anchors;
+  const bool fits = !shared || best != 0;
+  const int64_t winner = !shared ? slot / params.topk : fits ? v8_key_index(best) : scratch.first_target[image];
+  const V8Target& target = scratch.targets[winner];
+  T overlap = 0, alignment = 0;
+  if (fits) {
+    overlap = v8_overlap_of<scalar_t>(params, target, static_cast<const CornerBox<T>*>(scratch.boxes)[anchor],
+                                      anchor % heads.anchors);
+    alignment =
+        v8_alignment(class_logit<scalar_t>(heads, image, v8_anchor(heads, anchor % heads.anchors), target.lookup),
+                     overlap, static_cast<T>(params.settings[kV8Alpha]), static_cast<T>(params.settings[kV8Beta]));
+  }
+  scratch.winner[slot] = static_cast<int32_t>(winner);
+  static_cast<T*>(scratch.overlap)[slot] = overlap;
+  static_cast<T*>(scratch.alignment)[slot] = alignment;
+}
+
 #ifdef TORCH_FASTDET_WITH_CUDA
 int64_t v8_slot_blocks(const V8LossParams& params);
 int64_t v8_class_blocks(const V8LossParams& params);

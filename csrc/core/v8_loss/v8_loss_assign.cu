@@ -36,20 +36,6 @@ __device__ void claim_anchor(uint32_t* owner, uint32_t key) {
   atomicMax(owner, (unmarked > key ? unmarked : key) | kV8Shared);
 }
 
-// How an anchor inside of a target ranks among those.
-template <typename scalar_t, typename Params>
-__device__ uint64_t anchor_key(const Params& params, const V8Target& target, const V8Anchor& at) {
-  using T = arithmetic_t<scalar_t>;
-  const V8Heads& heads = params.heads;
-  const int64_t anchor = heads.levels[at.level].first + at.index;
-  const T overlap = v8_overlap_of<scalar_t>(
-      params, target, static_cast<const CornerBox<T>*>(params.scratch.boxes)[target.image * heads.anchors + anchor],
-      anchor);
-  return v8_key(v8_alignment(class_logit<scalar_t>(heads, target.image, at, target.lookup), overlap,
-                             static_cast<T>(params.settings[kV8Alpha]), static_cast<T>(params.settings[kV8Beta])),
-                anchor);
-}
-
 // The keys of the anchors of one level inside of a target, below `bound`.
 template <typename scalar_t, typename Params>
 __device__ void rank_level(const Params& params, const V8Target& target, int which, uint64_t bound, int wanted,
@@ -65,7 +51,7 @@ __device__ void rank_level(const Params& params, const V8Target& target, int whi
     if (i < count) {
       V8Anchor at{which, 0, range.x0 + i % width, range.y0 + i / width};
       at.index = at.row * level.nx + at.column;
-      if (v8_anchor_inside(params, target, at)) key = anchor_key<scalar_t>(params, target, at);
+      if (v8_anchor_inside(params, target, at)) key = v8_anchor_key<scalar_t>(params, target, at);
       if (key >= bound) key = 0;
     }
     best.insert(key, wanted);
@@ -86,7 +72,7 @@ __device__ void name_misfits(const Params& params, const V8Target& target, int64
     if (anchor < params.topk && anchor < heads.anchors) {
       const V8Anchor at = v8_anchor(heads, anchor);
       inside = v8_anchor_inside(params, target, at);
-      misfit = !inside || anchor_key<scalar_t>(params, target, at) == 0;
+      misfit = !inside || v8_anchor_key<scalar_t>(params, target, at) == 0;
     }
     const unsigned misfits = __ballot_sync(kFullWarp, misfit);
     const int place = found + before + __popc(misfits & ((1u << lane) - 1));
@@ -144,7 +130,6 @@ __global__ void __launch_bounds__(kThreads) assign_kernel(const __grid_constant_
 template <typename scalar_t, typename Params>
 __global__ void __launch_bounds__(kThreads) resolve_kernel(const __grid_constant__ Params params) {
   using T = arithmetic_t<scalar_t>;
-  const V8Heads& heads = params.heads;
   const V8Scratch& scratch = params.scratch;
   const int lane = threadIdx.x % kWarp;
   const int64_t slot = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
@@ -157,38 +142,14 @@ __global__ void __launch_bounds__(kThreads) resolve_kernel(const __grid_constant
     if (lane == 0) params.slots.anchor[slot] = -1;
     return;
   }
-  const int64_t image = anchor / heads.anchors;
-  const V8Anchor at = v8_anchor(heads, anchor % heads.anchors);
-  const CornerBox<T> box = static_cast<const CornerBox<T>*>(scratch.boxes)[anchor];
-  int64_t winner = slot / params.topk;
-  bool fits = true;
-  if (owner & kV8Shared) {
-    const float stride = heads.levels[at.level].stride;
-    const float x = v8_center(at.column, stride), y = v8_center(at.row, stride);
-    const int64_t first = scratch.first_target[image], end = scratch.first_target[image + 1];
-    uint64_t best = 0;
-    for (int64_t i = first + lane; i < end; i += kWarp) {
-      if (!v8_holds(params, scratch.targets[i], x, y)) continue;
-      const uint64_t key = v8_key(v8_overlap_of<scalar_t>(params, scratch.targets[i], box, anchor % heads.anchors), i);
-      best = key > best ? key : best;
-    }
-    best = warp_max(best);
-    fits = best != 0;
-    winner = fits ? v8_key_index(best) : first;
-  }
+  const bool shared = (owner & kV8Shared) != 0;
+  const uint64_t best = shared ? warp_max(v8_best_target<scalar_t>(params, anchor, lane, kWarp)) : 0;
   if (lane != 0) return;
-  const V8Target& target = scratch.targets[winner];
-  const T overlap = fits ? v8_overlap_of<scalar_t>(params, target, box, anchor % heads.anchors) : T(0);
-  const T alignment =
-      fits ? v8_alignment(class_logit<scalar_t>(heads, image, at, target.lookup), overlap,
-                          static_cast<T>(params.settings[kV8Alpha]), static_cast<T>(params.settings[kV8Beta]))
-           : T(0);
-  scratch.winner[slot] = static_cast<int32_t>(winner);
-  static_cast<T*>(scratch.overlap)[slot] = overlap;
-  static_cast<T*>(scratch.alignment)[slot] = alignment;
+  v8_settle<scalar_t>(params, slot, shared, best);
   if (params.topk2 != params.topk) return;
-  raise_to(scratch.best + 2 * winner, alignment);
-  raise_to(scratch.best + 2 * winner + 1, overlap);
+  uint64_t* of_winner = scratch.best + 2 * scratch.winner[slot];
+  raise_to(of_winner, static_cast<const T*>(scratch.alignment)[slot]);
+  raise_to(of_winner + 1, static_cast<const T*>(scratch.overlap)[slot]);
 }
 
 // Of the anchors that a target got, its topk2 best are kept. A warp a slot.

@@ -21,7 +21,6 @@ Sums slot_sums(const V8LossParams& params, const ParallelFor& parallel_for) {
   using T = arithmetic_t<scalar_t>;
   const V8Heads& heads = params.heads;
   const V8Scratch& scratch = params.scratch;
-  const Assignment<T> settings(params.settings);
   const int64_t slots = params.n * params.topk;
   auto* scores = static_cast<T*>(params.slots.score);
   std::fill_n(params.slots.row, slots, int64_t{-1});
@@ -36,7 +35,7 @@ Sums slot_sums(const V8LossParams& params, const ParallelFor& parallel_for) {
       const int32_t winner = scratch.winner[slot];
       const V8Target& target = scratch.targets[winner];
       const T score = v8_score(static_cast<const T*>(scratch.alignment)[slot], scratch.best[2 * winner],
-                               scratch.best[2 * winner + 1], settings.eps);
+                               scratch.best[2 * winner + 1], static_cast<T>(params.settings[kV8Eps]));
       const V8Pair<T> pair = v8_pair(target, at.column, at.row, T(heads.levels[at.level].stride));
       T distance[4], gradient[4], distance_sum = 0;
       for (int side = 0; side < 4; ++side) {
