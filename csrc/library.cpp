@@ -145,9 +145,15 @@ TORCH_LIBRARY(torch_fastdet, m) {
       "v8_mask_loss(Tensor coefficients, Tensor protos, Tensor masks, Tensor targets, Tensor settings, "
       "Tensor slot_anchor, Tensor slot_row, SymInt[] image_size, Tensor? num_targets=None, bool overlap=True) "
       "-> (Tensor loss, Tensor item, Tensor scale, Tensor positives, Tensor first_positive, Tensor unit_gradients)");
+  // The same of YOLOv5's, for the matches of yolov5_loss. sizes: height, width of each level. Its matches may share an
+  // anchor (`shared` of the backward).
+  m.def(
+      "yolov5_mask_loss(Tensor coefficients, Tensor protos, Tensor masks, Tensor targets, Tensor match_cell, "
+      "SymInt[] sizes, Tensor? num_targets=None, *, float box_gain=0.05, bool overlap=True) "
+      "-> (Tensor loss, Tensor item, Tensor scale, Tensor positives, Tensor first_positive, Tensor unit_gradients)");
   m.def(
       "v8_mask_loss_backward(Tensor grad_loss, Tensor coefficients, Tensor protos, Tensor masks, Tensor scale, "
-      "Tensor positives, Tensor first_positive, Tensor unit_gradients, bool overlap=True, "
+      "Tensor positives, Tensor first_positive, Tensor unit_gradients, bool overlap=True, bool shared=False, "
       "bool[2] output_mask=[True, True]) -> (Tensor, Tensor)");
   // The keypoint parts of the pose loss, for the same slots. gains (2): pose, kobj; sizes: height, width of each level.
   m.def(

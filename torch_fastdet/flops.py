@@ -255,6 +255,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
         "v8_obb_loss": lambda a: math.prod(a.scores) * SOFTPLUS,
         "v8_obb_loss_backward": lambda a: math.prod(a.scores) * (SIGMOID + 1),
         "v8_mask_loss": _says_no_shape,
+        "yolov5_mask_loss": _says_no_shape,
         "v8_mask_loss_backward": _says_no_shape,
         "v8_keypoint_loss": _says_no_shape,
         "v8_keypoint_loss_backward": _says_no_shape,

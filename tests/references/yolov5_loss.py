@@ -64,6 +64,31 @@ def matches(targets: torch.Tensor, anchors: torch.Tensor, ny: int, nx: int, anch
     return found
 
 
+def mask_loss(heads, protos, masks, targets, anchors, *, box=0.05, anchor_t=4.0, overlap=False):
+    """The mask part's item, of masks of the prototypes' size; heads are (bs, na, ny, nx, 5 + classes + channels)."""
+    bs, channels, rows, columns = protos.shape
+    total = protos.double().sum() * 0
+    for level, head in enumerate(heads):
+        ny, nx = head.shape[2:4]
+        size = torch.tensor([nx, ny, nx, ny], dtype=torch.float32)
+        of_image = [[] for _ in range(bs)]
+        for row, target in enumerate(targets.float()):
+            for image, _, a, y, x, _ in matches(target[None], anchors[level].float(), ny, nx, anchor_t):
+                share = target[2:] * size / size  # float32, as eager code gets there
+                middle, half = share * torch.tensor([columns, rows] * 2), share[2:] * torch.tensor([columns, rows]) / 2
+                low, high = middle[:2] - half, middle[:2] + half
+                logits = torch.einsum("c,chw->hw", head[image, a, y, x, -channels:].double(), protos[image].double())
+                number = 1 + int((targets[:row, 0] == target[0]).sum())
+                wanted = (masks[image] == number).double() if overlap else masks[row].double()
+                px, py = torch.arange(columns), torch.arange(rows).view(-1, 1)
+                inside = (px >= low[0]) & (px < high[0]) & (py >= low[1]) & (py < high[1])
+                value = (F.binary_cross_entropy_with_logits(logits, wanted, reduction="none") * inside).mean()
+                of_image[image].append(value / (share[2] * share[3]).double())
+        for values in of_image:
+            total = total + (torch.stack(values).mean() if values else 0)
+    return total * box / bs
+
+
 def yolov5_loss(
     heads: list[torch.Tensor],
     targets: torch.Tensor,

@@ -43,7 +43,7 @@ from torch_fastdet.ops.v8_loss import (
     v8_pose_loss,
     v8_segmentation_loss,
 )
-from torch_fastdet.ops.yolov5_loss import yolov5_loss, yolov5_loss_fault
+from torch_fastdet.ops.yolov5_loss import yolov5_loss, yolov5_loss_fault, yolov5_segmentation_loss
 
 __all__ = [
     "bbox_iou",
@@ -92,4 +92,5 @@ __all__ = [
     "yolov5_loss",
     "yolov5_loss_fault",
     "yolov5_postprocess",
+    "yolov5_segmentation_loss",
 ]

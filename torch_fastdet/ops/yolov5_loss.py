@@ -1,8 +1,9 @@
-"""The whole YOLOv5 training loss: target assignment, CIoU, class and objectness entropy, and the heads' gradients."""
+"""The whole YOLOv5 training loss: target assignment, CIoU, class and objectness entropy, masks, and the heads' gradients."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from torch_fastdet.ops._checks import check_optional_tensor, check_tensor, check_tensor_list
 
@@ -87,6 +88,141 @@ def yolov5_loss(
         sort_obj_iou=sort_obj_iou,
     )
     return loss, items, levels[:, 0], owner[-4:]
+
+
+def yolov5_segmentation_loss(
+    heads: list[torch.Tensor],
+    protos: torch.Tensor,
+    masks: torch.Tensor,
+    targets: torch.Tensor,
+    anchors: torch.Tensor,
+    balance: torch.Tensor,
+    num_targets: torch.Tensor | None = None,
+    box: float = 0.05,
+    obj: float = 1.0,
+    cls: float = 0.5,
+    cls_pw: float = 1.0,
+    obj_pw: float = 1.0,
+    label_smoothing: float = 0.0,
+    fl_gamma: float = 0.0,
+    anchor_t: float = 4.0,
+    gr: float = 1.0,
+    sort_obj_iou: bool = False,
+    overlap: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """YOLOv5's ComputeLoss of segmentation: :func:`yolov5_loss`, and the masks of its matches. No host synchronisation,
+    capturable in a CUDA graph, bitwise repeatable.
+
+    The mask part is, for each level and image, the mean over its matches of the entropy of coefficients x ``protos`` and the
+    target's mask inside of the target's box, as a mean over all pixels, divided by the share of the image that the box covers; the sum
+    of these means over the number of images, times ``box``. No mask of a match is ever in memory.
+
+    The other arguments are those of :func:`yolov5_loss`.
+
+    Args:
+        heads: raw outputs, one a level: (bs, na, ny, nx, no), no = 5 + classes + channels, any strides. The last ``channels`` are the
+            mask coefficients.
+        protos: (bs, channels, height, width), at most 128 channels, any strides; a float dtype.
+        masks: with ``overlap`` (bs, h, w): each pixel holds the number of its target among the image's rows, counted from 1, or 0.
+            Without (nt, h, w): a mask of numbers from 0 to 1 a row of targets. Masks of another size than the prototypes are brought to
+            theirs (nearest). uint8, bool, int32 and float32 are read as they are where the size is that of the prototypes; others are
+            converted to float32 first.
+        overlap: which of the two.
+
+    Returns:
+        loss: (1), the sum of the parts times the batch size; differentiable by heads and protos.
+        items: (4), box, mask, objectness and class part.
+        level_objectness: (nl), mean objectness entropy of each level, before gains.
+        status: as that of :func:`yolov5_loss`.
+
+    Raises:
+        RuntimeError: shapes, dtypes or devices do not fit each other.
+        ValueError: as :func:`yolov5_loss`.
+        TypeError: an argument is not a tensor where one is expected, or heads is not a list of tensors.
+
+    Source: the behaviour of utils.segment.loss.ComputeLoss in YOLOv5 v7.0.
+    """
+    if not torch.jit.is_scripting():
+        check_tensor_list("yolov5_segmentation_loss", "heads", heads)
+        check_tensor("yolov5_segmentation_loss", "protos", protos)
+        check_tensor("yolov5_segmentation_loss", "masks", masks)
+        check_tensor("yolov5_segmentation_loss", "targets", targets)
+        check_tensor("yolov5_segmentation_loss", "anchors", anchors)
+        check_tensor("yolov5_segmentation_loss", "balance", balance)
+        check_optional_tensor("yolov5_segmentation_loss", "num_targets", num_targets)
+    detection, coefficients, sizes = split_coefficients(heads, protos)
+    loss, items, levels, owner, matches, _, _ = torch.ops.torch_fastdet.yolov5_loss(
+        detection,
+        targets,
+        anchors,
+        balance,
+        num_targets,
+        box_gain=box,
+        obj_gain=obj,
+        cls_gain=cls,
+        cls_pw=cls_pw,
+        obj_pw=obj_pw,
+        label_smoothing=label_smoothing,
+        fl_gamma=fl_gamma,
+        anchor_t=anchor_t,
+        gr=gr,
+        sort_obj_iou=sort_obj_iou,
+    )
+    part, item = yolov5_mask_part(coefficients, protos, masks, targets, matches, sizes, num_targets, box, overlap)
+    items = torch.cat((items[:1], item.to(items.dtype), items[1:]))
+    return loss + part.to(loss.dtype), items, levels[:, 0], owner[-4:]
+
+
+def split_coefficients(
+    heads: list[torch.Tensor], protos: torch.Tensor
+) -> tuple[list[torch.Tensor], torch.Tensor, list[int]]:
+    """The heads without their last channels, those as (bs, channels, anchors) in the prototypes' dtype, and the levels' sizes."""
+    detection: list[torch.Tensor] = []
+    coefficients: list[torch.Tensor] = []
+    sizes: list[int] = []
+    for head in heads:
+        if head.dim() != 5 or protos.dim() != 4 or head.shape[4] <= protos.shape[1]:
+            raise RuntimeError(
+                f"yolov5_segmentation_loss: a head has shape {head.shape} and protos {protos.shape}, but (bs, na, ny, nx, 5 + classes + "
+                "channels) and (bs, channels, height, width) are expected"
+            )
+        # One split and not two slices: its gradient is one copy.
+        parts = torch.split(head, [head.shape[4] - protos.shape[1], protos.shape[1]], 4)
+        detection.append(parts[0])
+        coefficients.append(parts[1].flatten(1, 3))
+        sizes.append(head.shape[2])
+        sizes.append(head.shape[3])
+    joined = torch.cat(coefficients, 1).transpose(1, 2)
+    return detection, joined, sizes
+
+
+def yolov5_mask_part(
+    coefficients: torch.Tensor,
+    protos: torch.Tensor,
+    masks: torch.Tensor,
+    targets: torch.Tensor,
+    matches: torch.Tensor,
+    sizes: list[int],
+    num_targets: torch.Tensor | None,
+    box: float,
+    overlap: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss and item of the masks; ``matches`` is the match_cell of the operator yolov5_loss."""
+    if masks.dim() == 3 and masks.shape[1:] != protos.shape[2:]:
+        masks = F.interpolate(masks[:, None].float(), [protos.shape[2], protos.shape[3]], mode="nearest")[:, 0]
+    dtype = torch.promote_types(coefficients.dtype, protos.dtype)
+    loss, item, _, _, _, _ = torch.ops.torch_fastdet.yolov5_mask_loss(
+        coefficients.to(dtype),
+        protos.to(dtype),
+        masks,
+        targets,
+        matches,
+        sizes,
+        num_targets,
+        box_gain=box,
+        overlap=overlap,
+    )
+    return loss, item
 
 
 def yolov5_loss_fault(status: list[int]) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""ComputeLoss with stock YOLOv5's constructor, call and results, as one operator."""
+"""ComputeLoss, of detection and of segmentation, with stock YOLOv5's constructors, calls and results, in a few launches."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch_fastdet import ops
 from torch_fastdet._deferred import TARGET_COLUMNS, DeferredStatus, describe_bad_targets
 from torch_fastdet._say import count
 from torch_fastdet._torch.tensors import unwrap
+from torch_fastdet.ops.yolov5_loss import split_coefficients, yolov5_mask_part
 from torch_fastdet.yolov5.heads import fewer_copies
 
 
@@ -57,6 +58,7 @@ class ComputeLoss:
 
     sort_obj_iou = False
     target_columns = len(TARGET_COLUMNS)
+    _channels = 0  # mask coefficients of an anchor
 
     def __init__(self, model: nn.Module, autobalance: bool = False) -> None:
         trained: Any = model  # DistributedDataParallel, where train.py has wrapped it and set hyp
@@ -157,6 +159,14 @@ class ComputeLoss:
         self, p: list[torch.Tensor], targets: torch.Tensor, num_targets: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss and items; ``num_targets``, one int64 on the device, says how many rows of targets are in use."""
+        self._check_heads(p)
+        loss, items, _ = self._detection(p, targets, num_targets)
+        return loss.float(), items.float()  # as stock's, whose heads may be float64
+
+    def _detection(
+        self, p: list[torch.Tensor], targets: torch.Tensor, num_targets: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Loss, items, and the cells of the matches."""
         if not isinstance(targets, torch.Tensor):
             raise TypeError(f"ComputeLoss: targets is a {type(targets).__name__}, but a tensor (nt, 6) is expected")
         if num_targets is not None and not isinstance(num_targets, torch.Tensor):
@@ -166,13 +176,12 @@ class ComputeLoss:
         capturing = targets.is_cuda and torch.cuda.is_current_stream_capturing()
         if not capturing:
             self._checks.raise_arrived()
-        self._check_heads(p)
         if not capturing:
             count("loss_optim", "losses")
         balance = self._balance_on(targets.device)
         hyp = self.hyp
         # The operator itself: ops.yolov5_loss also cuts out what only autobalance and bad rows need.
-        loss, items, values, owner, _, _, _ = torch.ops.torch_fastdet.yolov5_loss.default(
+        loss, items, values, owner, matches, _, _ = torch.ops.torch_fastdet.yolov5_loss.default(
             p,
             targets.float(),
             self._anchors_on(targets.device),
@@ -195,7 +204,7 @@ class ComputeLoss:
         elif targets.is_cuda:
             self._checks.add(owner[-4:], targets.shape[0])
             self._checks.raise_arrived(wait=not torch.is_grad_enabled())
-        return loss.float(), items.float()  # as stock's, whose heads may be float64
+        return loss, items, matches
 
     def _balance_on(self, device: torch.device) -> torch.Tensor:
         if self._balance_tensor is None or self._balance != self._balance_seen or self._balance_tensor.device != device:
@@ -217,7 +226,7 @@ class ComputeLoss:
         return anchors
 
     def _check_heads(self, p: list[torch.Tensor]) -> None:
-        wanted = self.nc + 5
+        wanted = self.nc + 5 + self._channels
         outputs_of = (
             "the list of the Detect layer's outputs in training mode is expected (in eval mode it is the second of two)"
         )
@@ -239,3 +248,61 @@ class ComputeLoss:
         state = dict(self.__dict__)
         state["_checks"] = DeferredStatus(describe_fault)
         return state
+
+
+class SegmentationLoss(ComputeLoss):
+    """Drop-in for ``ComputeLoss`` of YOLOv5's ``utils.segment.loss``: same constructor, same call, same results.
+
+    ``SegmentationLoss(model, overlap=True)((p, protos), targets, masks)`` returns ``(loss (1), items (4))``: the loss times the
+    batch size, and the detached box, mask, objectness and class parts. ``p`` and ``protos`` are the Segment layer's outputs in
+    training mode; ``targets`` is that of :class:`ComputeLoss`; ``masks`` is (bs, h, w) with ``overlap``, the number of the target that
+    covers a pixel, else (nt, h, w). What :class:`ComputeLoss` says of attributes, targets and errors holds here too; there is no
+    ``single_mask_loss``. The operator is :func:`torch_fastdet.ops.yolov5_segmentation_loss`.
+
+    With ``overlap`` the number in a mask is the target's place among its image's rows of ``targets``. Stock means the same, for rows
+    that are sorted by image, as its loader's are.
+    """
+
+    single_mask_loss = property(_not_apart, _not_apart)
+
+    def __init__(self, model: nn.Module, autobalance: bool = False, overlap: bool = False) -> None:
+        super().__init__(model, autobalance)
+        inner: Any = unwrap(model)
+        detect: Any = inner.model[-1]
+        if not hasattr(detect, "nm"):
+            raise TypeError(
+                f"SegmentationLoss: the model's last layer is {type(detect).__name__}, but YOLOv5's Segment is expected, with nm"
+            )
+        self.nm = self._channels = detect.nm
+        self.overlap = overlap
+
+    def graph_key(self) -> tuple:
+        return *super().graph_key(), self.overlap
+
+    def __call__(  # type: ignore[override]
+        self, preds: Any, targets: torch.Tensor, masks: torch.Tensor, num_targets: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Loss and items; ``num_targets``, one int64 on the device, says how many rows of targets are in use."""
+        if not isinstance(preds, (list, tuple)) or len(preds) != 2 or not isinstance(preds[1], torch.Tensor):
+            raise TypeError(
+                "SegmentationLoss: preds is not a list of heads and a tensor of prototypes, the Segment layer's outputs in training mode"
+            )
+        if not isinstance(masks, torch.Tensor):
+            raise TypeError(f"SegmentationLoss: masks is a {type(masks).__name__}, but a tensor is expected")
+        p, protos = preds
+        self._check_heads(p)
+        detection, coefficients, sizes = split_coefficients(p, protos)
+        loss, items, matches = self._detection(detection, targets, num_targets)
+        part, item = yolov5_mask_part(
+            coefficients,
+            protos,
+            masks.to(protos.device),
+            targets.float(),
+            matches,
+            sizes,
+            num_targets,
+            float(self.hyp["box"]),
+            self.overlap,
+        )
+        items = torch.cat((items[:1], item.to(items.dtype), items[1:]))
+        return (loss + part.to(loss.dtype)).float(), items.float()

@@ -32,7 +32,7 @@ from torch_fastdet.hosts.shared.evidence import MEMFD, OPENCV, needs_gpu
 from torch_fastdet.hosts.shared.training_graphs import layout_targets, timer
 from torch_fastdet.yolov5 import decoding, dropins, resume, trials, validation
 from torch_fastdet.yolov5.heads import STOCK_MODULES as MODELS
-from torch_fastdet.yolov5.loss import ComputeLoss
+from torch_fastdet.yolov5.loss import ComputeLoss, SegmentationLoss
 from torch_fastdet.yolov5.training import backend_forward, model_forward, trains
 
 __all__ = ["ALL", "SWITCHES"]
@@ -60,9 +60,9 @@ BBOX_IOU = Switch(
 
 LOSS = Switch(
     "loss_optim",
-    "whole ComputeLoss of train.py and val.py in a few launches, without host synchronisation",
+    "whole ComputeLoss of train.py, val.py and their segment/ forms in a few launches, without host synchronisation",
     (
-        Target(  # segmentation has a ComputeLoss of its own, in utils.segment.loss, which stays
+        Target(
             both("utils.loss"),
             "ComputeLoss",
             make=lambda active, stock, _: stand_in(active.name, stock, ComputeLoss),
@@ -72,8 +72,19 @@ LOSS = Switch(
                 trials.LOSS,
             ),
         ),
+        Target(
+            both("utils.segment.loss"),
+            "ComputeLoss",
+            make=lambda active, stock, _: stand_in(active.name, stock, SegmentationLoss),
+            evidence=(
+                Signature(("self", "model", "autobalance", "overlap"), "__init__"),
+                Signature(("self", "preds", "targets", "masks"), "__call__"),
+                trials.SEGMENTATION_LOSS,
+            ),
+            otherwise="say",  # without it, detection's goes on
+        ),
     ),
-    modules=("utils.loss",),
+    modules=("utils.loss", "utils.segment.loss"),
 )
 
 # nms_optim, mask_optim, letterbox_optim -------------------------------------------------------------------------------

@@ -16,10 +16,10 @@ from torch_fastdet.ema import ModelEMA
 from torch_fastdet.hosts.evidence import Behaves
 from torch_fastdet.hosts.shared import cases
 from torch_fastdet.yolov5.dropins import bbox_iou, non_max_suppression
-from torch_fastdet.yolov5.loss import ComputeLoss
+from torch_fastdet.yolov5.loss import ComputeLoss, SegmentationLoss
 
 REFERENCE = "YOLOv5 7.0"
-ANCHORS, CLASSES, SIZES = 2, 3, (16, 8, 4)
+ANCHORS, CLASSES, SIZES, CHANNELS = 2, 3, (16, 8, 4), 4
 HYP = {"box": 0.05, "cls": 0.5, "cls_pw": 1.2, "obj": 1.0, "obj_pw": 0.9, "anchor_t": 4.0}
 # No two of them share a cell, where stock's unordered write may take either.
 TARGETS = [[0, 0, 0.22, 0.31, 0.2, 0.25], [0, 2, 0.7, 0.8, 0.4, 0.3], [1, 1, 0.45, 0.6, 0.15, 0.2]]
@@ -86,7 +86,29 @@ def _decoded(detect: Any) -> tuple[Tensor, Tensor]:
     return head.eval()(list(maps))[0], ops.yolov5_decode(_heads(), like.anchors, like.stride.tolist())
 
 
+def _segmentation_losses(kind: Any) -> list[Tensor]:
+    def wave(*shape: int) -> Tensor:
+        return torch.linspace(0.0, 50.0, torch.Size(shape).numel()).cos().view(shape)
+
+    found: list[Tensor] = []
+    for overlap in (False, True):
+        model = _Model(OPTIONS[0])
+        detect: Any = model.model[-1]
+        detect.nm = CHANNELS
+        heads = [torch.cat((head, wave(*head.shape[:4], CHANNELS)), -1) for head in _heads()]
+        masks = wave(2 if overlap else len(TARGETS), 48, 48).mul(2).round().abs()
+        preds = heads, wave(2, CHANNELS, 32, 32)
+        found += kind(model, overlap=overlap)(preds, torch.tensor(TARGETS), masks)
+    return [loss.reshape(-1) for loss in found]
+
+
 LOSS = Behaves("its ComputeLoss", lambda stock: (_losses(stock), _losses(ComputeLoss)), 1e-4, REFERENCE)
+SEGMENTATION_LOSS = Behaves(
+    "its ComputeLoss of segmentation",
+    lambda stock: (_segmentation_losses(stock), _segmentation_losses(SegmentationLoss)),
+    1e-4,
+    REFERENCE,
+)
 AVERAGE = cases.moving_average(ModelEMA, REFERENCE)
 IOU = cases.iou(bbox_iou, REFERENCE)
 SUPPRESSION = Behaves(

@@ -47,7 +47,7 @@ void load_coefficients(const V8MaskProblem& p, const V8MaskPositive& positive, a
   for (int64_t c = 0; c < p.channels; ++c) out[c] = to_arithmetic(at[c * from.stride_c]);
 }
 
-// Slots go by image. `count`: rows of targets in use.
+// By group, in the order of slots. `count`: rows of targets in use.
 inline void list_positives(const V8MaskLossParams& params, int64_t count) {
   const V8MaskProblem& p = params.problem;
   std::vector<int32_t> last(p.bs, 0);
@@ -55,15 +55,20 @@ inline void list_positives(const V8MaskLossParams& params, int64_t count) {
     const int64_t image = v8_row_image(params.targets, row, p.bs);
     if (image >= 0) params.numbers[row] = ++last[image];
   }
-  std::fill_n(params.first, p.bs + 1, int64_t{0});
-  V8MaskPositive* next = params.positives;
+  const int64_t per_level = params.slots / p.levels;
+  const auto group_of = [&](int64_t slot) { return slot / per_level * p.bs + v8_mask_image(params, slot); };
+  std::fill_n(params.first, p.levels * p.bs + 1, int64_t{0});
   for (int64_t slot = 0; slot < params.slots; ++slot) {
-    const int64_t anchor = params.slot_anchor[slot], row = params.slot_row[slot];
-    if (anchor < 0) continue;
-    *next++ = v8_mask_positive(params, anchor, row, params.numbers[row]);
-    ++params.first[anchor / p.anchors + 1];
+    if (params.slot_anchor[slot] >= 0) ++params.first[group_of(slot) + 1];
   }
-  for (int64_t b = 0; b < p.bs; ++b) params.first[b + 1] += params.first[b];
+  for (int64_t g = 0; g < p.levels * p.bs; ++g) params.first[g + 1] += params.first[g];
+  std::vector<int64_t> next(params.first, params.first + p.levels * p.bs);
+  for (int64_t slot = 0; slot < params.slots; ++slot) {
+    if (params.slot_anchor[slot] < 0) continue;
+    const int64_t group = group_of(slot);
+    params.positives[next[group]++] = v8_mask_positive(params, slot, params.numbers[v8_mask_row(params, slot)],
+                                                       params.first[group + 1] - params.first[group]);
+  }
 }
 
 template <typename scalar_t, typename ParallelFor>
@@ -71,7 +76,7 @@ void mask_forward(const V8MaskLossParams& params, int64_t rows, const ParallelFo
   using T = arithmetic_t<scalar_t>;
   const V8MaskProblem& p = params.problem;
   list_positives(params, rows);
-  const int64_t count = params.first[p.bs];
+  const int64_t count = params.first[p.levels * p.bs];
   std::vector<double> terms(count);
   parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
     MaskRow<T> row(p);
@@ -104,11 +109,7 @@ void mask_forward(const V8MaskLossParams& params, int64_t rows, const ParallelFo
   });
   double total = 0;
   for (const double term : terms) total += term;
-  const double gain = count > 0 ? params.settings[kV8Box] / static_cast<double>(count) : 0;
-  const double all = static_cast<double>(p.bs) * params.settings[kV8Weight];
-  *static_cast<T*>(params.item) = static_cast<T>(total * gain);
-  *static_cast<T*>(params.loss) = static_cast<T>(total * gain * all);
-  *static_cast<T*>(params.scale) = static_cast<T>(gain * all);
+  v8_mask_finish<T>(params, total, count);
 }
 
 template <typename scalar_t, typename ParallelFor>
@@ -120,14 +121,23 @@ void mask_backward(const V8MaskLossBackwardParams& params, const ParallelFor& pa
   if (by_coefficient.at) {
     std::fill_n(static_cast<scalar_t*>(by_coefficient.at), p.bs * p.channels * p.anchors, from_arithmetic<scalar_t>(0));
   }
-  for (int64_t i = 0; by_coefficient.at && i < params.first[p.bs]; ++i) {
+  std::vector<T> of_anchor(p.channels);
+  for (int64_t i = 0, group = 0; by_coefficient.at && i < params.first[p.levels * p.bs]; ++i) {
+    while (i >= params.first[group + 1]) ++group;
     const V8MaskPositive& positive = params.positives[i];
-    const T gradient = scale * v8_mask_share<T>(p, positive);
+    const auto same = [&](const V8MaskPositive& other) { return other.anchor == positive.anchor; };
+    if (params.shared && std::any_of(params.positives + params.first[group], params.positives + i, same)) continue;
+    std::fill(of_anchor.begin(), of_anchor.end(), T(0));
+    for (int64_t k = i; k < (params.shared ? params.first[group + 1] : i + 1); ++k) {
+      if (!same(params.positives[k])) continue;
+      const T gradient = scale * v8_mask_share<T>(p, params.positives[k]);
+      const T* unit = static_cast<const T*>(params.unit_gradients) + k * p.channels;
+      for (int64_t c = 0; c < p.channels; ++c) of_anchor[c] += gradient * unit[c];
+    }
     auto* at = static_cast<scalar_t*>(by_coefficient.at) + positive.anchor / p.anchors * by_coefficient.stride_b +
                positive.anchor % p.anchors * by_coefficient.stride_a;
-    const T* unit = static_cast<const T*>(params.unit_gradients) + i * p.channels;
     for (int64_t c = 0; c < p.channels; ++c) {
-      at[c * by_coefficient.stride_c] = from_arithmetic<scalar_t>(gradient * unit[c]);
+      at[c * by_coefficient.stride_c] = from_arithmetic<scalar_t>(of_anchor[c]);
     }
   }
   const V8Prototypes& by_proto = params.proto_gradients;
@@ -138,17 +148,19 @@ void mask_backward(const V8MaskLossBackwardParams& params, const ParallelFor& pa
       const int64_t image = i / p.height, y = i % p.height;
       row.template load<scalar_t>(image, y, 0, p.width);
       std::fill(sums.begin(), sums.end(), T(0));
-      for (int64_t k = params.first[image]; k < params.first[image + 1]; ++k) {
-        const V8MaskPositive& positive = params.positives[k];
-        if (y < positive.y0 || y >= positive.y1) continue;
-        load_coefficients<scalar_t>(p, positive, coefficients.data());
-        const T* logits = row.logits(coefficients.data(), positive.x0, positive.x1);
-        const T gradient = scale * v8_mask_share<T>(p, positive);
-        for (int64_t x = positive.x0; x < positive.x1; ++x) {
-          gradients[x] = (sigmoid(logits[x]) - T(v8_wanted_mask(p, positive, image, y, x))) * gradient;
-        }
-        for (int64_t c = 0; c < p.channels; ++c) {
-          for (int64_t x = positive.x0; x < positive.x1; ++x) sums[c * p.width + x] += gradients[x] * coefficients[c];
+      for (int64_t group = image; group < p.levels * p.bs; group += p.bs) {
+        for (int64_t k = params.first[group]; k < params.first[group + 1]; ++k) {
+          const V8MaskPositive& positive = params.positives[k];
+          if (y < positive.y0 || y >= positive.y1) continue;
+          load_coefficients<scalar_t>(p, positive, coefficients.data());
+          const T* logits = row.logits(coefficients.data(), positive.x0, positive.x1);
+          const T gradient = scale * v8_mask_share<T>(p, positive);
+          for (int64_t x = positive.x0; x < positive.x1; ++x) {
+            gradients[x] = (sigmoid(logits[x]) - T(v8_wanted_mask(p, positive, image, y, x))) * gradient;
+          }
+          for (int64_t c = 0; c < p.channels; ++c) {
+            for (int64_t x = positive.x0; x < positive.x1; ++x) sums[c * p.width + x] += gradients[x] * coefficients[c];
+          }
         }
       }
       for (int64_t c = 0; c < p.channels; ++c) {

@@ -1,7 +1,8 @@
-// Kernels of the segmentation loss' mask part. Forward: a block an image lists its positives; blocks share the pixels
-// of each positive's box, and add up entropies and their gradient by the coefficients; one launch adds what they left.
-// Backward: the coefficients' gradients are written from those sums; a block a tile of an image's prototypes walks over
-// the image's positives, in one order, and keeps the tile's gradients in registers.
+// Kernels of the segmentation loss' mask part. Forward: a block a group (an image; an image's level) lists its
+// positives; blocks share the pixels of each positive's box, and add up entropies and their gradient by the
+// coefficients; one launch adds what they left. Backward: the coefficients' gradients are written from those sums; a
+// block a tile of an image's prototypes walks over the image's positives, in one order, and keeps the tile's gradients
+// in registers.
 #include "core/v8_loss/v8_loss_device.cuh"
 #include "core/v8_loss/v8_mask_loss.h"
 
@@ -28,12 +29,14 @@ __device__ int64_t ordered_place(bool take, int64_t& next) {
   return place;
 }
 
-// A block an image.
+// A block a group.
 __global__ void __launch_bounds__(kThreads) list_kernel(const __grid_constant__ V8MaskLossParams params) {
   __shared__ int64_t of_warps[kWarps][2];
   const V8MaskProblem& p = params.problem;
-  const int64_t image = blockIdx.x;
+  const int64_t level = blockIdx.x / p.bs, image = blockIdx.x % p.bs;
+  const int64_t first_slot = level * (params.slots / p.levels), end_slot = first_slot + params.slots / p.levels;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  int32_t* numbers = params.numbers + level * params.n;
   if (p.overlap) {
     const int64_t claimed = params.num_targets ? *params.num_targets : params.n;
     const int64_t used = claimed < 0 ? 0 : claimed < params.n ? claimed : params.n;
@@ -42,15 +45,15 @@ __global__ void __launch_bounds__(kThreads) list_kernel(const __grid_constant__ 
       const int64_t row = start + threadIdx.x;
       const bool mine = row < used && v8_row_image(params.targets, row, p.bs) == image;
       const int64_t place = ordered_place(mine, number);
-      if (mine) params.numbers[row] = static_cast<int32_t>(place);
+      if (mine) numbers[row] = static_cast<int32_t>(place);
     }
   }
   int64_t before = 0, mine = 0;
-  for (int64_t slot = threadIdx.x; slot < params.slots; slot += kThreads) {
-    const int64_t anchor = params.slot_anchor[slot];
-    if (anchor < 0) continue;
-    before += anchor < image * p.anchors ? 1 : 0;
-    mine += anchor / p.anchors == image ? 1 : 0;
+  for (int64_t slot = threadIdx.x; slot < end_slot; slot += kThreads) {
+    const int64_t of_slot = v8_mask_image(params, slot);
+    if (of_slot < 0) continue;
+    before += slot < first_slot || of_slot < image ? 1 : 0;
+    mine += slot >= first_slot && of_slot == image ? 1 : 0;
   }
   before = warp_sum(before);
   mine = warp_sum(mine);
@@ -65,19 +68,18 @@ __global__ void __launch_bounds__(kThreads) list_kernel(const __grid_constant__ 
     mine += of_warps[i][1];
   }
   if (threadIdx.x == 0) {
-    params.first[image] = before;
-    if (image == p.bs - 1) params.first[p.bs] = before + mine;
+    params.first[blockIdx.x] = before;
+    if (blockIdx.x + 1 == gridDim.x) params.first[gridDim.x] = before + mine;
   }
   const int64_t end = before + mine;
   int64_t next = before;
-  for (int64_t start = 0; start < params.slots && next < end; start += kThreads) {
+  for (int64_t start = first_slot; start < end_slot && next < end; start += kThreads) {
     const int64_t slot = start + threadIdx.x;
-    const int64_t anchor = slot < params.slots ? params.slot_anchor[slot] : -1;
-    const bool take = anchor >= 0 && anchor / p.anchors == image;
+    const bool take = slot < end_slot && v8_mask_image(params, slot) == image;
     const int64_t place = ordered_place(take, next);
     if (!take) continue;
-    const int64_t row = params.slot_row[slot];
-    params.positives[place] = v8_mask_positive(params, anchor, row, p.overlap ? params.numbers[row] : 0);
+    const int32_t number = p.overlap ? numbers[v8_mask_row(params, slot)] : 0;
+    params.positives[place] = v8_mask_positive(params, slot, number, mine);
   }
 }
 
@@ -132,7 +134,7 @@ __global__ void __launch_bounds__(kThreads) pixels_kernel(const __grid_constant_
   __shared__ T coefficients[kMost], of_warps[kWarps][kMost];
   const V8MaskProblem& p = params.problem;
   const int64_t all = v8_mask_parts(params.slots), which = blockIdx.x / all, part = blockIdx.x % all;
-  if (which >= params.first[p.bs]) return;
+  if (which >= params.first[p.levels * p.bs]) return;
   const V8MaskPositive positive = params.positives[which];
   const int64_t parts = v8_busy_parts(positive, all);
   if (part >= parts) return;
@@ -174,7 +176,7 @@ __global__ void __launch_bounds__(kThreads) pixels_kernel(const __grid_constant_
 template <typename T>
 __global__ void __launch_bounds__(kFinishThreads) finish_kernel(const __grid_constant__ V8MaskLossParams params) {
   const V8MaskProblem& p = params.problem;
-  const int64_t parts = v8_mask_parts(params.slots), count = params.first[p.bs], row = 1 + p.channels;
+  const int64_t parts = v8_mask_parts(params.slots), count = params.first[p.levels * p.bs], row = 1 + p.channels;
   const auto* partials = static_cast<const T*>(params.partials);
   if (blockIdx.x > 0) {
     const int64_t i = static_cast<int64_t>(blockIdx.x - 1) * kFinishThreads + threadIdx.x;
@@ -194,12 +196,7 @@ __global__ void __launch_bounds__(kFinishThreads) finish_kernel(const __grid_con
     total[0] += sum * v8_mask_share<double>(p, params.positives[i]);
   }
   block_sum<kFinishThreads>(total);
-  if (threadIdx.x != 0) return;
-  const double gain = count > 0 ? params.settings[kV8Box] / static_cast<double>(count) : 0;
-  const double all = static_cast<double>(p.bs) * params.settings[kV8Weight];
-  *static_cast<T*>(params.item) = static_cast<T>(total[0] * gain);
-  *static_cast<T*>(params.loss) = static_cast<T>(total[0] * gain * all);
-  *static_cast<T*>(params.scale) = static_cast<T>(gain * all);
+  if (threadIdx.x == 0) v8_mask_finish<T>(params, total[0], count);
 }
 
 template <typename T>
@@ -208,22 +205,47 @@ __device__ T gradient_of(const V8MaskLossBackwardParams& params, const V8MaskPos
          v8_mask_share<T>(params.problem, positive);
 }
 
-// A warp a positive.
+// A warp a positive. The first one of an anchor writes the gradient of all of them.
 template <typename scalar_t>
 __global__ void __launch_bounds__(kThreads)
     coefficient_gradient_kernel(const __grid_constant__ V8MaskLossBackwardParams params) {
   using T = arithmetic_t<scalar_t>;
   const V8MaskProblem& p = params.problem;
   const int64_t which = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
-  if (which >= params.first[p.bs]) return;
-  const V8MaskPositive positive = params.positives[which];
-  const T gradient = gradient_of<T>(params, positive);
+  if (which >= params.first[p.levels * p.bs]) return;
+  const int lane = threadIdx.x % kWarp;
+  const int64_t anchor = params.positives[which].anchor;
+  int64_t begin = which, end = which + 1;
+  if (params.shared) {
+    int64_t low = 0, high = p.levels * p.bs;  // the group is the last that does not begin behind `which`
+    while (high - low > 1) {
+      const int64_t middle = (low + high) / 2;
+      (params.first[middle] <= which ? low : high) = middle;
+    }
+    begin = params.first[low];
+    end = params.first[low + 1];
+  }
+  T sums[kV8MostMaskChannels / kWarp] = {};
+  for (int64_t start = begin; start < end; start += kWarp) {
+    const int64_t mine = start + lane;
+    unsigned same = __ballot_sync(kFullWarp, mine < end && params.positives[mine].anchor == anchor);
+    for (; same != 0; same &= same - 1) {
+      const int64_t other = start + __ffs(static_cast<int>(same)) - 1;
+      if (other < which) return;
+      const T gradient = gradient_of<T>(params, params.positives[other]);
+      const auto* unit = static_cast<const T*>(params.unit_gradients) + other * p.channels;
+#pragma unroll
+      for (int i = 0; i < kV8MostMaskChannels / kWarp; ++i) {
+        if (lane + i * kWarp < p.channels) sums[i] += gradient * unit[lane + i * kWarp];
+      }
+    }
+  }
   const V8Coefficients& out = params.coefficient_gradients;
-  auto* at = static_cast<scalar_t*>(out.at) + positive.anchor / p.anchors * out.stride_b +
-             positive.anchor % p.anchors * out.stride_a;
-  const auto* unit = static_cast<const T*>(params.unit_gradients) + which * p.channels;
-  for (int c = threadIdx.x % kWarp; c < p.channels; c += kWarp) {
-    at[c * out.stride_c] = from_arithmetic<scalar_t>(gradient * unit[c]);
+  auto* at = static_cast<scalar_t*>(out.at) + anchor / p.anchors * out.stride_b + anchor % p.anchors * out.stride_a;
+#pragma unroll
+  for (int i = 0; i < kV8MostMaskChannels / kWarp; ++i) {
+    const int c = lane + i * kWarp;
+    if (c < p.channels) at[c * out.stride_c] = from_arithmetic<scalar_t>(sums[i]);
   }
 }
 
@@ -243,36 +265,38 @@ __global__ void __launch_bounds__(kThreads)
   const bool inside = x < p.width && y < p.height;
   T pixel[kMost], sums[kMost] = {};
   load_pixel<kMost, scalar_t>(p, image, inside ? y : 0, inside ? x : 0, pixel);
-  for (int64_t begin = params.first[image]; begin < params.first[image + 1]; begin += kThreads) {
-    bool take = false;
-    if (begin + threadIdx.x < params.first[image + 1]) {
-      const V8MaskPositive& one = params.positives[begin + threadIdx.x];
-      take = one.x0 < left + kTileWidth && one.x1 > left && one.y0 < top + kTileHeight && one.y1 > top;
-    }
-    int64_t count = 0;
-    const int64_t place = ordered_place(take, count);
-    if (take) reaching[place] = threadIdx.x;
-    __syncthreads();
-    for (int first = 0; first < count; first += kGroup) {
-      const int held = count - first < kGroup ? static_cast<int>(count - first) : kGroup;
-      for (int i = threadIdx.x; i < held * kMost; i += kThreads) {
-        const V8MaskPositive& one = params.positives[begin + reaching[first + i / kMost]];
-        const int c = i % kMost;
-        coefficients[i / kMost][c] = c < p.channels ? coefficient<scalar_t>(p, one, c) : T(0);
-        if (c != 0) continue;
-        group[i / kMost] = one;
-        gradients[i / kMost] = gradient_of<T>(params, one);
+  for (int64_t which = image; which < p.levels * p.bs; which += p.bs) {
+    for (int64_t begin = params.first[which]; begin < params.first[which + 1]; begin += kThreads) {
+      bool take = false;
+      if (begin + threadIdx.x < params.first[which + 1]) {
+        const V8MaskPositive& one = params.positives[begin + threadIdx.x];
+        take = one.x0 < left + kTileWidth && one.x1 > left && one.y0 < top + kTileHeight && one.y1 > top;
       }
+      int64_t count = 0;
+      const int64_t place = ordered_place(take, count);
+      if (take) reaching[place] = threadIdx.x;
       __syncthreads();
-      for (int k = 0; k < held; ++k) {
-        const V8MaskPositive& one = group[k];
-        if (x < one.x0 || x >= one.x1 || y < one.y0 || y >= one.y1) continue;
-        const T wanted = T(v8_wanted_mask(p, one, image, y, x));
-        const T gradient = (sigmoid(dot(pixel, coefficients[k])) - wanted) * gradients[k];
+      for (int first = 0; first < count; first += kGroup) {
+        const int held = count - first < kGroup ? static_cast<int>(count - first) : kGroup;
+        for (int i = threadIdx.x; i < held * kMost; i += kThreads) {
+          const V8MaskPositive& one = params.positives[begin + reaching[first + i / kMost]];
+          const int c = i % kMost;
+          coefficients[i / kMost][c] = c < p.channels ? coefficient<scalar_t>(p, one, c) : T(0);
+          if (c != 0) continue;
+          group[i / kMost] = one;
+          gradients[i / kMost] = gradient_of<T>(params, one);
+        }
+        __syncthreads();
+        for (int k = 0; k < held; ++k) {
+          const V8MaskPositive& one = group[k];
+          if (x < one.x0 || x >= one.x1 || y < one.y0 || y >= one.y1) continue;
+          const T wanted = T(v8_wanted_mask(p, one, image, y, x));
+          const T gradient = (sigmoid(dot(pixel, coefficients[k])) - wanted) * gradients[k];
 #pragma unroll
-        for (int c = 0; c < kMost; ++c) sums[c] += gradient * coefficients[k][c];
+          for (int c = 0; c < kMost; ++c) sums[c] += gradient * coefficients[k][c];
+        }
+        __syncthreads();
       }
-      __syncthreads();
     }
   }
   if (!inside) return;
@@ -295,7 +319,7 @@ cudaError_t with_most_channels(int channels, F&& f) {
 
 cudaError_t launch_v8_mask_loss(const V8MaskLossParams& params, cudaStream_t stream) {
   const V8MaskProblem& p = params.problem;
-  list_kernel<<<static_cast<unsigned>(p.bs), kThreads, 0, stream>>>(params);
+  list_kernel<<<static_cast<unsigned>(p.levels * p.bs), kThreads, 0, stream>>>(params);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
   return dispatch(p.dtype, [&](auto zero) {
     using scalar_t = decltype(zero);

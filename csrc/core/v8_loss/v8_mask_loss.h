@@ -1,5 +1,6 @@
-// The mask part of the segmentation loss: for each anchor that got a target, the entropy of its mask (coefficients x
-// prototypes) and the target's, over the pixels of the target's box. No mask is ever in memory.
+// The mask part of the segmentation losses, Ultralytics' and YOLOv5's: for each anchor that got a target, the entropy
+// of its mask (coefficients x prototypes) and the target's, over the pixels of the target's box. No mask is ever in
+// memory.
 #pragma once
 
 #ifdef TORCH_FASTDET_WITH_CUDA
@@ -28,6 +29,8 @@ struct V8Prototypes {
   int64_t stride_b, stride_c, stride_y, stride_x;
 };
 
+constexpr int kV8MaskLevels = 8;
+
 enum class V8MaskType : int32_t { kUInt8, kInt32, kFloat32 };
 
 // An anchor that got a target, as the forward pass leaves it for the backward pass: 32 bytes.
@@ -35,7 +38,14 @@ struct V8MaskPositive {
   int64_t anchor;          // image * anchors + anchor
   int32_t x0, x1, y0, y1;  // the pixels of the target's box, half open
   int32_t mask;            // the target's mask, or the value of its pixels where all of an image are one mask
-  float area;              // the share of the image that its box covers
+  float area;              // the share of the image that its box covers; by level, times the positives of its group
+};
+
+// The levels of YOLOv5's heads, whose matches are the positives: the loss is the mean of each level and image.
+struct V8MaskLevel {
+  int64_t first;        // of all levels' anchors
+  int64_t anchors;      // of an image
+  float columns, rows;  // of cells
 };
 
 struct V8MaskProblem {
@@ -47,6 +57,7 @@ struct V8MaskProblem {
   bool overlap;  // masks are one an image: pixels hold the number of their target in the image, counted from 1
   int64_t bs, anchors, height, width;
   int32_t channels;
+  int32_t levels;  // groups of positives an image: 1, or YOLOv5's levels. Group level * bs + image
 };
 
 struct V8MaskLossParams {
@@ -55,14 +66,16 @@ struct V8MaskLossParams {
   const float* targets;    // (n, 6) contiguous: image, class, x, y, w, h
   int64_t n;
   const int64_t* num_targets;  // device scalar: rows in use; null: all
-  const double* settings;      // (kV8Settings)
-  const int64_t* slot_anchor;  // (slots) what v8_loss left
-  const int64_t* slot_row;     // (slots)
+  const double* settings;      // (kV8Settings); null for YOLOv5's
+  double gain;                 // of YOLOv5's
+  V8MaskLevel level[kV8MaskLevels];
+  const int64_t* slot_anchor;  // (slots) what v8_loss left; or YOLOv5's (levels, ..., n): the cell in the level
+  const int64_t* slot_row;     // (slots); null for YOLOv5's
   int64_t slots;
-  V8MaskPositive* positives;  // (slots) those of image b from first[b] on
-  int64_t* first;             // (bs + 1)
+  V8MaskPositive* positives;  // (slots) those of group g from first[g] on
+  int64_t* first;             // (levels * bs + 1)
   void* unit_gradients;       // (slots, channels) T, d(sum over its pixels) / d(its coefficients)
-  int32_t* numbers;           // scratch (n): of the row among its image's, from 1
+  int32_t* numbers;           // scratch (levels, n): of the row among its image's, from 1
   void* partials;             // scratch (slots, v8_mask_parts, 1 + channels) T: sum over pixels, its gradient
   void* loss;                 // (1) T
   void* item;                 // (1) T
@@ -77,6 +90,7 @@ struct V8MaskLossBackwardParams {
   const void* unit_gradients;
   const void* scale;
   const void* grad_loss;                 // (1) T
+  bool shared;                           // several positives of a group may be of one anchor
   V8Coefficients coefficient_gradients;  // dense; not asked for if at null
   V8Prototypes proto_gradients;          // the same
 };
@@ -101,26 +115,71 @@ TORCH_FASTDET_HOST_DEVICE int32_t v8_first_pixel(float position, int64_t size) {
   return position < static_cast<float>(size) ? static_cast<int32_t>(ceilf(position)) : static_cast<int32_t>(size);
 }
 
+// The image of a slot's anchor; -1 for an empty slot.
+TORCH_FASTDET_HOST_DEVICE int64_t v8_mask_image(const V8MaskLossParams& params, int64_t slot) {
+  const int64_t anchor = params.slot_anchor[slot];
+  if (anchor < 0 || params.slot_row) return anchor < 0 ? -1 : anchor / params.problem.anchors;
+  return anchor / params.level[slot / (params.slots / params.problem.levels)].anchors;
+}
+
+TORCH_FASTDET_HOST_DEVICE int64_t v8_mask_row(const V8MaskLossParams& params, int64_t slot) {
+  return params.slot_row ? params.slot_row[slot] : slot % params.n;
+}
+
+TORCH_FASTDET_HOST_DEVICE void v8_mask_side(float low, float high, int64_t size, int32_t& first, int32_t& end) {
+  first = v8_first_pixel(low, size);
+  end = v8_first_pixel(high, size);
+  if (end < first) end = first;
+}
+
+// The positive of a slot that has an anchor. `number`: of its row among the image's. `group`: positives of its group.
 // Each step is rounded as in eager PyTorch, so that pixels on a box's edge go the same way.
-TORCH_FASTDET_HOST_DEVICE V8MaskPositive v8_mask_positive(const V8MaskLossParams& params, int64_t anchor, int64_t row,
-                                                          int32_t number) {
+TORCH_FASTDET_HOST_DEVICE V8MaskPositive v8_mask_positive(const V8MaskLossParams& params, int64_t slot, int32_t number,
+                                                          int64_t group) {
   const V8MaskProblem& p = params.problem;
-  V8Target target;
-  v8_target(params.targets + 6 * row, params.image_w, params.image_h, {}, 1, target);
-  const float x1 = div_rn(target.x1, params.image_w), y1 = div_rn(target.y1, params.image_h);
-  const float x2 = div_rn(target.x2, params.image_w), y2 = div_rn(target.y2, params.image_h);
-  V8MaskPositive positive{};
-  positive.anchor = anchor;
+  const int64_t row = v8_mask_row(params, slot);
+  const float* box = params.targets + 6 * row;
   const auto width = static_cast<float>(p.width), height = static_cast<float>(p.height);
-  positive.x0 = v8_first_pixel(mul_rn(x1, width), p.width);
-  positive.x1 = v8_first_pixel(mul_rn(x2, width), p.width);
-  positive.y0 = v8_first_pixel(mul_rn(y1, height), p.height);
-  positive.y1 = v8_first_pixel(mul_rn(y2, height), p.height);
-  if (positive.x1 < positive.x0) positive.x1 = positive.x0;
-  if (positive.y1 < positive.y0) positive.y1 = positive.y0;
+  V8MaskPositive positive{};
+  positive.anchor = params.slot_anchor[slot];
   positive.mask = p.overlap ? number : static_cast<int32_t>(row);
-  positive.area = mul_rn(sub_rn(x2, x1), sub_rn(y2, y1));
+  if (params.slot_row) {
+    V8Target target;
+    v8_target(box, params.image_w, params.image_h, {}, 1, target);
+    const float x1 = div_rn(target.x1, params.image_w), y1 = div_rn(target.y1, params.image_h);
+    const float x2 = div_rn(target.x2, params.image_w), y2 = div_rn(target.y2, params.image_h);
+    v8_mask_side(mul_rn(x1, width), mul_rn(x2, width), p.width, positive.x0, positive.x1);
+    v8_mask_side(mul_rn(y1, height), mul_rn(y2, height), p.height, positive.y0, positive.y1);
+    positive.area = mul_rn(sub_rn(x2, x1), sub_rn(y2, y1));
+  } else {
+    const V8MaskLevel& level = params.level[slot / (params.slots / p.levels)];
+    const int64_t image = positive.anchor / level.anchors;
+    positive.anchor = image * p.anchors + level.first + positive.anchor % level.anchors;
+    // From shares to cells and back, as eager code goes.
+    const float x = div_rn(mul_rn(box[2], level.columns), level.columns);
+    const float y = div_rn(mul_rn(box[3], level.rows), level.rows);
+    const float w = div_rn(mul_rn(box[4], level.columns), level.columns);
+    const float h = div_rn(mul_rn(box[5], level.rows), level.rows);
+    const float half_w = mul_rn(mul_rn(w, width), 0.5f), half_h = mul_rn(mul_rn(h, height), 0.5f);
+    v8_mask_side(sub_rn(mul_rn(x, width), half_w), add_rn(mul_rn(x, width), half_w), p.width, positive.x0, positive.x1);
+    v8_mask_side(sub_rn(mul_rn(y, height), half_h), add_rn(mul_rn(y, height), half_h), p.height, positive.y0,
+                 positive.y1);
+    positive.area = mul_rn(w, h) * static_cast<float>(group);
+  }
   return positive;
+}
+
+// Loss, item and scale from the sum of all positives' shares. `count`: of positives.
+template <typename T>
+TORCH_FASTDET_HOST_DEVICE void v8_mask_finish(const V8MaskLossParams& params, double total, int64_t count) {
+  const auto images = static_cast<double>(params.problem.bs);
+  const double gain = count == 0        ? 0
+                      : params.settings ? params.settings[kV8Box] / static_cast<double>(count)
+                                        : params.gain / images;
+  const double all = params.settings ? images * params.settings[kV8Weight] : images;
+  *static_cast<T*>(params.item) = static_cast<T>(total * gain);
+  *static_cast<T*>(params.loss) = static_cast<T>(total * gain * all);
+  *static_cast<T*>(params.scale) = static_cast<T>(gain * all);
 }
 
 // The image of a row, -1 for one that is in no image.

@@ -86,7 +86,7 @@ std::vector<at::Tensor> v8_loss_backward_autograd(const at::Tensor& grad, at::Te
       "use Ultralytics' own v8DetectionLoss where a gradient of a gradient is needed");
 }
 
-using ImageSize = V8ImageSize<Meta>;
+using ImageSize = V8SymInts<Meta>;
 using MaskState = V8MaskTensors::Types;
 
 V8MaskLossResult call_masks(const at::Tensor& coefficients, const at::Tensor& protos, const at::Tensor& masks,
@@ -100,12 +100,38 @@ V8MaskLossResult call_masks(const at::Tensor& coefficients, const at::Tensor& pr
 
 std::tuple<at::Tensor, at::Tensor> call_masks_backward(const at::Tensor& grad, const at::Tensor& coefficients,
                                                        const at::Tensor& protos, const at::Tensor& masks,
-                                                       const MaskState& state, bool overlap,
+                                                       const MaskState& state, bool overlap, bool shared,
                                                        std::array<bool, 2> output_mask) {
   static const auto op = find_operator<unpacked_signature<&v8_mask_loss_backward<Meta>>>("v8_mask_loss_backward");
   return std::apply(
-      [&](const auto&... each) { return op.call(grad, coefficients, protos, masks, each..., overlap, output_mask); },
+      [&](const auto&... each) {
+        return op.call(grad, coefficients, protos, masks, each..., overlap, shared, output_mask);
+      },
       state);
+}
+
+// Keeps what both losses' backward passes read. `shared`: several positives may be of one anchor.
+variable_list keep_masks(AutogradContext* context, const at::Tensor& coefficients, const at::Tensor& protos,
+                         const at::Tensor& masks, V8MaskLossResult result, bool overlap, bool shared) {
+  auto& [loss, item, scale, positives, first, unit] = result;
+  context->save_for_backward({coefficients, protos, masks, scale, positives, first, unit});
+  context->mark_non_differentiable({item, scale, positives, first, unit});
+  context->set_materialize_grads(false);
+  context->saved_data["overlap"] = overlap;
+  context->saved_data["shared"] = shared;
+  return {loss, item, scale, positives, first, unit};
+}
+
+variable_list mask_gradients(AutogradContext* context, const variable_list& gradients, size_t arguments) {
+  const auto saved = context->get_saved_variables();
+  variable_list result(arguments);
+  if (gradients[0].defined()) {
+    std::tie(result[0], result[1]) =
+        call_masks_backward(gradients[0], saved[0], saved[1], saved[2], {saved[3], saved[4], saved[5], saved[6]},
+                            context->saved_data["overlap"].toBool(), context->saved_data["shared"].toBool(),
+                            {context->needs_input_grad(0), context->needs_input_grad(1)});
+  }
+  return result;
 }
 
 struct V8MaskLoss : torch::autograd::Function<V8MaskLoss> {
@@ -114,26 +140,43 @@ struct V8MaskLoss : torch::autograd::Function<V8MaskLoss> {
                                const at::Tensor& slot_anchor, const at::Tensor& slot_row, ImageSize image_size,
                                const std::optional<at::Tensor>& num_targets, bool overlap) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    auto [loss, item, scale, positives, first, unit] = call_masks(
-        coefficients, protos, masks, targets, settings, slot_anchor, slot_row, image_size, num_targets, overlap);
-    context->save_for_backward({coefficients, protos, masks, scale, positives, first, unit});
-    context->mark_non_differentiable({item, scale, positives, first, unit});
-    context->set_materialize_grads(false);
-    context->saved_data["overlap"] = overlap;
-    return {loss, item, scale, positives, first, unit};
+    return keep_masks(context, coefficients, protos, masks,
+                      call_masks(coefficients, protos, masks, targets, settings, slot_anchor, slot_row, image_size,
+                                 num_targets, overlap),
+                      overlap, false);
   }
 
   static variable_list backward(AutogradContext* context, variable_list gradients) {
-    const auto saved = context->get_saved_variables();
-    variable_list result(10);
-    if (gradients[0].defined()) {
-      std::tie(result[0], result[1]) = call_masks_backward(
-          gradients[0], saved[0], saved[1], saved[2], {saved[3], saved[4], saved[5], saved[6]},
-          context->saved_data["overlap"].toBool(), {context->needs_input_grad(0), context->needs_input_grad(1)});
-    }
-    return result;
+    return mask_gradients(context, gradients, 10);
   }
 };
+
+struct Yolov5MaskLoss : torch::autograd::Function<Yolov5MaskLoss> {
+  static variable_list forward(AutogradContext* context, const at::Tensor& coefficients, const at::Tensor& protos,
+                               const at::Tensor& masks, const at::Tensor& targets, const at::Tensor& match_cell,
+                               ImageSize sizes, const std::optional<at::Tensor>& num_targets, double box_gain,
+                               bool overlap) {
+    static const auto op = find_operator<std::remove_pointer_t<decltype(&yolov5_mask_loss<Meta>)>>("yolov5_mask_loss");
+    at::AutoDispatchBelowADInplaceOrView guard;
+    return keep_masks(context, coefficients, protos, masks,
+                      op.call(coefficients, protos, masks, targets, match_cell, sizes, num_targets, box_gain, overlap),
+                      overlap, true);
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    return mask_gradients(context, gradients, 9);
+  }
+};
+
+V8MaskLossResult yolov5_mask_loss_autograd(const at::Tensor& coefficients, const at::Tensor& protos,
+                                           const at::Tensor& masks, const at::Tensor& targets,
+                                           const at::Tensor& match_cell, ImageSize sizes,
+                                           const std::optional<at::Tensor>& num_targets, double box_gain,
+                                           bool overlap) {
+  auto result =
+      Yolov5MaskLoss::apply(coefficients, protos, masks, targets, match_cell, sizes, num_targets, box_gain, overlap);
+  return {result[0], result[1], result[2], result[3], result[4], result[5]};
+}
 
 V8MaskLossResult v8_mask_loss_autograd(const at::Tensor& coefficients, const at::Tensor& protos,
                                        const at::Tensor& masks, const at::Tensor& targets, const at::Tensor& settings,
@@ -147,18 +190,21 @@ V8MaskLossResult v8_mask_loss_autograd(const at::Tensor& coefficients, const at:
 std::tuple<at::Tensor, at::Tensor> v8_mask_loss_backward_autograd(const at::Tensor& grad,
                                                                   const at::Tensor& coefficients,
                                                                   const at::Tensor& protos, const at::Tensor& masks,
-                                                                  const MaskState& state, bool overlap,
+                                                                  const MaskState& state, bool overlap, bool shared,
                                                                   std::array<bool, 2> output_mask) {
   const auto result = without_second_gradient(
       {grad, coefficients, protos},
       [&]() -> std::vector<at::Tensor> {
         const auto [first, second] =
-            call_masks_backward(grad, coefficients, protos, masks, state, overlap, output_mask);
-        return {first, second};
+            call_masks_backward(grad, coefficients, protos, masks, state, overlap, shared, output_mask);
+        std::vector<at::Tensor> wanted;  // autograd takes no undefined ones
+        if (output_mask[0]) wanted.push_back(first);
+        if (output_mask[1]) wanted.push_back(second);
+        return wanted;
       },
       "v8_mask_loss: a second derivative was asked for, but it has a first derivative only; "
-      "use Ultralytics' own v8SegmentationLoss where a gradient of a gradient is needed");
-  return {result[0], result[1]};
+      "use the stock loss where a gradient of a gradient is needed");
+  return {output_mask[0] ? result[0] : at::Tensor(), output_mask[1] ? result.back() : at::Tensor()};
 }
 
 using Labels = V8KeypointLabels::Types;
@@ -317,6 +363,7 @@ TORCH_LIBRARY_IMPL(torch_fastdet, Autograd, m) {
   m.impl("v8_loss", unpack<&v8_loss_autograd>);
   m.impl("v8_loss_backward", unpack<&v8_loss_backward_autograd>);
   m.impl("v8_mask_loss", TORCH_FN(v8_mask_loss_autograd));
+  m.impl("yolov5_mask_loss", TORCH_FN(yolov5_mask_loss_autograd));
   m.impl("v8_mask_loss_backward", unpack<&v8_mask_loss_backward_autograd>);
   m.impl("v8_obb_loss", unpack<&v8_obb_loss_autograd>);
   m.impl("v8_obb_loss_backward", unpack<&v8_obb_loss_backward_autograd>);

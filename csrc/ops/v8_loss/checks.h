@@ -157,6 +157,15 @@ inline void check_v8_targets(const at::Tensor& first, const char* first_name, co
               " rows, more than slots can be numbered for");
 }
 
+inline void check_v8_num_targets(const at::Tensor& first, const char* first_name,
+                                 const std::optional<at::Tensor>& num_targets, const char* op) {
+  if (!num_targets) return;
+  TORCH_CHECK(num_targets->scalar_type() == at::kLong && num_targets->numel() == 1, op, ": num_targets is ",
+              dtype_name(num_targets->scalar_type()), " of shape ", num_targets->sizes(),
+              ", but one int64 is expected");
+  check_same_device(first, first_name, *num_targets, op, "num_targets");
+}
+
 inline void check_v8_settings(const at::Tensor& first, const char* first_name, const at::Tensor& settings,
                               const std::optional<at::Tensor>& num_targets, const char* op,
                               int64_t count = core::kV8Settings) {
@@ -165,12 +174,7 @@ inline void check_v8_settings(const at::Tensor& first, const char* first_name, c
               " float64 are expected: box, cls and dfl gain, weight, alpha, beta, eps, least side, short side",
               count > core::kV8Settings ? ", angle gain" : "");
   check_same_device(first, first_name, settings, op, "settings");
-  if (num_targets) {
-    TORCH_CHECK(num_targets->scalar_type() == at::kLong && num_targets->numel() == 1, op, ": num_targets is ",
-                dtype_name(num_targets->scalar_type()), " of shape ", num_targets->sizes(),
-                ", but one int64 is expected");
-    check_same_device(first, first_name, *num_targets, op, "num_targets");
-  }
+  check_v8_num_targets(first, first_name, num_targets, op);
 }
 
 inline void check_v8_slots(const at::Tensor& targets, const at::Tensor& slot_anchor, const at::Tensor& slot_row,

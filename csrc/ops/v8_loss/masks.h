@@ -1,5 +1,5 @@
-// The mask part of the segmentation loss and its backward, except the arithmetic: as run.h has it for the detection
-// loss. It is given the slots that v8_loss left.
+// The mask parts of the segmentation losses and their backward, except the arithmetic: as run.h has it for the
+// detection loss. They are given the slots that v8_loss left, or the matches of yolov5_loss.
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -28,7 +28,7 @@ struct V8MaskTensors {
 };
 
 template <class Backend>
-using V8ImageSize = at::ArrayRef<std::conditional_t<Backend::kMeta, c10::SymInt, int64_t>>;
+using V8SymInts = at::ArrayRef<std::conditional_t<Backend::kMeta, c10::SymInt, int64_t>>;
 
 inline void check_v8_masks(const at::Tensor& coefficients, const at::Tensor& protos, const at::Tensor& masks,
                            bool overlap, const char* op) {
@@ -80,24 +80,49 @@ inline void check_v8_mask_loss_backward(const at::Tensor& grad_loss, const at::T
               dtype_name(grad_loss.scalar_type()), " of shape ", grad_loss.sizes(), ", but one ", dtype_name(scalar),
               " is expected");
   TORCH_CHECK(positives.dim() == 2 && positives.size(1) == 4 && positives.scalar_type() == at::kLong &&
-                  first.scalar_type() == at::kLong && first.numel() == protos.size(0) + 1 &&
-                  unit.scalar_type() == scalar && unit.dim() == 2 && unit.size(0) == positives.size(0) &&
-                  unit.size(1) == protos.size(1) && scale.scalar_type() == scalar && scale.numel() == 1 &&
-                  positives.is_contiguous() && first.is_contiguous() && unit.is_contiguous(),
+                  first.scalar_type() == at::kLong && first.numel() > protos.size(0) &&
+                  first.numel() % protos.size(0) == 1 % protos.size(0) && unit.scalar_type() == scalar &&
+                  unit.dim() == 2 && unit.size(0) == positives.size(0) && unit.size(1) == protos.size(1) &&
+                  scale.scalar_type() == scalar && scale.numel() == 1 && positives.is_contiguous() &&
+                  first.is_contiguous() && unit.is_contiguous(),
               op, ": the state is not what v8_mask_loss returned for these prototypes");
   for (const auto* tensor : {&grad_loss, &scale, &positives, &first, &unit}) {
     check_same_device(coefficients, "coefficients", *tensor, op, "the state");
   }
 }
 
-inline V8MaskLossResult empty_v8_mask_loss(const at::Tensor& coefficients, const at::Tensor& slot_anchor) {
+inline void check_yolov5_mask_loss(const at::Tensor& coefficients, const at::Tensor& protos, const at::Tensor& masks,
+                                   const at::Tensor& targets, const at::Tensor& match_cell, at::IntArrayRef sizes,
+                                   const std::optional<at::Tensor>& num_targets, bool overlap) {
+  constexpr auto op = "yolov5_mask_loss";
+  check_v8_masks(coefficients, protos, masks, overlap, op);
+  check_v8_targets(coefficients, "coefficients", targets, 1, op);
+  check_v8_num_targets(coefficients, "coefficients", num_targets, op);
+  check_same_device(coefficients, "coefficients", match_cell, op, "match_cell");
+  TORCH_CHECK(match_cell.dim() == 4 && match_cell.scalar_type() == at::kLong && match_cell.is_contiguous() &&
+                  match_cell.size(0) >= 1 && match_cell.size(0) <= core::kV8MaskLevels &&
+                  match_cell.size(3) == targets.size(0),
+              op, ": match_cell is ", dtype_name(match_cell.scalar_type()), " of shape ", match_cell.sizes(),
+              ", but what yolov5_loss returned for these targets is expected");
+  TORCH_CHECK(static_cast<int64_t>(sizes.size()) == 2 * match_cell.size(0), op, ": sizes has ", sizes.size(),
+              " numbers, but height and width of ", match_cell.size(0), " levels are expected");
+  int64_t anchors = 0;
+  for (size_t i = 0; i < sizes.size(); i += 2) anchors += match_cell.size(2) * sizes[i] * sizes[i + 1];
+  TORCH_CHECK(anchors == coefficients.size(2), op, ": coefficients has ", coefficients.size(2), " anchors, but sizes ",
+              sizes, " have ", anchors);
+  TORCH_CHECK(overlap || masks.size(0) == targets.size(0), op, ": masks has ", masks.size(0),
+              " masks, but targets has ", targets.size(0), " rows; without overlap one mask a row is expected");
+}
+
+inline V8MaskLossResult empty_v8_mask_loss(const at::Tensor& coefficients, const at::Tensor& slot_anchor,
+                                           const c10::SymInt& levels = 1) {
   const auto scalar = v8_scalar_options(coefficients);
   const auto slots = slot_anchor.sym_numel();
   return {at::empty({1}, scalar),
           at::empty({1}, scalar),
           at::empty({1}, scalar),
           at::empty_symint({slots, 4}, scalar.dtype(at::kLong)),
-          at::empty_symint({coefficients.sym_size(0) + 1}, scalar.dtype(at::kLong)),
+          at::empty_symint({levels * coefficients.sym_size(0) + 1}, scalar.dtype(at::kLong)),
           at::empty_symint({slots, coefficients.sym_size(1)}, scalar)};
 }
 
@@ -119,8 +144,9 @@ inline at::Tensor v8_readable_masks(const at::Tensor& masks) {
 }
 
 inline core::V8MaskProblem v8_mask_problem(const at::Tensor& coefficients, const at::Tensor& protos,
-                                           const at::Tensor& masks, bool overlap) {
+                                           const at::Tensor& masks, bool overlap, int64_t levels) {
   core::V8MaskProblem problem{};
+  problem.levels = static_cast<int32_t>(levels);
   problem.dtype = core_dtype(protos.scalar_type());
   problem.coefficients = v8_coefficients(coefficients);
   problem.protos = v8_prototypes(protos);
@@ -137,10 +163,38 @@ inline core::V8MaskProblem v8_mask_problem(const at::Tensor& coefficients, const
   return problem;
 }
 
+// Fills in what both losses share, and runs. `params` has its settings or gain, and where the slots lie.
+template <class Backend>
+void v8_run_mask_loss(core::V8MaskLossParams& params, const at::Tensor& coefficients, const at::Tensor& protos,
+                      const at::Tensor& masks, const at::Tensor& targets, const at::Tensor& slot_anchor,
+                      const std::optional<at::Tensor>& num_targets, bool overlap, const V8MaskLossResult& result) {
+  const auto rows = targets.contiguous(), readable = v8_readable_masks(masks);
+  const auto& [loss, item, scale, positives, first, unit] = result;
+  const int64_t levels = (first.numel() - 1) / protos.size(0);
+  params.problem = v8_mask_problem(coefficients, protos, readable, overlap, levels);
+  params.targets = rows.const_data_ptr<float>();
+  params.n = rows.size(0);
+  params.num_targets = num_targets ? num_targets->const_data_ptr<int64_t>() : nullptr;
+  params.slot_anchor = slot_anchor.const_data_ptr<int64_t>();
+  params.slots = slot_anchor.numel();
+  params.positives = reinterpret_cast<core::V8MaskPositive*>(positives.data_ptr<int64_t>());
+  params.first = first.data_ptr<int64_t>();
+  params.unit_gradients = unit.data_ptr();
+  params.loss = loss.data_ptr();
+  params.item = item.data_ptr();
+  params.scale = scale.data_ptr();
+  const auto numbers = at::empty({levels * params.n}, v8_scalar_options(protos).dtype(at::kInt));
+  const auto partials =
+      at::empty({params.slots * core::v8_mask_parts(params.slots), 1 + protos.size(1)}, v8_scalar_options(protos));
+  params.numbers = numbers.mutable_data_ptr<int32_t>();
+  params.partials = partials.mutable_data_ptr();
+  Backend::run(params);
+}
+
 template <class Backend>
 V8MaskLossResult v8_mask_loss(const at::Tensor& coefficients, const at::Tensor& protos, const at::Tensor& masks,
                               const at::Tensor& targets, const at::Tensor& settings, const at::Tensor& slot_anchor,
-                              const at::Tensor& slot_row, V8ImageSize<Backend> image_size,
+                              const at::Tensor& slot_row, V8SymInts<Backend> image_size,
                               const std::optional<at::Tensor>& num_targets, bool overlap) {
   if constexpr (Backend::kMeta) {
     const auto size = c10::asIntArrayRefSlowOpt(image_size);
@@ -153,32 +207,41 @@ V8MaskLossResult v8_mask_loss(const at::Tensor& coefficients, const at::Tensor& 
     check_v8_mask_loss(coefficients, protos, masks, targets, settings, slot_anchor, slot_row, image_size, num_targets,
                        overlap);
     const c10::DeviceGuard guard(coefficients.device());
-    const auto rows = targets.contiguous(), values = settings.contiguous(), readable = v8_readable_masks(masks);
+    const auto values = settings.contiguous();
     auto result = empty_v8_mask_loss(coefficients, slot_anchor);
-    const auto& [loss, item, scale, positives, first, unit] = result;
     core::V8MaskLossParams params{};
-    params.problem = v8_mask_problem(coefficients, protos, readable, overlap);
     params.image_h = static_cast<float>(image_size[0]);
     params.image_w = static_cast<float>(image_size[1]);
-    params.targets = rows.template const_data_ptr<float>();
-    params.n = rows.size(0);
-    params.num_targets = num_targets ? num_targets->template const_data_ptr<int64_t>() : nullptr;
     params.settings = values.template const_data_ptr<double>();
-    params.slot_anchor = slot_anchor.template const_data_ptr<int64_t>();
     params.slot_row = slot_row.template const_data_ptr<int64_t>();
-    params.slots = slot_anchor.numel();
-    params.positives = reinterpret_cast<core::V8MaskPositive*>(positives.template mutable_data_ptr<int64_t>());
-    params.first = first.template mutable_data_ptr<int64_t>();
-    params.unit_gradients = unit.mutable_data_ptr();
-    params.loss = loss.mutable_data_ptr();
-    params.item = item.mutable_data_ptr();
-    params.scale = scale.mutable_data_ptr();
-    const auto numbers = at::empty({params.n}, v8_scalar_options(protos).dtype(at::kInt));
-    const auto partials =
-        at::empty({params.slots * core::v8_mask_parts(params.slots), 1 + protos.size(1)}, v8_scalar_options(protos));
-    params.numbers = numbers.template mutable_data_ptr<int32_t>();
-    params.partials = partials.mutable_data_ptr();
-    Backend::run(params);
+    v8_run_mask_loss<Backend>(params, coefficients, protos, masks, targets, slot_anchor, num_targets, overlap, result);
+    return result;
+  }
+}
+
+template <class Backend>
+V8MaskLossResult yolov5_mask_loss(const at::Tensor& coefficients, const at::Tensor& protos, const at::Tensor& masks,
+                                  const at::Tensor& targets, const at::Tensor& match_cell, V8SymInts<Backend> sizes,
+                                  const std::optional<at::Tensor>& num_targets, double box_gain, bool overlap) {
+  if constexpr (Backend::kMeta) {
+    const auto plain = c10::asIntArrayRefSlowOpt(sizes);
+    if (plain && has_plain_sizes({coefficients, protos, masks, targets, match_cell})) {
+      check_yolov5_mask_loss(coefficients, protos, masks, targets, match_cell, *plain, num_targets, overlap);
+    }
+    return empty_v8_mask_loss(coefficients, match_cell, match_cell.sym_size(0));
+  } else {
+    check_yolov5_mask_loss(coefficients, protos, masks, targets, match_cell, sizes, num_targets, overlap);
+    const c10::DeviceGuard guard(coefficients.device());
+    auto result = empty_v8_mask_loss(coefficients, match_cell, match_cell.size(0));
+    core::V8MaskLossParams params{};
+    params.gain = box_gain;
+    int64_t first = 0;
+    for (size_t i = 0; i < sizes.size() / 2; ++i) {
+      const int64_t rows = sizes[2 * i], columns = sizes[2 * i + 1], anchors = match_cell.size(2) * rows * columns;
+      params.level[i] = {first, anchors, static_cast<float>(columns), static_cast<float>(rows)};
+      first += anchors;
+    }
+    v8_run_mask_loss<Backend>(params, coefficients, protos, masks, targets, match_cell, num_targets, overlap, result);
     return result;
   }
 }
@@ -188,7 +251,7 @@ V8MaskLossResult v8_mask_loss(const at::Tensor& coefficients, const at::Tensor& 
 template <class Backend>
 std::tuple<at::Tensor, at::Tensor> v8_mask_loss_backward(const at::Tensor& grad_loss, const at::Tensor& coefficients,
                                                          const at::Tensor& protos, const at::Tensor& masks,
-                                                         const V8MaskTensors& state, bool overlap,
+                                                         const V8MaskTensors& state, bool overlap, bool shared,
                                                          std::array<bool, 2> output_mask) {
   const auto empty = [](const at::Tensor& like) {
     return at::empty_like(
@@ -202,7 +265,9 @@ std::tuple<at::Tensor, at::Tensor> v8_mask_loss_backward(const at::Tensor& grad_
     const c10::DeviceGuard guard(coefficients.device());
     const auto readable = v8_readable_masks(masks);
     core::V8MaskLossBackwardParams params{};
-    params.problem = v8_mask_problem(coefficients, protos, readable, overlap);
+    params.problem =
+        v8_mask_problem(coefficients, protos, readable, overlap, (state.first_positive.numel() - 1) / protos.size(0));
+    params.shared = shared;
     params.slots = state.positives.size(0);
     params.positives =
         reinterpret_cast<const core::V8MaskPositive*>(state.positives.template const_data_ptr<int64_t>());
@@ -220,6 +285,7 @@ std::tuple<at::Tensor, at::Tensor> v8_mask_loss_backward(const at::Tensor& grad_
 template <class Backend>
 void register_v8_mask_loss(torch::Library& m) {
   m.impl("v8_mask_loss", TORCH_FN(v8_mask_loss<Backend>));
+  m.impl("yolov5_mask_loss", TORCH_FN(yolov5_mask_loss<Backend>));
   m.impl("v8_mask_loss_backward", unpack<&v8_mask_loss_backward<Backend>>);
 }
 

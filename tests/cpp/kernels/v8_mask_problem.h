@@ -1,5 +1,6 @@
 // The mask part of the segmentation loss by loops over anchors and pixels, which kernels and CPU loops are compared
-// with: layouts, boxes over the border and without area, slots that are empty, padding.
+// with: layouts, boxes over the border and without area, slots that are empty, padding; YOLOv5's levels, whose matches
+// share anchors.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -17,7 +18,17 @@ template <class Backend, typename T>
 void check(uint64_t seed, DType dtype) {
   SCOPED_TRACE("seed " + std::to_string(seed));
   Random random(seed);
-  const int64_t bs = 1 + random.below(3), anchors = random.one_of({1, 5, 84, 300}), topk = random.one_of({1, 3, 10});
+  const int64_t bs = 1 + random.below(3), topk = random.one_of({1, 3, 10});
+  const bool yolov5 = random.chance(40);
+  V8MaskLossParams params{};
+  const int64_t levels = yolov5 ? 1 + random.below(3) : 1;
+  int64_t anchors = 0;
+  for (int64_t i = 0; i < levels; ++i) {
+    const int64_t columns = 1 + random.below(5), rows = 1 + random.below(4), of_level = 2 * columns * rows;
+    params.level[i] = {anchors, of_level, static_cast<float>(columns), static_cast<float>(rows)};
+    anchors += of_level;
+  }
+  if (!yolov5) anchors = random.one_of({1, 5, 84, 300});
   const int64_t height = random.one_of({4, 9, 20}), width = random.one_of({4, 13, 40, 300});
   const int64_t channels = random.one_of({32, 32, 5, 33}), n = random.one_of({0, 1, 4, 9});
   const int64_t used = random.chance(70) ? n : n / 2;
@@ -63,17 +74,29 @@ void check(uint64_t seed, DType dtype) {
 
   std::vector<int64_t> slot_anchor, slot_row;
   std::vector<char> taken(bs * anchors, 0);
-  for (int64_t i = 0; i < n; ++i) {
+  std::vector<int64_t> group_of, in_group(levels * bs, 0), joined;  // of the slots; `joined`: image * anchors + anchor
+  for (int64_t k = 0; yolov5 && k < levels * topk * n; ++k) {
+    const int64_t row = k % n, level = k / (topk * n), image = image_of[row];
+    const V8MaskLevel& of = params.level[level];
+    const int64_t cell = random.below(of.anchors);
+    const bool empty = row >= used || random.chance(30);
+    slot_anchor.push_back(empty ? -1 : image * of.anchors + cell);
+    slot_row.push_back(row);
+    joined.push_back(image * anchors + of.first + cell);
+    group_of.push_back(level * bs + image);
+    in_group[group_of.back()] += empty ? 0 : 1;
+  }
+  for (int64_t i = 0; !yolov5 && i < n; ++i) {
     for (int64_t k = 0; k < topk; ++k) {
       const int64_t anchor = image_of[i] * anchors + random.below(anchors);
       const bool empty = i >= used || taken[anchor] || random.chance(30);
       if (!empty) taken[anchor] = 1;
       slot_anchor.push_back(empty ? -1 : anchor);
       slot_row.push_back(empty ? -1 : i);
+      joined.push_back(anchor);
     }
   }
 
-  V8MaskLossParams params{};
   V8MaskProblem& p = params.problem;
   p.dtype = dtype;
   p.coefficients = {coefficients.data(), coefficients.strides[0], coefficients.strides[1], coefficients.strides[2]};
@@ -85,19 +108,21 @@ void check(uint64_t seed, DType dtype) {
   p.overlap = overlap;
   p.bs = bs, p.anchors = anchors, p.height = height, p.width = width;
   p.channels = static_cast<int32_t>(channels);
+  p.levels = static_cast<int32_t>(levels);
   params.image_w = static_cast<float>(4 * width), params.image_h = static_cast<float>(4 * height);
   params.targets = targets.data();
   params.n = n;
   params.num_targets = used == n ? nullptr : &used;
   const std::vector<double> settings = {7.5, 0.5, 1.5, 0.3, 0.5, 6, 1e-9, 16, 16};
-  params.settings = settings.data();
-  params.slot_anchor = slot_anchor.data(), params.slot_row = slot_row.data();
-  params.slots = n * topk;
+  params.settings = yolov5 ? nullptr : settings.data();
+  params.gain = 0.05;
+  params.slot_anchor = slot_anchor.data(), params.slot_row = yolov5 ? nullptr : slot_row.data();
+  params.slots = static_cast<int64_t>(slot_anchor.size());
   std::vector<V8MaskPositive> positives(params.slots);
-  std::vector<int64_t> first(bs + 1, 99);
+  std::vector<int64_t> first(levels * bs + 1, 99);
   std::vector<T> unit(params.slots * channels, T(NAN)),
       partials(params.slots * v8_mask_parts(params.slots) * (1 + channels), T(NAN)), results(3, T(NAN));
-  std::vector<int32_t> numbers(n, 99);
+  std::vector<int32_t> numbers(levels * n, 99);
   params.positives = positives.data(), params.first = first.data();
   params.unit_gradients = unit.data(), params.partials = partials.data(), params.numbers = numbers.data();
   params.loss = &results[0], params.item = &results[1], params.scale = &results[2];
@@ -107,15 +132,17 @@ void check(uint64_t seed, DType dtype) {
   int64_t count = 0;
   for (const int64_t anchor : slot_anchor) count += anchor >= 0 ? 1 : 0;
   const T grad = T(3);
-  const double all = bs * settings[kV8Weight], scale = count ? settings[kV8Box] / count : 0;
+  const double all = yolov5 ? bs : bs * settings[kV8Weight];
+  const double scale = !count ? 0 : yolov5 ? params.gain / bs : settings[kV8Box] / count;
   std::vector<double> by_coefficient(coefficients.numel(), 0), by_proto(protos.numel(), 0);
   for (int64_t slot = 0; slot < params.slots; ++slot) {
     if (slot_anchor[slot] < 0) continue;
-    const int64_t row = slot_row[slot], image = image_of[row], anchor = slot_anchor[slot] % anchors;
+    const int64_t row = slot_row[slot], image = image_of[row], anchor = joined[slot] % anchors;
     const float* t = targets.data() + 6 * row;
     const double left = (t[2] - 0.5 * t[4]) * width, right = (t[2] + 0.5 * t[4]) * width;
     const double top = (t[3] - 0.5 * t[5]) * height, bottom = (t[3] + 0.5 * t[5]) * height;
-    const double share = 1 / (static_cast<double>(height * width) * t[4] * t[5]);
+    const double share =
+        1 / (static_cast<double>(height * width) * t[4] * t[5] * (yolov5 ? in_group[group_of[slot]] : 1));
     for (int64_t y = 0; y < height; ++y) {
       for (int64_t x = 0; x < width; ++x) {
         if (x < left || x >= right || y < top || y >= bottom) continue;
@@ -144,6 +171,7 @@ void check(uint64_t seed, DType dtype) {
 
   V8MaskLossBackwardParams back{};
   back.problem = p;
+  back.shared = yolov5 || random.chance(20);
   back.slots = params.slots;
   back.positives = positives.data(), back.first = first.data();
   back.unit_gradients = unit.data(), back.scale = &results[2], back.grad_loss = &grad;
