@@ -80,6 +80,13 @@ def test_the_page_of_versions_has_every_switch():
     assert all(f"Ultralytics {version}" in page for version, tests in canary.check_versions.VERSIONS.items() if tests)
 
 
+@pytest.mark.parametrize("host", [yolov5, ultralytics], ids=["yolov5", "ultralytics"])
+def test_four_lines_say_what_a_switch_does(host):
+    page = (ROOT / f"docs/{host.__name__.rpartition('.')[2]}.md").read_text()
+    lines = "".join(rf"- \*\*{word}:\*\* .*\n" for word in ("Replaces", "Differs", "Needs", "Falls back when"))
+    assert set(re.findall(rf"^### `(\w+)`\n\n{lines}\n", page, re.MULTILINE)) == set(host.SWITCHES)
+
+
 def calls(path: Path, *names: str):
     """The texts of the calls of these functions in a Python file, with ... for what is filled in."""
     for node in ast.walk(ast.parse(path.read_text())):
