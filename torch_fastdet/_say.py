@@ -22,6 +22,15 @@ class _Lines(logging.Handler):
 counts: Counter[tuple[str, str]] = Counter()
 
 
+#: What did not run on ours since ``patch()``, and why, in the order in which it was said.
+fallbacks: dict[str, None] = {}
+
+
+def note_fallback(line: str) -> None:
+    """Remember for the report at the end of a run that something does not run on ours."""
+    fallbacks[line] = None
+
+
 def count(switch: str, what: str) -> None:
     """Note that ``switch`` did ``what`` once, for the report at the end of a run."""
     counts[switch, what] += 1
@@ -68,8 +77,10 @@ def rank() -> str:
 
 
 def say(line: str, level: int = logging.INFO, every_rank: bool = False) -> None:
-    """Log one line; in a distributed run on rank 0 alone, unless ``every_rank``."""
+    """Log one line; in a distributed run on rank 0 alone, unless ``every_rank``. A warning is a fallback, and noted as one."""
     if every_rank or rank() in ("", "0"):
+        if level == logging.WARNING:
+            note_fallback(line)
         if is_configured():
             _remove()  # before the record goes on to the user's handlers, whose level decides
         logger.log(level, line)

@@ -1,6 +1,7 @@
 """doctor: what applies here and why other switches do not, without replacing anything; and the report at the end of a run."""
 
 import json
+import logging
 import sys
 from types import ModuleType
 
@@ -92,8 +93,12 @@ def test_exit_status_and_output(host, capsys, asked, status, as_json):
 
 
 def test_the_report_at_the_end_is_said_once(host, capsys):
+    _say.fallbacks.clear()
     host.patch({"fine": True})
     host.on["fine"].tell("fine: half of it stays")
+    _say.say("fine: a loader falls back", logging.WARNING)
+    _say.say("fine: no fallback")
+    _say.note_fallback("a graph has no memory")
     capsys.readouterr()
     host.report()
     assert not capsys.readouterr().err, "nothing ran"
@@ -104,9 +109,11 @@ def test_the_report_at_the_end_is_said_once(host, capsys):
     host.report()
     assert capsys.readouterr().err == (
         "torch_fastdet: this run, by switch:\n  fine: 1,200 steps, 1 steps of stock's\n"
-        "what stayed stock's:\n  fine: half of it stays\n"
+        "what fell back, and why:\n  fine: half of it stays\n"
+        "  fine: a loader falls back\n  a graph has no memory\n"
     )
     host.unpatch()
+    assert not _say.fallbacks
 
 
 @pytest.mark.parametrize("name", ["yolov5", "ultralytics"])

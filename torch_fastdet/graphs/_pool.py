@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from torch_fastdet._say import note_fallback
 from torch_fastdet._torch import private
 from torch_fastdet.graphs import _capture
 from torch_fastdet.memory import CAPTURE, Owner, is_out_of_memory, register, with_room
@@ -133,5 +134,7 @@ class GraphPool(Owner, Generic[G]):
         else:
             return graph
         self._too_large.add(key)
-        self._say(f"there is no memory to capture input {key[0]}, which runs eagerly")
+        line = f"there is no memory to capture input {key[0]}, which runs eagerly"
+        self._say(line)
+        note_fallback(line)
         return None

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_fastdet._say import note_fallback
 from torch_fastdet._say import say as print_line
 from torch_fastdet._torch.graph import Graph
 from torch_fastdet._torch.private import every_module_has_hooks, foreach_copy_, tree_flatten, tree_unflatten
@@ -148,7 +149,7 @@ class InferenceGraphs:
 
     def _runs_eagerly(self, module: nn.Module) -> bool:
         if self._baked.has_hooks() or every_module_has_hooks():
-            self._tell(f"{type(module).__name__} has hooks, which a replay would not call; it runs eagerly")
+            self._tell_of_fallback(f"{type(module).__name__} has hooks, which a replay would not call; it runs eagerly")
             return True
         return self._baked.trains(module)
 
@@ -156,6 +157,10 @@ class InferenceGraphs:
         if line not in self._told:
             self._told.add(line)
             self.say(line)
+
+    def _tell_of_fallback(self, line: str) -> None:
+        self._tell(line)
+        note_fallback(line)
 
     def _capture(self, key: tuple, x: Tensor, module: nn.Module, run: Callable[[Tensor], Any]) -> None:
         reason = why_not(module, averaged=True)
@@ -170,7 +175,7 @@ class InferenceGraphs:
             return
         self._pool.reset()
         self.reason = reason
-        self._tell(f"{type(module).__name__} cannot be captured in a CUDA graph: {reason}; it runs eagerly")
+        self._tell_of_fallback(f"{type(module).__name__} cannot be captured in a CUDA graph: {reason}; it runs eagerly")
 
     def _captured(self, x: Tensor, module: nn.Module, run: Callable[[Tensor], Any]) -> _Captured:
         stream = self._pool.stream()

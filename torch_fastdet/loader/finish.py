@@ -8,6 +8,7 @@ JPEG files the GPU decodes what the batch shows.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -143,7 +144,10 @@ class DevicePictures(Owner):
             with torch.inference_mode(False):  # validation makes it, and a thread outside of inference mode fills it
                 return torch.empty(size, dtype=torch.uint8, device=self.device)
         except torch.cuda.OutOfMemoryError:
-            say(f"loader_optim: no {words(size)} for pictures on the GPU; they are uploaded for each batch")
+            say(
+                f"loader_optim: no {words(size)} for pictures on the GPU; they are uploaded for each batch",
+                logging.WARNING,
+            )
             return torch.empty(0, dtype=torch.uint8, device=self.device)
 
     def _bring(self, plan: Plan) -> tuple[list[torch.Tensor], np.ndarray]:

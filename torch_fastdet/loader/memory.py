@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import mmap
 import multiprocessing.context
 import multiprocessing.reduction
@@ -321,7 +322,10 @@ class JpegFiles(SharedFile):
             first = self._rows[len(self), 1] == 0
             self._rows[len(self), 1] += 1
         if first:
-            say(f"loader_optim: OpenCV decodes {self.files.paths[index]}, and other files like it, once: {reason}")
+            say(
+                f"loader_optim: OpenCV decodes {self.files.paths[index]}, and other files like it, once: {reason}",
+                logging.WARNING,
+            )
 
     @property
     def refused(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import logging
 import random
 import sys
 import types
@@ -87,7 +88,10 @@ class Recorder:
     def told(self, what: str) -> None:
         worker = get_worker_info()
         if what not in self._told and (worker is None or worker.id == 0):
-            say(f"loader_optim: a plan cannot say {what}: code of {self.host} makes the pixels of such pictures")
+            say(
+                f"loader_optim: a plan cannot say {what}: code of {self.host} makes the pixels of such pictures",
+                logging.WARNING,
+            )
         self._told.add(what)
 
     def items(self, planned: Callable[[], list], stock: Callable[[], list]) -> list:
@@ -104,7 +108,7 @@ class Recorder:
         torch.set_rng_state(states[2])
         items = stock()  # an error of the host's own is raised here
         self.refusal = refusal
-        say(f"loader_optim: decodes each picture once, and leaves the rest to {self.host}: {refusal}")
+        say(f"loader_optim: decodes each picture once, and leaves the rest to {self.host}: {refusal}", logging.WARNING)
         return items
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -93,6 +94,9 @@ def sizes(stock: type, dataset: Any, originals: Sequence[Size], side: int) -> tu
         found: list[Size] = [(int(size[0]), int(size[1])) for _, _, size in loaded]
         ways: list[int] = [picture.way for picture, _, _ in loaded]
     except Exception as error:
-        say(f"loader_optim: every picture may be {side}x{side}: {stock.__name__}.load_image wants pixels: {error}")
+        say(
+            f"loader_optim: every picture may be {side}x{side}: {stock.__name__}.load_image wants pixels: {error}",
+            logging.WARNING,
+        )
         return [(side, side)] * len(originals), [OTHERWISE] * len(originals)
     return found, ways

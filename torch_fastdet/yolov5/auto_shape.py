@@ -6,6 +6,7 @@ YOLOv5's own function runs, in a copy in which what it does to the pictures befo
 from __future__ import annotations
 
 import functools
+import logging
 import types
 import warnings
 from collections.abc import Callable
@@ -123,7 +124,7 @@ def detecting(stock_class: Any, stock: Callable, module: ModuleType, devices: tu
     def tell(line: str) -> None:
         if line not in told:
             told.add(line)
-            say(f"letterbox_optim: {line}, and runs stock's AutoShape.forward")
+            say(f"letterbox_optim: {line}, and runs stock's AutoShape.forward", logging.WARNING)
 
     @functools.wraps(stock)
     def forward(self: Any, ims: Any, size: Any = 640, augment: bool = False, profile: bool = False) -> Any:

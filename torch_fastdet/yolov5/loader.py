@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -247,7 +248,7 @@ def _planned(dataset: Any, options: dict[str, Any]) -> PlannedLoading | None:
     reason = cannot_plan(dataset)
     if reason is not None:
         if hasattr(type(dataset), "torch_fastdet_stock"):
-            say(f"loader_optim: decodes each picture once, and leaves the rest to YOLOv5: {reason}")
+            say(f"loader_optim: decodes each picture once, and leaves the rest to YOLOv5: {reason}", logging.WARNING)
         return None
     collate = options.get("collate_fn")
     if collate not in (type(dataset).collate_fn, type(dataset).collate_fn4) or options.get("batch_size", 1) is None:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
-from torch_fastdet._say import counts, hide, say, show
+from torch_fastdet._say import counts, fallbacks, hide, say, show
 from torch_fastdet.hosts.engine.replace import Patches
 from torch_fastdet.hosts.engine.switch import Active, Switch
 from torch_fastdet.hosts.evidence import Obstacle, first_obstacle
@@ -63,6 +63,7 @@ class Host:
         """Put every replaced name back, print and return how many there were."""
         count = self.patches.put_back()
         counts.clear()
+        fallbacks.clear()
         self.on.clear()
         self.requests.clear()
         if count:
@@ -95,8 +96,9 @@ class Host:
             ran.setdefault(switch, []).append(f"{number:,} {what}")
         counts.clear()
         lines = ["this run, by switch:", *(f"  {switch}: {', '.join(parts)}" for switch, parts in ran.items())]
-        stayed = [line for active in self.on.values() for line in active.told]
-        lines += ["what stayed stock's:", *(f"  {line}" for line in stayed)] if stayed else ["nothing fell back"]
+        lines += (
+            ["what fell back, and why:", *(f"  {x}" for x in list(fallbacks))] if fallbacks else ["nothing fell back"]
+        )
         say("\n".join(lines))
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable
@@ -31,7 +32,7 @@ class PredictionGraphs:
         settings: Callable[[nn.Module], Iterable[Any]],
         capturing: Callable[[nn.Module], AbstractContextManager],
     ) -> None:
-        self.tell = _told_once(switch)
+        self.tell, self._say = _told_once(switch, logging.WARNING), _told_once(switch)
         self._settings, self._capturing = settings, capturing
         self._graphs: weakref.WeakKeyDictionary[nn.Module, InferenceGraphs] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
@@ -56,16 +57,16 @@ class PredictionGraphs:
         # The values of a WeakKeyDictionary must not hold its keys, nor its owner: memory goes back without the cycle collector.
         alive: Any = weakref.ref(model)
         capturing = self._capturing
-        return InferenceGraphs(model, settings=self._settings, capturing=lambda: capturing(alive()), say=self.tell)
+        return InferenceGraphs(model, settings=self._settings, capturing=lambda: capturing(alive()), say=self._say)
 
 
-def _told_once(switch: str) -> Callable[[str], None]:
+def _told_once(switch: str, level: int = logging.INFO) -> Callable[[str], None]:
     told: set[str] = set()
 
     def tell(line: str) -> None:
         if line not in told:
             told.add(line)
-            say(f"{switch}: {line}")
+            say(f"{switch}: {line}", level)
 
     return tell
 
