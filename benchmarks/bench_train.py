@@ -1,10 +1,12 @@
 """The real, unmodified train.py, stock and with torch_fastdet: time of an iteration, loader included.
 
-    python -m benchmarks.bench_train [--defaults s16 s64] [--cached s64 --workers 8 2] [--models s16] [--epochs N] [--flags fastdet] [--out FOLDER]
+    python -m benchmarks.bench_train [--defaults s16 s64] [--cached s64 --workers 8 2] [--models s16] [--segments s16] [--epochs N]
+        [--flags fastdet] [--out FOLDER]
 
 --defaults, GPU only: train.py with its default options, as README's command starts it: 640x640, 8 workers, JPEGs from disk (those of
 bench_loader). Weights are random, so that nothing is downloaded, and there are no plots.
 --cached: the same command with --cache ram and so many workers. On the CPU at 128x128: a dry run.
+--segments: segment/train.py on the outlines of the demo's digits, from a RAM cache. On the CPU yolov5n-seg at 128x128.
 --models: the demo's pictures from a RAM cache. On a GPU at 640x640 (s16 s64 m32 is the whole table); on the CPU yolov5n at 128x128.
 An iteration is the mean over an epoch without its first batch, as examples/demo counts it; the first epoch is left out.
 """
@@ -70,6 +72,45 @@ def measure(report: Report, models: list[str], epochs: int, flags: list[str], pi
         compare(report, case, name, flags, "train", run)
 
 
+def measure_segments(report: Report, models: list[str], epochs: int, flags: list[str], pictures: int) -> None:
+    """segment/train.py with its default options, but --cache ram; it validates after the last epoch alone."""
+    from examples.demo import dataset  # its PIL may be missing
+
+    cuda = report.device.type == "cuda"
+    recipe = dataset.Recipe(image_size=640 if cuda else 128, train=pictures, task="segment")
+    data = dataset.make(WORK / f"digits-{recipe.image_size}-{pictures}-segment", recipe)
+
+    def run(model: str, batch: int, variant: Variant, folder: Path, env: dict[str, str]) -> Run:
+        options = ["--data", data, "--weights", "", "--cfg", yolov5_folder() / f"models/segment/{model}-seg.yaml"]
+        options += [
+            "--epochs",
+            epochs,
+            "--batch-size",
+            batch,
+            "--imgsz",
+            recipe.image_size,
+            "--cache",
+            "ram",
+            "--noval",
+        ]
+        options += [
+            "--project",
+            folder,
+            "--name",
+            variant.name,
+            "--exist-ok",
+            "--noplots",
+            "--device",
+            0 if cuda else "cpu",
+        ]
+        options += [] if cuda else ["--workers", 0]
+        return run_train(variant, [*map(str, options)], folder / variant.name, env, show=False, script="segment.train")
+
+    for name in models:
+        case = f"yolov5{name[0]}-seg, batch {name[1:]}, segment/train.py" + ("" if cuda else " at 128")
+        compare(report, case, name, flags, "segments", run)
+
+
 def compare(report: Report, case: str, name: str, flags: list[str], kind: str, run: Callable[..., Run]) -> None:
     """Adds the rows of stock and of ours."""
     env = environment(WORK / "environment") | {"PYTHONWARNINGS": "ignore"}
@@ -105,6 +146,7 @@ def main() -> None:
     parser.add_argument(
         "--models", nargs="*", type=size_and_batch, help="size and batch; default: s16 on a GPU, n16 on the CPU"
     )
+    parser.add_argument("--segments", nargs="*", type=size_and_batch, default=[], help="default: none")
     parser.add_argument("--epochs", type=int, help="default: 2 with --defaults, 3 with --models")
     parser.add_argument(
         "--flags", nargs="+", default=[ALL], choices=[ALL, *SWITCHES], help="switches of torch_fastdet.yolov5"
@@ -122,7 +164,7 @@ def main() -> None:
     report = Report("train", torch.device(options.device), options.out)
     report.resume()
     pictures = options.pictures or (1024 if cuda else 256)
-    everything = options.defaults is None and options.models is None and not options.cached
+    everything = options.defaults is None and options.models is None and not options.cached + options.segments
     defaults = ["s16"] if everything else options.defaults or []
     models = ["s16" if cuda else "n16"] if everything else options.models or []
     if cuda:  # first: what users start
@@ -130,6 +172,7 @@ def main() -> None:
     for workers in options.workers if options.cached else []:
         measure_defaults(report, options.cached, options.epochs or 2, options.flags, pictures, workers)
     measure(report, models, options.epochs or 3, options.flags, pictures)
+    measure_segments(report, options.segments, options.epochs or 3, options.flags, pictures)
     report.plot()
 
 

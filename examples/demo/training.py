@@ -181,6 +181,7 @@ def read_results(path: Path) -> list[dict[str, float]]:
         return [
             {name.strip(): float(value) for name, value in row.items() if name and name.strip()}
             for row in csv.DictReader(file)
+            if None not in row.values()  # segment/train.py's last row, which is no epoch
         ]
 
 
@@ -232,9 +233,11 @@ def train(
     return run_train(variant, [*options, "--exist-ok", "--noplots"], folder, env, show)
 
 
-def run_train(variant: Variant, options: list[str], folder: Path, env: dict[str, str], show: bool = True) -> Run:
-    """Runs train.py with ``options``, which say that its results go into ``folder``."""
-    command = variant.command("yolov5.train", options)
+def run_train(
+    variant: Variant, options: list[str], folder: Path, env: dict[str, str], show: bool = True, script: str = "train"
+) -> Run:
+    """Runs train.py, or another ``script``, with ``options``, which say that its results go into ``folder``."""
+    command = variant.command(f"yolov5.{script}", options)
     # By default the bar's counter moves ten times a second at most, and iterations faster than that share one.
     env = env | {"TQDM_MININTERVAL": "0"}
     started = time.perf_counter()
