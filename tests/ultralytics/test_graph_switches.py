@@ -197,39 +197,82 @@ def test_older_trainers_get_nhwc_memory_beneath_the_graphs(monkeypatch):
     } == {name: before[name] for name in ("predict", "__deepcopy__") if name in before}
 
 
-@pytest.mark.parametrize("kind", ["fake", "cuda"])
-def test_a_classifier_trains_as_in_stock(kind, monkeypatch, capsys):
+def labelled(task, count, device):
+    """A batch of a task: two objects in each picture, and none in the last."""
+    generator = torch.Generator().manual_seed(count)
+    batch = {"img": torch.rand(count, 3, 64, 64, generator=generator)}
+    objects = 2 * (count - 1)
+    if task == "classify":
+        batch["cls"] = torch.arange(count) % 3
+    else:
+        sides = torch.rand(objects, 2, generator=generator) * 0.4 + 0.3
+        batch |= {"cls": torch.arange(objects)[:, None] % 3.0, "batch_idx": torch.arange(objects) // 2 * 1.0}
+        batch["bboxes"] = torch.cat((sides / 2 + (1 - sides) * 0.4, sides), 1)
+    if task == "obb":
+        batch["bboxes"] = torch.cat((batch["bboxes"], torch.rand(objects, 1, generator=generator)), 1)
+    elif task == "pose":
+        batch["keypoints"] = torch.rand(objects, 17, 3, generator=generator).round(decimals=2)
+    elif task == "segment":
+        masks = (torch.rand(count, 16, 16, generator=generator) * 3).floor()
+        batch |= {"masks": masks, "sem_masks": (masks - 1).clamp(0)}
+    return {name: value.to(device) for name, value in batch.items()}
+
+
+MODELS = {
+    "yolov8n-cls": "ClassificationModel",
+    "yolov8n-seg": "SegmentationModel",
+    "yolo26n-seg": "SegmentationModel",
+    "yolo26n-pose": "PoseModel",
+    "yolo26n-obb": "OBBModel",
+}
+
+
+QUICK = ("yolov8n-cls", "yolo26n-pose")
+
+
+@pytest.mark.parametrize(
+    "kind, name",
+    [
+        pytest.param(kind, name, marks=[pytest.mark.slow] * (kind == "fake" and name not in QUICK))
+        for kind in ("fake", "cuda")
+        for name in MODELS
+    ],
+)
+def test_every_task_trains_as_in_stock(kind, name, monkeypatch, capsys):
+    """Gradients of all parameters, also of those that the loss alone reads."""
     if kind == "fake":
         fake_gpu.install(monkeypatch)
     elif reason := cuda_missing():
         pytest.skip(reason)
     tasks = pytest.importorskip("ultralytics.nn.tasks", reason="ultralytics is not installed")
+    from ultralytics.cfg import get_cfg
+
     monkeypatch.setattr(switch, "missing_gpu", lambda: None)
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     device = "cpu" if kind == "fake" else "cuda"
     torch.manual_seed(0)
-    stock = tasks.ClassificationModel("yolov8n-cls.yaml", nc=3, verbose=False).to(device).train()
+    stock = getattr(tasks, MODELS[name])(f"{name}.yaml", nc=3, verbose=False).to(device).train()
+    stock.args = get_cfg(overrides={"epochs": 3})
+    task = {"cls": "classify", "seg": "segment"}.get(name.partition("-")[2], name.partition("-")[2])
     mine = copy.deepcopy(stock)
-    batches = [
-        {"img": torch.rand(count, 3, 64, 64, device=device), "cls": torch.arange(count, device=device) % 3}
-        for count in (4, 4, 4, 2, 2, 2, 4)
-    ]
+    batches = [labelled(task, count, device) for count in (3, 3, 3, 2, 2, 3)]
 
     def losses(model):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for batch in batches:
-            loss, _ = model(batch)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            yield loss.item()
+            loss, _ = model({key: value.clone() for key, value in batch.items()})
+            model.zero_grad()
+            loss.sum().backward()
+            yield loss.sum().item()
 
     expected = list(losses(stock))
     patch(cuda_graph=True)
     try:
         capsys.readouterr()
-        assert list(losses(mine)) == pytest.approx(expected, rel=1e-5)
-        assert capsys.readouterr().err.count("captured forward and backward of ClassificationModel") == 2
+        assert list(losses(mine)) == pytest.approx(expected, rel=1e-4)
+        assert capsys.readouterr().err.count(f"captured forward and backward of {MODELS[name]}") == 2
     finally:
         unpatch()
+    for (where, theirs), ours in zip(stock.named_parameters(), mine.parameters()):
+        if theirs.grad is not None:
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-4, msg=lambda m, n=where: f"{n}: {m}")
     assert "predict" not in vars(tasks.ClassificationModel)
