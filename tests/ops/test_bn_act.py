@@ -447,6 +447,83 @@ def test_cat_errors_leave_everything_as_it_was(device, change, message):
         ops.bn_act_cat(**{**arguments, "bias": [1.0], "x": [random((2, 8, 3, 4), device)]})
 
 
+def places_of(x, sizes, before=8):
+    """For each part of x a tensor, the second and further ones the last channels of a wider one."""
+    layout = torch.contiguous_format if x.is_contiguous() else torch.channels_last
+    wide = [before if i else 0 for i in range(len(sizes))]
+    shapes = [(x.shape[0], first + size, *x.shape[2:]) for first, size in zip(wide, sizes)]
+    wholes = [torch.full(shape, 7.0, dtype=x.dtype, device=x.device).to(memory_format=layout) for shape in shapes]
+    return wholes, [whole[:, first:] for whole, first in zip(wholes, wide)]
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [(8, 16), (32, 32), (64, 128), (3, 16, 5, 40), (16,)])
+def test_parts_are_norms_of_their_own(device, sizes, dtype, memory_format):
+    """The values and gradients of bn_act of each part alone, but for the order of its sums."""
+    norms = [make_norm(c, device, dtype) for c in sizes]
+    x, grad = (random((2, sum(sizes), 6, 8), device, dtype, memory_format) for _ in range(2))
+    residual = random(x.shape, device, dtype, memory_format) if len(sizes) == 1 else None
+    expected = [
+        run(ours, part, norm, g, residual=residual)
+        for part, norm, g in zip(x.split(sizes, 1), norms, grad.split(sizes, 1))
+    ]
+    wholes, places = places_of(x, sizes)
+    lists = [[getattr(n, name).detach() for n in norms] for name in PARTS]
+    statistics = torch.ops.torch_fastdet.bn_act_parts(x, places, *lists, 0.03, 1e-3, "silu", 0.1, residual)
+    _, given = places_of(grad, sizes)
+    for place, part in zip(given, grad.split(sizes, 1)):
+        place.copy_(part)
+    grads = torch.ops.torch_fastdet.bn_act_parts_backward(given, x, *lists[:2], *statistics, "silu", 0.1)
+    assert layout(grads[0]) == layout(x)
+    tolerance = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
+    assert all((whole[:, : whole.shape[1] - size] == 7).all() for whole, size in zip(wholes, sizes))
+    for i, (y, wanted, buffers) in enumerate(expected):
+        found = [places[i], *(g.split(sizes, int(g.dim() > 1))[i] for g in grads)]
+        for mine, theirs in zip(found, [y, *wanted]):
+            torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance * max(1, theirs.abs().max().item()))
+        for name, buffer in buffers.items():
+            torch.testing.assert_close(getattr(norms[i], name), buffer, rtol=1e-5, atol=1e-5)
+
+
+PARTS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda p: p["y"].clear(), "y has 0 entries, but 1 to 4 are expected"),
+        (lambda p: [v.pop() for v in p.values() if isinstance(v, list)], "y has 8 channels in all, but x has 24"),
+        (lambda p: p["weight"].pop(), "weight has 1 entries, but y has 2"),
+        (lambda p: p["running_var"].pop(), "running_var has 1 entries, but y has 2"),
+        (lambda p: p["y"].reverse(), r"weight has shape \[8\], but \(16,\) is expected beside x of shape"),
+        (lambda p: p["y"].__setitem__(1, p["y"][1].half()), r"y\[1\] has dtype float16, but x has float32"),
+        (
+            lambda p: p["y"].__setitem__(1, p["y"][1].transpose(2, 3).contiguous().transpose(2, 3)),
+            "y.1. has strides .*, but the lay",
+        ),
+        (lambda p: p.update(activation="gelu"), "activation is 'gelu', but 'silu'"),
+        (
+            lambda p: p.update(residual=p["y"][0]),
+            "residual has shape|y has 2 entries, but one is expected beside a residual",
+        ),
+    ],
+)
+def test_errors_of_parts_leave_everything_as_it_was(device, change, message):
+    norms, x = [make_norm(c, device) for c in (8, 16)], random((2, 24, 3, 4), device)
+    arguments = {
+        "x": x,
+        "y": places_of(x, (8, 16))[0],
+        **{name: [getattr(n, name).detach() for n in norms] for name in PARTS},
+    }
+    arguments["y"][1] = arguments["y"][1][:, 8:]
+    change(arguments)
+    before = [b.clone() for norm in norms for b in norm.buffers()]
+    with pytest.raises(RuntimeError, match=f"bn_act_parts: .*({message})"):
+        torch.ops.torch_fastdet.bn_act_parts(**arguments)
+    assert all(map(torch.equal, before, [b for norm in norms for b in norm.buffers()]))
+
+
 class Block(nn.Module):
     """A convolution, a norm and an activation, with a shortcut."""
 

@@ -149,10 +149,19 @@ struct Place {
     channel_step = plan.channels_last;
     active = row < rows && channel < plan.channels;
   }
-  __device__ __forceinline__ int64_t offset(const BnActPlan& plan, const BnActStrides& strides) const {
-    return slice * strides.slice + column * plan.vector;
+  // Of the thread's first element in a tensor that begins at channel `first`.
+  __device__ __forceinline__ int64_t offset(const BnActStrides& strides, int64_t first = 0) const {
+    return (channel - first) * strides.channel;
   }
 };
+
+// The part that a channel belongs to.
+template <typename Params>
+__device__ __forceinline__ const auto& part_of(const Params& p, int64_t channel) {
+  int i = 0;
+  while (i + 1 < p.part_count && channel >= p.parts[i + 1].first) ++i;
+  return p.parts[i];
+}
 
 // Sums of the block for each channel of its slice: thread c holds channel c's on return. Each thread brings kVector
 // pairs; in NCHW they are all of one channel.
@@ -241,7 +250,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   A shift[kVector], first[kVector], second[kVector];
 #pragma unroll
   for (int j = 0; j < kVector; ++j) shift[j] = first[j] = second[j] = A(0);
-  const T* const x = static_cast<const T*>(p.x) + place.offset(p.plan, p.x_strides);
+  const T* const x = static_cast<const T*>(p.x) + place.offset(p.x_strides);
   if (place.active) {
     const Walk origin(p.plan, place.split, 0, place.rows, false);
     const int64_t at = origin.offset(p.x_strides);
@@ -276,8 +285,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     Pair<A> partial{A(0), A(0)};
     if (c < p.plan.channels) {
       const Walk origin(p.plan, place.split, 0, place.rows, false);
-      const A base = to_arithmetic(
-          static_cast<const T*>(p.x)[place.slice * p.x_strides.slice + threadIdx.x + origin.offset(p.x_strides)]);
+      const A base = to_arithmetic(static_cast<const T*>(p.x)[c * p.x_strides.channel + origin.offset(p.x_strides)]);
       const A n = static_cast<A>(p.plan.split_size(place.split)) * p.plan.channel_elements();
       const A mean = sum.first / n;
       partial = {base + mean, sum.second - sum.first * mean};
@@ -308,20 +316,21 @@ struct Coefficients {
 
 // Writes what the forward pass leaves of a channel beside y: its statistics, and the running ones.
 template <typename A>
-__device__ __forceinline__ void store_statistics(const BnActForwardParams& p, int64_t channel, A n, A mean, A variance,
-                                                 A invstd) {
+__device__ __forceinline__ void store_statistics(const BnActForwardParams& p, const BnActForwardPart& part,
+                                                 int64_t channel, A n, A mean, A variance, A invstd) {
   static_cast<A*>(p.mean)[channel] = mean;
   static_cast<A*>(p.invstd)[channel] = invstd;
   const A momentum = static_cast<A>(p.momentum);
-  if (p.running_mean.data) {
-    const A old = load_vector(p.running_mean, channel, A(0));
-    store_vector(p.running_mean, channel, momentum * mean + (A(1) - momentum) * old);
+  const int64_t own = channel - part.first;
+  if (part.running_mean.data) {
+    const A old = load_vector(part.running_mean, own, A(0));
+    store_vector(part.running_mean, own, momentum * mean + (A(1) - momentum) * old);
   }
-  if (p.running_var.data) {
-    const A old = load_vector(p.running_var, channel, A(0));
-    store_vector(p.running_var, channel, momentum * (variance * (n / (n - A(1)))) + (A(1) - momentum) * old);
+  if (part.running_var.data) {
+    const A old = load_vector(part.running_var, own, A(0));
+    store_vector(part.running_var, own, momentum * (variance * (n / (n - A(1)))) + (A(1) - momentum) * old);
   }
-  if (channel == 0 && p.num_batches_tracked) ++*p.num_batches_tracked;
+  if (own == 0 && part.num_batches_tracked) ++*part.num_batches_tracked;
 }
 
 // From the partials of pass 1: mean, scale and shift of each channel of the block's slice into `coefficients`.
@@ -342,6 +351,7 @@ __device__ __forceinline__ void merge_statistics(const BnActForwardParams& p, co
   sum = sums.fold(channels, groups, group, c, sum);
   const int64_t channel = int64_t{place.slice} * channels + c;
   if (group == 0 && channel < p.plan.channels) {
+    const BnActForwardPart& part = part_of(p, channel);
     const A n = static_cast<A>(p.plan.count());
     const A delta = sum.first / n;
     const A mean = origin + delta;
@@ -349,9 +359,9 @@ __device__ __forceinline__ void merge_statistics(const BnActForwardParams& p, co
     const A variance = (squares < A(0) ? A(0) : squares) / n;
     const A invstd = A(1) / sqrt(variance + static_cast<A>(p.eps));
     coefficients.value[0][c] = mean;
-    coefficients.value[1][c] = invstd * load_vector(p.weight, channel, A(1));
-    coefficients.value[2][c] = load_vector(p.bias, channel, A(0));
-    if (place.split == 0) store_statistics(p, channel, n, mean, variance, invstd);
+    coefficients.value[1][c] = invstd * load_vector(part.weight, channel - part.first, A(1));
+    coefficients.value[2][c] = load_vector(part.bias, channel - part.first, A(0));
+    if (place.split == 0) store_statistics(p, part, channel, n, mean, variance, invstd);
   }
 }
 
@@ -373,9 +383,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) bn_act_forward(const _
     scale[j] = coefficients.value[1][at];
     shift[j] = coefficients.value[2][at] - (kHalf ? mean[j] * scale[j] : A(0));
   }
-  const T* const x = static_cast<const T*>(p.x) + place.offset(p.plan, p.x_strides);
-  const T* const residual = static_cast<const T*>(p.residual) + place.offset(p.plan, p.residual_strides);
-  T* const y = static_cast<T*>(p.y) + place.offset(p.plan, p.y_strides);
+  const T* const x = static_cast<const T*>(p.x) + place.offset(p.x_strides);
+  const T* const residual = static_cast<const T*>(p.residual) + place.offset(p.residual_strides);
+  const BnActForwardPart& part = part_of(p, place.channel);
+  const BnActStrides y_strides = part.y_strides;
+  T* const y = static_cast<T*>(part.y) + place.offset(y_strides, part.first);
   const A slope = static_cast<A>(p.slope);
   // Backwards: what pass 1 read last is still in L2.
   Walk walk(p.plan, place.split, place.row, place.rows, true), behind = walk;
@@ -406,7 +418,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) bn_act_forward(const _
                   normalized<kHalf>(value[j], mean[j], scale[j], shift[j]), slope);
               if constexpr (decltype(with_residual)::value) value[j] += to_arithmetic(residuals[u].x[j]);
             }
-            *reinterpret_cast<Vector<T, kVector>*>(y + behind.offset(p.y_strides)) = packed<A, T>(value);
+            *reinterpret_cast<Vector<T, kVector>*>(y + behind.offset(y_strides)) = packed<A, T>(value);
           }
           behind.retreat();
         }
@@ -418,14 +430,14 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) bn_act_forward(const _
 
 // What pass `k` of a walk reads of x and of the gradient.
 template <bool kBack, typename T, int kVector>
-__device__ __forceinline__ void load_two(const BnActBackwardParams& p, const T* x, const T* grad_y, int k, Walk& walk,
-                                         Vector<T, kVector> (&packs)[kUnrollTwo],
+__device__ __forceinline__ void load_two(const BnActBackwardParams& p, const BnActStrides& grad_y_strides, const T* x,
+                                         const T* grad_y, int k, Walk& walk, Vector<T, kVector> (&packs)[kUnrollTwo],
                                          Vector<T, kVector> (&grads)[kUnrollTwo]) {
 #pragma unroll
   for (int u = 0; u < kUnrollTwo; ++u) {
     if (k + u < walk.count) {
       packs[u] = load<kVector>(x + walk.offset(p.x_strides));
-      grads[u] = load<kVector>(grad_y + walk.offset(p.grad_y_strides));
+      grads[u] = load<kVector>(grad_y + walk.offset(grad_y_strides));
     }
     kBack ? walk.retreat() : walk.advance();
   }
@@ -446,8 +458,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   const int64_t own = int64_t{place.slice} * p.plan.slice_channels + threadIdx.x;
   if (threadIdx.x < p.plan.slice_channels && own < p.plan.channels) {
     coefficients.value[0][threadIdx.x] = static_cast<const A*>(p.mean)[own];
-    coefficients.value[1][threadIdx.x] = static_cast<const A*>(p.invstd)[own] * load_vector(p.weight, own, A(1));
-    coefficients.value[2][threadIdx.x] = load_vector(p.bias, own, A(0));
+    const BnActBackwardPart& part = part_of(p, own);
+    coefficients.value[1][threadIdx.x] =
+        static_cast<const A*>(p.invstd)[own] * load_vector(part.weight, own - part.first, A(1));
+    coefficients.value[2][threadIdx.x] = load_vector(part.bias, own - part.first, A(0));
   }
   __syncthreads();
   if (place.active) {
@@ -459,14 +473,16 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       scale[j] = coefficients.value[1][at];
       shift[j] = coefficients.value[2][at];
     }
-    const T* const x = static_cast<const T*>(p.x) + place.offset(p.plan, p.x_strides);
-    const T* const grad_y = static_cast<const T*>(p.grad_y) + place.offset(p.plan, p.grad_y_strides);
+    const T* const x = static_cast<const T*>(p.x) + place.offset(p.x_strides);
+    const BnActBackwardPart& part = part_of(p, place.channel);
+    const BnActStrides grad_y_strides = part.grad_y_strides;
+    const T* const grad_y = static_cast<const T*>(part.grad_y) + place.offset(grad_y_strides, part.first);
     const A slope = static_cast<A>(p.slope);
     Walk walk(p.plan, place.split, place.row, place.rows, false);
     dispatch_activation(p.activation, [&](auto activation) {
       for (int k = 0; k < walk.count; k += kUnrollTwo) {
         Vector<T, kVector> packs[kUnrollTwo], grads[kUnrollTwo];
-        load_two<false>(p, x, grad_y, k, walk, packs, grads);
+        load_two<false>(p, grad_y_strides, x, grad_y, k, walk, packs, grads);
 #pragma unroll
         for (int u = 0; u < kUnrollTwo; ++u) {
           if (k + u < walk.count) {
@@ -508,17 +524,19 @@ __device__ __forceinline__ void merge_gradients(const BnActBackwardParams& p, co
   const int64_t channel = int64_t{place.slice} * channels + c;
   if (group == 0 && channel < p.plan.channels) {
     const A n = static_cast<A>(p.plan.count());
+    const BnActBackwardPart& part = part_of(p, channel);
+    const int64_t own = channel - part.first;
     const A invstd = static_cast<const A*>(p.invstd)[channel];
-    const A weight = load_vector(p.weight, channel, A(1));
+    const A weight = load_vector(part.weight, own, A(1));
     // The mean of dz, and of dz * xhat as a factor of x - mean.
     coefficients.value[0][c] = sum.first / n;
     coefficients.value[1][c] = sum.second / n * invstd * invstd;
     coefficients.value[2][c] = invstd * weight;
-    coefficients.value[3][c] = load_vector(p.bias, channel, A(0));
+    coefficients.value[3][c] = load_vector(part.bias, own, A(0));
     coefficients.value[4][c] = static_cast<const A*>(p.mean)[channel];
     if (place.split == 0) {
-      store_vector(p.grad_weight, channel, sum.second * invstd);
-      store_vector(p.grad_bias, channel, sum.first);
+      store_vector(part.grad_weight, own, sum.second * invstd);
+      store_vector(part.grad_bias, own, sum.first);
     }
   }
 }
@@ -549,15 +567,17 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       mean_dz[j] = mean_dz[j] * scale[j] - mean[j] * slope_dz[j];
     }
   }
-  const T* const x = static_cast<const T*>(p.x) + place.offset(p.plan, p.x_strides);
-  const T* const grad_y = static_cast<const T*>(p.grad_y) + place.offset(p.plan, p.grad_y_strides);
-  T* const grad_x = static_cast<T*>(p.grad_x) + place.offset(p.plan, p.grad_x_strides);
+  const T* const x = static_cast<const T*>(p.x) + place.offset(p.x_strides);
+  const BnActBackwardPart& part = part_of(p, place.channel);
+  const BnActStrides grad_y_strides = part.grad_y_strides;
+  const T* const grad_y = static_cast<const T*>(part.grad_y) + place.offset(grad_y_strides, part.first);
+  T* const grad_x = static_cast<T*>(p.grad_x) + place.offset(p.grad_x_strides);
   const A slope = static_cast<A>(p.slope);
   Walk walk(p.plan, place.split, place.row, place.rows, true), behind = walk;
   dispatch_activation(p.activation, [&](auto activation) {
     for (int k = 0; k < walk.count; k += kUnrollTwo) {
       Vector<T, kVector> packs[kUnrollTwo], grads[kUnrollTwo];
-      load_two<true>(p, x, grad_y, k, walk, packs, grads);
+      load_two<true>(p, grad_y_strides, x, grad_y, k, walk, packs, grads);
 #pragma unroll
       for (int u = 0; u < kUnrollTwo; ++u) {
         if (k + u < walk.count) {

@@ -19,23 +19,38 @@ struct BnActVector {
   DType dtype;
 };
 
-struct BnActForwardParams {
-  BnActPlan plan;
-  DType dtype;  // of x, residual and y
-  const void* x;
-  BnActStrides x_strides;
-  const void* residual;  // added to the activation's result, or null
-  BnActStrides residual_strides;
+// x may hold channels of several norms, each with its own result: `parts` in order, each from its channel `first` on.
+struct BnActForwardPart {
+  int64_t first;
   void* y;
   BnActStrides y_strides;
   BnActVector weight, bias;               // null: 1 and 0
   BnActVector running_mean, running_var;  // null: not tracked
   int64_t* num_batches_tracked;           // null: not counted
-  void *mean, *invstd;                    // results, C elements of the arithmetic type (double for double)
-  void* partials;                         // 2 * plan.partials() elements of the arithmetic type
+};
+
+struct BnActForwardParams {
+  BnActPlan plan;
+  DType dtype;  // of x, residual and y
+  const void* x;
+  BnActStrides x_strides;
+  const void* residual;  // added to the activation's result where there is one part, or null
+  BnActStrides residual_strides;
+  int part_count;
+  BnActForwardPart parts[kBnActMostParts];
+  void *mean, *invstd;  // results, C elements of the arithmetic type (double for double)
+  void* partials;       // 2 * plan.partials() elements of the arithmetic type
   double momentum, eps;
   Activation activation;
   double slope;  // of LeakyReLU
+};
+
+struct BnActBackwardPart {
+  int64_t first;
+  const void* grad_y;
+  BnActStrides grad_y_strides;
+  BnActVector weight, bias;            // null: 1 and 0
+  BnActVector grad_weight, grad_bias;  // results, or null
 };
 
 struct BnActBackwardParams {
@@ -43,14 +58,12 @@ struct BnActBackwardParams {
   DType dtype;  // of x, grad_y and grad_x
   const void* x;
   BnActStrides x_strides;
-  const void* grad_y;
-  BnActStrides grad_y_strides;
+  int part_count;
+  BnActBackwardPart parts[kBnActMostParts];
   void* grad_x;
   BnActStrides grad_x_strides;
-  BnActVector weight, bias;            // null: 1 and 0
-  BnActVector grad_weight, grad_bias;  // results, or null
-  const void *mean, *invstd;           // of the forward pass
-  void* partials;                      // 2 * plan.partials() elements of the arithmetic type
+  const void *mean, *invstd;  // of the forward pass
+  void* partials;             // 2 * plan.partials() elements of the arithmetic type
   Activation activation;
   double slope;
 };

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <initializer_list>
+#include <vector>
 
 #include "core/common/host_device.h"
 
@@ -12,6 +12,7 @@ namespace torch_fastdet::core {
 
 constexpr int kBnActThreads = 256;
 constexpr int kBnActMostSliceVectors = 16;
+constexpr int kBnActMostParts = 4;  // norms that share a tensor
 
 // A dense part of a tensor: `extent` positions an image, of which each holds `vector` elements that are accessed as
 // one. channels_last: a position is a pixel, and a slice is slice_vectors * vector neighbouring channels. NCHW: a slice
@@ -45,7 +46,7 @@ struct BnActPlan {
 
 // Strides in elements. A slice of a concatenation is a tensor with a larger pitch.
 struct BnActStrides {
-  int64_t image, position, slice;  // from one image, position, slice to the next
+  int64_t image, position, channel;  // from one image, position, channel to the next
 };
 
 // A tensor (N, C, H * W): its address, or null for one that is not given, and elements from one image, channel, pixel
@@ -59,7 +60,7 @@ struct BnActImage {
 // stride of any of them would leave an access misaligned or past the end of its row. Vectors of C elements and
 // `partials` are read one element (pair) at a time, so they set no limit.
 inline int bn_act_vector(bool channels_last, int64_t channels, int64_t pixels, int element_bytes,
-                         std::initializer_list<BnActImage> images) {
+                         const std::vector<BnActImage>& images) {
   const int64_t wide = 16 / element_bytes;
   if ((channels_last ? channels : pixels) % wide) return 1;
   for (const BnActImage& at : images) {

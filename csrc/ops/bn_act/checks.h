@@ -141,29 +141,51 @@ struct BnActParts {
   }
 };
 
-// The residual belongs to the first part.
-inline void check_bn_act_cat(at::TensorList x, const BnActParts& parts, const OptionalTensor& residual,
-                             const char* op) {
-  TORCH_CHECK(!x.empty(), op, ": x is an empty list, but one tensor or more is expected");
-  const auto check_length = [&](at::TensorList list, const char* name, bool may_be_empty) {
-    TORCH_CHECK(list.size() == x.size() || (may_be_empty && list.empty()), op, ": ", name, " has ", list.size(),
-                " entries, but x has ", x.size());
+inline void check_bn_act_lists(size_t size, const char* name, const BnActParts& parts, const char* op) {
+  const auto check_length = [&](at::TensorList list, const char* list_name, bool may_be_empty) {
+    TORCH_CHECK(list.size() == size || (may_be_empty && list.empty()), op, ": ", list_name, " has ", list.size(),
+                " entries, but ", name, " has ", size);
   };
   check_length(parts.weight, "weight", false);
   check_length(parts.bias, "bias", false);
   check_length(parts.running_mean, "running_mean", true);
   check_length(parts.running_var, "running_var", true);
   check_length(parts.num_batches_tracked, "num_batches_tracked", true);
+}
+
+// Entry i of a list is like `other` but for the channels.
+inline void check_bn_act_neighbours(const at::Tensor& other, const char* other_name, const at::Tensor& entry,
+                                    const char* name, size_t i, const char* op) {
+  check_same_device(other, other_name, entry, op, name);
+  TORCH_CHECK(entry.scalar_type() == other.scalar_type(), op, ": ", name, "[", i, "] has dtype ",
+              dtype_name(entry.scalar_type()), ", but ", other_name, " has ", dtype_name(other.scalar_type()));
+  auto same = entry.sym_size(0).sym_eq(other.sym_size(0));
+  for (int64_t d = 2; d < 4; ++d) same = same.sym_and(entry.sym_size(d).sym_eq(other.sym_size(d)));
+  TORCH_SYM_CHECK(same, op, ": ", name, "[", i, "] has shape ", entry.sym_sizes(), ", but ", other_name, " has ",
+                  other.sym_sizes(), "; all sizes but the channels must be equal");
+}
+
+// The parts of x lie side by side along its channels.
+inline void check_bn_act_part_sizes(const at::Tensor& x, at::TensorList list, const char* name, const char* op) {
+  c10::SymInt channels = 0;
+  for (size_t i = 0; i < list.size(); ++i) {
+    check_images(list[i], op, name);
+    check_bn_act_neighbours(x, "x", list[i], name, i, op);
+    channels += list[i].sym_size(1);
+  }
+  TORCH_SYM_CHECK(channels.sym_eq(x.sym_size(1)), op, ": ", name, " has ", channels, " channels in all, but x has ",
+                  x.sym_size(1));
+}
+
+// The residual belongs to the first part.
+inline void check_bn_act_cat(at::TensorList x, const BnActParts& parts, const OptionalTensor& residual,
+                             const char* op) {
+  TORCH_CHECK(!x.empty(), op, ": x is an empty list, but one tensor or more is expected");
+  check_bn_act_lists(x.size(), "x", parts, op);
   for (size_t i = 0; i < x.size(); ++i) {
     const BnActPart part = parts[i];
     check_bn_act(x[i], part.weight, part.bias, part.norm(), i == 0 ? residual : OptionalTensor(), op);
-    check_same_device(x[0], "x[0]", x[i], op, "x");
-    TORCH_CHECK(x[i].scalar_type() == x[0].scalar_type(), op, ": x[", i, "] has dtype ", dtype_name(x[i].scalar_type()),
-                ", but x[0] has ", dtype_name(x[0].scalar_type()));
-    auto same = x[i].sym_size(0).sym_eq(x[0].sym_size(0));
-    for (int64_t d = 2; d < 4; ++d) same = same.sym_and(x[i].sym_size(d).sym_eq(x[0].sym_size(d)));
-    TORCH_SYM_CHECK(same, op, ": x[", i, "] has shape ", x[i].sym_sizes(), ", but x[0] has ", x[0].sym_sizes(),
-                    "; all sizes but the channels must be equal");
+    check_bn_act_neighbours(x[0], "x[0]", x[i], "x", i, op);
   }
 }
 
@@ -188,6 +210,15 @@ inline at::Tensor empty_parameter_grad(const at::Tensor& x, const OptionalTensor
                              : at::empty({0}, x.options().dtype(statistic_dtype(x)));
 }
 
+inline void check_bn_act_statistics(const at::Tensor& x, const at::Tensor& mean, const at::Tensor& invstd,
+                                    const char* op) {
+  for (const auto& [tensor, name] : {std::pair{&mean, "mean"}, std::pair{&invstd, "invstd"}}) {
+    check_bn_act_vector(x, *tensor, op, name);
+    TORCH_CHECK(tensor->scalar_type() == statistic_dtype(x), op, ": ", name, " has dtype ",
+                dtype_name(tensor->scalar_type()), ", but ", dtype_name(statistic_dtype(x)), " is expected");
+  }
+}
+
 inline void check_bn_act_backward(const at::Tensor& grad_y, const at::Tensor& x, const OptionalTensor& weight,
                                   const OptionalTensor& bias, const at::Tensor& mean, const at::Tensor& invstd,
                                   const char* op) {
@@ -195,11 +226,7 @@ inline void check_bn_act_backward(const at::Tensor& grad_y, const at::Tensor& x,
   check_same_image(x, grad_y, op, "grad_y");
   check_bn_act_vector(x, weight, op, "weight");
   check_bn_act_vector(x, bias, op, "bias");
-  for (const auto& [tensor, name] : {std::pair{&mean, "mean"}, std::pair{&invstd, "invstd"}}) {
-    check_bn_act_vector(x, *tensor, op, name);
-    TORCH_CHECK(tensor->scalar_type() == statistic_dtype(x), op, ": ", name, " has dtype ",
-                dtype_name(tensor->scalar_type()), ", but ", dtype_name(statistic_dtype(x)), " is expected");
-  }
+  check_bn_act_statistics(x, mean, invstd, op);
 }
 
 // Whether the pixels of an image are evenly spaced, and its channels (channels_last) or pixels adjacent.
@@ -215,6 +242,41 @@ inline bool is_walkable(const at::Tensor& tensor, bool channels_last) {
 inline at::Tensor walkable(const at::Tensor& tensor, bool channels_last) {
   if (is_walkable(tensor, channels_last)) return tensor;
   return tensor.contiguous(channels_last ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::Contiguous);
+}
+
+inline void check_bn_act_parts(const at::Tensor& x, at::TensorList y, const BnActParts& parts,
+                               const OptionalTensor& residual, const char* op) {
+  check_images(x, op, "x");
+  TORCH_CHECK(!y.empty() && y.size() <= core::kBnActMostParts, op, ": y has ", y.size(), " entries, but 1 to ",
+              core::kBnActMostParts, " are expected");
+  check_bn_act_lists(y.size(), "y", parts, op);
+  check_bn_act_part_sizes(x, y, "y", op);
+  for (size_t i = 0; i < y.size(); ++i) {
+    const BnActPart part = parts[i];
+    check_bn_act(y[i], part.weight, part.bias, part.norm(), residual, op);
+  }
+  TORCH_CHECK(!is_given(residual) || y.size() == 1, op, ": y has ", y.size(),
+              " entries, but one is expected beside a residual");
+}
+
+inline void check_bn_act_parts_backward(at::TensorList grad_y, const at::Tensor& x, at::TensorList weight,
+                                        at::TensorList bias, const at::Tensor& mean, const at::Tensor& invstd,
+                                        const char* op) {
+  check_images(x, op, "x");
+  check_bn_act_part_sizes(x, grad_y, "grad_y", op);
+  TORCH_CHECK(!grad_y.empty() && grad_y.size() <= core::kBnActMostParts, op, ": grad_y has ", grad_y.size(),
+              " entries, but 1 to ", core::kBnActMostParts, " are expected");
+  for (const auto& [list, name] : {std::pair{&weight, "weight"}, std::pair{&bias, "bias"}}) {
+    TORCH_CHECK(list->size() == grad_y.size(), op, ": ", name, " has ", list->size(), " entries, but grad_y has ",
+                grad_y.size());
+    for (size_t i = 0; i < list->size(); ++i) {
+      check_bn_act_vector(grad_y[i], (*list)[i], op, name);
+      TORCH_CHECK((*list)[i].scalar_type() == (*list)[0].scalar_type(), op, ": ", name, "[", i, "] has dtype ",
+                  dtype_name((*list)[i].scalar_type()), ", but ", name, "[0] has ",
+                  dtype_name((*list)[0].scalar_type()));
+    }
+  }
+  check_bn_act_statistics(x, mean, invstd, op);
 }
 
 // Elements between images, pixels and channels.

@@ -7,7 +7,7 @@ namespace torch_fastdet::bn_act_cuda {
 namespace {
 
 // `images` are all tensors of x's shape that the kernels read and write.
-core::BnActPlan plan_of(bool channels_last, const at::Tensor& x, std::initializer_list<core::BnActImage> images,
+core::BnActPlan plan_of(bool channels_last, const at::Tensor& x, const std::vector<core::BnActImage>& images,
                         const char* op) {
   TORCH_CHECK(x.size(2) * x.size(3) <= INT32_MAX && x.size(0) <= INT32_MAX, op, ": x has shape ", x.sizes(),
               ", but at most 2147483647 images and pixels an image are expected");
@@ -21,7 +21,7 @@ core::BnActPlan plan_of(bool channels_last, const at::Tensor& x, std::initialize
 core::BnActStrides strides_of(const core::BnActPlan& plan, const at::Tensor& tensor) {
   if (!tensor.defined()) return {};
   const ImageStrides strides = image_strides(tensor);
-  if (plan.channels_last) return {strides.image, strides.pixel, plan.slice_channels};
+  if (plan.channels_last) return {strides.image, strides.pixel, 1};
   return {strides.image, plan.vector, strides.channel};
 }
 
@@ -32,19 +32,32 @@ at::Tensor partials_of(const core::BnActPlan& plan, const at::Tensor& x) {
 struct Cuda : OnDevice {
   static void forward(const BnActForward& a, const char* op) {
     core::BnActForwardParams p{};
-    p.plan = plan_of(a.channels_last, a.x, {image_of(a.x), image_of(a.residual), image_of(a.y)}, op);
+    std::vector<core::BnActImage> images{image_of(a.residual)};
+    int64_t first = 0;
+    for (const BnActForward::Part& part : a.parts) {
+      images.push_back(image_of(part.y));
+      images.push_back(image_of(a.x.narrow(1, first, part.y.size(1))));
+      first += part.y.size(1);
+    }
+    p.plan = plan_of(a.channels_last, a.x, images, op);
     p.dtype = core_dtype(a.x.scalar_type());
     p.x = a.x.const_data_ptr();
     p.x_strides = strides_of(p.plan, a.x);
     if (a.residual.defined()) p.residual = a.residual.const_data_ptr();
     p.residual_strides = strides_of(p.plan, a.residual);
-    p.y = a.y.mutable_data_ptr();
-    p.y_strides = strides_of(p.plan, a.y);
-    p.weight = vector_of(a.weight);
-    p.bias = vector_of(a.bias);
-    p.running_mean = vector_of(a.running_mean);
-    p.running_var = vector_of(a.running_var);
-    if (a.num_batches_tracked.defined()) p.num_batches_tracked = a.num_batches_tracked.mutable_data_ptr<int64_t>();
+    first = 0;
+    for (const BnActForward::Part& part : a.parts) {
+      const at::Tensor& batches = part.num_batches_tracked;
+      p.parts[p.part_count++] = {first,
+                                 part.y.mutable_data_ptr(),
+                                 strides_of(p.plan, part.y),
+                                 vector_of(part.weight),
+                                 vector_of(part.bias),
+                                 vector_of(part.running_mean),
+                                 vector_of(part.running_var),
+                                 batches.defined() ? batches.mutable_data_ptr<int64_t>() : nullptr};
+      first += part.y.size(1);
+    }
     p.mean = a.mean.mutable_data_ptr();
     p.invstd = a.invstd.mutable_data_ptr();
     const at::Tensor partials = partials_of(p.plan, a.x);
@@ -58,18 +71,30 @@ struct Cuda : OnDevice {
 
   static void backward(const BnActBackward& a, const char* op) {
     core::BnActBackwardParams p{};
-    p.plan = plan_of(a.channels_last, a.x, {image_of(a.x), image_of(a.grad_y), image_of(a.grad_x)}, op);
+    std::vector<core::BnActImage> images{image_of(a.grad_x)};
+    int64_t first = 0;
+    for (const BnActBackward::Part& part : a.parts) {
+      images.push_back(image_of(part.grad_y));
+      images.push_back(image_of(a.x.narrow(1, first, part.grad_y.size(1))));
+      first += part.grad_y.size(1);
+    }
+    p.plan = plan_of(a.channels_last, a.x, images, op);
     p.dtype = core_dtype(a.x.scalar_type());
     p.x = a.x.const_data_ptr();
     p.x_strides = strides_of(p.plan, a.x);
-    p.grad_y = a.grad_y.const_data_ptr();
-    p.grad_y_strides = strides_of(p.plan, a.grad_y);
+    first = 0;
+    for (const BnActBackward::Part& part : a.parts) {
+      p.parts[p.part_count++] = {first,
+                                 part.grad_y.const_data_ptr(),
+                                 strides_of(p.plan, part.grad_y),
+                                 vector_of(part.weight),
+                                 vector_of(part.bias),
+                                 vector_of(part.grad_weight),
+                                 vector_of(part.grad_bias)};
+      first += part.grad_y.size(1);
+    }
     p.grad_x = a.grad_x.mutable_data_ptr();
     p.grad_x_strides = strides_of(p.plan, a.grad_x);
-    p.weight = vector_of(a.weight);
-    p.bias = vector_of(a.bias);
-    p.grad_weight = vector_of(a.grad_weight);
-    p.grad_bias = vector_of(a.grad_bias);
     p.mean = a.mean.const_data_ptr();
     p.invstd = a.invstd.const_data_ptr();
     const at::Tensor partials = partials_of(p.plan, a.x);

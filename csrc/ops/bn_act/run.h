@@ -5,6 +5,9 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include <utility>
+#include <vector>
+
 #include "core/bn_act/bn_act.h"
 #include "ops/bn_act/checks.h"
 #include "ops/common/backend.h"
@@ -12,20 +15,31 @@
 
 namespace torch_fastdet {
 
-// Tensors in a layout that the backends walk; those that are not given are undefined.
+// Tensors in a layout that the backends walk; those that are not given are undefined. Each part is a norm of its own on
+// its channels of x, which are as many as its result or gradient has.
 struct BnActForward {
+  struct Part {
+    at::Tensor weight, bias, running_mean, running_var, num_batches_tracked;  // as they come
+    at::Tensor y;                                                             // result
+  };
   bool channels_last;
-  at::Tensor x, residual, weight, bias, running_mean, running_var, num_batches_tracked;  // as they come
-  at::Tensor y, mean, invstd;                                                            // results
+  at::Tensor x, residual;  // the residual is for one part
+  std::vector<Part> parts;
+  at::Tensor mean, invstd;  // results
   double momentum, eps;
   core::Activation activation;
   double slope;
 };
 
 struct BnActBackward {
+  struct Part {
+    at::Tensor grad_y, weight, bias;
+    at::Tensor grad_weight, grad_bias;  // results; of no elements where there is no such parameter
+  };
   bool channels_last;
-  at::Tensor grad_y, x, weight, bias, mean, invstd;
-  at::Tensor grad_x, grad_weight, grad_bias;  // results; of no elements where there is no such parameter
+  at::Tensor x, mean, invstd;
+  std::vector<Part> parts;
+  at::Tensor grad_x;  // result
   core::Activation activation;
   double slope;
 };
@@ -50,6 +64,16 @@ inline at::Tensor contiguous_or_undefined(const OptionalTensor& tensor) {
   return is_given(tensor) ? tensor->contiguous() : at::Tensor();
 }
 
+inline BnActForward::Part forward_part(const OptionalTensor& weight, const OptionalTensor& bias, const BnActNorm& norm,
+                                       const at::Tensor& y) {
+  return {contiguous_or_undefined(weight),
+          contiguous_or_undefined(bias),
+          norm.running_mean.value_or(at::Tensor()),
+          norm.running_var.value_or(at::Tensor()),
+          norm.num_batches_tracked.value_or(at::Tensor()),
+          y};
+}
+
 // Fills y, mean and invstd, which may be parts of larger tensors; y is in that layout.
 template <class Backend>
 void bn_act_into(const BnActResult& result, bool channels_last, const at::Tensor& x, const OptionalTensor& weight,
@@ -62,12 +86,17 @@ void bn_act_into(const BnActResult& result, bool channels_last, const at::Tensor
     invstd.zero_();
     return;
   }
-  Backend::forward(
-      {channels_last, walkable(x, channels_last), walkable_or_undefined(residual, channels_last),
-       contiguous_or_undefined(weight), contiguous_or_undefined(bias), norm.running_mean.value_or(at::Tensor()),
-       norm.running_var.value_or(at::Tensor()), norm.num_batches_tracked.value_or(at::Tensor()), y, mean, invstd,
-       norm.momentum, norm.eps, activation, slope},
-      op);
+  Backend::forward({channels_last,
+                    walkable(x, channels_last),
+                    walkable_or_undefined(residual, channels_last),
+                    {forward_part(weight, bias, norm, y)},
+                    mean,
+                    invstd,
+                    norm.momentum,
+                    norm.eps,
+                    activation,
+                    slope},
+                   op);
 }
 
 template <class Backend>
@@ -122,9 +151,70 @@ BnActResult bn_act_backward(const at::Tensor& grad_y, const at::Tensor& x, const
   if constexpr (!Backend::kMeta) {
     if (x.numel() == 0) return {grad_x, grad_weight.zero_(), grad_bias.zero_()};
     const bool channels_last = grad_x.suggest_memory_format() == at::MemoryFormat::ChannelsLast;
-    Backend::backward({channels_last, walkable(grad_y, channels_last), walkable(x, channels_last),
-                       contiguous_or_undefined(weight), contiguous_or_undefined(bias), mean.contiguous(),
-                       invstd.contiguous(), grad_x, grad_weight, grad_bias, parsed, activation.slope},
+    Backend::backward({channels_last,
+                       walkable(x, channels_last),
+                       mean.contiguous(),
+                       invstd.contiguous(),
+                       {{walkable(grad_y, channels_last), contiguous_or_undefined(weight),
+                         contiguous_or_undefined(bias), grad_weight, grad_bias}},
+                       grad_x,
+                       parsed,
+                       activation.slope},
+                      kOp);
+  }
+  return {grad_x, grad_weight, grad_bias};
+}
+
+// Norms of their own on neighbouring channels of x, into tensors that are there.
+template <class Backend>
+std::tuple<at::Tensor, at::Tensor> bn_act_parts(const at::Tensor& x, at::TensorList y, const BnActParts& parts,
+                                                const BnActActivation& activation, const OptionalTensor& residual) {
+  constexpr const char* kOp = "bn_act_parts";
+  const core::Activation parsed = parse_activation(activation.name, kOp);
+  check_bn_act_parts(x, y, parts, residual, kOp);
+  const c10::DeviceGuard guard(x.device());
+  const auto options = x.options().dtype(statistic_dtype(x));
+  const at::Tensor mean = at::empty_symint({x.sym_size(1)}, options),
+                   invstd = at::empty_symint({x.sym_size(1)}, options);
+  if constexpr (!Backend::kMeta) {
+    const bool channels_last = x.suggest_memory_format() == at::MemoryFormat::ChannelsLast;
+    std::vector<BnActForward::Part> each;
+    for (size_t i = 0; i < y.size(); ++i) {
+      TORCH_CHECK(is_walkable(y[i], channels_last), kOp, ": y[", i, "] has strides ", y[i].strides(),
+                  ", but the layout of x, of strides ", x.strides(), ", is expected");
+      const BnActPart part = parts[i];
+      each.push_back(forward_part(part.weight, part.bias, part.norm(), y[i]));
+    }
+    Backend::forward({channels_last, walkable(x, channels_last), walkable_or_undefined(residual, channels_last),
+                      std::move(each), mean, invstd, parts.momentum, parts.eps, parsed, activation.slope},
+                     kOp);
+  }
+  return {mean, invstd};
+}
+
+template <class Backend>
+BnActResult bn_act_parts_backward(at::TensorList grad_y, const at::Tensor& x, at::TensorList weight,
+                                  at::TensorList bias, const at::Tensor& mean, const at::Tensor& invstd,
+                                  const BnActActivation& activation) {
+  constexpr const char* kOp = "bn_act_parts_backward";
+  const core::Activation parsed = parse_activation(activation.name, kOp);
+  check_bn_act_parts_backward(grad_y, x, weight, bias, mean, invstd, kOp);
+  const c10::DeviceGuard guard(x.device());
+  const at::Tensor grad_x = empty_like_image(x);
+  const at::Tensor grad_weight = at::empty_symint(mean.sym_sizes(), weight[0].options());
+  const at::Tensor grad_bias = at::empty_symint(mean.sym_sizes(), bias[0].options());
+  if constexpr (!Backend::kMeta) {
+    const bool channels_last = grad_x.suggest_memory_format() == at::MemoryFormat::ChannelsLast;
+    std::vector<BnActBackward::Part> each;
+    int64_t first = 0;
+    for (size_t i = 0; i < grad_y.size(); ++i) {
+      const int64_t channels = grad_y[i].size(1);
+      each.push_back({walkable(grad_y[i], channels_last), weight[i].contiguous(), bias[i].contiguous(),
+                      grad_weight.narrow(0, first, channels), grad_bias.narrow(0, first, channels)});
+      first += channels;
+    }
+    Backend::backward({channels_last, walkable(x, channels_last), mean.contiguous(), invstd.contiguous(),
+                       std::move(each), grad_x, parsed, activation.slope},
                       kOp);
   }
   return {grad_x, grad_weight, grad_bias};
@@ -135,6 +225,8 @@ void register_bn_act(torch::Library& m) {
   m.impl("bn_act", unpack<&bn_act<Backend>>);
   m.impl("bn_act_cat", unpack<&bn_act_cat<Backend>>);
   m.impl("bn_act_backward", unpack<&bn_act_backward<Backend>>);
+  m.impl("bn_act_parts", unpack<&bn_act_parts<Backend>>);
+  m.impl("bn_act_parts_backward", unpack<&bn_act_parts_backward<Backend>>);
 }
 
 }  // namespace torch_fastdet

@@ -37,8 +37,7 @@ struct Image {
     for (int64_t i = 0; i < buffer.numel(); ++i) buffer.set(i, random.normal() * scale + shift);
   }
   BnActStrides strides(const BnActPlan& plan) const {
-    return channels_last ? BnActStrides{pixels * all, all, plan.slice_channels}
-                         : BnActStrides{pixels * all, plan.vector, pixels};
+    return channels_last ? BnActStrides{pixels * all, all, 1} : BnActStrides{pixels * all, plan.vector, pixels};
   }
   BnActImage walk() const {
     return channels_last ? BnActImage{data(), pixels * all, 1, all} : BnActImage{data(), pixels * all, pixels, 1};
@@ -86,7 +85,7 @@ struct Case {
   Tensor vector(int64_t offset) const {
     return Tensor(sizeof(A) == 8 ? DType::kFloat64 : DType::kFloat32, {x.channels}, offset);
   }
-  BnActPlan planned(std::initializer_list<BnActImage> images, int64_t blocks) const {
+  BnActPlan planned(const std::vector<BnActImage>& images, int64_t blocks) const {
     const int width =
         bn_act_vector(x.channels_last, x.channels, x.pixels, static_cast<int>(dtype_bytes(dtype)), images);
     return make_bn_act_plan(x.channels_last, x.batch, x.channels, x.pixels, width, blocks);

@@ -10,6 +10,11 @@ namespace {
 struct Kernels {
   static void seed(uint64_t seed) { emulator::seed(seed); }
 
+  // A vector from one of its channels on.
+  static BnActVector from(const BnActVector& vector, int64_t channel) {
+    return {static_cast<char*>(vector.data) + channel * dtype_bytes(vector.dtype), vector.dtype};
+  }
+
   template <typename A>
   static bool run(Case<A>& c) {
     std::vector<A> partials(2 * std::max(c.plan.partials(), c.backward_plan.partials()));
@@ -20,13 +25,21 @@ struct Kernels {
     f.x_strides = c.x.strides(c.plan);
     f.residual = c.with_residual ? c.residual.data() : nullptr;
     f.residual_strides = c.residual.strides(c.plan);
-    f.y = c.y.data();
-    f.y_strides = c.y.strides(c.plan);
-    f.weight = c.given(c.weight);
-    f.bias = c.given(c.bias);
-    f.running_mean = c.given(c.running_mean);
-    f.running_var = c.given(c.running_var);
-    f.num_batches_tracked = c.batches.data();
+    // The channels as those of one norm, or of two, which is the same.
+    const int64_t middle = c.channels() / 2 / c.plan.vector * c.plan.vector;
+    const bool two = !c.with_residual && middle > 0 && middle % c.backward_plan.vector == 0;
+    int64_t other_batches = 0;
+    for (const int64_t first : {int64_t{0}, middle}) {
+      if (f.part_count && !two) break;
+      f.parts[f.part_count++] = {first,
+                                 c.y.buffer.at(c.y.index(0, first, 0)),
+                                 c.y.strides(c.plan),
+                                 from(c.given(c.weight), first),
+                                 from(c.given(c.bias), first),
+                                 from(c.given(c.running_mean), first),
+                                 from(c.given(c.running_var), first),
+                                 first ? &other_batches : c.batches.data()};
+    }
     f.mean = c.mean.data();
     f.invstd = c.invstd.data();
     f.partials = partials.data();
@@ -34,20 +47,24 @@ struct Kernels {
     f.eps = c.eps;
     f.activation = c.activation;
     f.slope = c.slope;
-    if (launch_bn_act_forward(f, nullptr) != cudaSuccess) return false;
+    if (launch_bn_act_forward(f, nullptr) != cudaSuccess || other_batches != two) return false;
     BnActBackwardParams b{};
     b.plan = c.backward_plan;
     b.dtype = c.dtype;
     b.x = c.x.data();
     b.x_strides = c.x.strides(c.backward_plan);
-    b.grad_y = c.grad_y.data();
-    b.grad_y_strides = c.grad_y.strides(c.backward_plan);
+    for (const BnActForwardPart& part : {f.parts[0], f.parts[1]}) {
+      if (b.part_count == f.part_count) break;
+      b.parts[b.part_count++] = {part.first,
+                                 c.grad_y.buffer.at(c.grad_y.index(0, part.first, 0)),
+                                 c.grad_y.strides(c.backward_plan),
+                                 part.weight,
+                                 part.bias,
+                                 from(c.given(c.grad_weight), part.first),
+                                 from(c.given(c.grad_bias), part.first)};
+    }
     b.grad_x = c.grad_x.data();
     b.grad_x_strides = c.grad_x.strides(c.backward_plan);
-    b.weight = f.weight;
-    b.bias = f.bias;
-    b.grad_weight = c.given(c.grad_weight);
-    b.grad_bias = c.given(c.grad_bias);
     b.mean = f.mean;
     b.invstd = f.invstd;
     b.partials = partials.data();
