@@ -6,6 +6,7 @@ import io
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torch_fastdet.graphs._casts import weights_cast_once
 from torch_fastdet.hosts.engine import switch
 from torch_fastdet.layers import bn_act, stem
 
@@ -13,13 +14,16 @@ from torch_fastdet.layers import bn_act, stem
 class Operators(TorchDispatchMode):
     """How many norms bn_act computed, and stock; how many concatenations it wrote; and the stem's and SPPF's operators."""
 
-    ours = stock = stems = kernels = pools = concatenations = 0
+    ours = stock = stems = kernels = pools = concatenations = joined = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.stems += str(func) == "torch_fastdet.space_to_depth.default"
         self.kernels += str(func) == "torch_fastdet.stem_conv2d.default"
         self.pools += str(func) == "torch_fastdet.max_pools_cat.default"
         self.ours += str(func) == "torch_fastdet.bn_act.default"
+        if str(func) == "torch_fastdet.bn_act_parts.default":
+            self.ours += len(args[1])
+            self.joined += len(args[1]) > 1
         if str(func) == "torch_fastdet.bn_act_cat.default":
             self.ours += len(args[0])
             self.concatenations += 1
@@ -123,6 +127,30 @@ def compare(build, drop_in, uses=(), layouts=FORMATS, concatenations=0):
     for mine, theirs in zip(ours_then, other_uses(trained, images) if uses else []):
         assert torch.equal(mine, theirs)
     print("as stock")
+
+
+def compare_in_a_step(build, drop_in, joined):
+    """As a captured step runs the model, but on the CPU: ``joined`` pairs of convolutions are one. Outputs and gradients are at most half
+    as far again from float64 as autocast's."""
+    images, model = torch.rand(2, 3, 64, 64).bfloat16().float(), build().train()
+
+    def run(model, images, once=False, amp=True):
+        with Operators() as operators, torch.autocast("cpu", torch.bfloat16, enabled=amp):
+            with weights_cast_once(model, torch.bfloat16 if once else None):
+                outputs = tensors(model(images))
+            wave = [torch.arange(o.numel(), dtype=torch.float64).sin().view_as(o) for o in outputs]
+            sum((o.double() * w).sum() for o, w in zip(outputs, wave)).backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        return operators, [torch.cat([t.double().flatten() for t in part]) for part in (outputs, gradients)]
+
+    _, exact = run(copy.deepcopy(model).double(), images.double(), amp=False)
+    _, theirs = run(copy.deepcopy(model), images)
+    drop_in.patch(bn_act_optim=True)
+    operators, ours = run(copy.deepcopy(model), images, once=True)
+    drop_in.unpatch()
+    assert operators.joined == joined, operators.joined
+    for want, their, mine in zip(exact, theirs, ours):
+        assert (mine - want).norm() <= 1.5 * (their - want).norm()
 
 
 def compare_on_a_gpu(build, drop_in):

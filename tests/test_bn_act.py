@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from tests.bn_act_models import Operators
+from torch_fastdet.graphs._casts import weights_cast_once
 from torch_fastdet.hosts.shared.bn_act import BOTTLENECK, CONV
 from torch_fastdet.hosts.shared.bn_act import C3 as C3_FORMULA
 from torch_fastdet.layers import bn_act
 from torch_fastdet.layers.bn_act import bottleneck_forward, c3_forward, can_fuse, conv_forward, sppf_forward
+from torch_fastdet.layers.joint import JOINED
 
 
 class Conv(nn.Module):
@@ -38,9 +40,9 @@ class Bottleneck(nn.Module):
 
 
 class C3(nn.Module):
-    def __init__(self, c, n=1, add=True, act=None):
+    def __init__(self, c, n=1, add=True, act=None, more=4):
         super().__init__()
-        self.cv1, self.cv2, self.cv3 = Conv(c, c), Conv(c, c + 4, act=act), Conv(2 * c + 4, c)
+        self.cv1, self.cv2, self.cv3 = Conv(c, c), Conv(c, c + more, act=act), Conv(2 * c + more, c)
         self.m = nn.Sequential(*(Bottleneck(c, add) for _ in range(n)))
 
     def forward(self, x):
@@ -223,6 +225,89 @@ def test_norms_that_differ_are_concatenated_by_torch():
             copy.deepcopy(module)(x)
         assert (operators.concatenations, operators.ours) == (0, 5)
         assert_same(module, x, (5, 0))
+
+
+def in_a_step(module, x, once=True, amp=True):
+    """As a captured step runs it: how many convolutions ran as one; the output, the gradients and the buffers."""
+    x, dtype = x.detach().requires_grad_(), torch.bfloat16 if amp else None
+    with Operators() as operators, torch.autocast(x.device.type, torch.bfloat16, enabled=amp):
+        with weights_cast_once(module, dtype if once else None):
+            y = module(x)
+        trained = [p for p in module.parameters() if p.requires_grad]
+        gradients = torch.autograd.grad(y.double().square().sum(), [x, *trained])
+    return operators.joined, [y.detach(), *gradients, *module.buffers()]
+
+
+def assert_as_near_as_autocast(module, x, joined):
+    """Sums of a convolution may have another order: over all tensors, the relative error is at most 1.5 times autocast's."""
+    exact = in_a_step(stock_of(module).double(), x.double(), amp=False)[1]
+    theirs = in_a_step(stock_of(module), x, once=False)[1]
+    count, mine = in_a_step(module, x)
+    assert count == joined and not JOINED
+    error = allowed = 0.0
+    for a, b, want in zip(mine, theirs, exact):
+        assert a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+        error, allowed = (
+            total + ((t.double() - want).norm() / want.double().norm()).item()
+            for total, t in ((error, a), (allowed, b))
+        )
+    assert error <= 1.5 * allowed
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("n, add, more", [(1, True, 0), (3, True, 8), (2, False, 0)])
+def test_first_convolutions_of_c3_are_one_in_a_captured_step(device, n, add, more, memory_format):
+    module = nn.Sequential(C3(16, n, add, more=more), C3(16, 1, more=more)).to(device, memory_format=memory_format)
+    before, keys = copy.deepcopy(module.state_dict()), [id(p) for p in module.parameters()]
+    x = torch.randn(2, 16, 12, 10).to(device).contiguous(memory_format=memory_format)
+    assert_as_near_as_autocast(module, x, 2)
+    assert [id(p) for p in module.parameters()] == keys and list(before) == list(module.state_dict())
+    for name, value in module.named_parameters():
+        assert torch.equal(value, before[name]) and value.stride() == before[name].stride()
+    assert torch.equal(*(in_a_step(copy.deepcopy(module), x)[1][1] for _ in range(2))), "not deterministic"
+
+
+class OtherConv(nn.Conv2d):
+    pass
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.cv1.conv.register_forward_hook(lambda *_: None),
+        lambda m: m.cv2.register_forward_hook(lambda *_: None),
+        lambda m: m.cv1.register_forward_hook(lambda *_: None),
+        lambda m: m.cv1.bn.register_forward_hook(lambda *_: None),
+        lambda m: m.cv1.conv.weight.requires_grad_(False),
+        lambda m: torch.nn.utils.parametrize.register_parametrization(m.cv2.conv, "weight", nn.Identity()),
+        lambda m: setattr(m.cv1, "conv", OtherConv(16, 16, 1, bias=False)),
+        lambda m: setattr(m.cv1, "conv", nn.Conv2d(16, 16, 1)),
+        lambda m: setattr(m.cv1, "conv", nn.Conv2d(16, 16, 3, padding=1, bias=False)),
+        lambda m: setattr(m.cv1, "conv", nn.Conv2d(16, 16, 1, groups=2, bias=False)),
+        lambda m: setattr(m.cv1.conv, "weight", m.cv2.conv.weight),
+        lambda m: setattr(m.cv1, "bn", nn.BatchNorm2d(16, eps=1e-3)),
+        lambda m: setattr(m.cv1, "act", nn.ReLU()),
+        lambda m: m.cv1.bn.eval(),
+    ],
+)
+def test_what_keeps_the_modules_own_path_in_a_captured_step(change):
+    module, x = C3(16, more=0), torch.randn(2, 16, 6, 5)
+    change(module)
+    count, found = in_a_step(copy.deepcopy(module), x)
+    assert count == 0
+    for a, b in zip(found, in_a_step(copy.deepcopy(module), x, once=False)[1]):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+def test_a_last_bottleneck_of_its_own_options_joins_the_others():
+    module, x = C3(16, more=0), torch.randn(2, 16, 6, 5)
+    module.m[-1].cv2.bn.eps, module.m[-1].cv2.act = 1e-2, nn.ReLU()
+    assert_as_near_as_autocast(module, x, 1)
+    module.m[-1].cv2.bn = nn.BatchNorm2d(16, affine=False)
+    assert_as_near_as_autocast(module, x, 1)
+    module.m[-1].cv2 = Conv(16, 24, 3)  # more channels than those in front of cv2's
+    module.m[-1].add, module.cv3 = False, Conv(40, 16)
+    assert_as_near_as_autocast(module, x, 1)
 
 
 @pytest.mark.parametrize("options", [{}, {"n": 2, "add": True}, {"kernel_size": 3, "padding": 1}], ids=str)

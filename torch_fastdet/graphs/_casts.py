@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_fastdet._torch.private import foreach_copy_, runs_plainly
+from torch_fastdet.layers.bn_act import convolutions_of_one_input
+from torch_fastdet.layers.joint import JOINED
 from torch_fastdet.layers.stem import has_stem_shape
 
 _FORWARD = nn.Conv2d.forward
@@ -34,43 +37,58 @@ def _cast(tensors: list[Tensor], likes: list[Tensor], dtype: torch.dtype) -> lis
     return targets
 
 
-def _room(like: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    """Like ``like`` in another dtype, with ``rows`` rows, of which those behind ``like``'s own are zeros."""
-    if rows == like.shape[0]:
-        return torch.empty_like(like, dtype=dtype)
-    layout = torch.channels_last if like.dim() == 4 else torch.contiguous_format
-    shape = (rows, *like.shape[1:])
-    room = torch.empty(shape, dtype=dtype, device=like.device, memory_format=layout)
-    room[like.shape[0] :].zero_()
-    return room
+@dataclass(frozen=True)
+class _Room:
+    """A tensor of ``rows`` rows for copies of some tensors, one behind the other, and zeros behind them."""
+
+    members: tuple[Any, ...]
+    rows: int
+
+    def places(self, room: Tensor) -> list[Tensor]:
+        """Each member's rows of ``room``."""
+        sizes = [member.shape[0] for member in self.members]
+        return list(room[: sum(sizes)].split(sizes))
+
+    def new(self, dtype: torch.dtype) -> Tensor:
+        like = self.members[0]
+        used = sum(member.shape[0] for member in self.members)
+        if self.rows == like.shape[0]:
+            return torch.empty_like(like, dtype=dtype, requires_grad=False)
+        shape = (self.rows, *like.shape[1:])
+        if used == self.rows:
+            return torch.empty_strided(shape, like.stride(), dtype=dtype, device=like.device)
+        layout = torch.channels_last if like.dim() == 4 else torch.contiguous_format
+        room = torch.empty(shape, dtype=dtype, device=like.device, memory_format=layout)
+        room[used:].zero_()
+        return room
 
 
-def _cast_into_rooms(tensors: list[Tensor], rows: list[int], dtype: torch.dtype) -> list[Tensor]:
-    rooms = [_room(tensor, count, dtype) for tensor, count in zip(tensors, rows)]
-    if rooms:
-        places = [room[: tensor.shape[0]] for room, tensor in zip(rooms, tensors)]
-        foreach_copy_(places, [_like(tensor, place) for tensor, place in zip(tensors, places)])
-    return rooms
+def _cast_into_rooms(rooms: list[_Room], dtype: torch.dtype) -> list[Tensor]:
+    made = [room.new(dtype) for room in rooms]
+    places = [place for room, tensor in zip(rooms, made) for place in room.places(tensor)]
+    members = [member.detach() for room in rooms for member in room.members]
+    if places:
+        foreach_copy_(places, [_like(tensor, place) for tensor, place in zip(members, places)])
+    return made
 
 
 class _CastAll(torch.autograd.Function):
-    """All tensors in another dtype, some with rows of zeros behind theirs. Their gradients come back in their own dtype,
-    together, once the last is there."""
+    """All tensors in another dtype, in rooms. Their gradients come back in their own dtype, together, once the last is there."""
 
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, rows: list[int], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, dtype: torch.dtype, rooms: list[_Room], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.likes = [tensor.detach() for tensor in tensors]  # sizes and strides; the parameters are there anyway
-        return tuple(_cast_into_rooms(ctx.likes, rows, dtype))
+        ctx.rooms = [
+            _Room(tuple(m.detach() for m in room.members), room.rows) for room in rooms
+        ]  # for sizes and strides
+        return tuple(_cast_into_rooms(rooms, dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        given = [i for i, grad in enumerate(grads) if grad is not None]
-        likes = [ctx.likes[i] for i in given]
-        cast = _cast([grads[i][: ctx.likes[i].shape[0]] for i in given], likes, torch.float32)  # type: ignore[index]
-        result: list[Tensor | None] = [None] * len(grads)
-        for i, grad in zip(given, cast):
-            result[i] = grad
+        given = [(room, grad) for room, grad in zip(ctx.rooms, grads) if grad is not None]
+        likes = [member for room, _ in given for member in room.members]
+        cast = iter(_cast([part for room, grad in given for part in room.places(grad)], likes, torch.float32))
+        result = [None if grad is None else next(cast) for room, grad in zip(ctx.rooms, grads) for _ in room.members]
         return (None, None, *result)
 
 
@@ -107,15 +125,44 @@ def _takes_rows(conv: Any) -> bool:
     )
 
 
-def _rows(convs: list[Any]) -> dict[nn.Parameter, int]:
-    """Each parameter's number of rows in its copy."""
+def _rooms(convs: list[Any], joined: list[list[Any]]) -> list[_Room]:
+    """A room for each parameter, and one for the weights of each group of ``joined``."""
     uses = Counter(p for conv in convs for p in conv._parameters.values() if p is not None)
     rows = {parameter: parameter.shape[0] for parameter in uses}
     for conv in filter(_takes_rows, convs):
         parameters = [p for p in conv._parameters.values() if p is not None]
         if all(uses[p] == 1 for p in parameters):
             rows.update(dict.fromkeys(parameters, -(-conv.out_channels // _GROUP) * _GROUP))
-    return rows
+    together = [
+        _Room(weights, sum(w.shape[0] for w in weights)) for weights in (tuple(c.weight for c in g) for g in joined)
+    ]
+    taken = {weight for room in together for weight in room.members}
+    return together + [_Room((parameter,), count) for parameter, count in rows.items() if parameter not in taken]
+
+
+def _kind(conv: Any) -> tuple[object, ...]:
+    """What convolutions have in common that can be one; but for the number of outputs."""
+    weight = conv.weight
+    shape = weight.shape[1:], weight.stride(), weight.requires_grad
+    return conv.bias is None, conv.stride, conv.padding, conv.dilation, conv.groups, *shape
+
+
+def _joined(model: nn.Module, convs: list[Any]) -> list[list[Any]]:
+    """Groups of these convolutions that always read one input and can be one convolution."""
+    uses = Counter(conv.weight for conv in convs)
+    groups: list[list[Any]] = []
+    for group in convolutions_of_one_input(model):
+        if (
+            len(group) > 1
+            and all(conv in convs and uses[conv.weight] == 1 for conv in group)
+            and all(_kind(conv) == _kind(group[0]) and conv.out_channels % _GROUP == 0 for conv in group)
+            and group[0].bias is None
+            and group[0].groups == 1
+            and group[0].weight.requires_grad
+            and group[0].weight.stride(0) == group[0].weight[0].numel()
+        ):
+            groups.append(group)
+    return groups
 
 
 def _takes_cast(conv: nn.Module) -> bool:
@@ -137,37 +184,58 @@ def weights_cast_once(model: nn.Module, dtype: torch.dtype | None) -> Iterator[N
     Autocast casts each weight and each gradient by itself, in two launches a layer, of a microsecond of work each. The
     values are those of autocast with its cache. Only what the convolution itself reads is replaced: ``conv.weight`` stays the parameter. The stem,
     which has a cast of its own, is left alone. Copies of weights with 255 rows get another one of zeros (:func:`_takes_rows`); the
-    result is the first 255 channels.
+    result is the first 255 channels. Convolutions that always read one input have their copies in one tensor, so that blocks can run
+    them as one (:data:`torch_fastdet.layers.joint.JOINED`).
     """
     convs = [module for module in model.modules() if _takes_cast(module)] if dtype is not None else []
     if dtype is None or not convs:
         yield
         return
-    rows = _rows(convs)
-    trained, frozen = ([p for p in rows if p.requires_grad is wanted] for wanted in (True, False))
-    cast = dict(zip(trained, _CastAll.apply(dtype, [rows[p] for p in trained], *trained)))
-    cast.update(zip(frozen, _cast_into_rooms([p.detach() for p in frozen], [rows[p] for p in frozen], dtype)))
+    joined = _joined(model, convs)
+    rooms = _rooms(convs, joined)
+    trained, frozen = ([room for room in rooms if room.members[0].requires_grad is wanted] for wanted in (True, False))
+    made = [
+        *_CastAll.apply(dtype, trained, *[p for room in trained for p in room.members]),
+        *_cast_into_rooms(frozen, dtype),
+    ]
+    cast = {p: (room, tensor) for room, tensor in zip(trained + frozen, made) for p in room.members}
     try:
         for conv in convs:
             conv.forward = _forward_of(conv, cast, dtype)
+        for group in joined:
+            JOINED[group[0]] = _joint_of(group[0], cast[group[0].weight][1], dtype)
         yield
     finally:
         for conv in convs:
             conv.__dict__.pop("forward", None)
+        for group in joined:
+            JOINED.pop(group[0], None)
 
 
-def _forward_of(conv: Any, cast: dict[nn.Parameter, Tensor], dtype: torch.dtype) -> Any:
-    weight, bias = cast[conv.weight], None if conv.bias is None else cast[conv.bias]
+def _is_cast(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether autocast casts x to dtype. The model may have switched it off, or to another dtype, around this layer."""
+    device = x.device.type
+    return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == dtype and x.dtype != torch.float64
+
+
+def _joint_of(first: Any, weight: Tensor, dtype: torch.dtype) -> Any:
+    def joint(x: Tensor) -> Tensor | None:
+        if not _is_cast(x, dtype):
+            return None
+        return F.conv2d(x, weight, None, first.stride, first.padding, first.dilation)
+
+    return joint
+
+
+def _forward_of(conv: Any, cast: dict[nn.Parameter, tuple[_Room, Tensor]], dtype: torch.dtype) -> Any:
+    room, weights = cast[conv.weight]
+    bias = None if conv.bias is None else cast[conv.bias][1]
+    place = next(i for i, member in enumerate(room.members) if member is conv.weight)
 
     def forward(x: Tensor) -> Tensor:
-        device = x.device.type
-        # The model may have switched autocast off, or to another dtype, around this layer.
-        if (
-            not torch.is_autocast_enabled(device)
-            or torch.get_autocast_dtype(device) != dtype
-            or x.dtype == torch.float64
-        ):
+        if not _is_cast(x, dtype):
             return _FORWARD(conv, x)
+        weight = weights if len(room.members) == 1 else room.places(weights)[place]
         y = F.conv2d(x, weight, bias, conv.stride, conv.padding, conv.dilation, conv.groups)
         return y if y.shape[1] == conv.out_channels else _FirstChannels.apply(y, conv.out_channels)
 

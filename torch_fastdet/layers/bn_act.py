@@ -8,7 +8,8 @@ results and in stock's order stays stock's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch_fastdet._torch.private import (
     is_transforming,
     runs_plainly,
 )
+from torch_fastdet.layers.joint import JOINED, Options, norm_and_activation_into, norms_and_activations_of_parts
 from torch_fastdet.layers.stem import convolve
 
 ACTIVATIONS: dict[type[nn.Module], str] = {
@@ -35,6 +37,8 @@ _KINDS: tuple[type[nn.Module], ...] = (nn.BatchNorm2d, nn.MaxPool2d, nn.Sequenti
 _FORWARDS = {kind: kind.forward for kind in _KINDS}
 # Where the operator is the faster one.
 DEVICES = ("cuda",)
+# Every forward that c3_forward() made.
+_C3_FORWARDS: weakref.WeakSet[Any] = weakref.WeakSet()
 
 Forward = Callable[..., Tensor]
 
@@ -109,8 +113,8 @@ def norm_and_activation(norm: nn.BatchNorm2d, act: Any, x: Tensor, shortcut: Ten
     return y if add or shortcut is None else shortcut + y
 
 
-def _options(norm: nn.BatchNorm2d, act: Any) -> tuple[object, ...]:
-    return norm.momentum, norm.eps, type(act), _slope(act)
+def _options(block: Any) -> Options:
+    return block.bn.momentum or 0.0, block.bn.eps, ACTIVATIONS[type(block.act)], _slope(block.act)
 
 
 def _is_whole(norm: nn.BatchNorm2d) -> bool:
@@ -128,7 +132,7 @@ def norms_and_activations_cat(blocks: list[Any], inputs: list[Tensor], shortcut:
     norms, first = [block.bn for block in blocks], inputs[0]
     joined = (
         all(_fits(x, norm) and _is_whole(norm) for x, norm in zip(inputs, norms))
-        and all(_options(block.bn, block.act) == _options(norms[0], blocks[0].act) for block in blocks)
+        and all(_options(block) == _options(blocks[0]) for block in blocks)
         and all(x.dtype == first.dtype and x.device == first.device for x in inputs)
         and all(x.shape[0] == first.shape[0] and x.shape[2:] == first.shape[2:] for x in inputs)
         and (shortcut is None or (shortcut.dtype == first.dtype and shortcut.shape == first.shape))
@@ -144,12 +148,38 @@ def norms_and_activations_cat(blocks: list[Any], inputs: list[Tensor], shortcut:
         [norm.running_mean for norm in norms],
         [norm.running_var for norm in norms],
         [norm.num_batches_tracked for norm in norms],
-        norms[0].momentum or 0.0,
-        norms[0].eps,
-        ACTIVATIONS[type(blocks[0].act)],
-        _slope(blocks[0].act),
+        *_options(blocks[0]),
         shortcut,
     )
+
+
+def _jointly(blocks: list[Any], x: Tensor, before: list[int]) -> tuple[Tensor, ...] | None:
+    """Each block's ``act(bn(conv(x)))``, with ``before[i]`` channels in front, by one convolution; None where there is none.
+
+    Ask can_fuse for each block first.
+    """
+    joint, norms = JOINED.get(blocks[0].conv), [block.bn for block in blocks]
+    z = None if joint is None else joint(x)
+    if z is None or not all(_is_whole(norm) and _options(b) == _options(blocks[0]) for b, norm in zip(blocks, norms)):
+        return None
+    parts = z.detach().split([block.conv.out_channels for block in blocks], 1)
+    dtypes = {(norm.weight.dtype, norm.bias.dtype) for norm in norms}
+    if len(dtypes) > 1 or not all(_fits(part, norm) for part, norm in zip(parts, norms)):
+        return None
+    return norms_and_activations_of_parts(z, norms, _options(blocks[0]), before)
+
+
+def _behind(block: Any, x: Tensor, rest: Tensor, shortcut: Tensor | None) -> Tensor:
+    """The concatenation of the block's ``act(bn(x))``, plus ``shortcut``, and the last channels of ``rest``."""
+    norm, room = block.bn, rest.shape[1] - x.shape[1]
+    alike = [x] if shortcut is None else [x, shortcut]
+    if (
+        _fits(x, norm)
+        and _is_whole(norm)
+        and all(t.dtype == rest.dtype and t.shape[2:] == rest.shape[2:] and t.shape[1] == x.shape[1] for t in alike)
+    ):
+        return norm_and_activation_into(rest, x, norm, _options(block), shortcut)
+    return torch.cat([norm_and_activation(norm, block.act, x, shortcut), rest[:, -room:]], 1)
 
 
 def conv_forward(stock: Forward) -> Forward:
@@ -193,7 +223,7 @@ def c3_forward(stock: Forward, conv: Forward, bottleneck: Forward) -> Forward:
     """Stands for the forward of a block that computes ``cv3(cat((m(cv1(x)), cv2(x)), 1))``, with bottlenecks ``m`` in a row.
 
     The last bottleneck and ``cv2`` write into the concatenation, where they are blocks with the forward methods ``bottleneck``
-    and ``conv``.
+    and ``conv``. ``cv1`` and ``cv2`` are one convolution where a captured step has joined them (:mod:`torch_fastdet.layers.joint`).
     """
 
     def forward(self: Any, x: Tensor) -> Tensor:
@@ -211,15 +241,29 @@ def c3_forward(stock: Forward, conv: Forward, bottleneck: Forward) -> Forward:
                 and _ends_in(self.cv2, conv)
             ):
                 return stock(self, x)
-            y = self.cv1(x)
+            joint = None
+            if _ends_in(self.cv1, conv):
+                joint = _jointly([self.cv1, self.cv2], x, [0, last.cv2.bn.num_features])
+            y = self.cv1(x) if joint is None else joint[0]
             for block in inner[:-1]:
                 y = block(y)
-            inputs = [last.cv2.conv(last.cv1(y)), self.cv2.conv(x)]
-            return self.cv3(norms_and_activations_cat([last.cv2, self.cv2], inputs, y if last.add else None))
+            deep, shortcut = last.cv2.conv(last.cv1(y)), y if last.add else None
+            if joint is not None:
+                return self.cv3(_behind(last.cv2, deep, joint[1], shortcut))
+            return self.cv3(norms_and_activations_cat([last.cv2, self.cv2], [deep, self.cv2.conv(x)], shortcut))
         deep, shallow = self.m(self.cv1(x)), self.cv2(x)
         return self.cv3(torch.cat((deep, shallow), 1))
 
+    _C3_FORWARDS.add(forward)
     return forward
+
+
+def convolutions_of_one_input(model: nn.Module) -> Iterator[list[Any]]:
+    """Convolutions that always read one tensor: ``cv1`` and ``cv2`` of each block whose forward is one of :func:`c3_forward`."""
+    for block in model.modules():
+        if type(block).forward in _C3_FORWARDS:
+            convs = [getattr(part, "conv", None) for part in (block.cv1, block.cv2)]
+            yield [conv for conv in convs if isinstance(conv, nn.Module)]
 
 
 def can_pool(pool: Any) -> bool:

@@ -8,7 +8,7 @@ import sys
 import torch
 from ultralytics.nn.tasks import DetectionModel
 
-from tests.bn_act_models import FORMATS, compare, compare_on_a_gpu
+from tests.bn_act_models import FORMATS, compare, compare_in_a_step, compare_on_a_gpu
 from torch_fastdet import ultralytics as drop_in
 
 name, *device = sys.argv[1:]
@@ -26,4 +26,6 @@ elif name == "yolo11n":
     compare(build, drop_in, uses=("trace",), concatenations=concatenations)
 else:
     compare(build, drop_in, layouts=FORMATS[:1], concatenations=concatenations)
+if not device:
+    compare_in_a_step(build, drop_in, joined=concatenations)
 print(json.dumps({"as stock": True}))
