@@ -252,7 +252,7 @@ def image_resize_(out: Tensor, storages: list[Tensor], plan: Tensor, channels: i
 def image_gather_(out: Tensor, storages: list[Tensor], pieces: Tensor) -> None:
     """Copies pieces of storages into one, on the host: what a batch needs, side by side, so that one copy takes it to a GPU.
 
-    PyTorch's threads share the bytes. All tensors are contiguous and on the CPU; ``out`` may be pinned.
+    PyTorch's threads share what is more than 32 MiB. All tensors are contiguous and on the CPU; ``out`` may be pinned.
 
     Args:
         out: one-dimensional uint8. It must not overlap what is read. What no piece covers stays as it is.

@@ -147,8 +147,9 @@ struct Cpu : OnDevice {
   }
 };
 
-// Bytes that a thread copies at least.
-constexpr int64_t kGatherGrain = int64_t{1} << 20;
+// Bytes that a thread copies at least: 3 ms. To share less would wake all of PyTorch's threads, which then spin for a
+// while, beside a loop that wants the cores.
+constexpr int64_t kGatherGrain = int64_t{32} << 20;
 
 void image_gather_(at::Tensor& out, at::TensorList storages, const at::Tensor& pieces) {
   constexpr const char* kOp = "image_gather_";
