@@ -150,7 +150,7 @@ class PictureMemory(SharedFile):
     def forget_sent(self) -> None:
         """The batch is made: what travels with it is not needed here any more."""
         if self.jpegs is not None:
-            self.jpegs.sent.clear()
+            self.jpegs.forget_sent()
 
     def is_decoded(self, index: int) -> bool:
         return bool(self._marks[index])
@@ -246,6 +246,8 @@ class JpegFiles(SharedFile):
 
     what, label = "JPEG files", "torch_fastdet_jpegs"
     _rows: np.ndarray
+    _sent_here: np.ndarray
+    _sent_end: int
 
     def __init__(self, files: Files, budget: int, fd: int | None = None, nbytes: int | None = None) -> None:
         self.files = files
@@ -291,12 +293,27 @@ class JpegFiles(SharedFile):
             self._write(index, 0, offset, packed)  # two processes may read one file at once: either copy is right
             return True
         self._full = True
-        self.sent[index] = packed
+        self._send(index, packed)
         if not self._rows[index, 2]:
             begin = self._take(2, found.head, self.nbytes - self.room)
             if begin is not None and not is_low():
                 self._write(index, 2, self.room + begin, packed[: found.head])
         return True
+
+    def _send(self, index: int, data: np.ndarray) -> None:
+        """Copy it where the last batch's files were: fresh memory costs more than the copy."""
+        begin, end = self._sent_end, self._sent_end + data.nbytes
+        if end > self._sent_here.nbytes:
+            self._sent_here = np.empty(max(2 * end, 1 << 20), dtype=np.uint8)
+            begin, end = 0, data.nbytes
+        self.sent[index] = self._sent_here[begin:end]
+        self.sent[index][:] = data
+        self._sent_end = end
+
+    def forget_sent(self) -> None:
+        """The batch is made."""
+        self.sent.clear()
+        self._sent_end = 0
 
     def _head(self, index: int) -> np.ndarray | None:
         """What an earlier pass over a file that is not kept has found."""
@@ -354,6 +371,7 @@ class JpegFiles(SharedFile):
         self._lock = threading.Lock()
         #: Files that travel with the batch that this process plans.
         self.sent: dict[int, np.ndarray] = {}
+        self._sent_here, self._sent_end = np.empty(0, dtype=np.uint8), 0
         # A row a picture: bytes (0: not there, -1: refused; written last) and offset; the same of the index of one that is not
         # kept. Behind them: bytes that files take, files that were refused, bytes that indices take.
         n = len(self) + 1

@@ -8,7 +8,7 @@ arrays, which travel with the plan.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,34 +103,40 @@ class Plan:
         return self.placements, self.layers, self.matrices, self.pictures, self.blend, self.tables, self.masks
 
 
-class _Bytes:
+class Bytes:
     """Arrays one after another."""
 
     def __init__(self) -> None:
         self._parts: list[np.ndarray] = []
         self._known: dict[int, int] = {}
-        self._end = 0
+        self.size = 0
 
     def add(self, array: np.ndarray) -> int:
         """The array's offset. The same array is kept once."""
         if id(array) not in self._known:
-            self._known[id(array)] = self._end
+            self._known[id(array)] = self.size
             self._parts.append(array)
-            self._end += -(-array.nbytes // 16) * 16  # packed files begin at such places
+            self.size += -(-array.nbytes // 16) * 16  # packed files begin at such places
         return self._known[id(array)]
 
-    def joined(self) -> np.ndarray:
-        out = np.empty(self._end, dtype=np.uint8)
+    def joined(self, out: np.ndarray | None = None) -> np.ndarray:
+        out = np.empty(self.size, dtype=np.uint8) if out is None else out
         for array in self._parts:
             start = self._known[id(array)]
             out[start : start + array.nbytes] = array.reshape(-1)
         return out
 
 
-def pack(pictures: Sequence[Picture], memory: PictureMemory, decoded: bool = True) -> Plan:
+def pack(
+    pictures: Sequence[Picture],
+    memory: PictureMemory,
+    decoded: bool = True,
+    join: Callable[[Bytes], Any] = Bytes.joined,
+) -> Plan:
     """The tables of a batch, or of a part of one.
 
-    With ``decoded`` every source has pixels that the CPU can read: what the memory has as a file is decoded here.
+    With ``decoded`` every source has pixels that the CPU can read: what the memory has as a file is decoded here. ``join`` makes
+    one piece of what travels with the batch.
     """
     size = (pictures[0].height, pictures[0].width)
     for picture in pictures:
@@ -139,7 +145,7 @@ def pack(pictures: Sequence[Picture], memory: PictureMemory, decoded: bool = Tru
                 f"pictures of a batch must have one size, but there are {size[0]}x{size[1]} and "
                 f"{picture.height}x{picture.width} (height x width)"
             )
-    own, masks = _Bytes(), _Bytes()
+    own, masks = Bytes(), Bytes()
     placements: list[tuple] = []
     layers: list[tuple] = []
     tables: list[np.ndarray] = []
@@ -179,7 +185,7 @@ def pack(pictures: Sequence[Picture], memory: PictureMemory, decoded: bool = Tru
         tables=np.array(tables, dtype=np.uint8).reshape(-1, 3, 256),
         masks=masks.joined(),
         sources=np.array(sources, dtype=np.int64),
-        own=own.joined(),
+        own=join(own),
         files=np.array(list(files.values()), dtype=np.int64).reshape(-1, 3),
     )
 

@@ -12,11 +12,19 @@ import torch.nn.functional as F
 from torch.utils.data import get_worker_info
 
 from torch_fastdet.loader.memory import CHANNELS, PictureMemory
-from torch_fastdet.loader.plan import Picture, Plan, finish, pack, run_on_cpu
+from torch_fastdet.loader.plan import Bytes, Picture, Plan, finish, pack, run_on_cpu
 from torch_fastdet.loader.slots import Parcel
 
 #: What travels with a plan goes through shared memory from this size on, and in the message itself below it.
 SMALL = 1 << 16
+
+
+def _for_another_process(own: Bytes) -> Any:
+    if own.size <= SMALL:
+        return own.joined()
+    parcel = Parcel((own.size,))
+    own.joined(parcel.tensor.numpy())
+    return parcel
 
 
 @dataclass
@@ -65,11 +73,8 @@ class Collate:
         in_worker = get_worker_info() is not None
         if in_worker:
             pictures = [picture if picture.is_shared() else finish(picture, self.memory) for picture in pictures]
-        plan = pack(pictures, self.memory, decoded=False)
+        plan = pack(pictures, self.memory, decoded=False, join=_for_another_process if in_worker else Bytes.joined)
         self.memory.forget_sent()
-        if in_worker and plan.own.nbytes > SMALL:
-            pixels, plan.own = plan.own, Parcel(plan.own.shape)
-            plan.own.tensor.numpy()[:] = pixels
         return plan
 
     def make(self, pictures: list[Picture], alone: bool = True) -> Any:
