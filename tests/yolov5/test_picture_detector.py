@@ -80,6 +80,28 @@ def test_against_stocks_steps(device, bgr):
     same(again(tensors), want)
 
 
+@pytest.mark.parametrize("bgr", [False, True])
+def test_jpeg_files_are_decoded_where_the_module_is(device, bgr, tmp_path):
+    cv2 = pytest.importorskip("cv2")
+    detector = small_detector(conf_thres=0.3).to(device)
+    module = PictureDetector(detector.network, detector.postprocess, 128, bgr=bgr).eval()
+    encoded = [cv2.imencode(".jpg", im)[1].tobytes() for im in pictures()[:3]]
+    path = tmp_path / "0.jpg"
+    path.write_bytes(encoded[0])
+    decoded = [cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR) for data in encoded]
+    with torch.inference_mode():
+        want = module([torch.from_numpy(im if bgr else im[..., ::-1].copy()) for im in decoded])
+        found = module.forward_files([path, *encoded[1:]])
+        assert all(map(torch.equal, found, want)) and all(
+            map(torch.equal, module.forward_files([str(path)]), module.forward_files(encoded[:1]))
+        )
+    for files, reason in (([b"no picture"], "file 0: "), ([encoded[0], b""], "file 1: ")):
+        with pytest.raises(ValueError, match=reason):
+            module.forward_files(files)
+    with pytest.raises(FileNotFoundError, match=r"gone\.jpg"):
+        module.forward_files(["gone.jpg"])
+
+
 def test_of_a_yolov5_model():
     """from_model leaves the model as it is; the file needs no YOLOv5."""
     tasks = pytest.importorskip("yolov5.models.yolo", exc_type=ImportError)

@@ -7,12 +7,15 @@ The list-returning functions of the stock packages are in :mod:`torch_fastdet.su
 import copy
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torch_fastdet.ops import image, nms
+from torch_fastdet.ops.jpeg import decode_jpeg
 from torch_fastdet.ops.letterbox import letterbox, place
 
 __all__ = ["PictureDetector", "UltralyticsPostProcess", "YOLOv5PostProcess", "split_ultralytics_heads"]
@@ -421,7 +424,23 @@ class PictureDetector(nn.Module):
 
         All on one device. Pictures on the host are uploaded together; what tells where they lie goes to the device, too.
         """
-        detections, counts, _ = self._detect_pictures(pictures)
+        detections, counts, _ = self._detect_pictures(pictures, self.bgr)
+        return detections, counts
+
+    def forward_files(self, files: "Sequence[str | PathLike[str] | bytes]") -> tuple[Tensor, Tensor]:
+        """The same for JPEG files, paths or their bytes, which are decoded on the module's device. Not for TorchScript.
+
+        The pixels are those of ``cv2.imdecode``, whatever ``bgr`` says: it is about pictures that are given.
+
+        Raises:
+            ValueError: a file is none that :func:`torch_fastdet.ops.decode_jpeg` decodes, as "file 3: progressive".
+        """
+        # bytearray: bytes that nobody may write to would be warned about.
+        data = [bytearray(file if isinstance(file, bytes) else Path(file).read_bytes()) for file in files]
+        encoded = [
+            torch.frombuffer(file, dtype=torch.uint8) if file else torch.empty(0, dtype=torch.uint8) for file in data
+        ]
+        detections, counts, _ = self._detect_pictures(decode_jpeg(encoded, self.on_device.device), True)
         return detections, counts
 
     @torch.jit.export
@@ -430,12 +449,12 @@ class PictureDetector(nn.Module):
 
         The process_mask_native functions of :mod:`torch_fastdet.masks` make masks of them in a picture's own pixels.
         """
-        detections, counts, prototypes = self._detect_pictures(pictures)
+        detections, counts, prototypes = self._detect_pictures(pictures, self.bgr)
         if prototypes is None:
             raise ValueError("PictureDetector.forward_prototypes: the network gives no prototypes, only forward serves")
         return detections, counts, prototypes
 
-    def _detect_pictures(self, pictures: list[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _detect_pictures(self, pictures: list[Tensor], bgr: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         if len(pictures) == 0:
             raise ValueError("PictureDetector: pictures is empty, but one or more pictures are expected")
         rows: list[list[int]] = []
@@ -456,9 +475,8 @@ class PictureDetector(nn.Module):
         storage = torch.cat(flat)
         if storage.device.type == "cpu" and device.type == "cuda":
             storage = storage.pin_memory()
-        return self._detect(
-            storage.to(device, non_blocking=True), torch.tensor(rows).to(device), torch.tensor(boxes).to(device)
-        )
+        rows_there, boxes_there = torch.tensor(rows).to(device), torch.tensor(boxes).to(device)
+        return self._detect(storage.to(device, non_blocking=True), rows_there, boxes_there, bgr)
 
     @torch.jit.export
     def forward_batch(self, pictures: Tensor) -> tuple[Tensor, Tensor]:
@@ -480,7 +498,7 @@ class PictureDetector(nn.Module):
             plan.select(1, 1).copy_(torch.arange(images, device=device) * (height * width * 3))
         boxes = letterbox(self.size, [height, width], rounding=self.rounding)
         letterboxes = _repeated(boxes, images, torch.float32, device)
-        detections, counts, _ = self._detect(pictures.reshape(-1), plan, letterboxes)
+        detections, counts, _ = self._detect(pictures.reshape(-1), plan, letterboxes, self.bgr)
         return detections, counts
 
     def _row(self, offset: int, height: int, width: int) -> list[int]:
@@ -488,9 +506,11 @@ class PictureDetector(nn.Module):
         placed = place([height, width], self.size)
         return [0, offset, height, width, width * 3, placed.height, placed.width, placed.top, placed.left, 0]
 
-    def _detect(self, storage: Tensor, plan: Tensor, letterboxes: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _detect(
+        self, storage: Tensor, plan: Tensor, letterboxes: Tensor, bgr: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         dtype = torch.float16 if self.half_precision else torch.float32
-        batch = image.image_letterbox([storage], plan, self.size, 3, dtype, False, not self.bgr)
+        batch = image.image_letterbox([storage], plan, self.size, 3, dtype, False, not bgr)
         maps = self.network(batch)
         levels = len(self.postprocess.strides)
         if len(maps) > levels + 1:
