@@ -5,6 +5,7 @@ import torch
 
 from torch_fastdet import ops
 from torch_fastdet.loader import finish
+from torch_fastdet.loader.memory import hand_out
 
 
 def pictures_on_the_cpu(memory, cached=0):
@@ -12,8 +13,8 @@ def pictures_on_the_cpu(memory, cached=0):
     pictures = object.__new__(finish.DevicePictures)
     pictures.memory, pictures.device = memory, torch.device("cpu")
     pictures._cache = torch.zeros(cached, dtype=torch.uint8)
-    ends = memory.offsets + memory.shapes.prod(1) * 3
-    pictures._fits = (memory.offsets >= 0) & (ends <= cached)
+    pictures._offsets, _ = hand_out(memory.shapes, cached)
+    pictures._fits = pictures._offsets >= 0
     pictures._here = np.zeros(len(memory), dtype=bool)
     pictures._host = [memory.tensor()] if memory.jpegs is None else [memory.tensor(), memory.jpegs.tensor()]
     return pictures

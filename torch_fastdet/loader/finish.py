@@ -1,6 +1,6 @@
 """What the thread that finishes batches runs: it uploads what the GPU does not have yet, and makes the batch in one launch.
 
-The GPU keeps a copy of the front part of the shared memory, as large as a budget allows: small data sets fit whole, and
+The GPU keeps the first pictures of a data set, decoded, as many as its budget allows: small data sets fit whole, and
 then nothing but tables is uploaded from the second epoch on. Other pictures are uploaded for each batch that shows them, and of
 JPEG files the GPU decodes what the batch shows.
 """
@@ -18,9 +18,9 @@ import torch
 
 from torch_fastdet import ops
 from torch_fastdet._say import say
-from torch_fastdet.loader.jpeg import CHANNELS, Wanted, one_after_another
-from torch_fastdet.loader.memory import PictureMemory
-from torch_fastdet.loader.plan import FILES, OWN, Plan
+from torch_fastdet.loader.jpeg import Wanted, one_after_another
+from torch_fastdet.loader.memory import PictureMemory, hand_out
+from torch_fastdet.loader.plan import FILES, OWN, SHARED, Plan
 from torch_fastdet.loader.shown import around, shown
 from torch_fastdet.loader.worker import PlannedBatch, assemble
 from torch_fastdet.memory import GPU_BUDGET, Owner, gpu_budget, register, with_room, words
@@ -91,12 +91,12 @@ class DevicePictures(Owner):
     def __init__(self, memory: PictureMemory, device: torch.device) -> None:
         self.memory = memory
         self.device: torch.device = device
-        self._cache = self._allocate(min(memory.nbytes, gpu_budget(device)))
+        self._offsets, size = hand_out(memory.shapes, gpu_budget(device))
+        self._cache = self._allocate(size)
         ready = torch.cuda.Event()
         ready.record(torch.cuda.current_stream(device))  # the cache's memory is free behind it
         self._turns = Turns(ready)
-        ends = memory.offsets + memory.shapes.prod(1) * CHANNELS
-        self._fits = (memory.offsets >= 0) & (ends <= self.held())
+        self._fits = (self._offsets >= 0) & (self.held() == size)
         self._here = np.zeros(len(memory), dtype=bool)
         self._host = [memory.tensor()] if memory.jpegs is None else [memory.tensor(), memory.jpegs.tensor()]
         register(self)
@@ -169,7 +169,7 @@ class DevicePictures(Owner):
         upload, places = staged.to(self.device, non_blocking=True), places[:-1]
         places[sent] = plan.files[come, 2]
         for index in np.flatnonzero(keep & decoded).tolist():
-            begin, size, place = int(memory.offsets[missing[index]]), int(sizes[index]), int(places[index])
+            begin, size, place = int(self._offsets[missing[index]]), int(sizes[index]), int(places[index])
             self._cache[begin : begin + size].copy_(upload[place : place + size])
         placements = plan.placements.copy()
         storages, place_of, storage_of = [self._cache, upload], places.copy(), np.full(len(missing), OWN)
@@ -182,7 +182,7 @@ class DevicePictures(Owner):
             files = memory.files.files
             for out, which, to, seen in (
                 (storages[FILES], part, ends[:-1], self._shown(plan, missing)),
-                (self._cache, whole, memory.offsets[missing], everything),
+                (self._cache, whole, self._offsets[missing], everything),
             ):
                 Wanted(places, to, files.sizes[missing], kept, files.ways[missing], seen)[which].decode(
                     out, upload, staged
@@ -191,8 +191,10 @@ class DevicePictures(Owner):
         self._here[missing[keep]] = True
         row = np.searchsorted(missing, plan.sources)
         row[row == len(missing)] = 0
-        passes = np.flatnonzero(np.isin(plan.sources, missing[~keep]))
+        passes = np.isin(plan.sources, missing[~keep])
+        stays = ~passes & (plan.sources >= 0)
         placements[passes, 0], placements[passes, 1] = storage_of[row[passes]], place_of[row[passes]]
+        placements[stays, 0], placements[stays, 1] = SHARED, self._offsets[plan.sources[stays]]
         return storages, placements
 
     @staticmethod

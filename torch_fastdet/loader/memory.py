@@ -101,7 +101,7 @@ class PictureMemory(SharedFile):
         self.shapes = np.asarray(shapes, dtype=np.int64).reshape(-1, 2)
         self.jpegs = jpegs
         order = None if jpegs is None else np.argsort(jpegs.may_keep, kind="stable")
-        self.offsets, self.nbytes = _places(self.shapes, budget, order)
+        self.offsets, self.nbytes = hand_out(self.shapes, budget, order)
         self._open_pictures(fd)
 
     def __len__(self) -> int:
@@ -392,7 +392,7 @@ def aligned(end: int) -> int:
     return -(-end // ALIGNMENT) * ALIGNMENT
 
 
-def _places(shapes: np.ndarray, budget: int, order: np.ndarray | None = None) -> tuple[np.ndarray, int]:
+def hand_out(shapes: np.ndarray, budget: int, order: np.ndarray | None = None) -> tuple[np.ndarray, int]:
     """The offset of each picture (-1: none), handed out in this order, and the bytes of all."""
     offsets = np.full(len(shapes), -1, dtype=np.int64)
     end = 0

@@ -26,7 +26,7 @@ GREY = 114
 #: Of one layer.
 MOST_PLACEMENTS = 16
 
-#: Storages of a packed plan, in this order: the shared memory (or its copy on the GPU), what travels with the batch, and on a GPU
+#: Storages of a packed plan, in this order: the shared memory (or what the GPU keeps), what travels with the batch, and on a GPU
 #: what was decoded for the batch.
 SHARED, OWN, FILES = 0, 1, 2
 
