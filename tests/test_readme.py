@@ -240,7 +240,7 @@ COMMANDS = [
     (r"python -m torch_fastdet\.yolov5 -m yolov5\.train .*", Held("tests/yolov5/real.py", 'return ["-m", f"yolov5.')),
     (r"python -m torch_fastdet\.yolov5 .*", Launched()),
     (
-        r"python -m torch_fastdet\.ultralytics .* --fastdet",
+        r"python -m torch_fastdet\.ultralytics .* --fastdet( --resume_exact)?",
         Held("tests/ultralytics/test_launcher.py", '("train", "--fastdet", "model='),
     ),
     (r"python -m torch_fastdet\.ultralytics", Held("tests/ultralytics/test_launcher.py", "def test_help_is_ours")),
