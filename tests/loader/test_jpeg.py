@@ -13,6 +13,7 @@ from torch_fastdet.loader import jpeg
 from torch_fastdet.loader.jpeg import AREA, AS_IT_IS, LINEAR, OTHERWISE, Files, is_jpeg, packed_size, read_jpeg
 from torch_fastdet.loader.memory import JpegFiles, PictureMemory
 from torch_fastdet.loader.plan import AFFINE, FILES, OWN, PERSPECTIVE, Layer, Picture, Source, pack, run_on_cpu
+from torch_fastdet.loader.ranks import shared_by_ranks
 from torch_fastdet.loader.shown import around, shown
 
 cv2 = pytest.importorskip("cv2")
@@ -146,6 +147,22 @@ def test_processes_share_files(method, files):
     for index in range(3):
         assert np.array_equal(memory.get(index), cv2.imread(files[index]))
     assert open_memories() == before
+
+
+def test_ranks_share_files_and_their_indices(files, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_PORT", "54321")
+    of, budget = Files.of(files, SIZES, [AS_IT_IS] * 4), len(read_jpeg(files[0]).data)
+    memories = []
+    for rank in "01":
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        memories.append(shared_by_ranks([str(files)], SIZES, budget, of))
+    first, second = memories
+    assert first.files.fileno() != second.files.fileno() and first.files.room == second.files.room == budget
+    assert first.read(0) and second.has(0) and np.array_equal(second.get(0), cv2.imread(files[0]))
+    assert first.read(1) and not second.has(1)  # it travels with the first rank's batch
+    head = second.files._head(1)
+    assert np.array_equal(head, read_jpeg(files[1]).data[: len(head)])
 
 
 def random_batch(generator, memory, size=(40, 56)):
