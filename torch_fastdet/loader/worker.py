@@ -105,15 +105,15 @@ class CollateDicts(Collate):
 
 
 def assemble(pictures: Any, grid: np.ndarray) -> Any:
-    """The pictures of the batch, each of one picture of the plan, of one at twice its size, or of four."""
-    if grid.shape[1:] == (1, 1):
+    """The pictures of the batch: each place of the grid shows a picture of the plan, and one alone is enlarged to fill all places."""
+    count, rows, columns = grid.shape
+    if rows == columns == 1:
         return pictures
-    out = []
-    for (top_left, top_right), (bottom_left, bottom_right) in grid.tolist():
-        if top_left == bottom_right:
-            one = pictures[top_left][None].float()
-            out.append(F.interpolate(one, scale_factor=2.0, mode="bilinear", align_corners=False)[0].to(torch.uint8))
-        else:
-            rows = ((top_left, top_right), (bottom_left, bottom_right))
-            out.append(torch.cat([torch.cat([pictures[i] for i in row], 2) for row in rows], 1))
-    return torch.stack(out)
+    channels, height, width = pictures.shape[1:]
+    tiles = torch.stack([pictures[number] for number in grid.ravel().tolist()])
+    tiles = tiles.view(count, rows, columns, channels, height, width).permute(0, 3, 1, 4, 2, 5)
+    out = tiles.reshape(count, channels, rows * height, columns * width)
+    for place in np.flatnonzero((grid == grid[:, :1, :1]).all((1, 2))).tolist():
+        alone = pictures[grid[place, 0, 0]][None].float()
+        out[place] = F.interpolate(alone, scale_factor=2.0, mode="bilinear")[0].to(torch.uint8)
+    return out
