@@ -16,7 +16,7 @@ from torch import nn
 from benchmarks import stock, work
 from benchmarks.harness import Report, run
 from benchmarks.work import ANCHORS, STRIDES
-from torch_fastdet.yolov5.loss import ComputeLoss
+from torch_fastdet.yolov5.loss import ComputeLoss, SegmentationLoss
 
 HYP = {
     "box": 0.05,
@@ -28,7 +28,7 @@ HYP = {
     "fl_gamma": 0.0,
     "label_smoothing": 0.0,
 }
-CLASSES = 80
+CLASSES, CHANNELS = 80, 32
 
 
 class Model(nn.Module):
@@ -38,20 +38,21 @@ class Model(nn.Module):
         super().__init__()
         stride = torch.tensor(STRIDES, device=device).float()
         detect: Any = nn.Module()
-        detect.na, detect.nc, detect.nl, detect.stride = 3, CLASSES, 3, stride
+        detect.na, detect.nc, detect.nl, detect.nm, detect.stride = 3, CLASSES, 3, CHANNELS, stride
         detect.anchors = torch.tensor(ANCHORS, device=device).float().view(3, 3, 2) / stride.view(3, 1, 1)
         self.model = nn.ModuleList([detect])
         self.where = nn.Parameter(torch.zeros(1, device=device))
         self.hyp = dict(HYP)
 
 
-def make_heads(batch: int, size: int, device: torch.device, channels_last: bool) -> list[torch.Tensor]:
+def make_heads(batch: int, size: int, device: torch.device, channels_last: bool, extra: int = 0) -> list[torch.Tensor]:
     """As after the last convolution: objectness low, as it is in training; channels_last is the view without a copy."""
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     heads = []
     for stride in STRIDES:
         cells = size // stride
-        shape = (batch, cells, cells, 3, CLASSES + 5) if channels_last else (batch, 3, cells, cells, CLASSES + 5)
+        outputs = CLASSES + 5 + extra
+        shape = (batch, cells, cells, 3, outputs) if channels_last else (batch, 3, cells, cells, outputs)
         head = torch.randn(shape, device=device)
         head[..., 4] -= 4
         head = head.to(dtype)
@@ -84,6 +85,35 @@ def step(compute, heads: list[torch.Tensor], targets: torch.Tensor):
     return call
 
 
+def measure_segmentation(report: Report) -> None:
+    device = report.device
+    cuda = device.type == "cuda"
+    model = Model(device)
+    theirs = stock.yolov5_segmentation_loss(model)
+    for batch, boxes in ((16, 8), (64, 8)) if cuda else ((2, 8),):
+        targets, heads = make_targets(batch, boxes, device), make_heads(batch, 640, device, False, CHANNELS)
+        protos = torch.randn(batch, CHANNELS, 160, 160, device=device).to(heads[0].dtype)
+        masks = torch.randint(0, boxes + 1, (batch, 160, 160), device=device).float()
+
+        def variant(compute, heads=heads, protos=protos, masks=masks, targets=targets):
+            mine = leaves([*heads, protos])
+            return step(lambda all_, rows: compute((all_[:-1], all_[-1]), rows, masks), mine, targets)
+
+        variants = {"torch_fastdet": variant(SegmentationLoss(model, overlap=True))}
+        if theirs:
+            variants["stock"] = variant(theirs)
+        read = [*heads, protos]
+        report.compare(
+            f"segmentation, 640x640, batch {batch}, {boxes} boxes an image",
+            variants,
+            bytes=sum(2 * t.numel() * t.element_size() for t in read),
+            repetitions=20 if cuda else 3,
+            warmup=5 if cuda else 1,
+            inner=3 if cuda else 1,
+            ungraphable=("stock",),
+        )
+
+
 def measure(report: Report) -> None:
     device = report.device
     torch.manual_seed(0)
@@ -114,6 +144,7 @@ def measure(report: Report) -> None:
             inner=3 if device.type == "cuda" else 1,
             ungraphable=("stock", "stock, torch.compile", "stock, torch.compile, reduce-overhead"),
         )
+    measure_segmentation(report)
     # What autograd itself takes: a forward and a backward pass without arithmetic to speak of.
     alone = [torch.zeros(1, device=device, requires_grad=True) for _ in range(3)]
     report.compare(

@@ -29,9 +29,10 @@ class Model(nn.Module):
         super().__init__()
         self.where = nn.Parameter(torch.zeros(1, device=device))
         self.args = SimpleNamespace(
-            box=7.5, cls=0.5, dfl=1.5, pose=12.0, kobj=1.0, angle=1.0, epochs=100, overlap_mask=True
+            box=7.5, cls=0.5, dfl=1.5, pose=12.0, kobj=1.0, rle=1.0, angle=1.0, epochs=100, overlap_mask=True
         )
         head = SimpleNamespace(stride=torch.tensor(STRIDES, device=device), nc=CLASSES, reg_max=reg_max)
+        head.flow_model = None
         self.kpt_shape = head.kpt_shape = [KEYPOINTS, 3]
         self.__dict__["model"] = [head]
 
@@ -86,7 +87,7 @@ def add_task(outputs: dict[str, Any], targets: torch.Tensor, task: str, size: in
     """Adds the task's raw outputs; returns its labels. Each mask is the middle of its box, the smaller ones on top."""
     device, dtype = targets.device, outputs["scores"].dtype
     batch, _, anchors = outputs["scores"].shape
-    if task == "pose":
+    if task.startswith("pose"):
         outputs["kpts"] = (torch.randn(batch, KEYPOINTS * 3, anchors, device=device) / 4).to(dtype)
         return {"keypoints": torch.rand(len(targets), KEYPOINTS, 3, device=device).round(decimals=1)}
     if task == "obb":
@@ -107,12 +108,14 @@ def add_task(outputs: dict[str, Any], targets: torch.Tensor, task: str, size: in
 
 
 EXTRA = {"segment": ("mask_coefficient", "proto"), "pose": ("kpts",), "obb": ("angle",)}
+EXTRA |= {"segment 26": EXTRA["segment"], "pose 26": EXTRA["pose"]}
 
 
 def our_task(outputs: dict[str, Any], targets: torch.Tensor, labels: dict[str, torch.Tensor], task: str):
     """The operators alone, which a graph takes."""
     device = targets.device
     heads = [outputs[name].detach().requires_grad_() for name in ("boxes", "scores", *EXTRA[task])]
+    reg_max = heads[0].shape[1] // 4
     settings = torch.tensor(ops.v8_loss_settings(), dtype=torch.float64, device=device)
     gains = torch.tensor([12.0, 1.0], dtype=torch.float64, device=device)
     sigmas = torch.full((KEYPOINTS,), 1 / KEYPOINTS, device=device)
@@ -123,14 +126,16 @@ def our_task(outputs: dict[str, Any], targets: torch.Tensor, labels: dict[str, t
     def call():
         if task == "obb":
             loss, _, _ = ops.v8_obb_loss(*heads, turned, with_angle, STRIDES, sizes)
-        elif task == "pose":
+        elif task.startswith("pose"):
             loss, _, _ = ops.v8_pose_loss(
-                heads[:2], heads[2], labels["keypoints"], sigmas, targets, settings, gains, STRIDES, sizes
-            )
+                heads[:2], heads[2], labels["keypoints"], sigmas, targets, settings, gains, STRIDES, sizes,
+                reg_max=reg_max, compare_keypoints=task.endswith("26"),
+            )  # fmt: skip
         else:
             loss, _, _ = ops.v8_segmentation_loss(
-                heads[:2], heads[2], heads[3], labels["masks"], targets, settings, STRIDES, sizes
-            )
+                heads[:2], heads[2], heads[3], labels["masks"], targets, settings, STRIDES, sizes,
+                reg_max=reg_max, compare_masks=task.endswith("26"),
+            )  # fmt: skip
         torch.autograd.grad(loss.sum(), heads)
 
     return call
@@ -140,7 +145,8 @@ def their_task(outputs: dict[str, Any], targets: torch.Tensor, labels: dict[str,
     from ultralytics.utils import loss as stock
 
     kinds = {"segment": stock.v8SegmentationLoss, "pose": stock.v8PoseLoss, "obb": stock.v8OBBLoss}
-    criterion: Any = kinds[task](Model(16, targets.device))
+    kinds |= {"segment 26": stock.SegmentLoss26, "pose 26": stock.PoseLoss26}
+    criterion: Any = kinds[task](Model(outputs["boxes"].shape[1] // 4, targets.device))
     heads = {name: outputs[name].detach().requires_grad_() for name in ("boxes", "scores", *EXTRA[task])}
     batch = {"batch_idx": targets[:, 0], "cls": targets[:, 1:2], "bboxes": targets[:, 2:], **labels}
 
@@ -163,11 +169,16 @@ def measure_tasks(report: Report) -> None:
         ("pose", 16, 100, 640),
         ("obb", 16, 8, 640),
         ("obb", 8, 500, 1024),
+        # Without the semantic and the RLE part, which are PyTorch's own operations in ours, too.
+        ("segment 26", 16, 8, 640),
+        ("segment 26", 8, 100, 1280),
+        ("pose 26", 16, 8, 640),
     ]
     for task, batch, boxes, size in (
         cases if cuda else [("segment", 2, 8, 640), ("pose", 2, 8, 640), ("obb", 2, 8, 640)]
     ):
-        outputs, targets = make_outputs(batch, size, 16, device), make_targets(batch, boxes, device)
+        reg_max = 1 if task.endswith("26") else 16
+        outputs, targets = make_outputs(batch, size, reg_max, device), make_targets(batch, boxes, device)
         labels = add_task(outputs, targets, task, size)
         variants = {"torch_fastdet": our_task(outputs, targets, labels, task)}
         if has_stock():

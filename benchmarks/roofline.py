@@ -230,6 +230,7 @@ WITHOUT = {
         r".*",
     ): "its work depends on what the trained model detects; bench_nms has the same operators on stated data",
     ("pictures", r".*"): "most of it is the network, which is not ours",
+    ("loss", r"segmentation, .*"): "its work depends on the pixels of the boxes",
     ("nms", r"rotated boxes, .*"): "its work depends on how many boxes lie near each other",
     ("nms", r"Ultralytics layout, one image, .*"): "2.7 MB, which the CPU's caches may hold",
     ("train", r"yolov5n, batch \d+, train\.py at 128"): "a figure of the CPU, where the loader is part of the step",

@@ -83,6 +83,13 @@ def yolov5_loss(model: nn.Module) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 @_or_none
+def yolov5_segmentation_loss(model: nn.Module) -> Callable[..., tuple[Tensor, Tensor]]:
+    from yolov5.utils.segment.loss import ComputeLoss
+
+    return ComputeLoss(model, overlap=True)
+
+
+@_or_none
 def yolov5_ema(model: nn.Module) -> Any:
     from yolov5.utils.torch_utils import ModelEMA
 
