@@ -148,6 +148,12 @@ TORCH_LIBRARY(torch_fastdet, m) {
       "v8_loss_backward(Tensor grad_loss, Tensor[] heads, Tensor targets, Tensor scales, Tensor slot_anchor, "
       "Tensor slot_row, Tensor slot_score, float[] strides, SymInt[] sizes, Tensor? class_weights=None, *, "
       "int reg_max=16) -> Tensor[]");
+  // v8_loss whose assignment compares masks, too. masks: (bs or n, h, w). Its backward is that of v8_loss.
+  m.def(
+      "v8_masked_loss(Tensor[] heads, Tensor coefficients, Tensor protos, Tensor masks, Tensor targets, "
+      "Tensor settings, float[] strides, SymInt[] sizes, Tensor? num_targets=None, Tensor? class_weights=None, *, "
+      "int reg_max=16, int topk=10, int topk2=10, bool overlap=True) -> (Tensor loss, Tensor items, Tensor scales, "
+      "Tensor slot_anchor, Tensor slot_row, Tensor slot_score, Tensor status)");
   // The mask part of the segmentation loss, for the slots that v8_loss returned. image_size: height, width in pixels.
   m.def(
       "v8_mask_loss(Tensor coefficients, Tensor protos, Tensor masks, Tensor targets, Tensor settings, "
@@ -166,11 +172,18 @@ TORCH_LIBRARY(torch_fastdet, m) {
   // The keypoint parts of the pose loss, for the same slots. gains (2): pose, kobj; sizes: height, width of each level.
   m.def(
       "v8_keypoint_loss(Tensor predictions, Tensor labels, Tensor sigmas, Tensor targets, Tensor slot_anchor, "
-      "Tensor slot_row, Tensor gains, Tensor settings, float[] strides, SymInt[] sizes) "
+      "Tensor slot_row, Tensor gains, Tensor settings, float[] strides, SymInt[] sizes, bool centered=False) "
       "-> (Tensor loss, Tensor items, Tensor scales)");
   m.def(
       "v8_keypoint_loss_backward(Tensor grad_loss, Tensor predictions, Tensor labels, Tensor sigmas, Tensor targets, "
-      "Tensor slot_anchor, Tensor slot_row, Tensor scales, float[] strides, SymInt[] sizes) -> Tensor");
+      "Tensor slot_anchor, Tensor slot_row, Tensor scales, float[] strides, SymInt[] sizes, bool centered=False) "
+      "-> Tensor");
+  // v8_loss whose assignment compares keypoints, centered ones. Its backward is that of v8_loss.
+  m.def(
+      "v8_posed_loss(Tensor[] heads, Tensor predictions, Tensor labels, Tensor sigmas, Tensor targets, "
+      "Tensor settings, float[] strides, SymInt[] sizes, Tensor? num_targets=None, Tensor? class_weights=None, *, "
+      "int reg_max=16, int topk=10, int topk2=10) -> (Tensor loss, Tensor items, Tensor scales, Tensor slot_anchor, "
+      "Tensor slot_row, Tensor slot_score, Tensor status)");
   // The loss of oriented boxes: targets have a seventh column, the angle; settings a tenth number, the angle's gain.
   m.def(
       "v8_obb_loss(Tensor boxes, Tensor scores, Tensor angles, Tensor targets, Tensor settings, float[] strides, "

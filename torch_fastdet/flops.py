@@ -253,6 +253,8 @@ FORMULAS: dict[str, Callable[..., int]] = {
         "jpeg_plan": _says_no_shape,
         "jpeg_decode_": _says_no_shape,
         "v8_loss": lambda a: _v8_class_logits(a.heads, a.reg_max) * SOFTPLUS,
+        "v8_masked_loss": lambda a: _v8_class_logits(a.heads, a.reg_max) * SOFTPLUS,  # and masks, by candidates
+        "v8_posed_loss": lambda a: _v8_class_logits(a.heads, a.reg_max) * SOFTPLUS,  # and keypoints, by candidates
         "v8_loss_backward": lambda a: _v8_class_logits(a.heads, a.reg_max) * (SIGMOID + 1),
         "v8_obb_loss": lambda a: math.prod(a.scores) * SOFTPLUS,
         "v8_obb_loss_backward": lambda a: math.prod(a.scores) * (SIGMOID + 1),

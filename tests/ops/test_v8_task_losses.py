@@ -43,9 +43,9 @@ def compare(got, tensors, want, exact, dtype):
         assert (mine.cpu().double() - wanted).abs().max() <= GRADIENT[dtype] * wanted.abs().max() + 1e-7
 
 
-def base(targets, exact):
+def base(targets, exact, **options):
     """The oracle of the detection parts: box, class, distance, and who got which anchor."""
-    loss, _, assignments = reference.v8_loss(*exact[:2], SIZES, STRIDES[:3], targets, settings_on().tolist())
+    loss, _, assignments = reference.v8_loss(*exact[:2], SIZES, STRIDES[:3], targets, settings_on().tolist(), **options)
     return loss / len(exact[0]), assignments
 
 
@@ -89,6 +89,41 @@ def test_masks_match_oracle(device, dtype, overlap, layout):
     item = reference.mask_loss(exact[2], exact[3], masks, targets, assignments, HEIGHT, WIDTH, 7.5, overlap=overlap)
     assert item > 0
     compare(got, tensors, torch.stack((detection[0], item, *detection[1:])), exact, dtype)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("topk, topk2, size", [(10, 10, (16, 24)), (7, 1, (16, 24)), (12, 3, (32, 20))])
+def test_compared_masks_match_oracle(device, dtype, overlap, topk, topk2, size):
+    """YOLO26's assignment; the masks of the last case have another size than the prototypes.
+
+    Not in half precision, in which PyTorch rounds the enlarged prototypes.
+    """
+    size = size if dtype in (torch.float32, torch.float64) else (16, 24)
+    targets = sorted_targets(9, 2)
+    masks = None
+    if size != (16, 24):
+        masks = torch.randint(0, 6, (2, *size)) if overlap else torch.randint(0, 2, (9, *size))
+    got, tensors, masks = segmentation(
+        device, dtype, targets, overlap, masks, topk=topk, topk2=topk2, compare_masks=True
+    )
+    exact = exact_leaves(tensors)
+    fixed = [t.detach() for t in exact[2:]]
+    iou = reference.mask_overlap(*fixed, masks, targets, HEIGHT, overlap=overlap)
+    detection, assignments = base(targets, exact, topk=topk, topk2=topk2, mask_iou=iou)
+    _, plain = base(targets, exact, topk=topk, topk2=topk2)
+    assert assignments != plain, "masks change the assignment"
+    protos = exact[3]
+    if size != (16, 24):
+        protos = F.interpolate(protos, size, mode="bilinear", align_corners=False)
+    item = reference.mask_loss(exact[2], protos, masks, targets, assignments, HEIGHT, WIDTH, 7.5, overlap=overlap)
+    compare(got, tensors, torch.stack((detection[0], item, *detection[1:])), exact, dtype)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_compared_masks_of_few_targets(device, count):
+    got, *_ = segmentation(device, torch.float32, sorted_targets(count, 2), compare_masks=True, topk2=1)
+    assert got[0].isfinite().all() and (got[1] > 0).tolist()[0::2] == [count > 0, True]
 
 
 @pytest.mark.parametrize("channels", [1, 31, 33, 128])
@@ -209,6 +244,30 @@ def test_keypoints_match_oracle(device, dtype, count, columns, label_columns):
     detection, assignments = base(targets, exact)
     items = reference.keypoint_loss(exact[2], keypoints, sigmas, targets, assignments, SIZES, STRIDES[:3], (12.0, 1.5))
     assert items[0] > 0 and bool(items[1] > 0) == (columns == 3)
+    compare(got, tensors, torch.cat((detection[:1], items, detection[1:])), exact, dtype)
+
+
+@pytest.mark.parametrize("label_columns", [2, 3])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("topk, topk2", [(10, 10), (7, 1), (12, 3)])
+def test_compared_keypoints_match_oracle(device, dtype, label_columns, topk, topk2):
+    """YOLO26's assignment. A target of this list has no visible keypoint, and the last fills the image."""
+    targets = sorted_targets(8, 2)
+    targets[-1, 2:] = torch.tensor([0.5, 0.5, 0.95, 0.95])
+    keypoints = torch.cat((targets[:, None, 2:4] + torch.rand(8, 5, 2) * 0.2 - 0.1, torch.ones(8, 5, 1)), 2)
+    keypoints[2, :, 2] = 0
+    keypoints[3, :3, 2] = 0
+    got, tensors, keypoints, sigmas = pose(
+        device, dtype, targets, 3, label_columns, 5, keypoints=keypoints[..., :label_columns],
+        topk=topk, topk2=topk2, compare_keypoints=True,
+    )  # fmt: skip
+    exact = exact_leaves(tensors)
+    oks = reference.keypoint_similarity(exact[2].detach(), keypoints, sigmas, targets, SIZES, STRIDES[:3])
+    detection, assignments = base(targets, exact, topk=topk, topk2=topk2, similarity=oks)
+    assert assignments != base(targets, exact, topk=topk, topk2=topk2)[1], "keypoints change the assignment"
+    items = reference.keypoint_loss(
+        exact[2], keypoints, sigmas, targets, assignments, SIZES, STRIDES[:3], (12.0, 1.5), centered=True
+    )
     compare(got, tensors, torch.cat((detection[:1], items, detection[1:])), exact, dtype)
 
 

@@ -52,14 +52,33 @@ def best(values: dict[int, float], count: int) -> list[int]:
     return sorted((key for key in rounded if rounded[key] > 0), key=lambda key: (-rounded[key], key))[:count]
 
 
-def assign(scores, boxes, points, targets, settings, topk, topk2):
-    """Of one image: {anchor: (index of the target, target score)}."""
+def assign(scores, boxes, points, targets, settings, topk, topk2, mask_iou=None, keypoints=None):
+    """Of one image: {anchor: (index of the target, target score)}. mask_iou(index of the target, anchor): YOLO26's segmentation.
+
+    keypoints: YOLO26's poses: similarity(index of the target, anchor), which is None without a visible keypoint, and each anchor's stride.
+    """
     _, _, _, _, alpha, beta, eps, least_side, short_side = settings
     overlaps, alignments = [], []
-    for label, box in targets:
+    for index, (label, box) in enumerate(targets):
         area = reach(box, least_side, short_side)
         inside = ((points - area[:2] > 1e-9) & (area[2:] - points > 1e-9)).all(1).nonzero().flatten().tolist()
         overlap = {a: float(ciou(box.double(), boxes[a]).clamp(min=0)) for a in inside}
+        if keypoints is not None:
+            similarity, stride = keypoints
+            sides = box[2:] - box[:2]
+            size = torch.sqrt(sides[0] * sides[1])
+            allowed = [
+                a
+                for a in inside
+                if (stride[a] == stride.min() or size >= 2 * stride[a])
+                and (stride[a] == stride.max() or size <= 12 * stride[a])
+            ]
+            inside = allowed or inside
+            overlap = {a: overlap[a] if similarity(index, a) is None else similarity(index, a) for a in inside}
+        if mask_iou is not None:
+            by_box = {a: float(scores[a, label]) ** alpha * overlap[a] ** beta + 1e-9 for a in inside}
+            near = best(by_box, 3 * topk)
+            overlap = {a: (overlap[a] + (mask_iou(index, a) if a in near else 0.0)) / 2 for a in inside}
         overlaps.append(overlap)
         alignments.append({a: float(scores[a, label]) ** alpha * overlap[a] ** beta for a in inside})
     wanted: dict[int, list[int]] = {}
@@ -83,14 +102,30 @@ def assign(scores, boxes, points, targets, settings, topk, topk2):
     result = {}
     for index, anchors in enumerate(got):
         if topk2 != topk:
-            anchors = {a: anchors[a] for a in best(anchors, topk2)}
+            fits = best(anchors, len(points))
+            filling = [a for a in range(len(points)) if a not in fits][: max(0, topk2 - len(fits))]
+            anchors = {a: anchors[a] for a in fits[:topk2] + [a for a in filling if a in anchors]}
         for a, alignment in anchors.items():
             top = max(overlaps[index].get(other, 0.0) for other in anchors)
             result[a] = (index, alignment * top / (max(anchors.values()) + eps))
     return result
 
 
-def v8_loss(boxes, scores, sizes, strides, targets, settings, *, reg_max=16, topk=10, topk2=10, class_weights=None):
+def v8_loss(
+    boxes,
+    scores,
+    sizes,
+    strides,
+    targets,
+    settings,
+    *,
+    reg_max=16,
+    topk=10,
+    topk2=10,
+    class_weights=None,
+    mask_iou=None,
+    similarity=None,
+):
     """Loss (3) and items (3), and for each image the assignment; boxes (bs, 4 * reg_max, anchors), scores (bs, nc, anchors).
 
     Gradients flow to boxes and scores; what is assigned is a constant.
@@ -107,20 +142,26 @@ def v8_loss(boxes, scores, sizes, strides, targets, settings, *, reg_max=16, top
         logits = boxes[b].T.double()
         distances = torch.stack([decode(row, reg_max) for row in logits])
         decoded = torch.cat((cells - distances[:, :2], cells + distances[:, 2:]), 1)
-        mine = []
-        for row in targets:
+        mine, rows = [], []
+        for i, row in enumerate(targets):
             box = corners(row[2:], width, height)
             if int(row[0]) == b and box.sum() > 0:
                 mine.append((int(row[1]), box))
+                rows.append(i)
+        pixels = (decoded * stride).detach()
         lookup = [(label, box) for label, box in mine]  # a negative label indexes from the end
         assigned = assign(
             scores[b].T.detach().double().sigmoid(),
-            (decoded * stride).detach(),
+            pixels,
             cells * stride,
             lookup,
             settings,
             topk,
             topk2,
+            None
+            if mask_iou is None
+            else lambda i, a, b=b, rows=rows, pixels=pixels: mask_iou(b, rows[i], a, pixels[a]),
+            None if similarity is None else (lambda i, a, b=b, rows=rows: similarity(b, rows[i], a), stride.flatten()),
         )
         assignments.append(assigned)
         wanted = torch.zeros(scores.shape[2], nc, dtype=torch.float64)
@@ -156,6 +197,25 @@ def positives(assignments, targets, height, width):
     return found
 
 
+def mask_overlap(coefficients, protos, masks, targets, height, *, overlap=True):
+    """mask_iou of v8_loss: of (image, row of targets, anchor, its box in pixels)."""
+    rows, columns = protos.shape[2:]
+    masks = F.interpolate(masks[:, None].double(), (rows, columns), mode="nearest")[:, 0]
+
+    def iou(b, row, anchor, box):
+        number = 1 + sum(int(other[0]) == b for other in targets[:row])
+        wanted = (masks[b] == number).double() if overlap else masks[row]
+        logits = torch.einsum("c,chw->hw", coefficients[b, :, anchor].double(), protos[b].double())
+        low_x, low_y, high_x, high_y = box.float() * (rows / height)
+        x, y = torch.arange(columns), torch.arange(rows).view(-1, 1)
+        inside = (x >= low_x) & (x < high_x) & (y >= low_y) & (y < high_y)
+        predicted = ((logits > 0) & inside).double()
+        both = (predicted * wanted).sum()
+        return float(both / (predicted.sum() + wanted.sum() - both).clamp(min=1))
+
+    return iou
+
+
 def mask_loss(coefficients, protos, masks, targets, assignments, height, width, gain, *, overlap=True):
     """The mask part's item: mean, over all positives, of the cropped entropy's mean over pixels / the share that the box covers."""
     found = positives(assignments, targets, height, width)
@@ -174,7 +234,28 @@ def mask_loss(coefficients, protos, masks, targets, assignments, height, width, 
     return total * gain / max(len(found), 1)
 
 
-def keypoint_loss(predictions, keypoints, sigmas, targets, assignments, sizes, strides, gains):
+def keypoint_similarity(predictions, keypoints, sigmas, targets, sizes, strides):
+    """similarity of v8_loss: OKS of (image, row of targets, anchor), None for a row without a visible keypoint."""
+    height, width = sizes[0][0] * strides[0], sizes[0][1] * strides[0]
+    cells = torch.cat([torch.cartesian_prod(torch.arange(ny), torch.arange(nx)).flip(1) for ny, nx in sizes]) + 0.5
+    stride = torch.cat([torch.full((ny * nx,), float(s)) for (ny, nx), s in zip(sizes, strides)]).double()
+
+    def oks(b, row, anchor):
+        visible = keypoints[row, :, 2] > 0 if keypoints.shape[2] == 3 else torch.ones(len(keypoints[row])).bool()
+        if not visible.any():
+            return None
+        predicted = predictions[b, :, anchor].double().view(len(visible), -1)[:, :2]
+        wanted = keypoints[row, :, :2].double() * torch.tensor([width, height], dtype=torch.float64)
+        distance = ((predicted + cells[anchor]) * stride[anchor] - wanted).square().sum(1)
+        box = corners(targets[row, 2:], width, height).double()
+        area = (box[2] - box[0]) * (box[3] - box[1]) * 0.53
+        near = torch.exp(-distance / ((2 * sigmas.double()) ** 2 * (area + 1e-7) * 2))
+        return float((near * visible).sum() / (visible.sum() + 1e-7))
+
+    return oks
+
+
+def keypoint_loss(predictions, keypoints, sigmas, targets, assignments, sizes, strides, gains, centered=False):
     """The items pose and kobj: means over positives x keypoints."""
     height, width = sizes[0][0] * strides[0], sizes[0][1] * strides[0]
     cells = torch.cat([torch.cartesian_prod(torch.arange(ny), torch.arange(nx)).flip(1) for ny, nx in sizes])
@@ -188,7 +269,8 @@ def keypoint_loss(predictions, keypoints, sigmas, targets, assignments, sizes, s
         box = corners(targets[row, 2:], width, height).double() / stride[anchor].double()
         area = (box[2] - box[0]) * (box[3] - box[1])
         visible = (keypoints[row, :, 2] != 0).double() if keypoints.shape[2] == 3 else torch.ones(count).double()
-        distance = 2 * predicted[:, :2] + cells[anchor].double() - keypoints[row, :, :2].double() * size
+        place = predicted[:, :2] + cells[anchor] + 0.5 if centered else 2 * predicted[:, :2] + cells[anchor]
+        distance = place - keypoints[row, :, :2].double() * size
         e = distance.square().sum(1) / ((2 * sigmas.double()) ** 2 * (area + 1e-9) * 2)
         pose = pose + (count / (visible.sum() + 1e-9) * (1 - torch.exp(-e)) * visible).mean()
         if predicted.shape[1] == 3:

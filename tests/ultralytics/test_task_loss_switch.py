@@ -25,6 +25,7 @@ REAL = SimpleNamespace(
     segment=stock_loss.v8SegmentationLoss,
     pose=stock_loss.v8PoseLoss,
     segment26=stock_loss.SegmentLoss26,
+    pose26=stock_loss.PoseLoss26,
 )
 OURS = SimpleNamespace(obb=ours_module.v8OBBLoss, segment=ours_module.v8SegmentationLoss, pose=ours_module.v8PoseLoss)
 OUTPUTS = ("boxes", "scores", "mask_coefficient", "proto", "kpts", "angle")
@@ -244,24 +245,131 @@ def test_patch_and_unpatch(models):
         assert stock_loss.v8PoseLoss is tasks.v8PoseLoss is OURS.pose
         assert type(models("yolov8n-seg.yaml").init_criterion()) is OURS.segment
         assert type(models("yolov8n-pose.yaml").init_criterion()) is OURS.pose
-        assert issubclass(REAL.segment26, REAL.segment) and not issubclass(REAL.segment26, OURS.segment)
+        criterion = models("yolo26n-seg.yaml").init_criterion()
+        assert type(criterion.one2one) is type(criterion.one2many) is ours_module.SegmentLoss26
     finally:
         unpatch()
     assert stock_loss.v8SegmentationLoss is tasks.v8SegmentationLoss is REAL.segment
     assert stock_loss.v8PoseLoss is REAL.pose
 
 
-@pytest.mark.parametrize("name", ["yolo26n-seg.yaml", "yolo26n-pose.yaml"])
-def test_yolo26_keeps_stocks_code(models, name):
-    model, batch = models(name), make_batch()
+def segment26_pair(model):
+    return REAL.e2e(model, REAL.segment26), ours_module.E2ELoss(model, ours_module.SegmentLoss26)
+
+
+def assert_same26(models, batch, **changes):
+    model = models("yolo26n-seg.yaml")
+    model.args = get_cfg(overrides={"epochs": 5, **changes})
     preds = outputs(model, batch)
-    want = model.init_criterion()(preds, batch)[0]
-    patch(loss_optim=True)
-    try:
-        criterion = model.init_criterion()
-        assert torch.equal(criterion(preds, batch)[0], want)
-    finally:
-        unpatch()
+    theirs, ours = (run_heads(criterion, preds, batch) for criterion in segment26_pair(model))
+    assert_same(theirs, ours)
+    return ours
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("seed, ratio", [(1, 4), (2, 4), (3, 2), (4, 8)])
+def test_yolo26_segmentation(models, seed, ratio, overlap):
+    ours = assert_same26(models, make_batch(seed, overlap=overlap, ratio=ratio), overlap_mask=overlap)
+    assert all(value > 0 for value in ours[1].values()), "something is assigned"
+
+
+@pytest.mark.parametrize("count", [0, 1, 60])
+def test_yolo26_segmentation_of_few_and_many(models, count):
+    assert_same26(models, make_batch(1, count, 2))
+
+
+def test_yolo26_segmentation_of_masks_that_vanish_and_boxes_outside(models):
+    batch = make_batch()
+    batch["masks"].zero_()
+    batch["bboxes"][0] = torch.tensor([1.1, 0.5, 0.5, 0.5])
+    batch["bboxes"][1] = torch.tensor([0.5, 0.5, 0.01, 0.01])
+    assert_same26(models, batch)
+
+
+def test_yolo26_segmentation_in_validation(models):
+    """There are no semantic logits, and their part is 0."""
+    model, batch = models("yolo26n-seg.yaml"), make_batch()
+    with torch.inference_mode():
+        preds = model.eval()(batch["img"])
+    model.train()
+    with torch.inference_mode():
+        (want, want_items), (loss, items) = (criterion(preds, batch) for criterion in segment26_pair(model))
+    torch.testing.assert_close(loss, want, rtol=5e-5, atol=5e-5)
+    assert list(items) == list(want_items) and items["sem_loss"] == 0
+
+
+def test_yolo26_segmentation_after_epochs(models):
+    """The branches' weights change."""
+    model, batch = models("yolo26n-seg.yaml"), make_batch()
+    preds, pair = outputs(model, batch), segment26_pair(model)
+    for criterion in pair:
+        criterion.update()
+    assert_same(*(run_heads(criterion, preds, batch) for criterion in pair))
+
+
+def pose26(models, batch, shape):
+    """Losses and gradients of both, and of the flow; keypoints are predicted near those of labels, as a trained model's are."""
+    model = models("yolo26n-pose.yaml", data_kpt_shape=shape)
+    preds = outputs(model, batch)
+    results = []
+    for make in (
+        lambda: REAL.e2e(model, REAL.pose26),
+        lambda: ours_module.E2ELoss(model, ours_module.PoseLoss26),
+    ):
+        model.zero_grad()
+        criterion = make()
+        result = run_heads(criterion, preds, batch)
+        flow = [p for p in model.model[-1].flow_model.parameters() if p.requires_grad]
+        loss, _ = criterion(preds, batch)
+        results.append((*result[:2], (*result[2], *torch.autograd.grad(loss.sum(), flow))))
+    return results
+
+
+@pytest.mark.parametrize("shape, columns", [([17, 3], 3), ([5, 3], 3), ([5, 2], 3), ([5, 3], 2)], ids=str)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_yolo26_poses(models, seed, shape, columns):
+    theirs, ours = pose26(models, make_batch(seed, keypoints=shape[0], columns=columns), shape)
+    assert_same(theirs, ours)
+    assert all(ours[1][part] > 0 for part in ours[1] if part not in ("kobj_loss", "rle_loss"))
+
+
+@pytest.mark.parametrize("count", [0, 1, 60])
+def test_yolo26_poses_of_few_and_many(models, count):
+    assert_same(*pose26(models, make_batch(1, count, 2, keypoints=5), [5, 3]))
+
+
+def test_yolo26_poses_of_invisible_keypoints(models):
+    batch = make_batch(keypoints=5)
+    batch["keypoints"][:3, :, 2] = 0
+    assert_same(*pose26(models, batch, [5, 3]))
+    batch["keypoints"][..., 2] = 0
+    assert_same(*pose26(models, batch, [5, 3]))
+
+
+def test_yolo26_poses_in_validation(models):
+    """There are no sigmas, and the RLE part is 0."""
+    model, batch = models("yolo26n-pose.yaml"), make_batch()
+    with torch.inference_mode():
+        preds = model.eval()(batch["img"])
+    model.train()
+    with torch.inference_mode():
+        (want, want_items), (loss, items) = (
+            criterion(preds, batch)
+            for criterion in (
+                REAL.e2e(model, REAL.pose26),
+                ours_module.E2ELoss(model, ours_module.PoseLoss26),
+            )
+        )
+    torch.testing.assert_close(loss, want, rtol=5e-5, atol=5e-5)
+    assert list(items) == list(want_items) and items["rle_loss"] == 0
+
+
+def test_gpu_matches_stock_of_yolo26_poses(cuda, models):
+    batch = {key: value.to(cuda) for key, value in make_batch(2, 40).items()}
+    model = copy.deepcopy(models("yolo26n-pose.yaml")).to(cuda)
+    theirs, ours = pose26(lambda *_, **__: model, batch, [17, 3])
+    for wanted, mine in zip([theirs[0], *theirs[2]], [ours[0], *ours[2]]):
+        assert (mine - wanted).abs().max() <= 1e-4 * wanted.abs().max() + 1e-9
 
 
 @pytest.mark.parametrize("name", CASES[::2])
@@ -276,11 +384,13 @@ def test_what_is_pickled_is_stock(models, name):
     assert type(pickle.load(io.BytesIO(data))) is type(theirs)
 
 
-@pytest.mark.parametrize("task, part", [("segment", "single_mask_loss"), ("pose", "kpts_decode")])
+@pytest.mark.parametrize(
+    "task, part", [("segment", "single_mask_loss"), ("segment26", "single_mask_loss"), ("pose", "kpts_decode")]
+)
 def test_a_version_with_another_loss_of_a_task_keeps_that_one(monkeypatch, caplog, task, part):
     stock = getattr(REAL, task)
     assert differs(stock) is None
-    function = vars(stock)[part].__func__
+    function = getattr(stock, part)
     monkeypatch.setattr(stock, part, staticmethod(lambda *args: 1.01 * function(*args)))
     assert "its loss of a small batch is" in differs(stock)
     with caplog.at_level("INFO", logger="torch_fastdet"):
@@ -293,6 +403,15 @@ def test_a_version_with_another_loss_of_a_task_keeps_that_one(monkeypatch, caplo
     assert "its loss of a small batch is" in caplog.text
 
 
+def test_gpu_matches_stock_of_yolo26_segmentation(cuda, models):
+    batch = {key: value.to(cuda) for key, value in make_batch(2, 40).items()}
+    model = copy.deepcopy(models("yolo26n-seg.yaml")).to(cuda)
+    preds = outputs(model, batch)
+    theirs, ours = (run_heads(criterion, preds, batch) for criterion in segment26_pair(model))
+    for wanted, mine in zip([theirs[0], *theirs[2]], [ours[0], *ours[2]]):
+        assert (mine - wanted).abs().max() <= 1e-4 * wanted.abs().max() + 1e-9
+
+
 @pytest.mark.parametrize("name", CASES[::2])
 def test_gpu_matches_stock(cuda, models, name):
     batch = {key: value.to(cuda) for key, value in make_batch(2, 40).items()}
@@ -302,6 +421,28 @@ def test_gpu_matches_stock(cuda, models, name):
         assert (mine - wanted).abs().max() <= 5e-5 * wanted.abs().max() + 1e-9
 
 
+HEADS = ("boxes", "scores", "angle", "mask_coefficient", "kpts", "kpts_sigma")
+
+
+def run_heads(criterion, preds, batch):
+    """Of one head, or of both. A tuple of prototypes and semantic logits is leaves, too."""
+    branches = {name: {**preds[name]} for name in ("one2many", "one2one")} if "one2many" in preds else {"": {**preds}}
+    leaves = []
+    for name, branch in branches.items():
+        for part in HEADS:
+            if part in branch:
+                branch[part] = branch[part].detach().clone().requires_grad_()
+                leaves.append(branch[part])
+        if isinstance(branch.get("proto"), tuple):
+            wanted = name != "one2one"  # which gets them detached
+            branch["proto"] = tuple(t.detach().clone().requires_grad_(wanted) for t in branch["proto"])
+            leaves += branch["proto"] if wanted else ()
+    loss, items = criterion(branches.get("", branches), batch)
+    parts = torch.tensor([1.0, 2.0, 0.5, 3.0, 0.7, 1.3])[: len(loss)].to(loss)
+    gradients = torch.autograd.grad((loss * parts).sum(), leaves, allow_unused=True, materialize_grads=True)
+    return loss.detach(), items, gradients
+
+
 OBB = ["yolov8n-obb.yaml", "yolo11n-obb.yaml", "yolo26n-obb.yaml"]
 
 
@@ -309,19 +450,6 @@ def make_obb_batch(seed=1, count=7, images=3, size=(64, 96)):
     batch = make_batch(seed, count, images, size)
     batch["bboxes"] = torch.cat((batch["bboxes"], (torch.rand(count, 1) - 0.25) * torch.pi), 1)
     return batch
-
-
-def run_obb(criterion, preds, batch):
-    """Of one head, or of both."""
-    branches = {name: {**preds[name]} for name in ("one2many", "one2one")} if "one2many" in preds else {"": {**preds}}
-    leaves = []
-    for branch in branches.values():
-        for name in ("boxes", "scores", "angle"):
-            branch[name] = branch[name].detach().clone().requires_grad_()
-            leaves.append(branch[name])
-    loss, items = criterion(branches.get("", branches), batch)
-    parts = torch.tensor([1.0, 2.0, 0.5, 3.0]).to(loss)
-    return loss.detach(), items, torch.autograd.grad((loss * parts).sum(), leaves)
 
 
 def obb_pair(model):
@@ -345,7 +473,7 @@ def assert_same_obb(theirs, ours):
 def test_oriented_boxes(models, name, seed, size):
     model, batch = models(name), make_obb_batch(seed, size=size)
     preds = outputs(model, batch)
-    theirs, ours = (run_obb(criterion, preds, batch) for criterion in obb_pair(model))
+    theirs, ours = (run_heads(criterion, preds, batch) for criterion in obb_pair(model))
     assert_same_obb(theirs, ours)
     assert all(value > 0 for value in ours[1].values()), "something is assigned"
 
@@ -355,7 +483,7 @@ def test_oriented_boxes(models, name, seed, size):
 def test_numbers_of_oriented_boxes(models, name, count):
     model, batch = models(name), make_obb_batch(1, count)
     preds = outputs(model, batch)
-    assert_same_obb(*(run_obb(criterion, preds, batch) for criterion in obb_pair(model)))
+    assert_same_obb(*(run_heads(criterion, preds, batch) for criterion in obb_pair(model)))
 
 
 def test_tiny_oriented_boxes_and_angles_at_the_border(models):
@@ -364,7 +492,7 @@ def test_tiny_oriented_boxes_and_angles_at_the_border(models):
     batch["bboxes"][2:6, 4] = torch.tensor([-torch.pi / 4, 3 * torch.pi / 4, torch.pi / 2, 0.0])
     batch["bboxes"][6, 4] = -200.0
     preds = outputs(model, batch)
-    assert_same_obb(*(run_obb(criterion, preds, batch) for criterion in obb_pair(model)))
+    assert_same_obb(*(run_heads(criterion, preds, batch) for criterion in obb_pair(model)))
 
 
 def test_gain_of_the_angle_and_labels_of_another_task(models):
@@ -372,7 +500,7 @@ def test_gain_of_the_angle_and_labels_of_another_task(models):
     preds, criteria = outputs(model, batch), obb_pair(model)
     for criterion in criteria:
         criterion.hyp = get_cfg(overrides={"angle": 3.0})
-    assert_same_obb(*(run_obb(criterion, preds, batch) for criterion in criteria))
+    assert_same_obb(*(run_heads(criterion, preds, batch) for criterion in criteria))
     for criterion in criteria:
         with pytest.raises(TypeError, match="OBB"):
             criterion(preds, batch | {"bboxes": batch["bboxes"][:, :4]})
@@ -395,7 +523,7 @@ def test_gpu_matches_stock_of_oriented_boxes(cuda, models, name):
     batch = {key: value.to(cuda) for key, value in make_obb_batch(2, 40).items()}
     model = copy.deepcopy(models(name)).to(cuda)
     preds = outputs(model, batch)
-    assert_same_obb(*(run_obb(criterion, preds, batch) for criterion in obb_pair(model)))
+    assert_same_obb(*(run_heads(criterion, preds, batch) for criterion in obb_pair(model)))
 
 
 @pytest.mark.slow

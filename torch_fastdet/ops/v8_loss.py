@@ -158,6 +158,7 @@ def v8_segmentation_loss(
     reg_max: int = 16,
     topk: int = 10,
     topk2: int = 10,
+    compare_masks: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """v8SegmentationLoss: :func:`v8_loss`, and the masks of the anchors that it assigned. No host synchronisation, capturable,
     bitwise repeatable.
@@ -177,6 +178,8 @@ def v8_segmentation_loss(
             0. Without (n, height, width): a mask of numbers from 0 to 1 a row of targets. uint8, bool, int32 and float32 are read as
             they are; other dtypes are converted first.
         overlap: which of the two.
+        compare_masks: how well an anchor and a target fit is decided by the mean of the boxes' CIoU and the masks' IoU, as in YOLO26.
+            Masks are compared for each target's 3 * ``topk`` best anchors by score and CIoU; for others their IoU is 0.
 
     Returns:
         loss: (4), box, mask, class and distance part times batch size and weight; differentiable by heads, coefficients and protos.
@@ -188,7 +191,8 @@ def v8_segmentation_loss(
         ValueError: as :func:`v8_loss`.
         TypeError: an argument is not a tensor where one is expected, or heads is not a list of tensors.
 
-    Source: the behaviour of v8SegmentationLoss in Ultralytics 8.4.190.
+    Source: the behaviour of v8SegmentationLoss in Ultralytics 8.4.190, with ``compare_masks`` that of SegmentLoss26, less its
+    semantic part.
     """
     options = V8LossOptions(num_targets, class_weights, reg_max, topk, topk2)
     if not torch.jit.is_scripting():
@@ -197,7 +201,25 @@ def v8_segmentation_loss(
         check_tensor("v8_segmentation_loss", "protos", protos)
         check_tensor("v8_segmentation_loss", "masks", masks)
         _check("v8_segmentation_loss", targets, settings, options)
-    loss, items, slot_anchor, slot_row, status = _assigned(heads, targets, settings, strides, sizes, options)
+    if compare_masks:
+        loss, items, _, slot_anchor, slot_row, _, status = torch.ops.torch_fastdet.v8_masked_loss(
+            heads,
+            coefficients,
+            protos,
+            masks,
+            targets,
+            settings,
+            strides,
+            sizes,
+            num_targets,
+            class_weights,
+            reg_max=reg_max,
+            topk=topk,
+            topk2=topk2,
+            overlap=overlap,
+        )
+    else:
+        loss, items, slot_anchor, slot_row, status = _assigned(heads, targets, settings, strides, sizes, options)
     if protos.dim() == 4 and masks.dim() == 3 and masks.shape[1:] != protos.shape[2:]:
         protos = F.interpolate(protos, [masks.shape[1], masks.shape[2]], mode="bilinear", align_corners=False)
     mask_loss, mask_item, _, _, _, _ = torch.ops.torch_fastdet.v8_mask_loss(
@@ -230,6 +252,7 @@ def v8_pose_loss(
     reg_max: int = 16,
     topk: int = 10,
     topk2: int = 10,
+    compare_keypoints: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """v8PoseLoss: :func:`v8_loss`, and the keypoints of the anchors that it assigned. No host synchronisation, capturable, bitwise
     repeatable.
@@ -247,6 +270,10 @@ def v8_pose_loss(
             With two columns all are visible.
         sigmas: (keypoints) float32, how far each keypoint may be off, as a share of the object's size.
         gains: two float64 on the heads' device, of the pose and the kobj part (12 and 1 in Ultralytics).
+        compare_keypoints: as YOLO26 does: how well an anchor and a target fit is decided by the object keypoint similarity in place of
+            the boxes' CIoU (for targets with a visible keypoint), a target's anchors are of the levels with strides of 1 / 12 to 1 / 2
+            of its size (the finest level takes smaller, the coarsest larger targets, too), and a position is x + the center of the
+            anchor's cell. ``heads`` are joined then, and of the dtype of ``predictions``.
 
     Returns:
         loss: (5), box, pose, kobj, class and distance part times batch size and weight; differentiable by heads and predictions.
@@ -258,7 +285,7 @@ def v8_pose_loss(
         ValueError: as :func:`v8_loss`.
         TypeError: an argument is not a tensor where one is expected, or heads is not a list of tensors.
 
-    Source: the behaviour of v8PoseLoss in Ultralytics 8.4.190.
+    Source: the behaviour of v8PoseLoss in Ultralytics 8.4.190, with ``compare_keypoints`` that of PoseLoss26, less its RLE part.
     """
     options = V8LossOptions(num_targets, class_weights, reg_max, topk, topk2)
     if not torch.jit.is_scripting():
@@ -268,7 +295,24 @@ def v8_pose_loss(
         check_tensor("v8_pose_loss", "sigmas", sigmas)
         check_tensor("v8_pose_loss", "gains", gains)
         _check("v8_pose_loss", targets, settings, options)
-    loss, items, slot_anchor, slot_row, status = _assigned(heads, targets, settings, strides, sizes, options)
+    if compare_keypoints:
+        loss, items, _, slot_anchor, slot_row, _, status = torch.ops.torch_fastdet.v8_posed_loss(
+            heads,
+            predictions,
+            keypoints,
+            sigmas,
+            targets,
+            settings,
+            strides,
+            sizes,
+            num_targets,
+            class_weights,
+            reg_max=reg_max,
+            topk=topk,
+            topk2=topk2,
+        )
+    else:
+        loss, items, slot_anchor, slot_row, status = _assigned(heads, targets, settings, strides, sizes, options)
     parts, part_items, _ = torch.ops.torch_fastdet.v8_keypoint_loss(
         predictions,
         keypoints,
@@ -280,6 +324,7 @@ def v8_pose_loss(
         settings,
         strides,
         _sizes(heads, sizes),
+        compare_keypoints,
     )
     return torch.cat((loss[:1], parts, loss[1:])), torch.cat((items[:1], part_items, items[1:])), status
 

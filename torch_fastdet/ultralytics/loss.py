@@ -1,4 +1,4 @@
-"""v8DetectionLoss, v8SegmentationLoss, v8PoseLoss, v8OBBLoss and E2ELoss in a few launches, with Ultralytics' constructors, calls, attributes
+"""v8DetectionLoss, v8SegmentationLoss, SegmentLoss26, v8PoseLoss, PoseLoss26, v8OBBLoss and E2ELoss in a few launches, with Ultralytics' constructors, calls, attributes
 and results.
 
 The classes of this module are subclasses of the classes of that name in the installed Ultralytics, made when they are first asked
@@ -42,6 +42,11 @@ ASSIGNER_METHODS = (
 )
 
 DETECTION_SETTINGS = len(ops.v8_loss_settings())
+ASSIGNERS = {
+    "v8OBBLoss": "RotatedTaskAlignedAssigner",
+    "SegmentLoss26": "SegTaskAlignedAssigner",
+    "PoseLoss26": "PoseTaskAlignedAssigner",
+}
 MOST_MASK_CHANNELS = 128  # of the operator
 
 OTHER_SIDES = "its TaskAlignedAssigner enlarges small boxes in a way that is not known here"
@@ -197,7 +202,7 @@ class _DetectionLoss(_Criterion):
         targets = targets.to(device=scores.device, dtype=torch.float32)
         sizes = [side for feature in preds["feats"] for side in feature.shape[2:]]
         loss, items, _, slot_anchor, slot_row, _, status = self.assigned(
-            preds, boxes, scores, targets, settings, sizes, num_targets
+            preds, batch, boxes, scores, targets, settings, sizes, num_targets
         )
         state.note(status, targets.shape[0])
         if batch is not None:
@@ -208,6 +213,7 @@ class _DetectionLoss(_Criterion):
     def assigned(
         self,
         preds: dict[str, Any],
+        batch: dict[str, Any] | None,
         boxes: torch.Tensor,
         scores: torch.Tensor,
         targets: torch.Tensor,
@@ -365,23 +371,12 @@ class _Slots(NamedTuple):
     sizes: list[int]
 
 
-class _TaskLoss(_DetectionLoss):
-    """What the losses of tasks with labels of their own share."""
-
-    def _task_changed(self) -> str | None:
-        this: Any = self
-        # Each assigned anchor counts the same here, those without overlap too, and of those stock's topk2 keeps others.
-        if this.assigner.topk2 != this.assigner.topk:
-            return f"topk2 of {type(self).__name__}.assigner is {this.assigner.topk2}"
-        return None
-
-
-class _SegmentationLoss(_TaskLoss):
+class _SegmentationLoss(_DetectionLoss):
     """Ultralytics' ``v8SegmentationLoss`` in a few launches: as :class:`v8DetectionLoss`, and the masks of the assigned anchors in one
     pass, without a mask in memory (:func:`torch_fastdet.ops.v8_segmentation_loss`).
 
     A batch of targets alone, as :class:`torch_fastdet.graphs.TrainStep` passes it, is not taken: ``batch["masks"]`` is needed. With
-    more than 128 mask coefficients, or with YOLO26's semantic logits beside the prototypes, stock's code runs.
+    more than 128 mask coefficients stock's code runs.
     """
 
     labels = "masks"
@@ -389,11 +384,14 @@ class _SegmentationLoss(_TaskLoss):
     def takes(self, preds: dict[str, Any], batch: Any) -> bool:
         return isinstance(preds["proto"], torch.Tensor) and preds["proto"].shape[1] <= MOST_MASK_CHANNELS
 
+    def prototypes(self, preds: dict[str, Any]) -> torch.Tensor:
+        return preds["proto"]
+
     def with_task(
         self, preds: dict[str, Any], batch: dict[str, Any], slots: _Slots, loss: torch.Tensor, items: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         this: Any = self
-        coefficients, protos = preds["mask_coefficient"], preds["proto"]
+        coefficients, protos = preds["mask_coefficient"], self.prototypes(preds)
         dtype = torch.promote_types(coefficients.dtype, protos.dtype)
         masks = batch["masks"].to(protos.device)
         if masks.shape[-2:] != protos.shape[-2:]:
@@ -418,7 +416,78 @@ class _SegmentationLoss(_TaskLoss):
         return F.pad(loss, (0, missing)), F.pad(items, (0, missing))
 
 
-class _PoseLoss(_TaskLoss):
+class _SegmentLoss26(_SegmentationLoss):
+    """Ultralytics' ``SegmentLoss26``: as :class:`v8SegmentationLoss`, with an assignment that compares masks too
+    (:func:`torch_fastdet.ops.v8_segmentation_loss` with ``compare_masks``), and the part of the semantic logits.
+
+    The semantic part is computed by PyTorch, without host synchronisation. ``batch["sem_masks"]`` is needed in training.
+    """
+
+    def takes(self, preds: dict[str, Any], batch: Any) -> bool:
+        return self.prototypes(preds).shape[1] <= MOST_MASK_CHANNELS
+
+    def prototypes(self, preds: dict[str, Any]) -> torch.Tensor:
+        return preds["proto"][0] if isinstance(preds["proto"], tuple) else preds["proto"]
+
+    def assigned(
+        self,
+        preds: dict[str, Any],
+        batch: dict[str, Any] | None,
+        boxes: torch.Tensor,
+        scores: torch.Tensor,
+        targets: torch.Tensor,
+        settings: torch.Tensor,
+        sizes: list[int],
+        num_targets: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, ...]:
+        this: Any = self
+        assert batch is not None
+        return torch.ops.torch_fastdet.v8_masked_loss.default(
+            [boxes, scores],
+            preds["mask_coefficient"].detach().to(boxes.dtype),
+            self.prototypes(preds).detach().to(boxes.dtype),
+            batch["masks"].to(boxes.device),
+            targets,
+            settings[:DETECTION_SETTINGS],
+            self.strides(),
+            sizes,
+            num_targets,
+            this.class_weights,
+            reg_max=this.reg_max,
+            topk=this.assigner.topk,
+            topk2=this.assigner.topk2,
+            overlap=bool(this.overlap),
+        )
+
+    def with_task(
+        self, preds: dict[str, Any], batch: dict[str, Any], slots: _Slots, loss: torch.Tensor, items: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        loss, items = super().with_task(preds, batch, slots, loss, items)
+        if not isinstance(preds["proto"], tuple):
+            return loss, items
+        part = self._semantic(preds["proto"][1].float(), batch) * slots.settings[0].float()
+        part = torch.where((slots.anchor >= 0).any(), part, 0)  # the gain is that of the boxes
+        whole = part * (len(preds["scores"]) * slots.settings[3].float())
+        return torch.cat((loss[:-1], whole.view(1).to(loss.dtype))), torch.cat((items[:-1], part.detach().view(1)))
+
+    def _semantic(self, logits: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
+        """Half the entropy and half the Dice loss of (bs, classes, height, width) logits, before the gain."""
+        this: Any = self
+        classes, masks = batch["sem_masks"].to(logits.device), batch["masks"].to(logits.device).float()
+        if not this.overlap:  # a mask a row of labels: how many cover a pixel
+            image = batch["batch_idx"].to(logits.device).flatten().long()
+            masks = masks.new_zeros(len(logits), *masks.shape[1:]).index_add_(0, image, masks)
+        covered = F.interpolate(masks[:, None], logits.shape[2:], mode="nearest") != 0
+        classes = F.interpolate(classes[:, None].float(), logits.shape[2:], mode="nearest")
+        number = torch.arange(logits.shape[1], device=logits.device).view(1, -1, 1, 1)
+        wanted = ((classes == number) & covered).float()
+        entropy = F.binary_cross_entropy_with_logits(logits, wanted)
+        shares = logits.sigmoid()
+        both, sizes = (shares * wanted).sum((2, 3)), shares.sum((2, 3)) + wanted.sum((2, 3))
+        return 0.5 * entropy + 0.5 * (1 - (2 * both + 1) / (sizes + 1)).mean()
+
+
+class _PoseLoss(_DetectionLoss):
     """Ultralytics' ``v8PoseLoss`` in a few launches: as :class:`v8DetectionLoss`, and the keypoints of the assigned anchors
     (:func:`torch_fastdet.ops.v8_pose_loss`).
 
@@ -427,6 +496,7 @@ class _PoseLoss(_TaskLoss):
     """
 
     labels = "keypoints"
+    centered: ClassVar[bool] = False
 
     def settings(self, weight: float = 1.0) -> tuple[float, ...]:
         this: Any = self
@@ -445,7 +515,7 @@ class _PoseLoss(_TaskLoss):
             or this.bce_pose.reduction != "mean"
         ):
             return f"{type(self).__name__}.bce_pose was replaced"
-        return super()._task_changed()
+        return None
 
     def with_task(
         self, preds: dict[str, Any], batch: dict[str, Any], slots: _Slots, loss: torch.Tensor, items: torch.Tensor
@@ -460,13 +530,113 @@ class _PoseLoss(_TaskLoss):
             slots.targets,
             slots.anchor,
             slots.row,
-            slots.settings[DETECTION_SETTINGS:],
+            slots.settings[DETECTION_SETTINGS : DETECTION_SETTINGS + 2],
             slots.settings[:DETECTION_SETTINGS],
             self.strides(),
             slots.sizes,
+            self.centered,
         )
         loss = torch.cat((loss[:1], parts.to(loss.dtype), loss[1:]))
         return loss, torch.cat((items[:1], part_items.to(items.dtype), items[1:]))
+
+
+class _PoseLoss26(_PoseLoss):
+    """Ultralytics' ``PoseLoss26``: as :class:`v8PoseLoss`, with an assignment that compares keypoints in place of boxes
+    (:func:`torch_fastdet.ops.v8_pose_loss` with ``compare_keypoints``), and the part of residual log-likelihood (RLE).
+
+    The RLE part runs the head's own ``flow_model`` by PyTorch, over all slots of the assignment: without host synchronisation, in a
+    hundred launches or so. ``hyp.rle`` is read at each call.
+    """
+
+    centered = True
+
+    def settings(self, weight: float = 1.0) -> tuple[float, ...]:
+        this: Any = self
+        return (*super().settings(weight), float(this.hyp.rle))
+
+    def _task_changed(self) -> str | None:
+        this: Any = self
+        kind = vars(importlib.import_module(self.stock.__module__))["RLELoss"]
+        if type(this.rle_loss) is not kind or module_has_hooks(this.rle_loss):
+            return f"{type(self).__name__}.rle_loss was replaced"
+        return super()._task_changed()
+
+    def assigned(
+        self,
+        preds: dict[str, Any],
+        batch: dict[str, Any] | None,
+        boxes: torch.Tensor,
+        scores: torch.Tensor,
+        targets: torch.Tensor,
+        settings: torch.Tensor,
+        sizes: list[int],
+        num_targets: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, ...]:
+        this: Any = self
+        assert batch is not None
+        return torch.ops.torch_fastdet.v8_posed_loss.default(
+            [boxes, scores],
+            preds["kpts"].detach().to(boxes.dtype),
+            batch["keypoints"].to(device=boxes.device, dtype=torch.float32),
+            this.assigner.sigmas.to(device=boxes.device, dtype=torch.float32),
+            targets,
+            settings[:DETECTION_SETTINGS],
+            self.strides(),
+            sizes,
+            num_targets,
+            this.class_weights,
+            reg_max=this.reg_max,
+            topk=this.assigner.topk,
+            topk2=this.assigner.topk2,
+        )
+
+    def with_task(
+        self, preds: dict[str, Any], batch: dict[str, Any], slots: _Slots, loss: torch.Tensor, items: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        loss, items = super().with_task(preds, batch, slots, loss, items)
+        if preds.get("kpts_sigma") is None:  # in validation
+            return F.pad(loss, (0, 1)), F.pad(items, (0, 1))
+        part = self._likelihood(preds, batch, slots) * slots.settings[DETECTION_SETTINGS + 2].float()
+        whole = part * (len(preds["scores"]) * slots.settings[3].float())
+        return torch.cat((loss, whole.view(1).to(loss.dtype))), torch.cat(
+            (items, part.detach().view(1).to(items.dtype))
+        )
+
+    def _likelihood(self, preds: dict[str, Any], batch: dict[str, Any], slots: _Slots) -> torch.Tensor:
+        """The mean over the visible keypoints of the anchors in slots; empty slots count nothing."""
+        this: Any = self
+        kpts, sigmas = preds["kpts"], preds["kpts_sigma"]
+        labels = batch["keypoints"].to(device=kpts.device, dtype=torch.float32)
+        count, anchors = labels.shape[1], kpts.shape[2]
+        used, index = slots.anchor.flatten() >= 0, slots.anchor.flatten().clamp(min=0)
+        image, anchor = index // anchors, index % anchors
+        wanted = labels[slots.row.flatten().clamp(min=0)]
+        # Where each anchor lies, and the size of the image in its cells.
+        first, stride, width = 0, torch.zeros_like(anchor, dtype=torch.float32), torch.ones_like(anchor)
+        start = torch.zeros_like(anchor)
+        for i, each in enumerate(self.strides()):
+            later = anchor >= first
+            stride = torch.where(later, each, stride)
+            width = torch.where(later, slots.sizes[2 * i + 1], width)
+            start = torch.where(later, first, start)
+            first += slots.sizes[2 * i] * slots.sizes[2 * i + 1]
+        center = torch.stack(((anchor - start) % width, (anchor - start) // width), 1) + 0.5
+        height, length = (side * self.strides()[0] for side in slots.sizes[:2])
+        size = torch.stack((length / stride, height / stride), 1)
+
+        place = kpts[image, :, anchor].view(len(index), count, -1)[..., :2].float() + center[:, None]
+        sigma = sigmas[image, :, anchor].view(len(index), count, 2).float().sigmoid()
+        sigma = sigma.clamp(min=torch.finfo(sigmas.dtype).tiny)
+        error = (place - wanted[..., :2] * size[:, None]) / (sigma + 1e-9)
+        keep = used[:, None] & error.isfinite().all(2)
+        if labels.shape[2] == 3:
+            keep = keep & (wanted[..., 2] != 0)
+        error = torch.where(keep[..., None], error, 0).clamp(-100, 100)
+        log_phi = this.flow_model.log_prob(error.view(-1, 2)).view(len(index), count, 1).float()
+        terms = sigma.log() - log_phi + (2 * sigma).log() + error.abs()
+        weights = this.target_weights.to(kpts.device).view(1, -1, 1)
+        total = torch.where(keep[..., None], terms * weights, 0).sum()
+        return (total / keep.sum().clamp(min=1)).clamp(min=0)
 
 
 class _OBBLoss(_DetectionLoss):
@@ -486,6 +656,7 @@ class _OBBLoss(_DetectionLoss):
     def assigned(
         self,
         preds: dict[str, Any],
+        batch: dict[str, Any] | None,
         boxes: torch.Tensor,
         scores: torch.Tensor,
         targets: torch.Tensor,
@@ -587,9 +758,10 @@ def packed_targets(batch: dict[str, Any], device: torch.device) -> torch.Tensor:
 class _Parts:
     """The classes of Ultralytics that the operator stands for, as they were when ours were made."""
 
-    def __init__(self, module: ModuleType, rotated: bool) -> None:
+    def __init__(self, module: ModuleType, criterion: str) -> None:
+        rotated = criterion == "v8OBBLoss"
         self.detection_loss = _stock(module, "v8DetectionLoss")
-        self.assigner: Any = _stock(module, "RotatedTaskAlignedAssigner" if rotated else "TaskAlignedAssigner")
+        self.assigner: Any = _stock(module, ASSIGNERS.get(criterion, "TaskAlignedAssigner"))
         self.bbox_loss: Any = _stock(module, "RotatedBboxLoss" if rotated else "BboxLoss")
         self.dfl_loss: Any = _stock(module, "DFLoss")
         self.methods = {name: getattr(self.assigner, name) for name in ASSIGNER_METHODS if hasattr(self.assigner, name)}
@@ -627,7 +799,7 @@ def _stock(module: ModuleType, name: str) -> Any:
 
 @functools.cache
 def _parts(stock: type) -> _Parts:
-    return _Parts(importlib.import_module(stock.__module__), stock.__name__ == "v8OBBLoss")
+    return _Parts(importlib.import_module(stock.__module__), stock.__name__)
 
 
 @functools.cache
@@ -641,7 +813,9 @@ def _subclass(stock: type) -> Any:
 KINDS: dict[str, type] = {
     "v8DetectionLoss": _DetectionLoss,
     "v8SegmentationLoss": _SegmentationLoss,
+    "SegmentLoss26": _SegmentLoss26,
     "v8PoseLoss": _PoseLoss,
+    "PoseLoss26": _PoseLoss26,
     "v8OBBLoss": _OBBLoss,
     "E2ELoss": _E2ELoss,
 }

@@ -12,7 +12,7 @@ from torch_fastdet.ultralytics.loss import OTHER_SIDES, _parts, _subclass
 
 # Some constants of Ultralytics are not parameters: a version with others gives another loss here.
 GAINS = {"box": 7.5, "cls": 0.5, "dfl": 1.5}
-TASK_GAINS = {"pose": 12.0, "kobj": 1.0, "angle": 1.0}
+TASK_GAINS = {"pose": 12.0, "kobj": 1.0, "angle": 1.0, "rle": 1.0}
 TOLERANCE = 1e-4
 
 
@@ -21,7 +21,9 @@ BRANCHES = ((16, 10, None), (1, 7, 5))
 TRIALS = {
     "v8DetectionLoss": BRANCHES,
     "v8SegmentationLoss": BRANCHES[:1],
+    "SegmentLoss26": BRANCHES,
     "v8PoseLoss": BRANCHES[:1],
+    "PoseLoss26": BRANCHES,
     "v8OBBLoss": BRANCHES,
 }
 
@@ -36,6 +38,13 @@ BOXES = (
 )
 
 
+class _Flow(nn.Module):
+    """In the place of the head's flow_model."""
+
+    def log_prob(self, x: torch.Tensor) -> torch.Tensor:
+        return -x.square().sum(1) / 2
+
+
 class _Model(nn.Module):
     """As much of a model as a criterion asks for."""
 
@@ -44,6 +53,7 @@ class _Model(nn.Module):
         self.weight = nn.Parameter(torch.zeros(1))
         self.args = SimpleNamespace(**GAINS, **TASK_GAINS, epochs=1, overlap_mask=True)
         head = SimpleNamespace(stride=torch.tensor(STRIDES, dtype=torch.float32), nc=CLASSES, reg_max=reg_max)
+        head.flow_model = _Flow()
         self.kpt_shape = head.kpt_shape = [KEYPOINTS, 3]
         self.__dict__["model"] = [head]
 
@@ -86,14 +96,25 @@ def trial(reg_max: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         "proto": rand(images, MASK_CHANNELS, *size) * 4 - 2,
         "kpts": rand(images, KEYPOINTS * 3, anchors) * 2 - 1,
         "angle": rand(images, 1, anchors) * 0.6 - 0.1,
+        "semantic": (torch.arange(images * CLASSES * 96.0) * 0.7).sin().view(images, CLASSES, 8, 12),
     }
     batch = {
         "masks": (rand(images, *size) * (count + 1)).floor(),
+        "sem_masks": (torch.arange(images * size[0] * size[1]) % CLASSES).view(images, *size),
         "keypoints": torch.cat((rand(images * count, KEYPOINTS, 2), rand(images * count, KEYPOINTS, 1).round() * 2), 2),
         "batch_idx": torch.arange(images).repeat_interleave(count).float(),
         "cls": (torch.arange(images * count) % CLASSES).float(),
         "bboxes": labels.view(-1, 4) / torch.tensor([WIDTH, HEIGHT, WIDTH, HEIGHT]),
     }
+    # Keypoints near those of the label that the anchor covers, so that OKS is above 0, too: less near the later the anchor.
+    points = batch["keypoints"].view(images, count, KEYPOINTS, 3)[..., :2] * torch.tensor([WIDTH, HEIGHT])
+    number = torch.zeros(images, anchors, dtype=torch.long)
+    for k in range(count):
+        number[(covered == labels[:, None, k]).all(2)] = k
+    near = points[torch.arange(images).view(-1, 1), number] - center[:, None]
+    near += ((torch.arange(near.numel()) * 0.9).sin().view(near.shape)) * 4
+    preds["near_kpts"] = torch.cat((near / cell[:, None], near[..., :1].cos()), 3).flatten(2).transpose(1, 2)
+    preds["kpts_sigma"] = (torch.arange(images * KEYPOINTS * 2 * anchors) * 0.3).sin().view(images, -1, anchors)
     return preds, batch
 
 
@@ -105,6 +126,10 @@ def differs(stock: Any) -> str | None:
         with torch.no_grad(), torch.inference_mode(False), torch.device("cpu"):
             for reg_max, topk, topk2 in TRIALS[stock.__name__]:
                 preds, batch = trial(reg_max)
+                if stock.__name__ == "SegmentLoss26":
+                    preds["proto"] = preds["proto"], preds["semantic"]
+                if stock.__name__ == "PoseLoss26":
+                    preds["kpts"] = preds["near_kpts"]
                 if stock.__name__ == "v8OBBLoss":
                     turns = torch.linspace(-0.2, 0.7, len(batch["bboxes"])).view(-1, 1)
                     batch["bboxes"] = torch.cat((batch["bboxes"], turns), 1)

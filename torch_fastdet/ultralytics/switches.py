@@ -67,7 +67,7 @@ def criterion(name: str, *evidence: Signature | Asks, otherwise: Literal["refuse
 
 LOSS = Switch(
     "loss_optim",
-    "whole v8DetectionLoss, v8SegmentationLoss, v8PoseLoss, v8OBBLoss and E2ELoss of training and validation in a few launches, "
+    "whole v8DetectionLoss, v8SegmentationLoss, SegmentLoss26, v8PoseLoss, PoseLoss26, v8OBBLoss and E2ELoss of training and validation in a few launches, "
     "without host synchronisation",
     (
         *(

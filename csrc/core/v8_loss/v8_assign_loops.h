@@ -191,6 +191,27 @@ void decode_boxes(const Params& params, const ParallelFor& parallel_for) {
 
 // ---- Assignment ----------------------------------------------------------------------------------------------------
 
+// The `count` greatest of the keys above 0 of the anchors inside of a target, from the greatest on.
+template <typename Params, typename Key>
+void best_keys(const Params& params, const V8Target& target, int64_t count, std::vector<uint64_t>& keys,
+               const Key& key_of) {
+  keys.clear();
+  for (int which = 0; which < params.heads.num_levels; ++which) {
+    const V8Level& level = params.heads.levels[which];
+    const V8Range range = v8_range(target, level.stride, level.nx, level.ny);
+    for (int64_t y = range.y0; y < range.y1; ++y) {
+      for (int64_t x = range.x0; x < range.x1; ++x) {
+        const V8Anchor at{which, y * level.nx + x, x, y};
+        if (!v8_anchor_inside(params, target, at)) continue;
+        if (const uint64_t key = key_of(at); key != 0) keys.push_back(key);
+      }
+    }
+  }
+  count = std::min<int64_t>(count, static_cast<int64_t>(keys.size()));
+  std::partial_sort(keys.begin(), keys.begin() + count, keys.end(), std::greater<>());
+  keys.resize(count);
+}
+
 // The best topk anchors of each target, in its slots. Where fewer fit, the first anchors of the image that do not fit
 // are named too, if they lie inside of the target, as a top-k over all anchors does whose ties go by index. They have
 // no weight, but others may want them.
@@ -202,28 +223,15 @@ void assign(const Params& params, const ParallelFor& parallel_for) {
     std::vector<uint64_t> keys;
     for (int64_t t = begin; t < end; ++t) {
       const V8Target& target = params.scratch.targets[t];
-      keys.clear();
-      for (int which = 0; which < heads.num_levels; ++which) {
-        const V8Level& level = heads.levels[which];
-        const V8Range range = v8_range(target, level.stride, level.nx, level.ny);
-        for (int64_t y = range.y0; y < range.y1; ++y) {
-          for (int64_t x = range.x0; x < range.x1; ++x) {
-            const V8Anchor at{which, y * level.nx + x, x, y};
-            if (!v8_anchor_inside(params, target, at)) continue;
-            const uint64_t key = v8_anchor_key<scalar_t>(params, target, at);
-            if (key != 0) keys.push_back(key);
-          }
-        }
-      }
+      const auto key_of = [&](const V8Anchor& at) { return v8_anchor_key<scalar_t>(params, target, at); };
+      best_keys(params, target, params.topk, keys, key_of);
       int64_t* anchors = params.slots.anchor + t * params.topk;
-      const auto count = std::min<int64_t>(params.topk, static_cast<int64_t>(keys.size()));
-      std::partial_sort(keys.begin(), keys.begin() + count, keys.end(), std::greater<>());
-      for (int64_t i = 0; i < count; ++i) anchors[i] = target.image * heads.anchors + v8_key_index(keys[i]);
-      int64_t place = count;
+      auto place = static_cast<int64_t>(keys.size());
+      for (int64_t i = 0; i < place; ++i) anchors[i] = target.image * heads.anchors + v8_key_index(keys[i]);
       for (int64_t anchor = 0; anchor < heads.anchors && place < params.topk; ++anchor) {
         const V8Anchor at = v8_anchor(heads, anchor);
         const bool inside = v8_anchor_inside(params, target, at);
-        if (inside && v8_anchor_key<scalar_t>(params, target, at) != 0) continue;
+        if (inside && key_of(at) != 0) continue;
         if (inside) anchors[place] = target.image * heads.anchors + anchor;
         ++place;
       }
@@ -260,7 +268,8 @@ void resolve(const Params& params, const ParallelFor& parallel_for) {
   });
 }
 
-// Of the anchors that a target got, its topk2 best are kept; then the best alignment and overlap of each target.
+// Of the anchors that a target got, its topk2 best are kept, as a top-k over all anchors does whose ties go by index:
+// one without alignment only if the list reaches to its index; then the best alignment and overlap of each target.
 template <typename T>
 void filter(const V8LossParams& params) {
   const V8Scratch& scratch = params.scratch;
@@ -272,16 +281,17 @@ void filter(const V8LossParams& params) {
     std::vector<std::vector<std::pair<uint64_t, int64_t>>> of_target(params.n);
     for (int64_t slot = 0; slot < slots; ++slot) {
       if (anchors[slot] < 0) continue;
-      const uint64_t key = v8_key(alignment[slot], anchors[slot] % params.heads.anchors);
-      if (key == 0) {
-        anchors[slot] = -1;
-      } else {
-        of_target[scratch.winner[slot]].emplace_back(key, slot);
-      }
+      of_target[scratch.winner[slot]].emplace_back(v8_key(alignment[slot], anchors[slot] % params.heads.anchors), slot);
     }
     for (auto& got : of_target) {
       std::sort(got.begin(), got.end(), std::greater<>());
-      for (size_t i = params.topk2; i < got.size(); ++i) anchors[got[i].second] = -1;
+      for (size_t i = got.size(); i-- > 0;) {
+        const int64_t index = anchors[got[i].second] % params.heads.anchors;
+        const auto behind = [&](const auto& other) { return other.first != 0 && v8_key_index(other.first) > index; };
+        const int64_t rank =
+            got[i].first != 0 ? static_cast<int64_t>(i) : index + std::count_if(got.begin(), got.end(), behind);
+        if (rank >= params.topk2) anchors[got[i].second] = -1;
+      }
     }
   }
   for (int64_t slot = 0; slot < slots; ++slot) {

@@ -25,6 +25,7 @@ struct V8KeypointProblem {
   const int64_t* slot_row;
   int64_t slots;
   int32_t keypoints, columns, label_columns;  // columns: 2, or 3 with a logit of visibility
+  bool centered;  // a position is x + the anchor's center, as in YOLO26, and not 2 x + its cell
 };
 
 struct V8KeypointLossParams {
@@ -97,18 +98,25 @@ TORCH_FASTDET_HOST_DEVICE T v8_keypoint_share(const V8KeypointProblem& p, int vi
   return T(p.keypoints) / (T(visible) + T(1e-9));
 }
 
+// Where along an axis a keypoint is, in cells; `cell`: column or row of the anchor.
+template <typename T>
+TORCH_FASTDET_HOST_DEVICE T v8_keypoint_place(const V8KeypointProblem& p, T x, T cell) {
+  return p.centered ? x + (cell + T(0.5)) : x * T(2) + cell;
+}
+
 // 1 - exp(-e) of a keypoint, and its gradient by the two predicted numbers; `x` and `y` are these.
 template <typename T>
 TORCH_FASTDET_HOST_DEVICE T v8_keypoint_distance(const V8KeypointProblem& p, const V8KeypointSlot<T>& slot,
                                                  int keypoint, T x, T y, T (&gradient)[2]) {
   const float* label = v8_keypoint_label(p, slot.row, keypoint);
-  const T dx = x * T(2) + slot.x - T(label[0]) * slot.by_image_w;
-  const T dy = y * T(2) + slot.y - T(label[1]) * slot.by_image_h;
+  const T dx = v8_keypoint_place(p, x, slot.x) - T(label[0]) * slot.by_image_w;
+  const T dy = v8_keypoint_place(p, y, slot.y) - T(label[1]) * slot.by_image_h;
   const T sigma = T(2) * T(p.sigmas[keypoint]);
   const T spread = sigma * sigma * (slot.area + T(1e-9)) * T(2);
   const T nearness = exp_rn(-((dx * dx + dy * dy) / spread));
-  gradient[0] = nearness * (T(4) * dx / spread);
-  gradient[1] = nearness * (T(4) * dy / spread);
+  const T by_logit = p.centered ? T(2) : T(4);
+  gradient[0] = nearness * (by_logit * dx / spread);
+  gradient[1] = nearness * (by_logit * dy / spread);
   return T(1) - nearness;
 }
 

@@ -106,6 +106,7 @@ TORCH_FASTDET_HOST_DEVICE CornerBox<arithmetic_t<scalar_t>> v8_place_box(const V
 // `Params`: of the loss.
 template <typename Params>
 TORCH_FASTDET_HOST_DEVICE bool v8_anchor_inside(const Params& params, const V8Target& target, const V8Anchor& at) {
+  if ((target.levels >> at.level & 1u) == 0) return false;
   const float stride = params.heads.levels[at.level].stride;
   return v8_holds(params, target, v8_center(at.column, stride), v8_center(at.row, stride));
 }

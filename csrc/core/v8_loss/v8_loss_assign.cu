@@ -1,31 +1,13 @@
 // The assignment of a v8 loss: a block a target finds its best anchors, then a warp a slot settles anchors that several
 // targets want, and keeps a target's topk2 best.
-#include "core/v8_loss/v8_loss_device.cuh"
+#include "core/v8_loss/v8_best_anchors.cuh"
 #include "core/v8_loss/v8_loss_launch.h"
+#include "core/v8_loss/v8_masked_loss.h"
 #include "core/v8_loss/v8_obb_loss.h"
+#include "core/v8_loss/v8_posed_loss.h"
 
 namespace torch_fastdet::core {
 namespace {
-
-// A warp's best keys so far: lane i holds the i-th.
-struct BestKeys {
-  uint64_t held = 0;
-
-  // Takes in one key a lane; those that do not belong to the `wanted` best are dropped.
-  __device__ void insert(uint64_t key, int wanted) {
-    const int lane = threadIdx.x % kWarp;
-    uint64_t least = __shfl_sync(kFullWarp, held, wanted - 1);
-    unsigned pending = __ballot_sync(kFullWarp, key > least);
-    for (; pending != 0; pending &= pending - 1) {
-      const uint64_t candidate = __shfl_sync(kFullWarp, key, __ffs(static_cast<int>(pending)) - 1);
-      if (candidate <= least) continue;
-      const int place = __popc(__ballot_sync(kFullWarp, held > candidate));
-      const uint64_t above = __shfl_up_sync(kFullWarp, held, 1);
-      held = lane < place ? held : lane == place ? candidate : above;
-      least = __shfl_sync(kFullWarp, held, wanted - 1);
-    }
-  }
-};
 
 // The greatest slot stays; whoever finds the anchor taken marks it as shared. The first one does not know of the
 // others, but the second sees the first's slot and puts the greater of both back with the mark.
@@ -34,28 +16,6 @@ __device__ void claim_anchor(uint32_t* owner, uint32_t key) {
   if (held == 0) return;
   const uint32_t unmarked = held & ~kV8Shared;
   atomicMax(owner, (unmarked > key ? unmarked : key) | kV8Shared);
-}
-
-// The keys of the anchors of one level inside of a target, below `bound`.
-template <typename scalar_t, typename Params>
-__device__ void rank_level(const Params& params, const V8Target& target, int which, uint64_t bound, int wanted,
-                           BestKeys& best) {
-  const V8Level& level = params.heads.levels[which];
-  const V8Range range = v8_range(target, level.stride, level.nx, level.ny);
-  const auto width = static_cast<uint32_t>(range.x1 - range.x0);
-  const auto count = static_cast<uint32_t>((range.y1 - range.y0) * width);
-  const uint32_t warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  for (uint32_t start = warp * kWarp; start < count; start += kThreads) {
-    const uint32_t i = start + lane;
-    uint64_t key = 0;
-    if (i < count) {
-      V8Anchor at{which, 0, range.x0 + i % width, range.y0 + i / width};
-      at.index = at.row * level.nx + at.column;
-      if (v8_anchor_inside(params, target, at)) key = v8_anchor_key<scalar_t>(params, target, at);
-      if (key >= bound) key = 0;
-    }
-    best.insert(key, wanted);
-  }
 }
 
 // Where fewer than topk anchors fit, the first anchors of the image that do not fit are named too, if they lie inside
@@ -86,42 +46,19 @@ __device__ void name_misfits(const Params& params, const V8Target& target, int64
 
 template <typename scalar_t, typename Params>
 __global__ void __launch_bounds__(kThreads) assign_kernel(const __grid_constant__ Params params) {
-  __shared__ uint64_t keys[kThreads];
-  __shared__ uint64_t last;
-  __shared__ int found;
   const V8Heads& heads = params.heads;
   const int64_t which = blockIdx.x, first_slot = which * params.topk;
   int64_t* anchors = params.slots.anchor + first_slot;
   for (int i = threadIdx.x; i < params.topk; i += kThreads) anchors[i] = -1;
   if (which >= params.scratch.first_target[heads.bs]) return;
   const V8Target target = params.scratch.targets[which];
-  if (threadIdx.x == 0) found = 0;
-  uint64_t bound = ~uint64_t{0};
-  for (int first = 0; first < params.topk && bound != 0; first += kWarp) {  // a warp's list holds so many
-    const int wanted = params.topk - first < kWarp ? params.topk - first : kWarp;
-    BestKeys best;
-    for (int level = 0; level < heads.num_levels; ++level) {
-      rank_level<scalar_t>(params, target, level, bound, wanted, best);
-    }
-    const uint64_t key = best.held;
-    __syncthreads();
-    keys[threadIdx.x] = key;
-    if (threadIdx.x == 0) last = 0;
-    __syncthreads();
-    if (key != 0) {
-      int rank = 0;
-      for (const uint64_t other : keys) rank += other > key ? 1 : 0;
-      if (rank < wanted) {
+  const int found = best_anchors(
+      params, target, params.topk, [&](const V8Anchor& at) { return v8_anchor_key<scalar_t>(params, target, at); },
+      [&](int place, uint64_t key) {
         const int64_t anchor = target.image * heads.anchors + v8_key_index(key);
-        anchors[first + rank] = anchor;
-        claim_anchor(params.scratch.owner + anchor, static_cast<uint32_t>(first_slot + first + rank + 1));
-        atomicAdd(&found, 1);
-        if (rank == wanted - 1) last = key;
-      }
-    }
-    __syncthreads();
-    bound = last;
-  }
+        anchors[place] = anchor;
+        claim_anchor(params.scratch.owner + anchor, static_cast<uint32_t>(first_slot + place + 1));
+      });
   if (threadIdx.x < kWarp && found < params.topk) name_misfits<scalar_t>(params, target, first_slot, found);
 }
 
@@ -152,7 +89,7 @@ __global__ void __launch_bounds__(kThreads) resolve_kernel(const __grid_constant
   raise_to(of_winner + 1, static_cast<const T*>(scratch.overlap)[slot]);
 }
 
-// Of the anchors that a target got, its topk2 best are kept. A warp a slot.
+// Of the anchors that a target got, its topk2 best are kept, as in the loops. A warp a slot.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) filter_kernel(const __grid_constant__ V8LossParams params) {
   const V8Scratch& scratch = params.scratch;
@@ -166,14 +103,17 @@ __global__ void __launch_bounds__(kThreads) filter_kernel(const __grid_constant_
   const int32_t winner = scratch.winner[slot];
   const uint64_t key = v8_key(alignment[slot], anchor % anchors);
   const int64_t end = scratch.first_target[image + 1] * params.topk;
-  int better = 0;
+  int64_t better = key != 0 ? 0 : anchor % anchors;
+  int mine = 0;
   for (int64_t i = scratch.first_target[image] * params.topk + lane; i < end; i += kWarp) {
     const int64_t other = params.slots.anchor[i];
-    if (other >= 0 && scratch.winner[i] == winner && v8_key(alignment[i], other % anchors) > key) ++better;
+    if (other < 0 || scratch.winner[i] != winner) continue;
+    const uint64_t other_key = v8_key(alignment[i], other % anchors);
+    if (key != 0 ? other_key > key : other_key != 0 && other > anchor) ++mine;
   }
-  better = warp_sum(better);
+  better += warp_sum(mine);
   if (lane != 0) return;
-  const bool keep = key != 0 && better < params.topk2;
+  const bool keep = better < params.topk2;
   static_cast<T*>(params.slots.score)[slot] = keep ? T(1) : T(0);
   if (!keep) return;
   raise_to(scratch.best + 2 * winner, alignment[slot]);
@@ -198,5 +138,7 @@ cudaError_t launch_v8_assign(const Params& params, cudaStream_t stream) {
 }
 template cudaError_t launch_v8_assign(const V8LossParams&, cudaStream_t);
 template cudaError_t launch_v8_assign(const V8ObbLossParams&, cudaStream_t);
+template cudaError_t launch_v8_assign(const V8MaskedLossParams&, cudaStream_t);
+template cudaError_t launch_v8_assign(const V8PosedLossParams&, cudaStream_t);
 
 }  // namespace torch_fastdet::core

@@ -145,11 +145,10 @@ double class_sum(const V8LossParams& params, const ParallelFor& parallel_for) {
   return total;
 }
 
-// `count`: rows of targets in use, which have been checked.
+// Loss and items of what has been assigned.
 template <typename scalar_t, typename ParallelFor>
-void forward(const V8LossParams& params, int64_t count, const ParallelFor& parallel_for) {
+void add_up(const V8LossParams& params, const ParallelFor& parallel_for) {
   using T = arithmetic_t<scalar_t>;
-  assign_all<scalar_t>(params, count, parallel_for);
   const Sums sums = slot_sums<scalar_t>(params, parallel_for);
   const double scores = sums.scores < 1 ? 1 : sums.scores;  // NaN stays
   const double raw[3] = {sums.box, sums.cls + class_sum<scalar_t>(params, parallel_for), sums.distance};
@@ -160,6 +159,13 @@ void forward(const V8LossParams& params, int64_t count, const ParallelFor& paral
     static_cast<T*>(params.loss)[part] = static_cast<T>(raw[part] * gain * all);
     static_cast<T*>(params.slots.scales)[part] = static_cast<T>(gain * all);
   }
+}
+
+// `count`: rows of targets in use, which have been checked. `Params`: V8LossParams or V8PosedLossParams.
+template <typename scalar_t, typename Params, typename ParallelFor>
+void forward(const Params& params, int64_t count, const ParallelFor& parallel_for) {
+  assign_all<scalar_t>(params, count, parallel_for);
+  add_up<scalar_t>(params, parallel_for);
 }
 
 // ---- Backward ------------------------------------------------------------------------------------------------------

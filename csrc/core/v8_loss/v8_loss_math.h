@@ -48,6 +48,7 @@ struct alignas(16) V8Target {
   int32_t label;   // the class that is to be found
   int32_t lookup;  // the class whose score ranks the anchors: a negative label counts from the last class, as an index
   int32_t row;     // of the targets
+  uint32_t levels = ~0u;  // a bit a level where its anchors may be
 };
 
 // Why a row cannot be used: the column to blame + 1, 0 for a good row. Image and class are truncated, as in eager.

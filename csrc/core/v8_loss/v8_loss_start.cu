@@ -3,6 +3,7 @@
 #include "core/v8_loss/v8_loss_device.cuh"
 #include "core/v8_loss/v8_loss_launch.h"
 #include "core/v8_loss/v8_obb_loss.h"
+#include "core/v8_loss/v8_posed_loss.h"
 
 namespace torch_fastdet::core {
 namespace {
@@ -197,5 +198,6 @@ cudaError_t launch_v8_start(const Params& params, int64_t class_blocks, cudaStre
 }
 template cudaError_t launch_v8_start(const V8LossParams&, int64_t, cudaStream_t);
 template cudaError_t launch_v8_start(const V8ObbLossParams&, int64_t, cudaStream_t);
+template cudaError_t launch_v8_start(const V8PosedLossParams&, int64_t, cudaStream_t);
 
 }  // namespace torch_fastdet::core

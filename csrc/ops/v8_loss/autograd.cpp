@@ -30,43 +30,116 @@ std::vector<at::Tensor> call_backward(const at::Tensor& grad, at::TensorList hea
                     std::tuple_cat(state, levels));
 }
 
+// Keeps what the backward passes of both losses of heads read.
+variable_list keep_heads(AutogradContext* context, at::TensorList heads, const at::Tensor& targets,
+                         const Levels& levels, const std::optional<at::Tensor>& class_weights, const Options& options,
+                         V8LossResult result) {
+  auto& [loss, items, scales, slot_anchor, slot_row, slot_score, status] = result;
+  variable_list saved{targets, scales, slot_anchor, slot_row, slot_score, class_weights.value_or(at::Tensor())};
+  saved.insert(saved.end(), heads.begin(), heads.end());
+  context->save_for_backward(std::move(saved));
+  context->mark_non_differentiable({items, scales, slot_anchor, slot_row, slot_score, status});
+  context->set_materialize_grads(false);  // else autograd would fill a zero tensor for each of these
+  const auto& [strides, sizes] = levels;
+  context->saved_data["strides"] = strides.vec();
+  context->saved_data["sizes"] = c10::IValue(sizes);
+  context->saved_data["reg_max"] = options_from<V8LossOptions>(options).reg_max;
+  return {loss, items, scales, slot_anchor, slot_row, slot_score, status};
+}
+
+// The heads' gradients, and nothing for the `others` arguments.
+variable_list head_gradients(AutogradContext* context, const variable_list& gradients, size_t others) {
+  const auto saved = context->get_saved_variables();
+  const at::TensorList heads(saved.data() + 6, saved.size() - 6);
+  variable_list result(heads.size());
+  if (gradients[0].defined()) {
+    std::optional<at::Tensor> class_weights;
+    if (saved[5].defined()) class_weights = saved[5];
+    const auto strides = context->saved_data["strides"].toDoubleVector();
+    const auto sizes = context->saved_data["sizes"].toSymIntVector();
+    result = call_backward(gradients[0], heads, saved[0], {saved[1], saved[2], saved[3], saved[4]}, {strides, sizes},
+                           class_weights, context->saved_data["reg_max"].toInt());
+  }
+  result.resize(result.size() + others);
+  return result;
+}
+
 struct V8Loss : torch::autograd::Function<V8Loss> {
   static variable_list forward(AutogradContext* context, at::TensorList heads, const at::Tensor& targets,
                                const at::Tensor& settings, const Levels& levels,
                                const std::optional<at::Tensor>& num_targets,
                                const std::optional<at::Tensor>& class_weights, const Options& options) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    auto [loss, items, scales, slot_anchor, slot_row, slot_score, status] =
-        call(heads, targets, settings, levels, num_targets, class_weights, options);
-    variable_list saved{targets, scales, slot_anchor, slot_row, slot_score, class_weights.value_or(at::Tensor())};
-    saved.insert(saved.end(), heads.begin(), heads.end());
-    context->save_for_backward(std::move(saved));
-    context->mark_non_differentiable({items, scales, slot_anchor, slot_row, slot_score, status});
-    context->set_materialize_grads(false);  // else autograd would fill a zero tensor for each of these
-    const auto& [strides, sizes] = levels;
-    context->saved_data["strides"] = strides.vec();
-    context->saved_data["sizes"] = c10::IValue(sizes);
-    context->saved_data["reg_max"] = options_from<V8LossOptions>(options).reg_max;
-    return {loss, items, scales, slot_anchor, slot_row, slot_score, status};
+    return keep_heads(context, heads, targets, levels, class_weights, options,
+                      call(heads, targets, settings, levels, num_targets, class_weights, options));
   }
 
   static variable_list backward(AutogradContext* context, variable_list gradients) {
-    const auto saved = context->get_saved_variables();
-    const at::TensorList heads(saved.data() + 6, saved.size() - 6);
-    variable_list result(heads.size());
-    if (gradients[0].defined()) {
-      std::optional<at::Tensor> class_weights;
-      if (saved[5].defined()) class_weights = saved[5];
-      const auto strides = context->saved_data["strides"].toDoubleVector();
-      const auto sizes = context->saved_data["sizes"].toSymIntVector();
-      result = call_backward(gradients[0], heads, saved[0], {saved[1], saved[2], saved[3], saved[4]}, {strides, sizes},
-                             class_weights, context->saved_data["reg_max"].toInt());
-    }
-    // targets, settings, the levels, num_targets, class_weights and the options have no gradient.
-    result.resize(result.size() + 6);
-    return result;
+    return head_gradients(context, gradients, 6);
   }
 };
+
+using MaskInputs = V8MaskInputs::Types;
+
+struct V8MaskedLoss : torch::autograd::Function<V8MaskedLoss> {
+  static variable_list forward(AutogradContext* context, at::TensorList heads, const MaskInputs& inputs,
+                               const at::Tensor& targets, const at::Tensor& settings, const Levels& levels,
+                               const std::optional<at::Tensor>& num_targets,
+                               const std::optional<at::Tensor>& class_weights, const Options& options, bool overlap) {
+    static const auto op = find_operator<unpacked_signature<&v8_masked_loss<Meta>>>("v8_masked_loss");
+    at::AutoDispatchBelowADInplaceOrView guard;
+    const auto& [coefficients, protos, masks] = inputs;
+    const auto& [strides, sizes] = levels;
+    const auto& [reg_max, topk, topk2] = options;
+    return keep_heads(context, heads, targets, levels, class_weights, options,
+                      op.call(heads, coefficients, protos, masks, targets, settings, strides, sizes, num_targets,
+                              class_weights, reg_max, topk, topk2, overlap));
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    return head_gradients(context, gradients, 8);
+  }
+};
+
+using PoseInputs = V8PoseInputs::Types;
+
+struct V8PosedLoss : torch::autograd::Function<V8PosedLoss> {
+  static variable_list forward(AutogradContext* context, at::TensorList heads, const PoseInputs& inputs,
+                               const at::Tensor& targets, const at::Tensor& settings, const Levels& levels,
+                               const std::optional<at::Tensor>& num_targets,
+                               const std::optional<at::Tensor>& class_weights, const Options& options) {
+    static const auto op = find_operator<unpacked_signature<&v8_posed_loss<Meta>>>("v8_posed_loss");
+    at::AutoDispatchBelowADInplaceOrView guard;
+    const auto& [predictions, labels, sigmas] = inputs;
+    const auto& [strides, sizes] = levels;
+    const auto& [reg_max, topk, topk2] = options;
+    return keep_heads(context, heads, targets, levels, class_weights, options,
+                      op.call(heads, predictions, labels, sigmas, targets, settings, strides, sizes, num_targets,
+                              class_weights, reg_max, topk, topk2));
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    return head_gradients(context, gradients, 7);
+  }
+};
+
+V8LossResult v8_posed_loss_autograd(at::TensorList heads, const PoseInputs& inputs, const at::Tensor& targets,
+                                    const at::Tensor& settings, const Levels& levels,
+                                    const std::optional<at::Tensor>& num_targets,
+                                    const std::optional<at::Tensor>& class_weights, const Options& options) {
+  auto result = V8PosedLoss::apply(heads, inputs, targets, settings, levels, num_targets, class_weights, options);
+  return {result[0], result[1], result[2], result[3], result[4], result[5], result[6]};
+}
+
+V8LossResult v8_masked_loss_autograd(at::TensorList heads, const MaskInputs& inputs, const at::Tensor& targets,
+                                     const at::Tensor& settings, const Levels& levels,
+                                     const std::optional<at::Tensor>& num_targets,
+                                     const std::optional<at::Tensor>& class_weights, const Options& options,
+                                     bool overlap) {
+  auto result =
+      V8MaskedLoss::apply(heads, inputs, targets, settings, levels, num_targets, class_weights, options, overlap);
+  return {result[0], result[1], result[2], result[3], result[4], result[5], result[6]};
+}
 
 V8LossResult v8_loss_autograd(at::TensorList heads, const at::Tensor& targets, const at::Tensor& settings,
                               const Levels& levels, const std::optional<at::Tensor>& num_targets,
@@ -210,29 +283,31 @@ std::tuple<at::Tensor, at::Tensor> v8_mask_loss_backward_autograd(const at::Tens
 using Labels = V8KeypointLabels::Types;
 
 V8KeypointLossResult call_keypoints(const at::Tensor& predictions, const Labels& labels, const at::Tensor& gains,
-                                    const at::Tensor& settings, const Levels& levels) {
+                                    const at::Tensor& settings, const Levels& levels, bool centered) {
   static const auto op = find_operator<unpacked_signature<&v8_keypoint_loss<Meta>>>("v8_keypoint_loss");
   const auto& [strides, sizes] = levels;
-  return std::apply([&, &s = strides,
-                     &z = sizes](const auto&... each) { return op.call(predictions, each..., gains, settings, s, z); },
+  return std::apply([&, &s = strides, &z = sizes](
+                        const auto&... each) { return op.call(predictions, each..., gains, settings, s, z, centered); },
                     labels);
 }
 
 at::Tensor call_keypoints_backward(const at::Tensor& grad, const at::Tensor& predictions, const Labels& labels,
-                                   const at::Tensor& scales, const Levels& levels) {
+                                   const at::Tensor& scales, const Levels& levels, bool centered) {
   static const auto op =
       find_operator<unpacked_signature<&v8_keypoint_loss_backward<Meta>>>("v8_keypoint_loss_backward");
   const auto& [strides, sizes] = levels;
-  return std::apply(
-      [&, &s = strides, &z = sizes](const auto&... each) { return op.call(grad, predictions, each..., scales, s, z); },
-      labels);
+  return std::apply([&, &s = strides, &z = sizes](
+                        const auto&... each) { return op.call(grad, predictions, each..., scales, s, z, centered); },
+                    labels);
 }
 
 struct V8KeypointLoss : torch::autograd::Function<V8KeypointLoss> {
   static variable_list forward(AutogradContext* context, const at::Tensor& predictions, const Labels& labels,
-                               const at::Tensor& gains, const at::Tensor& settings, const Levels& levels) {
+                               const at::Tensor& gains, const at::Tensor& settings, const Levels& levels,
+                               bool centered) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    auto [loss, items, scales] = call_keypoints(predictions, labels, gains, settings, levels);
+    auto [loss, items, scales] = call_keypoints(predictions, labels, gains, settings, levels, centered);
+    context->saved_data["centered"] = centered;
     const auto& [keypoints, sigmas, targets, slot_anchor, slot_row] = labels;
     context->save_for_backward({predictions, keypoints, sigmas, targets, slot_anchor, slot_row, scales});
     context->mark_non_differentiable({items, scales});
@@ -245,12 +320,12 @@ struct V8KeypointLoss : torch::autograd::Function<V8KeypointLoss> {
 
   static variable_list backward(AutogradContext* context, variable_list gradients) {
     const auto saved = context->get_saved_variables();
-    variable_list result(5);
+    variable_list result(6);
     if (gradients[0].defined()) {
       const auto strides = context->saved_data["strides"].toDoubleVector();
       const auto sizes = context->saved_data["sizes"].toSymIntVector();
       result[0] = call_keypoints_backward(gradients[0], saved[0], {saved[1], saved[2], saved[3], saved[4], saved[5]},
-                                          saved[6], {strides, sizes});
+                                          saved[6], {strides, sizes}, context->saved_data["centered"].toBool());
     }
     return result;
   }
@@ -258,16 +333,19 @@ struct V8KeypointLoss : torch::autograd::Function<V8KeypointLoss> {
 
 V8KeypointLossResult v8_keypoint_loss_autograd(const at::Tensor& predictions, const Labels& labels,
                                                const at::Tensor& gains, const at::Tensor& settings,
-                                               const Levels& levels) {
-  auto result = V8KeypointLoss::apply(predictions, labels, gains, settings, levels);
+                                               const Levels& levels, bool centered) {
+  auto result = V8KeypointLoss::apply(predictions, labels, gains, settings, levels, centered);
   return {result[0], result[1], result[2]};
 }
 
 at::Tensor v8_keypoint_loss_backward_autograd(const at::Tensor& grad, const at::Tensor& predictions,
-                                              const Labels& labels, const at::Tensor& scales, const Levels& levels) {
+                                              const Labels& labels, const at::Tensor& scales, const Levels& levels,
+                                              bool centered) {
   return without_second_gradient(
       {grad, predictions},
-      [&]() -> std::vector<at::Tensor> { return {call_keypoints_backward(grad, predictions, labels, scales, levels)}; },
+      [&]() -> std::vector<at::Tensor> {
+        return {call_keypoints_backward(grad, predictions, labels, scales, levels, centered)};
+      },
       "v8_keypoint_loss: a second derivative was asked for, but it has a first derivative only; "
       "use Ultralytics' own v8PoseLoss where a gradient of a gradient is needed")[0];
 }
@@ -362,6 +440,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> v8_obb_loss_backward_autograd(
 TORCH_LIBRARY_IMPL(torch_fastdet, Autograd, m) {
   m.impl("v8_loss", unpack<&v8_loss_autograd>);
   m.impl("v8_loss_backward", unpack<&v8_loss_backward_autograd>);
+  m.impl("v8_masked_loss", unpack<&v8_masked_loss_autograd>);
+  m.impl("v8_posed_loss", unpack<&v8_posed_loss_autograd>);
   m.impl("v8_mask_loss", TORCH_FN(v8_mask_loss_autograd));
   m.impl("yolov5_mask_loss", TORCH_FN(yolov5_mask_loss_autograd));
   m.impl("v8_mask_loss_backward", unpack<&v8_mask_loss_backward_autograd>);

@@ -196,8 +196,8 @@ inline void check_v8_topk(const V8LossOptions& options, const char* op) {
 
 inline void check_v8_loss(at::TensorList heads, const at::Tensor& targets, const at::Tensor& settings,
                           const V8Levels<>& levels, const std::optional<at::Tensor>& num_targets,
-                          const std::optional<at::Tensor>& class_weights, const V8LossOptions& options) {
-  constexpr auto op = "v8_loss";
+                          const std::optional<at::Tensor>& class_weights, const V8LossOptions& options,
+                          const char* op = "v8_loss") {
   check_v8_heads(heads, levels, options.reg_max, op);
   check_v8_topk(options, op);
   check_v8_targets(heads[0], "heads[0]", targets, options.topk, op);

@@ -6,6 +6,7 @@
 #include "core/v8_loss/v8_keypoint_loops.h"
 #include "core/v8_loss/v8_loss_loops.h"
 #include "core/v8_loss/v8_mask_loops.h"
+#include "core/v8_loss/v8_masked_loops.h"
 #include "core/v8_loss/v8_obb_loops.h"
 #include "ops/common/dispatch.h"
 #include "ops/common/parallel.h"
@@ -43,6 +44,15 @@ struct Cpu : OnDevice {
   }
   static void run(const V8ObbLossBackwardParams& params) {
     with_dtype(params.heads.dtype, [&](auto zero) { v8_loops::obb_backward<decltype(zero)>(params, parallel_for); });
+  }
+  static void run(const V8PosedLossParams& params) {
+    const int64_t count = checked_rows(params, "v8_posed_loss");
+    with_dtype(params.heads.dtype, [&](auto zero) { v8_loops::forward<decltype(zero)>(params, count, parallel_for); });
+  }
+  static void run(const V8MaskedLossParams& params) {
+    const int64_t count = checked_rows(params, "v8_masked_loss");
+    with_dtype(params.heads.dtype,
+               [&](auto zero) { v8_loops::masked_forward<decltype(zero)>(params, count, parallel_for); });
   }
   static void run(const V8MaskLossParams& params) {
     const int64_t count = targets_in_use(params.num_targets, params.n, "v8_mask_loss");

@@ -16,6 +16,12 @@ struct Cuda : OnDevice {
   static void run(const core::V8LossBackwardParams& params) {
     check_launch(core::launch_v8_loss_backward(params, current_stream()), "v8_loss_backward");
   }
+  static void run(const core::V8PosedLossParams& params) {
+    check_launch(core::launch_v8_posed_loss(params, current_stream()), "v8_posed_loss");
+  }
+  static void run(const core::V8MaskedLossParams& params) {
+    check_launch(core::launch_v8_masked_loss(params, current_stream()), "v8_masked_loss");
+  }
   static void run(const core::V8MaskLossParams& params) {
     check_launch(core::launch_v8_mask_loss(params, current_stream()), "v8_mask_loss");
   }

@@ -9,9 +9,11 @@
 #include <tuple>
 
 #include "core/v8_loss/v8_keypoint_loss.h"
+#include "core/v8_loss/v8_posed_loss.h"
 #include "ops/common/backend.h"
 #include "ops/common/options.h"
 #include "ops/v8_loss/checks.h"
+#include "ops/v8_loss/scratch.h"
 
 namespace torch_fastdet {
 
@@ -25,9 +27,8 @@ struct V8KeypointLabels {
 // loss, items, scales
 using V8KeypointLossResult = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
-inline void check_v8_keypoints(const at::Tensor& predictions, const V8KeypointLabels& given, const V8Levels<>& levels,
-                               const char* op) {
-  const auto& [labels, sigmas, targets, slot_anchor, slot_row] = given;
+inline void check_v8_keypoints(const at::Tensor& predictions, const at::Tensor& labels, const at::Tensor& sigmas,
+                               const at::Tensor& targets, const V8Levels<>& levels, const char* op) {
   const auto& [strides, sizes] = levels;
   check_strided(predictions, op, "predictions");
   check_float(predictions, op, "predictions");
@@ -48,15 +49,21 @@ inline void check_v8_keypoints(const at::Tensor& predictions, const V8KeypointLa
   TORCH_CHECK(sigmas.scalar_type() == at::kFloat && sigmas.numel() == keypoints, op, ": sigmas is ",
               dtype_name(sigmas.scalar_type()), " of shape ", sigmas.sizes(), ", but ", keypoints,
               " float32 are expected");
-  check_v8_slots(targets, slot_anchor, slot_row, predictions, "predictions", op);
   check_same_device(predictions, "predictions", labels, op, "labels");
   check_same_device(predictions, "predictions", sigmas, op, "sigmas");
 }
 
-// `rows`, `labels`, `sigmas`: contiguous.
+inline void check_v8_keypoints(const at::Tensor& predictions, const V8KeypointLabels& given, const V8Levels<>& levels,
+                               const char* op) {
+  check_v8_keypoints(predictions, given.labels, given.sigmas, given.targets, levels, op);
+  check_v8_slots(given.targets, given.slot_anchor, given.slot_row, predictions, "predictions", op);
+}
+
+// `rows`, `labels`, `sigmas`: contiguous. The slots may be undefined.
 inline core::V8KeypointProblem v8_keypoint_problem(const at::Tensor& predictions, const V8KeypointLabels& given,
-                                                   const V8Levels<>& levels) {
+                                                   const V8Levels<>& levels, bool centered) {
   core::V8KeypointProblem problem{};
+  problem.centered = centered;
   problem.dtype = core_dtype(predictions.scalar_type());
   problem.predictions = predictions.const_data_ptr();
   problem.stride_b = predictions.stride(0);
@@ -67,9 +74,11 @@ inline core::V8KeypointProblem v8_keypoint_problem(const at::Tensor& predictions
   problem.labels = given.labels.const_data_ptr<float>();
   problem.targets = given.targets.const_data_ptr<float>();
   problem.sigmas = given.sigmas.const_data_ptr<float>();
-  problem.slot_anchor = given.slot_anchor.const_data_ptr<int64_t>();
-  problem.slot_row = given.slot_row.const_data_ptr<int64_t>();
-  problem.slots = given.slot_anchor.numel();
+  if (given.slot_anchor.defined()) {
+    problem.slot_anchor = given.slot_anchor.const_data_ptr<int64_t>();
+    problem.slot_row = given.slot_row.const_data_ptr<int64_t>();
+    problem.slots = given.slot_anchor.numel();
+  }
   problem.keypoints = static_cast<int32_t>(given.labels.size(1));
   problem.columns = static_cast<int32_t>(predictions.size(1) / given.labels.size(1));
   problem.label_columns = static_cast<int32_t>(given.labels.size(2));
@@ -79,7 +88,7 @@ inline core::V8KeypointProblem v8_keypoint_problem(const at::Tensor& predictions
 template <class Backend>
 V8KeypointLossResult v8_keypoint_loss(const at::Tensor& predictions, const V8KeypointLabels& given,
                                       const at::Tensor& gains, const at::Tensor& settings,
-                                      const V8LevelsOn<Backend>& levels) {
+                                      const V8LevelsOn<Backend>& levels, bool centered) {
   constexpr auto op = "v8_keypoint_loss";
   const auto scalar = v8_scalar_options(predictions);
   if constexpr (Backend::kMeta) {
@@ -101,8 +110,8 @@ V8KeypointLossResult v8_keypoint_loss(const at::Tensor& predictions, const V8Key
     const auto labels = given.labels.contiguous(), sigmas = given.sigmas.contiguous(),
                targets = given.targets.contiguous(), values = settings.contiguous();
     core::V8KeypointLossParams params{};
-    params.problem =
-        v8_keypoint_problem(predictions, {labels, sigmas, targets, given.slot_anchor, given.slot_row}, levels);
+    params.problem = v8_keypoint_problem(predictions, {labels, sigmas, targets, given.slot_anchor, given.slot_row},
+                                         levels, centered);
     params.gains = gains.template const_data_ptr<double>();
     params.settings = values.template const_data_ptr<double>();
     const auto partials = at::empty({params.problem.slots, 2}, scalar);
@@ -119,7 +128,7 @@ V8KeypointLossResult v8_keypoint_loss(const at::Tensor& predictions, const V8Key
 template <class Backend>
 at::Tensor v8_keypoint_loss_backward(const at::Tensor& grad_loss, const at::Tensor& predictions,
                                      const V8KeypointLabels& given, const at::Tensor& scales,
-                                     const V8LevelsOn<Backend>& levels) {
+                                     const V8LevelsOn<Backend>& levels, bool centered) {
   constexpr auto op = "v8_keypoint_loss_backward";
   const bool dense = predictions.is_non_overlapping_and_dense();
   auto gradient = at::empty_like(predictions, {}, dense ? at::MemoryFormat::Preserve : at::MemoryFormat::Contiguous);
@@ -137,8 +146,8 @@ at::Tensor v8_keypoint_loss_backward(const at::Tensor& grad_loss, const at::Tens
     const auto labels = given.labels.contiguous(), sigmas = given.sigmas.contiguous(),
                targets = given.targets.contiguous();
     core::V8KeypointLossBackwardParams params{};
-    params.problem =
-        v8_keypoint_problem(predictions, {labels, sigmas, targets, given.slot_anchor, given.slot_row}, levels);
+    params.problem = v8_keypoint_problem(predictions, {labels, sigmas, targets, given.slot_anchor, given.slot_row},
+                                         levels, centered);
     params.scales = scales.const_data_ptr();
     params.grad_loss = grad_loss.const_data_ptr();
     params.grad_stride = grad_loss.stride(0);
@@ -151,10 +160,58 @@ at::Tensor v8_keypoint_loss_backward(const at::Tensor& grad_loss, const at::Tens
   return gradient;
 }
 
+// Predictions, labels and sigmas, as of V8KeypointLabels.
+struct V8PoseInputs {
+  const at::Tensor &predictions, &labels, &sigmas;
+  using Types = std::tuple<const at::Tensor&, const at::Tensor&, const at::Tensor&>;
+};
+
+// The detection loss whose assignment compares keypoints, except the arithmetic: as run.h has it for the detection
+// loss, whose backward it shares.
+template <class Backend>
+V8LossResult v8_posed_loss(at::TensorList heads, const V8PoseInputs& inputs, const at::Tensor& targets,
+                           const at::Tensor& settings, const V8LevelsOn<Backend>& levels,
+                           const std::optional<at::Tensor>& num_targets, const std::optional<at::Tensor>& class_weights,
+                           const V8LossOptions& options) {
+  constexpr auto op = "v8_posed_loss";
+  const auto& predictions = inputs.predictions;
+  const auto check = [&](const V8Levels<>& plain) {
+    check_v8_loss(heads, targets, settings, plain, num_targets, class_weights, options, op);
+    TORCH_CHECK(v8_is_joined(heads), op, ": ", heads.size(),
+                " heads came, but boxes and scores of all levels are expected");
+    check_v8_keypoints(predictions, inputs.labels, inputs.sigmas, targets, plain, op);
+    TORCH_CHECK(predictions.size(0) == heads[0].size(0) && predictions.scalar_type() == heads[0].scalar_type(), op,
+                ": predictions is ", dtype_name(predictions.scalar_type()), " of shape ", predictions.sizes(),
+                ", but the batch and the dtype of the heads are expected, ", heads[0].size(0), " and ",
+                dtype_name(heads[0].scalar_type()));
+    check_same_device(heads[0], "heads[0]", predictions, op, "predictions");
+  };
+  if constexpr (Backend::kMeta) {
+    const auto sizes = c10::asIntArrayRefSlowOpt(levels.sizes);
+    if (sizes && has_plain_sizes({targets, predictions, inputs.labels}, heads)) check({levels.strides, *sizes});
+    return empty_v8_loss(heads[0], targets, options.topk, 3);
+  } else {
+    check(levels);
+    const c10::DeviceGuard guard(heads[0].device());
+    const auto rows = targets.contiguous(), values = settings.contiguous(), labels = inputs.labels.contiguous(),
+               sigmas = inputs.sigmas.contiguous();
+    const auto weights = v8_class_weights(class_weights, heads[0]);
+    auto result = empty_v8_loss(heads[0], targets, options.topk, 3);
+    core::V8PosedLossParams params{};
+    params.heads = v8_heads(heads, {}, levels, options.reg_max);
+    v8_fill(params, rows, values, num_targets, weights, options, result);
+    params.keypoints = v8_keypoint_problem(predictions, {labels, sigmas, rows, {}, {}}, levels, true);
+    const auto scratch = v8_scratch<Backend>(params, heads[0], 4);
+    Backend::run(params);
+    return result;
+  }
+}
+
 template <class Backend>
 void register_v8_keypoint_loss(torch::Library& m) {
   m.impl("v8_keypoint_loss", unpack<&v8_keypoint_loss<Backend>>);
   m.impl("v8_keypoint_loss_backward", unpack<&v8_keypoint_loss_backward<Backend>>);
+  m.impl("v8_posed_loss", unpack<&v8_posed_loss<Backend>>);
 }
 
 }  // namespace torch_fastdet

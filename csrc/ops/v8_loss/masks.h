@@ -31,7 +31,7 @@ template <class Backend>
 using V8SymInts = at::ArrayRef<std::conditional_t<Backend::kMeta, c10::SymInt, int64_t>>;
 
 inline void check_v8_masks(const at::Tensor& coefficients, const at::Tensor& protos, const at::Tensor& masks,
-                           bool overlap, const char* op) {
+                           bool overlap, const char* op, bool any_size = false) {
   for (const auto& [tensor, name] : {std::pair{&coefficients, "coefficients"}, std::pair{&protos, "protos"}}) {
     check_strided(*tensor, op, name);
     check_float(*tensor, op, name);
@@ -47,10 +47,12 @@ inline void check_v8_masks(const at::Tensor& coefficients, const at::Tensor& pro
               ", but coefficients is ", dtype_name(coefficients.scalar_type()), "; both must have one dtype");
   check_same_device(coefficients, "coefficients", protos, op, "protos");
   check_same_device(coefficients, "coefficients", masks, op, "masks");
-  TORCH_CHECK(
-      !masks.is_complex() && masks.dim() == 3 && masks.size(1) == protos.size(2) && masks.size(2) == protos.size(3), op,
-      ": masks is ", dtype_name(masks.scalar_type()), " of shape ", masks.sizes(), ", but numbers of shape (",
-      overlap ? "images, " : "targets, ", protos.size(2), ", ", protos.size(3), ") are expected");
+  TORCH_CHECK(!masks.is_complex() && masks.dim() == 3 &&
+                  (any_size ? masks.size(1) > 0 && masks.size(2) > 0
+                            : masks.size(1) == protos.size(2) && masks.size(2) == protos.size(3)),
+              op, ": masks is ", dtype_name(masks.scalar_type()), " of shape ", masks.sizes(),
+              ", but numbers of shape (", overlap ? "images, " : "targets, ", protos.size(2), ", ", protos.size(3),
+              ") are expected");
   TORCH_CHECK(!overlap || masks.size(0) == protos.size(0), op, ": masks has ", masks.size(0),
               " images, but protos has ", protos.size(0));
 }

@@ -16,6 +16,7 @@
 #include "ops/common/options.h"
 #include "ops/v8_loss/checks.h"
 #include "ops/v8_loss/keypoints.h"
+#include "ops/v8_loss/masked.h"
 #include "ops/v8_loss/masks.h"
 #include "ops/v8_loss/obb.h"
 #include "ops/v8_loss/scratch.h"
@@ -73,6 +74,7 @@ void register_v8_loss(torch::Library& m) {
   m.impl("v8_loss", unpack<&v8_loss<Backend>>);
   m.impl("v8_loss_backward", unpack<&v8_loss_backward<Backend>>);
   register_v8_mask_loss<Backend>(m);
+  register_v8_masked_loss<Backend>(m);
   register_v8_keypoint_loss<Backend>(m);
   register_v8_obb_loss<Backend>(m);
 }

@@ -199,7 +199,11 @@ std::map<int64_t, Got<T>> assign_image(const Problem<T>& p, int64_t image) {
     T top_alignment = 0, top_overlap = 0;
     for (size_t i = 0; i < mine.size(); ++i) {
       const Got<T>& one = got[mine[i].second];
-      if (p.topk2 != p.topk && (static_cast<int>(i) >= p.topk2 || mine[i].first == 0)) {
+      const int64_t index = mine[i].second;
+      const auto behind = [&](const auto& other) { return other.first != 0 && other.second > index; };
+      const int64_t rank =
+          mine[i].first != 0 ? static_cast<int64_t>(i) : index + std::count_if(mine.begin(), mine.end(), behind);
+      if (p.topk2 != p.topk && rank >= p.topk2) {
         got.erase(mine[i].second);
         continue;
       }

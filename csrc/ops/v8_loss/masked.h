@@ -1,0 +1,96 @@
+// The detection loss whose assignment compares masks, except the arithmetic: as run.h has it for the detection loss,
+// whose backward it shares.
+#pragma once
+
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <optional>
+#include <tuple>
+
+#include "core/v8_loss/v8_masked_loss.h"
+#include "ops/common/backend.h"
+#include "ops/common/options.h"
+#include "ops/v8_loss/checks.h"
+#include "ops/v8_loss/masks.h"
+#include "ops/v8_loss/scratch.h"
+
+namespace torch_fastdet {
+
+// What the masks are made of, and the targets'.
+struct V8MaskInputs {
+  const at::Tensor &coefficients, &protos, &masks;
+  using Types = std::tuple<const at::Tensor&, const at::Tensor&, const at::Tensor&>;
+};
+
+inline void check_v8_mask_inputs(at::TensorList heads, const V8MaskInputs& inputs, const at::Tensor& targets,
+                                 const V8Levels<>& levels, bool overlap) {
+  constexpr auto op = "v8_masked_loss";
+  const auto& [coefficients, protos, masks] = inputs;
+  check_v8_masks(coefficients, protos, masks, overlap, op, true);
+  int64_t anchors = 0;
+  if (v8_is_joined(heads)) {
+    anchors = heads[0].size(2);
+  } else {
+    for (const auto& head : heads) anchors += head.size(2) * head.size(3);
+  }
+  TORCH_CHECK(coefficients.size(0) == heads[0].size(0) && coefficients.size(2) == anchors &&
+                  coefficients.scalar_type() == heads[0].scalar_type(),
+              op, ": coefficients is ", dtype_name(coefficients.scalar_type()), " of shape ", coefficients.sizes(),
+              ", but ", dtype_name(heads[0].scalar_type()), " of shape (", heads[0].size(0), ", channels, ", anchors,
+              ") is expected");
+  check_same_device(heads[0], "heads[0]", coefficients, op, "coefficients");
+  TORCH_CHECK(overlap || masks.size(0) == targets.size(0), op, ": masks has ", masks.size(0),
+              " masks, but targets has ", targets.size(0), " rows; without overlap one mask a row is expected");
+}
+
+template <class Backend>
+V8LossResult v8_masked_loss(at::TensorList heads, const V8MaskInputs& inputs, const at::Tensor& targets,
+                            const at::Tensor& settings, const V8LevelsOn<Backend>& levels,
+                            const std::optional<at::Tensor>& num_targets,
+                            const std::optional<at::Tensor>& class_weights, const V8LossOptions& options,
+                            bool overlap) {
+  constexpr auto op = "v8_masked_loss";
+  const auto& [coefficients, protos, masks] = inputs;
+  if constexpr (Backend::kMeta) {
+    const auto sizes = c10::asIntArrayRefSlowOpt(levels.sizes);
+    if (sizes && has_plain_sizes({targets, coefficients, protos, masks}, heads)) {
+      check_v8_loss(heads, targets, settings, {levels.strides, *sizes}, num_targets, class_weights, options, op);
+      check_v8_mask_inputs(heads, inputs, targets, {levels.strides, *sizes}, overlap);
+    }
+    return empty_v8_loss(heads[0], targets, options.topk, 3);
+  } else {
+    check_v8_loss(heads, targets, settings, levels, num_targets, class_weights, options, op);
+    check_v8_mask_inputs(heads, inputs, targets, levels, overlap);
+    const c10::DeviceGuard guard(heads[0].device());
+    const auto rows = targets.contiguous(), values = settings.contiguous(), readable = v8_readable_masks(masks);
+    const auto weights = v8_class_weights(class_weights, heads[0]);
+    auto result = empty_v8_loss(heads[0], targets, options.topk, 3);
+    core::V8MaskedLossParams params{};
+    params.heads = v8_heads(heads, {}, levels, options.reg_max);
+    v8_fill(params, rows, values, num_targets, weights, options, result);
+    params.masks = v8_mask_problem(coefficients, protos, readable, overlap, 1);
+    params.mask_height = readable.size(1);
+    params.mask_width = readable.size(2);
+    params.near = static_cast<int32_t>(core::kV8NearFactor * options.topk);
+    const auto scalar = v8_scalar_options(heads[0]);
+    const auto near_anchor = at::empty({params.n, params.near}, scalar.dtype(at::kLong));
+    const auto near_overlap = at::empty({params.n, params.near}, scalar);
+    const auto area = at::empty({params.n}, scalar.dtype(at::kFloat)),
+               number = at::empty({params.n}, scalar.dtype(at::kInt));
+    params.near_anchor = near_anchor.template mutable_data_ptr<int64_t>();
+    params.near_overlap = near_overlap.mutable_data_ptr();
+    params.mask_area = area.template mutable_data_ptr<float>();
+    params.mask_number = number.template mutable_data_ptr<int32_t>();
+    const auto scratch = v8_scratch<Backend>(params, heads[0], 4);
+    Backend::run(params);
+    return result;
+  }
+}
+
+template <class Backend>
+void register_v8_masked_loss(torch::Library& m) {
+  m.impl("v8_masked_loss", unpack<&v8_masked_loss<Backend>>);
+}
+
+}  // namespace torch_fastdet
