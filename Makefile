@@ -34,7 +34,7 @@ $(error torch_fastdet: found Python $(or $(FOUND),that fails) in $(VENV), but $(
 endif
 endif
 
-.PHONY: help venv build demo test test-all test-python test-cpp test-versions canary serve-test test-asan test-aarch64 fuzz test-gpu gpu-report-check release-check lint format bench docs wheel wheels clean
+.PHONY: help venv build demo test test-all test-python test-cpp test-versions canary serve-test test-asan test-aarch64 fuzz fuzz-operators soak test-gpu gpu-report-check release-check lint format bench docs wheel wheels clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 22
@@ -115,6 +115,15 @@ fuzz: $(STAMP) ## damaged JPEG files through the decoder under AddressSanitizer 
 	@{ $(BIN)/cmake -S tests/cpp -B build/cpp-fuzz -DSANITIZE=ON -DKERNELS=OFF && $(BIN)/cmake --build build/cpp-fuzz --target fuzz_jpeg; } \
 	  > build/cpp-fuzz/build.log 2>&1 || { tail -n 40 build/cpp-fuzz/build.log; exit 1; }
 	build/cpp-fuzz/fuzz_jpeg $(COUNT)
+
+CASES ?= 100000
+fuzz-operators: build ## every operator on arguments that nobody means (CASES=100000)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.operators --count $(CASES) --log build/fuzz-operators.log
+
+SOAK ?= --minutes 10
+soak: $(if $(GPU),,build) ## a long training: epoch time, memory, threads and files are flat; then 50 kills and resumes (SOAK="--hours 4")
+	$(BENCH_PYTHON) -m benchmarks.soak $(SOAK)
+	$(BENCH_PYTHON) -m benchmarks.soak --kills 50
 
 # Static, so that QEMU needs no libraries of the other architecture.
 test-aarch64: $(STAMP) ## the GoogleTests of csrc/core compiled for aarch64, run under QEMU (g++-aarch64-linux-gnu, qemu-user)

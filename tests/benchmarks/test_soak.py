@@ -1,0 +1,42 @@
+"""benchmarks/soak.py: its line through the samples, and a short run of both of its parts."""
+
+import pytest
+
+soak = pytest.importorskip("benchmarks.soak", reason="scikit-learn is not installed")
+
+
+def samples(growth):
+    noise = (0.3, -0.2, 0.1, -0.4, 0.2, 0.0, -0.1, 0.1, -0.2, 0.2)
+    return [soak.Sample(i / 10, 2 + 0.01 * e, 500 + 5 * e + growth * i, 0, 12, 80) for i, e in enumerate(noise)]
+
+
+def test_growth_is_told_from_noise():
+    text, growing = soak.table(samples(0))
+    assert growing == [] and text.count("| flat |") == 5
+    text, growing = soak.table(samples(3))
+    assert growing == ["host_mib"] and text.count("| grows |") == 1
+    assert soak.slope([0, 1, 2, 3], [1, 3, 5, 7]) == (2, 0)
+
+
+def test_processes_are_those_below_too():
+    import os
+    import subprocess
+    import sys
+
+    program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE) as process:
+        while len(found := soak.processes(process.pid)) < 2 and process.poll() is None:
+            pass
+        assert found[0] == process.pid and process.pid in soak.processes(os.getpid())
+        process.communicate(b"\n")
+
+
+@pytest.mark.slow
+def test_both_parts_run(tmp_path, capsys):
+    assert soak.main(["--minutes", "0", "--device", "cpu", "--pictures", "8", "--folder", str(tmp_path / "a")]) in (
+        0,
+        1,
+    )
+    assert "| host_mib |" in capsys.readouterr().out
+    assert soak.main(["--kills", "3", "--device", "cpu", "--pictures", "8", "--folder", str(tmp_path / "b")]) == 0
+    assert "killed 3 times: 2 resumes to the last bit" in capsys.readouterr().out

@@ -1,0 +1,350 @@
+"""``python -m tests.fuzz.operators --count 100000``: every operator on arguments that nobody means.
+
+The calls that the operators' own tests hand to ``torch.library.opcheck`` are the seeds, with the backward passes that they lead
+to. Each case changes some of the arguments of a seed: layout, offset, overlap, shape, type, values, numbers beyond any range.
+The operator must
+
+* give what it gives for contiguous copies of the same arguments, in shapes and types that its meta function foretells,
+* or raise an error of one line.
+
+A crash ends the process; the last line of --log is the case that did it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import io
+import random
+import re
+import resource
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+import torch_fastdet
+from torch_fastdet._torch.private import operator_names
+
+ROOT = Path(__file__).resolve().parents[2]
+ERRORS = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError, OverflowError)
+DTYPES = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+)
+FLOATS = (float("nan"), float("inf"), -float("inf"), 0.0, -1.0, 1e-45, 3e38, -3e38, 65504.0, 0.5)
+INTS = (0, 1, -1, 2, 3, 255, 1 << 31, -(1 << 31), (1 << 63) - 1, -(1 << 63), 7)
+MEMORY = 24 << 30  # bytes of addresses: a size that nobody has is an error of the allocator
+#: What a forward pass leaves for a backward pass, which reads and writes where it says: nobody makes it by hand, and its values are
+#: not checked. Shapes and types are.
+KEPT = {
+    "slot_anchor",
+    "slot_row",
+    "owner",
+    "match_cell",
+    "levels",
+    "indices",
+    "positives",
+    "first_positive",
+    "scale",
+    "scales",
+}
+
+Call = tuple[Any, tuple, dict]
+
+
+# Seeds ----------------------------------------------------------------------------------------------------------------
+
+#: Small tests of operators that no test hands to opcheck.
+OTHERS = (
+    "test_pieces_that_make_no_sense",
+    "test_invisible_keypoints_and_no_targets",
+    "test_no_targets_in_the_batch_or_in_an_image",
+    "test_layouts_and_class_weights",  # of v8_obb_loss
+)
+MOST_CALLS, MOST_NUMBERS = 30, 1_000_000  # of one operator, and in one call
+
+
+class Recording(TorchDispatchMode):
+    """Notes the calls of our operators."""
+
+    def __init__(self, calls: dict[str, list[Call]]) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if function.namespace == "torch_fastdet":
+            calls = self.calls.setdefault(function.name(), [])
+            tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+            on_cpu = all(x.device.type == "cpu" and type(x) is Tensor for x in tensors)
+            if on_cpu and len(calls) < MOST_CALLS and sum(x.numel() for x in tensors) < MOST_NUMBERS:
+                calls.append((function, copies(args), copies(kwargs)))
+        return function(*args, **kwargs)
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_call(self) -> Iterator[None]:
+        with self:
+            yield
+
+
+def copies(values: Any) -> Any:
+    return tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, values)
+
+
+def opcheck(operator: Any, args: tuple, kwargs: dict | None = None, **_: Any) -> None:
+    """The call alone, and its backward pass."""
+    leaves = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (args, kwargs or {}))
+    results = tree_flatten(operator(*leaves[0], **leaves[1]))[0]
+    sums = [r.double().sum() for r in results if isinstance(r, Tensor) and r.requires_grad]
+    if sums:
+        with contextlib.suppress(RuntimeError):  # of a backward operator
+            torch.autograd.backward(sums)
+
+
+def seeds() -> dict[str, list[Call]]:
+    """Calls of each operator on the CPU: those of the tests of opcheck, and of their backward passes."""
+    recording = Recording({})
+    tests = []
+    for path in sorted((ROOT / "tests/ops").glob("test_*.py")):
+        for body in re.split(r"^def (?=test_)", path.read_text(), flags=re.M)[1:]:
+            name = body.partition("(")[0]
+            if "opcheck(" in body or name in OTHERS:
+                tests.append(f"{path}::{name}")
+    compiled = mock.patch.object(torch, "compile", lambda function, **_: function)  # which takes long
+    scripted = mock.patch.object(torch.jit, "script", lambda function: function)
+    arguments = ["-q", "-p", "no:cacheprovider", "-k", "not cuda", *tests]
+    checked = mock.patch.object(torch.library, "opcheck", opcheck)
+    with checked, compiled, scripted, contextlib.redirect_stdout(io.StringIO()) as output:
+        status = pytest.main(arguments, plugins=[recording])
+    assert status == 0, output.getvalue()[-3000:]
+    return recording.calls
+
+
+def without_seed(calls: dict[str, list[Call]]) -> list[str]:
+    """Operators that no call is of."""
+    return sorted(name for name in operator_names() if name.startswith("torch_fastdet::") and not calls.get(name))
+
+
+# Changes --------------------------------------------------------------------------------------------------------------
+
+
+def in_another_layout(x: Tensor, draw: random.Random) -> Tensor:
+    """The same values with other strides, another offset, or over a larger memory."""
+    kind = draw.randrange(4)
+    if kind == 0 and x.dim() > 1:
+        order = draw.sample(range(x.dim()), x.dim())
+        return x.permute(order).contiguous().permute([order.index(dim) for dim in range(x.dim())])
+    if kind == 1:
+        wide = x.new_zeros([*x.shape, 3])
+        wide[..., 1] = x
+        return wide[..., 1]
+    if kind == 2:
+        return torch.cat([x.new_zeros(3), x.flatten()])[3:].view(x.shape)
+    return x.new_empty_strided(x.shape, [s * 2 for s in torch.empty(x.shape, device="meta").stride()]).copy_(x)
+
+
+def changed(x: Tensor, draw: random.Random, kept: bool = False) -> Tensor:
+    kind = draw.randrange(9 if kept else 12)
+    if kept and kind in (4, 5):  # other values in the end
+        kind = 0
+    if kind < 4:
+        return in_another_layout(x, draw)
+    if kind == 4 and x.dim():  # overlapping
+        dim = draw.randrange(x.dim())
+        return (
+            x.narrow(dim, 0, min(1, x.shape[dim])).expand(
+                [n if i != dim else x.shape[dim] for i, n in enumerate(x.shape)]
+            )
+            if x.shape[dim]
+            else x
+        )
+    if kind == 5 and x.dim():
+        return x.flip(draw.randrange(x.dim()))
+    if kind == 6 and x.dim():  # another size, zero as well
+        dim = draw.randrange(x.dim())
+        size = draw.choice((0, 1, x.shape[dim] - 1, x.shape[dim] + 1, 2 * x.shape[dim]))
+        if size <= x.shape[dim]:
+            return x.narrow(dim, 0, max(size, 0))
+        return torch.cat([x, x.narrow(dim, 0, min(size - x.shape[dim], x.shape[dim]))], dim)
+    if kind == 7:
+        return draw.choice((x[None], x.flatten(), x.reshape(-1)[:1].reshape(()) if x.numel() else x))
+    if kind == 8:
+        return x.to(draw.choice(DTYPES))
+    x = x.clone(memory_format=torch.contiguous_format)
+    if not x.numel():
+        return x
+    at = torch.tensor([draw.randrange(x.numel()) for _ in range(draw.randint(1, max(1, x.numel() // 4)))])
+    if x.is_floating_point():
+        values = torch.tensor([draw.choice(FLOATS) for _ in at], dtype=torch.float64).to(x.dtype)
+    elif x.dtype == torch.bool:
+        values = torch.tensor([draw.random() < 0.5 for _ in at])
+    else:
+        info = torch.iinfo(x.dtype)
+        values = torch.tensor([max(info.min, min(info.max, draw.choice(INTS))) for _ in at]).to(x.dtype)
+    x.view(-1)[at] = values
+    return x
+
+
+def mutated(value: Any, draw: random.Random, kept: bool) -> Any:
+    if isinstance(value, Tensor):
+        return changed(value, draw, kept)
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return max(INTS[9], min(INTS[8], draw.choice((value, value + 1, value - 1, *INTS))))
+    if isinstance(value, float):
+        return draw.choice((value, *FLOATS))
+    if isinstance(value, str):
+        return draw.choice((value, "", value + "x", "none", "best", "greedy"))
+    return value
+
+
+# A case ---------------------------------------------------------------------------------------------------------------
+
+
+def words(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype)[6:]}{list(value.shape)}s{list(value.stride())}+{value.storage_offset()}"
+    return repr(value)
+
+
+def run(operator: Any, args: tuple, kwargs: dict) -> tuple[Any, Exception | None]:
+    try:
+        return operator(*args, **kwargs), None
+    except ERRORS as error:
+        return None, error
+
+
+def leaves_of(operator: Any, args: tuple, kwargs: dict, names: set[str]) -> set[int]:
+    """The numbers of the flattened arguments that belong to arguments of these names."""
+    given = [*zip((argument.name for argument in operator._schema.arguments), args), *kwargs.items()]
+    found, number = set(), 0
+    for name, value in given:
+        count = len(tree_flatten(value)[0])
+        found |= set(range(number, number + count)) if name in names else set()
+        number += count
+    return found
+
+
+def overlaps(x: Tensor) -> bool:
+    return any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape))
+
+
+def problem(call: Call, draw: random.Random, log: Any) -> str | None:
+    """What is wrong with one case; None where nothing is."""
+    operator, args, kwargs = call
+    flat, form = tree_flatten((copies(args), copies(kwargs)))
+    kept = leaves_of(operator, args, kwargs, KEPT | {"targets"} if "backward" in operator.name() else KEPT)
+    for _ in range(draw.choice((1, 1, 1, 2, 3))):
+        at = draw.randrange(len(flat)) if flat else 0
+        flat[at : at + 1] = [mutated(value, draw, at in kept) for value in flat[at : at + 1]]
+    case = f"{operator} {', '.join(map(words, flat))}"
+    log.write(case + "\n")
+    log.flush()
+    plain = [x.contiguous().clone() if isinstance(x, Tensor) else x for x in flat]
+    given = [
+        x.clone(memory_format=torch.preserve_format)
+        if isinstance(x, Tensor) and not overlaps(x) and x.is_contiguous()
+        else x
+        for x in flat
+    ]
+    expected, error = run(operator, *tree_unflatten(plain, form))
+    found, other = run(operator, *tree_unflatten(given, form))
+    for each in filter(None, (error, other)):
+        text = str(each)
+        if (
+            "\n" in text.strip() and not isinstance(each, TypeError) and "allocate" not in text
+        ):  # torch's own schema errors are longer
+            return f"{case}\n  an error of several lines: {text[:300]}"
+        if "INTERNAL ASSERT" in text:
+            return f"{case}\n  {text[:300]}"
+    written = {i for i, x in enumerate(flat) if isinstance(x, Tensor) and overlaps(x)}
+    if (error is None) != (other is None):
+        if written or not any(isinstance(x, Tensor) and not x.is_contiguous() for x in flat):
+            return None
+        counts["layout refused"] += 1
+        return None if error is None else f"{case}\n  contiguous arguments are refused: {error}"
+    if error is not None:
+        counts["errors"] += 1
+        return None
+    counts["results"] += 1
+    # What a loss keeps for its backward pass lies as its inputs do.
+    public = None if "loss" not in operator.name() else 0 if "backward" in operator.name() else 2
+    for a, b in zip(tree_flatten(expected)[0][:public], tree_flatten(found)[0]):
+        if isinstance(a, Tensor) and not same(a, b):
+            return f"{case}\n  another result than for contiguous arguments: {a.flatten()[:8]}, {b.flatten()[:8]}"
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "Meta"):
+        return None
+    metas = tree_unflatten([x.to("meta") if isinstance(x, Tensor) else x for x in plain], form)
+    foretold, refused = run(operator, *metas)
+    if refused is not None:
+        return f"{case}\n  meta refuses it: {str(refused)[:200]}"
+    for a, b in zip(tree_flatten(expected)[0], tree_flatten(foretold)[0]):
+        if isinstance(a, Tensor) and (a.shape != b.shape or a.dtype != b.dtype):
+            return f"{case}\n  {words(a)}, and meta says {words(b)}"
+    return None
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    low = a.dtype in (torch.float16, torch.bfloat16)
+    # Sums over tensors go in the order of their memory.
+    return torch.allclose(
+        a.double(), b.double(), rtol=2e-2 if low else 1e-4, atol=1e-2 if low else 1e-5, equal_nan=True
+    )
+
+
+counts: Counter[str] = Counter()
+
+
+def main() -> Iterator[str]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=100_000, help="cases")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--log", type=Path, default=Path("/dev/null"), help="gets each case before it runs")
+    parser.add_argument("--only", default="", help="a part of an operator's name")
+    options = parser.parse_args()
+    faulthandler.enable()
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    torch.set_num_threads(1)
+    calls = seeds()
+    if missing := without_seed(calls):
+        yield f"no test of opcheck calls {', '.join(missing)}"
+    names = sorted(name for name, found in calls.items() if found and options.only in name)
+    with open(options.log, "w") as log:
+        for number in range(options.count):
+            draw = random.Random(f"{options.seed} {number}")
+            found = problem(draw.choice(calls[names[number % len(names)]]), draw, log)
+            if found is not None:
+                yield f"case {number}: {found}"
+    print(
+        f"{options.count:,} cases of {len(names)} operators: {counts['results']:,} results, {counts['errors']:,} errors of one line"
+    )
+
+
+if __name__ == "__main__":
+    assert torch_fastdet.__file__
+    problems = 0
+    for line in main():
+        problems += 1
+        print(line, flush=True)
+    sys.exit(bool(problems))

@@ -1,0 +1,15 @@
+"""A part of ``make fuzz``: every operator on arguments that nobody means gives a result or an error of one line, and never crashes."""
+
+import subprocess
+import sys
+
+CASES = 2000
+
+
+def test_operators_survive_a_fuzzer(tmp_path):
+    log = tmp_path / "cases"
+    command = [sys.executable, "-m", "tests.fuzz.operators", "--count", str(CASES), "--log", str(log)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    last = log.read_text().splitlines()[-1:] if log.exists() else []
+    assert result.returncode == 0, (result.stdout[-3000:], result.stderr[-2000:], last)
+    assert f"{CASES:,} cases of " in result.stdout
