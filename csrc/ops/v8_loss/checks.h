@@ -179,10 +179,11 @@ inline void check_v8_settings(const at::Tensor& first, const char* first_name, c
 
 inline void check_v8_slots(const at::Tensor& targets, const at::Tensor& slot_anchor, const at::Tensor& slot_row,
                            const at::Tensor& first, const char* first_name, const char* op) {
-  check_v8_targets(first, first_name, targets, slot_anchor.dim() == 2 ? slot_anchor.size(1) : 1, op);
-  TORCH_CHECK(slot_anchor.dim() == 2 && slot_anchor.size(0) == targets.size(0) &&
-                  slot_anchor.scalar_type() == at::kLong && slot_row.scalar_type() == at::kLong &&
-                  slot_row.sizes() == slot_anchor.sizes() && slot_anchor.is_contiguous() && slot_row.is_contiguous(),
+  const bool has_slots = slot_anchor.dim() == 2 && slot_anchor.size(1) > 0;
+  check_v8_targets(first, first_name, targets, has_slots ? slot_anchor.size(1) : 1, op);
+  TORCH_CHECK(has_slots && slot_anchor.size(0) == targets.size(0) && slot_anchor.scalar_type() == at::kLong &&
+                  slot_row.scalar_type() == at::kLong && slot_row.sizes() == slot_anchor.sizes() &&
+                  slot_anchor.is_contiguous() && slot_row.is_contiguous(),
               op, ": slot_anchor has shape ", slot_anchor.sizes(), " and slot_row ", slot_row.sizes(),
               ", but what v8_loss returned for these targets is expected");
   check_same_device(first, first_name, slot_anchor, op, "slot_anchor");
