@@ -50,8 +50,8 @@ DTYPES = (
 FLOATS = (float("nan"), float("inf"), -float("inf"), 0.0, -1.0, 1e-45, 3e38, -3e38, 65504.0, 0.5)
 INTS = (0, 1, -1, 2, 3, 255, 1 << 31, -(1 << 31), (1 << 63) - 1, -(1 << 63), 7)
 MEMORY = 24 << 30  # bytes of addresses: a size that nobody has is an error of the allocator
-#: What a forward pass leaves for a backward pass, which reads and writes where it says: nobody makes it by hand, and its values are
-#: not checked. Shapes and types are.
+#: What a forward pass leaves for another operator, which reads and writes where it says. Nobody makes it by hand, and its values are
+#: not checked: they stay, and so do the sizes of what they point into.
 KEPT = {
     "slot_anchor",
     "slot_row",
@@ -76,6 +76,7 @@ OTHERS = (
     "test_invisible_keypoints_and_no_targets",
     "test_no_targets_in_the_batch_or_in_an_image",
     "test_layouts_and_class_weights",  # of v8_obb_loss
+    "test_images_without_targets",  # of yolov5_mask_loss
 )
 MOST_CALLS, MOST_NUMBERS = 30, 1_000_000  # of one operator, and in one call
 
@@ -160,9 +161,7 @@ def in_another_layout(x: Tensor, draw: random.Random) -> Tensor:
 
 
 def changed(x: Tensor, draw: random.Random, kept: bool = False) -> Tensor:
-    kind = draw.randrange(9 if kept else 12)
-    if kept and kind in (4, 5):  # other values in the end
-        kind = 0
+    kind = draw.choice((0, 1, 2, 3, 8)) if kept else draw.randrange(12)
     if kind < 4:
         return in_another_layout(x, draw)
     if kind == 4 and x.dim():  # overlapping
@@ -250,7 +249,9 @@ def problem(call: Call, draw: random.Random, log: Any) -> str | None:
     """What is wrong with one case; None where nothing is."""
     operator, args, kwargs = call
     flat, form = tree_flatten((copies(args), copies(kwargs)))
-    kept = leaves_of(operator, args, kwargs, KEPT | {"targets"} if "backward" in operator.name() else KEPT)
+    kept = leaves_of(operator, args, kwargs, KEPT)
+    if kept:
+        kept = {number for number, value in enumerate(flat) if isinstance(value, Tensor)}
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         at = draw.randrange(len(flat)) if flat else 0
         flat[at : at + 1] = [mutated(value, draw, at in kept) for value in flat[at : at + 1]]
@@ -328,7 +329,7 @@ def main() -> Iterator[str]:
     torch.set_num_threads(1)
     calls = seeds()
     if missing := without_seed(calls):
-        yield f"no test of opcheck calls {', '.join(missing)}"
+        print(f"not tried, because no test of opcheck calls them: {', '.join(missing)}")
     names = sorted(name for name, found in calls.items() if found and options.only in name)
     with open(options.log, "w") as log:
         for number in range(options.count):

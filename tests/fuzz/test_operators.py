@@ -1,5 +1,6 @@
 """A part of ``make fuzz``: every operator on arguments that nobody means gives a result or an error of one line, and never crashes."""
 
+import re
 import subprocess
 import sys
 
@@ -12,4 +13,6 @@ def test_operators_survive_a_fuzzer(tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     last = log.read_text().splitlines()[-1:] if log.exists() else []
     assert result.returncode == 0, (result.stdout[-3000:], result.stderr[-2000:], last)
-    assert f"{CASES:,} cases of " in result.stdout
+    found = re.search(rf"^{CASES:,} cases of (\d+) operators: ([\d,]+) results, ([\d,]+) errors", result.stdout, re.M)
+    assert found and int(found[1]) >= 50, result.stdout
+    assert all(int(number.replace(",", "")) > CASES // 8 for number in found.groups()[1:]), "cases of one kind alone"
