@@ -624,7 +624,8 @@ class _PoseLoss26(_PoseLoss):
         height, length = (side * self.strides()[0] for side in slots.sizes[:2])
         size = torch.stack((length / stride, height / stride), 1)
 
-        place = kpts[image, :, anchor].view(len(index), count, -1)[..., :2].float() + center[:, None]
+        place = kpts[image, :, anchor].view(len(index), count, kpts.shape[1] // count)[..., :2]
+        place = place.float() + center[:, None]
         sigma = sigmas[image, :, anchor].view(len(index), count, 2).float().sigmoid()
         sigma = sigma.clamp(min=torch.finfo(sigmas.dtype).tiny)
         error = (place - wanted[..., :2] * size[:, None]) / (sigma + 1e-9)
@@ -765,7 +766,9 @@ class _Parts:
         self.bbox_loss: Any = _stock(module, "RotatedBboxLoss" if rotated else "BboxLoss")
         self.dfl_loss: Any = _stock(module, "DFLoss")
         self.methods = {name: getattr(self.assigner, name) for name in ASSIGNER_METHODS if hasattr(self.assigner, name)}
-        self.short_by_first_stride = _short_by_first_stride(self.assigner, rotated)
+        # Those of YOLO26's tasks enlarge boxes by the code of the one that they derive from.
+        sides = self.assigner if rotated else _stock(module, "TaskAlignedAssigner")
+        self.short_by_first_stride = _short_by_first_stride(sides, rotated)
 
 
 def _short_by_first_stride(assigner: Any, rotated: bool = False) -> bool | None:
