@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.bn_act_models import Operators
+from torch_fastdet.graphs import GraphedModule
 from torch_fastdet.graphs._casts import weights_cast_once
 from torch_fastdet.hosts.shared.bn_act import BOTTLENECK, CONV
 from torch_fastdet.hosts.shared.bn_act import C3 as C3_FORMULA
@@ -265,6 +266,20 @@ def test_first_convolutions_of_c3_are_one_in_a_captured_step(device, n, add, mor
     for name, value in module.named_parameters():
         assert torch.equal(value, before[name]) and value.stride() == before[name].stride()
     assert torch.equal(*(in_a_step(copy.deepcopy(module), x)[1][1] for _ in range(2))), "not deterministic"
+
+
+def test_a_first_call_has_the_bits_of_a_replay(cuda, same_convolutions):
+    """The first call of a shape is no graph's, but a resumed training begins with one."""
+    module = C3(16, more=0).to(cuda, memory_format=torch.channels_last)
+    graphed, x, found = GraphedModule(module, required=True), torch.randn(2, 16, 12, 10).to(cuda), []
+    for _ in range(3):
+        module.zero_grad()
+        with torch.autocast("cuda"):
+            y = graphed(x)
+        y.float().square().sum().backward()
+        found.append([y.detach().clone(), *(p.grad.clone() for p in module.parameters())])
+    for later in found[1:]:
+        assert all(map(torch.equal, found[0], later))
 
 
 class OtherConv(nn.Conv2d):

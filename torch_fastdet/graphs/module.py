@@ -174,6 +174,12 @@ class ModuleGraphs:
     def forward(self, x: torch.Tensor) -> Any:
         return self.module.forward(x) if self._forward is None else self._forward(x)
 
+    def _first(self, x: torch.Tensor) -> Any:
+        """An eager call with a graph's convolutions: a resumed training begins with the bits that a replay would have."""
+        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+        with weights_cast_once(self.module, dtype):
+            return self.forward(x)
+
     @property
     def module(self) -> nn.Module:
         """The module, which is not kept alive from here."""
@@ -209,7 +215,7 @@ class ModuleGraphs:
         captured = self._pool.get(key, x.device)
         if captured is None:
             if not self._pool.is_warm(key):
-                return self._pool.warm_up(key, lambda: self.forward(x))
+                return self._pool.warm_up(key, lambda: self._first(x))
             captured = self._try_capture(key, x)
             if captured is None:
                 return self.forward(x)
