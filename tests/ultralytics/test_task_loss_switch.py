@@ -247,6 +247,8 @@ def test_patch_and_unpatch(models):
         assert type(models("yolov8n-pose.yaml").init_criterion()) is OURS.pose
         criterion = models("yolo26n-seg.yaml").init_criterion()
         assert type(criterion.one2one) is type(criterion.one2many) is ours_module.SegmentLoss26
+        criterion = models("yolo26n-pose.yaml").init_criterion()
+        assert type(criterion.one2one) is type(criterion.one2many) is ours_module.PoseLoss26
     finally:
         unpatch()
     assert stock_loss.v8SegmentationLoss is tasks.v8SegmentationLoss is REAL.segment
