@@ -1,0 +1,79 @@
+"""Programs under limits, forks and threads: as without them."""
+
+import os
+import resource
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from torch_fastdet import optim
+from torch_fastdet.ema import ModelEMA
+
+
+def limited():
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", ["yolov5", "ultralytics"])
+def test_doctor_under_limits(host, tmp_path):
+    """256 open files, a home that is not there, no nvidia-smi on the path, no visible GPU: it says that there is no GPU."""
+    pytest.importorskip("ultralytics", reason="not installed (requirements/yolov5.txt)")
+    env = {
+        **os.environ,
+        "HOME": "/proc/nowhere",
+        "YOLO_CONFIG_DIR": str(tmp_path),
+        "PATH": str(tmp_path),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    command = [sys.executable, "-m", f"torch_fastdet.{host}", "doctor"]
+    result = subprocess.run(
+        command, env=env, cwd=tmp_path, preexec_fn=limited, capture_output=True, text=True, timeout=200
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "cuda_graph" in result.stdout
+    assert "no GPU" in result.stdout or "no CUDA driver" in result.stdout
+
+
+def trained(seed: int, steps: int = 40) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.SiLU(), nn.Linear(16, 2))
+    for parameter in model.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+    optimizer = optim.SGD(model.parameters(), lr=0.01, momentum=0.9, nesterov=True)
+    ema = ModelEMA(model)
+    for _ in range(steps):
+        loss = model(torch.randn(4, 8, generator=generator)).square().mean()
+        loss.backward()
+        optim.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        ema.update(model)
+    return {name: value.clone() for name, value in ema.ema.state_dict().items()}
+
+
+def test_threads_train_models_as_one_after_the_other():
+    expected, found = [trained(seed) for seed in range(4)], {}
+    threads = [threading.Thread(target=lambda seed=seed: found.update({seed: trained(seed)})) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for seed, want in enumerate(expected):
+        assert all(torch.equal(found[seed][name], value) for name, value in want.items())
+
+
+def test_a_fork_of_the_users_trains_as_its_parent():
+    expected, (read, write) = trained(1)["0.weight"], os.pipe()
+    if (child := os.fork()) == 0:
+        os.write(write, trained(1)["0.weight"].numpy().tobytes())
+        os._exit(0)
+    os.close(write)
+    with open(read, "rb") as file:
+        data = bytearray(file.read())
+    assert os.waitpid(child, 0)[1] == 0
+    assert torch.equal(torch.frombuffer(data, dtype=torch.float32).view(16, 8), expected)
