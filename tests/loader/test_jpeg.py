@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,9 @@ from torch_fastdet.loader.memory import JpegFiles, PictureMemory
 from torch_fastdet.loader.plan import AFFINE, FILES, OWN, PERSPECTIVE, Layer, Picture, Source, pack, run_on_cpu
 from torch_fastdet.loader.ranks import shared_by_ranks
 from torch_fastdet.loader.shown import around, shown
+from torch_fastdet.loader.unread import Unread
+from torch_fastdet.loader.worker import Collate, CollateDicts
+from torch_fastdet.ultralytics.deferred import decode_kept
 
 cv2 = pytest.importorskip("cv2")
 SIZES = [(48, 64), (64, 48), (33, 65), (17, 16)]
@@ -98,6 +102,19 @@ def test_an_index_is_kept_of_a_file_that_is_not(files, monkeypatch):
         packed = real(path)
         assert np.array_equal(head, packed.data[: packed.head])
     assert memory.files.used() == memory.files.held() == 0
+
+
+def test_no_file_stays_where_stock_makes_the_batch(files):
+    memory = memory_of(files, budget=0)
+    for collate, item in ((Collate, [torch.zeros(3, 4, 4)]), (CollateDicts, {"img": torch.zeros(3, 4, 4)})):
+        assert all(memory.read(index) for index in range(4))
+        collate(list, memory, on_gpu=True)([item])
+        assert not memory.files.sent
+    dataset = SimpleNamespace(buffer=[0, 2], ims=[Unread(size) for size in SIZES])
+    decode_kept(dataset, memory)
+    for index in dataset.buffer:
+        assert np.array_equal(dataset.ims[index], cv2.imread(files[index]))
+    assert not memory.files.sent
 
 
 def test_files_have_places_behind_other_pictures_and_hold_none_back(files):

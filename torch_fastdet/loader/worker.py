@@ -56,6 +56,7 @@ class Collate:
 
     def __call__(self, items: Sequence[Any]) -> Any:
         if isinstance(items[0][0], torch.Tensor):  # stock has made them
+            self.memory.forget_sent()
             return self.stock(list(items))
         numbered = [(torch.full((1, 1, 1), number, dtype=torch.int16), *item[1:]) for number, item in enumerate(items)]
         numbers, *rest = self.stock(numbered)
@@ -91,6 +92,7 @@ class CollateDicts(Collate):
 
     def __call__(self, items: Sequence[Any]) -> Any:
         if isinstance(items[0]["img"], torch.Tensor):  # stock has made them
+            self.memory.forget_sent()
             return self.stock(list(items))
         number = torch.zeros((1, 1, 1), dtype=torch.uint8)
         pictures = [item["img"] for item in items]

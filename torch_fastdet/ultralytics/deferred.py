@@ -98,6 +98,7 @@ def decode_kept(dataset: Any, memory: PictureMemory) -> None:
         if isinstance(dataset.ims[i], Unread):
             memory.read(i)
             dataset.ims[i] = memory.get(i)
+            memory.forget_sent()
 
 
 class View:
