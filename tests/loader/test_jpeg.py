@@ -300,5 +300,17 @@ def test_batches_of_files_have_the_same_pixels(cached, decoded, room, resized, f
     assert (FILES in seen) == (False in not_kept) and (OWN in seen) == (True in not_kept)
 
 
+@pytest.mark.parametrize("cached", [0, 1 << 15])
+def test_a_file_that_another_process_decodes_while_it_travels(cached, files):
+    memory = memory_of(files, budget=0)
+    assert all(memory.read(index) for index in range(4))
+    batch = random_batch(np.random.default_rng(1), memory)
+    wanted, plan = on_cpu(pack(batch, memory), memory), pack(batch, memory, decoded=False)
+    memory.forget_sent()
+    for index, path in enumerate(files):
+        assert memory.put(index, cv2.imread(path), SIZES[index])
+    assert torch.equal(made(plan, *pictures_on_the_cpu(memory, cached)._bring(plan)), wanted)
+
+
 def test_which_files_are_jpegs():
     assert is_jpeg("a/b.JPG") and is_jpeg("x.jpeg") and not is_jpeg("a.png") and not is_jpeg("jpg")

@@ -156,11 +156,12 @@ class DevicePictures(Owner):
         indices = np.unique(plan.sources[plan.sources >= 0])
         missing = indices[~self._here[indices]]
         keep, decoded, sizes = self._fits[missing], memory.decoded()[missing], memory.sizes(missing)
+        come = np.flatnonzero(np.isin(plan.files[:, 0], missing))  # with the plan
+        sent = np.searchsorted(missing, plan.files[come, 0])
+        decoded[sent] = False  # another process may have decoded one since
         begins, taken = memory.offsets[missing], sizes.copy()  # in the shared memory
         if not decoded.all():
             taken[~decoded], begins[~decoded] = memory.files.rows(missing[~decoded]).T
-        come = np.flatnonzero(np.isin(plan.files[:, 0], missing))  # with the plan
-        sent = np.searchsorted(missing, plan.files[come, 0])
         taken[sent] = 0
         places = one_after_another(taken, own.numel())
         staged = torch.empty(int(places[-1]), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
