@@ -185,6 +185,18 @@ def mosaic(seed, batch, side, degrees=0.0, shear=0.0, perspective=0.0, sources=1
     return problem
 
 
+@pytest.mark.parametrize("share", [-3e38, -1.0, 2.0, 1e300, np.nan])
+def test_a_blend_beyond_its_range_gives_levels(device, share):
+    # A level beyond 255 would be looked up beside the colour tables.
+    problem = mosaic(2, 2, 96)
+    problem.pictures[:, 1] = problem.pictures[::-1, 0]
+    problem.pictures[:, 3], problem.blend[:] = 0, 0.5
+    expected = ops.image_augment(*problem.arguments(device), [96, 96], **RULES)
+    problem.blend[0] = share
+    out = ops.image_augment(*problem.arguments(device), [96, 96], **RULES)
+    assert torch.equal(out[1], expected[1])
+
+
 @pytest.mark.parametrize("side", [96, 160, 203])
 @pytest.mark.parametrize(
     "options", [{}, {"degrees": 45.0, "shear": 0.2}, {"perspective": 0.0005}], ids=["scale", "rotate", "perspective"]

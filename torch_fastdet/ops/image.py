@@ -70,7 +70,8 @@ def image_augment(
         matrices: (N, 9) float64: the matrix that is given to OpenCV, row-major; the last row counts for perspective alone.
         pictures: (B, 4) int64: layer, second layer for mixup or -1, flags (1: flip left-right, 2: flip up-down, 4: keep BGR),
             row of ``tables`` or -1.
-        blend: (B,) float64, mixup's ratio r: ``(first * r + second * (1 - r)).astype(uint8)``. None: no mixup.
+        blend: (B,) float64, mixup's ratio r: ``(first * r + second * (1 - r)).astype(uint8)``, kept within 0 to 255. None: no
+            mixup.
         tables: (T, 3, 256) uint8: hue, saturation and value, as for ``cv2.LUT``. None: colours stay. Not for grey pictures.
         masks: one-dimensional uint8, or None.
         size: height and width of the output, in pixels.

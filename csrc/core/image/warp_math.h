@@ -164,9 +164,11 @@ TORCH_FASTDET_HOST_DEVICE int blend_float(int p00, int p01, int p10, int p11, fl
 #endif
 }
 
-// mixup, in float64 as numpy does it: (a * r + b * (1 - r)).astype(uint8).
+// mixup, in float64 as numpy does it: (a * r + b * (1 - r)).astype(uint8). A share outside of 0 to 1, or NaN, still
+// gives a level.
 TORCH_FASTDET_HOST_DEVICE int mix(int a, int b, double r, double rest) {
-  return static_cast<int>(add_rn(mul_rn(static_cast<double>(a), r), mul_rn(static_cast<double>(b), rest)));
+  const double level = add_rn(mul_rn(static_cast<double>(a), r), mul_rn(static_cast<double>(b), rest));
+  return static_cast<int>(level > 0. ? (level < 255. ? level : 255.) : 0.);
 }
 
 }  // namespace torch_fastdet::core
