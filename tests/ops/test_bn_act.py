@@ -486,6 +486,17 @@ def test_parts_are_norms_of_their_own(device, sizes, dtype, memory_format):
             torch.testing.assert_close(getattr(norms[i], name), buffer, rtol=1e-5, atol=1e-5)
 
 
+def test_parts_opcheck(device):
+    x = random((2, 24, 6, 8), device, torch.float32, torch.channels_last)
+    norms = [make_norm(c, device, torch.float32) for c in (8, 16)]
+    lists = [[getattr(n, name).detach() for n in norms] for name in PARTS]
+    _, places = places_of(x, (8, 16))
+    operators, args = torch.ops.torch_fastdet, (x, places, *lists, 0.03, 1e-3, "silu", 0.1, None)
+    torch.library.opcheck(operators.bn_act_parts.default, args)
+    backward = (places, x, *lists[:2], *operators.bn_act_parts(*args), "silu", 0.1)
+    torch.library.opcheck(operators.bn_act_parts_backward.default, backward)
+
+
 PARTS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 
 
