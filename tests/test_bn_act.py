@@ -282,6 +282,14 @@ def test_a_first_call_has_the_bits_of_a_replay(cuda, same_convolutions):
         assert all(map(torch.equal, found[0], later))
 
 
+def test_convolutions_of_two_memory_formats_in_a_captured_step(device):
+    """The last one's result cannot go where the joined ones' is."""
+    module, x = C3(16, more=0).to(device), torch.randn(2, 16, 6, 5).to(device)
+    last = module.m[0].cv2.conv
+    last.weight.data = last.weight.data.contiguous(memory_format=torch.channels_last)
+    assert_as_near_as_autocast(module, x, 1)
+
+
 class OtherConv(nn.Conv2d):
     pass
 

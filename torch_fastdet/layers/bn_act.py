@@ -176,6 +176,7 @@ def _behind(block: Any, x: Tensor, rest: Tensor, shortcut: Tensor | None) -> Ten
     if (
         _fits(x, norm)
         and _is_whole(norm)
+        and x.is_contiguous() == rest.is_contiguous()
         and all(t.dtype == rest.dtype and t.shape[2:] == rest.shape[2:] and t.shape[1] == x.shape[1] for t in alike)
     ):
         return norm_and_activation_into(rest, x, norm, _options(block), shortcut)
