@@ -11,7 +11,8 @@ import torch
 from torch_fastdet import memory
 from torch_fastdet.loader import finish, loop
 from torch_fastdet.loader.finish import DevicePictures, Turns
-from torch_fastdet.loader.memory import PictureMemory
+from torch_fastdet.loader.jpeg import AS_IT_IS, Files
+from torch_fastdet.loader.memory import JpegFiles, PictureMemory
 from torch_fastdet.loader.plan import Layer, Picture, Source, pack
 
 
@@ -43,11 +44,26 @@ def test_pictures_wait_for_what_had_their_memory(cuda):
     assert (batch == 7).all() and (pictures._cache == 7).all()
 
 
-def test_pictures_are_given_back(monkeypatch):
-    """Memory has run out: batches upload what they show from then on, and the budget is free."""
+@pytest.fixture
+def pretended_stream(monkeypatch):
     event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(wait_event=lambda event: None))
+
+
+def test_no_memory_waits_for_pictures_that_never_stay(pretended_stream, monkeypatch):
+    """What has no place in the host's memory travels as pixels; a file is decoded on the GPU, wherever it is read."""
+    monkeypatch.setenv("TORCH_FASTDET_GPU_CACHE", "1G")
+    shapes, gpu = [(4, 6)] * 3, torch.device("cpu")
+    pictures = DevicePictures(PictureMemory(shapes, budget=72), gpu)
+    assert pictures.held() == 72 and pictures._fits.tolist() == [True, False, False]
+    files = JpegFiles(Files.of(["", "", "a.jpg"], shapes, [AS_IT_IS] * 3), budget=0)
+    pictures = DevicePictures(PictureMemory(shapes, budget=72, jpegs=files), gpu)
+    assert pictures.held() == 128 + 72 and pictures._fits.tolist() == [True, False, True]
+
+
+def test_pictures_are_given_back(pretended_stream, monkeypatch):
+    """Memory has run out: batches upload what they show from then on, and the budget is free."""
     monkeypatch.setenv("TORCH_FASTDET_GPU_CACHE", "200")
     host, gpu = PictureMemory([(4, 6)] * 2, 1 << 20), torch.device("cpu")
     gc.collect()

@@ -91,7 +91,10 @@ class DevicePictures(Owner):
     def __init__(self, memory: PictureMemory, device: torch.device) -> None:
         self.memory = memory
         self.device: torch.device = device
-        self._offsets, size = hand_out(memory.shapes, gpu_budget(device))
+        comes = memory.offsets >= 0  # others travel as pixels, for each batch
+        if memory.jpegs is not None:
+            comes |= memory.jpegs.may_keep
+        self._offsets, size = hand_out(memory.shapes * comes[:, None], gpu_budget(device))
         self._cache = self._allocate(size)
         ready = torch.cuda.Event()
         ready.record(torch.cuda.current_stream(device))  # the cache's memory is free behind it
