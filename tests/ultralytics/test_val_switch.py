@@ -142,8 +142,12 @@ def tasks_metrics(task, device, pretend=False, overlap=True, plots=True):
         labels.append(label)
     batch = {key: torch.cat([label[key] for label in labels]).to(device) for key in labels[0]}
     batch |= {"img": torch.zeros(4, 3, 128, 128), "ori_shape": [(128, 128)] * 4, "ratio_pad": [None] * 4}
+    before = vars(validator).copy()
+    if not overlap:  # a user's own
+        before["_prepare_batch"] = validator._prepare_batch = type(validator)._prepare_batch.__get__(validator)
     validator.update_metrics(preds, batch | {"im_file": [f"{i}.jpg" for i in range(4)]})
-    assert "_prepare_batch" not in vars(validator) and str(validator.device) == str("cuda" if pretend else device)
+    assert vars(validator).get("_prepare_batch") == before.get("_prepare_batch")
+    assert str(validator.device) == str("cuda" if pretend else device)
     return validator.metrics.stats, validator.confusion_matrix.matrix
 
 

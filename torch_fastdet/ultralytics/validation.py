@@ -226,10 +226,13 @@ def update_masks_on_host(stock: Callable, processing: Callable, mask_iou: Callab
             flat = torch.cat([overlap.flatten() for overlap in overlaps]).cpu()
             for image, part, overlap in zip(host, flat.split([overlap.numel() for overlap in overlaps]), overlaps):
                 image[MASK_IOU] = part.view(overlap.shape)
+            users = vars(self).get("_prepare_batch")
             vars(self)["_prepare_batch"] = lambda i, _: prepared[i]
             try:
                 stock(self, host, labels)
             finally:
                 del vars(self)["_prepare_batch"]
+                if users is not None:
+                    vars(self)["_prepare_batch"] = users
 
     return update_metrics
