@@ -503,6 +503,10 @@ PARTS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 @pytest.mark.parametrize(
     "change, message",
     [
+        (
+            lambda p: p.update(x=p["x"][:0], y=[y[:0] for y in p["y"]]),
+            "x has shape .0, 24, 3, 4., but at least one element",
+        ),
         (lambda p: p["y"].clear(), "y has 0 entries, but 1 to 4 are expected"),
         (lambda p: [v.pop() for v in p.values() if isinstance(v, list)], "y has 8 channels in all, but x has 24"),
         (lambda p: p["weight"].pop(), "weight has 1 entries, but y has 2"),

@@ -244,9 +244,16 @@ inline at::Tensor walkable(const at::Tensor& tensor, bool channels_last) {
   return tensor.contiguous(channels_last ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::Contiguous);
 }
 
+// A grid has no plan for it, and statistics no value.
+inline void check_bn_act_not_empty(const at::Tensor& x, const char* op) {
+  TORCH_SYM_CHECK(x.sym_numel().sym_gt(0), op, ": x has shape ", x.sym_sizes(),
+                  ", but at least one element is expected");
+}
+
 inline void check_bn_act_parts(const at::Tensor& x, at::TensorList y, const BnActParts& parts,
                                const OptionalTensor& residual, const char* op) {
   check_images(x, op, "x");
+  check_bn_act_not_empty(x, op);
   TORCH_CHECK(!y.empty() && y.size() <= core::kBnActMostParts, op, ": y has ", y.size(), " entries, but 1 to ",
               core::kBnActMostParts, " are expected");
   check_bn_act_lists(y.size(), "y", parts, op);
@@ -263,6 +270,7 @@ inline void check_bn_act_parts_backward(at::TensorList grad_y, const at::Tensor&
                                         at::TensorList bias, const at::Tensor& mean, const at::Tensor& invstd,
                                         const char* op) {
   check_images(x, op, "x");
+  check_bn_act_not_empty(x, op);
   check_bn_act_part_sizes(x, grad_y, "grad_y", op);
   TORCH_CHECK(!grad_y.empty() && grad_y.size() <= core::kBnActMostParts, op, ": grad_y has ", grad_y.size(),
               " entries, but 1 to ", core::kBnActMostParts, " are expected");
