@@ -188,14 +188,17 @@ def _correct_masks(matcher: Any) -> list[torch.Tensor]:
 
 def _masks_as_ours(stock: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     with torch.device("cpu"):
-        return _correct_masks(stock), _correct_masks(validation.process_batch_of_masks)
+        return _correct_masks(stock), _correct_masks(validation.process_batch_of_masks(stock))
 
 
 PROCESS_BATCH_OF_MASKS = Target(
     both("segment.val"),
     "process_batch",
-    validation.process_batch_of_masks,
-    evidence=(Behaves("its process_batch", _masks_as_ours, 0, trials.REFERENCE),),
+    make=lambda _, stock, __: validation.process_batch_of_masks(stock),
+    evidence=(
+        Signature(("detections", "labels", "iouv", "pred_masks", "gt_masks", "overlap", "masks")),
+        Behaves("its process_batch", _masks_as_ours, 0, trials.REFERENCE),
+    ),
     otherwise="say",
 )
 
