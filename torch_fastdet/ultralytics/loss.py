@@ -420,7 +420,7 @@ class _SegmentLoss26(_SegmentationLoss):
     """Ultralytics' ``SegmentLoss26``: as :class:`v8SegmentationLoss`, with an assignment that compares masks too
     (:func:`torch_fastdet.ops.v8_segmentation_loss` with ``compare_masks``), and the part of the semantic logits.
 
-    The semantic part is computed by PyTorch, without host synchronisation. ``batch["sem_masks"]`` is needed in training.
+    The semantic part is stock's own ``bcedice_loss``, without host synchronisation. ``batch["sem_masks"]`` is needed in training.
     """
 
     def takes(self, preds: dict[str, Any], batch: Any) -> bool:
@@ -471,7 +471,7 @@ class _SegmentLoss26(_SegmentationLoss):
         return torch.cat((loss[:-1], whole.view(1).to(loss.dtype))), torch.cat((items[:-1], part.detach().view(1)))
 
     def _semantic(self, logits: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
-        """Half the entropy and half the Dice loss of (bs, classes, height, width) logits, before the gain."""
+        """Stock's own criterion of (bs, classes, height, width) logits, before the gain."""
         this: Any = self
         classes, masks = batch["sem_masks"].to(logits.device), batch["masks"].to(logits.device).float()
         if not this.overlap:  # a mask a row of labels: how many cover a pixel
@@ -481,10 +481,7 @@ class _SegmentLoss26(_SegmentationLoss):
         classes = F.interpolate(classes[:, None].float(), logits.shape[2:], mode="nearest")
         number = torch.arange(logits.shape[1], device=logits.device).view(1, -1, 1, 1)
         wanted = ((classes == number) & covered).float()
-        entropy = F.binary_cross_entropy_with_logits(logits, wanted)
-        shares = logits.sigmoid()
-        both, sizes = (shares * wanted).sum((2, 3)), shares.sum((2, 3)) + wanted.sum((2, 3))
-        return 0.5 * entropy + 0.5 * (1 - (2 * both + 1) / (sizes + 1)).mean()
+        return this.bcedice_loss(logits, wanted)
 
 
 class _PoseLoss(_DetectionLoss):
@@ -544,8 +541,8 @@ class _PoseLoss26(_PoseLoss):
     """Ultralytics' ``PoseLoss26``: as :class:`v8PoseLoss`, with an assignment that compares keypoints in place of boxes
     (:func:`torch_fastdet.ops.v8_pose_loss` with ``compare_keypoints``), and the part of residual log-likelihood (RLE).
 
-    The RLE part runs the head's own ``flow_model`` by PyTorch, over all slots of the assignment: without host synchronisation, in a
-    hundred launches or so. ``hyp.rle`` is read at each call.
+    The RLE part runs the head's own ``flow_model`` and stock's ``rle_loss`` over all slots of the assignment: without host
+    synchronisation, in a hundred launches or so. ``hyp.rle`` is read at each call.
     """
 
     centered = True
@@ -557,7 +554,8 @@ class _PoseLoss26(_PoseLoss):
     def _task_changed(self) -> str | None:
         this: Any = self
         kind = vars(importlib.import_module(self.stock.__module__))["RLELoss"]
-        if type(this.rle_loss) is not kind or module_has_hooks(this.rle_loss):
+        part = this.rle_loss
+        if type(part) is not kind or module_has_hooks(part) or not (part.size_average and part.use_target_weight):
             return f"{type(self).__name__}.rle_loss was replaced"
         return super()._task_changed()
 
@@ -632,12 +630,12 @@ class _PoseLoss26(_PoseLoss):
         keep = used[:, None] & error.isfinite().all(2)
         if labels.shape[2] == 3:
             keep = keep & (wanted[..., 2] != 0)
-        error = torch.where(keep[..., None], error, 0).clamp(-100, 100)
-        log_phi = this.flow_model.log_prob(error.view(-1, 2)).view(len(index), count, 1).float()
-        terms = sigma.log() - log_phi + (2 * sigma).log() + error.abs()
-        weights = this.target_weights.to(kpts.device).view(1, -1, 1)
-        total = torch.where(keep[..., None], terms * weights, 0).sum()
-        return (total / keep.sum().clamp(min=1)).clamp(min=0)
+        error = torch.where(keep[..., None], error, 0).clamp(-100, 100).view(-1, 2)
+        sigma = torch.where(keep[..., None], sigma, 1).view(-1, 2)  # no NaN where the weight is zero
+        log_phi = this.flow_model.log_prob(error).flatten().float()
+        # Stock's own criterion, of all slots; its mean becomes that of those that count.
+        mean = this.rle_loss(sigma, log_phi, error, (keep * this.target_weights.to(kpts.device)).flatten())
+        return (mean * (keep.numel() / keep.sum().clamp(min=1))).clamp(min=0)
 
 
 class _OBBLoss(_DetectionLoss):
