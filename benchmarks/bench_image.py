@@ -73,11 +73,8 @@ def with_opencv(pictures: np.ndarray, plan: dict[str, np.ndarray]) -> torch.Tens
         border: dict[str, Any] = {"dsize": (SIDE, SIDE), "borderValue": (114, 114, 114)}
         affine = plan["layers"][layer][4] == 1
         im = cv2.warpAffine(canvas, matrix[:2], **border) if affine else cv2.warpPerspective(canvas, matrix, **border)
-        hue, sat, val = cv2.split(cv2.cvtColor(im, cv2.COLOR_BGR2HSV))
-        lut = plan["tables"][table]
-        im = cv2.cvtColor(
-            cv2.merge((cv2.LUT(hue, lut[0]), cv2.LUT(sat, lut[1]), cv2.LUT(val, lut[2]))), cv2.COLOR_HSV2BGR
-        )
+        planes = zip(cv2.split(cv2.cvtColor(im, cv2.COLOR_BGR2HSV)), plan["tables"][table])
+        im = cv2.cvtColor(cv2.merge([cv2.LUT(plane, levels) for plane, levels in planes]), cv2.COLOR_HSV2BGR)
         im = np.fliplr(im) if flags & 1 else im
         batch.append(torch.from_numpy(np.ascontiguousarray(im.transpose(2, 0, 1)[::-1])))
     return torch.stack(batch)

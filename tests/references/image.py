@@ -45,9 +45,9 @@ def warped(canvas, layer, matrix, size):
 
 
 def recolored(im, tables):
-    hue, sat, val = cv2.split(cv2.cvtColor(im, cv2.COLOR_BGR2HSV))
-    hsv = cv2.merge((cv2.LUT(hue, tables[0]), cv2.LUT(sat, tables[1]), cv2.LUT(val, tables[2])))
-    return cv2.cvtColor(hsv, cv2.COLOR_HSV2BGR)
+    levels = cv2.cvtColor(im, cv2.COLOR_BGR2HSV)
+    looked_up = np.stack([table[levels[..., channel]] for channel, table in enumerate(tables)], -1)
+    return cv2.cvtColor(looked_up, cv2.COLOR_HSV2BGR)
 
 
 def augment(storages, placements, layers, matrices, pictures, blend, tables, masks, size, channels=3):
