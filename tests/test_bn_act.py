@@ -290,6 +290,12 @@ def test_convolutions_of_two_memory_formats_in_a_captured_step(device):
     assert_as_near_as_autocast(module, x, 1)
 
 
+def test_a_convolution_of_two_blocks_has_one_partner_at_most(device):
+    module = nn.Sequential(C3(16, more=0), C3(16, more=0)).to(device)
+    module[1].cv1.conv = module[0].cv1.conv
+    assert_as_near_as_autocast(module, torch.randn(2, 16, 6, 5).to(device), 0)
+
+
 class OtherConv(nn.Conv2d):
     pass
 

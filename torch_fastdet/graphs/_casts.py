@@ -150,11 +150,13 @@ def _kind(conv: Any) -> tuple[object, ...]:
 def _joined(model: nn.Module, convs: list[Any]) -> list[list[Any]]:
     """Groups of these convolutions that always read one input and can be one convolution."""
     uses = Counter(conv.weight for conv in convs)
+    pairs = list(convolutions_of_one_input(model))
+    blocks = Counter(conv for group in pairs for conv in group)  # a convolution may be part of several
     groups: list[list[Any]] = []
-    for group in convolutions_of_one_input(model):
+    for group in pairs:
         if (
             len(group) > 1
-            and all(conv in convs and uses[conv.weight] == 1 for conv in group)
+            and all(conv in convs and uses[conv.weight] == blocks[conv] == 1 for conv in group)
             and all(_kind(conv) == _kind(group[0]) and conv.out_channels % _GROUP == 0 for conv in group)
             and group[0].bias is None
             and group[0].groups == 1
