@@ -116,7 +116,7 @@ def _build_dataloader(active: Active, stock: Callable[..., Any], build: Any) -> 
 BUILD_DATALOADER = ("dataset", "batch", "workers", "shuffle", "rank", "drop_last", "pin_memory", "device")
 LOADER = Switch(
     "loader_optim",
-    "data loaders decode each picture once, and make batches with one operator, on the GPU where there is one",
+    "data loaders read each picture once, and make batches with one operator, on the GPU where there is one",
     (
         Target(
             module("data.build"),

@@ -287,7 +287,7 @@ def _data_loader(active: Active, stock: Any, module: Any) -> Any:
 KNOWN = Asks("the code of its data loader", _known)
 LOADER = Switch(
     "loader_optim",
-    "data loaders decode each picture once, and make batches with one operator, on the GPU where there is one",
+    "data loaders read each picture once, and make batches with one operator, on the GPU where there is one",
     (
         Target(DATALOADERS, "LoadImagesAndLabels", make=_data_set, evidence=(KNOWN,)),
         Target(DATALOADERS, "InfiniteDataLoader", make=_data_loader),
