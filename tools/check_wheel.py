@@ -35,7 +35,7 @@ def size_problems(wheel: Path, library: int, architectures: int) -> list[str]:
     found = []
     if wheel.stat().st_size > WHEEL_BYTES:
         found.append(f"it has {wheel.stat().st_size / 1e6:.1f} MB, more than {WHEEL_BYTES / 1e6:.0f}")
-    if library > ARCHITECTURE_BYTES * max(1, architectures):
+    if architectures and library > ARCHITECTURE_BYTES * architectures:
         most = f"{ARCHITECTURE_BYTES / 1e6:.0f} for each of its {architectures} architectures"
         found.append(f"{LIBRARY} has {library / 1e6:.1f} MB, more than {most}")
     return found

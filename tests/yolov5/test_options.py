@@ -39,5 +39,5 @@ def test_evolve_trains_generation_after_generation(real_yolov5, train):
     for name in (*SWITCHES, "nms_optim"):
         assert f"torch_fastdet: {name}: " in run.output, name
     for name in ("channels_last", "cuda_graph"):
-        assert run.output.count(f"{name} does not apply: ") == 1
+        assert run.output.count(f"torch_fastdet: {name} does not apply: ") == 1
     assert len((run.folder / "evolve.csv").read_text().splitlines()) == 3
