@@ -1,6 +1,8 @@
 """TrainStep against the same training by separate calls."""
 
 import copy
+import gc
+import re
 
 import pytest
 import torch
@@ -161,6 +163,7 @@ def test_train_step_that_failed_is_not_captured_next(gpu):
 
 
 def test_train_step_out_of_memory_drops_graphs(gpu):
+    gc.collect()  # graphs of earlier tests would be dropped as well, and counted
     said = []
     model = Detector().to_device()
     loss_of_batch, optimizer, scaler, ema = make_training(model)
@@ -177,10 +180,12 @@ def test_train_step_out_of_memory_drops_graphs(gpu):
         step(*batch)
     fails.append("in the capture")
     assert step(*large).isfinite().all()
-    assert "out of memory beside 1 graphs" in said[-2] and step.memory()["shapes"] == [(2, 3, 96, 96)]
+    assert re.search("out of memory beside (.* and )?1 graphs", said[-2]) and step.memory()["shapes"] == [
+        (2, 3, 96, 96)
+    ]
     fails.append("in a warm-up")
     step(*small)
-    assert "out of memory beside 1 graphs" in said[-1] and step.memory()["graphs"] == 0
+    assert re.search("out of memory beside (.* and )?1 graphs", said[-1]) and step.memory()["graphs"] == 0
     for batch in (small, large, large, small):
         step(*batch)
     assert step.memory()["graphs"] == 2
