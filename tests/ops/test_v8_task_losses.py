@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.ops.capture import check_replay
 from tests.ops.test_v8_loss import STRIDES, flat, make_joined, make_targets, settings_on
 from tests.references import v8_loss as reference
 from torch_fastdet import ops
@@ -305,17 +306,7 @@ def test_same_bits_again_and_in_a_graph(cuda):
         )
         return [seg_items, pose_items, *torch.autograd.grad(seg.sum() + pose_loss.sum(), leaves)]
 
-    want = [t.clone() for t in call()]
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = call()
-    graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(want, got))
+    check_replay(call, [])
 
 
 def test_large_gpu_problem_matches_the_cpu(cuda):
