@@ -147,6 +147,7 @@ class _DetectionLoss(_Criterion):
     target_columns = len(TARGET_COLUMNS)
     #: What the loss reads of a batch beside the targets, if anything.
     labels: ClassVar[str | None] = None
+    assignment_settings: ClassVar[int] = DETECTION_SETTINGS  # how many of the settings its operator takes
 
     @property
     def _state(self) -> _State:
@@ -201,32 +202,12 @@ class _DetectionLoss(_Criterion):
         settings = state.settings_on(scores.device, self.settings(weight))
         targets = targets.to(device=scores.device, dtype=torch.float32)
         sizes = [side for feature in preds["feats"] for side in feature.shape[2:]]
-        loss, items, _, slot_anchor, slot_row, _, status = self.assigned(
-            preds, batch, boxes, scores, targets, settings, sizes, num_targets
-        )
-        state.note(status, targets.shape[0])
-        if batch is not None:
-            slots = _Slots(targets, slot_anchor, slot_row, settings, sizes)
-            loss, items = self.with_task(preds, batch, slots, loss, items)
-        return loss.float(), items.float()
-
-    def assigned(
-        self,
-        preds: dict[str, Any],
-        batch: dict[str, Any] | None,
-        boxes: torch.Tensor,
-        scores: torch.Tensor,
-        targets: torch.Tensor,
-        settings: torch.Tensor,
-        sizes: list[int],
-        num_targets: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, ...]:
-        """What the operator returns: loss, items, and the assignment."""
+        operator, arguments, options = self.assignment(preds, batch, boxes, scores)
         this: Any = self
-        return torch.ops.torch_fastdet.v8_loss.default(
-            [boxes, scores],
+        loss, items, _, slot_anchor, slot_row, _, status = operator.default(
+            *arguments,
             targets,
-            settings[:DETECTION_SETTINGS],
+            settings[: self.assignment_settings],
             self.strides(),
             sizes,
             num_targets,
@@ -234,7 +215,19 @@ class _DetectionLoss(_Criterion):
             reg_max=this.reg_max,
             topk=this.assigner.topk,
             topk2=this.assigner.topk2,
+            **options,
         )
+        state.note(status, targets.shape[0])
+        if batch is not None:
+            slots = _Slots(targets, slot_anchor, slot_row, settings, sizes)
+            loss, items = self.with_task(preds, batch, slots, loss, items)
+        return loss.float(), items.float()
+
+    def assignment(
+        self, preds: dict[str, Any], batch: dict[str, Any] | None, boxes: torch.Tensor, scores: torch.Tensor
+    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """The operator, its arguments before the targets, and the options that it alone has."""
+        return torch.ops.torch_fastdet.v8_loss, ([boxes, scores],), {}
 
     def with_task(
         self, preds: dict[str, Any], batch: dict[str, Any], slots: _Slots, loss: torch.Tensor, items: torch.Tensor
@@ -371,6 +364,17 @@ class _Slots(NamedTuple):
     sizes: list[int]
 
 
+def _with_part(
+    preds: dict[str, Any], slots: _Slots, loss: torch.Tensor, items: torch.Tensor, part: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss and items with one more part; in the loss, times batch size and weight."""
+    whole = part * (len(preds["scores"]) * slots.settings[3].float())
+    return (
+        torch.cat((loss, whole.view(1).to(loss.dtype))),
+        torch.cat((items, part.detach().view(1).to(items.dtype))),
+    )
+
+
 class _SegmentationLoss(_DetectionLoss):
     """Ultralytics' ``v8SegmentationLoss`` in a few launches: as :class:`v8DetectionLoss`, and the masks of the assigned anchors in one
     pass, without a mask in memory (:func:`torch_fastdet.ops.v8_segmentation_loss`).
@@ -429,35 +433,18 @@ class _SegmentLoss26(_SegmentationLoss):
     def prototypes(self, preds: dict[str, Any]) -> torch.Tensor:
         return preds["proto"][0] if isinstance(preds["proto"], tuple) else preds["proto"]
 
-    def assigned(
-        self,
-        preds: dict[str, Any],
-        batch: dict[str, Any] | None,
-        boxes: torch.Tensor,
-        scores: torch.Tensor,
-        targets: torch.Tensor,
-        settings: torch.Tensor,
-        sizes: list[int],
-        num_targets: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, ...]:
+    def assignment(
+        self, preds: dict[str, Any], batch: dict[str, Any] | None, boxes: torch.Tensor, scores: torch.Tensor
+    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         this: Any = self
         assert batch is not None
-        return torch.ops.torch_fastdet.v8_masked_loss.default(
+        arguments = (
             [boxes, scores],
             preds["mask_coefficient"].detach().to(boxes.dtype),
             self.prototypes(preds).detach().to(boxes.dtype),
             batch["masks"].to(boxes.device),
-            targets,
-            settings[:DETECTION_SETTINGS],
-            self.strides(),
-            sizes,
-            num_targets,
-            this.class_weights,
-            reg_max=this.reg_max,
-            topk=this.assigner.topk,
-            topk2=this.assigner.topk2,
-            overlap=bool(this.overlap),
         )
+        return torch.ops.torch_fastdet.v8_masked_loss, arguments, {"overlap": bool(this.overlap)}
 
     def with_task(
         self, preds: dict[str, Any], batch: dict[str, Any], slots: _Slots, loss: torch.Tensor, items: torch.Tensor
@@ -467,8 +454,7 @@ class _SegmentLoss26(_SegmentationLoss):
             return loss, items
         part = self._semantic(preds["proto"][1].float(), batch) * slots.settings[0].float()
         part = torch.where((slots.anchor >= 0).any(), part, 0)  # the gain is that of the boxes
-        whole = part * (len(preds["scores"]) * slots.settings[3].float())
-        return torch.cat((loss[:-1], whole.view(1).to(loss.dtype))), torch.cat((items[:-1], part.detach().view(1)))
+        return _with_part(preds, slots, loss[:-1], items[:-1], part)
 
     def _semantic(self, logits: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
         """Stock's own criterion of (bs, classes, height, width) logits, before the gain."""
@@ -559,34 +545,18 @@ class _PoseLoss26(_PoseLoss):
             return f"{type(self).__name__}.rle_loss was replaced"
         return super()._task_changed()
 
-    def assigned(
-        self,
-        preds: dict[str, Any],
-        batch: dict[str, Any] | None,
-        boxes: torch.Tensor,
-        scores: torch.Tensor,
-        targets: torch.Tensor,
-        settings: torch.Tensor,
-        sizes: list[int],
-        num_targets: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, ...]:
+    def assignment(
+        self, preds: dict[str, Any], batch: dict[str, Any] | None, boxes: torch.Tensor, scores: torch.Tensor
+    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         this: Any = self
         assert batch is not None
-        return torch.ops.torch_fastdet.v8_posed_loss.default(
+        arguments = (
             [boxes, scores],
             preds["kpts"].detach().to(boxes.dtype),
             batch["keypoints"].to(device=boxes.device, dtype=torch.float32),
             this.assigner.sigmas.to(device=boxes.device, dtype=torch.float32),
-            targets,
-            settings[:DETECTION_SETTINGS],
-            self.strides(),
-            sizes,
-            num_targets,
-            this.class_weights,
-            reg_max=this.reg_max,
-            topk=this.assigner.topk,
-            topk2=this.assigner.topk2,
         )
+        return torch.ops.torch_fastdet.v8_posed_loss, arguments, {}
 
     def with_task(
         self, preds: dict[str, Any], batch: dict[str, Any], slots: _Slots, loss: torch.Tensor, items: torch.Tensor
@@ -595,10 +565,7 @@ class _PoseLoss26(_PoseLoss):
         if preds.get("kpts_sigma") is None:  # in validation
             return F.pad(loss, (0, 1)), F.pad(items, (0, 1))
         part = self._likelihood(preds, batch, slots) * slots.settings[DETECTION_SETTINGS + 2].float()
-        whole = part * (len(preds["scores"]) * slots.settings[3].float())
-        return torch.cat((loss, whole.view(1).to(loss.dtype))), torch.cat(
-            (items, part.detach().view(1).to(items.dtype))
-        )
+        return _with_part(preds, slots, loss, items, part)
 
     def _likelihood(self, preds: dict[str, Any], batch: dict[str, Any], slots: _Slots) -> torch.Tensor:
         """The mean over the visible keypoints of the anchors in slots; empty slots count nothing."""
@@ -644,6 +611,7 @@ class _OBBLoss(_DetectionLoss):
     """
 
     target_columns = len(TARGET_COLUMNS) + 1
+    assignment_settings = DETECTION_SETTINGS + 1
 
     def takes(self, preds: dict[str, Any], batch: Any) -> bool:
         return isinstance(batch, torch.Tensor) or batch["bboxes"].shape[-1] == self.target_columns - 2
@@ -652,32 +620,10 @@ class _OBBLoss(_DetectionLoss):
         this: Any = self
         return (*super().settings(weight), float(this.hyp.angle))
 
-    def assigned(
-        self,
-        preds: dict[str, Any],
-        batch: dict[str, Any] | None,
-        boxes: torch.Tensor,
-        scores: torch.Tensor,
-        targets: torch.Tensor,
-        settings: torch.Tensor,
-        sizes: list[int],
-        num_targets: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, ...]:
-        this: Any = self
-        return torch.ops.torch_fastdet.v8_obb_loss.default(
-            boxes,
-            scores,
-            preds["angle"].to(boxes.dtype),
-            targets,
-            settings,
-            self.strides(),
-            sizes,
-            num_targets,
-            this.class_weights,
-            reg_max=this.reg_max,
-            topk=this.assigner.topk,
-            topk2=this.assigner.topk2,
-        )
+    def assignment(
+        self, preds: dict[str, Any], batch: dict[str, Any] | None, boxes: torch.Tensor, scores: torch.Tensor
+    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        return torch.ops.torch_fastdet.v8_obb_loss, (boxes, scores, preds["angle"].to(boxes.dtype)), {}
 
 
 class _E2ELoss(_Criterion):
