@@ -131,7 +131,7 @@ def pytest_counts(output: str) -> dict[str, Any]:
     slowest = re.findall(r"^(\d+\.\d+)s (?:call|setup|teardown) +(\S.*)$", output, re.MULTILINE)
     return (
         counts
-        | ({"failed_tests": failed} if failed else {})
+        | ({"failed_tests": list(dict.fromkeys(failed))} if failed else {})
         | ({"slowest": [f"{float(seconds):.0f} s {test}" for seconds, test in slowest]} if slowest else {})
     )
 
@@ -234,7 +234,19 @@ def _run(steps: Steps, built: bool) -> None:
 
     def pytest(name: str, chosen: str, workers: int) -> None:
         side_by_side = ["-n", str(workers), "--dist", "worksteal"] if workers > 1 else []
-        command = [python, "-m", "pytest", "-q", "-m", chosen, "--durations=15", *side_by_side]
+        command = [
+            python,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "tools.failures",
+            "--tb=short",
+            "-m",
+            chosen,
+            "--durations=15",
+            *side_by_side,
+        ]
         output = steps.run(name, command, OMP_NUM_THREADS=str(max(1, cores // workers)))
         steps.results[name] |= pytest_counts(output)
 

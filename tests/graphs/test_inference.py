@@ -1,7 +1,6 @@
 """InferenceGraphs: forward passes in eval mode against the same passes without graphs."""
 
 import gc
-import os
 import threading
 import weakref
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.forks import exit_status, fork
 from tests.graphs.fake_gpu import GPU
 from tests.graphs.samples import HostSync
 from torch_fastdet.graphs import InferenceGraphs, _capture
@@ -266,10 +266,8 @@ def test_an_interrupted_capture_blocks_nobody(monkeypatch):
 
 def test_a_process_that_is_forked_beside_a_capture():
     with _capture._captures.one():
-        child = os.fork()
-        if child == 0:  # in which no thread captures
-            os._exit(0 if _capture._captures._owner is None else 1)
-    assert os.waitpid(child, 0)[1] == 0
+        child = fork(lambda: int(_capture._captures._owner is not None))  # in which no thread captures
+    assert exit_status(child) == 0
 
 
 def test_other_threads_during_a_capture(cuda):

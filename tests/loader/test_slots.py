@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from tests.forks import exit_status, fork
 from torch_fastdet import memory
 from torch_fastdet.loader import slots
 from torch_fastdet.loader.slots import FREE, GONE, LENT, SEEN, Parcel
@@ -73,13 +74,16 @@ def test_a_forked_process_keeps_what_it_sees():
     """The batch is gone here, and the next ones take other memory; after that its own is given back."""
     batch = sent(1)
     go_on, ready = os.pipe()
-    process = os.fork()
-    if process == 0:
+
+    def look_later():
+        nonlocal batch
         held = batch
         del batch  # says nothing to anybody: it is the other process's
         gc.collect()
         os.read(go_on, 1)
-        os._exit(0 if (held == 1).all() else 1)
+        return int(not (held == 1).all())
+
+    process = fork(look_later)
     assert states() == [SEEN]
     del batch
     gc.collect()
@@ -87,7 +91,7 @@ def test_a_forked_process_keeps_what_it_sees():
     others = [sent(value) for value in (2, 3)]
     assert states() == [LENT, LENT]
     os.write(ready, b"x")
-    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+    assert exit_status(process) == 0
     os.close(go_on)
     os.close(ready)
     del others
@@ -115,12 +119,13 @@ def test_batches_that_end_while_a_fork_marks_them():
 
 def test_a_forked_process_that_drops_a_batch_frees_nothing():
     batch = sent(1)
-    process = os.fork()
-    if process == 0:
+
+    def drop():
+        nonlocal batch
         del batch
         gc.collect()
-        os._exit(0)
-    os.waitpid(process, 0)
+
+    assert exit_status(fork(drop)) == 0
     assert states() == [SEEN] and (batch == 1).all()
 
 

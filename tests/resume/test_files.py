@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from tests.forks import exit_status, fork
 from torch_fastdet.resume import files
 
 
@@ -22,20 +23,21 @@ def test_killed_while_writing_leaves_a_checkpoint_and_its_file(tmp_path, operati
     """The process ends before each call of the operation, as by SIGKILL: nothing of Python runs after that."""
     path = tmp_path / "last.pt"
     save(path, 1)
+    made = getattr(os, operation)
     for calls in range(1, 9):
-        if (child := os.fork()) == 0:
-            made, left = getattr(os, operation), [calls]
 
-            def dying(*arguments, made=made, left=left, **keywords):
-                left[0] -= 1
-                if not left[0]:
+        def save_until_killed(left=calls):
+            def dying(*arguments, **keywords):
+                nonlocal left
+                left -= 1
+                if not left:
                     os._exit(7)
                 return made(*arguments, **keywords)
 
             setattr(os, operation, dying)
             save(path, 2)
-            os._exit(0)
-        ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+        ended = exit_status(fork(save_until_killed))
         number = files.read(path)["number"]
         assert path.read_bytes() == b"checkpoint %d" % number * 1000
         if ended == 0:

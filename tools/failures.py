@@ -1,0 +1,8 @@
+"""A plugin of pytest that shows each failure at once: a run that is stopped, or that breaks, still says what had failed."""
+
+import pytest
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.failed:
+        print(f"\nFAILED {report.nodeid}\n{report.longreprtext}", flush=True)
