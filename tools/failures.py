@@ -5,4 +5,4 @@ import pytest
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.failed:
-        print(f"\nFAILED {report.nodeid}\n{report.longreprtext}", flush=True)
+        print(f"\nFAILED {report.nodeid}\n{report.longreprtext}\n{report.capstderr}", flush=True)
