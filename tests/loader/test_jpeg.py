@@ -13,7 +13,8 @@ from tests.loader.pretended import made, pictures_on_the_cpu
 from torch_fastdet.loader import jpeg
 from torch_fastdet.loader.jpeg import AREA, AS_IT_IS, LINEAR, OTHERWISE, Files, is_jpeg, packed_size, read_jpeg
 from torch_fastdet.loader.memory import JpegFiles, PictureMemory
-from torch_fastdet.loader.plan import AFFINE, FILES, OWN, PERSPECTIVE, Layer, Picture, Source, pack, run_on_cpu
+from torch_fastdet.loader.on_cpu import run_on_cpu
+from torch_fastdet.loader.plan import AFFINE, FILES, OWN, PERSPECTIVE, Layer, Picture, Source, pack
 from torch_fastdet.loader.ranks import shared_by_ranks
 from torch_fastdet.loader.shown import around, shown
 from torch_fastdet.loader.unread import Unread

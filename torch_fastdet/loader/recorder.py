@@ -24,6 +24,7 @@ from torch.utils.data import get_worker_info
 
 from torch_fastdet._say import say
 from torch_fastdet.loader.memory import CHANNELS, PictureMemory
+from torch_fastdet.loader.on_cpu import finish
 from torch_fastdet.loader.plan import (
     AFFINE,
     FLIP_LEFT_RIGHT,
@@ -36,7 +37,6 @@ from torch_fastdet.loader.plan import (
     Layer,
     Picture,
     Source,
-    finish,
 )
 
 _UINT8, _FLOAT64 = np.dtype(np.uint8), np.dtype(np.float64)

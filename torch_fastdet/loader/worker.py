@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch.utils.data import get_worker_info
 
 from torch_fastdet.loader.memory import CHANNELS, PictureMemory
-from torch_fastdet.loader.plan import Bytes, Picture, Plan, finish, pack, run_on_cpu
+from torch_fastdet.loader.on_cpu import finish, run_on_cpu
+from torch_fastdet.loader.plan import Bytes, Picture, Plan, pack
 from torch_fastdet.loader.slots import Parcel
 
 #: What travels with a plan goes through shared memory from this size on, and in the message itself below it.
