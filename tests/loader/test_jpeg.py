@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -47,7 +48,7 @@ def test_a_file_comes_back_as_opencv_decodes_it(files):
     memory = memory_of(files)
     for index, path in enumerate(files):
         assert not memory.has(index) and memory.get(index) is None
-        assert memory.read(index) and memory.has(index) and not memory.is_decoded(index)
+        assert memory.read(index) and memory.has(index) and memory.is_file(index)
         assert np.array_equal(memory.get(index), cv2.imread(path))
         assert memory.shape(index) == memory.original(index) == SIZES[index]
     os.unlink(files[0])
@@ -65,17 +66,22 @@ def test_what_opencv_has_to_decode_is_not_kept_and_said_once(tmp_path, caplog):
     with caplog.at_level("INFO", "torch_fastdet"):
         assert not any(memory.read(index) for index in [*range(6), *range(6)])
     (record,) = caplog.records
-    assert record.message.endswith("0.jpg, and other files like it, once: progressive")
+    assert record.message.endswith("0.jpg, and other files like it: progressive")
     assert memory.files.refused == 5  # the last one was not to be kept
     picture = cv2.imread(files[0])
-    assert memory.put(0, picture, picture.shape[:2]) and np.array_equal(memory.get(0), picture) and memory.is_decoded(0)
+    assert memory.put(0, picture, picture.shape[:2]) and np.array_equal(memory.get(0), picture) and memory.decoded()[0]
 
 
 def test_a_file_without_room_is_read_for_each_batch(files, tmp_path):
     one = len(read_jpeg(files[0]).data)
     memory = memory_of(files, budget=one + 64)
     for _ in range(2):
-        assert [memory.read(index) and memory.sent(index) is None for index in range(4)] == [True, False, False, False]
+        assert [memory.read(index) and index not in memory.files.sent for index in range(4)] == [
+            True,
+            False,
+            False,
+            False,
+        ]
         assert memory.files.used() <= one + 64 == memory.files.room == memory.files.held()
         for index, path in enumerate(files):
             assert memory.is_file(index) and np.array_equal(memory.get(index), cv2.imread(path))
@@ -222,10 +228,21 @@ def read_memory(files):
     return memory
 
 
-def on_cpu(plan, memory):
+def on_cpu(pictures, memory):
+    plan = pack(pictures, memory)
     out = torch.zeros((len(plan.pictures), 3, *plan.size), dtype=torch.uint8)
     run_on_cpu(plan, memory, out)
     return out
+
+
+def of_whole_pictures(pictures, memory):
+    """The same on the CPU, from pixels of whole pictures."""
+
+    def layer(of):
+        placements = [(Source(-1, s.height, s.width, memory.get(s.index)), *where) for s, *where in of.placements]
+        return replace(of, placements=placements)
+
+    return on_cpu([replace(one, layers=[layer(of) for of in one.layers]) for one in pictures], memory)
 
 
 def test_what_is_not_shown_does_not_matter(read_memory):
@@ -234,8 +251,8 @@ def test_what_is_not_shown_does_not_matter(read_memory):
     left_out = 0
     for _ in range(40):
         pictures = random_batch(generator, read_memory)
-        wanted = on_cpu(pack(pictures, read_memory), read_memory)
-        plan = pack(pictures, read_memory, decoded=False)
+        wanted = of_whole_pictures(pictures, read_memory)
+        plan = pack(pictures, read_memory, on_cpu=False)
         rectangles = shown(plan)
         row = 0
         for picture in pictures:
@@ -249,12 +266,12 @@ def test_what_is_not_shown_does_not_matter(read_memory):
                     left_out += (changed != pixels).any()
                     layer.placements[number] = (Source(-1, source.height, source.width, changed), *where)
                     row += 1
-        assert torch.equal(on_cpu(pack(pictures, read_memory), read_memory), wanted)
+        assert torch.equal(on_cpu(pictures, read_memory), wanted)
     assert left_out > 100
 
 
 def test_a_pasted_canvas_and_a_singular_map_show_everything(read_memory):
-    plan = pack(random_batch(np.random.default_rng(0), read_memory), read_memory, decoded=False)
+    plan = pack(random_batch(np.random.default_rng(0), read_memory), read_memory, on_cpu=False)
     plan.layers[:, 5] = 0  # each canvas has a mask
     whole = shown(plan)
     plan.layers[:, 5] = -1
@@ -288,8 +305,9 @@ def test_batches_of_files_have_the_same_pixels(cached, decoded, room, resized, f
     for _ in range(12):
         assert all(index in decoded or memory.read(index) for index in range(len(files)))
         batch = random_batch(generator, memory)
-        wanted = on_cpu(pack(batch, memory), memory)
-        plan = pack(batch, memory, decoded=False)
+        wanted = of_whole_pictures(batch, memory)
+        assert torch.equal(on_cpu(batch, memory), wanted)
+        plan = pack(batch, memory, on_cpu=False)
         memory.forget_sent()
         before = plan.placements.copy()
         for _ in range(2):  # out of memory in between begins again with the same plan
@@ -306,7 +324,7 @@ def test_a_file_that_another_process_decodes_while_it_travels(cached, files):
     memory = memory_of(files, budget=0)
     assert all(memory.read(index) for index in range(4))
     batch = random_batch(np.random.default_rng(1), memory)
-    wanted, plan = on_cpu(pack(batch, memory), memory), pack(batch, memory, decoded=False)
+    wanted, plan = of_whole_pictures(batch, memory), pack(batch, memory, on_cpu=False)
     memory.forget_sent()
     for index, path in enumerate(files):
         assert memory.put(index, cv2.imread(path), SIZES[index])
@@ -315,3 +333,20 @@ def test_a_file_that_another_process_decodes_while_it_travels(cached, files):
 
 def test_which_files_are_jpegs():
     assert is_jpeg("a/b.JPG") and is_jpeg("x.jpeg") and not is_jpeg("a.png") and not is_jpeg("jpg")
+
+
+def test_without_a_gpu_files_are_of_pictures_that_find_no_place(files, monkeypatch):
+    of, budget = Files.of([*files[:3], "a.png"], SIZES, [AS_IT_IS] * 4), 20_000
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_PORT", "54322")
+    memories = []
+    for rank in "01":
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        memories.append(shared_by_ranks(["without a GPU"], SIZES, budget, of, on_gpu=False))
+        assert shared_by_ranks(["all"], SIZES, 1 << 20, of, on_gpu=False).jpegs is None
+    for memory in memories:
+        assert (memory.offsets >= 0).tolist() == [True, True, False, True]
+        assert [memory.read(index) for index in range(4)] == [False, False, True, False]
+        assert memory.files.used() == memory.files.held() == 0 and memory.held() <= budget
+        assert np.array_equal(memory.get(2), cv2.imread(files[2]))
+    assert memories[1].files._head(2) is not None

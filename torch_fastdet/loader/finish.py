@@ -21,7 +21,7 @@ from torch_fastdet._say import say
 from torch_fastdet.loader.jpeg import Wanted, one_after_another
 from torch_fastdet.loader.memory import PictureMemory, hand_out
 from torch_fastdet.loader.plan import FILES, OWN, SHARED, Plan
-from torch_fastdet.loader.shown import around, shown
+from torch_fastdet.loader.shown import shown_of
 from torch_fastdet.loader.worker import PlannedBatch, assemble
 from torch_fastdet.memory import GPU_BUDGET, Owner, gpu_budget, register, with_room, words
 
@@ -185,7 +185,7 @@ class DevicePictures(Owner):
             everything[:, [3, 2]] = kept
             files = memory.files.files
             for out, which, to, seen in (
-                (storages[FILES], part, ends[:-1], self._shown(plan, missing)),
+                (storages[FILES], part, ends[:-1], shown_of(plan, missing)),
                 (self._cache, whole, self._offsets[missing], everything),
             ):
                 Wanted(places, to, files.sizes[missing], kept, files.ways[missing], seen)[which].decode(
@@ -200,12 +200,6 @@ class DevicePictures(Owner):
         placements[passes, 0], placements[passes, 1] = storage_of[row[passes]], place_of[row[passes]]
         placements[stays, 0], placements[stays, 1] = SHARED, self._offsets[plan.sources[stays]]
         return storages, placements
-
-    @staticmethod
-    def _shown(plan: Plan, indices: np.ndarray) -> np.ndarray:
-        """The part of each of these pictures that the plan shows."""
-        wanted = np.flatnonzero(np.isin(plan.sources, indices))
-        return around(shown(plan)[wanted], np.searchsorted(indices, plan.sources[wanted]), len(indices))
 
     def _tables(self, plan: Plan, placements: np.ndarray) -> list[torch.Tensor]:
         """The plan's tables on the GPU, in one copy."""

@@ -143,17 +143,16 @@ class PictureMemory(SharedFile):
     def is_file(self, index: int) -> bool:
         return not self._marks[index] and self.jpegs is not None and self.jpegs.has(index)
 
-    def sent(self, index: int) -> np.ndarray | None:
-        """The packed file of a picture that is to travel with the batch."""
-        return None if self._marks[index] or self.jpegs is None else self.jpegs.sent.get(index)
+    def packed(self, index: int, kept: bool) -> np.ndarray | None:
+        """The packed file of a picture: one that is to travel with the batch, or with ``kept`` also one that is kept."""
+        if self._marks[index] or self.jpegs is None:
+            return None
+        return self.jpegs.packed(index) if kept else self.jpegs.sent.get(index)
 
     def forget_sent(self) -> None:
         """The batch is made: what travels with it is not needed here any more."""
         if self.jpegs is not None:
             self.jpegs.forget_sent()
-
-    def is_decoded(self, index: int) -> bool:
-        return bool(self._marks[index])
 
     def decoded(self) -> np.ndarray:
         """For each picture whether it is there, decoded."""
@@ -169,12 +168,6 @@ class PictureMemory(SharedFile):
         height, width = self.shape(index)
         start = int(self.offsets[index])
         return self.pixels[start : start + height * width * CHANNELS].reshape(height, width, CHANNELS)
-
-    def pixels_of(self, index: int) -> np.ndarray:
-        """The picture, which is there."""
-        picture = self.get(index)
-        assert picture is not None
-        return picture
 
     def shape(self, index: int) -> tuple[int, int]:
         """(height, width) of a picture that is there."""
@@ -325,13 +318,17 @@ class JpegFiles(SharedFile):
         self._rows[index, column + 1] = offset
         self._rows[index, column] = data.nbytes
 
-    def decode(self, index: int, shape: np.ndarray) -> np.ndarray:
-        """The picture of a file that is there, resized to ``shape``, made on the CPU."""
+    def packed(self, index: int) -> np.ndarray:
+        """A file that is there."""
         packed = self.sent.get(index)
         if packed is None:
             size, offset = self.rows(index).tolist()
             packed = self.pixels[offset : offset + size]
-        return decode_packed(packed, self.files.sizes[index], shape, self.files.ways[index])
+        return packed
+
+    def decode(self, index: int, shape: np.ndarray) -> np.ndarray:
+        """The picture of a file that is there, resized to ``shape``, made on the CPU."""
+        return decode_packed(self.packed(index), self.files.sizes[index], shape, self.files.ways[index])
 
     def _refuse(self, index: int, reason: str) -> None:
         self._rows[index, 0] = -1
@@ -340,7 +337,7 @@ class JpegFiles(SharedFile):
             self._rows[len(self), 1] += 1
         if first:
             say(
-                f"loader_optim: OpenCV decodes {self.files.paths[index]}, and other files like it, once: {reason}",
+                f"loader_optim: OpenCV decodes {self.files.paths[index]}, and other files like it: {reason}",
                 logging.WARNING,
             )
 

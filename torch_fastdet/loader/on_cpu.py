@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from torch_fastdet import ops
+from torch_fastdet.loader.jpeg import Wanted, one_after_another
 from torch_fastdet.loader.memory import CHANNELS, PictureMemory
-from torch_fastdet.loader.plan import KEEP_BGR, Layer, Picture, Plan, Source, pack
+from torch_fastdet.loader.plan import FILES, KEEP_BGR, Layer, Picture, Plan, Source, pack
+from torch_fastdet.loader.shown import shown_of
 
 
 def run_on_cpu(plan: Plan, memory: PictureMemory, out: torch.Tensor) -> None:
-    """Make the pictures of a plan in ``out``, uint8 (n, 3, height, width)."""
+    """Make the pictures of a plan in ``out``, uint8 (n, 3, height, width). Of files, what is shown is decoded."""
     own = plan.own if isinstance(plan.own, torch.Tensor) else torch.from_numpy(plan.own)
-    placements, layers, matrices, pictures, blend, tables, masks = map(torch.from_numpy, plan.tables_in_order())
+    storages, places = [memory.tensor(), own], plan.placements
+    if len(plan.files):
+        pixels, places = _decoded(plan, memory, own)
+        storages.append(pixels)
+    tables_of_plan = (torch.from_numpy(table) for table in (places, *plan.tables_in_order()[1:]))
+    placements, layers, matrices, pictures, blend, tables, masks = tables_of_plan
     warp, lanes = ops.opencv_rules()
     ops.image_augment_(
         out,
-        [memory.tensor(), own],
+        storages,
         placements,
         layers,
         matrices,
@@ -27,6 +35,21 @@ def run_on_cpu(plan: Plan, memory: PictureMemory, out: torch.Tensor) -> None:
         warp=warp,
         hsv_lanes=lanes,
     )
+
+
+def _decoded(plan: Plan, memory: PictureMemory, own: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
+    """What the plan shows of its files, and its placements with that."""
+    order = plan.files[:, 0].argsort()
+    indices, _, begins = plan.files[order].T
+    kept, files = memory.shapes[indices], memory.files.files
+    ends = one_after_another(kept.prod(1) * CHANNELS)
+    pixels = torch.empty(int(ends[-1]), dtype=torch.uint8)
+    seen = shown_of(plan, indices)
+    Wanted(begins, ends[:-1], files.sizes[indices], kept, files.ways[indices], seen).decode(pixels, own, own)
+    placements, of_files = plan.placements.copy(), np.isin(plan.sources, indices)
+    placements[of_files, 0] = FILES
+    placements[of_files, 1] = ends[np.searchsorted(indices, plan.sources[of_files])]
+    return pixels, placements
 
 
 def finish(picture: Picture, memory: PictureMemory) -> Picture:

@@ -128,13 +128,13 @@ class Bytes:
 def pack(
     pictures: Sequence[Picture],
     memory: PictureMemory,
-    decoded: bool = True,
+    on_cpu: bool = True,
     join: Callable[[Bytes], Any] = Bytes.joined,
 ) -> Plan:
     """The tables of a batch, or of a part of one.
 
-    With ``decoded`` every source has pixels that the CPU can read: what the memory has as a file is decoded here. ``join`` makes
-    one piece of what travels with the batch.
+    What the memory has as a file travels with the batch: where it is to, and with ``on_cpu`` also where it is kept. ``join`` makes one
+    piece of what travels.
     """
     size = (pictures[0].height, pictures[0].width)
     for picture in pictures:
@@ -148,7 +148,6 @@ def pack(
     layers: list[tuple] = []
     tables: list[np.ndarray] = []
     matrices, rows, sources, blend = [], [], [], []
-    from_files: dict[int, np.ndarray] = {}
     files: dict[int, tuple[int, int, int]] = {}
     for picture in pictures:
         row = [len(layers), -1, picture.flags, -1]
@@ -159,12 +158,12 @@ def pack(
             matrices.append(np.eye(3) if layer.matrix is None else layer.matrix)
             for source, *where in layer.placements:
                 pixels = source.pixels
-                if pixels is None and decoded and not memory.is_decoded(source.index):
-                    if source.index not in from_files:
-                        from_files[source.index] = memory.pixels_of(source.index)
-                    pixels = from_files[source.index]
-                if pixels is None and (sent := memory.sent(source.index)) is not None:
-                    files[source.index] = source.index, sent.nbytes, own.add(sent)
+                if (
+                    pixels is None
+                    and source.index not in files
+                    and (packed := memory.packed(source.index, kept=on_cpu)) is not None
+                ):
+                    files[source.index] = source.index, packed.nbytes, own.add(packed)
                 place = (SHARED, memory.offsets[source.index]) if pixels is None else (OWN, own.add(pixels))
                 sources.append(source.index if pixels is None else -1)
                 placements.append((*place, source.height, source.width, *where))

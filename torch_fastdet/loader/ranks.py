@@ -19,7 +19,7 @@ import numpy as np
 
 from torch_fastdet._say import say
 from torch_fastdet.loader.jpeg import AS_IT_IS, Files
-from torch_fastdet.loader.memory import JpegFiles, PictureMemory
+from torch_fastdet.loader.memory import JpegFiles, PictureMemory, hand_out
 from torch_fastdet.memory import UNLIMITED, words
 
 #: How long the first rank waits for the others, and they for it, in seconds. It makes its data set before they start.
@@ -38,6 +38,7 @@ def shared_by_ranks(
     shapes: Sequence[tuple[int, int]] | np.ndarray,
     budget: int,
     files: Files | None = None,
+    on_gpu: bool = True,
 ) -> PictureMemory:
     """A memory for the data set that ``what`` describes: one of its own, or in a distributed run the first rank's.
 
@@ -45,23 +46,25 @@ def shared_by_ranks(
         what: says which data set it is, in which size.
         shapes: (height, width) of each picture as it will be kept, or somewhat more.
         budget: bytes that pictures and files may take.
-        files: for a GPU, the JPEG files that are to be kept in place of decoded pictures.
+        files: the JPEG files that may stand for decoded pictures.
+        on_gpu: a GPU decodes them, so they take the budget first; else decoded pictures do, and other files are read for each batch.
     """
     rank, size = local_ranks()
     if size == 1:
-        return _memory(shapes, budget, files)
+        return _memory(shapes, budget, files, on_gpu)
     name = _name(what)
     if rank == 0:
-        memory = _memory(shapes, budget, files)
+        memory = _memory(shapes, budget, files, on_gpu)
         _offer(memory, name, size - 1)
         return memory
     taken = _take(name, WAIT)
     if taken is not None:
         (pictures, room, of_files), fds = taken
         files = files or Files.of([""] * len(shapes), list(shapes), [AS_IT_IS] * len(shapes))
+        files = files if on_gpu else _without_place(files, shapes, pictures)
         jpegs = JpegFiles(files, room, fds[1], of_files) if len(fds) > 1 else None
         return PictureMemory(shapes, pictures, fds[0], jpegs)
-    memory = _memory(shapes, budget if budget == UNLIMITED else budget // size, files)
+    memory = _memory(shapes, budget if budget == UNLIMITED else budget // size, files, on_gpu)
     say(
         f"loader_optim: rank {os.environ.get('RANK', rank)} did not get the pictures of its machine's first rank within "
         f"{WAIT:g} s and decodes its own, into {words(memory.nbytes)}",
@@ -71,12 +74,22 @@ def shared_by_ranks(
     return memory
 
 
-def _memory(shapes: Sequence[tuple[int, int]] | np.ndarray, budget: int, files: Files | None) -> PictureMemory:
-    """Files take the budget first: they are the cheapest form of a picture."""
+def _memory(
+    shapes: Sequence[tuple[int, int]] | np.ndarray, budget: int, files: Files | None, on_gpu: bool
+) -> PictureMemory:
+    if files is not None and not on_gpu:
+        files = _without_place(files, shapes, budget)
     if files is None or not any(files.paths):
         return PictureMemory(shapes, budget)
-    jpegs = JpegFiles(files, budget)
+    jpegs = JpegFiles(files, budget if on_gpu else 0)
     return PictureMemory(shapes, budget - jpegs.room, jpegs=jpegs)
+
+
+def _without_place(files: Files, shapes: Sequence[tuple[int, int]] | np.ndarray, budget: int) -> Files:
+    """Those of pictures that find no place when they are decoded."""
+    offsets, _ = hand_out(np.asarray(shapes, dtype=np.int64).reshape(-1, 2), budget)
+    paths = ["" if place >= 0 else path for place, path in zip(offsets.tolist(), files.paths, strict=True)]
+    return Files(paths, files.sizes, files.ways)
 
 
 def _name(what: Iterable[str]) -> bytes:

@@ -54,3 +54,9 @@ def around(rectangles: np.ndarray, group: np.ndarray, groups: int) -> np.ndarray
     np.minimum.at(low, group[some], rectangles[some, :2])
     np.maximum.at(high, group[some], rectangles[some, 2:])
     return np.concatenate((np.minimum(low, high), high), 1)
+
+
+def shown_of(plan: Plan, indices: np.ndarray) -> np.ndarray:
+    """What a plan shows of each of these pictures, which ascend, in its pixels: (n, 4) int64."""
+    wanted = np.flatnonzero(np.isin(plan.sources, indices))
+    return around(shown(plan)[wanted], np.searchsorted(indices, plan.sources[wanted]), len(indices))

@@ -75,7 +75,7 @@ class Collate:
         in_worker = get_worker_info() is not None
         if in_worker:
             pictures = [picture if picture.is_shared() else finish(picture, self.memory) for picture in pictures]
-        plan = pack(pictures, self.memory, decoded=False, join=_for_another_process if in_worker else Bytes.joined)
+        plan = pack(pictures, self.memory, on_cpu=False, join=_for_another_process if in_worker else Bytes.joined)
         self.memory.forget_sent()
         return plan
 
@@ -85,6 +85,7 @@ class Collate:
         parcel = Parcel(shape) if alone and get_worker_info() is not None else None
         out = torch.empty(shape, dtype=torch.uint8) if parcel is None else parcel.tensor
         run_on_cpu(pack(pictures, self.memory), self.memory, out)
+        self.memory.forget_sent()
         return out if parcel is None else parcel
 
 
