@@ -67,11 +67,21 @@ def pytest_xdist_make_scheduler(config, log):
     return Scheduler(config, log)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config, items):
+TRAINING = re.compile(r"tests/(distributed|examples|ultralytics|yolov5)/")
+
+
+def spread(items: list[pytest.Item], processes: int) -> list[pytest.Item]:
+    """For ``--dist worksteal``, where each process begins with one stretch of the items: an equal share of those that take
+    long begins each stretch."""
+    takes_long = [bool(TRAINING.match(item.nodeid) or item.get_closest_marker("slow")) for item in items]
+    first, then = ([item for item, long in zip(items, takes_long) if long is wanted] for wanted in (True, False))
+    ends = [len(then) * process // processes for process in range(processes + 1)]
+    stretches = (first[i::processes] + then[ends[i] : ends[i + 1]] for i in range(processes))
+    return [item for stretch in stretches for item in stretch]
+
+
+def mark(items: list[pytest.Item]) -> None:
     """Marks tests as `gpu` or `cpu` by their fixtures: ``make test-gpu`` runs the former and leaves the latter out."""
-    if config.getoption("loadgroup", False):  # in a process of pytest-xdist: long tests begin first
-        items.sort(key=lambda item: (shared(item.nodeid) is None, item.get_closest_marker("slow") is None))
     for item in items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         devices = {parameters[name] for name in ("device", "gpu") if name in parameters}
@@ -79,6 +89,17 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("gpu")
         elif devices or (PROGRAMS.intersection(item.fixturenames) and not item.get_closest_marker("gpu")):
             item.add_marker("cpu")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("loadgroup", False):  # in a process of pytest-xdist: long tests begin first
+        items.sort(key=lambda item: (shared(item.nodeid) is None, item.get_closest_marker("slow") is None))
+    mark(items)
+    result = yield  # in which -m chooses
+    if hasattr(config, "workerinput") and not config.getoption("loadgroup", False):
+        items[:] = spread(items, config.workerinput["workercount"])
+    return result
 
 
 @pytest.fixture(params=["cpu", "cuda"])

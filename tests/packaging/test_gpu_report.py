@@ -58,6 +58,16 @@ def test_processes_start_on_different_gpus(monkeypatch):
     assert conftest.os.environ["CUDA_VISIBLE_DEVICES"] == "1"  # the user's choice stays
 
 
+def test_processes_share_what_takes_long():
+    def item(nodeid, slow=False):
+        return SimpleNamespace(nodeid=nodeid, get_closest_marker={"slow": slow}.get)
+
+    items = [item(f"tests/ops/test_a.py::test_{i}", slow=i == 3) for i in range(7)]
+    items += [item(f"tests/yolov5/test_b.py::test_{i}") for i in range(2)]
+    found = [item.nodeid[-1:] + item.nodeid[6] for item in conftest.spread(items, 3)]
+    assert found == ["3o", "0o", "1o", "0y", "2o", "4o", "1y", "5o", "6o"]
+
+
 @pytest.mark.parametrize("folder", gpu_report.FOLDERS)
 def test_a_changed_source_counts(tree, folder, capsys):
     write_report()
@@ -182,9 +192,6 @@ def test_findings_of_a_sanitizer():
     }
 
 
-SERIAL = SimpleNamespace(getoption=lambda name, default: default)  # pytest without pytest-xdist
-
-
 @pytest.mark.parametrize(
     "fixtures, parameters, mark",
     [
@@ -201,10 +208,10 @@ def test_tests_are_marked_by_their_fixtures(fixtures, parameters, mark):
     marks = []
     item = SimpleNamespace(fixturenames=fixtures, add_marker=marks.append, get_closest_marker=lambda name: None)
     item.callspec = SimpleNamespace(params=parameters)
-    conftest.pytest_collection_modifyitems(SERIAL, [item])
+    conftest.mark([item])
     assert marks == [mark] * (mark is not None)
 
 
 def test_a_program_that_picks_the_gpu_is_not_marked_cpu():
     item = SimpleNamespace(fixturenames=["real_yolov5"], get_closest_marker={"gpu": True}.get, add_marker=pytest.fail)
-    conftest.pytest_collection_modifyitems(SERIAL, [item])
+    conftest.mark([item])
