@@ -1,16 +1,20 @@
 """Stage tensors: what is saved can be loaded here, by numpy and by golden.h; compare() finds the first that differs."""
 
 import os
+import random
+import resource
 import shlex
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from tests.fuzz.files import mutated
 from torch_fastdet import golden
 from torch_fastdet.golden import __main__ as command_line
 
@@ -285,6 +289,47 @@ def test_cpp_says_what_python_says(tmp_path, tool):
         assert hint and hint.replace(", ", ",") in theirs.stdout.replace(", ", ",")
     assert run_tool(tool, "compare", a, a).returncode == 0
     assert run_tool(tool, "compare", a, tmp_path / "none").returncode == 2
+
+
+def limited() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 28, 1 << 28))
+
+
+def test_cpp_refuses_mutated_files_in_a_line(tmp_path, tool):
+    """As tests/fuzz/files.py does with Python's reader: no crash, little memory, and no file that is not a stage's is removed."""
+    draw, seen = random.Random(0), Counter[int]()
+    for number in range(60):
+        a = golden.save(
+            tmp_path / str(number), {"x": torch.randn(3, 4), "y": torch.arange(5), "none": torch.empty(0, 3)}
+        )
+        (a / "notes.npy").write_bytes(b"somebody else's")
+        path = draw.choice(sorted(a.glob("[0s]*")))
+        path.write_bytes(mutated(path.read_bytes(), draw))
+        for command in (["copy", a, tmp_path / "b"], ["copy", tmp_path / "b", a]):
+            found = subprocess.run([tool, *map(str, command)], capture_output=True, text=True, preexec_fn=limited)
+            assert found.returncode in (0, 2) and found.stderr.count("\n") < 2, (number, path.name, found)
+            seen[found.returncode] += 1
+        assert (a / "notes.npy").exists()
+    assert min(seen.values()) > 15
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x\tfloat32\t(1)\t(1)\tother.npy",
+        "x\tfloat32\t(1)\t(1)\t..",
+        "x\tfloat32\t(1)\t()\t00_x.npy",
+        "x\tfloat32\t(one)\t(1)\t00_x.npy",
+    ],
+)
+def test_a_list_of_stages_names_files_of_stages_alone(tmp_path, line):
+    golden.save(tmp_path, {"x": torch.ones(1)})
+    (tmp_path / "other.npy").write_bytes(b"somebody else's")
+    manifest = tmp_path / "stages.tsv"
+    manifest.write_text(manifest.read_text().splitlines()[0] + f"\n{line}\n")
+    with pytest.raises(ValueError, match="line 2 must have the 5 columns of a saved stage"):
+        golden.Writer(tmp_path)
+    assert (tmp_path / "other.npy").exists()
 
 
 def test_yolov5_stages():

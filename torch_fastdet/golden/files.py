@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +29,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "bool": np.dtype("|b1"),
 }
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+DIMS = r"(\((?:-?\d{1,19}(?:,-?\d{1,19})*)?\))"
+LINE = re.compile(rf"({NAME.pattern})\t([a-z]+\d*)\t{DIMS}\t{DIMS}\t(\d{{2,}}_\1\.npy)", re.ASCII)
 
 Tensors = torch.Tensor | np.ndarray | Sequence[torch.Tensor | np.ndarray]
 
@@ -107,33 +110,55 @@ def load(folder: str | os.PathLike) -> dict[str, Stage]:
     stages = {}
     for name, dtype, shape, stride, file in read_manifest(Path(folder)):
         path = Path(folder) / file
-        if not path.exists():
+        if not path.is_file():  # a pipe would be waited for
             raise FileNotFoundError(f"{Path(folder) / MANIFEST} lists stage {name!r}, but {path} is missing")
         try:
-            values = np.array(np.load(path), order="C", copy=None)
-        except (ValueError, EOFError, OSError) as error:
-            raise ValueError(f"{path} is not an .npy file that can be read: {error}") from None
-        if values.shape != shape or DTYPES.get(dtype) != values.dtype:
+            found = _header(path)
+        except (
+            Exception
+        ) as error:  # numpy reads the header as Python's text, and a bad one can make that raise anything
+            why = " ".join(str(error).split())
+            raise ValueError(f"{path} is not an .npy file that can be read: {why}") from None
+        if found != (shape, DTYPES.get(dtype)):
             raise ValueError(
-                f"{path} holds {values.dtype} {values.shape}, but {MANIFEST} says {dtype} {shape} for stage {name!r}"
+                f"{path} holds {found[1]} {found[0]}, but {MANIFEST} says {dtype} {shape} for stage {name!r}"
             )
-        stages[name] = Stage(name, dtype, shape, stride, values)
+        stages[name] = Stage(name, dtype, shape, stride, np.array(np.load(path), order="C", copy=None))
     return stages
 
 
+def _header(path: Path) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and dtype of an .npy file, which has as many bytes as they say: nothing else is read, and no memory taken."""
+    with open(path, "rb") as file:
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read(file)
+        expected, left = math.prod(shape) * dtype.itemsize, os.fstat(file.fileno()).st_size - file.tell()
+    if min(shape, default=0) < 0 or left != expected:
+        raise ValueError(f"it has {left} bytes of elements, but {dtype} {shape} has {expected}")
+    return shape, dtype
+
+
 def read_manifest(folder: Path) -> Iterator[tuple[str, str, tuple[int, ...], tuple[int, ...], str]]:
-    """Yields name, dtype, shape, stride and file of each stage."""
+    """Yields name, dtype, shape, stride and file of each stage. The file is one that a writer gives this name."""
     manifest = folder / MANIFEST
     if not manifest.exists():
         raise FileNotFoundError(f"{folder} has no {MANIFEST}: it is not a folder of stage tensors")
-    header, *lines = manifest.read_text().splitlines() or [""]
+    header, *lines = manifest.read_text(errors="replace").splitlines() or [""]
     if tuple(header.split("\t")) != COLUMNS:
         raise ValueError(f"{manifest} must start with the columns {', '.join(COLUMNS)}, but starts with {header!r}")
+    names = set()
     for number, line in enumerate(lines, 2):
-        fields = line.split("\t")
-        if len(fields) != len(COLUMNS) or Path(fields[4]).name != fields[4]:
-            raise ValueError(f"{manifest} line {number} must have {len(COLUMNS)} columns, but is {line!r}")
-        yield fields[0], fields[1], parse_ints(fields[2]), parse_ints(fields[3]), fields[4]
+        fields = LINE.fullmatch(line)
+        shape, stride = (parse_ints(fields[dims]) for dims in (3, 4)) if fields else ((), ())
+        if fields is None or len(shape) != len(stride):
+            raise ValueError(
+                f"{manifest} line {number} must have the {len(COLUMNS)} columns of a saved stage, but is {line!r}"
+            )
+        if fields[1] in names:
+            raise ValueError(f"{manifest} line {number} has stage {fields[1]!r} again: each stage is saved once")
+        names.add(fields[1])
+        yield fields[1], fields[2], shape, stride, fields[5]
 
 
 def format_ints(values: Sequence[int]) -> str:

@@ -52,11 +52,22 @@ inline const DTypeTraits& traits(DType dtype) {
   return all[static_cast<size_t>(dtype)];
 }
 
+namespace detail {
+
+// The start of a text that may be anything, on one line.
+inline std::string quoted(std::string text) {
+  text = text.substr(0, 200);
+  for (char& c : text) c = std::isprint(static_cast<unsigned char>(c)) || c == '\t' ? c : '?';
+  return "'" + text + "'";
+}
+
+}  // namespace detail
+
 inline DType dtype_named(const std::string& name) {
   for (int i = 0; i <= static_cast<int>(DType::kBool); ++i) {
     if (name == traits(static_cast<DType>(i)).name) return static_cast<DType>(i);
   }
-  throw std::runtime_error("golden: there is no dtype '" + name + "'");
+  throw std::runtime_error("golden: there is no dtype " + detail::quoted(name));
 }
 
 template <typename T>
@@ -267,8 +278,12 @@ inline std::vector<std::string> split(const std::string& line, char separator) {
 inline Dims parse_dims(const std::string& text) {
   Dims values;
   std::string digits;
+  const bool other = text.find_first_not_of("0123456789-,() ") != std::string::npos;
   for (char c : text + ",") {
     if (std::isdigit(static_cast<unsigned char>(c)) || c == '-') digits += c;
+    if (other || digits.size() > 18 || digits.find('-', 1) != std::string::npos || (c == ',' && digits == "-")) {
+      throw std::runtime_error("golden: sizes are expected, but they are " + quoted(text));
+    }
     if (c == ',' && !digits.empty()) {
       values.push_back(std::stoll(digits));
       digits.clear();
@@ -284,6 +299,20 @@ struct Entry {
   std::string name, dtype, shape, stride, file;
 };
 
+inline bool is_stage_name(const std::string& name) {
+  const auto allowed = [](unsigned char c) { return std::isalnum(c) || c == '_' || c == '.' || c == '-'; };
+  return !name.empty() && std::isalnum(static_cast<unsigned char>(name[0])) &&
+         std::all_of(name.begin(), name.end(), allowed);
+}
+
+// Whether a writer gives the stage's file this name: NN_stage.npy.
+inline bool is_file_of(const std::string& name, const std::string& file) {
+  const size_t digits = file.find('_');
+  const auto digit = [](unsigned char c) { return std::isdigit(c); };
+  return is_stage_name(name) && digits != std::string::npos && digits >= 2 &&
+         std::all_of(file.begin(), file.begin() + digits, digit) && file.substr(digits + 1) == name + ".npy";
+}
+
 inline std::vector<Entry> read_manifest(const std::filesystem::path& folder) {
   std::ifstream manifest(folder / kManifest);
   if (!manifest) {
@@ -294,14 +323,15 @@ inline std::vector<Entry> read_manifest(const std::filesystem::path& folder) {
   std::getline(manifest, line);
   if (line != kHeader) {
     throw std::runtime_error("golden: " + (folder / kManifest).string() + " must start with the columns '" + kHeader +
-                             "', but starts with '" + line + "'");
+                             "', but starts with " + quoted(line));
   }
   std::vector<Entry> entries;
   while (std::getline(manifest, line)) {
     const std::vector<std::string> fields = split(line, '\t');
-    if (fields.size() != 5 || std::filesystem::path(fields[4]).filename() != fields[4]) {
-      throw std::runtime_error("golden: " + (folder / kManifest).string() + " must have 5 columns, but has '" + line +
-                               "'");
+    if (fields.size() != 5 || !is_file_of(fields[0], fields[4]) ||
+        parse_dims(fields[2]).size() != parse_dims(fields[3]).size()) {
+      throw std::runtime_error("golden: " + (folder / kManifest).string() +
+                               " must have the 5 columns of a saved stage, but has " + quoted(line));
     }
     entries.push_back({fields[0], fields[1], fields[2], fields[3], fields[4]});
   }
@@ -313,7 +343,7 @@ inline std::string header_value(const std::string& header, const std::string& ke
   const size_t at = header.find("'" + key + "'");
   const size_t colon = at == std::string::npos ? at : header.find(':', at);
   if (colon == std::string::npos) throw std::runtime_error("golden: the header of " + path + " has no '" + key + "'");
-  return header.substr(header.find_first_not_of(' ', colon + 1));
+  return header.substr(std::min(header.find_first_not_of(' ', colon + 1), header.size()));
 }
 
 }  // namespace detail
@@ -364,22 +394,32 @@ inline Stage load_npy(const std::filesystem::path& path) {
     file.read(start + 10, 2);
     length |= byte(10) << 16 | byte(11) << 24;
   }
+  // The file's own size bounds all memory that is taken.
+  const uint64_t file_size = std::filesystem::file_size(path);
+  if (length > file_size) throw std::runtime_error("golden: " + path.string() + " ends too early");
   std::string header(length, ' ');
   file.read(header.data(), length);
   Stage stage;
   stage.name = path.stem().string();
-  const std::string descr = detail::header_value(header, "descr", path.string()).substr(1, 3);
+  const std::string dtype_text = detail::header_value(header, "descr", path.string());
+  const std::string descr = dtype_text.substr(std::min<size_t>(1, dtype_text.size()), 3);
   bool known = false;
   for (int i = 0; i <= static_cast<int>(DType::kBool) && !known; ++i) {
     stage.dtype = static_cast<DType>(i);
     known = stage.dtype != DType::kBFloat16 && descr == traits(stage.dtype).npy;
   }
-  if (!known) throw std::runtime_error("golden: " + path.string() + " has the unknown dtype '" + descr + "'");
+  if (!known) throw std::runtime_error("golden: " + path.string() + " has the unknown dtype " + detail::quoted(descr));
   const std::string shape = detail::header_value(header, "shape", path.string());
   stage.shape = detail::parse_dims(shape.substr(0, shape.find(')')));
-  stage.stride = row_major_strides(stage.shape);
   const size_t size = traits(stage.dtype).npy_size;
-  std::vector<char> bytes(static_cast<size_t>(stage.elements()) * size);
+  uint64_t count = 1, most = file_size / size;
+  for (int64_t extent : stage.shape) {
+    const uint64_t of_extent = extent < 0 ? most + 1 : static_cast<uint64_t>(extent);
+    count = of_extent && count > (most + 1) / of_extent ? most + 1 : count * of_extent;
+  }
+  if (count > most) throw std::runtime_error("golden: " + path.string() + " ends too early");
+  stage.stride = row_major_strides(stage.shape);
+  std::vector<char> bytes(count * size);
   file.read(bytes.data(), static_cast<std::streamsize>(bytes.size()));
   if (!file) throw std::runtime_error("golden: " + path.string() + " ends too early");
   if (detail::header_value(header, "fortran_order", path.string()).rfind("True", 0) == 0) {
@@ -417,9 +457,7 @@ class Writer {
 
   // For a copy of a tensor that lies elsewhere (on a GPU) with stride `original`.
   void save(const std::string& name, const View& tensor, const Dims& original) {
-    const auto allowed = [](unsigned char c) { return std::isalnum(c) || c == '_' || c == '.' || c == '-'; };
-    if (name.empty() || !std::isalnum(static_cast<unsigned char>(name[0])) ||
-        !std::all_of(name.begin(), name.end(), allowed)) {
+    if (!detail::is_stage_name(name)) {
       throw std::runtime_error("golden: a stage's name must be letters, digits, '_', '-' and '.', not '" + name + "'");
     }
     if (std::find(names_.begin(), names_.end(), name) != names_.end()) {
