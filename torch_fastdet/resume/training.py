@@ -12,7 +12,24 @@ import torch
 from torch import Tensor, nn
 
 from torch_fastdet._torch.tensors import unwrap
+from torch_fastdet.resume import files
 from torch_fastdet.resume.files import NotOurs
+
+#: What a state holds: what :func:`take` takes, and what the host adds.
+KEPT: dict[str, type | tuple[type, ...]] = {
+    "random": dict,
+    "model": dict,
+    "channels_last": list,
+    "gradients": dict,
+    "optimizer": dict,
+    "scaler": dict,
+    "ema": dict,
+    "updates": int,
+    "stopper": dict,
+    "loader": dict,
+    "locals": dict,
+    "table": (list, tuple),
+}
 
 
 def plain(value: Any, where: str = "state") -> Any:
@@ -92,17 +109,38 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (bool, int, float)) or (hasattr(value, "item") and getattr(value, "size", 0) == 1)
 
 
+def read(path: Path) -> dict[str, Any]:
+    """The state that belongs to the checkpoint ``path``, with all its parts.
+
+    Raises:
+        NotOurs: there is none, or it is damaged.
+    """
+    state = files.read(path)
+    if wrong := [name for name, kind in KEPT.items() if not isinstance(state.get(name), kind)]:
+        raise NotOurs(f"it lacks {', '.join(wrong)}.")
+    return state
+
+
 def check(state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise NotOurs where the state is not of this model and optimizer. Nothing is changed."""
-    shapes = {name: tuple(value.shape) for name, value in unwrap(model).state_dict().items()}
-    if {name: tuple(value.shape) for name, value in state["model"].items()} != shapes:
+    if _shapes(state["model"]) != _shapes(unwrap(model).state_dict()):
         raise NotOurs("its model has other layers.")
-    groups = [len(group["params"]) for group in optimizer.param_groups]
-    if [len(group["params"]) for group in state["optimizer"]["param_groups"]] != groups:
+    if _group_sizes(state["optimizer"]) != _group_sizes(optimizer.state_dict()):
         raise NotOurs("its optimizer has other groups of parameters.")
     device = next(unwrap(model).parameters()).device
     if (device.type == "cuda") != ("cuda" in state["random"]):
         raise NotOurs(f"it was trained on another kind of device, not on {device.type}.")
+
+
+def _shapes(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: getattr(value, "shape", None) for name, value in values.items()}
+
+
+def _group_sizes(state: Mapping[str, Any]) -> list[int]:
+    try:
+        return [len(group["params"]) for group in state["param_groups"]]
+    except (KeyError, TypeError):
+        return []
 
 
 def put(

@@ -73,7 +73,7 @@ class Run:
 
     def _read(self, path: Path) -> None:
         try:
-            self.state = files.read(path)
+            self.state = training.read(path)
         except files.NotOurs as reason:
             _stock(reason)
 

@@ -47,7 +47,7 @@ class Run:
         self.state, self.last, self.position = None, None, Position(loader)
         if found["resume"]:
             try:
-                self.state = files.read(Path(found["weights"]))
+                self.state = training.read(Path(found["weights"]))
                 self.position.check(self.state["loader"])
                 self.position.put(self.state["loader"])
             except files.NotOurs as reason:
