@@ -15,6 +15,9 @@ from examples.command_line import Unusable, brief
 from torch_fastdet import ops  # also loads the operators that the TorchScript file names
 
 SUFFIXES = {".bmp", ".jpeg", ".jpg", ".png", ".webp"}
+#: What Pillow may read: other formats run programs (EPS runs Ghostscript), or are rare and little tested.
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
+MAX_SIZE = 16384  # of the side of a detector's pictures
 GRAY = (114, 114, 114)  # YOLOv5's padding
 
 
@@ -24,6 +27,22 @@ class Detection(NamedTuple):
     box: list[float]  # left, top, right, bottom in the picture's pixels
     corners: list[list[float]] | None = None  # of a rotated box, x and y of each; `box` is around them
     mask: np.ndarray | None = None  # (height, width) of the picture, bool
+
+
+def about(text: str | bytes, path: str | Path) -> tuple[int, list[str]]:
+    """The side of the pictures and the classes' names, as export.py writes them into ``path``."""
+    try:
+        found = json.loads(text)
+        size, names = found["size"], found["names"]
+        good = type(size) is int and 0 < size <= MAX_SIZE and type(names) is list and names
+        if not good or not all(type(name) is str for name in names):
+            raise ValueError("size and names are others")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise Unusable(
+            f"{path} is expected as a detector.ts of export.py, with a size up to {MAX_SIZE} and names of classes in its "
+            f"detector.json, but that cannot be used: {type(error).__name__}"
+        ) from error
+    return size, names
 
 
 class PictureDetector:
@@ -42,11 +61,14 @@ class PictureDetector:
             ) from error
         if not extra["detector.json"]:
             raise Unusable(f"{path} is a TorchScript file, but no detector.ts of export.py: it holds no detector.json")
-        about = json.loads(extra["detector.json"])
-        self.size: int = about["size"]
-        self.names: list[str] = about["names"]
+        self.size, self.names = about(extra["detector.json"], path)
         self.device: str = device
         self.letterboxes: bool = hasattr(self.module, "forward_batch")  # of torch_fastdet.postprocess.PictureDetector
+
+    def name(self, label: int) -> str:
+        if label >= len(self.names):
+            raise Unusable(f"the detector finds class {label}, but its detector.json names {len(self.names)} classes")
+        return self.names[label]
 
     def prepare(self, picture: Image.Image) -> tuple[torch.Tensor, list[float]]:
         """The network's input (3, size, size), uint8, and how the picture was letterboxed into it."""
@@ -55,7 +77,7 @@ class PictureDetector:
             [self.size, self.size], shape, rounding="ultralytics"
         )  # to whole pixels, as done here
         gain_x, gain_y, left, top = letterbox[:4]
-        resized = (round(picture.width * gain_x), round(picture.height * gain_y))
+        resized = (max(round(picture.width * gain_x), 1), max(round(picture.height * gain_y), 1))
         canvas = Image.new("RGB", (self.size, self.size), GRAY)
         canvas.paste(picture.convert("RGB").resize(resized, Image.Resampling.BILINEAR), (round(left), round(top)))
         return torch.from_numpy(np.array(canvas)).permute(2, 0, 1), letterbox
@@ -72,7 +94,7 @@ class PictureDetector:
             images = torch.stack(inputs).to(self.device).float() / 255
             detections, counts = self.module(images, torch.tensor(letterboxes, device=self.device))
         return [
-            [Detection(self.names[int(row[5])], row[4], row[:4]) for row in rows[:count]]
+            [Detection(self.name(int(row[5])), row[4], row[:4]) for row in rows[:count]]
             for rows, count in zip(detections.tolist(), counts.tolist())
         ]
 
@@ -132,7 +154,7 @@ def detector_of(path: str | Path, device: str = "cpu") -> PictureDetector | Ultr
 def read(path: Path) -> Image.Image | str:
     """The picture, or why there is none."""
     try:
-        with Image.open(path) as picture:
+        with Image.open(path, formats=FORMATS) as picture:
             return ImageOps.exif_transpose(picture).convert("RGB")  # a telephone's upright, as OpenCV reads it
     except Exception as error:  # a broken file can make Pillow raise anything
         return f"{type(error).__name__}: {error}"

@@ -3,7 +3,7 @@
     python -m examples.export --out build/detector --weights yolov5s.pt
     python -m examples.triton.server build/detector/detector.ts
 
-The model "detector" takes "picture", the bytes of a JPEG, PNG or other file that Pillow reads, and gives "answer", a line of JSON as
+The model "detector" takes "picture", the bytes of a BMP, GIF, JPEG, PNG, TIFF or WebP file, and gives "answer", a line of JSON as
 examples/serve.py writes it: "detections", or "error" for a picture that cannot be used. Pictures of several clients are
 one batch, whatever their sizes. A full queue refuses requests, and Triton says so to the client. The program prints "ready" and
 ends when its standard input is closed.
@@ -24,7 +24,7 @@ if not __package__:  # run as a file, not with -m
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.command_line import Unusable, existing, positive, run, usable_device
-from examples.pictures import PictureDetector
+from examples.pictures import FORMATS, PictureDetector
 
 NAME = "detector"
 INPUT, OUTPUT = "picture", "answer"
@@ -35,7 +35,7 @@ def decode(data: bytes, max_bytes: int, max_pixels: int) -> Image.Image | str:
     if len(data) > max_bytes:
         return f"the picture has {len(data)} bytes, but at most {max_bytes} are accepted"
     try:
-        with Image.open(io.BytesIO(data)) as picture:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
             if picture.width * picture.height > max_pixels:
                 return (
                     f"the picture is {picture.width} x {picture.height}, but at most {max_pixels} pixels are accepted"

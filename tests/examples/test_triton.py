@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from examples import command_line, export
+from examples import command_line, export, pictures
 from examples.pictures import PictureDetector
 from examples.triton import __main__ as whole
 from examples.triton import server
@@ -42,6 +42,25 @@ def test_a_bad_picture_does_not_disturb_its_batch(detector_file):
     assert lines[3]["error"] == "the picture is 200 x 100, but at most 9999 pixels are accepted"
     assert lines[6]["error"] == f"the picture has {len(files[6])} bytes, but at most 9999 are accepted"
     assert all("\n" not in line.get("error", "") for line in lines)
+
+
+def test_a_narrow_picture_keeps_a_pixel_of_its_width(detector_file):
+    files = [encoded(Image.new("RGB", size)) for size in ((1, 900), (900, 1))]
+    lines = [json.loads(line) for line in server.answers(PictureDetector(detector_file), files, 9999, 9999)]
+    assert [set(line) for line in lines] == [{"detections"}] * 2
+
+
+def test_postscript_is_not_run(detector_file, monkeypatch):
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: pytest.fail("it is"))
+    files = [encoded(Image.new("RGB", (9, 9)), "EPS")]
+    (line,) = server.answers(PictureDetector(detector_file), files, 9999, 9999)
+    assert "cannot be read" in json.loads(line)["error"]
+
+
+@pytest.mark.parametrize("about", [b"", b"[]", b'{"size": 0, "names": ["a"]}', b'{"size": 64, "names": []}'])
+def test_a_detector_that_says_nothing_about_itself_is_refused(about):
+    with pytest.raises(command_line.Unusable, match=r"^detector.ts is expected .* that cannot be used: \w+$"):
+        pictures.about(about, "detector.ts")
 
 
 def test_a_batch_of_bad_pictures_is_answered(detector_file):
