@@ -34,7 +34,7 @@ $(error torch_fastdet: found Python $(or $(FOUND),that fails) in $(VENV), but $(
 endif
 endif
 
-.PHONY: help venv build demo test test-all test-python test-cpp test-versions canary serve-test test-asan test-aarch64 fuzz fuzz-operators soak test-gpu gpu-report-check release-check lint format bench docs wheel wheels clean
+.PHONY: help venv build demo test test-all test-python test-cpp test-versions canary serve-test test-asan test-aarch64 fuzz fuzz-operators fuzz-files soak test-gpu gpu-report-check release-check lint format bench docs wheel wheels clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 22
@@ -119,6 +119,9 @@ fuzz: $(STAMP) ## damaged JPEG files through the decoder under AddressSanitizer 
 CASES ?= 100000
 fuzz-operators: build ## every operator on arguments that nobody means (CASES=100000)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.operators --count $(CASES) --log build/fuzz-operators.log
+
+fuzz-files: build ## mutated files and requests through what reads them: stage tensors, resume files, detectors, Triton's requests (CASES=100000)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.files --count $(CASES) --log build/fuzz-files.log
 
 SOAK ?= --minutes 10
 soak: $(if $(GPU),,build) ## a long training: epoch time, memory, threads and files are flat; then 50 kills and resumes (SOAK="--hours 4")

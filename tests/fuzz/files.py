@@ -1,0 +1,358 @@
+"""``python -m tests.fuzz.files --count 100000``: mutated files and requests through everything of ours that reads them.
+
+Stage tensors, files of ``resume_exact``, exported detectors, the file of crossovers, and requests to the Triton example. Each
+mutation ends
+
+* in a result, or in the reader's error, of one line;
+* within the memory that the whole file needs: the process has little more;
+* without code of the file: no program, socket, unpickled function or written file, which an audit hook watches.
+
+A crash ends the process; the last line of --log is the case that did it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import hashlib
+import io
+import json
+import os
+import random
+import re
+import resource
+import sys
+import tempfile
+import warnings
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import nn
+
+from examples import export
+from examples.command_line import Unusable
+from examples.pictures import PictureDetector
+from examples.triton import server
+from torch_fastdet import golden
+from torch_fastdet.detections import crossover
+from torch_fastdet.resume import files as resume
+from torch_fastdet.resume import training
+
+ROOM = 512 << 20  # bytes that a case may take beside what the process holds
+NUMBERS = (b"-1", b"0", b"7", b"65536", b"2147483648", b"9223372036854775807", b"9" * 40, b"1e999", b"NaN", b"1.5")
+TEXTS = (
+    b"\0",
+    b"\n",
+    b"\t",
+    b"\r",
+    b'"',
+    b"'",
+    b"(",
+    b"[" * 3000,
+    b"{",
+    b"null",
+    b"True",
+    b"../",
+    b"/etc/passwd",
+    b"\xff\xfe",
+)
+NO_MEMORY = re.compile(r"MemoryError|allocate|bad_alloc")
+#: Events of the interpreter that no reader of ours needs.
+WATCHED = (
+    "os.exec",
+    "os.fork",
+    "os.posix_spawn",
+    "os.system",
+    "pickle.find_class",
+    "socket.connect",
+    "subprocess.Popen",
+)
+
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+
+
+class Reader:
+    """What reads files: ``whole`` names them and holds their bytes, ``read`` reads them from a folder."""
+
+    errors: tuple[type[Exception], ...] = ()
+    whole: dict[str, bytes]
+
+    def read(self, folder: Path) -> None:
+        """Raises one of ``errors``, or AssertionError where a result cannot be."""
+        raise NotImplementedError
+
+    def mend(self, name: str, data: bytes, draw: random.Random) -> bytes:
+        """What somebody who knows the format changes too, so that the mutation gets farther."""
+        return data
+
+
+def packed(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+class Stages(Reader):
+    errors = (ValueError, OSError)
+    notes = "notes.npy"  # somebody else's, which no list of stages may remove
+
+    def __init__(self, folder: Path) -> None:
+        kinds = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
+        self.stages = {f"x{i}": (torch.randn(3, 4 + i) * 9).to(kind) for i, kind in enumerate(kinds)} | {
+            "none": torch.empty(0, 3),
+            "scalar": torch.tensor(2.5),
+        }
+        golden.save(folder, self.stages)
+        self.whole = packed(folder) | {self.notes: b"somebody else's"}
+        self.original = folder
+
+    def read(self, folder: Path) -> None:
+        try:
+            comparison = golden.compare(self.original, folder)
+            str(comparison)
+            for name, stage in golden.load(folder).items():
+                assert stage.tensor().numel() <= 100, name
+        finally:
+            with contextlib.suppress(*self.errors):
+                golden.Writer(folder)
+            assert (folder / self.notes).exists(), "a list of stages removed another file"
+
+
+class Resume(Reader):
+    errors = (resume.NotOurs,)
+
+    def __init__(self, folder: Path) -> None:
+        self.model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.model(torch.randn(2, 3, 5, 5)).sum().backward()
+        self.optimizer.step()
+        state = {name: {dict: {}, list: [], int: 7}.get(kind, (0, "")) for name, kind in training.KEPT.items()}
+        state |= {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        resume.write_checkpoint(folder / "last.pt", lambda path: path.write_bytes(b"stock's"), lambda: state)
+        self.whole = packed(folder)
+
+    def read(self, folder: Path) -> None:
+        state = training.read(folder / "last.pt")
+        training.check(state, self.model, self.optimizer)
+
+    def mend(self, name: str, data: bytes, draw: random.Random) -> bytes:
+        head = len(resume.MAGIC) + 64
+        if not name.endswith(resume.SUFFIX) or len(data) <= head or draw.random() < 0.3:
+            return data
+        whole = self.whole[name]
+        payload = data[head:]
+        if draw.random() < 0.7:  # a pickle in a sound archive
+            payload = repacked(whole[head:], "data.pkl", draw)
+        return whole[: head - 32] + hashlib.sha256(payload).digest() + payload
+
+
+def repacked(archive: bytes, suffix: str, draw: random.Random) -> bytes:
+    """The archive with one mutated member, and the right checksums."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(archive)) as old, zipfile.ZipFile(out, "w") as new:
+        for info in old.infolist():
+            data = old.read(info)
+            new.writestr(info.filename, mutated(data, draw) if info.filename.endswith(suffix) else data)
+    return out.getvalue()
+
+
+class Detector(Reader):
+    """The archive as it lies there, and its detector.json in a sound archive."""
+
+    errors = (Unusable,)
+
+    def __init__(self, folder: Path) -> None:
+        torch.manual_seed(0)
+        export.save(export.small_detector(), 64, [str(c) for c in range(export.CLASSES)], folder / "detector.ts")
+        self.whole = packed(folder)
+        self.picture = Image.effect_noise((90, 60), 100).convert("RGB")
+
+    def read(self, folder: Path) -> None:
+        detector = PictureDetector(folder / "detector.ts")
+        assert type(detector.size) is int and all(type(name) is str for name in detector.names)
+        if detector.size in (64, 128, 256):  # the network says which sizes it takes
+            detector([self.picture])
+
+    def mend(self, name: str, data: bytes, draw: random.Random) -> bytes:
+        return repacked(self.whole[name], "detector.json", draw) if draw.random() < 0.7 else data
+
+
+class Requests(Reader):
+    """One bad picture beside a good one, whose answer it must not change."""
+
+    def __init__(self, folder: Path) -> None:
+        export.save(export.small_detector(), 64, [str(c) for c in range(export.CLASSES)], folder / "detector.ts")
+        self.detector = PictureDetector(folder / "detector.ts")
+        (folder / "detector.ts").unlink()
+        picture = Image.effect_noise((60, 40), 100)
+        for kind in ("JPEG", "PNG", "BMP", "GIF", "TIFF", "WEBP"):
+            file = folder / f"picture.{kind}"
+            exif = (
+                {"exif": b"Exif\0\0MM\0*\0\0\0\x08\0\1\x01\x12\0\3\0\0\0\1\0\6\0\0\0\0\0\0"} if kind == "JPEG" else {}
+            )
+            picture.convert("RGB").save(file, kind, **exif)
+        self.whole = packed(folder) | {"picture.EPS": self.postscript(picture)}
+        self.good = self.whole["picture.PNG"]
+        (self.answer,) = server.answers(self.detector, [self.good], 99_999, 9_999)
+
+    @staticmethod
+    def postscript(picture: Image.Image) -> bytes:
+        out = io.BytesIO()
+        picture.save(out, "EPS")
+        return out.getvalue()
+
+    def read(self, folder: Path) -> None:
+        for path in folder.iterdir():
+            data = path.read_bytes()
+            if data == self.whole[path.name] and path.suffix != ".EPS":
+                continue
+            bad, good = server.answers(self.detector, [data, self.good], 99_999, 9_999)
+            assert good == self.answer, "a good picture has another answer"
+            found = json.loads(bad)
+            assert set(found) in ({"error"}, {"detections"}), found
+            assert path.suffix != ".EPS" or "error" in found, "PostScript was read"
+            assert not NO_MEMORY.search(found.get("error", "")), found
+
+
+class Crossovers(Reader):
+    def __init__(self, folder: Path) -> None:
+        self.whole = {"torch_fastdet.json": json.dumps({"cpu, gpu": 1234.5, "another": None}, indent=1).encode()}
+
+    def read(self, folder: Path) -> None:
+        (path,) = folder.iterdir()
+        made = folder / "torch_fastdet" / "crossover.json"
+        made.parent.mkdir()
+        path.rename(made)
+        os.environ["XDG_CACHE_HOME"] = str(folder)
+        for value in crossover._read().values():
+            if crossover._is_crossover(value) and value is not None:
+                assert float(value) >= 0
+
+
+READERS = {kind.__name__: kind for kind in (Stages, Resume, Detector, Requests, Crossovers)}
+
+
+def mutated(data: bytes, draw: random.Random) -> bytes:
+    """The same bytes with one to four changes."""
+    changed = bytearray(data)
+    for _ in range(draw.choice((1, 1, 1, 2, 4))):
+        kind, at = draw.randrange(8), draw.randrange(len(changed) + 1)
+        end = min(len(changed), at + draw.choice((1, 2, 4, 16, 200)))
+        if kind == 0:
+            changed[at:end] = draw.randbytes(end - at)
+        elif kind == 1 and at < len(changed):
+            changed[at] ^= 1 << draw.randrange(8)
+        elif kind == 2:
+            del changed[at : end if draw.random() < 0.7 else len(changed)]
+        elif kind == 3:
+            changed[at:at] = changed[at:end]
+        elif kind == 4 and (numbers := list(re.finditer(rb"\d+", changed[:20_000]))):
+            number = draw.choice(numbers)
+            changed[number.start() : number.end()] = draw.choice(NUMBERS)
+        elif kind == 5:
+            changed[at:at] = draw.choice(TEXTS)
+        elif kind == 6:
+            changed[at:end] = draw.choice((b"\xff", b"\0", b"\x7f")) * (end - at)
+        else:
+            lines = changed.split(b"\n")
+            one, other = draw.randrange(len(lines)), draw.randrange(len(lines))
+            lines[one] = lines[other]
+            changed = bytearray(b"\n".join(lines))
+    return bytes(changed)
+
+
+class Watch:
+    """Notes what a file has had done."""
+
+    def __init__(self) -> None:
+        self.folder: str | None = None
+        self.done: list[str] = []
+        sys.addaudithook(self.hear)
+
+    def hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.folder is None:
+            return
+        if event in WATCHED:
+            self.done.append(f"{event} {arguments[:2]!r}")
+        elif event == "open" and arguments[2] & WRITES and not str(arguments[0]).startswith(self.folder):
+            self.done.append(f"writes {arguments[0]!r}")
+
+    @contextlib.contextmanager
+    def case(self, folder: Path) -> Iterator[None]:
+        self.folder, self.done = str(folder), []
+        try:
+            yield
+        finally:
+            self.folder = None
+
+
+def case(reader: Reader, draw: random.Random, watch: Watch, counts: Counter[str]) -> str | None:
+    """What is wrong with one mutation; None where nothing is."""
+    name = draw.choice(sorted(reader.whole))
+    data = reader.mend(name, mutated(reader.whole[name], draw), draw)
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        for other, whole in reader.whole.items():
+            (folder / other).write_bytes(data if other == name else whole)
+        text, kind = "", "results"
+        try:
+            with watch.case(folder):
+                reader.read(folder)
+        except reader.errors as error:
+            text, kind = str(error), "errors"
+        except Exception as error:
+            return f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    counts[kind] += 1
+    if watch.done:
+        return f"{name}: {watch.done[0]}"
+    if "\n" in text or NO_MEMORY.search(text):
+        return f"{name}: {text[:300]!r}"
+    return None
+
+
+def limit_memory() -> None:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + ROOM
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=100_000, help="mutations")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--log", type=Path, default=Path("/dev/null"), help="gets each case before it runs")
+    parser.add_argument("--only", choices=READERS, help="one of the readers")
+    options = parser.parse_args()
+    faulthandler.enable()
+    warnings.simplefilter("ignore")  # of Pillow and torch, about damaged files
+    torch.set_num_threads(1)
+    problems, counts = 0, Counter[str]()
+    kinds: list[Callable[[Path], Reader]] = [READERS[options.only]] if options.only else list(READERS.values())
+    with tempfile.TemporaryDirectory() as made, open(options.log, "w") as log:
+        readers = []
+        for number, make in enumerate(kinds):
+            folder = Path(made, str(number))
+            folder.mkdir()
+            readers.append(make(folder))
+            draw = random.Random(number)
+        watch = Watch()
+        for number in range(-len(readers), options.count):  # the first read of each imports what it needs
+            if number == 0:
+                limit_memory()
+            log.write(f"{number} {type(readers[number % len(readers)]).__name__}\n")
+            log.flush()
+            draw = random.Random(f"{options.seed} {number}")
+            found = case(readers[number % len(readers)], draw, watch, counts)
+            if found is not None and number >= 0:
+                problems += 1
+                print(f"case {number}, {type(readers[number % len(readers)]).__name__} {found}", flush=True)
+    print(f"{options.count:,} mutations: {counts['results']:,} results, {counts['errors']:,} errors of one line")
+    return int(problems > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
