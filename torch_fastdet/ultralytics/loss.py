@@ -13,13 +13,13 @@ import copyreg
 import functools
 import importlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from torch_fastdet import ops
 from torch_fastdet._deferred import TARGET_COLUMNS, DeferredStatus, describe_bad_targets
@@ -49,6 +49,10 @@ ASSIGNERS = {
 }
 MOST_MASK_CHANNELS = 128  # of the operator
 
+Outputs = dict[str, Any]  # of a model's head, by name
+Batch = dict[str, Any]
+LossItems = tuple[Tensor, Tensor]
+
 OTHER_SIDES = "its TaskAlignedAssigner enlarges small boxes in a way that is not known here"
 
 
@@ -62,14 +66,14 @@ class _State:
 
     def __init__(self) -> None:
         self.settings: tuple[float, ...] = ()
-        self.on_device: torch.Tensor | None = None
+        self.on_device: Tensor | None = None
         self.strides: tuple[Any, list[float]] = (None, [])
         self.checks = DeferredStatus(describe_fault)
-        self.ignored: torch.Tensor | None = None  # bad rows, and targets that had no row, in graphs
+        self.ignored: Tensor | None = None  # bad rows, and targets that had no row, in graphs
         self.counting = False
         self.told = False
 
-    def settings_on(self, device: torch.device, values: tuple[float, ...]) -> torch.Tensor:
+    def settings_on(self, device: torch.device, values: tuple[float, ...]) -> Tensor:
         """The settings in device memory; captured graphs go on reading it when they change."""
         held = self.on_device
         if held is None or held.device != device:
@@ -82,7 +86,7 @@ class _State:
             self.settings = values
         return held
 
-    def note(self, status: torch.Tensor, rows: int) -> None:
+    def note(self, status: Tensor, rows: int) -> None:
         """Arrange that bad rows are raised later; in a graph they are counted."""
         if not status.is_cuda:  # the operator has raised the error itself
             return
@@ -107,7 +111,7 @@ class _ByName:
 
 
 class _Criterion:
-    """What both classes share: copies stay ours, pickles are stock's."""
+    """What all classes share: copies stay ours, pickles are stock's."""
 
     stock: ClassVar[type]  # set in the classes that _subclass makes
 
@@ -127,6 +131,24 @@ class _Criterion:
         return result
 
 
+class _Slots(NamedTuple):
+    """What the assignment of a batch leaves for the parts of a task."""
+
+    targets: Tensor
+    anchor: Tensor
+    row: Tensor
+    settings: Tensor
+    sizes: list[int]
+
+
+class _Assignment(NamedTuple):
+    """An operator, its arguments before the targets, and the options that it alone has."""
+
+    operator: Any
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+
 class _DetectionLoss(_Criterion):
     """Ultralytics' ``v8DetectionLoss`` in one operator: no host synchronisation, a few launches, capturable.
 
@@ -144,6 +166,17 @@ class _DetectionLoss(_Criterion):
     numbers, but for ``topk`` and ``topk2``: :meth:`graph_key` writes them into device memory.
     """
 
+    # Stock's attributes and methods.
+    assigner: Any
+    bbox_loss: Any
+    bce: nn.BCEWithLogitsLoss
+    class_weights: Tensor | None
+    hyp: Any
+    loss_names: tuple[str, ...]
+    parse_output: Callable[[Any], Any]
+    reg_max: int
+    stride: Tensor
+
     target_columns = len(TARGET_COLUMNS)
     #: What the loss reads of a batch beside the targets, if anything.
     labels: ClassVar[str | None] = None
@@ -156,39 +189,37 @@ class _DetectionLoss(_Criterion):
             state = vars(self)["_fastdet"] = _State()
         return state
 
-    def __call__(self, preds: Any, batch: Any, num_targets: torch.Tensor | None = None) -> Any:
+    def __call__(self, preds: Any, batch: Any, num_targets: Tensor | None = None) -> Any:
         """Stock's call: loss (3) times the batch size, and the items by their names."""
-        this: Any = self
-        if isinstance(batch, torch.Tensor):
+        if isinstance(batch, Tensor):
             changed = self._changed()
             if changed is not None:
                 raise TypeError(
                     f"{type(self).__name__}: batch is a tensor, which Ultralytics' own code does not take, and {changed}"
                 )
-            return self.fused(this.parse_output(preds), batch, num_targets)
+            return self.fused(self.parse_output(preds), batch, num_targets)
         return super().__call__(preds, batch)  # type: ignore[misc]
 
-    def loss(self, preds: dict[str, Any], batch: dict[str, Any]) -> Any:
+    def loss(self, preds: Outputs, batch: Batch) -> Any:
         """Stock's method: the loss of the raw outputs ``preds``."""
         if not self.fits() or not self.takes(preds, batch):
             return super().loss(preds, batch)  # type: ignore[misc]
-        this: Any = self
         count("loss_optim", "losses")
         loss, items = self.fused(preds, packed_targets(batch, preds["scores"].device), batch=batch)
-        return loss, dict(zip(this.loss_names, items.unbind()))
+        return loss, dict(zip(self.loss_names, items.unbind()))
 
-    def takes(self, preds: dict[str, Any], batch: Any) -> bool:
+    def takes(self, preds: Outputs, batch: Any) -> bool:
         """Whether the operators take these raw outputs and labels."""
         return True
 
     def fused(
         self,
-        preds: dict[str, Any],
-        targets: torch.Tensor,
-        num_targets: torch.Tensor | None = None,
+        preds: Outputs,
+        targets: Tensor,
+        num_targets: Tensor | None = None,
         weight: float = 1.0,
-        batch: dict[str, Any] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        batch: Batch | None = None,
+    ) -> LossItems:
         """Loss, times batch size and ``weight``, and items, from (n, 6) targets on the device. ``batch`` has the other labels."""
         if self.labels is not None and batch is None:
             raise TypeError(
@@ -202,20 +233,19 @@ class _DetectionLoss(_Criterion):
         settings = state.settings_on(scores.device, self.settings(weight))
         targets = targets.to(device=scores.device, dtype=torch.float32)
         sizes = [side for feature in preds["feats"] for side in feature.shape[2:]]
-        operator, arguments, options = self.assignment(preds, batch, boxes, scores)
-        this: Any = self
-        loss, items, _, slot_anchor, slot_row, _, status = operator.default(
-            *arguments,
+        assignment = self.assignment(preds, batch, boxes, scores)
+        loss, items, _, slot_anchor, slot_row, _, status = assignment.operator.default(
+            *assignment.arguments,
             targets,
             settings[: self.assignment_settings],
             self.strides(),
             sizes,
             num_targets,
-            this.class_weights,
-            reg_max=this.reg_max,
-            topk=this.assigner.topk,
-            topk2=this.assigner.topk2,
-            **options,
+            self.class_weights,
+            reg_max=self.reg_max,
+            topk=self.assigner.topk,
+            topk2=self.assigner.topk2,
+            **assignment.options,
         )
         state.note(status, targets.shape[0])
         if batch is not None:
@@ -223,45 +253,28 @@ class _DetectionLoss(_Criterion):
             loss, items = self.with_task(preds, batch, slots, loss, items)
         return loss.float(), items.float()
 
-    def assignment(
-        self, preds: dict[str, Any], batch: dict[str, Any] | None, boxes: torch.Tensor, scores: torch.Tensor
-    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """The operator, its arguments before the targets, and the options that it alone has."""
-        return torch.ops.torch_fastdet.v8_loss, ([boxes, scores],), {}
+    def assignment(self, preds: Outputs, batch: Batch | None, boxes: Tensor, scores: Tensor) -> _Assignment:
+        """The operator that assigns targets to anchors, and what it takes of this task."""
+        return _Assignment(torch.ops.torch_fastdet.v8_loss, ([boxes, scores],), {})
 
-    def with_task(
-        self, preds: dict[str, Any], batch: dict[str, Any], slots: _Slots, loss: torch.Tensor, items: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def with_task(self, preds: Outputs, batch: Batch, slots: _Slots, loss: Tensor, items: Tensor) -> LossItems:
         """Loss and items with the parts of a task beside detection's."""
         return loss, items
 
     def settings(self, weight: float = 1.0) -> tuple[float, ...]:
         """What the operator reads from device memory."""
-        this: Any = self
-        hyp, assigner = this.hyp, this.assigner
-        return tuple(
-            map(
-                float,
-                ops.v8_loss_settings(
-                    hyp.box,
-                    hyp.cls,
-                    hyp.dfl,
-                    weight,
-                    assigner.alpha,
-                    assigner.beta,
-                    assigner.eps,
-                    assigner.stride_val,
-                    assigner.stride[0] if _parts(self.stock).short_by_first_stride else assigner.stride_val,
-                ),
-            )
-        )
+        hyp, assigner = self.hyp, self.assigner
+        least_side = assigner.stride_val
+        short_side = assigner.stride[0] if _parts(self.stock).short_by_first_stride else least_side
+        gains = hyp.box, hyp.cls, hyp.dfl, weight
+        values = ops.v8_loss_settings(*gains, assigner.alpha, assigner.beta, assigner.eps, least_side, short_side)
+        return tuple(map(float, values))
 
     def strides(self) -> list[float]:
         """Pixels a cell, on the host: they are read once."""
-        this: Any = self
         state = self._state
-        if state.strides[0] is not this.stride:
-            state.strides = this.stride, [float(stride) for stride in this.stride]
+        if state.strides[0] is not self.stride:
+            state.strides = self.stride, [float(stride) for stride in self.stride]
         return state.strides[1]
 
     def fits(self) -> bool:
@@ -274,7 +287,6 @@ class _DetectionLoss(_Criterion):
         return changed is None
 
     def _changed(self) -> str | None:
-        this: Any = self
         name = type(self).__name__
         if "stock" not in vars(type(self)):
             return f"{type(self).__module__}.{name} is a subclass of {self.stock.__name__}"
@@ -284,26 +296,35 @@ class _DetectionLoss(_Criterion):
         parts = _parts(self.stock)
         if parts.short_by_first_stride is None:
             return OTHER_SIDES
-        for attribute, kind in (
-            ("assigner", parts.assigner),
-            ("bbox_loss", parts.bbox_loss),
-            ("bce", nn.BCEWithLogitsLoss),
-        ):
-            part = getattr(self, attribute)
-            if type(part) is not kind or module_has_hooks(part):
-                return f"{name}.{attribute} was replaced"
+        kinds = {"assigner": parts.assigner, "bbox_loss": parts.bbox_loss}
+        if changed := self._replaced(kinds) or self._other_entropy("bce", "none"):
+            return changed
         if any(getattr(parts.assigner, method, None) is not function for method, function in parts.methods.items()):
             return f"a method of {parts.assigner.__name__} was replaced"
-        if any(method in vars(this.assigner) for method in ASSIGNER_METHODS):
+        if any(method in vars(self.assigner) for method in ASSIGNER_METHODS):
             return f"a method of {name}.assigner was replaced"
-        dfl = this.bbox_loss.dfl_loss
-        if dfl is not None and (type(dfl) is not parts.dfl_loss or dfl.reg_max != this.reg_max):
+        dfl = self.bbox_loss.dfl_loss
+        if dfl is not None and (type(dfl) is not parts.dfl_loss or dfl.reg_max != self.reg_max):
             return f"{name}.bbox_loss.dfl_loss was replaced"
-        if this.bce.weight is not None or this.bce.pos_weight is not None or this.bce.reduction != "none":
-            return f"{name}.bce was replaced"
         return self._task_changed()
 
     def _task_changed(self) -> str | None:
+        return None
+
+    def _replaced(self, kinds: dict[str, type[nn.Module]]) -> str | None:
+        """Which of the attributes is of another class than here, or has hooks."""
+        for attribute, kind in kinds.items():
+            part: nn.Module = getattr(self, attribute)
+            if type(part) is not kind or module_has_hooks(part):
+                return f"{type(self).__name__}.{attribute} was replaced"
+        return None
+
+    def _other_entropy(self, attribute: str, reduction: str) -> str | None:
+        """Whether the attribute is another criterion than a plain binary entropy."""
+        entropy = getattr(self, attribute)
+        is_plain = type(entropy) is nn.BCEWithLogitsLoss and entropy.weight is None and entropy.pos_weight is None
+        if not is_plain or entropy.reduction != reduction or module_has_hooks(entropy):
+            return f"{type(self).__name__}.{attribute} was replaced"
         return None
 
     # For torch_fastdet.graphs ----------------------------------------------------------------------------------------
@@ -314,12 +335,11 @@ class _DetectionLoss(_Criterion):
         return self._key(1.0)
 
     def _key(self, weight: float) -> tuple[Any, ...]:
-        this: Any = self
         state = self._state
         if state.on_device is not None:
             state.settings_on(state.on_device.device, self.settings(weight))
-        weights = None if this.class_weights is None else this.class_weights.data_ptr()
-        return this.assigner.topk, this.assigner.topk2, this.reg_max, weights, tuple(self.strides()), self.fits()
+        weights = None if self.class_weights is None else self.class_weights.data_ptr()
+        return self.assigner.topk, self.assigner.topk2, self.reg_max, weights, tuple(self.strides()), self.fits()
 
     @contextlib.contextmanager
     def in_step(self, model: nn.Module) -> Iterator[None]:
@@ -354,25 +374,18 @@ class _DetectionLoss(_Criterion):
         self.check()
 
 
-class _Slots(NamedTuple):
-    """What the assignment of a batch leaves for the parts of a task."""
-
-    targets: torch.Tensor
-    anchor: torch.Tensor
-    row: torch.Tensor
-    settings: torch.Tensor
-    sizes: list[int]
-
-
-def _with_part(
-    preds: dict[str, Any], slots: _Slots, loss: torch.Tensor, items: torch.Tensor, part: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _with_part(preds: Outputs, slots: _Slots, loss: Tensor, items: Tensor, part: Tensor) -> LossItems:
     """Loss and items with one more part; in the loss, times batch size and weight."""
     whole = part * (len(preds["scores"]) * slots.settings[3].float())
     return (
         torch.cat((loss, whole.view(1).to(loss.dtype))),
         torch.cat((items, part.detach().view(1).to(items.dtype))),
     )
+
+
+def _second(whole: Tensor, parts: Tensor) -> Tensor:
+    """``whole`` with a task's own parts behind that of the boxes."""
+    return torch.cat((whole[:1], parts.to(whole.dtype), whole[1:]))
 
 
 class _SegmentationLoss(_DetectionLoss):
@@ -384,17 +397,15 @@ class _SegmentationLoss(_DetectionLoss):
     """
 
     labels = "masks"
+    overlap: bool
 
-    def takes(self, preds: dict[str, Any], batch: Any) -> bool:
-        return isinstance(preds["proto"], torch.Tensor) and preds["proto"].shape[1] <= MOST_MASK_CHANNELS
+    def takes(self, preds: Outputs, batch: Any) -> bool:
+        return isinstance(preds["proto"], Tensor) and preds["proto"].shape[1] <= MOST_MASK_CHANNELS
 
-    def prototypes(self, preds: dict[str, Any]) -> torch.Tensor:
+    def prototypes(self, preds: Outputs) -> Tensor:
         return preds["proto"]
 
-    def with_task(
-        self, preds: dict[str, Any], batch: dict[str, Any], slots: _Slots, loss: torch.Tensor, items: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        this: Any = self
+    def with_task(self, preds: Outputs, batch: Batch, slots: _Slots, loss: Tensor, items: Tensor) -> LossItems:
         coefficients, protos = preds["mask_coefficient"], self.prototypes(preds)
         dtype = torch.promote_types(coefficients.dtype, protos.dtype)
         masks = batch["masks"].to(protos.device)
@@ -411,12 +422,11 @@ class _SegmentationLoss(_DetectionLoss):
             slots.row,
             [height, width],
             None,
-            this.overlap,
+            self.overlap,
         )
-        loss = torch.cat((loss[:1], part.to(loss.dtype), loss[1:]))
-        items = torch.cat((items[:1], item.to(items.dtype), items[1:]))
+        loss, items = _second(loss, part), _second(items, item)
         # The semantic part is YOLO26's; the names have it since it is there.
-        missing = len(this.loss_names) - len(items)
+        missing = len(self.loss_names) - len(items)
         return F.pad(loss, (0, missing)), F.pad(items, (0, missing))
 
 
@@ -427,16 +437,15 @@ class _SegmentLoss26(_SegmentationLoss):
     The semantic part is stock's own ``bcedice_loss``, without host synchronisation. ``batch["sem_masks"]`` is needed in training.
     """
 
-    def takes(self, preds: dict[str, Any], batch: Any) -> bool:
+    bcedice_loss: Callable[[Tensor, Tensor], Tensor]
+
+    def takes(self, preds: Outputs, batch: Any) -> bool:
         return self.prototypes(preds).shape[1] <= MOST_MASK_CHANNELS
 
-    def prototypes(self, preds: dict[str, Any]) -> torch.Tensor:
+    def prototypes(self, preds: Outputs) -> Tensor:
         return preds["proto"][0] if isinstance(preds["proto"], tuple) else preds["proto"]
 
-    def assignment(
-        self, preds: dict[str, Any], batch: dict[str, Any] | None, boxes: torch.Tensor, scores: torch.Tensor
-    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        this: Any = self
+    def assignment(self, preds: Outputs, batch: Batch | None, boxes: Tensor, scores: Tensor) -> _Assignment:
         assert batch is not None
         arguments = (
             [boxes, scores],
@@ -444,11 +453,9 @@ class _SegmentLoss26(_SegmentationLoss):
             self.prototypes(preds).detach().to(boxes.dtype),
             batch["masks"].to(boxes.device),
         )
-        return torch.ops.torch_fastdet.v8_masked_loss, arguments, {"overlap": bool(this.overlap)}
+        return _Assignment(torch.ops.torch_fastdet.v8_masked_loss, arguments, {"overlap": bool(self.overlap)})
 
-    def with_task(
-        self, preds: dict[str, Any], batch: dict[str, Any], slots: _Slots, loss: torch.Tensor, items: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def with_task(self, preds: Outputs, batch: Batch, slots: _Slots, loss: Tensor, items: Tensor) -> LossItems:
         loss, items = super().with_task(preds, batch, slots, loss, items)
         if not isinstance(preds["proto"], tuple):
             return loss, items
@@ -456,18 +463,17 @@ class _SegmentLoss26(_SegmentationLoss):
         part = torch.where((slots.anchor >= 0).any(), part, 0)  # the gain is that of the boxes
         return _with_part(preds, slots, loss[:-1], items[:-1], part)
 
-    def _semantic(self, logits: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
+    def _semantic(self, logits: Tensor, batch: Batch) -> Tensor:
         """Stock's own criterion of (bs, classes, height, width) logits, before the gain."""
-        this: Any = self
         classes, masks = batch["sem_masks"].to(logits.device), batch["masks"].to(logits.device).float()
-        if not this.overlap:  # a mask a row of labels: how many cover a pixel
+        if not self.overlap:  # a mask a row of labels: how many cover a pixel
             image = batch["batch_idx"].to(logits.device).flatten().long()
             masks = masks.new_zeros(len(logits), *masks.shape[1:]).index_add_(0, image, masks)
         covered = F.interpolate(masks[:, None], logits.shape[2:], mode="nearest") != 0
         classes = F.interpolate(classes[:, None].float(), logits.shape[2:], mode="nearest")
         number = torch.arange(logits.shape[1], device=logits.device).view(1, -1, 1, 1)
         wanted = ((classes == number) & covered).float()
-        return this.bcedice_loss(logits, wanted)
+        return self.bcedice_loss(logits, wanted)
 
 
 class _PoseLoss(_DetectionLoss):
@@ -479,37 +485,23 @@ class _PoseLoss(_DetectionLoss):
     """
 
     labels = "keypoints"
+    keypoint_loss: Any
     centered: ClassVar[bool] = False
 
     def settings(self, weight: float = 1.0) -> tuple[float, ...]:
-        this: Any = self
-        return (*super().settings(weight), float(this.hyp.pose), float(this.hyp.kobj))
+        return (*super().settings(weight), float(self.hyp.pose), float(self.hyp.kobj))
 
     def _task_changed(self) -> str | None:
-        this: Any = self
-        stock = vars(importlib.import_module(self.stock.__module__))
-        for attribute, kind in (("keypoint_loss", stock["KeypointLoss"]), ("bce_pose", nn.BCEWithLogitsLoss)):
-            part = getattr(this, attribute)
-            if type(part) is not kind or module_has_hooks(part):
-                return f"{type(self).__name__}.{attribute} was replaced"
-        if (
-            this.bce_pose.weight is not None
-            or this.bce_pose.pos_weight is not None
-            or this.bce_pose.reduction != "mean"
-        ):
-            return f"{type(self).__name__}.bce_pose was replaced"
-        return None
+        kind = vars(importlib.import_module(self.stock.__module__))["KeypointLoss"]
+        return self._replaced({"keypoint_loss": kind}) or self._other_entropy("bce_pose", "mean")
 
-    def with_task(
-        self, preds: dict[str, Any], batch: dict[str, Any], slots: _Slots, loss: torch.Tensor, items: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        this: Any = self
+    def with_task(self, preds: Outputs, batch: Batch, slots: _Slots, loss: Tensor, items: Tensor) -> LossItems:
         predictions = preds["kpts"]
         device = predictions.device
         parts, part_items, _ = torch.ops.torch_fastdet.v8_keypoint_loss.default(
             predictions,
             batch["keypoints"].to(device=device, dtype=torch.float32),
-            this.keypoint_loss.sigmas.to(device=device, dtype=torch.float32),
+            self.keypoint_loss.sigmas.to(device=device, dtype=torch.float32),
             slots.targets,
             slots.anchor,
             slots.row,
@@ -519,8 +511,7 @@ class _PoseLoss(_DetectionLoss):
             slots.sizes,
             self.centered,
         )
-        loss = torch.cat((loss[:1], parts.to(loss.dtype), loss[1:]))
-        return loss, torch.cat((items[:1], part_items.to(items.dtype), items[1:]))
+        return _second(loss, parts), _second(items, part_items)
 
 
 class _PoseLoss26(_PoseLoss):
@@ -532,44 +523,40 @@ class _PoseLoss26(_PoseLoss):
     """
 
     centered = True
+    flow_model: Any
+    rle_loss: Any
+    target_weights: Tensor
 
     def settings(self, weight: float = 1.0) -> tuple[float, ...]:
-        this: Any = self
-        return (*super().settings(weight), float(this.hyp.rle))
+        return (*super().settings(weight), float(self.hyp.rle))
 
     def _task_changed(self) -> str | None:
-        this: Any = self
         kind = vars(importlib.import_module(self.stock.__module__))["RLELoss"]
-        part = this.rle_loss
-        if type(part) is not kind or module_has_hooks(part) or not (part.size_average and part.use_target_weight):
+        if changed := self._replaced({"rle_loss": kind}):
+            return changed
+        if not (self.rle_loss.size_average and self.rle_loss.use_target_weight):
             return f"{type(self).__name__}.rle_loss was replaced"
         return super()._task_changed()
 
-    def assignment(
-        self, preds: dict[str, Any], batch: dict[str, Any] | None, boxes: torch.Tensor, scores: torch.Tensor
-    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        this: Any = self
+    def assignment(self, preds: Outputs, batch: Batch | None, boxes: Tensor, scores: Tensor) -> _Assignment:
         assert batch is not None
         arguments = (
             [boxes, scores],
             preds["kpts"].detach().to(boxes.dtype),
             batch["keypoints"].to(device=boxes.device, dtype=torch.float32),
-            this.assigner.sigmas.to(device=boxes.device, dtype=torch.float32),
+            self.assigner.sigmas.to(device=boxes.device, dtype=torch.float32),
         )
-        return torch.ops.torch_fastdet.v8_posed_loss, arguments, {}
+        return _Assignment(torch.ops.torch_fastdet.v8_posed_loss, arguments, {})
 
-    def with_task(
-        self, preds: dict[str, Any], batch: dict[str, Any], slots: _Slots, loss: torch.Tensor, items: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def with_task(self, preds: Outputs, batch: Batch, slots: _Slots, loss: Tensor, items: Tensor) -> LossItems:
         loss, items = super().with_task(preds, batch, slots, loss, items)
         if preds.get("kpts_sigma") is None:  # in validation
             return F.pad(loss, (0, 1)), F.pad(items, (0, 1))
         part = self._likelihood(preds, batch, slots) * slots.settings[DETECTION_SETTINGS + 2].float()
         return _with_part(preds, slots, loss, items, part)
 
-    def _likelihood(self, preds: dict[str, Any], batch: dict[str, Any], slots: _Slots) -> torch.Tensor:
+    def _likelihood(self, preds: Outputs, batch: Batch, slots: _Slots) -> Tensor:
         """The mean over the visible keypoints of the anchors in slots; empty slots count nothing."""
-        this: Any = self
         kpts, sigmas = preds["kpts"], preds["kpts_sigma"]
         labels = batch["keypoints"].to(device=kpts.device, dtype=torch.float32)
         count, anchors = labels.shape[1], kpts.shape[2]
@@ -599,9 +586,9 @@ class _PoseLoss26(_PoseLoss):
             keep = keep & (wanted[..., 2] != 0)
         error = torch.where(keep[..., None], error, 0).clamp(-100, 100).view(-1, 2)
         sigma = torch.where(keep[..., None], sigma, 1).view(-1, 2)  # no NaN where the weight is zero
-        log_phi = this.flow_model.log_prob(error).flatten().float()
+        log_phi = self.flow_model.log_prob(error).flatten().float()
         # Stock's own criterion, of all slots; its mean becomes that of those that count.
-        mean = this.rle_loss(sigma, log_phi, error, (keep * this.target_weights.to(kpts.device)).flatten())
+        mean = self.rle_loss(sigma, log_phi, error, (keep * self.target_weights.to(kpts.device)).flatten())
         return (mean * (keep.numel() / keep.sum().clamp(min=1))).clamp(min=0)
 
 
@@ -613,17 +600,14 @@ class _OBBLoss(_DetectionLoss):
     target_columns = len(TARGET_COLUMNS) + 1
     assignment_settings = DETECTION_SETTINGS + 1
 
-    def takes(self, preds: dict[str, Any], batch: Any) -> bool:
-        return isinstance(batch, torch.Tensor) or batch["bboxes"].shape[-1] == self.target_columns - 2
+    def takes(self, preds: Outputs, batch: Any) -> bool:
+        return isinstance(batch, Tensor) or batch["bboxes"].shape[-1] == self.target_columns - 2
 
     def settings(self, weight: float = 1.0) -> tuple[float, ...]:
-        this: Any = self
-        return (*super().settings(weight), float(this.hyp.angle))
+        return (*super().settings(weight), float(self.hyp.angle))
 
-    def assignment(
-        self, preds: dict[str, Any], batch: dict[str, Any] | None, boxes: torch.Tensor, scores: torch.Tensor
-    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        return torch.ops.torch_fastdet.v8_obb_loss, (boxes, scores, preds["angle"].to(boxes.dtype)), {}
+    def assignment(self, preds: Outputs, batch: Batch | None, boxes: Tensor, scores: Tensor) -> _Assignment:
+        return _Assignment(torch.ops.torch_fastdet.v8_obb_loss, (boxes, scores, preds["angle"].to(boxes.dtype)), {})
 
 
 class _E2ELoss(_Criterion):
@@ -634,40 +618,41 @@ class _E2ELoss(_Criterion):
     """
 
     target_columns = len(TARGET_COLUMNS)
+    one2many: Any
+    one2one: Any
+    o2m: float
+    o2o: float
 
     def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:
         super().__init__(model, _subclass(_parts(self.stock).detection_loss) if loss_fn is None else loss_fn)  # type: ignore[call-arg]
 
     def _branches(self) -> tuple[_DetectionLoss, _DetectionLoss] | None:
-        this: Any = self
-        branches = this.one2many, this.one2one
+        branches = self.one2many, self.one2one
         if "stock" not in vars(type(self)) or not all(isinstance(branch, _DetectionLoss) for branch in branches):
             return None
         return branches if all(branch.fits() for branch in branches) else None
 
-    def __call__(self, preds: Any, batch: Any, num_targets: torch.Tensor | None = None) -> Any:
+    def __call__(self, preds: Any, batch: Any, num_targets: Tensor | None = None) -> Any:
         """Stock's call: the weighted sum of both branches (3), and the items of the one-to-one branch by their names."""
-        this: Any = self
         branches = self._branches()
         if branches is None:
             return super().__call__(preds, batch)  # type: ignore[misc]
-        outputs = this.one2many.parse_output(preds)
+        outputs = self.one2many.parse_output(preds)
         many, one = outputs["one2many"], outputs["one2one"]
         if not (branches[0].takes(many, batch) and branches[1].takes(one, batch)):
             return super().__call__(preds, batch)  # type: ignore[misc]
         count("loss_optim", "losses")
-        packed = isinstance(batch, torch.Tensor)
+        packed = isinstance(batch, Tensor)
         targets = batch if packed else packed_targets(batch, many["scores"].device)
         labels = None if packed else batch
-        loss, _ = branches[0].fused(many, targets, num_targets, this.o2m, labels)
-        second, items = branches[1].fused(one, targets, num_targets, this.o2o, labels)
-        return loss + second, items if packed else dict(zip(this.one2one.loss_names, items.unbind()))
+        loss, _ = branches[0].fused(many, targets, num_targets, self.o2m, labels)
+        second, items = branches[1].fused(one, targets, num_targets, self.o2o, labels)
+        return loss + second, items if packed else dict(zip(self.one2one.loss_names, items.unbind()))
 
     def graph_key(self) -> tuple[Any, ...]:
         """As that of :class:`v8DetectionLoss`; writes the weights of both branches to where captured calls read them."""
-        this: Any = self
         branches = self._branches()
-        return () if branches is None else (branches[0]._key(this.o2m), branches[1]._key(this.o2o))
+        return () if branches is None else (branches[0]._key(self.o2m), branches[1]._key(self.o2o))
 
     @contextlib.contextmanager
     def in_step(self, model: nn.Module) -> Iterator[None]:
@@ -694,7 +679,7 @@ class _E2ELoss(_Criterion):
         super().update()  # type: ignore[misc]
 
 
-def packed_targets(batch: dict[str, Any], device: torch.device) -> torch.Tensor:
+def packed_targets(batch: Batch, device: torch.device) -> Tensor:
     """A batch's labels as (n, 6) float32 on the device: image, class, x, y, w, h. The batch is left as it is."""
     rows = torch.column_stack((batch["batch_idx"].flatten(), batch["cls"].flatten(), batch["bboxes"]))
     return rows.to(device=device, dtype=torch.float32)
