@@ -12,15 +12,7 @@ using torch::autograd::variable_list;
 using Levels = V8LevelsOn<Meta>::Types;
 using Options = V8LossOptions::Types;
 using State = V8LossTensors::Types;
-
-V8LossResult call(at::TensorList heads, const at::Tensor& targets, const at::Tensor& settings, const Levels& levels,
-                  const std::optional<at::Tensor>& num_targets, const std::optional<at::Tensor>& class_weights,
-                  const Options& options) {
-  static const auto op = find_operator<unpacked_signature<&v8_loss<Meta>>>("v8_loss");
-  const auto& [strides, sizes] = levels;
-  const auto& [reg_max, topk, topk2] = options;
-  return op.call(heads, targets, settings, strides, sizes, num_targets, class_weights, reg_max, topk, topk2);
-}
+using Outputs = V8ObbOutputs::Types;
 
 std::vector<at::Tensor> call_backward(const at::Tensor& grad, at::TensorList heads, const at::Tensor& targets,
                                       const State& state, const Levels& levels,
@@ -30,121 +22,120 @@ std::vector<at::Tensor> call_backward(const at::Tensor& grad, at::TensorList hea
                     std::tuple_cat(state, levels));
 }
 
-// Keeps what the backward passes of both losses of heads read.
-variable_list keep_heads(AutogradContext* context, at::TensorList heads, const at::Tensor& targets,
-                         const Levels& levels, const std::optional<at::Tensor>& class_weights, const Options& options,
-                         V8LossResult result) {
-  auto& [loss, items, scales, slot_anchor, slot_row, slot_score, status] = result;
-  variable_list saved{targets, scales, slot_anchor, slot_row, slot_score, class_weights.value_or(at::Tensor())};
-  saved.insert(saved.end(), heads.begin(), heads.end());
-  context->save_for_backward(std::move(saved));
-  context->mark_non_differentiable({items, scales, slot_anchor, slot_row, slot_score, status});
-  context->set_materialize_grads(false);  // else autograd would fill a zero tensor for each of these
+std::tuple<at::Tensor, at::Tensor, at::Tensor> call_obb_backward(const at::Tensor& grad, const Outputs& outputs,
+                                                                 const at::Tensor& targets, const State& state,
+                                                                 const Levels& levels,
+                                                                 const std::optional<at::Tensor>& class_weights,
+                                                                 int64_t reg_max) {
+  static const auto op = find_operator<unpacked_signature<&v8_obb_loss_backward<Meta>>>("v8_obb_loss_backward");
+  const auto call = [&](const auto&... each) { return op.call(grad, each...); };
+  return std::apply(call, std::tuple_cat(outputs, std::tie(targets), state, levels, std::tie(class_weights, reg_max)));
+}
+
+void save_levels(AutogradContext* context, const Levels& levels) {
   const auto& [strides, sizes] = levels;
   context->saved_data["strides"] = strides.vec();
   context->saved_data["sizes"] = c10::IValue(sizes);
-  context->saved_data["reg_max"] = options_from<V8LossOptions>(options).reg_max;
-  return {loss, items, scales, slot_anchor, slot_row, slot_score, status};
 }
 
-// The heads' gradients, and nothing for the `others` arguments.
-variable_list head_gradients(AutogradContext* context, const variable_list& gradients, size_t others) {
-  const auto saved = context->get_saved_variables();
-  const at::TensorList heads(saved.data() + 6, saved.size() - 6);
-  variable_list result(heads.size());
-  if (gradients[0].defined()) {
-    std::optional<at::Tensor> class_weights;
-    if (saved[5].defined()) class_weights = saved[5];
-    const auto strides = context->saved_data["strides"].toDoubleVector();
-    const auto sizes = context->saved_data["sizes"].toSymIntVector();
-    result = call_backward(gradients[0], heads, saved[0], {saved[1], saved[2], saved[3], saved[4]}, {strides, sizes},
-                           class_weights, context->saved_data["reg_max"].toInt());
-  }
-  result.resize(result.size() + others);
-  return result;
+std::pair<std::vector<double>, std::vector<c10::SymInt>> saved_levels(AutogradContext* context) {
+  return {context->saved_data["strides"].toDoubleVector(), context->saved_data["sizes"].toSymIntVector()};
 }
 
-struct V8Loss : torch::autograd::Function<V8Loss> {
-  static variable_list forward(AutogradContext* context, at::TensorList heads, const at::Tensor& targets,
-                               const at::Tensor& settings, const Levels& levels,
-                               const std::optional<at::Tensor>& num_targets,
-                               const std::optional<at::Tensor>& class_weights, const Options& options) {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    return keep_heads(context, heads, targets, levels, class_weights, options,
-                      call(heads, targets, settings, levels, num_targets, class_weights, options));
-  }
-
-  static variable_list backward(AutogradContext* context, variable_list gradients) {
-    return head_gradients(context, gradients, 6);
+// What tells the losses that HeadLoss computes apart: the operator, how it takes the heads, what it takes between them
+// and the targets (Inputs) and behind the options (Rest), and the heads' gradients.
+struct Upright {
+  static auto unpacked(at::TensorList heads) { return std::make_tuple(heads); }
+  static std::vector<at::Tensor> gradients(const at::Tensor& grad, at::TensorList heads, const at::Tensor& targets,
+                                           const State& state, const Levels& levels,
+                                           const std::optional<at::Tensor>& class_weights, int64_t reg_max) {
+    return call_backward(grad, heads, targets, state, levels, class_weights, reg_max);
   }
 };
 
-using MaskInputs = V8MaskInputs::Types;
+struct Detection : Upright {
+  static constexpr auto kName = "v8_loss";
+  static constexpr auto kLoss = &v8_loss<Meta>;
+  using Inputs = std::tuple<>;
+  using Rest = std::tuple<>;
+};
 
-struct V8MaskedLoss : torch::autograd::Function<V8MaskedLoss> {
-  static variable_list forward(AutogradContext* context, at::TensorList heads, const MaskInputs& inputs,
+struct Masked : Upright {
+  static constexpr auto kName = "v8_masked_loss";
+  static constexpr auto kLoss = &v8_masked_loss<Meta>;
+  using Inputs = V8MaskInputs::Types;
+  using Rest = std::tuple<bool>;  // overlap
+};
+
+struct Posed : Upright {
+  static constexpr auto kName = "v8_posed_loss";
+  static constexpr auto kLoss = &v8_posed_loss<Meta>;
+  using Inputs = V8PoseInputs::Types;
+  using Rest = std::tuple<>;
+};
+
+// The heads are boxes, scores and angles.
+struct Rotated {
+  static constexpr auto kName = "v8_obb_loss";
+  static constexpr auto kLoss = &v8_obb_loss<Meta>;
+  using Inputs = std::tuple<>;
+  using Rest = std::tuple<>;
+  static auto unpacked(at::TensorList heads) { return std::tie(heads[0], heads[1], heads[2]); }
+  static std::vector<at::Tensor> gradients(const at::Tensor& grad, at::TensorList heads, const at::Tensor& targets,
+                                           const State& state, const Levels& levels,
+                                           const std::optional<at::Tensor>& class_weights, int64_t reg_max) {
+    auto [boxes, scores, angles] =
+        call_obb_backward(grad, unpacked(heads), targets, state, levels, class_weights, reg_max);
+    return {boxes, scores, angles};
+  }
+};
+
+template <class Task>
+struct HeadLoss : torch::autograd::Function<HeadLoss<Task>> {
+  static variable_list forward(AutogradContext* context, at::TensorList heads, const typename Task::Inputs& inputs,
                                const at::Tensor& targets, const at::Tensor& settings, const Levels& levels,
                                const std::optional<at::Tensor>& num_targets,
-                               const std::optional<at::Tensor>& class_weights, const Options& options, bool overlap) {
-    static const auto op = find_operator<unpacked_signature<&v8_masked_loss<Meta>>>("v8_masked_loss");
+                               const std::optional<at::Tensor>& class_weights, const Options& options,
+                               const typename Task::Rest& rest) {
+    static const auto op = find_operator<unpacked_signature<Task::kLoss>>(Task::kName);
     at::AutoDispatchBelowADInplaceOrView guard;
-    const auto& [coefficients, protos, masks] = inputs;
-    const auto& [strides, sizes] = levels;
-    const auto& [reg_max, topk, topk2] = options;
-    return keep_heads(context, heads, targets, levels, class_weights, options,
-                      op.call(heads, coefficients, protos, masks, targets, settings, strides, sizes, num_targets,
-                              class_weights, reg_max, topk, topk2, overlap));
+    auto [loss, items, scales, slot_anchor, slot_row, slot_score, status] =
+        std::apply([&](const auto&... each) { return op.call(each...); },
+                   std::tuple_cat(Task::unpacked(heads), inputs, std::tie(targets, settings), levels,
+                                  std::tie(num_targets, class_weights), options, rest));
+    variable_list saved{targets, scales, slot_anchor, slot_row, slot_score, class_weights.value_or(at::Tensor())};
+    saved.insert(saved.end(), heads.begin(), heads.end());
+    context->save_for_backward(std::move(saved));
+    context->mark_non_differentiable({items, scales, slot_anchor, slot_row, slot_score, status});
+    context->set_materialize_grads(false);  // else autograd would fill a zero tensor for each of these
+    save_levels(context, levels);
+    context->saved_data["reg_max"] = options_from<V8LossOptions>(options).reg_max;
+    return {loss, items, scales, slot_anchor, slot_row, slot_score, status};
   }
 
   static variable_list backward(AutogradContext* context, variable_list gradients) {
-    return head_gradients(context, gradients, 8);
+    const auto saved = context->get_saved_variables();
+    const at::TensorList heads(saved.data() + 6, saved.size() - 6);
+    variable_list result(heads.size());
+    if (gradients[0].defined()) {
+      std::optional<at::Tensor> class_weights;
+      if (saved[5].defined()) class_weights = saved[5];
+      const auto [strides, sizes] = saved_levels(context);
+      result = Task::gradients(gradients[0], heads, saved[0], {saved[1], saved[2], saved[3], saved[4]},
+                               {strides, sizes}, class_weights, context->saved_data["reg_max"].toInt());
+    }
+    result.resize(result.size() + 8);  // nothing for the arguments behind the heads
+    return result;
   }
 };
 
-using PoseInputs = V8PoseInputs::Types;
-
-struct V8PosedLoss : torch::autograd::Function<V8PosedLoss> {
-  static variable_list forward(AutogradContext* context, at::TensorList heads, const PoseInputs& inputs,
-                               const at::Tensor& targets, const at::Tensor& settings, const Levels& levels,
-                               const std::optional<at::Tensor>& num_targets,
-                               const std::optional<at::Tensor>& class_weights, const Options& options) {
-    static const auto op = find_operator<unpacked_signature<&v8_posed_loss<Meta>>>("v8_posed_loss");
-    at::AutoDispatchBelowADInplaceOrView guard;
-    const auto& [predictions, labels, sigmas] = inputs;
-    const auto& [strides, sizes] = levels;
-    const auto& [reg_max, topk, topk2] = options;
-    return keep_heads(context, heads, targets, levels, class_weights, options,
-                      op.call(heads, predictions, labels, sigmas, targets, settings, strides, sizes, num_targets,
-                              class_weights, reg_max, topk, topk2));
-  }
-
-  static variable_list backward(AutogradContext* context, variable_list gradients) {
-    return head_gradients(context, gradients, 7);
-  }
-};
-
-V8LossResult v8_posed_loss_autograd(at::TensorList heads, const PoseInputs& inputs, const at::Tensor& targets,
-                                    const at::Tensor& settings, const Levels& levels,
-                                    const std::optional<at::Tensor>& num_targets,
-                                    const std::optional<at::Tensor>& class_weights, const Options& options) {
-  auto result = V8PosedLoss::apply(heads, inputs, targets, settings, levels, num_targets, class_weights, options);
-  return {result[0], result[1], result[2], result[3], result[4], result[5], result[6]};
-}
-
-V8LossResult v8_masked_loss_autograd(at::TensorList heads, const MaskInputs& inputs, const at::Tensor& targets,
-                                     const at::Tensor& settings, const Levels& levels,
-                                     const std::optional<at::Tensor>& num_targets,
-                                     const std::optional<at::Tensor>& class_weights, const Options& options,
-                                     bool overlap) {
+template <class Task>
+V8LossResult head_loss(at::TensorList heads, const typename Task::Inputs& inputs, const at::Tensor& targets,
+                       const at::Tensor& settings, const Levels& levels, const std::optional<at::Tensor>& num_targets,
+                       const std::optional<at::Tensor>& class_weights, const Options& options,
+                       const typename Task::Rest& rest) {
   auto result =
-      V8MaskedLoss::apply(heads, inputs, targets, settings, levels, num_targets, class_weights, options, overlap);
-  return {result[0], result[1], result[2], result[3], result[4], result[5], result[6]};
-}
-
-V8LossResult v8_loss_autograd(at::TensorList heads, const at::Tensor& targets, const at::Tensor& settings,
-                              const Levels& levels, const std::optional<at::Tensor>& num_targets,
-                              const std::optional<at::Tensor>& class_weights, const Options& options) {
-  auto result = V8Loss::apply(heads, targets, settings, levels, num_targets, class_weights, options);
+      HeadLoss<Task>::apply(heads, inputs, targets, settings, levels, num_targets, class_weights, options, rest);
   return {result[0], result[1], result[2], result[3], result[4], result[5], result[6]};
 }
 
@@ -312,9 +303,7 @@ struct V8KeypointLoss : torch::autograd::Function<V8KeypointLoss> {
     context->save_for_backward({predictions, keypoints, sigmas, targets, slot_anchor, slot_row, scales});
     context->mark_non_differentiable({items, scales});
     context->set_materialize_grads(false);
-    const auto& [strides, sizes] = levels;
-    context->saved_data["strides"] = strides.vec();
-    context->saved_data["sizes"] = c10::IValue(sizes);
+    save_levels(context, levels);
     return {loss, items, scales};
   }
 
@@ -322,8 +311,7 @@ struct V8KeypointLoss : torch::autograd::Function<V8KeypointLoss> {
     const auto saved = context->get_saved_variables();
     variable_list result(6);
     if (gradients[0].defined()) {
-      const auto strides = context->saved_data["strides"].toDoubleVector();
-      const auto sizes = context->saved_data["sizes"].toSymIntVector();
+      const auto [strides, sizes] = saved_levels(context);
       result[0] = call_keypoints_backward(gradients[0], saved[0], {saved[1], saved[2], saved[3], saved[4], saved[5]},
                                           saved[6], {strides, sizes}, context->saved_data["centered"].toBool());
     }
@@ -350,74 +338,12 @@ at::Tensor v8_keypoint_loss_backward_autograd(const at::Tensor& grad, const at::
       "use Ultralytics' own v8PoseLoss where a gradient of a gradient is needed")[0];
 }
 
-using Outputs = V8ObbOutputs::Types;
-
-V8LossResult call_obb(const Outputs& outputs, const at::Tensor& targets, const at::Tensor& settings,
-                      const Levels& levels, const std::optional<at::Tensor>& num_targets,
-                      const std::optional<at::Tensor>& class_weights, const Options& options) {
-  static const auto op = find_operator<unpacked_signature<&v8_obb_loss<Meta>>>("v8_obb_loss");
-  const auto& [boxes, scores, angles] = outputs;
-  const auto& [strides, sizes] = levels;
-  const auto& [reg_max, topk, topk2] = options;
-  return op.call(boxes, scores, angles, targets, settings, strides, sizes, num_targets, class_weights, reg_max, topk,
-                 topk2);
-}
-
-std::tuple<at::Tensor, at::Tensor, at::Tensor> call_obb_backward(const at::Tensor& grad, const Outputs& outputs,
-                                                                 const at::Tensor& targets, const State& state,
-                                                                 const Levels& levels,
-                                                                 const std::optional<at::Tensor>& class_weights,
-                                                                 int64_t reg_max) {
-  static const auto op = find_operator<unpacked_signature<&v8_obb_loss_backward<Meta>>>("v8_obb_loss_backward");
-  const auto& [boxes, scores, angles] = outputs;
-  return std::apply(
-      [&, &b = boxes, &s = scores, &a = angles](const auto&... each) {
-        return op.call(grad, b, s, a, targets, each..., class_weights, reg_max);
-      },
-      std::tuple_cat(state, levels));
-}
-
-struct V8ObbLoss : torch::autograd::Function<V8ObbLoss> {
-  static variable_list forward(AutogradContext* context, const at::Tensor& boxes, const at::Tensor& scores,
-                               const at::Tensor& angles, const at::Tensor& targets, const at::Tensor& settings,
-                               const Levels& levels, const std::optional<at::Tensor>& num_targets,
-                               const std::optional<at::Tensor>& class_weights, const Options& options) {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    auto [loss, items, scales, slot_anchor, slot_row, slot_score, status] =
-        call_obb({boxes, scores, angles}, targets, settings, levels, num_targets, class_weights, options);
-    context->save_for_backward({boxes, scores, angles, targets, scales, slot_anchor, slot_row, slot_score,
-                                class_weights.value_or(at::Tensor())});
-    context->mark_non_differentiable({items, scales, slot_anchor, slot_row, slot_score, status});
-    context->set_materialize_grads(false);
-    const auto& [strides, sizes] = levels;
-    context->saved_data["strides"] = strides.vec();
-    context->saved_data["sizes"] = c10::IValue(sizes);
-    context->saved_data["reg_max"] = options_from<V8LossOptions>(options).reg_max;
-    return {loss, items, scales, slot_anchor, slot_row, slot_score, status};
-  }
-
-  static variable_list backward(AutogradContext* context, variable_list gradients) {
-    const auto saved = context->get_saved_variables();
-    variable_list result(9);
-    if (gradients[0].defined()) {
-      std::optional<at::Tensor> class_weights;
-      if (saved[8].defined()) class_weights = saved[8];
-      const auto strides = context->saved_data["strides"].toDoubleVector();
-      const auto sizes = context->saved_data["sizes"].toSymIntVector();
-      std::tie(result[0], result[1], result[2]) = call_obb_backward(
-          gradients[0], {saved[0], saved[1], saved[2]}, saved[3], {saved[4], saved[5], saved[6], saved[7]},
-          {strides, sizes}, class_weights, context->saved_data["reg_max"].toInt());
-    }
-    return result;
-  }
-};
-
 V8LossResult v8_obb_loss_autograd(const Outputs& outputs, const at::Tensor& targets, const at::Tensor& settings,
                                   const Levels& levels, const std::optional<at::Tensor>& num_targets,
                                   const std::optional<at::Tensor>& class_weights, const Options& options) {
   const auto& [boxes, scores, angles] = outputs;
-  auto result = V8ObbLoss::apply(boxes, scores, angles, targets, settings, levels, num_targets, class_weights, options);
-  return {result[0], result[1], result[2], result[3], result[4], result[5], result[6]};
+  return head_loss<Rotated>({boxes, scores, angles}, {}, targets, settings, levels, num_targets, class_weights, options,
+                            {});
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> v8_obb_loss_backward_autograd(
@@ -438,10 +364,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> v8_obb_loss_backward_autograd(
 }  // namespace
 
 TORCH_LIBRARY_IMPL(torch_fastdet, Autograd, m) {
-  m.impl("v8_loss", unpack<&v8_loss_autograd>);
+  m.impl("v8_loss", unpack<&head_loss<Detection>>);
   m.impl("v8_loss_backward", unpack<&v8_loss_backward_autograd>);
-  m.impl("v8_masked_loss", unpack<&v8_masked_loss_autograd>);
-  m.impl("v8_posed_loss", unpack<&v8_posed_loss_autograd>);
+  m.impl("v8_masked_loss", unpack<&head_loss<Masked>>);
+  m.impl("v8_posed_loss", unpack<&head_loss<Posed>>);
   m.impl("v8_mask_loss", TORCH_FN(v8_mask_loss_autograd));
   m.impl("yolov5_mask_loss", TORCH_FN(yolov5_mask_loss_autograd));
   m.impl("v8_mask_loss_backward", unpack<&v8_mask_loss_backward_autograd>);
