@@ -82,11 +82,11 @@ TORCH_FASTDET_HOST_DEVICE A probiou(const RotatedBox<A>& first, const RotatedBox
   const A a = add_rn(first.a, second.a), b = add_rn(first.b, second.b), c = add_rn(first.c, second.c);
   const A determinant = sub_rn(mul_rn(a, b), mul_rn(c, c)), safe = add_rn(determinant, eps);
   const A squares = add_rn(mul_rn(a, mul_rn(y, y)), mul_rn(b, mul_rn(x, x)));
-  const A t1 = mul_rn(div_rn(squares, safe), A(0.25));
-  const A t2 = mul_rn(div_rn(mul_rn(mul_rn(c, x), y), safe), A(0.5));
+  const A apart = mul_rn(div_rn(squares, safe), A(0.25));
+  const A mixed = mul_rn(div_rn(mul_rn(mul_rn(c, x), y), safe), A(0.5));
   const A both = mul_rn(sqrt_rn(mul_rn(first.determinant, second.determinant)), A(4));
-  const A t3 = mul_rn(log_rn(add_rn(div_rn(determinant, add_rn(both, eps)), eps)), A(0.5));
-  A distance = add_rn(add_rn(t1, t2), t3);
+  const A spreads = mul_rn(log_rn(add_rn(div_rn(determinant, add_rn(both, eps)), eps)), A(0.5));
+  A distance = add_rn(add_rn(apart, mixed), spreads);
   distance = distance < eps ? eps : (distance > A(100) ? A(100) : distance);
   return sub_rn(A(1), sqrt_rn(add_rn(sub_rn(A(1), exp_rn(-distance)), eps)));
 }
