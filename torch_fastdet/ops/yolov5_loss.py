@@ -1,11 +1,63 @@
 """The whole YOLOv5 training loss: target assignment, CIoU, class and objectness entropy, masks, and the heads' gradients."""
 
-from __future__ import annotations
+# No "from __future__ import annotations": TorchScript reads the types of Yolov5LossOptions as they stand.
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from torch_fastdet.ops._checks import check_optional_tensor, check_tensor, check_tensor_list
+
+
+class Yolov5LossOptions(NamedTuple):
+    """What both losses of this module take behind ``num_targets``, in the order of the schema. :func:`yolov5_loss` explains them."""
+
+    box: float = 0.05
+    obj: float = 1.0
+    cls: float = 0.5
+    cls_pw: float = 1.0
+    obj_pw: float = 1.0
+    label_smoothing: float = 0.0
+    fl_gamma: float = 0.0
+    anchor_t: float = 4.0
+    gr: float = 1.0
+    sort_obj_iou: bool = False
+
+
+def _detection(
+    op: str,
+    heads: list[torch.Tensor],
+    targets: torch.Tensor,
+    anchors: torch.Tensor,
+    balance: torch.Tensor,
+    num_targets: torch.Tensor | None,
+    options: Yolov5LossOptions,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Loss, items, the levels' objectness, status, and the cells of the matches."""
+    if not torch.jit.is_scripting():
+        check_tensor_list(op, "heads", heads)
+        check_tensor(op, "targets", targets)
+        check_tensor(op, "anchors", anchors)
+        check_tensor(op, "balance", balance)
+        check_optional_tensor(op, "num_targets", num_targets)
+    loss, items, levels, owner, matches, _, _ = torch.ops.torch_fastdet.yolov5_loss(
+        heads,
+        targets,
+        anchors,
+        balance,
+        num_targets,
+        box_gain=options.box,
+        obj_gain=options.obj,
+        cls_gain=options.cls,
+        cls_pw=options.cls_pw,
+        obj_pw=options.obj_pw,
+        label_smoothing=options.label_smoothing,
+        fl_gamma=options.fl_gamma,
+        anchor_t=options.anchor_t,
+        gr=options.gr,
+        sort_obj_iou=options.sort_obj_iou,
+    )
+    return loss, items, levels[:, 0], owner[-4:], matches
 
 
 def yolov5_loss(
@@ -64,30 +116,8 @@ def yolov5_loss(
 
     Behaviour: that of ComputeLoss in YOLOv5 v7.0.
     """
-    if not torch.jit.is_scripting():
-        check_tensor_list("yolov5_loss", "heads", heads)
-        check_tensor("yolov5_loss", "targets", targets)
-        check_tensor("yolov5_loss", "anchors", anchors)
-        check_tensor("yolov5_loss", "balance", balance)
-        check_optional_tensor("yolov5_loss", "num_targets", num_targets)
-    loss, items, levels, owner, _, _, _ = torch.ops.torch_fastdet.yolov5_loss(
-        heads,
-        targets,
-        anchors,
-        balance,
-        num_targets,
-        box_gain=box,
-        obj_gain=obj,
-        cls_gain=cls,
-        cls_pw=cls_pw,
-        obj_pw=obj_pw,
-        label_smoothing=label_smoothing,
-        fl_gamma=fl_gamma,
-        anchor_t=anchor_t,
-        gr=gr,
-        sort_obj_iou=sort_obj_iou,
-    )
-    return loss, items, levels[:, 0], owner[-4:]
+    options = Yolov5LossOptions(box, obj, cls, cls_pw, obj_pw, label_smoothing, fl_gamma, anchor_t, gr, sort_obj_iou)
+    return _detection("yolov5_loss", heads, targets, anchors, balance, num_targets, options)[:4]
 
 
 def yolov5_segmentation_loss(
@@ -142,35 +172,17 @@ def yolov5_segmentation_loss(
 
     Source: the behaviour of utils.segment.loss.ComputeLoss in YOLOv5 v7.0.
     """
+    op = "yolov5_segmentation_loss"
     if not torch.jit.is_scripting():
-        check_tensor_list("yolov5_segmentation_loss", "heads", heads)
-        check_tensor("yolov5_segmentation_loss", "protos", protos)
-        check_tensor("yolov5_segmentation_loss", "masks", masks)
-        check_tensor("yolov5_segmentation_loss", "targets", targets)
-        check_tensor("yolov5_segmentation_loss", "anchors", anchors)
-        check_tensor("yolov5_segmentation_loss", "balance", balance)
-        check_optional_tensor("yolov5_segmentation_loss", "num_targets", num_targets)
+        check_tensor_list(op, "heads", heads)
+        check_tensor(op, "protos", protos)
+        check_tensor(op, "masks", masks)
+    options = Yolov5LossOptions(box, obj, cls, cls_pw, obj_pw, label_smoothing, fl_gamma, anchor_t, gr, sort_obj_iou)
     detection, coefficients, sizes = split_coefficients(heads, protos)
-    loss, items, levels, owner, matches, _, _ = torch.ops.torch_fastdet.yolov5_loss(
-        detection,
-        targets,
-        anchors,
-        balance,
-        num_targets,
-        box_gain=box,
-        obj_gain=obj,
-        cls_gain=cls,
-        cls_pw=cls_pw,
-        obj_pw=obj_pw,
-        label_smoothing=label_smoothing,
-        fl_gamma=fl_gamma,
-        anchor_t=anchor_t,
-        gr=gr,
-        sort_obj_iou=sort_obj_iou,
-    )
+    loss, items, levels, status, matches = _detection(op, detection, targets, anchors, balance, num_targets, options)
     part, item = yolov5_mask_part(coefficients, protos, masks, targets, matches, sizes, num_targets, box, overlap)
     items = torch.cat((items[:1], item.to(items.dtype), items[1:]))
-    return loss + part.to(loss.dtype), items, levels[:, 0], owner[-4:]
+    return loss + part.to(loss.dtype), items, levels, status
 
 
 def split_coefficients(
