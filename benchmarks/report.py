@@ -74,7 +74,11 @@ PICTURES = {
 # What each page shows: one that lost a marker would keep its old figures for ever.
 SECTIONS = {
     "README.md": ("gpu-headlines",),
-    "kernels.md": tuple(f"gpu-{name}-floor" for name in ("upsample", "bbox_iou", "multi_tensor", "loss", "nms")),
+    "upsample.md": ("gpu-upsample-floor",),
+    "boxes.md": ("gpu-bbox_iou-floor",),
+    "multi_tensor.md": ("gpu-multi_tensor-floor",),
+    "yolov5_loss.md": ("gpu-loss-floor",),
+    "nms.md": ("gpu-nms-floor",),
     "results.md": ("gpu-dataset", "gpu-train", "gpu-ultralytics", "gpu-val", "gpu-training_truth_small"),
 }
 MARKER = re.compile(r"(<!-- results:([\w-]+) -->\n).*?(<!-- end results -->)", re.DOTALL)
@@ -477,7 +481,7 @@ def rendered(page: Path) -> str:
 
 
 def pages() -> list[Path]:
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def bring(check: bool = False) -> list[str]:

@@ -224,7 +224,7 @@ FORMULAS: tuple[tuple[str, str, Callable[..., work.Work]], ...] = (
 )
 # Cases of ours without a formula, and why.
 WITHOUT = {
-    ("multi_tensor", r"MuSGD step .+"): "its products depend on the shapes of the weights: docs/kernels.md",
+    ("multi_tensor", r"MuSGD step .+"): "its products depend on the weights' shapes: docs/kernels/newton_schulz.md",
     (
         "postprocess",
         r".*",
@@ -241,7 +241,7 @@ WITHOUT = {
         r".*",
     ): "chains of codes decide, each of which says where the next begins; its rows have the bytes of files and pixels",
     ("latency", r".*"): "most of it is the network, which is not ours",
-    ("v8_loss", r".*"): "its rows have the bytes of the heads, which are its floor: docs/kernels.md",
+    ("v8_loss", r".*"): "its rows have the bytes of the heads, which are its floor: docs/kernels/v8_loss.md",
     ("loader", r".*"): "the CPU, which decodes, decides",
     ("val", r".*"): "the CPU, which decodes and draws plots, decides",
     ("distributed", r".*"): "one GPU's time is its reference: docs/distributed.md",

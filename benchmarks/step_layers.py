@@ -1,4 +1,4 @@
-"""Where a training step's time goes along YOLOv5s, layer by layer: the table and the picture of docs/kernels.md.
+"""Where a training step's time goes along YOLOv5s, layer by layer: the table and the picture of docs/kernels/step.md.
 
     python -m benchmarks.step_layers [--out FILE]
 
@@ -18,7 +18,8 @@ from typing import NamedTuple
 from benchmarks import work
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, PICTURE = ROOT / "docs" / "kernels.md", ROOT / "docs" / "gpu-step-layers.png"
+KERNELS = ROOT / "docs" / "kernels"
+PAGE, STEM, PICTURE = KERNELS / "step.md", KERNELS / "stem_conv.md", ROOT / "docs" / "gpu-step-layers.png"
 CEILINGS = ROOT / "benchmarks" / "results" / "h200-2026-11-22" / "roofline.json"
 BATCH, IMAGE = 16, 640
 #: Layers of yolov5s in order, and their numbers of convolutions.
@@ -55,23 +56,23 @@ class Layer(NamedTuple):
     passes: float  # ms of eight passes over what BatchNorm and activation read and write
 
 
-def measured_times(page: str) -> dict[tuple[int, int, int, int, int], float]:
+def measured_times() -> dict[tuple[int, int, int, int, int], float]:
     """(inputs, outputs, kernel, stride, side of the output) -> ms of a convolution in float16 and NHWC."""
     found = {}
     row = re.compile(r"\| \((\d+), (\d+), (\d+), \d+\) to (\d+), (\d)x\d(?: stride (\d))? \|(.*)\|")
-    for line in page.splitlines():
+    for line in PAGE.read_text().splitlines():
         if match := row.match(line):
             _, inputs, side, outputs, kernel = map(int, match.groups()[:5])
             stride = int(match[6] or 1)
             found[inputs, outputs, kernel, stride, side // stride] = float(match[7].split("|")[3].split("/")[1])
-    stem = re.search(r"\| 6x6, 32 outputs \| 16 \|.*\| ([\d.]+) \+ ([\d.]+) ms \|", page)
+    stem = re.search(r"\| 6x6, 32 outputs \| 16 \|.*\| ([\d.]+) \+ ([\d.]+) ms \|", STEM.read_text())
     assert stem is not None
     found[3, 32, 6, 2, IMAGE // 2] = float(stem[1]) + float(stem[2])  # on squares
     return found
 
 
-def layers(page: str, machine: work.Machine) -> list[Layer]:
-    times = measured_times(page)
+def layers(machine: work.Machine) -> list[Layer]:
+    times = measured_times()
     convolutions = iter(work.yolov5_convolutions("s", IMAGE))
     result = []
     for name, count in LAYERS:
@@ -137,7 +138,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=PICTURE, help="the picture; default: %(default)s")
     path = parser.parse_args().out
     machine = work.Machine(**json.loads(CEILINGS.read_text())["machine"])
-    found = layers(PAGE.read_text(), machine)
+    found = layers(machine)
     print(table(found))
     draw(found, path)
 

@@ -1,4 +1,4 @@
-"""Draws the table of a training step's kernels in docs/kernels.md as a picture.
+"""Draws the table of a training step's kernels in docs/kernels/step.md as a picture.
 
     python -m benchmarks.step_picture [--out FILE]
 
@@ -33,7 +33,7 @@ def draw(path: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    columns, kinds = rows((DOCS / "kernels.md").read_text())
+    columns, kinds = rows((DOCS / "kernels" / "step.md").read_text())
     figure, axes = pyplot.subplots(figsize=(10, 3.6), layout="constrained")
     left = [0.0] * len(columns)
     colors = pyplot.get_cmap("tab20")(range(20))

@@ -27,7 +27,7 @@ from tests.yolov5.conftest import FakeYOLOv5
 from torch_fastdet.yolov5.launcher import FLAGS
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 LANGUAGES = {"bash", "console", "python", "cpp", "cmake", "text"}
 IN_LINE = re.compile(r"`((?:python3?|make|torchrun|pip|apt-get|cmake) [^`]+)`")
@@ -491,5 +491,6 @@ def test_links_lead_somewhere(page):
 
 
 def test_pages_of_the_site_link_inside_it():
-    for page in sorted((ROOT / "docs").glob("*.md")):
-        assert "](../" not in page.read_text(), f"{page.name} links out of docs/, where the site has nothing"
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        up = "](" + "../" * len(page.relative_to(ROOT / "docs").parts)
+        assert up not in page.read_text(), f"{page.name} links out of docs/, where the site has nothing"

@@ -89,7 +89,7 @@ def test_docs_hold_the_pictures_that_pages_show():
     shown = [
         name
         for page in report.pages()
-        for name in re.findall(r"!\[[^\]]*\]\(((?:gpu|cpu)-[\w-]+\.png)\)", page.read_text())
+        for name in re.findall(r"!\[[^\]]*\]\((?:\.\./)?((?:gpu|cpu)-[\w-]+\.png)\)", page.read_text())
     ]
     assert len(shown) > 6 and all((report.DOCS / name).stat().st_size > 10_000 for name in shown)
 

@@ -1,4 +1,4 @@
-"""The table of a step's layers in docs/kernels.md is what benchmarks/step_layers.py makes of the page's measured times."""
+"""The table of a step's layers in docs/kernels/step.md is what benchmarks/step_layers.py makes of the page's measured times."""
 
 import json
 
@@ -10,7 +10,7 @@ from benchmarks import step_layers, work
 @pytest.fixture(scope="module")
 def found():
     machine = work.Machine(**json.loads(step_layers.CEILINGS.read_text())["machine"])
-    return step_layers.layers(step_layers.PAGE.read_text(), machine)
+    return step_layers.layers(machine)
 
 
 def test_the_page_has_the_table(found):
