@@ -1,6 +1,8 @@
 // Packed JPEGs: what is taken, what is refused, pixels of whole pictures and of rectangles against nested loops.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <random>
 #include <string>
 #include <utility>
 #include <vector>
@@ -52,6 +54,24 @@ TEST(Jpeg, DecodesWholePicturesAndRectanglesOfAnyLayout) {
         }
       }
     }
+  }
+}
+
+TEST(Jpeg, TheTransformForAvx2IsTheOneForAnyProcessor) {
+  if (!has_avx2()) GTEST_SKIP() << "no AVX2";
+  std::mt19937 random(1);
+  for (int i = 0; i < 20000; ++i) {
+    JpegCoefficients in{};
+    const int most = i % 3 == 0 ? 65536 : i % 3 == 1 ? 2048 : 64, count = 1 + static_cast<int>(random() % 64);
+    for (int j = 0; j < count; ++j) {
+      const auto at = random() % (i % 5 == 0 ? 8 : 64);  // the first row alone, or anywhere
+      in.x[at] = static_cast<int16_t>(static_cast<int>(random() % most) - most / 2);
+      in.last = std::max(in.last, at ? 1 : 0);
+    }
+    Bytes any(8 * 11, 0x5a), avx2(any);
+    jpeg_idct_block<false>(in, any.data(), 11);
+    jpeg_idct_block<true>(in, avx2.data(), 11);
+    ASSERT_EQ(any, avx2) << i;
   }
 }
 

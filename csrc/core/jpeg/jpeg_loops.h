@@ -8,8 +8,7 @@
 #include <memory>
 #include <vector>
 
-#include "core/common/instruction_set.h"
-#include "core/jpeg/jpeg_math.h"
+#include "core/jpeg/jpeg_idct.h"
 
 namespace torch_fastdet::core {
 
@@ -45,13 +44,6 @@ class JpegWordBits {
   uint32_t left_;
 };
 
-// A block's coefficients, dequantised, row-major.
-struct alignas(32) JpegCoefficients {
-  int16_t x[kJpegBlock];
-  bool rows;  // whether a row but the first has some
-  int last;   // the last one, as the file counts
-};
-
 // Dequantises what the file has, and clears nothing.
 struct JpegDequantizer {
   JpegCoefficients& out;
@@ -62,63 +54,6 @@ struct JpegDequantizer {
     out.last = static_cast<int>(i);
   }
 };
-
-// Eight lanes of the inverse DCT: a vector type of the compiler's, for any processor.
-struct JpegEightLanes {
-  typedef int32_t Signed __attribute__((vector_size(32)));
-  typedef uint32_t Unsigned __attribute__((vector_size(32)));
-  static TORCH_FASTDET_HOST_DEVICE void wrap16(Signed& x) { x = (x << 16) >> 16; }
-  static TORCH_FASTDET_HOST_DEVICE void saturate16(Signed& x) {
-    x = x > 32767 ? Signed{} + 32767 : x;
-    x = x < -32768 ? Signed{} - 32768 : x;
-  }
-};
-template <int kShift>
-TORCH_FASTDET_HOST_DEVICE void jpeg_idct_lanes(int (&x)[8][8]) {
-  JpegEightLanes::Signed v[8];
-  std::memcpy(v, x, sizeof v);
-  jpeg_idct8<kShift, JpegEightLanes>(v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7]);
-  std::memcpy(x, v, sizeof v);
-}
-
-// Eight samples in each of eight rows.
-TORCH_FASTDET_HOST_DEVICE void jpeg_idct_block(const JpegCoefficients& in, uint8_t* out, int pitch) {
-  alignas(32) int a[8][8], b[8][8];
-  bool flat = true;
-  if (in.last > 0) {
-    uint64_t any = 0, part;
-    for (int i = 8; i < kJpegBlock; i += 4) {
-      std::memcpy(&part, in.x + i, 8);
-      any |= part;
-    }
-    flat = any == 0;
-  }
-  if (in.last == 0) {
-    int x[8] = {jpeg_idct_flat_column(in.x[0]), 0, 0, 0, 0, 0, 0, 0};
-    jpeg_idct8<18>(x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]);
-    const int level = jpeg_clamp(x[0] + 128);
-    for (int y = 0; y < 8; ++y) std::memset(out + static_cast<int64_t>(y) * pitch, level, 8);
-    return;
-  }
-  for (int i = 0; i < 8; ++i) {
-    for (int j = 0; j < 8; ++j) a[i][j] = in.x[8 * i + j];
-  }
-  if (flat) {
-    for (int i = 7; i >= 0; --i) {
-      for (int j = 0; j < 8; ++j) a[i][j] = jpeg_idct_flat_column(a[0][j]);
-    }
-  } else {
-    jpeg_idct_lanes<11>(a);
-  }
-  for (int i = 0; i < 8; ++i) {
-    for (int j = 0; j < 8; ++j) b[j][i] = a[i][j];
-  }
-  jpeg_idct_lanes<18>(b);
-  for (int y = 0; y < 8; ++y) {
-    uint8_t* row = out + static_cast<int64_t>(y) * pitch;
-    for (int x = 0; x < 8; ++x) row[x] = static_cast<uint8_t>(jpeg_clamp(b[x][y] + 128));
-  }
-}
 
 // A component's samples for the pixels [x0, x1) of row y, into `out` from column x0 on. `sums` has room for a plane's
 // row and two more.
@@ -181,18 +116,19 @@ class JpegDecoder {
 #ifdef TORCH_FASTDET_AVX2
     if (has_avx2()) return decode_avx2(out + turn.first, turn);
 #endif
-    decode_rows(out + turn.first, turn);
+    decode_rows<false>(out + turn.first, turn);
   }
 
  private:
 #ifdef TORCH_FASTDET_AVX2
   TORCH_FASTDET_AVX2 void decode_avx2(uint8_t* out, const JpegTurn& turn) {
-    decode_rows(out, turn);
+    decode_rows<true>(out, turn);
   }
 #endif
 
+  template <bool kAvx2>
   TORCH_FASTDET_HOST_DEVICE void decode_rows(uint8_t* out, const JpegTurn& turn) {
-    for (int y = region_.mcu_y0; y < region_.mcu_y1; ++y) decode_mcu_row(static_cast<uint32_t>(y));
+    for (int y = region_.mcu_y0; y < region_.mcu_y1; ++y) decode_mcu_row<kAvx2>(static_cast<uint32_t>(y));
     color_rows(out, turn);
   }
 
@@ -232,6 +168,7 @@ class JpegDecoder {
   }
 
   // Decodes the segments that the region has in a row of MCUs.
+  template <bool kAvx2>
   TORCH_FASTDET_HOST_DEVICE void decode_mcu_row(uint32_t y) {
     const JpegHeader& h = *header_;
     const auto left = static_cast<uint32_t>(region_.mcu_x0), right = static_cast<uint32_t>(region_.mcu_x1);
@@ -260,7 +197,7 @@ class JpegDecoder {
               if (mcu >= first) {
                 const auto column = static_cast<int64_t>(mcu - first) * c.h + bx;
                 const auto row = static_cast<int64_t>(y - static_cast<uint32_t>(region_.mcu_y0)) * c.v + by;
-                jpeg_idct_block(block, plane_[i] + row * 8 * pitch + column * 8, pitch);
+                jpeg_idct_block<kAvx2>(block, plane_[i] + row * 8 * pitch + column * 8, pitch);
               }
               std::memset(block.x, 0, sizeof block.x);
             }
