@@ -160,7 +160,7 @@ def writes(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def runs_plainly(module: nn.Module, forward: Any) -> bool:
+def runs_plainly(module: nn.Module, forward: object) -> bool:
     """Whether a call of ``module`` is a call of ``forward`` and nothing else: no hook, nothing put on the instance."""
     return (
         type(module).forward is forward
@@ -198,7 +198,7 @@ def after_each_fetch(callback: Callable[[], None]) -> None:
     fetcher: Any = torch.utils.data._utils.fetch._MapDatasetFetcher
     fetch = fetcher.fetch
 
-    def fetch_then_call(self: Any, indices: Any) -> Any:
+    def fetch_then_call(self: Any, indices: object) -> object:
         data = fetch(self, indices)
         callback()
         return data

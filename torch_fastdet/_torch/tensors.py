@@ -28,7 +28,7 @@ def new_state(
     )
 
 
-def same_objects(left: Sequence[Any], right: Iterable[Any], length: int) -> bool:
+def same_objects(left: Sequence[object], right: Iterable[object], length: int) -> bool:
     """Whether both hold the very same objects; runs without Python bytecode for each of them."""
     return len(left) == length and all(map(is_, left, right))
 

@@ -37,7 +37,7 @@ def _computing_device(
         raise ValueError(f"{op}: device is {device!r}, but None, 'auto' or a device is expected") from None
 
 
-def _stock_class_list(op: str, classes: Any) -> list[int] | None:
+def _stock_class_list(op: str, classes: object) -> list[int] | None:
     """Classes as the stock functions accept them: a list, an int, an array or a tensor."""
     if classes is None:
         return None
@@ -85,10 +85,10 @@ def yolov5_non_max_suppression(
     prediction: Tensor | list | tuple,
     conf_thres: float = 0.25,
     iou_thres: float = 0.45,
-    classes: Any = None,
+    classes: object = None,
     agnostic: bool = False,
     multi_label: bool = False,
-    labels: Any = (),
+    labels: object = (),
     max_det: int = 300,
     nm: int = 0,
     *,
@@ -168,7 +168,7 @@ def ultralytics_non_max_suppression(
     prediction: Tensor | list | tuple,
     conf_thres: float = 0.25,
     iou_thres: float = 0.45,
-    classes: Any = None,
+    classes: object = None,
     agnostic: bool = False,
     multi_label: bool = False,
     max_det: int = 300,

@@ -6,7 +6,6 @@ import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -130,7 +129,7 @@ def _differing(a: np.ndarray, b: np.ndarray, rtol: float, atol: float) -> dict:
         if rtol or atol:
             differs &= ~(gap <= np.where(np.isfinite(bound), bound, 0.0))
     count = int(np.count_nonzero(differs))
-    found: dict[str, Any] = {"elements": a.size, "differing": count}
+    found: dict[str, object] = {"elements": a.size, "differing": count}
     if count:
         index = tuple(int(i) for i in np.unravel_index(int(np.argmax(differs)), differs.shape))
         found.update(index=index, a=a[index].item(), b=b[index].item(), max_difference=float(gap[differs].max()))

@@ -171,7 +171,7 @@ def parse_ints(text: str) -> tuple[int, ...]:
 
 def _values(name: str, tensor: object) -> tuple[str, tuple[int, ...], np.ndarray]:
     """dtype, stride in elements, and the elements in row-major order."""
-    values: Any
+    values: object
     if isinstance(tensor, np.ndarray):
         dtype, values = str(tensor.dtype), tensor
         stride = tuple(step // tensor.itemsize for step in tensor.strides)

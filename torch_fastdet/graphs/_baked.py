@@ -78,7 +78,7 @@ class BakedForward(BakedModule):
         return module.training or any(child.training for child in self._walk.submodules)
 
 
-def _same(left: list[Any], right: list[Any]) -> bool:
+def _same(left: list[object], right: list[object]) -> bool:
     """Whether both lists hold the same objects, or equal numbers and strings."""
     plain = (bool, int, float, str)
     return len(left) == len(right) and all(

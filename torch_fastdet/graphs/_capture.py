@@ -40,7 +40,7 @@ def new_pool() -> Any:
 _idle: defaultdict[torch.device, list[int]] = defaultdict(list)
 
 
-def new_stream(device: torch.device, owner: Any) -> torch.cuda.Stream:
+def new_stream(device: torch.device, owner: object) -> torch.cuda.Stream:
     """A stream for captures, on which nobody else launches. It serves the next owner when this one is gone.
 
     ``torch.cuda.Stream`` hands out the same 32 streams in turn: what another thread launched on the stream of a capture would
@@ -128,7 +128,7 @@ no_capture = _captures.none
 
 @contextlib.contextmanager
 def capture_into(
-    graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream, random_numbers: bool = True
+    graph: torch.cuda.CUDAGraph, pool: object, stream: torch.cuda.Stream, random_numbers: bool = True
 ) -> Iterator[None]:
     """Capture what the block launches into ``graph``, with its memory from ``pool``.
 
@@ -194,7 +194,7 @@ def _begin_without_generator(graph: torch.cuda.CUDAGraph, pool: Any, generator: 
 _abandoned: list[torch.cuda.CUDAGraph] = []
 
 
-def _abandon(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> None:
+def _abandon(graph: torch.cuda.CUDAGraph, pool: object, device: torch.device) -> None:
     """End a capture that failed. capture_end() fails too, and skips what it does after that; do it here.
 
     What it would do for pinned memory cannot be done here: no capture can have ``pool`` again.

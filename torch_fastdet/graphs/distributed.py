@@ -257,7 +257,7 @@ class GradientAverage:
         """The parameters that have a place, in the order of :meth:`exchange`."""
         return [] if self._layout is None else self._layout.parameters
 
-    def watch(self, outputs: Any, behind: Callable[[], None]) -> None:
+    def watch(self, outputs: object, behind: Callable[[], None]) -> None:
         """Average ``p.grad`` at the end of each backward pass that comes through ``outputs``, and then call ``behind()``."""
         self._queued = False  # an earlier backward pass may have failed on its way
         self._behind = behind

@@ -108,7 +108,7 @@ class InferenceGraphs:
         with self._lock:
             self._pool.reset()
 
-    def __call__(self, x: Tensor, forward: Callable[[Tensor], Any] | None = None) -> Any:
+    def __call__(self, x: Tensor, forward: Callable[[Tensor], object] | None = None) -> Any:
         """The module's answer.
 
         Args:
@@ -162,7 +162,7 @@ class InferenceGraphs:
         self._tell(line)
         note_fallback(line)
 
-    def _capture(self, key: tuple, x: Tensor, module: nn.Module, run: Callable[[Tensor], Any]) -> None:
+    def _capture(self, key: tuple, x: Tensor, module: nn.Module, run: Callable[[Tensor], object]) -> None:
         reason = why_not(module, averaged=True)
         if reason is None:
             try:
@@ -177,7 +177,7 @@ class InferenceGraphs:
         self.reason = reason
         self._tell_of_fallback(f"{type(module).__name__} cannot be captured in a CUDA graph: {reason}; it runs eagerly")
 
-    def _captured(self, x: Tensor, module: nn.Module, run: Callable[[Tensor], Any]) -> _Captured:
+    def _captured(self, x: Tensor, module: nn.Module, run: Callable[[Tensor], object]) -> _Captured:
         stream = self._pool.stream()
         captured = _Captured(stream, _attribute_tensors(module))
         # Replays may write to the input outside of inference mode, which only an ordinary tensor allows.
@@ -197,11 +197,11 @@ class InferenceGraphs:
         return captured
 
 
-def _places(leaves: list[Any]) -> tuple[list[Tensor], list[Any]]:
+def _places(leaves: list[object]) -> tuple[list[Tensor], list[object]]:
     """Each different tensor of a result once, and the result's leaves with numbers in their places."""
     found: dict[tuple, _Output] = {}
     outputs: list[Tensor] = []
-    numbered: list[Any] = []
+    numbered: list[object] = []
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
             if not isinstance(leaf, (int, float, str, type(None))):

@@ -174,7 +174,7 @@ class ModuleGraphs:
     def forward(self, x: torch.Tensor) -> Any:
         return self.module.forward(x) if self._forward is None else self._forward(x)
 
-    def _first(self, x: torch.Tensor) -> Any:
+    def _first(self, x: torch.Tensor) -> object:
         """An eager call with a graph's convolutions: a resumed training begins with the bits that a replay would have."""
         dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
         with weights_cast_once(self.module, dtype):
@@ -405,7 +405,7 @@ class GraphedModule(nn.Module):
         """
         return contextlib.nullcontext() if self._ranks is None else self._ranks.no_sync()
 
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, *args: Any, **kwargs: Any) -> object:
         if len(args) == 1 and not kwargs:
             return self.graphs(args[0])
         if len(kwargs) == 1 and not args:
@@ -439,7 +439,7 @@ class GraphedModule(nn.Module):
     def __iter__(self) -> Iterator[Any]:
         return iter(self.module)
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         return self.module[key]
 
     def train(self, mode: bool = True) -> GraphedModule:
@@ -453,7 +453,7 @@ class GraphedModule(nn.Module):
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "module"), name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         setattr(self.module, name, value)
 
     def __delattr__(self, name: str) -> None:

@@ -146,7 +146,7 @@ def budgets() -> dict[str, str]:
     return found
 
 
-def show(facts: Mapping[str, Any], reports: Collection[SwitchReport], notes: Collection[str] = ()) -> None:
+def show(facts: Mapping[str, object], reports: Collection[SwitchReport], notes: Collection[str] = ()) -> None:
     """Print everything as one table: by rich where it is installed."""
     for name, value in facts.items():
         text = ", ".join(f"{key}: {each}" for key, each in value.items()) if isinstance(value, Mapping) else value

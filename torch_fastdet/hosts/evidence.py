@@ -37,14 +37,14 @@ class Obstacle(str):
 
 
 class Evidence(Protocol):
-    def check(self, stock: Any) -> Obstacle | None:
+    def check(self, stock: object) -> Obstacle | None:
         """Why ``stock``, a function or class of the host, is not what we know; None where it is."""
 
     def __str__(self) -> str:
         """In a few words."""
 
 
-def first_obstacle(evidence: Collection[Evidence], stock: Any = None) -> Obstacle | None:
+def first_obstacle(evidence: Collection[Evidence], stock: object = None) -> Obstacle | None:
     """The first of ``evidence`` that speaks against ``stock``; cheap evidence stands first."""
     return next((obstacle for each in evidence if (obstacle := each.check(stock)) is not None), None)
 
@@ -66,9 +66,9 @@ class Asks:
     """
 
     about: str
-    question: Callable[[Any], str | None]
+    question: Callable[[object], str | None]
 
-    def check(self, stock: Any) -> Obstacle | None:
+    def check(self, stock: object) -> Obstacle | None:
         answer = self.question(stock)
         return None if answer is None else Obstacle(answer)
 
@@ -86,7 +86,7 @@ class Signature:
         optional: a parameter that some versions have besides.
     """
 
-    wanted: Callable[..., Any] | tuple[str, ...]
+    wanted: Callable[..., object] | tuple[str, ...]
     method: str = ""
     optional: str = ""
 
@@ -125,7 +125,7 @@ class Behaves:
     tolerance: float
     reference: str
 
-    def check(self, stock: Any) -> Obstacle | None:
+    def check(self, stock: object) -> Obstacle | None:
         try:
             with plainly_on_the_cpu():
                 theirs, ours = self.case(stock)
@@ -140,7 +140,7 @@ class Behaves:
         return f"a small case within {self.tolerance:g}" if self.tolerance else "a small case in the same bits"
 
 
-def difference(theirs: Any, ours: Any, tolerance: float) -> tuple[str, str] | None:
+def difference(theirs: object, ours: object, tolerance: float) -> tuple[str, str] | None:
     """The first two parts that differ, in words; None where there are none."""
     (found, shape), (wanted, form) = tree_flatten(theirs), tree_flatten(ours)
     if shape != form:
@@ -161,7 +161,7 @@ def difference(theirs: Any, ours: Any, tolerance: float) -> tuple[str, str] | No
     return None
 
 
-def agree(theirs: Callable[..., Any], ours: Callable[..., Any], attributes: dict[str, Any], x: Any) -> bool:
+def agree(theirs: Callable[..., object], ours: Callable[..., object], attributes: dict[str, object], x: Any) -> bool:
     """Whether two methods of (self, x) give the same tensors, in every bit, for a ``self`` with these attributes alone.
 
     False where one of them raises: their method reads something else.
@@ -226,7 +226,7 @@ class Formula:
         parts = stand_ins(*self.modules)
         return all(agree(forward, self.method, {**parts, **options}, pictures()) for options in self.options)
 
-    def check(self, stock: Any) -> Obstacle | None:
+    def check(self, stock: object) -> Obstacle | None:
         return None if self.is_that_of(stock) else Obstacle(f"{describe(stock)} is not {self.text}.")
 
     def __str__(self) -> str:
@@ -280,7 +280,7 @@ class Version:
     package: str
     oldest: str
 
-    def check(self, stock: Any = None) -> Obstacle | None:
+    def check(self, stock: object = None) -> Obstacle | None:
         version = installed_version(self.package)
         if release(version) >= release(self.oldest):
             return None

@@ -43,7 +43,7 @@ class Validator(Protocol):
     iouv: torch.Tensor
     args: Any
     match_predictions: Callable[..., torch.Tensor]
-    _process_batch: Callable[..., Any]
+    _process_batch: Callable[..., object]
     _prepare_batch: Callable[..., Any]
 
 
@@ -60,7 +60,7 @@ class Predictor(Protocol):
 
     device: torch.device | str
     model: Any
-    imgsz: Any
+    imgsz: object
     scale_fill: bool
     args: Any
-    pre_transform: Callable[..., Any]
+    pre_transform: Callable[..., object]

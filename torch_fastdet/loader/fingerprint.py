@@ -37,5 +37,5 @@ def _words(node: ast.AST) -> Iterator[str]:
                 yield f"{name}={part!r}"
 
 
-def _is_docstring(node: Any) -> bool:
+def _is_docstring(node: object) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)

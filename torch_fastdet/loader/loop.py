@@ -74,7 +74,7 @@ class PlannedLoading:
                 self._say(f"made on the GPU, which keeps {words(kept)} of them")
             return self._finisher
 
-    def batches(self, source: Iterator[Any], limited: bool = False) -> Iterator[Any]:
+    def batches(self, source: Iterator[object], limited: bool = False) -> Iterator[Any]:
         """The finished batches of a ``DataLoader``'s iterator. Loader processes work ahead, and then this does as well.
 
         With ``limited`` no further ahead than the :class:`Ahead` that is returned is allowed to.
@@ -188,8 +188,8 @@ class Ahead:
 
 
 def _work(
-    source: Iterator[Any],
-    finish: Callable[[Any], Any],
+    source: Iterator[object],
+    finish: Callable[[object], object],
     device: torch.device,
     ready: queue.Queue,
     stop: threading.Event,

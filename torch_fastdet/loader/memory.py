@@ -73,7 +73,7 @@ class SharedFile(Owner):
             self._full = is_low()
         return self._full
 
-    def _handle(self) -> Any:
+    def _handle(self) -> object:
         """The file for a process that is spawned; None for a copy of the data set (deepcopy, a file), which gets one of its own."""
         spawning = multiprocessing.context.get_spawning_popen() is not None
         return multiprocessing.reduction.DupFd(self.fileno()) if spawning else None

@@ -129,7 +129,7 @@ def pack(
     pictures: Sequence[Picture],
     memory: PictureMemory,
     on_cpu: bool = True,
-    join: Callable[[Bytes], Any] = Bytes.joined,
+    join: Callable[[Bytes], object] = Bytes.joined,
 ) -> Plan:
     """The tables of a batch, or of a part of one.
 

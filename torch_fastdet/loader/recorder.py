@@ -178,7 +178,7 @@ class StandIn(np.lib.mixins.NDArrayOperatorsMixin):
         what = f"numpy.{ufunc.__name__}"
         return getattr(ufunc, method)(*_reals(arrays, what), **_reals(options, what))
 
-    def __array_function__(self, function: Any, kinds: Any, arguments: Any, options: Any) -> Any:
+    def __array_function__(self, function: Any, kinds: object, arguments: Any, options: Any) -> Any:
         what = f"numpy.{function.__name__}"
         return function(*_reals(arguments, what), **_reals(options, what))
 
@@ -187,10 +187,10 @@ class StandIn(np.lib.mixins.NDArrayOperatorsMixin):
             raise AttributeError(name)
         return getattr(self.real(f"numpy.ndarray.{name}"), name)
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         return self.real("a part of a picture that is no rectangle")[_reals(key, "an index")]
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: object, value: object) -> None:
         what = "an assignment to a part of a picture"
         self.real(what)[_reals(key, what)] = value.made() if type(value) is Recorded else _reals(value, what)
 
@@ -302,13 +302,13 @@ class Recorded(StandIn):
 
     # What arrays do
 
-    def _is_mask(self, key: Any) -> bool:
+    def _is_mask(self, key: object) -> bool:
         """Whether ``key`` chooses whole pixels."""
         if type(key) is Mask:
             return key.dtype == np.bool_ and key.plane.shape == self.shape[:2]
         return type(key) is np.ndarray and key.dtype == np.bool_ and key.shape == self.shape[:2]
 
-    def _rectangle(self, key: Any) -> tuple[int, int, int, int] | None:
+    def _rectangle(self, key: object) -> tuple[int, int, int, int] | None:
         """x, y, width and height of ``[y0:y1, x0:x1]``; None for any other index."""
         if type(key) is not tuple or len(key) < 2 or key[2:] not in _ALL_CHANNELS:
             return None
@@ -334,7 +334,7 @@ class Recorded(StandIn):
             _place(part, source, src_x, src_y, left - x, top - y, w, h)
         return self._view(Recorded(self.recorder, Picture(height, width, [part])))
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: object, value: object) -> None:
         if self._real is not None:
             self._real[_reals(key, "an index")] = value.made() if type(value) is Recorded else value
             return
@@ -382,14 +382,14 @@ class Recorded(StandIn):
             return Planes(self, reverse=False)
         return self.real("numpy.ndarray.transpose").transpose(*axes)
 
-    def __mul__(self, factor: Any) -> Any:
+    def __mul__(self, factor: object) -> Any:
         if self._real is None and isinstance(factor, float):
             return Weighted(self, float(factor))
         return super().__mul__(factor)
 
     __rmul__ = __mul__
 
-    def __array_function__(self, function: Any, kinds: Any, arguments: Any, options: Any) -> Any:
+    def __array_function__(self, function: Any, kinds: object, arguments: Any, options: Any) -> Any:
         flags = _FLIPS.get(function)
         if flags and self._real is None and len(arguments) == 1 and not options:
             return self._view(self.changed(flags))
@@ -398,7 +398,7 @@ class Recorded(StandIn):
 
 #: What may follow on rows and columns in an index of whole pixels.
 _ALL_CHANNELS = ((), (slice(None),), (Ellipsis,))
-_FLIPS: dict[Any, int] = {np.flipud: FLIP_UP_DOWN, np.fliplr: FLIP_LEFT_RIGHT}
+_FLIPS: dict[object, int] = {np.flipud: FLIP_UP_DOWN, np.fliplr: FLIP_LEFT_RIGHT}
 
 
 def _place(layer: Layer, source: Source, src_x: int, src_y: int, x: int, y: int, width: int, height: int) -> None:
@@ -432,7 +432,7 @@ class Planes(StandIn):
         planes = self.of.real("planes of a picture").transpose(2, 0, 1)
         return planes[::-1] if self.reverse else planes
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         if self._real is None and isinstance(key, slice) and key == slice(None, None, -1):
             return Planes(self.of, not self.reverse)
         return super().__getitem__(key)
@@ -495,7 +495,7 @@ class Weighted(StandIn):
     def made(self) -> np.ndarray:
         return self.picture.made() * self.factor
 
-    def __add__(self, other: Any) -> Any:
+    def __add__(self, other: object) -> Any:
         if type(other) is Weighted and other.shape == self.shape and other.factor == 1 - self.factor:
             return Blended(self, other)
         return super().__add__(other)
@@ -573,24 +573,31 @@ class Channel(StandIn):
 # Modules that record --------------------------------------------------------------------------------------------------
 
 
-def _is(kind: type[StandIn], value: Any) -> bool:
+def _is(kind: type[StandIn], value: object) -> bool:
     return type(value) is kind and value._real is None
 
 
-def _is_grey(value: Any) -> bool:
+def _is_grey(value: object) -> bool:
     return isinstance(value, tuple) and value[:CHANNELS] == (GREY,) * CHANNELS
 
 
 def _cv2_functions(recorder: Recorder) -> dict[str, Any]:
     """What of OpenCV is recorded, by its name. Each gives None where it is not for a plan."""
 
-    def resize(src: Any, dsize: Any, dst: Any = None, *arguments: Any, **options: Any) -> Any:
+    def resize(src: Any, dsize: Any, dst: object = None, *arguments: Any, **options: Any) -> Any:
         if _is(Recorded, src) and dst is None:
             return recorder.of_pixels(cv2.resize(src.made(), dsize, None, *arguments, **options))
         return None
 
     def copyMakeBorder(
-        src: Any, top: int, bottom: int, left: int, right: int, borderType: int, dst: Any = None, value: Any = None
+        src: Any,
+        top: int,
+        bottom: int,
+        left: int,
+        right: int,
+        borderType: int,
+        dst: object = None,
+        value: object = None,
     ) -> Any:
         if not _is(Recorded, src) or borderType != cv2.BORDER_CONSTANT or dst is not None or not _is_grey(value):
             return None
@@ -606,10 +613,10 @@ def _cv2_functions(recorder: Recorder) -> dict[str, Any]:
         src: Any,
         M: Any,
         dsize: Any,
-        dst: Any = None,
+        dst: object = None,
         flags: int = cv2.INTER_LINEAR,
         borderMode: int = cv2.BORDER_CONSTANT,
-        borderValue: Any = 0,
+        borderValue: object = 0,
     ) -> Any:
         if not _is(Recorded, src) or dst is not None or not _is_grey(borderValue):
             return None
@@ -639,7 +646,7 @@ def _cv2_functions(recorder: Recorder) -> dict[str, Any]:
     def split(m: Any) -> Any:
         return tuple(Channel(m, number) for number in range(CHANNELS)) if _is(HSV, m) and m.tables is None else None
 
-    def LUT(src: Any, lut: Any, dst: Any = None) -> Any:
+    def LUT(src: Any, lut: object, dst: object = None) -> Any:
         if dst is not None or not isinstance(lut, np.ndarray) or lut.dtype != np.uint8:
             return None
         if _is(Channel, src) and src.table is None and lut.shape == (256,):
@@ -648,14 +655,14 @@ def _cv2_functions(recorder: Recorder) -> dict[str, Any]:
             return HSV(src.picture, np.ascontiguousarray(lut[0].T))
         return None
 
-    def merge(mv: Any, dst: Any = None) -> Any:
+    def merge(mv: Any, dst: object = None) -> Any:
         if dst is not None or len(mv) != CHANNELS or not all(_is(Channel, x) for x in mv):
             return None
         if any(x.of is not mv[0].of or x.number != number or x.table is None for number, x in enumerate(mv)):
             return None
         return HSV(mv[0].of.picture, np.array([x.table for x in mv]))
 
-    def flip(src: Any, flipCode: int, dst: Any = None) -> Any:
+    def flip(src: Any, flipCode: int, dst: object = None) -> Any:
         if dst is not None or flipCode not in (0, 1):
             return None
         if _is(Mask, src):
@@ -671,7 +678,7 @@ def _cv2_functions(recorder: Recorder) -> dict[str, Any]:
         cv2.drawContours(image.plane, contours, contourIdx, color[:1], *arguments, **options)
         return image
 
-    def copyTo(src: Any, mask: Any, dst: Any = None) -> Any:
+    def copyTo(src: Any, mask: object, dst: Any = None) -> Any:
         if not _is(Recorded, src) or not _is(Recorded, dst) or dst.shape != src.shape:
             return None
         if not isinstance(mask, np.ndarray) or mask.dtype != np.uint8 or mask.shape != src.shape[:2]:
@@ -710,7 +717,7 @@ def _recording(name: str, function: Any, noted: Callable | None) -> Callable:
     return call
 
 
-def recording_module(module: types.ModuleType, changed: dict[str, Any], other: Callable | None = None) -> Any:
+def recording_module(module: types.ModuleType, changed: dict[str, object], other: Callable | None = None) -> Any:
     """A module like another one in all but ``changed``; ``other(name)`` looks up what is not there."""
     made = types.ModuleType(module.__name__)
     vars(made).update(changed, __getattr__=other or functools.partial(getattr, module))
@@ -730,10 +737,10 @@ def _opencv(recorder: Recorder) -> types.ModuleType:
 
 
 def _numpy(recorder: Recorder) -> types.ModuleType:
-    def shape_of_picture(shape: Any) -> bool:
+    def shape_of_picture(shape: object) -> bool:
         return type(shape) is tuple and shape[2:] == (CHANNELS,) and min(shape) > 0
 
-    def full(shape: Any, fill_value: Any, dtype: Any = None, *arguments: Any, **options: Any) -> Any:
+    def full(shape: Any, fill_value: object, dtype: Any = None, *arguments: Any, **options: Any) -> Any:
         is_grey = type(fill_value) is int and fill_value == GREY and dtype == np.uint8
         if is_grey and not arguments and not options and shape_of_picture(shape):
             return canvas(recorder, int(shape[0]), int(shape[1]))
@@ -771,7 +778,7 @@ def _torch() -> types.ModuleType:
 _FOREIGN = {*sys.stdlib_module_names, "numpy", "torch", "torchvision", "cv2", "torch_fastdet"}
 
 
-def _is_foreign(thing: Any) -> bool:
+def _is_foreign(thing: object) -> bool:
     return (thing.__module__ or "").partition(".")[0] in _FOREIGN
 
 
@@ -837,7 +844,7 @@ class Copies:
             cells[i].cell_contents = self.of(called)
         return made
 
-    def _record(self, used: set[str], known: dict[str, Any], names: dict[str, Any]) -> None:
+    def _record(self, used: set[str], known: dict[str, object], names: dict[str, object]) -> None:
         """Put recorders and copies in place of what a function finds under the names that it uses."""
         for name in used & known.keys():
             value = known[name]
@@ -851,5 +858,5 @@ class Copies:
             elif isinstance(value, types.FunctionType):
                 names[name] = self.of(value)
 
-    def _mean(self, names: Any, name: str, value: Any) -> None:
+    def _mean(self, names: object, name: str, value: object) -> None:
         self._meant[id(names), name] = names, name, value

@@ -28,12 +28,17 @@ class Unread:
         self.way = way
 
 
-def _read(file: Unread, *_: Any, **__: Any) -> Unread:
+def _read(file: Unread, *_: object, **__: object) -> Unread:
     return file
 
 
 def _resize(
-    picture: Unread, dsize: Size, dst: Any = None, fx: float = 0, fy: float = 0, interpolation: int = cv2.INTER_LINEAR
+    picture: Unread,
+    dsize: Size,
+    dst: object = None,
+    fx: float = 0,
+    fy: float = 0,
+    interpolation: int = cv2.INTER_LINEAR,
 ) -> Unread:
     known = picture.way == AS_IT_IS and dst is None
     return Unread((dsize[1], dsize[0]), WAYS.get(interpolation, OTHERWISE) if known else OTHERWISE)
@@ -67,7 +72,7 @@ class _Reader:
     npy_files = property(lambda self: _NoFiles())
 
 
-def reader(stock: type, attributes: dict[str, Any], size_of: Callable[[int], Size]) -> Any:
+def reader(stock: type, attributes: dict[str, object], size_of: Callable[[int], Size]) -> Any:
     """A data set of a host's class with these attributes, whose ``load_image`` reads nothing."""
     load: Any = stock.load_image  # type: ignore[attr-defined]
     changed = {"imread": _read, "cv2": recording_module(cv2, {"imread": _read, "resize": _resize})}

@@ -20,7 +20,7 @@ from torch_fastdet.loader.slots import Parcel
 SMALL = 1 << 16
 
 
-def _for_another_process(own: Bytes) -> Any:
+def _for_another_process(own: Bytes) -> object:
     if own.size <= SMALL:
         return own.joined()
     parcel = Parcel((own.size,))
@@ -38,7 +38,7 @@ class PlannedBatch:
     rest: Any
 
 
-def _is_small(value: Any) -> bool:
+def _is_small(value: object) -> bool:
     """Whether this is a tensor to send in the message itself: each tensor would take a file of shared memory."""
     return isinstance(value, torch.Tensor) and value.nbytes <= SMALL
 

@@ -71,12 +71,12 @@ class Binding:
         return current
 
     @staticmethod
-    def numbers(optimizer: Any, device: torch.device) -> Numbers:
+    def numbers(optimizer: object, device: torch.device) -> Numbers:
         """What :func:`gather` gives for the optimizer's groups."""
         raise NotImplementedError
 
     @staticmethod
-    def tensors_of(group: dict[str, Any]) -> tuple[Any, ...]:
+    def tensors_of(group: dict[str, object]) -> tuple[Any, ...]:
         """Numbers of a group that may be tensors."""
         raise NotImplementedError
 
@@ -117,7 +117,7 @@ class Binding:
                         self.optimizer.state[p].update(self._new_buffers(p, group))
         self.take_buffers()
 
-    def _new_buffers(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    def _new_buffers(self, p: Tensor, group: dict[str, object]) -> dict[str, Tensor]:
         raise NotImplementedError
 
     def lacking(self) -> list[Tensor]:
@@ -214,7 +214,7 @@ class BoundOptimizer(torch.optim.Optimizer):
         return binding
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], object] | None = None) -> Any:
         """Perform a single optimization step.
 
         Args:
@@ -247,7 +247,7 @@ class SgdBinding(Binding):
         _bindings[optimizer].add(self)  # last: one whose state was refused is not asked for it
 
     @staticmethod
-    def tensors_of(group: dict[str, Any]) -> tuple[Any, ...]:
+    def tensors_of(group: dict[str, object]) -> tuple[Any, ...]:
         return group["lr"], group["momentum"], group["dampening"], group["weight_decay"]
 
     @staticmethod
@@ -296,7 +296,7 @@ def unfilled_buffers(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [param for binding in _bindings.get(optimizer, ()) for param in binding.unfilled()]
 
 
-def without_buffers(state: dict[Any, dict[str, Any]], keys: Iterable[Any]) -> dict[Any, dict[str, Any]]:
+def without_buffers(state: dict[object, dict[str, object]], keys: Iterable[object]) -> dict[Any, dict[str, Any]]:
     """A copy of an optimizer's state without the momentum buffers of these entries."""
     state = copy.copy(state)
     for key in keys:

@@ -14,7 +14,7 @@ from torch_fastdet.optim.sgd import SGD
 MUSGD = ("ultralytics.optim.muon", "MuSGD")
 
 
-def is_stock_musgd(optimizer: Any) -> bool:
+def is_stock_musgd(optimizer: object) -> bool:
     """Whether this is Ultralytics' own MuSGD, without importing that."""
     return (type(optimizer).__module__, type(optimizer).__name__) == MUSGD
 

@@ -17,7 +17,7 @@ from torch_fastdet.optim.adamw import AdamBinding
 from torch_fastdet.optim.musgd import MuSGD, MusgdBinding
 
 
-def binding_of(optimizer: Any) -> type[Binding] | None:
+def binding_of(optimizer: object) -> type[Binding] | None:
     """How a fused step holds this optimizer; None for one that it cannot step."""
     for kind, binding in ((MuSGD, MusgdBinding), (torch.optim.SGD, SgdBinding), (torch.optim.Adam, AdamBinding)):
         if isinstance(optimizer, kind):
@@ -164,7 +164,9 @@ class FusedStep:
             self._binding = binding
         return binding
 
-    def _make_state(self, model: nn.Module | None, params: list[Tensor], groups: list[int], places: list[int]) -> Any:
+    def _make_state(
+        self, model: nn.Module | None, params: list[Tensor], groups: list[int], places: list[int]
+    ) -> object:
         averages: list[Tensor | None] = []
         values: list[Tensor] = []
         value_averages: list[Tensor] = []
@@ -198,7 +200,7 @@ class FusedStep:
                 model before its first update.
         """
 
-        def take(optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
+        def take(optimizer: torch.optim.Optimizer, *_: object, **__: object) -> None:
             self._step(model)
 
         # Hooks, of this optimizer and of all, as optimizer.step() has them; what they change counts for this step.

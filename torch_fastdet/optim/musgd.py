@@ -125,7 +125,7 @@ class MusgdBinding(Binding):
     buffer_names = (MUON_BUFFER, SGD_BUFFER)
 
     @staticmethod
-    def tensors_of(group: dict[str, Any]) -> tuple[Any, ...]:
+    def tensors_of(group: dict[str, object]) -> tuple[Any, ...]:
         return group["lr"], group["momentum"], group["weight_decay"]
 
     @staticmethod
@@ -169,7 +169,7 @@ class MusgdBinding(Binding):
     def _of_type(self, device: torch.device, dtype: torch.dtype) -> list[int]:
         return [i for i in self.matrices[device] if self.params[i].dtype == dtype]
 
-    def _new_buffers(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    def _new_buffers(self, p: Tensor, group: dict[str, object]) -> dict[str, Tensor]:
         return {name: torch.zeros_like(p) for name in (MUON_BUFFER, *([SGD_BUFFER] if group["use_muon"] else []))}
 
     def _hand_over(self) -> None:
@@ -256,6 +256,6 @@ class MuSGD(BoundOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "muon": self.muon, "sgd": self.sgd}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         self._binding = None

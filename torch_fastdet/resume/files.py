@@ -51,7 +51,7 @@ def _to_disk(path: Path) -> None:
         os.close(number)
 
 
-def write_checkpoint(path: Path, write: Callable[[Path], Any], state: Callable[[], dict[str, Any]]) -> Any:
+def write_checkpoint(path: Path, write: Callable[[Path], object], state: Callable[[], dict[str, object]]) -> Any:
     """Write a checkpoint by ``write(path)``, and first the file of ours that belongs to it.
 
     Args:
@@ -84,7 +84,7 @@ def _beside(path: Path, digest: str) -> Path:
     return path.with_name(f"{path.stem}.{digest[:16]}{SUFFIX}")
 
 
-def _write(path: Path, digest: str, state: dict[str, Any]) -> None:
+def _write(path: Path, digest: str, state: dict[str, object]) -> None:
     buffer = io.BytesIO()
     torch.save(state, buffer)
     payload = buffer.getbuffer()

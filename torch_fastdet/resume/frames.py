@@ -25,12 +25,12 @@ def read(frame: FrameType, names: Iterable[str]) -> dict[str, Any]:
     return _access(frame, names, {})
 
 
-def write(frame: FrameType, values: Mapping[str, Any]) -> None:
+def write(frame: FrameType, values: Mapping[str, object]) -> None:
     """Set local variables of a function that is running."""
     _access(frame, (), values)
 
 
-def _access(frame: FrameType, names: Iterable[str], values: Mapping[str, Any]) -> dict[str, Any]:
+def _access(frame: FrameType, names: Iterable[str], values: Mapping[str, object]) -> dict[str, object]:
     variables = frame.f_locals
     found = {name: variables[name] for name in names if name in variables}
     if sys.version_info >= (3, 13):  # PEP 667: what is written reaches the function

@@ -32,7 +32,7 @@ KEPT: dict[str, type | tuple[type, ...]] = {
 }
 
 
-def plain(value: Any, where: str = "state") -> Any:
+def plain(value: object, where: str = "state") -> Any:
     """A copy on the CPU that a file may hold: numbers of numpy become Python's.
 
     Raises:
@@ -84,7 +84,7 @@ def set_random_states(states: Mapping[str, Any], device: torch.device) -> None:
 # Model, average, optimizer, scaler ------------------------------------------------------------------------------------
 
 
-def take(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, ema: Any, stopper: Any) -> dict[str, Any]:
+def take(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, ema: Any, stopper: object) -> dict[str, Any]:
     """Everything that steps change, in full precision."""
     model = unwrap(model)
     device = next(model.parameters()).device
@@ -105,7 +105,7 @@ def is_channels_last(parameter: Tensor) -> bool:
     return parameter.dim() == 4 and not parameter.is_contiguous()
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, (bool, int, float)) or (hasattr(value, "item") and getattr(value, "size", 0) == 1)
 
 
@@ -132,7 +132,7 @@ def check(state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Opt
         raise NotOurs(f"it was trained on another kind of device, not on {device.type}.")
 
 
-def _shapes(values: Mapping[str, Any]) -> dict[str, Any]:
+def _shapes(values: Mapping[str, object]) -> dict[str, object]:
     return {name: getattr(value, "shape", None) for name, value in values.items()}
 
 
@@ -144,7 +144,7 @@ def _group_sizes(state: Mapping[str, Any]) -> list[int]:
 
 
 def put(
-    state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, ema: Any, stopper: Any
+    state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, ema: Any, stopper: object
 ) -> None:
     """Put back what :func:`take` has taken, random states last."""
     model = unwrap(model)

@@ -75,7 +75,7 @@ class Clock:
     def iteration(self, trainer: Any) -> None:
         self.ends.setdefault(trainer.epoch, []).append(time.perf_counter())
 
-    def end(self, _: Any) -> None:
+    def end(self, _: object) -> None:
         if self.profiler is not None:
             torch.cuda.synchronize()
             self.profiler.__exit__(None, None, None)

@@ -49,12 +49,12 @@ class Planner:
         self.changed.clear()
         return self.recorder.items(lambda: [self._item(i) for i in indices], lambda: self._stocks(indices, loaded))
 
-    def _item(self, index: int) -> dict[str, Any]:
+    def _item(self, index: int) -> dict[str, object]:
         item = self.dataset[index]
         item["img"] = self.recorder.picture(item["img"])
         return item
 
-    def _stocks(self, indices: list[int], loaded: list[int]) -> list[dict[str, Any]]:
+    def _stocks(self, indices: list[int], loaded: list[int]) -> list[dict[str, object]]:
         """The same items by stock, as if none had been asked for before."""
         dataset = self._stock
         dataset.buffer[:] = loaded
@@ -63,7 +63,7 @@ class Planner:
         decode_kept(dataset, self.recorder.memory)
         return [dataset[index] for index in indices]
 
-    def view(self, thing: Any) -> Any:
+    def view(self, thing: object) -> Any:
         """``thing``, with the same attributes, but with pixels put off; what touches none is returned as it is."""
         stock = type(thing)
         if stock not in self._classes:
@@ -178,7 +178,7 @@ def cannot_plan(dataset: Any) -> str | None:
     return _unknown_transform(dataset.transforms, dataset)
 
 
-def _unknown_transform(transform: Any, dataset: Any) -> str | None:
+def _unknown_transform(transform: object, dataset: Any) -> str | None:
     cls = type(transform)
     view, name = view_class(cls), cls.__name__
     if view is None:

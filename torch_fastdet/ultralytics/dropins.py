@@ -63,11 +63,11 @@ def suppression_like(stock: Callable[..., Any]) -> Callable[..., Any]:
     return _as_older(stock, keeps_dtype) if has_labels or keeps_dtype else non_max_suppression
 
 
-def _as_older(stock: Callable[..., Any], keeps_dtype: bool) -> Callable[..., Any]:
+def _as_older(stock: Callable[..., object], keeps_dtype: bool) -> Callable[..., object]:
     """Ours with the parameters and the dtype of an older version's function; labels are left to that function."""
     signature = inspect.signature(stock)
 
-    def non_max_suppression_as_older(*args: Any, **kwargs: Any) -> Any:
+    def non_max_suppression_as_older(*args: Any, **kwargs: Any) -> object:
         arguments = signature.bind(*args, **kwargs).arguments
         if len(arguments.pop(LABELS, ())):
             return stock(*args, **kwargs)

@@ -46,7 +46,7 @@ class Ultralytics(Host):
             return
 
         @functools.wraps(stock)
-        def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        def train(trainer: object, *args: Any, **kwargs: Any) -> object:
             counts.clear()  # those of a validation or of an interrupted training
             result = stock(trainer, *args, **kwargs)
             self.report()
@@ -61,7 +61,7 @@ class Ultralytics(Host):
             return
         stock: Callable[..., str] = dist.generate_ddp_file
 
-        def generate_ddp_file(trainer: Any) -> str:
+        def generate_ddp_file(trainer: object) -> str:
             path = stock(trainer)
             with open(path, encoding="utf-8") as file:
                 script = file.read()

@@ -28,7 +28,7 @@ def _asking(pre_transform: Any, stock_letterbox: Any) -> Callable[[Any, Any], li
     """``pre_transform`` that returns where each picture goes; None for one that the operator cannot put there."""
 
     class Asked(stock_letterbox):
-        def apply_image(self, labels: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
+        def apply_image(self, labels: dict[str, object], params: dict[str, Any]) -> dict[str, Any]:
             width, height = params["new_unpad"]
             top, bottom, left, right = (params[side] for side in ("top", "bottom", "left", "right"))
             known = self.padding_value == GREY and self.interpolation == cv2.INTER_LINEAR

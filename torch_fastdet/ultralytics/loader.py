@@ -49,8 +49,8 @@ def unknown_code(module: Any) -> str | None:
     return None
 
 
-def _is_known(module: Any, name: str, known: tuple[str, ...]) -> bool:
-    owner: Any = module
+def _is_known(module: object, name: str, known: tuple[str, ...]) -> bool:
+    owner: object = module
     for part in name.split("."):
         owner = vars(owner).get(part)
     function = owner.__func__ if isinstance(owner, staticmethod) else owner
@@ -70,9 +70,9 @@ def _in_place_of(stock: Callable[..., Any]) -> Callable[[Callable], Callable]:
 # Decoded pictures -----------------------------------------------------------------------------------------------------
 
 # With what they were made for.
-_memories: weakref.WeakKeyDictionary[Any, tuple[list[str], PictureMemory]] = weakref.WeakKeyDictionary()
+_memories: weakref.WeakKeyDictionary[object, tuple[list[str], PictureMemory]] = weakref.WeakKeyDictionary()
 # (height, width) of the files of a data set that is sorted for rectangular batches, which drops them from its labels.
-_file_shapes: weakref.WeakKeyDictionary[Any, dict[str, tuple[int, int]]] = weakref.WeakKeyDictionary()
+_file_shapes: weakref.WeakKeyDictionary[object, dict[str, tuple[int, int]]] = weakref.WeakKeyDictionary()
 
 
 def kept_pictures(dataset: Any) -> list[str]:
@@ -118,7 +118,7 @@ class SharedImages:
         picture = self.memory.get(i)
         return self.others[i] if picture is None else picture
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         if sys.modules["multiprocessing.context"].get_spawning_popen() is not None:
             return SharedImages, (self.memory, self.others, self.stock)
         return self.stock, ([self[i] for i in range(len(self))],)  # copies and files hold stock's
@@ -218,7 +218,7 @@ class PlannedLoader:
     #: It has no plans, or somebody gave it another collate_fn, which wants pictures.
     _as_stock: bool = False
 
-    def _get_iterator(self: Any) -> Any:
+    def _get_iterator(self: Any) -> object:
         self._as_stock = self._plans is None or not _keeps_collate_fn(self)
         if self._as_stock:
             return super()._get_iterator()  # type: ignore[misc]
@@ -260,7 +260,7 @@ class PlannedLoader:
         vars(copied).update(vars(self))
         return copied
 
-    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+    def __reduce_ex__(self: Any, protocol: object) -> Any:
         """Deep copies and files hold stock's loader."""
         state = {name: value for name, value in vars(self).items() if name not in PlannedLoader.__annotations__}
         return object.__new__, (type(self).__bases__[1],), state
@@ -285,13 +285,13 @@ def _loader_class(stock: Any) -> type:
     return type(stock.__name__, (PlannedLoader, stock), {"__module__": __name__})
 
 
-def build_dataloader(stock: Callable[..., Any], stock_loader: Any) -> Callable[..., Any]:
+def build_dataloader(stock: Callable[..., Any], stock_loader: object) -> Callable[..., Any]:
     """Ultralytics' ``build_dataloader``, whose loaders plan where they can."""
     signature = inspect.signature(stock)
     told: set[str] = set()
 
     @_in_place_of(stock)
-    def build_dataloader(*args: Any, **kwargs: Any) -> Any:
+    def build_dataloader(*args: Any, **kwargs: Any) -> object:
         loader: Any = stock(*args, **kwargs)
         if type(loader) is not stock_loader:
             return loader
@@ -312,7 +312,7 @@ def _keeps_collate_fn(loader: Any) -> bool:
     return loader.collate_fn is type(loader.dataset).collate_fn
 
 
-def _changed_code(loader: Any) -> str | None:
+def _changed_code(loader: object) -> str | None:
     if not _keeps_collate_fn(loader):
         return "its collate_fn is not the data set's."
     for name in KNOWN:
@@ -327,7 +327,7 @@ def _changed_code(loader: Any) -> str | None:
 REPLACED = ("BaseDataset.cache_images", "BaseDataset.set_rectangle")
 
 
-def plan_loader(loader: Any, device: Any) -> Any:
+def plan_loader(loader: Any, device: object) -> Any:
     """A loader that does the work of ``loader``, one of stock's that has not begun, by plans."""
     kind, _, number = str(device).partition(":")  # stock takes any text
     on_gpu = kind == "cuda" and torch.cuda.is_available()

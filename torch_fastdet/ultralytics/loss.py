@@ -124,7 +124,7 @@ class _Criterion:
         name = _ByName(self.stock.__module__, self.stock.__name__)
         return copyreg._reconstructor, (name, object, None), self.__getstate__()  # type: ignore[attr-defined]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> Any:
         result = type(self).__new__(type(self))
         memo[id(self)] = result
         vars(result).update(copy.deepcopy(self.__getstate__(), memo))
@@ -208,7 +208,7 @@ class _DetectionLoss(_Criterion):
         loss, items = self.fused(preds, packed_targets(batch, preds["scores"].device), batch=batch)
         return loss, dict(zip(self.loss_names, items.unbind()))
 
-    def takes(self, preds: Outputs, batch: Any) -> bool:
+    def takes(self, preds: Outputs, batch: object) -> bool:
         """Whether the operators take these raw outputs and labels."""
         return True
 
@@ -334,7 +334,7 @@ class _DetectionLoss(_Criterion):
         captured calls read it."""
         return self._key(1.0)
 
-    def _key(self, weight: float) -> tuple[Any, ...]:
+    def _key(self, weight: float) -> tuple[object, ...]:
         state = self._state
         if state.on_device is not None:
             state.settings_on(state.on_device.device, self.settings(weight))
@@ -399,7 +399,7 @@ class _SegmentationLoss(_DetectionLoss):
     labels = "masks"
     overlap: bool
 
-    def takes(self, preds: Outputs, batch: Any) -> bool:
+    def takes(self, preds: Outputs, batch: object) -> bool:
         return isinstance(preds["proto"], Tensor) and preds["proto"].shape[1] <= MOST_MASK_CHANNELS
 
     def prototypes(self, preds: Outputs) -> Tensor:
@@ -439,7 +439,7 @@ class _SegmentLoss26(_SegmentationLoss):
 
     bcedice_loss: Callable[[Tensor, Tensor], Tensor]
 
-    def takes(self, preds: Outputs, batch: Any) -> bool:
+    def takes(self, preds: Outputs, batch: object) -> bool:
         return self.prototypes(preds).shape[1] <= MOST_MASK_CHANNELS
 
     def prototypes(self, preds: Outputs) -> Tensor:
@@ -723,7 +723,7 @@ def _short_by_first_stride(assigner: Any, rotated: bool = False) -> bool | None:
     return None
 
 
-def _stock(module: ModuleType, name: str) -> Any:
+def _stock(module: ModuleType, name: str) -> object:
     """Stock's class, also while ours is in its place."""
     value = vars(module)[name]
     return vars(value).get("stock", value)

@@ -49,7 +49,7 @@ def building(active: Active, stock: Callable[..., torch.optim.Optimizer], _: Any
 
 def stepping(active: Active, stock: Callable[[Trainer], None], _: Any) -> Callable[[Trainer], None]:
     """Stock's method in one fused step, where that has the same results."""
-    known: weakref.WeakKeyDictionary[Any, _Step] = weakref.WeakKeyDictionary()
+    known: weakref.WeakKeyDictionary[object, _Step] = weakref.WeakKeyDictionary()
 
     @functools.wraps(stock)
     def optimizer_step(trainer: Trainer) -> None:

@@ -25,7 +25,7 @@ LAST_STEP = "last_opt_step"
 class WholeFile(type(Path())):  # type: ignore[misc]
     """A path whose bytes are written whole or not at all; ``with_state`` is what the file of ours beside it gets."""
 
-    with_state: Callable[[], dict[str, Any]] | None = None
+    with_state: Callable[[], dict[str, object]] | None = None
 
     def write_bytes(self, data: Any) -> int:
         path = Path(self)
@@ -100,7 +100,7 @@ def _position_of(loader: Any) -> Position:
     position = Position(loader)
     make = loader._get_iterator
 
-    def _get_iterator() -> Any:
+    def _get_iterator() -> object:
         with position.beginning():
             return make()
 
@@ -111,7 +111,7 @@ def _position_of(loader: Any) -> Position:
     return position
 
 
-def _runs(_: Active) -> weakref.WeakKeyDictionary[Any, Run]:
+def _runs(_: Active) -> weakref.WeakKeyDictionary[object, Run]:
     return weakref.WeakKeyDictionary()
 
 
@@ -127,7 +127,7 @@ def unknown_loop(trainer: Any) -> str | None:
     return f"{trainer.__module__}.{trainer.__name__}._do_train has no local variable {LAST_STEP}."
 
 
-def calling(active: Active, stock: Callable[..., None], _: Any) -> Callable[..., None]:
+def calling(active: Active, stock: Callable[..., None], _: object) -> Callable[..., None]:
     """``BaseTrainer.run_callbacks``, by which the trainer says where it is."""
     runs = active.shared(_runs)
 
@@ -148,12 +148,12 @@ def calling(active: Active, stock: Callable[..., None], _: Any) -> Callable[...,
     return run_callbacks
 
 
-def saving(active: Active, stock: Callable[..., Any], _: Any) -> Callable[..., Any]:
+def saving(active: Active, stock: Callable[..., object], _: object) -> Callable[..., Any]:
     """``BaseTrainer.save_model``, which writes to paths that write whole files, the first with the file of ours."""
     runs = active.shared(_runs)
 
     @functools.wraps(stock)
-    def save_model(trainer: Any) -> Any:
+    def save_model(trainer: Any) -> object:
         run, frame = runs.get(trainer), _frame()
         if run is None or run.position is None or frame is None:
             return stock(trainer)

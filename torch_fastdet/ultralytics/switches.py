@@ -104,7 +104,7 @@ def _known(_: Any) -> str | None:
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def _build_dataloader(active: Active, stock: Callable[..., Any], build: Any) -> Callable[..., Any]:
+def _build_dataloader(active: Active, stock: Callable[..., object], build: Any) -> Callable[..., object]:
     from torch_fastdet.ultralytics import loader
 
     base = importlib.import_module("ultralytics.data.base").BaseDataset
@@ -185,13 +185,13 @@ MASKS = masks.switch(
 )
 
 
-def _preprocess(_: Active, stock: Callable[..., Any], predictor: Any) -> Callable[..., Any]:
+def _preprocess(_: Active, stock: Callable[..., object], predictor: Any) -> Callable[..., object]:
     from torch_fastdet.ultralytics import letterbox  # with numpy, which nothing else of ours needs
 
     return letterbox.preprocessing(stock, predictor.pre_transform, importlib.import_module(predictor.__module__))
 
 
-def _prepared(predictor: Any) -> tuple[Any, Any]:
+def _prepared(predictor: Any) -> tuple[object, object]:
     from torch_fastdet.ultralytics.letterbox import prepared
 
     stock = predictor.preprocess
@@ -256,33 +256,33 @@ def counting_rule(matrix_class: Any) -> str | None:
         return _rule(confusions, torch.stack(found))
 
 
-def _match_overlaps(_: Active, stock: Callable[..., Any], validator: Any) -> Callable[..., Any]:
+def _match_overlaps(_: Active, stock: Callable[..., object], validator: object) -> Callable[..., object]:
     return validation.match_overlaps(stock, str(matching_rule(validator)))
 
 
-def _match(_: Active, stock: Callable[..., Any], validator: Any) -> Callable[..., Any]:
+def _match(_: Active, stock: Callable[..., object], validator: Any) -> Callable[..., object]:
     return validation.match(stock, validator.match_predictions, str(matching_rule(validator)))
 
 
-def _confuse(_: Active, stock: Callable[..., Any], matrix_class: Any) -> Callable[..., Any]:
+def _confuse(_: Active, stock: Callable[..., object], matrix_class: object) -> Callable[..., object]:
     return validation.confuse(stock, str(counting_rule(matrix_class)))
 
 
-def knows(rule: Callable[[Any], str | None], what: str) -> Asks:
+def knows(rule: Callable[[object], str | None], what: str) -> Asks:
     return Asks(
         "a known rule of matching", lambda stock: None if rule(stock) else f"its {what} matches by an unknown rule."
     )
 
 
-def _update(_: Active, stock: Callable[..., Any], validator: Any) -> Callable[..., Any]:
+def _update(_: Active, stock: Callable[..., object], validator: Any) -> Callable[..., object]:
     return validation.update_on_host(stock, validator._process_batch)
 
 
-def _process_masks(_: Active, stock: Callable[..., Any], validator: Any) -> Callable[..., Any]:
+def _process_masks(_: Active, stock: Callable[..., object], validator: Any) -> Callable[..., object]:
     return validation.process_masks(stock, super(validator, validator)._process_batch)
 
 
-def _update_masks(_: Active, stock: Callable[..., Any], validator: Any) -> Callable[..., Any]:
+def _update_masks(_: Active, stock: Callable[..., object], validator: Any) -> Callable[..., object]:
     mask_iou = vars(sys.modules[validator.__module__])["mask_iou"]
     return validation.update_masks_on_host(stock, validator._process_batch, mask_iou)
 

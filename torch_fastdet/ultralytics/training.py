@@ -47,9 +47,9 @@ def objection(trainer: Trainer, own: Callable[[Trainer], str | None]) -> str | N
 def checking_trainer(own: Callable[[Trainer], str | None]) -> Make:
     """Makes a ``BaseTrainer._setup_train`` that asks first for an :func:`objection`."""
 
-    def make(active: Active, stock: Callable[[Trainer], Any], _: Any) -> Callable[[Trainer], Any]:
+    def make(active: Active, stock: Callable[[Trainer], object], _: object) -> Callable[[Trainer], object]:
         @functools.wraps(stock)
-        def _setup_train(trainer: Trainer) -> Any:
+        def _setup_train(trainer: Trainer) -> object:
             if (reason := objection(trainer, own)) is not None:
                 active.cannot_apply(reason)
             return stock(trainer)
@@ -96,23 +96,23 @@ def _training(active: Active) -> TrainingGraphs:
     return TrainingGraphs(active, fewer_copies)
 
 
-def begin_again(_: Active, stock: Callable[[Trainer], Any], __: Any) -> Callable[[Trainer], Any]:
+def begin_again(_: Active, stock: Callable[[Trainer], object], __: object) -> Callable[[Trainer], Any]:
     """``BaseTrainer._build_train_pipeline``, by which the trainer also goes on with a smaller batch where memory ran out."""
 
     @functools.wraps(stock)
-    def _build_train_pipeline(trainer: Trainer) -> Any:
+    def _build_train_pipeline(trainer: Trainer) -> object:
         memory.release(trainer.device)
         return stock(trainer)
 
     return _build_train_pipeline
 
 
-def model_predict(active: Active, stock: Callable[..., Any], model_class: Any) -> Callable[..., Any]:
+def model_predict(active: Active, stock: Callable[..., object], model_class: Any) -> Callable[..., Any]:
     """The ``predict`` of a model's class by graphs in training."""
     graphs = active.shared(_training)
 
     @functools.wraps(stock, assigned=(), updated=())  # its signature, which the next switch looks at
-    def predict(model: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def predict(model: nn.Module, x: Any, *args: Any, **kwargs: Any) -> object:
         # An input with a gradient is that of a measurement of the batch size.
         if (
             torch.compiler.is_compiling()
@@ -129,7 +129,7 @@ def model_predict(active: Active, stock: Callable[..., Any], model_class: Any) -
     return predict
 
 
-def backend_forward(active: Active, stock: Callable[..., Any], _: Any) -> Callable[..., Any]:
+def backend_forward(active: Active, stock: Callable[..., object], _: object) -> Callable[..., Any]:
     """``PyTorchBackend.forward`` by graphs."""
     graphs = PredictionGraphs(active.name, functools.partial(settings_of, caches=CACHES), fewer_copies)
 

@@ -21,7 +21,7 @@ from torch_fastdet.hosts.shapes import AnchorHead
 from torch_fastdet.yolov5.heads import raw_heads
 
 
-def decoding(stock: Callable[..., Any]) -> Callable[..., Any]:
+def decoding(stock: Callable[..., object]) -> Callable[..., Any]:
     """``Detect.forward`` that decodes by ops.yolov5_decode where stock decodes in single or double precision."""
     # Reading the strides from the GPU is a synchronisation: once for each head, and again when they change.
     strides: WeakKeyDictionary[AnchorHead, tuple[torch.Tensor, int | None, list[float]]] = WeakKeyDictionary()
@@ -61,12 +61,12 @@ class OfInstances:
         self.stock, self.ours = stock, decoding(stock)
         self.__module__, self.__qualname__ = stock.__module__, stock.__qualname__  # in the line that patch() prints
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
         # A partial, for torch.compile cannot make a bound method here.
         return self.stock if instance is None else functools.partial(self.ours, instance)
 
 
-def segmenting(_: Active, stock: Callable[..., Any], segment: type) -> Callable[..., Any]:
+def segmenting(_: Active, stock: Callable[..., object], segment: type) -> Callable[..., Any]:
     """``Segment.forward`` that calls ours where it would call stock's ``Detect.forward``, which its instances keep."""
     detect = next(
         vars(base)["forward"] for base in segment.__mro__ if isinstance(vars(base).get("forward"), OfInstances)

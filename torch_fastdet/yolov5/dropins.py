@@ -50,7 +50,7 @@ def bbox_iou(
 
 
 # By the names that train.py's --optimizer takes: what makes one of parameter groups, a rate and a momentum (Adam's beta 1).
-OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], float, float], torch.optim.Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[[list[dict[str, object]], float, float], torch.optim.Optimizer]] = {
     "SGD": lambda groups, lr, momentum: SGD(groups, lr=lr, momentum=momentum, nesterov=True),
     "Adam": lambda groups, lr, beta: Adam(groups, lr=lr, betas=(beta, 0.999)),
     "AdamW": lambda groups, lr, beta: AdamW(groups, lr=lr, betas=(beta, 0.999), weight_decay=0.0),

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any
 
 from torch_fastdet._deferred import raised_at_the_end
 from torch_fastdet._say import say
@@ -176,7 +175,7 @@ def _load_module(name: str) -> tuple[CodeType, ModuleType]:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # a module that it needs, and not the one that was asked for
         spec = None
-    loader: Any = None if spec is None else spec.loader
+    loader: object = None if spec is None else spec.loader
     code = loader.get_code(spec.name) if spec is not None and hasattr(loader, "get_code") else None
     if spec is None or code is None:
         LAUNCHER.fail(f"there is no module {name} to run.")

@@ -280,7 +280,7 @@ class SegmentationLoss(ComputeLoss):
         return *super().graph_key(), self.overlap
 
     def __call__(  # type: ignore[override]
-        self, preds: Any, targets: torch.Tensor, masks: torch.Tensor, num_targets: torch.Tensor | None = None
+        self, preds: object, targets: torch.Tensor, masks: torch.Tensor, num_targets: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss and items; ``num_targets``, one int64 on the device, says how many rows of targets are in use."""
         if not isinstance(preds, (list, tuple)) or len(preds) != 2 or not isinstance(preds[1], torch.Tensor):

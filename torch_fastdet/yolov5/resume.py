@@ -108,7 +108,7 @@ def _run(active: Active) -> Run:
     return Run(active)
 
 
-def calling(active: Active, stock: Callable[..., Any], _: Any) -> Callable[..., Any]:
+def calling(active: Active, stock: Callable[..., object], _: object) -> Callable[..., Any]:
     """``Callbacks.run``, by which train.py says where it is; ``torch.save`` with it."""
     training_run = active.shared(_run)
     active.replace(torch, "save", saving(training_run, torch.save), " (checkpoints whole or not at all)")
@@ -133,7 +133,7 @@ def saving(run: Run, stock: Callable[..., None]) -> Callable[..., None]:
     """``torch.save``: checkpoints of the training that runs are written whole, and last.pt with the file of ours."""
 
     @functools.wraps(stock)
-    def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+    def save(obj: object, f: object, *args: Any, **kwargs: Any) -> None:
         last = run.last
         if last is None or not isinstance(f, (str, os.PathLike)) or Path(f).parent != last.parent:
             return stock(obj, f, *args, **kwargs)

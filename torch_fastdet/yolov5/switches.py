@@ -121,7 +121,7 @@ MASKS = masks.switch(
 )
 
 
-def _auto_shape(_: Active, stock: Callable[..., Any], stock_class: type) -> Any:
+def _auto_shape(_: Active, stock: Callable[..., object], stock_class: type) -> object:
     from torch_fastdet.yolov5 import auto_shape  # with numpy, which nothing else of ours needs
 
     module = sys.modules[stock_class.__module__]
@@ -203,7 +203,7 @@ PROCESS_BATCH_OF_MASKS = Target(
 )
 
 
-def _matrix_class(active: Active, stock: Any, _: Any) -> type:
+def _matrix_class(active: Active, stock: Any, _: object) -> type:
     def look_at_script() -> None:
         """val.py as the script that runs: it defines process_batch itself, after its imports and before its first image."""
         main = sys.modules.get("__main__")
@@ -260,13 +260,13 @@ def _known(stock: Any) -> str | None:
     return loader.unknown_code(sys.modules[stock.__module__])
 
 
-def _data_set(_: Active, stock: Any, __: Any) -> Any:
+def _data_set(_: Active, stock: object, __: object) -> object:
     from torch_fastdet.yolov5 import loader
 
     return loader.dataset_class(stock)
 
 
-def _data_set_of_masks(active: Active, stock: Any, module: Any) -> Any:
+def _data_set_of_masks(active: Active, stock: object, module: Any) -> object:
     boxes = sys.modules[module.__name__.replace(".segment.", ".")]
     if not active.has_replaced(boxes, "InfiniteDataLoader"):
         return None
@@ -274,7 +274,7 @@ def _data_set_of_masks(active: Active, stock: Any, module: Any) -> Any:
     return _data_set(active, stock, module)
 
 
-def _data_loader(active: Active, stock: Any, module: Any) -> Any:
+def _data_loader(active: Active, stock: Any, module: object) -> object:
     if not active.has_replaced(module, "LoadImagesAndLabels"):
         return None
     from torch_fastdet.yolov5 import loader
@@ -308,7 +308,7 @@ def unknown_optimizer(name: str) -> str | None:
     return None if name in fast else f"the optimizer is {name}, and only SGD, Adam and AdamW are replaced."
 
 
-def _smart_optimizer(active: Active, stock: Callable[..., torch.optim.Optimizer], _: Any) -> Callable[..., Any]:
+def _smart_optimizer(active: Active, stock: Callable[..., torch.optim.Optimizer], _: object) -> Callable[..., object]:
     """Stock's, with its SGD, Adam or AdamW made ours; for other optimizers the switch says that it cannot apply."""
 
     def smart_optimizer(

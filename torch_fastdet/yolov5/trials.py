@@ -64,7 +64,7 @@ def _rows(function: Any) -> list[Tensor]:
     boxes = torch.stack((x, y, 16 + x.sin(), 20 + y.cos()), 1)
     prediction = torch.cat((boxes, scores), 1).repeat(2, 1, 1)
     prediction[1, :, 4] *= 0.7
-    kinds: tuple[dict[str, Any], ...] = (
+    kinds: tuple[dict[str, object], ...] = (
         {},
         {"multi_label": True},
         {"agnostic": True},

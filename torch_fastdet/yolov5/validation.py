@@ -107,7 +107,7 @@ def average_precisions(stock: Any) -> Callable[..., Any]:
         names: Any = (),
         eps: float = average_precision.EPS,
         prefix: str = "",
-    ) -> tuple[Any, ...]:
+    ) -> tuple[object, ...]:
         if not average_precision.is_taken(tp, conf, pred_cls, target_cls):
             return stock(tp, conf, pred_cls, target_cls, plot, save_dir, names, eps, prefix)
         host = stock.__globals__

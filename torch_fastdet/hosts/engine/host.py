@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Collection, Iterable, Mapping
 from types import ModuleType
-from typing import Any
 
 from torch_fastdet._say import counts, fallbacks, hide, say, show
 from torch_fastdet.hosts.engine.replace import Patches
@@ -135,7 +134,7 @@ class Host:
             active.look_through([module])
 
 
-def check_switches(switches: Mapping[str, Any], known: Collection[str]) -> None:
+def check_switches(switches: Mapping[str, object], known: Collection[str]) -> None:
     """Raise TypeError for a switch that does not exist, or that is neither on nor off."""
     unknown = sorted(set(switches) - set(known))
     if unknown:

@@ -24,7 +24,7 @@ def top_level(name: str) -> str:
     return name.partition(".")[0]
 
 
-def is_module(value: Any) -> bool:
+def is_module(value: object) -> bool:
     # isinstance would believe a proxy that claims to be a module.
     return issubclass(type(value), ModuleType)
 
@@ -65,7 +65,7 @@ class ImportHook(importlib.abc.MetaPathFinder):
                         break
         finally:
             self._searching.discard(fullname)
-        loader: Any = None if spec is None else spec.loader
+        loader: object = None if spec is None else spec.loader
         if not hasattr(loader, "exec_module") or not hasattr(loader, "__dict__"):
             return spec
         exec_module = loader.exec_module

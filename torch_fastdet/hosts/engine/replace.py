@@ -35,8 +35,8 @@ class Replacement:
     switch: str
     owner: Any  # a module, a class, or a function of ours
     attribute: str
-    old: Any
-    new: Any
+    old: object
+    new: object
     quiet: bool = False
 
     @property
@@ -49,13 +49,13 @@ class Replacement:
         return f"{self.switch}: {owner}.{self.attribute} -> {describe(self.new)}"
 
 
-def describe(thing: Any) -> str:
+def describe(thing: object) -> str:
     """Where something of ours, or what we replace, is defined."""
     module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
     return f"{module}.{name}".replace(".<locals>", "") if module and name else getattr(thing, "__name__", repr(thing))
 
 
-def original(owner: Any, attribute: str) -> Any:
+def original(owner: object, attribute: str) -> Any:
     """What ``owner`` itself holds under that name, below everything that is replaced now; None if there is nothing."""
     value = (namespace(owner) if isinstance(owner, ModuleType) else vars(owner)).get(attribute)
     layers = [r for patches in _all for r in patches.replacements if r.owner is owner and r.attribute == attribute]
@@ -65,7 +65,7 @@ def original(owner: Any, attribute: str) -> Any:
     return None if value is _MISSING else value
 
 
-def is_code_of(function: Any, package: str) -> bool:
+def is_code_of(function: object, package: str) -> bool:
     """Whether this is a function whose code is in that package. A wrapper's code is its author's, whatever its name is."""
     return type(function) is FunctionType and top_level(str(function.__globals__.get("__name__"))) == package
 
@@ -114,7 +114,9 @@ class Patches:
         """Whether this is a name of torch or a similar library, and not of the host or a module that imported from it."""
         return top_level(replacement.module) in self._left_alone
 
-    def replace(self, switch: str, owner: Any, attribute: str, new: Any, what: str = "", quietly: bool = False) -> None:
+    def replace(
+        self, switch: str, owner: object, attribute: str, new: object, what: str = "", quietly: bool = False
+    ) -> None:
         """Set ``owner.attribute`` to ``new`` and remember what was there; print it in a line that ends with ``what``."""
         if any(r.owner is owner and r.attribute == attribute and r.new is new for r in self.replacements):
             return
@@ -123,7 +125,7 @@ class Patches:
         setattr(owner, attribute, new)
         self._remember(Replacement(switch, owner, attribute, old, new, quietly), what)
 
-    def replace_everywhere(self, switch: str, stock: Any, new: Any, modules: Collection[ModuleType]) -> None:
+    def replace_everywhere(self, switch: str, stock: object, new: object, modules: Collection[ModuleType]) -> None:
         """Replace ``stock`` by ``new`` under every name that holds it in ``modules``."""
         for module in modules:
             for attribute, value in list(namespace(module).items()):
@@ -153,7 +155,7 @@ class Patches:
         if say_it and not replacement.quiet:
             say(f"{replacement}{what}")
 
-    def _remember_holders(self, new: Any) -> None:
+    def _remember_holders(self, new: object) -> None:
         """Note the modules that hold the drop-in already: they imported it from us on purpose, and keep it."""
         if any(known.new is new for known in self.replacements):
             return

@@ -27,10 +27,10 @@ def stand_in(switch: str, stock: type, ours: type) -> type:
             bases = tuple(stock if base is made[0] else base for base in bases)
             return type(stock)(name, bases, body, **keywords)
 
-        def __call__(cls, *args: Any, **keywords: Any) -> Any:
+        def __call__(cls, *args: Any, **keywords: object) -> object:
             return ours(*args, **keywords)
 
-        def __instancecheck__(cls, instance: Any) -> bool:
+        def __instancecheck__(cls, instance: object) -> bool:
             return isinstance(instance, (ours, stock))
 
         def __subclasscheck__(cls, subclass: type) -> bool:

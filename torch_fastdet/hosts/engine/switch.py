@@ -103,7 +103,7 @@ class Target:
         owner = class_of(module, class_name)
         return owner, getattr(owner, method, None)
 
-    def obstacle(self, owner: Any, stock: Any) -> Obstacle | None:
+    def obstacle(self, owner: object, stock: object) -> Obstacle | None:
         """Why stock's stays; None where it can be replaced."""
         if self.own:
             method = self.name.partition(".")[2]
@@ -129,7 +129,7 @@ class Outside:
 
     owner: Any
     name: str
-    drop_in: Any
+    drop_in: object
     note: str = ""
 
     def obstacle(self) -> Obstacle | None:
@@ -191,11 +191,11 @@ class Active:
             self._shared[make] = make(self)
         return self._shared[make]
 
-    def replace(self, owner: Any, attribute: str, new: Any, note: str = "", quietly: bool = False) -> None:
+    def replace(self, owner: object, attribute: str, new: object, note: str = "", quietly: bool = False) -> None:
         """Set ``owner.attribute``, a name of a module or class, and print a line that ends with ``note``; unpatch() undoes it."""
         self.patches.replace(self.name, owner, attribute, new, note, quietly)
 
-    def has_replaced(self, owner: Any, attribute: str | None = None) -> bool:
+    def has_replaced(self, owner: object, attribute: str | None = None) -> bool:
         return any(
             known.switch == self.name and known.owner is owner and attribute in (None, known.attribute)
             for known in self.patches.replacements
@@ -294,7 +294,7 @@ class Active:
         elif new is not None:
             self.replace(owner, method, new, target.note, target.quiet)
 
-    def _make(self, target: Target, stock: Any, owner: Any) -> Any:
+    def _make(self, target: Target, stock: object, owner: object) -> object:
         return target.drop_in if target.make is None else target.make(self, stock, owner)
 
     def _stays(self, target: Target, stock: str, obstacle: Obstacle) -> None:

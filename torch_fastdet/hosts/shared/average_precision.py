@@ -114,14 +114,14 @@ def curves(
     return Curves(classes, labels, x, precision, recall, f1, ap, envelopes)
 
 
-def is_taken(tp: Any, *others: Any) -> bool:
+def is_taken(tp: Any, *others: object) -> bool:
     """Whether these are the arrays that the hosts' validation passes."""
     arrays = isinstance(tp, np.ndarray) and all(isinstance(other, np.ndarray) for other in others)
     return arrays and tp.dtype == np.bool_ and tp.ndim == 2
 
 
 def plot(
-    stock: Callable, result: Curves, by_recall: Any, names: Any, file: Callable[[str], Path], **options: Any
+    stock: Callable, result: Curves, by_recall: object, names: object, file: Callable[[str], Path], **options: object
 ) -> None:
     """Stock's four plots, by stock's functions."""
     host = stock.__globals__

@@ -20,9 +20,9 @@ class _Model(nn.Module):
         self.register_buffer("mean", torch.tensor([0.5]))
 
 
-def _averages(kind: Any) -> list[Any]:
+def _averages(kind: Any) -> list[object]:
     """At the beginning and late in its ramp."""
-    found: list[Any] = []
+    found: list[object] = []
     for updates in (0, 1500):
         model: Any = _Model()
         ema = kind(model, updates=updates)
@@ -34,18 +34,18 @@ def _averages(kind: Any) -> list[Any]:
     return found
 
 
-def moving_average(drop_in: Any, reference: str) -> Behaves:
+def moving_average(drop_in: object, reference: str) -> Behaves:
     """A ModelEMA moves as ``drop_in`` does."""
     return Behaves("its moving average", lambda stock: (_averages(stock), _averages(drop_in)), 1e-6, reference)
 
 
 def _ious(function: Any) -> list[torch.Tensor]:
     boxes = torch.tensor([[30.0, 20.0, 12.0, 9.0], [33.0, 22.0, 5.0, 16.0], [70.0, 60.0, 8.0, 8.0]])
-    kinds: tuple[dict[str, Any], ...] = ({}, {"GIoU": True}, {"DIoU": True}, {"CIoU": True})
+    kinds: tuple[dict[str, object], ...] = ({}, {"GIoU": True}, {"DIoU": True}, {"CIoU": True})
     return [function(boxes[:2], boxes[1:], xywh=True, **kind) for kind in kinds]
 
 
-def iou(drop_in: Any, reference: str) -> Behaves:
+def iou(drop_in: object, reference: str) -> Behaves:
     """A bbox_iou gives what ``drop_in`` gives, of any kind."""
     return Behaves("its bbox_iou", lambda stock: (_ious(stock), _ious(drop_in)), 1e-5, reference)
 

@@ -25,7 +25,7 @@ def _make_contiguous(model: nn.Module) -> None:
         parameter.data = parameter.data.contiguous()
 
 
-def plain_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+def plain_copy(model: nn.Module, memo: dict[int, object]) -> nn.Module:
     """``copy.deepcopy`` of a model, with contiguous parameters.
 
     YOLOv5 and Ultralytics average, validate and save copies, never the model itself. Stock's ``fuse()`` calls ``.view`` on the
@@ -40,10 +40,10 @@ def plain_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     return result
 
 
-def plain_fuse(stock: Callable[..., Any]) -> Callable[..., Any]:
+def plain_fuse(stock: Callable[..., object]) -> Callable[..., Any]:
     """Stands for ``fuse()`` of a model: its parameters are made contiguous first, because stock's calls ``.view`` on them."""
 
-    def fuse(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def fuse(model: nn.Module, *args: Any, **kwargs: Any) -> object:
         _make_contiguous(model)
         return stock(model, *args, **kwargs)
 

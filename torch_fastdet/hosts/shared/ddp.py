@@ -107,7 +107,7 @@ class GraphedDDP:
             self._running = before
 
 
-def _forward(ddp: Any, ranks: Ranks, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _forward(ddp: Any, ranks: Ranks, inputs: tuple[object, ...], kwargs: dict[str, Any]) -> object:
     ranks.sync, ranks.synced = ddp.require_backward_grad_sync, ddp.require_forward_param_sync
     # torch 2.13 calls it forward_sync_buffers.
     ranks.broadcast_buffers = getattr(ddp, "forward_sync_buffers", getattr(ddp, "broadcast_buffers", True))

@@ -25,7 +25,7 @@ NCHW_GAIN = 0.9  # so that the noise of a measurement does not decide, and the s
 Forward = Callable[[nn.Module, Tensor], Any]
 
 
-def _tensors(output: Any) -> Iterator[Tensor]:
+def _tensors(output: object) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, (list, tuple, dict)):

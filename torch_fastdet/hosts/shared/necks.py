@@ -43,7 +43,7 @@ def _is_pair(upsample: Any, concat: Any, save: Any) -> bool:
     )
 
 
-def _joined(upsample: Any, concat: Any) -> Callable[[list[Tensor]], Tensor]:
+def _joined(upsample: Any, concat: object) -> Callable[[list[Tensor]], Tensor]:
     def forward(parts: list[Tensor]) -> Tensor:
         x, skip = parts
         if doubles(upsample, x) and type(skip) is Tensor and skip.dtype == x.dtype and skip.device == x.device:
@@ -58,7 +58,7 @@ def _unchanged(x: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def joined_upsampling(model: Any, loop: str, modules: tuple[str, ...]) -> Iterator[None]:
+def joined_upsampling(model: object, loop: str, modules: tuple[str, ...]) -> Iterator[None]:
     """While inside, each upsampling of ``upsample_optim`` whose result only a concatenation reads is one operator with it.
 
     Both hosts run their layers in a row, each on the results that its attribute ``f`` names; ``model.save`` has the numbers of

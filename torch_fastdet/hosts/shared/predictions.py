@@ -37,7 +37,7 @@ class PredictionGraphs:
         self._graphs: weakref.WeakKeyDictionary[nn.Module, InferenceGraphs] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
 
-    def __call__(self, model: Any, x: Any, forward: Callable[[Tensor], Any]) -> Any:
+    def __call__(self, model: object, x: Any, forward: Callable[[Tensor], object]) -> Any:
         """``forward(x)``, which runs ``model``."""
         if not isinstance(model, nn.Module) or not isinstance(x, Tensor):
             return forward(x)
@@ -75,14 +75,14 @@ def without_captures(stock: Callable[..., float]) -> Callable[..., float]:
     """A method that measures time by waiting for the whole GPU, which no thread may do while another one captures."""
 
     @functools.wraps(stock)
-    def time(timer: Any) -> float:
+    def time(timer: object) -> float:
         with _capture.no_capture():
             return stock(timer)
 
     return time
 
 
-def settings_of(model: Any, caches: Collection[str] = ()) -> list[Any]:
+def settings_of(model: object, caches: Collection[str] = ()) -> list[Any]:
     """The attributes of a host's model and of its head, beside tensors and layers: a predictor sets max_det, for instance.
 
     Args:

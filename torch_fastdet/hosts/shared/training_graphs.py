@@ -29,7 +29,7 @@ Trains = Callable[[Active, nn.Module, Any, tuple[Any, ...], dict[str, Any]], boo
 def in_layout(method: str, trains: Trains, unless: Callable[[], bool]) -> Make:
     """Makes the host's ``method`` of a model, whose training passes run in the layout that is faster."""
 
-    def make(active: Active, stock: Callable[..., Any], _: Any) -> Any:
+    def make(active: Active, stock: Callable[..., object], _: object) -> object:
         if unless():
             return None
         choice = LayoutChoice(active.name)
@@ -80,7 +80,7 @@ class TrainingGraphs:
         self._switch, self._fewer_copies = switch, fewer_copies
         self._graphs: weakref.WeakKeyDictionary[nn.Module, ModuleGraphs] = weakref.WeakKeyDictionary()
 
-    def __call__(self, model: nn.Module, x: torch.Tensor, stock: Callable[[nn.Module, torch.Tensor], Any]) -> Any:
+    def __call__(self, model: nn.Module, x: torch.Tensor, stock: Callable[[nn.Module, torch.Tensor], object]) -> Any:
         """``stock(model, x)``, by a replay where that can be."""
         average = self.ddp.average(model)
         if average is None and (group_size() > 1 or self.ddp.wraps(model)):
@@ -103,7 +103,7 @@ class TrainingGraphs:
         count(self._switch.name, "training passes" if graphs.reason is None else "training passes without graphs")
         return output
 
-    def _new(self, model: nn.Module, average: GradientAverage | None, stock: Callable[..., Any]) -> ModuleGraphs:
+    def _new(self, model: nn.Module, average: GradientAverage | None, stock: Callable[..., object]) -> ModuleGraphs:
         alive: Any = weakref.ref(model)  # the values of a WeakKeyDictionary must not hold its keys
         fewer_copies, name = self._fewer_copies, self._switch.name
         return ModuleGraphs(
