@@ -95,7 +95,7 @@ def _without_place(files: Files, shapes: Sequence[tuple[int, int]] | np.ndarray,
 def _name(what: Iterable[str]) -> bytes:
     run = (os.environ.get(key, "") for key in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"))
     text = "\n".join([str(os.getuid()), *run, *what])
-    return b"\0torch_fastdet_" + hashlib.sha256(text.encode()).hexdigest().encode()
+    return b"\0torch_fastdet_" + hashlib.sha256(os.fsencode(text)).hexdigest().encode()
 
 
 def _same_user(connection: socket.socket) -> bool:
