@@ -2,7 +2,10 @@
 
 import multiprocessing
 import os
+import re
+import signal
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -132,6 +135,88 @@ def test_files_have_places_behind_other_pictures_and_hold_none_back(files):
     free = memory_of(["a.jpg"] * 4, 1 << 16, 1 << 20, shapes)
     assert free.places == 4 and free.held() == 0
     assert free.put(2, np.zeros((40, 40, 3), np.uint8), (40, 40)) and free.held() == free.used() == 4800
+
+
+def without_end(data):
+    return data[:-2]
+
+
+def promising(data):
+    at = data.index(b"\xff\xc0") + 5
+    return data[:at] + bytes.fromhex("ffdcffdc") + data[at + 4 :]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda data: b"", "no JPEG"),
+        (lambda data: data[: len(data) // 2], "cut short"),
+        (without_end, "cut short"),  # imread repairs it, and imdecode, which the hosts call, mostly does not
+        (promising, "too large"),
+        (lambda data: data.replace(b"\xff\xc4", b"\xff\xd8", 1), "damaged"),
+        (None, "No such file or directory"),
+    ],
+)
+@pytest.mark.parametrize("kept", [False, True], ids=["first", "with an index"])
+def test_a_file_that_is_broken_when_it_is_read_is_opencvs(change, reason, kept, files, caplog):
+    memory = memory_of(files, budget=0)
+    if kept:
+        assert memory.read(0)
+        memory.forget_sent()
+    data = Path(files[0]).read_bytes()
+    Path(files[0]).unlink() if change is None else Path(files[0]).write_bytes(change(data))
+    with caplog.at_level("WARNING", "torch_fastdet"):
+        assert not memory.read(0) and not memory.has(0) and memory.get(0) is None
+    assert re.search(f"OpenCV decodes .*0.jpg.*: .*{reason}", caplog.text)
+
+
+def test_a_damaged_index_is_not_used(files):
+    memory = memory_of(files, budget=0)
+    generator = np.random.default_rng(0)
+    for _ in range(40):
+        assert all(memory.read(index) for index in range(4))
+        for index, path in enumerate(files):
+            assert np.array_equal(memory.get(index), cv2.imread(path))
+            head = memory.files._head(index)
+            head[generator.integers(0, len(head), 3)] = generator.integers(0, 256, 3)
+        memory.forget_sent()
+
+
+def test_names_that_are_not_utf8(tmp_path, monkeypatch):
+    path = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.jpg")
+    os.rename(write(tmp_path / "a.jpg", *SIZES[0]), path)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    memory = shared_by_ranks([path], SIZES[:1], 1 << 20, Files.of([path], SIZES[:1], [AS_IT_IS]))
+    assert memory.read(0) and memory.get(0).shape == (*SIZES[0], 3)
+    Path(path).write_bytes(b"")
+    assert not memory_of([path], shapes=SIZES[:1]).read(0)
+
+
+def test_nothing_is_kept_where_memory_is_low(files, monkeypatch):
+    monkeypatch.setattr("torch_fastdet.loader.memory.is_low", lambda: True)
+    memory = memory_of(files)
+    assert all(memory.read(index) for index in range(4))
+    assert memory.files.used() == 0 and len(memory.files.sent) == 4 and memory.files._head(0) is None
+    memory.forget_sent()
+    assert not memory.put(0, cv2.imread(files[0]), SIZES[0])
+
+
+def _die_while_writing(memory):
+    jpegs = memory.files
+    with jpegs._locked():
+        jpegs._rows[0, 1] = 1 << 40  # an offset without its size, and half a file
+        jpegs.pixels[:100] = 77
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_that_is_killed_while_it_writes_a_file(files):
+    memory = memory_of(files)
+    process = multiprocessing.get_context("fork").Process(target=_die_while_writing, args=(memory,))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    for index, path in enumerate(files):
+        assert not memory.has(index) and memory.read(index) and np.array_equal(memory.get(index), cv2.imread(path))
 
 
 RESIZED = {(48, 64): (30, 40), (64, 48): (40, 30), (33, 65): (21, 40), (17, 16): (40, 38)}

@@ -217,29 +217,39 @@ def outcome(**options):
 
 
 def broken_file():
-    """A file that becomes empty, or half a picture, after the scan."""
+    """A file that changes after the scan: empty, half a picture, without its end, and a header that promises 65,500 x 65,500."""
     root = make("broken")
     batches(root, workers=0)
     picture = root / "images" / "7.jpg"
     content = picture.read_bytes()
+    size = content.index(b"\xff\xc0") + 5
+    huge = content[:size] + bytes.fromhex("ffdcffdc") + content[size + 4 :]
 
-    def broken(size, **options):
+    def broken(faulty, **options):
         stock = dataloaders.LoadImagesAndLabels.__init__
 
-        def shorten(self, *a, **k):
+        def change(self, *a, **k):
             stock(self, *a, **k)
-            picture.write_bytes(content[:size])
+            picture.write_bytes(faulty)
 
-        dataloaders.LoadImagesAndLabels.__init__ = shorten
+        dataloaders.LoadImagesAndLabels.__init__ = change
         try:
             return outcome(root=root, **options)
         finally:
             dataloaders.LoadImagesAndLabels.__init__ = stock
             picture.write_bytes(content)
 
-    for size in (0, len(content) // 2):
+    def check(faulty, **options):
         for workers in (0, 2):
-            compare(ours(broken, size, workers=workers), broken(size, workers=workers))
+            compare(ours(broken, faulty, workers=workers, **options), broken(faulty, workers=workers, **options))
+
+    faults = b"", content[: len(content) // 2], content[:-2], huge
+    for faulty in faults[:2]:
+        check(faulty)
+    os.environ["TORCH_FASTDET_CACHE"] = "0"  # files are read for each batch
+    for faulty in faults:
+        check(faulty, **TRAIN)
+    del os.environ["TORCH_FASTDET_CACHE"]
 
 
 def changed_labels():
