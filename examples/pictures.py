@@ -55,7 +55,11 @@ class PictureDetector:
         extra = {"detector.json": ""}
         try:
             self.module = torch.jit.load(str(path), map_location=device, _extra_files=extra)
-        except (RuntimeError, ValueError) as error:
+        except (
+            RuntimeError,
+            ValueError,
+            MemoryError,
+        ) as error:  # torch takes the memory that a damaged archive asks for
             raise Unusable(
                 f"{path} is expected as a detector.ts of export.py, but does not load: {brief(error)}"
             ) from error
