@@ -18,6 +18,8 @@ from tests.optim.samples import (
     NESTEROV,
     Loop,
     equal,
+    model_on,
+    named_groups,
     parameters,
     set_grads,
 )
@@ -364,3 +366,109 @@ def test_capture_wants_one_step_before(cuda):
     loop.optimizer.param_groups[0]["lr"] = 0.123
     with pytest.raises(RuntimeError, match="call refresh"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         loop.fused.step()
+
+
+class StockLoop:
+    """What a trainer does with torch alone; its average by the definition of the stock loop."""
+
+    def __init__(self, device, optimizer, settings, scale=True):
+        self.model = model_on(device)
+        self.optimizer = optimizer(named_groups(self.model), **settings)
+        self.scaler = torch.amp.GradScaler(device.type, init_scale=256.0, growth_interval=4, enabled=scale)
+        self.average = copy.deepcopy(self.model)
+        self.updates = 0
+
+    def step(self):
+        self.scaler.unscale_(self.optimizer)
+        nn.utils.clip_grad_norm_(self.model.parameters(), 10.0)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.updates += 1
+        decay = 0.9999 * (1 - math.exp(-self.updates / 2000))
+        values = self.model.state_dict()
+        for name, v in self.average.state_dict().items():
+            if v.is_floating_point():
+                v.mul_(decay).add_(values[name].detach(), alpha=1 - decay)
+
+
+class OurLoop(StockLoop):
+    def __init__(self, device, optimizer, settings, scale=True):
+        super().__init__(device, optimizer, settings, scale)
+        self.ema = ModelEMA(self.model)
+        self.average = self.ema.ema
+        self.fused = FusedStep(self.optimizer, self.scaler, self.ema, 10.0)
+
+    def step(self):
+        self.fused.step()
+
+
+def check_as_stock(ours, stock):
+    # Convolutions on a GPU round to TF32, which multiplies what the fused step rounds otherwise.
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if next(ours.model.parameters()).is_cpu else {"rtol": 1e-2, "atol": 1e-3}
+    for mine, wanted in ((ours.model, stock.model), (ours.average, stock.average)):
+        for (name, a), b in zip(mine.state_dict().items(), wanted.state_dict().values()):
+            torch.testing.assert_close(a, b, **tolerance, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}")
+    assert ours.scaler.state_dict() == stock.scaler.state_dict()
+
+
+def finite(module):
+    return all(v.isfinite().all() for v in module.state_dict().values())
+
+
+def test_an_average_that_turned_nan_in_mixed_precision(device):
+    """The sequence of ultralytics #24615: activations overflow, the statistics of batch norm turn NaN, the scaler skips the step, and
+    the average takes the statistics. Then the trainer loads what it had saved, and copies finite values into the average."""
+    loops = ours, stock = [kind(device, torch.optim.SGD, NESTEROV) for kind in (OurLoop, StockLoop)]
+    generator = torch.Generator().manual_seed(0)
+
+    def steps(count, by=1.0):
+        for _ in range(count):
+            x = (torch.randn(2, 3, 8, 8, generator=generator) * by).to(device)
+            for loop in loops:
+                loop.optimizer.zero_grad()
+                loop.scaler.scale(loop.model(x).square().mean()).backward()
+                loop.step()
+            check_as_stock(ours, stock)
+
+    steps(3)
+    saved = copy.deepcopy(stock.model.state_dict())
+    steps(1, by=float("inf"))
+    assert ours.scaler.get_scale() == 128.0 and all(p.isfinite().all() for p in ours.model.parameters())
+    assert not finite(ours.model) and not finite(ours.average)
+    steps(2)
+    assert not finite(ours.average), "an average never gets rid of a NaN by itself"
+    for loop in loops:
+        loop.model.load_state_dict(saved)
+        for v, value in zip(loop.average.state_dict().values(), loop.model.state_dict().values()):
+            if not v.isfinite().all():
+                v.copy_(value)
+    steps(3)
+    assert finite(ours.model) and finite(ours.average)
+
+
+@pytest.mark.parametrize(
+    "optimizer, settings",
+    [(torch.optim.SGD, NESTEROV), (torch.optim.Adam, {"lr": 1e-3}), (torch.optim.AdamW, {"lr": 1e-3})],
+)
+def test_training_in_bfloat16_is_stocks(device, optimizer, settings):
+    """Both get the gradients of one backward pass: rounded to bfloat16, two passes are no measure."""
+    ours, stock = (kind(device, optimizer, settings, scale=False) for kind in (OurLoop, StockLoop))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(10):
+        x = torch.randn(2, 3, 8, 8, generator=generator).to(device)
+        losses = []
+        for loop in (ours, stock):
+            loop.optimizer.zero_grad()
+            with torch.autocast(device.type, torch.bfloat16):
+                loss = loop.model(x).float().square().mean()
+            losses.append(float(loss.detach()))
+        loss.backward()
+        assert losses[0] == pytest.approx(losses[1], rel=2e-2)
+        for mine, wanted in zip(ours.model.parameters(), stock.model.parameters()):
+            mine.grad = wanted.grad.clone()
+        for loop in (ours, stock):
+            loop.step()
+        for mine, wanted in zip(ours.model.parameters(), stock.model.parameters()):
+            torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-6)
+        for mine, wanted in zip(ours.average.parameters(), stock.average.parameters()):
+            torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-6)
