@@ -6,11 +6,13 @@ With gloo the CPU stands in for the GPU (tests/graphs/fake_gpu.py); the exchange
 for each case "ok" or its traceback.
 """
 
+import contextlib
 import copy
 import io
 import json
 import logging
 import os
+import signal
 import sys
 import time
 import traceback
@@ -509,6 +511,19 @@ def an_interrupt():
     _endless(lambda: None)
 
 
+def a_rank_that_hangs():
+    _endless(lambda: os.kill(os.getpid(), signal.SIGSTOP))
+
+
+def a_rank_with_fewer_batches():
+    def harm():
+        raise StopIteration
+
+    with contextlib.suppress(StopIteration):
+        _endless(harm)
+    dist.barrier()  # as the end of an epoch
+
+
 def a_slow_rank():
     plain, batches = make(), images_of_this_rank((32,), 4)
     model = copy.deepcopy(plain)
@@ -522,7 +537,19 @@ def a_slow_rank():
     same_as_ddp(plain, model, want, train(Late(model, required=True), batches))
 
 
-ENDLESS = {case.__name__: case for case in (a_rank_that_dies, a_rank_without_memory, an_interrupt)}
+def a_rank_that_starts_late():
+    """The others wait where the model is graphed, and not in the first pass alone."""
+    plain, batches = make(), images_of_this_rank((32,), 3)
+    model = copy.deepcopy(plain)
+    want = train(ddp(plain), batches)
+    time.sleep(3.0 * (RANK == SIZE - 1))
+    same_as_ddp(plain, model, want, train(GraphedModule(model, required=True), batches))
+
+
+ENDLESS = {
+    case.__name__: case
+    for case in (a_rank_that_dies, a_rank_without_memory, an_interrupt, a_rank_that_hangs, a_rank_with_fewer_batches)
+}
 CASES = {
     case.__name__: case
     for case in (
@@ -543,6 +570,7 @@ CASES = {
         train_step_accumulates,
         an_overflow_on_one_rank,
         a_slow_rank,
+        a_rank_that_starts_late,
         switch_of_yolov5,
         switch_of_ultralytics,
         what_the_switch_leaves_to_stock,
@@ -559,7 +587,7 @@ def main():
         fake_gpu.GPU.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(fake_gpu.GPU.device)
         torch.backends.cudnn.deterministic = True
-    dist.init_process_group(backend, timeout=timedelta(seconds=200))
+    dist.init_process_group(backend, timeout=timedelta(seconds=int(os.environ.get("TIMEOUT", "200"))))
     results = {}
     for name in names or CASES:
         try:
@@ -569,6 +597,7 @@ def main():
             results[name] = traceback.format_exc()
         Path(folder, f"{RANK}.json").write_text(json.dumps(results))
         if results[name] != "ok":
+            print(f"rank {RANK}: {results[name].splitlines()[-1]}", file=sys.stderr, flush=True)
             os._exit(1)  # the ranks are out of step: torchrun ends the others
     dist.barrier()
     dist.destroy_process_group()
