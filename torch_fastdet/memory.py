@@ -36,6 +36,15 @@ RESERVE = 0.05
 #: The budget where all pictures are to be kept, as with ``--cache ram``.
 UNLIMITED = 1 << 62
 
+#: Errors that say that a GPU has no memory left: of CUDA, and of cuBLAS and cuDNN, which got none to work in.
+NO_MEMORY = (
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR",
+    "unable to find an engine",
+)
+
 #: What it costs to give memory back: the pictures are uploaded again, or the graphs are captured again.
 UPLOAD, CAPTURE = range(2)
 
@@ -239,8 +248,8 @@ def is_low() -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """By the allocator, or by CUDA, which makes a graph executable in memory of its own."""
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+    """By the allocator, or by CUDA and its libraries, which take memory of their own for a graph or to work in."""
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in NO_MEMORY)
 
 
 def _cheapest(device: torch.device | None) -> list[Owner]:

@@ -7,8 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from ultralytics import YOLO
 from ultralytics.utils.loss import v8DetectionLoss
+from ultralytics.utils.torch_utils import ModelEMA
 
 from tests.graphs import fake_gpu
 from torch_fastdet.hosts.engine import switch
@@ -54,24 +56,64 @@ def freeze_later(model):
     model.add_callback("on_train_batch_end", at_batch_end)
 
 
-def out_of_memory(model):
-    """From the second batch on, which is when the first shape is captured, until the trainer makes batches smaller."""
+def failing(error, times=1):
+    """The error comes from the second batch on, which is when the first shape is captured, until the trainer has made batches
+    smaller so many times."""
 
-    def at_batch_start(trainer):
-        trainer.starts = getattr(trainer, "starts", 0) + 1
-        if trainer.starts == 2:
-            layer, batch = trainer.model.model[0], trainer.batch_size
-            plain = layer.forward
+    def prepare(model):
+        def at_batch_start(trainer):
+            trainer.starts = getattr(trainer, "starts", 0) + 1
+            if trainer.starts == 2:
+                layer, enough = trainer.model.model[0], trainer.batch_size >> times
+                plain = layer.forward
 
-            def forward(x):
-                if trainer.batch_size == batch:
-                    raise RuntimeError("CUDA error: out of memory")  # CUDA's own, which is not a torch.OutOfMemoryError
-                del layer.forward
-                return plain(x)
+                def forward(x):
+                    if trainer.batch_size > enough:
+                        raise error
+                    del layer.forward
+                    return plain(x)
 
-            layer.forward = forward
+                layer.forward = forward
 
-    model.add_callback("on_train_batch_start", at_batch_start)
+        model.add_callback("on_train_batch_start", at_batch_start)
+
+    return prepare
+
+
+out_of_memory = failing(RuntimeError("CUDA error: out of memory"))  # CUDA's own, which is not a torch.OutOfMemoryError
+
+
+def in_second_epoch(change):
+    """Something that a user's callback does when the second epoch begins."""
+
+    def prepare(model):
+        model.add_callback("on_train_epoch_start", lambda trainer: change(trainer) if trainer.epoch == 1 else None)
+
+    return prepare
+
+
+def spoil(trainer):
+    """Its loss is NaN, and the trainer goes back to last.pt; once."""
+    if not hasattr(trainer, "spoilt"):
+        trainer.spoilt = True
+        next(trainer.model.parameters()).data.fill_(float("nan"))
+
+
+def never_better(model):
+    model.add_callback("on_train_start", lambda trainer: setattr(trainer.stopper, "best_fitness", 1.0))
+
+
+def swap_optimizer(trainer):
+    old = trainer.optimizer
+    trainer.optimizer = type(old)([{**group} for group in old.param_groups])
+
+
+def swap_ema(trainer):
+    trainer.ema = ModelEMA(trainer.model)
+
+
+def swap_loader(trainer):
+    trainer.train_loader = trainer.get_dataloader(trainer.data["train"], batch_size=4, rank=-1, mode="train")
 
 
 class Stop(Exception):
@@ -92,6 +134,13 @@ CASES = {
     "freeze": ({"freeze": [0, 1]}, None),
     "freeze_later": ({"epochs": 3}, freeze_later),
     "out_of_memory": ({}, out_of_memory),
+    "out_of_memory_thrice": ({"batch": 8}, failing(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), 3)),
+    "cudnn": ({}, failing(RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"))),
+    "nan_recovery": ({"epochs": 3}, in_second_epoch(spoil)),
+    "swap_ema": ({}, in_second_epoch(swap_ema)),
+    "swap_loader": ({"epochs": 3}, in_second_epoch(swap_loader)),
+    "rect": ({"rect": True}, None),
+    "early_stopping": ({"val": True, "patience": 2, "epochs": 5}, never_better),
     "resume": ({"epochs": 3}, stop_after_an_epoch),
     "yolo26n": ({"model": "yolo26n.yaml"}, None),
     "bf16": ({"amp": "bf16"}, None),  # on a GPU
@@ -102,6 +151,9 @@ CASES = {
     "resume_MuSGD": ({"optimizer": "MuSGD", "epochs": 3}, stop_after_an_epoch),
     "out_of_memory_AdamW": ({"optimizer": "AdamW"}, out_of_memory),
     "auto": ({"optimizer": "auto"}, None),
+    "nan_recovery_AdamW": ({"optimizer": "AdamW", "epochs": 3}, in_second_epoch(spoil)),
+    "swap_optimizer_SGD": ({"optimizer": "SGD", "epochs": 3}, in_second_epoch(swap_optimizer)),
+    "swap_ema_SGD": ({"optimizer": "SGD", "epochs": 3}, in_second_epoch(swap_ema)),
     # With the loss too.
     "resume_yolo26n": ({"model": "yolo26n.yaml", "epochs": 3}, stop_after_an_epoch),
     "together": (
