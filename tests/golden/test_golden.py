@@ -96,6 +96,25 @@ def test_a_writer_leaves_what_it_had(tmp_path):
     assert list(golden.load(tmp_path)) == ["raw", "decoded"]
 
 
+def test_a_writer_whose_disk_is_full_leaves_what_it_had(tmp_path):
+    """Files may be so long and no longer: the array, or the list of stages, ends in the middle of a write."""
+    for size in (0, 100, 150, 170):
+        writer = golden.Writer(tmp_path)
+        for number in range(3):
+            writer.save(f"stage{number}", torch.ones(2))
+        before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+            with pytest.raises(OSError):
+                writer.save("large", torch.ones(9999 if size < 150 else 1))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+        writer.save("small", torch.ones(1))
+        assert list(golden.load(tmp_path)) == ["stage0", "stage1", "stage2", "small"]
+
+
 def pair(tmp_path, a, b):
     return golden.save(tmp_path / "a", a), golden.save(tmp_path / "b", b)
 

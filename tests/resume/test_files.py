@@ -4,6 +4,7 @@ import hashlib
 import os
 import pickle
 import random
+import resource
 import sys
 
 import pytest
@@ -66,6 +67,35 @@ def test_failed_write_leaves_what_was_there(tmp_path):
         files.write_checkpoint(path, lambda made: made.write_bytes(b"new"), lambda: fails(path.with_name("other")))
     path.with_name("other").unlink()
     assert {other.name: other.read_bytes() for other in tmp_path.iterdir()} == before
+
+
+def test_disk_that_is_full_at_any_byte(tmp_path):
+    """Files may be so long and no longer, which is a real error of the system in the middle of a write."""
+    path = tmp_path / "last.pt"
+
+    def save(text):
+        state = {"text": text, "weights": torch.ones(64)}
+        files.write_checkpoint(path, lambda made: made.write_bytes(text.encode()), lambda: state)
+
+    save("one")
+    before = {other.name: other.read_bytes() for other in tmp_path.iterdir()}
+    longest = max(map(len, before.values()))
+    for size in [0, 1, 2, *range(3, longest, 97), longest - 1, longest]:
+        if (child := os.fork()) == 0:
+            code = 4
+            try:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+                save("two")
+                code = 0
+            except OSError:
+                code = 3
+            finally:
+                os._exit(code)
+        ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert ended == (3 if size < longest else 0)
+        if ended:
+            assert {other.name: other.read_bytes() for other in tmp_path.iterdir()} == before
+    assert files.read(path)["text"] == "two" and path.read_text() == "two"
 
 
 def test_file_of_another_checkpoint_is_not_used(tmp_path):

@@ -84,10 +84,18 @@ class Writer:
             raise ValueError(f"stage {name!r} is already saved in {self.folder}: each stage is saved once")
         dtype, stride, values = _values(name, tensors)
         file = f"{len(self._names):02d}_{name}.npy"
-        np.save(self.folder / file, values)
+        line = "\t".join((name, dtype, format_ints(values.shape), format_ints(stride), file)) + "\n"
+        manifest = self.folder / MANIFEST
+        length = manifest.stat().st_size
+        try:
+            np.save(self.folder / file, values)
+            with open(manifest, "a") as lines:
+                lines.write(line)
+        except OSError:  # the disk is full
+            (self.folder / file).unlink(missing_ok=True)
+            os.truncate(manifest, length)
+            raise
         self._names.add(name)
-        with open(self.folder / MANIFEST, "a") as manifest:
-            manifest.write("\t".join((name, dtype, format_ints(values.shape), format_ints(stride), file)) + "\n")
 
 
 def save(folder: str | os.PathLike, stages: Mapping[str, Tensors]) -> Path:
