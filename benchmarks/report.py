@@ -60,6 +60,15 @@ HEADLINES = [
     ("Raw heads to detections, batch 32, conf .25", "nms", "raw heads to detections, batch 32, conf .25",
      "torch_fastdet list"),
 ]  # fmt: skip
+# Trainings whose peak memory is known at two batch sizes: what it is, benchmark, the case at a batch size, and our variant.
+MEMORY = (
+    ("YOLOv5s, a loop of your own", "step", "yolov5s, batch {}, loop", "torch_fastdet TrainStep"),
+    ("YOLOv8s, Ultralytics' trainer", "ultralytics", "yolov8s, batch {}", "torch_fastdet"),
+)
+BATCHES = (16, 64)
+CARDS = (8, 12, 24, 80)
+# Of a card's memory, what is left to CUDA, its libraries and a desktop. An assumption.
+APART_MIB = 1024
 # Cases of HEADLINES that are newer than the results: each is left out until a run has it.
 PENDING: set[str] = set()
 # What benchmarks/training_truth.py compares: its folders' names, each with a table and a picture beside it.
@@ -79,6 +88,7 @@ SECTIONS = {
     "multi_tensor.md": ("gpu-multi_tensor-floor",),
     "yolov5_loss.md": ("gpu-loss-floor",),
     "nms.md": ("gpu-nms-floor",),
+    "machine.md": ("gpu-memory",),
     "results.md": ("gpu-dataset", "gpu-train", "gpu-ultralytics", "gpu-val", "gpu-training_truth_small"),
 }
 MARKER = re.compile(r"(<!-- results:([\w-]+) -->\n).*?(<!-- end results -->)", re.DOTALL)
@@ -377,6 +387,25 @@ def floor_table(rows: list[dict]) -> str:
     return table(["case", "variant", "moves", "floor", "graph", "cold", "floor / graph", "launches"], body)
 
 
+def largest_batch(peaks: tuple[float, float], card: int) -> int:
+    """By a straight line through the peak memory in MiB at BATCHES; card is in GiB."""
+    each = (peaks[1] - peaks[0]) / (BATCHES[1] - BATCHES[0])
+    return int((1024 * card - APART_MIB - (peaks[0] - BATCHES[0] * each)) / each)
+
+
+def memory_table(benchmarks: dict[str, list[dict]]) -> str:
+    """The largest batches of CARDS, computed from measured peaks."""
+    rows = []
+    for name, benchmark, case, ours in MEMORY:
+        measured = {(row["case"], row["variant"]): row["peak_mib"] for row in benchmarks[benchmark]}
+        for variant in ("stock", ours):
+            peaks = tuple(measured[case.format(batch), variant] for batch in BATCHES)
+            cells = [f"{peak:,.0f} MiB" for peak in peaks] + [str(largest_batch(peaks, card)) for card in CARDS]
+            rows.append([name, variant, *cells])
+    head = [f"measured peak, batch {batch}" for batch in BATCHES] + [f"computed, {card} GB" for card in CARDS]
+    return table(["training at 640 pixels", "variant", *head], rows)
+
+
 def machine_and_day(row: dict) -> tuple[str, ...]:
     """Machine, driver, versions and date of a row."""
     gpu = f"{row['gpu']}, driver {row['driver']}, CUDA {row['cuda']}, host " if row["gpu"] else ""
@@ -450,7 +479,7 @@ def _picture(kind: str, what: str) -> str:
 
 
 def section(name: str) -> str:
-    """What a marker stands for: gpu-headlines, <gpu|cpu>-summary, -roofline, -training_truth, -<benchmark>, -<benchmark>-floor."""
+    """What a marker stands for: gpu-headlines, gpu-memory, <gpu|cpu>-summary, -roofline, -training_truth, -<benchmark>, -<benchmark>-floor."""
     kind, _, what = name.partition("-")
     if folder := newest(kind, f"{what}.md"):  # roofline, training_truth
         return (folder / f"{what}.md").read_text() + _picture(kind, what)
@@ -459,6 +488,9 @@ def section(name: str) -> str:
         return f"{summary_table(benchmarks)}\n{provenance(benchmarks, SPREAD)}"
     if what == "headlines":
         return headline_table(headlines(benchmarks))
+    if what == "memory":
+        measured_in = {name: benchmarks[name] for name in dict.fromkeys(row[1] for row in MEMORY)}
+        return f"{memory_table(benchmarks)}\n{provenance(measured_in, 'peaks of reserved memory')}"
     floor, what = what.endswith("-floor"), what.removesuffix("-floor")
     if what not in benchmarks:
         command = "python -m benchmarks.training_truth" if what in TRUTHS else "make bench"

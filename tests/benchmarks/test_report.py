@@ -345,3 +345,9 @@ def test_headlines_are_of_the_newest_folder_that_has_their_benchmark(two_days, m
     monkeypatch.setattr(report, "PENDING", {"nms"})
     with pytest.raises(KeyError, match="has no row nms: torch_fastdet of another name"):
         report.section("gpu-headlines")
+
+
+def test_the_largest_batch_fits_and_the_next_does_not():
+    peaks = (1_000.0 + 16 * 100, 1_000.0 + 64 * 100)
+    batch = report.largest_batch(peaks, 8)
+    assert 1_000 + batch * 100 + report.APART_MIB <= 8 * 1024 < 1_000 + (batch + 1) * 100 + report.APART_MIB
