@@ -467,34 +467,55 @@ def test_a_changed_load_image_is_left_alone(ultralytics, root, monkeypatch, caps
 # Bad input and faults -------------------------------------------------------------------------------------------------
 
 
+def _huge(content: bytes) -> bytes:
+    """A header that promises 65,500 x 65,500 pixels."""
+    size = content.index(b"\xff\xc0") + 5
+    return content[:size] + bytes.fromhex("ffdcffdc") + content[size + 4 :]
+
+
+# What a file is after the scan; None: gone.
+FAULTS = {
+    "missing": lambda content: None,
+    "empty": lambda content: b"",
+    "truncated": lambda content: content[: len(content) // 2],
+    "endless": lambda content: content[:-2],
+    "huge": _huge,
+}
+
+
 @pytest.mark.cpu
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("fault", ["missing", "empty", "truncated"])
-def test_a_file_that_breaks_after_the_scan_is_stocks_error(ultralytics, tmp_path, workers, fault):
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("as_file", [False, True], ids=["pictures", "files"])
+def test_a_file_that_breaks_after_the_scan_is_stocks_error(
+    ultralytics, tmp_path, workers, fault, as_file, monkeypatch, request
+):
     where = _make(ultralytics.cv2, tmp_path / "faults", "boxes", count=12)
     picture = where / "images" / "7.jpg"
     content = picture.read_bytes()
+    faulty = FAULTS[fault](content)
 
     def breaks(loader):
-        if fault == "missing":
-            picture.unlink()
-        else:
-            picture.write_bytes(content[: 0 if fault == "empty" else len(content) // 2])
+        picture.unlink() if faulty is None else picture.write_bytes(faulty)
 
-    def outcome():
+    def outcome(**options):
         try:
-            found = batches(ultralytics, where, mode="val", workers=workers, before=breaks, batch=5, epochs=1)
-            return [
-                batch["img"] for batch in found if isinstance(batch, dict)
-            ]  # half a picture, where OpenCV makes one
+            found = batches(
+                ultralytics, where, mode="val", workers=workers, before=breaks, batch=5, epochs=1, **options
+            )
+            # Half a picture, where OpenCV makes one.
+            return [batch["img"] for batch in found if isinstance(batch, dict)]
         except Exception as error:
             return type(error), str(error).strip().splitlines()[-1]
         finally:
             picture.write_bytes(content)
 
     stock = outcome()
-    compare(ours(outcome), stock)
-    assert fault == "truncated" or re.search("7.jpg|imdecode", stock[1])
+    if as_file:
+        monkeypatch.setenv("TORCH_FASTDET_CACHE", "0")
+        request.getfixturevalue("pretended_gpu")
+    compare(ours(outcome, device="cuda" if as_file else "cpu"), stock)
+    assert fault == "truncated" or re.search("7.jpg|imdecode|CV_IO_MAX_IMAGE", stock[1])
 
 
 @pytest.mark.cpu
