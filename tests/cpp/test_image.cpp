@@ -3,12 +3,9 @@
 
 #include <cmath>
 
-#include "core/image/augment_rows.h"
-#include "core/image/resize_rows.h"
-#if defined(__x86_64__)
-#include "core/image/augment_avx512.h"
-#include "core/image/resize_avx2.h"
-#endif
+#include "core/image/image_loops.h"
+#include "kernels/backwards.h"
+#include "kernels/half.h"
 
 namespace torch_fastdet::core {
 namespace {
@@ -364,6 +361,91 @@ TEST(ImageTables, PatchIsCutToWhatExists) {
   EXPECT_TRUE(patch.tight);
   const int64_t outside[] = {0, 1, 10, 8, 0, 0, 0, 0, 8, 10};
   EXPECT_EQ(read_patch(storages, outside, 3, 20, 20).data, nullptr);
+}
+
+// Batches on the CPU: what threads do band by band, in any order, is what a picture gives in one piece.
+
+constexpr int kManyThreads = 8;  // so that few pictures are cut into bands
+
+std::vector<uint8_t> noise(size_t size) {
+  uint32_t state = 7;
+  std::vector<uint8_t> bytes(size);
+  for (uint8_t& byte : bytes) byte = static_cast<uint8_t>((state = state * 1664525u + 1013904223u) >> 24);
+  return bytes;
+}
+
+std::vector<uint8_t> resized(const uint8_t* source, int w, int h, int new_w, int new_h) {
+  const Resize resize = make_resize(w, h, new_w, new_h, Interpolation::kLinear);
+  ResizeRows<3> rows(source, int64_t{w} * 3, resize, plain_resize_kernels());
+  std::vector<uint8_t> out(static_cast<size_t>(new_w) * new_h * 3);
+  for (int y = 0; y < new_h; ++y) rows.row(y, out.data() + static_cast<size_t>(y) * new_w * 3);
+  return out;
+}
+
+TEST(ImageLoops, Augment) {
+  constexpr int kSide = 40, kHeight = 2 * kBand + 9, kWidth = 30;
+  const std::vector<uint8_t> bytes = noise(kSide * kSide * 3);
+  const int64_t placements[] = {0, 0, kSide, kSide, 0, 0, 3, 60, kSide, kSide};
+  const int64_t layers[] = {0, 1, kHeight, 2 * kWidth, 1, -1}, pictures[] = {0, -1, 0, -1, 0, -1, kFlipUpDown, -1};
+  const double matrix[] = {0.9, 0.1, 2, -0.1, 1.1, 1, 0, 0, 1};
+  std::vector<float> whole(size_t{2} * 3 * kHeight * kWidth), bands(whole.size());
+  AugmentParams p{};
+  p.storages = {{bytes.data()}, {static_cast<int64_t>(bytes.size())}, 1};
+  p.placements = placements;
+  p.layers = layers;
+  p.matrices = matrix;
+  p.pictures = pictures;
+  p.placement_rows = p.layer_rows = 1;
+  p.out = {bands.data(), PixelType::kFloat32, /*channels_last=*/false, false, 2, 3, kHeight, kWidth};
+  augment_batch<Float16, 3>(p, kManyThreads, backwards);
+  p.out.data = whole.data();
+  const LevelTable<Float16> levels(p.out.type);
+  for (int n = 0; n < 2; ++n)
+    AugmentPicture<3>(p, n, RowStore{p.out, levels.data(), plain_row_kernels()}).run(0, kHeight);
+  EXPECT_EQ(bands, whole);
+}
+
+TEST(ImageLoops, Letterbox) {
+  constexpr int kSide = 50, kNew = 120, kHeight = 2 * kBand + 20, kWidth = 100, kTop = 7, kLeft = -4;
+  const std::vector<uint8_t> bytes = noise(kSide * kSide * 3), want = resized(bytes.data(), kSide, kSide, kNew, kNew);
+  const int64_t plan[] = {0, 0, kSide, kSide, kSide * 3, kNew, kNew, kTop, kLeft, 0};
+  std::vector<Float16> out(size_t{kHeight} * kWidth * 3);
+  LetterboxParams p{{{bytes.data()}, {static_cast<int64_t>(bytes.size())}, 1}, plan, /*keep_bgr=*/true, {}};
+  p.out = {out.data(), PixelType::kFloat16, /*channels_last=*/true, false, 1, 3, kHeight, kWidth};
+  letterbox_batch<Float16, 3>(p, kManyThreads, backwards);
+  for (int i = 0; i < kHeight * kWidth * 3; ++i) {
+    const int x = i / 3 % kWidth - kLeft, y = i / 3 / kWidth - kTop;
+    const bool inside = x >= 0 && y >= 0 && x < kNew && y < kNew;
+    const int level = inside ? want[static_cast<size_t>((y * kNew + x) * 3 + i % 3)] : kBorder;
+    ASSERT_EQ(out[static_cast<size_t>(i)].bits, Float16(normalised(level, false)).bits) << i;
+  }
+}
+
+TEST(ImageLoops, Resize) {
+  const std::vector<uint8_t> bytes = noise(30 * 40 * 3 + 50 * 20 * 3);
+  const int64_t plan[] = {0, 0, 40, 30, 0, 150, 70, 0, 0, 30 * 40 * 3, 20, 50, 150 * 70 * 3, 65, 9, 0};
+  std::vector<uint8_t> want = resized(bytes.data(), 30, 40, 70, 150);
+  const std::vector<uint8_t> second = resized(bytes.data() + 30 * 40 * 3, 50, 20, 9, 65);
+  want.insert(want.end(), second.begin(), second.end());
+  std::vector<uint8_t> out(want.size());
+  const Storages storages{{bytes.data()}, {static_cast<int64_t>(bytes.size())}, 1};
+  resize_pictures<3>({storages, plan, 2, 3, out.data(), static_cast<int64_t>(out.size())}, backwards);
+  EXPECT_EQ(out, want);
+}
+
+TEST(ImageLoops, Gather) {
+  const std::vector<uint8_t> first = noise(100), second = noise(70);
+  const Storages storages{{first.data(), second.data()}, {100, 70}, 2};
+  const int64_t rows[] = {1, 3, 60, 40, 0, 90, 10, 0, 0, 5, 0, 20, 0, 0, 30, 10};  // the third is empty
+  std::vector<uint8_t> want(100, 9);
+  std::copy_n(second.data() + 3, 60, want.data() + 40);
+  std::copy_n(first.data() + 90, 10, want.data());
+  std::copy_n(first.data(), 30, want.data() + 10);
+  for (const int64_t grain : {1, 7, 1000}) {
+    std::vector<uint8_t> out(100, 9);
+    gather_pieces(storages, rows, 4, out.data(), grain, backwards);
+    EXPECT_EQ(out, want) << grain;
+  }
 }
 
 }  // namespace
