@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.ops.capture import capture
 from tests.ops.test_masks import problem
 from tests.references import masks as reference
 from torch_fastdet import masks, ops
@@ -139,11 +140,7 @@ def test_opcheck_scripts_and_compiles(device):
 def test_in_a_graph(cuda):
     values, boxes = (t.to(cuda) for t in drawn(9, (64, 64)))
     static, corners = values.clone(), boxes.clone()
-    ops.crop_mask(static, corners)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = ops.crop_mask(static, corners)
+    graph, found = capture(lambda: ops.crop_mask(static, corners))
     other = torch.randn_like(values)
     static.copy_(other)
     corners.copy_(boxes.flip(0))

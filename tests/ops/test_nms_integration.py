@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.ops.capture import capture
 from tests.ops.nms_samples import clustered, rotated
 from tests.ops.test_nms import ANCHORS, FORMS, STRIDES, as_ultralytics, split_heads, ultralytics_heads, yolov5_heads
 from torch_fastdet import ops
@@ -419,14 +420,7 @@ def test_graph_replay_with_changed_inputs(cuda, options):
     inputs[1][..., 4] *= 0.001
     inputs[2][..., 4] = 1
     static = inputs[0].to(cuda)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        ops.non_max_suppression_padded(static, **options)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = ops.non_max_suppression_padded(static, **options)
+    graph, got = capture(lambda: ops.non_max_suppression_padded(static, **options))
     for data in (*inputs, inputs[0]):
         static.copy_(data)
         graph.replay()
@@ -436,11 +430,7 @@ def test_graph_replay_with_changed_inputs(cuda, options):
 def test_graph_of_raw_heads(cuda):
     heads = [h.to(cuda) for h in yolov5_heads(2, 4)]
     module = YOLOv5PostProcess(ANCHORS, STRIDES, nc=4).to(cuda)
-    module(heads)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = module(heads)
+    graph, got = capture(lambda: module(heads))
     for seed in (1, 2):
         for head, fresh in zip(heads, yolov5_heads(2, 4, seed=seed)):
             head.copy_(fresh)

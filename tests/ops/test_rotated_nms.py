@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.ops.capture import capture
 from tests.ops.nms_samples import rotated
 from tests.ops.test_nms import STRIDES, ultralytics_heads
 from tests.references import nms as reference
@@ -238,11 +239,7 @@ def test_memory_of_many_candidates(cuda):
 def test_graph_replay_with_changed_inputs(cuda):
     static = rotated(2, 900, 6).to(cuda)
     options = {"nc": 6, "rotated": "fast", "conf_thres": 0.01}
-    suppress(static, cuda, **options)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = ops.ultralytics_non_max_suppression_padded(static, **options)
+    graph, got = capture(lambda: ops.ultralytics_non_max_suppression_padded(static, **options))
     for seed in (1, 2):
         fresh = rotated(2, 900, 6, seed=seed)
         static.copy_(fresh)

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.ops.capture import check_replay
 from tests.references import upsample as reference
 from torch_fastdet import ops
 
@@ -390,21 +391,7 @@ def test_graph(cuda, memory_format):
         out = ops.upsample_nearest2x_cat(x, skip)
         return [out, *torch.autograd.grad(out, [x, skip], grad)]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    for _ in range(3):
-        with torch.no_grad():
-            for tensor in (x, skip, grad):
-                tensor.normal_()
-        graph.replay()
-        for ours, eager in zip(captured, step()):
-            assert torch.equal(ours, eager)
+    check_replay(step, [x, skip, grad])
 
 
 def test_side_stream(cuda):

@@ -2,6 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.ops.capture import capture
 from tests.references import v8_loss as reference
 from torch_fastdet import ops
 
@@ -444,14 +445,7 @@ def test_graph_replay_follows_inputs_counts_and_settings(cuda):
         loss, items, status = ops.v8_loss(heads, targets, settings, STRIDES[:3], flat(SIZES[3]), count)
         return [loss.detach(), items, status, *torch.autograd.grad(loss.sum() * 512, heads)]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
+    graph, captured = capture(run)
     for used, changes in ((12, {}), (5, {"weight": 0.1, "cls": 2.0}), (0, {"alpha": 1.0}), (9, {"least_side": 30.0})):
         with torch.no_grad():
             for head in heads:

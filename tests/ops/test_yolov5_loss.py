@@ -2,6 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.ops.capture import capture
 from tests.references import yolov5_loss as reference
 from torch_fastdet import ops
 
@@ -449,14 +450,7 @@ def test_graph_replay_with_other_inputs(cuda):
         loss, items, _, status = ops.yolov5_loss(heads, *args)
         return [loss.detach(), items, status, *torch.autograd.grad(loss * 512, heads)]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
+    graph, captured = capture(run)
     for used in (12, 5, 0):
         with torch.no_grad():
             for head in heads:
