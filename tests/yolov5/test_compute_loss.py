@@ -273,7 +273,7 @@ def test_calls_without_gradients_wait_for_what_was_bad(monkeypatch):
     compute = ComputeLoss(model)
     heads, targets = make_heads(model, 2, 64), make_targets(4, 2, 5).as_subclass(late_gpu.OnGpu)
     bad = [True, False]
-    compute._checks = DeferredStatus(lambda status, rows: "a bad row" if bad.pop(0) else None)
+    compute._status.checks = DeferredStatus(lambda status, rows: "a bad row" if bad.pop(0) else None)
     compute(heads, targets)
     with torch.no_grad(), pytest.raises(ValueError, match="a bad row"):
         compute(heads, targets)

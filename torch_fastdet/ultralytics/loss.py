@@ -22,9 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_fastdet import ops
-from torch_fastdet._deferred import TARGET_COLUMNS, DeferredStatus, describe_bad_targets
+from torch_fastdet._deferred import TARGET_COLUMNS, describe_bad_targets
 from torch_fastdet._say import count, say
 from torch_fastdet._torch.private import module_has_hooks
+from torch_fastdet.hosts.shared.loss_status import TargetStatus
 from torch_fastdet.ultralytics.necks import fewer_copies
 
 STOCK_MODULE = "ultralytics.utils.loss"
@@ -68,9 +69,7 @@ class _State:
         self.settings: tuple[float, ...] = ()
         self.on_device: Tensor | None = None
         self.strides: tuple[Any, list[float]] = (None, [])
-        self.checks = DeferredStatus(describe_fault)
-        self.ignored: Tensor | None = None  # bad rows, and targets that had no row, in graphs
-        self.counting = False
+        self.status = TargetStatus("v8DetectionLoss", describe_fault)
         self.told = False
 
     def settings_on(self, device: torch.device, values: tuple[float, ...]) -> Tensor:
@@ -79,23 +78,12 @@ class _State:
         if held is None or held.device != device:
             with torch.inference_mode(False):  # validation may come first, and training writes here
                 self.on_device = held = torch.tensor(values, dtype=torch.float64, device=device)
-                self.ignored = torch.zeros(2, dtype=torch.int64, device=device)
+            self.status.prepare(device)
             self.settings = values
         elif values != self.settings:
             held.copy_(torch.tensor(values, dtype=torch.float64))
             self.settings = values
         return held
-
-    def note(self, status: Tensor, rows: int) -> None:
-        """Arrange that bad rows are raised later; in a graph they are counted."""
-        if not status.is_cuda:  # the operator has raised the error itself
-            return
-        if self.counting or torch.cuda.is_current_stream_capturing():
-            assert self.ignored is not None
-            self.ignored.add_(status[:3:2])
-        else:
-            self.checks.add(status, rows)
-            self.checks.raise_arrived(wait=not torch.is_grad_enabled())
 
 
 class _ByName:
@@ -247,7 +235,7 @@ class _DetectionLoss(_Criterion):
             topk2=self.assigner.topk2,
             **assignment.options,
         )
-        state.note(status, targets.shape[0])
+        state.status.note(status, targets.shape[0], status.is_cuda)
         if batch is not None:
             slots = _Slots(targets, slot_anchor, slot_row, settings, sizes)
             loss, items = self.with_task(preds, batch, slots, loss, items)
@@ -344,30 +332,17 @@ class _DetectionLoss(_Criterion):
     @contextlib.contextmanager
     def in_step(self, model: nn.Module) -> Iterator[None]:
         """A context for the model and this loss in a TrainStep: bad targets are counted, and copies spared."""
-        state = self._state
-        before, state.counting = state.counting, True
-        try:
-            with fewer_copies(model):
-                yield
-        finally:
-            state.counting = before
+        with fewer_copies(model), self._state.status.counting():
+            yield
 
     @property
     def ignored_targets(self) -> int:
         """Bad rows of targets ignored in CUDA graphs so far; reading it waits for the device."""
-        ignored = self._state.ignored
-        return 0 if ignored is None else int(ignored[0])
+        return self._state.status.ignored
 
     def check(self) -> None:
         """Wait for the losses computed so far; raise ValueError if the targets of one had a bad row, or more than its rows."""
-        state = self._state
-        state.checks.raise_arrived(wait=True)
-        if state.ignored is not None and (beyond := int(state.ignored[1])):
-            state.ignored[1] = 0
-            raise ValueError(
-                f"v8DetectionLoss: num_targets was not from 0 to the rows of targets, and {abs(beyond)} targets were left out since "
-                "the last check; give targets more rows (and capture graphs again)"
-            )
+        self._state.status.check()
 
     def update(self) -> None:
         """The trainer calls this at the end of each epoch, if a criterion has it: :meth:`check`."""

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from torch_fastdet import ops
-from torch_fastdet._deferred import TARGET_COLUMNS, DeferredStatus, describe_bad_targets
+from torch_fastdet._deferred import TARGET_COLUMNS, describe_bad_targets
 from torch_fastdet._say import count
 from torch_fastdet._torch.tensors import unwrap
+from torch_fastdet.hosts.shared.loss_status import TargetStatus
 from torch_fastdet.ops.yolov5_loss import split_coefficients, yolov5_mask_part
 from torch_fastdet.yolov5.heads import fewer_copies
 
@@ -88,10 +89,8 @@ class ComputeLoss:
         self._balance_seen: list[float] = []  # what the tensor below was made from
         self._balance_tensor: torch.Tensor | None = None
         self._balance_on(self.device)  # now, for a graph capture cannot bring it there
-        self._counting = False
-        with torch.inference_mode(False):  # written in training, wherever the loss is made
-            self._ignored = torch.zeros(2, dtype=torch.int64, device=self.device)  # bad rows, targets that had no row
-        self._checks = DeferredStatus(describe_fault)
+        self._status = TargetStatus("ComputeLoss", describe_fault)
+        self._status.prepare(self.device)
 
     BCEcls = BCEobj = build_targets = property(_not_apart, _not_apart)
 
@@ -117,16 +116,11 @@ class ComputeLoss:
     @property
     def ignored_targets(self) -> int:
         """Bad rows of targets ignored in CUDA graphs and inside of counting() so far; reading it waits for the device."""
-        return int(self._ignored[0])
+        return self._status.ignored
 
-    @contextlib.contextmanager
-    def counting(self) -> Iterator[None]:
+    def counting(self) -> contextlib.AbstractContextManager[None]:
         """While inside, bad targets on a GPU are ignored and counted, as in a CUDA graph, where they would be an error."""
-        before, self._counting = self._counting, True
-        try:
-            yield
-        finally:
-            self._counting = before
+        return self._status.counting()
 
     @contextlib.contextmanager
     def in_step(self, model: nn.Module) -> Iterator[None]:
@@ -146,14 +140,7 @@ class ComputeLoss:
 
     def check(self) -> None:
         """Wait for the losses computed so far; raise ValueError if the targets of one had a bad row, or more than its rows."""
-        self._checks.raise_arrived(wait=True)
-        beyond = int(self._ignored[1])
-        if beyond:
-            self._ignored[1] = 0
-            raise ValueError(
-                f"ComputeLoss: num_targets was not from 0 to the rows of targets, and {abs(beyond)} targets were left out since the "
-                "last check; give targets more rows (and capture graphs again)"
-            )
+        self._status.check()
 
     def __call__(
         self, p: list[torch.Tensor], targets: torch.Tensor, num_targets: torch.Tensor | None = None
@@ -173,10 +160,8 @@ class ComputeLoss:
             raise TypeError(
                 f"ComputeLoss: num_targets is a {type(num_targets).__name__}, but a tensor of one int64 on the device is expected"
             )
-        capturing = targets.is_cuda and torch.cuda.is_current_stream_capturing()
-        if not capturing:
-            self._checks.raise_arrived()
-        if not capturing:
+        if not (targets.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self._status.checks.raise_arrived()
             count("loss_optim", "losses")
         balance = self._balance_on(targets.device)
         hyp = self.hyp
@@ -199,11 +184,7 @@ class ComputeLoss:
             levels = values.shape[0]
             balance[:levels].mul_(0.9999).add_(0.0001 / values[:, 0].double())
             balance.div_(balance[self.ssi].clone())
-        if targets.is_cuda and (capturing or self._counting):
-            self._ignored.add_(owner[-4::2])  # status[0] and status[2]
-        elif targets.is_cuda:
-            self._checks.add(owner[-4:], targets.shape[0])
-            self._checks.raise_arrived(wait=not torch.is_grad_enabled())
+        self._status.note(owner[-4:], targets.shape[0], targets.is_cuda)
         return loss, items, matches
 
     def _balance_on(self, device: torch.device) -> torch.Tensor:
@@ -243,11 +224,6 @@ class ComputeLoss:
                     f"ComputeLoss: p[{i}] of shape {tuple(head.shape)} has {outputs:g} outputs an anchor, but the model has "
                     f"{self.nc} classes, so {wanted} are expected"
                 )
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = dict(self.__dict__)
-        state["_checks"] = DeferredStatus(describe_fault)
-        return state
 
 
 class SegmentationLoss(ComputeLoss):
