@@ -495,3 +495,15 @@ def test_pages_of_the_site_link_inside_it():
     for page in sorted((ROOT / "docs").rglob("*.md")):
         up = "](" + "../" * len(page.relative_to(ROOT / "docs").parts)
         assert up not in page.read_text(), f"{page.name} links out of docs/, where the site has nothing"
+
+
+def linked_pages(page: Path) -> set[Path]:
+    targets = re.findall(r"\]\(([^)#]+\.md)[^)]*\)", page.read_text())
+    return {(page.parent / target).resolve() for target in targets if "://" not in target}
+
+
+def test_every_page_is_two_clicks_from_readme():
+    first = linked_pages(ROOT / "README.md")
+    near = first.union(*map(linked_pages, first))
+    far = sorted(str(page.relative_to(ROOT)) for page in set(PAGES) - near - {ROOT / "README.md"})
+    assert not far, f"no link on README, or on a page that it links to, leads to {far}"
