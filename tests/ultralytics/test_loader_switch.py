@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import os
 import pickle
 import random
@@ -278,6 +279,41 @@ def test_the_training_process_makes_batches_of_plans(ultralytics, root, case, mo
     request.getfixturevalue("pretended_gpu")
     compare(ours(batches, ultralytics, where, device="cuda", **options), stock)
     assert re.search(f"{kept} pictures are (kept|read) as JPEG files", capsys.readouterr().err)
+
+
+def little_shared_memory(kib: int) -> bool:
+    """Gives this process, a child, a /dev/shm of its own of this size. Whether that may be done here."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    new_mounts, private, recursive = 0x20000, 1 << 18, 1 << 14
+    return (
+        libc.unshare(new_mounts) == 0
+        and libc.mount(b"none", b"/", None, private | recursive, None) == 0
+        and libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, f"size={kib}k".encode()) == 0
+    )
+
+
+@pytest.mark.cpu
+def test_batches_do_not_lie_in_dev_shm(ultralytics, root, request, tmp_path):
+    """As in a container with 64 MB there. With less than a few batches need, stock's training waits for ever, for a batch that a loader
+    process could not send."""
+    options = {"workers": 2, "root": root("boxes"), **HYP}
+    wanted, found = batches(ultralytics, **options), tmp_path / "found"
+    request.getfixturevalue("pretended_gpu")
+    if (child := os.fork()) == 0:
+        code = 4
+        signal.alarm(60)
+        try:
+            if not little_shared_memory(256):
+                os._exit(3)
+            found.write_bytes(pickle.dumps(ours(batches, ultralytics, device="cuda", **options)))
+            code = 0
+        finally:
+            os._exit(code)
+    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if ended == 3:
+        pytest.skip("no namespaces of mounts here")
+    assert ended == 0
+    compare(pickle.loads(found.read_bytes()), wanted)
 
 
 @pytest.mark.cpu
