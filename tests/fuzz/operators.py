@@ -21,7 +21,7 @@ import re
 import resource
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -51,7 +51,7 @@ FLOATS = (float("nan"), float("inf"), -float("inf"), 0.0, -1.0, 1e-45, 3e38, -3e
 INTS = (0, 1, -1, 2, 3, 255, 1 << 31, -(1 << 31), (1 << 63) - 1, -(1 << 63), 7)
 MEMORY = 24 << 30  # bytes of addresses: a size that nobody has is an error of the allocator
 #: What a forward pass leaves for another operator, which reads and writes where it says. Nobody makes it by hand, and its values are
-#: not checked: they stay, and so do the sizes of what they point into.
+#: not checked, while its sizes are: the values stay, and so do the sizes of what they point into.
 KEPT = {
     "slot_anchor",
     "slot_row",
@@ -64,6 +64,8 @@ KEPT = {
     "scale",
     "scales",
 }
+
+OF_KEPT, OF_POINTED = (0, 1, 2, 3, 6, 7, 8), (0, 1, 2, 3, 8)  # kinds of changed()
 
 Call = tuple[Any, tuple, dict]
 
@@ -160,8 +162,8 @@ def in_another_layout(x: Tensor, draw: random.Random) -> Tensor:
     return x.new_empty_strided(x.shape, [s * 2 for s in torch.empty(x.shape, device="meta").stride()]).copy_(x)
 
 
-def changed(x: Tensor, draw: random.Random, kept: bool = False) -> Tensor:
-    kind = draw.choice((0, 1, 2, 3, 8)) if kept else draw.randrange(12)
+def changed(x: Tensor, draw: random.Random, kinds: Sequence[int] = range(12)) -> Tensor:
+    kind = draw.choice(kinds)
     if kind < 4:
         return in_another_layout(x, draw)
     if kind == 4 and x.dim():  # overlapping
@@ -200,9 +202,9 @@ def changed(x: Tensor, draw: random.Random, kept: bool = False) -> Tensor:
     return x
 
 
-def mutated(value: Any, draw: random.Random, kept: bool) -> Any:
+def mutated(value: Any, draw: random.Random, kinds: Sequence[int]) -> Any:
     if isinstance(value, Tensor):
-        return changed(value, draw, kept)
+        return changed(value, draw, kinds)
     if isinstance(value, bool):
         return not value
     if isinstance(value, int):
@@ -250,11 +252,10 @@ def problem(call: Call, draw: random.Random, log: Any) -> str | None:
     operator, args, kwargs = call
     flat, form = tree_flatten((copies(args), copies(kwargs)))
     kept = leaves_of(operator, args, kwargs, KEPT)
-    if kept:
-        kept = {number for number, value in enumerate(flat) if isinstance(value, Tensor)}
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         at = draw.randrange(len(flat)) if flat else 0
-        flat[at : at + 1] = [mutated(value, draw, at in kept) for value in flat[at : at + 1]]
+        kinds = (OF_KEPT if at in kept else OF_POINTED) if kept else range(12)
+        flat[at : at + 1] = [mutated(value, draw, kinds) for value in flat[at : at + 1]]
     case = f"{operator} {', '.join(map(words, flat))}"
     log.write(case + "\n")
     log.flush()

@@ -55,7 +55,7 @@ def program(ultralytics_environment, tmp_path_factory) -> Callable[..., dict[str
     """Runs programs/<name> with torch_fastdet and Ultralytics, and returns the JSON of its last line, and "output"."""
     root = tmp_path_factory.mktemp("ultralytics")
 
-    def run(name: str, *arguments: object) -> dict[str, Any]:
+    def run(name: str, *arguments: object, seconds: float = 500) -> dict[str, Any]:
         result = subprocess.run(
             [sys.executable, str(PROGRAMS / name), *map(str, arguments)],
             cwd=root,
@@ -63,7 +63,7 @@ def program(ultralytics_environment, tmp_path_factory) -> Callable[..., dict[str
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=500,
+            timeout=seconds,
         )
         assert result.returncode == 0, result.stdout[-6000:]
         return json.loads(result.stdout.splitlines()[-1]) | {"output": result.stdout}

@@ -1,0 +1,71 @@
+"""Trainings one after the other in one process, with our switches; prints what the process holds after each.
+
+On the CPU graphs are those of tests/graphs/fake_gpu.py.
+"""
+
+import argparse
+import gc
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from ultralytics import YOLO
+
+from tests.graphs import fake_gpu
+from tests.loader.leftovers import open_memories
+from torch_fastdet import memory
+from torch_fastdet.hosts.engine import switch
+from torch_fastdet.hosts.shared import layout
+from torch_fastdet.ultralytics import patch, training, unpatch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("data")
+parser.add_argument("project")
+parser.add_argument("count", type=int)
+parser.add_argument("--device", default="cpu")
+options = parser.parse_args()
+SWITCHES = ("cuda_graph", "channels_last", "multi_tensor_optimizer", "loss_optim", "loader_optim", "bn_act_optim")
+
+
+def held() -> dict[str, int]:
+    """What a training must leave as it was."""
+    gc.collect()
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return {
+        "kib": int(status["RssAnon"].split()[0]),
+        "shared_kib": int(status["RssShmem"].split()[0]),
+        "gpu_kib": torch.cuda.memory_allocated() >> 10 if options.device != "cpu" else 0,
+        "files": len(os.listdir("/proc/self/fd")),
+        "memories": open_memories(),
+        "threads": len(os.listdir("/proc/self/task")),
+        "python_threads": threading.active_count(),
+        "owners": len(memory.owners()),
+    }
+
+
+def train() -> None:
+    YOLO("yolov8n.yaml", task="detect").train(
+        data=options.data, project=options.project, name="run", exist_ok=True, device=options.device, seed=0,
+        imgsz=64, epochs=1, batch=8, workers=1, optimizer="SGD", amp=False, val=False, plots=False, verbose=False, save=False,
+    )  # fmt: skip
+
+
+found = []
+with pytest.MonkeyPatch.context() as monkeypatch:
+    if options.device == "cpu":
+        fake_gpu.install(monkeypatch)
+        monkeypatch.setattr(switch, "missing_gpu", lambda: None)
+        monkeypatch.setattr(layout, "measure", lambda *_: {"NHWC": 2.0, "NCHW": 1.0})
+        monkeypatch.setattr(training, "objection", lambda *_: None)
+    for number in range(options.count):
+        patch(**dict.fromkeys(SWITCHES, True))
+        try:
+            train()
+        finally:
+            unpatch()
+        found.append(held())
+        print(number, found[-1], flush=True)
+print(json.dumps({"found": found}))

@@ -1,0 +1,32 @@
+"""Trainings one after the other in one process leave nothing behind. `make soak` asks for 100."""
+
+import os
+from statistics import median
+
+import pytest
+
+COUNT = int(os.environ.get("TRAININGS", "9"))
+SECONDS = 200 + 30 * COUNT
+WARM_UP = 3  # caches of torch and of the host
+MIB = 1 << 10  # KiB
+
+
+def check(found):
+    rest = found[WARM_UP:]
+    for name in ("files", "memories", "threads", "python_threads", "owners", "gpu_kib"):
+        assert len({each[name] for each in rest}) == 1, (name, found)
+    third = len(rest) // 3
+    for name in ("kib", "shared_kib"):
+        begin, end = (median(each[name] for each in part) for part in (rest[:third], rest[-third:]))
+        assert end - begin <= 8 * MIB + 0.02 * begin, (name, [each[name] for each in found])
+
+
+@pytest.mark.slow
+def test_trainings_leave_nothing(program, digits, tmp_path):
+    """A model that stays is 12 MiB, its gradients and momentum as much again; a captured shape has 11."""
+    check(program("many.py", digits, tmp_path, COUNT, seconds=SECONDS)["found"])
+
+
+@pytest.mark.slow
+def test_trainings_leave_nothing_on_a_gpu(cuda, program, digits, tmp_path):
+    check(program("many.py", digits, tmp_path, COUNT, "--device", 0, seconds=SECONDS)["found"])
