@@ -42,6 +42,9 @@ TORCH_LIBRARY(torch_fastdet, m) {
       "bn_act_parts_backward(Tensor[] grad_y, Tensor x, Tensor[] weight, Tensor[] bias, Tensor mean, Tensor invstd, "
       "str activation, float slope) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)");
 
+  // out = x[0] + x[1] + ..., rounded after each addition, or a copy of x[0]; slices of tensors along the channels.
+  m.def("sum_slices(Tensor[] x, Tensor(a!) out) -> ()");
+
   // Intersection over union of box pairs, and its loss.
   m.def(
       "bbox_iou(Tensor box1, Tensor box2, bool xywh=True, bool GIoU=False, bool DIoU=False, bool CIoU=False, "

@@ -8,6 +8,7 @@
 #include "ops/multi_tensor/run.h"
 #include "ops/nms/run.h"
 #include "ops/pool/run.h"
+#include "ops/slices/run.h"
 #include "ops/space_to_depth/run.h"
 #include "ops/stem_conv/run.h"
 #include "ops/upsample/run.h"
@@ -25,6 +26,7 @@ TORCH_LIBRARY_IMPL(torch_fastdet, Meta, m) {
   torch_fastdet::multi_tensor::register_multi_tensor<Meta>(m);
   torch_fastdet::register_nms<Meta>(m);
   torch_fastdet::register_pool<Meta>(m);
+  torch_fastdet::register_slices<Meta>(m);
   torch_fastdet::register_space_to_depth<Meta>(m);
   torch_fastdet::register_stem_conv<Meta>(m);
   torch_fastdet::register_upsample<Meta>(m);

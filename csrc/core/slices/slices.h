@@ -1,0 +1,39 @@
+// The sum of slices of tensors along the channels, or the copy of one, into another slice.
+#pragma once
+
+#ifdef TORCH_FASTDET_WITH_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
+#include <cstdint>
+
+#include "core/common/dtype.h"
+#include "core/common/storage.h"
+
+namespace torch_fastdet::core {
+
+constexpr int kMostSlices = 4;
+
+// A slice is `rows` rows of `width` neighbouring elements: the channels of a pixel in channels_last, those of an image
+// in NCHW. A pitch is the number of elements from one row to the next. No result overlaps with an operand.
+struct SumSlicesParams {
+  int64_t rows, width;
+  int count;  // of operands, 1 to kMostSlices
+  const void* x[kMostSlices];
+  int64_t x_pitch[kMostSlices];
+  void* out;
+  int64_t out_pitch;
+  DType dtype;
+};
+
+// Rounded after each addition, as additions of tensors are.
+template <typename T>
+TORCH_FASTDET_HOST_DEVICE T rounded_sum(T a, T b) {
+  return from_arithmetic<T>(to_arithmetic(a) + to_arithmetic(b));
+}
+
+#ifdef TORCH_FASTDET_WITH_CUDA
+cudaError_t launch_sum_slices(const SumSlicesParams& params, cudaStream_t stream);
+#endif
+
+}  // namespace torch_fastdet::core

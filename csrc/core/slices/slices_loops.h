@@ -1,0 +1,23 @@
+// sum_slices on the CPU: rows are shared among the threads by parallel_for(begin, end, grain, f).
+#pragma once
+
+#include <algorithm>
+
+#include "core/slices/slices.h"
+
+namespace torch_fastdet::core::slices_loops {
+
+template <typename T, typename ParallelFor>
+void sum_slices(const SumSlicesParams& p, const ParallelFor& parallel_for) {
+  parallel_for(0, p.rows, std::max<int64_t>(1, 32768 / p.width), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      T* const out = static_cast<T*>(p.out) + row * p.out_pitch;
+      for (int i = 0; i < p.count; ++i) {
+        const T* const x = static_cast<const T*>(p.x[i]) + row * p.x_pitch[i];
+        for (int64_t at = 0; at < p.width; ++at) out[at] = i == 0 ? x[at] : rounded_sum(out[at], x[at]);
+      }
+    }
+  });
+}
+
+}  // namespace torch_fastdet::core::slices_loops

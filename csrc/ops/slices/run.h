@@ -1,0 +1,78 @@
+// sum_slices but for the loops: check, find the rows, and hand them to Backend::sum(params, op), which cpu.cpp and
+// cuda.cpp each define.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/library.h>
+
+#include <vector>
+
+#include "core/slices/slices.h"
+#include "ops/common/backend.h"
+#include "ops/common/checks.h"
+
+namespace torch_fastdet {
+
+inline void check_sum_slices(at::TensorList x, const at::Tensor& out) {
+  constexpr const char* op = "sum_slices";
+  check_images(out, op, "out");
+  TORCH_CHECK(!x.empty() && x.size() <= core::kMostSlices, op, ": x has ", x.size(), " entries, but 1 to ",
+              core::kMostSlices, " are expected");
+  for (const at::Tensor& each : x) {
+    check_images(each, op, "x");
+    check_same_device(out, "out", each, op, "x");
+    TORCH_CHECK(each.scalar_type() == out.scalar_type(), op, ": x has dtype ", dtype_name(each.scalar_type()),
+                ", but out has ", dtype_name(out.scalar_type()));
+    auto same = each.sym_size(0).sym_eq(out.sym_size(0));
+    for (int64_t d = 1; d < 4; ++d) same = same.sym_and(each.sym_size(d).sym_eq(out.sym_size(d)));
+    TORCH_SYM_CHECK(same, op, ": x has shape ", each.sym_sizes(), ", but out has ", out.sym_sizes());
+  }
+}
+
+// Elements from one pixel's channels to the next pixel's (channels_last), or from image to image; -1 where there are no
+// such rows. A dimension of one element may have any stride.
+inline int64_t row_pitch(const at::Tensor& tensor, bool channels_last) {
+  const auto lies = [&](int64_t dimension, int64_t stride) {
+    return tensor.size(dimension) == 1 || tensor.stride(dimension) == stride;
+  };
+  const int64_t c = tensor.size(1), h = tensor.size(2), w = tensor.size(3);
+  if (!channels_last) return lies(3, 1) && lies(2, w) && lies(1, w * h) ? tensor.stride(0) : -1;
+  const int64_t pitch = w > 1 ? tensor.stride(3) : h > 1 ? tensor.stride(2) : tensor.size(0) > 1 ? tensor.stride(0) : c;
+  return lies(1, 1) && lies(2, pitch * w) && lies(0, pitch * w * h) ? pitch : -1;
+}
+
+// out = x[0] + x[1] + ..., in this order. An operand without the rows of out is copied first.
+template <class Backend>
+void sum_slices(at::TensorList x, const at::Tensor& out) {
+  check_sum_slices(x, out);
+  if constexpr (!Backend::kMeta) {
+    if (out.numel() == 0) return;
+    const c10::DeviceGuard guard(out.device());
+    const bool channels_last = row_pitch(out, false) < 0;
+    core::SumSlicesParams params{};
+    params.out = out.mutable_data_ptr();
+    params.out_pitch = row_pitch(out, channels_last);
+    params.dtype = core_dtype(out.scalar_type());
+    TORCH_CHECK(params.out_pitch >= 0, "sum_slices: out has strides ", out.strides(),
+                ", but channels of a contiguous or channels_last tensor are expected");
+    params.width = channels_last ? out.size(1) : out.size(1) * out.size(2) * out.size(3);
+    params.rows = out.numel() / params.width;
+    std::vector<at::Tensor> operands;  // until the launch
+    for (const at::Tensor& each : x) {
+      const bool fits = row_pitch(each, channels_last) >= 0;
+      operands.push_back(
+          fits ? each : each.contiguous(channels_last ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::Contiguous));
+      params.x[params.count] = operands.back().const_data_ptr();
+      params.x_pitch[params.count++] = row_pitch(operands.back(), channels_last);
+    }
+    Backend::sum(params, "sum_slices");
+  }
+}
+
+template <class Backend>
+void register_slices(torch::Library& m) {
+  m.impl("sum_slices", TORCH_FN(sum_slices<Backend>));
+}
+
+}  // namespace torch_fastdet

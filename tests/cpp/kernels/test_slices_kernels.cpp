@@ -1,0 +1,20 @@
+// The kernel of sum_slices against slices_problem.h.
+#include <gtest/gtest.h>
+
+#include "emulator.h"
+#include "slices_problem.h"
+
+namespace torch_fastdet::core {
+namespace {
+
+struct Kernels {
+  static void seed(uint64_t seed) { emulator::seed(seed); }
+  static bool sum(const SumSlicesParams& params) { return launch_sum_slices(params, nullptr) == cudaSuccess; }
+};
+
+TEST(SumSlicesKernels, RandomShapesAndTypes) {
+  for (uint64_t seed = 0; seed < rounds(30) && !HasFailure(); ++seed) slices_problem::check<Kernels>(seed);
+}
+
+}  // namespace
+}  // namespace torch_fastdet::core

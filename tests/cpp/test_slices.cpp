@@ -1,0 +1,22 @@
+// The CPU loops of sum_slices against kernels/slices_problem.h.
+#include "core/slices/slices_loops.h"
+#include "kernels/backwards.h"
+#include "kernels/slices_problem.h"
+
+namespace torch_fastdet::core {
+namespace {
+
+struct Loops {
+  static void seed(uint64_t) {}
+  static bool sum(const SumSlicesParams& params) {
+    with_dtype<Halves>(params.dtype, [&](auto zero) { slices_loops::sum_slices<decltype(zero)>(params, backwards); });
+    return true;
+  }
+};
+
+TEST(SumSlicesLoops, RandomShapesAndTypes) {
+  for (uint64_t seed = 0; seed < rounds(40) && !HasFailure(); ++seed) slices_problem::check<Loops>(seed);
+}
+
+}  // namespace
+}  // namespace torch_fastdet::core

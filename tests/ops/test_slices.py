@@ -1,0 +1,95 @@
+"""torch.ops.torch_fastdet.sum_slices: the bits of torch's additions and copies, in the slice alone."""
+
+import pytest
+import torch
+
+FORMATS = [torch.channels_last, torch.contiguous_format]
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+sum_slices = torch.ops.torch_fastdet.sum_slices
+
+
+def slices(count, shape, device, dtype, memory_format, before=(0, 8, 16, 3)):
+    """Slices of tensors that have other channels before and behind them."""
+    n, c, *size = shape
+    wholes = [torch.randn(n, first + c + 8, *size, dtype=torch.float64) for first in before[:count]]
+    wholes = [whole.to(device, dtype).contiguous(memory_format=memory_format) for whole in wholes]
+    return [whole[:, first : first + c] for whole, first in zip(wholes, before)]
+
+
+def added(x):
+    total = x[0].clone()
+    for each in x[1:]:
+        total = total + each
+    return total
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "shape", [(2, 32, 6, 5), (3, 5, 4, 3), (1, 8, 1, 1), (2, 16, 1, 7), (4, 1, 3, 2), (1, 24, 5, 1)]
+)
+def test_sums_have_the_bits_of_torchs(device, shape, dtype, memory_format):
+    for count in (1, 2, 3, 4):
+        x = slices(count, shape, device, dtype, memory_format)
+        room = torch.full((shape[0], shape[1] + 16, *shape[2:]), 7.0, dtype=dtype, device=device)
+        room = room.contiguous(memory_format=memory_format)
+        sum_slices(x, room[:, 8:-8])
+        assert torch.equal(room[:, 8:-8], added(x))
+        assert (room[:, :8] == 7).all() and (room[:, -8:] == 7).all()
+
+
+def test_operands_of_other_strides_and_empty_ones(device):
+    x = torch.randn(2, 8, 6, 6, device=device)
+    strange = [
+        x.transpose(2, 3),
+        x[:, :1].expand(2, 8, 6, 6),
+        x.contiguous(memory_format=torch.channels_last),
+        x[:, ::1],
+    ]
+    for out in (torch.empty_like(x), torch.empty_like(strange[2])):
+        sum_slices(strange, out)
+        assert torch.equal(out, added(strange))
+    for shape in ((0, 8, 6, 6), (2, 0, 6, 6), (2, 8, 0, 6)):
+        sum_slices([torch.empty(shape, device=device)], torch.empty(shape, device=device))
+
+
+def test_opcheck(device):
+    x = slices(3, (2, 16, 4, 3), device, torch.float32, torch.channels_last)
+    torch.library.opcheck(sum_slices.default, (x, torch.empty_like(x[0])))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda x, out: ([], out), "x has 0 entries, but 1 to 4 are expected"),
+        (lambda x, out: (x * 3, out), "x has 6 entries, but 1 to 4 are expected"),
+        (lambda x, out: ([x[0].half()], out), "x has dtype float16, but out has float32"),
+        (lambda x, out: ([x[0][:, 1:]], out), r"x has shape \[2, 7, 4, 3\], but out has \[2, 8, 4, 3\]"),
+        (lambda x, out: ([x[0][0]], out), "x has shape .*, but four dimensions"),
+        (lambda x, out: (x, out.long()), "out has dtype int64"),
+        (
+            lambda x, out: ([x[0][:, :, :3]], out.transpose(2, 3)[:, :, :, :3].transpose(1, 2)),
+            "x has shape|out has strides",
+        ),
+        (lambda x, out: ([x[0].transpose(2, 3)], out.transpose(2, 3)), "out has strides"),
+    ],
+)
+def test_errors_are_one_line_and_write_nothing(device, change, message):
+    x, out = change([torch.ones(2, 8, 4, 3, device=device)] * 2, torch.zeros(2, 8, 4, 3, device=device))
+    with pytest.raises(RuntimeError, match=f"sum_slices: {message}") as error:
+        sum_slices(x, out)
+    assert len(str(error.value).splitlines()) == 1 and not out.any()
+
+
+def test_large_slices_and_a_graph(cuda):
+    """More rows than a launch has blocks' rows beside each other, and a replay on other values."""
+    x = slices(3, (16, 48, 160, 160), cuda, torch.float16, torch.channels_last)
+    out = torch.empty_like(x[0])
+    sum_slices(x, out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        sum_slices(x, out)
+    for each in x:
+        each.mul_(2)
+    graph.replay()
+    assert torch.equal(out, added(x))
