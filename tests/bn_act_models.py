@@ -12,15 +12,18 @@ from torch_fastdet.layers import bn_act, stem
 
 
 class Operators(TorchDispatchMode):
-    """How many norms bn_act computed, and stock; how many concatenations it wrote; and the stem's and SPPF's operators."""
+    """How many norms bn_act computed, and stock; how many concatenations it wrote; the stem's and SPPF's operators;
+    and slices that sum_slices copied or added, and concatenations of torch."""
 
-    ours = stock = stems = kernels = pools = concatenations = joined = 0
+    ours = stock = stems = kernels = pools = concatenations = joined = copies = cats = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.stems += str(func) == "torch_fastdet.space_to_depth.default"
         self.kernels += str(func) == "torch_fastdet.stem_conv2d.default"
         self.pools += str(func) == "torch_fastdet.max_pools_cat.default"
         self.ours += str(func) == "torch_fastdet.bn_act.default"
+        self.copies += str(func) == "torch_fastdet.sum_slices.default"
+        self.cats += str(func) == "aten.cat.default"
         if str(func) == "torch_fastdet.bn_act_parts.default":
             self.ours += len(args[1])
             self.joined += len(args[1]) > 1

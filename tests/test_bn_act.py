@@ -12,9 +12,17 @@ from tests.bn_act_models import Operators
 from torch_fastdet.graphs import GraphedModule
 from torch_fastdet.graphs._casts import weights_cast_once
 from torch_fastdet.hosts.shared.bn_act import BOTTLENECK, CONV
+from torch_fastdet.hosts.shared.bn_act import C2F as C2F_FORMULA
 from torch_fastdet.hosts.shared.bn_act import C3 as C3_FORMULA
 from torch_fastdet.layers import bn_act
-from torch_fastdet.layers.bn_act import bottleneck_forward, c3_forward, can_fuse, conv_forward, sppf_forward
+from torch_fastdet.layers.bn_act import (
+    bottleneck_forward,
+    c2f_forward,
+    c3_forward,
+    can_fuse,
+    conv_forward,
+    sppf_forward,
+)
 from torch_fastdet.layers.joint import JOINED
 
 
@@ -50,6 +58,18 @@ class C3(nn.Module):
         return self.cv3(torch.cat((self.m(self.cv1(x)), self.cv2(x)), 1))
 
 
+class C2f(nn.Module):
+    def __init__(self, c, *blocks):
+        super().__init__()
+        self.cv1, self.cv2 = Conv(c, 2 * c), Conv((2 + len(blocks)) * c, c)
+        self.m = nn.ModuleList(blocks)
+
+    def forward(self, x):
+        y = list(self.cv1(x).chunk(2, 1))
+        y.extend(block(y[-1]) for block in self.m)
+        return self.cv2(torch.cat(y, 1))
+
+
 class SPPF(nn.Module):
     """Ultralytics', with a number of poolings and a shortcut of its own."""
 
@@ -75,6 +95,9 @@ def _fused(monkeypatch):
     monkeypatch.setattr(Bottleneck, "forward", bottleneck_forward(Bottleneck.forward, forward))
     assert C3_FORMULA.is_that_of(C3.forward)
     monkeypatch.setattr(C3, "forward", c3_forward(C3.forward, forward, Bottleneck.forward))
+    assert C2F_FORMULA.is_that_of(C2f.forward)
+    monkeypatch.setattr(C2f, "stock", C2f.forward, raising=False)
+    monkeypatch.setattr(C2f, "forward", c2f_forward(C2f.forward, forward, Bottleneck.forward, C3.forward))
     monkeypatch.setattr(SPPF, "stock", SPPF.forward, raising=False)
     monkeypatch.setattr(SPPF, "forward", sppf_forward(SPPF.forward, counts=True))
 
@@ -102,8 +125,8 @@ def stock_of(module):
             block.forward = lambda x, b=block: x + b.cv2(b.cv1(x)) if b.add else b.cv2(b.cv1(x))
         elif isinstance(block, C3):
             block.forward = lambda x, b=block: b.cv3(torch.cat((b.m(b.cv1(x)), b.cv2(x)), 1))
-        elif isinstance(block, SPPF):
-            block.forward = types.MethodType(SPPF.stock, block)
+        elif isinstance(block, (C2f, SPPF)):
+            block.forward = types.MethodType(block.stock.__func__, block)
     return copied
 
 
@@ -226,6 +249,116 @@ def test_norms_that_differ_are_concatenated_by_torch():
             copy.deepcopy(module)(x)
         assert (operators.concatenations, operators.ours) == (0, 5)
         assert_same(module, x, (5, 0))
+
+
+class Twofold(nn.Module):
+    """A block that c2f_forward() does not know."""
+
+    def __init__(self, wider=0):
+        super().__init__()
+        self.wider = wider
+
+    def forward(self, x):
+        return torch.cat([2 * x, x[:, : self.wider]], 1) if self.wider else 2 * x
+
+
+C2F_BLOCKS = {
+    "one": lambda: [Bottleneck(8)],
+    "no shortcut": lambda: [Bottleneck(8, False)],
+    "three": lambda: [Bottleneck(8), Bottleneck(8, False), Bottleneck(8)],
+    "C3k": lambda: [C3(8, 2, more=0), C3(8, 1, False, more=0)],
+    "C3k without a concatenation of ours": lambda: [C3(8, 0)],
+    "an unknown block": lambda: [Bottleneck(8), Twofold(), Bottleneck(8), Twofold()],
+    "a row of blocks": lambda: [nn.Sequential(Bottleneck(8), Twofold())],
+    "none": list,
+}
+# What each copies: the second half, and results of blocks that another block reads.
+COPIES = {
+    "three": 3,
+    "an unknown block": 5,
+    "C3k": 2,
+    "C3k without a concatenation of ours": 2,
+    "a row of blocks": 2,
+    "none": 0,
+}
+# A block that reads its input in several places by itself adds the gradients of these first.
+OTHER_ORDER = {"C3k", "C3k without a concatenation of ours", "a row of blocks"}
+CATS = {"none", "C3k without a concatenation of ours"}
+
+
+def wider_last_block(module):
+    module.m[-1] = Twofold(4)
+    module.cv2 = Conv(8 * 3 + 12, 8)
+
+
+C2F_CHANGES = {
+    "a hook on cv1": lambda m: m.cv1.register_forward_hook(lambda *_: None),
+    "a hook on the last block": lambda m: m.m[-1].register_forward_hook(lambda *_: None),
+    "a hook on a norm": lambda m: m.m[-1].cv2.bn.register_forward_hook(lambda *_: None),
+    "a frozen norm": lambda m: m.cv1.bn.eval(),
+    "a norm without statistics": lambda m: setattr(m.cv1, "bn", nn.BatchNorm2d(16, track_running_stats=False)),
+    "a last norm without parameters": lambda m: setattr(m.m[-1].cv2, "bn", nn.BatchNorm2d(8, affine=False)),
+    "another activation": lambda m: setattr(m.m[-1].cv2, "act", nn.ReLU()),
+    "another list": lambda m: setattr(m, "m", type("Other", (nn.ModuleList,), {})(m.m)),
+    "frozen weights": lambda m: m.cv1.requires_grad_(False),
+    "one block twice": lambda m: m.m.__setitem__(1, m.m[0]),
+    "a last block of other channels": wider_last_block,
+}
+
+
+def apart(module):
+    """A copy whose C2f are stock's, on Conv, Bottleneck and C3 of ours."""
+    copied = copy.deepcopy(module)
+    for block in copied.modules():
+        if isinstance(block, C2f):
+            block.forward = types.MethodType(C2f.stock, block)
+    return copied
+
+
+def assert_bits(module, x, once=False, amp=False):
+    mine, theirs = (in_a_step(m, x, once, amp)[1] for m in (copy.deepcopy(module), apart(module)))
+    assert all(a.stride() == b.stride() for a, b in zip(mine, theirs)) and all(map(torch.equal, mine, theirs))
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("name", C2F_BLOCKS)
+def test_c2f_writes_into_its_concatenation(device, same_convolutions, name, memory_format):
+    """Stock's values within the norms' rounding, and the bits of stock's C2f on the same blocks: sums of gradients have torch's order."""
+    module = C2f(8, *C2F_BLOCKS[name]()).to(device, memory_format=memory_format)
+    x = images(device).contiguous(memory_format=memory_format)
+    with Operators() as operators:
+        copy.deepcopy(module)(x)
+    assert operators.cats == (name in CATS) and operators.copies == COPIES.get(name, 1)
+    assert_same(module, x, (operators.ours, operators.stock))
+    if name not in OTHER_ORDER:
+        assert_bits(module, x)
+        assert_bits(module, x, amp=True)
+    if name == "C3k" or name not in OTHER_ORDER:
+        assert_bits(module, x, once=True, amp=True)
+
+
+@pytest.mark.parametrize("change", C2F_CHANGES.values(), ids=C2F_CHANGES)
+def test_other_parts_of_c2f_keep_their_own_path(change):
+    module, x = C2f(8, Bottleneck(8), Bottleneck(8)), images()
+    change(module)
+    for mine, theirs in zip(
+        in_a_step(copy.deepcopy(module), x, amp=False)[1], in_a_step(apart(module), x, amp=False)[1]
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-4)
+
+
+def test_c2f_is_compiled_whole():
+    module, x = C2f(8, Bottleneck(8), C3(8)), images()
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), stock_of(module)(x), rtol=1e-4, atol=1e-4)
+
+
+def test_odd_halves_are_stocks():
+    module = C2f(12, Bottleneck(12))
+    with Operators() as operators:
+        module(torch.randn(2, 12, 6, 5))
+    assert operators.copies == 0
 
 
 def in_a_step(module, x, once=True, amp=True):

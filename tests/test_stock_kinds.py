@@ -516,6 +516,7 @@ CASES: dict[str, dict[str, Case]] = {
     },
     "ultralytics": {
         **SHARED,
+        "C2f.forward": Case(module_forward(8, 8), 1, FLOATS),
         "non_max_suppression": all_floats(ultralytics_nms),
         "ConfusionMatrix.process_batch": Case(ultralytics_confusion, 5, but=some_of_a_detection),
         "DetectionValidator._process_batch": Case(validator_batch, 5, but=some_of_a_detection),

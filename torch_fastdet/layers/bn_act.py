@@ -1,7 +1,7 @@
 """A block of a convolution, a BatchNorm2d and an activation, trained with norm and activation as one operator.
 
 YOLOv5 and Ultralytics both have such a ``Conv``, a ``Bottleneck`` of two of them with a shortcut, a ``C3`` of three and of
-bottlenecks, and an ``SPPF`` of two with max poolings in between. The functions here make forward methods for such classes. They
+bottlenecks, a ``C2f`` of two and of either, and an ``SPPF`` of two with max poolings in between. The functions here make forward methods for such classes. They
 look at the modules at each call, because anything may have changed since the last one. What one operator cannot do with stock's
 results and in stock's order stays stock's.
 """
@@ -22,7 +22,15 @@ from torch_fastdet._torch.private import (
     is_transforming,
     runs_plainly,
 )
-from torch_fastdet.layers.joint import JOINED, Options, norm_and_activation_into, norms_and_activations_of_parts
+from torch_fastdet.layers.joint import (
+    JOINED,
+    Options,
+    keep,
+    norm_and_activation_into,
+    norm_and_activation_split,
+    norms_and_activations_of_parts,
+    twice,
+)
 from torch_fastdet.layers.stem import convolve
 
 ACTIVATIONS: dict[type[nn.Module], str] = {
@@ -37,6 +45,8 @@ _KINDS: tuple[type[nn.Module], ...] = (nn.BatchNorm2d, nn.MaxPool2d, nn.Sequenti
 _FORWARDS = {kind: kind.forward for kind in _KINDS}
 # Where the operator is the faster one.
 DEVICES = ("cuda",)
+# Channels of half precision that one access moves: slices of other numbers of channels are copied one by one.
+_VECTOR = 8
 # Every forward that c3_forward() made.
 _C3_FORWARDS: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -169,18 +179,28 @@ def _jointly(blocks: list[Any], x: Tensor, before: list[int]) -> tuple[Tensor, .
     return norms_and_activations_of_parts(z, norms, _options(blocks[0]), before)
 
 
+def _can_share(x: Tensor, norm: nn.BatchNorm2d) -> bool:
+    """Whether x, of the norm's channels, may be handed to several readers. torch.compile knows no Function that writes in place."""
+    return _fits(x, norm) and not torch.compiler.is_compiling()
+
+
+def _is_like(x: Tensor, room: Tensor) -> bool:
+    """Whether x can be some channels of ``room``."""
+    return x.dtype == room.dtype and x.shape[2:] == room.shape[2:] and x.is_contiguous() == room.is_contiguous()
+
+
+def _goes_into(room: Tensor, block: Any, x: Tensor, shortcut: Tensor | None) -> bool:
+    """Whether the block's ``act(bn(x))``, plus ``shortcut``, can be written into ``room``."""
+    added = shortcut is None or (shortcut.dtype == x.dtype and shortcut.shape == x.shape)
+    return added and _fits(x, block.bn) and _is_whole(block.bn) and _is_like(x, room)
+
+
 def _behind(block: Any, x: Tensor, rest: Tensor, shortcut: Tensor | None) -> Tensor:
     """The concatenation of the block's ``act(bn(x))``, plus ``shortcut``, and the last channels of ``rest``."""
-    norm, room = block.bn, rest.shape[1] - x.shape[1]
-    alike = [x] if shortcut is None else [x, shortcut]
-    if (
-        _fits(x, norm)
-        and _is_whole(norm)
-        and x.is_contiguous() == rest.is_contiguous()
-        and all(t.dtype == rest.dtype and t.shape[2:] == rest.shape[2:] and t.shape[1] == x.shape[1] for t in alike)
-    ):
-        return norm_and_activation_into(rest, x, norm, _options(block), shortcut)
-    return torch.cat([norm_and_activation(norm, block.act, x, shortcut), rest[:, -room:]], 1)
+    if _goes_into(rest, block, x, shortcut):
+        return norm_and_activation_into(rest, 0, x, block.bn, _options(block), shortcut)
+    room = rest.shape[1] - x.shape[1]
+    return torch.cat([norm_and_activation(block.bn, block.act, x, shortcut), rest[:, -room:]], 1)
 
 
 def conv_forward(stock: Forward) -> Forward:
@@ -200,6 +220,11 @@ def conv_forward(stock: Forward) -> Forward:
 def _ends_in(block: Any, conv: Forward) -> bool:
     """Whether ``block`` is a block whose forward is ``conv``, and whose norm and activation can be fused."""
     return hasattr(block, "bn") and block.training and runs_plainly(block, conv) and can_fuse(block.bn, block.act)
+
+
+def _ends_plainly(block: Any, forward: Forward, end: str, conv: Forward) -> bool:
+    """Whether ``block`` is one whose forward is ``forward``, and whose part ``end`` is as :func:`_ends_in` asks."""
+    return block.training and runs_plainly(block, forward) and _ends_in(getattr(block, end), conv)
 
 
 def bottleneck_forward(stock: Forward, conv: Forward) -> Forward:
@@ -229,34 +254,95 @@ def c3_forward(stock: Forward, conv: Forward, bottleneck: Forward) -> Forward:
 
     def forward(self: Any, x: Tensor) -> Tensor:
         if not torch.jit.is_scripting():
-            if not self.training or type(self.m) is not nn.Sequential:
-                return stock(self, x)
-            inner: list[Any] = list(self.m)
-            last = inner[-1] if inner else None
-            if not (
-                last is not None
-                and last.training
-                and runs_plainly(self.m, _FORWARDS[nn.Sequential])
-                and runs_plainly(last, bottleneck)
-                and _ends_in(last.cv2, conv)
-                and _ends_in(self.cv2, conv)
-            ):
-                return stock(self, x)
-            joint = None
-            if _ends_in(self.cv1, conv):
-                joint = _jointly([self.cv1, self.cv2], x, [0, last.cv2.bn.num_features])
-            y = self.cv1(x) if joint is None else joint[0]
-            for block in inner[:-1]:
-                y = block(y)
-            deep, shortcut = last.cv2.conv(last.cv1(y)), y if last.add else None
-            if joint is not None:
-                return self.cv3(_behind(last.cv2, deep, joint[1], shortcut))
-            return self.cv3(norms_and_activations_cat([last.cv2, self.cv2], [deep, self.cv2.conv(x)], shortcut))
+            parts = _c3_parts(self, x, conv, bottleneck)
+            return stock(self, x) if parts is None else self.cv3(parts)
         deep, shallow = self.m(self.cv1(x)), self.cv2(x)
         return self.cv3(torch.cat((deep, shallow), 1))
 
     _C3_FORWARDS.add(forward)
     return forward
+
+
+def _c3_parts(c3: Any, x: Tensor, conv: Forward, bottleneck: Forward) -> Tensor | None:
+    """The concatenation that :func:`c3_forward`'s ``cv3`` reads; None, with nothing done, where it cannot be written in place."""
+    if not c3.training or type(c3.m) is not nn.Sequential:
+        return None
+    inner: list[Any] = list(c3.m)
+    last = inner[-1] if inner else None
+    if not (
+        last is not None
+        and runs_plainly(c3.m, _FORWARDS[nn.Sequential])
+        and _ends_plainly(last, bottleneck, "cv2", conv)
+        and _ends_in(c3.cv2, conv)
+    ):
+        return None
+    joint = None
+    if _ends_in(c3.cv1, conv):
+        joint = _jointly([c3.cv1, c3.cv2], x, [0, last.cv2.bn.num_features])
+    y = c3.cv1(x) if joint is None else joint[0]
+    for block in inner[:-1]:
+        y = block(y)
+    shortcut = None
+    if last.add:
+        shortcut, y = twice(y) if _can_share(y, last.cv2.bn) else (y, y)
+    deep = last.cv2.conv(last.cv1(y))
+    if joint is not None:
+        return _behind(last.cv2, deep, joint[1], shortcut)
+    return norms_and_activations_cat([last.cv2, c3.cv2], [deep, c3.cv2.conv(x)], shortcut)
+
+
+def c2f_forward(stock: Forward, conv: Forward, bottleneck: Forward, c3: Forward) -> Forward:
+    """Stands for the forward of a block that computes ``cv2(cat((a, b, m[0](b), m[1](m[0](b)), ...), 1))`` of ``a, b = cv1(x).chunk(2, 1)``.
+
+    ``cv1`` writes into the concatenation, and so does the last of ``m`` where its forward is ``bottleneck`` or ``c3``. Two tensors are
+    left that further blocks read and that are copied: ``b`` and the result of each ``m`` but the last. Backward, the gradients of each of
+    them are added in one pass.
+    """
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if not torch.jit.is_scripting():
+            if not self.training or type(self.m) is not nn.ModuleList or not _ends_in(self.cv1, conv):
+                return stock(self, x)
+            return self.cv2(_c2f_parts(self, self.cv1.conv(x), conv, bottleneck, c3))
+        parts = list(self.cv1(x).chunk(2, 1))
+        for block in self.m:
+            parts.append(block(parts[-1]))
+        return self.cv2(torch.cat(parts, 1))
+
+    return forward
+
+
+def _c2f_parts(c2f: Any, x: Tensor, conv: Forward, bottleneck: Forward, c3: Forward) -> Tensor:
+    """The concatenation that :func:`c2f_forward`'s ``cv2`` reads; x is the result of ``cv1``'s convolution."""
+    blocks, norm, half = list(c2f.m), c2f.cv1.bn, x.shape[1] // 2
+    if not blocks or half % _VECTOR or x.shape[1] % 2 or not (_can_share(x, norm) and _is_whole(norm)):
+        return _chain(list(norm_and_activation(norm, c2f.cv1.act, x).chunk(2, 1)), blocks)
+    room, shortcut, y = norm_and_activation_split(x, half * (2 + len(blocks)), norm, _options(c2f.cv1))
+    for i, block in enumerate(blocks):
+        first, end, added = half * (2 + i), None, None
+        if _ends_plainly(block, bottleneck, "cv2", conv):
+            end, added = block.cv2, shortcut if block.add else None
+            y = end.conv(block.cv1(y))
+        elif _ends_plainly(block, c3, "cv3", conv) and (parts := _c3_parts(block, y, conv, bottleneck)) is not None:
+            end = block.cv3
+            y = end.conv(parts)
+        else:
+            y = block(y)
+        if end is not None and i == len(blocks) - 1 and y.shape[1] == half and _goes_into(room, end, y, added):
+            return norm_and_activation_into(room, first, y, end.bn, _options(end), added)
+        if end is not None:
+            y = norm_and_activation(end.bn, end.act, y, added)
+        if y.shape[1] != half or not _is_like(y, room):
+            return _chain([room[:, :first], y], blocks[i + 1 :])
+        room, shortcut, y = keep(room, first, y)
+    return room
+
+
+def _chain(parts: list[Tensor], blocks: list[Any]) -> Tensor:
+    """``parts`` and what each block makes of the one before it, concatenated."""
+    for block in blocks:
+        parts.append(block(parts[-1]))
+    return torch.cat(parts, 1)
 
 
 def convolutions_of_one_input(model: nn.Module) -> Iterator[list[Any]]:

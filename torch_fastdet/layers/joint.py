@@ -66,21 +66,29 @@ class _Parts(torch.autograd.Function):
 
 
 class _Into(torch.autograd.Function):
-    """Norm and activation of x, plus ``shortcut``, in the first channels of ``room``, which is the result.
+    """Norm and activation of x, plus ``shortcut``, in the channels of ``room`` from ``first`` on; ``room`` is the result.
 
     The gradient goes on to ``room`` as it is: who wrote the other channels reads those alone.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, room: Tensor, x: Tensor, norm: Any, options: Options, shortcut: Tensor | None, *parameters: Tensor
+        ctx: Any,
+        room: Tensor,
+        first: int,
+        x: Tensor,
+        norm: Any,
+        options: Options,
+        shortcut: Tensor | None,
+        *parameters: Tensor,
     ) -> Tensor:
         weights, biases = list(parameters[:1]), list(parameters[1:])
+        place = room.narrow(1, first, x.shape[1])
         statistics = torch.ops.torch_fastdet.bn_act_parts(
-            x, [room[:, : x.shape[1]]], weights, biases, *_buffers([norm]), *options, shortcut
+            x, [place], weights, biases, *_buffers([norm]), *options, shortcut
         )
         ctx.save_for_backward(x, *statistics, *parameters)
-        ctx.activation, ctx.adds = options[2:], shortcut is not None
+        ctx.first, ctx.activation, ctx.adds = first, options[2:], shortcut is not None
         ctx.mark_dirty(room)
         return room
 
@@ -88,11 +96,98 @@ class _Into(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, mean, invstd, weight, bias = ctx.saved_tensors
-        own = grad[:, : x.shape[1]]
+        own = grad.narrow(1, ctx.first, x.shape[1])
         grad_x, *vectors = torch.ops.torch_fastdet.bn_act_parts_backward(
             [own], x, [weight], [bias], mean, invstd, *ctx.activation
         )
-        return grad, grad_x, None, None, own if ctx.adds else None, *vectors
+        return grad, None, grad_x, None, None, own if ctx.adds else None, *vectors
+
+
+def _sum(parts: tuple[Tensor | None, ...]) -> Tensor:
+    """The sum of the parts that are there, in this order and in one pass. A part may be a slice of another tensor."""
+    given = [part for part in parts if part is not None]
+    total = torch.empty_like(given[0])
+    torch.ops.torch_fastdet.sum_slices(given, total)
+    return total
+
+
+class _Split(torch.autograd.Function):
+    """Norm and activation of x in the first channels of a tensor of ``channels``, and a copy of their second half, twice.
+
+    Twice, for a shortcut and for what else reads it: the backward pass adds the three gradients at once, in the order in which autograd
+    would add them. What the other channels hold is left to :class:`_Into` and :class:`_Keep`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, channels: int, norm: Any, options: Options, *parameters: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        room, half = _empty(x, channels), x.shape[1] // 2
+        weights, biases = list(parameters[:1]), list(parameters[1:])
+        place = room[:, : x.shape[1]]
+        statistics = torch.ops.torch_fastdet.bn_act_parts(x, [place], weights, biases, *_buffers([norm]), *options)
+        ctx.save_for_backward(x, *statistics, *parameters)
+        ctx.activation = options[2:]
+        read = _sum((place[:, half:],))
+        return room, read.data, read
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor, *readers: Tensor | None) -> tuple[Any, ...]:
+        x, mean, invstd, weight, bias = ctx.saved_tensors
+        half = x.shape[1] // 2
+        given = [grad[:, :half], _sum((grad[:, half : 2 * half], *readers))]
+        grad_x, *vectors = torch.ops.torch_fastdet.bn_act_parts_backward(
+            given, x, weight.chunk(2), bias.chunk(2), mean, invstd, *ctx.activation
+        )
+        return grad_x, None, None, None, *vectors
+
+
+class _Keep(torch.autograd.Function):
+    """``room`` with a copy of x in its channels from ``first`` on, and x, twice: see :class:`_Split`."""
+
+    @staticmethod
+    def forward(ctx: Any, room: Tensor, first: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        torch.ops.torch_fastdet.sum_slices([x], room.narrow(1, first, x.shape[1]))
+        ctx.place = first, x.shape[1]
+        ctx.mark_dirty(room)
+        return room, x.data, x.data
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor, *readers: Tensor | None) -> tuple[Any, ...]:
+        return grad, None, _sum((grad.narrow(1, *ctx.place), *readers))
+
+
+class _Twice(torch.autograd.Function):
+    """x for a shortcut, and for what else reads it: their gradients are added where one of them is a slice, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        return x.data, x.data
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *readers: Tensor | None) -> Tensor:
+        return _sum(readers)
+
+
+def norm_and_activation_split(x: Tensor, channels: int, norm: Any, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+    """Norm and activation of x in the first channels of a tensor of ``channels``; and their second half, for a shortcut and once more."""
+    return _Split.apply(x, channels, norm, options, *_parameters([norm]))
+
+
+def keep(room: Tensor, first: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``room`` with a copy of x in its channels from ``first`` on; and x, for a shortcut and once more."""
+    return _Keep.apply(room, first, x)
+
+
+def twice(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x for a shortcut, which ends in a concatenation, and x once more."""
+    return _Twice.apply(x)
 
 
 def norms_and_activations_of_parts(
@@ -105,6 +200,8 @@ def norms_and_activations_of_parts(
     return _Parts.apply(x, before, norms, options, *_parameters(norms))
 
 
-def norm_and_activation_into(room: Tensor, x: Tensor, norm: Any, options: Options, shortcut: Tensor | None) -> Tensor:
-    """``room`` with norm and activation of x, plus ``shortcut``, in its first channels."""
-    return _Into.apply(room, x, norm, options, shortcut, *_parameters([norm]))
+def norm_and_activation_into(
+    room: Tensor, first: int, x: Tensor, norm: Any, options: Options, shortcut: Tensor | None
+) -> Tensor:
+    """``room`` with norm and activation of x, plus ``shortcut``, in its channels from ``first`` on."""
+    return _Into.apply(room, first, x, norm, options, shortcut, *_parameters([norm]))

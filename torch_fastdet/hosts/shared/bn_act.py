@@ -1,4 +1,4 @@
-"""``bn_act_optim`` of both hosts: the forward methods of ``Conv``, ``Bottleneck``, ``C3`` and ``SPPF``."""
+"""``bn_act_optim`` of both hosts: the forward methods of ``Conv``, ``Bottleneck``, ``C3``, ``C2f`` and ``SPPF``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_fastdet.hosts.engine.switch import GPU, Active, Make, Switch, Target
 from torch_fastdet.hosts.evidence import Asks, Evidence, Formula
-from torch_fastdet.layers.bn_act import bottleneck_forward, c3_forward, conv_forward, sppf_forward
+from torch_fastdet.layers.bn_act import bottleneck_forward, c2f_forward, c3_forward, conv_forward, sppf_forward
 
 
 def _bottleneck(self: Any, x: Tensor) -> Tensor:
@@ -22,6 +22,13 @@ def _bottleneck(self: Any, x: Tensor) -> Tensor:
 def _c3(self: Any, x: Tensor) -> Tensor:
     deep, shallow = self.m(self.cv1(x)), self.cv2(x)
     return self.cv3(torch.cat([deep, shallow], 1))
+
+
+def _c2f(self: Any, x: Tensor) -> Tensor:
+    # What each block makes of the one before it, beginning with the second half.
+    first, second = self.cv1(x).chunk(2, 1)
+    row = itertools.accumulate(self.m, lambda y, block: block(y), initial=second)
+    return self.cv2(torch.cat([first, *row], 1))
 
 
 def _sppf(self: Any, x: Tensor) -> Tensor:
@@ -38,6 +45,14 @@ BOTTLENECK = Formula(
     "x + cv2(cv1(x)), or without x", _bottleneck, ("cv1", "cv2"), ("add",), ({"add": True}, {"add": False})
 )
 C3 = Formula("cv3(cat(m(cv1(x)), cv2(x)))", _c3, ("cv1", "cv2", "cv3", "m"), ("cat", "torch"))
+_TWO = {"cv1": lambda t: torch.cat([t * t, t + 1], 1)}  # channels, one for each half
+C2F = Formula(
+    "cv2(cat(a, b, m[0](b), m[1](m[0](b)), ...)) of the halves a and b of cv1(x)",
+    _c2f,
+    ("cv1", "cv2", "m"),
+    ("cat", "chunk", "extend", "list", "torch"),
+    ({**_TWO, "m": [lambda t: t * t + 3]}, {**_TWO, "m": [lambda t: t * t + 3, lambda t: t * t + 5]}),
+)
 # YOLOv5's, and Ultralytics', which has a number of poolings and a shortcut of its own, by getattr.
 _SPPF = "cv2 of cv1(x) and of what m makes of it, again and again"
 SPPF = Formula(_SPPF, _sppf, ("cv1", "cv2", "m"), ("cat", "catch_warnings", "simplefilter", "torch", "warnings"))
@@ -68,12 +83,12 @@ def switch(
 
     Args:
         conv: full names of the modules that may define ``Conv``.
-        blocks: of those that may define ``Bottleneck``, ``C3`` and ``SPPF``.
+        blocks: of those that may define ``Bottleneck``, ``C3``, ``C2f`` and ``SPPF``.
         evidence: beside a GPU.
     """
     return Switch(
         "bn_act_optim",
-        "BatchNorm and activation in training as one operator, with the shortcut's sum and C3's concatenation; the stem; SPPF; needs a GPU",
+        "BatchNorm and activation in training as one operator, with the shortcut's sum and the concatenations of C3 and C2f; the stem; SPPF; needs a GPU",
         (
             Target(conv, "Conv.forward", make=_method("Conv", conv_forward), evidence=(CONV,)),
             # Without these only the sum, or the concatenation, stays stock's.
@@ -91,6 +106,14 @@ def switch(
                 make=_method("C3", c3_forward, "Conv", "Bottleneck"),
                 evidence=(C3,),
                 after="Bottleneck.forward",
+                otherwise="nothing",
+            ),
+            Target(
+                blocks,
+                "C2f.forward",
+                make=_method("C2f", c2f_forward, "Conv", "Bottleneck", "C3"),
+                evidence=(C2F,),
+                after="C3.forward",
                 otherwise="nothing",
             ),
             Target(
