@@ -34,7 +34,7 @@ $(error torch_fastdet: found Python $(or $(FOUND),that fails) in $(VENV), but $(
 endif
 endif
 
-.PHONY: help venv build demo test test-all test-python test-cpp test-versions canary serve-test test-asan test-aarch64 fuzz fuzz-operators fuzz-files soak test-gpu gpu-report-check release-check lint format bench docs wheel wheels clean
+.PHONY: help venv build demo test test-all test-python test-cpp test-versions canary serve-test test-asan test-aarch64 test-aarch64-extension fuzz fuzz-operators fuzz-files soak test-gpu gpu-report-check release-check lint format bench docs wheel wheels clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 22
@@ -139,6 +139,9 @@ test-aarch64: $(STAMP) ## the GoogleTests of csrc/core compiled for aarch64, run
 	  && $(BIN)/cmake --build build/cpp-aarch64 -j $(JOBS); } > build/cpp-aarch64/build.log 2>&1 \
 	  || { tail -n 40 build/cpp-aarch64/build.log; exit 1; }
 	@qemu-aarch64 build/cpp-aarch64/core_tests --gtest_brief=1
+
+test-aarch64-extension: $(STAMP) ## the CPU extension compiled for aarch64, operator tests under QEMU (downloads 3 GB, takes half an hour or more)
+	$(BIN)/python -m tools.aarch64
 
 # $(1) build folder, $(2) sanitizers ON or OFF (and other options), $(3) cmake
 define googletest

@@ -277,6 +277,7 @@ COMMANDS = [
     (r"make fuzz-operators", Held("Makefile", "-m tests.fuzz.operators")),
     (r"make fuzz-files", Held("Makefile", "-m tests.fuzz.files")),
     (r"make fuzz", Held("Makefile", "--target fuzz_jpeg")),  # the same decoder as in make test-asan, for minutes
+    (r"make test-aarch64-extension", Held(".github/workflows/nightly.yml", "make test-aarch64-extension")),
     (r"make test-aarch64", Held(".ci/run", "make test-aarch64")),
     (r"make (lint|test-asan)", Held(".ci/run", "make lint\nmake test-asan")),
     (r"make test lint test-asan", Held(".ci/run", "make test-all\nmake lint\nmake test-asan")),
