@@ -126,7 +126,7 @@ def module_has_hooks(module: nn.Module) -> bool:
     return any(getattr(module, name) for name in _MODULE_HOOKS)
 
 
-def forward_hooks(module: nn.Module) -> list[Any]:
+def forward_hooks(module: nn.Module) -> list[object]:
     """The tables that hold this module's forward hooks, now and later."""
     return [module._forward_hooks, module._forward_pre_hooks]
 
@@ -260,7 +260,7 @@ def take_unscale(
     return True
 
 
-def unhooked_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+def unhooked_step(kind: type[torch.optim.Optimizer]) -> Callable[..., object]:
     """``kind.step`` without the step hooks that torch puts around it when an optimizer of that class is made."""
     step: Any = kind.step
     return step.__wrapped__ if getattr(step, "hooked", None) else step

@@ -13,7 +13,6 @@ import platform
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -118,7 +117,7 @@ def _inside(target: Target) -> TargetReport:
     return TargetReport(f"{target.where[0]}.{target.name}", evidence, missing, found=False)
 
 
-def facts(host: str, version: str | None) -> dict[str, Any]:
+def facts(host: str, version: str | None) -> dict[str, object]:
     """The machine and what is installed on it."""
     info = build_info()
     return {

@@ -296,7 +296,7 @@ def unfilled_buffers(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [param for binding in _bindings.get(optimizer, ()) for param in binding.unfilled()]
 
 
-def without_buffers(state: dict[object, dict[str, object]], keys: Iterable[object]) -> dict[Any, dict[str, Any]]:
+def without_buffers(state: dict[object, dict[str, object]], keys: Iterable[object]) -> dict[object, dict[str, object]]:
     """A copy of an optimizer's state without the momentum buffers of these entries."""
     state = copy.copy(state)
     for key in keys:

@@ -56,7 +56,7 @@ class ModelEMA(ema.ModelEMA):
 LABELS = "labels"
 
 
-def suppression_like(stock: Callable[..., Any]) -> Callable[..., Any]:
+def suppression_like(stock: Callable[..., Any]) -> Callable[..., object]:
     """:func:`non_max_suppression` with the parameters and dtypes of the installed version's function."""
     has_labels = LABELS in inspect.signature(stock).parameters
     keeps_dtype = stock(torch.zeros(1, 1, 6, dtype=torch.float16, device="cpu"))[0].dtype == torch.float16

@@ -285,7 +285,7 @@ def _loader_class(stock: Any) -> type:
     return type(stock.__name__, (PlannedLoader, stock), {"__module__": __name__})
 
 
-def build_dataloader(stock: Callable[..., Any], stock_loader: object) -> Callable[..., Any]:
+def build_dataloader(stock: Callable[..., Any], stock_loader: object) -> Callable[..., object]:
     """Ultralytics' ``build_dataloader``, whose loaders plan where they can."""
     signature = inspect.signature(stock)
     told: set[str] = set()

@@ -30,7 +30,7 @@ MAX_NORM = 10.0  # of the trainer's clipping
 OURS = (optim.SGD, optim.Adam, optim.AdamW, optim.MuSGD)
 
 
-def building(active: Active, stock: Callable[..., torch.optim.Optimizer], _: Any) -> Callable[..., Any]:
+def building(active: Active, stock: Callable[..., torch.optim.Optimizer], _: Any) -> Callable[..., object]:
     """``BaseTrainer.build_optimizer``, which writes its log lines; the optimizer that it returns becomes ours."""
 
     @functools.wraps(stock)

@@ -96,7 +96,7 @@ def _training(active: Active) -> TrainingGraphs:
     return TrainingGraphs(active, fewer_copies)
 
 
-def begin_again(_: Active, stock: Callable[[Trainer], object], __: object) -> Callable[[Trainer], Any]:
+def begin_again(_: Active, stock: Callable[[Trainer], object], __: object) -> Callable[[Trainer], object]:
     """``BaseTrainer._build_train_pipeline``, by which the trainer also goes on with a smaller batch where memory ran out."""
 
     @functools.wraps(stock)
@@ -107,7 +107,7 @@ def begin_again(_: Active, stock: Callable[[Trainer], object], __: object) -> Ca
     return _build_train_pipeline
 
 
-def model_predict(active: Active, stock: Callable[..., object], model_class: Any) -> Callable[..., Any]:
+def model_predict(active: Active, stock: Callable[..., object], model_class: Any) -> Callable[..., object]:
     """The ``predict`` of a model's class by graphs in training."""
     graphs = active.shared(_training)
 
@@ -129,7 +129,7 @@ def model_predict(active: Active, stock: Callable[..., object], model_class: Any
     return predict
 
 
-def backend_forward(active: Active, stock: Callable[..., object], _: object) -> Callable[..., Any]:
+def backend_forward(active: Active, stock: Callable[..., object], _: object) -> Callable[..., object]:
     """``PyTorchBackend.forward`` by graphs."""
     graphs = PredictionGraphs(active.name, functools.partial(settings_of, caches=CACHES), fewer_copies)
 

@@ -21,7 +21,7 @@ from torch_fastdet.hosts.shapes import AnchorHead
 from torch_fastdet.yolov5.heads import raw_heads
 
 
-def decoding(stock: Callable[..., object]) -> Callable[..., Any]:
+def decoding(stock: Callable[..., object]) -> Callable[..., object]:
     """``Detect.forward`` that decodes by ops.yolov5_decode where stock decodes in single or double precision."""
     # Reading the strides from the GPU is a synchronisation: once for each head, and again when they change.
     strides: WeakKeyDictionary[AnchorHead, tuple[torch.Tensor, int | None, list[float]]] = WeakKeyDictionary()
@@ -66,7 +66,7 @@ class OfInstances:
         return self.stock if instance is None else functools.partial(self.ours, instance)
 
 
-def segmenting(_: Active, stock: Callable[..., object], segment: type) -> Callable[..., Any]:
+def segmenting(_: Active, stock: Callable[..., object], segment: type) -> Callable[..., object]:
     """``Segment.forward`` that calls ours where it would call stock's ``Detect.forward``, which its instances keep."""
     detect = next(
         vars(base)["forward"] for base in segment.__mro__ if isinstance(vars(base).get("forward"), OfInstances)

@@ -94,7 +94,7 @@ def scale_boxes(img1_shape: Sequence[int], boxes: Any, img0_shape: Sequence[int]
     return boxes
 
 
-def average_precisions(stock: Any) -> Callable[..., Any]:
+def average_precisions(stock: Any) -> Callable[..., object]:
     """``ap_per_class`` of utils.metrics from one sort; stock's own functions integrate, smooth and plot."""
 
     def ap_per_class(

@@ -40,7 +40,7 @@ def plain_copy(model: nn.Module, memo: dict[int, object]) -> nn.Module:
     return result
 
 
-def plain_fuse(stock: Callable[..., object]) -> Callable[..., Any]:
+def plain_fuse(stock: Callable[..., object]) -> Callable[..., object]:
     """Stands for ``fuse()`` of a model: its parameters are made contiguous first, because stock's calls ``.view`` on them."""
 
     def fuse(model: nn.Module, *args: Any, **kwargs: Any) -> object:

@@ -82,7 +82,7 @@ def without_captures(stock: Callable[..., float]) -> Callable[..., float]:
     return time
 
 
-def settings_of(model: object, caches: Collection[str] = ()) -> list[Any]:
+def settings_of(model: object, caches: Collection[str] = ()) -> list[object]:
     """The attributes of a host's model and of its head, beside tensors and layers: a predictor sets max_det, for instance.
 
     Args:
