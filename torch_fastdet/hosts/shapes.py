@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 from torch import nn
+
+if TYPE_CHECKING:  # with cv2, which few of these need
+    from torch_fastdet.loader.memory import PictureMemory
 
 
 class AnchorHead(Protocol):
@@ -23,6 +27,40 @@ class AnchorHead(Protocol):
     export: bool
 
     def parameters(self) -> Iterator[nn.Parameter]: ...
+
+
+class YOLOv5Dataset(Protocol):
+    """YOLOv5's data set, with the memory of ours."""
+
+    memory: PictureMemory
+    torch_fastdet_stock: type
+    collate_fn: Callable[..., object]
+    collate_fn4: Callable[..., object]
+    img_size: int
+    augment: bool
+    mosaic: bool
+    shapes: np.ndarray
+    im_files: list[str]
+    albumentations: object
+
+    def __getitem__(self, index: int) -> tuple: ...
+
+
+class UltralyticsDataset(Protocol):
+    """Ultralytics' ``YOLODataset``."""
+
+    imgsz: int | tuple[int, int] | list[int]
+    channels: int
+    labels: list[dict[str, Any]]
+    im_files: list[str]
+    ims: list[object]
+    im_hw0: list[tuple[int, int]]
+    im_hw: list[tuple[int, int]]
+    buffer: list[int]
+    transforms: object
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
 
 
 class Trainer(Protocol):

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
+from torch_fastdet.hosts.shapes import UltralyticsDataset
 from torch_fastdet.loader.memory import CHANNELS, PictureMemory
 from torch_fastdet.loader.recorder import Recorder
 from torch_fastdet.loader.unread import Unread, reader
@@ -28,7 +29,7 @@ class Planner:
         size: the ``imgsz`` that they were made for.
     """
 
-    def __init__(self, dataset: Any, memory: PictureMemory, files: list[str], size: Any) -> None:
+    def __init__(self, dataset: UltralyticsDataset, memory: PictureMemory, files: list[str], size: object) -> None:
         self.recorder = Recorder(memory, "Ultralytics")
         self.files = files
         self.size = size
@@ -92,7 +93,7 @@ def view_class(stock: Any) -> Any:
     return mixin if defined else None
 
 
-def decode_kept(dataset: Any, memory: PictureMemory) -> None:
+def decode_kept(dataset: UltralyticsDataset, memory: PictureMemory) -> None:
     """Give a data set pixels for what it has loaded: stock's code is about to read them."""
     for i in dataset.buffer:
         if isinstance(dataset.ims[i], Unread):
@@ -165,7 +166,7 @@ MIXINS: dict[tuple[str, str], type] = {
 }
 
 
-def cannot_plan(dataset: Any) -> str | None:
+def cannot_plan(dataset: UltralyticsDataset) -> str | None:
     """Why a data set's pictures are stock's to make; None where they are not."""
     cls = type(dataset)
     view = view_class(cls)
@@ -178,7 +179,7 @@ def cannot_plan(dataset: Any) -> str | None:
     return _unknown_transform(dataset.transforms, dataset)
 
 
-def _unknown_transform(transform: object, dataset: Any) -> str | None:
+def _unknown_transform(transform: object, dataset: UltralyticsDataset) -> str | None:
     cls = type(transform)
     view, name = view_class(cls), cls.__name__
     if view is None:

@@ -12,6 +12,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from torch_fastdet._say import count, say
+from torch_fastdet.hosts.shapes import UltralyticsDataset
 from torch_fastdet.loader.fingerprint import fingerprint
 from torch_fastdet.loader.jpeg import Files
 from torch_fastdet.loader.loop import Ahead, PlanBatches, PlannedLoading, PlannedLoadingOfDicts
@@ -41,7 +43,7 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 
-def unknown_code(module: Any) -> str | None:
+def unknown_code(module: ModuleType) -> str | None:
     """What in a module of Ultralytics is not the code that is known here, in a sentence; None where all is."""
     for name, known in KNOWN[module.__name__].items():
         if not _is_known(module, name, known):
@@ -75,12 +77,14 @@ _memories: weakref.WeakKeyDictionary[object, tuple[list[str], PictureMemory]] = 
 _file_shapes: weakref.WeakKeyDictionary[object, dict[str, tuple[int, int]]] = weakref.WeakKeyDictionary()
 
 
-def kept_pictures(dataset: Any) -> list[str]:
+def kept_pictures(dataset: UltralyticsDataset) -> list[str]:
     """What a data set's decoded pictures depend on. Their numbers in the memory are positions in this list of files."""
     return [str(dataset.imgsz), *dataset.im_files]
 
 
-def memory_of(dataset: Any, budget: Callable[[], int] = host_budget, as_files: bool = False) -> PictureMemory:
+def memory_of(
+    dataset: UltralyticsDataset, budget: Callable[[], int] = host_budget, as_files: bool = False
+) -> PictureMemory:
     """The memory for a data set's pictures; a new one keeps JPEG files where they are asked for."""
     wanted = kept_pictures(dataset)
     found, memory = _memories.get(dataset, (None, None))
@@ -91,7 +95,7 @@ def memory_of(dataset: Any, budget: Callable[[], int] = host_budget, as_files: b
     return memory
 
 
-def _shapes(dataset: Any) -> tuple[list[tuple[int, int]], Files]:
+def _shapes(dataset: UltralyticsDataset) -> tuple[list[tuple[int, int]], Files]:
     """The sizes that ``load_image`` will give the pictures, or somewhat more; and the JPEG files."""
     side = max(dataset.imgsz) if isinstance(dataset.imgsz, (tuple, list)) else dataset.imgsz
     known = _file_shapes.get(dataset, {})
@@ -185,7 +189,7 @@ def set_rectangle(stock: Callable[..., None]) -> Callable[..., None]:
 class PlannedDataset(Dataset):
     """What loader processes get: a data set that plans whole batches."""
 
-    def __init__(self, dataset: Any, memory: PictureMemory, files: list[str], size: Any) -> None:
+    def __init__(self, dataset: UltralyticsDataset, memory: PictureMemory, files: list[str], size: object) -> None:
         self.dataset = dataset
         self.memory = memory
         self.files = files

@@ -10,6 +10,7 @@ import importlib
 import logging
 import threading
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from torch_fastdet._say import count, say
+from torch_fastdet.hosts.shapes import YOLOv5Dataset
 from torch_fastdet.loader.fingerprint import fingerprint
 from torch_fastdet.loader.jpeg import Files
 from torch_fastdet.loader.loop import PlanBatches, PlannedLoading
@@ -32,7 +34,7 @@ from torch_fastdet.memory import UNLIMITED, host_budget
 class Planner:
     """Makes the plans of the items of a ``LoadImagesAndLabels``, by its own code on pictures that have no pixels."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: YOLOv5Dataset) -> None:
         self.recorder = Recorder(dataset.memory, "YOLOv5")
         methods = self.recorder.copies.methods(type(dataset))
         cls: Any = type("LoadImagesAndLabels", (_Recording, type(dataset)), {**methods, "__slots__": ("recorder",)})
@@ -40,10 +42,10 @@ class Planner:
         self._recording.__dict__ = dataset.__dict__
         self._recording.recorder = self.recorder
 
-    def is_current(self, dataset: Any) -> bool:
+    def is_current(self, dataset: YOLOv5Dataset) -> bool:
         return self.recorder.memory is dataset.memory and self.recorder.copies.are_current()
 
-    def items(self, indices: list[int], dataset: Any) -> list:
+    def items(self, indices: list[int], dataset: YOLOv5Dataset) -> list:
         return self.recorder.items(
             lambda: [self._item(index) for index in indices], lambda: [dataset[index] for index in indices]
         )
@@ -73,7 +75,7 @@ class _Recording:
 INFINITE_DATA_LOADER = ("1fe0ada3",)
 
 
-def unknown_code(host: Any) -> str | None:
+def unknown_code(host: ModuleType) -> str | None:
     """What in the module ``utils.dataloaders`` is not known here, in a sentence; None where all is."""
     if fingerprint(vars(host)["InfiniteDataLoader"]) in INFINITE_DATA_LOADER:
         return None
@@ -184,7 +186,7 @@ def keeps_files() -> bool:
     return torch.cuda.is_available()
 
 
-def _memory_for(dataset: Any, everything: bool) -> PictureMemory:
+def _memory_for(dataset: YOLOv5Dataset, everything: bool) -> PictureMemory:
     """A memory with places for a data set's pictures, in the sizes that ``load_image`` will give them."""
     on_gpu = keeps_files()
     # Without a GPU, decoding what a mosaic shows takes half of OpenCV's time, but whole pictures take as long.
@@ -199,7 +201,7 @@ def _memory_for(dataset: Any, everything: bool) -> PictureMemory:
     return shared_by_ranks(what, shapes, budget, files, on_gpu)
 
 
-def cannot_plan(dataset: Any) -> str | None:
+def cannot_plan(dataset: YOLOv5Dataset) -> str | None:
     """Why a data set's pictures are stock's to make; None where they are not."""
     if "torch_fastdet_stock" not in vars(type(dataset)):
         return f"{type(dataset).__name__} is not YOLOv5's."
@@ -248,7 +250,7 @@ def loader_classes(stock: type) -> tuple[type, type]:
     return InfiniteDataLoader, PlanDataLoader
 
 
-def _planned(dataset: Any, options: dict[str, Any]) -> PlannedLoading | None:
+def _planned(dataset: YOLOv5Dataset, options: dict[str, Any]) -> PlannedLoading | None:
     """Set up plans for a loader and change its options accordingly; None where stock makes the pictures."""
     reason = cannot_plan(dataset)
     if reason is not None:
