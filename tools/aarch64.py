@@ -108,23 +108,10 @@ def test(packages: Path, system: Path, lib: Path, files: list[str]) -> int:
     }
     python = ["qemu-aarch64", system / f"usr/bin/python{VERSION}"]
     run(*python, "-m", "torch_fastdet", cwd=lib, env=env)
-    pytest = [
-        *python,
-        "-m",
-        "pytest",
-        "-q",
-        "-m",
-        "not slow and not gpu",
-        "-k",
-        SELECTED,
-        "--import-mode=append",
-        "-o",
-        "pythonpath=",
-        "-p",
-        "no:cacheprovider",
-    ]
+    pytest = [*python, "-m", "pytest", "-q", "-m", "not slow and not gpu", "-k", SELECTED]
+    here = ["--import-mode=append", "-o", "pythonpath=", "-p", "no:cacheprovider"]
     paths = [ROOT / name for name in files]
-    return subprocess.run(list(map(str, [*pytest, *paths])), cwd=lib, env=env).returncode
+    return subprocess.run(list(map(str, [*pytest, *here, *paths])), cwd=lib, env=env).returncode
 
 
 def main() -> int:
