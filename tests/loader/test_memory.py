@@ -3,6 +3,8 @@
 import copy
 import multiprocessing
 import os
+import socket
+import threading
 
 import numpy as np
 import pytest
@@ -106,6 +108,40 @@ def test_ranks_share_one_memory(tmp_path):
     assert [pipe.recv() for pipe in pipes] == [[0, 1, 2]] * 3
     for process in processes:
         process.join()
+
+
+def as_rank(monkeypatch, rank):
+    for name, value in {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "3", "MASTER_PORT": "12347"}.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_a_rank_that_ends_early_does_not_take_the_pictures_of_others(monkeypatch, tmp_path, caplog):
+    as_rank(monkeypatch, 0)
+    ended = threading.Event()
+    monkeypatch.setattr(ranks, "_same_user", lambda connection: ended.wait(10))
+    first = shared_by_ranks([str(tmp_path)], [(5, 7)] * 4, 1 << 20)
+    gone = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    gone.connect(ranks._name([str(tmp_path)]))
+    gone.close()
+    ended.set()
+    as_rank(monkeypatch, 2)
+    with caplog.at_level("WARNING", "torch_fastdet"):
+        mine = shared_by_ranks([str(tmp_path)], [(5, 7)] * 4, 1 << 20)
+    assert not caplog.records
+    first.tensor()[0] = 77
+    assert mine.tensor()[0] == 77, "not the same memory"
+
+
+def test_a_first_rank_that_hangs_is_waited_for_no_longer_than_that(monkeypatch, tmp_path, caplog):
+    """It listens, and answers nobody: stopped by SIGSTOP, or by a debugger."""
+    monkeypatch.setattr(ranks, "WAIT", 0.2)
+    as_rank(monkeypatch, 1)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with listener, caplog.at_level("WARNING", "torch_fastdet"):
+        listener.bind(ranks._name([str(tmp_path)]))
+        listener.listen(1)
+        memory = shared_by_ranks([str(tmp_path)], [(5, 7)] * 4, 1 << 20)
+    assert memory.places == 4 and len(caplog.records) == 1
 
 
 def test_a_rank_without_a_first_rank_says_so_and_goes_on(monkeypatch, tmp_path, caplog):

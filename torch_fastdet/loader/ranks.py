@@ -6,6 +6,7 @@ is left behind.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -122,11 +123,11 @@ def _offer(memory: PictureMemory, name: bytes, times: int) -> None:
             try:
                 while left:
                     connection, _ = listener.accept()
-                    with connection:
+                    with connection, contextlib.suppress(OSError):  # a rank that has ended meanwhile
                         if _same_user(connection):
-                            socket.send_fds(connection, [budgets], fds)
                             left -= 1
-            except OSError:  # nobody came, or somebody left
+                            socket.send_fds(connection, [budgets], fds)
+            except OSError:  # nobody came
                 pass
             finally:
                 for fd in fds:
