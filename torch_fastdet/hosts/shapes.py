@@ -97,7 +97,7 @@ class Predictor(Protocol):
     """Ultralytics' ``BasePredictor``."""
 
     device: torch.device | str
-    model: Any
+    model: nn.Module
     imgsz: object
     scale_fill: bool
     args: Any

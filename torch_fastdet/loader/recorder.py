@@ -74,7 +74,7 @@ class Recorder:
             return pixels
         return Recorded(self, whole(in_pixels(pixels)))
 
-    def picture(self, made: Any) -> Picture:
+    def picture(self, made: object) -> Picture:
         """The plan of what the host ended with: a :class:`Picture`, or the tensor uint8 (3, height, width) of pixels."""
         if isinstance(made, Picture):
             return made
@@ -178,7 +178,7 @@ class StandIn(np.lib.mixins.NDArrayOperatorsMixin):
         what = f"numpy.{ufunc.__name__}"
         return getattr(ufunc, method)(*_reals(arrays, what), **_reals(options, what))
 
-    def __array_function__(self, function: Any, kinds: object, arguments: Any, options: Any) -> Any:
+    def __array_function__(self, function: Callable, kinds: object, arguments: Any, options: Any) -> Any:
         what = f"numpy.{function.__name__}"
         return function(*_reals(arguments, what), **_reals(options, what))
 
@@ -389,7 +389,7 @@ class Recorded(StandIn):
 
     __rmul__ = __mul__
 
-    def __array_function__(self, function: Any, kinds: object, arguments: Any, options: Any) -> Any:
+    def __array_function__(self, function: Callable, kinds: object, arguments: Any, options: Any) -> Any:
         flags = _FLIPS.get(function)
         if flags and self._real is None and len(arguments) == 1 and not options:
             return self._view(self.changed(flags))
@@ -704,7 +704,7 @@ def _holds(values: Any) -> bool:
     return False
 
 
-def _recording(name: str, function: Any, noted: Callable | None) -> Callable:
+def _recording(name: str, function: Callable, noted: Callable | None) -> Callable:
     """A function of OpenCV that may be given stand-ins; ``noted`` records it, or returns None."""
 
     @functools.wraps(function, updated=())

@@ -49,7 +49,9 @@ class Binding:
     name: ClassVar[str]  # of the optimizer, in errors
     buffer_names: ClassVar[tuple[str, ...]]  # in optimizer.state[parameter]
 
-    def __init__(self, optimizer: Any, make_state: Callable[[list[Tensor], list[int], list[int]], Any]):
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, make_state: Callable[[list[Tensor], list[int], list[int]], Any]
+    ):
         groups = optimizer.param_groups
         self._optimizer = weakref.ref(optimizer)  # which holds this object: together they would outlive their last user
         self.params: list[Tensor] = [p for group in groups for p in group["params"]]
@@ -64,7 +66,7 @@ class Binding:
         self.take_buffers()
 
     @classmethod
-    def of(cls, optimizer: Any, current: Binding | None) -> Binding:
+    def of(cls, optimizer: torch.optim.Optimizer, current: Binding | None) -> Binding:
         """The optimizer's binding: ``current``, while it is that."""
         if current is None or current._optimizer() is not optimizer or not current.is_current():
             return cls(optimizer, lambda *args: new_state(cls.name, *args))
@@ -237,7 +239,9 @@ class SgdBinding(Binding):
     name = "SGD"
     buffer_names = (BUFFER,)
 
-    def __init__(self, optimizer: Any, make_state: Callable[[list[Tensor], list[int], list[int]], Any]):
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, make_state: Callable[[list[Tensor], list[int], list[int]], Any]
+    ):
         if optimizer not in _bindings:
             _bindings[optimizer] = weakref.WeakSet()
             optimizer.register_state_dict_post_hook(_leave_out_unfilled)

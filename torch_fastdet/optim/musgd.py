@@ -139,7 +139,9 @@ class MusgdBinding(Binding):
             groups.append(([lr, group["momentum"], 0.0, group["weight_decay"], along], flags))
         return gather(groups, device)
 
-    def __init__(self, optimizer: Any, make_state: Callable[[list[Tensor], list[int], list[int]], Any]) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, make_state: Callable[[list[Tensor], list[int], list[int]], Any]
+    ) -> None:
         self.matrices: dict[torch.device, list[int]] = {}  # by their place among the parameters
         self.muons: dict[torch.device, dict[torch.dtype, _Matrices]] = {}
         self.muon_states: dict[torch.device, Any] = {}

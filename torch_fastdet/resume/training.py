@@ -84,7 +84,9 @@ def set_random_states(states: Mapping[str, Any], device: torch.device) -> None:
 # Model, average, optimizer, scaler ------------------------------------------------------------------------------------
 
 
-def take(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, ema: Any, stopper: object) -> dict[str, Any]:
+def take(
+    model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, ema: Any, stopper: object
+) -> dict[str, Any]:
     """Everything that steps change, in full precision."""
     model = unwrap(model)
     device = next(model.parameters()).device
@@ -144,7 +146,12 @@ def _group_sizes(state: Mapping[str, Any]) -> list[int]:
 
 
 def put(
-    state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, ema: Any, stopper: object
+    state: Mapping[str, Any],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    ema: Any,
+    stopper: object,
 ) -> None:
     """Put back what :func:`take` has taken, random states last."""
     model = unwrap(model)

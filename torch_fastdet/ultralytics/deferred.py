@@ -86,7 +86,7 @@ class Planner:
         return type(stock.__qualname__, (mixin, stock), {**kept, "__slots__": ("planner",)})
 
 
-def view_class(stock: Any) -> Any:
+def view_class(stock: type) -> Any:
     """What goes in front of a class to put pixels off; None for all but the known classes of Ultralytics."""
     mixin = MIXINS.get((stock.__module__, stock.__qualname__))
     defined = mixin is not None and getattr(sys.modules[stock.__module__], stock.__qualname__) is stock

@@ -60,7 +60,7 @@ def _is_known(module: object, name: str, known: tuple[str, ...]) -> bool:
 
 
 @functools.cache
-def _fingerprint(function: Any) -> str:
+def _fingerprint(function: Callable) -> str:
     return fingerprint(function)
 
 
@@ -133,7 +133,7 @@ def cache_images(stock: Callable[..., None]) -> Callable[..., None]:
 
     @_in_place_of(stock)
     def cache_images(self: Any) -> None:
-        cls: Any = type(self)
+        cls: type = type(self)
         if self.cache != "ram" or view_class(cls) is None or self.channels != CHANNELS:
             stock(self)
             return
@@ -149,7 +149,7 @@ def cache_images(stock: Callable[..., None]) -> Callable[..., None]:
 
 
 @functools.cache
-def _filling_class(stock: Any) -> Any:
+def _filling_class(stock: type) -> Any:
     """A data set that keeps what it loads in the shared memory."""
 
     class Filling(stock):
@@ -285,7 +285,7 @@ class PlannedLoader:
 
 
 @functools.cache
-def _loader_class(stock: Any) -> type:
+def _loader_class(stock: type) -> type:
     return type(stock.__name__, (PlannedLoader, stock), {"__module__": __name__})
 
 
@@ -336,7 +336,7 @@ def plan_loader(loader: Any, device: object) -> Any:
     kind, _, number = str(device).partition(":")  # stock takes any text
     on_gpu = kind == "cuda" and torch.cuda.is_available()
     gpu = torch.device("cuda", int(number)) if on_gpu and number.isdigit() else None
-    cls: Any = type(loader)
+    cls: type = type(loader)
     planned: Any = object.__new__(_loader_class(cls))
     vars(planned).update(vars(loader))
     planned._plans = PlannedLoadingOfDicts(memory_of(loader.dataset, as_files=on_gpu), loader.num_workers, on_gpu, gpu)

@@ -6,8 +6,6 @@ random numbers are drawn: a training's own stay what they were.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -19,7 +17,7 @@ from torch_fastdet.ultralytics.dropins import ModelEMA, bbox_iou
 REFERENCE = "8.4.190"
 
 
-def _moved(kind: Any) -> torch.Tensor:
+def _moved(kind: type) -> torch.Tensor:
     matrix = nn.Parameter(torch.linspace(-1, 1, 36).sin().view(4, 3, 3, 1))
     bias = nn.Parameter(torch.linspace(0, 1, 5))
     common = {"lr": 0.1, "momentum": 0.9, "nesterov": True}

@@ -64,7 +64,7 @@ def confusions(rows: Tensor, labels: Tensor, classes: int, conf: float, iou_thre
     return counts
 
 
-def average_precisions(stock: Any) -> Callable[..., Any]:
+def average_precisions(stock: Callable) -> Callable[..., Any]:
     """``ap_per_class`` of ultralytics.utils.metrics from one sort; stock's own functions integrate, smooth and plot."""
 
     def ap_per_class(

@@ -44,7 +44,9 @@ class _Batch:
         return placings if whole else None
 
     def _made(self) -> Any:
-        made: Any = np.array([self._letterbox(picture, self._shape, auto=False)[0] for picture in self._pictures])
+        made: np.ndarray = np.array(
+            [self._letterbox(picture, self._shape, auto=False)[0] for picture in self._pictures]
+        )
         made = made.transpose((0, 3, 1, 2)) if self._is_planar else made
         return torch.from_numpy(np.ascontiguousarray(made)).to(self._device, self._dtype) if self._is_tensor else made
 
@@ -79,7 +81,7 @@ class _Batch:
 class _Boxed(NamedTuple):
     """A picture whose letterbox is put off."""
 
-    picture: Any
+    picture: np.ndarray
     shape: list[int]
 
 
@@ -88,7 +90,7 @@ def _recording(stock: types.FunctionType, names: dict[str, Any], stock_letterbox
     if names["letterbox"] is not stock_letterbox:
         return stock
 
-    def boxed(picture: Any, shape: list[int], auto: bool = True) -> tuple:
+    def boxed(picture: np.ndarray, shape: list[int], auto: bool = True) -> tuple:
         return stock_letterbox(picture, shape) if auto else (_Boxed(picture, shape),)
 
     def array(pictures: Any) -> Any:
@@ -192,7 +194,7 @@ def _same(a: SimpleNamespace, b: SimpleNamespace) -> bool:
     return equal and same_pictures and a.found.files == b.found.files and a.found.s == b.found.s
 
 
-def is_stocks(stock_class: Any, stock: Callable, module: ModuleType) -> bool:
+def is_stocks(stock_class: type, stock: Callable, module: ModuleType) -> bool:
     """Whether our forward gives what ``stock`` gives for small pictures: another version may do something else."""
     names = namespace(module)
     ours = detecting(stock_class, stock, module, devices=("cpu",))

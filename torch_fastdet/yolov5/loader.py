@@ -176,7 +176,7 @@ def dataset_class(stock: type) -> type:
 
 def _new_dataset(module: str, name: str) -> Any:
     """An empty data set, in a process that may have no patch()."""
-    stock: Any = getattr(importlib.import_module(module), name)
+    stock: type = getattr(importlib.import_module(module), name)
     cls = dataset_class(vars(stock).get("torch_fastdet_stock", stock))
     return object.__new__(cls)
 

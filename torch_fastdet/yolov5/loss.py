@@ -63,7 +63,7 @@ class ComputeLoss:
 
     def __init__(self, model: nn.Module, autobalance: bool = False) -> None:
         trained: Any = model  # DistributedDataParallel, where train.py has wrapped it and set hyp
-        inner: Any = unwrap(model) if isinstance(model, nn.Module) else model
+        inner: nn.Module = unwrap(model) if isinstance(model, nn.Module) else model
         layers: Any = getattr(inner, "model", None)
         detect: Any = layers[-1] if isinstance(layers, (nn.Sequential, nn.ModuleList, list)) and len(layers) else None
         if not hasattr(trained, "hyp") or not all(hasattr(detect, name) for name in ("na", "nc", "nl", "anchors")):

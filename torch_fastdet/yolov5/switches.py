@@ -155,7 +155,7 @@ def _correct(matcher: Any) -> torch.Tensor:
     return torch.as_tensor(matcher(cases.DETECTIONS.clone(), cases.LABELS.clone(), cases.IOUV.clone())).bool()
 
 
-def _confused(kind: Any) -> torch.Tensor:
+def _confused(kind: type) -> torch.Tensor:
     matrix = kind(2)
     matrix.process_batch(cases.DETECTIONS.clone(), cases.LABELS.clone())
     return torch.as_tensor(matrix.matrix).long()
@@ -186,7 +186,7 @@ def _correct_masks(matcher: Any) -> list[torch.Tensor]:
     return [torch.as_tensor(matcher(detections, labels, iouv, *way)).bool() for way in ways]
 
 
-def _masks_as_ours(stock: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _masks_as_ours(stock: Callable) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     with torch.device("cpu"):
         return _correct_masks(stock), _correct_masks(validation.process_batch_of_masks(stock))
 
@@ -203,7 +203,7 @@ PROCESS_BATCH_OF_MASKS = Target(
 )
 
 
-def _matrix_class(active: Active, stock: Any, _: object) -> type:
+def _matrix_class(active: Active, stock: type, _: object) -> type:
     def look_at_script() -> None:
         """val.py as the script that runs: it defines process_batch itself, after its imports and before its first image."""
         main = sys.modules.get("__main__")
@@ -220,7 +220,7 @@ def _matrix_class(active: Active, stock: Any, _: object) -> type:
     return stand_in(active.name, stock, validation.confusion_matrix_class(stock, look_at_script))
 
 
-def _matrices(stock: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _matrices(stock: type) -> tuple[torch.Tensor, torch.Tensor]:
     return _confused(stock), _confused(validation.confusion_matrix_class(stock, lambda: None))
 
 
@@ -274,7 +274,7 @@ def _data_set_of_masks(active: Active, stock: object, module: Any) -> object:
     return _data_set(active, stock, module)
 
 
-def _data_loader(active: Active, stock: Any, module: object) -> object:
+def _data_loader(active: Active, stock: type, module: object) -> object:
     if not active.has_replaced(module, "LoadImagesAndLabels"):
         return None
     from torch_fastdet.yolov5 import loader

@@ -49,7 +49,7 @@ def _heads() -> list[Tensor]:
     ]
 
 
-def _losses(kind: Any) -> list[Tensor]:
+def _losses(kind: type) -> list[Tensor]:
     found: list[Tensor] = []
     for options in OPTIONS:
         found += kind(_Model(options))(_heads(), torch.tensor(TARGETS))
@@ -86,7 +86,7 @@ def _decoded(detect: Any) -> tuple[Tensor, Tensor]:
     return head.eval()(list(maps))[0], ops.yolov5_decode(_heads(), like.anchors, like.stride.tolist())
 
 
-def _segmentation_losses(kind: Any) -> list[Tensor]:
+def _segmentation_losses(kind: type) -> list[Tensor]:
     def wave(*shape: int) -> Tensor:
         return torch.linspace(0.0, 50.0, torch.Size(shape).numel()).cos().view(shape)
 

@@ -56,7 +56,7 @@ def process_batch_of_masks(stock: Callable[..., Tensor]) -> Callable[..., Tensor
     return process_batch_of_masks
 
 
-def _mask_overlaps(stock: Any, detections: Tensor, labels: Tensor, iouv: Tensor, *masks: Any) -> Tensor:
+def _mask_overlaps(stock: Callable, detections: Tensor, labels: Tensor, iouv: Tensor, *masks: Any) -> Tensor:
     """(m, n): what stock's code finds by ``mask_iou``. It gets no thresholds, so that it matches nothing and waits for nothing."""
     found: list[Tensor] = []
 
@@ -94,7 +94,7 @@ def scale_boxes(img1_shape: Sequence[int], boxes: Any, img0_shape: Sequence[int]
     return boxes
 
 
-def average_precisions(stock: Any) -> Callable[..., object]:
+def average_precisions(stock: Callable) -> Callable[..., object]:
     """``ap_per_class`` of utils.metrics from one sort; stock's own functions integrate, smooth and plot."""
 
     def ap_per_class(

@@ -54,7 +54,7 @@ class GraphedDDP:
 
         @functools.wraps(stock, assigned=(), updated=())
         def forward(ddp: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
-            model: Any = ddp.module
+            model: nn.Module = ddp.module
             if torch.compiler.is_compiling() or not isinstance(model, tuple(self._classes)):
                 return stock(ddp, *inputs, **kwargs)
             trains = ddp.training and torch.is_grad_enabled()
@@ -99,7 +99,7 @@ class GraphedDDP:
         return self._ranks[ddp]
 
     @contextlib.contextmanager
-    def _around(self, model: Any, ranks: Ranks | None) -> Iterator[None]:
+    def _around(self, model: nn.Module, ranks: Ranks | None) -> Iterator[None]:
         before, self._running = self._running, (model, ranks)
         try:
             yield

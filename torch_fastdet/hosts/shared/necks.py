@@ -26,7 +26,7 @@ def _concatenates(forward: Any) -> bool:
     return agree(forward, _cat, {"d": 1}, [pictures(), -pictures()])
 
 
-def _is_pair(upsample: Any, concat: Any, save: Any) -> bool:
+def _is_pair(upsample: nn.Module, concat: Any, save: Any) -> bool:
     """Whether ``concat`` alone reads what ``upsample`` makes, and puts one other tensor behind it along the channels."""
     return (
         type(upsample) is nn.Upsample
