@@ -38,7 +38,6 @@ class YOLOv5Dataset(Protocol):
     collate_fn4: Callable[..., object]
     img_size: int
     augment: bool
-    mosaic: bool
     shapes: np.ndarray
     im_files: list[str]
     albumentations: object

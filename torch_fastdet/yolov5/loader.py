@@ -189,10 +189,7 @@ def keeps_files() -> bool:
 def _memory_for(dataset: YOLOv5Dataset, everything: bool) -> PictureMemory:
     """A memory with places for a data set's pictures, in the sizes that ``load_image`` will give them."""
     on_gpu = keeps_files()
-    # Without a GPU, decoding what a mosaic shows takes half of OpenCV's time, but whole pictures take as long.
-    as_files = (
-        (on_gpu or dataset.mosaic) and not everything and cannot_plan(dataset) is None
-    )  # stock's code wants pixels
+    as_files = not everything and cannot_plan(dataset) is None  # stock's code wants pixels
     side, originals = dataset.img_size, [(height, width) for width, height in dataset.shapes.tolist()]
     shapes, ways = sizes(type(dataset).torch_fastdet_stock, dataset, originals, side)
     budget = UNLIMITED if everything else host_budget()

@@ -141,6 +141,7 @@ def with_budget(size, variable="TORCH_FASTDET_CACHE"):
         try:
             for workers in (0, 2):
                 same(augment=True, hyp=HYP, workers=workers)
+                same(workers=workers, rect=True, pad=0.5)
         finally:
             del os.environ[variable]
 
