@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -31,8 +32,11 @@ SWITCHES = ("cuda_graph", "channels_last", "multi_tensor_optimizer", "loss_optim
 
 
 def held() -> dict[str, int]:
-    """What a training must leave as it was."""
+    """What a training must leave as it was. Threads of loaders that are gone take a moment to end."""
     gc.collect()
+    end = time.monotonic() + 10
+    while threading.active_count() > 1 and time.monotonic() < end:
+        time.sleep(0.05)
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return {
         "kib": int(status["RssAnon"].split()[0]),
