@@ -294,9 +294,8 @@ def _c3_parts(c3: Any, x: Tensor, conv: Forward, bottleneck: Forward) -> Tensor 
 def c2f_forward(stock: Forward, conv: Forward, bottleneck: Forward, c3: Forward) -> Forward:
     """Stands for the forward of a block that computes ``cv2(cat((a, b, m[0](b), m[1](m[0](b)), ...), 1))`` of ``a, b = cv1(x).chunk(2, 1)``.
 
-    ``cv1`` writes into the concatenation, and so does the last of ``m`` where its forward is ``bottleneck`` or ``c3``. Two tensors are
-    left that further blocks read and that are copied: ``b`` and the result of each ``m`` but the last. Backward, the gradients of each of
-    them are added in one pass.
+    ``cv1`` writes into the concatenation, and so does the last of ``m`` where its forward is ``bottleneck`` or ``c3``. What one more block
+    reads is copied: ``b``, and the result of each of ``m`` but the last. Backward, the gradients of its readers are added in one pass.
     """
 
     def forward(self: Any, x: Tensor) -> Tensor:
