@@ -13,27 +13,6 @@ import torch
 from torch_fastdet._say import rank, say
 from torch_fastdet._torch.private import lost_cuda_in_fork
 
-TARGET_COLUMNS = ("image", "class", "x", "y", "w", "h")
-WANTED = ("an image index of the batch", "a class index below the number of classes", *["a finite number"] * 4)
-
-
-def describe_bad_targets(op: str, status: list[int], rows: int, fault: tuple[int, int]) -> str | None:
-    """One line on what was wrong with a loss' targets, or None.
-
-    Args:
-        op: the operator.
-        status: its status: bad rows, the first of them, and num_targets less the rows where it does not fit them.
-        rows: of targets.
-        fault: row and column of the first bad row; -1 where there is none.
-    """
-    if status[2]:
-        return f"{op}: num_targets is {rows + status[2]}, but targets has {rows} rows"
-    row, column = fault
-    if row < 0:
-        return None
-    more = f"; {status[0]} rows are bad, all of them were ignored" if status[0] > 1 else "; the row was ignored"
-    return f"{op}: targets row {row}, column {column} ({TARGET_COLUMNS[column]}) is not {WANTED[column]}{more}"
-
 
 class DeferredStatus:
     """Brings the status of operators on a GPU to the host without waiting for it.

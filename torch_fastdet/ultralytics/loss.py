@@ -22,10 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_fastdet import ops
-from torch_fastdet._deferred import TARGET_COLUMNS, describe_bad_targets
 from torch_fastdet._say import count, say
 from torch_fastdet._torch.private import module_has_hooks
-from torch_fastdet.hosts.shared.loss_status import TargetStatus
+from torch_fastdet.hosts.shared.loss_status import TARGET_COLUMNS, TargetStatus
 from torch_fastdet.ultralytics.necks import fewer_copies
 
 STOCK_MODULE = "ultralytics.utils.loss"
@@ -57,11 +56,6 @@ LossItems = tuple[Tensor, Tensor]
 OTHER_SIDES = "its TaskAlignedAssigner enlarges small boxes in a way that is not known here"
 
 
-def describe_fault(status: list[int], rows: int) -> str | None:
-    """One line on what was wrong with targets; ``status`` is that of :func:`torch_fastdet.ops.v8_loss`."""
-    return describe_bad_targets("v8_loss", status, rows, ops.v8_loss_fault(status))
-
-
 class _State:
     """What a criterion of ours has beside the stock one: nothing of it is copied or pickled."""
 
@@ -69,7 +63,7 @@ class _State:
         self.settings: tuple[float, ...] = ()
         self.on_device: Tensor | None = None
         self.strides: tuple[Any, list[float]] = (None, [])
-        self.status = TargetStatus("v8DetectionLoss", describe_fault)
+        self.status = TargetStatus("v8DetectionLoss", "v8_loss", ops.v8_loss_fault)
         self.told = False
 
     def settings_on(self, device: torch.device, values: tuple[float, ...]) -> Tensor:

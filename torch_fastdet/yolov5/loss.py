@@ -10,17 +10,11 @@ import torch
 from torch import nn
 
 from torch_fastdet import ops
-from torch_fastdet._deferred import TARGET_COLUMNS, describe_bad_targets
 from torch_fastdet._say import count
 from torch_fastdet._torch.tensors import unwrap
-from torch_fastdet.hosts.shared.loss_status import TargetStatus
+from torch_fastdet.hosts.shared.loss_status import TARGET_COLUMNS, TargetStatus
 from torch_fastdet.ops.yolov5_loss import split_coefficients, yolov5_mask_part
 from torch_fastdet.yolov5.heads import fewer_copies
-
-
-def describe_fault(status: list[int], rows: int) -> str | None:
-    """One line on what was wrong with targets; ``status`` is that of :func:`torch_fastdet.ops.yolov5_loss`."""
-    return describe_bad_targets("yolov5_loss", status, rows, ops.yolov5_loss_fault(status))
 
 
 def _not_apart(*_: Any) -> Any:
@@ -89,7 +83,7 @@ class ComputeLoss:
         self._balance_seen: list[float] = []  # what the tensor below was made from
         self._balance_tensor: torch.Tensor | None = None
         self._balance_on(self.device)  # now, for a graph capture cannot bring it there
-        self._status = TargetStatus("ComputeLoss", describe_fault)
+        self._status = TargetStatus("ComputeLoss", "yolov5_loss", ops.yolov5_loss_fault)
         self._status.prepare(self.device)
 
     BCEcls = BCEobj = build_targets = property(_not_apart, _not_apart)

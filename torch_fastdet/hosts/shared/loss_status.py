@@ -3,11 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 
 import torch
 
 from torch_fastdet._deferred import DeferredStatus
+
+TARGET_COLUMNS = ("image", "class", "x", "y", "w", "h")
+WANTED = ("an image index of the batch", "a class index below the number of classes", *["a finite number"] * 4)
+FindFault = Callable[[list[int]], tuple[int, int]]
+
+
+def describe_bad_targets(op: str, find_fault: FindFault, status: list[int], rows: int) -> str | None:
+    """One line on what was wrong with a loss' targets, or None.
+
+    Args:
+        op: the operator.
+        find_fault: row and column of the first bad row, from the operator's status; -1 where there is none.
+        status: its status: bad rows, the first of them, and num_targets less the rows where it does not fit them.
+        rows: of targets.
+    """
+    if status[2]:
+        return f"{op}: num_targets is {rows + status[2]}, but targets has {rows} rows"
+    row, column = find_fault(status)
+    if row < 0:
+        return None
+    more = f"; {status[0]} rows are bad, all of them were ignored" if status[0] > 1 else "; the row was ignored"
+    return f"{op}: targets row {row}, column {column} ({TARGET_COLUMNS[column]}) is not {WANTED[column]}{more}"
 
 
 class TargetStatus:
@@ -15,12 +38,13 @@ class TargetStatus:
 
     Args:
         loss: how errors call the loss.
-        describe: that of :class:`DeferredStatus`, of the operator's status and the rows of targets.
+        op: the operator.
+        find_fault: as for :func:`describe_bad_targets`.
     """
 
-    def __init__(self, loss: str, describe: Callable[[list[int], int], str | None]) -> None:
-        self._loss, self._describe = loss, describe
-        self.checks = DeferredStatus(describe)
+    def __init__(self, loss: str, op: str, find_fault: FindFault) -> None:
+        self._loss, self._describe = loss, functools.partial(describe_bad_targets, op, find_fault)
+        self.checks = DeferredStatus(self._describe)
         self._ignored: torch.Tensor | None = None  # bad rows, and targets that had no row
         self._counting = False
 
