@@ -55,11 +55,7 @@ class PictureDetector:
         extra = {"detector.json": ""}
         try:
             self.module = torch.jit.load(str(path), map_location=device, _extra_files=extra)
-        except (
-            RuntimeError,
-            ValueError,
-            MemoryError,
-        ) as error:  # torch takes the memory that a damaged archive asks for
+        except Exception as error:  # a damaged archive makes torch raise anything, and take what memory it asks for
             raise Unusable(
                 f"{path} is expected as a detector.ts of export.py, but does not load: {brief(error)}"
             ) from error
