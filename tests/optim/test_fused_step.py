@@ -415,7 +415,7 @@ def finite(module):
     return all(v.isfinite().all() for v in module.state_dict().values())
 
 
-def test_an_average_that_turned_nan_in_mixed_precision(device):
+def test_an_average_that_turned_nan_in_mixed_precision(device, same_convolutions):
     """The sequence of ultralytics #24615: activations overflow, the statistics of batch norm turn NaN, the scaler skips the step, and
     the average takes the statistics. Then the trainer loads what it had saved, and copies finite values into the average."""
     loops = ours, stock = [kind(device, torch.optim.SGD, NESTEROV) for kind in (OurLoop, StockLoop)]
