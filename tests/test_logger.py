@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import torch_fastdet
+from torch_fastdet import _say
 
 SAY = "from torch_fastdet import _say; "
 WARN = "_say.say('slow', 30); _say.say('fast')"
@@ -48,3 +49,10 @@ def test_unpatch_leaves_logging_as_it_was():
     assert torch_fastdet.logger.level == logging.INFO
     yolov5.unpatch()
     assert (torch_fastdet.logger.level, torch_fastdet.logger.handlers) == before
+
+
+def test_names_that_are_not_utf8_can_be_written(caplog):
+    """Python has such bytes of a file's name as surrogates, which a handler cannot encode."""
+    _say.say("caf\udce9.jpg", logging.WARNING)
+    assert caplog.messages == ["caf\\udce9.jpg"]
+    _say.fallbacks.clear()

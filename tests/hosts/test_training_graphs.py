@@ -37,6 +37,7 @@ made = []
 def graphs(monkeypatch):
     monkeypatch.setattr(training_graphs, "ModuleGraphs", Graphs)
     made.clear()
+    _say.counts.clear()  # of other tests in this process
 
     def make(by_name=False):
         host = Host({"cuda_graph": Switch("cuda_graph", "", ())}, ())

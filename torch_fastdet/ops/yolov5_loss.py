@@ -24,8 +24,22 @@ class Yolov5LossOptions(NamedTuple):
     sort_obj_iou: bool = False
 
 
-def _detection(
+def _check_tensors(
     op: str,
+    heads: list[torch.Tensor],
+    targets: torch.Tensor,
+    anchors: torch.Tensor,
+    balance: torch.Tensor,
+    num_targets: torch.Tensor | None,
+) -> None:
+    check_tensor_list(op, "heads", heads)
+    check_tensor(op, "targets", targets)
+    check_tensor(op, "anchors", anchors)
+    check_tensor(op, "balance", balance)
+    check_optional_tensor(op, "num_targets", num_targets)
+
+
+def _detection(
     heads: list[torch.Tensor],
     targets: torch.Tensor,
     anchors: torch.Tensor,
@@ -34,12 +48,6 @@ def _detection(
     options: Yolov5LossOptions,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Loss, items, the levels' objectness, status, and the cells of the matches."""
-    if not torch.jit.is_scripting():
-        check_tensor_list(op, "heads", heads)
-        check_tensor(op, "targets", targets)
-        check_tensor(op, "anchors", anchors)
-        check_tensor(op, "balance", balance)
-        check_optional_tensor(op, "num_targets", num_targets)
     loss, items, levels, owner, matches, _, _ = torch.ops.torch_fastdet.yolov5_loss(
         heads,
         targets,
@@ -116,8 +124,10 @@ def yolov5_loss(
 
     Behaviour: that of ComputeLoss in YOLOv5 v7.0.
     """
+    if not torch.jit.is_scripting():
+        _check_tensors("yolov5_loss", heads, targets, anchors, balance, num_targets)
     options = Yolov5LossOptions(box, obj, cls, cls_pw, obj_pw, label_smoothing, fl_gamma, anchor_t, gr, sort_obj_iou)
-    return _detection("yolov5_loss", heads, targets, anchors, balance, num_targets, options)[:4]
+    return _detection(heads, targets, anchors, balance, num_targets, options)[:4]
 
 
 def yolov5_segmentation_loss(
@@ -174,12 +184,12 @@ def yolov5_segmentation_loss(
     """
     op = "yolov5_segmentation_loss"
     if not torch.jit.is_scripting():
-        check_tensor_list(op, "heads", heads)
+        _check_tensors(op, heads, targets, anchors, balance, num_targets)
         check_tensor(op, "protos", protos)
         check_tensor(op, "masks", masks)
     options = Yolov5LossOptions(box, obj, cls, cls_pw, obj_pw, label_smoothing, fl_gamma, anchor_t, gr, sort_obj_iou)
     detection, coefficients, sizes = split_coefficients(heads, protos)
-    loss, items, levels, status, matches = _detection(op, detection, targets, anchors, balance, num_targets, options)
+    loss, items, levels, status, matches = _detection(detection, targets, anchors, balance, num_targets, options)
     part, item = yolov5_mask_part(coefficients, protos, masks, targets, matches, sizes, num_targets, box, overlap)
     items = torch.cat((items[:1], item.to(items.dtype), items[1:]))
     return loss + part.to(loss.dtype), items, levels, status
