@@ -7,15 +7,19 @@ The pictures are photographs of 640x480 with the noise of a camera, made once; t
 host memory that ours may take; with 0 the GPU keeps nothing either. Stock keeps nothing from one iteration to the next, so its time does not depend on the number of
 pictures: it runs on ``--stock-pictures`` of them, and as many epochs.
 
-A row is the mean time of an iteration over an epoch without its first batch; "host memory" rows say what the shared memory held at most.
+A row is the mean time of an iteration over an epoch without its first batch. Lines below it say what shared memory held at most, and how
+even the batches come: the median time from one to the next beside the mean.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import multiprocessing
 import os
 import shutil
+import statistics
 import threading
 from pathlib import Path
 from typing import Any
@@ -27,7 +31,9 @@ from benchmarks.harness import OURS, WORK, Report, add_arguments, at_least, miss
 from examples.demo.training import STOCK, Run, Variant, run_train, yolov5_folder
 from examples.yolov5_env import environment
 
-WIDTH, HEIGHT = 640, 480
+SIZE = (640, 480)
+#: Width and height of pictures as COCO mixes them, about.
+COCO_SIZES = (SIZE, SIZE, (640, 427), (640, 426), (480, 640), (427, 640), (500, 375), (640, 360))
 COCO = 118_287
 BOXES = 7
 CLASSES = 80
@@ -38,6 +44,7 @@ VALIDATED = 64
 WORKERS = 8
 
 
+@functools.cache
 def photographs() -> list[Any]:
     """The photographs that scikit-learn and ultralytics bring, uint8 B G R."""
     import cv2
@@ -49,7 +56,7 @@ def photographs() -> list[Any]:
     return found + [cv2.imread(str(path)) for path in sorted(assets.glob("*.jpg"))]
 
 
-def make_photograph(root: Path, number: int, quality: int) -> None:
+def make_photograph(root: Path, number: int, quality: int, size: tuple[int, int]) -> None:
     """A part of a photograph, enlarged, with the noise of a camera, and labels for it."""
     import cv2
 
@@ -57,12 +64,11 @@ def make_photograph(root: Path, number: int, quality: int) -> None:
     sources = photographs()
     source = sources[number % len(sources)]
     height, width = source.shape[:2]
-    share = generator.uniform(0.5, 0.95)
-    part = int(min(height, width * HEIGHT / WIDTH) * share)
-    y, x = generator.integers(0, height - part), generator.integers(0, width - part * WIDTH // HEIGHT)
-    picture = cv2.resize(
-        source[y : y + part, x : x + part * WIDTH // HEIGHT], (WIDTH, HEIGHT), interpolation=cv2.INTER_CUBIC
-    )
+    ratio = size[0] / size[1]
+    part_height = int(min(height, width / ratio) * generator.uniform(0.5, 0.95))
+    part_width = int(part_height * ratio)
+    y, x = generator.integers(0, height - part_height), generator.integers(0, width - part_width)
+    picture = cv2.resize(source[y : y + part_height, x : x + part_width], size, interpolation=cv2.INTER_CUBIC)
     picture = np.clip(picture + generator.normal(0, 3, picture.shape), 0, 255).astype(np.uint8)
     cv2.imwrite(str(root / f"{number:05}.jpg"), picture, [cv2.IMWRITE_JPEG_QUALITY, quality])
     boxes = np.concatenate([generator.uniform(0.25, 0.75, (BOXES, 2)), generator.uniform(0.05, 0.4, (BOXES, 2))], 1)
@@ -70,16 +76,18 @@ def make_photograph(root: Path, number: int, quality: int) -> None:
     (root / f"{number:05}.txt").write_text("\n".join(rows))
 
 
-def make_data(count: int, quality: int) -> Path:
+def make_data(count: int, quality: int, sizes: tuple[tuple[int, int], ...] = (SIZE,)) -> Path:
     """A data set's yaml: so many pictures, and the first of them for validation."""
     different = min(PHOTOGRAPHS, count)
-    seeds = WORK / f"photographs-{WIDTH}x{HEIGHT}-{different}-q{quality}"
+    kind = "x".join(map(str, SIZE)) if sizes == (SIZE,) else f"{len(sizes)}-sizes"
+    seeds = WORK / f"photographs-{kind}-{different}-q{quality}"
     if not (seeds / "done").exists():
         seeds.mkdir(parents=True, exist_ok=True)
+        wanted = [(seeds, number, quality, sizes[number % len(sizes)]) for number in range(different)]
         with multiprocessing.get_context("spawn").Pool() as pool:
-            pool.starmap(make_photograph, [(seeds, number, quality) for number in range(different)], chunksize=16)
+            pool.starmap(make_photograph, wanted, chunksize=16)
         (seeds / "done").touch()
-    root = WORK / f"dataset-{count}-q{quality}"
+    root = WORK / f"dataset-{kind}-{count}-q{quality}"
     if not (root / "done").exists():
         for folder, suffix in (("images", "jpg"), ("labels", "txt")):
             (root / folder).mkdir(parents=True, exist_ok=True)
@@ -148,7 +156,7 @@ def measure(report: Report, options: argparse.Namespace, batch: int) -> None:
     ours = Variant(OURS, OURS, ("-m", "torch_fastdet.yolov5", "--fastdet"))
     data = make_data(options.pictures, options.quality)
     kilobytes = round(mean_file_size(data) / 1000)
-    case = f"{options.model}, batch {batch}, train.py, {options.pictures:,} JPEGs of {WIDTH}x{HEIGHT}, {kilobytes} kB"
+    case = f"{options.model}, batch {batch}, train.py, {options.pictures:,} JPEGs of 640x480, {kilobytes} kB"
     case += "" if options.workers == WORKERS else f", {options.workers} workers"
     case += ", nothing kept" if options.budget == "0" else ""
     for variant in (STOCK, ours) if options.stock_pictures else (ours,):
@@ -172,6 +180,13 @@ def measure(report: Report, options: argparse.Namespace, batch: int) -> None:
             + ", ".join(f"{value * options.pictures / batch:.0f} s" for value in every),
             flush=True,
         )
+        for epoch, done in sorted(run.progress.done.items()):
+            ends = [1e3 * done[number] for number in range(run.progress.batches) if number in done]
+            steps = [later - earlier for earlier, later in itertools.pairwise(ends)]
+            print(
+                f"  epoch {epoch + 1}: {statistics.median(steps):.1f} ms from batch to batch (median), {statistics.mean(steps):.1f} ms (mean)",
+                flush=True,
+            )
         report.write()
 
 

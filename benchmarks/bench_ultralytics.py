@@ -1,13 +1,14 @@
 """Ultralytics' real, unmodified trainer on the demo's pictures, stock and with --fastdet: time of an iteration, loader included.
 
     python -m benchmarks.bench_ultralytics [--models yolov8s-16 yolo26s-64-MuSGD] [--epochs 3] [--flags fastdet] [--gpus 2]
-        [--out FOLDER]
+        [--jpegs 11829] [--out FOLDER]
 
 A name is a model, a batch size and, where it is not SGD, an optimizer; ``yolov8s-seg-16`` and its like train on the labels of their
 task. On a GPU at 640x640 (classification: 224x224) with cache=ram and 16 workers
 (``--models all`` is the whole table of issue 16, ``--models tasks`` the other tasks); on the CPU yolov8n at 128x128. Each training is a process of its own, started
 as a user starts it. An iteration is the mean over an epoch without its first batch; the first epoch, in which the warm-up ends,
-is left out. With ``--gpus 2`` the trainer starts a process for each GPU, and the batch size is that of each of them.
+is left out. With ``--jpegs`` ours alone trains on so
+many pictures of bench_dataset, as Ultralytics does by default: 8 workers, no cache; the first epoch gets a row. With ``--gpus 2`` the trainer starts a process for each GPU, and the batch size is that of each of them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -90,12 +92,20 @@ def make_data(task: str, size: int, pictures: int) -> Path:
 
 
 def iteration_seconds(ends: list[list[float]]) -> list[float]:
-    """Of each epoch but the first, the mean time from the end of its first iteration to the end of its last."""
-    return [(epoch[-1] - epoch[0]) / (len(epoch) - 1) for epoch in ends[1:] if len(epoch) > 1]
+    """Of each epoch, the mean time from the end of its first iteration to the end of its last."""
+    return [(epoch[-1] - epoch[0]) / (len(epoch) - 1) for epoch in ends if len(epoch) > 1]
 
 
 def train(
-    case: Case, flags: list[str], data: Path, folder: Path, device: str, size: int, epochs: int, gpus: int = 1
+    case: Case,
+    flags: list[str],
+    data: Path,
+    folder: Path,
+    device: str,
+    size: int,
+    epochs: int,
+    gpus: int = 1,
+    **others: Any,
 ) -> dict:
     """Runs one training and returns what benchmarks.ultralytics_run wrote; its output is in ``folder``."""
     from examples.yolov5_env import environment
@@ -106,7 +116,7 @@ def train(
     words = {
         "model": f"{case.model}.yaml", "data": data, "imgsz": size, "batch": case.batch * gpus, "epochs": epochs,
         "optimizer": case.optimizer, "warmup_epochs": 1, "cache": "ram", "workers": workers, "device": device,
-        "val": False, "plots": False, "project": folder, "name": "run",
+        "val": False, "plots": False, "project": folder, "name": "run", **others,
     }  # fmt: skip
     command = [sys.executable, "-m", "benchmarks.ultralytics_run", str(folder / "times.json")]
     command += [*(f"--{flag}" for flag in flags), "train", *(f"{key}={value}" for key, value in words.items())]
@@ -132,12 +142,38 @@ def measure(report: Report, cases: list[Case], epochs: int, flags: list[str], pi
         for name, switches in (("stock", []), (OURS, flags)):
             folder = WORK / "ultralytics" / title.replace(", ", "-").replace(" ", "-") / name
             found = train(case, switches, data, folder, device, size, count, gpus)
-            times = iteration_seconds(found["ends"])
+            times = iteration_seconds(found["ends"])[1:]
             print(f"{title}, {name}: {', '.join(f'{1e3 * seconds:.1f}' for seconds in times)} ms", flush=True)
             report.drop(title, name)
             peak = {"peak_mib": found["peak_mib"]} if cuda else {}
             report.add(title, name, "call", [1e6 * seconds for seconds in times], **peak)
             report.write()
+
+
+def measure_jpegs(report: Report, case: Case, epochs: int, flags: list[str], pictures: int) -> None:
+    """Ours on JPEGs that are decoded for each batch, the first epoch too."""
+    from benchmarks.bench_dataset import WORKERS, make_data, mean_file_size
+
+    cuda = report.device.type == "cuda"
+    data = make_data(pictures, 90)
+    title = f"{case.title}, {pictures:,} JPEGs of 640x480, {mean_file_size(data) / 1000:.0f} kB"
+    folder = WORK / "ultralytics" / f"{case.model}-{case.batch}-jpegs-{pictures}"
+    found = train(
+        case,
+        flags,
+        data,
+        folder,
+        "0" if cuda else "cpu",
+        640 if cuda else 128,
+        epochs,
+        cache=False,
+        workers=WORKERS if cuda else 2,
+    )
+    first, *later = iteration_seconds(found["ends"])
+    for row, times in ((f"{title}, first epoch", [first]), (title, later)):
+        report.drop(row, OURS)
+        report.add(row, OURS, "call", [1e6 * seconds for seconds in times])
+    report.write()
 
 
 def main() -> None:
@@ -150,6 +186,7 @@ def main() -> None:
     )
     parser.add_argument("--gpus", type=at_least(1), default=1, help="how many GPUs train together")
     parser.add_argument("--pictures", type=at_least(1), help="to train on; default: 1024 on a GPU, 64 on the CPU")
+    parser.add_argument("--jpegs", type=at_least(64), help="how many pictures of bench_dataset; see above")
     options = parser.parse_args()
     cuda = options.device == "cuda"
     if options.epochs < 2:
@@ -169,6 +206,10 @@ def main() -> None:
         return
     report = Report("ultralytics", torch.device(options.device), options.out)
     report.resume()
+    if options.jpegs:
+        for case in cases:
+            measure_jpegs(report, case, options.epochs, options.flags, options.jpegs)
+        return
     measure(report, cases, options.epochs, options.flags, options.pictures or (1024 if cuda else 64), options.gpus)
     report.plot()
 

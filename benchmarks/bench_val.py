@@ -1,11 +1,13 @@
 """The real, unmodified val.py, stock and with torch_fastdet: its pass over the pictures, and the whole command.
 
     python -m benchmarks.bench_val [--model s] [--pictures 1536] [--repetitions 3] [--flags fastdet] [--out FOLDER]
+    python -m benchmarks.bench_val --jpegs 5000 --weights last.pt [...]
 
 On a GPU: half precision, 640x640, batch 32 and 8 workers, as val.py's defaults are but for --half; on the CPU yolov5n at 128x128. The
 pictures are the demo's, as JPEGs from disk; weights of two epochs on them are trained first, with every switch, so that there is something
 to detect. Both commands end with stock's plots. A pass is val.py's own progress bar from its beginning to its end. ``ap_per_class`` is
-measured apart.
+measured apart. With ``--jpegs`` the pictures are as many of bench_dataset's, in the sizes that COCO has; ``--weights`` for its 80
+classes come from a training of bench_dataset.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.bench_dataset import COCO_SIZES, make_data
 from benchmarks.harness import OURS, WORK, Report, add_arguments, at_least, missing
 from examples.demo.training import FASTDET, STOCK, Machine, Variant, stream, train
 from examples.yolov5_env import environment
@@ -68,14 +71,19 @@ def measure_average_precision(report: Report, repetitions: int, count: int = 1_5
         report.add(f"ap_per_class, {count:,} detections of 80 classes", variant, "call", values)
 
 
-def measure(report: Report, model: str, pictures: int, repetitions: int, flags: list[str]) -> None:
+def measure(report: Report, model: str, options: argparse.Namespace) -> None:
     from examples.demo import dataset  # its PIL may be missing
 
+    pictures, repetitions, flags = options.pictures, options.repetitions, options.flags
     machine = Machine.find() if report.device.type == "cuda" else Machine("cpu", 128, 0, "CPU")
     cuda = machine.device != "cpu"
-    data = dataset.make(WORK / f"digits-{machine.image_size}-{pictures}", dataset.Recipe(machine.image_size, pictures))
+    if options.jpegs:
+        data, pictures = make_data(options.jpegs, 90, COCO_SIZES), options.jpegs
+    else:
+        recipe = dataset.Recipe(machine.image_size, pictures)
+        data = dataset.make(WORK / f"digits-{machine.image_size}-{pictures}", recipe)
     env = environment(WORK / "environment") | {"PYTHONWARNINGS": "ignore"}
-    weights = make_weights(model, data, machine, env)
+    weights = options.weights or make_weights(model, data, machine, env)
     if report.prepare:
         return
     folder = WORK / "val"
@@ -83,7 +91,7 @@ def measure(report: Report, model: str, pictures: int, repetitions: int, flags: 
         "--data": data, "--weights": weights, "--task": "train", "--batch-size": BATCH, "--imgsz": machine.image_size,
         "--device": machine.device, "--workers": machine.workers, "--project": folder, "--name": "run",
     }  # fmt: skip
-    options = [str(part) for pair in arguments.items() for part in pair] + ["--exist-ok", *(["--half"] if cuda else [])]
+    words = [str(part) for pair in arguments.items() for part in pair] + ["--exist-ok", *(["--half"] if cuda else [])]
     ours = Variant(OURS, OURS, ("-m", "torch_fastdet.yolov5", *(f"--{flag}" for flag in flags)))
     times: dict[str, list[tuple[float, float]]] = {STOCK.title: [], OURS: []}
     for _ in range(repetitions):
@@ -91,18 +99,20 @@ def measure(report: Report, model: str, pictures: int, repetitions: int, flags: 
             shutil.rmtree(folder / "run", ignore_errors=True)
             log = folder / f"{variant.name}.log"
             begun = time.perf_counter()
-            stream(variant.command("yolov5.val", options), env, log, show=False)
+            stream(variant.command("yolov5.val", words), env, log, show=False)
             whole = time.perf_counter() - begun
             if (bar := pass_seconds(log.read_text(errors="replace"))) is None:
                 raise SystemExit(
                     f"bench_val: {variant.title} ended without a whole progress bar; its output is in {log}"
                 )
             times[variant.title].append((bar, whole))
-    kind = f"{'half, ' if cuda else ''}batch {BATCH}, {pictures} JPEGs of {machine.image_size}x{machine.image_size}"
+    kind = f"{'half, ' if cuda else ''}batch {BATCH}, {pictures} JPEGs of "
+    kind += "COCO's sizes" if options.jpegs else f"{machine.image_size}x{machine.image_size}"
     for index, what in enumerate(("the pass over the pictures", "the whole command")):
         for name, values in times.items():
             report.add(f"val.py, {model}, {kind}: {what}", name, "call", [1e6 * value[index] for value in values])
-    measure_average_precision(report, repetitions)
+    if not options.jpegs:
+        measure_average_precision(report, repetitions)
     report.write()
 
 
@@ -115,14 +125,19 @@ def main() -> None:
     parser.add_argument(
         "--flags", nargs="+", default=[ALL], choices=[ALL, *SWITCHES], help="switches of torch_fastdet.yolov5"
     )
+    parser.add_argument("--jpegs", type=at_least(BATCH), help="how many pictures of bench_dataset; see above")
+    parser.add_argument("--weights", type=Path, help="default: trained on the demo's pictures first")
     options = parser.parse_args()
+    if options.jpegs and not options.weights:
+        parser.error("--jpegs wants --weights, of a training of bench_dataset")
     if reason := missing("val"):
         print(f"nothing to do: {reason}")
         return
     cuda = options.device == "cuda"
     report = Report("val", torch.device(options.device), options.out, options.prepare)
     model = f"yolov5{options.model or ('s' if cuda else 'n')}"
-    measure(report, model, options.pictures or (1536 if cuda else 128), options.repetitions, options.flags)
+    options.pictures = options.pictures or (1536 if cuda else 128)
+    measure(report, model, options)
     report.plot()
 
 

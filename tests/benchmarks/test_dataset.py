@@ -30,12 +30,19 @@ def test_a_data_set_is_hard_links_to_few_photographs(work):
     assert bench_dataset.make_data(5, 90) == data
 
 
-def test_stock_runs_on_fewer_pictures_and_first_epochs_have_rows_of_their_own(work, monkeypatch):
+def test_pictures_may_have_several_sizes(work):
+    data = bench_dataset.make_data(3, 90, ((40, 30), (30, 41)))
+    shapes = [cv2.imread(str(path)).shape[:2] for path in sorted((data.parent / "images").iterdir())]
+    assert shapes == [(30, 40), (41, 30), (30, 40)]
+
+
+def test_stock_runs_on_fewer_pictures_and_first_epochs_have_rows_of_their_own(work, monkeypatch, capsys):
     seen = []
 
     def run_train(variant, options, folder, env, show):
         seen.append((variant.title, options[options.index("--data") + 1], env["TORCH_FASTDET_CACHE"]))
-        progress = SimpleNamespace(epoch_seconds=lambda: [0.3, 0.1, 0.2])
+        done = {0: {0: 0.0, 1: 0.1, 2: 0.7, 3: 0.9, 4: 5.0}}  # the bar is printed once more at its end
+        progress = SimpleNamespace(epoch_seconds=lambda: [0.3, 0.1, 0.2], done=done, batches=4)
         return SimpleNamespace(progress=progress, replaced=("loader_optim: pictures are kept",), folder=folder)
 
     monkeypatch.setattr(bench_dataset, "run_train", run_train)
@@ -46,10 +53,11 @@ def test_stock_runs_on_fewer_pictures_and_first_epochs_have_rows_of_their_own(wo
     )
     bench_dataset.measure(report, options, 64)
     assert [(title, data.rpartition("dataset-")[2]) for title, data, _ in seen] == [
-        ("stock", "2-q90/data.yaml"),
-        (OURS, "4-q90/data.yaml"),
+        ("stock", "640x480-2-q90/data.yaml"),
+        (OURS, "640x480-4-q90/data.yaml"),
     ]
     assert {cache for *_, cache in seen} == {"24G"}
+    assert "epoch 1: 200.0 ms from batch to batch (median), 300.0 ms (mean)" in capsys.readouterr().out
     medians = {(row.case.endswith("first epoch"), row.variant): row.median_us for row in report.rows}
     assert medians == {
         (first, variant): 3e5 if first else 1.5e5 for first in (True, False) for variant in ("stock", OURS)

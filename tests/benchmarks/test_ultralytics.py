@@ -31,7 +31,7 @@ def test_pictures_of_classes_lie_in_folders(tmp_path, monkeypatch):
 
 
 def test_first_epoch_and_first_iterations_are_left_out():
-    assert iteration_seconds([[0.0, 9.0, 99.0], [100.0, 100.5, 101.0], [110.0, 110.25], [120.0]]) == [0.5, 0.25]
+    assert iteration_seconds([[0.0, 9.0, 99.0], [100.0, 100.5, 101.0], [110.0, 110.25], [120.0]]) == [49.5, 0.5, 0.25]
 
 
 def test_wrong_arguments_are_a_sentence(monkeypatch, capsys):
