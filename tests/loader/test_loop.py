@@ -100,6 +100,24 @@ def test_ends_as_its_source_does(limited):
     failing.close()
 
 
+def test_memory_that_ran_out_is_asked_for_again_when_the_loop_waits():
+    tries = []
+
+    def finish(number: int) -> dict:
+        tries.append(number)
+        if number >= 2 and tries.count(number) < number:  # the third is never made
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return {"number": number}
+
+    source = Source()
+    batches = Ahead(source, finish, torch.device("cpu"))
+    assert source.settles_at(2) and tries == [1, 2], "it tries once while a step runs"
+    assert numbers(batches, 2) == [1, 2] and source.settles_at(3)
+    with pytest.raises(torch.OutOfMemoryError):
+        next(batches)
+    assert tries == [1, 2, 2, 3, 3]
+
+
 def test_its_own_thread_ends_it_inside_of_the_queue():
     """The garbage collector runs in any thread, at any place."""
     begun, ended = threading.Event(), threading.Event()

@@ -167,6 +167,19 @@ def test_two_epochs_on_a_gpu(cuda, program, digits, tmp_path):
         assert len(set(captured(graphed))) == 2
 
 
+@pytest.mark.alone
+def test_memory_that_really_runs_out(cuda, program, digits, tmp_path):
+    """Three times, by the allocator's own errors: the trainer halves its batch three times and ends; nothing stays behind."""
+    ran = program("graphs.py", digits, tmp_path, "plain", "limited", "--device", 0)
+    stock, graphed = ran["limited"]["stock"], ran["limited"]["graphed"]
+    for training in (stock, graphed):
+        assert training["batch"] == 2 and len(training["losses"]) >= 16 and all(map(math.isfinite, training["losses"]))
+        assert training["allocated"] <= ran["plain"]["graphed"]["allocated"] + (8 << 20)
+    assert len(graphed["losses"]) == len(stock["losses"]) and graphed["files"] == stock["files"]
+    assert ran["output"].count("Reducing to batch=2 and retrying (3/3)") == 2
+    assert captured(graphed)[-1] == (2, 640, 640)
+
+
 def test_options_together_on_a_gpu(cuda, program, digits, tmp_path):
     """multi_scale, close_mosaic, val, save_period and resume in one training, with the loss and AdamW of ours.
 

@@ -18,7 +18,7 @@ from torch_fastdet._say import say
 from torch_fastdet.loader.finish import Finisher, FinisherOfDicts
 from torch_fastdet.loader.memory import PictureMemory
 from torch_fastdet.loader.plan import Indices
-from torch_fastdet.memory import words
+from torch_fastdet.memory import is_out_of_memory, words
 
 #: Batches that are ready before the loop asks for them.
 DEPTH = 2
@@ -120,7 +120,8 @@ class Ahead:
 
     ``finish`` returns tuples or dictionaries; their CUDA tensors are given to the stream that is current when the loop takes
     them. The allocator keeps a tensor's memory until that stream has done with it, so what somebody holds is never
-    overwritten. Errors are raised where the loop would have got the batch.
+    overwritten. Errors are raised where the loop would have got the batch. A batch that gets no memory is made again when the
+    loop waits for it: a step that runs meanwhile has all of the GPU, and is the one that fails where that is not enough.
 
     With ``limited``, nothing is taken from ``source`` but what :meth:`allow` permits.
     """
@@ -130,9 +131,10 @@ class Ahead:
     ) -> None:
         self._ready: queue.Queue[Any] = queue.Queue(maxsize=DEPTH)
         self._stop = threading.Event()
+        self._asked = [0]  # batches that the loop has asked for
         self._permits = threading.Semaphore(0) if limited else None
         self._allowed = 0
-        arguments = (source, finish, device, self._ready, self._stop, self._permits)
+        arguments = (source, finish, device, self._ready, self._stop, self._asked, self._permits)
         self._thread = threading.Thread(target=_work, args=arguments, name="torch_fastdet_loader", daemon=True)
         self._device = device
         self._ended: BaseException | None = None
@@ -155,6 +157,7 @@ class Ahead:
             raise self._ended
         if self._permits is not None:
             self.allow(1)  # two loops at once take more than each of them permitted
+        self._asked[0] += 1
         batch, event, error = self._ready.get()
         if error is not None:
             self._ended = error
@@ -193,6 +196,7 @@ def _work(
     device: torch.device,
     ready: queue.Queue,
     stop: threading.Event,
+    asked: list[int],
     permits: threading.Semaphore | None,
 ) -> None:
     def may_go_on() -> bool:
@@ -209,11 +213,25 @@ def _work(
             except queue.Full:
                 continue
 
+    def made(number: int) -> object:
+        planned = next(source)
+        while True:
+            waits = asked[0] >= number
+            try:
+                return finish(planned)
+            except RuntimeError as error:
+                if waits or stop.is_set() or not is_out_of_memory(error):
+                    raise
+            while asked[0] < number and not stop.wait(0.01):
+                continue
+
     try:
         torch.cuda.set_device(device)
         with _stream(device) as stream:
+            number = 0
             while may_go_on():
-                batch = finish(next(source))
+                number += 1
+                batch = made(number)
                 event = torch.cuda.Event()
                 event.record(stream)
                 put((batch, event, None))
