@@ -1,4 +1,5 @@
-"""Trains yolov8n-seg, -pose or -obb on the digits from scratch, with stock's loss or ours; prints the losses of each epoch.
+"""Trains a nano model of a task on the digits from scratch, stock and then behind patch(); prints the losses of each epoch. On a
+GPU in mixed precision.
 
 The labels are octagons inside of the digits' boxes, the boxes' corners as keypoints, or rhombs inside of the boxes.
 """
@@ -11,13 +12,15 @@ from pathlib import Path
 import torch
 from ultralytics import YOLO
 
+from torch_fastdet.ultralytics import patch
+
 parser = argparse.ArgumentParser()
 parser.add_argument("data")
 parser.add_argument("project")
-parser.add_argument("task", choices=("seg", "pose", "obb"))
-parser.add_argument("--patch", action="store_true")
+parser.add_argument("model", help="as in yolov8n-seg")
 parser.add_argument("--device", default="cpu")
 options = parser.parse_args()
+task = options.model.partition("-")[2]
 
 source, target = Path(options.data).parent, Path(options.project, "data")
 shutil.copytree(source, target, dirs_exist_ok=True)
@@ -33,17 +36,11 @@ for file in target.glob("labels/*/*.txt"):
         corners = [f"{x + a * w / 2} {y + b * h / 2} 2" for a, b in ((-1, -1), (1, -1), (1, 1), (-1, 1))]
         rhomb = [f"{x + a * w / 2} {y + b * h / 2}" for a, b in ((-0.2, -1), (1, -0.2), (0.2, 1), (-1, 0.2))]
         shapes = {"seg": octagon_shape, "pose": [f"{x} {y} {w} {h}", *corners], "obb": rhomb}
-        lines.append(f"{label} " + " ".join(shapes[options.task]))
+        lines.append(f"{label} " + " ".join(shapes[task]))
     file.write_text("\n".join(lines) + "\n")
 text = Path(options.data).read_text().replace(str(source), str(target))
 data = target / "task.yaml"
-data.write_text(text + ("\nkpt_shape: [4, 3]\nflip_idx: [1, 0, 3, 2]\n" if options.task == "pose" else "\n"))
-
-replaced = ()
-if options.patch:
-    from torch_fastdet.ultralytics import patch
-
-    replaced = patch(loss_optim=True)
+data.write_text(text + ("\nkpt_shape: [4, 3]\nflip_idx: [1, 0, 3, 2]\n" if task == "pose" else "\n"))
 
 stock_topk = torch.topk
 
@@ -57,33 +54,37 @@ def topk(values, k, dim=-1, largest=True, **rest):
 
 
 torch.topk = topk
-model = YOLO(f"yolov8n-{options.task}.yaml")
-losses, criteria = [], []
 
 
-def at_epoch_end(trainer):
-    losses.append({name: float(loss) for name, loss in trainer.tloss.items()})
-    criteria.append(f"{type(trainer.model.criterion).__module__}.{type(trainer.model.criterion).__name__}")
+def train():
+    model, losses, criteria = YOLO(f"{options.model}.yaml"), [], []
+
+    def at_epoch_end(trainer):
+        losses.append({name: float(loss) for name, loss in trainer.tloss.items()})
+        criterion = trainer.model.criterion
+        criteria.append(str(type(getattr(criterion, "one2one", criterion))))
+
+    model.add_callback("on_train_epoch_end", at_epoch_end)
+    augmentation = dict.fromkeys(("mosaic", "hsv_h", "hsv_s", "hsv_v"), 0)
+    model.train(
+        data=str(data),
+        project=options.project,
+        imgsz=96,
+        epochs=2,
+        batch=8,
+        workers=0,
+        optimizer="SGD",
+        lr0=0.002,
+        amp=options.device != "cpu",
+        device=options.device,
+        seed=0,
+        plots=False,
+        verbose=False,
+        **augmentation,
+    )
+    return {"losses": losses, "criteria": criteria}
 
 
-model.add_callback("on_train_epoch_end", at_epoch_end)
-model.train(
-    data=str(data),
-    project=options.project,
-    imgsz=96,
-    epochs=2,
-    batch=8,
-    workers=0,
-    optimizer="SGD",
-    lr0=0.002,
-    amp=False,
-    device=options.device,
-    seed=0,
-    plots=False,
-    verbose=False,
-    mosaic=0,
-    hsv_h=0,
-    hsv_s=0,
-    hsv_v=0,
-)
-print(json.dumps({"losses": losses, "criteria": criteria}))
+stock = train()
+lines = patch()
+print(json.dumps({"stock": stock, "ours": train(), "lines": lines}))
