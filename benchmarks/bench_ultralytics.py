@@ -1,14 +1,16 @@
 """Ultralytics' real, unmodified trainer on the demo's pictures, stock and with --fastdet: time of an iteration, loader included.
 
     python -m benchmarks.bench_ultralytics [--models yolov8s-16 yolo26s-64-MuSGD] [--epochs 3] [--flags fastdet] [--gpus 2]
-        [--jpegs 11829] [--out FOLDER]
+        [--jpegs 11829] [--validate] [--out FOLDER]
 
 A name is a model, a batch size and, where it is not SGD, an optimizer; ``yolov8s-seg-16`` and its like train on the labels of their
 task. On a GPU at 640x640 (classification: 224x224) with cache=ram and 16 workers
 (``--models all`` is the whole table of issue 16, ``--models tasks`` the other tasks); on the CPU yolov8n at 128x128. Each training is a process of its own, started
 as a user starts it. An iteration is the mean over an epoch without its first batch; the first epoch, in which the warm-up ends,
-is left out. With ``--jpegs`` ours alone trains on so
-many pictures of bench_dataset, as Ultralytics does by default: 8 workers, no cache; the first epoch gets a row. With ``--gpus 2`` the trainer starts a process for each GPU, and the batch size is that of each of them.
+is left out. With ``--jpegs`` ours alone trains on so many pictures of bench_dataset, as Ultralytics does by default: 8 workers, no
+cache; the first epoch gets a row. With ``--gpus 2`` the trainer starts a process for each GPU, and the batch size is that of each of
+them. With ``--validate`` our run's weights are validated on the pictures that they were trained on, stock and with the switches, as
+``yolo val`` does it; the time is that of its pass over the pictures.
 """
 
 from __future__ import annotations
@@ -22,7 +24,6 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -96,57 +97,58 @@ def iteration_seconds(ends: list[list[float]]) -> list[float]:
     return [(epoch[-1] - epoch[0]) / (len(epoch) - 1) for epoch in ends if len(epoch) > 1]
 
 
-def train(
-    case: Case,
-    flags: list[str],
-    data: Path,
-    folder: Path,
-    device: str,
-    size: int,
-    epochs: int,
-    gpus: int = 1,
-    **others: Any,
-) -> dict:
-    """Runs one training and returns what benchmarks.ultralytics_run wrote; its output is in ``folder``."""
+def yolo(mode: str, title: str, flags: list[str], folder: Path, **words: object) -> dict:
+    """Runs one command of yolo and returns what benchmarks.ultralytics_run wrote; its output is in ``folder``."""
     from examples.yolov5_env import environment
 
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    workers = 0 if device == "cpu" else min(16, (os.cpu_count() or 1) // gpus)
-    words = {
-        "model": f"{case.model}.yaml", "data": data, "imgsz": size, "batch": case.batch * gpus, "epochs": epochs,
-        "optimizer": case.optimizer, "warmup_epochs": 1, "cache": "ram", "workers": workers, "device": device,
-        "val": False, "plots": False, "project": folder, "name": "run", **others,
-    }  # fmt: skip
+    words |= {"plots": False, "project": folder, "name": "run"}
     command = [sys.executable, "-m", "benchmarks.ultralytics_run", str(folder / "times.json")]
-    command += [*(f"--{flag}" for flag in flags), "train", *(f"{key}={value}" for key, value in words.items())]
+    command += [*(f"--{flag}" for flag in flags), mode, *(f"{key}={value}" for key, value in words.items())]
     env = environment(WORK / "environment") | {"PYTHONWARNINGS": "ignore"}
-    with open(folder / "train.log", "w") as log:
+    with open(folder / f"{mode}.log", "w") as log:
         process = subprocess.run(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT)
     if process.returncode or not (folder / "times.json").exists():
-        raise SystemExit(
-            f"bench_ultralytics: {case.title} ended with status {process.returncode}; see {folder}/train.log"
-        )
+        raise SystemExit(f"bench_ultralytics: {title} ended with status {process.returncode}; see {folder}/{mode}.log")
     return json.loads((folder / "times.json").read_text())
 
 
-def measure(report: Report, cases: list[Case], epochs: int, flags: list[str], pictures: int, gpus: int) -> None:
+def train(case: Case, flags: list[str], folder: Path, gpus: int = 1, **words: object) -> dict:
+    return yolo(
+        "train", case.title, flags, folder, model=f"{case.model}.yaml", batch=case.batch * gpus,
+        optimizer=case.optimizer, warmup_epochs=1, val=False, **words,
+    )  # fmt: skip
+
+
+def measure(
+    report: Report, cases: list[Case], epochs: int, flags: list[str], pictures: int, gpus: int, validate: bool
+) -> None:
     cuda = report.device.type == "cuda"
     device = ",".join(map(str, range(gpus))) if cuda else "cpu"
+    workers = min(16, (os.cpu_count() or 1) // gpus) if cuda else 0
+    variants: list[tuple[str, list[str]]] = [("stock", []), (OURS, flags)]
     for case in cases:
         size = 128 if not cuda else 224 if case.task == "classify" else 640
         data = make_data(case.task, size, pictures)
         title = case.title + ("" if cuda else f" at {size}") + ("" if gpus == 1 else f" a GPU, {gpus} GPUs")
         batches = -(-pictures // (case.batch * gpus))
         count = max(epochs, 1 + -(-ITERATIONS // batches)) if cuda else epochs
-        for name, switches in (("stock", []), (OURS, flags)):
-            folder = WORK / "ultralytics" / title.replace(", ", "-").replace(" ", "-") / name
-            found = train(case, switches, data, folder, device, size, count, gpus)
+        place = WORK / "ultralytics" / title.replace(", ", "-").replace(" ", "-")
+        shared = {"data": data, "imgsz": size, "workers": workers, "device": device}
+        for name, switches in variants:
+            found = train(case, switches, place / name, gpus, epochs=count, cache="ram", **shared)
             times = iteration_seconds(found["ends"])[1:]
             print(f"{title}, {name}: {', '.join(f'{1e3 * seconds:.1f}' for seconds in times)} ms", flush=True)
             report.drop(title, name)
             peak = {"peak_mib": found["peak_mib"]} if cuda else {}
             report.add(title, name, "call", [1e6 * seconds for seconds in times], **peak)
+            report.write()
+        weights, title = place / OURS / "run/weights/last.pt", f"{title}: validation's pass over {pictures} pictures"
+        for name, switches in variants if validate else []:
+            found = yolo("val", title, switches, place / f"{name}-val", model=weights, split="train", **shared)
+            report.drop(title, name)
+            report.add(title, name, "call", [1e6 * seconds for seconds in found["passes"]])
             report.write()
 
 
@@ -159,16 +161,9 @@ def measure_jpegs(report: Report, case: Case, epochs: int, flags: list[str], pic
     title = f"{case.title}, {pictures:,} JPEGs of 640x480, {mean_file_size(data) / 1000:.0f} kB"
     folder = WORK / "ultralytics" / f"{case.model}-{case.batch}-jpegs-{pictures}"
     found = train(
-        case,
-        flags,
-        data,
-        folder,
-        "0" if cuda else "cpu",
-        640 if cuda else 128,
-        epochs,
-        cache=False,
-        workers=WORKERS if cuda else 2,
-    )
+        case, flags, folder, data=data, imgsz=640 if cuda else 128, workers=WORKERS if cuda else 2,
+        device="0" if cuda else "cpu", epochs=epochs, cache=False,
+    )  # fmt: skip
     first, *later = iteration_seconds(found["ends"])
     for row, times in ((f"{title}, first epoch", [first]), (title, later)):
         report.drop(row, OURS)
@@ -185,6 +180,7 @@ def main() -> None:
         "--flags", nargs="+", default=[ALL], choices=[ALL, *SWITCHES], help="switches of torch_fastdet.ultralytics"
     )
     parser.add_argument("--gpus", type=at_least(1), default=1, help="how many GPUs train together")
+    parser.add_argument("--validate", action="store_true", help="time a validation of the trained weights, too")
     parser.add_argument("--pictures", type=at_least(1), help="to train on; default: 1024 on a GPU, 64 on the CPU")
     parser.add_argument("--jpegs", type=at_least(64), help="how many pictures of bench_dataset; see above")
     options = parser.parse_args()
@@ -210,7 +206,8 @@ def main() -> None:
         for case in cases:
             measure_jpegs(report, case, options.epochs, options.flags, options.jpegs)
         return
-    measure(report, cases, options.epochs, options.flags, options.pictures or (1024 if cuda else 64), options.gpus)
+    pictures = options.pictures or (1024 if cuda else 64)
+    measure(report, cases, options.epochs, options.flags, pictures, options.gpus, options.validate)
     report.plot()
 
 

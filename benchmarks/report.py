@@ -72,7 +72,10 @@ APART_MIB = 1024
 # Cases of HEADLINES that are newer than the results: each is left out until a run has it.
 PENDING: set[str] = set()
 # What benchmarks/training_truth.py compares: its folders' names, each with a table and a picture beside it.
-TRUTHS = ("training_truth", "training_truth_small", "training_truth_yolov8n", "training_truth_yolo26n")
+TRUTHS = (
+    *("training_truth", "training_truth_small", "training_truth_yolov8n", "training_truth_yolo26n"),
+    *("training_truth_yolov8n-seg", "training_truth_yolov8n-pose", "training_truth_yolov8n-obb"),
+)
 # Of a results folder: what a marker stands for, and the picture that is shown below it.
 PICTURES = {
     "roofline": "roofline",

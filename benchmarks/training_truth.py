@@ -3,12 +3,14 @@
     python -m benchmarks.training_truth --out FOLDER [--model s] [--epochs 60] [--seeds 3] [--jobs 2] [--minutes 9]
     python -m benchmarks.training_truth --out FOLDER --small --seeds 16 --jobs 12 --variants stock fastdet only_loss_optim
     python -m benchmarks.training_truth --out FOLDER --model yolo26n [...]
+    python -m benchmarks.training_truth --out FOLDER --model yolov8n-seg [...]
     python -m benchmarks.training_truth --out FOLDER --report
 
 A run is train.py from scratch on the demo's pictures. Its variant is ``stock``, ``fastdet`` (``torch_fastdet.yolov5 --fastdet``)
-or ``only_<switch>`` (that switch alone). With a model of Ultralytics a run is its trainer's, with default arguments but for size, epochs and batch. --jobs of them share the machine, and take turns on its GPUs. Each finished run leaves
-one JSON file, <variant>-seed<n>.json, in FOLDER, and a run whose file is there is not done again: the work can be split over
-several commands. With --minutes no run begins that would end later, judged by the longest so far. When all are there, or with
+or ``only_<switch>`` (that switch alone). With a model of Ultralytics a run is its trainer's, with default arguments but for size, epochs
+and batch; models that end in -seg, -pose or -obb get the labels of their task. --jobs of them share the machine, and take turns on its
+GPUs. Each finished run leaves one JSON file, <variant>-seed<n>.json, in FOLDER, and a run whose file is there is not done again: the
+work can be split over several commands. With --minutes no run begins that would end later, judged by the longest so far. When all are there, or with
 --report, a table of means and of the difference with its standard error stands beside FOLDER as FOLDER.md, and a picture as
 FOLDER.png. The default FOLDER is training_truth in the results folder of this machine and day; benchmarks/report.py names the others
 that the docs show.
@@ -42,16 +44,24 @@ MAP50, MAP = "metrics/mAP_0.5", "metrics/mAP_0.5:0.95"
 NAMES = {
     MAP: "mAP50-95",
     MAP50: "mAP50",
+    "metrics/mAP50-95(M)": "mAP50-95 of masks",
+    "metrics/mAP50-95(P)": "mAP50-95 of keypoints",
     "metrics/precision": "precision",
     "metrics/recall": "recall",
     "val/box_loss": "val box loss",
+    "val/seg_loss": "val seg loss",
+    "val/pose_loss": "val pose loss",
+    "val/kobj_loss": "val kobj loss",
+    "val/angle_loss": "val angle loss",
     "val/obj_loss": "val obj loss",
     "val/cls_loss": "val cls loss",
     "val/dfl_loss": "val dfl loss",
     "val/l1_loss": "val l1 loss",
     "train/box_loss": "train box loss",
 }
-PANELS = (MAP, MAP50, "val/box_loss", "val/obj_loss", "val/cls_loss", "val/dfl_loss", "val/l1_loss", "train/box_loss")
+PANELS = [
+    name for name in NAMES if name not in ("metrics/precision", "metrics/recall", "val/kobj_loss")
+]  # six are shown
 # Columns of Ultralytics' results.csv that have other names there.
 ULTRALYTICS_NAMES = {
     "metrics/mAP50-95(B)": MAP,
@@ -59,6 +69,7 @@ ULTRALYTICS_NAMES = {
     "metrics/precision(B)": "metrics/precision",
     "metrics/recall(B)": "metrics/recall",
 }
+TASKS = {"seg": "segment", "pose": "pose", "obb": "obb"}
 MAP_WANTED = 0.6  # mAP50-95, so that the runs have learnt the task
 FEW = 4  # seeds that a plot of curves can tell apart
 ONLY = "only_"
@@ -219,8 +230,10 @@ def run_all(arguments: argparse.Namespace, folder: Path, settings: Settings) -> 
         for device in (map(str, range(gpus)) if cuda else ["cpu"])
     ]
     work = (arguments.work or WORK / "training_truth").resolve()
-    recipe = dataset.Recipe(image_size=settings.image_size, train=settings.pictures)
-    data = dataset.make(work / f"digits-{settings.image_size}-{settings.pictures}", recipe)
+    task = TASKS.get(settings.model.partition("-")[2], "detect")
+    recipe = dataset.Recipe(image_size=settings.image_size, train=settings.pictures, task=task)
+    name = f"digits-{settings.image_size}-{settings.pictures}" + ("" if task == "detect" else f"-{task}")
+    data = dataset.make(work / name, recipe)
     longest = max((run["seconds"] for run in done.values()), default=0.0)
 
     def affordable() -> bool:
@@ -340,7 +353,7 @@ def _curves(axis: Any, metric: str, groups: dict[Variant, list[dict[str, Any]]])
                 linewidth=1.2 if few else 0.7,
                 label=f"{variant.title}, seed {run['seed']}" if few else variant.title if run is group[0] else None,
             )
-    if metric not in (MAP, MAP50):
+    if not metric.startswith("metrics/"):
         axis.set_yscale("log")
     axis.set(title=NAMES[metric], xlabel="epoch")
     axis.grid(alpha=0.3)
@@ -390,7 +403,7 @@ def parse() -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     asked = {name: getattr(arguments, name) for name in ("epochs", "image_size", "pictures", "batch_size")}
-    if arguments.model and not re.fullmatch(r"[nsmlx]|yolo(?!v5)\w+", arguments.model):
+    if arguments.model and not re.fullmatch(rf"[nsmlx]|yolo(?!v5)\w+(-({'|'.join(TASKS)}))?", arguments.model):
         parser.error(f"--model is {arguments.model}, but one of n, s, m, l, x or a model of Ultralytics is expected")
     asked["model"] = f"yolov5{arguments.model}" if arguments.model in tuple("nsmlx") else arguments.model
     arguments.settings = replace(

@@ -2,9 +2,10 @@
 
     python -m benchmarks.ultralytics_run TIMES.json [switches] train model=yolov8s.yaml data=... epochs=3
 
-TIMES.json gets, for each epoch, when each iteration ended (seconds), and the most memory that torch held. The clock is two of
-the trainer's default callbacks, which are Ultralytics' own way of looking on; nothing else differs from the command. On several
-GPUs the trainer takes its callbacks along to the processes that it starts, and the first of them writes.
+TIMES.json gets, for each epoch, when each iteration ended (seconds), how long each validation's pass over the pictures took, and the
+most memory that torch held. The clock is some of Ultralytics' default callbacks, which are its own way of looking on; nothing else
+differs from the command. On several GPUs the trainer takes its callbacks along to the processes that it starts, and the first of
+them writes.
 """
 
 from __future__ import annotations
@@ -18,13 +19,25 @@ class Clock:
     def __init__(self, file: str) -> None:
         self.file = file
         self.ends: dict[int, list[float]] = {}
+        self.passes: list[float] = []
 
     def note(self, trainer: object) -> None:
         import time
 
         self.ends.setdefault(trainer.epoch, []).append(time.perf_counter())  # type: ignore[attr-defined]
 
-    def write(self, trainer: object) -> None:
+    def begin_pass(self, _: object) -> None:
+        import time
+
+        self.began = time.perf_counter()
+
+    def end_pass(self, validator: object) -> None:
+        import time
+
+        self.passes.append(time.perf_counter() - self.began)
+        self.write(validator)  # a validation alone has no other end
+
+    def write(self, _: object) -> None:
         import json
         import os
         from pathlib import Path
@@ -34,7 +47,8 @@ class Clock:
         if os.environ.get("RANK", "0") not in ("0", "-1"):
             return
         peak = torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0
-        Path(self.file).write_text(json.dumps({"ends": list(self.ends.values()), "peak_mib": peak / 2**20}))
+        found = {"ends": list(self.ends.values()), "passes": self.passes, "peak_mib": peak / 2**20}
+        Path(self.file).write_text(json.dumps(found))
 
 
 def main() -> None:
@@ -46,6 +60,8 @@ def main() -> None:
     clock = Clock(file)
     callbacks.default_callbacks["on_train_batch_end"].append(clock.note)
     callbacks.default_callbacks["on_train_end"].append(clock.write)
+    callbacks.default_callbacks["on_val_start"].append(clock.begin_pass)
+    callbacks.default_callbacks["on_val_end"].append(clock.end_pass)
     launch(words)
 
 
