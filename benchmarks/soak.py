@@ -1,11 +1,15 @@
 """A long training, watched from outside: are the time of an epoch, memory, threads and open files flat?
 
     python -m benchmarks.soak --minutes 10          (or --hours 4)
-    python -m benchmarks.soak --minutes 20 --kills 50
+    python -m benchmarks.soak --evolve 40
+    python -m benchmarks.soak --kills 50
 
 The real train.py with every switch that applies: yolov5n at 320 pixels, with validation, checkpoints and --multi-scale; on the CPU
-at 64 pixels. A table has the slope of each quantity over the run and the slope's standard error. What grows by more than three of these
-errors, and by more than 2% of itself over the run, is marked, and the exit status is 1 then.
+at 64 pixels. A table has the slope of each quantity over the run, and over its second half, with standard errors. What grows in the
+second half by more than three of these errors, and by more than 1% of itself, is marked, and the exit status is 1 then: the first half
+warms up. --minutes count from the start of the program. The folder that it names has samples.csv, a row an epoch.
+
+--evolve N: N generations of one epoch each, one after the other in one process, a sample a generation.
 
 --kills N: N times SIGKILL at a random moment, with ``--resume_exact``, and a resume after each. A resume that does not go on
 to the last bit, where there is a checkpoint, ends the run with status 1.
@@ -14,6 +18,7 @@ to the last bit, where there is a checkpoint, ends the run with status 1.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import random
@@ -21,7 +26,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
 import torch
@@ -30,18 +35,19 @@ from benchmarks.harness import WORK
 from examples.demo.dataset import Recipe, make
 from examples.yolov5_env import environment
 
-ERRORS, SHARE = 3.0, 0.02  # what counts as growth
+ERRORS, SHARE = 3.0, 0.01  # what counts as growth
 LEFT_OUT = 3  # epochs that warm up: captures, caches, the first validation
 MIB = 1 << 20
 
 
 @dataclass
 class Sample:
-    """What the training's processes hold when an epoch is over."""
+    """What the training's processes hold when an epoch is over. What processes share counts in parts."""
 
     hours: float
     epoch_seconds: float
     host_mib: float
+    anonymous_mib: float  # of the host's, with neither files nor shared memory
     gpu_mib: float
     threads: float
     files: float
@@ -59,25 +65,27 @@ def processes(root: int) -> list[int]:
     return found
 
 
-def _proportional_bytes(number: int) -> int:
-    """Memory of a process, with its share of what it shares."""
-    for line in Path(f"/proc/{number}/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) << 10
-    return 0
+def _memory(number: int) -> tuple[int, int]:
+    """KiB of a process, with its share of what it shares, and of that what is anonymous."""
+    lines = Path(f"/proc/{number}/smaps_rollup").read_text().splitlines()
+    found = {
+        name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if name[:3] == "Pss"
+    }
+    return found.get("Pss", 0), found.get("Pss_Anon", 0)
 
 
 def sample(root: int, hours: float, seconds: float, device: torch.device) -> Sample:
-    memory = threads = files = 0
+    memory = anonymous = threads = files = 0
     for number in processes(root):
         try:
-            memory += _proportional_bytes(number)
+            of_process = _memory(number)
             threads += len(os.listdir(f"/proc/{number}/task"))
             files += len(os.listdir(f"/proc/{number}/fd"))
         except OSError:  # it has ended
             continue
+        memory, anonymous = memory + of_process[0], anonymous + of_process[1]
     free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, 0)
-    return Sample(hours, seconds, memory / MIB, (total - free) / MIB, threads, files)
+    return Sample(hours, seconds, memory / 1024, anonymous / 1024, (total - free) / MIB, threads, files)
 
 
 def slope(x: list[float], y: list[float]) -> tuple[float, float]:
@@ -86,28 +94,36 @@ def slope(x: list[float], y: list[float]) -> tuple[float, float]:
     spread = sum((each - middle) ** 2 for each in x)
     found = sum((a - middle) * (b - mean) for a, b in zip(x, y)) / spread
     rest = sum((b - mean - found * (a - middle)) ** 2 for a, b in zip(x, y))
-    return found, math.sqrt(rest / (count - 2) / spread)
+    return found, math.sqrt(rest / (count - 2) / spread) if count > 2 else math.inf
 
 
 def table(samples: list[Sample]) -> tuple[str, list[str]]:
     """The table, and the quantities that grow."""
-    lines = ["| quantity | mean | slope in an hour | its standard error | |", "|---|---|---|---|---|"]
+    lines = [
+        "| quantity | first | last | mean | slope in an hour | its standard error | in the second half | its standard error | |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
     growing = []
-    hours = [each.hours for each in samples]
-    for name in ("epoch_seconds", "host_mib", "gpu_mib", "threads", "files"):
-        values = [getattr(each, name) for each in samples]
+    later = samples[len(samples) // 2 :]
+    for field in fields(Sample)[1:]:
+        values, second = ([getattr(each, field.name) for each in part] for part in (samples, later))
         mean = sum(values) / len(values)
-        found, error = slope(hours, values)
-        grows = found > ERRORS * error and found * (hours[-1] - hours[0]) > SHARE * mean
-        growing += [name] if grows else []
-        lines.append(f"| {name} | {mean:,.2f} | {found:+,.3f} | {error:,.3f} | {'grows' if grows else 'flat'} |")
+        whole = slope([each.hours for each in samples], values)
+        found, error = slope([each.hours for each in later], second)
+        grows = found > ERRORS * error and found * (later[-1].hours - later[0].hours) > SHARE * mean
+        growing += [field.name] if grows else []
+        numbers = [f"{value:,.2f}" for value in (values[0], values[-1], mean)]
+        numbers += [f"{value:,.3f}" for value in (*whole, found, error)]
+        lines.append(f"| {field.name} | {' | '.join(numbers)} | {'grows' if grows else 'flat'} |")
     return "\n".join(lines), growing
 
 
 class Training:
-    """train.py in a process, begun or resumed."""
+    """train.py in a process, begun or resumed; with ``generations``, that many trainings of an epoch each."""
 
-    def __init__(self, folder: Path, device: torch.device, pictures: int, flags: list[str]) -> None:
+    def __init__(
+        self, folder: Path, device: torch.device, pictures: int, flags: list[str], generations: int = 0
+    ) -> None:
         self.folder = folder
         on_gpu = device.type == "cuda"
         self.env = environment(folder / "environment")
@@ -125,11 +141,13 @@ class Training:
             "--workers",
             "2",
             "--device",
-            "0" if on_gpu else "cpu",
+            str(device.index or 0) if on_gpu else "cpu",
         ]
-        self.options += ["--epochs", "100000", "--patience", "0", "--multi-scale", "--noplots", "--noautoanchor"]
+        self.options += ["--epochs", "1", "--evolve", str(generations)] if generations else ["--epochs", "100000"]
+        self.options += ["--patience", "0", "--multi-scale", "--noplots", "--noautoanchor"]
         self.options += ["--project", str(folder), "--name", self.run.name, "--exist-ok"]
         self.log = folder / "log.txt"
+        self.results = self.run / ("evolve.csv" if generations else "results.csv")
 
     @property
     def last(self) -> Path:
@@ -144,34 +162,40 @@ class Training:
             )
 
     def epochs(self) -> int:
-        results = self.run / "results.csv"
-        return max(len(results.read_text().splitlines()) - 1, 0) if results.exists() else 0
+        return max(len(self.results.read_text().splitlines()) - 1, 0) if self.results.exists() else 0
 
 
 def end(process: subprocess.Popen) -> None:
     """Kill it and what it has started."""
-    os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
-def watch(training: Training, device: torch.device, seconds: float, least: int) -> list[Sample]:
-    """A sample for each epoch, until the time is over and there are ``least`` samples."""
+def watch(training: Training, device: torch.device, end_at: float, least: int) -> list[Sample]:
+    """A sample for each epoch, until the training ends, or the time is over and there are ``least`` samples."""
     samples: list[Sample] = []
     process, begin = training.start(), time.monotonic()
     try:
         seen, before = training.epochs(), None
-        while len(samples) < least or time.monotonic() - begin < seconds:
-            if process.poll() is not None:
-                raise RuntimeError(
-                    f"the training has ended with {process.returncode}:\n{training.log.read_text()[-3000:]}"
-                )
-            if (now := training.epochs()) > seen:
-                moment = time.monotonic()
-                if before is not None and now > LEFT_OUT:
-                    each = (moment - before) / (now - seen)
-                    samples.append(sample(process.pid, (moment - begin) / 3600, each, device))
-                seen, before = now, moment
-            time.sleep(0.05)
+        with open(training.folder / "samples.csv", "w") as file:
+            file.write(",".join(field.name for field in fields(Sample)) + "\n")
+            while len(samples) < least or time.monotonic() < end_at:
+                if process.poll() is not None:
+                    if process.returncode == 0:
+                        break
+                    raise RuntimeError(
+                        f"the training has ended with {process.returncode}:\n{training.log.read_text()[-3000:]}"
+                    )
+                if (now := training.epochs()) > seen:
+                    moment = time.monotonic()
+                    if before is not None and now > LEFT_OUT:
+                        each = (moment - before) / (now - seen)
+                        samples.append(sample(process.pid, (moment - begin) / 3600, each, device))
+                        file.write(",".join(f"{value:.6g}" for value in astuple(samples[-1])) + "\n")
+                        file.flush()
+                    seen, before = now, moment
+                time.sleep(0.05)
     finally:
         end(process)
     return samples
@@ -201,13 +225,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--hours", type=float, default=0.0)
     parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--evolve", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--pictures", type=int, default=0, help="of the training set; default: 1,024, on the CPU 16")
+    parser.add_argument(
+        "--pictures", type=int, default=0, help="of the training set; default: 1,024, with --evolve 64, on the CPU 16"
+    )
     parser.add_argument("--least", type=int, default=8, help="epochs, however long they take")
     parser.add_argument("--folder", type=Path, default=WORK / "soak")
     options = parser.parse_args(argv)
+    begin = time.monotonic()
     device = torch.device(options.device)
-    pictures = options.pictures or (1024 if device.type == "cuda" else 16)
+    pictures = options.pictures or (16 if device.type == "cpu" else 64 if options.evolve else 1024)
     folder = options.folder / time.strftime("%Y%m%d-%H%M%S")
     folder.mkdir(parents=True)
     if options.kills:
@@ -215,10 +243,12 @@ def main(argv: list[str] | None = None) -> int:
         resumed, epochs = kill(training, options.kills, random.Random(0))
         print(f"killed {options.kills} times: {resumed} resumes to the last bit, {epochs} epochs")
         return 0
-    seconds = options.hours * 3600 or options.minutes * 60
-    samples = watch(Training(folder, device, pictures, []), device, seconds, options.least)
+    seconds = math.inf if options.evolve else options.hours * 3600 or options.minutes * 60
+    training = Training(folder, device, pictures, [], options.evolve)
+    samples = watch(training, device, begin + seconds, options.least)
     text, growing = table(samples)
-    print(f"{len(samples)} epochs in {samples[-1].hours:.2f} hours on {options.device}\n\n{text}")
+    what = "generations" if options.evolve else "epochs"
+    print(f"{len(samples)} {what} in {samples[-1].hours:.2f} hours on {options.device}: {folder}/samples.csv\n\n{text}")
     return 1 if growing else 0
 
 

@@ -537,13 +537,17 @@ def a_slow_rank():
     same_as_ddp(plain, model, want, train(Late(model, required=True), batches))
 
 
-def a_rank_that_starts_late():
+def a_rank_that_starts_late(seconds=3.0):
     """The others wait where the model is graphed, and not in the first pass alone."""
     plain, batches = make(), images_of_this_rank((32,), 3)
     model = copy.deepcopy(plain)
     want = train(ddp(plain), batches)
-    time.sleep(3.0 * (RANK == SIZE - 1))
+    time.sleep(seconds * (RANK == SIZE - 1))
     same_as_ddp(plain, model, want, train(GraphedModule(model, required=True), batches))
+
+
+def a_rank_a_minute_late():
+    a_rank_that_starts_late(60.0)
 
 
 ENDLESS = {
@@ -571,6 +575,7 @@ CASES = {
         an_overflow_on_one_rank,
         a_slow_rank,
         a_rank_that_starts_late,
+        a_rank_a_minute_late,
         switch_of_yolov5,
         switch_of_ultralytics,
         what_the_switch_leaves_to_stock,
