@@ -47,7 +47,7 @@ class Sample:
     hours: float
     epoch_seconds: float
     host_mib: float
-    anonymous_mib: float  # of the host's, with neither files nor shared memory
+    mapped_mib: float  # of files, such as libraries; the fewer processes map them, the more is this one's share
     gpu_mib: float
     threads: float
     files: float
@@ -66,16 +66,17 @@ def processes(root: int) -> list[int]:
 
 
 def _memory(number: int) -> tuple[int, int]:
-    """KiB of a process, with its share of what it shares, and of that what is anonymous."""
+    """KiB of a process, with its share of what it shares: what it holds, and what of that is of files."""
     lines = Path(f"/proc/{number}/smaps_rollup").read_text().splitlines()
     found = {
         name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if name[:3] == "Pss"
     }
-    return found.get("Pss", 0), found.get("Pss_Anon", 0)
+    files = found.get("Pss_File", 0)
+    return found.get("Pss", 0) - files, files
 
 
 def sample(root: int, hours: float, seconds: float, device: torch.device) -> Sample:
-    memory = anonymous = threads = files = 0
+    host = mapped = threads = files = 0
     for number in processes(root):
         try:
             of_process = _memory(number)
@@ -83,9 +84,9 @@ def sample(root: int, hours: float, seconds: float, device: torch.device) -> Sam
             files += len(os.listdir(f"/proc/{number}/fd"))
         except OSError:  # it has ended
             continue
-        memory, anonymous = memory + of_process[0], anonymous + of_process[1]
+        host, mapped = host + of_process[0], mapped + of_process[1]
     free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, 0)
-    return Sample(hours, seconds, memory / 1024, anonymous / 1024, (total - free) / MIB, threads, files)
+    return Sample(hours, seconds, host / 1024, mapped / 1024, (total - free) / MIB, threads, files)
 
 
 def slope(x: list[float], y: list[float]) -> tuple[float, float]:
@@ -110,7 +111,11 @@ def table(samples: list[Sample]) -> tuple[str, list[str]]:
         mean = sum(values) / len(values)
         whole = slope([each.hours for each in samples], values)
         found, error = slope([each.hours for each in later], second)
-        grows = found > ERRORS * error and found * (later[-1].hours - later[0].hours) > SHARE * mean
+        grows = (
+            field.name != "mapped_mib"
+            and found > ERRORS * error
+            and found * (later[-1].hours - later[0].hours) > SHARE * mean
+        )
         growing += [field.name] if grows else []
         numbers = [f"{value:,.2f}" for value in (values[0], values[-1], mean)]
         numbers += [f"{value:,.3f}" for value in (*whole, found, error)]

@@ -8,7 +8,7 @@ soak = pytest.importorskip("benchmarks.soak", reason="scikit-learn is not instal
 def samples(growth):
     noise = (0.3, -0.2, 0.1, -0.4, 0.2, 0.0, -0.1, 0.1, -0.2, 0.2)
     return [
-        soak.Sample(i / 10, 2 + 0.01 * e, 500 + 5 * e + growth * i, 400 + e, 0, 12, 80) for i, e in enumerate(noise)
+        soak.Sample(i / 10, 2 + 0.01 * e, 500 + 5 * e + growth * i, 40 + e, 0, 12, 80) for i, e in enumerate(noise)
     ]
 
 
@@ -18,7 +18,7 @@ def test_growth_is_told_from_noise():
     text, growing = soak.table(samples(3))
     assert growing == ["host_mib"] and text.count("| grows |") == 1
     warm = samples(3)[:6]
-    warm += [soak.Sample(i / 10, 2, 515 + i % 2, 400, 0, 12, 80) for i in range(6, 20)]
+    warm += [soak.Sample(i / 10, 2, 515 + i % 2, 40, 0, 12, 80) for i in range(6, 20)]
     assert soak.table(warm)[1] == [], "the first half warms up"
     assert soak.slope([0, 1, 2, 3], [1, 3, 5, 7]) == (2, 0)
 

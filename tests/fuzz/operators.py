@@ -8,6 +8,8 @@ The operator must
 * or raise an error of one line.
 
 A crash ends the process; the last line of --log is the case that did it.
+
+``--device cuda`` runs what has kernels there on a GPU, where rows of a table are checked by the kernels, for compute-sanitizer.
 """
 
 from __future__ import annotations
@@ -198,7 +200,7 @@ def changed(x: Tensor, draw: random.Random, kinds: Sequence[int] = range(12)) ->
     else:
         info = torch.iinfo(x.dtype)
         values = torch.tensor([max(info.min, min(info.max, draw.choice(INTS))) for _ in at]).to(x.dtype)
-    x.view(-1)[at] = values
+    x.view(-1)[at.to(x.device)] = values.to(x.device)
     return x
 
 
@@ -227,7 +229,10 @@ def words(value: Any) -> str:
 
 def run(operator: Any, args: tuple, kwargs: dict) -> tuple[Any, Exception | None]:
     try:
-        return operator(*args, **kwargs), None
+        found = operator(*args, **kwargs)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return found, None
     except ERRORS as error:
         return None, error
 
@@ -247,10 +252,12 @@ def overlaps(x: Tensor) -> bool:
     return any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape))
 
 
-def problem(call: Call, draw: random.Random, log: Any) -> str | None:
+def problem(call: Call, draw: random.Random, log: Any, device: str = "cpu") -> str | None:
     """What is wrong with one case; None where nothing is."""
     operator, args, kwargs = call
     flat, form = tree_flatten((copies(args), copies(kwargs)))
+    if torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), device.upper()):
+        flat = [x.to(device) if isinstance(x, Tensor) else x for x in flat]
     kept = leaves_of(operator, args, kwargs, KEPT)
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         at = draw.randrange(len(flat)) if flat else 0
@@ -324,9 +331,11 @@ def main() -> Iterator[str]:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", type=Path, default=Path("/dev/null"), help="gets each case before it runs")
     parser.add_argument("--only", default="", help="a part of an operator's name")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args()
     faulthandler.enable()
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    if options.device == "cpu":  # CUDA maps far more
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     torch.set_num_threads(1)
     calls = seeds()
     if missing := without_seed(calls):
@@ -335,7 +344,7 @@ def main() -> Iterator[str]:
     with open(options.log, "w") as log:
         for number in range(options.count):
             draw = random.Random(f"{options.seed} {number}")
-            found = problem(draw.choice(calls[names[number % len(names)]]), draw, log)
+            found = problem(draw.choice(calls[names[number % len(names)]]), draw, log, options.device)
             if found is not None:
                 yield f"case {number}: {found}"
     print(
