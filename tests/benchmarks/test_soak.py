@@ -7,9 +7,7 @@ soak = pytest.importorskip("benchmarks.soak", reason="scikit-learn is not instal
 
 def samples(growth):
     noise = (0.3, -0.2, 0.1, -0.4, 0.2, 0.0, -0.1, 0.1, -0.2, 0.2)
-    return [
-        soak.Sample(i / 10, 2 + 0.01 * e, 500 + 5 * e + growth * i, 40 + e, 0, 12, 80) for i, e in enumerate(noise)
-    ]
+    return [soak.Sample(i / 10, 2 + 0.01 * e, 500 + 5 * e + growth * i, 40 + e, 0, 12, 80) for i, e in enumerate(noise)]
 
 
 def test_growth_is_told_from_noise():
