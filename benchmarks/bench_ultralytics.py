@@ -1,7 +1,7 @@
 """Ultralytics' real, unmodified trainer on the demo's pictures, stock and with --fastdet: time of an iteration, loader included.
 
     python -m benchmarks.bench_ultralytics [--models yolov8s-16 yolo26s-64-MuSGD] [--epochs 3] [--flags fastdet] [--gpus 2]
-        [--jpegs 11829] [--validate] [--out FOLDER]
+        [--jpegs 11829] [--no-stock] [--validate] [--out FOLDER]
 
 A name is a model, a batch size and, where it is not SGD, an optimizer; ``yolov8s-seg-16`` and its like train on the labels of their
 task. On a GPU at 640x640 (classification: 224x224) with cache=ram and 16 workers
@@ -122,7 +122,14 @@ def train(case: Case, flags: list[str], folder: Path, gpus: int = 1, **words: ob
 
 
 def measure(
-    report: Report, cases: list[Case], epochs: int, flags: list[str], pictures: int, gpus: int, validate: bool
+    report: Report,
+    cases: list[Case],
+    epochs: int,
+    flags: list[str],
+    pictures: int,
+    gpus: int,
+    stock: bool,
+    validate: bool,
 ) -> None:
     cuda = report.device.type == "cuda"
     device = ",".join(map(str, range(gpus))) if cuda else "cpu"
@@ -136,7 +143,7 @@ def measure(
         count = max(epochs, 1 + -(-ITERATIONS // batches)) if cuda else epochs
         place = WORK / "ultralytics" / title.replace(", ", "-").replace(" ", "-")
         shared = {"data": data, "imgsz": size, "workers": workers, "device": device}
-        for name, switches in variants:
+        for name, switches in variants if stock else variants[1:]:
             found = train(case, switches, place / name, gpus, epochs=count, cache="ram", **shared)
             times = iteration_seconds(found["ends"])[1:]
             print(f"{title}, {name}: {', '.join(f'{1e3 * seconds:.1f}' for seconds in times)} ms", flush=True)
@@ -180,6 +187,7 @@ def main() -> None:
         "--flags", nargs="+", default=[ALL], choices=[ALL, *SWITCHES], help="switches of torch_fastdet.ultralytics"
     )
     parser.add_argument("--gpus", type=at_least(1), default=1, help="how many GPUs train together")
+    parser.add_argument("--no-stock", action="store_true", help="train with the switches alone")
     parser.add_argument("--validate", action="store_true", help="time a validation of the trained weights, too")
     parser.add_argument("--pictures", type=at_least(1), help="to train on; default: 1024 on a GPU, 64 on the CPU")
     parser.add_argument("--jpegs", type=at_least(64), help="how many pictures of bench_dataset; see above")
@@ -207,7 +215,8 @@ def main() -> None:
             measure_jpegs(report, case, options.epochs, options.flags, options.jpegs)
         return
     pictures = options.pictures or (1024 if cuda else 64)
-    measure(report, cases, options.epochs, options.flags, pictures, options.gpus, options.validate)
+    stock, validate = not options.no_stock, options.validate
+    measure(report, cases, options.epochs, options.flags, pictures, options.gpus, stock, validate)
     report.plot()
 
 
