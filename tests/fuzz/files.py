@@ -12,9 +12,7 @@ A crash ends the process; the last line of --log is the case that did it.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import faulthandler
 import hashlib
 import io
 import json
@@ -39,6 +37,7 @@ from examples import export
 from examples.command_line import Unusable
 from examples.pictures import PictureDetector
 from examples.triton import server
+from tests.fuzz import parser, problems
 from torch_fastdet import golden
 from torch_fastdet.detections import crossover
 from torch_fastdet.resume import files as resume
@@ -323,16 +322,11 @@ def limit_memory() -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=100_000, help="mutations")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--log", type=Path, default=Path("/dev/null"), help="gets each case before it runs")
-    parser.add_argument("--only", choices=READERS, help="one of the readers")
-    options = parser.parse_args()
-    faulthandler.enable()
+    arguments = parser(str(__doc__))
+    arguments.add_argument("--only", choices=READERS, help="one of the readers")
+    options = arguments.parse_args()
     warnings.simplefilter("ignore")  # of Pillow and torch, about damaged files
-    torch.set_num_threads(1)
-    problems, counts = 0, Counter[str]()
+    counts = Counter[str]()
     kinds: list[Callable[[Path], Reader]] = [READERS[options.only]] if options.only else list(READERS.values())
     with tempfile.TemporaryDirectory() as made, open(options.log, "w") as log:
         readers = []
@@ -340,20 +334,22 @@ def main() -> int:
             folder = Path(made, str(number))
             folder.mkdir()
             readers.append(make(folder))
-            draw = random.Random(number)
         watch = Watch()
-        for number in range(-len(readers), options.count):  # the first read of each imports what it needs
-            if number == 0:
-                limit_memory()
-            log.write(f"{number} {type(readers[number % len(readers)]).__name__}\n")
+
+        def one(number: int, draw: random.Random) -> str | None:
+            reader = readers[number % len(readers)]
+            log.write(f"{number} {type(reader).__name__}\n")
             log.flush()
-            draw = random.Random(f"{options.seed} {number}")
-            found = case(readers[number % len(readers)], draw, watch, counts)
-            if found is not None and number >= 0:
-                problems += 1
-                print(f"case {number}, {type(readers[number % len(readers)]).__name__} {found}", flush=True)
+            found = case(reader, draw, watch, counts)
+            return None if found is None else f"{type(reader).__name__} {found}"
+
+        for number in range(len(readers)):  # the first read of each imports what it needs
+            one(number, random.Random(number))
+        counts.clear()
+        limit_memory()
+        wrong = problems(options, one)
     print(f"{options.count:,} mutations: {counts['results']:,} results, {counts['errors']:,} errors of one line")
-    return int(problems > 0)
+    return int(wrong > 0)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,7 @@ A crash ends the process; the last line of --log is the case that did it.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import faulthandler
 import io
 import random
 import re
@@ -34,7 +32,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-import torch_fastdet
+from tests.fuzz import parser, problems
 from torch_fastdet._torch.private import operator_names
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -325,37 +323,28 @@ def same(a: Tensor, b: Tensor) -> bool:
 counts: Counter[str] = Counter()
 
 
-def main() -> Iterator[str]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=100_000, help="cases")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--log", type=Path, default=Path("/dev/null"), help="gets each case before it runs")
-    parser.add_argument("--only", default="", help="a part of an operator's name")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    options = parser.parse_args()
-    faulthandler.enable()
+def main() -> int:
+    arguments = parser(str(__doc__))
+    arguments.add_argument("--only", default="", help="a part of an operator's name")
+    arguments.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    options = arguments.parse_args()
     if options.device == "cpu":  # CUDA maps far more
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    torch.set_num_threads(1)
     calls = seeds()
     if missing := without_seed(calls):
         print(f"not tried, because no test of opcheck calls them: {', '.join(missing)}")
     names = sorted(name for name, found in calls.items() if found and options.only in name)
     with open(options.log, "w") as log:
-        for number in range(options.count):
-            draw = random.Random(f"{options.seed} {number}")
-            found = problem(draw.choice(calls[names[number % len(names)]]), draw, log, options.device)
-            if found is not None:
-                yield f"case {number}: {found}"
+
+        def one(number: int, draw: random.Random) -> str | None:
+            return problem(draw.choice(calls[names[number % len(names)]]), draw, log, options.device)
+
+        wrong = problems(options, one)
     print(
         f"{options.count:,} cases of {len(names)} operators: {counts['results']:,} results, {counts['errors']:,} errors of one line"
     )
+    return int(wrong > 0)
 
 
 if __name__ == "__main__":
-    assert torch_fastdet.__file__
-    problems = 0
-    for line in main():
-        problems += 1
-        print(line, flush=True)
-    sys.exit(bool(problems))
+    sys.exit(main())
