@@ -18,9 +18,12 @@ struct Loops {
     return true;
   }
   static bool forward(const SpaceToDepthParams& params) {
-    return with_types(params, [&](auto from, auto to) {
+    const auto run = [&](auto from, auto to) {
       space_to_depth_loops::forward<decltype(from), decltype(to)>(params, backwards);
-    });
+    };
+    if (!params.bytes) return with_types(params, run);
+    with_dtype<Halves>(params.target_dtype, [&](auto to) { run(uint8_t{}, to); });
+    return true;
   }
   static bool backward(const SpaceToDepthParams& params) {
     return with_types(params, [&](auto from, auto to) {

@@ -1,4 +1,4 @@
-"""Upsampling joined with the concatenation behind it: only where nothing else sees its result."""
+"""Upsampling joined with the concatenation behind it: only where nothing else sees its result. Images that the stem divides."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ from torch import nn
 
 from torch_fastdet.hosts.shared import necks
 from torch_fastdet.hosts.shared.upsample import upsample_forward
+from torch_fastdet.layers import bn_act, stem
 
 HERE = (__name__,)
 
@@ -134,3 +135,76 @@ def test_nothing_is_left_after_an_error_and_other_inputs_are_stocks():
         x, skip = torch.rand(1, 2, 3, 3), torch.rand(1, 2, 6, 6, dtype=torch.float64)
         expected = torch.cat([upsample_forward(nn.Upsample(scale_factor=2), x), skip], 1)
         assert torch.equal(concat([x, skip]), expected) and expected.dtype == torch.float64
+
+
+class Block(nn.Module):
+    """The hosts' Conv, as a stem."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 16, 6, 2, 2, bias=False)
+        self.bn, self.act = nn.BatchNorm2d(16), nn.SiLU()
+
+    def forward(self, x):
+        return self.act(self.bn(self.conv(x)))
+
+
+class Detector(Model):
+    def __init__(self):
+        super().__init__()
+        self.model = nn.Sequential(Block(), nn.Conv2d(16, 4, 1))
+        for i, layer in enumerate(self.model):
+            layer.i, layer.f = i, -1
+
+    def forward(self, x):
+        return self.loop(x)
+
+
+def operators(call, *args):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        result = call(*args)
+    return result, {event.key for event in profile.key_averages()}
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("case", ["in half precision", "in float32", "of a block in eval mode"])
+def test_images_of_bytes(device, monkeypatch, case, memory_format):
+    """The bits of images that were divided before. In half precision, and channels_last, no pass divides them."""
+    monkeypatch.setattr(bn_act, "DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(stem, "DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(Block, "forward", bn_act.conv_forward(Block.forward))
+    model = Detector().to(device, memory_format=memory_format)
+    model.model[0].train(case != "of a block in eval mode")
+    images = torch.randint(256, (2, 3, 16, 12), dtype=torch.uint8, device=device)
+    with torch.autocast(device.type, torch.bfloat16, enabled=case != "in float32"):
+        wanted = model((images / 255).contiguous(memory_format=memory_format))
+        for given in (images, images.contiguous(memory_format=torch.channels_last)):
+            with necks.images_of_bytes(model, ("forward", "loop"), HERE):
+                assert model in stem.TAKES_BYTES
+                found, names = operators(model, given)
+                assert torch.equal(model((images / 255).contiguous(memory_format=memory_format)), wanted)
+            assert torch.equal(found, wanted) and found.stride() == wanted.stride()
+            fused = case == "in half precision" and memory_format == torch.channels_last
+            assert ("aten::div" in names) != fused and ("torch_fastdet::space_to_depth" in names) == fused
+    assert model not in stem.TAKES_BYTES and "forward" not in vars(model.model[0])
+
+
+def test_images_of_bytes_only_where_the_stem_alone_reads_them(monkeypatch):
+    plain = Block.forward
+    monkeypatch.setattr(Block, "forward", bn_act.conv_forward(plain))
+
+    def takes(change=lambda model: None, methods=("forward", "loop"), modules=HERE):
+        model = Detector()
+        change(model)
+        with necks.images_of_bytes(model, methods, modules):
+            return model in stem.TAKES_BYTES
+
+    assert takes()
+    assert not takes(modules=("somewhere.else",)) and not takes(methods=("forward", "predict"))
+    assert not takes(lambda model: setattr(model, "forward", model.loop))
+    assert not takes(lambda model: setattr(model.model[0], "f", 0))
+    assert not takes(lambda model: model.model[0].register_forward_hook(lambda *_: None))
+    assert not takes(lambda model: setattr(model.model[0], "conv", nn.Conv2d(3, 16, 3, bias=False)))
+    assert not takes(lambda model: setattr(model, "model", nn.ModuleList(model.model)))
+    monkeypatch.setattr(Block, "forward", plain)
+    assert not takes()

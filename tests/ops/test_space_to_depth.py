@@ -60,6 +60,20 @@ def test_types(device, source):
         assert ops.space_to_depth(x, 12).dtype == source
 
 
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("border", [False, True])
+def test_bytes_are_divided_by_255(device, border, memory_format):
+    """The bits of torch's division, which multiplies on a GPU, rounded once more."""
+    x = torch.arange(2 * 3 * 16 * 24, device=device).remainder(256).to(torch.uint8).view(2, 3, 16, 24)
+    x = x.contiguous(memory_format=memory_format)
+    for image in (x, x[:, :2, 2:8, 4:10]):
+        for dtype in DTYPES:
+            wanted = ops.space_to_depth(image / 255, 16, border, dtype)
+            assert torch.equal(ops.space_to_depth(image, 16, border, dtype), wanted)
+    with pytest.raises(RuntimeError, match="space_to_depth: dtype is uint8, but"):
+        ops.space_to_depth(x, 16)
+
+
 def test_any_strides(device):
     wide = random((4, 9, 12, 20), device)
     nhwc = wide.contiguous(memory_format=torch.channels_last)
@@ -121,7 +135,7 @@ def test_sizes_stay_free_in_an_exported_program():
 
 BAD = [
     (lambda x: ops.space_to_depth(x[0], 16), r"space_to_depth: x has shape \[3, 4, 6\], but four dimensions"),
-    (lambda x: ops.space_to_depth(x.byte(), 16), r"space_to_depth: x has dtype uint8, but float16, bfloat16"),
+    (lambda x: ops.space_to_depth(x.char(), 16), r"space_to_depth: x has dtype int8, but uint8, float16, bfloat16"),
     (lambda x: ops.space_to_depth(x.to_sparse(), 16), r"space_to_depth: x has layout Sparse, but a dense"),
     (lambda x: ops.space_to_depth(x, 11), r"space_to_depth: channels is 11, but at least 12, four times those of x"),
     (lambda x: ops.space_to_depth(x[..., 1:], 12), r"x has shape \[2, 3, 4, 5\], but an even height and width"),

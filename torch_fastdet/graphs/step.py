@@ -21,6 +21,7 @@ from torch_fastdet.graphs._pool import GraphPool
 from torch_fastdet.graphs._refusal import CaptureError, first_line, location_of, why_not
 from torch_fastdet.graphs.distributed import Ranks
 from torch_fastdet.graphs.module import GraphedModule
+from torch_fastdet.layers.stem import TAKES_BYTES, divided
 from torch_fastdet.memory import is_out_of_memory
 from torch_fastdet.optim import FusedStep
 
@@ -32,11 +33,6 @@ _KINDS = {
 }
 # In a process group the update is not part of the graph.
 _KINDS_OF_RANKS = {True: "forward and backward", False: "forward and backward of a later micro-batch"}
-
-
-def _divided(images: torch.Tensor) -> torch.Tensor:
-    """``images.float() / 255``, the same bits in one pass where torch's default dtype has them in float32."""
-    return images / 255 if torch.get_default_dtype() == torch.float32 else images.float() / 255
 
 
 class _Phase:
@@ -367,16 +363,23 @@ class TrainStep:
         key = (tuple(images.shape), images.dtype)
         static = next((phase.images for other, phase in self._pool.items() if other[:2] == key), None)
         if static is None:
-            like = images.new_empty(images.shape, device=self.device)
-            static = torch.empty_like(like, memory_format=_capture.input_format(self.model, like))
+            with self._offer.in_step(self.model):
+                as_they_come = self._takes_bytes(images)
+            like = images if as_they_come else images.new_empty(images.shape, device=self.device)
+            layout = torch.preserve_format if as_they_come else _capture.input_format(self.model, like)
+            static = torch.empty_like(like, device=self.device, memory_format=layout)
         static.copy_(images.detach(), non_blocking=True)
         return static
 
+    def _takes_bytes(self, images: torch.Tensor) -> bool:
+        """Whether the model divides these images itself. Ask inside of the loss' context."""
+        return images.dtype == torch.uint8 and self.model in TAKES_BYTES
+
     def _forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x = images if images.is_floating_point() else _divided(images)
         # A cached cast would be made by one graph and be missing in the next replay.
         autocast = torch.autocast("cuda", self.amp or torch.float16, enabled=self.amp is not None, cache_enabled=False)
         with autocast, self._offer.in_step(self.model), weights_cast_once(self.model, self.amp):
+            x = images if images.is_floating_point() or self._takes_bytes(images) else divided(images)
             return self.loss(self.model.forward(x), self._targets, self._count)
 
     def _run(self, images: torch.Tensor, first: bool, last: bool) -> tuple[torch.Tensor, frozenset[int]]:

@@ -31,7 +31,7 @@ from torch_fastdet.layers.joint import (
     norms_and_activations_of_parts,
     twice,
 )
-from torch_fastdet.layers.stem import convolve
+from torch_fastdet.layers.stem import convolve, convolve_squares, divided, has_stem_shape, is_stem
 
 ACTIVATIONS: dict[type[nn.Module], str] = {
     nn.SiLU: "silu",
@@ -47,7 +47,8 @@ _FORWARDS = {kind: kind.forward for kind in _KINDS}
 DEVICES = ("cuda",)
 # Channels of half precision that one access moves: slices of other numbers of channels are copied one by one.
 _VECTOR = 8
-# Every forward that c3_forward() made.
+# Every forward that conv_forward() and c3_forward() made.
+_CONV_FORWARDS: weakref.WeakSet[Any] = weakref.WeakSet()
 _C3_FORWARDS: weakref.WeakSet[Any] = weakref.WeakSet()
 
 Forward = Callable[..., Tensor]
@@ -214,7 +215,29 @@ def conv_forward(stock: Forward) -> Forward:
             return stock(self, x)
         return self.act(self.bn(self.conv(x)))
 
+    _CONV_FORWARDS.add(forward)
     return forward
+
+
+def begins_with_stem(block: Any) -> bool:
+    """Whether ``block`` is one of :func:`conv_forward` with a stem's convolution, whose images may be divided on the way."""
+    conv = getattr(block, "conv", None)
+    return (
+        type(block).forward in _CONV_FORWARDS
+        and runs_plainly(block, type(block).forward)
+        and type(conv) is nn.Conv2d
+        and has_stem_shape(conv)
+    )
+
+
+def forward_of_bytes(block: Any, x: Tensor) -> Tensor:
+    """The block's result for ``x / 255``, where x is uint8; for other x its own. Ask :func:`begins_with_stem` first."""
+    if x.dtype != torch.uint8:
+        return type(block).forward(block, x)
+    if block.training and can_fuse(block.bn, block.act) and is_stem(block.conv, x, floating=False):
+        return norm_and_activation(block.bn, block.act, convolve_squares(block.conv, x))
+    alike = torch.contiguous_format if block.conv.weight.is_contiguous() else torch.channels_last
+    return type(block).forward(block, divided(x.contiguous(memory_format=alike)))
 
 
 def _ends_in(block: Any, conv: Forward) -> bool:

@@ -28,6 +28,15 @@ DEVICES = ("cuda",)
 _OUTPUTS, _MOST = range(16, 97, 16), 2**31 - 1
 
 
+#: Models whose first layer divides uint8 images by 255 itself. Filled during a captured step.
+TAKES_BYTES: set[nn.Module] = set()
+
+
+def divided(images: Tensor) -> Tensor:
+    """``images.float() / 255``, the same bits in one pass where torch's default dtype has them in float32."""
+    return images / 255 if torch.get_default_dtype() == torch.float32 else images.float() / 255
+
+
 def has_stem_shape(conv: nn.Conv2d) -> bool:
     return (
         conv.in_channels == 3
@@ -47,8 +56,11 @@ def _dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
     return x.dtype if x.dtype == weight.dtype else None
 
 
-def is_stem(conv: Any, x: Any) -> bool:
-    """Whether ``conv(x)`` is such a convolution, with channels_last weights, in half precision, and unobserved."""
+def is_stem(conv: Any, x: Any, floating: bool = True) -> bool:
+    """Whether ``conv(x)`` is such a convolution, with channels_last weights, in half precision, and unobserved.
+
+    Or ``conv(x / 255)``, for uint8 images and ``floating=False``.
+    """
     if type(conv) is not nn.Conv2d or not has_stem_shape(conv) or not runs_plainly(conv, _FORWARD):
         return False
     weight = conv.weight
@@ -58,7 +70,7 @@ def is_stem(conv: Any, x: Any) -> bool:
         and x.device == weight.device
         and x.dim() == 4
         and x.shape[1] == 3
-        and x.is_floating_point()
+        and (x.is_floating_point() if floating else x.dtype == torch.uint8)
         and x.numel() > 0
         and x.shape[2] % 2 == 0
         and x.shape[3] % 2 == 0
@@ -70,13 +82,9 @@ def is_stem(conv: Any, x: Any) -> bool:
 
 def stem_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """(K, 3, k, k) as the (K, 16, n, n) of the squares, channels_last. Differentiable."""
-    weight = weight.to(dtype)
     if weight.shape[2] % 2:
         weight = F.pad(weight, (1, 0, 1, 0))  # the first row of an odd kernel is the second one of its squares
-    outputs, channels, size = weight.shape[0], weight.shape[1], weight.shape[2] // 2
-    squares = weight.reshape(outputs, channels, size, 2, size, 2).permute(0, 2, 4, 1, 3, 5)
-    rows = squares.reshape(outputs, size, size, 4 * channels)
-    return F.pad(rows, (0, _CHANNELS - 4 * channels)).permute(0, 3, 1, 2)
+    return ops.space_to_depth(weight, _CHANNELS, dtype=dtype)
 
 
 def _has_tensor_cores(device: torch.device) -> bool:
@@ -103,8 +111,11 @@ def convolve(conv: Any, x: Any) -> Any:
     On GPUs of compute capability 8.0 and newer ``stem_conv2d`` convolves them, where it has a kernel: 16, 32, ... 96 outputs, no bias,
     images without a gradient, and fewer than 2^31 pixels. Else cuDNN does. It has no second derivative.
     """
-    if not is_stem(conv, x):
-        return conv(x)
+    return convolve_squares(conv, x) if is_stem(conv, x) else conv(x)
+
+
+def convolve_squares(conv: Any, x: Any) -> Any:
+    """:func:`convolve` where :func:`is_stem` said yes."""
     dtype = _dtype(x, conv.weight) or x.dtype
     border = conv.kernel_size[0] % 2 == 1
     squares, weight = ops.space_to_depth(x, _CHANNELS, border, dtype), stem_weight(conv.weight, dtype)

@@ -15,10 +15,10 @@ def space_to_depth(x: Tensor, channels: int, border: bool = False, dtype: torch.
     Tensor cores want channels in multiples of eight, so the result may have more channels than 4C; they are zero.
 
     Args:
-        x: (N, C, H, W), float16, bfloat16, float32 or float64, of any strides. H and W are even.
+        x: (N, C, H, W), float16, bfloat16, float32 or float64, of any strides. H and W are even. Or uint8, which counts as ``x / 255``.
         channels: of the result, at least 4C.
         border: also make a first row and a first column of zeros, for a kernel of odd size.
-        dtype: of the result; x's by default. Values are rounded once.
+        dtype: of the result; x's by default. Values are rounded once, those of ``x / 255`` once more, as torch does.
 
     Returns:
         (N, channels, H / 2 + border, W / 2 + border), channels_last. Channel 4c + 2i + j of pixel (h, w) is channel c of x's
@@ -27,7 +27,7 @@ def space_to_depth(x: Tensor, channels: int, border: bool = False, dtype: torch.
     The gradient is one launch too, in x's dtype and in the memory format of the incoming one. Gradients of any order.
 
     Raises:
-        RuntimeError: x is not four-dimensional, not floating or not dense, its height or width is odd, or ``channels`` is
+        RuntimeError: x is not four-dimensional, not dense, neither floating nor uint8, its height or width is odd, or ``channels`` is
             less than 4C.
         TypeError: x is not a tensor.
 

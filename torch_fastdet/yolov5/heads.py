@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from torch_fastdet.hosts.evidence import agree, pictures, stand_ins
-from torch_fastdet.hosts.shared.necks import joined_upsampling
+from torch_fastdet.hosts.shared.necks import images_of_bytes, joined_upsampling
 
 STOCK_MODULES = ("models.yolo", "yolov5.models.yolo")
 
@@ -63,6 +63,12 @@ def head_views(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fewer_copies(model: nn.Module) -> Iterator[None]:
-    """While inside, the model's values are stock's with fewer copies: :func:`head_views` and :func:`joined_upsampling`."""
-    with head_views(model), joined_upsampling(model, "_forward_once", STOCK_MODULES):
+    """While inside, the model's values are stock's with fewer copies: :func:`head_views`, :func:`joined_upsampling` and
+    :func:`images_of_bytes`."""
+    methods = "forward", "_forward_once"
+    with (
+        head_views(model),
+        joined_upsampling(model, "_forward_once", STOCK_MODULES),
+        images_of_bytes(model, methods, STOCK_MODULES),
+    ):
         yield

@@ -49,7 +49,7 @@ void dispatch_types(const SpaceToDepthParams& p, F&& f) {
 
 cudaError_t launch_space_to_depth(const SpaceToDepthParams& params, cudaStream_t stream) {
   const auto rows = static_cast<unsigned>(params.batch * params.deep_height());
-  dispatch_types(params, [&](auto from, auto to) {
+  const auto launch = [&](auto from, auto to) {
     using From = decltype(from);
     using To = decltype(to);
     constexpr int kVector = 16 / sizeof(To);
@@ -58,7 +58,12 @@ cudaError_t launch_space_to_depth(const SpaceToDepthParams& params, cudaStream_t
     } else {
       space_to_depth<From, To, 1><<<rows, kThreads, 0, stream>>>(params);
     }
-  });
+  };
+  if (params.bytes) {
+    dispatch(params.target_dtype, [&](auto to) { launch(uint8_t{}, to); });
+  } else {
+    dispatch_types(params, launch);
+  }
   return cudaGetLastError();
 }
 

@@ -24,6 +24,7 @@ struct SpaceToDepthParams {
   const void* source;
   void* target;
   DType source_dtype, target_dtype;
+  bool bytes;  // the source is uint8, and 255 of it is 1: the image of space_to_depth alone
 
   TORCH_FASTDET_HOST_DEVICE int64_t deep_height() const { return height / 2 + border; }
   TORCH_FASTDET_HOST_DEVICE int64_t deep_width() const { return width / 2 + border; }
@@ -33,6 +34,16 @@ struct SpaceToDepthParams {
 template <typename To, typename From>
 TORCH_FASTDET_HOST_DEVICE To converted(From value) {
   return from_arithmetic<To>(static_cast<arithmetic_t<To>>(to_arithmetic(value)));
+}
+
+// A byte as a fraction of 255, in float32 and with the bits of torch's division: on a GPU it multiplies.
+template <typename To>
+TORCH_FASTDET_HOST_DEVICE To converted(uint8_t value) {
+#ifdef __CUDA_ARCH__
+  return converted<To>(static_cast<float>(value) * (1.f / 255.f));
+#else
+  return converted<To>(static_cast<float>(value) / 255.f);
+#endif
 }
 
 // Channel `e` of the deep pixel (n, h, w).

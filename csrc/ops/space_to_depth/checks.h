@@ -17,7 +17,10 @@ inline void check_space_to_depth_dtype(at::ScalarType dtype, const char* op) {
 
 inline void check_space_to_depth(const at::Tensor& x, int64_t channels, at::ScalarType dtype) {
   constexpr const char* op = "space_to_depth";
-  check_images(x, op, "x");
+  check_strided(x, op, "x");
+  TORCH_CHECK(x.scalar_type() == at::kByte || is_supported_float(x.scalar_type()), op, ": x has dtype ",
+              dtype_name(x.scalar_type()), ", but uint8, float16, bfloat16, float32 or float64 is expected");
+  check_four_dimensions(x, op, "x");
   check_space_to_depth_dtype(dtype, op);
   const auto even = (x.sym_size(2) % 2).sym_eq(0).sym_and((x.sym_size(3) % 2).sym_eq(0));
   TORCH_SYM_CHECK(even, op, ": x has shape ", x.sym_sizes(), ", but an even height and width are expected");

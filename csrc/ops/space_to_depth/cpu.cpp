@@ -15,9 +15,14 @@ void with_types(const core::SpaceToDepthParams& p, F&& f) {
 
 struct Cpu : OnDevice {
   static void forward(const core::SpaceToDepthParams& p, const char*) {
-    with_types(p, [&](auto from, auto to) {
+    const auto run = [&](auto from, auto to) {
       core::space_to_depth_loops::forward<decltype(from), decltype(to)>(p, parallel_for);
-    });
+    };
+    if (p.bytes) {
+      with_dtype(p.target_dtype, [&](auto to) { run(uint8_t{}, to); });
+    } else {
+      with_types(p, run);
+    }
   }
   static void backward(const core::SpaceToDepthParams& p, const char*) {
     with_types(p, [&](auto from, auto to) {

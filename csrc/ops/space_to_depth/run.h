@@ -31,7 +31,8 @@ inline void set_source_and_target(core::SpaceToDepthParams& params, const at::Te
                                   const at::Tensor& target) {
   params.source = source.const_data_ptr();
   params.target = target.mutable_data_ptr();
-  params.source_dtype = core_dtype(source.scalar_type());
+  params.bytes = source.scalar_type() == at::kByte;
+  if (!params.bytes) params.source_dtype = core_dtype(source.scalar_type());
   params.target_dtype = core_dtype(target.scalar_type());
 }
 

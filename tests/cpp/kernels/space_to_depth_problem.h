@@ -76,6 +76,29 @@ void check(uint64_t seed) {
   }
   EXPECT_TRUE(deep.surroundings_intact());
 
+  std::vector<uint8_t> bytes(p.batch * p.channels * p.height * p.width);
+  for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(random.below(256));
+  SpaceToDepthParams of_bytes = p;
+  of_bytes.bytes = true;
+  of_bytes.source = bytes.data();
+  ASSERT_TRUE(Backend::forward(of_bytes));
+  for (int64_t at = 0; at < deep.numel(); ++at) {
+    const int64_t w = at % p.deep_width(), h = at / p.deep_width() % p.deep_height();
+    const int64_t e = at / p.deep_width() / p.deep_height() % p.deep_channels;
+    const int64_t n = at / p.deep_width() / p.deep_height() / p.deep_channels;
+    const bool zero = e >= 4 * p.channels || h < p.border || w < p.border;
+    const int64_t place = n * strides[0] + e / 4 * strides[1] + (2 * (h - p.border) + e / 2 % 2) * strides[2] +
+                          (2 * (w - p.border) + e % 2) * strides[3];
+    const float want = zero ? 0 : static_cast<float>(bytes[place]);
+    // In float32 a multiplication by 1 / 255 and a division differ by a unit in the last place.
+    if (deep.dtype == DType::kFloat16 || deep.dtype == DType::kBFloat16) {
+      ASSERT_EQ(deep.get(at), rounded(deep.dtype, want / 255));
+    } else {
+      ASSERT_NEAR(deep.get(at), want / 255, 1e-7);
+    }
+  }
+  EXPECT_TRUE(deep.surroundings_intact());
+
   const Sizes grad_strides = random.chance(50) ? channels_last_strides(deep_size) : Tensor::dense(deep_size);
   Tensor grad(dtype(), deep_size, grad_strides, random.below(4));
   Tensor grad_x(dtype(), size, strides, random.below(4));

@@ -1,4 +1,4 @@
-"""A detector's neck in a graph: an upsampling writes straight into the concatenation behind it."""
+"""A detector in a graph: its stem divides the images, and an upsampling writes straight into the concatenation behind it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from torch_fastdet import ops
 from torch_fastdet._torch.private import every_module_has_hooks, runs_plainly
 from torch_fastdet.hosts.evidence import agree, pictures
 from torch_fastdet.hosts.shared.upsample import doubles, upsample_forward
+from torch_fastdet.layers.bn_act import begins_with_stem, forward_of_bytes
+from torch_fastdet.layers.stem import TAKES_BYTES
 
 
 def _cat(concat: Any, parts: list[Tensor]) -> Tensor:
@@ -57,6 +59,39 @@ def _unchanged(x: Tensor) -> Tensor:
     return x
 
 
+def _layers(model: Any, methods: tuple[str, ...], modules: tuple[str, ...]) -> list[Any]:
+    """The model's layers, where these methods are the host's own and nothing sees each module's call."""
+    layers = getattr(model, "model", None)
+    known = all(
+        getattr(getattr(type(model), name, None), "__module__", None) in modules and name not in vars(model)
+        for name in methods
+    )
+    return list(layers) if known and isinstance(layers, nn.Sequential) and not every_module_has_hooks() else []
+
+
+@contextlib.contextmanager
+def images_of_bytes(model: Any, methods: tuple[str, ...], modules: tuple[str, ...]) -> Iterator[None]:
+    """While inside, the model takes uint8 images too, for which its result is that of ``images / 255``: its stem divides them
+    (:data:`torch_fastdet.layers.stem.TAKES_BYTES`).
+
+    Args:
+        model: the host's model. Its first layer alone reads the images.
+        methods: those from ``forward`` to the loop over the layers.
+        modules: where the host defines them.
+    """
+    first = next(iter(_layers(model, methods, modules)), None)
+    if first is None or getattr(first, "f", None) != -1 or not begins_with_stem(first):
+        yield
+        return
+    first.forward = lambda x: forward_of_bytes(first, x)
+    TAKES_BYTES.add(model)
+    try:
+        yield
+    finally:
+        TAKES_BYTES.discard(model)
+        del first.forward
+
+
 @contextlib.contextmanager
 def joined_upsampling(model: object, loop: str, modules: tuple[str, ...]) -> Iterator[None]:
     """While inside, each upsampling of ``upsample_optim`` whose result only a concatenation reads is one operator with it.
@@ -69,16 +104,9 @@ def joined_upsampling(model: object, loop: str, modules: tuple[str, ...]) -> Ite
         loop: the method that runs them.
         modules: where the host defines that method.
     """
-    layers, save = getattr(model, "model", None), getattr(model, "save", None)
-    known = getattr(getattr(type(model), loop, None), "__module__", None) in modules and loop not in vars(model)
+    chain, save = _layers(model, (loop,), modules), getattr(model, "save", None)
     pairs = []
-    if (
-        known
-        and not every_module_has_hooks()
-        and isinstance(layers, nn.Sequential)
-        and isinstance(save, (list, tuple, set))
-    ):
-        chain = list(layers)
+    if isinstance(save, (list, tuple, set)):
         pairs = [(up, cat) for up, cat in itertools.pairwise(chain) if _is_pair(up, cat, save)]
     try:
         for upsample, concat in pairs:
