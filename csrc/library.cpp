@@ -45,6 +45,10 @@ TORCH_LIBRARY(torch_fastdet, m) {
   // out = x[0] + x[1] + ..., rounded after each addition, or a copy of x[0]; slices of tensors along the channels.
   m.def("sum_slices(Tensor[] x, Tensor(a!) out) -> ()");
 
+  // x, channels_last and with channels of zeros behind its own, and the sum of each channel: what a convolution with a
+  // bias reads of its result's gradient.
+  m.def("pad_and_sum(Tensor x, int channels) -> (Tensor out, Tensor sums)");
+
   // Intersection over union of box pairs, and its loss.
   m.def(
       "bbox_iou(Tensor box1, Tensor box2, bool xywh=True, bool GIoU=False, bool DIoU=False, bool CIoU=False, "

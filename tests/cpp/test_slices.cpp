@@ -1,4 +1,4 @@
-// The CPU loops of sum_slices against kernels/slices_problem.h.
+// The CPU loops of sum_slices and pad_and_sum against kernels/slices_problem.h.
 #include "core/slices/slices_loops.h"
 #include "kernels/backwards.h"
 #include "kernels/slices_problem.h"
@@ -12,10 +12,18 @@ struct Loops {
     with_dtype<Halves>(params.dtype, [&](auto zero) { slices_loops::sum_slices<decltype(zero)>(params, backwards); });
     return true;
   }
+  static bool pad(const PadAndSumParams& params) {
+    with_dtype<Halves>(params.dtype, [&](auto zero) { slices_loops::pad_and_sum<decltype(zero)>(params, backwards); });
+    return true;
+  }
 };
 
 TEST(SumSlicesLoops, RandomShapesAndTypes) {
   for (uint64_t seed = 0; seed < rounds(40) && !HasFailure(); ++seed) slices_problem::check<Loops>(seed);
+}
+
+TEST(PadAndSumLoops, RandomShapesAndTypes) {
+  for (uint64_t seed = 0; seed < rounds(40) && !HasFailure(); ++seed) slices_problem::check_pad<Loops>(seed);
 }
 
 }  // namespace

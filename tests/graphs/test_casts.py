@@ -101,6 +101,45 @@ def test_rows_of_zeros_change_nothing(device, memory_format, monkeypatch):
                 torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-4)
 
 
+def test_a_1x1_convolution_with_a_bias_rounds_once(device, monkeypatch):
+    """A matrix product that adds the bias: no farther from exact than autocast, and the gradients are those of a convolution."""
+    monkeypatch.setattr(_casts, "PADDED_DEVICES", ("cpu", "cuda"))
+    dtype = torch.float16 if device.type == "cuda" else torch.bfloat16
+    net = nn.Sequential(nn.Conv2d(16, 64, 1), nn.SiLU(), nn.Conv2d(64, 70, 1)).to(
+        device, memory_format=torch.channels_last
+    )
+    x = torch.rand(2, 16, 9, 7, device=device).contiguous(memory_format=torch.channels_last)
+
+    def run(net, x, once):
+        x = x.detach().requires_grad_()
+        with (
+            torch.autocast(device.type, dtype, enabled=once is not None),
+            weights_cast_once(net, dtype if once else None),
+        ):
+            y = net(x)
+            products = [type(y.grad_fn).__name__]
+        wave = torch.arange(y.numel(), dtype=torch.float64, device=device).cos().view_as(y)
+        return products, [y, *torch.autograd.grad((y.double() * wave).sum(), [x, *net.parameters()])]
+
+    rounded = copy.deepcopy(net).double()
+    for exact_parameter, parameter in zip(rounded.parameters(), net.parameters()):
+        exact_parameter.data.copy_(parameter.to(dtype))
+    (mine_by, mine), (_, theirs), (_, exact) = (
+        run(net, x, True),
+        run(net, x, False),
+        run(rounded, x.to(dtype).double(), None),
+    )
+    assert mine_by == ["_PointwiseBackward"]
+    for a, b, e in zip(mine, theirs, exact):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        assert (a - e).abs().max() <= 1.5 * (b - e).abs().max() + 1e-6 * e.abs().max()
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    assert run(net, x, True)[0] != ["_PointwiseBackward"]
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    assert run(net, x, True)[0] == ["_PointwiseBackward"]
+
+
 def test_nothing_of_ours_is_left_after_an_error():
     net = Net()
     with pytest.raises(RuntimeError), torch.autocast("cpu", torch.bfloat16), weights_cast_once(net, torch.bfloat16):

@@ -1,4 +1,4 @@
-"""torch.ops.torch_fastdet.sum_slices: the bits of torch's additions and copies, in the slice alone."""
+"""sum_slices: the bits of torch's additions and copies, in the slice alone. pad_and_sum: copies, and sums within rounding."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ import torch
 FORMATS = [torch.channels_last, torch.contiguous_format]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 sum_slices = torch.ops.torch_fastdet.sum_slices
+pad_and_sum = torch.ops.torch_fastdet.pad_and_sum
 
 
 def slices(count, shape, device, dtype, memory_format, before=(0, 8, 16, 3)):
@@ -93,3 +94,75 @@ def test_large_slices_and_a_graph(cuda):
         each.mul_(2)
     graph.replay()
     assert torch.equal(out, added(x))
+
+
+def check_pad_and_sum(x, channels):
+    out, sums = pad_and_sum(x, channels)
+    assert out.shape == (x.shape[0], channels, *x.shape[2:]) and out.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(out[:, : x.shape[1]], x) and not out[:, x.shape[1] :].any()
+    assert sums.dtype == x.dtype and sums.shape == (channels,) and not sums[x.shape[1] :].any()
+    exact, size = x.double().sum((0, 2, 3)), x.double().abs().sum((0, 2, 3))
+    # Additions in float32, or float64 of float64, and one rounding.
+    each = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
+    limit = torch.finfo(x.dtype).eps * exact.abs() + x[:, 0].numel() * each * size if x.numel() else exact
+    assert ((sums[: x.shape[1]].double() - exact).abs() <= limit).all()
+    assert torch.equal(pad_and_sum(x, channels)[1], sums)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "shape, channels",
+    [
+        ((2, 255, 6, 5), 256),
+        ((3, 5, 4, 3), 8),
+        ((1, 64, 9, 8), 64),
+        ((2, 70, 1, 1), 130),
+        ((4, 1, 3, 1), 1),
+        ((1, 3, 1, 70), 3),
+    ],
+)
+def test_pad_and_sum(device, shape, channels, dtype):
+    n, c, h, w = shape
+    torch.manual_seed(0)
+    whole = torch.randn(n + 1, c + 3, h + 1, w + 2, dtype=torch.float64).to(device, dtype)
+    for x in (whole, whole.contiguous(memory_format=torch.channels_last)):
+        check_pad_and_sum(x[:n, :c, :h, :w].contiguous(memory_format=torch.channels_last), channels)
+        check_pad_and_sum(x[:n, :c, :h, :w].contiguous(), channels)
+        check_pad_and_sum(x[1:, 2 : 2 + c, 1:, 2:], channels)
+    flat = torch.randn(n, c, 3 + h * w, dtype=torch.float64).to(device, dtype)
+    check_pad_and_sum(flat[..., 3:].unflatten(2, (h, w)), channels)  # as a loss gives a level's gradient
+    check_pad_and_sum(whole[:1, :1, :1, :1].expand(shape), channels)
+    for empty in ((0, c, h, w), (n, 0, h, w), (n, c, 0, w)):
+        check_pad_and_sum(torch.empty(empty, dtype=dtype, device=device), channels)
+
+
+def test_pad_and_sum_of_many_positions(device):
+    """More tiles than blocks share: each of them adds up several."""
+    x = torch.randn(3, 66, 120, 110).to(device, torch.float16 if device.type == "cuda" else torch.bfloat16)
+    check_pad_and_sum(x, 72)
+    check_pad_and_sum(x.contiguous(memory_format=torch.channels_last), 72)
+
+
+def test_pad_and_sum_checks_and_programs(device):
+    x = torch.randn(2, 5, 4, 3, device=device)
+    torch.library.opcheck(pad_and_sum.default, (x, 8))
+    for given, channels, message in (
+        (x, 4, "channels is 4, but at least those of x, 5, are expected"),
+        (x[0], 8, "x has shape .*, but four dimensions"),
+        (x.long(), 8, "x has dtype int64"),
+    ):
+        with pytest.raises(RuntimeError, match=f"pad_and_sum: {message}") as error:
+            pad_and_sum(given, channels)
+        assert len(str(error.value).splitlines()) == 1
+
+
+def test_pad_and_sum_in_a_graph(cuda):
+    x = torch.randn(4, 255, 80, 80, device=cuda).half().contiguous(memory_format=torch.channels_last)
+    pad_and_sum(x, 256)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, sums = pad_and_sum(x, 256)
+    x.mul_(2)
+    graph.replay()
+    wanted = pad_and_sum(x, 256)
+    assert torch.equal(out, wanted[0]) and torch.equal(sums, wanted[1])

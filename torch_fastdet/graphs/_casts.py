@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -97,16 +98,38 @@ class _FirstChannels(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, channels: int) -> Tensor:
-        ctx.shape = y.shape
+        ctx.channels = y.shape[1]
         return y[:, :channels].data  # to autograd no view, which an activation in place could not change
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        channels = grad.shape[1]
-        whole = torch.empty(ctx.shape, dtype=grad.dtype, device=grad.device, memory_format=torch.channels_last)
-        whole[:, :channels].copy_(grad)
-        whole[:, channels:].zero_()
-        return whole, None
+        return torch.ops.torch_fastdet.pad_and_sum(grad, ctx.channels)[0], None
+
+
+class _Pointwise(torch.autograd.Function):
+    """The first ``channels`` channels of a 1x1 convolution with a bias, of channels_last tensors.
+
+    As a matrix product that adds the bias before it rounds: torch's convolution adds it in a pass of its own. Backward, the pass that
+    lays out the gradient for the convolution's two gradients makes the bias' gradient too.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, channels: int) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        rows = x.permute(0, 2, 3, 1).flatten(0, 2)
+        y = torch.addmm(bias, rows, weight.flatten(1).t())
+        y = y.view(x.shape[0], x.shape[2], x.shape[3], weight.shape[0]).permute(0, 3, 1, 2)
+        return y[:, :channels].data  # to autograd no view, which an activation in place could not change
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        whole, bias = torch.ops.torch_fastdet.pad_and_sum(grad, weight.shape[0])
+        wanted = [*ctx.needs_input_grad[:2], False]
+        shape = [1, 1], [0, 0], [1, 1], False, [0, 0], 1
+        grad_x, grad_weight, _ = torch.ops.aten.convolution_backward(whole, x, weight, None, *shape, wanted)
+        return grad_x, grad_weight, bias, None
 
 
 def _takes_rows(conv: Any) -> bool:
@@ -186,7 +209,7 @@ def weights_cast_once(model: nn.Module, dtype: torch.dtype | None) -> Iterator[N
     Autocast casts each weight and each gradient by itself, in two launches a layer, of a microsecond of work each. The
     values are those of autocast with its cache. Only what the convolution itself reads is replaced: ``conv.weight`` stays the parameter. The stem,
     which has a cast of its own, is left alone. Copies of weights with 255 rows get another one of zeros (:func:`_takes_rows`); the
-    result is the first 255 channels. Convolutions that always read one input have their copies in one tensor, so that blocks can run
+    result is the first 255 channels. 1x1 convolutions with a bias are matrix products (:class:`_Pointwise`). Convolutions that always read one input have their copies in one tensor, so that blocks can run
     them as one (:data:`torch_fastdet.layers.joint.JOINED`).
     """
     convs = [module for module in model.modules() if _takes_cast(module)] if dtype is not None else []
@@ -229,14 +252,34 @@ def _joint_of(first: Any, weight: Tensor, dtype: torch.dtype) -> Any:
     return joint
 
 
+def _is_pointwise(conv: Any) -> bool:
+    """Whether ``conv`` is what :class:`_Pointwise` computes."""
+    return (
+        conv.bias is not None
+        and conv.kernel_size == conv.stride == (1, 1)
+        and conv.padding == (0, 0)
+        and conv.groups == 1
+        and conv.weight.device.type in PADDED_DEVICES
+        and conv.weight.is_contiguous(memory_format=torch.channels_last)
+    )
+
+
+def _takes_products() -> bool:
+    """Whether torch takes matrix products on a GPU: its deterministic algorithms want a setting of cuBLAS for them."""
+    return not torch.are_deterministic_algorithms_enabled() or "CUBLAS_WORKSPACE_CONFIG" in os.environ
+
+
 def _forward_of(conv: Any, cast: dict[nn.Parameter, tuple[_Room, Tensor]], dtype: torch.dtype) -> Any:
     room, weights = cast[conv.weight]
     bias = None if conv.bias is None else cast[conv.bias][1]
     place = next(i for i, member in enumerate(room.members) if member is conv.weight)
+    pointwise = _is_pointwise(conv)
 
     def forward(x: Tensor) -> Tensor:
         if not _is_cast(x, dtype):
             return _FORWARD(conv, x)
+        if pointwise and x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and _takes_products():
+            return _Pointwise.apply(x.to(dtype), weights, bias, conv.out_channels)
         weight = weights if len(room.members) == 1 else room.places(weights)[place]
         y = F.conv2d(x, weight, bias, conv.stride, conv.padding, conv.dilation, conv.groups)
         return y if y.shape[1] == conv.out_channels else _FirstChannels.apply(y, conv.out_channels)

@@ -60,7 +60,86 @@ void launch(const SumSlicesParams& p, cudaStream_t stream) {
   sum_slices<T, kVector><<<grid, kThreads, 0, stream>>>(p, lanes);
 }
 
+// A block moves tiles of kPadTile positions and as many channels through shared memory, so that it reads neighbouring
+// elements whichever of the two lie beside each other, and writes neighbouring channels.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) pad_and_sum(const __grid_constant__ PadAndSumParams p) {
+  using A = arithmetic_t<T>;
+  constexpr int kRows = kThreads / kPadTile;
+  __shared__ T tile[kPadTile][kPadTile + 2];
+  __shared__ int64_t offsets[kPadTile];  // of the tile's positions in x; -1 behind the last one
+  __shared__ A sums[kRows][kPadTile];
+  const int column = threadIdx.x % kPadTile, row = threadIdx.x / kPadTile;
+  const int64_t first = int64_t{blockIdx.x} * kPadTile;  // channel
+  const bool channels_lie_together = p.channel_stride == 1;
+  A sum = 0;
+  for (int64_t begin = int64_t{blockIdx.y} * kPadTile; begin < p.positions(); begin += int64_t{gridDim.y} * kPadTile) {
+    if (threadIdx.x < kPadTile) {
+      const int64_t at = begin + threadIdx.x, image = at / p.pixels;
+      offsets[threadIdx.x] =
+          at < p.positions() ? image * p.image_stride + (at - image * p.pixels) * p.pixel_stride : -1;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kPadTile; i += kRows) {
+      const int position = channels_lie_together ? row + i : column, channel = channels_lie_together ? column : row + i;
+      const bool given = offsets[position] >= 0 && first + channel < p.channels;
+      tile[position][channel] =
+          given ? static_cast<const T*>(p.x)[offsets[position] + (first + channel) * p.channel_stride]
+                : from_arithmetic<T>(0);
+    }
+    __syncthreads();
+    if (first + column < p.padded) {
+#pragma unroll
+      for (int i = 0; i < kPadTile; i += kRows) {
+        if (begin + row + i < p.positions()) {
+          const T value = tile[row + i][column];
+          static_cast<T*>(p.out)[(begin + row + i) * p.padded + first + column] = value;
+          sum += to_arithmetic(value);
+        }
+      }
+    }
+  }
+  sums[row][column] = sum;
+  __syncthreads();
+  if (row == 0 && first + column < p.padded) {
+    for (int i = 1; i < kRows; ++i) sum += sums[i][column];
+    static_cast<A*>(p.partials)[blockIdx.y * p.padded + first + column] = sum;
+  }
+}
+
+// A warp's lanes are neighbouring channels; the warps of a block share the splits.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) add_partials(const __grid_constant__ PadAndSumParams p) {
+  using A = arithmetic_t<T>;
+  constexpr int kRows = kThreads / kWarp;
+  __shared__ A sums[kRows][kWarp];
+  const int column = threadIdx.x % kWarp, row = threadIdx.x / kWarp;
+  const int64_t channel = int64_t{blockIdx.x} * kWarp + column;
+  A sum = 0;
+  if (channel < p.padded) {
+#pragma unroll 8
+    for (int i = row; i < p.splits(); i += kRows) sum += static_cast<const A*>(p.partials)[i * p.padded + channel];
+  }
+  sums[row][column] = sum;
+  __syncthreads();
+  if (row == 0 && channel < p.padded) {
+    for (int i = 1; i < kRows; ++i) sum += sums[i][column];
+    static_cast<T*>(p.sums)[channel] = from_arithmetic<T>(sum);
+  }
+}
+
 }  // namespace
+
+cudaError_t launch_pad_and_sum(const PadAndSumParams& params, cudaStream_t stream) {
+  const auto blocks = [&](int channels) { return static_cast<unsigned>((params.padded + channels - 1) / channels); };
+  dispatch(params.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    pad_and_sum<T><<<dim3(blocks(kPadTile), params.splits()), kThreads, 0, stream>>>(params);
+    add_partials<T><<<blocks(kWarp), kThreads, 0, stream>>>(params);
+  });
+  return cudaGetLastError();
+}
 
 cudaError_t launch_sum_slices(const SumSlicesParams& params, cudaStream_t stream) {
   dispatch(params.dtype, [&](auto zero) {

@@ -1,4 +1,5 @@
-// The sum of slices of tensors along the channels, or the copy of one, into another slice.
+// The sum of slices of tensors along the channels, or the copy of one, into another slice; and what a convolution with
+// a bias reads of its result's gradient.
 #pragma once
 
 #ifdef TORCH_FASTDET_WITH_CUDA
@@ -32,8 +33,30 @@ TORCH_FASTDET_HOST_DEVICE T rounded_sum(T a, T b) {
   return from_arithmetic<T>(to_arithmetic(a) + to_arithmetic(b));
 }
 
+constexpr int kPadTile = 64;  // channels, and positions, that a block moves at once
+constexpr int kMostPadSplits = 512;
+
+// x is (batch, channels, pixels) of any strides. `out` is x with channels of zeros behind its own, (batch, pixels,
+// padded) and dense; `sums` are the sums of its channels. Block i of `splits` adds up tiles i, i + splits, ... of
+// positions.
+struct PadAndSumParams {
+  int64_t batch, channels, pixels, padded;
+  int64_t image_stride, channel_stride, pixel_stride;  // of x, in elements
+  const void* x;
+  void *out, *sums;
+  void* partials;  // splits * padded elements of the arithmetic type
+  DType dtype;
+
+  TORCH_FASTDET_HOST_DEVICE int64_t positions() const { return batch * pixels; }
+  TORCH_FASTDET_HOST_DEVICE int splits() const {
+    const int64_t tiles = (positions() + kPadTile - 1) / kPadTile;
+    return static_cast<int>(tiles < kMostPadSplits ? tiles : kMostPadSplits);
+  }
+};
+
 #ifdef TORCH_FASTDET_WITH_CUDA
 cudaError_t launch_sum_slices(const SumSlicesParams& params, cudaStream_t stream);
+cudaError_t launch_pad_and_sum(const PadAndSumParams& params, cudaStream_t stream);
 #endif
 
 }  // namespace torch_fastdet::core

@@ -1,4 +1,5 @@
-// sum_slices on the CPU: rows are shared among the threads by parallel_for(begin, end, grain, f).
+// sum_slices and pad_and_sum on the CPU: rows and channels are shared among the threads by parallel_for(begin, end,
+// grain, f).
 #pragma once
 
 #include <algorithm>
@@ -16,6 +17,23 @@ void sum_slices(const SumSlicesParams& p, const ParallelFor& parallel_for) {
         const T* const x = static_cast<const T*>(p.x[i]) + row * p.x_pitch[i];
         for (int64_t at = 0; at < p.width; ++at) out[at] = i == 0 ? x[at] : rounded_sum(out[at], x[at]);
       }
+    }
+  });
+}
+
+template <typename T, typename ParallelFor>
+void pad_and_sum(const PadAndSumParams& p, const ParallelFor& parallel_for) {
+  parallel_for(0, p.padded, std::max<int64_t>(1, 32768 / p.positions()), [&](int64_t begin, int64_t end) {
+    for (int64_t channel = begin; channel < end; ++channel) {
+      arithmetic_t<T> sum = 0;
+      for (int64_t at = 0; at < p.positions(); ++at) {
+        const int64_t image = at / p.pixels, pixel = at - image * p.pixels;
+        const T* const x = static_cast<const T*>(p.x) + image * p.image_stride + pixel * p.pixel_stride;
+        const T value = channel < p.channels ? x[channel * p.channel_stride] : from_arithmetic<T>(0);
+        static_cast<T*>(p.out)[at * p.padded + channel] = value;
+        sum += to_arithmetic(value);
+      }
+      static_cast<T*>(p.sums)[channel] = from_arithmetic<T>(sum);
     }
   });
 }

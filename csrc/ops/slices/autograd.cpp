@@ -1,10 +1,10 @@
-// sum_slices has no gradient of its own: layers/joint.py and layers/split.py call it in their backward passes.
+// No gradients of their own: layers/joint.py and graphs/_casts.py call these in their backward passes.
 #include "ops/common/autograd.h"
 
 namespace torch_fastdet::slices_autograd {
 
 TORCH_LIBRARY_IMPL(torch_fastdet, Autograd, m) {
-  without_gradient(m, {"sum_slices"});
+  without_gradient(m, {"sum_slices", "pad_and_sum"});
 }
 
 }  // namespace torch_fastdet::slices_autograd

@@ -1,4 +1,4 @@
-// sum_slices on CUDA: one launch on the current stream.
+// sum_slices and pad_and_sum on CUDA: one launch and two on the current stream.
 #include "ops/common/launch.h"
 #include "ops/slices/run.h"
 
@@ -8,6 +8,9 @@ namespace {
 struct Cuda : OnDevice {
   static void sum(const core::SumSlicesParams& p, const char* op) {
     check_launch(core::launch_sum_slices(p, current_stream()), op);
+  }
+  static void pad(const core::PadAndSumParams& p, const char* op) {
+    check_launch(core::launch_pad_and_sum(p, current_stream()), op);
   }
 };
 

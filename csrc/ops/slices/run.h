@@ -1,11 +1,13 @@
-// sum_slices but for the loops: check, find the rows, and hand them to Backend::sum(params, op), which cpu.cpp and
-// cuda.cpp each define.
+// sum_slices and pad_and_sum but for the loops: check, find the rows, and hand them to Backend::sum(params, op) and
+// Backend::pad(params, op), which cpu.cpp and cuda.cpp each define.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include <tuple>
 #include <vector>
 
 #include "core/slices/slices.h"
@@ -70,9 +72,45 @@ void sum_slices(at::TensorList x, const at::Tensor& out) {
   }
 }
 
+// x, channels_last and with channels of zeros behind its own; and the sum of each channel.
+template <class Backend>
+std::tuple<at::Tensor, at::Tensor> pad_and_sum(const at::Tensor& x, int64_t channels) {
+  constexpr const char* op = "pad_and_sum";
+  check_images(x, op, "x");
+  TORCH_SYM_CHECK(x.sym_size(1).sym_le(channels), op, ": channels is ", channels, ", but at least those of x, ",
+                  x.sym_size(1), ", are expected");
+  const c10::DeviceGuard guard(x.device());
+  const at::Tensor out = at::empty_symint({x.sym_size(0), channels, x.sym_size(2), x.sym_size(3)},
+                                          x.options().memory_format(at::MemoryFormat::ChannelsLast));
+  const at::Tensor sums = at::empty({channels}, x.options());
+  if constexpr (!Backend::kMeta) {
+    if (out.numel() == 0) return {out, sums.zero_()};
+    const bool has_pixels = x.size(2) == 1 || x.size(3) == 1 || x.stride(2) == x.stride(3) * x.size(3);
+    const at::Tensor from = has_pixels ? x : x.contiguous();
+    core::PadAndSumParams params{};
+    params.batch = x.size(0);
+    params.channels = x.size(1);
+    params.pixels = x.size(2) * x.size(3);
+    params.padded = channels;
+    params.image_stride = from.stride(0);
+    params.channel_stride = from.stride(1);
+    params.pixel_stride = from.stride(x.size(3) == 1 ? 2 : 3);
+    params.x = from.const_data_ptr();
+    params.out = out.mutable_data_ptr();
+    params.sums = sums.mutable_data_ptr();
+    params.dtype = core_dtype(x.scalar_type());
+    const auto arithmetic = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+    const at::Tensor partials = at::empty({params.splits(), channels}, x.options().dtype(arithmetic));
+    params.partials = partials.mutable_data_ptr();
+    Backend::pad(params, op);
+  }
+  return {out, sums};
+}
+
 template <class Backend>
 void register_slices(torch::Library& m) {
   m.impl("sum_slices", TORCH_FN(sum_slices<Backend>));
+  m.impl("pad_and_sum", TORCH_FN(pad_and_sum<Backend>));
 }
 
 }  // namespace torch_fastdet

@@ -1,8 +1,10 @@
-// Sums of slices one element at a time, which kernels and CPU loops are compared with, in every bit.
+// Sums of slices, and of the channels of a padded tensor, one element at a time, which kernels and CPU loops are
+// compared with: in every bit, but for sums of channels.
 #pragma once
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <vector>
 
 #include "core/slices/slices.h"
@@ -45,6 +47,50 @@ void check(uint64_t seed) {
     ASSERT_EQ(out.get(at), want) << "element " << at << " of rows of " << p.width;
   }
   EXPECT_TRUE(out.surroundings_intact());
+}
+
+// Backend::pad(params) gives whether it ran.
+template <class Backend>
+void check_pad(uint64_t seed) {
+  SCOPED_TRACE("seed " + std::to_string(seed));
+  Random random(seed);
+  Backend::seed(seed);
+  const DType dtype = random.one_of({DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kFloat64});
+  PadAndSumParams p{};
+  p.dtype = dtype;
+  p.batch = 1 + random.below(3);
+  p.channels = 1 + random.below(random.chance(30) ? 150 : 20);
+  p.padded = p.channels + random.below(70);
+  p.pixels = 1 + random.below(random.chance(20) ? 12000 : 150);
+  p.pixel_stride = random.chance(50) ? 1 : p.channels + random.below(5);
+  p.channel_stride = p.pixel_stride == 1 ? p.pixels + random.below(5) : 1;
+  p.image_stride = random.below(5) + (p.pixel_stride == 1 ? p.channels * p.channel_stride : p.pixels * p.pixel_stride);
+  Tensor x(dtype, {p.batch, p.channels, p.pixels}, {p.image_stride, p.channel_stride, p.pixel_stride}, random.below(9));
+  for (int64_t at = 0; at < x.numel(); ++at) x.set(at, random.normal());
+  Tensor out(dtype, {p.batch, p.pixels, p.padded}, Tensor::dense({p.batch, p.pixels, p.padded}), random.below(9));
+  Tensor sums(dtype, {p.padded}, {1}, random.below(9));
+  const DType arithmetic = dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+  Tensor partials(arithmetic, {p.splits(), p.padded}, Tensor::dense({p.splits(), p.padded}), 0);
+  p.x = x.data();
+  p.out = out.data();
+  p.sums = sums.data();
+  p.partials = partials.data();
+  ASSERT_TRUE(Backend::pad(p));
+  for (int64_t c = 0; c < p.padded; ++c) {
+    double sum = 0, size = 0;
+    for (int64_t n = 0; n < p.batch; ++n) {
+      for (int64_t q = 0; q < p.pixels; ++q) {
+        const double want = c < p.channels ? x.get((n * p.channels + c) * p.pixels + q) : 0;
+        ASSERT_EQ(out.get((n * p.pixels + q) * p.padded + c), want) << "channel " << c << ", pixel " << q;
+        sum += want;
+        size += std::abs(want);
+      }
+    }
+    const double each = arithmetic == DType::kFloat64 ? 1e-15 : 1e-7;
+    const double last = dtype == DType::kFloat16 ? 1e-3 : dtype == DType::kBFloat16 ? 8e-3 : each;
+    ASSERT_NEAR(sums.get(c), sum, last * std::abs(sum) + 50 * each * size);
+  }
+  EXPECT_TRUE(out.surroundings_intact() && sums.surroundings_intact() && partials.surroundings_intact());
 }
 
 }  // namespace torch_fastdet::core::slices_problem

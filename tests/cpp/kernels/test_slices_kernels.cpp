@@ -1,4 +1,4 @@
-// The kernel of sum_slices against slices_problem.h.
+// The kernels of sum_slices and pad_and_sum against slices_problem.h.
 #include <gtest/gtest.h>
 
 #include "emulator.h"
@@ -10,10 +10,15 @@ namespace {
 struct Kernels {
   static void seed(uint64_t seed) { emulator::seed(seed); }
   static bool sum(const SumSlicesParams& params) { return launch_sum_slices(params, nullptr) == cudaSuccess; }
+  static bool pad(const PadAndSumParams& params) { return launch_pad_and_sum(params, nullptr) == cudaSuccess; }
 };
 
 TEST(SumSlicesKernels, RandomShapesAndTypes) {
   for (uint64_t seed = 0; seed < rounds(30) && !HasFailure(); ++seed) slices_problem::check<Kernels>(seed);
+}
+
+TEST(PadAndSumKernels, RandomShapesAndTypes) {
+  for (uint64_t seed = 0; seed < rounds(30) && !HasFailure(); ++seed) slices_problem::check_pad<Kernels>(seed);
 }
 
 }  // namespace
