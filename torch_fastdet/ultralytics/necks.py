@@ -1,16 +1,26 @@
-"""Ultralytics' model in a captured step, with fewer copies in its neck."""
+"""Ultralytics' model in a captured step, with fewer copies."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import contextlib
+from collections.abc import Iterator
 
 from torch import nn
 
-from torch_fastdet.hosts.shared.necks import joined_upsampling
+from torch_fastdet.hosts.shared.necks import images_of_bytes, joined_upsampling
+from torch_fastdet.ultralytics.attention import attention_in_rows
 
 MODULES = ("ultralytics.nn.tasks",)
 
 
-def fewer_copies(model: nn.Module) -> AbstractContextManager[None]:
-    """While inside, the model's values are stock's with fewer copies: :func:`joined_upsampling`."""
-    return joined_upsampling(model, "_predict_once", MODULES)
+@contextlib.contextmanager
+def fewer_copies(model: nn.Module) -> Iterator[None]:
+    """While inside, the model's values are stock's with fewer copies: :func:`joined_upsampling`, :func:`images_of_bytes` and
+    :func:`attention_in_rows`."""
+    methods = "forward", "predict", "_predict_once"
+    with (
+        joined_upsampling(model, "_predict_once", MODULES),
+        images_of_bytes(model, methods, MODULES),
+        attention_in_rows(model),
+    ):
+        yield

@@ -1,0 +1,67 @@
+"""Attention blocks as captured steps run them, against Ultralytics' own."""
+
+import copy
+
+import pytest
+import torch
+
+from torch_fastdet.ultralytics.attention import attention_in_rows
+
+block = pytest.importorskip("ultralytics.nn.modules.block", exc_type=ImportError)
+
+MAKE = {
+    "Attention": lambda: block.Attention(64, num_heads=2),
+    "AAttn": lambda: block.AAttn(64, num_heads=2, area=1),
+    "AAttn, four areas": lambda: block.AAttn(64, num_heads=2, area=4),
+    "C2PSA": lambda: block.C2PSA(128, 128),
+    "A2C2f": lambda: block.A2C2f(64, 64, area=4),
+}
+
+
+def run(model, x, amp, inside):
+    x = x.clone().requires_grad_()
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=amp):
+        if inside:
+            with attention_in_rows(model):
+                assert any("forward" in vars(module) for module in model.modules())
+                y = model(x)
+        else:
+            y = model(x)
+    assert not any("forward" in vars(module) for module in model.modules())
+    weights = torch.arange(y.numel(), device=y.device).cos().view_as(y)
+    return [y, *torch.autograd.grad((y * weights).sum(), [x, *model.parameters()]), *model.buffers()]
+
+
+@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize("amp", [False, True])
+def test_values_and_gradients(device, same_convolutions, kind, amp):
+    """The same products of the same numbers. Depthwise convolutions of another memory format may add in another order."""
+    attention = MAKE[kind]()
+    channels = next(attention.parameters()).shape[1]
+    model = torch.nn.Sequential(attention, torch.nn.Conv2d(channels, 8, 3)).to(memory_format=torch.channels_last)
+    model = model.to(device, torch.float32 if amp else torch.float64).train()
+    x = torch.randn(2, channels, 8, 12, device=device, dtype=torch.float32 if amp else torch.float64)
+    x = x.contiguous(memory_format=torch.channels_last)
+    mine, theirs = run(copy.deepcopy(model), x, amp, True), run(copy.deepcopy(model), x, amp, False)
+    assert len(mine) == len(theirs)
+    exact = run(copy.deepcopy(model).double(), x.double(), False, False)
+    for a, b, e in zip(mine, theirs, exact):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        size = e.double().abs().max()
+        error = (b - e).abs().max() if amp else 0
+        assert (a - e).abs().max() <= 1.5 * error + (1e-4 if amp else 1e-10) * size
+
+
+def test_what_is_left_to_stock():
+    """Models that are not channels_last, hooks, and classes of somebody's own."""
+
+    class Own(block.AAttn):
+        pass
+
+    model = torch.nn.Sequential(block.AAttn(64, 2), Own(64, 2), block.AAttn(64, 2), torch.nn.Conv2d(64, 64, 3))
+    model[2].register_forward_hook(lambda *_: None)
+    with attention_in_rows(model):
+        assert not any("forward" in vars(module) for module in model.modules())
+    model.to(memory_format=torch.channels_last)
+    with attention_in_rows(model):
+        assert [("forward" in vars(module)) for module in model] == [True, False, False, False]

@@ -1,0 +1,109 @@
+"""Ultralytics' attention blocks in a captured step: stock's results with fewer copies."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_fastdet._torch.private import every_module_has_hooks, runs_plainly
+from torch_fastdet.hosts.evidence import agree, pictures
+
+MODULE = "ultralytics.nn.modules.block"
+
+
+class _RowsOfGradient(torch.autograd.Function):
+    """x itself. Its gradient comes transposed from the matrix product behind, and softmax's backward pass would read it three times
+    along the wrong dimension: it is laid out in rows once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.data
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        if grad.is_contiguous():
+            return grad
+        columns = grad.flatten(0, 1).transpose(1, 2).unsqueeze(-1)
+        rows, _ = torch.ops.torch_fastdet.pad_and_sum(columns, columns.shape[1])
+        return rows.squeeze(-1).transpose(1, 2).reshape(grad.shape)
+
+
+def _attend(block: Any, x: Tensor, areas: int, key: int, scale: float) -> Tensor:
+    """Attention within each of ``areas`` horizontal parts of x; queries and keys have ``key`` channels a head.
+
+    The matrix products have the operands that stock gives them, and so its bits. Images are channels_last on the way.
+    """
+    n, _, h, w = x.shape
+    heads, width = block.num_heads, block.head_dim
+    rows = block.qkv(x).permute(0, 2, 3, 1).reshape(n * areas, h * w // areas, heads, 2 * key + width)
+    q, k, v = rows.permute(0, 2, 3, 1).split([key, key, width], 2)  # of each head: channels, positions
+
+    def image(t: Tensor) -> Tensor:
+        return t.permute(0, 3, 1, 2).reshape(n, h, w, heads * width).permute(0, 3, 1, 2)
+
+    weights = ((q * scale).transpose(-2, -1) @ k).softmax(-1)
+    y = v @ _RowsOfGradient.apply(weights.to(v.dtype)).transpose(-2, -1)
+    return block.proj(image(y) + block.pe(image(v)))
+
+
+def _attention(block: Any, x: Tensor) -> Tensor:
+    return _attend(block, x, 1, block.key_dim, block.scale)
+
+
+def _area_attention(block: Any, x: Tensor) -> Tensor:
+    return _attend(block, x, max(block.area, 1), block.head_dim, block.head_dim**-0.5)
+
+
+def _with_channels(*parts: Any) -> Any:
+    return lambda t: torch.cat([part(t) for part in parts], 1)
+
+
+# Class -> its forward here, and attributes of small cases. Stock's forward has to give the same bits in them.
+_SAME, _SQUARE, _NEXT = (lambda t: t), (lambda t: t * t), (lambda t: t + 1)
+_PARTS = {"proj": lambda t: t * t + 1, "pe": lambda t: t * t + 2, "num_heads": 2, "head_dim": 2}
+_KNOWN: dict[str, tuple[Any, tuple[dict[str, Any], ...]]] = {
+    "Attention": (
+        _attention,
+        ({**_PARTS, "qkv": _with_channels(_SAME, _SQUARE), "key_dim": 1, "scale": 0.75, "format": None},),
+    ),
+    "AAttn": (
+        _area_attention,
+        tuple(
+            {**_PARTS, "qkv": _with_channels(_SAME, _SQUARE, _NEXT), "area": area, "all_head_dim": 4} for area in (1, 2)
+        ),
+    ),
+}
+
+
+@functools.cache
+def _is_stocks(name: str, forward: Any) -> bool:
+    ours, cases = _KNOWN[name]
+    return all(agree(forward, ours, case, pictures(4)) for case in cases)
+
+
+@contextlib.contextmanager
+def attention_in_rows(model: nn.Module) -> Iterator[None]:
+    """While inside, the model's ``Attention`` and ``AAttn`` run as :func:`_attend` where the model is channels_last."""
+    known = []
+    if not every_module_has_hooks() and any(p.dim() == 4 and not p.is_contiguous() for p in model.parameters()):
+        known = [
+            module
+            for module in model.modules()
+            if type(module).__module__ == MODULE
+            and type(module).__name__ in _KNOWN
+            and runs_plainly(module, type(module).forward)
+            and _is_stocks(type(module).__name__, type(module).forward)
+        ]
+    try:
+        for module in known:
+            module.forward = functools.partial(_KNOWN[type(module).__name__][0], module)
+        yield
+    finally:
+        for module in known:
+            del module.forward
