@@ -11,8 +11,11 @@ import torch
 from torch import nn
 
 from tests.forks import exit_status, fork
-from torch_fastdet import optim
+from tests.ops.test_v8_loss import SIZES, STRIDES, flat, make_joined, make_targets, settings_on
+from tests.optim.samples import Loop
+from torch_fastdet import ops, optim
 from torch_fastdet.ema import ModelEMA
+from torch_fastdet.hosts.engine import switch
 
 
 def limited():
@@ -38,6 +41,40 @@ def test_doctor_under_limits(host, tmp_path):
     assert result.returncode == 0, result.stderr[-2000:]
     assert "cuda_graph" in result.stdout
     assert "no GPU" in result.stdout or "no CUDA driver" in result.stdout
+
+
+def test_a_part_of_a_gpu_by_its_name(monkeypatch):
+    """Torch counts no devices before CUDA starts where they are parts."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-5c2ae2ba-8fbb-5e6a-8b0a-1c1f8f0e2f2a")
+    monkeypatch.setattr(switch.ctypes, "CDLL", lambda name: None)  # there is a driver
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert switch.missing_gpu() is None
+
+
+def results(device: torch.device) -> list[torch.Tensor]:
+    """Of operators that a step of a training calls, and their gradients."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 8, 12, 16).to(device).requires_grad_()
+    weight, bias = torch.rand(8, device=device).requires_grad_(), torch.zeros(8, device=device).requires_grad_()
+    found = ops.max_pools_cat(ops.upsample_nearest2x(ops.bn_act(x, weight, bias)))
+    heads = [head.requires_grad_() for head in make_joined(2, 4, SIZES[3], device=device)]
+    targets = make_targets(9, 2, 4, device)
+    loss, items, _ = ops.v8_loss(heads, targets, settings_on(device), STRIDES[:3], flat(SIZES[3]))
+    loop = Loop(device, fused=True)
+    loop.step(0)
+    leaves = [x, weight, bias, *heads]
+    return [found, loss, items, *torch.autograd.grad(found.square().mean() + loss.sum(), leaves), *loop.tensors()]
+
+
+def test_deterministic_algorithms_change_no_bit(device):
+    """And nothing is refused. Torch fills what is allocated with NaN then."""
+    plain = results(device)
+    torch.use_deterministic_algorithms(True)
+    try:
+        strict = results(device)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(strict, plain, strict=True))
 
 
 def trained(seed: int, steps: int = 40) -> dict[str, torch.Tensor]:

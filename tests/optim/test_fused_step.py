@@ -112,6 +112,22 @@ class TestFusedStep:
         # All but the average (whose ramp the fused step evaluates on the device) are the same bits.
         assert equal(fused.model.state_dict().values(), separate.model.state_dict().values())
 
+    @pytest.mark.parametrize("scale", [256.0, 2.0**126])
+    def test_overflows_in_a_row_and_a_scale_at_its_end(self, device, scale):
+        """30 from the first step on; and a scale that grows until float32 ends, where gradients overflow, and comes back."""
+        loops = fused, separate = Loop(device, True), Loop(device, False)
+        seen = set()
+        for loop in loops:
+            loop.scaler.update(scale)
+            loop.scaler.set_growth_interval(1)
+        for step in range(40):
+            for loop in loops:
+                loop.step(step, overflow=scale == 256 and step < 30)
+            seen.add(fused.scaler.get_scale())
+            assert fused.scaler.state_dict() == separate.scaler.state_dict(), step
+        assert {2.0**-22, 2.0**-12} <= seen if scale == 256 else {2.0**127, 2.0**126} <= seen
+        assert equal(fused.model.state_dict().values(), separate.model.state_dict().values())
+
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
     @pytest.mark.parametrize("scale", [True, False], ids=["scaler", "no scaler"])
     def test_narrow_parameters_equal_the_separate_calls(self, device, dtype, scale):

@@ -180,6 +180,19 @@ def test_memory_that_really_runs_out(cuda, program, digits, tmp_path):
     assert captured(graphed)[-1] == (2, 640, 640)
 
 
+@pytest.mark.alone
+def test_a_gpu_that_another_process_fills(cuda, program, digits, tmp_path):
+    """2 GiB are free at the start, for both: CUDA itself takes a part."""
+    torch.cuda.empty_cache()
+    held = torch.empty(torch.cuda.mem_get_info()[0] - (2 << 30), dtype=torch.uint8, device=cuda)
+    ran = program("graphs.py", digits, tmp_path, "rect", "--device", 0)["rect"]
+    del held
+    torch.cuda.empty_cache()
+    stock, graphed = ran["stock"], ran["graphed"]
+    assert graphed["losses"] == pytest.approx(stock["losses"], rel=2e-2) and len(stock["losses"]) == 6
+    assert graphed["files"] == stock["files"] and captured(graphed)
+
+
 def test_options_together_on_a_gpu(cuda, program, digits, tmp_path):
     """multi_scale, close_mosaic, val, save_period and resume in one training, with the loss and AdamW of ours.
 
