@@ -79,9 +79,8 @@ def rank() -> str:
 def say(line: str, level: int = logging.INFO, every_rank: bool = False) -> None:
     """Log one line; in a distributed run on rank 0 alone, unless ``every_rank``. A warning is a fallback, and noted as one."""
     if every_rank or rank() in ("", "0"):
-        line = line.encode(
-            errors="backslashreplace"
-        ).decode()  # names of files that are not UTF-8, for handlers that write it
+        # Names of files that are not UTF-8 have characters that a handler could not write.
+        line = line.encode(errors="backslashreplace").decode()
         if level == logging.WARNING:
             note_fallback(line)
         if is_configured():

@@ -160,6 +160,23 @@ std::vector<RowKernels> all_row_kernels() {
   return kernels;
 }
 
+Storages whole_storage(const std::vector<uint8_t>& bytes) {
+  return {{bytes.data()}, {static_cast<int64_t>(bytes.size())}, 1};
+}
+
+// One layer of one placement, for a caller that says where it goes.
+AugmentParams one_layer(const std::vector<uint8_t>& bytes, const int64_t* placement, const int64_t* layer,
+                        const double* matrix, const int64_t* pictures) {
+  AugmentParams p{};
+  p.storages = whole_storage(bytes);
+  p.placements = placement;
+  p.layers = layer;
+  p.matrices = matrix;
+  p.pictures = pictures;
+  p.placement_rows = p.layer_rows = 1;
+  return p;
+}
+
 // What a warped layer shows at (x, y), from the formulas alone.
 Pixel<3> warped_pixel(const AugmentParams& p, const Layer& layer, int x, int y) {
   const double* m = layer.map.m;
@@ -199,15 +216,9 @@ TEST(ImageWarp, RowsEqualPixels) {
     for (int i = 6; i < 8; ++i) matrix[i] = (round % 8 ? 0.01 : 0.2) * (random() - 0.5);
     const int64_t pictures[] = {0, -1, kKeepBgr, -1};
     std::vector<uint8_t> out(width * height * 3);
-    AugmentParams p{};
-    p.storages = {{bytes.data()}, {static_cast<int64_t>(bytes.size())}, 1};
-    p.placements = placements.data();
-    p.layers = layers;
-    p.matrices = matrix;
-    p.pictures = pictures;
+    AugmentParams p = one_layer(bytes, placements.data(), layers, matrix, pictures);
     p.masks = masks.data();
     p.placement_rows = 4;
-    p.layer_rows = 1;
     p.mask_bytes = static_cast<int64_t>(masks.size());
     p.out = {out.data(), PixelType::kUint8, /*channels_last=*/true, false, 1, 3, height, width};
     Layer layer;
@@ -239,13 +250,7 @@ TEST(ImageWarp, RowsOfPointsBeyondInts) {
                                 {0, 0, 0, 0, 0, 0, 0, 0, 0}};
   for (const auto& matrix : matrices) {
     std::vector<uint8_t> out(40 * 20 * 3);
-    AugmentParams p{};
-    p.storages = {{bytes.data()}, {static_cast<int64_t>(bytes.size())}, 1};
-    p.placements = placement;
-    p.layers = layers;
-    p.matrices = matrix;
-    p.pictures = pictures;
-    p.placement_rows = p.layer_rows = 1;
+    AugmentParams p = one_layer(bytes, placement, layers, matrix, pictures);
     p.out = {out.data(), PixelType::kUint8, /*channels_last=*/true, false, 1, 3, 20, 40};
     Layer layer;
     read_layer_head(p, 0, layer);
@@ -350,7 +355,7 @@ TEST(ImageResize, Rules) {
 // A rectangle that reaches beyond the canvas on one side and beyond its picture on the other.
 TEST(ImageTables, PatchIsCutToWhatExists) {
   const std::vector<uint8_t> bytes(10 * 8 * 3);
-  const Storages storages{{bytes.data()}, {static_cast<int64_t>(bytes.size())}, 1};
+  const Storages storages = whole_storage(bytes);
   const int64_t row[] = {0, 0, 10, 8, -2, 3, -1, 4, 100, 100};
   const Patch patch = read_patch(storages, row, 3, 20, 20);
   EXPECT_EQ(patch.x0, 1);
@@ -389,13 +394,7 @@ TEST(ImageLoops, Augment) {
   const int64_t layers[] = {0, 1, kHeight, 2 * kWidth, 1, -1}, pictures[] = {0, -1, 0, -1, 0, -1, kFlipUpDown, -1};
   const double matrix[] = {0.9, 0.1, 2, -0.1, 1.1, 1, 0, 0, 1};
   std::vector<float> whole(size_t{2} * 3 * kHeight * kWidth), bands(whole.size());
-  AugmentParams p{};
-  p.storages = {{bytes.data()}, {static_cast<int64_t>(bytes.size())}, 1};
-  p.placements = placements;
-  p.layers = layers;
-  p.matrices = matrix;
-  p.pictures = pictures;
-  p.placement_rows = p.layer_rows = 1;
+  AugmentParams p = one_layer(bytes, placements, layers, matrix, pictures);
   p.out = {bands.data(), PixelType::kFloat32, /*channels_last=*/false, false, 2, 3, kHeight, kWidth};
   augment_batch<Float16, 3>(p, kManyThreads, backwards);
   p.out.data = whole.data();
@@ -410,7 +409,7 @@ TEST(ImageLoops, Letterbox) {
   const std::vector<uint8_t> bytes = noise(kSide * kSide * 3), want = resized(bytes.data(), kSide, kSide, kNew, kNew);
   const int64_t plan[] = {0, 0, kSide, kSide, kSide * 3, kNew, kNew, kTop, kLeft, 0};
   std::vector<Float16> out(size_t{kHeight} * kWidth * 3);
-  LetterboxParams p{{{bytes.data()}, {static_cast<int64_t>(bytes.size())}, 1}, plan, /*keep_bgr=*/true, {}};
+  LetterboxParams p{whole_storage(bytes), plan, /*keep_bgr=*/true, {}};
   p.out = {out.data(), PixelType::kFloat16, /*channels_last=*/true, false, 1, 3, kHeight, kWidth};
   letterbox_batch<Float16, 3>(p, kManyThreads, backwards);
   for (int i = 0; i < kHeight * kWidth * 3; ++i) {
@@ -428,7 +427,7 @@ TEST(ImageLoops, Resize) {
   const std::vector<uint8_t> second = resized(bytes.data() + 30 * 40 * 3, 50, 20, 9, 65);
   want.insert(want.end(), second.begin(), second.end());
   std::vector<uint8_t> out(want.size());
-  const Storages storages{{bytes.data()}, {static_cast<int64_t>(bytes.size())}, 1};
+  const Storages storages = whole_storage(bytes);
   resize_pictures<3>({storages, plan, 2, 3, out.data(), static_cast<int64_t>(out.size())}, backwards);
   EXPECT_EQ(out, want);
 }

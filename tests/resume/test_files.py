@@ -81,17 +81,15 @@ def test_disk_that_is_full_at_any_byte(tmp_path):
     before = {other.name: other.read_bytes() for other in tmp_path.iterdir()}
     longest = max(map(len, before.values()))
     for size in [0, 1, 2, *range(3, longest, 97), longest - 1, longest]:
-        if (child := os.fork()) == 0:
-            code = 4
+
+        def save_within(size=size):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
             try:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
                 save("two")
-                code = 0
             except OSError:
-                code = 3
-            finally:
-                os._exit(code)
-        ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+                return 3
+
+        ended = exit_status(fork(save_within))
         assert ended == (3 if size < longest else 0)
         if ended:
             assert {other.name: other.read_bytes() for other in tmp_path.iterdir()} == before

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import torch_fastdet.ultralytics as drop_in
+from tests.forks import exit_status, fork
 from tests.loader.leftovers import closes, open_memories, orphans, started
 from tests.loader.pretended import made, pictures_on_the_cpu
 from torch_fastdet.ops import opencv_rules
@@ -299,17 +300,14 @@ def test_batches_do_not_lie_in_dev_shm(ultralytics, root, request, tmp_path):
     options = {"workers": 2, "root": root("boxes"), **HYP}
     wanted, found = batches(ultralytics, **options), tmp_path / "found"
     request.getfixturevalue("pretended_gpu")
-    if (child := os.fork()) == 0:
-        code = 4
+
+    def train_with_little():
         signal.alarm(60)
-        try:
-            if not little_shared_memory(256):
-                os._exit(3)
-            found.write_bytes(pickle.dumps(ours(batches, ultralytics, device="cuda", **options)))
-            code = 0
-        finally:
-            os._exit(code)
-    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if not little_shared_memory(256):
+            return 3
+        found.write_bytes(pickle.dumps(ours(batches, ultralytics, device="cuda", **options)))
+
+    ended = exit_status(fork(train_with_little))
     if ended == 3:
         pytest.skip("no namespaces of mounts here")
     assert ended == 0

@@ -122,9 +122,8 @@ def load(folder: str | os.PathLike) -> dict[str, Stage]:
             raise FileNotFoundError(f"{Path(folder) / MANIFEST} lists stage {name!r}, but {path} is missing")
         try:
             found = _header(path)
-        except (
-            Exception
-        ) as error:  # numpy reads the header as Python's text, and a bad one can make that raise anything
+        # numpy reads the header as Python's text, and a bad one can make that raise anything.
+        except Exception as error:
             why = " ".join(str(error).split())
             raise ValueError(f"{path} is not an .npy file that can be read: {why}") from None
         if found != (shape, DTYPES.get(dtype)):

@@ -40,17 +40,7 @@ def run_on_cpu(plan: Plan, memory: PictureMemory, out: torch.Tensor) -> None:
     placements, layers, matrices, pictures, blend, tables, masks = tables_of_plan
     warp, lanes = ops.opencv_rules()
     ops.image_augment_(
-        out,
-        storages,
-        placements,
-        layers,
-        matrices,
-        pictures,
-        blend,
-        tables,
-        masks,
-        warp=warp,
-        hsv_lanes=lanes,
+        out, storages, placements, layers, matrices, pictures, blend, tables, masks, warp=warp, hsv_lanes=lanes
     )
 
 
