@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections import Counter
+from collections.abc import Callable
 
 logger = logging.getLogger("torch_fastdet")
 
@@ -74,6 +75,18 @@ def rank() -> str:
     """This process's rank in a distributed run, as torchrun tells it; "" without one."""
     value = os.environ.get("RANK", "-1")
     return "" if value == "-1" else value
+
+
+def saying_once(switch: str, level: int = logging.INFO) -> Callable[[str], None]:
+    """A function that says each line of a switch the first time that it gets it."""
+    told: set[str] = set()
+
+    def tell(line: str) -> None:
+        if line not in told:
+            told.add(line)
+            say(f"{switch}: {line}", level)
+
+    return tell
 
 
 def say(line: str, level: int = logging.INFO, every_rank: bool = False) -> None:

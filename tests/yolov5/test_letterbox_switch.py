@@ -188,7 +188,7 @@ def test_refusals(monkeypatch):
     letterbox, profile = common.letterbox, common.Profile
     with monkeypatch.context() as other:
         other.setattr(common, "letterbox", lambda im, *args, **kw: letterbox(im, *args, color=(0, 0, 0), **kw))
-        with pytest.raises(SwitchError, match="in an unknown way"):
+        with pytest.raises(SwitchError, match="its AutoShape of a small case gives"):
             drop_in.patch(letterbox_optim=True)
     with monkeypatch.context() as other:
         other.setattr(common.AutoShape, "forward", lambda self, ims, size=640, augment=False, profile=False: None)

@@ -22,14 +22,14 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from types import CodeType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
 
 from torch_fastdet._torch.private import tree_flatten
 from torch_fastdet.hosts.engine.replace import defined_in, describe
-from torch_fastdet.loader.fingerprint import fingerprint
+from torch_fastdet.loader.fingerprint import fingerprint, names_in
 
 
 class Obstacle(str):
@@ -191,12 +191,6 @@ def pictures(channels: int = 1) -> torch.Tensor:
     return torch.arange(channels * 6, dtype=torch.float64, device="cpu").view(1, channels, 2, 3) / 8
 
 
-def _names(code: CodeType) -> set[str]:
-    """What the code reads, with that of the comprehensions in it."""
-    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
-    return set(code.co_names).union(*inner)
-
-
 @dataclass(frozen=True)
 class Formula:
     """A method of (self, x) computes what a method of ours computes, and its code reads these names and no others.
@@ -221,7 +215,7 @@ class Formula:
         code = getattr(forward, "__code__", None)
         if code is None or code.co_argcount != 2 or code.co_freevars:
             return False
-        if _names(code) != {*self.modules, *self.others}:
+        if names_in(code) != {*self.modules, *self.others}:
             return False
         parts = stand_ins(*self.modules)
         return all(agree(forward, self.method, {**parts, **options}, pictures()) for options in self.options)

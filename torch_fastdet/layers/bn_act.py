@@ -397,10 +397,7 @@ def pools_beside(pool: Any, x: Tensor, count: int) -> Tensor:
     plain = type(x) is Tensor and x.device.type in DEVICES and x.dim() == 4 and x.is_floating_point()
     if plain and count > 0:
         return ops.max_pools_cat(x, pool.kernel_size, count)
-    parts = [x]
-    for _ in range(count):
-        parts.append(pool(parts[-1]))
-    return torch.cat(parts, 1)
+    return _chain([x], [pool] * count)
 
 
 def sppf_forward(stock: Forward, counts: bool) -> Forward:

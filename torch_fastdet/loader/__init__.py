@@ -6,8 +6,8 @@ Files are named by who runs them, and then by what they hold:
 * ``finish``: the thread that makes planned batches on the GPU, and the pictures that the GPU keeps
 * ``loop``: the training process, which takes the batches
 * ``recorder``: runs the host's own functions on pictures without pixels, and notes a plan of what they do
-* ``plan``: how a batch is made of pictures, and making it on the CPU
-* ``recorder``: a host's own functions on pictures without pixels, which are noted as a plan
+* ``unread``: runs the host's own ``load_image`` without a file, for the sizes of pictures
+* ``plan``: how a batch is made of pictures; ``on_cpu``: making it on the CPU
 * ``shown``: which part of a picture a batch shows
 * ``jpeg``: JPEG files in place of decoded pictures
 * ``memory``: decoded pictures that all processes share

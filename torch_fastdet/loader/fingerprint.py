@@ -7,6 +7,7 @@ import hashlib
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any
 
 
@@ -21,6 +22,12 @@ def fingerprint(function: Callable[..., Any]) -> str:
     except (OSError, TypeError, SyntaxError):
         return ""
     return hashlib.sha256("\n".join(_words(tree)).encode()).hexdigest()[:8]
+
+
+def names_in(code: CodeType) -> set[str]:
+    """The names that a function's code looks up, functions and comprehensions inside it included."""
+    inner = [names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return set(code.co_names).union(*inner)
 
 
 def _words(node: ast.AST) -> Iterator[str]:

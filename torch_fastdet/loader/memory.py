@@ -122,11 +122,6 @@ class PictureMemory(SharedFile):
     def used(self) -> int:
         return int(self.sizes(np.flatnonzero(self._marks)).sum())
 
-    @property
-    def wanted(self) -> int:
-        """Bytes that all pictures together would take."""
-        return int(self.shapes.prod(1).sum()) * CHANNELS
-
     def has(self, index: int) -> bool:
         """Whether the picture is there, decoded or as a file."""
         return bool(self._marks[index]) or (self.jpegs is not None and self.jpegs.has(index))

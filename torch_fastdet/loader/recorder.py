@@ -23,6 +23,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from torch_fastdet._say import say
+from torch_fastdet.loader.fingerprint import names_in
 from torch_fastdet.loader.memory import CHANNELS, PictureMemory
 from torch_fastdet.loader.on_cpu import finish
 from torch_fastdet.loader.plan import (
@@ -782,12 +783,6 @@ def _is_foreign(thing: object) -> bool:
     return (thing.__module__ or "").partition(".")[0] in _FOREIGN
 
 
-def _names_of(code: types.CodeType) -> set[str]:
-    """The names that a function's code looks up, functions inside it included."""
-    inner = [_names_of(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return set(code.co_names).union(*inner)
-
-
 def _function_in(cell: types.CellType) -> types.FunctionType | None:
     try:
         content = cell.cell_contents
@@ -839,7 +834,7 @@ class Copies:
         made = types.FunctionType(code, names, function.__name__, function.__defaults__, cells)
         made.__kwdefaults__, made.__qualname__ = function.__kwdefaults__, function.__qualname__
         self._made[id(function)] = function, made  # functions may call each other
-        self._record(_names_of(code), known, names)
+        self._record(names_in(code), known, names)
         for i, called in inner.items():
             cells[i].cell_contents = self.of(called)
         return made

@@ -19,6 +19,8 @@ MOVED_SGD, ADAM, MUON = 2, 3, 4  # csrc/core/multi_tensor/multi_tensor.h has the
 BUFFER = "momentum_buffer"
 
 Numbers = tuple[list[float], list[Tensor | None], list[int]]
+#: From a device's parameters, their groups and their places to a MultiTensorState.
+MakeState = Callable[[list[Tensor], list[int], list[int]], Any]
 
 
 def gather(groups: list[tuple[list[float | Tensor], int]], device: torch.device) -> Numbers:
@@ -49,9 +51,7 @@ class Binding:
     name: ClassVar[str]  # of the optimizer, in errors
     buffer_names: ClassVar[tuple[str, ...]]  # in optimizer.state[parameter]
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, make_state: Callable[[list[Tensor], list[int], list[int]], Any]
-    ):
+    def __init__(self, optimizer: torch.optim.Optimizer, make_state: MakeState):
         groups = optimizer.param_groups
         self._optimizer = weakref.ref(optimizer)  # which holds this object: together they would outlive their last user
         self.params: list[Tensor] = [p for group in groups for p in group["params"]]
@@ -239,9 +239,7 @@ class SgdBinding(Binding):
     name = "SGD"
     buffer_names = (BUFFER,)
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, make_state: Callable[[list[Tensor], list[int], list[int]], Any]
-    ):
+    def __init__(self, optimizer: torch.optim.Optimizer, make_state: MakeState):
         if optimizer not in _bindings:
             _bindings[optimizer] = weakref.WeakSet()
             optimizer.register_state_dict_post_hook(_leave_out_unfilled)

@@ -77,6 +77,11 @@ def why_torchs(optimizer: torch.optim.Optimizer) -> str | None:
     return None
 
 
+def steps_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step of this optimizer of ours is our own kernel's."""
+    return not isinstance(optimizer, torch.optim.Adam) or why_torchs(optimizer) is None
+
+
 def _lie_as_parameters(optimizer: torch.optim.Optimizer) -> None:
     """Give gradients and buffers the strides of their parameters: torch's fused step takes for granted that they have them."""
     for group in optimizer.param_groups:
@@ -101,7 +106,7 @@ class _Adam(BoundOptimizer, torch.optim.Adam):
         self._stay_fused()
 
     def _step(self) -> None:
-        if why_torchs(self) is None:
+        if steps_itself(self):
             super()._step()
         else:
             _lie_as_parameters(self)

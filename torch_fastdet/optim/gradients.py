@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch_fastdet import ops
 from torch_fastdet._torch import private
 from torch_fastdet.optim._watch import on_device
-from torch_fastdet.optim.adamw import Adam, AdamW, why_torchs
+from torch_fastdet.optim.adamw import Adam, AdamW, steps_itself
 from torch_fastdet.optim.musgd import MuSGD
 from torch_fastdet.optim.sgd import SGD
 
 _stock_clip_grad_norm_ = nn.utils.clip_grad_norm_
 _stock_unscale_ = torch.amp.GradScaler.unscale_
-_OURS = (SGD, Adam, AdamW, MuSGD)
+OURS = (SGD, Adam, AdamW, MuSGD)
 _last_unscaled: weakref.ref[SGD | Adam | AdamW | MuSGD] | None = None
 
 
@@ -66,11 +66,7 @@ def unscale_(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> 
     Gradients are multiplied by the inverse scale in place and looked through for infinities; no host sync.
     """
     global _last_unscaled
-    if (
-        scaler.is_enabled()
-        and isinstance(optimizer, _OURS)
-        and not (isinstance(optimizer, torch.optim.Adam) and why_torchs(optimizer) is not None)
-    ):
+    if scaler.is_enabled() and isinstance(optimizer, OURS) and steps_itself(optimizer):
         binding = optimizer._bind()
 
         @torch.no_grad()

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_fastdet._torch.tensors import new_state
-from torch_fastdet.optim._watch import HAS_MOMENTUM, MOVED_SGD, MUON, NESTEROV, Binding, BoundOptimizer, Numbers, gather
+from torch_fastdet.optim._watch import (
+    HAS_MOMENTUM,
+    MOVED_SGD,
+    MUON,
+    NESTEROV,
+    Binding,
+    BoundOptimizer,
+    MakeState,
+    Numbers,
+    gather,
+)
 
 __all__ = ["MuSGD"]
 
@@ -139,9 +149,7 @@ class MusgdBinding(Binding):
             groups.append(([lr, group["momentum"], 0.0, group["weight_decay"], along], flags))
         return gather(groups, device)
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, make_state: Callable[[list[Tensor], list[int], list[int]], Any]
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, make_state: MakeState) -> None:
         self.matrices: dict[torch.device, list[int]] = {}  # by their place among the parameters
         self.muons: dict[torch.device, dict[torch.dtype, _Matrices]] = {}
         self.muon_states: dict[torch.device, Any] = {}

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
 import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from torch_fastdet._say import count, say
+from torch_fastdet._say import count, saying_once
 from torch_fastdet.hosts.shapes import UltralyticsDataset
 from torch_fastdet.loader.fingerprint import fingerprint
 from torch_fastdet.loader.jpeg import Files
@@ -43,11 +43,12 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 
-def unknown_code(module: ModuleType) -> str | None:
-    """What in a module of Ultralytics is not the code that is known here, in a sentence; None where all is."""
-    for name, known in KNOWN[module.__name__].items():
-        if not _is_known(module, name, known):
-            return f"{module.__name__}.{name} is not the one of ultralytics 8.4.120 to 8.4.190."
+def unknown_code(but: tuple[str, ...] = ()) -> str | None:
+    """The first name of Ultralytics, ``but`` some, whose code is not the one that is known here; None where all is."""
+    for module, names in KNOWN.items():
+        for name, known in names.items():
+            if name not in but and not _is_known(importlib.import_module(module), name, known):
+                return f"{module}.{name}"
     return None
 
 
@@ -292,7 +293,7 @@ def _loader_class(stock: type) -> type:
 def build_dataloader(stock: Callable[..., Any], stock_loader: object) -> Callable[..., object]:
     """Ultralytics' ``build_dataloader``, whose loaders plan where they can."""
     signature = inspect.signature(stock)
-    told: set[str] = set()
+    tell = saying_once("loader_optim", logging.WARNING)
 
     @_in_place_of(stock)
     def build_dataloader(*args: Any, **kwargs: Any) -> object:
@@ -304,9 +305,7 @@ def build_dataloader(stock: Callable[..., Any], stock_loader: object) -> Callabl
         reason = cannot_plan(loader.dataset) or _changed_code(loader)
         if reason is None:
             return plan_loader(loader, arguments.arguments["device"])
-        if reason not in told:
-            told.add(reason)
-            say(f"loader_optim: stock's loader makes the batches: {reason}", logging.WARNING)
+        tell(f"stock's loader makes the batches: {reason}")
         return loader
 
     return build_dataloader
@@ -319,12 +318,8 @@ def _keeps_collate_fn(loader: Any) -> bool:
 def _changed_code(loader: object) -> str | None:
     if not _keeps_collate_fn(loader):
         return "its collate_fn is not the data set's."
-    for name in KNOWN:
-        module = sys.modules[name]
-        for path, known in KNOWN[name].items():
-            if path not in REPLACED and not _is_known(module, path, known):
-                return f"{name}.{path} has been replaced."
-    return None
+    changed = unknown_code(but=REPLACED)
+    return None if changed is None else f"{changed} has been replaced."
 
 
 #: By the switch itself.

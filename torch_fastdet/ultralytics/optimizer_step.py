@@ -21,13 +21,13 @@ from torch_fastdet._say import count
 from torch_fastdet._torch.tensors import ModuleWatch, unwrap
 from torch_fastdet.hosts.engine.switch import Active
 from torch_fastdet.hosts.shapes import Trainer
-from torch_fastdet.optim.adamw import why_torchs
+from torch_fastdet.optim.adamw import steps_itself
 from torch_fastdet.optim.convert import is_stock_musgd
+from torch_fastdet.optim.gradients import OURS
 from torch_fastdet.ultralytics.dropins import ModelEMA
 from torch_fastdet.ultralytics.trials import MUSGD
 
 MAX_NORM = 10.0  # of the trainer's clipping
-OURS = (optim.SGD, optim.Adam, optim.AdamW, optim.MuSGD)
 
 
 def building(active: Active, stock: Callable[..., torch.optim.Optimizer], _: Any) -> Callable[..., object]:
@@ -111,5 +111,5 @@ def _has_our_parts(trainer: Trainer) -> bool:
         and torch.nn.utils.clip_grad_norm_ is optim.clip_grad_norm_
         and vars(torch.amp.GradScaler).get("unscale_") is optim.unscale_
         and "unscale_" not in vars(scaler)
-        and not (isinstance(optimizer, torch.optim.Adam) and why_torchs(optimizer) is not None)
+        and steps_itself(optimizer)
     )

@@ -100,8 +100,8 @@ LOSS = Switch(
 def _known(_: Any) -> str | None:
     from torch_fastdet.ultralytics import loader  # with cv2, which nothing else of ours needs
 
-    reasons = (loader.unknown_code(importlib.import_module(module)) for module in loader.KNOWN)
-    return next((reason for reason in reasons if reason is not None), None)
+    changed = loader.unknown_code()
+    return None if changed is None else f"{changed} is not the one of ultralytics 8.4.120 to 8.4.190."
 
 
 def _build_dataloader(active: Active, stock: Callable[..., object], build: Any) -> Callable[..., object]:

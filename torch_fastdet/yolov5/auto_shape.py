@@ -10,18 +10,20 @@ import logging
 import types
 import warnings
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torch_fastdet._say import say
+from torch_fastdet._say import saying_once
 from torch_fastdet.hosts.engine.import_hook import namespace
 from torch_fastdet.hosts.shared.letterbox import fits, letterbox
 from torch_fastdet.loader.recorder import recording_module
 from torch_fastdet.ops.letterbox import place
+
+RUNS = "runs stock's AutoShape.forward"
 
 
 class _Batch:
@@ -121,23 +123,18 @@ def detecting(stock_class: Any, stock: Callable, module: ModuleType, devices: tu
     names = namespace(module)
     stock_letterbox = names.get("letterbox")
     inner: Any = getattr(stock, "__wrapped__", stock)  # under torch.inference_mode
-    told: set[str] = set()
-
-    def tell(line: str) -> None:
-        if line not in told:
-            told.add(line)
-            say(f"letterbox_optim: {line}, and runs stock's AutoShape.forward", logging.WARNING)
+    tell = saying_once("letterbox_optim", logging.WARNING)
 
     @functools.wraps(stock)
     def forward(self: Any, ims: Any, size: Any = 640, augment: bool = False, profile: bool = False) -> Any:
         if isinstance(ims, Tensor) or (isinstance(ims, (list, tuple)) and not ims):
             return stock(self, ims, size, augment, profile)
         if type(self) is not stock_class:
-            tell(f"{type(self).__name__} derives from AutoShape")
+            tell(f"{type(self).__name__} derives from AutoShape, and {RUNS}")
             return stock(self, ims, size, augment, profile)
         like = next(self.model.parameters()) if self.pt else torch.empty(1, device=self.model.device)
         if like.device.type not in devices or like.dtype not in (torch.float16, torch.float32):
-            tell(f"the model is {like.dtype} on {like.device.type}")
+            tell(f"the model is {like.dtype} on {like.device.type}, and {RUNS}")
             return stock(self, ims, size, augment, profile)
         with torch.inference_mode():
             return _recording(inner, names, stock_letterbox)(self, ims, size, augment, profile)
@@ -177,42 +174,26 @@ class _NoTimes:
         return None
 
 
-def _probe(stock_class: Any, forward: Callable, pictures: Any, size: Any, dtype: torch.dtype) -> SimpleNamespace:
-    """What the network gets, and what ``forward`` returns."""
-    model = stock_class.__new__(stock_class)
-    torch.nn.Module.__init__(model)
-    network = _Network(dtype)
-    vars(model).update(dmb=False, pt=True, model=network, stride=torch.tensor([8.0, 16, 32]), names={0: "a", 1: "b"})
-    found = forward(model, pictures, size)
-    return SimpleNamespace(input=network.input, found=found)
-
-
-def _same(a: SimpleNamespace, b: SimpleNamespace) -> bool:
-    tensors = zip([a.input, *a.found.pred, *a.found.xywhn], [b.input, *b.found.pred, *b.found.xywhn])
-    equal = all(x.dtype == y.dtype and torch.equal(x, y) for x, y in tensors)
-    same_pictures = all(np.array_equal(x, y) for x, y in zip(a.found.ims, b.found.ims))
-    return equal and same_pictures and a.found.files == b.found.files and a.found.s == b.found.s
-
-
-def is_stocks(stock_class: type, stock: Callable, module: ModuleType) -> bool:
-    """Whether our forward gives what ``stock`` gives for small pictures: another version may do something else."""
+def prepared(stock_class: Any, forward: Callable, module: ModuleType) -> list[object]:
+    """What the network gets of small pictures by ``forward``, and what that returns."""
     names = namespace(module)
-    ours = detecting(stock_class, stock, module, devices=("cpu",))
     picture = np.arange(3 * 40 * 31, dtype=np.uint8).reshape(31, 40, 3)
     profile = names.get("Profile")
+    results: list[object] = []
     try:
         names["Profile"] = _NoTimes
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # stock's torch.cuda.amp.autocast is deprecated
-            for pictures, size, dtype in (
-                ([picture, picture[:20, :17], picture[..., 0]], 64, torch.float32),
-                (picture.transpose(2, 0, 1), (96, 64), torch.float16),
-            ):
-                results = [_probe(stock_class, forward, pictures, size, dtype) for forward in (stock, ours)]
-                if not _same(*results):
-                    return False
-    except Exception:
-        return False
+        for pictures, size, dtype in (
+            ([picture, picture[:20, :17], picture[..., 0]], 64, torch.float32),
+            (picture.transpose(2, 0, 1), (96, 64), torch.float16),
+        ):
+            model, network = stock_class.__new__(stock_class), _Network(dtype)
+            torch.nn.Module.__init__(model)
+            stride = torch.tensor([8.0, 16, 32])
+            vars(model).update(dmb=False, pt=True, model=network, stride=stride, names={0: "a", 1: "b"})
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # stock's torch.cuda.amp.autocast is deprecated
+                found = forward(model, pictures, size)
+            results.append((network.input, found.pred, found.xywhn, found.ims, found.files, found.s))
     finally:
         names["Profile"] = profile
-    return True
+    return results

@@ -10,7 +10,6 @@ import importlib
 import logging
 import threading
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from torch.utils.data import DataLoader
 
 from torch_fastdet._say import count, say
 from torch_fastdet.hosts.shapes import YOLOv5Dataset
-from torch_fastdet.loader.fingerprint import fingerprint
 from torch_fastdet.loader.jpeg import Files
 from torch_fastdet.loader.loop import PlanBatches, PlannedLoading
 from torch_fastdet.loader.memory import PictureMemory
@@ -70,16 +68,6 @@ class _Recording:
 
 
 # What stands in for stock's names ------------------------------------------------------------------------------------
-
-# Fingerprints of the class that loaders derive from: 7.0 (PyPI's 7.0.14 and GitHub's head have the same).
-INFINITE_DATA_LOADER = ("1fe0ada3",)
-
-
-def unknown_code(host: ModuleType) -> str | None:
-    """What in the module ``utils.dataloaders`` is not known here, in a sentence; None where all is."""
-    if fingerprint(vars(host)["InfiniteDataLoader"]) in INFINITE_DATA_LOADER:
-        return None
-    return f"{host.__name__}.InfiniteDataLoader is not the one of YOLOv5 7.0 or of GitHub's head."
 
 
 @functools.cache

@@ -26,7 +26,7 @@ from torch_fastdet.hosts.engine.host import ALL
 from torch_fastdet.hosts.engine.import_hook import namespace
 from torch_fastdet.hosts.engine.stand_in import stand_in
 from torch_fastdet.hosts.engine.switch import GPU, Active, Outside, Switch, Target
-from torch_fastdet.hosts.evidence import Asks, Behaves, Obstacle, SameCode, Signature
+from torch_fastdet.hosts.evidence import Behaves, SameCode, Signature
 from torch_fastdet.hosts.shared import average_precision, bn_act, cases, masks, upsample
 from torch_fastdet.hosts.shared.evidence import MEMFD, OPENCV, needs_gpu
 from torch_fastdet.hosts.shared.training_graphs import layout_targets, timer
@@ -124,10 +124,15 @@ MASKS = masks.switch(
 def _auto_shape(_: Active, stock: Callable[..., object], stock_class: type) -> object:
     from torch_fastdet.yolov5 import auto_shape  # with numpy, which nothing else of ours needs
 
-    module = sys.modules[stock_class.__module__]
-    if auto_shape.is_stocks(stock_class, stock, module):
-        return auto_shape.detecting(stock_class, stock, module)
-    return Obstacle(f"{stock_class.__module__}.AutoShape.forward prepares pictures in an unknown way.")
+    return auto_shape.detecting(stock_class, stock, sys.modules[stock_class.__module__])
+
+
+def _prepared(stock_class: Any) -> tuple[list[object], list[object]]:
+    from torch_fastdet.yolov5.auto_shape import detecting, prepared
+
+    module, stock = sys.modules[stock_class.__module__], stock_class.forward
+    ours = detecting(stock_class, stock, module, devices=("cpu",))
+    return prepared(stock_class, stock, module), prepared(stock_class, ours, module)
 
 
 LETTERBOX = Switch(
@@ -140,6 +145,7 @@ LETTERBOX = Switch(
             "AutoShape.forward",
             make=_auto_shape,
             evidence=(Signature(("self", "ims", "size", "augment", "profile")),),
+            class_evidence=(Behaves("its AutoShape", _prepared, 0, trials.REFERENCE),),
             own=True,
             note=" (pictures by torch_fastdet.ops.image_letterbox)",
         ),
@@ -254,14 +260,8 @@ VAL = Switch(
 # loader_optim ---------------------------------------------------------------------------------------------------------
 
 
-def _known(stock: Any) -> str | None:
-    from torch_fastdet.yolov5 import loader  # with cv2, which nothing else of ours needs
-
-    return loader.unknown_code(sys.modules[stock.__module__])
-
-
 def _data_set(_: Active, stock: object, __: object) -> object:
-    from torch_fastdet.yolov5 import loader
+    from torch_fastdet.yolov5 import loader  # with cv2, which nothing else of ours needs
 
     return loader.dataset_class(stock)
 
@@ -284,7 +284,8 @@ def _data_loader(active: Active, stock: type, module: object) -> object:
     return infinite
 
 
-KNOWN = Asks("the code of its data loader", _known)
+# The class that loaders derive from: 7.0's (PyPI's 7.0.14 and GitHub's head have the same).
+KNOWN = SameCode({"InfiniteDataLoader": ("1fe0ada3",)}, "YOLOv5 7.0 or of GitHub's head")
 LOADER = Switch(
     "loader_optim",
     "data loaders read each picture once, and make batches with one operator, on the GPU where there is one",
@@ -374,22 +375,9 @@ CUDA_GRAPH = Switch(
 # resume_exact ---------------------------------------------------------------------------------------------------------
 
 CREATE_DATALOADER = (
-    *(
-        "path",
-        "imgsz",
-        "batch_size",
-        "stride",
-        "single_cls",
-        "hyp",
-        "augment",
-        "cache",
-        "pad",
-        "rect",
-        "rank",
-        "workers",
-    ),
-    *("image_weights", "quad", "prefix", "shuffle", "seed"),
-)
+    "path", "imgsz", "batch_size", "stride", "single_cls", "hyp", "augment", "cache", "pad", "rect", "rank", "workers",
+    "image_weights", "quad", "prefix", "shuffle", "seed",
+)  # fmt: skip
 RESUME = Switch(
     "resume_exact",
     "a stopped train.py that is resumed ends with the bits of one that was not; writes a file beside last.pt",

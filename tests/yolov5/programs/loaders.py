@@ -479,7 +479,7 @@ def changed_code():
         try:
             patch(loader_optim=True)
         except RuntimeError as error:
-            assert "InfiniteDataLoader is not the one of YOLOv5" in str(error), error
+            assert "InfiniteDataLoader is not that of YOLOv5" in str(error), error
         else:
             raise AssertionError("nothing was raised")
         finally:

@@ -34,13 +34,12 @@ def letterbox(
     """
     shapes = [im.shape for im in pictures]
     size, channels = list(placings[0].size), shapes[0][2]
-    where: list[tuple[int, int]] = []  # of each picture: storage and offset
+    head = 80 * len(pictures) if device.type == "cuda" else 0  # the plan travels with the pictures
     in_place = device.type == "cpu" and len(pictures) <= MOST_STORAGES
     if in_place and all(im.flags.c_contiguous and im.flags.writeable for im in pictures):
         storages = [torch.from_numpy(im.reshape(-1)) for im in pictures]
-        where = [(i, 0) for i in range(len(pictures))]
+        where = [(i, 0) for i in range(len(pictures))]  # of each picture: storage and offset
     else:
-        head = 80 * len(pictures) if device.type == "cuda" else 0  # the plan travels with the pictures
         ends = np.cumsum([head] + [im.size for im in pictures]).tolist()
         buffer = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
         for im, begin, end in zip(pictures, ends, ends[1:]):
@@ -52,8 +51,7 @@ def letterbox(
             for at, shape, p in zip(where, shapes, placings)
         ]
     )
-    if device.type == "cuda":
-        head = 80 * len(pictures)
+    if head:
         storages[0][:head].view(torch.int64).copy_(plan.view(-1))
         storages = [storages[0].to(device, non_blocking=True)]
         plan = storages[0][:head].view(torch.int64).view(len(pictures), 10)

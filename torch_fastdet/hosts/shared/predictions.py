@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torch_fastdet._say import say
+from torch_fastdet._say import saying_once
 from torch_fastdet._torch.private import inside_compiled, is_compiled_in_place
 from torch_fastdet.graphs import InferenceGraphs, _capture
 
@@ -32,7 +32,7 @@ class PredictionGraphs:
         settings: Callable[[nn.Module], Iterable[Any]],
         capturing: Callable[[nn.Module], AbstractContextManager],
     ) -> None:
-        self.tell, self._say = _told_once(switch, logging.WARNING), _told_once(switch)
+        self.tell, self._say = saying_once(switch, logging.WARNING), saying_once(switch)
         self._settings, self._capturing = settings, capturing
         self._graphs: weakref.WeakKeyDictionary[nn.Module, InferenceGraphs] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
@@ -58,17 +58,6 @@ class PredictionGraphs:
         alive: Any = weakref.ref(model)
         capturing = self._capturing
         return InferenceGraphs(model, settings=self._settings, capturing=lambda: capturing(alive()), say=self._say)
-
-
-def _told_once(switch: str, level: int = logging.INFO) -> Callable[[str], None]:
-    told: set[str] = set()
-
-    def tell(line: str) -> None:
-        if line not in told:
-            told.add(line)
-            say(f"{switch}: {line}", level)
-
-    return tell
 
 
 def without_captures(stock: Callable[..., float]) -> Callable[..., float]:
