@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +42,7 @@ def _cast(tensors: list[Tensor], likes: list[Tensor], dtype: torch.dtype) -> lis
 class _Room:
     """A tensor of ``rows`` rows for copies of some tensors, one behind the other, and zeros behind them."""
 
-    members: tuple[Any, ...]
+    members: tuple[Tensor, ...]
     rows: int
 
     def places(self, room: Tensor) -> list[Tensor]:
@@ -132,7 +132,7 @@ class _Pointwise(torch.autograd.Function):
         return grad_x, grad_weight, bias, None
 
 
-def _takes_rows(conv: Any) -> bool:
+def _takes_rows(conv: nn.Conv2d) -> bool:
     """Whether rows of zeros behind the weights of this convolution spare cuDNN copies.
 
     Its tensor-core kernels write channels_last results in groups of eight channels. YOLOv5's heads have 255: cuDNN copies their
@@ -148,7 +148,7 @@ def _takes_rows(conv: Any) -> bool:
     )
 
 
-def _rooms(convs: list[Any], joined: list[list[Any]]) -> list[_Room]:
+def _rooms(convs: list[nn.Conv2d], joined: list[list[nn.Conv2d]]) -> list[_Room]:
     """A room for each parameter, and one for the weights of each group of ``joined``."""
     uses = Counter(p for conv in convs for p in conv._parameters.values() if p is not None)
     rows = {parameter: parameter.shape[0] for parameter in uses}
@@ -163,19 +163,19 @@ def _rooms(convs: list[Any], joined: list[list[Any]]) -> list[_Room]:
     return together + [_Room((parameter,), count) for parameter, count in rows.items() if parameter not in taken]
 
 
-def _kind(conv: Any) -> tuple[object, ...]:
+def _kind(conv: nn.Conv2d) -> tuple[object, ...]:
     """What convolutions have in common that can be one; but for the number of outputs."""
     weight = conv.weight
     shape = weight.shape[1:], weight.stride(), weight.requires_grad
     return conv.bias is None, conv.stride, conv.padding, conv.dilation, conv.groups, *shape
 
 
-def _joined(model: nn.Module, convs: list[Any]) -> list[list[Any]]:
+def _joined(model: nn.Module, convs: list[nn.Conv2d]) -> list[list[nn.Conv2d]]:
     """Groups of these convolutions that always read one input and can be one convolution."""
     uses = Counter(conv.weight for conv in convs)
     pairs = list(convolutions_of_one_input(model))
     blocks = Counter(conv for group in pairs for conv in group)  # a convolution may be part of several
-    groups: list[list[Any]] = []
+    groups: list[list[nn.Conv2d]] = []
     for group in pairs:
         if (
             len(group) > 1
@@ -190,7 +190,7 @@ def _joined(model: nn.Module, convs: list[Any]) -> list[list[Any]]:
     return groups
 
 
-def _takes_cast(conv: nn.Module) -> bool:
+def _takes_cast(conv: nn.Module) -> TypeGuard[nn.Conv2d]:
     """Whether ``conv`` is torch's own convolution with float32 parameters, so that autocast casts them and nothing sees it."""
     if type(conv) is not nn.Conv2d or not runs_plainly(conv, _FORWARD):
         return False
@@ -226,7 +226,7 @@ def weights_cast_once(model: nn.Module, dtype: torch.dtype | None) -> Iterator[N
     cast = {p: (room, tensor) for room, tensor in zip(trained + frozen, made) for p in room.members}
     try:
         for conv in convs:
-            conv.forward = _forward_of(conv, cast, dtype)
+            conv.__dict__["forward"] = _forward_of(conv, cast, dtype)
         for group in joined:
             JOINED[group[0]] = _joint_of(group[0], cast[group[0].weight][1], dtype)
         yield
@@ -243,7 +243,7 @@ def _is_cast(x: Tensor, dtype: torch.dtype) -> bool:
     return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == dtype and x.dtype != torch.float64
 
 
-def _joint_of(first: Any, weight: Tensor, dtype: torch.dtype) -> Any:
+def _joint_of(first: nn.Conv2d, weight: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor | None]:
     def joint(x: Tensor) -> Tensor | None:
         if not _is_cast(x, dtype):
             return None
@@ -252,7 +252,7 @@ def _joint_of(first: Any, weight: Tensor, dtype: torch.dtype) -> Any:
     return joint
 
 
-def _is_pointwise(conv: Any) -> bool:
+def _is_pointwise(conv: nn.Conv2d) -> bool:
     """Whether ``conv`` is what :class:`_Pointwise` computes."""
     return (
         conv.bias is not None
@@ -269,7 +269,9 @@ def _takes_products() -> bool:
     return not torch.are_deterministic_algorithms_enabled() or "CUBLAS_WORKSPACE_CONFIG" in os.environ
 
 
-def _forward_of(conv: Any, cast: dict[nn.Parameter, tuple[_Room, Tensor]], dtype: torch.dtype) -> Any:
+def _forward_of(
+    conv: nn.Conv2d, cast: dict[Tensor, tuple[_Room, Tensor]], dtype: torch.dtype
+) -> Callable[[Tensor], Tensor]:
     room, weights = cast[conv.weight]
     bias = None if conv.bias is None else cast[conv.bias][1]
     place = next(i for i, member in enumerate(room.members) if member is conv.weight)

@@ -9,8 +9,8 @@ results and in stock's order stays stock's.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -47,11 +47,19 @@ _FORWARDS = {kind: kind.forward for kind in _KINDS}
 DEVICES = ("cuda",)
 # Channels of half precision that one access moves: slices of other numbers of channels are copied one by one.
 _VECTOR = 8
-# Every forward that conv_forward() and c3_forward() made.
-_CONV_FORWARDS: weakref.WeakSet[Any] = weakref.WeakSet()
-_C3_FORWARDS: weakref.WeakSet[Any] = weakref.WeakSet()
 
 Forward = Callable[..., Tensor]
+# Every forward that conv_forward() and c3_forward() made.
+_CONV_FORWARDS: weakref.WeakSet[Forward] = weakref.WeakSet()
+_C3_FORWARDS: weakref.WeakSet[Forward] = weakref.WeakSet()
+
+
+class ConvBlock(Protocol):
+    """A host's ``Conv``."""
+
+    conv: nn.Conv2d
+    bn: nn.BatchNorm2d
+    act: nn.Module
 
 
 def is_watched() -> bool:
@@ -65,7 +73,7 @@ def is_watched() -> bool:
     )
 
 
-def can_fuse(norm: Any, act: Any) -> bool:
+def can_fuse(norm: nn.Module, act: nn.Module) -> bool:
     """Whether norm and activation are ones that :func:`torch_fastdet.ops.bn_act` knows, in training, and unobserved."""
     return (
         type(norm) is nn.BatchNorm2d
@@ -97,11 +105,11 @@ def _fits(x: Tensor, norm: nn.BatchNorm2d) -> bool:
     return tracked is None or (tracked.dtype == torch.int64 and tracked.dim() == 0 and tracked.device == x.device)
 
 
-def _slope(act: Any) -> float:
+def _slope(act: nn.Module) -> float:
     return act.negative_slope if type(act) is nn.LeakyReLU else 0.0
 
 
-def norm_and_activation(norm: nn.BatchNorm2d, act: Any, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
+def norm_and_activation(norm: nn.BatchNorm2d, act: nn.Module, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
     """``act(norm(x))``, plus ``shortcut``: one operator where that is possible, the modules where not. Ask can_fuse first."""
     if not _fits(x, norm):
         y = act(norm(x))
@@ -124,7 +132,7 @@ def norm_and_activation(norm: nn.BatchNorm2d, act: Any, x: Tensor, shortcut: Ten
     return y if add or shortcut is None else shortcut + y
 
 
-def _options(block: Any) -> Options:
+def _options(block: ConvBlock) -> Options:
     return block.bn.momentum or 0.0, block.bn.eps, ACTIVATIONS[type(block.act)], _slope(block.act)
 
 
@@ -134,13 +142,14 @@ def _is_whole(norm: nn.BatchNorm2d) -> bool:
     return norm.track_running_stats and all(tensor is not None for tensor in tensors)
 
 
-def norms_and_activations_cat(blocks: list[Any], inputs: list[Tensor], shortcut: Tensor | None = None) -> Tensor:
+def norms_and_activations_cat(blocks: list[ConvBlock], inputs: list[Tensor], shortcut: Tensor | None = None) -> Tensor:
     """``torch.cat`` of each block's ``act(bn(x))`` along the channels, the first one plus ``shortcut``.
 
     One operator, whose parts write straight into the concatenation, where they have the same options; else a concatenation of
     :func:`norm_and_activation`. Ask can_fuse for each block first.
     """
-    norms, first = [block.bn for block in blocks], inputs[0]
+    norms: list[Any] = [block.bn for block in blocks]
+    first = inputs[0]
     joined = (
         all(_fits(x, norm) and _is_whole(norm) for x, norm in zip(inputs, norms))
         and all(_options(block) == _options(blocks[0]) for block in blocks)
@@ -164,7 +173,7 @@ def norms_and_activations_cat(blocks: list[Any], inputs: list[Tensor], shortcut:
     )
 
 
-def _jointly(blocks: list[Any], x: Tensor, before: list[int]) -> tuple[Tensor, ...] | None:
+def _jointly(blocks: list[ConvBlock], x: Tensor, before: list[int]) -> tuple[Tensor, ...] | None:
     """Each block's ``act(bn(conv(x)))``, with ``before[i]`` channels in front, by one convolution; None where there is none.
 
     Ask can_fuse for each block first.
@@ -190,13 +199,13 @@ def _is_like(x: Tensor, room: Tensor) -> bool:
     return x.dtype == room.dtype and x.shape[2:] == room.shape[2:] and x.is_contiguous() == room.is_contiguous()
 
 
-def _goes_into(room: Tensor, block: Any, x: Tensor, shortcut: Tensor | None) -> bool:
+def _goes_into(room: Tensor, block: ConvBlock, x: Tensor, shortcut: Tensor | None) -> bool:
     """Whether the block's ``act(bn(x))``, plus ``shortcut``, can be written into ``room``."""
     added = shortcut is None or (shortcut.dtype == x.dtype and shortcut.shape == x.shape)
     return added and _fits(x, block.bn) and _is_whole(block.bn) and _is_like(x, room)
 
 
-def _behind(block: Any, x: Tensor, rest: Tensor, shortcut: Tensor | None) -> Tensor:
+def _behind(block: ConvBlock, x: Tensor, rest: Tensor, shortcut: Tensor | None) -> Tensor:
     """The concatenation of the block's ``act(bn(x))``, plus ``shortcut``, and the last channels of ``rest``."""
     if _goes_into(rest, block, x, shortcut):
         return norm_and_activation_into(rest, 0, x, block.bn, _options(block), shortcut)
@@ -360,22 +369,22 @@ def _c2f_parts(c2f: Any, x: Tensor, conv: Forward, bottleneck: Forward, c3: Forw
     return room
 
 
-def _chain(parts: list[Tensor], blocks: list[Any]) -> Tensor:
+def _chain(parts: list[Tensor], blocks: Sequence[nn.Module]) -> Tensor:
     """``parts`` and what each block makes of the one before it, concatenated."""
     for block in blocks:
         parts.append(block(parts[-1]))
     return torch.cat(parts, 1)
 
 
-def convolutions_of_one_input(model: nn.Module) -> Iterator[list[Any]]:
+def convolutions_of_one_input(model: nn.Module) -> Iterator[list[nn.Conv2d]]:
     """Convolutions that always read one tensor: ``cv1`` and ``cv2`` of each block whose forward is one of :func:`c3_forward`."""
     for block in model.modules():
         if type(block).forward in _C3_FORWARDS:
             convs = [getattr(part, "conv", None) for part in (block.cv1, block.cv2)]
-            yield [conv for conv in convs if isinstance(conv, nn.Module)]
+            yield [conv for conv in convs if isinstance(conv, nn.Conv2d)]
 
 
-def can_pool(pool: Any) -> bool:
+def can_pool(pool: nn.Module) -> bool:
     """Whether this is a max pooling that :func:`torch_fastdet.ops.max_pools_cat` knows, unobserved."""
     if type(pool) is not nn.MaxPool2d or not runs_plainly(pool, _FORWARDS[nn.MaxPool2d]) or is_watched():
         return False

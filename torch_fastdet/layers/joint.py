@@ -26,11 +26,11 @@ def _empty(like: Tensor, channels: int) -> Tensor:
     return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=layout)
 
 
-def _buffers(norms: list[Any]) -> list[list[Tensor]]:
+def _buffers(norms: list[nn.BatchNorm2d]) -> list[list[Tensor]]:
     return [[getattr(n, name) for n in norms] for name in ("running_mean", "running_var", "num_batches_tracked")]
 
 
-def _parameters(norms: list[Any]) -> list[Tensor]:
+def _parameters(norms: list[nn.BatchNorm2d]) -> list[nn.Parameter]:
     return [n.weight for n in norms] + [n.bias for n in norms]
 
 
@@ -42,7 +42,7 @@ class _Parts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, before: list[int], norms: list[Any], options: Options, *parameters: Tensor
+        ctx: Any, x: Tensor, before: list[int], norms: list[nn.BatchNorm2d], options: Options, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
         count = len(norms)
         results = [_empty(x, first + norm.num_features) for first, norm in zip(before, norms)]
@@ -77,7 +77,7 @@ class _Into(torch.autograd.Function):
         room: Tensor,
         first: int,
         x: Tensor,
-        norm: Any,
+        norm: nn.BatchNorm2d,
         options: Options,
         shortcut: Tensor | None,
         *parameters: Tensor,
@@ -120,7 +120,7 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, channels: int, norm: Any, options: Options, *parameters: Tensor
+        ctx: Any, x: Tensor, channels: int, norm: nn.BatchNorm2d, options: Options, *parameters: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         room, half = _empty(x, channels), x.shape[1] // 2
@@ -175,7 +175,9 @@ class _Twice(torch.autograd.Function):
         return _sum(readers)
 
 
-def norm_and_activation_split(x: Tensor, channels: int, norm: Any, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+def norm_and_activation_split(
+    x: Tensor, channels: int, norm: nn.BatchNorm2d, options: Options
+) -> tuple[Tensor, Tensor, Tensor]:
     """Norm and activation of x in the first channels of a tensor of ``channels``; and their second half, for a shortcut and once more."""
     return _Split.apply(x, channels, norm, options, *_parameters([norm]))
 
@@ -191,7 +193,7 @@ def twice(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def norms_and_activations_of_parts(
-    x: Tensor, norms: list[Any], options: Options, before: list[int]
+    x: Tensor, norms: list[nn.BatchNorm2d], options: Options, before: list[int]
 ) -> tuple[Tensor, ...]:
     """Each norm with its activation on its channels of x, in the last channels of a tensor with ``before[i]`` channels in front.
 
@@ -201,7 +203,7 @@ def norms_and_activations_of_parts(
 
 
 def norm_and_activation_into(
-    room: Tensor, first: int, x: Tensor, norm: Any, options: Options, shortcut: Tensor | None
+    room: Tensor, first: int, x: Tensor, norm: nn.BatchNorm2d, options: Options, shortcut: Tensor | None
 ) -> Tensor:
     """``room`` with norm and activation of x, plus ``shortcut``, in its channels from ``first`` on."""
     return _Into.apply(room, first, x, norm, options, shortcut, *_parameters([norm]))

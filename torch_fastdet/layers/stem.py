@@ -7,8 +7,6 @@ weight stay as they are; the weight is rearranged in each step, and autograd bri
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -56,7 +54,7 @@ def _dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
     return x.dtype if x.dtype == weight.dtype else None
 
 
-def is_stem(conv: Any, x: Any, floating: bool = True) -> bool:
+def is_stem(conv: nn.Module, x: object, floating: bool = True) -> bool:
     """Whether ``conv(x)`` is such a convolution, with channels_last weights, in half precision, and unobserved.
 
     Or ``conv(x / 255)``, for uint8 images and ``floating=False``.
@@ -91,7 +89,7 @@ def _has_tensor_cores(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_properties(device).major >= 8
 
 
-def _has_kernel(conv: Any, squares: Tensor) -> bool:
+def _has_kernel(conv: nn.Conv2d, squares: Tensor) -> bool:
     """Whether ``stem_conv2d`` takes the squares; it has no gradient of them, and no bias."""
     outputs, pixels = conv.weight.shape[0], squares.shape[2] * squares.shape[3]
     return (
@@ -105,7 +103,7 @@ def _has_kernel(conv: Any, squares: Tensor) -> bool:
     )
 
 
-def convolve(conv: Any, x: Any) -> Any:
+def convolve(conv: nn.Conv2d, x: Tensor) -> Tensor:
     """``conv(x)``; a stem by way of its squares.
 
     On GPUs of compute capability 8.0 and newer ``stem_conv2d`` convolves them, where it has a kernel: 16, 32, ... 96 outputs, no bias,
@@ -114,7 +112,7 @@ def convolve(conv: Any, x: Any) -> Any:
     return convolve_squares(conv, x) if is_stem(conv, x) else conv(x)
 
 
-def convolve_squares(conv: Any, x: Any) -> Any:
+def convolve_squares(conv: nn.Conv2d, x: Tensor) -> Tensor:
     """:func:`convolve` where :func:`is_stem` said yes."""
     dtype = _dtype(x, conv.weight) or x.dtype
     border = conv.kernel_size[0] % 2 == 1

@@ -68,10 +68,10 @@ def average_precisions(stock: Callable) -> Callable[..., Any]:
     """``ap_per_class`` of ultralytics.utils.metrics from one sort; stock's own functions integrate, smooth and plot."""
 
     def ap_per_class(
-        tp: Any,
-        conf: Any,
-        pred_cls: Any,
-        target_cls: Any,
+        tp: np.ndarray,
+        conf: np.ndarray,
+        pred_cls: np.ndarray,
+        target_cls: np.ndarray,
         plot: bool = False,
         on_plot: Any = None,
         save_dir: Path = Path(),

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -98,10 +99,10 @@ def average_precisions(stock: Callable) -> Callable[..., object]:
     """``ap_per_class`` of utils.metrics from one sort; stock's own functions integrate, smooth and plot."""
 
     def ap_per_class(
-        tp: Any,
-        conf: Any,
-        pred_cls: Any,
-        target_cls: Any,
+        tp: np.ndarray,
+        conf: np.ndarray,
+        pred_cls: np.ndarray,
+        target_cls: np.ndarray,
         plot: bool = False,
         save_dir: Any = ".",
         names: Any = (),
