@@ -24,6 +24,28 @@ class OnGpu(torch.Tensor):
     is_cuda = True
 
 
+#: A program whose training notes a good status and a BAD one, and ends before either arrives.
+OWN_LOOP = """
+import os, sys, torch
+from torch_fastdet._deferred import DeferredStatus
+
+class Event:
+    def record(self, stream): ...
+    def query(self): return False
+    def synchronize(self): ...
+
+empty = torch.empty
+torch.empty = lambda *args, pin_memory=False, **options: empty(*args, **options)
+torch.cuda.Event, torch.cuda.current_stream = Event, lambda device: None
+
+def train():
+    checks = DeferredStatus(lambda status, rows: f"row {status[0]} of {rows} is bad" if status[0] else None)
+    checks.add(torch.tensor([0]), 8)
+    checks.add(torch.tensor([BAD]), 8)
+    return checks
+"""
+
+
 def install(monkeypatch):
     stand_in = SimpleNamespace(
         inference_mode=torch.inference_mode,

@@ -5,30 +5,13 @@ import sys
 
 import pytest
 
+from tests import late_gpu
+
 pytestmark = pytest.mark.cpu
-OWN_LOOP = """
-import os, sys, torch
-from torch_fastdet._deferred import DeferredStatus
-
-class Event:
-    def record(self, stream): ...
-    def query(self): return False
-    def synchronize(self): ...
-
-empty = torch.empty
-torch.empty = lambda *args, pin_memory=False, **options: empty(*args, **options)
-torch.cuda.Event, torch.cuda.current_stream = Event, lambda device: None
-
-def train():
-    checks = DeferredStatus(lambda status, rows: f"row {status[0]} of {rows} is bad" if status[0] else None)
-    checks.add(torch.tensor([0]), 8)
-    checks.add(torch.tensor([BAD]), 8)
-    return checks
-"""
 
 
 def run(ending: str, bad: int = 7) -> subprocess.CompletedProcess:
-    code = OWN_LOOP.replace("BAD", str(bad)) + ending
+    code = late_gpu.OWN_LOOP.replace("BAD", str(bad)) + ending
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
 
 

@@ -22,6 +22,12 @@ from torch_fastdet import memory
 from torch_fastdet.graphs import CaptureError, GraphedModule, _capture, why_not
 
 
+def twins(model=None, **options):
+    """A model as it is, and the same in graphs."""
+    model = Net().to(GPU.device) if model is None else model
+    return copy.deepcopy(model), GraphedModule(model, required=True, **options)
+
+
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("amp", [None, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -33,8 +39,7 @@ def test_training_is_bit_equal(gpu, accumulate, amp, channels_last):
     model = Net().to(GPU.device)
     if channels_last:
         model = model.to(memory_format=torch.channels_last)
-    plain = copy.deepcopy(model)
-    graphed = GraphedModule(model, required=True)
+    plain, graphed = twins(model)
     batches = [images(2, 3, 32, 32, channels_last=channels_last) for _ in range(9)]
     train(plain, batches, accumulate, amp)
     train(graphed, batches, accumulate, amp)
@@ -58,8 +63,7 @@ def test_deterministic_algorithms(cuda, request):
     other = GraphedModule(copy.deepcopy(model), required=True)
     train(other, [images(2, 3, 32, 32) for _ in range(3)], 1, torch.float16)
     request.getfixturevalue("deterministic_algorithms")
-    plain = copy.deepcopy(model)
-    graphed = GraphedModule(model, required=True)
+    plain, graphed = twins(model)
     batches = [images(2, 3, 32, 32) for _ in range(6)]
     train(plain, batches, 2, torch.float16)
     train(graphed, batches, 2, torch.float16)
@@ -111,9 +115,7 @@ def test_grad_scaler(gpu):
 
 
 def test_multi_scale_accumulates_across_shapes(gpu):
-    model = Net().to(GPU.device)
-    plain = copy.deepcopy(model)
-    graphed = GraphedModule(model, max_graphs=2, required=True)
+    plain, graphed = twins(max_graphs=2)
     sizes = [32, 48, 32, 48, 64, 32, 64, 64, 48, 48, 32, 32]
     batches = [images(2, 3, size, size) for size in sizes]
     train(plain, batches, accumulate=3)
@@ -403,9 +405,7 @@ def test_capture_leaves_buffers_alone(gpu):
 
 
 def test_one_keyword_is_the_input(gpu):
-    model = Net().to(GPU.device)
-    plain = copy.deepcopy(model)
-    graphed = GraphedModule(model, required=True)
+    plain, graphed = twins()
     x = images(2, 3, 32, 32)
     for net in (plain, graphed):
         for _ in range(3):
@@ -560,40 +560,32 @@ def test_copies_of_a_captured_model_are_plain(gpu):
     assert all(torch.equal(value, before[name]) for name, value in average.state_dict().items())
 
 
-def test_new_storage_is_captured_again(gpu):
-    model = Net().to(GPU.device)
-    plain = copy.deepcopy(model)
-    graphed = GraphedModule(model, required=True)
+def other_storage(net):
+    net.half()
+    net.float()
+    for parameter in net.parameters():
+        parameter.data = parameter.data * 1.5
+
+
+def other_parameter_over_the_same_memory(net):
+    conv = net.stem[0]
+    conv.weight = nn.Parameter(conv.weight.data)
+
+
+@pytest.mark.parametrize("change", [other_storage, other_parameter_over_the_same_memory])
+def test_changed_parameters_get_the_gradients(gpu, change):
+    plain, graphed = twins()
     x = images(2, 3, 32, 32)
     for net in (plain, graphed):
         three_passes(net, x)
-        net.half()
-        net.float()
-        for parameter in net.parameters():
-            parameter.data = parameter.data * 1.5
-        three_passes(net, x)
-    same_gradients(graphed, plain)
-    same_state(graphed, plain)
-
-
-def test_a_new_parameter_over_the_same_memory_gets_the_gradient(gpu):
-    model = Net().to(GPU.device)
-    plain = copy.deepcopy(model)
-    graphed = GraphedModule(model, required=True)
-    x = images(2, 3, 32, 32)
-    for net in (plain, graphed):
-        three_passes(net, x)
-        conv = net.stem[0]
-        conv.weight = nn.Parameter(conv.weight.data)
+        change(net)
         three_passes(net, x)
     same_gradients(graphed, plain)
     same_state(graphed, plain)
 
 
 def test_frozen_later(gpu):
-    model = Net().to(GPU.device)
-    plain = copy.deepcopy(model)
-    graphed = GraphedModule(model, required=True)
+    plain, graphed = twins()
     x = images(2, 3, 32, 32)
     for net in (plain, graphed):
         three_passes(net, x)
@@ -602,7 +594,7 @@ def test_frozen_later(gpu):
         net.stem[1].eval()
         for _ in range(3):
             loss_of(net(x)).backward()
-    assert model.stem[0].weight.grad is None
+    assert graphed.stem[0].weight.grad is None
     same_gradients(graphed, plain)
     same_state(graphed, plain)
 
@@ -664,9 +656,7 @@ def test_wrong_arguments():
 
 
 def test_side_stream(cuda):
-    model = Net().to(GPU.device)
-    plain = copy.deepcopy(model)
-    graphed = GraphedModule(model, required=True)
+    plain, graphed = twins()
     x = images(2, 3, 32, 32)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -735,9 +725,7 @@ def test_forty_models_are_captured_while_other_threads_launch(cuda):
 
 def test_backward_on_another_stream(cuda):
     """p.grad is there for the stream that called backward(), as after any backward pass."""
-    model = Net().to(GPU.device)
-    plain = copy.deepcopy(model)
-    graphed = GraphedModule(model, required=True)
+    plain, graphed = twins()
     x = images(2, 3, 32, 32)
     three_passes(plain, x)
     for _ in range(2):
@@ -750,7 +738,7 @@ def test_backward_on_another_stream(cuda):
         torch.cuda._sleep(20_000_000)
         loss = loss_of(graphed(x))
     loss.backward()
-    got = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    got = [p.grad.clone() for p in graphed.parameters() if p.grad is not None]
     want = [p.grad for p in plain.parameters() if p.grad is not None]
     assert all(torch.equal(a, b) for a, b in zip(got, want))
 

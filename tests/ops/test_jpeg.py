@@ -8,6 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.launches import no_sync
 from tests.references import jpeg as reference
 from torch_fastdet import ops
 
@@ -393,12 +394,8 @@ def test_no_host_sync_and_a_side_stream(cuda):
     files = [random_file(rng) for _ in range(10)]
     ops.decode_jpeg([tensor(data) for data in files], cuda)
     stream = torch.cuda.Stream()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with torch.cuda.stream(stream):
-            pixels = ops.decode_jpeg([tensor(data) for data in files], cuda)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with no_sync(), torch.cuda.stream(stream):
+        pixels = ops.decode_jpeg([tensor(data) for data in files], cuda)
     stream.synchronize()
     for data, ours in zip(files, pixels, strict=True):
         assert np.array_equal(ours.cpu().numpy(), opencv(data))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.launches import no_sync
 from tests.references import masks as reference
 from torch_fastdet import masks, ops
 
@@ -264,14 +265,11 @@ def test_has_no_gradient(device):
 def test_is_captured_and_replayed_without_host_sync(cuda):
     tensors = [t.to(cuda) for t in problem(40, 24, 40, (96, 160))]
     ops.instance_masks(*tensors, [96, 160])
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_sync():
         ops.instance_masks(*tensors, [96, 160])
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             found = ops.instance_masks(*tensors, [96, 160])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     for tensor, other in zip(tensors, problem(40, 24, 40, (96, 160), seed=1)):
         tensor.copy_(other)
     graph.replay()

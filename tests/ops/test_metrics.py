@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.launches import no_sync
 from tests.references import metrics as reference
 from torch_fastdet import ops
 
@@ -239,12 +240,9 @@ def test_is_captured_and_replayed_with_other_values(cuda):
 def test_no_host_sync(cuda):
     detections, labels, counts, _ = batch(cuda)
     iouv, matrix = IOUV.to(cuda), torch.zeros(4, 4, dtype=torch.int64, device=cuda)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_sync():
         ops.match_detections(detections, labels, iouv, counts)
         ops.confusion_matrix_(matrix, detections, labels, counts)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 D, L = torch.rand(4, 6), torch.rand(3, 5)

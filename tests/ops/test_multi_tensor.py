@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from tests.launches import no_sync
 from tests.references import multi_tensor as reference
 from torch_fastdet import ops
 
@@ -514,12 +515,9 @@ def test_graph_frees_its_work_list(cuda):
 
 def test_no_host_sync(cuda):
     params, grads, buffers = lists("odd sizes", cuda, torch.float32, 3)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_sync():
         step(params, grads, buffers)
         step(params, grads, buffers)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.alone

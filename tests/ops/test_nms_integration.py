@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.launches import no_sync
 from tests.ops.capture import capture
 from tests.ops.nms_samples import clustered, rotated
 from tests.ops.test_nms import ANCHORS, FORMS, STRIDES, as_ultralytics, split_heads, ultralytics_heads, yolov5_heads
@@ -383,22 +384,16 @@ def test_modules_refuse_at_construction(options):
 def test_no_host_sync(cuda, name):
     function, tensors = calls(cuda)[name]
     function(*tensors)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_sync():
         function(*tensors)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_scale_boxes_in_a_graph(cuda):
     """Nothing comes from the host, also the first time."""
     boxes = torch.rand(5, 6, device=cuda) * 600
     want = ops.scale_boxes([640, 640], boxes.cpu(), [480, 333])
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_sync():
         same(ops.scale_boxes([640, 640], boxes, [480, 333]).shape, want.shape)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = ops.scale_boxes([640, 640], boxes, [480, 333])

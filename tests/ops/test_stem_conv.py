@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.launches import no_sync
 from tests.ops.capture import check_replay
 from tests.references import stem_conv as reference
 from torch_fastdet import ops
@@ -237,11 +238,7 @@ def test_side_stream_and_no_host_sync(cuda):
     expected = run(ops.stem_conv2d, *arguments)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with torch.cuda.stream(side):
-            got = run(ops.stem_conv2d, *arguments)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with no_sync(), torch.cuda.stream(side):
+        got = run(ops.stem_conv2d, *arguments)
     side.synchronize()
     assert all(map(torch.equal, got, expected))

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.launches import launched, no_sync
 from tests.ops.capture import check_replay
 from tests.references import upsample as reference
 from torch_fastdet import ops
@@ -163,11 +164,7 @@ def test_launches_and_allocations(cuda):
     def count(call):
         call()
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            out = call()
-            torch.cuda.synchronize()
-        del out
-        launches = sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+        launches = len(launched(call))
         return launches, torch.cuda.memory_stats()["allocation.all.allocated"] - before
 
     backward = torch.ops.torch_fastdet.upsample_nearest2x_backward
@@ -410,12 +407,9 @@ def test_side_stream(cuda):
 
 def test_no_host_sync(cuda):
     x, skip = (tensor.requires_grad_() for tensor in neck_inputs(cuda))
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_sync():
         out = ops.upsample_nearest2x_cat(x, skip)
         torch.autograd.grad(out, [x, skip], torch.ones_like(out))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_other_device(cuda):

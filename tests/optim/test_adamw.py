@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.launches import no_sync
 from torch_fastdet import optim
 
 SETTINGS = {"lr": 0.01, "betas": (0.937, 0.999), "weight_decay": 0.05}
@@ -101,12 +102,9 @@ def test_no_host_sync_and_capture(cuda):
     scaler = torch.amp.GradScaler("cuda", init_scale=8.0)
     scaler.scale(torch.zeros((), device=cuda))
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_sync():
         scaler.step(optimizer)
         scaler.update()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_what_is_not_fused_is_an_error():

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.launches import launched
 from tests.references.musgd import Parameter, orthogonalized
 from torch_fastdet import optim
 from torch_fastdet.optim import musgd
@@ -158,15 +159,8 @@ def test_launches_of_a_step(cuda):
     for step in range(3):
         set_gradients(model, step)
         optimizer.step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            optimizer.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
-    launched = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    assert len(launched) <= 19, launched
+    names = launched(optimizer.step)
+    assert len(names) <= 19, names
 
 
 @pytest.mark.parametrize("channels_last", [False, True])

@@ -48,23 +48,24 @@ def test_applies_whatever_the_callers_settings_are(ops):
     assert (ops.process_mask, ops.process_mask_native) == (dropins.process_mask, dropins.process_mask_native)
 
 
+def redefine(ops, monkeypatch, name, parameters, source):
+    """Stock's module defines another function, which finds stock's as ``inner``."""
+    monkeypatch.setitem(vars(ops), "inner", getattr(ops, name))
+    monkeypatch.setitem(vars(ops), name, None)
+    exec(f"def {name}{parameters}:\n    {source}", vars(ops))
+
+
 @pytest.mark.parametrize("rule", ["other", "broken"])
 def test_another_rule_is_refused(ops, monkeypatch, rule):
     source = {"other": "return inner(protos, masks_in, bboxes + 1, shape, upsample)", "broken": "return None"}[rule]
-    scope = vars(ops)
-    monkeypatch.setitem(scope, "inner", ops.process_mask)
-    monkeypatch.setitem(scope, "process_mask", None)
-    exec(f"def process_mask(protos, masks_in, bboxes, shape, upsample=False):\n    {source}", scope)
+    redefine(ops, monkeypatch, "process_mask", "(protos, masks_in, bboxes, shape, upsample=False)", source)
     with pytest.raises(drop_in.SwitchError, match=r"its process_mask (of a small case|cannot be compared)"):
         drop_in.patch(mask_optim=True)
 
 
 @pytest.mark.parametrize("source", ["return inner(masks.clone(), boxes)", "return inner(masks, boxes + 1)"])
 def test_another_crop_is_refused(ops, monkeypatch, source):
-    scope = vars(ops)
-    monkeypatch.setitem(scope, "inner", ops.crop_mask)
-    monkeypatch.setitem(scope, "crop_mask", None)
-    exec(f"def crop_mask(masks, boxes):\n    {source}", scope)
+    redefine(ops, monkeypatch, "crop_mask", "(masks, boxes)", source)
     with pytest.raises(drop_in.SwitchError, match=r"its \w+ of a small case gives"):
         drop_in.patch(mask_optim=True)
 

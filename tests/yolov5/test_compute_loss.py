@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests import late_gpu
+from tests.launches import no_sync
 from torch_fastdet._deferred import DeferredStatus
 from torch_fastdet.yolov5.loss import ComputeLoss
 
@@ -339,11 +340,8 @@ def test_no_sync(cuda):
     compute = ComputeLoss(model)
     heads, targets = make_heads(model, 2, 64, torch.float16), make_targets(6, 2, 5, cuda)
     compute(heads, targets)[0].backward()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_sync():
         compute(heads, targets)[0].backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("made_inside", [False, True])

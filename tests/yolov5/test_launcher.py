@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.late_gpu import OWN_LOOP
 from torch_fastdet.yolov5 import launcher
 
 
@@ -192,25 +193,7 @@ def test_a_script_that_fails_keeps_its_exit_code(fake_yolov5, ending, code):
     assert "replaced nothing" not in out
 
 
-LAST_STEP = """
-import sys, torch
-from torch_fastdet._deferred import DeferredStatus
-
-class Event:
-    def record(self, stream): ...
-    def query(self): return False
-    def synchronize(self): ...
-
-empty = torch.empty
-torch.empty = lambda *args, pin_memory=False, **options: empty(*args, **options)
-torch.cuda.Event, torch.cuda.current_stream = Event, lambda device: None
-
-def train():
-    checks = DeferredStatus(lambda status, rows: f"row {status[0]} of {rows} is bad")
-    checks.add(torch.tensor([7]), 8)
-
-train()
-"""
+LAST_STEP = OWN_LOOP.replace("BAD", "7") + "train()\n"
 
 
 @pytest.mark.parametrize(

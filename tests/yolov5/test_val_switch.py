@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import torch_fastdet.yolov5 as drop_in
+from tests.launches import no_sync
 from tests.ops.test_metrics import IOUV, image, rectangles
 from torch_fastdet.yolov5 import validation
 
@@ -125,9 +126,6 @@ def test_boxes_are_scaled_to_the_same_bits(yolov5, device, ratio_pad):
 def test_no_host_sync(cuda):
     detections, labels = (t.to(cuda) for t in image(40, 7, 0))
     iouv = IOUV.to(cuda)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_sync():
         validation.process_batch(detections, labels, iouv)
         validation.scale_boxes((64, 80), detections[:, :4], (50, 70), ((0.9, 0.9), (3.25, 1.5)))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
