@@ -19,12 +19,17 @@ MAKE = {
 
 
 def run(model, x, amp, inside):
-    x = x.clone().requires_grad_()
+    x, seen = x.clone().requires_grad_(), []
     with torch.autocast(x.device.type, torch.bfloat16, enabled=amp):
         if inside:
             with attention_in_rows(model):
-                assert any("forward" in vars(module) for module in model.modules())
+                inner = [module for module in model.modules() if "forward" in vars(module)]
+                hooks = [module.proj.register_forward_pre_hook(lambda _, given: seen.extend(given)) for module in inner]
                 y = model(x)
+                assert len(seen) == len(inner) > 0
+                assert all(t.is_contiguous(memory_format=torch.channels_last) for t in seen)
+                for hook in hooks:
+                    hook.remove()
         else:
             y = model(x)
     assert not any("forward" in vars(module) for module in model.modules())

@@ -45,7 +45,7 @@ def _attend(block: Any, x: Tensor, areas: int, key: int, scale: float) -> Tensor
     q, k, v = rows.permute(0, 2, 3, 1).split([key, key, width], 2)  # of each head: channels, positions
 
     def image(t: Tensor) -> Tensor:
-        return t.permute(0, 3, 1, 2).reshape(n, h, w, heads * width).permute(0, 3, 1, 2)
+        return t.permute(0, 3, 1, 2).reshape(n, h, w, heads * width).contiguous().permute(0, 3, 1, 2)
 
     weights = ((q * scale).transpose(-2, -1) @ k).softmax(-1)
     y = v @ _RowsOfGradient.apply(weights.to(v.dtype)).transpose(-2, -1)
