@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import torch_fastdet.ultralytics as drop_in
 from tests.forks import exit_status, fork
@@ -131,7 +132,10 @@ def _make(cv2, root: Path, kind: str, count: int = 24) -> Path:
         image = image[..., 0] if number == 3 else image
         suffix = "jpg" if number % 2 or (kind == "files" and number != 8) else "png"
         progressive = [cv2.IMWRITE_JPEG_PROGRESSIVE, 1] if kind == "files" and number == 6 else []
-        cv2.imwrite(str(root / "images" / f"{number}.{suffix}"), image, progressive)
+        path = root / "images" / f"{number}.{suffix}"
+        cv2.imwrite(str(path), image, progressive)
+        if kind == "files" and number == 7:  # OpenCV decodes it
+            Image.fromarray(image).convert("CMYK").save(path)
         rows = []
         for _ in range(0 if number == 5 else int(generator.integers(1, 5))):
             x, y, w, h = *generator.uniform(0.3, 0.7, 2), *generator.uniform(0.05, 0.5, 2)

@@ -14,6 +14,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 import torch
+from PIL import Image
 
 from tests.loader.leftovers import closes, open_memories, orphans, started
 from torch_fastdet.ops import opencv_rules
@@ -149,8 +150,9 @@ def with_budget(size, variable="TORCH_FASTDET_CACHE"):
 
 
 def files():
-    """JPEG files in place of pictures, as where a GPU makes the batches: as large as the training's, larger and smaller; one that
-    OpenCV decodes, and one that is no JPEG."""
+    """JPEG files in place of pictures, as where a GPU makes the batches: as large as the training's, larger and smaller; two that
+    OpenCV decodes, one without its end, which the scan of labels mends or leaves out,
+    and one that is no JPEG."""
     root = make("files", count=0)
     generator = np.random.default_rng(0)
     for number in range(16):
@@ -158,7 +160,12 @@ def files():
         coarse = generator.integers(0, 255, (height // 8, width // 8, 3), dtype=np.uint8)
         image = cv2.resize(coarse, (width, height), interpolation=cv2.INTER_CUBIC)
         progressive = [cv2.IMWRITE_JPEG_PROGRESSIVE, 1] if number == 5 else []
-        cv2.imwrite(str(root / "images" / f"{number}.{'png' if number == 9 else 'jpg'}"), image, progressive)
+        path = root / "images" / f"{number}.{'png' if number == 9 else 'jpg'}"
+        cv2.imwrite(str(path), image, progressive)
+        if number == 7:
+            Image.fromarray(image).convert("CMYK").save(path)
+        if number == 11:
+            path.write_bytes(path.read_bytes()[:-2])
         (root / "labels" / f"{number}.txt").write_text("0 .5 .5 .3 .2\n1 .4 .6 .2 .4")
     loader = importlib.import_module("torch_fastdet.yolov5.loader")
     keeps_files, loader.keeps_files = loader.keeps_files, lambda: True
@@ -171,7 +178,7 @@ def files():
         for _ in mine[0]:
             pass
         jpegs = mine[1].memory.jpegs
-        assert jpegs is None or (jpegs.used() > 0 and jpegs.refused == 1), jpegs
+        assert jpegs is None or (jpegs.used() > 0 and jpegs.refused == 2), jpegs
         os.environ["TORCH_FASTDET_CACHE"] = "0"  # files travel with each batch
         for options in ({"workers": 0}, {"workers": 2}):
             same("files", augment=True, hyp=HYP, **options)
