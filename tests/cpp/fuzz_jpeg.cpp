@@ -65,7 +65,11 @@ class Fuzzer {
     } else {
       damage(file);
       const std::vector<uint8_t> exact(file);  // no byte behind it may be read
-      refused += packer_.pack(exact.data(), static_cast<int64_t>(exact.size()), packed) != nullptr;
+      const char* reason = packer_.pack(exact.data(), static_cast<int64_t>(exact.size()), packed);
+      refused += reason != nullptr;
+      std::vector<uint8_t> again;
+      const bool same = with_help_.pack(exact.data(), static_cast<int64_t>(exact.size()), again) == reason;
+      if (!same || again != packed) std::abort();
     }
     decode(packed);
   }
@@ -77,6 +81,7 @@ class Fuzzer {
 
   std::mt19937_64 random_;
   JpegPacker packer_;
+  JpegPacker with_help_{1, at_once, 16};
   JpegDecoder decoder_;
 };
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <random>
 #include <vector>
 
@@ -11,6 +12,10 @@
 #include "core/jpeg/jpeg_math.h"
 
 namespace torch_fastdet::core {
+
+inline void at_once(const std::function<void()>& task) {
+  task();
+}
 
 class RandomJpeg {
  public:

@@ -2,8 +2,10 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <functional>
 #include <random>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -170,6 +172,34 @@ TEST(Jpeg, ADamagedPackedJpegIsSeenOrDecodedWithoutReadingBesideIt) {
     decode(packed, {0, 0, jpeg_shown_width(h), jpeg_shown_height(h)}, jpeg_shown_width(h) * 3);
   }
   EXPECT_GT(sound, 1000);
+}
+
+TEST(Jpeg, AScanThatSeveralThreadsReadGivesTheSame) {
+  int64_t helped = 0, mcus = 0, refused = 0;
+  for (uint64_t seed = 0; seed < 400; ++seed) {
+    RandomJpeg jpeg(seed, 120);
+    Bytes file = jpeg.bytes;
+    if (seed % 4 == 0) file[file.size() - 3 - static_cast<size_t>(jpeg.below(40)) % file.size()] ^= 0x55;
+    const auto [reason, packed] = pack(file);
+    refused += !reason.empty();
+    std::vector<std::thread> threads;
+    const auto in_a_thread = [&](std::function<void()> task) { threads.emplace_back(std::move(task)); };
+    const auto never = [](const std::function<void()>&) {};
+    const JpegPacker::Ask asks[] = {at_once, in_a_thread, never};
+    for (const JpegPacker::Ask& ask : asks) {
+      JpegPacker packer(3, ask, 32);
+      Bytes again;
+      const char* said = packer.pack(file.data(), static_cast<int64_t>(file.size()), again);
+      ASSERT_EQ(reason, said ? said : "") << seed;
+      ASSERT_EQ(packed, again) << seed;
+      if (said || jpeg.interval || &ask != asks) continue;
+      helped += packer.helped();
+      mcus += jpeg_mcus(*reinterpret_cast<const JpegHeader*>(packed.data()));
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+  EXPECT_GT(refused, 10);
+  EXPECT_GT(helped, mcus / 4);
 }
 
 TEST(Jpeg, AHeaderThatPromisesTooMuchAllocatesNothing) {

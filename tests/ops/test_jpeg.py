@@ -289,6 +289,25 @@ def test_a_head_spares_the_pass_and_changes_nothing(seed):
         assert ops.jpeg_pack([cut], heads=[head])[2] == ops.jpeg_pack([cut])[2] != [""]
 
 
+def test_threads_that_share_one_file_pack_the_same():
+    """Damaged files are refused for the same reason."""
+    rng = np.random.default_rng(0)
+    files = [of_opencv(picture(rng, 400, 600), 95, sampling) for sampling in SAMPLINGS]
+    for data in list(files):
+        damaged = bytearray(data)
+        damaged[len(data) * 2 // 3 : len(data) * 2 // 3 + 8] = rng.integers(0, 255, 8, dtype=np.uint8).tobytes()
+        files += [bytes(damaged), data[:-3000]]
+    packed, threads = [], torch.get_num_threads()
+    try:
+        for count in (1, 8):
+            torch.set_num_threads(count)
+            packed.append([ops.jpeg_pack([tensor(data)]) for data in files])
+    finally:
+        torch.set_num_threads(threads)
+    for (storage, pictures, refusals), (one, its_pictures, its_refusals) in zip(*packed, strict=True):
+        assert torch.equal(storage, one) and torch.equal(pictures, its_pictures) and refusals == its_refusals
+
+
 def test_wrong_arguments_are_named():
     data = tensor(of_opencv(picture(np.random.default_rng(0), 16, 16)))
     storage, _, _ = ops.jpeg_pack([data])

@@ -70,7 +70,7 @@ def jpeg_pack(
     """Reads JPEG files once and makes packed JPEGs of them, on the host.
 
     The pass is strict: a file that it takes decodes to OpenCV's pixels without any repair, and what it cannot promise that of is
-    refused. Files are read in parallel, by PyTorch's threads.
+    refused. Files are read in parallel, by PyTorch's threads; a single one by up to eight threads, if PyTorch may use as many.
 
     Args:
         files: one-dimensional uint8 tensors on the CPU, contiguous: the bytes of one file each.

@@ -9,159 +9,15 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <memory>
-#include <mutex>
-#include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "core/jpeg/jpeg_file.h"
+#include "core/jpeg/jpeg_scan.h"
 
 namespace torch_fastdet::core {
-
-inline uint32_t jpeg_load32(const uint8_t* p) {
-  return static_cast<uint32_t>(p[0]) << 24 | static_cast<uint32_t>(p[1]) << 16 | static_cast<uint32_t>(p[2]) << 8 |
-         p[3];
-}
-inline uint64_t jpeg_load64(const uint8_t* p) {
-  return static_cast<uint64_t>(jpeg_load32(p)) << 32 | jpeg_load32(p + 4);
-}
-
-// A Huffman table for reading without values.
-class JpegSkipTable {
- public:
-  static constexpr uint32_t kAlone = 127;  // grows() of an entry that says nothing: take one code by itself
-
-  // `several`: an entry stands for as many codes as it has bits for. It then takes far longer to make.
-  JpegSkipTable(const JpegHuffman& table, bool is_ac, bool several) : table_(table), bits_(several ? 14 : 12) {
-    uint32_t code = 0, row = 0;
-    if (is_ac) entries_.assign(size_t{1} << bits_, kAlone << 5);
-    for (uint32_t length = 1; length <= 16; ++length) {
-      row_[length] = row - code;
-      for (uint32_t i = 0; i < table.counts[length - 1]; ++i, ++code, ++row) {
-        const uint32_t one = length << 8 | table.symbols[row];
-        if (length <= kFirstBits) fill(first_, kFirstBits, code, length, one);
-        if (is_ac && !several && length <= bits_) fill(entries_.data(), bits_, code, length, entry_of(one));
-      }
-      limit_[length] = code << (16 - length);
-      code <<= 1;
-    }
-    if (!is_ac || !several) return;
-    for (uint32_t x = 0; x < entries_.size(); ++x) entries_[x] = several_from(x << (16 - bits_));
-  }
-
-  // What the next bits() bits are: 5 bits, how many of them are taken; 7 bits, by how much the coefficient's number
-  // grows; 1 bit, whether the block ends. AC tables only.
-  const uint16_t* entries() const { return entries_.data(); }
-  int bits() const { return static_cast<int>(bits_); }
-
-  // The next code's length << 8 | its symbol, from the next 16 bits; 0: no such code.
-  uint32_t one(uint32_t next) const {
-    if (const uint32_t found = first_[next >> (16 - kFirstBits)]) return found;
-    for (uint32_t length = kFirstBits + 1; length <= 16; ++length) {
-      if (next < limit_[length]) return length << 8 | table_.symbols[(row_[length] + (next >> (16 - length))) & 255];
-    }
-    return 0;
-  }
-
- private:
-  static constexpr uint32_t kFirstBits = 9;
-
-  static void fill(uint16_t* to, uint32_t bits, uint32_t code, uint32_t length, uint32_t value) {
-    std::fill_n(to + (code << (bits - length)), size_t{1} << (bits - length), static_cast<uint16_t>(value));
-  }
-
-  static uint32_t entry_of(uint32_t one) {
-    const uint32_t run = one >> 4 & 15, size = one & 15;
-    const bool ends = !size && run != 15;
-    return ((one >> 8) + size) | (ends ? 0 : run + 1) << 5 | uint32_t{ends} << 12;
-  }
-
-  uint16_t several_from(uint32_t next) const {
-    uint32_t taken = 0, grows = 0, ends = 0;
-    while (taken < bits_ && !ends) {
-      const uint32_t code = one(next << taken & 0xffff), entry = entry_of(code), length = code >> 8;
-      if (!code || taken + length > bits_) break;
-      // The first code's value may lie behind these bits.
-      if (taken && taken + (entry & 31) > bits_) break;
-      if (grows + (entry >> 5 & 127) > 63) break;
-      taken += entry & 31, grows += entry >> 5 & 127, ends = entry >> 12;
-    }
-    return static_cast<uint16_t>(taken ? taken | grows << 5 | ends << 12 : kAlone << 5);
-  }
-
-  JpegHuffman table_;
-  uint32_t bits_;
-  uint16_t first_[1 << kFirstBits]{};
-  uint32_t limit_[17]{}, row_[17]{};  // by length; see JpegLookup
-  std::vector<uint16_t> entries_;
-};
-
-// Tables by their contents: most files have the standard ones. A table is made for several codes a look-up when it
-// comes a second time.
-class JpegSkipTables {
- public:
-  static std::shared_ptr<const JpegSkipTable> get(const JpegHuffman& table, bool is_ac) {
-    static auto* const tables = new JpegSkipTables;  // never destroyed: threads may outlive static objects
-    return tables->find(table, is_ac);
-  }
-
- private:
-  static constexpr size_t kKept = 64;
-
-  struct Entry {
-    std::shared_ptr<const JpegSkipTable> table;
-    int uses = 0;
-  };
-
-  std::shared_ptr<const JpegSkipTable> find(const JpegHuffman& table, bool is_ac) {
-    const std::string key = std::string(is_ac ? "a" : "d") +
-                            std::string(reinterpret_cast<const char*>(table.counts), 16) +
-                            std::string(reinterpret_cast<const char*>(table.symbols), size_t(table.codes()));
-    int uses = 0;
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      const auto found = entries_.find(key);
-      if (found != entries_.end()) {
-        uses = ++found->second.uses;
-        if (uses != 2) return found->second.table;
-      }
-    }
-    auto made = std::make_shared<const JpegSkipTable>(table, is_ac, uses == 2);
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (entries_.size() >= kKept) entries_.clear();
-    Entry& entry = entries_[key];
-    entry.table = made;
-    entry.uses = std::max(entry.uses, std::max(uses, 1));
-    return made;
-  }
-
-  std::mutex mutex_;
-  std::unordered_map<std::string, Entry> entries_;
-};
-
-// Bits of bytes without stuffing; at least 8 bytes more than are asked for must be readable.
-class JpegByteBits {
- public:
-  JpegByteBits(const uint8_t* data, int64_t first) : begin_(data), next_(data + first) {}
-
-  // At least 56 bits can be taken after it.
-  void fill() {
-    buffer_ |= jpeg_load64(next_) >> count_;
-    next_ += (63 - count_) >> 3;
-    count_ |= 56;
-  }
-  uint32_t peek(int bits) const { return static_cast<uint32_t>(buffer_ >> (64 - bits)); }
-  void take(uint32_t bits) { buffer_ <<= bits, count_ -= bits; }
-  int64_t position() const { return (next_ - begin_) * 8 - count_; }
-
- private:
-  const uint8_t* begin_;
-  const uint8_t* next_;
-  uint64_t buffer_ = 0;
-  uint32_t count_ = 0;
-};
 
 // A fast hash of memory: not against malice, but against writers that were killed and disks that fail.
 inline uint64_t jpeg_checksum(const void* data, size_t bytes) {
@@ -204,6 +60,13 @@ struct JpegHead {
 // Makes a packed JPEG of a file.
 class JpegPacker {
  public:
+  // Has another thread run it, soon or never.
+  using Ask = std::function<void(std::function<void()>)>;
+
+  // With `ask` up to `helpers` other threads read pieces of a scan without restart markers, of so many bytes each.
+  explicit JpegPacker(int helpers = 0, Ask ask = nullptr, int64_t piece_bytes = 4096)
+      : helpers_(helpers), ask_(std::move(ask)), piece_bytes_(piece_bytes) {}
+
   // Null and the packed JPEG, or why the file is refused and an empty one.
   const char* pack(const uint8_t* data, int64_t size, std::vector<uint8_t>& packed, JpegHead head = {}) {
     packed.clear();
@@ -212,9 +75,13 @@ class JpegPacker {
     return reason;
   }
 
+  // How many MCUs of the last file other threads have read.
+  int64_t helped() const { return helped_; }
+
  private:
-  // More than what a block of codes can take, and the eight bytes that a reader looks ahead.
-  static constexpr size_t kAhead = 64 * 31 / 8 + 16;
+  static constexpr size_t kAhead = JpegScan::kAhead;
+  // Of a scan that several threads read: each MCU takes up to 64 bytes of memory.
+  static constexpr uint32_t kMostShared = 1 << 20;
 
   const char* pack_or_refuse(const uint8_t* data, int64_t size, std::vector<uint8_t>& packed, JpegHead head) {
     file_ = JpegFile{};
@@ -343,20 +210,15 @@ class JpegPacker {
     const JpegHeader& h = header_;
     auto* starts = reinterpret_cast<uint32_t*>(packed + h.starts);
     auto* predictors = reinterpret_cast<int16_t*>(packed + h.predictors);
-    std::shared_ptr<const JpegSkipTable> tables[kJpegMaxTables];
-    for (int i = 0; i < h.tables; ++i) tables[i] = JpegSkipTables::get(*tables_[i], is_ac_[i]);
-    struct Block {
-      const JpegSkipTable* dc;
-      const JpegSkipTable* ac;
-      int component;
-    } blocks[kJpegMaxBlocks];
-    int count = 0;
-    for (int i = 0; i < h.components; ++i) {
-      for (int j = 0; j < h.component[i].h * h.component[i].v; ++j) {
-        blocks[count++] = {tables[h.component[i].dc].get(), tables[h.component[i].ac].get(), i};
-      }
-    }
+    const auto note = [&](uint32_t number, const JpegMcu& at) {
+      if (number % kJpegSegment) return;
+      *starts++ = at.bit;
+      for (int i = 0; i < h.components; ++i) *predictors++ = static_cast<int16_t>(at.predictor[i]);
+    };
     const uint32_t mcus = jpeg_mcus(h);
+    const JpegScan scan = scan_with_tables();
+    const std::shared_ptr<JpegPieces> pieces = shared_pieces(scan, mcus);
+    helped_ = 0;
     size_t restart = 0;
     int64_t begin = 0;
     for (uint32_t mcu = 0; mcu < mcus; mcu += h.interval, ++restart) {
@@ -364,25 +226,53 @@ class JpegPacker {
       if (!last && restart >= restarts_.size()) return kDamaged;
       const int64_t end = last ? scan_bytes_ : restarts_[restart];
       JpegByteBits bits(scan_, begin);
-      int predictor[3] = {0, 0, 0};
-      const uint32_t stop = last ? mcus : mcu + h.interval;
-      for (uint32_t m = mcu; m < stop; ++m) {
-        if ((m - mcu) % kJpegSegment == 0) {
-          *starts++ = static_cast<uint32_t>(bits.position());
-          for (int i = 0; i < h.components; ++i) *predictors++ = static_cast<int16_t>(predictor[i]);
+      JpegMcu at;
+      const uint32_t count = last ? mcus - mcu : h.interval;
+      for (uint32_t m = 0; m < count; ++m) {
+        at.bit = static_cast<uint32_t>(bits.position());
+        note(m, at);
+        if (pieces) {
+          const uint32_t before = m;
+          pieces->follow(at, [&](const JpegMcu& next) {
+            if (m + 1 == count) return false;
+            at = next;
+            note(++m, at);
+            return true;
+          });
+          if (m > before) bits.go_to(at.bit);
+          helped_ += m - before;
         }
-        for (int b = 0; b < count; ++b) {
-          const Block& block = blocks[b];
-          if (!skip_block(bits, *block.dc, *block.ac, predictor[block.component])) return kDamaged;
-          if (bits.position() > end * 8) return last ? kShort : kDamaged;
-        }
+        const JpegScan::Found found = scan.skip_mcu(bits, at.predictor, end * 8, [](int) {});
+        if (found != JpegScan::Found::kMcu) return last && found == JpegScan::Found::kEnd ? kShort : kDamaged;
       }
       // Padding to a byte, and no more, before a restart.
       if (!last && end * 8 - bits.position() >= 8) return kDamaged;
       begin = end;
       if (last) used_bits_ = bits.position();
     }
+    if (pieces) pieces->skip_to(pieces->count());
     return nullptr;
+  }
+
+  JpegScan scan_with_tables() const {
+    const JpegHeader& h = header_;
+    JpegScan scan;
+    scan.data = scan_, scan.bytes = scan_bytes_;
+    std::shared_ptr<const JpegSkipTable> tables[kJpegMaxTables];
+    for (int i = 0; i < h.tables; ++i) tables[i] = JpegSkipTables::get(*tables_[i], is_ac_[i]);
+    for (int i = 0; i < h.components; ++i) {
+      for (int j = 0; j < h.component[i].h * h.component[i].v; ++j) {
+        scan.block[scan.blocks++] = {tables[h.component[i].dc], tables[h.component[i].ac], i};
+      }
+    }
+    return scan;
+  }
+
+  std::shared_ptr<JpegPieces> shared_pieces(const JpegScan& scan, uint32_t mcus) const {
+    if (!helpers_ || scan.bytes < 2 * piece_bytes_ || header_.interval != mcus || mcus > kMostShared) return nullptr;
+    auto pieces = std::make_shared<JpegPieces>(scan, piece_bytes_, mcus);
+    for (int i = 0; i < helpers_; ++i) ask_([pieces] { pieces->help(); });
+    return pieces;
   }
 
   // Whether the index of `head` is this file's: then the packed JPEG is made with it.
@@ -393,40 +283,6 @@ class JpegPacker {
     used_bits_ = scan_bytes_ * 8;
     finish(packed);
     return header_.checksum == made.checksum;
-  }
-
-  static bool skip_block(JpegByteBits& bits, const JpegSkipTable& dc, const JpegSkipTable& ac, int& predictor) {
-    bits.fill();
-    const uint32_t code = dc.one(bits.peek(16)), length = code >> 8, size = code & 255;
-    if (!code) return false;
-    bits.take(length);
-    if (size) {
-      const auto value = static_cast<int>(bits.peek(static_cast<int>(size)));
-      predictor += value >> (size - 1) ? value : value - (1 << size) + 1;
-      bits.take(size);
-      if (predictor != static_cast<int16_t>(predictor)) return false;
-    }
-    const int lookup = ac.bits();
-    const uint16_t* entries = ac.entries();
-    uint32_t i = 1;
-    for (;;) {
-      bits.fill();
-      const uint32_t entry = entries[bits.peek(lookup)], grown = i + (entry >> 5 & 127);
-      if (grown <= 63) {
-        bits.take(entry & 31);
-        i = grown;
-        if (entry >> 12) return true;
-        continue;
-      }
-      // The block's end is near, or the code is long: one code.
-      const uint32_t one = ac.one(bits.peek(16)), run = one >> 4 & 15, bits_of_value = one & 15;
-      if (!one) return false;
-      bits.take((one >> 8) + bits_of_value);
-      if (!bits_of_value && run != 15) return true;
-      i += run + 1;
-      if (i > 64) return false;
-      if (i == 64) return true;
-    }
   }
 
   // Cuts off what was not read, turns bytes into words, and signs.
@@ -468,6 +324,9 @@ class JpegPacker {
   uint8_t* scan_ = nullptr;
   int64_t scan_bytes_ = 0, used_bits_ = 0;
   std::vector<int64_t> restarts_;
+  int helpers_;
+  Ask ask_;
+  int64_t piece_bytes_, helped_ = 0;
 };
 
 }  // namespace torch_fastdet::core

@@ -1,6 +1,7 @@
 // JPEG files on the CPU: threads over files.
 #include <ATen/ops/empty.h>
 
+#include <functional>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -9,6 +10,7 @@
 #include "core/jpeg/jpeg_loops.h"
 #include "core/jpeg/jpeg_pack.h"
 #include "core/jpeg/jpeg_plan.h"
+#include "ops/common/helpers.h"
 #include "ops/common/parallel.h"
 #include "ops/jpeg/run.h"
 
@@ -53,15 +55,21 @@ std::tuple<at::Tensor, at::Tensor, std::vector<std::string>> jpeg_pack(at::Tenso
   }
   std::vector<std::vector<uint8_t>> packed(files.size());
   std::vector<std::string> refusals(files.size());
-  parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
-    core::JpegPacker packer;
-    for (int64_t i = begin; i < end; ++i) {
-      core::JpegHead head;
-      if (heads) head = {(*heads)[i].const_data_ptr<uint8_t>(), (*heads)[i].numel()};
-      const char* reason = packer.pack(files[i].const_data_ptr<uint8_t>(), files[i].numel(), packed[i], head);
-      if (reason) refusals[i] = reason;
-    }
-  });
+  const auto pack = [&](core::JpegPacker& packer, int64_t i) {
+    core::JpegHead head;
+    if (heads) head = {(*heads)[i].const_data_ptr<uint8_t>(), (*heads)[i].numel()};
+    const char* reason = packer.pack(files[i].const_data_ptr<uint8_t>(), files[i].numel(), packed[i], head);
+    if (reason) refusals[i] = reason;
+  };
+  if (count == 1) {
+    core::JpegPacker packer(Helpers::count(), Helpers::ask);
+    pack(packer, 0);
+  } else {
+    parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+      core::JpegPacker packer;
+      for (int64_t i = begin; i < end; ++i) pack(packer, i);
+    });
+  }
   const at::Tensor pictures = at::empty({count, kPackColumns}, at::TensorOptions().dtype(at::kLong));
   int64_t bytes = 0;
   for (int64_t i = 0; i < count; ++i) {
