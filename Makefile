@@ -124,8 +124,9 @@ fuzz-files: build ## mutated files and requests through what reads them: stage t
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.files --count $(CASES) --log build/fuzz-files.log
 
 SOAK ?= --minutes 10
-soak: $(if $(GPU),,build) ## a long training: epoch time, memory, threads and files are flat; then 50 kills and resumes, and 100 trainings (SOAK="--hours 4")
+soak: $(if $(GPU),,build) ## a long training: epoch time, memory, threads and files are flat; then 40 generations, 50 kills and resumes, and 100 trainings (SOAK="--hours 4")
 	$(BENCH_PYTHON) -m benchmarks.soak $(SOAK)
+	$(BENCH_PYTHON) -m benchmarks.soak --evolve 40
 	$(BENCH_PYTHON) -m benchmarks.soak --kills 50
 	TRAININGS=100 $(BENCH_PYTHON) -m pytest -q tests/ultralytics/test_many_trainings.py
 

@@ -251,6 +251,9 @@ def main(argv: list[str] | None = None) -> int:
     seconds = math.inf if options.evolve else options.hours * 3600 or options.minutes * 60
     training = Training(folder, device, pictures, [], options.evolve)
     samples = watch(training, device, begin + seconds, options.least)
+    if len(samples) < 4:
+        print(f"{len(samples)} samples are too few for a slope; {LEFT_OUT + 4} epochs or generations are the least")
+        return 1
     text, growing = table(samples)
     what = "generations" if options.evolve else "epochs"
     print(f"{len(samples)} {what} in {samples[-1].hours:.2f} hours on {options.device}: {folder}/samples.csv\n\n{text}")

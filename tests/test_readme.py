@@ -273,7 +273,8 @@ COMMANDS = [
     (r"make test( PYTHON=python3\.12)?", Held("Makefile", "test-all: test ##")),
     (r"make test-all", Held(".ci/run", "make test-all\n")),
     (r"make test TORCH=2\.15\.0", Held(".ci/run", "make test-python TORCH=2.15.0")),
-    (r"make soak", Held("tests/benchmarks/test_soak.py", "def test_both_parts_run")),
+    (r"make soak", Held("tests/benchmarks/test_soak.py", "def test_all_parts_run")),
+    (r"python -m tests\.fuzz\.operators .*", Held("tests/fuzz/test_operators.py", 'passes("operators"')),
     (r"make fuzz-operators", Held("Makefile", "-m tests.fuzz.operators")),
     (r"make fuzz-files", Held("Makefile", "-m tests.fuzz.files")),
     (r"make fuzz", Held("Makefile", "--target fuzz_jpeg")),  # the same decoder as in make test-asan, for minutes

@@ -1,4 +1,4 @@
-"""benchmarks/soak.py: its line through the samples, and a short run of both of its parts."""
+"""benchmarks/soak.py: its line through the samples, and a short run of its parts."""
 
 import pytest
 
@@ -35,11 +35,13 @@ def test_processes_are_those_below_too():
 
 
 @pytest.mark.slow
-def test_both_parts_run(tmp_path, capsys):
+def test_all_parts_run(tmp_path, capsys):
     assert soak.main(["--minutes", "0", "--device", "cpu", "--pictures", "8", "--folder", str(tmp_path / "a")]) in (
         0,
         1,
     )
     assert "| host_mib |" in capsys.readouterr().out
+    assert soak.main(["--evolve", "7", "--device", "cpu", "--pictures", "8", "--folder", str(tmp_path / "c")]) in (0, 1)
+    assert "4 generations in" in capsys.readouterr().out
     assert soak.main(["--kills", "3", "--device", "cpu", "--pictures", "8", "--folder", str(tmp_path / "b")]) == 0
     assert "killed 3 times: 2 resumes to the last bit" in capsys.readouterr().out
