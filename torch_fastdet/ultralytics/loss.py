@@ -361,18 +361,22 @@ class _SegmentationLoss(_DetectionLoss):
     """Ultralytics' ``v8SegmentationLoss`` in a few launches: as :class:`v8DetectionLoss`, and the masks of the assigned anchors in one
     pass, without a mask in memory (:func:`torch_fastdet.ops.v8_segmentation_loss`).
 
+    YOLO26's head has semantic logits, too. Their part is stock's own ``bcedice_loss``, without host synchronisation, and needs
+    ``batch["sem_masks"]``.
+
     A batch of targets alone, as :class:`torch_fastdet.graphs.TrainStep` passes it, is not taken: ``batch["masks"]`` is needed. With
     more than 128 mask coefficients stock's code runs.
     """
 
     labels = "masks"
+    bcedice_loss: Callable[[Tensor, Tensor], Tensor]
     overlap: bool
 
     def takes(self, preds: Outputs, batch: object) -> bool:
-        return isinstance(preds["proto"], Tensor) and preds["proto"].shape[1] <= MOST_MASK_CHANNELS
+        return self.prototypes(preds).shape[1] <= MOST_MASK_CHANNELS
 
     def prototypes(self, preds: Outputs) -> Tensor:
-        return preds["proto"]
+        return preds["proto"][0] if isinstance(preds["proto"], tuple) else preds["proto"]
 
     def with_task(self, preds: Outputs, batch: Batch, slots: _Slots, loss: Tensor, items: Tensor) -> LossItems:
         coefficients, protos = preds["mask_coefficient"], self.prototypes(preds)
@@ -394,43 +398,12 @@ class _SegmentationLoss(_DetectionLoss):
             self.overlap,
         )
         loss, items = _second(loss, part), _second(items, item)
-        # The semantic part is YOLO26's; the names have it since it is there.
-        missing = len(self.loss_names) - len(items)
-        return F.pad(loss, (0, missing)), F.pad(items, (0, missing))
-
-
-class _SegmentLoss26(_SegmentationLoss):
-    """Ultralytics' ``SegmentLoss26``: as :class:`v8SegmentationLoss`, with an assignment that compares masks too
-    (:func:`torch_fastdet.ops.v8_segmentation_loss` with ``compare_masks``), and the part of the semantic logits.
-
-    The semantic part is stock's own ``bcedice_loss``, without host synchronisation. ``batch["sem_masks"]`` is needed in training.
-    """
-
-    bcedice_loss: Callable[[Tensor, Tensor], Tensor]
-
-    def takes(self, preds: Outputs, batch: object) -> bool:
-        return self.prototypes(preds).shape[1] <= MOST_MASK_CHANNELS
-
-    def prototypes(self, preds: Outputs) -> Tensor:
-        return preds["proto"][0] if isinstance(preds["proto"], tuple) else preds["proto"]
-
-    def assignment(self, preds: Outputs, batch: Batch | None, boxes: Tensor, scores: Tensor) -> _Assignment:
-        assert batch is not None
-        arguments = (
-            [boxes, scores],
-            preds["mask_coefficient"].detach().to(boxes.dtype),
-            self.prototypes(preds).detach().to(boxes.dtype),
-            batch["masks"].to(boxes.device),
-        )
-        return _Assignment(torch.ops.torch_fastdet.v8_masked_loss, arguments, {"overlap": bool(self.overlap)})
-
-    def with_task(self, preds: Outputs, batch: Batch, slots: _Slots, loss: Tensor, items: Tensor) -> LossItems:
-        loss, items = super().with_task(preds, batch, slots, loss, items)
         if not isinstance(preds["proto"], tuple):
-            return loss, items
+            missing = len(self.loss_names) - len(items)  # the semantic part, which some versions have no name for
+            return F.pad(loss, (0, missing)), F.pad(items, (0, missing))
         part = self._semantic(preds["proto"][1].float(), batch) * slots.settings[0].float()
         part = torch.where((slots.anchor >= 0).any(), part, 0)  # the gain is that of the boxes
-        return _with_part(preds, slots, loss[:-1], items[:-1], part)
+        return _with_part(preds, slots, loss, items, part)
 
     def _semantic(self, logits: Tensor, batch: Batch) -> Tensor:
         """Stock's own criterion of (bs, classes, height, width) logits, before the gain."""
@@ -443,6 +416,22 @@ class _SegmentLoss26(_SegmentationLoss):
         number = torch.arange(logits.shape[1], device=logits.device).view(1, -1, 1, 1)
         wanted = ((classes == number) & covered).float()
         return self.bcedice_loss(logits, wanted)
+
+
+class _SegmentLoss26(_SegmentationLoss):
+    """Ultralytics' ``SegmentLoss26``: as :class:`v8SegmentationLoss`, with an assignment that compares masks too
+    (:func:`torch_fastdet.ops.v8_segmentation_loss` with ``compare_masks``).
+    """
+
+    def assignment(self, preds: Outputs, batch: Batch | None, boxes: Tensor, scores: Tensor) -> _Assignment:
+        assert batch is not None
+        arguments = (
+            [boxes, scores],
+            preds["mask_coefficient"].detach().to(boxes.dtype),
+            self.prototypes(preds).detach().to(boxes.dtype),
+            batch["masks"].to(boxes.device),
+        )
+        return _Assignment(torch.ops.torch_fastdet.v8_masked_loss, arguments, {"overlap": bool(self.overlap)})
 
 
 class _PoseLoss(_DetectionLoss):
@@ -485,7 +474,8 @@ class _PoseLoss(_DetectionLoss):
 
 class _PoseLoss26(_PoseLoss):
     """Ultralytics' ``PoseLoss26``: as :class:`v8PoseLoss`, with an assignment that compares keypoints in place of boxes
-    (:func:`torch_fastdet.ops.v8_pose_loss` with ``compare_keypoints``), and the part of residual log-likelihood (RLE).
+    (:func:`torch_fastdet.ops.v8_pose_loss` with ``compare_keypoints``; up to 8.4.169 boxes, as in stock), and the part of residual
+    log-likelihood (RLE).
 
     The RLE part runs the head's own ``flow_model`` and stock's ``rle_loss`` over all slots of the assignment: without host
     synchronisation, in a hundred launches or so. ``hyp.rle`` is read at each call.
@@ -508,6 +498,8 @@ class _PoseLoss26(_PoseLoss):
         return super()._task_changed()
 
     def assignment(self, preds: Outputs, batch: Batch | None, boxes: Tensor, scores: Tensor) -> _Assignment:
+        if not hasattr(self.assigner, "sigmas"):
+            return super().assignment(preds, batch, boxes, scores)
         assert batch is not None
         arguments = (
             [boxes, scores],
@@ -660,7 +652,8 @@ class _Parts:
     def __init__(self, module: ModuleType, criterion: str) -> None:
         rotated = criterion == "v8OBBLoss"
         self.detection_loss = _stock(module, "v8DetectionLoss")
-        self.assigner: Any = _stock(module, ASSIGNERS.get(criterion, "TaskAlignedAssigner"))
+        assigner = ASSIGNERS.get(criterion)  # those of YOLO26's tasks are newer than their losses
+        self.assigner: Any = _stock(module, assigner if assigner in vars(module) else "TaskAlignedAssigner")
         self.bbox_loss: Any = _stock(module, "RotatedBboxLoss" if rotated else "BboxLoss")
         self.dfl_loss: Any = _stock(module, "DFLoss")
         self.methods = {name: getattr(self.assigner, name) for name in ASSIGNER_METHODS if hasattr(self.assigner, name)}

@@ -20,7 +20,7 @@ TOLERANCE = 1e-4
 BRANCHES = ((16, 10, None), (1, 7, 5))
 TRIALS = {
     "v8DetectionLoss": BRANCHES,
-    "v8SegmentationLoss": BRANCHES[:1],
+    "v8SegmentationLoss": BRANCHES,
     "SegmentLoss26": BRANCHES,
     "v8PoseLoss": BRANCHES[:1],
     "PoseLoss26": BRANCHES,
@@ -126,7 +126,7 @@ def differs(stock: Any) -> str | None:
         with torch.no_grad(), torch.inference_mode(False), torch.device("cpu"):
             for reg_max, topk, topk2 in TRIALS[stock.__name__]:
                 preds, batch = trial(reg_max)
-                if stock.__name__ == "SegmentLoss26":
+                if reg_max == 1:  # as YOLO26 has it
                     preds["proto"] = preds["proto"], preds["semantic"]
                 if stock.__name__ == "PoseLoss26":
                     preds["kpts"] = preds["near_kpts"]
