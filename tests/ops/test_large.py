@@ -445,6 +445,19 @@ def check_slices(count: int, form: torch.memory_format, device: torch.device) ->
 
 
 @pytest.mark.alone
+def test_padding(large):
+    check_padding(LIMIT // (24 * 128 * 128) + 2, large)
+
+
+def check_padding(count: int, device: torch.device) -> None:
+    one = torch.rand(1, 16, 128, 128).bfloat16()
+    out, sums = OPS.pad_and_sum(repeated(one, count, device), 24)
+    for at in (0, count // 2, count - 1):
+        assert torch.equal(out[at, :16].cpu(), one[0]) and not out[at, 16:].any()
+    torch.testing.assert_close(sums[:16].cpu().float() / count, one.float().sum((0, 2, 3)), rtol=1e-2, atol=0)
+
+
+@pytest.mark.alone
 def test_gradients_of_the_stem(large):
     """Of equal images: that of one, times their number."""
     count = LIMIT // (16 * 256 * 256) + 2
