@@ -93,6 +93,22 @@ def test_finds_what_the_predictor_finds(device, version, end2end, task):
     torch.testing.assert_close(one[0][0, : counts[3]], detections[3, : counts[3]], rtol=1e-3, atol=0.3)
 
 
+def test_jpeg_files_give_what_the_predictor_finds(device, tmp_path):
+    cv2 = pytest.importorskip("cv2")
+    yolo = model_of("v8", "detect")
+    yolo.model.to(device)
+    module = PictureDetector.from_model(yolo, SIDE, bgr=True, conf_thres=0.2, iou_thres=0.5, max_det=20)
+    files = [cv2.imencode(".jpg", im)[1].tobytes() for im in pictures(SHAPES)]
+    path = tmp_path / "0.jpg"
+    path.write_bytes(files[0])
+    with torch.inference_mode():
+        detections, counts = module.forward_files([path, *files[1:]])
+    assert counts.min() > 0
+    ims = [cv2.imdecode(np.frombuffer(file, np.uint8), cv2.IMREAD_COLOR) for file in files]
+    for i, (rows, _) in enumerate(predicted(yolo, ims, device, False)):
+        torch.testing.assert_close(detections[i, : counts[i]], rows, rtol=1e-3, atol=0.3)
+
+
 def test_no_prototypes_is_a_sentence():
     module = PictureDetector.from_model(model_of("v8", "detect").model, SIDE)
     with pytest.raises(ValueError, match="the network gives no prototypes"):

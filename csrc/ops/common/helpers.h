@@ -1,4 +1,4 @@
-// Threads that help where they have time. Nobody waits for them, so a busy machine makes nothing slower.
+// Threads that help where they have time. Nobody waits for them, so they cost little where the machine is busy.
 #pragma once
 
 #include <ATen/Parallel.h>
