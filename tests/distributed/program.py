@@ -1,8 +1,9 @@
 """What two or more ranks do in test_distributed.py: DistributedDataParallel against ours. Started by torchrun.
 
-    torchrun --nproc_per_node 2 tests/distributed/program.py gloo|nccl FOLDER CASE ...
+    torchrun --nproc_per_node 2 tests/distributed/program.py gloo|nccl|shared FOLDER CASE ...
 
-With gloo the CPU stands in for the GPU (tests/graphs/fake_gpu.py); the exchange is that of a GPU. Each rank writes FOLDER/<rank>.json:
+With gloo the CPU stands in for the GPU (tests/graphs/fake_gpu.py); the exchange is that of a GPU. "shared" is gloo too, on one GPU that
+all ranks share, which NCCL refuses. Each rank writes FOLDER/<rank>.json:
 for each case "ok" or its traceback.
 """
 
@@ -589,10 +590,11 @@ def main():
     if backend == "gloo":
         fake_gpu.install(monkeypatch)
     else:
-        fake_gpu.GPU.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        fake_gpu.GPU.device = torch.device("cuda", 0 if backend == "shared" else int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(fake_gpu.GPU.device)
         torch.backends.cudnn.deterministic = True
-    dist.init_process_group(backend, timeout=timedelta(seconds=int(os.environ.get("TIMEOUT", "200"))))
+    group = "gloo" if backend == "shared" else backend
+    dist.init_process_group(group, timeout=timedelta(seconds=int(os.environ.get("TIMEOUT", "200"))))
     results = {}
     for name in names or CASES:
         try:

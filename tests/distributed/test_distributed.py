@@ -156,6 +156,13 @@ def test_four_ranks(variables, tmp_path, backend):
 
 
 @pytest.mark.slow
+def test_two_ranks_share_a_gpu(cuda, variables, tmp_path):
+    cases = ("graphed_module", "accumulation_with_no_sync", "train_step")
+    found, output = ranks(variables, "shared", tmp_path, cases)
+    assert all(said == dict.fromkeys(cases, "ok") for said in found), output[-4000:]
+
+
+@pytest.mark.slow
 @on_both
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_rank_that_is_a_minute_late(variables, tmp_path, size, backend):
