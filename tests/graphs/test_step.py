@@ -126,8 +126,7 @@ def test_train_step_leaves_frozen_parameters_alone(gpu, accumulate):
 
 def test_train_step_drops_an_accumulation_whose_parameters_moved(gpu):
     model = Detector().to_device()
-    loss_of_batch, optimizer, scaler, ema = make_training(model)
-    step = TrainStep(model, loss_of_batch, optimizer, scaler, ema)
+    step = TrainStep(model, *make_training(model))
     images, targets = some_batches(1)[0]
     step(images, targets, update=False)
     weight = model.stem[0][0].weight
@@ -514,8 +513,7 @@ def test_the_optimizer_is_checked_once(gpu, monkeypatch):
 
 def test_train_step_keeps_no_input_without_its_graph(gpu):
     model = Detector().to_device()
-    loss_of_batch, optimizer, scaler, ema = make_training(model)
-    step = TrainStep(model, loss_of_batch, optimizer, scaler, ema, max_graphs=2)
+    step = TrainStep(model, *make_training(model), max_graphs=2)
     for size in (64, 96, 128, 160):
         for images, targets in some_batches(2, sizes=(size,)):
             step(images, targets)
@@ -592,8 +590,7 @@ def test_train_step_errors(gpu):
 def test_train_step_goes_on_after_a_capture_that_failed(gpu):
     """Beside a graph that was captured before: their pool cannot be captured into again."""
     model = Detector().to_device()
-    loss_of_batch, optimizer, scaler, ema = make_training(model)
-    step = TrainStep(model, loss_of_batch, optimizer, scaler, ema)
+    step = TrainStep(model, *make_training(model))
     small, large = some_batches(2, sizes=(64, 96))
     for _ in range(3):
         step(*small)
@@ -626,8 +623,7 @@ def test_a_capture_puts_no_hooks_on_the_model(gpu, graphed):
     model.to_device()
     images, targets = some_batches(1)[0]
     if graphed is TrainStep:
-        loss_of_batch, optimizer, scaler, ema = make_training(model)
-        step = TrainStep(model, loss_of_batch, optimizer, scaler, ema)
+        step = TrainStep(model, *make_training(model))
         for _ in range(3):
             step(images, targets)
     else:

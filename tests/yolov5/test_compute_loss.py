@@ -72,6 +72,12 @@ def make_targets(count, batch, classes, device="cpu"):
     return torch.cat((image.float(), label.float(), box), 1).to(device)
 
 
+def sample(device="cpu", count=6, dtype=torch.float32):
+    """A model, its loss, and heads and targets of two images."""
+    model = Model(device=device)
+    return model, ComputeLoss(model), make_heads(model, 2, 64, dtype), make_targets(count, 2, 5, device)
+
+
 def without_shared_cells(targets):
     """On CUDA stock's objectness is a matter of chance where targets share a cell: keep one target an image."""
     keep = {int(image): row for row, image in enumerate(targets[:, 0])}
@@ -193,9 +199,7 @@ def test_balance_can_be_set(stock, autobalance):
 
 
 def test_gains_are_read_at_each_call(device):
-    model = Model(device=device)
-    compute = ComputeLoss(model)
-    heads, targets = make_heads(model, 2, 64), make_targets(6, 2, 5, device)
+    model, compute, heads, targets = sample(device)
     box = compute(heads, targets)[1][0]
     model.hyp["box"] *= 2
     torch.testing.assert_close(compute(heads, targets)[1][0], 2 * box)
@@ -241,9 +245,7 @@ BAD_ROWS = [
 
 @pytest.mark.parametrize("column, value, sentence", BAD_ROWS)
 def test_bad_rows(device, column, value, sentence):
-    model = Model(device=device)
-    compute = ComputeLoss(model)
-    heads, targets = make_heads(model, 2, 64), make_targets(4, 2, 5, device)
+    _, compute, heads, targets = sample(device, count=4)
     targets[1, column] = value
     with pytest.raises(ValueError, match=sentence):
         compute(heads, targets)
@@ -253,9 +255,7 @@ def test_bad_rows(device, column, value, sentence):
 
 
 def test_bad_row_is_told_by_a_later_call(cuda):
-    model = Model(device=cuda)
-    compute = ComputeLoss(model)
-    heads, targets = make_heads(model, 2, 64), make_targets(4, 2, 5, cuda)
+    _, compute, heads, targets = sample(cuda, count=4)
     bad = targets.clone()
     bad[2, 1] = 9
     compute(heads, targets)[0].backward()  # kernels are loaded, buffers made
@@ -270,9 +270,8 @@ def test_bad_row_is_told_by_a_later_call(cuda):
 def test_calls_without_gradients_wait_for_what_was_bad(monkeypatch):
     """Validation, which comes behind the last iteration of a training."""
     late_gpu.install(monkeypatch)
-    model = Model()
-    compute = ComputeLoss(model)
-    heads, targets = make_heads(model, 2, 64), make_targets(4, 2, 5).as_subclass(late_gpu.OnGpu)
+    _, compute, heads, targets = sample(count=4)
+    targets = targets.as_subclass(late_gpu.OnGpu)
     bad = [True, False]
     compute._status.checks = DeferredStatus(lambda status, rows: "a bad row" if bad.pop(0) else None)
     compute(heads, targets)
@@ -283,9 +282,7 @@ def test_calls_without_gradients_wait_for_what_was_bad(monkeypatch):
 
 
 def test_bad_row_without_gradients_is_told_at_once(cuda):
-    model = Model(device=cuda)
-    compute = ComputeLoss(model)
-    heads, targets = make_heads(model, 2, 64), make_targets(4, 2, 5, cuda)
+    _, compute, heads, targets = sample(cuda, count=4)
     targets[2, 1] = 9
     torch.cuda._sleep(1_000_000_000)
     with torch.inference_mode(), pytest.raises(ValueError, match="row 2, column 1"):
@@ -293,9 +290,7 @@ def test_bad_row_without_gradients_is_told_at_once(cuda):
 
 
 def test_bad_rows_in_a_graph_are_counted(cuda):
-    model = Model(device=cuda)
-    compute = ComputeLoss(model)
-    heads, targets = make_heads(model, 2, 64), make_targets(6, 2, 5, cuda)
+    model, compute, heads, targets = sample(cuda)
     compute(heads, targets)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -336,9 +331,7 @@ def test_what_cannot_be_set_says_so():
 
 
 def test_no_sync(cuda):
-    model = Model(device=cuda)
-    compute = ComputeLoss(model)
-    heads, targets = make_heads(model, 2, 64, torch.float16), make_targets(6, 2, 5, cuda)
+    _, compute, heads, targets = sample(cuda, dtype=torch.float16)
     compute(heads, targets)[0].backward()
     with no_sync():
         compute(heads, targets)[0].backward()
@@ -377,9 +370,7 @@ def test_number_of_classes_is_the_heads(device):
 
 def test_bad_rows_of_a_buffer(device):
     """With num_targets too, outside of a graph they are an error; what is behind the rows in use is not looked at."""
-    model = Model(device=device)
-    compute = ComputeLoss(model)
-    heads, targets = make_heads(model, 2, 64), make_targets(6, 2, 5, device)
+    _, compute, heads, targets = sample(device)
     targets[2, 1] = 9
     compute(heads, targets, torch.tensor(2, device=device))
     compute.check()
@@ -391,9 +382,7 @@ def test_bad_rows_of_a_buffer(device):
 
 def test_counting(cuda):
     """As TrainStep calls it: no error that a later call would raise."""
-    model = Model(device=cuda)
-    compute = ComputeLoss(model)
-    heads, targets = make_heads(model, 2, 64), make_targets(6, 2, 5, cuda)
+    _, compute, heads, targets = sample(cuda)
     targets[2, 1] = 9
     with compute.counting():
         compute(heads, targets, torch.tensor(6, device=cuda))
@@ -403,9 +392,7 @@ def test_counting(cuda):
 
 @pytest.mark.parametrize("claimed", [8, -1])
 def test_targets_beyond_the_buffer_are_an_error(device, claimed):
-    model = Model(device=device)
-    compute = ComputeLoss(model)
-    heads, targets = make_heads(model, 2, 64), make_targets(6, 2, 5, device)
+    _, compute, heads, targets = sample(device)
     with pytest.raises(ValueError, match=f"num_targets is {claimed}, but targets has 6 rows"):
         compute(heads, targets, torch.tensor(claimed, device=device))
         compute.check()
@@ -414,9 +401,7 @@ def test_targets_beyond_the_buffer_are_an_error(device, claimed):
 
 def test_targets_beyond_a_graphs_buffer_are_an_error(cuda):
     """The next check says how many were left out, once."""
-    model = Model(device=cuda)
-    compute = ComputeLoss(model)
-    heads, targets = make_heads(model, 2, 64), make_targets(6, 2, 5, cuda)
+    _, compute, heads, targets = sample(cuda)
     count = torch.tensor(6, device=cuda)
     compute(heads, targets, count)
     graph = torch.cuda.CUDAGraph()
@@ -450,9 +435,7 @@ def test_checks_belong_to_their_device(cuda):
 
 
 def test_what_is_no_head_or_target():
-    model = Model()
-    compute = ComputeLoss(model)
-    heads, targets = make_heads(model, 2, 64), make_targets(3, 2, 5)
+    _, compute, heads, targets = sample(count=3)
     with pytest.raises(TypeError, match="ComputeLoss: targets is a list, but a tensor"):
         compute(heads, [[0, 1, 0.5, 0.5, 0.1, 0.1]])
     with pytest.raises(TypeError, match="ComputeLoss: num_targets is a int, but a tensor of one int64"):

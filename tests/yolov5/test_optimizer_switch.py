@@ -11,7 +11,7 @@ from torch import nn
 import torch_fastdet.yolov5 as drop_in
 from tests.launches import launched
 from tests.yolov5 import real
-from tests.yolov5.conftest import SMALL
+from tests.yolov5.conftest import TRAIN
 from tests.yolov5.test_real_scripts import LOSSES, weights
 from torch_fastdet import optim
 from torch_fastdet._torch.private import NORM_LAYERS
@@ -229,19 +229,8 @@ def resumed(real_yolov5, data, tmp_path_factory):
     def run(first: tuple = (), second: tuple = ()) -> dict:
         if (first, second) not in made:
             name = f"run{len(made)}"
-            arguments = [
-                *SMALL,
-                "--weights",
-                "",
-                "--cfg",
-                "yolov5n.yaml",
-                "--data",
-                data.boxes,
-                "--epochs",
-                3,
-                "--noplots",
-            ]
-            arguments += ["--noautoanchor", "--project", project, "--name", name, "--seed", 1]
+            arguments = [*TRAIN, "--cfg", "yolov5n.yaml", "--data", data.boxes, "--epochs", 3]
+            arguments += ["--project", project, "--name", name]
             stopped = checkout.program("stop_after_first_epoch.py", *arguments, *first, ok=False)
             assert stopped.returncode == 7, stopped.stdout[-3000:]
             start = checkout.fast if second else checkout.stock

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.yolov5.conftest import IMAGE
+from tests.yolov5.conftest import TRAIN
 
 pytestmark = pytest.mark.slow
 EPOCHS = 3
@@ -17,20 +17,8 @@ KILLS = {"while it writes the file beside last.pt, in its second epoch": 11, "be
 def trainings(real_yolov5, data, tmp_path_factory):
     """Trains at once and with kills; the processes of the latter, and both folders."""
     checkout, project = real_yolov5("checkout"), tmp_path_factory.mktemp("exact")
-    arguments = [
-        "--img",
-        IMAGE,
-        "--batch",
-        2,
-        "--weights",
-        "",
-        "--cfg",
-        "yolov5n.yaml",
-        "--data",
-        data.boxes,
-        "--noplots",
-    ]
-    arguments += ["--noautoanchor", "--project", project, "--seed", 1, "--epochs", EPOCHS, "--save-period", 1]
+    arguments = [*TRAIN, "--cfg", "yolov5n.yaml", "--data", data.boxes, "--project", project]
+    arguments += ["--epochs", EPOCHS, "--save-period", 1]
 
     def train(device, workers, kills=()):
         flags = ["--fastdet", "--resume_exact"]
