@@ -319,26 +319,6 @@ def test_opcheck(device, layout):
     )
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compile_fullgraph(device, dynamic):
-    args = sample_call(device)
-
-    def run(heads, targets, settings, strides, sizes):
-        return ops.v8_loss([head * 1.5 for head in heads], targets, settings, strides, sizes)[0].sum()
-
-    loss = run(*args)
-    gradients = torch.autograd.grad(loss, args[0])
-    torch._dynamo.reset()
-    loss2 = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=dynamic)(*args)
-    assert torch.equal(loss, loss2)
-    assert all(torch.equal(a, b) for a, b in zip(gradients, torch.autograd.grad(loss2, args[0])))
-
-
-def test_script(device):
-    args = sample_call(device)
-    assert torch.equal(torch.jit.script(ops.v8_loss)(*args)[0], ops.v8_loss(*args)[0])
-
-
 def test_second_derivative_is_refused(device):
     args = sample_call(device)
     (gradient, _) = torch.autograd.grad(ops.v8_loss(*args)[0].sum(), args[0], create_graph=True)
@@ -377,36 +357,6 @@ def test_bad_arguments(device, change, sentence):
         arguments[name] = value.to(device) if isinstance(value, torch.Tensor) else value
     with pytest.raises(RuntimeError, match=sentence):
         ops.v8_loss(**arguments)
-
-
-BAD_ROWS = [(0, 2.0, "an image index"), (0, -1.0, "an image index"), (0, float("nan"), "an image index")]
-BAD_ROWS += [(1, 4.0, "a class index"), (1, -5.0, "a class index"), (1, float("nan"), "a class index")]
-
-
-@pytest.mark.parametrize("column, value, sentence", BAD_ROWS)
-def test_bad_row(device, column, value, sentence):
-    heads, targets, *rest = sample_call(device)
-    bad = targets.clone()
-    bad[3, column] = value
-    if device.type == "cpu":
-        with pytest.raises(ValueError, match=rf"targets row 3, column {column} .*{sentence}"):
-            ops.v8_loss(heads, bad, *rest)
-        return
-    loss, _, status = ops.v8_loss(heads, bad, *rest)
-    assert status.tolist()[0] == 1 and ops.v8_loss_fault(status.tolist()) == (3, column)
-    good = torch.cat((targets[:3], targets[4:]))
-    torch.testing.assert_close(loss, ops.v8_loss(heads, good, *rest)[0], rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("claimed", [7, -1])
-def test_num_targets_that_is_no_number_of_rows(device, claimed):
-    args = sample_call(device)
-    count = torch.tensor([claimed], device=device)
-    if device.type == "cpu":
-        with pytest.raises(ValueError, match=f"num_targets is {claimed}, but targets has 5 rows"):
-            ops.v8_loss(*args, count)
-    else:
-        assert ops.v8_loss(*args, count)[2].tolist() == [0, 0, claimed - 5, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -452,17 +402,6 @@ def test_graph_replay_follows_inputs_counts_and_settings(cuda):
             settings.copy_(settings_on(cuda, **changes))
         graph.replay()
         assert all(torch.equal(a, b) for a, b in zip(captured, run()))
-
-
-def test_side_stream(cuda):
-    heads, *rest = sample_call(cuda)
-    want = ops.v8_loss(heads, *rest)[0]
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)
-        got = ops.v8_loss([head * 1 for head in heads], *rest)[0]
-    stream.synchronize()
-    assert torch.equal(want, got)
 
 
 @pytest.mark.sanitizer

@@ -307,28 +307,6 @@ def test_opcheck(device, layout):
     )
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_compile_fullgraph(device, backend):
-    args = sample_call(device)
-
-    def run(heads, targets, anchors, balance):
-        return ops.yolov5_loss([head * 1.5 for head in heads], targets, anchors, balance, fl_gamma=1.0)[0].sum()
-
-    loss = run(*args)
-    gradients = torch.autograd.grad(loss, args[0])
-    torch._dynamo.reset()
-    compiled = torch.compile(run, fullgraph=True, backend=backend)
-    loss2 = compiled(*args)
-    assert torch.equal(loss, loss2)
-    assert all(torch.equal(a, b) for a, b in zip(gradients, torch.autograd.grad(loss2, args[0])))
-
-
-def test_script(device):
-    args = sample_call(device)
-    scripted = torch.jit.script(ops.yolov5_loss)
-    assert torch.equal(scripted(*args)[0], ops.yolov5_loss(*args)[0])
-
-
 def test_export(device):
     class Loss(torch.nn.Module):
         def forward(self, heads: list[torch.Tensor], targets, anchors, balance):
@@ -385,46 +363,6 @@ def test_bad_arguments(device, change, sentence):
         ops.yolov5_loss(**arguments)
 
 
-BAD_ROWS = [
-    (0, 2.0, "an image index"),
-    (0, -1.0, "an image index"),
-    (0, float("nan"), "an image index"),
-    (1, 3.0, "a class index"),
-    (1, -1.0, "a class index"),
-    (2, float("-inf"), "a finite number"),
-    (3, float("nan"), "a finite number"),
-    (4, float("inf"), "a finite number"),
-    (5, float("-inf"), "a finite number"),
-]
-
-
-@pytest.mark.parametrize("column, value, sentence", BAD_ROWS)
-def test_bad_row(device, column, value, sentence):
-    heads, targets, anchors, balance = sample_call(device)
-    bad = targets.clone()
-    bad[3, column] = value
-    if device.type == "cpu":
-        with pytest.raises(ValueError, match=rf"targets row 3, column {column} .*{sentence}"):
-            ops.yolov5_loss(heads, bad, anchors, balance)
-        return
-    loss, _, _, status = ops.yolov5_loss(heads, bad, anchors, balance)
-    assert status.tolist()[0] == 1
-    assert ops.yolov5_loss_fault(status.tolist()) == (3, column)
-    good = torch.cat((targets[:3], targets[4:]))
-    torch.testing.assert_close(loss, ops.yolov5_loss(heads, good, anchors, balance)[0], rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("claimed", [7, -1])
-def test_num_targets_that_is_no_number_of_rows(device, claimed):
-    heads, targets, anchors, balance = sample_call(device)
-    count = torch.tensor([claimed], device=device)
-    if device.type == "cpu":
-        with pytest.raises(ValueError, match=f"num_targets is {claimed}, but targets has 5 rows"):
-            ops.yolov5_loss(heads, targets, anchors, balance, count)
-    else:
-        assert ops.yolov5_loss(heads, targets, anchors, balance, count)[3].tolist() == [0, 0, claimed - 5, 0]
-
-
 @pytest.mark.alone
 def test_no_sync_and_few_launches(cuda):
     heads, targets, anchors, balance = sample_call(cuda, torch.float16)
@@ -452,18 +390,6 @@ def test_graph_replay_with_other_inputs(cuda):
             count.fill_(used)
         graph.replay()
         assert all(torch.equal(a, b) for a, b in zip(captured, run()))
-
-
-def test_side_stream(cuda):
-    heads, targets, anchors, balance = sample_call(cuda)
-    want = ops.yolov5_loss(heads, targets, anchors, balance)[0]
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)
-        late = [head * 1 for head in heads]
-        got = ops.yolov5_loss(late, targets, anchors, balance)[0]
-    stream.synchronize()
-    assert torch.equal(want, got)
 
 
 @pytest.mark.sanitizer
