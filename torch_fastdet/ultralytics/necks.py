@@ -9,18 +9,20 @@ from torch import nn
 
 from torch_fastdet.hosts.shared.necks import images_of_bytes, joined_upsampling
 from torch_fastdet.ultralytics.attention import attention_in_rows
+from torch_fastdet.ultralytics.heads import heads_in_rows
 
 MODULES = ("ultralytics.nn.tasks",)
 
 
 @contextlib.contextmanager
 def fewer_copies(model: nn.Module) -> Iterator[None]:
-    """While inside, the model's values are stock's with fewer copies: :func:`joined_upsampling`, :func:`images_of_bytes` and
-    :func:`attention_in_rows`."""
+    """While inside, the model's values are stock's with fewer copies: :func:`joined_upsampling`, :func:`images_of_bytes`,
+    :func:`attention_in_rows` and :func:`heads_in_rows`."""
     methods = "forward", "predict", "_predict_once"
     with (
         joined_upsampling(model, "_predict_once", MODULES),
         images_of_bytes(model, methods, MODULES),
         attention_in_rows(model),
+        heads_in_rows(model),
     ):
         yield
