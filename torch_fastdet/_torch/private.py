@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 foreach_copy_, foreach_add, foreach_add_ = torch._foreach_copy_, torch._foreach_add, torch._foreach_add_
+foreach_zero_ = torch._foreach_zero_
 disable_dynamo = torch._disable_dynamo  # torch.compiler.disable without its import of the compiler
 operator_names = torch._C._dispatch_get_all_op_names  # of all registered operators, with their namespace
 gpu_count = (

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_fastdet._torch.private import foreach_copy_, runs_plainly
+from torch_fastdet._torch.private import foreach_copy_, foreach_zero_, runs_plainly
 from torch_fastdet.layers.bn_act import convolutions_of_one_input
 from torch_fastdet.layers.joint import JOINED
 from torch_fastdet.layers.stem import has_stem_shape
@@ -59,13 +59,18 @@ class _Room:
         if used == self.rows:
             return torch.empty_strided(shape, like.stride(), dtype=dtype, device=like.device)
         layout = torch.channels_last if like.dim() == 4 else torch.contiguous_format
-        room = torch.empty(shape, dtype=dtype, device=like.device, memory_format=layout)
-        room[used:].zero_()
-        return room
+        return torch.empty(shape, dtype=dtype, device=like.device, memory_format=layout)
+
+    def rest(self, room: Tensor) -> Tensor:
+        """The rows of ``room`` behind the members, which :meth:`new` leaves as they are."""
+        return room[sum(member.shape[0] for member in self.members) :]
 
 
 def _cast_into_rooms(rooms: list[_Room], dtype: torch.dtype) -> list[Tensor]:
     made = [room.new(dtype) for room in rooms]
+    rests = [rest for rest in (room.rest(tensor) for room, tensor in zip(rooms, made)) if len(rest)]
+    if rests:
+        foreach_zero_(rests)
     places = [place for room, tensor in zip(rooms, made) for place in room.places(tensor)]
     members = [member.detach() for room in rooms for member in room.members]
     if places:
