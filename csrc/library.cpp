@@ -49,6 +49,9 @@ TORCH_LIBRARY(torch_fastdet, m) {
   // bias reads of its result's gradient.
   m.def("pad_and_sum(Tensor x, int channels) -> (Tensor out, Tensor sums)");
 
+  // The gradient of x in y = softmax(x, -1): (N, rows, columns), grad_y of any strides.
+  m.def("softmax_backward(Tensor grad_y, Tensor y) -> Tensor");
+
   // Intersection over union of box pairs, and its loss.
   m.def(
       "bbox_iou(Tensor box1, Tensor box2, bool xywh=True, bool GIoU=False, bool DIoU=False, bool CIoU=False, "

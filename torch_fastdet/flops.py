@@ -222,6 +222,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
         "bn_act_parts": lambda a: bn_act(math.prod(a.x), a.activation, a.residual is not None),
         "bn_act_parts_backward": lambda a: bn_act_backward(math.prod(a.x), a.activation),
         "pad_and_sum": lambda a: math.prod(a.x),
+        "softmax_backward": lambda a: 4 * math.prod(a.y),
         "sum_slices": lambda a: (len(a.x) - 1) * math.prod(a.out),
         "space_to_depth": _moves_alone,
         "space_to_depth_backward": _moves_alone,

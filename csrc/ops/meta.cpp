@@ -9,6 +9,7 @@
 #include "ops/nms/run.h"
 #include "ops/pool/run.h"
 #include "ops/slices/run.h"
+#include "ops/softmax/run.h"
 #include "ops/space_to_depth/run.h"
 #include "ops/stem_conv/run.h"
 #include "ops/upsample/run.h"
@@ -27,6 +28,7 @@ TORCH_LIBRARY_IMPL(torch_fastdet, Meta, m) {
   torch_fastdet::register_nms<Meta>(m);
   torch_fastdet::register_pool<Meta>(m);
   torch_fastdet::register_slices<Meta>(m);
+  torch_fastdet::register_softmax<Meta>(m);
   torch_fastdet::register_space_to_depth<Meta>(m);
   torch_fastdet::register_stem_conv<Meta>(m);
   torch_fastdet::register_upsample<Meta>(m);

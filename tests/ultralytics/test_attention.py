@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from torch_fastdet.ultralytics.attention import attention_in_rows
+from torch_fastdet.ultralytics.attention import _softmax, attention_in_rows
 
 block = pytest.importorskip("ultralytics.nn.modules.block", exc_type=ImportError)
 
@@ -54,7 +54,7 @@ def test_values_and_gradients(device, same_convolutions, kind, amp):
         assert a.dtype == b.dtype and a.shape == b.shape
         size = e.double().abs().max()
         error = (b - e).abs().max() if amp else 0
-        assert (a - e).abs().max() <= 1.5 * error + (1e-4 if amp else 1e-10) * size
+        assert (a - e).abs().max() <= 1.5 * error + (1e-4 if amp else 1e-10) * (size + 1e-2)
 
 
 def test_what_is_left_to_stock():
@@ -70,3 +70,25 @@ def test_what_is_left_to_stock():
     model.to(memory_format=torch.channels_last)
     with attention_in_rows(model):
         assert [("forward" in vars(module)) for module in model] == [True, False, False, False]
+
+
+@pytest.mark.parametrize("case", ["autocast", "float32", "half alone", "too many positions"])
+def test_softmax(device, case):
+    """One launch backward where the result is float32, for as many positions as the operator takes; else torch's."""
+    dtype, columns = (
+        (torch.float32 if case == "float32" else torch.bfloat16),
+        1025 if case == "too many positions" else 40,
+    )
+    x = torch.randn(2, 3, 5, columns, device=device).to(dtype).requires_grad_()
+    amp = case in ("autocast", "too many positions")
+    wide = torch.float32 if amp and device.type == "cuda" else None  # autocast's on the CPU is in half precision
+    wanted = x.softmax(-1, dtype=wide).to(dtype)
+    with torch.autocast(device.type, torch.bfloat16, enabled=amp):
+        found = _softmax(x, dtype)
+    assert torch.equal(found, wanted) and found.dtype == dtype
+    assert (type(found.grad_fn).__name__ == "_SoftmaxBackward") == (
+        case == "float32" or (case == "autocast" and wide is not None)
+    )
+    grad = torch.randn(2, 3, columns, 5, device=device).to(dtype).transpose(2, 3)
+    (mine,), (theirs,) = (torch.autograd.grad(y, x, grad) for y in (found, wanted))
+    torch.testing.assert_close(mine, theirs, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-6)

@@ -16,22 +16,32 @@ from torch_fastdet.hosts.evidence import agree, pictures
 MODULE = "ultralytics.nn.modules.block"
 
 
-class _RowsOfGradient(torch.autograd.Function):
-    """x itself. Its gradient comes transposed from the matrix product behind, and softmax's backward pass would read it three times
-    along the wrong dimension: it is laid out in rows once."""
+MOST_POSITIONS = 1024  # of the operator, core::kMostSoftmaxColumns
+
+
+class _Softmax(torch.autograd.Function):
+    """``x.softmax(-1).to(dtype)``. Its gradient comes transposed from the matrix product behind; torch's backward pass would convert it,
+    multiply it by the result and copy it before it begins. Here one launch does it all."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.data
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+        y = x.softmax(-1)
+        ctx.save_for_backward(y)
+        return y.to(dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        if grad.is_contiguous():
-            return grad
-        columns = grad.flatten(0, 1).transpose(1, 2).unsqueeze(-1)
-        rows, _ = torch.ops.torch_fastdet.pad_and_sum(columns, columns.shape[1])
-        return rows.squeeze(-1).transpose(1, 2).reshape(grad.shape)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (y,) = ctx.saved_tensors
+        return torch.ops.torch_fastdet.softmax_backward(grad.flatten(0, 1), y.flatten(0, 1)).view_as(y), None
+
+
+def _softmax(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x.softmax(-1).to(dtype)``, x of this dtype."""
+    # Autocast's softmax is in float32 on a GPU alone.
+    in_float32 = x.dtype in (torch.float32, torch.float64) or (x.is_cuda and torch.is_autocast_enabled("cuda"))
+    ours = in_float32 and torch.is_grad_enabled() and x.shape[-1] <= MOST_POSITIONS
+    return _Softmax.apply(x, dtype) if ours else x.softmax(-1).to(dtype)
 
 
 def _attend(block: Any, x: Tensor, areas: int, key: int, scale: float) -> Tensor:
@@ -47,8 +57,8 @@ def _attend(block: Any, x: Tensor, areas: int, key: int, scale: float) -> Tensor
     def image(t: Tensor) -> Tensor:
         return t.permute(0, 3, 1, 2).reshape(n, h, w, heads * width).contiguous().permute(0, 3, 1, 2)
 
-    weights = ((q * scale).transpose(-2, -1) @ k).softmax(-1)
-    y = v @ _RowsOfGradient.apply(weights.to(v.dtype)).transpose(-2, -1)
+    weights = _softmax((q * scale).transpose(-2, -1) @ k, v.dtype)
+    y = v @ weights.transpose(-2, -1)
     return block.proj(image(y) + block.pe(image(v)))
 
 

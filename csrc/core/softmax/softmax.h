@@ -1,0 +1,31 @@
+// The gradient of a softmax along the last dimension, whose own gradient comes in any layout, such as transposed.
+#pragma once
+
+#ifdef TORCH_FASTDET_WITH_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
+#include <cstdint>
+
+#include "core/common/dtype.h"
+
+namespace torch_fastdet::core {
+
+constexpr int kMostSoftmaxColumns = 1024;
+
+// y is softmax's result, (batch, rows, columns), dense and of the arithmetic type of `dtype`, and grad its gradient, of
+// any strides. out = y grad - y sum(y grad), a sum for each row; dense.
+struct SoftmaxBackwardParams {
+  int64_t batch, rows, columns;
+  int64_t batch_stride, row_stride, column_stride;  // of grad, in elements
+  const void *grad, *y;
+  void* out;
+  DType dtype;  // of grad and out
+};
+
+#ifdef TORCH_FASTDET_WITH_CUDA
+// At most kMostSoftmaxColumns columns.
+cudaError_t launch_softmax_backward(const SoftmaxBackwardParams& params, cudaStream_t stream);
+#endif
+
+}  // namespace torch_fastdet::core
