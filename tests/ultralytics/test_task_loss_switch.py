@@ -238,6 +238,19 @@ def test_targets_alone_are_refused(models):
         OURS.segment(model)(outputs(model, batch), torch.zeros(3, 6))
 
 
+def test_rows_of_boxes_and_keypoints(models):
+    """What a TrainStep passes, with room for more rows."""
+    model, batch = models("yolov8n-pose.yaml"), make_batch()
+    criterion, preds = OURS.pose(model), outputs(models("yolov8n-pose.yaml"), batch)
+    rows = torch.cat((ours_module.packed_targets(batch, torch.device("cpu")), batch["keypoints"].flatten(1)), 1)
+    assert rows.shape[1] == criterion.target_columns == 6 + 17 * 3
+    wanted, items = criterion(preds, batch)
+    padded = torch.cat((rows, torch.full((3, rows.shape[1]), 0.5)))
+    for given in ((rows,), (padded, torch.tensor(len(rows)))):
+        loss, found = criterion(preds, *given)
+        assert torch.equal(loss, wanted) and torch.equal(found, torch.stack(list(items.values())))
+
+
 def test_patch_and_unpatch(models):
     patch(loss_optim=True)
     try:

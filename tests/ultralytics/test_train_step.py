@@ -28,8 +28,10 @@ def gpu(request, monkeypatch):
 
 def make(name, device):
     torch.manual_seed(0)
-    model = tasks.DetectionModel(name, nc=CLASSES, verbose=False)
-    model.args = SimpleNamespace(box=7.5, cls=0.5, dfl=1.5, epochs=4, overlap_mask=True)
+    kind = tasks.PoseModel if "pose" in name else tasks.OBBModel if "obb" in name else tasks.DetectionModel
+    model = kind(name, nc=CLASSES, verbose=False)
+    gains = {"box": 7.5, "cls": 0.5, "dfl": 1.5, "pose": 12.0, "kobj": 1.0, "rle": 1.0, "angle": 1.0}
+    model.args = SimpleNamespace(**gains, epochs=4, overlap_mask=True)
     return model.to(device).train()
 
 
@@ -47,19 +49,21 @@ def make_loss(kind, model):
         return own_loss
     from torch_fastdet.ultralytics import loss
 
-    made = getattr(loss, kind)(model)
+    whole, _, branch = kind.partition(" of ")
+    made = getattr(loss, whole)(model, *([getattr(loss, branch)] if branch else []))
     assert isinstance(made, GraphLoss)
     return made
 
 
-def batches(count, device):
+def batches(count, columns, device):
     generator = torch.Generator().manual_seed(1)
     for i in range(count):
         boxes = torch.rand(2 + i % 3, 4, generator=generator) * 0.4 + 0.2
         image = torch.randint(BATCH, (len(boxes), 1), generator=generator)
         label = torch.randint(CLASSES, (len(boxes), 1), generator=generator)
         images = torch.randint(256, (BATCH, 3, SIZE, SIZE), generator=generator, dtype=torch.uint8)
-        yield images.to(device), torch.cat((image, label, boxes), 1).float().to(device)
+        further = torch.rand(len(boxes), columns - 6, generator=generator)  # an angle, or keypoints
+        yield images.to(device), torch.cat((image, label, boxes, further), 1).float().to(device)
 
 
 def run(name, kind, device, graphed):
@@ -68,7 +72,7 @@ def run(name, kind, device, graphed):
     optimizer, ema = SGD(model.parameters(), lr=0.01, momentum=0.9), ModelEMA(model, tau=10)
     step = TrainStep(model, loss, optimizer, ema=ema, say=lambda line: None) if graphed else None
     fused, items = FusedStep(optimizer, ema=ema, max_norm=10.0), []
-    for i, (images, targets) in enumerate(batches(12, device)):
+    for i, (images, targets) in enumerate(batches(12, getattr(loss, "target_columns", 6), device)):
         if i == 8 and hasattr(loss, "update"):
             loss.update()  # as the trainer does once an epoch: no new graph
         if i == 10:
@@ -93,6 +97,9 @@ def run(name, kind, device, graphed):
         ("yolov8n.yaml", "v8DetectionLoss"),
         ("yolo11n.yaml", "v8DetectionLoss"),
         ("yolo26n.yaml", "E2ELoss"),
+        ("yolov8n-pose.yaml", "v8PoseLoss"),
+        ("yolo26n-pose.yaml", "E2ELoss of PoseLoss26"),
+        ("yolo26n-obb.yaml", "E2ELoss of v8OBBLoss"),
     ],
 )
 def test_equals_the_separate_calls(gpu, same_convolutions, name, kind):
@@ -100,8 +107,11 @@ def test_equals_the_separate_calls(gpu, same_convolutions, name, kind):
     items, state, average, graphs = run(name, kind, gpu, graphed=True)
     want_items, want_state, want_average, _ = run(name, kind, gpu, graphed=False)
     assert graphs == 2, "the first and the last of an accumulation, captured once"
-    # Our losses have the same bits with room for more targets. The loss of this file sums over that room.
-    tolerance = {"rtol": 1e-4, "atol": 5e-5} if kind == "own" else {"rtol": 0, "atol": 0}
+    # Our losses have the same bits with room for more targets. The loss of this file sums over that room, and so does RLE, where
+    # rounding grows from 3e-5 in the third batch to 7e-3 in the eleventh.
+    tolerance = {"rtol": 0.0, "atol": 0.0}
+    if kind in ("own", "E2ELoss of PoseLoss26"):
+        tolerance = {"rtol": 1e-4, "atol": 5e-5} if kind == "own" else {"rtol": 2e-2, "atol": 1e-3}
     torch.testing.assert_close(items, want_items, **tolerance)
     for got, want in ((state, want_state), (average, want_average)):
         for key, value in want.items():

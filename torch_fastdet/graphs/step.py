@@ -221,7 +221,7 @@ class TrainStep:
 
         Args:
             images: (batch, channels, height, width), uint8 or floating, on any device.
-            targets: (nt, 6) float32 rows of the loss, on any device.
+            targets: float32 rows of the loss, on any device: (nt, 6) of image, class and box for detection.
             update: whether to take the optimizer's step, or only to add up gradients for a later one.
         """
         self._check_call(images, targets)

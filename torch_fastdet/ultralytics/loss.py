@@ -13,7 +13,7 @@ import copyreg
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
@@ -144,7 +144,7 @@ class _DetectionLoss(_Criterion):
     epoch. In a CUDA graph such rows are ignored and counted in :attr:`ignored_targets`.
 
     For :class:`torch_fastdet.graphs.TrainStep`, ``batch`` may be a tensor (n, 6) of image, class, x, y, w, h, of which the first
-    ``num_targets`` rows are in use; the items come as a tensor (3) then. A captured graph follows the gains and the assigner's
+    ``num_targets`` rows are in use; the items come as a tensor then. A captured graph follows the gains and the assigner's
     numbers, but for ``topk`` and ``topk2``: :meth:`graph_key` writes them into device memory.
     """
 
@@ -159,9 +159,6 @@ class _DetectionLoss(_Criterion):
     reg_max: int
     stride: Tensor
 
-    target_columns = len(TARGET_COLUMNS)
-    #: What the loss reads of a batch beside the targets, if anything.
-    labels: ClassVar[str | None] = None
     assignment_settings: ClassVar[int] = DETECTION_SETTINGS  # how many of the settings its operator takes
 
     @property
@@ -194,6 +191,15 @@ class _DetectionLoss(_Criterion):
         """Whether the operators take these raw outputs and labels."""
         return True
 
+    @property
+    def target_columns(self) -> int:
+        """Columns of a tensor of targets."""
+        return len(TARGET_COLUMNS)
+
+    def unpacked(self, targets: Tensor) -> tuple[Tensor, Batch | None]:
+        """The boxes in a tensor of targets, and the other labels in it."""
+        return targets, None
+
     def fused(
         self,
         preds: Outputs,
@@ -203,10 +209,8 @@ class _DetectionLoss(_Criterion):
         batch: Batch | None = None,
     ) -> LossItems:
         """Loss, times batch size and ``weight``, and items, from (n, 6) targets on the device. ``batch`` has the other labels."""
-        if self.labels is not None and batch is None:
-            raise TypeError(
-                f"{type(self).__name__}: batch is a tensor, but a dictionary with {self.labels!r} is expected"
-            )
+        if batch is None:
+            targets, batch = self.unpacked(targets)
         state = self._state
         boxes, scores = preds["boxes"], preds["scores"]
         if boxes.dtype != scores.dtype:
@@ -368,12 +372,14 @@ class _SegmentationLoss(_DetectionLoss):
     more than 128 mask coefficients stock's code runs.
     """
 
-    labels = "masks"
     bcedice_loss: Callable[[Tensor, Tensor], Tensor]
     overlap: bool
 
     def takes(self, preds: Outputs, batch: object) -> bool:
         return self.prototypes(preds).shape[1] <= MOST_MASK_CHANNELS
+
+    def unpacked(self, targets: Tensor) -> tuple[Tensor, Batch | None]:
+        raise TypeError(f"{type(self).__name__}: batch is a tensor, but a dictionary with 'masks' is expected")
 
     def prototypes(self, preds: Outputs) -> Tensor:
         return preds["proto"][0] if isinstance(preds["proto"], tuple) else preds["proto"]
@@ -438,13 +444,21 @@ class _PoseLoss(_DetectionLoss):
     """Ultralytics' ``v8PoseLoss`` in a few launches: as :class:`v8DetectionLoss`, and the keypoints of the assigned anchors
     (:func:`torch_fastdet.ops.v8_pose_loss`).
 
-    ``hyp.pose`` and ``hyp.kobj`` are read at each call. A batch of targets alone, as :class:`torch_fastdet.graphs.TrainStep` passes it,
-    is not taken: ``batch["keypoints"]`` is needed.
+    ``hyp.pose`` and ``hyp.kobj`` are read at each call. For :class:`torch_fastdet.graphs.TrainStep`, x, y and visibility of each keypoint
+    stand in a row behind the box: (n, 6 + 3 * keypoints).
     """
 
-    labels = "keypoints"
+    kpt_shape: Sequence[int]
     keypoint_loss: Any
     centered: ClassVar[bool] = False
+
+    @property
+    def target_columns(self) -> int:
+        return len(TARGET_COLUMNS) + 3 * self.kpt_shape[0]
+
+    def unpacked(self, targets: Tensor) -> tuple[Tensor, Batch | None]:
+        boxes, keypoints = targets.split((len(TARGET_COLUMNS), 3 * self.kpt_shape[0]), 1)
+        return boxes, {"keypoints": keypoints.unflatten(1, (-1, 3))}
 
     def settings(self, weight: float = 1.0) -> tuple[float, ...]:
         return (*super().settings(weight), float(self.hyp.pose), float(self.hyp.kobj))
@@ -558,8 +572,11 @@ class _OBBLoss(_DetectionLoss):
     that have an angle. ``hyp.angle`` is read at each call, too. The labels of another task give stock's error.
     """
 
-    target_columns = len(TARGET_COLUMNS) + 1
     assignment_settings = DETECTION_SETTINGS + 1
+
+    @property
+    def target_columns(self) -> int:
+        return len(TARGET_COLUMNS) + 1
 
     def takes(self, preds: Outputs, batch: Any) -> bool:
         return isinstance(batch, Tensor) or batch["bboxes"].shape[-1] == self.target_columns - 2
@@ -578,11 +595,14 @@ class _E2ELoss(_Criterion):
     class (``loss_fn``), or of which a part was replaced, stock's code runs.
     """
 
-    target_columns = len(TARGET_COLUMNS)
     one2many: Any
     one2one: Any
     o2m: float
     o2o: float
+
+    @property
+    def target_columns(self) -> int:
+        return self.one2many.target_columns
 
     def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:
         super().__init__(model, _subclass(_parts(self.stock).detection_loss) if loss_fn is None else loss_fn)  # type: ignore[call-arg]
