@@ -4,6 +4,7 @@
 #include "core/v8_loss/v8_keypoint_loops.h"
 #include "core/v8_loss/v8_loss_loops.h"
 #include "core/v8_loss/v8_mask_loops.h"
+#include "kernels/dtypes.h"
 #include "kernels/v8_keypoint_problem.h"
 #include "kernels/v8_loss_problem.h"
 #include "kernels/v8_mask_problem.h"
@@ -30,13 +31,9 @@ struct Loops {
 };
 
 TEST(V8LossLoops, RandomHeadsAndTargets) {
-  for (uint64_t seed = 0; seed < rounds(24) && !HasFailure(); ++seed) {
-    if (seed % 2 == 0) {
-      v8_problem::check<Loops<float>, float>(seed, DType::kFloat32);
-    } else {
-      v8_problem::check<Loops<double>, double>(seed, DType::kFloat64);
-    }
-  }
+  for_each_seed(24, {DType::kFloat32, DType::kFloat64}, [](auto zero, uint64_t seed, DType dtype) {
+    v8_problem::check<Loops<decltype(zero)>, decltype(zero)>(seed, dtype);
+  });
 }
 
 template <typename T>
@@ -52,13 +49,9 @@ struct MaskLoops {
 };
 
 TEST(V8MaskLossLoops, RandomBoxesAndMasks) {
-  for (uint64_t seed = 0; seed < rounds(24) && !HasFailure(); ++seed) {
-    if (seed % 2 == 0) {
-      v8_mask_problem::check<MaskLoops<float>, float>(seed, DType::kFloat32);
-    } else {
-      v8_mask_problem::check<MaskLoops<double>, double>(seed, DType::kFloat64);
-    }
-  }
+  for_each_seed(24, {DType::kFloat32, DType::kFloat64}, [](auto zero, uint64_t seed, DType dtype) {
+    v8_mask_problem::check<MaskLoops<decltype(zero)>, decltype(zero)>(seed, dtype);
+  });
 }
 
 template <typename T>
@@ -74,13 +67,9 @@ struct KeypointLoops {
 };
 
 TEST(V8KeypointLossLoops, RandomKeypoints) {
-  for (uint64_t seed = 0; seed < rounds(24) && !HasFailure(); ++seed) {
-    if (seed % 2 == 0) {
-      v8_keypoint_problem::check<KeypointLoops<float>, float>(seed, DType::kFloat32);
-    } else {
-      v8_keypoint_problem::check<KeypointLoops<double>, double>(seed, DType::kFloat64);
-    }
-  }
+  for_each_seed(24, {DType::kFloat32, DType::kFloat64}, [](auto zero, uint64_t seed, DType dtype) {
+    v8_keypoint_problem::check<KeypointLoops<decltype(zero)>, decltype(zero)>(seed, dtype);
+  });
 }
 
 // Against the formulas, from the assignment that the loops leave.

@@ -101,7 +101,7 @@ def _known(_: Any) -> str | None:
     from torch_fastdet.ultralytics import loader  # with cv2, which nothing else of ours needs
 
     changed = loader.unknown_code()
-    return None if changed is None else f"{changed} is not the one of ultralytics 8.4.120 to 8.4.190."
+    return None if changed is None else f"{changed} is not that of {ALL_READ}."
 
 
 def _build_dataloader(active: Active, stock: Callable[..., object], build: Any) -> Callable[..., object]:

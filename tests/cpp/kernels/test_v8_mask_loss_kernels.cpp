@@ -1,6 +1,7 @@
 // The kernels of v8_mask_loss against v8_mask_problem.h.
 #include <gtest/gtest.h>
 
+#include "dtypes.h"
 #include "emulator.h"
 #include "v8_mask_problem.h"
 
@@ -17,22 +18,10 @@ struct Kernels {
 };
 
 TEST(V8MaskLossKernels, RandomBoxesAndMasks) {
-  for (uint64_t seed = 0; seed < rounds(16) && !HasFailure(); ++seed) {
+  for_each_seed(16, kEveryDtype, [](auto zero, uint64_t seed, DType dtype) {
     emulator::seed(seed);
-    switch (seed % 4) {
-      case 0:
-        v8_mask_problem::check<Kernels, float>(seed, DType::kFloat16);
-        break;
-      case 1:
-        v8_mask_problem::check<Kernels, float>(seed, DType::kBFloat16);
-        break;
-      case 2:
-        v8_mask_problem::check<Kernels, float>(seed, DType::kFloat32);
-        break;
-      default:
-        v8_mask_problem::check<Kernels, double>(seed, DType::kFloat64);
-    }
-  }
+    v8_mask_problem::check<Kernels, decltype(zero)>(seed, dtype);
+  });
 }
 
 }  // namespace

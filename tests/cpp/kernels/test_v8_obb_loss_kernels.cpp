@@ -1,6 +1,7 @@
 // The kernels of v8_obb_loss against the CPU loops.
 #include <gtest/gtest.h>
 
+#include "dtypes.h"
 #include "emulator.h"
 #include "v8_obb_problem.h"
 
@@ -19,14 +20,10 @@ struct Kernels {
 };
 
 TEST(V8ObbLossKernels, RandomHeadsAndTargets) {
-  for (uint64_t seed = 0; seed < rounds(24) && !HasFailure(); ++seed) {
+  for_each_seed(24, {DType::kFloat32, DType::kFloat32, DType::kFloat64}, [](auto zero, uint64_t seed, DType dtype) {
     emulator::seed(seed);
-    if (seed % 3 == 2) {
-      v8_obb_problem::check<Kernels, v8_obb_problem::Loops<double>, double>(seed, DType::kFloat64);
-    } else {
-      v8_obb_problem::check<Kernels, v8_obb_problem::Loops<float>, float>(seed, DType::kFloat32);
-    }
-  }
+    v8_obb_problem::check<Kernels, v8_obb_problem::Loops<decltype(zero)>, decltype(zero)>(seed, dtype);
+  });
 }
 
 }  // namespace

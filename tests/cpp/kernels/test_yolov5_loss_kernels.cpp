@@ -1,6 +1,7 @@
 // The kernels of yolov5_loss against yolov5_loss_problem.h.
 #include <gtest/gtest.h>
 
+#include "dtypes.h"
 #include "emulator.h"
 #include "yolov5_loss_problem.h"
 
@@ -20,22 +21,10 @@ struct Kernels {
 };
 
 TEST(Yolov5LossKernels, RandomHeadsAndTargets) {
-  for (uint64_t seed = 0; seed < rounds(60) && !HasFailure(); ++seed) {
+  for_each_seed(60, kEveryDtype, [](auto zero, uint64_t seed, DType dtype) {
     emulator::seed(seed);
-    switch (seed % 4) {
-      case 0:
-        yolov5_problem::check<Kernels, float>(seed, DType::kFloat16);
-        break;
-      case 1:
-        yolov5_problem::check<Kernels, float>(seed, DType::kBFloat16);
-        break;
-      case 2:
-        yolov5_problem::check<Kernels, float>(seed, DType::kFloat32);
-        break;
-      default:
-        yolov5_problem::check<Kernels, double>(seed, DType::kFloat64);
-    }
-  }
+    yolov5_problem::check<Kernels, decltype(zero)>(seed, dtype);
+  });
 }
 
 }  // namespace
