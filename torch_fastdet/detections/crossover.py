@@ -66,7 +66,7 @@ def _read() -> dict[str, Any]:
     return kept if isinstance(kept, dict) else {}
 
 
-def _is_crossover(kept: Any) -> bool:
+def _is_crossover(kept: object) -> bool:
     return kept is None or (isinstance(kept, (int, float)) and not isinstance(kept, bool) and kept >= 0)
 
 
@@ -102,7 +102,7 @@ def _prediction(layout: str, many: bool, images: int, anchors: int) -> Tensor:
     return torch.cat([boxes, scores], 2).transpose(1, 2).contiguous()
 
 
-def _seconds(call: Callable[[], Any]) -> float:
+def _seconds(call: Callable[[], object]) -> float:
     """Of one call, which ends on the host."""
     times = []
     for repetition in range(REPETITIONS + 2):

@@ -21,7 +21,7 @@ from torch_fastdet.ops.letterbox import letterbox, place
 __all__ = ["PictureDetector", "UltralyticsPostProcess", "YOLOv5PostProcess", "split_ultralytics_heads"]
 
 
-def _stride_list(op: str, strides: Any) -> list[float]:
+def _stride_list(op: str, strides: object) -> list[float]:
     values = strides.tolist() if isinstance(strides, Tensor) else strides
     if not isinstance(values, Iterable):
         raise TypeError(f"{op}: strides is a {type(strides).__name__}, but a list of numbers is expected, one a level")
@@ -49,7 +49,7 @@ _ULTRALYTICS_HEAD = ("stride", "nc", "reg_max")
 _YOLOV5_HEAD = ("anchors", "stride", "nc", "no")
 
 
-def _check_word(name: str, value: Any, known: tuple[str, ...]) -> None:
+def _check_word(name: str, value: object, known: tuple[str, ...]) -> None:
     if value not in known:
         raise ValueError(f"UltralyticsPostProcess: {name} is {value!r}, but one of {', '.join(known)} is expected")
 
@@ -331,7 +331,7 @@ class _UltralyticsHeads(nn.Module):
         return heads if proto is None else [*heads, proto]
 
 
-def _check_pictures_model(model: Any) -> None:
+def _check_pictures_model(model: object) -> None:
     """What PictureDetector.from_model takes: a head that detects, and three channels where the model's yaml says how many."""
     heads = (_ULTRALYTICS_HEAD, _YOLOV5_HEAD)
     if not isinstance(model, nn.Module) or all(_head_of(model, *names) is None for names in heads):

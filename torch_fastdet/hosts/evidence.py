@@ -102,7 +102,7 @@ class Signature:
         return f"parameters of {self.method}" if self.method else "parameters"
 
 
-def positional(function: Callable[..., Any]) -> tuple[str, ...]:
+def positional(function: Callable[..., object]) -> tuple[str, ...]:
     """Names of all parameters but the keyword-only ones."""
     found = inspect.signature(function).parameters.values()
     return tuple(parameter.name for parameter in found if parameter.kind is not inspect.Parameter.KEYWORD_ONLY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -10,6 +11,8 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:  # with cv2, which few of these need
+    from torch.utils.data import DataLoader
+
     from torch_fastdet.loader.memory import PictureMemory
 
 
@@ -71,6 +74,15 @@ class Trainer(Protocol):
     ema: Any  # a ModelEMA, stock's or ours
     device: torch.device
     args: Any  # the user's options, whose names depend on the version
+    stopper: object
+    train_loader: DataLoader
+    world_size: int
+    epochs: int
+    start_epoch: int
+    accumulate: int
+    resume: bool
+    last: Any  # a Path, or one of resume_exact
+    csv: Path
 
 
 class Validator(Protocol):

@@ -12,7 +12,7 @@ import io
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -73,7 +73,7 @@ def write_checkpoint(path: Path, write: Callable[[Path], object], state: Callabl
     return result
 
 
-def _digest(file: Any) -> str:
+def _digest(file: BinaryIO) -> str:
     found = hashlib.sha256()
     while block := file.read(1 << 20):
         found.update(block)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -30,17 +30,17 @@ ON_THE_WAY = 8
 PATIENCE = 60.0
 
 
-def _data_set(dataset: Any) -> Any:
+def _data_set(dataset: object) -> Any:
     """The host's own data set, which ours may hold."""
     return vars(dataset).get("dataset", dataset)
 
 
-def _loaded(dataset: Any) -> list[int]:
+def _loaded(dataset: object) -> list[int]:
     """The pictures among which mosaics of Ultralytics choose: those that were loaded last."""
     return list(vars(_data_set(dataset)).get("buffer") or ())
 
 
-def _load(dataset: Any, numbers: list[int]) -> None:
+def _load(dataset: object, numbers: list[int]) -> None:
     own = _data_set(dataset)
     for number in numbers:
         own.load_image(number)
@@ -49,7 +49,7 @@ def _load(dataset: Any, numbers: list[int]) -> None:
 class Process:
     """``worker_init_fn``: stock's, then the states of a resumed run; notes the states after each batch."""
 
-    def __init__(self, stock: Callable[[int], Any] | None, slots: Tensor) -> None:
+    def __init__(self, stock: Callable[[int], object] | None, slots: Tensor) -> None:
         self.stock = stock
         self.slots = slots
         #: For each process, what it begins with.
@@ -91,7 +91,7 @@ class Passes:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.batches, name)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         self.position.begin_pass(self.batches)
         return iter(self.batches)
 
@@ -138,7 +138,7 @@ class Position:
         self.in_epoch = True
         self._epochs += 1
 
-    def begin_pass(self, batches: Any) -> None:
+    def begin_pass(self, batches: Iterable[object]) -> None:
         if self._to_put is not None:
             self.generator.set_state(self._to_put)
             self._to_put = None

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch_fastdet._say import say
 from torch_fastdet.hosts.engine.switch import Active
+from torch_fastdet.hosts.shapes import Trainer
 from torch_fastdet.resume import files, frames, training
 from torch_fastdet.resume.loading import Position
 
@@ -27,7 +28,7 @@ class WholeFile(type(Path())):  # type: ignore[misc]
 
     with_state: Callable[[], dict[str, object]] | None = None
 
-    def write_bytes(self, data: Any) -> int:
+    def write_bytes(self, data: bytes) -> int:
         path = Path(self)
         if self.with_state is not None:
             return files.write_checkpoint(path, lambda made: made.write_bytes(data), self.with_state)
@@ -43,7 +44,7 @@ class Run:
         self.state: dict[str, Any] | None = None
         self.begun = False
 
-    def begin_epoch(self, trainer: Any, frame: FrameType) -> None:
+    def begin_epoch(self, trainer: Trainer, frame: FrameType) -> None:
         if not self.begun:
             self.begun = True
             if trainer.resume:
@@ -77,7 +78,7 @@ class Run:
         except files.NotOurs as reason:
             _stock(reason)
 
-    def state_of(self, trainer: Any, frame: FrameType) -> dict[str, Any]:
+    def state_of(self, trainer: Trainer, frame: FrameType) -> dict[str, Any]:
         assert self.position is not None
         return {
             **training.take(trainer.model, trainer.optimizer, trainer.scaler, trainer.ema, trainer.stopper),
@@ -132,7 +133,7 @@ def calling(active: Active, stock: Callable[..., None], _: object) -> Callable[.
     runs = active.shared(_runs)
 
     @functools.wraps(stock)
-    def run_callbacks(trainer: Any, event: str) -> None:
+    def run_callbacks(trainer: Trainer, event: str) -> None:
         stock(trainer, event)
         if trainer.world_size > 1:
             if event == "on_train_epoch_start":
@@ -153,7 +154,7 @@ def saving(active: Active, stock: Callable[..., object], _: object) -> Callable[
     runs = active.shared(_runs)
 
     @functools.wraps(stock)
-    def save_model(trainer: Any) -> object:
+    def save_model(trainer: Trainer) -> object:
         run, frame = runs.get(trainer), _frame()
         if run is None or run.position is None or frame is None:
             return stock(trainer)

@@ -38,7 +38,7 @@ def _predicting(active: Active) -> _Graphs:
     return _Graphs()
 
 
-def backend_forward(active: Active, stock: Callable[..., object], _: object) -> Any:
+def backend_forward(active: Active, stock: Callable[..., object], _: object) -> Callable[..., object]:
     """``DetectMultiBackend.forward``: while it runs a model, the model's forward takes its graphs."""
     here = active.shared(_predicting)
 
@@ -54,7 +54,7 @@ def backend_forward(active: Active, stock: Callable[..., object], _: object) -> 
     return forward
 
 
-def model_forward(active: Active, stock: Callable[..., object], model_class: Any) -> Any:
+def model_forward(active: Active, stock: Callable[..., object], model_class: Any) -> Callable[..., object]:
     """The ``forward`` of a model's class by graphs, in training and where a backend predicts."""
     here = active.shared(_predicting)
     graphs = active.shared(_training)

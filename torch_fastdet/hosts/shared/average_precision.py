@@ -134,6 +134,6 @@ def plot(
         host["plot_mc_curve"](result.x, values, file(short), names, ylabel=title, **options)
 
 
-def target(where: tuple[str, ...], known: SameCode, make: Callable[[Any], Any]) -> Target:
+def target(where: tuple[str, ...], known: SameCode, make: Callable[[Any], object]) -> Target:
     """The host's ``ap_per_class``, defined in one of the modules ``where``, which becomes ``make(stock)``; unknown code stays."""
     return Target(where, "ap_per_class", make=lambda _, stock, __: make(stock), evidence=(known,), otherwise="say")

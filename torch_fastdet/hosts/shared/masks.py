@@ -23,7 +23,7 @@ def sample() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     )
 
 
-def _masks(function: Callable[..., Any], name: str) -> list[torch.Tensor]:
+def _masks(function: Callable[..., object], name: str) -> list[object]:
     protos, coefficients, boxes = sample()
     if name == "crop_mask":  # both crop in place, or neither of them
         return [function(protos, boxes / 4), protos]
@@ -31,10 +31,12 @@ def _masks(function: Callable[..., Any], name: str) -> list[torch.Tensor]:
     return [function(protos.clone(), coefficients.clone(), boxes.clone(), *way) for way in ways]
 
 
-def switch(where: tuple[str, ...], functions: dict[str, Callable[..., Any]], reference: str, **options: Any) -> Switch:
+def switch(
+    where: tuple[str, ...], functions: dict[str, Callable[..., object]], reference: str, **options: Any
+) -> Switch:
     """The switch of a host whose modules ``where`` define ``functions``, by their names, as ``reference`` does."""
 
-    def target(name: str, ours: Callable[..., Any]) -> Target:
+    def target(name: str, ours: Callable[..., object]) -> Target:
         case = Behaves(f"its {name}", lambda stock: (_masks(stock, name), _masks(ours, name)), 0.0, reference)
         return Target(where, name, ours, evidence=(case,))
 

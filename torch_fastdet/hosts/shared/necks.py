@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ def _concatenates(forward: Any) -> bool:
     return agree(forward, _cat, {"d": 1}, [pictures(), -pictures()])
 
 
-def _is_pair(upsample: nn.Module, concat: Any, save: Any) -> bool:
+def _is_pair(upsample: nn.Module, concat: Any, save: Collection[object]) -> bool:
     """Whether ``concat`` alone reads what ``upsample`` makes, and puts one other tensor behind it along the channels."""
     return (
         type(upsample) is nn.Upsample
