@@ -14,8 +14,6 @@ from torch_fastdet._torch.private import every_module_has_hooks, runs_plainly
 from torch_fastdet.hosts.evidence import agree, pictures
 
 MODULE = "ultralytics.nn.modules.block"
-
-
 MOST_POSITIONS = 1024  # of the operator, core::kMostSoftmaxColumns
 
 
