@@ -234,7 +234,14 @@ def v8_segmentation_loss(
         num_targets,
         overlap,
     )
-    return torch.cat((loss[:1], mask_loss, loss[1:])), torch.cat((items[:1], mask_item, items[1:])), status
+    return v8_with_parts(loss, mask_loss), v8_with_parts(items, mask_item), status
+
+
+def v8_with_parts(whole: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
+    """``whole`` with a task's own parts behind that of the boxes."""
+    # One split and not two slices: its gradient is one copy.
+    boxes, rest = torch.split(whole, [1, whole.shape[0] - 1])
+    return torch.cat((boxes, parts.to(whole.dtype), rest))
 
 
 def v8_pose_loss(
@@ -326,7 +333,7 @@ def v8_pose_loss(
         _sizes(heads, sizes),
         compare_keypoints,
     )
-    return torch.cat((loss[:1], parts, loss[1:])), torch.cat((items[:1], part_items, items[1:])), status
+    return v8_with_parts(loss, parts), v8_with_parts(items, part_items), status
 
 
 def v8_obb_loss(

@@ -25,6 +25,7 @@ from torch_fastdet import ops
 from torch_fastdet._say import count, say
 from torch_fastdet._torch.private import module_has_hooks
 from torch_fastdet.hosts.shared.loss_status import TARGET_COLUMNS, TargetStatus
+from torch_fastdet.ops.v8_loss import v8_with_parts
 from torch_fastdet.ultralytics.necks import fewer_copies
 
 STOCK_MODULE = "ultralytics.utils.loss"
@@ -356,11 +357,6 @@ def _with_part(preds: Outputs, slots: _Slots, loss: Tensor, items: Tensor, part:
     )
 
 
-def _second(whole: Tensor, parts: Tensor) -> Tensor:
-    """``whole`` with a task's own parts behind that of the boxes."""
-    return torch.cat((whole[:1], parts.to(whole.dtype), whole[1:]))
-
-
 class _SegmentationLoss(_DetectionLoss):
     """Ultralytics' ``v8SegmentationLoss`` in a few launches: as :class:`v8DetectionLoss`, and the masks of the assigned anchors in one
     pass, without a mask in memory (:func:`torch_fastdet.ops.v8_segmentation_loss`).
@@ -403,7 +399,7 @@ class _SegmentationLoss(_DetectionLoss):
             None,
             self.overlap,
         )
-        loss, items = _second(loss, part), _second(items, item)
+        loss, items = v8_with_parts(loss, part), v8_with_parts(items, item)
         if not isinstance(preds["proto"], tuple):
             missing = len(self.loss_names) - len(items)  # the semantic part, which some versions have no name for
             return F.pad(loss, (0, missing)), F.pad(items, (0, missing))
@@ -483,7 +479,7 @@ class _PoseLoss(_DetectionLoss):
             slots.sizes,
             self.centered,
         )
-        return _second(loss, parts), _second(items, part_items)
+        return v8_with_parts(loss, parts), v8_with_parts(items, part_items)
 
 
 class _PoseLoss26(_PoseLoss):
