@@ -59,9 +59,8 @@ NAMES = {
     "val/l1_loss": "val l1 loss",
     "train/box_loss": "train box loss",
 }
-PANELS = [
-    name for name in NAMES if name not in ("metrics/precision", "metrics/recall", "val/kobj_loss")
-]  # six are shown
+# Six are shown.
+PANELS = [name for name in NAMES if name not in ("metrics/precision", "metrics/recall", "val/kobj_loss")]
 # Columns of Ultralytics' results.csv that have other names there.
 ULTRALYTICS_NAMES = {
     "metrics/mAP50-95(B)": MAP,

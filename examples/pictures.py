@@ -73,9 +73,8 @@ class PictureDetector:
     def prepare(self, picture: Image.Image) -> tuple[torch.Tensor, list[float]]:
         """The network's input (3, size, size), uint8, and how the picture was letterboxed into it."""
         shape = [picture.height, picture.width]
-        letterbox = ops.letterbox(
-            [self.size, self.size], shape, rounding="ultralytics"
-        )  # to whole pixels, as done here
+        # To whole pixels, as done here.
+        letterbox = ops.letterbox([self.size, self.size], shape, rounding="ultralytics")
         gain_x, gain_y, left, top = letterbox[:4]
         resized = (max(round(picture.width * gain_x), 1), max(round(picture.height * gain_y), 1))
         canvas = Image.new("RGB", (self.size, self.size), GRAY)

@@ -69,9 +69,8 @@ def test_no_import_circle():
     for name, others in needs.items():
         for other in list(others):
             parts = other.split(".")
-            above = {
-                ".".join(parts[:i]) for i in range(2, len(parts))
-            }  # the top-level package loads parts at first use
+            # From 2: the top-level package loads parts at first use.
+            above = {".".join(parts[:i]) for i in range(2, len(parts))}
             others |= {package for package in above if not name.startswith(package + ".") and package != name}
     del needs["torch_fastdet"]  # likewise: it imports ops and flops, and everything imports it
     done: set[str] = set()

@@ -61,10 +61,8 @@ def environment(python: str, torch: str) -> Path:
 
 def build(python: Path, dist: Path) -> Path:
     """Builds the wheel of this tree for that Python and the torch beside it, and returns its file."""
-    for old in [
-        *ROOT.glob("build/lib.*"),
-        *ROOT.glob("build/bdist.*"),
-    ]:  # setuptools packs what an older build left there
+    # setuptools packs what an older build left there.
+    for old in [*ROOT.glob("build/lib.*"), *ROOT.glob("build/bdist.*")]:
         shutil.rmtree(old)
     everything = {name: value for name, value in os.environ.items() if name != "TORCH_CUDA_ARCH_LIST"}
     with tempfile.TemporaryDirectory() as folder:

@@ -71,9 +71,8 @@ class Progress:
 
     done: dict[int, dict[int, float]] = field(default_factory=dict)
     batches: int = 0
-    first_losses: list[tuple[float, ...]] = field(
-        default_factory=list
-    )  # box, obj, cls: means since the first iteration
+    # box, obj, cls: means since the first iteration.
+    first_losses: list[tuple[float, ...]] = field(default_factory=list)
 
     # "      3/29         0G     0.0853     0.0124     0.0331         80        128:  50%|#####     | 32/64 [00:04<..."
     LINE = re.compile(r"^\s*(\d+)/\d+\s+[\d.]+G\s+(\S+)\s+(\S+)\s+(\S+)\s.*\|\s*(\d+)/(\d+)\s\[")

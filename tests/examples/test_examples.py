@@ -414,9 +414,8 @@ def test_a_sentence_and_no_traceback(name, files):
     }[name]
     given = [files / a if a in ("empty", "o", "picture.png") else a for a in given]
     said = run(f"examples.{name}", *given, code=2).stderr
-    assert said.splitlines()[-1].startswith(f"{name}.py: error: ") and "Traceback" not in said, (
-        said
-    )  # YOLOv5 warns before
+    last = said.splitlines()[-1]  # YOLOv5 warns before
+    assert last.startswith(f"{name}.py: error: ") and "Traceback" not in said, said
 
 
 def test_a_fault_of_the_program_keeps_its_traceback():

@@ -275,9 +275,8 @@ def problem(call: Call, draw: random.Random, log: Any, device: str = "cpu") -> s
     found, other = run(operator, *tree_unflatten(given, form))
     for each in filter(None, (error, other)):
         text = str(each)
-        if (
-            "\n" in text.strip() and not isinstance(each, TypeError) and "allocate" not in text
-        ):  # torch's own schema errors are longer
+        # Torch's own schema errors are longer.
+        if "\n" in text.strip() and not isinstance(each, TypeError) and "allocate" not in text:
             return f"{case}\n  an error of several lines: {text[:300]}"
         if "INTERNAL ASSERT" in text:
             return f"{case}\n  {text[:300]}"

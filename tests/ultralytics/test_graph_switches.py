@@ -224,9 +224,8 @@ def test_older_trainers_get_nhwc_memory_beneath_the_graphs(monkeypatch):
             "channels_last: ultralytics.nn.tasks.DetectionModel.__deepcopy__",
             "cuda_graph: ultralytics.nn.tasks.DetectionModel.predict",
         ]
-        model = tasks.DetectionModel(
-            "yolov8n.yaml", nc=3, verbose=False
-        )  # its dry run is on the CPU and in training mode
+        # Its dry run is on the CPU and in training mode.
+        model = tasks.DetectionModel("yolov8n.yaml", nc=3, verbose=False)
         assert copy.deepcopy(model).model[0].conv.weight.is_contiguous()
     finally:
         drop_in.unpatch()

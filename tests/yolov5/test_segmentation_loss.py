@@ -48,9 +48,8 @@ def assert_same(stock, model, given, overlap=True, autobalance=False):
         loss, items = kind(model, autobalance, overlap)(*given)
         (heads, protos), _, _ = given
         leaves = [*heads, protos]
-        gradients = torch.autograd.grad(
-            loss.sum(), leaves, allow_unused=True, materialize_grads=True
-        )  # stock: no target
+        # Stock's reach no head where there is no target.
+        gradients = torch.autograd.grad(loss.sum(), leaves, allow_unused=True, materialize_grads=True)
         results.append((loss.detach(), items, gradients))
     (want, want_items, theirs), (loss, items, ours) = results
     assert loss.shape == want.shape and loss.dtype == want.dtype and not items.requires_grad

@@ -27,9 +27,8 @@ foreach_copy_, foreach_add, foreach_add_ = torch._foreach_copy_, torch._foreach_
 foreach_zero_ = torch._foreach_zero_
 disable_dynamo = torch._disable_dynamo  # torch.compiler.disable without its import of the compiler
 operator_names = torch._C._dispatch_get_all_op_names  # of all registered operators, with their namespace
-gpu_count = (
-    torch.cuda._device_count_nvml
-)  # GPUs that this process may use, without starting CUDA; -1 where that is unknown
+# GPUs that this process may use, without starting CUDA; -1 where that is unknown.
+gpu_count = torch.cuda._device_count_nvml
 # Whether this process was forked from one that had begun to use CUDA, so that it cannot.
 lost_cuda_in_fork = torch.cuda._is_in_bad_fork
 # Layers whose weight is a scale of what they normalise: it does not decay.

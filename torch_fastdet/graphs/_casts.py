@@ -84,9 +84,8 @@ class _CastAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, rooms: list[_Room], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.rooms = [
-            _Room(tuple(m.detach() for m in room.members), room.rows) for room in rooms
-        ]  # for sizes and strides
+        # For sizes and strides.
+        ctx.rooms = [_Room(tuple(m.detach() for m in room.members), room.rows) for room in rooms]
         return tuple(_cast_into_rooms(rooms, dtype))
 
     @staticmethod

@@ -111,9 +111,8 @@ class _Replay(torch.autograd.Function):
             )
         graphs.generation += 1
         captured.replay_backward(gradients, graphs.saved)
-        ctx.captured = (
-            None  # the loss of this pass may live on; where memory runs out in the next one, the graphs must go
-        )
+        # The loss of this pass may live on; where memory runs out in the next one, the graphs must go.
+        ctx.captured = None
         # Autograd makes the stream of backward() wait for the gradients that it brings to p.grad itself. The replay
         # wrote its own, on the forward pass's stream.
         _capture.make_backward_wait(captured.input.device)

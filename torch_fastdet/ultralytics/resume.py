@@ -49,9 +49,8 @@ class Run:
             self.begun = True
             if trainer.resume:
                 self._read(Path(trainer.args.resume))
-        if (
-            self.position is None or self.position.loader is not trainer.train_loader
-        ):  # it makes another one where memory ran out
+        # The trainer makes another loader where memory ran out.
+        if self.position is None or self.position.loader is not trainer.train_loader:
             self.position = _position_of(trainer.train_loader)
         self.position.begin_epoch()
         if (state := self.state) is None:

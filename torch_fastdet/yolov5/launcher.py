@@ -79,9 +79,8 @@ def doctor(argv: list[str]) -> int:
     if command.script is not None:
         _check_script(command.script)
         HOST.script = Path(command.script)
-        sys.path[:0] = [
-            str(folder) for folder in list(HOST.script.resolve().parents)[:2]
-        ]  # segment/train.py adds the second
+        # segment/train.py adds the second.
+        sys.path[:0] = [str(folder) for folder in list(HOST.script.resolve().parents)[:2]]
     words, options = command.arguments, {}
     for name, value in zip(words, [*words[1:], ""]):
         option, equals, given = name.partition("=")
