@@ -599,7 +599,7 @@ def two_epochs(program, digits, folder, model, tolerances, *flags):
 @pytest.mark.slow
 @pytest.mark.parametrize("model", CRITERIA)
 def test_training_of_two_epochs(program, digits, tmp_path, model):
-    two_epochs(program, digits, tmp_path, model, (2e-3, 2e-3))
+    two_epochs(program, digits, tmp_path, model, (1e-4, 1e-4))
 
 
 @pytest.mark.parametrize("model", CRITERIA)
