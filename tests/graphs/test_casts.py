@@ -9,6 +9,7 @@ from torch import nn
 from torch_fastdet.graphs import _casts
 from torch_fastdet.graphs._casts import weights_cast_once
 from torch_fastdet.layers import stem
+from torch_fastdet.layers.bn_act import is_used
 
 
 class Net(nn.Module):
@@ -104,6 +105,7 @@ def test_rows_of_zeros_change_nothing(device, memory_format, monkeypatch):
 def test_a_1x1_convolution_with_a_bias_rounds_once(device, monkeypatch):
     """A matrix product that adds the bias: no farther from exact than autocast, and the gradients are those of a convolution."""
     monkeypatch.setattr(_casts, "PADDED_DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(_casts, "is_used", lambda model: True)
     dtype = torch.float16 if device.type == "cuda" else torch.bfloat16
     net = nn.Sequential(nn.Conv2d(16, 64, 1), nn.SiLU(), nn.Conv2d(64, 70, 1)).to(
         device, memory_format=torch.channels_last
@@ -138,6 +140,8 @@ def test_a_1x1_convolution_with_a_bias_rounds_once(device, monkeypatch):
     assert run(net, x, True)[0] != ["_PointwiseBackward"]
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     assert run(net, x, True)[0] == ["_PointwiseBackward"]
+    monkeypatch.setattr(_casts, "is_used", is_used)
+    assert run(net, x, True)[0] != ["_PointwiseBackward"]  # without bn_act_optim a graph has eager training's bits
 
 
 def test_nothing_of_ours_is_left_after_an_error():

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_fastdet._torch.private import foreach_copy_, foreach_zero_, runs_plainly
-from torch_fastdet.layers.bn_act import convolutions_of_one_input
+from torch_fastdet.layers.bn_act import convolutions_of_one_input, is_used
 from torch_fastdet.layers.joint import JOINED
 from torch_fastdet.layers.stem import has_stem_shape
 
@@ -213,8 +213,10 @@ def weights_cast_once(model: nn.Module, dtype: torch.dtype | None) -> Iterator[N
     Autocast casts each weight and each gradient by itself, in two launches a layer, of a microsecond of work each. The
     values are those of autocast with its cache. Only what the convolution itself reads is replaced: ``conv.weight`` stays the parameter. The stem,
     which has a cast of its own, is left alone. Copies of weights with 255 rows get another one of zeros (:func:`_takes_rows`); the
-    result is the first 255 channels. 1x1 convolutions with a bias are matrix products (:class:`_Pointwise`). Convolutions that always read one input have their copies in one tensor, so that blocks can run
-    them as one (:data:`torch_fastdet.layers.joint.JOINED`).
+    result is the first 255 channels.
+
+    With ``bn_act_optim``, 1x1 convolutions with a bias are matrix products (:class:`_Pointwise`), and convolutions that always read one
+    input have their copies in one tensor, so that blocks can run them as one (:data:`torch_fastdet.layers.joint.JOINED`).
     """
     convs = [module for module in model.modules() if _takes_cast(module)] if dtype is not None else []
     if dtype is None or not convs:
@@ -228,9 +230,10 @@ def weights_cast_once(model: nn.Module, dtype: torch.dtype | None) -> Iterator[N
         *_cast_into_rooms(frozen, dtype),
     ]
     cast = {p: (room, tensor) for room, tensor in zip(trained + frozen, made) for p in room.members}
+    products = is_used(model)
     try:
         for conv in convs:
-            conv.__dict__["forward"] = _forward_of(conv, cast, dtype)
+            conv.__dict__["forward"] = _forward_of(conv, cast, dtype, products and _is_pointwise(conv))
         for group in joined:
             JOINED[group[0]] = _joint_of(group[0], cast[group[0].weight][1], dtype)
         yield
@@ -274,12 +277,11 @@ def _takes_products() -> bool:
 
 
 def _forward_of(
-    conv: nn.Conv2d, cast: dict[Tensor, tuple[_Room, Tensor]], dtype: torch.dtype
+    conv: nn.Conv2d, cast: dict[Tensor, tuple[_Room, Tensor]], dtype: torch.dtype, pointwise: bool
 ) -> Callable[[Tensor], Tensor]:
     room, weights = cast[conv.weight]
     bias = None if conv.bias is None else cast[conv.bias][1]
     place = next(i for i, member in enumerate(room.members) if member is conv.weight)
-    pointwise = _is_pointwise(conv)
 
     def forward(x: Tensor) -> Tensor:
         if not _is_cast(x, dtype):

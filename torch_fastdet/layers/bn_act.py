@@ -228,6 +228,11 @@ def conv_forward(stock: Forward) -> Forward:
     return forward
 
 
+def is_used(model: nn.Module) -> bool:
+    """Whether ``model`` has a block of :func:`conv_forward`. Only then may its captured steps round in other places than eager ones."""
+    return any(type(block).forward in _CONV_FORWARDS for block in model.modules())
+
+
 def begins_with_stem(block: Any) -> bool:
     """Whether ``block`` is one of :func:`conv_forward` with a stem's convolution, whose images may be divided on the way."""
     conv = getattr(block, "conv", None)
