@@ -8,6 +8,8 @@ import torch
 import torch_fastdet.ultralytics as drop_in
 import torch_fastdet.yolov5
 from tests.yolov5.test_upsample_switch import Operators
+from torch_fastdet.layers.bn_act import conv_forward
+from torch_fastdet.layers.stem import TAKES_BYTES
 from torch_fastdet.ultralytics.necks import fewer_copies
 
 
@@ -75,3 +77,12 @@ def test_in_graphs_the_neck_concatenates_as_it_upsamples(model, device):
     assert none == 0 and joined >= 2
     for mine, theirs in zip(found, expected):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind, name", [("DetectionModel", "yolov8n.yaml"), ("WorldModel", "yolov8s-worldv2.yaml")])
+def test_in_graphs_the_stem_divides_bytes_where_it_alone_reads_them(monkeypatch, kind, name):
+    tasks = pytest.importorskip("ultralytics.nn.tasks", exc_type=ImportError)
+    monkeypatch.setattr(tasks.Conv, "forward", conv_forward(tasks.Conv.forward))
+    model = getattr(tasks, kind)(name, nc=3, verbose=False)
+    with fewer_copies(model):
+        assert (model in TAKES_BYTES) == (kind == "DetectionModel")

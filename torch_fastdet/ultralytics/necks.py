@@ -22,7 +22,9 @@ def fewer_copies(model: nn.Module) -> Iterator[None]:
     methods = "forward", "predict", "_predict_once"
     with contextlib.ExitStack() as stack:
         stack.enter_context(joined_upsampling(model, "_predict_once", MODULES))
-        stack.enter_context(images_of_bytes(model, methods, MODULES))
+        # World's own predict gives its text features the images' dtype.
+        if getattr(getattr(type(model), "predict", None), "__qualname__", None) == "BaseModel.predict":
+            stack.enter_context(images_of_bytes(model, methods, MODULES))
         if is_used(model):
             stack.enter_context(attention_in_rows(model))
             stack.enter_context(heads_in_rows(model))
