@@ -72,6 +72,22 @@ def test_what_is_left_to_stock():
         assert [("forward" in vars(module)) for module in model] == [True, False, False, False]
 
 
+def test_a_fork_that_scales_behind_the_product_is_left_to_stock(monkeypatch):
+    def forward(self, x):
+        n, _, h, w = x.shape
+        parts = self.qkv(x).view(n, self.num_heads, 2 * self.key_dim + self.head_dim, h * w)
+        q, k, v = parts.split([self.key_dim, self.key_dim, self.head_dim], 2)
+        weights = ((q.transpose(-2, -1) @ k) * self.scale).softmax(-1)
+        return self.proj((v @ weights.transpose(-2, -1)).view(n, -1, h, w) + self.pe(v.reshape(n, -1, h, w)))
+
+    monkeypatch.setattr(block.Attention, "forward", forward)
+    model = torch.nn.Sequential(block.Attention(64, 2), torch.nn.Conv2d(64, 64, 3)).to(
+        memory_format=torch.channels_last
+    )
+    with attention_in_rows(model):
+        assert "forward" not in vars(model[0])
+
+
 @pytest.mark.parametrize("case", ["autocast", "float32", "half alone", "too many positions"])
 def test_softmax(device, case):
     """One launch backward where the result is float32, for as many positions as the operator takes; else torch's."""
