@@ -52,7 +52,7 @@ class FinisherOfDicts(Finisher):
         if isinstance(batch, PlannedBatch):
             out, small = batch.rest
             out["img"] = self.pictures(batch.plan)
-            out.update((name, torch.from_numpy(out[name])) for name in small)
+            out.update((name, torch.as_tensor(out[name])) for name in small)  # tensors where this call is made again
         else:
             out = batch  # stock has made it
         for name, value in out.items():
