@@ -5,6 +5,7 @@ import resource
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from tests.forks import exit_status, fork
 from tests.ops.test_v8_loss import SIZES, STRIDES, flat, make_joined, make_targets, settings_on
 from tests.optim.samples import Loop
-from torch_fastdet import ops, optim
+from torch_fastdet import ops, optim, ultralytics
 from torch_fastdet.ema import ModelEMA
 from torch_fastdet.hosts.engine import switch
 
@@ -105,17 +106,45 @@ def test_threads_train_models_as_one_after_the_other():
         assert all(torch.equal(found[seed][name], value) for name, value in want.items())
 
 
-def test_a_fork_of_the_users_trains_as_its_parent():
-    expected, (read, write) = trained(1)["0.weight"], os.pipe()
+def same_in_a_fork(train: Callable[[], torch.Tensor]) -> None:
+    expected, (read, write) = train(), os.pipe()
     if exit_status(fork(lambda: torch.zeros(1, requires_grad=True).sum().backward())):
         pytest.skip("torch itself cannot train in a fork of a process that has trained beside a GPU")
 
-    def train():
-        os.write(write, trained(1)["0.weight"].numpy().tobytes())
+    def send():
+        os.write(write, train().numpy().tobytes())
 
-    child = fork(train)
+    child = fork(send)
     os.close(write)
     with open(read, "rb") as file:
         data = bytearray(file.read())
     assert exit_status(child) == 0
-    assert torch.equal(torch.frombuffer(data, dtype=torch.float32).view(16, 8), expected)
+    assert torch.equal(torch.frombuffer(data, dtype=torch.float32).view(expected.shape), expected)
+
+
+def test_a_fork_of_the_users_trains_as_its_parent():
+    same_in_a_fork(lambda: trained(1)["0.weight"])
+
+
+@pytest.mark.cpu
+def test_a_fork_after_patch_trains_as_its_parent(request):
+    """Compares the first weight of a yolov8n after two steps, which depends on the gradients of all layers."""
+    tasks = pytest.importorskip("ultralytics.nn.tasks", reason="ultralytics is not installed", exc_type=ImportError)
+    from ultralytics.cfg import get_cfg
+
+    request.addfinalizer(ultralytics.unpatch)
+    assert any("v8DetectionLoss" in line for line in ultralytics.patch())
+    batch = {"img": torch.rand(2, 3, 64, 64), "batch_idx": torch.tensor([0.0, 1.0]), "cls": torch.ones(2, 1)}
+    batch["bboxes"] = torch.full((2, 4), 0.5)
+
+    def train():
+        torch.manual_seed(1)
+        model = tasks.DetectionModel("yolov8n.yaml", nc=3, verbose=False).train()
+        model.args = get_cfg()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(2):
+            model(batch)[0].sum().backward()
+            optimizer.step()
+        return model.model[0].conv.weight.detach()
+
+    same_in_a_fork(train)

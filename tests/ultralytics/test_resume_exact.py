@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 
 import pytest
 
@@ -36,6 +37,19 @@ def test_resumed_training_has_the_bits_of_one_run(program, digits, tmp_path, arg
         same_bits(run, stop)
     assert run["output"].count("resume_exact: goes on from") == 3
     assert len({json.dumps(parts) for parts in run["whole"].values()}) == len(run["whole"]), "nothing is trained"
+
+
+def test_training_and_resume_under_limits(program, ultralytics_environment, digits, tmp_path, monkeypatch):
+    """256 open files, a home that cannot be made, no nvidia-smi on the path, no visible GPU; with loader processes."""
+    for name, value in {"HOME": "/proc/nowhere", "PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}.items():
+        monkeypatch.setitem(ultralytics_environment, name, value)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    try:
+        run = program("resume_exact.py", digits, tmp_path, 3, "--workers", 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    same_bits(run, 3)
 
 
 def test_damaged_file_is_one_line_and_stocks_resume(program, digits, tmp_path):
