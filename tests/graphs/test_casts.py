@@ -144,6 +144,24 @@ def test_a_1x1_convolution_with_a_bias_rounds_once(device, monkeypatch):
     assert run(net, x, True)[0] != ["_PointwiseBackward"]  # without bn_act_optim a graph has eager training's bits
 
 
+def test_products_leave_the_settings_of_cublas(monkeypatch):
+    settings, seen = torch.backends.cuda.matmul, []
+    names = [
+        f"allow_{kind}_reduced_precision_reduction{part}" for kind in ("fp16", "bf16") for part in ("", "_split_k")
+    ]
+
+    def addmm(bias, rows, weight):
+        seen.append([getattr(settings, name) for name in names])
+        raise RuntimeError("no memory")
+
+    before = [getattr(settings, name) for name in names]
+    monkeypatch.setattr(torch, "addmm", addmm)
+    x, weight = torch.ones(1, 2, 1, 1), torch.ones(3, 2, 1, 1)
+    with pytest.raises(RuntimeError, match="no memory"):
+        _casts._Pointwise.apply(x, weight, torch.ones(3), 3)
+    assert seen == [[False, before[1], False, before[3]]] and [getattr(settings, name) for name in names] == before
+
+
 def test_nothing_of_ours_is_left_after_an_error():
     net = Net()
     with pytest.raises(RuntimeError), torch.autocast("cpu", torch.bfloat16), weights_cast_once(net, torch.bfloat16):

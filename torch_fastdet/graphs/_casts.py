@@ -110,6 +110,21 @@ class _FirstChannels(torch.autograd.Function):
         return torch.ops.torch_fastdet.pad_and_sum(grad, ctx.channels)[0], None
 
 
+@contextlib.contextmanager
+def _parts_added_in_float32() -> Iterator[None]:
+    """While inside, cuBLAS adds the parts of a half-precision product in float32, as cuDNN does in a convolution."""
+    settings = torch.backends.cuda.matmul
+    names = [f"allow_{kind}_reduced_precision_reduction" for kind in ("fp16", "bf16")]
+    held = {name: (getattr(settings, name), getattr(settings, f"{name}_split_k")) for name in names}
+    try:
+        for name, (_, split) in held.items():
+            setattr(settings, name, (False, split))
+        yield
+    finally:
+        for name, values in held.items():
+            setattr(settings, name, values)
+
+
 class _Pointwise(torch.autograd.Function):
     """The first ``channels`` channels of a 1x1 convolution with a bias, of channels_last tensors.
 
@@ -121,7 +136,8 @@ class _Pointwise(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, channels: int) -> Tensor:
         ctx.save_for_backward(x, weight)
         rows = x.permute(0, 2, 3, 1).flatten(0, 2)
-        y = torch.addmm(bias, rows, weight.flatten(1).t())
+        with _parts_added_in_float32():
+            y = torch.addmm(bias, rows, weight.flatten(1).t())
         y = y.view(x.shape[0], x.shape[2], x.shape[3], weight.shape[0]).permute(0, 3, 1, 2)
         return y[:, :channels].data  # to autograd no view, which an activation in place could not change
 
