@@ -9,6 +9,7 @@ import torch
 from tests.conftest import cuda_missing
 from tests.yolov5 import real
 from tests.yolov5.conftest import IMAGE
+from torch_fastdet.loader.ranks import WAIT
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2)
 COMMON = ("--img", IMAGE, "--batch", 4, "--workers", 0, "--weights", "", "--cfg", "models/yolov5n.yaml", "--epochs", 5)
@@ -38,6 +39,12 @@ def let_ranks_train_on_cpu(folder):
     real._edit(folder / "utils/torch_utils.py", ids, "static_graph")
 
 
+def let_rank_0_scan_long(folder):
+    """Longer than a rank waits for the first rank's pictures, once it asks for them."""
+    first = r"(with torch_distributed_zero_first\(rank\):[^\n]*\n +)(dataset = LoadImagesAndLabels\()"
+    real._edit(folder / "utils/dataloaders.py", first, rf"\1time.sleep({WAIT + 2} * (rank == 0)); \2")
+
+
 @pytest.mark.parametrize(
     "backend",
     [
@@ -52,6 +59,7 @@ def test_two_ranks_have_the_losses_of_stock(backend, real_yolov5, data, tmp_path
     checkout = stopping(real_yolov5("checkout"), tmp_path / "yolov5")
     if gloo:
         let_ranks_train_on_cpu(checkout.folder)
+        let_rank_0_scan_long(checkout.folder)
     arguments = (*COMMON, "--device", "cpu" if gloo else "0,1", "--data", data.boxes, "--project", tmp_path)
     ours = ("pretended_gpu.py",) if gloo else ("-m", "torch_fastdet.yolov5", "train.py")
     shutil.copy(real.PROGRAMS / "pretended_gpu.py", checkout.folder)
@@ -63,6 +71,7 @@ def test_two_ranks_have_the_losses_of_stock(backend, real_yolov5, data, tmp_path
     stock, fast = (run.result().stdout for run in runs)
     assert STOPPED in stock and STOPPED in fast
     assert fast.count(CAPTURED) == 1, "only rank 0 says what it captures"
+    assert "did not get the pictures" not in fast
     want, got = real.results(tmp_path / "stock"), real.results(tmp_path / "ours")
     assert got["epoch"] == want["epoch"] == [0, 1]
     for column in LOSSES:  # on a GPU another layout has other kernels, which round half precision otherwise
