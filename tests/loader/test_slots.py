@@ -3,6 +3,7 @@
 import gc
 import os
 import pickle
+import sys
 from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
@@ -174,3 +175,16 @@ def test_batches_of_loader_processes(method):
     for number, batch in enumerate(loader):
         assert (batch == number).all() and type(batch) is torch.Tensor
         batch.mul_(0)  # the loop's own
+
+
+def test_too_many_open_files_are_one_error(monkeypatch):
+    def full(*_):
+        raise OSError(24, "Too many open files")
+
+    unraisable = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    monkeypatch.setattr(os, "memfd_create", full)
+    with pytest.raises(OSError, match="Too many open files"):
+        slots._OwnSlot(8)
+    gc.collect()
+    assert not unraisable

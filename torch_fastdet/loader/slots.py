@@ -41,7 +41,8 @@ class _OwnSlot(Slot):
         super().__init__(self.fd, size)
 
     def __del__(self) -> None:
-        os.close(self.fd)
+        if hasattr(self, "fd"):  # not if there were too many open files
+            os.close(self.fd)
 
 
 _own: list[_OwnSlot] = []
