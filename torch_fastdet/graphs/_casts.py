@@ -113,16 +113,17 @@ class _FirstChannels(torch.autograd.Function):
 @contextlib.contextmanager
 def _parts_added_in_float32() -> Iterator[None]:
     """While inside, cuBLAS adds the parts of a half-precision product in float32, as cuDNN does in a convolution."""
-    settings = torch.backends.cuda.matmul
-    names = [f"allow_{kind}_reduced_precision_reduction" for kind in ("fp16", "bf16")]
-    held = {name: (getattr(settings, name), getattr(settings, f"{name}_split_k")) for name in names}
+    settings: Any = torch.backends.cuda.matmul
+    fp16, bf16 = settings.allow_fp16_reduced_precision_reduction, settings.allow_bf16_reduced_precision_reduction
+    fp16_split = settings.allow_fp16_reduced_precision_reduction_split_k
+    bf16_split = settings.allow_bf16_reduced_precision_reduction_split_k
     try:
-        for name, (_, split) in held.items():
-            setattr(settings, name, (False, split))
+        settings.allow_fp16_reduced_precision_reduction = False, fp16_split
+        settings.allow_bf16_reduced_precision_reduction = False, bf16_split
         yield
     finally:
-        for name, values in held.items():
-            setattr(settings, name, values)
+        settings.allow_fp16_reduced_precision_reduction = fp16, fp16_split
+        settings.allow_bf16_reduced_precision_reduction = bf16, bf16_split
 
 
 class _Pointwise(torch.autograd.Function):

@@ -72,14 +72,15 @@ def _with_channels(*parts: Any) -> Any:
     return lambda t: torch.cat([part(t) for part in parts], 1)
 
 
-# Class -> its forward here, and attributes of small cases. Stock's forward has to give the same bits in them, which differ where the
-# scale comes behind the product.
+# Class -> its forward here, and attributes of small cases. Stock's forward has to give the same bits in them. The scale is one for each
+# position, so that other values come where it is behind the product.
 _SAME, _SQUARE, _NEXT = (lambda t: t), (lambda t: t * t), (lambda t: t + 1)
+_SCALES = pictures().flatten() + 1
 _PARTS = {"proj": lambda t: t * t + 1, "pe": lambda t: t * t + 2, "num_heads": 2, "head_dim": 2}
 _KNOWN: dict[str, tuple[Any, tuple[dict[str, Any], ...]]] = {
     "Attention": (
         _attention,
-        ({**_PARTS, "qkv": _with_channels(_SAME, _SQUARE), "key_dim": 1, "scale": 1.3, "format": None},),
+        ({**_PARTS, "qkv": _with_channels(_SAME, _SQUARE), "key_dim": 1, "scale": _SCALES, "format": None},),
     ),
     "AAttn": (
         _area_attention,
