@@ -326,6 +326,7 @@ def main() -> int:
     arguments.add_argument("--only", choices=READERS, help="one of the readers")
     options = arguments.parse_args()
     warnings.simplefilter("ignore")  # of Pillow and torch, about damaged files
+    sys.dont_write_bytecode = True  # or what a reader imports late counts as a file that it writes
     counts = Counter[str]()
     kinds: list[Callable[[Path], Reader]] = [READERS[options.only]] if options.only else list(READERS.values())
     with tempfile.TemporaryDirectory() as made, open(options.log, "w") as log:
