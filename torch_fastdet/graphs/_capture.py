@@ -21,6 +21,7 @@ from torch import nn
 
 from torch_fastdet._library import LIBRARY
 from torch_fastdet._torch import private
+from torch_fastdet._torch.modules import is_channels_last
 
 
 def on_gpu(tensor: torch.Tensor) -> bool:
@@ -262,7 +263,7 @@ def aliased_parameters(module: nn.Module) -> Iterator[dict[nn.Parameter, nn.Para
 def input_format(module: nn.Module, x: torch.Tensor) -> torch.memory_format:
     """NHWC for a model on NHWC weights: the copy into the graph's input then changes the layout as well."""
     first = next((p for p in module.parameters() if p.dim() == 4), None)
-    if x.dim() == 4 and first is not None and not first.is_contiguous():
+    if x.dim() == 4 and first is not None and is_channels_last(first):
         return torch.channels_last
     return torch.preserve_format
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torch_fastdet._torch.modules import methods_of_modules
 from torch_fastdet._torch.private import foreach_copy_, foreach_zero_, runs_plainly
 from torch_fastdet.layers.bn_act import convolutions_of_one_input, is_used
 from torch_fastdet.layers.joint import JOINED
@@ -45,25 +46,28 @@ class _Room:
     members: tuple[Tensor, ...]
     rows: int
 
+    @property
+    def used(self) -> int:
+        """Rows of the members together."""
+        return sum(member.shape[0] for member in self.members)
+
     def places(self, room: Tensor) -> list[Tensor]:
         """Each member's rows of ``room``."""
-        sizes = [member.shape[0] for member in self.members]
-        return list(room[: sum(sizes)].split(sizes))
+        return list(room[: self.used].split([member.shape[0] for member in self.members]))
 
     def new(self, dtype: torch.dtype) -> Tensor:
         like = self.members[0]
-        used = sum(member.shape[0] for member in self.members)
         if self.rows == like.shape[0]:
             return torch.empty_like(like, dtype=dtype, requires_grad=False)
         shape = (self.rows, *like.shape[1:])
-        if used == self.rows:
+        if self.used == self.rows:
             return torch.empty_strided(shape, like.stride(), dtype=dtype, device=like.device)
         layout = torch.channels_last if like.dim() == 4 else torch.contiguous_format
         return torch.empty(shape, dtype=dtype, device=like.device, memory_format=layout)
 
     def rest(self, room: Tensor) -> Tensor:
         """The rows of ``room`` behind the members, which :meth:`new` leaves as they are."""
-        return room[sum(member.shape[0] for member in self.members) :]
+        return room[self.used :]
 
 
 def _cast_into_rooms(rooms: list[_Room], dtype: torch.dtype) -> list[Tensor]:
@@ -248,15 +252,13 @@ def weights_cast_once(model: nn.Module, dtype: torch.dtype | None) -> Iterator[N
     ]
     cast = {p: (room, tensor) for room, tensor in zip(trained + frozen, made) for p in room.members}
     products = is_used(model)
+    methods = [(conv, "forward", _forward_of(conv, cast, dtype, products and _is_pointwise(conv))) for conv in convs]
     try:
-        for conv in convs:
-            conv.__dict__["forward"] = _forward_of(conv, cast, dtype, products and _is_pointwise(conv))
         for group in joined:
             JOINED[group[0]] = _joint_of(group[0], cast[group[0].weight][1], dtype)
-        yield
+        with methods_of_modules(methods):
+            yield
     finally:
-        for conv in convs:
-            conv.__dict__.pop("forward", None)
         for group in joined:
             JOINED.pop(group[0], None)
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_fastdet._torch.modules import is_channels_last
 from torch_fastdet._torch.tensors import unwrap
 from torch_fastdet.resume import files
 from torch_fastdet.resume.files import NotOurs
@@ -101,10 +102,6 @@ def take(
         "updates": int(ema.updates),
         "stopper": {name: plain(value) for name, value in vars(stopper).items() if _is_number(value)},
     }
-
-
-def is_channels_last(parameter: Tensor) -> bool:
-    return parameter.dim() == 4 and not parameter.is_contiguous()
 
 
 def _is_number(value: object) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_fastdet._torch.modules import is_channels_last, methods_of_modules
 from torch_fastdet._torch.private import every_module_has_hooks, runs_plainly
 from torch_fastdet.hosts.evidence import agree, pictures
 
@@ -101,7 +102,7 @@ def _is_stocks(name: str, forward: Any) -> bool:
 def attention_in_rows(model: nn.Module) -> Iterator[None]:
     """While inside, the model's ``Attention`` and ``AAttn`` run as :func:`_attend` where the model is channels_last."""
     known = []
-    if not every_module_has_hooks() and any(p.dim() == 4 and not p.is_contiguous() for p in model.parameters()):
+    if not every_module_has_hooks() and any(map(is_channels_last, model.parameters())):
         known = [
             module
             for module in model.modules()
@@ -110,10 +111,5 @@ def attention_in_rows(model: nn.Module) -> Iterator[None]:
             and runs_plainly(module, type(module).forward)
             and _is_stocks(type(module).__name__, type(module).forward)
         ]
-    try:
-        for module in known:
-            module.forward = functools.partial(_KNOWN[type(module).__name__][0], module)
+    with methods_of_modules([(m, "forward", functools.partial(_KNOWN[type(m).__name__][0], m)) for m in known]):
         yield
-    finally:
-        for module in known:
-            del module.forward

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_fastdet._torch.modules import is_channels_last, methods_of_modules
 from torch_fastdet._torch.private import every_module_has_hooks
 from torch_fastdet.hosts.evidence import agree, pictures
+from torch_fastdet.hosts.shared.necks import stock_detect
 
 MODULE = "ultralytics.nn.modules.head"
 
@@ -48,23 +50,12 @@ def heads_in_rows(model: nn.Module) -> Iterator[None]:
     That is how its convolutions write them. Stock writes them one channel after the other. Losses index them by three
     dimensions, whatever their strides.
     """
-    layers = getattr(model, "model", None)
-    detect: Any = layers[-1] if isinstance(layers, nn.Sequential) and len(layers) else None
+    detect = stock_detect(model, "forward_head", (MODULE,))
     known = (
         detect is not None
-        and model.training
-        and type(detect).__name__ == "Detect"
-        and type(detect).__module__ == MODULE
-        and "forward_head" not in vars(detect)
         and not every_module_has_hooks()
-        and any(p.dim() == 4 and not p.is_contiguous() for p in model.parameters())
+        and any(map(is_channels_last, model.parameters()))
         and _is_stocks(getattr(type(detect), "forward_head", None))
     )
-    if not known:
+    with methods_of_modules([(detect, "forward_head", functools.partial(_outputs, detect))] if known else []):
         yield
-        return
-    detect.forward_head = functools.partial(_outputs, detect)
-    try:
-        yield
-    finally:
-        del detect.forward_head

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_fastdet._torch.modules import methods_of_modules
 from torch_fastdet.hosts.evidence import agree, pictures, stand_ins
-from torch_fastdet.hosts.shared.necks import images_of_bytes, joined_upsampling
+from torch_fastdet.hosts.shared.necks import images_of_bytes, joined_upsampling, stock_detect
 
 STOCK_MODULES = ("models.yolo", "yolov5.models.yolo")
 
@@ -41,24 +42,10 @@ def head_views(model: nn.Module) -> Iterator[None]:
     layout, so that neither the outputs nor their gradients are copied. Models without stock's Detect at their end are left alone,
     as is a model in eval mode.
     """
-    layers = getattr(model, "model", None)
-    detect: Any = layers[-1] if isinstance(layers, nn.Sequential) and len(layers) else None
-    plain = (
-        detect is not None
-        and model.training
-        and type(detect).__name__ == "Detect"
-        and type(detect).__module__ in STOCK_MODULES
-        and "forward" not in vars(detect)
-        and _is_stocks(type(detect).forward)
-    )
-    if not plain:
+    detect = stock_detect(model, "forward", STOCK_MODULES)
+    known = detect is not None and _is_stocks(type(detect).forward)
+    with methods_of_modules([(detect, "forward", functools.partial(raw_heads, detect))] if known else []):
         yield
-        return
-    detect.forward = lambda x: raw_heads(detect, x)
-    try:
-        yield
-    finally:
-        del detect.forward
 
 
 @contextlib.contextmanager

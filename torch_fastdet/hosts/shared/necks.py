@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_fastdet import ops
+from torch_fastdet._torch.modules import methods_of_modules
 from torch_fastdet._torch.private import every_module_has_hooks, runs_plainly
 from torch_fastdet.hosts.evidence import agree, pictures
 from torch_fastdet.hosts.shared.upsample import doubles, upsample_forward
@@ -69,6 +70,19 @@ def _layers(model: Any, methods: tuple[str, ...], modules: tuple[str, ...]) -> l
     return list(layers) if known and isinstance(layers, nn.Sequential) and not every_module_has_hooks() else []
 
 
+def stock_detect(model: Any, method: str, modules: tuple[str, ...]) -> Any:
+    """The ``Detect`` at the end of a model in training, if its class is the host's and its ``method`` the class's; else None."""
+    layers = getattr(model, "model", None)
+    detect = layers[-1] if isinstance(layers, nn.Sequential) and len(layers) else None
+    stocks = (
+        type(detect).__name__ == "Detect"
+        and type(detect).__module__ in modules
+        and model.training
+        and method not in vars(detect)
+    )
+    return detect if stocks else None
+
+
 @contextlib.contextmanager
 def images_of_bytes(model: Any, methods: tuple[str, ...], modules: tuple[str, ...]) -> Iterator[None]:
     """While inside, the model takes uint8 images too, for which its result is that of ``images / 255``: its stem divides them
@@ -83,13 +97,12 @@ def images_of_bytes(model: Any, methods: tuple[str, ...], modules: tuple[str, ..
     if first is None or getattr(first, "f", None) != -1 or not begins_with_stem(first):
         yield
         return
-    first.forward = lambda x: forward_of_bytes(first, x)
     TAKES_BYTES.add(model)
     try:
-        yield
+        with methods_of_modules([(first, "forward", functools.partial(forward_of_bytes, first))]):
+            yield
     finally:
         TAKES_BYTES.discard(model)
-        del first.forward
 
 
 @contextlib.contextmanager
@@ -108,11 +121,8 @@ def joined_upsampling(model: object, loop: str, modules: tuple[str, ...]) -> Ite
     pairs = []
     if isinstance(save, (list, tuple, set)):
         pairs = [(up, cat) for up, cat in itertools.pairwise(chain) if _is_pair(up, cat, save)]
-    try:
-        for upsample, concat in pairs:
-            upsample.forward, concat.forward = _unchanged, _joined(upsample, concat)
+    methods = [(up, "forward", _unchanged) for up, _ in pairs] + [
+        (cat, "forward", _joined(up, cat)) for up, cat in pairs
+    ]
+    with methods_of_modules(methods):
         yield
-    finally:
-        for pair in pairs:
-            for module in pair:
-                module.__dict__.pop("forward", None)
