@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/bn_act/bn_act.h"
+#include "dtypes.h"
 #include "memory.h"
 #include "random.h"
 
@@ -199,7 +200,7 @@ void check_random_shapes(uint64_t seeds) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     Random random(seed);
     Backend::seed(seed);
-    const DType dtype = random.one_of({DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kFloat64});
+    const DType dtype = random.one_of(kEveryDtype);
     dtype == DType::kFloat64 ? check<Backend, double>(dtype, random) : check<Backend, float>(dtype, random);
   }
 }

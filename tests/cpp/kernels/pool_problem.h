@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/pool/max_pool.h"
+#include "dtypes.h"
 #include "memory.h"
 #include "random.h"
 
@@ -74,7 +75,7 @@ void check(uint64_t seed) {
   SCOPED_TRACE("seed " + std::to_string(seed));
   Random random(seed);
   Backend::seed(seed);
-  const DType dtype = random.one_of({DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kFloat64});
+  const DType dtype = random.one_of(kEveryDtype);
   const bool last = random.chance(60);
   const std::vector<int64_t> size{1 + random.below(2), random.one_of({1, 3, 8, 16, 40}), 1 + random.below(8),
                                   1 + random.below(9)};

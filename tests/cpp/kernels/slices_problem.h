@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/slices/slices.h"
+#include "dtypes.h"
 #include "memory.h"
 #include "random.h"
 
@@ -19,7 +20,7 @@ void check(uint64_t seed) {
   SCOPED_TRACE("seed " + std::to_string(seed));
   Random random(seed);
   Backend::seed(seed);
-  const DType dtype = random.one_of({DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kFloat64});
+  const DType dtype = random.one_of(kEveryDtype);
   SumSlicesParams p{};
   p.dtype = dtype;
   p.rows = random.chance(20) ? 1 : 1 + random.below(600);
@@ -55,7 +56,7 @@ void check_pad(uint64_t seed) {
   SCOPED_TRACE("seed " + std::to_string(seed));
   Random random(seed);
   Backend::seed(seed);
-  const DType dtype = random.one_of({DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kFloat64});
+  const DType dtype = random.one_of(kEveryDtype);
   PadAndSumParams p{};
   p.dtype = dtype;
   p.batch = 1 + random.below(3);

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "core/softmax/softmax.h"
+#include "dtypes.h"
 #include "memory.h"
 #include "random.h"
 
@@ -19,7 +20,7 @@ void check(uint64_t seed) {
   Random random(seed);
   Backend::seed(seed);
   SoftmaxBackwardParams p{};
-  p.dtype = random.one_of({DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kFloat64});
+  p.dtype = random.one_of(kEveryDtype);
   p.batch = 1 + random.below(3);
   p.rows = 1 + random.below(80);
   p.columns = 1 + random.below(random.chance(20) ? kMostSoftmaxColumns : 100);

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/space_to_depth/space_to_depth.h"
+#include "dtypes.h"
 #include "memory.h"
 #include "random.h"
 
@@ -37,9 +38,7 @@ void check(uint64_t seed) {
   SCOPED_TRACE("seed " + std::to_string(seed));
   Random random(seed);
   Backend::seed(seed);
-  const auto dtype = [&] {
-    return random.one_of({DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kFloat64});
-  };
+  const auto dtype = [&] { return random.one_of(kEveryDtype); };
   SpaceToDepthParams p{};
   p.batch = 1 + random.below(3);
   p.channels = 1 + random.below(4);

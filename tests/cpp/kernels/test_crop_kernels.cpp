@@ -5,6 +5,7 @@
 
 #include "core/common/dtype.cuh"
 #include "core/masks/crop.h"
+#include "dtypes.h"
 #include "emulator.h"
 #include "memory.h"
 #include "random.h"
@@ -31,7 +32,7 @@ void expect_what_the_rows_make(Random& random) {
   p.height = static_cast<int32_t>(1 + random.below(20)), p.width = static_cast<int32_t>(1 + random.below(150));
   if (random.chance(50)) p.width = (p.width + 15) / 16 * 16;
   p.integer_bytes = random.chance(50) ? random.one_of({1, 2, 4, 8}) : 0;
-  p.dtype = random.one_of({DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kFloat64});
+  p.dtype = random.one_of(kEveryDtype);
   p.box_stride = random.one_of({4, 6});
   const int64_t itemsize = p.integer_bytes ? p.integer_bytes : dtype_bytes(p.dtype),
                 pixels = p.count * p.height * p.width;

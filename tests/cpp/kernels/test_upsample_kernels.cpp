@@ -5,6 +5,7 @@
 #include <array>
 
 #include "core/upsample/upsample.h"
+#include "dtypes.h"
 #include "emulator.h"
 #include "memory.h"
 #include "random.h"
@@ -45,7 +46,7 @@ void check(uint64_t seed) {
   SCOPED_TRACE("seed " + std::to_string(seed));
   Random random(seed);
   emulator::seed(seed);
-  const DType dtype = random.one_of({DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kFloat64});
+  const DType dtype = random.one_of(kEveryDtype);
   const bool channels_last = random.chance(50);
   const Size size = {1 + random.below(2), random.one_of({1, 3, 4, 8, 24, 33}), 1 + random.below(9),
                      1 + random.below(20)};
