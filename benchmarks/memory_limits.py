@@ -1,9 +1,9 @@
-"""The largest batch of a YOLOv5 step that fits into 8, 12 and 24 GB, tried and not computed. GPU only.
+"""The largest batch of a YOLOv5 step that fits into 8, 12, 24 and 80 GB, tried and not computed. GPU only.
 
-    python -m benchmarks.memory_limits [--size s] [--cards 8 12 24]
+    python -m benchmarks.memory_limits [--size s] [--cards 8 12 24 80] [--out FOLDER]
 
 PyTorch's allocator is limited to what such a card leaves to it (benchmarks/report.py: APART_MIB less). A batch fits if six steps run.
-Batches are tried in steps of 4 from below what the table of docs/machine.md computes. The table goes to standard output.
+Batches are tried in steps of a quarter of the card's GB. docs/machine.md shows the newest memory_limits.json of benchmarks/results.
 """
 
 from __future__ import annotations
@@ -15,60 +15,61 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.bench_step import VARIANTS, fused_blocks
-from benchmarks.harness import OURS
-from benchmarks.report import APART_MIB
+from benchmarks.harness import OURS, add_place, environment
+from benchmarks.report import APART_MIB, CARDS, as_json, results_folder
 
-STEPS, WIDTH = 6, 4
+STEPS = 6
+MOST_A_GB = 12  # images of a batch: more than any variant of the smallest measured size fits
 
 
-def fits(make: Callable[[str, int], Callable[[], object]], size: str, batch: int) -> bool:
+def trains(variant: str, size: str, batch: int) -> bool:
     try:
-        step = make(size, batch)
-        for _ in range(STEPS):
-            step()
+        with fused_blocks(variant.startswith(OURS)):
+            step = VARIANTS[variant](size, batch)
+            for _ in range(STEPS):
+                step()
         torch.cuda.synchronize()
         return True
     except torch.OutOfMemoryError:
         return False
 
 
-def freed() -> None:
-    gc.collect()  # models hold themselves by cycles
-    torch.cuda.empty_cache()
-
-
-def largest(variant: str, size: str, low: int, high: int) -> int:
-    """Between two batches, by halving; 0 if not even the smaller one fits."""
-    best = 0
-    while low <= high:
-        middle = (low + high) // 2 // WIDTH * WIDTH
-        with fused_blocks(variant.startswith(OURS)):
-            fit = fits(VARIANTS[variant], size, middle)
-        freed()
-        if fit:
-            best, low = middle, middle + WIDTH
-        else:
-            high = middle - WIDTH
-    return best
+def largest(fits: Callable[[int], bool], width: int, most: int) -> int:
+    """The largest multiple of ``width`` up to ``most`` that fits, by halving; 0 if none does."""
+    low, high = 0, most // width
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle * width) else (low, middle - 1)
+    return low * width
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="s")
-    parser.add_argument("--cards", type=int, nargs="*", default=[8, 12, 24])
+    parser.add_argument("--cards", type=int, nargs="*", default=CARDS)
+    add_place(parser, "--out", "folder of memory_limits.json (default: benchmarks/results/<machine>-<date>)")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
+    if options.device == "cpu" or not torch.cuda.is_available():
         print("nothing to do: memory is limited on a GPU only")
         return
+    about = environment(torch.device("cuda"))
     total = torch.cuda.get_device_properties(0).total_memory
-    print(f"| yolov5{options.size} at 640 pixels | {' | '.join(f'{card} GB' for card in options.cards)} |")
-    print("|---|" + "---|" * len(options.cards))
-    for variant in ("stock", f"{OURS} TrainStep"):
-        found = []
-        for card in options.cards:
-            torch.cuda.set_per_process_memory_fraction(((card << 10) - APART_MIB) * 2**20 / total)
-            found.append(largest(variant, options.size, 2 * card, 12 * card))
-        print(f"| {variant} | {' | '.join(map(str, found))} |", flush=True)
+    file = (options.out or results_folder(about)) / "memory_limits.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for card in options.cards:
+        torch.cuda.set_per_process_memory_fraction(min(1.0, ((card << 10) - APART_MIB) * 2**20 / total))
+        for variant in ("stock", f"{OURS} TrainStep"):
+
+            def fits(batch: int, variant: str = variant) -> bool:
+                gc.collect()  # models hold themselves by cycles
+                torch.cuda.empty_cache()
+                return trains(variant, options.size, batch)
+
+            batch = largest(fits, card // 4, MOST_A_GB * card)
+            print(f"{card} GB, yolov5{options.size}, {variant}: {batch}", flush=True)
+            rows.append({"size": options.size, "variant": variant, "card": card, "batch": batch, **about})
+            file.write_text(as_json(rows))
 
 
 if __name__ == "__main__":

@@ -61,8 +61,9 @@ HEADLINES = [
      "torch_fastdet list"),
 ]  # fmt: skip
 # Trainings whose peak memory is known at two batch sizes: what it is, benchmark, the case at a batch size, and our variant.
+LOOP = "YOLOv5s, a loop of your own"
 MEMORY = (
-    ("YOLOv5s, a loop of your own", "step", "yolov5s, batch {}, loop", "torch_fastdet TrainStep"),
+    (LOOP, "step", "yolov5s, batch {}, loop", "torch_fastdet TrainStep"),
     ("YOLOv8s, Ultralytics' trainer", "ultralytics", "yolov8s, batch {}", "torch_fastdet"),
 )
 BATCHES = (16, 64)
@@ -94,6 +95,7 @@ SECTIONS = {
     "machine.md": ("gpu-memory",),
     "results.md": ("gpu-dataset", "gpu-train", "gpu-ultralytics", "gpu-val", "gpu-training_truth_small"),
 }
+APART_FROM_ROWS = ("roofline", "memory_limits")  # JSON that is no benchmark's rows
 MARKER = re.compile(r"(<!-- results:([\w-]+) -->\n).*?(<!-- end results -->)", re.DOTALL)
 
 
@@ -156,9 +158,8 @@ def as_json(found: list | dict[str, Any]) -> str:
 
 def load(folder: Path) -> dict[str, list[dict]]:
     """Benchmark name -> its rows."""
-    return {
-        path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json")) if path.stem != "roofline"
-    }
+    found = (path for path in sorted(folder.glob("*.json")) if path.stem not in APART_FROM_ROWS)
+    return {path.stem: json.loads(path.read_text()) for path in found}
 
 
 def load_to(folder: Path) -> dict[str, list[dict]]:
@@ -396,16 +397,24 @@ def largest_batch(peaks: tuple[float, float], card: int) -> int:
     return int((1024 * card - APART_MIB - (peaks[0] - BATCHES[0] * each)) / each)
 
 
-def memory_table(benchmarks: dict[str, list[dict]]) -> str:
-    """The largest batches of CARDS, computed from measured peaks."""
+def memory_limits() -> list[dict]:
+    """The newest rows of benchmarks/memory_limits.py, of any GPU: a limit is the same on all."""
+    files = [file for folder in folders("gpu") if (file := folder / "memory_limits.json").exists()]
+    return json.loads(files[-1].read_text()) if files else []
+
+
+def memory_table(benchmarks: dict[str, list[dict]], limits: list[dict]) -> str:
+    """The largest batches of CARDS: those that were tried (``limits``), and others computed from measured peaks."""
+    tried = {(LOOP, row["variant"], row["card"]): row["batch"] for row in limits if row["size"] == "s"}
     rows = []
     for name, benchmark, case, ours in MEMORY:
         measured = {(row["case"], row["variant"]): row["peak_mib"] for row in benchmarks[benchmark]}
         for variant in ("stock", ours):
             peaks = tuple(measured[case.format(batch), variant] for batch in BATCHES)
-            cells = [f"{peak:,.0f} MiB" for peak in peaks] + [str(largest_batch(peaks, card)) for card in CARDS]
-            rows.append([name, variant, *cells])
-    head = [f"measured peak, batch {batch}" for batch in BATCHES] + [f"computed, {card} GB" for card in CARDS]
+            fits = [tried.get((name, variant, card)) for card in CARDS]
+            cells = [f"about {largest_batch(peaks, card)}" if b is None else str(b) for card, b in zip(CARDS, fits)]
+            rows.append([name, variant, *(f"{peak:,.0f} MiB" for peak in peaks), *cells])
+    head = [f"measured peak, batch {batch}" for batch in BATCHES] + [f"{card} GB" for card in CARDS]
     return table(["training at 640 pixels", "variant", *head], rows)
 
 
@@ -492,8 +501,9 @@ def section(name: str) -> str:
     if what == "headlines":
         return headline_table(headlines(benchmarks))
     if what == "memory":
-        measured_in = {name: benchmarks[name] for name in dict.fromkeys(row[1] for row in MEMORY)}
-        return f"{memory_table(benchmarks)}\n{provenance(measured_in, 'peaks of reserved memory')}"
+        limits = memory_limits()
+        measured_in = {name: benchmarks[name] for name in dict.fromkeys(row[1] for row in MEMORY)} | {"": limits}
+        return f"{memory_table(benchmarks, limits)}\n{provenance(measured_in, 'peaks of reserved memory')}"
     floor, what = what.endswith("-floor"), what.removesuffix("-floor")
     if what not in benchmarks:
         command = "python -m benchmarks.training_truth" if what in TRUTHS else "make bench"

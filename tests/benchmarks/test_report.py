@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from benchmarks import report
+from benchmarks import memory_limits, report
 
 
 @pytest.mark.parametrize("page", report.pages(), ids=lambda page: page.name)
@@ -351,3 +351,24 @@ def test_the_largest_batch_fits_and_the_next_does_not():
     peaks = (1_000.0 + 16 * 100, 1_000.0 + 64 * 100)
     batch = report.largest_batch(peaks, 8)
     assert 1_000 + batch * 100 + report.APART_MIB <= 8 * 1024 < 1_000 + (batch + 1) * 100 + report.APART_MIB
+
+
+def test_batches_that_were_tried_stand_in_place_of_computed_ones(tmp_path, monkeypatch):
+    benchmarks = report.load_newest("gpu")
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    assert " about " in report.memory_table(benchmarks, report.memory_limits())
+    for day, batch in (("2026-01-01", 1), ("2026-01-02", 777)):
+        (tmp_path / f"h100-{day}").mkdir()
+        row = {"size": "s", "variant": "stock", "card": 8, "batch": batch}
+        (tmp_path / f"h100-{day}/memory_limits.json").write_text(report.as_json([row, row | {"size": "m", "batch": 5}]))
+    first, *others = report.memory_table(benchmarks, report.memory_limits()).splitlines()[2:]
+    assert re.fullmatch(r"\| YOLOv5s, a loop .* \| stock \|.* MiB \| 777 \| about \d+ \|.*", first)
+    assert all(re.search(r"MiB \| about \d+ \|", line) for line in others)
+    assert not report.load(tmp_path / "h100-2026-01-02")  # they are no benchmark's rows
+
+
+@pytest.mark.parametrize("limit", [0, 3, 4, 50, 96, 1000])
+def test_the_search_for_the_largest_batch(limit):
+    tried = []
+    found = memory_limits.largest(lambda batch: tried.append(batch) or batch <= limit, 4, 96)
+    assert found == min(limit // 4 * 4, 96) and len(tried) <= 5 and all(0 < batch <= 96 for batch in tried)
