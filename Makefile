@@ -195,15 +195,15 @@ docs: $(VENV)/.docs-$(notdir $(STAMP)) ## the documentation as a site in site/, 
 	$(BIN)/mkdocs build --strict
 
 # What a user on another machine installs: every architecture, unless TORCH_CUDA_ARCH_LIST says otherwise on the command line.
+FOR_USERS = env $(if $(filter command line,$(origin TORCH_CUDA_ARCH_LIST)),,-u TORCH_CUDA_ARCH_LIST)
 wheel: $(STAMP) ## the wheel in dist/, for every supported architecture, checked for what it holds and needs
 	rm -rf build/lib.* build/bdist.*  # setuptools packs what an older build left there
-	env $(if $(filter command line,$(origin TORCH_CUDA_ARCH_LIST)),,-u TORCH_CUDA_ARCH_LIST) \
-	  TORCH_FASTDET_LOCAL_VERSION=1 $(BIN)/pip wheel --no-build-isolation --no-deps -w dist .
+	$(FOR_USERS) TORCH_FASTDET_LOCAL_VERSION=1 $(BIN)/pip wheel --no-build-isolation --no-deps -w dist .
 	$(BIN)/python -m tools.check_wheel dist/torch_fastdet-*.whl
 
 # PYTHONS="python3.11 python3.12" TORCHES="2.11.0 2.15.0" choose; the defaults are all that are supported.
 wheels: ## one wheel for each supported Python and torch, built, checked and tried in environments of its own, and their index pages
-	$(PYTHON) -m tools.wheels build $(if $(PYTHONS),--pythons $(PYTHONS)) $(if $(TORCHES),--torches $(TORCHES))
+	$(FOR_USERS) $(PYTHON) -m tools.wheels build $(if $(PYTHONS),--pythons $(PYTHONS)) $(if $(TORCHES),--torches $(TORCHES))
 
 clean: ## removes build outputs, not .venv
 	rm -rf build dist *.egg-info torch_fastdet/*.so torch_fastdet/_build_config.json torch_fastdet/include torch_fastdet/share

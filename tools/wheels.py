@@ -1,7 +1,8 @@
 """Builds, tries and lists wheels: ``make wheels``.
 
 ``build``  one wheel for each Python and torch of ``--pythons`` and ``--torches``, each in an environment of its own under build/wheels,
-           with every GPU architecture that torch_fastdet supports. Each is checked (tools/check_wheel.py) and tried.
+           with every GPU architecture that torch_fastdet supports, or those of TORCH_CUDA_ARCH_LIST. Each is checked
+           (tools/check_wheel.py) and tried.
 ``try``    installs a wheel in a fresh environment without compilers, beside the torch of ``--python``, and runs operators there.
 ``index``  writes the pages that ``pip install torch_fastdet --find-links`` reads: index.html, and one page for each torch and CUDA.
 """
@@ -64,10 +65,9 @@ def build(python: Path, dist: Path) -> Path:
     # setuptools packs what an older build left there.
     for old in [*ROOT.glob("build/lib.*"), *ROOT.glob("build/bdist.*")]:
         shutil.rmtree(old)
-    everything = {name: value for name, value in os.environ.items() if name != "TORCH_CUDA_ARCH_LIST"}
     with tempfile.TemporaryDirectory() as folder:
         options = ["--no-build-isolation", "--no-deps", "--wheel-dir", folder]
-        run(python, "-m", "pip", "wheel", *options, ROOT, env=everything | {"TORCH_FASTDET_LOCAL_VERSION": "1"})
+        run(python, "-m", "pip", "wheel", *options, ROOT, env=os.environ | {"TORCH_FASTDET_LOCAL_VERSION": "1"})
         (made,) = Path(folder).glob("*.whl")
         dist.mkdir(parents=True, exist_ok=True)
         return Path(shutil.move(made, dist / made.name))
