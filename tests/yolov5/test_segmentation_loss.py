@@ -53,7 +53,9 @@ def assert_same(stock, model, given, overlap=True, autobalance=False):
         results.append((loss.detach(), items, gradients))
     (want, want_items, theirs), (loss, items, ours) = results
     assert loss.shape == want.shape and loss.dtype == want.dtype and not items.requires_grad
-    torch.testing.assert_close(items, want_items, rtol=1e-5, atol=1e-6, msg=f"items {items.tolist()}, stock's {want_items.tolist()}")
+    torch.testing.assert_close(
+        items, want_items, rtol=1e-5, atol=1e-6, msg=f"items {items.tolist()}, stock's {want_items.tolist()}"
+    )
     torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-6)
     for mine, wanted in zip(ours, theirs):
         assert (mine - wanted).abs().max() <= 1e-5 * wanted.abs().max() + 1e-9
