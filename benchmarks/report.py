@@ -27,11 +27,15 @@ PLOT = DOCS / "headlines.png"
 # What users run who tune nothing, as the benchmarks call it; "stock loop" in older results.
 STOCK = ("stock", "stock decode + suppression", "eager", "stock loop")
 # README's table and plot: YOLOv5s at the batch sizes of its users, a row or more of every benchmark, each of which `make bench`
-# measures, for a missing one is an error. title, benchmark, case, ours.
+# measures, for a missing one is an error. title, benchmark, case, ours. "h100:" before a benchmark takes it from another machine, if
+# it was measured there.
 HEADLINES = [
     ("train.py with its default options on 118,287 JPEGs (COCO's size), an iteration, yolov5s, batch 64", "dataset",
      "yolov5s, batch 64, train.py, 118,287 JPEGs of 640x480, 99 kB", "torch_fastdet"),
     ("the same, first epoch", "dataset",
+     "yolov5s, batch 64, train.py, 118,287 JPEGs of 640x480, 99 kB, first epoch", "torch_fastdet"),
+    ("the same on an H100", "h100:dataset", "yolov5s, batch 64, train.py, 118,287 JPEGs of 640x480, 99 kB", "torch_fastdet"),
+    ("the same on an H100, first epoch", "h100:dataset",
      "yolov5s, batch 64, train.py, 118,287 JPEGs of 640x480, 99 kB, first epoch", "torch_fastdet"),
     ("train.py with its default options, an iteration, yolov5s, batch 16, JPEGs from disk", "train",
      "yolov5s, batch 16, train.py's default options, JPEGs from disk", "torch_fastdet"),
@@ -60,6 +64,8 @@ HEADLINES = [
     ("Raw heads to detections, batch 32, conf .25", "nms", "raw heads to detections, batch 32, conf .25",
      "torch_fastdet list"),
 ]  # fmt: skip
+# Cases that only the folders' tables.md show.
+IN_FOLDERS_ONLY = re.compile(r"nothing kept, first epoch|--cache ram --workers 8")
 # Trainings whose peak memory is known at two batch sizes: what it is, benchmark, the case at a batch size, and our variant.
 LOOP = "YOLOv5s, a loop of your own"
 MEMORY = (
@@ -93,16 +99,22 @@ SECTIONS = {
     "yolov5_loss.md": ("gpu-loss-floor",),
     "nms.md": ("gpu-nms-floor",),
     "machine.md": ("gpu-memory",),
-    "results.md": ("gpu-dataset", "gpu-train", "gpu-ultralytics", "gpu-val", "gpu-training_truth_small"),
+    "results.md": (
+        *("gpu-dataset", "h100-dataset", "gpu-train", "gpu-ultralytics", "gpu-val"),
+        "gpu-training_truth_small",
+    ),
 }
 APART_FROM_ROWS = ("roofline", "memory_limits")  # JSON that is no benchmark's rows
 MARKER = re.compile(r"(<!-- results:([\w-]+) -->\n).*?(<!-- end results -->)", re.DOTALL)
 
 
 def folders(kind: str) -> list[Path]:
-    """The results folders of a kind of machine, "cpu", or "gpu" for any other, oldest first."""
-    found = [path for path in RESULTS.iterdir() if path.is_dir() and (path.name.startswith("cpu-") == (kind == "cpu"))]
-    return sorted(found, key=lambda path: (path.name[-10:], path.name))
+    """The results folders of a kind of machine, "cpu", a GPU such as "h100", or "gpu" for any of them, oldest first."""
+    found = (path for path in RESULTS.iterdir() if path.is_dir())
+    of_kind = [
+        path for path in found if path.name.startswith(f"{kind}-") or (kind == "gpu" and path.name[:4] != "cpu-")
+    ]
+    return sorted(of_kind, key=lambda path: (path.name[-10:], path.name))
 
 
 def results_folder(environment: dict[str, str]) -> Path:
@@ -117,13 +129,21 @@ def machines_in(folder: Path) -> set[str]:
 
 
 def of_newest_machine(kind: str) -> list[Path]:
-    """The folders of the machine of the newest one with rows: a table that mixes machines compares nothing."""
+    """The folders of the machine of the newest one with rows: a table that mixes machines compares nothing.
+
+    A GPU with all benchmarks of README's table goes before a newer one that has a few.
+    """
     found = folders(kind)
-    newest = next((folder for folder in reversed(found) if machines_in(folder)), None)
-    if newest is None:
+    wanted = {benchmark for _, benchmark, *_ in HEADLINES if ":" not in benchmark}
+    with_rows = [folder for folder in reversed(found) if machines_in(folder)]
+    if not with_rows:
         return found
-    machines = machines_in(newest)
-    return [path for path in found if path.name[:-11] == newest.name[:-11] and machines_in(path) <= machines]
+    of_same = [
+        [path for path in found if path.name[:-11] == newest.name[:-11] and machines_in(path) <= machines_in(newest)]
+        for newest in with_rows
+    ]
+    whole = (paths for paths in of_same if wanted <= {name for path in paths for name in load(path)})
+    return next(whole, of_same[0])
 
 
 def newest(kind: str, file: str) -> Path | None:
@@ -199,7 +219,9 @@ def _span(row: dict) -> str:
 
 
 def _with_span(row: dict) -> str:
-    return f"{_time(row['median_us'])} ({_span(row)})"
+    """The median, and its spread where there is one."""
+    spread = f" ({_span(row)})" if row["low_us"] != row["high_us"] else ""
+    return f"{_time(row['median_us'])}{spread}"
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -250,6 +272,23 @@ def benchmark_table(rows: list[dict]) -> str:
     return table(header + [title for title, _, _ in columns], body)
 
 
+def comparison_table(rows: list[dict]) -> str:
+    """Of a benchmark with one variant beside stock: each case that a page shows is a line, call to call."""
+    peaks = any(row.get("peak_mib") is not None for row in rows)
+    cases: dict[str, dict[bool, dict]] = {}
+    for row in rows:
+        if row["view"] == "call" and not IN_FOLDERS_ONLY.search(row["case"]):
+            cases.setdefault(row["case"], {})[is_ours(row["variant"])] = row
+    body = []
+    for case, found in cases.items():
+        both = [found.get(ours) for ours in (False, True)]
+        cells = [case, *("-" if row is None else _with_span(row) for row in both)]
+        cells.append(f"{found[False]['median_us'] / found[True]['median_us']:.1f}x" if len(found) == 2 else "-")
+        body.append(cells + ([_number("{:,.0f}", row["peak_mib"] if row else None) for row in both] if peaks else []))
+    header = ["case", "stock", OURS, "stock / ours", *(["peak MiB, stock", "peak MiB, ours"] if peaks else [])]
+    return table(header, body)
+
+
 def _ours(row: dict, alternative: float) -> tuple[str, str]:
     """A row of ours as (what and how long, how many times as fast as the alternative)."""
     name, time = row["variant"].removeprefix(OURS).lstrip(" ,"), _with_span(row)
@@ -281,19 +320,19 @@ def headlines(benchmarks: dict[str, list[dict]]) -> list[dict]:
     """HEADLINES with their figures, call to call, less those that were measured without stock's packages."""
     found = []
     for title, benchmark, case, variant in HEADLINES:
+        machine, _, benchmark = benchmark.rpartition(":")
+        known = load_newest(machine) if machine else benchmarks
         again = f"python -m benchmarks --only {benchmark}"
-        if case in PENDING and not any(row["case"] == case for row in benchmarks.get(benchmark, [])):
+        if (machine or case in PENDING) and not any(row["case"] == case for row in known.get(benchmark, [])):
             continue
-        if benchmark not in benchmarks:
-            gpu = next((rows[0]["gpu"] for rows in benchmarks.values()), "a GPU")
+        if benchmark not in known:
+            gpu = next((rows[0]["gpu"] for rows in known.values()), "a GPU")
             raise FileNotFoundError(f"benchmarks/results has no {benchmark}.json of {gpu}; type there: {again}")
-        by_variant = {
-            row["variant"]: row for row in benchmarks[benchmark] if row["case"] == case and row["view"] == "call"
-        }
+        by_variant = {row["variant"]: row for row in known[benchmark] if row["case"] == case and row["view"] == "call"}
         times = {name: row["median_us"] for name, row in by_variant.items()}
         if variant not in times:
             raise KeyError(
-                f"{benchmark}.json of {benchmarks[benchmark][0]['date']} has no row {case}: {variant}; where that run "
+                f"{benchmark}.json of {known[benchmark][0]['date']} has no row {case}: {variant}; where that run "
                 f"ended early, type: {again}; where the name is another now, mend HEADLINES in benchmarks/report.py"
             )
         others = {name: time for name, time in times.items() if not is_ours(name)}
@@ -507,11 +546,13 @@ def section(name: str) -> str:
     floor, what = what.endswith("-floor"), what.removesuffix("-floor")
     if what not in benchmarks:
         command = "python -m benchmarks.training_truth" if what in TRUTHS else "make bench"
-        return f"Not measured yet on a {kind.upper()}: `{command}` there writes it.\n"
+        return f"Not measured yet: `{command}` on such a machine writes it.\n"
     of_it = {what: benchmarks[what]}
     if floor:
         return f"{floor_table(benchmarks[what])}\n{provenance(of_it)}"
-    return f"{benchmark_table(benchmarks[what])}\n{provenance(of_it, SPREAD)}{_picture(kind, what)}"
+    one_of_ours = {row["variant"] for row in benchmarks[what]} <= {"stock", OURS}
+    text = (comparison_table if one_of_ours else benchmark_table)(benchmarks[what])
+    return f"{text}\n{provenance(of_it, SPREAD)}{_picture(kind, what)}"
 
 
 def rendered(page: Path) -> str:

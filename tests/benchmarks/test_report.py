@@ -205,6 +205,17 @@ def test_a_spread_over_two_units_names_both():
     assert "p10 to p90" in header and "| 900.0 us to 1.20 ms |" in line
 
 
+def test_a_comparison_has_a_line_a_case():
+    alone = row("torch_fastdet", "call", 4000.0) | {"case": "d", "peak_mib": None, "low_us": 4000.0, "high_us": 4000.0}
+    rows = [row("stock", "call", 3000.0), row("torch_fastdet", "call", 100.0), alone]
+    header, _, first, second = report.comparison_table(rows).splitlines()
+    assert header == "| case | stock | torch_fastdet | stock / ours | peak MiB, stock | peak MiB, ours |"
+    assert first == "| c | 3.00 ms (2.70 to 3.60 ms) | 100.0 us (90.0 to 120.0 us) | 30.0x | 2 | 2 |"
+    assert second == "| d | - | 4.00 ms | - | - | - |"
+    assert report.comparison_table([alone, alone | {"case": "e, nothing kept, first epoch"}]).count("\n") == 3
+    assert report.comparison_table([alone]).splitlines()[0] == "| case | stock | torch_fastdet | stock / ours |"
+
+
 def test_summary_shows_the_faster_of_ours_beside_the_first():
     rows = [
         row("stock", "call", 1000.0),
@@ -239,7 +250,7 @@ def test_what_was_not_measured_says_how_to(tmp_path, monkeypatch):
     (tmp_path / "h200-2026-01-01").mkdir()
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     monkeypatch.setattr(report, "DOCS", tmp_path)
-    assert report.section("gpu-postprocess") == "Not measured yet on a GPU: `make bench` there writes it.\n"
+    assert report.section("gpu-postprocess") == "Not measured yet: `make bench` on such a machine writes it.\n"
     (tmp_path / "h200-2026-01-01/training_truth.md").write_text("the same")
     assert report.section("gpu-training_truth") == "the same"
 
@@ -265,6 +276,21 @@ def test_tables_mix_no_machines(two_days, kind, name):
     assert report.load_newest(kind) == {"nms": other}
     assert report.section(f"{kind}-loss").startswith("Not measured yet")
     assert report.section(f"{kind}-training_truth").startswith("Not measured yet") or kind == "cpu"
+
+
+def test_a_whole_run_goes_before_a_newer_one_of_another_gpu(two_days, monkeypatch):
+    lines = [("a", "nms", "nms", "torch_fastdet"), ("b", "step", "step", "torch_fastdet")]
+    lines += [(name, f"h100:{name}", name, "torch_fastdet") for name in ("nms", "step")]
+    monkeypatch.setattr(report, "HEADLINES", lines)
+    folder = two_days.parent / "h100-80gb-2026-01-05"
+    folder.mkdir()
+    rows = json.loads((two_days / "nms.json").read_text())
+    (folder / "nms.json").write_text(json.dumps([row | {"gpu": "H100", "median_us": 7.0} for row in rows]))
+    assert {row["gpu"] for rows in report.load_newest("gpu").values() for row in rows} == {"H200"}
+    found = report.headlines(report.load_newest("gpu"))
+    assert [(line["title"], line["ours"]) for line in found] == [("a", 10.0), ("b", 10.0), ("nms", 7.0)]
+    assert "H100" in report.section("h100-nms") and "H100" not in report.section("gpu-nms")
+    assert report.section("h100-step").startswith("Not measured yet")
 
 
 def test_newest_folder_is_of_this_machine(two_days):
@@ -322,7 +348,7 @@ def test_each_section_is_of_the_newest_folder_that_has_it(two_days):
     assert "2026-01-01; medians, with p10" in report.section("gpu-step")
     assert report.section("gpu-postprocess").endswith("![postprocess, GPU](gpu-postprocess_breakdown.png)\n")
     assert list(report.pictures().values()) == [two_days / "postprocess_breakdown.png"]
-    assert report.section("cpu-step").startswith("Not measured yet on a CPU")
+    assert report.section("cpu-step").startswith("Not measured yet")
     summary = report.section("gpu-summary")
     assert "2026-01-02" in summary and "2026-01-01" in summary and "2026-01-03" not in summary
     assert [line.split(" |")[0] for line in summary.splitlines()[2:5]] == ["| nms", "| postprocess", "| step"]
