@@ -1,7 +1,7 @@
 """Ultralytics' real, unmodified trainer on the demo's pictures, stock and with --fastdet: time of an iteration, loader included.
 
     python -m benchmarks.bench_ultralytics [--models yolov8s-16 yolo26s-64-MuSGD] [--epochs 3] [--flags fastdet] [--gpus 2]
-        [--jpegs 11829] [--no-stock] [--validate] [--out FOLDER]
+        [--jpegs 11829] [--no-stock] [--compiled] [--validate] [--out FOLDER]
 
 A name is a model, a batch size and, where it is not SGD, an optimizer; ``yolov8s-seg-16`` and its like train on the labels of their
 task. On a GPU at 640x640 (classification: 224x224) with cache=ram and 16 workers
@@ -129,12 +129,15 @@ def measure(
     pictures: int,
     gpus: int,
     stock: bool,
+    compiled: bool,
     validate: bool,
 ) -> None:
     cuda = report.device.type == "cuda"
     device = ",".join(map(str, range(gpus))) if cuda else "cpu"
     workers = min(16, (os.cpu_count() or 1) // gpus) if cuda else 0
-    variants: list[tuple[str, list[str]]] = [("stock", []), (OURS, flags)]
+    trained: list[tuple[str, list[str], dict[str, object]]] = [("stock", [], {})] if stock else []
+    trained += [("stock, compile=True", [], {"compile": True})] if compiled else []
+    trained.append((OURS, flags, {}))
     for case in cases:
         size = 128 if not cuda else 224 if case.task == "classify" else 640
         data = make_data(case.task, size, pictures)
@@ -143,8 +146,8 @@ def measure(
         count = max(epochs, 1 + -(-ITERATIONS // batches)) if cuda else epochs
         place = WORK / "ultralytics" / title.replace(", ", "-").replace(" ", "-")
         shared = {"data": data, "imgsz": size, "workers": workers, "device": device}
-        for name, switches in variants if stock else variants[1:]:
-            found = train(case, switches, place / name, gpus, epochs=count, cache="ram", **shared)
+        for name, switches, words in trained:
+            found = train(case, switches, place / name, gpus, epochs=count, cache="ram", **shared, **words)
             times = iteration_seconds(found["ends"])[1:]
             print(f"{title}, {name}: {', '.join(f'{1e3 * seconds:.1f}' for seconds in times)} ms", flush=True)
             report.drop(title, name)
@@ -152,7 +155,7 @@ def measure(
             report.add(title, name, "call", [1e6 * seconds for seconds in times], **peak)
             report.write()
         weights, title = place / OURS / "run/weights/last.pt", f"{title}: validation's pass over {pictures} pictures"
-        for name, switches in variants if validate else []:
+        for name, switches in [("stock", []), (OURS, flags)] if validate else []:
             found = yolo("val", title, switches, place / f"{name}-val", model=weights, split="train", **shared)
             report.drop(title, name)
             report.add(title, name, "call", [1e6 * seconds for seconds in found["passes"]])
@@ -188,6 +191,7 @@ def main() -> None:
     )
     parser.add_argument("--gpus", type=at_least(1), default=1, help="how many GPUs train together")
     parser.add_argument("--no-stock", action="store_true", help="train with the switches alone")
+    parser.add_argument("--compiled", action="store_true", help="stock with compile=True beside it, too")
     parser.add_argument("--validate", action="store_true", help="time a validation of the trained weights, too")
     parser.add_argument("--pictures", type=at_least(1), help="to train on; default: 1024 on a GPU, 64 on the CPU")
     parser.add_argument("--jpegs", type=at_least(64), help="how many pictures of bench_dataset; see above")
@@ -215,8 +219,8 @@ def main() -> None:
             measure_jpegs(report, case, options.epochs, options.flags, options.jpegs)
         return
     pictures = options.pictures or (1024 if cuda else 64)
-    stock, validate = not options.no_stock, options.validate
-    measure(report, cases, options.epochs, options.flags, pictures, options.gpus, stock, validate)
+    how = {"stock": not options.no_stock, "compiled": options.compiled, "validate": options.validate}
+    measure(report, cases, options.epochs, options.flags, pictures, options.gpus, **how)
     report.plot()
 
 
