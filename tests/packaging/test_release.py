@@ -9,6 +9,7 @@ import pytest
 import torch_fastdet
 from tools import api, canary, release_check
 from torch_fastdet import _library, ultralytics, yolov5
+from torch_fastdet.hosts.engine.switch import GPU
 
 ROOT = Path(__file__).resolve().parents[2]
 CMAKE = ROOT / "cmake/TorchFastdetConfig.cmake.in"
@@ -48,12 +49,23 @@ def test_a_changed_name_has_to_be_in_the_changelog():
     assert release_check.unmentioned(before, now, "`new_one_` is there") == ["A", "go", "gone", "new_one", "op"]
 
 
-def test_a_tree_that_is_no_release_is_told_so(monkeypatch):
+def test_a_tree_that_is_no_release_is_told_so(monkeypatch, tmp_path):
     monkeypatch.setattr(release_check, "newest_section", lambda: ("9.9.9", "unreleased", ""))
     monkeypatch.setattr(release_check.gpu_report, "check", lambda: 1)
     monkeypatch.setattr(release_check, "git", lambda command, *_: {"status": "M file", "tag": "v1"}.get(command, ""))
+    monkeypatch.setattr(release_check, "ROOT", tmp_path)
+    (tmp_path / "torch_fastdet").mkdir()
+    (tmp_path / "torch_fastdet/_version.py").write_text('version = "0.0.1"\n')
+    (tmp_path / "pyproject.toml").touch()
     found = "\n".join(release_check.problems())
-    for said in ("begins with 9.9.9", "date 'unreleased'", "not committed", "there is a tag", "GPU report"):
+    for said in (
+        "begins with 9.9.9",
+        "date 'unreleased'",
+        "not committed",
+        "there is a tag",
+        "GPU report",
+        "[project.urls]",
+    ):
         assert said in found
 
 
@@ -83,8 +95,14 @@ def test_the_page_of_versions_has_every_switch():
 @pytest.mark.parametrize("host", [yolov5, ultralytics], ids=["yolov5", "ultralytics"])
 def test_four_lines_say_what_a_switch_does(host):
     page = (ROOT / f"docs/{host.__name__.rpartition('.')[2]}.md").read_text()
-    lines = "".join(rf"- \*\*{word}:\*\* .*\n" for word in ("Replaces", "Differs", "Needs", "Falls back when"))
-    assert set(re.findall(rf"^### `(\w+)`\n\n{lines}\n", page, re.MULTILINE)) == set(host.SWITCHES)
+    lines = "".join(rf"- \*\*{word}:\*\* (.*)\n" for word in ("Replaces", "Differs", "Needs", "Falls back when"))
+    found = {name: said for name, *said in re.findall(rf"^### `(\w+)`\n\n{lines}\n", page, re.MULTILINE)}
+    assert found.keys() == host.SWITCHES.keys()
+    for name, switch in host.SWITCHES.items():
+        shown = (each for each in switch.targets if not (getattr(each, "quiet", False) or getattr(each, "adds", False)))
+        replaced = {target.name.rpartition(".")[2] for target in shown}
+        assert not [each for each in replaced if each not in " ".join(found[name])], name
+        assert ("a GPU" in found[name][2]) == (GPU in switch.evidence), name
 
 
 def calls(path: Path, *names: str):
