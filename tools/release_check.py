@@ -41,6 +41,10 @@ def problems() -> list[str]:
         found.append(f"CHANGELOG.md begins with {section}, but torch_fastdet/_version.py says {version}")
     if not re.fullmatch(r"\d{4}-\d\d-\d\d", date):
         found.append(f"CHANGELOG.md gives {section} the date {date!r}; write year-month-day")
+    if "[project.urls]" not in (ROOT / "pyproject.toml").read_text() or not (ROOT / ".github/CODEOWNERS").exists():
+        found.append(
+            "[project.urls] of pyproject.toml or .github/CODEOWNERS is missing; write the public address and its owners"
+        )
     if api.FILE.read_text() != api.text():
         found.append("tests/api.txt is not of this tree; type: python -m tools.api")
     if git("status", "--porcelain"):

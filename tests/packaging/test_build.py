@@ -219,6 +219,10 @@ def test_the_supported_torch_is_the_same_everywhere():
     pinned = re.search(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
     series = tuple(map(int, _library._series(torch.__version__).split(".")))
     assert (2, 11) <= tuple(map(int, pinned.split(".")))[:2] <= (2, 15) and (2, 11) <= series <= (2, 15)
+    pythons = re.findall(r"Python :: (\d\.\d+)", project)
+    assert (pythons[0], pythons[-1]) == ("3.10", "3.13") and 'license = "Apache-2.0"' in project
+    for badge in ("Licence-Apache--2.0", "Python-3.10_to_3.13", "PyTorch-2.11_to_2.15"):
+        assert f"https://img.shields.io/badge/{badge}-blue)" in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("built_with", ["2.5.1+cu121", "2.10.0", "3.1.0"])
