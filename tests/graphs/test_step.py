@@ -29,7 +29,7 @@ from torch_fastdet.graphs import CaptureError, GraphedModule, GraphLoss, TrainSt
 from torch_fastdet.graphs._baked import StepWatch
 from torch_fastdet.graphs._loss import Offer
 from torch_fastdet.optim import SGD, FusedStep
-from torch_fastdet.yolov5.loss import ComputeLoss
+from torch_fastdet.yolov5.loss import ComputeLoss, SegmentationLoss
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -56,6 +56,48 @@ def test_train_step_accumulates_over_shapes(gpu):
     got = in_graphs(model, batches, accumulate=3)
     assert_same_training(model, plain, got, want)
     assert got[4].memory()["graphs"] == 6
+
+
+class Segmenter(Detector):
+    """With what YOLOv5's Segment has beside a Detect: mask coefficients, and prototypes."""
+
+    def __init__(self):
+        super().__init__(classes=4 + 8)
+        self.model[0].nc, self.model[0].nm = 4, 8
+        self.protos = nn.Conv2d(3, 8, 8, stride=8)
+
+    def forward(self, x):
+        return super().forward(x), self.protos(x)
+
+
+def test_train_step_takes_masks(gpu):
+    """There is a graph for each shape of them; those of one shape share their memory."""
+    first = Segmenter().to_device()
+    batches = [(x, rows[rows[:, 0].argsort(stable=True)]) for x, rows in some_batches(12)]
+    sides = [8 if i % 4 < 2 else 16 for i in range(12)]
+    masks = [torch.randint(0, 6, (2, side, side), dtype=torch.uint8, device=gpu) for side in sides]
+    results = []
+    for graphed in (True, False):
+        model, items = copy.deepcopy(first), []
+        loss_of_batch, optimizer = SegmentationLoss(model, overlap=True), SGD(groups_of(model), lr=0.01, momentum=0.9)
+        step, fused = TrainStep(model, loss_of_batch, optimizer), FusedStep(optimizer, max_norm=10.0)
+        for i, (images, targets) in enumerate(batches):
+            if graphed:
+                items.append(step(images, targets, update=i % 2 == 1, masks=masks[i]))
+                continue
+            loss, item = loss_of_batch(model(images.float() / 255), targets, masks[i])
+            items.append(item)
+            loss.backward()
+            if i % 2:
+                fused.step()
+                optimizer.zero_grad()
+        results.append((model, torch.stack(items), step.memory()))
+    (model, items, memory), (plain, want, _) = results
+    torch.testing.assert_close(items, want, rtol=1e-5, atol=1e-6)
+    same_state(model, plain)
+    gradients = sum(4 * p.numel() for p in model.parameters())
+    assert memory["graphs"] == 4 and memory["shapes"] == [(2, 3, 64, 64)]
+    assert memory["static_bytes"] == 2 * (3 * 64**2 + 8**2 + 16**2) + gradients + 64 * 6 * 4
 
 
 @pytest.mark.parametrize("what", ["the EMA is validated", "reset", "a setting changes"])
@@ -540,6 +582,8 @@ def test_train_step_refuses_before_it_changes_anything(gpu):
             step(images, [[0.0] * 6])
         with pytest.raises(TypeError, match="images is a NoneType"):
             step(None, targets)
+        with pytest.raises(TypeError, match="masks is a list"):
+            step(images, targets, masks=[])
         if first:
             for _ in range(3):
                 step(images, targets)

@@ -230,12 +230,32 @@ def test_subclasses_and_replaced_parts_run_on_stock_code(models):
     assert torch.equal(results[0][0], results[1][0])
 
 
-def test_targets_alone_are_refused(models):
-    model, batch = models("yolov8n-seg.yaml"), make_batch()
-    with pytest.raises(
-        TypeError, match="v8SegmentationLoss: batch is a tensor, but a dictionary with 'masks' is expected"
-    ):
-        OURS.segment(model)(outputs(model, batch), torch.zeros(3, 6))
+def test_labels_beside_rows_are_checked(models):
+    model, batch, rows = models("yolov8n-seg.yaml"), make_batch(), torch.zeros(3, 6)
+    preds = outputs(model, batch)
+    with pytest.raises(TypeError, match="Loss: nothing came beside a tensor of targets, but masks is expected"):
+        OURS.segment(model)(preds, rows)
+    with pytest.raises(TypeError, match="Loss: masks came beside a tensor of targets, but nothing is expected"):
+        ours_module.v8DetectionLoss(model)(preds, rows, masks=batch["masks"])
+    model.args = get_cfg(overrides={"overlap_mask": False})
+    with pytest.raises(ValueError, match="Loss: overlap_mask is False, but True is expected with a tensor of targets"):
+        OURS.segment(model)(preds, rows, masks=batch["masks"])
+
+
+@pytest.mark.parametrize("name", ["yolov8n-seg.yaml", "yolo26n-seg.yaml"])
+def test_rows_of_boxes_and_masks(models, name):
+    """What a TrainStep passes, with room for more rows."""
+    model, batch = models(name), make_batch()
+    if "26" in name:
+        criterion, labels = ours_module.E2ELoss(model, OURS.segment26), ("masks", "sem_masks")
+    else:
+        criterion, labels = OURS.segment(model), ("masks",)
+    preds, rows = outputs(model, batch), ours_module.packed_targets(batch, torch.device("cpu"))
+    wanted, items = criterion(preds, batch)
+    padded = torch.cat((rows, torch.full((3, 6), 0.5)))
+    for given in ((rows,), (padded, torch.tensor(len(rows)))):
+        loss, found = criterion(preds, *given, **{label: batch[label] for label in labels})
+        assert torch.equal(loss, wanted) and torch.equal(found, torch.stack(list(items.values())))
 
 
 def test_rows_of_boxes_and_keypoints(models):

@@ -12,7 +12,9 @@ from torch_fastdet.graphs import GraphLoss, TrainStep
 from torch_fastdet.optim import SGD, FusedStep
 
 tasks = pytest.importorskip("ultralytics.nn.tasks", exc_type=ImportError)
+stock_loss = pytest.importorskip("ultralytics.utils.loss")
 CLASSES, BATCH, SIZE = 4, 2, 64
+SEGMENT26 = "SegmentLoss26" if hasattr(stock_loss, "SegmentLoss26") else "v8SegmentationLoss"  # up to 8.4.169
 
 
 @pytest.fixture(params=["fake", "cuda"])
@@ -28,8 +30,9 @@ def gpu(request, monkeypatch):
 
 def make(name, device):
     torch.manual_seed(0)
-    kind = tasks.PoseModel if "pose" in name else tasks.OBBModel if "obb" in name else tasks.DetectionModel
-    model = kind(name, nc=CLASSES, verbose=False)
+    kinds = {"seg": tasks.SegmentationModel, "pose": tasks.PoseModel, "obb": tasks.OBBModel}
+    task = name.removesuffix(".yaml").partition("-")[2]
+    model = kinds.get(task, tasks.DetectionModel)(name, nc=CLASSES, verbose=False)
     gains = {"box": 7.5, "cls": 0.5, "dfl": 1.5, "pose": 12.0, "kobj": 1.0, "rle": 1.0, "angle": 1.0}
     model.args = SimpleNamespace(**gains, epochs=4, overlap_mask=True)
     return model.to(device).train()
@@ -55,7 +58,9 @@ def make_loss(kind, model):
     return made
 
 
-def batches(count, columns, device):
+def batches(count, loss, device):
+    """Images, targets, and what the loss takes beside them."""
+    columns, branch = getattr(loss, "target_columns", 6), getattr(loss, "one2many", loss)
     generator = torch.Generator().manual_seed(1)
     for i in range(count):
         boxes = torch.rand(2 + i % 3, 4, generator=generator) * 0.4 + 0.2
@@ -63,7 +68,13 @@ def batches(count, columns, device):
         label = torch.randint(CLASSES, (len(boxes), 1), generator=generator)
         images = torch.randint(256, (BATCH, 3, SIZE, SIZE), generator=generator, dtype=torch.uint8)
         further = torch.rand(len(boxes), columns - 6, generator=generator)  # an angle, or keypoints
-        yield images.to(device), torch.cat((image, label, boxes, further), 1).float().to(device)
+        side = SIZE // 4
+        labels = {
+            "masks": torch.randint(4, (BATCH, side, side), generator=generator, dtype=torch.uint8),
+            "sem_masks": torch.randint(CLASSES, (BATCH, side, side), generator=generator).float(),
+        }
+        labels = {name: value.to(device) for name, value in labels.items() if getattr(branch, "labels", ())}
+        yield images.to(device), torch.cat((image, label, boxes, further), 1).float().to(device), labels
 
 
 def run(name, kind, device, graphed):
@@ -72,15 +83,15 @@ def run(name, kind, device, graphed):
     optimizer, ema = SGD(model.parameters(), lr=0.01, momentum=0.9), ModelEMA(model, tau=10)
     step = TrainStep(model, loss, optimizer, ema=ema, say=lambda line: None) if graphed else None
     fused, items = FusedStep(optimizer, ema=ema, max_norm=10.0), []
-    for i, (images, targets) in enumerate(batches(12, getattr(loss, "target_columns", 6), device)):
+    for i, (images, targets, labels) in enumerate(batches(12, loss, device)):
         if i == 8 and hasattr(loss, "update"):
             loss.update()  # as the trainer does once an epoch: no new graph
         if i == 10:
             model.args.box = 3.0
         if step is not None:
-            items.append(step(images, targets, update=i % 2 == 1))
+            items.append(step(images, targets, update=i % 2 == 1, **labels))
             continue
-        value, item = loss(model(images.float() / 255), targets)
+        value, item = loss(model(images.float() / 255), targets, **labels)
         items.append(item.detach())
         value.sum().backward()
         if i % 2:
@@ -97,6 +108,8 @@ def run(name, kind, device, graphed):
         ("yolov8n.yaml", "v8DetectionLoss"),
         ("yolo11n.yaml", "v8DetectionLoss"),
         ("yolo26n.yaml", "E2ELoss"),
+        ("yolov8n-seg.yaml", "v8SegmentationLoss"),
+        ("yolo26n-seg.yaml", f"E2ELoss of {SEGMENT26}"),
         ("yolov8n-pose.yaml", "v8PoseLoss"),
         ("yolo26n-pose.yaml", "E2ELoss of PoseLoss26"),
         ("yolo26n-obb.yaml", "E2ELoss of v8OBBLoss"),

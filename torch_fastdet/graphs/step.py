@@ -38,9 +38,9 @@ _KINDS_OF_RANKS = {True: "forward and backward", False: "forward and backward of
 class _Phase:
     """One graph of a step: an image shape, and where in an accumulation it stands."""
 
-    def __init__(self, images: torch.Tensor, stream: torch.cuda.Stream) -> None:
+    def __init__(self, images: torch.Tensor, labels: dict[str, torch.Tensor], stream: torch.cuda.Stream) -> None:
         self.graph = Graph(stream)
-        self.images = images  # what it reads; graphs of one shape share it
+        self.images, self.labels = images, labels  # what it reads; graphs of one shape share it
         self.items: torch.Tensor
         self.used: frozenset[int]  # parameters that have a gradient, by their place
 
@@ -64,7 +64,8 @@ class TrainStep:
         model: the model in training mode, on a GPU.
         loss: ``loss(outputs, targets, num_targets) -> (loss, items)``, without host synchronisation, where the first
             ``num_targets`` (an int64 on the device) rows of targets are in use: :class:`torch_fastdet.yolov5.ComputeLoss`,
-            whose bad rows are counted (``loss.ignored_targets``) in every step, captured or not.
+            whose bad rows are counted (``loss.ignored_targets``) in every step, captured or not. If a step is called with masks or
+            other labels, they and ``num_targets`` come by name.
         optimizer: SGD, Adam, AdamW or MuSGD of torch_fastdet.optim, or torch.optim's SGD, Adam or AdamW.
         scaler: a torch.amp.GradScaler, driven in the graph (overflow skips the update, growth, backoff).
         ema: a torch_fastdet.ema.ModelEMA of the model.
@@ -205,9 +206,10 @@ class TrainStep:
 
     def _static(self) -> list[torch.Tensor]:
         """What graphs read and write outside of their pool."""
-        images = {id(phase.images): phase.images for _, phase in self._pool.items()}
-        targets = [] if self._targets is None else [self._targets]
-        return [*images.values(), *[gradient for _, gradient in self._gradients], *targets]
+        held = [tensor for _, phase in self._pool.items() for tensor in (phase.images, *phase.labels.values())]
+        held += [gradient for _, gradient in self._gradients]
+        held += [] if self._targets is None else [self._targets]
+        return list({id(tensor): tensor for tensor in held}.values())
 
     def _follow_stream(self) -> None:
         """Another stream than that of the last call may still read what is dropped in a later call."""
@@ -216,32 +218,38 @@ class TrainStep:
             _capture.read_on([*self._static(), self._count], stream)
             self._stream = stream
 
-    def __call__(self, images: torch.Tensor, targets: torch.Tensor, update: bool = True) -> torch.Tensor:
+    def __call__(
+        self, images: torch.Tensor, targets: torch.Tensor, update: bool = True, **labels: torch.Tensor
+    ) -> torch.Tensor:
         """Train on one batch; returns the loss items.
 
         Args:
             images: (batch, channels, height, width), uint8 or floating, on any device.
             targets: float32 rows of the loss, on any device: (nt, 6) of image, class and box for detection.
             update: whether to take the optimizer's step, or only to add up gradients for a later one.
+            labels: what the loss takes beside the targets, by name, such as ``masks=`` of segmentation, on any device. There are graphs
+                for each shape and dtype, so it should be of images, as masks that overlap are, and not of targets.
         """
-        self._check_call(images, targets)
+        self._check_call(images, targets, labels)
         self._follow_stream()
         self._follow_changes()
         self._take_targets(targets)
         # In a process group the update is not part of the graph: the exchange comes before it.
         first, last, updates = self._pending == 0, update, update and self._ranks is None
-        key = (tuple(images.shape), images.dtype, first, updates, self._summed)
+        kinds = tuple(sorted((name, tuple(value.shape), value.dtype) for name, value in labels.items()))
+        key = (tuple(images.shape), images.dtype, first, updates, self._summed, kinds)
         if self._ranks is not None:
             self._ranks.sync = update
             self._ranks.before_forward(self.model)
         phase = self._pool.get(key, self.device)
         static = self._static_images(images) if phase is None else phase.images
-        if phase is not None:
-            static.copy_(images.detach(), non_blocking=True)
-        elif self._pool.is_warm(key):
-            phase = self._capture_phase(key, static)
+        beside = self._static_labels(labels) if phase is None else phase.labels
+        for held, value in ((static, images), *((beside[name], value) for name, value in labels.items())):
+            held.copy_(value.detach(), non_blocking=True)
+        if phase is None and self._pool.is_warm(key):
+            phase = self._capture_phase(key, static, beside)
         if phase is None:
-            items, used = self._pool.warm_up(key, lambda: self._run(static, first, updates))
+            items, used = self._pool.warm_up(key, lambda: self._run(static, beside, first, updates))
             self._columns = targets.shape[1]
             self._count_micro_batch(used, last)
             self._baked = self._look()  # the first step makes momentum buffers
@@ -253,8 +261,8 @@ class TrainStep:
         self._count_micro_batch(phase.used, last)
         return phase.items.clone()
 
-    def _check_call(self, images: torch.Tensor, targets: torch.Tensor) -> None:
-        for name, value in (("images", images), ("targets", targets)):
+    def _check_call(self, images: torch.Tensor, targets: torch.Tensor, labels: dict[str, torch.Tensor]) -> None:
+        for name, value in (("images", images), ("targets", targets), *labels.items()):
             if not isinstance(value, torch.Tensor):
                 raise TypeError(f"TrainStep: {name} is a {type(value).__name__}, but a tensor is expected")
         if images.dim() != 4:
@@ -359,7 +367,7 @@ class TrainStep:
         self._count.fill_(count)
 
     def _static_images(self, images: torch.Tensor) -> torch.Tensor:
-        """The images on the device, in the tensor that graphs of this shape read, if there are any."""
+        """The tensor on the device that graphs of this shape read, or one for them."""
         key = (tuple(images.shape), images.dtype)
         static = next((phase.images for other, phase in self._pool.items() if other[:2] == key), None)
         if static is None:
@@ -368,24 +376,37 @@ class TrainStep:
             like = images if as_they_come else images.new_empty(images.shape, device=self.device)
             layout = torch.preserve_format if as_they_come else _capture.input_format(self.model, like)
             static = torch.empty_like(like, device=self.device, memory_format=layout)
-        static.copy_(images.detach(), non_blocking=True)
+        return static
+
+    def _static_labels(self, labels: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The same for the labels, whatever the images' shape."""
+        held = {(name, v.shape, v.dtype): v for _, phase in self._pool.items() for name, v in phase.labels.items()}
+        static = {}
+        for name, value in labels.items():
+            found = held.get((name, value.shape, value.dtype))
+            static[name] = value.new_empty(value.shape, device=self.device) if found is None else found
         return static
 
     def _takes_bytes(self, images: torch.Tensor) -> bool:
         """Whether the model divides these images itself. Ask inside of the loss' context."""
         return images.dtype == torch.uint8 and self.model in TAKES_BYTES
 
-    def _forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _forward(self, images: torch.Tensor, labels: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         # A cached cast would be made by one graph and be missing in the next replay.
         autocast = torch.autocast("cuda", self.amp or torch.float16, enabled=self.amp is not None, cache_enabled=False)
         with autocast, self._offer.in_step(self.model), weights_cast_once(self.model, self.amp):
             x = images if images.is_floating_point() or self._takes_bytes(images) else divided(images)
-            return self.loss(self.model.forward(x), self._targets, self._count)
+            outputs = self.model.forward(x)
+            if labels:
+                return self.loss(outputs, self._targets, num_targets=self._count, **labels)
+            return self.loss(outputs, self._targets, self._count)
 
-    def _run(self, images: torch.Tensor, first: bool, last: bool) -> tuple[torch.Tensor, frozenset[int]]:
+    def _run(
+        self, images: torch.Tensor, labels: dict[str, torch.Tensor], first: bool, last: bool
+    ) -> tuple[torch.Tensor, frozenset[int]]:
         """The step, launched or captured: the items, and which parameters have a gradient."""
         with _capture.aliased_parameters(self.model) as aliases:
-            loss, items = self._forward(images)
+            loss, items = self._forward(images, labels)
         # The gradient of scaler.scale(loss).sum(), in fewer launches.
         one = torch.ones_like(loss)
         scaled = one if self.scaler is None else self.scaler.scale(one)
@@ -414,11 +435,11 @@ class TrainStep:
             totals.update({i: kept[i] for i in self._summed if i not in totals})
         return totals
 
-    def _capture_phase(self, key: tuple, static: torch.Tensor) -> _Phase | None:
+    def _capture_phase(self, key: tuple, images: torch.Tensor, labels: dict[str, torch.Tensor]) -> _Phase | None:
         reason = why_not(self.model, averaged=True)
         if reason is not None:
             raise CaptureError(f"TrainStep: {type(self.model).__name__} cannot be captured in a CUDA graph: {reason}")
-        phase = self._pool.capture(key, lambda: self._captured(key, static))
+        phase = self._pool.capture(key, lambda: self._captured(key, images, labels))
         if phase is None:
             return None
         memory = self.memory()
@@ -429,13 +450,13 @@ class TrainStep:
         )
         return phase
 
-    def _captured(self, key: tuple, static: torch.Tensor) -> _Phase:
+    def _captured(self, key: tuple, images: torch.Tensor, labels: dict[str, torch.Tensor]) -> _Phase:
         stream = self._pool.stream()
-        phase = _Phase(static, stream)
+        phase = _Phase(images, labels, stream)
         self.fused.refresh()
         try:
             with _capture.capture_into(phase.graph.held, self._pool.handle, stream):
-                phase.items, phase.used = self._run(static, key[2], key[3])
+                phase.items, phase.used = self._run(images, labels, key[2], key[3])
         except Exception as error:
             if is_out_of_memory(error):
                 raise

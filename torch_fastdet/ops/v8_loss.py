@@ -237,11 +237,14 @@ def v8_segmentation_loss(
     return v8_with_parts(loss, mask_loss), v8_with_parts(items, mask_item), status
 
 
-def v8_with_parts(whole: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
-    """``whole`` with a task's own parts behind that of the boxes."""
+def v8_with_parts(whole: torch.Tensor, parts: torch.Tensor, last: torch.Tensor | None = None) -> torch.Tensor:
+    """``whole`` with a task's own parts behind that of the boxes, and ``last`` behind all."""
     # One split and not two slices: its gradient is one copy.
     boxes, rest = torch.split(whole, [1, whole.shape[0] - 1])
-    return torch.cat((boxes, parts.to(whole.dtype), rest))
+    pieces = [boxes, parts.to(whole.dtype), rest]
+    if last is not None:
+        pieces.append(last)
+    return torch.cat(pieces)
 
 
 def v8_pose_loss(

@@ -145,8 +145,8 @@ class _DetectionLoss(_Criterion):
     epoch. In a CUDA graph such rows are ignored and counted in :attr:`ignored_targets`.
 
     For :class:`torch_fastdet.graphs.TrainStep`, ``batch`` may be a tensor (n, 6) of image, class, x, y, w, h, of which the first
-    ``num_targets`` rows are in use; the items come as a tensor then. A captured graph follows the gains and the assigner's
-    numbers, but for ``topk`` and ``topk2``: :meth:`graph_key` writes them into device memory.
+    ``num_targets`` rows are in use; the items come as a tensor then. Labels that are no rows (:attr:`labels`) come by name. A captured
+    graph follows the gains and the assigner's numbers, but for ``topk`` and ``topk2``: :meth:`graph_key` writes them into device memory.
     """
 
     # Stock's attributes and methods.
@@ -161,6 +161,8 @@ class _DetectionLoss(_Criterion):
     stride: Tensor
 
     assignment_settings: ClassVar[int] = DETECTION_SETTINGS  # how many of the settings its operator takes
+    #: What must come beside a tensor of targets.
+    labels: ClassVar[tuple[str, ...]] = ()
 
     @property
     def _state(self) -> _State:
@@ -169,7 +171,7 @@ class _DetectionLoss(_Criterion):
             state = vars(self)["_fastdet"] = _State()
         return state
 
-    def __call__(self, preds: Any, batch: Any, num_targets: Tensor | None = None) -> Any:
+    def __call__(self, preds: Any, batch: Any, num_targets: Tensor | None = None, **labels: Tensor) -> Any:
         """Stock's call: loss (3) times the batch size, and the items by their names."""
         if isinstance(batch, Tensor):
             changed = self._changed()
@@ -177,7 +179,8 @@ class _DetectionLoss(_Criterion):
                 raise TypeError(
                     f"{type(self).__name__}: batch is a tensor, which Ultralytics' own code does not take, and {changed}"
                 )
-            return self.fused(self.parse_output(preds), batch, num_targets)
+            targets, others = self.unpacked(batch, labels)
+            return self.fused(self.parse_output(preds), targets, num_targets, batch=others)
         return super().__call__(preds, batch)  # type: ignore[misc]
 
     def loss(self, preds: Outputs, batch: Batch) -> Any:
@@ -197,9 +200,14 @@ class _DetectionLoss(_Criterion):
         """Columns of a tensor of targets."""
         return len(TARGET_COLUMNS)
 
-    def unpacked(self, targets: Tensor) -> tuple[Tensor, Batch | None]:
-        """The boxes in a tensor of targets, and the other labels in it."""
-        return targets, None
+    def unpacked(self, targets: Tensor, labels: Batch) -> tuple[Tensor, Batch | None]:
+        """The boxes in a tensor of targets, and the other labels, of which ``labels`` came beside it."""
+        if set(self.labels) - set(labels) or (labels and not self.labels):
+            raise TypeError(
+                f"{type(self).__name__}: {' and '.join(labels) or 'nothing'} came beside a tensor of targets, but "
+                f"{' and '.join(self.labels) or 'nothing'} is expected"
+            )
+        return targets, labels or None
 
     def fused(
         self,
@@ -210,8 +218,6 @@ class _DetectionLoss(_Criterion):
         batch: Batch | None = None,
     ) -> LossItems:
         """Loss, times batch size and ``weight``, and items, from (n, 6) targets on the device. ``batch`` has the other labels."""
-        if batch is None:
-            targets, batch = self.unpacked(targets)
         state = self._state
         boxes, scores = preds["boxes"], preds["scores"]
         if boxes.dtype != scores.dtype:
@@ -364,18 +370,26 @@ class _SegmentationLoss(_DetectionLoss):
     YOLO26's head has semantic logits, too. Their part is stock's own ``bcedice_loss``, without host synchronisation, and needs
     ``batch["sem_masks"]``.
 
-    A batch of targets alone, as :class:`torch_fastdet.graphs.TrainStep` passes it, is not taken: ``batch["masks"]`` is needed. With
-    more than 128 mask coefficients stock's code runs.
+    For :class:`torch_fastdet.graphs.TrainStep`, ``masks`` stands beside the tensor of targets, with ``overlap_mask`` only: without it there
+    is a mask for each target, and a graph's inputs have a fixed shape. With more than 128 mask coefficients stock's code runs.
     """
 
+    labels: ClassVar[tuple[str, ...]] = ("masks",)
     bcedice_loss: Callable[[Tensor, Tensor], Tensor]
     overlap: bool
 
     def takes(self, preds: Outputs, batch: object) -> bool:
         return self.prototypes(preds).shape[1] <= MOST_MASK_CHANNELS
 
-    def unpacked(self, targets: Tensor) -> tuple[Tensor, Batch | None]:
-        raise TypeError(f"{type(self).__name__}: batch is a tensor, but a dictionary with 'masks' is expected")
+    def unpacked(self, targets: Tensor, labels: Batch) -> tuple[Tensor, Batch | None]:
+        if not self.overlap:
+            raise ValueError(
+                f"{type(self).__name__}: overlap_mask is False, but True is expected with a tensor of targets"
+            )
+        return super().unpacked(targets, labels)
+
+    def _key(self, weight: float) -> tuple[object, ...]:
+        return *super()._key(weight), self.overlap
 
     def prototypes(self, preds: Outputs) -> Tensor:
         return preds["proto"][0] if isinstance(preds["proto"], tuple) else preds["proto"]
@@ -399,10 +413,11 @@ class _SegmentationLoss(_DetectionLoss):
             None,
             self.overlap,
         )
-        loss, items = v8_with_parts(loss, part), v8_with_parts(items, item)
         if not isinstance(preds["proto"], tuple):
-            missing = len(self.loss_names) - len(items)  # the semantic part, which some versions have no name for
-            return F.pad(loss, (0, missing)), F.pad(items, (0, missing))
+            # Zeros for the semantic part, which some versions have no name for.
+            rest = items.new_zeros(len(self.loss_names) - len(items) - 1)
+            return v8_with_parts(loss, part, rest), v8_with_parts(items, item, rest)
+        loss, items = v8_with_parts(loss, part), v8_with_parts(items, item)
         part = self._semantic(preds["proto"][1].float(), batch) * slots.settings[0].float()
         part = torch.where((slots.anchor >= 0).any(), part, 0)  # the gain is that of the boxes
         return _with_part(preds, slots, loss, items, part)
@@ -424,6 +439,8 @@ class _SegmentLoss26(_SegmentationLoss):
     """Ultralytics' ``SegmentLoss26``: as :class:`v8SegmentationLoss`, with an assignment that compares masks too
     (:func:`torch_fastdet.ops.v8_segmentation_loss` with ``compare_masks``).
     """
+
+    labels = ("masks", "sem_masks")
 
     def assignment(self, preds: Outputs, batch: Batch | None, boxes: Tensor, scores: Tensor) -> _Assignment:
         assert batch is not None
@@ -452,7 +469,8 @@ class _PoseLoss(_DetectionLoss):
     def target_columns(self) -> int:
         return len(TARGET_COLUMNS) + 3 * self.kpt_shape[0]
 
-    def unpacked(self, targets: Tensor) -> tuple[Tensor, Batch | None]:
+    def unpacked(self, targets: Tensor, labels: Batch) -> tuple[Tensor, Batch | None]:
+        targets, _ = super().unpacked(targets, labels)
         boxes, keypoints = targets.split((len(TARGET_COLUMNS), 3 * self.kpt_shape[0]), 1)
         return boxes, {"keypoints": keypoints.unflatten(1, (-1, 3))}
 
@@ -609,7 +627,7 @@ class _E2ELoss(_Criterion):
             return None
         return branches if all(branch.fits() for branch in branches) else None
 
-    def __call__(self, preds: Any, batch: Any, num_targets: Tensor | None = None) -> Any:
+    def __call__(self, preds: Any, batch: Any, num_targets: Tensor | None = None, **labels: Tensor) -> Any:
         """Stock's call: the weighted sum of both branches (3), and the items of the one-to-one branch by their names."""
         branches = self._branches()
         if branches is None:
@@ -620,10 +638,12 @@ class _E2ELoss(_Criterion):
             return super().__call__(preds, batch)  # type: ignore[misc]
         count("loss_optim", "losses")
         packed = isinstance(batch, Tensor)
-        targets = batch if packed else packed_targets(batch, many["scores"].device)
-        labels = None if packed else batch
-        loss, _ = branches[0].fused(many, targets, num_targets, self.o2m, labels)
-        second, items = branches[1].fused(one, targets, num_targets, self.o2o, labels)
+        if packed:
+            targets, others = branches[0].unpacked(batch, labels)
+        else:
+            targets, others = packed_targets(batch, many["scores"].device), batch
+        loss, _ = branches[0].fused(many, targets, num_targets, self.o2m, others)
+        second, items = branches[1].fused(one, targets, num_targets, self.o2o, others)
         return loss + second, items if packed else dict(zip(self.one2one.loss_names, items.unbind()))
 
     def graph_key(self) -> tuple[Any, ...]:
