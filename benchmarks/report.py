@@ -360,8 +360,7 @@ def headline_table(rows: list[dict]) -> str:
     header = ["", "stock", "best other", "torch_fastdet", "stock / ours", "best other / ours", "run"]
     if len(about) < 2:
         return f"{table(header[:-1], [cells[:-1] for cells in body])}\n{_below(about.values())}"
-    named = [f"{letter}: {line}" for letter, line in zip(string.ascii_lowercase, about.values())]
-    return f"{table(header, body)}\nRuns: {_below(named)}"
+    return f"{table(header, body)}\nRuns: {_below(about.values(), letters=string.ascii_lowercase)}"
 
 
 def pyplot() -> Any:
@@ -481,8 +480,15 @@ def machines_of(headlines: list[dict]) -> dict[tuple[str, ...], str]:
     return machines({"": [row for headline in headlines for row in headline["from"]]})
 
 
-def _below(lines: Iterable[str], figures: str = "medians") -> str:
-    return f"{'; '.join(lines)}; {figures} (docs/measuring.md).\n"
+def _below(lines: Iterable[str], figures: str = "medians", letters: str = "") -> str:
+    """The machines of a table, each with its letter if it has one; what is the same of all of them stands once."""
+    told, same = list(lines), []
+    if len(told) > 1:
+        parts = [re.split("[,;] ", line) for line in told]
+        same = [part for part in parts[0] if all(part in others for others in parts)]
+        told = [", ".join(part for part in of_one if part not in same) for of_one in parts]
+    named = [f"{letter}: {line}" for letter, line in zip(letters, told)] or told
+    return f"{'; '.join([', '.join(same)] * bool(same) + named)}; {figures} (docs/measuring.md).\n"
 
 
 def provenance(benchmarks: dict[str, list[dict]], figures: str = "medians") -> str:
