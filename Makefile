@@ -21,7 +21,7 @@ FORMATTED = $(shell find csrc tests examples -name '*.h' -o -name '*.cuh' -o -na
 GPU := $(shell command -v nvidia-smi)
 
 # A .venv of another Python is not replaced unasked. Targets that make do without it go on.
-IN_VENV := $(filter-out help clean test-gpu gpu-report-check wheels $(if $(GPU),bench),$(or $(MAKECMDGOALS),help))
+IN_VENV := $(filter-out help clean test-gpu fuzz-operators-gpu gpu-report-check wheels $(if $(GPU),bench),$(or $(MAKECMDGOALS),help))
 ifneq ($(and $(filter command line,$(origin PYTHON)),$(wildcard $(BIN)/python),$(IN_VENV)),)
 version = $(shell $(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
 FOUND := $(call version,$(BIN)/python)
@@ -34,7 +34,7 @@ $(error torch_fastdet: found Python $(or $(FOUND),that fails) in $(VENV), but $(
 endif
 endif
 
-.PHONY: help venv build demo test test-all test-python test-cpp test-versions canary serve-test test-asan test-aarch64 test-aarch64-extension fuzz fuzz-operators fuzz-files soak test-gpu gpu-report-check release-check lint format bench docs wheel wheels clean
+.PHONY: help venv build demo test test-all test-python test-cpp test-versions canary serve-test test-asan test-aarch64 test-aarch64-extension fuzz fuzz-operators fuzz-operators-gpu fuzz-files soak test-gpu gpu-report-check release-check lint format bench docs wheel wheels clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 22
@@ -120,6 +120,13 @@ CASES ?= 100000
 fuzz-operators: build ## every operator on arguments that nobody means (CASES=100000)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.operators --count $(CASES) --log build/fuzz-operators.log
 
+# On a GPU machine without network, as test-gpu. Memory that torch keeps for later would hide what is written behind a tensor.
+fuzz-operators-gpu: ## on a GPU machine: a sample of the same under compute-sanitizer, our kernels only (SAMPLE=500)
+	@mkdir -p build
+	PATH="$$PATH:/usr/local/cuda/bin" PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 86 \
+	  --kernel-name kernel_substring=torch_fastdet \
+	  $(PYTHON) -m tests.fuzz.operators --device cuda --count $(or $(SAMPLE),500) --log build/fuzz-operators-gpu.log
+
 fuzz-files: build ## mutated files and requests through what reads them: stage tensors, resume files, detectors, Triton's requests (CASES=100000)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.files --count $(CASES) --log build/fuzz-files.log
 
@@ -127,8 +134,8 @@ SOAK ?= --minutes 10
 soak: $(if $(GPU),,build) ## a long training: epoch time, memory, threads and files are flat; then 40 generations, 50 kills and resumes, and 100 trainings (SOAK="--hours 4")
 	$(BENCH_PYTHON) -m benchmarks.soak $(SOAK)
 	$(BENCH_PYTHON) -m benchmarks.soak --evolve 40
-	$(BENCH_PYTHON) -m benchmarks.soak --kills 50
-	TRAININGS=100 $(BENCH_PYTHON) -m pytest -q tests/ultralytics/test_many_trainings.py
+	$(BENCH_PYTHON) -m benchmarks.soak --kills 50 --jobs $(if $(GPU),11,2)
+	TRAININGS=100 $(BENCH_PYTHON) -m pytest -q -s tests/ultralytics/test_many_trainings.py
 
 # Static, so that QEMU needs no libraries of the other architecture.
 test-aarch64: $(STAMP) ## the GoogleTests of csrc/core compiled for aarch64, run under QEMU (g++-aarch64-linux-gnu, qemu-user)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.soak --minutes 10          (or --hours 4)
     python -m benchmarks.soak --evolve 40
-    python -m benchmarks.soak --kills 50
+    python -m benchmarks.soak --kills 50 --jobs 10
 
 The real train.py with every switch that applies: yolov5n at 320 pixels, with validation, checkpoints and --multi-scale; on the CPU
 at 64 pixels. A table has the slope of each quantity over the run, and over its second half, with standard errors. What grows in the
@@ -11,8 +11,10 @@ warms up. --minutes count from the start of the program. The folder that it name
 
 --evolve N: N generations of one epoch each, one after the other in one process, a sample a generation.
 
---kills N: N times SIGKILL at a random moment, with ``--resume_exact``, and a resume after each. A resume that does not go on
-to the last bit, where there is a checkpoint, ends the run with status 1.
+--kills N: N times SIGKILL, and a resume after each, of trainings with ``--resume_exact`` that are killed five times; --jobs of them
+run at a time. Half of the kills come at a random moment, the others while a checkpoint is written. One more training is not killed. Each
+state that is saved (weights, moving average, optimizer, scaler, random states and so on) must have the bits of one of its states, the last
+of its last, and results.csv must be the same; otherwise the exit status is 1.
 """
 
 from __future__ import annotations
@@ -22,10 +24,13 @@ import contextlib
 import math
 import os
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
@@ -34,9 +39,11 @@ import torch
 from benchmarks.harness import WORK
 from examples.demo.dataset import Recipe, make
 from examples.yolov5_env import environment
+from torch_fastdet.resume import files
 
 ERRORS, SHARE = 3.0, 0.01  # what counts as growth
 LEFT_OUT = 3  # epochs that warm up: captures, caches, the first validation
+KILLS = 5  # of one training
 MIB = 1 << 20
 
 
@@ -124,10 +131,20 @@ def table(samples: list[Sample]) -> tuple[str, list[str]]:
 
 
 class Training:
-    """train.py in a process, begun or resumed; with ``generations``, that many trainings of an epoch each."""
+    """train.py in a process, begun or resumed; with ``generations``, that many trainings of an epoch each.
+
+    ``program`` is the launcher, or a module that runs it.
+    """
 
     def __init__(
-        self, folder: Path, device: torch.device, pictures: int, flags: list[str], generations: int = 0
+        self,
+        folder: Path,
+        device: torch.device,
+        pictures: int,
+        generations: int = 0,
+        epochs: int = 100_000,
+        program: str = "torch_fastdet.yolov5",
+        flags: tuple[str, ...] = (),
     ) -> None:
         self.folder = folder
         on_gpu = device.type == "cuda"
@@ -138,7 +155,7 @@ class Training:
         size = 320 if on_gpu else 64
         data = make(folder / "digits", Recipe(image_size=size, train=pictures, val=max(pictures // 8, 4)))
         self.run = folder / "run"
-        self.flags = ["--fastdet", *flags]
+        self.program = [program, "--fastdet", *flags]
         self.options = ["--data", str(data), "--weights", "", "--cfg", "yolov5n.yaml", "--imgsz", str(size)]
         self.options += [
             "--batch-size",
@@ -148,7 +165,7 @@ class Training:
             "--device",
             str(device.index or 0) if on_gpu else "cpu",
         ]
-        self.options += ["--epochs", "1", "--evolve", str(generations)] if generations else ["--epochs", "100000"]
+        self.options += ["--epochs", "1", "--evolve", str(generations)] if generations else ["--epochs", str(epochs)]
         self.options += ["--patience", "0", "--multi-scale", "--noplots", "--noautoanchor"]
         self.options += ["--project", str(folder), "--name", self.run.name, "--exist-ok"]
         self.log = folder / "log.txt"
@@ -159,8 +176,11 @@ class Training:
         return self.run / "weights/last.pt"
 
     def start(self) -> subprocess.Popen:
-        options = ["--resume", str(self.last)] if self.last.exists() else self.options
-        command = [sys.executable, "-m", "torch_fastdet.yolov5", *self.flags, "-m", "yolov5.train", *options]
+        options = ["--resume", str(self.last)]
+        if not self.last.exists():
+            options = self.options
+            shutil.rmtree(self.run, ignore_errors=True)  # of a training that was killed before its first checkpoint
+        command = [sys.executable, "-m", *self.program, "-m", "yolov5.train", *options]
         with open(self.log, "w") as log:
             return subprocess.Popen(
                 command, stdout=log, stderr=log, env=self.env, cwd=self.folder, start_new_session=True
@@ -206,23 +226,71 @@ def watch(training: Training, device: torch.device, end_at: float, least: int) -
     return samples
 
 
-def kill(training: Training, kills: int, draw: random.Random) -> tuple[int, int]:
-    """Kill and resume; how many resumes went on, and how many epochs there are in the end. A resume that fails is an error."""
-    resumed = 0
-    for _ in range(kills):
-        expected, process = training.last.exists(), training.start()
+@dataclass
+class Killed:
+    """A training that was killed so many times, and has ended."""
+
+    resumes: int  # where there was a checkpoint
+    writing: int  # kills while a checkpoint was written
+    states: list[str]  # checksums of those that were saved
+    table: str
+
+
+def kill(training: Training, kills: int, draw: random.Random) -> Killed:
+    """Kill and resume, and let it end. A resume that fails is an error."""
+    resumes, writing, states = 0, 0, []
+    being_written = training.last.parent / files.WRITING
+    for number in range(kills + 1):
+        expected, first, process = training.last.exists(), training.epochs(), training.start()
+        is_last = number == kills
         try:
-            first = training.epochs()
-            while training.epochs() == first and process.poll() is None:
+            while (is_last or training.epochs() <= first) and process.poll() is None:
                 time.sleep(0.01)
-            time.sleep(draw.random() * 2)  # in the next epoch, or in what is written at its end
-            output = training.log.read_text()
-            if process.poll() is not None or (expected and "to the last bit" not in output):
-                raise RuntimeError(f"a killed training does not go on:\n{output[-3000:]}")
-            resumed += expected
+            if not is_last and number % 2:  # in the next epoch, or in what is written at its end
+                time.sleep(draw.random())
+            elif not is_last:
+                while not being_written.exists() and process.poll() is None:
+                    time.sleep(0.001)
+                time.sleep(draw.random() * 0.05)
+            output, status = training.log.read_text(), process.poll()
+            if status != (0 if is_last else None) or (expected and "to the last bit" not in output):
+                raise RuntimeError(f"a killed training does not go on ({status}):\n{output[-3000:]}")
         finally:
             end(process)
-    return resumed, training.epochs()
+        resumes += expected
+        writing += being_written.exists()
+        states += re.findall("^SAVED (.*)\n", output, flags=re.M)
+    return Killed(resumes, writing, states, training.results.read_text())
+
+
+def kill_many(folder: Path, device: torch.device, pictures: int, kills: int, jobs: int) -> int:
+    """Trainings that are killed, ``jobs`` at a time, beside one that is not; whether their bits differ."""
+    counts = [0, *(min(KILLS, kills - done) for done in range(0, kills, KILLS))]
+    epochs, program = 3 * max(counts) + 3, "tests.yolov5.programs.killed"  # in a second there are two at most
+    trainings = [
+        Training(folder / str(number), device, pictures, 0, epochs, program, ("--resume_exact",))
+        for number in range(len(counts))
+    ]
+    for training in trainings:
+        training.env["OMP_NUM_THREADS"] = "1"
+    with ThreadPoolExecutor(jobs) as pool:
+        whole, *killed = pool.map(kill, trainings, counts, map(random.Random, range(len(counts))))
+    differ = [
+        number
+        for number, each in enumerate(killed, 1)
+        if not set(each.states) <= set(whole.states) or (each.states[-1], each.table) != (whole.states[-1], whole.table)
+    ]
+    resumes, writing, states = (
+        sum(map(count, killed)) for count in (lambda k: k.resumes, lambda k: k.writing, lambda k: len(k.states))
+    )
+    print(
+        f"killed {kills} times on {device}, {writing} of them while a checkpoint was written: {resumes} resumes to the last bit"
+    )
+    print(
+        f"{len(killed)} trainings of {epochs} epochs; states that they saved: {states}, of one that was not killed: {len(whole.states)}"
+    )
+    print(f"trainings with other bits: {differ or 'none'}")
+    return int(bool(differ) or len(set(whole.states)) != epochs)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -230,26 +298,28 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--hours", type=float, default=0.0)
     parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2, help="trainings at a time, with --kills")
     parser.add_argument("--evolve", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
-        "--pictures", type=int, default=0, help="of the training set; default: 1,024, with --evolve 64, on the CPU 16"
+        "--pictures",
+        type=int,
+        default=0,
+        help="of the training set; default: 1,024, with --evolve and --kills 64, on the CPU 16",
     )
     parser.add_argument("--least", type=int, default=8, help="epochs, however long they take")
     parser.add_argument("--folder", type=Path, default=WORK / "soak")
     options = parser.parse_args(argv)
     begin = time.monotonic()
     device = torch.device(options.device)
-    pictures = options.pictures or (16 if device.type == "cpu" else 64 if options.evolve else 1024)
+    few = options.evolve or options.kills
+    pictures = options.pictures or (16 if device.type == "cpu" else 64 if few else 1024)
     folder = options.folder / time.strftime("%Y%m%d-%H%M%S")
     folder.mkdir(parents=True)
     if options.kills:
-        training = Training(folder, device, pictures, ["--resume_exact"])
-        resumed, epochs = kill(training, options.kills, random.Random(0))
-        print(f"killed {options.kills} times: {resumed} resumes to the last bit, {epochs} epochs")
-        return 0
+        return kill_many(folder, device, pictures, options.kills, options.jobs)
     seconds = math.inf if options.evolve else options.hours * 3600 or options.minutes * 60
-    training = Training(folder, device, pictures, [], options.evolve)
+    training = Training(folder, device, pictures, options.evolve)
     samples = watch(training, device, begin + seconds, options.least)
     if len(samples) < 4:
         print(f"{len(samples)} samples are too few for a slope; {LEFT_OUT + 4} epochs or generations are the least")

@@ -3,6 +3,7 @@
 import copy
 import gc
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tests.graphs.fake_gpu import GPU
 from tests.graphs.samples import (
     Detector,
     HostSync,
+    Net,
     assert_same_training,
     groups_of,
     in_graphs,
@@ -21,6 +23,7 @@ from tests.graphs.samples import (
     same_state,
     some_batches,
     some_targets,
+    train,
 )
 from torch_fastdet import optim
 from torch_fastdet._torch.private import module_has_hooks
@@ -727,3 +730,34 @@ def test_train_step_without_scaler_and_average(gpu):
         optimizers[1].step()
         optimizers[1].zero_grad()
     same_state(*models)
+
+
+@pytest.mark.parametrize("streams", ["one stream", "a stream each"])
+def test_threads_train_models_at_once(cuda, streams):
+    """Two by TrainStep and two as GraphedModule, with new shapes on the way: the bits of each alone."""
+    detectors, nets = [Detector().to_device() for _ in range(2)], [Net().to(GPU.device) for _ in range(2)]
+    batches = [some_batches(60, sizes=(64, 96, 128)) for _ in detectors]
+    pictures = [[torch.randn(2, 3, size, size, device=cuda) for size in (32, 48, 64) * 20] for _ in nets]
+    plain, plain_nets = copy.deepcopy((detectors, nets))
+    want = list(map(one_by_one, plain, batches))
+    list(map(train, plain_nets, pictures))
+    graphed = [GraphedModule(net, required=True) for net in nets]
+    torch.cuda.synchronize()
+
+    def in_a_thread(work, model, batches):
+        with torch.cuda.stream(torch.cuda.Stream() if streams == "a stream each" else None):
+            result = work(model, batches)
+            torch.cuda.current_stream().synchronize()
+        return result
+
+    jobs = [(in_graphs, *each) for each in zip(detectors, batches)] + [
+        (train, *each) for each in zip(graphed, pictures)
+    ]
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        got = list(pool.map(in_a_thread, *zip(*jobs)))
+    for model, other, found, expected in zip(detectors, plain, got, want):
+        assert_same_training(model, other, found, expected)
+        assert found[4].memory()["graphs"] == 3
+    for module, other in zip(graphed, plain_nets):
+        same_state(module.module, other)
+        assert len(module.graphs.shapes) == 3

@@ -1,10 +1,11 @@
-"""Trainings one after the other in one process leave nothing behind. `make soak` asks for 100."""
+"""Trainings one after the other in one process leave nothing behind. `make soak` asks for 100; with -s it prints slopes."""
 
 import os
 from statistics import median
 
 import pytest
 
+soak = pytest.importorskip("benchmarks.soak", reason="scikit-learn is not installed")
 COUNT = int(os.environ.get("TRAININGS", "9"))
 SECONDS = 200 + 30 * COUNT
 WARM_UP = 3  # caches of torch and of the host
@@ -15,6 +16,10 @@ def check(found, more=0):
     """Counts stay, or become a few ``more``: CUDA opens files and starts threads late."""
     rest = found[WARM_UP:]
     third = len(rest) // 3
+    for name in found[0]:
+        values = [each[name] for each in rest]
+        slope, error = soak.slope(list(range(len(rest))), values)
+        print(f"{name}: {values[0]} at first, {values[-1]} at last, {slope:+.3f} ± {error:.3f} a training")
     for name in ("files", "memories", "threads", "python_threads", "owners"):
         begin, end = (max(each[name] for each in part) for part in (rest[:third], rest[-third:]))
         assert end <= begin + more, (name, [each[name] for each in found])

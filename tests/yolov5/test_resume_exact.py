@@ -1,5 +1,6 @@
-"""train.py with ``resume_exact``: killed and resumed, it ends with the bits of a training that was not killed."""
+"""train.py with ``resume_exact``: stopped or killed, and resumed, it has the bits of a training that ran to its end."""
 
+import json
 import re
 
 import pytest
@@ -7,53 +8,74 @@ import pytest
 from tests.yolov5.conftest import TRAIN
 
 pytestmark = pytest.mark.slow
-EPOCHS = 3
 # The first event of a process is the scheduler's beginning, the second the end of its first epoch. Then come four of last.pt and the
 # file beside it, and two of best.pt and of each epoch's own file.
 KILLS = {"while it writes the file beside last.pt, in its second epoch": 11, "between that file and last.pt": 5}
 
 
-@pytest.fixture(scope="module")
-def trainings(real_yolov5, data, tmp_path_factory):
-    """Trains at once and with kills; the processes of the latter, and both folders."""
-    checkout, project = real_yolov5("checkout"), tmp_path_factory.mktemp("exact")
-    arguments = [*TRAIN, "--cfg", "yolov5n.yaml", "--data", data.boxes, "--project", project]
-    arguments += ["--epochs", EPOCHS, "--save-period", 1]
+@pytest.fixture
+def trainings(real_yolov5, data, tmp_path):
+    """Trains at once, and with ends of processes; both folders, and what the processes of each have printed."""
+    checkout = real_yolov5("checkout")
+    arguments = [*TRAIN, "--cfg", "yolov5n.yaml", "--data", data.boxes, "--project", tmp_path, "--save-period", 1]
 
-    def train(device, workers, kills=()):
-        flags = ["--fastdet", "--resume_exact"]
-        place = ["--device", device, "--workers", workers]
-        checkout.program("killed.py", *arguments, *place, "--name", f"once{device}", *flags)
-        outputs, begin = [], [*arguments, *place, "--name", f"killed{device}"]
-        for kill in (*kills, 0):
-            checkout.environment["KILL"] = str(kill)
-            result = checkout.program("killed.py", *begin, *flags, ok=not kill)
-            assert result.returncode == (-9 if kill else 0), result.stdout[-3000:]
-            outputs.append(result.stdout)
-            begin = ["--resume", project / f"killed{device}" / "weights/last.pt"]
-        del checkout.environment["KILL"]
-        return project / f"once{device}", project / f"killed{device}", outputs
+    def train(epochs, device, ends, *options):
+        folders, outputs = [tmp_path / "once", tmp_path / "ended"], []
+        for folder, all_ends in zip(folders, ([None], [*ends, None])):
+            begin = ["--device", device, "--workers", 2, "--epochs", epochs, "--name", folder.name]
+            begin, printed = [*arguments, *begin, *options], []
+            for end in all_ends:
+                environment = {end[0]: str(end[1])} if end else {}
+                checkout.environment.update(environment)
+                result = checkout.program("killed.py", "train.py", *begin, "--fastdet", "--resume_exact", ok=False)
+                list(map(checkout.environment.pop, environment))
+                code = {"KILL": -9, "STOP": 1}[end[0]] if end else 0
+                assert result.returncode == code, result.stdout[-3000:]
+                printed.append(result.stdout)
+                begin = ["--resume", folder / "weights/last.pt"]
+            outputs.append(printed)
+        return *folders, *outputs
 
     return train
 
 
-def same_training(checkout, once, killed):
-    assert (killed / "results.csv").read_text() == (once / "results.csv").read_text(), (
+def same_training(checkout, epochs, once, ended):
+    assert (ended / "results.csv").read_text() == (once / "results.csv").read_text(), (
         "rows of epochs that were not saved"
     )
-    names = [f"weights/epoch{EPOCHS - 1}.pt", "weights/last.pt"]
-    found = checkout.program("compare.py", *(folder / name for name in names for folder in (once, killed))).stdout
+    names = [f"weights/epoch{epochs - 1}.pt", "weights/last.pt"]
+    found = checkout.program("compare.py", *(folder / name for name in names for folder in (once, ended))).stdout
     assert found.splitlines()[-1] == "the same", found
-    assert not list((killed / "weights").glob("*.resume")), "nothing can be resumed any more"
+    assert not list((ended / "weights").glob("*.resume")), "nothing can be resumed any more"
+
+
+def saved(outputs):
+    """What each process has saved: checksums of weights, gradients, optimizer, scaler, moving average, random states and so on."""
+    return [[json.loads(state) for state in re.findall("^SAVED (.*)$", output, flags=re.M)] for output in outputs]
+
+
+@pytest.mark.parametrize("gpu", ["cpu", "cuda"])
+def test_stopped_training_has_the_bits_of_one_run(real_yolov5, trainings, gpu, request):
+    """Six epochs; and three, Ctrl-C, --resume and three more."""
+    if gpu == "cuda":
+        request.getfixturevalue("cuda")
+    once, ended, *outputs = trainings(6, "0" if gpu == "cuda" else "cpu", [("STOP", 3)], "--multi-scale")
+    same_training(real_yolov5("checkout"), 6, once, ended)
+    (whole,), (first, second) = map(saved, outputs)
+    assert len(first) == len(second) == 3 and first + second == whole
+    parts = {"model", "ema", "optimizer", "scaler", "random", "table"}
+    assert all(parts <= state.keys() for state in whole)
+    kinds = {part: len({state[part] for state in whole}) for part in parts}
+    assert kinds["model"] == kinds["table"] == 6 and min(kinds["optimizer"], kinds["ema"], kinds["random"]) > 2, kinds
 
 
 def test_killed_training_ends_with_the_bits_of_one_run(real_yolov5, trainings):
-    once, killed, outputs = trainings("cpu", 2, KILLS.values())
-    same_training(real_yolov5("checkout"), once, killed)
+    once, ended, _, outputs = trainings(3, "cpu", [("KILL", kill) for kill in KILLS.values()])
+    same_training(real_yolov5("checkout"), 3, once, ended)
     assert [len(re.findall("resume_exact: goes on from", output)) for output in outputs] == [0, 1, 1]
     assert not any("resumes as stock's" in output for output in outputs)
 
 
 def test_killed_training_ends_with_the_bits_of_one_run_on_the_gpu(real_yolov5, trainings, cuda):
-    once, killed, _ = trainings("0", 2, (11,))
-    same_training(real_yolov5("checkout"), once, killed)
+    once, ended, *_ = trainings(3, "0", [("KILL", 11)])
+    same_training(real_yolov5("checkout"), 3, once, ended)

@@ -15,6 +15,7 @@ from ultralytics.utils.loss import v8DetectionLoss
 from ultralytics.utils.torch_utils import ModelEMA
 
 from tests.graphs import fake_gpu
+from torch_fastdet import memory
 from torch_fastdet.hosts.engine import switch
 from torch_fastdet.hosts.shared import layout
 from torch_fastdet.ops import opencv_rules
@@ -168,6 +169,7 @@ CASES = {
     "resume": ({"epochs": 3}, stop_after_an_epoch),
     "yolo26n": ({"model": "yolo26n.yaml"}, None),
     "bf16": ({"amp": "bf16"}, None),  # on a GPU
+    "every_switch": ({"amp": True, "batch": 16, "imgsz": 1280, "epochs": 6, "workers": 2}, None),  # on a GPU
     # With the optimizer's step fused as well.
     "AdamW": ({"optimizer": "AdamW", "warmup_epochs": 0}, None),
     "NAdam": ({"optimizer": "NAdam"}, None),  # which is stock's
@@ -219,8 +221,12 @@ def train(case, kind):
     overrides, prepare = CASES[case]
     arguments = {**COMMON, **overrides}
     model = YOLO(arguments.pop("model", "yolov8n.yaml"), task="detect")
-    losses = []
+    losses, free, budgets = [], [], []
     model.add_callback("on_train_batch_end", lambda trainer: losses.append(trainer.loss.item()))
+    if options.device != "cpu":
+        gpu = torch.device("cuda", int(options.device))
+        model.add_callback("on_train_batch_end", lambda trainer: free.append(torch.cuda.mem_get_info(gpu)[0]))
+        model.add_callback("on_train_start", lambda trainer: budgets.append(memory.gpu_budget(gpu)))
     if prepare is not None:
         prepare(model)
     try:
@@ -237,6 +243,8 @@ def train(case, kind):
         "ema": {name: float(v.double().abs().sum()) for name, v in trainer.ema.ema.state_dict().items()},
         "files": {file.name: b"torch_fastdet" in file.read_bytes() for file in sorted(folder.iterdir())},
         "batch": trainer.batch_size,
+        "free": free,
+        "budgets": budgets,
         "fused": len(fused_steps),
         "branches": [getattr(getattr(trainer.model, "criterion", None), name, None) for name in ("o2m", "o2o")],
     }
@@ -255,13 +263,16 @@ def patched(case):
             optimizer = "optimizer" in CASES[case][0]
             loss = case in WITH_LOSS and differs(v8DetectionLoss) is None  # which 8.4.120's assigner does not allow
             loader = case in WITH_LOADER
-            patch(
-                cuda_graph=True,
-                channels_last=True,
-                multi_tensor_optimizer=optimizer,
-                loss_optim=loss,
-                loader_optim=loader,
-            )
+            if case == "every_switch":
+                patch(fastdet=True)
+            else:
+                patch(
+                    cuda_graph=True,
+                    channels_last=True,
+                    multi_tensor_optimizer=optimizer,
+                    loss_optim=loss,
+                    loader_optim=loader,
+                )
         monkeypatch.setattr(FusedStep, "step", counted(FusedStep.step))
         try:
             with contextlib.redirect_stderr(said):

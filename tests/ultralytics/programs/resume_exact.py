@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import hashlib
 import json
 import random
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 from ultralytics import YOLO
 
+from tests.resume import checksum
 from torch_fastdet.resume import training
 from torch_fastdet.ultralytics import patch
 
@@ -34,26 +34,6 @@ else:
 
 class Stop(Exception):
     """Ends a training as a lost machine would."""
-
-
-def checksum(value) -> str:
-    found = hashlib.sha256()
-
-    def add(value):
-        if isinstance(value, torch.Tensor):
-            found.update(value.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        elif isinstance(value, dict):
-            for key in value:
-                found.update(str(key).encode())
-                add(value[key])
-        elif isinstance(value, (list, tuple)):
-            for each in value:
-                add(each)
-        else:
-            found.update(repr(value).encode())
-
-    add(value)
-    return found.hexdigest()[:12]
 
 
 def train(model, stop, **arguments):
