@@ -189,6 +189,12 @@ class Training:
     def epochs(self) -> int:
         return max(len(self.results.read_text().splitlines()) - 1, 0) if self.results.exists() else 0
 
+    def writes(self, since: float) -> bool:
+        """Whether a process that began then is writing a checkpoint, or was killed in it. Older files are of an earlier one."""
+        with contextlib.suppress(FileNotFoundError):
+            return any(file.stat().st_mtime > since for file in (self.last.parent / files.WRITING).iterdir())
+        return False
+
 
 def end(process: subprocess.Popen) -> None:
     """Kill it and what it has started."""
@@ -239,9 +245,9 @@ class Killed:
 def kill(training: Training, kills: int, draw: random.Random) -> Killed:
     """Kill and resume, and let it end. A resume that fails is an error."""
     resumes, writing, states = 0, 0, []
-    being_written = training.last.parent / files.WRITING
     for number in range(kills + 1):
-        expected, first, process = training.last.exists(), training.epochs(), training.start()
+        begin, expected, first = time.time(), training.last.exists(), training.epochs()
+        process = training.start()
         is_last = number == kills
         try:
             while (is_last or training.epochs() <= first) and process.poll() is None:
@@ -249,7 +255,7 @@ def kill(training: Training, kills: int, draw: random.Random) -> Killed:
             if not is_last and number % 2:  # in the next epoch, or in what is written at its end
                 time.sleep(draw.random())
             elif not is_last:
-                while not being_written.exists() and process.poll() is None:
+                while not training.writes(begin) and process.poll() is None:
                     time.sleep(0.001)
                 time.sleep(draw.random() * 0.05)
             output, status = training.log.read_text(), process.poll()
@@ -258,7 +264,7 @@ def kill(training: Training, kills: int, draw: random.Random) -> Killed:
         finally:
             end(process)
         resumes += expected
-        writing += being_written.exists()
+        writing += training.writes(begin)
         states += re.findall("^SAVED (.*)\n", output, flags=re.M)
     return Killed(resumes, writing, states, training.results.read_text())
 

@@ -1,6 +1,7 @@
 """A training that was stopped and resumed with ``resume_exact`` has the bits of one that was not."""
 
 import json
+import os
 import re
 import resource
 
@@ -40,15 +41,17 @@ def test_resumed_training_has_the_bits_of_one_run(program, digits, tmp_path, arg
 
 
 def test_training_and_resume_under_limits(program, ultralytics_environment, digits, tmp_path, monkeypatch):
-    """256 open files, a home that cannot be made, no nvidia-smi on the path, no visible GPU; with loader processes."""
+    """256 open files, two cores, a home that cannot be made, no nvidia-smi on the path, no visible GPU; with loader processes."""
     for name, value in {"HOME": "/proc/nowhere", "PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}.items():
         monkeypatch.setitem(ultralytics_environment, name, value)
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before, cores = resource.getrlimit(resource.RLIMIT_NOFILE), os.sched_getaffinity(0)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    os.sched_setaffinity(0, sorted(cores)[:2])
     try:
         run = program("resume_exact.py", digits, tmp_path, 3, "--workers", 2)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        os.sched_setaffinity(0, cores)
     same_bits(run, 3)
 
 

@@ -18,7 +18,7 @@ import torch
 
 MAGIC = b"torch_fastdet resume 1\n"
 SUFFIX = ".resume"
-#: In the checkpoint's folder, for the moment of writing. What a killed process leaves in it, the next one overwrites.
+#: In the checkpoint's folder, for the moment of writing. What a killed process leaves in it, the next one removes.
 WRITING = ".torch_fastdet_writing"
 
 
@@ -63,6 +63,8 @@ def write_checkpoint(path: Path, write: Callable[[Path], object], state: Callabl
         What ``write`` returns.
     """
     with whole(path) as made:
+        for left in made.parent.iterdir():  # by a process that was killed
+            left.unlink()
         result = write(made)
         with open(made, "rb") as file:
             digest = _digest(file)
