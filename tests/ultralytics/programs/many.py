@@ -27,6 +27,7 @@ parser.add_argument("data")
 parser.add_argument("project")
 parser.add_argument("count", type=int)
 parser.add_argument("--device", default="cpu")
+parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no training begins")
 options = parser.parse_args()
 SWITCHES = ("cuda_graph", "channels_last", "multi_tensor_optimizer", "loss_optim", "loader_optim", "bn_act_optim")
 
@@ -57,7 +58,7 @@ def train() -> None:
     )  # fmt: skip
 
 
-found = []
+found, begin = [], time.monotonic()
 with pytest.MonkeyPatch.context() as monkeypatch:
     if options.device == "cpu":
         fake_gpu.install(monkeypatch)
@@ -65,6 +66,8 @@ with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(layout, "measure", lambda *_: {"NHWC": 2.0, "NCHW": 1.0})
         monkeypatch.setattr(training, "objection", lambda *_: None)
     for number in range(options.count):
+        if time.monotonic() - begin > options.seconds:
+            break
         patch(**dict.fromkeys(SWITCHES, True))
         try:
             train()
