@@ -1,9 +1,10 @@
 """Makes every table and plot of results that the README and the docs show from the JSON rows under benchmarks/results/.
 
 ``python -m benchmarks.report`` rewrites what stands between ``<!-- results:NAME -->`` and ``<!-- end results -->`` in
-README.md and docs/*.md, docs/headlines.png and the folders' own tables.md, and moves the pictures of a new run that docs show there; ``--check`` only says whether that would change anything (exit status 1). Nothing is typed by hand. Each
-table is of the newest folder of the machine measured last that has its file, so a run of some benchmarks there replaces
-those alone.
+README.md and docs/*.md, docs/headlines.png and the folders' own tables.md, and moves the pictures of a new run that docs show
+there; ``--check`` only says whether that would change anything (exit status 1). Nothing is typed by hand. Each table is of the
+newest folder that has its file, of the machine that was measured last with all that README shows. So a run of some benchmarks
+there replaces those alone, and one of another machine none.
 """
 
 from __future__ import annotations
