@@ -142,8 +142,8 @@ TORCH_LIBRARY(torch_fastdet, m) {
   // JPEG files with OpenCV's pixels. A packed JPEG is a file with an index, which a decoder can enter anywhere (layout
   // and columns in core/jpeg/jpeg.h); jpeg_pack and jpeg_plan run on the host.
   m.def(
-      "jpeg_pack(Tensor[] files, bool pin_memory=False, Tensor[]? heads=None) -> (Tensor storage, Tensor pictures, "
-      "str[] refusals)");
+      "jpeg_pack(Tensor[] files, bool pin_memory=False, Tensor[]? heads=None, int segment=4) -> (Tensor storage, "
+      "Tensor pictures, str[] refusals)");
   m.def("jpeg_plan(Tensor headers, Tensor asked) -> (Tensor plan, int[] sizes)");
   m.def("jpeg_decode_(Tensor(a!) out, Tensor storage, Tensor plan, int[3] sizes) -> ()");
 

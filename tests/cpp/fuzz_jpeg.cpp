@@ -59,16 +59,19 @@ class Fuzzer {
 
   void run(uint64_t seed) {
     std::vector<uint8_t> file = RandomJpeg(seed % 5000, 40).bytes, packed;
+    const int segment_bits = below(kJpegMaxSegmentBits + 1);
+    JpegPacker& packer = packers_[segment_bits];
     if (below(4) == 0) {
-      packer_.pack(file.data(), static_cast<int64_t>(file.size()), packed);
+      packer.pack(file.data(), static_cast<int64_t>(file.size()), packed);
       damage(packed);
     } else {
       damage(file);
       const std::vector<uint8_t> exact(file);  // no byte behind it may be read
-      const char* reason = packer_.pack(exact.data(), static_cast<int64_t>(exact.size()), packed);
+      const char* reason = packer.pack(exact.data(), static_cast<int64_t>(exact.size()), packed);
       refused += reason != nullptr;
       std::vector<uint8_t> again;
-      const bool same = with_help_.pack(exact.data(), static_cast<int64_t>(exact.size()), again) == reason;
+      JpegPacker with_help(segment_bits, 1, at_once, 16);
+      const bool same = with_help.pack(exact.data(), static_cast<int64_t>(exact.size()), again) == reason;
       if (!same || again != packed) std::abort();
     }
     decode(packed);
@@ -80,8 +83,7 @@ class Fuzzer {
   int below(int n) { return static_cast<int>(random_() % static_cast<uint64_t>(n)); }
 
   std::mt19937_64 random_;
-  JpegPacker packer_;
-  JpegPacker with_help_{1, at_once, 16};
+  JpegPacker packers_[3]{JpegPacker(0), JpegPacker(1), JpegPacker(2)};
   JpegDecoder decoder_;
 };
 

@@ -19,12 +19,16 @@ namespace {
 
 using Bytes = std::vector<uint8_t>;
 
-std::pair<std::string, Bytes> pack(const Bytes& file) {
+std::pair<std::string, Bytes> pack(const Bytes& file, int segment_bits = kJpegMaxSegmentBits) {
   // In exactly as much memory as the file has.
   const std::vector<uint8_t> exact(file);
   Bytes packed;
-  const char* reason = JpegPacker().pack(exact.data(), static_cast<int64_t>(exact.size()), packed);
+  const char* reason = JpegPacker(segment_bits).pack(exact.data(), static_cast<int64_t>(exact.size()), packed);
   return {reason ? reason : "", packed};
+}
+
+int any_segment(uint64_t seed) {
+  return static_cast<int>(seed % (kJpegMaxSegmentBits + 1));
 }
 
 Bytes decode(const Bytes& packed, const JpegRect& rect, int64_t pitch) {
@@ -36,7 +40,7 @@ Bytes decode(const Bytes& packed, const JpegRect& rect, int64_t pitch) {
 TEST(Jpeg, DecodesWholePicturesAndRectanglesOfAnyLayout) {
   for (uint64_t seed = 0; seed < 300; ++seed) {
     RandomJpeg jpeg(seed);
-    const auto [reason, packed] = pack(jpeg.bytes);
+    const auto [reason, packed] = pack(jpeg.bytes, any_segment(seed));
     ASSERT_EQ(reason, "") << seed;
     ASSERT_TRUE(is_packed_jpeg(packed.data(), static_cast<int64_t>(packed.size()))) << seed;
     const auto& h = *reinterpret_cast<const JpegHeader*>(packed.data());
@@ -80,13 +84,13 @@ TEST(Jpeg, TheTransformForAvx2IsTheOneForAnyProcessor) {
 TEST(Jpeg, SegmentsCoverEveryMcuOnce) {
   for (uint64_t seed = 0; seed < 200; ++seed) {
     RandomJpeg jpeg(seed, 120);
-    const Bytes packed = pack(jpeg.bytes).second;
+    const Bytes packed = pack(jpeg.bytes, any_segment(seed)).second;
     const auto& h = *reinterpret_cast<const JpegHeader*>(packed.data());
     uint32_t next = 0;
     for (uint32_t segment = 0; segment < h.segments; ++segment) {
       const JpegSpan span = jpeg_segment_span(h, segment);
       ASSERT_EQ(span.begin, next);
-      ASSERT_LE(span.end - span.begin, uint32_t{kJpegSegment});
+      ASSERT_LE(span.end - span.begin, 1u << any_segment(seed));
       for (uint32_t mcu = span.begin; mcu < span.end; ++mcu) ASSERT_EQ(jpeg_segment_of(h, mcu), segment);
       next = span.end;
     }
@@ -97,7 +101,7 @@ TEST(Jpeg, SegmentsCoverEveryMcuOnce) {
 TEST(Jpeg, ThePlanCountsTheSegmentsOfARectangle) {
   for (uint64_t seed = 0; seed < 300; ++seed) {
     RandomJpeg jpeg(seed, 200);
-    const Bytes packed = pack(jpeg.bytes).second;
+    const Bytes packed = pack(jpeg.bytes, any_segment(seed)).second;
     const auto& h = *reinterpret_cast<const JpegHeader*>(packed.data());
     const int x = jpeg.below(jpeg.shown_width), y = jpeg.below(jpeg.shown_height);
     const JpegRect rect{x, y, 1 + jpeg.below(jpeg.shown_width - x), 1 + jpeg.below(jpeg.shown_height - y)};
@@ -158,7 +162,7 @@ TEST(Jpeg, ADamagedPackedJpegIsSeenOrDecodedWithoutReadingBesideIt) {
   std::mt19937_64 random(2);
   int sound = 0;
   for (uint64_t i = 0; i < 3000; ++i) {
-    Bytes packed = pack(RandomJpeg(i % 100, 40).bytes).second;
+    Bytes packed = pack(RandomJpeg(i % 100, 40).bytes, any_segment(i)).second;
     const size_t at = random() % packed.size();
     const auto old = packed[at];
     packed[at] = static_cast<uint8_t>(random());
@@ -180,14 +184,14 @@ TEST(Jpeg, AScanThatSeveralThreadsReadGivesTheSame) {
     RandomJpeg jpeg(seed, 120);
     Bytes file = jpeg.bytes;
     if (seed % 4 == 0) file[file.size() - 3 - static_cast<size_t>(jpeg.below(40)) % file.size()] ^= 0x55;
-    const auto [reason, packed] = pack(file);
+    const auto [reason, packed] = pack(file, any_segment(seed));
     refused += !reason.empty();
     std::vector<std::thread> threads;
     const auto in_a_thread = [&](std::function<void()> task) { threads.emplace_back(std::move(task)); };
     const auto never = [](const std::function<void()>&) {};
     const JpegPacker::Ask asks[] = {at_once, in_a_thread, never};
     for (const JpegPacker::Ask& ask : asks) {
-      JpegPacker packer(3, ask, 32);
+      JpegPacker packer(any_segment(seed), 3, ask, 32);
       Bytes again;
       const char* said = packer.pack(file.data(), static_cast<int64_t>(file.size()), again);
       ASSERT_EQ(reason, said ? said : "") << seed;

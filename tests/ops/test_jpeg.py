@@ -220,11 +220,11 @@ def test_a_refusal_raises_before_anything_is_decoded(device):
     assert ops.decode_jpeg([], device) == []
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_rectangles_of_many_pictures_in_one_call(seed, device):
+@pytest.mark.parametrize("seed, segment", [(0, 4), (1, 4), (2, 2), (3, 1)])
+def test_rectangles_of_many_pictures_in_one_call(seed, segment, device):
     rng = np.random.default_rng(seed)
     files = [random_file(rng) for _ in range(8)]
-    storage, pictures, refusals = ops.jpeg_pack([tensor(data) for data in files])
+    storage, pictures, refusals = ops.jpeg_pack([tensor(data) for data in files], segment=segment)
     assert not any(refusals)
     rows, wanted, end = [], [], 5
     for _ in range(30):
@@ -261,11 +261,13 @@ def test_opencv_is_what_the_definition_says(sampling):
             assert np.array_equal(reference.decode(data), opencv(data))
 
 
-def test_a_packed_jpeg_is_about_as_large_as_its_file():
+@pytest.mark.parametrize("segment", [1, 2, 4])
+def test_a_packed_jpeg_is_about_as_large_as_its_file(segment):
     data = of_opencv(picture(np.random.default_rng(0), 480, 640), 95)
-    _, pictures, _ = ops.jpeg_pack([tensor(data)])
-    blocks = (640 // 16) * (480 // 16)
-    assert pictures[0, 1] <= len(data) + 10 * blocks / 4 + 1500
+    _, pictures, _ = ops.jpeg_pack([tensor(data)], segment=segment)
+    index = 10 * (640 // 16) * (480 // 16) / segment
+    assert index <= pictures[0, 4] <= index + 1500
+    assert pictures[0, 1] <= len(data) + pictures[0, 4]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -324,6 +326,8 @@ def test_wrong_arguments_are_named():
         ops.jpeg_pack([data, data], heads=[data])
     with pytest.raises(RuntimeError, match=r"jpeg_pack: heads\[0\] has dtype float32, but uint8 is expected"):
         ops.jpeg_pack([data], heads=[torch.zeros(3)])
+    with pytest.raises(ValueError, match="jpeg_pack: segment is 3, but 1, 2 or 4 is expected"):
+        ops.jpeg_pack([data], segment=3)
     with pytest.raises(RuntimeError, match="jpeg_plan: asked has dtype int32, but int64 is expected"):
         ops.jpeg_plan(storage, asked.int())
     with pytest.raises(

@@ -67,7 +67,7 @@ __device__ bool is_sound(const JpegParams& p, const int64_t* row) {
   const int64_t block_bytes = kJpegBlock * sizeof(int16_t);
   return planes >= 0 && coefficients >= 0 && planes % 16 == 0 && coefficients % 16 == 0 &&
          planes <= p.decoded_bytes - int64_t{region.mcus()} * h.mcu_blocks * kJpegBlock &&
-         coefficients <= p.decoded_bytes - groups * kJpegGroup * kJpegSegment * h.mcu_blocks * block_bytes;
+         coefficients <= p.decoded_bytes - (groups * kJpegGroup << h.segment_bits) * h.mcu_blocks * block_bytes;
 }
 
 // Bit m: the segment's MCU m is seen. Its first MCU is (x, y).
@@ -260,10 +260,10 @@ __global__ void __launch_bounds__(kJpegGroup) jpeg_entropy(JpegParams p) {
   DeviceBits bits(reinterpret_cast<const uint32_t*>(state.packed + h.scan), h.scan_words, start);
   int16_t* const of_warp = blocks + warp * kWarp * kStride;
   int16_t* const mine = of_warp + lane * kStride;
-  const int64_t of_segment = int64_t{kJpegSegment} * h.mcu_blocks * kJpegBlock;
+  const int64_t of_segment = int64_t{jpeg_segment(h)} * h.mcu_blocks * kJpegBlock;
   const int64_t group = static_cast<int64_t>(blockIdx.x) - state.first_group;
   int16_t* const out = state.coefficients + (group * kJpegGroup + warp * kWarp) * of_segment;
-  for (int m = 0; m < kJpegSegment; ++m) {
+  for (int m = 0; m < 1 << h.segment_bits; ++m) {
     const uint32_t lanes = __ballot_sync(kFullWarp, slot.seen >> m & 1);
     const bool decodes = slot.seen >> m != 0;  // this MCU or one behind it is seen
     if (!__any_sync(kFullWarp, decodes)) break;
@@ -354,15 +354,16 @@ __global__ void __launch_bounds__(kTransformThreads) jpeg_transform(JpegParams p
   const JpegHeader& h = state.header;
   const JpegRegion& region = state.region;
   const int64_t first = (static_cast<int64_t>(blockIdx.x) - state.first_group) * kJpegGroup;
-  const int16_t* const coefficients = state.coefficients + first * kJpegSegment * h.mcu_blocks * kJpegBlock;
+  const int16_t* const coefficients = state.coefficients + (first << h.segment_bits) * h.mcu_blocks * kJpegBlock;
   const JpegSlot* const slots = memory.slots + static_cast<int64_t>(blockIdx.x) * kJpegGroup;
   // Blocks in the order of their coefficients, a part of the group's for each blockIdx.y.
-  const int blocks = h.mcu_blocks, count = kJpegGroup * kJpegSegment / kTransformParts * blocks;
+  const int blocks = h.mcu_blocks, count = (kJpegGroup << h.segment_bits) / kTransformParts * blocks;
   const int reciprocal = 65536 / blocks + 1;  // exact: fewer than 2,560 blocks, at most 10 an MCU
   for (int i = blockIdx.y * count + threadIdx.x; i < (static_cast<int>(blockIdx.y) + 1) * count;
        i += kTransformThreads) {
-    const int mcu = i * reciprocal >> 16, block = i - mcu * blocks, m = mcu % kJpegSegment;
-    const JpegSlot slot = slots[mcu / kJpegSegment];
+    const int mcu = i * reciprocal >> 16, block = i - mcu * blocks, segment = mcu >> h.segment_bits;
+    const int m = mcu - (segment << h.segment_bits);
+    const JpegSlot slot = slots[segment];
     if (!(slot.seen >> m & 1)) continue;
     int x = slot.x + m, y = slot.y;
     while (x >= static_cast<int>(h.mcu_columns)) x -= static_cast<int>(h.mcu_columns), ++y;

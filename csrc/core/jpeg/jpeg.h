@@ -2,8 +2,8 @@
 // index, and the entropy-coded scan without stuffed bytes and markers. jpeg_pack.h makes it, jpeg_loops.h and jpeg.cu
 // decode rectangles of it.
 //
-// MCUs are decoded in segments of up to kJpegSegment, which never cross a restart marker. The index says where each
-// segment begins (a bit of the scan) and what the DC predictors are there.
+// MCUs are decoded in segments of 1, 2 or 4, which never cross a restart marker. The index says where each segment
+// begins (a bit of the scan) and what the DC predictors are there.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +17,8 @@
 
 namespace torch_fastdet::core {
 
-constexpr uint32_t kJpegMagic = 0x314a4654;           // "TFJ1": the format's version
-constexpr int kJpegSegment = 4;                       // MCUs
+constexpr uint32_t kJpegMagic = 0x324a4654;           // "TFJ2": the format's version
+constexpr int kJpegMaxSegmentBits = 2;                // log2 of the MCUs of a segment
 constexpr int kJpegAlignment = 16;                    // of a packed JPEG and of each part in it, bytes
 constexpr int kJpegBlock = 64;                        // coefficients of a block
 constexpr int kJpegMaxBlocks = 10;                    // of an MCU
@@ -56,7 +56,7 @@ struct JpegHeader {
   uint8_t mcu_blocks;
   uint8_t h, v;  // the largest of the components'
   uint8_t tables;
-  uint8_t unused[1];
+  uint8_t segment_bits;  // log2 of the MCUs of a segment
   uint32_t mcu_columns, mcu_rows;
   uint32_t interval;           // MCUs from restart to restart; all, if there are no restarts
   uint32_t interval_segments;  // of one interval
@@ -77,8 +77,13 @@ TORCH_FASTDET_HOST_DEVICE uint32_t jpeg_mcus(const JpegHeader& h) {
   return h.mcu_columns * h.mcu_rows;
 }
 
+// MCUs, fewer where an interval ends.
+TORCH_FASTDET_HOST_DEVICE uint32_t jpeg_segment(const JpegHeader& h) {
+  return 1u << h.segment_bits;
+}
+
 TORCH_FASTDET_HOST_DEVICE uint32_t jpeg_segment_of(const JpegHeader& h, uint32_t mcu) {
-  return mcu / h.interval * h.interval_segments + mcu % h.interval / kJpegSegment;
+  return mcu / h.interval * h.interval_segments + (mcu % h.interval >> h.segment_bits);
 }
 
 // MCUs [begin, end) of a segment.
@@ -87,9 +92,9 @@ struct JpegSpan {
 };
 TORCH_FASTDET_HOST_DEVICE JpegSpan jpeg_segment_span(const JpegHeader& h, uint32_t segment) {
   const uint32_t restart = segment / h.interval_segments;
-  const uint32_t first = restart * h.interval, begin = first + segment % h.interval_segments * kJpegSegment;
+  const uint32_t first = restart * h.interval, begin = first + (segment % h.interval_segments << h.segment_bits);
   const uint32_t all = jpeg_mcus(h), rest = h.interval < all - first ? h.interval : all - first;
-  const uint32_t end = begin + kJpegSegment, last = first + rest;
+  const uint32_t end = begin + jpeg_segment(h), last = first + rest;
   return {begin, end < last ? end : last};
 }
 
@@ -104,8 +109,9 @@ TORCH_FASTDET_HOST_DEVICE bool jpeg_is_sound(const JpegHeader& h, int64_t availa
   if (h.mcu_columns != ceil_div(h.width, 8 * h.h) || h.mcu_rows != ceil_div(h.height, 8 * h.v)) return false;
   const int64_t mcus = int64_t{h.mcu_columns} * h.mcu_rows;
   if (h.interval < 1 || h.interval > mcus) return false;
-  if (h.interval_segments != ceil_div(h.interval, kJpegSegment)) return false;
-  const int64_t segments = mcus / h.interval * h.interval_segments + ceil_div(mcus % h.interval, kJpegSegment);
+  if (h.segment_bits > kJpegMaxSegmentBits) return false;
+  if (h.interval_segments != ceil_div(h.interval, jpeg_segment(h))) return false;
+  const int64_t segments = mcus / h.interval * h.interval_segments + ceil_div(mcus % h.interval, jpeg_segment(h));
   const auto lies_inside = [&](int64_t begin, int64_t bytes) {
     return begin >= kJpegHeaderBytes && begin % kJpegAlignment == 0 && begin + bytes <= h.bytes;
   };

@@ -63,9 +63,14 @@ class JpegPacker {
   // Has another thread run it, soon or never.
   using Ask = std::function<void(std::function<void()>)>;
 
-  // With `ask` up to `helpers` other threads read pieces of a scan without restart markers, of so many bytes each.
-  explicit JpegPacker(int helpers = 0, Ask ask = nullptr, int64_t piece_bytes = 4096)
-      : helpers_(helpers), ask_(std::move(ask)), piece_bytes_(piece_bytes) {}
+  // Segments have 1 << `segment_bits` MCUs. With `ask` up to `helpers` other threads read pieces of a scan without
+  // restart markers, of so many bytes each.
+  explicit JpegPacker(int segment_bits = kJpegMaxSegmentBits, int helpers = 0, Ask ask = nullptr,
+                      int64_t piece_bytes = 4096)
+      : segment_bits_(static_cast<uint8_t>(segment_bits)),
+        helpers_(helpers),
+        ask_(std::move(ask)),
+        piece_bytes_(piece_bytes) {}
 
   // Null and the packed JPEG, or why the file is refused and an empty one.
   const char* pack(const uint8_t* data, int64_t size, std::vector<uint8_t>& packed, JpegHead head = {}) {
@@ -94,9 +99,9 @@ class JpegPacker {
     if (mcus * header_.mcu_blocks * 2 > rest * 8) return "cut short";
     if (mcus > int64_t{1} << 30) return "too large";
     header_.interval = file_.interval && file_.interval < mcus ? file_.interval : static_cast<uint32_t>(mcus);
-    header_.interval_segments = static_cast<uint32_t>(ceil_div(header_.interval, kJpegSegment));
+    header_.interval_segments = static_cast<uint32_t>(ceil_div(header_.interval, jpeg_segment(header_)));
     const int64_t whole = mcus / header_.interval, left = mcus % header_.interval;
-    header_.segments = static_cast<uint32_t>(whole * header_.interval_segments + ceil_div(left, kJpegSegment));
+    header_.segments = static_cast<uint32_t>(whole * header_.interval_segments + ceil_div(left, jpeg_segment(header_)));
     const size_t fixed = lay_out();
     const auto read = [&] {
       packed.resize(fixed + static_cast<size_t>(rest) + kAhead);
@@ -119,7 +124,7 @@ class JpegPacker {
   void fill_header() {
     JpegHeader& h = header_;
     h = JpegHeader{};
-    h.magic = kJpegMagic;
+    h.magic = kJpegMagic, h.segment_bits = segment_bits_;
     h.width = static_cast<uint16_t>(file_.width), h.height = static_cast<uint16_t>(file_.height);
     h.orientation = static_cast<uint8_t>(file_.orientation);
     h.components = static_cast<uint8_t>(file_.components), h.color = file_.color;
@@ -211,13 +216,23 @@ class JpegPacker {
     auto* starts = reinterpret_cast<uint32_t*>(packed + h.starts);
     auto* predictors = reinterpret_cast<int16_t*>(packed + h.predictors);
     const auto note = [&](uint32_t number, const JpegMcu& at) {
-      if (number % kJpegSegment) return;
+      if (number % jpeg_segment(h)) return;
       *starts++ = at.bit;
       for (int i = 0; i < h.components; ++i) *predictors++ = static_cast<int16_t>(at.predictor[i]);
     };
     const uint32_t mcus = jpeg_mcus(h);
     const JpegScan scan = scan_with_tables();
     const std::shared_ptr<JpegPieces> pieces = shared_pieces(scan, mcus);
+    const char* reason = read(scan, pieces.get(), note);
+    if (pieces) pieces->skip_to(pieces->count());
+    return reason;
+  }
+
+  // Calls note with each MCU's number, in its restart interval, and beginning. Null, or why the file is refused.
+  template <class Note>
+  const char* read(const JpegScan& scan, JpegPieces* pieces, const Note& note) {
+    const JpegHeader& h = header_;
+    const uint32_t mcus = jpeg_mcus(h);
     helped_ = 0;
     size_t restart = 0;
     int64_t begin = 0;
@@ -250,7 +265,6 @@ class JpegPacker {
       begin = end;
       if (last) used_bits_ = bits.position();
     }
-    if (pieces) pieces->skip_to(pieces->count());
     return nullptr;
   }
 
@@ -324,6 +338,7 @@ class JpegPacker {
   uint8_t* scan_ = nullptr;
   int64_t scan_bytes_ = 0, used_bits_ = 0;
   std::vector<int64_t> restarts_;
+  uint8_t segment_bits_;
   int helpers_;
   Ask ask_;
   int64_t piece_bytes_, helped_ = 0;

@@ -108,7 +108,7 @@ JpegTotals complete_jpeg_plan(int64_t* plan, int64_t pictures, const Header& hea
     row[kJpegTiles] = int64_t{jpeg_tile_columns(region)} * jpeg_tile_rows(region);
     bytes += int64_t{region.mcus()} * h.mcu_blocks * kJpegBlock;
     row[kJpegCoefficients] = bytes = JpegWorkspace::round_up(bytes);
-    bytes += row[kJpegGroups] * kJpegGroup * kJpegSegment * h.mcu_blocks * kJpegBlock * 2;
+    bytes += (row[kJpegGroups] * kJpegGroup << h.segment_bits) * h.mcu_blocks * kJpegBlock * 2;
     totals.groups += row[kJpegGroups], totals.tiles += row[kJpegTiles];
   }
   totals.decoded_bytes = bytes;

@@ -237,7 +237,7 @@ struct JpegScan {
 };
 
 // A scan without restart markers that several threads read. Where a piece of it begins nobody knows which code that is;
-// but a reader that starts wrong soon meets the true codes, after 20 blocks on average, because Huffman codes
+// but a reader that starts wrong soon meets the true codes, after 17 blocks on average, because Huffman codes
 // synchronise themselves. So each piece notes where it found MCUs, and the one thread that comes from the true
 // beginning uses what a piece has found from the first MCU on that both know. It waits for nobody: it reads what nobody
 // has read yet.

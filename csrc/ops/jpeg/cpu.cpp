@@ -38,7 +38,8 @@ struct Cpu : OnDevice {
 enum : int { kOffset, kBytes, kHeight, kWidth, kHead, kPackColumns };
 
 std::tuple<at::Tensor, at::Tensor, std::vector<std::string>> jpeg_pack(at::TensorList files, bool pin_memory,
-                                                                       std::optional<at::TensorList> heads) {
+                                                                       std::optional<at::TensorList> heads,
+                                                                       int64_t segment) {
   constexpr const char* kOp = "jpeg_pack";
   const auto count = static_cast<int64_t>(files.size());
   for (int64_t i = 0; i < count; ++i) {
@@ -53,6 +54,9 @@ std::tuple<at::Tensor, at::Tensor, std::vector<std::string>> jpeg_pack(at::Tenso
     check_on_cpu((*heads)[i], kOp, name);
     check_jpeg_bytes((*heads)[i], kOp, name);
   }
+  TORCH_CHECK_VALUE(segment == 1 || segment == 2 || segment == 4, kOp, ": segment is ", segment,
+                    ", but 1, 2 or 4 is expected");
+  const int segment_bits = segment == 4 ? 2 : static_cast<int>(segment) - 1;
   std::vector<std::vector<uint8_t>> packed(files.size());
   std::vector<std::string> refusals(files.size());
   const auto pack = [&](core::JpegPacker& packer, int64_t i) {
@@ -62,11 +66,11 @@ std::tuple<at::Tensor, at::Tensor, std::vector<std::string>> jpeg_pack(at::Tenso
     if (reason) refusals[i] = reason;
   };
   if (count == 1) {
-    core::JpegPacker packer(Helpers::count(), Helpers::ask);
+    core::JpegPacker packer(segment_bits, Helpers::count(), Helpers::ask);
     pack(packer, 0);
   } else {
     parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
-      core::JpegPacker packer;
+      core::JpegPacker packer(segment_bits);
       for (int64_t i = begin; i < end; ++i) pack(packer, i);
     });
   }

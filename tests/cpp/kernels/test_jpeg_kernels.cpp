@@ -29,7 +29,8 @@ struct Problem {
     for (int i = 0; i < 3; ++i) {
       const RandomJpeg jpeg(seed * 3 + static_cast<uint64_t>(i), random.chance(20) ? 300 : 60);
       std::vector<uint8_t> packed;
-      EXPECT_EQ(JpegPacker().pack(jpeg.bytes.data(), static_cast<int64_t>(jpeg.bytes.size()), packed), nullptr);
+      JpegPacker packer(static_cast<int>(random.below(kJpegMaxSegmentBits + 1)));
+      EXPECT_EQ(packer.pack(jpeg.bytes.data(), static_cast<int64_t>(jpeg.bytes.size()), packed), nullptr);
       offsets.push_back(static_cast<int64_t>(storage.size()));
       storage.insert(storage.end(), packed.begin(), packed.end());
     }
