@@ -1,5 +1,6 @@
 """letterbox_optim against the predictor's own preprocess: the same batch, bit for bit."""
 
+from copy import copy
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,9 +10,13 @@ import torch
 pytest.importorskip("ultralytics", exc_type=ImportError)
 pytest.importorskip("cv2", exc_type=ImportError)
 
+import cv2
+import ultralytics.data.loaders as loaders
 import ultralytics.engine.predictor as predictor
 
 from torch_fastdet import ultralytics as drop_in
+from torch_fastdet.hosts.shared import files as shared
+from torch_fastdet.ultralytics import letterbox
 
 STOCK = predictor.BasePredictor.preprocess
 
@@ -103,3 +108,59 @@ def test_predict(patched, tmp_path):
     want = [result.boxes.data for result in model.predict(pictures, **options)]
     drop_in.patch(letterbox_optim=True)
     assert len(got) == 2 and all(torch.equal(a, b) for a, b in zip(got, want))
+
+
+def files(folder):
+    """What ``predict`` may find: JPEG files of several kinds, also those that OpenCV alone reads, and other pictures."""
+    cv2.imwrite(str(folder / "a.jpg"), picture(61, 83))
+    cv2.imwrite(str(folder / "b.JPG"), picture(40, 33, 1))
+    cv2.imwrite(str(folder / "c.jpeg"), picture(90, 64), [cv2.IMWRITE_JPEG_PROGRESSIVE, 1])
+    cv2.imwrite(str(folder / "d.png"), picture(30, 20))
+    whole = (folder / "a.jpg").read_bytes()
+    (folder / "e.jpg").write_bytes(whole[: len(whole) // 2])
+    (folder / "f.jpg").write_bytes(b"")
+    for number in range(10):  # from eight on the loader reads in threads
+        cv2.imwrite(str(folder / f"g{number}.jpg"), picture(50 + number, 70, seed=number))
+
+
+@pytest.mark.parametrize("batch, channels", [(1, 3), (8, 3), (2, 1)])
+def test_files_are_decoded_with_stocks_pixels(tmp_path, device, monkeypatch, batch, channels):
+    files(tmp_path)
+    (want, ours), seen = (loaders.LoadImagesAndVideos(tmp_path, batch, channels=channels) for _ in range(2)), []
+    monkeypatch.setattr(letterbox, "decoded", lambda *given: seen.append(shared.decoded(*given)) or seen[-1])
+    letterbox.decode_on(device, ours)
+    for ((paths, pictures, lines)), (its_paths, its_pictures, its_lines) in zip(want, copy(ours), strict=True):
+        assert paths == its_paths and lines == its_lines
+        for one, other in zip(pictures, its_pictures, strict=True):
+            assert type(other) is np.ndarray and other.flags.c_contiguous and np.array_equal(one, other)
+    assert sum(pixels is not None for pixels in seen) == (12 if channels == 3 else 0)
+    assert isinstance(ours, loaders.LoadImagesAndVideos)
+
+
+def test_an_own_imread_stays(tmp_path, device, monkeypatch):
+    files(tmp_path)
+    monkeypatch.setattr(loaders, "imread", lambda path, flags: np.full((8, 8, 3), 7, np.uint8))
+    ours = loaders.LoadImagesAndVideos(tmp_path / "a.jpg")
+    letterbox.decode_on(device, ours)
+    assert next(iter(ours))[1][0].max() == 7
+
+
+def test_predict_of_a_file(patched, device, tmp_path, monkeypatch):
+    """On a GPU its file is decoded there; the result has stock's picture and boxes."""
+    from ultralytics import YOLO
+
+    files(tmp_path)
+    seen = []
+    monkeypatch.setattr(letterbox, "decoded", lambda *given: seen.append(given) or shared.decoded(*given))
+    torch.manual_seed(0)
+    model = YOLO("yolov8n.yaml")
+    options = {"imgsz": 96, "conf": 0.0001, "verbose": False, "device": str(device), "project": str(tmp_path / "runs")}
+    for source in (tmp_path / "a.jpg", tmp_path):
+        results = model.predict(source, **options)
+        drop_in.unpatch()
+        stock = model.predict(source, **options)
+        drop_in.patch(letterbox_optim=True)
+        for ours, its in zip(results, stock, strict=True):
+            assert ours.path == its.path and np.array_equal(ours.orig_img, its.orig_img)
+            assert torch.equal(ours.boxes.data, its.boxes.data)
+    assert len(seen) == (17 if device.type == "cuda" else 0)

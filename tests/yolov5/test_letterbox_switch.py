@@ -10,7 +10,8 @@ from PIL import Image
 
 from torch_fastdet import yolov5 as drop_in
 from torch_fastdet.hosts.engine.switch import SwitchError
-from torch_fastdet.yolov5 import auto_shape
+from torch_fastdet.hosts.shared import files as shared
+from torch_fastdet.yolov5 import auto_shape, files
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*autocast:FutureWarning")
 
@@ -201,3 +202,22 @@ def test_refusals(monkeypatch):
 def test_a_checkout(real_yolov5):
     checkout = real_yolov5("checkout")
     assert "as stock" in checkout.program("letterbox.py", checkout.prefix).stdout
+
+
+def test_load_images_decodes_files_with_stocks_pixels(patched, device, tmp_path, monkeypatch):
+    """Where the process uses a GPU."""
+    from yolov5.utils.dataloaders import LoadImages
+
+    for name, data in (("a.jpg", {}), ("b.jpg", {"progressive": True}), ("c.png", {})):
+        Image.fromarray(picture(70, 50)).save(tmp_path / name, **data)
+    seen = []
+    monkeypatch.setattr(files, "decoded", lambda *given: seen.append(shared.decoded(*given)) or seen[-1])
+    for gpu in (None, device):
+        monkeypatch.setattr(files, "_gpu", lambda: gpu)  # noqa: B023
+        found = [(path, im, im0, line) for path, im, im0, _, line in LoadImages(str(tmp_path))]
+        drop_in.unpatch()
+        want = [(path, im, im0, line) for path, im, im0, _, line in LoadImages(str(tmp_path))]
+        drop_in.patch(letterbox_optim=True)
+        for ours, stock in zip(found, want, strict=True):
+            assert ours[::3] == stock[::3] and all(map(np.array_equal, ours[1:3], stock[1:3]))
+        assert [pixels is not None for pixels in seen] == ([] if gpu is None else [True, False, False])

@@ -1,4 +1,4 @@
-"""The predictor's letterbox, BGR to RGB, HWC to CHW and division by 255 of a list of pictures, by one operator.
+"""The predictor's letterbox, BGR to RGB, HWC to CHW and division by 255 of a list of pictures, by one operator; and its JPEG files.
 
 Where pictures go is not computed here: the predictor's own ``pre_transform`` runs with a ``LetterBox`` that says where it would
 put a picture, in place of moving its pixels.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import cv2
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from torch_fastdet.hosts.engine.import_hook import namespace
 from torch_fastdet.hosts.shapes import Predictor
+from torch_fastdet.hosts.shared.files import decoded, with_names
 from torch_fastdet.hosts.shared.letterbox import fits, letterbox
 from torch_fastdet.ops.letterbox import Placing
 
@@ -37,8 +38,7 @@ def _asking(pre_transform: Any, stock_letterbox: Any) -> Callable[[Any, Any], li
             labels["img"] = Placing(height, width, top, left, size) if whole else None
             return labels
 
-    names = pre_transform.__globals__ | {"LetterBox": Asked}
-    return FunctionType(pre_transform.__code__, names, None, pre_transform.__defaults__, pre_transform.__closure__)
+    return with_names(pre_transform, LetterBox=Asked)
 
 
 def preprocessing(stock: Callable, stock_pre_transform: Callable, module: ModuleType) -> Callable:
@@ -59,6 +59,38 @@ def preprocessing(stock: Callable, stock_pre_transform: Callable, module: Module
         return letterbox(im, placings, device, torch.float16 if self.model.fp16 else torch.float32)
 
     return preprocess
+
+
+def sourcing(stock: Callable) -> Callable:
+    """``BasePredictor.setup_source`` that has JPEG files decoded on the predictor's GPU."""
+
+    @functools.wraps(stock)
+    def setup_source(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
+        device = torch.device(self.device)
+        if device.type == "cuda":
+            decode_on(device, self.dataset)
+
+    return setup_source
+
+
+def decode_on(device: torch.device, dataset: Any) -> None:
+    """Have a ``LoadImagesAndVideos`` read pictures of JPEG files by :func:`decoded`. Other loaders stay as they are."""
+    from ultralytics.data.loaders import LoadImagesAndVideos
+    from ultralytics.utils.patches import imread as stock_imread
+
+    if type(dataset) is not LoadImagesAndVideos:
+        return
+    stock = LoadImagesAndVideos.__next__
+    if getattr(stock, "__globals__", {}).get("imread") is not stock_imread:
+        return  # somebody else's
+
+    def imread(filename: str, flags: int = cv2.IMREAD_COLOR) -> np.ndarray | None:
+        pixels = decoded(filename, device) if flags == cv2.IMREAD_COLOR else None
+        return stock_imread(filename, flags) if pixels is None else pixels
+
+    methods = {"__next__": with_names(stock, imread=imread)}
+    dataset.__class__ = type(LoadImagesAndVideos.__name__, (LoadImagesAndVideos,), methods)
 
 
 def prepared(predictor: Any, preprocess: Callable[..., Tensor]) -> list[Tensor]:

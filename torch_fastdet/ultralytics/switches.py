@@ -198,9 +198,16 @@ def _prepared(predictor: Any) -> tuple[object, object]:
     return prepared(predictor, stock), prepared(predictor, _preprocess(None, stock, predictor))  # type: ignore[arg-type]
 
 
+def _setup_source(_: Active, stock: Callable[..., object], __: object) -> Callable[..., object]:
+    from torch_fastdet.ultralytics import letterbox
+
+    return letterbox.sourcing(stock)
+
+
 LETTERBOX = Switch(
     "letterbox_optim",
-    "letterbox, BGR to RGB and division by 255 of the predictor as one operator, on the GPU where there is one",
+    "letterbox, BGR to RGB and division by 255 of the predictor as one operator, on the GPU where there is one; JPEG files "
+    "are decoded there",
     (
         Target(
             PREDICTOR,
@@ -213,6 +220,14 @@ LETTERBOX = Switch(
             ),
             own=True,
             note=" (by torch_fastdet.ops.image_letterbox)",
+        ),
+        Target(
+            PREDICTOR,
+            "BasePredictor.setup_source",
+            make=_setup_source,
+            after="BasePredictor.preprocess",
+            otherwise="say",
+            note=" (JPEG files by torch_fastdet.ops.decode_jpeg on a GPU)",
         ),
     ),
     modules=("engine.predictor",),

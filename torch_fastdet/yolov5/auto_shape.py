@@ -19,6 +19,7 @@ from torch import Tensor
 
 from torch_fastdet._say import saying_once
 from torch_fastdet.hosts.engine.import_hook import namespace
+from torch_fastdet.hosts.shared.files import with_names
 from torch_fastdet.hosts.shared.letterbox import fits, letterbox
 from torch_fastdet.loader.recorder import recording_module
 from torch_fastdet.ops.letterbox import place
@@ -111,8 +112,8 @@ def _recording(stock: types.FunctionType, names: dict[str, Any], stock_letterbox
         id(torch): recording_module(torch, {"from_numpy": from_numpy}),
         id(stock_letterbox): boxed,
     }
-    found = {name: recording.get(id(value), value) for name, value in names.items()}
-    return types.FunctionType(stock.__code__, found, stock.__name__, stock.__defaults__, stock.__closure__)
+    found = {name: recording[id(value)] for name, value in names.items() if id(value) in recording}
+    return with_names(stock, **found)
 
 
 def detecting(stock_class: Any, stock: Callable, module: ModuleType, devices: tuple[str, ...] = ("cuda",)) -> Callable:

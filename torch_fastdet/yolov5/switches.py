@@ -135,9 +135,16 @@ def _prepared(stock_class: Any) -> tuple[list[object], list[object]]:
     return prepared(stock_class, stock, module), prepared(stock_class, ours, module)
 
 
+def _load_images(_: Active, stock: Callable[..., object], __: type) -> object:
+    from torch_fastdet.yolov5 import files
+
+    return files.reading(stock)
+
+
 LETTERBOX = Switch(
     "letterbox_optim",
-    "letterbox and division by 255 for AutoShape models (torch.hub) as one operator on the GPU; needs a GPU",
+    "letterbox and division by 255 for AutoShape models (torch.hub) as one operator on the GPU, and JPEG files of detect.py and "
+    "segment/predict.py decoded there; needs a GPU",
     (
         # `letterbox` itself, which the loaders of detect.py call, stays: they want an array on the host (docs/yolov5.md).
         Target(
@@ -149,8 +156,17 @@ LETTERBOX = Switch(
             own=True,
             note=" (pictures by torch_fastdet.ops.image_letterbox)",
         ),
+        Target(
+            DATALOADERS,
+            "LoadImages.__next__",
+            make=_load_images,
+            evidence=(Signature(("self",)),),
+            own=True,
+            otherwise="say",
+            note=" (JPEG files by torch_fastdet.ops.decode_jpeg)",
+        ),
     ),
-    modules=("models.common",),
+    modules=("models.common", "utils.dataloaders"),
     evidence=(GPU,),
 )
 

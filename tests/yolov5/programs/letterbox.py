@@ -10,7 +10,8 @@ switch.missing_gpu = lambda: None
 common = importlib.import_module(f"{sys.argv[1]}models.common")
 stock = common.AutoShape.forward
 lines = drop_in.patch(letterbox_optim=True)
-assert len(lines) == 1 and f"{sys.argv[1]}models.common.AutoShape.forward -> " in lines[0], lines
+assert len(lines) == 2 and f"{sys.argv[1]}models.common.AutoShape.forward -> " in lines[0], lines
+assert f"{sys.argv[1]}utils.dataloaders.LoadImages.__next__ -> " in lines[1], lines
 assert common.AutoShape.forward is not stock
 drop_in.unpatch()
 assert common.AutoShape.forward is stock

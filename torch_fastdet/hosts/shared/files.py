@@ -1,0 +1,40 @@
+"""JPEG files to predict on, decoded on the GPU with OpenCV's pixels, for the switch ``letterbox_optim`` of both hosts.
+
+The hosts' results hold a picture as an array on the host. So its pixels come back, and the network's input is made of that array.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+
+from torch_fastdet import ops
+from torch_fastdet.loader.jpeg import is_jpeg
+
+
+@functools.cache
+def _beside_the_network(device: torch.device) -> torch.cuda.Stream | None:
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
+def decoded(path: str, device: torch.device) -> np.ndarray | None:
+    """A file's pixels, B G R; None where OpenCV is to make them, or to say what is wrong."""
+    if not is_jpeg(path):
+        return None
+    try:
+        file = torch.from_numpy(np.fromfile(path, dtype=np.uint8))
+        with torch.cuda.stream(_beside_the_network(device)):
+            (pixels,) = ops.decode_jpeg([file], device)
+            return pixels.cpu().numpy()
+    except (OSError, ValueError, torch.cuda.OutOfMemoryError):
+        return None
+
+
+def with_names(function: Any, **names: object) -> FunctionType:
+    """A copy of a function that finds other things under these names of its module."""
+    everything = function.__globals__ | names
+    return FunctionType(function.__code__, everything, function.__name__, function.__defaults__, function.__closure__)
