@@ -4,7 +4,7 @@
 
 PictureDetector is a scripted file of YOLOv5 (yolov5s in half precision on a GPU, yolov5n in float32 on the CPU) with random weights;
 the difference to "network alone" is letterbox, post-processing and scaling. predict of yolov8n is asked for one picture of 1080p in
-memory, in blocks of calls under stock, under two switches, and under all of patch() with its CUDA graphs, in turn: the rows hold
+memory, and on a GPU for one JPEG file of 640x480 and one of 4000x3000, in blocks of calls under stock, under two switches, and under all of patch() with its CUDA graphs, in turn: the rows hold
 median, percentiles 10 and 90, and p99.
 """
 
@@ -66,15 +66,30 @@ def latencies(predict: Any, count: int) -> list[float]:
     return harness.time_cpu({"predict": predict}, count)["predict"]
 
 
-def bench_predict(report: harness.Report, count: int) -> None:
+def jpeg(width: int, height: int) -> Path:
+    """A file of a photograph, enlarged, with noise."""
+    import cv2
+    import numpy as np
+
+    from benchmarks.bench_jpeg import photograph
+
+    path = harness.WORK / f"photograph-{width}x{height}.jpg"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        noise = np.random.default_rng(0).normal(0, 2, (height, width, 3))
+        large = cv2.resize(photograph(0), (width, height), interpolation=cv2.INTER_CUBIC)
+        cv2.imwrite(str(path), np.clip(large + noise, 0, 255).astype(np.uint8), [cv2.IMWRITE_JPEG_QUALITY, 90])
+    return path
+
+
+def bench_predict(report: harness.Report, count: int, source: Any, what: str) -> None:
     from ultralytics import YOLO
 
     from torch_fastdet import ultralytics as drop_in
 
     torch.manual_seed(0)
     model = YOLO("yolov8n.yaml")
-    picture = torch.randint(0, 256, (1080, 1920, 3), dtype=torch.uint8).numpy()
-    predict: Any = partial(model.predict, picture, imgsz=SIDE, device=str(report.device), verbose=False, save=False)
+    predict: Any = partial(model.predict, source, imgsz=SIDE, device=str(report.device), verbose=False, save=False)
     times: dict[str, list[float]] = {variant: [] for variant in PREDICTING}
     speeds: dict[str, list[dict[str, float]]] = {variant: [] for variant in PREDICTING}  # its own, in milliseconds
     for _ in range(BLOCKS):
@@ -87,7 +102,7 @@ def bench_predict(report: harness.Report, count: int) -> None:
                     speeds[variant] += [predict()[0].speed for _ in range(10)]
                 finally:
                     drop_in.unpatch()
-    case = "YOLO(yolov8n).predict, one 1080p picture in memory"
+    case = f"YOLO(yolov8n).predict, one {what}"
     for variant, values in times.items():
         p99 = sorted(values)[int(0.99 * len(values))]
         report.add(case, variant, "call", values, p99_us=round(p99, 3))
@@ -108,7 +123,11 @@ def measure(report: harness.Report) -> None:
     with torch.inference_mode():
         for images in (1, 32) if cuda else (1,):
             bench_detector(report, images, repetitions=10, inner=3 if cuda else 1, warmup=3)
-    bench_predict(report, 1000 if cuda else 10)
+    picture = torch.randint(0, 256, (1080, 1920, 3), dtype=torch.uint8).numpy()
+    bench_predict(report, 1000 if cuda else 10, picture, "1080p picture in memory")
+    if cuda:
+        for width, height, count in ((640, 480, 500), (4000, 3000, 50)):
+            bench_predict(report, count, jpeg(width, height), f"JPEG file of {width}x{height}")
 
 
 if __name__ == "__main__":

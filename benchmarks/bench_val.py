@@ -89,7 +89,7 @@ def measure(report: Report, model: str, options: argparse.Namespace) -> None:
     folder = WORK / "val"
     arguments = {
         "--data": data, "--weights": weights, "--task": "train", "--batch-size": BATCH, "--imgsz": machine.image_size,
-        "--device": machine.device, "--workers": machine.workers, "--project": folder, "--name": "run",
+        "--device": "" if cuda else "cpu", "--workers": machine.workers, "--project": folder, "--name": "run",
     }  # fmt: skip
     words = [str(part) for pair in arguments.items() for part in pair] + ["--exist-ok", *(["--half"] if cuda else [])]
     ours = Variant(OURS, OURS, ("-m", "torch_fastdet.yolov5", *(f"--{flag}" for flag in flags)))

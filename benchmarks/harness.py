@@ -76,7 +76,7 @@ WANTS = {
     "image": ("cv2",),
     "jpeg": ("cv2", "sklearn"),
     "postprocess": REAL_SCRIPTS,
-    "pictures": ("yolov5", "ultralytics", "cv2"),
+    "pictures": ("yolov5", "ultralytics", "cv2", "sklearn"),
     "latency": ("yolov5", "cv2"),
     "training_truth": REAL_SCRIPTS,
 }
@@ -99,6 +99,7 @@ class Row:
     median_us: float
     low_us: float  # 10th percentile
     high_us: float  # 90th percentile
+    n: int | None = None  # repetitions; not known of rows before 2026-11-26
     bytes: float | None = None
     gb_per_s: float | None = None
     percent_of_copy: float | None = None
@@ -336,6 +337,7 @@ class Report:
             median_us=round(median, 3),
             low_us=round(_percentile(values, 0.1), 3),
             high_us=round(_percentile(values, 0.9), 3),
+            n=len(values),
             bytes=bytes,
             gb_per_s=round(rate, 1) if rate else None,
             percent_of_copy=round(100 * rate / self.copy_gb_per_s, 1) if rate and self.copy_gb_per_s else None,
@@ -346,7 +348,10 @@ class Report:
         extra = f" {row.gb_per_s:8.1f} GB/s" if row.gb_per_s else ""
         share = f" {row.percent_of_copy:5.1f}% of copy" if row.percent_of_copy else ""
         count = f" {row.launches} launches, {row.host_syncs} syncs" if row.launches is not None else ""
-        print(f"{case:44} {variant:28} {view:6} {row.median_us:12.2f} us{extra}{share}{count}", flush=True)
+        print(
+            f"{case:44} {variant:28} {view:6} {row.median_us:12.2f} us ({row.low_us:.2f} to {row.high_us:.2f}, n = {row.n}){extra}{share}{count}",
+            flush=True,
+        )
 
     def resume(self) -> None:
         """Begin with the rows that the folder's file has, for a benchmark that may measure some cases alone."""
@@ -354,7 +359,7 @@ class Report:
         own = {field.name for field in fields(Row)} - {"environment"}
         for row in json.loads(path.read_text()) if path.exists() else []:
             environment = {key: value for key, value in row.items() if key not in own}
-            self.rows.append(Row(**{key: row[key] for key in own}, environment=environment))
+            self.rows.append(Row(**{key: row.get(key) for key in own}, environment=environment))
 
     def drop(self, case: str, variant: str) -> None:
         """Take out a row that is measured again."""

@@ -65,6 +65,7 @@ HEADLINES = [
     ("Raw heads to detections, batch 32, conf .25", "nms", "raw heads to detections, batch 32, conf .25",
      "torch_fastdet list"),
 ]  # fmt: skip
+COCO = 118_287  # pictures
 # Cases that only the folders' tables.md show.
 IN_FOLDERS_ONLY = re.compile(r"nothing kept, first epoch|--cache ram --workers 8")
 # Trainings whose peak memory is known at two batch sizes: what it is, benchmark, the case at a batch size, and our variant.
@@ -93,7 +94,7 @@ PICTURES = {
 }
 # What each page shows: one that lost a marker would keep its old figures for ever.
 SECTIONS = {
-    "README.md": ("gpu-headlines",),
+    "README.md": ("gpu-epochs", "gpu-headlines"),
     "upsample.md": ("gpu-upsample-floor",),
     "boxes.md": ("gpu-bbox_iou-floor",),
     "multi_tensor.md": ("gpu-multi_tensor-floor",),
@@ -220,9 +221,10 @@ def _span(row: dict) -> str:
 
 
 def _with_span(row: dict) -> str:
-    """The median, and its spread where there is one."""
-    spread = f" ({_span(row)})" if row["low_us"] != row["high_us"] else ""
-    return f"{_time(row['median_us'])}{spread}"
+    """The median; its spread where there is one, and of how many, where that is known."""
+    spread = [_span(row)] if row["low_us"] != row["high_us"] else []
+    spread += [f"n = {row['n']}"] if row.get("n") else []
+    return _time(row["median_us"]) + (f" ({', '.join(spread)})" if spread else "")
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -237,6 +239,7 @@ def _number(template: str, value: float | int | None) -> str:
 SPREAD = "medians, with p10 to p90, the call's 10th to 90th percentile, beside them"
 # Columns that a table has where one of its rows has a value: title, key of the row, how it is written.
 OPTIONAL_COLUMNS = (
+    ("n", "n", "{}"),
     ("launches", "launches", "{}"),
     ("syncs", "host_syncs", "{}"),
     ("peak MiB", "peak_mib", "{:.1f}"),
@@ -362,6 +365,25 @@ def headline_table(rows: list[dict]) -> str:
     if len(about) < 2:
         return f"{table(header[:-1], [cells[:-1] for cells in body])}\n{_below(about.values())}"
     return f"{table(header, body)}\nRuns: {_below(about.values(), letters=string.ascii_lowercase)}"
+
+
+def epochs_of_coco() -> str:
+    """README's sentences on the newest run on as many pictures as COCO has, on any GPU: its seconds an epoch."""
+    (_, _, case, ours), (_, _, first, _) = HEADLINES[:2]
+    runs = [
+        {(row["case"], row["variant"]): row for row in load(folder).get("dataset", ())} for folder in folders("gpu")
+    ]
+    wanted = (first, ours), (case, ours), (case, "stock")
+    times = next(rows for rows in reversed(runs) if rows.keys() >= set(wanted))
+    row, seconds = times[case, ours], [f"{times[key]['median_us'] * -(-COCO // 64) / 1e6:.0f}" for key in wanted]
+    count = f" of {row['n'] + 1} epochs" if row.get("n") else ""
+    text = (
+        f"On one {row['gpu'].removeprefix('NVIDIA ').split()[0]}, the unmodified YOLOv5 `train.py` with its default options trains "
+        f"yolov5s on a data set of COCO's size ({COCO:,} JPEGs, batch 64). Its first epoch takes {seconds[0]} s, and a later one "
+        f"{seconds[1]} s. An epoch of stock would take {seconds[2]} s: it was measured in the same run, on a part of the pictures "
+        f"([how](docs/results.md#a-data-set-of-cocos-size)). This is one run{count} on {row['date']}."
+    )
+    return textwrap.fill(text, 140, break_long_words=False, break_on_hyphens=False) + "\n"
 
 
 def pyplot() -> Any:
@@ -537,13 +559,15 @@ def _picture(kind: str, what: str) -> str:
 
 
 def section(name: str) -> str:
-    """What a marker stands for: gpu-headlines, gpu-memory, <gpu|cpu>-summary, -roofline, -training_truth, -<benchmark>, -<benchmark>-floor."""
+    """What a marker stands for: gpu-epochs, gpu-headlines, gpu-memory, <gpu|cpu>-summary, -roofline, -training_truth, -<benchmark>, -<benchmark>-floor."""
     kind, _, what = name.partition("-")
     if folder := newest(kind, f"{what}.md"):  # roofline, training_truth
         return (folder / f"{what}.md").read_text() + _picture(kind, what)
     benchmarks = load_newest(kind)
     if what == "summary":
         return f"{summary_table(benchmarks)}\n{provenance(benchmarks, SPREAD)}"
+    if what == "epochs":
+        return epochs_of_coco()
     if what == "headlines":
         return headline_table(headlines(benchmarks))
     if what == "memory":

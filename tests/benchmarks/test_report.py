@@ -18,11 +18,11 @@ def test_a_page_that_lost_a_marker_is_an_error(tmp_path, mark, monkeypatch, caps
     """Without the marker nothing updates the page's figures."""
     page = tmp_path / "README.md"
     page.write_text((report.ROOT / "README.md").read_text().replace(mark, ""))
-    with pytest.raises(KeyError, match=r"README\.md has no <!-- results:gpu-headlines -->"):
+    with pytest.raises(KeyError, match=r"README\.md has no <!-- results:gpu-(epochs|headlines) -->"):
         report.rendered(page)
     monkeypatch.setattr(report, "pages", lambda: [page])
     monkeypatch.setattr("sys.argv", ["report", "--check"])
-    assert report.main() == 1 and "README.md has no <!-- results:gpu-headlines -->" in capsys.readouterr().out
+    assert report.main() == 1 and "README.md has no <!-- results:gpu-" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", report.SECTIONS)
@@ -400,3 +400,28 @@ def test_the_search_for_the_largest_batch(limit):
     tried = []
     found = memory_limits.largest(lambda batch: tried.append(batch) or batch <= limit, 4, 96)
     assert found == min(limit // 4 * 4, 96) and len(tried) <= 5 and all(0 < batch <= 96 for batch in tried)
+
+
+def test_the_seconds_of_an_epoch_are_those_of_the_newest_whole_run(tmp_path, monkeypatch):
+    """A run without stock beside it says nothing."""
+    (_, _, case, ours), (_, _, first, _) = report.HEADLINES[:2]
+    times = {(first, ours): 30e3, (case, ours): 20e3, (case, "stock"): 200e3}
+    for folder, gpu, rows in (
+        ("h200-2030-01-01", "NVIDIA H200", times),
+        ("h100-80gb-hbm3-2030-01-02", "NVIDIA H100 80GB HBM3", {key: 2 * time for key, time in times.items()}),
+        ("h200-2030-01-03", "NVIDIA H200", {key: time for key, time in times.items() if key[1] == ours}),
+    ):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "dataset.json").write_text(
+            json.dumps(
+                [
+                    {"case": of, "variant": variant, "median_us": time, "n": 2, "gpu": gpu, "date": folder[-10:]}
+                    for (of, variant), time in rows.items()
+                ]
+            )
+        )
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    text = " ".join(report.section("gpu-epochs").split())
+    assert text.startswith("On one H100, the unmodified YOLOv5 `train.py`")
+    assert "first epoch takes 111 s, and a later one 74 s. An epoch of stock would take 740 s" in text
+    assert text.endswith("This is one run of 3 epochs on 2030-01-02.")
