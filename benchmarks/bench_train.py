@@ -17,6 +17,7 @@ import argparse
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -72,43 +73,33 @@ def measure(report: Report, models: list[str], epochs: int, flags: list[str], pi
         compare(report, case, name, flags, "train", run)
 
 
-def measure_segments(report: Report, models: list[str], epochs: int, flags: list[str], pictures: int) -> None:
+def train_segments(
+    model: str, batch: int, variant: Variant, folder: Path, env: dict[str, str], data: Path, epochs: int, cuda: bool
+) -> Run:
     """segment/train.py with its default options, but --cache ram; it validates after the last epoch alone."""
+    options = {
+        "--data": data, "--weights": "", "--cfg": yolov5_folder() / f"models/segment/{model}-seg.yaml",
+        "--epochs": epochs, "--batch-size": batch, "--imgsz": 640 if cuda else 128, "--cache": "ram", "--project": folder,
+        "--name": variant.name, "--device": 0 if cuda else "cpu", **({} if cuda else {"--workers": 0}),
+    }  # fmt: skip
+    words = [str(part) for pair in options.items() for part in pair] + ["--noval", "--exist-ok", "--noplots"]
+    return run_train(variant, words, folder / variant.name, env, show=False, script="segment.train")
+
+
+def make_segments(pictures: int, cuda: bool) -> Path:
+    """The demo's digits with their outlines."""
     from examples.demo import dataset  # its PIL may be missing
 
-    cuda = report.device.type == "cuda"
     recipe = dataset.Recipe(image_size=640 if cuda else 128, train=pictures, task="segment")
-    data = dataset.make(WORK / f"digits-{recipe.image_size}-{pictures}-segment", recipe)
+    return dataset.make(WORK / f"digits-{recipe.image_size}-{pictures}-segment", recipe)
 
-    def run(model: str, batch: int, variant: Variant, folder: Path, env: dict[str, str]) -> Run:
-        options = ["--data", data, "--weights", "", "--cfg", yolov5_folder() / f"models/segment/{model}-seg.yaml"]
-        options += [
-            "--epochs",
-            epochs,
-            "--batch-size",
-            batch,
-            "--imgsz",
-            recipe.image_size,
-            "--cache",
-            "ram",
-            "--noval",
-        ]
-        options += [
-            "--project",
-            folder,
-            "--name",
-            variant.name,
-            "--exist-ok",
-            "--noplots",
-            "--device",
-            0 if cuda else "cpu",
-        ]
-        options += [] if cuda else ["--workers", 0]
-        return run_train(variant, [*map(str, options)], folder / variant.name, env, show=False, script="segment.train")
 
+def measure_segments(report: Report, models: list[str], epochs: int, flags: list[str], pictures: int) -> None:
+    cuda = report.device.type == "cuda"
+    data = make_segments(pictures, cuda)
     for name in models:
         case = f"yolov5{name[0]}-seg, batch {name[1:]}, segment/train.py" + ("" if cuda else " at 128")
-        compare(report, case, name, flags, "segments", run)
+        compare(report, case, name, flags, "segments", partial(train_segments, data=data, epochs=epochs, cuda=cuda))
 
 
 def compare(report: Report, case: str, name: str, flags: list[str], kind: str, run: Callable[..., Run]) -> None:

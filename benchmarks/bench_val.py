@@ -1,13 +1,13 @@
 """The real, unmodified val.py, stock and with torch_fastdet: its pass over the pictures, and the whole command.
 
-    python -m benchmarks.bench_val [--model s] [--pictures 1536] [--repetitions 3] [--flags fastdet] [--out FOLDER]
+    python -m benchmarks.bench_val [--model s] [--pictures 1536] [--repetitions 3] [--flags fastdet] [--segment] [--out FOLDER]
     python -m benchmarks.bench_val --jpegs 5000 --weights last.pt [...]
 
 On a GPU: half precision, 640x640, batch 32 and 8 workers, as val.py's defaults are but for --half; on the CPU yolov5n at 128x128. The
 pictures are the demo's, as JPEGs from disk; weights of two epochs on them are trained first, with every switch, so that there is something
 to detect. Both commands end with stock's plots. A pass is val.py's own progress bar from its beginning to its end. ``ap_per_class`` is
 measured apart. With ``--jpegs`` the pictures are as many of bench_dataset's, in the sizes that COCO has; ``--weights`` for its 80
-classes come from a training of bench_dataset.
+classes come from a training of bench_dataset. With ``--segment`` it is segment/val.py, on the outlines of the demo's pictures.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from benchmarks.bench_dataset import COCO_SIZES, make_data
+from benchmarks.bench_train import make_segments, train_segments
 from benchmarks.harness import OURS, WORK, Report, add_arguments, at_least, missing
 from examples.demo.training import FASTDET, STOCK, Machine, Variant, stream, train
 from examples.yolov5_env import environment
@@ -41,10 +42,14 @@ def pass_seconds(output: str) -> float | None:
     return int(batches) / float(rate) if unit == "it/s" else int(batches) * float(rate)
 
 
-def make_weights(model: str, data: Path, machine: Machine, env: dict[str, str]) -> Path:
-    folder = WORK / "val" / f"{model}-{machine.image_size}"
+def make_weights(model: str, data: Path, machine: Machine, env: dict[str, str], segment: bool) -> Path:
+    folder = WORK / "val" / f"{model}-{machine.image_size}{'-segment' * segment}"
     weights = folder / FASTDET.name / "weights" / "last.pt"
-    if not weights.exists():
+    if weights.exists():
+        return weights
+    if segment:
+        train_segments(model, 64, FASTDET, folder, env, data, epochs=2, cuda=machine.device != "cpu")
+    else:
         train(FASTDET, data, folder, env, machine, 2, 0, model=model, batch_size=64, show=False)
     return weights
 
@@ -67,8 +72,10 @@ def measure_average_precision(report: Report, repetitions: int, count: int = 1_5
             begun = time.perf_counter()
             function(tp, conf, classes, labels, names=names)
             times[variant].append(1e6 * (time.perf_counter() - begun))
+    case = f"ap_per_class, {count:,} detections of 80 classes"
     for variant, values in times.items():
-        report.add(f"ap_per_class, {count:,} detections of 80 classes", variant, "call", values)
+        report.drop(case, variant)
+        report.add(case, variant, "call", values)
 
 
 def measure(report: Report, model: str, options: argparse.Namespace) -> None:
@@ -79,14 +86,16 @@ def measure(report: Report, model: str, options: argparse.Namespace) -> None:
     cuda = machine.device != "cpu"
     if options.jpegs:
         data, pictures = make_data(options.jpegs, 90, COCO_SIZES), options.jpegs
+    elif options.segment:
+        data = make_segments(pictures, cuda)
     else:
         recipe = dataset.Recipe(machine.image_size, pictures)
         data = dataset.make(WORK / f"digits-{machine.image_size}-{pictures}", recipe)
     env = environment(WORK / "environment") | {"PYTHONWARNINGS": "ignore"}
-    weights = options.weights or make_weights(model, data, machine, env)
+    weights = options.weights or make_weights(model, data, machine, env, options.segment)
     if report.prepare:
         return
-    folder = WORK / "val"
+    folder, script = WORK / "val", "segment/val" if options.segment else "val"
     arguments = {
         "--data": data, "--weights": weights, "--task": "train", "--batch-size": BATCH, "--imgsz": machine.image_size,
         "--device": "" if cuda else "cpu", "--workers": machine.workers, "--project": folder, "--name": "run",
@@ -99,7 +108,7 @@ def measure(report: Report, model: str, options: argparse.Namespace) -> None:
             shutil.rmtree(folder / "run", ignore_errors=True)
             log = folder / f"{variant.name}.log"
             begun = time.perf_counter()
-            stream(variant.command("yolov5.val", words), env, log, show=False)
+            stream(variant.command(f"yolov5.{script.replace('/', '.')}", words), env, log, show=False)
             whole = time.perf_counter() - begun
             if (bar := pass_seconds(log.read_text(errors="replace"))) is None:
                 raise SystemExit(
@@ -109,9 +118,11 @@ def measure(report: Report, model: str, options: argparse.Namespace) -> None:
     kind = f"{'half, ' if cuda else ''}batch {BATCH}, {pictures} JPEGs of "
     kind += "COCO's sizes" if options.jpegs else f"{machine.image_size}x{machine.image_size}"
     for index, what in enumerate(("the pass over the pictures", "the whole command")):
+        case = f"{script}.py, {model}, {kind}: {what}"
         for name, values in times.items():
-            report.add(f"val.py, {model}, {kind}: {what}", name, "call", [1e6 * value[index] for value in values])
-    if not options.jpegs:
+            report.drop(case, name)
+            report.add(case, name, "call", [1e6 * value[index] for value in values])
+    if not options.jpegs and not options.segment:
         measure_average_precision(report, repetitions)
     report.write()
 
@@ -125,16 +136,20 @@ def main() -> None:
     parser.add_argument(
         "--flags", nargs="+", default=[ALL], choices=[ALL, *SWITCHES], help="switches of torch_fastdet.yolov5"
     )
+    parser.add_argument("--segment", action="store_true", help="segment/val.py in place of val.py")
     parser.add_argument("--jpegs", type=at_least(BATCH), help="how many pictures of bench_dataset; see above")
     parser.add_argument("--weights", type=Path, help="default: trained on the demo's pictures first")
     options = parser.parse_args()
     if options.jpegs and not options.weights:
         parser.error("--jpegs wants --weights, of a training of bench_dataset")
+    if options.jpegs and options.segment:
+        parser.error("bench_dataset has no outlines: --segment and --jpegs do not go together")
     if reason := missing("val"):
         print(f"nothing to do: {reason}")
         return
     cuda = options.device == "cuda"
     report = Report("val", torch.device(options.device), options.out, options.prepare)
+    report.resume()
     model = f"yolov5{options.model or ('s' if cuda else 'n')}"
     options.pictures = options.pictures or (1536 if cuda else 128)
     measure(report, model, options)

@@ -48,12 +48,14 @@ def both(yolov5, script: str, *arguments, project: Path) -> tuple[str, str]:
     """Output of a script, stock and with --nms_optim; what it writes is in ``project``/stock and ``project``/fast."""
     common = (script, *arguments, "--project", project, "--exist-ok", "--name")
     stock = yolov5.stock(*common, "stock").stdout
-    switches = ("--nms_optim", "--val_optim") if script == "val" else ("--nms_optim",)
+    validates = script.endswith("val")
+    switches = ("--nms_optim", "--val_optim") if validates else ("--nms_optim",)
     fast = yolov5.fast(*common, "fast", *switches).stdout
     assert "nms_optim: " not in stock
     assert f"nms_optim: {yolov5.prefix}utils.general.non_max_suppression -> torch_fastdet." in fast
-    if script == "val":
-        assert "val_optim: __main__.process_batch -> torch_fastdet.yolov5.validation.process_batch" in fast
+    if validates:
+        rule = "process_batch" if script == "val" else "process_batch_of_masks"
+        assert f"val_optim: __main__.process_batch -> torch_fastdet.yolov5.validation.{rule}\n" in fast
         assert f"val_optim: {yolov5.prefix}utils.metrics.ConfusionMatrix -> torch_fastdet." in fast
     return stock, fast
 

@@ -1,7 +1,10 @@
 """val_optim: the functions that val.py calls for each image, held against stock's."""
 
 import copy
+import hashlib
 import pickle
+import sys
+import types
 import warnings
 
 import numpy as np
@@ -77,6 +80,117 @@ def test_masks_match_as_stock(yolov5, device, overlap, scale):
         assert torch.equal(val.process_batch(detections, labels, IOUV), stock(detections, labels, IOUV))
     drop_in.unpatch()
     assert val.process_batch is stock
+
+
+class Finds(torch.nn.Module):
+    """A segmentation model that finds the labels of a loader's batches, some well, some badly, and things that are not there."""
+
+    def __init__(self, batches, missed: int, channels: int = 32) -> None:
+        super().__init__()
+        self.where, self.names = torch.nn.Parameter(torch.zeros(1)), {0: "a", 1: "b", 2: "c"}
+        self.model = [types.SimpleNamespace(nm=channels)]
+        self.outputs = []
+        generator = torch.Generator().manual_seed(0)
+
+        def noise(*shape):
+            return torch.randn(*shape, generator=generator)
+
+        number = 0
+        for pictures, targets, *_ in batches:
+            count, (height, width) = len(pictures), pictures.shape[2:]
+            found = torch.zeros(count, 40, 5 + 3 + channels)
+            protos = torch.full((count, channels, height // 4, width // 4), -6.0)
+            y, x = torch.arange(height // 4)[:, None] * 4 + 2, torch.arange(width // 4) * 4 + 2
+            for picture in range(count):
+                rows = targets[targets[:, 0] == picture, 1:] * torch.tensor([1.0, width, height, width, height])
+                # One class a box above the confusion matrix's 0.25: stock chooses at random between classes of the same box.
+                scores = torch.rand(40, 3, generator=generator) * 0.24
+                boxes = torch.rand(40, 4, generator=generator) * 30 + 8
+                for index, row in enumerate(rows):
+                    near = slice(4 * index, 4 * index + 4)
+                    boxes[near] = row[1:] + noise(4, 4) * 2
+                    scores[range(near.start, near.stop), [int(row[0])] * 3 + [index % 3]] += 0.6
+                    found[picture, near, 8 + index] = 1
+                    centre, half = (row[1:] + noise(4) / 2).view(2, 2)
+                    inside = ((x - centre[0]).abs() < half[0] / 2) & ((y - centre[1]).abs() < half[1] / 2)
+                    protos[picture, index] += 12 * inside
+                found[picture, :, :4] = boxes
+                found[picture, :, 4] = number != missed
+                found[picture, :, 5:8] = scores
+                number += 1
+            self.outputs.append((found, protos))
+
+    def forward(self, images, augment=False):
+        found, protos = self.outputs.pop(0)
+        return found.to(images), protos.to(images), None
+
+
+COUNTS = [3, 0, 6, 1, 2, 0]  # labels of each picture
+
+
+@pytest.mark.parametrize(
+    "overlap, ratio, counts, plots",
+    [
+        (True, 4, COUNTS, True),
+        (True, 1, COUNTS, False),
+        (False, 4, COUNTS, False),
+        (False, 1, COUNTS, False),
+        (True, 4, [0] * 3, False),
+        (False, 1, [0] * 3, False),
+    ],
+)
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.filterwarnings("ignore")
+def test_segmentation_gives_stocks_numbers_and_files(
+    yolov5, device, overlap, ratio, counts, plots, half, tmp_path, monkeypatch
+):
+    """The loop of segment/val.py, on pictures without labels, without detections, and with files of every kind."""
+    from PIL import Image
+    from yolov5.segment import val
+
+    if half and device.type == "cpu":
+        pytest.skip("segment/val.py validates in half precision on a GPU alone")
+    coded = types.SimpleNamespace(encode=lambda masks: [{"counts": hashlib.sha1(masks.tobytes()).hexdigest().encode()}])
+    monkeypatch.setitem(sys.modules, "pycocotools", types.SimpleNamespace(mask=coded))
+    monkeypatch.setitem(sys.modules, "pycocotools.mask", coded)
+    monkeypatch.setattr(val, "check_requirements", lambda name: None)
+    pytest.importorskip("seaborn").set(font_scale=1.0)  # as the confusion matrix's plot does, for all later ones
+    shown = []
+    monkeypatch.setattr(val, "plot_images_and_masks", lambda *args: shown.append([*map(torch.as_tensor, args[:3])]))
+    random = np.random.default_rng(0)
+    for folder in ("images", "labels"):
+        (tmp_path / folder).mkdir()
+    for number, count in enumerate(counts):
+        size = random.integers(60, 140, 2)
+        Image.fromarray(random.integers(0, 255, (*size, 3), dtype=np.uint8)).save(tmp_path / f"images/{number}.png")
+        corners = np.array([[-1, -1], [1, -1], [1, 1], [-1, 1]])
+        rows = [
+            f"{random.integers(3)} " + " ".join(f"{p:.4f}" for p in (random.uniform(0.3, 0.7, 2) + corners * side).flat)
+            for side in random.uniform(0.1, 0.25, (count, 1, 2))
+        ]
+        (tmp_path / f"labels/{number}.txt").write_text("\n".join(rows))
+
+    def validated(name: str) -> tuple[tuple, np.ndarray, dict[str, bytes]]:
+        options = {"workers": 0, "overlap_mask": overlap, "mask_downsample_ratio": ratio}
+        loader = val.create_dataloader(str(tmp_path / "images"), 96, 2, 32, pad=0.5, **options)[0]
+        model, folder = Finds(loader, missed=3).to(device), tmp_path / name
+        folder.mkdir()
+        numbers, maps, _ = val.run(
+            {"nc": 3, "val": ""}, model=model, dataloader=loader, save_dir=folder, half=half, overlap=overlap,
+            mask_downsample_ratio=ratio, plots=plots, save_json=True,  # save_txt is an error in stock: its rows have coefficients
+        )  # fmt: skip
+        return numbers, maps, {f.relative_to(folder).as_posix(): f.read_bytes() for f in sorted(folder.rglob("*.*"))}
+
+    stock = validated("stock")
+    drop_in.patch(val_optim=True)
+    ours = validated("ours")
+    assert ours[0] == stock[0] and np.array_equal(ours[1], stock[1])
+    assert ours[2] == stock[2] and ("MaskF1_curve.png" in stock[2]) == (plots and any(counts))
+    assert len(shown) == 2 * 2 * plots * -(-len(counts) // 2)
+    for mine, theirs in zip(shown[len(shown) // 2 :], shown):
+        assert all(map(torch.equal, mine, theirs))
+    if any(counts):
+        assert all(0.01 < value < 1 for value in stock[0][:8]), "the model tells good matches from bad ones"
 
 
 def test_confusion_matrix_is_stocks(yolov5, device):
