@@ -71,6 +71,14 @@ CASES = {
     "segment_val": {"root": "segments", "task": "segment", "mode": "val", "rect": True},
     "pose": POSE | {"workers": 2},
     "obb": {"root": "segments", "task": "obb", **HYP},
+    # Labels of nothing, and none at all.
+    "bad_segment": SEGMENTS | {"root": "bad"},
+    "bad_segment_masks": SEGMENTS | {"root": "bad", "overlap_mask": False, "mask_ratio": 8},
+    "bad_pose": POSE | {"root": "bad_pose"},
+    "bad_obb": {"root": "bad", "task": "obb", **HYP},
+    "empty_segment": SEGMENTS | {"root": "empty"},
+    "empty_pose": POSE | {"root": "empty"},
+    "empty_obb": {"root": "empty", "task": "obb", **HYP},
     "files": {"root": "files", "workers": 2, **HYP},
     "files_alone": {"root": "files", "epochs": 3, **HYP},
     "files_on_pixels": {"root": "files", "workers": 2, "cutmix": 0.5, "epochs": 3, **HYP},
@@ -137,13 +145,18 @@ def _make(cv2, root: Path, kind: str, count: int = 24) -> Path:
         if kind == "files" and number == 7:  # OpenCV decodes it
             Image.fromarray(image).convert("CMYK").save(path)
         rows = []
-        for _ in range(0 if number == 5 else int(generator.integers(1, 5))):
+        for place in range(0 if number == 5 or kind == "empty" else int(generator.integers(1, 5))):
             x, y, w, h = *generator.uniform(0.3, 0.7, 2), *generator.uniform(0.05, 0.5, 2)
+            if kind.startswith("bad") and place:  # vanishes when scaled down; a line; nothing; half outside when shifted
+                w, h = [(0.002, 0.002), (0.4, 0), (0, 0), (2, 2)][(number + place) % 4]
             numbers = [x, y, w, h]
-            if kind == "segments":
+            if kind in ("segments", "bad"):
                 numbers = [x - w / 2, y - h / 2, x + w / 2, y - h / 2, x + w / 2, y + h / 2, x - w / 2, y + h / 2]
-            if kind == "pose":
-                numbers += [x, y, 2, x + w / 4, y, 1]
+            if kind == "bad" and place == 3:
+                numbers = numbers[:4]  # two points
+            pose = kind.endswith("pose")
+            if pose:
+                numbers += [x, y, 2 * (kind == "pose"), x + w / 4, y, kind == "pose"]  # bad: all invisible
             clipped = np.clip(numbers, 0, 2 if kind == "pose" else 1)
             rows.append(" ".join([str(generator.integers(0, 2)), *(f"{n:.5f}" for n in clipped)]))
         (root / "labels" / f"{number}.txt").write_text("\n".join(rows))

@@ -141,6 +141,17 @@ def test_invisible_keypoints(models):
     assert_same(*both(model, batch))
 
 
+def keypoints_outside(**options):
+    batch = make_batch(**options)
+    batch["keypoints"][:3, :, :2] = batch["keypoints"][:3, :, :2] * 4 - 2
+    batch["keypoints"][3, :, :2] = 0
+    return batch
+
+
+def test_keypoints_outside_of_the_picture(models):
+    assert_same(*both(models("yolov8n-pose.yaml"), keypoints_outside()))
+
+
 @pytest.mark.parametrize("name", CASES[::2])
 def test_gains_are_read_at_each_call(models, name):
     model, batch = models(name), make_batch()
@@ -182,11 +193,12 @@ def test_half_precision_gives_float32s_loss(models, name, dtype):
     torch.testing.assert_close(ours(half, batch)[0], theirs(exact, batch)[0], rtol=1e-4, atol=1e-4)
 
 
-def test_a_class_that_the_model_does_not_have(models):
-    model, batch = models("yolov8n-seg.yaml"), make_batch()
+@pytest.mark.parametrize("name", CASES[::2])
+def test_a_class_that_the_model_does_not_have(models, name):
+    model, batch = models(name), make_batch()
     batch["cls"][3] = 4
     with pytest.raises(ValueError, match=r"v8_loss: targets row 3, column 1 \(class\) is 4"):
-        OURS.segment(model)(outputs(model, batch), batch)
+        pair(model)[1](outputs(model, batch), batch)
 
 
 @pytest.mark.parametrize("part", ["proto", "mask_coefficient", "kpts"])
@@ -387,6 +399,10 @@ def test_yolo26_poses_of_invisible_keypoints(models):
     assert_same(*pose26(models, batch, [5, 3]))
 
 
+def test_yolo26_poses_of_keypoints_outside_of_the_picture(models):
+    assert_same(*pose26(models, keypoints_outside(keypoints=5), [5, 3]))
+
+
 def test_yolo26_poses_in_validation(models):
     """There are no sigmas, and the RLE part is 0."""
     model, batch = models("yolo26n-pose.yaml"), make_batch()
@@ -555,13 +571,35 @@ def test_numbers_of_oriented_boxes(models, name, count):
     assert_same_obb(*(run_heads(criterion, preds, batch) for criterion in obb_pair(model)))
 
 
-def test_tiny_oriented_boxes_and_angles_at_the_border(models):
-    model, batch = models("yolov8n-obb.yaml"), make_obb_batch(2, 12)
+@pytest.mark.parametrize("name", OBB[::2])
+def test_tiny_oriented_boxes_and_angles_at_the_border(models, name):
+    model, batch = models(name), make_obb_batch(2, 12)
     batch["bboxes"][0, 2], batch["bboxes"][1, 3] = 1.9 / 96, 1.9 / 64
     batch["bboxes"][2:6, 4] = torch.tensor([-torch.pi / 4, 3 * torch.pi / 4, torch.pi / 2, 0.0])
     batch["bboxes"][6, 4] = -200.0
     preds = outputs(model, batch)
     assert_same_obb(*(run_heads(criterion, preds, batch) for criterion in obb_pair(model)))
+
+
+@pytest.mark.parametrize("name", OBB[::2])
+def test_a_class_of_oriented_boxes_that_the_model_does_not_have(models, name):
+    model, batch = models(name), make_obb_batch()
+    batch["cls"][3] = 4
+    with pytest.raises(ValueError, match=r"targets row 3, column 1 \(class\) is 4"):
+        obb_pair(model)[1](outputs(model, batch), batch)
+
+
+@pytest.mark.parametrize("name", OBB[::2])
+@pytest.mark.parametrize("part", ["boxes", "scores", "angle"])
+def test_nan_predictions_of_oriented_boxes_give_what_stock_gives(models, name, part):
+    model, batch = models(name), make_obb_batch(count=1, images=1)
+    batch["batch_idx"].zero_()
+    batch["bboxes"] = torch.tensor([[0.5, 0.5, 0.6, 0.6, 0.3]])
+    preds = outputs(model, batch)
+    for branch in preds.values() if "one2one" in preds else (preds,):
+        branch[part].fill_(float("nan"))
+    stock, ours = (criterion(preds, batch) for criterion in obb_pair(model))
+    torch.testing.assert_close(ours[0], stock[0], rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 def test_gain_of_the_angle_and_labels_of_another_task(models):

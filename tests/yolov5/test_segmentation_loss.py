@@ -97,6 +97,30 @@ def test_boxes_at_the_borders_and_masks_that_vanish(stock):
     assert_same(stock.ComputeLoss, model, (preds, targets, torch.zeros_like(masks)))
 
 
+def test_boxes_outside_and_of_no_area(stock):
+    """What polygons outside of the picture, of two points or on a line, leave behind."""
+    model = make_model()
+    preds, targets, masks = make(model, 9)
+    targets[0, 2:] = torch.tensor([0.5, 0.5, 0.4, 0.0])
+    targets[1, 2:] = torch.tensor([0.999, 0.001, 0.1, 0.1])
+    targets[2, 2:] = torch.tensor([0.4, 0.6, 1e-3, 1e-3])
+    assert_same(stock.ComputeLoss, model, (preds, targets, masks))
+
+
+@pytest.mark.parametrize("part", ["protos", "coefficients", "boxes", "scores"])
+def test_nan_predictions_give_what_stock_gives(stock, part):
+    model = make_model()
+    (heads, protos), targets, masks = make(model, 10)
+    columns = {"boxes": slice(0, 4), "scores": slice(4, -CHANNELS), "coefficients": slice(-CHANNELS, None)}
+    for tensor in (protos,) if part == "protos" else [head[..., columns[part]] for head in heads]:
+        tensor.detach().fill_(float("nan"))
+    (want, want_items), (loss, items) = (
+        kind(model, overlap=True)((heads, protos), targets, masks) for kind in (stock.ComputeLoss, SegmentationLoss)
+    )
+    torch.testing.assert_close((loss, items), (want, want_items), rtol=1e-5, atol=1e-6, equal_nan=True)
+    assert loss.isnan().all()
+
+
 def test_bad_targets_and_arguments(stock):
     model = make_model()
     (heads, protos), targets, masks = make(model, 8)
