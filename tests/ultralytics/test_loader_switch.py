@@ -147,7 +147,8 @@ def _make(cv2, root: Path, kind: str, count: int = 24) -> Path:
         rows = []
         for place in range(0 if number == 5 or kind == "empty" else int(generator.integers(1, 5))):
             x, y, w, h = *generator.uniform(0.3, 0.7, 2), *generator.uniform(0.05, 0.5, 2)
-            if kind.startswith("bad") and place:  # vanishes when scaled down; a line; nothing; half outside when shifted
+            if kind.startswith("bad") and place:
+                # Vanishes when scaled down; a line; nothing; the whole picture, half outside when shifted.
                 w, h = [(0.002, 0.002), (0.4, 0), (0, 0), (2, 2)][(number + place) % 4]
             numbers = [x, y, w, h]
             if kind in ("segments", "bad"):

@@ -432,6 +432,26 @@ def segmentation():
     compare(ours(masks, root, **rect), masks(root, **rect))
 
 
+def bad_segments():
+    """Polygons of two points, on a line, of nothing, and that vanish when scaled down, beside whole ones; and no label at all."""
+    for name in ("bad", "unlabelled"):
+        root, generator = make(name, segments=True), np.random.default_rng(1)
+        for number, label in enumerate(sorted((root / "labels").glob("*.txt"))):
+            x, y = generator.uniform(0.2, 0.6, 2)
+            line, nothing = [(0, 0), (0.1, 0), (0.3, 0)], [(0, 0)] * 4
+            points = [line[:2], line, nothing, [(0, 0), (0.002, 0), (0.002, 0.002)]][number % 4]
+            row = " ".join(f"{x + a:.5f} {y + b:.5f}" for a, b in points)
+            label.write_text(f"{label.read_text()}\n0 {row}\n" if name == "bad" else "")
+        for options in ({"overlap_mask": True, "mask_downsample_ratio": 4}, {"mask_downsample_ratio": 8}):
+            trained = {**options, "augment": True, "hyp": {**HYP, "copy_paste": 0.3}, "workers": 0}
+            if name == "bad":
+                compare(ours(masks, root, **trained), masks(root, **trained))
+            else:
+                stock, mine = error_of(masks, root, **trained), error_of(ours, masks, root, **trained)
+                assert stock == mine and "All labels empty" in stock[1], (stock, mine)
+            compare(ours(masks, root, **options, workers=0), masks(root, **options, workers=0))
+
+
 class Lines(logging.Handler):
     """The lines that are said while it is entered."""
 
@@ -639,6 +659,7 @@ CASES = {
     "no_leak": no_leak,
     "albumentations": albumentations,
     "segmentation": segmentation,
+    "bad_segments": bad_segments,
     "changed_code": changed_code,
     "fork_mosaic": fork_mosaic,
     "mosaic9": mosaic9,
