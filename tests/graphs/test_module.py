@@ -19,7 +19,7 @@ from tests.graphs import fake_gpu
 from tests.graphs.fake_gpu import GPU
 from tests.graphs.samples import HostSync, Net, images, loss_of, same_gradients, same_state, three_passes, train
 from torch_fastdet import memory
-from torch_fastdet.graphs import CaptureError, GraphedModule, _capture, why_not
+from torch_fastdet.graphs import CaptureError, GraphedModule, _capture, capture_into, why_not
 
 
 def twins(model=None, **options):
@@ -759,3 +759,47 @@ def test_a_process_group_without_a_driver(monkeypatch):
         assert any(p.grad is not None for p in model.parameters())
     finally:
         torch.distributed.destroy_process_group()
+
+
+class Owner:
+    """Of a stream."""
+
+
+def captured_product(a, b, owner):
+    graph = torch.cuda.CUDAGraph()
+    with capture_into(graph, _capture.new_pool(), _capture.new_stream(a.device, owner)):
+        product = a @ b
+    return graph, product
+
+
+def test_cublas_workspaces_belong_to_the_graph(cuda):
+    """torch.compile with reduce-overhead clears torch's; a graph's then belonged to others, and replays ended the process."""
+    a, b = (torch.randn(512, 512, device=cuda, dtype=torch.half) for _ in range(2))
+    expected = a @ b
+    torch._C._cuda_clearCublasWorkspaces()
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    graph, product = captured_product(a, b, Owner())
+    held = torch.cuda.memory_allocated()
+    torch._C._cuda_clearCublasWorkspaces()
+    assert torch.cuda.memory_allocated() == held
+    graph.replay()
+    assert torch.equal(product, expected)
+    torch.cuda.synchronize()
+    del graph, product
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_cublas_workspaces_of_the_last_owner_of_a_stream(cuda):
+    a, b = (torch.randn(512, 512, device=cuda, dtype=torch.half) for _ in range(2))
+    expected = a @ b
+    for _ in range(2):  # the first owner and its graph are gone when the second gets its stream
+        graph, product = captured_product(a, b, owner := Owner())
+        graph.replay()
+        torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    for _ in range(3):
+        graph.replay()
+    assert torch.equal(product, expected)
+    del owner

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import sys
 import threading
 import weakref
 from collections import defaultdict
@@ -63,6 +64,38 @@ def _make_stream(device: torch.device) -> int:
     if made.value is None:
         raise RuntimeError(f"CUDA makes no stream to capture on {device}: cudaStreamCreateWithFlags returned {error}")
     return made.value
+
+
+class _Workspaces:
+    """cuBLAS' workspaces of one stream, out of torch's maps, in which anybody may clear them, but while a capture uses them.
+
+    All graphs of a pool have the same ones, in memory of the pool.
+    """
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL(str(LIBRARY))
+        self._library.torch_fastdet_take_workspaces.restype = ctypes.c_void_p
+        self._taken: int | None = None
+        self._process = os.getpid()
+
+    @contextlib.contextmanager
+    def in_use(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        if self._taken is not None:
+            self._library.torch_fastdet_give_workspaces_back(ctypes.c_void_p(self._taken))
+            self._taken = None
+        try:
+            yield
+        finally:
+            self._taken = self._library.torch_fastdet_take_workspaces(ctypes.c_void_p(stream.cuda_stream))
+
+    def __del__(self) -> None:
+        # In a process that was forked there is no CUDA, and at the interpreter's end perhaps no driver.
+        if self._taken is not None and self._process == os.getpid() and not sys.is_finalizing():
+            self._library.torch_fastdet_free_workspaces(ctypes.c_void_p(self._taken))
+
+
+_workspaces: weakref.WeakValueDictionary[tuple[object, int], _Workspaces] = weakref.WeakValueDictionary()
+_workspaces_of: weakref.WeakKeyDictionary[torch.cuda.CUDAGraph, _Workspaces] = weakref.WeakKeyDictionary()
 
 
 def read_on(tensors: Iterable[torch.Tensor], stream: torch.cuda.Stream) -> None:
@@ -161,7 +194,8 @@ def _capture(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream, 
         torch.cuda.synchronize(device)  # before memory is unmapped, on which another stream may be working
         torch.cuda.empty_cache()  # what eager steps have cached cannot serve a graph's pool
         stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream), private.growing_segments(device):
+        workspaces = _workspaces.setdefault((pool, stream.cuda_stream), _Workspaces())
+        with torch.cuda.stream(stream), private.growing_segments(device), workspaces.in_use(stream):
             try:
                 if random_numbers:
                     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -169,6 +203,7 @@ def _capture(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream, 
                     _begin_without_generator(graph, pool, generator)
                 yield
                 graph.capture_end()
+                _workspaces_of[graph] = workspaces
             except BaseException:
                 _abandon(graph, pool, device)
                 if random_numbers:
