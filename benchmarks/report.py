@@ -356,7 +356,8 @@ def headline_table(rows: list[dict]) -> str:
     letters = dict(zip(about, string.ascii_lowercase))
     body = [
         [row["title"], _time(row["stock"]), f"{_time(row['best'])} ({row['best_name']})" if row["best_name"] else "-",
-         _time(row["ours"]), f"{row['stock'] / row['ours']:.1f}x",
+         _time(row["ours"]) + (f" (n = {row['from'][-1]['n']})" if row["from"][-1].get("n") else ""),
+         f"{row['stock'] / row['ours']:.1f}x",
          f"{row['best'] / row['ours']:.1f}x" if row["best_name"] else "-",
          ", ".join(sorted({letters[machine_and_day(measured)] for measured in row["from"]}))]
         for row in rows

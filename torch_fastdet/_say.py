@@ -32,9 +32,10 @@ def note_fallback(line: str) -> None:
     fallbacks[line] = None
 
 
-def count(switch: str, what: str) -> None:
-    """Note that ``switch`` did ``what`` once, for the report at the end of a run."""
-    counts[switch, what] += 1
+def count(switch: str, what: str, times: int = 1) -> None:
+    """Note that ``switch`` did ``what`` so often, for the report at the end of a run."""
+    if times:
+        counts[switch, what] += times
 
 
 _lines = _Lines()

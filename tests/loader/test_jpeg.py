@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import re
 import signal
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from tests.loader.leftovers import open_memories
 from tests.loader.pretended import made, pictures_on_the_cpu
 from torch_fastdet.loader import jpeg
 from torch_fastdet.loader.jpeg import AREA, AS_IT_IS, LINEAR, OTHERWISE, Files, is_jpeg, packed_size, read_jpeg
+from torch_fastdet.loader.loop import PlannedLoading
 from torch_fastdet.loader.memory import JpegFiles, PictureMemory
 from torch_fastdet.loader.on_cpu import run_on_cpu
 from torch_fastdet.loader.plan import AFFINE, FILES, OWN, PERSPECTIVE, Layer, Picture, Source, pack
@@ -60,7 +62,7 @@ def test_a_file_comes_back_as_opencv_decodes_it(files):
     assert 0 < memory.files.used() <= packed_size(rest) + (1 << 14)
 
 
-def test_what_opencv_has_to_decode_is_not_kept_and_said_once(tmp_path, caplog):
+def test_what_opencv_has_to_decode_is_not_kept_and_said_once(tmp_path, caplog, monkeypatch):
     files = [write(tmp_path / f"{i}.jpg", 48, 64, i, progressive=True) for i in range(2)]
     resized = write(tmp_path / "large.jpg", 96, 128)
     (tmp_path / "broken.jpg").write_bytes(b"no picture")
@@ -71,6 +73,11 @@ def test_what_opencv_has_to_decode_is_not_kept_and_said_once(tmp_path, caplog):
     (record,) = caplog.records
     assert record.message.endswith("0.jpg, and other files like it: progressive")
     assert memory.files.refused == 5  # the last one was not to be kept
+    monkeypatch.setattr("torch_fastdet._say.counts", counts := Counter())
+    loading = PlannedLoading(memory, 0, False)
+    for _ in range(2):
+        loading.count_batch()
+    assert counts == {("loader_optim", "batches"): 2, ("loader_optim", "JPEG files decoded by OpenCV"): 5}
     picture = cv2.imread(files[0])
     assert memory.put(0, picture, picture.shape[:2]) and np.array_equal(memory.get(0), picture) and memory.decoded()[0]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from torch_fastdet._say import say
+from torch_fastdet._say import count, say
 from torch_fastdet.loader.finish import Finisher, FinisherOfDicts
 from torch_fastdet.loader.memory import PictureMemory
 from torch_fastdet.loader.plan import Indices
@@ -85,8 +85,14 @@ class PlannedLoading:
             return map(self.finisher, source)
         return Ahead(source, self.finisher, self.finisher.device, limited)
 
+    def count_batch(self) -> None:
+        """For the report at the end of a run."""
+        count("loader_optim", "batches")
+        if self.memory.jpegs is not None:
+            count("loader_optim", "JPEG files decoded by OpenCV", self.memory.jpegs.newly_refused())
+
     def _say(self, how: str) -> None:
-        memory, count = self.memory, len(self.memory)
+        memory, pictures = self.memory, len(self.memory)
         files = 0 if memory.jpegs is None else int(memory.jpegs.may_keep.sum())
         where = "that all processes share"
         parts = []
@@ -94,12 +100,12 @@ class PlannedLoading:
             room, all_fit = memory.files.room, memory.files.room >= memory.files.wanted
             kept = f"kept as JPEG files, in {words(room)} {where}, " if room else ""
             read = "" if all_fit else "or read as JPEG files, " if room else "read as JPEG files "
-            parts.append(f"{_number(files, count)} pictures are {kept}{read}and decoded for each batch")
-        if files < count:
+            parts.append(f"{_number(files, pictures)} pictures are {kept}{read}and decoded for each batch")
+        if files < pictures:
             places = (
                 memory.places if memory.jpegs is None else int(((memory.offsets >= 0) & ~memory.files.may_keep).sum())
             )
-            parts.append(f"{_number(places, count)} pictures are decoded once, into {words(memory.held())} {where}")
+            parts.append(f"{_number(places, pictures)} pictures are decoded once, into {words(memory.held())} {where}")
         say(f"loader_optim: {'; '.join(parts)}; batches are {how}")
 
 

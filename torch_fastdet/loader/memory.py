@@ -236,6 +236,7 @@ class JpegFiles(SharedFile):
     _rows: np.ndarray
     _sent_here: np.ndarray
     _sent_end: int
+    _told: int
 
     def __init__(self, files: Files, budget: int, fd: int | None = None, nbytes: int | None = None) -> None:
         self.files = files
@@ -341,6 +342,11 @@ class JpegFiles(SharedFile):
         """How many files were not kept because OpenCV has to decode them, so far."""
         return int(self._rows[len(self), 1])
 
+    def newly_refused(self) -> int:
+        """How many of them since this process asked last."""
+        before, self._told = self._told, self.refused
+        return self._told - before
+
     def _take(self, column: int, size: int, room: int) -> int | None:
         """The offset of so many bytes that nobody else gets, of ``room`` whose end is noted in the last row."""
         with self._locked():
@@ -363,6 +369,7 @@ class JpegFiles(SharedFile):
         self._lock = threading.Lock()
         #: Files that travel with the batch that this process plans.
         self.sent: dict[int, np.ndarray] = {}
+        self._told = 0
         self._sent_here, self._sent_end = np.empty(0, dtype=np.uint8), 0
         # A row a picture: bytes (0: not there, -1: refused; written last) and offset; the same of the index of one that is not
         # kept. Behind them: bytes that files take, files that were refused, bytes that indices take.

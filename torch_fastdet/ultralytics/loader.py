@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from torch_fastdet._say import count, saying_once
+from torch_fastdet._say import saying_once
 from torch_fastdet.hosts.shapes import UltralyticsDataset
 from torch_fastdet.loader.fingerprint import fingerprint
 from torch_fastdet.loader.jpeg import Files
@@ -257,7 +257,7 @@ class PlannedLoader:
             batches.allow(len(self))
         for _ in range(len(self)):
             if not self._as_stock:
-                count("loader_optim", "batches")
+                self._plans.count_batch()
             yield next(batches)
 
     def __copy__(self: Any) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from torch_fastdet._say import count, say
+from torch_fastdet._say import say
 from torch_fastdet.hosts.shapes import YOLOv5Dataset
 from torch_fastdet.loader.jpeg import Files
 from torch_fastdet.loader.loop import PlanBatches, PlannedLoading
@@ -216,7 +216,7 @@ def loader_classes(stock: type) -> tuple[type, type]:
             if self._batches is None:
                 self._batches = self._plans.batches(self.iterator)
             for _ in range(len(self)):
-                count("loader_optim", "batches")
+                self._plans.count_batch()
                 yield next(self._batches)
 
     class PlanDataLoader(DataLoader):
