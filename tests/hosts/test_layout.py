@@ -1,11 +1,14 @@
 """The choice between NCHW and NHWC: measured once, kept, said; and nothing of the training changes."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from torch_fastdet._torch import private
+from torch_fastdet.graphs import _capture
 from torch_fastdet.hosts.shared import layout
 from torch_fastdet.hosts.shared.layout import LayoutChoice
 
@@ -105,6 +108,15 @@ def test_measuring_changes_nothing(device, monkeypatch, autocast):
     assert all(map(torch.equal, state, [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]))
     assert all(p.grad is None for p in model.parameters())
     assert all(map(torch.equal, model.state_dict().values(), before.values()))
+
+
+def test_no_thread_captures_while_it_waits_for_the_gpu(monkeypatch):
+    event, waiting = SimpleNamespace(record=int, synchronize=int, elapsed_time=lambda end: 1.0), []
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waiting.append(_capture._captures._waiting))
+    monkeypatch.setattr(private, "keep_busy", lambda *_: None)
+    assert layout._milliseconds(lambda: None, torch.device("cpu")) == 1.0
+    assert waiting == [1] * layout.RUNS
 
 
 def test_is_measured_on_the_models_device(monkeypatch):

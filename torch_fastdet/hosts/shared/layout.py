@@ -47,7 +47,8 @@ def _milliseconds(run: Callable[[], None], device: torch.device) -> float:
         run()
     times = []
     for _ in range(RUNS):
-        torch.cuda.synchronize(device)
+        with _capture.no_capture():  # of another thread, whose capture this would end
+            torch.cuda.synchronize(device)
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         private.keep_busy(device, 0.05)
         begin.record()
