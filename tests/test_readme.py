@@ -275,7 +275,7 @@ COMMANDS = [
     (r"make test TORCH=2\.15\.0", Held(".ci/run", "make test-python TORCH=2.15.0")),
     (r"make soak", Held("tests/benchmarks/test_soak.py", "def test_all_parts_run")),
     (r"python -m tests\.fuzz\.operators .*", Held("tests/fuzz/test_operators.py", 'passes("operators"')),
-    (r"make fuzz-operators", Held("Makefile", "-m tests.fuzz.operators")),
+    (r"make fuzz-operators(-gpu)?", Held("Makefile", "-m tests.fuzz.operators")),
     (r"make fuzz-files", Held("Makefile", "-m tests.fuzz.files")),
     (r"make fuzz", Held("Makefile", "--target fuzz_jpeg")),  # the same decoder as in make test-asan, for minutes
     (r"make test-aarch64-extension", Held(".github/workflows/nightly.yml", "make test-aarch64-extension")),

@@ -5,6 +5,7 @@ to. Each case changes some of the arguments of a seed: layout, offset, overlap, 
 The operator must
 
 * give what it gives for contiguous copies of the same arguments, in shapes and types that its meta function foretells,
+  and what its oracle says (tests/fuzz/oracles.py) where the numbers are ordinary,
 * or raise an error of one line.
 
 A crash ends the process; the last line of --log is the case that did it.
@@ -32,7 +33,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from tests.fuzz import parser, problems
+from tests.fuzz import oracles, parser, problems
 from torch_fastdet._torch.private import operator_names
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -271,7 +272,9 @@ def problem(call: Call, draw: random.Random, log: Any, device: str = "cpu") -> s
         else x
         for x in flat
     ]
-    expected, error = run(operator, *tree_unflatten(plain, form))
+    wanted = oracles.expected(operator, *tree_unflatten(plain, form))
+    of_plain = tree_unflatten(plain, form)
+    expected, error = run(operator, *of_plain)
     found, other = run(operator, *tree_unflatten(given, form))
     for each in filter(None, (error, other)):
         text = str(each)
@@ -290,6 +293,10 @@ def problem(call: Call, draw: random.Random, log: Any, device: str = "cpu") -> s
         counts["errors"] += 1
         return None
     counts["results"] += 1
+    counts["oracles"] += wanted is not None
+    for a, b in zip(wanted or (), oracles.given(operator, *of_plain, expected)):
+        if a.shape != b.shape or not same(a.to(b), b):
+            return f"{case}\n  another result than the oracle's: {a.flatten()[:8]}, {b.flatten()[:8]}"
     # What a loss keeps for its backward pass lies as its inputs do.
     public = None if "loss" not in operator.name() else 0 if "backward" in operator.name() else 2
     for a, b in zip(tree_flatten(expected)[0][:public], tree_flatten(found)[0]):
@@ -340,7 +347,8 @@ def main() -> int:
 
         wrong = problems(options, one)
     print(
-        f"{options.count:,} cases of {len(names)} operators: {counts['results']:,} results, {counts['errors']:,} errors of one line"
+        f"{options.count:,} cases of {len(names)} operators: {counts['results']:,} results, {counts['errors']:,} errors of one line; "
+        f"{counts['oracles']:,} results are those of an oracle"
     )
     return int(wrong > 0)
 

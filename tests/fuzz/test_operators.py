@@ -4,5 +4,5 @@ from tests.fuzz import passes
 
 
 def test_operators_survive_a_fuzzer(tmp_path):
-    count, operators, results, errors = passes("operators", 2000, tmp_path)
-    assert count == 2000 and operators >= 50 and min(results, errors) > count // 8, "cases of one kind alone"
+    count, operators, results, errors, compared = passes("operators", 2000, tmp_path)
+    assert count == 2000 and operators >= 50 and min(results, errors, compared) > count // 8, "cases of one kind alone"
