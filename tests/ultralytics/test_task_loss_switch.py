@@ -660,6 +660,13 @@ def test_training_of_two_epochs(program, digits, tmp_path, model):
     two_epochs(program, digits, tmp_path, model, (1e-4, 1e-4))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["yolov8n-seg", "yolov8n-pose", "yolov8n-obb", "yolo26n-seg"])
+def test_training_without_any_object(program, digits, tmp_path, model):
+    ran = two_epochs(program, digits, tmp_path, model, (1e-4, 1e-4), "--unlabelled")
+    assert all(loss["box_loss"] == 0 < loss["cls_loss"] for loss in ran["ours"]["losses"])
+
+
 @pytest.mark.parametrize("model", CRITERIA)
 def test_training_of_two_epochs_on_a_gpu(cuda, program, digits, tmp_path, model):
     """All switches, in mixed precision: other kernels round otherwise, and a young model's assignments turn on that."""

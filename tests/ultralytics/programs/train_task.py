@@ -19,6 +19,7 @@ parser.add_argument("data")
 parser.add_argument("project")
 parser.add_argument("model", help="as in yolov8n-seg")
 parser.add_argument("--device", default="cpu")
+parser.add_argument("--unlabelled", action="store_true", help="pictures without any object")
 options = parser.parse_args()
 task = options.model.partition("-")[2]
 
@@ -37,7 +38,7 @@ for file in target.glob("labels/*/*.txt"):
         rhomb = [f"{x + a * w / 2} {y + b * h / 2}" for a, b in ((-0.2, -1), (1, -0.2), (0.2, 1), (-1, 0.2))]
         shapes = {"seg": octagon_shape, "pose": [f"{x} {y} {w} {h}", *corners], "obb": rhomb}
         lines.append(f"{label} " + " ".join(shapes[task]))
-    file.write_text("\n".join(lines) + "\n")
+    file.write_text("" if options.unlabelled else "\n".join(lines) + "\n")
 text = Path(options.data).read_text().replace(str(source), str(target))
 data = target / "task.yaml"
 data.write_text(text + ("\nkpt_shape: [4, 3]\nflip_idx: [1, 0, 3, 2]\n" if task == "pose" else "\n"))
