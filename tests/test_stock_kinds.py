@@ -515,6 +515,7 @@ CASES: dict[str, dict[str, Case]] = {
         "ComputeLoss": Case(compute_loss, 2, FLOATS, but=no_heads),
     },
     "ultralytics": {
+        "BasePredictor.setup_source": "tests/ultralytics/test_letterbox_switch.py",
         **SHARED,
         "C2f.forward": Case(module_forward(8, 8), 1, FLOATS),
         "non_max_suppression": all_floats(ultralytics_nms),
@@ -529,6 +530,7 @@ CASES: dict[str, dict[str, Case]] = {
 ELSEWHERE: dict[str, dict[str, str]] = {
     "yolov5": {
         "AutoShape.forward": "tests/yolov5/test_letterbox_switch.py",
+        "LoadImages.__next__": "tests/yolov5/test_letterbox_switch.py",
         "LoadImagesAndLabels": "tests/yolov5/test_loader_switch.py",
         "LoadImagesAndLabelsAndMasks": "tests/yolov5/test_loader_switch.py",
         "InfiniteDataLoader": "tests/yolov5/test_loader_switch.py",
