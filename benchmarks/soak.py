@@ -272,7 +272,7 @@ def kill(training: Training, kills: int, draw: random.Random) -> Killed:
 def kill_many(folder: Path, device: torch.device, pictures: int, kills: int, jobs: int) -> int:
     """Trainings that are killed, ``jobs`` at a time, beside one that is not; whether their bits differ."""
     counts = [0, *(min(KILLS, kills - done) for done in range(0, kills, KILLS))]
-    epochs, program = 3 * max(counts) + 3, "tests.yolov5.programs.killed"  # in a second there are two at most
+    epochs, program = 5 * max(counts) + 3, "tests.yolov5.programs.killed"  # no more pass before the last kill
     trainings = [
         Training(folder / str(number), device, pictures, 0, epochs, program, ("--resume_exact",))
         for number in range(len(counts))
