@@ -1,4 +1,4 @@
-"""``LoadImages`` of detect.py and segment/predict.py: JPEG files decoded on the GPU that the network is on."""
+"""``LoadImages`` of detect.py and its like: JPEG files decoded on the GPU that the network is on."""
 
 from __future__ import annotations
 

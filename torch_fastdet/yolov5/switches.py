@@ -143,8 +143,8 @@ def _load_images(_: Active, stock: Callable[..., object], __: type) -> object:
 
 LETTERBOX = Switch(
     "letterbox_optim",
-    "letterbox and division by 255 for AutoShape models (torch.hub) as one operator on the GPU, and JPEG files of detect.py and "
-    "segment/predict.py decoded there; needs a GPU",
+    "letterbox and division by 255 for AutoShape models (torch.hub) as one operator on the GPU, and JPEG files of detect.py, "
+    "segment/predict.py and classify/predict.py decoded there; needs a GPU",
     (
         # `letterbox` itself, which the loaders of detect.py call, stays: they want an array on the host (docs/yolov5.md).
         Target(
