@@ -48,7 +48,7 @@ def _bbox_iou(a: Any) -> list[Tensor]:
 
 def _bn_act(a: Any) -> list[Tensor]:
     found = bn_act.bn_act(a.x, a.weight, a.bias, torch.zeros_like(a.x), a.eps, a.activation, a.slope, a.residual)
-    return [found.y, found.mean]
+    return [found.y, found.mean] if a.x.numel() else [found.y]  # without elements there is no mean
 
 
 def _matches(a: Any) -> list[Tensor]:
