@@ -71,7 +71,7 @@ def test_tables_that_are_out_of_date_are_made_again(two_days, monkeypatch):
 
 def test_the_plot_shows_the_headlines():
     rows = report.headlines(report.load_newest("gpu"))
-    about = "\n".join(report.machines_of(rows).values())
+    about = report._below(report.machines_of(rows).values()).strip()
     assert report.plot_is_current(rows, report.PLOT, about), "type: python -m benchmarks.report"
 
 
@@ -404,7 +404,7 @@ def test_the_search_for_the_largest_batch(limit):
 
 def test_the_seconds_of_an_epoch_are_those_of_the_newest_whole_run(tmp_path, monkeypatch):
     """A run without stock beside it says nothing."""
-    (_, _, case, ours), (_, _, first, _) = report.HEADLINES[:2]
+    case, first, ours = report.COCO_CASE, f"{report.COCO_CASE}, first epoch", report.OURS
     times = {(first, ours): 30e3, (case, ours): 20e3, (case, "stock"): 200e3}
     for folder, gpu, rows in (
         ("h200-2030-01-01", "NVIDIA H200", times),
