@@ -233,6 +233,10 @@ WITHOUT = {
     ("loss", r"segmentation, .*"): "its work depends on the pixels of the boxes",
     ("nms", r"rotated boxes, .*"): "its work depends on how many boxes lie near each other",
     ("nms", r"Ultralytics layout, one image, .*"): "2.7 MB, which the CPU's caches may hold",
+    (
+        "train",
+        r"yolov5\w-seg, batch \d+, segment/train\.py",
+    ): "masks and prototypes, whose operations work.py does not count",
     ("train", r"yolov5n, batch \d+, train\.py at 128"): "a figure of the CPU, where the loader is part of the step",
     ("train", r"yolov5\w, batch \d+, train\.py's default options, .*"): "the CPU, which decodes, decides",
     ("dataset", r"yolov5\w, batch \d+, train\.py, .*"): "files, host memory and decoding decide, too",

