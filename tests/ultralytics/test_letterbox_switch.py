@@ -1,5 +1,6 @@
 """letterbox_optim against the predictor's own preprocess: the same batch, bit for bit."""
 
+import contextlib
 from copy import copy
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ pytest.importorskip("cv2", exc_type=ImportError)
 import cv2
 import ultralytics.data.loaders as loaders
 import ultralytics.engine.predictor as predictor
+import ultralytics.utils.patches as patches
 
 from torch_fastdet import ultralytics as drop_in
 from torch_fastdet.hosts.shared import files as shared
@@ -137,12 +139,35 @@ def test_files_are_decoded_with_stocks_pixels(tmp_path, device, monkeypatch, bat
     assert isinstance(ours, loaders.LoadImagesAndVideos)
 
 
-def test_an_own_imread_stays(tmp_path, device, monkeypatch):
+@pytest.mark.parametrize("modules", [(loaders,), (loaders, patches)])
+def test_an_own_imread_stays(tmp_path, device, monkeypatch, modules):
     files(tmp_path)
-    monkeypatch.setattr(loaders, "imread", lambda path, flags: np.full((8, 8, 3), 7, np.uint8))
+    own = lambda path, flags: np.full((8, 8, 3), 7, np.uint8)  # noqa: E731
+    for module in modules:
+        monkeypatch.setattr(module, "imread", own)
     ours = loaders.LoadImagesAndVideos(tmp_path / "a.jpg")
     letterbox.decode_on(device, ours)
     assert next(iter(ours))[1][0].max() == 7
+
+
+def test_a_source_before_the_model(patched, tmp_path):
+    files(tmp_path)
+    ours = patched(overrides={"imgsz": 96, "project": str(tmp_path / "runs")})
+    ours.setup_source(tmp_path, 32)
+    assert ours.device is None and type(ours.dataset) is loaders.LoadImagesAndVideos
+
+
+def test_no_memory_leaves_a_file_to_opencv(tmp_path, device, monkeypatch):
+    """Torch raises another error than OutOfMemoryError for pinned memory."""
+    files(tmp_path)
+    for text, expected in (("CUDA error: out of memory", None), ("CUDA error: misaligned address", RuntimeError)):
+
+        def decode_jpeg(*_, text=text):
+            raise RuntimeError(text)
+
+        monkeypatch.setattr(shared.ops, "decode_jpeg", decode_jpeg)
+        with pytest.raises(expected) if expected else contextlib.nullcontext():
+            assert shared.decoded(str(tmp_path / "a.jpg"), device) is None
 
 
 def test_predict_of_a_file(patched, device, tmp_path, monkeypatch):

@@ -221,3 +221,15 @@ def test_load_images_decodes_files_with_stocks_pixels(patched, device, tmp_path,
         for ours, stock in zip(found, want, strict=True):
             assert ours[::3] == stock[::3] and all(map(np.array_equal, ours[1:3], stock[1:3]))
         assert [pixels is not None for pixels in seen] == ([] if gpu is None else [True, False, False])
+
+
+def test_load_images_follows_what_others_replace(patched, device, tmp_path, monkeypatch):
+    """Another cv2.imread, which need not take flags, reads JPEG files too."""
+    from yolov5.utils import dataloaders
+
+    Image.fromarray(picture(70, 50)).save(tmp_path / "a.jpg")
+    monkeypatch.setattr(files, "_gpu", lambda: device)
+    monkeypatch.setattr(dataloaders, "letterbox", lambda image, *_, **__: (image[:9, :8],))
+    assert next(iter(dataloaders.LoadImages(str(tmp_path))))[1].shape == (3, 9, 8)
+    monkeypatch.setattr(dataloaders.cv2, "imread", lambda path: np.full((20, 30, 3), 7, np.uint8))
+    assert next(iter(dataloaders.LoadImages(str(tmp_path))))[2].shape == (20, 30, 3)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from torch_fastdet.hosts.engine.import_hook import namespace
+from torch_fastdet.hosts.engine.replace import is_code_of
 from torch_fastdet.hosts.shapes import Predictor
 from torch_fastdet.hosts.shared.files import decoded, with_names
 from torch_fastdet.hosts.shared.letterbox import fits, letterbox
@@ -67,9 +68,8 @@ def sourcing(stock: Callable) -> Callable:
     @functools.wraps(stock)
     def setup_source(self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
-        device = torch.device(self.device)
-        if device.type == "cuda":
-            decode_on(device, self.dataset)
+        if str(self.device).startswith("cuda"):  # None before the model is there
+            decode_on(torch.device(self.device), self.dataset)
 
     return setup_source
 
@@ -77,12 +77,12 @@ def sourcing(stock: Callable) -> Callable:
 def decode_on(device: torch.device, dataset: Any) -> None:
     """Have a ``LoadImagesAndVideos`` read pictures of JPEG files by :func:`decoded`. Other loaders stay as they are."""
     from ultralytics.data.loaders import LoadImagesAndVideos
-    from ultralytics.utils.patches import imread as stock_imread
 
     if type(dataset) is not LoadImagesAndVideos:
         return
     stock = LoadImagesAndVideos.__next__
-    if getattr(stock, "__globals__", {}).get("imread") is not stock_imread:
+    stock_imread: Any = getattr(stock, "__globals__", {}).get("imread")
+    if not is_code_of(stock_imread, "ultralytics"):
         return  # somebody else's
 
     def imread(filename: str, flags: int = cv2.IMREAD_COLOR) -> np.ndarray | None:

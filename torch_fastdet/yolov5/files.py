@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from types import BuiltinFunctionType
 from typing import Any
 
 import cv2
 import numpy as np
 import torch
 
+from torch_fastdet.hosts.engine.import_hook import top_level
+from torch_fastdet.hosts.engine.replace import is_code_of
 from torch_fastdet.hosts.shared.files import decoded, with_names
 from torch_fastdet.loader.recorder import recording_module
 
@@ -18,12 +22,21 @@ def _gpu() -> torch.device | None:
 
 
 def reading(stock: Any) -> Any:
-    """``LoadImages.__next__`` in which ``cv2.imread`` has JPEG files decoded on the GPU."""
-    stock_cv2 = stock.__globals__["cv2"]
+    """``LoadImages.__next__`` in which ``cv2.imread``, OpenCV's or YOLOv5's, has JPEG files decoded on the GPU."""
+    names = stock.__globals__
 
-    def imread(filename: str, flags: int = cv2.IMREAD_COLOR) -> np.ndarray | None:
-        device = _gpu() if flags == cv2.IMREAD_COLOR else None
-        pixels = None if device is None else decoded(filename, device)
-        return stock_cv2.imread(filename, flags) if pixels is None else pixels
+    @functools.wraps(stock)
+    def following(self: Any) -> Any:
+        device, stock_cv2 = _gpu(), names["cv2"]
+        theirs = stock_cv2.imread
+        known = isinstance(theirs, BuiltinFunctionType) or is_code_of(theirs, top_level(names["__name__"]))
+        if device is None or not known:
+            return stock(self)
 
-    return with_names(stock, cv2=recording_module(stock_cv2, {"imread": imread}))
+        def imread(filename: str, flags: int = cv2.IMREAD_COLOR) -> np.ndarray | None:
+            pixels = decoded(filename, device) if flags == cv2.IMREAD_COLOR else None
+            return theirs(filename, flags) if pixels is None else pixels
+
+        return with_names(stock, cv2=recording_module(stock_cv2, {"imread": imread}))(self)
+
+    return following

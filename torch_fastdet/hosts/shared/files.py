@@ -14,6 +14,7 @@ import torch
 
 from torch_fastdet import ops
 from torch_fastdet.loader.jpeg import is_jpeg
+from torch_fastdet.memory import is_out_of_memory
 
 
 @functools.cache
@@ -30,8 +31,10 @@ def decoded(path: str, device: torch.device) -> np.ndarray | None:
         with torch.cuda.stream(_beside_the_network(device)):
             (pixels,) = ops.decode_jpeg([file], device)
             return pixels.cpu().numpy()
-    except (OSError, ValueError, torch.cuda.OutOfMemoryError):
-        return None
+    except Exception as error:
+        if isinstance(error, (OSError, ValueError)) or is_out_of_memory(error):  # pinned memory, too
+            return None
+        raise
 
 
 def with_names(function: Any, **names: object) -> FunctionType:
