@@ -170,6 +170,15 @@ def test_no_memory_leaves_a_file_to_opencv(tmp_path, device, monkeypatch):
             assert shared.decoded(str(tmp_path / "a.jpg"), device) is None
 
 
+def test_whatever_the_default_device_is(patched, tmp_path, device):
+    files(tmp_path)
+    path, ours = str(tmp_path / "a.jpg"), make(patched, device)
+    with torch.device("meta"):
+        assert np.array_equal(shared.decoded(path, device), cv2.imread(path))
+        for name in ("one", "several sizes"):
+            assert torch.equal(ours.preprocess(BATCHES[name]()), STOCK(ours, BATCHES[name]()))
+
+
 def test_predict_of_a_file(patched, device, tmp_path, monkeypatch):
     """On a GPU its file is decoded there; the result has stock's picture and boxes."""
     from ultralytics import YOLO

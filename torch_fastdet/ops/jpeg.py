@@ -53,7 +53,7 @@ def decode_jpeg(files: list[Tensor], device: str | torch.device = "cpu") -> list
     for offset, _, height, width, _ in pictures.tolist():
         asked.append([offset, offset, 0, 0, width, height, end, 3 * width])
         end += -(-3 * width * height // 16) * 16
-    plan, sizes = jpeg_plan(storage, torch.tensor(asked))
+    plan, sizes = jpeg_plan(storage, torch.tensor(asked, device="cpu"))
     out = torch.empty(end, dtype=torch.uint8, device=where)
     if where.type != "cpu":
         storage, plan = storage.to(where, non_blocking=True), plan.to(where, non_blocking=True)

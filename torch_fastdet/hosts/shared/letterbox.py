@@ -41,7 +41,7 @@ def letterbox(
         where = [(i, 0) for i in range(len(pictures))]  # of each picture: storage and offset
     else:
         ends = np.cumsum([head] + [im.size for im in pictures]).tolist()
-        buffer = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+        buffer = torch.empty(ends[-1], dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
         for im, begin, end in zip(pictures, ends, ends[1:]):
             np.copyto(buffer[begin:end].numpy().reshape(im.shape), im)
         storages, where = [buffer], [(0, begin) for begin in ends[:-1]]
@@ -49,7 +49,8 @@ def letterbox(
         [
             [*at, shape[0], shape[1], shape[1] * channels, p.height, p.width, p.top, p.left, 0]
             for at, shape, p in zip(where, shapes, placings)
-        ]
+        ],
+        device="cpu",
     )
     if head:
         storages[0][:head].view(torch.int64).copy_(plan.view(-1))
