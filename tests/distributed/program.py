@@ -239,6 +239,9 @@ def passes_without_a_backward_pass():
             seen += train(wrapped, [x])
         results.append(seen)
     same_as_ddp(plain, model, *results)
+    first = model.stem[1].running_mean.clone()
+    dist.broadcast(first, 0)
+    assert torch.equal(first, model.stem[1].running_mean) == (RANK == 0), "statistics of batch norm are sent"
 
 
 def norms_that_are_frozen():

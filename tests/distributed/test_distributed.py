@@ -222,7 +222,9 @@ WAITING = ("a_rank_that_hangs", "a_rank_with_fewer_batches")  # nothing is wrong
 
 
 @on_both
-@pytest.mark.parametrize("fault, size", [*((fault, 2) for fault in FAULTS), ("a_rank_that_hangs", 4)])
+@pytest.mark.parametrize(
+    "fault, size", [*((fault, 2) for fault in FAULTS), *((f, 4) for f in ("a_rank_that_dies", *WAITING))]
+)
 @pytest.mark.slow
 def test_every_process_ends_after_a_fault(variables, tmp_path, fault, size, backend):
     """In SECONDS; where ranks wait for one that does not come, in the time that the process group was given and that torchrun takes

@@ -1,4 +1,9 @@
+import contextlib
 import hashlib
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -22,3 +27,19 @@ def checksum(value: object) -> str:
 
     add(value)
     return found.hexdigest()[:12]
+
+
+@contextlib.contextmanager
+def limits(environment: dict[str, str], empty: Path) -> Iterator[None]:
+    """Of programs: 256 open files, two cores, a home that cannot be made, no nvidia-smi on the path, no visible GPU."""
+    whole, cores, files = environment.copy(), os.sched_getaffinity(0), resource.getrlimit(resource.RLIMIT_NOFILE)
+    environment.update(HOME="/proc/nowhere", PATH=str(empty), CUDA_VISIBLE_DEVICES="")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, files[1]))
+    os.sched_setaffinity(0, sorted(cores)[:2])
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, files)
+        os.sched_setaffinity(0, cores)
+        environment.clear()
+        environment.update(whole)

@@ -1,11 +1,14 @@
 """A training that was stopped and resumed with ``resume_exact`` has the bits of one that was not."""
 
 import json
-import os
 import re
-import resource
+import subprocess
+import sys
 
 import pytest
+
+from tests.resume import limits
+from tests.ultralytics.conftest import PROGRAMS
 
 pytestmark = pytest.mark.slow
 OURS = re.compile(r"last\.[0-9a-f]{16}\.resume")
@@ -40,19 +43,39 @@ def test_resumed_training_has_the_bits_of_one_run(program, digits, tmp_path, arg
     assert len({json.dumps(parts) for parts in run["whole"].values()}) == len(run["whole"]), "nothing is trained"
 
 
-def test_training_and_resume_under_limits(program, ultralytics_environment, digits, tmp_path, monkeypatch):
-    """256 open files, two cores, a home that cannot be made, no nvidia-smi on the path, no visible GPU; with loader processes."""
-    for name, value in {"HOME": "/proc/nowhere", "PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}.items():
-        monkeypatch.setitem(ultralytics_environment, name, value)
-    before, cores = resource.getrlimit(resource.RLIMIT_NOFILE), os.sched_getaffinity(0)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
-    os.sched_setaffinity(0, sorted(cores)[:2])
-    try:
-        run = program("resume_exact.py", digits, tmp_path, 3, "--workers", 2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-        os.sched_setaffinity(0, cores)
-    same_bits(run, 3)
+def test_killed_training_ends_with_the_bits_of_one_run(ultralytics_environment, digits, tmp_path):
+    """By SIGKILL in its second epoch: while the file beside last.pt is written, then between that file and last.pt."""
+
+    def train(name, kill=0):
+        command = [sys.executable, PROGRAMS / "killed.py", digits, tmp_path, name]
+        environment = ultralytics_environment | {"KILL": str(kill)}
+        result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        output = result.stdout + result.stderr
+        assert result.returncode == (-9 if kill else 0), output[-3000:]
+        states = [json.loads(state) for state in re.findall("^SAVED (.*)$", result.stdout, flags=re.M)]
+        for state in states:
+            del state["table"]  # which has times
+        return states, "resume_exact: goes on from" in output
+
+    whole, _ = train("whole")
+    # The first epoch that is saved has eight writes: four of last.pt and the file beside it, two each of best.pt and of its own file.
+    killed = [train("killed", kill) for kill in (9, 3, 0)]
+    assert [resumed for _, resumed in killed] == [False, True, True]
+    assert [states for states, _ in killed] == [whole[:2], whole[1:2], whole[1:]]
+    assert len({state["model"] for state in whole}) == 3
+    once, ended = (tmp_path / name for name in ("whole", "killed"))
+    without_time = [
+        [row.split(",")[:1] + row.split(",")[2:] for row in (folder / "results.csv").read_text().splitlines()]
+        for folder in (once, ended)
+    ]
+    assert without_time[0] == without_time[1] and len(without_time[0]) == 4
+    left = [sorted(path.name for path in (folder / "weights").iterdir()) for folder in (once, ended)]
+    assert left[0] == left[1] and "last.pt" in left[0]
+
+
+def test_training_and_resume_under_limits(program, ultralytics_environment, digits, tmp_path):
+    with limits(ultralytics_environment, tmp_path):
+        same_bits(program("resume_exact.py", digits, tmp_path, 3, "--workers", 2), 3)
 
 
 def test_damaged_file_is_one_line_and_stocks_resume(program, digits, tmp_path):

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from tests.resume import limits
 from tests.yolov5.conftest import TRAIN
 
 pytestmark = pytest.mark.slow
@@ -74,6 +75,15 @@ def test_killed_training_ends_with_the_bits_of_one_run(real_yolov5, trainings):
     same_training(real_yolov5("checkout"), 3, once, ended)
     assert [len(re.findall("resume_exact: goes on from", output)) for output in outputs] == [0, 1, 1]
     assert not any("resumes as stock's" in output for output in outputs)
+
+
+def test_training_and_resume_under_limits(real_yolov5, trainings, tmp_path):
+    checkout = real_yolov5("checkout")
+    with limits(checkout.environment, tmp_path):
+        once, ended, *outputs = trainings(3, "cpu", [("STOP", 1)])
+    same_training(checkout, 3, once, ended)
+    (whole,), (first, second) = map(saved, outputs)
+    assert len(whole) == 3 and first + second == whole
 
 
 def test_killed_training_ends_with_the_bits_of_one_run_on_the_gpu(real_yolov5, trainings, cuda):
