@@ -32,7 +32,7 @@ def same_bits(run, stop):
 # Before mosaics end, where they end, and after.
 @pytest.mark.parametrize(
     "arguments",
-    [(), ("--workers", 2, "--stocks"), ("--workers", 2, "--optimizer", "AdamW")],
+    [("--optimizer", "MuSGD"), ("--workers", 2, "--stocks"), ("--workers", 2, "--optimizer", "AdamW")],
     ids=["no loader processes", "loader processes of stock", "loader processes of ours"],
 )
 def test_resumed_training_has_the_bits_of_one_run(program, digits, tmp_path, arguments):
