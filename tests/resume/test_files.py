@@ -69,6 +69,13 @@ def test_failed_write_leaves_what_was_there(tmp_path):
     assert {other.name: other.read_bytes() for other in tmp_path.iterdir()} == before
 
 
+def test_what_cannot_be_removed_ends_no_save(tmp_path):
+    path = tmp_path / "last.pt"
+    (tmp_path / files.WRITING / "a folder").mkdir(parents=True)
+    save(path, 1)
+    assert files.read(path)["number"] == 1
+
+
 def test_disk_that_is_full_at_any_byte(tmp_path):
     """Files may be so long and no longer, which is a real error of the system in the middle of a write."""
     path = tmp_path / "last.pt"

@@ -64,7 +64,10 @@ def write_checkpoint(path: Path, write: Callable[[Path], object], state: Callabl
     """
     with whole(path) as made:
         for left in made.parent.iterdir():  # by a process that was killed
-            left.unlink()
+            with contextlib.suppress(
+                OSError
+            ):  # what cannot be removed, such as an open file on NFS, is no reason to save nothing
+                left.unlink()
         result = write(made)
         with open(made, "rb") as file:
             digest = _digest(file)
