@@ -441,7 +441,10 @@ def test_gather():
 
 
 def test_pieces_that_make_no_sense():
-    out, storage = torch.full((80,), 9, dtype=torch.uint8), torch.zeros(40, dtype=torch.uint8)
+    out, storage = torch.full((80,), 9, dtype=torch.uint8), torch.arange(40, dtype=torch.uint8)
+    gathered = out.clone()
+    ops.image_gather_(gathered, [storage], torch.tensor([[0, 0, 40, 0], [0, 3, 20, 45]]))
+    assert torch.equal(gathered, torch.cat((storage, out[:5], storage[3:23], out[65:])))
     for row in (
         (1, 0, 1, 0),
         (-1, 0, 1, 0),

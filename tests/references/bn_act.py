@@ -31,7 +31,8 @@ def activate(z: Tensor, activation: str, slope: float) -> tuple[Tensor, Tensor]:
         s = 1 / (1 + torch.exp(-z))
         return z * s, s * (1 + z * (1 - s))
     if activation == "relu":
-        return torch.where(z > 0, z, torch.zeros_like(z)), (z > 0).double()
+        passes = ~(z <= 0)  # NaN too
+        return torch.where(passes, z, torch.zeros_like(z)), passes.double()
     if activation == "leaky_relu":
         factor = torch.where(z > 0, torch.ones_like(z), torch.full_like(z, slope))
         return z * factor, factor
@@ -51,17 +52,20 @@ def bn_act(
     activation: str = "silu",
     slope: float = 0.01,
     residual: Tensor | None = None,
+    statistics: tuple[Tensor, Tensor] | None = None,
 ) -> Result:
+    """statistics: mean and 1 / sqrt(variance + eps), if not those of x."""
     x, grad_y = x.detach().double(), grad_y.detach().double()
     channels = (1, -1, 1, 1)
     gamma = torch.ones(x.shape[1], device=x.device).double() if weight is None else weight.detach().double()
     beta = torch.zeros(x.shape[1], device=x.device).double() if bias is None else bias.detach().double()
-    mean = x.mean((0, 2, 3))
+    mean = x.mean((0, 2, 3)) if statistics is None else statistics[0].double()
     variance = ((x - mean.view(channels)) ** 2).mean((0, 2, 3))
-    invstd = 1 / torch.sqrt(variance + eps)
+    invstd = 1 / torch.sqrt(variance + eps) if statistics is None else statistics[1].double()
     normalised = (x - mean.view(channels)) * invstd.view(channels)
     value, slope_at = activate(normalised * gamma.view(channels) + beta.view(channels), activation, slope)
-    grad_z = grad_y * slope_at
+    # NaN where nothing passes is selected away, as by PyTorch's kernels.
+    grad_z = torch.where(slope_at == 0, 0.0, grad_y * slope_at)
     grad_bias, grad_weight = grad_z.sum((0, 2, 3)), (grad_z * normalised).sum((0, 2, 3))
     count = x.shape[0] * x.shape[2] * x.shape[3]
     centered = grad_z - grad_bias.view(channels) / count - normalised * grad_weight.view(channels) / count

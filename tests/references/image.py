@@ -9,12 +9,17 @@ INTERPOLATIONS = [cv2.INTER_LINEAR, cv2.INTER_AREA]
 def picture(storages, storage, offset, height, width, channels, pitch=None):
     """A view of one picture, HWC."""
     row = width * channels
+    assert (
+        min(storage, offset, height, width) >= 0
+        and offset + (height - 1) * (pitch or row) + row <= storages[storage].size
+    )
     strides = (pitch or row, channels, 1)
     return np.lib.stride_tricks.as_strided(storages[storage][offset:], (height, width, channels), strides)
 
 
 def canvas_of(storages, placements, layer, masks, channels):
     first, count, height, width, _, mask = layer
+    assert 0 <= first <= first + count <= len(placements)
     canvas = np.full((height, width, channels), 114, np.uint8)
     for storage, offset, src_h, src_w, src_x, src_y, x, y, w, h in placements[first : first + count]:
         source = picture(storages, storage, offset, src_h, src_w, channels)

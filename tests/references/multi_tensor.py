@@ -40,7 +40,8 @@ def sgd(
     param, grad = param.double(), grad.double()
     if maximize:
         grad = -grad
-    grad = grad + weight_decay * param
+    if weight_decay:
+        grad = grad + weight_decay * param
     if momentum:
         buffer = grad if buffer is None else momentum * buffer.double() + (1 - dampening) * grad
         grad = grad + momentum * buffer if nesterov else buffer

@@ -216,9 +216,9 @@ def mask_overlap(coefficients, protos, masks, targets, height, *, overlap=True):
     return iou
 
 
-def mask_loss(coefficients, protos, masks, targets, assignments, height, width, gain, *, overlap=True):
+def mask_loss(coefficients, protos, masks, targets, assignments, height, width, gain, *, overlap=True, found=None):
     """The mask part's item: mean, over all positives, of the cropped entropy's mean over pixels / the share that the box covers."""
-    found = positives(assignments, targets, height, width)
+    found = positives(assignments, targets, height, width) if found is None else found
     rows, columns = protos.shape[2:]
     total = (coefficients.double() * 0).sum() + (protos.double() * 0).sum()
     for b, anchor, row in found:
@@ -255,12 +255,14 @@ def keypoint_similarity(predictions, keypoints, sigmas, targets, sizes, strides)
     return oks
 
 
-def keypoint_loss(predictions, keypoints, sigmas, targets, assignments, sizes, strides, gains, centered=False):
+def keypoint_loss(
+    predictions, keypoints, sigmas, targets, assignments, sizes, strides, gains, centered=False, found=None
+):
     """The items pose and kobj: means over positives x keypoints."""
     height, width = sizes[0][0] * strides[0], sizes[0][1] * strides[0]
     cells = torch.cat([torch.cartesian_prod(torch.arange(ny), torch.arange(nx)).flip(1) for ny, nx in sizes])
     stride = torch.cat([torch.full((ny * nx,), float(s)) for (ny, nx), s in zip(sizes, strides)])
-    found = positives(assignments, targets, height, width)
+    found = positives(assignments, targets, height, width) if found is None else found
     count = keypoints.shape[1]
     pose = kobj = (predictions.double() * 0).sum()
     for b, anchor, row in found:

@@ -64,8 +64,11 @@ def matches(targets: torch.Tensor, anchors: torch.Tensor, ny: int, nx: int, anch
     return found
 
 
-def mask_loss(heads, protos, masks, targets, anchors, *, box=0.05, anchor_t=4.0, overlap=False):
-    """The mask part's item, of masks of the prototypes' size; heads are (bs, na, ny, nx, 5 + classes + channels)."""
+def mask_loss(heads, protos, masks, targets, anchors, *, box=0.05, anchor_t=4.0, overlap=False, found=None):
+    """The mask part's item, of masks of the prototypes' size; heads are (bs, na, ny, nx, 5 + classes + channels).
+
+    found: the matches (image, anchor, y, x) of a level and a row of targets, if they are known.
+    """
     bs, channels, rows, columns = protos.shape
     total = protos.double().sum() * 0
     for level, head in enumerate(heads):
@@ -73,7 +76,8 @@ def mask_loss(heads, protos, masks, targets, anchors, *, box=0.05, anchor_t=4.0,
         size = torch.tensor([nx, ny, nx, ny], dtype=torch.float32)
         of_image = [[] for _ in range(bs)]
         for row, target in enumerate(targets.float()):
-            for image, _, a, y, x, _ in matches(target[None], anchors[level].float(), ny, nx, anchor_t):
+            mine = [] if found else matches(target[None], anchors[level].float(), ny, nx, anchor_t)
+            for image, a, y, x in found(level, row) if found else [(m[0], *m[2:5]) for m in mine]:
                 share = target[2:] * size / size  # float32, as eager code gets there
                 middle, half = share * torch.tensor([columns, rows] * 2), share[2:] * torch.tensor([columns, rows]) / 2
                 low, high = middle[:2] - half, middle[:2] + half
