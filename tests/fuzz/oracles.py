@@ -56,7 +56,7 @@ def _bbox_iou(a: Any) -> list[Tensor]:
 
 def _gradients(a: Any, value: Callable[..., Tensor]) -> list[Tensor]:
     """By both boxes; those that nobody asked for are whatever the operator gave."""
-    assert all(x.numel() and x.isfinite().all() for x in (a.box1, a.box2))
+    assert all(x.numel() and x.isfinite().all() for x in (a.grad, a.box1, a.box2))
     leaves = [x.double().requires_grad_() for x in (a.box1, a.box2)]
     wanted = torch.autograd.grad(value(*leaves), leaves, a.grad.double(), allow_unused=True, materialize_grads=True)
     return [gradient if asked else found for gradient, asked, found in zip(wanted, a.output_mask, a.found)]
