@@ -34,7 +34,7 @@ $(error torch_fastdet: found Python $(or $(FOUND),that fails) in $(VENV), but $(
 endif
 endif
 
-.PHONY: help venv build demo test test-all test-python test-cpp test-versions canary serve-test test-asan test-aarch64 test-aarch64-extension fuzz fuzz-operators fuzz-operators-gpu fuzz-files soak test-gpu gpu-report-check release-check lint format bench docs wheel wheels clean
+.PHONY: help venv build demo test test-all test-nightly test-python test-cpp test-versions canary serve-test test-asan test-aarch64 test-aarch64-extension fuzz fuzz-operators fuzz-operators-gpu fuzz-files soak test-gpu gpu-report-check release-check lint format bench docs wheel wheels clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 22
@@ -71,8 +71,11 @@ demo: build ## train yolov5n on real digits with the stock train.py, stock and w
 
 test: build test-cpp test-python ## the tests for every change, without a GPU; TORCH=2.15.0: on that torch, in .venv-torch2.15.0
 
-test-all: SLOW = slow or not slow
+test-all: SLOW = not nightly
 test-all: test ## `make test` and the tests marked slow, as continuous integration runs them
+
+test-nightly: SLOW = nightly
+test-nightly: test-python ## the tests marked nightly
 
 # TESTS="tests/ops -k nms" chooses; WORKERS=0 runs them in one process, for a debugger.
 WORKERS ?= $(shell echo $$(($(JOBS) < 8 ? $(JOBS) : 8)))

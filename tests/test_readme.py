@@ -272,6 +272,7 @@ COMMANDS = [
     (r"make help", Run("gpu-report-check")),
     (r"make test( PYTHON=python3\.12)?", Held("Makefile", "test-all: test ##")),
     (r"make test-all", Held(".ci/run", "make test-all\n")),
+    (r"make test-nightly", Held(".github/workflows/nightly.yml", "run: make test-nightly")),
     (r"make test TORCH=2\.15\.0", Held(".ci/run", "make test-python TORCH=2.15.0")),
     (r"make soak", Held("tests/benchmarks/test_soak.py", "def test_all_parts_run")),
     (r"python -m tests\.fuzz\.operators .*", Held("tests/fuzz/test_operators.py", 'passes("operators"')),

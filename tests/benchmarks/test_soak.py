@@ -36,6 +36,7 @@ def test_processes_are_those_below_too():
         process.communicate(b"\n")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_all_parts_run(tmp_path, capsys):
     assert soak.main(["--minutes", "0", "--device", "cpu", "--pictures", "8", "--folder", str(tmp_path / "a")]) in (

@@ -138,6 +138,7 @@ def test_no_run_begins_that_would_pass_the_limit(trainings, capsys):
     assert not complete and begun == [] and "left: stock-seed1" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["n", "yolov8n-pose"])
 def test_real_trainings_leave_table_and_plot(tmp_path, monkeypatch, capsys, model):

@@ -162,6 +162,7 @@ def test_two_ranks_share_a_gpu(cuda, variables, tmp_path):
     assert all(said == dict.fromkeys(cases, "ok") for said in found), output[-4000:]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @on_both
 @pytest.mark.parametrize("size", [2, 4])

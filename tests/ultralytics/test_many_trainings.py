@@ -30,6 +30,7 @@ def check(found, more=0):
         assert end - begin <= 8 * MIB + 0.02 * begin, (name, [each[name] for each in found])
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_trainings_leave_nothing(program, digits, tmp_path):
     """A model that stays is 12 MiB, its gradients and momentum as much again; a captured shape has 11."""

@@ -32,8 +32,13 @@ def same_bits(run, stop):
 # Before mosaics end, where they end, and after.
 @pytest.mark.parametrize(
     "arguments",
-    [("--optimizer", "MuSGD"), ("--workers", 2, "--stocks"), ("--workers", 2, "--optimizer", "AdamW")],
-    ids=["no loader processes", "loader processes of stock", "loader processes of ours"],
+    [
+        pytest.param(("--optimizer", "MuSGD"), id="no loader processes"),
+        pytest.param(
+            ("--workers", 2, "--stocks"), id="loader processes of stock", marks=[pytest.mark.slow, pytest.mark.nightly]
+        ),
+        pytest.param(("--workers", 2, "--optimizer", "AdamW"), id="loader processes of ours", marks=pytest.mark.slow),
+    ],
 )
 def test_resumed_training_has_the_bits_of_one_run(program, digits, tmp_path, arguments):
     run = program("resume_exact.py", digits, tmp_path, 3, 4, 5, *arguments)
