@@ -129,7 +129,8 @@ def files(folder):
 def test_files_are_decoded_with_stocks_pixels(tmp_path, device, monkeypatch, batch, channels):
     files(tmp_path)
     (want, ours), seen = (loaders.LoadImagesAndVideos(tmp_path, batch, channels=channels) for _ in range(2)), []
-    monkeypatch.setattr(letterbox, "decoded", lambda *given: seen.append(shared.decoded(*given)) or seen[-1])
+    decoded = shared.decoded
+    monkeypatch.setattr(shared, "decoded", lambda *given: seen.append(decoded(*given)) or seen[-1])
     letterbox.decode_on(device, ours)
     for ((paths, pictures, lines)), (its_paths, its_pictures, its_lines) in zip(want, copy(ours), strict=True):
         assert paths == its_paths and lines == its_lines
@@ -185,7 +186,8 @@ def test_predict_of_a_file(patched, device, tmp_path, monkeypatch):
 
     files(tmp_path)
     seen = []
-    monkeypatch.setattr(letterbox, "decoded", lambda *given: seen.append(given) or shared.decoded(*given))
+    decoded = shared.decoded
+    monkeypatch.setattr(shared, "decoded", lambda *given: seen.append(given) or decoded(*given))
     torch.manual_seed(0)
     model = YOLO("yolov8n.yaml")
     options = {"imgsz": 96, "conf": 0.0001, "verbose": False, "device": str(device), "project": str(tmp_path / "runs")}

@@ -210,8 +210,8 @@ def test_load_images_decodes_files_with_stocks_pixels(patched, device, tmp_path,
 
     for name, data in (("a.jpg", {}), ("b.jpg", {"progressive": True}), ("c.png", {})):
         Image.fromarray(picture(70, 50)).save(tmp_path / name, **data)
-    seen = []
-    monkeypatch.setattr(files, "decoded", lambda *given: seen.append(shared.decoded(*given)) or seen[-1])
+    seen, decoded = [], shared.decoded
+    monkeypatch.setattr(shared, "decoded", lambda *given: seen.append(decoded(*given)) or seen[-1])
     for gpu in (None, device):
         monkeypatch.setattr(files, "_gpu", lambda: gpu)  # noqa: B023
         found = [(path, im, im0, line) for path, im, im0, _, line in LoadImages(str(tmp_path))]

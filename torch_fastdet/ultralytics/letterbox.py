@@ -19,7 +19,7 @@ from torch import Tensor
 from torch_fastdet.hosts.engine.import_hook import namespace
 from torch_fastdet.hosts.engine.replace import is_code_of
 from torch_fastdet.hosts.shapes import Predictor
-from torch_fastdet.hosts.shared.files import decoded, with_names
+from torch_fastdet.hosts.shared.files import imread_on, with_names
 from torch_fastdet.hosts.shared.letterbox import fits, letterbox
 from torch_fastdet.ops.letterbox import Placing
 
@@ -75,7 +75,7 @@ def sourcing(stock: Callable) -> Callable:
 
 
 def decode_on(device: torch.device, dataset: Any) -> None:
-    """Have a ``LoadImagesAndVideos`` read pictures of JPEG files by :func:`decoded`. Other loaders stay as they are."""
+    """Have a ``LoadImagesAndVideos`` read pictures of JPEG files there. Other loaders stay as they are."""
     from ultralytics.data.loaders import LoadImagesAndVideos
 
     if type(dataset) is not LoadImagesAndVideos:
@@ -84,12 +84,7 @@ def decode_on(device: torch.device, dataset: Any) -> None:
     stock_imread: Any = getattr(stock, "__globals__", {}).get("imread")
     if not is_code_of(stock_imread, "ultralytics"):
         return  # somebody else's
-
-    def imread(filename: str, flags: int = cv2.IMREAD_COLOR) -> np.ndarray | None:
-        pixels = decoded(filename, device) if flags == cv2.IMREAD_COLOR else None
-        return stock_imread(filename, flags) if pixels is None else pixels
-
-    methods = {"__next__": with_names(stock, imread=imread)}
+    methods = {"__next__": with_names(stock, imread=imread_on(device, stock_imread))}
     dataset.__class__ = type(LoadImagesAndVideos.__name__, (LoadImagesAndVideos,), methods)
 
 

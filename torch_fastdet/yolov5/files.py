@@ -6,13 +6,11 @@ import functools
 from types import BuiltinFunctionType
 from typing import Any
 
-import cv2
-import numpy as np
 import torch
 
 from torch_fastdet.hosts.engine.import_hook import top_level
 from torch_fastdet.hosts.engine.replace import is_code_of
-from torch_fastdet.hosts.shared.files import decoded, with_names
+from torch_fastdet.hosts.shared.files import imread_on, with_names
 from torch_fastdet.loader.recorder import recording_module
 
 
@@ -32,11 +30,7 @@ def reading(stock: Any) -> Any:
         known = isinstance(theirs, BuiltinFunctionType) or is_code_of(theirs, top_level(names["__name__"]))
         if device is None or not known:
             return stock(self)
-
-        def imread(filename: str, flags: int = cv2.IMREAD_COLOR) -> np.ndarray | None:
-            pixels = decoded(filename, device) if flags == cv2.IMREAD_COLOR else None
-            return theirs(filename, flags) if pixels is None else pixels
-
-        return with_names(stock, cv2=recording_module(stock_cv2, {"imread": imread}))(self)
+        ours = recording_module(stock_cv2, {"imread": imread_on(device, theirs)})
+        return with_names(stock, cv2=ours)(self)
 
     return following

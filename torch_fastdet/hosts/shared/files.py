@@ -6,9 +6,11 @@ The hosts' results hold a picture as an array on the host. So its pixels come ba
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
+import cv2
 import numpy as np
 import torch
 
@@ -35,6 +37,16 @@ def decoded(path: str, device: torch.device) -> np.ndarray | None:
         if isinstance(error, (OSError, ValueError)) or is_out_of_memory(error):  # pinned memory, too
             return None
         raise
+
+
+def imread_on(device: torch.device, stock: Callable[..., np.ndarray | None]) -> Callable[..., np.ndarray | None]:
+    """The host's ``imread``, by :func:`decoded` where that takes the file."""
+
+    def imread(filename: str, flags: int = cv2.IMREAD_COLOR) -> np.ndarray | None:
+        pixels = decoded(filename, device) if flags == cv2.IMREAD_COLOR else None
+        return stock(filename, flags) if pixels is None else pixels
+
+    return imread
 
 
 def with_names(function: Any, **names: object) -> FunctionType:
