@@ -63,10 +63,9 @@ def write_checkpoint(path: Path, write: Callable[[Path], object], state: Callabl
         What ``write`` returns.
     """
     with whole(path) as made:
-        for left in made.parent.iterdir():  # by a process that was killed
-            with contextlib.suppress(
-                OSError
-            ):  # what cannot be removed, such as an open file on NFS, is no reason to save nothing
+        # By a process that was killed. What cannot be removed, such as an open file on NFS, is no reason to save nothing.
+        for left in made.parent.iterdir():
+            with contextlib.suppress(OSError):
                 left.unlink()
         result = write(made)
         with open(made, "rb") as file:
