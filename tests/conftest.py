@@ -3,6 +3,7 @@
 import os
 import re
 
+import numpy as np
 import pytest
 import setuptools  # noqa: F401  before distutils, which YOLOv5's packages import; torch.compile imports both and fails otherwise
 import torch
@@ -30,6 +31,12 @@ def cuda_missing() -> str | None:
     if torch_fastdet.build_info()["cuda"] is None:
         return "torch_fastdet is built for the CPU only"
     return None
+
+
+def with_trapz(patch: pytest.MonkeyPatch) -> None:
+    """YOLOv5 calls numpy.trapz, and numpy 2.4 and newer have it under another name alone."""
+    if not hasattr(np, "trapz"):
+        patch.setattr(np, "trapz", np.trapezoid, raising=False)
 
 
 # Fixtures of tests that start programs of YOLOv5 or Ultralytics, which run on the CPU.

@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.conftest import with_trapz
 from torch_fastdet.hosts.engine import switch as engine_switch
 
 ROOT = Path(__file__).parents[1]
@@ -275,8 +276,7 @@ def average_precision(pair: Pair, function: Any, kind: Kind) -> Any:
     arrays = (tp, confidences, classes, labels)
     names = {0: "a", 1: "b", 2: "c"}
     with pytest.MonkeyPatch.context() as patch:
-        if not hasattr(np, "trapz"):  # YOLOv5 calls it, and numpy 2.4 and newer have it under another name alone
-            patch.setattr(np, "trapz", np.trapezoid, raising=False)
+        with_trapz(patch)
         return function(*(kind(array, number).cpu().numpy() for number, array in enumerate(arrays)), names=names)
 
 

@@ -9,6 +9,8 @@ from types import FunctionType, SimpleNamespace
 import numpy as np
 import pytest
 
+from tests.conftest import with_trapz
+
 HOSTS = {
     "yolov5": ("torch_fastdet.yolov5", "yolov5.utils.metrics", "yolov5.val"),
     "ultralytics": ("torch_fastdet.ultralytics", "ultralytics.utils.metrics", "ultralytics.models.yolo.detect.val"),
@@ -19,8 +21,7 @@ NAMES = {i: str(i) for i in range(12)}
 @pytest.fixture(params=HOSTS)
 def host(request, monkeypatch):
     drop_in, metrics, user = HOSTS[request.param]
-    if not hasattr(np, "trapz"):  # YOLOv5 calls it, and numpy 2.4 and newer have it under another name alone
-        monkeypatch.setattr(np, "trapz", np.trapezoid, raising=False)
+    with_trapz(monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         metrics, _ = (pytest.importorskip(name, reason=f"{request.param} is not installed") for name in (metrics, user))

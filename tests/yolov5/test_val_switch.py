@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import torch_fastdet.yolov5 as drop_in
+from tests.conftest import with_trapz
 from tests.launches import no_sync
 from tests.ops.test_metrics import IOUV, image, rectangles
 from torch_fastdet.yolov5 import validation
@@ -160,8 +161,7 @@ def test_segmentation_gives_stocks_numbers_and_files(
     monkeypatch.setitem(sys.modules, "pycocotools", types.SimpleNamespace(mask=coded))
     monkeypatch.setitem(sys.modules, "pycocotools.mask", coded)
     monkeypatch.setattr(val, "check_requirements", lambda name: None)
-    if not hasattr(np, "trapz"):  # YOLOv5 calls it, and numpy 2.4 and newer have it under another name alone
-        monkeypatch.setattr(np, "trapz", np.trapezoid, raising=False)
+    with_trapz(monkeypatch)
     pytest.importorskip("seaborn").set(font_scale=1.0)  # as the confusion matrix's plot does, for all later ones
     shown = []
     monkeypatch.setattr(val, "plot_images_and_masks", lambda *args: shown.append([*map(torch.as_tensor, args[:3])]))
