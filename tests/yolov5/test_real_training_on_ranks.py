@@ -17,6 +17,7 @@ COMMON = ("--img", IMAGE, "--batch", 4, "--workers", 0, "--weights", "", "--cfg"
 COMMON += ("--noautoanchor", "--noplots", "--seed", 1, "--exist-ok")
 LOSSES = [f"{split}/{kind}_loss" for split in ("train", "val") for kind in ("box", "obj", "cls")]
 CAPTURED = "captured forward and backward of DetectionModel"
+TIMEOUT = 12  # in seconds, of ours with gloo
 STOPPED = "Stopping training early"
 
 
@@ -31,7 +32,9 @@ def stopping(made, folder):
 def let_ranks_train_on_cpu(folder):
     """Which stock refuses."""
     device = r"assert torch\.cuda\.device_count\(\) > LOCAL_RANK.*?init_process_group\([^\n]*\)"
-    real._edit(folder / "train.py", device, "dist.init_process_group('gloo')")
+    # With the timeout that stands in for NCCL's 10 minutes.
+    timeout = f"__import__('datetime').timedelta(seconds={TIMEOUT} if 'ours' in sys.argv else 600)"
+    real._edit(folder / "train.py", device, f"dist.init_process_group('gloo', timeout={timeout})")
     real._edit(
         folder / "train.py", r"if cuda and RANK != -1:\n( +)model = smart_DDP", r"if RANK != -1:\n\1model = smart_DDP"
     )
@@ -40,9 +43,9 @@ def let_ranks_train_on_cpu(folder):
 
 
 def let_rank_0_scan_long(folder):
-    """Longer than a rank waits for the first rank's pictures, once it asks for them."""
+    """Both data sets, longer than the process group's timeout and than a rank waits for the first rank's pictures once it asks for them."""
     first = r"(with torch_distributed_zero_first\(rank\):[^\n]*\n +)(dataset = LoadImagesAndLabels\()"
-    real._edit(folder / "utils/dataloaders.py", first, rf"\1time.sleep({WAIT + 2} * (rank == 0)); \2")
+    real._edit(folder / "utils/dataloaders.py", first, rf"\1time.sleep({max(WAIT, TIMEOUT) + 2} * (RANK == 0)); \2")
 
 
 @pytest.mark.parametrize(

@@ -206,6 +206,11 @@ def after_each_fetch(callback: Callable[[], None]) -> None:
     fetcher.fetch = fetch_then_call
 
 
+def default_store() -> Any:
+    """The key-value store by which the ranks of the default process group found each other."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
 # GradScaler and optimizers -------------------------------------------------------------------------------------------
 
 

@@ -30,7 +30,7 @@ from torch_fastdet.hosts.evidence import Behaves, SameCode, Signature
 from torch_fastdet.hosts.shared import average_precision, bn_act, cases, masks, upsample
 from torch_fastdet.hosts.shared.evidence import MEMFD, OPENCV, needs_gpu
 from torch_fastdet.hosts.shared.training_graphs import layout_targets, timer
-from torch_fastdet.yolov5 import decoding, dropins, resume, trials, validation
+from torch_fastdet.yolov5 import decoding, dropins, ranks, resume, trials, validation
 from torch_fastdet.yolov5.heads import STOCK_MODULES as MODELS
 from torch_fastdet.yolov5.loss import ComputeLoss, SegmentationLoss
 from torch_fastdet.yolov5.training import backend_forward, model_forward, trains
@@ -309,8 +309,23 @@ LOADER = Switch(
         Target(DATALOADERS, "LoadImagesAndLabels", make=_data_set, evidence=(KNOWN,)),
         Target(DATALOADERS, "InfiniteDataLoader", make=_data_loader),
         Target(both("utils.segment.dataloaders"), "LoadImagesAndLabelsAndMasks", make=_data_set_of_masks),
+        # Loading goes on without these.
+        Target(
+            both("utils.torch_utils"),
+            "torch_distributed_zero_first",
+            make=ranks.first_rank_first,
+            evidence=(Signature(("local_rank",)),),
+            otherwise="say",
+        ),
+        Target(
+            both("utils.torch_utils"),
+            "smart_DDP",
+            make=ranks.smart_ddp,
+            evidence=(Signature(("model",)),),
+            otherwise="say",
+        ),
     ),
-    modules=("utils.dataloaders", "utils.segment.dataloaders"),
+    modules=("utils.torch_utils", "utils.dataloaders", "utils.segment.dataloaders"),
     evidence=(MEMFD, OPENCV),
 )
 

@@ -80,7 +80,9 @@ def defined_in(module_name: str, attribute: str) -> Any:
         return None
     value = original(module, attribute)
     if type(value) is FunctionType:
-        return value if value.__globals__ is namespace(module) else None
+        # contextlib.contextmanager has wrapped it.
+        function = getattr(value, "__wrapped__", value) if is_code_of(value, "contextlib") else value
+        return value if getattr(function, "__globals__", None) is namespace(module) else None
     return value if issubclass(type(value), type) and value.__module__ == module_name else None
 
 

@@ -1,0 +1,65 @@
+"""Ranks wait for the first rank's scan of labels in the store of their process group, where the group's timeout does not count.
+
+Stock lets them wait in collectives, which fail after the timeout. train.py leaves it at PyTorch's default, which is 10 minutes for
+NCCL: right for a step that hangs, and too short for the scan of a large data set. So the ranks meet before each such collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch_fastdet._torch import private
+from torch_fastdet.hosts.shared.ddp import group_size
+
+#: In seconds; Ultralytics gives its whole process group as much.
+LONGEST = 3 * 3600.0
+
+
+def meet() -> None:
+    """Wait until each rank of the default group is here."""
+    size = group_size()
+    if size == 1:
+        return
+    store = private.default_store()
+    arrived = store.add("torch_fastdet/arrived", 1)
+    all_are_here = f"torch_fastdet/meeting_{(arrived - 1) // size}"
+    if arrived % size == 0:
+        store.set(all_are_here, "1")
+    end = time.monotonic() + LONGEST
+    while not store.check([all_are_here]):  # store.wait() would not see Ctrl-C
+        if time.monotonic() > end:
+            raise TimeoutError(f"not all of the {size} ranks came within {LONGEST / 3600:g} hours")
+        time.sleep(0.05)
+
+
+def first_rank_first(_: object, stock: Callable[[int], contextlib.AbstractContextManager], __: object) -> Any:
+    """``torch_distributed_zero_first``: its barrier comes when the first rank of each machine is ready."""
+
+    @functools.wraps(stock, assigned=(), updated=())
+    @contextlib.contextmanager
+    def torch_distributed_zero_first(local_rank: int) -> Iterator[None]:
+        if local_rank > 0:
+            meet()
+        with stock(local_rank):
+            yield
+            if local_rank == 0:
+                meet()
+
+    torch_distributed_zero_first.__qualname__ = "torch_distributed_zero_first"
+    return torch_distributed_zero_first
+
+
+def smart_ddp(_: object, stock: Callable[[Any], Any], __: object) -> Any:
+    """``smart_DDP``, which the others reach while rank 0 reads the validation set and checks anchors."""
+
+    @functools.wraps(stock, assigned=(), updated=())
+    def smart_DDP(model: Any) -> Any:
+        meet()
+        return stock(model)
+
+    smart_DDP.__qualname__ = "smart_DDP"
+    return smart_DDP
