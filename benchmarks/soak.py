@@ -2,7 +2,7 @@
 
     python -m benchmarks.soak --minutes 10          (or --hours 4)
     python -m benchmarks.soak --evolve 40
-    python -m benchmarks.soak --kills 50 --jobs 10
+    python -m benchmarks.soak --kills 50 --jobs 10  (--host ultralytics)
 
 The real train.py with every switch that applies: yolov5n at 320 pixels, with validation, checkpoints and --multi-scale; on the CPU
 at 64 pixels. A table has the slope of each quantity over the run, and over its second half, with standard errors. What grows in the
@@ -14,7 +14,8 @@ warms up. --minutes count from the start of the program. The folder that it name
 --kills N: N times SIGKILL, and a resume after each, of trainings with ``--resume_exact`` that are killed five times; --jobs of them
 run at a time. Half of the kills come at a random moment, the others while a checkpoint is written. One more training is not killed. Each
 state that is saved (weights, moving average, optimizer, scaler, random states and so on) must have the bits of one of its states, the last
-of its last, and results.csv must be the same; otherwise the exit status is 1.
+of its last, and results.csv must be the same; otherwise the exit status is 1. --host ultralytics: yolov8n, at 64 pixels, without the times
+of results.csv.
 """
 
 from __future__ import annotations
@@ -175,16 +176,25 @@ class Training:
     def last(self) -> Path:
         return self.run / "weights/last.pt"
 
+    def command(self) -> list[str]:
+        options = ["--resume", str(self.last)] if self.last.exists() else self.options
+        return [*self.program, "-m", "yolov5.train", *options]
+
     def start(self) -> subprocess.Popen:
-        options = ["--resume", str(self.last)]
         if not self.last.exists():
-            options = self.options
             shutil.rmtree(self.run, ignore_errors=True)  # of a training that was killed before its first checkpoint
-        command = [sys.executable, "-m", *self.program, "-m", "yolov5.train", *options]
         with open(self.log, "w") as log:
             return subprocess.Popen(
-                command, stdout=log, stderr=log, env=self.env, cwd=self.folder, start_new_session=True
+                [sys.executable, "-m", *self.command()],
+                stdout=log,
+                stderr=log,
+                env=self.env,
+                cwd=self.folder,
+                start_new_session=True,
             )
+
+    def table(self) -> str:
+        return self.results.read_text()
 
     def epochs(self) -> int:
         return max(len(self.results.read_text().splitlines()) - 1, 0) if self.results.exists() else 0
@@ -194,6 +204,20 @@ class Training:
         with contextlib.suppress(FileNotFoundError):
             return any(file.stat().st_mtime > since for file in (self.last.parent / files.WRITING).iterdir())
         return False
+
+
+class UltralyticsTraining(Training):
+    """A training by its trainer, begun or resumed."""
+
+    def command(self) -> list[str]:
+        data, device = self.folder / "digits/data.yaml", self.options[self.options.index("--device") + 1]
+        epochs = self.options[self.options.index("--epochs") + 1]
+        where = [str(data), str(self.folder), self.run.name]
+        return ["tests.ultralytics.programs.killed", *where, f"epochs={epochs}", f"device={device}"]
+
+    def table(self) -> str:
+        """Without its second column, the time."""
+        return re.sub(r"^([^,]*),[^,]*", r"\1", super().table(), flags=re.M)
 
 
 def end(process: subprocess.Popen) -> None:
@@ -266,15 +290,17 @@ def kill(training: Training, kills: int, draw: random.Random) -> Killed:
         resumes += expected
         writing += training.writes(begin)
         states += re.findall("^SAVED (.*)\n", output, flags=re.M)
-    return Killed(resumes, writing, states, training.results.read_text())
+    return Killed(resumes, writing, states, training.table())
 
 
-def kill_many(folder: Path, device: torch.device, pictures: int, kills: int, jobs: int) -> int:
+def kill_many(
+    folder: Path, device: torch.device, pictures: int, kills: int, jobs: int, kind: type[Training] = Training
+) -> int:
     """Trainings that are killed, ``jobs`` at a time, beside one that is not; whether their bits differ."""
     counts = [0, *(min(KILLS, kills - done) for done in range(0, kills, KILLS))]
     epochs, program = 5 * max(counts) + 3, "tests.yolov5.programs.killed"  # no more pass before the last kill
     trainings = [
-        Training(folder / str(number), device, pictures, 0, epochs, program, ("--resume_exact",))
+        kind(folder / str(number), device, pictures, 0, epochs, program, ("--resume_exact",))
         for number in range(len(counts))
     ]
     for training in trainings:
@@ -299,11 +325,15 @@ def kill_many(folder: Path, device: torch.device, pictures: int, kills: int, job
     return int(bool(differ) or len(set(whole.states)) != epochs)
 
 
+KINDS = {"yolov5": Training, "ultralytics": UltralyticsTraining}
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--hours", type=float, default=0.0)
     parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--host", choices=KINDS, default="yolov5", help="whose trainings are killed, with --kills")
     parser.add_argument("--jobs", type=int, default=2, help="trainings at a time, with --kills")
     parser.add_argument("--evolve", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -323,7 +353,7 @@ def main(argv: list[str] | None = None) -> int:
     folder = options.folder / time.strftime("%Y%m%d-%H%M%S")
     folder.mkdir(parents=True)
     if options.kills:
-        return kill_many(folder, device, pictures, options.kills, options.jobs)
+        return kill_many(folder, device, pictures, options.kills, options.jobs, KINDS[options.host])
     seconds = math.inf if options.evolve else options.hours * 3600 or options.minutes * 60
     training = Training(folder, device, pictures, options.evolve)
     samples = watch(training, device, begin + seconds, options.least)
