@@ -216,6 +216,24 @@ def test_options_together_on_a_gpu(cuda, program, digits, tmp_path):
     assert len({shape[1] for shape in captured(graphed)}) > 1, "multi_scale was drawn"
 
 
+def test_rebuilds_on_a_gpu(cuda, program, digits, tmp_path):
+    """By the trainer, and by callbacks of a user. Rounding as in test_options_together_on_a_gpu; the CPU's tests have stock's bits."""
+    fused = ("nan_recovery_AdamW", "swap_optimizer_SGD", "swap_ema_SGD")
+    ran = program("graphs.py", digits, tmp_path, "cudnn", "early_stopping", "swap_loader", *fused, "--device", 0)
+    for case in ("cudnn", "early_stopping", "swap_loader", *fused):
+        stock, graphed = ran[case]["stock"], ran[case]["graphed"]
+        assert len(graphed["losses"]) == len(stock["losses"]), case
+        for first, rel in ((2, 1e-2), (None, 1e-1)):
+            assert graphed["losses"][:first] == pytest.approx(stock["losses"][:first], rel=rel, nan_ok=True), case
+        assert sum(map(math.isnan, stock["losses"])) == (3 if case == "nan_recovery_AdamW" else 0), case
+        assert all(map(math.isfinite, graphed["state"].values())), case
+        assert graphed["files"] == stock["files"] and not any(graphed["files"].values()), case
+        assert graphed["batch"] == stock["batch"] == (3 if case == "cudnn" else 6), case
+        assert captured(graphed)[0][0] == graphed["batch"] and (graphed["fused"] >= 3) == (case in fused), case
+    assert len(ran["nan_recovery_AdamW"]["stock"]["losses"]) == 12, "an epoch was trained again"
+    assert len(ran["early_stopping"]["stock"]["losses"]) < 15
+
+
 def test_older_trainers_get_nhwc_memory_beneath_the_graphs(monkeypatch):
     """Before 8.4.150 both switches replace the same method; unpatch() takes both back."""
     tasks = pytest.importorskip("ultralytics.nn.tasks", exc_type=ImportError)
