@@ -1,4 +1,7 @@
-"""Trainings one after the other in one process leave nothing behind. `make soak` asks for 100; with -s it prints slopes."""
+"""Trainings one after the other in one process leave nothing behind. `make soak` asks for 100; with -s it prints slopes.
+
+TRAININGS_STOCK=1: stock's, to compare with.
+"""
 
 import os
 from statistics import median
@@ -9,6 +12,7 @@ soak = pytest.importorskip("benchmarks.soak", reason="scikit-learn is not instal
 COUNT = int(os.environ.get("TRAININGS", "9"))
 SECONDS = 200 + 30 * COUNT
 LIMIT = float(os.environ.get("TRAININGS_SECONDS", SECONDS))  # after which no training begins on a GPU
+STOCK = ("--stock",) if os.environ.get("TRAININGS_STOCK") else ()
 WARM_UP = 3  # caches of torch and of the host
 MIB = 1 << 10  # KiB
 
@@ -34,11 +38,11 @@ def check(found, more=0):
 @pytest.mark.slow
 def test_trainings_leave_nothing(program, digits, tmp_path):
     """A model that stays is 12 MiB, its gradients and momentum as much again; a captured shape has 11."""
-    check(program("many.py", digits, tmp_path, COUNT, seconds=SECONDS)["found"])
+    check(program("many.py", digits, tmp_path, COUNT, *STOCK, seconds=SECONDS)["found"])
 
 
 @pytest.mark.slow
 def test_trainings_leave_nothing_on_a_gpu(cuda, program, digits, tmp_path):
-    ran = program("many.py", digits, tmp_path, COUNT, "--device", 0, "--seconds", LIMIT, seconds=SECONDS)
+    ran = program("many.py", digits, tmp_path, COUNT, *STOCK, "--device", 0, "--seconds", LIMIT, seconds=SECONDS)
     assert len(ran["found"]) >= 9
     check(ran["found"], more=2)

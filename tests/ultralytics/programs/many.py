@@ -28,6 +28,7 @@ parser.add_argument("project")
 parser.add_argument("count", type=int)
 parser.add_argument("--device", default="cpu")
 parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no training begins")
+parser.add_argument("--stock", action="store_true", help="without our switches")
 options = parser.parse_args()
 SWITCHES = ("cuda_graph", "channels_last", "multi_tensor_optimizer", "loss_optim", "loader_optim", "bn_act_optim")
 
@@ -68,7 +69,8 @@ with pytest.MonkeyPatch.context() as monkeypatch:
     for number in range(options.count):
         if time.monotonic() - begin > options.seconds:
             break
-        patch(**dict.fromkeys(SWITCHES, True))
+        if not options.stock:
+            patch(**dict.fromkeys(SWITCHES, True))
         try:
             train()
         finally:
