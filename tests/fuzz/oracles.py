@@ -288,8 +288,7 @@ def _sgd(a: Any) -> list[Tensor]:
         multi_tensor.sgd(param, grad, buffer, *options)
         for param, grad, buffer in zip(a.params, a.grads, buffers, strict=True)
     ]
-    # A momentum on the device that is 0 leaves gradients in the buffers, one on the host nothing.
-    written = [buffer for _, buffer in found if buffer is not None] if a.momentum_buffers and float(a.momentum) else []
+    written = [buffer for _, buffer in found] if float(a.momentum) else a.momentum_buffers
     return [*(param for param, _ in found), *a.grads, *written]
 
 
@@ -338,7 +337,9 @@ def _v8_masked_loss(a: Any) -> list[Tensor]:
 
 
 def _v8_posed_loss(a: Any) -> list[Tensor]:
-    assert a.labels.isfinite().all()
+    assert a.labels.isfinite().all(), (
+        "their overlaps are NaN, as in stock, whose loss is NaN then; which anchors win is nobody's"
+    )
     tensors = (a.predictions, a.labels, a.sigmas, a.targets)
     return _v8_loss(a, similarity=v8_loss.keypoint_similarity(*tensors, _sizes(a), a.strides))
 
@@ -479,7 +480,7 @@ ANY = {
 }
 
 #: NaN and infinity in these is not among what an oracle knows: an operator's settings, and what a forward pass left.
-FINITE = {"anchors", "balance", "class_weights", "gains", "invstd", "iouv", "lr", "matrices", "mean", "settings", "sigmas", "y"}  # fmt: skip
+FINITE = {"balance", "class_weights", "gains", "invstd", "iouv", "lr", "matrices", "mean", "settings", "sigmas", "y"}  # fmt: skip
 
 
 def _is_tame(value: Any, finite: bool) -> bool:

@@ -194,6 +194,17 @@ def test_scalars_in_device_memory(device):
     assert all(torch.equal(a, b) for a, b in zip(averages, others))
 
 
+@pytest.mark.parametrize("first", [False, True])
+def test_a_momentum_of_0_in_device_memory_is_none(device, first):
+    """As in torch.optim.SGD, which then reads and writes no buffer, and dampens nothing."""
+    params, grads, buffers = lists("odd sizes", device, torch.float32, 3)
+    others, before = [p.clone() for p in params], [m.clone() for m in buffers]
+    options = {"dampening": 0.5, "weight_decay": 0.1, "nesterov": False, "is_first_step": first}
+    ops.multi_tensor_sgd_(others, grads, [], 0.1, 0.0, **options)
+    ops.multi_tensor_sgd_(params, grads, buffers, 0.1, torch.tensor(0.0, device=device), **options)
+    assert all(torch.equal(a, b) for a, b in zip(params + buffers, others + before))
+
+
 class Names(torch.utils._python_dispatch.TorchDispatchMode):
     def __init__(self):
         super().__init__()

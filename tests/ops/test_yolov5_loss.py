@@ -76,12 +76,12 @@ OPTIONS = [
 ]
 
 
-def compare(heads, targets, options=None, scale=1.0):
+def compare(heads, targets, options=None, scale=1.0, anchors=ANCHORS):
     """Loss, items and gradients against the oracle, at the dtype's tolerance."""
     options = options or {}
     levels = len(heads)
     device, dtype = heads[0].device, heads[0].dtype
-    anchors = ANCHORS[:levels]
+    anchors = anchors[:levels]
     loss, items, objectness, status = ops.yolov5_loss(heads, targets, anchors.to(device), BALANCE.to(device), **options)
     (loss * scale).backward()
 
@@ -108,6 +108,13 @@ def compare(heads, targets, options=None, scale=1.0):
 def test_matches_oracle(device, dtype, options):
     # The scale stands for GradScaler's: without it half gradients fall below the smallest number.
     compare(make_heads(2, 4, SIZES[3], device, dtype), make_targets(13, 2, 4, device), options, scale=1024.0)
+
+
+def test_an_anchor_that_is_nan_matches_nothing(device):
+    """As in stock, where it fails every comparison: in one side, and in both."""
+    anchors = ANCHORS.clone()
+    anchors[0, 0, 0] = anchors[1, 1, 1] = anchors[2, 2] = float("nan")
+    compare(make_heads(2, 4, SIZES[3], device), make_targets(40, 2, 4, device), anchors=anchors)
 
 
 LONGER = {"longer_cell_rows": "cell_rows", "4d_of_more_channels": "4d_channels_last"}

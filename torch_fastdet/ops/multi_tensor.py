@@ -91,7 +91,8 @@ def multi_tensor_sgd_(
     Args:
         params: parameters, updated; their dtypes and strides may differ from those of ``grads`` and ``momentum_buffers``.
         grads: gradients; they change only where ``grad_scale`` is given.
-        momentum_buffers: one for each parameter, updated; an empty list where ``momentum`` is 0.
+        momentum_buffers: one for each parameter, updated; an empty list where ``momentum`` is 0. One that is a tensor and 0 leaves
+            them as they are.
         lr: learning rate: a number, or a one-element tensor on the device, read when the kernel runs; so is momentum.
         momentum: this and the next four are torch.optim.SGD's.
         dampening: of the gradient in the momentum.

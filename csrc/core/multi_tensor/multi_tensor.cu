@@ -245,7 +245,7 @@ struct SgdRule {
     sgd.weight_decay = static_cast<A>(read(g.weight_decay));
     sgd.nesterov = g.nesterov;
     sgd.maximize = g.maximize;
-    momentum = row.data[kMomentum] != nullptr;
+    momentum = row.data[kMomentum] && sgd.momentum != A(0);
     unfilled = is_unfilled;
   }
   __device__ __forceinline__ bool has_second() const { return false; }

@@ -36,8 +36,9 @@ TORCH_FASTDET_HOST_DEVICE Yolov5Match yolov5_match(const float box[4], const flo
   const float grid_w = static_cast<float>(nx), grid_h = static_cast<float>(ny);
   const float w = mul_rn(box[2], grid_w), h = mul_rn(box[3], grid_h);
   const float ratio_w = div_rn(w, anchor[0]), ratio_h = div_rn(h, anchor[1]);
-  const float worst = fmaxf(fmaxf(ratio_w, div_rn(1.0f, ratio_w)), fmaxf(ratio_h, div_rn(1.0f, ratio_h)));
-  if (!(worst < anchor_t)) return match;
+  // One comparison for each, which NaN fails: fmaxf would pass over it.
+  if (!(ratio_w < anchor_t && div_rn(1.0f, ratio_w) < anchor_t)) return match;
+  if (!(ratio_h < anchor_t && div_rn(1.0f, ratio_h) < anchor_t)) return match;
 
   const float x = mul_rn(box[0], grid_w), y = mul_rn(box[1], grid_h);
   const float mirrored_x = sub_rn(grid_w, x), mirrored_y = sub_rn(grid_h, y);
