@@ -14,6 +14,8 @@ import ultralytics.nn.tasks as tasks
 import ultralytics.utils.loss as stock_loss
 from ultralytics.cfg import get_cfg
 
+from tests.conftest import cuda_missing
+from tests.graphs import fake_gpu
 from tests.ultralytics.test_loss_switch import assert_same, ties_by_index  # noqa: F401
 from torch_fastdet.ultralytics import loss as ours_module
 from torch_fastdet.ultralytics import patch, unpatch
@@ -369,10 +371,7 @@ def pose26(models, batch, shape):
         criterion = make()
         if type(criterion) is ours_module.E2ELoss:
             assert criterion._branches() is not None, "the operators run"
-        result = run_heads(criterion, preds, batch)
-        flow = [p for p in model.model[-1].flow_model.parameters() if p.requires_grad]
-        loss, _ = criterion(preds, batch)
-        results.append((*result[:2], (*result[2], *torch.autograd.grad(loss.sum(), flow))))
+        results.append(run_heads(criterion, preds, batch, list(model.model[-1].flow_model.parameters())))
     return results
 
 
@@ -428,6 +427,42 @@ def test_gpu_matches_stock_of_yolo26_poses(cuda, models):
     theirs, ours = pose26(lambda *_, **__: model, batch, [17, 3])
     for wanted, mine in zip([theirs[0], *theirs[2]], [ours[0], *ours[2]]):
         assert (mine - wanted).abs().max() <= 1e-4 * wanted.abs().max() + 1e-9
+
+
+@pytest.mark.parametrize("kind", ["fake", "cuda"])
+def test_rle_part_of_yolo26_poses_in_graphs(kind, models, monkeypatch):
+    """The bits of the same calls without graphs, for batches of any size and a flow that learns."""
+    if kind == "fake":
+        fake_gpu.install(monkeypatch)
+    elif reason := cuda_missing():
+        pytest.skip(reason)
+    monkeypatch.setattr("torch_fastdet.hosts.engine.switch.missing_gpu", lambda: None)
+    device = "cpu" if kind == "fake" else "cuda"
+    model = copy.deepcopy(models("yolo26n-pose.yaml", data_kpt_shape=[5, 3])).to(device)
+    flow = list(model.model[-1].flow_model.parameters())
+    patch(loss_optim=True, cuda_graph=True)
+    try:
+        replayed, eager = model.init_criterion(), model.init_criterion()
+        for branch in eager._branches():
+            branch._state.graphs = branch.new_graphs()
+            branch._state.graphs._pool.warmup = 1 << 60
+        for seed, count in enumerate((40, 42, 41, 7, 39, 0, 37, 40)):
+            batch = {key: value.to(device) for key, value in make_batch(seed, count, keypoints=5).items()}
+            preds = outputs(model, batch)
+            (loss, items, gradients), (want, want_items, want_gradients) = (
+                run_heads(torch.autocast("cuda", torch.float16, enabled=kind == "cuda")(criterion), preds, batch, flow)
+                for criterion in (replayed, eager)
+            )
+            assert torch.equal(loss, want) and items == want_items
+            assert all(map(torch.equal, gradients, want_gradients))
+            with torch.no_grad():
+                for parameter, gradient in zip(flow, gradients[-len(flow) :], strict=True):
+                    parameter -= gradient.nan_to_num().clamp(-1, 1) / 100
+        assert gradients[-1].any(), "the flow learns"
+        assert [len(branch._state.graphs._pool) for branch in replayed._branches()] == [1, 1]
+    finally:
+        unpatch()
+    assert replayed.one2one.new_graphs is None
 
 
 @pytest.mark.parametrize("name", CASES[::2])
@@ -509,8 +544,8 @@ def test_gpu_matches_stock(cuda, models, name):
 HEADS = ("boxes", "scores", "angle", "mask_coefficient", "kpts", "kpts_sigma")
 
 
-def run_heads(criterion, preds, batch):
-    """Of one head, or of both. A tuple of prototypes and semantic logits is leaves, too."""
+def run_heads(criterion, preds, batch, parameters=()):
+    """Of one head, or of both, and of parameters of the loss. A tuple of prototypes and semantic logits is leaves, too."""
     branches = {name: {**preds[name]} for name in ("one2many", "one2one")} if "one2many" in preds else {"": {**preds}}
     leaves = []
     for name, branch in branches.items():
@@ -524,6 +559,7 @@ def run_heads(criterion, preds, batch):
             leaves += branch["proto"] if wanted else ()
     loss, items = criterion(branches.get("", branches), batch)
     parts = torch.tensor([1.0, 2.0, 0.5, 3.0, 0.7, 1.3])[: len(loss)].to(loss)
+    leaves += parameters
     gradients = torch.autograd.grad((loss * parts).sum(), leaves, allow_unused=True, materialize_grads=True)
     return loss.detach(), items, gradients
 

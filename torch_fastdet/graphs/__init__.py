@@ -2,7 +2,7 @@
 
 :class:`GraphedModule` replays a module's forward and backward pass and leaves the loop around it as it is;
 :class:`TrainStep` replays a whole step, for people who own their loop;
-:class:`InferenceGraphs` replays the forward pass in eval mode. docs/graphs.md tells how they work.
+:class:`InferenceGraphs` replays the forward pass in eval mode. docs/graphs.md tells how they work. ``_rows.py`` replays a part of a loss.
 
 ``_capture.py`` makes one capture, ``_pool.py`` keeps graphs and their memory, ``_baked.py`` knows when a graph is out of
 date, ``_refusal.py`` says what cannot be captured, ``_loss.py`` what a loss may offer,

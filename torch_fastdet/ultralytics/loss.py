@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch_fastdet import ops
 from torch_fastdet._say import count, say
 from torch_fastdet._torch.private import module_has_hooks
+from torch_fastdet.graphs._rows import RowGraphs
 from torch_fastdet.hosts.shared.loss_status import TARGET_COLUMNS, TargetStatus
 from torch_fastdet.ops.v8_loss import v8_with_parts
 from torch_fastdet.ultralytics.necks import fewer_copies
@@ -66,6 +67,7 @@ class _State:
         self.strides: tuple[Any, list[float]] = (None, [])
         self.status = TargetStatus("v8DetectionLoss", "v8_loss", ops.v8_loss_fault)
         self.told = False
+        self.graphs: RowGraphs | None = None
 
     def settings_on(self, device: torch.device, values: tuple[float, ...]) -> Tensor:
         """The settings in device memory; captured graphs go on reading it when they change."""
@@ -506,10 +508,12 @@ class _PoseLoss26(_PoseLoss):
     log-likelihood (RLE).
 
     The RLE part runs the head's own ``flow_model`` and stock's ``rle_loss`` over all slots of the assignment: without host
-    synchronisation, in a hundred launches or so. ``hyp.rle`` is read at each call.
+    synchronisation, in some 350 launches, or as a CUDA graph with the switch ``cuda_graph``. ``hyp.rle`` is read at each call.
     """
 
     centered = True
+    #: What ``cuda_graph`` puts here.
+    new_graphs: ClassVar[Callable[..., RowGraphs] | None] = None
     flow_model: Any
     rle_loss: Any
     target_weights: Tensor
@@ -548,36 +552,63 @@ class _PoseLoss26(_PoseLoss):
         """The mean over the visible keypoints of the anchors in slots; empty slots count nothing."""
         kpts, sigmas = preds["kpts"], preds["kpts_sigma"]
         labels = batch["keypoints"].to(device=kpts.device, dtype=torch.float32)
-        count, anchors = labels.shape[1], kpts.shape[2]
-        used, index = slots.anchor.flatten() >= 0, slots.anchor.flatten().clamp(min=0)
-        image, anchor = index // anchors, index % anchors
-        wanted = labels[slots.row.flatten().clamp(min=0)]
+        index = slots.anchor.flatten().clamp(min=0)
+        image, anchor = index // kpts.shape[2], index % kpts.shape[2]
+        rows = (
+            kpts[image, :, anchor],
+            sigmas[image, :, anchor],
+            labels[slots.row.flatten().clamp(min=0)],
+            anchor,
+            slots.anchor.flatten() >= 0,
+        )
+        weights = self.target_weights.to(kpts.device)
+        mean = functools.partial(self._mean_likelihood, weights=weights, sizes=slots.sizes)
+        if self.new_graphs is None:
+            return mean(*rows)
+        state = self._state
+        if state.graphs is None:
+            state.graphs = self.new_graphs()
+        key = weights, tuple(slots.sizes), tuple(self.strides()), self.rle_loss, self.rle_loss.residual
+        return state.graphs(mean, self.flow_model, rows, key)
+
+    def _mean_likelihood(
+        self,
+        kpts: Tensor,
+        sigmas: Tensor,
+        wanted: Tensor,
+        anchor: Tensor,
+        used: Tensor,
+        *,
+        weights: Tensor,
+        sizes: list[int],
+    ) -> Tensor:
+        """Of one slot a row: predictions and labels of its keypoints, its anchor, and whether it has one."""
+        count = wanted.shape[1]
         # Where each anchor lies, and the size of the image in its cells.
         first, stride, width = 0, torch.zeros_like(anchor, dtype=torch.float32), torch.ones_like(anchor)
         start = torch.zeros_like(anchor)
         for i, each in enumerate(self.strides()):
             later = anchor >= first
             stride = torch.where(later, each, stride)
-            width = torch.where(later, slots.sizes[2 * i + 1], width)
+            width = torch.where(later, sizes[2 * i + 1], width)
             start = torch.where(later, first, start)
-            first += slots.sizes[2 * i] * slots.sizes[2 * i + 1]
+            first += sizes[2 * i] * sizes[2 * i + 1]
         center = torch.stack(((anchor - start) % width, (anchor - start) // width), 1) + 0.5
-        height, length = (side * self.strides()[0] for side in slots.sizes[:2])
+        height, length = (side * self.strides()[0] for side in sizes[:2])
         size = torch.stack((length / stride, height / stride), 1)
 
-        place = kpts[image, :, anchor].view(len(index), count, kpts.shape[1] // count)[..., :2]
-        place = place.float() + center[:, None]
-        sigma = sigmas[image, :, anchor].view(len(index), count, 2).float().sigmoid()
+        place = kpts.view(len(kpts), count, kpts.shape[1] // count)[..., :2].float() + center[:, None]
+        sigma = sigmas.view(len(sigmas), count, 2).float().sigmoid()
         sigma = sigma.clamp(min=torch.finfo(sigmas.dtype).tiny)
         error = (place - wanted[..., :2] * size[:, None]) / (sigma + 1e-9)
         keep = used[:, None] & error.isfinite().all(2)
-        if labels.shape[2] == 3:
+        if wanted.shape[2] == 3:
             keep = keep & (wanted[..., 2] != 0)
         error = torch.where(keep[..., None], error, 0).clamp(-100, 100).view(-1, 2)
         sigma = torch.where(keep[..., None], sigma, 1).view(-1, 2)  # no NaN where the weight is zero
         log_phi = self.flow_model.log_prob(error).flatten().float()
         # Stock's own criterion, of all slots; its mean becomes that of those that count.
-        mean = self.rle_loss(sigma, log_phi, error, (keep * self.target_weights.to(kpts.device)).flatten())
+        mean = self.rle_loss(sigma, log_phi, error, (keep * weights).flatten())
         return (mean * (keep.numel() / keep.sum().clamp(min=1))).clamp(min=0)
 
 

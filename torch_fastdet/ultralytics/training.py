@@ -1,9 +1,9 @@
 """What ``channels_last`` and ``cuda_graph`` put in place of Ultralytics' methods.
 
 The trainer computes predictions and loss in one call, ``model(batch)``. Replaced is ``predict`` of detectors and classifiers, which
-that call comes to; the loss stays outside of the graphs, whichever it is. Predictors and validators run the model by way of
-``PyTorchBackend.forward``, which is replaced too. Graphs live beside the model, not in it: copies of it, such as
-the moving average, are plain, and checkpoints hold nothing of ours.
+that call comes to; the loss stays outside of the graphs, whichever it is. The RLE part of our PoseLoss26 has graphs of its own.
+Predictors and validators run the model by way of ``PyTorchBackend.forward``, which is replaced too. Graphs live beside the model, not
+in it: copies of it, such as the moving average, are plain, and checkpoints hold nothing of ours.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ import torch
 from torch import nn
 
 from torch_fastdet import memory
+from torch_fastdet._say import saying_once
 from torch_fastdet.graphs import _capture
+from torch_fastdet.graphs._rows import RowGraphs
 from torch_fastdet.hosts.engine.switch import Active, Make
 from torch_fastdet.hosts.evidence import installed_version, release
 from torch_fastdet.hosts.shapes import Trainer
 from torch_fastdet.hosts.shared.predictions import PredictionGraphs, settings_of
 from torch_fastdet.hosts.shared.training_graphs import TrainingGraphs
+from torch_fastdet.ultralytics.loss import KINDS
 from torch_fastdet.ultralytics.necks import fewer_copies
 
 IN_STOCK = "8.4.150"  # whose trainer has the argument channels_last, on by default
@@ -93,6 +96,12 @@ def compile_objection(value: str) -> str | None:
 
 
 def _training(active: Active) -> TrainingGraphs:
+    say = saying_once(active.name)
+
+    def new_graphs() -> RowGraphs:
+        return RowGraphs("the RLE part of PoseLoss26", say, lambda line: active.tell(f"{active.name}: {line}"))
+
+    active.replace(KINDS["PoseLoss26"], "new_graphs", staticmethod(new_graphs), quietly=True)
     return TrainingGraphs(active, fewer_copies)
 
 
