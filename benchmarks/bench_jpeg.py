@@ -77,7 +77,7 @@ class Batch:
     def __init__(self, files: list[torch.Tensor], rectangles: list[Rectangle] | None, device: torch.device):
         storage, pictures, _ = ops.jpeg_pack(files)
         self.rows, end = [], 0
-        for i, (offset, _, height, width) in enumerate(pictures.tolist()):
+        for i, (offset, _, height, width, _) in enumerate(pictures.tolist()):
             x, y, w, h = rectangles[i] if rectangles else (0, 0, width, height)
             right, x = min(width, -(-(x + w) // 8) * 8), x // 8 * 8
             w = right - x if w else 0
