@@ -20,7 +20,7 @@ from benchmarks import work
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = ROOT / "docs" / "kernels"
 PAGE, STEM, PICTURE = KERNELS / "step.md", KERNELS / "stem_conv.md", ROOT / "docs" / "gpu-step-layers.png"
-CEILINGS = ROOT / "benchmarks" / "results" / "h200-2026-11-22" / "roofline.json"
+CEILINGS = ROOT / "benchmarks" / "results" / "h200-2026-11-26" / "roofline.json"
 BATCH, IMAGE = 16, 640
 #: Layers of yolov5s in order, and their numbers of convolutions.
 LAYERS = (
