@@ -21,11 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 foreach_copy_, foreach_add, foreach_add_ = torch._foreach_copy_, torch._foreach_add, torch._foreach_add_
 foreach_zero_ = torch._foreach_zero_
 disable_dynamo = torch._disable_dynamo  # torch.compiler.disable without its import of the compiler
+as_plain_tensors = torch._C.DisableTorchFunctionSubclass  # inside, subclasses are plain tensors to functions
 operator_names = torch._C._dispatch_get_all_op_names  # of all registered operators, with their namespace
 # GPUs that this process may use, without starting CUDA; -1 where that is unknown.
 gpu_count = torch.cuda._device_count_nvml

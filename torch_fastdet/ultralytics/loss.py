@@ -25,6 +25,7 @@ from torch_fastdet import ops
 from torch_fastdet._say import count, say
 from torch_fastdet._torch.private import module_has_hooks
 from torch_fastdet.graphs._rows import RowGraphs
+from torch_fastdet.hosts.shared.loss_items import read_early
 from torch_fastdet.hosts.shared.loss_status import TARGET_COLUMNS, TargetStatus
 from torch_fastdet.ops.v8_loss import v8_with_parts
 from torch_fastdet.ultralytics.necks import fewer_copies
@@ -191,7 +192,11 @@ class _DetectionLoss(_Criterion):
             return super().loss(preds, batch)  # type: ignore[misc]
         count("loss_optim", "losses")
         loss, items = self.fused(preds, packed_targets(batch, preds["scores"].device), batch=batch)
-        return loss, dict(zip(self.loss_names, items.unbind()))
+        return loss, self.named(items)
+
+    def named(self, items: Tensor) -> dict[str, Tensor]:
+        """The items by their names, as the trainer averages and shows them."""
+        return dict(zip(self.loss_names, read_early(items, beside=False).unbind()))
 
     def takes(self, preds: Outputs, batch: object) -> bool:
         """Whether the operators take these raw outputs and labels."""
@@ -675,7 +680,7 @@ class _E2ELoss(_Criterion):
             targets, others = packed_targets(batch, many["scores"].device), batch
         loss, _ = branches[0].fused(many, targets, num_targets, self.o2m, others)
         second, items = branches[1].fused(one, targets, num_targets, self.o2o, others)
-        return loss + second, items if packed else dict(zip(self.one2one.loss_names, items.unbind()))
+        return loss + second, items if packed else branches[1].named(items)
 
     def graph_key(self) -> tuple[Any, ...]:
         """As that of :class:`v8DetectionLoss`; writes the weights of both branches to where captured calls read them."""

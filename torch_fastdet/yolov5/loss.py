@@ -12,6 +12,7 @@ from torch import nn
 from torch_fastdet import ops
 from torch_fastdet._say import count
 from torch_fastdet._torch.tensors import unwrap
+from torch_fastdet.hosts.shared.loss_items import read_early
 from torch_fastdet.hosts.shared.loss_status import TARGET_COLUMNS, TargetStatus
 from torch_fastdet.ops.yolov5_loss import split_coefficients, yolov5_mask_part
 from torch_fastdet.yolov5.heads import fewer_copies
@@ -142,7 +143,7 @@ class ComputeLoss:
         """Loss and items; ``num_targets``, one int64 on the device, says how many rows of targets are in use."""
         self._check_heads(p)
         loss, items, _ = self._detection(p, targets, num_targets)
-        return loss.float(), items.float()  # as stock's, whose heads may be float64
+        return loss.float(), read_early(items.float(), beside=True)  # as stock's, whose heads may be float64
 
     def _detection(
         self, p: list[torch.Tensor], targets: torch.Tensor, num_targets: torch.Tensor | None
@@ -275,4 +276,4 @@ class SegmentationLoss(ComputeLoss):
             self.overlap,
         )
         items = torch.cat((items[:1], item.to(items.dtype), items[1:]))
-        return (loss + part.to(loss.dtype)).float(), items.float()
+        return (loss + part.to(loss.dtype)).float(), read_early(items.float(), beside=True)

@@ -1,0 +1,118 @@
+"""The items of a loss, which the hosts read after each iteration for their progress bar.
+
+Reading a tensor waits for all that was launched on its stream, so the GPU would idle from the end of each iteration until the host has
+prepared the next one. These items are read when they are known: the GPU still works on the backward pass while the host goes on.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_fastdet._torch.private import as_plain_tensors, tree_map, writes
+from torch_fastdet.graphs import _capture
+
+# Methods that read values on the host, that look at a part, and that make a running mean.
+_READS = {"item", "tolist", "cpu", "__float__", "__int__", "__bool__", "__format__"}
+_VIEWS = {"unbind", "__getitem__", "detach"}
+_MEANS = {"mul", "add", "div"}
+
+
+class LossItems(Tensor):
+    """A CUDA tensor of loss items; it and means of it are read without waiting for what is launched on its stream later.
+
+    In all else it is a plain tensor: other functions give plain tensors, in order on the current stream, and so do copies and files.
+    """
+
+    _known: torch.cuda.Event
+    _written: int | None  # how often, then
+    _beside: bool
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not all(issubclass(cls, kind) for kind in types):
+            return NotImplemented
+        name = getattr(func, "__name__", "")
+        with as_plain_tensors():
+            plain: Any = tree_map(_plain, args)
+            if kwargs:
+                return func(*plain, **tree_map(_plain, kwargs))
+            if name in _READS and (len(args) == 1 or name == "__format__"):
+                return func(_on_host(args[0]), *args[1:])
+            if name in _VIEWS and isinstance(args[0], cls):
+                return tree_map(lambda view: _known_at(view, _event(args[0]), args[0]._beside), func(*plain))
+            if name in _MEANS:
+                return _mean(func, args, plain)
+            return func(*plain)
+
+
+def read_early(items: Tensor, beside: bool) -> Tensor:
+    """The items of one call of a loss, just computed on the current stream: reading them waits for nothing that is launched later.
+
+    They are plain where they are not on a GPU, are part of a graph, or in a process group, whose functions write to tensors unseen.
+
+    Args:
+        items: the items.
+        beside: compute means of them on a stream of their own, for hosts that do so after the backward pass.
+    """
+    if (
+        not (type(items) is Tensor and items.is_cuda and torch.is_grad_enabled())
+        or _capture.is_capturing()
+        or torch.compiler.is_compiling()
+        or (torch.distributed.is_available() and torch.distributed.is_initialized())
+    ):
+        return items
+    return _known_at(items.detach(), torch.cuda.current_stream(items.device).record_event(), beside)
+
+
+def _plain(value: object) -> object:
+    return value.as_subclass(Tensor) if isinstance(value, LossItems) else value
+
+
+def _known_at(items: Tensor, event: torch.cuda.Event, beside: bool) -> LossItems:
+    made = items.as_subclass(LossItems)
+    made._known, made._written, made._beside = event, writes(items), beside
+    return made
+
+
+def _event(items: LossItems) -> torch.cuda.Event:
+    if writes(items) != items._written:  # somebody wrote to it since
+        return torch.cuda.current_stream(items.device).record_event()
+    return items._known
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)
+
+
+def _on_host(items: LossItems) -> Tensor:
+    event, stream = _event(items), _stream(items.device)
+    with torch.cuda.stream(stream):
+        stream.wait_event(event)
+        return items.as_subclass(Tensor).cpu()
+
+
+def _mean(func: Callable[..., Tensor], args: tuple, plain: tuple) -> LossItems:
+    """Sum, product or quotient: known when the items are that it is made of, where it is made of items and numbers alone."""
+    items = [arg for arg in args if isinstance(arg, LossItems)]
+    device, beside = items[0].device, items[0]._beside
+    current = torch.cuda.current_stream(device)
+    if not beside or sum(isinstance(arg, Tensor) for arg in args) > len(items):
+        result = func(*plain)
+        return _known_at(result, current.record_event(), beside)
+    stream, events = _stream(device), [_event(item) for item in items]
+    with torch.cuda.stream(stream):
+        for event in events:
+            stream.wait_event(event)
+        result = func(*plain)
+        known = stream.record_event()
+    current.wait_event(known)  # whoever goes on with it there finds it
+    result.record_stream(current)
+    return _known_at(result, known, beside)
