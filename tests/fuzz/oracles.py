@@ -337,10 +337,10 @@ def _v8_masked_loss(a: Any) -> list[Tensor]:
 
 
 def _v8_posed_loss(a: Any) -> list[Tensor]:
-    assert a.labels.isfinite().all(), (
-        "their overlaps are NaN, as in stock, whose loss is NaN then; which anchors win is nobody's"
-    )
-    tensors = (a.predictions, a.labels, a.sigmas, a.targets)
+    # A keypoint that nobody sees does not count, whatever its place. Others that are NaN make the loss NaN, as in stock.
+    labels = a.labels if a.labels.shape[2] == 2 else torch.where(a.labels[..., 2:] > 0, a.labels, 0.0)
+    assert labels.isfinite().all()
+    tensors = (a.predictions, labels, a.sigmas, a.targets)
     return _v8_loss(a, similarity=v8_loss.keypoint_similarity(*tensors, _sizes(a), a.strides))
 
 
@@ -365,6 +365,17 @@ def _v8_keypoint_loss(a: Any) -> list[Tensor]:
     tensors = (a.predictions, a.labels, a.sigmas, a.targets)
     items = v8_loss.keypoint_loss(*tensors, None, _sizes(a), a.strides, a.gains.tolist(), a.centered, found=found)
     return [items * len(a.predictions) * float(a.settings[3]), items]
+
+
+def _v8_keypoint_loss_backward(a: Any) -> list[Tensor]:
+    """Of the sums over positives and keypoints, whose factors the forward pass left."""
+    assert a.predictions.isfinite().all() and a.grad_loss.isfinite().all() and a.scales.isfinite().all()
+    found = _positives(a, *a.predictions.shape[::2])
+    leaf = a.predictions.double().requires_grad_()
+    tensors = (leaf, a.labels, a.sigmas, a.targets)
+    means = v8_loss.keypoint_loss(*tensors, None, _sizes(a), a.strides, (1.0, 1.0), a.centered, found=found)
+    factors = a.grad_loss.double() * a.scales.double() * len(found) * a.labels.shape[1]
+    return list(torch.autograd.grad((means * factors).sum(), leaf))
 
 
 def _v8_obb_loss(a: Any) -> list[Tensor]:
@@ -420,6 +431,7 @@ ORACLES: dict[str, Callable[[Any], list[Tensor]]] = {
     "upsample_nearest2x_backward": lambda a: [upsample.upsample_nearest2x_backward(a.grad_output)],
     "upsample_nearest2x_cat": lambda a: [upsample.upsample_nearest2x_cat(a.x, a.skip)],
     "v8_keypoint_loss": _v8_keypoint_loss,
+    "v8_keypoint_loss_backward": _v8_keypoint_loss_backward,
     "v8_loss": _v8_loss,
     "v8_mask_loss": _v8_mask_loss,
     "v8_masked_loss": _v8_masked_loss,
@@ -450,7 +462,7 @@ WITHOUT = {
         ("jpeg_decode_", "jpeg_pack", "jpeg_plan"), "tests.fuzz.jpeg compares the three with OpenCV on damaged files"
     ),
     **dict.fromkeys(
-        (f"{loss}_backward" for loss in ("v8_keypoint_loss", "v8_loss", "v8_mask_loss", "v8_obb_loss", "yolov5_loss")),
+        (f"{loss}_backward" for loss in ("v8_loss", "v8_mask_loss", "v8_obb_loss", "yolov5_loss")),
         "reads what its forward pass left: the gradients of that are compared",
     ),
 }
