@@ -134,10 +134,11 @@ fuzz-files: build ## mutated files and requests through what reads them: stage t
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.files --count $(CASES) --log build/fuzz-files.log
 
 SOAK ?= --minutes 10
-soak: $(if $(GPU),,build) ## a long training: epoch time, memory, threads and files are flat; then 40 generations, 50 kills and resumes, and 100 trainings (SOAK="--hours 4")
+soak: $(if $(GPU),,build) ## a long training: epoch time, memory, threads and files are flat; then 40 generations, 50 kills and resumes of each host, and 100 trainings (SOAK="--hours 4")
 	$(BENCH_PYTHON) -m benchmarks.soak $(SOAK)
 	$(BENCH_PYTHON) -m benchmarks.soak --evolve 40
 	$(BENCH_PYTHON) -m benchmarks.soak --kills 50 --jobs $(if $(GPU),11,2)
+	$(BENCH_PYTHON) -m benchmarks.soak --kills 50 --jobs $(if $(GPU),11,2) --host ultralytics
 	TRAININGS=100 $(BENCH_PYTHON) -m pytest -q -s tests/ultralytics/test_many_trainings.py
 
 # Static, so that QEMU needs no libraries of the other architecture.
