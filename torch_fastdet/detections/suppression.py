@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torch_fastdet.detections.crossover import faster_device
 from torch_fastdet.ops import nms
-from torch_fastdet.ops._checks import check_tensor
+from torch_fastdet.ops._checks import check_tensors
 
 __all__ = ["ultralytics_non_max_suppression", "yolov5_non_max_suppression"]
 
@@ -20,7 +20,7 @@ def _first(op: str, prediction: Any) -> Tensor:
         if not prediction:
             raise ValueError(f"{op}: prediction is an empty list, but its first element should be the decoded tensor")
         prediction = prediction[0]
-    check_tensor(op, "prediction", prediction)
+    check_tensors(op, prediction=prediction)
     return prediction.detach()
 
 

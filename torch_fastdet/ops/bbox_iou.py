@@ -2,7 +2,7 @@
 
 import torch
 
-from torch_fastdet.ops._checks import check_tensor
+from torch_fastdet.ops._checks import check_tensors
 
 
 def bbox_iou(
@@ -52,8 +52,7 @@ def bbox_iou(
     The signature is that of the function of this name in YOLOv5 and Ultralytics.
     """
     if not torch.jit.is_scripting():
-        check_tensor("bbox_iou", "box1", box1)
-        check_tensor("bbox_iou", "box2", box2)
+        check_tensors("bbox_iou", box1=box1, box2=box2)
     return torch.ops.torch_fastdet.bbox_iou(box1, box2, xywh, GIoU, DIoU, CIoU, eps)
 
 
@@ -88,6 +87,5 @@ def iou_loss(
     Layouts, and the source of the formulas: those of :func:`bbox_iou`.
     """
     if not torch.jit.is_scripting():
-        check_tensor("iou_loss", "box1", box1)
-        check_tensor("iou_loss", "box2", box2)
+        check_tensors("iou_loss", box1=box1, box2=box2)
     return torch.ops.torch_fastdet.iou_loss(box1, box2, kind, xywh, reduction, eps)

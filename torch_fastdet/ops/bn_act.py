@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_fastdet.ops._checks import check_optional_tensor, check_tensor, check_tensor_list
+from torch_fastdet.ops._checks import check_optional_tensors, check_tensor_lists, check_tensors
 
 
 def bn_act(
@@ -59,13 +59,9 @@ def bn_act(
     Source: Ioffe and Szegedy, "Batch Normalization", ICML 2015; ``Conv`` of YOLOv5 and Ultralytics.
     """
     if not torch.jit.is_scripting():
-        check_tensor("bn_act", "x", x)
-        check_optional_tensor("bn_act", "weight", weight)
-        check_optional_tensor("bn_act", "bias", bias)
-        check_optional_tensor("bn_act", "running_mean", running_mean)
-        check_optional_tensor("bn_act", "running_var", running_var)
-        check_optional_tensor("bn_act", "num_batches_tracked", num_batches_tracked)
-        check_optional_tensor("bn_act", "residual", residual)
+        check_tensors("bn_act", x=x)
+        check_optional_tensors("bn_act", weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
+        check_optional_tensors("bn_act", num_batches_tracked=num_batches_tracked, residual=residual)
     return torch.ops.torch_fastdet.bn_act(
         x,
         weight,
@@ -124,13 +120,9 @@ def bn_act_cat(
     Source: Ioffe and Szegedy, "Batch Normalization", ICML 2015; ``C3`` of YOLOv5 and Ultralytics.
     """
     if not torch.jit.is_scripting():
-        check_tensor_list("bn_act_cat", "x", x)
-        check_tensor_list("bn_act_cat", "weight", weight)
-        check_tensor_list("bn_act_cat", "bias", bias)
-        check_tensor_list("bn_act_cat", "running_mean", running_mean)
-        check_tensor_list("bn_act_cat", "running_var", running_var)
-        check_tensor_list("bn_act_cat", "num_batches_tracked", num_batches_tracked)
-        check_optional_tensor("bn_act_cat", "residual", residual)
+        check_tensor_lists("bn_act_cat", x=x, weight=weight, bias=bias, num_batches_tracked=num_batches_tracked)
+        check_tensor_lists("bn_act_cat", running_mean=running_mean, running_var=running_var)
+        check_optional_tensors("bn_act_cat", residual=residual)
     return torch.ops.torch_fastdet.bn_act_cat(
         x,
         weight,

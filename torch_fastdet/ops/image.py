@@ -7,30 +7,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from torch_fastdet.ops._checks import check_optional_tensor, check_tensor, check_tensor_list
+from torch_fastdet.ops._checks import check_optional_tensors, check_tensor_lists, check_tensors
 
 __all__ = ["image_augment", "image_augment_", "image_letterbox", "image_letterbox_", "image_resize_", "opencv_rules"]
-
-
-def _check_plan(
-    op: str,
-    storages: list[Tensor],
-    placements: Tensor,
-    layers: Tensor,
-    matrices: Tensor,
-    pictures: Tensor,
-    blend: Tensor | None,
-    tables: Tensor | None,
-    masks: Tensor | None,
-) -> None:
-    check_tensor_list(op, "storages", storages)
-    check_tensor(op, "placements", placements)
-    check_tensor(op, "layers", layers)
-    check_tensor(op, "matrices", matrices)
-    check_tensor(op, "pictures", pictures)
-    check_optional_tensor(op, "blend", blend)
-    check_optional_tensor(op, "tables", tables)
-    check_optional_tensor(op, "masks", masks)
 
 
 def image_augment(
@@ -93,7 +72,10 @@ def image_augment(
     Source: cv2.resize, cv2.warpAffine, cv2.warpPerspective and cv2.cvtColor, https://docs.opencv.org/4.x/da/d54/group__imgproc__transform.html
     """
     if not torch.jit.is_scripting():
-        _check_plan("image_augment", storages, placements, layers, matrices, pictures, blend, tables, masks)
+        op = "image_augment"
+        check_tensor_lists(op, storages=storages)
+        check_tensors(op, placements=placements, layers=layers, matrices=matrices, pictures=pictures)
+        check_optional_tensors(op, blend=blend, tables=tables, masks=masks)
     return torch.ops.torch_fastdet.image_augment(
         storages,
         placements,
@@ -146,8 +128,10 @@ def image_augment_(
     Source: :func:`image_augment`
     """
     if not torch.jit.is_scripting():
-        check_tensor("image_augment_", "out", out)
-        _check_plan("image_augment_", storages, placements, layers, matrices, pictures, blend, tables, masks)
+        op = "image_augment_"
+        check_tensor_lists(op, storages=storages)
+        check_tensors(op, out=out, placements=placements, layers=layers, matrices=matrices, pictures=pictures)
+        check_optional_tensors(op, blend=blend, tables=tables, masks=masks)
     torch.ops.torch_fastdet.image_augment_(
         out,
         storages,
@@ -197,8 +181,8 @@ def image_letterbox(
     Source: cv2.resize and cv2.copyMakeBorder, https://docs.opencv.org/4.x/da/d54/group__imgproc__transform.html
     """
     if not torch.jit.is_scripting():
-        check_tensor_list("image_letterbox", "storages", storages)
-        check_tensor("image_letterbox", "plan", plan)
+        check_tensor_lists("image_letterbox", storages=storages)
+        check_tensors("image_letterbox", plan=plan)
     return torch.ops.torch_fastdet.image_letterbox(
         storages, plan, size, channels=channels, dtype=dtype, channels_last=channels_last, bgr=bgr
     )
@@ -219,9 +203,8 @@ def image_letterbox_(out: Tensor, storages: list[Tensor], plan: Tensor, bgr: boo
     Source: :func:`image_letterbox`
     """
     if not torch.jit.is_scripting():
-        check_tensor("image_letterbox_", "out", out)
-        check_tensor_list("image_letterbox_", "storages", storages)
-        check_tensor("image_letterbox_", "plan", plan)
+        check_tensors("image_letterbox_", out=out, plan=plan)
+        check_tensor_lists("image_letterbox_", storages=storages)
     torch.ops.torch_fastdet.image_letterbox_(out, storages, plan, bgr=bgr)
 
 
@@ -244,9 +227,8 @@ def image_resize_(out: Tensor, storages: list[Tensor], plan: Tensor, channels: i
     Source: cv2.resize, https://docs.opencv.org/4.x/da/d54/group__imgproc__transform.html
     """
     if not torch.jit.is_scripting():
-        check_tensor("image_resize_", "out", out)
-        check_tensor_list("image_resize_", "storages", storages)
-        check_tensor("image_resize_", "plan", plan)
+        check_tensors("image_resize_", out=out, plan=plan)
+        check_tensor_lists("image_resize_", storages=storages)
     torch.ops.torch_fastdet.image_resize_(out, storages, plan, channels=channels)
 
 
@@ -266,9 +248,8 @@ def image_gather_(out: Tensor, storages: list[Tensor], pieces: Tensor) -> None:
     Source: torch.cat of slices
     """
     if not torch.jit.is_scripting():
-        check_tensor("image_gather_", "out", out)
-        check_tensor_list("image_gather_", "storages", storages)
-        check_tensor("image_gather_", "pieces", pieces)
+        check_tensors("image_gather_", out=out, pieces=pieces)
+        check_tensor_lists("image_gather_", storages=storages)
     torch.ops.torch_fastdet.image_gather_(out, storages, pieces)
 
 

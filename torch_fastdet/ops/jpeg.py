@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_fastdet.ops._checks import check_tensor, check_tensor_list
+from torch_fastdet.ops._checks import check_tensor_lists, check_tensors
 
 __all__ = ["decode_jpeg", "jpeg_decode_", "jpeg_pack", "jpeg_plan"]
 
@@ -39,7 +39,7 @@ def decode_jpeg(files: list[Tensor], device: str | torch.device = "cpu") -> list
 
     Source: cv2.imdecode, https://docs.opencv.org/4.x/d4/da8/group__imgcodecs.html
     """
-    check_tensor_list("decode_jpeg", "files", files)
+    check_tensor_lists("decode_jpeg", files=files)
     where = torch.device(device)
     cuda = where.type == "cuda"
     # A GPU has more threads than a few files have segments, and what is not kept may have a larger index.
@@ -89,9 +89,9 @@ def jpeg_pack(
     Source: ITU-T T.81
     """
     if not torch.jit.is_scripting():
-        check_tensor_list("jpeg_pack", "files", files)
+        check_tensor_lists("jpeg_pack", files=files)
         if heads is not None:
-            check_tensor_list("jpeg_pack", "heads", heads)
+            check_tensor_lists("jpeg_pack", heads=heads)
     if len(files) == 0:
         return torch.empty(0, dtype=torch.uint8), torch.empty(0, 5, dtype=torch.int64), []
     return torch.ops.torch_fastdet.jpeg_pack(files, pin_memory, heads, segment)
@@ -119,8 +119,7 @@ def jpeg_plan(headers: Tensor, asked: Tensor) -> tuple[Tensor, list[int]]:
     Source: :func:`jpeg_decode_`
     """
     if not torch.jit.is_scripting():
-        check_tensor("jpeg_plan", "headers", headers)
-        check_tensor("jpeg_plan", "asked", asked)
+        check_tensors("jpeg_plan", headers=headers, asked=asked)
     return torch.ops.torch_fastdet.jpeg_plan(headers, asked)
 
 
@@ -143,7 +142,5 @@ def jpeg_decode_(out: Tensor, storage: Tensor, plan: Tensor, sizes: list[int]) -
     Source: cv2.imdecode, https://docs.opencv.org/4.x/d4/da8/group__imgcodecs.html
     """
     if not torch.jit.is_scripting():
-        check_tensor("jpeg_decode_", "out", out)
-        check_tensor("jpeg_decode_", "storage", storage)
-        check_tensor("jpeg_decode_", "plan", plan)
+        check_tensors("jpeg_decode_", out=out, storage=storage, plan=plan)
     torch.ops.torch_fastdet.jpeg_decode_(out, storage, plan, sizes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_fastdet.ops._checks import check_optional_tensor, check_tensor
+from torch_fastdet.ops._checks import check_optional_tensors, check_tensors
 
 
 def match_detections(
@@ -47,11 +47,8 @@ def match_detections(
     Behaviour: ``val.py`` of YOLOv5 v7.0 and ``BaseValidator.match_predictions`` of Ultralytics 8.4.190.
     """
     if not torch.jit.is_scripting():
-        check_tensor("match_detections", "detections", detections)
-        check_tensor("match_detections", "labels", labels)
-        check_tensor("match_detections", "iouv", iouv)
-        check_optional_tensor("match_detections", "counts", counts)
-        check_optional_tensor("match_detections", "iou", iou)
+        check_tensors("match_detections", detections=detections, labels=labels, iouv=iouv)
+        check_optional_tensors("match_detections", counts=counts, iou=iou)
     return torch.ops.torch_fastdet.match_detections(detections, labels, iouv, counts, rule, iou)
 
 
@@ -89,8 +86,6 @@ def confusion_matrix_(
     Behaviour: ``ConfusionMatrix`` of YOLOv5 v7.0 and of Ultralytics 8.4.190.
     """
     if not torch.jit.is_scripting():
-        check_tensor("confusion_matrix_", "matrix", matrix)
-        check_tensor("confusion_matrix_", "detections", detections)
-        check_tensor("confusion_matrix_", "labels", labels)
-        check_optional_tensor("confusion_matrix_", "counts", counts)
+        check_tensors("confusion_matrix_", matrix=matrix, detections=detections, labels=labels)
+        check_optional_tensors("confusion_matrix_", counts=counts)
     torch.ops.torch_fastdet.confusion_matrix_(matrix, detections, labels, counts, conf, iou_thres, rule)

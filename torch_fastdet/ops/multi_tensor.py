@@ -20,7 +20,7 @@ from typing import List, Optional, Union  # noqa: UP035  (TorchScript reads them
 import torch
 from torch import Tensor
 
-from torch_fastdet.ops._checks import check_optional_tensor, check_tensor, check_tensor_list
+from torch_fastdet.ops._checks import check_optional_tensors, check_tensor_lists, check_tensors
 
 
 def multi_tensor_ema_(averages: List[Tensor], values: List[Tensor], decay: Union[float, Tensor]) -> None:  # noqa: UP006, UP007
@@ -38,8 +38,7 @@ def multi_tensor_ema_(averages: List[Tensor], values: List[Tensor], decay: Union
     Behaviour: ModelEMA of YOLOv5, whose results these are, bit by bit in float32 and float64.
     """
     if not torch.jit.is_scripting():
-        check_tensor_list("multi_tensor_ema_", "averages", averages)
-        check_tensor_list("multi_tensor_ema_", "values", values)
+        check_tensor_lists("multi_tensor_ema_", averages=averages, values=values)
     if isinstance(decay, Tensor):
         torch.ops.torch_fastdet.multi_tensor_ema_(averages, values, decay)
     else:
@@ -110,11 +109,8 @@ def multi_tensor_sgd_(
     Source: the update rule of https://pytorch.org/docs/stable/generated/torch.optim.SGD.html.
     """
     if not torch.jit.is_scripting():
-        check_tensor_list("multi_tensor_sgd_", "params", params)
-        check_tensor_list("multi_tensor_sgd_", "grads", grads)
-        check_tensor_list("multi_tensor_sgd_", "momentum_buffers", momentum_buffers)
-        check_optional_tensor("multi_tensor_sgd_", "grad_scale", grad_scale)
-        check_optional_tensor("multi_tensor_sgd_", "found_inf", found_inf)
+        check_tensor_lists("multi_tensor_sgd_", params=params, grads=grads, momentum_buffers=momentum_buffers)
+        check_optional_tensors("multi_tensor_sgd_", grad_scale=grad_scale, found_inf=found_inf)
     if isinstance(lr, Tensor) or isinstance(momentum, Tensor):
         # The overload takes both as tensors.
         torch.ops.torch_fastdet.multi_tensor_sgd_(
@@ -163,9 +159,8 @@ def multi_tensor_unscale_(grads: List[Tensor], scale: Tensor, found_inf: Tensor)
     Source: ``torch.amp.GradScaler.unscale_``.
     """
     if not torch.jit.is_scripting():
-        check_tensor_list("multi_tensor_unscale_", "grads", grads)
-        check_tensor("multi_tensor_unscale_", "scale", scale)
-        check_tensor("multi_tensor_unscale_", "found_inf", found_inf)
+        check_tensor_lists("multi_tensor_unscale_", grads=grads)
+        check_tensors("multi_tensor_unscale_", scale=scale, found_inf=found_inf)
     torch.ops.torch_fastdet.multi_tensor_unscale_(grads, scale, found_inf)
 
 
@@ -186,7 +181,7 @@ def multi_tensor_norm(tensors: List[Tensor]) -> Tensor:  # noqa: UP006
     Source: ``torch.nn.utils.get_total_norm``.
     """
     if not torch.jit.is_scripting():
-        check_tensor_list("multi_tensor_norm", "tensors", tensors)
+        check_tensor_lists("multi_tensor_norm", tensors=tensors)
     return torch.ops.torch_fastdet.multi_tensor_norm(tensors)
 
 
@@ -206,5 +201,5 @@ def multi_tensor_clip_grad_norm_(grads: List[Tensor], max_norm: float) -> Tensor
     Source: ``torch.nn.utils.clip_grad_norm_``.
     """
     if not torch.jit.is_scripting():
-        check_tensor_list("multi_tensor_clip_grad_norm_", "grads", grads)
+        check_tensor_lists("multi_tensor_clip_grad_norm_", grads=grads)
     return torch.ops.torch_fastdet.multi_tensor_clip_grad_norm_(grads, max_norm)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_fastdet.ops._checks import check_optional_tensor, check_tensor, check_tensor_list
+from torch_fastdet.ops._checks import check_optional_tensors, check_tensor_lists, check_tensors
 from torch_fastdet.ops.letterbox import letterbox
 
 
@@ -114,9 +114,9 @@ def yolov5_decode(heads: list[Tensor], anchors: Tensor, strides: list[float], nm
     Behaviour: ``Detect.forward`` of YOLOv5 v7.0 (xy = (2 sigmoid - 0.5 + cell) * stride, wh = (2 sigmoid)^2 * anchor).
     """
     if not torch.jit.is_scripting():
-        check_tensor_list("yolov5_decode", "heads", heads)
+        check_tensor_lists("yolov5_decode", heads=heads)
         _check_strides("yolov5_decode", strides)
-        check_tensor("yolov5_decode", "anchors", anchors)
+        check_tensors("yolov5_decode", anchors=anchors)
     return torch.ops.torch_fastdet.yolov5_decode(heads, anchors, strides, nm)
 
 
@@ -173,9 +173,8 @@ def non_max_suppression_padded(
     Behaviour: ``non_max_suppression`` of YOLOv5 v7.0, without its time limit.
     """
     if not torch.jit.is_scripting():
-        check_tensor("non_max_suppression_padded", "prediction", prediction)
-        check_optional_tensor("non_max_suppression_padded", "labels", labels)
-        check_optional_tensor("non_max_suppression_padded", "letterboxes", letterboxes)
+        check_tensors("non_max_suppression_padded", prediction=prediction)
+        check_optional_tensors("non_max_suppression_padded", labels=labels, letterboxes=letterboxes)
         classes = _class_list("non_max_suppression_padded", classes)
     options = NmsOptions(
         conf_thres, iou_thres, classes, agnostic, multi_label, max_det, letterboxes, per_class, max_nms, max_wh
@@ -223,8 +222,8 @@ def ultralytics_non_max_suppression_padded(
     Behaviour: ``non_max_suppression`` of ultralytics 8.4, without its time limit; probiou, https://arxiv.org/abs/2106.06072.
     """
     if not torch.jit.is_scripting():
-        check_tensor("ultralytics_non_max_suppression_padded", "prediction", prediction)
-        check_optional_tensor("ultralytics_non_max_suppression_padded", "letterboxes", letterboxes)
+        check_tensors("ultralytics_non_max_suppression_padded", prediction=prediction)
+        check_optional_tensors("ultralytics_non_max_suppression_padded", letterboxes=letterboxes)
         classes = _class_list("ultralytics_non_max_suppression_padded", classes)
     options = NmsOptions(
         conf_thres, iou_thres, classes, agnostic, multi_label, max_det, letterboxes, per_class, max_nms, max_wh
@@ -259,10 +258,10 @@ def yolov5_postprocess(
     Behaviour: ``Detect.forward`` and ``non_max_suppression`` of YOLOv5 v7.0.
     """
     if not torch.jit.is_scripting():
-        check_tensor_list("yolov5_postprocess", "heads", heads)
+        check_tensor_lists("yolov5_postprocess", heads=heads)
         _check_strides("yolov5_postprocess", strides)
-        check_tensor("yolov5_postprocess", "anchors", anchors)
-        check_optional_tensor("yolov5_postprocess", "letterboxes", letterboxes)
+        check_tensors("yolov5_postprocess", anchors=anchors)
+        check_optional_tensors("yolov5_postprocess", letterboxes=letterboxes)
         classes = _class_list("yolov5_postprocess", classes)
     options = NmsOptions(
         conf_thres, iou_thres, classes, agnostic, multi_label, max_det, letterboxes, per_class, max_nms, max_wh
@@ -314,11 +313,9 @@ def ultralytics_postprocess(
     Behaviour: ``Detect`` of ultralytics 8.4 (distribution focal loss, https://arxiv.org/abs/2006.04388).
     """
     if not torch.jit.is_scripting():
-        check_tensor_list("ultralytics_postprocess", "boxes", boxes)
-        check_tensor_list("ultralytics_postprocess", "scores", scores)
-        check_tensor_list("ultralytics_postprocess", "extra", extra)
+        check_tensor_lists("ultralytics_postprocess", boxes=boxes, scores=scores, extra=extra)
         _check_strides("ultralytics_postprocess", strides)
-        check_optional_tensor("ultralytics_postprocess", "letterboxes", letterboxes)
+        check_optional_tensors("ultralytics_postprocess", letterboxes=letterboxes)
         classes = _class_list("ultralytics_postprocess", classes)
     options = NmsOptions(
         conf_thres, iou_thres, classes, agnostic, multi_label, max_det, letterboxes, per_class, max_nms, max_wh
@@ -364,7 +361,7 @@ def scale_boxes(
     Behaviour: ``scale_boxes`` of YOLOv5 v7.0 and of ultralytics 8.4.
     """
     if not torch.jit.is_scripting():
-        check_tensor("scale_boxes", "boxes", boxes)
+        check_tensors("scale_boxes", boxes=boxes)
     if boxes.dim() < 1 or boxes.size(-1) < 4:
         raise ValueError(f"scale_boxes: boxes has shape {list(boxes.shape)}, but (..., 4 or more columns) is expected")
     row = letterbox(input_shape, image_shape, ratio_pad, rounding)
@@ -395,6 +392,5 @@ def scale_boxes_batched(boxes: Tensor, letterboxes: Tensor, xywh: bool = False) 
     Behaviour: ``scale_boxes`` of YOLOv5 v7.0 and of ultralytics 8.4.
     """
     if not torch.jit.is_scripting():
-        check_tensor("scale_boxes_batched", "boxes", boxes)
-        check_tensor("scale_boxes_batched", "letterboxes", letterboxes)
+        check_tensors("scale_boxes_batched", boxes=boxes, letterboxes=letterboxes)
     return torch.ops.torch_fastdet.scale_boxes(boxes, letterboxes, xywh)

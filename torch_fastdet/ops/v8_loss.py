@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from torch_fastdet.ops._checks import check_optional_tensor, check_tensor, check_tensor_list
+from torch_fastdet.ops._checks import check_optional_tensors, check_tensor_lists, check_tensors
 
 
 def v8_loss_settings(
@@ -50,13 +50,6 @@ class V8LossOptions(NamedTuple):
     reg_max: int = 16
     topk: int = 10
     topk2: int = 10
-
-
-def _check(op: str, targets: torch.Tensor, settings: torch.Tensor, options: V8LossOptions) -> None:
-    check_tensor(op, "targets", targets)
-    check_tensor(op, "settings", settings)
-    check_optional_tensor(op, "num_targets", options.num_targets)
-    check_optional_tensor(op, "class_weights", options.class_weights)
 
 
 def _assigned(
@@ -137,8 +130,9 @@ def v8_loss(
     """
     options = V8LossOptions(num_targets, class_weights, reg_max, topk, topk2)
     if not torch.jit.is_scripting():
-        check_tensor_list("v8_loss", "heads", heads)
-        _check("v8_loss", targets, settings, options)
+        check_tensor_lists("v8_loss", heads=heads)
+        check_tensors("v8_loss", targets=targets, settings=settings)
+        check_optional_tensors("v8_loss", num_targets=num_targets, class_weights=class_weights)
     loss, items, _, _, status = _assigned(heads, targets, settings, strides, sizes, options)
     return loss, items, status
 
@@ -196,11 +190,10 @@ def v8_segmentation_loss(
     """
     options = V8LossOptions(num_targets, class_weights, reg_max, topk, topk2)
     if not torch.jit.is_scripting():
-        check_tensor_list("v8_segmentation_loss", "heads", heads)
-        check_tensor("v8_segmentation_loss", "coefficients", coefficients)
-        check_tensor("v8_segmentation_loss", "protos", protos)
-        check_tensor("v8_segmentation_loss", "masks", masks)
-        _check("v8_segmentation_loss", targets, settings, options)
+        check_tensor_lists("v8_segmentation_loss", heads=heads)
+        check_tensors("v8_segmentation_loss", coefficients=coefficients, protos=protos, masks=masks)
+        check_tensors("v8_segmentation_loss", targets=targets, settings=settings)
+        check_optional_tensors("v8_segmentation_loss", num_targets=num_targets, class_weights=class_weights)
     if compare_masks:
         loss, items, _, slot_anchor, slot_row, _, status = torch.ops.torch_fastdet.v8_masked_loss(
             heads,
@@ -299,12 +292,10 @@ def v8_pose_loss(
     """
     options = V8LossOptions(num_targets, class_weights, reg_max, topk, topk2)
     if not torch.jit.is_scripting():
-        check_tensor_list("v8_pose_loss", "heads", heads)
-        check_tensor("v8_pose_loss", "predictions", predictions)
-        check_tensor("v8_pose_loss", "keypoints", keypoints)
-        check_tensor("v8_pose_loss", "sigmas", sigmas)
-        check_tensor("v8_pose_loss", "gains", gains)
-        _check("v8_pose_loss", targets, settings, options)
+        check_tensor_lists("v8_pose_loss", heads=heads)
+        check_tensors("v8_pose_loss", predictions=predictions, keypoints=keypoints, sigmas=sigmas, gains=gains)
+        check_tensors("v8_pose_loss", targets=targets, settings=settings)
+        check_optional_tensors("v8_pose_loss", num_targets=num_targets, class_weights=class_weights)
     if compare_keypoints:
         loss, items, _, slot_anchor, slot_row, _, status = torch.ops.torch_fastdet.v8_posed_loss(
             heads,
@@ -381,10 +372,8 @@ def v8_obb_loss(
     Source: the behaviour of v8OBBLoss in Ultralytics 8.4.190.
     """
     if not torch.jit.is_scripting():
-        check_tensor("v8_obb_loss", "boxes", boxes)
-        check_tensor("v8_obb_loss", "scores", scores)
-        check_tensor("v8_obb_loss", "angles", angles)
-        _check("v8_obb_loss", targets, settings, V8LossOptions(num_targets, class_weights, reg_max, topk, topk2))
+        check_tensors("v8_obb_loss", boxes=boxes, scores=scores, angles=angles, targets=targets, settings=settings)
+        check_optional_tensors("v8_obb_loss", num_targets=num_targets, class_weights=class_weights)
     loss, items, _, _, _, _, status = torch.ops.torch_fastdet.v8_obb_loss(
         boxes,
         scores,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from torch_fastdet.ops._checks import check_optional_tensor, check_tensor, check_tensor_list
+from torch_fastdet.ops._checks import check_optional_tensors, check_tensor_lists, check_tensors
 
 
 class Yolov5LossOptions(NamedTuple):
@@ -22,21 +22,6 @@ class Yolov5LossOptions(NamedTuple):
     anchor_t: float = 4.0
     gr: float = 1.0
     sort_obj_iou: bool = False
-
-
-def _check_tensors(
-    op: str,
-    heads: list[torch.Tensor],
-    targets: torch.Tensor,
-    anchors: torch.Tensor,
-    balance: torch.Tensor,
-    num_targets: torch.Tensor | None,
-) -> None:
-    check_tensor_list(op, "heads", heads)
-    check_tensor(op, "targets", targets)
-    check_tensor(op, "anchors", anchors)
-    check_tensor(op, "balance", balance)
-    check_optional_tensor(op, "num_targets", num_targets)
 
 
 def _detection(
@@ -125,7 +110,9 @@ def yolov5_loss(
     Behaviour: that of ComputeLoss in YOLOv5 v7.0.
     """
     if not torch.jit.is_scripting():
-        _check_tensors("yolov5_loss", heads, targets, anchors, balance, num_targets)
+        check_tensor_lists("yolov5_loss", heads=heads)
+        check_tensors("yolov5_loss", targets=targets, anchors=anchors, balance=balance)
+        check_optional_tensors("yolov5_loss", num_targets=num_targets)
     options = Yolov5LossOptions(box, obj, cls, cls_pw, obj_pw, label_smoothing, fl_gamma, anchor_t, gr, sort_obj_iou)
     return _detection(heads, targets, anchors, balance, num_targets, options)[:4]
 
@@ -184,9 +171,9 @@ def yolov5_segmentation_loss(
     """
     op = "yolov5_segmentation_loss"
     if not torch.jit.is_scripting():
-        _check_tensors(op, heads, targets, anchors, balance, num_targets)
-        check_tensor(op, "protos", protos)
-        check_tensor(op, "masks", masks)
+        check_tensor_lists(op, heads=heads)
+        check_tensors(op, protos=protos, masks=masks, targets=targets, anchors=anchors, balance=balance)
+        check_optional_tensors(op, num_targets=num_targets)
     options = Yolov5LossOptions(box, obj, cls, cls_pw, obj_pw, label_smoothing, fl_gamma, anchor_t, gr, sort_obj_iou)
     detection, coefficients, sizes = split_coefficients(heads, protos)
     loss, items, levels, status, matches = _detection(detection, targets, anchors, balance, num_targets, options)
