@@ -134,12 +134,11 @@ def whole(source: Source) -> Picture:
 class StandIn(np.lib.mixins.NDArrayOperatorsMixin):
     """Passes for an array. What it does not know, it does with the array itself."""
 
-    __slots__ = ("__weakref__", "_real", "recorder")
-    shape: tuple[int, ...]
+    __slots__ = ("__weakref__", "_real", "recorder", "shape")
     dtype: Any = _UINT8
 
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
+    def __init__(self, recorder: Recorder, shape: tuple[int, ...]) -> None:
+        self.recorder, self.shape = recorder, shape
         self._real: np.ndarray | None = None
 
     @property  # type: ignore[misc]
@@ -422,12 +421,8 @@ class Planes(StandIn):
     __slots__ = ("of", "reverse")
 
     def __init__(self, of: Recorded, reverse: bool) -> None:
-        super().__init__(of.recorder)
+        super().__init__(of.recorder, (CHANNELS, *of.shape[:2]))
         self.of, self.reverse = of, reverse
-
-    @property
-    def shape(self) -> tuple[int, int, int]:  # type: ignore[override]
-        return CHANNELS, *self.of.shape[:2]
 
     def made(self) -> np.ndarray:
         planes = self.of.real("planes of a picture").transpose(2, 0, 1)
@@ -448,12 +443,8 @@ class Mask(StandIn):
     __slots__ = ("dtype", "plane")
 
     def __init__(self, recorder: Recorder, plane: np.ndarray) -> None:
-        super().__init__(recorder)
+        super().__init__(recorder, (*plane.shape, CHANNELS))
         self.plane, self.dtype = plane, plane.dtype
-
-    @property
-    def shape(self) -> tuple[int, int, int]:  # type: ignore[override]
-        return *self.plane.shape, CHANNELS
 
     def made(self) -> np.ndarray:
         return np.repeat(self.plane[..., None], CHANNELS, 2)
@@ -468,7 +459,7 @@ class Chosen(StandIn):
     __slots__ = ("mask", "picture")
 
     def __init__(self, picture: Recorded, mask: Mask | np.ndarray) -> None:
-        super().__init__(picture.recorder)
+        self.recorder, self._real = picture.recorder, None
         self.picture, self.mask = picture, mask
 
     def made(self) -> np.ndarray:
@@ -486,12 +477,8 @@ class Weighted(StandIn):
     dtype = _FLOAT64
 
     def __init__(self, picture: Recorded, factor: float) -> None:
-        super().__init__(picture.recorder)
+        super().__init__(picture.recorder, picture.shape)
         self.picture, self.factor = picture.changed(), factor
-
-    @property
-    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        return self.picture.shape
 
     def made(self) -> np.ndarray:
         return self.picture.made() * self.factor
@@ -509,12 +496,8 @@ class Blended(StandIn):
     dtype = _FLOAT64
 
     def __init__(self, *parts: Weighted) -> None:
-        super().__init__(parts[0].recorder)
+        super().__init__(parts[0].recorder, parts[0].shape)
         self.parts = parts
-
-    @property
-    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        return self.parts[0].shape
 
     def made(self) -> np.ndarray:
         return self.parts[0].made() + self.parts[1].made()
@@ -533,12 +516,8 @@ class HSV(StandIn):
     __slots__ = ("picture", "tables")
 
     def __init__(self, picture: Recorded, tables: np.ndarray | None = None) -> None:
-        super().__init__(picture.recorder)
+        super().__init__(picture.recorder, picture.shape)
         self.picture, self.tables = picture, tables
-
-    @property
-    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        return self.picture.shape
 
     def made(self) -> np.ndarray:
         pixels = cv2.cvtColor(self.picture.made(), cv2.COLOR_BGR2HSV)
@@ -559,12 +538,8 @@ class Channel(StandIn):
     __slots__ = ("number", "of", "table")
 
     def __init__(self, of: HSV, number: int, table: np.ndarray | None = None) -> None:
-        super().__init__(of.recorder)
+        super().__init__(of.recorder, of.shape[:2])
         self.of, self.number, self.table = of, number, table
-
-    @property
-    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        return self.of.shape[:2]
 
     def made(self) -> np.ndarray:
         pixels = np.ascontiguousarray(self.of.made()[..., self.number])
