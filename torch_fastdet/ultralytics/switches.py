@@ -271,18 +271,6 @@ def counting_rule(matrix_class: Any) -> str | None:
         return _rule(confusions, torch.stack(found))
 
 
-def _match_overlaps(_: Active, stock: Callable[..., object], validator: object) -> Callable[..., object]:
-    return validation.match_overlaps(stock, str(matching_rule(validator)))
-
-
-def _match(_: Active, stock: Callable[..., object], validator: Any) -> Callable[..., object]:
-    return validation.match(stock, validator.match_predictions, str(matching_rule(validator)))
-
-
-def _confuse(_: Active, stock: Callable[..., object], matrix_class: object) -> Callable[..., object]:
-    return validation.confuse(stock, str(counting_rule(matrix_class)))
-
-
 def knows(rule: Callable[[object], str | None], what: str) -> Asks:
     return Asks(
         "a known rule of matching", lambda stock: None if rule(stock) else f"its {what} matches by an unknown rule."
@@ -291,10 +279,6 @@ def knows(rule: Callable[[object], str | None], what: str) -> Asks:
 
 def _update(_: Active, stock: Callable[..., object], validator: Any) -> Callable[..., object]:
     return validation.update_on_host(stock, validator._process_batch)
-
-
-def _process_masks(_: Active, stock: Callable[..., object], validator: Any) -> Callable[..., object]:
-    return validation.process_masks(stock, super(validator, validator)._process_batch)
 
 
 def _update_masks(_: Active, stock: Callable[..., object], validator: Any) -> Callable[..., object]:
@@ -311,14 +295,16 @@ VAL = Switch(
         Target(
             module("engine.validator"),
             "BaseValidator.match_predictions",
-            make=_match_overlaps,
+            make=lambda _, stock, validator: validation.match_overlaps(stock, str(matching_rule(validator))),
             evidence=(Signature(("self", "pred_classes", "true_classes", "iou", "use_scipy")),),
             class_evidence=(knows(matching_rule, "match_predictions"),),
         ),
         Target(
             module("models.yolo.detect.val"),
             "DetectionValidator._process_batch",
-            make=_match,
+            make=lambda _, stock, validator: validation.match(
+                stock, validator.match_predictions, str(matching_rule(validator))
+            ),
             evidence=(PROCESS,),
             class_evidence=(
                 Signature(("self", "preds", "batch"), "update_metrics"),
@@ -338,7 +324,9 @@ VAL = Switch(
         Target(
             module("models.yolo.segment.val"),
             "SegmentationValidator._process_batch",
-            make=_process_masks,
+            make=lambda _, stock, validator: validation.process_masks(
+                stock, super(validator, validator)._process_batch
+            ),
             evidence=(PROCESS,),
             after=DETECTED,
         ),
@@ -351,7 +339,7 @@ VAL = Switch(
         Target(
             METRICS,
             "ConfusionMatrix.process_batch",
-            make=_confuse,
+            make=lambda _, stock, matrix: validation.confuse(stock, str(counting_rule(matrix))),
             evidence=(Signature(("self", "detections", "batch", "conf", "iou_thres")),),
             class_evidence=(knows(counting_rule, "ConfusionMatrix"),),
         ),
