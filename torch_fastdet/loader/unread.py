@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import cv2
 
 from torch_fastdet._say import say
+from torch_fastdet.hosts.engine.replace import with_names
 from torch_fastdet.loader.jpeg import AREA, AS_IT_IS, CHANNELS, LINEAR, OTHERWISE
 from torch_fastdet.loader.recorder import recording_module
 
@@ -75,11 +75,7 @@ class _Reader:
 def reader(stock: type, attributes: dict[str, object], size_of: Callable[[int], Size]) -> Any:
     """A data set of a host's class with these attributes, whose ``load_image`` reads nothing."""
     load: Any = stock.load_image  # type: ignore[attr-defined]
-    changed = {"imread": _read, "cv2": recording_module(cv2, {"imread": _read, "resize": _resize})}
-    known = load.__globals__
-    names = {**known, **{name: value for name, value in changed.items() if name in known}}
-    copy = types.FunctionType(load.__code__, names, load.__name__, load.__defaults__, load.__closure__)
-    copy.__kwdefaults__ = load.__kwdefaults__
+    copy = with_names(load, imread=_read, cv2=recording_module(cv2, {"imread": _read, "resize": _resize}))
     made = type(stock.__name__, (_Reader, stock), {"load_image": copy, "__slots__": ("unread_files",)})
     seen: Any = object.__new__(made)
     seen.__dict__ = attributes

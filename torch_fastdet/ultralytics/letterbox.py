@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from torch_fastdet.hosts.engine.import_hook import namespace
-from torch_fastdet.hosts.engine.replace import is_code_of
+from torch_fastdet.hosts.engine.replace import is_code_of, with_names
 from torch_fastdet.hosts.shapes import Predictor
-from torch_fastdet.hosts.shared.files import imread_on, with_names
+from torch_fastdet.hosts.shared.files import imread_on
 from torch_fastdet.hosts.shared.letterbox import fits, letterbox
 from torch_fastdet.ops.letterbox import Placing
 

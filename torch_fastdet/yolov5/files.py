@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from torch_fastdet.hosts.engine.import_hook import top_level
-from torch_fastdet.hosts.engine.replace import is_code_of
-from torch_fastdet.hosts.shared.files import imread_on, with_names
+from torch_fastdet.hosts.engine.replace import is_code_of, with_names
+from torch_fastdet.hosts.shared.files import imread_on
 from torch_fastdet.loader.recorder import recording_module
 
 

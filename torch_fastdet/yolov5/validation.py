@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_fastdet import ops
+from torch_fastdet.hosts.engine.replace import with_names
 from torch_fastdet.hosts.shared import average_precision
 from torch_fastdet.hosts.shared.floats import as_float
 
@@ -65,10 +65,7 @@ def _mask_overlaps(stock: Callable, detections: Tensor, labels: Tensor, iouv: Te
         found.append(stock.__globals__["mask_iou"](*args, **kwargs))
         return found[-1]
 
-    names = {**stock.__globals__, "mask_iou": mask_iou}
-    FunctionType(stock.__code__, names, None, stock.__defaults__, stock.__closure__)(
-        detections, labels, iouv[:0], *masks, masks=True
-    )
+    with_names(stock, mask_iou=mask_iou)(detections, labels, iouv[:0], *masks, masks=True)
     return found[0]
 
 

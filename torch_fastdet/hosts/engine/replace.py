@@ -70,6 +70,14 @@ def is_code_of(function: object, package: str) -> bool:
     return type(function) is FunctionType and top_level(str(function.__globals__.get("__name__"))) == package
 
 
+def with_names(function: Any, **names: object) -> FunctionType:
+    """A copy of a function that finds other things under these names of its module."""
+    everything = function.__globals__ | names
+    copy = FunctionType(function.__code__, everything, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
 def defined_in(module_name: str, attribute: str) -> Any:
     """The function or class that the loaded module ``module_name`` itself defines under that name, or None.
 

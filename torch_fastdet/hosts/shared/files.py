@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import FunctionType
-from typing import Any
 
 import cv2
 import numpy as np
@@ -47,9 +45,3 @@ def imread_on(device: torch.device, stock: Callable[..., np.ndarray | None]) -> 
         return stock(filename, flags) if pixels is None else pixels
 
     return imread
-
-
-def with_names(function: Any, **names: object) -> FunctionType:
-    """A copy of a function that finds other things under these names of its module."""
-    everything = function.__globals__ | names
-    return FunctionType(function.__code__, everything, function.__name__, function.__defaults__, function.__closure__)
