@@ -22,18 +22,6 @@ def pictures_on_the_cpu(memory, cached=0):
 
 def made(plan, storages, placements):
     """The pictures of a plan, from what was brought for it."""
-    _, layers, matrices, rows, blend, tables, masks = map(torch.from_numpy, plan.tables_in_order())
+    tables = {name: torch.from_numpy(table) for name, table in plan.tables_with(placements).items()}
     warp, lanes = ops.opencv_rules()
-    return ops.image_augment(
-        storages,
-        torch.from_numpy(placements),
-        layers,
-        matrices,
-        rows,
-        blend,
-        tables,
-        masks,
-        list(plan.size),
-        warp=warp,
-        hsv_lanes=lanes,
-    )
+    return ops.image_augment(storages, **tables, size=list(plan.size), warp=warp, hsv_lanes=lanes)

@@ -126,21 +126,9 @@ class DevicePictures(Owner):
             cache = self._cache  # which another thread may let go
             cache.record_stream(stream)  # the allocator keeps it until this batch is made
             storages, brought = self._bring(plan)
-        placements, layers, matrices, pictures, blend, tables, masks = self._tables(plan, brought)
         warp, lanes = ops.opencv_rules()
-        return ops.image_augment(
-            storages,
-            placements,
-            layers,
-            matrices,
-            pictures,
-            blend,
-            tables,
-            masks,
-            list(plan.size),
-            warp=warp,
-            hsv_lanes=lanes,
-        )
+        tables = self._tables(plan, brought)
+        return ops.image_augment(storages, **tables, size=list(plan.size), warp=warp, hsv_lanes=lanes)
 
     def _allocate(self, size: int) -> torch.Tensor:
         try:
@@ -201,19 +189,19 @@ class DevicePictures(Owner):
         placements[stays, 0], placements[stays, 1] = SHARED, self._offsets[plan.sources[stays]]
         return storages, placements
 
-    def _tables(self, plan: Plan, placements: np.ndarray) -> list[torch.Tensor]:
+    def _tables(self, plan: Plan, placements: np.ndarray) -> dict[str, Any]:
         """The plan's tables on the GPU, in one copy."""
-        arrays = (placements, *plan.tables_in_order()[1:])
-        starts = one_after_another(np.array([array.nbytes for array in arrays])).tolist()
+        arrays = plan.tables_with(placements)
+        starts = one_after_another(np.array([array.nbytes for array in arrays.values()])).tolist()
         packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
         view = packed.numpy()
-        for array, start in zip(arrays, starts, strict=False):
+        for array, start in zip(arrays.values(), starts, strict=False):
             view[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
         there = packed.to(self.device, non_blocking=True)
-        tables = []
-        for array, start in zip(arrays, starts, strict=False):
+        tables = {}
+        for (name, array), start in zip(arrays.items(), starts, strict=False):
             piece = there[start : start + array.nbytes]
-            tables.append(piece.view(torch.from_numpy(array).dtype).view(array.shape))
+            tables[name] = piece.view(torch.from_numpy(array).dtype).view(array.shape)
         return tables
 
 

@@ -34,6 +34,8 @@ class SharedFile(Owner):
     """An anonymous file that processes share, mapped: a head, and bytes behind it."""
 
     label: str
+    #: Attributes that go to other processes and copies.
+    kept: tuple[str, ...]
     budget = HOST_BUDGET
     #: Bytes behind the head.
     nbytes: int
@@ -73,10 +75,20 @@ class SharedFile(Owner):
             self._full = is_low()
         return self._full
 
-    def _handle(self) -> object:
-        """The file for a process that is spawned; None for a copy of the data set (deepcopy, a file), which gets one of its own."""
+    def _map(self, fd: int | None) -> None:
+        """Open the file ``fd``, or a new one, and look into its head."""
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {name: getattr(self, name) for name in self.kept}
+        # For a process that is spawned. A copy of the data set (deepcopy, a file) gets a file of its own.
         spawning = multiprocessing.context.get_spawning_popen() is not None
-        return multiprocessing.reduction.DupFd(self.fileno()) if spawning else None
+        return {**kept, "fd": multiprocessing.reduction.DupFd(self.fileno()) if spawning else None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        fd = state.pop("fd")
+        self.__dict__.update(state)
+        self._map(None if fd is None else fd.detach())
 
 
 class PictureMemory(SharedFile):
@@ -90,6 +102,7 @@ class PictureMemory(SharedFile):
     """
 
     what, label = "decoded pictures", "torch_fastdet_pictures"
+    kept = "shapes", "offsets", "nbytes", "jpegs"
 
     def __init__(
         self,
@@ -102,7 +115,7 @@ class PictureMemory(SharedFile):
         self.jpegs = jpegs
         order = None if jpegs is None else np.argsort(jpegs.may_keep, kind="stable")
         self.offsets, self.nbytes = hand_out(self.shapes, budget, order)
-        self._open_pictures(fd)
+        self._map(fd)
 
     def __len__(self) -> int:
         return len(self.shapes)
@@ -201,22 +214,13 @@ class PictureMemory(SharedFile):
             self._marks[index] = 1
         return True
 
-    def _open_pictures(self, fd: int | None = None) -> None:
+    def _map(self, fd: int | None) -> None:
         n = len(self.shapes)
         sizes = -(-n // ALIGNMENT) * ALIGNMENT
         head = self._open(sizes + n * 16, fd)
         self._marks = head[:n]
         #: height, width, and those of the file
         self._sizes = head[sizes : sizes + n * 16].view(np.int32).reshape(n, 4)
-
-    def __getstate__(self) -> dict[str, Any]:
-        kept = {name: getattr(self, name) for name in ("shapes", "offsets", "nbytes", "jpegs")}
-        return {**kept, "fd": self._handle()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        fd = state.pop("fd")
-        self.__dict__.update(state)
-        self._open_pictures(None if fd is None else fd.detach())
 
 
 class JpegFiles(SharedFile):
@@ -233,6 +237,7 @@ class JpegFiles(SharedFile):
     """
 
     what, label = "JPEG files", "torch_fastdet_jpegs"
+    kept = "files", "may_keep", "wanted", "room", "nbytes"
     _rows: np.ndarray
     _sent_here: np.ndarray
     _sent_end: int
@@ -245,7 +250,7 @@ class JpegFiles(SharedFile):
         self.room = min(budget, self.wanted)
         heads = int(files.beside()[self.may_keep].sum()) if self.room < self.wanted else 0
         self.nbytes = self.room + heads if nbytes is None else nbytes
-        self._open_files(fd)
+        self._map(fd)
 
     def __len__(self) -> int:
         return len(self.files.paths)
@@ -365,7 +370,7 @@ class JpegFiles(SharedFile):
             finally:
                 fcntl.lockf(self.fileno(), fcntl.LOCK_UN)
 
-    def _open_files(self, fd: int | None) -> None:
+    def _map(self, fd: int | None) -> None:
         self._lock = threading.Lock()
         #: Files that travel with the batch that this process plans.
         self.sent: dict[int, np.ndarray] = {}
@@ -375,15 +380,6 @@ class JpegFiles(SharedFile):
         # kept. Behind them: bytes that files take, files that were refused, bytes that indices take.
         n = len(self) + 1
         self._rows = self._open(n * 32, fd)[: n * 32].view(np.int64).reshape(n, 4)
-
-    def __getstate__(self) -> dict[str, Any]:
-        kept = {name: getattr(self, name) for name in ("files", "may_keep", "wanted", "room", "nbytes")}
-        return {**kept, "fd": self._handle()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        fd = state.pop("fd")
-        self.__dict__.update(state)
-        self._open_files(None if fd is None else fd.detach())
 
 
 def aligned(end: int) -> int:

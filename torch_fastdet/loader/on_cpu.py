@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,12 +37,9 @@ def run_on_cpu(plan: Plan, memory: PictureMemory, out: torch.Tensor) -> None:
     if len(plan.files):
         pixels, places = _decoded(plan, memory, own)
         storages.append(pixels)
-    tables_of_plan = (torch.from_numpy(table) for table in (places, *plan.tables_in_order()[1:]))
-    placements, layers, matrices, pictures, blend, tables, masks = tables_of_plan
     warp, lanes = ops.opencv_rules()
-    ops.image_augment_(
-        out, storages, placements, layers, matrices, pictures, blend, tables, masks, warp=warp, hsv_lanes=lanes
-    )
+    tables: dict[str, Any] = {name: torch.from_numpy(table) for name, table in plan.tables_with(places).items()}
+    ops.image_augment_(out, storages, **tables, warp=warp, hsv_lanes=lanes)
 
 
 def _decoded(plan: Plan, memory: PictureMemory, own: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:

@@ -96,9 +96,10 @@ class Plan:
     #: (k, 3) of these files: index, bytes, offset in ``own``.
     files: np.ndarray
 
-    def tables_in_order(self) -> tuple[np.ndarray, ...]:
-        """As ``image_augment`` takes them."""
-        return self.placements, self.layers, self.matrices, self.pictures, self.blend, self.tables, self.masks
+    def tables_with(self, placements: np.ndarray) -> dict[str, np.ndarray]:
+        """The arguments of ``image_augment`` by name: these placements, and the plan's other tables."""
+        rest = {name: getattr(self, name) for name in ("layers", "matrices", "pictures", "blend", "tables", "masks")}
+        return {"placements": placements, **rest}
 
 
 class Bytes:
