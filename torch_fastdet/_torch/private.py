@@ -14,7 +14,6 @@ import contextlib
 import ctypes
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -216,25 +215,10 @@ def default_store() -> Any:
 # GradScaler and optimizers -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ScalerState:
-    """What a GradScaler keeps on the device, None before its first use, and its settings."""
-
-    scale: Tensor | None
-    growth_tracker: Tensor | None
-    growth_factor: float
-    backoff_factor: float
-    growth_interval: int
-
-
-def scaler_state(scaler: torch.amp.GradScaler) -> ScalerState:
-    return ScalerState(
-        scaler._scale,
-        scaler._growth_tracker,
-        scaler._growth_factor,
-        scaler._backoff_factor,
-        scaler._growth_interval,
-    )
+def scaler_state(scaler: torch.amp.GradScaler) -> tuple[Tensor | None, Tensor | None, list[float]]:
+    """What it keeps on the device, None before its first use, and growth factor, backoff factor and growth interval."""
+    settings = [scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval]
+    return scaler._scale, scaler._growth_tracker, settings
 
 
 def was_unscaled(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:

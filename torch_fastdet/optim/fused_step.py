@@ -232,8 +232,8 @@ class FusedStep:
         private.mark_stepped(self.optimizer)
 
     def _scaler_state(self, scaler: torch.amp.GradScaler) -> tuple[Tensor, Tensor, list[float]]:
-        state = private.scaler_state(scaler)
-        if state.scale is None or state.growth_tracker is None:
+        scale, tracker, growth = private.scaler_state(scaler)
+        if scale is None or tracker is None:
             raise RuntimeError(
                 "FusedStep: the scaler has not scaled anything yet; call scaler.scale(loss).backward() first"
             )
@@ -242,8 +242,7 @@ class FusedStep:
                 "FusedStep: scaler.unscale_ or scaler.step was called for this optimizer since the last update; FusedStep does "
                 "both itself"
             )
-        growth = [state.growth_factor, state.backoff_factor, state.growth_interval]
-        return state.scale, state.growth_tracker, growth
+        return scale, tracker, growth
 
     def _decay(self, capturing: bool) -> tuple[float, float, int]:
         """Decay (-1: no moving average), length of the ramp and number of this update, for the kernel."""
@@ -290,9 +289,8 @@ class FusedStep:
         scaler, ema = self.scaler, self.ema
         scaling = averaging = None
         if scaler is not None and scaler.is_enabled():
-            state = private.scaler_state(scaler)
-            tensors = [None if t is None else t.data_ptr() for t in (state.scale, state.growth_tracker)]
-            scaling = state.growth_factor, state.backoff_factor, state.growth_interval, *tensors
+            *tensors, growth = private.scaler_state(scaler)
+            scaling = *growth, *(None if t is None else t.data_ptr() for t in tensors)
         if ema is not None and ema.enabled:
             ramp = ema.decay
             averaging = ramp, *((ramp.decay, ramp.tau) if isinstance(ramp, DecayRamp) else ())
