@@ -19,6 +19,8 @@ MOVED_SGD, ADAM, MUON = 2, 3, 4  # csrc/core/multi_tensor/multi_tensor.h has the
 BUFFER = "momentum_buffer"
 
 Numbers = tuple[list[float], list[Tensor | None], list[int]]
+#: What GradScaler has left on the optimizer: its scale and its finding.
+Scaling = tuple[Tensor | None, Tensor | None]
 #: From a device's parameters, their groups and their places to a MultiTensorState.
 MakeState = Callable[[list[Tensor], list[int], list[int]], Any]
 
@@ -149,20 +151,13 @@ class Binding:
             for device, state in self.states.items():
                 numbers = self.numbers(optimizer, device)
                 scaling = on_device(grad_scale, device), on_device(found_inf, device)
-                self.before_update(device, numbers, *scaling)
+                self.before_update(device, numbers, scaling, reduced=False)
                 made += state.step_(numbers, *scaling, False)
         finally:  # a later device may fail
             if made:
                 self.give_buffers()
 
-    def before_update(
-        self,
-        device: torch.device,
-        numbers: Numbers,
-        grad_scale: Tensor | None = None,
-        found_inf: Tensor | None = None,
-        reduced: bool = False,
-    ) -> None:
+    def before_update(self, device: torch.device, numbers: Numbers, scaling: Scaling, reduced: bool) -> None:
         """What comes between the reduction of a fused step and its update; ``reduced``: there was one."""
 
     def can_unscale(self) -> bool:

@@ -223,7 +223,8 @@ class FusedStep:
         state, between = binding.states[self.device], self._kind is MusgdBinding
         if between:
             state.reduce_(hyper, reduction)
-            binding.before_update(self.device, hyper, reduced=scale is not None or self.max_norm is not None)
+            reduced = scale is not None or self.max_norm is not None
+            binding.before_update(self.device, hyper, (None, None), reduced)
         made = state.fused_(hyper, reduction, (decay, tau, updates, self.counter), between)
         if made:
             binding.give_buffers()

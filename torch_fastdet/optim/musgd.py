@@ -18,6 +18,7 @@ from torch_fastdet.optim._watch import (
     BoundOptimizer,
     MakeState,
     Numbers,
+    Scaling,
     gather,
 )
 
@@ -203,20 +204,13 @@ class MusgdBinding(Binding):
             buffers = [self._found(SGD_BUFFER if muon_group[i] else MUON_BUFFER, [i])[0] for i in at]
             self.states[device].set_buffers(MOVED_SGD, buffers, [along.get(i) for i in at], [])
 
-    def before_update(
-        self,
-        device: torch.device,
-        numbers: Numbers,
-        grad_scale: Tensor | None = None,
-        found_inf: Tensor | None = None,
-        reduced: bool = False,
-    ) -> None:
+    def before_update(self, device: torch.device, numbers: Numbers, scaling: Scaling, reduced: bool) -> None:
         if device not in self.muon_states:
             return
         if reduced and device not in self.sharing:
             self.sharing.add(device)
             self.muon_states[device].set_workspace(self.states[device].workspace())
-        self.muon_states[device].step_(numbers, grad_scale, found_inf, reduced)
+        self.muon_states[device].step_(numbers, *scaling, reduced)
         for muon in self.muons[device].values():
             muon.run()
 
