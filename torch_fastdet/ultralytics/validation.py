@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -66,35 +65,17 @@ def confusions(rows: Tensor, labels: Tensor, classes: int, conf: float, iou_thre
 
 def average_precisions(stock: Callable) -> Callable[..., Any]:
     """``ap_per_class`` of ultralytics.utils.metrics from one sort; stock's own functions integrate, smooth and plot."""
+    return average_precision.from_one_sort(stock, _plotted)
 
-    def ap_per_class(
-        tp: np.ndarray,
-        conf: np.ndarray,
-        pred_cls: np.ndarray,
-        target_cls: np.ndarray,
-        plot: bool = False,
-        on_plot: Any = None,
-        save_dir: Path = Path(),
-        names: Any = None,
-        eps: float = average_precision.EPS,
-        prefix: str = "",
-    ) -> tuple[Any, ...]:
-        arrays = average_precision.is_taken(tp, conf, pred_cls, target_cls)
-        if not arrays or (plot and not len(target_cls)):
-            return stock(tp, conf, pred_cls, target_cls, plot, on_plot, save_dir, names, eps, prefix)
-        host = stock.__globals__
-        result = average_precision.curves(tp, conf, pred_cls, target_cls, host["compute_ap"], eps)
-        rows = [np.zeros_like(result.x) if row is None else row for row in result.precision_by_recall()]
-        by_recall = np.array(rows) if rows else np.zeros((1, len(result.x)))
-        if plot:
-            shown = {i: names[c] for i, c in enumerate(result.classes) if c in names} if names else {}
-            average_precision.plot(
-                stock, result, by_recall, shown, lambda short: save_dir / f"{prefix}{short}_curve.png", on_plot=on_plot
-            )
-        numbers = (*result.at_best(host["smooth"], eps), result.ap, result.classes.astype(int))
-        return *numbers, result.precision, result.recall, result.f1, result.x, by_recall
 
-    return ap_per_class
+def _plotted(stock: Callable, given: Any, result: average_precision.Curves) -> tuple[object, ...]:
+    rows = [np.zeros_like(result.x) if row is None else row for row in result.precision_by_recall()]
+    by_recall = np.array(rows) if rows else np.zeros((1, len(result.x)))
+    if given.plot:
+        names = given.names
+        shown = {i: names[c] for i, c in enumerate(result.classes) if c in names} if names else {}
+        average_precision.plot(stock, given, result, by_recall, shown, on_plot=given.on_plot)
+    return result.precision, result.recall, result.f1, result.x, by_recall
 
 
 def confuse(stock: Callable, rule: str) -> Callable:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -94,31 +92,15 @@ def scale_boxes(img1_shape: Sequence[int], boxes: Any, img0_shape: Sequence[int]
 
 def average_precisions(stock: Callable) -> Callable[..., object]:
     """``ap_per_class`` of utils.metrics from one sort; stock's own functions integrate, smooth and plot."""
+    return average_precision.from_one_sort(stock, _plotted)
 
-    def ap_per_class(
-        tp: np.ndarray,
-        conf: np.ndarray,
-        pred_cls: np.ndarray,
-        target_cls: np.ndarray,
-        plot: bool = False,
-        save_dir: Any = ".",
-        names: Any = (),
-        eps: float = average_precision.EPS,
-        prefix: str = "",
-    ) -> tuple[object, ...]:
-        if not average_precision.is_taken(tp, conf, pred_cls, target_cls):
-            return stock(tp, conf, pred_cls, target_cls, plot, save_dir, names, eps, prefix)
-        host = stock.__globals__
-        result = average_precision.curves(tp, conf, pred_cls, target_cls, host["compute_ap"], eps)
-        if plot:
-            shown = dict(enumerate(name for number, name in names.items() if number in result.classes))
-            by_recall = [values for values in result.precision_by_recall() if values is not None]
-            average_precision.plot(
-                stock, result, by_recall, shown, lambda short: Path(save_dir) / f"{prefix}{short}_curve.png"
-            )
-        return *result.at_best(host["smooth"], eps), result.ap, result.classes.astype(int)
 
-    return ap_per_class
+def _plotted(stock: Callable, given: Any, result: average_precision.Curves) -> tuple[object, ...]:
+    if given.plot:
+        shown = dict(enumerate(name for number, name in given.names.items() if number in result.classes))
+        by_recall = [values for values in result.precision_by_recall() if values is not None]
+        average_precision.plot(stock, given, result, by_recall, shown)
+    return ()
 
 
 def confusion_matrix_class(stock: type, on_use: Callable[[], None]) -> type:

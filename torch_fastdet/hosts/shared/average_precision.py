@@ -6,17 +6,17 @@ detection before each and the last one, returns what it returns for all detectio
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from torch_fastdet.hosts.engine.switch import Target
 from torch_fastdet.hosts.evidence import SameCode
-
-EPS = 1e-16
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def curves(
     pred_cls: np.ndarray,
     target_cls: np.ndarray,
     compute_ap: Callable,
-    eps: float = EPS,
+    eps: float,
 ) -> Curves:
     """The curves of detections and labels, as both hosts define them.
 
@@ -114,24 +114,46 @@ def curves(
     return Curves(classes, labels, x, precision, recall, f1, ap, envelopes)
 
 
-def is_taken(tp: Any, *others: object) -> bool:
+def _is_taken(tp: Any, *others: object) -> bool:
     """Whether these are the arrays that the hosts' validation passes."""
     arrays = isinstance(tp, np.ndarray) and all(isinstance(other, np.ndarray) for other in others)
     return arrays and tp.dtype == np.bool_ and tp.ndim == 2
 
 
-def plot(
-    stock: Callable, result: Curves, by_recall: object, names: object, file: Callable[[str], Path], **options: object
-) -> None:
-    """Stock's four plots, by stock's functions."""
-    host = stock.__globals__
-    host["plot_pr_curve"](result.x, by_recall, result.ap, file("PR"), names, **options)
+def from_one_sort(stock: Any, rest: Callable[[Any, Any, Curves], tuple[object, ...]]) -> Callable[..., object]:
+    """``ap_per_class`` by :func:`curves`; stock's own functions integrate and smooth.
+
+    Args:
+        stock: the host's.
+        rest: from stock, its arguments as attributes, and the curves to what the host returns behind the numbers; it plots, too.
+    """
+    signature, host = inspect.signature(stock), stock.__globals__
+
+    def ap_per_class(*args: Any, **kwargs: Any) -> object:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = SimpleNamespace(**bound.arguments)
+        arrays = given.tp, given.conf, given.pred_cls, given.target_cls
+        if not _is_taken(*arrays) or (given.plot and not len(given.target_cls)):
+            return stock(*args, **kwargs)
+        result = curves(*arrays, host["compute_ap"], given.eps)
+        numbers = *result.at_best(host["smooth"], given.eps), result.ap, result.classes.astype(int)
+        return *numbers, *rest(stock, given, result)
+
+    return ap_per_class
+
+
+def plot(stock: Any, given: Any, result: Curves, by_recall: object, names: object, **options: object) -> None:
+    """Stock's four plots, by stock's functions; ``given`` are the arguments of ``ap_per_class``."""
+    host, folder = stock.__globals__, Path(given.save_dir)
+    host["plot_pr_curve"](result.x, by_recall, result.ap, folder / f"{given.prefix}PR_curve.png", names, **options)
     for values, short, title in (
         (result.f1, "F1", "F1"),
         (result.precision, "P", "Precision"),
         (result.recall, "R", "Recall"),
     ):
-        host["plot_mc_curve"](result.x, values, file(short), names, ylabel=title, **options)
+        file = folder / f"{given.prefix}{short}_curve.png"
+        host["plot_mc_curve"](result.x, values, file, names, ylabel=title, **options)
 
 
 def target(where: tuple[str, ...], known: SameCode, make: Callable[[Any], object]) -> Target:
