@@ -157,15 +157,7 @@ def gpu_budget(device: torch.device) -> int:
 # The host's memory ----------------------------------------------------------------------------------------------------
 
 
-class _Limit(NamedTuple):
-    """The files of a control group: what it may use, what it uses, and what of that the kernel would take back."""
-
-    most: Path
-    used: Path
-    statistics: Path
-    reclaimable: str
-
-
+# Of a control group: the files of what it may use and of what it uses, and what of that the kernel would take back.
 _LIMITS = {
     "cgroup2": (
         ("memory.max", "memory.current", "inactive_file"),
@@ -183,8 +175,8 @@ def _lines(path: Path) -> list[str]:
 
 
 @functools.cache
-def _limits(root: Path) -> list[_Limit]:
-    """The limits of this process's control group and of all above it, in both versions of control groups."""
+def _limits(root: Path) -> list[tuple[Path, str, str, str]]:
+    """The folders of this process's control group and of all above it, in both versions, each with a row of ``_LIMITS``."""
     groups = {}
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, group = line.split(":", 2)
@@ -198,9 +190,7 @@ def _limits(root: Path) -> list[_Limit]:
         (*_, mounted, place), (kind, _, options) = mount.split()[:5], filesystem.split()[:3]
         if kind in groups and (kind == "cgroup2" or "memory" in options.split(",")):
             top = root / place.lstrip("/")
-            for folder in _folders(top, mounted, groups[kind]):
-                for most, used, reclaimable in _LIMITS[kind]:
-                    found.append(_Limit(folder / most, folder / used, folder / "memory.stat", reclaimable))
+            found += [(folder, *row) for folder in _folders(top, mounted, groups[kind]) for row in _LIMITS[kind]]
     return found
 
 
@@ -229,12 +219,12 @@ def machine_memory(root: Path = Path("/")) -> tuple[int, int]:
     lines = dict(line.split(":", 1) for line in _lines(root / "proc/meminfo"))
     total, available = (int(lines[key].split()[0]) << 10 for key in ("MemTotal", "MemAvailable"))
     machine = total
-    for limit in _limits(root):
-        most, used = _number(limit.most), _number(limit.used)
+    for folder, limit, usage, reclaimable in _limits(root):
+        most, used = _number(folder / limit), _number(folder / usage)
         if most is not None and used is not None and most < machine:
-            statistics = dict(line.split(" ", 1) for line in _lines(limit.statistics))
+            statistics = dict(line.split(" ", 1) for line in _lines(folder / "memory.stat"))
             total = min(total, most)
-            available = min(available, max(most - used + int(statistics.get(limit.reclaimable, 0)), 0))
+            available = min(available, max(most - used + int(statistics.get(reclaimable, 0)), 0))
     return total, available
 
 
