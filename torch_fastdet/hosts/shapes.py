@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,11 +19,8 @@ if TYPE_CHECKING:  # with cv2, which few of these need
 class AnchorHead(Protocol):
     """YOLOv5's ``Detect``: one convolution a level, whose outputs are anchors times (box, objectness, classes)."""
 
-    nl: int
-    na: int
     nc: int
     no: int
-    m: Sequence[Callable[[torch.Tensor], torch.Tensor]]
     anchors: torch.Tensor
     stride: torch.Tensor
     training: bool
@@ -109,7 +106,4 @@ class Predictor(Protocol):
 
     device: torch.device | str
     model: nn.Module
-    imgsz: object
-    scale_fill: bool
-    args: Any
     pre_transform: Callable[..., object]
