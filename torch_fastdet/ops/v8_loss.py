@@ -1,8 +1,7 @@
 """Ultralytics' whole losses: task-aligned assignment, CIoU, distribution focal loss or L1, class entropy, the task's own part, and
 all gradients."""
 
-# No "from __future__ import annotations": TorchScript reads the types of V8LossOptions as they stand.
-from typing import NamedTuple
+from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
@@ -40,40 +39,6 @@ def v8_loss_settings(
     The defaults are those of Ultralytics 8.4.190 for heads of strides 8, 16 and 32.
     """
     return [box, cls, dfl, weight, alpha, beta, eps, least_side, least_side if short_side is None else short_side]
-
-
-class V8LossOptions(NamedTuple):
-    """What all losses of this module take behind the levels, in the order of their schemas. :func:`v8_loss` explains them."""
-
-    num_targets: torch.Tensor | None = None
-    class_weights: torch.Tensor | None = None
-    reg_max: int = 16
-    topk: int = 10
-    topk2: int = 10
-
-
-def _assigned(
-    heads: list[torch.Tensor],
-    targets: torch.Tensor,
-    settings: torch.Tensor,
-    strides: list[float],
-    sizes: list[int],
-    options: V8LossOptions,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Loss, items, the slots' anchors and rows, status."""
-    loss, items, _, slot_anchor, slot_row, _, status = torch.ops.torch_fastdet.v8_loss(
-        heads,
-        targets,
-        settings,
-        strides,
-        sizes,
-        options.num_targets,
-        options.class_weights,
-        reg_max=options.reg_max,
-        topk=options.topk,
-        topk2=options.topk2,
-    )
-    return loss, items, slot_anchor, slot_row, status
 
 
 def v8_loss(
@@ -128,12 +93,14 @@ def v8_loss(
 
     Behaviour: that of v8DetectionLoss in Ultralytics 8.4.190.
     """
-    options = V8LossOptions(num_targets, class_weights, reg_max, topk, topk2)
     if not torch.jit.is_scripting():
         check_tensor_lists("v8_loss", heads=heads)
         check_tensors("v8_loss", targets=targets, settings=settings)
         check_optional_tensors("v8_loss", num_targets=num_targets, class_weights=class_weights)
-    loss, items, _, _, status = _assigned(heads, targets, settings, strides, sizes, options)
+    common = targets, settings, strides, sizes, num_targets, class_weights
+    loss, items, _, _, _, _, status = torch.ops.torch_fastdet.v8_loss(
+        heads, *common, reg_max=reg_max, topk=topk, topk2=topk2
+    )
     return loss, items, status
 
 
@@ -188,31 +155,20 @@ def v8_segmentation_loss(
     Source: the behaviour of v8SegmentationLoss in Ultralytics 8.4.190, with ``compare_masks`` that of SegmentLoss26, less its
     semantic part.
     """
-    options = V8LossOptions(num_targets, class_weights, reg_max, topk, topk2)
     if not torch.jit.is_scripting():
         check_tensor_lists("v8_segmentation_loss", heads=heads)
         check_tensors("v8_segmentation_loss", coefficients=coefficients, protos=protos, masks=masks)
         check_tensors("v8_segmentation_loss", targets=targets, settings=settings)
         check_optional_tensors("v8_segmentation_loss", num_targets=num_targets, class_weights=class_weights)
+    common = targets, settings, strides, sizes, num_targets, class_weights
     if compare_masks:
         loss, items, _, slot_anchor, slot_row, _, status = torch.ops.torch_fastdet.v8_masked_loss(
-            heads,
-            coefficients,
-            protos,
-            masks,
-            targets,
-            settings,
-            strides,
-            sizes,
-            num_targets,
-            class_weights,
-            reg_max=reg_max,
-            topk=topk,
-            topk2=topk2,
-            overlap=overlap,
+            heads, coefficients, protos, masks, *common, reg_max=reg_max, topk=topk, topk2=topk2, overlap=overlap
         )
     else:
-        loss, items, slot_anchor, slot_row, status = _assigned(heads, targets, settings, strides, sizes, options)
+        loss, items, _, slot_anchor, slot_row, _, status = torch.ops.torch_fastdet.v8_loss(
+            heads, *common, reg_max=reg_max, topk=topk, topk2=topk2
+        )
     if protos.dim() == 4 and masks.dim() == 3 and masks.shape[1:] != protos.shape[2:]:
         protos = F.interpolate(protos, [masks.shape[1], masks.shape[2]], mode="bilinear", align_corners=False)
     mask_loss, mask_item, _, _, _, _ = torch.ops.torch_fastdet.v8_mask_loss(
@@ -290,30 +246,20 @@ def v8_pose_loss(
 
     Source: the behaviour of v8PoseLoss in Ultralytics 8.4.190, with ``compare_keypoints`` that of PoseLoss26, less its RLE part.
     """
-    options = V8LossOptions(num_targets, class_weights, reg_max, topk, topk2)
     if not torch.jit.is_scripting():
         check_tensor_lists("v8_pose_loss", heads=heads)
         check_tensors("v8_pose_loss", predictions=predictions, keypoints=keypoints, sigmas=sigmas, gains=gains)
         check_tensors("v8_pose_loss", targets=targets, settings=settings)
         check_optional_tensors("v8_pose_loss", num_targets=num_targets, class_weights=class_weights)
+    common = targets, settings, strides, sizes, num_targets, class_weights
     if compare_keypoints:
         loss, items, _, slot_anchor, slot_row, _, status = torch.ops.torch_fastdet.v8_posed_loss(
-            heads,
-            predictions,
-            keypoints,
-            sigmas,
-            targets,
-            settings,
-            strides,
-            sizes,
-            num_targets,
-            class_weights,
-            reg_max=reg_max,
-            topk=topk,
-            topk2=topk2,
+            heads, predictions, keypoints, sigmas, *common, reg_max=reg_max, topk=topk, topk2=topk2
         )
     else:
-        loss, items, slot_anchor, slot_row, status = _assigned(heads, targets, settings, strides, sizes, options)
+        loss, items, _, slot_anchor, slot_row, _, status = torch.ops.torch_fastdet.v8_loss(
+            heads, *common, reg_max=reg_max, topk=topk, topk2=topk2
+        )
     parts, part_items, _ = torch.ops.torch_fastdet.v8_keypoint_loss(
         predictions,
         keypoints,
@@ -374,19 +320,9 @@ def v8_obb_loss(
     if not torch.jit.is_scripting():
         check_tensors("v8_obb_loss", boxes=boxes, scores=scores, angles=angles, targets=targets, settings=settings)
         check_optional_tensors("v8_obb_loss", num_targets=num_targets, class_weights=class_weights)
+    common = targets, settings, strides, sizes, num_targets, class_weights
     loss, items, _, _, _, _, status = torch.ops.torch_fastdet.v8_obb_loss(
-        boxes,
-        scores,
-        angles,
-        targets,
-        settings,
-        strides,
-        sizes,
-        num_targets,
-        class_weights,
-        reg_max=reg_max,
-        topk=topk,
-        topk2=topk2,
+        boxes, scores, angles, *common, reg_max=reg_max, topk=topk, topk2=topk2
     )
     return loss, items, status
 
