@@ -111,37 +111,14 @@ def multi_tensor_sgd_(
     if not torch.jit.is_scripting():
         check_tensor_lists("multi_tensor_sgd_", params=params, grads=grads, momentum_buffers=momentum_buffers)
         check_optional_tensors("multi_tensor_sgd_", grad_scale=grad_scale, found_inf=found_inf)
+    rest = dampening, weight_decay, nesterov, maximize, is_first_step, grad_scale, found_inf
     if isinstance(lr, Tensor) or isinstance(momentum, Tensor):
         # The overload takes both as tensors.
-        torch.ops.torch_fastdet.multi_tensor_sgd_(
-            params,
-            grads,
-            _needed_buffers(params, momentum_buffers, momentum),
-            _on_device(lr, params),
-            _on_device(momentum, params),
-            dampening,
-            weight_decay,
-            nesterov,
-            maximize,
-            is_first_step,
-            grad_scale,
-            found_inf,
-        )
+        buffers = _needed_buffers(params, momentum_buffers, momentum)
+        numbers = _on_device(lr, params), _on_device(momentum, params)
+        torch.ops.torch_fastdet.multi_tensor_sgd_(params, grads, buffers, *numbers, *rest)
     else:
-        torch.ops.torch_fastdet.multi_tensor_sgd_(
-            params,
-            grads,
-            momentum_buffers,
-            lr,
-            momentum,
-            dampening,
-            weight_decay,
-            nesterov,
-            maximize,
-            is_first_step,
-            grad_scale,
-            found_inf,
-        )
+        torch.ops.torch_fastdet.multi_tensor_sgd_(params, grads, momentum_buffers, lr, momentum, *rest)
 
 
 def multi_tensor_unscale_(grads: List[Tensor], scale: Tensor, found_inf: Tensor) -> None:  # noqa: UP006
