@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torch_fastdet._say import say
 from torch_fastdet._torch.modules import is_channels_last
 from torch_fastdet._torch.tensors import unwrap
 from torch_fastdet.resume import files
@@ -118,6 +121,15 @@ def read(path: Path) -> dict[str, Any]:
     if wrong := [name for name, kind in KEPT.items() if not isinstance(state.get(name), kind)]:
         raise NotOurs(f"it lacks {', '.join(wrong)}.")
     return state
+
+
+@contextlib.contextmanager
+def or_as_stocks() -> Iterator[None]:
+    """Where the state turns out not to be ours, leave the block: the training resumes as stock's, which one line says."""
+    try:
+        yield
+    except NotOurs as reason:
+        say(f"resume_exact: the training resumes as stock's: {reason}", logging.WARNING)
 
 
 def check(state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

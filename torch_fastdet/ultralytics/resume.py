@@ -7,7 +7,6 @@ of ``_do_train``, which is read and written there.
 from __future__ import annotations
 
 import functools
-import logging
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -48,34 +47,26 @@ class Run:
         if not self.begun:
             self.begun = True
             if trainer.resume:
-                self._read(Path(trainer.args.resume))
+                with training.or_as_stocks():
+                    self.state = training.read(Path(trainer.args.resume))
         # The trainer makes another loader where memory ran out.
         if self.position is None or self.position.loader is not trainer.train_loader:
             self.position = _position_of(trainer.train_loader)
         self.position.begin_epoch()
         if (state := self.state) is None:
             return
-        self.state = None
-        try:
+        self.state, close_mosaic = None, trainer.args.close_mosaic
+        with training.or_as_stocks():
             self.position.check(state["loader"])
             training.check(state, trainer.model, trainer.optimizer)
-        except files.NotOurs as reason:
-            _stock(reason)
-            return
-        # Where mosaics end, the uninterrupted run makes another iterator of its loader, too.
-        closes = bool(trainer.args.close_mosaic) and trainer.start_epoch == trainer.epochs - trainer.args.close_mosaic
-        self.position.put(state["loader"], begins_again=closes)
-        training.put(state, trainer.model, trainer.optimizer, trainer.scaler, trainer.ema, trainer.stopper)
-        frames.write(frame, {LAST_STEP: state["locals"][LAST_STEP]})
-        trainer.accumulate = state["locals"]["accumulate"]
-        training.cut_table(Path(trainer.csv), *state["table"])
-        say(f"resume_exact: goes on from {trainer.args.resume} to the last bit")
-
-    def _read(self, path: Path) -> None:
-        try:
-            self.state = training.read(path)
-        except files.NotOurs as reason:
-            _stock(reason)
+            # Where mosaics end, the uninterrupted run makes another iterator of its loader, too.
+            closes = bool(close_mosaic) and trainer.start_epoch == trainer.epochs - close_mosaic
+            self.position.put(state["loader"], begins_again=closes)
+            training.put(state, trainer.model, trainer.optimizer, trainer.scaler, trainer.ema, trainer.stopper)
+            frames.write(frame, {LAST_STEP: state["locals"][LAST_STEP]})
+            trainer.accumulate = state["locals"]["accumulate"]
+            training.cut_table(Path(trainer.csv), *state["table"])
+            say(f"resume_exact: goes on from {trainer.args.resume} to the last bit")
 
     def state_of(self, trainer: Trainer, frame: FrameType) -> dict[str, Any]:
         assert self.position is not None
@@ -85,10 +76,6 @@ class Run:
             "locals": {LAST_STEP: int(frames.read(frame, (LAST_STEP,))[LAST_STEP]), "accumulate": trainer.accumulate},
             "table": training.table(Path(trainer.csv)),
         }
-
-
-def _stock(reason: files.NotOurs) -> None:
-    say(f"resume_exact: the training resumes as stock's: {reason}", logging.WARNING)
 
 
 def _position_of(loader: Any) -> Position:

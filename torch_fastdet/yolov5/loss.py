@@ -164,7 +164,7 @@ class ComputeLoss:
         loss, items, values, owner, matches, _, _ = torch.ops.torch_fastdet.yolov5_loss.default(
             p,
             targets.float(),
-            self._anchors_on(targets.device),
+            self.anchors.to(targets.device, torch.float32),
             balance,
             num_targets,
             box_gain=float(hyp["box"]),
@@ -194,12 +194,6 @@ class ComputeLoss:
                     self._balance_tensor = held = values.to(device)
             return held
         return self._balance_tensor
-
-    def _anchors_on(self, device: torch.device) -> torch.Tensor:
-        anchors = self.anchors
-        if anchors.dtype != torch.float32 or anchors.device != device:
-            anchors = anchors.to(device=device, dtype=torch.float32)
-        return anchors
 
     def _check_heads(self, p: list[torch.Tensor]) -> None:
         wanted = self.nc + 5 + self._channels

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -46,12 +45,11 @@ class Run:
         found = frames.read(frame, ("resume", "weights"))
         self.state, self.last, self.position = None, None, Position(loader)
         if found["resume"]:
-            try:
-                self.state = training.read(Path(found["weights"]))
-                self.position.check(self.state["loader"])
-                self.position.put(self.state["loader"])
-            except files.NotOurs as reason:
-                self._stock(reason)
+            with training.or_as_stocks():
+                state = training.read(Path(found["weights"]))
+                self.position.check(state["loader"])
+                self.position.put(state["loader"])
+                self.state = state
         if not self.position.repeats:
             return
         own = vars(loader)
@@ -61,10 +59,6 @@ class Run:
         with self.position.beginning():
             own["iterator"] = DataLoader.__iter__(loader)
 
-    def _stock(self, reason: files.NotOurs) -> None:
-        self.state = None
-        say(f"resume_exact: the training resumes as stock's: {reason}", logging.WARNING)
-
     def begin_epoch(self, frame: FrameType) -> None:
         found = frames.read(frame, OF_TRAIN)
         self.last = Path(found["last"])
@@ -72,11 +66,8 @@ class Run:
             return
         if (state := self.state) is not None:
             self.state = None
-            try:
+            with training.or_as_stocks():
                 training.check(state, found["model"], found["optimizer"])
-            except files.NotOurs as reason:
-                self._stock(reason)
-            else:
                 training.put(state, *(found[name] for name in PARTS))
                 frames.write(frame, {**state["locals"], "maps": state["locals"]["maps"].numpy()})
                 training.cut_table(self.last.parent.parent / "results.csv", *state["table"])
