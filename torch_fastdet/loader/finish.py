@@ -118,7 +118,9 @@ class DevicePictures(Owner):
 
     def __call__(self, plan: Plan) -> torch.Tensor:
         """The pictures of a plan, uint8 (n, 3, height, width), made on the current stream."""
-        return with_room(lambda: self._make(plan), self.device, _say_on_any_rank)
+        return with_room(
+            lambda: self._make(plan), self.device, lambda line: say(f"loader_optim: {line}", every_rank=True)
+        )
 
     def _make(self, plan: Plan) -> torch.Tensor:
         stream = torch.cuda.current_stream(self.device)
@@ -203,7 +205,3 @@ class DevicePictures(Owner):
             piece = there[start : start + array.nbytes]
             tables[name] = piece.view(torch.from_numpy(array).dtype).view(array.shape)
         return tables
-
-
-def _say_on_any_rank(line: str) -> None:
-    say(f"loader_optim: {line}", every_rank=True)

@@ -60,9 +60,7 @@ def _is_known(module: object, name: str, known: tuple[str, ...]) -> bool:
     return _fingerprint(function) in known
 
 
-@functools.cache
-def _fingerprint(function: Callable) -> str:
-    return fingerprint(function)
+_fingerprint = functools.cache(fingerprint)
 
 
 def _in_place_of(stock: Callable[..., Any]) -> Callable[[Callable], Callable]:

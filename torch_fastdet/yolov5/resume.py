@@ -95,13 +95,9 @@ class Run:
         }
 
 
-def _run(active: Active) -> Run:
-    return Run(active)
-
-
 def calling(active: Active, stock: Callable[..., object], _: object) -> Callable[..., Any]:
     """``Callbacks.run``, by which train.py says where it is; ``torch.save`` with it."""
-    training_run = active.shared(_run)
+    training_run = active.shared(Run)
     active.replace(torch, "save", saving(training_run, torch.save), " (checkpoints whole or not at all)")
 
     @functools.wraps(stock)
@@ -146,7 +142,7 @@ def saving(run: Run, stock: Callable[..., None]) -> Callable[..., None]:
 def loading(active: Active, stock: Callable[..., Any], _: Any) -> Callable[..., Any]:
     """``create_dataloader``, whose training loader gets a position."""
     signature = inspect.signature(stock)
-    run = active.shared(_run)
+    run = active.shared(Run)
 
     @functools.wraps(stock)
     def create_dataloader(*args: Any, **kwargs: Any) -> Any:
