@@ -103,7 +103,7 @@ def _refuse_others(program: torch.export.ExportedProgram, known: Mapping[Callabl
         )
 
 
-def _check_opset(version: Any) -> None:
+def _check_opset(version: object) -> None:
     """torch silently writes 18 for a version that it does not know."""
     import onnx
 

@@ -39,7 +39,7 @@ class Finisher:
         images = assemble(self.pictures(batch.plan), batch.grid)
         return (images, *(self._uploaded(value) for value in batch.rest))
 
-    def _uploaded(self, value: Any) -> Any:
+    def _uploaded(self, value: object) -> Any:
         if not isinstance(value, (np.ndarray, torch.Tensor)):
             return value
         return torch.as_tensor(value).pin_memory().to(self.device, non_blocking=True)
@@ -48,7 +48,7 @@ class Finisher:
 class FinisherOfDicts(Finisher):
     """The same for batches that are dictionaries: pictures on the GPU, other tensors in pinned memory, as stock's loader pins."""
 
-    def __call__(self, batch: Any) -> dict:
+    def __call__(self, batch: object) -> dict:
         if isinstance(batch, PlannedBatch):
             out, small = batch.rest
             out["img"] = self.pictures(batch.plan)

@@ -178,7 +178,7 @@ class StandIn(np.lib.mixins.NDArrayOperatorsMixin):
         what = f"numpy.{ufunc.__name__}"
         return getattr(ufunc, method)(*_reals(arrays, what), **_reals(options, what))
 
-    def __array_function__(self, function: Callable, kinds: object, arguments: Any, options: Any) -> Any:
+    def __array_function__(self, function: Callable, kinds: object, arguments: object, options: object) -> Any:
         what = f"numpy.{function.__name__}"
         return function(*_reals(arguments, what), **_reals(options, what))
 
@@ -389,7 +389,7 @@ class Recorded(StandIn):
 
     __rmul__ = __mul__
 
-    def __array_function__(self, function: Callable, kinds: object, arguments: Any, options: Any) -> Any:
+    def __array_function__(self, function: Callable, kinds: object, arguments: Any, options: object) -> Any:
         flags = _FLIPS.get(function)
         if flags and self._real is None and len(arguments) == 1 and not options:
             return self._view(self.changed(flags))
@@ -648,7 +648,7 @@ def _cv2_functions(recorder: Recorder) -> dict[str, Any]:
         src.canvas()
         return src.changed(FLIP_LEFT_RIGHT if flipCode else FLIP_UP_DOWN)
 
-    def drawContours(image: Any, contours: Any, contourIdx: int, color: Any, *arguments: Any, **options: Any) -> Any:
+    def drawContours(image: Any, contours: Any, contourIdx: int, color: object, *arguments: Any, **options: Any) -> Any:
         if not _is(Mask, image) or not isinstance(color, tuple) or len(color) != CHANNELS or len(set(color)) != 1:
             return None
         cv2.drawContours(image.plane, contours, contourIdx, color[:1], *arguments, **options)
@@ -716,7 +716,7 @@ def _numpy(recorder: Recorder) -> types.ModuleType:
     def shape_of_picture(shape: object) -> bool:
         return type(shape) is tuple and shape[2:] == (CHANNELS,) and min(shape) > 0
 
-    def full(shape: Any, fill_value: object, dtype: Any = None, *arguments: Any, **options: Any) -> Any:
+    def full(shape: Any, fill_value: object, dtype: object = None, *arguments: Any, **options: Any) -> Any:
         is_grey = type(fill_value) is int and fill_value == GREY and dtype == np.uint8
         if is_grey and not arguments and not options and shape_of_picture(shape):
             return canvas(recorder, int(shape[0]), int(shape[1]))

@@ -83,7 +83,7 @@ def reader(stock: type, attributes: dict[str, object], size_of: Callable[[int], 
     return seen
 
 
-def sizes(stock: type, dataset: Any, originals: Sequence[Size], side: int) -> tuple[list[Size], list[int]]:
+def sizes(stock: type, dataset: object, originals: Sequence[Size], side: int) -> tuple[list[Size], list[int]]:
     """(height, width) of each picture as ``load_image`` of a host's class gives it, and how it is resized for that.
 
     Where a changed ``load_image`` wants pixels, every size is said to be ``side`` x ``side``, the most that it can be.

@@ -24,7 +24,7 @@ def _joined(head: Any, x: list[Tensor]) -> Tensor:
     return torch.cat(rows, 1).transpose(1, 2)
 
 
-def _outputs(detect: Any, x: list[Tensor], box_head: Any = None, cls_head: Any = None) -> dict[str, Any]:
+def _outputs(detect: object, x: list[Tensor], box_head: object = None, cls_head: object = None) -> dict[str, Any]:
     if box_head is None or cls_head is None:  # fused for inference
         return {}
     return {"boxes": _joined(box_head, x), "scores": _joined(cls_head, x), "feats": x}

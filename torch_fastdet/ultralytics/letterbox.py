@@ -26,7 +26,7 @@ from torch_fastdet.ops.letterbox import Placing
 GREY = 114  # of the operator's border
 
 
-def _asking(pre_transform: Any, stock_letterbox: Any) -> Callable[[Any, Any], list[Placing | None]]:
+def _asking(pre_transform: object, stock_letterbox: Any) -> Callable[[Any, Any], list[Placing | None]]:
     """``pre_transform`` that returns where each picture goes; None for one that the operator cannot put there."""
 
     class Asked(stock_letterbox):
@@ -74,7 +74,7 @@ def sourcing(stock: Callable) -> Callable:
     return setup_source
 
 
-def decode_on(device: torch.device, dataset: Any) -> None:
+def decode_on(device: torch.device, dataset: object) -> None:
     """Have a ``LoadImagesAndVideos`` read pictures of JPEG files there. Other loaders stay as they are."""
     from ultralytics.data.loaders import LoadImagesAndVideos
 

@@ -30,7 +30,7 @@ from torch_fastdet.ultralytics.trials import MUSGD
 MAX_NORM = 10.0  # of the trainer's clipping
 
 
-def building(active: Active, stock: Callable[..., torch.optim.Optimizer], _: Any) -> Callable[..., object]:
+def building(active: Active, stock: Callable[..., torch.optim.Optimizer], _: object) -> Callable[..., object]:
     """``BaseTrainer.build_optimizer``, which writes its log lines; the optimizer that it returns becomes ours."""
 
     @functools.wraps(stock)
@@ -47,7 +47,7 @@ def building(active: Active, stock: Callable[..., torch.optim.Optimizer], _: Any
     return build_optimizer
 
 
-def stepping(active: Active, stock: Callable[[Trainer], None], _: Any) -> Callable[[Trainer], None]:
+def stepping(active: Active, stock: Callable[[Trainer], None], _: object) -> Callable[[Trainer], None]:
     """Stock's method in one fused step, where that has the same results."""
     known: weakref.WeakKeyDictionary[object, _Step] = weakref.WeakKeyDictionary()
 

@@ -97,7 +97,7 @@ LOSS = Switch(
 # loader_optim ---------------------------------------------------------------------------------------------------------
 
 
-def _known(_: Any) -> str | None:
+def _known(_: object) -> str | None:
     from torch_fastdet.ultralytics import loader  # with cv2, which nothing else of ours needs
 
     changed = loader.unknown_code()

@@ -32,7 +32,7 @@ IN_STOCK = "8.4.150"  # whose trainer has the argument channels_last, on by defa
 CACHES = {"shape", "shapes", "anchors", "strides", "valid_mask"}
 
 
-def trains(_: Active, model: nn.Module, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def trains(_: Active, model: nn.Module, x: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether this is a forward pass of the trainer on a GPU, and not a dry run."""
     if not (model.training and torch.is_grad_enabled() and getattr(model, "criterion", None) is not None):
         return False
@@ -143,7 +143,7 @@ def backend_forward(active: Active, stock: Callable[..., object], _: object) -> 
     graphs = PredictionGraphs(active.name, functools.partial(settings_of, caches=CACHES), fewer_copies)
 
     @functools.wraps(stock, assigned=(), updated=())
-    def forward(backend: Any, im: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(backend: Any, im: object, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not getattr(backend, "base_model", False):
             return stock(backend, im, *args, **kwargs)
         # augment=, embed= and what predict() hands on to the model

@@ -88,7 +88,7 @@ class _Boxed(NamedTuple):
     shape: list[int]
 
 
-def _recording(stock: types.FunctionType, names: dict[str, Any], stock_letterbox: Any) -> Callable:
+def _recording(stock: types.FunctionType, names: dict[str, Any], stock_letterbox: object) -> Callable:
     """A copy of ``forward`` that puts the letterbox off until it knows the device."""
     if names["letterbox"] is not stock_letterbox:
         return stock
@@ -96,15 +96,15 @@ def _recording(stock: types.FunctionType, names: dict[str, Any], stock_letterbox
     def boxed(picture: np.ndarray, shape: list[int], auto: bool = True) -> tuple:
         return stock_letterbox(picture, shape) if auto else (_Boxed(picture, shape),)
 
-    def array(pictures: Any) -> Any:
+    def array(pictures: object) -> Any:
         if isinstance(pictures, list) and pictures and all(isinstance(one, _Boxed) for one in pictures):
             return _Batch([one.picture for one in pictures], pictures[0].shape, stock_letterbox)
         return np.array(pictures)
 
-    def ascontiguousarray(value: Any) -> Any:
+    def ascontiguousarray(value: object) -> Any:
         return value if isinstance(value, _Batch) else np.ascontiguousarray(value)
 
-    def from_numpy(value: Any) -> Any:
+    def from_numpy(value: object) -> Any:
         return value.tensor() if isinstance(value, _Batch) else torch.from_numpy(value)
 
     recording = {
@@ -116,7 +116,9 @@ def _recording(stock: types.FunctionType, names: dict[str, Any], stock_letterbox
     return with_names(stock, **found)
 
 
-def detecting(stock_class: Any, stock: Callable, module: ModuleType, devices: tuple[str, ...] = ("cuda",)) -> Callable:
+def detecting(
+    stock_class: object, stock: Callable, module: ModuleType, devices: tuple[str, ...] = ("cuda",)
+) -> Callable:
     """``AutoShape.forward`` whose pictures go through the operator where the model is on one of ``devices``.
 
     Tensors, other devices, models of other dtypes than float16 and float32, and users' subclasses get stock's.
@@ -127,7 +129,7 @@ def detecting(stock_class: Any, stock: Callable, module: ModuleType, devices: tu
     tell = saying_once("letterbox_optim", logging.WARNING)
 
     @functools.wraps(stock)
-    def forward(self: Any, ims: Any, size: Any = 640, augment: bool = False, profile: bool = False) -> Any:
+    def forward(self: Any, ims: object, size: object = 640, augment: bool = False, profile: bool = False) -> Any:
         if isinstance(ims, Tensor) or (isinstance(ims, (list, tuple)) and not ims):
             return stock(self, ims, size, augment, profile)
         if type(self) is not stock_class:

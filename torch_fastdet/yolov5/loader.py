@@ -149,7 +149,7 @@ def dataset_class(stock: type) -> type:
             self.__dict__.update(state)
             self._memory_lock = threading.Lock()
 
-        def __reduce_ex__(self, protocol: Any) -> Any:
+        def __reduce_ex__(self, protocol: object) -> Any:
             if type(self) is not LoadImagesAndLabels:
                 return super().__reduce_ex__(protocol)
             return _new_dataset, (stock.__module__, stock.__name__), self.__getstate__()

@@ -101,7 +101,7 @@ def calling(active: Active, stock: Callable[..., object], _: object) -> Callable
     active.replace(torch, "save", saving(training_run, torch.save), " (checkpoints whole or not at all)")
 
     @functools.wraps(stock)
-    def run(callbacks: Any, hook: str, *args: Any, **kwargs: Any) -> Any:
+    def run(callbacks: object, hook: str, *args: Any, **kwargs: Any) -> Any:
         result = stock(callbacks, hook, *args, **kwargs)
         if hook == "on_train_epoch_start":
             if (frame := frames.training_frame("train", OF_TRAIN)) is not None:
@@ -139,7 +139,7 @@ def saving(run: Run, stock: Callable[..., None]) -> Callable[..., None]:
     return save
 
 
-def loading(active: Active, stock: Callable[..., Any], _: Any) -> Callable[..., Any]:
+def loading(active: Active, stock: Callable[..., Any], _: object) -> Callable[..., Any]:
     """``create_dataloader``, whose training loader gets a position."""
     signature = inspect.signature(stock)
     run = active.shared(Run)

@@ -43,7 +43,7 @@ def backend_forward(active: Active, stock: Callable[..., object], _: object) -> 
     here = active.shared(_predicting)
 
     @functools.wraps(stock, assigned=(), updated=())
-    def forward(backend: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(backend: object, *args: Any, **kwargs: Any) -> Any:
         here.predicting = getattr(backend, "model", None) if getattr(backend, "pt", False) else None
         try:
             return stock(backend, *args, **kwargs)

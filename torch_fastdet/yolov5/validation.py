@@ -124,7 +124,7 @@ def confusion_matrix_class(stock: type, on_use: Callable[[], None]) -> type:
             return self._matrix
 
         @matrix.setter
-        def matrix(self, value: Any) -> None:
+        def matrix(self, value: object) -> None:
             self._counts = None
             self._matrix = value
 
@@ -139,7 +139,7 @@ def confusion_matrix_class(stock: type, on_use: Callable[[], None]) -> type:
                     self._counts = torch.zeros(self.nc + 1, self.nc + 1, dtype=torch.int64, device=labels.device)
             ops.confusion_matrix_(self._counts, as_float(detections), labels, None, self.conf, self.iou_thres)
 
-        def __reduce_ex__(self, protocol: Any) -> Any:
+        def __reduce_ex__(self, protocol: object) -> Any:
             state = {name: value for name, value in vars(self).items() if name not in ("_counts", "_matrix")}
             return object.__new__, (stock,), state | {"matrix": self.matrix}
 

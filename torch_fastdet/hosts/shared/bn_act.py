@@ -64,7 +64,7 @@ SPPF_N = Formula(
 def _method(name: str, make: Callable[..., Any], *parts: str) -> Make:
     """``make(stock, ...)`` with the forwards that the classes ``parts`` of stock's module have now."""
 
-    def made(_: Active, stock: Callable, __: Any) -> Any:
+    def made(_: Active, stock: Callable, __: object) -> Any:
         forward = make(stock, *(stock.__globals__[part].forward for part in parts))
         forward.__qualname__ = f"bn_act_optim.{name}.forward"
         return forward
@@ -72,7 +72,7 @@ def _method(name: str, make: Callable[..., Any], *parts: str) -> Make:
     return made
 
 
-def _sppf_question(stock: Any) -> str | None:
+def _sppf_question(stock: object) -> str | None:
     return None if SPPF.is_that_of(stock) else SPPF_N.check(stock)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -15,7 +13,7 @@ MOST_STORAGES = 8
 LARGEST_SIDE = 1 << 24
 
 
-def fits(pictures: Any) -> bool:
+def fits(pictures: object) -> bool:
     """Whether the operator takes these pictures: a list of uint8 arrays HWC, all of three channels or all grey."""
     if not isinstance(pictures, list) or not pictures:
         return False

@@ -60,7 +60,7 @@ def _unchanged(x: Tensor) -> Tensor:
     return x
 
 
-def _layers(model: Any, methods: tuple[str, ...], modules: tuple[str, ...]) -> list[Any]:
+def _layers(model: object, methods: tuple[str, ...], modules: tuple[str, ...]) -> list[Any]:
     """The model's layers, where these methods are the host's own and nothing sees each module's call."""
     layers = getattr(model, "model", None)
     known = all(
