@@ -209,8 +209,7 @@ def _correct_masks(matcher: Any) -> list[torch.Tensor]:
 
 
 def _masks_as_ours(stock: Callable) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    with torch.device("cpu"):
-        return _correct_masks(stock), _correct_masks(validation.process_batch_of_masks(stock))
+    return _correct_masks(stock), _correct_masks(validation.process_batch_of_masks(stock))
 
 
 PROCESS_BATCH_OF_MASKS = Target(
