@@ -350,6 +350,23 @@ def _positives(a: Any, images: int, anchors: int) -> list[tuple[int, int, int]]:
     return [(at // anchors, at % anchors, row) for at, row in slots]
 
 
+def _v8_loss_backward(a: Any) -> list[Tensor]:
+    """Of the sums over positives and cells, whose factors the forward pass left."""
+    assert all(x.isfinite().all() for x in (*a.heads, a.grad_loss, a.scales))
+    leaves = [head.double().requires_grad_() for head in a.heads]
+    bs = len(leaves[0])
+    anchors = sum(head[0, 0].numel() for head in leaves[: 1 if a.sizes else None])
+    found: list[dict[int, tuple[int, float]]] = [{} for _ in range(bs)]
+    for at, row, score in zip(*(x.flatten().tolist() for x in (a.slot_anchor, a.slot_row, a.slot_score))):
+        if at >= 0:
+            found[at // anchors][at % anchors] = row, score
+    given = {**vars(a), "heads": leaves, "settings": torch.ones(9), "topk": None, "topk2": None, "num_targets": None}
+    means, _ = _v8_loss(SimpleNamespace(**given), found=found)
+    scores = sum(score for each in found for _, score in each.values())
+    factors = a.grad_loss.double() * a.scales.double() / bs * max(scores, 1.0)
+    return list(torch.autograd.grad((means * factors).sum(), leaves))
+
+
 def _v8_mask_loss(a: Any) -> list[Tensor]:
     assert a.num_targets is None
     found = _positives(a, *a.coefficients.shape[::2])
@@ -433,6 +450,7 @@ ORACLES: dict[str, Callable[[Any], list[Tensor]]] = {
     "v8_keypoint_loss": _v8_keypoint_loss,
     "v8_keypoint_loss_backward": _v8_keypoint_loss_backward,
     "v8_loss": _v8_loss,
+    "v8_loss_backward": _v8_loss_backward,
     "v8_mask_loss": _v8_mask_loss,
     "v8_masked_loss": _v8_masked_loss,
     "v8_obb_loss": _v8_obb_loss,
@@ -462,7 +480,7 @@ WITHOUT = {
         ("jpeg_decode_", "jpeg_pack", "jpeg_plan"), "tests.fuzz.jpeg compares the three with OpenCV on damaged files"
     ),
     **dict.fromkeys(
-        (f"{loss}_backward" for loss in ("v8_loss", "v8_mask_loss", "v8_obb_loss", "yolov5_loss")),
+        (f"{loss}_backward" for loss in ("v8_mask_loss", "v8_obb_loss", "yolov5_loss")),
         "reads what its forward pass left: the gradients of that are compared",
     ),
 }

@@ -125,10 +125,12 @@ def v8_loss(
     class_weights=None,
     mask_iou=None,
     similarity=None,
+    found=None,
 ):
     """Loss (3) and items (3), and for each image the assignment; boxes (bs, 4 * reg_max, anchors), scores (bs, nc, anchors).
 
-    Gradients flow to boxes and scores; what is assigned is a constant.
+    Gradients flow to boxes and scores; what is assigned is a constant. found: {anchor: (row of targets, target score)} of each image, if
+    the assignment is known.
     """
     bs, nc, _ = scores.shape
     height, width = sizes[0][0] * strides[0], sizes[0][1] * strides[0]
@@ -150,19 +152,24 @@ def v8_loss(
                 rows.append(i)
         pixels = (decoded * stride).detach()
         lookup = [(label, box) for label, box in mine]  # a negative label indexes from the end
-        assigned = assign(
-            scores[b].T.detach().double().sigmoid(),
-            pixels,
-            cells * stride,
-            lookup,
-            settings,
-            topk,
-            topk2,
-            None
-            if mask_iou is None
-            else lambda i, a, b=b, rows=rows, pixels=pixels: mask_iou(b, rows[i], a, pixels[a]),
-            None if similarity is None else (lambda i, a, b=b, rows=rows: similarity(b, rows[i], a), stride.flatten()),
-        )
+        if found is None:
+            assigned = assign(
+                scores[b].T.detach().double().sigmoid(),
+                pixels,
+                cells * stride,
+                lookup,
+                settings,
+                topk,
+                topk2,
+                None
+                if mask_iou is None
+                else lambda i, a, b=b, rows=rows, pixels=pixels: mask_iou(b, rows[i], a, pixels[a]),
+                None
+                if similarity is None
+                else (lambda i, a, b=b, rows=rows: similarity(b, rows[i], a), stride.flatten()),
+            )
+        else:
+            assigned = {anchor: (rows.index(row), score) for anchor, (row, score) in found[b].items()}
         assignments.append(assigned)
         wanted = torch.zeros(scores.shape[2], nc, dtype=torch.float64)
         for a, (index, score) in assigned.items():
