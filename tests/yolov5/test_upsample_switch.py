@@ -101,6 +101,17 @@ def test_what_is_scripted_traced_or_exported_runs_without_us(patched):
         assert "torch_fastdet::" not in text and "torch_fastdet.upsample" not in text
 
 
+def test_a_tracer_of_fx_that_enters_torchs_modules_finds_stocks(patched):
+    class Entering(torch.fx.Tracer):
+        def is_leaf_module(self, module, name):
+            return False
+
+    module, input = torch.nn.Sequential(torch.nn.Upsample(None, 2, "nearest")), torch.randn(1, 3, 4, 4)
+    traced = torch.fx.GraphModule(module, Entering().trace(module))
+    assert "torch.nn.functional.interpolate" in traced.code
+    torch.testing.assert_close(traced(input), module(input))
+
+
 def test_compiled_models_use_it(patched):
     model, input = network(), torch.randn(1, 3, 4, 4)
     graphs = []

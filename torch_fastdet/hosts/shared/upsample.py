@@ -25,7 +25,8 @@ def _is_exporting() -> bool:
 
 def doubles(module: torch.nn.Upsample, input: torch.Tensor) -> bool:
     return (
-        module.mode == "nearest"
+        isinstance(input, torch.Tensor)  # torch.fx's proxies have no size
+        and module.mode == "nearest"
         and module.size is None
         and module.scale_factor in (2.0, (2.0, 2.0))
         and input.dim() == 4
