@@ -368,6 +368,7 @@ def test_what_is_pickled_is_stock(models, name, while_patched, protocol, tmp_pat
         twin = copy.deepcopy(model)
         assert type(twin.criterion) is type(model.criterion), "a copy for the EMA stays ours"
         assert torch.equal(run(twin.criterion, preds, batch)[0], loss)
+        assert torch.equal(run(copy.copy(model.criterion), preds, batch)[0], loss)
         if not while_patched:
             unpatch()
         buffer = io.BytesIO()

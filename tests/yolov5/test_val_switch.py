@@ -215,10 +215,14 @@ def test_confusion_matrix_is_stocks(yolov5, device):
     for a, b in zip(ours.tp_fp(), stock.tp_fp()):
         assert np.array_equal(a, b)
     copied = copy.deepcopy(ours)
+    shallow, pickled = copy.copy(ours), pickle.dumps(ours)
+    assert b"torch_fastdet" not in pickled
+    assert all(np.array_equal(again.matrix, stock.matrix) for again in (shallow, pickle.loads(pickled)))
     ours.matrix = np.zeros((4, 4))
     assert not ours.matrix.any() and type(copied) is type(stock) and np.array_equal(copied.matrix, stock.matrix)
     drop_in.unpatch()
-    assert type(pickle.loads(pickle.dumps(ours))) is type(stock)
+    assert type(pickle.loads(pickled)) is type(pickle.loads(pickle.dumps(ours))) is type(stock)
+    assert np.array_equal(pickle.loads(pickled).matrix, stock.matrix)
 
 
 def test_confusion_matrix_counts_in_training_after_validation(yolov5, device):

@@ -25,6 +25,7 @@ from torch_fastdet import ops
 from torch_fastdet._say import count, say
 from torch_fastdet._torch.private import module_has_hooks
 from torch_fastdet.graphs._rows import RowGraphs
+from torch_fastdet.hosts.shared.by_name import ByName
 from torch_fastdet.hosts.shared.loss_items import read_early
 from torch_fastdet.hosts.shared.loss_status import TARGET_COLUMNS, TargetStatus
 from torch_fastdet.ops.v8_loss import v8_with_parts
@@ -84,18 +85,6 @@ class _State:
         return held
 
 
-class _ByName:
-    """Pickles as a module of that name, or as what it holds under ``attribute``, whatever that is when it is loaded."""
-
-    def __init__(self, module: str, attribute: str | None = None) -> None:
-        self.module, self.attribute = module, attribute
-
-    def __reduce__(self) -> Any:
-        if self.attribute is None:
-            return importlib.import_module, (self.module,)
-        return getattr, (_ByName(self.module), self.attribute)
-
-
 class _Criterion:
     """What all classes share: copies stay ours, pickles are stock's."""
 
@@ -107,8 +96,13 @@ class _Criterion:
     def __reduce_ex__(self, protocol: Any) -> Any:
         if "stock" not in vars(type(self)):  # a user's subclass
             return super().__reduce_ex__(protocol)
-        name = _ByName(self.stock.__module__, self.stock.__name__)
+        name = ByName(self.stock.__module__, self.stock.__name__)
         return copyreg._reconstructor, (name, object, None), self.__getstate__()  # type: ignore[attr-defined]
+
+    def __copy__(self) -> Any:
+        result = type(self).__new__(type(self))
+        vars(result).update(self.__getstate__())
+        return result
 
     def __deepcopy__(self, memo: dict[int, object]) -> Any:
         result = type(self).__new__(type(self))

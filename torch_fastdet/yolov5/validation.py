@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import copyreg
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +14,7 @@ from torch import Tensor
 from torch_fastdet import ops
 from torch_fastdet.hosts.engine.replace import with_names
 from torch_fastdet.hosts.shared import average_precision
+from torch_fastdet.hosts.shared.by_name import ByName
 from torch_fastdet.hosts.shared.floats import as_float
 
 __all__ = ["average_precisions", "confusion_matrix_class", "process_batch", "process_batch_of_masks", "scale_boxes"]
@@ -106,7 +109,7 @@ def _plotted(stock: Callable, given: Any, result: average_precision.Curves) -> t
 def confusion_matrix_class(stock: type, on_use: Callable[[], None]) -> type:
     """A class that derives from stock's ``ConfusionMatrix`` and counts on the device; ``on_use`` is called with each new one.
 
-    Counts stay on the device until ``matrix`` is read. A copy, or what is pickled after ``unpatch()``, is of stock's class.
+    Counts stay on the device until ``matrix`` is read. A copy is of stock's class, and so is what is pickled.
     """
 
     class ConfusionMatrix(stock):
@@ -139,9 +142,25 @@ def confusion_matrix_class(stock: type, on_use: Callable[[], None]) -> type:
                     self._counts = torch.zeros(self.nc + 1, self.nc + 1, dtype=torch.int64, device=labels.device)
             ops.confusion_matrix_(self._counts, as_float(detections), labels, None, self.conf, self.iou_thres)
 
-        def __reduce_ex__(self, protocol: object) -> Any:
+        def __getstate__(self) -> dict[str, Any]:
             state = {name: value for name, value in vars(self).items() if name not in ("_counts", "_matrix")}
-            return object.__new__, (stock,), state | {"matrix": self.matrix}
+            return state | {"matrix": self.matrix}
+
+        def __setstate__(self, state: dict[str, Any]) -> None:
+            for name, value in state.items():
+                setattr(self, name, value)
+
+        def __reduce_ex__(self, protocol: object) -> Any:
+            name = ByName(stock.__module__, stock.__name__)
+            return copyreg._reconstructor, (name, object, None), self.__getstate__()  # type: ignore[attr-defined]
+
+        def __copy__(self) -> Any:
+            copied = object.__new__(stock)
+            vars(copied).update(self.__getstate__())
+            return copied
+
+        def __deepcopy__(self, memo: dict[int, object]) -> Any:
+            return copy.deepcopy(copy.copy(self), memo)
 
     ConfusionMatrix.__module__, ConfusionMatrix.__qualname__ = __name__, "ConfusionMatrix"
     return ConfusionMatrix
