@@ -1,10 +1,14 @@
 """Every switch of both hosts, on modules that stand for the host's, among modules that are nobody's business."""
 
+import contextlib
+import importlib
 import importlib.util
 import sys
+import warnings
 from types import ModuleType
 
 import pytest
+import torch
 
 from torch_fastdet.hosts.engine.import_hook import namespace
 from torch_fastdet.hosts.engine.replace import Patches
@@ -73,3 +77,39 @@ def test_a_switch_reads_no_attribute_of_other_modules(monkeypatch, case):
         patches.put_back()
     assert type(others[0]) is before is not ModuleType, "it has been loaded"
     assert namespace(others[1])["__name__"] == "silent"
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+SETTINGS = {
+    "float64": lambda: default_dtype(torch.float64),
+    "float16": lambda: default_dtype(torch.float16),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "meta": lambda: torch.device("meta"),
+    "inference mode": torch.inference_mode,
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("host, module", [("ultralytics", "ultralytics.models"), ("yolov5", "yolov5.segment.val")])
+def test_the_same_switches_apply_whatever_the_callers_settings_are(host, module, setting):
+    """patch() runs stock's code on small cases, and settings for the caller's tensors would change what it computes."""
+    drop_in = importlib.import_module(f"torch_fastdet.{host}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip(module, reason=f"{host} is not installed")
+    try:
+        expected = sorted(drop_in.patch())
+        drop_in.unpatch()
+        with SETTINGS[setting]():
+            assert sorted(drop_in.patch()) == expected
+    finally:
+        drop_in.unpatch()

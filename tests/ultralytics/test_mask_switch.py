@@ -32,22 +32,6 @@ def test_is_replaced_and_put_back(ops):
     assert (ops.process_mask, ops.process_mask_native) == stock and ops.crop_mask is loss.crop_mask is crop
 
 
-def test_applies_whatever_the_callers_settings_are(ops):
-    """patch() tries stock's functions, and autocast would round what they compute, another device hold it."""
-    pytest.importorskip("ultralytics.nn.tasks")  # whose classes hold tensors: before the device is another one
-    with torch.device("meta"):
-        drop_in.patch(nms_optim=True, loss_optim=True, val_optim=True, letterbox_optim=True, mask_optim=True)
-    drop_in.unpatch()
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
-            drop_in.patch(mask_optim=True)
-    finally:
-        torch.set_default_dtype(default)
-    assert (ops.process_mask, ops.process_mask_native) == (dropins.process_mask, dropins.process_mask_native)
-
-
 def redefine(ops, monkeypatch, name, parameters, source):
     """Stock's module defines another function, which finds stock's as ``inner``."""
     monkeypatch.setitem(vars(ops), "inner", getattr(ops, name))

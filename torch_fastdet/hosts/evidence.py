@@ -52,8 +52,13 @@ def first_obstacle(evidence: Collection[Evidence], stock: object = None) -> Obst
 @contextlib.contextmanager
 def plainly_on_the_cpu() -> Iterator[None]:
     """Without what the caller has set for its own tensors."""
-    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
-        yield
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from torch_fastdet import ops
 from torch_fastdet._say import count, say
 from torch_fastdet._torch.private import module_has_hooks
 from torch_fastdet.graphs._rows import RowGraphs
+from torch_fastdet.hosts.evidence import plainly_on_the_cpu
 from torch_fastdet.hosts.shared.by_name import ByName
 from torch_fastdet.hosts.shared.loss_items import read_early
 from torch_fastdet.hosts.shared.loss_status import TARGET_COLUMNS, TargetStatus
@@ -734,7 +735,7 @@ def _short_by_first_stride(assigner: Any, rotated: bool = False) -> bool | None:
 
     Stock's code tells for boxes of made-up sizes which anchors lie inside.
     """
-    with torch.no_grad(), torch.inference_mode(False), torch.device("cpu"):
+    with plainly_on_the_cpu():
         points = torch.cartesian_prod(torch.arange(48.0), torch.arange(48.0)) + 0.25
         sides = torch.tensor([(3.0, 5.0), (7.5, 12.0), (12.0, 7.5), (15.0, 17.0), (20.0, 3.0), (21.0, 30.0)])
         boxes, used = torch.cat((24 - sides / 2, 24 + sides / 2), 1), torch.ones(1, len(sides), 1)

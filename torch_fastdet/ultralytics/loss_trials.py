@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_fastdet.hosts.evidence import plainly_on_the_cpu
 from torch_fastdet.ultralytics.loss import OTHER_SIDES, _parts, _subclass
 
 # Some constants of Ultralytics are not parameters: a version with others gives another loss here.
@@ -123,7 +124,7 @@ def differs(stock: Any) -> str | None:
     try:
         if _parts(stock).short_by_first_stride is None:
             return f"{OTHER_SIDES}."
-        with torch.no_grad(), torch.inference_mode(False), torch.device("cpu"):
+        with plainly_on_the_cpu():
             for reg_max, topk, topk2 in TRIALS[stock.__name__]:
                 preds, batch = trial(reg_max)
                 if reg_max == 1:  # as YOLO26 has it

@@ -19,7 +19,7 @@ import torch
 from torch_fastdet import ops, optim
 from torch_fastdet.hosts.engine.host import ALL
 from torch_fastdet.hosts.engine.switch import GPU, Active, Outside, Switch, Target
-from torch_fastdet.hosts.evidence import Asks, Behaves, SameCode, Signature, Version
+from torch_fastdet.hosts.evidence import Asks, Behaves, SameCode, Signature, Version, plainly_on_the_cpu
 from torch_fastdet.hosts.shared import average_precision, bn_act, masks, upsample
 from torch_fastdet.hosts.shared.cases import DETECTIONS, IOUV, LABELS
 from torch_fastdet.hosts.shared.evidence import MEMFD, OPENCV, needs_gpu
@@ -247,7 +247,7 @@ def _rule(ours: Callable[[str], torch.Tensor], stock: torch.Tensor) -> str | Non
 def matching_rule(validator: Any) -> str | None:
     """The rule by which the installed version matches the case that tells rules apart; None: neither."""
     box_iou = importlib.import_module(METRICS[0]).box_iou
-    with torch.device("cpu"):
+    with plainly_on_the_cpu():
         iou = box_iou(LABELS[:, 1:], DETECTIONS[:, :4])
         found = validator.match_predictions(SimpleNamespace(iouv=IOUV), DETECTIONS[:, 5], LABELS[:, 0], iou)
         return _rule(lambda rule: ops.match_detections(DETECTIONS, LABELS, IOUV, rule=rule), found)
@@ -260,7 +260,7 @@ def counting_rule(matrix_class: Any) -> str | None:
         return torch.stack([validation.confusions(DETECTIONS, labels, 2, 0.25, 0.45, rule) for labels in IMAGES])
 
     found = []
-    with torch.device("cpu"):
+    with plainly_on_the_cpu():
         for labels in IMAGES:
             matrix = matrix_class(names={0: "0", 1: "1"})
             matrix.process_batch(

@@ -155,7 +155,7 @@ def confusion_matrix_class(stock: type, on_use: Callable[[], None]) -> type:
             return copyreg._reconstructor, (name, object, None), self.__getstate__()  # type: ignore[attr-defined]
 
         def __copy__(self) -> Any:
-            copied = object.__new__(stock)
+            copied: Any = object.__new__(stock)
             vars(copied).update(self.__getstate__())
             return copied
 

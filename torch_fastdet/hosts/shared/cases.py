@@ -56,9 +56,10 @@ def iou(drop_in: object, reference: str) -> Behaves:
 #: (n, 6): x1, y1, x2, y2, confidence, class.
 DETECTIONS = torch.tensor(
     [[0.0, 0, 10, 10, 0.9, 1], [0, 0, 10, 9, 0.8, 1], [30, 30, 40, 40, 0.7, 0], [80, 80, 90, 90, 0.6, 1]],
-    device="cpu",  # whatever the user's default is
+    device="cpu",  # whatever the user's defaults are
+    dtype=torch.float32,
 )
 #: (m, 5): class, x1, y1, x2, y2.
-LABELS = torch.tensor([[1.0, 0, 0, 10, 10], [1, 0, 0, 10, 7], [1, 30, 30, 40, 41], [0, 60, 60, 70, 70]], device="cpu")
+LABELS = DETECTIONS.new_tensor([[1, 0, 0, 10, 10], [1, 0, 0, 10, 7], [1, 30, 30, 40, 41], [0, 60, 60, 70, 70]])
 #: IoU thresholds.
-IOUV = torch.tensor([0.5, 0.75, 0.95], device="cpu")
+IOUV = DETECTIONS.new_tensor([0.5, 0.75, 0.95])
