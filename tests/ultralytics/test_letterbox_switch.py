@@ -1,7 +1,8 @@
 """letterbox_optim against the predictor's own preprocess: the same batch, bit for bit."""
 
 import contextlib
-from copy import copy
+import pickle
+from copy import copy, deepcopy
 from types import SimpleNamespace
 
 import numpy as np
@@ -138,6 +139,8 @@ def test_files_are_decoded_with_stocks_pixels(tmp_path, device, monkeypatch, bat
             assert type(other) is np.ndarray and other.flags.c_contiguous and np.array_equal(one, other)
     assert sum(pixels is not None for pixels in seen) == (12 if channels == 3 else 0)
     assert isinstance(ours, loaders.LoadImagesAndVideos)
+    for again in (pickle.loads(pickle.dumps(ours)), deepcopy(ours)):
+        assert type(again) is loaders.LoadImagesAndVideos and again.files == want.files
 
 
 @pytest.mark.parametrize("modules", [(loaders,), (loaders, patches)])

@@ -74,6 +74,17 @@ def sourcing(stock: Callable) -> Callable:
     return setup_source
 
 
+def _copied(dataset: Any) -> Any:
+    copied = object.__new__(type(dataset))
+    vars(copied).update(vars(dataset))
+    return copied
+
+
+def _pickled(dataset: Any, _: object) -> Any:
+    """Deep copies and files hold stock's loader."""
+    return object.__new__, type(dataset).__bases__, vars(dataset)
+
+
 def decode_on(device: torch.device, dataset: object) -> None:
     """Have a ``LoadImagesAndVideos`` read pictures of JPEG files there. Other loaders stay as they are."""
     from ultralytics.data.loaders import LoadImagesAndVideos
@@ -84,7 +95,11 @@ def decode_on(device: torch.device, dataset: object) -> None:
     stock_imread: Any = getattr(stock, "__globals__", {}).get("imread")
     if not is_code_of(stock_imread, "ultralytics"):
         return  # somebody else's
-    methods = {"__next__": with_names(stock, imread=imread_on(device, stock_imread))}
+    methods = {
+        "__next__": with_names(stock, imread=imread_on(device, stock_imread)),
+        "__copy__": _copied,
+        "__reduce_ex__": _pickled,
+    }
     dataset.__class__ = type(LoadImagesAndVideos.__name__, (LoadImagesAndVideos,), methods)
 
 
