@@ -1,5 +1,7 @@
 """JPEG files in place of decoded pictures: what is kept, what a batch shows of them, and batches that are made of them."""
 
+import contextlib
+import gc
 import multiprocessing
 import os
 import re
@@ -13,9 +15,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.launches import no_sync
 from tests.loader.leftovers import open_memories
 from tests.loader.pretended import made, pictures_on_the_cpu
 from torch_fastdet.loader import jpeg
+from torch_fastdet.loader.finish import DevicePictures
 from torch_fastdet.loader.jpeg import AREA, AS_IT_IS, LINEAR, OTHERWISE, Files, is_jpeg, packed_size, read_jpeg
 from torch_fastdet.loader.loop import PlannedLoading
 from torch_fastdet.loader.memory import JpegFiles, PictureMemory
@@ -421,6 +425,40 @@ def test_a_file_that_another_process_decodes_while_it_travels(cached, files):
     for index, path in enumerate(files):
         assert memory.put(index, cv2.imread(path), SIZES[index])
     assert torch.equal(made(plan, *pictures_on_the_cpu(memory, cached)._bring(plan)), wanted)
+
+
+@pytest.mark.parametrize("room", [1 << 24, 4096, 0], ids=["kept", "some kept", "sent"])
+@pytest.mark.parametrize("cached, fits", [("0", 0), ("10000", 1), ("1G", 4)])
+def test_batches_are_right_under_load_on_a_side_stream(cached, fits, room, files, cuda, monkeypatch):
+    """Three batches are on their way behind a GPU that is busy; the second time nothing makes the host wait."""
+    monkeypatch.setenv("TORCH_FASTDET_GPU_CACHE", cached)
+    shapes = [*SIZES[:2], *(RESIZED[size] for size in SIZES[2:])]
+    memory = memory_of(files, room, shapes=shapes, originals=SIZES, ways=[AS_IT_IS, AS_IT_IS, LINEAR, AREA])
+    generator, plans, wanted = np.random.default_rng(2), [], []
+    for _ in range(3):
+        assert all(memory.read(index) for index in range(len(files)))
+        batch = random_batch(generator, memory)
+        wanted.append(of_whole_pictures(batch, memory))
+        plans.append(pack(batch, memory, on_cpu=False))
+        memory.forget_sent()
+    side, others = torch.cuda.Stream(), torch.zeros(1 << 22, device=cuda)
+    for waits in (contextlib.nullcontext, no_sync):
+        others.zero_()
+        gc.collect()  # pictures of tests before count against the budget
+        torch.cuda.synchronize()
+        with waits():
+            torch.cuda._sleep(20_000_000)
+            pictures = DevicePictures(memory, torch.device("cuda", torch.cuda.current_device()))
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(100_000_000)
+                found = [pictures(plan) for plan in plans]
+            for _ in range(100):
+                others.add_(torch.ones_like(others))
+        torch.cuda.synchronize()
+        assert pictures._fits.sum() == fits
+        del pictures
+        assert all(torch.equal(one.cpu(), stock) for one, stock in zip(found, wanted, strict=True))
+        assert (others == 100).all()
 
 
 def test_which_files_are_jpegs():

@@ -1,6 +1,7 @@
 """JPEG files against cv2.imdecode, to the bit, and against a decoder written from the definition."""
 
 import io
+import itertools
 import struct
 
 import numpy as np
@@ -116,18 +117,46 @@ def widened(body):
     return bytes([body[0] | 16]) + b"".join(struct.pack(">H", q) for q in body[1:65])
 
 
-@pytest.mark.parametrize("sampling", [0x41, 0x31, 0x13, 0x14, 0x42, 0x24, 0x21, 0x12, 0x11])
-def test_sampling_ratios_and_markers_of_other_encoders(sampling, device):
-    """Layouts that no encoder here writes: the scan of a 4:4:4 file is read as if it had other factors, so that it ends early or
-    late; what is complete must be OpenCV's picture."""
-    rng = np.random.default_rng(sampling)
-    full = of_opencv(picture(rng, 64, 64), 90, "444")
-    # The luma alone takes h * v blocks of the scan an MCU, so the picture that a scan of 64 MCUs suffices for is smaller.
-    changed = patched(full, 0xC0, lambda b: b[:1] + struct.pack(">HH", 13, 21) + b[5:7] + bytes([sampling]) + b[8:])
-    _, _, (refusal,) = ops.jpeg_pack([tensor(changed)])
-    if refusal == "":
-        assert_pixels([changed], device)
-    assert sampling not in (0x11, 0x12, 0x21) or refusal in ("", "damaged")
+def with_ratios(rng, height, width, ratios):
+    """A file with these sampling factors, which need not be ones that an encoder writes: random coefficients in codes of one or two
+    bits."""
+
+    def block():
+        small = rng.integers(8, size=rng.integers(12))
+        return f"10{rng.integers(32):05b}" + "".join(f"10{value:03b}" for value in small) + "0"
+
+    across, down = (8 * max(factors) for factors in zip(*ratios, strict=True))
+    blocks = -(-width // across) * -(-height // down) * sum(h * v for h, v in ratios)
+    bits = "".join(block() for _ in range(blocks))
+    bits += "1" * (-len(bits) % 8)
+    scan = int(bits, 2).to_bytes(len(bits) // 8, "big").replace(b"\xff", b"\xff\0")
+    frame, header = struct.pack(">BHHB", 8, height, width, len(ratios)), bytes([len(ratios)])
+    for name, (h, v) in enumerate(ratios):
+        frame, header = frame + bytes([name, h << 4 | v, 0]), header + bytes([name, 0])
+    codes = bytes([1, 1, *[0] * 14])  # 0: the first symbol, 10: the other one
+    segments = [
+        (0xDB, bytes([0, *[4] * 64])),
+        (0xC0, frame),
+        (0xC4, b"\x00" + codes + b"\0\5"),
+        (0xC4, b"\x10" + codes + b"\0\3"),
+        (0xDA, header + bytes([0, 63, 0])),
+    ]
+    head = b"".join(bytes([0xFF, marker]) + struct.pack(">H", len(body) + 2) + body for marker, body in segments)
+    return b"\xff\xd8" + head + scan + b"\xff\xd9"
+
+
+def test_all_sampling_ratios(device):
+    """Those that are refused are no JPEGs to OpenCV either: more than ten blocks an MCU, or no whole ratio."""
+    rng, factors, files = np.random.default_rng(0), list(itertools.product((1, 2, 3, 4), repeat=2)), []
+    for luma, chroma in itertools.product(factors, factors):
+        for other in {chroma, chroma[::-1]}:
+            data = with_ratios(rng, 37, 51, [luma, chroma, other])
+            (refusal,) = ops.jpeg_pack([tensor(data)])[2]
+            assert refusal in ("", "damaged", "fractional sampling")
+            assert (refusal == "") == (opencv(data) is not None), (luma, chroma, other)
+            files += [data] if refusal == "" else []
+    assert len(files) > 50
+    assert_pixels(files, device)
 
 
 def test_files_that_are_a_little_unusual(device):
