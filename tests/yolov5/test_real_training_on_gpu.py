@@ -51,6 +51,18 @@ def test_training_gives_the_losses_of_stock(case, real_yolov5, data, tmp_path, c
         assert got[column][:both] == pytest.approx(stock[column][:both], rel=0.05), column
 
 
+def test_segment_training_gives_the_losses_of_stock(real_yolov5, data, tmp_path, cuda):
+    checkout = real_yolov5("checkout")
+    arguments = [*COMMON, "--cfg", "yolov5n-seg.yaml", "--batch", 2, "--epochs", 2, "--data", data.segments]
+    arguments += ["--project", tmp_path]
+    checkout.stock("segment/train", *arguments, "--name", "stock")
+    said = checkout.fast("segment/train", *arguments, "--name", "fast", "--fastdet").stdout
+    assert "captured forward and backward of SegmentationModel" in said
+    stock, got = (real.results(tmp_path / name) for name in ("stock", "fast"))
+    for column in (*LOSSES, "train/seg_loss"):
+        assert got[column] == pytest.approx(stock[column], rel=0.05), column
+
+
 def test_resume_goes_on_where_the_run_stopped(real_yolov5, data, tmp_path, cuda):
     checkout = real_yolov5("checkout")
     arguments = [*COMMON, "--batch", 2, "--epochs", 3, "--data", data.boxes, "--project", tmp_path, "--name", "run"]
