@@ -144,6 +144,10 @@ def _make(cv2, root: Path, kind: str, count: int = 24) -> Path:
         cv2.imwrite(str(path), image, progressive)
         if kind == "files" and number == 7:  # OpenCV decodes it
             Image.fromarray(image).convert("CMYK").save(path)
+        if kind == "files" and number == 4:
+            exif = Image.Exif()
+            exif[0x0112] = 6  # a quarter turn
+            Image.fromarray(image).save(path, exif=exif)
         rows = []
         for place in range(0 if number == 5 or kind == "empty" else int(generator.integers(1, 5))):
             x, y, w, h = *generator.uniform(0.3, 0.7, 2), *generator.uniform(0.05, 0.5, 2)

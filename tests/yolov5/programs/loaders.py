@@ -150,9 +150,8 @@ def with_budget(size, variable="TORCH_FASTDET_CACHE"):
 
 
 def files():
-    """JPEG files in place of pictures, as where a GPU makes the batches: as large as the training's, larger and smaller; two that
-    OpenCV decodes, one without its end, which the scan of labels mends or leaves out,
-    and one that is no JPEG."""
+    """JPEG files in place of pictures, as where a GPU makes the batches: as large as the training's, larger and smaller; one that
+    EXIF turns, two that OpenCV decodes, one without its end, which the scan of labels mends or leaves out, and one that is no JPEG."""
     root = make("files", count=0)
     generator = np.random.default_rng(0)
     for number in range(16):
@@ -164,6 +163,10 @@ def files():
         cv2.imwrite(str(path), image, progressive)
         if number == 7:
             Image.fromarray(image).convert("CMYK").save(path)
+        if number == 2:
+            exif = Image.Exif()
+            exif[0x0112] = 6  # a quarter turn
+            Image.fromarray(image).save(path, exif=exif)
         if number == 11:
             path.write_bytes(path.read_bytes()[:-2])
         (root / "labels" / f"{number}.txt").write_text("0 .5 .5 .3 .2\n1 .4 .6 .2 .4")
