@@ -105,6 +105,24 @@ def test_families(models, name, seed):
     assert all(ours[1][part] > 0 for part in ours[1] if part != "sem_loss"), "something is assigned"
 
 
+@pytest.mark.parametrize("name, parts", [(CASES[0], {"seg_loss"}), (CASES[2], {"pose_loss", "kobj_loss"})])
+def test_other_ties_move_only_the_parts_of_masks_and_keypoints(models, monkeypatch, name, parts):
+    """With the higher index first, stock assigns other anchors without overlap: they have no weight elsewhere."""
+    model, batch = models(name), make_batch(1)
+    preds = outputs(model, batch)
+    theirs, ours = pair(model)
+    by_index = torch.topk
+
+    def topk(values, k, dim=-1, largest=True):
+        values, indices = by_index(values.flip(dim), k, dim, largest)
+        return torch.return_types.topk((values, preds["scores"].shape[2] - 1 - indices))
+
+    monkeypatch.setattr(torch, "topk", topk)
+    want, items = theirs(preds, batch)[1], ours(preds, batch)[1]
+    differing = {part for part in want if not torch.isclose(items[part], want[part], rtol=5e-5, atol=5e-5)}
+    assert differing == parts
+
+
 @pytest.mark.parametrize("name", CASES[::2])
 @pytest.mark.parametrize("count", [0, 1, 60])
 @pytest.mark.parametrize("size", [(96, 64), (64, 64)], ids=str)
