@@ -14,6 +14,7 @@ OPTIONS = {
     "agnostic": {"agnostic": True},
     "classes": {"classes": [0, 3, 77]},
     "few": {"max_det": 7},
+    "all": {"conf_thres": 0.001, "iou_thres": 1.0, "multi_label": True, "max_det": None},
     "long": {"conf_thres": 0.001, "multi_label": True, "max_det": 5000},
     "cut": {"conf_thres": 0.01, "multi_label": True, "max_nms": 301},
     "max_wh": {"max_wh": 100, "multi_label": True, "conf_thres": 0.1},
@@ -72,7 +73,7 @@ def test_nan_class_drops_its_anchor(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("options", [{}, {"classes": [1, 2]}, {"max_det": 5}, {"conf_thres": 0.9}])
+@pytest.mark.parametrize("options", [{}, {"classes": [1, 2]}, {"max_det": 5}, {"max_det": None}, {"conf_thres": 0.9}])
 @pytest.mark.parametrize("columns", [6, 10])
 def test_end2end(device, dtype, options, columns):
     g = torch.Generator().manual_seed(0)
@@ -99,6 +100,7 @@ ROTATED = {
     "agnostic": {"agnostic": True},
     "classes": {"classes": [0, 3, 77]},
     "few": {"max_det": 7},
+    "all": {"conf_thres": 0.001, "iou_thres": 1.0, "max_det": None},
     "long": {"conf_thres": 0.001, "max_det": 5000},
     "cut": {"conf_thres": 0.01, "max_nms": 101},
     "max_wh": {"max_wh": 100},

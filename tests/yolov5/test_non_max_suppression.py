@@ -20,6 +20,7 @@ OPTIONS = {
     "classes that are not integers": {"classes": [float("nan"), float("inf"), 0.5, 1e30, 3.0]},
     "few": {"max_det": 7},
     "none": {"max_det": 0},
+    "all": {"conf_thres": 0.001, "iou_thres": 1.0, "multi_label": True, "max_det": None},
     "long": {"conf_thres": 0.001, "multi_label": True, "max_det": 5000},
     "IoU 0": {"iou_thres": 0.0},
     "IoU 1": {"iou_thres": 1.0},

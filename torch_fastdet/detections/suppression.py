@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -72,6 +73,10 @@ def _label_rows(op: str, labels: Any, images: int, device: torch.device) -> Tens
     return torch.cat(rows) if rows else None
 
 
+def _limit(max_det: int | None) -> int:
+    return sys.maxsize if max_det is None else max_det
+
+
 def _capacity(max_det: int, *most: int) -> int:
     """Detections an image to make room for: ``max_det``, but not more than there can be."""
     return min(max_det, *(max(count, 0) for count in most))
@@ -89,7 +94,7 @@ def yolov5_non_max_suppression(
     agnostic: bool = False,
     multi_label: bool = False,
     labels: object = (),
-    max_det: int = 300,
+    max_det: int | None = 300,
     nm: int = 0,
     *,
     per_class: str = "offset",
@@ -99,6 +104,7 @@ def yolov5_non_max_suppression(
 
     Args:
         prediction: (images, N, 5 + classes + nm), or a tuple whose first element that is. Never changed.
+        max_det: detections an image; None keeps all, as in stock.
         labels: for each image a tensor (n, 5) of class, x, y, width, height that joins with confidence 1, or an empty
             one; an array or nested lists serve too. Entries past the last image are skipped, as in stock.
         per_class: "offset" (as stock) or "exact", see :func:`torch_fastdet.ops.non_max_suppression_padded`, which
@@ -121,7 +127,7 @@ def yolov5_non_max_suppression(
             f"{op}: prediction has shape {tuple(prediction.shape)}, but (images, N, 5 + classes + nm) is expected"
         )
     listed = _stock_class_list(op, classes)
-    options = nms.checked_options(op, conf_thres, iou_thres, listed, agnostic, multi_label, max_det, per_class)
+    options = nms.checked_options(op, conf_thres, iou_thres, listed, agnostic, multi_label, _limit(max_det), per_class)
     home = prediction.device
     where = _computing_device(op, prediction, device, "yolov5", options.conf_thres, options.multi_label)
     prediction = prediction.to(where)
@@ -171,7 +177,7 @@ def ultralytics_non_max_suppression(
     classes: object = None,
     agnostic: bool = False,
     multi_label: bool = False,
-    max_det: int = 300,
+    max_det: int | None = 300,
     nc: int = 0,
     max_time_img: float = 0.05,
     max_nms: int = 30000,
@@ -189,6 +195,7 @@ def ultralytics_non_max_suppression(
     Args:
         prediction: (images, 4 + nc + extra, N), or a tuple whose first element that is; (images, N, 6) and, with
             end2end, (images, N, 6 + extra) are filtered alone. Never changed.
+        max_det: detections an image; None keeps all, as in stock.
         nc: classes; 0 takes every channel past the box for one.
         max_time_img: taken and ignored: there is no time limit.
         rotated: boxes are rotated, and the last channel is their angle in radians. They stay center and size.
@@ -216,7 +223,7 @@ def ultralytics_non_max_suppression(
     _check_ultralytics(op, prediction, filters, rotated_rule)
     listed = _stock_class_list(op, classes)
     options = nms.checked_options(
-        op, conf_thres, iou_thres, listed, agnostic, multi_label, max_det, per_class, max_nms, max_wh
+        op, conf_thres, iou_thres, listed, agnostic, multi_label, _limit(max_det), per_class, max_nms, max_wh
     )
     home = prediction.device
     if filters and isinstance(device, str) and device == "auto":
