@@ -22,7 +22,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -181,8 +183,8 @@ def machine() -> dict[str, Any]:
     }
 
 
-def run(seconds: float, built: bool = False) -> int:
-    report: dict[str, Any] = machine()
+def run(seconds: float, built: bool = False, without: Sequence[str] = ()) -> int:
+    report: dict[str, Any] = machine() | {"without": sorted(without)}
     if not report["gpu"]:
         print(f"test-gpu wants a GPU, but torch {report['torch']} finds none; without a GPU type: make test")
         return 1
@@ -192,11 +194,11 @@ def run(seconds: float, built: bool = False) -> int:
     report["hashes"] = tree_hashes()
     steps = Steps(seconds)
     try:
-        _run(steps, built)
+        _run(steps, built, without)
     finally:
         report |= {
             "seconds": round(time.monotonic() - steps.started, 1),
-            "passed": not failed_steps(steps.results),
+            "passed": not failed_steps(report | {"results": steps.results}),
             "results": steps.results,
         }
         report_path(report["gpu"]).write_text(json.dumps(report, indent=1) + "\n")
@@ -204,13 +206,13 @@ def run(seconds: float, built: bool = False) -> int:
     return 0 if report["passed"] else 1
 
 
-def failed_steps(results: dict[str, dict[str, Any]]) -> list[str]:
+def failed_steps(report: dict[str, Any]) -> list[str]:
     """Steps that failed, passed nothing, or were not reached."""
-    passed = {name for name, result in results.items() if result["exit"] == 0 and result.get("passed")}
-    return [name for name in STEPS if name not in passed]
+    passed = {name for name, result in report["results"].items() if result["exit"] == 0 and result.get("passed")}
+    return [name for name in STEPS if name not in passed and name not in report.get("without", ())]
 
 
-def _run(steps: Steps, built: bool) -> None:
+def _run(steps: Steps, built: bool, without: Sequence[str]) -> None:
     import torch
 
     python = sys.executable
@@ -262,10 +264,10 @@ def _run(steps: Steps, built: bool) -> None:
     cores = os.cpu_count() or 1
     workers = min(PROCESSES, cores) if importlib.util.find_spec("xdist") else 1
     with ThreadPoolExecutor(len(STEPS)) as pool:
+        beside = {"googletest": googletest} | {tool: partial(sanitize, tool) for tool in SANITIZERS}
         for step in [
-            pool.submit(googletest),
             pool.submit(pytest, "pytest", f"({CHOSEN}) and not alone", workers),
-            *(pool.submit(sanitize, tool) for tool in SANITIZERS),
+            *(pool.submit(step) for name, step in beside.items() if name not in without),
         ]:
             step.result()
     pytest("alone", "alone", 1)
@@ -297,9 +299,10 @@ def _check(path: Path) -> bool:
             f"is of another tree: {', '.join(changed)} changed since; on such a GPU type: make test-gpu (or remove it)"
         )
     elif not report["passed"]:
-        said = f"is of this tree, and these steps failed: {', '.join(failed_steps(report['results']))}"
+        said = f"is of this tree, and these steps failed: {', '.join(failed_steps(report))}"
     else:
-        said = "is of this tree, and all GPU tests passed"
+        left = f", without {', '.join(report['without'])}" if report.get("without") else ""
+        said = f"is of this tree, and all GPU tests passed{left}"
     print(f"gpu-report: {path.name} ({of_tree}) {said}")
     return bool(changed) or not report["passed"]
 
@@ -309,8 +312,15 @@ def main() -> int:
     parser.add_argument("command", choices=["run", "check"])
     parser.add_argument("--seconds", type=float, default=570, help="time for all steps of run (default: %(default)s)")
     parser.add_argument("--built", action="store_true", help="take the library that is there, compile nothing")
+    parser.add_argument(
+        "--without",
+        nargs="+",
+        default=(),
+        choices=("googletest", *SANITIZERS),
+        help="steps to leave out; the report says so",
+    )
     arguments = parser.parse_args()
-    return run(arguments.seconds, arguments.built) if arguments.command == "run" else check()
+    return run(arguments.seconds, arguments.built, arguments.without) if arguments.command == "run" else check()
 
 
 if __name__ == "__main__":

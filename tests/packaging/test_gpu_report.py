@@ -101,6 +101,14 @@ def test_failed_run(tree, capsys):
     assert gpu_report.check() == 1 and "these steps failed: pytest, synccheck\n" in capsys.readouterr().out
 
 
+def test_a_report_says_what_was_left_out(tree, capsys):
+    left, others = ["memcheck"], results_of(*(step for step in gpu_report.STEPS if step != "memcheck"))
+    write_report(results=others, without=left)
+    assert gpu_report.check() == 0 and "all GPU tests passed, without memcheck" in capsys.readouterr().out
+    assert gpu_report.failed_steps({"results": others, "without": left}) == []
+    assert gpu_report.failed_steps({"results": others}) == ["memcheck"]
+
+
 def test_a_step_is_recorded(capsys):
     steps = gpu_report.Steps(60)
     assert steps.run("fine", ["sh", "-c", "echo said $NAME"], NAME="so") == "said so\n"
