@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from tests import late_gpu
@@ -265,6 +266,23 @@ def test_bad_row_is_told_by_a_later_call(cuda):
     torch.cuda.synchronize()
     with pytest.raises(ValueError, match="row 2, column 1"):
         compute(heads, targets)
+
+
+def test_half_precision_keeps_the_loss_of_empty_cells():
+    """Most cells have no object, and a logit of -8. In half precision PyTorch's loss loses much of what they add."""
+    _, compute, heads, _ = sample()
+    torch.manual_seed(0)
+    heads = [(torch.randn_like(head) - 8).half() for head in heads]
+    with torch.no_grad():
+        found = compute(heads, torch.zeros(0, 6))[1][1]
+        logits = [head[..., 4] for head in heads]
+        exact, stock = 0.0, 0.0
+        for logit, balance in zip(logits, compute.balance):
+            exact += balance * F.softplus(logit.double()).mean()
+            stock += balance * F.binary_cross_entropy_with_logits(logit, torch.zeros_like(logit)).double()
+    gain = compute.hyp["obj"]
+    assert float(found) == pytest.approx(float(gain * exact), rel=1e-4)
+    assert stock < 0.9 * exact
 
 
 def test_calls_without_gradients_wait_for_what_was_bad(monkeypatch):
