@@ -179,6 +179,19 @@ def test_steps_are_stocks(stock, device, channels_last, changes):
         assert_same(mine, theirs, step + 1)
 
 
+def test_a_momentum_that_begins_at_0_is_stocks(stock, device):
+    """As a warm-up may: unlike torch.optim.SGD, stock writes the buffers then."""
+    mine, theirs = network(device), network(device)
+    ours, wanted = made(optim.MuSGD, mine, nesterov=False), made(stock, theirs, nesterov=False)
+    for step, momentum in enumerate((0.9, 0.0, 0.5, 0.5)):
+        for model, optimizer in ((mine, ours), (theirs, wanted)):
+            set_gradients(model, step)
+            for group in optimizer.param_groups:
+                group["momentum"] = momentum
+            optimizer.step()
+        assert_same(mine, theirs, step + 1)
+
+
 def test_a_step_moves_weights_along_orthogonal_directions(device):
     """By the definition: the change of a weight, less that of its SGD, has singular values around lr * muon."""
     weight = nn.Parameter(torch.randn(16, 40, device=device))

@@ -263,6 +263,7 @@ struct MovedSgdRule : SgdRule<A> {
 
   __device__ __forceinline__ void read_group(const Group& g, const Row& row, bool is_unfilled) {
     SgdRule<A>::read_group(g, row, is_unfilled);
+    this->momentum = row.data[kMomentum] != nullptr;  // MuSGD writes the buffer where its momentum is 0, too
     moves = row.data[kSecond] != nullptr;
     along = static_cast<A>(read(g.last));
   }

@@ -338,8 +338,8 @@ Step<A> row_step(const UpdateParams& p, const StepScalars& s, const Group* group
                 static_cast<A>(read<Halves>(group.weight_decay)),
                 group.nesterov != 0,
                 group.maximize != 0};
-    // As torch.optim.SGD: a momentum of 0 neither reads nor writes the buffer, and is not dampened.
-    if (p.rule == Rule::kSgd || p.rule == Rule::kMovedSgd) step.momentum = step.momentum && step.sgd.momentum != A(0);
+    // As torch.optim.SGD: a momentum of 0 neither reads nor writes the buffer, and is not dampened. MuSGD does both.
+    if (p.rule == Rule::kSgd) step.momentum = step.momentum && step.sgd.momentum != A(0);
     const double last = read<Halves>(group.last);
     step.along = static_cast<A>(p.rule == Rule::kMuon ? 1.0 - read<Halves>(group.momentum) : last);
     if (p.rule == Rule::kAdam) {
