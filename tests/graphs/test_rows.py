@@ -219,3 +219,13 @@ def test_side_stream(cuda, side):
         same((loss.detach(), rows[0][0].grad), step(reference[:1], again))
         same_flows(flow, plain)
         del loss  # with autograd's nodes of the parameters, which remember a stream
+
+
+def test_more_numbers_than_graphs_run_eagerly(gpu):
+    """A capture in place of one that is kept would take longer than each call."""
+    flow, lines = Flow().to(gpu), []
+    graphs = RowGraphs("it", lines.append, lines.append, max_graphs=2)
+    for _ in range(3):
+        for count in (8, 40, 90):
+            graphs(flow.loss, flow, rows_of(count)).backward()
+    assert len(graphs._pool) == 2 and len(lines) == 2, lines

@@ -86,11 +86,11 @@ class RowGraphs:
         what: is captured, for the messages.
         say: takes the line of the first capture.
         warn: takes one line where calls run eagerly.
-        max_graphs: how many graphs to keep; the least recently used goes first.
+        max_graphs: how many graphs to keep; what comes later runs eagerly.
     """
 
     def __init__(
-        self, what: str, say: Callable[[str], None], warn: Callable[[str], None], max_graphs: int = 16
+        self, what: str, say: Callable[[str], None], warn: Callable[[str], None], max_graphs: int = 32
     ) -> None:
         self._what, self._say, self._warn = what, say, warn
         self.running: Callable[[], _Running | None] = lambda: None
@@ -127,6 +127,8 @@ class RowGraphs:
         if captured is None:
             if not self._pool.is_warm(full_key):
                 return self._pool.warm_up(full_key, eager)
+            if len(self._pool) == self._pool.max_graphs:  # a capture takes longer than an eager call
+                return eager()
             captured = self._try_capture(full_key, function, module, rows)
             if captured is None:
                 return eager()
