@@ -85,12 +85,42 @@ def test_what_is_written_to_it_is_read(device):
     assert (items + items).tolist() == [4 * value for value in torch.tensor(VALUES).tolist()]
 
 
+def test_values_that_are_handed_out_or_gathered_are_read_in_order(device):
+    """Behind what the current stream does: it may write to them, or compute them."""
+    items = _items(device)
+    assert {type(items[index]) for index in ([0, 2], items.isfinite(), True, slice(0, 2))} == {torch.Tensor}
+    assert type(items[1]) is LossItems
+    items.data.mul_(2)
+    assert loss_items._event(items) is not items._known and items.tolist() == [
+        2 * value for value in torch.tensor(VALUES).tolist()
+    ]
+    assert items.unsqueeze_(0) is items and items.shape == (1, 3)
+    items.data = torch.ones(3, device=device)
+    assert items.tolist() == [1.0] * 3
+
+
+def test_loggers_find_a_tensor(device):
+    """Weights & Biases and others look at the name of the type."""
+    kind = _items(device).__class__
+    assert f"{kind.__module__}.{kind.__name__}" == "torch.Tensor"
+
+
 def test_copies_and_files_are_plain(device):
     items = _items(device)
     file = io.BytesIO()
     torch.save(items, file)
     file.seek(0)
-    for copied in (copy.deepcopy(items), copy.copy(items), pickle.loads(pickle.dumps(items)), torch.load(file)):
+    holder: dict[str, object] = {"items": items, "again": items}
+    holder["holder"] = holder
+    held = copy.deepcopy(holder)
+    assert held["again"] is held["items"]
+    for copied in (
+        held["items"],
+        copy.deepcopy(items),
+        copy.copy(items),
+        pickle.loads(pickle.dumps(items)),
+        torch.load(file),
+    ):
         assert type(copied) is torch.Tensor and copied.device == items.device and copied.tolist() == items.tolist()
 
 

@@ -7,6 +7,7 @@ prepared the next one. These items are read when they are known: the GPU still w
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,8 +19,11 @@ from torch_fastdet.graphs import _capture
 
 # Methods that read values on the host, that look at a part, and that make a running mean.
 _READS = {"item", "tolist", "cpu", "__float__", "__int__", "__bool__", "__format__"}
-_VIEWS = {"unbind", "__getitem__", "detach"}
+_VIEWS = {"unbind", "detach"}
 _MEANS = {"mul", "add", "div"}
+# What hands out the memory, to be written unseen.
+_HANDS_OUT = {"data_ptr", "untyped_storage", "__dlpack__"}
+_GET_DATA = inspect.getattr_static(Tensor, "data").__get__
 
 
 class LossItems(Tensor):
@@ -32,6 +36,9 @@ class LossItems(Tensor):
     _written: int | None  # how often, then
     _beside: bool
 
+    # What asks for the name of an object's type, as Weights & Biases does, finds torch.Tensor.
+    __class__ = property(lambda self: Tensor)
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -40,16 +47,22 @@ class LossItems(Tensor):
             return NotImplemented
         name = getattr(func, "__name__", "")
         with as_plain_tensors():
-            plain: Any = tree_map(_plain, args)
-            if kwargs:
-                return func(*plain, **tree_map(_plain, kwargs))
-            if name in _READS and (len(args) == 1 or name == "__format__"):
+            if name in _READS and not kwargs and (len(args) == 1 or name == "__format__"):
                 return func(_on_host(args[0]), *args[1:])
-            if name in _VIEWS and isinstance(args[0], cls):
-                return tree_map(lambda view: _known_at(view, _event(args[0]), args[0]._beside), func(*plain))
-            if name in _MEANS:
-                return _mean(func, args, plain)
-            return func(*plain)
+            if name in _VIEWS or (name == "__getitem__" and type(args[1]) is int):
+                items, *others = args
+                known = _event(items), items._beside
+                return tree_map(lambda view: _known_at(view, *known), func(_plain(items), *others, **kwargs or {}))
+            if name in _MEANS and not kwargs:
+                return _mean(func, args, tree_map(_plain, args))
+            if name in _HANDS_OUT or func == _GET_DATA:
+                args[0]._written = None
+            if name == "__set__" or (name[-1:] == "_" and name[-2:] != "__"):  # in place
+                return func(*args, **kwargs or {})
+            return func(*tree_map(_plain, args), **tree_map(_plain, kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
+        return self.clone()
 
 
 def read_early(items: Tensor, beside: bool) -> Tensor:
@@ -72,7 +85,7 @@ def read_early(items: Tensor, beside: bool) -> Tensor:
 
 
 def _plain(value: object) -> object:
-    return value.as_subclass(Tensor) if isinstance(value, LossItems) else value
+    return value.as_subclass(Tensor) if type(value) is LossItems else value
 
 
 def _known_at(items: Tensor, event: torch.cuda.Event, beside: bool) -> LossItems:
@@ -101,7 +114,7 @@ def _on_host(items: LossItems) -> Tensor:
 
 def _mean(func: Callable[..., Tensor], args: tuple, plain: tuple) -> LossItems:
     """Sum, product or quotient: known when the items are that it is made of, where it is made of items and numbers alone."""
-    items = [arg for arg in args if isinstance(arg, LossItems)]
+    items = [arg for arg in args if type(arg) is LossItems]
     device, beside = items[0].device, items[0]._beside
     current = torch.cuda.current_stream(device)
     if not beside or sum(isinstance(arg, Tensor) for arg in args) > len(items):
