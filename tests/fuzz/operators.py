@@ -343,7 +343,7 @@ def main() -> int:
         f"{options.count:,} cases of {len(names)} operators: {counts['results']:,} results, {counts['errors']:,} errors of one line; "
         f"{counts['oracles']:,} results are those of an oracle"
     )
-    without = {name for name in names[: options.count] if oracles.name_of(name) in oracles.ORACLES and not counts[name]}
+    without = {name for name in names[: options.count] if oracles.is_compared_here(name) and not counts[name]}
     if without:
         print(f"never compared with their oracles: {', '.join(sorted(without))}", file=sys.stderr)
     return int(wrong > 0 or bool(without))

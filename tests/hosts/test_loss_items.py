@@ -29,16 +29,16 @@ class _Stream:
         self.waited.append(event)
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request, monkeypatch):
+@pytest.fixture
+def device(device, monkeypatch):
     """A GPU, or the CPU with streams that do nothing."""
-    if request.param == "cpu":
+    if device.type == "cpu":
         streams = {"current": _Stream(), "beside": _Stream()}
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams["current"])
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
         monkeypatch.setattr(loss_items, "_stream", lambda device: streams["beside"])
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
-    return torch.device(request.param)
+    return device
 
 
 def _items(device: torch.device, beside: bool = True, values=VALUES) -> torch.Tensor:
@@ -133,10 +133,9 @@ def _cycles(milliseconds: float) -> int:
     return int(milliseconds * 1.5e6)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("beside", [True, False])
-def test_reading_waits_for_nothing_that_was_launched_later(beside):
-    device, stream = torch.device("cuda"), torch.cuda.current_stream()
+def test_reading_waits_for_nothing_that_was_launched_later(cuda, beside):
+    device, stream = cuda, torch.cuda.current_stream()
     mean = (_items(device, beside) * 1 + _items(device, beside)) / 2  # loads the kernels, which waits for the GPU
     assert [float(value) for value in mean] == torch.tensor(VALUES).tolist()
     torch.cuda.synchronize()
@@ -151,10 +150,8 @@ def test_reading_waits_for_nothing_that_was_launched_later(beside):
     assert mean.sum().item() == torch.tensor(VALUES).sum().item() and stream.query()  # in order there
 
 
-@pytest.mark.gpu
-def test_reading_waits_for_the_items():
-    device = torch.device("cuda")
-    source = torch.zeros(3, device=device)
+def test_reading_waits_for_the_items(cuda):
+    source = torch.zeros(3, device=cuda)
     torch.cuda.synchronize()
     for beside in (True, False):
         torch.cuda._sleep(_cycles(100))
@@ -164,14 +161,12 @@ def test_reading_waits_for_the_items():
         assert mean.tolist() == [1.0 + (not beside)] * 3
 
 
-@pytest.mark.gpu
-def test_memory_is_not_used_again_before_it_is_read():
-    device = torch.device("cuda")
+def test_memory_is_not_used_again_before_it_is_read(cuda):
     found = []
     for i in range(200):
-        mean = (_items(device, True, [float(i)] * 3) * 1 + _items(device, True, [1.0] * 3)) / 1
+        mean = (_items(cuda, True, [float(i)] * 3) * 1 + _items(cuda, True, [1.0] * 3)) / 1
         torch.cuda._sleep(_cycles(0.05))
-        found.append(mean + torch.zeros(3, device=device))  # on the current stream, behind what sleeps there
+        found.append(mean + torch.zeros(3, device=cuda))  # on the current stream, behind what sleeps there
         del mean
-        torch.full((3,), -1.0, device=device)
+        torch.full((3,), -1.0, device=cuda)
     assert [value[0].item() for value in found] == [i + 1.0 for i in range(200)]
