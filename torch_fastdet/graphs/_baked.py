@@ -10,6 +10,7 @@ from torch import nn
 
 from torch_fastdet._torch.private import forward_hooks
 from torch_fastdet._torch.tensors import Walk
+from torch_fastdet.graphs._capture import autocast_dtype
 from torch_fastdet.graphs._loss import Offer
 from torch_fastdet.optim import FusedStep
 
@@ -34,12 +35,11 @@ class BakedModule:
         """What decides which kernels run; call :meth:`moved` before."""
         walk = self._walk
         assert walk is not None
-        autocast = (torch.get_autocast_dtype("cuda"),) if torch.is_autocast_enabled("cuda") else ()
         return (
             tuple(x.shape),
             x.dtype,
             x.stride(),
-            autocast,
+            autocast_dtype(),
             tuple([p.requires_grad for p in walk.parameters]),
             tuple([m.training for m in walk.submodules]),
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import os
 import sys
@@ -38,6 +39,16 @@ def new_pool() -> Any:
     return torch.cuda.graph_pool_handle()
 
 
+def autocast_dtype() -> torch.dtype | None:
+    """The dtype of the autocast that is on now; None where none is."""
+    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+
+
+def uncached_autocast(dtype: torch.dtype | None) -> torch.autocast:
+    """Autocast to ``dtype``, or none. A cached cast would be made by one graph and be missing in the next replay."""
+    return torch.autocast("cuda", dtype, enabled=dtype is not None, cache_enabled=False)
+
+
 # Streams whose owners are gone.
 _idle: defaultdict[torch.device, list[int]] = defaultdict(list)
 
@@ -57,10 +68,17 @@ def new_stream(device: torch.device, owner: object) -> torch.cuda.Stream:
     return torch.cuda.ExternalStream(address, device)
 
 
+@functools.cache
+def _library() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(LIBRARY))
+    library.torch_fastdet_take_workspaces.restype = ctypes.c_void_p
+    return library
+
+
 def _make_stream(device: torch.device) -> int:
     made, non_blocking = ctypes.c_void_p(), 1
     with torch.cuda.device(device):
-        error = ctypes.CDLL(str(LIBRARY)).cudaStreamCreateWithFlags(ctypes.byref(made), non_blocking)
+        error = _library().cudaStreamCreateWithFlags(ctypes.byref(made), non_blocking)
     if made.value is None:
         raise RuntimeError(f"CUDA makes no stream to capture on {device}: cudaStreamCreateWithFlags returned {error}")
     return made.value
@@ -73,8 +91,7 @@ class _Workspaces:
     """
 
     def __init__(self) -> None:
-        self._library = ctypes.CDLL(str(LIBRARY))
-        self._library.torch_fastdet_take_workspaces.restype = ctypes.c_void_p
+        self._library = _library()  # not looked up in __del__
         self._taken: int | None = None
         self._process = os.getpid()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Hashable
@@ -161,7 +160,7 @@ class RowGraphs:
         with (
             _capture.aliased_parameters(module) as aliases,
             _capture.capture_into(captured.forward_graph.held, pool, stream),
-            _autocast_without_cache(),
+            _capture.uncached_autocast(_capture.autocast_dtype()),
         ):
             static = [row.new_empty((size, *row.shape[1:])).requires_grad_(row.requires_grad) for row in rows]
             output = function(*static)
@@ -188,11 +187,5 @@ def _filled_up(count: int) -> int:
 
 
 def _eager(function: Callable[..., Tensor], rows: tuple[Tensor, ...], size: int) -> Tensor:
-    with _autocast_without_cache():
+    with _capture.uncached_autocast(_capture.autocast_dtype()):
         return function(*(torch.cat((row, row.new_zeros(size - len(row), *row.shape[1:]))) for row in rows))
-
-
-def _autocast_without_cache() -> contextlib.AbstractContextManager:
-    """The autocast that is on now. A cached cast would be made by the first graph and be missing in the next replay."""
-    enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-    return torch.autocast("cuda", dtype, enabled=enabled, cache_enabled=False)

@@ -175,8 +175,7 @@ class ModuleGraphs:
 
     def _first(self, x: torch.Tensor) -> object:
         """An eager call with a graph's convolutions: a resumed training begins with the bits that a replay would have."""
-        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-        with weights_cast_once(self.module, dtype):
+        with weights_cast_once(self.module, _capture.autocast_dtype()):
             return self.forward(x)
 
     @property
@@ -281,15 +280,13 @@ class ModuleGraphs:
         captured = _Captured(tuple(x.shape), stream)
         if self.average is not None:
             self.average.prepare(list(self.module.parameters()))
-        enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-        # A cached cast would be made by the first graph and be missing in the next replay.
-        autocast = torch.autocast("cuda", dtype, enabled=enabled, cache_enabled=False)
+        dtype = _capture.autocast_dtype()
         with (
             _capture.aliased_parameters(self.module) as aliases,
             _capture.capture_into(captured.forward_graph.held, pool, stream),
-            autocast,
+            _capture.uncached_autocast(dtype),
             self.capturing(),
-            weights_cast_once(self.module, dtype if enabled else None),
+            weights_cast_once(self.module, dtype),
         ):
             static = torch.empty_like(x, memory_format=_capture.input_format(self.module, x))
             result = self.forward(static)

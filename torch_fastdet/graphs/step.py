@@ -392,8 +392,7 @@ class TrainStep:
         return images.dtype == torch.uint8 and self.model in TAKES_BYTES
 
     def _forward(self, images: torch.Tensor, labels: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        # A cached cast would be made by one graph and be missing in the next replay.
-        autocast = torch.autocast("cuda", self.amp or torch.float16, enabled=self.amp is not None, cache_enabled=False)
+        autocast = _capture.uncached_autocast(self.amp)
         with autocast, self._offer.in_step(self.model), weights_cast_once(self.model, self.amp):
             x = images if images.is_floating_point() or self._takes_bytes(images) else divided(images)
             outputs = self.model.forward(x)
