@@ -19,6 +19,7 @@ from torch import Tensor
 from torch_fastdet.hosts.engine.import_hook import namespace
 from torch_fastdet.hosts.engine.replace import is_code_of, with_names
 from torch_fastdet.hosts.shapes import Predictor
+from torch_fastdet.hosts.shared.by_name import FiledAsStock
 from torch_fastdet.hosts.shared.files import imread_on
 from torch_fastdet.hosts.shared.letterbox import fits, letterbox
 from torch_fastdet.ops.letterbox import Placing
@@ -74,17 +75,6 @@ def sourcing(stock: Callable) -> Callable:
     return setup_source
 
 
-def _copied(dataset: Any) -> Any:
-    copied = object.__new__(type(dataset))
-    vars(copied).update(vars(dataset))
-    return copied
-
-
-def _pickled(dataset: Any, _: object) -> Any:
-    """Deep copies and files hold stock's loader."""
-    return object.__new__, type(dataset).__bases__, vars(dataset)
-
-
 def decode_on(device: torch.device, dataset: object) -> None:
     """Have a ``LoadImagesAndVideos`` read pictures of JPEG files there. Other loaders stay as they are."""
     from ultralytics.data.loaders import LoadImagesAndVideos
@@ -95,12 +85,8 @@ def decode_on(device: torch.device, dataset: object) -> None:
     stock_imread: Any = getattr(stock, "__globals__", {}).get("imread")
     if not is_code_of(stock_imread, "ultralytics"):
         return  # somebody else's
-    methods = {
-        "__next__": with_names(stock, imread=imread_on(device, stock_imread)),
-        "__copy__": _copied,
-        "__reduce_ex__": _pickled,
-    }
-    dataset.__class__ = type(LoadImagesAndVideos.__name__, (LoadImagesAndVideos,), methods)
+    following = {"__next__": with_names(stock, imread=imread_on(device, stock_imread))}
+    dataset.__class__ = type(LoadImagesAndVideos.__name__, (FiledAsStock, LoadImagesAndVideos), following)
 
 
 def prepared(predictor: Any, preprocess: Callable[..., Tensor]) -> list[Tensor]:

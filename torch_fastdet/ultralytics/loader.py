@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from torch_fastdet._say import saying_once
 from torch_fastdet.hosts.shapes import UltralyticsDataset
+from torch_fastdet.hosts.shared.by_name import FiledAsStock
 from torch_fastdet.loader.fingerprint import fingerprint
 from torch_fastdet.loader.jpeg import Files
 from torch_fastdet.loader.loop import Ahead, PlanBatches, PlannedLoading, PlannedLoadingOfDicts
@@ -211,7 +212,7 @@ class PlannedDataset(Dataset):
         return {**self.__dict__, "_planner": None}
 
 
-class PlannedLoader:
+class PlannedLoader(FiledAsStock):
     """Goes in front of stock's ``InfiniteDataLoader``: its processes plan, and batches are made of that."""
 
     # Not there where somebody makes another loader of this class.
@@ -257,16 +258,6 @@ class PlannedLoader:
             if not self._as_stock:
                 self._plans.count_batch()
             yield next(batches)
-
-    def __copy__(self: Any) -> Any:
-        copied = object.__new__(type(self))
-        vars(copied).update(vars(self))
-        return copied
-
-    def __reduce_ex__(self: Any, protocol: object) -> Any:
-        """Deep copies and files hold stock's loader."""
-        state = {name: value for name, value in vars(self).items() if name not in PlannedLoader.__annotations__}
-        return object.__new__, (type(self).__bases__[1],), state
 
     def _stop(self: Any) -> None:
         ahead, self._ahead = self._ahead, None
