@@ -238,14 +238,14 @@ struct SgdRule {
   SgdScalars<A> sgd;
   bool momentum, unfilled;
 
-  __device__ __forceinline__ void read_group(const Group& g, const Row& row, bool is_unfilled) {
+  __device__ __forceinline__ void read_group(const Group& g, const Row& row, bool is_unfilled, bool always = false) {
     sgd.lr = static_cast<A>(read(g.lr));
     sgd.momentum = static_cast<A>(read(g.momentum));
     sgd.one_minus_dampening = static_cast<A>(1.0 - read(g.dampening));
     sgd.weight_decay = static_cast<A>(read(g.weight_decay));
     sgd.nesterov = g.nesterov;
     sgd.maximize = g.maximize;
-    momentum = row.data[kMomentum] && sgd.momentum != A(0);
+    momentum = row.data[kMomentum] && (always || sgd.momentum != A(0));
     unfilled = is_unfilled;
   }
   __device__ __forceinline__ bool has_second() const { return false; }
@@ -262,8 +262,7 @@ struct MovedSgdRule : SgdRule<A> {
   bool moves;
 
   __device__ __forceinline__ void read_group(const Group& g, const Row& row, bool is_unfilled) {
-    SgdRule<A>::read_group(g, row, is_unfilled);
-    this->momentum = row.data[kMomentum] != nullptr;  // MuSGD writes the buffer where its momentum is 0, too
+    SgdRule<A>::read_group(g, row, is_unfilled, true);  // MuSGD writes the buffer where its momentum is 0, too
     moves = row.data[kSecond] != nullptr;
     along = static_cast<A>(read(g.last));
   }
