@@ -3,7 +3,8 @@
     python -m benchmarks.bench_step [--models s16 s64 n16 m32 l16 x16] [--compiled s16] [--out FOLDER]
 
 The step is train.py's without its loader, over one batch on the GPU: forward, loss, backward, unscale, clip, SGD, EMA, and the
-loss items on the host, which train.py's progress bar wants every step. benchmarks/bench_train.py has the real script. Both need
+loss items on the host, which train.py's progress bar wants every step; so a row is what a loop takes that reads them each
+step. benchmarks/bench_train.py has the real script. Both need
 the package yolov5. torch.compile takes a minute or more a model and mode, so it is measured for --compiled alone, and with
 reduce-overhead alone but for the first of them.
 """
@@ -163,6 +164,7 @@ def fused_blocks(wanted: bool) -> Iterator[None]:
         yolov5.unpatch()
 
 
+IN_A_ROW = 3  # steps, from the items of the one before them to those of the last
 COMPILED_SECONDS = 40  # of one that `--prepare` has compiled, with the start of the process
 
 
@@ -217,9 +219,12 @@ def measure(
         if repetition >= 5 and time.monotonic() - begun > seconds:
             break
         for variant, step in steps.items():
+            torch.cuda.synchronize()
+            step()  # ends with the loss items on the host; ours are there before the backward pass has ended
             start = time.perf_counter()
-            step()  # ends with the loss items on the host
-            times[variant].append((time.perf_counter() - start) * 1e6)
+            for _ in range(IN_A_ROW):
+                step()
+            times[variant].append((time.perf_counter() - start) * 1e6 / IN_A_ROW)
     case = f"yolov5{size}, batch {batch}, loop"
     compiled = not MODES.keys().isdisjoint(variants)
     there = {row.variant for row in report.rows if row.case == case}

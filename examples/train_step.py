@@ -161,7 +161,7 @@ def train(
         rows = [torch.nn.functional.pad(labels[k], (1, 0), value=float(image)) for image, k in enumerate(chosen)]
         items = step(pictures[chosen], torch.cat(rows), update=(i + 1) % accumulate == 0)
         if i % max(1, steps // 5) == 0 or i == steps - 1:
-            box, objectness, classes = items.tolist()  # waits for the GPU, so not at every step
+            box, objectness, classes = items.tolist()  # waits for the loss, not for the backward pass
             print(f"step {i:4d}   box {box:.4f}   objectness {objectness:.4f}   class {classes:.4f}", flush=True)
     print(f"{1e3 * (time.perf_counter() - start) / steps:.1f} ms a step, {steps} steps of {batch} pictures on {device}")
     return ema

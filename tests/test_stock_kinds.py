@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from tests.conftest import with_trapz
+from torch_fastdet.graphs._loss_items import LossItems
 from torch_fastdet.hosts.engine import switch as engine_switch
-from torch_fastdet.hosts.shared.loss_items import LossItems
 
 ROOT = Path(__file__).parents[1]
 # YOLOv5 writes through expanded boxes, and calls what newer numpys deprecate.

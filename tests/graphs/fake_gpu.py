@@ -100,6 +100,17 @@ class FakeStream:
         self.device = device
 
 
+class FakeEvent:
+    """Recorded in each replay of the graph that has it: it calls ``then``."""
+
+    def __init__(self) -> None:
+        self.then = lambda: None
+
+    def record(self, stream) -> None:
+        assert stream is _current[-1]
+        _recorders[-1].graph.calls.append(lambda: self.then())
+
+
 _recorders: list[Recorder] = []
 # Pools of captures that failed: torch takes no further one there.
 _failed_pools: set[object] = set()
@@ -181,6 +192,7 @@ def install(monkeypatch) -> None:
     }.items():
         monkeypatch.setattr(_capture, name, fake)
     monkeypatch.setattr(_graph, "new_cuda_graph", FakeGraph)
+    monkeypatch.setattr(_graph, "new_event", FakeEvent)
     monkeypatch.setattr(_graph, "current_stream", lambda device: _current[-1])
     monkeypatch.setattr(_graph, "let_wait", lambda streams, stream: awaited.append(stream))
     monkeypatch.setattr(private, "pool_bytes", lambda pool: 0 if pool is None else 1)

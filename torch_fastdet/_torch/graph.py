@@ -12,6 +12,11 @@ def new_cuda_graph() -> torch.cuda.CUDAGraph:
     return torch.cuda.CUDAGraph()
 
 
+def new_event() -> torch.cuda.Event:
+    """One that is recorded inside of graphs: streams outside of them wait for the replay that was launched last."""
+    return torch.cuda.Event(external=True)
+
+
 def current_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.current_stream(device)
 

@@ -5,7 +5,7 @@
 :class:`InferenceGraphs` replays the forward pass in eval mode. docs/graphs.md tells how they work. ``_rows.py`` replays a part of a loss.
 
 ``_capture.py`` makes one capture, ``_pool.py`` keeps graphs and their memory, ``_baked.py`` knows when a graph is out of
-date, ``_refusal.py`` says what cannot be captured, ``_loss.py`` what a loss may offer,
+date, ``_refusal.py`` says what cannot be captured, ``_loss.py`` what a loss may offer, ``_loss_items.py`` reads its items early,
 ``distributed.py`` averages gradients over the ranks of a process group.
 """
 

@@ -17,6 +17,7 @@ from torch_fastdet.graphs import _capture
 from torch_fastdet.graphs._baked import Baked, StepWatch
 from torch_fastdet.graphs._casts import weights_cast_once
 from torch_fastdet.graphs._loss import Offer
+from torch_fastdet.graphs._loss_items import copy_early, read_early
 from torch_fastdet.graphs._pool import GraphPool
 from torch_fastdet.graphs._refusal import CaptureError, first_line, location_of, why_not
 from torch_fastdet.graphs.distributed import Ranks
@@ -146,6 +147,7 @@ class TrainStep:
             self._count = torch.zeros((), dtype=torch.int64, device=self.device)
             self._watch = StepWatch(model, self.fused)
             self._baked = Baked((), (), ())
+            self._items_known = _graph.new_event()  # recorded by each graph
             self._stream = _graph.current_stream(self.device)  # of the last call
             self._follow_changes()
 
@@ -221,7 +223,10 @@ class TrainStep:
     def __call__(
         self, images: torch.Tensor, targets: torch.Tensor, update: bool = True, **labels: torch.Tensor
     ) -> torch.Tensor:
-        """Train on one batch; returns the loss items.
+        """Train on one batch; returns a copy of the loss items. Reading it on the host does not wait for the backward pass.
+
+        On one GPU it is a subclass of Tensor; so are its parts and running means (docs/graphs.md). What else is computed of it runs
+        on the current stream, behind the step.
 
         Args:
             images: (batch, channels, height, width), uint8 or floating, on any device.
@@ -259,7 +264,7 @@ class TrainStep:
         if updates:
             self.fused.after_replay()
         self._count_micro_batch(phase.used, last)
-        return phase.items.clone()
+        return copy_early(phase.items, self._items_known)
 
     def _check_call(self, images: torch.Tensor, targets: torch.Tensor, labels: dict[str, torch.Tensor]) -> None:
         for name, value in (("images", images), ("targets", targets), *labels.items()):
@@ -406,6 +411,10 @@ class TrainStep:
         """The step, launched or captured: the items, and which parameters have a gradient."""
         with _capture.aliased_parameters(self.model) as aliases:
             loss, items = self._forward(images, labels)
+        items = items.detach().clone()  # a loss may return what the update writes to, such as a parameter
+        if _capture.is_capturing():
+            self._items_known.record(_graph.current_stream(self.device))
+        items = read_early(items, beside=True)
         # The gradient of scaler.scale(loss).sum(), in fewer launches.
         one = torch.ones_like(loss)
         scaled = one if self.scaler is None else self.scaler.scale(one)
@@ -413,7 +422,7 @@ class TrainStep:
         self._set_gradients(self._add_up(new, first, last))
         if last:
             self.fused.step(self.model)
-        return items.detach(), frozenset(i for i, gradient in enumerate(new) if gradient is not None)
+        return items, frozenset(i for i, gradient in enumerate(new) if gradient is not None)
 
     def _add_up(self, new: tuple[torch.Tensor | None, ...], first: bool, last: bool) -> dict[int, torch.Tensor]:
         """The gradients so far with ``new`` among them, by their place; kept for the next micro-batch unless this is the last.

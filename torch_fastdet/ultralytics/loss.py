@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch_fastdet import ops
 from torch_fastdet._say import count, say
 from torch_fastdet._torch.private import module_has_hooks
+from torch_fastdet.graphs._loss_items import read_early
 from torch_fastdet.graphs._rows import RowGraphs
 from torch_fastdet.hosts.evidence import plainly_on_the_cpu
 from torch_fastdet.hosts.shared.by_name import ByName
-from torch_fastdet.hosts.shared.loss_items import read_early
 from torch_fastdet.hosts.shared.loss_status import TARGET_COLUMNS, TargetStatus
 from torch_fastdet.ops.v8_loss import v8_with_parts
 from torch_fastdet.ultralytics.necks import fewer_copies

@@ -6,12 +6,18 @@ import contextlib
 import copy
 import io
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch import nn
 
-from torch_fastdet.hosts.shared import loss_items
-from torch_fastdet.hosts.shared.loss_items import LossItems, read_early
+from tests.graphs import fake_gpu
+from tests.graphs.samples import Detector, make_training, some_batches
+from torch_fastdet._torch.private import keep_busy
+from torch_fastdet.graphs import TrainStep, _loss_items
+from torch_fastdet.graphs._loss_items import LossItems, copy_early, read_early
+from torch_fastdet.optim import SGD
 
 VALUES = (0.125, 3.7, 1e-3)
 
@@ -36,7 +42,7 @@ def device(device, monkeypatch):
         streams = {"current": _Stream(), "beside": _Stream()}
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams["current"])
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-        monkeypatch.setattr(loss_items, "_stream", lambda device: streams["beside"])
+        monkeypatch.setattr(_loss_items, "_stream", lambda device: streams["beside"])
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     return device
 
@@ -45,7 +51,7 @@ def _items(device: torch.device, beside: bool = True, values=VALUES) -> torch.Te
     made = torch.tensor(values, device=device)
     if device.type == "cuda":
         return read_early(made, beside)
-    return loss_items._known_at(made, torch.cuda.current_stream(device).record_event(), beside)
+    return _loss_items._known_at(made, torch.cuda.current_stream(device).record_event(), beside)
 
 
 @pytest.mark.parametrize("beside", [True, False])
@@ -91,7 +97,7 @@ def test_values_that_are_handed_out_or_gathered_are_read_in_order(device):
     assert {type(items[index]) for index in ([0, 2], items.isfinite(), True, slice(0, 2))} == {torch.Tensor}
     assert type(items[1]) is LossItems
     items.data.mul_(2)
-    assert loss_items._event(items) is not items._known and items.tolist() == [
+    assert _loss_items._event(items) is not items._known and items.tolist() == [
         2 * value for value in torch.tensor(VALUES).tolist()
     ]
     assert items.unsqueeze_(0) is items and items.shape == (1, 3)
@@ -127,6 +133,126 @@ def test_copies_and_files_are_plain(device):
 def test_plain_where_nothing_is_launched_later():
     items = torch.tensor(VALUES)
     assert read_early(items, True) is items
+    copied = copy_early(items, object())
+    assert type(copied) is torch.Tensor and copied.equal(items) and copied is not items
+
+
+def test_a_step_knows_its_items_before_the_backward_pass(monkeypatch):
+    """As they are then: a loss may return a parameter."""
+    fake_gpu.install(monkeypatch)
+    model = Detector()
+    compute_loss, optimizer, scaler, ema = make_training(model)
+    weight = model.heads[0].weight
+
+    def loss(*args):
+        return compute_loss(*args)[0], weight.detach()[0, 0, 0]
+
+    step, seen = TrainStep(model, loss, optimizer, scaler, ema), []
+    for i, batch in enumerate(some_batches(8)):
+        before = weight.detach().clone()
+        if step.memory()["graphs"]:
+            step._items_known.then = lambda before=before: seen.append(weight.equal(before))
+        items = step(*batch, update=i % 2 == 1)
+        assert items.equal(before[0, 0, 0]) and weight.equal(before) == (i % 2 == 0)
+    assert seen == [True] * 5
+
+
+class Slow(nn.Module):
+    """A mean, and a GPU that is busy for so many seconds in its forward and its backward pass."""
+
+    def __init__(self, forward: float, backward: float) -> None:
+        super().__init__()
+        self.scale, self.seconds = nn.Parameter(torch.ones(1)), (forward, backward)
+
+    def forward(self, x):
+        return _Busy.apply(x.mean() * self.scale, *self.seconds)
+
+
+class _Busy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, forward, backward):
+        ctx.seconds = backward
+        keep_busy(x.device, forward)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        keep_busy(gradient.device, ctx.seconds)
+        return gradient.clone(), None, None
+
+
+def _slow_step(device: torch.device, forward: float = 0.0, backward: float = 0.0) -> TrainStep:
+    """Its items are those of the first target, behind the forward pass."""
+    model = Slow(forward, backward).to(device)
+
+    def loss(output, targets, count):
+        return output, output.detach() * 0 + targets[0, 3:]
+
+    return TrainStep(model, loss, SGD(model.parameters(), lr=0.01))
+
+
+def _batch(device: torch.device, value: float, size: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.rand(1, 3, size, size, device=device), torch.full((1, 6), value, device=device)
+
+
+def test_reading_a_steps_items_does_not_wait_for_its_backward_pass(cuda):
+    step, stream = _slow_step(cuda, backward=0.2), torch.cuda.current_stream()
+    mean = torch.zeros(3, device=cuda)
+    for i in range(6):
+        items = step(*_batch(cuda, float(i)))
+        assert type(items) is LossItems and items.tolist() == [float(i)] * 3
+        assert i < 2 or not stream.query(), "the current stream was waited for"
+        mean = (mean * i + items) / (i + 1)
+        if i:
+            assert mean[0].item() == i / 2
+            assert i < 2 or not stream.query(), "the current stream was waited for"
+    assert items.sum().item() == 15.0  # in order there
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("held_up", [False, True])
+def test_items_of_steps_in_flight_keep_their_values(cuda, held_up):
+    """Two image shapes and an accumulation have six graphs in one pool; also if what copies the items is late."""
+    step, stream = _slow_step(cuda, forward=0.002, backward=0.002), torch.cuda.current_stream()
+    found, sums, reads = [], [], []
+    for i in range(60):
+        if held_up and i % 7 == 6:
+            with torch.cuda.stream(_loss_items._stream(stream)):
+                keep_busy(cuda, 0.03)
+        items = step(*_batch(cuda, float(i), (32, 64)[i // 3 % 2]), update=i % 3 == 2)
+        found.append(items)
+        sums.append(items + torch.zeros(3, device=cuda))  # on the current stream
+        if i % 5 == 4:
+            reads.append(items.tolist())
+    assert reads == [[float(i)] * 3 for i in range(4, 60, 5)]
+    assert [items.tolist() for items in found] == [[float(i)] * 3 for i in range(60)]
+    assert torch.stack(sums).equal(torch.stack(found)) and step.memory()["graphs"] == 6
+
+
+def test_threads_read_the_items_of_their_own_steps(cuda):
+    """Each on a stream of its own, beside which another one copies the items: nobody waits for another thread's step."""
+    steps, streams = [_slow_step(cuda, 0.001, 0.001) for _ in range(3)], [torch.cuda.Stream() for _ in range(3)]
+
+    def run(step: TrainStep, stream: torch.cuda.Stream, first: float) -> list[list[float]]:
+        with torch.cuda.stream(stream):
+            return [step(*_batch(cuda, first + i)).tolist() for i in range(50)]
+
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(run, steps, streams, (0.0, 100.0, 200.0)))
+    assert found == [[[first + i] * 3 for i in range(50)] for first in (0.0, 100.0, 200.0)]
+    assert len({_loss_items._stream(stream) for stream in streams}) == 3
+
+
+def test_a_step_that_is_dropped_while_it_runs_keeps_its_items(cuda):
+    for i in range(10):
+        step = _slow_step(cuda, forward=0.02, backward=0.02)
+        for value in range(3):
+            items = step(*_batch(cuda, float(i + value)))
+        del step
+        other = [torch.full((64,), -1.0, device=cuda) for _ in range(100)]
+        assert items.tolist() == [float(i + 2)] * 3
+        del other
+    torch.cuda.synchronize()
 
 
 def _cycles(milliseconds: float) -> int:

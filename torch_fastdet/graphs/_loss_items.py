@@ -1,4 +1,4 @@
-"""The items of a loss, which the hosts read after each iteration for their progress bar.
+"""The items of a loss, which loops read after each iteration for their progress bar.
 
 Reading a tensor waits for all that was launched on its stream, so the GPU would idle from the end of each iteration until the host has
 prepared the next one. These items are read when they are known: the GPU still works on the backward pass while the host goes on.
@@ -74,14 +74,30 @@ def read_early(items: Tensor, beside: bool) -> Tensor:
         items: the items.
         beside: compute means of them on a stream of their own, for hosts that do so after the backward pass.
     """
-    if (
-        not (type(items) is Tensor and items.is_cuda and torch.is_grad_enabled())
-        or _capture.is_capturing()
-        or torch.compiler.is_compiling()
-        or (torch.distributed.is_available() and torch.distributed.is_initialized())
-    ):
+    if not _can_be_early(items):
         return items
     return _known_at(items.detach(), torch.cuda.current_stream(items.device).record_event(), beside)
+
+
+def copy_early(items: Tensor, known: torch.cuda.Event) -> Tensor:
+    """A copy of a graph's items: reading it waits for ``known`` alone, which the replay just launched records behind the items.
+
+    What is launched later on the current stream, the next replay included, waits for the copy.
+    """
+    if not _can_be_early(items):
+        return items.clone()
+    return _computed_beside(Tensor.clone, (items,), [known], torch.cuda.current_stream(items.device))
+
+
+def _can_be_early(items: Tensor) -> bool:
+    return (
+        type(items) is Tensor
+        and items.is_cuda
+        and torch.is_grad_enabled()
+        and not _capture.is_capturing()
+        and not torch.compiler.is_compiling()
+        and not (torch.distributed.is_available() and torch.distributed.is_initialized())
+    )
 
 
 def _plain(value: object) -> object:
@@ -101,12 +117,13 @@ def _event(items: LossItems) -> torch.cuda.Event:
 
 
 @functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=-1)
+def _stream(current: torch.cuda.Stream) -> torch.cuda.Stream:
+    """Beside this one; threads with streams of their own do not wait for one another."""
+    return torch.cuda.Stream(current.device, priority=-1)
 
 
 def _on_host(items: LossItems) -> Tensor:
-    event, stream = _event(items), _stream(items.device)
+    event, stream = _event(items), _stream(torch.cuda.current_stream(items.device))
     with torch.cuda.stream(stream):
         stream.wait_event(event)
         return items.as_subclass(Tensor).cpu()
@@ -115,17 +132,23 @@ def _on_host(items: LossItems) -> Tensor:
 def _mean(func: Callable[..., Tensor], args: tuple, plain: tuple) -> LossItems:
     """Sum, product or quotient: known when the items are that it is made of, where it is made of items and numbers alone."""
     items = [arg for arg in args if type(arg) is LossItems]
-    device, beside = items[0].device, items[0]._beside
-    current = torch.cuda.current_stream(device)
-    if not beside or sum(isinstance(arg, Tensor) for arg in args) > len(items):
-        result = func(*plain)
-        return _known_at(result, current.record_event(), beside)
-    stream, events = _stream(device), [_event(item) for item in items]
+    current, beside = torch.cuda.current_stream(items[0].device), items[0]._beside
+    if beside and sum(isinstance(arg, Tensor) for arg in args) == len(items):
+        return _computed_beside(func, plain, [_event(item) for item in items], current)
+    result = func(*plain)
+    return _known_at(result, current.record_event(), beside)
+
+
+def _computed_beside(
+    func: Callable[..., Tensor], args: tuple, events: list[torch.cuda.Event], current: torch.cuda.Stream
+) -> LossItems:
+    """``func(*args)`` behind these events, on another stream than the current one, which waits for it."""
+    stream = _stream(current)
     with torch.cuda.stream(stream):
         for event in events:
             stream.wait_event(event)
-        result = func(*plain)
+        result = func(*args)
         known = stream.record_event()
     current.wait_event(known)  # whoever goes on with it there finds it
     result.record_stream(current)
-    return _known_at(result, known, beside)
+    return _known_at(result, known, True)
