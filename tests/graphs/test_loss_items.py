@@ -192,7 +192,8 @@ def _slow_step(device: torch.device, forward: float = 0.0, backward: float = 0.0
 
 
 def _batch(device: torch.device, value: float, size: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.rand(1, 3, size, size, device=device), torch.full((1, 6), value, device=device)
+    # Not random numbers of the GPU, which another thread may not draw during a capture.
+    return torch.rand(1, 3, size, size).to(device), torch.full((1, 6), value, device=device)
 
 
 def test_reading_a_steps_items_does_not_wait_for_its_backward_pass(cuda):
