@@ -3,6 +3,8 @@
 // (a thread makes a block's samples), color (a thread makes 8 x 2 pixels).
 //
 // Only prepare looks at a plan's rows. It leaves out a row that makes no sense, and then no other kernel knows of it.
+#include <cuda_pipeline_primitives.h>
+
 #include "core/common/device.cuh"
 #include "core/jpeg/jpeg.h"
 #include "core/jpeg/jpeg_math.h"
@@ -47,20 +49,17 @@ __device__ __forceinline__ JpegRect rect_of(const int64_t* row) {
           static_cast<int>(row[kJpegHeight])};
 }
 
-// Whether all that a row says lies where it may.
-__device__ bool is_sound(const JpegParams& p, const int64_t* row) {
-  const int64_t offset = row[kJpegOffset], width = row[kJpegWidth], height = row[kJpegHeight];
-  if (width <= 0 || height <= 0) return false;
-  if (offset < 0 || offset % kJpegAlignment || offset > p.storage_bytes - kJpegHeaderBytes) return false;
-  const JpegHeader& h = *reinterpret_cast<const JpegHeader*>(p.storage + offset);
-  if (!jpeg_is_sound(h, p.storage_bytes - offset)) return false;
+// Whether all that a row says lies where it may; if so, its region is known then. The header lies in the storage.
+__device__ bool is_sound(const JpegParams& p, const int64_t* row, const JpegHeader& h, JpegRegion& region) {
+  const int64_t width = row[kJpegWidth], height = row[kJpegHeight];
+  if (width <= 0 || height <= 0 || !jpeg_is_sound(h, p.storage_bytes - row[kJpegOffset])) return false;
   const int64_t x = row[kJpegX], y = row[kJpegY], out = row[kJpegOut], pitch = row[kJpegPitch];
   if (x < 0 || y < 0 || width > jpeg_shown_width(h) - x || height > jpeg_shown_height(h) - y) return false;
   if (pitch < 3 * width || pitch > p.out_bytes || out < 0 || out > p.out_bytes) return false;
   if ((height - 1) * pitch + 3 * width > p.out_bytes - out) return false;
   const int64_t groups = row[kJpegGroups], tiles = row[kJpegTiles];
   if (groups < 1 || row[kJpegFirstGroup] < 0 || row[kJpegFirstGroup] > p.groups - groups) return false;
-  const JpegRegion region = jpeg_region(h, rect_of(row));
+  region = jpeg_region(h, rect_of(row));
   if (tiles != int64_t{jpeg_tile_columns(region)} * jpeg_tile_rows(region)) return false;
   if (row[kJpegFirstTile] < 0 || row[kJpegFirstTile] > p.tiles - tiles) return false;
   const int64_t planes = row[kJpegPlanes], coefficients = row[kJpegCoefficients];
@@ -81,13 +80,11 @@ __device__ __forceinline__ uint32_t seen_mcus(const JpegRegion& region, int colu
   return seen;
 }
 
+// All but the header, the region and the quantizers.
 __device__ void make_state(JpegState& state, const JpegParams& p, const int64_t* row, const Memory& memory) {
-  state.packed = p.storage + row[kJpegOffset];
-  state.header = *reinterpret_cast<const JpegHeader*>(state.packed);
   const JpegHeader& h = state.header;
-  const JpegRect rect = rect_of(row);
-  state.region = jpeg_region(h, rect);
-  state.turn = jpeg_turn(h, rect, row[kJpegPitch]);
+  state.packed = p.storage + row[kJpegOffset];
+  state.turn = jpeg_turn(h, rect_of(row), row[kJpegPitch]);
   state.out = p.out + row[kJpegOut] + state.turn.first;
   state.coefficients = reinterpret_cast<int16_t*>(memory.decoded + row[kJpegCoefficients]);
   state.first_group = row[kJpegFirstGroup], state.first_tile = row[kJpegFirstTile];
@@ -107,12 +104,18 @@ __device__ void make_state(JpegState& state, const JpegParams& p, const int64_t*
 
 __global__ void __launch_bounds__(kPrepareThreads) jpeg_prepare(JpegParams p) {
   __shared__ JpegState state;
+  __shared__ int64_t row[kJpegColumns];
   __shared__ bool sound;
   __shared__ uint32_t warps[kPrepareThreads / kWarp];
-  const int64_t* row = p.plan + static_cast<int64_t>(blockIdx.x) * kJpegColumns;
   const Memory memory = memory_of(p);
+  if (threadIdx.x < kJpegColumns) row[threadIdx.x] = p.plan[static_cast<int64_t>(blockIdx.x) * kJpegColumns + threadIdx.x];
+  __syncthreads();
+  const int64_t offset = row[kJpegOffset];
+  if (offset < 0 || offset % kJpegAlignment || offset > p.storage_bytes - kJpegHeaderBytes) return;
+  copy_by_block<kPrepareThreads>(&state.header, p.storage + offset, kJpegHeaderBytes);
+  __syncthreads();
   if (threadIdx.x == 0) {
-    sound = is_sound(p, row);
+    sound = is_sound(p, row, state.header, state.region);
     if (sound) make_state(state, p, row, memory);
   }
   __syncthreads();
@@ -135,15 +138,17 @@ __global__ void __launch_bounds__(kPrepareThreads) jpeg_prepare(JpegParams p) {
     bool is_ac = false;
     for (int j = 0; j < h.components; ++j) is_ac = is_ac || h.component[j].ac == i;
     const uint8_t* table = state.packed + h.table[i];
+    alignas(16) uint8_t counts[16];  // in registers
+    *reinterpret_cast<uint4*>(counts) = *reinterpret_cast<const uint4*>(table);
     JpegLookup& lookup = memory.lookups[static_cast<int64_t>(blockIdx.x) * kJpegMaxTables + i];
     // What lies behind the table is no symbol, but it is there: tables never are the last part.
     const uint32_t symbols = h.bytes - h.table[i] - 16;
     for (uint32_t j = threadIdx.x; j < sizeof lookup.symbols; j += kPrepareThreads) {
       lookup.symbols[j] = j < symbols ? table[16 + j] : 0;
     }
-    if (threadIdx.x == 0) jpeg_long_codes(lookup, table, is_ac);
+    if (static_cast<int>(threadIdx.x) == i * kWarp) jpeg_long_codes(lookup, counts, is_ac);
     for (uint32_t j = threadIdx.x; j < 1u << kJpegFastBits; j += kPrepareThreads) {
-      lookup.fast[j] = jpeg_fast_entry(table, table + 16, symbols, is_ac, j);
+      lookup.fast[j] = jpeg_fast_entry(counts, table + 16, symbols, is_ac, j);
     }
   }
 
@@ -178,68 +183,109 @@ __global__ void __launch_bounds__(kPrepareThreads) jpeg_prepare(JpegParams p) {
   for (uint32_t i = count + threadIdx.x; i < room; i += kPrepareThreads) slots[i] = JpegSlot{0, 0, 0, 0, 0};
 }
 
-// Bits of a packed scan. Past its end comes its last word again and again.
+// Bits of a packed scan. They come through a ring in shared memory, which is filled a block ahead, so that no code waits
+// for memory: a word is read, one round ahead, where all lanes wait for what one of them reads. Past the scan's end come
+// its last four words again and again.
 class DeviceBits {
  public:
-  __device__ __forceinline__ DeviceBits(const uint32_t* words, uint32_t count, uint32_t bit)
-      : words_(words), last_(count - 1), shift_(bit % 32) {
-    const uint32_t first = at_most_last(bit / 32);
-    first_ = __ldg(words + first);
-    second_ = __ldg(words + at_most_last(first + 1));
-    third_ = __ldg(words + at_most_last(first + 2));
-    next_ = at_most_last(first + 3);
+  static constexpr uint32_t kRing = 16, kRingStride = kRing + 4;  // words; lanes begin in different banks
+
+  __device__ __forceinline__ DeviceBits(const uint32_t* words, uint32_t count, uint32_t bit, uint32_t* ring)
+      : words_(words), ring_(ring), last_(count / 4 - 1), asked_(bit / 128 * 4), next_(bit / 32), shift_(bit % 32) {
+    fetch();
+    fetch();
+    const uint32_t word = take();
+    second_ = take();
+    third_ = take();
+    fourth_ = take();
+    peek_ = shift_left(word, second_, shift_);
+    after_ = shift_left(second_, third_, shift_);
   }
 
-  __device__ __forceinline__ uint32_t peek() const {
-#ifdef __CUDA_ARCH__
-    return __funnelshift_l(second_, first_, shift_);
-#else
-    return static_cast<uint32_t>((static_cast<uint64_t>(first_) << 32 | second_) << shift_ >> 32);
-#endif
-  }
+  __device__ __forceinline__ uint32_t peek() const { return peek_; }
 
+  // `bits` is below 32.
   __device__ __forceinline__ void skip(uint32_t bits) {
+    peek_ = shift_left(peek_, after_, bits);
     shift_ += bits;
     const uint32_t moves = shift_ >= 32;
-    first_ = moves ? second_ : first_;
-    second_ = moves ? third_ : second_;
     shift_ &= 31;
-    // Straight into its register and only where it is needed, so that no code of this round waits for the load.
+    second_ = moves ? third_ : second_;
+    third_ = moves ? fourth_ : third_;
+    after_ = shift_left(second_, third_, shift_);
+    while (moves && next_ == ready_) fetch();
+    // Straight into its register and only where it is needed, so that nothing in this round waits for it.
 #ifdef __CUDA_ARCH__
-    asm volatile("{ .reg .pred moves; setp.ne.u32 moves, %2, 0; @moves ld.global.nc.u32 %0, [%1]; }"
-                 : "+r"(third_)
-                 : "l"(words_ + next_), "r"(moves));
+    asm volatile("{ .reg .pred moves; setp.ne.u32 moves, %2, 0; @moves ld.shared.u32 %0, [%1]; }"
+                 : "+r"(fourth_)
+                 : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(ring_ + next_ % kRing))), "r"(moves));
 #else
-    if (moves) third_ = words_[next_];
+    if (moves) fourth_ = ring_[next_ % kRing];
 #endif
-    next_ = at_most_last(next_ + moves);
+    next_ += moves;
+  }
+
+  // Waits for what was asked for before, and asks for as much as the ring has room for.
+  __device__ __forceinline__ void fetch() {
+    __pipeline_wait_prior(0);
+    ready_ = asked_;
+#pragma unroll 1
+    for (; asked_ < next_ / 4 * 4 + kRing; asked_ += 4) {
+      const uint32_t from = asked_ / 4 < last_ ? asked_ / 4 : last_;
+      __pipeline_memcpy_async(ring_ + asked_ % kRing, words_ + 4 * from, 16);
+    }
+    __pipeline_commit();
   }
 
  private:
-  __device__ __forceinline__ uint32_t at_most_last(uint32_t i) const {
-    return i < last_ ? i : last_;
+  __device__ __forceinline__ uint32_t take() { return ring_[next_++ % kRing]; }
+
+  static __device__ __forceinline__ uint32_t shift_left(uint32_t upper, uint32_t lower, uint32_t bits) {
+#ifdef __CUDA_ARCH__
+    return __funnelshift_l(lower, upper, bits);
+#else
+    return static_cast<uint32_t>((static_cast<uint64_t>(upper) << 32 | lower) << bits >> 32);
+#endif
   }
 
   const uint32_t* words_;
-  uint32_t last_, next_, first_, second_, third_, shift_;
+  uint32_t* ring_;
+  uint32_t last_;           // four words of the scan
+  uint32_t asked_, ready_;  // the words in front of these
+  uint32_t next_, shift_;
+  uint32_t peek_, after_;  // the next 64 bits
+  uint32_t second_, third_, fourth_;
 };
 
 struct StoreInShared {
+  static constexpr bool kAlways = true;  // there is room behind a block, and a branch takes longer
   int16_t* block;
   __device__ __forceinline__ void operator()(uint32_t i, int value) const { block[i] = static_cast<int16_t>(value); }
 };
 
+// A table of which only the look-ups of short codes are in shared memory.
+struct SharedLookup {
+  const uint16_t* fast;
+  const JpegLookup& all;
+};
+__device__ __forceinline__ uint32_t jpeg_long_entry(const SharedLookup& table, uint32_t bits) {
+  return jpeg_long_entry(table.all, bits);
+}
+
 __global__ void __launch_bounds__(kJpegGroup) jpeg_entropy(JpegParams p) {
   __shared__ JpegState state;
-  __shared__ alignas(16) JpegLookup lookups[kJpegMaxTables];
+  __shared__ alignas(16) uint16_t fast[kJpegMaxTables][1 << kJpegFastBits];
   __shared__ alignas(16) int16_t blocks[kJpegGroup * kStride];
+  __shared__ alignas(16) uint32_t rings[kJpegGroup * DeviceBits::kRingStride];
   const Memory memory = memory_of(p);
   const uint32_t number = memory.group_pictures[blockIdx.x];
   if (number == kNone) return;
   const JpegSlot slot = memory.slots[static_cast<int64_t>(blockIdx.x) * kJpegGroup + threadIdx.x];
+  const JpegLookup* const lookups = memory.lookups + static_cast<int64_t>(number) * kJpegMaxTables;
   copy_by_block<kJpegGroup>(&state, memory.states + number, kJpegStateShort);
-  copy_by_block<kJpegGroup>(lookups, memory.lookups + static_cast<int64_t>(number) * kJpegMaxTables,
-                            memory.states[number].header.tables * static_cast<int>(sizeof(JpegLookup)));
+  for (int i = 0; i < memory.states[number].header.tables; ++i) {
+    copy_by_block<kJpegGroup>(fast[i], lookups[i].fast, sizeof fast[i]);
+  }
   for (int i = threadIdx.x; i < kJpegGroup * kStride / 8; i += kJpegGroup) {
     reinterpret_cast<uint4*>(blocks)[i] = make_uint4(0, 0, 0, 0);
   }
@@ -247,46 +293,46 @@ __global__ void __launch_bounds__(kJpegGroup) jpeg_entropy(JpegParams p) {
 
   const JpegHeader& h = state.header;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const auto* starts = reinterpret_cast<const uint32_t*>(state.packed + h.starts);
-  const auto* predictors = reinterpret_cast<const int16_t*>(state.packed + h.predictors);
   int predictor0 = 0, predictor1 = 0, predictor2 = 0;
   uint32_t start = 0;
   if (slot.seen) {
+    const auto* starts = reinterpret_cast<const uint32_t*>(state.packed + h.starts);
+    const auto* predictors = reinterpret_cast<const int16_t*>(state.packed + h.predictors);
     const int16_t* mine = predictors + static_cast<int64_t>(slot.segment) * h.components;
     predictor0 = mine[0];
     if (h.components == 3) predictor1 = mine[1], predictor2 = mine[2];
     start = starts[slot.segment];
   }
-  DeviceBits bits(reinterpret_cast<const uint32_t*>(state.packed + h.scan), h.scan_words, start);
+  DeviceBits bits(reinterpret_cast<const uint32_t*>(state.packed + h.scan), h.scan_words, start,
+                  rings + threadIdx.x * DeviceBits::kRingStride);
+  // Eight lanes write a block's line, and clear it, for one lane in four at a time.
   int16_t* const of_warp = blocks + warp * kWarp * kStride;
   int16_t* const mine = of_warp + lane * kStride;
-  const int64_t of_segment = int64_t{jpeg_segment(h)} * h.mcu_blocks * kJpegBlock;
-  const int64_t group = static_cast<int64_t>(blockIdx.x) - state.first_group;
-  int16_t* const out = state.coefficients + (group * kJpegGroup + warp * kWarp) * of_segment;
-  for (int m = 0; m < 1 << h.segment_bits; ++m) {
-    const uint32_t lanes = __ballot_sync(kFullWarp, slot.seen >> m & 1);
-    const bool decodes = slot.seen >> m != 0;  // this MCU or one behind it is seen
-    if (!__any_sync(kFullWarp, decodes)) break;
-    for (int b = 0; b < h.mcu_blocks; ++b) {
-      if (decodes) {
+  int16_t* const from = of_warp + lane / 8 * kStride + lane % 8 * 8;
+  const int mcu_blocks = h.mcu_blocks, of_segment = (mcu_blocks << h.segment_bits) * kJpegBlock;
+  const int64_t segment = (blockIdx.x - state.first_group) * kJpegGroup + warp * kWarp + lane / 8;
+  int16_t* to = state.coefficients + segment * of_segment + lane % 8 * 8;
+  for (uint32_t seen = slot.seen; __any_sync(kFullWarp, seen); seen >>= 1) {  // of this MCU and those behind it
+    const uint32_t lanes = __ballot_sync(kFullWarp, seen & 1) >> lane / 8;
+    for (int b = 0; b < mcu_blocks; ++b, to += kJpegBlock) {
+      if (seen) {
+        bits.fetch();
         const int component = state.component[b];
         int predictor = component == 0 ? predictor0 : component == 1 ? predictor1 : predictor2;
         const JpegComponent& c = h.component[component];
-        jpeg_decode_block(bits, lookups[c.dc], lookups[c.ac], predictor, StoreInShared{mine});
+        jpeg_decode_block(bits, SharedLookup{fast[c.dc], lookups[c.dc]}, SharedLookup{fast[c.ac], lookups[c.ac]},
+                          predictor, StoreInShared{mine});
         predictor0 = component == 0 ? predictor : predictor0;
         predictor1 = component == 1 ? predictor : predictor1;
         predictor2 = component == 2 ? predictor : predictor2;
       }
       __syncwarp();
-      // Eight lanes write a block, and clear it.
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        const int other = i * 4 + lane / 8, part = lane % 8;
-        uint4* const from = reinterpret_cast<uint4*>(of_warp + other * kStride) + part;
-        const uint4 value = *from;
-        *from = make_uint4(0, 0, 0, 0);
-        int16_t* const to = out + other * of_segment + (m * h.mcu_blocks + b) * kJpegBlock;
-        if (lanes >> other & 1) reinterpret_cast<uint4*>(to)[part] = value;
+        uint4* const part = reinterpret_cast<uint4*>(from + i * 4 * kStride);
+        const uint4 value = *part;
+        *part = make_uint4(0, 0, 0, 0);
+        if (lanes >> (i * 4) & 1) *reinterpret_cast<uint4*>(to + i * 4 * of_segment) = value;
       }
       __syncwarp();
     }
@@ -345,35 +391,68 @@ __device__ __forceinline__ void transform_block(const int16_t* in, const uint16_
 }
 
 __global__ void __launch_bounds__(kTransformThreads) jpeg_transform(JpegParams p) {
+  constexpr int kWarps = kTransformThreads / kWarp, kStages = 2;
   __shared__ JpegState state;
+  __shared__ alignas(16) JpegSlot slots[kJpegGroup];
+  __shared__ alignas(16) int16_t stages[kWarps][kStages][kWarp * kStride];
   const Memory memory = memory_of(p);
   const uint32_t number = memory.group_pictures[blockIdx.x];
   if (number == kNone) return;
   copy_by_block<kTransformThreads>(&state, memory.states + number, sizeof state);
+  copy_by_block<kTransformThreads>(slots, memory.slots + static_cast<int64_t>(blockIdx.x) * kJpegGroup, sizeof slots);
   __syncthreads();
   const JpegHeader& h = state.header;
   const JpegRegion& region = state.region;
   const int64_t first = (static_cast<int64_t>(blockIdx.x) - state.first_group) * kJpegGroup;
   const int16_t* const coefficients = state.coefficients + (first << h.segment_bits) * h.mcu_blocks * kJpegBlock;
-  const JpegSlot* const slots = memory.slots + static_cast<int64_t>(blockIdx.x) * kJpegGroup;
-  // Blocks in the order of their coefficients, a part of the group's for each blockIdx.y.
+  // Blocks in the order of their coefficients, a part of the group's for each blockIdx.y, and 32 of it a warp at a time.
   const int blocks = h.mcu_blocks, count = (kJpegGroup << h.segment_bits) / kTransformParts * blocks;
   const int reciprocal = 65536 / blocks + 1;  // exact: fewer than 2,560 blocks, at most 10 an MCU
-  for (int i = blockIdx.y * count + threadIdx.x; i < (static_cast<int>(blockIdx.y) + 1) * count;
-       i += kTransformThreads) {
-    const int mcu = i * reciprocal >> 16, block = i - mcu * blocks, segment = mcu >> h.segment_bits;
-    const int m = mcu - (segment << h.segment_bits);
-    const JpegSlot slot = slots[segment];
-    if (!(slot.seen >> m & 1)) continue;
-    int x = slot.x + m, y = slot.y;
-    while (x >= static_cast<int>(h.mcu_columns)) x -= static_cast<int>(h.mcu_columns), ++y;
-    const int component = state.component[block];
-    const JpegComponent& c = h.component[component];
-    const JpegPlane& plane = state.planes[component];
-    x = (x - region.mcu_x0) * c.h + state.column[block], y = (y - region.mcu_y0) * c.v + state.row[block];
-    uint8_t* const out = const_cast<uint8_t*>(plane.data) + int64_t{y} * 8 * plane.pitch + x * 8;
-    transform_block(coefficients + static_cast<int64_t>(i) * kJpegBlock, state.quantizers[component], out, plane.pitch);
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const int begin = blockIdx.y * count, end = begin + count;
+
+  // Block i's MCU, and whether it is seen.
+  const auto find = [&](int i, int& mcu) {
+    mcu = i * reciprocal >> 16;
+    return i < end && slots[mcu >> h.segment_bits].seen >> (mcu & ((1 << h.segment_bits) - 1)) & 1;
+  };
+  // Coefficients are on their way while those of 32 blocks before are transformed.
+  const auto fetch = [&](int at, int stage) {
+    int mcu;
+    const uint32_t seen = __ballot_sync(kFullWarp, find(at + lane, mcu)) >> lane / 8;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const int block = j * 4 + lane / 8, part = lane % 8 * 8;
+      if (seen >> (j * 4) & 1) {
+        __pipeline_memcpy_async(stages[warp][stage] + block * kStride + part,
+                                coefficients + static_cast<int64_t>(at + block) * kJpegBlock + part, 16);
+      }
+    }
+    __pipeline_commit();
+  };
+  int at = begin + warp * kWarp, stage = 0;
+  fetch(at, stage);
+  for (; at < end; at += kTransformThreads, stage ^= 1) {
+    fetch(at + kTransformThreads, stage ^ 1);
+    __pipeline_wait_prior(1);
+    __syncwarp();
+    const int i = at + lane;
+    int mcu;
+    if (find(i, mcu)) {
+      const int block = i - mcu * blocks;
+      const JpegSlot& slot = slots[mcu >> h.segment_bits];
+      int x = slot.x + (mcu & ((1 << h.segment_bits) - 1)), y = slot.y;
+      while (x >= static_cast<int>(h.mcu_columns)) x -= static_cast<int>(h.mcu_columns), ++y;
+      const int component = state.component[block];
+      const JpegComponent& c = h.component[component];
+      const JpegPlane& plane = state.planes[component];
+      x = (x - region.mcu_x0) * c.h + state.column[block], y = (y - region.mcu_y0) * c.v + state.row[block];
+      uint8_t* const out = const_cast<uint8_t*>(plane.data) + int64_t{y} * 8 * plane.pitch + x * 8;
+      transform_block(stages[warp][stage] + lane * kStride, state.quantizers[component], out, plane.pitch);
+    }
+    __syncwarp();
   }
+  __pipeline_wait_prior(0);
 }
 
 // Eight samples of two rows, four a word.
@@ -515,6 +594,108 @@ __device__ __forceinline__ void color_pixels(const JpegState& state, int x, int 
   }
 }
 
+// The usual file: YCbCr, 4:2:0, not turned.
+__device__ __forceinline__ bool is_usual(const JpegState& state) {
+  const JpegComponent* const c = state.header.component;
+  return state.header.color == JpegColor::kYcc && c[0].ratio_x == 1 && c[0].ratio_y == 1 &&
+         c[1].upsampling == JpegUpsampling::kBoth && c[2].upsampling == JpegUpsampling::kBoth && state.turn.dx == 3;
+}
+
+// Bytes of a and, from 4 on, b: `selector` has four bits for each. 8 more: its sign, eight times.
+template <uint32_t kSelector>
+__device__ __forceinline__ uint32_t permute(uint32_t a, uint32_t b) {
+#ifdef __CUDA_ARCH__
+  uint32_t out;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "n"(kSelector));
+  return out;
+#else
+  uint32_t out = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t s = kSelector >> 4 * i & 15, byte = (s & 4 ? b : a) >> 8 * (s & 3) & 255;
+    out |= (s & 8 ? byte >> 7 ? 255 : 0 : byte) << 8 * i;
+  }
+  return out;
+#endif
+}
+
+// Samples of Cb in the lower half, of Cr in the upper.
+constexpr uint32_t kPair = 0x10001;
+
+// Where a thread of color_usual finds the chroma samples x - 1 to x + 4 of a row.
+struct ChromaColumns {
+  const uint8_t *cb, *cr;  // of sample x in the plane's first row
+  int pitch, first, last;  // rows
+  int left, right;         // -1 and 4, or what is next to them in the picture
+
+  __device__ __forceinline__ ChromaColumns(const JpegPlane& b, const JpegPlane& r, int x)
+      : cb(b.data + (x - b.x0)), cr(r.data + (x - b.x0)), pitch(b.pitch), first(b.y0), last(b.last_y),
+        left(x > b.x0 ? -1 : 0), right(x + 4 <= b.last_x ? 4 : 3) {}
+
+  __device__ __forceinline__ void load(int y, uint32_t (&out)[6]) const {
+    const int row = (jpeg_clamp_to(y, first, last) - first) * pitch;
+    const uint8_t *b = cb + row, *r = cr + row;
+    out[0] = __ldg(b + left) | __ldg(r + left) << 16;
+    out[5] = __ldg(b + right) | __ldg(r + right) << 16;
+    const uint32_t bs = __ldg(reinterpret_cast<const uint32_t*>(b)), rs = __ldg(reinterpret_cast<const uint32_t*>(r));
+    const uint32_t lower = permute<0x5410>(bs, rs), upper = permute<0x7632>(bs, rs);
+    out[1] = lower & 255 * kPair, out[2] = lower >> 8 & 255 * kPair;
+    out[3] = upper & 255 * kPair, out[4] = upper >> 8 & 255 * kPair;
+  }
+};
+
+// Pixel i of eight: jpeg_between_both of both halves, in 16ths, and jpeg_ycc_to_bgr. `half` is 0x8000 in a register.
+template <int i>
+__device__ __forceinline__ void color_pixel(const uint32_t (&sums)[6], uint32_t lights, uint32_t half, int* out) {
+  uint32_t pair = 3 * sums[i / 2 + 1] + sums[i % 2 ? i / 2 + 2 : i / 2] - i % 2 * 16 * kPair;
+  pair ^= 0x8000 * kPair;  // the upper bytes, as signed ones, are Cb - 128 and Cr - 128
+  const int blue = static_cast<int>(permute<0x9991>(pair, 0)), red = static_cast<int>(pair) >> 24;
+  const int light = static_cast<int>(permute<0x4054 | i % 4 << 8>(lights, half));
+  out[0] = (116130 * blue + light) >> 16;
+  out[1] = (-22554 * blue + (-46802 * red + light)) >> 16;
+  out[2] = (91881 * red + light) >> 16;
+}
+
+// Pixels [x, x + 8) of the rows [y, end) of a usual file; y is even. The region takes all eight, and Cb and Cr have a
+// sample for each.
+__device__ __forceinline__ void color_usual(const JpegState& state, int x, int y, int end) {
+  const ChromaColumns chroma(state.planes[1], state.planes[2], x / 2);
+  const JpegPlane luma = state.planes[0];
+  const uint8_t* lights = luma.data + static_cast<int64_t>(y - luma.y0) * luma.pitch + (x - luma.x0);
+  const int64_t dy = state.turn.dy;
+  uint8_t* out = state.out + x * 3 + y * dy;
+  const int first = state.region.y0;
+  const uint32_t half = 0x8000 * blockDim.y;  // 1
+  uint32_t above[6], here[6], below[6];
+  chroma.load(y / 2 - 1, above);
+  chroma.load(y / 2, here);
+#pragma unroll 1
+  for (; y < end; y += 2) {
+    uint2 light[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r, lights += luma.pitch) light[r] = __ldg(reinterpret_cast<const uint2*>(lights));
+    chroma.load(y / 2 + 1, below);
+#pragma unroll
+    for (int r = 0; r < 2; ++r, out += dy) {
+      if (y + r < first || y + r >= end) continue;
+      uint32_t sums[6];
+#pragma unroll
+      for (int i = 0; i < 6; ++i) sums[i] = 48 * here[i] + (16 * (r ? below[i] : above[i]) + 32 * kPair);
+      int c[24];
+      color_pixel<0>(sums, light[r].x, half, c), color_pixel<1>(sums, light[r].x, half, c + 3);
+      color_pixel<2>(sums, light[r].x, half, c + 6), color_pixel<3>(sums, light[r].x, half, c + 9);
+      color_pixel<4>(sums, light[r].y, half, c + 12), color_pixel<5>(sums, light[r].y, half, c + 15);
+      color_pixel<6>(sums, light[r].y, half, c + 18), color_pixel<7>(sums, light[r].y, half, c + 21);
+#pragma unroll
+      for (int i = 0; i < 24; i += 8) {
+        const uint2 words = {pack4(c[i], c[i + 1], c[i + 2], c[i + 3]), pack4(c[i + 4], c[i + 5], c[i + 6], c[i + 7])};
+        reinterpret_cast<uint2*>(out)[i / 8] = words;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 6; ++i) above[i] = here[i], here[i] = below[i];
+  }
+}
+
 __global__ void __launch_bounds__(kColorThreads) jpeg_color(JpegParams p) {
   __shared__ JpegState state;
   const Memory memory = memory_of(p);
@@ -525,13 +706,18 @@ __global__ void __launch_bounds__(kColorThreads) jpeg_color(JpegParams p) {
   const JpegRegion& region = state.region;
   const int tile = static_cast<int>(static_cast<int64_t>(blockIdx.x) - state.first_tile);
   const int tile_y = tile / state.tile_columns, tile_x = tile - tile_y * state.tile_columns;
-  constexpr int kGroups = kJpegTileWidth / 8;
-  const int x = (region.x0 / kJpegTileWidth + tile_x) * kJpegTileWidth + threadIdx.x % kGroups * 8;
-  const int top = (region.y0 / kJpegTileHeight + tile_y) * kJpegTileHeight;
-  if (x >= region.x1 || x + 8 <= region.x0) return;
-  constexpr int kRows = kColorThreads / kGroups * 2;
-  for (int y = top + threadIdx.x / kGroups * 2; y < top + kJpegTileHeight; y += kRows) {
-    if (y < region.y1 && y + 2 > region.y0) color_pixels(state, x, y);
+  constexpr int kColumns = kJpegTileWidth / 8, kRows = kJpegTileHeight / (kColorThreads / kColumns);
+  static_assert(kRows % 2 == 0, "rows are made two at a time");
+  const int x = (region.x0 / kJpegTileWidth + tile_x) * kJpegTileWidth + threadIdx.x % kColumns * 8;
+  const int top = (region.y0 / kJpegTileHeight + tile_y) * kJpegTileHeight + threadIdx.x / kColumns * kRows;
+  const int y = top > region.y0 ? top : region.y0 / 2 * 2, end = top + kRows < region.y1 ? top + kRows : region.y1;
+  if (x >= region.x1 || x + 8 <= region.x0 || y >= end) return;
+  const bool whole = x >= region.x0 && x + 8 <= region.x1;
+  const bool aligned = (reinterpret_cast<uintptr_t>(state.out) | static_cast<uintptr_t>(state.turn.dy)) % 8 == 0;
+  if (whole && aligned && is_usual(state) && x / 2 + 3 <= state.planes[1].last_x) {
+    color_usual(state, x, y, end);
+  } else {
+    for (int row = y; row < end; row += 2) color_pixels(state, x, row);
   }
 }
 

@@ -73,6 +73,11 @@ struct JpegHeader {
 constexpr int kJpegHeaderBytes = 128;
 static_assert(sizeof(JpegHeader) == kJpegHeaderBytes && kJpegHeaderBytes % kJpegAlignment == 0);
 
+// a / b, rounded up. Sides, and MCUs: in 32 bits, because a GPU takes several times as long to divide 64.
+TORCH_FASTDET_HOST_DEVICE uint32_t jpeg_ceil_div(uint32_t a, uint32_t b) {
+  return (a + b - 1) / b;
+}
+
 TORCH_FASTDET_HOST_DEVICE uint32_t jpeg_mcus(const JpegHeader& h) {
   return h.mcu_columns * h.mcu_rows;
 }
@@ -106,17 +111,17 @@ TORCH_FASTDET_HOST_DEVICE bool jpeg_is_sound(const JpegHeader& h, int64_t availa
   if (h.components != 1 && h.components != 3) return false;
   if (h.color > JpegColor::kRgb || (h.color == JpegColor::kGrey) != (h.components == 1)) return false;
   if (h.h < 1 || h.h > 4 || h.v < 1 || h.v > 4 || h.tables < 2 || h.tables > kJpegMaxTables) return false;
-  if (h.mcu_columns != ceil_div(h.width, 8 * h.h) || h.mcu_rows != ceil_div(h.height, 8 * h.v)) return false;
-  const int64_t mcus = int64_t{h.mcu_columns} * h.mcu_rows;
+  if (h.mcu_columns != jpeg_ceil_div(h.width, 8 * h.h) || h.mcu_rows != jpeg_ceil_div(h.height, 8 * h.v)) return false;
+  const uint32_t mcus = jpeg_mcus(h);
   if (h.interval < 1 || h.interval > mcus) return false;
   if (h.segment_bits > kJpegMaxSegmentBits) return false;
-  if (h.interval_segments != ceil_div(h.interval, jpeg_segment(h))) return false;
-  const int64_t segments = mcus / h.interval * h.interval_segments + ceil_div(mcus % h.interval, jpeg_segment(h));
+  if (h.interval_segments != jpeg_ceil_div(h.interval, jpeg_segment(h))) return false;
+  const uint32_t segments = mcus / h.interval * h.interval_segments + jpeg_ceil_div(mcus % h.interval, jpeg_segment(h));
   const auto lies_inside = [&](int64_t begin, int64_t bytes) {
     return begin >= kJpegHeaderBytes && begin % kJpegAlignment == 0 && begin + bytes <= h.bytes;
   };
-  if (h.segments != segments || !lies_inside(h.starts, 4 * segments)) return false;
-  if (!lies_inside(h.predictors, 2 * segments * h.components)) return false;
+  if (h.segments != segments || !lies_inside(h.starts, int64_t{4} * segments)) return false;
+  if (!lies_inside(h.predictors, int64_t{2} * segments * h.components)) return false;
   if (!lies_inside(h.quantizers, int64_t{2} * kJpegBlock * h.components)) return false;
   if (h.scan_words < 4 || !lies_inside(h.scan, int64_t{4} * h.scan_words)) return false;
   for (int i = 0; i < h.tables; ++i) {
@@ -127,7 +132,7 @@ TORCH_FASTDET_HOST_DEVICE bool jpeg_is_sound(const JpegHeader& h, int64_t availa
     const JpegComponent& c = h.component[i];
     if (c.h < 1 || c.v < 1 || c.h * c.ratio_x != h.h || c.v * c.ratio_y != h.v) return false;
     if (c.upsampling > JpegUpsampling::kBoth || c.dc >= h.tables || c.ac >= h.tables) return false;
-    if (c.width != ceil_div(h.width * c.h, h.h) || c.height != ceil_div(h.height * c.v, h.v)) return false;
+    if (c.width != jpeg_ceil_div(h.width * c.h, h.h) || c.height != jpeg_ceil_div(h.height * c.v, h.v)) return false;
     const int x = c.upsampling == JpegUpsampling::kColumns || c.upsampling == JpegUpsampling::kBoth ? 2 : 1;
     const int y = c.upsampling == JpegUpsampling::kRows || c.upsampling == JpegUpsampling::kBoth ? 2 : 1;
     if (c.upsampling != JpegUpsampling::kBox && (c.ratio_x != x || c.ratio_y != y)) return false;

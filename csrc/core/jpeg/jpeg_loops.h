@@ -46,6 +46,7 @@ class JpegWordBits {
 
 // Dequantises what the file has, and clears nothing.
 struct JpegDequantizer {
+  static constexpr bool kAlways = false;
   JpegCoefficients& out;
   const uint16_t* quantizers;
   TORCH_FASTDET_HOST_DEVICE void operator()(uint32_t i, int value) const {

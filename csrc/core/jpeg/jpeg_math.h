@@ -18,9 +18,9 @@ TORCH_FASTDET_HOST_DEVICE int jpeg_natural(int i) {
 }
 
 // A Huffman table for look-ups. An entry says what a code does: 5 bits, its length with the value's bits; 4 bits, the
-// value's bits; 7 bits, by how much the coefficient's number grows. 0: no such code.
+// value's bits; 7 bits, by how much the coefficient's number grows.
 constexpr int kJpegFastBits = 9;
-struct JpegLookup {
+struct alignas(16) JpegLookup {
   uint16_t fast[1 << kJpegFastBits];  // of the next bits; 0: the code is longer
   // Of codes of length kJpegFastBits + 1 + i, as the next 16 bits: they are below limit[i], and this plus the code is
   // the symbol's row.
@@ -29,7 +29,6 @@ struct JpegLookup {
   uint32_t is_ac, unused;
   uint8_t symbols[256];
 };
-static_assert(sizeof(JpegLookup) % 16 == 0);
 
 constexpr uint32_t kJpegEndOfBlock = 64;
 TORCH_FASTDET_HOST_DEVICE uint32_t jpeg_entry(uint32_t length, uint32_t symbol, bool is_ac) {
@@ -39,13 +38,19 @@ TORCH_FASTDET_HOST_DEVICE uint32_t jpeg_entry(uint32_t length, uint32_t symbol, 
   return (length + size) | size << 5 | grows << 9;
 }
 
-// Entry of a code that is longer than kJpegFastBits; `bits` are the next 16.
+// Entry of a code that is longer than kJpegFastBits; `bits` are the next 16. No such code ends the block.
 TORCH_FASTDET_HOST_DEVICE uint32_t jpeg_long_entry(const JpegLookup& table, uint32_t bits) {
-  int i = 0;
-  while (i < 16 - kJpegFastBits && bits >= table.limit[i]) ++i;
-  if (i == 16 - kJpegFastBits) return 0;
-  const uint32_t length = kJpegFastBits + 1 + i;
-  const uint32_t row = static_cast<uint32_t>(table.row[i] + static_cast<int32_t>(bits >> (16 - length)));
+  constexpr int kLengths = 16 - kJpegFastBits;
+  int shorter = 0;  // lengths
+  int32_t row = table.row[0];
+  for (int i = 0; i < kLengths; ++i) {  // without branches, so that a GPU waits once
+    const bool is_longer = bits >= table.limit[i];
+    shorter += is_longer;
+    if (i + 1 < kLengths) row = is_longer ? table.row[i + 1] : row;
+  }
+  if (shorter == kLengths) return kJpegEndOfBlock << 9;
+  const uint32_t length = kJpegFastBits + 1 + shorter;
+  row += static_cast<int32_t>(bits >> (16 - length));
   return jpeg_entry(length, table.symbols[row & 255], table.is_ac);
 }
 
@@ -80,7 +85,7 @@ TORCH_FASTDET_HOST_DEVICE uint16_t jpeg_fast_entry(const uint8_t* counts, const 
   return 0;
 }
 
-// The value whose `size` > 0 bits end at bit `total` of `next`.
+// The value whose `size` > 0 bits end at bit `total` of `next`; of 0 bits any.
 TORCH_FASTDET_HOST_DEVICE int jpeg_value(uint32_t next, uint32_t total, uint32_t size) {
   const uint32_t top = next << (total - size);  // the value's first bit says its sign: 0 is negative
   const int negative = ~(static_cast<int32_t>(top) >> 31);
@@ -88,10 +93,11 @@ TORCH_FASTDET_HOST_DEVICE int jpeg_value(uint32_t next, uint32_t total, uint32_t
   return (magnitude ^ negative) - negative;
 }
 
-// Decodes a block: store(i, value) for the coefficients that are not 0, i in the file's order, DC always. `Bits` has
-// peek(), the next 32 bits, and skip(n). Never more than 64 codes, whatever the bits are.
-template <class Bits, class Store>
-TORCH_FASTDET_HOST_DEVICE void jpeg_decode_block(Bits& bits, const JpegLookup& dc, const JpegLookup& ac, int& predictor,
+// Decodes a block: store(i, value) for the coefficients that are not 0, i in the file's order, DC always. A `Store` with
+// kAlways is called for codes without a coefficient too, with i = kJpegBlock. `Bits` has peek(), the next 32 bits, and
+// skip(n). Never more than 64 codes, whatever the bits are.
+template <class Bits, class Table, class Store>
+TORCH_FASTDET_HOST_DEVICE void jpeg_decode_block(Bits& bits, const Table& dc, const Table& ac, int& predictor,
                                                  Store&& store) {
   uint32_t next = bits.peek();
   uint32_t entry = dc.fast[next >> (32 - kJpegFastBits)];
@@ -107,8 +113,8 @@ TORCH_FASTDET_HOST_DEVICE void jpeg_decode_block(Bits& bits, const JpegLookup& d
     if (!entry) entry = jpeg_long_entry(ac, next >> 16);
     size = entry >> 5 & 15;
     bits.skip(entry & 31);
-    i += entry ? entry >> 9 : kJpegEndOfBlock;
-    if (size) store((i - 1) & 63, jpeg_value(next, entry & 31, size));
+    i += entry >> 9;
+    if (Store::kAlways || size) store(size ? (i - 1) & 63 : kJpegBlock, jpeg_value(next, entry & 31, size));
   } while (i < kJpegBlock);
 }
 

@@ -24,8 +24,6 @@ void check_aligned(const at::Tensor& tensor, const char* op, const char* name) {
 
 struct Cpu : OnDevice {
   static void run(const core::JpegParams& p, const char* op) {
-    TORCH_CHECK(reinterpret_cast<uintptr_t>(p.storage) % core::kJpegAlignment == 0, op,
-                ": storage does not begin at a multiple of ", core::kJpegAlignment, " bytes");
     for (int64_t i = 0; i < p.pictures; ++i) {
       const char* fault = core::jpeg_row_fault(p, i);
       TORCH_CHECK(!fault, op, ": row ", i, " of the plan: ", fault);

@@ -24,7 +24,10 @@ void jpeg_decode_(at::Tensor& out, const at::Tensor& storage, const at::Tensor& 
     p.out = out.mutable_data_ptr<uint8_t>();
     p.out_bytes = out.numel();
     p.decoded_bytes = sizes[0], p.groups = sizes[1], p.tiles = sizes[2];
-    if (p.pictures) Backend::run(p, "jpeg_decode_");
+    if (!p.pictures) return;
+    TORCH_CHECK(reinterpret_cast<uintptr_t>(p.storage) % core::kJpegAlignment == 0,
+                "jpeg_decode_: storage does not begin at a multiple of ", core::kJpegAlignment, " bytes");
+    Backend::run(p, "jpeg_decode_");
   }
 }
 
