@@ -108,7 +108,8 @@ __global__ void __launch_bounds__(kPrepareThreads) jpeg_prepare(JpegParams p) {
   __shared__ bool sound;
   __shared__ uint32_t warps[kPrepareThreads / kWarp];
   const Memory memory = memory_of(p);
-  if (threadIdx.x < kJpegColumns) row[threadIdx.x] = p.plan[static_cast<int64_t>(blockIdx.x) * kJpegColumns + threadIdx.x];
+  const int64_t* const plan = p.plan + static_cast<int64_t>(blockIdx.x) * kJpegColumns;
+  if (threadIdx.x < kJpegColumns) row[threadIdx.x] = plan[threadIdx.x];
   __syncthreads();
   const int64_t offset = row[kJpegOffset];
   if (offset < 0 || offset % kJpegAlignment || offset > p.storage_bytes - kJpegHeaderBytes) return;
@@ -183,9 +184,9 @@ __global__ void __launch_bounds__(kPrepareThreads) jpeg_prepare(JpegParams p) {
   for (uint32_t i = count + threadIdx.x; i < room; i += kPrepareThreads) slots[i] = JpegSlot{0, 0, 0, 0, 0};
 }
 
-// Bits of a packed scan. They come through a ring in shared memory, which is filled a block ahead, so that no code waits
-// for memory: a word is read, one round ahead, where all lanes wait for what one of them reads. Past the scan's end come
-// its last four words again and again.
+// Bits of a packed scan. They come through a ring in shared memory, which is filled a block of codes ahead: a lane that
+// waited for memory would hold up all 32, and some lane needs a word in nearly each round. Past the scan's end come its
+// last four words again and again.
 class DeviceBits {
  public:
   static constexpr uint32_t kRing = 16, kRingStride = kRing + 4;  // words; lanes begin in different banks
@@ -214,7 +215,7 @@ class DeviceBits {
     third_ = moves ? fourth_ : third_;
     after_ = shift_left(second_, third_, shift_);
     while (moves && next_ == ready_) fetch();
-    // Straight into its register and only where it is needed, so that nothing in this round waits for it.
+      // Straight into its register and only where it is needed, so that nothing in this round waits for it.
 #ifdef __CUDA_ARCH__
     asm volatile("{ .reg .pred moves; setp.ne.u32 moves, %2, 0; @moves ld.shared.u32 %0, [%1]; }"
                  : "+r"(fourth_)
@@ -238,7 +239,9 @@ class DeviceBits {
   }
 
  private:
-  __device__ __forceinline__ uint32_t take() { return ring_[next_++ % kRing]; }
+  __device__ __forceinline__ uint32_t take() {
+    return ring_[next_++ % kRing];
+  }
 
   static __device__ __forceinline__ uint32_t shift_left(uint32_t upper, uint32_t lower, uint32_t bits) {
 #ifdef __CUDA_ARCH__
@@ -405,7 +408,8 @@ __global__ void __launch_bounds__(kTransformThreads) jpeg_transform(JpegParams p
   const JpegRegion& region = state.region;
   const int64_t first = (static_cast<int64_t>(blockIdx.x) - state.first_group) * kJpegGroup;
   const int16_t* const coefficients = state.coefficients + (first << h.segment_bits) * h.mcu_blocks * kJpegBlock;
-  // Blocks in the order of their coefficients, a part of the group's for each blockIdx.y, and 32 of it a warp at a time.
+  // Blocks in the order of their coefficients: a part of the group's for each blockIdx.y, of it 32 for a warp at a
+  // time.
   const int blocks = h.mcu_blocks, count = (kJpegGroup << h.segment_bits) / kTransformParts * blocks;
   const int reciprocal = 65536 / blocks + 1;  // exact: fewer than 2,560 blocks, at most 10 an MCU
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
@@ -452,7 +456,6 @@ __global__ void __launch_bounds__(kTransformThreads) jpeg_transform(JpegParams p
     }
     __syncwarp();
   }
-  __pipeline_wait_prior(0);
 }
 
 // Eight samples of two rows, four a word.
@@ -628,8 +631,13 @@ struct ChromaColumns {
   int left, right;         // -1 and 4, or what is next to them in the picture
 
   __device__ __forceinline__ ChromaColumns(const JpegPlane& b, const JpegPlane& r, int x)
-      : cb(b.data + (x - b.x0)), cr(r.data + (x - b.x0)), pitch(b.pitch), first(b.y0), last(b.last_y),
-        left(x > b.x0 ? -1 : 0), right(x + 4 <= b.last_x ? 4 : 3) {}
+      : cb(b.data + (x - b.x0)),
+        cr(r.data + (x - b.x0)),
+        pitch(b.pitch),
+        first(b.y0),
+        last(b.last_y),
+        left(x > b.x0 ? -1 : 0),
+        right(x + 4 <= b.last_x ? 4 : 3) {}
 
   __device__ __forceinline__ void load(int y, uint32_t (&out)[6]) const {
     const int row = (jpeg_clamp_to(y, first, last) - first) * pitch;
@@ -664,7 +672,7 @@ __device__ __forceinline__ void color_usual(const JpegState& state, int x, int y
   const int64_t dy = state.turn.dy;
   uint8_t* out = state.out + x * 3 + y * dy;
   const int first = state.region.y0;
-  const uint32_t half = 0x8000 * blockDim.y;  // 1
+  const uint32_t half = 0x8000 * blockDim.y;  // times 1: as a constant it would be loaded for each pixel
   uint32_t above[6], here[6], below[6];
   chroma.load(y / 2 - 1, above);
   chroma.load(y / 2, here);

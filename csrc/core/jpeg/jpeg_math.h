@@ -93,9 +93,9 @@ TORCH_FASTDET_HOST_DEVICE int jpeg_value(uint32_t next, uint32_t total, uint32_t
   return (magnitude ^ negative) - negative;
 }
 
-// Decodes a block: store(i, value) for the coefficients that are not 0, i in the file's order, DC always. A `Store` with
-// kAlways is called for codes without a coefficient too, with i = kJpegBlock. `Bits` has peek(), the next 32 bits, and
-// skip(n). Never more than 64 codes, whatever the bits are.
+// Decodes a block: store(i, value) for the coefficients that are not 0, i in the file's order, DC always. A `Store`
+// with kAlways is called for codes without a coefficient too, with i = kJpegBlock. `Bits` has peek(), the next 32 bits,
+// and skip(n). Never more than 64 codes, whatever the bits are.
 template <class Bits, class Table, class Store>
 TORCH_FASTDET_HOST_DEVICE void jpeg_decode_block(Bits& bits, const Table& dc, const Table& ac, int& predictor,
                                                  Store&& store) {
