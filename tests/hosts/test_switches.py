@@ -4,11 +4,14 @@ import contextlib
 import importlib
 import importlib.util
 import sys
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_fastdet.hosts.engine.import_hook import namespace
 from torch_fastdet.hosts.engine.replace import Patches
@@ -95,6 +98,7 @@ SETTINGS = {
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "meta": lambda: torch.device("meta"),
     "inference mode": torch.inference_mode,
+    "fake tensors": FakeTensorMode,
 }
 
 
@@ -111,5 +115,19 @@ def test_the_same_switches_apply_whatever_the_callers_settings_are(host, module,
         drop_in.unpatch()
         with SETTINGS[setting]():
             assert sorted(drop_in.patch()) == expected
+    finally:
+        drop_in.unpatch()
+
+
+def test_threads_that_patch_at_once_replace_each_name_once():
+    drop_in = importlib.import_module("torch_fastdet.yolov5")
+    pytest.importorskip("yolov5.segment.val", reason="yolov5 is not installed")
+    try:
+        expected = drop_in.patch()
+        drop_in.unpatch()
+        start = threading.Barrier(4)
+        with ThreadPoolExecutor(4) as pool:
+            lines = list(pool.map(lambda _: start.wait() * 0 or drop_in.patch(), range(4)))
+        assert lines == [expected] * 4
     finally:
         drop_in.unpatch()

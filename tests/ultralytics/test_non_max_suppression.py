@@ -19,6 +19,7 @@ OPTIONS = {
     "cut": {"conf_thres": 0.01, "multi_label": True, "max_nms": 301},
     "max_wh": {"max_wh": 100, "multi_label": True, "conf_thres": 0.1},
     "named classes, masks": {"nc": 4},
+    "classes from the shape": {"nc": None},
     "IoU 0": {"iou_thres": 0.0},
     "nothing": {"conf_thres": 1.0},
 }

@@ -1,5 +1,6 @@
 """torch_fastdet's list-returning suppression against YOLOv5's own function: same rows, same order, every option."""
 
+import math
 import sys
 
 import pytest
@@ -131,6 +132,8 @@ def test_room_is_made_for_what_there_can_be(device, multi_label):
     [
         ("^non_max_suppression: conf_thres is 1.2", lambda p: yolov5_non_max_suppression(p, 1.2)),
         ("^non_max_suppression: conf_thres is 1.2", lambda p: ultralytics_non_max_suppression(p, 1.2)),
+        ("conf_thres, .* are 'a', .* numbers are expected$", lambda p: yolov5_non_max_suppression(p, "a")),
+        ("max_det .* inf and 30000, but numbers are", lambda p: ultralytics_non_max_suppression(p, max_det=math.inf)),
         ("^non_max_suppression: max_det is -1", lambda p: yolov5_non_max_suppression(p, max_det=-1)),
         ("^non_max_suppression: per_class is 'a'", lambda p: yolov5_non_max_suppression(p, per_class="a")),
         ("prediction has shape", lambda p: yolov5_non_max_suppression(p[0])),

@@ -27,6 +27,7 @@ foreach_copy_, foreach_add, foreach_add_ = torch._foreach_copy_, torch._foreach_
 foreach_zero_ = torch._foreach_zero_
 disable_dynamo = torch._disable_dynamo  # torch.compiler.disable without its import of the compiler
 as_plain_tensors = torch._C.DisableTorchFunctionSubclass  # inside, subclasses are plain tensors to functions
+without_dispatch_modes = torch.utils._python_dispatch._disable_current_modes  # FakeTensorMode and the like
 operator_names = torch._C._dispatch_get_all_op_names  # of all registered operators, with their namespace
 # GPUs that this process may use, without starting CUDA; -1 where that is unknown.
 gpu_count = torch.cuda._device_count_nvml

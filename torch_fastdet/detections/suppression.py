@@ -118,7 +118,8 @@ def yolov5_non_max_suppression(
     Raises:
         ValueError: a wrong shape, a threshold outside 0..1 (also an AssertionError, as stock's), a negative max_det, an unknown
             per_class, no device.
-        TypeError: prediction is not a tensor, classes not an int or a list of ints, or an entry of labels cannot become a tensor.
+        TypeError: prediction is not a tensor, classes not an int or a list of ints, another option not a number, or an entry of labels
+            cannot become a tensor.
     """
     op = "non_max_suppression"
     prediction = _first(op, prediction)
@@ -178,7 +179,7 @@ def ultralytics_non_max_suppression(
     agnostic: bool = False,
     multi_label: bool = False,
     max_det: int | None = 300,
-    nc: int = 0,
+    nc: int | None = 0,
     max_time_img: float = 0.05,
     max_nms: int = 30000,
     max_wh: int = 7680,
@@ -196,7 +197,7 @@ def ultralytics_non_max_suppression(
         prediction: (images, 4 + nc + extra, N), or a tuple whose first element that is; (images, N, 6) and, with
             end2end, (images, N, 6 + extra) are filtered alone. Never changed.
         max_det: detections an image; None keeps all, as in stock.
-        nc: classes; 0 takes every channel past the box for one.
+        nc: classes; 0 or None takes every channel past the box for one.
         max_time_img: taken and ignored: there is no time limit.
         rotated: boxes are rotated, and the last channel is their angle in radians. They stay center and size.
         return_idxs: also give the anchors of the detections.
@@ -215,7 +216,7 @@ def ultralytics_non_max_suppression(
     Raises:
         ValueError: a wrong shape, a threshold outside 0..1 (also an AssertionError, as stock's), a negative max_det or max_nms, an
             unknown per_class or rotated_rule, no device.
-        TypeError: prediction is not a tensor, or classes not an int or a list of ints.
+        TypeError: prediction is not a tensor, classes not an int or a list of ints, or another option not a number.
     """
     op = "non_max_suppression"
     prediction = _first(op, prediction)
@@ -236,7 +237,7 @@ def ultralytics_non_max_suppression(
         candidates = prediction.shape[2] * (prediction.shape[1] if multi_label else 1)
         capacity = _capacity(options.max_det, options.max_nms, candidates)
         detections, counts, indices = nms.ultralytics_non_max_suppression_padded(
-            prediction, *options[:5], capacity, int(nc), *options[6:], rotated_rule if rotated else "none"
+            prediction, *options[:5], capacity, int(nc or 0), *options[6:], rotated_rule if rotated else "none"
         )
     sizes = counts.tolist()
     rows = _split(detections.to(home), sizes)

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 import torch
 
-from torch_fastdet._torch.private import tree_flatten
+from torch_fastdet._torch.private import tree_flatten, without_dispatch_modes
 from torch_fastdet.hosts.engine.replace import defined_in, describe
 from torch_fastdet.loader.fingerprint import fingerprint, names_in
 
@@ -55,7 +55,13 @@ def plainly_on_the_cpu() -> Iterator[None]:
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
-        with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
+        with (
+            without_dispatch_modes(),
+            torch.inference_mode(False),
+            torch.no_grad(),
+            torch.device("cpu"),
+            torch.autocast("cpu", enabled=False),
+        ):
             yield
     finally:
         torch.set_default_dtype(dtype)

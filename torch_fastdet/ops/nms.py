@@ -58,7 +58,13 @@ def checked_options(
 
     What the operators refuse is an error here. The types are the operators' own: other numbers serve too.
     """
-    conf_thres, iou_thres, max_det, max_nms = float(conf_thres), float(iou_thres), int(max_det), int(max_nms)
+    try:
+        conf_thres, iou_thres, max_det, max_nms = float(conf_thres), float(iou_thres), int(max_det), int(max_nms)
+    except (TypeError, ValueError, OverflowError):
+        raise TypeError(
+            f"{op}: conf_thres, iou_thres, max_det and max_nms are {conf_thres!r}, {iou_thres!r}, {max_det!r} and {max_nms!r}, but "
+            "numbers are expected"
+        ) from None
     for option, value in (("conf_thres", conf_thres), ("iou_thres", iou_thres)):
         if not 0 <= value <= 1:
             raise _ThresholdError(f"{op}: {option} is {value}, but a threshold between 0 and 1 is expected")

@@ -13,6 +13,7 @@ from torch_fastdet.detections.masks import ultralytics_crop_mask as crop_mask
 from torch_fastdet.detections.masks import ultralytics_process_mask as process_mask
 from torch_fastdet.detections.masks import ultralytics_process_mask_native as process_mask_native
 from torch_fastdet.detections.suppression import ultralytics_non_max_suppression as non_max_suppression
+from torch_fastdet.hosts.evidence import plainly_on_the_cpu
 from torch_fastdet.hosts.shared.floats import as_float
 
 __all__ = ["ModelEMA", "bbox_iou", "crop_mask", "non_max_suppression", "process_mask", "process_mask_native"]
@@ -59,7 +60,8 @@ LABELS = "labels"
 def suppression_like(stock: Callable[..., Any]) -> Callable[..., object]:
     """:func:`non_max_suppression` with the parameters and dtypes of the installed version's function."""
     has_labels = LABELS in inspect.signature(stock).parameters
-    keeps_dtype = stock(torch.zeros(1, 1, 6, dtype=torch.float16, device="cpu"))[0].dtype == torch.float16
+    with plainly_on_the_cpu():
+        keeps_dtype = stock(torch.zeros(1, 1, 6, dtype=torch.float16))[0].dtype == torch.float16
     return _as_older(stock, keeps_dtype) if has_labels or keeps_dtype else non_max_suppression
 
 

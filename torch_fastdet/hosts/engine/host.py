@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import threading
 from collections.abc import Collection, Iterable, Mapping
 from types import ModuleType
 
@@ -13,6 +14,7 @@ from torch_fastdet.hosts.evidence import Obstacle, first_obstacle
 
 ALL = "fastdet"
 ALL_HELP = "every switch that applies here"
+_one_thread = threading.RLock()  # at a time replaces names, which both hosts do in torch
 
 
 class Host:
@@ -50,9 +52,10 @@ class Host:
         by_name = [name for name in self.switches if switches.get(name)]
         everything = self.everything() if switches.get(ALL, not switches) else ()
         names = [name for name in self.switches if name in by_name or (name in everything and switches.get(name, True))]
-        self.switch_on(names, by_name)
-        self.requests.append(dict(switches))
-        return self.patches.lines()
+        with _one_thread:
+            self.switch_on(names, by_name)
+            self.requests.append(dict(switches))
+            return self.patches.lines()
 
     def everything(self) -> list[str]:
         """The switches that ``fastdet`` stands for."""
@@ -60,11 +63,12 @@ class Host:
 
     def unpatch(self) -> int:
         """Put every replaced name back, print and return how many there were."""
-        count = self.patches.put_back()
-        counts.clear()
-        fallbacks.clear()
-        self.on.clear()
-        self.requests.clear()
+        with _one_thread:
+            count = self.patches.put_back()
+            counts.clear()
+            fallbacks.clear()
+            self.on.clear()
+            self.requests.clear()
         if count:
             say(f"put back {count} name{'s' if count > 1 else ''}")
         hide(self)
