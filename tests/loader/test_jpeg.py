@@ -20,7 +20,7 @@ from tests.loader.leftovers import open_memories
 from tests.loader.pretended import made, pictures_on_the_cpu
 from torch_fastdet.loader import jpeg
 from torch_fastdet.loader.finish import DevicePictures
-from torch_fastdet.loader.jpeg import AREA, AS_IT_IS, LINEAR, OTHERWISE, Files, is_jpeg, packed_size, read_jpeg
+from torch_fastdet.loader.jpeg import AREA, AS_IT_IS, LINEAR, OTHERWISE, Files, is_jpeg, pack_jpeg, packed_size
 from torch_fastdet.loader.loop import PlannedLoading
 from torch_fastdet.loader.memory import JpegFiles, PictureMemory
 from torch_fastdet.loader.on_cpu import run_on_cpu
@@ -46,6 +46,10 @@ def write(path, height, width, seed=0, **options):
 @pytest.fixture
 def files(tmp_path):
     return [write(tmp_path / f"{number}.jpg", *size, number) for number, size in enumerate(SIZES)]
+
+
+def packed(path, head=None):
+    return pack_jpeg(np.fromfile(path, dtype=np.uint8), head)
 
 
 def memory_of(files, budget=1 << 24, pictures=1 << 24, shapes=SIZES, originals=None, ways=None):
@@ -87,7 +91,7 @@ def test_what_opencv_has_to_decode_is_not_kept_and_said_once(tmp_path, caplog, m
 
 
 def test_a_file_without_room_is_read_for_each_batch(files, tmp_path):
-    one = len(read_jpeg(files[0]).data)
+    one = len(packed(files[0]).data)
     memory = memory_of(files, budget=one + 64)
     for _ in range(2):
         assert [memory.read(index) and index not in memory.files.sent for index in range(4)] == [
@@ -109,20 +113,40 @@ def test_a_file_without_room_is_read_for_each_batch(files, tmp_path):
     assert not memory.read(3) and memory.get(3) is None
 
 
-def test_an_index_is_kept_of_a_file_that_is_not(files, monkeypatch):
-    memory, heads = memory_of(files, budget=0), []
-    real = jpeg.read_jpeg
-    monkeypatch.setattr(
-        "torch_fastdet.loader.memory.read_jpeg", lambda path, head: heads.append(head) or real(path, head)
-    )
-    for _ in range(2):
+def test_a_file_that_does_not_change_is_judged_once(files, monkeypatch):
+    memory, judged = memory_of(files, budget=0), []
+    monkeypatch.setattr("torch_fastdet.loader.memory.pack_jpeg", lambda *args: judged.append(args) or pack_jpeg(*args))
+    for _ in range(3):
         assert all(memory.read(index) for index in range(4))
+        for path, file in zip(files, memory.files.sent.values(), strict=True):
+            assert np.array_equal(file, np.fromfile(path, dtype=np.uint8))
         memory.forget_sent()
-    assert heads[:4] == [None] * 4
-    for path, head in zip(files, heads[4:], strict=True):
-        packed = real(path)
-        assert np.array_equal(head, packed.data[: packed.head])
+    assert [head for _, head in judged] == [None] * 4
+    for index, path in enumerate(files):
+        found = packed(path)
+        assert np.array_equal(memory.files._head(index), found.data[: found.head])
+    os.utime(files[0])  # its content may be another
+    for _ in range(2):
+        assert memory.read(0) and len(judged) == 5
+        memory.forget_sent()
     assert memory.files.used() == memory.files.held() == 0
+
+
+@pytest.mark.parametrize("how", ["broken", "of another size"])
+def test_a_file_that_changes_and_says_it_does_not_ends_the_training(how, files):
+    """Its time and size are what they were: a disk that is broken. Who packs the file sees that its bytes are not."""
+    memory = memory_of(files, budget=0)
+    assert memory.read(0)
+    memory.forget_sent()
+    if how == "broken":
+        Path(files[0]).write_bytes(Path(files[0]).read_bytes()[:-2] + b"\0\0")
+    else:
+        write(files[0], *SIZES[1])
+    status = os.stat(files[0])
+    memory.files._rows[0, 4:] = status.st_size, status.st_ctime_ns
+    assert memory.read(0)
+    with pytest.raises(RuntimeError, match=r"0\.jpg has changed while it was read: (cut short|it has another size)"):
+        memory.get(0)
 
 
 def test_no_file_stays_where_stock_makes_the_batch(files):
@@ -272,7 +296,7 @@ def test_processes_share_files(method, files):
 def test_ranks_share_files_and_their_indices(files, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_PORT", "54321")
-    of, budget = Files.of(files, SIZES, [AS_IT_IS] * 4), len(read_jpeg(files[0]).data)
+    of, budget = Files.of(files, SIZES, [AS_IT_IS] * 4), len(packed(files[0]).data)
     memories = []
     for rank in "01":
         monkeypatch.setenv("LOCAL_RANK", rank)
@@ -282,7 +306,7 @@ def test_ranks_share_files_and_their_indices(files, monkeypatch):
     assert first.read(0) and second.has(0) and np.array_equal(second.get(0), cv2.imread(files[0]))
     assert first.read(1) and not second.has(1)  # it travels with the first rank's batch
     head = second.files._head(1)
-    assert np.array_equal(head, read_jpeg(files[1]).data[: len(head)])
+    assert np.array_equal(head, packed(files[1]).data[: len(head)])
 
 
 def random_batch(generator, memory, size=(40, 56)):

@@ -149,19 +149,21 @@ class DevicePictures(Owner):
         indices = np.unique(plan.sources[plan.sources >= 0])
         missing = indices[~self._here[indices]]
         keep, decoded, sizes = self._fits[missing], memory.decoded()[missing], memory.sizes(missing)
-        come = np.flatnonzero(np.isin(plan.files[:, 0], missing))  # with the plan
-        sent = np.searchsorted(missing, plan.files[come, 0])
+        come = plan.files[np.isin(plan.files[:, 0], missing)]  # with the plan
+        sent = np.searchsorted(missing, come[:, 0])
         decoded[sent] = False  # another process may have decoded one since
-        begins, taken = memory.offsets[missing], sizes.copy()  # in the shared memory
+        storage, begins, taken, hosts = 2 - decoded, memory.offsets[missing], sizes.copy(), list(self._host)
         if not decoded.all():
             taken[~decoded], begins[~decoded] = memory.files.rows(missing[~decoded]).T
-        taken[sent] = 0
+        if len(come):
+            packed, rows = memory.files.pack(come, torch.as_tensor(plan.sent), pin_memory=self.device.type == "cuda")
+            (taken[sent], begins[sent]), storage[sent] = rows.T, len(hosts) + 1
+            hosts.append(packed)
         places = one_after_another(taken, own.numel())
         staged = torch.empty(int(places[-1]), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-        pieces = np.stack((2 - decoded, begins, taken, places[:-1]), 1)
-        ops.image_gather_(staged, [own, *self._host], torch.from_numpy(np.insert(pieces, 0, (0, 0, own.numel(), 0), 0)))
+        pieces = np.stack((storage, begins, taken, places[:-1]), 1)
+        ops.image_gather_(staged, [own, *hosts], torch.from_numpy(np.insert(pieces, 0, (0, 0, own.numel(), 0), 0)))
         upload, places = staged.to(self.device, non_blocking=True), places[:-1]
-        places[sent] = plan.files[come, 2]
         for index in np.flatnonzero(keep & decoded).tolist():
             begin, size, place = int(self._offsets[missing[index]]), int(sizes[index]), int(places[index])
             self._cache[begin : begin + size].copy_(upload[place : place + size])

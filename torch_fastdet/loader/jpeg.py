@@ -71,7 +71,7 @@ def packed_size(files: Files) -> int:
 
 @dataclass
 class Packed:
-    """A file that was read."""
+    """A file that was packed."""
 
     data: np.ndarray
     #: Height and width of its picture.
@@ -80,12 +80,8 @@ class Packed:
     head: int
 
 
-def read_jpeg(path: str, head: np.ndarray | None = None) -> Packed | str:
+def pack_jpeg(file: np.ndarray, head: np.ndarray | None = None) -> Packed | str:
     """A file, packed; or why OpenCV has to decode it. ``head`` is what an earlier pass over it has found."""
-    try:
-        file = np.fromfile(path, dtype=np.uint8)
-    except OSError as error:
-        return str(error)
     heads = None if head is None else [torch.from_numpy(head)]
     storage, pictures, refusals = ops.jpeg_pack([torch.from_numpy(file)], heads=heads)
     if refusals[0]:

@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from torch_fastdet import ops
 from torch_fastdet._say import say
-from torch_fastdet.loader.jpeg import CHANNELS, Files, decode_packed, packed_size, read_jpeg
+from torch_fastdet.loader.jpeg import CHANNELS, Files, decode_packed, pack_jpeg, packed_size
 from torch_fastdet.memory import HOST_BUDGET, Owner, is_low, register
 
 ALIGNMENT = 64
@@ -151,11 +152,11 @@ class PictureMemory(SharedFile):
     def is_file(self, index: int) -> bool:
         return not self._marks[index] and self.jpegs is not None and self.jpegs.has(index)
 
-    def packed(self, index: int, kept: bool) -> np.ndarray | None:
-        """The packed file of a picture: one that is to travel with the batch, or with ``kept`` also one that is kept."""
+    def file(self, index: int, packed: bool) -> np.ndarray | None:
+        """A picture's file that is to travel with the batch, as it is on the disk; with ``packed`` any that is there, packed."""
         if self._marks[index] or self.jpegs is None:
             return None
-        return self.jpegs.packed(index) if kept else self.jpegs.sent.get(index)
+        return self.jpegs.packed(index) if packed else self.jpegs.sent.get(index)
 
     def forget_sent(self) -> None:
         """The batch is made: what travels with it is not needed here any more."""
@@ -226,8 +227,8 @@ class PictureMemory(SharedFile):
 class JpegFiles(SharedFile):
     """JPEG files with an index (:func:`torch_fastdet.ops.jpeg_pack`), one after another in the order in which they are first needed.
 
-    A file for which there is no room is read for each batch and travels with it. Its index is kept: behind the budget, as it takes
-    3% of a file.
+    A file for which there is no room is read for each batch and travels with it, as it is: who makes the batch packs it. Its index is
+    kept: behind the budget, as it takes 3% of a file.
 
     Args:
         files: those of a data set.
@@ -271,13 +272,23 @@ class JpegFiles(SharedFile):
     def read(self, index: int) -> bool:
         """Read a picture's file unless it is there. Whether it is there: kept, or for the batch that is planned.
 
-        It is not where OpenCV has to decode it, because :func:`~torch_fastdet.ops.jpeg_pack` refuses it.
+        It is not where OpenCV has to decode it, because :func:`~torch_fastdet.ops.jpeg_pack` refuses it. One that has not changed
+        since it was judged is not judged again.
         """
-        if self._rows[index, 0] or index in self.sent:
+        kept, _, head, _, *judged = self._rows[index].tolist()
+        if kept or index in self.sent:
             return self.has(index)
         if not self.may_keep[index]:
             return False
-        found = read_jpeg(self.files.paths[index], self._head(index))
+        try:
+            file, stamp = self._read(self.files.paths[index])
+        except OSError as error:
+            self._refuse(index, str(error))
+            return False
+        if head and stamp == judged:
+            self._send(index, file)
+            return True
+        found = pack_jpeg(file, self._head(index))
         if isinstance(found, str) or found.size != tuple(self.files.sizes[index]):
             self._refuse(index, found if isinstance(found, str) else "its size has changed")
             return False
@@ -287,22 +298,36 @@ class JpegFiles(SharedFile):
             self._write(index, 0, offset, packed)  # two processes may read one file at once: either copy is right
             return True
         self._full = True
-        self._send(index, packed)
-        if not self._rows[index, 2]:
+        self._send(index, file)
+        if not head:
             begin = self._take(2, found.head, self.nbytes - self.room)
             if begin is not None and not is_low():
                 self._write(index, 2, self.room + begin, packed[: found.head])
+        self._rows[index, 4:] = stamp
         return True
 
-    def _send(self, index: int, data: np.ndarray) -> None:
-        """Copy it where the last batch's files were: fresh memory costs more than the copy."""
-        begin, end = self._sent_end, self._sent_end + data.nbytes
-        if end > self._sent_here.nbytes:
-            self._sent_here = np.empty(max(2 * end, 1 << 20), dtype=np.uint8)
-            begin, end = 0, data.nbytes
-        self.sent[index] = self._sent_here[begin:end]
-        self.sent[index][:] = data
-        self._sent_end = end
+    def _read(self, path: str) -> tuple[np.ndarray, list[int]]:
+        """A file, behind those that travel with the batch, and what tells whether it has changed: its size, and when it did last.
+
+        It lies where the last batch's files were: fresh memory costs more than reading.
+        """
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            status = os.fstat(fd)
+            if self._sent_end + status.st_size > self._sent_here.nbytes:
+                self._sent_here = np.empty(max(2 * (self._sent_end + status.st_size), 1 << 20), dtype=np.uint8)
+                self._sent_end = 0
+            file, size = self._sent_here[self._sent_end : self._sent_end + status.st_size], 0
+            while count := os.readv(fd, [file[size:]]):
+                size += count
+        finally:
+            os.close(fd)
+        return file[:size], [status.st_size, status.st_ctime_ns]
+
+    def _send(self, index: int, file: np.ndarray) -> None:
+        """Keep what was just read for the batch."""
+        self.sent[index] = file
+        self._sent_end += file.nbytes
 
     def forget_sent(self) -> None:
         """The batch is made."""
@@ -311,7 +336,7 @@ class JpegFiles(SharedFile):
 
     def _head(self, index: int) -> np.ndarray | None:
         """What an earlier pass over a file that is not kept has found."""
-        size, begin = self._rows[index, 2:].tolist()
+        size, begin = self._rows[index, 2:4].tolist()
         return self.pixels[begin : begin + size] if size else None
 
     def _write(self, index: int, column: int, offset: int, data: np.ndarray) -> None:
@@ -321,11 +346,25 @@ class JpegFiles(SharedFile):
 
     def packed(self, index: int) -> np.ndarray:
         """A file that is there."""
-        packed = self.sent.get(index)
-        if packed is None:
-            size, offset = self.rows(index).tolist()
-            packed = self.pixels[offset : offset + size]
-        return packed
+        file = self.sent.get(index)
+        if file is not None:
+            return self.pack(np.array([[index, file.nbytes, 0]]), torch.from_numpy(file))[0].numpy()
+        size, offset = self.rows(index).tolist()
+        return self.pixels[offset : offset + size]
+
+    def pack(self, files: np.ndarray, sent: torch.Tensor, pin_memory: bool = False) -> tuple[torch.Tensor, np.ndarray]:
+        """Files that travel with a batch, packed, and (n, 2) bytes and offset of each. ``files``: index, bytes, offset in ``sent``."""
+        nothing = np.empty(0, dtype=np.uint8)
+        heads = [nothing if (head := self._head(index)) is None else head for index in files[:, 0].tolist()]
+        found = ops.jpeg_pack(
+            [sent[begin : begin + size] for _, size, begin in files.tolist()], pin_memory, [*map(torch.from_numpy, heads)]
+        )
+        storage, pictures, refusals = found[0], found[1].numpy(), found[2]
+        changed = (pictures[:, 2:4] != self.files.sizes[files[:, 0]]).any(1)  # refused ones have no size
+        for row in np.flatnonzero(changed).tolist():
+            why = refusals[row] or "it has another size"
+            raise RuntimeError(f"{self.files.paths[files[row, 0]]} has changed while it was read: {why}")
+        return storage, pictures[:, 1::-1]
 
     def decode(self, index: int, shape: np.ndarray) -> np.ndarray:
         """The picture of a file that is there, resized to ``shape``, made on the CPU."""
@@ -377,9 +416,10 @@ class JpegFiles(SharedFile):
         self._told = 0
         self._sent_here, self._sent_end = np.empty(0, dtype=np.uint8), 0
         # A row a picture: bytes (0: not there, -1: refused; written last) and offset; the same of the index of one that is not
-        # kept. Behind them: bytes that files take, files that were refused, bytes that indices take.
+        # kept, and the file's size and time when it was judged. Behind them: bytes that files take, files that were refused,
+        # bytes that indices take.
         n = len(self) + 1
-        self._rows = self._open(n * 32, fd)[: n * 32].view(np.int64).reshape(n, 4)
+        self._rows = self._open(n * 48, fd)[: n * 48].view(np.int64).reshape(n, 6)
 
 
 def aligned(end: int) -> int:

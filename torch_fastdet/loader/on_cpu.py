@@ -35,22 +35,22 @@ def run_on_cpu(plan: Plan, memory: PictureMemory, out: torch.Tensor) -> None:
     own = plan.own if isinstance(plan.own, torch.Tensor) else torch.from_numpy(plan.own)
     storages, places = [memory.tensor(), own], plan.placements
     if len(plan.files):
-        pixels, places = _decoded(plan, memory, own)
+        pixels, places = _decoded(plan, memory)
         storages.append(pixels)
     warp, lanes = ops.opencv_rules()
     tables: dict[str, Any] = {name: torch.from_numpy(table) for name, table in plan.tables_with(places).items()}
     ops.image_augment_(out, storages, **tables, warp=warp, hsv_lanes=lanes)
 
 
-def _decoded(plan: Plan, memory: PictureMemory, own: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
+def _decoded(plan: Plan, memory: PictureMemory) -> tuple[torch.Tensor, np.ndarray]:
     """What the plan shows of its files, until the next call, and its placements with that."""
     order = plan.files[:, 0].argsort()
     indices, _, begins = plan.files[order].T
     kept, files = memory.shapes[indices], memory.files.files
-    ends = one_after_another(kept.prod(1) * CHANNELS)
+    sent, ends = torch.from_numpy(plan.sent), one_after_another(kept.prod(1) * CHANNELS)
     pixels = _room.take(int(ends[-1]))
     seen = shown_of(plan, indices)
-    Wanted(begins, ends[:-1], files.sizes[indices], kept, files.ways[indices], seen).decode(pixels, own, own)
+    Wanted(begins, ends[:-1], files.sizes[indices], kept, files.ways[indices], seen).decode(pixels, sent, sent)
     placements, of_files = plan.placements.copy(), np.isin(plan.sources, indices)
     placements[of_files, 0] = FILES
     placements[of_files, 1] = ends[np.searchsorted(indices, plan.sources[of_files])]

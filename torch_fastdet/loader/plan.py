@@ -91,9 +91,11 @@ class Plan:
     masks: np.ndarray
     #: For each placement the index of its source in the shared memory; -1 where it travels with the batch.
     sources: np.ndarray
-    #: What travels with the batch: pixels, and packed files.
+    #: Pixels that travel with the batch.
     own: Any
-    #: (k, 3) of these files: index, bytes, offset in ``own``.
+    #: Files that travel with the batch: packed where it is made on the CPU, else as they are on the disk.
+    sent: Any
+    #: (k, 3) of these files: index, bytes, offset in ``sent``.
     files: np.ndarray
 
     def tables_with(self, placements: np.ndarray) -> dict[str, np.ndarray]:
@@ -134,8 +136,8 @@ def pack(
 ) -> Plan:
     """The tables of a batch, or of a part of one.
 
-    What the memory has as a file travels with the batch: where it is to, and with ``on_cpu`` also where it is kept. ``join`` makes one
-    piece of what travels.
+    What the memory has as a file travels with the batch: where it is not kept, and with ``on_cpu`` each. ``join`` makes one piece of
+    what travels.
     """
     size = (pictures[0].height, pictures[0].width)
     for picture in pictures:
@@ -144,7 +146,7 @@ def pack(
                 f"pictures of a batch must have one size, but there are {size[0]}x{size[1]} and "
                 f"{picture.height}x{picture.width} (height x width)"
             )
-    own, masks = Bytes(), Bytes()
+    own, sent, masks = Bytes(), Bytes(), Bytes()
     placements: list[tuple] = []
     layers: list[tuple] = []
     tables: list[np.ndarray] = []
@@ -162,9 +164,9 @@ def pack(
                 if (
                     pixels is None
                     and source.index not in files
-                    and (packed := memory.packed(source.index, kept=on_cpu)) is not None
+                    and (file := memory.file(source.index, packed=on_cpu)) is not None
                 ):
-                    files[source.index] = source.index, packed.nbytes, own.add(packed)
+                    files[source.index] = source.index, file.nbytes, sent.add(file)
                 place = (SHARED, memory.offsets[source.index]) if pixels is None else (OWN, own.add(pixels))
                 sources.append(source.index if pixels is None else -1)
                 placements.append((*place, source.height, source.width, *where))
@@ -184,5 +186,6 @@ def pack(
         masks=masks.joined(),
         sources=np.array(sources, dtype=np.int64),
         own=join(own),
+        sent=join(sent),
         files=np.array(list(files.values()), dtype=np.int64).reshape(-1, 3),
     )
