@@ -118,9 +118,10 @@ def test_a_file_that_does_not_change_is_judged_once(files, monkeypatch):
     monkeypatch.setattr("torch_fastdet.loader.memory.pack_jpeg", lambda *args: judged.append(args) or pack_jpeg(*args))
     for _ in range(3):
         assert all(memory.read(index) for index in range(4))
-        for path, file in zip(files, memory.files.sent.values(), strict=True):
-            assert np.array_equal(file, np.fromfile(path, dtype=np.uint8))
-        memory.forget_sent()
+        sent, rows = memory.take_sent()
+        assert rows[:, 0].tolist() == [0, 1, 2, 3] and not memory.files.sent
+        for path, (_, size, begin) in zip(files, rows.tolist(), strict=True):
+            assert Path(path).read_bytes() == sent[begin : begin + size].tobytes()
     assert [head for _, head in judged] == [None] * 4
     for index, path in enumerate(files):
         found = packed(path)
@@ -428,7 +429,6 @@ def test_batches_of_files_have_the_same_pixels(cached, decoded, room, resized, f
         wanted = of_whole_pictures(batch, memory)
         assert torch.equal(on_cpu(batch, memory), wanted)
         plan = pack(batch, memory, on_cpu=False)
-        memory.forget_sent()
         before = plan.placements.copy()
         for _ in range(2):  # out of memory in between begins again with the same plan
             storages, placements = pictures._bring(plan)

@@ -26,6 +26,7 @@ import torch
 from torch_fastdet import ops
 from torch_fastdet._say import say
 from torch_fastdet.loader.jpeg import CHANNELS, Files, decode_packed, pack_jpeg, packed_size
+from torch_fastdet.loader.slots import SendBuffer
 from torch_fastdet.memory import HOST_BUDGET, Owner, is_low, register
 
 ALIGNMENT = 64
@@ -152,11 +153,15 @@ class PictureMemory(SharedFile):
     def is_file(self, index: int) -> bool:
         return not self._marks[index] and self.jpegs is not None and self.jpegs.has(index)
 
-    def file(self, index: int, packed: bool) -> np.ndarray | None:
-        """A picture's file that is to travel with the batch, as it is on the disk; with ``packed`` any that is there, packed."""
-        if self._marks[index] or self.jpegs is None:
-            return None
-        return self.jpegs.packed(index) if packed else self.jpegs.sent.get(index)
+    def packed(self, index: int) -> np.ndarray | None:
+        """The packed file of a picture that is not decoded."""
+        return None if self._marks[index] or self.jpegs is None else self.jpegs.packed(index)
+
+    def take_sent(self) -> tuple[Any, np.ndarray]:
+        """Files that are to travel with the batch: their bytes, and (k, 3) index, bytes, offset of each."""
+        if self.jpegs is None:
+            return np.empty(0, dtype=np.uint8), np.empty((0, 3), dtype=np.int64)
+        return self.jpegs.take_sent()
 
     def forget_sent(self) -> None:
         """The batch is made: what travels with it is not needed here any more."""
@@ -240,8 +245,6 @@ class JpegFiles(SharedFile):
     what, label = "JPEG files", "torch_fastdet_jpegs"
     kept = "files", "may_keep", "wanted", "room", "nbytes"
     _rows: np.ndarray
-    _sent_here: np.ndarray
-    _sent_end: int
     _told: int
 
     def __init__(self, files: Files, budget: int, fd: int | None = None, nbytes: int | None = None) -> None:
@@ -286,7 +289,7 @@ class JpegFiles(SharedFile):
             self._refuse(index, str(error))
             return False
         if head and stamp == judged:
-            self._send(index, file)
+            self._send(index, file.nbytes)
             return True
         found = pack_jpeg(file, self._head(index))
         if isinstance(found, str) or found.size != tuple(self.files.sizes[index]):
@@ -298,7 +301,7 @@ class JpegFiles(SharedFile):
             self._write(index, 0, offset, packed)  # two processes may read one file at once: either copy is right
             return True
         self._full = True
-        self._send(index, file)
+        self._send(index, file.nbytes)
         if not head:
             begin = self._take(2, found.head, self.nbytes - self.room)
             if begin is not None and not is_low():
@@ -307,32 +310,32 @@ class JpegFiles(SharedFile):
         return True
 
     def _read(self, path: str) -> tuple[np.ndarray, list[int]]:
-        """A file, behind those that travel with the batch, and what tells whether it has changed: its size, and when it did last.
-
-        It lies where the last batch's files were: fresh memory costs more than reading.
-        """
+        """A file, behind those that travel with the batch, and what tells whether it has changed: its size, and when it did last."""
         fd = os.open(path, os.O_RDONLY)
         try:
             status = os.fstat(fd)
-            if self._sent_end + status.st_size > self._sent_here.nbytes:
-                self._sent_here = np.empty(max(2 * (self._sent_end + status.st_size), 1 << 20), dtype=np.uint8)
-                self._sent_end = 0
-            file, size = self._sent_here[self._sent_end : self._sent_end + status.st_size], 0
-            while count := os.readv(fd, [file[size:]]):
+            file, size = self._buffer.behind(status.st_size), 0
+            while count := os.readv(fd, [file[size:].data]):
                 size += count
         finally:
             os.close(fd)
         return file[:size], [status.st_size, status.st_ctime_ns]
 
-    def _send(self, index: int, file: np.ndarray) -> None:
-        """Keep what was just read for the batch."""
-        self.sent[index] = file
-        self._sent_end += file.nbytes
+    def _send(self, index: int, size: int) -> None:
+        """Let a file that was just read travel with the batch."""
+        self.sent[index] = size, self._buffer.end
+        self._buffer.end += size
+
+    def take_sent(self) -> tuple[Any, np.ndarray]:
+        """Files that are to travel with the batch: their bytes, and (k, 3) index, bytes, offset of each."""
+        files = [(index, *where) for index, where in self.sent.items()]
+        self.sent.clear()
+        return self._buffer.take(), np.array(files, dtype=np.int64).reshape(-1, 3)
 
     def forget_sent(self) -> None:
         """The batch is made."""
         self.sent.clear()
-        self._sent_end = 0
+        self._buffer.end = 0
 
     def _head(self, index: int) -> np.ndarray | None:
         """What an earlier pass over a file that is not kept has found."""
@@ -346,9 +349,8 @@ class JpegFiles(SharedFile):
 
     def packed(self, index: int) -> np.ndarray:
         """A file that is there."""
-        file = self.sent.get(index)
-        if file is not None:
-            return self.pack(np.array([[index, file.nbytes, 0]]), torch.from_numpy(file))[0].numpy()
+        if index in self.sent:
+            return self.pack(np.array([[index, *self.sent[index]]]), torch.from_numpy(self._buffer.bytes))[0].numpy()
         size, offset = self.rows(index).tolist()
         return self.pixels[offset : offset + size]
 
@@ -356,10 +358,9 @@ class JpegFiles(SharedFile):
         """Files that travel with a batch, packed, and (n, 2) bytes and offset of each. ``files``: index, bytes, offset in ``sent``."""
         nothing = np.empty(0, dtype=np.uint8)
         heads = [nothing if (head := self._head(index)) is None else head for index in files[:, 0].tolist()]
-        found = ops.jpeg_pack(
-            [sent[begin : begin + size] for _, size, begin in files.tolist()], pin_memory, [*map(torch.from_numpy, heads)]
-        )
-        storage, pictures, refusals = found[0], found[1].numpy(), found[2]
+        as_they_are = [sent[begin : begin + size] for _, size, begin in files.tolist()]
+        storage, table, refusals = ops.jpeg_pack(as_they_are, pin_memory, [*map(torch.from_numpy, heads)])
+        pictures = table.numpy()
         changed = (pictures[:, 2:4] != self.files.sizes[files[:, 0]]).any(1)  # refused ones have no size
         for row in np.flatnonzero(changed).tolist():
             why = refusals[row] or "it has another size"
@@ -411,10 +412,10 @@ class JpegFiles(SharedFile):
 
     def _map(self, fd: int | None) -> None:
         self._lock = threading.Lock()
-        #: Files that travel with the batch that this process plans.
-        self.sent: dict[int, np.ndarray] = {}
+        #: Bytes and offset of files that travel with the batch that this process plans.
+        self.sent: dict[int, tuple[int, int]] = {}
         self._told = 0
-        self._sent_here, self._sent_end = np.empty(0, dtype=np.uint8), 0
+        self._buffer = SendBuffer()
         # A row a picture: bytes (0: not there, -1: refused; written last) and offset; the same of the index of one that is not
         # kept, and the file's size and time when it was judged. Behind them: bytes that files take, files that were refused,
         # bytes that indices take.

@@ -136,8 +136,8 @@ def pack(
 ) -> Plan:
     """The tables of a batch, or of a part of one.
 
-    What the memory has as a file travels with the batch: where it is not kept, and with ``on_cpu`` each. ``join`` makes one piece of
-    what travels.
+    What the memory has as a file travels with the batch: what was read for it, or with ``on_cpu`` all that it shows, packed. ``join``
+    makes one piece of pixels that travel.
     """
     size = (pictures[0].height, pictures[0].width)
     for picture in pictures:
@@ -146,7 +146,7 @@ def pack(
                 f"pictures of a batch must have one size, but there are {size[0]}x{size[1]} and "
                 f"{picture.height}x{picture.width} (height x width)"
             )
-    own, sent, masks = Bytes(), Bytes(), Bytes()
+    own, packed, masks = Bytes(), Bytes(), Bytes()
     placements: list[tuple] = []
     layers: list[tuple] = []
     tables: list[np.ndarray] = []
@@ -162,11 +162,12 @@ def pack(
             for source, *where in layer.placements:
                 pixels = source.pixels
                 if (
-                    pixels is None
+                    on_cpu
+                    and pixels is None
                     and source.index not in files
-                    and (file := memory.file(source.index, packed=on_cpu)) is not None
+                    and (file := memory.packed(source.index)) is not None
                 ):
-                    files[source.index] = source.index, file.nbytes, sent.add(file)
+                    files[source.index] = source.index, file.nbytes, packed.add(file)
                 place = (SHARED, memory.offsets[source.index]) if pixels is None else (OWN, own.add(pixels))
                 sources.append(source.index if pixels is None else -1)
                 placements.append((*place, source.height, source.width, *where))
@@ -175,6 +176,9 @@ def pack(
             tables.append(picture.tables)
         rows.append(row)
         blend.append(picture.blend)
+    sent, of_files = packed.joined(), np.array(list(files.values()), dtype=np.int64).reshape(-1, 3)
+    if not on_cpu:
+        sent, of_files = memory.take_sent()
     return Plan(
         size=size,
         placements=np.array(placements, dtype=np.int64).reshape(-1, 10),
@@ -186,6 +190,6 @@ def pack(
         masks=masks.joined(),
         sources=np.array(sources, dtype=np.int64),
         own=join(own),
-        sent=join(sent),
-        files=np.array(list(files.values()), dtype=np.int64).reshape(-1, 3),
+        sent=sent,
+        files=of_files,
     )

@@ -6,6 +6,7 @@ share their attributes and run copies of their own methods (:mod:`torch_fastdet.
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -117,7 +118,7 @@ class DatasetView(View):
         usual = rect_mode and not resize_short and self.imgsz == planner.size and self.im_files[i] == planner.files[i]
         for number in (i, *self.buffer[:1]):
             planner.changed.setdefault(number, (self.ims[number], self.im_hw0[number], self.im_hw[number]))
-        if usual and (memory.has(i) or (not self.npy_files[i].exists() and memory.read(i))):
+        if usual and (memory.has(i) or (not os.path.exists(self.npy_files[i]) and memory.read(i))):
             _, original, size = planner.reader.load_image(i)
             if isinstance(self.ims[i], Unread) and not (memory.is_file(i) and get_worker_info()):
                 self.ims[i] = memory.get(i)

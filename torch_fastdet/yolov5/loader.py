@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import os
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -98,7 +99,7 @@ def dataset_class(stock: type) -> type:
             """Whether the memory has the picture as ``load_image`` gives it now; a JPEG file is read for that."""
             memory = self.memory
             # Stock's own cache of pictures (--cache ram) keeps them in the size that they had.
-            if not memory.has(i) and (self.npy_files[i].exists() or not memory.read(i)):
+            if not memory.has(i) and (os.path.exists(self.npy_files[i]) or not memory.read(i)):
                 return False
             return self.ims[i] is not None or self._memory_is_current()
 
