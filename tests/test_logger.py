@@ -25,6 +25,8 @@ CASES = {
         "import logging; _say.logger.addHandler(logging.NullHandler()); _say.show('host'); " + WARN,
         "",
     ),
+    "no stderr": ("import sys; sys.stderr = None; _say.show('host'); " + WARN, ""),
+    "closed stderr": ("import sys; sys.stderr.close(); _say.show('host'); " + WARN, ""),
     "own level": ("_say.logger.setLevel(40); _say.show('host'); " + WARN, ""),
 }
 

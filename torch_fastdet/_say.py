@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -15,8 +16,10 @@ class _Lines(logging.Handler):
     """Writes ``torch_fastdet: <message>`` to whatever ``sys.stderr`` is now."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not is_configured():
-            print(f"torch_fastdet: {record.getMessage()}", file=sys.stderr, flush=True)
+        if sys.stderr is not None and not is_configured():
+            # A terminal that is gone, or a closed file, must not end a training.
+            with contextlib.suppress(OSError, ValueError):
+                print(f"torch_fastdet: {record.getMessage()}", file=sys.stderr, flush=True)
 
 
 #: How often each switch did something since ``patch()``, by its name and by what it did.
