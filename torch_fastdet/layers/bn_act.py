@@ -16,21 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from torch_fastdet import ops
-from torch_fastdet._torch.private import (
-    every_module_has_hooks,
-    is_exporting,
-    is_transforming,
-    runs_plainly,
-)
-from torch_fastdet.layers.joint import (
-    JOINED,
-    Options,
-    keep,
-    norm_and_activation_into,
-    norm_and_activation_split,
-    norms_and_activations_of_parts,
-    twice,
-)
+from torch_fastdet._torch.private import every_module_has_hooks, is_exporting, is_transforming, runs_plainly
+from torch_fastdet.layers.joint import JOINED, Keep, NormInto, NormsOfParts, NormSplit, Options, Twice
 from torch_fastdet.layers.stem import convolve, convolve_squares, divided, has_stem_shape, is_stem
 
 ACTIVATIONS: dict[type[nn.Module], str] = {
@@ -186,7 +173,8 @@ def _jointly(blocks: list[ConvBlock], x: Tensor, before: list[int]) -> tuple[Ten
     dtypes = {(norm.weight.dtype, norm.bias.dtype) for norm in norms}
     if len(dtypes) > 1 or not all(_fits(part, norm) for part, norm in zip(parts, norms)):
         return None
-    return norms_and_activations_of_parts(z, norms, _options(blocks[0]), before)
+    weights_and_biases = [norm.weight for norm in norms] + [norm.bias for norm in norms]
+    return NormsOfParts.apply(z, before, norms, _options(blocks[0]), *weights_and_biases)
 
 
 def _can_share(x: Tensor, norm: nn.BatchNorm2d) -> bool:
@@ -208,7 +196,7 @@ def _goes_into(room: Tensor, block: ConvBlock, x: Tensor, shortcut: Tensor | Non
 def _behind(block: ConvBlock, x: Tensor, rest: Tensor, shortcut: Tensor | None) -> Tensor:
     """The concatenation of the block's ``act(bn(x))``, plus ``shortcut``, and the last channels of ``rest``."""
     if _goes_into(rest, block, x, shortcut):
-        return norm_and_activation_into(rest, 0, x, block.bn, _options(block), shortcut)
+        return NormInto.apply(rest, 0, x, block.bn, _options(block), shortcut, block.bn.weight, block.bn.bias)
     room = rest.shape[1] - x.shape[1]
     return torch.cat([norm_and_activation(block.bn, block.act, x, shortcut), rest[:, -room:]], 1)
 
@@ -321,7 +309,7 @@ def _c3_parts(c3: Any, x: Tensor, conv: Forward, bottleneck: Forward) -> Tensor 
         y = block(y)
     shortcut = None
     if last.add:
-        shortcut, y = twice(y) if _can_share(y, last.cv2.bn) else (y, y)
+        shortcut, y = Twice.apply(y) if _can_share(y, last.cv2.bn) else (y, y)
     deep = last.cv2.conv(last.cv1(y))
     if joint is not None:
         return _behind(last.cv2, deep, joint[1], shortcut)
@@ -353,7 +341,8 @@ def _c2f_parts(c2f: Any, x: Tensor, conv: Forward, bottleneck: Forward, c3: Forw
     blocks, norm, half = list(c2f.m), c2f.cv1.bn, x.shape[1] // 2
     if not blocks or half % _VECTOR or x.shape[1] % 2 or not (_can_share(x, norm) and _is_whole(norm)):
         return _chain(list(norm_and_activation(norm, c2f.cv1.act, x).chunk(2, 1)), blocks)
-    room, shortcut, y = norm_and_activation_split(x, half * (2 + len(blocks)), norm, _options(c2f.cv1))
+    channels = half * (2 + len(blocks))
+    room, shortcut, y = NormSplit.apply(x, channels, norm, _options(c2f.cv1), norm.weight, norm.bias)
     for i, block in enumerate(blocks):
         first, end, added = half * (2 + i), None, None
         if _ends_plainly(block, bottleneck, "cv2", conv):
@@ -365,12 +354,12 @@ def _c2f_parts(c2f: Any, x: Tensor, conv: Forward, bottleneck: Forward, c3: Forw
         else:
             y = block(y)
         if end is not None and i == len(blocks) - 1 and y.shape[1] == half and _goes_into(room, end, y, added):
-            return norm_and_activation_into(room, first, y, end.bn, _options(end), added)
+            return NormInto.apply(room, first, y, end.bn, _options(end), added, end.bn.weight, end.bn.bias)
         if end is not None:
             y = norm_and_activation(end.bn, end.act, y, added)
         if y.shape[1] != half or not _is_like(y, room):
             return _chain([room[:, :first], y], blocks[i + 1 :])
-        room, shortcut, y = keep(room, first, y)
+        room, shortcut, y = Keep.apply(room, first, y)
     return room
 
 

@@ -30,14 +30,10 @@ def _buffers(norms: list[nn.BatchNorm2d]) -> list[list[Tensor]]:
     return [[getattr(n, name) for n in norms] for name in ("running_mean", "running_var", "num_batches_tracked")]
 
 
-def _parameters(norms: list[nn.BatchNorm2d]) -> list[nn.Parameter]:
-    return [n.weight for n in norms] + [n.bias for n in norms]
-
-
-class _Parts(torch.autograd.Function):
+class NormsOfParts(torch.autograd.Function):
     """Norms and activations of neighbouring channels of x, each into a tensor of its own, behind ``before[i]`` other channels.
 
-    What these channels hold, and their gradient, is left to :class:`_Into`.
+    What these channels hold, and their gradient, is left to :class:`NormInto`.
     """
 
     @staticmethod
@@ -65,7 +61,7 @@ class _Parts(torch.autograd.Function):
         return grad_x, None, None, None, *(part for vector in vectors for part in vector.split(ctx.sizes))
 
 
-class _Into(torch.autograd.Function):
+class NormInto(torch.autograd.Function):
     """Norm and activation of x, plus ``shortcut``, in the channels of ``room`` from ``first`` on; ``room`` is the result.
 
     The gradient goes on to ``room`` as it is: who wrote the other channels reads those alone.
@@ -80,14 +76,14 @@ class _Into(torch.autograd.Function):
         norm: nn.BatchNorm2d,
         options: Options,
         shortcut: Tensor | None,
-        *parameters: Tensor,
+        weight: Tensor,
+        bias: Tensor,
     ) -> Tensor:
-        weights, biases = list(parameters[:1]), list(parameters[1:])
         place = room.narrow(1, first, x.shape[1])
         statistics = torch.ops.torch_fastdet.bn_act_parts(
-            x, [place], weights, biases, *_buffers([norm]), *options, shortcut
+            x, [place], [weight], [bias], *_buffers([norm]), *options, shortcut
         )
-        ctx.save_for_backward(x, *statistics, *parameters)
+        ctx.save_for_backward(x, *statistics, weight, bias)
         ctx.first, ctx.activation, ctx.adds = first, options[2:], shortcut is not None
         ctx.mark_dirty(room)
         return room
@@ -111,23 +107,22 @@ def _sum(parts: tuple[Tensor | None, ...]) -> Tensor:
     return total
 
 
-class _Split(torch.autograd.Function):
+class NormSplit(torch.autograd.Function):
     """Norm and activation of x in the first channels of a tensor of ``channels``, and a copy of their second half, twice.
 
     Twice, for a shortcut and for what else reads it: the backward pass adds the three gradients at once, in the order in which autograd
-    would add them. What the other channels hold is left to :class:`_Into` and :class:`_Keep`.
+    would add them. What the other channels hold is left to :class:`NormInto` and :class:`Keep`.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, channels: int, norm: nn.BatchNorm2d, options: Options, *parameters: Tensor
+        ctx: Any, x: Tensor, channels: int, norm: nn.BatchNorm2d, options: Options, weight: Tensor, bias: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         room, half = _empty(x, channels), x.shape[1] // 2
-        weights, biases = list(parameters[:1]), list(parameters[1:])
         place = room[:, : x.shape[1]]
-        statistics = torch.ops.torch_fastdet.bn_act_parts(x, [place], weights, biases, *_buffers([norm]), *options)
-        ctx.save_for_backward(x, *statistics, *parameters)
+        statistics = torch.ops.torch_fastdet.bn_act_parts(x, [place], [weight], [bias], *_buffers([norm]), *options)
+        ctx.save_for_backward(x, *statistics, weight, bias)
         ctx.activation = options[2:]
         read = _sum((place[:, half:],))
         return room, read.data, read
@@ -144,8 +139,8 @@ class _Split(torch.autograd.Function):
         return grad_x, None, None, None, *vectors
 
 
-class _Keep(torch.autograd.Function):
-    """``room`` with a copy of x in its channels from ``first`` on, and x, twice: see :class:`_Split`."""
+class Keep(torch.autograd.Function):
+    """``room`` with a copy of x in its channels from ``first`` on, and x, twice: see :class:`NormSplit`."""
 
     @staticmethod
     def forward(ctx: Any, room: Tensor, first: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -161,7 +156,7 @@ class _Keep(torch.autograd.Function):
         return grad, None, _sum((grad.narrow(1, *ctx.place), *readers))
 
 
-class _Twice(torch.autograd.Function):
+class Twice(torch.autograd.Function):
     """x for a shortcut, and for what else reads it: their gradients are added where one of them is a slice, too."""
 
     @staticmethod
@@ -173,37 +168,3 @@ class _Twice(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *readers: Tensor | None) -> Tensor:
         return _sum(readers)
-
-
-def norm_and_activation_split(
-    x: Tensor, channels: int, norm: nn.BatchNorm2d, options: Options
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Norm and activation of x in the first channels of a tensor of ``channels``; and their second half, for a shortcut and once more."""
-    return _Split.apply(x, channels, norm, options, *_parameters([norm]))
-
-
-def keep(room: Tensor, first: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``room`` with a copy of x in its channels from ``first`` on; and x, for a shortcut and once more."""
-    return _Keep.apply(room, first, x)
-
-
-def twice(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x for a shortcut, which ends in a concatenation, and x once more."""
-    return _Twice.apply(x)
-
-
-def norms_and_activations_of_parts(
-    x: Tensor, norms: list[nn.BatchNorm2d], options: Options, before: list[int]
-) -> tuple[Tensor, ...]:
-    """Each norm with its activation on its channels of x, in the last channels of a tensor with ``before[i]`` channels in front.
-
-    Those are not written: see :func:`norm_and_activation_into`.
-    """
-    return _Parts.apply(x, before, norms, options, *_parameters(norms))
-
-
-def norm_and_activation_into(
-    room: Tensor, first: int, x: Tensor, norm: nn.BatchNorm2d, options: Options, shortcut: Tensor | None
-) -> Tensor:
-    """``room`` with norm and activation of x, plus ``shortcut``, in its channels from ``first`` on."""
-    return _Into.apply(room, first, x, norm, options, shortcut, *_parameters([norm]))
