@@ -10,14 +10,11 @@ import torch
 from torch import nn
 
 
-def to_channels_last(model: nn.Module) -> bool:
-    """Give the 4-D parameters NHWC memory, in place; False if they have it already."""
-    changed = False
+def to_channels_last(model: nn.Module) -> None:
+    """Give the 4-D parameters NHWC memory, in place."""
     for parameter in model.parameters():
         if parameter.dim() == 4 and not parameter.is_contiguous(memory_format=torch.channels_last):
             parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
-            changed = True
-    return changed
 
 
 def _make_contiguous(model: nn.Module) -> None:

@@ -7,18 +7,9 @@ import os
 
 from torch_fastdet.hosts.evidence import Asks
 
-
-def _memfd(_: object) -> str | None:
-    if hasattr(os, "memfd_create"):
-        return None
-    return "decoded pictures are shared through memfd_create, which this system does not have."
-
-
-def _opencv(_: object) -> str | None:
-    return None if importlib.util.find_spec("cv2") else "OpenCV (cv2) is not installed."
-
-
-MEMFD, OPENCV = Asks("memfd_create", _memfd), Asks("OpenCV", _opencv)
+_NO_MEMFD = "decoded pictures are shared through memfd_create, which this system does not have."
+MEMFD = Asks("memfd_create", lambda _: None if hasattr(os, "memfd_create") else _NO_MEMFD)
+OPENCV = Asks("OpenCV", lambda _: None if importlib.util.find_spec("cv2") else "OpenCV (cv2) is not installed.")
 
 
 def needs_gpu(device: str) -> str | None:

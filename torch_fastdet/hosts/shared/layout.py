@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import statistics
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,14 +22,6 @@ WARM_UPS, RUNS = 2, 3
 NCHW_GAIN = 0.9  # so that the noise of a measurement does not decide, and the same training takes the same layout
 
 Forward = Callable[[nn.Module, Tensor], Any]
-
-
-def _tensors(output: object) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, (list, tuple, dict)):
-        for part in output.values() if isinstance(output, dict) else output:
-            yield from _tensors(part)
 
 
 def _precision(device: torch.device) -> str:
@@ -59,17 +50,6 @@ def _milliseconds(run: Callable[[], None], device: torch.device) -> float:
     return statistics.median(times)
 
 
-@contextlib.contextmanager
-def _unchanged_state(device: torch.device) -> Iterator[None]:
-    """The states of the CPU's and the GPU's generators are restored on exit; autocast keeps no casts."""
-    enabled, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
-    with (
-        torch.random.fork_rng([device] if device.type == "cuda" else []),
-        torch.autocast(device.type, dtype, enabled, cache_enabled=False),
-    ):
-        yield
-
-
 def _time_in(layout: torch.memory_format, forward: Forward, model: nn.Module, images: Tensor) -> float:
     twin = copy.deepcopy(model).train()
     for parameter in twin.parameters():
@@ -79,17 +59,22 @@ def _time_in(layout: torch.memory_format, forward: Forward, model: nn.Module, im
     trained = [parameter for parameter in twin.parameters() if parameter.requires_grad]
 
     def run() -> None:
-        outputs = [y.float().sum() for y in _tensors(forward(twin, x)) if y.requires_grad]
-        torch.autograd.grad(torch.stack(outputs).sum(), trained, allow_unused=True)
+        outputs = [y for y in private.tree_flatten(forward(twin, x))[0] if isinstance(y, Tensor) and y.requires_grad]
+        torch.autograd.grad(torch.stack([y.float().sum() for y in outputs]).sum(), trained, allow_unused=True)
 
     return _milliseconds(run, images.device)
 
 
 def measure(forward: Forward, model: nn.Module, images: Tensor) -> dict[str, float]:
     """Milliseconds of a forward and backward pass of a copy of ``model`` in each layout; the model and all generators stay."""
+    device = images.device
+    enabled, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
     try:
-        # Events lie on the streams of the current device, which may be another than the model's.
-        with torch.cuda.device_of(images), _unchanged_state(images.device):
+        with (
+            torch.cuda.device_of(images),  # on whose streams events lie
+            torch.random.fork_rng([device] if images.is_cuda else []),
+            torch.autocast(device.type, dtype, enabled, cache_enabled=False),
+        ):
             return {name: _time_in(layout, forward, model, images) for name, layout in LAYOUTS.items()}
     finally:
         if images.is_cuda:
