@@ -19,6 +19,7 @@ import torch
 from torch_fastdet import memory
 from torch_fastdet._build_info import build_info
 from torch_fastdet.hosts.engine.host import Host
+from torch_fastdet.hosts.engine.replace import describe
 from torch_fastdet.hosts.engine.switch import Active, Outside, Switch, Target
 from torch_fastdet.hosts.evidence import Obstacle
 
@@ -82,7 +83,11 @@ def _examine(host: Host, switch: Switch, asked: bool, options: Mapping[str, str]
         report.why_not = why_not or f"its modules cannot be imported: {type(error).__name__}: {error}"
         return report
     for target in switch.targets:
-        found = _outside(target) if isinstance(target, Outside) else _inside(target)
+        if isinstance(target, Outside):
+            name = f"{describe(target.owner)}.{target.name}"
+            found = TargetReport(name, ["the code of torch"], target.obstacle())
+        else:
+            found = _inside(target)
         report.targets.append(found)
         if report.why_not is None and found.obstacle is not None and getattr(target, "otherwise", "refuse") == "refuse":
             report.why_not = found.obstacle
@@ -92,13 +97,6 @@ def _examine(host: Host, switch: Switch, asked: bool, options: Mapping[str, str]
         if names and not any(r.found for t, r in zip(switch.targets, report.targets) if t in names):
             report.why_not = active.found_nothing()
     return report
-
-
-def _outside(target: Outside) -> TargetReport:
-    owner = getattr(target.owner, "__qualname__", None)
-    module = target.owner.__module__ if owner else target.owner.__name__
-    name = ".".join(filter(None, (module, owner, target.name)))
-    return TargetReport(name, ["the code of torch"], target.obstacle())
 
 
 def _inside(target: Target) -> TargetReport:

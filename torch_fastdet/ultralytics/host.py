@@ -30,14 +30,8 @@ class Ultralytics(Host):
         found = PACKAGE in sys.modules or importlib.util.find_spec(PACKAGE) is not None
         return None if found else Obstacle("ultralytics is not installed (pip install ultralytics).")
 
-    def import_modules(self, names: Iterable[str]) -> None:
-        for name in names:
-            full = f"{PACKAGE}.{name}"
-            try:
-                importlib.import_module(full)
-            except ModuleNotFoundError as error:
-                if error.name is None or not f"{full}.".startswith(f"{error.name}."):
-                    raise  # a module that it needs
+    def prefix(self) -> str:
+        return f"{PACKAGE}."
 
     def _report_at_the_end(self) -> None:
         trainer = importlib.import_module(f"{PACKAGE}.engine.trainer").BaseTrainer

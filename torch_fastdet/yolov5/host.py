@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
 from torch_fastdet.hosts.engine.host import Host
@@ -28,8 +27,8 @@ class YOLOv5(Host):
         places = "on the path" if self.script is None else f"beside or above {self.script}, or on the path"
         return Obstacle(layout.MISSING.format(places=places))
 
-    def import_modules(self, names: Iterable[str]) -> None:
-        layout.import_modules(names, layout.importable_prefix() or "")
+    def prefix(self) -> str:
+        return layout.importable_prefix() or ""
 
 
 HOST = YOLOv5(SWITCHES, PACKAGES, LEFT_ALONE)

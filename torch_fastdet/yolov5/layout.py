@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 MARKS = ("utils/loss.py", "models/yolo.py")
@@ -51,17 +49,6 @@ def is_loaded() -> bool:
     packages = (sys.modules.get(prefix + name) for prefix in ("", "yolov5.") for name in ("utils", "models"))
     folders = (Path(folder) for package in packages for folder in getattr(package, "__path__", ()))
     return any(_is_yolov5(folder.parent) for folder in folders)
-
-
-def import_modules(names: Iterable[str], prefix: str) -> None:
-    """Import YOLOv5's modules ``names``, leaving out those that this version does not have."""
-    for name in names:
-        try:
-            known = importlib.util.find_spec(prefix + name)
-        except ModuleNotFoundError:  # its parent package is missing
-            known = None
-        if known is not None:
-            importlib.import_module(prefix + name)
 
 
 def version() -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import threading
 from collections.abc import Collection, Iterable, Mapping
 from types import ModuleType
@@ -41,10 +42,21 @@ class Host:
         """Why the host cannot be used here; None where it can."""
         return None
 
-    def import_modules(self, names: Iterable[str]) -> None:
-        """Import the host's modules ``names``, leaving out those that this version does not have."""
+    def prefix(self) -> str:
+        """What the names of its modules begin with in this process."""
+        return ""
 
     # For everybody ---------------------------------------------------------------------------------------------------
+
+    def import_modules(self, names: Iterable[str]) -> None:
+        """Import the host's modules ``names``, leaving out those that this version does not have."""
+        prefix = self.prefix()
+        for name in names:
+            try:
+                importlib.import_module(prefix + name)
+            except ModuleNotFoundError as error:
+                if error.name is None or not f"{prefix}{name}.".startswith(f"{error.name}."):
+                    raise  # a module that it needs
 
     def patch(self, switches: Mapping[str, bool]) -> tuple[str, ...]:
         """Switch on what the keywords say, and return a line for each name that is replaced."""

@@ -23,8 +23,6 @@ from torch_fastdet.hosts.engine.import_hook import namespace, top_level
 from torch_fastdet.hosts.engine.replace import Patches, SwitchError, defined_in, describe, is_code_of, original
 from torch_fastdet.hosts.evidence import Asks, Evidence, Obstacle, Signature, first_obstacle
 
-__all__ = ["GPU", "Active", "Outside", "Switch", "SwitchError", "Target", "class_of", "missing_gpu"]
-
 T = TypeVar("T")
 Make = Callable[["Active", Any, Any], Any]
 
@@ -100,7 +98,7 @@ class Target:
         if not self.is_method:
             return module, defined_in(module_name, self.name)
         class_name, method = self.name.split(".")
-        owner = class_of(module, class_name)
+        owner = defined_in(module_name, class_name)
         return owner, getattr(owner, method, None)
 
     def obstacle(self, owner: object, stock: object) -> Obstacle | None:
@@ -195,9 +193,9 @@ class Active:
         """Set ``owner.attribute``, a name of a module or class, and print a line that ends with ``note``; unpatch() undoes it."""
         self.patches.replace(self.name, owner, attribute, new, note, quietly)
 
-    def has_replaced(self, owner: object, attribute: str | None = None) -> bool:
+    def has_replaced(self, owner: object, attribute: str) -> bool:
         return any(
-            known.switch == self.name and known.owner is owner and attribute in (None, known.attribute)
+            known.switch == self.name and known.owner is owner and known.attribute == attribute
             for known in self.patches.replacements
         )
 
@@ -302,10 +300,3 @@ class Active:
             self.cannot_apply(obstacle)
         elif target.otherwise == "say":
             self.tell(f"{self.name}: {stock} stays: {obstacle}")
-
-
-def class_of(module: ModuleType, name: str) -> Any:
-    """The class of that name that ``module`` itself defines, or None."""
-    value = original(module, name)
-    ours = issubclass(type(value), type) and value.__module__ == namespace(module).get("__name__")
-    return value if ours else None
