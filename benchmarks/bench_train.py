@@ -26,7 +26,7 @@ from benchmarks.bench_loader import make_data
 from benchmarks.harness import OURS, WORK, Report, add_arguments, at_least, missing
 from examples.demo.training import STOCK, Machine, Run, Variant, run_train, train, yolov5_folder
 from examples.yolov5_env import environment
-from torch_fastdet.yolov5.switches import ALL, SWITCHES
+from torch_fastdet.yolov5 import ALL, SWITCHES
 
 VALIDATED = 64  # pictures of the training set, after each epoch
 

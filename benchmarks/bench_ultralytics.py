@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.harness import OURS, ROOT, WORK, Report, add_arguments, at_least, missing
-from torch_fastdet.ultralytics.switches import ALL, SWITCHES
+from torch_fastdet.ultralytics import ALL, SWITCHES
 
 DEFAULT = ("yolov8s-16", "yolo26s-16")
 WHOLE = (

@@ -26,7 +26,7 @@ from benchmarks.bench_train import make_segments, train_segments
 from benchmarks.harness import OURS, WORK, Report, add_arguments, at_least, missing
 from examples.demo.training import FASTDET, STOCK, Machine, Variant, stream, train
 from examples.yolov5_env import environment
-from torch_fastdet.yolov5.switches import ALL, SWITCHES
+from torch_fastdet.yolov5 import ALL, SWITCHES
 
 BATCH = 32
 # "Class  Images ...: 100%|##########| 48/48 [00:06<00:00,  7.33it/s]": tqdm ends with the rate of the whole pass.

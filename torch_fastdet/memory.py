@@ -159,10 +159,7 @@ def gpu_budget(device: torch.device) -> int:
 
 # Of a control group: the files of what it may use and of what it uses, and what of that the kernel would take back.
 _LIMITS = {
-    "cgroup2": (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory.high", "memory.current", "inactive_file"),
-    ),
+    "cgroup2": (("memory.max", "memory.current", "inactive_file"), ("memory.high", "memory.current", "inactive_file")),
     "cgroup": (("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),),
 }
 

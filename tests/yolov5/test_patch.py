@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import torch_fastdet.yolov5 as drop_in
-from torch_fastdet.yolov5.switches import ALL, SWITCHES
+from torch_fastdet.yolov5 import ALL, SWITCHES
 
 
 @pytest.mark.gpu  # the program takes the GPU where there is one

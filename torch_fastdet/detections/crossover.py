@@ -27,8 +27,6 @@ from torch_fastdet._say import say
 from torch_fastdet._torch.private import lost_cuda_in_fork
 from torch_fastdet.ops import nms
 
-__all__ = ["cache_file", "crossover", "faster_device"]
-
 # Images and anchors of the predictions that are tried; all have 80 classes.
 SIZES = ((1, 2100), (1, 8400), (1, 25200), (2, 25200), (8, 25200))
 CLASSES = 80

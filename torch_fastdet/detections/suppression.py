@@ -12,8 +12,6 @@ from torch_fastdet.detections.crossover import faster_device
 from torch_fastdet.ops import nms
 from torch_fastdet.ops._checks import check_tensors
 
-__all__ = ["ultralytics_non_max_suppression", "yolov5_non_max_suppression"]
-
 
 def _first(op: str, prediction: Any) -> Tensor:
     """Models in validation mode give (decoded, raw)."""

@@ -36,11 +36,7 @@ class GraphPool(Owner, Generic[G]):
     what, cost = "CUDA graphs", CAPTURE
 
     def __init__(
-        self,
-        max_graphs: int,
-        warmup: int,
-        say: Callable[[str], None],
-        forget: Callable[[], None] = lambda: None,
+        self, max_graphs: int, warmup: int, say: Callable[[str], None], forget: Callable[[], None] = lambda: None
     ) -> None:
         self.max_graphs, self.warmup = max_graphs, warmup
         self._say, self._forget = say, forget

@@ -167,10 +167,7 @@ class RowGraphs:
         leaves = [row for row in static if row.requires_grad]
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         # A loop calls backward() outside of its autocast.
-        with (
-            _capture.capture_into(captured.backward_graph.held, pool, stream),
-            torch.autocast("cuda", enabled=False),
-        ):
+        with _capture.capture_into(captured.backward_graph.held, pool, stream), torch.autocast("cuda", enabled=False):
             captured.output_gradient = torch.empty_like(output, requires_grad=False)
             inputs = [*leaves, *(aliases[parameter] for parameter in parameters)]
             found = list(torch.autograd.grad(output, inputs, captured.output_gradient, allow_unused=True))

@@ -6,8 +6,6 @@ import torch
 
 from torch_fastdet.ops import upsample_nearest2x
 
-__all__ = ["Upsample2x"]
-
 torch.fx.wrap("upsample_nearest2x")  # one node of a symbolic trace, as nn.Upsample is
 
 

@@ -63,17 +63,7 @@ def bn_act(
         check_optional_tensors("bn_act", weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
         check_optional_tensors("bn_act", num_batches_tracked=num_batches_tracked, residual=residual)
     return torch.ops.torch_fastdet.bn_act(
-        x,
-        weight,
-        bias,
-        running_mean,
-        running_var,
-        num_batches_tracked,
-        momentum,
-        eps,
-        activation,
-        slope,
-        residual,
+        x, weight, bias, running_mean, running_var, num_batches_tracked, momentum, eps, activation, slope, residual
     )[0]
 
 
@@ -124,15 +114,5 @@ def bn_act_cat(
         check_tensor_lists("bn_act_cat", running_mean=running_mean, running_var=running_var)
         check_optional_tensors("bn_act_cat", residual=residual)
     return torch.ops.torch_fastdet.bn_act_cat(
-        x,
-        weight,
-        bias,
-        running_mean,
-        running_var,
-        num_batches_tracked,
-        momentum,
-        eps,
-        activation,
-        slope,
-        residual,
+        x, weight, bias, running_mean, running_var, num_batches_tracked, momentum, eps, activation, slope, residual
     )[0]

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from torch_fastdet.ops._checks import check_optional_tensors, check_tensor_lists, check_tensors
 
-__all__ = ["image_augment", "image_augment_", "image_letterbox", "image_letterbox_", "image_resize_", "opencv_rules"]
-
 
 def image_augment(
     storages: list[Tensor],
@@ -133,17 +131,7 @@ def image_augment_(
         check_tensors(op, out=out, placements=placements, layers=layers, matrices=matrices, pictures=pictures)
         check_optional_tensors(op, blend=blend, tables=tables, masks=masks)
     torch.ops.torch_fastdet.image_augment_(
-        out,
-        storages,
-        placements,
-        layers,
-        matrices,
-        pictures,
-        blend,
-        tables,
-        masks,
-        warp=warp,
-        hsv_lanes=hsv_lanes,
+        out, storages, placements, layers, matrices, pictures, blend, tables, masks, warp=warp, hsv_lanes=hsv_lanes
     )
 
 

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from torch_fastdet._torch import private
 from torch_fastdet.optim._watch import ADAM, DECOUPLED, HAS_MOMENTUM, MAXIMIZE, Binding, BoundOptimizer, Numbers, gather
 
-__all__ = ["Adam", "AdamW"]
-
 FIRST, SECOND, STEP = "exp_avg", "exp_avg_sq", "step"
 
 

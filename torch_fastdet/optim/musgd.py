@@ -22,8 +22,6 @@ from torch_fastdet.optim._watch import (
     gather,
 )
 
-__all__ = ["MuSGD"]
-
 MUON_BUFFER, SGD_BUFFER = "momentum_buffer", "momentum_buffer_SGD"
 # Newton-Schulz: X <- a X + (b G + c G G) X with the Gram matrix G = X X', which drives the singular values of X towards 1. The
 # polynomial and its coefficients are those of Muon (K. Jordan et al., 2024, https://kellerjordan.github.io/posts/muon).

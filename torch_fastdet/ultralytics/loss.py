@@ -359,10 +359,7 @@ class _DetectionLoss(_Criterion):
 def _with_part(preds: Outputs, slots: _Slots, loss: Tensor, items: Tensor, part: Tensor) -> LossItems:
     """Loss and items with one more part; in the loss, times batch size and weight."""
     whole = part * (len(preds["scores"]) * slots.settings[3].float())
-    return (
-        torch.cat((loss, whole.view(1).to(loss.dtype))),
-        torch.cat((items, part.detach().view(1).to(items.dtype))),
-    )
+    return (torch.cat((loss, whole.view(1).to(loss.dtype))), torch.cat((items, part.detach().view(1).to(items.dtype))))
 
 
 class _SegmentationLoss(_DetectionLoss):

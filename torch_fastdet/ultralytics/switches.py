@@ -17,7 +17,6 @@ from typing import Any, Literal
 import torch
 
 from torch_fastdet import ops, optim
-from torch_fastdet.hosts.engine.host import ALL
 from torch_fastdet.hosts.engine.switch import GPU, Active, Outside, Switch, Target
 from torch_fastdet.hosts.evidence import Asks, Behaves, SameCode, Signature, Version, plainly_on_the_cpu
 from torch_fastdet.hosts.shared import average_precision, bn_act, masks, upsample
@@ -28,8 +27,6 @@ from torch_fastdet.ultralytics import dropins, resume, training, trials, validat
 from torch_fastdet.ultralytics.loss import STOCK_MODULE, _subclass
 from torch_fastdet.ultralytics.loss_trials import TRIALS, differs
 from torch_fastdet.ultralytics.optimizer_step import building, stepping
-
-__all__ = ["ALL", "OLDEST", "SWITCHES", "VERSION"]
 
 OLDEST = "8.4.120"
 #: The first version whose results the drop-ins have.
@@ -311,12 +308,7 @@ VAL = Switch(
                 knows(matching_rule, "match_predictions"),
             ),
         ),
-        Target(
-            module("models.yolo.detect.val"),
-            DETECTED,
-            make=_update,
-            after="DetectionValidator._process_batch",
-        ),
+        Target(module("models.yolo.detect.val"), DETECTED, make=_update, after="DetectionValidator._process_batch"),
         *(
             Target(module(f"models.yolo.{task}.val"), f"{validator}.update_metrics", make=_update, after=DETECTED)
             for task, validator in (("pose", "PoseValidator"), ("obb", "OBBValidator"))

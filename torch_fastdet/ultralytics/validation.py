@@ -16,17 +16,6 @@ from torch_fastdet.hosts.shapes import ConfusionMatrix, Validator
 from torch_fastdet.hosts.shared import average_precision
 from torch_fastdet.hosts.shared.floats import as_float
 
-__all__ = [
-    "average_precisions",
-    "confuse",
-    "confusions",
-    "match",
-    "match_overlaps",
-    "process_masks",
-    "update_masks_on_host",
-    "update_on_host",
-]
-
 
 def _rows(detections: dict[str, Tensor]) -> Tensor:
     """(n, 6): x1, y1, x2, y2, confidence, class."""

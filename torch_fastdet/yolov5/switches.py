@@ -22,7 +22,6 @@ from torch import nn
 
 from torch_fastdet import optim
 from torch_fastdet.ema import ModelEMA
-from torch_fastdet.hosts.engine.host import ALL
 from torch_fastdet.hosts.engine.import_hook import namespace
 from torch_fastdet.hosts.engine.stand_in import stand_in
 from torch_fastdet.hosts.engine.switch import GPU, Active, Outside, Switch, Target
@@ -34,8 +33,6 @@ from torch_fastdet.yolov5 import decoding, dropins, ranks, resume, trials, valid
 from torch_fastdet.yolov5.heads import STOCK_MODULES as MODELS
 from torch_fastdet.yolov5.loss import ComputeLoss, SegmentationLoss
 from torch_fastdet.yolov5.training import backend_forward, model_forward, trains
-
-__all__ = ["ALL", "SWITCHES"]
 
 
 def both(module: str) -> tuple[str, ...]:

@@ -17,8 +17,6 @@ from torch_fastdet.hosts.shared import average_precision
 from torch_fastdet.hosts.shared.by_name import ByName
 from torch_fastdet.hosts.shared.floats import as_float
 
-__all__ = ["average_precisions", "confusion_matrix_class", "process_batch", "process_batch_of_masks", "scale_boxes"]
-
 
 def process_batch(detections: Tensor, labels: Tensor, iouv: Tensor) -> Tensor:
     """Correct detections of one image at each IoU threshold, as ``process_batch`` of YOLOv5's val.py.

@@ -69,12 +69,7 @@ def _turns(hits: np.ndarray, count: int) -> np.ndarray:
 
 
 def curves(
-    tp: np.ndarray,
-    conf: np.ndarray,
-    pred_cls: np.ndarray,
-    target_cls: np.ndarray,
-    compute_ap: Callable,
-    eps: float,
+    tp: np.ndarray, conf: np.ndarray, pred_cls: np.ndarray, target_cls: np.ndarray, compute_ap: Callable, eps: float
 ) -> Curves:
     """The curves of detections and labels, as both hosts define them.
 
