@@ -103,7 +103,9 @@ def exchange(size: str) -> tuple[Callable[[], Any], int]:
     from torch_fastdet.graphs.distributed import Ranks
 
     model = make_model(size, True)
-    ranks = Ranks(torch.distributed.group.WORLD)
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    ranks = Ranks(group)
     ranks.prepare(model)
     return ranks.average.exchange, sum(p.numel() * p.element_size() for p in model.parameters())
 

@@ -26,7 +26,7 @@ ALIGNMENT = 128
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-def training_group(process_group: Any = None) -> Any:
+def training_group(process_group: dist.ProcessGroup | None = None) -> dist.ProcessGroup | None:
     """The group that trains: the one given, else the default group where that has several ranks, else None."""
     if not (dist.is_available() and dist.is_initialized()):
         if process_group is not None:
@@ -47,7 +47,7 @@ def _wait(work: Any) -> None:
     work.get_future().wait()
 
 
-def start_alike(module: nn.Module, group: Any) -> None:
+def start_alike(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Give parameters and buffers the values of the group's first rank.
 
     Raises:
@@ -71,28 +71,20 @@ def start_alike(module: nn.Module, group: Any) -> None:
 class _Packed:
     """Tensors of any dtype in one flat tensor of bytes, to be sent at once."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], group: Any) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
         self._group = group
-        self._tensors: dict[torch.dtype, list[torch.Tensor]] = {}
-        for tensor in tensors:
-            if tensor.numel():
-                self._tensors.setdefault(tensor.dtype, []).append(tensor)
+        self._tensors = [tensor for tensor in tensors if tensor.numel()]
         starts, end = [], 0
-        for held in self._tensors.values():
-            for tensor in held:
-                starts.append(end)
-                end += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+        for tensor in self._tensors:
+            starts.append(end)
+            end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         device = tensors[0].device if tensors else torch.device("cpu")
         with torch.inference_mode(False):
             self._flat = torch.zeros(end, dtype=torch.uint8, device=device)
-        places = iter(starts)
-        self._places = {
-            dtype: [
-                self._flat[start : start + tensor.numel() * tensor.element_size()].view(dtype).view(tensor.shape)
-                for tensor, start in zip(held, places)
-            ]
-            for dtype, held in self._tensors.items()
-        }
+        self._places = [
+            self._flat[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for tensor, start in zip(self._tensors, starts)
+        ]
 
     @torch.no_grad()
     def broadcast(self) -> None:
@@ -102,18 +94,16 @@ class _Packed:
         source = dist.get_global_rank(self._group, 0)
         sends = dist.get_rank() == source
         if sends:
-            for dtype, held in self._tensors.items():
-                private.foreach_copy_(self._places[dtype], held)
+            _copy(self._places, self._tensors)
         _wait(dist.broadcast(self._flat, source, self._group, async_op=True))
         if not sends:
-            for dtype, held in self._tensors.items():
-                private.foreach_copy_(held, self._places[dtype])
+            _copy(self._tensors, self._places)
 
 
 class _Single:
     """One contiguous tensor of any dtype, sent from where it lies."""
 
-    def __init__(self, tensor: torch.Tensor, group: Any) -> None:
+    def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
         self._group = group
         self._bytes = tensor.view(-1).view(torch.uint8)
 
@@ -130,7 +120,7 @@ class BufferBroadcast:
     most of a model's buffers: each rank keeps its own, and the first rank's are those that are averaged, validated and saved.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._walk: Walk | None = None
         self._norms: list[nn.Module] = []
@@ -229,7 +219,7 @@ class GradientAverage:
         group: the process group.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.size = dist.get_world_size(group)
         self._all: list[nn.Parameter] = []
@@ -355,7 +345,7 @@ class Ranks:
     next forward pass.
     """
 
-    def __init__(self, group: Any, broadcast_buffers: bool = True) -> None:
+    def __init__(self, group: dist.ProcessGroup, broadcast_buffers: bool = True) -> None:
         self.average = GradientAverage(group)
         self.broadcast_buffers = broadcast_buffers
         #: Whether backward passes average, of the next forward pass and of the one before it.
@@ -364,7 +354,7 @@ class Ranks:
         self._walk: Walk | None = None
 
     @classmethod
-    def of(cls, module: nn.Module, process_group: Any, broadcast_buffers: bool) -> Ranks | None:
+    def of(cls, module: nn.Module, process_group: dist.ProcessGroup | None, broadcast_buffers: bool) -> Ranks | None:
         """For a module whose ranks start alike from now on; None for a single process."""
         group = training_group(process_group)
         if group is None:

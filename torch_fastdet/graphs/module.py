@@ -366,7 +366,7 @@ class GraphedModule(nn.Module):
         warmup: int = 1,
         required: bool = False,
         say: Callable[[str], None] = print_line,
-        process_group: Any = None,
+        process_group: torch.distributed.ProcessGroup | None = None,
         broadcast_buffers: bool = True,
     ) -> None:
         if not isinstance(module, nn.Module):
