@@ -9,7 +9,6 @@ unscaling and average behind their own names.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 from torch_fastdet import optim
 from torch_fastdet._say import count
 from torch_fastdet._torch.tensors import ModuleWatch, unwrap
+from torch_fastdet.hosts.engine.replace import in_place_of
 from torch_fastdet.hosts.engine.switch import Active
 from torch_fastdet.hosts.shapes import Trainer
 from torch_fastdet.optim.adamw import steps_itself
@@ -33,7 +33,7 @@ MAX_NORM = 10.0  # of the trainer's clipping
 def building(active: Active, stock: Callable[..., torch.optim.Optimizer], _: object) -> Callable[..., object]:
     """``BaseTrainer.build_optimizer``, which writes its log lines; the optimizer that it returns becomes ours."""
 
-    @functools.wraps(stock)
+    @in_place_of(stock)
     def build_optimizer(*args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         theirs = stock(*args, **kwargs)
         reason = MUSGD.check(type(theirs)) if is_stock_musgd(theirs) else None
@@ -42,8 +42,6 @@ def building(active: Active, stock: Callable[..., torch.optim.Optimizer], _: obj
             return theirs
         return optim.ours(theirs)
 
-    build_optimizer.__module__ = __name__  # in the line that patch() prints
-    build_optimizer.__qualname__ = "build_optimizer"
     return build_optimizer
 
 
@@ -51,16 +49,12 @@ def stepping(active: Active, stock: Callable[[Trainer], None], _: object) -> Cal
     """Stock's method in one fused step, where that has the same results."""
     known: weakref.WeakKeyDictionary[object, _Step] = weakref.WeakKeyDictionary()
 
-    @functools.wraps(stock)
+    @in_place_of(stock)
     def optimizer_step(trainer: Trainer) -> None:
-        step = known.get(trainer)
-        if not _has_our_parts(trainer):
-            count(active.name, "steps of stock's")
-            stock(trainer)
-            return
-        if step is None or not step.is_of(trainer):
+        step, ours = known.get(trainer), _has_our_parts(trainer)
+        if ours and (step is None or not step.is_of(trainer)):
             known[trainer] = step = _Step(trainer)
-        if step.fused is None:
+        if not ours or step is None or step.fused is None:
             count(active.name, "steps of stock's")
             stock(trainer)
             return
@@ -68,8 +62,6 @@ def stepping(active: Active, stock: Callable[[Trainer], None], _: object) -> Cal
         step.fused.step(trainer.model)
         trainer.optimizer.zero_grad()
 
-    optimizer_step.__module__ = __name__
-    optimizer_step.__qualname__ = "optimizer_step"
     return optimizer_step
 
 
@@ -80,7 +72,7 @@ class _Step:
         model = unwrap(trainer.model)
         self.parts = trainer.optimizer, trainer.scaler, trainer.ema
         self.watch = ModuleWatch(model)
-        params = self._params(trainer)
+        params = [p for group in trainer.optimizer.param_groups for p in group["params"]]
         averages = [id(average) for _, average, _ in trainer.ema.pairs(model)]
         fits = (
             len({p.device for p in params}) == 1
@@ -90,10 +82,6 @@ class _Step:
         )
         self.count = len(params)
         self.fused = optim.FusedStep(*self.parts, MAX_NORM) if fits else None
-
-    @staticmethod
-    def _params(trainer: Trainer) -> list[torch.Tensor]:
-        return [p for group in trainer.optimizer.param_groups for p in group["params"]]
 
     def is_of(self, trainer: Trainer) -> bool:
         parts = trainer.optimizer, trainer.scaler, trainer.ema

@@ -6,7 +6,6 @@ of ``_do_train``, which is read and written there.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 from torch_fastdet._say import say
+from torch_fastdet.hosts.engine.replace import in_place_of
 from torch_fastdet.hosts.engine.switch import Active
 from torch_fastdet.hosts.shapes import Trainer
 from torch_fastdet.resume import files, frames, training
@@ -118,7 +118,7 @@ def calling(active: Active, stock: Callable[..., None], _: object) -> Callable[.
     """``BaseTrainer.run_callbacks``, by which the trainer says where it is."""
     runs = active.shared(_runs)
 
-    @functools.wraps(stock)
+    @in_place_of(stock)
     def run_callbacks(trainer: Trainer, event: str) -> None:
         stock(trainer, event)
         if trainer.world_size > 1:
@@ -131,7 +131,6 @@ def calling(active: Active, stock: Callable[..., None], _: object) -> Callable[.
         elif event == "on_train_end" and trainer in runs:  # last.pt is stripped, and nothing can be resumed
             files.forget(Path(trainer.last))
 
-    run_callbacks.__module__, run_callbacks.__qualname__ = __name__, "run_callbacks"
     return run_callbacks
 
 
@@ -139,7 +138,7 @@ def saving(active: Active, stock: Callable[..., object], _: object) -> Callable[
     """``BaseTrainer.save_model``, which writes to paths that write whole files, the first with the file of ours."""
     runs = active.shared(_runs)
 
-    @functools.wraps(stock)
+    @in_place_of(stock)
     def save_model(trainer: Trainer) -> object:
         run, frame = runs.get(trainer), _frame()
         if run is None or run.position is None or frame is None:
@@ -153,5 +152,4 @@ def saving(active: Active, stock: Callable[..., object], _: object) -> Callable[
         finally:
             vars(trainer).update(paths)
 
-    save_model.__module__, save_model.__qualname__ = __name__, "save_model"
     return save_model

@@ -19,6 +19,7 @@ from torch_fastdet import memory
 from torch_fastdet._say import saying_once
 from torch_fastdet.graphs import _capture
 from torch_fastdet.graphs._rows import RowGraphs
+from torch_fastdet.hosts.engine.replace import in_place_of
 from torch_fastdet.hosts.engine.switch import Active, Make
 from torch_fastdet.hosts.evidence import installed_version, release
 from torch_fastdet.hosts.shapes import Trainer
@@ -120,7 +121,7 @@ def model_predict(active: Active, stock: Callable[..., object], model_class: Any
     """The ``predict`` of a model's class by graphs in training."""
     graphs = active.shared(_training)
 
-    @functools.wraps(stock, assigned=(), updated=())  # its signature, which the next switch looks at
+    @in_place_of(stock, "cuda_graph.predict")
     def predict(model: nn.Module, x: Any, *args: Any, **kwargs: Any) -> object:
         # An input with a gradient is that of a measurement of the batch size.
         if (
@@ -133,7 +134,6 @@ def model_predict(active: Active, stock: Callable[..., object], model_class: Any
             return stock(model, x, *args, **kwargs)
         return graphs(model, x, stock)
 
-    predict.__qualname__ = "cuda_graph.predict"
     graphs.ddp.take(model_class)
     return predict
 
@@ -142,7 +142,7 @@ def backend_forward(active: Active, stock: Callable[..., object], _: object) -> 
     """``PyTorchBackend.forward`` by graphs."""
     graphs = PredictionGraphs(active.name, functools.partial(settings_of, caches=CACHES), fewer_copies)
 
-    @functools.wraps(stock, assigned=(), updated=())
+    @in_place_of(stock, "cuda_graph.forward")
     def forward(backend: Any, im: object, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not getattr(backend, "base_model", False):
             return stock(backend, im, *args, **kwargs)
@@ -152,5 +152,4 @@ def backend_forward(active: Active, stock: Callable[..., object], _: object) -> 
             return stock(backend, im, *args, **kwargs)
         return graphs(backend.model, im, functools.partial(stock, backend))
 
-    forward.__qualname__ = "cuda_graph.forward"
     return forward

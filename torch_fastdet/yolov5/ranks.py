@@ -7,12 +7,12 @@ NCCL: right for a step that hangs, and too short for the scan of a large data se
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch_fastdet._torch import private
+from torch_fastdet.hosts.engine.replace import in_place_of
 from torch_fastdet.hosts.shared.ddp import group_size
 
 #: In seconds; Ultralytics gives its whole process group as much.
@@ -39,7 +39,7 @@ def meet() -> None:
 def first_rank_first(_: object, stock: Callable[[int], contextlib.AbstractContextManager], __: object) -> Any:
     """``torch_distributed_zero_first``: its barrier comes when the first rank of each machine is ready."""
 
-    @functools.wraps(stock, assigned=(), updated=())
+    @in_place_of(stock)
     @contextlib.contextmanager
     def torch_distributed_zero_first(local_rank: int) -> Iterator[None]:
         if local_rank > 0:
@@ -49,17 +49,15 @@ def first_rank_first(_: object, stock: Callable[[int], contextlib.AbstractContex
             if local_rank == 0:
                 meet()
 
-    torch_distributed_zero_first.__qualname__ = "torch_distributed_zero_first"
     return torch_distributed_zero_first
 
 
 def smart_ddp(_: object, stock: Callable[[Any], Any], __: object) -> Any:
     """``smart_DDP``, which the others reach while rank 0 reads the validation set and checks anchors."""
 
-    @functools.wraps(stock, assigned=(), updated=())
+    @in_place_of(stock)
     def smart_DDP(model: Any) -> Any:
         meet()
         return stock(model)
 
-    smart_DDP.__qualname__ = "smart_DDP"
     return smart_DDP

@@ -6,7 +6,6 @@ holds are written: where the accumulation of gradients is, and the class results
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 from collections.abc import Callable
@@ -18,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from torch_fastdet._say import say
+from torch_fastdet.hosts.engine.replace import in_place_of
 from torch_fastdet.hosts.engine.switch import Active
 from torch_fastdet.resume import files, frames, training
 from torch_fastdet.resume.loading import Position
@@ -100,7 +100,7 @@ def calling(active: Active, stock: Callable[..., object], _: object) -> Callable
     training_run = active.shared(Run)
     active.replace(torch, "save", saving(training_run, torch.save), " (checkpoints whole or not at all)")
 
-    @functools.wraps(stock)
+    @in_place_of(stock)
     def run(callbacks: object, hook: str, *args: Any, **kwargs: Any) -> Any:
         result = stock(callbacks, hook, *args, **kwargs)
         if hook == "on_train_epoch_start":
@@ -112,14 +112,13 @@ def calling(active: Active, stock: Callable[..., object], _: object) -> Callable
             training_run.end()
         return result
 
-    run.__module__, run.__qualname__ = __name__, "run"
     return run
 
 
 def saving(run: Run, stock: Callable[..., None]) -> Callable[..., None]:
     """``torch.save``: checkpoints of the training that runs are written whole, and last.pt with the file of ours."""
 
-    @functools.wraps(stock)
+    @in_place_of(stock)
     def save(obj: object, f: object, *args: Any, **kwargs: Any) -> None:
         last = run.last
         if last is None or not isinstance(f, (str, os.PathLike)) or Path(f).parent != last.parent:
@@ -135,7 +134,6 @@ def saving(run: Run, stock: Callable[..., None]) -> Callable[..., None]:
         with files.whole(Path(f)) as path:
             write(path)
 
-    save.__module__, save.__qualname__ = __name__, "save"
     return save
 
 
@@ -144,7 +142,7 @@ def loading(active: Active, stock: Callable[..., Any], _: object) -> Callable[..
     signature = inspect.signature(stock)
     run = active.shared(Run)
 
-    @functools.wraps(stock)
+    @in_place_of(stock)
     def create_dataloader(*args: Any, **kwargs: Any) -> Any:
         made = stock(*args, **kwargs)
         arguments = signature.bind(*args, **kwargs)
@@ -156,5 +154,4 @@ def loading(active: Active, stock: Callable[..., Any], _: object) -> Callable[..
                 run.made_loader(made[0])
         return made
 
-    create_dataloader.__module__, create_dataloader.__qualname__ = __name__, "create_dataloader"
     return create_dataloader

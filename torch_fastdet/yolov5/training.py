@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from torch_fastdet.graphs import _capture
+from torch_fastdet.hosts.engine.replace import in_place_of
 from torch_fastdet.hosts.engine.switch import Active
 from torch_fastdet.hosts.shared.predictions import PredictionGraphs, settings_of
 from torch_fastdet.hosts.shared.training_graphs import TrainingGraphs
@@ -42,7 +42,7 @@ def backend_forward(active: Active, stock: Callable[..., object], _: object) -> 
     """``DetectMultiBackend.forward``: while it runs a model, the model's forward takes its graphs."""
     here = active.shared(_predicting)
 
-    @functools.wraps(stock, assigned=(), updated=())
+    @in_place_of(stock, "cuda_graph.forward")
     def forward(backend: object, *args: Any, **kwargs: Any) -> Any:
         here.predicting = getattr(backend, "model", None) if getattr(backend, "pt", False) else None
         try:
@@ -50,7 +50,6 @@ def backend_forward(active: Active, stock: Callable[..., object], _: object) -> 
         finally:
             here.predicting = None
 
-    forward.__qualname__ = "cuda_graph.forward"
     return forward
 
 

@@ -8,13 +8,14 @@ A module may hold any object. Values are compared by identity with what is repla
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch_fastdet._say import say
 from torch_fastdet.hosts.engine.import_hook import ImportHook, loaded_modules, namespace, top_level
@@ -23,6 +24,7 @@ from torch_fastdet.hosts.engine.import_hook import ImportHook, loaded_modules, n
 LEFT_ALONE = frozenset({"torch_fastdet", "torch", "torchvision", "numpy"})
 
 _MISSING = object()
+F = TypeVar("F", bound=Callable[..., Any])
 _all: weakref.WeakSet[Patches] = weakref.WeakSet()
 
 
@@ -68,6 +70,18 @@ def original(owner: object, attribute: str) -> Any:
 def is_code_of(function: object, package: str) -> bool:
     """Whether this is a function whose code is in that package. A wrapper's code is its author's, whatever its name is."""
     return type(function) is FunctionType and top_level(str(function.__globals__.get("__name__"))) == package
+
+
+def in_place_of(stock: Any, name: str = "") -> Callable[[F], F]:
+    """As :func:`functools.wraps`, for a function that keeps its own module, and its own ``name`` in the line that says what is replaced."""
+
+    def named(function: F) -> F:
+        described = function.__module__, name or function.__name__
+        functools.update_wrapper(function, stock)
+        function.__module__, function.__qualname__ = described
+        return function
+
+    return named
 
 
 def with_names(function: Any, **names: object) -> FunctionType:

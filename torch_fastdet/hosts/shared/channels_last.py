@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_fastdet.hosts.engine.replace import in_place_of
+
 
 def to_channels_last(model: nn.Module) -> None:
     """Give the 4-D parameters NHWC memory, in place."""
@@ -40,9 +42,9 @@ def plain_copy(model: nn.Module, memo: dict[int, object]) -> nn.Module:
 def plain_fuse(stock: Callable[..., object]) -> Callable[..., object]:
     """Stands for ``fuse()`` of a model: its parameters are made contiguous first, because stock's calls ``.view`` on them."""
 
+    @in_place_of(stock, "channels_last.fuse")
     def fuse(model: nn.Module, *args: Any, **kwargs: Any) -> object:
         _make_contiguous(model)
         return stock(model, *args, **kwargs)
 
-    fuse.__qualname__ = "channels_last.fuse"
     return fuse

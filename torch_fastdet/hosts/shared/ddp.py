@@ -8,10 +8,7 @@ DistributedDataParallel learns from hooks of autograd that a gradient is there, 
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_fastdet._torch import private
 from torch_fastdet.graphs._refusal import why_not
 from torch_fastdet.graphs.distributed import GradientAverage, Ranks
+from torch_fastdet.hosts.engine.replace import in_place_of
 from torch_fastdet.hosts.engine.switch import Active
 
 
@@ -52,22 +50,24 @@ class GraphedDDP:
             return
         stock = DistributedDataParallel.forward
 
-        @functools.wraps(stock, assigned=(), updated=())
+        @in_place_of(stock, f"{self._switch.name}.ddp_forward")
         def forward(ddp: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
             model: nn.Module = ddp.module
             if torch.compiler.is_compiling() or not isinstance(model, tuple(self._classes)):
                 return stock(ddp, *inputs, **kwargs)
             trains = ddp.training and torch.is_grad_enabled()
             ranks = self._ranks_of(ddp) if trains else None
-            with self._around(model, ranks):
-                if ranks is None:
-                    outputs = stock(ddp, *inputs, **kwargs)
-                    if (usual := self._ranks.get(ddp)) is not None:
-                        usual.passed_by()
-                    return outputs
-                return _forward(ddp, ranks, inputs, kwargs)
+            before, self._running = self._running, (model, ranks)
+            try:
+                if ranks is not None:
+                    return _forward(ddp, ranks, inputs, kwargs)
+                outputs = stock(ddp, *inputs, **kwargs)
+                if (usual := self._ranks.get(ddp)) is not None:
+                    usual.passed_by()
+                return outputs
+            finally:
+                self._running = before
 
-        forward.__qualname__ = f"{self._switch.name}.ddp_forward"
         self._switch.replace(DistributedDataParallel, "forward", forward, quietly=True)
 
     def average(self, model: nn.Module) -> GradientAverage | None:
@@ -97,14 +97,6 @@ class GraphedDDP:
             if refused is not None:
                 self._switch.cannot_apply(f"{type(ddp.module).__name__} cannot be captured: {refused}.")
         return self._ranks[ddp]
-
-    @contextlib.contextmanager
-    def _around(self, model: nn.Module, ranks: Ranks | None) -> Iterator[None]:
-        before, self._running = self._running, (model, ranks)
-        try:
-            yield
-        finally:
-            self._running = before
 
 
 def _forward(ddp: Any, ranks: Ranks, inputs: tuple[object, ...], kwargs: dict[str, Any]) -> object:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -15,6 +14,7 @@ from torch_fastdet._say import count, say
 from torch_fastdet._torch.private import is_replica
 from torch_fastdet.graphs import CaptureError, ModuleGraphs
 from torch_fastdet.graphs.distributed import GradientAverage
+from torch_fastdet.hosts.engine.replace import in_place_of
 from torch_fastdet.hosts.engine.switch import Active, Make, Target
 from torch_fastdet.hosts.evidence import Evidence
 from torch_fastdet.hosts.shared.channels_last import plain_copy, plain_fuse
@@ -34,13 +34,12 @@ def in_layout(method: str, trains: Trains, unless: Callable[[], bool]) -> Make:
             return None
         choice = LayoutChoice(active.name)
 
-        @functools.wraps(stock, assigned=(), updated=())  # its signature, which the next switch looks at
+        @in_place_of(stock, f"channels_last.{method}")
         def run(model: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
             if trains(active, model, x, args, kwargs):
                 x = choice.place(model, x, stock)
             return stock(model, x, *args, **kwargs)
 
-        run.__qualname__ = f"channels_last.{method}"
         return run
 
     return make
