@@ -77,11 +77,6 @@ def decode(anchors: int, outputs: int) -> int:
     return anchors * (SIGMOID * outputs + BOX_DECODE)
 
 
-def match(detections: int, labels: int) -> int:
-    """The IoU of each label with each detection of its image, and a comparison."""
-    return detections * labels * (IOU["iou"] + 1)
-
-
 def loss(anchors: int) -> int:
     """Objectness of every anchor; boxes and classes are computed for matches only."""
     return ENTROPY * anchors
@@ -171,7 +166,8 @@ def _compares_classes(a: Any) -> int:
 
 
 def _matches(a: Any) -> int:
-    return match(a.detections[-2], a.labels[0])
+    """The IoU of each label with each detection of its image, and a comparison."""
+    return a.detections[-2] * a.labels[0] * (IOU["iou"] + 1)
 
 
 def _v8_class_logits(heads: Sequence[Shape], reg_max: int) -> int:

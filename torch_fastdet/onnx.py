@@ -24,14 +24,6 @@ _WITHOUT_KERNEL = {
 }
 
 
-def _operators() -> Any:
-    try:
-        import onnxscript
-    except ImportError as error:
-        raise ImportError(f"torch_fastdet.onnx needs the packages onnx and onnxscript: {error}") from None
-    return onnxscript.opset18
-
-
 def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     """What ``torch.onnx.export(..., dynamo=True, custom_translation_table=translations())`` writes for our operators.
 
@@ -45,7 +37,10 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     Raises:
         ImportError: onnxscript is not installed.
     """
-    op = _operators()
+    try:
+        from onnxscript import opset18 as op
+    except ImportError as error:
+        raise ImportError(f"torch_fastdet.onnx needs the packages onnx and onnxscript: {error}") from None
 
     def upsample(x):  # type: ignore[no-untyped-def]
         scales = op.Constant(value_floats=[1.0, 1.0, 2.0, 2.0])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import with_trapz
+from torch_fastdet.hosts.shared.average_precision import from_one_sort
 
 HOSTS = {
     "yolov5": ("torch_fastdet.yolov5", "yolov5.utils.metrics", "yolov5.val"),
@@ -27,7 +28,7 @@ def host(request, monkeypatch):
         metrics, _ = (pytest.importorskip(name, reason=f"{request.param} is not installed") for name in (metrics, user))
         drop_in, validation = importlib.import_module(drop_in), importlib.import_module(f"{drop_in}.validation")
         yield SimpleNamespace(
-            drop_in=drop_in, metrics=metrics, ours=validation.average_precisions(metrics.ap_per_class)
+            drop_in=drop_in, metrics=metrics, ours=from_one_sort(metrics.ap_per_class, validation.plotted)
         )
     drop_in.unpatch()
 

@@ -180,9 +180,10 @@ def parameter_has_hooks(parameter: Tensor) -> bool:
 # What runs now -------------------------------------------------------------------------------------------------------
 
 
-def is_exporting() -> bool:
-    """Whether torch.export runs. The public function says True under torch.compile as well, where ours would do."""
-    return torch.compiler._is_exporting_flag
+def is_recorded() -> bool:
+    """Whether calls become a program that has to run without us. Of torch.compile's programs ours may be a part."""
+    # The public name of the last one is True under torch.compile as well.
+    return torch.jit.is_tracing() or torch.onnx.is_in_onnx_export() or torch.compiler._is_exporting_flag
 
 
 def is_transforming() -> bool:

@@ -103,7 +103,10 @@ class Signature:
 
     def check(self, stock: Any) -> Obstacle | None:
         theirs = tuple(inspect.signature(getattr(stock, self.method) if self.method else stock).parameters)
-        ours = self.wanted if isinstance(self.wanted, tuple) else positional(self.wanted)
+        ours = self.wanted
+        if not isinstance(ours, tuple):
+            found = inspect.signature(ours).parameters.values()
+            ours = tuple(parameter.name for parameter in found if parameter.kind is not parameter.KEYWORD_ONLY)
         if tuple(name for name in theirs if name != self.optional) == ours:
             return None
         name = ".".join(filter(None, (describe(stock), self.method)))
@@ -111,12 +114,6 @@ class Signature:
 
     def __str__(self) -> str:
         return f"parameters of {self.method}" if self.method else "parameters"
-
-
-def positional(function: Callable[..., object]) -> tuple[str, ...]:
-    """Names of all parameters but the keyword-only ones."""
-    found = inspect.signature(function).parameters.values()
-    return tuple(parameter.name for parameter in found if parameter.kind is not inspect.Parameter.KEYWORD_ONLY)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_fastdet import ops
-from torch_fastdet._torch.private import every_module_has_hooks, is_exporting, is_transforming, runs_plainly
+from torch_fastdet._torch.private import every_module_has_hooks, is_recorded, is_transforming, runs_plainly
 from torch_fastdet.layers.joint import JOINED, Keep, NormInto, NormsOfParts, NormSplit, Options, Twice
 from torch_fastdet.layers.stem import convolve, convolve_squares, divided, has_stem_shape, is_stem
 
@@ -51,13 +51,7 @@ class ConvBlock(Protocol):
 
 def is_watched() -> bool:
     """Whether something sees each module's call, or records a program that has to run without us."""
-    return (
-        every_module_has_hooks()
-        or torch.jit.is_tracing()
-        or torch.onnx.is_in_onnx_export()
-        or is_exporting()
-        or is_transforming()
-    )
+    return every_module_has_hooks() or is_recorded() or is_transforming()
 
 
 def can_fuse(norm: nn.Module, act: nn.Module) -> bool:
@@ -395,14 +389,6 @@ def can_pool(pool: nn.Module) -> bool:
     )
 
 
-def pools_beside(pool: Any, x: Tensor, count: int) -> Tensor:
-    """x, and ``count`` poolings of poolings of it, concatenated. Ask can_pool first."""
-    plain = type(x) is Tensor and x.device.type in DEVICES and x.dim() == 4 and x.is_floating_point()
-    if plain and count > 0:
-        return ops.max_pools_cat(x, pool.kernel_size, count)
-    return _chain([x], [pool] * count)
-
-
 def sppf_forward(stock: Forward, counts: bool) -> Forward:
     """Stands for the forward of a block that computes ``cv2(cat((y, m(y), m(m(y)), ...)))`` of ``y = cv1(x)``.
 
@@ -416,7 +402,10 @@ def sppf_forward(stock: Forward, counts: bool) -> Forward:
         if torch.jit.is_scripting() or not self.training or not can_pool(self.m):
             return stock(self, x)
         pools = getattr(self, "n", 3) if counts else 3
-        y = self.cv2(pools_beside(self.m, self.cv1(x), pools))
+        y = self.cv1(x)
+        plain = type(y) is Tensor and y.device.type in DEVICES and y.dim() == 4 and y.is_floating_point()
+        ours = plain and pools > 0
+        y = self.cv2(ops.max_pools_cat(y, self.m.kernel_size, pools) if ours else _chain([y], [self.m] * pools))
         if counts and getattr(self, "add", False):
             y = y + x
         return y

@@ -179,7 +179,7 @@ def v8_segmentation_loss(
         settings,
         slot_anchor,
         slot_row,
-        _image_size(heads, strides, sizes),
+        [int(side * strides[0]) for side in _sizes(heads, sizes)[:2]],
         num_targets,
         overlap,
     )
@@ -336,12 +336,6 @@ def _sizes(heads: list[torch.Tensor], sizes: list[int]) -> list[int]:
         found.append(head.shape[2])
         found.append(head.shape[3])
     return found
-
-
-def _image_size(heads: list[torch.Tensor], strides: list[float], sizes: list[int]) -> list[int]:
-    """Height and width of the images, in pixels."""
-    found = _sizes(heads, sizes)
-    return [int(found[0] * strides[0]), int(found[1] * strides[0])]
 
 
 def v8_loss_fault(status: list[int]) -> tuple[int, int]:

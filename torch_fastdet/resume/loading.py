@@ -128,12 +128,6 @@ class Position:
         assert isinstance(generator, torch.Generator)
         return generator
 
-    def begin(self) -> None:
-        """The loader makes its iterator."""
-        self._epochs = int(self.in_epoch)
-        self._began = 0
-        self._passes.clear()
-
     def begin_epoch(self) -> None:
         self.in_epoch = True
         self._epochs += 1
@@ -206,7 +200,9 @@ class Position:
     @contextlib.contextmanager
     def beginning(self) -> Iterator[None]:
         """While the loader makes its iterator: its processes are forked inside."""
-        self.begin()
+        self._epochs = int(self.in_epoch)
+        self._began = 0
+        self._passes.clear()
         yield
         if self.workers:
             self._process.begin = None

@@ -61,14 +61,6 @@ def _attend(block: Any, x: Tensor, areas: int, key: int, scale: float) -> Tensor
     return block.proj(image(y) + block.pe(image(v)))
 
 
-def _attention(block: Any, x: Tensor) -> Tensor:
-    return _attend(block, x, 1, block.key_dim, block.scale)
-
-
-def _area_attention(block: Any, x: Tensor) -> Tensor:
-    return _attend(block, x, max(block.area, 1), block.head_dim, block.head_dim**-0.5)
-
-
 def _with_channels(*parts: Any) -> Any:
     return lambda t: torch.cat([part(t) for part in parts], 1)
 
@@ -80,11 +72,11 @@ _SCALES = pictures().flatten() + 1
 _PARTS = {"proj": lambda t: t * t + 1, "pe": lambda t: t * t + 2, "num_heads": 2, "head_dim": 2}
 _KNOWN: dict[str, tuple[Any, tuple[dict[str, Any], ...]]] = {
     "Attention": (
-        _attention,
+        lambda block, x: _attend(block, x, 1, block.key_dim, block.scale),
         ({**_PARTS, "qkv": _with_channels(_SAME, _SQUARE), "key_dim": 1, "scale": _SCALES, "format": None},),
     ),
     "AAttn": (
-        _area_attention,
+        lambda block, x: _attend(block, x, max(block.area, 1), block.head_dim, block.head_dim**-0.5),
         tuple(
             {**_PARTS, "qkv": _with_channels(_SAME, _SQUARE, _NEXT), "area": area, "all_head_dim": 4} for area in (1, 2)
         ),

@@ -339,7 +339,7 @@ VAL = Switch(
             METRICS,
             # Of 8.4.120 to 8.4.180, and of 8.4.185 to 8.4.190.
             SameCode({"ap_per_class": ("f5a9d556", "e8ab4de3"), "compute_ap": ("d0c7762c", "b5719675")}, ALL_READ),
-            validation.average_precisions,
+            validation.plotted,
         ),
     ),
     modules=(

@@ -52,12 +52,8 @@ def confusions(rows: Tensor, labels: Tensor, classes: int, conf: float, iou_thre
     return counts
 
 
-def average_precisions(stock: Callable) -> Callable[..., Any]:
-    """``ap_per_class`` of ultralytics.utils.metrics from one sort; stock's own functions integrate, smooth and plot."""
-    return average_precision.from_one_sort(stock, _plotted)
-
-
-def _plotted(stock: Callable, given: Any, result: average_precision.Curves) -> tuple[object, ...]:
+def plotted(stock: Callable, given: Any, result: average_precision.Curves) -> tuple[object, ...]:
+    """What ``ap_per_class`` of ultralytics.utils.metrics returns behind the numbers, once its plots are drawn."""
     rows = [np.zeros_like(result.x) if row is None else row for row in result.precision_by_recall()]
     by_recall = np.array(rows) if rows else np.zeros((1, len(result.x)))
     if given.plot:

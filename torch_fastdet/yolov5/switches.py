@@ -263,7 +263,7 @@ VAL = Switch(
             METRICS,
             # Of YOLOv5 7.0, and of GitHub's head.
             SameCode({"ap_per_class": ("bd7f097d",), "compute_ap": ("66e3cf6e", "33760776")}, "YOLOv5 7.0 or later"),
-            validation.average_precisions,
+            validation.plotted,
         ),
     ),
     modules=("utils.metrics", "utils.general", "val", "segment.val"),

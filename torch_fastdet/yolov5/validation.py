@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_fastdet import ops
-from torch_fastdet.hosts.engine.replace import with_names
+from torch_fastdet.hosts.engine.replace import in_place_of, with_names
 from torch_fastdet.hosts.shared import average_precision
 from torch_fastdet.hosts.shared.by_name import ByName
 from torch_fastdet.hosts.shared.floats import as_float
@@ -36,6 +36,7 @@ def process_batch(detections: Tensor, labels: Tensor, iouv: Tensor) -> Tensor:
 def process_batch_of_masks(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """``process_batch`` of YOLOv5's segment/val.py, which matches by boxes or by masks: stock's own code makes the masks' overlaps."""
 
+    @in_place_of(stock)
     def process_batch_of_masks(
         detections: Tensor,
         labels: Tensor,
@@ -52,7 +53,6 @@ def process_batch_of_masks(stock: Callable[..., Tensor]) -> Callable[..., Tensor
         thresholds = as_float(iouv).to(detections.device)
         return ops.match_detections(as_float(detections), labels, thresholds, iou=iou).to(iouv.device)
 
-    process_batch_of_masks.__qualname__ = "process_batch_of_masks"  # in the line that patch() prints
     return process_batch_of_masks
 
 
@@ -91,12 +91,8 @@ def scale_boxes(img1_shape: Sequence[int], boxes: Any, img0_shape: Sequence[int]
     return boxes
 
 
-def average_precisions(stock: Callable) -> Callable[..., object]:
-    """``ap_per_class`` of utils.metrics from one sort; stock's own functions integrate, smooth and plot."""
-    return average_precision.from_one_sort(stock, _plotted)
-
-
-def _plotted(stock: Callable, given: Any, result: average_precision.Curves) -> tuple[object, ...]:
+def plotted(stock: Callable, given: Any, result: average_precision.Curves) -> tuple[object, ...]:
+    """What ``ap_per_class`` of utils.metrics returns behind the numbers, once its plots are drawn: nothing."""
     if given.plot:
         shown = dict(enumerate(name for number, name in given.names.items() if number in result.classes))
         by_recall = [values for values in result.precision_by_recall() if values is not None]

@@ -24,16 +24,11 @@ def top_level(name: str) -> str:
     return name.partition(".")[0]
 
 
-def is_module(value: object) -> bool:
-    # isinstance would believe a proxy that claims to be a module.
-    return issubclass(type(value), ModuleType)
-
-
 def loaded_modules(leaving_out: Collection[str]) -> list[ModuleType]:
     """Modules in ``sys.modules``, except those of the packages ``leaving_out``."""
-    return [
-        module for name, module in list(sys.modules.items()) if is_module(module) and top_level(name) not in leaving_out
-    ]
+    # isinstance would believe a proxy that claims to be a module.
+    modules = [(name, module) for name, module in list(sys.modules.items()) if issubclass(type(module), ModuleType)]
+    return [module for name, module in modules if top_level(name) not in leaving_out]
 
 
 class ImportHook(importlib.abc.MetaPathFinder):

@@ -109,12 +109,6 @@ def curves(
     return Curves(classes, labels, x, precision, recall, f1, ap, envelopes)
 
 
-def _is_taken(tp: Any, *others: object) -> bool:
-    """Whether these are the arrays that the hosts' validation passes."""
-    arrays = isinstance(tp, np.ndarray) and all(isinstance(other, np.ndarray) for other in others)
-    return arrays and tp.dtype == np.bool_ and tp.ndim == 2
-
-
 def from_one_sort(stock: Any, rest: Callable[[Any, Any, Curves], tuple[object, ...]]) -> Callable[..., object]:
     """``ap_per_class`` by :func:`curves`; stock's own functions integrate and smooth.
 
@@ -129,7 +123,8 @@ def from_one_sort(stock: Any, rest: Callable[[Any, Any, Curves], tuple[object, .
         bound.apply_defaults()
         given = SimpleNamespace(**bound.arguments)
         arrays = given.tp, given.conf, given.pred_cls, given.target_cls
-        if not _is_taken(*arrays) or (given.plot and not len(given.target_cls)):
+        usual = all(isinstance(array, np.ndarray) for array in arrays) and given.tp.dtype == bool and given.tp.ndim == 2
+        if not usual or (given.plot and not len(given.target_cls)):
             return stock(*args, **kwargs)
         result = curves(*arrays, host["compute_ap"], given.eps)
         numbers = *result.at_best(host["smooth"], given.eps), result.ap, result.classes.astype(int)
@@ -151,6 +146,8 @@ def plot(stock: Any, given: Any, result: Curves, by_recall: object, names: objec
         host["plot_mc_curve"](result.x, values, file, names, ylabel=title, **options)
 
 
-def target(where: tuple[str, ...], known: SameCode, make: Callable[[Any], object]) -> Target:
-    """The host's ``ap_per_class``, defined in one of the modules ``where``, which becomes ``make(stock)``; unknown code stays."""
-    return Target(where, "ap_per_class", make=lambda _, stock, __: make(stock), evidence=(known,), otherwise="say")
+def target(where: tuple[str, ...], known: SameCode, rest: Callable[[Any, Any, Curves], tuple[object, ...]]) -> Target:
+    """The host's ``ap_per_class``, defined in one of the modules ``where``, :func:`from_one_sort`; unknown code stays."""
+    return Target(
+        where, "ap_per_class", make=lambda _, f, __: from_one_sort(f, rest), evidence=(known,), otherwise="say"
+    )

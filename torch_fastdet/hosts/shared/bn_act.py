@@ -14,16 +14,6 @@ from torch_fastdet.hosts.evidence import Asks, Evidence, Formula
 from torch_fastdet.layers.bn_act import bottleneck_forward, c2f_forward, c3_forward, conv_forward, sppf_forward
 
 
-def _bottleneck(self: Any, x: Tensor) -> Tensor:
-    y = self.cv2(self.cv1(x))
-    return x + y if self.add else y
-
-
-def _c3(self: Any, x: Tensor) -> Tensor:
-    deep, shallow = self.m(self.cv1(x)), self.cv2(x)
-    return self.cv3(torch.cat([deep, shallow], 1))
-
-
 def _c2f(self: Any, x: Tensor) -> Tensor:
     # What each block makes of the one before it, beginning with the second half.
     first, second = self.cv1(x).chunk(2, 1)
@@ -42,9 +32,18 @@ def _sppf(self: Any, x: Tensor) -> Tensor:
 
 CONV = Formula("act(bn(conv(x)))", lambda self, x: self.act(self.bn(self.conv(x))), ("act", "bn", "conv"))
 BOTTLENECK = Formula(
-    "x + cv2(cv1(x)), or without x", _bottleneck, ("cv1", "cv2"), ("add",), ({"add": True}, {"add": False})
+    "x + cv2(cv1(x)), or without x",
+    lambda self, x: x + self.cv2(self.cv1(x)) if self.add else self.cv2(self.cv1(x)),
+    ("cv1", "cv2"),
+    ("add",),
+    ({"add": True}, {"add": False}),
 )
-C3 = Formula("cv3(cat(m(cv1(x)), cv2(x)))", _c3, ("cv1", "cv2", "cv3", "m"), ("cat", "torch"))
+C3 = Formula(
+    "cv3(cat(m(cv1(x)), cv2(x)))",
+    lambda self, x: self.cv3(torch.cat([self.m(self.cv1(x)), self.cv2(x)], 1)),
+    ("cv1", "cv2", "cv3", "m"),
+    ("cat", "torch"),
+)
 _TWO = {"cv1": lambda t: torch.cat([t * t, t + 1], 1)}  # channels, one for each half
 C2F = Formula(
     "cv2(cat(a, b, m[0](b), m[1](m[0](b)), ...)) of the halves a and b of cv1(x)",
@@ -70,10 +69,6 @@ def _method(name: str, make: Callable[..., Any], *parts: str) -> Make:
         return forward
 
     return made
-
-
-def _sppf_question(stock: object) -> str | None:
-    return None if SPPF.is_that_of(stock) else SPPF_N.check(stock)
 
 
 def switch(
@@ -120,7 +115,7 @@ def switch(
                 blocks,
                 "SPPF.forward",
                 make=_method("SPPF", lambda stock: sppf_forward(stock, SPPF_N.is_that_of(stock))),
-                evidence=(Asks(f"it computes {_SPPF}", _sppf_question),),
+                evidence=(Asks(f"it computes {_SPPF}", lambda f: None if SPPF.is_that_of(f) else SPPF_N.check(f)),),
                 otherwise="nothing",
             ),
         ),

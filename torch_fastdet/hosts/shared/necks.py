@@ -56,10 +56,6 @@ def _joined(upsample: Any, concat: object) -> Callable[[list[Tensor]], Tensor]:
     return forward
 
 
-def _unchanged(x: Tensor) -> Tensor:
-    return x
-
-
 def _layers(model: object, methods: tuple[str, ...], modules: tuple[str, ...]) -> list[Any]:
     """The model's layers, where these methods are the host's own and nothing sees each module's call."""
     layers = getattr(model, "model", None)
@@ -121,7 +117,7 @@ def joined_upsampling(model: object, loop: str, modules: tuple[str, ...]) -> Ite
     pairs = []
     if isinstance(save, (list, tuple, set)):
         pairs = [(up, cat) for up, cat in itertools.pairwise(chain) if _is_pair(up, cat, save)]
-    methods = [(up, "forward", _unchanged) for up, _ in pairs] + [
+    methods = [(up, "forward", lambda x: x) for up, _ in pairs] + [
         (cat, "forward", _joined(up, cat)) for up, cat in pairs
     ]
     with methods_of_modules(methods):

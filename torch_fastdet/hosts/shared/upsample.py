@@ -15,12 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from torch_fastdet import ops
-from torch_fastdet._torch.private import is_exporting, is_transforming
+from torch_fastdet._torch.private import is_recorded, is_transforming
 from torch_fastdet.hosts.engine.switch import Outside, Switch
-
-
-def _is_exporting() -> bool:
-    return torch.jit.is_tracing() or torch.onnx.is_in_onnx_export() or is_exporting()
 
 
 def doubles(module: torch.nn.Upsample, input: torch.Tensor) -> bool:
@@ -39,7 +35,7 @@ def upsample_forward(self: torch.nn.Upsample, input: torch.Tensor) -> torch.Tens
     """``torch.nn.Upsample.forward`` with our kernel for nearest upsampling by two, and torch's for everything else."""
     # Two ifs: torch.jit.script leaves out the first one's block, but compiles the whole of an `and`.
     if not torch.jit.is_scripting():  # noqa: SIM102
-        if doubles(self, input) and not _is_exporting() and not is_transforming():
+        if doubles(self, input) and not is_recorded() and not is_transforming():
             # torch.func and forward-mode AD know the stock operator; ours has only a backward.
             return ops.upsample_nearest2x(input)
     return F.interpolate(
