@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -14,7 +13,7 @@ def is_channels_last(parameter: Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def methods_of_modules(methods: Collection[tuple[nn.Module, str, Callable[..., Any]]]) -> Iterator[None]:
+def methods_of_modules(methods: Collection[tuple[nn.Module, str, Callable[..., object]]]) -> Iterator[None]:
     """While inside, each module has a method of its own in place of its class's. None of them has one before."""
     try:
         for module, name, method in methods:

@@ -388,7 +388,7 @@ class GraphedModule(nn.Module):
         graphs = ModuleGraphs(module, max_graphs=max_graphs, warmup=warmup, required=required, say=say, average=average)
         object.__setattr__(self, "graphs", graphs)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         ranks = self._ranks
         if ranks is None or not (self.module.training and torch.is_grad_enabled()) or _capture.is_capturing():
             return self._forward(*args, **kwargs)
@@ -401,7 +401,7 @@ class GraphedModule(nn.Module):
         """
         return contextlib.nullcontext() if self._ranks is None else self._ranks.no_sync()
 
-    def _forward(self, *args: Any, **kwargs: Any) -> object:
+    def _forward(self, *args: object, **kwargs: object) -> object:
         if len(args) == 1 and not kwargs:
             return self.graphs(args[0])
         if len(kwargs) == 1 and not args:
@@ -411,19 +411,19 @@ class GraphedModule(nn.Module):
                 return self.graphs(x)
         return self.module.forward(*args, **kwargs)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def state_dict(self, *args: object, **kwargs: object) -> Any:
         return self.module.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def load_state_dict(self, *args: object, **kwargs: object) -> Any:
         return self.module.load_state_dict(*args, **kwargs)
 
-    def register_buffer(self, *args: Any, **kwargs: Any) -> None:
+    def register_buffer(self, *args: object, **kwargs: object) -> None:
         self.module.register_buffer(*args, **kwargs)
 
-    def register_parameter(self, *args: Any, **kwargs: Any) -> None:
+    def register_parameter(self, *args: object, **kwargs: object) -> None:
         self.module.register_parameter(*args, **kwargs)
 
-    def add_module(self, *args: Any, **kwargs: Any) -> None:
+    def add_module(self, *args: object, **kwargs: object) -> None:
         self.module.add_module(*args, **kwargs)
 
     def __bool__(self) -> bool:
@@ -442,7 +442,7 @@ class GraphedModule(nn.Module):
         self.module.train(mode)
         return self
 
-    def _apply(self, *args: Any, **kwargs: Any) -> GraphedModule:
+    def _apply(self, *args: object, **kwargs: object) -> GraphedModule:
         self.module._apply(*args, **kwargs)
         return self
 

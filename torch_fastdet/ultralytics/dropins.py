@@ -69,7 +69,7 @@ def _as_older(stock: Callable[..., object], keeps_dtype: bool) -> Callable[..., 
     """Ours with the parameters and the dtype of an older version's function; labels are left to that function."""
     signature = inspect.signature(stock)
 
-    def non_max_suppression_as_older(*args: Any, **kwargs: Any) -> object:
+    def non_max_suppression_as_older(*args: object, **kwargs: object) -> object:
         arguments = signature.bind(*args, **kwargs).arguments
         if len(arguments.pop(LABELS, ())):
             return stock(*args, **kwargs)

@@ -31,7 +31,7 @@ def _outputs(detect: object, x: list[Tensor], box_head: object = None, cls_head:
 
 
 @functools.cache
-def _is_stocks(forward_head: Any) -> bool:
+def _is_stocks(forward_head: object) -> bool:
     """Whether this is what stock's ``Detect.forward_head`` computes: forks change it under the same name."""
     boxes = [lambda t: t + 1, lambda t: t * t]
     classes = [lambda t: t[:, :3] + 2, lambda t: t[:, 1:] * t[:, :3]]

@@ -7,7 +7,6 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
 
 from torch_fastdet._say import counts
 from torch_fastdet.hosts.engine.host import Host
@@ -40,7 +39,7 @@ class Ultralytics(Host):
             return
 
         @functools.wraps(stock)
-        def train(trainer: object, *args: Any, **kwargs: Any) -> object:
+        def train(trainer: object, *args: object, **kwargs: object) -> object:
             counts.clear()  # those of a validation or of an interrupted training
             result = stock(trainer, *args, **kwargs)
             self.report()

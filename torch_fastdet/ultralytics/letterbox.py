@@ -67,7 +67,7 @@ def sourcing(stock: Callable) -> Callable:
     """``BasePredictor.setup_source`` that has JPEG files decoded on the predictor's GPU."""
 
     @functools.wraps(stock)
-    def setup_source(self: Any, *args: Any, **kwargs: Any) -> None:
+    def setup_source(self: Any, *args: object, **kwargs: object) -> None:
         stock(self, *args, **kwargs)
         if str(self.device).startswith("cuda"):  # None before the model is there
             decode_on(torch.device(self.device), self.dataset)

@@ -169,7 +169,7 @@ class _DetectionLoss(_Criterion):
             state = vars(self)["_fastdet"] = _State()
         return state
 
-    def __call__(self, preds: Any, batch: Any, num_targets: Tensor | None = None, **labels: Tensor) -> Any:
+    def __call__(self, preds: object, batch: object, num_targets: Tensor | None = None, **labels: Tensor) -> Any:
         """Stock's call: loss (3) times the batch size, and the items by their names."""
         if isinstance(batch, Tensor):
             changed = self._changed()
@@ -646,7 +646,7 @@ class _E2ELoss(_Criterion):
     def target_columns(self) -> int:
         return self.one2many.target_columns
 
-    def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:
+    def __init__(self, model: nn.Module, loss_fn: object = None) -> None:
         super().__init__(model, _subclass(_parts(self.stock).detection_loss) if loss_fn is None else loss_fn)  # type: ignore[call-arg]
 
     def _branches(self) -> tuple[_DetectionLoss, _DetectionLoss] | None:
@@ -655,7 +655,7 @@ class _E2ELoss(_Criterion):
             return None
         return branches if all(branch.fits() for branch in branches) else None
 
-    def __call__(self, preds: Any, batch: Any, num_targets: Tensor | None = None, **labels: Tensor) -> Any:
+    def __call__(self, preds: object, batch: Any, num_targets: Tensor | None = None, **labels: Tensor) -> Any:
         """Stock's call: the weighted sum of both branches (3), and the items of the one-to-one branch by their names."""
         branches = self._branches()
         if branches is None:

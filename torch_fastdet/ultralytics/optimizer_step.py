@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -34,7 +33,7 @@ def building(active: Active, stock: Callable[..., torch.optim.Optimizer], _: obj
     """``BaseTrainer.build_optimizer``, which writes its log lines; the optimizer that it returns becomes ours."""
 
     @in_place_of(stock)
-    def build_optimizer(*args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+    def build_optimizer(*args: object, **kwargs: object) -> torch.optim.Optimizer:
         theirs = stock(*args, **kwargs)
         reason = MUSGD.check(type(theirs)) if is_stock_musgd(theirs) else None
         if reason is not None:

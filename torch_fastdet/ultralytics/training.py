@@ -33,7 +33,7 @@ IN_STOCK = "8.4.150"  # whose trainer has the argument channels_last, on by defa
 CACHES = {"shape", "shapes", "anchors", "strides", "valid_mask"}
 
 
-def trains(_: Active, model: nn.Module, x: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def trains(_: Active, model: nn.Module, x: object, args: tuple[object, ...], kwargs: dict[str, Any]) -> bool:
     """Whether this is a forward pass of the trainer on a GPU, and not a dry run."""
     if not (model.training and torch.is_grad_enabled() and getattr(model, "criterion", None) is not None):
         return False
@@ -122,7 +122,7 @@ def model_predict(active: Active, stock: Callable[..., object], model_class: Any
     graphs = active.shared(_training)
 
     @in_place_of(stock, "cuda_graph.predict")
-    def predict(model: nn.Module, x: Any, *args: Any, **kwargs: Any) -> object:
+    def predict(model: nn.Module, x: Any, *args: object, **kwargs: object) -> object:
         # An input with a gradient is that of a measurement of the batch size.
         if (
             torch.compiler.is_compiling()
@@ -143,7 +143,7 @@ def backend_forward(active: Active, stock: Callable[..., object], _: object) -> 
     graphs = PredictionGraphs(active.name, functools.partial(settings_of, caches=CACHES), fewer_copies)
 
     @in_place_of(stock, "cuda_graph.forward")
-    def forward(backend: Any, im: object, *args: Any, **kwargs: Any) -> Any:
+    def forward(backend: Any, im: object, *args: object, **kwargs: object) -> Any:
         if torch.compiler.is_compiling() or not getattr(backend, "base_model", False):
             return stock(backend, im, *args, **kwargs)
         # augment=, embed= and what predict() hands on to the model

@@ -57,7 +57,7 @@ class OfInstances:
     stock's before, during and after the patch.
     """
 
-    def __init__(self, stock: Callable[..., Any]) -> None:
+    def __init__(self, stock: Callable[..., object]) -> None:
         self.stock, self.ours = stock, decoding(stock)
         self.__module__, self.__qualname__ = stock.__module__, stock.__qualname__  # in the line that patch() prints
 

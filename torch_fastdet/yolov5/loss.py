@@ -18,14 +18,14 @@ from torch_fastdet.ops.yolov5_loss import split_coefficients, yolov5_mask_part
 from torch_fastdet.yolov5.heads import fewer_copies
 
 
-def _not_apart(*_: Any) -> Any:
+def _not_apart(*_: object) -> Any:
     raise AttributeError(
         "ComputeLoss: there is no BCEcls, BCEobj or build_targets, because one operator does their work; change hyp before the "
         "loss is made, or use YOLOv5's own ComputeLoss"
     )
 
 
-def _fixed(*_: Any) -> None:
+def _fixed(*_: object) -> None:
     raise AttributeError(
         "ComputeLoss: cp and cn follow from hyp['label_smoothing'] when the loss is made; set that and make a new loss"
     )

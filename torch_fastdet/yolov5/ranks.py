@@ -52,11 +52,11 @@ def first_rank_first(_: object, stock: Callable[[int], contextlib.AbstractContex
     return torch_distributed_zero_first
 
 
-def smart_ddp(_: object, stock: Callable[[Any], Any], __: object) -> Any:
+def smart_ddp(_: object, stock: Callable[[Any], object], __: object) -> Any:
     """``smart_DDP``, which the others reach while rank 0 reads the validation set and checks anchors."""
 
     @in_place_of(stock)
-    def smart_DDP(model: Any) -> Any:
+    def smart_DDP(model: object) -> Any:
         meet()
         return stock(model)
 

@@ -101,7 +101,7 @@ def calling(active: Active, stock: Callable[..., object], _: object) -> Callable
     active.replace(torch, "save", saving(training_run, torch.save), " (checkpoints whole or not at all)")
 
     @in_place_of(stock)
-    def run(callbacks: object, hook: str, *args: Any, **kwargs: Any) -> Any:
+    def run(callbacks: object, hook: str, *args: object, **kwargs: object) -> Any:
         result = stock(callbacks, hook, *args, **kwargs)
         if hook == "on_train_epoch_start":
             if (frame := frames.training_frame("train", OF_TRAIN)) is not None:
@@ -119,7 +119,7 @@ def saving(run: Run, stock: Callable[..., None]) -> Callable[..., None]:
     """``torch.save``: checkpoints of the training that runs are written whole, and last.pt with the file of ours."""
 
     @in_place_of(stock)
-    def save(obj: object, f: object, *args: Any, **kwargs: Any) -> None:
+    def save(obj: object, f: object, *args: object, **kwargs: object) -> None:
         last = run.last
         if last is None or not isinstance(f, (str, os.PathLike)) or Path(f).parent != last.parent:
             return stock(obj, f, *args, **kwargs)

@@ -17,7 +17,7 @@ from torch_fastdet.hosts.shared.training_graphs import TrainingGraphs
 from torch_fastdet.yolov5.heads import fewer_copies
 
 
-def trains(active: Active, model: nn.Module, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def trains(active: Active, model: nn.Module, x: Any, args: tuple[object, ...], kwargs: dict[str, Any]) -> bool:
     """Whether this is a pass of a training script on a GPU. One on the CPU is YOLOv5's dry run, or an error."""
     if not model.training or not torch.is_grad_enabled():
         return False
@@ -43,7 +43,7 @@ def backend_forward(active: Active, stock: Callable[..., object], _: object) -> 
     here = active.shared(_predicting)
 
     @in_place_of(stock, "cuda_graph.forward")
-    def forward(backend: object, *args: Any, **kwargs: Any) -> Any:
+    def forward(backend: object, *args: object, **kwargs: object) -> Any:
         here.predicting = getattr(backend, "model", None) if getattr(backend, "pt", False) else None
         try:
             return stock(backend, *args, **kwargs)
@@ -59,7 +59,7 @@ def model_forward(active: Active, stock: Callable[..., object], model_class: Any
     graphs = active.shared(_training)
     answers = PredictionGraphs(active.name, settings_of, fewer_copies)
 
-    def forward(model: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(model: nn.Module, x: torch.Tensor, *args: object, **kwargs: object) -> Any:
         if here.predicting is model and not model.training:
             if any((*args, *kwargs.values())):
                 answers.tell("augment= and visualize=: such predictions run without graphs")

@@ -56,11 +56,11 @@ def process_batch_of_masks(stock: Callable[..., Tensor]) -> Callable[..., Tensor
     return process_batch_of_masks
 
 
-def _mask_overlaps(stock: Callable, detections: Tensor, labels: Tensor, iouv: Tensor, *masks: Any) -> Tensor:
+def _mask_overlaps(stock: Callable, detections: Tensor, labels: Tensor, iouv: Tensor, *masks: object) -> Tensor:
     """(m, n): what stock's code finds by ``mask_iou``. It gets no thresholds, so that it matches nothing and waits for nothing."""
     found: list[Tensor] = []
 
-    def mask_iou(*args: Any, **kwargs: Any) -> Tensor:
+    def mask_iou(*args: object, **kwargs: object) -> Tensor:
         found.append(stock.__globals__["mask_iou"](*args, **kwargs))
         return found[-1]
 

@@ -17,7 +17,7 @@ def stand_in(switch: str, stock: type, ours: type) -> type:
     made: list[type] = []
 
     class StandIn(type):
-        def __new__(mcs, name: str, bases: tuple[type, ...], body: dict[str, Any], **keywords: Any) -> Any:
+        def __new__(mcs, name: str, bases: tuple[type, ...], body: dict[str, Any], **keywords: object) -> Any:
             if not made:
                 return super().__new__(mcs, name, bases, body)
             say(
@@ -27,7 +27,7 @@ def stand_in(switch: str, stock: type, ours: type) -> type:
             bases = tuple(stock if base is made[0] else base for base in bases)
             return type(stock)(name, bases, body, **keywords)
 
-        def __call__(cls, *args: Any, **keywords: object) -> object:
+        def __call__(cls, *args: object, **keywords: object) -> object:
             return ours(*args, **keywords)
 
         def __instancecheck__(cls, instance: object) -> bool:

@@ -43,7 +43,7 @@ def plain_fuse(stock: Callable[..., object]) -> Callable[..., object]:
     """Stands for ``fuse()`` of a model: its parameters are made contiguous first, because stock's calls ``.view`` on them."""
 
     @in_place_of(stock, "channels_last.fuse")
-    def fuse(model: nn.Module, *args: Any, **kwargs: Any) -> object:
+    def fuse(model: nn.Module, *args: object, **kwargs: object) -> object:
         _make_contiguous(model)
         return stock(model, *args, **kwargs)
 

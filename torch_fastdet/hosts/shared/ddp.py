@@ -51,7 +51,7 @@ class GraphedDDP:
         stock = DistributedDataParallel.forward
 
         @in_place_of(stock, f"{self._switch.name}.ddp_forward")
-        def forward(ddp: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
+        def forward(ddp: DistributedDataParallel, *inputs: object, **kwargs: object) -> Any:
             model: nn.Module = ddp.module
             if torch.compiler.is_compiling() or not isinstance(model, tuple(self._classes)):
                 return stock(ddp, *inputs, **kwargs)

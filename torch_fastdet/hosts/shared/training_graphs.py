@@ -35,7 +35,7 @@ def in_layout(method: str, trains: Trains, unless: Callable[[], bool]) -> Make:
         choice = LayoutChoice(active.name)
 
         @in_place_of(stock, f"channels_last.{method}")
-        def run(model: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
+        def run(model: nn.Module, x: Any, *args: object, **kwargs: object) -> Any:
             if trains(active, model, x, args, kwargs):
                 x = choice.place(model, x, stock)
             return stock(model, x, *args, **kwargs)
