@@ -27,22 +27,15 @@ MakeState = Callable[[list[Tensor], list[int], list[int]], Any]
 
 def gather(groups: list[tuple[list[float | Tensor], int]], device: torch.device) -> Numbers:
     """Of groups' numbers and flags: all numbers, the device tensors that replace some of them ([] for none), and flags."""
-    values: list[float] = []
-    tensors: list[Tensor | None] = []
-    for numbers, _ in groups:
-        for value in numbers:
-            if isinstance(value, Tensor) and value.device.type != "cpu":
-                tensors += [None] * (len(values) - len(tensors))
-                tensors.append(value.to(device, non_blocking=True))
-                values.append(1.0)  # known to be there, whatever it holds
-            else:
-                values.append(float(value))
-    if tensors:
-        tensors += [None] * (len(values) - len(tensors))
-    return values, tensors, [flags for _, flags in groups]
+    given = [value for numbers, _ in groups for value in numbers]
+    elsewhere = [isinstance(value, Tensor) and value.device.type != "cpu" for value in given]
+    # 1: known to be there, whatever it holds.
+    values = [1.0 if there else float(value) for value, there in zip(given, elsewhere)]
+    tensors = [on_device(value, device) if there else None for value, there in zip(given, elsewhere)]
+    return values, tensors if any(elsewhere) else [], [flags for _, flags in groups]
 
 
-def on_device(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+def on_device(tensor: Tensor | float | None, device: torch.device) -> Tensor | None:
     # GradScaler's found_inf is the number 0 where no parameter has a gradient.
     return tensor.to(device, non_blocking=True) if isinstance(tensor, Tensor) else None
 

@@ -5,6 +5,7 @@ YOLOv5's own function runs, in a copy in which what it does to the pictures befo
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import types
@@ -165,16 +166,10 @@ class _Network:
         return [rows.repeat(len(x), 1, 1)]
 
 
-class _NoTimes:
+class _NoTimes(contextlib.nullcontext):
     """Stands for YOLOv5's ``Profile`` in the probe, because that one starts CUDA."""
 
     t = 0.0
-
-    def __enter__(self) -> _NoTimes:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        return None
 
 
 def prepared(stock_class: Any, forward: Callable, module: ModuleType) -> list[object]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import builtins
 import importlib.util
 import io
+import itertools
 import logging
 import sys
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ LAUNCHER = Launcher(
     "Run a YOLOv5 script with torch_fastdet.",
 )
 FLAGS = LAUNCHER.flags
+HELP = "-h", "--help"
 
 
 @dataclass
@@ -47,28 +49,23 @@ class Command:
 
 def parse(argv: list[str]) -> Command:
     """Split a command line into ours (switches anywhere before ``--``) and the script's (all the rest, in its order)."""
-    command = Command()
-    rest = iter(argv)
-    for argument in rest:
-        started = command.script is not None or command.module is not None
-        if argument == "--" and started:
-            command.arguments += [argument, *rest]
-        elif LAUNCHER.take_flag(argument, command.switches):
-            continue
-        elif started:
-            command.help |= argument in ("-h", "--help")
-            command.arguments.append(argument)
-        elif argument in ("-h", "--help"):
-            command.help = True
-            command.arguments.append(argument)
-        elif argument.startswith("-m"):
-            command.module = argument[2:] or next(rest, None)  # as Python's own -m: -m name, or -mname
+    switches, rest = LAUNCHER.split(argv)
+    command, words = Command(switches=switches), iter(rest)
+    for word in words:
+        if word in HELP:
+            command.arguments.append(word)
+        elif word.startswith("-m"):
+            command.module = word[2:] or next(words, None)  # as Python's own -m: -m name, or -mname
             if command.module is None:
                 LAUNCHER.fail("-m needs the name of a module, such as yolov5.train.")
-        elif argument.startswith("-"):
-            LAUNCHER.fail(f"{argument} came before the script, and is not one of {', '.join(FLAGS)}.")
+            break
+        elif word.startswith("-"):
+            LAUNCHER.fail(f"{word} came before the script, and is not one of {', '.join(FLAGS)}.")
         else:
-            command.script = argument
+            command.script = word
+            break
+    command.arguments += words
+    command.help = any(word in HELP for word in itertools.takewhile(lambda word: word != "--", command.arguments))
     return command
 
 

@@ -34,29 +34,22 @@ class Launcher:
         """The switch of each flag."""
         return {f"--{name}": name for name in (*self.host.switches, ALL)}
 
-    def take_flag(self, argument: str, chosen: list[str]) -> bool:
-        """Whether ``argument`` is one of our flags; its switch is added to ``chosen`` then."""
-        flag, equals, _ = argument.partition("=")
-        switch = self.flags.get(flag)
-        if switch is None:
-            return False
-        if equals:
-            self.fail(f"{flag} takes no value; it came as {argument}. Leave {flag} out to keep that switch off.")
-        if switch not in chosen:
-            chosen.append(switch)
-        return True
-
     def split(self, argv: list[str]) -> tuple[list[str], list[str]]:
         """Switches, and everything else in its order. What follows ``--`` is not ours."""
-        chosen: list[str] = []
+        chosen: dict[str, None] = {}
         rest: list[str] = []
         arguments: Iterator[str] = iter(argv)
         for argument in arguments:
+            flag, equals, _ = argument.partition("=")
             if argument == "--":
                 rest += [argument, *arguments]
-            elif not self.take_flag(argument, chosen):
+            elif flag not in self.flags:
                 rest.append(argument)
-        return chosen, rest
+            elif equals:
+                self.fail(f"{flag} takes no value; it came as {argument}. Leave {flag} out to keep that switch off.")
+            else:
+                chosen[self.flags[flag]] = None
+        return list(chosen), rest
 
     def switch_on(self, chosen: Collection[str], import_now: bool) -> None:
         """Switch on what the flags say; what cannot apply ends the process with one line."""
