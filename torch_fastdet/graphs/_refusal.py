@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from torch_fastdet._torch import private
 from torch_fastdet.graphs import _capture
+from torch_fastdet.graphs.distributed import group_size
 
 
 class CaptureError(RuntimeError):
@@ -24,11 +24,8 @@ def why_not(module: nn.Module, averaged: bool = False) -> str | None:
         return "DataParallel is not supported; start one process for each GPU with torchrun"
     if isinstance(module, nn.parallel.DistributedDataParallel):
         return "DistributedDataParallel averages gradients itself; give the module inside, which is averaged here"
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if distributed and not averaged and torch.distributed.get_world_size() > 1:
-        return (
-            f"{torch.distributed.get_world_size()} processes train it, and a replay would not exchange their gradients"
-        )
+    if not averaged and (size := group_size()) > 1:
+        return f"{size} processes train it, and a replay would not exchange their gradients"
     for name, child in module.named_modules():
         label = _label(name, child)
         if isinstance(child, nn.SyncBatchNorm):

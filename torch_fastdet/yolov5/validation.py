@@ -18,19 +18,20 @@ from torch_fastdet.hosts.shared.by_name import ByName
 from torch_fastdet.hosts.shared.floats import as_float
 
 
-def process_batch(detections: Tensor, labels: Tensor, iouv: Tensor) -> Tensor:
+def process_batch(detections: Tensor, labels: Tensor, iouv: Tensor, *, iou: Tensor | None = None) -> Tensor:
     """Correct detections of one image at each IoU threshold, as ``process_batch`` of YOLOv5's val.py.
 
     Args:
         detections: (n, 6), x1, y1, x2, y2, confidence, class.
         labels: (m, 5), class, x1, y1, x2, y2.
         iouv: (t,) IoU thresholds.
+        iou: (m, n) other overlaps than those of the boxes.
 
     Returns:
         (n, t), bool, on the device of iouv. Stock leaves labels of equal IoU to an unstable sort; the later one counts here.
     """
     thresholds = as_float(iouv).to(detections.device)
-    return ops.match_detections(as_float(detections), labels, thresholds).to(iouv.device)
+    return ops.match_detections(as_float(detections), labels, thresholds, iou=iou).to(iouv.device)
 
 
 def process_batch_of_masks(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -50,8 +51,7 @@ def process_batch_of_masks(stock: Callable[..., Tensor]) -> Callable[..., Tensor
             return process_batch(detections, labels, iouv)
         assert pred_masks is not None and gt_masks is not None
         iou = _mask_overlaps(stock, detections, labels, iouv, pred_masks.float(), gt_masks.float(), overlap)
-        thresholds = as_float(iouv).to(detections.device)
-        return ops.match_detections(as_float(detections), labels, thresholds, iou=iou).to(iouv.device)
+        return process_batch(detections, labels, iouv, iou=iou)
 
     return process_batch_of_masks
 

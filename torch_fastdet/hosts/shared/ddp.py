@@ -22,12 +22,6 @@ from torch_fastdet.hosts.engine.replace import in_place_of
 from torch_fastdet.hosts.engine.switch import Active
 
 
-def group_size() -> int:
-    """How many processes train together; 1 without a process group."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if distributed else 1
-
-
 class GraphedDDP:
     """What a ``cuda_graph`` switch puts in the place of ``DistributedDataParallel.forward``.
 

@@ -13,12 +13,12 @@ from torch import nn
 from torch_fastdet._say import count, say
 from torch_fastdet._torch.private import is_replica
 from torch_fastdet.graphs import CaptureError, ModuleGraphs
-from torch_fastdet.graphs.distributed import GradientAverage
+from torch_fastdet.graphs.distributed import GradientAverage, group_size
 from torch_fastdet.hosts.engine.replace import in_place_of
 from torch_fastdet.hosts.engine.switch import Active, Make, Target
 from torch_fastdet.hosts.evidence import Evidence
 from torch_fastdet.hosts.shared.channels_last import plain_copy, plain_fuse
-from torch_fastdet.hosts.shared.ddp import GraphedDDP, group_size
+from torch_fastdet.hosts.shared.ddp import GraphedDDP
 from torch_fastdet.hosts.shared.layout import LayoutChoice
 from torch_fastdet.hosts.shared.predictions import without_captures
 
