@@ -58,14 +58,14 @@ class Host:
                 if error.name is None or not f"{prefix}{name}.".startswith(f"{error.name}."):
                     raise  # a module that it needs
 
-    def patch(self, switches: Mapping[str, bool]) -> tuple[str, ...]:
-        """Switch on what the keywords say, and return a line for each name that is replaced."""
+    def patch(self, switches: Mapping[str, bool], import_now: bool = True) -> tuple[str, ...]:
+        """Switch on what the keywords say, and return a line for each name that is replaced; ``import_now`` as of :meth:`switch_on`."""
         check_switches(switches, [ALL, *self.switches])
         by_name = [name for name in self.switches if switches.get(name)]
         everything = self.everything() if switches.get(ALL, not switches) else ()
         names = [name for name in self.switches if name in by_name or (name in everything and switches.get(name, True))]
         with _one_thread:
-            self.switch_on(names, by_name)
+            self.switch_on(names, by_name, import_now)
             self.requests.append(dict(switches))
             return self.patches.lines()
 

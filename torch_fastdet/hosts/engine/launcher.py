@@ -57,11 +57,8 @@ class Launcher:
         if not chosen:
             say(f"no switch is given ({', '.join(self.flags)}): it runs as it is")
             return
-        everything = self.host.everything() if ALL in chosen else ()
-        names = [name for name in self.host.switches if name in everything or name in chosen]
         try:
-            self.host.switch_on(names, chosen, import_now)
-            self.host.requests.append(dict.fromkeys(chosen, True))
+            self.host.patch(dict.fromkeys(chosen, True), import_now)
         except (SwitchError, ImportError) as error:
             self.refuse(error)
 
