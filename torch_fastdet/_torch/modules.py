@@ -1,11 +1,13 @@
-"""What graphs, resume and the hosts ask of modules, and what stands in for their methods for a while."""
+"""What graphs, resume and the hosts ask of modules, and what stands in for attributes for a while."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 
-from torch import Tensor, nn
+from torch import Tensor
+
+_MISSING = object()
 
 
 def is_channels_last(parameter: Tensor) -> bool:
@@ -13,12 +15,15 @@ def is_channels_last(parameter: Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def methods_of_modules(methods: Collection[tuple[nn.Module, str, Callable[..., object]]]) -> Iterator[None]:
-    """While inside, each module has a method of its own in place of its class's. None of them has one before."""
+def own_attributes(values: Collection[tuple[object, str, object]]) -> Iterator[None]:
+    """While inside, each object has an attribute of its own with this name and value, such as a method in place of its class's."""
+    before = [(vars(owner), name, vars(owner).get(name, _MISSING)) for owner, name, _ in values]
     try:
-        for module, name, method in methods:
-            module.__dict__[name] = method
+        for owner, name, value in values:
+            vars(owner)[name] = value
         yield
     finally:
-        for module, name, _ in methods:
-            module.__dict__.pop(name, None)
+        for own, name, value in before:
+            own.pop(name, None)
+            if value is not _MISSING:
+                own[name] = value

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_fastdet._torch.modules import methods_of_modules
+from torch_fastdet._torch.modules import own_attributes
 from torch_fastdet._torch.private import foreach_copy_, foreach_zero_, runs_plainly
 from torch_fastdet.layers.bn_act import convolutions_of_one_input, is_used
 from torch_fastdet.layers.joint import JOINED
@@ -256,7 +256,7 @@ def weights_cast_once(model: nn.Module, dtype: torch.dtype | None) -> Iterator[N
     try:
         for group in joined:
             JOINED[group[0]] = _joint_of(group[0], cast[group[0].weight][1], dtype)
-        with methods_of_modules(methods):
+        with own_attributes(methods):
             yield
     finally:
         for group in joined:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_fastdet._torch.modules import is_channels_last, methods_of_modules
+from torch_fastdet._torch.modules import is_channels_last, own_attributes
 from torch_fastdet._torch.private import every_module_has_hooks, runs_plainly
 from torch_fastdet.hosts.evidence import agree, pictures
 
@@ -103,5 +103,5 @@ def attention_in_rows(model: nn.Module) -> Iterator[None]:
             and runs_plainly(module, type(module).forward)
             and _is_stocks(type(module).__name__, type(module).forward)
         ]
-    with methods_of_modules([(m, "forward", functools.partial(_KNOWN[type(m).__name__][0], m)) for m in known]):
+    with own_attributes([(m, "forward", functools.partial(_KNOWN[type(m).__name__][0], m)) for m in known]):
         yield

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_fastdet._torch.modules import is_channels_last, methods_of_modules
+from torch_fastdet._torch.modules import is_channels_last, own_attributes
 from torch_fastdet._torch.private import every_module_has_hooks
 from torch_fastdet.hosts.evidence import agree, pictures
 from torch_fastdet.hosts.shared.necks import stock_detect
@@ -57,5 +57,5 @@ def heads_in_rows(model: nn.Module) -> Iterator[None]:
         and any(map(is_channels_last, model.parameters()))
         and _is_stocks(getattr(type(detect), "forward_head", None))
     )
-    with methods_of_modules([(detect, "forward_head", functools.partial(_outputs, detect))] if known else []):
+    with own_attributes([(detect, "forward_head", functools.partial(_outputs, detect))] if known else []):
         yield

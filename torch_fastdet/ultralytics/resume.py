@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 from torch_fastdet._say import say
+from torch_fastdet._torch.modules import own_attributes
 from torch_fastdet.hosts.engine.replace import in_place_of
 from torch_fastdet.hosts.engine.switch import Active
 from torch_fastdet.hosts.shapes import Trainer
@@ -143,13 +144,9 @@ def saving(active: Active, stock: Callable[..., object], _: object) -> Callable[
         run, frame = runs.get(trainer), _frame()
         if run is None or run.position is None or frame is None:
             return stock(trainer)
-        paths = {name: vars(trainer)[name] for name in ("last", "best", "wdir")}
-        for name, path in paths.items():
-            setattr(trainer, name, WholeFile(path))
-        trainer.last.with_state = lambda: run.state_of(trainer, frame)
-        try:
+        paths = {name: WholeFile(vars(trainer)[name]) for name in ("last", "best", "wdir")}
+        paths["last"].with_state = lambda: run.state_of(trainer, frame)
+        with own_attributes([(trainer, name, path) for name, path in paths.items()]):
             return stock(trainer)
-        finally:
-            vars(trainer).update(paths)
 
     return save_model

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,9 +11,13 @@ import torch
 from torch import Tensor
 
 from torch_fastdet import ops
+from torch_fastdet._torch.modules import own_attributes
 from torch_fastdet.hosts.shapes import ConfusionMatrix, Validator
 from torch_fastdet.hosts.shared import average_precision
 from torch_fastdet.hosts.shared.floats import as_float
+
+#: Where stock makes what it combines with the labels.
+HOST = torch.device("cpu")
 
 
 def _rows(detections: dict[str, Tensor]) -> Tensor:
@@ -101,16 +104,6 @@ def match_overlaps(stock: Callable, rule: str) -> Callable:
     return match_predictions
 
 
-@contextlib.contextmanager
-def _on_host(validator: Validator) -> Iterator[None]:
-    """While inside, stock makes what it combines with the labels on the host."""
-    device, validator.device = validator.device, torch.device("cpu")
-    try:
-        yield
-    finally:
-        validator.device = device
-
-
 def update_on_host(stock: Callable, processing: Callable) -> Callable:
     """A validator's ``update_metrics`` of tensors on the host: one copy a batch instead of several syncs an image.
 
@@ -122,7 +115,7 @@ def update_on_host(stock: Callable, processing: Callable) -> Callable:
         if not _is_on_gpu(self, processing, preds):
             stock(self, preds, batch)
             return
-        with _on_host(self):
+        with own_attributes([(self, "device", HOST)]):
             stock(self, _to_host(preds), _labels_on_host(batch))
 
     return update_metrics
@@ -180,7 +173,7 @@ def update_masks_on_host(stock: Callable, processing: Callable, mask_iou: Callab
             stock(self, preds, batch)
             return
         labels = _labels_on_host(batch)
-        with _on_host(self):
+        with own_attributes([(self, "device", HOST)]):
             prepared = [self._prepare_batch(i, labels) for i in range(len(preds))]
             overlaps = [
                 mask_iou(label["masks"].flatten(1), pred["masks"].flatten(1).float())
@@ -192,13 +185,7 @@ def update_masks_on_host(stock: Callable, processing: Callable, mask_iou: Callab
             flat = torch.cat([overlap.flatten() for overlap in overlaps]).cpu()
             for image, part, overlap in zip(host, flat.split([overlap.numel() for overlap in overlaps]), overlaps):
                 image[MASK_IOU] = part.view(overlap.shape)
-            users = vars(self).get("_prepare_batch")
-            vars(self)["_prepare_batch"] = lambda i, _: prepared[i]
-            try:
+            with own_attributes([(self, "_prepare_batch", lambda i, _: prepared[i])]):
                 stock(self, host, labels)
-            finally:
-                del vars(self)["_prepare_batch"]
-                if users is not None:
-                    vars(self)["_prepare_batch"] = users
 
     return update_metrics

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_fastdet._torch.modules import methods_of_modules
+from torch_fastdet._torch.modules import own_attributes
 from torch_fastdet.hosts.evidence import agree, pictures, stand_ins
 from torch_fastdet.hosts.shared.necks import images_of_bytes, joined_upsampling, stock_detect
 
@@ -44,7 +44,7 @@ def head_views(model: nn.Module) -> Iterator[None]:
     """
     detect = stock_detect(model, "forward", STOCK_MODULES)
     known = detect is not None and _is_stocks(type(detect).forward)
-    with methods_of_modules([(detect, "forward", functools.partial(raw_heads, detect))] if known else []):
+    with own_attributes([(detect, "forward", functools.partial(raw_heads, detect))] if known else []):
         yield
 
 

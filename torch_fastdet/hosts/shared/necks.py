@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_fastdet import ops
-from torch_fastdet._torch.modules import methods_of_modules
+from torch_fastdet._torch.modules import own_attributes
 from torch_fastdet._torch.private import every_module_has_hooks, runs_plainly
 from torch_fastdet.hosts.evidence import agree, pictures
 from torch_fastdet.hosts.shared.upsample import doubles, upsample_forward
@@ -95,7 +95,7 @@ def images_of_bytes(model: Any, methods: tuple[str, ...], modules: tuple[str, ..
         return
     TAKES_BYTES.add(model)
     try:
-        with methods_of_modules([(first, "forward", functools.partial(forward_of_bytes, first))]):
+        with own_attributes([(first, "forward", functools.partial(forward_of_bytes, first))]):
             yield
     finally:
         TAKES_BYTES.discard(model)
@@ -120,5 +120,5 @@ def joined_upsampling(model: object, loop: str, modules: tuple[str, ...]) -> Ite
     methods = [(up, "forward", lambda x: x) for up, _ in pairs] + [
         (cat, "forward", _joined(up, cat)) for up, cat in pairs
     ]
-    with methods_of_modules(methods):
+    with own_attributes(methods):
         yield
