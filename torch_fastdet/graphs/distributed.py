@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torch_fastdet._torch import private
+from torch_fastdet._torch.modules import own_attributes
 from torch_fastdet._torch.tensors import Walk, same_objects
 
 #: Gradients begin at multiples of this many bytes: fused kernels read 16 at once, and caches have lines of 128.
@@ -367,13 +368,8 @@ class Ranks:
         start_alike(module, group)
         return cls(group, broadcast_buffers)
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        before, self.sync = self.sync, False
-        try:
-            yield
-        finally:
-            self.sync = before
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        return own_attributes([(self, "sync", False)])
 
     def _look(self, module: nn.Module) -> Walk:
         walk = self._walk = Walk.renewed(self._walk, module)

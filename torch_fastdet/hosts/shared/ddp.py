@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_fastdet._torch import private
+from torch_fastdet._torch.modules import own_attributes
 from torch_fastdet.graphs._refusal import why_not
 from torch_fastdet.graphs.distributed import GradientAverage, Ranks
 from torch_fastdet.hosts.engine.replace import in_place_of
@@ -51,16 +52,13 @@ class GraphedDDP:
                 return stock(ddp, *inputs, **kwargs)
             trains = ddp.training and torch.is_grad_enabled()
             ranks = self._ranks_of(ddp) if trains else None
-            before, self._running = self._running, (model, ranks)
-            try:
+            with own_attributes([(self, "_running", (model, ranks))]):
                 if ranks is not None:
                     return _forward(ddp, ranks, inputs, kwargs)
                 outputs = stock(ddp, *inputs, **kwargs)
                 if (usual := self._ranks.get(ddp)) is not None:
                     usual.passed_by()
                 return outputs
-            finally:
-                self._running = before
 
         self._switch.replace(DistributedDataParallel, "forward", forward, quietly=True)
 

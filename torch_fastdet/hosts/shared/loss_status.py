@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
 from torch_fastdet._deferred import DeferredStatus
+from torch_fastdet._torch.modules import own_attributes
 
 TARGET_COLUMNS = ("image", "class", "x", "y", "w", "h")
 WANTED = ("an image index of the batch", "a class index below the number of classes", *["a finite number"] * 4)
@@ -68,13 +69,8 @@ class TargetStatus:
             self.checks.add(status, rows)
             self.checks.raise_arrived(wait=not torch.is_grad_enabled())
 
-    @contextlib.contextmanager
-    def counting(self) -> Iterator[None]:
-        before, self._counting = self._counting, True
-        try:
-            yield
-        finally:
-            self._counting = before
+    def counting(self) -> contextlib.AbstractContextManager[None]:
+        return own_attributes([(self, "_counting", True)])
 
     @property
     def ignored(self) -> int:
