@@ -28,14 +28,14 @@ from tests.references import multi_tensor as reference
 from torch_fastdet import optim
 from torch_fastdet.ema import ModelEMA
 from torch_fastdet.optim import SGD, FusedStep
-from torch_fastdet.optim.fused_step import DeviceNumbers
+from torch_fastdet.optim.fused_step import StepNumbers
 
 
-class TestDeviceNumbers:
+class TestStepNumbers:
     """Where a captured step reads learning rates."""
 
     def test_captured_memory_stays(self, device):
-        numbers = DeviceNumbers(device)
+        numbers = StepNumbers(device)
         numbers.upload([0.5, 0.25])
         first = numbers.capture([0.5, 0.25], [])
         numbers.upload([0.125, 0.25])
@@ -50,7 +50,7 @@ class TestDeviceNumbers:
         assert numbers.captured_lengths() == [2, 3]
 
     def test_wants_the_numbers_of_the_capture(self, device):
-        numbers = DeviceNumbers(device)
+        numbers = StepNumbers(device)
         numbers.upload([0.5])
         with pytest.raises(RuntimeError, match="call refresh"):
             numbers.capture([0.25], [])

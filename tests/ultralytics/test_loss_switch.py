@@ -434,7 +434,7 @@ def test_packed_targets_for_graphs(models):
         for branch in branches:
             branch.hyp = SimpleNamespace(**{**vars(branch.hyp), "box": 1.5})
         assert criterion.graph_key() == key, "gains are in device memory"
-        assert all(branch._state.on_device[0] == 1.5 for branch in branches)
+        assert all(branch._state.settings.memory[0] == 1.5 for branch in branches)
         branches[0].assigner.topk = 5
         assert criterion.graph_key() != key
 

@@ -192,9 +192,9 @@ def test_balance_can_be_set(stock, autobalance):
     heads, targets = make_heads(model, 2, 64), make_targets(6, 2, 5)
     theirs, ours = both(stock, model, {"balance": [1.0, 2.0, 3.0]}, autobalance)
     torch.testing.assert_close(ours(heads, targets)[1], theirs(heads, targets)[1], rtol=1e-5, atol=1e-6)
-    held = ours._balance_tensor
+    held = ours._on_device.memory
     ours.balance = list(theirs.balance)
-    assert ours._balance_tensor is held, "captured graphs read it"
+    assert ours._on_device.memory is held, "captured graphs read it"
     theirs.balance[0] = ours.balance[0] = 7.0
     torch.testing.assert_close(ours(heads, targets)[1], theirs(heads, targets)[1], rtol=1e-5, atol=1e-6)
 

@@ -28,6 +28,34 @@ def new_state(
     )
 
 
+class DeviceNumbers:
+    """Numbers of the host in device memory, in float64, where captured graphs read them.
+
+    Another count of numbers, or another device, means new memory. Captured graphs go on reading the old one, which stays.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.memory = torch.zeros(0, dtype=torch.float64, device=device)
+        #: What was brought there last.
+        self.values: list[float] = []
+
+    def upload(self, values: Sequence[float], device: torch.device | None = None) -> Tensor:
+        """Bring the numbers to the device, if they changed; by default to the one on which they are."""
+        device = self.memory.device if device is None else device
+        if self.values == [*values] and self.memory.device == device:
+            return self.memory
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("a number that a CUDA graph reads changed inside of its capture; set it before")
+        host = torch.tensor(values, dtype=torch.float64, device="cpu", pin_memory=device.type == "cuda")
+        if len(values) == self.memory.numel() and self.memory.device == device:
+            self.memory.copy_(host, non_blocking=True)
+        else:
+            with torch.inference_mode(False):  # later calls write into it
+                self.memory = host.to(device, non_blocking=True, copy=True)
+        self.values = [*values]
+        return self.memory
+
+
 def same_objects(left: Sequence[object], right: Iterable[object], length: int) -> bool:
     """Whether both hold the very same objects; runs without Python bytecode for each of them."""
     return len(left) == length and all(map(is_, left, right))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_fastdet._torch import private
-from torch_fastdet._torch.tensors import ModuleWatch, new_state, unwrap
+from torch_fastdet._torch.tensors import DeviceNumbers, ModuleWatch, new_state, unwrap
 from torch_fastdet.ema import DecayRamp, ModelEMA
 from torch_fastdet.optim._watch import NUMBERS, Binding, SgdBinding
 from torch_fastdet.optim.adamw import AdamBinding
@@ -25,32 +25,16 @@ def binding_of(optimizer: object) -> type[Binding] | None:
     return None
 
 
-class DeviceNumbers:
-    """Numbers of the host in device memory, where a captured step reads them.
-
-    With another count of numbers the memory is new; captured steps go on reading the old one, which stays.
-    """
+class StepNumbers(DeviceNumbers):
+    """The numbers that captured steps read."""
 
     def __init__(self, device: torch.device) -> None:
-        self.memory = torch.zeros(0, dtype=torch.float64, device=device)
-        self._uploaded: list[float] = []
+        super().__init__(device)
         self._captured: list[Tensor] = []
-
-    def upload(self, values: list[float]) -> None:
-        """Bring the numbers to the device, if they changed."""
-        if values == self._uploaded:
-            return
-        host = torch.tensor(values, dtype=torch.float64, pin_memory=self.memory.is_cuda)
-        if len(values) == self.memory.numel():
-            self.memory.copy_(host, non_blocking=True)
-        else:
-            with torch.inference_mode(False):  # later calls write into it
-                self.memory = host.to(self.memory.device, non_blocking=True, copy=True)
-        self._uploaded = values
 
     def capture(self, values: list[float], tensors: list[Tensor | None]) -> list[Tensor | None]:
         """The device tensor of each number, for a capture that begins now; a tensor that is given stays."""
-        if values != self._uploaded:
+        if values != self.values:
             raise RuntimeError("FusedStep: call refresh() before the capture and before each replay")
         if not any(memory is self.memory for memory in self._captured):
             self._captured.append(self.memory)
@@ -127,7 +111,7 @@ class FusedStep:
             self.found_inf = torch.zeros((), dtype=torch.float32, device=self.device)
             self.counter = torch.zeros((), dtype=torch.int64, device=self.device)
         self._counted = -1
-        self._numbers = DeviceNumbers(self.device)
+        self._numbers = StepNumbers(self.device)
 
     @staticmethod
     def _one_device(devices: Iterable[torch.device]) -> torch.device:
@@ -148,7 +132,7 @@ class FusedStep:
         # A copy finds its own tensors, and is in no graph. What a step writes is its own.
         with torch.inference_mode(False):
             written = {name: getattr(self, name).clone() for name in ("norm", "found_inf", "counter")}
-        return {**self.__dict__, **written, "_binding": None, "_watches": None, "_numbers": DeviceNumbers(self.device)}
+        return {**self.__dict__, **written, "_binding": None, "_watches": None, "_numbers": StepNumbers(self.device)}
 
     def _bind(self, model: nn.Module | None) -> Binding:
         follows = True

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch_fastdet import ops
 from torch_fastdet._say import count, say
 from torch_fastdet._torch.private import module_has_hooks
+from torch_fastdet._torch.tensors import DeviceNumbers
 from torch_fastdet.graphs._loss_items import read_early
 from torch_fastdet.graphs._rows import RowGraphs
 from torch_fastdet.hosts.evidence import plainly_on_the_cpu
@@ -65,25 +66,11 @@ class _State:
     """What a criterion of ours has beside the stock one: nothing of it is copied or pickled."""
 
     def __init__(self) -> None:
-        self.settings: tuple[float, ...] = ()
-        self.on_device: Tensor | None = None
+        self.settings = DeviceNumbers()
         self.strides: tuple[Any, list[float]] = (None, [])
         self.status = TargetStatus("v8DetectionLoss", "v8_loss", ops.v8_loss_fault)
         self.told = False
         self.graphs: RowGraphs | None = None
-
-    def settings_on(self, device: torch.device, values: tuple[float, ...]) -> Tensor:
-        """The settings in device memory; captured graphs go on reading it when they change."""
-        held = self.on_device
-        if held is None or held.device != device:
-            with torch.inference_mode(False):  # validation may come first, and training writes here
-                self.on_device = held = torch.tensor(values, dtype=torch.float64, device=device)
-            self.status.prepare(device)
-            self.settings = values
-        elif values != self.settings:
-            held.copy_(torch.tensor(values, dtype=torch.float64))
-            self.settings = values
-        return held
 
 
 class _Criterion:
@@ -225,7 +212,8 @@ class _DetectionLoss(_Criterion):
         if boxes.dtype != scores.dtype:
             dtype = torch.promote_types(boxes.dtype, scores.dtype)
             boxes, scores = boxes.to(dtype), scores.to(dtype)
-        settings = state.settings_on(scores.device, self.settings(weight))
+        settings = state.settings.upload(self.settings(weight), scores.device)
+        state.status.prepare(scores.device)
         targets = targets.to(device=scores.device, dtype=torch.float32)
         sizes = [side for feature in preds["feats"] for side in feature.shape[2:]]
         assignment = self.assignment(preds, batch, boxes, scores)
@@ -330,9 +318,8 @@ class _DetectionLoss(_Criterion):
         return self._key(1.0)
 
     def _key(self, weight: float) -> tuple[object, ...]:
-        state = self._state
-        if state.on_device is not None:
-            state.settings_on(state.on_device.device, self.settings(weight))
+        if self._state.settings.values:
+            self._state.settings.upload(self.settings(weight))
         weights = None if self.class_weights is None else self.class_weights.data_ptr()
         return self.assigner.topk, self.assigner.topk2, self.reg_max, weights, tuple(self.strides()), self.fits()
 

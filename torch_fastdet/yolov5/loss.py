@@ -11,7 +11,7 @@ from torch import nn
 
 from torch_fastdet import ops
 from torch_fastdet._say import count
-from torch_fastdet._torch.tensors import unwrap
+from torch_fastdet._torch.tensors import DeviceNumbers, unwrap
 from torch_fastdet.graphs._loss_items import read_early
 from torch_fastdet.hosts.shared.loss_status import TARGET_COLUMNS, TargetStatus
 from torch_fastdet.ops.yolov5_loss import split_coefficients, yolov5_mask_part
@@ -81,9 +81,8 @@ class ComputeLoss:
             "label_smoothing": float(smoothing),
         }
         self._balance = [4.0, 1.0, 0.4] if self.nl == 3 else [4.0, 1.0, 0.25, 0.06, 0.02]
-        self._balance_seen: list[float] = []  # what the tensor below was made from
-        self._balance_tensor: torch.Tensor | None = None
-        self._balance_on(self.device)  # now, for a graph capture cannot bring it there
+        self._on_device = DeviceNumbers()  # the balance, which autobalance writes there
+        self._on_device.upload(self._balance, self.device)  # now, for a graph capture cannot bring it there
         self._status = TargetStatus("ComputeLoss", "yolov5_loss", ops.yolov5_loss_fault)
         self._status.prepare(self.device)
 
@@ -96,17 +95,16 @@ class ComputeLoss:
     @property
     def balance(self) -> list[float]:
         """Weight of each level's objectness. With autobalance it lives on the device, and reading it waits for that."""
-        if self.autobalance and self._balance_tensor is not None:
-            self._balance = self._balance_tensor.tolist()
-            self._balance_seen = list(self._balance)
+        if self.autobalance:
+            self._balance = self._on_device.memory.tolist()
+            self._on_device.values = list(self._balance)
         return self._balance
 
     @balance.setter
     def balance(self, values: list[float]) -> None:
         self._balance = list(values)
-        self._balance_seen = []
-        if self._balance_tensor is not None:
-            self._balance_on(self._balance_tensor.device)  # now, where graphs read it
+        self._on_device.values = []
+        self._on_device.upload(self._balance)  # now, where graphs read it
 
     @property
     def ignored_targets(self) -> int:
@@ -128,8 +126,8 @@ class ComputeLoss:
         hyp = self.hyp
         gains = hyp["box"], hyp["obj"], hyp["cls"], hyp["anchor_t"]
         anchors = self.anchors.data_ptr(), self.anchors.dtype, self.anchors.device
-        held = self._balance_tensor  # captured calls read it where it was, and with autobalance write it
-        place = None if held is None else (held.data_ptr(), held.numel())
+        held = self._on_device.memory  # captured calls read it where it was, and with autobalance write it
+        place = held.data_ptr(), held.numel()
         balance = self.ssi if self.autobalance else tuple(self._balance)
         return gains, anchors, self.gr, self.sort_obj_iou, self.autobalance, balance, place
 
@@ -158,7 +156,7 @@ class ComputeLoss:
         if not (targets.is_cuda and torch.cuda.is_current_stream_capturing()):
             self._status.checks.raise_arrived()
             count("loss_optim", "losses")
-        balance = self._balance_on(targets.device)
+        balance = self._on_device.upload(self._balance, targets.device)
         hyp = self.hyp
         # The operator itself: ops.yolov5_loss also cuts out what only autobalance and bad rows need.
         loss, items, values, owner, matches, _, _ = torch.ops.torch_fastdet.yolov5_loss.default(
@@ -181,19 +179,6 @@ class ComputeLoss:
             balance.div_(balance[self.ssi].clone())
         self._status.note(owner[-4:], targets.shape[0], targets.is_cuda)
         return loss, items, matches
-
-    def _balance_on(self, device: torch.device) -> torch.Tensor:
-        if self._balance_tensor is None or self._balance != self._balance_seen or self._balance_tensor.device != device:
-            self._balance_seen = list(self._balance)
-            held = self._balance_tensor
-            with torch.inference_mode(False):  # autobalance writes it in training
-                values = torch.tensor(self._balance, dtype=torch.float64)
-                if held is not None and held.device == device and held.shape == values.shape:
-                    held.copy_(values)  # captured graphs go on reading it
-                else:
-                    self._balance_tensor = held = values.to(device)
-            return held
-        return self._balance_tensor
 
     def _check_heads(self, p: list[torch.Tensor]) -> None:
         wanted = self.nc + 5 + self._channels
