@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import sys
@@ -83,14 +84,7 @@ def rank() -> str:
 
 def saying_once(switch: str, level: int = logging.INFO) -> Callable[[str], None]:
     """A function that says each line of a switch the first time that it gets it."""
-    told: set[str] = set()
-
-    def tell(line: str) -> None:
-        if line not in told:
-            told.add(line)
-            say(f"{switch}: {line}", level)
-
-    return tell
+    return functools.cache(lambda line: say(f"{switch}: {line}", level))
 
 
 def say(line: str, level: int = logging.INFO, every_rank: bool = False) -> None:

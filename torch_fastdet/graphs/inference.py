@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -85,9 +86,8 @@ class InferenceGraphs:
         say: Callable[[str], None] = print_line,
     ) -> None:
         self._module = weakref.ref(module)
-        self.capturing, self.say = capturing, say
+        self.capturing, self._tell = capturing, functools.cache(say)  # each line once
         self.reason: str | None = None
-        self._told: set[str] = set()
         self._baked = BakedForward(settings)
         self._lock = threading.RLock()
         self._stream: torch.cuda.Stream | None = None  # of the last replay
@@ -152,11 +152,6 @@ class InferenceGraphs:
             self._tell_of_fallback(f"{type(module).__name__} has hooks, which a replay would not call; it runs eagerly")
             return True
         return self._baked.trains(module)
-
-    def _tell(self, line: str) -> None:
-        if line not in self._told:
-            self._told.add(line)
-            self.say(line)
 
     def _tell_of_fallback(self, line: str) -> None:
         self._tell(line)
