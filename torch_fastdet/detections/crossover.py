@@ -14,7 +14,7 @@ import platform
 import statistics
 import tempfile
 import threading
-import time
+import timeit
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -102,13 +102,7 @@ def _prediction(layout: str, many: bool, images: int, anchors: int) -> Tensor:
 
 def _seconds(call: Callable[[], object]) -> float:
     """Of one call, which ends on the host."""
-    times = []
-    for repetition in range(REPETITIONS + 2):
-        begun = time.perf_counter()
-        call()
-        if repetition >= 2:
-            times.append(time.perf_counter() - begun)
-    return statistics.median(times)
+    return statistics.median(timeit.repeat(call, number=1, repeat=REPETITIONS + 2)[2:])
 
 
 def _suppress(prediction: Tensor, layout: str, many: bool, device: torch.device) -> tuple[Tensor, list[int]]:

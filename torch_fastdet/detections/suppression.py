@@ -71,15 +71,6 @@ def _label_rows(op: str, labels: Any, images: int, device: torch.device) -> Tens
     return torch.cat(rows) if rows else None
 
 
-def _limit(max_det: int | None) -> int:
-    return sys.maxsize if max_det is None else max_det
-
-
-def _capacity(max_det: int, *most: int) -> int:
-    """Detections an image to make room for: ``max_det``, but not more than there can be."""
-    return min(max_det, *(max(count, 0) for count in most))
-
-
 def _split(detections: Tensor, counts: list[int]) -> list[Tensor]:
     return [rows[:count] for rows, count in zip(detections.unbind(0), counts)]
 
@@ -126,14 +117,15 @@ def yolov5_non_max_suppression(
             f"{op}: prediction has shape {tuple(prediction.shape)}, but (images, N, 5 + classes + nm) is expected"
         )
     listed = _stock_class_list(op, classes)
-    options = nms.checked_options(op, conf_thres, iou_thres, listed, agnostic, multi_label, _limit(max_det), per_class)
+    most = sys.maxsize if max_det is None else max_det
+    options = nms.checked_options(op, conf_thres, iou_thres, listed, agnostic, multi_label, most, per_class)
     home = prediction.device
     where = _computing_device(op, prediction, device, "yolov5", options.conf_thres, options.multi_label)
     prediction = prediction.to(where)
     label_rows = _label_rows(op, labels, prediction.shape[0], prediction.device)
     rows = prediction.shape[1] + (0 if label_rows is None else label_rows.shape[0])
     candidates = rows * (prediction.shape[2] if multi_label else 1)
-    capacity = _capacity(options.max_det, options.max_nms, candidates)
+    capacity = min(options.max_det, options.max_nms, candidates)  # no more than there can be
     detections, counts = nms.non_max_suppression_padded(
         prediction, *options[:5], capacity, int(nm), label_rows, *options[6:]
     )
@@ -154,19 +146,6 @@ def _filter_end2end(
     counts = passes.sum(1).clamp(max=max_det)
     rows = prediction.gather(1, order[..., None].expand(-1, -1, prediction.shape[-1])).float()
     return rows, counts, order
-
-
-def _check_ultralytics(op: str, prediction: Tensor, filters: bool, rotated_rule: str) -> None:
-    if rotated_rule not in ("fast", "greedy"):
-        raise ValueError(f"{op}: rotated_rule is {rotated_rule!r}, but 'fast' or 'greedy' is expected")
-    if prediction.dim() != 3:
-        raise ValueError(
-            f"{op}: prediction has shape {tuple(prediction.shape)}, but (images, 4 + classes + extra, N) is expected"
-        )
-    if filters and prediction.shape[-1] < 6:
-        raise ValueError(
-            f"{op}: prediction has shape {tuple(prediction.shape)}, but end2end wants (images, N, 6 + extra)"
-        )
 
 
 def ultralytics_non_max_suppression(
@@ -219,10 +198,17 @@ def ultralytics_non_max_suppression(
     op = "non_max_suppression"
     prediction = _first(op, prediction)
     filters = prediction.shape[-1:] == (6,) or end2end
-    _check_ultralytics(op, prediction, filters, rotated_rule)
+    if rotated_rule not in ("fast", "greedy"):
+        raise ValueError(f"{op}: rotated_rule is {rotated_rule!r}, but 'fast' or 'greedy' is expected")
+    shape = tuple(prediction.shape)
+    if len(shape) != 3:
+        raise ValueError(f"{op}: prediction has shape {shape}, but (images, 4 + classes + extra, N) is expected")
+    if filters and shape[-1] < 6:
+        raise ValueError(f"{op}: prediction has shape {shape}, but end2end wants (images, N, 6 + extra)")
     listed = _stock_class_list(op, classes)
+    most = sys.maxsize if max_det is None else max_det
     options = nms.checked_options(
-        op, conf_thres, iou_thres, listed, agnostic, multi_label, _limit(max_det), per_class, max_nms, max_wh
+        op, conf_thres, iou_thres, listed, agnostic, multi_label, most, per_class, max_nms, max_wh
     )
     home = prediction.device
     if filters and isinstance(device, str) and device == "auto":
@@ -233,7 +219,7 @@ def ultralytics_non_max_suppression(
     else:
         prediction = prediction.to(where)
         candidates = prediction.shape[2] * (prediction.shape[1] if multi_label else 1)
-        capacity = _capacity(options.max_det, options.max_nms, candidates)
+        capacity = min(options.max_det, options.max_nms, candidates)
         detections, counts, indices = nms.ultralytics_non_max_suppression_padded(
             prediction, *options[:5], capacity, int(nc or 0), *options[6:], rotated_rule if rotated else "none"
         )

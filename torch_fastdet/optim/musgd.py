@@ -105,16 +105,13 @@ class _Batched(_Matrices):
 def _orthogonalized(matrices: Tensor) -> Tensor:
     """Newton-Schulz of a batch (n, rows, columns), in bfloat16."""
     unit = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + EPS)  # no singular value is above 1
-    # By way of the smaller Gram matrix.
-    return _newton_schulz(unit) if unit.size(1) <= unit.size(2) else _newton_schulz(unit.mT).mT
-
-
-def _newton_schulz(x: Tensor) -> Tensor:
+    wide = unit.size(1) <= unit.size(2)  # by way of the smaller Gram matrix
+    x = unit if wide else unit.mT
     for _ in range(STEPS):  # each line is a product, rounded once
         gram = x @ x.mT
         polynomial = gram.baddbmm(gram, gram, beta=B, alpha=C)
         x = x.baddbmm(polynomial, x, beta=A)
-    return x
+    return x if wide else x.mT
 
 
 def _matrices(params: list[Tensor]) -> _Matrices:
