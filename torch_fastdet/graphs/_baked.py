@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -52,12 +52,12 @@ class BakedForward(BakedModule):
         settings: values beside tensors and submodules that decide what its forward does.
     """
 
-    def __init__(self, settings: Callable[[nn.Module], Iterable[Any]]) -> None:
+    def __init__(self, settings: Callable[[nn.Module], Iterable[object]]) -> None:
         super().__init__()
         self._read = settings
-        self._settings: list[Any] = []
+        self._settings: list[object] = []
         self._known: Walk | None = None
-        self._hooks: list[Any] = []
+        self._hooks: list[object] = []
 
     def moved(self, module: nn.Module) -> bool:
         moved = super().moved(module)

@@ -35,7 +35,7 @@ def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def new_pool() -> Any:
+def new_pool() -> object:
     return torch.cuda.graph_pool_handle()
 
 

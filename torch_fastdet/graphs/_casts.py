@@ -148,7 +148,7 @@ class _Pointwise(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[object, ...]:
         x, weight = ctx.saved_tensors
         whole, bias = torch.ops.torch_fastdet.pad_and_sum(grad, weight.shape[0])
         wanted = [*ctx.needs_input_grad[:2], False]

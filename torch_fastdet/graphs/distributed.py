@@ -399,7 +399,7 @@ class Ranks:
     def _sends(self) -> bool:
         return self.broadcast_buffers and self.average.size > 1
 
-    def run(self, module: nn.Module, forward: Callable[[], object]) -> Any:
+    def run(self, module: nn.Module, forward: Callable[[], object]) -> object:
         """``forward()`` of a training pass; its backward pass averages the gradients, except inside of :meth:`no_sync`."""
         self.before_forward(module)
         outputs = forward()

@@ -38,10 +38,10 @@ class _Captured:
         self.held = held  # tensors that only an attribute of a module holds, and that the graph reads
         self.input: Tensor
         self.outputs: list[Tensor]
-        self.leaves: list[Any]  # the numbers of outputs, and values that are not tensors
+        self.leaves: list[object]  # the numbers of outputs, and values that are not tensors
         self.structure: Any
 
-    def replay(self, x: Tensor) -> Any:
+    def replay(self, x: Tensor) -> object:
         self.input.copy_(x)
         self.graph.replay()
         fresh = [torch.empty_like(output) for output in self.outputs]
@@ -81,7 +81,7 @@ class InferenceGraphs:
         *,
         max_graphs: int = 16,
         warmup: int = 3,
-        settings: Callable[[nn.Module], Iterable[Any]] = lambda module: (),
+        settings: Callable[[nn.Module], Iterable[object]] = lambda module: (),
         capturing: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
         say: Callable[[str], None] = print_line,
     ) -> None:

@@ -51,7 +51,7 @@ class NormsOfParts(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[object, ...]:
         x, mean, invstd, *parameters = ctx.saved_tensors
         count = len(grads)
         given = [grad[:, first:] for first, grad in zip(ctx.before, grads)]
@@ -90,7 +90,7 @@ class NormInto(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[object, ...]:
         x, mean, invstd, weight, bias = ctx.saved_tensors
         own = grad.narrow(1, ctx.first, x.shape[1])
         grad_x, *vectors = torch.ops.torch_fastdet.bn_act_parts_backward(
@@ -129,7 +129,7 @@ class NormSplit(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor, *readers: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor, *readers: Tensor | None) -> tuple[object, ...]:
         x, mean, invstd, weight, bias = ctx.saved_tensors
         half = x.shape[1] // 2
         given = [grad[:, :half], _sum((grad[:, half : 2 * half], *readers))]
@@ -152,7 +152,7 @@ class Keep(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor, *readers: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor, *readers: Tensor | None) -> tuple[object, ...]:
         return grad, None, _sum((grad.narrow(1, *ctx.place), *readers))
 
 

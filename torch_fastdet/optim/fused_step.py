@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -128,7 +127,7 @@ class FusedStep:
             raise RuntimeError("FusedStep: the EMA is a copy that has not seen its model yet; give it: step(model)")
         return model
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # A copy finds its own tensors, and is in no graph. What a step writes is its own.
         with torch.inference_mode(False):
             written = {name: getattr(self, name).clone() for name in ("norm", "found_inf", "counter")}

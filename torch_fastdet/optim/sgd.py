@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from torch_fastdet.optim._watch import BoundOptimizer, SgdBinding, unfilled_buffers, without_buffers
@@ -32,6 +30,6 @@ class SGD(BoundOptimizer, torch.optim.SGD):
 
     _binding_class = SgdBinding
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         state = super().__getstate__()
         return {**state, "state": without_buffers(state["state"], unfilled_buffers(self))}

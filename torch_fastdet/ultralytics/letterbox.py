@@ -27,7 +27,7 @@ from torch_fastdet.ops.letterbox import Placing
 GREY = 114  # of the operator's border
 
 
-def _asking(pre_transform: object, stock_letterbox: Any) -> Callable[[Any, Any], list[Placing | None]]:
+def _asking(pre_transform: object, stock_letterbox: Any) -> Callable[[object, object], list[Placing | None]]:
     """``pre_transform`` that returns where each picture goes; None for one that the operator cannot put there."""
 
     class Asked(stock_letterbox):

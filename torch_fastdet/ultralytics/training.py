@@ -33,7 +33,7 @@ IN_STOCK = "8.4.150"  # whose trainer has the argument channels_last, on by defa
 CACHES = {"shape", "shapes", "anchors", "strides", "valid_mask"}
 
 
-def trains(_: Active, model: nn.Module, x: object, args: tuple[object, ...], kwargs: dict[str, Any]) -> bool:
+def trains(_: Active, model: nn.Module, x: object, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
     """Whether this is a forward pass of the trainer on a GPU, and not a dry run."""
     if not (model.training and torch.is_grad_enabled() and getattr(model, "criterion", None) is not None):
         return False

@@ -34,7 +34,7 @@ def match(stock: Callable, matching: Callable, rule: str) -> Callable:
     """``DetectionValidator._process_batch`` by one operator; a validator with a matching of its own gets stock's."""
 
     @functools.wraps(stock)
-    def _process_batch(self: Validator, preds: dict[str, Tensor], batch: dict[str, Any]) -> dict[str, Any]:
+    def _process_batch(self: Validator, preds: dict[str, Tensor], batch: dict[str, Any]) -> dict[str, object]:
         if type(self).match_predictions is not matching or not len(preds["cls"]) or not len(batch["cls"]):
             return stock(self, preds, batch)
         rows = _rows(preds)
@@ -111,7 +111,7 @@ def update_on_host(stock: Callable, processing: Callable) -> Callable:
     """
 
     @functools.wraps(stock)
-    def update_metrics(self: Validator, preds: list[dict[str, Tensor]], batch: dict[str, Any]) -> None:
+    def update_metrics(self: Validator, preds: list[dict[str, Tensor]], batch: dict[str, object]) -> None:
         if not _is_on_gpu(self, processing, preds):
             stock(self, preds, batch)
             return
@@ -131,13 +131,13 @@ def _is_on_gpu(validator: Validator, processing: Callable, preds: list[dict[str,
     return True
 
 
-def _labels_on_host(batch: dict[str, Any]) -> dict[str, Any]:
+def _labels_on_host(batch: dict[str, Any]) -> dict[str, object]:
     return batch | {name: batch[name].cpu() for name in ("batch_idx", "cls", "bboxes", "keypoints") if name in batch}
 
 
-def _to_host(preds: list[dict[str, Tensor]]) -> list[dict[str, Any]]:
+def _to_host(preds: list[dict[str, Tensor]]) -> list[dict[str, object]]:
     """The tensors of all images in one copy for each name and dtype."""
-    host: list[dict[str, Any]] = [{} for _ in preds]
+    host: list[dict[str, object]] = [{} for _ in preds]
     for name in preds[0]:
         parts = torch.cat([pred[name] for pred in preds]).cpu().split([len(pred[name]) for pred in preds])
         for image, part in zip(host, parts):
@@ -153,7 +153,7 @@ def process_masks(stock: Callable, boxes: Callable) -> Callable:
     """``SegmentationValidator._process_batch`` by overlaps that are there already; ``boxes`` is the one of detection."""
 
     @functools.wraps(stock)
-    def _process_batch(self: Validator, preds: dict[str, Tensor], batch: dict[str, Any]) -> dict[str, Any]:
+    def _process_batch(self: Validator, preds: dict[str, Tensor], batch: dict[str, object]) -> dict[str, object]:
         if MASK_IOU not in preds:
             return stock(self, preds, batch)
         correct = self.match_predictions(preds["cls"], batch["cls"], preds[MASK_IOU])
@@ -166,7 +166,7 @@ def update_masks_on_host(stock: Callable, processing: Callable, mask_iou: Callab
     """``SegmentationValidator.update_metrics``, whose masks stay on the GPU: the overlaps of all images come in one copy."""
 
     @functools.wraps(stock)
-    def update_metrics(self: Validator, preds: list[dict[str, Tensor]], batch: dict[str, Any]) -> None:
+    def update_metrics(self: Validator, preds: list[dict[str, Tensor]], batch: dict[str, object]) -> None:
         args = self.args
         shows_masks = args.save_json or args.save_txt or (args.plots and args.visualize)
         if shows_masks or not _is_on_gpu(self, processing, preds):

@@ -61,7 +61,7 @@ class OfInstances:
         self.stock, self.ours = stock, decoding(stock)
         self.__module__, self.__qualname__ = stock.__module__, stock.__qualname__  # in the line that patch() prints
 
-    def __get__(self, instance: object, owner: type | None = None) -> Any:
+    def __get__(self, instance: object, owner: type | None = None) -> object:
         # A partial, for torch.compile cannot make a bound method here.
         return self.stock if instance is None else functools.partial(self.ours, instance)
 

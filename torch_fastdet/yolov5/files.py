@@ -19,12 +19,12 @@ def _gpu() -> torch.device | None:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None
 
 
-def reading(stock: Any) -> Any:
+def reading(stock: Any) -> object:
     """``LoadImages.__next__`` in which ``cv2.imread``, OpenCV's or YOLOv5's, has JPEG files decoded on the GPU."""
     names = stock.__globals__
 
     @functools.wraps(stock)
-    def following(self: Any) -> Any:
+    def following(self: Any) -> object:
         device, stock_cv2 = _gpu(), names["cv2"]
         theirs = stock_cv2.imread
         known = isinstance(theirs, BuiltinFunctionType) or is_code_of(theirs, top_level(names["__name__"]))

@@ -17,7 +17,7 @@ from torch_fastdet.hosts.shared.training_graphs import TrainingGraphs
 from torch_fastdet.yolov5.heads import fewer_copies
 
 
-def trains(active: Active, model: nn.Module, x: Any, args: tuple[object, ...], kwargs: dict[str, Any]) -> bool:
+def trains(active: Active, model: nn.Module, x: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
     """Whether this is a pass of a training script on a GPU. One on the CPU is YOLOv5's dry run, or an error."""
     if not model.training or not torch.is_grad_enabled():
         return False

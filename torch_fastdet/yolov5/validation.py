@@ -68,7 +68,7 @@ def _mask_overlaps(stock: Callable, detections: Tensor, labels: Tensor, iouv: Te
     return found[0]
 
 
-def scale_boxes(img1_shape: Sequence[int], boxes: Any, img0_shape: Sequence[int], ratio_pad: Any = None) -> Any:
+def scale_boxes(img1_shape: Sequence[int], boxes: Any, img0_shape: Sequence[int], ratio_pad: Any = None) -> object:
     """Boxes of a letterboxed image in pixels of the original one, in place, as YOLOv5's ``scale_boxes``: the same bits.
 
     Args:
@@ -113,7 +113,7 @@ def confusion_matrix_class(stock: type, on_use: Callable[[], None]) -> type:
             super().__init__(nc, conf, iou_thres)
 
         @property
-        def matrix(self) -> Any:
+        def matrix(self) -> object:
             """(nc + 1, nc + 1) array of counts by [predicted, true]. Reading it waits for the device."""
             if self._counts is not None:
                 self._matrix += self._counts.cpu().numpy()
@@ -136,7 +136,7 @@ def confusion_matrix_class(stock: type, on_use: Callable[[], None]) -> type:
                     self._counts = torch.zeros(self.nc + 1, self.nc + 1, dtype=torch.int64, device=labels.device)
             ops.confusion_matrix_(self._counts, as_float(detections), labels, None, self.conf, self.iou_thres)
 
-        def __getstate__(self) -> dict[str, Any]:
+        def __getstate__(self) -> dict[str, object]:
             state = {name: value for name, value in vars(self).items() if name not in ("_counts", "_matrix")}
             return state | {"matrix": self.matrix}
 
@@ -148,12 +148,12 @@ def confusion_matrix_class(stock: type, on_use: Callable[[], None]) -> type:
             name = ByName(stock.__module__, stock.__name__)
             return copyreg._reconstructor, (name, object, None), self.__getstate__()  # type: ignore[attr-defined]
 
-        def __copy__(self) -> Any:
+        def __copy__(self) -> object:
             copied: Any = object.__new__(stock)
             vars(copied).update(self.__getstate__())
             return copied
 
-        def __deepcopy__(self, memo: dict[int, object]) -> Any:
+        def __deepcopy__(self, memo: dict[int, object]) -> object:
             return copy.deepcopy(copy.copy(self), memo)
 
     ConfusionMatrix.__module__, ConfusionMatrix.__qualname__ = __name__, "ConfusionMatrix"

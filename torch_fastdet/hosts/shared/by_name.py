@@ -24,7 +24,7 @@ class FiledAsStock:
     What is annotated in the class in front is left out of them.
     """
 
-    def __copy__(self) -> Any:
+    def __copy__(self) -> object:
         copied = object.__new__(type(self))
         vars(copied).update(vars(self))
         return copied

@@ -29,7 +29,7 @@ class PredictionGraphs:
     def __init__(
         self,
         switch: str,
-        settings: Callable[[nn.Module], Iterable[Any]],
+        settings: Callable[[nn.Module], Iterable[object]],
         capturing: Callable[[nn.Module], AbstractContextManager],
     ) -> None:
         self.tell, self._say = saying_once(switch, logging.WARNING), saying_once(switch)
@@ -37,7 +37,7 @@ class PredictionGraphs:
         self._graphs: weakref.WeakKeyDictionary[nn.Module, InferenceGraphs] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
 
-    def __call__(self, model: object, x: Any, forward: Callable[[Tensor], object]) -> Any:
+    def __call__(self, model: object, x: Any, forward: Callable[[Tensor], object]) -> object:
         """``forward(x)``, which runs ``model``."""
         if not isinstance(model, nn.Module) or not isinstance(x, Tensor):
             return forward(x)

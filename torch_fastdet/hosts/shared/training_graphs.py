@@ -35,7 +35,7 @@ def in_layout(method: str, trains: Trains, unless: Callable[[], bool]) -> Make:
         choice = LayoutChoice(active.name)
 
         @in_place_of(stock, f"channels_last.{method}")
-        def run(model: nn.Module, x: Any, *args: object, **kwargs: object) -> Any:
+        def run(model: nn.Module, x: Any, *args: object, **kwargs: object) -> object:
             if trains(active, model, x, args, kwargs):
                 x = choice.place(model, x, stock)
             return stock(model, x, *args, **kwargs)
@@ -79,7 +79,7 @@ class TrainingGraphs:
         self._switch, self._fewer_copies = switch, fewer_copies
         self._graphs: weakref.WeakKeyDictionary[nn.Module, ModuleGraphs] = weakref.WeakKeyDictionary()
 
-    def __call__(self, model: nn.Module, x: torch.Tensor, stock: Callable[[nn.Module, torch.Tensor], object]) -> Any:
+    def __call__(self, model: nn.Module, x: torch.Tensor, stock: Callable[[nn.Module, torch.Tensor], object]) -> object:
         """``stock(model, x)``, by a replay where that can be."""
         average = self.ddp.average(model)
         if average is None and (group_size() > 1 or self.ddp.wraps(model)):
