@@ -133,7 +133,7 @@ fuzz-operators-gpu: ## on a GPU machine: a sample of the same under compute-sani
 fuzz-files: build ## mutated files and requests through what reads them: stage tensors, resume files, detectors, Triton's requests (CASES=100000)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.files --count $(CASES) --log build/fuzz-files.log
 
-SOAK ?= --minutes 10
+SOAK ?= --minutes 11
 soak: $(if $(GPU),,build) ## a long training: epoch time, memory, threads and files are flat; then 40 generations, 50 kills and resumes of each host, and 100 trainings (SOAK="--hours 4")
 	$(BENCH_PYTHON) -m benchmarks.soak $(SOAK)
 	$(BENCH_PYTHON) -m benchmarks.soak --evolve 40

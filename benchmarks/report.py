@@ -27,7 +27,7 @@ DOCS = ROOT / "docs"
 PLOT = DOCS / "headlines.png"
 # What users run who tune nothing, as the benchmarks call it; "stock loop" in older results.
 STOCK = ("stock", "stock decode + suppression", "eager", "stock loop")
-COCO_CASE = "yolov5s, batch 64, train.py, 118,287 JPEGs of 640x480, 99 kB"  # of every epoch but the first
+COCO_CASE = "yolov5s, batch 64, train.py, 118,287 JPEGs of 640x480, 83 kB"  # of every epoch but the first
 # README's table and plot: YOLOv5s at the batch sizes of its users, a row or more of every benchmark, each of which `make bench`
 # measures, for a missing one is an error. title, benchmark, case, ours. "h100:" before a benchmark takes it from another machine, if
 # it was measured there.

@@ -71,7 +71,7 @@ class PlannedLoading:
             if self._finisher is None:
                 self._finisher = self.finishing(self.memory, self._device or current_gpu())
                 kept = self._finisher.pictures.held()
-                self._say(f"made on the GPU, which keeps {words(kept)} of them")
+                self._say(f"made on the GPU, which keeps {words(kept)} of decoded pictures")
             return self._finisher
 
     def batches(self, source: Iterator[object], limited: bool = False) -> Iterator[Any]:
