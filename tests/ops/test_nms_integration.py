@@ -253,6 +253,16 @@ def test_yolov5_module(device):
         ),
         (lambda: YOLOv5PostProcess(ANCHORS, STRIDES, nc=-4), "nc is -4, but 1 or more classes are expected"),
         (lambda: YOLOv5PostProcess(ANCHORS, STRIDES, nc=4, nm=-1), "nm is -1, but 0 or more masks are expected"),
+        (lambda: YOLOv5PostProcess(ANCHORS, STRIDES, nc=None), "nc is None, but 1 or more classes are expected"),
+        (
+            lambda: YOLOv5PostProcess(None, STRIDES, nc=4),
+            "anchors is a NoneType that cannot become a tensor, but \\(levels, na, 2\\) is expected",
+        ),
+        (
+            lambda: YOLOv5PostProcess(ANCHORS, STRIDES, nc=4)(ANCHORS),
+            "heads is a Tensor, but a list of tensors is expected",
+        ),
+        (lambda: UltralyticsPostProcess([8], nc=4)(None), "heads is a NoneType, but a list of tensors is expected"),
         (lambda: UltralyticsPostProcess([], nc=4), "strides is empty, but a number for each level is expected"),
         (lambda: UltralyticsPostProcess([8], nc=4)([]), "heads is empty, but 1 maps are expected"),
         (lambda: YOLOv5PostProcess(ANCHORS, STRIDES, nc=4)([]), "heads is empty, but 3 maps are expected"),

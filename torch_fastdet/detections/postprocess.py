@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_fastdet.ops import image, nms
+from torch_fastdet.ops._checks import check_tensor_lists
 from torch_fastdet.ops.jpeg import decode_jpeg
 from torch_fastdet.ops.letterbox import letterbox, place
 
@@ -32,7 +33,7 @@ def _stride_list(op: str, strides: object) -> list[float]:
 
 
 def _check_count(op: str, name: str, value: int, least: int, what: str) -> None:
-    if value < least:
+    if not hasattr(value, "__int__") or value < least:
         raise ValueError(f"{op}: {name} is {value}, but {least} or more {what} are expected")
 
 
@@ -124,7 +125,12 @@ class YOLOv5PostProcess(_PostProcess):
         _check_count("YOLOv5PostProcess", "nc", nc, 1, "classes")
         _check_count("YOLOv5PostProcess", "nm", nm, 0, "masks")
         self.strides = _stride_list("YOLOv5PostProcess", strides)
-        anchors = torch.as_tensor(anchors).detach().float().clone()
+        try:
+            anchors = torch.as_tensor(anchors).detach().float().clone()
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(
+                f"{op}: anchors is a {type(anchors).__name__} that cannot become a tensor, but (levels, na, 2) is expected"
+            ) from None
         if anchors.dim() != 3 or anchors.size(0) != len(self.strides) or anchors.size(2) != 2:
             raise ValueError(
                 f"YOLOv5PostProcess: anchors has shape {tuple(anchors.shape)}, but ({len(self.strides)}, na, 2) is expected: "
@@ -144,6 +150,8 @@ class YOLOv5PostProcess(_PostProcess):
 
     def forward(self, heads: list[Tensor], letterboxes: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """heads, optional letterboxes -> detections (images, max_det, 6 + nm), counts (images,)."""
+        if not torch.jit.is_scripting():
+            check_tensor_lists("YOLOv5PostProcess", heads=heads)
         if len(heads) == 0:
             raise ValueError(f"YOLOv5PostProcess: heads is empty, but {len(self.strides)} maps are expected")
         for head in heads:
@@ -237,6 +245,8 @@ class UltralyticsPostProcess(_PostProcess):
         boxes: list[Tensor] = []
         scores: list[Tensor] = []
         extra: list[Tensor] = []
+        if not torch.jit.is_scripting():
+            check_tensor_lists("UltralyticsPostProcess", heads=heads)
         if len(heads) == 0:
             raise ValueError(f"UltralyticsPostProcess: heads is empty, but {len(self.strides)} maps are expected")
         bins = 4 * self.reg_max
