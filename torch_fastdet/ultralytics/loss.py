@@ -729,10 +729,10 @@ def _short_by_first_stride(assigner: Any, rotated: bool = False) -> bool | None:
             found = assigner(stride=[8, 16]).select_candidates_in_gts(points, boxes[None], used)[0].bool()
         except (AttributeError, TypeError, RuntimeError):
             return None
-    for below in (8, 16):
-        grown = torch.where(sides < below, 16.0, sides)
-        if torch.equal(found, ((points - 24).abs() < grown[:, None] / 2).all(2)):
-            return below == 8
+        for below in (8, 16):
+            grown = torch.where(sides < below, 16.0, sides)
+            if torch.equal(found, ((points - 24).abs() < grown[:, None] / 2).all(2)):
+                return below == 8
     return None
 
 
