@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from types import ModuleType
 
 from torch_fastdet._say import counts, fallbacks, hide, say, show
+from torch_fastdet._torch.private import without_dispatch_modes
 from torch_fastdet.hosts.engine.replace import Patches
 from torch_fastdet.hosts.engine.switch import Active, Switch
 from torch_fastdet.hosts.evidence import Obstacle, first_obstacle
@@ -130,6 +131,7 @@ class Host:
         missing = self.missing() if switch.needs_host else None
         return missing if missing is not None else first_obstacle(switch.evidence)
 
+    @without_dispatch_modes()  # stock's small cases need numbers
     def _start(self, active: Active, by_name: bool, import_now: bool) -> None:
         active.by_name |= by_name
         if (obstacle := self.obstacle(active.switch)) is not None:
@@ -145,6 +147,7 @@ class Host:
             if (reason := active.found_nothing()) is not None:
                 active.cannot_apply(reason)
 
+    @without_dispatch_modes()
     def _visit(self, module: ModuleType) -> None:
         for active in list(self.on.values()):
             active.look_through([module])
