@@ -126,6 +126,7 @@ def test_a_benchmark_without_out_names_what_brings_its_rows(bare, tmp_path, monk
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.cpu
 def test_a_run_writes_rows_roofline_and_tables(tmp_path):
     if reason := harness.missing("loss"):

@@ -46,6 +46,7 @@ def test_wrong_arguments_are_a_sentence(monkeypatch, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_real_trainings_leave_rows(tmp_path, monkeypatch):
     pytest.importorskip("ultralytics")
     words = ["--device", "cpu", "--epochs", "2", "--pictures", "48", "--out", str(tmp_path)]
