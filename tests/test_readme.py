@@ -275,6 +275,7 @@ COMMANDS = [
     (r"make test-nightly", Held(".github/workflows/nightly.yml", "run: make test-nightly")),
     (r"make test TORCH=2\.15\.0", Held(".ci/run", "make test-python TORCH=2.15.0")),
     (r"make soak", Held("tests/benchmarks/test_soak.py", "def test_all_parts_run")),
+    (r"python -m tests\.fuzz\.jpeg", Held("tests/fuzz/test_jpeg.py", "jpeg.run(400, seed, device)")),
     (r"python -m tests\.fuzz\.operators .*", Held("tests/fuzz/test_operators.py", 'passes("operators"')),
     (r"make fuzz-operators(-gpu)?", Held("Makefile", "-m tests.fuzz.operators")),
     (r"make fuzz-files", Held("Makefile", "-m tests.fuzz.files")),
