@@ -106,9 +106,8 @@ def make_data(count: int, quality: int, sizes: tuple[tuple[int, int], ...] = (SI
 
 
 def mean_file_size(data: Path) -> float:
-    sizes = [
-        path.stat().st_size for path in sorted((data.parent / "images").glob("*.jpg"))[:512]
-    ]  # of each photograph as many
+    # Neighbours are of different photographs, whose files differ in size.
+    sizes = [path.stat().st_size for path in sorted((data.parent / "images").glob("*.jpg"))[:512]]
     return sum(sizes) / len(sizes)
 
 

@@ -111,9 +111,8 @@ def test_the_same_switches_apply_whatever_the_callers_settings_are(monkeypatch, 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pytest.importorskip(module, reason=f"{host} is not installed")
-    monkeypatch.setattr(
-        "torch_fastdet.hosts.engine.switch.missing_gpu", lambda: None
-    )  # the switches that need one, too
+    # The switches that need a GPU, too.
+    monkeypatch.setattr("torch_fastdet.hosts.engine.switch.missing_gpu", lambda: None)
     try:
         expected = sorted(drop_in.patch())
         assert any(line.startswith("bn_act_optim") for line in expected)
