@@ -63,8 +63,42 @@ HEADLINES = [
      "torch_fastdet list"),
 ]  # fmt: skip
 COCO = 118_287  # pictures
-# Cases that only the folders' tables.md show.
-IN_FOLDERS_ONLY = re.compile(r"nothing kept, first epoch|--cache ram --workers 8")
+# What docs/results.md shows of a section, in this order; the folders' tables.md have every row.
+SHOWN = {
+    "gpu-dataset": (f"{COCO_CASE}, first epoch", COCO_CASE, COCO_CASE.replace("batch 64", "batch 16")),
+    "h100-dataset": (f"{COCO_CASE}, first epoch", COCO_CASE),
+    "gpu-train": (
+        "yolov5s, batch 64, train.py's default options, JPEGs from disk",
+        "yolov5s, batch 16, train.py's default options, JPEGs from disk",
+        "yolov5s-seg, batch 16, segment/train.py",
+    ),
+    "gpu-ultralytics": (
+        *("yolov8s, batch 16", "yolov8s, batch 64", "yolo11s, batch 16", "yolo26s, batch 16"),
+        *("yolov8s-seg, batch 16", "yolov8s-pose, batch 16", "yolov8s-obb, batch 16", "yolov8s-cls, batch 64"),
+        "yolov8s-obb, batch 16: validation's pass over 1024 pictures",  # of all validations we gain least in it
+    ),
+    "gpu-val": (
+        "val.py, yolov5s, half, batch 32, 5000 JPEGs of COCO's sizes: the pass over the pictures",
+        "val.py, yolov5s, half, batch 32, 5000 JPEGs of COCO's sizes: the whole command",
+    ),
+    "gpu-training_truth_small": ("mAP50-95", "val obj loss"),
+    "gpu-summary": ("yolov5s, batch 16, loop", "yolov5s, batch 64, loop", "suppression, batch 32, conf .25"),
+    "cpu-summary": ("yolov5n, batch 16, train.py at 128", "validation, batch 32 of 128x128, CPU fp32"),
+}
+# The families of operators on that page, each with its benchmarks.
+OPERATORS = {
+    "[boxes](kernels/boxes.md)": ("bbox_iou",),
+    "[upsample](kernels/upsample.md)": ("upsample",),
+    "[BatchNorm and activation](kernels/bn_act.md), [stem](kernels/stem_conv.md), [poolings](kernels/pool.md)": (
+        "bn_act",
+    ),
+    "[YOLOv5's loss](kernels/yolov5_loss.md)": ("loss",),
+    "[Ultralytics' losses](kernels/v8_loss.md)": ("v8_loss",),
+    "[optimizer and EMA](kernels/multi_tensor.md)": ("multi_tensor",),
+    "[NMS and decoding](kernels/nms.md)": ("nms",),
+    "[masks](kernels/masks.md)": ("masks",),
+    "[letterbox](kernels/image.md) and [JPEG files](kernels/jpeg.md)": ("image", "jpeg"),
+}
 # Trainings whose peak memory is known at two batch sizes: what it is, benchmark, the case at a batch size, and our variant.
 LOOP = "YOLOv5s, a loop of your own"
 MEMORY = (
@@ -100,7 +134,7 @@ SECTIONS = {
     "machine.md": ("gpu-memory",),
     "results.md": (
         *("gpu-dataset", "h100-dataset", "gpu-train", "gpu-ultralytics", "gpu-val"),
-        "gpu-training_truth_small",
+        *("gpu-training_truth_small", "gpu-summary", "gpu-operators", "cpu-summary"),
     ),
 }
 APART_FROM_ROWS = ("roofline", "memory_limits")  # JSON that is no benchmark's rows
@@ -274,11 +308,11 @@ def benchmark_table(rows: list[dict]) -> str:
 
 
 def comparison_table(rows: list[dict]) -> str:
-    """Of a benchmark with one variant beside stock: each case that a page shows is a line, call to call."""
+    """Of a benchmark with one variant beside stock: each case is a line, call to call."""
     peaks = any(row.get("peak_mib") is not None for row in rows)
     cases: dict[str, dict[bool, dict]] = {}
     for row in rows:
-        if row["view"] == "call" and not IN_FOLDERS_ONLY.search(row["case"]):
+        if row["view"] == "call":
             cases.setdefault(row["case"], {})[is_ours(row["variant"])] = row
     body = []
     for case, found in cases.items():
@@ -296,6 +330,16 @@ def _ours(row: dict, alternative: float) -> tuple[str, str]:
     return f"{name}: {time}" if name else time, f"{alternative / row['median_us']:.1f}x"
 
 
+def _beside_the_best(rows: list[dict]) -> Iterable[tuple[str, dict, list[dict]]]:
+    """Each case, call to call: its name, the fastest of the others, and ours."""
+    for case in dict.fromkeys(row["case"] for row in rows):
+        group = [row for row in rows if row["case"] == case and row["view"] == "call"]
+        ours = [row for row in group if is_ours(row["variant"])]
+        others = [row for row in group if not is_ours(row["variant"])]
+        if ours and others:
+            yield case, min(others, key=lambda row: row["median_us"]), ours
+
+
 def summary_table(benchmarks: dict[str, list[dict]]) -> str:
     """Each case once, call to call, wins and losses alike: the best alternative against ours.
 
@@ -304,17 +348,30 @@ def summary_table(benchmarks: dict[str, list[dict]]) -> str:
     """
     body = []
     for rows in benchmarks.values():
-        for case in dict.fromkeys(row["case"] for row in rows):
-            group = [row for row in rows if row["case"] == case and row["view"] == "call"]
-            ours = [row for row in group if is_ours(row["variant"])]
-            others = [row for row in group if not is_ours(row["variant"])]
-            if not ours or not others:
-                continue
-            best, fastest = (min(rows, key=lambda row: row["median_us"]) for rows in (others, ours))
+        for case, best, ours in _beside_the_best(rows):
+            fastest = min(ours, key=lambda row: row["median_us"])
             shown = [ours[0]] if fastest["median_us"] > 0.9 * ours[0]["median_us"] else [ours[0], fastest]
             times, ratios = zip(*(_ours(row, best["median_us"]) for row in shown))
             body.append([case, f"{best['variant']}: {_with_span(best)}", "; ".join(times), "; ".join(ratios)])
     return table(["case", "best alternative", "torch_fastdet", "faster by"], body)
+
+
+def operators_table(benchmarks: dict[str, list[dict]]) -> str:
+    """Of each family of OPERATORS the cases in which the first of ours gains most and least, or loses."""
+    body = []
+    for family, names in OPERATORS.items():
+        # Of a network alone only our share is of interest: it is a floor, not an alternative.
+        rows = [row for name in names for row in benchmarks[name] if row["variant"] != "network alone"]
+        found = []
+        for case, best, (ours, *_) in _beside_the_best(rows):
+            name = ours["variant"].removeprefix(OURS).strip(" ,")
+            times = f"{_time(ours['median_us'])}; {best['variant']}: {_time(best['median_us'])}"
+            found.append(
+                (best["median_us"] / ours["median_us"], f"{case} ({name}): {times}" if name else f"{case}: {times}")
+            )
+        ends = max(found), min(found)
+        body.append([family, *(cell for ratio, text in ends for cell in (text, f"{ratio:.1f}x"))])
+    return table(["operators", "best case", "best other / ours", "worst case", "best other / ours"], body)
 
 
 def headlines(benchmarks: dict[str, list[dict]]) -> list[dict]:
@@ -557,13 +614,24 @@ def _picture(kind: str, what: str) -> str:
 
 
 def section(name: str) -> str:
-    """What a marker stands for: gpu-epochs, gpu-headlines, gpu-memory, <gpu|cpu>-summary, -roofline, -training_truth, -<benchmark>, -<benchmark>-floor."""
+    """What a marker stands for: gpu-epochs, gpu-headlines, gpu-memory, <gpu|cpu>-summary, -operators, -roofline, -training_truth, -<benchmark>, -<benchmark>-floor."""
     kind, _, what = name.partition("-")
+    shown = SHOWN.get(name)
     if folder := newest(kind, f"{what}.md"):  # roofline, training_truth
-        return (folder / f"{what}.md").read_text() + _picture(kind, what)
+        lines = (folder / f"{what}.md").read_text().splitlines(keepends=True)
+        if shown:
+            lines[2:] = [line for line in lines[2:] if line[0] != "|" or line[2:].split(" | ")[0] in shown]
+        return "".join(lines) + _picture(kind, what)
     benchmarks = load_newest(kind)
+    if shown:
+        benchmarks = {
+            of: [row for case in shown for row in rows if row["case"] == case] for of, rows in benchmarks.items()
+        }
     if what == "summary":
         return f"{summary_table(benchmarks)}\n{provenance(benchmarks, SPREAD)}"
+    if what == "operators":
+        measured_in = {name: benchmarks[name] for names in OPERATORS.values() for name in names}
+        return f"{operators_table(benchmarks)}\n{provenance(measured_in)}"
     if what == "epochs":
         return epochs_of_coco()
     if what == "headlines":
