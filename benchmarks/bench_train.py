@@ -1,12 +1,13 @@
 """The real, unmodified train.py, stock and with torch_fastdet: time of an iteration, loader included.
 
-    python -m benchmarks.bench_train [--defaults s16 s64] [--cached s64 --workers 8 2] [--models s16] [--segments s16] [--epochs N]
-        [--flags fastdet] [--out FOLDER]
+    python -m benchmarks.bench_train [--defaults s16 s64] [--cached s64 --workers 8 2] [--models s16] [--segments s16]
+        [--classify s64] [--epochs N] [--flags fastdet] [--out FOLDER]
 
 --defaults, GPU only: train.py with its default options, as README's command starts it: 640x640, 8 workers, JPEGs from disk (those of
 bench_loader). Weights are random, so that nothing is downloaded, and there are no plots.
 --cached: the same command with --cache ram and so many workers. On the CPU at 128x128: a dry run.
 --segments: segment/train.py on the outlines of the demo's digits, from a RAM cache. On the CPU yolov5n-seg at 128x128.
+--classify: classify/train.py with its default options on JPEGs of a digit each, at 224x224. On the CPU at 64x64.
 --models: the demo's pictures from a RAM cache. On a GPU at 640x640 (s16 s64 m32 is the whole table); on the CPU yolov5n at 128x128.
 An iteration is the mean over an epoch without its first batch, as examples/demo counts it; the first epoch is left out.
 """
@@ -16,6 +17,8 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -102,6 +105,43 @@ def measure_segments(report: Report, models: list[str], epochs: int, flags: list
         compare(report, case, name, flags, "segments", partial(train_segments, data=data, epochs=epochs, cuda=cuda))
 
 
+#: Makes a classifier of a detector, as classify/train.py does; it takes a file.
+CLASSIFIER = """
+import sys, torch
+from yolov5.models.yolo import ClassificationModel, DetectionModel
+torch.manual_seed(0)
+torch.save({"model": ClassificationModel(model=DetectionModel(sys.argv[1]), nc=10, cutoff=10)}, sys.argv[2])
+"""
+
+
+def train_classifier(
+    model: str, batch: int, variant: Variant, folder: Path, env: dict[str, str], data: Path, epochs: int, cuda: bool
+) -> Run:
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = folder / f"{model}-cls.pt"
+    command = [sys.executable, "-c", CLASSIFIER, str(yolov5_folder() / f"models/{model}.yaml"), str(weights)]
+    subprocess.run(command, env=env, check=True, capture_output=True)
+    options = {
+        "--model": weights, "--data": data, "--epochs": epochs, "--batch-size": batch, "--img": 224 if cuda else 64,
+        "--pretrained": False, "--project": folder, "--name": variant.name, "--device": 0 if cuda else "cpu",
+        **({} if cuda else {"--workers": 0}),
+    }  # fmt: skip
+    words = [str(part) for pair in options.items() for part in pair] + ["--exist-ok"]
+    return run_train(variant, words, folder / variant.name, env, show=False, script="classify.train")
+
+
+def measure_classifiers(report: Report, models: list[str], epochs: int, flags: list[str], pictures: int) -> None:
+    from benchmarks.bench_ultralytics import make_data as make_folders
+
+    cuda = report.device.type == "cuda"
+    for name in models:
+        case = f"yolov5{name[0]}-cls, batch {name[1:]}, classify/train.py" + ("" if cuda else " at 64")
+        run = partial(
+            train_classifier, data=make_folders("classify", 224 if cuda else 64, pictures), epochs=epochs, cuda=cuda
+        )
+        compare(report, case, name, flags, "classifiers", run)
+
+
 def compare(report: Report, case: str, name: str, flags: list[str], kind: str, run: Callable[..., Run]) -> None:
     """Adds the rows of stock and of ours."""
     env = environment(WORK / "environment") | {"PYTHONWARNINGS": "ignore"}
@@ -138,6 +178,7 @@ def main() -> None:
         "--models", nargs="*", type=size_and_batch, help="size and batch; default: s16 on a GPU, n16 on the CPU"
     )
     parser.add_argument("--segments", nargs="*", type=size_and_batch, default=[], help="default: none")
+    parser.add_argument("--classify", nargs="*", type=size_and_batch, default=[], help="default: none")
     parser.add_argument("--epochs", type=int, help="default: 2 with --defaults, 3 with --models")
     parser.add_argument(
         "--flags", nargs="+", default=[ALL], choices=[ALL, *SWITCHES], help="switches of torch_fastdet.yolov5"
@@ -155,7 +196,9 @@ def main() -> None:
     report = Report("train", torch.device(options.device), options.out)
     report.resume()
     pictures = options.pictures or (1024 if cuda else 256)
-    everything = options.defaults is None and options.models is None and not options.cached + options.segments
+    everything = (
+        options.defaults is None and options.models is None and not options.cached + options.segments + options.classify
+    )
     defaults = ["s16"] if everything else options.defaults or []
     models = ["s16" if cuda else "n16"] if everything else options.models or []
     if cuda:  # first: what users start
@@ -164,6 +207,7 @@ def main() -> None:
         measure_defaults(report, options.cached, options.epochs or 2, options.flags, pictures, workers)
     measure(report, models, options.epochs or 3, options.flags, pictures)
     measure_segments(report, options.segments, options.epochs or 3, options.flags, pictures)
+    measure_classifiers(report, options.classify, options.epochs or 3, options.flags, pictures)
     report.plot()
 
 

@@ -75,27 +75,32 @@ class Progress:
     first_losses: list[tuple[float, ...]] = field(default_factory=list)
 
     # "      3/29         0G     0.0853     0.0124     0.0331         80        128:  50%|#####     | 32/64 [00:04<..."
-    LINE = re.compile(r"^\s*(\d+)/\d+\s+[\d.]+G\s+(\S+)\s+(\S+)\s+(\S+)\s.*\|\s*(\d+)/(\d+)\s\[")
+    # classify/train.py's: "       3/5      1.2G        2.31                    :  50%|#####     | 32/64 [00:04<..."
+    LINE = re.compile(r"^\s*(\d+)/\d+\s+[\d.]+G((?:\s+[\dainfe.+-]+)+)\s*:.*\|\s*(\d+)/(\d+)\s\[")
 
     def feed(self, line: str, now: float) -> None:
-        """The bar is printed once in an iteration, by its description, before its own counter goes up."""
+        """The bar is printed once in an iteration, by its description, before its own counter goes up.
+
+        classify/train.py's is printed when the counter has gone up.
+        """
         if match := self.LINE.match(line):
-            epoch, before, self.batches = (int(match.group(group)) for group in (1, 5, 6))
+            epoch, before, self.batches = (int(match.group(group)) for group in (1, 3, 4))
             iterations = self.done.setdefault(epoch, {})
             if before not in iterations:
                 iterations[before] = now
                 if epoch == 0 and before == len(self.first_losses):
-                    self.first_losses.append(tuple(float(loss) for loss in match.group(2, 3, 4)))
+                    self.first_losses.append(tuple(float(loss) for loss in match.group(2).split()[:3]))
 
     def epoch_seconds(self) -> list[float]:
         """Of each epoch, the mean time from the end of the first iteration to the end of the last.
 
         So neither the start of the process, nor the first batch of an epoch, nor validation and saving are in it.
         """
-        last = self.batches - 1
-        if last < 1:
+        last, first = self.batches - 1, min((min(done) for done in self.done.values()), default=0)
+        if last <= first or first > 1:
             return []
-        return [(done[last] - done[0]) / last for _, done in sorted(self.done.items()) if {0, last} <= done.keys()]
+        whole = (done for _, done in sorted(self.done.items()) if {first, last} <= done.keys())
+        return [(done[last] - done[first]) / (last - first) for done in whole]
 
     def iteration_seconds(self) -> list[float]:
         """The same without the first epoch where there are others: caches fill and algorithms are chosen in it."""

@@ -37,6 +37,17 @@ def test_timing_of_one_epoch_uses_it():
     assert progress.first_losses == [(float(f"0.121{done}"), 0.0123, 0.123) for done in range(4)]
 
 
+def test_timing_of_a_classifier_leaves_out_validation_which_has_the_same_bar():
+    progress = Progress()
+    for epoch in range(1, 4):
+        line = f"       {epoch}/3     1.23G        2.31                                    "
+        for done in range(1, 5):
+            progress.feed(f"{line}:  50%|█████     | {done}/5 [00:00<00:00,  7.50it/s]", 100 * epoch + 0.5 * done)
+        progress.feed(f"{line[:-12]}  validating:   0%|          | 0/2 [00:00<?, ?it/s]", 100 * epoch + 2.0)
+    assert progress.iteration_seconds() == pytest.approx([0.5, 0.5])
+    assert progress.first_losses == []
+
+
 def test_timing_of_nothing_is_none():
     assert Progress().seconds_an_iteration() is None and Progress().seconds_an_epoch() is None
 
