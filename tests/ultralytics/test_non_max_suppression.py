@@ -14,6 +14,7 @@ OPTIONS = {
     "agnostic": {"agnostic": True},
     "classes": {"classes": [0, 3, 77]},
     "few": {"max_det": 7},
+    "all but three": {"max_det": -3},
     "all": {"conf_thres": 0.001, "iou_thres": 1.0, "multi_label": True, "max_det": None},
     "long": {"conf_thres": 0.001, "multi_label": True, "max_det": 5000},
     "cut": {"conf_thres": 0.01, "multi_label": True, "max_nms": 301},
@@ -74,7 +75,9 @@ def test_nan_class_drops_its_anchor(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("options", [{}, {"classes": [1, 2]}, {"max_det": 5}, {"max_det": None}, {"conf_thres": 0.9}])
+@pytest.mark.parametrize(
+    "options", [{}, {"classes": [1, 2]}, {"max_det": 5}, {"max_det": -5}, {"max_det": None}, {"conf_thres": 0.9}]
+)
 @pytest.mark.parametrize("columns", [6, 10])
 def test_end2end(device, dtype, options, columns):
     g = torch.Generator().manual_seed(0)
@@ -101,6 +104,7 @@ ROTATED = {
     "agnostic": {"agnostic": True},
     "classes": {"classes": [0, 3, 77]},
     "few": {"max_det": 7},
+    "all but three": {"max_det": -3},
     "all": {"conf_thres": 0.001, "iou_thres": 1.0, "max_det": None},
     "long": {"conf_thres": 0.001, "max_det": 5000},
     "cut": {"conf_thres": 0.01, "max_nms": 101},
@@ -148,8 +152,6 @@ def test_scale_boxes(device, shape, ratio_pad, padding, xywh):
     "message, call",
     [
         ("iou_thres is 7", lambda p: ultralytics_non_max_suppression(p, 0.25, 7)),
-        ("max_det is -1", lambda p: ultralytics_non_max_suppression(p, max_det=-1)),
-        ("max_det is -1", lambda p: ultralytics_non_max_suppression(p, max_det=-1, end2end=True)),
         ("conf_thres is -1", lambda p: ultralytics_non_max_suppression(p, -1, end2end=True)),
         ("iou_thres is 7", lambda p: ultralytics_non_max_suppression(p, 0.25, 7, end2end=True)),
         ("per_class is 'x'", lambda p: ultralytics_non_max_suppression(p, per_class="x")),

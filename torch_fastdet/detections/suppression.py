@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -71,8 +72,15 @@ def _label_rows(op: str, labels: Any, images: int, device: torch.device) -> Tens
     return torch.cat(rows) if rows else None
 
 
-def _split(detections: Tensor, counts: list[int]) -> list[Tensor]:
-    return [rows[:count] for rows, count in zip(detections.unbind(0), counts)]
+def _room(max_det: Any) -> tuple[Any, Any]:
+    """max_det as the operators take it, and the end of a slice behind them: a negative one leaves the last out, as in stock."""
+    if max_det is None or (isinstance(max_det, Integral) and max_det < 0):
+        return sys.maxsize, max_det
+    return max_det, None
+
+
+def _split(detections: Tensor, counts: list[int], end: Any) -> list[Tensor]:
+    return [rows[:count][:end] for rows, count in zip(detections.unbind(0), counts)]
 
 
 def yolov5_non_max_suppression(
@@ -93,7 +101,7 @@ def yolov5_non_max_suppression(
 
     Args:
         prediction: (images, N, 5 + classes + nm), or a tuple whose first element that is. Never changed.
-        max_det: detections an image; None keeps all, as in stock.
+        max_det: detections an image; None keeps all, and a negative number all but the last, as a slice does in stock.
         labels: for each image a tensor (n, 5) of class, x, y, width, height that joins with confidence 1, or an empty
             one; an array or nested lists serve too. Entries past the last image are skipped, as in stock.
         per_class: "offset" (as stock) or "exact", see :func:`torch_fastdet.ops.non_max_suppression_padded`, which
@@ -105,8 +113,8 @@ def yolov5_non_max_suppression(
         For each image (n, 6 + nm): x1, y1, x2, y2, confidence, class, mask coefficients.
 
     Raises:
-        ValueError: a wrong shape, a threshold outside 0..1 (also an AssertionError, as stock's), a negative max_det, an unknown
-            per_class, no device.
+        ValueError: a wrong shape, a threshold outside 0..1 (also an AssertionError, as stock's), an unknown per_class, no
+            device.
         TypeError: prediction is not a tensor, classes not an int or a list of ints, another option not a number, or an entry of labels
             cannot become a tensor.
     """
@@ -117,7 +125,7 @@ def yolov5_non_max_suppression(
             f"{op}: prediction has shape {tuple(prediction.shape)}, but (images, N, 5 + classes + nm) is expected"
         )
     listed = _stock_class_list(op, classes)
-    most = sys.maxsize if max_det is None else max_det
+    most, end = _room(max_det)
     options = nms.checked_options(op, conf_thres, iou_thres, listed, agnostic, multi_label, most, per_class)
     home = prediction.device
     where = _computing_device(op, prediction, device, "yolov5", options.conf_thres, options.multi_label)
@@ -129,7 +137,7 @@ def yolov5_non_max_suppression(
     detections, counts = nms.non_max_suppression_padded(
         prediction, *options[:5], capacity, int(nm), label_rows, *options[6:]
     )
-    return _split(detections.to(home), counts.tolist())
+    return _split(detections.to(home), counts.tolist(), end)
 
 
 def _filter_end2end(
@@ -173,7 +181,7 @@ def ultralytics_non_max_suppression(
     Args:
         prediction: (images, 4 + nc + extra, N), or a tuple whose first element that is; (images, N, 6) and, with
             end2end, (images, N, 6 + extra) are filtered alone. Never changed.
-        max_det: detections an image; None keeps all, as in stock.
+        max_det: detections an image; None keeps all, and a negative number all but the last, as a slice does in stock.
         nc: classes; 0 or None takes every channel past the box for one.
         max_time_img: taken and ignored: there is no time limit.
         rotated: boxes are rotated, and the last channel is their angle in radians. They stay center and size.
@@ -191,8 +199,8 @@ def ultralytics_non_max_suppression(
         and, for each image, (n,) int64.
 
     Raises:
-        ValueError: a wrong shape, a threshold outside 0..1 (also an AssertionError, as stock's), a negative max_det or max_nms, an
-            unknown per_class or rotated_rule, no device.
+        ValueError: a wrong shape, a threshold outside 0..1 (also an AssertionError, as stock's), a negative max_nms, an unknown
+            per_class or rotated_rule, no device.
         TypeError: prediction is not a tensor, classes not an int or a list of ints, or another option not a number.
     """
     op = "non_max_suppression"
@@ -206,7 +214,7 @@ def ultralytics_non_max_suppression(
     if filters and shape[-1] < 6:
         raise ValueError(f"{op}: prediction has shape {shape}, but end2end wants (images, N, 6 + extra)")
     listed = _stock_class_list(op, classes)
-    most = sys.maxsize if max_det is None else max_det
+    most, end = _room(max_det)
     options = nms.checked_options(
         op, conf_thres, iou_thres, listed, agnostic, multi_label, most, per_class, max_nms, max_wh
     )
@@ -224,5 +232,5 @@ def ultralytics_non_max_suppression(
             prediction, *options[:5], capacity, int(nc or 0), *options[6:], rotated_rule if rotated else "none"
         )
     sizes = counts.tolist()
-    rows = _split(detections.to(home), sizes)
-    return (rows, _split(indices.to(home), sizes)) if return_idxs else rows
+    rows = _split(detections.to(home), sizes, end)
+    return (rows, _split(indices.to(home), sizes, end)) if return_idxs else rows
