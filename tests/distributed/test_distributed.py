@@ -224,7 +224,12 @@ WAITING = ("a_rank_that_hangs", "a_rank_with_fewer_batches")  # nothing is wrong
 
 @on_both
 @pytest.mark.parametrize(
-    "fault, size", [*((fault, 2) for fault in FAULTS), *((f, 4) for f in ("a_rank_that_dies", *WAITING))]
+    "fault, size",
+    [
+        *((fault, 2) for fault in FAULTS),
+        ("a_rank_that_dies", 4),
+        *(pytest.param(fault, 4, marks=pytest.mark.nightly) for fault in WAITING),
+    ],
 )
 @pytest.mark.slow
 def test_every_process_ends_after_a_fault(variables, tmp_path, fault, size, backend):

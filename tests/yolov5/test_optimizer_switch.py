@@ -198,7 +198,7 @@ def test_training_gives_the_losses_and_checkpoints_of_stock(real_yolov5, train):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+@pytest.mark.parametrize("name", [pytest.param("Adam", marks=pytest.mark.nightly), "AdamW"])
 def test_adam_gives_the_losses_and_checkpoints_of_stock(real_yolov5, train, name):
     """Fused steps differ in last bits, and where a gradient is close to zero Adam makes a whole step of them."""
     checkout, flags = real_yolov5("checkout"), ("--optimizer", name)
