@@ -498,7 +498,8 @@ def test_links_lead_somewhere(page):
 def test_pages_of_the_site_link_inside_it():
     for page in sorted((ROOT / "docs").rglob("*.md")):
         up = "](" + "../" * len(page.relative_to(ROOT / "docs").parts)
-        assert up not in page.read_text(), f"{page.name} links out of docs/, where the site has nothing"
+        text = page.read_text().replace(f"{up}benchmarks/results/", "")  # tools/docs_results.py brings these
+        assert up not in text, f"{page.name} links out of docs/, where the site has nothing"
 
 
 def linked_pages(page: Path) -> set[Path]:
