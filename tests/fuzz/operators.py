@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import random
 import re
 import resource
@@ -324,7 +325,8 @@ def main() -> int:
     arguments.add_argument("--only", default="", help="a part of an operator's name")
     arguments.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = arguments.parse_args()
-    if options.device == "cpu":  # CUDA maps far more
+    if options.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what CUDA maps is more than that, with several GPUs at least
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     calls = seeds()
     if missing := without_seed(calls):
