@@ -48,6 +48,20 @@ def test_training_is_bit_equal(gpu, accumulate, amp, channels_last):
     same_state(graphed, plain)
 
 
+def test_first_pass_has_the_bits_of_a_replay(gpu):
+    """Also where the loss gives its gradient in another memory layout than the output's, as Ultralytics' losses do."""
+    model = GraphedModule(nn.Conv2d(8, 64, 1).to(GPU.device), required=True)
+    x, weights = images(6, 8, 16, 16), images(6, 16 * 16, 64)
+    found = []
+    for _ in range(3):
+        model.zero_grad()
+        (model(x).flatten(2).transpose(1, 2) * weights).sum().backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    assert len(model.graphs.shapes) == 1
+    for later in found[1:]:
+        assert all(map(torch.equal, found[0], later))
+
+
 @pytest.fixture
 def deterministic_algorithms():
     """As train.py sets them: PyTorch then fills new tensors with NaN, the graphs' own ones too if it were let."""

@@ -9,6 +9,7 @@ import logging
 import operator
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, SupportsIndex
 
 import torch
@@ -23,6 +24,13 @@ from torch_fastdet.graphs._casts import weights_cast_once
 from torch_fastdet.graphs._pool import GraphPool
 from torch_fastdet.graphs._refusal import CaptureError, first_line, location_of, why_not
 from torch_fastdet.graphs.distributed import GradientAverage, Ranks
+
+
+def _with_strides(gradient: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """An output's gradient as a graph holds it: the order in which a bias' gradient is added up depends on its strides."""
+    if gradient.stride() == strides:
+        return gradient
+    return torch.empty_strided(gradient.shape, strides, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
 
 
 class _Captured:
@@ -176,7 +184,12 @@ class ModuleGraphs:
     def _first(self, x: torch.Tensor) -> object:
         """An eager call with a graph's convolutions: a resumed training begins with the bits that a replay would have."""
         with weights_cast_once(self.module, _capture.autocast_dtype()):
-            return self.forward(x)
+            result = self.forward(x)
+        for output in tree_flatten(result)[0]:
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                strides = torch.empty_like(output, device="meta").stride()
+                output.register_hook(partial(_with_strides, strides=strides))
+        return result
 
     @property
     def module(self) -> nn.Module:
