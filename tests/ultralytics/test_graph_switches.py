@@ -356,3 +356,36 @@ def test_every_task_trains_as_in_stock(kind, name, monkeypatch, capsys):
         if theirs.grad is not None:
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-4, msg=lambda m, n=where: f"{n}: {m}")
     assert "predict" not in vars(tasks.ClassificationModel)
+
+
+@pytest.mark.parametrize("name", ["yolov8n", "yolo11n", "yolov8n-seg"])
+@pytest.mark.parametrize("kind", ["fake", "cuda"])
+def test_first_pass_has_the_bits_of_a_replay(kind, name, monkeypatch):
+    """A resumed training begins with an eager pass where the one that was not stopped replays."""
+    if kind == "fake":
+        fake_gpu.install(monkeypatch)
+    elif reason := cuda_missing():
+        pytest.skip(reason)
+    tasks = pytest.importorskip("ultralytics.nn.tasks", reason="ultralytics is not installed")
+    from ultralytics.cfg import get_cfg
+
+    monkeypatch.setattr(switch, "missing_gpu", lambda: None)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    device = "cpu" if kind == "fake" else "cuda"
+    torch.manual_seed(0)
+    model = getattr(tasks, MODELS.get(name, "DetectionModel"))(f"{name}.yaml", nc=3, verbose=False)
+    model = model.to(device, memory_format=torch.channels_last).train()
+    model.args = get_cfg(overrides={"epochs": 3})
+    batch = labelled("segment" if name.endswith("seg") else "detect", 3, device)
+    patch(cuda_graph=True, bn_act_optim=True, upsample_optim=True, loss_optim=True)
+    try:
+        found = []
+        for _ in range(3):
+            model.zero_grad()
+            model({key: value.clone() for key, value in batch.items()})[0].sum().backward()
+            found.append({where: p.grad.clone() for where, p in model.named_parameters() if p.grad is not None})
+    finally:
+        unpatch()
+    for later in found[1:]:
+        assert found[0].keys() == later.keys()
+        assert not [where for where, gradient in later.items() if not torch.equal(gradient, found[0][where])]

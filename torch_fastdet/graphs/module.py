@@ -138,7 +138,7 @@ class ModuleGraphs:
     Args:
         module: what to run.
         forward: how to run it, ``forward(x)``; default ``module.forward``.
-        capturing: a context to be in while forward is captured.
+        capturing: a context to be in while forward is captured, and in the eager passes before.
         required: raise :class:`CaptureError` where the module cannot be captured, instead of running it eagerly (with a
             warning in the log).
         say: takes one line for each capture; by default they are logged.
@@ -182,8 +182,8 @@ class ModuleGraphs:
         return self.module.forward(x) if self._forward is None else self._forward(x)
 
     def _first(self, x: torch.Tensor) -> object:
-        """An eager call with a graph's convolutions: a resumed training begins with the bits that a replay would have."""
-        with weights_cast_once(self.module, _capture.autocast_dtype()):
+        """An eager call of what would be captured: a resumed training begins with the bits that a replay would have."""
+        with self.capturing(), weights_cast_once(self.module, _capture.autocast_dtype()):
             result = self.forward(x)
         for output in tree_flatten(result)[0]:
             if isinstance(output, torch.Tensor) and output.requires_grad:
