@@ -310,7 +310,7 @@ def benchmark_table(rows: list[dict]) -> str:
 
 
 def comparison_table(rows: list[dict]) -> str:
-    """Ours beside stock: each case is a line, call to call. What else was measured is in README's table alone."""
+    """Ours beside stock: each case is a line, call to call. tables.md has other variants too."""
     rows = [row for row in rows if row["variant"] in ("stock", OURS)]
     peaks = any(row.get("peak_mib") is not None for row in rows)
     cases: dict[str, dict[bool, dict]] = {}
