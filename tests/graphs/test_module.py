@@ -62,6 +62,21 @@ def test_first_pass_has_the_bits_of_a_replay(gpu):
         assert all(map(torch.equal, found[0], later))
 
 
+def test_outputs_of_one_operator_that_the_loss_does_not_use(gpu):
+    class Halves(nn.Conv2d):
+        def forward(self, x):
+            return super().forward(x).chunk(2, 1)
+
+    model = GraphedModule(Halves(3, 8, 1).to(GPU.device), required=True)
+    x = images(2, 3, 8, 8)
+    found = []
+    for _ in range(3):
+        model.zero_grad()
+        model(x)[0].square().sum().backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for later in found[1:] for a, b in zip(found[0], later))
+
+
 @pytest.fixture
 def deterministic_algorithms():
     """As train.py sets them: PyTorch then fills new tensors with NaN, the graphs' own ones too if it were let."""

@@ -26,9 +26,12 @@ from torch_fastdet.graphs._refusal import CaptureError, first_line, location_of,
 from torch_fastdet.graphs.distributed import GradientAverage, Ranks
 
 
-def _with_strides(gradient: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """An output's gradient as a graph holds it: the order in which a bias' gradient is added up depends on its strides."""
-    if gradient.stride() == strides:
+def _with_strides(gradient: torch.Tensor | None, strides: tuple[int, ...]) -> torch.Tensor | None:
+    """An output's gradient as a graph holds it: the order in which a bias' gradient is added up depends on its strides.
+
+    It is None where another output of the same operator has the only gradient.
+    """
+    if gradient is None or gradient.stride() == strides:
         return gradient
     return torch.empty_strided(gradient.shape, strides, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
 
@@ -130,7 +133,7 @@ class _Replay(torch.autograd.Function):
 class ModuleGraphs:
     """CUDA graphs of one module's training passes, by input shape; :class:`GraphedModule` without the module around it.
 
-    A shape's first ``warmup`` calls run eagerly, as they would without graphs, which is all the warm-up there is: nothing
+    A shape's first ``warmup`` calls run eagerly, on the same layers, which is all the warm-up there is: nothing
     runs that the caller did not ask for, so batch norm's running statistics are those of eager training. The next call
     captures. All graphs share one memory pool; at most ``max_graphs`` are kept, the least recently used goes first. A shape that
     there is no memory to capture runs eagerly, which ``say`` is told.
@@ -186,7 +189,7 @@ class ModuleGraphs:
         with self.capturing(), weights_cast_once(self.module, _capture.autocast_dtype()):
             result = self.forward(x)
         for output in tree_flatten(result)[0]:
-            if isinstance(output, torch.Tensor) and output.requires_grad:
+            if isinstance(output, torch.Tensor) and output.grad_fn is not None:
                 strides = torch.empty_like(output, device="meta").stride()
                 output.register_hook(partial(_with_strides, strides=strides))
         return result
