@@ -85,6 +85,13 @@ CASES = {
     "files_val": {"root": "files", "mode": "val", "rect": True},
     "no_memory": {"environment": "TORCH_FASTDET_CACHE=0", "workers": 2, **HYP},
     "little_memory": {"environment": "TORCH_FASTDET_CACHE=200K", **HYP},
+    "files_not_kept": {
+        "root": "files",
+        "environment": "TORCH_FASTDET_CACHE=0 TORCH_FASTDET_GPU_CACHE=0",
+        "workers": 2,
+        "epochs": 3,
+        **HYP,
+    },
     "little_gpu_memory": {"environment": "TORCH_FASTDET_GPU_CACHE=200K", "workers": 2, **HYP},
 }
 
@@ -276,7 +283,8 @@ def error_of(function, *arguments, **options):
 def test_batches_are_stocks(ultralytics, root, device, case, monkeypatch, capsys):
     options = {"root": "boxes", **CASES[case]}
     if "environment" in options:
-        monkeypatch.setenv(*options.pop("environment").split("="))
+        for variable in options.pop("environment").split():
+            monkeypatch.setenv(*variable.split("="))
     where = root(options.pop("root"))
     stock = batches(ultralytics, where, **options)
     mine = ours(batches, ultralytics, where, device=device, **options)
@@ -296,7 +304,8 @@ def test_the_training_process_makes_batches_of_plans(ultralytics, root, case, mo
     options = {"root": "boxes", **CASES[case]}
     kept = "23 of 24" if options["root"] == "files" else "of 24"
     if "environment" in options:
-        monkeypatch.setenv(*options.pop("environment").split("="))
+        for variable in options.pop("environment").split():
+            monkeypatch.setenv(*variable.split("="))
     where = root(options.pop("root"))
     stock = batches(ultralytics, where, **options)
     request.getfixturevalue("pretended_gpu")

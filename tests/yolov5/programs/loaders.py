@@ -182,10 +182,14 @@ def files():
             pass
         jpegs = mine[1].memory.jpegs
         assert jpegs is None or (jpegs.used() > 0 and jpegs.refused == 2), jpegs
-        os.environ["TORCH_FASTDET_CACHE"] = "0"  # files travel with each batch
-        for options in ({"workers": 0}, {"workers": 2}):
-            same("files", augment=True, hyp=HYP, **options)
-        del os.environ["TORCH_FASTDET_CACHE"]
+        kept_by_nobody = "TORCH_FASTDET_CACHE", "TORCH_FASTDET_GPU_CACHE"
+        for variable in kept_by_nobody:  # files travel with each batch; then the GPU keeps nothing either
+            os.environ[variable] = "0"
+            for options in ({"workers": 0}, {"workers": 2}):
+                same("files", augment=True, hyp=HYP, **options)
+                same("files", rect=True, **options)
+        for variable in kept_by_nobody:
+            del os.environ[variable]
         for cache in ("ram", "disk"):
             same("files", augment=True, hyp=HYP, workers=0, cache=cache)
     finally:
