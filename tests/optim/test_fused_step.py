@@ -459,11 +459,12 @@ def test_an_average_that_turned_nan_in_mixed_precision(device, same_convolutions
     "optimizer, settings",
     [(torch.optim.SGD, NESTEROV), (torch.optim.Adam, {"lr": 1e-3}), (torch.optim.AdamW, {"lr": 1e-3})],
 )
-def test_training_in_bfloat16_is_stocks(device, optimizer, settings):
+@pytest.mark.parametrize("scale", [False, True])
+def test_training_in_bfloat16_is_stocks(device, optimizer, settings, scale):
     """Both get the gradients of one backward pass: rounded to bfloat16, two passes are no measure."""
-    ours, stock = (kind(device, optimizer, settings, scale=False) for kind in (OurLoop, StockLoop))
+    ours, stock = (kind(device, optimizer, settings, scale) for kind in (OurLoop, StockLoop))
     generator = torch.Generator().manual_seed(0)
-    for _ in range(10):
+    for number in range(10):
         x = torch.randn(2, 3, 8, 8, generator=generator).to(device)
         losses = []
         for loop in (ours, stock):
@@ -471,7 +472,8 @@ def test_training_in_bfloat16_is_stocks(device, optimizer, settings):
             with torch.autocast(device.type, torch.bfloat16):
                 loss = loop.model(x).float().square().mean()
             losses.append(float(loss.detach()))
-        loss.backward()
+        ours.scaler.scale(loss)  # a scaler begins with its first loss
+        stock.scaler.scale(loss * (math.inf if scale and number == 5 else 1.0)).backward()
         assert losses[0] == pytest.approx(losses[1], rel=2e-2)
         for mine, wanted in zip(ours.model.parameters(), stock.model.parameters()):
             mine.grad = wanted.grad.clone()
@@ -481,3 +483,4 @@ def test_training_in_bfloat16_is_stocks(device, optimizer, settings):
             torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-6)
         for mine, wanted in zip(ours.average.parameters(), stock.average.parameters()):
             torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-6)
+        assert ours.scaler.state_dict() == stock.scaler.state_dict()

@@ -37,7 +37,11 @@ def same_bits(run, stop):
         pytest.param(
             ("--workers", 2, "--stocks"), id="loader processes of stock", marks=[pytest.mark.slow, pytest.mark.nightly]
         ),
-        pytest.param(("--workers", 2, "--optimizer", "AdamW"), id="loader processes of ours", marks=pytest.mark.slow),
+        pytest.param(
+            ("--workers", 2, "--optimizer", "AdamW", "--pretrained"),
+            id="loader processes of ours, pretrained",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_resumed_training_has_the_bits_of_one_run(program, digits, tmp_path, arguments):

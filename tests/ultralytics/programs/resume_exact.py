@@ -22,6 +22,7 @@ parser.add_argument("--workers", type=int, default=0)
 parser.add_argument("--optimizer", default="SGD")
 parser.add_argument("--device", default="cpu")
 parser.add_argument("--model", default="yolov8n.yaml")
+parser.add_argument("--pretrained", action="store_true", help="begin with the weights of a file")
 parser.add_argument("--damage", action="store_true", help="spoil the file of ours before the resume")
 parser.add_argument("--stocks", action="store_true", help="the switch alone, without ours for the steps")
 options = parser.parse_args()
@@ -86,6 +87,9 @@ COMMON = {
     "plots": False,
     "verbose": False,
 }
+if options.pretrained:  # stock loads it over the checkpoint, too, when it resumes
+    YOLO(options.model).save(options.project / "pretrained.pt")
+    COMMON["pretrained"] = str(options.project / "pretrained.pt")
 whole, rows, folder = train(YOLO(options.model), None, name="whole", **COMMON)
 results = {"whole": whole, "rows": rows, "left": sorted(path.name for path in folder.iterdir()), "resumed": {}}
 for stop in options.stops:
