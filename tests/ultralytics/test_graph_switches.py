@@ -307,6 +307,24 @@ MODELS = {
 }
 
 
+def model_on(kind, name, monkeypatch, memory_format=torch.contiguous_format):
+    """A model in training on a GPU, or on the CPU where ``fake`` pretends one; and its device."""
+    if kind == "fake":
+        fake_gpu.install(monkeypatch)
+    elif reason := cuda_missing():
+        pytest.skip(reason)
+    tasks = pytest.importorskip("ultralytics.nn.tasks", reason="ultralytics is not installed")
+    from ultralytics.cfg import get_cfg
+
+    monkeypatch.setattr(switch, "missing_gpu", lambda: None)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    device = "cpu" if kind == "fake" else "cuda"
+    torch.manual_seed(0)
+    model = getattr(tasks, MODELS.get(name, "DetectionModel"))(f"{name}.yaml", nc=3, verbose=False)
+    model.args = get_cfg(overrides={"epochs": 3})
+    return model.to(device, memory_format=memory_format).train(), device
+
+
 QUICK = ("yolov8n-cls", "yolo26n-pose")
 
 
@@ -320,19 +338,9 @@ QUICK = ("yolov8n-cls", "yolo26n-pose")
 )
 def test_every_task_trains_as_in_stock(kind, name, monkeypatch, capsys):
     """Gradients of all parameters, also of those that the loss alone reads."""
-    if kind == "fake":
-        fake_gpu.install(monkeypatch)
-    elif reason := cuda_missing():
-        pytest.skip(reason)
-    tasks = pytest.importorskip("ultralytics.nn.tasks", reason="ultralytics is not installed")
-    from ultralytics.cfg import get_cfg
+    stock, device = model_on(kind, name, monkeypatch)
+    from ultralytics.nn.tasks import ClassificationModel
 
-    monkeypatch.setattr(switch, "missing_gpu", lambda: None)
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-    device = "cpu" if kind == "fake" else "cuda"
-    torch.manual_seed(0)
-    stock = getattr(tasks, MODELS[name])(f"{name}.yaml", nc=3, verbose=False).to(device).train()
-    stock.args = get_cfg(overrides={"epochs": 3})
     task = {"cls": "classify", "seg": "segment"}.get(name.partition("-")[2], name.partition("-")[2])
     mine = copy.deepcopy(stock)
     batches = [labelled(task, count, device) for count in (3, 3, 3, 2, 2, 3)]
@@ -355,27 +363,14 @@ def test_every_task_trains_as_in_stock(kind, name, monkeypatch, capsys):
     for (where, theirs), ours in zip(stock.named_parameters(), mine.parameters()):
         if theirs.grad is not None:
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-4, msg=lambda m, n=where: f"{n}: {m}")
-    assert "predict" not in vars(tasks.ClassificationModel)
+    assert "predict" not in vars(ClassificationModel)
 
 
 @pytest.mark.parametrize("name", ["yolov8n", "yolo11n", "yolov8n-seg"])
 @pytest.mark.parametrize("kind", ["fake", "cuda"])
 def test_first_pass_has_the_bits_of_a_replay(kind, name, monkeypatch):
     """A resumed training begins with an eager pass where the one that was not stopped replays."""
-    if kind == "fake":
-        fake_gpu.install(monkeypatch)
-    elif reason := cuda_missing():
-        pytest.skip(reason)
-    tasks = pytest.importorskip("ultralytics.nn.tasks", reason="ultralytics is not installed")
-    from ultralytics.cfg import get_cfg
-
-    monkeypatch.setattr(switch, "missing_gpu", lambda: None)
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-    device = "cpu" if kind == "fake" else "cuda"
-    torch.manual_seed(0)
-    model = getattr(tasks, MODELS.get(name, "DetectionModel"))(f"{name}.yaml", nc=3, verbose=False)
-    model = model.to(device, memory_format=torch.channels_last).train()
-    model.args = get_cfg(overrides={"epochs": 3})
+    model, device = model_on(kind, name, monkeypatch, torch.channels_last)
     batch = labelled("segment" if name.endswith("seg") else "detect", 3, device)
     patch(cuda_graph=True, bn_act_optim=True, upsample_optim=True, loss_optim=True)
     try:
