@@ -1,5 +1,6 @@
 """Compares a model's training under bn_act_optim with stock's; run in the hosts' own processes."""
 
+import contextlib
 import copy
 import io
 
@@ -133,14 +134,16 @@ def compare(build, drop_in, uses=(), layouts=FORMATS, concatenations=0):
     print("as stock")
 
 
-def compare_in_a_step(build, drop_in, joined):
-    """As a captured step runs the model, but on the CPU: ``joined`` pairs of convolutions are one. Outputs and gradients are at most half
-    as far again from float64 as autocast's."""
-    images, model = torch.rand(2, 3, 64, 64).bfloat16().float(), build().train()
+def compare_in_a_step(build, drop_in, joined, surroundings=contextlib.nullcontext):
+    """As a captured step runs the model, inside of ``surroundings(model)``, but on the CPU: ``joined`` pairs of convolutions are one.
+    Outputs and gradients are at most half as far again from float64 as autocast's."""
+    images = torch.rand(2, 3, 64, 64).bfloat16().float()
+    model = build().train().to(memory_format=torch.channels_last)
 
     def run(model, images, once=False, amp=True):
         with Operators() as operators, torch.autocast("cpu", torch.bfloat16, enabled=amp):
-            with weights_cast_once(model, torch.bfloat16 if once else None):
+            around = surroundings(model) if once else contextlib.nullcontext()
+            with around, weights_cast_once(model, torch.bfloat16 if once else None):
                 outputs = tensors(model(images))
             wave = [torch.arange(o.numel(), dtype=torch.float64).sin().view_as(o) for o in outputs]
             sum((o.double() * w).sum() for o, w in zip(outputs, wave)).backward()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from torch_fastdet import ops
 from torch_fastdet._torch.private import every_module_has_hooks, is_recorded, is_transforming, runs_plainly
-from torch_fastdet.layers.joint import JOINED, Keep, NormInto, NormsOfParts, NormSplit, Options, Twice
+from torch_fastdet.layers.joint import JOINED, OF_ONE_INPUT, Keep, NormInto, NormsOfParts, NormSplit, Options, Twice
 from torch_fastdet.layers.stem import convolve, convolve_squares, divided, has_stem_shape, is_stem
 
 ACTIVATIONS: dict[type[nn.Module], str] = {
@@ -364,12 +364,27 @@ def _chain(parts: list[Tensor], blocks: Sequence[nn.Module]) -> Tensor:
     return torch.cat(parts, 1)
 
 
+def first_blocks(chains: Sequence[object], x: Tensor) -> tuple[Tensor, ...] | None:
+    """What the first block of each ``Sequential`` makes of x, by one convolution; None, with nothing done, where there is none."""
+    firsts: list[Any] = []
+    for chain in chains:
+        if type(chain) is not nn.Sequential or not runs_plainly(chain, _FORWARDS[nn.Sequential]):
+            return None
+        firsts += list(chain)[:1]
+    if len(firsts) < len(chains) or not all(
+        type(block).forward in _CONV_FORWARDS and _ends_in(block, type(block).forward) for block in firsts
+    ):
+        return None
+    return _jointly(firsts, x, [0] * len(firsts))
+
+
 def convolutions_of_one_input(model: nn.Module) -> Iterator[list[nn.Conv2d]]:
-    """Convolutions that always read one tensor: ``cv1`` and ``cv2`` of each block whose forward is one of :func:`c3_forward`."""
-    for block in model.modules():
-        if type(block).forward in _C3_FORWARDS:
-            convs = [getattr(part, "conv", None) for part in (block.cv1, block.cv2)]
-            yield [conv for conv in convs if isinstance(conv, nn.Conv2d)]
+    """Convolutions that read one tensor: of the blocks in OF_ONE_INPUT, and of ``cv1`` and ``cv2`` where the forward is one of
+    :func:`c3_forward`."""
+    c3s: list[Any] = [block for block in model.modules() if type(block).forward in _C3_FORWARDS]
+    for blocks in OF_ONE_INPUT + [[c3.cv1, c3.cv2] for c3 in c3s]:
+        convs = [getattr(block, "conv", None) for block in blocks]
+        yield [conv for conv in convs if isinstance(conv, nn.Conv2d)]
 
 
 def can_pool(pool: nn.Module) -> bool:

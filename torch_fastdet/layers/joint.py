@@ -1,8 +1,8 @@
 """Convolutions of one input and one kind as one convolution, with the norms and activations behind them in one operator.
 
-A C3 block's ``cv1`` and ``cv2`` read the same tensor. As one convolution they read it once, and the gradients that they give it need no
-sum. This takes their weights in one tensor, which a captured step makes when it casts them (``graphs/_casts.py``); everywhere else
-each module runs by itself.
+A C3 block's ``cv1`` and ``cv2`` read the same tensor, and so do the first blocks for boxes and classes in a level of YOLOv8's head. As one
+convolution they read it once, and the gradients that they give it need no sum. This takes their weights in one tensor, which a captured
+step makes when it casts them (``graphs/_casts.py``); everywhere else each module runs by itself.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 #: The first of such convolutions -> all of them at once, along the channels; None where autocast is off. Filled during a capture.
 JOINED: dict[nn.Module, Callable[[Tensor], Tensor | None]] = {}
+#: Blocks that read one input, other than those of C3. Filled during a capture.
+OF_ONE_INPUT: list[list[nn.Module]] = []
 
 #: What norms that share an operator have in common: momentum, eps, activation and slope.
 Options = tuple[float, float, str, float]

@@ -1,10 +1,10 @@
-"""Ultralytics' Detect in a captured step: its outputs without transposing them."""
+"""Ultralytics' Detect in a captured step: its outputs without transposing them, and two convolutions of one input as one."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,20 +14,41 @@ from torch_fastdet._torch.modules import is_channels_last, own_attributes
 from torch_fastdet._torch.private import every_module_has_hooks
 from torch_fastdet.hosts.evidence import agree, pictures
 from torch_fastdet.hosts.shared.necks import stock_detect
+from torch_fastdet.layers.bn_act import first_blocks
+from torch_fastdet.layers.joint import OF_ONE_INPUT
 
 MODULE = "ultralytics.nn.modules.head"
 
 
-def _joined(head: Any, x: list[Tensor]) -> Tensor:
-    """What ``head`` makes of each level, (N, channels, anchors of all levels), with the channels of an anchor side by side."""
-    rows = [part(features).permute(0, 2, 3, 1).flatten(1, 2) for part, features in zip(head, x)]
-    return torch.cat(rows, 1).transpose(1, 2)
+def _of_level(box: Any, cls: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Boxes and scores of one level, whose first blocks are one convolution where a captured step has joined them."""
+    first = first_blocks([box, cls], x)
+    if first is None:
+        return box(x), cls(x)
+    boxes, scores = first
+    for layer in list(box)[1:]:
+        boxes = layer(boxes)
+    for layer in list(cls)[1:]:
+        scores = layer(scores)
+    return boxes, scores
 
 
-def _outputs(detect: object, x: list[Tensor], box_head: object = None, cls_head: object = None) -> dict[str, Any]:
+def _joined(levels: Iterable[Tensor]) -> Tensor:
+    """All levels together, (N, channels, anchors), with the channels of an anchor side by side."""
+    return torch.cat([level.permute(0, 2, 3, 1).flatten(1, 2) for level in levels], 1).transpose(1, 2)
+
+
+def _outputs(detect: object, x: list[Tensor], box_head: Any = None, cls_head: Any = None) -> dict[str, Any]:
     if box_head is None or cls_head is None:  # fused for inference
         return {}
-    return {"boxes": _joined(box_head, x), "scores": _joined(cls_head, x), "feats": x}
+    boxes, scores = zip(*map(_of_level, box_head, cls_head, x))
+    return {"boxes": _joined(boxes), "scores": _joined(scores), "feats": x}
+
+
+def _first_blocks(detect: Any) -> list[list[nn.Module]]:
+    """Those for boxes and classes, for each level: they read the same features."""
+    levels = zip(detect.cv2 or (), detect.cv3 or ())
+    return [[next(branch.children(), branch) for branch in level] for level in levels]
 
 
 @functools.cache
@@ -48,7 +69,8 @@ def heads_in_rows(model: nn.Module) -> Iterator[None]:
     """While inside, the boxes and scores of a channels_last model's Detect have the channels of an anchor side by side in memory.
 
     That is how its convolutions write them. Stock writes them one channel after the other. Losses index them by three
-    dimensions, whatever their strides.
+    dimensions, whatever their strides. The first convolutions of boxes and classes become one where they can be
+    (:mod:`torch_fastdet.layers.joint`).
     """
     detect = stock_detect(model, "forward_head", (MODULE,))
     known = (
@@ -57,5 +79,14 @@ def heads_in_rows(model: nn.Module) -> Iterator[None]:
         and any(map(is_channels_last, model.parameters()))
         and _is_stocks(getattr(type(detect), "forward_head", None))
     )
-    with own_attributes([(detect, "forward_head", functools.partial(_outputs, detect))] if known else []):
+    if not known:
         yield
+        return
+    groups = _first_blocks(detect)
+    OF_ONE_INPUT.extend(groups)
+    try:
+        with own_attributes([(detect, "forward_head", functools.partial(_outputs, detect))]):
+            yield
+    finally:
+        for group in groups:
+            OF_ONE_INPUT.remove(group)
