@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from torch_fastdet.ops._checks import check_optional_tensors, check_tensor_lists, check_tensors
+from torch_fastdet.ops.yolov5_loss import yolov5_loss_fault
 
 
 def v8_loss_settings(
@@ -148,9 +149,7 @@ def v8_segmentation_loss(
         status: as that of :func:`v8_loss`.
 
     Raises:
-        RuntimeError: shapes, dtypes or devices do not fit each other.
-        ValueError: as :func:`v8_loss`.
-        TypeError: an argument is not a tensor where one is expected, or heads is not a list of tensors.
+        RuntimeError, ValueError, TypeError: as :func:`v8_loss`.
 
     Source: the behaviour of v8SegmentationLoss in Ultralytics 8.4.190, with ``compare_masks`` that of SegmentLoss26, less its
     semantic part.
@@ -240,9 +239,7 @@ def v8_pose_loss(
         status: as that of :func:`v8_loss`.
 
     Raises:
-        RuntimeError: shapes, dtypes or devices do not fit each other.
-        ValueError: as :func:`v8_loss`.
-        TypeError: an argument is not a tensor where one is expected, or heads is not a list of tensors.
+        RuntimeError, ValueError, TypeError: as :func:`v8_loss`.
 
     Source: the behaviour of v8PoseLoss in Ultralytics 8.4.190, with ``compare_keypoints`` that of PoseLoss26, less its RLE part.
     """
@@ -311,9 +308,7 @@ def v8_obb_loss(
         status: as that of :func:`v8_loss`.
 
     Raises:
-        RuntimeError: shapes, dtypes or devices do not fit each other.
-        ValueError: as :func:`v8_loss`.
-        TypeError: an argument is not a tensor where one is expected.
+        RuntimeError, ValueError, TypeError: as :func:`v8_loss`.
 
     Source: the behaviour of v8OBBLoss in Ultralytics 8.4.190.
     """
@@ -349,7 +344,4 @@ def v8_loss_fault(status: list[int]) -> tuple[int, int]:
 
     Source: the status of :func:`v8_loss`.
     """
-    if status[0] == 0:
-        return -1, -1
-    fault = (1 << 62) - status[1]
-    return fault // 6, fault % 6
+    return yolov5_loss_fault(status)
