@@ -1,17 +1,19 @@
 """Outputs of Detect as captured steps have them, against Ultralytics' own."""
 
+import contextlib
 import copy
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.bn_act_models import Operators
+from tests.bn_act_models import Operators, tensors
 from torch_fastdet.graphs._casts import weights_cast_once
 from torch_fastdet.layers import bn_act
 from torch_fastdet.layers.joint import JOINED, OF_ONE_INPUT
-from torch_fastdet.ultralytics.heads import heads_in_rows
+from torch_fastdet.ultralytics.heads import first_blocks_at_once, heads_in_rows
 
+ultralytics = pytest.importorskip("ultralytics", exc_type=ImportError)
 tasks = pytest.importorskip("ultralytics.nn.tasks", exc_type=ImportError)
 
 
@@ -87,32 +89,57 @@ CHANGES = {
     "frozen boxes": (lambda detect: detect.cv2.requires_grad_(False), 0),
     "another momentum": (lambda detect: setattr(detect.cv2[0][0].bn, "momentum", 0.5), 2),
     "one branch for two levels": (share_a_branch, 1),
+    "evaluation": (lambda detect: detect.eval(), 0),
+}
+HEADS = {
+    "yolov8n-seg": 3,
+    "yolov8n-obb": 3,
+    "yolov8n-pose": 3,
+    "yolo11n-seg": 3,
+    "yolo11n": 0,
+    "yolo26n-seg": 6,
+    "yolo26n": 0,
 }
 
 
-@pytest.mark.parametrize("change, joined", CHANGES.values(), ids=CHANGES)
-def test_first_convolutions_of_a_level_are_one(device, same_convolutions, monkeypatch, change, joined):
-    """Where both branches begin with the same kind of block. All others are called as stock calls them."""
-    block = type(make("yolov8n.yaml").model[0])
-    monkeypatch.setattr(block, "forward", bn_act.conv_forward(block.forward))
+def compare_first_blocks(detect, device, monkeypatch, joined):
+    """Outputs with first blocks at once and without; how many levels were at once."""
     monkeypatch.setattr(bn_act, "DEVICES", ("cpu", "cuda"))
-    detect = make("yolov8n.yaml").model[-1]
-    change(detect)
     channels = [branch[0].conv.in_channels for branch in detect.cv2]
     model = torch.nn.Module()
-    model.model = torch.nn.Sequential(detect.to(device, memory_format=torch.channels_last)).train()
-    x = [torch.randn(2, c, 8, 8, device=device).contiguous(memory_format=torch.channels_last) for c in channels]
+    model.model = torch.nn.Sequential(detect.to(device, memory_format=torch.channels_last))
+    model.training = detect.training
+    x = [torch.randn(2, c, 16 >> i, 16 >> i, device=device) for i, c in enumerate(channels)]
+    x = [features.contiguous(memory_format=torch.channels_last) for features in x]
     runs = []
     for inside in (False, True):
         own, operators = copy.deepcopy(model), Operators()
-        with operators, torch.autocast(device.type, torch.bfloat16):
-            if inside:
-                with heads_in_rows(own), weights_cast_once(own, torch.bfloat16):
-                    preds = own.model[-1](list(x))
-            else:
-                preds = own.model[-1](list(x))
-        assert not OF_ONE_INPUT and not JOINED
-        runs.append((operators.joined, preds["boxes"], preds["scores"]))
+        at_once = first_blocks_at_once(own) if inside else contextlib.nullcontext()
+        cast_once = weights_cast_once(own, torch.bfloat16 if inside else None)
+        with operators, torch.autocast(device.type, torch.bfloat16), at_once, cast_once:
+            preds = own.model[-1](list(x))
+        assert not OF_ONE_INPUT and not JOINED and all("forward" not in vars(m) for m in own.modules())
+        runs.append((operators.joined, [t for t in tensors(preds) if t.dim() == 3], list(own.buffers())))
     assert [run[0] for run in runs] == [0, joined]
-    for stock, mine in zip(runs[0][1:], runs[1][1:]):
+    for stock, mine in zip(runs[0][1] + runs[0][2], runs[1][1] + runs[1][2]):
         torch.testing.assert_close(mine, stock, rtol=0.05, atol=0.05)
+
+
+@pytest.fixture
+def fused_blocks(monkeypatch):
+    block = type(make("yolov8n.yaml").model[0])
+    monkeypatch.setattr(block, "forward", bn_act.conv_forward(block.forward))
+
+
+@pytest.mark.parametrize("change, joined", CHANGES.values(), ids=CHANGES)
+def test_first_convolutions_of_a_level_are_one(device, same_convolutions, monkeypatch, fused_blocks, change, joined):
+    """Where the branches begin with the same kind of block. All others are called as stock calls them."""
+    detect = make("yolov8n.yaml").model[-1]
+    change(detect)
+    compare_first_blocks(detect, device, monkeypatch, joined)
+
+
+@pytest.mark.parametrize("name, joined", HEADS.items())
+def test_first_convolutions_of_other_heads(device, same_convolutions, monkeypatch, fused_blocks, name, joined):
+    head = ultralytics.YOLO(f"{name}.yaml").model.model[-1].train()
+    compare_first_blocks(head, device, monkeypatch, joined)

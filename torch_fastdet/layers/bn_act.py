@@ -364,18 +364,11 @@ def _chain(parts: list[Tensor], blocks: Sequence[nn.Module]) -> Tensor:
     return torch.cat(parts, 1)
 
 
-def first_blocks(chains: Sequence[object], x: Tensor) -> tuple[Tensor, ...] | None:
-    """What the first block of each ``Sequential`` makes of x, by one convolution; None, with nothing done, where there is none."""
-    firsts: list[Any] = []
-    for chain in chains:
-        if type(chain) is not nn.Sequential or not runs_plainly(chain, _FORWARDS[nn.Sequential]):
-            return None
-        firsts += list(chain)[:1]
-    if len(firsts) < len(chains) or not all(
-        type(block).forward in _CONV_FORWARDS and _ends_in(block, type(block).forward) for block in firsts
-    ):
+def blocks_of_one_input(blocks: Sequence[Any], x: Tensor) -> tuple[Tensor, ...] | None:
+    """What each block makes of x, by one convolution; None, with nothing done, where there is none."""
+    if not all(type(block).forward in _CONV_FORWARDS and _ends_in(block, type(block).forward) for block in blocks):
         return None
-    return _jointly(firsts, x, [0] * len(firsts))
+    return _jointly(list(blocks), x, [0] * len(blocks))
 
 
 def convolutions_of_one_input(model: nn.Module) -> Iterator[list[nn.Conv2d]]:

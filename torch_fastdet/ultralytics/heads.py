@@ -1,54 +1,36 @@
-"""Ultralytics' Detect in a captured step: its outputs without transposing them, and two convolutions of one input as one."""
+"""Ultralytics' heads in a captured step: Detect's outputs without transposing them, and first convolutions of one input as one."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torch_fastdet._torch.modules import is_channels_last, own_attributes
-from torch_fastdet._torch.private import every_module_has_hooks
+from torch_fastdet._torch.private import every_module_has_hooks, runs_plainly
 from torch_fastdet.hosts.evidence import agree, pictures
-from torch_fastdet.hosts.shared.necks import stock_detect
-from torch_fastdet.layers.bn_act import first_blocks
+from torch_fastdet.hosts.shared.necks import stock_detect, stock_head
+from torch_fastdet.layers.bn_act import blocks_of_one_input
 from torch_fastdet.layers.joint import OF_ONE_INPUT
 
 MODULE = "ultralytics.nn.modules.head"
+_SEQUENTIAL = nn.Sequential.forward
 
 
-def _of_level(box: Any, cls: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Boxes and scores of one level, whose first blocks are one convolution where a captured step has joined them."""
-    first = first_blocks([box, cls], x)
-    if first is None:
-        return box(x), cls(x)
-    boxes, scores = first
-    for layer in list(box)[1:]:
-        boxes = layer(boxes)
-    for layer in list(cls)[1:]:
-        scores = layer(scores)
-    return boxes, scores
+def _joined(head: Any, x: list[Tensor]) -> Tensor:
+    """What ``head`` makes of each level, (N, channels, anchors of all levels), with the channels of an anchor side by side."""
+    rows = [part(features).permute(0, 2, 3, 1).flatten(1, 2) for part, features in zip(head, x)]
+    return torch.cat(rows, 1).transpose(1, 2)
 
 
-def _joined(levels: Iterable[Tensor]) -> Tensor:
-    """All levels together, (N, channels, anchors), with the channels of an anchor side by side."""
-    return torch.cat([level.permute(0, 2, 3, 1).flatten(1, 2) for level in levels], 1).transpose(1, 2)
-
-
-def _outputs(detect: object, x: list[Tensor], box_head: Any = None, cls_head: Any = None) -> dict[str, Any]:
+def _outputs(detect: object, x: list[Tensor], box_head: object = None, cls_head: object = None) -> dict[str, Any]:
     if box_head is None or cls_head is None:  # fused for inference
         return {}
-    boxes, scores = zip(*map(_of_level, box_head, cls_head, x))
-    return {"boxes": _joined(boxes), "scores": _joined(scores), "feats": x}
-
-
-def _first_blocks(detect: Any) -> list[list[nn.Module]]:
-    """Those for boxes and classes, for each level: they read the same features."""
-    levels = zip(detect.cv2 or (), detect.cv3 or ())
-    return [[next(branch.children(), branch) for branch in level] for level in levels]
+    return {"boxes": _joined(box_head, x), "scores": _joined(cls_head, x), "feats": x}
 
 
 @functools.cache
@@ -69,8 +51,7 @@ def heads_in_rows(model: nn.Module) -> Iterator[None]:
     """While inside, the boxes and scores of a channels_last model's Detect have the channels of an anchor side by side in memory.
 
     That is how its convolutions write them. Stock writes them one channel after the other. Losses index them by three
-    dimensions, whatever their strides. The first convolutions of boxes and classes become one where they can be
-    (:mod:`torch_fastdet.layers.joint`).
+    dimensions, whatever their strides.
     """
     detect = stock_detect(model, "forward_head", (MODULE,))
     known = (
@@ -79,14 +60,58 @@ def heads_in_rows(model: nn.Module) -> Iterator[None]:
         and any(map(is_channels_last, model.parameters()))
         and _is_stocks(getattr(type(detect), "forward_head", None))
     )
-    if not known:
+    with own_attributes([(detect, "forward_head", functools.partial(_outputs, detect))] if known else []):
         yield
-        return
-    groups = _first_blocks(detect)
-    OF_ONE_INPUT.extend(groups)
+
+
+class _Level:
+    """Branches of a head that read the same features. Whichever is called first runs the first blocks of all as one convolution."""
+
+    def __init__(self, branches: list[nn.Sequential]) -> None:
+        self.branches = branches
+        self.blocks = [branch[0] for branch in branches]
+        self._made: dict[nn.Module, Tensor] = {}
+        self._of: Tensor | None = None
+
+    def forward(self, branch: nn.Sequential, x: Tensor) -> Tensor:
+        y = self._made.pop(branch, None) if self._of is x else None
+        if y is None:
+            made = blocks_of_one_input(self.blocks, x)
+            if made is None:
+                return _SEQUENTIAL(branch, x)
+            self._of, self._made = x, dict(zip(self.branches, made))
+            y = self._made.pop(branch)
+        for layer in list(branch)[1:]:
+            y = layer(y)
+        return y
+
+
+def _levels(head: object) -> Iterator[_Level]:
+    """Those whose branches begin with convolutions of one size, and of outputs in groups of eight."""
+    for prefix in ("", "one2one_"):
+        branches = [getattr(head, f"{prefix}{name}", None) for name in ("cv2", "cv3", "cv4")]
+        for level in zip(*(b for b in branches if isinstance(b, nn.ModuleList))):
+            plain = [b for b in level if type(b) is nn.Sequential and len(b) and runs_plainly(b, _SEQUENTIAL)]
+            convs = [(getattr(b[0], "conv", None), b) for b in plain]
+            found = [(c, b) for c, b in convs if isinstance(c, nn.Conv2d) and c.out_channels % 8 == 0]
+            alike = [b for c, b in found if c.kernel_size == found[0][0].kernel_size]
+            if len(alike) > 1:
+                yield _Level(alike)
+
+
+@contextlib.contextmanager
+def first_blocks_at_once(model: nn.Module) -> Iterator[None]:
+    """While inside, first convolutions of the branches of a level become one (:mod:`torch_fastdet.layers.joint`): boxes and classes of
+    YOLOv8; boxes and masks, or angles, of all.
+    """
+    head = None if every_module_has_hooks() else stock_head(model, (MODULE,))
+    levels = list(_levels(head))
+    OF_ONE_INPUT.extend(level.blocks for level in levels)
     try:
-        with own_attributes([(detect, "forward_head", functools.partial(_outputs, detect))]):
+        with own_attributes(
+            [(b, "forward", functools.partial(level.forward, b)) for level in levels for b in level.branches]
+        ):
             yield
     finally:
-        for group in groups:
-            OF_ONE_INPUT.remove(group)
+        for level in levels:
+            OF_ONE_INPUT.remove(level.blocks)

@@ -10,7 +10,7 @@ from ultralytics.nn.tasks import DetectionModel
 
 from tests.bn_act_models import FORMATS, compare, compare_in_a_step, compare_on_a_gpu
 from torch_fastdet import ultralytics as drop_in
-from torch_fastdet.ultralytics.heads import heads_in_rows
+from torch_fastdet.ultralytics.necks import fewer_copies
 
 name, *device = sys.argv[1:]
 concatenations = {"yolov8n": 0, "yolo11n": 3, "yolo26n": 5}[name]  # of C3k
@@ -31,5 +31,5 @@ if not device:
     of_heads = (
         3 if name == "yolov8n" else 0
     )  # levels; the others' boxes and classes begin with convolutions of two kinds
-    compare_in_a_step(build, drop_in, concatenations + of_heads, heads_in_rows)
+    compare_in_a_step(build, drop_in, concatenations + of_heads, fewer_copies)
 print(json.dumps({"as stock": True}))

@@ -66,17 +66,17 @@ def _layers(model: object, methods: tuple[str, ...], modules: tuple[str, ...]) -
     return list(layers) if known and isinstance(layers, nn.Sequential) and not every_module_has_hooks() else []
 
 
-def stock_detect(model: Any, method: str, modules: tuple[str, ...]) -> Any:
-    """The ``Detect`` at the end of a model in training, if its class is the host's and its ``method`` the class's; else None."""
+def stock_head(model: Any, modules: tuple[str, ...]) -> Any:
+    """The last layer of a model in training, if its class is the host's; else None."""
     layers = getattr(model, "model", None)
-    detect = layers[-1] if isinstance(layers, nn.Sequential) and len(layers) else None
-    stocks = (
-        type(detect).__name__ == "Detect"
-        and type(detect).__module__ in modules
-        and model.training
-        and method not in vars(detect)
-    )
-    return detect if stocks else None
+    head = layers[-1] if isinstance(layers, nn.Sequential) and len(layers) else None
+    return head if type(head).__module__ in modules and model.training else None
+
+
+def stock_detect(model: Any, method: str, modules: tuple[str, ...]) -> Any:
+    """:func:`stock_head`, if it is a ``Detect`` whose ``method`` is the class's; else None."""
+    head = stock_head(model, modules)
+    return head if type(head).__name__ == "Detect" and method not in vars(head) else None
 
 
 @contextlib.contextmanager
