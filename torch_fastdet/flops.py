@@ -135,16 +135,6 @@ def _any_iou_backward(a: Any) -> int:
     return iou_backward(_pairs(a.box1, a.box2), a.kind, a.xywh)
 
 
-def _moves_alone(a: Any) -> int:
-    return 0
-
-
-def _says_no_shape(a: Any) -> int:
-    """Pictures: whether a pixel is warped, mixed or recoloured is written in the tables, and no shape says it. Parts of a loss that
-    depend on how many anchors get a target, and on the sizes of boxes: nor does a shape say these."""
-    return 0
-
-
 def _bn_act_cat(a: Any) -> int:
     shortcut = 0 if a.residual is None else math.prod(a.residual)
     return sum(bn_act(math.prod(part), a.activation) for part in a.x) + shortcut
@@ -176,6 +166,11 @@ def _v8_class_logits(heads: Sequence[Shape], reg_max: int) -> int:
     return sum(math.prod(head) // head[1] * (head[1] - 4 * reg_max) for head in heads)
 
 
+def _v8_classes(a: Any) -> int:
+    """Masks and keypoints are compared for candidates only."""
+    return _v8_class_logits(a.heads, a.reg_max) * SOFTPLUS
+
+
 def instance_masks(masks: int, channels: int, low: int, pixels: int) -> int:
     """Logits of `low` pixels of the prototypes, and `pixels` of the mask, each mixed of four and compared."""
     return masks * (low * 2 * channels + pixels * 9)
@@ -204,10 +199,21 @@ def _by_schema(name: str, formula: Callable[[Any], int]) -> Callable[..., int]:
     return count
 
 
+# These move values, and compute nothing.
+_MOVES = ("image_gather_", "space_to_depth", "space_to_depth_backward", "upsample_nearest2x", "upsample_nearest2x_cat")
+# Pictures: whether a pixel is warped, mixed or recoloured is written in the tables, and no shape says it. Parts of a loss that
+# depend on how many anchors get a target, and on the sizes of boxes: nor does a shape say these.
+_NO_SHAPE_SAYS = (
+    *("image_augment", "image_augment_", "image_letterbox", "image_letterbox_", "image_resize_"),
+    *("jpeg_decode_", "jpeg_pack", "jpeg_plan"),
+    *("v8_keypoint_loss", "v8_keypoint_loss_backward", "v8_mask_loss", "v8_mask_loss_backward", "yolov5_mask_loss"),
+)
+
 #: Operator -> formula, for every operator of the library.
 FORMULAS: dict[str, Callable[..., int]] = {
     name: _by_schema(name, formula)
     for name, formula in {
+        **dict.fromkeys((*_MOVES, *_NO_SHAPE_SAYS), lambda _: 0),
         "bbox_iou": _bbox_iou,
         "bbox_iou_backward": _any_iou_backward,
         "iou_loss": lambda a: iou_loss(_pairs(a.box1, a.box2), a.kind, a.xywh, a.reduction != "none"),
@@ -220,15 +226,11 @@ FORMULAS: dict[str, Callable[..., int]] = {
         "pad_and_sum": lambda a: math.prod(a.x),
         "softmax_backward": lambda a: 4 * math.prod(a.y),
         "sum_slices": lambda a: (len(a.x) - 1) * math.prod(a.out),
-        "space_to_depth": _moves_alone,
-        "space_to_depth_backward": _moves_alone,
         "stem_conv2d": _stem_conv2d,
         "stem_conv2d_backward": lambda a: 2 * math.prod(a.grad_output) * a.squares[1] * a.kernel_size**2,
         "max_pools_cat": lambda a: max_pools(math.prod(a.x) * a.pools, a.kernel_size),
         "max_pools_cat_backward": lambda a: max_pools(math.prod(a.indices), a.kernel_size),
-        "upsample_nearest2x": _moves_alone,
         "upsample_nearest2x_backward": lambda a: upsample_backward(math.prod(a.grad_output) // 4),
-        "upsample_nearest2x_cat": _moves_alone,
         "yolov5_decode": _yolov5_decode,
         "non_max_suppression_padded": lambda a: a.prediction[0] * a.prediction[1],  # objectness alone
         "ultralytics_non_max_suppression_padded": _compares_classes,
@@ -242,26 +244,12 @@ FORMULAS: dict[str, Callable[..., int]] = {
         "confusion_matrix_": _matches,
         "yolov5_loss": lambda a: loss(_anchors(a.heads, a.anchors)),
         "yolov5_loss_backward": lambda a: loss_backward(math.prod(a.object_gradient)),
-        "image_augment": _says_no_shape,
-        "image_augment_": _says_no_shape,
-        "image_letterbox": _says_no_shape,
-        "image_letterbox_": _says_no_shape,
-        "image_resize_": _says_no_shape,
-        "image_gather_": _moves_alone,
-        "jpeg_pack": _says_no_shape,
-        "jpeg_plan": _says_no_shape,
-        "jpeg_decode_": _says_no_shape,
-        "v8_loss": lambda a: _v8_class_logits(a.heads, a.reg_max) * SOFTPLUS,
-        "v8_masked_loss": lambda a: _v8_class_logits(a.heads, a.reg_max) * SOFTPLUS,  # and masks, by candidates
-        "v8_posed_loss": lambda a: _v8_class_logits(a.heads, a.reg_max) * SOFTPLUS,  # and keypoints, by candidates
+        "v8_loss": _v8_classes,
+        "v8_masked_loss": _v8_classes,
+        "v8_posed_loss": _v8_classes,
         "v8_loss_backward": lambda a: _v8_class_logits(a.heads, a.reg_max) * (SIGMOID + 1),
         "v8_obb_loss": lambda a: math.prod(a.scores) * SOFTPLUS,
         "v8_obb_loss_backward": lambda a: math.prod(a.scores) * (SIGMOID + 1),
-        "v8_mask_loss": _says_no_shape,
-        "yolov5_mask_loss": _says_no_shape,
-        "v8_mask_loss_backward": _says_no_shape,
-        "v8_keypoint_loss": _says_no_shape,
-        "v8_keypoint_loss_backward": _says_no_shape,
         "multi_tensor_ema_": lambda a: ema(_total(a.averages)),
         "multi_tensor_sgd_": _sgd,
         "multi_tensor_unscale_": lambda a: unscale(_total(a.grads)),
