@@ -16,6 +16,7 @@ from torch import Tensor
 
 from torch_fastdet._torch.private import as_plain_tensors, tree_map, writes
 from torch_fastdet.graphs import _capture
+from torch_fastdet.graphs.distributed import in_group
 
 # Methods that read values on the host, that look at a part, and that make a running mean.
 _READS = {"item", "tolist", "cpu", "__float__", "__int__", "__bool__", "__format__"}
@@ -96,7 +97,7 @@ def _can_be_early(items: Tensor) -> bool:
         and torch.is_grad_enabled()
         and not _capture.is_capturing()
         and not torch.compiler.is_compiling()
-        and not (torch.distributed.is_available() and torch.distributed.is_initialized())
+        and not in_group()
     )
 
 

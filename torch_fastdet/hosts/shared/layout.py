@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch_fastdet._say import say
 from torch_fastdet._torch import private
 from torch_fastdet.graphs import _capture
+from torch_fastdet.graphs.distributed import in_group
 from torch_fastdet.hosts.shared.channels_last import to_channels_last
 from torch_fastdet.memory import is_out_of_memory
 
@@ -114,7 +115,7 @@ class LayoutChoice:
         weights = [p for p in model.parameters() if p.dim() == 4]
         if any(not w.is_contiguous() for w in weights) or not any(p.requires_grad for p in model.parameters()):
             return "NHWC"
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if in_group():
             say(f"{self.switch}: NHWC, unmeasured, because all ranks of a process group need one layout")
             return "NHWC"
         precision = _precision(images.device)
