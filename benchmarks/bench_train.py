@@ -28,7 +28,7 @@ import torch
 from benchmarks.bench_loader import make_data
 from benchmarks.harness import OURS, WORK, Report, add_arguments, at_least, missing
 from examples.demo.training import STOCK, Machine, Run, Variant, run_train, train, yolov5_folder
-from examples.yolov5_env import environment
+from examples.yolov5_env import CLASSIFIER, environment
 from torch_fastdet.yolov5 import ALL, SWITCHES
 
 VALIDATED = 64  # pictures of the training set, after each epoch
@@ -105,21 +105,13 @@ def measure_segments(report: Report, models: list[str], epochs: int, flags: list
         compare(report, case, name, flags, "segments", partial(train_segments, data=data, epochs=epochs, cuda=cuda))
 
 
-#: Makes a classifier of a detector, as classify/train.py does; it takes a file.
-CLASSIFIER = """
-import sys, torch
-from yolov5.models.yolo import ClassificationModel, DetectionModel
-torch.manual_seed(0)
-torch.save({"model": ClassificationModel(model=DetectionModel(sys.argv[1]), nc=10, cutoff=10)}, sys.argv[2])
-"""
-
-
 def train_classifier(
     model: str, batch: int, variant: Variant, folder: Path, env: dict[str, str], data: Path, epochs: int, cuda: bool
 ) -> Run:
     folder.mkdir(parents=True, exist_ok=True)
     weights = folder / f"{model}-cls.pt"
-    command = [sys.executable, "-c", CLASSIFIER, str(yolov5_folder() / f"models/{model}.yaml"), str(weights)]
+    config = str(yolov5_folder() / f"models/{model}.yaml")
+    command = [sys.executable, "-c", CLASSIFIER, config, str(weights), "10", "10"]
     subprocess.run(command, env=env, check=True, capture_output=True)
     options = {
         "--model": weights, "--data": data, "--epochs": epochs, "--batch-size": batch, "--img": 224 if cuda else 64,

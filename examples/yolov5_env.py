@@ -26,6 +26,15 @@ import os
 import shutil
 from pathlib import Path
 
+#: Makes a classifier of a detector, as classify/train.py does; it takes the detector's yaml, a file, classes and the layers to keep.
+CLASSIFIER = """
+import sys, torch
+from yolov5.models.yolo import ClassificationModel, DetectionModel
+torch.manual_seed(0)
+classes, layers = map(int, sys.argv[3:])
+torch.save({"model": ClassificationModel(model=DetectionModel(sys.argv[1]), nc=classes, cutoff=layers)}, sys.argv[2])
+"""
+
 HUB = {
     "huggingface_hub/__init__.py": """
 from huggingface_hub.utils._errors import RepositoryNotFoundError

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from examples.yolov5_env import CLASSIFIER
 from tests.yolov5 import real
 from tests.yolov5.conftest import IMAGE, SMALL
 
@@ -93,20 +94,12 @@ def test_segment_training_gives_the_losses_of_stock(real_yolov5, train):
     assert re.search(r"^  loader_optim: \d+ batches$", fast.output, re.MULTILINE), fast.output[-1500:]
 
 
-CLASSIFIER = """
-import sys, torch
-from yolov5.models.yolo import ClassificationModel, DetectionModel
-torch.manual_seed(0)
-torch.save({"model": ClassificationModel(model=DetectionModel("yolov5n.yaml"), nc=2, cutoff=4)}, sys.argv[1])
-"""
-
-
 @pytest.mark.slow
 def test_classify_training_gives_the_losses_of_stock(real_yolov5, tmp_path):
     from PIL import Image
 
     package, weights = real_yolov5("package"), tmp_path / "yolov5n-cls.pt"
-    package.python("-c", CLASSIFIER.replace("yolov5n.yaml", str(package_file("models/yolov5n.yaml"))), weights)
+    package.python("-c", CLASSIFIER, package_file("models/yolov5n.yaml"), weights, 2, 4)
     for split, number, colour in itertools.product(("train", "val"), range(6), ("red", "blue")):
         (tmp_path / "data" / split / colour).mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (IMAGE, IMAGE + number), colour).save(tmp_path / "data" / split / colour / f"{number}.png")
