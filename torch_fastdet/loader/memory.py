@@ -17,7 +17,7 @@ import multiprocessing.context
 import multiprocessing.reduction
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -219,6 +219,16 @@ class PictureMemory(SharedFile):
             self._sizes[index] = (*picture.shape[:2], *original)
             self._marks[index] = 1
         return True
+
+    def load(self, load_image: Callable[..., tuple], index: int, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+        """What ``load_image``, a host's own, returns: picture, original size, size; it is called where the picture is not there."""
+        if not self.has(index):
+            picture, original, size = load_image(index, *args, **kwargs)
+            if not self.put(index, picture, original):
+                return picture, original, size
+        picture = self.get(index)
+        assert picture is not None
+        return picture, self.original(index), picture.shape[:2]
 
     def _map(self, fd: int | None) -> None:
         n = len(self.shapes)

@@ -156,13 +156,7 @@ def _filling_class(stock: type) -> Any:
         __slots__ = ("memory",)
 
         def load_image(self, i: int, *args: Any, **kwargs: Any) -> tuple:
-            memory = self.memory
-            if not memory.has(i):
-                picture, original, size = super().load_image(i, *args, **kwargs)
-                if not memory.put(i, picture, original):
-                    return picture, original, size
-            picture = memory.get(i)
-            return picture, memory.original(i), picture.shape[:2]
+            return self.memory.load(super().load_image, i, *args, **kwargs)
 
         def _ImageCache(self, images: list[np.ndarray]) -> SharedImages:
             others = {i: image for i, image in enumerate(images) if not self.memory.has(i)}

@@ -126,14 +126,7 @@ def dataset_class(stock: type) -> type:
             memory = self.memory
             if not self._memory_is_current():
                 return super().load_image(i)  # somebody has set another size since
-            picture = memory.get(i)
-            if picture is None:
-                picture, original, size = super().load_image(i)
-                if not memory.put(i, picture, original):
-                    return picture, original, size
-                picture = memory.get(i)
-                assert picture is not None
-            return picture, memory.original(i), picture.shape[:2]
+            return memory.load(super().load_image, i)
 
         def __getitems__(self, indices: list[int]) -> list:
             if isinstance(indices, Indices):
