@@ -25,16 +25,6 @@ Scaling = tuple[Tensor | None, Tensor | None]
 MakeState = Callable[[list[Tensor], list[int], list[int]], Any]
 
 
-def gather(groups: list[tuple[list[float | Tensor], int]], device: torch.device) -> Numbers:
-    """Of groups' numbers and flags: all numbers, the device tensors that replace some of them ([] for none), and flags."""
-    given = [value for numbers, _ in groups for value in numbers]
-    elsewhere = [isinstance(value, Tensor) and value.device.type != "cpu" for value in given]
-    # 1: known to be there, whatever it holds.
-    values = [1.0 if there else float(value) for value, there in zip(given, elsewhere)]
-    tensors = [on_device(value, device) if there else None for value, there in zip(given, elsewhere)]
-    return values, tensors if any(elsewhere) else [], [flags for _, flags in groups]
-
-
 def on_device(tensor: Tensor | float | None, device: torch.device) -> Tensor | None:
     # GradScaler's found_inf is the number 0 where no parameter has a gradient.
     return tensor.to(device, non_blocking=True) if isinstance(tensor, Tensor) else None
@@ -67,9 +57,20 @@ class Binding:
             return cls(optimizer, lambda *args: new_state(cls.name, *args))
         return current
 
-    @staticmethod
-    def numbers(optimizer: object, device: torch.device) -> Numbers:
-        """What :func:`gather` gives for the optimizer's groups."""
+    @classmethod
+    def numbers(cls, optimizer: Any, device: torch.device) -> Numbers:
+        """All groups' numbers, the device tensors that replace some of them ([] for none), and the groups' flags."""
+        groups = [cls.numbers_of(optimizer, group) for group in optimizer.param_groups]
+        given = [value for numbers, _ in groups for value in numbers]
+        elsewhere = [isinstance(value, Tensor) and value.device.type != "cpu" for value in given]
+        # 1: known to be there, whatever it holds.
+        values = [1.0 if there else float(value) for value, there in zip(given, elsewhere)]
+        tensors = [on_device(value, device) if there else None for value, there in zip(given, elsewhere)]
+        return values, tensors if any(elsewhere) else [], [flags for _, flags in groups]
+
+    @classmethod
+    def numbers_of(cls, optimizer: Any, group: dict[str, Any]) -> tuple[list[float | Tensor], int]:
+        """The numbers of one group, and its flags."""
         raise NotImplementedError
 
     @staticmethod
@@ -240,18 +241,15 @@ class SgdBinding(Binding):
     def tensors_of(group: dict[str, object]) -> tuple[Any, ...]:
         return group["lr"], group["momentum"], group["dampening"], group["weight_decay"]
 
-    @staticmethod
-    def numbers(optimizer: Any, device: torch.device) -> Numbers:
-        groups: list[tuple[list[float | Tensor], int]] = []
-        for group in optimizer.param_groups:
-            momentum = isinstance(group["momentum"], Tensor) or group["momentum"] != 0
-            flags = NESTEROV * group["nesterov"] + MAXIMIZE * group["maximize"] + HAS_MOMENTUM * momentum
-            groups.append(([*SgdBinding.tensors_of(group), 0.0], flags))
-            if group["differentiable"]:
-                raise RuntimeError(
-                    "SGD: differentiable is True, but a fused step has no autograd; use torch.optim.SGD for that"
-                )
-        return gather(groups, device)
+    @classmethod
+    def numbers_of(cls, optimizer: Any, group: dict[str, Any]) -> tuple[list[float | Tensor], int]:
+        if group["differentiable"]:
+            raise RuntimeError(
+                "SGD: differentiable is True, but a fused step has no autograd; use torch.optim.SGD for that"
+            )
+        momentum = isinstance(group["momentum"], Tensor) or group["momentum"] != 0
+        flags = NESTEROV * group["nesterov"] + MAXIMIZE * group["maximize"] + HAS_MOMENTUM * momentum
+        return [*cls.tensors_of(group), 0.0], flags
 
     def make_buffers(self) -> None:
         """The step does so in C++."""

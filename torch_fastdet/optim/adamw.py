@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_fastdet._torch import private
-from torch_fastdet.optim._watch import ADAM, DECOUPLED, HAS_MOMENTUM, MAXIMIZE, Binding, BoundOptimizer, Numbers, gather
+from torch_fastdet.optim._watch import ADAM, DECOUPLED, HAS_MOMENTUM, MAXIMIZE, Binding, BoundOptimizer
 
 FIRST, SECOND, STEP = "exp_avg", "exp_avg_sq", "step"
 
@@ -23,18 +23,15 @@ class AdamBinding(Binding):
     def tensors_of(group: dict[str, Any]) -> tuple[Any, ...]:
         return group["lr"], *group["betas"], group["weight_decay"], group["eps"]
 
-    @staticmethod
-    def numbers(optimizer: Any, device: torch.device) -> Numbers:
-        groups: list[tuple[list[float | Tensor], int]] = []
-        for group in optimizer.param_groups:
-            if group["amsgrad"]:
-                raise RuntimeError(
-                    f"{type(optimizer).__name__}: amsgrad is True, but FusedStep steps without it; call optimizer.step() instead"
-                )
-            decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
-            flags = HAS_MOMENTUM + MAXIMIZE * bool(group["maximize"]) + DECOUPLED * bool(decoupled)
-            groups.append((list(AdamBinding.tensors_of(group)), flags))
-        return gather(groups, device)
+    @classmethod
+    def numbers_of(cls, optimizer: Any, group: dict[str, Any]) -> tuple[list[float | Tensor], int]:
+        if group["amsgrad"]:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}: amsgrad is True, but FusedStep steps without it; call optimizer.step() instead"
+            )
+        decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
+        flags = HAS_MOMENTUM + MAXIMIZE * bool(group["maximize"]) + DECOUPLED * bool(decoupled)
+        return list(cls.tensors_of(group)), flags
 
     def _new_buffers(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         return {

@@ -19,7 +19,6 @@ from torch_fastdet.optim._watch import (
     MakeState,
     Numbers,
     Scaling,
-    gather,
 )
 
 MUON_BUFFER, SGD_BUFFER = "momentum_buffer", "momentum_buffer_SGD"
@@ -134,16 +133,13 @@ class MusgdBinding(Binding):
     def tensors_of(group: dict[str, object]) -> tuple[Any, ...]:
         return group["lr"], group["momentum"], group["weight_decay"]
 
-    @staticmethod
-    def numbers(optimizer: Any, device: torch.device) -> Numbers:
-        groups: list[tuple[list[float | Tensor], int]] = []
-        for group in optimizer.param_groups:
-            lr, along = group["lr"], 0.0
-            if group["use_muon"]:
-                lr, along = lr * optimizer.sgd, -(lr * optimizer.muon)
-            flags = NESTEROV * bool(group["nesterov"]) + HAS_MOMENTUM
-            groups.append(([lr, group["momentum"], 0.0, group["weight_decay"], along], flags))
-        return gather(groups, device)
+    @classmethod
+    def numbers_of(cls, optimizer: Any, group: dict[str, Any]) -> tuple[list[float | Tensor], int]:
+        lr, along = group["lr"], 0.0
+        if group["use_muon"]:
+            lr, along = lr * optimizer.sgd, -(lr * optimizer.muon)
+        flags = NESTEROV * bool(group["nesterov"]) + HAS_MOMENTUM
+        return [lr, group["momentum"], 0.0, group["weight_decay"], along], flags
 
     def __init__(self, optimizer: torch.optim.Optimizer, make_state: MakeState) -> None:
         self.matrices: dict[torch.device, list[int]] = {}  # by their place among the parameters
