@@ -13,17 +13,14 @@ devices; integer, complex or sparse tensors; an expanded tensor that would be wr
 argument that is not a tensor, or not a list of tensors, raises a TypeError that names it.
 """
 
-from __future__ import annotations
-
-from typing import List, Optional, Union  # noqa: UP035  (TorchScript reads them)
-
+# No "from __future__ import annotations": TorchScript reads the types as they stand.
 import torch
 from torch import Tensor
 
 from torch_fastdet.ops._checks import check_optional_tensors, check_tensor_lists, check_tensors
 
 
-def multi_tensor_ema_(averages: List[Tensor], values: List[Tensor], decay: Union[float, Tensor]) -> None:  # noqa: UP006, UP007
+def multi_tensor_ema_(averages: list[Tensor], values: list[Tensor], decay: float | Tensor) -> None:
     """``v *= decay; v += (1 - decay) * x`` for each v of ``averages`` and x of ``values``, in one launch.
 
     Args:
@@ -45,7 +42,7 @@ def multi_tensor_ema_(averages: List[Tensor], values: List[Tensor], decay: Union
         torch.ops.torch_fastdet.multi_tensor_ema_(averages, values, decay)
 
 
-def _on_device(value: Union[float, Tensor], params: List[Tensor]) -> Tensor:  # noqa: UP006, UP007
+def _on_device(value: float | Tensor, params: list[Tensor]) -> Tensor:
     if isinstance(value, Tensor):
         return value
     return torch.full(
@@ -53,11 +50,7 @@ def _on_device(value: Union[float, Tensor], params: List[Tensor]) -> Tensor:  # 
     )
 
 
-def _needed_buffers(
-    params: List[Tensor],  # noqa: UP006
-    momentum_buffers: List[Tensor],  # noqa: UP006
-    momentum: Union[float, Tensor],  # noqa: UP007
-) -> List[Tensor]:  # noqa: UP006
+def _needed_buffers(params: list[Tensor], momentum_buffers: list[Tensor], momentum: float | Tensor) -> list[Tensor]:
     """``momentum_buffers``, or an empty list where ``momentum`` is the number 0."""
     given = "a tensor"
     if not isinstance(momentum, Tensor):
@@ -72,18 +65,18 @@ def _needed_buffers(
 
 
 def multi_tensor_sgd_(
-    params: List[Tensor],  # noqa: UP006
-    grads: List[Tensor],  # noqa: UP006
-    momentum_buffers: List[Tensor],  # noqa: UP006
-    lr: Union[float, Tensor],  # noqa: UP007
-    momentum: Union[float, Tensor] = 0.0,  # noqa: UP007
+    params: list[Tensor],
+    grads: list[Tensor],
+    momentum_buffers: list[Tensor],
+    lr: float | Tensor,
+    momentum: float | Tensor = 0.0,
     dampening: float = 0.0,
     weight_decay: float = 0.0,
     nesterov: bool = False,
     maximize: bool = False,
     is_first_step: bool = False,
-    grad_scale: Optional[Tensor] = None,  # noqa: UP045
-    found_inf: Optional[Tensor] = None,  # noqa: UP045
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> None:
     """One step of ``torch.optim.SGD`` over a list, in one launch.
 
@@ -121,7 +114,7 @@ def multi_tensor_sgd_(
         torch.ops.torch_fastdet.multi_tensor_sgd_(params, grads, momentum_buffers, lr, momentum, *rest)
 
 
-def multi_tensor_unscale_(grads: List[Tensor], scale: Tensor, found_inf: Tensor) -> None:  # noqa: UP006
+def multi_tensor_unscale_(grads: list[Tensor], scale: Tensor, found_inf: Tensor) -> None:
     """Multiply each gradient by ``1 / scale``, in place, and set ``found_inf`` to 1 where one of them was not finite.
 
     Args:
@@ -141,7 +134,7 @@ def multi_tensor_unscale_(grads: List[Tensor], scale: Tensor, found_inf: Tensor)
     torch.ops.torch_fastdet.multi_tensor_unscale_(grads, scale, found_inf)
 
 
-def multi_tensor_norm(tensors: List[Tensor]) -> Tensor:  # noqa: UP006
+def multi_tensor_norm(tensors: list[Tensor]) -> Tensor:
     """The L2 norm of all tensors as one vector.
 
     Args:
@@ -162,7 +155,7 @@ def multi_tensor_norm(tensors: List[Tensor]) -> Tensor:  # noqa: UP006
     return torch.ops.torch_fastdet.multi_tensor_norm(tensors)
 
 
-def multi_tensor_clip_grad_norm_(grads: List[Tensor], max_norm: float) -> Tensor:  # noqa: UP006
+def multi_tensor_clip_grad_norm_(grads: list[Tensor], max_norm: float) -> Tensor:
     """Multiply the gradients by ``min(max_norm / (norm + 1e-6), 1)``, in place, in two launches.
 
     Args:
