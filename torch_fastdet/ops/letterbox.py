@@ -14,15 +14,12 @@ class Placing(NamedTuple):
     size: tuple[int, int]
 
 
-def place(shape: list[int], size: list[int], auto: bool = False, scale_fill: bool = False, stride: int = 32) -> Placing:
-    """Where ``LetterBox`` of Ultralytics, or ``letterbox`` of YOLOv5, puts a picture. Scriptable.
+def place(shape: list[int], size: list[int]) -> Placing:
+    """Where ``LetterBox`` of Ultralytics, or ``letterbox`` of YOLOv5 with ``auto=False``, puts a picture. Scriptable.
 
     Args:
         shape: height and width of the picture.
-        size: height and width that are asked for.
-        auto: Pad to the next multiple of ``stride`` only.
-        scale_fill: Stretch instead of padding, unless ``auto``.
-        stride: of the network.
+        size: height and width of the network's input.
 
     YOLOv5's raises an error where a side is resized to nothing; here it gets one pixel, as Ultralytics' does.
     """
@@ -30,14 +27,10 @@ def place(shape: list[int], size: list[int], auto: bool = False, scale_fill: boo
     # TorchScript's round() gives a float.
     height = max(int(round(shape[0] * gain)), 1)  # noqa: RUF046
     width = max(int(round(shape[1] * gain)), 1)  # noqa: RUF046
-    rows, columns = size[0] - height, size[1] - width
-    if auto:
-        rows, columns = rows % stride, columns % stride
-    elif scale_fill:
-        height, width, rows, columns = size[0], size[1], 0, 0
     # Of an odd border the larger half comes last.
-    top, left = int(round(rows / 2 - 0.1)), int(round(columns / 2 - 0.1))  # noqa: RUF046
-    return Placing(height, width, top, left, (height + rows, width + columns))
+    top = int(round((size[0] - height) / 2 - 0.1))  # noqa: RUF046
+    left = int(round((size[1] - width) / 2 - 0.1))  # noqa: RUF046
+    return Placing(height, width, top, left, (size[0], size[1]))
 
 
 def letterbox(
