@@ -95,7 +95,7 @@ LOSS = Switch(
 
 
 def _known(_: object) -> str | None:
-    from torch_fastdet.ultralytics import loader  # with cv2, which nothing else of ours needs
+    from torch_fastdet.ultralytics import loader  # with cv2, which few of ours need
 
     changed = loader.unknown_code()
     return None if changed is None else f"{changed} is not that of {ALL_READ}."
@@ -183,7 +183,7 @@ MASKS = masks.switch(
 
 
 def _preprocess(_: Active, stock: Callable[..., object], predictor: Any) -> Callable[..., object]:
-    from torch_fastdet.ultralytics import letterbox  # with numpy, which nothing else of ours needs
+    from torch_fastdet.ultralytics import letterbox  # with cv2, which few of ours need
 
     return letterbox.preprocessing(stock, predictor.pre_transform, importlib.import_module(predictor.__module__))
 

@@ -119,7 +119,7 @@ MASKS = masks.switch(
 
 
 def _auto_shape(_: Active, stock: Callable[..., object], stock_class: type) -> object:
-    from torch_fastdet.yolov5 import auto_shape  # with numpy, which nothing else of ours needs
+    from torch_fastdet.yolov5 import auto_shape  # with cv2, which few of ours need
 
     return auto_shape.detecting(stock_class, stock, sys.modules[stock_class.__module__])
 
@@ -273,7 +273,7 @@ VAL = Switch(
 
 
 def _data_set(_: Active, stock: object, __: object) -> object:
-    from torch_fastdet.yolov5 import loader  # with cv2, which nothing else of ours needs
+    from torch_fastdet.yolov5 import loader  # with cv2, which few of ours need
 
     return loader.dataset_class(stock)
 

@@ -166,11 +166,11 @@ class Switch:
 class Active:
     """A switch between ``patch()`` and ``unpatch()``."""
 
-    def __init__(self, switch: Switch, patches: Patches, by_name: bool = False) -> None:
+    def __init__(self, switch: Switch, patches: Patches) -> None:
         self.switch = switch
         self.patches = patches
         #: Whether it was asked for by name, not by "everything that applies".
-        self.by_name = by_name
+        self.by_name = False
         #: What has been said so far about what does not apply.
         self.told: dict[str, None] = {}
         # By name and definer: the original, what takes its place, or why nothing does.
