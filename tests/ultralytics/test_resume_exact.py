@@ -85,6 +85,14 @@ def test_training_and_resume_under_limits(program, ultralytics_environment, digi
         same_bits(program("resume_exact.py", digits, tmp_path, 3, "--workers", 2), 3)
 
 
+def test_loader_of_ones_own_is_one_line(program, digits, tmp_path):
+    errors = program("own_loaders.py", digits, tmp_path)["errors"]
+    line = (
+        "resume_exact cannot apply: the trainer has a data loader of its own, and one of build_dataloader is expected."
+    )
+    assert errors == {"plain": line, "sampler": line}
+
+
 def test_damaged_file_is_one_line_and_stocks_resume(program, digits, tmp_path):
     run = program("resume_exact.py", digits, tmp_path, 3, "--damage", "--stocks")
     line = r"torch_fastdet: resume_exact: the training resumes as stock's: last\.[0-9a-f]{16}\.resume is damaged\."

@@ -12,6 +12,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
+from torch.utils.data import RandomSampler, SequentialSampler
+
 from torch_fastdet._say import say
 from torch_fastdet._torch.modules import own_attributes
 from torch_fastdet.hosts.engine.replace import in_place_of
@@ -79,6 +82,15 @@ class Run:
         }
 
 
+def unknown_draws(loader: object) -> str | None:
+    """Why the place of a trainer's loader in its random draws cannot be noted; None where it can."""
+    generator, sampler = getattr(loader, "generator", None), getattr(loader, "sampler", None)
+    draws = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and sampler.generator is generator)
+    if hasattr(loader, "iterator") and isinstance(generator, torch.Generator) and draws:
+        return None
+    return "the trainer has a data loader of its own, and one of build_dataloader is expected."
+
+
 def _position_of(loader: Any) -> Position:
     """The position of a training loader: up to 8.4.156 it has begun to work ahead, and begins again."""
     begun = loader.iterator is not None
@@ -126,6 +138,8 @@ def calling(active: Active, stock: Callable[..., None], _: object) -> Callable[.
             if event == "on_train_epoch_start":
                 active.cannot_apply("the training has several processes, and one is expected.")
         elif event == "on_train_epoch_start" and (frame := _frame()) is not None:
+            if (reason := unknown_draws(trainer.train_loader)) is not None:
+                active.cannot_apply(reason)
             runs.setdefault(trainer, Run()).begin_epoch(trainer, frame)
         elif event == "on_train_epoch_end" and trainer in runs and (position := runs[trainer].position) is not None:
             position.in_epoch = False
