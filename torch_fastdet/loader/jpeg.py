@@ -153,11 +153,3 @@ def _to(device: torch.device, table: torch.Tensor) -> torch.Tensor:
 def one_after_another(sizes: np.ndarray, end: int = 0) -> np.ndarray:
     """Where pieces of these sizes begin behind ``end``, at multiples of 16 bytes, and where the last one ends."""
     return -(-end // 16) * 16 + np.concatenate(([0], np.cumsum(-(-sizes // 16) * 16)))
-
-
-def decode_packed(packed: np.ndarray, size: np.ndarray, kept: np.ndarray, way: int) -> np.ndarray:
-    """The picture, uint8 (height, width, 3), B G R, resized to ``kept``; made on the CPU."""
-    storage, out = torch.from_numpy(packed), torch.empty(int(kept.prod()) * CHANNELS, dtype=torch.uint8)
-    zero, seen = np.zeros(1, dtype=np.int64), np.array([[0, 0, kept[1], kept[0]]])
-    Wanted(zero, zero, size[None], kept[None], np.array([way]), seen).decode(out, storage, storage)
-    return out.numpy().reshape(*kept, CHANNELS)

@@ -25,7 +25,7 @@ import torch
 
 from torch_fastdet import ops
 from torch_fastdet._say import say
-from torch_fastdet.loader.jpeg import CHANNELS, Files, decode_packed, pack_jpeg, packed_size
+from torch_fastdet.loader.jpeg import CHANNELS, Files, Wanted, pack_jpeg, packed_size
 from torch_fastdet.loader.slots import SendBuffer
 from torch_fastdet.memory import HOST_BUDGET, Owner, is_low, register
 
@@ -377,9 +377,13 @@ class JpegFiles(SharedFile):
             raise RuntimeError(f"{self.files.paths[files[row, 0]]} has changed while it was read: {why}")
         return storage, pictures[:, 1::-1]
 
-    def decode(self, index: int, shape: np.ndarray) -> np.ndarray:
-        """The picture of a file that is there, resized to ``shape``, made on the CPU."""
-        return decode_packed(self.packed(index), self.files.sizes[index], shape, self.files.ways[index])
+    def decode(self, index: int, kept: np.ndarray) -> np.ndarray:
+        """The picture of a file that is there, resized to ``kept`` (height, width), made on the CPU."""
+        storage, out = torch.from_numpy(self.packed(index)), torch.empty(int(kept.prod()) * CHANNELS, dtype=torch.uint8)
+        zero, seen = np.zeros(1, dtype=np.int64), np.array([[0, 0, kept[1], kept[0]]])
+        sizes, ways = self.files.sizes[[index]], self.files.ways[[index]]
+        Wanted(zero, zero, sizes, kept[None], ways, seen).decode(out, storage, storage)
+        return out.numpy().reshape(*kept, CHANNELS)
 
     def _refuse(self, index: int, reason: str) -> None:
         self._rows[index, 0] = -1

@@ -77,16 +77,12 @@ _memories: weakref.WeakKeyDictionary[object, tuple[list[str], PictureMemory]] = 
 _file_shapes: weakref.WeakKeyDictionary[object, dict[str, tuple[int, int]]] = weakref.WeakKeyDictionary()
 
 
-def kept_pictures(dataset: UltralyticsDataset) -> list[str]:
-    """What a data set's decoded pictures depend on. Their numbers in the memory are positions in this list of files."""
-    return [str(dataset.imgsz), *dataset.im_files]
-
-
 def memory_of(
     dataset: UltralyticsDataset, budget: Callable[[], int] = host_budget, as_files: bool = False
 ) -> PictureMemory:
     """The memory for a data set's pictures; a new one keeps JPEG files where they are asked for."""
-    wanted = kept_pictures(dataset)
+    # What decoded pictures depend on. Their numbers in the memory are positions in the files.
+    wanted = [str(dataset.imgsz), *dataset.im_files]
     found, memory = _memories.get(dataset, (None, None))
     if memory is None or found != wanted:
         shapes, files = _shapes(dataset)

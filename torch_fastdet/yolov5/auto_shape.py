@@ -44,8 +44,7 @@ class _Batch:
             return None
         placings = [place(picture.shape[:2], self._shape) for picture in self._pictures]
         # OpenCV refuses a side that is rounded to zero: its error is stock's.
-        whole = all(min(p.height, p.width) > 1 and p.size == tuple(self._shape) for p in placings)
-        return placings if whole else None
+        return placings if all(min(p.height, p.width) > 1 for p in placings) else None
 
     def _made(self) -> Any:
         made: np.ndarray = np.array(
