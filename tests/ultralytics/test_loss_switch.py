@@ -328,6 +328,35 @@ def test_replaced_parts_are_used(models, change):
     assert torch.equal(run(theirs, preds, batch)[0], run(ours, preds, batch)[0])
 
 
+def double(function):
+    return lambda *args, **kwargs: function(*args, **kwargs) * 2
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "wrap"),
+    [
+        (stock_loss, "bbox_iou", double),
+        (tal, "bbox_iou", double),
+        (stock_loss.BboxLoss, "forward", lambda f: lambda *args: tuple(part * 2 for part in f(*args))),
+        (stock_loss.DFLoss, "__call__", double),
+        (REAL.loss, "bbox_decode", double),
+        (OURS, "bbox_decode", double),
+    ],
+    ids=["bbox_iou", "assigner", "BboxLoss", "DFLoss", "criterion", "ours"],
+)
+def test_names_replaced_after_patch_are_used(models, patched, monkeypatch, capsys, owner, name, wrap):
+    model, batch = models("yolov8n.yaml"), make_batch()
+    criterion, preds = OURS(model), outputs(model, batch)
+    before = run(criterion, preds, batch)[0]
+    monkeypatch.setattr(owner, name, wrap(getattr(owner, name)), raising=False)
+    theirs = REAL.loss(model)
+    if owner is OURS:
+        theirs.bbox_decode = wrap(theirs.bbox_decode)
+    wanted = run(theirs, preds, batch)[0]
+    assert torch.equal(run(criterion, preds, batch)[0], wanted) and not torch.equal(wanted, before)
+    assert f".{name} was replaced; it runs on Ultralytics' own code" in "".join(capsys.readouterr())
+
+
 def test_patch_and_unpatch(models, patched):
     assert stock_loss.v8DetectionLoss is tasks.v8DetectionLoss is OURS
     assert stock_loss.E2ELoss is tasks.E2ELoss is OURS_E2E

@@ -13,8 +13,9 @@ import copyreg
 import functools
 import importlib
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from torch_fastdet._torch.private import module_has_hooks
 from torch_fastdet._torch.tensors import DeviceNumbers
 from torch_fastdet.graphs._loss_items import read_early
 from torch_fastdet.graphs._rows import RowGraphs
+from torch_fastdet.hosts.engine.replace import is_code_of
 from torch_fastdet.hosts.evidence import plainly_on_the_cpu
 from torch_fastdet.hosts.shared.by_name import ByName
 from torch_fastdet.hosts.shared.loss_status import TARGET_COLUMNS, TargetStatus
@@ -53,6 +55,7 @@ ASSIGNERS = {
     "SegmentLoss26": "SegTaskAlignedAssigner",
     "PoseLoss26": "PoseTaskAlignedAssigner",
 }
+CALLED = {"__init__", "__call__", "loss"}  # runs also if somebody puts another one in our class
 MOST_MASK_CHANNELS = 128  # of the operator
 
 Outputs = dict[str, Any]  # of a model's head, by name
@@ -122,7 +125,8 @@ class _DetectionLoss(_Criterion):
 
     Its attributes are stock's, and read at each call: ``hyp.box``, ``hyp.cls``, ``hyp.dfl``, ``class_weights``, and of
     ``assigner`` ``topk``, ``topk2``, ``alpha``, ``beta``, ``eps`` and ``stride_val``. Subclasses, and criteria of which an inner
-    step was replaced (``assigner``, ``bbox_loss``, ``bce``, a method), run on stock's code and say so in one line.
+    step was replaced (``assigner``, ``bbox_loss``, ``bce``, a method, a function such as ``ultralytics.utils.loss.bbox_iou``), run on
+    stock's code and say so in one line.
 
     A class index that the model does not have raises ValueError with its row: on the CPU at once; on a GPU, where waiting for the
     result would stall the step, at the end of the call if the GPU has got there, else in a later call or in :meth:`check`, which
@@ -273,10 +277,12 @@ class _DetectionLoss(_Criterion):
         name = type(self).__name__
         if "stock" not in vars(type(self)):
             return f"{type(self).__module__}.{name} is a subclass of {self.stock.__name__}"
-        for attribute in vars(self):
+        for attribute in (*vars(self), *(vars(type(self)).keys() - CALLED)):
             if callable(getattr(self.stock, attribute, None)):  # a method
                 return f"{name}.{attribute} was replaced"
         parts = _parts(self.stock)
+        if changed := parts.replaced():
+            return f"{changed} was replaced"
         if parts.short_by_first_stride is None:
             return OTHER_SIDES
         kinds = {"assigner": parts.assigner, "bbox_loss": parts.bbox_loss}
@@ -708,9 +714,31 @@ class _Parts:
         self.bbox_loss: Any = _stock(module, "RotatedBboxLoss" if rotated else "BboxLoss")
         self.dfl_loss: Any = _stock(module, "DFLoss")
         self.methods = {name: getattr(self.assigner, name) for name in ASSIGNER_METHODS if hasattr(self.assigner, name)}
+        used = "BboxLoss", "RotatedBboxLoss", "DFLoss", "KeypointLoss", "RLELoss"
+        self.owners = [module, sys.modules[self.assigner.__module__]]
+        self.owners += [kind for kind in _stock(module, criterion).__mro__ if kind.__module__ == module.__name__]
+        self.owners += [vars(module)[name] for name in used if name in vars(module)]
+        self.code = self.found()
         # Those of YOLO26's tasks enlarge boxes by the code of the one that they derive from.
         sides = self.assigner if rotated else _stock(module, "TaskAlignedAssigner")
         self.short_by_first_stride = _short_by_first_stride(sides, rotated)
+
+    def found(self) -> list[tuple[Any, str, object]]:
+        """The functions that stock's code calls by name, as boxes' IoU, and the methods of its classes."""
+        return [
+            (owner, name, value)
+            for owner in self.owners
+            for name, value in vars(owner).items()
+            if isinstance(value, (FunctionType, staticmethod, classmethod))
+        ]
+
+    def replaced(self) -> str | None:
+        """A function or method that somebody has replaced since; functions of Ultralytics and of ours take each other's place."""
+        for owner, name, was in self.code:
+            now = vars(owner).get(name)
+            if now is not was and not any(is_code_of(now, package) for package in ("ultralytics", "torch_fastdet")):
+                return f"{owner.__name__}.{name}"
+        return None
 
 
 def _short_by_first_stride(assigner: Any, rotated: bool = False) -> bool | None:
@@ -736,7 +764,7 @@ def _short_by_first_stride(assigner: Any, rotated: bool = False) -> bool | None:
     return None
 
 
-def _stock(module: ModuleType, name: str) -> object:
+def _stock(module: ModuleType, name: str) -> Any:
     """Stock's class, also while ours is in its place."""
     value = vars(module)[name]
     return vars(value).get("stock", value)

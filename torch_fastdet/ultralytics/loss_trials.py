@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_fastdet._torch.modules import own_attributes
 from torch_fastdet.hosts.evidence import plainly_on_the_cpu
 from torch_fastdet.ultralytics.loss import OTHER_SIDES, _parts, _subclass
 
@@ -121,10 +122,12 @@ def trial(reg_max: int) -> tuple[dict[str, object], dict[str, torch.Tensor]]:
 
 def differs(stock: Any) -> str | None:
     """One line if stock's loss of a small made-up batch is not ours: small and overlapping boxes, both kinds of distances, topk2."""
+    parts = _parts(stock)
     try:
-        if _parts(stock).short_by_first_stride is None:
+        if parts.short_by_first_stride is None:
             return f"{OTHER_SIDES}."
-        with plainly_on_the_cpu():
+        # What somebody has replaced up to now is tried, too.
+        with plainly_on_the_cpu(), own_attributes([(parts, "code", [])]):
             for reg_max, topk, topk2 in TRIALS[stock.__name__]:
                 preds, batch = trial(reg_max)
                 if reg_max == 1:  # as YOLO26 has it
@@ -141,4 +144,5 @@ def differs(stock: Any) -> str | None:
                     return f"its loss of a small batch is {theirs.tolist()}, and not {ours.tolist()} as in 8.4.190."
     except (AttributeError, KeyError, TypeError, RuntimeError) as error:
         return f"its loss cannot be compared with ours: {type(error).__name__}: {error}"
+    parts.code = parts.found()
     return None
