@@ -71,7 +71,15 @@ def ultralytics_crop_mask(masks: Tensor, boxes: Tensor) -> Tensor:
 def yolov5_crop_mask(masks: Tensor, boxes: Tensor) -> Tensor:
     """YOLOv5's ``utils.segment.general.crop_mask``: masks that are zero outside of their boxes, with a gradient to the masks.
 
-    Arguments and errors are those of :func:`ultralytics_crop_mask`; the result is a new tensor of the masks' dtype.
+    Args:
+        masks: (n, height, width), of a floating dtype, bool, uint8, int8, int16, int32 or int64.
+        boxes: (n, 4) or (1, 4), x1, y1, x2, y2 in the masks' pixels.
+
+    Returns:
+        (n, height, width), a new tensor of the same dtype.
+
+    Raises:
+        RuntimeError: a wrong shape, dtype, layout or device.
     """
     boxes = _one_box_each(masks, boxes)
     if masks.is_contiguous():

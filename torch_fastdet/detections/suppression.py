@@ -178,21 +178,25 @@ def ultralytics_non_max_suppression(
 ) -> list[Tensor] | tuple[list[Tensor], list[Tensor]]:
     """``non_max_suppression`` of ultralytics 8.4: the same rows in the same order, without its time limit and host syncs.
 
-    ``max_det`` and ``per_class`` are those of :func:`yolov5_non_max_suppression`, and so is ``device``, but what is filtered alone stays
-    where it is.
-
     Args:
         prediction: (images, 4 + nc + extra, N), or a tuple whose first element that is; (images, N, 6) and, with
             end2end, (images, N, 6 + extra) are filtered alone. Never changed.
+        max_det: detections an image; None keeps all, and a negative number all but the last, as a slice does in stock.
         nc: classes; 0 or None takes every channel past the box for one.
         max_time_img: taken and ignored: there is no time limit.
         rotated: boxes are rotated, and the last channel is their angle in radians. They stay center and size.
         return_idxs: also give the anchors of the detections.
+        per_class: "offset" (as stock) or "exact", see :func:`torch_fastdet.ops.non_max_suppression_padded`, which
+            explains the other arguments too.
         rotated_rule: "fast" (as stock) or "greedy", see :func:`torch_fastdet.ops.ultralytics_non_max_suppression_padded`.
+        device: where to compute; None is where the prediction lies. "auto" is the faster of CPU and GPU for a prediction of this
+            size that lies on the host (:mod:`torch_fastdet.crossover`), else the same. The result lies where the prediction does.
+            What is filtered alone stays where it is.
 
     Returns:
         For each image (n, 6 + extra): x1, y1, x2, y2 (rotated: x, y, width, height), confidence, class, extra channels (rotated:
-        the angle is the last). With return_idxs a pair of that and, for each image, (n,) int64.
+        the angle is the last). With return_idxs a pair of that
+        and, for each image, (n,) int64.
 
     Raises:
         ValueError: a wrong shape, a threshold outside 0..1 (also an AssertionError, as stock's), a negative max_nms, an unknown

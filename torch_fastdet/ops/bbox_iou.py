@@ -66,11 +66,13 @@ def iou_loss(
 ) -> torch.Tensor:
     """1 - IoU of pairs of boxes, reduced in the same pass; the IoUs themselves are never stored.
 
-    The other arguments are those of :func:`bbox_iou`.
-
     Args:
+        box1: as for :func:`bbox_iou`.
+        box2: as for :func:`bbox_iou`.
         kind: "iou", "giou", "diou" or "ciou".
+        xywh: as for :func:`bbox_iou`.
         reduction: "mean", "sum" or "none".
+        eps: as for :func:`bbox_iou`.
 
     Returns:
         A scalar, or with "none" the tensor ``1 - bbox_iou(...)`` of shape (..., 1); dtype as for :func:`bbox_iou`, sums in

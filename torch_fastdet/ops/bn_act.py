@@ -82,7 +82,7 @@ def bn_act_cat(
 ) -> Tensor:
     """``torch.cat([bn_act(x[0], ..., residual=residual), bn_act(x[1], ...), ...], 1)`` without the copies of a concatenation.
 
-    Each part is :func:`bn_act`, whose other arguments are the same for all of them. It writes into its channels of the result, and its backward pass reads its channels of the
+    Each part is :func:`bn_act`. It writes into its channels of the result, and its backward pass reads its channels of the
     gradient in place. On a GPU this is fast where the channels before each part fill whole vectors of 16 bytes; at other places
     single elements are read and written.
 
@@ -93,6 +93,10 @@ def bn_act_cat(
         running_mean: a (C_i,) for each of them, updated in place, or an empty list.
         running_var: the same.
         num_batches_tracked: one int64 for each of them, to which 1 is added, or an empty list.
+        momentum: as for bn_act, the same for all parts, as are the next three.
+        eps: added to the variance.
+        activation: "silu", "relu", "leaky_relu", "hardswish" or "identity".
+        slope: LeakyReLU's, for negative values.
         residual: of the shape and dtype of ``x[0]``, added to the first part, or None.
 
     Returns:

@@ -107,7 +107,9 @@ def crop_mask_(masks: Tensor, boxes: Tensor) -> None:
         boxes: (n, 4), as in :func:`crop_mask`.
 
     Raises:
-        RuntimeError, ValueError, TypeError: as :func:`crop_mask`, and for a leaf that requires grad.
+        RuntimeError: a wrong shape, dtype, layout or device, or a leaf that requires grad.
+        ValueError: more than 2**22 pixels along a side.
+        TypeError: an argument is not a tensor.
 
     Behaviour: ``crop_mask`` of Ultralytics 8.4.190.
     """

@@ -149,7 +149,9 @@ def v8_segmentation_loss(
         status: as that of :func:`v8_loss`.
 
     Raises:
-        RuntimeError, ValueError, TypeError: as :func:`v8_loss`.
+        RuntimeError: shapes, dtypes or devices do not fit each other.
+        ValueError: as :func:`v8_loss`.
+        TypeError: an argument is not a tensor where one is expected, or heads is not a list of tensors.
 
     Source: the behaviour of v8SegmentationLoss in Ultralytics 8.4.190, with ``compare_masks`` that of SegmentLoss26, less its
     semantic part.
@@ -239,7 +241,9 @@ def v8_pose_loss(
         status: as that of :func:`v8_loss`.
 
     Raises:
-        RuntimeError, ValueError, TypeError: as :func:`v8_loss`.
+        RuntimeError: shapes, dtypes or devices do not fit each other.
+        ValueError: as :func:`v8_loss`.
+        TypeError: an argument is not a tensor where one is expected, or heads is not a list of tensors.
 
     Source: the behaviour of v8PoseLoss in Ultralytics 8.4.190, with ``compare_keypoints`` that of PoseLoss26, less its RLE part.
     """
@@ -308,7 +312,9 @@ def v8_obb_loss(
         status: as that of :func:`v8_loss`.
 
     Raises:
-        RuntimeError, ValueError, TypeError: as :func:`v8_loss`.
+        RuntimeError: shapes, dtypes or devices do not fit each other.
+        ValueError: as :func:`v8_loss`.
+        TypeError: an argument is not a tensor where one is expected.
 
     Source: the behaviour of v8OBBLoss in Ultralytics 8.4.190.
     """

@@ -163,7 +163,9 @@ def yolov5_segmentation_loss(
         status: as that of :func:`yolov5_loss`.
 
     Raises:
-        RuntimeError, ValueError, TypeError: as :func:`yolov5_loss`.
+        RuntimeError: shapes, dtypes or devices do not fit each other.
+        ValueError: as :func:`yolov5_loss`.
+        TypeError: an argument is not a tensor where one is expected, or heads is not a list of tensors.
 
     Source: the behaviour of utils.segment.loss.ComputeLoss in YOLOv5 v7.0.
     """

@@ -39,9 +39,15 @@ def patch(**switches: bool) -> tuple[str, ...]:
     the drop-ins too, and so do the processes of a training on several GPUs.
 
     Args:
-        **switches: ``nms_optim=True``, ``bbox_iou_optim=True``, ... (``SWITCHES`` has them all, with a line of help);
-            ``fastdet=True``, which is also what ``patch()`` without any keyword means, switches on everything that applies here,
-            except ``resume_exact``. A switch set to False stays off.
+        **switches: ``nms_optim=True`` (non-maximum suppression), ``bbox_iou_optim=True`` (IoU in the losses and in target
+            assignment), ``loss_optim=True`` (the detection loss), ``multi_tensor_optimizer=True`` (the optimizer's step and the
+            moving average of the model), ``loader_optim=True`` (the data loaders), ``val_optim=True`` (matching in validation),
+            ``mask_optim=True`` (masks in validation and prediction), ``letterbox_optim=True`` (the predictor's pictures),
+            ``upsample_optim=True`` (nearest-neighbour upsampling), ``bn_act_optim=True`` (BatchNorm and activation),
+            ``cuda_graph=True`` (forward and backward of a training as CUDA graphs), ``channels_last=True`` (NHWC memory, where
+            the trainer does not do that itself), ``resume_exact=True`` (a resumed training has the bits of one that was not
+            stopped; by name only); ``fastdet=True``, which is also what ``patch()`` without any keyword means,
+            switches on everything that applies here. A switch set to False stays off.
 
     Returns:
         One line for each name that is replaced, the same that are printed. Switches add up over several calls;

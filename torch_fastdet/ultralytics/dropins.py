@@ -30,8 +30,9 @@ def bbox_iou(
 ) -> torch.Tensor:
     """IoU, GIoU, DIoU or CIoU of boxes (..., 4), as ``ultralytics.utils.metrics.bbox_iou``: returns (..., 1), a new tensor.
 
-    The arguments are those of :func:`torch_fastdet.ops.bbox_iou`. Where the stock function gives NaN (boxes without height) this gives
-    a finite value and gradient.
+    ``box1`` and ``box2`` broadcast over the leading dimensions; boxes are centre x, centre y, width, height in any one
+    unit, or corners with ``xywh=False``. If several kinds are asked for, CIoU takes precedence over DIoU, and DIoU over GIoU.
+    Where the stock function gives NaN (boxes without height) this gives a finite value and gradient.
     """
     return ops.bbox_iou(as_float(box1), as_float(box2), xywh, GIoU, DIoU, CIoU, eps)
 

@@ -41,9 +41,10 @@ def bbox_iou(
 ) -> torch.Tensor:
     """IoU, GIoU, DIoU or CIoU of boxes (..., 4), as YOLOv5's ``utils.metrics.bbox_iou``: returns (..., 1), a fresh tensor.
 
-    The arguments are those of :func:`torch_fastdet.ops.bbox_iou`. Where YOLOv5 gives NaN (boxes without height) this gives a finite
-    value and gradient. With corners, ``eps`` is added to the height, as in YOLOv5 v7.0 and in Ultralytics; PyPI's yolov5 7.0.14 clamps
-    the height to ``eps`` instead.
+    ``box1`` and ``box2`` broadcast over the leading dimensions; boxes are centre x, centre y, width, height in any one
+    unit, or corners with ``xywh=False``. If several kinds are asked for, CIoU takes precedence over DIoU, and DIoU over GIoU.
+    Where YOLOv5 gives NaN (boxes without height) this gives a finite value and gradient. With corners, ``eps`` is added to the height,
+    as in YOLOv5 v7.0 and in Ultralytics; PyPI's yolov5 7.0.14 clamps the height to ``eps`` instead.
     """
     return ops.bbox_iou(as_float(box1), as_float(box2), xywh, GIoU, DIoU, CIoU, eps)
 
