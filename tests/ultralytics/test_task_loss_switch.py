@@ -146,11 +146,28 @@ def test_masks_that_vanish_and_boxes_outside(models):
     assert_same(*both(model, batch))
 
 
+@pytest.mark.parametrize("name", CASES[::2])
+def test_boxes_of_no_area(models, name):
+    batch = make_batch()
+    batch["bboxes"][:2, 2], batch["bboxes"][2, 3], batch["bboxes"][3, 2:] = 0, 0, 0
+    assert_same(*both(models(name), batch))
+
+
 @pytest.mark.parametrize("shape", [[17, 3], [5, 2], [5, 3]], ids=str)
 @pytest.mark.parametrize("columns", [2, 3])
 def test_shapes_of_keypoints(models, shape, columns):
     model = models("yolov8n-pose.yaml", data_kpt_shape=shape)
     assert_same(*both(model, make_batch(keypoints=shape[0], columns=columns)))
+
+
+def test_own_sigmas_of_keypoints(models, monkeypatch):
+    """Of a data set's ``kpt_oks_sigmas``; versions without them ignore these."""
+    sigmas = [0.02 * (i + 1) for i in range(17)]
+    model = models("yolov8n-pose.yaml")
+    monkeypatch.setattr(model, "kpt_oks_sigmas", sigmas, raising=False)
+    assert_same(*both(model, make_batch()))
+    monkeypatch.setattr(models("yolo26n-pose.yaml", data_kpt_shape=[17, 3]), "kpt_oks_sigmas", sigmas, raising=False)
+    assert_same(*pose26(models, make_batch(), [17, 3]))
 
 
 def test_invisible_keypoints(models):
@@ -439,12 +456,23 @@ def test_yolo26_poses_in_validation(models):
     assert list(items) == list(want_items) and items["rle_loss"] == 0
 
 
+def assert_bad_class_is_refused(criterion, preds, batch):
+    """On a GPU at the end of the call or later."""
+    bad = {**batch, "cls": batch["cls"].clone()}
+    bad["cls"][3] = 4
+    with pytest.raises(ValueError, match=r"targets row 3, column 1 \(class\)"):
+        criterion(preds, bad)
+        criterion.check()
+
+
 def test_gpu_matches_stock_of_yolo26_poses(cuda, models):
     batch = {key: value.to(cuda) for key, value in make_batch(2, 40).items()}
     model = copy.deepcopy(models("yolo26n-pose.yaml")).to(cuda)
     theirs, ours = pose26(lambda *_, **__: model, batch, [17, 3])
     for wanted, mine in zip([theirs[0], *theirs[2]], [ours[0], *ours[2]]):
         assert (mine - wanted).abs().max() <= 1e-4 * wanted.abs().max() + 1e-9
+    criterion = ours_module.E2ELoss(model, ours_module.PoseLoss26)
+    assert_bad_class_is_refused(criterion, outputs(model, batch), batch)
 
 
 @pytest.mark.parametrize("kind", ["fake", "cuda"])
@@ -548,6 +576,7 @@ def test_gpu_matches_stock_of_yolo26_segmentation(cuda, models):
     theirs, ours = (run_heads(criterion, preds, batch) for criterion in segment26_pair(model))
     for wanted, mine in zip([theirs[0], *theirs[2]], [ours[0], *ours[2]]):
         assert (mine - wanted).abs().max() <= 1e-4 * wanted.abs().max() + 1e-9
+    assert_bad_class_is_refused(segment26_pair(model)[1], preds, batch)
 
 
 @pytest.mark.parametrize("name", CASES[::2])
@@ -557,6 +586,7 @@ def test_gpu_matches_stock(cuda, models, name):
     theirs, ours = both(model, batch)
     for wanted, mine in zip([theirs[0], *theirs[2]], [ours[0], *ours[2]]):
         assert (mine - wanted).abs().max() <= 5e-5 * wanted.abs().max() + 1e-9
+    assert_bad_class_is_refused(pair(model)[1], outputs(model, batch), batch)
 
 
 HEADS = ("boxes", "scores", "angle", "mask_coefficient", "kpts", "kpts_sigma")
@@ -636,6 +666,14 @@ def test_tiny_oriented_boxes_and_angles_at_the_border(models, name):
 
 
 @pytest.mark.parametrize("name", OBB[::2])
+def test_oriented_boxes_of_no_area(models, name):
+    model, batch = models(name), make_obb_batch()
+    batch["bboxes"][:2, 2], batch["bboxes"][2, 3], batch["bboxes"][3, 2:4] = 0, 0, 0
+    preds = outputs(model, batch)
+    assert_same_obb(*(run_heads(criterion, preds, batch) for criterion in obb_pair(model)))
+
+
+@pytest.mark.parametrize("name", OBB[::2])
 def test_a_class_of_oriented_boxes_that_the_model_does_not_have(models, name):
     model, batch = models(name), make_obb_batch()
     batch["cls"][3] = 4
@@ -685,6 +723,7 @@ def test_gpu_matches_stock_of_oriented_boxes(cuda, models, name):
     model = copy.deepcopy(models(name)).to(cuda)
     preds = outputs(model, batch)
     assert_same_obb(*(run_heads(criterion, preds, batch) for criterion in obb_pair(model)))
+    assert_bad_class_is_refused(obb_pair(model)[1], preds, batch)
 
 
 CRITERIA = {
