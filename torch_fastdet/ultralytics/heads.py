@@ -28,9 +28,11 @@ def _joined(head: Any, x: list[Tensor]) -> Tensor:
 
 
 def _outputs(detect: object, x: list[Tensor], box_head: object = None, cls_head: object = None) -> dict[str, Any]:
-    if box_head is None or cls_head is None:  # fused for inference
+    """Boxes and scores of all anchors beside the features that they come from; nothing where a head is missing."""
+    heads = {"boxes": box_head, "scores": cls_head}
+    if any(head is None for head in heads.values()):
         return {}
-    return {"boxes": _joined(box_head, x), "scores": _joined(cls_head, x), "feats": x}
+    return {name: _joined(head, x) for name, head in heads.items()} | {"feats": x}
 
 
 @functools.cache
