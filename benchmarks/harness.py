@@ -246,7 +246,7 @@ def _repeat(function: Callable[[], Any], calls: int) -> bool:
 
 
 class Report:
-    """Collects the rows of one benchmark and writes them as CSV and JSON after each case: what is measured stays measured.
+    """Collects the rows of one benchmark and writes them as JSON after each case: what is measured stays measured.
 
     prepare: call each variant once and measure nothing, which leaves what torch.compile makes in its cache on disk.
     """
