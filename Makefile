@@ -174,14 +174,14 @@ gpu-report-check: ## says whether the reports tests/gpu_report-*.json are of thi
 release-check: build ## what stands against a release: version, changelog, tests/api.txt, GPU reports, what is not committed
 	@$(BIN)/python -m tools.release_check
 
-lint: $(STAMP) ## ruff, mypy, clang-format, the layering rule of csrc/core, and the schemas of .github
+lint: $(STAMP) ## ruff, mypy, clang-format, the layering rule of csrc/core, actionlint, and the schemas of .github
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(FORMATTED)
 	@! grep -rnE '#\s*include\s*[<"](torch|ATen|c10|pybind11|Python\.h|ops/)' csrc/core \
 	  || { echo "csrc/core must include nothing of torch, ATen, c10, pybind11, Python or the glue"; exit 1; }
-	$(BIN)/check-jsonschema -q --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/actionlint -shellcheck= -pyflakes=  # which some machines have and others not
 	$(BIN)/check-jsonschema -q --builtin-schema vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
 	$(BIN)/check-jsonschema -q --builtin-schema vendor.dependabot .github/dependabot.yml
 	$(BIN)/check-jsonschema -q --builtin-schema vendor.citation-file-format CITATION.cff
