@@ -163,12 +163,10 @@ def size_and_batch(text: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
-    parser.add_argument("--defaults", nargs="*", type=size_and_batch, help="default: s16 on a GPU")
+    parser.add_argument("--defaults", nargs="*", type=size_and_batch, help="default: s16 s64 on a GPU")
     parser.add_argument("--cached", nargs="*", type=size_and_batch, default=[], help="default: none")
     parser.add_argument("--workers", nargs="+", type=at_least(0), default=[8, 2], help="of --cached; default: 8 and 2")
-    parser.add_argument(
-        "--models", nargs="*", type=size_and_batch, help="size and batch; default: s16 on a GPU, n16 on the CPU"
-    )
+    parser.add_argument("--models", nargs="*", type=size_and_batch, help="size and batch; default: n16 on the CPU")
     parser.add_argument("--segments", nargs="*", type=size_and_batch, default=[], help="default: none")
     parser.add_argument("--classify", nargs="*", type=size_and_batch, default=[], help="default: none")
     parser.add_argument("--epochs", type=int, help="default: 2 with --defaults, 3 with --models")
@@ -191,13 +189,14 @@ def main() -> None:
     everything = (
         options.defaults is None and options.models is None and not options.cached + options.segments + options.classify
     )
-    defaults = ["s16"] if everything else options.defaults or []
-    models = ["s16" if cuda else "n16"] if everything else options.models or []
+    defaults = ["s16", "s64"] if everything else options.defaults or []
+    models = ["n16"] if everything and not cuda else options.models or []
     if cuda:  # first: what users start
         measure_defaults(report, defaults, options.epochs or 2, options.flags, pictures)
     for workers in options.workers if options.cached else []:
         measure_defaults(report, options.cached, options.epochs or 2, options.flags, pictures, workers)
-    measure(report, models, options.epochs or 3, options.flags, pictures)
+    if models:  # their pictures take seconds
+        measure(report, models, options.epochs or 3, options.flags, pictures)
     measure_segments(report, options.segments, options.epochs or 3, options.flags, pictures)
     measure_classifiers(report, options.classify, options.epochs or 3, options.flags, pictures)
     report.plot()
