@@ -542,6 +542,17 @@ def test_a_version_with_another_loss_of_a_task_keeps_that_one(monkeypatch, caplo
     assert "its loss of a small batch is" in caplog.text
 
 
+def test_static_methods_that_are_replaced_and_put_back(monkeypatch):
+    """What was there when ours were made may be somebody's; that stock's comes back is no replacement."""
+    with monkeypatch.context() as context:
+        context.setattr(REAL.pose, "kpts_decode", staticmethod(lambda *args: args))
+        parts = ours_module._Parts(stock_loss, "v8PoseLoss")
+        assert parts.replaced() is None
+    assert parts.replaced() is None
+    monkeypatch.setattr(REAL.pose, "kpts_decode", staticmethod(lambda *args: args))
+    assert parts.replaced() == "v8PoseLoss.kpts_decode"
+
+
 @pytest.mark.parametrize("part", ["proto", "mask_coefficient", "kpts", "kpts_sigma", "scores"])
 def test_nan_predictions_of_yolo26_give_what_stock_gives(models, part):
     """The one label lies in the middle of the image: nothing else is assigned."""

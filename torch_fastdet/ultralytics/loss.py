@@ -736,7 +736,10 @@ class _Parts:
         """A function or method that somebody has replaced since; functions of Ultralytics and of ours take each other's place."""
         for owner, name, was in self.code:
             now = vars(owner).get(name)
-            if now is not was and not any(is_code_of(now, package) for package in ("ultralytics", "torch_fastdet")):
+            function = now.__func__ if isinstance(now, (staticmethod, classmethod)) else now
+            if now is not was and not any(
+                is_code_of(function, package) for package in ("ultralytics", "torch_fastdet")
+            ):
                 return f"{owner.__name__}.{name}"
         return None
 
