@@ -191,14 +191,18 @@ def main() -> None:
     )
     defaults = ["s16", "s64"] if everything else options.defaults or []
     models = ["n16"] if everything and not cuda else options.models or []
+
+    def run(measure: Callable[..., None], names: list[str], epochs: int, *more: int) -> None:
+        if names:  # their pictures take seconds
+            measure(report, names, options.epochs or epochs, options.flags, pictures, *more)
+
     if cuda:  # first: what users start
-        measure_defaults(report, defaults, options.epochs or 2, options.flags, pictures)
-    for workers in options.workers if options.cached else []:
-        measure_defaults(report, options.cached, options.epochs or 2, options.flags, pictures, workers)
-    if models:  # their pictures take seconds
-        measure(report, models, options.epochs or 3, options.flags, pictures)
-    measure_segments(report, options.segments, options.epochs or 3, options.flags, pictures)
-    measure_classifiers(report, options.classify, options.epochs or 3, options.flags, pictures)
+        run(measure_defaults, defaults, 2)
+    for workers in options.workers:
+        run(measure_defaults, options.cached, 2, workers)
+    run(measure, models, 3)
+    run(measure_segments, options.segments, 3)
+    run(measure_classifiers, options.classify, 3)
     report.plot()
 
 

@@ -28,8 +28,7 @@ elif name == "yolo11n":
 else:
     compare(build, drop_in, layouts=FORMATS[:1], concatenations=concatenations)
 if not device:
-    of_heads = (
-        3 if name == "yolov8n" else 0
-    )  # levels; the others' boxes and classes begin with convolutions of two kinds
+    # A level each; boxes and classes of the others begin with convolutions of two kinds.
+    of_heads = 3 if name == "yolov8n" else 0
     compare_in_a_step(build, drop_in, concatenations + of_heads, fewer_copies)
 print(json.dumps({"as stock": True}))
