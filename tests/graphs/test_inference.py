@@ -3,6 +3,7 @@
 import gc
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -268,6 +269,28 @@ def test_a_process_that_is_forked_beside_a_capture():
     with _capture._captures.one():
         child = fork(lambda: int(_capture._captures._owner is not None))  # in which no thread captures
     assert exit_status(child) == 0
+
+
+def test_a_forked_process_frees_nothing_of_the_gpu(monkeypatch):
+    """It has no CUDA, and what its copies of graphs point at is its parent's."""
+    freed = []
+    library = SimpleNamespace(
+        torch_fastdet_take_workspaces=lambda stream: 1, torch_fastdet_free_workspaces=lambda taken: freed.append(taken)
+    )
+    monkeypatch.setattr(_capture, "_library", lambda: library)
+    workspaces = _capture._Workspaces()
+    with workspaces.in_use(SimpleNamespace(cuda_stream=0)):
+        pass
+
+    def drop():
+        nonlocal workspaces
+        del workspaces
+        gc.collect()
+        return len(freed)
+
+    assert exit_status(fork(drop)) == 0
+    del workspaces
+    assert len(freed) == 1
 
 
 def test_other_threads_during_a_capture(cuda):

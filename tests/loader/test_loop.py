@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.forks import exit_status, fork
 from torch_fastdet.loader import loop
 from torch_fastdet.loader.loop import DEPTH, Ahead
 
@@ -132,6 +133,20 @@ def test_its_own_thread_ends_it_inside_of_the_queue():
     batches = Ahead(Source(), finish, torch.device("cpu"))
     begun.set()
     assert ended.wait(10)
+
+
+def test_a_forked_process_leaves_its_batches_to_the_other():
+    """A loader process has no thread that would end, and the batches that are ready are not its own to take."""
+    batches = made(Source(), limited=False)
+    next(batches)
+
+    def close():
+        batches._thread = SimpleNamespace(join=lambda timeout: pytest.fail("it waits for a thread of its parent"))
+        batches.close()
+
+    assert exit_status(fork(close)) == 0
+    assert numbers(batches, 2) == [2, 3]
+    batches.close()
 
 
 def test_streams_are_used_again():

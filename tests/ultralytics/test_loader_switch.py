@@ -464,6 +464,29 @@ def test_files_that_are_exchanged_later_are_those_that_are_shown(ultralytics, ro
 
 
 @pytest.mark.cpu
+def test_no_batch_goes_through_all_files(ultralytics, root):
+    """A data set may have millions of them."""
+    walks = []
+
+    class Counted(list):
+        def __iter__(self):
+            walks.append("for")
+            return super().__iter__()
+
+        def __eq__(self, other):
+            walks.append("==")
+            return super().__eq__(other)
+
+    def count(loader):
+        loader.dataset.im_files = Counted(loader.dataset.im_files)
+        list(loader.dataset.im_files)
+        assert walks.pop() == "for" and not walks
+
+    ours(batches, ultralytics, root("boxes"), before=count, **HYP)
+    assert not walks
+
+
+@pytest.mark.cpu
 @pytest.mark.parametrize("when", ["before", "later"])
 def test_changed_code_runs(ultralytics, root, monkeypatch, capsys, when):
     """A transform that somebody changed is recorded, and its pixels are made where it does what a plan cannot say."""
