@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,20 @@ def plotted(stock: Callable, given: Any, result: average_precision.Curves) -> tu
     return result.precision, result.recall, result.f1, result.x, by_recall
 
 
+def _counts_as_stock(detections: dict[str, Any], batch: dict[str, Any], classes: int, *thresholds: object) -> bool:
+    """Whether the operator counts these as stock does. Stock has rules of its own for rotated boxes and for classes that the matrix
+    has no place for, and says what is wrong with other types and shapes."""
+    boxes = detections["bboxes"], batch["bboxes"]
+    labels = detections["cls"], batch["cls"]
+    return (
+        all(isinstance(threshold, Real) and not threshold < 0 for threshold in thresholds)
+        and all(isinstance(value, Tensor) for value in (*detections.values(), *boxes, *labels))
+        and all(box.shape == (label.numel(), 4) for box, label in zip(boxes, labels))
+        and detections["cls"].shape == detections["conf"].shape == boxes[0].shape[:1]
+        and all(bool(((label >= 0) & (label < classes)).all()) for label in labels)
+    )
+
+
 def confuse(stock: Callable, rule: str) -> Callable:
     """``ConfusionMatrix.process_batch`` by one operator; rotated boxes and kept matches (``visualize``) get stock's."""
 
@@ -77,7 +92,7 @@ def confuse(stock: Callable, rule: str) -> Callable:
         conf: float = 0.25,
         iou_thres: float = 0.45,
     ) -> None:
-        if self.matches is not None or batch["bboxes"].shape[-1] != 4 or not isinstance(detections["cls"], Tensor):
+        if self.matches is not None or not _counts_as_stock(detections, batch, self.nc, conf, iou_thres):
             stock(self, detections, batch, conf, iou_thres)
             return
         rows = _rows(detections)
