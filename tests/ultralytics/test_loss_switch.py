@@ -337,12 +337,13 @@ def double(function):
     [
         (stock_loss, "bbox_iou", double),
         (tal, "bbox_iou", double),
+        (tal.TaskAlignedAssigner, "iou_calculation", double),
         (stock_loss.BboxLoss, "forward", lambda f: lambda *args: tuple(part * 2 for part in f(*args))),
         (stock_loss.DFLoss, "__call__", double),
         (REAL.loss, "bbox_decode", double),
         (OURS, "bbox_decode", double),
     ],
-    ids=["bbox_iou", "assigner", "BboxLoss", "DFLoss", "criterion", "ours"],
+    ids=["bbox_iou", "assigner", "assigner's method", "BboxLoss", "DFLoss", "criterion", "ours"],
 )
 def test_names_replaced_after_patch_are_used(models, patched, monkeypatch, capsys, owner, name, wrap):
     model, batch = models("yolov8n.yaml"), make_batch()

@@ -551,6 +551,9 @@ def test_static_methods_that_are_replaced_and_put_back(monkeypatch):
     assert parts.replaced() is None
     monkeypatch.setattr(REAL.pose, "kpts_decode", staticmethod(lambda *args: args))
     assert parts.replaced() == "v8PoseLoss.kpts_decode"
+    parts = ours_module._Parts(stock_loss, "v8PoseLoss")
+    monkeypatch.setattr(REAL.pose, "loss", stock_loss.v8DetectionLoss.loss)  # Ultralytics' own, in another's place
+    assert parts.replaced() == "v8PoseLoss.loss"
 
 
 @pytest.mark.parametrize("part", ["proto", "mask_coefficient", "kpts", "kpts_sigma", "scores"])

@@ -57,8 +57,7 @@ def _is_known(module: object, name: str, known: tuple[str, ...]) -> bool:
     owner: object = module
     for part in name.split("."):
         owner = vars(owner).get(part)
-    function = owner.__func__ if isinstance(owner, staticmethod) else owner
-    return _fingerprint(function) in known
+    return _fingerprint(owner) in known
 
 
 _fingerprint = functools.cache(fingerprint)

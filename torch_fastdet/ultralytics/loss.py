@@ -36,19 +36,6 @@ from torch_fastdet.ops.v8_loss import v8_with_parts
 from torch_fastdet.ultralytics.necks import fewer_copies
 
 STOCK_MODULE = "ultralytics.utils.loss"
-ASSIGNER_METHODS = (
-    "forward",
-    "_forward",
-    "get_pos_mask",
-    "get_box_metrics",
-    "pair_overlaps",
-    "iou_calculation",
-    "select_topk_candidates",
-    "get_targets",
-    "select_candidates_in_gts",
-    "select_highest_overlaps",
-)
-
 DETECTION_SETTINGS = len(ops.v8_loss_settings())
 ASSIGNERS = {
     "v8OBBLoss": "RotatedTaskAlignedAssigner",
@@ -288,9 +275,7 @@ class _DetectionLoss(_Criterion):
         kinds = {"assigner": parts.assigner, "bbox_loss": parts.bbox_loss}
         if changed := self._replaced(kinds) or self._other_entropy("bce", "none"):
             return changed
-        if any(getattr(parts.assigner, method, None) is not function for method, function in parts.methods.items()):
-            return f"a method of {parts.assigner.__name__} was replaced"
-        if any(method in vars(self.assigner) for method in ASSIGNER_METHODS):
+        if not parts.assigner_methods.isdisjoint(vars(self.assigner)):
             return f"a method of {name}.assigner was replaced"
         dfl = self.bbox_loss.dfl_loss
         if dfl is not None and (type(dfl) is not parts.dfl_loss or dfl.reg_max != self.reg_max):
@@ -713,10 +698,11 @@ class _Parts:
         self.assigner: Any = _stock(module, assigner if assigner in vars(module) else "TaskAlignedAssigner")
         self.bbox_loss: Any = _stock(module, "RotatedBboxLoss" if rotated else "BboxLoss")
         self.dfl_loss: Any = _stock(module, "DFLoss")
-        self.methods = {name: getattr(self.assigner, name) for name in ASSIGNER_METHODS if hasattr(self.assigner, name)}
+        self.assigner_methods = {name for name in dir(self.assigner) if callable(getattr(self.assigner, name))}
         used = "BboxLoss", "RotatedBboxLoss", "DFLoss", "KeypointLoss", "RLELoss"
         self.owners = [module, sys.modules[self.assigner.__module__]]
-        self.owners += [kind for kind in _stock(module, criterion).__mro__ if kind.__module__ == module.__name__]
+        kinds = *_stock(module, criterion).__mro__, *self.assigner.__mro__
+        self.owners += [kind for kind in kinds if kind.__module__ in (owner.__name__ for owner in self.owners)]
         self.owners += [vars(module)[name] for name in used if name in vars(module)]
         self.code = self.found()
         # Those of YOLO26's tasks enlarge boxes by the code of the one that they derive from.
@@ -733,13 +719,12 @@ class _Parts:
         ]
 
     def replaced(self) -> str | None:
-        """A function or method that somebody has replaced since; functions of Ultralytics and of ours take each other's place."""
+        """A function or method that somebody has replaced since. Ours may take any place, and Ultralytics' that of another's."""
         for owner, name, was in self.code:
             now = vars(owner).get(name)
-            function = now.__func__ if isinstance(now, (staticmethod, classmethod)) else now
-            if now is not was and not any(
-                is_code_of(function, package) for package in ("ultralytics", "torch_fastdet")
-            ):
+            if now is was or is_code_of(now, "torch_fastdet"):
+                continue
+            if is_code_of(was, "ultralytics") or not is_code_of(now, "ultralytics"):
                 return f"{owner.__name__}.{name}"
         return None
 

@@ -67,8 +67,9 @@ def original(owner: object, attribute: str) -> Any:
     return None if value is _MISSING else value
 
 
-def is_code_of(function: object, package: str) -> bool:
-    """Whether this is a function whose code is in that package. A wrapper's code is its author's, whatever its name is."""
+def is_code_of(function: Any, package: str) -> bool:
+    """Whether this is a function whose code is in that package; a static or class method has a function. A wrapper's is its author's."""
+    function = function.__func__ if type(function) in (staticmethod, classmethod) else function
     return type(function) is FunctionType and top_level(str(function.__globals__.get("__name__"))) == package
 
 
