@@ -38,7 +38,7 @@ def test_is_replaced_and_put_back(ultralytics):
     names = "update_metrics", "_process_batch"
     before = [vars(ultralytics.validator)[name] for name in names] + [vars(ultralytics.matrix)["process_batch"]]
     said = drop_in.patch(val_optim=True)
-    assert sum(line.startswith("val_optim: ultralytics.") for line in said) == 9
+    assert sum(line.startswith("val_optim: ultralytics.") for line in said) == 11
     drop_in.unpatch()
     assert before == [vars(ultralytics.validator)[name] for name in names] + [vars(ultralytics.matrix)["process_batch"]]
 
@@ -135,8 +135,8 @@ def test_matches_by_any_overlaps_as_stock(ultralytics, device):
             assert torch.equal(mine, wanted) and mine.device.type == "cpu"
 
 
-def tasks_metrics(task, device, pretend=False, overlap=True, plots=True):
-    """The statistics and the confusion matrix that a task's validator gathers of three pictures."""
+def tasks_metrics(task, device, pretend=False, overlap=True, plots=True, size=32):
+    """The statistics and the confusion matrix that a task's validator gathers of four pictures; labels' masks have this size."""
     val = importlib.import_module(f"ultralytics.models.yolo.{task}.val")
     name = {"segment": "Segmentation", "pose": "Pose", "obb": "OBB"}[task]
     metrics = importlib.import_module("ultralytics.utils.metrics")
@@ -176,8 +176,8 @@ def tasks_metrics(task, device, pretend=False, overlap=True, plots=True):
             label["keypoints"] = torch.cat((points, torch.randint(3, (m, 4, 1), generator=generator)), 2)
         else:
             pred["masks"] = rectangles(rows[:, :4] * 32, 32).to(torch.uint8)
-            masks = rectangles(truth[:, 1:] * 32, 32).float()
-            index = torch.stack([torch.zeros(32, 32), *(mask * (i + 1) for i, mask in enumerate(masks))]).amax(0)
+            masks = rectangles(truth[:, 1:] * size, size).float()
+            index = torch.stack([torch.zeros(size, size), *(mask * (i + 1) for i, mask in enumerate(masks))]).amax(0)
             label["masks"] = index[None] if overlap else masks
         preds.append({key: value.to(device) for key, value in pred.items()})
         labels.append(label)
@@ -192,10 +192,12 @@ def tasks_metrics(task, device, pretend=False, overlap=True, plots=True):
     return validator.metrics.stats, validator.confusion_matrix.matrix
 
 
+@pytest.mark.parametrize("most", [1, 10_000, 1 << 25])
 @pytest.mark.parametrize("task", ["segment", "pose", "obb"])
-def test_tasks_have_stocks_metrics(ultralytics, device, task):
+def test_tasks_have_stocks_metrics(ultralytics, device, task, most, monkeypatch):
     """On the CPU the validator takes itself to be on a GPU, and so moves what it has to the host."""
-    ways = [{"overlap": overlap} for overlap in (True, False)] if task == "segment" else [{}]
+    monkeypatch.setattr(validation, "_MOST_ELEMENTS", most)
+    ways = [{"overlap": o, "size": size} for o in (True, False) for size in (32, 48)] if task == "segment" else [{}]
     stock = [tasks_metrics(task, device, **way) for way in ways]
     drop_in.patch(val_optim=True)
     for (stats, matrix), way in zip(stock, ways):

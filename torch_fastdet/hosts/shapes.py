@@ -87,6 +87,7 @@ class Validator(Protocol):
 
     device: torch.device | str
     iouv: torch.Tensor
+    sigma: Any  # of poses
     args: Any
     match_predictions: Callable[..., torch.Tensor]
     _process_batch: Callable[..., object]

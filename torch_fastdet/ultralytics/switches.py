@@ -278,9 +278,31 @@ def _update(_: Active, stock: Callable[..., object], validator: Any) -> Callable
     return validation.update_on_host(stock, validator._process_batch)
 
 
-def _update_masks(_: Active, stock: Callable[..., object], validator: Any) -> Callable[..., object]:
-    mask_iou = vars(sys.modules[validator.__module__])["mask_iou"]
-    return validation.update_masks_on_host(stock, validator._process_batch, mask_iou)
+def _overlaps(validator: Any) -> validation.Overlaps:
+    """By the function of its module that the task's ``_process_batch`` calls."""
+    names = vars(sys.modules[validator.__module__])
+    return next(make(names[name]) for name, make in OVERLAPS.items() if name in names)
+
+
+OVERLAPS: dict[str, Callable[..., validation.Overlaps]] = {
+    "mask_iou": validation.masks,
+    "kpt_iou": validation.keypoints,
+    "batch_probiou": validation.rotated_boxes,
+}
+
+
+def _process(_: Active, stock: Callable[..., object], validator: Any) -> Callable[..., object]:
+    matches = _overlaps(validator).matches
+    return validation.process_overlaps(
+        stock, matches, None if matches == "tp" else super(validator, validator)._process_batch
+    )
+
+
+def _update_by_overlaps(_: Active, stock: Callable[..., object], validator: Any) -> Callable[..., object]:
+    overlaps = _overlaps(validator)
+    boxes = super(validator, validator)._prepare_batch
+    preparing = {validator._prepare_batch: validation.with_masks(boxes)} if overlaps.matches == "tp_m" else {}
+    return validation.update_by_overlaps(stock, validator._process_batch, overlaps, preparing)
 
 
 PROCESS = Signature(("self", "preds", "batch"))
@@ -310,23 +332,27 @@ VAL = Switch(
         ),
         Target(module("models.yolo.detect.val"), DETECTED, make=_update, after="DetectionValidator._process_batch"),
         *(
-            Target(module(f"models.yolo.{task}.val"), f"{validator}.update_metrics", make=_update, after=DETECTED)
-            for task, validator in (("pose", "PoseValidator"), ("obb", "OBBValidator"))
-        ),
-        Target(
-            module("models.yolo.segment.val"),
-            "SegmentationValidator._process_batch",
-            make=lambda _, stock, validator: validation.process_masks(
-                stock, super(validator, validator)._process_batch
-            ),
-            evidence=(PROCESS,),
-            after=DETECTED,
-        ),
-        Target(
-            module("models.yolo.segment.val"),
-            "SegmentationValidator.update_metrics",
-            make=_update_masks,
-            after="SegmentationValidator._process_batch",
+            target
+            for task, validator in (
+                ("segment", "SegmentationValidator"),
+                ("pose", "PoseValidator"),
+                ("obb", "OBBValidator"),
+            )
+            for target in (
+                Target(
+                    module(f"models.yolo.{task}.val"),
+                    f"{validator}._process_batch",
+                    make=_process,
+                    evidence=(PROCESS,),
+                    after=DETECTED,
+                ),
+                Target(
+                    module(f"models.yolo.{task}.val"),
+                    f"{validator}.update_metrics",
+                    make=_update_by_overlaps,
+                    after=f"{validator}._process_batch",
+                ),
+            )
         ),
         Target(
             METRICS,

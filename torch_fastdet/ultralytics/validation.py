@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torch_fastdet import ops
@@ -160,47 +161,151 @@ def _to_host(preds: list[dict[str, Tensor]]) -> list[dict[str, object]]:
     return host
 
 
-#: The overlaps (labels, detections) of an image's masks, in its detections on the host.
-MASK_IOU = "torch_fastdet_mask_iou"
+class Overlaps(NamedTuple):
+    """By what a task's detections overlap its labels; computed on the GPU, for several images at once."""
+
+    matches: str  #: what ``_process_batch`` calls the matches by them
+    elements: Callable[[int, int, dict[str, Tensor]], int]  #: of the largest tensor for so many labels, detections
+    between: Callable[[Validator, list[dict[str, Any]], list[dict[str, Tensor]]], Tensor]  #: (labels, detections)
 
 
-def process_masks(stock: Callable, boxes: Callable) -> Callable:
-    """``SegmentationValidator._process_batch`` by overlaps that are there already; ``boxes`` is the one of detection."""
+def _joined(images: list[dict[str, Any]], name: str, device: torch.device) -> Tensor:
+    return torch.cat([image[name] for image in images]).to(device)
+
+
+def rotated_boxes(probiou: Callable[[Tensor, Tensor], Tensor]) -> Overlaps:
+    def between(_: Validator, labels: list[dict[str, Any]], preds: list[dict[str, Tensor]]) -> Tensor:
+        device = preds[0]["bboxes"].device
+        return probiou(_joined(labels, "bboxes", device), _joined(preds, "bboxes", device))
+
+    return Overlaps("tp", lambda labels, detections, _: labels * detections, between)
+
+
+def keypoints(similarity: Callable[..., Tensor]) -> Overlaps:
+    """Object keypoint similarity. A box has 0.53 of its area where no mask says more, as in xtcocotools."""
+
+    def between(validator: Validator, labels: list[dict[str, Any]], preds: list[dict[str, Tensor]]) -> Tensor:
+        device = preds[0]["keypoints"].device
+        boxes = torch.cat([label["bboxes"] for label in labels])
+        area = ((boxes[:, 2:] - boxes[:, :2]).prod(1) * 0.53).to(device)
+        points = [_joined(images, "keypoints", device) for images in (labels, preds)]
+        return similarity(*points, sigma=validator.sigma, area=area)
+
+    return Overlaps("tp_p", lambda labels, detections, pred: labels * detections * pred["keypoints"].shape[1], between)
+
+
+def masks(mask_iou: Callable[[Tensor, Tensor], Tensor]) -> Overlaps:
+    def between(_: Validator, labels: list[dict[str, Any]], preds: list[dict[str, Tensor]]) -> Tensor:
+        found = torch.cat([pred["masks"] for pred in preds])
+        truth = _drawn(labels, found.device)
+        if truth.shape[1:] != found.shape[1:]:
+            truth = F.interpolate(truth[None], found.shape[1:], mode="bilinear", align_corners=False)[0].gt_(0.5)
+        return mask_iou(truth.flatten(1), found.flatten(1).float())
+
+    return Overlaps("tp_m", lambda labels, detections, pred: (labels + detections) * pred["masks"][0].numel(), between)
+
+
+def _drawn(labels: list[dict[str, Any]], device: torch.device) -> Tensor:
+    """(labels, h, w): 0 or 1. An image's own are these, or one map in which the pixels of label i are i + 1."""
+    if labels[0]["masks"].dim() == 3:
+        return torch.cat([label["masks"] for label in labels]).float()
+    maps = torch.cat([label["masks"].expand(len(label["cls"]), -1, -1) for label in labels])
+    numbers = torch.cat([torch.arange(1, len(label["cls"]) + 1) for label in labels]).to(device)
+    return (maps == numbers[:, None, None]).float()
+
+
+def with_masks(boxes: Callable) -> Callable:
+    """``_prepare_batch`` of an image whose masks are drawn later, those of several images at once.
+
+    Args:
+        boxes: the same of validators without masks.
+    """
+
+    def prepare(validator: Validator, number: int, batch: dict[str, Any]) -> dict[str, Any]:
+        own = number
+        if not validator.args.overlap_mask:
+            own = (batch["batch_idx"] == number).nonzero()[:, 0].to(batch["masks"].device)
+        return {**boxes(validator, number, batch), "masks": batch["masks"][own]}
+
+    return prepare
+
+
+#: The overlaps (labels, detections) of an image, in its labels on the host.
+OVERLAPS = "torch_fastdet_overlaps"
+_MOST_ELEMENTS = 1 << 25  # of a tensor for several images
+
+
+def process_overlaps(stock: Callable, matches: str, boxes: Callable | None = None) -> Callable:
+    """A task's ``_process_batch`` by overlaps that are there already; ``boxes`` is the one of its boxes, if it is another."""
 
     @functools.wraps(stock)
-    def _process_batch(self: Validator, preds: dict[str, Tensor], batch: dict[str, object]) -> dict[str, object]:
-        if MASK_IOU not in preds:
+    def _process_batch(self: Validator, preds: dict[str, Tensor], batch: dict[str, Any]) -> dict[str, object]:
+        if OVERLAPS not in batch:
             return stock(self, preds, batch)
-        correct = self.match_predictions(preds["cls"], batch["cls"], preds[MASK_IOU])
-        return {**boxes(self, preds, batch), "tp_m": correct.numpy()}
+        correct = self.match_predictions(preds["cls"], batch["cls"], batch[OVERLAPS])
+        return {**(boxes(self, preds, batch) if boxes else {}), matches: correct.numpy()}
 
     return _process_batch
 
 
-def update_masks_on_host(stock: Callable, processing: Callable, mask_iou: Callable) -> Callable:
-    """``SegmentationValidator.update_metrics``, whose masks stay on the GPU: the overlaps of all images come in one copy."""
+def update_by_overlaps(
+    stock: Callable, processing: Callable, overlaps: Overlaps, preparing: dict[Callable, Callable]
+) -> Callable:
+    """A validator's ``update_metrics`` on the host, with the overlaps of all images in one copy from the GPU.
+
+    Args:
+        processing: the ``_process_batch`` that takes them.
+        preparing: stock's ``_prepare_batch``, and what does in its place.
+    """
 
     @functools.wraps(stock)
     def update_metrics(self: Validator, preds: list[dict[str, Tensor]], batch: dict[str, object]) -> None:
-        args = self.args
-        shows_masks = args.save_json or args.save_txt or (args.plots and args.visualize)
-        if shows_masks or not _is_on_gpu(self, processing, preds):
+        if not _is_on_gpu(self, processing, preds) or _shows_masks(self, preds[0]):
             stock(self, preds, batch)
             return
         labels = _labels_on_host(batch)
+        own = self._prepare_batch
+        prepare = preparing.get(getattr(own, "__func__", own))
+        host = _to_host([{name: pred[name] for name in pred if name != "masks"} for pred in preds])
         with own_attributes([(self, "device", HOST)]):
-            prepared = [self._prepare_batch(i, labels) for i in range(len(preds))]
-            overlaps = [
-                mask_iou(label["masks"].flatten(1), pred["masks"].flatten(1).float())
-                if len(label["cls"]) and len(pred["cls"])
-                else pred["conf"].new_zeros(len(label["cls"]), len(pred["cls"]))
-                for label, pred in zip(prepared, preds)
-            ]
-            host = _to_host([{name: pred[name] for name in ("bboxes", "conf", "cls")} for pred in preds])
-            flat = torch.cat([overlap.flatten() for overlap in overlaps]).cpu()
-            for image, part, overlap in zip(host, flat.split([overlap.numel() for overlap in overlaps]), overlaps):
-                image[MASK_IOU] = part.view(overlap.shape)
+            prepared = [prepare(self, i, labels) if prepare else own(i, labels) for i in range(len(preds))]
+            for label, found in zip(prepared, _on_host(self, overlaps, prepared, preds)):
+                label[OVERLAPS] = found
             with own_attributes([(self, "_prepare_batch", lambda i, _: prepared[i])]):
                 stock(self, host, labels)
 
     return update_metrics
+
+
+def _shows_masks(validator: Validator, pred: dict[str, Tensor]) -> bool:
+    args = validator.args
+    return "masks" in pred and (args.save_json or args.save_txt or (args.plots and args.visualize))
+
+
+def _on_host(
+    validator: Validator, overlaps: Overlaps, labels: list[dict[str, Any]], preds: list[dict[str, Tensor]]
+) -> Iterable[Tensor]:
+    """The overlaps of each image."""
+    sizes = [(len(label["cls"]), len(pred["cls"])) for label, pred in zip(labels, preds)]
+    parts = [preds[0]["conf"].new_zeros(0)]
+    for group in _groups(overlaps, sizes, preds):
+        found = overlaps.between(validator, [labels[i] for i in group], [preds[i] for i in group])
+        rows = found.split([sizes[i][0] for i in group])
+        parts += [row.split([sizes[i][1] for i in group], 1)[k].flatten() for k, row in enumerate(rows)]
+    flat = torch.cat(parts).cpu().split([m * n for m, n in sizes])
+    return [part.view(size) for part, size in zip(flat, sizes)]
+
+
+def _groups(overlaps: Overlaps, sizes: list[tuple[int, int]], preds: list[dict[str, Tensor]]) -> Iterator[list[int]]:
+    """Images with labels and detections, as many at once as a tensor of the largest size allows."""
+    group: list[int] = []
+    for i, (m, n) in enumerate(sizes):
+        if not m or not n:
+            continue
+        together = [m + sum(sizes[k][0] for k in group), n + sum(sizes[k][1] for k in group)]
+        if group and overlaps.elements(together[0], together[1], preds[i]) > _MOST_ELEMENTS:
+            yield group
+            group = []
+        group.append(i)
+    if group:
+        yield group
