@@ -134,7 +134,7 @@ _stock_step = FusedStep.step
 
 
 @contextlib.contextmanager
-def _capture_into(graph, pool, stream, random_numbers=True):
+def _capture_into(graph, pool, stream, random_numbers=True, collect=True):
     assert pool is not None and stream is not None
     if pool in _failed_pools:
         raise RuntimeError("beginAllocateToPool: already recording to mempool_id")

@@ -293,6 +293,15 @@ def test_a_forked_process_frees_nothing_of_the_gpu(monkeypatch):
     assert len(freed) == 1
 
 
+def test_a_capture_does_not_wait_for_a_collection_of_garbage(cuda, monkeypatch):
+    GPU.device = cuda
+    monkeypatch.setattr(_capture.gc, "collect", lambda: pytest.fail("garbage is collected"))
+    graphs = InferenceGraphs(made(), warmup=1)
+    with torch.inference_mode():
+        graphs(images())
+    assert len(graphs.shapes) == 1
+
+
 def test_other_threads_during_a_capture(cuda):
     """They wait for the device, draw random numbers and allocate; without turns both threads' calls fail."""
     GPU.device = cuda

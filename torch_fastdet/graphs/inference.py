@@ -180,7 +180,7 @@ class InferenceGraphs:
             torch.inference_mode(False),
             torch.no_grad(),
             _attributes_kept(module),
-            _capture.capture_into(captured.graph.held, self._pool.handle, stream, random_numbers=False),
+            _capture.capture_into(captured.graph.held, self._pool.handle, stream, random_numbers=False, collect=False),
             self.capturing(),
         ):
             static = torch.empty_like(x)
