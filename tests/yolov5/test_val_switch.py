@@ -225,6 +225,19 @@ def test_confusion_matrix_is_stocks(yolov5, device):
     assert np.array_equal(pickle.loads(pickled).matrix, stock.matrix)
 
 
+@pytest.mark.parametrize("options", [{"conf": None}, {"conf": "a"}, {"iou_thres": None}], ids=str)
+def test_confusion_matrix_refuses_thresholds_as_stock(yolov5, options):
+    detections, labels = image(40, 7, 0)
+    for patched in (False, True):
+        if patched:
+            drop_in.patch(val_optim=True)
+        matrix = yolov5.metrics.ConfusionMatrix(3, **options)
+        matrix.process_batch(None, labels[:, 0])  # needs none
+        assert matrix.matrix.sum() == len(labels)
+        with pytest.raises(TypeError):
+            matrix.process_batch(detections, labels)
+
+
 def test_confusion_matrix_counts_in_training_after_validation(yolov5, device):
     """Made in inference mode, as val.py makes it, and used outside of it."""
     drop_in.patch(val_optim=True)

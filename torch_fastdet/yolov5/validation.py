@@ -6,6 +6,7 @@ import copy
 import copyreg
 import operator
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -127,6 +128,10 @@ def confusion_matrix_class(stock: type, on_use: Callable[[], None]) -> type:
 
         def process_batch(self, detections: Tensor | None, labels: Tensor) -> None:
             """Add the detections (n, 6), or None, and the labels (m, 5) of one image; a class beyond nc is not counted."""
+            conf, iou_thres = self.conf, self.iou_thres
+            if not (isinstance(conf, Real) and isinstance(iou_thres, Real)):  # stock says what is wrong
+                super().process_batch(detections, labels)
+                return
             if detections is None:  # stock passes the classes alone
                 labels = torch.nn.functional.pad(labels[:, None].float(), (0, 4))
                 detections = labels.new_zeros(0, 6)
@@ -134,7 +139,7 @@ def confusion_matrix_class(stock: type, on_use: Callable[[], None]) -> type:
                 self.matrix  # noqa: B018  what another device has counted
                 with torch.inference_mode(False):  # made in validation, and good for any later use
                     self._counts = torch.zeros(self.nc + 1, self.nc + 1, dtype=torch.int64, device=labels.device)
-            ops.confusion_matrix_(self._counts, as_float(detections), labels, None, self.conf, self.iou_thres)
+            ops.confusion_matrix_(self._counts, as_float(detections), labels, None, float(conf), float(iou_thres))
 
         def __getstate__(self) -> dict[str, object]:
             state = {name: value for name, value in vars(self).items() if name not in ("_counts", "_matrix")}
