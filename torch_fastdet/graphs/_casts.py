@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -189,29 +190,32 @@ def _rooms(convs: list[nn.Conv2d], joined: list[list[nn.Conv2d]]) -> list[_Room]
 
 
 def _kind(conv: nn.Conv2d) -> tuple[object, ...]:
-    """What convolutions have in common that can be one; but for the number of outputs."""
+    """What convolutions without groups and biases have in common that can be one; but for the number of outputs."""
     weight = conv.weight
-    shape = weight.shape[1:], weight.stride(), weight.requires_grad
-    return conv.bias is None, conv.stride, conv.padding, conv.dilation, conv.groups, *shape
+    return conv.stride, conv.padding, conv.dilation, weight.shape[1:], weight.stride()
 
 
 def _joined(model: nn.Module, convs: list[nn.Conv2d]) -> list[list[nn.Conv2d]]:
-    """Groups of these convolutions that always read one input and can be one convolution."""
+    """Groups of those of these convolutions that always read one input and can be one convolution."""
     uses = Counter(conv.weight for conv in convs)
     pairs = list(convolutions_of_one_input(model))
     blocks = Counter(conv for group in pairs for conv in group)  # a convolution may be part of several
-    groups: list[list[nn.Conv2d]] = []
+    groups = []
     for group in pairs:
-        if (
-            len(group) > 1
-            and all(conv in convs and uses[conv.weight] == blocks[conv] == 1 for conv in group)
-            and all(_kind(conv) == _kind(group[0]) and conv.out_channels % _GROUP == 0 for conv in group)
-            and group[0].bias is None
-            and group[0].groups == 1
-            and group[0].weight.requires_grad
-            and group[0].weight.stride(0) == group[0].weight[0].numel()
-        ):
-            groups.append(group)
+        able = [
+            conv
+            for conv in group
+            if conv in convs
+            and uses[conv.weight] == blocks[conv] == 1
+            and conv.out_channels % _GROUP == 0
+            and conv.bias is None
+            and conv.groups == 1
+            and conv.weight.requires_grad
+            and conv.weight.stride(0) == conv.weight[0].numel()
+        ]
+        alike = [conv for conv in able if _kind(conv) == _kind(able[0])]
+        if len(alike) > 1:
+            groups.append(alike)
     return groups
 
 
@@ -255,12 +259,12 @@ def weights_cast_once(model: nn.Module, dtype: torch.dtype | None) -> Iterator[N
     methods = [(conv, "forward", _forward_of(conv, cast, dtype, products and _is_pointwise(conv))) for conv in convs]
     try:
         for group in joined:
-            JOINED[group[0]] = _joint_of(group[0], cast[group[0].weight][1], dtype)
+            JOINED.update(dict.fromkeys(group, _joint_of(group[0], cast[group[0].weight][1], dtype)))
         with own_attributes(methods):
             yield
     finally:
-        for group in joined:
-            JOINED.pop(group[0], None)
+        for conv in itertools.chain(*joined):
+            JOINED.pop(conv, None)
 
 
 def _is_cast(x: Tensor, dtype: torch.dtype) -> bool:

@@ -364,11 +364,12 @@ def _chain(parts: list[Tensor], blocks: Sequence[nn.Module]) -> Tensor:
     return torch.cat(parts, 1)
 
 
-def blocks_of_one_input(blocks: Sequence[Any], x: Tensor) -> tuple[Tensor, ...] | None:
-    """What each block makes of x, by one convolution; None, with nothing done, where there is none."""
-    if not all(type(block).forward in _CONV_FORWARDS and _ends_in(block, type(block).forward) for block in blocks):
-        return None
-    return _jointly(list(blocks), x, [0] * len(blocks))
+def blocks_of_one_input(blocks: Sequence[Any], x: Tensor) -> dict[nn.Module, Tensor]:
+    """What those of the blocks whose convolutions are in JOINED make of x, by one convolution; nothing where there is none."""
+    joined = [b for b in blocks if isinstance(getattr(b, "conv", None), nn.Module) and b.conv in JOINED]
+    if not joined or not all(type(b).forward in _CONV_FORWARDS and _ends_in(b, type(b).forward) for b in joined):
+        return {}
+    return dict(zip(joined, _jointly(joined, x, [0] * len(joined)) or ()))
 
 
 def convolutions_of_one_input(model: nn.Module) -> Iterator[list[nn.Conv2d]]:

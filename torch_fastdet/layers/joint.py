@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-#: The first of such convolutions -> all of them at once, along the channels; None where autocast is off. Filled during a capture.
+#: Each of such convolutions -> all of them at once, along the channels; None where autocast is off. Filled during a capture.
 JOINED: dict[nn.Module, Callable[[Tensor], Tensor | None]] = {}
 #: Blocks that read one input, other than those of C3. Filled during a capture.
 OF_ONE_INPUT: list[list[nn.Module]] = []

@@ -67,7 +67,8 @@ def heads_in_rows(model: nn.Module) -> Iterator[None]:
 
 
 class _Level:
-    """Branches of a head that read the same features. Whichever is called first runs the first blocks of all as one convolution."""
+    """Branches of a head that read the same features. Whichever is called first runs the first blocks of all that are alike as one
+    convolution."""
 
     def __init__(self, branches: list[nn.Sequential]) -> None:
         self.branches = branches
@@ -76,29 +77,23 @@ class _Level:
         self._of: Tensor | None = None
 
     def forward(self, branch: nn.Sequential, x: Tensor) -> Tensor:
-        y = self._made.pop(branch, None) if self._of is x else None
+        if self._of is not x:
+            self._of, self._made = x, blocks_of_one_input(self.blocks, x)
+        y = self._made.pop(branch[0], None)
         if y is None:
-            made = blocks_of_one_input(self.blocks, x)
-            if made is None:
-                return _SEQUENTIAL(branch, x)
-            self._of, self._made = x, dict(zip(self.branches, made))
-            y = self._made.pop(branch)
+            return _SEQUENTIAL(branch, x)
         for layer in list(branch)[1:]:
             y = layer(y)
         return y
 
 
 def _levels(head: object) -> Iterator[_Level]:
-    """Those whose branches begin with convolutions of one size, and of outputs in groups of eight."""
     for prefix in ("", "one2one_"):
         branches = [getattr(head, f"{prefix}{name}", None) for name in ("cv2", "cv3", "cv4")]
         for level in zip(*(b for b in branches if isinstance(b, nn.ModuleList))):
             plain = [b for b in level if type(b) is nn.Sequential and len(b) and runs_plainly(b, _SEQUENTIAL)]
-            convs = [(getattr(b[0], "conv", None), b) for b in plain]
-            found = [(c, b) for c, b in convs if isinstance(c, nn.Conv2d) and c.out_channels % 8 == 0]
-            alike = [b for c, b in found if c.kernel_size == found[0][0].kernel_size]
-            if len(alike) > 1:
-                yield _Level(alike)
+            if len(plain) > 1:
+                yield _Level(plain)
 
 
 @contextlib.contextmanager
