@@ -172,9 +172,6 @@ class PictureMemory(SharedFile):
         """For each picture whether it is there, decoded."""
         return self._marks != 0
 
-    def has_all(self) -> bool:
-        return bool((self._marks != 0).all())
-
     def get(self, index: int) -> np.ndarray | None:
         """The picture, a view into the memory, or decoded from its file; None where it is not there."""
         if not self._marks[index]:

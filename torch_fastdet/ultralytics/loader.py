@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from torch_fastdet._say import saying_once
+from torch_fastdet.hosts.engine.replace import in_place_of
 from torch_fastdet.hosts.shapes import UltralyticsDataset
 from torch_fastdet.hosts.shared.by_name import FiledAsStock
 from torch_fastdet.loader.fingerprint import fingerprint
@@ -61,11 +62,6 @@ def _is_known(module: object, name: str, known: tuple[str, ...]) -> bool:
 
 
 _fingerprint = functools.cache(fingerprint)
-
-
-def _in_place_of(stock: Callable[..., Any]) -> Callable[[Callable], Callable]:
-    """Gives a function stock's parameters and text, but its own name: the line that says what is replaced shows that."""
-    return functools.wraps(stock, assigned=("__doc__",))
 
 
 # Decoded pictures -----------------------------------------------------------------------------------------------------
@@ -126,7 +122,7 @@ class SharedImages:
 def cache_images(stock: Callable[..., None]) -> Callable[..., None]:
     """``BaseDataset.cache_images`` that decodes into the shared memory for ``cache="ram"``."""
 
-    @_in_place_of(stock)
+    @in_place_of(stock)
     def cache_images(self: Any) -> None:
         cls: type = type(self)
         if self.cache != "ram" or view_class(cls) is None or self.channels != CHANNELS:
@@ -163,7 +159,7 @@ def _filling_class(stock: type) -> Any:
 def set_rectangle(stock: Callable[..., None]) -> Callable[..., None]:
     """``BaseDataset.set_rectangle``, which drops the pictures' sizes: they are kept."""
 
-    @_in_place_of(stock)
+    @in_place_of(stock)
     def set_rectangle(self: Any) -> None:
         if view_class(type(self)) is not None:
             _file_shapes[self] = {label["im_file"]: label["shape"] for label in self.labels}
@@ -273,7 +269,7 @@ def build_dataloader(stock: Callable[..., Any], stock_loader: object) -> Callabl
     signature = inspect.signature(stock)
     tell = saying_once("loader_optim", logging.WARNING)
 
-    @_in_place_of(stock)
+    @in_place_of(stock)
     def build_dataloader(*args: Any, **kwargs: Any) -> object:
         loader: Any = stock(*args, **kwargs)
         if type(loader) is not stock_loader:

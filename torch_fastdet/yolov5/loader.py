@@ -109,7 +109,7 @@ def dataset_class(stock: type) -> type:
         def check_cache_ram(self, *args: Any, **kwargs: Any) -> bool:
             self._all_in_memory = super().check_cache_ram(*args, **kwargs)
             # What the first rank has decoded takes no more memory here.
-            return self._all_in_memory or (local_ranks()[0] > 0 and self.memory.has_all())
+            return self._all_in_memory or (local_ranks()[0] > 0 and bool(self.memory.decoded().all()))
 
         def cache_images_to_disk(self, i: int) -> None:
             there = self.npy_files[i].exists()

@@ -306,19 +306,12 @@ LOADER = Switch(
         Target(DATALOADERS, "InfiniteDataLoader", make=_data_loader),
         Target(both("utils.segment.dataloaders"), "LoadImagesAndLabelsAndMasks", make=_data_set_of_masks),
         # Loading goes on without these.
-        Target(
-            both("utils.torch_utils"),
-            "torch_distributed_zero_first",
-            make=ranks.first_rank_first,
-            evidence=(Signature(("local_rank",)),),
-            otherwise="say",
-        ),
-        Target(
-            both("utils.torch_utils"),
-            "smart_DDP",
-            make=ranks.smart_ddp,
-            evidence=(Signature(("model",)),),
-            otherwise="say",
+        *(
+            Target(both("utils.torch_utils"), name, make=make, evidence=(Signature((parameter,)),), otherwise="say")
+            for name, make, parameter in (
+                ("torch_distributed_zero_first", ranks.first_rank_first, "local_rank"),
+                ("smart_DDP", ranks.smart_ddp, "model"),
+            )
         ),
     ),
     modules=("utils.torch_utils", "utils.dataloaders", "utils.segment.dataloaders"),

@@ -58,6 +58,12 @@ SPPF = Formula(_SPPF, _sppf, ("cv1", "cv2", "m"), ("cat", "catch_warnings", "sim
 SPPF_N = Formula(
     _SPPF, _sppf, ("cv1", "cv2", "m"), ("cat", "extend", "getattr", "range", "torch"), ({}, {"n": 2, "add": True})
 )
+# Class, what makes its forward, the classes whose forwards that takes, and evidence. The last class was replaced before.
+_BLOCKS: tuple[tuple[str, Callable[..., Any], tuple[str, ...], Formula], ...] = (
+    ("Bottleneck", bottleneck_forward, ("Conv",), BOTTLENECK),
+    ("C3", c3_forward, ("Conv", "Bottleneck"), C3),
+    ("C2f", c2f_forward, ("Conv", "Bottleneck", "C3"), C2F),
+)
 
 
 def _method(name: str, make: Callable[..., Any], *parts: str) -> Make:
@@ -87,29 +93,16 @@ def switch(
         (
             Target(conv, "Conv.forward", make=_method("Conv", conv_forward), evidence=(CONV,)),
             # Without these only the sum, or the concatenation, stays stock's.
-            Target(
-                blocks,
-                "Bottleneck.forward",
-                make=_method("Bottleneck", bottleneck_forward, "Conv"),
-                evidence=(BOTTLENECK,),
-                after="Conv.forward",
-                otherwise="nothing",
-            ),
-            Target(
-                blocks,
-                "C3.forward",
-                make=_method("C3", c3_forward, "Conv", "Bottleneck"),
-                evidence=(C3,),
-                after="Bottleneck.forward",
-                otherwise="nothing",
-            ),
-            Target(
-                blocks,
-                "C2f.forward",
-                make=_method("C2f", c2f_forward, "Conv", "Bottleneck", "C3"),
-                evidence=(C2F,),
-                after="C3.forward",
-                otherwise="nothing",
+            *(
+                Target(
+                    blocks,
+                    f"{name}.forward",
+                    make=_method(name, make, *parts),
+                    evidence=(formula,),
+                    after=f"{parts[-1]}.forward",
+                    otherwise="nothing",
+                )
+                for name, make, parts, formula in _BLOCKS
             ),
             Target(
                 blocks,
