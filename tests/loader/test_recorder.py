@@ -49,6 +49,11 @@ OPERATIONS = {
     "part of a flip": lambda a, b: np.fliplr(canvas(a, b))[3:40, 2:50],
     "flip on a canvas": lambda a, b: canvas(a, np.flipud(b)),
     "mixup": lambda a, b: (a * 0.3 + np.fliplr(a) * (1 - 0.3)).astype(np.uint8),
+    "mixup of a changed part": lambda a, b: (
+        (brighter(a * 0.3) + np.fliplr(a) * (1 - 0.3)).clip(0, 255).astype(np.uint8)
+    ),
+    "three parts": lambda a, b: (a * 0.25 + np.fliplr(a) * 0.75 + np.flipud(a) * 0.5).astype(np.float32),
+    "one part": lambda a, b: (a * 0.3).astype(np.uint8, copy=False),
     "sum": lambda a, b: a * 0.3 + np.fliplr(a) * 0.5,
     "mean": lambda a, b: np.array([a.mean(), np.asarray(b).max()]),
     "negative": lambda a, b: 255 - a,
@@ -70,6 +75,11 @@ def many(out, b):
 def changed(copy, original):
     copy[3:9, 4:10] = (1, 2, 3)
     return np.stack([copy, original])
+
+
+def brighter(weighted):
+    weighted[:9] *= 2
+    return weighted
 
 
 def added(out):

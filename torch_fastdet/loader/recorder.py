@@ -384,7 +384,7 @@ class Recorded(StandIn):
 
     def __mul__(self, factor: object) -> Any:
         if self._real is None and isinstance(factor, float):
-            return Weighted(self, float(factor))
+            return Weighted((self.changed(), float(factor)))
         return super().__mul__(factor)
 
     __rmul__ = __mul__
@@ -471,43 +471,31 @@ class Chosen(StandIn):
 
 
 class Weighted(StandIn):
-    """A picture times a number, float64."""
-
-    __slots__ = ("factor", "picture")
-    dtype = _FLOAT64
-
-    def __init__(self, picture: Recorded, factor: float) -> None:
-        super().__init__(picture.recorder, picture.shape)
-        self.picture, self.factor = picture.changed(), factor
-
-    def made(self) -> np.ndarray:
-        return self.picture.made() * self.factor
-
-    def __add__(self, other: object) -> Any:
-        if type(other) is Weighted and other.shape == self.shape and other.factor == 1 - self.factor:
-            return Blended(self, other)
-        return super().__add__(other)
-
-
-class Blended(StandIn):
-    """A picture times r, plus another times 1 - r."""
+    """A picture times a number, or the sum of two whose numbers add up to 1, float64."""
 
     __slots__ = ("parts",)
     dtype = _FLOAT64
 
-    def __init__(self, *parts: Weighted) -> None:
-        super().__init__(parts[0].recorder, parts[0].shape)
+    def __init__(self, *parts: tuple[Recorded, float]) -> None:
+        super().__init__(parts[0][0].recorder, parts[0][0].shape)
         self.parts = parts
 
     def made(self) -> np.ndarray:
-        return self.parts[0].made() + self.parts[1].made()
+        made = [picture.made() * factor for picture, factor in self.parts]
+        return made[0] if len(made) == 1 else made[0] + made[1]
 
-    def astype(self, dtype: Any) -> Any:
-        if self._real is not None or np.dtype(dtype) != _UINT8:
-            return self.real("numpy.ndarray.astype").astype(dtype)
-        first, second = (part.picture.layer() for part in self.parts)
+    def __add__(self, other: Any) -> Any:
+        alike = self._real is None and _is(Weighted, other) and other.shape == self.shape
+        if alike and len(self.parts) == len(other.parts) == 1 and other.parts[0][1] == 1 - self.parts[0][1]:
+            return Weighted(*self.parts, *other.parts)
+        return super().__add__(other)
+
+    def astype(self, dtype: Any, **options: Any) -> Any:
+        if self._real is not None or options or np.dtype(dtype) != _UINT8 or len(self.parts) == 1:
+            return self.real("numpy.ndarray.astype").astype(dtype, **options)
         height, width, _ = self.shape
-        return Recorded(self.recorder, Picture(height, width, [first, second], blend=self.parts[0].factor))
+        layers = [picture.layer() for picture, _ in self.parts]
+        return Recorded(self.recorder, Picture(height, width, layers, blend=self.parts[0][1]))
 
 
 class HSV(StandIn):
@@ -669,7 +657,7 @@ def _cv2_functions(recorder: Recorder) -> dict[str, Any]:
     return {function.__name__: function for function in recorded} | warps
 
 
-_STAND_INS = frozenset((Recorded, Planes, Mask, Chosen, Weighted, Blended, HSV, Channel))
+_STAND_INS = frozenset((Recorded, Planes, Mask, Chosen, Weighted, HSV, Channel))
 
 
 def _holds(values: Any) -> bool:
