@@ -143,3 +143,18 @@ def test_first_convolutions_of_a_level_are_one(device, same_convolutions, monkey
 def test_first_convolutions_of_other_heads(device, same_convolutions, monkeypatch, fused_blocks, name, joined):
     head = ultralytics.YOLO(f"{name}.yaml").model.model[-1].train()
     compare_first_blocks(head, device, monkeypatch, joined)
+
+
+def one_by_one(head):
+    block = head.cv3[1][0]
+    block.conv = torch.nn.Conv2d(block.conv.in_channels, block.conv.out_channels, 1, bias=False)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda head: head.cv2.requires_grad_(False), one_by_one], ids=["frozen boxes", "another kernel size"]
+)
+def test_first_convolutions_that_are_alike_among_others(device, same_convolutions, monkeypatch, fused_blocks, change):
+    """Of three branches two go together, whichever they are."""
+    head = ultralytics.YOLO("yolov8n-seg.yaml").model.model[-1].train()
+    change(head)
+    compare_first_blocks(head, device, monkeypatch, 3)

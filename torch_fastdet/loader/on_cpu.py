@@ -11,7 +11,7 @@ import torch
 from torch_fastdet import ops
 from torch_fastdet.loader.jpeg import Wanted, one_after_another
 from torch_fastdet.loader.memory import CHANNELS, PictureMemory
-from torch_fastdet.loader.plan import FILES, KEEP_BGR, Layer, Picture, Plan, Source, pack
+from torch_fastdet.loader.plan import FILES, KEEP_BGR, Picture, Plan, in_pixels, pack, whole
 from torch_fastdet.loader.shown import shown_of
 
 
@@ -63,7 +63,6 @@ def finish(picture: Picture, memory: PictureMemory) -> Picture:
     out = torch.empty((1, CHANNELS, picture.height, picture.width), dtype=torch.uint8)
     out = out.contiguous(memory_format=torch.channels_last)
     run_on_cpu(pack([picture], memory), memory, out)
-    pixels = out.permute(0, 2, 3, 1).numpy()[0]
-    source = Source(-1, picture.height, picture.width, pixels)
-    layer = Layer(picture.height, picture.width, [(source, 0, 0, 0, 0, picture.width, picture.height)])
-    return Picture(picture.height, picture.width, [layer], flags=flags & KEEP_BGR)
+    made = whole(in_pixels(out.permute(0, 2, 3, 1).numpy()[0]))
+    made.flags = flags & KEEP_BGR
+    return made

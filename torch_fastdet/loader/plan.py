@@ -77,6 +77,16 @@ class Picture:
         )
 
 
+def in_pixels(pixels: np.ndarray) -> Source:
+    return Source(-1, pixels.shape[0], pixels.shape[1], np.ascontiguousarray(pixels))
+
+
+def whole(source: Source) -> Picture:
+    """The plan of a picture to which nothing is done."""
+    height, width = source.height, source.width
+    return Picture(height, width, [Layer(height, width, [(source, 0, 0, 0, 0, width, height)])])
+
+
 @dataclass
 class Plan:
     """The tables of a batch. All arrays, so that it crosses a process border in one message."""

@@ -38,6 +38,8 @@ from torch_fastdet.loader.plan import (
     Layer,
     Picture,
     Source,
+    in_pixels,
+    whole,
 )
 
 _UINT8, _FLOAT64 = np.dtype(np.uint8), np.dtype(np.float64)
@@ -116,16 +118,6 @@ class Recorder:
 def canvas(recorder: Recorder, height: int, width: int) -> Recorded:
     """A picture all grey."""
     return Recorded(recorder, Picture(height, width, [Layer(height, width)]))
-
-
-def in_pixels(pixels: np.ndarray) -> Source:
-    return Source(-1, pixels.shape[0], pixels.shape[1], np.ascontiguousarray(pixels))
-
-
-def whole(source: Source) -> Picture:
-    """The plan of a picture to which nothing is done."""
-    height, width = source.height, source.width
-    return Picture(height, width, [Layer(height, width, [(source, 0, 0, 0, 0, width, height)])])
 
 
 # Stand-ins for arrays -------------------------------------------------------------------------------------------------
