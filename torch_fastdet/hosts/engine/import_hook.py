@@ -7,6 +7,7 @@ attribute would load a module that is imported lazily, and a proxy may raise.
 from __future__ import annotations
 
 import importlib.abc
+import importlib.util
 import sys
 from collections.abc import Callable, Collection
 from types import ModuleType
@@ -52,12 +53,7 @@ class ImportHook(importlib.abc.MetaPathFinder):
             return None
         self._searching.add(fullname)
         try:
-            spec = None
-            for finder in sys.meta_path:
-                if finder is not self and hasattr(finder, "find_spec"):
-                    spec = finder.find_spec(fullname, path, target)
-                    if spec is not None:
-                        break
+            spec = importlib.util.find_spec(fullname)
         finally:
             self._searching.discard(fullname)
         loader: object = None if spec is None else spec.loader
