@@ -315,9 +315,10 @@ def test_subclasses_run_on_stock_code(models, patched, capsys):
         lambda c: setattr(c, "bbox_loss", type("Own", (stock_loss.BboxLoss,), {})(16)),
         lambda c: setattr(c, "assigner", type("Own", (tal.TaskAlignedAssigner,), {})(5, 4, 0.5, 6.0, [8, 16, 32])),
         lambda c: setattr(c, "bce", torch.nn.BCEWithLogitsLoss(reduction="none", pos_weight=torch.tensor(3.0))),
+        lambda c: setattr(c, "proj", c.proj * 1.1),
         lambda c: setattr(c.assigner, "iou_calculation", lambda a, b: torch.ones(len(a))),
     ],
-    ids=["bbox_loss", "assigner", "bce", "method"],
+    ids=["bbox_loss", "assigner", "bce", "proj", "method"],
 )
 def test_replaced_parts_are_used(models, change):
     model, batch = models("yolov8n.yaml"), make_batch()

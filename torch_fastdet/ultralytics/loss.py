@@ -61,6 +61,7 @@ class _State:
         self.status = TargetStatus("v8DetectionLoss", "v8_loss", ops.v8_loss_fault)
         self.told = False
         self.graphs: RowGraphs | None = None
+        self.bins: object = None  # stock's DFL bins, 0 to reg_max - 1; None in a copy
 
 
 class _Criterion:
@@ -112,7 +113,7 @@ class _DetectionLoss(_Criterion):
 
     Its attributes are stock's, and read at each call: ``hyp.box``, ``hyp.cls``, ``hyp.dfl``, ``class_weights``, and of
     ``assigner`` ``topk``, ``topk2``, ``alpha``, ``beta``, ``eps`` and ``stride_val``. Subclasses, and criteria of which an inner
-    step was replaced (``assigner``, ``bbox_loss``, ``bce``, a method, a function such as ``ultralytics.utils.loss.bbox_iou``), run on
+    step was replaced (``assigner``, ``bbox_loss``, ``bce``, ``proj``, a method, a function such as ``ultralytics.utils.loss.bbox_iou``), run on
     stock's code and say so in one line.
 
     A class index that the model does not have raises ValueError with its row: on the CPU at once; on a GPU, where waiting for the
@@ -133,12 +134,17 @@ class _DetectionLoss(_Criterion):
     hyp: Any
     loss_names: tuple[str, ...]
     parse_output: Callable[[Any], Any]
+    proj: Tensor
     reg_max: int
     stride: Tensor
 
     assignment_settings: ClassVar[int] = DETECTION_SETTINGS  # how many of the settings its operator takes
     #: What must come beside a tensor of targets.
     labels: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        self._state.bins = self.proj
 
     @property
     def _state(self) -> _State:
@@ -280,6 +286,8 @@ class _DetectionLoss(_Criterion):
         dfl = self.bbox_loss.dfl_loss
         if dfl is not None and (type(dfl) is not parts.dfl_loss or dfl.reg_max != self.reg_max):
             return f"{name}.bbox_loss.dfl_loss was replaced"
+        if self._state.bins is not None and self.proj is not self._state.bins:
+            return f"{name}.proj was replaced"
         return self._task_changed()
 
     def _task_changed(self) -> str | None:
