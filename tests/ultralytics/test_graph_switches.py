@@ -331,7 +331,9 @@ QUICK = ("yolov8n-cls", "yolo26n-pose")
 @pytest.mark.parametrize(
     "kind, name",
     [
-        pytest.param(kind, name, marks=[pytest.mark.slow] * (kind == "fake" and name not in QUICK))
+        pytest.param(
+            kind, name, marks=[pytest.mark.slow, pytest.mark.nightly] if kind == "fake" and name not in QUICK else []
+        )
         for kind in ("fake", "cuda")
         for name in MODELS
     ],
