@@ -296,9 +296,9 @@ def test_a_forked_process_frees_nothing_of_the_gpu(monkeypatch):
 def test_a_capture_does_not_wait_for_a_collection_of_garbage(cuda, monkeypatch):
     GPU.device = cuda
     monkeypatch.setattr(_capture.gc, "collect", lambda: pytest.fail("garbage is collected"))
-    graphs = InferenceGraphs(made(), warmup=1)
-    with torch.inference_mode():
-        graphs(images())
+    model = made()
+    graphs = InferenceGraphs(model, warmup=1)
+    check(graphs, model, images())
     assert len(graphs.shapes) == 1
 
 

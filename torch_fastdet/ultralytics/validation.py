@@ -78,9 +78,7 @@ def _counts_as_stock(detections: dict[str, Any], batch: dict[str, Any], classes:
         and all(isinstance(value, Tensor) for value in (*detections.values(), *boxes, *labels))
         and all(box.shape == (label.numel(), 4) for box, label in zip(boxes, labels))
         and detections["cls"].shape == detections["conf"].shape == boxes[0].shape[:1]
-        and all(
-            ((label >= 0) & (label < classes)).all() for label in (as_float(label).cpu().numpy() for label in labels)
-        )
+        and all(bool(((label >= 0) & (label < classes)).all()) for label in labels)
     )
 
 
