@@ -247,6 +247,7 @@ WITHOUT = {
     ("latency", r".*"): "most of it is the network, which is not ours",
     ("v8_loss", r".*"): "its rows have the bytes of the heads, which are its floor: docs/kernels/v8_loss.md",
     ("loader", r".*"): "the CPU, which decodes, decides",
+    ("train", r".*, classify/train\.py( at 64)?"): "the CPU, which decodes, decides",
     ("val", r".*"): "the CPU, which decodes and draws plots, decides",
     ("distributed", r".*"): "one GPU's time is its reference: docs/distributed.md",
     ("ultralytics", r".*"): "models of Ultralytics, whose operations work.py does not count",
