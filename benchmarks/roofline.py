@@ -239,6 +239,7 @@ WITHOUT = {
     ): "masks and prototypes, whose operations work.py does not count",
     ("train", r"yolov5n, batch \d+, train\.py at 128"): "a figure of the CPU, where the loader is part of the step",
     ("train", r"yolov5\w, batch \d+, train\.py's default options, .*"): "the CPU, which decodes, decides",
+    ("train", r"yolov5\w-cls, batch \d+, classify/train\.py( at 64)?"): "the CPU, which decodes, decides",
     ("dataset", r"yolov5\w, batch \d+, train\.py, .*"): "files, host memory and decoding decide, too",
     (
         "jpeg",
@@ -247,7 +248,6 @@ WITHOUT = {
     ("latency", r".*"): "most of it is the network, which is not ours",
     ("v8_loss", r".*"): "its rows have the bytes of the heads, which are its floor: docs/kernels/v8_loss.md",
     ("loader", r".*"): "the CPU, which decodes, decides",
-    ("train", r".*, classify/train\.py( at 64)?"): "the CPU, which decodes, decides",
     ("val", r".*"): "the CPU, which decodes and draws plots, decides",
     ("distributed", r".*"): "one GPU's time is its reference: docs/distributed.md",
     ("ultralytics", r".*"): "models of Ultralytics, whose operations work.py does not count",
