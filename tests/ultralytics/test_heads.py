@@ -145,13 +145,15 @@ def test_first_convolutions_of_other_heads(device, same_convolutions, monkeypatc
     compare_first_blocks(head, device, monkeypatch, joined)
 
 
-def one_by_one(head):
-    block = head.cv3[1][0]
+def one_by_one(branch):
+    block = branch[1][0]
     block.conv = torch.nn.Conv2d(block.conv.in_channels, block.conv.out_channels, 1, bias=False)
 
 
 @pytest.mark.parametrize(
-    "change", [lambda head: head.cv2.requires_grad_(False), one_by_one], ids=["frozen boxes", "another kernel size"]
+    "change",
+    [lambda head: head.cv2.requires_grad_(False), lambda head: one_by_one(head.cv3), lambda head: one_by_one(head.cv2)],
+    ids=["frozen boxes", "another kernel size", "the first of another kernel size"],
 )
 def test_first_convolutions_that_are_alike_among_others(device, same_convolutions, monkeypatch, fused_blocks, change):
     """Of three branches two go together, whichever they are."""

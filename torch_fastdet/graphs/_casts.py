@@ -213,7 +213,7 @@ def _joined(model: nn.Module, convs: list[nn.Conv2d]) -> list[list[nn.Conv2d]]:
             and conv.weight.requires_grad
             and conv.weight.stride(0) == conv.weight[0].numel()
         ]
-        alike = [conv for conv in able if _kind(conv) == _kind(able[0])]
+        alike = max(([conv for conv in able if _kind(conv) == _kind(one)] for one in able), key=len, default=[])
         if len(alike) > 1:
             groups.append(alike)
     return groups
