@@ -198,6 +198,26 @@ def test_modules_that_are_imported_later(tmp_path, monkeypatch, host):
         del sys.modules[name]
 
 
+def test_a_reloaded_module_is_searched_for_as_without_us(tmp_path, monkeypatch, host):
+    """It may have moved since: here a module became a package."""
+    package = tmp_path / "host"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "shapes.py").write_text(STOCK)
+    monkeypatch.syspath_prepend(tmp_path)
+    host.switch_on(["area_optim"], (), import_now=False)
+    shapes = importlib.import_module("host.shapes")
+    (package / "shapes.py").unlink()
+    (package / "shapes").mkdir()
+    (package / "shapes/__init__.py").write_text(f"{STOCK}\n\nmoved = True\n")
+    importlib.invalidate_caches()
+    assert importlib.reload(shapes).moved and shapes.area(2) == "ours"
+    host.unpatch()
+    assert shapes.area(2) == "stock"
+    for name in ("host", "host.shapes"):
+        del sys.modules[name]
+
+
 def test_a_late_module_gets_the_original_of_its_package_or_the_first_one(loaded):
     target = Target(("first.shapes", "second.shapes"), "area", area)
     both = Host({"both_optim": Switch("both_optim", "area", (target,))}, ("first", "second"))

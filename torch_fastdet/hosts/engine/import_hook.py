@@ -7,7 +7,6 @@ attribute would load a module that is imported lazily, and a proxy may raise.
 from __future__ import annotations
 
 import importlib.abc
-import importlib.util
 import sys
 from collections.abc import Callable, Collection
 from types import ModuleType
@@ -53,7 +52,10 @@ class ImportHook(importlib.abc.MetaPathFinder):
             return None
         self._searching.add(fullname)
         try:
-            spec = importlib.util.find_spec(fullname)
+            # The other finders', as the import would without us: importlib.util.find_spec gives a loaded module's old one.
+            others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
+            found = (finder.find_spec(fullname, path, target) for finder in others)
+            spec = next((each for each in found if each is not None), None)
         finally:
             self._searching.discard(fullname)
         loader: object = None if spec is None else spec.loader

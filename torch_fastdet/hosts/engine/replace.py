@@ -143,9 +143,13 @@ class Patches:
         self, switch: str, owner: object, attribute: str, new: object, what: str = "", quietly: bool = False
     ) -> None:
         """Set ``owner.attribute`` to ``new`` and remember what was there; print it in a line that ends with ``what``."""
-        if any(r.owner is owner and r.attribute == attribute and r.new is new for r in self.replacements):
-            return
         old = (namespace(owner) if isinstance(owner, ModuleType) else vars(owner)).get(attribute, _MISSING)
+        for known in self.replacements:
+            if known.owner is owner and known.attribute == attribute and known.new is new:
+                if old is not new and old is not known.old:  # its module was reloaded
+                    known.old = old
+                    setattr(owner, attribute, new)
+                return
         self._remember_holders(new)
         setattr(owner, attribute, new)
         self._remember(Replacement(switch, owner, attribute, old, new, quietly), what)
