@@ -12,6 +12,7 @@ import torch
 
 import torch_fastdet.ultralytics as drop_in
 from tests.ops.test_metrics import IOUV, image, rectangles
+from torch_fastdet.hosts.engine.replace import SwitchError
 from torch_fastdet.ultralytics import validation
 from torch_fastdet.ultralytics.validation import confusions
 
@@ -135,12 +136,21 @@ def test_matches_by_any_overlaps_as_stock(ultralytics, device):
             assert torch.equal(mine, wanted) and mine.device.type == "cpu"
 
 
-def tasks_metrics(task, device, pretend=False, overlap=True, plots=True, size=32):
-    """The statistics and the confusion matrix that a task's validator gathers of four pictures; labels' masks have this size."""
+TASKS = {"segment": ("Segmentation", "mask_iou"), "pose": ("Pose", "kpt_iou"), "obb": ("OBB", "batch_probiou")}
+MATCHES = {"segment": "tp_m", "pose": "tp_p", "obb": "tp"}
+
+
+def task_validator(task):
+    """The module of a task's validator, and the class."""
     val = importlib.import_module(f"ultralytics.models.yolo.{task}.val")
-    name = {"segment": "Segmentation", "pose": "Pose", "obb": "OBB"}[task]
+    return val, getattr(val, f"{TASKS[task][0]}Validator")
+
+
+def tasks_metrics(task, device, pretend=False, overlap=True, plots=True, size=32, kind=lambda stock: stock):
+    """The statistics and the confusion matrix that a task's validator gathers of four pictures; labels' masks have this size."""
+    name = TASKS[task][0]
     metrics = importlib.import_module("ultralytics.utils.metrics")
-    validator = object.__new__(getattr(val, f"{name}Validator"))
+    validator = object.__new__(kind(task_validator(task)[1]))
     names = {i: str(i) for i in range(3)}
     options = {
         "save_json": False,
@@ -207,8 +217,112 @@ def test_tasks_have_stocks_metrics(ultralytics, device, task, most, monkeypatch)
             for mine, theirs in zip(found[key], values, strict=True):
                 assert np.array_equal(mine, theirs), key
         assert np.array_equal(matrix, counted) and matrix.sum() > 10
-        kind = {"segment": "tp_m", "pose": "tp_p", "obb": "tp"}[task]
+        kind = MATCHES[task]
         assert 3 < sum(values.sum() for values in found[kind]) < sum(values.size for values in found[kind])
+
+
+def calling(seen, function):
+    def mine(*args, **kwargs):
+        seen.append(function)
+        return function(*args, **kwargs)
+
+    return mine
+
+
+@pytest.fixture
+def as_on_gpu(monkeypatch):
+    """The CPU's tensors take the way of a GPU's."""
+    monkeypatch.setattr(validation, "_is_on_gpu", lambda self, processing, _: type(self)._process_batch is processing)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_tasks_own_matching_stays(ultralytics, as_on_gpu, device, task, monkeypatch, capsys):
+    """What a user has put on the validator's class before patch()."""
+    _, validator = task_validator(task)
+    seen = []
+    monkeypatch.setattr(validator, "_process_batch", calling(seen, validator._process_batch))
+    drop_in.patch(val_optim=True)
+    assert (
+        f"{validator.__name__}._process_batch has been replaced by somebody else, and stays." in capsys.readouterr().err
+    )
+    found, _ = tasks_metrics(task, device)
+    assert len(seen) == len(found["conf"]) == 4
+
+
+@pytest.mark.parametrize("name", ["validator.match_predictions", "validator._process_batch", "matrix.process_batch"])
+def test_own_matching_is_left_alone_or_refused(ultralytics, name, monkeypatch, capsys):
+    """Also where it gives what stock's does: it may count, or log."""
+    kind, method = name.split(".")
+    owner = getattr(ultralytics, kind)
+    if method == "match_predictions":
+        owner = owner.__mro__[1]
+    monkeypatch.setattr(owner, method, calling([], vars(owner)[method]))
+    own = vars(owner)[method]
+    drop_in.patch()
+    assert vars(owner)[method] is own
+    assert f"{owner.__name__}.{method} has been replaced by somebody else, and stays." in capsys.readouterr().err
+    with pytest.raises(SwitchError, match=f"{owner.__name__}.{method} has been replaced by somebody else"):
+        drop_in.patch(val_optim=True)
+    assert vars(owner)[method] is own
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_tasks_own_overlaps_are_called(ultralytics, as_on_gpu, device, task, monkeypatch):
+    """Also those that came after patch(), whatever they give: here nothing overlaps."""
+    module, _ = task_validator(task)
+    name, seen = TASKS[task][1], []
+    theirs = getattr(module, name)
+    drop_in.patch(val_optim=True)
+    monkeypatch.setattr(module, name, calling(seen, lambda *args, **kwargs: theirs(*args, **kwargs) * 0))
+    found, _ = tasks_metrics(task, device)
+    assert seen and not sum(values.sum() for values in found[MATCHES[task]])
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("when", ["a subclass", "before", "after"])
+def test_own_rows_are_compared_one_by_one(ultralytics, as_on_gpu, device, task, when, monkeypatch, capsys):
+    """A `_prepare_pred` that leaves out detections, or sorts them, would not fit overlaps of all of them."""
+    detect = ultralytics.validator
+
+    def every_other(stock):
+        return lambda self, pred: {key: value.flip(0)[::2] for key, value in stock(self, pred).items()}
+
+    def subclass(stock):
+        return type("Mine", (stock,), {"_prepare_pred": every_other(stock._prepare_pred)})
+
+    kind = subclass if when == "a subclass" else lambda stock: stock
+    with monkeypatch.context() as patch:
+        if when != "a subclass":
+            patch.setattr(detect, "_prepare_pred", every_other(detect._prepare_pred))
+        stats, matrix = tasks_metrics(task, device, kind=kind)
+    if when == "before":
+        monkeypatch.setattr(detect, "_prepare_pred", every_other(detect._prepare_pred))
+    drop_in.patch(val_optim=True)
+    if when == "after":
+        monkeypatch.setattr(detect, "_prepare_pred", every_other(detect._prepare_pred))
+    assert ("_prepare_pred has been replaced" in capsys.readouterr().err) == (when == "before")
+    found, counted = tasks_metrics(task, device, kind=kind)
+    for key, values in stats.items():
+        assert all(np.array_equal(mine, theirs) for mine, theirs in zip(found[key], values, strict=True)), key
+    assert np.array_equal(matrix, counted) and len(found["conf"][0]) == 20
+
+
+def test_a_fork_without_the_function_is_stocks(ultralytics, monkeypatch, capsys):
+    module, validator = task_validator("pose")
+    monkeypatch.delattr(module, "kpt_iou")
+    before = vars(validator)["_process_batch"]
+    drop_in.patch(val_optim=True)
+    assert vars(validator)["_process_batch"] is before and "update_metrics" not in vars(validator)
+    assert "val_optim: ultralytics.models.yolo.pose.val.PoseValidator._process_batch stays" in capsys.readouterr().err
+
+
+def test_groups_of_masks_count_labels_in_their_own_size(monkeypatch):
+    """With mask_ratio=1 labels are drawn in sixteen times the pixels of the detections' masks."""
+    monkeypatch.setattr(validation, "_MOST_ELEMENTS", 4096)
+    preds = [{"masks": torch.zeros(4, 8, 8)}] * 4
+    small, large = ([{"masks": torch.zeros(2, size, size)}] * 4 for size in (8, 32))
+    groups = [list(validation._groups(validation.MASKS, [(2, 4)] * 4, labels, preds)) for labels in (small, large)]
+    assert groups == [[[0, 1, 2, 3]], [[0], [1], [2], [3]]]
 
 
 class Validator:

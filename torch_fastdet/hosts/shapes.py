@@ -92,6 +92,7 @@ class Validator(Protocol):
     match_predictions: Callable[..., torch.Tensor]
     _process_batch: Callable[..., object]
     _prepare_batch: Callable[..., Any]
+    _prepare_pred: Callable[..., Any]
 
 
 class ConfusionMatrix(Protocol):

@@ -17,8 +17,10 @@ from typing import Any, Literal
 import torch
 
 from torch_fastdet import ops, optim
+from torch_fastdet.hosts.engine.import_hook import top_level
+from torch_fastdet.hosts.engine.replace import is_code_of
 from torch_fastdet.hosts.engine.switch import GPU, Active, Outside, Switch, Target
-from torch_fastdet.hosts.evidence import Asks, Behaves, SameCode, Signature, Version, plainly_on_the_cpu
+from torch_fastdet.hosts.evidence import Asks, Behaves, Obstacle, SameCode, Signature, Version, plainly_on_the_cpu
 from torch_fastdet.hosts.shared import average_precision, bn_act, masks, upsample
 from torch_fastdet.hosts.shared.cases import DETECTIONS, IOUV, LABELS
 from torch_fastdet.hosts.shared.evidence import MEMFD, OPENCV, needs_gpu
@@ -278,31 +280,31 @@ def _update(_: Active, stock: Callable[..., object], validator: Any) -> Callable
     return validation.update_on_host(stock, validator._process_batch)
 
 
-def _overlaps(validator: Any) -> validation.Overlaps:
-    """By the function of its module that the task's ``_process_batch`` calls."""
-    names = vars(sys.modules[validator.__module__])
-    return next(make(names[name]) for name, make in OVERLAPS.items() if name in names)
+def _process(overlaps: validation.Overlaps) -> Callable[..., object]:
+    def make(_: Active, stock: Callable[..., object], validator: Any) -> object:
+        if overlaps.function not in vars(sys.modules[validator.__module__]):
+            return Obstacle(f"{validator.__module__} has no {overlaps.function}.")
+        return validation.process_overlaps(stock, overlaps, super(validator, validator)._process_batch)
+
+    return make
 
 
-OVERLAPS: dict[str, Callable[..., validation.Overlaps]] = {
-    "mask_iou": validation.masks,
-    "kpt_iou": validation.keypoints,
-    "batch_probiou": validation.rotated_boxes,
-}
+def _update_by_overlaps(overlaps: validation.Overlaps) -> Callable[..., object]:
+    def make(_: Active, stock: Callable[..., object], validator: Any) -> object:
+        names = vars(sys.modules[validator.__module__])
+        host = top_level(validator.__module__)
+        if not is_code_of(validator._prepare_pred, host):
+            return Obstacle("its _prepare_pred has been replaced by somebody else, and may give other rows.")
+        preparing = None
+        if overlaps.prepares is not None and is_code_of(validator._prepare_batch, host):
+            boxes = super(validator, validator)._prepare_batch
+            preparing = validator._prepare_batch, overlaps.prepares(boxes)
+        prepare = validation.preparing_overlaps(
+            overlaps, lambda: names[overlaps.function], validator._prepare_pred, preparing
+        )
+        return validation.update_on_host(stock, validator._process_batch, prepare)
 
-
-def _process(_: Active, stock: Callable[..., object], validator: Any) -> Callable[..., object]:
-    matches = _overlaps(validator).matches
-    return validation.process_overlaps(
-        stock, matches, None if matches == "tp" else super(validator, validator)._process_batch
-    )
-
-
-def _update_by_overlaps(_: Active, stock: Callable[..., object], validator: Any) -> Callable[..., object]:
-    overlaps = _overlaps(validator)
-    boxes = super(validator, validator)._prepare_batch
-    preparing = {validator._prepare_batch: validation.with_masks(boxes)} if overlaps.matches == "tp_m" else {}
-    return validation.update_by_overlaps(stock, validator._process_batch, overlaps, preparing)
+    return make
 
 
 PROCESS = Signature(("self", "preds", "batch"))
@@ -316,6 +318,7 @@ VAL = Switch(
             "BaseValidator.match_predictions",
             make=lambda _, stock, validator: validation.match_overlaps(stock, str(matching_rule(validator))),
             evidence=(Signature(("self", "pred_classes", "true_classes", "iou", "use_scipy")),),
+            own=True,
             class_evidence=(knows(matching_rule, "match_predictions"),),
         ),
         Target(
@@ -325,6 +328,7 @@ VAL = Switch(
                 stock, validator.match_predictions, str(matching_rule(validator))
             ),
             evidence=(PROCESS,),
+            own=True,
             class_evidence=(
                 Signature(("self", "preds", "batch"), "update_metrics"),
                 knows(matching_rule, "match_predictions"),
@@ -333,24 +337,27 @@ VAL = Switch(
         Target(module("models.yolo.detect.val"), DETECTED, make=_update, after="DetectionValidator._process_batch"),
         *(
             target
-            for task, validator in (
-                ("segment", "SegmentationValidator"),
-                ("pose", "PoseValidator"),
-                ("obb", "OBBValidator"),
+            for task, validator, overlaps in (
+                ("segment", "SegmentationValidator", validation.MASKS),
+                ("pose", "PoseValidator", validation.KEYPOINTS),
+                ("obb", "OBBValidator", validation.ROTATED_BOXES),
             )
             for target in (
                 Target(
                     module(f"models.yolo.{task}.val"),
                     f"{validator}._process_batch",
-                    make=_process,
+                    make=_process(overlaps),
                     evidence=(PROCESS,),
+                    own=True,
                     after=DETECTED,
+                    otherwise="say",
                 ),
                 Target(
                     module(f"models.yolo.{task}.val"),
                     f"{validator}.update_metrics",
-                    make=_update_by_overlaps,
+                    make=_update_by_overlaps(overlaps),
                     after=f"{validator}._process_batch",
+                    otherwise="say",
                 ),
             )
         ),
@@ -359,6 +366,7 @@ VAL = Switch(
             "ConfusionMatrix.process_batch",
             make=lambda _, stock, matrix: validation.confuse(stock, str(counting_rule(matrix))),
             evidence=(Signature(("self", "detections", "batch", "conf", "iou_thres")),),
+            own=True,
             class_evidence=(knows(counting_rule, "ConfusionMatrix"),),
         ),
         average_precision.target(

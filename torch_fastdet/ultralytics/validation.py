@@ -78,8 +78,13 @@ def _counts_as_stock(detections: dict[str, Any], batch: dict[str, Any], classes:
         and all(isinstance(value, Tensor) for value in (*detections.values(), *boxes, *labels))
         and all(box.shape == (label.numel(), 4) for box, label in zip(boxes, labels))
         and detections["cls"].shape == detections["conf"].shape == boxes[0].shape[:1]
-        and all(bool(((label >= 0) & (label < classes)).all()) for label in labels)
+        and all(not label.numel() or _within(label, classes) for label in labels)
     )
+
+
+def _within(labels: Tensor, classes: int) -> bool:
+    lowest, highest = labels.aminmax()
+    return bool(lowest >= 0) and bool(highest < classes)
 
 
 def confuse(stock: Callable, rule: str) -> Callable:
@@ -120,10 +125,15 @@ def match_overlaps(stock: Callable, rule: str) -> Callable:
     return match_predictions
 
 
-def update_on_host(stock: Callable, processing: Callable) -> Callable:
+def update_on_host(
+    stock: Callable, processing: Callable, overlaps: Callable[[Validator, Any, Any], Callable | None] | None = None
+) -> Callable:
     """A validator's ``update_metrics`` of tensors on the host: one copy a batch instead of several syncs an image.
 
     A validator whose ``_process_batch`` is not ``processing`` gets stock's.
+
+    Args:
+        overlaps: of a task, see :func:`preparing_overlaps`.
     """
 
     @functools.wraps(stock)
@@ -131,8 +141,17 @@ def update_on_host(stock: Callable, processing: Callable) -> Callable:
         if not _is_on_gpu(self, processing, preds):
             stock(self, preds, batch)
             return
-        with own_attributes([(self, "device", HOST)]):
-            stock(self, _to_host(preds), _labels_on_host(batch))
+        labels = _labels_on_host(batch)
+        own: list[tuple[object, str, object]] = [(self, "device", HOST)]
+        if overlaps is not None:
+            prepare = overlaps(self, preds, labels)
+            if prepare is None:
+                stock(self, preds, batch)
+                return
+            own.append((self, "_prepare_batch", prepare))
+            preds = [{name: pred[name] for name in pred if name != "masks"} for pred in preds]
+        with own_attributes(own):
+            stock(self, _to_host(preds), labels)
 
     return update_metrics
 
@@ -164,62 +183,59 @@ def _to_host(preds: list[dict[str, Tensor]]) -> list[dict[str, object]]:
 class Overlaps(NamedTuple):
     """By what a task's detections overlap its labels; computed on the GPU, for several images at once."""
 
+    function: str  #: of the host, in the module of the task's validator
     matches: str  #: what ``_process_batch`` calls the matches by them
-    elements: Callable[[int, int, dict[str, Tensor]], int]  #: of the largest tensor for so many labels, detections
-    between: Callable[[Validator, list[dict[str, Any]], list[dict[str, Tensor]]], Tensor]  #: (labels, detections)
+    #: Elements of the largest tensor for so many labels and detections like these.
+    elements: Callable[[int, int, dict[str, Any], dict[str, Tensor]], int]
+    #: (labels, detections), by the host's function.
+    between: Callable[[Callable[..., Tensor], Validator, list[dict[str, Any]], list[dict[str, Tensor]]], Tensor]
+    #: Makes ``_prepare_batch`` from the one of validators of boxes alone; None: the task's own.
+    prepares: Callable[[Callable], Callable] | None = None
 
 
 def _joined(images: list[dict[str, Any]], name: str, device: torch.device) -> Tensor:
     return torch.cat([image[name] for image in images]).to(device)
 
 
-def rotated_boxes(probiou: Callable[[Tensor, Tensor], Tensor]) -> Overlaps:
-    def between(_: Validator, labels: list[dict[str, Any]], preds: list[dict[str, Tensor]]) -> Tensor:
-        device = preds[0]["bboxes"].device
-        return probiou(_joined(labels, "bboxes", device), _joined(preds, "bboxes", device))
+def _rotated(
+    probiou: Callable[..., Tensor], _: Validator, labels: list[dict[str, Any]], preds: list[dict[str, Tensor]]
+) -> Tensor:
+    device = preds[0]["bboxes"].device
+    return probiou(_joined(labels, "bboxes", device), _joined(preds, "bboxes", device))
 
-    return Overlaps("tp", lambda labels, detections, _: labels * detections, between)
 
-
-def keypoints(similarity: Callable[..., Tensor]) -> Overlaps:
+def _similarity(
+    kpt_iou: Callable[..., Tensor], validator: Validator, labels: list[dict[str, Any]], preds: list[dict[str, Tensor]]
+) -> Tensor:
     """Object keypoint similarity. A box has 0.53 of its area where no mask says more, as in xtcocotools."""
-
-    def between(validator: Validator, labels: list[dict[str, Any]], preds: list[dict[str, Tensor]]) -> Tensor:
-        device = preds[0]["keypoints"].device
-        boxes = torch.cat([label["bboxes"] for label in labels])
-        area = ((boxes[:, 2:] - boxes[:, :2]).prod(1) * 0.53).to(device)
-        points = [_joined(images, "keypoints", device) for images in (labels, preds)]
-        return similarity(*points, sigma=validator.sigma, area=area)
-
-    return Overlaps("tp_p", lambda labels, detections, pred: labels * detections * pred["keypoints"].shape[1], between)
+    device = preds[0]["keypoints"].device
+    boxes = _joined(labels, "bboxes", HOST)
+    area = ((boxes[:, 2:] - boxes[:, :2]).prod(1) * 0.53).to(device)
+    points = [_joined(images, "keypoints", device) for images in (labels, preds)]
+    return kpt_iou(*points, sigma=validator.sigma, area=area)
 
 
-def masks(mask_iou: Callable[[Tensor, Tensor], Tensor]) -> Overlaps:
-    def between(_: Validator, labels: list[dict[str, Any]], preds: list[dict[str, Tensor]]) -> Tensor:
-        found = torch.cat([pred["masks"] for pred in preds])
-        truth = _drawn(labels, found.device)
-        if truth.shape[1:] != found.shape[1:]:
-            truth = F.interpolate(truth[None], found.shape[1:], mode="bilinear", align_corners=False)[0].gt_(0.5)
-        return mask_iou(truth.flatten(1), found.flatten(1).float())
-
-    return Overlaps("tp_m", lambda labels, detections, pred: (labels + detections) * pred["masks"][0].numel(), between)
+def _of_masks(
+    mask_iou: Callable[..., Tensor], _: Validator, labels: list[dict[str, Any]], preds: list[dict[str, Tensor]]
+) -> Tensor:
+    found = _joined(preds, "masks", preds[0]["masks"].device)
+    truth = _drawn(labels, found.device)
+    if truth.shape[1:] != found.shape[1:]:
+        truth = F.interpolate(truth[None], found.shape[1:], mode="bilinear", align_corners=False)[0].gt_(0.5)
+    return mask_iou(truth.flatten(1), found.flatten(1).float())
 
 
 def _drawn(labels: list[dict[str, Any]], device: torch.device) -> Tensor:
     """(labels, h, w): 0 or 1. An image's own are these, or one map in which the pixels of label i are i + 1."""
     if labels[0]["masks"].dim() == 3:
-        return torch.cat([label["masks"] for label in labels]).float()
+        return _joined(labels, "masks", device).float()
     maps = torch.cat([label["masks"].expand(len(label["cls"]), -1, -1) for label in labels])
     numbers = torch.cat([torch.arange(1, len(label["cls"]) + 1) for label in labels]).to(device)
     return (maps == numbers[:, None, None]).float()
 
 
-def with_masks(boxes: Callable) -> Callable:
-    """``_prepare_batch`` of an image whose masks are drawn later, those of several images at once.
-
-    Args:
-        boxes: the same of validators without masks.
-    """
+def _with_masks(boxes: Callable) -> Callable:
+    """``_prepare_batch`` of an image whose masks are drawn later, those of several images at once."""
 
     def prepare(validator: Validator, number: int, batch: dict[str, Any]) -> dict[str, Any]:
         own = number
@@ -230,51 +246,64 @@ def with_masks(boxes: Callable) -> Callable:
     return prepare
 
 
+def _pixels(labels: int, detections: int, label: dict[str, Any], pred: dict[str, Tensor]) -> int:
+    """Labels are drawn in their own size, and compared in that of the detections."""
+    found = pred["masks"][0].numel()
+    return labels * max(found, label["masks"].shape[-2:].numel()) + detections * found
+
+
+ROTATED_BOXES = Overlaps("batch_probiou", "tp", lambda labels, detections, *_: labels * detections, _rotated)
+KEYPOINTS = Overlaps("kpt_iou", "tp_p", lambda m, n, _, pred: m * n * pred["keypoints"].shape[1], _similarity)
+MASKS = Overlaps("mask_iou", "tp_m", _pixels, _of_masks, _with_masks)
+
 #: The overlaps (labels, detections) of an image, in its labels on the host.
 OVERLAPS = "torch_fastdet_overlaps"
 _MOST_ELEMENTS = 1 << 25  # of a tensor for several images
 
 
-def process_overlaps(stock: Callable, matches: str, boxes: Callable | None = None) -> Callable:
-    """A task's ``_process_batch`` by overlaps that are there already; ``boxes`` is the one of its boxes, if it is another."""
+def process_overlaps(stock: Callable, overlaps: Overlaps, boxes: Callable) -> Callable:
+    """A task's ``_process_batch`` by overlaps that are there already; ``boxes`` is the one of boxes that are not rotated."""
 
     @functools.wraps(stock)
     def _process_batch(self: Validator, preds: dict[str, Tensor], batch: dict[str, Any]) -> dict[str, object]:
         if OVERLAPS not in batch:
             return stock(self, preds, batch)
         correct = self.match_predictions(preds["cls"], batch["cls"], batch[OVERLAPS])
-        return {**(boxes(self, preds, batch) if boxes else {}), matches: correct.numpy()}
+        return {**({} if overlaps.matches == "tp" else boxes(self, preds, batch)), overlaps.matches: correct.numpy()}
 
     return _process_batch
 
 
-def update_by_overlaps(
-    stock: Callable, processing: Callable, overlaps: Overlaps, preparing: dict[Callable, Callable]
-) -> Callable:
-    """A validator's ``update_metrics`` on the host, with the overlaps of all images in one copy from the GPU.
+def preparing_overlaps(
+    overlaps: Overlaps,
+    function: Callable[[], Callable[..., Tensor]],
+    keeping_rows: Callable,
+    preparing: tuple[Callable, Callable] | None,
+) -> Callable[[Validator, list[dict[str, Tensor]], dict[str, Any]], Callable | None]:
+    """Makes a validator's ``_prepare_batch``, with the overlaps of all images of a batch in one copy from the GPU.
+
+    It returns None, and stock's code runs, if masks are needed on the host, or if the validator has a ``_prepare_pred`` of its own:
+    the overlaps are of the rows that came from the model.
 
     Args:
-        processing: the ``_process_batch`` that takes them.
-        preparing: stock's ``_prepare_batch``, and what does in its place.
+        function: returns the host's function that computes overlaps, as it is at the time.
+        keeping_rows: stock's ``_prepare_pred``.
+        preparing: stock's ``_prepare_batch``, and what stands for it; None: nothing does.
     """
 
-    @functools.wraps(stock)
-    def update_metrics(self: Validator, preds: list[dict[str, Tensor]], batch: dict[str, object]) -> None:
-        if not _is_on_gpu(self, processing, preds) or _shows_masks(self, preds[0]):
-            stock(self, preds, batch)
-            return
-        labels = _labels_on_host(batch)
-        own = self._prepare_batch
-        prepare = preparing.get(getattr(own, "__func__", own))
-        host = _to_host([{name: pred[name] for name in pred if name != "masks"} for pred in preds])
-        with own_attributes([(self, "device", HOST)]):
-            prepared = [prepare(self, i, labels) if prepare else own(i, labels) for i in range(len(preds))]
-            for label, found in zip(prepared, _on_host(self, overlaps, prepared, preds)):
-                label[OVERLAPS] = found
-            with own_attributes([(self, "_prepare_batch", lambda i, _: prepared[i])]):
-                stock(self, host, labels)
+    def prepare_all(validator: Validator, preds: list[dict[str, Tensor]], labels: dict[str, Any]) -> Callable | None:
+        if getattr(validator._prepare_pred, "__func__", None) is not keeping_rows or _shows_masks(validator, preds[0]):
+            return None
+        own = validator._prepare_batch
+        if preparing and getattr(own, "__func__", None) is preparing[0]:
+            own = functools.partial(preparing[1], validator)
+        with own_attributes([(validator, "device", HOST)]):
+            prepared = [own(i, labels) for i in range(len(preds))]
+        for label, found in zip(prepared, _on_host(validator, overlaps, function(), prepared, preds)):
+            label[OVERLAPS] = found
+        return lambda number, _: prepared[number]
 
-    return update_metrics
+    return prepare_all
 
 
 def _shows_masks(validator: Validator, pred: dict[str, Tensor]) -> bool:
@@ -283,29 +312,38 @@ def _shows_masks(validator: Validator, pred: dict[str, Tensor]) -> bool:
 
 
 def _on_host(
-    validator: Validator, overlaps: Overlaps, labels: list[dict[str, Any]], preds: list[dict[str, Tensor]]
+    validator: Validator,
+    overlaps: Overlaps,
+    function: Callable[..., Tensor],
+    labels: list[dict[str, Any]],
+    preds: list[dict[str, Tensor]],
 ) -> Iterable[Tensor]:
     """The overlaps of each image."""
     sizes = [(len(label["cls"]), len(pred["cls"])) for label, pred in zip(labels, preds)]
     parts = [preds[0]["conf"].new_zeros(0)]
-    for group in _groups(overlaps, sizes, preds):
-        found = overlaps.between(validator, [labels[i] for i in group], [preds[i] for i in group])
-        rows = found.split([sizes[i][0] for i in group])
-        parts += [row.split([sizes[i][1] for i in group], 1)[k].flatten() for k, row in enumerate(rows)]
+    for group in _groups(overlaps, sizes, labels, preds):
+        found = overlaps.between(function, validator, [labels[i] for i in group], [preds[i] for i in group])
+        row = column = 0
+        for m, n in (sizes[i] for i in group):
+            parts.append(found[row : row + m, column : column + n].flatten())
+            row, column = row + m, column + n
     flat = torch.cat(parts).cpu().split([m * n for m, n in sizes])
     return [part.view(size) for part, size in zip(flat, sizes)]
 
 
-def _groups(overlaps: Overlaps, sizes: list[tuple[int, int]], preds: list[dict[str, Tensor]]) -> Iterator[list[int]]:
+def _groups(
+    overlaps: Overlaps, sizes: list[tuple[int, int]], labels: list[dict[str, Any]], preds: list[dict[str, Tensor]]
+) -> Iterator[list[int]]:
     """Images with labels and detections, as many at once as a tensor of the largest size allows."""
     group: list[int] = []
+    rows = columns = 0
     for i, (m, n) in enumerate(sizes):
         if not m or not n:
             continue
-        together = [m + sum(sizes[k][0] for k in group), n + sum(sizes[k][1] for k in group)]
-        if group and overlaps.elements(together[0], together[1], preds[i]) > _MOST_ELEMENTS:
+        rows, columns = rows + m, columns + n
+        if group and overlaps.elements(rows, columns, labels[i], preds[i]) > _MOST_ELEMENTS:
             yield group
-            group = []
+            group, rows, columns = [], m, n
         group.append(i)
     if group:
         yield group
