@@ -302,6 +302,29 @@ def test_a_capture_does_not_wait_for_a_collection_of_garbage(cuda, monkeypatch):
     assert len(graphs.shapes) == 1
 
 
+def test_a_thread_draws_its_random_numbers_during_a_capture(cuda):
+    """Those that it would have without the capture."""
+
+    def draw(kept):
+        kept.append(torch.rand(1000, device=cuda))
+
+    torch.manual_seed(5)
+    wanted, drawn = [], []
+    for _ in range(2):
+        draw(wanted)
+    torch.manual_seed(5)
+    draw(drawn)
+    graph, x = torch.cuda.CUDAGraph(), torch.ones(4, device=cuda)
+    with _capture.capture_into(graph, _capture.new_pool(), torch.cuda.Stream(), random_numbers=False):
+        thread = threading.Thread(target=draw, args=(drawn,))
+        thread.start()
+        thread.join()
+        y = x + 1
+    graph.replay()
+    assert y.tolist() == [2] * 4
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(drawn, wanted, strict=True))
+
+
 def test_other_threads_during_a_capture(cuda):
     """They wait for the device, draw random numbers and allocate; without turns both threads' calls fail."""
     GPU.device = cuda
@@ -312,7 +335,8 @@ def test_other_threads_during_a_capture(cuda):
             while not stop.is_set():
                 with _capture.no_capture():
                     torch.cuda.synchronize()
-                torch.rand(1000, device=cuda).sum().item()
+                    numbers = torch.rand(1000, device=cuda)
+                numbers.sum().item()
         except RuntimeError as error:
             failed.append(error)
 

@@ -173,7 +173,8 @@ class _Captures:
 
 _captures = _Captures()
 os.register_at_fork(after_in_child=_captures.__init__)  # type: ignore[misc]  # the thread that captures stays in the parent
-#: A context for waits for a whole device, such as torch.cuda.synchronize(), in threads beside one that captures.
+#: A context for waits for a whole device, such as torch.cuda.synchronize(), and for random numbers of the device, in threads beside one
+#: that captures.
 no_capture = _captures.none
 
 
@@ -194,7 +195,8 @@ def capture_into(
         graph: a new one.
         pool: of memory, from :func:`new_pool`.
         stream: to capture on.
-        random_numbers: False leaves the device's generator to other threads; what draws from it then fails the capture.
+        random_numbers: False leaves the device's generator to other threads, except in the moment in which the capture begins; what draws
+            from it in the capture fails it.
         collect: first free what only cycles of references hold; it takes 0.3 s in a process with a host's modules.
     """
     with _captures.one():
