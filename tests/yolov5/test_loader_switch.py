@@ -26,8 +26,9 @@ ON_GPU = [
 
 
 IN_A_CHECKOUT = ["train", "val", "spawn"]
-# Cases that one process runs, one after the other: it imports YOLOv5 for four seconds and spends less than one on most cases.
-TOGETHER = 40
+# Cases that one process runs, one after the other: it imports YOLOv5 for four seconds and spends less than one on most cases. `make test-gpu`
+# gives the tests of a module to all processes, each of which would run all of them.
+TOGETHER = {"cpu": 40, "cuda": 1}
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +37,8 @@ def outcome(real_yolov5, tmp_path_factory):
     made: dict[tuple, str] = {}
 
     def outcome(layout: str, device: str, case: str, cases: list[str]) -> str:
-        first = cases.index(case) // TOGETHER * TOGETHER
-        chosen = cases[first : first + TOGETHER]
+        first = cases.index(case) // TOGETHER[device] * TOGETHER[device]
+        chosen = cases[first : first + TOGETHER[device]]
         key = (layout, device, *chosen)
         if key not in made:
             yolov5 = real_yolov5(layout)
