@@ -26,12 +26,20 @@ def _series(version: str) -> str:
     return ".".join(version.split("+")[0].split(".")[:2])
 
 
+#: PyTorch series -> the CUDA of PyPI's build, for which there are wheels.
+WHEELS = {"2.11": "13.0", "2.12": "13.0", "2.13": "13.0", "2.14": "13.0", "2.15": "13.2"}
+
+
 def _again(version: str) -> str:
     """How to install torch_fastdet for the torch that is running; setup.py gives the wheels these names."""
     if torch.version.cuda is None:
         return "or TORCH_FASTDET_CUDA=0 pip install . in torch_fastdet's source folder"
-    tag = f"cu{torch.version.cuda.replace('.', '')}torch{_series(torch.__version__)}"
-    return f"or install the wheel torch_fastdet=={version}+{tag}, or pip install . in torch_fastdet's source folder"
+    series = _series(torch.__version__)
+    wheel = ""
+    if WHEELS.get(series) == torch.version.cuda:
+        tag = f"cu{torch.version.cuda.replace('.', '')}torch{series}"
+        wheel = f"or pip install torch_fastdet=={version}+{tag} --find-links, with the folder or page of the wheels, "
+    return f"{wheel}or pip install . in torch_fastdet's source folder"
 
 
 def load() -> dict[str, str]:

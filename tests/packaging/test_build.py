@@ -238,9 +238,20 @@ def test_other_torch_at_import(tmp_path, built_with):
     assert result.returncode != 0 and sentence.startswith("ImportError: torch_fastdet")
     assert f"({built_with})" in sentence and f"torch {torch.__version__} is running" in sentence
     assert f"type: pip install torch=={built_with.split('+')[0]}" in sentence
-    if torch.version.cuda:
-        tag = f"cu{torch.version.cuda.replace('.', '')}torch{_library._series(torch.__version__)}"
-        assert f"the wheel torch_fastdet=={torch_fastdet.__version__}+{tag}" in sentence
+    series = _library._series(torch.__version__)
+    if torch.version.cuda and _library.WHEELS.get(series) == torch.version.cuda:
+        tag = f"cu{torch.version.cuda.replace('.', '')}torch{series}"
+        assert f"pip install torch_fastdet=={torch_fastdet.__version__}+{tag} --find-links" in sentence
+
+
+def test_no_wheel_is_named_that_nobody_builds(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert _library._again("0.3.0") == "or pip install . in torch_fastdet's source folder"
+    monkeypatch.setattr(torch.version, "cuda", "13.2")
+    monkeypatch.setattr(torch, "__version__", "2.15.1+cu132")
+    assert "torch_fastdet==0.3.0+cu132torch2.15 --find-links" in _library._again("0.3.0")
+    monkeypatch.setattr(torch, "__version__", "2.16.0+cu132")
+    assert "==" not in _library._again("0.3.0")
 
 
 def test_unbuilt_source_folder(tmp_path):
