@@ -18,6 +18,8 @@ WHEEL_BYTES, ARCHITECTURE_BYTES = 60e6, 15e6  # at most, of the wheel, and of it
 ALLOWED = re.compile(
     r"(libtorch(_cpu|_cuda)?|libc10(_cuda)?|libcudart|libstdc\+\+|libgcc_s|libgomp|libc|libm|libdl|libpthread|librt|ld-linux-x86-64)\.so(\.\d+)*"
 )
+#: Of Ubuntu 22.04, the oldest system that the wheels are for.
+NEWEST = {"GLIBC": "2.35", "GLIBCXX": "3.4.30"}
 CONFIG = "torch_fastdet/_build_config.json"
 CMAKE = "torch_fastdet/share/cmake/TorchFastdet/TorchFastdetConfig.cmake"
 
@@ -84,6 +86,11 @@ def check(wheel: Path) -> tuple[list[str], dict[str, str]]:
             found += library_problems(name, library)
             for interface, version in newest_versions(library).items():
                 newest[interface] = max(newest.get(interface, "0"), version, key=_numbers)
+        found += [
+            f"it needs {interface} {newest[interface]}, newer than {limit}"
+            for interface, limit in NEWEST.items()
+            if _numbers(newest.get(interface, "0")) > _numbers(limit)
+        ]
         if {LIBRARY, CONFIG} <= names:
             architectures = json.loads(archive.read(CONFIG))["architectures"].split(";")
             found += size_problems(

@@ -4,7 +4,8 @@
            with every GPU architecture that torch_fastdet supports, or those of TORCH_CUDA_ARCH_LIST. Each is checked
            (tools/check_wheel.py) and tried.
 ``try``    installs a wheel in a fresh environment without compilers, beside the torch of ``--python``, and runs operators there.
-``index``  writes the pages that ``pip install torch_fastdet --find-links`` reads: index.html, and one page for each torch and CUDA.
+``index``  writes the pages that ``pip install torch_fastdet --find-links`` reads: index.html with every wheel, and one page for each
+           torch and CUDA.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def try_wheel(wheel: Path, python: Path) -> None:
         (site,) = (folder / "env/lib").glob("python3*/site-packages")
         run(python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", site, wheel)
         (site / "behind.pth").write_text(paths.stdout)
-        kept = {name: os.environ[name] for name in ("HOME", "LANG", "OMP_NUM_THREADS") if name in os.environ}
+        kept = {name: os.environ[name] for name in ("HOME", "LANG", "LD_LIBRARY_PATH", "OMP_NUM_THREADS") if name in os.environ}
         run(folder / "env/bin/python", "-c", TRIAL, cwd=folder, env={**kept, "PATH": str(folder / "env/bin")})
 
 
@@ -105,7 +106,10 @@ def page(title: str, links: list[tuple[str, str]]) -> str:
 
 
 def write_index(dist: Path, out: Path, base: str) -> list[Path]:
-    """One page for each torch and CUDA with its wheels, and index.html with the pages. ``base`` is where the wheels lie."""
+    """One page for each torch and CUDA with its wheels, and index.html with the pages and all wheels: pip follows no link to a page.
+
+    ``base`` is where the wheels lie.
+    """
     pages: dict[str, list[tuple[str, str]]] = {}
     for wheel in sorted(dist.glob("torch_fastdet-*.whl")):
         pages.setdefault(tag(wheel), []).append((wheel.name, base + quote(wheel.name)))
@@ -113,7 +117,8 @@ def write_index(dist: Path, out: Path, base: str) -> list[Path]:
         raise SystemExit(f"wheels: found no wheel in {dist}; type: make wheels")
     out.mkdir(parents=True, exist_ok=True)
     texts = {f"{name}.html": page(f"torch_fastdet for {name}", links) for name, links in pages.items()}
-    texts["index.html"] = page("torch_fastdet", [(name.removesuffix(".html"), name) for name in sorted(texts)])
+    to_pages = [(name.removesuffix(".html"), name) for name in sorted(texts)]
+    texts["index.html"] = page("torch_fastdet", [*to_pages, *(link for links in pages.values() for link in links)])
     for name, text in texts.items():
         (out / name).write_text(text)
     return [out / name for name in texts]

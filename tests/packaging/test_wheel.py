@@ -3,6 +3,8 @@
 import importlib.util
 import re
 import shutil
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 
 import torch_fastdet
 from tools import check_wheel, wheels
+from torch_fastdet import _library
 
 ROOT = Path(__file__).resolve().parents[2]
 DIST_INFO = f"torch_fastdet-{torch_fastdet.__version__}.dist-info"
@@ -84,6 +87,13 @@ def test_another_version(wheel, tmp_path, capsys):
     assert f"torch_fastdet/_version.py is not of version {torch_fastdet.__version__}" in capsys.readouterr().out
 
 
+def test_a_newer_system_than_users_have(wheel, monkeypatch, capsys):
+    monkeypatch.setattr(check_wheel, "NEWEST", {"GLIBC": "2.9", "GLIBCXX": "3.4.30"})
+    assert check_wheel.main([str(wheel())]) == 1
+    said = capsys.readouterr().out
+    assert re.search(r"it needs GLIBC 2\.\d+, newer than 2\.9", said) and "needs GLIBCXX" not in said
+
+
 def test_a_wheel_that_is_too_large(wheel, monkeypatch, capsys):
     monkeypatch.setattr(check_wheel, "ARCHITECTURE_BYTES", 1e4)
     monkeypatch.setattr(check_wheel, "WHEEL_BYTES", 1e5)
@@ -104,15 +114,30 @@ def test_pages_of_wheels(tmp_path):
     links = re.findall(r'href="(.*?)"', (tmp_path / "pages/cu130torch2.11.html").read_text())
     file = "https://example.org/9.9.9/torch_fastdet-9.9.9%2Bcu130torch2.11-cp31{0}-cp31{0}-linux_x86_64.whl"
     assert links == [file.format(1), file.format(2)]
-    assert 'href="cu132torch2.15.html"' in (tmp_path / "pages/index.html").read_text()
+    index = re.findall(r'href="(.*?)"', (tmp_path / "pages/index.html").read_text())
+    assert index[:2] == ["cu130torch2.11.html", "cu132torch2.15.html"] and set(links) < set(index) and len(index) == 5
     (tmp_path / "torch_fastdet-9.9.9-cp312-cp312-linux_x86_64.whl").touch()
     with pytest.raises(SystemExit, match="has no local version such as"):
         wheels.write_index(tmp_path, tmp_path, "")
 
 
+def test_pip_finds_the_wheel_by_the_index_alone(tmp_path):
+    name = "torch_fastdet-9.9.9+cu130torch2.11"
+    with zipfile.ZipFile(tmp_path / f"{name}-py3-none-any.whl", "w") as archive:
+        archive.writestr(f"{name}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: torch_fastdet\nVersion: {name[14:]}\n")
+        archive.writestr(f"{name}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{name}.dist-info/RECORD", "")
+    wheels.write_index(tmp_path, tmp_path / "pages", f"{tmp_path.as_uri()}/")
+    options = ["--no-index", "--no-deps", "--find-links", tmp_path / "pages/index.html", "--dest", tmp_path / "found"]
+    subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", *options, "torch_fastdet"], check=True)
+    assert [path.name for path in (tmp_path / "found").iterdir()] == [f"{name}-py3-none-any.whl"]
+
+
 def test_wheels_are_for_every_supported_torch_and_python():
-    row = re.compile(r"^\| (2\.\d+\.\d+) \|", re.MULTILINE)
-    assert tuple(row.findall((ROOT / "docs/install.md").read_text())) == wheels.TORCHES
+    row = re.compile(r"^\| (2\.\d+\.\d+) \| (\d+\.\d+) \|", re.MULTILINE)
+    rows = row.findall((ROOT / "docs/install.md").read_text())
+    assert tuple(version for version, _ in rows) == wheels.TORCHES
+    assert {_library._series(version): cuda for version, cuda in rows} == _library.WHEELS
     classifiers = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text())
     assert tuple(f"python{version}" for version in classifiers) == wheels.PYTHONS
 
