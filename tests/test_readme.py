@@ -251,7 +251,7 @@ COMMANDS = [
         Held("tests/examples/test_examples.py", "def test_results_of_ultralytics_become_detections"),
     ),
     (r"python -m examples\.export\b.*", Held("tests/examples/test_examples.py", 'run("examples.export"')),
-    (r"python -m examples\.fine_tune\b.*", Held("tests/examples/test_fine_tune.py", "def test_notebook")),
+    (r"python -m examples\.fine_tune\b.*", Held("tests/examples/test_fine_tune.py", '"-m", "examples.fine_tune"')),
     (
         r"python -m examples\.draw runs/.*",
         Held("tests/examples/test_examples.py", "def test_results_of_ultralytics_become_detections"),

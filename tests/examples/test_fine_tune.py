@@ -31,6 +31,19 @@ def test_command_of_yolov5(tmp_path, weights, words):
 
 @pytest.mark.slow
 @pytest.mark.cpu
+@pytest.mark.parametrize("host, model", [("ultralytics", "yolo11n.yaml"), ("yolov5", "yolov5n.yaml")])
+def test_script(tmp_path, host, model):
+    pytest.importorskip(host, exc_type=ImportError)
+    env = environment(tmp_path / "environment") | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    words = f"--host {host} --draw 10 --epochs 1 --img 64 --weights {model} --device cpu --out {tmp_path}/out".split()
+    command = [sys.executable, "-m", "examples.fine_tune", *words]
+    result = subprocess.run(command, cwd=EXAMPLES.parent, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    assert (tmp_path / "out/train/weights/best.pt").is_file() and "trained: " in result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.cpu
 def test_notebook(tmp_path):
     """Its cells, one after another, as Jupyter runs them in the notebook's folder; it trains in both hosts."""
     for package in ("ultralytics", "yolov5"):
