@@ -124,7 +124,9 @@ def test_pages_of_wheels(tmp_path):
 def test_pip_finds_the_wheel_by_the_index_alone(tmp_path):
     name = "torch_fastdet-9.9.9+cu130torch2.11"
     with zipfile.ZipFile(tmp_path / f"{name}-py3-none-any.whl", "w") as archive:
-        archive.writestr(f"{name}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: torch_fastdet\nVersion: {name[14:]}\n")
+        archive.writestr(
+            f"{name}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: torch_fastdet\nVersion: {name[14:]}\n"
+        )
         archive.writestr(f"{name}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{name}.dist-info/RECORD", "")
     wheels.write_index(tmp_path, tmp_path / "pages", f"{tmp_path.as_uri()}/")
