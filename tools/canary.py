@@ -1,8 +1,12 @@
 """Tries the newest YOLOv5, Ultralytics, OpenCV and NumPy with this tree: ``make canary``.
 
 They are installed into build/canary, before the packages of the environment on the path, which stay as they are. ``doctor`` then says
-which switches apply, and the switches' tests run. The row that is printed belongs in docs/versions.md. The exit status is 1 if a
-switch is off that the pinned versions have, or if a test fails. ``make canary TORCH=2.15.0`` takes another torch.
+which switches apply, also of the head of YOLOv5's repository where git reaches it, and the switches' tests run, with PyPI's YOLOv5.
+The row that is printed belongs in docs/versions.md. The exit status is 1 if a switch is off that the pinned versions have, or if a
+test fails.
+
+torch is the environment's, for the library is built for it. ``make canary TORCH=2.15.0`` makes an environment with another one and the
+torchvision that fits it. Where PyPI has a newer torch than the row, the last line gives that command.
 
 ``table`` writes the table of docs/versions.md instead: every switch with each version of ``make test-versions``.
 """
@@ -10,6 +14,7 @@ switch is off that the pinned versions have, or if a test fails. ``make canary T
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -30,6 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / "build/canary/site"
 PAGE = ROOT / "docs/versions.md"
 HOSTS = {"YOLOv5": "yolov5", "Ultralytics": "ultralytics"}
+YOLOV5 = "https://github.com/ultralytics/yolov5"
 NEWEST = ("ultralytics", "yolov5", "opencv-python-headless", "numpy")
 SHOWN = ("ultralytics", "yolov5", "torch", "torchvision", "opencv-python-headless", "numpy")
 YOLOV5_TESTS = tuple(
@@ -46,8 +52,8 @@ def environment(*folders: Path) -> dict[str, str]:
     return {**env, "PYTHONPATH": os.pathsep.join([str(ROOT), *map(str, folders), env["PYTHONPATH"]])}
 
 
-def doctor(host: str, *folders: Path) -> dict[str, Any]:
-    command = [sys.executable, "-m", f"torch_fastdet.{host}", "doctor", "--json"]
+def doctor(host: str, *folders: Path, script: Path | None = None) -> dict[str, Any]:
+    command = [sys.executable, "-m", f"torch_fastdet.{host}", "doctor", "--json", *([str(script)] if script else [])]
     said = subprocess.run(command, cwd=ROOT, env=environment(*folders), capture_output=True, text=True)
     _, begin, rest = f"\n{said.stdout}".partition("\n{\n")  # behind what the host says when it is imported
     if said.returncode or not begin:
@@ -75,16 +81,45 @@ def version(package: str, folder: Path) -> str:
     return found[0].version if found else importlib.metadata.version(package)
 
 
+def head() -> Path | None:
+    """A checkout of the newest commit of YOLOv5, or None where git does not reach it."""
+    folder = SITE.parent / "yolov5"
+    shutil.rmtree(folder, ignore_errors=True)
+    clone = ["git", "clone", "--quiet", "--depth", "1", YOLOV5, str(folder)]
+    with contextlib.suppress(FileNotFoundError):  # there is no git
+        subprocess.run(clone, env={**os.environ, "GIT_TERMINAL_PROMPT": "0"})
+    return folder if (folder / "train.py").is_file() else None
+
+
+def commit(checkout: Path) -> str:
+    return subprocess.check_output(["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"], text=True).strip()
+
+
+def newer_torch() -> str | None:
+    """A line about the torch of the row, unless it is PyPI's newest."""
+    here = version("torch", SITE).partition("+")[0]
+    asked = [sys.executable, "-m", "pip", "index", "versions", "torch"]
+    said = subprocess.run(asked, stdout=subprocess.PIPE, text=True).stdout
+    newest = re.search(r"^torch \((\S+)\)", said, re.MULTILINE)
+    if newest is None:
+        return f"canary: the row is of torch {here}, and pip does not say whether that is the newest"
+    if newest[1] == here:
+        return None
+    return f"canary: the row is of torch {here}, and the newest is {newest[1]}; type: make canary TORCH={newest[1]}"
+
+
 def canary(run_tests: bool) -> int:
     shutil.rmtree(SITE, ignore_errors=True)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--upgrade", "--no-deps", "--target", str(SITE)]
     subprocess.run([*pip, *NEWEST], check=True)
-    worse = []
+    checkout, worse = head(), []
     for host in HOSTS.values():
-        pinned, newest = verdicts(doctor(host)), verdicts(doctor(host, SITE))
-        worse += [
-            f"{host}: {name} was {pinned[name]!r}, is {new!r}" for name, new in newest.items() if pinned[name] != new
-        ]
+        pinned, tried = verdicts(doctor(host)), {host: verdicts(doctor(host, SITE))}
+        if host == "yolov5" and checkout:
+            tried["yolov5's head"] = verdicts(doctor(host, SITE, script=checkout / "train.py"))
+        for which, newest in tried.items():
+            changed = {name: new for name, new in newest.items() if pinned[name] != new}
+            worse += [f"{which}: {name} was {pinned[name]!r}, is {new!r}" for name, new in changed.items()]
     status, tests = 0, "not run"
     if run_tests:
         command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", *TESTS]
@@ -94,7 +129,9 @@ def canary(run_tests: bool) -> int:
     for change in worse:
         print(f"canary: {change}")
     print("for docs/versions.md:")
-    cells = [datetime.date.today().isoformat(), *(version(name, SITE) for name in SHOWN), sys.version.split()[0]]
+    versions = {name: version(name, SITE) for name in SHOWN}
+    versions["yolov5"] += f", head {commit(checkout)}" if checkout else " (head not reached)"
+    cells = [datetime.date.today().isoformat(), *versions.values(), sys.version.split()[0]]
     print(f"| {' | '.join([*cells, '; '.join(worse) or 'as with the pinned versions', tests])} |")
     return int(bool(worse or status))
 
@@ -127,7 +164,10 @@ def main() -> int:
     if arguments.command == "table":
         write_table()
         return 0
-    return canary(not arguments.no_tests)
+    status = canary(not arguments.no_tests)
+    if line := newer_torch():
+        print(line)
+    return status
 
 
 if __name__ == "__main__":
