@@ -140,6 +140,8 @@ SECTIONS = {
     ),
 }
 APART_FROM_ROWS = ("roofline", "memory_limits")  # JSON that is no benchmark's rows
+Letters = dict[tuple[str, ...], str]  # what `machine_and_day` says of a run -> its letter in a table's column "run"
+NO_LETTERS: Letters = {}
 MARKER = re.compile(r"(<!-- results:([\w-]+) -->\n).*?(<!-- end results -->)", re.DOTALL)
 
 
@@ -253,10 +255,15 @@ def _span(row: dict) -> str:
     return f"{low.removesuffix(high[high.index(' ') :])} to {high}"
 
 
-def _with_span(row: dict) -> str:
-    """The median; its spread where there is one, and of how many, where that is known."""
+def _spread(row: dict) -> list[str]:
+    """A row's spread where there is one, and of how many it is, where that is known."""
     spread = [_span(row)] if row["low_us"] != row["high_us"] else []
-    spread += [f"n = {row['n']}"] if row.get("n") else []
+    return spread + ([f"n = {row['n']}"] if row.get("n") else [])
+
+
+def _with_span(row: dict) -> str:
+    """The median and its spread."""
+    spread = _spread(row)
     return _time(row["median_us"]) + (f" ({', '.join(spread)})" if spread else "")
 
 
@@ -309,7 +316,7 @@ def benchmark_table(rows: list[dict]) -> str:
     return table(header + [title for title, _, _ in columns], body)
 
 
-def comparison_table(rows: list[dict]) -> str:
+def comparison_table(rows: list[dict], letters: Letters = NO_LETTERS) -> str:
     """Ours beside stock: each case is a line, call to call. tables.md has other variants too."""
     rows = [row for row in rows if row["variant"] in ("stock", OURS)]
     peaks = any(row.get("peak_mib") is not None for row in rows)
@@ -322,9 +329,10 @@ def comparison_table(rows: list[dict]) -> str:
         both = [found.get(ours) for ours in (False, True)]
         cells = [case, *("-" if row is None else _with_span(row) for row in both)]
         cells.append(f"{found[False]['median_us'] / found[True]['median_us']:.1f}x" if len(found) == 2 else "-")
-        body.append(cells + ([_number("{:,.0f}", row["peak_mib"] if row else None) for row in both] if peaks else []))
+        cells += [_number("{:,.0f}", row["peak_mib"] if row else None) for row in both] if peaks else []
+        body.append(cells + _runs(letters, found.values()))
     header = ["case", "stock", OURS, "stock / ours", *(["peak MiB, stock", "peak MiB, ours"] if peaks else [])]
-    return table(header, body)
+    return table(header + ["run"] * bool(letters), body)
 
 
 def _ours(row: dict, alternative: float) -> tuple[str, str]:
@@ -343,7 +351,7 @@ def _beside_the_best(rows: list[dict]) -> Iterable[tuple[str, dict, list[dict]]]
             yield case, min(others, key=lambda row: row["median_us"]), ours
 
 
-def summary_table(benchmarks: dict[str, list[dict]]) -> str:
+def summary_table(benchmarks: dict[str, list[dict]], letters: Letters = NO_LETTERS) -> str:
     """Each case once, call to call, wins and losses alike: the best alternative against ours.
 
     A benchmark lists first the variant of ours that does just what the alternatives do (a list where they return a list). Where
@@ -355,11 +363,12 @@ def summary_table(benchmarks: dict[str, list[dict]]) -> str:
             fastest = min(ours, key=lambda row: row["median_us"])
             shown = [ours[0]] if fastest["median_us"] > 0.9 * ours[0]["median_us"] else [ours[0], fastest]
             times, ratios = zip(*(_ours(row, best["median_us"]) for row in shown))
-            body.append([case, f"{best['variant']}: {_with_span(best)}", "; ".join(times), "; ".join(ratios)])
-    return table(["case", "best alternative", "torch_fastdet", "faster by"], body)
+            cells = [case, f"{best['variant']}: {_with_span(best)}", "; ".join(times), "; ".join(ratios)]
+            body.append(cells + _runs(letters, [best, *shown]))
+    return table(["case", "best alternative", "torch_fastdet", "faster by"] + ["run"] * bool(letters), body)
 
 
-def operators_table(benchmarks: dict[str, list[dict]]) -> str:
+def operators_table(benchmarks: dict[str, list[dict]], letters: Letters = NO_LETTERS) -> str:
     """Of each family of OPERATORS the cases in which the first of ours gains most and least, or loses."""
     body = []
     for family, names in OPERATORS.items():
@@ -369,12 +378,12 @@ def operators_table(benchmarks: dict[str, list[dict]]) -> str:
         for case, best, (ours, *_) in _beside_the_best(rows):
             name = ours["variant"].removeprefix(OURS).strip(" ,")
             times = f"{_time(ours['median_us'])}; {best['variant']}: {_time(best['median_us'])}"
-            found.append(
-                (best["median_us"] / ours["median_us"], f"{case} ({name}): {times}" if name else f"{case}: {times}")
-            )
+            text = f"{case} ({name}): {times}" if name else f"{case}: {times}"
+            found.append((best["median_us"] / ours["median_us"], text, _runs(letters, [best, ours])))
         ends = max(found), min(found)
-        body.append([family, *(cell for ratio, text in ends for cell in (text, f"{ratio:.1f}x"))])
-    return table(["operators", "best case", "best other / ours", "worst case", "best other / ours"], body)
+        body.append([family, *(cell for ratio, text, run in ends for cell in (text, f"{ratio:.1f}x", *run))])
+    run = ["run"] * bool(letters)
+    return table(["operators", "best case", "best other / ours", *run, "worst case", "best other / ours", *run], body)
 
 
 def headlines(benchmarks: dict[str, list[dict]]) -> list[dict]:
@@ -401,28 +410,40 @@ def headlines(benchmarks: dict[str, list[dict]]) -> list[dict]:
         if stock is None:
             continue
         best = min(others, key=lambda name: others[name])
+        spread = {
+            of: {key: by_variant[name].get(key) for key in ("low_us", "high_us", "n")}
+            for of, name in (("stock", stock), ("best", best), ("ours", variant))
+        }
         found.append({"title": title, "stock": others[stock], "best": others[best], "ours": times[variant],
-                      "best_name": "" if best == stock else best, "ours_name": variant,
+                      "best_name": "" if best == stock else best, "ours_name": variant, "spread": spread,
                       "from": [by_variant[name] for name in dict.fromkeys((stock, best, variant))]})  # fmt: skip
     return found
 
 
+def _headline(row: dict, of: str) -> str:
+    """A time of a headline; in brackets its spread, as short as can be, because a line has three of them."""
+    time, spread = _time(row[of]), row.get("spread", {}).get(of)
+    said = [text.replace(" = ", "=") for text in (_spread(spread) if spread else [])]
+    if said and said[0].count(" ") == 3:  # both ends have one unit; the time mostly has the same
+        said[0] = said[0].replace(" to ", "-").removesuffix(time[time.index(" ") :])
+    within = ([row["best_name"]] if of == "best" else []) + ([", ".join(said)] if said else [])
+    return time + (f" ({'; '.join(within)})" if within else "")
+
+
 def headline_table(rows: list[dict]) -> str:
     """README's table, and the line below it: the machine of each row, as a letter where there are several."""
-    about = machines_of(rows)
-    letters = dict(zip(about, string.ascii_lowercase))
+    measured = {"": [of_it for row in rows for of_it in row["from"]]}
+    letters = letters_of(measured)
     body = [
-        [row["title"], _time(row["stock"]), f"{_time(row['best'])} ({row['best_name']})" if row["best_name"] else "-",
-         _time(row["ours"]) + (f" (n = {row['from'][-1]['n']})" if row["from"][-1].get("n") else ""),
+        [row["title"], _headline(row, "stock"), _headline(row, "best") if row["best_name"] else "-",
+         _headline(row, "ours"),
          f"{row['stock'] / row['ours']:.1f}x",
          f"{row['best'] / row['ours']:.1f}x" if row["best_name"] else "-",
-         ", ".join(sorted({letters[machine_and_day(measured)] for measured in row["from"]}))]
+         *_runs(letters, row["from"])]
         for row in rows
     ]  # fmt: skip
-    header = ["", "stock", "best other", "torch_fastdet", "stock / ours", "best other / ours", "run"]
-    if len(about) < 2:
-        return f"{table(header[:-1], [cells[:-1] for cells in body])}\n{_below(about.values())}"
-    return f"{table(header, body)}\nRuns: {_below(about.values(), letters=string.ascii_lowercase)}"
+    header = ["", "stock", "best other", "torch_fastdet", "stock / ours", "best other / ours"]
+    return f"{table(header + ['run'] * bool(letters), body)}\n{provenance(measured, letters=letters)}"
 
 
 def epochs_of_coco() -> str:
@@ -440,12 +461,13 @@ def epochs_of_coco() -> str:
         f" On one {other} the three times are {times[0]}, {times[1]} and {times[2]} s ({there['date']})."
         for other, (there, times) in others
     )
-    count = f" of {row['n'] + 1} epochs" if row.get("n") else ""
+    counts = sorted({there["n"] + 1 if there.get("n") else 0 for there, _ in runs.values()})
+    count = f" of {' or '.join(map(str, counts))} epochs" if counts[0] else ""
     text = (
         f"On one {gpu}, the unmodified YOLOv5 `train.py` with its default options trains yolov5s on a data set of COCO's size "
-        f"({COCO:,} JPEGs, batch 64). Its first epoch takes {seconds[0]} s, and a later one {seconds[1]} s. An epoch of stock would "
-        f"take {seconds[2]} s.{''.join(beside)} Stock was measured in the same runs, on a part of the pictures "
-        f"([how](docs/results.md#a-data-set-of-cocos-size)). This is one run{count} on {row['date']}."
+        f"({COCO:,} JPEGs, batch 64). Its first epoch takes {seconds[0]} s with torch_fastdet, and a later one {seconds[1]} s. Without "
+        f"it (*stock*) an epoch would take {seconds[2]} s ({row['date']}).{''.join(beside)} Stock was measured in the same runs, on a "
+        f"part of the pictures ([how](docs/results.md#a-data-set-of-cocos-size)). Each GPU had one run{count}, on the date in brackets."
     )
     return textwrap.fill(text, 140, break_long_words=False, break_on_hyphens=False) + "\n"
 
@@ -473,11 +495,13 @@ def plot_headlines(rows: list[dict], path: Path, about: str) -> bool:
         (0.0, "best", "best other", "0.5"),
         (0.27, "ours", "torch_fastdet", "C1"),
     ):
-        shown = [(i + offset, row[key] / 1e3) for i, row in enumerate(rows) if key != "best" or row["best_name"]]
-        axes.barh([place for place, _ in shown], [time for _, time in shown], height=0.27, color=color, label=label)
-        for place, time in shown:
-            axes.text(time, place, f" {_time(time * 1e3)}", va="center", fontsize=7)
-    axes.set(xscale="log", xlabel="milliseconds, call to call, logarithmic")
+        shown = [(i + offset, row) for i, row in enumerate(rows) if key != "best" or row["best_name"]]
+        axes.barh([place for place, _ in shown], [row[key] / 1e3 for _, row in shown], 0.27, color=color, label=label)
+        for place, row in shown:
+            ends = [row["spread"][key][end] / 1e3 for end in ("low_us", "high_us")]
+            axes.plot(ends, [place, place], color="0.15", linewidth=1)
+            axes.text(max(row[key] / 1e3, ends[1]), place, f" {_time(row[key])}", va="center", fontsize=7)
+    axes.set(xscale="log", xlabel="milliseconds, call to call, logarithmic; thin lines: 10th to 90th percentile")
     figure.suptitle("\n".join(textwrap.fill(line, 150) for line in about.splitlines()), fontsize=8)
     titles = [textwrap.fill(row["title"], 60) for row in rows]
     axes.set_yticks(range(len(rows)), titles, fontsize=8)
@@ -529,19 +553,23 @@ def memory_limits() -> list[dict]:
     return json.loads(files[-1].read_text()) if files else []
 
 
-def memory_table(benchmarks: dict[str, list[dict]], limits: list[dict]) -> str:
+def memory_table(benchmarks: dict[str, list[dict]], limits: list[dict], letters: Letters = NO_LETTERS) -> str:
     """The largest batches of CARDS: those that were tried (``limits``), and others computed from measured peaks."""
-    tried = {(LOOP, row["variant"], row["card"]): row["batch"] for row in limits if row["size"] == "s"}
+    tried = {(LOOP, row["variant"], row["card"]): row for row in limits if row["size"] == "s"}
     rows = []
     for name, benchmark, case, ours in MEMORY:
-        measured = {(row["case"], row["variant"]): row["peak_mib"] for row in benchmarks[benchmark]}
+        by_case = {(row["case"], row["variant"]): row for row in benchmarks[benchmark]}
         for variant in ("stock", ours):
-            peaks = tuple(measured[case.format(batch), variant] for batch in BATCHES)
+            measured = [by_case[case.format(batch), variant] for batch in BATCHES]
+            peaks = tuple(row["peak_mib"] for row in measured)
             fits = [tried.get((name, variant, card)) for card in CARDS]
-            cells = [f"about {largest_batch(peaks, card)}" if b is None else str(b) for card, b in zip(CARDS, fits)]
+            cells = [
+                str(row["batch"]) if row else f"about {largest_batch(peaks, card)}" for card, row in zip(CARDS, fits)
+            ]
+            cells += _runs(letters, measured + [row for row in fits if row])
             rows.append([name, variant, *(f"{peak:,.0f} MiB" for peak in peaks), *cells])
     head = [f"measured peak, batch {batch}" for batch in BATCHES] + [f"{card} GB" for card in CARDS]
-    return table(["training at 640 pixels", "variant", *head], rows)
+    return table(["training at 640 pixels", "variant", *head] + ["run"] * bool(letters), rows)
 
 
 def machine_and_day(row: dict) -> tuple[str, ...]:
@@ -568,7 +596,18 @@ def machines_of(headlines: list[dict]) -> dict[tuple[str, ...], str]:
     return machines({"": [row for headline in headlines for row in headline["from"]]})
 
 
-def _below(lines: Iterable[str], figures: str = "medians", letters: str = "") -> str:
+def letters_of(benchmarks: dict[str, list[dict]]) -> Letters:
+    """A letter for each run that benchmarks' rows are of; none where all are of one."""
+    about = machines(benchmarks)
+    return dict(zip(about, string.ascii_lowercase)) if len(about) > 1 else {}
+
+
+def _runs(letters: Letters, rows: Iterable[dict]) -> list[str]:
+    """A line's cell in the column "run", which a table has where its rows have letters."""
+    return [", ".join(sorted({letters[machine_and_day(row)] for row in rows}))] if letters else []
+
+
+def _below(lines: Iterable[str], figures: str = "medians", letters: Iterable[str] = ()) -> str:
     """The machines of a table, each with its letter if it has one; what is the same of all of them stands once."""
     told, same = list(lines), []
     if len(told) > 1:
@@ -579,9 +618,9 @@ def _below(lines: Iterable[str], figures: str = "medians", letters: str = "") ->
     return f"{'; '.join([', '.join(same)] * bool(same) + named)}; {figures} (docs/measuring.md).\n"
 
 
-def provenance(benchmarks: dict[str, list[dict]], figures: str = "medians") -> str:
-    """The line below a table of these benchmarks."""
-    return _below(machines(benchmarks).values(), figures)
+def provenance(benchmarks: dict[str, list[dict]], figures: str = "medians", letters: Letters = NO_LETTERS) -> str:
+    """The line below a table of these benchmarks, with the letters of its column "run"."""
+    return "Runs: " * bool(letters) + _below(machines(benchmarks).values(), figures, letters.values())
 
 
 def tables(folder: Path) -> str:
@@ -638,18 +677,31 @@ def section(name: str) -> str:
             of: [row for case in shown for row in rows if row["case"] == case] for of, rows in benchmarks.items()
         }
     if what == "summary":
-        return f"{summary_table(benchmarks)}\n{provenance(benchmarks, SPREAD)}"
+        letters = letters_of(benchmarks)
+        return f"{summary_table(benchmarks, letters)}\n{provenance(benchmarks, SPREAD, letters)}"
     if what == "operators":
         measured_in = {name: benchmarks[name] for names in OPERATORS.values() for name in names}
-        return f"{operators_table(benchmarks)}\n{provenance(measured_in)}"
+        letters = letters_of(measured_in)
+        return f"{operators_table(benchmarks, letters)}\n{provenance(measured_in, letters=letters)}"
     if what == "epochs":
         return epochs_of_coco()
     if what == "headlines":
         return headline_table(headlines(benchmarks))
     if what == "memory":
-        limits = memory_limits()
-        measured_in = {name: benchmarks[name] for name in dict.fromkeys(row[1] for row in MEMORY)} | {"": limits}
-        return f"{memory_table(benchmarks, limits)}\n{provenance(measured_in, 'peaks of reserved memory')}"
+        limits = [row for row in memory_limits() if row["size"] == "s"]
+        cases = {
+            (of, case.format(batch), name)
+            for _, of, case, ours in MEMORY
+            for batch in BATCHES
+            for name in ("stock", ours)
+        }
+        measured_in = {
+            name: [row for row in benchmarks[name] if (name, row["case"], row["variant"]) in cases]
+            for name in dict.fromkeys(row[1] for row in MEMORY)
+        } | {"": limits}
+        letters = letters_of(measured_in)
+        below = provenance(measured_in, "peaks of reserved memory", letters)
+        return f"{memory_table(benchmarks, limits, letters)}\n{below}"
     floor, what = what.endswith("-floor"), what.removesuffix("-floor")
     if what not in benchmarks:
         command = "python -m benchmarks.training_truth" if what in TRUTHS else "make bench"
@@ -657,9 +709,12 @@ def section(name: str) -> str:
     of_it = {what: benchmarks[what]}
     if floor:
         return f"{floor_table(benchmarks[what])}\n{provenance(of_it)}"
-    one_of_ours = {row["variant"] for row in benchmarks[what]} <= {"stock", OURS, COMPILED}
-    text = (comparison_table if one_of_ours else benchmark_table)(benchmarks[what])
-    return f"{text}\n{provenance(of_it, SPREAD)}{_picture(kind, what)}"
+    if {row["variant"] for row in benchmarks[what]} <= {"stock", OURS, COMPILED}:
+        letters = letters_of(of_it)
+        text, below = comparison_table(benchmarks[what], letters), provenance(of_it, SPREAD, letters)
+    else:
+        text, below = benchmark_table(benchmarks[what]), provenance(of_it, SPREAD)
+    return f"{text}\n{below}{_picture(kind, what)}"
 
 
 def rendered(page: Path) -> str:

@@ -301,7 +301,8 @@ def report(folder: Path) -> str:
 def caption(stock: list[dict[str, Any]], groups: dict[Variant, list[dict[str, Any]]]) -> str:
     first = stock[0]
     settings = Settings(**first["settings"])
-    lowest = min(run["epochs"][-1][MAP] for group in (stock, *groups.values()) for run in group)
+    runs = [run for group in (stock, *groups.values()) for run in group]
+    lowest = min(run["epochs"][-1][MAP] for run in runs)
     times = [
         f"{variant.title} {1e3 * statistics.median(run['seconds_an_iteration'] for run in group):.1f} ms and "
         f"{statistics.median(run['seconds'] for run in group):.0f} s"
@@ -313,7 +314,7 @@ def caption(stock: list[dict[str, Any]], groups: dict[Variant, list[dict[str, An
         f"gives a difference beyond two standard errors in one of twenty comparisons. The lowest mAP50-95 is {lowest:.3f} "
         f"({'above' if lowest > MAP_WANTED else 'not above'} the {MAP_WANTED} that shows that the task was learnt). Medians of an "
         f"iteration and of a run, where runs may have shared the machine: {'; '.join(times)}. {first['gpu'] or first['cpu']}, "
-        f"torch {first['torch']}, {first['date']}.\n"
+        f"torch {first['torch']}, {' and '.join(sorted({run['date'] for run in runs}))}.\n"
     )
 
 
