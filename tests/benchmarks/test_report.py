@@ -444,5 +444,8 @@ def test_the_seconds_of_an_epoch_are_those_of_the_newest_whole_run(tmp_path, mon
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     text = " ".join(report.section("gpu-epochs").split())
     assert text.startswith("On one H100, the unmodified YOLOv5 `train.py`")
-    assert "first epoch takes 111 s with torch_fastdet, and a later one 74 s. Without it (*stock*) an epoch would take 740 s" in text
+    assert (
+        "first epoch takes 111 s with torch_fastdet, and a later one 74 s. Without it (*stock*) an epoch would take 740 s"
+        in text
+    )
     assert text.endswith("Each GPU had one run of 3 epochs, on the date in brackets.")
