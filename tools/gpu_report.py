@@ -4,7 +4,8 @@
            GoogleTests, and the tests marked `sanitizer` under compute-sanitizer's four tools (our kernels only). The tests marked
            `alone` come last, in one process that has the GPU to itself. Tests that take long and need no GPU are left to
            ``make test-all``. It writes tests/gpu_report-<gpu>.json, such as gpu_report-h200.json, in any case and within
-           --seconds: a step that runs out of time is stopped, and has failed.
+           --seconds: a step that runs out of time is stopped, and has failed. --rest runs the steps that have not passed in a
+           report of the same tree and machine, and keeps the others.
 ``check``  says in one line a report whether it is of this tree; exit status 1 if one is not, or if there is none.
 """
 
@@ -183,7 +184,20 @@ def machine() -> dict[str, Any]:
     }
 
 
-def run(seconds: float, built: bool = False, without: Sequence[str] = ()) -> int:
+def passed_before(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The steps that passed in a report of the same tree and machine, with its date."""
+    path = report_path(report["gpu"])
+    before = json.loads(path.read_text()) if path.exists() else {}
+    same = ("hashes", "gpus", "cores", "driver", "torch", "cuda", "python")
+    if not before or any(before[name] != report[name] for name in same):
+        raise SystemExit(f"test-gpu --rest found no {path.name} of this tree and machine; leave it out")
+    wanting = failed_steps(before)
+    return {
+        name: {"date": before["date"], **result} for name, result in before["results"].items() if name not in wanting
+    }
+
+
+def run(seconds: float, built: bool = False, without: Sequence[str] = (), rest: bool = False) -> int:
     report: dict[str, Any] = machine() | {"without": sorted(without)}
     if not report["gpu"]:
         print(f"test-gpu wants a GPU, but torch {report['torch']} finds none; without a GPU type: make test")
@@ -193,11 +207,13 @@ def run(seconds: float, built: bool = False, without: Sequence[str] = ()) -> int
         return 1
     report["hashes"] = tree_hashes()
     steps = Steps(seconds)
+    if rest:
+        steps.results = passed_before(report)
     try:
         _run(steps, built, without)
     finally:
         report |= {
-            "seconds": round(time.monotonic() - steps.started, 1),
+            "seconds": round(time.monotonic() - steps.started, 1),  # with --rest, of the rest
             "passed": not failed_steps(report | {"results": steps.results}),
             "results": steps.results,
         }
@@ -227,6 +243,7 @@ def _run(steps: Steps, built: bool, without: Sequence[str]) -> None:
     steps.results["build"]["passed"] = int(steps.ok("build"))
     if not steps.ok("build"):
         return
+    done = {*steps.results, *without} - {"build"}
 
     def googletest() -> None:
         folder = ROOT / "build/cpp"
@@ -265,12 +282,11 @@ def _run(steps: Steps, built: bool, without: Sequence[str]) -> None:
     workers = min(PROCESSES, cores) if importlib.util.find_spec("xdist") else 1
     with ThreadPoolExecutor(len(STEPS)) as pool:
         beside = {"googletest": googletest} | {tool: partial(sanitize, tool) for tool in SANITIZERS}
-        for step in [
-            pool.submit(pytest, "pytest", f"({CHOSEN}) and not alone", workers),
-            *(pool.submit(step) for name, step in beside.items() if name not in without),
-        ]:
+        steps_of = {"pytest": partial(pytest, "pytest", f"({CHOSEN}) and not alone", workers)} | beside
+        for step in [pool.submit(step) for name, step in steps_of.items() if name not in done]:
             step.result()
-    pytest("alone", "alone", 1)
+    if "alone" not in done:
+        pytest("alone", "alone", 1)
 
 
 def _driver() -> str:
@@ -311,6 +327,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["run", "check"])
     parser.add_argument("--seconds", type=float, default=570, help="time for all steps of run (default: %(default)s)")
+    parser.add_argument("--rest", action="store_true", help="only what has not passed in the report that is there")
     parser.add_argument("--built", action="store_true", help="take the library that is there, compile nothing")
     parser.add_argument(
         "--without",
@@ -320,7 +337,11 @@ def main() -> int:
         help="steps to leave out; the report says so",
     )
     arguments = parser.parse_args()
-    return run(arguments.seconds, arguments.built, arguments.without) if arguments.command == "run" else check()
+    return (
+        run(arguments.seconds, arguments.built, arguments.without, arguments.rest)
+        if arguments.command == "run"
+        else check()
+    )
 
 
 if __name__ == "__main__":
