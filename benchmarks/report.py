@@ -466,8 +466,8 @@ def epochs_of_coco() -> str:
     text = (
         f"On one {gpu}, the unmodified YOLOv5 `train.py` with its default options trains yolov5s on a data set of COCO's size "
         f"({COCO:,} JPEGs, batch 64). Its first epoch takes {seconds[0]} s with torch_fastdet, and a later one {seconds[1]} s. Without "
-        f"it (*stock*) an epoch would take {seconds[2]} s ({row['date']}).{''.join(beside)} Stock was measured in the same runs, on a "
-        f"part of the pictures ([how](docs/results.md#a-data-set-of-cocos-size)). Each GPU had one run{count}, on the date in brackets."
+        f"it (*stock*) an epoch would take {seconds[2]} s ({row['date']}).{''.join(beside)} The pictures are links to 2,048 "
+        f"files, read from the page cache. Stock ran on a part of them ([how](docs/results.md#a-data-set-of-cocos-size)). Each GPU had one run{count}, on the date in brackets."
     )
     return textwrap.fill(text, 140, break_long_words=False, break_on_hyphens=False) + "\n"
 
