@@ -191,7 +191,7 @@ def passed_before(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
     same = ("hashes", "gpus", "cores", "driver", "torch", "cuda", "python")
     if not before or any(before[name] != report[name] for name in same):
         raise SystemExit(f"test-gpu --rest found no {path.name} of this tree and machine; leave it out")
-    wanting = failed_steps(before)
+    wanting = {*failed_steps(before), "build"}  # which runs again
     return {
         name: {"date": before["date"], **result} for name, result in before["results"].items() if name not in wanting
     }
