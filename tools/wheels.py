@@ -88,11 +88,7 @@ def try_wheel(wheel: Path, python: Path) -> None:
         (site,) = (folder / "env/lib").glob("python3*/site-packages")
         run(python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", site, wheel)
         (site / "behind.pth").write_text(paths.stdout)
-        kept = {
-            name: os.environ[name]
-            for name in ("HOME", "LANG", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")
-            if name in os.environ
-        }
+        kept = {name: os.environ[name] for name in ("HOME", "LANG", "OMP_NUM_THREADS") if name in os.environ}
         run(folder / "env/bin/python", "-c", TRIAL, cwd=folder, env={**kept, "PATH": str(folder / "env/bin")})
 
 
