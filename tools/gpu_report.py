@@ -231,6 +231,7 @@ def failed_steps(report: dict[str, Any]) -> list[str]:
 def _run(steps: Steps, built: bool, without: Sequence[str]) -> None:
     import torch
 
+    done = {*steps.results, *without}
     python = sys.executable
     architectures = os.environ.get("TORCH_CUDA_ARCH_LIST") or "{}.{}".format(*torch.cuda.get_device_capability())
     compile_in_place = [python, "setup.py", "-q", "build_ext", "--inplace"]
@@ -243,7 +244,6 @@ def _run(steps: Steps, built: bool, without: Sequence[str]) -> None:
     steps.results["build"]["passed"] = int(steps.ok("build"))
     if not steps.ok("build"):
         return
-    done = {*steps.results, *without} - {"build"}
 
     def googletest() -> None:
         folder = ROOT / "build/cpp"
