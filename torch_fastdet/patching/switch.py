@@ -19,9 +19,9 @@ import torch
 
 from torch_fastdet._say import rank, say
 from torch_fastdet._torch.private import gpu_count
-from torch_fastdet.hosts.engine.import_hook import namespace, top_level
-from torch_fastdet.hosts.engine.replace import Patches, SwitchError, defined_in, describe, is_code_of, original
-from torch_fastdet.hosts.evidence import Asks, Evidence, Obstacle, Signature, first_obstacle
+from torch_fastdet.patching.evidence import Asks, Evidence, Obstacle, Signature, first_obstacle
+from torch_fastdet.patching.import_hook import namespace, top_level
+from torch_fastdet.patching.replace import Patches, SwitchError, defined_in, describe, is_code_of, original
 
 T = TypeVar("T")
 Make = Callable[["Active", Any, Any], Any]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_fastdet.hosts.evidence import Behaves
+from torch_fastdet.patching.evidence import Behaves
 
 
 class _Model(nn.Module):

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from torch_fastdet import optim
-from torch_fastdet.hosts.evidence import Behaves
-from torch_fastdet.hosts.shared import cases
+from torch_fastdet.patching.evidence import Behaves
+from torch_fastdet.switches import cases
 from torch_fastdet.ultralytics.dropins import ModelEMA, bbox_iou
 
 REFERENCE = "8.4.190"

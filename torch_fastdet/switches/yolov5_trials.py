@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from torch_fastdet import ops
 from torch_fastdet.ema import ModelEMA
-from torch_fastdet.hosts.evidence import Behaves
-from torch_fastdet.hosts.shared import cases
+from torch_fastdet.patching.evidence import Behaves
+from torch_fastdet.switches import cases
+from torch_fastdet.switches.loss.yolov5 import ComputeLoss, SegmentationLoss
 from torch_fastdet.yolov5.dropins import bbox_iou, non_max_suppression
-from torch_fastdet.yolov5.loss import ComputeLoss, SegmentationLoss
 
 REFERENCE = "YOLOv5 7.0"
 ANCHORS, CLASSES, SIZES, CHANNELS = 2, 3, (16, 8, 4), 4

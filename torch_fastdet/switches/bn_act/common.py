@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fastdet.hosts.engine.switch import GPU, Active, Make, Switch, Target
-from torch_fastdet.hosts.evidence import Asks, Evidence, Formula
-from torch_fastdet.layers.bn_act import bottleneck_forward, c2f_forward, c3_forward, conv_forward, sppf_forward
+from torch_fastdet.nn.bn_act import bottleneck_forward, c2f_forward, c3_forward, conv_forward, sppf_forward
+from torch_fastdet.patching.evidence import Asks, Evidence, Formula
+from torch_fastdet.patching.switch import GPU, Active, Make, Switch, Target
 
 
 def _c2f(self: Any, x: Tensor) -> Tensor:

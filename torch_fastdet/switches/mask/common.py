@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from torch_fastdet.hosts.engine.switch import Switch, Target
-from torch_fastdet.hosts.evidence import Behaves
+from torch_fastdet.patching.evidence import Behaves
+from torch_fastdet.patching.switch import Switch, Target
 
 
 def sample() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

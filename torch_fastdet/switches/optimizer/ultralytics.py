@@ -17,14 +17,14 @@ import torch
 from torch_fastdet import optim
 from torch_fastdet._say import count
 from torch_fastdet._torch.tensors import ModuleWatch, unwrap
-from torch_fastdet.hosts.engine.replace import in_place_of
-from torch_fastdet.hosts.engine.switch import Active
-from torch_fastdet.hosts.shapes import Trainer
 from torch_fastdet.optim.adamw import steps_itself
 from torch_fastdet.optim.convert import is_stock_musgd
 from torch_fastdet.optim.gradients import OURS
+from torch_fastdet.patching.protocols import Trainer
+from torch_fastdet.patching.replace import in_place_of
+from torch_fastdet.patching.switch import Active
+from torch_fastdet.switches.ultralytics_trials import MUSGD
 from torch_fastdet.ultralytics.dropins import ModelEMA
-from torch_fastdet.ultralytics.trials import MUSGD
 
 MAX_NORM = 10.0  # of the trainer's clipping
 

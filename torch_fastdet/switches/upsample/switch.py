@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from torch_fastdet import ops
 from torch_fastdet._torch.private import is_recorded, is_transforming
-from torch_fastdet.hosts.engine.switch import Outside, Switch
+from torch_fastdet.patching.switch import Outside, Switch
 
 
 def doubles(module: torch.nn.Upsample, input: torch.Tensor) -> bool:
