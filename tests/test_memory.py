@@ -2,6 +2,7 @@
 
 import gc
 import os
+import threading
 import weakref
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from torch_fastdet import memory
+from torch_fastdet._torch.captures import one_capture
 from torch_fastdet.graphs.pool import GraphPool
 from torch_fastdet.images.memory import PictureMemory
 from torch_fastdet.memory import CAPTURE, GPU_BUDGET, HOST_BUDGET, UPLOAD, Owner, machine_memory, parse_size, with_room
@@ -315,6 +317,18 @@ def test_what_failed_is_gone_before_it_runs_again():
 
     with_room(run, torch.device("cpu"), lambda line: None)
     assert len(made) == 2
+
+
+def test_memory_is_not_unmapped_while_another_thread_captures(monkeypatch):
+    """The allocator waits for the streams of what it unmaps; for one that captures, CUDA makes that an error of the capture."""
+    pictures, emptied = Holder(5), threading.Event()
+    monkeypatch.setattr(torch.cuda, "empty_cache", emptied.set)
+    with one_capture():
+        thread = threading.Thread(target=with_room, args=(Allocation(pictures), torch.device("cpu"), lambda line: None))
+        thread.start()
+        assert not emptied.wait(0.2)
+    thread.join(10)
+    assert emptied.is_set()
 
 
 def test_a_trainer_begins_again():

@@ -22,6 +22,8 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from torch_fastdet._torch.captures import no_capture
+
 __all__ = ["report"]
 
 T = TypeVar("T")
@@ -287,4 +289,5 @@ def with_room(
         # Outside of the except block, whose traceback holds what the failed call made.
         given = _release(device)
         tell(f"out of memory beside {given}, which are dropped; trying again")
-        torch.cuda.empty_cache()
+        with no_capture():  # of another thread, which unmapping its stream's memory would end
+            torch.cuda.empty_cache()

@@ -12,6 +12,7 @@ from torch import nn
 from tests.forks import exit_status, fork
 from tests.graphs.fake_gpu import GPU
 from tests.graphs.samples import HostSync
+from torch_fastdet._torch import captures
 from torch_fastdet.graphs import InferenceGraphs
 from torch_fastdet.graphs import capture as _capture
 
@@ -228,7 +229,7 @@ def test_waits_for_the_device_and_captures_take_turns():
     order, inside, go = [], threading.Event(), threading.Event()
 
     def capture():
-        with _capture._captures.one():
+        with captures.one_capture():
             order.append("capture")
             inside.set()
             go.wait(10)
@@ -252,23 +253,42 @@ def test_waits_for_the_device_and_captures_take_turns():
     assert order == ["capture", "captured", "own", "wait"]
 
 
+def test_threads_that_wait_for_the_device_may_capture():
+    """Also two of them, each while the other one waits for the device."""
+    both, done = threading.Barrier(2), []
+
+    def capture():
+        with _capture.no_capture():
+            both.wait(10)
+            for _ in range(2):
+                with captures.one_capture():
+                    done.append(threading.get_ident())
+
+    threads = [threading.Thread(target=capture, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert len(done) == 4 and not any(thread.is_alive() for thread in threads)
+
+
 def test_an_interrupted_capture_blocks_nobody(monkeypatch):
-    captures = _capture._Captures()
+    captured = captures.Captures()
     waits = iter([True, KeyboardInterrupt()])
 
     def wait_for(condition):
         if isinstance(found := next(waits), KeyboardInterrupt):
             raise found
 
-    monkeypatch.setattr(captures._changed, "wait_for", wait_for)
-    with pytest.raises(KeyboardInterrupt), captures.one():
+    monkeypatch.setattr(captured._changed, "wait_for", wait_for)
+    with pytest.raises(KeyboardInterrupt), captured.one():
         pytest.fail("it was interrupted while it waited")
-    assert captures._owner is None
+    assert captured._owner is None
 
 
 def test_a_process_that_is_forked_beside_a_capture():
-    with _capture._captures.one():
-        child = fork(lambda: int(_capture._captures._owner is not None))  # in which no thread captures
+    with captures.one_capture():
+        child = fork(lambda: int(captures._captures._owner is not None))  # in which no thread captures
     assert exit_status(child) == 0
 
 

@@ -12,7 +12,6 @@ import functools
 import gc
 import os
 import sys
-import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -23,6 +22,8 @@ from torch import nn
 
 from torch_fastdet._library import LIBRARY
 from torch_fastdet._torch import private
+from torch_fastdet._torch.captures import no_capture as no_capture
+from torch_fastdet._torch.captures import one_capture
 from torch_fastdet._torch.modules import is_channels_last
 
 
@@ -136,48 +137,6 @@ def behind(last: torch.cuda.Stream | None, device: torch.device) -> torch.cuda.S
     return stream
 
 
-class _Captures:
-    """One capture at a time, and none while somebody waits for the whole device: that fails during a capture, and ends it."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._owner: int | None = None
-        self._waiting = 0
-
-    @contextlib.contextmanager
-    def one(self) -> Iterator[None]:
-        with self._changed:
-            self._changed.wait_for(lambda: self._owner is None)
-            self._owner = threading.get_ident()
-        try:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting == 0)
-            yield
-        finally:
-            with self._changed:
-                self._owner = None
-                self._changed.notify_all()
-
-    @contextlib.contextmanager
-    def none(self) -> Iterator[None]:
-        with self._changed:
-            self._changed.wait_for(lambda: self._owner in (None, threading.get_ident()))
-            self._waiting += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._waiting -= 1
-                self._changed.notify_all()
-
-
-_captures = _Captures()
-os.register_at_fork(after_in_child=_captures.__init__)  # type: ignore[misc]  # the thread that captures stays in the parent
-#: A context for waits for a whole device, such as torch.cuda.synchronize(), and for random numbers of the device, in threads beside one
-#: that captures.
-no_capture = _captures.none
-
-
 @contextlib.contextmanager
 def capture_into(
     graph: torch.cuda.CUDAGraph,
@@ -199,7 +158,7 @@ def capture_into(
             from it in the capture fails it.
         collect: first free what only cycles of references hold; it takes 0.3 s in a process with a host's modules.
     """
-    with _captures.one():
+    with one_capture():
         yield from _capture(graph, pool, stream, random_numbers, collect)
 
 
