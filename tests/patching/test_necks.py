@@ -5,10 +5,20 @@ import torch
 from torch import nn
 
 from torch_fastdet.nn import bn_act, stem
-from torch_fastdet.rewrites import necks
+from torch_fastdet.rewrites.rewrite import Framework, rewritten
+from torch_fastdet.rewrites.stem_of_bytes import StemOfBytes, takes_bytes
+from torch_fastdet.rewrites.upsample_concat import UpsampleConcat
 from torch_fastdet.switches.upsample.switch import upsample_forward
 
 HERE = (__name__,)
+
+
+def joined_upsampling(model, loop, modules):
+    return rewritten(model, [UpsampleConcat(Framework(modules, ("forward", loop)))])
+
+
+def images_of_bytes(model, methods, modules):
+    return rewritten(model, [StemOfBytes(Framework(modules, methods))])
 
 
 class Concat(nn.Module):
@@ -68,7 +78,7 @@ def _switched_on(monkeypatch):
 def run(model, x, joined, modules=HERE):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         if joined:
-            with necks.joined_upsampling(model, "loop", modules):
+            with joined_upsampling(model, "loop", modules):
                 y = model.loop(x)
         else:
             y = model.loop(x)
@@ -107,7 +117,7 @@ def test_others_are_left_alone(change):
     model = Model()
     CHANGES[change](model)
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
-    with necks.joined_upsampling(model, "loop", HERE):
+    with joined_upsampling(model, "loop", HERE):
         joined = ["forward" in vars(module) and vars(module) != before[name] for name, module in model.named_modules()]
     assert sum(joined) == 2  # the other pair
     assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
@@ -115,22 +125,22 @@ def test_others_are_left_alone(change):
 
 def test_whole_models_that_are_left_alone(monkeypatch):
     for model, modules in ((Model(), ("somewhere.else",)), (nn.Linear(2, 2), HERE), (Model().model, HERE)):
-        with necks.joined_upsampling(model, "loop", modules):
+        with joined_upsampling(model, "loop", modules):
             assert not any("forward" in vars(module) for module in model.modules())
     model = Model()
-    with nn.modules.module.register_module_forward_hook(lambda *_: None), necks.joined_upsampling(model, "loop", HERE):
+    with nn.modules.module.register_module_forward_hook(lambda *_: None), joined_upsampling(model, "loop", HERE):
         assert not any("forward" in vars(module) for module in model.modules())
     monkeypatch.undo()  # upsample_optim is off
-    with necks.joined_upsampling(model, "loop", HERE):
+    with joined_upsampling(model, "loop", HERE):
         assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_nothing_is_left_after_an_error_and_other_inputs_are_stocks():
     model = Model()
-    with pytest.raises(RuntimeError), necks.joined_upsampling(model, "loop", HERE):
+    with pytest.raises(RuntimeError), joined_upsampling(model, "loop", HERE):
         model.loop(torch.rand(1, 4, 8, 8))
     assert not any("forward" in vars(module) for module in model.modules())
-    with necks.joined_upsampling(model, "loop", HERE):
+    with joined_upsampling(model, "loop", HERE):
         concat = model.model[3]
         x, skip = torch.rand(1, 2, 3, 3), torch.rand(1, 2, 6, 6, dtype=torch.float64)
         expected = torch.cat([upsample_forward(nn.Upsample(scale_factor=2), x), skip], 1)
@@ -179,14 +189,14 @@ def test_images_of_bytes(device, monkeypatch, case, memory_format):
     with torch.autocast(device.type, torch.bfloat16, enabled=case != "in float32"):
         wanted = model((images / 255).contiguous(memory_format=memory_format))
         for given in (images, images.contiguous(memory_format=torch.channels_last)):
-            with necks.images_of_bytes(model, ("forward", "loop"), HERE):
-                assert model in stem.TAKES_BYTES
+            with images_of_bytes(model, ("forward", "loop"), HERE):
+                assert takes_bytes(model)
                 found, names = operators(model, given)
                 assert torch.equal(model((images / 255).contiguous(memory_format=memory_format)), wanted)
             assert torch.equal(found, wanted) and found.stride() == wanted.stride()
             fused = case == "in half precision" and memory_format == torch.channels_last
             assert ("aten::div" in names) != fused and ("torch_fastdet::space_to_depth" in names) == fused
-    assert model not in stem.TAKES_BYTES and "forward" not in vars(model.model[0])
+    assert not takes_bytes(model) and "forward" not in vars(model.model[0])
 
 
 def test_images_of_bytes_only_where_the_stem_alone_reads_them(monkeypatch):
@@ -196,8 +206,8 @@ def test_images_of_bytes_only_where_the_stem_alone_reads_them(monkeypatch):
     def takes(change=lambda model: None, methods=("forward", "loop"), modules=HERE):
         model = Detector()
         change(model)
-        with necks.images_of_bytes(model, methods, modules):
-            return model in stem.TAKES_BYTES
+        with images_of_bytes(model, methods, modules):
+            return takes_bytes(model)
 
     assert takes()
     assert not takes(modules=("somewhere.else",)) and not takes(methods=("forward", "predict"))

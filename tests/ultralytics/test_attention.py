@@ -5,7 +5,9 @@ import copy
 import pytest
 import torch
 
-from torch_fastdet.rewrites.attention import _softmax, attention_in_rows
+from torch_fastdet.rewrites import attention as attention_rewrite
+from torch_fastdet.rewrites.attention import AttentionInRows, softmax
+from torch_fastdet.rewrites.rewrite import rewritten
 
 block = pytest.importorskip("ultralytics.nn.modules.block", exc_type=ImportError)
 
@@ -18,11 +20,16 @@ MAKE = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _bn_act_optim(monkeypatch):
+    monkeypatch.setattr(attention_rewrite, "obstacle_to_other_sums", lambda model: None)
+
+
 def run(model, x, amp, inside):
     x, seen = x.clone().requires_grad_(), []
     with torch.autocast(x.device.type, torch.bfloat16, enabled=amp):
         if inside:
-            with attention_in_rows(model):
+            with rewritten(model, [AttentionInRows()]):
                 inner = [module for module in model.modules() if "forward" in vars(module)]
                 hooks = [module.proj.register_forward_pre_hook(lambda _, given: seen.extend(given)) for module in inner]
                 y = model(x)
@@ -65,10 +72,10 @@ def test_what_is_left_to_stock():
 
     model = torch.nn.Sequential(block.AAttn(64, 2), Own(64, 2), block.AAttn(64, 2), torch.nn.Conv2d(64, 64, 3))
     model[2].register_forward_hook(lambda *_: None)
-    with attention_in_rows(model):
+    with rewritten(model, [AttentionInRows()]):
         assert not any("forward" in vars(module) for module in model.modules())
     model.to(memory_format=torch.channels_last)
-    with attention_in_rows(model):
+    with rewritten(model, [AttentionInRows()]):
         assert [("forward" in vars(module)) for module in model] == [True, False, False, False]
 
 
@@ -84,7 +91,7 @@ def test_a_fork_that_scales_behind_the_product_is_left_to_stock(monkeypatch):
     model = torch.nn.Sequential(block.Attention(64, 2), torch.nn.Conv2d(64, 64, 3)).to(
         memory_format=torch.channels_last
     )
-    with attention_in_rows(model):
+    with rewritten(model, [AttentionInRows()]):
         assert "forward" not in vars(model[0])
 
 
@@ -100,7 +107,7 @@ def test_softmax(device, case):
     wide = torch.float32 if amp and device.type == "cuda" else None  # autocast's on the CPU is in half precision
     wanted = x.softmax(-1, dtype=wide).to(dtype)
     with torch.autocast(device.type, torch.bfloat16, enabled=amp):
-        found = _softmax(x, dtype)
+        found = softmax(x, dtype)
     assert torch.equal(found, wanted) and found.dtype == dtype
     assert (type(found.grad_fn).__name__ == "_SoftmaxBackward") == (
         case == "float32" or (case == "autocast" and wide is not None)

@@ -9,9 +9,11 @@ import torch
 
 from tests.bn_act_models import Operators, tensors
 from torch_fastdet.nn import bn_act
-from torch_fastdet.nn.joint import JOINED, OF_ONE_INPUT
+from torch_fastdet.nn.joint import JOINT, OF_ONE_INPUT
 from torch_fastdet.rewrites.casts import weights_cast_once
-from torch_fastdet.rewrites.ultralytics_heads import first_blocks_at_once, heads_in_rows
+from torch_fastdet.rewrites.first_blocks import FirstBlocks
+from torch_fastdet.rewrites.heads import HeadRows
+from torch_fastdet.rewrites.rewrite import rewritten
 
 ultralytics = pytest.importorskip("ultralytics", exc_type=ImportError)
 tasks = pytest.importorskip("ultralytics.nn.tasks", exc_type=ImportError)
@@ -23,12 +25,18 @@ def make(name, device="cpu"):
     return model
 
 
+@pytest.fixture
+def fused_blocks(monkeypatch):
+    block = type(make("yolov8n.yaml").model[0])
+    monkeypatch.setattr(block, "forward", bn_act.conv_forward(block.forward))
+
+
 def outputs(preds):
     return [part[name] for part in (preds.values() if "one2many" in preds else [preds]) for name in ("boxes", "scores")]
 
 
 @pytest.mark.parametrize("name, kind", [("yolov8n.yaml", "v8DetectionLoss"), ("yolo26n.yaml", "E2ELoss")])
-def test_values_and_gradients(device, same_convolutions, name, kind):
+def test_values_and_gradients(device, same_convolutions, fused_blocks, name, kind):
     from torch_fastdet.switches.loss import ultralytics as losses
 
     model, images = make(name, device), torch.rand(2, 3, 64, 96, device=device)
@@ -38,7 +46,7 @@ def test_values_and_gradients(device, same_convolutions, name, kind):
         own = copy.deepcopy(model)
         loss = getattr(losses, kind)(own)
         if inside:
-            with heads_in_rows(own):
+            with rewritten(own, [HeadRows()]):
                 preds = own(images)
         else:
             preds = own(images)
@@ -57,13 +65,16 @@ def test_values_and_gradients(device, same_convolutions, name, kind):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4 * b.abs().max().item())
 
 
-def test_what_is_left_to_stock(monkeypatch):
+def test_what_is_left_to_stock(monkeypatch, fused_blocks):
     def takes(model):
-        with heads_in_rows(model):
+        with rewritten(model, [HeadRows()]):
             return "forward_head" in vars(model.model[-1])
 
     model = make("yolov8n.yaml")
     assert takes(model)
+    with monkeypatch.context() as without:
+        without.setattr(type(model.model[0]), "forward", lambda self, x: x)
+        assert HeadRows().matches(model) == "bn_act_optim has replaced none of its blocks."
     assert not takes(copy.deepcopy(model).eval())
     assert not takes(copy.deepcopy(model).to(memory_format=torch.contiguous_format))
     assert not takes(
@@ -114,21 +125,15 @@ def compare_first_blocks(detect, device, monkeypatch, joined):
     runs = []
     for inside in (False, True):
         own, operators = copy.deepcopy(model), Operators()
-        at_once = first_blocks_at_once(own) if inside else contextlib.nullcontext()
+        at_once = rewritten(own, [FirstBlocks()]) if inside else contextlib.nullcontext()
         cast_once = weights_cast_once(own, torch.bfloat16 if inside else None)
         with operators, torch.autocast(device.type, torch.bfloat16), at_once, cast_once:
             preds = own.model[-1](list(x))
-        assert not OF_ONE_INPUT and not JOINED and all("forward" not in vars(m) for m in own.modules())
+        assert not any({"forward", JOINT, OF_ONE_INPUT} & vars(m).keys() for m in own.modules())
         runs.append((operators.joined, [t for t in tensors(preds) if t.dim() == 3], list(own.buffers())))
     assert [run[0] for run in runs] == [0, joined]
     for stock, mine in zip(runs[0][1] + runs[0][2], runs[1][1] + runs[1][2]):
         torch.testing.assert_close(mine, stock, rtol=0.05, atol=0.05)
-
-
-@pytest.fixture
-def fused_blocks(monkeypatch):
-    block = type(make("yolov8n.yaml").model[0])
-    monkeypatch.setattr(block, "forward", bn_act.conv_forward(block.forward))
 
 
 @pytest.mark.parametrize("change, joined", CHANGES.values(), ids=CHANGES)

@@ -9,8 +9,8 @@ import torch_fastdet.ultralytics as drop_in
 import torch_fastdet.yolov5
 from tests.yolov5.test_upsample_switch import Operators
 from torch_fastdet.nn.bn_act import conv_forward
-from torch_fastdet.nn.stem import TAKES_BYTES
-from torch_fastdet.rewrites.ultralytics import fewer_copies
+from torch_fastdet.rewrites.registry import fewer_copies
+from torch_fastdet.rewrites.stem_of_bytes import takes_bytes
 
 
 @pytest.fixture
@@ -85,4 +85,4 @@ def test_in_graphs_the_stem_divides_bytes_where_it_alone_reads_them(monkeypatch,
     monkeypatch.setattr(tasks.Conv, "forward", conv_forward(tasks.Conv.forward))
     model = getattr(tasks, kind)(name, nc=3, verbose=False)
     with fewer_copies(model):
-        assert (model in TAKES_BYTES) == (kind == "DetectionModel")
+        assert takes_bytes(model) == (kind == "DetectionModel")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from torch import Tensor
 
@@ -14,16 +14,26 @@ def is_channels_last(parameter: Tensor) -> bool:
     return parameter.dim() == 4 and not parameter.is_contiguous()
 
 
-@contextlib.contextmanager
-def own_attributes(values: Collection[tuple[object, str, object]]) -> Iterator[None]:
-    """While inside, each object has an attribute of its own with this name and value, such as a method in place of its class's."""
+def put_attributes(values: Collection[tuple[object, str, object]]) -> Callable[[], None]:
+    """Give each object an attribute of its own with this name and value, such as a method; return what puts back those of before."""
     before = [(vars(owner), name, vars(owner).get(name, _MISSING)) for owner, name, _ in values]
-    try:
-        for owner, name, value in values:
-            vars(owner)[name] = value
-        yield
-    finally:
+
+    def put_back() -> None:
         for own, name, value in before:
             own.pop(name, None)
             if value is not _MISSING:
                 own[name] = value
+
+    for owner, name, value in values:
+        vars(owner)[name] = value
+    return put_back
+
+
+@contextlib.contextmanager
+def own_attributes(values: Collection[tuple[object, str, object]]) -> Iterator[None]:
+    """:func:`put_attributes` while inside."""
+    put_back = put_attributes(values)
+    try:
+        yield
+    finally:
+        put_back()

@@ -8,7 +8,8 @@ results and in stock's order stays stock's.
 
 from __future__ import annotations
 
-import weakref
+import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from torch_fastdet import ops
 from torch_fastdet._torch.private import every_module_has_hooks, is_recorded, is_transforming, runs_plainly
-from torch_fastdet.nn.joint import JOINED, OF_ONE_INPUT, Keep, NormInto, NormsOfParts, NormSplit, Options, Twice
+from torch_fastdet.nn.joint import JOINT, OF_ONE_INPUT, Keep, NormInto, NormsOfParts, NormSplit, Options, Twice
 from torch_fastdet.nn.stem import convolve, convolve_squares, divided, has_stem_shape, is_stem
 
 ACTIVATIONS: dict[type[nn.Module], str] = {
@@ -36,9 +37,9 @@ DEVICES = ("cuda",)
 _VECTOR = 8
 
 Forward = Callable[..., Tensor]
-# Every forward that conv_forward() and c3_forward() made.
-_CONV_FORWARDS: weakref.WeakSet[Forward] = weakref.WeakSet()
-_C3_FORWARDS: weakref.WeakSet[Forward] = weakref.WeakSet()
+# Attribute of every forward that conv_forward() and c3_forward() made: the name of the function that made it.
+_MADE_BY = "made_by"
+_captured = threading.local()
 
 
 class ConvBlock(Protocol):
@@ -54,10 +55,40 @@ def is_watched() -> bool:
     return every_module_has_hooks() or is_recorded() or is_transforming()
 
 
+def _made_by(maker: Callable[..., Forward], block: Any) -> bool:
+    """Whether the forward of this block's class was made by ``maker``."""
+    return getattr(type(block).forward, _MADE_BY, None) is maker
+
+
+def is_captured() -> bool:
+    """Whether this thread is inside of :func:`captured`."""
+    return getattr(_captured, "depth", 0) > 0
+
+
+def fuses() -> bool:
+    """Whether blocks are fused in the call that runs now.
+
+    An eager call of a fused block keeps the host longer than its modules do. ``cuda_graph`` puts :func:`is_captured` in the place of this
+    function: its models run as the original's wherever they do not run in graphs.
+    """
+    return True
+
+
+@contextlib.contextmanager
+def captured() -> Iterator[None]:
+    """While inside, this thread's calls are captured, or have to give what a replay gives."""
+    _captured.depth = getattr(_captured, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _captured.depth -= 1
+
+
 def can_fuse(norm: nn.Module, act: nn.Module) -> bool:
     """Whether norm and activation are ones that :func:`torch_fastdet.ops.bn_act` knows, in training, and unobserved."""
     return (
-        type(norm) is nn.BatchNorm2d
+        fuses()
+        and type(norm) is nn.BatchNorm2d
         and type(act) in ACTIVATIONS
         and norm.training
         and (norm.momentum is not None or not norm.track_running_stats)
@@ -159,7 +190,7 @@ def _jointly(blocks: list[ConvBlock], x: Tensor, before: list[int]) -> tuple[Ten
 
     Ask can_fuse for each block first.
     """
-    joint, norms = JOINED.get(blocks[0].conv), [block.bn for block in blocks]
+    joint, norms = vars(blocks[0].conv).get(JOINT), [block.bn for block in blocks]
     z = None if joint is None else joint(x)
     if z is None or not all(_is_whole(norm) and _options(b) == _options(blocks[0]) for b, norm in zip(blocks, norms)):
         return None
@@ -206,20 +237,20 @@ def conv_forward(stock: Forward) -> Forward:
             return stock(self, x)
         return self.act(self.bn(self.conv(x)))
 
-    _CONV_FORWARDS.add(forward)
+    setattr(forward, _MADE_BY, conv_forward)
     return forward
 
 
 def is_used(model: nn.Module) -> bool:
     """Whether ``model`` has a block of :func:`conv_forward`. Only then may its captured steps round in other places than eager ones."""
-    return any(type(block).forward in _CONV_FORWARDS for block in model.modules())
+    return any(_made_by(conv_forward, block) for block in model.modules())
 
 
 def begins_with_stem(block: Any) -> bool:
     """Whether ``block`` is one of :func:`conv_forward` with a stem's convolution, whose images may be divided on the way."""
     conv = getattr(block, "conv", None)
     return (
-        type(block).forward in _CONV_FORWARDS
+        _made_by(conv_forward, block)
         and runs_plainly(block, type(block).forward)
         and type(conv) is nn.Conv2d
         and has_stem_shape(conv)
@@ -278,7 +309,7 @@ def c3_forward(stock: Forward, conv: Forward, bottleneck: Forward) -> Forward:
         deep, shallow = self.m(self.cv1(x)), self.cv2(x)
         return self.cv3(torch.cat((deep, shallow), 1))
 
-    _C3_FORWARDS.add(forward)
+    setattr(forward, _MADE_BY, c3_forward)
     return forward
 
 
@@ -365,25 +396,26 @@ def _chain(parts: list[Tensor], blocks: Sequence[nn.Module]) -> Tensor:
 
 
 def blocks_of_one_input(blocks: Sequence[Any], x: Tensor) -> dict[nn.Module, Tensor]:
-    """What those of the blocks whose convolutions are in JOINED make of x, by one convolution; nothing where there is none."""
-    joined = [b for b in blocks if isinstance(getattr(b, "conv", None), nn.Module) and b.conv in JOINED]
-    if not joined or not all(type(b).forward in _CONV_FORWARDS and _ends_in(b, type(b).forward) for b in joined):
+    """What those of the blocks whose convolutions were joined make of x, by one convolution; nothing where there is none."""
+    joined = [b for b in blocks if isinstance(getattr(b, "conv", None), nn.Module) and JOINT in vars(b.conv)]
+    if not joined or not all(_made_by(conv_forward, b) and _ends_in(b, type(b).forward) for b in joined):
         return {}
     return dict(zip(joined, _jointly(joined, x, [0] * len(joined)) or ()))
 
 
 def convolutions_of_one_input(model: nn.Module) -> Iterator[list[nn.Conv2d]]:
-    """Convolutions that read one tensor: of the blocks in OF_ONE_INPUT, and of ``cv1`` and ``cv2`` where the forward is one of
+    """Convolutions that read one tensor: of ``OF_ONE_INPUT``, and of ``cv1`` and ``cv2`` where the forward is one of
     :func:`c3_forward`."""
-    c3s: list[Any] = [block for block in model.modules() if type(block).forward in _C3_FORWARDS]
-    for blocks in OF_ONE_INPUT + [[c3.cv1, c3.cv2] for c3 in c3s]:
+    modules: list[Any] = list(model.modules())
+    groups = [blocks for module in modules for blocks in vars(module).get(OF_ONE_INPUT, [])]
+    for blocks in groups + [[block.cv1, block.cv2] for block in modules if _made_by(c3_forward, block)]:
         convs = [getattr(block, "conv", None) for block in blocks]
         yield [conv for conv in convs if isinstance(conv, nn.Conv2d)]
 
 
 def can_pool(pool: nn.Module) -> bool:
     """Whether this is a max pooling that :func:`torch_fastdet.ops.max_pools_cat` knows, unobserved."""
-    if type(pool) is not nn.MaxPool2d or not runs_plainly(pool, _FORWARDS[nn.MaxPool2d]) or is_watched():
+    if type(pool) is not nn.MaxPool2d or not runs_plainly(pool, _FORWARDS[nn.MaxPool2d]) or is_watched() or not fuses():
         return False
     size = pool.kernel_size
     return (

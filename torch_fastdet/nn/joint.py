@@ -7,16 +7,16 @@ step makes when it casts them (``rewrites/casts.py``); everywhere else each modu
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-#: Each of such convolutions -> all of them at once, along the channels; None where autocast is off. Filled during a capture.
-JOINED: dict[nn.Module, Callable[[Tensor], Tensor | None]] = {}
-#: Blocks that read one input, other than those of C3. Filled during a capture.
-OF_ONE_INPUT: list[list[nn.Module]] = []
+#: Attribute of each of such convolutions while it is captured: all of them at once, a function of their input whose result has their
+#: channels one behind the other, or is None where autocast is off.
+JOINT = "joint"
+#: Attribute of a head while it is captured: lists of blocks that read one input.
+OF_ONE_INPUT = "blocks_of_one_input"
 
 #: What norms that share an operator have in common: momentum, eps, activation and slope.
 Options = tuple[float, float, str, float]

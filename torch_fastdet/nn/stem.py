@@ -26,10 +26,6 @@ DEVICES = ("cuda",)
 _OUTPUTS, _MOST = range(16, 97, 16), 2**31 - 1
 
 
-#: Models whose first layer divides uint8 images by 255 itself. Filled during a captured step.
-TAKES_BYTES: set[nn.Module] = set()
-
-
 def divided(images: Tensor) -> Tensor:
     """``images.float() / 255``, the same bits in one pass where torch's default dtype has them in float32."""
     return images / 255 if torch.get_default_dtype() == torch.float32 else images.float() / 255

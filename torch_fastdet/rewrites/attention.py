@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torch_fastdet._torch.modules import is_channels_last, own_attributes
-from torch_fastdet._torch.private import every_module_has_hooks, runs_plainly
-from torch_fastdet.patching.evidence import agree, pictures
+from torch_fastdet._torch.modules import put_attributes
+from torch_fastdet._torch.private import runs_plainly
+from torch_fastdet.patching.evidence import Obstacle, agree, pictures
+from torch_fastdet.rewrites.rewrite import obstacle_to_other_sums, obstacle_to_rows
 
 MODULE = "ultralytics.nn.modules.block"
 MOST_POSITIONS = 1024  # of the operator, core::kMostSoftmaxColumns
@@ -35,7 +35,7 @@ class _Softmax(torch.autograd.Function):
         return torch.ops.torch_fastdet.softmax_backward(grad.flatten(0, 1), y.flatten(0, 1)).view_as(y), None
 
 
-def _softmax(x: Tensor, dtype: torch.dtype) -> Tensor:
+def softmax(x: Tensor, dtype: torch.dtype) -> Tensor:
     """``x.softmax(-1).to(dtype)``, x of this dtype."""
     # Autocast's softmax is in float32 on a GPU alone.
     in_float32 = x.dtype in (torch.float32, torch.float64) or (x.is_cuda and torch.is_autocast_enabled("cuda"))
@@ -56,7 +56,7 @@ def _attend(block: Any, x: Tensor, areas: int, key: int, scale: float) -> Tensor
     def image(t: Tensor) -> Tensor:
         return t.permute(0, 3, 1, 2).reshape(n, h, w, heads * width).contiguous().permute(0, 3, 1, 2)
 
-    weights = _softmax((q * scale).transpose(-2, -1) @ k, v.dtype)
+    weights = softmax((q * scale).transpose(-2, -1) @ k, v.dtype)
     y = v @ weights.transpose(-2, -1)
     return block.proj(image(y) + block.pe(image(v)))
 
@@ -90,18 +90,27 @@ def _is_stocks(name: str, forward: Any) -> bool:
     return all(agree(forward, ours, case, pictures(4)) for case in cases)
 
 
-@contextlib.contextmanager
-def attention_in_rows(model: nn.Module) -> Iterator[None]:
-    """While inside, the model's ``Attention`` and ``AAttn`` run as :func:`_attend` where the model is channels_last."""
-    known = []
-    if not every_module_has_hooks() and any(map(is_channels_last, model.parameters())):
-        known = [
-            module
-            for module in model.modules()
-            if type(module).__module__ == MODULE
-            and type(module).__name__ in _KNOWN
-            and runs_plainly(module, type(module).forward)
-            and _is_stocks(type(module).__name__, type(module).forward)
-        ]
-    with own_attributes([(m, "forward", functools.partial(_KNOWN[type(m).__name__][0], m)) for m in known]):
-        yield
+def _blocks(model: nn.Module) -> list[Any]:
+    return [
+        module
+        for module in model.modules()
+        if type(module).__module__ == MODULE
+        and type(module).__name__ in _KNOWN
+        and runs_plainly(module, type(module).forward)
+        and _is_stocks(type(module).__name__, type(module).forward)
+    ]
+
+
+class AttentionInRows:
+    """Ultralytics' ``Attention`` and ``AAttn`` run as :func:`_attend`."""
+
+    about = "attention blocks read channels_last images without copying them"
+
+    def matches(self, model: nn.Module) -> Obstacle | None:
+        if (obstacle := obstacle_to_other_sums(model) or obstacle_to_rows(model)) is not None:
+            return obstacle
+        return None if _blocks(model) else Obstacle("it has no attention block of Ultralytics'.")
+
+    def apply(self, model: nn.Module) -> Callable[[], None]:
+        forwards = [(block, _KNOWN[type(block).__name__][0]) for block in _blocks(model)]
+        return put_attributes([(block, "forward", functools.partial(ours, block)) for block, ours in forwards])

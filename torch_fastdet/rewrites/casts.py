@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -14,11 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_fastdet._torch.modules import own_attributes
+from torch_fastdet._torch.modules import put_attributes
 from torch_fastdet._torch.private import foreach_copy_, foreach_zero_, runs_plainly
 from torch_fastdet.nn.bn_act import convolutions_of_one_input, is_used
-from torch_fastdet.nn.joint import JOINED
+from torch_fastdet.nn.joint import JOINT
 from torch_fastdet.nn.stem import has_stem_shape
+from torch_fastdet.patching.evidence import Obstacle
+from torch_fastdet.rewrites.rewrite import rewritten
 
 _FORWARD = nn.Conv2d.forward
 _GROUP = 8  # channels that cuDNN's kernels take at once
@@ -231,9 +233,8 @@ def _takes_cast(conv: nn.Module) -> TypeGuard[nn.Conv2d]:
     return all(p is None or (p.dtype == torch.float32 and p.device == conv.weight.device) for p in parameters)
 
 
-@contextlib.contextmanager
-def weights_cast_once(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """While inside, convolutions take copies of their parameters in autocast's dtype, which one function made at the start.
+class WeightsCastOnce:
+    """Convolutions take copies of their parameters in autocast's dtype, which one function made at the start.
 
     Autocast casts each weight and each gradient by itself, in two launches a layer, of a microsecond of work each. The
     values are those of autocast with its cache. Only what the convolution itself reads is replaced: ``conv.weight`` stays the parameter. The stem,
@@ -241,30 +242,47 @@ def weights_cast_once(model: nn.Module, dtype: torch.dtype | None) -> Iterator[N
     result is the first 255 channels.
 
     With ``bn_act_optim``, 1x1 convolutions with a bias are matrix products (:class:`_Pointwise`), and convolutions that always read one
-    input have their copies in one tensor, so that blocks can run them as one (:data:`torch_fastdet.nn.joint.JOINED`).
+    input have their copies in one tensor, so that blocks can run them as one (:data:`torch_fastdet.nn.joint.JOINT`).
+
+    Args:
+        dtype: that of autocast; None where it is off.
     """
-    convs = [module for module in model.modules() if _takes_cast(module)] if dtype is not None else []
-    if dtype is None or not convs:
-        yield
-        return
-    joined = _joined(model, convs)
-    rooms = _rooms(convs, joined)
-    trained, frozen = ([room for room in rooms if room.members[0].requires_grad is wanted] for wanted in (True, False))
-    made = [
-        *_CastAll.apply(dtype, trained, *[p for room in trained for p in room.members]),
-        *_cast_into_rooms(frozen, dtype),
-    ]
-    cast = {p: (room, tensor) for room, tensor in zip(trained + frozen, made) for p in room.members}
-    products = is_used(model)
-    methods = [(conv, "forward", _forward_of(conv, cast, dtype, products and _is_pointwise(conv))) for conv in convs]
-    try:
-        for group in joined:
-            JOINED.update(dict.fromkeys(group, _joint_of(group[0], cast[group[0].weight][1], dtype)))
-        with own_attributes(methods):
-            yield
-    finally:
-        for conv in itertools.chain(*joined):
-            JOINED.pop(conv, None)
+
+    about = "autocast's casts of all weights are one launch, and convolutions of one input are one"
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self._dtype = dtype
+
+    def matches(self, model: nn.Module) -> Obstacle | None:
+        if self._dtype is None:
+            return Obstacle("autocast is off.")
+        return (
+            None if any(map(_takes_cast, model.modules())) else Obstacle("it has no convolution that autocast casts.")
+        )
+
+    def apply(self, model: nn.Module) -> Callable[[], None]:
+        dtype = self._dtype
+        assert dtype is not None
+        convs = [module for module in model.modules() if _takes_cast(module)]
+        joined = _joined(model, convs)
+        rooms = _rooms(convs, joined)
+        trained, frozen = ([r for r in rooms if r.members[0].requires_grad is wanted] for wanted in (True, False))
+        made = [
+            *_CastAll.apply(dtype, trained, *[p for room in trained for p in room.members]),
+            *_cast_into_rooms(frozen, dtype),
+        ]
+        cast = {p: (room, tensor) for room, tensor in zip(trained + frozen, made) for p in room.members}
+        products = is_used(model)
+        joints = [(group, _joint_of(group[0], cast[group[0].weight][1], dtype)) for group in joined]
+        return put_attributes(
+            [(conv, "forward", _forward_of(conv, cast, dtype, products and _is_pointwise(conv))) for conv in convs]
+            + [(conv, JOINT, joint) for group, joint in joints for conv in group]
+        )
+
+
+def weights_cast_once(model: nn.Module, dtype: torch.dtype | None) -> AbstractContextManager[None]:
+    """:class:`WeightsCastOnce` while inside."""
+    return rewritten(model, [WeightsCastOnce(dtype)])
 
 
 def _is_cast(x: Tensor, dtype: torch.dtype) -> bool:

@@ -1,24 +1,27 @@
-"""YOLOv5's model in a captured step: without the copy of its outputs, and with fewer copies in its neck."""
+"""Outputs of a ``Detect`` as its convolutions write them, where the framework copies or transposes them."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from torch_fastdet._torch.modules import own_attributes
-from torch_fastdet.patching.evidence import agree, pictures, stand_ins
-from torch_fastdet.rewrites.necks import images_of_bytes, joined_upsampling, stock_detect
+from torch_fastdet._torch.modules import put_attributes
+from torch_fastdet.patching.evidence import Obstacle, agree, pictures, stand_ins
+from torch_fastdet.rewrites.rewrite import (
+    ULTRALYTICS_HEADS,
+    YOLOV5,
+    detect_of,
+    obstacle_to_other_sums,
+    obstacle_to_rows,
+)
 
-STOCK_MODULES = ("models.yolo", "yolov5.models.yolo")
 
-
-def raw_heads(detect: Any, x: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What a Detect returns in training, (bs, na, ny, nx, no) a level, as views of its convolutions' outputs.
+def raw_heads(detect: Any, x: list[Tensor]) -> list[Tensor]:
+    """What YOLOv5's Detect returns in training, (bs, na, ny, nx, no) a level, as views of its convolutions' outputs.
 
     Channels are the outputs of one anchor after the other. The results take the place of the feature maps in ``x``, as in stock.
     """
@@ -28,34 +31,78 @@ def raw_heads(detect: Any, x: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 @functools.cache
-def _is_stocks(forward: Any) -> bool:
-    """Whether this is what stock's ``Detect.forward`` computes in training: forks change it under the same name."""
+def _obstacle_to_views(forward: Any) -> Obstacle | None:
+    """Why this is not what YOLOv5's ``Detect.forward`` computes in training: forks change it under the same name."""
     attributes = {"nl": 2, "na": 2, "no": 3, "m": list(stand_ins("0", "1").values()), "training": True, "export": False}
-    return agree(forward, raw_heads, attributes, [pictures(6), -pictures(6)])
+    known = agree(forward, raw_heads, attributes, [pictures(6), -pictures(6)])
+    return None if known else Obstacle("Detect.forward is not YOLOv5's.")
 
 
-@contextlib.contextmanager
-def head_views(model: nn.Module) -> Iterator[None]:
-    """While inside, YOLOv5's Detect returns its convolutions' outputs as (bs, na, ny, nx, no) views, where stock copies them.
+class HeadViews:
+    """YOLOv5's Detect returns (bs, na, ny, nx, no) views of its convolutions' outputs, where the original copies them.
 
     Losses index heads by these five dimensions, whatever their strides; ComputeLoss writes its gradients in the same
-    layout, so that neither the outputs nor their gradients are copied. Models without stock's Detect at their end are left alone,
-    as is a model in eval mode.
+    layout, so that neither the outputs nor their gradients are copied.
     """
-    detect = stock_detect(model, "forward", STOCK_MODULES)
-    known = detect is not None and _is_stocks(type(detect).forward)
-    with own_attributes([(detect, "forward", functools.partial(raw_heads, detect))] if known else []):
-        yield
+
+    about = "YOLOv5's Detect returns views of its convolutions' outputs"
+
+    def matches(self, model: nn.Module) -> Obstacle | None:
+        detect = detect_of(model, "forward", YOLOV5)
+        if detect is None:
+            return Obstacle("it does not end in YOLOv5's Detect, in training.")
+        return _obstacle_to_views(type(detect).forward)
+
+    def apply(self, model: nn.Module) -> Callable[[], None]:
+        detect = detect_of(model, "forward", YOLOV5)
+        return put_attributes([(detect, "forward", functools.partial(raw_heads, detect))])
 
 
-@contextlib.contextmanager
-def fewer_copies(model: nn.Module) -> Iterator[None]:
-    """While inside, the model's values are stock's with fewer copies: :func:`head_views`, :func:`joined_upsampling` and
-    :func:`images_of_bytes`."""
-    methods = "forward", "_forward_once"
-    with (
-        head_views(model),
-        joined_upsampling(model, "_forward_once", STOCK_MODULES),
-        images_of_bytes(model, methods, STOCK_MODULES),
-    ):
-        yield
+def _joined(head: Any, x: list[Tensor]) -> Tensor:
+    """What ``head`` makes of each level, (N, channels, anchors of all levels), with the channels of an anchor side by side."""
+    rows = [part(features).permute(0, 2, 3, 1).flatten(1, 2) for part, features in zip(head, x)]
+    return torch.cat(rows, 1).transpose(1, 2)
+
+
+def _outputs(detect: object, x: list[Tensor], box_head: object = None, cls_head: object = None) -> dict[str, Any]:
+    """Boxes and scores of all anchors beside the features that they come from; nothing where a head is missing."""
+    heads = {"boxes": box_head, "scores": cls_head}
+    if any(head is None for head in heads.values()):
+        return {}
+    return {name: _joined(head, x) for name, head in heads.items()} | {"feats": x}
+
+
+@functools.cache
+def _obstacle_to_outputs(forward_head: object) -> Obstacle | None:
+    """Why this is not what Ultralytics' ``Detect.forward_head`` computes: forks change it under the same name."""
+    boxes = [lambda t: t + 1, lambda t: t * t]
+    classes = [lambda t: t[:, :3] + 2, lambda t: t[:, 1:] * t[:, :3]]
+
+    def whole(method: Any) -> Any:
+        return lambda self, x: [method(self, x, boxes, classes), method(self, x, boxes), method(self, x)]
+
+    attributes: dict[str, object] = {"nl": 2, "reg_max": 1, "nc": 3}
+    known = agree(whole(forward_head), whole(_outputs), attributes, [pictures(4), -pictures(4)])
+    return None if known else Obstacle("Detect.forward_head is not Ultralytics'.")
+
+
+class HeadRows:
+    """The boxes and scores of Ultralytics' Detect have the channels of an anchor side by side in memory.
+
+    That is how its convolutions write them. The original writes them one channel after the other. Losses index them by three
+    dimensions, whatever their strides.
+    """
+
+    about = "Ultralytics' Detect writes the channels of an anchor side by side"
+
+    def matches(self, model: nn.Module) -> Obstacle | None:
+        if (obstacle := obstacle_to_other_sums(model) or obstacle_to_rows(model)) is not None:
+            return obstacle
+        detect = detect_of(model, "forward_head", ULTRALYTICS_HEADS)
+        if detect is None:
+            return Obstacle("it does not end in Ultralytics' Detect, in training.")
+        return _obstacle_to_outputs(getattr(type(detect), "forward_head", None))
+
+    def apply(self, model: nn.Module) -> Callable[[], None]:
+        detect = detect_of(model, "forward_head", ULTRALYTICS_HEADS)
+        return put_attributes([(detect, "forward_head", functools.partial(_outputs, detect))])

@@ -1,33 +1,30 @@
-"""Ultralytics' model in a captured step, with fewer copies."""
+"""Every rewrite of the frameworks' models, in the order in which they are applied."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 from torch import nn
 
-from torch_fastdet.nn.bn_act import is_used
-from torch_fastdet.rewrites.attention import attention_in_rows
-from torch_fastdet.rewrites.necks import images_of_bytes, joined_upsampling
-from torch_fastdet.rewrites.ultralytics_heads import first_blocks_at_once, heads_in_rows
+from torch_fastdet.rewrites import rewrite
+from torch_fastdet.rewrites.attention import AttentionInRows
+from torch_fastdet.rewrites.first_blocks import FirstBlocks
+from torch_fastdet.rewrites.heads import HeadRows, HeadViews
+from torch_fastdet.rewrites.rewrite import Rewrite, rewritten
+from torch_fastdet.rewrites.stem_of_bytes import StemOfBytes
+from torch_fastdet.rewrites.upsample_concat import UpsampleConcat
 
-MODULES = ("ultralytics.nn.tasks",)
+#: In and behind those that need ``bn_act_optim``, cuDNN and losses may add in another order; the others keep every bit.
+YOLOV5: tuple[Rewrite, ...] = (HeadViews(), UpsampleConcat(rewrite.YOLOV5), StemOfBytes(rewrite.YOLOV5))
+ULTRALYTICS: tuple[Rewrite, ...] = (
+    UpsampleConcat(rewrite.ULTRALYTICS),
+    StemOfBytes(rewrite.ULTRALYTICS),
+    AttentionInRows(),
+    HeadRows(),
+    FirstBlocks(),
+)
 
 
-@contextlib.contextmanager
-def fewer_copies(model: nn.Module) -> Iterator[None]:
-    """While inside, the model's values are stock's with fewer copies: :func:`joined_upsampling`, :func:`images_of_bytes` and,
-    with ``bn_act_optim``, :func:`attention_in_rows`, :func:`heads_in_rows` and :func:`first_blocks_at_once`, in and behind which cuDNN and
-    losses may add in another order."""
-    methods = "forward", "predict", "_predict_once"
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(joined_upsampling(model, "_predict_once", MODULES))
-        # World's own predict gives its text features the images' dtype.
-        if getattr(getattr(type(model), "predict", None), "__qualname__", None) == "BaseModel.predict":
-            stack.enter_context(images_of_bytes(model, methods, MODULES))
-        if is_used(model):
-            stack.enter_context(attention_in_rows(model))
-            stack.enter_context(heads_in_rows(model))
-            stack.enter_context(first_blocks_at_once(model))
-        yield
+def fewer_copies(model: nn.Module) -> AbstractContextManager[None]:
+    """While inside, the values of a model of either framework are the original's with fewer copies."""
+    return rewritten(model, YOLOV5 + ULTRALYTICS)

@@ -1,22 +1,20 @@
-"""A detector in a graph: its stem divides the images, and an upsampling writes straight into the concatenation behind it."""
+"""An upsampling that writes straight into the concatenation behind it."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torch_fastdet import ops
-from torch_fastdet._torch.modules import own_attributes
-from torch_fastdet._torch.private import every_module_has_hooks, runs_plainly
-from torch_fastdet.nn.bn_act import begins_with_stem, forward_of_bytes
-from torch_fastdet.nn.stem import TAKES_BYTES
-from torch_fastdet.patching.evidence import agree, pictures
+from torch_fastdet._torch.modules import put_attributes
+from torch_fastdet._torch.private import runs_plainly
+from torch_fastdet.patching.evidence import Obstacle, agree, pictures
+from torch_fastdet.rewrites.rewrite import Framework, layers_of
 from torch_fastdet.switches.upsample.switch import doubles, upsample_forward
 
 
@@ -56,69 +54,30 @@ def _joined(upsample: Any, concat: object) -> Callable[[list[Tensor]], Tensor]:
     return forward
 
 
-def _layers(model: object, methods: tuple[str, ...], modules: tuple[str, ...]) -> list[Any]:
-    """The model's layers, where these methods are the host's own and nothing sees each module's call."""
-    layers = getattr(model, "model", None)
-    known = all(
-        getattr(getattr(type(model), name, None), "__module__", None) in modules and name not in vars(model)
-        for name in methods
-    )
-    return list(layers) if known and isinstance(layers, nn.Sequential) and not every_module_has_hooks() else []
+class UpsampleConcat:
+    """Each upsampling of ``upsample_optim`` whose result only a concatenation reads becomes one operator with it.
 
-
-def stock_head(model: Any, modules: tuple[str, ...]) -> Any:
-    """The last layer of a model in training, if its class is the host's; else None."""
-    layers = getattr(model, "model", None)
-    head = layers[-1] if isinstance(layers, nn.Sequential) and len(layers) else None
-    return head if type(head).__module__ in modules and model.training else None
-
-
-def stock_detect(model: Any, method: str, modules: tuple[str, ...]) -> Any:
-    """:func:`stock_head`, if it is a ``Detect`` whose ``method`` is the class's; else None."""
-    head = stock_head(model, modules)
-    return head if type(head).__name__ == "Detect" and method not in vars(head) else None
-
-
-@contextlib.contextmanager
-def images_of_bytes(model: Any, methods: tuple[str, ...], modules: tuple[str, ...]) -> Iterator[None]:
-    """While inside, the model takes uint8 images too, for which its result is that of ``images / 255``: its stem divides them
-    (:data:`torch_fastdet.nn.stem.TAKES_BYTES`).
-
-    Args:
-        model: the host's model. Its first layer alone reads the images.
-        methods: those from ``forward`` to the loop over the layers.
-        modules: where the host defines them.
+    Both frameworks run their layers in a row, each on the results that its attribute ``f`` names; ``model.save`` has the
+    numbers of those that later layers read. A model that does otherwise is left alone.
     """
-    first = next(iter(_layers(model, methods, modules)), None)
-    if first is None or getattr(first, "f", None) != -1 or not begins_with_stem(first):
-        yield
-        return
-    TAKES_BYTES.add(model)
-    try:
-        with own_attributes([(first, "forward", functools.partial(forward_of_bytes, first))]):
-            yield
-    finally:
-        TAKES_BYTES.discard(model)
 
+    about = "upsamplings write into the concatenations behind them"
 
-@contextlib.contextmanager
-def joined_upsampling(model: object, loop: str, modules: tuple[str, ...]) -> Iterator[None]:
-    """While inside, each upsampling of ``upsample_optim`` whose result only a concatenation reads is one operator with it.
+    def __init__(self, framework: Framework) -> None:
+        self._framework = framework
 
-    Both hosts run their layers in a row, each on the results that its attribute ``f`` names; ``model.save`` has the numbers of
-    those that later layers read. A model that does otherwise is left alone.
+    def _pairs(self, model: object) -> list[tuple[nn.Module, nn.Module]]:
+        layers, save = layers_of(model, self._framework, loop_alone=True), getattr(model, "save", None)
+        if not isinstance(save, (list, tuple, set)):
+            return []
+        return [(up, cat) for up, cat in itertools.pairwise(layers) if _is_pair(up, cat, save)]
 
-    Args:
-        model: the host's model; its layers are ``model.model``.
-        loop: the method that runs them.
-        modules: where the host defines that method.
-    """
-    chain, save = _layers(model, (loop,), modules), getattr(model, "save", None)
-    pairs = []
-    if isinstance(save, (list, tuple, set)):
-        pairs = [(up, cat) for up, cat in itertools.pairwise(chain) if _is_pair(up, cat, save)]
-    methods = [(up, "forward", lambda x: x) for up, _ in pairs] + [
-        (cat, "forward", _joined(up, cat)) for up, cat in pairs
-    ]
-    with own_attributes(methods):
-        yield
+    def matches(self, model: object) -> Obstacle | None:
+        return None if self._pairs(model) else Obstacle("no concatenation alone reads an upsampling of upsample_optim.")
+
+    def apply(self, model: object) -> Callable[[], None]:
+        pairs = self._pairs(model)
+        return put_attributes(
+            [(up, "forward", lambda x: x) for up, _ in pairs]
+            + [(cat, "forward", _joined(up, cat)) for up, cat in pairs]
+        )

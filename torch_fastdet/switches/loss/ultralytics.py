@@ -32,7 +32,7 @@ from torch_fastdet.ops.v8_loss import v8_with_parts
 from torch_fastdet.patching.by_name import ByName
 from torch_fastdet.patching.evidence import plainly_on_the_cpu
 from torch_fastdet.patching.replace import is_code_of
-from torch_fastdet.rewrites.ultralytics import fewer_copies
+from torch_fastdet.rewrites.registry import fewer_copies
 from torch_fastdet.switches.loss.common import TARGET_COLUMNS, TargetStatus
 
 STOCK_MODULE = "ultralytics.utils.loss"

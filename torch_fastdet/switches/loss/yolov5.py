@@ -14,7 +14,7 @@ from torch_fastdet._say import count
 from torch_fastdet._torch.tensors import DeviceNumbers, unwrap
 from torch_fastdet.graphs.loss_items import read_early
 from torch_fastdet.ops.yolov5_loss import split_coefficients, yolov5_mask_part
-from torch_fastdet.rewrites.yolov5 import fewer_copies
+from torch_fastdet.rewrites.registry import fewer_copies
 from torch_fastdet.switches.loss.common import TARGET_COLUMNS, TargetStatus
 
 

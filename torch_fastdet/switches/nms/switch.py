@@ -6,7 +6,6 @@ from torch_fastdet.patching.evidence import (
     Signature,
 )
 from torch_fastdet.patching.switch import Switch, Target
-from torch_fastdet.rewrites.yolov5 import STOCK_MODULES as MODELS
 from torch_fastdet.suppression import ultralytics_non_max_suppression, yolov5_non_max_suppression
 from torch_fastdet.switches.frameworks import VERSION, ultralytics, yolov5
 from torch_fastdet.switches.nms import yolov5 as decoding
@@ -21,7 +20,7 @@ YOLOV5 = Switch(
         Target(yolov5("utils.general"), "non_max_suppression", yolov5_non_max_suppression, evidence=(SUPPRESSION,)),
         # Suppression goes on without these.
         Target(
-            MODELS,
+            yolov5("models.yolo"),
             "Detect.forward",
             make=lambda _, stock, __: decoding.OfInstances(stock),
             class_evidence=(DECODING,),
@@ -29,7 +28,9 @@ YOLOV5 = Switch(
             otherwise="say",
             note=DECODED,
         ),
-        Target(MODELS, "Segment.forward", make=decoding.segmenting, after="Detect.forward", note=DECODED),
+        Target(
+            yolov5("models.yolo"), "Segment.forward", make=decoding.segmenting, after="Detect.forward", note=DECODED
+        ),
     ),
     modules=("utils.general", "models.yolo", "models.common"),
 )

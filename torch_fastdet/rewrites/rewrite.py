@@ -1,0 +1,101 @@
+"""A :class:`Rewrite` changes a model while it is captured, and leaves it as it was."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+from torch import nn
+
+from torch_fastdet._torch.modules import is_channels_last
+from torch_fastdet._torch.private import every_module_has_hooks
+from torch_fastdet.nn.bn_act import is_used
+from torch_fastdet.patching.evidence import Obstacle
+
+
+class Rewrite(Protocol):
+    """One change of a model."""
+
+    #: What it changes, in a line.
+    about: str
+
+    def matches(self, model: Any) -> Obstacle | None:
+        """Return why the model stays as it is, or None if :meth:`apply` can change it."""
+
+    def apply(self, model: Any) -> Callable[[], None]:
+        """Change a model that :meth:`matches`, and return a function that undoes it."""
+
+
+@contextlib.contextmanager
+def rewritten(model: nn.Module, rewrites: Iterable[Rewrite]) -> Iterator[None]:
+    """While inside, the model is changed by those of the rewrites that match it."""
+    with contextlib.ExitStack() as stack:
+        for rewrite in rewrites:
+            if rewrite.matches(model) is None:
+                stack.callback(rewrite.apply(model))
+        yield
+
+
+class Framework(NamedTuple):
+    """Where a framework defines what a rewrite must know before it changes a model."""
+
+    #: Modules that define the classes of models, or of heads.
+    modules: tuple[str, ...]
+    #: Methods of a model, from ``forward`` to the loop over its layers.
+    methods: tuple[str, ...] = ()
+    #: The class that must define them; "" for any.
+    owner: str = ""
+
+
+YOLOV5 = Framework(("models.yolo", "yolov5.models.yolo"), ("forward", "_forward_once"))
+ULTRALYTICS = Framework(("ultralytics.nn.tasks",), ("forward", "predict", "_predict_once"), "BaseModel")
+ULTRALYTICS_HEADS = Framework(("ultralytics.nn.modules.head",))
+
+
+def layers_of(model: object, framework: Framework, loop_alone: bool = False) -> list[Any]:
+    """The model's layers if the framework runs them in a row and nothing sees each module's call; else nothing.
+
+    Args:
+        model: the model.
+        framework: whose methods must be the model's.
+        loop_alone: look at the last method only.
+    """
+    layers = getattr(model, "model", None)
+    methods = framework.methods[-1:] if loop_alone else framework.methods
+    found: list[Any] = [getattr(type(model), name, None) for name in methods]
+    known = all(
+        getattr(method, "__module__", None) in framework.modules
+        and (not framework.owner or method.__qualname__.startswith(f"{framework.owner}."))
+        for method in found
+    )
+    if not known or any(name in vars(model) for name in methods) or every_module_has_hooks():
+        return []
+    return list(layers) if isinstance(layers, nn.Sequential) else []
+
+
+def head_of(model: Any, framework: Framework) -> Any:
+    """The last layer of a model in training if its class is the framework's; else None."""
+    layers = getattr(model, "model", None)
+    head = layers[-1] if isinstance(layers, nn.Sequential) and len(layers) else None
+    return head if type(head).__module__ in framework.modules and model.training else None
+
+
+def detect_of(model: Any, method: str, framework: Framework) -> Any:
+    """:func:`head_of` if it is a ``Detect`` whose ``method`` is the class's; else None."""
+    head = head_of(model, framework)
+    return head if type(head).__name__ == "Detect" and method not in vars(head) else None
+
+
+def obstacle_to_other_sums(model: nn.Module) -> Obstacle | None:
+    """Why convolutions of the model, and losses behind it, may not add in another order; None if they may."""
+    if every_module_has_hooks():
+        return Obstacle("hooks are registered on all modules.")
+    return None if is_used(model) else Obstacle("bn_act_optim has replaced none of its blocks.")
+
+
+def obstacle_to_rows(model: nn.Module) -> Obstacle | None:
+    """The same for what is faster in NHWC memory alone."""
+    if not any(map(is_channels_last, model.parameters())):
+        return Obstacle("its weights are not channels_last.")
+    return None
