@@ -343,6 +343,34 @@ def test_captures_wait_before_memory_is_unmapped(cuda):
     torch.cuda.synchronize()  # an illegal address would be reported here
 
 
+class NormAndNoise(nn.Module):
+    """Writes batch norm's statistics and draws random numbers before it runs out of memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Dropout(0.5))
+        self.end = OutOfMemory()
+        self.end.body = nn.Identity()
+
+    def forward(self, x):
+        return [self.end(self.body(x))]
+
+
+def test_a_pass_that_runs_again_after_out_of_memory_counts_once(gpu):
+    plain = NormAndNoise().to(GPU.device)
+    graphed = GraphedModule(copy.deepcopy(plain), say=lambda line: None)
+    three_passes(graphed, images(2, 3, 32, 32))
+    plain.load_state_dict(graphed.state_dict())
+    x, found = images(2, 3, 48, 48), []
+    for net, times in ((graphed, 1), (plain, 0)):
+        torch.manual_seed(1)
+        net.end.times = times
+        found.append(net(x)[0])
+    assert graphed.end.times == 0 and graphed.graphs.shapes == []
+    same_state(graphed, plain)
+    assert torch.equal(*found)
+
+
 def test_out_of_memory_with_no_graphs(gpu):
     model = OutOfMemory().to(GPU.device)
     graphed = GraphedModule(model)
@@ -665,15 +693,35 @@ def test_what_cannot_be_captured(gpu, change, reason):
         GraphedModule(change(Net().to(GPU.device)), required=True)
 
 
-def test_wrong_order_of_calls(gpu):
+@pytest.mark.parametrize("order", ["together", "in turn", "backwards"])
+def test_two_passes_before_their_backward_passes(gpu, order):
+    """The second one runs eagerly, which one line says; what it gives is what it gives without graphs."""
+    said, plain = [], Net().to(GPU.device)
+    graphed = GraphedModule(copy.deepcopy(plain), required=True, say=said.append)
+    batches = [images(2, 3, 32, 32) for _ in range(2)]
+    for net in (plain, graphed):
+        three_passes(net, batches[0])
+        net.zero_grad()
+        for _ in range(2):
+            losses = [loss_of(net(x)) for x in batches]
+            for loss in {"together": [sum(losses)], "in turn": losses, "backwards": losses[::-1]}[order]:
+                loss.backward()
+    for (name, p), q in zip(graphed.named_parameters(), plain.parameters()):
+        torch.testing.assert_close(p.grad, q.grad, msg=name)
+    same_state(graphed, plain)
+    assert sum("runs eagerly" in line for line in said) == 1
+    three_passes(graphed, batches[0])
+    three_passes(plain, batches[0])
+    same_gradients(graphed, plain)
+
+
+def test_a_second_backward_pass(gpu):
     graphed = GraphedModule(Net().to(GPU.device))
-    x = images(2, 3, 32, 32)
-    for _ in range(2):
-        loss_of(graphed(x)).backward()
-    first = loss_of(graphed(x))
-    loss_of(graphed(x)).backward()
-    with pytest.raises(RuntimeError, match="ran again before this backward pass"):
-        first.backward()
+    for _ in range(3):
+        loss = loss_of(graphed(images(2, 3, 32, 32)))
+        loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="this backward pass ran already"):
+        loss.backward()
 
 
 def test_wrong_arguments():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -18,8 +17,7 @@ from torch_fastdet._torch.graph import Graph
 from torch_fastdet._torch.private import every_module_has_hooks, foreach_copy_, tree_flatten, tree_unflatten
 from torch_fastdet.graphs import capture as _capture
 from torch_fastdet.graphs.baked import BakedForward
-from torch_fastdet.graphs.pool import GraphPool
-from torch_fastdet.graphs.refusal import first_line, location_of, why_not
+from torch_fastdet.graphs.captured import CapturedCallable
 
 # A capture takes as long as some 30 calls save: so many calls pay for one, and the first few are free.
 _CALLS_FOR_A_CAPTURE = 32
@@ -55,7 +53,7 @@ class _Output:
         self.number = number
 
 
-class InferenceGraphs:
+class InferenceGraphs(CapturedCallable[_Captured]):
     """CUDA graphs of one module's forward passes in eval mode and without gradients, by input shape.
 
     The first ``warmup`` calls of a shape run eagerly, and the last of them also captures; later calls replay. Their results have
@@ -85,28 +83,18 @@ class InferenceGraphs:
         capturing: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
         say: Callable[[str], None] = print_line,
     ) -> None:
+        super().__init__(type(module).__name__, max_graphs, warmup, say)
         self._module = weakref.ref(module)
-        self.capturing, self._tell = capturing, functools.cache(say)  # each line once
-        self.reason: str | None = None
+        self.capturing = capturing
         self._baked = BakedForward(settings)
         self._lock = threading.RLock()
         self._stream: torch.cuda.Stream | None = None  # of the last replay
         self._saved = float(_MOST_SAVED)  # captures that calls have paid for
-        self._pool: GraphPool[_Captured] = GraphPool(max_graphs, warmup, say)
-
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """Input shapes that are captured, the most recently used last."""
-        return [key[0] for key in self._pool]
-
-    def memory(self) -> int:
-        """Bytes of device memory that the graphs hold."""
-        return self._pool.held()
 
     def reset(self) -> None:
         """Forget all graphs; the next calls capture again."""
         with self._lock:
-            self._pool.reset()
+            super().reset()
 
     def __call__(self, x: Tensor, forward: Callable[[Tensor], object] | None = None) -> Any:
         """The module's answer.
@@ -124,7 +112,10 @@ class InferenceGraphs:
             self._stream = _capture.behind(self._stream, x.device)
             if self._baked.moved(module):
                 self._pool.reset()
-            if self._runs_eagerly(module):
+            if self._baked.has_hooks() or every_module_has_hooks():
+                self._tell_of_fallback(f"{self.what} has hooks, which a replay would not call; it runs eagerly")
+                return run(x)
+            if self._baked.trains(module):
                 return run(x)
             self._saved = min(self._saved + 1 / _CALLS_FOR_A_CAPTURE, _MOST_SAVED)
             key = (tuple(x.shape), x.dtype, x.stride(), x.device, *_flags())
@@ -134,7 +125,8 @@ class InferenceGraphs:
             result = self._pool.warm_up(key, lambda: run(x))
             if self._pool.is_warm(key) and self._saved >= 1:
                 self._saved -= 1
-                self._capture(key, x, module, run)
+                if self.try_capture(key, module, lambda: self._captured(x, module, run)) is not None:
+                    self.say_once(f"{self.what} answers by CUDA graphs from now on, one for each input shape")
             return result
 
     def _takes(self, x: Tensor) -> bool:
@@ -147,30 +139,13 @@ class InferenceGraphs:
             and not _capture.is_capturing()
         )
 
-    def _runs_eagerly(self, module: nn.Module) -> bool:
-        if self._baked.has_hooks() or every_module_has_hooks():
-            self._tell_of_fallback(f"{type(module).__name__} has hooks, which a replay would not call; it runs eagerly")
-            return True
-        return self._baked.trains(module)
-
     def _tell_of_fallback(self, line: str) -> None:
-        self._tell(line)
+        self.say_once(line)
         note_fallback(line)
 
-    def _capture(self, key: tuple, x: Tensor, module: nn.Module, run: Callable[[Tensor], object]) -> None:
-        reason = why_not(module, averaged=True)
-        if reason is None:
-            try:
-                if self._pool.capture(key, lambda: self._captured(x, module, run)) is None:
-                    return
-            except Exception as error:
-                reason = f"{location_of(error, module)} failed during the capture, {first_line(error)}"
-        if reason is None:
-            self._tell(f"{type(module).__name__} answers by CUDA graphs from now on, one for each input shape")
-            return
-        self._pool.reset()
-        self.reason = reason
-        self._tell_of_fallback(f"{type(module).__name__} cannot be captured in a CUDA graph: {reason}; it runs eagerly")
+    def refuse(self, reason: str, cause: BaseException | None = None) -> None:
+        super().refuse(reason, cause)
+        note_fallback(f"{self.what} cannot be captured in a CUDA graph: {reason}; it runs eagerly")
 
     def _captured(self, x: Tensor, module: nn.Module, run: Callable[[Tensor], object]) -> _Captured:
         stream = self._pool.stream()

@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 from torch_fastdet._say import say as print_line
-from torch_fastdet._torch.graph import Graph
 from torch_fastdet._torch.private import foreach_add_, foreach_copy_, tree_flatten, tree_unflatten
 from torch_fastdet.graphs import capture as _capture
 from torch_fastdet.graphs.baked import BakedModule
-from torch_fastdet.graphs.pool import GraphPool
+from torch_fastdet.graphs.captured import CapturedPasses, Passes
 from torch_fastdet.graphs.ranks import GradientAverage, Ranks
-from torch_fastdet.graphs.refusal import CaptureError, first_line, location_of, why_not
+from torch_fastdet.graphs.refusal import CaptureError, why_not
+from torch_fastdet.nn import bn_act
 from torch_fastdet.rewrites.casts import weights_cast_once
 
 
@@ -36,107 +36,14 @@ def _with_strides(gradient: torch.Tensor | None, strides: tuple[int, ...]) -> to
     return torch.empty_strided(gradient.shape, strides, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
 
 
-class _Captured:
-    """One input shape's graphs, and the static tensors that they read and write.
-
-    The input and the outputs' gradients are places in the pool that are written before a replay and that the graph uses
-    for something else after their last use.
-    """
-
-    def __init__(self, shape: tuple[int, ...], stream: torch.cuda.Stream) -> None:
-        self.shape = shape
-        self.forward_graph = Graph(stream)
-        self.backward_graph = Graph(stream)
-        self.input: torch.Tensor
-        self.outputs: list[torch.Tensor]
-        self.structure: Any
-        self.output_gradients: list[torch.Tensor | None]
-        self.gradients: list[tuple[nn.Parameter, torch.Tensor]]
-
-    def replay_forward(self, x: torch.Tensor) -> None:
-        # x may be an output of an earlier replay, which lies in the same pool.
-        self.input.copy_(x.clone() if _capture.overlap(x, self.input) else x)
-        before = self.forward_graph.replayed_on
-        self.forward_graph.replay()
-        if (stream := self.forward_graph.replayed_on) is not None and stream != before:
-            _capture.read_on(self.outputs, stream)
-
-    def replay_backward(
-        self, gradients: tuple[torch.Tensor | None, ...], saved: dict[torch.Tensor, torch.Tensor]
-    ) -> None:
-        """Run the backward graph and add its result to the parameters' gradients, as autograd does."""
-        for static, gradient in zip(self.output_gradients, gradients):
-            if static is None:
-                continue
-            if gradient is None:
-                static.zero_()
-            elif gradient.data_ptr() != static.data_ptr():
-                static.copy_(gradient)
-        # The first micro-batch leaves the graphs' own tensors in p.grad. The replay of a later one overwrites them, so
-        # what has been accumulated there is saved first.
-        later = [(p.grad, mine) for p, mine in self.gradients if p.grad is not None]
-        overwritten = [mine for grad, mine in later if grad.data_ptr() == mine.data_ptr()]
-        aside = []
-        if overwritten:
-            for mine in overwritten:
-                if mine not in saved:
-                    saved[mine] = torch.empty_like(mine)
-                aside.append(saved[mine])
-            foreach_copy_(aside, overwritten)
-        self.backward_graph.replay()
-        if overwritten:
-            foreach_add_(overwritten, aside)
-        others = [(grad, mine) for grad, mine in later if grad.data_ptr() != mine.data_ptr()]
-        if others:
-            foreach_add_([grad for grad, _ in others], [mine for _, mine in others])
-        if len(later) < len(self.gradients):
-            for parameter, mine in self.gradients:
-                if parameter.grad is None:
-                    parameter.grad = mine
-
-
-class _Replay(torch.autograd.Function):
-    """The graphs as one node of autograd: its backward pass leaves the parameters' gradients in ``p.grad``."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, graphs: ModuleGraphs, captured: _Captured, x: torch.Tensor, leaf: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        captured.replay_forward(x)
-        graphs.generation += 1
-        ctx.graphs, ctx.captured, ctx.generation = graphs, captured, graphs.generation
-        ctx.set_materialize_grads(False)
-        outputs = tuple(output.detach() for output in captured.outputs)
-        without = [o for o, g in zip(outputs, captured.output_gradients) if g is None]
-        ctx.mark_non_differentiable(*without)
-        return outputs
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None, None]:
-        graphs, captured = ctx.graphs, ctx.captured
-        if ctx.generation != graphs.generation:
-            raise RuntimeError(
-                "GraphedModule: the module ran again before this backward pass (or this one ran already), so its activations "
-                "are gone; call backward() once after each forward pass, or use the module without graphs"
-            )
-        graphs.generation += 1
-        captured.replay_backward(gradients, graphs.saved)
-        # The loss of this pass may live on; where memory runs out in the next one, the graphs must go.
-        ctx.captured = None
-        # Autograd makes the stream of backward() wait for the gradients that it brings to p.grad itself. The replay
-        # wrote its own, on the forward pass's stream.
-        _capture.make_backward_wait(captured.input.device)
-        return None, None, None, None
-
-
-class ModuleGraphs:
+class ModuleGraphs(CapturedPasses):
     """CUDA graphs of one module's training passes, by input shape; :class:`GraphedModule` without the module around it.
 
     A shape's first ``warmup`` calls run eagerly, on the same layers, which is all the warm-up there is: nothing
     runs that the caller did not ask for, so batch norm's running statistics are those of eager training. The next call
-    captures. All graphs share one memory pool; at most ``max_graphs`` are kept, the least recently used goes first. A shape that
-    there is no memory to capture runs eagerly, which ``say`` is told.
+    captures. All graphs share one memory pool, so a forward pass that comes before the backward pass of the last one runs
+    eagerly; at most ``max_graphs`` are kept, the least recently used goes first. A shape that there is no memory to capture
+    runs eagerly, which ``say`` is told.
 
     Args:
         module: what to run.
@@ -164,29 +71,26 @@ class ModuleGraphs:
             raise ValueError(
                 f"GraphedModule: max_graphs is {max_graphs} and warmup {warmup}, but at least 1 is expected for both"
             )
+        super().__init__(type(module).__name__, max_graphs, warmup, say)
         self._module = weakref.ref(module)
         self._forward = forward
-        self.required, self.capturing, self.say, self.average = required, capturing, say, average
-        self.reason: str | None = None
-        self.generation = 0
-        self._told: set[str] = set()
+        self.required, self.capturing, self.average = required, capturing, average
         self._baked = BakedModule()
-        self._leaf: torch.Tensor | None = None
-        # Gradients of all graphs, outside their pool: there the next forward pass would overwrite them.
+        self._leaf: torch.Tensor | None = None  # makes autograd record the replay
         self._gradients: dict[nn.Parameter, torch.Tensor] = {}
-        self.saved: dict[torch.Tensor, torch.Tensor] = {}
-        # Weakly: together they would outlive their last user until the cycle collector runs.
-        own: Any = weakref.ref(self)
-        self._pool: GraphPool[_Captured] = GraphPool(
-            max_graphs, warmup, lambda line: own().say(line), lambda: own()._forget()
-        )
+        self._saved: dict[torch.Tensor, torch.Tensor] = {}
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.module.forward(x) if self._forward is None else self._forward(x)
 
+    def _contexts(self) -> list[contextlib.AbstractContextManager]:
+        return [bn_act.captured(), self.capturing(), weights_cast_once(self.module, _capture.autocast_dtype())]
+
     def _first(self, x: torch.Tensor) -> object:
         """An eager call of what would be captured: a resumed training begins with the bits that a replay would have."""
-        with self.capturing(), weights_cast_once(self.module, _capture.autocast_dtype()):
+        with contextlib.ExitStack() as stack:
+            for context in self._contexts():
+                stack.enter_context(context)
             result = self.forward(x)
         for output in tree_flatten(result)[0]:
             if isinstance(output, torch.Tensor) and output.grad_fn is not None:
@@ -202,26 +106,20 @@ class ModuleGraphs:
             raise ReferenceError("ModuleGraphs: the module is gone")
         return module
 
-    def reset(self) -> None:
-        """Forget all graphs; the next calls capture again."""
-        self._pool.reset()
-
     def _forget(self) -> None:
-        self._gradients, self.saved = {}, {}
-
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """Input shapes that are captured, the most recently used last."""
-        return [captured.shape for _, captured in self._pool.items()]
+        self._gradients, self._saved = {}, {}
 
     def memory(self) -> int:
         """Bytes of device memory that the graphs hold: their pool, and the parameters' gradients beside it."""
-        tensors = [*self._gradients.values(), *self.saved.values()]
+        tensors = [*self._gradients.values(), *self._saved.values()]
         return self._pool.held() + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def __call__(self, x: torch.Tensor) -> Any:
         module = self.module
         if not (module.training and torch.is_grad_enabled()) or not self._takes(x, module):
+            return self.forward(x)
+        if self.running() is not None:  # its activations lie in the pool
+            self.say_once("a forward pass runs eagerly where the backward pass of the one before it is still to come")
             return self.forward(x)
         if self._baked.moved(module):
             self.reset()
@@ -229,18 +127,23 @@ class ModuleGraphs:
         captured = self._pool.get(key, x.device)
         if captured is None:
             if not self._pool.is_warm(key):
-                return self._pool.warm_up(key, lambda: self._first(x))
-            captured = self._try_capture(key, x)
+                return self._pool.warm_up(key, lambda: self._first(x), module.buffers())
+            captured = self.try_capture(key, module, lambda: self._captured(x), averaged=self.average is not None)
             if captured is None:
                 return self.forward(x)
-        outputs = _Replay.apply(self, captured, x, self._leaf)
-        return tree_unflatten(list(outputs), captured.structure)
+            self.say(
+                f"captured forward and backward of {self.what} for input {key[0]}; {len(self._pool)} shapes hold "
+                f"{self.memory() / 2**20:.0f} MiB"
+            )
+        if self._leaf is None or self._leaf.device != x.device:
+            self._leaf = torch.zeros((), device=x.device, requires_grad=True)
+        return tree_unflatten(list(self._replay(captured, x, self._leaf)), captured.structure)
 
     def _takes(self, x: torch.Tensor, module: nn.Module) -> bool:
         """Whether a graph may run this input; says once why not."""
         if self.reason is not None:
             if self.required:
-                self._refuse(self.reason)
+                self._warn(self.reason)
             return False
         if not isinstance(x, torch.Tensor):
             self._stay_eager(f"its input is a {type(x).__name__}, not a tensor")
@@ -252,87 +155,87 @@ class ModuleGraphs:
             return not _capture.is_capturing()
         return False
 
-    def _give_up(self, reason: str, cause: BaseException | None = None) -> None:
-        """For good: no more graphs."""
-        self.reset()
-        self.reason = reason
-        self._refuse(reason, cause)
-
     def _stay_eager(self, reason: str) -> None:
         """For this input only: the next may be another. Said once."""
         if self.required or reason not in self._told:
             self._told.add(reason)
-            self._refuse(reason)
+            self._warn(reason)
 
-    def _refuse(self, reason: str, cause: BaseException | None = None) -> None:
-        line = f"{type(self.module).__name__} cannot be captured in a CUDA graph: {reason}"
+    def refuse(self, reason: str, cause: BaseException | None = None) -> None:
+        self.reset()
+        self.reason = reason
+        self._warn(reason, cause)
+
+    def _warn(self, reason: str, cause: BaseException | None = None) -> None:
+        line = f"{self.what} cannot be captured in a CUDA graph: {reason}"
         if self.required:
             raise CaptureError(line) from cause
         where = "" if self.average is None else f"rank {torch.distributed.get_rank()}: "
         print_line(f"{where}{line}; it runs eagerly", logging.WARNING, every_rank=True)
 
-    def _try_capture(self, key: tuple, x: torch.Tensor) -> _Captured | None:
-        reason = why_not(self.module, averaged=self.average is not None)
-        if reason is not None:
-            self._give_up(reason)
-            return None
-        if self._leaf is None or self._leaf.device != x.device:
-            self._leaf = torch.zeros((), device=x.device, requires_grad=True)
-        try:
-            captured = self._pool.capture(key, lambda: self._captured(x))
-        except Exception as error:
-            self._give_up(f"{location_of(error, self.module)} failed during the capture, {first_line(error)}", error)
-            return None
-        if captured is None:
-            return None
-        self.say(
-            f"captured forward and backward of {type(self.module).__name__} for input {captured.shape}; "
-            f"{len(self._pool)} shapes hold {self.memory() / 2**20:.0f} MiB"
-        )
-        return captured
-
-    def _captured(self, x: torch.Tensor) -> _Captured:
-        stream, pool = self._pool.stream(), self._pool.handle
-        captured = _Captured(tuple(x.shape), stream)
+    def _captured(self, x: torch.Tensor) -> Passes:
+        module = self.module
         if self.average is not None:
-            self.average.prepare(list(self.module.parameters()))
-        dtype = _capture.autocast_dtype()
-        with (
-            _capture.aliased_parameters(self.module) as aliases,
-            _capture.capture_into(captured.forward_graph.held, pool, stream),
-            _capture.uncached_autocast(dtype),
-            self.capturing(),
-            weights_cast_once(self.module, dtype),
-        ):
-            static = torch.empty_like(x, memory_format=_capture.input_format(self.module, x))
-            result = self.forward(static)
-        captured.input = _capture.unowned(static)
-        del static
-        outputs, captured.structure = tree_flatten(result)
-        for output in outputs:
-            if not isinstance(output, torch.Tensor):
-                raise TypeError(f"its output holds a {type(output).__name__}, which a replay would not renew")
-        parameters = [p for p in self.module.parameters() if p.requires_grad]
-        for parameter in parameters:
-            place = None if self.average is None else self.average.place(parameter)
-            if place is not None:
-                self._gradients[parameter] = place
-            elif parameter not in self._gradients:
-                self._gradients[parameter] = torch.empty_like(parameter, requires_grad=False)
-        with _capture.capture_into(captured.backward_graph.held, pool, stream):
-            incoming = [torch.empty_like(o) if o.requires_grad else None for o in outputs]
-            gradients = torch.autograd.grad(
-                [o for o in outputs if o.requires_grad],
-                [aliases[p] for p in parameters],
-                [g for g in incoming if g is not None],
-                allow_unused=True,
-            )
-            used = [(p, g) for p, g in zip(parameters, gradients) if g is not None]
-            captured.gradients = [(p, self._gradients[p]) for p, _ in used]
-            foreach_copy_([mine for _, mine in captured.gradients], [g for _, g in used])
-        captured.output_gradients = [None if g is None else _capture.unowned(g) for g in incoming]
-        captured.outputs = [output.detach() for output in outputs]
-        return captured
+            self.average.prepare(list(module.parameters()))
+        self._make_places()
+
+        def static() -> list[torch.Tensor]:
+            return [torch.empty_like(x, memory_format=_capture.input_format(module, x))]
+
+        return self._capture_passes(module, static, self.forward, self._contexts())
+
+    def _leave(self, gradients: list[tuple[nn.Parameter, torch.Tensor]]) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        kept = [(p, self._gradients[p]) for p, _ in gradients]
+        foreach_copy_([mine for _, mine in kept], [g for _, g in gradients])
+        return kept
+
+    def _make_places(self) -> None:
+        """Tensors for the parameters' gradients, outside of the pool: there the next forward pass would overwrite them."""
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                place = None if self.average is None else self.average.place(parameter)
+                if place is not None:
+                    self._gradients[parameter] = place
+                elif parameter not in self._gradients:
+                    self._gradients[parameter] = torch.empty_like(parameter, requires_grad=False)
+
+    def replay_forward(self, captured: Passes, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        x, (static,) = tensors[0], captured.inputs
+        # x may be an output of an earlier replay, which lies in the same pool.
+        static.copy_(x.clone() if _capture.overlap(x, static) else x)
+        before = captured.forward_graph.replayed_on
+        captured.forward_graph.replay()
+        if (stream := captured.forward_graph.replayed_on) is not None and stream != before:
+            _capture.read_on(captured.outputs, stream)
+        return tuple(output.detach() for output in captured.outputs)
+
+    def replay_backward(self, captured: Passes, count: int) -> tuple[None, ...]:
+        """Add the graph's result to the parameters' gradients, as autograd does."""
+        # The first micro-batch leaves the graphs' own tensors in p.grad. The replay of a later one overwrites them, so
+        # what has been accumulated there is saved first.
+        later = [(p.grad, mine) for p, mine in captured.gradients if p.grad is not None]
+        overwritten = [mine for grad, mine in later if grad.data_ptr() == mine.data_ptr()]
+        aside = []
+        if overwritten:
+            for mine in overwritten:
+                if mine not in self._saved:
+                    self._saved[mine] = torch.empty_like(mine)
+                aside.append(self._saved[mine])
+            foreach_copy_(aside, overwritten)
+        captured.backward_graph.replay()
+        if overwritten:
+            foreach_add_(overwritten, aside)
+        others = [(grad, mine) for grad, mine in later if grad.data_ptr() != mine.data_ptr()]
+        if others:
+            foreach_add_([grad for grad, _ in others], [mine for _, mine in others])
+        if len(later) < len(captured.gradients):
+            for parameter, mine in captured.gradients:
+                if parameter.grad is None:
+                    parameter.grad = mine
+        # Autograd makes the stream of backward() wait for the gradients that it brings to p.grad itself. The replay
+        # wrote its own, on the forward pass's stream.
+        _capture.make_backward_wait(captured.inputs[0].device)
+        return None, None
 
 
 class GraphedModule(nn.Module):
@@ -351,7 +254,7 @@ class GraphedModule(nn.Module):
     that EMA models and checkpoints are what they were without graphs.
 
     Outputs and gradients live in the graphs' memory: the next forward pass overwrites the outputs, the next backward pass
-    after ``zero_grad()`` the gradients. Gradients reach ``p.grad`` from ``backward()`` alone; ``torch.autograd.grad`` by a
+    after ``zero_grad()`` the gradients. A second forward pass before the first one's backward pass runs eagerly. Gradients reach ``p.grad`` from ``backward()`` alone; ``torch.autograd.grad`` by a
     parameter and a second backward pass find nothing.
 
     In a process group it does what DistributedDataParallel does, and takes its place: the ranks start with rank 0's parameters and

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -102,9 +102,15 @@ class GraphPool(Owner, Generic[G]):
         """Whether the key is to be captured now."""
         return self._calls[key] >= self.warmup and key not in self._too_large
 
-    def warm_up(self, key: Hashable, run: Callable[[], T]) -> T:
-        """Run eagerly, and count it. A call that raises does not count."""
-        result = with_room(run, self.device, self._say)
+    def warm_up(self, key: Hashable, run: Callable[[], T], written: Iterable[torch.Tensor] = ()) -> T:
+        """Run eagerly, and count it. A call that raises does not count.
+
+        Args:
+            key: of the call.
+            run: the call.
+            written: what it may change, such as batch norm's statistics: where it runs again, from the values of before.
+        """
+        result = with_room(_from_the_same(run, list(written), self.device), self.device, self._say)
         self._calls[key] += 1
         return result
 
@@ -134,3 +140,25 @@ class GraphPool(Owner, Generic[G]):
         self._say(line)
         note_fallback(line)
         return None
+
+
+def _from_the_same(run: Callable[[], T], written: list[torch.Tensor], device: torch.device | None) -> Callable[[], T]:
+    """``run``, which draws the same random numbers and finds the same values in ``written`` each time it is called."""
+    values: list[torch.Tensor] = []
+    states: list[torch.Tensor] = []
+    gpus = [device] if device is not None and device.type == "cuda" else []
+
+    def call() -> T:
+        if states:
+            with torch.no_grad():
+                for tensor, value in zip(written, values):
+                    tensor.copy_(value)
+            torch.set_rng_state(states[0])
+            for gpu in gpus:
+                torch.cuda.set_rng_state(states[1], gpu)
+        else:
+            values[:] = [tensor.detach().clone() for tensor in written]
+            states[:] = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, gpus)]
+        return run()
+
+    return call

@@ -15,16 +15,17 @@ from torch_fastdet._torch.private import foreach_add, foreach_copy_
 from torch_fastdet.ema import ModelEMA
 from torch_fastdet.graphs import capture as _capture
 from torch_fastdet.graphs.baked import Baked, StepWatch
+from torch_fastdet.graphs.captured import CapturedCallable
 from torch_fastdet.graphs.loss import Offer
 from torch_fastdet.graphs.loss_items import copy_early, read_early
 from torch_fastdet.graphs.module import GraphedModule
-from torch_fastdet.graphs.pool import GraphPool
 from torch_fastdet.graphs.ranks import Ranks
-from torch_fastdet.graphs.refusal import CaptureError, first_line, location_of, why_not
-from torch_fastdet.memory import is_out_of_memory
-from torch_fastdet.nn.stem import TAKES_BYTES, divided
+from torch_fastdet.graphs.refusal import CaptureError, why_not
+from torch_fastdet.nn import bn_act
+from torch_fastdet.nn.stem import divided
 from torch_fastdet.optim import FusedStep
 from torch_fastdet.rewrites.casts import weights_cast_once
+from torch_fastdet.rewrites.stem_of_bytes import takes_bytes
 
 _KINDS = {
     (True, True): "one step",
@@ -46,7 +47,7 @@ class _Phase:
         self.used: frozenset[int]  # parameters that have a gradient, by their place
 
 
-class TrainStep:
+class TrainStep(CapturedCallable[_Phase]):
     """A training step as one CUDA graph: images and targets in, loss items out.
 
     ::
@@ -121,9 +122,10 @@ class TrainStep:
             model = model.module
         if not any(p.requires_grad for p in model.parameters()):
             raise ValueError(f"TrainStep: {type(model).__name__} has no parameter that requires a gradient")
+        super().__init__(f"TrainStep: {type(model).__name__}", max_graphs, 1, lambda line: say(f"TrainStep: {line}"))
         reason = why_not(model, averaged=True)
         if reason is not None:
-            raise CaptureError(f"TrainStep: {type(model).__name__} cannot be captured in a CUDA graph: {reason}")
+            self.refuse(reason)
         if max_targets is not None and max_targets < 1:
             raise ValueError(f"TrainStep: max_targets is {max_targets}, but 1 or more is expected")
         if max_graphs < 1:
@@ -133,7 +135,7 @@ class TrainStep:
         if amp == "auto":
             amp = torch.float16 if scaler is not None and scaler.is_enabled() else None
         self.amp: torch.dtype | None = amp
-        self.max_targets, self.say = max_targets, say
+        self.max_targets = max_targets
         self.device = next(model.parameters()).device
         self._targets: torch.Tensor | None = None
         self._columns = self._offer.target_columns  # of targets; else those of the first step
@@ -141,7 +143,6 @@ class TrainStep:
         self._pending = 0  # micro-batches since the last update, whose gradients are summed up there
         self._summed: frozenset[int] = frozenset()  # parameters that had one, by their place in self._gradients
         self._ranks = Ranks.of(model, process_group, broadcast_buffers)
-        self._pool: GraphPool[_Phase] = GraphPool(max_graphs, 1, lambda line: say(f"TrainStep: {line}"))
         with torch.inference_mode(False):  # these are written in every step
             self.fused = FusedStep(optimizer, scaler, ema, max_norm)
             self._count = torch.zeros((), dtype=torch.int64, device=self.device)
@@ -191,10 +192,6 @@ class TrainStep:
     @max_graphs.setter
     def max_graphs(self, value: int) -> None:
         self._pool.max_graphs = value
-
-    def reset(self) -> None:
-        """Forget all graphs; the next calls capture again. Gradients that are being added up stay."""
-        self._pool.reset()
 
     def memory(self) -> dict[str, Any]:
         """What is captured: number of graphs, image shapes, room for targets, bytes of the graphs' pool and of all else."""
@@ -254,7 +251,8 @@ class TrainStep:
         if phase is None and self._pool.is_warm(key):
             phase = self._capture_phase(key, static, beside)
         if phase is None:
-            items, used = self._pool.warm_up(key, lambda: self._run(static, beside, first, updates))
+            buffers = self.model.buffers()
+            items, used = self._pool.warm_up(key, lambda: self._run(static, beside, first, updates), buffers)
             self._columns = targets.shape[1]
             self._count_micro_batch(used, last)
             self._baked = self._look()  # the first step makes momentum buffers
@@ -334,7 +332,7 @@ class TrainStep:
                 if retrained or now.others != before.others
                 else "settings of the model, the loss, the optimizer, the scaler or the EMA changed"
             )
-            self.say(f"TrainStep: {what}; capturing again")
+            self.say(f"{what}; capturing again")
         self.reset()
         lost = self._pending if retrained else 0
         if retrained:
@@ -365,7 +363,7 @@ class TrainStep:
             if held is None and self.max_targets is not None:
                 room = max(self.max_targets, count)
             if len(self._pool) and held is not None:
-                self.say(f"TrainStep: {count} targets need more room than {held.shape[0]}; capturing again for {room}")
+                self.say(f"{count} targets need more room than {held.shape[0]}; capturing again for {room}")
             self._pool.drop()
             self._targets = held = torch.zeros(room, targets.shape[1], device=self.device)
         held[:count].copy_(targets.detach(), non_blocking=True)
@@ -394,11 +392,11 @@ class TrainStep:
 
     def _takes_bytes(self, images: torch.Tensor) -> bool:
         """Whether the model divides these images itself. Ask inside of the loss' context."""
-        return images.dtype == torch.uint8 and self.model in TAKES_BYTES
+        return images.dtype == torch.uint8 and takes_bytes(self.model)
 
     def _forward(self, images: torch.Tensor, labels: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         autocast = _capture.uncached_autocast(self.amp)
-        with autocast, self._offer.in_step(self.model), weights_cast_once(self.model, self.amp):
+        with bn_act.captured(), autocast, self._offer.in_step(self.model), weights_cast_once(self.model, self.amp):
             x = images if images.is_floating_point() or self._takes_bytes(images) else divided(images)
             outputs = self.model.forward(x)
             if labels:
@@ -444,16 +442,13 @@ class TrainStep:
         return totals
 
     def _capture_phase(self, key: tuple, images: torch.Tensor, labels: dict[str, torch.Tensor]) -> _Phase | None:
-        reason = why_not(self.model, averaged=True)
-        if reason is not None:
-            raise CaptureError(f"TrainStep: {type(self.model).__name__} cannot be captured in a CUDA graph: {reason}")
-        phase = self._pool.capture(key, lambda: self._captured(key, images, labels))
+        phase = self.try_capture(key, self.model, lambda: self._captured(key, images, labels))
         if phase is None:
             return None
         memory = self.memory()
         kind = _KINDS[key[2:4]] if self._ranks is None else _KINDS_OF_RANKS[key[2]]
         self.say(
-            f"TrainStep: captured {kind} of {type(self.model).__name__} for images {key[0]} ({key[1]}) and up to "
+            f"captured {kind} of {type(self.model).__name__} for images {key[0]} ({key[1]}) and up to "
             f"{memory['max_targets']} targets; {memory['graphs']} graphs hold {memory['pool_bytes'] / 2**20:.0f} MiB"
         )
         return phase
@@ -462,13 +457,9 @@ class TrainStep:
         stream = self._pool.stream()
         phase = _Phase(images, labels, stream)
         self.fused.refresh()
-        try:
-            with _capture.capture_into(phase.graph.held, self._pool.handle, stream):
-                phase.items, phase.used = self._run(images, labels, key[2], key[3])
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            raise CaptureError(
-                f"TrainStep: {location_of(error, self.model)} or what follows it failed during the capture, {first_line(error)}"
-            ) from error
+        with _capture.capture_into(phase.graph.held, self._pool.handle, stream):
+            phase.items, phase.used = self._run(images, labels, key[2], key[3])
         return phase
+
+    def refuse(self, reason: str, cause: BaseException | None = None) -> None:
+        raise CaptureError(f"{self.what} cannot be captured in a CUDA graph: {reason}") from cause

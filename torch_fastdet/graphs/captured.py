@@ -1,0 +1,212 @@
+"""What every captured callable is: graphs by what decides their kernels, in one pool, and what is done where a capture fails."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from torch_fastdet._torch.graph import Graph
+from torch_fastdet._torch.private import tree_flatten
+from torch_fastdet.graphs import capture as _capture
+from torch_fastdet.graphs.pool import GraphPool
+from torch_fastdet.graphs.refusal import first_line, location_of, why_not
+
+G = TypeVar("G")
+
+
+class CapturedCallable(Generic[G]):
+    """Graphs of type ``G``, which a subclass captures and replays.
+
+    Args:
+        what: is captured, for the messages; a module is named by its class.
+        max_graphs: how many graphs to keep; the least recently used goes first.
+        warmup: eager calls of a key before it is captured.
+        say: takes one line for each thing that happens.
+    """
+
+    def __init__(self, what: str, max_graphs: int, warmup: int, say: Callable[[str], None]) -> None:
+        self.what, self.say = what, say
+        #: Why nothing is captured any more.
+        self.reason: str | None = None
+        self._told: set[str] = set()
+        # Weakly: together they would outlive their last user until the cycle collector runs.
+        own: Any = weakref.ref(self)
+        self._pool: GraphPool[G] = GraphPool(max_graphs, warmup, lambda line: own().say(line), lambda: own()._forget())
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Input shapes that are captured, the most recently used last."""
+        return [key[0] for key in self._pool]
+
+    def memory(self) -> Any:
+        """Bytes of device memory that the graphs hold."""
+        return self._pool.held()
+
+    def reset(self) -> None:
+        """Forget all graphs; the next calls capture again."""
+        self._pool.reset()
+
+    def _forget(self) -> None:
+        """Drop what was made for graphs that are dropped."""
+
+    def say_once(self, line: str) -> None:
+        if line not in self._told:
+            self._told.add(line)
+            self.say(line)
+
+    def try_capture(self, key: tuple, module: nn.Module, make: Callable[[], G], averaged: bool = True) -> G | None:
+        """What ``make()`` captures; None where there is no memory for it, or where it fails (:meth:`refuse`)."""
+        cause, reason = None, why_not(module, averaged)
+        if reason is None:
+            try:
+                return self._pool.capture(key, make)
+            except Exception as error:
+                cause, reason = error, f"{location_of(error, module)} failed during the capture, {first_line(error)}"
+        self.refuse(reason, cause)
+        return None
+
+    def refuse(self, reason: str, cause: BaseException | None = None) -> None:
+        """Capture nothing any more."""
+        self.reset()
+        self.reason = reason
+        self.say_once(f"{self.what} cannot be captured in a CUDA graph: {reason}; it runs eagerly")
+
+
+class Passes:
+    """The graphs of one forward and backward pass, and the static tensors that they read and write.
+
+    Inputs and the outputs' gradients are places in the pool that are written before a replay and that the graph uses for something else
+    after their last use.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.forward_graph, self.backward_graph = Graph(stream), Graph(stream)
+        self.inputs: list[Tensor]
+        self.input_gradients: list[Tensor | None]
+        self.outputs: list[Tensor]
+        self.output_gradients: list[Tensor | None]
+        self.structure: Any
+        self.gradients: list[tuple[nn.Parameter, Tensor]]
+
+
+class _Running:
+    """A replayed forward pass whose backward pass may come."""
+
+    def __init__(self, captured: Passes, count: int) -> None:
+        self.captured, self.count = captured, count
+
+
+class _Replay(torch.autograd.Function):
+    """The graphs as one node of autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, graphs: CapturedPasses, captured: Passes, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        outputs = graphs.replay_forward(captured, tensors)
+        ctx.graphs, ctx.running = graphs, _Running(captured, len(tensors[0]))
+        graphs.running = weakref.ref(ctx.running)
+        ctx.mark_non_differentiable(*[o for o, g in zip(outputs, captured.output_gradients) if g is None])
+        return outputs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        # The loss of this pass may live on; where memory runs out in the next one, the graphs must go.
+        running, ctx.running = ctx.running, None
+        if running is None:
+            raise RuntimeError(
+                f"{type(ctx.graphs).__name__}: this backward pass ran already, so its activations are gone; call backward() once "
+                "after each forward pass, or use the module without graphs"
+            )
+        for static, gradient in zip(running.captured.output_gradients, gradients):
+            if static is not None and gradient is None:
+                static.zero_()
+            elif static is not None and gradient is not None and gradient.data_ptr() != static.data_ptr():
+                static.copy_(gradient)
+        return None, None, *ctx.graphs.replay_backward(running.captured, running.count)
+
+
+class CapturedPasses(CapturedCallable[Passes]):
+    """Graphs of forward and backward passes, as one node of autograd.
+
+    All graphs share their memory. So while a forward pass waits for its backward pass, another one runs eagerly, and a second backward
+    pass (``retain_graph``) raises RuntimeError.
+    """
+
+    def __init__(self, what: str, max_graphs: int, warmup: int, say: Callable[[str], None]) -> None:
+        super().__init__(what, max_graphs, warmup, say)
+        self.running: Callable[[], _Running | None] = lambda: None
+
+    def replay_forward(self, captured: Passes, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Write the inputs and replay; the outputs."""
+        raise NotImplementedError
+
+    def replay_backward(self, captured: Passes, count: int) -> tuple[Tensor | None, ...]:
+        """Replay behind the outputs' gradients; the gradients of what ``replay_forward`` was given, of ``count`` rows."""
+        raise NotImplementedError
+
+    def _replay(self, captured: Passes, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return _Replay.apply(self, captured, *tensors)
+
+    def _leave(self, gradients: list[tuple[nn.Parameter, Tensor]]) -> list[tuple[nn.Parameter, Tensor]]:
+        """Inside of the backward pass' capture: the parameters' gradients, where a replay shall leave them."""
+        return gradients
+
+    def _capture_passes(
+        self,
+        module: nn.Module,
+        make_inputs: Callable[[], list[Tensor]],
+        run: Callable[..., object],
+        inside: Iterable[AbstractContextManager] = (),
+        behind: AbstractContextManager | None = None,
+    ) -> Passes:
+        """Capture ``run(*make_inputs())`` and its gradients by inputs that require one and by the module's parameters.
+
+        Args:
+            module: whose parameters ``run`` uses.
+            make_inputs: makes the inputs, in the pool.
+            run: the forward pass.
+            inside: contexts for it.
+            behind: a context for the backward pass.
+        """
+        stream, pool = self._pool.stream(), self._pool.handle
+        captured = Passes(stream)
+        with (
+            _capture.aliased_parameters(module) as aliases,
+            _capture.capture_into(captured.forward_graph.held, pool, stream),
+            _capture.uncached_autocast(_capture.autocast_dtype()),
+            contextlib.ExitStack() as stack,
+        ):
+            for context in inside:
+                stack.enter_context(context)
+            static = make_inputs()
+            result = run(*static)
+        captured.inputs = [_capture.unowned(tensor.detach()) for tensor in static]
+        wanted = [tensor.requires_grad for tensor in static]
+        leaves = [tensor for tensor in static if tensor.requires_grad]
+        del static
+        outputs, captured.structure = tree_flatten(result)
+        for output in outputs:
+            if not isinstance(output, Tensor):
+                raise TypeError(f"its output holds a {type(output).__name__}, which a replay would not renew")
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        with _capture.capture_into(captured.backward_graph.held, pool, stream), behind or contextlib.nullcontext():
+            incoming = [torch.empty_like(o, requires_grad=False) if o.requires_grad else None for o in outputs]
+            found = torch.autograd.grad(
+                [o for o in outputs if o.requires_grad],
+                [*leaves, *(aliases[p] for p in parameters)],
+                [g for g in incoming if g is not None],
+                allow_unused=True,
+            )
+            of_leaves, of_parameters = iter(found[: len(leaves)]), found[len(leaves) :]
+            captured.gradients = self._leave([(p, g) for p, g in zip(parameters, of_parameters) if g is not None])
+        captured.input_gradients = [next(of_leaves) if want else None for want in wanted]
+        captured.output_gradients = [None if g is None else _capture.unowned(g) for g in incoming]
+        captured.outputs = [output.detach() for output in outputs]
+        return captured
