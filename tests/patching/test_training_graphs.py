@@ -1,7 +1,5 @@
 """A model's training passes as graphs of a switch: replayed, counted, and what happens where a capture fails."""
 
-import contextlib
-
 import pytest
 import torch
 from torch import nn
@@ -43,9 +41,13 @@ def graphs(monkeypatch):
         host = Host({"cuda_graph": Switch("cuda_graph", "", ())}, ())
         host.switch_on(["cuda_graph"], ["cuda_graph"] if by_name else [])
         active = host.on["cuda_graph"]
-        return TrainingGraphs(active, lambda model: contextlib.nullcontext())
+        hosts.append(host)
+        return TrainingGraphs(active)
 
+    hosts: list[Host] = []
     yield make
+    for host in hosts:
+        host.patches.put_back()
     _say.counts.clear()
 
 

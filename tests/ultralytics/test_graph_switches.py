@@ -12,8 +12,7 @@ from tests.conftest import cuda_missing
 from tests.graphs import fake_gpu
 from torch_fastdet import memory
 from torch_fastdet.patching import switch
-from torch_fastdet.patching.evidence import installed_version, release
-from torch_fastdet.switches.cuda_graph.ultralytics import IN_STOCK, begin_again
+from torch_fastdet.switches.cuda_graph.ultralytics import begin_again
 from torch_fastdet.ultralytics import patch, unpatch
 
 CASES = ("plain", "val_and_save", "multi_scale", "freeze", "freeze_later", "out_of_memory", "resume", "yolo26n")
@@ -54,11 +53,8 @@ def test_two_epochs_are_stocks(trainings):
     stock, graphed = trainings["plain"]["stock"], trainings["plain"]["graphed"]
     check(stock, graphed)
     assert captured(graphed) == [(6, 64, 64), (4, 64, 64)], "the smaller last batch has graphs of its own"
-    own = release(installed_version("ultralytics")) >= release(IN_STOCK)
-    assert graphed["said"][0].startswith(
-        "channels_last: ultralytics 8." if own else "channels_last: ultralytics.nn.tasks."
-    )
-    assert ("trains on NHWC memory itself" in graphed["said"][0]) is own
+    assert graphed["said"][0].startswith("channels_last: ultralytics 8.")
+    assert "trains on NHWC memory itself" in graphed["said"][0]
     assert any(
         line.startswith("cuda_graph: ultralytics.nn.tasks.DetectionModel.predict -> ") for line in graphed["said"]
     )
@@ -250,31 +246,6 @@ def test_rebuilds_on_a_gpu(cuda, program, digits, tmp_path):
         assert captured(graphed)[0][0] == graphed["batch"] and (graphed["fused"] >= 3) == (case in fused), case
     assert len(ran["nan_recovery_AdamW"]["stock"]["losses"]) == 12, "an epoch was trained again"
     assert len(ran["early_stopping"]["stock"]["losses"]) < 15
-
-
-def test_older_trainers_get_nhwc_memory_beneath_the_graphs(monkeypatch):
-    """Before 8.4.150 both switches replace the same method; unpatch() takes both back."""
-    tasks = pytest.importorskip("ultralytics.nn.tasks", exc_type=ImportError)
-    from torch_fastdet import ultralytics as drop_in
-
-    monkeypatch.setattr("torch_fastdet.patching.switch.missing_gpu", lambda: None)
-    monkeypatch.setattr("torch_fastdet.switches.cuda_graph.ultralytics.installed_version", lambda _: "8.4.149")
-    before = dict(vars(tasks.DetectionModel))
-    try:
-        lines = drop_in.patch(channels_last=True, cuda_graph=True)
-        assert [line.split(" -> ")[0] for line in lines if "DetectionModel" in line] == [
-            "channels_last: ultralytics.nn.tasks.DetectionModel.predict",
-            "channels_last: ultralytics.nn.tasks.DetectionModel.__deepcopy__",
-            "cuda_graph: ultralytics.nn.tasks.DetectionModel.predict",
-        ]
-        # Its dry run is on the CPU and in training mode.
-        model = tasks.DetectionModel("yolov8n.yaml", nc=3, verbose=False)
-        assert copy.deepcopy(model).model[0].conv.weight.is_contiguous()
-    finally:
-        drop_in.unpatch()
-    assert {
-        name: value for name, value in vars(tasks.DetectionModel).items() if name in ("predict", "__deepcopy__")
-    } == {name: before[name] for name in ("predict", "__deepcopy__") if name in before}
 
 
 def labelled(task, count, device):

@@ -19,7 +19,6 @@ from torch_fastdet import memory
 from torch_fastdet.ops import opencv_rules
 from torch_fastdet.optim import FusedStep
 from torch_fastdet.patching import switch
-from torch_fastdet.switches.channels_last import layout
 from torch_fastdet.switches.cuda_graph import ultralytics as training
 from torch_fastdet.switches.loss.trial import differs
 from torch_fastdet.ultralytics import SwitchError, patch, unpatch
@@ -257,8 +256,6 @@ def patched(case):
         if options.device == "cpu":
             fake_gpu.install(monkeypatch)
             monkeypatch.setattr(switch, "missing_gpu", lambda: None)
-            # Before 8.4.150 the layout is ours to choose; the other one rounds otherwise.
-            monkeypatch.setattr(layout, "measure", lambda *_: {"NHWC": 2.0, "NCHW": 1.0})
             monkeypatch.setattr(training, "objection", lambda *_: None)
         with contextlib.redirect_stderr(said):
             optimizer = "optimizer" in CASES[case][0]

@@ -19,7 +19,6 @@ from tests.graphs import fake_gpu
 from tests.images.leftovers import open_memories
 from torch_fastdet import memory
 from torch_fastdet.patching import switch
-from torch_fastdet.switches.channels_last import layout
 from torch_fastdet.switches.cuda_graph import ultralytics as training
 from torch_fastdet.ultralytics import patch, unpatch
 
@@ -65,7 +64,6 @@ with pytest.MonkeyPatch.context() as monkeypatch:
     if options.device == "cpu":
         fake_gpu.install(monkeypatch)
         monkeypatch.setattr(switch, "missing_gpu", lambda: None)
-        monkeypatch.setattr(layout, "measure", lambda *_: {"NHWC": 2.0, "NCHW": 1.0})
         monkeypatch.setattr(training, "objection", lambda *_: None)
     for number in range(options.count):
         if time.monotonic() - begin > options.seconds:

@@ -1,22 +1,29 @@
-"""NHWC memory for a model in training, and contiguous copies of it."""
+"""Training passes of YOLOv5's models in NHWC memory, and contiguous copies of the models."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
-import torch
 from torch import nn
 
+from torch_fastdet._say import saying_once
 from torch_fastdet.patching.replace import in_place_of
+from torch_fastdet.patching.switch import Active, Target
+from torch_fastdet.switches.channels_last.layout import place
+from torch_fastdet.switches.cuda_graph.yolov5 import trains
 
 
-def to_channels_last(model: nn.Module) -> None:
-    """Give the 4-D parameters NHWC memory, in place."""
-    for parameter in model.parameters():
-        if parameter.dim() == 4 and not parameter.is_contiguous(memory_format=torch.channels_last):
-            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+def _in_layout(active: Active, stock: Callable[..., object], _: object) -> object:
+    """A model's ``forward``, whose training passes run in the layout that is faster."""
+    say = saying_once(active.name)
+
+    @in_place_of(stock, "channels_last.forward")
+    def forward(model: nn.Module, x: Any, *args: object, **kwargs: object) -> object:
+        return stock(model, place(model, x, say) if trains(active, model, x) else x, *args, **kwargs)
+
+    return forward
 
 
 def _make_contiguous(model: nn.Module) -> None:
@@ -27,8 +34,8 @@ def _make_contiguous(model: nn.Module) -> None:
 def plain_copy(model: nn.Module, memo: dict[int, object]) -> nn.Module:
     """``copy.deepcopy`` of a model, with contiguous parameters.
 
-    YOLOv5 and Ultralytics average, validate and save copies, never the model itself. Stock's ``fuse()`` calls ``.view`` on the
-    weights of a checkpoint, which fails on NHWC memory.
+    YOLOv5 averages, validates and saves copies, never the model itself. Its ``fuse()`` calls ``.view`` on the weights of a checkpoint,
+    which fails on NHWC memory.
     """
     reduced: Any = model.__reduce_ex__(4)  # as copy.deepcopy, so that a class may leave something out
     make, arguments, *state = reduced
@@ -40,7 +47,7 @@ def plain_copy(model: nn.Module, memo: dict[int, object]) -> nn.Module:
 
 
 def plain_fuse(stock: Callable[..., object]) -> Callable[..., object]:
-    """Stands for ``fuse()`` of a model: its parameters are made contiguous first, because stock's calls ``.view`` on them."""
+    """Stands for ``fuse()`` of a model: its parameters are made contiguous first, because the original calls ``.view`` on them."""
 
     @in_place_of(stock, "channels_last.fuse")
     def fuse(model: nn.Module, *args: object, **kwargs: object) -> object:
@@ -48,3 +55,13 @@ def plain_fuse(stock: Callable[..., object]) -> Callable[..., object]:
         return stock(model, *args, **kwargs)
 
     return fuse
+
+
+def layout_targets(where: tuple[str, ...], model: str, missing: Literal["nothing", "refuse"]) -> tuple[Target, ...]:
+    """What ``channels_last`` replaces in the class ``model`` of the modules ``where``."""
+    name = f"{model}.forward"
+    return (
+        Target(where, name, make=_in_layout, missing=missing),
+        Target(where, f"{model}.__deepcopy__", make=lambda *_: plain_copy, adds=True, after=name),
+        Target(where, f"{model}.fuse", make=lambda _, stock, __: plain_fuse(stock), after=name, quiet=True),
+    )

@@ -1,86 +1,48 @@
-"""What takes the place of a model's pass in training: in another memory layout, and as CUDA graphs, for both hosts."""
+"""What takes the place of a model's pass in training, and of a method that waits for the GPU, for both frameworks."""
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from torch_fastdet._say import count, say
 from torch_fastdet._torch.private import is_replica
-from torch_fastdet.graphs import CaptureError, ModuleGraphs
+from torch_fastdet.graphs import CaptureError, ModuleGraphs, no_capture
 from torch_fastdet.graphs.ranks import GradientAverage, group_size
+from torch_fastdet.nn import bn_act
 from torch_fastdet.patching.evidence import Evidence
-from torch_fastdet.patching.replace import in_place_of
-from torch_fastdet.patching.switch import Active, Make, Target
-from torch_fastdet.switches.channels_last.common import plain_copy, plain_fuse
-from torch_fastdet.switches.channels_last.layout import LayoutChoice
+from torch_fastdet.patching.switch import Active, Target
+from torch_fastdet.rewrites.registry import fewer_copies
 from torch_fastdet.switches.cuda_graph.ddp import GraphedDDP
-from torch_fastdet.switches.cuda_graph.predictions import without_captures
-
-#: Whether ``model(x)`` with these further arguments is a pass of the training, and not a dry run or a measurement.
-Trains = Callable[[Active, nn.Module, Any, tuple[Any, ...], dict[str, Any]], bool]
-
-
-def in_layout(method: str, trains: Trains, unless: Callable[[], bool]) -> Make:
-    """Makes the host's ``method`` of a model, whose training passes run in the layout that is faster."""
-
-    def make(active: Active, stock: Callable[..., object], _: object) -> object:
-        if unless():
-            return None
-        choice = LayoutChoice(active.name)
-
-        @in_place_of(stock, f"channels_last.{method}")
-        def run(model: nn.Module, x: Any, *args: object, **kwargs: object) -> object:
-            if trains(active, model, x, args, kwargs):
-                x = choice.place(model, x, stock)
-            return stock(model, x, *args, **kwargs)
-
-        return run
-
-    return make
-
-
-def layout_targets(
-    where: tuple[str, ...],
-    method: str,
-    trains: Trains,
-    evidence: tuple[Evidence, ...] = (),
-    unless: Callable[[], bool] = lambda: False,
-    model: str = "DetectionModel",
-    missing: Literal["nothing", "refuse"] = "refuse",
-) -> tuple[Target, ...]:
-    """What ``channels_last`` replaces in the class ``model`` of the modules ``where``, unless the host does it itself."""
-    name = f"{model}.{method}"
-    return (
-        Target(where, name, make=in_layout(method, trains, unless), evidence=evidence, missing=missing),
-        Target(where, f"{model}.__deepcopy__", make=lambda *_: plain_copy, adds=True, after=name),
-        Target(where, f"{model}.fuse", make=lambda _, stock, __: plain_fuse(stock), after=name, quiet=True),
-    )
 
 
 class TrainingGraphs:
     """Runs training passes of models as CUDA graphs, which live beside the models and as long as they do.
 
-    A failure leaves the model on the host's own code, and one line says why. Where there is no memory for a capture, this holds for
-    that shape only: the host's trainer may go on with a smaller batch.
+    A failure leaves the model on the framework's own code, and one line says why. Where there is no memory for a capture, this holds for
+    that shape only: the trainer may go on with a smaller batch. While the switch is on, all training passes that do not run in graphs
+    run the original forward methods of the model's blocks: those of ``bn_act_optim`` keep the host longer.
 
     Args:
         switch: the switch.
-        fewer_copies: a context of a model to be in while it is captured.
     """
 
-    def __init__(self, switch: Active, fewer_copies: Callable[[nn.Module], AbstractContextManager]) -> None:
+    def __init__(self, switch: Active) -> None:
         self.ddp = GraphedDDP(switch)
-        self._switch, self._fewer_copies = switch, fewer_copies
+        self._switch = switch
+        switch.replace(bn_act, "fuses", bn_act.is_captured, quietly=True)
         self._graphs: weakref.WeakKeyDictionary[nn.Module, ModuleGraphs] = weakref.WeakKeyDictionary()
 
     def __call__(self, model: nn.Module, x: torch.Tensor, stock: Callable[[nn.Module, torch.Tensor], object]) -> object:
         """``stock(model, x)``, by a replay where that can be."""
+        if x.requires_grad:  # a measurement of how much memory a batch needs
+            with bn_act.captured():
+                return stock(model, x)
         average = self.ddp.average(model)
         if average is None and (group_size() > 1 or self.ddp.wraps(model)):
             if not self.ddp.wraps(model):
@@ -104,7 +66,7 @@ class TrainingGraphs:
 
     def _new(self, model: nn.Module, average: GradientAverage | None, stock: Callable[..., object]) -> ModuleGraphs:
         alive: Any = weakref.ref(model)  # the values of a WeakKeyDictionary must not hold its keys
-        fewer_copies, name = self._fewer_copies, self._switch.name
+        name = self._switch.name
         return ModuleGraphs(
             model,
             forward=lambda x: stock(alive(), x),
@@ -116,7 +78,14 @@ class TrainingGraphs:
 
 
 def timer(where: tuple[str, ...], evidence: tuple[Evidence, ...]) -> Target:
-    """The host's ``Profile.time``, which waits for the whole GPU."""
-    return Target(
-        where, "Profile.time", make=lambda _, stock, __: without_captures(stock), evidence=evidence, quiet=True
-    )
+    """The framework's ``Profile.time``, which waits for the whole GPU: no thread may do so while another one captures."""
+
+    def make(_: Active, stock: Callable[..., float], __: object) -> Callable[..., float]:
+        @functools.wraps(stock)
+        def time(timer: object) -> float:
+            with no_capture():
+                return stock(timer)
+
+        return time
+
+    return Target(where, "Profile.time", make=make, evidence=evidence, quiet=True)

@@ -1,13 +1,11 @@
-"""The graphs of models that predict, for the switch ``cuda_graph`` of both hosts."""
+"""The graphs of models that predict, for the switch ``cuda_graph`` of both frameworks."""
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,6 +14,10 @@ from torch_fastdet._say import saying_once
 from torch_fastdet._torch.private import inside_compiled, is_compiled_in_place
 from torch_fastdet.graphs import InferenceGraphs
 from torch_fastdet.graphs import capture as _capture
+from torch_fastdet.rewrites.registry import fewer_copies
+
+# What heads of Ultralytics keep for the shape of their last input, and compute again for another.
+_CACHES = {"shape", "shapes", "anchors", "strides", "valid_mask"}
 
 
 class PredictionGraphs:
@@ -23,18 +25,10 @@ class PredictionGraphs:
 
     Args:
         switch: its name, for what is printed.
-        settings: what the host's models read beside tensors and layers.
-        capturing: a context of a model to be in while it is captured.
     """
 
-    def __init__(
-        self,
-        switch: str,
-        settings: Callable[[nn.Module], Iterable[object]],
-        capturing: Callable[[nn.Module], AbstractContextManager],
-    ) -> None:
+    def __init__(self, switch: str) -> None:
         self.tell, self._say = saying_once(switch, logging.WARNING), saying_once(switch)
-        self._settings, self._capturing = settings, capturing
         self._graphs: weakref.WeakKeyDictionary[nn.Module, InferenceGraphs] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
 
@@ -57,28 +51,11 @@ class PredictionGraphs:
     def _new(self, model: nn.Module) -> InferenceGraphs:
         # The values of a WeakKeyDictionary must not hold its keys, nor its owner: memory goes back without the cycle collector.
         alive: Any = weakref.ref(model)
-        capturing = self._capturing
-        return InferenceGraphs(model, settings=self._settings, capturing=lambda: capturing(alive()), say=self._say)
+        return InferenceGraphs(model, settings=_settings_of, capturing=lambda: fewer_copies(alive()), say=self._say)
 
 
-def without_captures(stock: Callable[..., float]) -> Callable[..., float]:
-    """A method that measures time by waiting for the whole GPU, which no thread may do while another one captures."""
-
-    @functools.wraps(stock)
-    def time(timer: object) -> float:
-        with _capture.no_capture():
-            return stock(timer)
-
-    return time
-
-
-def settings_of(model: object, caches: Collection[str] = ()) -> list[object]:
-    """The attributes of a host's model and of its head, beside tensors and layers: a predictor sets max_det, for instance.
-
-    Args:
-        model: the host's.
-        caches: attributes that the head computes from the shape of its input.
-    """
+def _settings_of(model: nn.Module) -> list[object]:
+    """The attributes of a model and of its head, beside tensors and layers: a predictor sets max_det, for instance."""
     layers = getattr(model, "model", None)
     parts = (model, layers[-1]) if isinstance(layers, nn.Sequential) and len(layers) else (model,)
-    return [value for part in parts for name, value in vars(part).items() if name not in caches]
+    return [value for part in parts for name, value in vars(part).items() if name not in _CACHES]

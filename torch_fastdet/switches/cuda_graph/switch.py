@@ -10,7 +10,6 @@ from torch_fastdet.patching.evidence import (
 )
 from torch_fastdet.patching.machine import needs_gpu
 from torch_fastdet.patching.switch import GPU, Switch, Target
-from torch_fastdet.rewrites.yolov5 import STOCK_MODULES as MODELS
 from torch_fastdet.switches.cuda_graph import ultralytics as of_ultralytics
 from torch_fastdet.switches.cuda_graph import yolov5 as of_yolov5
 from torch_fastdet.switches.cuda_graph.common import timer
@@ -21,8 +20,8 @@ YOLOV5 = Switch(
     "cuda_graph",
     "train, detect and validate with the model's passes as CUDA graphs, one for each image size; needs a GPU",
     (
-        Target(MODELS, "DetectionModel.forward", make=of_yolov5.model_forward, missing="refuse"),
-        Target(MODELS, f"{CLASSIFIER}.forward", make=of_yolov5.model_forward),
+        Target(yolov5("models.yolo"), "DetectionModel.forward", make=of_yolov5.model_forward, missing="refuse"),
+        Target(yolov5("models.yolo"), f"{CLASSIFIER}.forward", make=of_yolov5.model_forward),
         Target(yolov5("models.common"), "DetectMultiBackend.forward", make=of_yolov5.backend_forward),
         timer(yolov5("utils.general"), (Signature(("self",)),)),
     ),

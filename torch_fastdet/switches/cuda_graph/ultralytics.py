@@ -1,4 +1,4 @@
-"""What ``channels_last`` and ``cuda_graph`` put in place of Ultralytics' methods.
+"""What ``cuda_graph`` puts in place of Ultralytics' methods.
 
 The trainer computes predictions and loss in one call, ``model(batch)``. Replaced is ``predict`` of detectors and classifiers, which
 that call comes to; the loss stays outside of the graphs, whichever it is. The RLE part of our PoseLoss26 has graphs of its own.
@@ -19,24 +19,18 @@ from torch_fastdet import memory
 from torch_fastdet._say import saying_once
 from torch_fastdet.graphs import capture as _capture
 from torch_fastdet.graphs.rows import RowGraphs
-from torch_fastdet.patching.evidence import Signature, installed_version, release
+from torch_fastdet.patching.evidence import Signature
 from torch_fastdet.patching.protocols import Trainer
 from torch_fastdet.patching.replace import in_place_of
 from torch_fastdet.patching.switch import Active, Make
-from torch_fastdet.rewrites.ultralytics import fewer_copies
 from torch_fastdet.switches.cuda_graph.common import TrainingGraphs
-from torch_fastdet.switches.cuda_graph.predictions import PredictionGraphs, settings_of
+from torch_fastdet.switches.cuda_graph.predictions import PredictionGraphs
 from torch_fastdet.switches.loss.ultralytics import KINDS
-
-IN_STOCK = "8.4.150"  # whose trainer has the argument channels_last, on by default
-# What heads keep for the shape of their last input, and compute again for another.
-CACHES = {"shape", "shapes", "anchors", "strides", "valid_mask"}
-
 
 PREDICT = Signature(("self", "x", "profile", "augment", "embed"))
 
 
-def trains(_: Active, model: nn.Module, x: object, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
+def trains(model: nn.Module, x: object) -> bool:
     """Whether this is a forward pass of the trainer on a GPU, and not a dry run."""
     if not (model.training and torch.is_grad_enabled() and getattr(model, "criterion", None) is not None):
         return False
@@ -66,29 +60,6 @@ def checking_trainer(own: Callable[[Trainer], str | None]) -> Make:
     return make
 
 
-# channels_last --------------------------------------------------------------------------------------------------------
-
-
-def is_in_stock() -> bool:
-    """Newer trainers train on NHWC memory themselves: there is nothing to replace then."""
-    return release(installed_version("ultralytics")) >= release(IN_STOCK)
-
-
-def in_stock() -> str | None:
-    if not is_in_stock():
-        return None
-    return f"ultralytics {installed_version('ultralytics')} trains on NHWC memory itself; nothing is replaced"
-
-
-def two_layouts(trainer: Trainer) -> str | None:
-    if is_in_stock() and trainer.args.channels_last is False:
-        return "channels_last=False is given too; leave one of the two out."
-    return None
-
-
-# cuda_graph -----------------------------------------------------------------------------------------------------------
-
-
 def compiles(trainer: Trainer) -> str | None:
     return compile_objection(str(trainer.args.compile)) if trainer.args.compile else None
 
@@ -106,7 +77,7 @@ def _training(active: Active) -> TrainingGraphs:
         return RowGraphs("the RLE part of PoseLoss26", say, lambda line: active.tell(f"{active.name}: {line}"))
 
     active.replace(KINDS["PoseLoss26"], "new_graphs", staticmethod(new_graphs), quietly=True)
-    return TrainingGraphs(active, fewer_copies)
+    return TrainingGraphs(active)
 
 
 def begin_again(_: Active, stock: Callable[[Trainer], object], __: object) -> Callable[[Trainer], object]:
@@ -126,14 +97,8 @@ def model_predict(active: Active, stock: Callable[..., object], model_class: Any
 
     @in_place_of(stock, "cuda_graph.predict")
     def predict(model: nn.Module, x: Any, *args: object, **kwargs: object) -> object:
-        # An input with a gradient is that of a measurement of the batch size.
-        if (
-            torch.compiler.is_compiling()
-            or args
-            or kwargs
-            or not trains(active, model, x, args, kwargs)
-            or x.requires_grad
-        ):
+        takes = getattr(x, "requires_grad", False) or trains(model, x)
+        if torch.compiler.is_compiling() or args or kwargs or not takes:
             return stock(model, x, *args, **kwargs)
         return graphs(model, x, stock)
 
@@ -143,7 +108,7 @@ def model_predict(active: Active, stock: Callable[..., object], model_class: Any
 
 def backend_forward(active: Active, stock: Callable[..., object], _: object) -> Callable[..., object]:
     """``PyTorchBackend.forward`` by graphs."""
-    graphs = PredictionGraphs(active.name, functools.partial(settings_of, caches=CACHES), fewer_copies)
+    graphs = PredictionGraphs(active.name)
 
     @in_place_of(stock, "cuda_graph.forward")
     def forward(backend: Any, im: object, *args: object, **kwargs: object) -> Any:

@@ -1,4 +1,4 @@
-"""What ``channels_last`` and ``cuda_graph`` put in place of YOLOv5's methods."""
+"""What ``cuda_graph`` puts in place of YOLOv5's methods."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from torch import nn
 from torch_fastdet.graphs import capture as _capture
 from torch_fastdet.patching.replace import in_place_of
 from torch_fastdet.patching.switch import Active
-from torch_fastdet.rewrites.yolov5 import fewer_copies
 from torch_fastdet.switches.cuda_graph.common import TrainingGraphs
-from torch_fastdet.switches.cuda_graph.predictions import PredictionGraphs, settings_of
+from torch_fastdet.switches.cuda_graph.predictions import PredictionGraphs
 
 
-def trains(active: Active, model: nn.Module, x: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
+def trains(active: Active, model: nn.Module, x: Any) -> bool:
     """Whether this is a pass of a training script on a GPU. One on the CPU is YOLOv5's dry run, or an error."""
     if not model.training or not torch.is_grad_enabled():
         return False
@@ -56,8 +55,8 @@ def backend_forward(active: Active, stock: Callable[..., object], _: object) -> 
 def model_forward(active: Active, stock: Callable[..., object], model_class: Any) -> Callable[..., object]:
     """The ``forward`` of a model's class by graphs, in training and where a backend predicts."""
     here = active.shared(_predicting)
-    graphs = active.shared(_training)
-    answers = PredictionGraphs(active.name, settings_of, fewer_copies)
+    graphs = active.shared(TrainingGraphs)
+    answers = PredictionGraphs(active.name)
 
     def forward(model: nn.Module, x: torch.Tensor, *args: object, **kwargs: object) -> Any:
         if here.predicting is model and not model.training:
@@ -65,15 +64,10 @@ def model_forward(active: Active, stock: Callable[..., object], model_class: Any
                 answers.tell("augment= and visualize=: such predictions run without graphs")
                 return stock(model, x, *args, **kwargs)
             return answers(model, x, lambda x: stock(model, x))
-        # An input with a gradient is autobatch's, which measures the memory of a step of stock's.
-        if args or kwargs or x.requires_grad or not trains(active, model, x, args, kwargs):
+        if args or kwargs or not (x.requires_grad or trains(active, model, x)):
             return stock(model, x, *args, **kwargs)
         return graphs(model, x, stock)
 
     forward.__qualname__ = "cuda_graph.forward"
     graphs.ddp.take(model_class)
     return forward
-
-
-def _training(active: Active) -> TrainingGraphs:
-    return TrainingGraphs(active, fewer_copies)
