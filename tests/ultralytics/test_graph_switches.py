@@ -11,9 +11,11 @@ import torch
 from tests.conftest import cuda_missing
 from tests.graphs import fake_gpu
 from torch_fastdet import memory
+from torch_fastdet.nn import bn_act
 from torch_fastdet.patching import switch
 from torch_fastdet.switches.cuda_graph.ultralytics import begin_again
 from torch_fastdet.ultralytics import patch, unpatch
+from torch_fastdet.ultralytics.host import HOST
 
 CASES = ("plain", "val_and_save", "multi_scale", "freeze", "freeze_later", "out_of_memory", "resume", "yolo26n")
 #: Rebuilds in the middle: by the trainer, and by a user's callback.
@@ -294,6 +296,61 @@ def model_on(kind, name, monkeypatch, memory_format=torch.contiguous_format):
     model = getattr(tasks, MODELS.get(name, "DetectionModel"))(f"{name}.yaml", nc=3, verbose=False)
     model.args = get_cfg(overrides={"epochs": 3})
     return model.to(device, memory_format=memory_format).train(), device
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """Grows with each block whose norm and activation are one operator, here on the CPU too."""
+    calls, plain = [], bn_act.norm_and_activation
+    monkeypatch.setattr(bn_act, "DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(bn_act, "norm_and_activation", lambda *given: calls.append(given) or plain(*given))
+    yield calls
+    unpatch()
+
+
+def test_where_a_capture_fails_the_model_runs_as_the_original(monkeypatch, capsys, fused):
+    model, _ = model_on("fake", "yolov8n", monkeypatch)
+    layer, batch = model.model[1], labelled("detect", 2, "cpu")
+    plain = layer.forward
+    layer.forward = lambda x: plain(x) * float(x.isfinite().all())  # waits for the GPU
+    patch(cuda_graph=True, bn_act_optim=True)
+    HOST.on["cuda_graph"].by_name = False  # as one of everything that applies
+    counts = []
+    for _ in range(4):
+        fused.clear()
+        model({name: value.clone() for name, value in batch.items()})[0].sum().backward()
+        counts.append(len(fused))
+    assert counts[0] > 20 and counts[2:] == [0, 0]
+    assert capsys.readouterr().err.count("cuda_graph does not apply: DetectionModel cannot be captured") == 1
+
+
+def test_a_model_without_graphs_runs_as_the_original(monkeypatch, fused):
+    """RT-DETR's own predict is not captured. Fused blocks would keep the host longer than the original ones."""
+    tasks = pytest.importorskip("ultralytics.nn.tasks", exc_type=ImportError)
+    fake_gpu.install(monkeypatch)
+    monkeypatch.setattr(switch, "missing_gpu", lambda: None)
+    model, batch = (
+        tasks.RTDETRDetectionModel("rtdetr-l.yaml", nc=3, verbose=False).train(),
+        labelled("detect", 2, "cpu"),
+    )
+    model.nc = 3  # as the trainer sets it
+    patch(bn_act_optim=True)
+    model(batch)
+    assert len(fused) > 20
+    fused.clear()
+    patch(cuda_graph=True, bn_act_optim=True)
+    model(batch)
+    assert not fused
+
+
+def test_a_measurement_of_memory_is_one_of_fused_blocks(monkeypatch, fused):
+    """The trainer's search for a batch size: captured passes are fused too."""
+    model, _ = model_on("fake", "yolov8n", monkeypatch)
+    patch(cuda_graph=True, bn_act_optim=True)
+    model(torch.rand(2, 3, 64, 64))
+    assert not fused
+    model(torch.rand(2, 3, 64, 64, requires_grad=True))
+    assert len(fused) > 20
 
 
 QUICK = ("yolov8n-cls", "yolo26n-pose")
