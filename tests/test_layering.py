@@ -101,6 +101,23 @@ def test_only_the_hosts_import_third_parties(name):
     )
 
 
+@pytest.mark.parametrize("name", MODULES)
+def test_no_private_name_is_imported_across_folders(name):
+    """A name with an underscore belongs to its folder; those beside the folders belong to the package."""
+    folder = MODULES[name].parent.relative_to(ROOT).parts
+    tree = ast.parse(MODULES[name].read_text())
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    found = [(*node.module.split("."), alias.name) for node in nodes for alias in node.names]
+    private = [
+        ".".join(parts)
+        for parts in found
+        if parts[0] == "torch_fastdet" and parts[: len(folder)] != folder
+        if any(part.startswith("_") and not part.endswith("__") for part in parts[2:])
+        and parts[1:3] != ("ops", "_checks")  # of the functions at the top that are written over ops
+    ]
+    assert not private
+
+
 def test_the_page_on_architecture_names_every_part():
     """Each file or folder of the package that a user imports, and each file of graphs and optim."""
     page = (ROOT / "docs/architecture.md").read_text()

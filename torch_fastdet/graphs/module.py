@@ -141,25 +141,17 @@ class ModuleGraphs(CapturedPasses):
 
     def _takes(self, x: torch.Tensor, module: nn.Module) -> bool:
         """Whether a graph may run this input; says once why not."""
-        if self.reason is not None:
-            if self.required:
-                self._warn(self.reason)
-            return False
-        if not isinstance(x, torch.Tensor):
-            self._stay_eager(f"its input is a {type(x).__name__}, not a tensor")
-        elif not _capture.on_gpu(x):
-            self._stay_eager(why_not(module, averaged=True) or f"its input is on {x.device}, not on a GPU")
-        elif x.requires_grad:
-            self._stay_eager("its input requires a gradient, which a replay does not give")
-        else:
+        reason = self.reason
+        if reason is None and not isinstance(x, torch.Tensor):
+            reason = f"its input is a {type(x).__name__}, not a tensor"
+        elif reason is None and not _capture.on_gpu(x):
+            reason = why_not(module, averaged=True) or f"its input is on {x.device}, not on a GPU"
+        elif reason is None and x.requires_grad:
+            reason = "its input requires a gradient, which a replay does not give"
+        if reason is None:
             return not _capture.is_capturing()
+        self._warn(reason)  # for this input only: the next may be another
         return False
-
-    def _stay_eager(self, reason: str) -> None:
-        """For this input only: the next may be another. Said once."""
-        if self.required or reason not in self._told:
-            self._told.add(reason)
-            self._warn(reason)
 
     def refuse(self, reason: str, cause: BaseException | None = None) -> None:
         self.reset()
@@ -167,11 +159,13 @@ class ModuleGraphs(CapturedPasses):
         self._warn(reason, cause)
 
     def _warn(self, reason: str, cause: BaseException | None = None) -> None:
-        line = f"{self.what} cannot be captured in a CUDA graph: {reason}"
+        line, told = f"{self.what} cannot be captured in a CUDA graph: {reason}", reason in self._told
+        self._told.add(reason)
         if self.required:
             raise CaptureError(line) from cause
-        where = "" if self.average is None else f"rank {torch.distributed.get_rank()}: "
-        print_line(f"{where}{line}; it runs eagerly", logging.WARNING, every_rank=True)
+        if not told:
+            where = "" if self.average is None else f"rank {torch.distributed.get_rank()}: "
+            print_line(f"{where}{line}; it runs eagerly", logging.WARNING, every_rank=True)
 
     def _captured(self, x: torch.Tensor) -> Passes:
         module = self.module
@@ -236,6 +230,15 @@ class ModuleGraphs(CapturedPasses):
         # wrote its own, on the forward pass's stream.
         _capture.make_backward_wait(captured.inputs[0].device)
         return None, None
+
+
+def _of_module(name: str) -> Any:
+    """A method that calls the module's."""
+
+    def method(self: GraphedModule, *args: object, **kwargs: object) -> Any:
+        return getattr(self.module, name)(*args, **kwargs)
+
+    return method
 
 
 class GraphedModule(nn.Module):
@@ -330,20 +333,9 @@ class GraphedModule(nn.Module):
                 return self.graphs(x)
         return self.module.forward(*args, **kwargs)
 
-    def state_dict(self, *args: object, **kwargs: object) -> Any:
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: object, **kwargs: object) -> Any:
-        return self.module.load_state_dict(*args, **kwargs)
-
-    def register_buffer(self, *args: object, **kwargs: object) -> None:
-        self.module.register_buffer(*args, **kwargs)
-
-    def register_parameter(self, *args: object, **kwargs: object) -> None:
-        self.module.register_parameter(*args, **kwargs)
-
-    def add_module(self, *args: object, **kwargs: object) -> None:
-        self.module.add_module(*args, **kwargs)
+    state_dict, load_state_dict = _of_module("state_dict"), _of_module("load_state_dict")
+    register_buffer, register_parameter = _of_module("register_buffer"), _of_module("register_parameter")
+    add_module = _of_module("add_module")
 
     def __bool__(self) -> bool:
         return bool(self.module)

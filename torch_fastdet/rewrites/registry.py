@@ -8,6 +8,7 @@ from torch import nn
 
 from torch_fastdet.rewrites import rewrite
 from torch_fastdet.rewrites.attention import AttentionInRows
+from torch_fastdet.rewrites.constants import ConstantsOnDevice
 from torch_fastdet.rewrites.first_blocks import FirstBlocks
 from torch_fastdet.rewrites.heads import HeadRows, HeadViews
 from torch_fastdet.rewrites.rewrite import Rewrite, rewritten
@@ -22,6 +23,7 @@ ULTRALYTICS: tuple[Rewrite, ...] = (
     AttentionInRows(),
     HeadRows(),
     FirstBlocks(),
+    ConstantsOnDevice(),
 )
 
 
