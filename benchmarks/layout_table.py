@@ -3,8 +3,8 @@
     python -m benchmarks.layout_table [--batch 16]
 
 Milliseconds of the forward pass, the gradient of the input and the gradient of the weight, in a CUDA graph. cuDNN chooses its
-algorithms by its heuristics, as in train.py, which leaves cudnn.benchmark off. The switch ``channels_last`` does not read this
-table: it times the whole model on the machine at hand.
+algorithms by its heuristics, as in train.py, which leaves cudnn.benchmark off. The switch ``channels_last`` follows the
+sums of this table (``torch_fastdet/switches/channels_last/layout.py``).
 """
 
 from __future__ import annotations

@@ -111,19 +111,6 @@ class _Packed:
             _copy(self._tensors, self._places)
 
 
-class _Single:
-    """One contiguous tensor of any dtype, sent from where it lies."""
-
-    def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._bytes = tensor.view(-1).view(torch.uint8)
-
-    @torch.no_grad()
-    def broadcast(self) -> None:
-        """Every rank's tensor becomes that of the group's first rank."""
-        _wait(dist.broadcast(self._bytes, dist.get_global_rank(self._group, 0), self._group, async_op=True))
-
-
 class BufferBroadcast:
     """Buffers of the group's first rank for all ranks.
 
@@ -138,7 +125,7 @@ class BufferBroadcast:
         self._own: list[bool] = []  # norms that were in training mode
         self._sent: list[torch.Tensor] = []
         self._addresses: list[int] = []
-        self._send: _Packed | _Single | None = None
+        self._send: _Packed | None = None
         self.sent = False  # since the last forward pass
 
     def suffices(self) -> bool:
@@ -154,9 +141,7 @@ class BufferBroadcast:
             kept = {id(b) for norm in self._norms if norm.training for b in norm.buffers(recurse=False)}
             self._own, self._sent = own, [b for b in walk.buffers if id(b) not in kept]
             self._addresses = [b.data_ptr() for b in self._sent]
-            found = [b.detach() for b in self._sent if b.numel()]
-            single = len(found) == 1 and found[0].is_contiguous()  # YOLOv5 has one, the anchors
-            self._send = _Single(found[0], self._group) if single else _Packed(found, self._group)
+            self._send = _Packed([b.detach() for b in self._sent], self._group)
         self._send.broadcast()
         self.sent = True
 

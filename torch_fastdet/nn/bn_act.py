@@ -39,7 +39,8 @@ _VECTOR = 8
 Forward = Callable[..., Tensor]
 # Attribute of every forward that conv_forward() and c3_forward() made: the name of the function that made it.
 _MADE_BY = "made_by"
-_captured = threading.local()
+# Threads that are inside of captured().
+_capturing: set[int] = set()
 
 
 class ConvBlock(Protocol):
@@ -61,8 +62,8 @@ def _made_by(maker: Callable[..., Forward], block: Any) -> bool:
 
 
 def is_captured() -> bool:
-    """Whether this thread is inside of :func:`captured`."""
-    return getattr(_captured, "depth", 0) > 0
+    """Whether a thread is inside of :func:`captured`."""
+    return bool(_capturing)
 
 
 def fuses() -> bool:
@@ -76,12 +77,13 @@ def fuses() -> bool:
 
 @contextlib.contextmanager
 def captured() -> Iterator[None]:
-    """While inside, this thread's calls are captured, or have to give what a replay gives."""
-    _captured.depth = getattr(_captured, "depth", 0) + 1
+    """While inside, calls are captured, or have to give what a replay gives."""
+    thread = threading.get_ident()
+    _capturing.add(thread)
     try:
         yield
     finally:
-        _captured.depth -= 1
+        _capturing.discard(thread)
 
 
 def can_fuse(norm: nn.Module, act: nn.Module) -> bool:
