@@ -102,15 +102,17 @@ class GraphPool(Owner, Generic[G]):
         """Whether the key is to be captured now."""
         return self._calls[key] >= self.warmup and key not in self._too_large
 
-    def warm_up(self, key: Hashable, run: Callable[[], T], written: Iterable[torch.Tensor] = ()) -> T:
+    def warm_up(self, key: Hashable, run: Callable[[], T], written: Iterable[torch.Tensor] | None = None) -> T:
         """Run eagerly, and count it. A call that raises does not count.
 
         Args:
             key: of the call.
             run: the call.
-            written: what it may change, such as batch norm's statistics: where it runs again, from the values of before.
+            written: what a training pass may change, such as batch norm's statistics: where it runs again, it begins with the same values
+                and random numbers.
         """
-        result = with_room(_from_the_same(run, list(written), self.device), self.device, self._say)
+        run = run if written is None else _from_the_same(run, list(written), self.device)
+        result = with_room(run, self.device, self._say)
         self._calls[key] += 1
         return result
 
