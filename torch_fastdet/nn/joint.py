@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 #: Attribute of each of such convolutions while it is captured: all of them at once, a function of their input whose result has their
 #: channels one behind the other, or is None where autocast is off.
-JOINT = "joint"
+JOINT = "torch_fastdet_joint"
 #: Attribute of a head while it is captured: lists of blocks that read one input.
-OF_ONE_INPUT = "blocks_of_one_input"
+OF_ONE_INPUT = "torch_fastdet_one_input"
 
 #: What norms that share an operator have in common: momentum, eps, activation and slope.
 Options = tuple[float, float, str, float]

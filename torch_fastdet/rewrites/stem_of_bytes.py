@@ -13,7 +13,7 @@ from torch_fastdet.nn.bn_act import begins_with_stem, forward_of_bytes
 from torch_fastdet.patching.evidence import Obstacle
 from torch_fastdet.rewrites.rewrite import Framework, layers_of
 
-_MARK = "takes_bytes"
+_MARK = "torch_fastdet_takes_bytes"
 
 
 def takes_bytes(model: nn.Module) -> bool:
