@@ -55,27 +55,27 @@ class CapturedCallable(Generic[G]):
     def _forget(self) -> None:
         """Drop what was made for graphs that are dropped."""
 
-    def say_once(self, line: str) -> None:
+    def _say_once(self, line: str) -> None:
         if line not in self._told:
             self._told.add(line)
             self.say(line)
 
-    def try_capture(self, key: tuple, module: nn.Module, make: Callable[[], G], averaged: bool = True) -> G | None:
-        """What ``make()`` captures; None where there is no memory for it, or where it fails (:meth:`refuse`)."""
+    def _try_capture(self, key: tuple, module: nn.Module, make: Callable[[], G], averaged: bool = True) -> G | None:
+        """What ``make()`` captures; None where there is no memory for it, or where it fails (:meth:`_refuse`)."""
         cause, reason = None, why_not(module, averaged)
         if reason is None:
             try:
                 return self._pool.capture(key, make)
             except Exception as error:
                 cause, reason = error, f"{location_of(error, module)} failed during the capture, {first_line(error)}"
-        self.refuse(reason, cause)
+        self._refuse(reason, cause)
         return None
 
-    def refuse(self, reason: str, cause: BaseException | None = None) -> None:
+    def _refuse(self, reason: str, cause: BaseException | None = None) -> None:
         """Capture nothing any more."""
         self.reset()
         self.reason = reason
-        self.say_once(f"{self.what} cannot be captured in a CUDA graph: {reason}; it runs eagerly")
+        self._say_once(f"{self.what} cannot be captured in a CUDA graph: {reason}; it runs eagerly")
 
 
 class Passes:
@@ -108,7 +108,7 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, graphs: CapturedPasses, captured: Passes, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        outputs = graphs.replay_forward(captured, tensors)
+        outputs = graphs._replay_forward(captured, tensors)
         ctx.graphs, ctx.running = graphs, _Running(captured, len(tensors[0]))
         graphs.running = weakref.ref(ctx.running)
         ctx.mark_non_differentiable(*[o for o, g in zip(outputs, captured.output_gradients) if g is None])
@@ -129,7 +129,7 @@ class _Replay(torch.autograd.Function):
                 static.zero_()
             elif static is not None and gradient is not None and gradient.data_ptr() != static.data_ptr():
                 static.copy_(gradient)
-        return None, None, *ctx.graphs.replay_backward(running.captured, running.count)
+        return None, None, *ctx.graphs._replay_backward(running.captured, running.count)
 
 
 class CapturedPasses(CapturedCallable[Passes]):
@@ -143,12 +143,12 @@ class CapturedPasses(CapturedCallable[Passes]):
         super().__init__(what, max_graphs, warmup, say)
         self.running: Callable[[], _Running | None] = lambda: None
 
-    def replay_forward(self, captured: Passes, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _replay_forward(self, captured: Passes, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Write the inputs and replay; the outputs."""
         raise NotImplementedError
 
-    def replay_backward(self, captured: Passes, count: int) -> tuple[Tensor | None, ...]:
-        """Replay behind the outputs' gradients; the gradients of what ``replay_forward`` was given, of ``count`` rows."""
+    def _replay_backward(self, captured: Passes, count: int) -> tuple[Tensor | None, ...]:
+        """Replay behind the outputs' gradients; the gradients of what ``_replay_forward`` was given, of ``count`` rows."""
         raise NotImplementedError
 
     def _replay(self, captured: Passes, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -125,8 +125,8 @@ class InferenceGraphs(CapturedCallable[_Captured]):
             result = self._pool.warm_up(key, lambda: run(x))
             if self._pool.is_warm(key) and self._saved >= 1:
                 self._saved -= 1
-                if self.try_capture(key, module, lambda: self._captured(x, module, run)) is not None:
-                    self.say_once(f"{self.what} answers by CUDA graphs from now on, one for each input shape")
+                if self._try_capture(key, module, lambda: self._captured(x, module, run)) is not None:
+                    self._say_once(f"{self.what} answers by CUDA graphs from now on, one for each input shape")
             return result
 
     def _takes(self, x: Tensor) -> bool:
@@ -140,11 +140,11 @@ class InferenceGraphs(CapturedCallable[_Captured]):
         )
 
     def _tell_of_fallback(self, line: str) -> None:
-        self.say_once(line)
+        self._say_once(line)
         note_fallback(line)
 
-    def refuse(self, reason: str, cause: BaseException | None = None) -> None:
-        super().refuse(reason, cause)
+    def _refuse(self, reason: str, cause: BaseException | None = None) -> None:
+        super()._refuse(reason, cause)
         note_fallback(f"{self.what} cannot be captured in a CUDA graph: {reason}; it runs eagerly")
 
     def _captured(self, x: Tensor, module: nn.Module, run: Callable[[Tensor], object]) -> _Captured:

@@ -119,7 +119,7 @@ class ModuleGraphs(CapturedPasses):
         if not (module.training and torch.is_grad_enabled()) or not self._takes(x, module):
             return self.forward(x)
         if self.running() is not None:  # its activations lie in the pool
-            self.say_once("a forward pass runs eagerly where the backward pass of the one before it is still to come")
+            self._say_once("a forward pass runs eagerly where the backward pass of the one before it is still to come")
             return self.forward(x)
         if self._baked.moved(module):
             self.reset()
@@ -128,7 +128,7 @@ class ModuleGraphs(CapturedPasses):
         if captured is None:
             if not self._pool.is_warm(key):
                 return self._pool.warm_up(key, lambda: self._first(x), module.buffers())
-            captured = self.try_capture(key, module, lambda: self._captured(x), averaged=self.average is not None)
+            captured = self._try_capture(key, module, lambda: self._captured(x), averaged=self.average is not None)
             if captured is None:
                 return self.forward(x)
             self.say(
@@ -153,7 +153,7 @@ class ModuleGraphs(CapturedPasses):
         self._warn(reason)  # for this input only: the next may be another
         return False
 
-    def refuse(self, reason: str, cause: BaseException | None = None) -> None:
+    def _refuse(self, reason: str, cause: BaseException | None = None) -> None:
         self.reset()
         self.reason = reason
         self._warn(reason, cause)
@@ -193,7 +193,7 @@ class ModuleGraphs(CapturedPasses):
                 elif parameter not in self._gradients:
                     self._gradients[parameter] = torch.empty_like(parameter, requires_grad=False)
 
-    def replay_forward(self, captured: Passes, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def _replay_forward(self, captured: Passes, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         x, (static,) = tensors[0], captured.inputs
         # x may be an output of an earlier replay, which lies in the same pool.
         static.copy_(x.clone() if _capture.overlap(x, static) else x)
@@ -203,7 +203,7 @@ class ModuleGraphs(CapturedPasses):
             _capture.read_on(captured.outputs, stream)
         return tuple(output.detach() for output in captured.outputs)
 
-    def replay_backward(self, captured: Passes, count: int) -> tuple[None, ...]:
+    def _replay_backward(self, captured: Passes, count: int) -> tuple[None, ...]:
         """Add the graph's result to the parameters' gradients, as autograd does."""
         # The first micro-batch leaves the graphs' own tensors in p.grad. The replay of a later one overwrites them, so
         # what has been accumulated there is saved first.

@@ -73,7 +73,7 @@ class RowGraphs(CapturedPasses):
                 return self._pool.warm_up(full_key, eager, module.buffers())
             if len(self._pool) == self._pool.max_graphs:  # a capture takes longer than an eager call
                 return eager()
-            captured = self.try_capture(full_key, module, lambda: self._captured(function, module, rows, size))
+            captured = self._try_capture(full_key, module, lambda: self._captured(function, module, rows, size))
             if captured is None:
                 return eager()
             self._say(f"captured forward and backward of {self.what}, for each number of rows")
@@ -89,14 +89,14 @@ class RowGraphs(CapturedPasses):
         # A loop calls backward() outside of its autocast.
         return self._capture_passes(module, static, function, behind=torch.autocast("cuda", enabled=False))
 
-    def replay_forward(self, captured: Passes, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _replay_forward(self, captured: Passes, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         rows, count = list(tensors[: len(captured.inputs)]), len(tensors[0])
         foreach_copy_([static[:count] for static in captured.inputs], rows)
         foreach_zero_([static[count:] for static in captured.inputs])
         captured.forward_graph.replay()
         return tuple(output.clone() for output in captured.outputs)
 
-    def replay_backward(self, captured: Passes, count: int) -> tuple[Tensor | None, ...]:
+    def _replay_backward(self, captured: Passes, count: int) -> tuple[Tensor | None, ...]:
         """Return copies: autograd may keep a gradient as ``p.grad``, and adds to it."""
         captured.backward_graph.replay()
         rows = [None if static is None else static[:count].clone() for static in captured.input_gradients]

@@ -125,7 +125,7 @@ class TrainStep(CapturedCallable[_Phase]):
         super().__init__(f"TrainStep: {type(model).__name__}", max_graphs, 1, lambda line: say(f"TrainStep: {line}"))
         reason = why_not(model, averaged=True)
         if reason is not None:
-            self.refuse(reason)
+            self._refuse(reason)
         if max_targets is not None and max_targets < 1:
             raise ValueError(f"TrainStep: max_targets is {max_targets}, but 1 or more is expected")
         if max_graphs < 1:
@@ -442,7 +442,7 @@ class TrainStep(CapturedCallable[_Phase]):
         return totals
 
     def _capture_phase(self, key: tuple, images: torch.Tensor, labels: dict[str, torch.Tensor]) -> _Phase | None:
-        phase = self.try_capture(key, self.model, lambda: self._captured(key, images, labels))
+        phase = self._try_capture(key, self.model, lambda: self._captured(key, images, labels))
         if phase is None:
             return None
         memory = self.memory()
@@ -461,5 +461,5 @@ class TrainStep(CapturedCallable[_Phase]):
             phase.items, phase.used = self._run(images, labels, key[2], key[3])
         return phase
 
-    def refuse(self, reason: str, cause: BaseException | None = None) -> None:
+    def _refuse(self, reason: str, cause: BaseException | None = None) -> None:
         raise CaptureError(f"{self.what} cannot be captured in a CUDA graph: {reason}") from cause
