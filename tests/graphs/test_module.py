@@ -281,7 +281,7 @@ def test_a_loss_that_lives_on_keeps_no_graph(gpu):
     del captured
     graphed.graphs.reset()
     assert graph() is None and loss.grad_fn is not None
-    with pytest.raises(RuntimeError, match="or this one ran already"):
+    with pytest.raises(RuntimeError, match="this backward pass ran already"):
         loss_of(outputs).backward()
 
 

@@ -175,7 +175,7 @@ def test_what_cannot_be_captured_runs_eagerly_and_is_said_once(gpu):
         loss = graphs(waits, flow, rows)
         loss.backward()
         torch.testing.assert_close(loss, flow.loss(*rows))
-    assert len(lines) == 1 and lines[0].startswith("it cannot be captured in a CUDA graph: the capture failed, ")
+    assert len(lines) == 1 and lines[0].startswith("it cannot be captured in a CUDA graph: ")
 
 
 def test_runs_as_it_is_without_gradients_and_on_the_cpu():
