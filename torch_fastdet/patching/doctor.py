@@ -50,6 +50,7 @@ class SwitchReport:
         in_part: whether it would replace something all the same.
         notice: what it would say.
         targets: what it replaces.
+        rewrites: what it changes in a model while that is captured.
     """
 
     name: str
@@ -58,6 +59,7 @@ class SwitchReport:
     in_part: bool = False
     notice: str | None = None
     targets: list[TargetReport] = field(default_factory=list)
+    rewrites: tuple[str, ...] = ()
 
     @property
     def applies(self) -> bool:
@@ -84,7 +86,7 @@ def _examine(host: Host, switch: Switch, asked: bool, options: Mapping[str, str]
         failed = f"its modules cannot be imported: {type(error).__name__}: {error}"
     given = (question(options[option]) for option, question in switch.options.items() if option in options)
     by_options = next((answer for answer in given if answer is not None), None)
-    report = SwitchReport(switch.name, asked, active.why_not or by_options or failed)
+    report = SwitchReport(switch.name, asked, active.why_not or by_options or failed, rewrites=switch.rewrites)
     report.in_part = active.why_not is not None and by_options is None and active.has_replaced_any()
     report.notice = None if report.why_not or switch.notice is None else switch.notice()
     if host.missing() is None or not switch.needs_host:
@@ -171,6 +173,7 @@ def _rows(report: SwitchReport) -> list[tuple[str, str, str]]:
         rows.append(
             (f"  {target.name}", f"no: {target.obstacle}" if target.obstacle else applies, ", ".join(target.evidence))
         )
+    rows += [(f"  in a captured step: {line}", "where the model's parts are known", "") for line in report.rewrites]
     return rows
 
 

@@ -165,6 +165,7 @@ class Switch:
         options: for the doctor: options of a training by which it cannot apply, each with a function from its value to a sentence.
         notice: what to say when it is switched on, or None.
         by_name_only: it is not a part of "everything that applies".
+        rewrites: for the doctor: what it changes in a model while that is captured, a line each.
     """
 
     name: str
@@ -176,6 +177,7 @@ class Switch:
     options: dict[str, Callable[[str], str | None]] = field(default_factory=dict)
     notice: Callable[[], str | None] | None = None
     by_name_only: bool = False
+    rewrites: tuple[str, ...] = ()
 
 
 @dataclass

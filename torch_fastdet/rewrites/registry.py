@@ -8,6 +8,7 @@ from torch import nn
 
 from torch_fastdet.rewrites import rewrite
 from torch_fastdet.rewrites.attention import AttentionInRows
+from torch_fastdet.rewrites.casts import WeightsCastOnce
 from torch_fastdet.rewrites.constants import ConstantsOnDevice
 from torch_fastdet.rewrites.first_blocks import FirstBlocks
 from torch_fastdet.rewrites.heads import HeadRows, HeadViews
@@ -25,6 +26,11 @@ ULTRALYTICS: tuple[Rewrite, ...] = (
     FirstBlocks(),
     ConstantsOnDevice(),
 )
+
+
+def lines(rewrites: tuple[Rewrite, ...]) -> tuple[str, ...]:
+    """What these change, and what every captured training step changes, for the doctor."""
+    return (*(rewrite.about for rewrite in rewrites), WeightsCastOnce.about)
 
 
 def fewer_copies(model: nn.Module) -> AbstractContextManager[None]:

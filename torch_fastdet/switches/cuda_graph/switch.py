@@ -10,6 +10,8 @@ from torch_fastdet.patching.evidence import (
 )
 from torch_fastdet.patching.machine import needs_gpu
 from torch_fastdet.patching.switch import GPU, Switch, Target
+from torch_fastdet.rewrites import registry
+from torch_fastdet.rewrites.registry import lines
 from torch_fastdet.switches.cuda_graph import ultralytics as of_ultralytics
 from torch_fastdet.switches.cuda_graph import yolov5 as of_yolov5
 from torch_fastdet.switches.cuda_graph.common import timer
@@ -28,6 +30,7 @@ YOLOV5 = Switch(
     modules=("models.yolo", "models.common", "utils.general"),
     evidence=(GPU,),
     options={"device": needs_gpu},
+    rewrites=lines(registry.YOLOV5),
 )
 
 
@@ -77,4 +80,5 @@ ULTRALYTICS = Switch(
     modules=("nn.tasks", "engine.trainer", "nn.backends.pytorch", "utils.ops"),
     evidence=(GPU, VERSION),
     options={"device": needs_gpu, "compile": of_ultralytics.compile_objection},
+    rewrites=lines(registry.ULTRALYTICS),
 )
