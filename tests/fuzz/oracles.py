@@ -23,6 +23,7 @@ from tests.references import (
     multi_tensor,
     nms,
     pool,
+    rtdetr_loss,
     space_to_depth,
     stem_conv,
     upsample,
@@ -402,12 +403,27 @@ def _deformable_attention(a: Any) -> list[Tensor]:
     return [deformable_attention.deformable_attention(a.value, shapes, a.locations, a.weights)]
 
 
+def _deformable_attention_backward(a: Any) -> list[Tensor]:
+    leaves = [x.double().requires_grad_() for x in (a.value, a.locations, a.weights)]
+    assert all(x.numel() and x.isfinite().all() for x in (a.grad_output, *leaves))
+    shapes = list(zip(a.shapes[::2], a.shapes[1::2]))
+    out = deformable_attention.deformable_attention(leaves[0], shapes, *leaves[1:])
+    return list(torch.autograd.grad(out, leaves, a.grad_output.double()))
+
+
 def _linear_assignment(a: Any) -> list[Tensor]:
     found = torch.full((a.cost.shape[0], a.cost.shape[2]), -1)
     for n, used in enumerate(a.columns.tolist()):
         row, column = linear_sum_assignment(a.cost[n, :, :used].double().numpy())
         found[n, column] = torch.from_numpy(row)
     return [found]
+
+
+def _rtdetr_loss(a: Any) -> list[Tensor]:
+    gains = {name: getattr(a, name) for name in (*rtdetr_loss.GAINS, *rtdetr_loss.COSTS)}
+    rows = [image[:count] for image, count in zip(a.targets, a.counts.tolist())]
+    terms = rtdetr_loss.rtdetr_loss(a.boxes, a.scores, rows, a.dn_boxes, a.dn_scores, a.dn_matches, **gains)
+    return [terms.sum(), terms]
 
 
 def _v8_obb_loss(a: Any) -> list[Tensor]:
@@ -430,6 +446,7 @@ ORACLES: dict[str, Callable[[Any], list[Tensor]]] = {
     "crop_mask": _crop_mask,
     "crop_mask_": _crop_mask,
     "deformable_attention": _deformable_attention,
+    "deformable_attention_backward": _deformable_attention_backward,
     "image_augment": lambda a: _augment(a, a.size, a.channels, a.dtype),
     "image_augment_": lambda a: _augment(a, a.out.shape[2:], a.out.shape[1], a.out.dtype),
     "image_gather_": _gather,
@@ -450,6 +467,7 @@ ORACLES: dict[str, Callable[[Any], list[Tensor]]] = {
     "multi_tensor_unscale_": lambda a: [grad.double() / float(a.scale) for grad in a.grads],
     "non_max_suppression_padded": lambda a: _suppress(a, "yolov5", nm=a.nm, labels=a.labels),
     "pad_and_sum": lambda a: [torch.cat([a.x.double(), a.x.new_zeros(len(a.x), a.channels - a.x.shape[1], *a.x.shape[2:])], 1)],
+    "rtdetr_loss": _rtdetr_loss,
     "scale_boxes": _scale_boxes,
     "softmax_backward": lambda a: [
         a.y.double() * (a.grad_y.double() - (a.grad_y.double() * a.y.double()).sum(-1, keepdim=True))
@@ -481,7 +499,7 @@ ORACLES: dict[str, Callable[[Any], list[Tensor]]] = {
 
 #: Losses, and what they have gradients of: those of the first result are compared too.
 LEAVES = {
-    "deformable_attention": ("value", "locations", "weights"),
+    "rtdetr_loss": ("boxes", "scores"),
     "v8_keypoint_loss": ("predictions",),
     "v8_loss": ("heads",),
     "v8_mask_loss": ("coefficients", "protos"),
@@ -498,10 +516,9 @@ WITHOUT = {
         ("jpeg_decode_", "jpeg_pack", "jpeg_plan"), "tests.fuzz.jpeg compares the three with OpenCV on damaged files"
     ),
     **dict.fromkeys(
-        (f"{loss}_backward" for loss in ("v8_mask_loss", "v8_obb_loss", "yolov5_loss")),
+        (f"{loss}_backward" for loss in ("rtdetr_loss", "v8_mask_loss", "v8_obb_loss", "yolov5_loss")),
         "reads what its forward pass left: the gradients of that are compared",
     ),
-    "deformable_attention_backward": "the gradients of deformable_attention are compared",
 }
 
 
