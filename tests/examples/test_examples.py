@@ -31,7 +31,7 @@ def run(*arguments, code=0, stdin=None, without=None) -> subprocess.CompletedPro
     return result
 
 
-@pytest.mark.parametrize("name", ["draw", "export", "serve", "train_step"])
+@pytest.mark.parametrize("name", ["deformable_attention", "draw", "export", "serve", "train_step"])
 def test_runs_as_a_file_from_anywhere(name, tmp_path):
     command = [sys.executable, str(ROOT / f"examples/{name}.py"), "--help"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
