@@ -306,7 +306,14 @@ BAD = [
     (lambda a: [*a[:6]], "dn_boxes, dn_scores and dn_matches are expected together"),
     (lambda a: [*a[:5], a[5].double(), a[6]], "dn_scores has dtype float64, but float32 is expected beside scores"),
     (lambda a: [*a[:6], a[6].int()], "dn_matches has dtype int32, but int64"),
-    (lambda a: [*a[:6], a[6][:, 1:]], "dn_boxes, dn_scores and dn_matches have shapes"),
+    (
+        lambda a: [*a[:6], a[6][:, 1:]],
+        r"dn_matches has shape \[3, 19\], but one number for each of 20 queries of 3 images",
+    ),
+    (
+        lambda a: [*a[:4], a[4][:, :2], a[5][:, :2], a[6]],
+        r"dn_scores has shape \[3, 2, 20, 6\], but \(any, 3, any, 6\)",
+    ),
     (lambda a: [a[0].to_sparse(), *a[1:]], "boxes has layout Sparse"),
 ]
 
@@ -317,6 +324,24 @@ def test_errors_are_one_line(device, change, message):
     with pytest.raises(RuntimeError, match=f"^rtdetr_loss: {message}") as error:
         ops.rtdetr_loss(*change(list(problem.arguments(problem.predictions))))
     assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_backward_pass_that_does_not_fit(device):
+    problem = Problem(CASES[0], device)
+    arguments = problem.arguments(problem.predictions)
+    loss, _, _, *state = operator(*arguments)
+    noisy = arguments[4:6]
+    for changed, message in (
+        ((*state, noisy[0][:, :2], noisy[1][:, :2]), r"dn_scores has shape \[3, 2, 20, 6\], but \(any, 3, any, 6\)"),
+        ((*state, noisy[0]), "dn_boxes and dn_scores are expected together, but only one of them came"),
+        (
+            (state[0][1:], *state[1:], *noisy),
+            "owner, quality and scales are not those of rtdetr_loss for boxes of shape",
+        ),
+        ((*state,), "owner, quality and scales are not those of rtdetr_loss"),
+    ):
+        with pytest.raises(RuntimeError, match=f"^rtdetr_loss(_backward)?: {message}"):
+            backward_operator(loss, *arguments[:4], *changed)
 
 
 def test_mixed_devices(cuda):

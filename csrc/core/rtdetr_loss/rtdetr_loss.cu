@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kThreads) rtdetr_gradient(const __grid_constan
   const A grad = *static_cast<const A*>(p.grad_loss);
   const A* const scales = static_cast<const A*>(p.scales) + 4 * part.set;
   if (threadIdx.x < part.count) {
-    const int32_t owner = p.owner[part.place + threadIdx.x];
+    const int32_t owner = p.owner_of(part.place + threadIdx.x);
     labels[threadIdx.x] = owner < 0 ? -1 : p.class_of(part.image, owner);
     qualities[threadIdx.x] = static_cast<const A*>(p.quality)[part.place + threadIdx.x];
     A by_box[4] = {};

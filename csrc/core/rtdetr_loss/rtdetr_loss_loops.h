@@ -140,7 +140,7 @@ void backward(const RtdetrLossParams& p, const ParallelFor& parallel_for) {
       const A* const scales = static_cast<const A*>(p.scales) + 4 * part.set;
       for (int64_t i = 0; i < part.count; ++i) {
         const int64_t at = part.problem * part.sets->queries + part.first + i;
-        const int32_t owner = p.owner[part.place + i];
+        const int32_t owner = p.owner_of(part.place + i);
         const A quality = static_cast<const A*>(p.quality)[part.place + i];
         A by_box[4] = {};
         if (owner >= 0) {

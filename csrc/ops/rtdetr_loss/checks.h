@@ -70,6 +70,20 @@ inline void check_rtdetr_targets(const at::Tensor& boxes, const at::Tensor& targ
                   ", but one number for each of ", boxes.sym_size(1), " images is expected");
 }
 
+// Denoising sets beside the others. dn_matches is for the forward pass.
+inline void check_rtdetr_denoising(const at::Tensor& boxes, const at::Tensor& scores, const at::Tensor& dn_boxes,
+                                   const at::Tensor& dn_scores) {
+  check_rtdetr_sets(dn_boxes, dn_scores, "dn_");
+  check_same_device(boxes, "boxes", dn_boxes, kRtdetrLoss, "dn_boxes");
+  TORCH_CHECK(dn_scores.scalar_type() == scores.scalar_type(), kRtdetrLoss, ": dn_scores has dtype ",
+              dtype_name(dn_scores.scalar_type()), ", but ", dtype_name(scores.scalar_type()),
+              " is expected beside scores");
+  TORCH_SYM_CHECK(
+      dn_boxes.sym_size(1).sym_eq(boxes.sym_size(1)).sym_and(dn_scores.sym_size(3).sym_eq(scores.sym_size(3))),
+      kRtdetrLoss, ": dn_scores has shape ", dn_scores.sym_sizes(), ", but (any, ", boxes.sym_size(1), ", any, ",
+      scores.sym_size(3), ") is expected beside scores of shape ", scores.sym_sizes());
+}
+
 inline void check_rtdetr_loss(const at::Tensor& boxes, const at::Tensor& scores, const at::Tensor& targets,
                               const at::Tensor& counts, const std::optional<at::Tensor>& dn_boxes,
                               const std::optional<at::Tensor>& dn_scores, const std::optional<at::Tensor>& dn_matches) {
@@ -78,25 +92,17 @@ inline void check_rtdetr_loss(const at::Tensor& boxes, const at::Tensor& scores,
   TORCH_CHECK(dn_boxes.has_value() == dn_scores.has_value() && dn_boxes.has_value() == dn_matches.has_value(),
               kRtdetrLoss, ": dn_boxes, dn_scores and dn_matches are expected together, but only some of them came");
   if (!dn_boxes) return;
-  check_rtdetr_sets(*dn_boxes, *dn_scores, "dn_");
+  check_rtdetr_denoising(boxes, scores, *dn_boxes, *dn_scores);
   check_strided(*dn_matches, kRtdetrLoss, "dn_matches");
-  check_same_device(boxes, "boxes", *dn_boxes, kRtdetrLoss, "dn_boxes");
   check_same_device(boxes, "boxes", *dn_matches, kRtdetrLoss, "dn_matches");
-  TORCH_CHECK(dn_scores->scalar_type() == scores.scalar_type(), kRtdetrLoss, ": dn_scores has dtype ",
-              dtype_name(dn_scores->scalar_type()), ", but ", dtype_name(scores.scalar_type()),
-              " is expected beside scores");
   TORCH_CHECK(dn_matches->scalar_type() == at::kLong, kRtdetrLoss, ": dn_matches has dtype ",
               dtype_name(dn_matches->scalar_type()), ", but int64 is expected");
   TORCH_CHECK(dn_matches->dim() == 2, kRtdetrLoss, ": dn_matches has shape ", dn_matches->sym_sizes(),
               ", but (images, denoising queries) is expected");
-  const auto fits = dn_boxes->sym_size(1)
-                        .sym_eq(boxes.sym_size(1))
-                        .sym_and(dn_scores->sym_size(3).sym_eq(scores.sym_size(3)))
-                        .sym_and(dn_matches->sym_size(0).sym_eq(boxes.sym_size(1)))
-                        .sym_and(dn_matches->sym_size(1).sym_eq(dn_boxes->sym_size(2)));
-  TORCH_SYM_CHECK(fits, kRtdetrLoss, ": dn_boxes, dn_scores and dn_matches have shapes ", dn_boxes->sym_sizes(), ", ",
-                  dn_scores->sym_sizes(), " and ", dn_matches->sym_sizes(), ", but those of ", boxes.sym_size(1),
-                  " images and ", scores.sym_size(3), " classes, with one match a query, are expected");
+  TORCH_SYM_CHECK(
+      dn_matches->sym_size(0).sym_eq(boxes.sym_size(1)).sym_and(dn_matches->sym_size(1).sym_eq(dn_boxes->sym_size(2))),
+      kRtdetrLoss, ": dn_matches has shape ", dn_matches->sym_sizes(), ", but one number for each of ",
+      dn_boxes->sym_size(2), " queries of ", boxes.sym_size(1), " images is expected");
 }
 
 }  // namespace torch_fastdet

@@ -138,6 +138,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> rtdetr_loss_backward(
     const std::optional<at::Tensor>& dn_boxes, const std::optional<at::Tensor>& dn_scores) {
   check_rtdetr_sets(boxes, scores, "");
   check_rtdetr_targets(boxes, targets, counts);
+  TORCH_CHECK(dn_boxes.has_value() == dn_scores.has_value(),
+              "rtdetr_loss_backward: dn_boxes and dn_scores are expected together, but only one of them came");
+  if (dn_boxes) check_rtdetr_denoising(boxes, scores, *dn_boxes, *dn_scores);
   const at::ScalarType type = rtdetr_arithmetic(scores);
   const auto empty = [](const at::Tensor& like, at::ScalarType type) {
     return at::empty_symint(like.sym_sizes(), like.options().dtype(type));
@@ -160,7 +163,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> rtdetr_loss_backward(
     for (const at::Tensor& tensor : {grad_loss, owner, quality, scales}) {
       check_same_device(boxes, "boxes", tensor, "rtdetr_loss_backward", "what rtdetr_loss left");
     }
-    if (dn_boxes && dn_scores) check_rtdetr_sets(*dn_boxes, *dn_scores, "dn_");
     const c10::DeviceGuard guard(boxes.device());
     const RtdetrInputs inputs(boxes, scores, targets, counts, dn_boxes, dn_scores, std::nullopt);
     const at::Tensor grad = grad_loss.to(type);
