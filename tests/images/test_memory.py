@@ -3,16 +3,22 @@
 import copy
 import multiprocessing
 import os
+import signal
 import socket
 import threading
+import types
 
 import numpy as np
 import pytest
 
 from tests.images.leftovers import open_memories
+from torch_fastdet.images import fence, slots
+from torch_fastdet.images import memory as memories
 from torch_fastdet.images import shared_by_ranks as ranks
-from torch_fastdet.images.memory import PictureMemory
+from torch_fastdet.images.jpeg import Files
+from torch_fastdet.images.memory import JpegFiles, PictureMemory
 from torch_fastdet.images.shared_by_ranks import shared_by_ranks
+from torch_fastdet.memory import host_budget, report
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd_create")
 
@@ -62,6 +68,96 @@ def test_processes_share_it(method):
     process.start()
     process.join()
     assert memory.get(0) is None and np.array_equal(memory.get(1), picture(5, 7, 1))
+
+
+def test_what_is_held_is_counted_while_other_processes_decode():
+    """``np.flatnonzero`` on the marks themselves raises where one of them is set meanwhile."""
+    memory = PictureMemory([(2, 2)] * 20_000, 1 << 30)
+    process = os.fork()
+    if process == 0:
+        while True:
+            for begin in range(0, 20_000, 20):
+                memory._marks[begin : begin + 20] ^= 1
+    try:
+        for _ in range(300):
+            assert host_budget() >= 0 and report()
+            assert memory.used() <= memory.held() == memory.nbytes
+    finally:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+
+
+@pytest.mark.parametrize("kind", ["pictures", "files"])
+def test_an_owner_that_another_thread_asks_is_whole(kind, monkeypatch):
+    asked = []
+    monkeypatch.setattr(memories, "register", lambda owner: asked.append((owner.held(), owner.used())))
+    if kind == "pictures":
+        made = PictureMemory([(5, 7)], 1 << 20)
+    else:
+        made = JpegFiles(Files.of([""], [(5, 7)], [0]), 1 << 20)
+    copy.deepcopy(made)
+    assert asked == [(made.held(), 0)] * 2
+
+
+class TestMarks:
+    """A processor of the kind of aarch64 may make a mark visible before the bytes that it announces: there is a fence between."""
+
+    def look(self):
+        return None
+
+    @pytest.fixture
+    def at_fences(self, monkeypatch):
+        """What ``look`` returned at each fence."""
+        seen = []
+
+        def note():
+            seen.append(self.look())
+
+        monkeypatch.setattr(memories, "fence", note)
+        monkeypatch.setattr(slots, "fence", note)
+        return seen
+
+    def test_pictures(self, at_fences):
+        memory = PictureMemory([(5, 7)], 1 << 20)
+        self.look = lambda: (bool(memory.pixels.any()), int(memory._marks[0]))
+        assert memory.put(0, picture(5, 7), (5, 7))
+        assert at_fences[-1] == (True, 0), "the mark is set without a fence behind the pixels"
+        at_fences.clear()
+        assert memory.get(0) is not None and at_fences[0] == (True, 1), (
+            "pixels are read without a fence behind the mark"
+        )
+
+    def test_files(self, at_fences):
+        files = JpegFiles(Files.of(["a.jpg"], [(5, 7)], [0]), 1 << 20, nbytes=1 << 12)
+        self.look = lambda: (bool(files.pixels.any()), *files._rows[0, 1::-1].tolist())
+        files._write(0, 0, 64, np.ones(8, np.uint8))
+        assert at_fences == [(True, 0, 0), (True, 64, 0)]
+        at_fences.clear()
+        assert files.packed(0).all() and at_fences == [(True, 64, 8)] * 2
+
+    def test_slots(self, at_fences):
+        state = slots.Parcel((4,))._slot.state
+        at_fences.clear()
+        self.look = lambda: int(state[0])
+        slots._release(state, os.getpid())
+        assert at_fences == [slots.LENT] and state[0] == slots.FREE
+        slots.Parcel((4,)).drop()
+        assert at_fences[1:] == [slots.FREE]
+
+    def test_a_fence_releases_a_lock_before_it_takes_one(self, monkeypatch):
+        done = []
+
+        class Lock:
+            def __enter__(self):
+                done.append("acquire")
+
+            def __exit__(self, *_):
+                done.append("release")
+
+        monkeypatch.setattr(fence, "_IN_ORDER", False)
+        monkeypatch.setattr(fence, "threading", types.SimpleNamespace(Lock=Lock))
+        fence.fence()
+        assert done == ["acquire", "release"] * 2
 
 
 def test_a_copy_has_a_memory_of_its_own():

@@ -11,8 +11,9 @@ Files are named by who runs them, and then by what they hold:
 * ``shown``: which part of a picture a batch shows
 * ``jpeg``: JPEG files in place of decoded pictures
 * ``memory``: decoded pictures that all processes share
-* ``ranks``: one memory for all ranks of a distributed training
+* ``shared_by_ranks``: one memory for all ranks of a distributed training
 * ``slots``: memory for what is made on the CPU
+* ``fence``: order between bytes and the marks that announce them, for what processes share
 * ``fingerprint``: whether a function of the host is one that is known here
 
 What is replaced for that in a host's data sets is in ``torch_fastdet.switches.loader.yolov5`` and ``torch_fastdet.switches.loader.deferred``.

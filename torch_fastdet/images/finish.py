@@ -148,7 +148,7 @@ class DevicePictures(Owner):
         memory, own = self.memory, torch.as_tensor(plan.own)
         indices = np.unique(plan.sources[plan.sources >= 0])
         missing = indices[~self._here[indices]]
-        keep, decoded, sizes = self._fits[missing], memory.decoded()[missing], memory.sizes(missing)
+        keep, decoded, sizes = self._fits[missing], memory.decoded(missing), memory.sizes(missing)
         come = plan.files[np.isin(plan.files[:, 0], missing)]  # with the plan
         sent = np.searchsorted(missing, come[:, 0])
         decoded[sent] = False  # another process may have decoded one since

@@ -25,6 +25,7 @@ import torch
 
 from torch_fastdet import ops
 from torch_fastdet._say import say
+from torch_fastdet.images.fence import fence
 from torch_fastdet.images.jpeg import CHANNELS, Files, Wanted, pack_jpeg, packed_size
 from torch_fastdet.images.slots import SendBuffer
 from torch_fastdet.memory import HOST_BUDGET, Owner, is_low, register
@@ -53,7 +54,6 @@ class SharedFile(Owner):
         everything = np.frombuffer(mmap.mmap(fd, head + self.nbytes), dtype=np.uint8)
         self.pixels = everything[head:]
         self._asked, self._full = 0, False
-        register(self)
         return everything[:head]
 
     def fileno(self) -> int:
@@ -81,6 +81,11 @@ class SharedFile(Owner):
         """Open the file ``fd``, or a new one, and look into its head."""
         raise NotImplementedError
 
+    def _begin(self, fd: int | None) -> None:
+        """Map the file, and count it among the owners: another thread may ask it what it holds from then on."""
+        self._map(fd)
+        register(self)
+
     def __getstate__(self) -> dict[str, Any]:
         kept = {name: getattr(self, name) for name in self.kept}
         # For a process that is spawned. A copy of the data set (deepcopy, a file) gets a file of its own.
@@ -90,7 +95,7 @@ class SharedFile(Owner):
     def __setstate__(self, state: dict[str, Any]) -> None:
         fd = state.pop("fd")
         self.__dict__.update(state)
-        self._map(None if fd is None else fd.detach())
+        self._begin(None if fd is None else fd.detach())
 
 
 class PictureMemory(SharedFile):
@@ -117,7 +122,7 @@ class PictureMemory(SharedFile):
         self.jpegs = jpegs
         order = None if jpegs is None else np.argsort(jpegs.may_keep, kind="stable")
         self.offsets, self.nbytes = hand_out(self.shapes, budget, order)
-        self._map(fd)
+        self._begin(fd)
 
     def __len__(self) -> int:
         return len(self.shapes)
@@ -132,14 +137,14 @@ class PictureMemory(SharedFile):
             return self.nbytes
         # Few files are not kept as such: what the places of the others may take is not held back from further data sets.
         sizes = self.shapes.prod(1) * CHANNELS
-        return int(sizes[(self.offsets >= 0) & ((self._marks != 0) | ~self.jpegs.may_keep)].sum())
+        return int(sizes[(self.offsets >= 0) & (self.decoded() | ~self.jpegs.may_keep)].sum())
 
     def used(self) -> int:
-        return int(self.sizes(np.flatnonzero(self._marks)).sum())
+        return int(self.sizes(np.flatnonzero(self.decoded())).sum())
 
     def has(self, index: int) -> bool:
         """Whether the picture is there, decoded or as a file."""
-        return bool(self._marks[index]) or (self.jpegs is not None and self.jpegs.has(index))
+        return self.is_decoded(index) or (self.jpegs is not None and self.jpegs.has(index))
 
     @property
     def files(self) -> JpegFiles:
@@ -151,11 +156,11 @@ class PictureMemory(SharedFile):
         return self.jpegs is not None and self.jpegs.read(index)
 
     def is_file(self, index: int) -> bool:
-        return not self._marks[index] and self.jpegs is not None and self.jpegs.has(index)
+        return not self.is_decoded(index) and self.jpegs is not None and self.jpegs.has(index)
 
     def packed(self, index: int) -> np.ndarray | None:
         """The packed file of a picture that is not decoded."""
-        return None if self._marks[index] or self.jpegs is None else self.jpegs.packed(index)
+        return None if self.is_decoded(index) or self.jpegs is None else self.jpegs.packed(index)
 
     def take_sent(self) -> tuple[Any, np.ndarray]:
         """Files that are to travel with the batch: their bytes, and (k, 3) index, bytes, offset of each."""
@@ -168,13 +173,21 @@ class PictureMemory(SharedFile):
         if self.jpegs is not None:
             self.jpegs.forget_sent()
 
-    def decoded(self) -> np.ndarray:
-        """For each picture whether it is there, decoded."""
-        return self._marks != 0
+    def is_decoded(self, index: int) -> bool:
+        """Whether the picture is there, decoded."""
+        marked = bool(self._marks[index])
+        fence()
+        return marked
+
+    def decoded(self, indices: np.ndarray | slice = slice(None)) -> np.ndarray:
+        """For each picture whether it is there, decoded: a copy, because other processes set marks meanwhile."""
+        marked = self._marks[indices] != 0
+        fence()
+        return marked
 
     def get(self, index: int) -> np.ndarray | None:
         """The picture, a view into the memory, or decoded from its file; None where it is not there."""
-        if not self._marks[index]:
+        if not self.is_decoded(index):
             return self.files.decode(index, self.shapes[index]) if self.is_file(index) else None
         height, width = self.shape(index)
         start = int(self.offsets[index])
@@ -182,20 +195,20 @@ class PictureMemory(SharedFile):
 
     def shape(self, index: int) -> tuple[int, int]:
         """(height, width) of a picture that is there."""
-        height, width = (self._sizes[index, :2] if self._marks[index] else self.shapes[index]).tolist()
+        height, width = (self._sizes[index, :2] if self.is_decoded(index) else self.shapes[index]).tolist()
         return height, width
 
     def shapes_of(self, indices: np.ndarray) -> np.ndarray:
         """(height, width) of pictures that are there."""
+        files = ~self.decoded(indices)
         found = self._sizes[indices, :2].astype(np.int64)
         if self.jpegs is not None:
-            files = self._marks[indices] == 0
             found[files] = self.shapes[indices[files]]
         return found
 
     def original(self, index: int) -> tuple[int, int]:
         """(height, width) of its file's picture, before it was resized."""
-        of_file = self.jpegs is not None and not self._marks[index]
+        of_file = self.jpegs is not None and not self.is_decoded(index)
         height, width = (self.files.files.sizes[index] if of_file else self._sizes[index, 2:]).tolist()
         return height, width
 
@@ -214,6 +227,7 @@ class PictureMemory(SharedFile):
             # Two processes may write the same picture at once: the same bytes.
             self.pixels[start : start + picture.size] = picture.reshape(-1)
             self._sizes[index] = (*picture.shape[:2], *original)
+            fence()
             self._marks[index] = 1
         return True
 
@@ -261,7 +275,7 @@ class JpegFiles(SharedFile):
         self.room = min(budget, self.wanted)
         heads = int(files.beside()[self.may_keep].sum()) if self.room < self.wanted else 0
         self.nbytes = self.room + heads if nbytes is None else nbytes
-        self._map(fd)
+        self._begin(fd)
 
     def __len__(self) -> int:
         return len(self.files.paths)
@@ -273,11 +287,19 @@ class JpegFiles(SharedFile):
         return int(self._rows[len(self), 0])
 
     def has(self, index: int) -> bool:
-        return bool(self._rows[index, 0] > 0) or index in self.sent
+        return self._place(index, 0)[0] > 0 or index in self.sent
 
-    def rows(self, indices: np.ndarray | int) -> np.ndarray:
-        """(..., 2) int64 of files that are kept: bytes and offset."""
-        return self._rows[indices, :2]
+    def rows(self, indices: np.ndarray) -> np.ndarray:
+        """(n, 2) int64 of files that are kept: bytes and offset."""
+        return np.stack(self._place(indices, 0), 1)
+
+    def _place(self, index: Any, column: int) -> tuple[Any, Any]:
+        """Bytes and offset from this column of a row on. The offset is the one of these bytes, or of another copy of them."""
+        size = self._rows[index, column]
+        fence()
+        offset = self._rows[index, column + 1]
+        fence()
+        return size, offset
 
     def read(self, index: int) -> bool:
         """Read a picture's file unless it is there. Whether it is there: kept, or for the batch that is planned.
@@ -285,7 +307,7 @@ class JpegFiles(SharedFile):
         It is not where OpenCV has to decode it, because :func:`~torch_fastdet.ops.jpeg_pack` refuses it. One that has not changed
         since it was judged is not judged again.
         """
-        kept, _, head, _, *judged = self._rows[index].tolist()
+        kept, head, judged = self._rows[index, 0], self._rows[index, 2], self._rows[index, 4:].tolist()
         if kept or index in self.sent:
             return self.has(index)
         if not self.may_keep[index]:
@@ -346,19 +368,21 @@ class JpegFiles(SharedFile):
 
     def _head(self, index: int) -> np.ndarray | None:
         """What an earlier pass over a file that is not kept has found."""
-        size, begin = self._rows[index, 2:4].tolist()
+        size, begin = self._place(index, 2)
         return self.pixels[begin : begin + size] if size else None
 
     def _write(self, index: int, column: int, offset: int, data: np.ndarray) -> None:
         self.pixels[offset : offset + data.nbytes] = data
+        fence()
         self._rows[index, column + 1] = offset
+        fence()
         self._rows[index, column] = data.nbytes
 
     def packed(self, index: int) -> np.ndarray:
         """A file that is there."""
         if index in self.sent:
             return self.pack(np.array([[index, *self.sent[index]]]), torch.from_numpy(self._buffer.bytes))[0].numpy()
-        size, offset = self.rows(index).tolist()
+        size, offset = self._place(index, 0)
         return self.pixels[offset : offset + size]
 
     def pack(self, files: np.ndarray, sent: torch.Tensor, pin_memory: bool = False) -> tuple[torch.Tensor, np.ndarray]:

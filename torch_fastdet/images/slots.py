@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
+from torch_fastdet.images.fence import fence
 from torch_fastdet.memory import Owner, register
 
 #: Who has a slot: nobody; a batch; a batch that forked processes may look at, too; nobody, but such processes may.
@@ -102,6 +103,7 @@ def _take(size: int) -> _OwnSlot:
     step = 1 << max(size.bit_length() - 4, 0)
     size = -(-size // step) * step
     free = [slot for slot in _own if slot.state[0] == FREE]
+    fence()  # nothing is written into a slot before its last reader has done with it
     found = next((slot for slot in free if len(slot.pixels) >= size), None)
     spare = [slot for slot in free if slot is not found and len(slot.pixels) >= size][:SPARE]
     _own[:] = [slot for slot in _own if slot.state[0] in (LENT, SEEN) or slot is found or slot in spare]
@@ -147,6 +149,7 @@ def _release(state: np.ndarray, process: int) -> None:
     if process == os.getpid():  # not in a process that was forked meanwhile
         with _lent_lock:
             _lent.pop(id(state), None)
+            fence()
             state[0] = FREE if state[0] == LENT else GONE
 
 
