@@ -167,6 +167,7 @@ class Ahead:
         batch, event, error = self._ready.get()
         if error is not None:
             self._ended = error
+            self._ready.put((None, None, error))  # for another thread that waits
             raise error
         self._allowed -= 1
         stream = torch.cuda.current_stream(self._device)
@@ -183,14 +184,17 @@ class Ahead:
         self._stop.set()
         if self._thread is threading.current_thread():
             return  # the garbage collector runs in it, perhaps inside of the queue, whose lock it then holds
-        while True:  # one that waits for room goes on
-            try:
-                self._ready.get_nowait()
-            except queue.Empty:
-                break
+        self._drop_ready()  # a thread that waits for room goes on
         self._thread.join(timeout=10)
         if self._ended is None:
             self._ended = StopIteration()
+        self._drop_ready()
+        self._ready.put((None, None, self._ended))  # for another thread that waits
+
+    def _drop_ready(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._ready.get_nowait()
 
     def __del__(self) -> None:
         self.close()
