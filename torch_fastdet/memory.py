@@ -13,8 +13,10 @@ upload, then graphs, which cost a capture.
 from __future__ import annotations
 
 import functools
+import mmap
 import os
 import re
+import resource
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
@@ -208,13 +210,16 @@ def _number(path: Path) -> int | None:
 
 
 def machine_memory(root: Path = Path("/")) -> tuple[int, int]:
-    """(all, available) bytes for this process: the machine's, or those of its control groups where they have less.
+    """(all, available) bytes for this process: the machine's, or those of its control groups and of ``ulimit -v`` where they have less.
 
     Args:
         root: the folder that holds ``proc`` and the control groups.
     """
     lines = dict(line.split(":", 1) for line in _lines(root / "proc/meminfo"))
-    total, available = (int(lines[key].split()[0]) << 10 for key in ("MemTotal", "MemAvailable"))
+    if lines:
+        total, available = (int(lines[key].split()[0]) << 10 for key in ("MemTotal", "MemAvailable"))
+    else:  # in a bare chroot
+        total, available = (os.sysconf(name) * mmap.PAGESIZE for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"))
     machine = total
     for folder, limit, usage, reclaimable in _limits(root):
         most, used = _number(folder / limit), _number(folder / usage)
@@ -222,6 +227,10 @@ def machine_memory(root: Path = Path("/")) -> tuple[int, int]:
             statistics = dict(line.split(" ", 1) for line in _lines(folder / "memory.stat"))
             total = min(total, most)
             available = min(available, max(most - used + int(statistics.get(reclaimable, 0)), 0))
+    most, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if most != resource.RLIM_INFINITY:
+        mapped = "".join(_lines(root / "proc/self/statm")).split()[:1] or ["0"]
+        total, available = min(total, most), min(available, max(most - int(mapped[0]) * mmap.PAGESIZE, 0))
     return total, available
 
 

@@ -18,6 +18,7 @@ from torch_fastdet._say import count, say
 from torch_fastdet.images.finish import Finisher, FinisherOfDicts
 from torch_fastdet.images.memory import PictureMemory
 from torch_fastdet.images.plan import Indices
+from torch_fastdet.images.worker import Collate, CollateDicts
 from torch_fastdet.memory import is_out_of_memory, words
 
 #: Batches that are ready before the loop asks for them.
@@ -51,9 +52,16 @@ class PlanBatches:
 
 
 class PlannedLoading:
-    """What a ``DataLoader`` of a host needs beside its own: a memory, and a finisher where there is a GPU."""
+    """Chooses where the batches of a ``DataLoader`` are made: by a thread on the GPU, else by the loader processes.
 
-    #: Makes the batches of this host on the GPU.
+    Args:
+        memory: the images of its data set.
+        workers: number of loader processes.
+        on_gpu: whether there is a GPU to use.
+        device: that GPU. Default: the current one, when the first batch is made.
+    """
+
+    collating: type[Collate] = Collate
     finishing: type[Finisher] = Finisher
 
     def __init__(self, memory: PictureMemory, workers: int, on_gpu: bool, device: torch.device | None = None) -> None:
@@ -64,6 +72,10 @@ class PlannedLoading:
         self._finisher: Finisher | None = None
         if not on_gpu:
             self._say("made on the CPU")
+
+    def collate(self, stock: Callable[[list], Any]) -> Collate:
+        """Return what loader processes call in place of the framework's own ``collate_fn``."""
+        return self.collating(stock, self.memory, self.on_gpu)
 
     @property
     def finisher(self) -> Finisher:
@@ -114,7 +126,7 @@ def _number(of: int, everything: int) -> str:
 
 
 class PlannedLoadingOfDicts(PlannedLoading):
-    finishing = FinisherOfDicts
+    collating, finishing = CollateDicts, FinisherOfDicts
 
 
 def current_gpu() -> torch.device:

@@ -23,9 +23,8 @@ from torch_fastdet.images.loop import PlanBatches, PlannedLoading
 from torch_fastdet.images.memory import PictureMemory
 from torch_fastdet.images.plan import Indices
 from torch_fastdet.images.recorder import Recorder
-from torch_fastdet.images.shared_by_ranks import local_ranks, shared_by_ranks
+from torch_fastdet.images.shared_by_ranks import shared_by_ranks
 from torch_fastdet.images.unread import sizes
-from torch_fastdet.images.worker import Collate
 from torch_fastdet.memory import UNLIMITED, host_budget
 from torch_fastdet.patching.protocols import YOLOv5Dataset
 
@@ -82,15 +81,17 @@ def dataset_class(stock: type) -> type:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             self._memory: PictureMemory | None = None
             self._memory_lock: Any = threading.Lock()
+            #: What the memory was made for; None before it was asked for.
             self._memory_is_of: tuple[int, bool] | None = None
-            self._all_in_memory = False
+            self._all_in_memory = self._is_cached = False
             super().__init__(*args, **kwargs)
             _ = self.memory  # while other ranks wait for the first one
 
         @property
-        def memory(self) -> PictureMemory:
+        def memory(self) -> PictureMemory | None:
+            """The memory of all processes; None where the system refuses it."""
             with self._memory_lock:
-                if self._memory is None:
+                if self._memory_is_of is None:
                     self._memory = _memory_for(self, everything=self._all_in_memory)
                     self._memory_is_of = self.img_size, self.augment
                 return self._memory
@@ -98,6 +99,7 @@ def dataset_class(stock: type) -> type:
         def remembers(self, i: int) -> bool:
             """Whether the memory has the picture as ``load_image`` gives it now; a JPEG file is read for that."""
             memory = self.memory
+            assert memory is not None
             # Stock's own cache of pictures (--cache ram) keeps them in the size that they had.
             if not memory.has(i) and (os.path.exists(self.npy_files[i]) or not memory.read(i)):
                 return False
@@ -108,8 +110,9 @@ def dataset_class(stock: type) -> type:
 
         def check_cache_ram(self, *args: Any, **kwargs: Any) -> bool:
             self._all_in_memory = super().check_cache_ram(*args, **kwargs)
-            # What the first rank has decoded takes no more memory here.
-            return self._all_in_memory or (local_ranks()[0] > 0 and bool(self.memory.decoded().all()))
+            # What another rank has decoded takes no more memory here.
+            self._is_cached = self._all_in_memory or (self.memory is not None and bool(self.memory.decoded().all()))
+            return self._is_cached
 
         def cache_images_to_disk(self, i: int) -> None:
             there = self.npy_files[i].exists()
@@ -121,12 +124,18 @@ def dataset_class(stock: type) -> type:
                 raise
 
         def load_image(self, i: int) -> tuple[np.ndarray, tuple[int, int], tuple[int, int]]:
-            if self.ims[i] is not None:
-                return super().load_image(i)
             memory = self.memory
-            if not self._memory_is_current():
+            if memory is None:
+                return super().load_image(i)
+            if self.ims[i] is not None:
+                picture, *sizes = super().load_image(i)
+            elif self._memory_is_current():
+                picture, *sizes = memory.load(super().load_image, i)
+                if self._is_cached:  # stock's cache takes it
+                    return picture, *sizes
+            else:
                 return super().load_image(i)  # somebody has set another size since
-            return memory.load(super().load_image, i)
+            return picture.copy(), *sizes  # the caller may draw on it
 
         def __getitems__(self, indices: list[int]) -> list:
             if isinstance(indices, Indices):
@@ -168,16 +177,15 @@ def keeps_files() -> bool:
     return torch.cuda.is_available()
 
 
-def _memory_for(dataset: YOLOv5Dataset, everything: bool) -> PictureMemory:
+def _memory_for(dataset: YOLOv5Dataset, everything: bool) -> PictureMemory | None:
     """A memory with places for a data set's pictures, in the sizes that ``load_image`` will give them."""
     on_gpu = keeps_files()
     as_files = not everything and cannot_plan(dataset) is None  # stock's code wants pixels
     side, originals = dataset.img_size, [(height, width) for width, height in dataset.shapes.tolist()]
     shapes, ways = sizes(type(dataset).torch_fastdet_stock, dataset, originals, side)
-    budget = UNLIMITED if everything else host_budget()
     what = (str(dataset.img_size), str(dataset.augment), *dataset.im_files)
     files = Files.of(dataset.im_files, originals, ways) if as_files else None
-    return shared_by_ranks(what, shapes, budget, files, on_gpu)
+    return shared_by_ranks(what, shapes, lambda: UNLIMITED if everything else host_budget(), files, on_gpu)
 
 
 def cannot_plan(dataset: YOLOv5Dataset) -> str | None:
@@ -239,7 +247,8 @@ def _planned(dataset: YOLOv5Dataset, options: dict[str, Any]) -> PlannedLoading 
     collate = options.get("collate_fn")
     if collate not in (type(dataset).collate_fn, type(dataset).collate_fn4) or options.get("batch_size", 1) is None:
         return None  # a loader of somebody's own
-    on_gpu = torch.cuda.is_available()
-    options["collate_fn"] = Collate(collate, dataset.memory, on_gpu)
-    options["pin_memory"] = False
-    return PlannedLoading(dataset.memory, options.get("num_workers", 0), on_gpu)
+    if dataset.memory is None:
+        return None
+    plans = PlannedLoading(dataset.memory, options.get("num_workers", 0), torch.cuda.is_available())
+    options.update(collate_fn=plans.collate(collate), pin_memory=False)
+    return plans
