@@ -236,24 +236,20 @@ def two_ranks(tmp_path, monkeypatch):
     monkeypatch.setattr(ranks.private, "default_store", lambda: dist.FileStore(str(tmp_path / "store")))
 
 
-def test_the_other_rank_gets_the_first_ones_files_and_budgets(two_ranks, tmp_path):
-    path = tmp_path / "a.jpg"
-    path.write_bytes(bytes(1000))
-    files = Files.of([str(path), ""], [(5, 7)] * 2, [AS_IT_IS] * 2)
-    first = shared_by_ranks(["a"], [(5, 7)] * 2, budget, files)
+def test_the_other_rank_gets_the_first_ones_files_indices_and_budgets(two_ranks, tmp_path):
+    path = str(tmp_path / "caf\udce9.jpg")
+    Path(path).write_bytes(bytes(1000))
+    files = Files.of([path, path, ""], [(5, 7)] * 3, [AS_IT_IS] * 3)
+    first = shared_by_ranks([path], [(5, 7)] * 3, lambda: 4096, files)
 
     def take():
-        memory = shared_by_ranks(["a"], [(5, 7)] * 2, lambda: 0, files)
-        assert (memory.nbytes, memory.files.room, memory.files.nbytes) == (
-            first.nbytes,
-            first.files.room,
-            first.files.nbytes,
-        )
-        memory.put(1, picture(5, 7), (5, 7))
+        memory = shared_by_ranks([path], [(5, 7)] * 3, lambda: 0, files)
+        assert (memory.nbytes, memory.files.room, memory.files.nbytes) == (0, 4096, first.files.nbytes)
         memory.files._write(0, 0, 0, np.arange(9, dtype=np.uint8))
+        memory.files._write(1, 2, 4096, np.arange(7, dtype=np.uint8))
 
     assert exit_status(fork(take)) == 0
-    assert np.array_equal(first.get(1), picture(5, 7)) and first.packed(0).tolist() == [*range(9)]
+    assert first.packed(0).tolist() == [*range(9)] and first.files._head(1).tolist() == [*range(7)]
 
 
 def test_images_that_no_other_rank_asks_for_end_with_their_data_set(two_ranks):
@@ -325,7 +321,7 @@ def test_ranks_without_a_process_group_share_the_budget(monkeypatch):
 def little_room():
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
     resource.setrlimit(resource.RLIMIT_AS, (mapped + (1 << 30),) * 2)
-    assert 0 < host_budget() < 1 << 29  # the half of it
+    assert 0 < host_budget() <= 1 << 29  # the half of it
 
 
 def no_memfd():
