@@ -17,6 +17,8 @@ ON_GPU = [
         "spawn",
         "disk",
         "full_disk",
+        "drawn_on",
+        "refused_memory",
         "changed_labels",
         "albumentations",
         "changed_code",
