@@ -28,7 +28,7 @@ from torch_fastdet.images.plan import AFFINE, FILES, OWN, PERSPECTIVE, Layer, Pi
 from torch_fastdet.images.shared_by_ranks import shared_by_ranks
 from torch_fastdet.images.shown import around, shown
 from torch_fastdet.images.unread import Unread
-from torch_fastdet.images.worker import Collate, CollateDicts
+from torch_fastdet.images.worker import Collate
 from torch_fastdet.switches.loader.deferred import decode_kept
 
 cv2 = pytest.importorskip("cv2")
@@ -120,10 +120,10 @@ def test_a_file_that_does_not_change_is_judged_once(files, monkeypatch):
     monkeypatch.setattr("torch_fastdet.images.memory.pack_jpeg", lambda *args: judged.append(args) or pack_jpeg(*args))
     for _ in range(3):
         assert all(memory.read(index) for index in range(4))
-        sent, rows = memory.take_sent()
-        assert rows[:, 0].tolist() == [0, 1, 2, 3] and not memory.files.sent
-        for path, (_, size, begin) in zip(files, rows.tolist(), strict=True):
-            assert Path(path).read_bytes() == sent[begin : begin + size].tobytes()
+        sent = memory.take_sent()
+        assert [*sent] == [0, 1, 2, 3] and not memory.files.sent
+        for path, file in zip(files, sent.values(), strict=True):
+            assert Path(path).read_bytes() == file.tobytes()
     assert [head for _, head in judged] == [None] * 4
     for index, path in enumerate(files):
         found = packed(path)
@@ -154,9 +154,9 @@ def test_a_file_that_changes_and_says_it_does_not_ends_the_training(how, files):
 
 def test_no_file_stays_where_stock_makes_the_batch(files):
     memory = memory_of(files, budget=0)
-    for collate, item in ((Collate, [torch.zeros(3, 4, 4)]), (CollateDicts, {"img": torch.zeros(3, 4, 4)})):
+    for key, item in ((0, [torch.zeros(3, 4, 4)]), ("img", {"img": torch.zeros(3, 4, 4)})):
         assert all(memory.read(index) for index in range(4))
-        collate(list, memory, on_gpu=True)([item])
+        Collate(list, memory, True, key)([item])
         assert not memory.files.sent
     dataset = SimpleNamespace(buffer=[0, 2], ims=[Unread(size) for size in SIZES])
     decode_kept(dataset, memory)

@@ -146,8 +146,9 @@ class TestMarks:
         self.look = lambda: int(state[0])
         slots._release(state, os.getpid())
         assert at_fences == [slots.LENT] and state[0] == slots.FREE
-        slots.Parcel((4,)).drop()
+        other = slots.Parcel((4,))
         assert at_fences[1:] == [slots.FREE]
+        slots._release(other._slot.state, os.getpid())
 
     def test_a_fence_releases_a_lock_before_it_takes_one(self, monkeypatch):
         done = []

@@ -255,8 +255,8 @@ def pretended_gpu(monkeypatch):
         def __call__(self, plan):
             return made(plan, *self.pictures._bring(plan))
 
-    def begin(finisher, memory, device):
-        finisher.device, finisher.pictures = device, Pictures(memory)
+    def begin(finisher, memory, device, key, uploads):
+        finisher.device, finisher.pictures, finisher.key, finisher.uploads = device, Pictures(memory), key, uploads
 
     event = SimpleNamespace(record=lambda stream: None)
     cuda = SimpleNamespace(
@@ -268,7 +268,7 @@ def pretended_gpu(monkeypatch):
     )
     monkeypatch.setattr(loop, "torch", SimpleNamespace(cuda=cuda, Tensor=torch.Tensor))
     monkeypatch.setattr(loop, "current_gpu", lambda: torch.device("cpu"))
-    monkeypatch.setattr(loop.FinisherOfDicts, "__init__", begin)
+    monkeypatch.setattr(loop.Finisher, "__init__", begin)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)

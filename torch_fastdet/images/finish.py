@@ -22,43 +22,38 @@ from torch_fastdet.images.jpeg import Wanted, one_after_another
 from torch_fastdet.images.memory import PictureMemory, hand_out
 from torch_fastdet.images.plan import FILES, OWN, SHARED, Plan
 from torch_fastdet.images.shown import shown_of
-from torch_fastdet.images.worker import PlannedBatch, assemble
+from torch_fastdet.images.worker import PlannedBatch, assemble, with_each, with_images
 from torch_fastdet.memory import GPU_BUDGET, Owner, gpu_budget, register, with_room, words
 
 
 class Finisher:
-    """Makes the batches on the GPU."""
+    """Makes the batches on the GPU.
 
-    def __init__(self, memory: PictureMemory, device: torch.device) -> None:
+    Args:
+        memory: the images of their data set.
+        device: the GPU.
+        key: where a batch holds its images.
+        uploads: whether all other tensors of a batch go to the GPU, too. Else they lie in pinned memory.
+    """
+
+    def __init__(self, memory: PictureMemory, device: torch.device, key: Any = 0, uploads: bool = True) -> None:
         self.device = device
         self.pictures = DevicePictures(memory, device)
+        self.key = key
+        self.uploads = uploads
 
     def __call__(self, batch: Any) -> Any:
-        if not isinstance(batch, PlannedBatch):  # stock has made it
-            return tuple(value.pin_memory() if isinstance(value, torch.Tensor) else value for value in batch)
-        images = assemble(self.pictures(batch.plan), batch.grid)
-        return (images, *(self._uploaded(value) for value in batch.rest))
+        if isinstance(batch, PlannedBatch):  # else the framework has made it
+            images = assemble(self.pictures(batch.plan), batch.grid)
+            batch = with_images(batch.rest, self.key, images)
+        return with_each(self._moved, batch)
 
-    def _uploaded(self, value: object) -> Any:
-        if not isinstance(value, (np.ndarray, torch.Tensor)):
+    def _moved(self, value: Any) -> Any:
+        value = torch.as_tensor(value) if isinstance(value, np.ndarray) else value
+        if not isinstance(value, torch.Tensor) or value.is_cuda:
             return value
-        return torch.as_tensor(value).pin_memory().to(self.device, non_blocking=True)
-
-
-class FinisherOfDicts(Finisher):
-    """The same for batches that are dictionaries: pictures on the GPU, other tensors in pinned memory, as stock's loader pins."""
-
-    def __call__(self, batch: object) -> dict:
-        if isinstance(batch, PlannedBatch):
-            out, small = batch.rest
-            out["img"] = self.pictures(batch.plan)
-            out.update((name, torch.as_tensor(out[name])) for name in small)  # tensors where this call is made again
-        else:
-            out = batch  # stock has made it
-        for name, value in out.items():
-            if isinstance(value, torch.Tensor) and not value.is_cuda:
-                out[name] = value.pin_memory()
-        return out
+        pinned = value.pin_memory()
+        return pinned.to(self.device, non_blocking=True) if self.uploads else pinned
 
 
 class Turns:

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from torch_fastdet._say import count, say
-from torch_fastdet.images.finish import Finisher, FinisherOfDicts
+from torch_fastdet.images.finish import Finisher
 from torch_fastdet.images.memory import PictureMemory
 from torch_fastdet.images.plan import Indices
-from torch_fastdet.images.worker import Collate, CollateDicts
+from torch_fastdet.images.worker import Collate
 from torch_fastdet.memory import is_out_of_memory, words
 
 #: Batches that are ready before the loop asks for them.
@@ -61,8 +61,9 @@ class PlannedLoading:
         device: that GPU. Default: the current one, when the first batch is made.
     """
 
-    collating: type[Collate] = Collate
-    finishing: type[Finisher] = Finisher
+    #: Where batches hold their images, and whether what else they hold goes to the GPU, too.
+    key: Any = 0
+    uploads = True
 
     def __init__(self, memory: PictureMemory, workers: int, on_gpu: bool, device: torch.device | None = None) -> None:
         self.memory = memory
@@ -75,13 +76,13 @@ class PlannedLoading:
 
     def collate(self, stock: Callable[[list], Any]) -> Collate:
         """Return what loader processes call in place of the framework's own ``collate_fn``."""
-        return self.collating(stock, self.memory, self.on_gpu)
+        return Collate(stock, self.memory, self.on_gpu, self.key)
 
     @property
     def finisher(self) -> Finisher:
         with _one_at_a_time:  # two threads may begin a loop each
             if self._finisher is None:
-                self._finisher = self.finishing(self.memory, self._device or current_gpu())
+                self._finisher = Finisher(self.memory, self._device or current_gpu(), self.key, self.uploads)
                 kept = self._finisher.pictures.held()
                 self._say(f"made on the GPU, which keeps {words(kept)} of decoded pictures")
             return self._finisher
@@ -126,7 +127,7 @@ def _number(of: int, everything: int) -> str:
 
 
 class PlannedLoadingOfDicts(PlannedLoading):
-    collating, finishing = CollateDicts, FinisherOfDicts
+    key, uploads = "img", False
 
 
 def current_gpu() -> torch.device:

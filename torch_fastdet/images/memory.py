@@ -27,7 +27,6 @@ from torch_fastdet import ops
 from torch_fastdet._say import say
 from torch_fastdet.images.fence import fence
 from torch_fastdet.images.jpeg import CHANNELS, Files, Wanted, pack_jpeg, packed_size
-from torch_fastdet.images.slots import SendBuffer
 from torch_fastdet.memory import HOST_BUDGET, Owner, is_low, register
 
 ALIGNMENT = 64
@@ -162,16 +161,16 @@ class PictureMemory(SharedFile):
         """The packed file of a picture that is not decoded."""
         return None if self.is_decoded(index) or self.jpegs is None else self.jpegs.packed(index)
 
-    def take_sent(self) -> tuple[Any, np.ndarray]:
-        """Files that are to travel with the batch: their bytes, and (k, 3) index, bytes, offset of each."""
+    def take_sent(self) -> dict[int, np.ndarray]:
+        """Files that are to travel with the batch, by their index. They are not needed here any more."""
         if self.jpegs is None:
-            return np.empty(0, dtype=np.uint8), np.empty((0, 3), dtype=np.int64)
-        return self.jpegs.take_sent()
+            return {}
+        sent, self.jpegs.sent = self.jpegs.sent, {}
+        return sent
 
     def forget_sent(self) -> None:
-        """The batch is made: what travels with it is not needed here any more."""
-        if self.jpegs is not None:
-            self.jpegs.forget_sent()
+        """The batch is made."""
+        self.take_sent()
 
     def is_decoded(self, index: int) -> bool:
         """Whether the picture is there, decoded."""
@@ -319,7 +318,7 @@ class JpegFiles(SharedFile):
         except OSError:
             return False  # now: the host's own code tries, and raises its own error
         if head and stamp == judged:
-            self._send(index, file.nbytes)
+            self.sent[index] = file
             return True
         found = pack_jpeg(file, self._head(index))
         if isinstance(found, str) or found.size != tuple(self.files.sizes[index]):
@@ -331,7 +330,7 @@ class JpegFiles(SharedFile):
             self._write(index, 0, offset, packed)  # two processes may read one file at once: either copy is right
             return True
         self._full = True
-        self._send(index, file.nbytes)
+        self.sent[index] = file
         if not head:
             begin = self._take(2, found.head, self.nbytes - self.room)
             if begin is not None and not is_low():
@@ -339,33 +338,12 @@ class JpegFiles(SharedFile):
         self._rows[index, 4:] = stamp
         return True
 
-    def _read(self, path: str) -> tuple[np.ndarray, list[int]]:
-        """A file, behind those that travel with the batch, and what tells whether it has changed: its size, and when it did last."""
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            status = os.fstat(fd)
-            file, size = self._buffer.behind(status.st_size), 0
-            while count := os.readv(fd, [file[size:].data]):
-                size += count
-        finally:
-            os.close(fd)
-        return file[:size], [status.st_size, status.st_ctime_ns]
-
-    def _send(self, index: int, size: int) -> None:
-        """Let a file that was just read travel with the batch."""
-        self.sent[index] = size, self._buffer.end
-        self._buffer.end += size
-
-    def take_sent(self) -> tuple[Any, np.ndarray]:
-        """Files that are to travel with the batch: their bytes, and (k, 3) index, bytes, offset of each."""
-        files = [(index, *where) for index, where in self.sent.items()]
-        self.sent.clear()
-        return self._buffer.take(), np.array(files, dtype=np.int64).reshape(-1, 3)
-
-    def forget_sent(self) -> None:
-        """The batch is made."""
-        self.sent.clear()
-        self._buffer.end = 0
+    @staticmethod
+    def _read(path: str) -> tuple[np.ndarray, list[int]]:
+        """A file, and what tells whether it has changed: its size, and when it did last."""
+        with open(path, "rb", buffering=0) as opened:
+            status = os.fstat(opened.fileno())
+            return np.fromfile(opened, dtype=np.uint8), [status.st_size, status.st_ctime_ns]
 
     def _head(self, index: int) -> np.ndarray | None:
         """What an earlier pass over a file that is not kept has found."""
@@ -382,7 +360,8 @@ class JpegFiles(SharedFile):
     def packed(self, index: int) -> np.ndarray:
         """A file that is there."""
         if index in self.sent:
-            return self.pack(np.array([[index, *self.sent[index]]]), torch.from_numpy(self._buffer.bytes))[0].numpy()
+            file = self.sent[index]
+            return self.pack(np.array([[index, file.nbytes, 0]]), torch.from_numpy(file))[0].numpy()
         size, offset = self._place(index, 0)
         return self.pixels[offset : offset + size]
 
@@ -448,10 +427,9 @@ class JpegFiles(SharedFile):
 
     def _map(self, fd: int | None) -> None:
         self._lock = threading.Lock()
-        #: Bytes and offset of files that travel with the batch that this process plans.
-        self.sent: dict[int, tuple[int, int]] = {}
+        #: Files that travel with the batch that this process plans, as they are on the disk.
+        self.sent: dict[int, np.ndarray] = {}
         self._told = 0
-        self._buffer = SendBuffer()
         # A row a picture: bytes (0: not there, -1: refused; written last) and offset; the same of the index of one that is not
         # kept, and the file's size and time when it was judged. Behind them: bytes that files take, files that were refused,
         # bytes that indices take.

@@ -47,7 +47,7 @@ def _decoded(plan: Plan, memory: PictureMemory) -> tuple[torch.Tensor, np.ndarra
     order = plan.files[:, 0].argsort()
     indices, _, begins = plan.files[order].T
     kept, files = memory.shapes[indices], memory.files.files
-    sent, ends = torch.from_numpy(plan.sent), one_after_another(kept.prod(1) * CHANNELS)
+    sent, ends = torch.as_tensor(plan.sent), one_after_another(kept.prod(1) * CHANNELS)
     pixels = _room.take(int(ends[-1]))
     seen = shown_of(plan, indices)
     Wanted(begins, ends[:-1], files.sizes[indices], kept, files.ways[indices], seen).decode(pixels, sent, sent)

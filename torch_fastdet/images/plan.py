@@ -147,7 +147,7 @@ def pack(
     """The tables of a batch, or of a part of one.
 
     What the memory has as a file travels with the batch: what was read for it, or with ``on_cpu`` all that it shows, packed. ``join``
-    makes one piece of pixels that travel.
+    makes one piece of what travels.
     """
     size = (pictures[0].height, pictures[0].width)
     for picture in pictures:
@@ -186,9 +186,8 @@ def pack(
             tables.append(picture.tables)
         rows.append(row)
         blend.append(picture.blend)
-    sent, of_files = packed.joined(), np.array(list(files.values()), dtype=np.int64).reshape(-1, 3)
-    if not on_cpu:
-        sent, of_files = memory.take_sent()
+    for index, file in memory.take_sent().items() if not on_cpu else ():
+        files[index] = index, file.nbytes, packed.add(file)
     return Plan(
         size=size,
         placements=np.array(placements, dtype=np.int64).reshape(-1, 10),
@@ -200,6 +199,6 @@ def pack(
         masks=masks.joined(),
         sources=np.array(sources, dtype=np.int64),
         own=join(own),
-        sent=sent,
-        files=of_files,
+        sent=join(packed),
+        files=np.array(list(files.values()), dtype=np.int64).reshape(-1, 3),
     )

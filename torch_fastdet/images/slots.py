@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import get_worker_info
 
 from torch_fastdet.images.fence import fence
 from torch_fastdet.memory import Owner, register
@@ -59,43 +58,8 @@ class Parcel:
         self._slot = _take(size)
         self.tensor = torch.from_numpy(self._slot.pixels[:size]).view(shape)
 
-    def drop(self) -> None:
-        """It is not sent."""
-        self._slot.state[0] = FREE
-
     def __reduce__(self) -> Any:
         return _receive, (DupFd(self._slot.fd), len(self._slot.pixels), self.shape)
-
-
-class SendBuffer:
-    """Bytes that are put one behind the other: in a loader process where the process that gets them can read them."""
-
-    def __init__(self) -> None:
-        self.bytes, self.end = np.empty(0, dtype=np.uint8), 0
-        self._room = 1 << 20
-        self._parcel: Parcel | None = None
-
-    def behind(self, size: int) -> np.ndarray:
-        """Room behind the bytes that are there."""
-        if self.end + size > len(self.bytes):
-            self._room = max(self._room, 2 * (self.end + size))
-            before, parcel = self.bytes[: self.end], self._parcel
-            self._parcel = Parcel((self._room,)) if get_worker_info() is not None else None
-            self.bytes = np.empty(self._room, dtype=np.uint8) if self._parcel is None else self._parcel.tensor.numpy()
-            self.bytes[: self.end] = before
-            if parcel is not None:
-                parcel.drop()
-        return self.bytes[self.end : self.end + size]
-
-    def take(self) -> Any:
-        """The bytes that are there, an array or for another process a parcel. The next ones lie elsewhere."""
-        taken: Any = self.bytes[: self.end]
-        if not self.end:
-            return taken
-        if self._parcel is not None:
-            taken, self._parcel.shape = self._parcel, (self.end,)
-        self.bytes, self.end, self._parcel = np.empty(0, dtype=np.uint8), 0, None
-        return taken
 
 
 def _take(size: int) -> _OwnSlot:

@@ -330,26 +330,6 @@ def changed_size():
         compare(ours(growing, root, **options, workers=0), growing(root, **options, workers=0))
 
 
-def full_disk():
-    """A disk that fills while the cache is written: stock's error, and no half-written picture that is read ever after."""
-    save = np.save
-
-    def full(path, *arguments, **options):
-        if Path(path).name == "7.npy":
-            Path(path).write_bytes(b"half")
-            raise OSError(28, "No space left on device")
-        save(path, *arguments, **options)
-
-    np.save = full
-    try:
-        stock = error_of(batches, make("full_stock"), **TRAIN, workers=0, cache="disk")
-        mine = error_of(ours, batches, make("full"), **TRAIN, workers=0, cache="disk")
-    finally:
-        np.save = save
-    assert mine == stock is not None, (mine, stock)
-    assert not (make("full") / "images" / "7.npy").exists()
-
-
 def control_c():
     """The loop ends at once, and so do the processes."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it
@@ -692,7 +672,6 @@ CASES = {
     "refused_memory": refused_memory,
     "changed_labels": changed_labels,
     "changed_size": changed_size,
-    "full_disk": full_disk,
     "control_c": control_c,
     "killed_worker": killed_worker,
     "spawn": spawn,

@@ -114,15 +114,6 @@ def dataset_class(stock: type) -> type:
             self._is_cached = self._all_in_memory or (self.memory is not None and bool(self.memory.decoded().all()))
             return self._is_cached
 
-        def cache_images_to_disk(self, i: int) -> None:
-            there = self.npy_files[i].exists()
-            try:
-                super().cache_images_to_disk(i)
-            except BaseException:
-                if not there:  # a full disk: half a file would be read as a picture ever after
-                    self.npy_files[i].unlink(missing_ok=True)
-                raise
-
         def load_image(self, i: int) -> tuple[np.ndarray, tuple[int, int], tuple[int, int]]:
             memory = self.memory
             if memory is None:
