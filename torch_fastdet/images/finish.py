@@ -1,7 +1,7 @@
 """What the thread that finishes batches runs: it uploads what the GPU does not have yet, and makes the batch in one launch.
 
-The GPU keeps the first pictures of a data set, decoded, as many as its budget allows: small data sets fit whole, and
-then nothing but tables is uploaded from the second epoch on. Other pictures are uploaded for each batch that shows them, and of
+The GPU keeps the first images of a data set, decoded, as many as its budget allows: small data sets fit whole, and
+then nothing but tables is uploaded from the second epoch on. Other images are uploaded for each batch that shows them, and of
 JPEG files the GPU decodes what the batch shows.
 """
 
@@ -79,7 +79,7 @@ class Turns:
 
 
 class DevicePictures(Owner):
-    """The pictures of one data set on one GPU, and the batches made of them. Several threads may ask for batches."""
+    """The images of one data set on one GPU, and the batches made of them. Several threads may ask for batches."""
 
     what, budget = "pictures on the GPU", GPU_BUDGET
 
@@ -106,13 +106,13 @@ class DevicePictures(Owner):
         return f"{words(self.held())} of pictures" if self.held() else ""
 
     def release(self) -> None:
-        """Keep no pictures from now on: they are uploaded for each batch."""
+        """Keep no images from now on: they are uploaded for each batch."""
         with self._turns.turn(torch.cuda.current_stream(self.device)):
             self._fits[:] = self._here[:] = False
             self._cache = self._allocate(0)
 
     def __call__(self, plan: Plan) -> torch.Tensor:
-        """The pictures of a plan, uint8 (n, 3, height, width), made on the current stream."""
+        """The images of a plan, uint8 (n, 3, height, width), made on the current stream."""
         return with_room(
             lambda: self._make(plan), self.device, lambda line: say(f"loader_optim: {line}", every_rank=True)
         )

@@ -1,10 +1,10 @@
-"""Pictures in memory that all processes of a data loader share: decoded, or as files that the GPU decodes.
+"""Images in memory that all processes of a data loader share: decoded, or as files that the GPU decodes.
 
 The memory is an anonymous file (``memfd``): it has no name, so nothing is left behind however a process ends, and the size
-of ``/dev/shm`` does not matter. Every picture has its place from the start, because the label scan knows the sizes; pages
-are taken when a picture is written. Whoever decodes a picture first writes it, then sets its mark.
+of ``/dev/shm`` does not matter. Every image has its place from the start, because the label scan knows the sizes; pages
+are taken when an image is written. Whoever decodes an image first writes it, then sets its mark.
 
-With :class:`JpegFiles`, files take the budget first, and a picture is decoded into its place only where OpenCV has to decode it.
+With :class:`JpegFiles`, files take the budget first, and an image is decoded into its place only where OpenCV has to decode it.
 """
 
 from __future__ import annotations
@@ -98,13 +98,13 @@ class SharedFile(Owner):
 
 
 class PictureMemory(SharedFile):
-    """A place for each of ``n`` pictures, as far as a budget goes.
+    """A place for each of ``n`` images, as far as a budget goes.
 
     Args:
-        shapes: (height, width) of each picture as it will be kept, or somewhat more.
-        budget: bytes that pictures may take.
+        shapes: (height, width) of each image as it will be kept, or somewhat more.
+        budget: bytes that images may take.
         fd: the file of such a memory in another process, with the same shapes and budget; it is taken over.
-        jpegs: keeps files in place of pictures, as far as it can. Their pictures have places, too, but behind all others.
+        jpegs: keeps files in place of images, as far as it can. Their images have places, too, but behind all others.
     """
 
     what, label = "decoded pictures", "torch_fastdet_pictures"
@@ -128,7 +128,7 @@ class PictureMemory(SharedFile):
 
     @property
     def places(self) -> int:
-        """How many pictures have a place."""
+        """How many images have a place."""
         return int((self.offsets >= 0).sum())
 
     def held(self) -> int:
@@ -142,7 +142,7 @@ class PictureMemory(SharedFile):
         return int(self.sizes(np.flatnonzero(self.decoded())).sum())
 
     def has(self, index: int) -> bool:
-        """Whether the picture is there, decoded or as a file."""
+        """Whether the image is there, decoded or as a file."""
         return self.is_decoded(index) or (self.jpegs is not None and self.jpegs.has(index))
 
     @property
@@ -151,14 +151,14 @@ class PictureMemory(SharedFile):
         return self.jpegs
 
     def read(self, index: int) -> bool:
-        """Keep a picture's file, if that is to be kept. Whether it is there."""
+        """Keep an image's file, if that is to be kept. Whether it is there."""
         return self.jpegs is not None and self.jpegs.read(index)
 
     def is_file(self, index: int) -> bool:
         return not self.is_decoded(index) and self.jpegs is not None and self.jpegs.has(index)
 
     def packed(self, index: int) -> np.ndarray | None:
-        """The packed file of a picture that is not decoded."""
+        """The packed file of an image that is not decoded."""
         return None if self.is_decoded(index) or self.jpegs is None else self.jpegs.packed(index)
 
     def take_sent(self) -> dict[int, np.ndarray]:
@@ -173,19 +173,19 @@ class PictureMemory(SharedFile):
         self.take_sent()
 
     def is_decoded(self, index: int) -> bool:
-        """Whether the picture is there, decoded."""
+        """Whether the image is there, decoded."""
         marked = bool(self._marks[index])
         fence()
         return marked
 
     def decoded(self, indices: np.ndarray | slice = slice(None)) -> np.ndarray:
-        """For each picture whether it is there, decoded: a copy, because other processes set marks meanwhile."""
+        """For each image whether it is there, decoded: a copy, because other processes set marks meanwhile."""
         marked = self._marks[indices] != 0
         fence()
         return marked
 
     def get(self, index: int) -> np.ndarray | None:
-        """The picture, a view into the memory that nobody may write to, or decoded from its file; None where it is not there."""
+        """The image, a view into the memory that nobody may write to, or decoded from its file; None where it is not there."""
         if not self.is_decoded(index):
             return self.files.decode(index, self.shapes[index]) if self.is_file(index) else None
         height, width = self.shape(index)
@@ -195,12 +195,12 @@ class PictureMemory(SharedFile):
         return picture
 
     def shape(self, index: int) -> tuple[int, int]:
-        """(height, width) of a picture that is there."""
+        """(height, width) of an image that is there."""
         height, width = (self._sizes[index, :2] if self.is_decoded(index) else self.shapes[index]).tolist()
         return height, width
 
     def shapes_of(self, indices: np.ndarray) -> np.ndarray:
-        """(height, width) of pictures that are there."""
+        """(height, width) of images that are there."""
         files = ~self.decoded(indices)
         found = self._sizes[indices, :2].astype(np.int64)
         if self.jpegs is not None:
@@ -208,24 +208,24 @@ class PictureMemory(SharedFile):
         return found
 
     def original(self, index: int) -> tuple[int, int]:
-        """(height, width) of its file's picture, before it was resized."""
+        """(height, width) of its file's image, before it was resized."""
         of_file = self.jpegs is not None and not self.is_decoded(index)
         height, width = (self.files.files.sizes[index] if of_file else self._sizes[index, 2:]).tolist()
         return height, width
 
     def sizes(self, indices: np.ndarray) -> np.ndarray:
-        """Bytes of pictures that are there."""
+        """Bytes of images that are there."""
         return self.shapes_of(indices).prod(1) * CHANNELS
 
     def put(self, index: int, picture: np.ndarray, original: tuple[int, int]) -> bool:
-        """Keep a picture. False where it has no place, is larger than announced, or memory runs low."""
+        """Keep an image. False where it has no place, is larger than announced, or memory runs low."""
         start, room = int(self.offsets[index]), int(self.shapes[index].prod()) * CHANNELS
         if start < 0 or picture.dtype != np.uint8 or picture.shape[2:] != (CHANNELS,) or picture.size > room:
             return False
         if not self.has(index):
             if self._is_full():
                 return False
-            # Two processes may write the same picture at once: the same bytes.
+            # Two processes may write the same image at once: the same bytes.
             self.pixels[start : start + picture.size] = picture.reshape(-1)
             self._sizes[index] = (*picture.shape[:2], *original)
             fence()
@@ -233,7 +233,7 @@ class PictureMemory(SharedFile):
         return True
 
     def load(self, load_image: Callable[..., tuple], index: int, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
-        """What ``load_image``, a host's own, returns: picture, original size, size; it is called where the picture is not there."""
+        """What ``load_image``, a framework's own, returns: image, original size, size; it is called where the image is not there."""
         if not self.has(index):
             picture, original, size = load_image(index, *args, **kwargs)
             if not self.put(index, picture, original):
@@ -303,7 +303,7 @@ class JpegFiles(SharedFile):
         return size, offset
 
     def read(self, index: int) -> bool:
-        """Read a picture's file unless it is there. Whether it is there: kept, or for the batch that is planned.
+        """Read an image's file unless it is there. Whether it is there: kept, or for the batch that is planned.
 
         It is not where OpenCV has to decode it, because :func:`~torch_fastdet.ops.jpeg_pack` refuses it. One that has not changed
         since it was judged is not judged again.
@@ -316,7 +316,7 @@ class JpegFiles(SharedFile):
         try:
             file, stamp = self._read(self.files.paths[index])
         except OSError:
-            return False  # now: the host's own code tries, and raises its own error
+            return False  # now: the framework's own code tries, and raises its own error
         if head and stamp == judged:
             self.sent[index] = file
             return True
@@ -379,7 +379,7 @@ class JpegFiles(SharedFile):
         return storage, pictures[:, 1::-1]
 
     def decode(self, index: int, kept: np.ndarray) -> np.ndarray:
-        """The picture of a file that is there, resized to ``kept`` (height, width), made on the CPU."""
+        """The image of a file that is there, resized to ``kept`` (height, width), made on the CPU."""
         storage, out = torch.from_numpy(self.packed(index)), torch.empty(int(kept.prod()) * CHANNELS, dtype=torch.uint8)
         zero, seen = np.zeros(1, dtype=np.int64), np.array([[0, 0, kept[1], kept[0]]])
         sizes, ways = self.files.sizes[[index]], self.files.ways[[index]]
@@ -430,7 +430,7 @@ class JpegFiles(SharedFile):
         #: Files that travel with the batch that this process plans, as they are on the disk.
         self.sent: dict[int, np.ndarray] = {}
         self._told = 0
-        # A row a picture: bytes (0: not there, -1: refused; written last) and offset; the same of the index of one that is not
+        # A row an image: bytes (0: not there, -1: refused; written last) and offset; the same of the index of one that is not
         # kept, and the file's size and time when it was judged. Behind them: bytes that files take, files that were refused,
         # bytes that indices take.
         n = len(self) + 1
@@ -443,7 +443,7 @@ def aligned(end: int) -> int:
 
 
 def hand_out(shapes: np.ndarray, budget: int, order: np.ndarray | None = None) -> tuple[np.ndarray, int]:
-    """The offset of each picture (-1: none), handed out in this order, and the bytes of all."""
+    """The offset of each image (-1: none), handed out in this order, and the bytes of all."""
     offsets = np.full(len(shapes), -1, dtype=np.int64)
     end = 0
     sizes = (shapes.prod(1) * CHANNELS).tolist()

@@ -1,7 +1,7 @@
-"""How a batch is made of pictures, written down as tables: what loader processes send in place of pixels.
+"""How a batch is made of images, written down as tables: what loader processes send in place of pixels.
 
-A *picture* of a batch has one layer, or two for mixup. A *layer* is a canvas with source pictures placed on it and an
-affine or perspective map. :func:`pack` turns the pictures of a batch into the tables of
+A *image* of a batch has one layer, or two for mixup. A *layer* is a canvas with source images placed on it and an
+affine or perspective map. :func:`pack` turns the images of a batch into the tables of
 :func:`torch_fastdet.ops.image_augment`; sources are places in a :class:`~torch_fastdet.images.memory.PictureMemory`, or
 arrays, which travel with the plan.
 """
@@ -30,12 +30,12 @@ SHARED, OWN, FILES = 0, 1, 2
 
 
 class Indices(list[int]):
-    """Indices of a batch for which a data set makes plans; from a plain list it makes pictures."""
+    """Indices of a batch for which a data set makes plans; from a plain list it makes images."""
 
 
 @dataclass(eq=False)
 class Source:
-    """A whole picture: its index where the shared memory has it, else its pixels."""
+    """A whole image: its index where the shared memory has it, else its pixels."""
 
     index: int
     height: int
@@ -59,7 +59,7 @@ class Layer:
 
 @dataclass
 class Picture:
-    """One picture of a batch, ``height`` by ``width``."""
+    """One image of a batch, ``height`` by ``width``."""
 
     height: int
     width: int
@@ -82,7 +82,7 @@ def in_pixels(pixels: np.ndarray) -> Source:
 
 
 def whole(source: Source) -> Picture:
-    """The plan of a picture to which nothing is done."""
+    """The plan of an image to which nothing is done."""
     height, width = source.height, source.width
     return Picture(height, width, [Layer(height, width, [(source, 0, 0, 0, 0, width, height)])])
 

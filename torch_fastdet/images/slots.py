@@ -1,6 +1,6 @@
 """Memory in which loader processes make pixels, and which they use again.
 
-Fresh memory for each batch costs a third of the time that a picture takes on the CPU: the kernel clears every page. A *slot*
+Fresh memory for each batch costs a third of the time that an image takes on the CPU: the kernel clears every page. A *slot*
 is an anonymous file with one byte behind the pixels that says who has it. The process that gets a batch writes this byte when
 the last tensor that looks into the slot is gone, and the loader process that made the slot may then fill it again.
 """

@@ -1,4 +1,4 @@
-"""What loader processes run: they put the plans of a batch together, and make its pictures where there is no GPU."""
+"""What loader processes run: they put the plans of a batch together, and make its images where there is no GPU."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Collate:
         return plan
 
     def make(self, pictures: list[Picture], alone: bool = True) -> Any:
-        """The pictures themselves, uint8 (n, 3, height, width); with ``alone`` in a loader process, for the loop's process."""
+        """The images themselves, uint8 (n, 3, height, width); with ``alone`` in a loader process, for the loop's process."""
         shape = (len(pictures), CHANNELS, pictures[0].height, pictures[0].width)
         parcel = Parcel(shape) if alone and get_worker_info() is not None else None
         out = torch.empty(shape, dtype=torch.uint8) if parcel is None else parcel.tensor
@@ -109,7 +109,7 @@ class Collate:
 
 
 def assemble(pictures: Any, grid: np.ndarray) -> Any:
-    """The pictures of the batch: each place of the grid shows a picture of the plan, and one alone is enlarged to fill all places."""
+    """The images of the batch: each place of the grid shows an image of the plan, and one alone is enlarged to fill all places."""
     count, rows, columns = grid.shape
     if rows == columns == 1:
         return pictures

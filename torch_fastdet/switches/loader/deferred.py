@@ -26,7 +26,7 @@ class Planner:
 
     Args:
         dataset: a ``YOLODataset`` that :func:`cannot_plan` has nothing against.
-        memory: where its decoded pictures are kept.
+        memory: where its decoded images are kept.
         files: which those are.
         size: the ``imgsz`` that they were made for.
     """
@@ -37,10 +37,10 @@ class Planner:
         self.size = size
         self._classes: dict[type, type | None] = {}
         self._stock = dataset
-        #: Which pictures were loaded before the batch, for those of :attr:`changed`.
+        #: Which images were loaded before the batch, for those of :attr:`changed`.
         self.changed: dict[int, tuple] = {}
         self.dataset = self.view(dataset)
-        #: The data set whose own ``load_image`` notes what is loaded: mosaics choose among the pictures that were loaded last.
+        #: The data set whose own ``load_image`` notes what is loaded: mosaics choose among the images that were loaded last.
         self.reader = reader(type(dataset), vars(dataset), memory.original)
 
     def is_current(self) -> bool:
@@ -162,7 +162,7 @@ class ComposeView(View):
 
 
 class MixView(View):
-    """A transform that takes further pictures from the data set."""
+    """A transform that takes further images from the data set."""
 
     __slots__ = ()
 
@@ -184,7 +184,7 @@ MIXINS: dict[tuple[str, str], type] = {
 
 
 def cannot_plan(dataset: UltralyticsDataset) -> str | None:
-    """Why a data set's pictures are stock's to make; None where they are not."""
+    """Why a data set's images are stock's to make; None where they are not."""
     cls = type(dataset)
     view = view_class(cls)
     if view is None or not issubclass(view, DatasetView):

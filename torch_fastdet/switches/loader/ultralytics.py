@@ -1,4 +1,4 @@
-"""Ultralytics' loaders with plans in place of pixels: decoded pictures that all processes share, and batches made by one operator.
+"""Ultralytics' loaders with plans in place of pixels: decoded images that all processes share, and batches made by one operator.
 
 Data sets, transforms and samplers stay stock's objects; ``deferred`` says how they are asked for plans.
 """
@@ -63,7 +63,7 @@ def _is_known(module: object, name: str, known: tuple[str, ...]) -> bool:
 _fingerprint = functools.cache(fingerprint)
 
 
-# Decoded pictures -----------------------------------------------------------------------------------------------------
+# Decoded images -----------------------------------------------------------------------------------------------------
 
 # With what they were made for.
 _memories: weakref.WeakKeyDictionary[object, tuple[list[str], PictureMemory | None]] = weakref.WeakKeyDictionary()
@@ -74,8 +74,8 @@ _file_shapes: weakref.WeakKeyDictionary[object, dict[str, tuple[int, int]]] = we
 def memory_of(
     dataset: UltralyticsDataset, budget: Callable[[], int] = host_budget, as_files: bool = False
 ) -> PictureMemory | None:
-    """The memory for a data set's pictures, None where the system refuses it; a new one keeps JPEG files where they are asked for."""
-    # What decoded pictures depend on. Their numbers in the memory are positions in the files.
+    """The memory for a data set's images, None where the system refuses it; a new one keeps JPEG files where they are asked for."""
+    # What decoded images depend on. Their numbers in the memory are positions in the files.
     wanted = [str(dataset.imgsz), *dataset.im_files]
     found, memory = _memories.get(dataset, (None, None))
     if found != wanted:
@@ -86,7 +86,7 @@ def memory_of(
 
 
 def _shapes(dataset: UltralyticsDataset) -> tuple[list[tuple[int, int]], Files]:
-    """The sizes that ``load_image`` will give the pictures, or somewhat more; and the JPEG files."""
+    """The sizes that ``load_image`` will give the images, or somewhat more; and the JPEG files."""
     side = max(dataset.imgsz) if isinstance(dataset.imgsz, (tuple, list)) else dataset.imgsz
     known = _file_shapes.get(dataset, {})
     paths = [label["im_file"] for label in dataset.labels]
@@ -97,7 +97,7 @@ def _shapes(dataset: UltralyticsDataset) -> tuple[list[tuple[int, int]], Files]:
 
 
 class SharedImages:
-    """In ``dataset.ims`` in place of stock's packed cache: all pictures of a data set, which other processes share."""
+    """In ``dataset.ims`` in place of stock's packed cache: all images of a data set, which other processes share."""
 
     def __init__(self, memory: PictureMemory, others: dict[int, np.ndarray], stock: type) -> None:
         self.memory = memory
@@ -161,7 +161,7 @@ def _filling_class(stock: type) -> Any:
 
 
 def set_rectangle(stock: Callable[..., None]) -> Callable[..., None]:
-    """``BaseDataset.set_rectangle``, which drops the pictures' sizes: they are kept."""
+    """``BaseDataset.set_rectangle``, which drops the images' sizes: they are kept."""
 
     @in_place_of(stock)
     def set_rectangle(self: Any) -> None:
@@ -230,7 +230,7 @@ class PlannedLoader(FiledAsStock):
     _plans: PlannedLoading | None = None
     _pictures: tuple[list[str], Any]
     _ahead: Ahead | None = None
-    #: It has no plans, or somebody gave it another collate_fn, which wants pictures.
+    #: It has no plans, or somebody gave it another collate_fn, which wants images.
     _as_stock: bool = False
 
     def _get_iterator(self: Any) -> object:

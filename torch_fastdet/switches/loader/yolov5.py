@@ -1,6 +1,6 @@
 """YOLOv5's data set and loaders with plans in place of pixels.
 
-The host's own code draws, moves labels and says what is done to a picture; :mod:`torch_fastdet.images.recorder` notes that.
+The framework's own code draws, moves labels and says what is done to an image; :mod:`torch_fastdet.images.recorder` notes that.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import functools
 import importlib
 import logging
 import os
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,7 +29,7 @@ from torch_fastdet.patching.protocols import YOLOv5Dataset
 
 
 class Planner:
-    """Makes the plans of the items of a ``LoadImagesAndLabels``, by its own code on pictures that have no pixels."""
+    """Makes the plans of the items of a ``LoadImagesAndLabels``, by its own code on images that have no pixels."""
 
     def __init__(self, dataset: YOLOv5Dataset) -> None:
         self.recorder = Recorder(dataset.memory, "YOLOv5")
@@ -54,7 +53,7 @@ class Planner:
 
 
 class _Recording:
-    """Goes in front of a data set's class: its ``load_image`` returns a picture without pixels."""
+    """Goes in front of a data set's class: its ``load_image`` returns an image without pixels."""
 
     __slots__ = ()
 
@@ -80,7 +79,6 @@ def dataset_class(stock: type) -> type:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             self._memory: PictureMemory | None = None
-            self._memory_lock: Any = threading.Lock()
             #: What the memory was made for; None before it was asked for.
             self._memory_is_of: tuple[int, bool] | None = None
             self._all_in_memory = self._is_cached = False
@@ -90,17 +88,16 @@ def dataset_class(stock: type) -> type:
         @property
         def memory(self) -> PictureMemory | None:
             """The memory of all processes; None where the system refuses it."""
-            with self._memory_lock:
-                if self._memory_is_of is None:
-                    self._memory = _memory_for(self, everything=self._all_in_memory)
-                    self._memory_is_of = self.img_size, self.augment
-                return self._memory
+            if self._memory_is_of is None:
+                self._memory = _memory_for(self, everything=self._all_in_memory)
+                self._memory_is_of = self.img_size, self.augment
+            return self._memory
 
         def remembers(self, i: int) -> bool:
-            """Whether the memory has the picture as ``load_image`` gives it now; a JPEG file is read for that."""
+            """Whether the memory has the image as ``load_image`` gives it now; a JPEG file is read for that."""
             memory = self.memory
             assert memory is not None
-            # Stock's own cache of pictures (--cache ram) keeps them in the size that they had.
+            # Stock's own cache of images (--cache ram) keeps them in the size that they had.
             if not memory.has(i) and (os.path.exists(self.npy_files[i]) or not memory.read(i)):
                 return False
             return self.ims[i] is not None or self._memory_is_current()
@@ -110,8 +107,9 @@ def dataset_class(stock: type) -> type:
 
         def check_cache_ram(self, *args: Any, **kwargs: Any) -> bool:
             self._all_in_memory = super().check_cache_ram(*args, **kwargs)
+            memory = self.memory  # now: threads load into it
             # What another rank has decoded takes no more memory here.
-            self._is_cached = self._all_in_memory or (self.memory is not None and bool(self.memory.decoded().all()))
+            self._is_cached = self._all_in_memory or (memory is not None and bool(memory.decoded().all()))
             return self._is_cached
 
         def load_image(self, i: int) -> tuple[np.ndarray, tuple[int, int], tuple[int, int]]:
@@ -137,11 +135,7 @@ def dataset_class(stock: type) -> type:
             return [self[index] for index in indices]
 
         def __getstate__(self) -> dict[str, Any]:
-            return {**self.__dict__, "_memory_lock": None, "_planner": None}
-
-        def __setstate__(self, state: dict[str, Any]) -> None:
-            self.__dict__.update(state)
-            self._memory_lock = threading.Lock()
+            return {**self.__dict__, "_planner": None}
 
         def __reduce_ex__(self, protocol: object) -> Any:
             if type(self) is not LoadImagesAndLabels:
@@ -164,12 +158,12 @@ def _new_dataset(module: str, name: str) -> Any:
 
 
 def keeps_files() -> bool:
-    """Whether JPEG files are kept in place of decoded pictures: where a GPU makes the batches."""
+    """Whether JPEG files are kept in place of decoded images: where a GPU makes the batches."""
     return torch.cuda.is_available()
 
 
 def _memory_for(dataset: YOLOv5Dataset, everything: bool) -> PictureMemory | None:
-    """A memory with places for a data set's pictures, in the sizes that ``load_image`` will give them."""
+    """A memory with places for a data set's images, in the sizes that ``load_image`` will give them."""
     on_gpu = keeps_files()
     as_files = not everything and cannot_plan(dataset) is None  # stock's code wants pixels
     side, originals = dataset.img_size, [(height, width) for width, height in dataset.shapes.tolist()]
@@ -180,7 +174,7 @@ def _memory_for(dataset: YOLOv5Dataset, everything: bool) -> PictureMemory | Non
 
 
 def cannot_plan(dataset: YOLOv5Dataset) -> str | None:
-    """Why a data set's pictures are stock's to make; None where they are not."""
+    """Why a data set's images are stock's to make; None where they are not."""
     if "torch_fastdet_stock" not in vars(type(dataset)):
         return f"{type(dataset).__name__} is not YOLOv5's."
     if getattr(dataset.albumentations, "transform", None) is not None:
@@ -229,7 +223,7 @@ def loader_classes(stock: type) -> tuple[type, type]:
 
 
 def _planned(dataset: YOLOv5Dataset, options: dict[str, Any]) -> PlannedLoading | None:
-    """Set up plans for a loader and change its options accordingly; None where stock makes the pictures."""
+    """Set up plans for a loader and change its options accordingly; None where stock makes the images."""
     reason = cannot_plan(dataset)
     if reason is not None:
         if hasattr(type(dataset), "torch_fastdet_stock"):
