@@ -48,16 +48,12 @@ def unknown_code(but: tuple[str, ...] = ()) -> str | None:
     """The first name of Ultralytics, ``but`` some, whose code is not the one that is known here; None where all is."""
     for module, names in KNOWN.items():
         for name, known in names.items():
-            if name not in but and not _is_known(importlib.import_module(module), name, known):
+            found: Any = importlib.import_module(module)
+            for part in name.split("."):
+                found = vars(found).get(part)
+            if name not in but and _fingerprint(found) not in known:
                 return f"{module}.{name}"
     return None
-
-
-def _is_known(module: object, name: str, known: tuple[str, ...]) -> bool:
-    owner: object = module
-    for part in name.split("."):
-        owner = vars(owner).get(part)
-    return _fingerprint(owner) in known
 
 
 _fingerprint = functools.cache(fingerprint)
