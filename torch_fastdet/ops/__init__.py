@@ -1,5 +1,13 @@
-"""Typed wrappers over ``torch.ops.torch_fastdet``: one for each operator, usable in TorchScript and torch.compile."""
+"""Typed wrappers over ``torch.ops.torch_fastdet``: one for each operator, usable in TorchScript and torch.compile.
 
+A wrong argument raises an error of one line that names it:
+
+- ``TypeError``: it has another type than its annotation, as a string for a number or a list for a tensor.
+- ``ValueError``: it is a number, a word or a list of numbers that is not taken, as a threshold of 2 or an unknown reduction.
+- ``RuntimeError``: it is a tensor of a wrong shape, dtype, layout or device.
+"""
+
+from torch_fastdet.ops import _checks
 from torch_fastdet.ops.bbox_iou import bbox_iou, iou_loss
 from torch_fastdet.ops.bn_act import bn_act, bn_act_cat
 from torch_fastdet.ops.deformable_attention import deformable_attention
@@ -34,6 +42,7 @@ from torch_fastdet.ops.nms import (
     yolov5_postprocess,
 )
 from torch_fastdet.ops.pool import max_pools_cat
+from torch_fastdet.ops.rtdetr_loss import rtdetr_loss, rtdetr_loss_fault
 from torch_fastdet.ops.space_to_depth import space_to_depth
 from torch_fastdet.ops.stem_conv import stem_conv2d
 from torch_fastdet.ops.upsample import upsample_nearest2x, upsample_nearest2x_cat
@@ -78,6 +87,8 @@ __all__ = [
     "multi_tensor_unscale_",
     "non_max_suppression_padded",
     "opencv_rules",
+    "rtdetr_loss",
+    "rtdetr_loss_fault",
     "scale_boxes",
     "scale_boxes_batched",
     "space_to_depth",
@@ -98,3 +109,6 @@ __all__ = [
     "yolov5_postprocess",
     "yolov5_segmentation_loss",
 ]
+
+for _name in __all__:
+    _checks.learn(globals()[_name])
