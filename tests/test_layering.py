@@ -113,7 +113,6 @@ def test_no_private_name_is_imported_across_folders(name):
         for parts in found
         if parts[0] == "torch_fastdet" and parts[: len(folder)] != folder
         if any(part.startswith("_") and not part.endswith("__") for part in parts[2:])
-        and parts[1:3] != ("ops", "_checks")  # of the functions at the top that are written over ops
     ]
     assert not private
 
