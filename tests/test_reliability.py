@@ -9,10 +9,10 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Row of design/known-bugs.md, and the tests that would have caught it.
 KNOWN_BUGS = {
     47: "tests/graphs/test_module.py::test_streams_of_captures_are_nobody_elses",
-    48: "tests/loader/test_loop.py::test_its_own_thread_ends_it_inside_of_the_queue",
+    48: "tests/images/test_loop.py::test_its_own_thread_ends_it_inside_of_the_queue",
     49: "tests/test_memory.py::test_slurm_with_control_groups_of_version_2",
     50: "tests/test_memory.py::test_data_sets_share_what_is_available",
-    51: "tests/loader/test_memory.py::test_a_rank_without_a_first_rank_says_so_and_goes_on",
+    51: "tests/images/test_memory.py::test_a_rank_without_a_first_rank_says_so_and_goes_on",
     52: "tests/test_memory.py::test_pictures_give_back_before_graphs",
     53: "tests/ops/test_crop_mask.py::test_equals_stock_in_every_bit",
     54: "tests/optim/test_sgd.py::test_norm_has_the_dtype_that_torchs_has",

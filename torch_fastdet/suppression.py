@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fastdet.detections.crossover import faster_device
+from torch_fastdet.crossover import faster_device
 from torch_fastdet.ops import nms
 from torch_fastdet.ops._checks import check_tensors
 

@@ -4,8 +4,8 @@ import numpy as np
 import torch
 
 from torch_fastdet import ops
-from torch_fastdet.loader import finish
-from torch_fastdet.loader.memory import hand_out
+from torch_fastdet.images import finish
+from torch_fastdet.images.memory import hand_out
 
 
 def pictures_on_the_cpu(memory, cached=0):

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from torch_fastdet import memory
-from torch_fastdet.loader import finish, loop
-from torch_fastdet.loader.finish import DevicePictures, Turns
-from torch_fastdet.loader.jpeg import AS_IT_IS, Files
-from torch_fastdet.loader.memory import JpegFiles, PictureMemory
-from torch_fastdet.loader.plan import Layer, Picture, Source, pack
+from torch_fastdet.images import finish, loop
+from torch_fastdet.images.finish import DevicePictures, Turns
+from torch_fastdet.images.jpeg import AS_IT_IS, Files
+from torch_fastdet.images.memory import JpegFiles, PictureMemory
+from torch_fastdet.images.plan import Layer, Picture, Source, pack
 
 
 def test_pictures_first_asked_for_in_inference_mode_are_filled_outside_of_it(cuda):

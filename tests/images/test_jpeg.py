@@ -15,21 +15,21 @@ import numpy as np
 import pytest
 import torch
 
+from tests.images.leftovers import open_memories
+from tests.images.pretended import made, pictures_on_the_cpu
 from tests.launches import no_sync
-from tests.loader.leftovers import open_memories
-from tests.loader.pretended import made, pictures_on_the_cpu
-from torch_fastdet.loader import jpeg
-from torch_fastdet.loader.finish import DevicePictures
-from torch_fastdet.loader.jpeg import AREA, AS_IT_IS, LINEAR, OTHERWISE, Files, is_jpeg, pack_jpeg, packed_size
-from torch_fastdet.loader.loop import PlannedLoading
-from torch_fastdet.loader.memory import JpegFiles, PictureMemory
-from torch_fastdet.loader.on_cpu import run_on_cpu
-from torch_fastdet.loader.plan import AFFINE, FILES, OWN, PERSPECTIVE, Layer, Picture, Source, pack
-from torch_fastdet.loader.ranks import shared_by_ranks
-from torch_fastdet.loader.shown import around, shown
-from torch_fastdet.loader.unread import Unread
-from torch_fastdet.loader.worker import Collate, CollateDicts
-from torch_fastdet.ultralytics.deferred import decode_kept
+from torch_fastdet.images import jpeg
+from torch_fastdet.images.finish import DevicePictures
+from torch_fastdet.images.jpeg import AREA, AS_IT_IS, LINEAR, OTHERWISE, Files, is_jpeg, pack_jpeg, packed_size
+from torch_fastdet.images.loop import PlannedLoading
+from torch_fastdet.images.memory import JpegFiles, PictureMemory
+from torch_fastdet.images.on_cpu import run_on_cpu
+from torch_fastdet.images.plan import AFFINE, FILES, OWN, PERSPECTIVE, Layer, Picture, Source, pack
+from torch_fastdet.images.shared_by_ranks import shared_by_ranks
+from torch_fastdet.images.shown import around, shown
+from torch_fastdet.images.unread import Unread
+from torch_fastdet.images.worker import Collate, CollateDicts
+from torch_fastdet.switches.loader.deferred import decode_kept
 
 cv2 = pytest.importorskip("cv2")
 SIZES = [(48, 64), (64, 48), (33, 65), (17, 16)]
@@ -115,7 +115,7 @@ def test_a_file_without_room_is_read_for_each_batch(files, tmp_path):
 
 def test_a_file_that_does_not_change_is_judged_once(files, monkeypatch):
     memory, judged = memory_of(files, budget=0), []
-    monkeypatch.setattr("torch_fastdet.loader.memory.pack_jpeg", lambda *args: judged.append(args) or pack_jpeg(*args))
+    monkeypatch.setattr("torch_fastdet.images.memory.pack_jpeg", lambda *args: judged.append(args) or pack_jpeg(*args))
     for _ in range(3):
         assert all(memory.read(index) for index in range(4))
         sent, rows = memory.take_sent()
@@ -229,7 +229,7 @@ def test_names_that_are_not_utf8(tmp_path, monkeypatch):
 
 
 def test_nothing_is_kept_where_memory_is_low(files, monkeypatch):
-    monkeypatch.setattr("torch_fastdet.loader.memory.is_low", lambda: True)
+    monkeypatch.setattr("torch_fastdet.images.memory.is_low", lambda: True)
     memory = memory_of(files)
     assert all(memory.read(index) for index in range(4))
     assert memory.files.used() == 0 and len(memory.files.sent) == 4 and memory.files._head(0) is None

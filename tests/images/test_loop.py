@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.forks import exit_status, fork
-from torch_fastdet.loader import loop
-from torch_fastdet.loader.loop import DEPTH, Ahead
+from torch_fastdet.images import loop
+from torch_fastdet.images.loop import DEPTH, Ahead
 
 # The streams on which batches were made.
 recorded: list = []

@@ -9,10 +9,10 @@ import threading
 import numpy as np
 import pytest
 
-from tests.loader.leftovers import open_memories
-from torch_fastdet.loader import ranks
-from torch_fastdet.loader.memory import PictureMemory
-from torch_fastdet.loader.ranks import shared_by_ranks
+from tests.images.leftovers import open_memories
+from torch_fastdet.images import shared_by_ranks as ranks
+from torch_fastdet.images.memory import PictureMemory
+from torch_fastdet.images.shared_by_ranks import shared_by_ranks
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd_create")
 

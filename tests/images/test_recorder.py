@@ -8,8 +8,8 @@ import torch
 
 cv2 = pytest.importorskip("cv2", reason="OpenCV is not installed")
 
-from torch_fastdet.loader.memory import PictureMemory  # noqa: E402
-from torch_fastdet.loader.recorder import CannotRecord, Recorder  # noqa: E402
+from torch_fastdet.images.memory import PictureMemory  # noqa: E402
+from torch_fastdet.images.recorder import CannotRecord, Recorder  # noqa: E402
 
 
 def picture(height, width, seed):

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from tests.forks import exit_status, fork
 from torch_fastdet import memory
-from torch_fastdet.loader import slots
-from torch_fastdet.loader.slots import FREE, GONE, LENT, SEEN, Parcel, SendBuffer
+from torch_fastdet.images import slots
+from torch_fastdet.images.slots import FREE, GONE, LENT, SEEN, Parcel, SendBuffer
 
 
 @pytest.fixture(autouse=True)

@@ -5,8 +5,8 @@ import math
 import cv2
 import pytest
 
-from torch_fastdet.loader.jpeg import AREA, AS_IT_IS, LINEAR, OTHERWISE
-from torch_fastdet.loader.unread import Unread, reader, sizes
+from torch_fastdet.images.jpeg import AREA, AS_IT_IS, LINEAR, OTHERWISE
+from torch_fastdet.images.unread import Unread, reader, sizes
 
 
 class Dataset:

@@ -9,7 +9,7 @@ import pytest
 import torch_fastdet
 from tools import api, canary, release_check
 from torch_fastdet import _library, ultralytics, yolov5
-from torch_fastdet.hosts.engine.switch import GPU
+from torch_fastdet.patching.switch import GPU
 
 ROOT = Path(__file__).resolve().parents[2]
 CMAKE = ROOT / "cmake/TorchFastdetConfig.cmake.in"

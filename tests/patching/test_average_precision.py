@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import with_trapz
-from torch_fastdet.hosts.shared.average_precision import from_one_sort
+from torch_fastdet.switches.val.average_precision import from_one_sort
 
 HOSTS = {
     "yolov5": ("torch_fastdet.yolov5", "yolov5.utils.metrics", "yolov5.val"),

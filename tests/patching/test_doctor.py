@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from torch_fastdet import _say
-from torch_fastdet.hosts import doctor
-from torch_fastdet.hosts.engine.host import Host
-from torch_fastdet.hosts.engine.switch import Outside, Switch, Target
-from torch_fastdet.hosts.evidence import Asks, Signature
+from torch_fastdet.patching import doctor
+from torch_fastdet.patching.engine import Host
+from torch_fastdet.patching.evidence import Asks, Signature
+from torch_fastdet.patching.switch import Outside, Switch, Target
 
 WHERE = ("host.shapes",)
 STOCK = "def area(width, height=1):\n    return 1\n\n\nclass Box:\n    def size(self):\n        return 1\n"

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import torch_fastdet
-from torch_fastdet.hosts.engine.host import ALL, Host
-from torch_fastdet.hosts.engine.replace import SwitchError
-from torch_fastdet.hosts.engine.switch import GPU, Outside, Switch, Target
-from torch_fastdet.hosts.evidence import Asks, Obstacle
+from torch_fastdet.patching.engine import ALL, Host
+from torch_fastdet.patching.evidence import Asks, Obstacle
+from torch_fastdet.patching.replace import SwitchError
+from torch_fastdet.patching.switch import GPU, Outside, Switch, Target
 
 
 class Liar:
@@ -77,7 +77,7 @@ def test_every_holder_is_replaced_and_put_back(loaded, host):
     stock = dict(vars(shapes)), dict(vars(user))
     lines = host.patch({"area_optim": True})
     assert shapes.area is user.area is user.other is area
-    assert len(lines) == 3 and all(" -> tests.hosts.test_engine.area" in line for line in lines)
+    assert len(lines) == 3 and all(" -> tests.patching.test_engine.area" in line for line in lines)
     later = loaded(module("later", area=shapes.area))
     assert host.patch({"area_optim": True}) == lines, "twice is once"
     host.unpatch()
@@ -128,7 +128,7 @@ def test_what_a_user_replaces_later_stays(loaded, host, capsys):
     host.unpatch()
     assert shapes.area is later and shapes.Box().size() == "stock"
     assert (
-        "host.shapes.area -> tests.hosts.test_engine.area was replaced since by somebody else"
+        "host.shapes.area -> tests.patching.test_engine.area was replaced since by somebody else"
         in capsys.readouterr().err
     )
 
@@ -232,7 +232,7 @@ def test_a_late_module_gets_the_original_of_its_package_or_the_first_one(loaded)
 
 def test_a_switch_that_needs_a_gpu(loaded, host, monkeypatch, capsys):
     host.switches = {"area_optim": AREA, "size_optim": dataclasses.replace(SIZE, evidence=(GPU,))}
-    monkeypatch.setattr("torch_fastdet.hosts.engine.switch.missing_gpu", lambda: "there is no GPU.")
+    monkeypatch.setattr("torch_fastdet.patching.switch.missing_gpu", lambda: "there is no GPU.")
     loaded(module("host.shapes", STOCK))
     assert len(host.patch({ALL: True})) == 1
     assert capsys.readouterr().err.count("torch_fastdet: size_optim does not apply: there is no GPU.\n") == 1
@@ -296,5 +296,5 @@ def test_the_engine_knows_no_host():
         tree = ast.parse((PACKAGE / "hosts/engine" / f"{name}.py").read_text())
         imported = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
         assert not [each for each in imported if each.startswith(("torch_fastdet.yolov5", "torch_fastdet.ultralytics"))]
-        of_the_engine = [each.rpartition(".")[2] for each in imported if each.startswith("torch_fastdet.hosts.engine.")]
+        of_the_engine = [each.rpartition(".")[2] for each in imported if each.startswith("torch_fastdet.patching.")]
         assert all(order.index(each) < place for each in of_the_engine), name

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from torch_fastdet._torch import private
-from torch_fastdet.graphs import _capture
-from torch_fastdet.hosts.shared import layout
-from torch_fastdet.hosts.shared.layout import LayoutChoice
+from torch_fastdet.graphs import capture as _capture
+from torch_fastdet.switches.channels_last import layout
+from torch_fastdet.switches.channels_last.layout import LayoutChoice
 
 
 class Net(nn.Module):

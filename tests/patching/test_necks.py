@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from torch_fastdet.hosts.shared import necks
-from torch_fastdet.hosts.shared.upsample import upsample_forward
-from torch_fastdet.layers import bn_act, stem
+from torch_fastdet.nn import bn_act, stem
+from torch_fastdet.rewrites import necks
+from torch_fastdet.switches.upsample.switch import upsample_forward
 
 HERE = (__name__,)
 

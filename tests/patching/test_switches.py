@@ -13,12 +13,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torch_fastdet.hosts.engine.import_hook import namespace
-from torch_fastdet.hosts.engine.replace import Patches
-from torch_fastdet.hosts.engine.switch import Active, Target
-from torch_fastdet.ultralytics import loss
-from torch_fastdet.ultralytics.switches import SWITCHES as ULTRALYTICS
-from torch_fastdet.yolov5.switches import SWITCHES as YOLOV5
+from torch_fastdet.patching.import_hook import namespace
+from torch_fastdet.patching.replace import Patches
+from torch_fastdet.patching.switch import Active, Target
+from torch_fastdet.switches.loss import ultralytics as loss
+from torch_fastdet.switches.registry import ULTRALYTICS, YOLOV5
 
 # The prefixes that the host's modules may have, for each of its switches.
 CASES = {f"yolov5-{name}": (switch, ("", "yolov5.")) for name, switch in YOLOV5.items()}
@@ -112,7 +111,7 @@ def test_the_same_switches_apply_whatever_the_callers_settings_are(monkeypatch, 
         warnings.simplefilter("ignore")
         pytest.importorskip(module, reason=f"{host} is not installed")
     # The switches that need a GPU, too.
-    monkeypatch.setattr("torch_fastdet.hosts.engine.switch.missing_gpu", lambda: None)
+    monkeypatch.setattr("torch_fastdet.patching.switch.missing_gpu", lambda: None)
     try:
         expected = sorted(drop_in.patch())
         assert any(line.startswith("bn_act_optim") for line in expected)

@@ -8,10 +8,10 @@ from torch import nn
 
 from torch_fastdet import _say
 from torch_fastdet.graphs import CaptureError
-from torch_fastdet.hosts.engine.host import Host
-from torch_fastdet.hosts.engine.switch import Switch, SwitchError
-from torch_fastdet.hosts.shared import training_graphs
-from torch_fastdet.hosts.shared.training_graphs import TrainingGraphs
+from torch_fastdet.patching.engine import Host
+from torch_fastdet.patching.switch import Switch, SwitchError
+from torch_fastdet.switches.cuda_graph import common as training_graphs
+from torch_fastdet.switches.cuda_graph.common import TrainingGraphs
 
 
 class Graphs:

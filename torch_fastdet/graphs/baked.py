@@ -10,8 +10,8 @@ from torch import nn
 
 from torch_fastdet._torch.private import forward_hooks
 from torch_fastdet._torch.tensors import Walk
-from torch_fastdet.graphs._capture import autocast_dtype
-from torch_fastdet.graphs._loss import Offer
+from torch_fastdet.graphs.capture import autocast_dtype
+from torch_fastdet.graphs.loss import Offer
 from torch_fastdet.optim import FusedStep
 
 

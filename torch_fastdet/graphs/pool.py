@@ -11,7 +11,7 @@ import torch
 
 from torch_fastdet._say import note_fallback
 from torch_fastdet._torch import private
-from torch_fastdet.graphs import _capture
+from torch_fastdet.graphs import capture as _capture
 from torch_fastdet.memory import CAPTURE, Owner, is_out_of_memory, register, with_room
 
 G = TypeVar("G")

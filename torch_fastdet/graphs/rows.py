@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from torch_fastdet._torch.graph import Graph
 from torch_fastdet._torch.private import foreach_copy_, foreach_zero_
-from torch_fastdet.graphs import _capture
-from torch_fastdet.graphs._baked import BakedModule
-from torch_fastdet.graphs._pool import GraphPool
-from torch_fastdet.graphs._refusal import first_line, why_not
+from torch_fastdet.graphs import capture as _capture
+from torch_fastdet.graphs.baked import BakedModule
+from torch_fastdet.graphs.pool import GraphPool
+from torch_fastdet.graphs.refusal import first_line, why_not
 
 
 class _Captured:

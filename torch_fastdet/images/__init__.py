@@ -15,5 +15,5 @@ Files are named by who runs them, and then by what they hold:
 * ``slots``: memory for what is made on the CPU
 * ``fingerprint``: whether a function of the host is one that is known here
 
-What is replaced for that in a host's data sets is in ``torch_fastdet.yolov5.loader`` and ``torch_fastdet.ultralytics.deferred``.
+What is replaced for that in a host's data sets is in ``torch_fastdet.switches.loader.yolov5`` and ``torch_fastdet.switches.loader.deferred``.
 """

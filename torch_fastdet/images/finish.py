@@ -18,11 +18,11 @@ import torch
 
 from torch_fastdet import ops
 from torch_fastdet._say import say
-from torch_fastdet.loader.jpeg import Wanted, one_after_another
-from torch_fastdet.loader.memory import PictureMemory, hand_out
-from torch_fastdet.loader.plan import FILES, OWN, SHARED, Plan
-from torch_fastdet.loader.shown import shown_of
-from torch_fastdet.loader.worker import PlannedBatch, assemble
+from torch_fastdet.images.jpeg import Wanted, one_after_another
+from torch_fastdet.images.memory import PictureMemory, hand_out
+from torch_fastdet.images.plan import FILES, OWN, SHARED, Plan
+from torch_fastdet.images.shown import shown_of
+from torch_fastdet.images.worker import PlannedBatch, assemble
 from torch_fastdet.memory import GPU_BUDGET, Owner, gpu_budget, register, with_room, words
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from torch_fastdet._say import count, say
-from torch_fastdet.loader.finish import Finisher, FinisherOfDicts
-from torch_fastdet.loader.memory import PictureMemory
-from torch_fastdet.loader.plan import Indices
+from torch_fastdet.images.finish import Finisher, FinisherOfDicts
+from torch_fastdet.images.memory import PictureMemory
+from torch_fastdet.images.plan import Indices
 from torch_fastdet.memory import is_out_of_memory, words
 
 #: Batches that are ready before the loop asks for them.

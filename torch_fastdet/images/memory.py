@@ -25,8 +25,8 @@ import torch
 
 from torch_fastdet import ops
 from torch_fastdet._say import say
-from torch_fastdet.loader.jpeg import CHANNELS, Files, Wanted, pack_jpeg, packed_size
-from torch_fastdet.loader.slots import SendBuffer
+from torch_fastdet.images.jpeg import CHANNELS, Files, Wanted, pack_jpeg, packed_size
+from torch_fastdet.images.slots import SendBuffer
 from torch_fastdet.memory import HOST_BUDGET, Owner, is_low, register
 
 ALIGNMENT = 64

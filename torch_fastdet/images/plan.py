@@ -2,7 +2,7 @@
 
 A *picture* of a batch has one layer, or two for mixup. A *layer* is a canvas with source pictures placed on it and an
 affine or perspective map. :func:`pack` turns the pictures of a batch into the tables of
-:func:`torch_fastdet.ops.image_augment`; sources are places in a :class:`~torch_fastdet.loader.memory.PictureMemory`, or
+:func:`torch_fastdet.ops.image_augment`; sources are places in a :class:`~torch_fastdet.images.memory.PictureMemory`, or
 arrays, which travel with the plan.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from torch_fastdet.loader.memory import PictureMemory
+from torch_fastdet.images.memory import PictureMemory
 
 NO_WARP, AFFINE, PERSPECTIVE = 0, 1, 2
 FLIP_LEFT_RIGHT, FLIP_UP_DOWN, KEEP_BGR = 1, 2, 4

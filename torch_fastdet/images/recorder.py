@@ -23,10 +23,9 @@ import torch
 from torch.utils.data import get_worker_info
 
 from torch_fastdet._say import say
-from torch_fastdet.loader.fingerprint import names_in
-from torch_fastdet.loader.memory import CHANNELS, PictureMemory
-from torch_fastdet.loader.on_cpu import finish
-from torch_fastdet.loader.plan import (
+from torch_fastdet.images.memory import CHANNELS, PictureMemory
+from torch_fastdet.images.on_cpu import finish
+from torch_fastdet.images.plan import (
     AFFINE,
     FLIP_LEFT_RIGHT,
     FLIP_UP_DOWN,
@@ -41,6 +40,7 @@ from torch_fastdet.loader.plan import (
     in_pixels,
     whole,
 )
+from torch_fastdet.patching.fingerprint import names_in
 
 _UINT8, _FLOAT64 = np.dtype(np.uint8), np.dtype(np.float64)
 _IDENTITY = np.eye(3)

@@ -19,8 +19,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from torch_fastdet._say import say
-from torch_fastdet.loader.jpeg import AS_IT_IS, Files
-from torch_fastdet.loader.memory import JpegFiles, PictureMemory, hand_out
+from torch_fastdet.images.jpeg import AS_IT_IS, Files
+from torch_fastdet.images.memory import JpegFiles, PictureMemory, hand_out
 from torch_fastdet.memory import UNLIMITED, words
 
 #: How long the first rank waits for the others, and they for it, in seconds. It makes its data set before they start.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from torch_fastdet.loader.plan import NO_WARP, Plan
+from torch_fastdet.images.plan import NO_WARP, Plan
 
 #: Pixels around what the corners of a picture say: bilinear interpolation's neighbours, and rounding.
 MARGIN = 2

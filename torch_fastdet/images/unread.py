@@ -9,9 +9,9 @@ from typing import Any
 import cv2
 
 from torch_fastdet._say import say
-from torch_fastdet.hosts.engine.replace import with_names
-from torch_fastdet.loader.jpeg import AREA, AS_IT_IS, CHANNELS, LINEAR, OTHERWISE
-from torch_fastdet.loader.recorder import recording_module
+from torch_fastdet.images.jpeg import AREA, AS_IT_IS, CHANNELS, LINEAR, OTHERWISE
+from torch_fastdet.images.recorder import recording_module
+from torch_fastdet.patching.replace import with_names
 
 Size = tuple[int, int]
 WAYS = {cv2.INTER_LINEAR: LINEAR, cv2.INTER_AREA: AREA}

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import get_worker_info
 
-from torch_fastdet.loader.memory import CHANNELS, PictureMemory
-from torch_fastdet.loader.on_cpu import finish, run_on_cpu
-from torch_fastdet.loader.plan import Bytes, Picture, Plan, pack
-from torch_fastdet.loader.slots import Parcel
+from torch_fastdet.images.memory import CHANNELS, PictureMemory
+from torch_fastdet.images.on_cpu import finish, run_on_cpu
+from torch_fastdet.images.plan import Bytes, Picture, Plan, pack
+from torch_fastdet.images.slots import Parcel
 
 #: What travels with a plan goes through shared memory from this size on, and in the message itself below it.
 SMALL = 1 << 16

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from torch_fastdet import ops
 from torch_fastdet._torch.private import every_module_has_hooks, is_recorded, is_transforming, runs_plainly
-from torch_fastdet.layers.joint import JOINED, OF_ONE_INPUT, Keep, NormInto, NormsOfParts, NormSplit, Options, Twice
-from torch_fastdet.layers.stem import convolve, convolve_squares, divided, has_stem_shape, is_stem
+from torch_fastdet.nn.joint import JOINED, OF_ONE_INPUT, Keep, NormInto, NormsOfParts, NormSplit, Options, Twice
+from torch_fastdet.nn.stem import convolve, convolve_squares, divided, has_stem_shape, is_stem
 
 ACTIVATIONS: dict[type[nn.Module], str] = {
     nn.SiLU: "silu",
@@ -268,7 +268,7 @@ def c3_forward(stock: Forward, conv: Forward, bottleneck: Forward) -> Forward:
     """Stands for the forward of a block that computes ``cv3(cat((m(cv1(x)), cv2(x)), 1))``, with bottlenecks ``m`` in a row.
 
     The last bottleneck and ``cv2`` write into the concatenation, where they are blocks with the forward methods ``bottleneck``
-    and ``conv``. ``cv1`` and ``cv2`` are one convolution where a captured step has joined them (:mod:`torch_fastdet.layers.joint`).
+    and ``conv``. ``cv1`` and ``cv2`` are one convolution where a captured step has joined them (:mod:`torch_fastdet.nn.joint`).
     """
 
     def forward(self: Any, x: Tensor) -> Tensor:

@@ -18,10 +18,10 @@ import torch
 
 from torch_fastdet import memory
 from torch_fastdet._build_info import build_info
-from torch_fastdet.hosts.engine.host import Host
-from torch_fastdet.hosts.engine.replace import describe
-from torch_fastdet.hosts.engine.switch import Active, Outside, Switch, Target
-from torch_fastdet.hosts.evidence import Obstacle
+from torch_fastdet.patching.engine import Host
+from torch_fastdet.patching.evidence import Obstacle
+from torch_fastdet.patching.replace import describe
+from torch_fastdet.patching.switch import Active, Outside, Switch, Target
 
 
 @dataclass

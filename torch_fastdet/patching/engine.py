@@ -10,9 +10,9 @@ from types import ModuleType
 
 from torch_fastdet._say import counts, fallbacks, hide, say, show
 from torch_fastdet._torch.private import without_dispatch_modes
-from torch_fastdet.hosts.engine.replace import Patches
-from torch_fastdet.hosts.engine.switch import Active, Switch
-from torch_fastdet.hosts.evidence import Obstacle, first_obstacle
+from torch_fastdet.patching.evidence import Obstacle, first_obstacle
+from torch_fastdet.patching.replace import Patches
+from torch_fastdet.patching.switch import Active, Switch
 
 ALL = "fastdet"
 ALL_HELP = "every switch that applies here"

@@ -28,8 +28,8 @@ from typing import Any, Protocol
 import torch
 
 from torch_fastdet._torch.private import tree_flatten, without_dispatch_modes
-from torch_fastdet.hosts.engine.replace import defined_in, describe
-from torch_fastdet.loader.fingerprint import fingerprint, names_in
+from torch_fastdet.patching.fingerprint import fingerprint, names_in
+from torch_fastdet.patching.replace import defined_in, describe
 
 
 class Obstacle(str):

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from torch_fastdet._say import say, show
-from torch_fastdet.hosts.engine.host import ALL, Host
-from torch_fastdet.hosts.engine.switch import SwitchError
+from torch_fastdet.patching.engine import ALL, Host
+from torch_fastdet.patching.switch import SwitchError
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 
-from torch_fastdet.hosts.evidence import Asks
+from torch_fastdet.patching.evidence import Asks
 
 _NO_MEMFD = "decoded pictures are shared through memfd_create, which this system does not have."
 MEMFD = Asks("memfd_create", lambda _: None if hasattr(os, "memfd_create") else _NO_MEMFD)

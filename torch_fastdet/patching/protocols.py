@@ -13,7 +13,7 @@ from torch import nn
 if TYPE_CHECKING:  # with cv2, which few of these need
     from torch.utils.data import DataLoader
 
-    from torch_fastdet.loader.memory import PictureMemory
+    from torch_fastdet.images.memory import PictureMemory
 
 
 class AnchorHead(Protocol):

@@ -18,7 +18,7 @@ from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
 from torch_fastdet._say import say
-from torch_fastdet.hosts.engine.import_hook import ImportHook, loaded_modules, namespace, top_level
+from torch_fastdet.patching.import_hook import ImportHook, loaded_modules, namespace, top_level
 
 # Never visited: our own modules, and libraries from which YOLO packages import functions.
 LEFT_ALONE = frozenset({"torch_fastdet", "torch", "torchvision", "numpy"})

@@ -1,4 +1,4 @@
-"""What a switch is: data. The tables of the hosts are ``yolov5/switches.py`` and ``ultralytics/switches.py``.
+"""What a switch is: data. Each switch has one table, ``switches/<switch>/switch.py``, with a row of each framework.
 
 A :class:`Switch` lists its targets. Each says WHERE the host's function, class or method is, by which EVIDENCE it is the one that
 we know, and WHAT takes its place. ``patch()`` and the doctor walk the same tables. What runs between ``patch()`` and ``unpatch()``
@@ -19,9 +19,9 @@ import torch
 
 from torch_fastdet._say import rank, say
 from torch_fastdet._torch.private import gpu_count
-from torch_fastdet.hosts.engine.import_hook import namespace, top_level
-from torch_fastdet.hosts.engine.replace import Patches, SwitchError, defined_in, describe, is_code_of, original
-from torch_fastdet.hosts.evidence import Asks, Evidence, Obstacle, Signature, first_obstacle
+from torch_fastdet.patching.evidence import Asks, Evidence, Obstacle, Signature, first_obstacle
+from torch_fastdet.patching.import_hook import namespace, top_level
+from torch_fastdet.patching.replace import Patches, SwitchError, defined_in, describe, is_code_of, original
 
 T = TypeVar("T")
 Make = Callable[["Active", Any, Any], Any]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torch_fastdet._torch.modules import is_channels_last, own_attributes
 from torch_fastdet._torch.private import every_module_has_hooks, runs_plainly
-from torch_fastdet.hosts.evidence import agree, pictures
+from torch_fastdet.patching.evidence import agree, pictures
 
 MODULE = "ultralytics.nn.modules.block"
 MOST_POSITIONS = 1024  # of the operator, core::kMostSoftmaxColumns

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from torch_fastdet._torch.modules import own_attributes
 from torch_fastdet._torch.private import foreach_copy_, foreach_zero_, runs_plainly
-from torch_fastdet.layers.bn_act import convolutions_of_one_input, is_used
-from torch_fastdet.layers.joint import JOINED
-from torch_fastdet.layers.stem import has_stem_shape
+from torch_fastdet.nn.bn_act import convolutions_of_one_input, is_used
+from torch_fastdet.nn.joint import JOINED
+from torch_fastdet.nn.stem import has_stem_shape
 
 _FORWARD = nn.Conv2d.forward
 _GROUP = 8  # channels that cuDNN's kernels take at once
@@ -241,7 +241,7 @@ def weights_cast_once(model: nn.Module, dtype: torch.dtype | None) -> Iterator[N
     result is the first 255 channels.
 
     With ``bn_act_optim``, 1x1 convolutions with a bias are matrix products (:class:`_Pointwise`), and convolutions that always read one
-    input have their copies in one tensor, so that blocks can run them as one (:data:`torch_fastdet.layers.joint.JOINED`).
+    input have their copies in one tensor, so that blocks can run them as one (:data:`torch_fastdet.nn.joint.JOINED`).
     """
     convs = [module for module in model.modules() if _takes_cast(module)] if dtype is not None else []
     if dtype is None or not convs:

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch_fastdet import ops
 from torch_fastdet._torch.modules import own_attributes
 from torch_fastdet._torch.private import every_module_has_hooks, runs_plainly
-from torch_fastdet.hosts.evidence import agree, pictures
-from torch_fastdet.hosts.shared.upsample import doubles, upsample_forward
-from torch_fastdet.layers.bn_act import begins_with_stem, forward_of_bytes
-from torch_fastdet.layers.stem import TAKES_BYTES
+from torch_fastdet.nn.bn_act import begins_with_stem, forward_of_bytes
+from torch_fastdet.nn.stem import TAKES_BYTES
+from torch_fastdet.patching.evidence import agree, pictures
+from torch_fastdet.switches.upsample.switch import doubles, upsample_forward
 
 
 def _cat(concat: Any, parts: list[Tensor]) -> Tensor:
@@ -82,7 +82,7 @@ def stock_detect(model: Any, method: str, modules: tuple[str, ...]) -> Any:
 @contextlib.contextmanager
 def images_of_bytes(model: Any, methods: tuple[str, ...], modules: tuple[str, ...]) -> Iterator[None]:
     """While inside, the model takes uint8 images too, for which its result is that of ``images / 255``: its stem divides them
-    (:data:`torch_fastdet.layers.stem.TAKES_BYTES`).
+    (:data:`torch_fastdet.nn.stem.TAKES_BYTES`).
 
     Args:
         model: the host's model. Its first layer alone reads the images.

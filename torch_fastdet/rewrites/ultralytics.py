@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from torch_fastdet.hosts.shared.necks import images_of_bytes, joined_upsampling
-from torch_fastdet.layers.bn_act import is_used
-from torch_fastdet.ultralytics.attention import attention_in_rows
-from torch_fastdet.ultralytics.heads import first_blocks_at_once, heads_in_rows
+from torch_fastdet.nn.bn_act import is_used
+from torch_fastdet.rewrites.attention import attention_in_rows
+from torch_fastdet.rewrites.necks import images_of_bytes, joined_upsampling
+from torch_fastdet.rewrites.ultralytics_heads import first_blocks_at_once, heads_in_rows
 
 MODULES = ("ultralytics.nn.tasks",)
 

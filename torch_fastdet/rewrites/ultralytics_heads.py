@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from torch_fastdet._torch.modules import is_channels_last, own_attributes
 from torch_fastdet._torch.private import every_module_has_hooks, runs_plainly
-from torch_fastdet.hosts.evidence import agree, pictures
-from torch_fastdet.hosts.shared.necks import stock_detect, stock_head
-from torch_fastdet.layers.bn_act import blocks_of_one_input
-from torch_fastdet.layers.joint import OF_ONE_INPUT
+from torch_fastdet.nn.bn_act import blocks_of_one_input
+from torch_fastdet.nn.joint import OF_ONE_INPUT
+from torch_fastdet.patching.evidence import agree, pictures
+from torch_fastdet.rewrites.necks import stock_detect, stock_head
 
 MODULE = "ultralytics.nn.modules.head"
 _SEQUENTIAL = nn.Sequential.forward
@@ -98,7 +98,7 @@ def _levels(head: object) -> Iterator[_Level]:
 
 @contextlib.contextmanager
 def first_blocks_at_once(model: nn.Module) -> Iterator[None]:
-    """While inside, first convolutions of the branches of a level become one (:mod:`torch_fastdet.layers.joint`): boxes and classes of
+    """While inside, first convolutions of the branches of a level become one (:mod:`torch_fastdet.nn.joint`): boxes and classes of
     YOLOv8; boxes and masks, or angles, of all.
     """
     head = None if every_module_has_hooks() else stock_head(model, (MODULE,))

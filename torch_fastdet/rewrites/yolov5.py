@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from torch_fastdet._torch.modules import own_attributes
-from torch_fastdet.hosts.evidence import agree, pictures, stand_ins
-from torch_fastdet.hosts.shared.necks import images_of_bytes, joined_upsampling, stock_detect
+from torch_fastdet.patching.evidence import agree, pictures, stand_ins
+from torch_fastdet.rewrites.necks import images_of_bytes, joined_upsampling, stock_detect
 
 STOCK_MODULES = ("models.yolo", "yolov5.models.yolo")
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_fastdet.hosts.engine.replace import in_place_of
+from torch_fastdet.patching.replace import in_place_of
 
 
 def to_channels_last(model: nn.Module) -> None:

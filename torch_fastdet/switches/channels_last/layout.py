@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from torch_fastdet._say import say
 from torch_fastdet._torch import private
-from torch_fastdet.graphs import _capture
-from torch_fastdet.graphs.distributed import in_group
-from torch_fastdet.hosts.shared.channels_last import to_channels_last
+from torch_fastdet.graphs import capture as _capture
+from torch_fastdet.graphs.ranks import in_group
 from torch_fastdet.memory import is_out_of_memory
+from torch_fastdet.switches.channels_last.common import to_channels_last
 
 LAYOUTS = {"NCHW": torch.contiguous_format, "NHWC": torch.channels_last}
 WARM_UPS, RUNS = 2, 3

@@ -13,14 +13,14 @@ from torch import nn
 from torch_fastdet._say import count, say
 from torch_fastdet._torch.private import is_replica
 from torch_fastdet.graphs import CaptureError, ModuleGraphs
-from torch_fastdet.graphs.distributed import GradientAverage, group_size
-from torch_fastdet.hosts.engine.replace import in_place_of
-from torch_fastdet.hosts.engine.switch import Active, Make, Target
-from torch_fastdet.hosts.evidence import Evidence
-from torch_fastdet.hosts.shared.channels_last import plain_copy, plain_fuse
-from torch_fastdet.hosts.shared.ddp import GraphedDDP
-from torch_fastdet.hosts.shared.layout import LayoutChoice
-from torch_fastdet.hosts.shared.predictions import without_captures
+from torch_fastdet.graphs.ranks import GradientAverage, group_size
+from torch_fastdet.patching.evidence import Evidence
+from torch_fastdet.patching.replace import in_place_of
+from torch_fastdet.patching.switch import Active, Make, Target
+from torch_fastdet.switches.channels_last.common import plain_copy, plain_fuse
+from torch_fastdet.switches.channels_last.layout import LayoutChoice
+from torch_fastdet.switches.cuda_graph.ddp import GraphedDDP
+from torch_fastdet.switches.cuda_graph.predictions import without_captures
 
 #: Whether ``model(x)`` with these further arguments is a pass of the training, and not a dry run or a measurement.
 Trains = Callable[[Active, nn.Module, Any, tuple[Any, ...], dict[str, Any]], bool]

@@ -2,7 +2,7 @@
 
 DistributedDataParallel learns from hooks of autograd that a gradient is there, and a replayed backward pass calls none. So its
 ``forward`` is replaced for models of a switch: buffers are sent and gradients are averaged by
-:class:`torch_fastdet.graphs.distributed.Ranks`, for passes in graphs and eager ones alike. The object, its attributes, its
+:class:`torch_fastdet.graphs.ranks.Ranks`, for passes in graphs and eager ones alike. The object, its attributes, its
 ``state_dict`` and ``no_sync`` are stock's; other models, and modes that do more than average, run stock's ``forward``.
 """
 
@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_fastdet._torch import private
 from torch_fastdet._torch.modules import own_attributes
-from torch_fastdet.graphs._refusal import why_not
-from torch_fastdet.graphs.distributed import GradientAverage, Ranks
-from torch_fastdet.hosts.engine.replace import in_place_of
-from torch_fastdet.hosts.engine.switch import Active
+from torch_fastdet.graphs.ranks import GradientAverage, Ranks
+from torch_fastdet.graphs.refusal import why_not
+from torch_fastdet.patching.replace import in_place_of
+from torch_fastdet.patching.switch import Active
 
 
 class GraphedDDP:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from torch_fastdet._say import saying_once
 from torch_fastdet._torch.private import inside_compiled, is_compiled_in_place
-from torch_fastdet.graphs import InferenceGraphs, _capture
+from torch_fastdet.graphs import InferenceGraphs
+from torch_fastdet.graphs import capture as _capture
 
 
 class PredictionGraphs:

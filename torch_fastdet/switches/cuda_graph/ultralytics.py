@@ -17,20 +17,23 @@ from torch import nn
 
 from torch_fastdet import memory
 from torch_fastdet._say import saying_once
-from torch_fastdet.graphs import _capture
-from torch_fastdet.graphs._rows import RowGraphs
-from torch_fastdet.hosts.engine.replace import in_place_of
-from torch_fastdet.hosts.engine.switch import Active, Make
-from torch_fastdet.hosts.evidence import installed_version, release
-from torch_fastdet.hosts.shapes import Trainer
-from torch_fastdet.hosts.shared.predictions import PredictionGraphs, settings_of
-from torch_fastdet.hosts.shared.training_graphs import TrainingGraphs
-from torch_fastdet.ultralytics.loss import KINDS
-from torch_fastdet.ultralytics.necks import fewer_copies
+from torch_fastdet.graphs import capture as _capture
+from torch_fastdet.graphs.rows import RowGraphs
+from torch_fastdet.patching.evidence import Signature, installed_version, release
+from torch_fastdet.patching.protocols import Trainer
+from torch_fastdet.patching.replace import in_place_of
+from torch_fastdet.patching.switch import Active, Make
+from torch_fastdet.rewrites.ultralytics import fewer_copies
+from torch_fastdet.switches.cuda_graph.common import TrainingGraphs
+from torch_fastdet.switches.cuda_graph.predictions import PredictionGraphs, settings_of
+from torch_fastdet.switches.loss.ultralytics import KINDS
 
 IN_STOCK = "8.4.150"  # whose trainer has the argument channels_last, on by default
 # What heads keep for the shape of their last input, and compute again for another.
 CACHES = {"shape", "shapes", "anchors", "strides", "valid_mask"}
+
+
+PREDICT = Signature(("self", "x", "profile", "augment", "embed"))
 
 
 def trains(_: Active, model: nn.Module, x: object, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:

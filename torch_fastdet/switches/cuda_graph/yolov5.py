@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_fastdet.graphs import _capture
-from torch_fastdet.hosts.engine.replace import in_place_of
-from torch_fastdet.hosts.engine.switch import Active
-from torch_fastdet.hosts.shared.predictions import PredictionGraphs, settings_of
-from torch_fastdet.hosts.shared.training_graphs import TrainingGraphs
-from torch_fastdet.yolov5.heads import fewer_copies
+from torch_fastdet.graphs import capture as _capture
+from torch_fastdet.patching.replace import in_place_of
+from torch_fastdet.patching.switch import Active
+from torch_fastdet.rewrites.yolov5 import fewer_copies
+from torch_fastdet.switches.cuda_graph.common import TrainingGraphs
+from torch_fastdet.switches.cuda_graph.predictions import PredictionGraphs, settings_of
 
 
 def trains(active: Active, model: nn.Module, x: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from torch_fastdet._say import saying_once
-from torch_fastdet.hosts.engine.import_hook import namespace
-from torch_fastdet.hosts.engine.replace import with_names
-from torch_fastdet.hosts.shared.letterbox import fits, letterbox
-from torch_fastdet.loader.recorder import recording_module
+from torch_fastdet.images.recorder import recording_module
 from torch_fastdet.ops.letterbox import place
+from torch_fastdet.patching.import_hook import namespace
+from torch_fastdet.patching.replace import with_names
+from torch_fastdet.switches.letterbox.common import fits, letterbox
 
 RUNS = "runs stock's AutoShape.forward"
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from torch_fastdet import ops
-from torch_fastdet.loader.jpeg import is_jpeg
+from torch_fastdet.images.jpeg import is_jpeg
 from torch_fastdet.memory import is_out_of_memory
 
 

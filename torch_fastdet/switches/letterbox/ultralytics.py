@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_fastdet.hosts.engine.import_hook import namespace
-from torch_fastdet.hosts.engine.replace import is_code_of, with_names
-from torch_fastdet.hosts.shapes import Predictor
-from torch_fastdet.hosts.shared.by_name import FiledAsStock
-from torch_fastdet.hosts.shared.files import imread_on
-from torch_fastdet.hosts.shared.letterbox import fits, letterbox
 from torch_fastdet.ops.letterbox import Placing
+from torch_fastdet.patching.by_name import FiledAsStock
+from torch_fastdet.patching.import_hook import namespace
+from torch_fastdet.patching.protocols import Predictor
+from torch_fastdet.patching.replace import is_code_of, with_names
+from torch_fastdet.switches.letterbox.common import fits, letterbox
+from torch_fastdet.switches.letterbox.files import imread_on
 
 GREY = 114  # of the operator's border
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from torch_fastdet.hosts.engine.import_hook import top_level
-from torch_fastdet.hosts.engine.replace import is_code_of, with_names
-from torch_fastdet.hosts.shared.files import imread_on
-from torch_fastdet.loader.recorder import recording_module
+from torch_fastdet.images.recorder import recording_module
+from torch_fastdet.patching.import_hook import top_level
+from torch_fastdet.patching.replace import is_code_of, with_names
+from torch_fastdet.switches.letterbox.files import imread_on
 
 
 def _gpu() -> torch.device | None:

@@ -1,7 +1,7 @@
 """Ultralytics' data sets and transforms with plans in place of pixels.
 
 For the time in which a batch is planned, the data set and its transforms are seen through objects of derived classes, which
-share their attributes and run copies of their own methods (:mod:`torch_fastdet.loader.recorder`): nothing of stock is replaced.
+share their attributes and run copies of their own methods (:mod:`torch_fastdet.images.recorder`): nothing of stock is replaced.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
-from torch_fastdet.hosts.shapes import UltralyticsDataset
-from torch_fastdet.loader.memory import CHANNELS, PictureMemory
-from torch_fastdet.loader.recorder import Recorder
-from torch_fastdet.loader.unread import Unread, reader
+from torch_fastdet.images.memory import CHANNELS, PictureMemory
+from torch_fastdet.images.recorder import Recorder
+from torch_fastdet.images.unread import Unread, reader
+from torch_fastdet.patching.protocols import UltralyticsDataset
 
 AUGMENT, DATASET = "ultralytics.data.augment", "ultralytics.data.dataset"
 

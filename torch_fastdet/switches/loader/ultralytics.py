@@ -20,18 +20,18 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from torch_fastdet._say import saying_once
-from torch_fastdet.hosts.engine.replace import in_place_of
-from torch_fastdet.hosts.shapes import UltralyticsDataset
-from torch_fastdet.hosts.shared.by_name import FiledAsStock
-from torch_fastdet.loader.fingerprint import fingerprint
-from torch_fastdet.loader.jpeg import Files
-from torch_fastdet.loader.loop import Ahead, PlanBatches, PlannedLoading, PlannedLoadingOfDicts
-from torch_fastdet.loader.memory import CHANNELS, PictureMemory
-from torch_fastdet.loader.ranks import shared_by_ranks
-from torch_fastdet.loader.unread import sizes
-from torch_fastdet.loader.worker import CollateDicts
+from torch_fastdet.images.jpeg import Files
+from torch_fastdet.images.loop import Ahead, PlanBatches, PlannedLoading, PlannedLoadingOfDicts
+from torch_fastdet.images.memory import CHANNELS, PictureMemory
+from torch_fastdet.images.shared_by_ranks import shared_by_ranks
+from torch_fastdet.images.unread import sizes
+from torch_fastdet.images.worker import CollateDicts
 from torch_fastdet.memory import UNLIMITED, host_budget
-from torch_fastdet.ultralytics.deferred import Planner, cannot_plan, decode_kept, view_class
+from torch_fastdet.patching.by_name import FiledAsStock
+from torch_fastdet.patching.fingerprint import fingerprint
+from torch_fastdet.patching.protocols import UltralyticsDataset
+from torch_fastdet.patching.replace import in_place_of
+from torch_fastdet.switches.loader.deferred import Planner, cannot_plan, decode_kept, view_class
 
 # Fingerprints of stock's code that ours stands for or counts on, from 8.4.120 to 8.4.190.
 KNOWN: dict[str, dict[str, tuple[str, ...]]] = {

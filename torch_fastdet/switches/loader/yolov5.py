@@ -1,6 +1,6 @@
 """YOLOv5's data set and loaders with plans in place of pixels.
 
-The host's own code draws, moves labels and says what is done to a picture; :mod:`torch_fastdet.loader.recorder` notes that.
+The host's own code draws, moves labels and says what is done to a picture; :mod:`torch_fastdet.images.recorder` notes that.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import torch
 from torch.utils.data import DataLoader
 
 from torch_fastdet._say import say
-from torch_fastdet.hosts.shapes import YOLOv5Dataset
-from torch_fastdet.loader.jpeg import Files
-from torch_fastdet.loader.loop import PlanBatches, PlannedLoading
-from torch_fastdet.loader.memory import PictureMemory
-from torch_fastdet.loader.plan import Indices
-from torch_fastdet.loader.ranks import local_ranks, shared_by_ranks
-from torch_fastdet.loader.recorder import Recorder
-from torch_fastdet.loader.unread import sizes
-from torch_fastdet.loader.worker import Collate
+from torch_fastdet.images.jpeg import Files
+from torch_fastdet.images.loop import PlanBatches, PlannedLoading
+from torch_fastdet.images.memory import PictureMemory
+from torch_fastdet.images.plan import Indices
+from torch_fastdet.images.recorder import Recorder
+from torch_fastdet.images.shared_by_ranks import local_ranks, shared_by_ranks
+from torch_fastdet.images.unread import sizes
+from torch_fastdet.images.worker import Collate
 from torch_fastdet.memory import UNLIMITED, host_budget
+from torch_fastdet.patching.protocols import YOLOv5Dataset
 
 
 class Planner:

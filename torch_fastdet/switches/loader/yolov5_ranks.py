@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch_fastdet._torch import private
-from torch_fastdet.graphs.distributed import group_size
-from torch_fastdet.hosts.engine.replace import in_place_of
+from torch_fastdet.graphs.ranks import group_size
+from torch_fastdet.patching.replace import in_place_of
 
 #: In seconds; Ultralytics gives its whole process group as much.
 LONGEST = 3 * 3600.0

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from torch_fastdet._torch.modules import own_attributes
-from torch_fastdet.hosts.evidence import plainly_on_the_cpu
-from torch_fastdet.ultralytics.loss import OTHER_SIDES, _parts, _subclass
+from torch_fastdet.patching.evidence import plainly_on_the_cpu
+from torch_fastdet.switches.loss.ultralytics import OTHER_SIDES, _parts, _subclass
 
 # Some constants of Ultralytics are not parameters: a version with others gives another loss here.
 GAINS = {"box": 7.5, "cls": 0.5, "dfl": 1.5}

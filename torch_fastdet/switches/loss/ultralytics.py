@@ -26,14 +26,14 @@ from torch_fastdet import ops
 from torch_fastdet._say import count, say
 from torch_fastdet._torch.private import module_has_hooks
 from torch_fastdet._torch.tensors import DeviceNumbers
-from torch_fastdet.graphs._loss_items import read_early
-from torch_fastdet.graphs._rows import RowGraphs
-from torch_fastdet.hosts.engine.replace import is_code_of
-from torch_fastdet.hosts.evidence import plainly_on_the_cpu
-from torch_fastdet.hosts.shared.by_name import ByName
-from torch_fastdet.hosts.shared.loss_status import TARGET_COLUMNS, TargetStatus
+from torch_fastdet.graphs.loss_items import read_early
+from torch_fastdet.graphs.rows import RowGraphs
 from torch_fastdet.ops.v8_loss import v8_with_parts
-from torch_fastdet.ultralytics.necks import fewer_copies
+from torch_fastdet.patching.by_name import ByName
+from torch_fastdet.patching.evidence import plainly_on_the_cpu
+from torch_fastdet.patching.replace import is_code_of
+from torch_fastdet.rewrites.ultralytics import fewer_copies
+from torch_fastdet.switches.loss.common import TARGET_COLUMNS, TargetStatus
 
 STOCK_MODULE = "ultralytics.utils.loss"
 DETECTION_SETTINGS = len(ops.v8_loss_settings())

@@ -12,10 +12,10 @@ from torch import nn
 from torch_fastdet import ops
 from torch_fastdet._say import count
 from torch_fastdet._torch.tensors import DeviceNumbers, unwrap
-from torch_fastdet.graphs._loss_items import read_early
-from torch_fastdet.hosts.shared.loss_status import TARGET_COLUMNS, TargetStatus
+from torch_fastdet.graphs.loss_items import read_early
 from torch_fastdet.ops.yolov5_loss import split_coefficients, yolov5_mask_part
-from torch_fastdet.yolov5.heads import fewer_copies
+from torch_fastdet.rewrites.yolov5 import fewer_copies
+from torch_fastdet.switches.loss.common import TARGET_COLUMNS, TargetStatus
 
 
 def _not_apart(*_: object) -> Any:

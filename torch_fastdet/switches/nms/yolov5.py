@@ -16,9 +16,9 @@ import torch
 
 from torch_fastdet import ops
 from torch_fastdet._torch.private import writes
-from torch_fastdet.hosts.engine.switch import Active
-from torch_fastdet.hosts.shapes import AnchorHead
-from torch_fastdet.yolov5.heads import raw_heads
+from torch_fastdet.patching.protocols import AnchorHead
+from torch_fastdet.patching.switch import Active
+from torch_fastdet.rewrites.yolov5 import raw_heads
 
 
 def decoding(stock: Callable[..., object]) -> Callable[..., object]:

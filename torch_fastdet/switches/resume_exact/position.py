@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
 from torch_fastdet._torch.private import after_each_fetch
-from torch_fastdet.resume.files import NotOurs
-from torch_fastdet.resume.training import random_states, set_random_states
+from torch_fastdet.switches.resume_exact.files import NotOurs
+from torch_fastdet.switches.resume_exact.state import random_states, set_random_states
 
 CPU = torch.device("cpu")
 #: Bytes for the states of one process after one batch.

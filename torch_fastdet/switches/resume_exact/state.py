@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch_fastdet._say import say
 from torch_fastdet._torch.modules import is_channels_last
 from torch_fastdet._torch.tensors import unwrap
-from torch_fastdet.resume import files
-from torch_fastdet.resume.files import NotOurs
+from torch_fastdet.switches.resume_exact import files
+from torch_fastdet.switches.resume_exact.files import NotOurs
 
 #: What a state holds: what :func:`take` takes, and what the host adds.
 KEPT: dict[str, type | tuple[type, ...]] = {

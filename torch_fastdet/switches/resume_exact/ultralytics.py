@@ -17,11 +17,12 @@ from torch.utils.data import RandomSampler, SequentialSampler
 
 from torch_fastdet._say import say
 from torch_fastdet._torch.modules import own_attributes
-from torch_fastdet.hosts.engine.replace import in_place_of
-from torch_fastdet.hosts.engine.switch import Active
-from torch_fastdet.hosts.shapes import Trainer
-from torch_fastdet.resume import files, frames, training
-from torch_fastdet.resume.loading import Position
+from torch_fastdet.patching.protocols import Trainer
+from torch_fastdet.patching.replace import in_place_of
+from torch_fastdet.patching.switch import Active
+from torch_fastdet.switches.resume_exact import files, frames
+from torch_fastdet.switches.resume_exact import state as training
+from torch_fastdet.switches.resume_exact.position import Position
 
 LAST_STEP = "last_opt_step"
 

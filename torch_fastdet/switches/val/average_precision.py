@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from torch_fastdet.hosts.engine.switch import Target
-from torch_fastdet.hosts.evidence import SameCode
+from torch_fastdet.patching.evidence import SameCode
+from torch_fastdet.patching.switch import Target
 
 
 @dataclass(frozen=True)

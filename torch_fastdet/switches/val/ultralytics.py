@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_fastdet import ops
+from torch_fastdet._torch.floats import as_float
 from torch_fastdet._torch.modules import own_attributes
-from torch_fastdet.hosts.shapes import ConfusionMatrix, Validator
-from torch_fastdet.hosts.shared import average_precision
-from torch_fastdet.hosts.shared.floats import as_float
+from torch_fastdet.patching.protocols import ConfusionMatrix, Validator
+from torch_fastdet.switches.val import average_precision
 
 #: Where stock makes what it combines with the labels.
 HOST = torch.device("cpu")

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from torch_fastdet import ops
-from torch_fastdet.hosts.engine.replace import in_place_of, with_names
-from torch_fastdet.hosts.shared import average_precision
-from torch_fastdet.hosts.shared.by_name import ByName
-from torch_fastdet.hosts.shared.floats import as_float
+from torch_fastdet._torch.floats import as_float
+from torch_fastdet.patching.by_name import ByName
+from torch_fastdet.patching.replace import in_place_of, with_names
+from torch_fastdet.switches.val import average_precision
 
 
 def process_batch(detections: Tensor, labels: Tensor, iouv: Tensor, *, iou: Tensor | None = None) -> Tensor:
