@@ -48,23 +48,20 @@ py::array_t<float> update(Tracker& tracker, const Floats& rows, double high, dou
   return out;
 }
 
-py::tuple save(const Tracker& tracker) {
-  py::list lists;
-  for (Tracker::List list : kLists) {
-    py::array_t<double> rows({tracker.size(list), int64_t{Tracker::kStateColumns}});
-    tracker.save(list, rows.mutable_data());
-    lists.append(rows);
-  }
-  return py::make_tuple(lists, tracker.frame(), tracker.last_id());
+py::array_t<double> save(const Tracker& tracker, int list) {
+  py::array_t<double> rows({tracker.size(kLists[list]), int64_t{Tracker::kStateColumns}});
+  tracker.save(kLists[list], rows.mutable_data());
+  return rows;
 }
 
-void load(Tracker& tracker, const std::array<Doubles, 3>& lists, int64_t frame, int64_t last_id) {
-  const double* rows[3];
-  int64_t count[3];
+void load(Tracker& tracker, const std::array<std::optional<Doubles>, 3>& lists, int64_t frame, int64_t last_id) {
+  const double* rows[3] = {};
+  int64_t count[3] = {};
   for (int k = 0; k < 3; k++) {
-    if (lists[k].ndim() != 2 || lists[k].shape(1) != Tracker::kStateColumns)
-      throw py::value_error("expected three lists as save() returns them");
-    rows[k] = lists[k].data(), count[k] = lists[k].shape(0);
+    if (!lists[k]) continue;
+    if (lists[k]->ndim() != 2 || lists[k]->shape(1) != Tracker::kStateColumns)
+      throw py::value_error("expected lists of tracks as save() returns them");
+    rows[k] = lists[k]->data(), count[k] = lists[k]->shape(0);
   }
   tracker.load(rows, count, frame, last_id);
 }
@@ -76,9 +73,10 @@ void bind_trackers(py::module_& m) {
       .def(py::init<bool>(), py::arg("xywh"))
       .def("update", update, py::arg("detections"), py::arg("high"), py::arg("low"), py::arg("new_track"),
            py::arg("buffer"), py::arg("match_limit"), py::arg("fuse_score"), py::arg("motion"))
-      .def("save", save)
+      .def("save", save, py::arg("list"))
       .def("load", load, py::arg("lists"), py::arg("frame"), py::arg("last_id"))
       .def("reset", &Tracker::reset)
       .def_property_readonly("frame", &Tracker::frame)
+      .def_property_readonly("removed_now", &Tracker::removed_now)
       .def_property_readonly("last_id", &Tracker::last_id);
 }

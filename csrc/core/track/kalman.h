@@ -4,7 +4,7 @@
 // a pair.
 #pragma once
 
-#include <cstddef>
+#include <cmath>
 
 namespace torch_fastdet::core {
 
@@ -91,10 +91,11 @@ class KalmanFilter {
     own.vv = own.vv - gain_v * back_v;
   }
 
-  // Positions, sizes and velocities turn with the image; positions are shifted, too.
+  // Positions and velocities turn with the image, sizes by the absolute values; positions are shifted, too.
   static void move(KalmanState& state, const CameraMotion& motion) {
     const auto& r = motion.rotation;
-    const Lanes d = {{r[0][0], r[1][1], r[0][0], r[1][1]}}, o = {{r[0][1], r[1][0], r[0][1], r[1][0]}};
+    const Lanes d = {{r[0][0], r[1][1], std::abs(r[0][0]), std::abs(r[1][1])}};
+    const Lanes o = {{r[0][1], r[1][0], std::abs(r[0][1]), std::abs(r[1][0])}};
     state.position = d * state.position + o * swap(state.position);
     state.velocity = d * state.velocity + o * swap(state.velocity);
     state.position[0] += motion.translation[0];

@@ -57,6 +57,7 @@ class Tracker {
   void reset() { *this = Tracker(filter_.xywh()); }
   int64_t frame() const { return frame_; }
   int64_t last_id() const { return last_id_; }
+  int64_t removed_now() const { return removed_now_.size(); }  // the newest of the removed tracks, from the last update
 
   // motion: how the camera has moved since the last frame, or nullptr. Infinite boxes, NaN and boxes without area are
   // no detections.
@@ -116,19 +117,27 @@ class Tracker {
       for (int s : list == kLostList ? lost_ : tracked_) out = save(tracks_[s], out);
   }
 
-  // Continues from saved lists: rows[list] are count[list] rows.
+  // Continues from saved lists: rows[list] are count[list] rows, or nullptr for what the list is now.
   void load(const double* const rows[3], const int64_t count[3], int64_t frame, int64_t last_id) {
-    reset();
-    frame_ = frame, last_id_ = last_id;
-    for (int list : {kTrackedList, kLostList, kRemovedList}) {
-      for (int64_t k = 0; k < count[list]; k++) {
-        const Track track = load(rows[list] + k * kStateColumns);
+    Tracker next(filter_.xywh());
+    next.frame_ = frame, next.last_id_ = last_id;
+    std::array<std::vector<double>, 3> kept;
+    for (List list : {kTrackedList, kLostList, kRemovedList}) {
+      const double* row = rows[list];
+      if (!row) {
+        kept[list].resize(size(list) * kStateColumns);
+        save(list, kept[list].data());
+        row = kept[list].data();
+      }
+      for (int64_t k = rows[list] ? count[list] : size(list); k > 0; k--, row += kStateColumns) {
+        const Track track = next.load(row);
         if (list == kRemovedList)
-          note_removed(track);
+          next.note_removed(track);
         else
-          tracks_[list == kLostList ? lost_.emplace_back(new_slot()) : tracked_.emplace_back(new_slot())] = track;
+          next.add(list == kLostList ? next.lost_ : next.tracked_, track);
       }
     }
+    *this = std::move(next);
   }
 
  private:
@@ -268,6 +277,12 @@ class Tracker {
     }
   }
 
+  void add(std::vector<int>& list, const Track& track) {
+    const int s = new_slot();
+    tracks_[s] = track;
+    list.push_back(s);
+  }
+
   int new_slot() {
     if (free_slots_.empty()) {
       tracks_.emplace_back();
@@ -282,14 +297,12 @@ class Tracker {
     for (int j = 0; j < high_.size(); j++) {
       const Detection& d = high_.rows[j];
       if (used_[j] || d.score < options_.new_track) continue;
-      const int s = new_slot();
-      Track& t = tracks_[s];
-      t = Track();
+      Track t;
       t.id = ++last_id_, t.frame = t.start = frame_, t.index = d.index, t.score = d.score, t.cls = d.cls;
       t.status = TrackStatus::kTracked, t.confirmed = frame_ == 1;
       filter_.start(t.state, measure(d));
       set_box(t);
-      born_.push_back(s);
+      add(born_, t);
     }
   }
 
