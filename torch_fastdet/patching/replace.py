@@ -122,6 +122,8 @@ class Patches:
         self, packages: Collection[str], left_alone: Collection[str], visit: Callable[[ModuleType], None]
     ) -> None:
         self.replacements: list[Replacement] = []
+        #: Called once, before everything is put back.
+        self.at_end: list[Callable[[], None]] = []
         self._left_alone = LEFT_ALONE | set(left_alone)
         self._visit = visit
         self._ours_before: set[tuple[int, str]] = set()
@@ -168,6 +170,8 @@ class Patches:
     def put_back(self) -> int:
         """Put everything back, newest first, and return for how many names a line was or would have been printed."""
         self._hook.remove()
+        while self.at_end:
+            self.at_end.pop()()
         # Modules that were imported meanwhile took our object for stock's: give them stock's.
         for module in self.modules():
             self._adopt(module, say_it=False)
