@@ -145,5 +145,5 @@ class BoTSORT(ByteTrack):
         if motion is not None:
             motion = np.asarray(motion, np.float64)
             if motion.shape != (2, 3) or not np.isfinite(motion).all():
-                raise ValueError(f"BoTSORT.update: motion is {motion!r}, but a finite (2, 3) matrix is expected")
+                raise ValueError(f"BoTSORT.update: motion is {motion.tolist()}, but a finite (2, 3) matrix is expected")
         return self._update(boxes, scores, classes, motion)

@@ -34,7 +34,7 @@ def frames() -> list[NDArray[np.float32]]:
         score = 0.55 + 0.44 * np.sin(1.7 * k + 0.9 * t)
         rows = np.stack((x, y, x + w, y + h, score, k % 3), 1)
         rows = np.concatenate((rows, rows[2:3] + np.array([1, 2, 2, 1, 0.01 * t, 0])))
-        found.append(rows[(k[0] + t) % 4 == 3 :].astype(np.float32) if t != 5 else rows[:0].astype(np.float32))
+        found.append(rows[t % 4 // 3 : 0 if t == 5 else None].astype(np.float32))
     return found
 
 

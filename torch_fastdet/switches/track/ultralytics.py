@@ -39,7 +39,7 @@ class _Held:
 
 
 def obstacle_to(tracker: Any, known: type) -> Obstacle | None:
-    """Return why a tracker's own update runs; None if the core can do the same."""
+    """Return why the original update runs for a tracker; None if the core can do the same."""
     name = type(tracker).__name__
     below = type(tracker).__mro__[: type(tracker).__mro__.index(known)]
     other = {
@@ -69,7 +69,7 @@ def updating(active: Active, stock: Callable[..., object], known: type) -> Calla
 
     def hold(tracker: Any) -> _Held | None:
         if (obstacle := obstacle_to(tracker, known)) is not None:
-            active.tell(f"{active.name}: its own update runs: {obstacle}")
+            active.tell(f"{active.name}: the original update runs: {obstacle}")
             return None
         _held.add(tracker)
         return _Held(xywh)
@@ -85,7 +85,7 @@ def updating(active: Active, stock: Callable[..., object], known: type) -> Calla
         rows = results.data if type(results) is Boxes else None
         if type(rows) is not np.ndarray or rows.dtype != np.float32:
             active.tell(
-                f"{active.name}: the framework's own update runs for {type(results).__name__} that are not upright float32 boxes in NumPy"
+                f"{active.name}: the original update runs for {describe_rows(results)}, not Boxes of float32 in NumPy."
             )
             give_back(self)
             return own(self, results, img, feats, **kwargs)
@@ -112,6 +112,11 @@ def updating(active: Active, stock: Callable[..., object], known: type) -> Calla
     return update
 
 
+def describe_rows(results: Any) -> str:
+    data = getattr(results, "data", None)
+    return f"{type(results).__name__} of {getattr(data, 'dtype', type(data).__name__)}"
+
+
 def camera_motion(tracker: Any, results: Any, img: Any) -> NDArray[np.float64] | None:
     """Return the (2, 3) matrix that the tracker's own code finds and applies to tracks; None if the camera stands still.
 
@@ -127,6 +132,8 @@ def camera_motion(tracker: Any, results: Any, img: Any) -> NDArray[np.float64] |
 
 
 class _Probe:
+    angle = None
+
     def __init__(self, mean: NDArray[np.float64], covariance: NDArray[np.float64]) -> None:
         self.mean, self.covariance = mean, covariance
 
