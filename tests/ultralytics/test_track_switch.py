@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import sys
 import warnings
 
 import numpy as np
@@ -29,7 +28,9 @@ def trackers():
 
 
 def boxes(rows):
-    return sys.modules["ultralytics.engine.results"].Boxes(rows, (1080, 1920))
+    from ultralytics.engine.results import Boxes
+
+    return Boxes(rows, (1080, 1920))
 
 
 def contents(tracker):

@@ -20,12 +20,13 @@ from numpy.typing import NDArray
 
 from torch_fastdet import _C
 from torch_fastdet.patching.evidence import Obstacle
+from torch_fastdet.patching.protocols import Track, Tracker
 from torch_fastdet.patching.replace import in_place_of
 from torch_fastdet.patching.switch import Active
 
 OPTIONS = ("track_high_thresh", "track_low_thresh", "new_track_thresh", "match_thresh")
 LIVE, REMOVED = ("tracked_stracks", "lost_stracks"), ("removed_stracks", "removed_stracks_frame")
-KEY = "_torch_fastdet"  # in a tracker's attributes: its _Held, or None where its own update runs
+KEY = "torch_fastdet_core"  # in a tracker's attributes: its _Held, or None where its own update runs
 _held: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -38,7 +39,7 @@ class _Held:
         self.ids: object = None
 
 
-def obstacle_to(tracker: Any, known: type) -> Obstacle | None:
+def obstacle_to(tracker: Tracker, known: type) -> Obstacle | None:
     """Return why the original update runs for a tracker; None if the core can do the same."""
     name = type(tracker).__name__
     below = type(tracker).__mro__[: type(tracker).__mro__.index(known)]
@@ -67,7 +68,7 @@ def updating(active: Active, stock: Callable[..., object], known: type) -> Calla
     if give_back_all not in active.patches.at_end:
         active.patches.at_end.append(give_back_all)
 
-    def hold(tracker: Any) -> _Held | None:
+    def hold(tracker: Tracker) -> _Held | None:
         if (obstacle := obstacle_to(tracker, known)) is not None:
             active.tell(f"{active.name}: the original update runs: {obstacle}")
             return None
@@ -75,7 +76,7 @@ def updating(active: Active, stock: Callable[..., object], known: type) -> Calla
         return _Held(xywh)
 
     @in_place_of(own)
-    def update(self: Any, results: Any, img: Any = None, feats: Any = None, **kwargs: Any) -> object:
+    def update(self: Tracker, results: Any, img: Any = None, feats: Any = None, **kwargs: Any) -> object:
         attributes = vars(self)
         if KEY not in attributes:
             attributes[KEY] = hold(self)
@@ -117,7 +118,7 @@ def describe_rows(results: Any) -> str:
     return f"{type(results).__name__} of {getattr(data, 'dtype', type(data).__name__)}"
 
 
-def camera_motion(tracker: Any, results: Any, img: Any) -> NDArray[np.float64] | None:
+def camera_motion(tracker: Tracker, results: Any, img: Any) -> NDArray[np.float64] | None:
     """Return the (2, 3) matrix that the tracker's own code finds and applies to tracks; None if the camera stands still.
 
     Its code runs on two tracks whose velocities are the columns of the identity.
@@ -164,7 +165,7 @@ def state(self: Any) -> dict[str, Any]:
     return {key: value for key, value in vars(self).items() if key != KEY}
 
 
-def give_back(tracker: Any) -> None:
+def give_back(tracker: Tracker) -> None:
     """Leave the tracks to the tracker's own update."""
     give_out(tracker, LIVE + REMOVED)
 
@@ -176,7 +177,7 @@ def give_back_all() -> None:
     _held.clear()
 
 
-def give_out(tracker: Any, names: tuple[str, ...]) -> None:
+def give_out(tracker: Tracker, names: tuple[str, ...]) -> None:
     """Make lists of the framework's tracks of what the core holds. Until the next update they are what counts."""
     attributes = vars(tracker)
     held = attributes.get(KEY)
@@ -197,7 +198,7 @@ def give_out(tracker: Any, names: tuple[str, ...]) -> None:
     held.outside.update(names)
 
 
-def _tracks(tracker: Any, rows: NDArray[np.float64], known: dict[int, Any]) -> list[Any]:
+def _tracks(tracker: Tracker, rows: NDArray[np.float64], known: dict[int, Track]) -> list[Track]:
     if not len(rows):
         return []
     boxes = importlib.import_module("ultralytics.engine.results").Boxes
@@ -226,7 +227,7 @@ def _tracks(tracker: Any, rows: NDArray[np.float64], known: dict[int, Any]) -> l
     return made
 
 
-def take_over(tracker: Any, held: _Held) -> None:
+def take_over(tracker: Tracker, held: _Held) -> None:
     """Load the core from the lists of tracks that the tracker's attributes hold."""
     if held.ids is not tracker._ids or held.core.frame != tracker.frame_id:
         give_out(tracker, LIVE + REMOVED)
