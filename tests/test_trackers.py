@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 import pytest
 
-from tests.track_scenes import KINDS, OPTIONS, motions, namespace, scene
+from tests.track_scenes import KINDS, OPTIONS, motions, namespace, rotated, scene
 from torch_fastdet import trackers
 
 NAMES = {"ByteTrack": "BYTETracker", "BoTSORT": "BOTSORT"}
@@ -22,7 +22,7 @@ def stock():
         pytest.importorskip("lap", reason="Ultralytics' trackers need lap")
         found = pytest.importorskip("ultralytics.trackers", reason="ultralytics is not installed")
         results = pytest.importorskip("ultralytics.engine.results")
-    return lambda name, **options: (getattr(found, NAMES[name])(namespace(**options)), results.Boxes)
+    return lambda name, **options: (getattr(found, NAMES[name])(namespace(**options)), results)
 
 
 class Camera:
@@ -41,17 +41,19 @@ class Camera:
 
 
 def run(tracker, rows, **motion):
-    return tracker.update(rows[:, :4], rows[:, 4], rows[:, 5], **motion)
+    return tracker.update(rows[:, :-2], rows[:, -2], rows[:, -1], **motion)
 
 
-def check(stock, name, seed, objects, frames, crowd=3.0, moving=False):
+def check(stock, name, seed, objects, frames, crowd=3.0, moving=False, turned=False):
     options = {**OPTIONS, **KINDS[seed % len(KINDS)]}
-    (theirs, boxes), ours = stock(name, **options), getattr(trackers, name)(**options)
+    (theirs, results), ours = stock(name, **options), getattr(trackers, name)(**options)
     camera = motions(seed, frames)
     image = None
     if moving:
         theirs.gmc, image = Camera(camera), np.zeros((2, 2, 3), np.uint8)
-    for t, rows in enumerate(scene(seed, objects, frames, crowd)):
+    boxes = results.OBB if turned else results.Boxes
+    all_rows = scene(seed, objects, frames, crowd)
+    for t, rows in enumerate(rotated(all_rows, seed) if turned else all_rows):
         if t == frames // 2 and seed % 2:
             theirs.reset(), ours.reset()
         wanted = theirs.update(boxes(rows, (1080, 1920)), image)
@@ -66,9 +68,16 @@ def test_tracks_are_the_originals(stock, name, objects, frames):
         check(stock, name, seed, objects, frames)
 
 
-def test_tracks_under_a_moving_camera_are_the_originals(stock):
+@pytest.mark.parametrize("turned", [False, True])
+def test_tracks_under_a_moving_camera_are_the_originals(stock, turned):
     for seed in range(3):
-        check(stock, "BoTSORT", seed, 20, 50, moving=True)
+        check(stock, "BoTSORT", seed, 20, 50, moving=True, turned=turned)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rotated_tracks_are_the_originals(stock, name):
+    for seed in range(3):
+        check(stock, name, seed, (5, 20, 60)[seed], 40, turned=True)
 
 
 @pytest.mark.slow
@@ -76,15 +85,8 @@ def test_tracks_under_a_moving_camera_are_the_originals(stock):
 @pytest.mark.parametrize("name", NAMES)
 def test_many_tracks_are_the_originals(stock, name):
     for seed in range(100, 180):
-        check(
-            stock,
-            name,
-            seed,
-            (5, 20)[seed % 2],
-            200,
-            (0.5, 1.0, 3.0, 8.0)[seed % 4],
-            moving=name == "BoTSORT" and seed % 3 == 0,
-        )
+        objects, crowd, turned = (5, 20)[seed % 2], (0.5, 1.0, 3.0, 8.0)[seed % 4], seed % 5 == 0
+        check(stock, name, seed, objects, 200, crowd, moving=name == "BoTSORT" and seed % 3 == 0, turned=turned)
     check(stock, name, 7, 1000, 12)
 
 
@@ -132,7 +134,7 @@ def test_two_trackers_at_once():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (([[0, 0, 9]], [0.9], [0]), r"ByteTrack.update: boxes has shape \(1, 3\), but \(N, 4\) is expected"),
+        (([[0, 0, 9]], [0.9], [0]), r"ByteTrack.update: boxes has shape \(1, 3\), but \(N, 4\).* or \(N, 5\)"),
         (([[0, 0, 9, 9]], [0.9, 0.8], [0]), r"ByteTrack.update: scores has shape \(2,\), but \(1,\) is expected"),
         (([[0, 0, 9, 9]], [0.9], 0), r"ByteTrack.update: classes has shape \(\), but \(1,\) is expected"),
     ],

@@ -67,6 +67,17 @@ def scene(seed, objects, frames, crowd=3.0):
     return found
 
 
+def rotated(frames, seed=0):
+    """The same frames with rotated boxes: x y width height angle score class, with angles that drift."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for t, rows in enumerate(frames):
+        size = rows[:, 2:4] - rows[:, :2]
+        angle = 0.5 * rows[:, 5] + 0.02 * t + rng.normal(0, 0.03, len(rows))
+        found.append(np.c_[rows[:, :2] + size / 2, size, angle, rows[:, 4:]].astype(np.float32))
+    return found
+
+
 def motions(seed, frames):
     """Camera motions of small angles; every third one is none."""
     rng = np.random.default_rng(seed)

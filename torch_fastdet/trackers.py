@@ -30,6 +30,8 @@ __all__ = ["BoTSORT", "ByteTrack"]
 class ByteTrack:
     """Track boxes by their overlap with a Kalman filter's prediction; low scores continue tracks, but start none (ByteTrack, 2022).
 
+    Overlaps of rotated boxes are those of Gaussians of their spread (probiou). A tracker gets boxes of one kind.
+
     A tracker is used by one thread at a time. Different trackers may run in different threads: the GIL is released.
 
     Args:
@@ -76,12 +78,13 @@ class ByteTrack:
         coordinate, is no detection.
 
         Args:
-            boxes: (N, 4) array of x1, y1, x2, y2.
+            boxes: (N, 4) array of x1, y1, x2, y2, or for rotated boxes (N, 5) array of x, y, width, height and angle in radians.
             scores: (N,) array.
             classes: (N,) array.
 
         Returns:
-            (M, 8) float32 array of x1, y1, x2, y2, id, score, class and the detection's index; shape (0,) without tracks.
+            (M, 8) float32 array of x1, y1, x2, y2, id, score, class and the detection's index, or for rotated boxes (M, 9) array of
+            x, y, width, height, angle, id, score, class and index; shape (0,) without tracks.
 
         Raises:
             ValueError: an argument has another shape.
@@ -92,16 +95,19 @@ class ByteTrack:
         name = f"{type(self).__name__}.update"
         found = np.asarray(boxes, np.float32)
         if found.size == 0:
-            found = found.reshape(-1, 4)
-        if found.ndim != 2 or found.shape[1] != 4:
-            raise ValueError(f"{name}: boxes has shape {found.shape}, but (N, 4) is expected: x1, y1, x2, y2")
-        rows = np.empty((len(found), 6), np.float32)
-        rows[:, :4] = found
-        for column, (word, value) in enumerate({"scores": scores, "classes": classes}.items(), 4):
+            found = found.reshape(0, found.shape[-1] if found.ndim == 2 else 4)
+        if found.ndim != 2 or found.shape[1] not in (4, 5):
+            raise ValueError(
+                f"{name}: boxes has shape {found.shape}, but (N, 4), x1 y1 x2 y2, or (N, 5), x y width height angle, is expected"
+            )
+        count, columns = found.shape
+        rows = np.empty((count, columns + 2), np.float32)
+        rows[:, :columns] = found
+        for column, (word, value) in enumerate({"scores": scores, "classes": classes}.items(), columns):
             values = np.asarray(value, np.float32)
-            if values.shape != (len(found),):
+            if values.shape != (count,):
                 raise ValueError(
-                    f"{name}: {word} has shape {values.shape}, but ({len(found)},) is expected, as boxes has rows"
+                    f"{name}: {word} has shape {values.shape}, but ({count},) is expected, as boxes has rows"
                 )
             rows[:, column] = values
         return self._core.update(
@@ -113,6 +119,7 @@ class ByteTrack:
             self.match_thresh,
             self.fuse_score,
             motion,
+            columns == 5,
         )
 
 
@@ -130,14 +137,15 @@ class BoTSORT(ByteTrack):
         """Return the tracks that are seen or continued in this frame.
 
         Args:
-            boxes: (N, 4) array of x1, y1, x2, y2.
+            boxes: (N, 4) array of x1, y1, x2, y2, or for rotated boxes (N, 5) array of x, y, width, height and angle in radians.
             scores: (N,) array.
             classes: (N,) array.
             motion: (2, 3) matrix that takes a point of the last image to its place in this one, as
                 ``cv2.estimateAffinePartial2D`` returns it. Default: the camera stands still.
 
         Returns:
-            (M, 8) float32 array of x1, y1, x2, y2, id, score, class and the detection's index; shape (0,) without tracks.
+            (M, 8) float32 array of x1, y1, x2, y2, id, score, class and the detection's index, or for rotated boxes (M, 9) array of
+            x, y, width, height, angle, id, score, class and index; shape (0,) without tracks.
 
         Raises:
             ValueError: an argument has another shape, or ``motion`` has NaN or infinity.
@@ -146,4 +154,6 @@ class BoTSORT(ByteTrack):
             motion = np.asarray(motion, np.float64)
             if motion.shape != (2, 3) or not np.isfinite(motion).all():
                 raise ValueError(f"BoTSORT.update: motion is {motion.tolist()}, but a finite (2, 3) matrix is expected")
+            x, y = motion[:, 0]
+            motion = np.c_[motion, [np.linalg.norm(motion[:, 0]), np.arctan2(y, x)]]
         return self._update(boxes, scores, classes, motion)

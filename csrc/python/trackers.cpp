@@ -21,18 +21,20 @@ using Doubles = py::array_t<double, py::array::c_style | py::array::forcecast>;
 constexpr Tracker::List kLists[] = {Tracker::kTrackedList, Tracker::kLostList, Tracker::kRemovedList};
 
 py::array_t<float> update(Tracker& tracker, const Floats& rows, double high, double low, double new_track,
-                          int64_t buffer, double match_limit, bool fuse_score, const std::optional<Doubles>& motion) {
-  if (rows.ndim() != 2 || rows.shape(1) < 6)
-    throw py::value_error("expected detections of shape (N, 6 or more), rows of x1 y1 x2 y2 ... score class");
-  if (motion && (motion->ndim() != 2 || motion->shape(0) != 2 || motion->shape(1) != 3))
-    throw py::value_error("expected a camera motion of shape (2, 3)");
+                          int64_t buffer, double match_limit, bool fuse_score, const std::optional<Doubles>& motion,
+                          bool rotated) {
+  if (rows.ndim() != 2 || rows.shape(1) < 6 + rotated)
+    throw py::value_error("expected detections of shape (N, 6 or more; rotated: 7), rows of box ... score class");
+  if (motion && (motion->ndim() != 2 || motion->shape(0) != 2 || motion->shape(1) != 4))
+    throw py::value_error("expected a camera motion of shape (2, 4): rotation, translation, (scale, angle)");
   core::CameraMotion camera{};
   if (motion)
     for (int i = 0; i < 2; i++) {
       for (int j = 0; j < 2; j++) camera.rotation[i][j] = motion->at(i, j);
       camera.translation[i] = motion->at(i, 2);
+      (i ? camera.angle : camera.scale) = motion->at(i, 3);
     }
-  const core::FrameDetections detections{rows.data(), rows.shape(0), rows.shape(1)};
+  const core::FrameDetections detections{rows.data(), rows.shape(0), rows.shape(1), rotated};
   const core::TrackOptions options{
       match_limit, static_cast<float>(high), static_cast<float>(low), static_cast<float>(new_track), buffer,
       fuse_score};
@@ -43,7 +45,7 @@ py::array_t<float> update(Tracker& tracker, const Floats& rows, double high, dou
     count = tracker.confirmed_count();
   }
   if (!count) return py::array_t<float>(0);
-  py::array_t<float> out({count, int64_t{Tracker::kOutputColumns}});
+  py::array_t<float> out({count, tracker.output_columns()});
   tracker.write(out.mutable_data());
   return out;
 }
@@ -72,7 +74,7 @@ void bind_trackers(py::module_& m) {
   py::class_<Tracker>(m, "Tracker", "The core of torch_fastdet.trackers, which documents it.")
       .def(py::init<bool>(), py::arg("xywh"))
       .def("update", update, py::arg("detections"), py::arg("high"), py::arg("low"), py::arg("new_track"),
-           py::arg("buffer"), py::arg("match_limit"), py::arg("fuse_score"), py::arg("motion"))
+           py::arg("buffer"), py::arg("match_limit"), py::arg("fuse_score"), py::arg("motion"), py::arg("rotated"))
       .def("save", save, py::arg("list"))
       .def("load", load, py::arg("lists"), py::arg("frame"), py::arg("last_id"))
       .def("reset", &Tracker::reset)

@@ -129,8 +129,8 @@ TEST(Track, FilterEqualsMatrices) {
         filter.predict(state, moving), naive.predict();
         expect_same(naive, state);
         if (moving) {
-          const CameraMotion motion{{{0.99, -0.1 + 0.01 * t}, {0.1, 1.01}}, {3, -4}};
-          filter.move(state, motion), naive.move(motion);
+          const CameraMotion motion{{{0.99, -0.1 + 0.01 * t}, {0.1, 1.01}}, {3, -4}, 1, 0};
+          filter.move(state, motion, false), naive.move(motion);
           expect_same(naive, state);
         }
         const Lanes z = {{100 + 2. * t + normal(random), 50 - t + normal(random), xywh ? 40 + normal(random) : 0.8,
@@ -169,6 +169,32 @@ TEST(Track, IndexFindsEveryPairThatMeets) {
           ASSERT_TRUE(found.count({i, j}) || !(track_iou(rows[i], rows[i].area(), columns[j], columns[j].area()) > 0))
               << count << " " << i << " " << j;
     }
+  }
+}
+
+TEST(Track, RotatedBoxesThatOverlapReachEachOther) {
+  std::mt19937 random(6);
+  std::uniform_real_distribution<float> place(0, 300), size(4, 90), angle(-3, 3);
+  for (double threshold : {0.15, 0.5, 0.85}) {
+    TrackShapes rows, columns;
+    for (TrackShapes* shapes : {&rows, &columns})
+      for (int i = 0; i < 200; i++)
+        shapes->add({{place(random), place(random), size(random), size(random)}, angle(random)},
+                    static_cast<float>(reach_scale_of(threshold)));
+    BoxIndex index;
+    index.build(columns.boxes.data(), columns.size());
+    std::set<std::pair<int, int>> found;
+    for (int k = index.collect(rows.boxes.data(), rows.size()) - 1; k >= 0; k--)
+      found.insert({index.rows()[k], index.columns()[k]});
+    int overlaps = 0;
+    for (int i = 0; i < rows.size(); i++)
+      for (int j = 0; j < columns.size(); j++) {
+        if (!(probiou(rows.rotated[i], columns.rotated[j]) > threshold)) continue;
+        overlaps++;
+        ASSERT_TRUE(found.count({i, j}));
+        ASSERT_EQ(rows.overlap(i, columns, j), probiou(rows.rotated[i], columns.rotated[j]));
+      }
+    EXPECT_GT(overlaps, 0);
   }
 }
 
@@ -251,6 +277,27 @@ TEST(Track, TracksAreBornLostFoundAndRemoved) {
   }
 }
 
+TEST(Track, ARotatedBoxIsTheSameAfterHalfATurn) {
+  const float pi = 3.14159274f;
+  for (bool xywh : {false, true}) {
+    Tracker tracker(xywh);
+    const float same[][3] = {{60, 30, 0.1f}, {30, 60, 0.1f + pi / 2}, {30, 60, 0.1f - pi / 2}, {60, 30, 0.1f + pi}};
+    for (const auto& box : same) {
+      const float row[7] = {100, 80, box[0], box[1], box[2], 0.9f, 2};
+      tracker.update({row, 1, 7, true}, kOptions, nullptr);
+      ASSERT_EQ(tracker.confirmed_count(), 1);
+      ASSERT_EQ(tracker.output_columns(), 9);
+      float out[9];
+      tracker.write(out);
+      const float wanted[9] = {100, 80, 60, 30, 0.1f, 1, 0.9f, 2, 0};
+      for (int k = 0; k < 9; k++) EXPECT_NEAR(out[k], wanted[k], 1e-5 * (1 + std::abs(wanted[k]))) << k;
+    }
+    const float odd[7] = {100, 80, 60, 30, kNaN, 0.9f, 2};
+    tracker.update({odd, 1, 7, true}, kOptions, nullptr);
+    EXPECT_EQ(tracker.confirmed_count(), 0);
+  }
+}
+
 TEST(Track, OddBoxesAreNoDetections) {
   Tracker tracker(false), plain(false);
   const float huge = 3e38f;
@@ -282,7 +329,7 @@ TEST(Track, EmptyFrames) {
 }
 
 TEST(Track, CameraMotionMovesTracks) {
-  const CameraMotion shift{{{1, 0}, {0, 1}}, {200, 0}};
+  const CameraMotion shift{{{1, 0}, {0, 1}}, {200, 0}, 1, 0};
   Tracker still(true), moved(true);
   update(still, {box(0)}), update(moved, {box(0)});
   EXPECT_TRUE(update(still, {box(200)}).empty());
@@ -293,7 +340,7 @@ TEST(Track, ContinuesFromSavedLists) {
   std::mt19937 random(11);
   std::uniform_real_distribution<float> uniform(0, 1);
   Tracker a(true), b(true);
-  const CameraMotion motion{{{0.999, -0.01}, {0.01, 1.001}}, {1, -1}};
+  const CameraMotion motion{{{0.999, -0.01}, {0.01, 1.001}}, {1, -1}, 1, 0};
   for (int t = 0; t < 60; t++) {
     Rows rows;
     for (int k = 0; k < 20; k++) {

@@ -11,7 +11,7 @@ import pytest
 
 import torch_fastdet.ultralytics as drop_in
 from tests.test_trackers import Camera
-from tests.track_scenes import motions, namespace, scene
+from tests.track_scenes import motions, namespace, rotated, scene
 
 LISTS = ("tracked_stracks", "lost_stracks", "removed_stracks", "removed_stracks_frame")
 NAMES = ("BYTETracker", "BOTSORT")
@@ -28,9 +28,9 @@ def trackers():
 
 
 def boxes(rows):
-    from ultralytics.engine.results import Boxes
+    from ultralytics.engine.results import OBB, Boxes
 
-    return Boxes(rows, (1080, 1920))
+    return (OBB if rows.shape[1] == 7 else Boxes)(rows, (1080, 1920))
 
 
 def contents(tracker):
@@ -46,7 +46,7 @@ def contents(tracker):
             track.is_activated,
         )
         seen = (int(track.idx), track.score, track.cls, track.mean.tolist(), (track.covariance + 0.0).tolist())
-        return *numbers, *seen, track.xyxy.tolist(), track.end_frame
+        return *numbers, *seen, track.xyxy.tolist(), track.end_frame, track.angle
 
     alive = [[of(track) for track in getattr(tracker, name)] for name in LISTS[:2]]
     removed = [[track.track_id for track in getattr(tracker, name)] for name in LISTS[2:]]
@@ -62,11 +62,13 @@ def original(trackers, name, frames, **options):
     return [(run(tracker, rows), contents(tracker)) for rows in frames]
 
 
+@pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_tracks_and_lists_are_the_originals(trackers, name):
+def test_tracks_and_lists_are_the_originals(trackers, name, turned):
     stock = trackers.BYTETracker.update
     for seed in range(2):
-        frames = scene(seed, 20, 60)
+        frames = scene(seed, 20, 40)
+        frames = rotated(frames) if turned else frames
         wanted = original(trackers, name, frames, track_buffer=5)
         said = drop_in.patch(track_optim=True)
         assert sum(line.startswith("track_optim:") for line in said) == 2
@@ -139,8 +141,10 @@ def test_changes_of_the_lists_count(trackers):
     assert np.array_equal(found[0], wanted[0]) and found[1] == wanted[1]
 
 
-def test_camera_motion_is_the_framework_s(trackers):
+@pytest.mark.parametrize("turned", [False, True])
+def test_camera_motion_is_the_framework_s(trackers, turned):
     frames = scene(6, 20, 40)
+    frames = rotated(frames) if turned else frames
     results = []
     for patched in (False, True):
         if patched:

@@ -46,6 +46,7 @@ struct KalmanState {
 struct CameraMotion {
   double rotation[2][2];
   double translation[2];
+  double scale, angle;  // what the rotation does to rotated boxes: their sides become longer, their angle larger
 };
 
 // The order of operations is NumPy's, so that results have its bits; compile with -ffp-contract=off.
@@ -91,11 +92,13 @@ class KalmanFilter {
     own.vv = own.vv - gain_v * back_v;
   }
 
-  // Positions and velocities turn with the image, sizes by the absolute values; positions are shifted, too.
-  static void move(KalmanState& state, const CameraMotion& motion) {
+  // Positions and velocities turn with the image; positions are shifted, too. Sizes become those of the box around the
+  // turned box, or, of a rotated box, are scaled.
+  static void move(KalmanState& state, const CameraMotion& motion, bool rotated) {
     const auto& r = motion.rotation;
-    const Lanes d = {{r[0][0], r[1][1], std::abs(r[0][0]), std::abs(r[1][1])}};
-    const Lanes o = {{r[0][1], r[1][0], std::abs(r[0][1]), std::abs(r[1][0])}};
+    auto size = [&](double value, double scale) { return rotated ? scale : std::abs(value); };
+    const Lanes d = {{r[0][0], r[1][1], size(r[0][0], motion.scale), size(r[1][1], motion.scale)}};
+    const Lanes o = {{r[0][1], r[1][0], size(r[0][1], 0), size(r[1][0], 0)}};
     state.position = d * state.position + o * swap(state.position);
     state.velocity = d * state.velocity + o * swap(state.velocity);
     state.position[0] += motion.translation[0];

@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/nms/rotated_math.h"
+
 namespace torch_fastdet::core {
 
 struct TrackBox {
@@ -20,6 +22,32 @@ inline float track_iou(const TrackBox& a, float area_a, const TrackBox& b, float
   const float inside = w * h;
   return inside / (((area_b + area_a) - inside) + 1e-7f);
 }
+
+// Upright boxes with their areas, or rotated boxes with the squares that they reach: two boxes whose squares do not
+// meet do not overlap by the threshold that a reach scale is of (reach_scale_of).
+struct TrackShapes {
+  std::vector<TrackBox> boxes;
+  std::vector<float> areas;
+  std::vector<RotatedBox<float>> rotated;
+
+  int size() const { return static_cast<int>(boxes.size()); }
+  void clear() { boxes.clear(), areas.clear(), rotated.clear(); }
+  void add(const TrackBox& box) {
+    boxes.push_back(box);
+    areas.push_back(box.area());
+  }
+  void add(const RotatedCandidate<float>& box, float reach_scale) {
+    const RotatedBox<float> placed = place_rotated(box, 0.f, reach_scale);
+    const float reach = 1.0001f * std::sqrt(placed.reach);
+    boxes.push_back({placed.x - reach, placed.y - reach, placed.x + reach, placed.y + reach});
+    rotated.push_back(placed);
+  }
+  // Of box i and another's box j.
+  float overlap(int i, const TrackShapes& other, int j) const {
+    if (rotated.empty()) return track_iou(boxes[i], areas[i], other.boxes[j], other.areas[j]);
+    return rotated_boxes_near(rotated[i], other.rotated[j]) ? probiou(rotated[i], other.rotated[j]) : 0.f;
+  }
+};
 
 // Each axis is cut into slices. For a slice, one set of bits holds the boxes that begin in it or before, another those
 // that end in it or later; four ANDs give the boxes that may meet a query. The bits are in the order of the boxes'

@@ -24,10 +24,11 @@ struct TrackOptions {
   bool fuse_score;             // the first cost is 1 - iou * score
 };
 
-// One frame: rows of x1 y1 x2 y2 ... score class.
+// One frame: rows of x1 y1 x2 y2 ... score class, or of x y width height angle ... score class.
 struct FrameDetections {
   const float* rows;
   int64_t count, columns;
+  bool rotated = false;
 };
 
 enum class TrackStatus : uint8_t { kNew = 0, kTracked = 1, kLost = 2, kRemoved = 3 };
@@ -35,10 +36,11 @@ enum class TrackStatus : uint8_t { kNew = 0, kTracked = 1, kLost = 2, kRemoved =
 struct Track {
   KalmanState state;
   TrackBox box;
-  int64_t id = 0, frame = 0, start = 0;  // frame: of the last detection; start: of the first
-  int64_t length = 0;                    // detections since it was born or found again
-  int64_t index = 0;                     // of the last detection in its frame
-  int removals = 0;                      // entries of it in the list of removed tracks
+  int64_t id = 0, frame = 0, start = 0;                     // frame: of the last detection; start: of the first
+  int64_t length = 0;                                       // detections since it was born or found again
+  int64_t index = 0;                                        // of the last detection in its frame
+  int removals = 0;                                         // entries of it in the list of removed tracks
+  double angle = std::numeric_limits<double>::quiet_NaN();  // of a rotated box, which is at least as wide as high
   float score = 0, cls = 0;
   TrackStatus status = TrackStatus::kNew;
   bool confirmed = false;
@@ -46,10 +48,9 @@ struct Track {
 
 class Tracker {
  public:
-  static constexpr int kOutputColumns = 8;  // x1 y1 x2 y2 id score class index
   // A track as a row of doubles: mean, covariance by rows, then id, frame, start, length, index, score, class, status,
-  // confirmed
-  static constexpr int kStateColumns = 8 + 64 + 9;
+  // confirmed, angle
+  static constexpr int kStateColumns = 8 + 64 + 10;
   enum List { kTrackedList, kLostList, kRemovedList };
 
   explicit Tracker(bool xywh) : filter_(xywh) {}
@@ -63,6 +64,7 @@ class Tracker {
   // no detections.
   void update(const FrameDetections& detections, const TrackOptions& options, const CameraMotion* motion) {
     options_ = options;
+    rotated_ = detections.rotated;
     frame_++;
     split(detections);
     found_.clear(), born_.clear(), missed_.clear(), removed_now_.clear(), pool_.clear(), loose_.clear();
@@ -72,7 +74,11 @@ class Tracker {
     if (motion) {
       mixed_ = true;
       for (const std::vector<int>* list : {&pool_, &loose_})
-        for (int s : *list) filter_.move(tracks_[s].state, *motion), set_box(tracks_[s]);
+        for (int s : *list) {
+          filter_.move(tracks_[s].state, *motion, rotated_);
+          tracks_[s].angle += motion->angle;  // NaN stays NaN
+          set_box(tracks_[s]);
+        }
     }
     // The unconfirmed tracks come before the low scores, which touch neither them nor the high scores: the index of the
     // high scores serves twice.
@@ -89,20 +95,20 @@ class Tracker {
     return std::count_if(tracked_.begin(), tracked_.end(), [&](int s) { return tracks_[s].confirmed; });
   }
 
-  // Rows of kOutputColumns for the confirmed tracks.
+  // Columns of an output row: x1 y1 x2 y2 (x y width height angle) id score class index.
+  int64_t output_columns() const { return rotated_ ? 9 : 8; }
+
   void write(float* out) const {
     for (int s : tracked_) {
       const Track& t = tracks_[s];
       if (!t.confirmed) continue;
-      const float row[kOutputColumns] = {t.box.x1,
-                                         t.box.y1,
-                                         t.box.x2,
-                                         t.box.y2,
-                                         static_cast<float>(t.id),
-                                         t.score,
-                                         t.cls,
-                                         static_cast<float>(t.index)};
-      out = std::copy(row, row + kOutputColumns, out);
+      if (rotated_) {
+        const RotatedCandidate<float> r = rotated_box(t);
+        for (float value : {r.box.x, r.box.y, r.box.width, r.box.height, r.angle}) *out++ = value;
+      } else {
+        for (float value : {t.box.x1, t.box.y1, t.box.x2, t.box.y2}) *out++ = value;
+      }
+      for (float value : {static_cast<float>(t.id), t.score, t.cls, static_cast<float>(t.index)}) *out++ = value;
     }
   }
 
@@ -143,13 +149,12 @@ class Tracker {
  private:
   struct Detection {
     float left, top, w, h, score, cls;
+    double angle;
     int64_t index;
   };
   struct Stage {  // the detections of one association
     std::vector<Detection> rows;
-    std::vector<TrackBox> boxes;
-    std::vector<float> areas;
-    void clear() { rows.clear(), boxes.clear(), areas.clear(); }
+    TrackShapes shapes;
     int size() const { return static_cast<int>(rows.size()); }
   };
   struct Removed {
@@ -157,47 +162,80 @@ class Tracker {
     Track track;
   };
   static constexpr size_t kRemembered = 1000;  // removed tracks
+  static constexpr double kPi = 3.14159265358979323846;
   static constexpr double kLowLimit = 0.5, kUnconfirmedLimit = 0.7;
   static constexpr float kDuplicate = 0.15f;
 
   KalmanFilter filter_;
   TrackOptions options_{};
   int64_t frame_ = 0, last_id_ = 0;
-  bool mixed_ = false;
+  bool mixed_ = false;         // a camera has moved
+  bool rotated_ = false;       // boxes of this frame
   std::vector<Track> tracks_;  // by slot
   std::vector<int> free_slots_, tracked_, lost_;
   std::deque<Removed> removed_;
   // of one frame; kept for their memory
   Stage high_, low_;
   std::vector<int> pool_, loose_, rest_, found_, born_, missed_, removed_now_;
-  std::vector<TrackBox> row_boxes_;
-  std::vector<float> row_areas_;
+  TrackShapes tracked_shapes_, lost_shapes_;
   std::vector<uint8_t> used_, drop_;
   BoxIndex index_;
   SparseAssignment assignment_;
 
   void split(const FrameDetections& d) {
-    high_.clear(), low_.clear();
+    high_.rows.clear(), low_.rows.clear();
     for (int64_t i = 0; i < d.count; i++) {
       const float *box = d.rows + i * d.columns, score = box[d.columns - 2];
       const bool high = score >= options_.high;
       if (!high && !(score > options_.low && score < options_.high)) continue;
-      const float x = (box[0] + box[2]) / 2, y = (box[1] + box[3]) / 2, w = box[2] - box[0], h = box[3] - box[1];
-      constexpr float kLargest = std::numeric_limits<float>::max();
-      if (!(w > 0 && h > 0 && w <= kLargest && h <= kLargest && std::abs(x) <= kLargest && std::abs(y) <= kLargest))
-        continue;
-      const Detection row{static_cast<float>(static_cast<double>(x) - static_cast<double>(w) / 2),
-                          static_cast<float>(static_cast<double>(y) - static_cast<double>(h) / 2),
-                          w,
-                          h,
-                          score,
-                          box[d.columns - 1],
-                          i};
-      Stage& stage = high ? high_ : low_;
-      stage.rows.push_back(row);
-      stage.boxes.push_back({row.left, row.top, row.w + row.left, row.h + row.top});
-      stage.areas.push_back(stage.boxes.back().area());
+      float x = box[0], y = box[1], w = box[2], h = box[3];
+      double angle = std::numeric_limits<double>::quiet_NaN();
+      if (rotated_)
+        angle = box[4];
+      else
+        x = (box[0] + box[2]) / 2, y = (box[1] + box[3]) / 2, w = box[2] - box[0], h = box[3] - box[1];
+      if (!(w > 0 && h > 0)) continue;
+      if (!std::isfinite(w) || !std::isfinite(h) || !std::isfinite(x) || !std::isfinite(y)) continue;
+      if (rotated_ && !std::isfinite(angle)) continue;
+      if (rotated_ && w < h) std::swap(w, h), angle += kPi / 2;
+      (high ? high_ : low_)
+          .rows.push_back({static_cast<float>(static_cast<double>(x) - static_cast<double>(w) / 2),
+                           static_cast<float>(static_cast<double>(y) - static_cast<double>(h) / 2), w, h, score,
+                           box[d.columns - 1], angle, i});
     }
+  }
+
+  // Prepares detections for associations up to a cost limit.
+  void place(Stage& stage, double limit) {
+    const float scale = rotated_ ? static_cast<float>(reach_scale_of(1 - limit)) : 0.f;
+    stage.shapes.clear();
+    for (const Detection& d : stage.rows) {
+      if (rotated_)
+        stage.shapes.add({{d.left + d.w / 2, d.top + d.h / 2, d.w, d.h}, static_cast<float>(d.angle)}, scale);
+      else
+        stage.shapes.add({d.left, d.top, d.w + d.left, d.h + d.top});
+    }
+    index_.build(stage.shapes.boxes.data(), stage.size());
+  }
+
+  // The same for tracks.
+  void place(const std::vector<int>& slots, TrackShapes& shapes, double limit) {
+    const float scale = rotated_ ? static_cast<float>(reach_scale_of(1 - limit)) : 0.f;
+    shapes.clear();
+    for (int s : slots) {
+      if (rotated_)
+        shapes.add(rotated_box(tracks_[s]), scale);
+      else
+        shapes.add(tracks_[s].box);
+    }
+  }
+
+  RotatedCandidate<float> rotated_box(const Track& t) const {
+    const Lanes& p = t.state.position;
+    const double w = filter_.xywh() ? p[2] : p[2] * p[3], h = p[3], x = p[0] - w / 2, y = p[1] - h / 2;
+    return {
+        {static_cast<float>(x + w / 2), static_cast<float>(y + h / 2), static_cast<float>(w), static_cast<float>(h)},
+        static_cast<float>(t.angle)};
   }
 
   Lanes measure(const Detection& d) const {  // in float32, then widened
@@ -223,6 +261,8 @@ class Tracker {
   void take(Track& t, const Detection& d) {
     filter_.correct(t.state, measure(d), mixed_);
     set_box(t);
+    // The box is the same after half a turn: its angle stays the nearest to what it was.
+    t.angle = d.angle - kPi * std::nearbyint((d.angle - t.angle) / kPi);
     t.length = t.status == TrackStatus::kTracked ? t.length + 1 : 0;
     t.frame = frame_, t.index = d.index, t.score = d.score, t.cls = d.cls;
     t.status = TrackStatus::kTracked, t.confirmed = true;
@@ -231,15 +271,14 @@ class Tracker {
   // Assigns detections of the stage, which index_ holds, to the tracks. Afterwards assignment_.column_of(row) tells.
   void match(const std::vector<int>& rows, const Stage& stage, double limit, bool fuse, bool skip_used) {
     const int n = static_cast<int>(rows.size()), m = stage.size();
-    row_boxes_.resize(n), row_areas_.resize(n);
-    for (int r = 0; r < n; r++) row_boxes_[r] = tracks_[rows[r]].box, row_areas_[r] = row_boxes_[r].area();
+    place(rows, tracked_shapes_, limit);
     const bool all = limit > 1;  // then even boxes that do not meet are pairs
-    const int pairs = !m ? 0 : all ? n * m : index_.collect(row_boxes_.data(), n);
+    const int pairs = !m ? 0 : all ? n * m : index_.collect(tracked_shapes_.boxes.data(), n);
     assignment_.begin(n, m, pairs);
     for (int k = 0; k < pairs; k++) {
       const int i = all ? k / m : index_.rows()[k], j = all ? k % m : index_.columns()[k];
       if (skip_used && used_[j]) continue;
-      float cost = 1.f - track_iou(row_boxes_[i], row_areas_[i], stage.boxes[j], stage.areas[j]);
+      float cost = 1.f - tracked_shapes_.overlap(i, stage.shapes, j);
       if (fuse) cost = 1.f - (1.f - cost) * stage.rows[j].score;
       assignment_.edge(i, j, static_cast<double>(cost) - limit);
     }
@@ -248,7 +287,7 @@ class Tracker {
 
   void associate_high() {
     used_.assign(high_.size(), 0), rest_.clear();
-    index_.build(high_.boxes.data(), high_.size());
+    place(high_, std::max(options_.match_limit, kUnconfirmedLimit));
     match(pool_, high_, options_.match_limit, options_.fuse_score, false);
     for (size_t r = 0; r < pool_.size(); r++) {
       const int s = pool_[r], j = assignment_.column_of(static_cast<int>(r));
@@ -298,7 +337,8 @@ class Tracker {
       const Detection& d = high_.rows[j];
       if (used_[j] || d.score < options_.new_track) continue;
       Track t;
-      t.id = ++last_id_, t.frame = t.start = frame_, t.index = d.index, t.score = d.score, t.cls = d.cls;
+      t.id = ++last_id_, t.frame = t.start = frame_, t.index = d.index, t.angle = d.angle, t.score = d.score,
+      t.cls = d.cls;
       t.status = TrackStatus::kTracked, t.confirmed = frame_ == 1;
       filter_.start(t.state, measure(d));
       set_box(t);
@@ -307,7 +347,7 @@ class Tracker {
   }
 
   void associate_low() {
-    index_.build(low_.boxes.data(), low_.size());
+    place(low_, kLowLimit);
     match(rest_, low_, kLowLimit, false, false);
     for (size_t r = 0; r < rest_.size(); r++) {
       const int s = rest_[r], j = assignment_.column_of(static_cast<int>(r));
@@ -366,16 +406,14 @@ class Tracker {
   void drop_duplicates() {
     if (tracked_.empty() || lost_.empty()) return;
     const int rows = static_cast<int>(tracked_.size()), columns = static_cast<int>(lost_.size());
-    low_.boxes.resize(columns), row_boxes_.resize(rows);
-    for (int j = 0; j < columns; j++) low_.boxes[j] = tracks_[lost_[j]].box;
-    for (int i = 0; i < rows; i++) row_boxes_[i] = tracks_[tracked_[i]].box;
-    index_.build(low_.boxes.data(), columns);
-    const int pairs = index_.collect(row_boxes_.data(), rows);
+    place(tracked_, tracked_shapes_, kDuplicate);
+    place(lost_, lost_shapes_, kDuplicate);
+    index_.build(lost_shapes_.boxes.data(), columns);
+    const int pairs = index_.collect(tracked_shapes_.boxes.data(), rows);
     drop_.assign(rows + columns, 0);
     for (int k = 0; k < pairs; k++) {
       const int i = index_.rows()[k], j = index_.columns()[k];
-      const TrackBox &a = row_boxes_[i], &b = low_.boxes[j];
-      if (!(1.f - track_iou(a, a.area(), b, b.area()) < kDuplicate)) continue;
+      if (!(1.f - tracked_shapes_.overlap(i, lost_shapes_, j) < kDuplicate)) continue;
       const Track &tracked = tracks_[tracked_[i]], &lost = tracks_[lost_[j]];
       drop_[tracked.frame - tracked.start > lost.frame - lost.start ? rows + j : i] = 1;
     }
@@ -421,10 +459,10 @@ class Tracker {
     std::copy(t.state.position.lane, t.state.position.lane + 4, out);
     std::copy(t.state.velocity.lane, t.state.velocity.lane + 4, out + 4);
     visit_covariance([&](int place, auto block, auto part, int i) { out[8 + place] = (t.state.*block.*part)[i]; });
-    const double rest[] = {double(t.id),       double(t.frame), double(t.start), double(t.length),
-                           double(t.index),    double(t.score), double(t.cls),   double(static_cast<int>(t.status)),
-                           double(t.confirmed)};
-    return std::copy(rest, rest + 9, out + 72);
+    const double rest[] = {double(t.id),        double(t.frame), double(t.start), double(t.length),
+                           double(t.index),     double(t.score), double(t.cls),   double(static_cast<int>(t.status)),
+                           double(t.confirmed), double(t.angle)};
+    return std::copy(rest, rest + 10, out + 72);
   }
 
   Track load(const double* row) {
@@ -442,6 +480,7 @@ class Tracker {
     const double* rest = row + 72;
     t.id = rest[0], t.frame = rest[1], t.start = rest[2], t.length = rest[3], t.index = rest[4];
     t.score = rest[5], t.cls = rest[6], t.status = static_cast<TrackStatus>(int(rest[7])), t.confirmed = rest[8] != 0;
+    t.angle = rest[9];
     set_box(t);
     return t;
   }

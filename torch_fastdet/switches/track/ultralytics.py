@@ -61,7 +61,7 @@ def obstacle_to(tracker: Tracker, known: type) -> Obstacle | None:
 
 def updating(active: Active, stock: Callable[..., object], known: type) -> Callable[..., object]:
     """``update`` of the class ``known`` by the core."""
-    from ultralytics.engine.results import Boxes
+    from ultralytics.engine.results import OBB, Boxes
 
     own = inspect.unwrap(stock)  # BoT-SORT inherits ByteTrack's
     xywh = known.__name__ == "BOTSORT"
@@ -83,14 +83,14 @@ def updating(active: Active, stock: Callable[..., object], known: type) -> Calla
         held = attributes[KEY]
         if held is None:
             return own(self, results, img, feats, **kwargs)
-        rows = results.data if type(results) is Boxes else None
+        rotated = type(results) is OBB
+        rows = results.data if rotated or type(results) is Boxes else None
+        moves = xywh and img is not None and self.gmc.method is not None
         if type(rows) is not np.ndarray or rows.dtype != np.float32:
-            active.tell(
-                f"{active.name}: the original update runs for {describe_rows(results)}, not Boxes of float32 in NumPy."
-            )
+            active.tell(f"{active.name}: the original update runs for {describe_rows(results)}.")
             give_back(self)
             return own(self, results, img, feats, **kwargs)
-        motion = camera_motion(self, results, img) if xywh and img is not None else None
+        motion = camera_motion(self, results, img, rotated) if moves else None
         core, args = held.core, self.args
         if held.outside or held.ids is not self._ids or core.frame != self.frame_id:
             take_over(self, held)
@@ -104,6 +104,7 @@ def updating(active: Active, stock: Callable[..., object], known: type) -> Calla
             args.match_thresh,
             bool(args.fuse_score),
             motion,
+            rotated,
         )
         for _ in range(core.last_id - born):
             next(self._ids)
@@ -118,25 +119,26 @@ def describe_rows(results: Any) -> str:
     return f"{type(results).__name__} of {getattr(data, 'dtype', type(data).__name__)}"
 
 
-def camera_motion(tracker: Tracker, results: Any, img: Any) -> NDArray[np.float64] | None:
-    """Return the (2, 3) matrix that the tracker's own code finds and applies to tracks; None if the camera stands still.
+def camera_motion(tracker: Tracker, results: Any, img: Any, rotated: bool) -> NDArray[np.float64] | None:
+    """Return what the tracker's own code finds and applies to tracks; None if the camera stands still.
 
-    Its code runs on two tracks whose velocities are the columns of the identity.
+    Its code runs on two tracks with the identity's columns as their velocities, and one as the width.
+
+    Returns:
+        (2, 4) array: rotation, translation, and the scale and angle by which rotated boxes turn.
     """
-    if tracker.gmc.method is None:
-        return None
-    high = tracker._split_detections(results)[0]
-    probes = [_Probe(np.eye(8)[4 + k], np.eye(8)) for k in range(2)]
-    tracker._pre_first_associate(probes, [], img, high)
-    motion = np.stack((probes[0].mean[4:6], probes[1].mean[4:6], probes[0].mean[:2]), 1)
-    return None if np.array_equal(motion, np.eye(2, 3)) else motion
+    probes = [_Probe(k, rotated) for k in range(2)]
+    tracker._pre_first_associate(probes, [], img, tracker._split_detections(results)[0])
+    first, second = (probe.mean for probe in probes)
+    motion = np.stack((first[4:6], second[4:6], first[:2], [first[2], probes[0].angle or 0.0]), 1)
+    return None if np.array_equal(motion[:, :3], np.eye(2, 3)) else motion
 
 
 class _Probe:
-    angle = None
-
-    def __init__(self, mean: NDArray[np.float64], covariance: NDArray[np.float64]) -> None:
-        self.mean, self.covariance = mean, covariance
+    def __init__(self, column: int, rotated: bool) -> None:
+        self.mean, self.covariance = np.zeros(8), np.eye(8)
+        self.mean[[2, 4 + column]] = 1
+        self.angle = 0.0 if rotated else None
 
 
 # The lists of tracks ---------------------------------------------------------------------------------------------------
@@ -220,6 +222,7 @@ def _tracks(tracker: Tracker, rows: NDArray[np.float64], known: dict[int, Track]
             cls=label,
             state=int(row[79]),
             is_activated=bool(row[80]),
+            angle=None if np.isnan(row[81]) else row[81],
             kalman_filter=tracker.kalman_filter,
             next_id=tracker._ids.__next__,
         )
@@ -240,7 +243,7 @@ def take_over(tracker: Tracker, held: _Held) -> None:
 
 
 def _rows(tracks: list[Any]) -> NDArray[np.float64]:
-    rows = np.empty((len(tracks), 81))
+    rows = np.empty((len(tracks), 82))
     for row, track in zip(rows, tracks):
         row[:8], row[8:72] = track.mean, track.covariance.reshape(-1)
         row[72:] = (
@@ -253,5 +256,6 @@ def _rows(tracks: list[Any]) -> NDArray[np.float64]:
             track.cls,
             track.state,
             track.is_activated,
+            np.nan if track.angle is None else track.angle,
         )
     return rows
