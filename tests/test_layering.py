@@ -93,12 +93,12 @@ def test_graphs_know_no_host(name):
     assert not [other for other in imports_of(name, everywhere=True) if other.startswith(hosts)]
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in MODULES if not {"yolov5", "ultralytics"} & set(n.split("."))]
-)
+@pytest.mark.parametrize("name", [n for n in MODULES if not {"yolov5", "ultralytics"} & set(n.split("."))])
 def test_only_the_hosts_import_third_parties(name):
     found = {other for other in imports_of(name, everywhere=True) if other.partition(".")[0] in THIRD_PARTIES}
-    assert not found, f"{name} imports {found}; only yolov5/, ultralytics/ and the files of these names import third parties"
+    assert not found, (
+        f"{name} imports {found}; only yolov5/, ultralytics/ and the files of these names import third parties"
+    )
 
 
 def test_the_page_on_architecture_names_every_part():
