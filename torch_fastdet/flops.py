@@ -1,7 +1,6 @@
 """How many operations our operators take, and their formulas in ``torch.utils.flop_counter``.
 
-``FlopCounterMode`` counts the operators of ``torch.ops.torch_fastdet`` after :func:`register`. ``import torch_fastdet`` calls it
-if ``torch.utils.flop_counter`` is already imported; otherwise call it yourself. One addition, subtraction,
+After ``import torch_fastdet.flops``, ``FlopCounterMode`` counts the operators of ``torch.ops.torch_fastdet``. One addition, subtraction,
 multiplication, division, minimum, maximum, comparison or transcendental function is one operation, a fused multiply-add two;
 selections, conversions and sign changes are none. The counts are read off csrc/core/*/*_math.h.
 
@@ -18,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from torch_fastdet._torch.private import operator_arguments
 
@@ -97,6 +97,15 @@ def loss_backward(anchors: int) -> int:
     return anchors
 
 
+def rtdetr_loss(logits: int) -> int:
+    """Varifocal entropy of each class that is not to be found; how many queries get a target no shape says."""
+    return (SIGMOID + SOFTPLUS + 5) * logits
+
+
+def rtdetr_loss_backward(logits: int) -> int:
+    return (SIGMOID + SOFTPLUS + 9) * logits
+
+
 def ema(elements: int) -> int:
     return 3 * elements
 
@@ -174,6 +183,10 @@ def _v8_class_logits(heads: Sequence[Shape], reg_max: int) -> int:
     if len(heads[0]) == 3:  # boxes and scores of all levels
         return math.prod(heads[1])
     return sum(math.prod(head) // head[1] * (head[1] - 4 * reg_max) for head in heads)
+
+
+def _rtdetr_logits(a: Any) -> int:
+    return math.prod(a.scores) + (0 if a.dn_scores is None else math.prod(a.dn_scores))
 
 
 def _v8_classes(a: Any) -> int:
@@ -257,6 +270,8 @@ FORMULAS: dict[str, Callable[..., int]] = {
         "confusion_matrix_": _matches,
         "yolov5_loss": lambda a: loss(_anchors(a.heads, a.anchors)),
         "yolov5_loss_backward": lambda a: loss_backward(math.prod(a.object_gradient)),
+        "rtdetr_loss": lambda a: rtdetr_loss(_rtdetr_logits(a)),
+        "rtdetr_loss_backward": lambda a: rtdetr_loss_backward(_rtdetr_logits(a)),
         "v8_loss": _v8_classes,
         "v8_masked_loss": _v8_classes,
         "v8_posed_loss": _v8_classes,
@@ -273,14 +288,11 @@ FORMULAS: dict[str, Callable[..., int]] = {
 
 
 def register() -> None:
-    """Adds the formulas to ``torch.utils.flop_counter``. A second call changes nothing. A formula that a user registered stays.
-
-    ``import torch_fastdet`` calls this if ``torch.utils.flop_counter`` is already imported. It does not import that module itself,
-    because that takes as long as the rest of torch_fastdet does.
-    """
-    from torch.utils.flop_counter import flop_registry, register_flop_formula
-
+    """Add the formulas to ``torch.utils.flop_counter``, as the import of this module does. A formula of the user's own stays."""
     for name, formula in FORMULAS.items():
         packet = getattr(torch.ops.torch_fastdet, name)
         if packet not in flop_registry:
             register_flop_formula(packet)(formula)
+
+
+register()

@@ -10,7 +10,8 @@ from PIL import Image
 pytest.importorskip("tabulate")
 
 from examples.demo import report
-from examples.demo.training import FASTDET, STOCK, Progress, Run, Variant, read_results
+from examples.demo.__main__ import what_it_shows
+from examples.demo.training import FASTDET, STOCK, Machine, Progress, Run, Variant, read_results
 
 SAID = [
     "bbox_iou_optim: yolov5.utils.loss.bbox_iou -> torch_fastdet.switches.bbox_iou.common.bbox_iou",
@@ -80,7 +81,7 @@ def test_runs_that_compute_differently_fail_also_in_a_quick_look(tmp_path):
 
 
 def test_run_without_a_single_iteration_fails(tmp_path, runs):
-    runs[1].progress.first_losses.clear()
+    runs[1].progress.losses.clear()
     assert [sentence.split("; ")[0] for sentence in failed(*runs)] == [
         f"train {name} loss differs by 0.00% over the first 0 iterations" for name in ("box", "obj", "cls")
     ]
@@ -129,6 +130,24 @@ def test_curves(tmp_path, runs):
     with Image.open(tmp_path / "curves.png") as image:
         assert min(image.size) > 500
         assert len(image.convert("RGB").getcolors(1 << 24)) > 50
+
+
+def test_a_quick_look_shows_what_two_epochs_can(tmp_path, monkeypatch):
+    """The losses of each iteration: no mAP and no validation of a network that has learnt nothing."""
+    quick = made_up(tmp_path, STOCK, 2), made_up(tmp_path, FASTDET, 2, said=SAID)
+    text = report.table(*quick)
+    assert "train box loss" in text and "mAP" not in text and "val box loss" not in text
+    drawn = []
+    monkeypatch.setattr(report.plt.Axes, "plot", lambda axis, x, y, **_: drawn.append((list(x), list(y))))
+    report.plot_curves(tmp_path / "curves.png", *quick)
+    assert len(drawn) == 6 and drawn[0] == (list(range(1, 11)), [0.05] * 10)
+
+
+@pytest.mark.parametrize("device, first", [("cpu", "No GPU is used here"), ("0", "What you see")])
+def test_it_says_first_what_it_shows(device, first):
+    machine = Machine(device, 128, 0, "")
+    assert what_it_shows(machine, 2).startswith(first) and "learns the same" in what_it_shows(machine, 30)
+    assert "learns" not in what_it_shows(machine, 2)
 
 
 def test_detections(tmp_path):

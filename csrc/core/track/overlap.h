@@ -96,7 +96,6 @@ class BoxIndex {
   // many.
   int collect(const TrackBox* queries, int count) {
     size_t hits = 0;
-    int pairs = 0;
     for (int i = 0; i < count; i++) {
       if (hits_.size() < hits + words_ + 2) hits_.resize(2 * (hits + words_ + 2) + count);
       const int top = y_.slice(queries[i].y1), bottom = y_.slice(queries[i].y2);
@@ -107,18 +106,17 @@ class BoxIndex {
         const uint64_t bits = begin_x[w] & end_x[w] & begin_y[w] & end_y[w];
         hits_[hits] = {bits, i, w * 64};
         hits += bits != 0;
-        pairs += __builtin_popcountll(bits);
       }
     }
-    if (static_cast<int>(rows_.size()) < pairs) rows_.resize(2 * pairs), columns_.resize(2 * pairs);
     int k = 0;
     for (size_t h = 0; h < hits; h++) {
+      if (rows_.size() < static_cast<size_t>(k) + 64) rows_.resize(2 * k + 64), columns_.resize(2 * k + 64);
       for (uint64_t bits = hits_[h].bits; bits; bits &= bits - 1) {
         rows_[k] = hits_[h].row;
         columns_[k++] = order_[hits_[h].base + __builtin_ctzll(bits)];
       }
     }
-    return pairs;
+    return k;
   }
   const int* rows() const { return rows_.data(); }
   const int* columns() const { return columns_.data(); }
