@@ -237,7 +237,6 @@ class Held:
 COMMANDS = [
     (r"python -m torch_fastdet", Run("torch_fastdet ")),
     (r"python -m torch_fastdet benchmark.*", Held("tests/ultralytics/test_benchmark.py", "def test_on_a_cpu")),
-    (r"python -m torch_fastdet\.crossover", Held("tests/test_crossover.py", "def test_the_table_of_a_machine")),
     (r"python -m benchmarks\.report", Run("", more=" --check")),
     (r"python -m benchmarks\b.*", Options()),
     (r"python3 -m tools\.gpu_report .*", Options()),
