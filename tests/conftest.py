@@ -9,7 +9,11 @@ import setuptools  # noqa: F401  before distutils, which YOLOv5's packages impor
 import torch
 
 import torch_fastdet
+from tests import traces
 from torch_fastdet import _say
+
+# Where they are not set, importing Ultralytics asks the network.
+os.environ |= {"YOLO_OFFLINE": "true", "ULTRALYTICS_SKIP_REQUIREMENTS_CHECKS": "true"}
 
 
 def spread_over_gpus() -> None:
@@ -109,6 +113,32 @@ def pytest_collection_modifyitems(config, items):
     return result
 
 
+# Tests of what replaces names of a framework.
+TRACES = pytest.StashKey[traces.Traces]()
+IN_FRAMEWORKS = re.compile(r"tests/((hosts|ultralytics|yolov5)/|test_(limits|stock_kinds)\.py)")
+
+
+def pytest_collection_finish(session):
+    if session.items:
+        traces.note_fakes()
+        if any(IN_FRAMEWORKS.match(item.nodeid) for item in session.items):
+            traces.import_everything()
+        session.stash[TRACES] = traces.Traces()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item, nextitem):
+    result = yield
+    if changed := item.session.stash[TRACES].look():
+        pytest.fail(f"the test left a trace, not as before: {', '.join(changed)}", pytrace=False)
+    return result
+
+
+def pytest_fixture_setup(fixturedef, request):
+    if fixturedef.scope != "function":  # whichever test is the first to ask for it
+        traces.seed()
+
+
 @pytest.fixture(params=["cpu", "cuda"])
 def device(request) -> torch.device:
     """The test runs once on the CPU and once on the GPU, where there is one."""
@@ -134,7 +164,7 @@ def same_convolutions():
 
 @pytest.fixture(autouse=True)
 def _seed():
-    torch.manual_seed(0)
+    traces.seed()
 
 
 @pytest.fixture(autouse=True)

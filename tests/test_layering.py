@@ -99,15 +99,3 @@ def test_graphs_know_no_host(name):
 def test_only_the_hosts_import_third_parties(name):
     found = {other for other in imports_of(name, everywhere=True) if other.partition(".")[0] in THIRD_PARTIES}
     assert not found, f"{name} imports {found}; third parties are named in yolov5/ and ultralytics/ alone"
-
-
-def test_the_page_on_architecture_names_every_part():
-    """Each file or folder of the package that a user imports, and each file of graphs and optim."""
-    page = (ROOT / "docs/architecture.md").read_text()
-    parts = [path for path in PACKAGE.iterdir() if not path.name.startswith("_") and path.suffix in ("", ".py")]
-    parts = [path for path in parts if path.suffix or (path / "__init__.py").exists()]
-    parts += [
-        path for folder in ("graphs", "optim") for path in (PACKAGE / folder).glob("*.py") if path.stem != "__init__"
-    ]
-    missing = [path.name for path in parts if not re.search(rf"\b{path.name}\b", page)]
-    assert not missing, f"docs/architecture.md names no {missing}"

@@ -1,0 +1,158 @@
+"""What a test may leave behind for the next one: nothing.
+
+A module that is imported while a test has faked a name of another one keeps the fake. So :func:`import_everything` imports the modules
+of both frameworks that switches touch, and all of torch_fastdet's, before the first test; :class:`Traces` fails a test that leaves a
+framework's attribute replaced, a fake in a module, or a setting of the process changed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+import pkgutil
+import random
+import sys
+import warnings
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import torch_fastdet
+
+PACKAGES = ("torch_fastdet", "yolov5", "ultralytics", "utils", "models")
+#: Modules of others, in which switches and tests replace names.
+OTHERS = ("torch", "torch.amp", "torch.cuda", "torch.nn.functional", "torch.optim", "torch.utils.data", "numpy", "cv2")
+CLASSES = (torch.Tensor, torch.nn.Module, torch.nn.Conv2d, torch.nn.BatchNorm2d, torch.nn.SiLU, torch.nn.Upsample)
+#: Functions and classes that tests have put somewhere with monkeypatch, by id, since the last look.
+fakes: dict[int, object] = {}
+
+
+def import_everything() -> None:
+    for module in pkgutil.walk_packages(torch_fastdet.__path__, "torch_fastdet."):
+        if not module.name.endswith(("__main__", ".onnx")):
+            importlib.import_module(module.name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for framework in ("yolov5", "ultralytics"):
+            if importlib.util.find_spec(framework) is None:
+                continue
+            host = importlib.import_module(f"torch_fastdet.{framework}.host").HOST
+            for switch in host.switches.values():
+                host.import_modules(switch.modules)
+
+
+def note_fakes() -> None:
+    """Let :data:`fakes` know of what every MonkeyPatch, of the fixture and of contexts, sets."""
+    plain = pytest.MonkeyPatch.setattr
+
+    def setattr(self, target: Any, name: Any, *value: Any, **options: Any) -> None:
+        fake = value[0] if value else options.get("value", name)
+        if callable(fake):
+            fakes[id(fake)] = fake
+        plain(self, target, name, *value, **options)
+
+    pytest.MonkeyPatch.setattr = setattr  # type: ignore[method-assign]
+
+
+def seed() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+def settings() -> dict[str, object]:
+    """Of the process, of Python and of PyTorch."""
+    cudnn = torch.backends.cudnn
+    found: dict[str, object] = {
+        f"os.environ[{name!r}]": value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"
+    }
+    for name in ("", "torch_fastdet", "ultralytics", "yolov5"):
+        logger = logging.getLogger(name)
+        found[f"logger {name!r}"] = logger.level, logger.propagate, logger.disabled, list(logger.filters)
+    return found | {
+        "the current directory": os.getcwd(),
+        "sys.argv": list(sys.argv),
+        "sys.path": list(sys.path),
+        "sys.meta_path": list(sys.meta_path),
+        "the default dtype": torch.get_default_dtype(),
+        "the default device": torch.get_default_device(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "threads of torch": torch.get_num_threads(),
+        "gradients": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+        "autocast": tuple(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")),
+        "float32 matrix products": torch.get_float32_matmul_precision(),
+        "cudnn": (cudnn.enabled, cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32),
+        "print options of torch": vars(torch._tensor_str.PRINT_OPTS).copy(),
+        "print options of numpy": np.get_printoptions(),
+    }
+
+
+def watched() -> Iterator[tuple[str, Any]]:
+    for name, module in list(sys.modules.items()):
+        if type(module) is ModuleType and (name.partition(".")[0] in PACKAGES or name in OTHERS):
+            yield name, module
+            for value in list(vars(module).values()):
+                if isinstance(value, type) and vars(value).get("__module__") == name:
+                    yield f"{name}.{value.__qualname__}", value
+    for each in CLASSES:
+        yield f"torch {each.__name__}", each
+
+
+def is_code(value: object) -> bool:
+    return callable(value) or isinstance(value, (ModuleType, property, staticmethod, classmethod))
+
+
+def is_ours(value: object) -> bool:
+    return is_code(value) and str(getattr(value, "__module__", "")).startswith(("torch_fastdet.", "tests."))
+
+
+MISSING = object()
+
+
+def replaced(name: str, before: dict[str, object], now: dict[str, object]) -> Iterator[str]:
+    """The functions, classes and modules that are not what they were, and ours that were not there; caches and counts may change."""
+    for attribute in before.keys() | now.keys():
+        old, new = before.get(attribute, MISSING), now.get(attribute, MISSING)
+        if old is new or attribute.startswith("__"):
+            continue
+        if is_code(old) if old is not MISSING else is_ours(new) and not name.startswith("torch_fastdet"):
+            yield f"{name}.{attribute}"
+
+
+class Traces:
+    """What the process was like; :meth:`look` says what has changed since the last look."""
+
+    def __init__(self) -> None:
+        self._modules = set(sys.modules)
+        self._settings = settings()
+        self._attributes = {id(owner): (owner, dict(vars(owner))) for _, owner in watched()}
+
+    def look(self) -> list[str]:
+        changed = []
+        now = settings()
+        changed += [
+            name for name in sorted(self._settings.keys() | now.keys()) if self._settings.get(name) != now.get(name)
+        ]
+        attributes = {}
+        for name, owner in watched():
+            attributes[id(owner)] = owner, dict(vars(owner))
+            if id(owner) in self._attributes:
+                changed += replaced(name, self._attributes[id(owner)][1], attributes[id(owner)][1])
+        for name in set(sys.modules) - self._modules:
+            module = sys.modules[name]
+            if type(module) is ModuleType and name.partition(".")[0] in PACKAGES:
+                held = [key for key, value in list(vars(module).items()) if id(value) in fakes]
+                changed += [f"{name}.{key} (imported while a test had faked it)" for key in held]
+        for framework in ("yolov5", "ultralytics"):
+            host = getattr(sys.modules.get(f"torch_fastdet.{framework}.host"), "HOST", None)
+            if host is not None and (host.on or host.requests or host.patches.replacements):
+                changed.append(f"torch_fastdet.{framework} is switched on")
+        fakes.clear()
+        self._modules, self._settings, self._attributes = set(sys.modules), now, attributes
+        return changed
