@@ -15,7 +15,7 @@ from torch import nn
 
 from benchmarks import harness, work
 from torch_fastdet import ops
-from torch_fastdet.layers import stem
+from torch_fastdet.nn import stem
 
 FORMATS = {"NHWC": torch.channels_last, "NCHW": torch.contiguous_format}
 GPU_SHAPES = [

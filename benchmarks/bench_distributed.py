@@ -100,7 +100,7 @@ def stock_ddp(size: str, batch: int) -> Callable[[], Any]:
 
 
 def exchange(size: str) -> tuple[Callable[[], Any], int]:
-    from torch_fastdet.graphs.distributed import Ranks
+    from torch_fastdet.graphs.ranks import Ranks
 
     model = make_model(size, True)
     group = torch.distributed.group.WORLD

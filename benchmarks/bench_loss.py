@@ -16,7 +16,7 @@ from torch import nn
 from benchmarks import stock, work
 from benchmarks.harness import Report, run
 from benchmarks.work import ANCHORS, STRIDES
-from torch_fastdet.yolov5.loss import ComputeLoss, SegmentationLoss
+from torch_fastdet.switches.loss.yolov5 import ComputeLoss, SegmentationLoss
 
 HYP = {
     "box": 0.05,

@@ -58,8 +58,8 @@ def measure_average_precision(report: Report, repetitions: int, count: int = 1_5
     """``ap_per_class`` of as many detections as COCO's 5,000 pictures can have, random ones, on the host."""
     from yolov5.utils.metrics import ap_per_class
 
-    from torch_fastdet.hosts.shared.average_precision import from_one_sort
-    from torch_fastdet.yolov5.validation import plotted
+    from torch_fastdet.switches.val.average_precision import from_one_sort
+    from torch_fastdet.switches.val.yolov5 import plotted
 
     generator = np.random.default_rng(0)
     conf = generator.beta(0.3, 6, count).astype(np.float32)

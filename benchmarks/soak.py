@@ -40,7 +40,7 @@ import torch
 from benchmarks.harness import WORK
 from examples.demo.dataset import Recipe, make
 from examples.yolov5_env import environment
-from torch_fastdet.resume import files
+from torch_fastdet.switches.resume_exact import files
 
 ERRORS, SHARE = 3.0, 0.01  # what counts as growth
 LEFT_OUT = 3  # epochs that warm up: captures, caches, the first validation

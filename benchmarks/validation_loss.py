@@ -29,7 +29,7 @@ EPOCHS, BATCH = 20, 16  # of training_truth's trainings
 
 def criteria(model: Any) -> tuple[Any, Any]:
     """Ours and stock's for this model, of which stock's is on Ultralytics' code alone."""
-    from torch_fastdet.ultralytics import loss
+    from torch_fastdet.switches.loss import ultralytics as loss
 
     kind = loss.E2ELoss if hasattr(model.model[-1], "one2one_cv2") else loss.v8DetectionLoss
     ours = kind(model)
@@ -47,7 +47,7 @@ def criteria(model: Any) -> tuple[Any, Any]:
 def oracle(criterion: Any, preds: Any, batch: dict[str, Any]) -> tuple[float, float]:
     """The class loss in float64, from the definition, and the sum of target scores."""
     from tests.references.v8_loss import v8_loss
-    from torch_fastdet.ultralytics.loss import packed_targets
+    from torch_fastdet.switches.loss.ultralytics import packed_targets
 
     branch = getattr(criterion, "one2one", criterion)
     preds = branch.parse_output(preds)

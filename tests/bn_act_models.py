@@ -7,9 +7,9 @@ import io
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_fastdet.graphs._casts import weights_cast_once
-from torch_fastdet.hosts.engine import switch
-from torch_fastdet.layers import bn_act, stem
+from torch_fastdet.nn import bn_act, stem
+from torch_fastdet.patching import switch
+from torch_fastdet.rewrites.casts import weights_cast_once
 
 
 class Operators(TorchDispatchMode):

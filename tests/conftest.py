@@ -115,7 +115,7 @@ def pytest_collection_modifyitems(config, items):
 
 # Tests of what replaces names of a framework.
 TRACES = pytest.StashKey[traces.Traces]()
-IN_FRAMEWORKS = re.compile(r"tests/((hosts|ultralytics|yolov5)/|test_(limits|stock_kinds)\.py)")
+IN_FRAMEWORKS = re.compile(r"tests/((patching|ultralytics|yolov5)/|test_(limits|stock_kinds)\.py)")
 
 
 def pytest_collection_finish(session):

@@ -1,4 +1,4 @@
-"""torch_fastdet.layers.bn_act on a Conv and a Bottleneck of our own, shaped as those of YOLOv5 and Ultralytics: what is fused, and what
+"""torch_fastdet.nn.bn_act on a Conv and a Bottleneck of our own, shaped as those of YOLOv5 and Ultralytics: what is fused, and what
 stays stock's."""
 
 import copy
@@ -10,12 +10,8 @@ from torch import nn
 
 from tests.bn_act_models import Operators
 from torch_fastdet.graphs import GraphedModule
-from torch_fastdet.graphs._casts import weights_cast_once
-from torch_fastdet.hosts.shared.bn_act import BOTTLENECK, CONV
-from torch_fastdet.hosts.shared.bn_act import C2F as C2F_FORMULA
-from torch_fastdet.hosts.shared.bn_act import C3 as C3_FORMULA
-from torch_fastdet.layers import bn_act
-from torch_fastdet.layers.bn_act import (
+from torch_fastdet.nn import bn_act
+from torch_fastdet.nn.bn_act import (
     bottleneck_forward,
     c2f_forward,
     c3_forward,
@@ -23,7 +19,11 @@ from torch_fastdet.layers.bn_act import (
     conv_forward,
     sppf_forward,
 )
-from torch_fastdet.layers.joint import JOINED
+from torch_fastdet.nn.joint import JOINED
+from torch_fastdet.rewrites.casts import weights_cast_once
+from torch_fastdet.switches.bn_act.common import BOTTLENECK, CONV
+from torch_fastdet.switches.bn_act.common import C2F as C2F_FORMULA
+from torch_fastdet.switches.bn_act.common import C3 as C3_FORMULA
 
 
 class Conv(nn.Module):

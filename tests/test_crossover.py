@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from torch_fastdet.detections import crossover, suppression
+from torch_fastdet import crossover, suppression
 
 
 @pytest.fixture

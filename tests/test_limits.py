@@ -16,7 +16,7 @@ from tests.ops.test_v8_loss import SIZES, STRIDES, flat, make_joined, make_targe
 from tests.optim.samples import Loop
 from torch_fastdet import ops, optim, ultralytics
 from torch_fastdet.ema import ModelEMA
-from torch_fastdet.hosts.engine import switch
+from torch_fastdet.patching import switch
 
 
 def limited():

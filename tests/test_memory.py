@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from torch_fastdet import memory
-from torch_fastdet.graphs._pool import GraphPool
-from torch_fastdet.loader.memory import PictureMemory
+from torch_fastdet.graphs.pool import GraphPool
+from torch_fastdet.images.memory import PictureMemory
 from torch_fastdet.memory import CAPTURE, GPU_BUDGET, HOST_BUDGET, UPLOAD, Owner, machine_memory, parse_size, with_room
 
 needs_memfd = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd_create")

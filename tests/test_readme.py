@@ -301,7 +301,7 @@ print(json.dumps(vars(parse_opt()), default=str))
 # who have a GPU (tests/yolov5/test_graph_switches.py says what others are told).
 LAUNCH = """
 import json, os, sys
-from torch_fastdet.hosts.engine import switch
+from torch_fastdet.patching import switch
 from torch_fastdet.yolov5 import launcher
 switch.missing_gpu = lambda: None
 for i, arguments in enumerate(json.loads(sys.argv[1])):

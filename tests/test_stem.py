@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from torch_fastdet.layers import stem
+from torch_fastdet.nn import stem
 from torch_fastdet.ops import stem_conv2d
 
 KERNELS = [(6, 2), (3, 1)]

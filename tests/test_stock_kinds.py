@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from tests.conftest import with_trapz
-from torch_fastdet.graphs._loss_items import LossItems
-from torch_fastdet.hosts.engine import switch as engine_switch
+from torch_fastdet.graphs.loss_items import LossItems
+from torch_fastdet.patching import switch as engine_switch
 
 ROOT = Path(__file__).parents[1]
 # YOLOv5 writes through expanded boxes, and calls what newer numpys deprecate.
@@ -426,7 +426,7 @@ class V8(nn.Module):
 
 
 def v8_batch(kind: Kind) -> tuple[dict[str, Any], dict[str, Any]]:
-    from torch_fastdet.ultralytics.loss_trials import trial
+    from torch_fastdet.switches.loss.trial import trial
 
     preds, batch = trial(16)
     preds = {

@@ -28,8 +28,8 @@ from typing import Any
 
 from examples import yolov5_env
 from tools import check_versions
-from torch_fastdet.hosts import evidence
-from torch_fastdet.ultralytics import training
+from torch_fastdet.patching import evidence
+from torch_fastdet.switches.cuda_graph import ultralytics as training
 
 ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / "build/canary/site"

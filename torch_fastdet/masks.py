@@ -1,6 +1,162 @@
-"""Masks of detections under both hosts' signatures. They are in :mod:`torch_fastdet.detections.masks`."""
+"""Masks of detections, and their crop, under the stock signatures of YOLOv5 and Ultralytics: the same pixels, without float masks at full size.
 
-from torch_fastdet.detections import masks
-from torch_fastdet.detections.masks import *  # noqa: F403
+The functions ``*_process_mask*`` take, and raise RuntimeError for a wrong shape, dtype or device of:
 
-__all__ = masks.__all__
+- protos: (channels, height, width), the prototypes of one picture.
+- masks_in: (n, channels), coefficients of its detections.
+- bboxes: (n, 4), x1, y1, x2, y2.
+- shape: height and width of the picture in whose pixels boxes are: the network's input, or for ``*_native`` the original picture.
+
+They return masks (n, height, width) of 0 and 1: uint8 for Ultralytics, float32 for YOLOv5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torch_fastdet.ops.letterbox import letterbox, place
+from torch_fastdet.ops.masks import crop_mask, crop_mask_, instance_masks
+
+__all__ = [
+    "ultralytics_crop_mask",
+    "ultralytics_process_mask",
+    "ultralytics_process_mask_native",
+    "yolov5_crop_mask",
+    "yolov5_process_mask",
+    "yolov5_process_mask_native",
+    "yolov5_process_mask_upsample",
+]
+
+
+def _sides(shape: Sequence[int] | Tensor) -> tuple[int, int]:
+    height, width = shape
+    return int(height), int(width)
+
+
+def _inputs(protos: Tensor, masks_in: Tensor, bboxes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """All three on the prototypes' device and as floats, which is what stock's arithmetic makes of them."""
+    protos, coefficients, boxes = (
+        tensor.to(protos.device, tensor.dtype if tensor.is_floating_point() else torch.float32)
+        for tensor in (protos, masks_in, bboxes)
+    )
+    if boxes.dim() == 2 and len(boxes) == 1:  # stock crops all masks to a single box
+        boxes = boxes.expand(len(coefficients), -1)
+    return protos, coefficients, boxes if len(coefficients) else boxes[:0]
+
+
+def _one_box_each(masks: Tensor, boxes: Tensor) -> Tensor:
+    return boxes.expand(len(masks), -1) if len(boxes) == 1 else boxes
+
+
+def ultralytics_crop_mask(masks: Tensor, boxes: Tensor) -> Tensor:
+    """``ultralytics.utils.ops.crop_mask``: sets what lies outside of the boxes to zero, in place, with a gradient to the masks.
+
+    Args:
+        masks: (n, height, width), of a floating dtype, bool, uint8, int8, int16, int32 or int64; written.
+        boxes: (n, 4) or (1, 4), x1, y1, x2, y2 in the masks' pixels.
+
+    Returns:
+        ``masks``.
+
+    Raises:
+        RuntimeError: a wrong shape, dtype or layout, or a leaf that requires grad.
+    """
+    crop_mask_(masks, _one_box_each(masks, boxes.to(masks.device)))
+    return masks
+
+
+def yolov5_crop_mask(masks: Tensor, boxes: Tensor) -> Tensor:
+    """YOLOv5's ``utils.segment.general.crop_mask``: masks that are zero outside of their boxes, with a gradient to the masks.
+
+    Args:
+        masks: (n, height, width), of a floating dtype, bool, uint8, int8, int16, int32 or int64.
+        boxes: (n, 4) or (1, 4), x1, y1, x2, y2 in the masks' pixels.
+
+    Returns:
+        (n, height, width), a new tensor of the same dtype.
+
+    Raises:
+        RuntimeError: a wrong shape, dtype, layout or device.
+    """
+    boxes = _one_box_each(masks, boxes)
+    if masks.is_contiguous():
+        return crop_mask(masks, boxes)
+    cropped = masks.clone()  # in the masks' memory format, as stock's product
+    crop_mask_(cropped, boxes)
+    return cropped
+
+
+def ultralytics_process_mask(
+    protos: Tensor, masks_in: Tensor, bboxes: Tensor, shape: Sequence[int], upsample: bool = False
+) -> Tensor:
+    """``ultralytics.utils.ops.process_mask``: masks of ``shape`` with ``upsample``, otherwise of the prototypes' size."""
+    protos, coefficients, boxes = _inputs(protos, masks_in, bboxes)
+    size = _sides(shape if upsample else shape[:2])  # stock takes a picture's shape, too, where it does not resample
+    if upsample:
+        return instance_masks(protos, coefficients, boxes, list(size))
+    height, width = protos.shape[1:]
+    scale = [width / size[1], height / size[0]]
+    return instance_masks(protos, coefficients, boxes, [height, width], box_scale=scale)
+
+
+def ultralytics_process_mask_native(protos: Tensor, masks_in: Tensor, bboxes: Tensor, shape: Sequence[int]) -> Tensor:
+    """``ultralytics.utils.ops.process_mask_native``: masks in the pixels of the original picture."""
+    protos, coefficients, boxes = _inputs(protos, masks_in, bboxes)
+    size = _sides(shape)
+    factor, window = _letterbox_window((int(protos.shape[1]), int(protos.shape[2])), size)
+    return instance_masks(protos, coefficients, boxes, list(size), window, factor)
+
+
+def _letterbox_window(protos: tuple[int, int], size: tuple[int, int]) -> tuple[int, list[int]]:
+    """How Ultralytics cuts a letterbox's border off: the factor that prototypes are enlarged by, and the window."""
+
+    # The network's input is four times as large as the prototypes. These are enlarged until half of the border, which lies on
+    # either side, is a whole number of their pixels; four times at most.
+    network = [4 * protos[0], 4 * protos[1]]
+    inner = place(list(size), network)
+    borders = network[0] - inner.height, network[1] - inner.width
+    factor = next((factor for factor in (1, 2) if all(border * factor % 8 == 0 for border in borders)), 4)
+    height, width = factor * protos[0], factor * protos[1]
+    inner = place(list(size), [height, width])
+    return factor, [inner.top, inner.left, min(inner.top + inner.height, height), min(inner.left + inner.width, width)]
+
+
+def yolov5_process_mask(
+    protos: Tensor, masks_in: Tensor, bboxes: Tensor, shape: Sequence[int], upsample: bool = False
+) -> Tensor:
+    """YOLOv5's ``utils.segment.general.process_mask``: prototypes are cropped, then resampled.
+
+    Masks are of ``shape`` with ``upsample``, otherwise of the prototypes' size.
+    """
+    protos, coefficients, boxes = _inputs(protos, masks_in, bboxes)
+    size = _sides(shape)
+    height, width = protos.shape[1:]
+    return instance_masks(
+        protos,
+        coefficients,
+        boxes,
+        list(size) if upsample else [height, width],
+        box_scale=[width / size[1], height / size[0]],
+        sigmoid=True,
+        crop_first=True,
+        dtype=torch.float32,
+    )
+
+
+def yolov5_process_mask_upsample(protos: Tensor, masks_in: Tensor, bboxes: Tensor, shape: Sequence[int]) -> Tensor:
+    """YOLOv5's ``utils.segment.general.process_mask_upsample``: prototypes are resampled to ``shape``, then cropped."""
+    protos, coefficients, boxes = _inputs(protos, masks_in, bboxes)
+    return instance_masks(protos, coefficients, boxes, list(_sides(shape)), sigmoid=True, dtype=torch.float32)
+
+
+def yolov5_process_mask_native(protos: Tensor, masks_in: Tensor, bboxes: Tensor, shape: Sequence[int]) -> Tensor:
+    """YOLOv5's ``utils.segment.general.process_mask_native``: masks in the pixels of the original picture."""
+    protos, coefficients, boxes = _inputs(protos, masks_in, bboxes)
+    size = _sides(shape)
+    height, width = protos.shape[1:]
+    _, _, left, top, _, _ = letterbox([height, width], list(size))
+    window = [int(top), int(left), int(height - top), int(width - left)]
+    return instance_masks(protos, coefficients, boxes, list(size), window, sigmoid=True, dtype=torch.float32)

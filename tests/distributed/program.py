@@ -32,9 +32,9 @@ from tests.graphs import fake_gpu
 from tests.graphs.samples import Detector, Net, groups_of, loss_of, some_batches
 from torch_fastdet.ema import ModelEMA
 from torch_fastdet.graphs import GraphedModule, TrainStep
-from torch_fastdet.hosts.shared.ddp import GraphedDDP
 from torch_fastdet.optim import SGD, FusedStep
-from torch_fastdet.yolov5.loss import ComputeLoss
+from torch_fastdet.switches.cuda_graph.ddp import GraphedDDP
+from torch_fastdet.switches.loss.yolov5 import ComputeLoss
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 KEPT = []  # graphs that live when the process group is destroyed
@@ -374,7 +374,7 @@ def evaluate(wrapped, batch):
 
 def switched(host, plain, batches, value_of, options, steps):
     """A model under DistributedDataParallel, stock and with the switch cuda_graph, and stock again after unpatch()."""
-    from torch_fastdet.hosts.engine import switch
+    from torch_fastdet.patching import switch
 
     def passes(wrapped, optimizer, some):
         seen = []
@@ -455,7 +455,7 @@ def what_the_switch_leaves_to_stock():
     from yolov5.models import yolo
 
     import torch_fastdet.yolov5 as host
-    from torch_fastdet.hosts.engine import switch
+    from torch_fastdet.patching import switch
 
     torch.manual_seed(0)
     model = yolo.DetectionModel(str(Path(yolo.__file__).parent / "yolov5n.yaml"), ch=3, nc=4)

@@ -38,10 +38,9 @@ from examples.command_line import Unusable
 from examples.pictures import PictureDetector
 from examples.triton import server
 from tests.fuzz import parser, problems
-from torch_fastdet import golden
-from torch_fastdet.detections import crossover
-from torch_fastdet.resume import files as resume
-from torch_fastdet.resume import training
+from torch_fastdet import crossover, golden
+from torch_fastdet.switches.resume_exact import files as resume
+from torch_fastdet.switches.resume_exact import state as training
 
 ROOM = 512 << 20  # bytes that a case may take beside what the process holds
 NUMBERS = (b"-1", b"0", b"7", b"65536", b"2147483648", b"9223372036854775807", b"9" * 40, b"1e999", b"NaN", b"1.5")

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from torch_fastdet._torch import graph as _graph
 from torch_fastdet._torch import private
-from torch_fastdet.graphs import _capture
+from torch_fastdet.graphs import capture as _capture
 from torch_fastdet.optim import FusedStep
 
 FACTORIES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}

@@ -9,7 +9,7 @@ from tests.graphs.fake_gpu import GPU
 from torch_fastdet.ema import ModelEMA
 from torch_fastdet.graphs import TrainStep
 from torch_fastdet.optim import SGD, FusedStep
-from torch_fastdet.yolov5.loss import ComputeLoss
+from torch_fastdet.switches.loss.yolov5 import ComputeLoss
 
 
 class Net(nn.Module):

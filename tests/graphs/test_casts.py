@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from torch_fastdet.graphs import _casts
-from torch_fastdet.graphs._casts import weights_cast_once
-from torch_fastdet.layers import stem
-from torch_fastdet.layers.bn_act import is_used
+from torch_fastdet.nn import stem
+from torch_fastdet.nn.bn_act import is_used
+from torch_fastdet.rewrites import casts as _casts
+from torch_fastdet.rewrites.casts import weights_cast_once
 
 
 class Net(nn.Module):

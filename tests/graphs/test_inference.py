@@ -12,7 +12,8 @@ from torch import nn
 from tests.forks import exit_status, fork
 from tests.graphs.fake_gpu import GPU
 from tests.graphs.samples import HostSync
-from torch_fastdet.graphs import InferenceGraphs, _capture
+from torch_fastdet.graphs import InferenceGraphs
+from torch_fastdet.graphs import capture as _capture
 
 
 class Head(nn.Module):

@@ -19,7 +19,8 @@ from tests.graphs import fake_gpu
 from tests.graphs.fake_gpu import GPU
 from tests.graphs.samples import HostSync, Net, images, loss_of, same_gradients, same_state, three_passes, train
 from torch_fastdet import memory
-from torch_fastdet.graphs import CaptureError, GraphedModule, _capture, capture_into, why_not
+from torch_fastdet.graphs import CaptureError, GraphedModule, capture_into, why_not
+from torch_fastdet.graphs import capture as _capture
 
 
 def twins(model=None, **options):

@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.graphs.fake_gpu import GPU
 from torch_fastdet import memory
-from torch_fastdet.graphs._rows import RowGraphs, _eager, _filled_up
+from torch_fastdet.graphs.rows import RowGraphs, _eager, _filled_up
 
 
 class Flow(nn.Module):

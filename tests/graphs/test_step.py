@@ -28,11 +28,12 @@ from tests.graphs.samples import (
 from torch_fastdet import optim
 from torch_fastdet._torch.private import module_has_hooks
 from torch_fastdet.ema import ModelEMA
-from torch_fastdet.graphs import CaptureError, GraphedModule, GraphLoss, TrainStep, _capture
-from torch_fastdet.graphs._baked import StepWatch
-from torch_fastdet.graphs._loss import Offer
+from torch_fastdet.graphs import CaptureError, GraphedModule, GraphLoss, TrainStep
+from torch_fastdet.graphs import capture as _capture
+from torch_fastdet.graphs.baked import StepWatch
+from torch_fastdet.graphs.loss import Offer
 from torch_fastdet.optim import SGD, FusedStep
-from torch_fastdet.yolov5.loss import ComputeLoss, SegmentationLoss
+from torch_fastdet.switches.loss.yolov5 import ComputeLoss, SegmentationLoss
 
 
 @pytest.mark.parametrize("channels_last", [False, True])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.forks import exit_status, fork
-from torch_fastdet.resume import files
+from torch_fastdet.switches.resume_exact import files
 
 
 def save(path, number):

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from torch_fastdet.resume import files
-from torch_fastdet.resume.loading import CPU, Position
-from torch_fastdet.resume.training import random_states, set_random_states
+from torch_fastdet.switches.resume_exact import files
+from torch_fastdet.switches.resume_exact.position import CPU, Position
+from torch_fastdet.switches.resume_exact.state import random_states, set_random_states
 
 
 class Draws(Dataset):

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from torch_fastdet.resume import files, frames, training
+from torch_fastdet.switches.resume_exact import files, frames
+from torch_fastdet.switches.resume_exact import state as training
 
 
 def made(seed):

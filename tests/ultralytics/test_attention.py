@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from torch_fastdet.ultralytics.attention import _softmax, attention_in_rows
+from torch_fastdet.rewrites.attention import _softmax, attention_in_rows
 
 block = pytest.importorskip("ultralytics.nn.modules.block", exc_type=ImportError)
 

@@ -11,10 +11,10 @@ import torch
 from tests.conftest import cuda_missing
 from tests.graphs import fake_gpu
 from torch_fastdet import memory
-from torch_fastdet.hosts.engine import switch
-from torch_fastdet.hosts.evidence import installed_version, release
+from torch_fastdet.patching import switch
+from torch_fastdet.patching.evidence import installed_version, release
+from torch_fastdet.switches.cuda_graph.ultralytics import IN_STOCK, begin_again
 from torch_fastdet.ultralytics import patch, unpatch
-from torch_fastdet.ultralytics.training import IN_STOCK, begin_again
 
 CASES = ("plain", "val_and_save", "multi_scale", "freeze", "freeze_later", "out_of_memory", "resume", "yolo26n")
 #: Rebuilds in the middle: by the trainer, and by a user's callback.
@@ -257,8 +257,8 @@ def test_older_trainers_get_nhwc_memory_beneath_the_graphs(monkeypatch):
     tasks = pytest.importorskip("ultralytics.nn.tasks", exc_type=ImportError)
     from torch_fastdet import ultralytics as drop_in
 
-    monkeypatch.setattr("torch_fastdet.hosts.engine.switch.missing_gpu", lambda: None)
-    monkeypatch.setattr("torch_fastdet.ultralytics.training.installed_version", lambda _: "8.4.149")
+    monkeypatch.setattr("torch_fastdet.patching.switch.missing_gpu", lambda: None)
+    monkeypatch.setattr("torch_fastdet.switches.cuda_graph.ultralytics.installed_version", lambda _: "8.4.149")
     before = dict(vars(tasks.DetectionModel))
     try:
         lines = drop_in.patch(channels_last=True, cuda_graph=True)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from tests.bn_act_models import Operators, tensors
-from torch_fastdet.graphs._casts import weights_cast_once
-from torch_fastdet.layers import bn_act
-from torch_fastdet.layers.joint import JOINED, OF_ONE_INPUT
-from torch_fastdet.ultralytics.heads import first_blocks_at_once, heads_in_rows
+from torch_fastdet.nn import bn_act
+from torch_fastdet.nn.joint import JOINED, OF_ONE_INPUT
+from torch_fastdet.rewrites.casts import weights_cast_once
+from torch_fastdet.rewrites.ultralytics_heads import first_blocks_at_once, heads_in_rows
 
 ultralytics = pytest.importorskip("ultralytics", exc_type=ImportError)
 tasks = pytest.importorskip("ultralytics.nn.tasks", exc_type=ImportError)
@@ -29,7 +29,7 @@ def outputs(preds):
 
 @pytest.mark.parametrize("name, kind", [("yolov8n.yaml", "v8DetectionLoss"), ("yolo26n.yaml", "E2ELoss")])
 def test_values_and_gradients(device, same_convolutions, name, kind):
-    from torch_fastdet.ultralytics import loss as losses
+    from torch_fastdet.switches.loss import ultralytics as losses
 
     model, images = make(name, device), torch.rand(2, 3, 64, 96, device=device)
     targets = torch.tensor([[0, 1, 0.4, 0.5, 0.3, 0.4], [1, 3, 0.6, 0.5, 0.5, 0.3]], device=device)

@@ -18,8 +18,8 @@ import ultralytics.engine.predictor as predictor
 import ultralytics.utils.patches as patches
 
 from torch_fastdet import ultralytics as drop_in
-from torch_fastdet.hosts.shared import files as shared
-from torch_fastdet.ultralytics import letterbox
+from torch_fastdet.switches.letterbox import files as shared
+from torch_fastdet.switches.letterbox import ultralytics as letterbox
 
 STOCK = predictor.BasePredictor.preprocess
 

@@ -21,8 +21,8 @@ from PIL import Image
 
 import torch_fastdet.ultralytics as drop_in
 from tests.forks import exit_status, fork
-from tests.loader.leftovers import closes, open_memories, orphans, started
-from tests.loader.pretended import made, pictures_on_the_cpu
+from tests.images.leftovers import closes, open_memories, orphans, started
+from tests.images.pretended import made, pictures_on_the_cpu
 from torch_fastdet.ops import opencv_rules
 
 SIZE = 96
@@ -242,7 +242,7 @@ def ours(function, *arguments, **options):
 @pytest.fixture
 def pretended_gpu(monkeypatch):
     """Loaders work as they do where there is a GPU, with the CPU's operator in its place."""
-    from torch_fastdet.loader import loop
+    from torch_fastdet.images import loop
 
     class Pictures:
         def __init__(self, memory):

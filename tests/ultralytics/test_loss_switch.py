@@ -21,10 +21,10 @@ from ultralytics.cfg import get_cfg
 
 from tests.conftest import cuda_missing
 from tests.references import v8_loss as reference
+from torch_fastdet.switches.loss import trial as loss_optim
+from torch_fastdet.switches.loss import ultralytics as ours_module
+from torch_fastdet.switches.loss.trial import differs
 from torch_fastdet.ultralytics import SwitchError, patch, unpatch
-from torch_fastdet.ultralytics import loss as ours_module
-from torch_fastdet.ultralytics import loss_trials as loss_optim
-from torch_fastdet.ultralytics.loss_trials import differs
 
 # In an object, for patch() replaces what modules hold.
 REAL = SimpleNamespace(loss=stock_loss.v8DetectionLoss, e2e=stock_loss.E2ELoss)

@@ -17,9 +17,9 @@ from ultralytics.cfg import get_cfg
 from tests.conftest import cuda_missing
 from tests.graphs import fake_gpu
 from tests.ultralytics.test_loss_switch import assert_same, ties_by_index  # noqa: F401
-from torch_fastdet.ultralytics import loss as ours_module
+from torch_fastdet.switches.loss import ultralytics as ours_module
+from torch_fastdet.switches.loss.trial import differs
 from torch_fastdet.ultralytics import patch, unpatch
-from torch_fastdet.ultralytics.loss_trials import differs
 
 REAL = SimpleNamespace(
     obb=stock_loss.v8OBBLoss,
@@ -482,7 +482,7 @@ def test_rle_part_of_yolo26_poses_in_graphs(kind, models, monkeypatch):
         fake_gpu.install(monkeypatch)
     elif reason := cuda_missing():
         pytest.skip(reason)
-    monkeypatch.setattr("torch_fastdet.hosts.engine.switch.missing_gpu", lambda: None)
+    monkeypatch.setattr("torch_fastdet.patching.switch.missing_gpu", lambda: None)
     device = "cpu" if kind == "fake" else "cuda"
     model = copy.deepcopy(models("yolo26n-pose.yaml", data_kpt_shape=[5, 3])).to(device)
     flow = list(model.model[-1].flow_model.parameters())
@@ -755,7 +755,7 @@ def two_epochs(program, digits, folder, model, tolerances, *flags):
     ran = program("train_task.py", digits, folder, model, *flags)
     stock, ours = ran["stock"], ran["ours"]
     assert stock["criteria"] == [f"<class 'ultralytics.utils.loss.{CRITERIA[model]}'>"] * 2
-    assert ours["criteria"] == [f"<class 'torch_fastdet.ultralytics.loss.{CRITERIA[model]}'>"] * 2
+    assert ours["criteria"] == [f"<class 'torch_fastdet.switches.loss.ultralytics.{CRITERIA[model]}'>"] * 2
     for wanted, mine, tolerance in zip(stock["losses"], ours["losses"], tolerances, strict=True):
         assert mine == pytest.approx(wanted, rel=tolerance, abs=1e-6)
     return ran

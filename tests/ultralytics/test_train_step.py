@@ -51,7 +51,7 @@ def own_loss(outputs, targets, num_targets=None):
 def make_loss(kind, model):
     if kind == "own":
         return own_loss
-    from torch_fastdet.ultralytics import loss
+    from torch_fastdet.switches.loss import ultralytics as loss
 
     whole, _, branch = kind.partition(" of ")
     made = getattr(loss, whole)(model, *([getattr(loss, branch)] if branch else []))

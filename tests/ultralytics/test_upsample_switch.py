@@ -8,9 +8,9 @@ import torch
 import torch_fastdet.ultralytics as drop_in
 import torch_fastdet.yolov5
 from tests.yolov5.test_upsample_switch import Operators
-from torch_fastdet.layers.bn_act import conv_forward
-from torch_fastdet.layers.stem import TAKES_BYTES
-from torch_fastdet.ultralytics.necks import fewer_copies
+from torch_fastdet.nn.bn_act import conv_forward
+from torch_fastdet.nn.stem import TAKES_BYTES
+from torch_fastdet.rewrites.ultralytics import fewer_copies
 
 
 @pytest.fixture

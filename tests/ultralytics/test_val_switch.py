@@ -12,9 +12,9 @@ import torch
 
 import torch_fastdet.ultralytics as drop_in
 from tests.ops.test_metrics import IOUV, image, rectangles
-from torch_fastdet.hosts.engine.replace import SwitchError
-from torch_fastdet.ultralytics import validation
-from torch_fastdet.ultralytics.validation import confusions
+from torch_fastdet.patching.replace import SwitchError
+from torch_fastdet.switches.val import ultralytics as validation
+from torch_fastdet.switches.val.ultralytics import confusions
 
 
 @pytest.fixture

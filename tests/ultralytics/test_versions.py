@@ -5,12 +5,12 @@ import inspect
 import pytest
 import torch
 
-from torch_fastdet.hosts.evidence import installed_version, release
+from torch_fastdet.patching.evidence import installed_version, release
 from torch_fastdet.ultralytics.switches import OLDEST, SWITCHES, VERSION
 
 pytest.importorskip("ultralytics", exc_type=ImportError)
 from torch_fastdet import ultralytics as drop_in
-from torch_fastdet.ultralytics import trials
+from torch_fastdet.switches import ultralytics_trials as trials
 
 INSTALLED = installed_version("ultralytics")
 SUPPORTED = release(INSTALLED) >= release(OLDEST)
@@ -36,7 +36,7 @@ def test_release(version, numbers):
 
 def test_an_older_version_is_refused_switch_by_switch(monkeypatch, capsys):
     if SUPPORTED:
-        monkeypatch.setattr("torch_fastdet.hosts.evidence.installed_version", lambda _: "8.4.80")
+        monkeypatch.setattr("torch_fastdet.patching.evidence.installed_version", lambda _: "8.4.80")
     assert drop_in.patch() == ()
     out = capsys.readouterr().err
     for name, switch in SWITCHES.items():

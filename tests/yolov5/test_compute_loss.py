@@ -12,7 +12,7 @@ from torch import nn
 from tests import late_gpu
 from tests.launches import no_sync
 from torch_fastdet._deferred import DeferredStatus
-from torch_fastdet.yolov5.loss import ComputeLoss
+from torch_fastdet.switches.loss.yolov5 import ComputeLoss
 
 ANCHORS = {
     3: [[10, 13, 16, 30, 33, 23], [30, 61, 62, 45, 59, 119], [116, 90, 156, 198, 373, 326]],

@@ -13,11 +13,11 @@ import torch_fastdet.yolov5 as drop_in
 from tests.conftest import cuda_missing
 from tests.graphs import fake_gpu
 from tests.yolov5.test_compute_loss import HYP, make_targets
-from torch_fastdet.hosts.engine import switch as switch_module
-from torch_fastdet.hosts.shared import layout
-from torch_fastdet.hosts.shared.channels_last import to_channels_last
+from torch_fastdet.patching import switch as switch_module
+from torch_fastdet.rewrites.yolov5 import fewer_copies
+from torch_fastdet.switches.channels_last import layout
+from torch_fastdet.switches.channels_last.common import to_channels_last
 from torch_fastdet.yolov5 import ComputeLoss
-from torch_fastdet.yolov5.heads import fewer_copies
 from torch_fastdet.yolov5.host import HOST
 
 

@@ -9,9 +9,10 @@ import torch
 from PIL import Image
 
 from torch_fastdet import yolov5 as drop_in
-from torch_fastdet.hosts.engine.switch import SwitchError
-from torch_fastdet.hosts.shared import files as shared
-from torch_fastdet.yolov5 import auto_shape, files
+from torch_fastdet.patching.switch import SwitchError
+from torch_fastdet.switches.letterbox import auto_shape
+from torch_fastdet.switches.letterbox import files as shared
+from torch_fastdet.switches.letterbox import yolov5 as files
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*autocast:FutureWarning")
 
@@ -149,7 +150,7 @@ def test_the_same_errors(device, pictures):
 
 @pytest.fixture
 def patched(monkeypatch):
-    monkeypatch.setattr("torch_fastdet.hosts.engine.switch.missing_gpu", lambda: None)
+    monkeypatch.setattr("torch_fastdet.patching.switch.missing_gpu", lambda: None)
     drop_in.patch(letterbox_optim=True)
     yield common.AutoShape.forward
     drop_in.unpatch()
@@ -185,7 +186,7 @@ def test_an_own_letterbox_stays(device, monkeypatch):
 
 
 def test_refusals(monkeypatch):
-    monkeypatch.setattr("torch_fastdet.hosts.engine.switch.missing_gpu", lambda: None)
+    monkeypatch.setattr("torch_fastdet.patching.switch.missing_gpu", lambda: None)
     letterbox, profile = common.letterbox, common.Profile
     with monkeypatch.context() as other:
         other.setattr(common, "letterbox", lambda im, *args, **kw: letterbox(im, *args, color=(0, 0, 0), **kw))

@@ -8,7 +8,7 @@ import torch
 import torch_fastdet.yolov5 as drop_in
 from tests.yolov5 import real
 from tests.yolov5.test_compute_loss import Model, make_heads, make_targets
-from torch_fastdet.yolov5.loss import ComputeLoss
+from torch_fastdet.switches.loss.yolov5 import ComputeLoss
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from torch import nn
 from examples.demo.dataset import Recipe, make
 from tests.yolov5.conftest import IMAGE
 from tests.yolov5.real import results
-from torch_fastdet.yolov5.decoding import decoding as _decoding
+from torch_fastdet.switches.nms.yolov5 import decoding as _decoding
 
 SIZE = 96
 LAYOUT = "checkout"
@@ -55,7 +55,7 @@ def both(yolov5, script: str, *arguments, project: Path) -> tuple[str, str]:
     assert f"nms_optim: {yolov5.prefix}utils.general.non_max_suppression -> torch_fastdet." in fast
     if validates:
         rule = "process_batch" if script == "val" else "process_batch_of_masks"
-        assert f"val_optim: __main__.process_batch -> torch_fastdet.yolov5.validation.{rule}\n" in fast
+        assert f"val_optim: __main__.process_batch -> torch_fastdet.switches.val.yolov5.{rule}\n" in fast
         assert f"val_optim: {yolov5.prefix}utils.metrics.ConfusionMatrix -> torch_fastdet." in fast
     return stock, fast
 

@@ -9,7 +9,7 @@ import torch
 from tests.conftest import cuda_missing
 from tests.yolov5 import real
 from tests.yolov5.conftest import IMAGE
-from torch_fastdet.loader.ranks import WAIT
+from torch_fastdet.images.shared_by_ranks import WAIT
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2)
 COMMON = ("--img", IMAGE, "--batch", 4, "--workers", 0, "--weights", "", "--cfg", "models/yolov5n.yaml", "--epochs", 5)

@@ -7,7 +7,7 @@ import torch
 
 import torch_fastdet.yolov5 as drop_in
 from tests.yolov5.test_compute_loss import Model, make_targets, without_shared_cells
-from torch_fastdet.yolov5.loss import SegmentationLoss
+from torch_fastdet.switches.loss.yolov5 import SegmentationLoss
 
 CLASSES, CHANNELS = 4, 32
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import torch_fastdet.yolov5 as drop_in
-from torch_fastdet.yolov5 import trials
+from torch_fastdet.switches import yolov5_trials as trials
 
 
 @pytest.fixture

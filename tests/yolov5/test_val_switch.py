@@ -15,7 +15,7 @@ import torch_fastdet.yolov5 as drop_in
 from tests.conftest import with_trapz
 from tests.launches import no_sync
 from tests.ops.test_metrics import IOUV, image, rectangles
-from torch_fastdet.yolov5 import validation
+from torch_fastdet.switches.val import yolov5 as validation
 
 
 @pytest.fixture

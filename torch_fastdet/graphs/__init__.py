@@ -9,11 +9,11 @@ date, ``_refusal.py`` says what cannot be captured, ``_loss.py`` what a loss may
 ``distributed.py`` averages gradients over the ranks of a process group.
 """
 
-from torch_fastdet.graphs._capture import capture_into, no_capture
-from torch_fastdet.graphs._loss import GraphLoss
-from torch_fastdet.graphs._refusal import CaptureError, why_not
+from torch_fastdet.graphs.capture import capture_into, no_capture
 from torch_fastdet.graphs.inference import InferenceGraphs
+from torch_fastdet.graphs.loss import GraphLoss
 from torch_fastdet.graphs.module import GraphedModule, ModuleGraphs
+from torch_fastdet.graphs.refusal import CaptureError, why_not
 from torch_fastdet.graphs.step import TrainStep
 
 __all__ = [

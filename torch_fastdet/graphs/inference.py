@@ -16,10 +16,10 @@ from torch_fastdet._say import note_fallback
 from torch_fastdet._say import say as print_line
 from torch_fastdet._torch.graph import Graph
 from torch_fastdet._torch.private import every_module_has_hooks, foreach_copy_, tree_flatten, tree_unflatten
-from torch_fastdet.graphs import _capture
-from torch_fastdet.graphs._baked import BakedForward
-from torch_fastdet.graphs._pool import GraphPool
-from torch_fastdet.graphs._refusal import first_line, location_of, why_not
+from torch_fastdet.graphs import capture as _capture
+from torch_fastdet.graphs.baked import BakedForward
+from torch_fastdet.graphs.pool import GraphPool
+from torch_fastdet.graphs.refusal import first_line, location_of, why_not
 
 # A capture takes as long as some 30 calls save: so many calls pay for one, and the first few are free.
 _CALLS_FOR_A_CAPTURE = 32

@@ -18,12 +18,12 @@ from torch import nn
 from torch_fastdet._say import say as print_line
 from torch_fastdet._torch.graph import Graph
 from torch_fastdet._torch.private import foreach_add_, foreach_copy_, tree_flatten, tree_unflatten
-from torch_fastdet.graphs import _capture
-from torch_fastdet.graphs._baked import BakedModule
-from torch_fastdet.graphs._casts import weights_cast_once
-from torch_fastdet.graphs._pool import GraphPool
-from torch_fastdet.graphs._refusal import CaptureError, first_line, location_of, why_not
-from torch_fastdet.graphs.distributed import GradientAverage, Ranks
+from torch_fastdet.graphs import capture as _capture
+from torch_fastdet.graphs.baked import BakedModule
+from torch_fastdet.graphs.pool import GraphPool
+from torch_fastdet.graphs.ranks import GradientAverage, Ranks
+from torch_fastdet.graphs.refusal import CaptureError, first_line, location_of, why_not
+from torch_fastdet.rewrites.casts import weights_cast_once
 
 
 def _with_strides(gradient: torch.Tensor | None, strides: tuple[int, ...]) -> torch.Tensor | None:

@@ -13,18 +13,18 @@ from torch_fastdet._torch import graph as _graph
 from torch_fastdet._torch.graph import Graph
 from torch_fastdet._torch.private import foreach_add, foreach_copy_
 from torch_fastdet.ema import ModelEMA
-from torch_fastdet.graphs import _capture
-from torch_fastdet.graphs._baked import Baked, StepWatch
-from torch_fastdet.graphs._casts import weights_cast_once
-from torch_fastdet.graphs._loss import Offer
-from torch_fastdet.graphs._loss_items import copy_early, read_early
-from torch_fastdet.graphs._pool import GraphPool
-from torch_fastdet.graphs._refusal import CaptureError, first_line, location_of, why_not
-from torch_fastdet.graphs.distributed import Ranks
+from torch_fastdet.graphs import capture as _capture
+from torch_fastdet.graphs.baked import Baked, StepWatch
+from torch_fastdet.graphs.loss import Offer
+from torch_fastdet.graphs.loss_items import copy_early, read_early
 from torch_fastdet.graphs.module import GraphedModule
-from torch_fastdet.layers.stem import TAKES_BYTES, divided
+from torch_fastdet.graphs.pool import GraphPool
+from torch_fastdet.graphs.ranks import Ranks
+from torch_fastdet.graphs.refusal import CaptureError, first_line, location_of, why_not
 from torch_fastdet.memory import is_out_of_memory
+from torch_fastdet.nn.stem import TAKES_BYTES, divided
 from torch_fastdet.optim import FusedStep
+from torch_fastdet.rewrites.casts import weights_cast_once
 
 _KINDS = {
     (True, True): "one step",

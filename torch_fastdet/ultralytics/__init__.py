@@ -13,8 +13,8 @@ what each switch replaces. ``switches.py`` is where a switch is added.
 
 from __future__ import annotations
 
-from torch_fastdet.hosts.engine.host import ALL
-from torch_fastdet.hosts.engine.switch import Switch, SwitchError
+from torch_fastdet.patching.engine import ALL
+from torch_fastdet.patching.switch import Switch, SwitchError
 from torch_fastdet.ultralytics.dropins import ModelEMA, bbox_iou, non_max_suppression
 from torch_fastdet.ultralytics.host import HOST
 from torch_fastdet.ultralytics.switches import SWITCHES

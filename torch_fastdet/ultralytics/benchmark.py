@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from torch_fastdet._build_info import build_info
-from torch_fastdet.hosts.evidence import installed_version
+from torch_fastdet.patching.evidence import installed_version
 
 PROG = "python -m torch_fastdet benchmark"
 VARIANTS = ("stock", "ours")

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from torch_fastdet import ema, ops
-from torch_fastdet.detections.masks import ultralytics_crop_mask as crop_mask
-from torch_fastdet.detections.masks import ultralytics_process_mask as process_mask
-from torch_fastdet.detections.masks import ultralytics_process_mask_native as process_mask_native
-from torch_fastdet.detections.suppression import ultralytics_non_max_suppression as non_max_suppression
-from torch_fastdet.hosts.evidence import plainly_on_the_cpu
-from torch_fastdet.hosts.shared.floats import as_float
+from torch_fastdet._torch.floats import as_float
+from torch_fastdet.masks import ultralytics_crop_mask as crop_mask
+from torch_fastdet.masks import ultralytics_process_mask as process_mask
+from torch_fastdet.masks import ultralytics_process_mask_native as process_mask_native
+from torch_fastdet.patching.evidence import plainly_on_the_cpu
+from torch_fastdet.suppression import ultralytics_non_max_suppression as non_max_suppression
 
 __all__ = ["ModelEMA", "bbox_iou", "crop_mask", "non_max_suppression", "process_mask", "process_mask_native"]
 

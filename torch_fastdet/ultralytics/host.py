@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable, Collection, Iterable
 
 from torch_fastdet._say import counts
-from torch_fastdet.hosts.engine.host import Host
-from torch_fastdet.hosts.evidence import Obstacle
+from torch_fastdet.patching.engine import Host
+from torch_fastdet.patching.evidence import Obstacle
 from torch_fastdet.ultralytics.switches import SWITCHES
 
 PACKAGE = "ultralytics"

@@ -9,10 +9,10 @@ import importlib
 import importlib.util
 import sys
 
-from torch_fastdet.hosts import doctor as examination
-from torch_fastdet.hosts.engine.launcher import Launcher
-from torch_fastdet.hosts.engine.switch import SwitchError
-from torch_fastdet.hosts.evidence import installed_version
+from torch_fastdet.patching import doctor as examination
+from torch_fastdet.patching.evidence import installed_version
+from torch_fastdet.patching.launcher import Launcher
+from torch_fastdet.patching.switch import SwitchError
 from torch_fastdet.ultralytics.host import HOST
 
 PROG = "python -m torch_fastdet.ultralytics"

@@ -17,18 +17,25 @@ from typing import Any, Literal
 import torch
 
 from torch_fastdet import ops, optim
-from torch_fastdet.hosts.engine.import_hook import top_level
-from torch_fastdet.hosts.engine.replace import is_code_of
-from torch_fastdet.hosts.engine.switch import GPU, Active, Outside, Switch, Target
-from torch_fastdet.hosts.evidence import Asks, Behaves, Obstacle, SameCode, Signature, Version, plainly_on_the_cpu
-from torch_fastdet.hosts.shared import average_precision, bn_act, masks, upsample
-from torch_fastdet.hosts.shared.cases import DETECTIONS, IOUV, LABELS
-from torch_fastdet.hosts.shared.evidence import MEMFD, OPENCV, needs_gpu
-from torch_fastdet.hosts.shared.training_graphs import layout_targets, timer
-from torch_fastdet.ultralytics import dropins, resume, training, trials, validation
-from torch_fastdet.ultralytics.loss import STOCK_MODULE, _subclass
-from torch_fastdet.ultralytics.loss_trials import TRIALS, differs
-from torch_fastdet.ultralytics.optimizer_step import building, stepping
+from torch_fastdet.patching.evidence import Asks, Behaves, Obstacle, SameCode, Signature, Version, plainly_on_the_cpu
+from torch_fastdet.patching.import_hook import top_level
+from torch_fastdet.patching.machine import MEMFD, OPENCV, needs_gpu
+from torch_fastdet.patching.replace import is_code_of
+from torch_fastdet.patching.switch import GPU, Active, Outside, Switch, Target
+from torch_fastdet.switches import ultralytics_trials as trials
+from torch_fastdet.switches.bn_act import common as bn_act
+from torch_fastdet.switches.cases import DETECTIONS, IOUV, LABELS
+from torch_fastdet.switches.cuda_graph import ultralytics as training
+from torch_fastdet.switches.cuda_graph.common import layout_targets, timer
+from torch_fastdet.switches.loss.trial import TRIALS, differs
+from torch_fastdet.switches.loss.ultralytics import STOCK_MODULE, _subclass
+from torch_fastdet.switches.mask import common as masks
+from torch_fastdet.switches.optimizer.ultralytics import building, stepping
+from torch_fastdet.switches.resume_exact import ultralytics as resume
+from torch_fastdet.switches.upsample import switch as upsample
+from torch_fastdet.switches.val import average_precision
+from torch_fastdet.switches.val import ultralytics as validation
+from torch_fastdet.ultralytics import dropins
 
 OLDEST = "8.4.120"
 #: The first version whose results the drop-ins have.
@@ -97,14 +104,14 @@ LOSS = Switch(
 
 
 def _known(_: object) -> str | None:
-    from torch_fastdet.ultralytics import loader  # with cv2, which few of ours need
+    from torch_fastdet.switches.loader import ultralytics as loader  # with cv2, which few of ours need
 
     changed = loader.unknown_code()
     return None if changed is None else f"{changed} is not that of {ALL_READ}."
 
 
 def _build_dataloader(active: Active, stock: Callable[..., object], build: Any) -> Callable[..., object]:
-    from torch_fastdet.ultralytics import loader
+    from torch_fastdet.switches.loader import ultralytics as loader
 
     base = importlib.import_module("ultralytics.data.base").BaseDataset
     for method in ("cache_images", "set_rectangle"):
@@ -185,20 +192,20 @@ MASKS = masks.switch(
 
 
 def _preprocess(_: Active, stock: Callable[..., object], predictor: Any) -> Callable[..., object]:
-    from torch_fastdet.ultralytics import letterbox  # with cv2, which few of ours need
+    from torch_fastdet.switches.letterbox import ultralytics as letterbox  # with cv2, which few of ours need
 
     return letterbox.preprocessing(stock, predictor.pre_transform, importlib.import_module(predictor.__module__))
 
 
 def _prepared(predictor: Any) -> tuple[object, object]:
-    from torch_fastdet.ultralytics.letterbox import prepared
+    from torch_fastdet.switches.letterbox.ultralytics import prepared
 
     stock = predictor.preprocess
     return prepared(predictor, stock), prepared(predictor, _preprocess(None, stock, predictor))  # type: ignore[arg-type]
 
 
 def _setup_source(_: Active, stock: Callable[..., object], __: object) -> Callable[..., object]:
-    from torch_fastdet.ultralytics import letterbox
+    from torch_fastdet.switches.letterbox import ultralytics as letterbox
 
     return letterbox.sourcing(stock)
 

@@ -15,11 +15,11 @@ from __future__ import annotations
 import argparse
 
 from torch_fastdet.ema import ModelEMA
-from torch_fastdet.hosts.engine.host import ALL
-from torch_fastdet.hosts.engine.switch import Switch, SwitchError
+from torch_fastdet.patching.engine import ALL
+from torch_fastdet.patching.switch import Switch, SwitchError
+from torch_fastdet.switches.loss.yolov5 import ComputeLoss
 from torch_fastdet.yolov5.dropins import bbox_iou, non_max_suppression, smart_optimizer
 from torch_fastdet.yolov5.host import HOST
-from torch_fastdet.yolov5.loss import ComputeLoss
 from torch_fastdet.yolov5.switches import SWITCHES
 
 __all__ = [

@@ -10,14 +10,14 @@ from torch import nn
 
 from torch_fastdet import ops
 from torch_fastdet._say import logger
+from torch_fastdet._torch.floats import as_float
 from torch_fastdet._torch.private import NORM_LAYERS
-from torch_fastdet.detections.masks import yolov5_crop_mask as crop_mask
-from torch_fastdet.detections.masks import yolov5_process_mask as process_mask
-from torch_fastdet.detections.masks import yolov5_process_mask_native as process_mask_native
-from torch_fastdet.detections.masks import yolov5_process_mask_upsample as process_mask_upsample
-from torch_fastdet.detections.suppression import yolov5_non_max_suppression as non_max_suppression
-from torch_fastdet.hosts.shared.floats import as_float
+from torch_fastdet.masks import yolov5_crop_mask as crop_mask
+from torch_fastdet.masks import yolov5_process_mask as process_mask
+from torch_fastdet.masks import yolov5_process_mask_native as process_mask_native
+from torch_fastdet.masks import yolov5_process_mask_upsample as process_mask_upsample
 from torch_fastdet.optim import SGD, Adam, AdamW
+from torch_fastdet.suppression import yolov5_non_max_suppression as non_max_suppression
 
 __all__ = [
     "bbox_iou",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torch_fastdet.hosts.engine.host import Host
-from torch_fastdet.hosts.evidence import Obstacle
+from torch_fastdet.patching.engine import Host
+from torch_fastdet.patching.evidence import Obstacle
 from torch_fastdet.yolov5 import layout
 from torch_fastdet.yolov5.switches import SWITCHES
 

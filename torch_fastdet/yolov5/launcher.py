@@ -20,9 +20,9 @@ from types import CodeType, ModuleType
 
 from torch_fastdet._deferred import raised_at_the_end
 from torch_fastdet._say import say
-from torch_fastdet.hosts import doctor as examination
-from torch_fastdet.hosts.engine.launcher import Launcher
-from torch_fastdet.hosts.engine.switch import SwitchError
+from torch_fastdet.patching import doctor as examination
+from torch_fastdet.patching.launcher import Launcher
+from torch_fastdet.patching.switch import SwitchError
 from torch_fastdet.yolov5 import layout
 from torch_fastdet.yolov5.host import HOST
 from torch_fastdet.yolov5.switches import SWITCHES

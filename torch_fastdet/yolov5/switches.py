@@ -1,7 +1,7 @@
 """The switches of YOLOv5: one word each, the same as keyword, as flag and here. A new version of YOLOv5 is a row.
 
 Each switch says WHERE the targets are (modules of a checkout, and of PyPI's package), by which EVIDENCE they are what we know, and
-WHAT takes their place (:mod:`torch_fastdet.hosts.engine.switch`). To add a switch, add it to ``SWITCHES`` below.
+WHAT takes their place (:mod:`torch_fastdet.patching.switch`). To add a switch, add it to ``SWITCHES`` below.
 
 * What is put in place may ask for the device; a table must not: YOLOv5 chooses it later, through ``CUDA_VISIBLE_DEVICES``.
 * Where it cannot apply after all (RMSProp, a model on the CPU), it calls ``active.cannot_apply("reason")``, which prints one line if the
@@ -22,17 +22,26 @@ from torch import nn
 
 from torch_fastdet import optim
 from torch_fastdet.ema import ModelEMA
-from torch_fastdet.hosts.engine.import_hook import namespace
-from torch_fastdet.hosts.engine.stand_in import stand_in
-from torch_fastdet.hosts.engine.switch import GPU, Active, Outside, Switch, Target
-from torch_fastdet.hosts.evidence import Behaves, SameCode, Signature
-from torch_fastdet.hosts.shared import average_precision, bn_act, cases, masks, upsample
-from torch_fastdet.hosts.shared.evidence import MEMFD, OPENCV, needs_gpu
-from torch_fastdet.hosts.shared.training_graphs import layout_targets, timer
-from torch_fastdet.yolov5 import decoding, dropins, ranks, resume, trials, validation
-from torch_fastdet.yolov5.heads import STOCK_MODULES as MODELS
-from torch_fastdet.yolov5.loss import ComputeLoss, SegmentationLoss
-from torch_fastdet.yolov5.training import backend_forward, model_forward, trains
+from torch_fastdet.patching.evidence import Behaves, SameCode, Signature
+from torch_fastdet.patching.import_hook import namespace
+from torch_fastdet.patching.machine import MEMFD, OPENCV, needs_gpu
+from torch_fastdet.patching.stand_in import stand_in
+from torch_fastdet.patching.switch import GPU, Active, Outside, Switch, Target
+from torch_fastdet.rewrites.yolov5 import STOCK_MODULES as MODELS
+from torch_fastdet.switches import cases
+from torch_fastdet.switches import yolov5_trials as trials
+from torch_fastdet.switches.bn_act import common as bn_act
+from torch_fastdet.switches.cuda_graph.common import layout_targets, timer
+from torch_fastdet.switches.cuda_graph.yolov5 import backend_forward, model_forward, trains
+from torch_fastdet.switches.loader import yolov5_ranks as ranks
+from torch_fastdet.switches.loss.yolov5 import ComputeLoss, SegmentationLoss
+from torch_fastdet.switches.mask import common as masks
+from torch_fastdet.switches.nms import yolov5 as decoding
+from torch_fastdet.switches.resume_exact import yolov5 as resume
+from torch_fastdet.switches.upsample import switch as upsample
+from torch_fastdet.switches.val import average_precision
+from torch_fastdet.switches.val import yolov5 as validation
+from torch_fastdet.yolov5 import dropins
 
 
 def both(module: str) -> tuple[str, ...]:
@@ -119,13 +128,13 @@ MASKS = masks.switch(
 
 
 def _auto_shape(_: Active, stock: Callable[..., object], stock_class: type) -> object:
-    from torch_fastdet.yolov5 import auto_shape  # with cv2, which few of ours need
+    from torch_fastdet.switches.letterbox import auto_shape  # with cv2, which few of ours need
 
     return auto_shape.detecting(stock_class, stock, sys.modules[stock_class.__module__])
 
 
 def _prepared(stock_class: Any) -> tuple[list[object], list[object]]:
-    from torch_fastdet.yolov5.auto_shape import detecting, prepared
+    from torch_fastdet.switches.letterbox.auto_shape import detecting, prepared
 
     module, stock = sys.modules[stock_class.__module__], stock_class.forward
     ours = detecting(stock_class, stock, module, devices=("cpu",))
@@ -133,7 +142,7 @@ def _prepared(stock_class: Any) -> tuple[list[object], list[object]]:
 
 
 def _load_images(_: Active, stock: Callable[..., object], __: type) -> object:
-    from torch_fastdet.yolov5 import files
+    from torch_fastdet.switches.letterbox import yolov5 as files
 
     return files.reading(stock)
 
@@ -273,7 +282,7 @@ VAL = Switch(
 
 
 def _data_set(_: Active, stock: object, __: object) -> object:
-    from torch_fastdet.yolov5 import loader  # with cv2, which few of ours need
+    from torch_fastdet.switches.loader import yolov5 as loader  # with cv2, which few of ours need
 
     return loader.dataset_class(stock)
 
@@ -289,7 +298,7 @@ def _data_set_of_masks(active: Active, stock: object, module: Any) -> object:
 def _data_loader(active: Active, stock: type, module: object) -> object:
     if not active.has_replaced(module, "LoadImagesAndLabels"):
         return None
-    from torch_fastdet.yolov5 import loader
+    from torch_fastdet.switches.loader import yolov5 as loader
 
     infinite, plain = loader.loader_classes(stock)
     active.replace(module, "DataLoader", plain)  # what create_dataloader takes for --image-weights

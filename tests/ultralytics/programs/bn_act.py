@@ -10,7 +10,7 @@ from ultralytics.nn.tasks import DetectionModel
 
 from tests.bn_act_models import FORMATS, compare, compare_in_a_step, compare_on_a_gpu
 from torch_fastdet import ultralytics as drop_in
-from torch_fastdet.ultralytics.necks import fewer_copies
+from torch_fastdet.rewrites.ultralytics import fewer_copies
 
 name, *device = sys.argv[1:]
 concatenations = {"yolov8n": 0, "yolo11n": 3, "yolo26n": 5}[name]  # of C3k

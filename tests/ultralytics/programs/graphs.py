@@ -16,12 +16,13 @@ from ultralytics.utils.torch_utils import ModelEMA
 
 from tests.graphs import fake_gpu
 from torch_fastdet import memory
-from torch_fastdet.hosts.engine import switch
-from torch_fastdet.hosts.shared import layout
 from torch_fastdet.ops import opencv_rules
 from torch_fastdet.optim import FusedStep
-from torch_fastdet.ultralytics import SwitchError, patch, training, unpatch
-from torch_fastdet.ultralytics.loss_trials import differs
+from torch_fastdet.patching import switch
+from torch_fastdet.switches.channels_last import layout
+from torch_fastdet.switches.cuda_graph import ultralytics as training
+from torch_fastdet.switches.loss.trial import differs
+from torch_fastdet.ultralytics import SwitchError, patch, unpatch
 
 parser = argparse.ArgumentParser()
 parser.add_argument("data")

@@ -9,7 +9,7 @@ from pathlib import Path
 from ultralytics import YOLO
 
 from tests.yolov5.programs.killed import counted, noted
-from torch_fastdet.resume import files
+from torch_fastdet.switches.resume_exact import files
 from torch_fastdet.ultralytics import patch
 
 data, project, name, *options = sys.argv[1:]

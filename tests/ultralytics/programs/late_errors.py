@@ -11,7 +11,8 @@ import torch
 from ultralytics import YOLO
 
 from tests import late_gpu
-from torch_fastdet.ultralytics import loss, patch
+from torch_fastdet.switches.loss import ultralytics as loss
+from torch_fastdet.ultralytics import patch
 
 parser = argparse.ArgumentParser()
 parser.add_argument("data")

@@ -16,11 +16,12 @@ import torch
 from ultralytics import YOLO
 
 from tests.graphs import fake_gpu
-from tests.loader.leftovers import open_memories
+from tests.images.leftovers import open_memories
 from torch_fastdet import memory
-from torch_fastdet.hosts.engine import switch
-from torch_fastdet.hosts.shared import layout
-from torch_fastdet.ultralytics import patch, training, unpatch
+from torch_fastdet.patching import switch
+from torch_fastdet.switches.channels_last import layout
+from torch_fastdet.switches.cuda_graph import ultralytics as training
+from torch_fastdet.ultralytics import patch, unpatch
 
 parser = argparse.ArgumentParser()
 parser.add_argument("data")

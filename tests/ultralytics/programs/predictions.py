@@ -19,7 +19,7 @@ from ultralytics.utils.ops import Profile
 
 from tests.graphs import fake_gpu
 from torch_fastdet.graphs import InferenceGraphs
-from torch_fastdet.hosts.engine import switch
+from torch_fastdet.patching import switch
 from torch_fastdet.ultralytics import patch, unpatch
 
 parser = argparse.ArgumentParser()

@@ -16,8 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ultralytics.models.yolo.detect import DetectionTrainer
 
 from tests.graphs import fake_gpu
-from torch_fastdet.hosts.engine import switch
-from torch_fastdet.ultralytics import patch, training
+from torch_fastdet.patching import switch
+from torch_fastdet.switches.cuda_graph import ultralytics as training
+from torch_fastdet.ultralytics import patch
 
 BACKEND, DATA, FOLDER, KIND = sys.argv[1:]
 RANK, SIZE = os.environ["RANK"], int(os.environ["WORLD_SIZE"])

@@ -11,7 +11,7 @@ import torch
 from ultralytics import YOLO
 
 from tests.resume import checksum
-from torch_fastdet.resume import training
+from torch_fastdet.switches.resume_exact import state as training
 from torch_fastdet.ultralytics import patch
 
 parser = argparse.ArgumentParser()

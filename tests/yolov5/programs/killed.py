@@ -12,8 +12,8 @@ import sys
 from torch.optim.lr_scheduler import LambdaLR
 
 from tests.resume import checksum
-from torch_fastdet.hosts.shared import layout
-from torch_fastdet.resume import files
+from torch_fastdet.switches.channels_last import layout
+from torch_fastdet.switches.resume_exact import files
 from torch_fastdet.yolov5 import launcher
 
 left = int(os.environ.get("KILL", "0"))

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from tests.loader.leftovers import closes, open_memories, orphans, started
+from tests.images.leftovers import closes, open_memories, orphans, started
 from torch_fastdet.ops import opencv_rules
 from torch_fastdet.yolov5 import patch, unpatch
 
@@ -170,7 +170,7 @@ def files():
         if number == 11:
             path.write_bytes(path.read_bytes()[:-2])
         (root / "labels" / f"{number}.txt").write_text("0 .5 .5 .3 .2\n1 .4 .6 .2 .4")
-    loader = importlib.import_module("torch_fastdet.yolov5.loader")
+    loader = importlib.import_module("torch_fastdet.switches.loader.yolov5")
     keeps_files, loader.keeps_files = loader.keeps_files, lambda: True
     try:
         for options in ({"workers": 0}, {"workers": 2}, {"workers": 0, "image_weights": True}):

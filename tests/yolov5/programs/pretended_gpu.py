@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from tests.graphs import fake_gpu
-from torch_fastdet.hosts.engine import switch
+from torch_fastdet.patching import switch
 from torch_fastdet.yolov5 import launcher
 
 if __name__ == "__main__":

@@ -1,0 +1,27 @@
+"""What makes batches on a GPU, with the CPU in its place."""
+
+import numpy as np
+import torch
+
+from torch_fastdet import ops
+from torch_fastdet.images import finish
+from torch_fastdet.images.memory import hand_out
+
+
+def pictures_on_the_cpu(memory, cached=0):
+    """A DevicePictures whose GPU is the CPU; the first ``cached`` bytes of the pictures' memory have a place in its cache."""
+    pictures = object.__new__(finish.DevicePictures)
+    pictures.memory, pictures.device = memory, torch.device("cpu")
+    pictures._cache = torch.zeros(cached, dtype=torch.uint8)
+    pictures._offsets, _ = hand_out(memory.shapes, cached)
+    pictures._fits = pictures._offsets >= 0
+    pictures._here = np.zeros(len(memory), dtype=bool)
+    pictures._host = [memory.tensor()] if memory.jpegs is None else [memory.tensor(), memory.jpegs.tensor()]
+    return pictures
+
+
+def made(plan, storages, placements):
+    """The pictures of a plan, from what was brought for it."""
+    tables = {name: torch.from_numpy(table) for name, table in plan.tables_with(placements).items()}
+    warp, lanes = ops.opencv_rules()
+    return ops.image_augment(storages, **tables, size=list(plan.size), warp=warp, hsv_lanes=lanes)

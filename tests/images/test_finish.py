@@ -1,0 +1,190 @@
+"""The pictures that a GPU keeps."""
+
+import gc
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from torch_fastdet import memory
+from torch_fastdet.images import finish, loop
+from torch_fastdet.images.finish import DevicePictures, Turns
+from torch_fastdet.images.jpeg import AS_IT_IS, Files
+from torch_fastdet.images.memory import JpegFiles, PictureMemory
+from torch_fastdet.images.plan import Layer, Picture, Source, pack
+
+
+def test_pictures_first_asked_for_in_inference_mode_are_filled_outside_of_it(cuda):
+    """YOLOv5 validates in inference mode, which is the thread's own: the thread that fills the pictures has none."""
+    memory = PictureMemory([(4, 6)], 1 << 20)
+    memory.put(0, np.full((4, 6, 3), 7, dtype=np.uint8), (4, 6))
+    with torch.inference_mode():
+        pictures = DevicePictures(memory, torch.device("cuda", torch.cuda.current_device()))
+    pictures._cache[:72].copy_(memory.tensor()[:72])
+    assert (pictures._cache[:72] == 7).all()
+
+
+def test_pictures_wait_for_what_had_their_memory(cuda):
+    """The cache is made on the loop's stream, which may have work to do, and is filled on the loader's."""
+    size = 512
+    memory = PictureMemory([(size, size)], 1 << 20)
+    memory.put(0, np.full((size, size, 3), 7, dtype=np.uint8), (size, size))
+    source = Source(0, size, size)
+    plan = pack([Picture(size, size, [Layer(size, size, [(source, 0, 0, 0, 0, size, size)])])], memory)
+    before = torch.empty(memory.nbytes, dtype=torch.uint8, device="cuda")
+    torch.cuda._sleep(200_000_000)
+    before.fill_(1)
+    del before
+    pictures = DevicePictures(memory, torch.device("cuda", torch.cuda.current_device()))
+    with torch.cuda.stream(torch.cuda.Stream()):
+        batch = pictures(plan)
+    torch.cuda.synchronize()
+    assert (batch == 7).all() and (pictures._cache == 7).all()
+
+
+@pytest.fixture
+def pretended_stream(monkeypatch):
+    event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(wait_event=lambda event: None))
+
+
+def test_no_memory_waits_for_pictures_that_never_stay(pretended_stream, monkeypatch):
+    """What has no place in the host's memory travels as pixels; a file is decoded on the GPU, wherever it is read."""
+    monkeypatch.setenv("TORCH_FASTDET_GPU_CACHE", "1G")
+    shapes, gpu = [(4, 6)] * 3, torch.device("cpu")
+    pictures = DevicePictures(PictureMemory(shapes, budget=72), gpu)
+    assert pictures.held() == 72 and pictures._fits.tolist() == [True, False, False]
+    files = JpegFiles(Files.of(["", "", "a.jpg"], shapes, [AS_IT_IS] * 3), budget=0)
+    pictures = DevicePictures(PictureMemory(shapes, budget=72, jpegs=files), gpu)
+    assert pictures.held() == 128 + 72 and pictures._fits.tolist() == [True, False, True]
+
+
+def test_pictures_are_given_back(pretended_stream, monkeypatch):
+    """Memory has run out: batches upload what they show from then on, and the budget is free."""
+    monkeypatch.setenv("TORCH_FASTDET_GPU_CACHE", "200")
+    host, gpu = PictureMemory([(4, 6)] * 2, 1 << 20), torch.device("cpu")
+    gc.collect()
+    before = memory.gpu_budget(gpu)
+    pictures = DevicePictures(host, gpu)
+    assert pictures.held() == host.nbytes and pictures._fits.all() and memory.gpu_budget(gpu) == before - host.nbytes
+    pictures._here[0] = True
+    assert pictures.offer() == "0.0 MiB of pictures"
+    pictures.release()
+    assert not pictures.held() and not pictures.offer() and not (pictures._fits | pictures._here).any()
+    assert memory.gpu_budget(gpu) == before
+
+
+def test_batches_are_right_behind_pictures_that_were_given_back(cuda):
+    size = 64
+    host = PictureMemory([(size, size)] * 2, 1 << 20)
+    for index in range(2):
+        host.put(index, np.full((size, size, 3), 7 + index, dtype=np.uint8), (size, size))
+    pictures = DevicePictures(host, torch.device("cuda", torch.cuda.current_device()))
+
+    def batch(index):
+        source = Source(index, size, size)
+        return pictures(pack([Picture(size, size, [Layer(size, size, [(source, 0, 0, 0, 0, size, size)])])], host))
+
+    before = batch(0)
+    memory.release(pictures.device)
+    assert pictures.held() == 0
+    for index in (0, 1):
+        assert (batch(index) == 7 + index).all()
+    assert (before == 7).all()
+
+
+def test_a_batch_that_finds_no_memory_gives_the_pictures_back(cuda, monkeypatch):
+    size = 64
+    host = PictureMemory([(size, size)], 1 << 20)
+    host.put(0, np.full((size, size, 3), 7, dtype=np.uint8), (size, size))
+    pictures = DevicePictures(host, torch.device("cuda", torch.cuda.current_device()))
+    augment = finish.ops.image_augment
+
+    def full(sources, *args, **kwargs):
+        if sources[0].numel():
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return augment(sources, *args, **kwargs)
+
+    monkeypatch.setattr(finish.ops, "image_augment", full)
+    source = Source(0, size, size)
+    batch = pictures(pack([Picture(size, size, [Layer(size, size, [(source, 0, 0, 0, 0, size, size)])])], host))
+    assert (batch == 7).all() and pictures.held() == 0
+
+
+def test_two_threads_take_turns():
+    """What one thread notes as uploaded is recorded before another one waits for it."""
+    events, inside, go_on = [], threading.Event(), threading.Event()
+    turns = Turns(SimpleNamespace(record=lambda stream: events.append("record")))
+
+    def bring():
+        with turns.turn(SimpleNamespace(wait_event=lambda event: events.append("wait"))):
+            events.append("bring")
+            inside.set()
+            go_on.wait(10)
+
+    threads = [threading.Thread(target=bring) for _ in range(2)]
+    threads[0].start()
+    assert inside.wait(10)
+    threads[1].start()
+    threads[1].join(0.2)
+    go_on.set()
+    for thread in threads:
+        thread.join(10)
+    assert events == ["wait", "bring", "record"] * 2
+
+
+def test_the_next_turn_waits_for_one_that_failed():
+    """Memory may run out behind the first uploads, which are noted as here."""
+    events = []
+    turns = Turns(SimpleNamespace(record=events.append))
+    stream = SimpleNamespace(wait_event=lambda event: None)
+    with pytest.raises(RuntimeError, match="no memory"), turns.turn(stream):
+        raise RuntimeError("no memory")
+    assert events == [stream]
+    with turns.turn(stream):
+        pass
+    assert events == [stream, stream]
+
+
+def test_two_threads_make_one_finisher(monkeypatch):
+    made, begun = [], threading.Barrier(2)
+
+    class Finisher:
+        pictures = SimpleNamespace(held=lambda: 0)
+
+        def __init__(self, memory, device):
+            made.append(self)
+            threading.Event().wait(0.1)
+
+    loading = loop.PlannedLoading(PictureMemory([(4, 6)], 1 << 20), 0, on_gpu=True, device=torch.device("cpu"))
+    loading.finishing = Finisher
+    found = []
+
+    def ask():
+        begun.wait(10)
+        found.append(loading.finisher)
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert len(made) == 1 and found == made * 2
+
+
+def test_ends_while_pictures_are_uploaded(cuda, monkeypatch):
+    """Without a cache each batch reads pinned memory, which goes with the batch."""
+    monkeypatch.setenv("TORCH_FASTDET_GPU_CACHE", "0")
+    size = 1024
+    memory = PictureMemory([(size, size)], 1 << 23)
+    memory.put(0, np.full((size, size, 3), 7, dtype=np.uint8), (size, size))
+    layer = Layer(size, size, [(Source(0, size, size), 0, 0, 0, 0, size, size)])
+    pictures = DevicePictures(memory, torch.device("cuda", torch.cuda.current_device()))
+    assert (pictures(pack([Picture(size, size, [layer])], memory)) == 7).all()
+    torch.cuda._sleep(200_000_000)
+    batch = pictures(pack([Picture(size, size, [layer])], memory))
+    del pictures, memory
+    assert (batch == 7).all()

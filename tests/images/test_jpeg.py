@@ -1,0 +1,506 @@
+"""JPEG files in place of decoded pictures: what is kept, what a batch shows of them, and batches that are made of them."""
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import re
+import signal
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.images.leftovers import open_memories
+from tests.images.pretended import made, pictures_on_the_cpu
+from tests.launches import no_sync
+from torch_fastdet.images import jpeg
+from torch_fastdet.images.finish import DevicePictures
+from torch_fastdet.images.jpeg import AREA, AS_IT_IS, LINEAR, OTHERWISE, Files, is_jpeg, pack_jpeg, packed_size
+from torch_fastdet.images.loop import PlannedLoading
+from torch_fastdet.images.memory import JpegFiles, PictureMemory
+from torch_fastdet.images.on_cpu import run_on_cpu
+from torch_fastdet.images.plan import AFFINE, FILES, OWN, PERSPECTIVE, Layer, Picture, Source, pack
+from torch_fastdet.images.shared_by_ranks import shared_by_ranks
+from torch_fastdet.images.shown import around, shown
+from torch_fastdet.images.unread import Unread
+from torch_fastdet.images.worker import Collate, CollateDicts
+from torch_fastdet.switches.loader.deferred import decode_kept
+
+cv2 = pytest.importorskip("cv2")
+SIZES = [(48, 64), (64, 48), (33, 65), (17, 16)]
+
+
+def write(path, height, width, seed=0, **options):
+    coarse = np.random.default_rng(seed).integers(0, 255, (height // 4 + 1, width // 4 + 1, 3), dtype=np.uint8)
+    picture = cv2.resize(coarse, (width, height), interpolation=cv2.INTER_CUBIC)
+    progressive = [cv2.IMWRITE_JPEG_PROGRESSIVE, 1] if options.get("progressive") else []
+    assert cv2.imwrite(str(path), picture, [cv2.IMWRITE_JPEG_QUALITY, 90, *progressive])
+    return str(path)
+
+
+@pytest.fixture
+def files(tmp_path):
+    return [write(tmp_path / f"{number}.jpg", *size, number) for number, size in enumerate(SIZES)]
+
+
+def packed(path, head=None):
+    return pack_jpeg(np.fromfile(path, dtype=np.uint8), head)
+
+
+def memory_of(files, budget=1 << 24, pictures=1 << 24, shapes=SIZES, originals=None, ways=None):
+    originals, ways = originals or shapes, ways or [AS_IT_IS] * len(shapes)
+    return PictureMemory(shapes, pictures, jpegs=JpegFiles(Files.of(files, originals, ways), budget))
+
+
+def test_a_file_comes_back_as_opencv_decodes_it(files):
+    memory = memory_of(files)
+    for index, path in enumerate(files):
+        assert not memory.has(index) and memory.get(index) is None
+        assert memory.read(index) and memory.has(index) and memory.is_file(index)
+        assert np.array_equal(memory.get(index), cv2.imread(path))
+        assert memory.shape(index) == memory.original(index) == SIZES[index]
+    os.unlink(files[0])
+    assert memory.read(0) and memory.get(0) is not None  # it was read once, and may be gone
+    rest = Files.of(files[1:], SIZES[1:], [AS_IT_IS] * 3)
+    assert 0 < memory.files.used() <= packed_size(rest) + (1 << 14)
+
+
+def test_what_opencv_has_to_decode_is_not_kept_and_said_once(tmp_path, caplog, monkeypatch):
+    files = [write(tmp_path / f"{i}.jpg", 48, 64, i, progressive=True) for i in range(2)]
+    resized = write(tmp_path / "large.jpg", 96, 128)
+    (tmp_path / "broken.jpg").write_bytes(b"no picture")
+    files += [resized, str(tmp_path / "broken.jpg"), str(tmp_path / "gone.jpg"), ""]
+    memory = memory_of(files, shapes=[(48, 64)] * 6)
+    with caplog.at_level("INFO", "torch_fastdet"):
+        assert not any(memory.read(index) for index in [*range(6), *range(6)])
+    (record,) = caplog.records
+    assert record.message.endswith("0.jpg, and other files like it: progressive")
+    assert memory.files.refused == 5  # the last one was not to be kept
+    monkeypatch.setattr("torch_fastdet._say.counts", counts := Counter())
+    loading = PlannedLoading(memory, 0, False)
+    for _ in range(2):
+        loading.count_batch()
+    assert counts == {("loader_optim", "batches"): 2, ("loader_optim", "JPEG files decoded by OpenCV"): 5}
+    picture = cv2.imread(files[0])
+    assert memory.put(0, picture, picture.shape[:2]) and np.array_equal(memory.get(0), picture) and memory.decoded()[0]
+
+
+def test_a_file_without_room_is_read_for_each_batch(files, tmp_path):
+    one = len(packed(files[0]).data)
+    memory = memory_of(files, budget=one + 64)
+    for _ in range(2):
+        assert [memory.read(index) and index not in memory.files.sent for index in range(4)] == [
+            True,
+            False,
+            False,
+            False,
+        ]
+        assert memory.files.used() <= one + 64 == memory.files.room == memory.files.held()
+        for index, path in enumerate(files):
+            assert memory.is_file(index) and np.array_equal(memory.get(index), cv2.imread(path))
+        memory.forget_sent()
+        assert [memory.has(index) for index in range(4)] == [True, False, False, False]
+    write(files[1], *SIZES[1], seed=77)  # an index is kept of what it was
+    assert memory.read(1) and np.array_equal(memory.get(1), cv2.imread(files[1]))
+    write(files[2], *SIZES[1])
+    assert not memory.read(2) and memory.files.refused == 1
+    os.unlink(files[3])
+    assert not memory.read(3) and memory.get(3) is None
+
+
+def test_a_file_that_does_not_change_is_judged_once(files, monkeypatch):
+    memory, judged = memory_of(files, budget=0), []
+    monkeypatch.setattr("torch_fastdet.images.memory.pack_jpeg", lambda *args: judged.append(args) or pack_jpeg(*args))
+    for _ in range(3):
+        assert all(memory.read(index) for index in range(4))
+        sent, rows = memory.take_sent()
+        assert rows[:, 0].tolist() == [0, 1, 2, 3] and not memory.files.sent
+        for path, (_, size, begin) in zip(files, rows.tolist(), strict=True):
+            assert Path(path).read_bytes() == sent[begin : begin + size].tobytes()
+    assert [head for _, head in judged] == [None] * 4
+    for index, path in enumerate(files):
+        found = packed(path)
+        assert np.array_equal(memory.files._head(index), found.data[: found.head])
+    os.utime(files[0])  # its content may be another
+    for _ in range(2):
+        assert memory.read(0) and len(judged) == 5
+        memory.forget_sent()
+    assert memory.files.used() == memory.files.held() == 0
+
+
+@pytest.mark.parametrize("how", ["broken", "of another size"])
+def test_a_file_that_changes_and_says_it_does_not_ends_the_training(how, files):
+    """Its time and size are what they were: a disk that is broken. Who packs the file sees that its bytes are not."""
+    memory = memory_of(files, budget=0)
+    assert memory.read(0)
+    memory.forget_sent()
+    if how == "broken":
+        Path(files[0]).write_bytes(Path(files[0]).read_bytes()[:-2] + b"\0\0")
+    else:
+        write(files[0], *SIZES[1])
+    status = os.stat(files[0])
+    memory.files._rows[0, 4:] = status.st_size, status.st_ctime_ns
+    assert memory.read(0)
+    with pytest.raises(RuntimeError, match=r"0\.jpg has changed while it was read: (cut short|it has another size)"):
+        memory.get(0)
+
+
+def test_no_file_stays_where_stock_makes_the_batch(files):
+    memory = memory_of(files, budget=0)
+    for collate, item in ((Collate, [torch.zeros(3, 4, 4)]), (CollateDicts, {"img": torch.zeros(3, 4, 4)})):
+        assert all(memory.read(index) for index in range(4))
+        collate(list, memory, on_gpu=True)([item])
+        assert not memory.files.sent
+    dataset = SimpleNamespace(buffer=[0, 2], ims=[Unread(size) for size in SIZES])
+    decode_kept(dataset, memory)
+    for index in dataset.buffer:
+        assert np.array_equal(dataset.ims[index], cv2.imread(files[index]))
+    assert not memory.files.sent
+
+
+def test_files_have_places_behind_other_pictures_and_hold_none_back(files):
+    shapes = [(40, 40)] * 4
+    memory = memory_of([files[0], "", files[1], ""], 1 << 16, 2 * 4864, shapes)
+    assert (memory.offsets >= 0).tolist() == [False, True, False, True]
+    assert memory.held() == 2 * 4800
+    free = memory_of(["a.jpg"] * 4, 1 << 16, 1 << 20, shapes)
+    assert free.places == 4 and free.held() == 0
+    assert free.put(2, np.zeros((40, 40, 3), np.uint8), (40, 40)) and free.held() == free.used() == 4800
+
+
+def without_end(data):
+    return data[:-2]
+
+
+def promising(data):
+    at = data.index(b"\xff\xc0") + 5
+    return data[:at] + bytes.fromhex("ffdcffdc") + data[at + 4 :]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda data: b"", "no JPEG"),
+        (lambda data: data[: len(data) // 2], "cut short"),
+        (without_end, "cut short"),  # imread repairs it, and imdecode, which the hosts call, mostly does not
+        (promising, "too large"),
+        (lambda data: data.replace(b"\xff\xc4", b"\xff\xd8", 1), "damaged"),
+        (None, "No such file or directory"),
+    ],
+)
+@pytest.mark.parametrize("kept", [False, True], ids=["first", "with an index"])
+def test_a_file_that_is_broken_when_it_is_read_is_opencvs(change, reason, kept, files, caplog):
+    memory = memory_of(files, budget=0)
+    if kept:
+        assert memory.read(0)
+        memory.forget_sent()
+    data = Path(files[0]).read_bytes()
+    Path(files[0]).unlink() if change is None else Path(files[0]).write_bytes(change(data))
+    with caplog.at_level("WARNING", "torch_fastdet"):
+        assert not memory.read(0) and not memory.has(0) and memory.get(0) is None
+    assert re.search(f"OpenCV decodes .*0.jpg.*: .*{reason}", caplog.text)
+
+
+def test_a_damaged_index_is_not_used(files):
+    memory = memory_of(files, budget=0)
+    generator = np.random.default_rng(0)
+    for _ in range(40):
+        assert all(memory.read(index) for index in range(4))
+        for index, path in enumerate(files):
+            assert np.array_equal(memory.get(index), cv2.imread(path))
+            head = memory.files._head(index)
+            head[generator.integers(0, len(head), 3)] = generator.integers(0, 256, 3)
+        memory.forget_sent()
+
+
+def test_names_that_are_not_utf8(tmp_path, monkeypatch):
+    path = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.jpg")
+    os.rename(write(tmp_path / "a.jpg", *SIZES[0]), path)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    memory = shared_by_ranks([path], SIZES[:1], 1 << 20, Files.of([path], SIZES[:1], [AS_IT_IS]))
+    assert memory.read(0) and memory.get(0).shape == (*SIZES[0], 3)
+    Path(path).write_bytes(b"")
+    assert not memory_of([path], shapes=SIZES[:1]).read(0)
+
+
+def test_nothing_is_kept_where_memory_is_low(files, monkeypatch):
+    monkeypatch.setattr("torch_fastdet.images.memory.is_low", lambda: True)
+    memory = memory_of(files)
+    assert all(memory.read(index) for index in range(4))
+    assert memory.files.used() == 0 and len(memory.files.sent) == 4 and memory.files._head(0) is None
+    memory.forget_sent()
+    assert not memory.put(0, cv2.imread(files[0]), SIZES[0])
+
+
+def _die_while_writing(memory):
+    jpegs = memory.files
+    with jpegs._locked():
+        jpegs._rows[0, 1] = 1 << 40  # an offset without its size, and half a file
+        jpegs.pixels[:100] = 77
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_that_is_killed_while_it_writes_a_file(files):
+    memory = memory_of(files)
+    process = multiprocessing.get_context("fork").Process(target=_die_while_writing, args=(memory,))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    for index, path in enumerate(files):
+        assert not memory.has(index) and memory.read(index) and np.array_equal(memory.get(index), cv2.imread(path))
+
+
+RESIZED = {(48, 64): (30, 40), (64, 48): (40, 30), (33, 65): (21, 40), (17, 16): (40, 38)}
+
+
+@pytest.mark.parametrize("way", [LINEAR, AREA])
+def test_a_file_of_another_size_is_resized_as_opencv_does(way, files):
+    memory = memory_of(files, shapes=list(RESIZED.values()), originals=SIZES, ways=[way] * 4)
+    interpolation = {LINEAR: cv2.INTER_LINEAR, AREA: cv2.INTER_AREA}[way]
+    for index, path in enumerate(files):
+        height, width = RESIZED[SIZES[index]]
+        assert memory.read(index) and memory.shape(index) == (height, width) and memory.original(index) == SIZES[index]
+        assert np.array_equal(
+            memory.get(index), cv2.resize(cv2.imread(path), (width, height), interpolation=interpolation)
+        )
+
+
+def test_which_files_are_kept():
+    kept = Files.of(["a.jpg", "b.png", "c.jpg", ""], [(1, 2)] * 4, [AS_IT_IS, AS_IT_IS, OTHERWISE, LINEAR])
+    assert kept.paths == ["a.jpg", "", "", ""]
+
+
+def _read(memory, index):
+    memory.read(index)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_processes_share_files(method, files):
+    memory = memory_of(files)
+    before = open_memories()
+    processes = [multiprocessing.get_context(method).Process(target=_read, args=(memory, i)) for i in (0, 0, 1, 2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [memory.has(index) for index in range(4)] == [True, True, True, False]
+    for index in range(3):
+        assert np.array_equal(memory.get(index), cv2.imread(files[index]))
+    assert open_memories() == before
+
+
+def test_ranks_share_files_and_their_indices(files, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_PORT", "54321")
+    of, budget = Files.of(files, SIZES, [AS_IT_IS] * 4), len(packed(files[0]).data)
+    memories = []
+    for rank in "01":
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        memories.append(shared_by_ranks([str(files)], SIZES, budget, of))
+    first, second = memories
+    assert first.files.fileno() != second.files.fileno() and first.files.room == second.files.room == budget
+    assert first.read(0) and second.has(0) and np.array_equal(second.get(0), cv2.imread(files[0]))
+    assert first.read(1) and not second.has(1)  # it travels with the first rank's batch
+    head = second.files._head(1)
+    assert np.array_equal(head, packed(files[1]).data[: len(head)])
+
+
+def random_batch(generator, memory, size=(40, 56)):
+    """Mosaics of four pictures under random maps, letterboxes and a mixup."""
+    height, width = size
+
+    def layer(kind):
+        canvas = Layer(2 * height, 2 * width)
+        for _ in range(4):
+            index = int(generator.integers(0, len(memory)))
+            h, w = memory.shape(index)
+            src_x, src_y = int(generator.integers(0, w)), int(generator.integers(0, h))
+            x, y = int(generator.integers(-5, 2 * width)), int(generator.integers(-5, 2 * height))
+            canvas.placements.append((Source(index, h, w), src_x, src_y, x, y, w - src_x, h - src_y))
+        if kind == "none":
+            canvas.height, canvas.width = height, width
+            return canvas
+        angle, scale = generator.uniform(-40, 40), generator.uniform(0.4, 1.8)
+        matrix = np.eye(3)
+        matrix[:2] = cv2.getRotationMatrix2D((width, height), angle, scale)
+        matrix[:2, 2] += generator.uniform(-60, 20, 2)
+        canvas.warp = AFFINE
+        if kind == "perspective":
+            canvas.warp = PERSPECTIVE
+            matrix[2, :2] = generator.uniform(-0.004, 0.004, 2)
+        canvas.matrix = matrix
+        return canvas
+
+    kinds = ["affine", "affine", "perspective", "none"]
+    pictures = [Picture(height, width, [layer(kind)], flags=int(generator.integers(0, 4))) for kind in kinds]
+    pictures.append(Picture(height, width, [layer("affine"), layer("perspective")], blend=0.4))
+    return pictures
+
+
+@pytest.fixture
+def read_memory(files):
+    memory = memory_of(files)
+    assert all(memory.read(index) for index in range(len(files)))
+    return memory
+
+
+def on_cpu(pictures, memory):
+    plan = pack(pictures, memory)
+    out = torch.zeros((len(plan.pictures), 3, *plan.size), dtype=torch.uint8)
+    run_on_cpu(plan, memory, out)
+    return out
+
+
+def of_whole_pictures(pictures, memory):
+    """The same on the CPU, from pixels of whole pictures."""
+
+    def layer(of):
+        placements = [(Source(-1, s.height, s.width, memory.get(s.index)), *where) for s, *where in of.placements]
+        return replace(of, placements=placements)
+
+    return on_cpu([replace(one, layers=[layer(of) for of in one.layers]) for one in pictures], memory)
+
+
+def test_what_is_not_shown_does_not_matter(read_memory):
+    """Pixels that are not shown are changed, and the batch stays the same; and something is left out."""
+    generator = np.random.default_rng(3)
+    left_out = 0
+    for _ in range(40):
+        pictures = random_batch(generator, read_memory)
+        wanted = of_whole_pictures(pictures, read_memory)
+        plan = pack(pictures, read_memory, on_cpu=False)
+        rectangles = shown(plan)
+        row = 0
+        for picture in pictures:
+            for layer in picture.layers:
+                for number, (source, *where) in enumerate(layer.placements):
+                    x0, y0, x1, y1 = np.maximum(rectangles[row], 0).tolist()
+                    pixels = read_memory.get(source.index)
+                    changed = 255 - pixels
+                    if x1 > x0 and y1 > y0:
+                        changed[y0:y1, x0:x1] = pixels[y0:y1, x0:x1]
+                    left_out += (changed != pixels).any()
+                    layer.placements[number] = (Source(-1, source.height, source.width, changed), *where)
+                    row += 1
+        assert torch.equal(on_cpu(pictures, read_memory), wanted)
+    assert left_out > 100
+
+
+def test_a_pasted_canvas_and_a_singular_map_show_everything(read_memory):
+    plan = pack(random_batch(np.random.default_rng(0), read_memory), read_memory, on_cpu=False)
+    plan.layers[:, 5] = 0  # each canvas has a mask
+    whole = shown(plan)
+    plan.layers[:, 5] = -1
+    plan.matrices[:] = 0
+    assert np.array_equal(shown(plan), whole)
+
+
+def test_rectangles_are_put_together():
+    rectangles = np.array([[1, 2, 3, 4], [5, 1, 6, 2], [9, 9, 9, 12], [0, 0, 0, 0]])
+    found = around(rectangles, np.array([0, 0, 0, 1]), 3)
+    assert found.tolist() == [[1, 1, 6, 4], [0, 0, 0, 0], [0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("resized", [False, True], ids=["as they are", "resized"])
+@pytest.mark.parametrize("room", [1 << 24, 4096, 0], ids=["kept", "some kept", "sent"])
+@pytest.mark.parametrize("cached", [0, 10_000, 1 << 15])
+@pytest.mark.parametrize("decoded", [(), (1, 3)], ids=["files", "files and pictures"])
+def test_batches_of_files_have_the_same_pixels(cached, decoded, room, resized, files, monkeypatch):
+    monkeypatch.setattr(jpeg, "ROOM", 15_000)
+    shapes = list(RESIZED.values()) if resized else SIZES
+    memory = memory_of(
+        files, room, shapes=shapes, originals=SIZES, ways=[LINEAR, AREA, AREA, LINEAR] if resized else None
+    )
+    for index, path in enumerate(files):
+        if index in decoded:
+            height, width = shapes[index]
+            assert memory.put(index, cv2.resize(cv2.imread(path), (width, height)), SIZES[index])
+    generator = np.random.default_rng(1)
+    pictures = pictures_on_the_cpu(memory, cached)
+    seen = set()
+    for _ in range(12):
+        assert all(index in decoded or memory.read(index) for index in range(len(files)))
+        batch = random_batch(generator, memory)
+        wanted = of_whole_pictures(batch, memory)
+        assert torch.equal(on_cpu(batch, memory), wanted)
+        plan = pack(batch, memory, on_cpu=False)
+        before = plan.placements.copy()
+        for _ in range(2):  # out of memory in between begins again with the same plan
+            storages, placements = pictures._bring(plan)
+            assert np.array_equal(plan.placements, before)
+        seen |= set(placements[:, 0].tolist())
+        assert torch.equal(made(plan, storages, placements), wanted)
+    not_kept = {index in decoded for index in np.flatnonzero(~pictures._fits).tolist()}
+    assert (FILES in seen) == (False in not_kept) and (OWN in seen) == (True in not_kept)
+
+
+@pytest.mark.parametrize("cached", [0, 1 << 15])
+def test_a_file_that_another_process_decodes_while_it_travels(cached, files):
+    memory = memory_of(files, budget=0)
+    assert all(memory.read(index) for index in range(4))
+    batch = random_batch(np.random.default_rng(1), memory)
+    wanted, plan = of_whole_pictures(batch, memory), pack(batch, memory, on_cpu=False)
+    memory.forget_sent()
+    for index, path in enumerate(files):
+        assert memory.put(index, cv2.imread(path), SIZES[index])
+    assert torch.equal(made(plan, *pictures_on_the_cpu(memory, cached)._bring(plan)), wanted)
+
+
+@pytest.mark.parametrize("room", [1 << 24, 4096, 0], ids=["kept", "some kept", "sent"])
+@pytest.mark.parametrize("cached, fits", [("0", 0), ("10000", 1), ("1G", 4)])
+def test_batches_are_right_under_load_on_a_side_stream(cached, fits, room, files, cuda, monkeypatch):
+    """Three batches are on their way behind a GPU that is busy; the second time nothing makes the host wait."""
+    monkeypatch.setenv("TORCH_FASTDET_GPU_CACHE", cached)
+    shapes = [*SIZES[:2], *(RESIZED[size] for size in SIZES[2:])]
+    memory = memory_of(files, room, shapes=shapes, originals=SIZES, ways=[AS_IT_IS, AS_IT_IS, LINEAR, AREA])
+    generator, plans, wanted = np.random.default_rng(2), [], []
+    for _ in range(3):
+        assert all(memory.read(index) for index in range(len(files)))
+        batch = random_batch(generator, memory)
+        wanted.append(of_whole_pictures(batch, memory))
+        plans.append(pack(batch, memory, on_cpu=False))
+        memory.forget_sent()
+    side, others = torch.cuda.Stream(), torch.zeros(1 << 22, device=cuda)
+    for waits in (contextlib.nullcontext, no_sync):
+        others.zero_()
+        gc.collect()  # pictures of tests before count against the budget
+        torch.cuda.synchronize()
+        with waits():
+            torch.cuda._sleep(20_000_000)
+            pictures = DevicePictures(memory, torch.device("cuda", torch.cuda.current_device()))
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(100_000_000)
+                found = [pictures(plan) for plan in plans]
+            for _ in range(100):
+                others.add_(torch.ones_like(others))
+        torch.cuda.synchronize()
+        assert pictures._fits.sum() == fits
+        del pictures
+        assert all(torch.equal(one.cpu(), stock) for one, stock in zip(found, wanted, strict=True))
+        assert (others == 100).all()
+
+
+def test_which_files_are_jpegs():
+    assert is_jpeg("a/b.JPG") and is_jpeg("x.jpeg") and not is_jpeg("a.png") and not is_jpeg("jpg")
+
+
+def test_without_a_gpu_files_are_of_pictures_that_find_no_place(files, monkeypatch):
+    of, budget = Files.of([*files[:3], "a.png"], SIZES, [AS_IT_IS] * 4), 20_000
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_PORT", "54322")
+    memories = []
+    for rank in "01":
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        memories.append(shared_by_ranks(["without a GPU"], SIZES, budget, of, on_gpu=False))
+        assert shared_by_ranks(["all"], SIZES, 1 << 20, of, on_gpu=False).jpegs is None
+    for memory in memories:
+        assert (memory.offsets >= 0).tolist() == [True, True, False, True]
+        assert [memory.read(index) for index in range(4)] == [False, False, True, False]
+        assert memory.files.used() == memory.files.held() == 0 and memory.held() <= budget
+        assert np.array_equal(memory.get(2), cv2.imread(files[2]))
+    assert memories[1].files._head(2) is not None

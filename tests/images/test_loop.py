@@ -1,0 +1,162 @@
+"""Batches made ahead: how far, in which order, and how it ends. CUDA's streams and events are stand-ins here."""
+
+import contextlib
+import threading
+import time
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.forks import exit_status, fork
+from torch_fastdet.images import loop
+from torch_fastdet.images.loop import DEPTH, Ahead
+
+# The streams on which batches were made.
+recorded: list = []
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    recorded.clear()
+    monkeypatch.setattr(loop, "_idle", defaultdict(list))
+    event = SimpleNamespace(record=recorded.append)
+    cuda = SimpleNamespace(
+        set_device=lambda device: None,
+        Stream=lambda device: object(),
+        stream=lambda stream: contextlib.nullcontext(),
+        Event=lambda: event,
+        current_stream=lambda device: SimpleNamespace(wait_event=lambda event: None),
+    )
+    monkeypatch.setattr(loop, "torch", SimpleNamespace(cuda=cuda, Tensor=torch.Tensor))
+
+
+class Source:
+    """Counts what is taken from it."""
+
+    def __init__(self, end: int = 1 << 30) -> None:
+        self.taken = 0
+        self.end = end
+
+    def __next__(self) -> int:
+        if self.taken == self.end:
+            raise StopIteration
+        self.taken += 1
+        return self.taken
+
+    def settles_at(self, count: int) -> bool:
+        end = time.monotonic() + 60
+        while self.taken < count and time.monotonic() < end:
+            time.sleep(0.01)
+        time.sleep(0.05)
+        return self.taken == count
+
+
+def made(source: Source, limited: bool) -> Ahead:
+    return Ahead(source, lambda number: {"number": number}, torch.device("cpu"), limited)
+
+
+def numbers(batches: Ahead, count: int) -> list[int]:
+    return [next(batches)["number"] for _ in range(count)]
+
+
+def test_works_ahead_and_no_further_than_its_depth():
+    source = Source()
+    batches = made(source, limited=False)
+    assert source.settles_at(DEPTH + 1)  # the last one waits for room
+    assert numbers(batches, 3) == [1, 2, 3] and source.settles_at(DEPTH + 4)
+    batches.close()
+
+
+def test_takes_no_more_than_it_is_allowed_to():
+    source = Source()
+    batches = made(source, limited=True)
+    assert source.settles_at(0)
+    batches.allow(4)
+    assert numbers(batches, 4) == [1, 2, 3, 4] and source.settles_at(4)
+    batches.allow(2)
+    assert numbers(batches, 1) == [5]  # a loop that is left early
+    batches.allow(2)  # the one that was made is among them
+    assert numbers(batches, 2) == [6, 7] and source.settles_at(7)
+    batches.close()
+    with pytest.raises(StopIteration):
+        next(batches)
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_ends_as_its_source_does(limited):
+    batches = made(Source(end=2), limited)
+    if limited:
+        batches.allow(5)
+    assert list(batches) == [{"number": 1}, {"number": 2}]
+
+    def fails(number: int) -> dict:
+        raise ValueError(f"batch {number}")
+
+    failing = Ahead(Source(), fails, torch.device("cpu"))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="batch 1"):
+            next(failing)
+    failing.close()
+
+
+def test_memory_that_ran_out_is_asked_for_again_when_the_loop_waits():
+    tries = []
+
+    def finish(number: int) -> dict:
+        tries.append(number)
+        if number >= 2 and tries.count(number) < number:  # the third is never made
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return {"number": number}
+
+    source = Source()
+    batches = Ahead(source, finish, torch.device("cpu"))
+    assert source.settles_at(2) and tries == [1, 2], "it tries once while a step runs"
+    assert numbers(batches, 2) == [1, 2] and source.settles_at(3)
+    with pytest.raises(torch.OutOfMemoryError):
+        next(batches)
+    assert tries == [1, 2, 2, 3, 3]
+
+
+def test_its_own_thread_ends_it_inside_of_the_queue():
+    """The garbage collector runs in any thread, at any place."""
+    begun, ended = threading.Event(), threading.Event()
+
+    def finish(number: int) -> dict:
+        begun.wait(60)
+        with batches._ready.mutex:
+            batches.close()
+        ended.set()
+        return {}
+
+    batches = Ahead(Source(), finish, torch.device("cpu"))
+    begun.set()
+    assert ended.wait(10)
+
+
+def test_a_forked_process_leaves_its_batches_to_the_other():
+    """A loader process has no thread that would end, and the batches that are ready are not its own to take."""
+    batches = made(Source(), limited=False)
+    next(batches)
+
+    def close():
+        batches._thread = SimpleNamespace(join=lambda timeout: pytest.fail("it waits for a thread of its parent"))
+        batches.close()
+
+    assert exit_status(fork(close)) == 0
+    assert numbers(batches, 2) == [2, 3]
+    batches.close()
+
+
+def test_streams_are_used_again():
+    """Torch has 32 of them, and one that is captured must not be a loader's."""
+    for _ in range(3):
+        assert list(made(Source(end=1), limited=False)) == [{"number": 1}]
+    assert len(set(recorded)) == 1
+    both = [made(Source(), limited=False) for _ in range(2)]
+    for batches in both:
+        numbers(batches, 1)
+    assert len(set(recorded)) == 2
+    for batches in both:
+        batches.close()

@@ -1,0 +1,228 @@
+"""Memory that loader processes use again: never while somebody looks into it."""
+
+import gc
+import os
+import pickle
+import sys
+from multiprocessing.reduction import ForkingPickler
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from tests.forks import exit_status, fork
+from torch_fastdet import memory
+from torch_fastdet.images import slots
+from torch_fastdet.images.slots import FREE, GONE, LENT, SEEN, Parcel, SendBuffer
+
+
+@pytest.fixture(autouse=True)
+def none_before():
+    gc.collect()  # also so that a forked process finds no loaders of earlier tests to end
+    slots._own.clear()
+    yield
+    gc.collect()
+    slots._own.clear()
+    assert not slots._lent
+
+
+def receive(parcel):
+    return pickle.loads(ForkingPickler.dumps(parcel))
+
+
+def sent(value, shape=(2, 3)):
+    parcel = Parcel(shape)
+    parcel.tensor.fill_(value)
+    return receive(parcel)
+
+
+def states():
+    return [int(slot.state[0]) for slot in slots._own]
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda x: x,
+        lambda x: x[1, 1:],
+        lambda x: x.numpy()[0],
+        lambda x: x.view(-1).split(2),
+        lambda x: memoryview(x.numpy()),
+    ],
+    ids=["tensor", "view", "array", "split", "buffer"],
+)
+def test_memory_is_used_again_when_nobody_looks_into_it(look):
+    seen = look(sent(1))
+    gc.collect()
+    other = sent(2)
+    assert states() == [LENT, LENT]
+    content = torch.cat(
+        [torch.as_tensor(np.asarray(x)).reshape(-1) for x in (seen if isinstance(seen, tuple) else [seen])]
+    )
+    assert (content == 1).all() and (other == 2).all()
+    del seen, content
+    gc.collect()
+    assert states() == [FREE, LENT]
+    third = sent(3)
+    assert states() == [LENT, LENT] and (third == 3).all() and (other == 2).all()
+    del other, third
+    gc.collect()
+    assert states() == [FREE, FREE]
+
+
+def test_a_forked_process_keeps_what_it_sees():
+    """The batch is gone here, and the next ones take other memory; after that its own is given back."""
+    batch = sent(1)
+    go_on, ready = os.pipe()
+
+    def look_later():
+        nonlocal batch
+        held = batch
+        del batch  # says nothing to anybody: it is the other process's
+        gc.collect()
+        os.read(go_on, 1)
+        return int(not (held == 1).all())
+
+    process = fork(look_later)
+    assert states() == [SEEN]
+    del batch
+    gc.collect()
+    assert states() == [GONE]
+    others = [sent(value) for value in (2, 3)]
+    assert states() == [LENT, LENT]
+    os.write(ready, b"x")
+    assert exit_status(process) == 0
+    os.close(go_on)
+    os.close(ready)
+    del others
+
+
+def test_batches_that_end_while_a_fork_marks_them():
+    """The garbage collector may run there."""
+    batches = [sent(value) for value in (1, 2)]
+
+    class Ending:
+        def __setitem__(self, index, state):
+            batches.clear()
+            gc.collect()
+
+    lent = dict(slots._lent)
+    slots._lent.clear()
+    slots._lent.update({0: Ending(), **lent})
+    try:
+        slots._before_fork()
+    finally:
+        slots._lent_lock.release()
+    assert states() == [FREE, FREE]
+    del slots._lent[0]
+
+
+def test_a_forked_process_that_drops_a_batch_frees_nothing():
+    batch = sent(1)
+
+    def drop():
+        nonlocal batch
+        del batch
+        gc.collect()
+
+    assert exit_status(fork(drop)) == 0
+    assert states() == [SEEN] and (batch == 1).all()
+
+
+def test_batches_are_in_the_report():
+    held = [row.held for row in memory.report() if row.what == "batches made on the CPU"]
+    assert held == []
+    batch = sent(1, (20, 3))
+    assert [row.held for row in memory.report() if row.what == "batches made on the CPU"] == [61]
+    del batch
+
+
+def test_few_spare_slots_and_none_too_small_are_kept():
+    kept = [sent(1) for _ in range(8)]
+    del kept
+    gc.collect()
+    assert states() == [FREE] * 8
+    one = sent(2)
+    assert states() == [LENT] + [FREE] * slots.SPARE
+    large = sent(3, (20, 3))
+    assert states() == [LENT, LENT] and (one == 2).all() and (large == 3).all()
+    small = sent(4, (1,))
+    assert states() == [LENT] * 3 and small.shape == (1,)
+
+
+class Batches(Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        parcel = Parcel((50, 1000))
+        parcel.tensor.fill_(index)
+        return parcel
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_batches_of_loader_processes(method):
+    loader = DataLoader(Batches(), batch_size=None, num_workers=2, multiprocessing_context=method)
+    kept = list(loader)
+    assert all((batch == number).all() for number, batch in enumerate(kept))
+    files = len(os.listdir("/proc/self/fd"))
+    addresses = [batch.data_ptr() for batch in kept]
+    assert len(set(addresses)) == len(kept)
+    del kept
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= files - 12  # nothing is left open
+    for number, batch in enumerate(loader):
+        assert (batch == number).all() and type(batch) is torch.Tensor
+        batch.mul_(0)  # the loop's own
+
+
+def test_too_many_open_files_are_one_error(monkeypatch):
+    def full(*_):
+        raise OSError(24, "Too many open files")
+
+    unraisable = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    monkeypatch.setattr(os, "memfd_create", full)
+    with pytest.raises(OSError, match="Too many open files"):
+        slots._OwnSlot(8)
+    gc.collect()
+    assert not unraisable
+
+
+def put(buffer, *sizes):
+    for size in sizes:
+        buffer.behind(size)[:] = size % 251
+        buffer.end += size
+
+
+def content(*sizes):
+    return b"".join(bytes([size % 251]) * size for size in sizes)
+
+
+def test_bytes_lie_where_another_process_reads_them(monkeypatch):
+    monkeypatch.setattr(slots, "get_worker_info", lambda: object())
+    buffer = SendBuffer()
+    assert not len(buffer.take()) and not slots._own
+    sizes = (700_000, 600_000, 5, 3_000_000)  # it grows twice
+    put(buffer, *sizes)
+    sent = receive(buffer.take())
+    assert states().count(LENT) == 1 and sent.numpy().tobytes() == content(*sizes)
+    put(buffer, 9)
+    assert receive(buffer.take()).tolist() == [9] * 9 and sent[0] == 700_000 % 251
+    del sent
+    gc.collect()
+    put(buffer, *sizes)
+    buffer.end = 0  # what was put there is not wanted
+    put(buffer, 7)
+    assert receive(buffer.take()).tolist() == [7] * 7
+    gc.collect()
+    assert set(states()) == {FREE} and len(slots._own) <= 2
+
+
+def test_bytes_for_this_process_stay_its_own():
+    buffer = SendBuffer()
+    put(buffer, 5)
+    first = buffer.take()
+    put(buffer, 6)
+    assert first.tolist() == [5] * 5 and buffer.take().tolist() == [6] * 6 and not slots._own

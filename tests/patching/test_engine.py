@@ -1,0 +1,300 @@
+"""The engine of patch() and unpatch() on modules made here: what is replaced, what is left alone, what is put back."""
+
+import ast
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import torch_fastdet
+from torch_fastdet.patching.engine import ALL, Host
+from torch_fastdet.patching.evidence import Asks, Obstacle
+from torch_fastdet.patching.replace import SwitchError
+from torch_fastdet.patching.switch import GPU, Outside, Switch, Target
+
+
+class Liar:
+    """As absl's FLAGS, which tensorboard leaves behind: it says that it is a type, and has no attribute at all."""
+
+    def __getattribute__(self, name):
+        if name == "__class__":
+            return type
+        raise AttributeError(name)
+
+
+def area(width, height=1):
+    return "ours"
+
+
+def module(name, source="", **values):
+    made = ModuleType(name)
+    exec(source, vars(made))
+    vars(made).update(values)
+    return made
+
+
+STOCK = "def area(width, height=1):\n    return 'stock'\n\n\nclass Box:\n    def size(self):\n        return 'stock'\n"
+
+
+AREA = Switch("area_optim", "area", (Target(("host.shapes",), "area", area),), modules=("shapes",))
+
+
+def over(active, stock, owner):
+    return lambda box: f"ours over {stock(box)}"
+
+
+SIZE = Switch("size_optim", "size", (Target(("host.shapes",), "Box.size", make=over),))
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """Puts modules into sys.modules for a test."""
+
+    def load(*modules):
+        for each in modules:
+            monkeypatch.setitem(sys.modules, vars(each)["__name__"], each)
+        return modules[0]
+
+    return load
+
+
+@pytest.fixture
+def host():
+    made = Host({switch.name: switch for switch in (AREA, SIZE)}, ("host",))
+    yield made
+    made.unpatch()
+
+
+def test_every_holder_is_replaced_and_put_back(loaded, host):
+    shapes = loaded(module("host.shapes", STOCK))
+    user = loaded(module("user", area=shapes.area, other=shapes.area, mine=area))
+    stock = dict(vars(shapes)), dict(vars(user))
+    lines = host.patch({"area_optim": True})
+    assert shapes.area is user.area is user.other is area
+    assert len(lines) == 3 and all(" -> tests.patching.test_engine.area" in line for line in lines)
+    later = loaded(module("later", area=shapes.area))
+    assert host.patch({"area_optim": True}) == lines, "twice is once"
+    host.unpatch()
+    assert (dict(vars(shapes)), dict(vars(user))) == stock and later.area is stock[0]["area"]
+    assert user.mine is area, "who imported ours on purpose keeps it"
+
+
+def test_objects_that_are_nobodys_business_are_not_touched(loaded, host):
+    """No attribute of them is read: one that claims to be a type raises for each, a lazy module would be imported."""
+    shapes = loaded(module("host.shapes", STOCK, flags=Liar(), area_of_flags=Liar()))
+    loaded(module("user", flags=Liar(), Box=Liar(), area=Liar()))
+    spec = importlib.util.find_spec("wave")
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    lazy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(lazy)
+    loaded_before = type(lazy)
+    sys.modules["not_a_module"] = Liar()
+    sys.modules["lazy_wave"] = lazy
+    try:
+        host.patch({})
+        assert shapes.area is area and shapes.Box().size() == "ours over stock"
+        host.unpatch()
+        assert type(lazy) is loaded_before is not ModuleType, "it has been loaded"
+    finally:
+        del sys.modules["not_a_module"], sys.modules["lazy_wave"]
+
+
+def test_what_a_user_has_replaced_stays(loaded, host, capsys):
+    def mine(width, height=1):
+        return "user's"
+
+    shapes = loaded(module("host.shapes", STOCK))
+    shapes.area = mine
+    assert host.patch({"fastdet": True, "size_optim": False}) == ()
+    assert shapes.area is mine
+    assert (
+        "area_optim does not apply: found nothing to replace: there is no host.shapes.area" in capsys.readouterr().err
+    )
+    with pytest.raises(SwitchError, match="area_optim cannot apply: found nothing to replace"):
+        host.patch({"area_optim": True})
+    assert shapes.area is mine
+
+
+def test_what_a_user_replaces_later_stays(loaded, host, capsys):
+    shapes = loaded(module("host.shapes", STOCK))
+    host.patch({})
+    shapes.area = later = lambda width, height=1: "user's"
+    host.unpatch()
+    assert shapes.area is later and shapes.Box().size() == "stock"
+    assert (
+        "host.shapes.area -> tests.patching.test_engine.area was replaced since by somebody else"
+        in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_method_that_a_user_has_wrapped_stays(loaded, host, capsys, named):
+    """Even in a wrapper that bears stock's names."""
+
+    own = Target(("host.shapes",), "Box.size", make=lambda *_: lambda box: "ours", own=True)
+    shapes = loaded(module("host.shapes", STOCK))
+    stock = shapes.Box.size
+    shapes.Box.size = theirs = functools.wraps(stock)(lambda box: f"user's over {stock(box)}")
+    host.switches = {"size_optim": Switch("size_optim", "size", (own,))}
+    if named:
+        with pytest.raises(
+            SwitchError, match=r"size_optim cannot apply: host\.shapes\.Box\.size has been replaced by somebody"
+        ):
+            host.patch({"size_optim": True})
+    else:
+        host.patch({})
+        assert capsys.readouterr().err.count("size_optim does not apply: host.shapes.Box.size has been replaced") == 1
+    assert shapes.Box.size is theirs
+    shapes.Box.size = stock
+    host.patch({"size_optim": True})
+    assert shapes.Box().size() == "ours"
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_hosts_may_replace_one_name(loaded, host, order):
+    """Each goes on with what lies below it, in whatever order they are put back."""
+
+    shapes = loaded(module("host.shapes", STOCK))
+    stock, hosts = shapes.area, [host, Host({}, ())]
+    hosts[0].patch({"area_optim": True})
+    hosts[1].patches.replace("twice", shapes, "area", area)
+    hosts[order[0]].unpatch()
+    assert shapes.area is area
+    hosts[order[1]].unpatch()
+    assert shapes.area is stock
+
+
+def test_other_parameters_are_refused(loaded, host, capsys):
+    shapes = loaded(module("host.shapes", "def area(width, depth): pass"))
+    host.patch({})
+    line = "host.shapes.area takes (width, depth), not (width, height)."
+    assert capsys.readouterr().err.count(f"area_optim does not apply: {line}") == 1
+    with pytest.raises(SwitchError, match=r"area_optim cannot apply: host\.shapes\.area takes"):
+        host.patch({"area_optim": True})
+    assert shapes.area is not area and not host.on and not host.requests
+
+
+def test_modules_that_are_imported_later(tmp_path, monkeypatch, host):
+    package = tmp_path / "host"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "shapes.py").write_text(f"import host.early\n{STOCK}")
+    # It is imported while shapes is: what it takes is not there yet, but its function is asked for later.
+    (package / "early.py").write_text("def area():\n    from host.shapes import area\n    return area(2)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    host.switch_on(["area_optim", "size_optim"], (), import_now=False)
+    shapes = importlib.import_module("host.shapes")
+    assert importlib.import_module("host.early").area() == "ours" and shapes.Box().size() == "ours over stock"
+    assert type(shapes.__loader__).__name__ == "SourceFileLoader" and not vars(shapes.__loader__).get("exec_module")
+    host.unpatch()
+    assert shapes.area(2) == "stock" and shapes.Box().size() == "stock"
+    for name in ("host", "host.shapes", "host.early"):
+        del sys.modules[name]
+
+
+def test_a_reloaded_module_is_searched_for_as_without_us(tmp_path, monkeypatch, host):
+    """It may have moved since: here a module became a package."""
+    package = tmp_path / "host"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "shapes.py").write_text(STOCK)
+    monkeypatch.syspath_prepend(tmp_path)
+    host.switch_on(["area_optim"], (), import_now=False)
+    shapes = importlib.import_module("host.shapes")
+    (package / "shapes.py").unlink()
+    (package / "shapes").mkdir()
+    (package / "shapes/__init__.py").write_text(f"{STOCK}\n\nmoved = True\n")
+    importlib.invalidate_caches()
+    assert importlib.reload(shapes).moved and shapes.area(2) == "ours"
+    host.unpatch()
+    assert shapes.area(2) == "stock"
+    for name in ("host", "host.shapes"):
+        del sys.modules[name]
+
+
+def test_a_late_module_gets_the_original_of_its_package_or_the_first_one(loaded):
+    target = Target(("first.shapes", "second.shapes"), "area", area)
+    both = Host({"both_optim": Switch("both_optim", "area", (target,))}, ("first", "second"))
+    first, second = loaded(module("first.shapes", STOCK)), loaded(module("second.shapes", STOCK))
+    originals = first.area, second.area
+    both.patch({})
+    late = [loaded(module(name, area=first.area)) for name in ("first.late", "second.late", "train")]
+    both.unpatch()
+    assert (first.area, second.area) == originals
+    assert [each.area for each in late] == [*originals, originals[0]]
+
+
+def test_a_switch_that_needs_a_gpu(loaded, host, monkeypatch, capsys):
+    host.switches = {"area_optim": AREA, "size_optim": dataclasses.replace(SIZE, evidence=(GPU,))}
+    monkeypatch.setattr("torch_fastdet.patching.switch.missing_gpu", lambda: "there is no GPU.")
+    loaded(module("host.shapes", STOCK))
+    assert len(host.patch({ALL: True})) == 1
+    assert capsys.readouterr().err.count("torch_fastdet: size_optim does not apply: there is no GPU.\n") == 1
+    with pytest.raises(SwitchError, match=r"size_optim cannot apply: there is no GPU\."):
+        host.patch({"size_optim": True})
+
+
+def test_the_rows_of_a_class(loaded, host, capsys):
+    """One method that is added, one that follows it, one that stays with a line, one that is missing, and a class of torch."""
+
+    def unknown(stock):
+        return "it is unknown."
+
+    where = ("host.shapes",)
+    targets = (
+        Target(where, "Box.copy", make=lambda *_: lambda box: "copied", adds=True),
+        Target(where, "Box.size", make=over, after="Box.copy", note=" (noted)"),
+        Target(where, "Box.area", make=over, evidence=(Asks("why", unknown),), otherwise="say"),
+        Target(where, "Box.quiet", make=over, class_evidence=(Asks("why", unknown),), otherwise="nothing"),
+        Target(where, "Box.gone", make=over),
+        Target(where, "area", make=lambda *_: None),
+        Target(where, "Box", make=lambda *_: Obstacle("it may be derived from."), otherwise="say"),
+        Outside(torch.nn.Identity, "forward", forward := lambda self, x: x, " (outside)"),
+    )
+    source = STOCK + "\n    def area(self):\n        return 1\n\n    def quiet(self):\n        return 2\n"
+    shapes = loaded(module("host.shapes", source))
+    stock, identity = dict(vars(shapes.Box)), torch.nn.Identity.forward
+    host.switches = {"box": Switch("box", "box", targets)}
+    lines = host.patch({"box": True})
+    assert [line.partition(" -> ")[0] for line in lines] == [
+        "box: torch.nn.modules.linear.Identity.forward",
+        "box: host.shapes.Box.copy",
+        "box: host.shapes.Box.size",
+    ]
+    said = capsys.readouterr().err
+    assert (
+        said.count(" (noted)\n")
+        == said.count(" (outside)\n")
+        == said.count("box: host.shapes.Box stays: it may be")
+        == 1
+    )
+    assert said.count("box: host.shapes.Box.area stays: it is unknown.\n") == 1 and said.count("unknown") == 1
+    assert shapes.Box().size() == "ours over stock" and shapes.Box().copy() == "copied" and shapes.Box().area() == 1
+    assert torch.nn.Identity.forward is forward
+    host.unpatch()
+    assert dict(vars(shapes.Box)) == stock and torch.nn.Identity.forward is identity
+    missing = Target(where, "Box.gone", make=over, missing="refuse")
+    host.switches = {"box": Switch("box", "box", (missing, Target(where, "Cube.size", make=over, missing="refuse")))}
+    host.patch({})
+    said = capsys.readouterr().err
+    assert "box does not apply: host.shapes has no Box.gone." in said and "host.shapes has no Cube." in said
+
+
+PACKAGE = Path(torch_fastdet.__file__).parent
+
+
+def test_the_engine_knows_no_host():
+    """And its modules import each other in one direction."""
+    order = ["import_hook", "replace", "switch", "host", "launcher"]
+    for place, name in enumerate(order):
+        tree = ast.parse((PACKAGE / "hosts/engine" / f"{name}.py").read_text())
+        imported = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        assert not [each for each in imported if each.startswith(("torch_fastdet.yolov5", "torch_fastdet.ultralytics"))]
+        of_the_engine = [each.rpartition(".")[2] for each in imported if each.startswith("torch_fastdet.patching.")]
+        assert all(order.index(each) < place for each in of_the_engine), name

@@ -1,0 +1,138 @@
+"""Every switch of both hosts, on modules that stand for the host's, among modules that are nobody's business."""
+
+import contextlib
+import importlib
+import importlib.util
+import sys
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from torch_fastdet.patching.import_hook import namespace
+from torch_fastdet.patching.replace import Patches
+from torch_fastdet.patching.switch import Active, Target
+from torch_fastdet.switches.loss import ultralytics as loss
+from torch_fastdet.ultralytics.switches import SWITCHES as ULTRALYTICS
+from torch_fastdet.yolov5.switches import SWITCHES as YOLOV5
+
+# The prefixes that the host's modules may have, for each of its switches.
+CASES = {f"yolov5-{name}": (switch, ("", "yolov5.")) for name, switch in YOLOV5.items()}
+CASES |= {f"ultralytics-{name}": (switch, ("ultralytics.",)) for name, switch in ULTRALYTICS.items()}
+
+
+class Silent(ModuleType):
+    def __getattribute__(self, name):
+        raise RuntimeError(f"{name} of a module that is nobody's business was read")
+
+
+def lazy_module():
+    spec = importlib.util.find_spec("wave")
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_switch_reads_no_attribute_of_other_modules(monkeypatch, case):
+    switch, prefixes = CASES[case]
+    others = lazy_module(), Silent("silent")
+    before = type(others[0])
+    made = {"ultralytics": ModuleType("ultralytics")}
+    vars(made["ultralytics"])["__version__"] = "8.4.190"
+    targets = [target for target in switch.targets if isinstance(target, Target)]
+    definers = {(definer, target.name) for target in targets if not target.is_method for definer in target.where}
+    owners = {(definer, *target.name.split(".")) for target in targets if target.is_method for definer in target.where}
+    for full in {prefix + name for prefix in prefixes for name in switch.modules} | {
+        row[0] for row in definers | owners
+    }:
+        made[full] = ModuleType(full)
+    for definer, name, method in owners:
+        space = vars(made[definer])
+        if name not in space:
+            exec(f"class {name}:\n    pass\n", space)
+        setattr(space[name], method, lambda self: None)
+    for definer, attribute in definers:
+        exec(f"def {attribute}():\n    pass\n", vars(made[definer]))
+    for full, module in (*made.items(), ("lazy", others[0]), ("silent", others[1])):
+        monkeypatch.setitem(sys.modules, full, module)
+    monkeypatch.setattr(Target, "obstacle", lambda *_: None)
+    monkeypatch.setattr(Active, "_make", lambda *_: object())
+    patches = Patches((), (), lambda module: None)
+    active = Active(switch, patches)
+    try:
+        active.begin()
+        active.look_through([*made.values(), *others])
+        replaced = {(vars(module)["__name__"], name) for module in made.values() for name in vars(module)} & definers
+        assert replaced == definers
+        methods = {
+            (r.owner.__module__, r.owner.__name__, r.attribute)
+            for r in patches.replacements
+            if isinstance(r.owner, type)
+        }
+        first = {(d, *target.name.split(".")) for target in targets if not target.after for d in target.where}
+        assert owners & first <= methods
+    finally:
+        patches.put_back()
+    assert type(others[0]) is before is not ModuleType, "it has been loaded"
+    assert namespace(others[1])["__name__"] == "silent"
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+SETTINGS = {
+    "float64": lambda: default_dtype(torch.float64),
+    "float16": lambda: default_dtype(torch.float16),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "meta": lambda: torch.device("meta"),
+    "inference mode": torch.inference_mode,
+    "fake tensors": FakeTensorMode,
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("host, module", [("ultralytics", "ultralytics.models"), ("yolov5", "yolov5.segment.val")])
+def test_the_same_switches_apply_whatever_the_callers_settings_are(monkeypatch, host, module, setting):
+    """patch() runs stock's code on small cases, and settings for the caller's tensors would change what it computes."""
+    drop_in = importlib.import_module(f"torch_fastdet.{host}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip(module, reason=f"{host} is not installed")
+    # The switches that need a GPU, too.
+    monkeypatch.setattr("torch_fastdet.patching.switch.missing_gpu", lambda: None)
+    try:
+        expected = sorted(drop_in.patch())
+        assert any(line.startswith("bn_act_optim") for line in expected)
+        drop_in.unpatch()
+        loss._parts.cache_clear()  # as at the first patch() of a process
+        with SETTINGS[setting]():
+            assert sorted(drop_in.patch()) == expected
+    finally:
+        drop_in.unpatch()
+
+
+def test_threads_that_patch_at_once_replace_each_name_once():
+    drop_in = importlib.import_module("torch_fastdet.yolov5")
+    pytest.importorskip("yolov5.segment.val", reason="yolov5 is not installed")
+    try:
+        expected = drop_in.patch()
+        drop_in.unpatch()
+        start = threading.Barrier(4)
+        with ThreadPoolExecutor(4) as pool:
+            lines = list(pool.map(lambda _: start.wait() * 0 or drop_in.patch(), range(4)))
+        assert lines == [expected] * 4
+    finally:
+        drop_in.unpatch()

@@ -1,0 +1,74 @@
+"""A model's training passes as graphs of a switch: replayed, counted, and what happens where a capture fails."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+from torch_fastdet import _say
+from torch_fastdet.graphs import CaptureError
+from torch_fastdet.patching.engine import Host
+from torch_fastdet.patching.switch import Switch, SwitchError
+from torch_fastdet.switches.cuda_graph import common as training_graphs
+from torch_fastdet.switches.cuda_graph.common import TrainingGraphs
+
+
+class Graphs:
+    """Stands for ModuleGraphs: raises what ``causes`` holds, once each, then replays."""
+
+    causes: list
+
+    def __init__(self, model, forward, required, average, **_):
+        self.forward, self.required, self.average, self.reason = forward, required, average, None
+        made.append(self)
+
+    def __call__(self, x):
+        if self.required and Graphs.causes:
+            self.reason = "it failed"
+            raise CaptureError("Net cannot be captured") from Graphs.causes.pop(0)
+        return self.forward(x) * 2 if self.reason is None else self.forward(x)
+
+
+made = []
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    monkeypatch.setattr(training_graphs, "ModuleGraphs", Graphs)
+    made.clear()
+    _say.counts.clear()  # of other tests in this process
+
+    def make(by_name=False):
+        host = Host({"cuda_graph": Switch("cuda_graph", "", ())}, ())
+        host.switch_on(["cuda_graph"], ["cuda_graph"] if by_name else [])
+        active = host.on["cuda_graph"]
+        return TrainingGraphs(active, lambda model: contextlib.nullcontext())
+
+    yield make
+    _say.counts.clear()
+
+
+def passes(run, model, x, count):
+    return [run(model, x, lambda model, x: model(x)) for _ in range(count)]
+
+
+def test_a_pass_is_a_replay_and_is_counted(graphs):
+    Graphs.causes = []
+    run, model, x = graphs(by_name=True), nn.Identity(), torch.ones(2)
+    assert [y.sum().item() for y in passes(run, model, x, 2)] == [4, 4] and len(made) == 1
+    assert _say.counts == {("cuda_graph", "training passes"): 2}
+
+
+def test_where_a_capture_fails_the_host_runs_its_own_code(graphs, capsys):
+    Graphs.causes = [RuntimeError("something else")]
+    run, model, x = graphs(), nn.Identity(), torch.ones(2)
+    assert [y.sum().item() for y in passes(run, model, x, 3)] == [2, 2, 2] and len(made) == 1
+    assert capsys.readouterr().err.count("cuda_graph does not apply: Net cannot be captured.") == 1
+    assert _say.counts == {("cuda_graph", "training passes without graphs"): 2}
+
+
+def test_asked_for_by_name_it_is_an_error(graphs):
+    Graphs.causes = [RuntimeError("something else")]
+    with pytest.raises(SwitchError, match="cuda_graph cannot apply: Net cannot be captured"):
+        passes(graphs(by_name=True), nn.Identity(), torch.ones(2), 1)

@@ -1,1 +1,0 @@
-"""From a detector's raw output to detections and masks, over :mod:`torch_fastdet.ops`."""

@@ -1,0 +1,136 @@
+"""Captured graphs and their memory: what is kept, what goes first, and what happens when memory runs out."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from torch_fastdet._say import note_fallback
+from torch_fastdet._torch import private
+from torch_fastdet.graphs import capture as _capture
+from torch_fastdet.memory import CAPTURE, Owner, is_out_of_memory, register, with_room
+
+G = TypeVar("G")
+T = TypeVar("T")
+
+
+class GraphPool(Owner, Generic[G]):
+    """Captured graphs by key, in one memory pool.
+
+    Only one graph runs at a time, so all of them share one pool. At most ``max_graphs`` are kept; the least recently used
+    goes first. A key's first ``warmup`` calls run eagerly. Where an eager call or a capture runs out of memory, the pictures on
+    the GPU are dropped, then all graphs that this thread used last, and it runs again. A key that there is no memory to capture
+    runs eagerly from then on, until :meth:`reset`; others, such as those of a smaller batch, are still captured.
+
+    Args:
+        max_graphs: how many graphs to keep.
+        warmup: eager calls of a key before it is captured.
+        say: takes one line each time something is dropped because memory ran out.
+        forget: called when graphs are dropped, so that their owner drops what it made for them.
+    """
+
+    what, cost = "CUDA graphs", CAPTURE
+
+    def __init__(
+        self, max_graphs: int, warmup: int, say: Callable[[str], None], forget: Callable[[], None] = lambda: None
+    ) -> None:
+        self.max_graphs, self.warmup = max_graphs, warmup
+        self._say, self._forget = say, forget
+        self._graphs: OrderedDict[Hashable, G] = OrderedDict()
+        self._calls: Counter[Hashable] = Counter()
+        self._too_large: set[Hashable] = set()
+        self._stream: torch.cuda.Stream | None = None
+        self._thread = 0
+        self.device = None
+        self.handle: Any = None
+        register(self)
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The keys, the most recently used last."""
+        return iter(self._graphs)
+
+    def items(self) -> Iterator[tuple[Any, G]]:
+        return iter(self._graphs.items())
+
+    def get(self, key: Hashable, device: torch.device) -> G | None:
+        """The graph of this key, which is now the most recently used; ``device`` is that of all that follows."""
+        self._thread, self.device = threading.get_ident(), device
+        graph = self._graphs.get(key)
+        if graph is not None:
+            self._graphs.move_to_end(key)
+        return graph
+
+    def stream(self) -> torch.cuda.Stream:
+        """The stream to capture on."""
+        assert self.device is not None
+        if self._stream is None or self._stream.device != self.device:
+            self._stream = _capture.new_stream(self.device, self)
+        return self._stream
+
+    def held(self) -> int:
+        """Device memory that the allocator holds for the graphs."""
+        return private.pool_bytes(self.handle)
+
+    def offer(self) -> str:
+        # Another thread may be replaying.
+        return f"{len(self)} graphs" if len(self) and self._thread == threading.get_ident() else ""
+
+    def release(self) -> None:
+        """Drop all graphs; each key begins with its warm-up again."""
+        self.drop()
+        self._calls.clear()
+
+    def drop(self) -> None:
+        """Drop all graphs. Keys that were warmed up stay warm."""
+        self._graphs.clear()
+        self.handle = None
+        self._forget()
+
+    def reset(self) -> None:
+        """The same, also for keys that there was no memory to capture."""
+        self.release()
+        self._too_large.clear()
+
+    def is_warm(self, key: Hashable) -> bool:
+        """Whether the key is to be captured now."""
+        return self._calls[key] >= self.warmup and key not in self._too_large
+
+    def warm_up(self, key: Hashable, run: Callable[[], T]) -> T:
+        """Run eagerly, and count it. A call that raises does not count."""
+        result = with_room(run, self.device, self._say)
+        self._calls[key] += 1
+        return result
+
+    def capture(self, key: tuple, make: Callable[[], G]) -> G | None:
+        """Keep what ``make()`` captures, with its memory from ``handle``; None where there is no memory for it.
+
+        Where it fails, all graphs are dropped. ``key`` begins with the shape of the input.
+        """
+        while len(self._graphs) >= self.max_graphs:
+            self._graphs.popitem(last=False)
+
+        def captured() -> G:
+            if not self._graphs:  # a pool ends with its last graph
+                self.handle = _capture.new_pool()
+            return make()
+
+        try:
+            graph = self._graphs[key] = with_room(captured, self.device, self._say, Exception)
+        except BaseException as error:
+            self.drop()  # torch's allocator of pinned memory refuses to capture into this pool again
+            if not is_out_of_memory(error):
+                raise
+        else:
+            return graph
+        self._too_large.add(key)
+        line = f"there is no memory to capture input {key[0]}, which runs eagerly"
+        self._say(line)
+        note_fallback(line)
+        return None

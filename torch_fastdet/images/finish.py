@@ -1,0 +1,209 @@
+"""What the thread that finishes batches runs: it uploads what the GPU does not have yet, and makes the batch in one launch.
+
+The GPU keeps the first pictures of a data set, decoded, as many as its budget allows: small data sets fit whole, and
+then nothing but tables is uploaded from the second epoch on. Other pictures are uploaded for each batch that shows them, and of
+JPEG files the GPU decodes what the batch shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from torch_fastdet import ops
+from torch_fastdet._say import say
+from torch_fastdet.images.jpeg import Wanted, one_after_another
+from torch_fastdet.images.memory import PictureMemory, hand_out
+from torch_fastdet.images.plan import FILES, OWN, SHARED, Plan
+from torch_fastdet.images.shown import shown_of
+from torch_fastdet.images.worker import PlannedBatch, assemble
+from torch_fastdet.memory import GPU_BUDGET, Owner, gpu_budget, register, with_room, words
+
+
+class Finisher:
+    """Makes the batches on the GPU."""
+
+    def __init__(self, memory: PictureMemory, device: torch.device) -> None:
+        self.device = device
+        self.pictures = DevicePictures(memory, device)
+
+    def __call__(self, batch: Any) -> Any:
+        if not isinstance(batch, PlannedBatch):  # stock has made it
+            return tuple(value.pin_memory() if isinstance(value, torch.Tensor) else value for value in batch)
+        images = assemble(self.pictures(batch.plan), batch.grid)
+        return (images, *(self._uploaded(value) for value in batch.rest))
+
+    def _uploaded(self, value: object) -> Any:
+        if not isinstance(value, (np.ndarray, torch.Tensor)):
+            return value
+        return torch.as_tensor(value).pin_memory().to(self.device, non_blocking=True)
+
+
+class FinisherOfDicts(Finisher):
+    """The same for batches that are dictionaries: pictures on the GPU, other tensors in pinned memory, as stock's loader pins."""
+
+    def __call__(self, batch: object) -> dict:
+        if isinstance(batch, PlannedBatch):
+            out, small = batch.rest
+            out["img"] = self.pictures(batch.plan)
+            out.update((name, torch.as_tensor(out[name])) for name in small)  # tensors where this call is made again
+        else:
+            out = batch  # stock has made it
+        for name, value in out.items():
+            if isinstance(value, torch.Tensor) and not value.is_cuda:
+                out[name] = value.pin_memory()
+        return out
+
+
+class Turns:
+    """Lets threads change GPU memory one after another, each on its own stream and behind the work of the one before.
+
+    Args:
+        done: an event behind which the memory is free to use.
+    """
+
+    def __init__(self, done: torch.cuda.Event) -> None:
+        self._done = done
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def turn(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        """What a thread queues on ``stream`` inside of this runs before what the next thread queues inside of it."""
+        with self._lock:
+            stream.wait_event(self._done)
+            try:
+                yield
+            finally:  # a turn that failed has queued something, too
+                self._done.record(stream)
+
+
+class DevicePictures(Owner):
+    """The pictures of one data set on one GPU, and the batches made of them. Several threads may ask for batches."""
+
+    what, budget = "pictures on the GPU", GPU_BUDGET
+
+    def __init__(self, memory: PictureMemory, device: torch.device) -> None:
+        self.memory = memory
+        self.device: torch.device = device
+        comes = memory.offsets >= 0  # others travel as pixels, for each batch
+        if memory.jpegs is not None:
+            comes |= memory.jpegs.may_keep
+        self._offsets, size = hand_out(memory.shapes * comes[:, None], gpu_budget(device))
+        self._cache = self._allocate(size)
+        ready = torch.cuda.Event()
+        ready.record(torch.cuda.current_stream(device))  # the cache's memory is free behind it
+        self._turns = Turns(ready)
+        self._fits = (self._offsets >= 0) & (self.held() == size)
+        self._here = np.zeros(len(memory), dtype=bool)
+        self._host = [memory.tensor()] if memory.jpegs is None else [memory.tensor(), memory.jpegs.tensor()]
+        register(self)
+
+    def held(self) -> int:
+        return self._cache.numel()
+
+    def offer(self) -> str:
+        return f"{words(self.held())} of pictures" if self.held() else ""
+
+    def release(self) -> None:
+        """Keep no pictures from now on: they are uploaded for each batch."""
+        with self._turns.turn(torch.cuda.current_stream(self.device)):
+            self._fits[:] = self._here[:] = False
+            self._cache = self._allocate(0)
+
+    def __call__(self, plan: Plan) -> torch.Tensor:
+        """The pictures of a plan, uint8 (n, 3, height, width), made on the current stream."""
+        return with_room(
+            lambda: self._make(plan), self.device, lambda line: say(f"loader_optim: {line}", every_rank=True)
+        )
+
+    def _make(self, plan: Plan) -> torch.Tensor:
+        stream = torch.cuda.current_stream(self.device)
+        with self._turns.turn(stream):  # what is noted as here is only there behind the turn that brought it
+            cache = self._cache  # which another thread may let go
+            cache.record_stream(stream)  # the allocator keeps it until this batch is made
+            storages, brought = self._bring(plan)
+        warp, lanes = ops.opencv_rules()
+        tables = self._tables(plan, brought)
+        return ops.image_augment(storages, **tables, size=list(plan.size), warp=warp, hsv_lanes=lanes)
+
+    def _allocate(self, size: int) -> torch.Tensor:
+        try:
+            with torch.inference_mode(False):  # validation makes it, and a thread outside of inference mode fills it
+                return torch.empty(size, dtype=torch.uint8, device=self.device)
+        except torch.cuda.OutOfMemoryError:
+            say(
+                f"loader_optim: no {words(size)} for pictures on the GPU; they are uploaded for each batch",
+                logging.WARNING,
+            )
+            return torch.empty(0, dtype=torch.uint8, device=self.device)
+
+    def _bring(self, plan: Plan) -> tuple[list[torch.Tensor], np.ndarray]:
+        """Upload what the cache does not hold, and decode files. Returns the batch's storages, and its placements in them."""
+        memory, own = self.memory, torch.as_tensor(plan.own)
+        indices = np.unique(plan.sources[plan.sources >= 0])
+        missing = indices[~self._here[indices]]
+        keep, decoded, sizes = self._fits[missing], memory.decoded()[missing], memory.sizes(missing)
+        come = plan.files[np.isin(plan.files[:, 0], missing)]  # with the plan
+        sent = np.searchsorted(missing, come[:, 0])
+        decoded[sent] = False  # another process may have decoded one since
+        storage, begins, taken, hosts = 2 - decoded, memory.offsets[missing], sizes.copy(), list(self._host)
+        if not decoded.all():
+            taken[~decoded], begins[~decoded] = memory.files.rows(missing[~decoded]).T
+        if len(come):
+            packed, rows = memory.files.pack(come, torch.as_tensor(plan.sent), pin_memory=self.device.type == "cuda")
+            (taken[sent], begins[sent]), storage[sent] = rows.T, len(hosts) + 1
+            hosts.append(packed)
+        places = one_after_another(taken, own.numel())
+        staged = torch.empty(int(places[-1]), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        pieces = np.stack((storage, begins, taken, places[:-1]), 1)
+        ops.image_gather_(staged, [own, *hosts], torch.from_numpy(np.insert(pieces, 0, (0, 0, own.numel(), 0), 0)))
+        upload, places = staged.to(self.device, non_blocking=True), places[:-1]
+        for index in np.flatnonzero(keep & decoded).tolist():
+            begin, size, place = int(self._offsets[missing[index]]), int(sizes[index]), int(places[index])
+            self._cache[begin : begin + size].copy_(upload[place : place + size])
+        placements = plan.placements.copy()
+        storages, place_of, storage_of = [self._cache, upload], places.copy(), np.full(len(missing), OWN)
+        if not decoded.all():
+            part, whole = ~decoded & ~keep, ~decoded & keep
+            ends = one_after_another(np.where(part, sizes, 0))
+            storages.append(torch.empty(int(ends[-1]), dtype=torch.uint8, device=self.device))
+            kept, everything = memory.shapes_of(missing), np.zeros((len(missing), 4), dtype=np.int64)
+            everything[:, [3, 2]] = kept
+            files = memory.files.files
+            for out, which, to, seen in (
+                (storages[FILES], part, ends[:-1], shown_of(plan, missing)),
+                (self._cache, whole, self._offsets[missing], everything),
+            ):
+                Wanted(places, to, files.sizes[missing], kept, files.ways[missing], seen)[which].decode(
+                    out, upload, staged
+                )
+            place_of[part], storage_of[part] = ends[:-1][part], FILES
+        self._here[missing[keep]] = True
+        row = np.searchsorted(missing, plan.sources)
+        row[row == len(missing)] = 0
+        passes = np.isin(plan.sources, missing[~keep])
+        stays = ~passes & (plan.sources >= 0)
+        placements[passes, 0], placements[passes, 1] = storage_of[row[passes]], place_of[row[passes]]
+        placements[stays, 0], placements[stays, 1] = SHARED, self._offsets[plan.sources[stays]]
+        return storages, placements
+
+    def _tables(self, plan: Plan, placements: np.ndarray) -> dict[str, Any]:
+        """The plan's tables on the GPU, in one copy."""
+        arrays = plan.tables_with(placements)
+        starts = one_after_another(np.array([array.nbytes for array in arrays.values()])).tolist()
+        packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
+        view = packed.numpy()
+        for array, start in zip(arrays.values(), starts, strict=False):
+            view[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+        there = packed.to(self.device, non_blocking=True)
+        tables = {}
+        for (name, array), start in zip(arrays.items(), starts, strict=False):
+            piece = there[start : start + array.nbytes]
+            tables[name] = piece.view(torch.from_numpy(array).dtype).view(array.shape)
+        return tables

@@ -1,0 +1,267 @@
+"""What the training process runs: it asks for plans, and a thread of it makes the next batches while the loop works on one."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import queue
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from torch_fastdet._say import count, say
+from torch_fastdet.images.finish import Finisher, FinisherOfDicts
+from torch_fastdet.images.memory import PictureMemory
+from torch_fastdet.images.plan import Indices
+from torch_fastdet.memory import is_out_of_memory, words
+
+#: Batches that are ready before the loop asks for them.
+DEPTH = 2
+
+_running: weakref.WeakSet[Ahead] = weakref.WeakSet()
+# Streams of threads that have ended, for those that begin. Torch hands out 32 streams in turn: if each thread took a new one,
+# one of them would soon be the stream on which somebody captures a graph, and the allocator caches memory for each stream.
+_idle: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
+
+
+_one_at_a_time = threading.RLock()  # the garbage collector may end another loader inside
+
+
+class PlanBatches:
+    """A batch sampler whose batches ask for plans; with ``repeat`` it starts again at its end, for ever."""
+
+    def __init__(self, batches: Any, repeat: bool = False) -> None:
+        self.sampler = batches  # where InfiniteDataLoader looks for its length
+        self.repeat = repeat
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Indices]:
+        while True:
+            for batch in self.sampler:
+                yield Indices(batch)
+            if not self.repeat:
+                return
+
+
+class PlannedLoading:
+    """What a ``DataLoader`` of a host needs beside its own: a memory, and a finisher where there is a GPU."""
+
+    #: Makes the batches of this host on the GPU.
+    finishing: type[Finisher] = Finisher
+
+    def __init__(self, memory: PictureMemory, workers: int, on_gpu: bool, device: torch.device | None = None) -> None:
+        self.memory = memory
+        self.workers = workers
+        self.on_gpu = on_gpu
+        self._device = device
+        self._finisher: Finisher | None = None
+        if not on_gpu:
+            self._say("made on the CPU")
+
+    @property
+    def finisher(self) -> Finisher:
+        with _one_at_a_time:  # two threads may begin a loop each
+            if self._finisher is None:
+                self._finisher = self.finishing(self.memory, self._device or current_gpu())
+                kept = self._finisher.pictures.held()
+                self._say(f"made on the GPU, which keeps {words(kept)} of decoded pictures")
+            return self._finisher
+
+    def batches(self, source: Iterator[object], limited: bool = False) -> Iterator[Any]:
+        """The finished batches of a ``DataLoader``'s iterator. Loader processes work ahead, and then this does as well.
+
+        With ``limited`` no further ahead than the :class:`Ahead` that is returned is allowed to.
+        """
+        if not self.on_gpu:
+            return source
+        if not self.workers:
+            return map(self.finisher, source)
+        return Ahead(source, self.finisher, self.finisher.device, limited)
+
+    def count_batch(self) -> None:
+        """For the report at the end of a run."""
+        count("loader_optim", "batches")
+        if self.memory.jpegs is not None:
+            count("loader_optim", "JPEG files decoded by OpenCV", self.memory.jpegs.newly_refused())
+
+    def _say(self, how: str) -> None:
+        memory, pictures = self.memory, len(self.memory)
+        files = 0 if memory.jpegs is None else int(memory.jpegs.may_keep.sum())
+        where = "that all processes share"
+        parts = []
+        if files:
+            room, all_fit = memory.files.room, memory.files.room >= memory.files.wanted
+            kept = f"kept as JPEG files, in {words(room)} {where}, " if room else ""
+            read = "" if all_fit else "or read as JPEG files, " if room else "read as JPEG files "
+            parts.append(f"{_number(files, pictures)} pictures are {kept}{read}and decoded for each batch")
+        if files < pictures:
+            places = (
+                memory.places if memory.jpegs is None else int(((memory.offsets >= 0) & ~memory.files.may_keep).sum())
+            )
+            parts.append(f"{_number(places, pictures)} pictures are decoded once, into {words(memory.held())} {where}")
+        say(f"loader_optim: {'; '.join(parts)}; batches are {how}")
+
+
+def _number(of: int, everything: int) -> str:
+    return f"all {everything:,}" if of == everything else f"{of:,} of {everything:,}"
+
+
+class PlannedLoadingOfDicts(PlannedLoading):
+    finishing = FinisherOfDicts
+
+
+def current_gpu() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+class Ahead:
+    """An iterator over ``finish(batch)`` for the batches of ``source``, made in a thread of its own on a stream of its own.
+
+    ``finish`` returns tuples or dictionaries; their CUDA tensors are given to the stream that is current when the loop takes
+    them. The allocator keeps a tensor's memory until that stream has done with it, so what somebody holds is never
+    overwritten. Errors are raised where the loop would have got the batch. A batch that gets no memory is made again when the
+    loop waits for it: a step that runs meanwhile has all of the GPU, and is the one that fails where that is not enough.
+
+    With ``limited``, nothing is taken from ``source`` but what :meth:`allow` permits.
+    """
+
+    def __init__(
+        self, source: Iterator[Any], finish: Callable[[Any], Any], device: torch.device, limited: bool = False
+    ) -> None:
+        self._ready: queue.Queue[Any] = queue.Queue(maxsize=DEPTH)
+        self._stop = threading.Event()
+        self._asked = [0]  # batches that the loop has asked for
+        self._permits = threading.Semaphore(0) if limited else None
+        self._allowed = 0
+        arguments = (source, finish, device, self._ready, self._stop, self._asked, self._permits)
+        self._thread = threading.Thread(target=_work, args=arguments, name="torch_fastdet_loader", daemon=True)
+        self._device = device
+        self._ended: BaseException | None = None
+        self._process = os.getpid()
+        _running.add(self)
+        self._thread.start()
+
+    def __iter__(self) -> Ahead:
+        return self
+
+    def allow(self, count: int) -> None:
+        """Let ``count`` batches be ready or in the making, those included that were made and not taken."""
+        assert self._permits is not None
+        for _ in range(self._allowed, count):
+            self._permits.release()
+        self._allowed = max(self._allowed, count)
+
+    def __next__(self) -> Any:
+        if self._ended is not None:
+            raise self._ended
+        if self._permits is not None:
+            self.allow(1)  # two loops at once take more than each of them permitted
+        self._asked[0] += 1
+        batch, event, error = self._ready.get()
+        if error is not None:
+            self._ended = error
+            raise error
+        self._allowed -= 1
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(event)
+        for value in batch.values() if isinstance(batch, dict) else batch:
+            if isinstance(value, torch.Tensor) and value.is_cuda:
+                value.record_stream(stream)
+        return batch
+
+    def close(self) -> None:
+        """End the thread. Batches that were made and not taken are lost."""
+        if self._process != os.getpid():
+            return  # a loader process, which has no such thread
+        self._stop.set()
+        if self._thread is threading.current_thread():
+            return  # the garbage collector runs in it, perhaps inside of the queue, whose lock it then holds
+        while True:  # one that waits for room goes on
+            try:
+                self._ready.get_nowait()
+            except queue.Empty:
+                break
+        self._thread.join(timeout=10)
+        if self._ended is None:
+            self._ended = StopIteration()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _work(
+    source: Iterator[object],
+    finish: Callable[[object], object],
+    device: torch.device,
+    ready: queue.Queue,
+    stop: threading.Event,
+    asked: list[int],
+    permits: threading.Semaphore | None,
+) -> None:
+    def may_go_on() -> bool:
+        while not stop.is_set():
+            if permits is None or permits.acquire(timeout=0.1):
+                return True
+        return False
+
+    def put(item: tuple) -> None:
+        while not stop.is_set():
+            try:
+                ready.put(item, timeout=0.1)
+                return
+            except queue.Full:
+                continue
+
+    def made(number: int) -> object:
+        planned = next(source)
+        while True:
+            waits = asked[0] >= number
+            try:
+                return finish(planned)
+            except RuntimeError as error:
+                if waits or stop.is_set() or not is_out_of_memory(error):
+                    raise
+            while asked[0] < number and not stop.wait(0.01):
+                continue
+
+    try:
+        torch.cuda.set_device(device)
+        with _stream(device) as stream:
+            number = 0
+            while may_go_on():
+                number += 1
+                batch = made(number)
+                event = torch.cuda.Event()
+                event.record(stream)
+                put((batch, event, None))
+                del batch
+    except StopIteration:  # a new one, which holds no frames
+        put((None, None, StopIteration()))
+    except BaseException as error:  # the loop raises it
+        put((None, None, error))
+
+
+@contextlib.contextmanager
+def _stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
+    try:
+        stream = _idle[device].pop()
+    except IndexError:
+        stream = torch.cuda.Stream(device)
+    try:
+        with torch.cuda.stream(stream):
+            yield stream
+    finally:
+        _idle[device].append(stream)
+
+
+@atexit.register
+def _close_all() -> None:
+    for ahead in list(_running):
+        ahead.close()

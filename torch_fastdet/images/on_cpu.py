@@ -1,0 +1,68 @@
+"""Makes the pictures of a plan on the CPU."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+
+from torch_fastdet import ops
+from torch_fastdet.images.jpeg import Wanted, one_after_another
+from torch_fastdet.images.memory import CHANNELS, PictureMemory
+from torch_fastdet.images.plan import FILES, KEEP_BGR, Picture, Plan, in_pixels, pack, whole
+from torch_fastdet.images.shown import shown_of
+
+
+class _Room(threading.local):
+    """Memory that a thread uses for each batch again: fresh pages cost a tenth of a picture's time."""
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, dtype=np.uint8)
+
+    def take(self, size: int) -> torch.Tensor:
+        if self._memory.nbytes < size:
+            self._memory = np.empty(size, dtype=np.uint8)
+        return torch.from_numpy(self._memory[:size])
+
+
+_room = _Room()
+
+
+def run_on_cpu(plan: Plan, memory: PictureMemory, out: torch.Tensor) -> None:
+    """Make the pictures of a plan in ``out``, uint8 (n, 3, height, width). Of files, what is shown is decoded."""
+    own = plan.own if isinstance(plan.own, torch.Tensor) else torch.from_numpy(plan.own)
+    storages, places = [memory.tensor(), own], plan.placements
+    if len(plan.files):
+        pixels, places = _decoded(plan, memory)
+        storages.append(pixels)
+    warp, lanes = ops.opencv_rules()
+    tables: dict[str, Any] = {name: torch.from_numpy(table) for name, table in plan.tables_with(places).items()}
+    ops.image_augment_(out, storages, **tables, warp=warp, hsv_lanes=lanes)
+
+
+def _decoded(plan: Plan, memory: PictureMemory) -> tuple[torch.Tensor, np.ndarray]:
+    """What the plan shows of its files, until the next call, and its placements with that."""
+    order = plan.files[:, 0].argsort()
+    indices, _, begins = plan.files[order].T
+    kept, files = memory.shapes[indices], memory.files.files
+    sent, ends = torch.from_numpy(plan.sent), one_after_another(kept.prod(1) * CHANNELS)
+    pixels = _room.take(int(ends[-1]))
+    seen = shown_of(plan, indices)
+    Wanted(begins, ends[:-1], files.sizes[indices], kept, files.ways[indices], seen).decode(pixels, sent, sent)
+    placements, of_files = plan.placements.copy(), np.isin(plan.sources, indices)
+    placements[of_files, 0] = FILES
+    placements[of_files, 1] = ends[np.searchsorted(indices, plan.sources[of_files])]
+    return pixels, placements
+
+
+def finish(picture: Picture, memory: PictureMemory) -> Picture:
+    """Make a picture here, and return the plan that does no more than take it."""
+    flags, picture.flags = picture.flags, picture.flags | KEEP_BGR
+    out = torch.empty((1, CHANNELS, picture.height, picture.width), dtype=torch.uint8)
+    out = out.contiguous(memory_format=torch.channels_last)
+    run_on_cpu(pack([picture], memory), memory, out)
+    made = whole(in_pixels(out.permute(0, 2, 3, 1).numpy()[0]))
+    made.flags = flags & KEEP_BGR
+    return made

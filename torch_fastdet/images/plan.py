@@ -1,0 +1,205 @@
+"""How a batch is made of pictures, written down as tables: what loader processes send in place of pixels.
+
+A *picture* of a batch has one layer, or two for mixup. A *layer* is a canvas with source pictures placed on it and an
+affine or perspective map. :func:`pack` turns the pictures of a batch into the tables of
+:func:`torch_fastdet.ops.image_augment`; sources are places in a :class:`~torch_fastdet.images.memory.PictureMemory`, or
+arrays, which travel with the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from torch_fastdet.images.memory import PictureMemory
+
+NO_WARP, AFFINE, PERSPECTIVE = 0, 1, 2
+FLIP_LEFT_RIGHT, FLIP_UP_DOWN, KEEP_BGR = 1, 2, 4
+
+#: What canvases show where nothing is placed, in all channels.
+GREY = 114
+#: Of one layer.
+MOST_PLACEMENTS = 16
+
+#: Storages of a packed plan, in this order: the shared memory (or what the GPU keeps), what travels with the batch, and on a GPU
+#: what was decoded for the batch.
+SHARED, OWN, FILES = 0, 1, 2
+
+
+class Indices(list[int]):
+    """Indices of a batch for which a data set makes plans; from a plain list it makes pictures."""
+
+
+@dataclass(eq=False)
+class Source:
+    """A whole picture: its index where the shared memory has it, else its pixels."""
+
+    index: int
+    height: int
+    width: int
+    pixels: np.ndarray | None = None
+
+
+@dataclass
+class Layer:
+    """``canvas[y:y+h, x:x+w] = source[src_y:src_y+h, src_x:src_x+w]`` for each of ``placements``, then a map."""
+
+    height: int
+    width: int
+    #: (source, src_x, src_y, x, y, w, h)
+    placements: list[tuple[Source, int, int, int, int, int, int]] = field(default_factory=list)
+    warp: int = NO_WARP
+    matrix: np.ndarray | None = None
+    #: Copy-paste: where it is not zero, the canvas shows its mirror image. (height, width)
+    mask: np.ndarray | None = None
+
+
+@dataclass
+class Picture:
+    """One picture of a batch, ``height`` by ``width``."""
+
+    height: int
+    width: int
+    layers: list[Layer]
+    blend: float = 1.0
+    #: HSV tables (3, 256)
+    tables: np.ndarray | None = None
+    flags: int = 0
+
+    def is_shared(self) -> bool:
+        """Whether all its pixels are in the shared memory."""
+        return all(
+            layer.mask is None and all(placement[0].pixels is None for placement in layer.placements)
+            for layer in self.layers
+        )
+
+
+def in_pixels(pixels: np.ndarray) -> Source:
+    return Source(-1, pixels.shape[0], pixels.shape[1], np.ascontiguousarray(pixels))
+
+
+def whole(source: Source) -> Picture:
+    """The plan of a picture to which nothing is done."""
+    height, width = source.height, source.width
+    return Picture(height, width, [Layer(height, width, [(source, 0, 0, 0, 0, width, height)])])
+
+
+@dataclass
+class Plan:
+    """The tables of a batch. All arrays, so that it crosses a process border in one message."""
+
+    size: tuple[int, int]
+    placements: np.ndarray
+    layers: np.ndarray
+    matrices: np.ndarray
+    pictures: np.ndarray
+    blend: np.ndarray
+    tables: np.ndarray
+    masks: np.ndarray
+    #: For each placement the index of its source in the shared memory; -1 where it travels with the batch.
+    sources: np.ndarray
+    #: Pixels that travel with the batch.
+    own: Any
+    #: Files that travel with the batch: packed where it is made on the CPU, else as they are on the disk.
+    sent: Any
+    #: (k, 3) of these files: index, bytes, offset in ``sent``.
+    files: np.ndarray
+
+    def tables_with(self, placements: np.ndarray) -> dict[str, np.ndarray]:
+        """The arguments of ``image_augment`` by name: these placements, and the plan's other tables."""
+        rest = {name: getattr(self, name) for name in ("layers", "matrices", "pictures", "blend", "tables", "masks")}
+        return {"placements": placements, **rest}
+
+
+class Bytes:
+    """Arrays one after another."""
+
+    def __init__(self) -> None:
+        self._parts: list[np.ndarray] = []
+        self._known: dict[int, int] = {}
+        self.size = 0
+
+    def add(self, array: np.ndarray) -> int:
+        """The array's offset. The same array is kept once."""
+        if id(array) not in self._known:
+            self._known[id(array)] = self.size
+            self._parts.append(array)
+            self.size += -(-array.nbytes // 16) * 16  # packed files begin at such places
+        return self._known[id(array)]
+
+    def joined(self, out: np.ndarray | None = None) -> np.ndarray:
+        out = np.empty(self.size, dtype=np.uint8) if out is None else out
+        for array in self._parts:
+            start = self._known[id(array)]
+            out[start : start + array.nbytes] = array.reshape(-1)
+        return out
+
+
+def pack(
+    pictures: Sequence[Picture],
+    memory: PictureMemory,
+    on_cpu: bool = True,
+    join: Callable[[Bytes], object] = Bytes.joined,
+) -> Plan:
+    """The tables of a batch, or of a part of one.
+
+    What the memory has as a file travels with the batch: what was read for it, or with ``on_cpu`` all that it shows, packed. ``join``
+    makes one piece of pixels that travel.
+    """
+    size = (pictures[0].height, pictures[0].width)
+    for picture in pictures:
+        if (picture.height, picture.width) != size:
+            raise RuntimeError(
+                f"pictures of a batch must have one size, but there are {size[0]}x{size[1]} and "
+                f"{picture.height}x{picture.width} (height x width)"
+            )
+    own, packed, masks = Bytes(), Bytes(), Bytes()
+    placements: list[tuple] = []
+    layers: list[tuple] = []
+    tables: list[np.ndarray] = []
+    matrices, rows, sources, blend = [], [], [], []
+    files: dict[int, tuple[int, int, int]] = {}
+    for picture in pictures:
+        row = [len(layers), -1, picture.flags, -1]
+        for number, layer in enumerate(picture.layers):
+            row[number] = len(layers)
+            mask = -1 if layer.mask is None else masks.add(layer.mask)
+            layers.append((len(placements), len(layer.placements), layer.height, layer.width, layer.warp, mask))
+            matrices.append(np.eye(3) if layer.matrix is None else layer.matrix)
+            for source, *where in layer.placements:
+                pixels = source.pixels
+                if (
+                    on_cpu
+                    and pixels is None
+                    and source.index not in files
+                    and (file := memory.packed(source.index)) is not None
+                ):
+                    files[source.index] = source.index, file.nbytes, packed.add(file)
+                place = (SHARED, memory.offsets[source.index]) if pixels is None else (OWN, own.add(pixels))
+                sources.append(source.index if pixels is None else -1)
+                placements.append((*place, source.height, source.width, *where))
+        if picture.tables is not None:
+            row[3] = len(tables)
+            tables.append(picture.tables)
+        rows.append(row)
+        blend.append(picture.blend)
+    sent, of_files = packed.joined(), np.array(list(files.values()), dtype=np.int64).reshape(-1, 3)
+    if not on_cpu:
+        sent, of_files = memory.take_sent()
+    return Plan(
+        size=size,
+        placements=np.array(placements, dtype=np.int64).reshape(-1, 10),
+        layers=np.array(layers, dtype=np.int64).reshape(-1, 6),
+        matrices=np.array(matrices, dtype=np.float64).reshape(-1, 9),
+        pictures=np.array(rows, dtype=np.int64).reshape(-1, 4),
+        blend=np.array(blend, dtype=np.float64),
+        tables=np.array(tables, dtype=np.uint8).reshape(-1, 3, 256),
+        masks=masks.joined(),
+        sources=np.array(sources, dtype=np.int64),
+        own=join(own),
+        sent=sent,
+        files=of_files,
+    )

@@ -1,0 +1,812 @@
+"""Runs a host's own functions on pictures that have no pixels, and notes as a plan what they do.
+
+A :class:`Recorded` picture has a shape and a plan. :class:`Copies` makes copies of functions in which ``cv2``, ``numpy`` and
+``torch`` are recorders: they note what a plan can say, and are the real modules in all else. What a plan cannot say makes that
+picture's pixels there and then, and the host goes on with them.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import logging
+import random
+import sys
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import cv2
+import numpy as np
+import torch
+from torch.utils.data import get_worker_info
+
+from torch_fastdet._say import say
+from torch_fastdet.images.memory import CHANNELS, PictureMemory
+from torch_fastdet.images.on_cpu import finish
+from torch_fastdet.images.plan import (
+    AFFINE,
+    FLIP_LEFT_RIGHT,
+    FLIP_UP_DOWN,
+    GREY,
+    KEEP_BGR,
+    MOST_PLACEMENTS,
+    NO_WARP,
+    PERSPECTIVE,
+    Layer,
+    Picture,
+    Source,
+    in_pixels,
+    whole,
+)
+from torch_fastdet.patching.fingerprint import names_in
+
+_UINT8, _FLOAT64 = np.dtype(np.uint8), np.dtype(np.float64)
+_IDENTITY = np.eye(3)
+
+
+class CannotRecord(RuntimeError):
+    """The host does what neither a plan nor pixels of one picture can follow."""
+
+
+class Recorder:
+    """Makes stand-ins for the pictures of a memory, and says once what has made their pixels.
+
+    Args:
+        memory: where decoded pictures are.
+        host: how lines call the host.
+    """
+
+    def __init__(self, memory: PictureMemory, host: str) -> None:
+        self.memory = memory
+        self.host = host
+        self.copies = Copies(self)
+        #: Why the host makes all pictures itself; None while it does not.
+        self.refusal: str | None = None
+        self._told: set[str] = set()
+
+    def of_memory(self, index: int) -> Recorded:
+        """The picture that the memory has at ``index``."""
+        height, width = self.memory.shape(index)
+        return Recorded(self, whole(Source(int(index), height, width)))
+
+    def of_pixels(self, pixels: np.ndarray) -> Any:
+        """A picture of pixels that nobody writes to; the same array where it is not uint8 (height, width, 3)."""
+        if pixels.dtype != np.uint8 or pixels.shape[2:] != (CHANNELS,):
+            return pixels
+        return Recorded(self, whole(in_pixels(pixels)))
+
+    def picture(self, made: object) -> Picture:
+        """The plan of what the host ended with: a :class:`Picture`, or the tensor uint8 (3, height, width) of pixels."""
+        if isinstance(made, Picture):
+            return made
+        if not isinstance(made, torch.Tensor) or made.dtype != torch.uint8 or made.shape[:1] != (CHANNELS,):
+            kind = f"{made.dtype} {tuple(made.shape)}" if isinstance(made, torch.Tensor) else type(made).__name__
+            raise CannotRecord(f"its pictures are {kind}, not torch.uint8 (3, height, width).")
+        picture = whole(in_pixels(made.permute(1, 2, 0).contiguous().numpy()))
+        picture.flags = KEEP_BGR  # they are in the loop's order
+        return picture
+
+    def told(self, what: str) -> None:
+        worker = get_worker_info()
+        if what not in self._told and (worker is None or worker.id == 0):
+            say(
+                f"loader_optim: a plan cannot say {what}: code of {self.host} makes the pixels of such pictures",
+                logging.WARNING,
+            )
+        self._told.add(what)
+
+    def items(self, planned: Callable[[], list], stock: Callable[[], list]) -> list:
+        """Planned items of a batch; the host's own, and from then on, where its code does not run on stand-ins."""
+        if self.refusal is not None:
+            return stock()
+        states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        try:
+            return planned()
+        except Exception as error:
+            refusal = str(error) if isinstance(error, CannotRecord) else f"{type(error).__name__}: {error}"
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        items = stock()  # an error of the host's own is raised here
+        self.refusal = refusal
+        say(f"loader_optim: decodes each picture once, and leaves the rest to {self.host}: {refusal}", logging.WARNING)
+        return items
+
+
+def canvas(recorder: Recorder, height: int, width: int) -> Recorded:
+    """A picture all grey."""
+    return Recorded(recorder, Picture(height, width, [Layer(height, width)]))
+
+
+# Stand-ins for arrays -------------------------------------------------------------------------------------------------
+
+
+class StandIn(np.lib.mixins.NDArrayOperatorsMixin):
+    """Passes for an array. What it does not know, it does with the array itself."""
+
+    __slots__ = ("__weakref__", "_real", "recorder", "shape")
+    dtype: Any = _UINT8
+
+    def __init__(self, recorder: Recorder, shape: tuple[int, ...]) -> None:
+        self.recorder, self.shape = recorder, shape
+        self._real: np.ndarray | None = None
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # for isinstance(..., np.ndarray)
+        return np.ndarray
+
+    def made(self) -> np.ndarray:
+        """The array, for reading."""
+        raise NotImplementedError
+
+    def real(self, what: str) -> np.ndarray:
+        """The array, which the host may write to: from now on it is what counts. ``what`` has asked for it."""
+        if self._real is None:
+            self.recorder.told(what)
+            self._real = self.made()
+        return self._real
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape))
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __bool__(self) -> bool:
+        return bool(self.real("the truth of a picture"))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        real = self.real("what reads pixels")
+        return real.astype(dtype) if dtype is not None and dtype != real.dtype else real.copy() if copy else real
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *arrays: Any, **options: Any) -> Any:
+        what = f"numpy.{ufunc.__name__}"
+        return getattr(ufunc, method)(*_reals(arrays, what), **_reals(options, what))
+
+    def __array_function__(self, function: Callable, kinds: object, arguments: object, options: object) -> Any:
+        what = f"numpy.{function.__name__}"
+        return function(*_reals(arguments, what), **_reals(options, what))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name not in ("__array_interface__", "__array_struct__"):
+            raise AttributeError(name)
+        return getattr(self.real(f"numpy.ndarray.{name}"), name)
+
+    def __getitem__(self, key: object) -> Any:
+        return self.real("a part of a picture that is no rectangle")[_reals(key, "an index")]
+
+    def __setitem__(self, key: object, value: object) -> None:
+        what = "an assignment to a part of a picture"
+        self.real(what)[_reals(key, what)] = value.made() if type(value) is Recorded else _reals(value, what)
+
+
+def _reals(value: Any, what: str) -> Any:
+    """``value`` with arrays in place of stand-ins."""
+    kind = type(value)
+    if issubclass(kind, StandIn):
+        return value.real(what)
+    if kind in (tuple, list):
+        return kind(_reals(part, what) for part in value)
+    if kind is dict:
+        return {name: _reals(part, what) for name, part in value.items()}
+    return value
+
+
+class Recorded(StandIn):
+    """A picture uint8 (height, width, 3) in BGR, as a plan."""
+
+    __slots__ = ("_views", "picture")
+
+    def __init__(self, recorder: Recorder, picture: Picture) -> None:
+        self.recorder = recorder
+        self._real = None
+        self.picture = picture
+        #: What looks into the same pixels, this one included; None where nothing ever did.
+        self._views: list[weakref.ref] | None = None
+
+    @property
+    def shape(self) -> tuple[int, int, int]:  # type: ignore[override]
+        picture = self.picture
+        return picture.height, picture.width, CHANNELS
+
+    def layer(self) -> Layer:
+        """Its only layer, on which nothing follows: it is made now if it has more."""
+        picture = self.picture
+        if len(picture.layers) != 1 or picture.tables is not None or picture.flags:
+            self._finish()
+        return self.picture.layers[0]
+
+    def canvas(self) -> Layer:
+        """Its only layer, neither mapped nor pasted on: it is made now if it is."""
+        layer = self.layer()
+        if layer.warp == NO_WARP and layer.mask is None:
+            return layer
+        self._finish()
+        return self.picture.layers[0]
+
+    def _finish(self) -> None:
+        self.picture = finish(self.picture, self.recorder.memory)
+
+    def source(self) -> Source:
+        """The whole picture in one piece: it is made now if it is not."""
+        placements = self.canvas().placements
+        height, width, _ = self.shape
+        is_whole = len(placements) == 1 and placements[0][1:] == (0, 0, 0, 0, width, height)
+        if not is_whole or (placements[0][0].height, placements[0][0].width) != (height, width):
+            self._finish()
+        return self.picture.layers[0].placements[0][0]
+
+    def made(self) -> np.ndarray:
+        if self._real is not None:
+            return self._real
+        source = self.source()
+        found = self.recorder.memory.get(source.index) if source.pixels is None else source.pixels
+        assert found is not None
+        return found
+
+    def real(self, what: str) -> np.ndarray:
+        if self._real is None:
+            self.recorder.told(what)
+            pixels = self.made().copy()
+            if self._is_seen():
+                pixels.flags.writeable = False  # writes would have to show in what else looks into them
+                return pixels
+            self._real = pixels
+        return self._real
+
+    def copy(self, order: str = "C") -> Any:
+        return self._real.copy() if self._real is not None else self.changed()
+
+    def changed(self, flags: int = 0) -> Recorded:
+        """A copy, flipped."""
+        old = self.picture
+        layers = [Layer(x.height, x.width, [*x.placements], x.warp, x.matrix, x.mask) for x in old.layers]
+        picture = Picture(old.height, old.width, layers, old.blend, old.tables, old.flags ^ flags)
+        return Recorded(self.recorder, picture)
+
+    # Views
+
+    def _view(self, view: Recorded) -> Recorded:
+        """``view`` of this picture, which looks into the same pixels."""
+        if self._views is None:
+            self._views = [weakref.ref(self)]
+        self._views.append(weakref.ref(view))
+        view._views = self._views
+        return view
+
+    def _is_seen(self) -> bool:
+        """Whether something else that is still there looks into these pixels."""
+        if self._views is None:
+            return False
+        seen = (view() for view in self._views)
+        return any(view is not None and view is not self for view in seen)
+
+    def _writing(self) -> None:
+        if self._is_seen():
+            raise CannotRecord("it writes to a picture of which a view is in use.")
+
+    # What arrays do
+
+    def _is_mask(self, key: object) -> bool:
+        """Whether ``key`` chooses whole pixels."""
+        if type(key) is Mask:
+            return key.dtype == np.bool_ and key.plane.shape == self.shape[:2]
+        return type(key) is np.ndarray and key.dtype == np.bool_ and key.shape == self.shape[:2]
+
+    def _rectangle(self, key: object) -> tuple[int, int, int, int] | None:
+        """x, y, width and height of ``[y0:y1, x0:x1]``; None for any other index."""
+        if type(key) is not tuple or len(key) < 2 or key[2:] not in _ALL_CHANNELS:
+            return None
+        rows, columns = key[:2]
+        if type(rows) is not slice or type(columns) is not slice:
+            return None
+        picture = self.picture
+        y0, y1, y_step = rows.indices(picture.height)
+        x0, x1, x_step = columns.indices(picture.width)
+        return (x0, y0, max(x1 - x0, 0), max(y1 - y0, 0)) if y_step == x_step == 1 else None
+
+    def __getitem__(self, key: Any) -> Any:
+        if self._real is not None:
+            return self._real[_reals(key, "an index")]
+        if self._is_mask(key):
+            return Chosen(self.changed(), key)
+        rectangle = self._rectangle(key)
+        if rectangle is None or 0 in rectangle[2:]:
+            return super().__getitem__(key)
+        x, y, width, height = rectangle
+        part = Layer(height, width)
+        for source, src_x, src_y, left, top, w, h in self.canvas().placements:
+            _place(part, source, src_x, src_y, left - x, top - y, w, h)
+        return self._view(Recorded(self.recorder, Picture(height, width, [part])))
+
+    def __setitem__(self, key: object, value: object) -> None:
+        if self._real is not None:
+            self._real[_reals(key, "an index")] = value.made() if type(value) is Recorded else value
+            return
+        self._writing()
+        if type(value) is Chosen and value.mask is key and self._is_mask(key) and self.paste(value.picture, key):
+            return
+        rectangle = self._rectangle(key)
+        if rectangle is not None and type(value) is Recorded and value.shape[:2] == rectangle[:1:-1]:
+            self.put(rectangle, value)
+            return
+        if rectangle is None or 0 not in rectangle[2:]:
+            super().__setitem__(key, value)
+
+    def put(self, rectangle: tuple[int, int, int, int], value: Recorded) -> None:
+        """Show another picture in a rectangle of its size: x, y, width and height."""
+        x, y, width, height = rectangle
+        if not width or not height:
+            return
+        placements = value.canvas().placements
+        if len(placements) != 1 or placements[0][3:] != (0, 0, width, height):
+            value.source()  # its border would not cover what is there
+            placements = value.picture.layers[0].placements
+        placed = self.canvas().placements
+        if len(placed) == MOST_PLACEMENTS:
+            self._finish()
+            placed = self.picture.layers[0].placements
+        placed.append((*placements[0][:3], x, y, width, height))
+
+    def paste(self, mirrored: Recorded, mask: Any) -> bool:
+        """Show the mirror image of this picture where ``mask`` (height, width) is not 0, if ``mirrored`` is that."""
+        layer, other = self.canvas(), mirrored.picture
+        mask = mask.plane if type(mask) is Mask else mask
+        if other.flags != FLIP_LEFT_RIGHT or len(other.layers) != 1 or other.tables is not None:
+            return False
+        if other.layers[0].placements != layer.placements or other.layers[0].mask is not None:
+            return False
+        if mask.any():
+            layer.mask = np.ascontiguousarray(mask).view(np.uint8)
+        return True
+
+    def transpose(self, *axes: Any) -> Any:
+        if self._real is not None:
+            return self._real.transpose(*axes)
+        if axes in (((2, 0, 1),), (2, 0, 1)):
+            return Planes(self, reverse=False)
+        return self.real("numpy.ndarray.transpose").transpose(*axes)
+
+    def __mul__(self, factor: object) -> Any:
+        if self._real is None and isinstance(factor, float):
+            return Weighted((self.changed(), float(factor)))
+        return super().__mul__(factor)
+
+    __rmul__ = __mul__
+
+    def __array_function__(self, function: Callable, kinds: object, arguments: Any, options: object) -> Any:
+        flags = _FLIPS.get(function)
+        if flags and self._real is None and len(arguments) == 1 and not options:
+            return self._view(self.changed(flags))
+        return super().__array_function__(function, kinds, arguments, options)
+
+
+#: What may follow on rows and columns in an index of whole pixels.
+_ALL_CHANNELS = ((), (slice(None),), (Ellipsis,))
+_FLIPS: dict[object, int] = {np.flipud: FLIP_UP_DOWN, np.fliplr: FLIP_LEFT_RIGHT}
+
+
+def _place(layer: Layer, source: Source, src_x: int, src_y: int, x: int, y: int, width: int, height: int) -> None:
+    """Place the part of a picture that is on the canvas."""
+    if x < 0:
+        src_x, width, x = src_x - x, width + x, 0
+    if y < 0:
+        src_y, height, y = src_y - y, height + y, 0
+    width, height = min(width, layer.width - x), min(height, layer.height - y)
+    if width > 0 and height > 0:
+        layer.placements.append((source, src_x, src_y, x, y, width, height))
+
+
+# Results that wait for what follows on them ---------------------------------------------------------------------------
+
+
+class Planes(StandIn):
+    """A picture (3, height, width); ``reverse``: in RGB."""
+
+    __slots__ = ("of", "reverse")
+
+    def __init__(self, of: Recorded, reverse: bool) -> None:
+        super().__init__(of.recorder, (CHANNELS, *of.shape[:2]))
+        self.of, self.reverse = of, reverse
+
+    def made(self) -> np.ndarray:
+        planes = self.of.real("planes of a picture").transpose(2, 0, 1)
+        return planes[::-1] if self.reverse else planes
+
+    def __getitem__(self, key: object) -> Any:
+        if self._real is None and isinstance(key, slice) and key == slice(None, None, -1):
+            return Planes(self.of, not self.reverse)
+        return super().__getitem__(key)
+
+    def tensor(self) -> Picture:
+        return self.of.changed(0 if self.reverse else KEEP_BGR).picture
+
+
+class Mask(StandIn):
+    """An array (height, width, 3) of three times the same ``plane``."""
+
+    __slots__ = ("dtype", "plane")
+
+    def __init__(self, recorder: Recorder, plane: np.ndarray) -> None:
+        super().__init__(recorder, (*plane.shape, CHANNELS))
+        self.plane, self.dtype = plane, plane.dtype
+
+    def made(self) -> np.ndarray:
+        return np.repeat(self.plane[..., None], CHANNELS, 2)
+
+    def astype(self, dtype: Any) -> Any:
+        return self._real.astype(dtype) if self._real is not None else Mask(self.recorder, self.plane.astype(dtype))
+
+
+class Chosen(StandIn):
+    """The pixels of a picture where a mask is true."""
+
+    __slots__ = ("mask", "picture")
+
+    def __init__(self, picture: Recorded, mask: Mask | np.ndarray) -> None:
+        self.recorder, self._real = picture.recorder, None
+        self.picture, self.mask = picture, mask
+
+    def made(self) -> np.ndarray:
+        return self.picture.made()[self.mask.made() if type(self.mask) is Mask else self.mask]
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        return self.made().shape
+
+
+class Weighted(StandIn):
+    """A picture times a number, or the sum of two whose numbers add up to 1, float64."""
+
+    __slots__ = ("parts",)
+    dtype = _FLOAT64
+
+    def __init__(self, *parts: tuple[Recorded, float]) -> None:
+        super().__init__(parts[0][0].recorder, parts[0][0].shape)
+        self.parts = parts
+
+    def made(self) -> np.ndarray:
+        made = [picture.made() * factor for picture, factor in self.parts]
+        return made[0] if len(made) == 1 else made[0] + made[1]
+
+    def __add__(self, other: Any) -> Any:
+        alike = self._real is None and _is(Weighted, other) and other.shape == self.shape
+        if alike and len(self.parts) == len(other.parts) == 1 and other.parts[0][1] == 1 - self.parts[0][1]:
+            return Weighted(*self.parts, *other.parts)
+        return super().__add__(other)
+
+    def astype(self, dtype: Any, **options: Any) -> Any:
+        if self._real is not None or options or np.dtype(dtype) != _UINT8 or len(self.parts) == 1:
+            return self.real("numpy.ndarray.astype").astype(dtype, **options)
+        height, width, _ = self.shape
+        layers = [picture.layer() for picture, _ in self.parts]
+        return Recorded(self.recorder, Picture(height, width, layers, blend=self.parts[0][1]))
+
+
+class HSV(StandIn):
+    """A picture in HSV, whose channels go through tables (3, 256)."""
+
+    __slots__ = ("picture", "tables")
+
+    def __init__(self, picture: Recorded, tables: np.ndarray | None = None) -> None:
+        super().__init__(picture.recorder, picture.shape)
+        self.picture, self.tables = picture, tables
+
+    def made(self) -> np.ndarray:
+        pixels = cv2.cvtColor(self.picture.made(), cv2.COLOR_BGR2HSV)
+        return pixels if self.tables is None else cv2.LUT(pixels, np.ascontiguousarray(self.tables.T)[None])
+
+    def bgr(self) -> Picture:
+        """The plan of the picture in BGR again."""
+        recorded = self.picture.changed()
+        if recorded.picture.tables is not None or recorded.picture.flags:
+            recorded._finish()
+        recorded.picture.tables = self.tables
+        return recorded.picture
+
+
+class Channel(StandIn):
+    """A channel of a picture in HSV, which goes through a table (256)."""
+
+    __slots__ = ("number", "of", "table")
+
+    def __init__(self, of: HSV, number: int, table: np.ndarray | None = None) -> None:
+        super().__init__(of.recorder, of.shape[:2])
+        self.of, self.number, self.table = of, number, table
+
+    def made(self) -> np.ndarray:
+        pixels = np.ascontiguousarray(self.of.made()[..., self.number])
+        return pixels if self.table is None else cv2.LUT(pixels, self.table)
+
+
+# Modules that record --------------------------------------------------------------------------------------------------
+
+
+def _is(kind: type[StandIn], value: object) -> bool:
+    return type(value) is kind and value._real is None
+
+
+def _is_grey(value: object) -> bool:
+    return isinstance(value, tuple) and value[:CHANNELS] == (GREY,) * CHANNELS
+
+
+def _cv2_functions(recorder: Recorder) -> dict[str, Any]:
+    """What of OpenCV is recorded, by its name. Each gives None where it is not for a plan."""
+
+    def resize(src: Any, dsize: Any, dst: object = None, *arguments: Any, **options: Any) -> Any:
+        if _is(Recorded, src) and dst is None:
+            return recorder.of_pixels(cv2.resize(src.made(), dsize, None, *arguments, **options))
+        return None
+
+    def copyMakeBorder(
+        src: Any,
+        top: int,
+        bottom: int,
+        left: int,
+        right: int,
+        borderType: int,
+        dst: object = None,
+        value: object = None,
+    ) -> Any:
+        if not _is(Recorded, src) or borderType != cv2.BORDER_CONSTANT or dst is not None or not _is_grey(value):
+            return None
+        if min(top, bottom, left, right) < 0:
+            return None
+        height, width, _ = src.shape
+        made = canvas(recorder, top + height + bottom, left + width + right)
+        made.put((left, top, width, height), src)
+        return made
+
+    def warp(
+        kind: int,
+        src: Any,
+        M: Any,
+        dsize: Any,
+        dst: object = None,
+        flags: int = cv2.INTER_LINEAR,
+        borderMode: int = cv2.BORDER_CONSTANT,
+        borderValue: object = 0,
+    ) -> Any:
+        if not _is(Recorded, src) or dst is not None or not _is_grey(borderValue):
+            return None
+        if flags != cv2.INTER_LINEAR or borderMode != cv2.BORDER_CONSTANT:
+            return None
+        if src.layer().warp != NO_WARP:
+            src._finish()
+        layer = src.changed().picture.layers[0]
+        layer.warp, layer.matrix = kind, _IDENTITY.copy()
+        layer.matrix[: len(M)] = M
+        width, height = map(int, dsize)
+        return Recorded(recorder, Picture(height, width, [layer]))
+
+    def cvtColor(src: Any, code: int, dst: Any = None, dstCn: int = 0) -> Any:
+        if code == cv2.COLOR_BGR2HSV and dst is None and _is(Recorded, src):
+            return HSV(src.changed())
+        if code != cv2.COLOR_HSV2BGR or not _is(HSV, src) or src.tables is None:
+            return None
+        if dst is None:
+            return Recorded(recorder, src.bgr())
+        if not _is(Recorded, dst) or dst.shape != src.shape:
+            return None
+        dst._writing()
+        dst.picture = src.bgr()
+        return dst
+
+    def split(m: Any) -> Any:
+        return tuple(Channel(m, number) for number in range(CHANNELS)) if _is(HSV, m) and m.tables is None else None
+
+    def LUT(src: Any, lut: object, dst: object = None) -> Any:
+        if dst is not None or not isinstance(lut, np.ndarray) or lut.dtype != np.uint8:
+            return None
+        if _is(Channel, src) and src.table is None and lut.shape == (256,):
+            return Channel(src.of, src.number, lut)
+        if _is(HSV, src) and src.tables is None and lut.shape == (1, 256, CHANNELS):
+            return HSV(src.picture, np.ascontiguousarray(lut[0].T))
+        return None
+
+    def merge(mv: Any, dst: object = None) -> Any:
+        if dst is not None or len(mv) != CHANNELS or not all(_is(Channel, x) for x in mv):
+            return None
+        if any(x.of is not mv[0].of or x.number != number or x.table is None for number, x in enumerate(mv)):
+            return None
+        return HSV(mv[0].of.picture, np.array([x.table for x in mv]))
+
+    def flip(src: Any, flipCode: int, dst: object = None) -> Any:
+        if dst is not None or flipCode not in (0, 1):
+            return None
+        if _is(Mask, src):
+            return Mask(recorder, cv2.flip(src.plane, flipCode))
+        if not _is(Recorded, src):
+            return None
+        src.canvas()
+        return src.changed(FLIP_LEFT_RIGHT if flipCode else FLIP_UP_DOWN)
+
+    def drawContours(image: Any, contours: Any, contourIdx: int, color: object, *arguments: Any, **options: Any) -> Any:
+        if not _is(Mask, image) or not isinstance(color, tuple) or len(color) != CHANNELS or len(set(color)) != 1:
+            return None
+        cv2.drawContours(image.plane, contours, contourIdx, color[:1], *arguments, **options)
+        return image
+
+    def copyTo(src: Any, mask: object, dst: Any = None) -> Any:
+        if not _is(Recorded, src) or not _is(Recorded, dst) or dst.shape != src.shape:
+            return None
+        if not isinstance(mask, np.ndarray) or mask.dtype != np.uint8 or mask.shape != src.shape[:2]:
+            return None
+        dst._writing()
+        if not dst.paste(src, mask):
+            dst.picture = whole(in_pixels(cv2.copyTo(src.made(), mask, dst.made().copy())))
+        return dst
+
+    recorded = (resize, copyMakeBorder, cvtColor, split, LUT, merge, flip, drawContours, copyTo)
+    warps = {"warpAffine": functools.partial(warp, AFFINE), "warpPerspective": functools.partial(warp, PERSPECTIVE)}
+    return {function.__name__: function for function in recorded} | warps
+
+
+_STAND_INS = frozenset((Recorded, Planes, Mask, Chosen, Weighted, HSV, Channel))
+
+
+def _holds(values: Any) -> bool:
+    for value in values:
+        kind = type(value)
+        if kind in _STAND_INS or ((kind is tuple or kind is list) and _holds(value)):
+            return True
+    return False
+
+
+def _recording(name: str, function: Callable, noted: Callable | None) -> Callable:
+    """A function of OpenCV that may be given stand-ins; ``noted`` records it, or returns None."""
+
+    @functools.wraps(function, updated=())
+    def call(*arguments: Any, **options: Any) -> Any:
+        if not _holds(arguments) and not (options and _holds(options.values())):
+            return function(*arguments, **options)
+        found = None if noted is None else noted(*arguments, **options)
+        return function(*_reals(arguments, name), **_reals(options, name)) if found is None else found
+
+    return call
+
+
+def recording_module(module: types.ModuleType, changed: dict[str, object], other: Callable | None = None) -> Any:
+    """A module like another one in all but ``changed``; ``other(name)`` looks up what is not there."""
+    made = types.ModuleType(module.__name__)
+    vars(made).update(changed, __getattr__=other or functools.partial(getattr, module))
+    return made
+
+
+def _opencv(recorder: Recorder) -> types.ModuleType:
+    noted = _cv2_functions(recorder)
+
+    def look_up(name: str) -> Any:
+        value = getattr(cv2, name)
+        if callable(value) and not isinstance(value, type):
+            value = _recording(f"cv2.{name}", value, noted.get(name))
+        return value
+
+    return recording_module(cv2, {}, look_up)
+
+
+def _numpy(recorder: Recorder) -> types.ModuleType:
+    def shape_of_picture(shape: object) -> bool:
+        return type(shape) is tuple and shape[2:] == (CHANNELS,) and min(shape) > 0
+
+    def full(shape: Any, fill_value: object, dtype: object = None, *arguments: Any, **options: Any) -> Any:
+        is_grey = type(fill_value) is int and fill_value == GREY and dtype == np.uint8
+        if is_grey and not arguments and not options and shape_of_picture(shape):
+            return canvas(recorder, int(shape[0]), int(shape[1]))
+        return np.full(shape, fill_value, dtype, *arguments, **options)
+
+    def zeros(shape: Any, *arguments: Any, **options: Any) -> Any:
+        dtype = arguments[0] if len(arguments) == 1 else options.get("dtype")
+        if dtype is np.uint8 and len(arguments) + len(options) == 1 and shape_of_picture(shape):
+            return Mask(recorder, np.zeros(shape[:2], np.uint8))
+        return np.zeros(shape, *arguments, **options)
+
+    def ascontiguousarray(a: Any, *arguments: Any, **options: Any) -> Any:
+        if not arguments and not options:
+            if _is(Planes, a):
+                return Planes(a.of.changed(), a.reverse) if a.of._real is None else np.ascontiguousarray(a.made())
+            if _is(Recorded, a):
+                return a
+        return np.ascontiguousarray(_reals(a, "numpy.ascontiguousarray"), *arguments, **options)
+
+    return recording_module(np, {"full": full, "zeros": zeros, "ascontiguousarray": ascontiguousarray})
+
+
+def _torch() -> types.ModuleType:
+    def from_numpy(array: Any) -> Any:
+        if _is(Planes, array) and array.of._real is None:
+            return array.tensor()
+        return torch.from_numpy(_reals(array, "torch.from_numpy"))
+
+    return recording_module(torch, {"from_numpy": from_numpy})
+
+
+# Copies of functions --------------------------------------------------------------------------------------------------
+
+#: Code of these is never copied: it is given no pictures, or takes stand-ins for arrays.
+_FOREIGN = {*sys.stdlib_module_names, "numpy", "torch", "torchvision", "cv2", "torch_fastdet"}
+
+
+def _is_foreign(thing: object) -> bool:
+    return (thing.__module__ or "").partition(".")[0] in _FOREIGN
+
+
+def _function_in(cell: types.CellType) -> types.FunctionType | None:
+    try:
+        content = cell.cell_contents
+    except ValueError:  # nothing is in it yet
+        return None
+    return content if isinstance(content, types.FunctionType) else None
+
+
+class Copies:
+    """Copies of functions in which OpenCV, numpy and torch, wherever their code names them, are recorders."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        recorders = ((cv2, _opencv(recorder)), (np, _numpy(recorder)), (torch, _torch()))
+        self._modules: dict[int, tuple[Any, types.ModuleType]] = {id(module): (module, r) for module, r in recorders}
+        self._made: dict[int, tuple[types.FunctionType, types.FunctionType]] = {}
+        self._names: dict[int, dict[str, Any]] = {}
+        #: What copies were made of: they are stale once a name means something else.
+        self._meant: dict[tuple[int, str], tuple[Any, str, Any]] = {}
+
+    def are_current(self) -> bool:
+        return all(names.get(name) is value for names, name, value in self._meant.values())
+
+    def methods(self, cls: type) -> dict[str, Any]:
+        """Copies of a class's own and inherited methods that use OpenCV, numpy or torch."""
+        found: dict[str, Any] = {}
+        for owner in reversed(cls.__mro__):
+            for name, value in vars(owner).items():
+                found.pop(name, None)
+                if _is_foreign(owner):
+                    continue
+                self._mean(vars(owner), name, value)
+                function = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+                if isinstance(function, types.FunctionType):
+                    made = self.of(function)
+                    if made is not function:
+                        found[name] = made if function is value else type(value)(made)
+        return found
+
+    def of(self, function: types.FunctionType) -> types.FunctionType:
+        """The copy of a function, and of those that it calls by name; the function itself where nothing would change."""
+        if id(function) in self._made:
+            return self._made[id(function)][1]
+        code, known = function.__code__, function.__globals__
+        if _is_foreign(function) or any(step.opname == "STORE_GLOBAL" for step in dis.get_instructions(code)):
+            return function
+        names = self._names.setdefault(id(known), {**known})
+        inner = {i: f for i, cell in enumerate(function.__closure__ or ()) if (f := _function_in(cell)) is not None}
+        cells = tuple(types.CellType() if i in inner else cell for i, cell in enumerate(function.__closure__ or ()))
+        made = types.FunctionType(code, names, function.__name__, function.__defaults__, cells)
+        made.__kwdefaults__, made.__qualname__ = function.__kwdefaults__, function.__qualname__
+        self._made[id(function)] = function, made  # functions may call each other
+        self._record(names_in(code), known, names)
+        for i, called in inner.items():
+            cells[i].cell_contents = self.of(called)
+        return made
+
+    def _record(self, used: set[str], known: dict[str, object], names: dict[str, object]) -> None:
+        """Put recorders and copies in place of what a function finds under the names that it uses."""
+        for name in used & known.keys():
+            value = known[name]
+            self._mean(known, name, value)
+            if id(value) in self._modules:
+                module, recording = self._modules[id(value)]
+                names[name] = recording
+                for attribute in used & vars(module).keys() - vars(recording).keys():  # no detour by __getattr__
+                    self._mean(vars(module), attribute, vars(module)[attribute])
+                    setattr(recording, attribute, getattr(recording, attribute))
+            elif isinstance(value, types.FunctionType):
+                names[name] = self.of(value)
+
+    def _mean(self, names: object, name: str, value: object) -> None:
+        self._meant[id(names), name] = names, name, value

@@ -1,0 +1,103 @@
+"""Runs a host's own ``load_image`` on files that are not read, for what it says and notes of a picture of a known size."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cv2
+
+from torch_fastdet._say import say
+from torch_fastdet.images.jpeg import AREA, AS_IT_IS, CHANNELS, LINEAR, OTHERWISE
+from torch_fastdet.images.recorder import recording_module
+from torch_fastdet.patching.replace import with_names
+
+Size = tuple[int, int]
+WAYS = {cv2.INTER_LINEAR: LINEAR, cv2.INTER_AREA: AREA}
+
+
+class Unread:
+    """A picture that has a size (height, width) and no pixels; it is its own file, too."""
+
+    __slots__ = ("shape", "way")
+    ndim = 3
+
+    def __init__(self, size: Size, way: int = AS_IT_IS) -> None:
+        self.shape = *size, CHANNELS
+        self.way = way
+
+
+def _read(file: Unread, *_: object, **__: object) -> Unread:
+    return file
+
+
+def _resize(
+    picture: Unread,
+    dsize: Size,
+    dst: object = None,
+    fx: float = 0,
+    fy: float = 0,
+    interpolation: int = cv2.INTER_LINEAR,
+) -> Unread:
+    known = picture.way == AS_IT_IS and dst is None
+    return Unread((dsize[1], dsize[0]), WAYS.get(interpolation, OTHERWISE) if known else OTHERWISE)
+
+
+class _Files:
+    """In ``dataset.im_files``: files of pictures whose sizes ``size_of`` knows."""
+
+    def __init__(self, size_of: Callable[[int], Size]) -> None:
+        self.size_of = size_of
+
+    def __getitem__(self, i: int) -> Unread:
+        return Unread(self.size_of(i))
+
+
+class _NoFiles:
+    """In ``dataset.npy_files``."""
+
+    def __getitem__(self, i: int) -> _NoFiles:
+        return self
+
+    def exists(self) -> bool:
+        return False
+
+
+class _Reader:
+    """Goes in front of a data set's class."""
+
+    __slots__ = ()
+    im_files = property(lambda self: self.unread_files)
+    npy_files = property(lambda self: _NoFiles())
+
+
+def reader(stock: type, attributes: dict[str, object], size_of: Callable[[int], Size]) -> Any:
+    """A data set of a host's class with these attributes, whose ``load_image`` reads nothing."""
+    load: Any = stock.load_image  # type: ignore[attr-defined]
+    copy = with_names(load, imread=_read, cv2=recording_module(cv2, {"imread": _read, "resize": _resize}))
+    made = type(stock.__name__, (_Reader, stock), {"load_image": copy, "__slots__": ("unread_files",)})
+    seen: Any = object.__new__(made)
+    seen.__dict__ = attributes
+    seen.unread_files = _Files(size_of)
+    return seen
+
+
+def sizes(stock: type, dataset: object, originals: Sequence[Size], side: int) -> tuple[list[Size], list[int]]:
+    """(height, width) of each picture as ``load_image`` of a host's class gives it, and how it is resized for that.
+
+    Where a changed ``load_image`` wants pixels, every size is said to be ``side`` x ``side``, the most that it can be.
+    """
+    nothing: dict[str, list] = {name: [None] * len(originals) for name in ("ims", "im_hw0", "im_hw")}
+    try:
+        seen = reader(stock, {**vars(dataset), **nothing, "buffer": []}, originals.__getitem__)
+        loaded = [seen.load_image(i) for i in range(len(originals))]
+        found: list[Size] = [(int(size[0]), int(size[1])) for _, _, size in loaded]
+        ways: list[int] = [picture.way for picture, _, _ in loaded]
+    except Exception as error:
+        say(
+            f"loader_optim: every picture may be {side}x{side}: {stock.__name__}.load_image wants pixels: {error}",
+            logging.WARNING,
+        )
+        return [(side, side)] * len(originals), [OTHERWISE] * len(originals)
+    return found, ways

@@ -1,0 +1,422 @@
+"""A block of a convolution, a BatchNorm2d and an activation, trained with norm and activation as one operator.
+
+YOLOv5 and Ultralytics both have such a ``Conv``, a ``Bottleneck`` of two of them with a shortcut, a ``C3`` of three and of
+bottlenecks, a ``C2f`` of two and of either, and an ``SPPF`` of two with max poolings in between. The functions here make forward methods for such classes. They
+look at the modules at each call, because anything may have changed since the last one. What one operator cannot do with stock's
+results and in stock's order stays stock's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from torch_fastdet import ops
+from torch_fastdet._torch.private import every_module_has_hooks, is_recorded, is_transforming, runs_plainly
+from torch_fastdet.nn.joint import JOINED, OF_ONE_INPUT, Keep, NormInto, NormsOfParts, NormSplit, Options, Twice
+from torch_fastdet.nn.stem import convolve, convolve_squares, divided, has_stem_shape, is_stem
+
+ACTIVATIONS: dict[type[nn.Module], str] = {
+    nn.SiLU: "silu",
+    nn.ReLU: "relu",
+    nn.LeakyReLU: "leaky_relu",
+    nn.Hardswish: "hardswish",
+    nn.Identity: "identity",
+}
+# Torch's own, to see whether somebody has put another one on the class.
+_KINDS: tuple[type[nn.Module], ...] = (nn.BatchNorm2d, nn.MaxPool2d, nn.Sequential, *ACTIVATIONS)
+_FORWARDS = {kind: kind.forward for kind in _KINDS}
+# Where the operator is the faster one.
+DEVICES = ("cuda",)
+# Channels of half precision that one access moves: slices of other numbers of channels are copied one by one.
+_VECTOR = 8
+
+Forward = Callable[..., Tensor]
+# Every forward that conv_forward() and c3_forward() made.
+_CONV_FORWARDS: weakref.WeakSet[Forward] = weakref.WeakSet()
+_C3_FORWARDS: weakref.WeakSet[Forward] = weakref.WeakSet()
+
+
+class ConvBlock(Protocol):
+    """A host's ``Conv``."""
+
+    conv: nn.Conv2d
+    bn: nn.BatchNorm2d
+    act: nn.Module
+
+
+def is_watched() -> bool:
+    """Whether something sees each module's call, or records a program that has to run without us."""
+    return every_module_has_hooks() or is_recorded() or is_transforming()
+
+
+def can_fuse(norm: nn.Module, act: nn.Module) -> bool:
+    """Whether norm and activation are ones that :func:`torch_fastdet.ops.bn_act` knows, in training, and unobserved."""
+    return (
+        type(norm) is nn.BatchNorm2d
+        and type(act) in ACTIVATIONS
+        and norm.training
+        and (norm.momentum is not None or not norm.track_running_stats)
+        and runs_plainly(norm, _FORWARDS[nn.BatchNorm2d])
+        and runs_plainly(act, _FORWARDS[type(act)])
+        and not is_watched()
+    )
+
+
+def _fits(x: Tensor, norm: nn.BatchNorm2d) -> bool:
+    """Whether the operator takes x and the norm's tensors. What stock refuses, stock shall refuse."""
+    if type(x) is not Tensor or x.device.type not in DEVICES or x.dim() != 4 or not x.is_floating_point():
+        return False
+    if x.numel() == 0 or x.shape[1] != norm.num_features or x.numel() == x.shape[1]:
+        return False
+    kinds = (torch.float32, x.dtype)
+    for vector in (norm.weight, norm.bias):
+        if vector is not None and (vector.dtype not in kinds or vector.device != x.device):
+            return False
+    if not norm.track_running_stats:
+        return True
+    for running in (norm.running_mean, norm.running_var):
+        if running is None or running.dtype not in kinds or running.device != x.device or not running.is_contiguous():
+            return False
+    tracked = norm.num_batches_tracked
+    return tracked is None or (tracked.dtype == torch.int64 and tracked.dim() == 0 and tracked.device == x.device)
+
+
+def _slope(act: nn.Module) -> float:
+    return act.negative_slope if type(act) is nn.LeakyReLU else 0.0
+
+
+def norm_and_activation(norm: nn.BatchNorm2d, act: nn.Module, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
+    """``act(norm(x))``, plus ``shortcut``: one operator where that is possible, the modules where not. Ask can_fuse first."""
+    if not _fits(x, norm):
+        y = act(norm(x))
+        return y if shortcut is None else shortcut + y
+    add = shortcut is not None and shortcut.dtype == x.dtype and shortcut.shape == x.shape
+    tracked = norm.track_running_stats
+    y = ops.bn_act(
+        x,
+        norm.weight,
+        norm.bias,
+        norm.running_mean if tracked else None,
+        norm.running_var if tracked else None,
+        norm.num_batches_tracked if tracked else None,
+        norm.momentum or 0.0,
+        norm.eps,
+        ACTIVATIONS[type(act)],
+        _slope(act),
+        shortcut if add else None,
+    )
+    return y if add or shortcut is None else shortcut + y
+
+
+def _options(block: ConvBlock) -> Options:
+    return block.bn.momentum or 0.0, block.bn.eps, ACTIVATIONS[type(block.act)], _slope(block.act)
+
+
+def _is_whole(norm: nn.BatchNorm2d) -> bool:
+    """Whether the norm has parameters, running statistics and a count of its batches."""
+    tensors = (norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.num_batches_tracked)
+    return norm.track_running_stats and all(tensor is not None for tensor in tensors)
+
+
+def norms_and_activations_cat(blocks: list[ConvBlock], inputs: list[Tensor], shortcut: Tensor | None = None) -> Tensor:
+    """``torch.cat`` of each block's ``act(bn(x))`` along the channels, the first one plus ``shortcut``.
+
+    One operator, whose parts write straight into the concatenation, where they have the same options; else a concatenation of
+    :func:`norm_and_activation`. Ask can_fuse for each block first.
+    """
+    norms: list[Any] = [block.bn for block in blocks]
+    first = inputs[0]
+    joined = (
+        all(_fits(x, norm) and _is_whole(norm) for x, norm in zip(inputs, norms))
+        and all(_options(block) == _options(blocks[0]) for block in blocks)
+        and all(x.dtype == first.dtype and x.device == first.device for x in inputs)
+        and all(x.shape[0] == first.shape[0] and x.shape[2:] == first.shape[2:] for x in inputs)
+        and (shortcut is None or (shortcut.dtype == first.dtype and shortcut.shape == first.shape))
+    )
+    if not joined:
+        shortcuts = [shortcut, *[None] * (len(blocks) - 1)]
+        parts = [norm_and_activation(b.bn, b.act, x, s) for b, x, s in zip(blocks, inputs, shortcuts)]
+        return torch.cat(parts, 1)
+    return ops.bn_act_cat(
+        inputs,
+        [norm.weight for norm in norms],
+        [norm.bias for norm in norms],
+        [norm.running_mean for norm in norms],
+        [norm.running_var for norm in norms],
+        [norm.num_batches_tracked for norm in norms],
+        *_options(blocks[0]),
+        shortcut,
+    )
+
+
+def _jointly(blocks: list[ConvBlock], x: Tensor, before: list[int]) -> tuple[Tensor, ...] | None:
+    """Each block's ``act(bn(conv(x)))``, with ``before[i]`` channels in front, by one convolution; None where there is none.
+
+    Ask can_fuse for each block first.
+    """
+    joint, norms = JOINED.get(blocks[0].conv), [block.bn for block in blocks]
+    z = None if joint is None else joint(x)
+    if z is None or not all(_is_whole(norm) and _options(b) == _options(blocks[0]) for b, norm in zip(blocks, norms)):
+        return None
+    parts = z.detach().split([block.conv.out_channels for block in blocks], 1)
+    dtypes = {(norm.weight.dtype, norm.bias.dtype) for norm in norms}
+    if len(dtypes) > 1 or not all(_fits(part, norm) for part, norm in zip(parts, norms)):
+        return None
+    weights_and_biases = [norm.weight for norm in norms] + [norm.bias for norm in norms]
+    return NormsOfParts.apply(z, before, norms, _options(blocks[0]), *weights_and_biases)
+
+
+def _can_share(x: Tensor, norm: nn.BatchNorm2d) -> bool:
+    """Whether x, of the norm's channels, may be handed to several readers. torch.compile knows no Function that writes in place."""
+    return _fits(x, norm) and not torch.compiler.is_compiling()
+
+
+def _is_like(x: Tensor, room: Tensor) -> bool:
+    """Whether x can be some channels of ``room``."""
+    return x.dtype == room.dtype and x.shape[2:] == room.shape[2:] and x.is_contiguous() == room.is_contiguous()
+
+
+def _goes_into(room: Tensor, block: ConvBlock, x: Tensor, shortcut: Tensor | None) -> bool:
+    """Whether the block's ``act(bn(x))``, plus ``shortcut``, can be written into ``room``."""
+    added = shortcut is None or (shortcut.dtype == x.dtype and shortcut.shape == x.shape)
+    return added and _fits(x, block.bn) and _is_whole(block.bn) and _is_like(x, room)
+
+
+def _behind(block: ConvBlock, x: Tensor, rest: Tensor, shortcut: Tensor | None) -> Tensor:
+    """The concatenation of the block's ``act(bn(x))``, plus ``shortcut``, and the last channels of ``rest``."""
+    if _goes_into(rest, block, x, shortcut):
+        return NormInto.apply(rest, 0, x, block.bn, _options(block), shortcut, block.bn.weight, block.bn.bias)
+    room = rest.shape[1] - x.shape[1]
+    return torch.cat([norm_and_activation(block.bn, block.act, x, shortcut), rest[:, -room:]], 1)
+
+
+def conv_forward(stock: Forward) -> Forward:
+    """Stands for the forward of a block that computes ``act(bn(conv(x)))``; ``stock`` is what it replaces."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        # Two ifs: torch.jit.script leaves out the first one's block, but compiles the whole of an `and`.
+        if not torch.jit.is_scripting():
+            if self.training and can_fuse(self.bn, self.act):
+                return norm_and_activation(self.bn, self.act, convolve(self.conv, x))
+            return stock(self, x)
+        return self.act(self.bn(self.conv(x)))
+
+    _CONV_FORWARDS.add(forward)
+    return forward
+
+
+def is_used(model: nn.Module) -> bool:
+    """Whether ``model`` has a block of :func:`conv_forward`. Only then may its captured steps round in other places than eager ones."""
+    return any(type(block).forward in _CONV_FORWARDS for block in model.modules())
+
+
+def begins_with_stem(block: Any) -> bool:
+    """Whether ``block`` is one of :func:`conv_forward` with a stem's convolution, whose images may be divided on the way."""
+    conv = getattr(block, "conv", None)
+    return (
+        type(block).forward in _CONV_FORWARDS
+        and runs_plainly(block, type(block).forward)
+        and type(conv) is nn.Conv2d
+        and has_stem_shape(conv)
+    )
+
+
+def forward_of_bytes(block: Any, x: Tensor) -> Tensor:
+    """The block's result for ``x / 255``, where x is uint8; for other x its own. Ask :func:`begins_with_stem` first."""
+    if x.dtype != torch.uint8:
+        return type(block).forward(block, x)
+    if block.training and can_fuse(block.bn, block.act) and is_stem(block.conv, x, floating=False):
+        return norm_and_activation(block.bn, block.act, convolve_squares(block.conv, x))
+    alike = torch.contiguous_format if block.conv.weight.is_contiguous() else torch.channels_last
+    return type(block).forward(block, divided(x.contiguous(memory_format=alike)))
+
+
+def _ends_in(block: Any, conv: Forward) -> bool:
+    """Whether ``block`` is a block whose forward is ``conv``, and whose norm and activation can be fused."""
+    return hasattr(block, "bn") and block.training and runs_plainly(block, conv) and can_fuse(block.bn, block.act)
+
+
+def _ends_plainly(block: Any, forward: Forward, end: str, conv: Forward) -> bool:
+    """Whether ``block`` is one whose forward is ``forward``, and whose part ``end`` is as :func:`_ends_in` asks."""
+    return block.training and runs_plainly(block, forward) and _ends_in(getattr(block, end), conv)
+
+
+def bottleneck_forward(stock: Forward, conv: Forward) -> Forward:
+    """Stands for the forward of a block that computes ``x + cv2(cv1(x)) if add else cv2(cv1(x))``.
+
+    The sum joins the second block's norm and activation where that block's forward is ``conv``, one of :func:`conv_forward`.
+    """
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if not torch.jit.is_scripting():
+            last = self.cv2
+            if self.add and self.training and _ends_in(last, conv):
+                return norm_and_activation(last.bn, last.act, last.conv(self.cv1(x)), x)
+            return stock(self, x)
+        y = self.cv2(self.cv1(x))
+        return x + y if self.add else y
+
+    return forward
+
+
+def c3_forward(stock: Forward, conv: Forward, bottleneck: Forward) -> Forward:
+    """Stands for the forward of a block that computes ``cv3(cat((m(cv1(x)), cv2(x)), 1))``, with bottlenecks ``m`` in a row.
+
+    The last bottleneck and ``cv2`` write into the concatenation, where they are blocks with the forward methods ``bottleneck``
+    and ``conv``. ``cv1`` and ``cv2`` are one convolution where a captured step has joined them (:mod:`torch_fastdet.nn.joint`).
+    """
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if not torch.jit.is_scripting():
+            parts = _c3_parts(self, x, conv, bottleneck)
+            return stock(self, x) if parts is None else self.cv3(parts)
+        deep, shallow = self.m(self.cv1(x)), self.cv2(x)
+        return self.cv3(torch.cat((deep, shallow), 1))
+
+    _C3_FORWARDS.add(forward)
+    return forward
+
+
+def _c3_parts(c3: Any, x: Tensor, conv: Forward, bottleneck: Forward) -> Tensor | None:
+    """The concatenation that :func:`c3_forward`'s ``cv3`` reads; None, with nothing done, where it cannot be written in place."""
+    if not c3.training or type(c3.m) is not nn.Sequential:
+        return None
+    inner: list[Any] = list(c3.m)
+    last = inner[-1] if inner else None
+    if not (
+        last is not None
+        and runs_plainly(c3.m, _FORWARDS[nn.Sequential])
+        and _ends_plainly(last, bottleneck, "cv2", conv)
+        and _ends_in(c3.cv2, conv)
+    ):
+        return None
+    joint = None
+    if _ends_in(c3.cv1, conv):
+        joint = _jointly([c3.cv1, c3.cv2], x, [0, last.cv2.bn.num_features])
+    y = c3.cv1(x) if joint is None else joint[0]
+    for block in inner[:-1]:
+        y = block(y)
+    shortcut = None
+    if last.add:
+        shortcut, y = Twice.apply(y) if _can_share(y, last.cv2.bn) else (y, y)
+    deep = last.cv2.conv(last.cv1(y))
+    if joint is not None:
+        return _behind(last.cv2, deep, joint[1], shortcut)
+    return norms_and_activations_cat([last.cv2, c3.cv2], [deep, c3.cv2.conv(x)], shortcut)
+
+
+def c2f_forward(stock: Forward, conv: Forward, bottleneck: Forward, c3: Forward) -> Forward:
+    """Stands for the forward of a block that computes ``cv2(cat((a, b, m[0](b), m[1](m[0](b)), ...), 1))`` of ``a, b = cv1(x).chunk(2, 1)``.
+
+    ``cv1`` writes into the concatenation, and so does the last of ``m`` where its forward is ``bottleneck`` or ``c3``. What one more block
+    reads is copied: ``b``, and the result of each of ``m`` but the last. Backward, the gradients of its readers are added in one pass.
+    """
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if not torch.jit.is_scripting():
+            if not self.training or type(self.m) is not nn.ModuleList or not _ends_in(self.cv1, conv):
+                return stock(self, x)
+            return self.cv2(_c2f_parts(self, self.cv1.conv(x), conv, bottleneck, c3))
+        parts = list(self.cv1(x).chunk(2, 1))
+        for block in self.m:
+            parts.append(block(parts[-1]))
+        return self.cv2(torch.cat(parts, 1))
+
+    return forward
+
+
+def _c2f_parts(c2f: Any, x: Tensor, conv: Forward, bottleneck: Forward, c3: Forward) -> Tensor:
+    """The concatenation that :func:`c2f_forward`'s ``cv2`` reads; x is the result of ``cv1``'s convolution."""
+    blocks, norm, half = list(c2f.m), c2f.cv1.bn, x.shape[1] // 2
+    if not blocks or half % _VECTOR or x.shape[1] % 2 or not (_can_share(x, norm) and _is_whole(norm)):
+        return _chain(list(norm_and_activation(norm, c2f.cv1.act, x).chunk(2, 1)), blocks)
+    channels = half * (2 + len(blocks))
+    room, shortcut, y = NormSplit.apply(x, channels, norm, _options(c2f.cv1), norm.weight, norm.bias)
+    for i, block in enumerate(blocks):
+        first, end, added = half * (2 + i), None, None
+        if _ends_plainly(block, bottleneck, "cv2", conv):
+            end, added = block.cv2, shortcut if block.add else None
+            y = end.conv(block.cv1(y))
+        elif _ends_plainly(block, c3, "cv3", conv) and (parts := _c3_parts(block, y, conv, bottleneck)) is not None:
+            end = block.cv3
+            y = end.conv(parts)
+        else:
+            y = block(y)
+        if end is not None and i == len(blocks) - 1 and y.shape[1] == half and _goes_into(room, end, y, added):
+            return NormInto.apply(room, first, y, end.bn, _options(end), added, end.bn.weight, end.bn.bias)
+        if end is not None:
+            y = norm_and_activation(end.bn, end.act, y, added)
+        if y.shape[1] != half or not _is_like(y, room):
+            return _chain([room[:, :first], y], blocks[i + 1 :])
+        room, shortcut, y = Keep.apply(room, first, y)
+    return room
+
+
+def _chain(parts: list[Tensor], blocks: Sequence[nn.Module]) -> Tensor:
+    """``parts`` and what each block makes of the one before it, concatenated."""
+    for block in blocks:
+        parts.append(block(parts[-1]))
+    return torch.cat(parts, 1)
+
+
+def blocks_of_one_input(blocks: Sequence[Any], x: Tensor) -> dict[nn.Module, Tensor]:
+    """What those of the blocks whose convolutions are in JOINED make of x, by one convolution; nothing where there is none."""
+    joined = [b for b in blocks if isinstance(getattr(b, "conv", None), nn.Module) and b.conv in JOINED]
+    if not joined or not all(type(b).forward in _CONV_FORWARDS and _ends_in(b, type(b).forward) for b in joined):
+        return {}
+    return dict(zip(joined, _jointly(joined, x, [0] * len(joined)) or ()))
+
+
+def convolutions_of_one_input(model: nn.Module) -> Iterator[list[nn.Conv2d]]:
+    """Convolutions that read one tensor: of the blocks in OF_ONE_INPUT, and of ``cv1`` and ``cv2`` where the forward is one of
+    :func:`c3_forward`."""
+    c3s: list[Any] = [block for block in model.modules() if type(block).forward in _C3_FORWARDS]
+    for blocks in OF_ONE_INPUT + [[c3.cv1, c3.cv2] for c3 in c3s]:
+        convs = [getattr(block, "conv", None) for block in blocks]
+        yield [conv for conv in convs if isinstance(conv, nn.Conv2d)]
+
+
+def can_pool(pool: nn.Module) -> bool:
+    """Whether this is a max pooling that :func:`torch_fastdet.ops.max_pools_cat` knows, unobserved."""
+    if type(pool) is not nn.MaxPool2d or not runs_plainly(pool, _FORWARDS[nn.MaxPool2d]) or is_watched():
+        return False
+    size = pool.kernel_size
+    return (
+        type(size) is int
+        and size % 2 == 1
+        and size <= 15
+        and pool.stride == 1
+        and pool.padding == size // 2
+        and pool.dilation == 1
+        and not pool.ceil_mode
+        and not pool.return_indices
+    )
+
+
+def sppf_forward(stock: Forward, counts: bool) -> Forward:
+    """Stands for the forward of a block that computes ``cv2(cat((y, m(y), m(m(y)), ...)))`` of ``y = cv1(x)``.
+
+    Args:
+        stock: the forward that it replaces.
+        counts: whether the block has a number of poolings ``n`` and a shortcut ``add``, as Ultralytics' has; without them there
+            are three poolings and no shortcut.
+    """
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if torch.jit.is_scripting() or not self.training or not can_pool(self.m):
+            return stock(self, x)
+        pools = getattr(self, "n", 3) if counts else 3
+        y = self.cv1(x)
+        plain = type(y) is Tensor and y.device.type in DEVICES and y.dim() == 4 and y.is_floating_point()
+        ours = plain and pools > 0
+        y = self.cv2(ops.max_pools_cat(y, self.m.kernel_size, pools) if ours else _chain([y], [self.m] * pools))
+        if counts and getattr(self, "add", False):
+            y = y + x
+        return y
+
+    return forward

@@ -1,0 +1,199 @@
+"""``python -m torch_fastdet.<host> doctor``: which switches apply here, to what and by which evidence, and why others do not.
+
+It walks the tables that ``patch()`` walks. It imports the host's modules, replaces nothing and trains nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import platform
+import sys
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from torch_fastdet import memory
+from torch_fastdet._build_info import build_info
+from torch_fastdet.patching.engine import Host
+from torch_fastdet.patching.evidence import Obstacle
+from torch_fastdet.patching.replace import describe
+from torch_fastdet.patching.switch import Active, Outside, Switch, Target
+
+
+@dataclass
+class TargetReport:
+    """What was found of one target.
+
+    Attributes:
+        name: with its module; the first module that may define it where none does.
+        evidence: what speaks for it, in words.
+        obstacle: why stock's stays; None where ours would take its place.
+        found: whether this version has it.
+    """
+
+    name: str
+    evidence: list[str]
+    obstacle: str | None = None
+    found: bool = True
+
+
+@dataclass
+class SwitchReport:
+    """What was found of one switch; ``asked`` says that the command line names it, ``notice`` what it would say."""
+
+    name: str
+    asked: bool
+    why_not: str | None
+    notice: str | None = None
+    targets: list[TargetReport] = field(default_factory=list)
+
+    @property
+    def applies(self) -> bool:
+        return self.why_not is None
+
+
+def examine(host: Host, asked: Collection[str] = (), options: Mapping[str, str] | None = None) -> list[SwitchReport]:
+    """Each switch of the host.
+
+    Args:
+        host: nothing may be switched on in it.
+        asked: switches that the user asked for by name.
+        options: the training's own options, by their names, as the user typed them.
+    """
+    return [_examine(host, switch, switch.name in asked, options or {}) for switch in host.switches.values()]
+
+
+def _examine(host: Host, switch: Switch, asked: bool, options: Mapping[str, str]) -> SwitchReport:
+    why_not: str | None = host.obstacle(switch)
+    for option, question in switch.options.items():
+        if why_not is None and option in options:
+            why_not = question(options[option])
+    report = SwitchReport(switch.name, asked, why_not)
+    if host.missing() is not None and switch.needs_host:
+        return report
+    if why_not is None:
+        report.notice = None if switch.notice is None else switch.notice()
+    try:
+        host.import_modules(switch.modules)
+    except Exception as error:  # whatever its modules need
+        report.why_not = why_not or f"its modules cannot be imported: {type(error).__name__}: {error}"
+        return report
+    for target in switch.targets:
+        if isinstance(target, Outside):
+            name = f"{describe(target.owner)}.{target.name}"
+            found = TargetReport(name, ["the code of torch"], target.obstacle())
+        else:
+            found = _inside(target)
+        report.targets.append(found)
+        if report.why_not is None and found.obstacle is not None and getattr(target, "otherwise", "refuse") == "refuse":
+            report.why_not = found.obstacle
+    if report.why_not is None:
+        active = Active(switch, host.patches)
+        names = [t for t in switch.targets if isinstance(t, Target) and not t.is_method]
+        if names and not any(r.found for t, r in zip(switch.targets, report.targets) if t in names):
+            report.why_not = active.found_nothing()
+    return report
+
+
+def _inside(target: Target) -> TargetReport:
+    evidence = [str(each) for each in (*target.all_evidence, *target.class_evidence)]
+    if target.own:
+        evidence.insert(0, "nobody else's code")
+    for module_name in target.where:
+        module = sys.modules.get(module_name)
+        if module is None:
+            continue
+        owner, stock = target.find(module_name, module)
+        if owner is None or (stock is None and not target.adds):
+            continue
+        return TargetReport(f"{module_name}.{target.name}", evidence, target.obstacle(owner, stock))
+    missing = Obstacle(f"{target.where[0]} has no {target.name}.") if target.missing == "refuse" else None
+    return TargetReport(f"{target.where[0]}.{target.name}", evidence, missing, found=False)
+
+
+def facts(host: str, version: str | None) -> dict[str, object]:
+    """The machine and what is installed on it."""
+    info = build_info()
+    return {
+        "host": host,
+        "host_version": version,
+        "torch_fastdet": info["version"],
+        "python": platform.python_version(),
+        "torch": f"{info['torch_running']} (built with {info['torch_built_with']})",
+        "cuda": info["cuda"],
+        "architectures": " ".join(info["architectures"]),
+        "gpu": info["gpu"],
+        "driver": info["driver"],
+        "memory": budgets(),
+    }
+
+
+def budgets() -> dict[str, str]:
+    """What pictures may take on this machine, and the variables that limit it."""
+    variables = {name: os.environ.get(name, "not set") for name in (memory.HOST_BUDGET, memory.GPU_BUDGET)}
+    found = {**variables, "pictures on the host": memory.words(memory.host_budget())}
+    if torch.cuda.is_available():
+        found["pictures on the GPU"] = memory.words(
+            memory.gpu_budget(torch.device("cuda", torch.cuda.current_device()))
+        )
+    return found
+
+
+def show(facts: Mapping[str, object], reports: Collection[SwitchReport], notes: Collection[str] = ()) -> None:
+    """Print everything as one table: by rich where it is installed."""
+    for name, value in facts.items():
+        text = ", ".join(f"{key}: {each}" for key, each in value.items()) if isinstance(value, Mapping) else value
+        print(f"{name:<16}{'none' if text is None else text}")
+    print()
+    rows = [("switch, and what it replaces", "applies", "evidence")]
+    rows += [row for report in reports for row in _rows(report)]
+    if importlib.util.find_spec("rich"):
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(*rows[0])
+        for row in rows[1:]:
+            table.add_row(*row)
+        Console(markup=False, highlight=False).print(table)
+    else:
+        widths = [max(len(row[0]) for row in rows), max(min(len(row[1]), 40) for row in rows)]
+        for name, applies, evidence in rows:
+            print(f"{name:<{widths[0]}}  {applies:<{widths[1]}}  {evidence}".rstrip())
+    for note in notes:
+        print(note)
+
+
+def _rows(report: SwitchReport) -> list[tuple[str, str, str]]:
+    name = f"{report.name} (asked for)" if report.asked else report.name
+    verdict = "yes" if report.why_not is None else f"no: {report.why_not}"
+    rows = [(name, f"{verdict}; {report.notice}" if report.notice else verdict, "")]
+    for target in report.targets:
+        applies = "yes" if target.found else "not in this version"
+        rows.append(
+            (f"  {target.name}", f"no: {target.obstacle}" if target.obstacle else applies, ", ".join(target.evidence))
+        )
+    return rows
+
+
+def run(
+    host: Host,
+    name: str,
+    version: str | None,
+    asked: Collection[str],
+    options: Mapping[str, str],
+    as_json: bool,
+    notes: Collection[str] = (),
+) -> int:
+    """Print the report. Returns the exit status: 2 where a switch that was asked for by name cannot apply, else 0."""
+    reports = examine(host, asked, options)
+    found = facts(name, version)
+    if as_json:
+        switches = [{**dataclasses.asdict(report), "applies": report.applies} for report in reports]
+        print(json.dumps({**found, "switches": switches, "notes": list(notes)}, indent=2))
+    else:
+        show(found, reports, notes)
+    return 2 if any(report.asked and not report.applies for report in reports) else 0

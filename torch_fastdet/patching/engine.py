@@ -1,0 +1,163 @@
+"""``patch()`` and ``unpatch()`` of one third party: which switches there are, which are on, and why others are not."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import threading
+from collections.abc import Collection, Iterable, Mapping
+from types import ModuleType
+
+from torch_fastdet._say import counts, fallbacks, hide, say, show
+from torch_fastdet._torch.private import without_dispatch_modes
+from torch_fastdet.patching.evidence import Obstacle, first_obstacle
+from torch_fastdet.patching.replace import Patches
+from torch_fastdet.patching.switch import Active, Switch
+
+ALL = "fastdet"
+ALL_HELP = "every switch that applies here"
+_one_thread = threading.RLock()  # at a time replaces names, which both hosts do in torch
+
+
+class Host:
+    """One third party, and what is switched on in it.
+
+    Args:
+        switches: its registry, in the order in which switches start.
+        packages: first parts of the names of its modules, which are visited when they are imported.
+        left_alone: first parts of the names of modules that are never visited.
+    """
+
+    def __init__(
+        self, switches: Mapping[str, Switch], packages: Collection[str], left_alone: Collection[str] = ()
+    ) -> None:
+        self.switches = switches
+        self.on: dict[str, Active] = {}
+        #: The keywords of each ``patch()`` so far.
+        self.requests: list[dict[str, bool]] = []
+        self.patches = Patches(packages, left_alone, self._visit)
+
+    # To override -----------------------------------------------------------------------------------------------------
+
+    def missing(self) -> Obstacle | None:
+        """Why the host cannot be used here; None where it can."""
+        return None
+
+    def prefix(self) -> str:
+        """What the names of its modules begin with in this process."""
+        return ""
+
+    # For everybody ---------------------------------------------------------------------------------------------------
+
+    def import_modules(self, names: Iterable[str]) -> None:
+        """Import the host's modules ``names``, leaving out those that this version does not have."""
+        prefix = self.prefix()
+        for name in names:
+            try:
+                importlib.import_module(prefix + name)
+            except ModuleNotFoundError as error:
+                if error.name is None or not f"{prefix}{name}.".startswith(f"{error.name}."):
+                    raise  # a module that it needs
+
+    def patch(self, switches: Mapping[str, bool], import_now: bool = True) -> tuple[str, ...]:
+        """Switch on what the keywords say, and return a line for each name that is replaced; ``import_now`` as of :meth:`switch_on`."""
+        check_switches(switches, [ALL, *self.switches])
+        by_name = [name for name in self.switches if switches.get(name)]
+        everything = self.everything() if switches.get(ALL, not switches) else ()
+        names = [name for name in self.switches if name in by_name or (name in everything and switches.get(name, True))]
+        with _one_thread:
+            self.switch_on(names, by_name, import_now)
+            self.requests.append(dict(switches))
+            return self.patches.lines()
+
+    def everything(self) -> list[str]:
+        """The switches that ``fastdet`` stands for."""
+        return [name for name, switch in self.switches.items() if not switch.by_name_only]
+
+    def unpatch(self) -> int:
+        """Put every replaced name back, print and return how many there were."""
+        with _one_thread:
+            count = self.patches.put_back()
+            counts.clear()
+            fallbacks.clear()
+            self.on.clear()
+            self.requests.clear()
+        if count:
+            say(f"put back {count} name{'s' if count > 1 else ''}")
+        hide(self)
+        return count
+
+    def switch_on(self, names: Iterable[str], by_name: Collection[str], import_now: bool = True) -> None:
+        """Start switches; nothing stays replaced if one that was asked for by name cannot apply.
+
+        Args:
+            names: what to switch on, of the registry.
+            by_name: those that must apply.
+            import_now: whether to import what the switches replace, to report it at once. A launcher leaves that to the script.
+        """
+        show(self)
+        try:
+            for name in names:
+                self._start(self.on.get(name) or Active(self.switches[name], self.patches), name in by_name, import_now)
+        except BaseException:
+            self.unpatch()
+            raise
+
+    def report(self) -> None:
+        """Say once what ran on ours since ``patch()``, what fell back and why; nothing where nothing of it ran."""
+        if not counts:
+            return
+        ran: dict[str, list[str]] = {}
+        for (switch, what), number in counts.items():
+            ran.setdefault(switch, []).append(f"{number:,} {what}")
+        counts.clear()
+        lines = ["this run, by switch:", *(f"  {switch}: {', '.join(parts)}" for switch, parts in ran.items())]
+        lines += (
+            ["what fell back, and why:", *(f"  {x}" for x in list(fallbacks))] if fallbacks else ["nothing fell back"]
+        )
+        say("\n".join(lines))
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add a flag for each switch to a parser."""
+        group = parser.add_argument_group("torch_fastdet", "faster operators with the results of the ones they replace")
+        for name, switch in self.switches.items():
+            group.add_argument(f"--{name}", action="store_true", help=switch.help)
+        group.add_argument(f"--{ALL}", action="store_true", help=ALL_HELP)
+
+    # Inside ----------------------------------------------------------------------------------------------------------
+
+    def obstacle(self, switch: Switch) -> Obstacle | None:
+        """Why a switch as a whole cannot apply here; None where it can."""
+        missing = self.missing() if switch.needs_host else None
+        return missing if missing is not None else first_obstacle(switch.evidence)
+
+    @without_dispatch_modes()  # stock's small cases need numbers
+    def _start(self, active: Active, by_name: bool, import_now: bool) -> None:
+        active.by_name |= by_name
+        if (obstacle := self.obstacle(active.switch)) is not None:
+            active.cannot_apply(obstacle)
+            return
+        if active.name not in self.on:
+            self.on[active.name] = active
+            self.patches.watch_imports()
+            active.begin()
+        active.look_through(self.patches.modules())
+        if import_now:
+            self.import_modules(active.switch.modules)
+            if (reason := active.found_nothing()) is not None:
+                active.cannot_apply(reason)
+
+    @without_dispatch_modes()
+    def _visit(self, module: ModuleType) -> None:
+        for active in list(self.on.values()):
+            active.look_through([module])
+
+
+def check_switches(switches: Mapping[str, object], known: Collection[str]) -> None:
+    """Raise TypeError for a switch that does not exist, or that is neither on nor off."""
+    unknown = sorted(set(switches) - set(known))
+    if unknown:
+        raise TypeError(f"There is no switch {', '.join(unknown)}; there are {', '.join(known)}.")
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} is {value!r}, but True or False is expected")

@@ -1,0 +1,81 @@
+"""What the command lines of all hosts share: our flags among a script's own arguments, and errors in one line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import NoReturn
+
+from torch_fastdet._say import say, show
+from torch_fastdet.patching.engine import ALL, Host
+from torch_fastdet.patching.switch import SwitchError
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """``python -m torch_fastdet.<host> ... --<switch>``.
+
+    Args:
+        host: whose switches are the flags.
+        program: what the user types before the arguments.
+        usage: the whole command.
+        description: what it does, for the help.
+    """
+
+    host: Host
+    program: str
+    usage: str
+    description: str
+
+    @property
+    def flags(self) -> dict[str, str]:
+        """The switch of each flag."""
+        return {f"--{name}": name for name in (*self.host.switches, ALL)}
+
+    def split(self, argv: list[str]) -> tuple[list[str], list[str]]:
+        """Switches, and everything else in its order. What follows ``--`` is not ours."""
+        chosen: dict[str, None] = {}
+        rest: list[str] = []
+        arguments: Iterator[str] = iter(argv)
+        for argument in arguments:
+            flag, equals, _ = argument.partition("=")
+            if argument == "--":
+                rest += [argument, *arguments]
+            elif flag not in self.flags:
+                rest.append(argument)
+            elif equals:
+                self.fail(f"{flag} takes no value; it came as {argument}. Leave {flag} out to keep that switch off.")
+            else:
+                chosen[self.flags[flag]] = None
+        return list(chosen), rest
+
+    def switch_on(self, chosen: Collection[str], import_now: bool) -> None:
+        """Switch on what the flags say; what cannot apply ends the process with one line."""
+        show(self.host)
+        if not chosen:
+            say(f"no switch is given ({', '.join(self.flags)}): it runs as it is")
+            return
+        try:
+            self.host.patch(dict.fromkeys(chosen, True), import_now)
+        except (SwitchError, ImportError) as error:
+            self.refuse(error)
+
+    def print_help(self) -> None:
+        parser = argparse.ArgumentParser(
+            prog=self.program, usage=self.usage, description=self.description, add_help=False
+        )
+        parser.add_argument("-h", "--help", action="store_true", help="this text, then the command's own")
+        self.host.add_arguments(parser)
+        print(parser.format_help(), flush=True)
+
+    def fail(self, message: str) -> NoReturn:
+        """End the process for a command line that makes no sense."""
+        print(f"usage: {self.usage}\n{self.program}: error: {message}", file=sys.stderr, flush=True)
+        raise SystemExit(2)
+
+    def refuse(self, error: Exception) -> NoReturn:
+        """End the process for a switch that cannot apply."""
+        print(f"{self.program}: error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None

@@ -1,0 +1,237 @@
+"""Replacing names, saying so, and putting them back.
+
+Names bind at import: ``from utils.metrics import bbox_iou`` leaves a second reference in the importer. So a replacement visits
+every loaded module, and every module of the host right after its import, whichever code imports it.
+
+A module may hold any object. Values are compared by identity with what is replaced; no attribute of them is read.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from types import FunctionType, ModuleType
+from typing import Any, TypeVar
+
+from torch_fastdet._say import say
+from torch_fastdet.patching.import_hook import ImportHook, loaded_modules, namespace, top_level
+
+# Never visited: our own modules, and libraries from which YOLO packages import functions.
+LEFT_ALONE = frozenset({"torch_fastdet", "torch", "torchvision", "numpy"})
+
+_MISSING = object()
+F = TypeVar("F", bound=Callable[..., Any])
+_all: weakref.WeakSet[Patches] = weakref.WeakSet()
+
+
+class SwitchError(RuntimeError):
+    """A switch that was asked for by name cannot apply; the text says which and why."""
+
+
+@dataclass(eq=False)
+class Replacement:
+    switch: str
+    owner: Any  # a module, a class, or a function of ours
+    attribute: str
+    old: object
+    new: object
+    quiet: bool = False
+
+    @property
+    def module(self) -> str:
+        """Name of the module that the name is in."""
+        return namespace(self.owner)["__name__"] if isinstance(self.owner, ModuleType) else self.owner.__module__
+
+    def __str__(self) -> str:
+        owner = self.module if isinstance(self.owner, ModuleType) else describe(self.owner)
+        return f"{self.switch}: {owner}.{self.attribute} -> {describe(self.new)}"
+
+
+def describe(thing: object) -> str:
+    """Where something of ours, or what we replace, is defined."""
+    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
+    return f"{module}.{name}".replace(".<locals>", "") if module and name else getattr(thing, "__name__", repr(thing))
+
+
+def original(owner: object, attribute: str) -> Any:
+    """What ``owner`` itself holds under that name, below everything that is replaced now; None if there is nothing."""
+    value = (namespace(owner) if isinstance(owner, ModuleType) else vars(owner)).get(attribute)
+    layers = [r for patches in _all for r in patches.replacements if r.owner is owner and r.attribute == attribute]
+    while below := [r for r in layers if r.new is value]:
+        layers.remove(below[0])
+        value = below[0].old
+    return None if value is _MISSING else value
+
+
+def is_code_of(function: Any, package: str) -> bool:
+    """Whether this is a function whose code is in that package; a static or class method has a function. A wrapper's is its author's."""
+    function = function.__func__ if type(function) in (staticmethod, classmethod) else function
+    return type(function) is FunctionType and top_level(str(function.__globals__.get("__name__"))) == package
+
+
+def in_place_of(stock: Any, name: str = "") -> Callable[[F], F]:
+    """As :func:`functools.wraps`, for a function that keeps its own module, and its own ``name`` in the line that says what is replaced."""
+
+    def named(function: F) -> F:
+        described = function.__module__, name or function.__name__
+        functools.update_wrapper(function, stock)
+        function.__module__, function.__qualname__ = described
+        return function
+
+    return named
+
+
+def with_names(function: Any, **names: object) -> FunctionType:
+    """A copy of a function that finds other things under these names of its module."""
+    everything = function.__globals__ | names
+    copy = FunctionType(function.__code__, everything, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def defined_in(module_name: str, attribute: str) -> Any:
+    """The function or class that the loaded module ``module_name`` itself defines under that name, or None.
+
+    Not what it imported, and not what a user has put there.
+    """
+    module = sys.modules.get(module_name)
+    if module is None:
+        return None
+    value = original(module, attribute)
+    if type(value) is FunctionType:
+        # contextlib.contextmanager has wrapped it.
+        function = getattr(value, "__wrapped__", value) if is_code_of(value, "contextlib") else value
+        return value if getattr(function, "__globals__", None) is namespace(module) else None
+    return value if issubclass(type(value), type) and value.__module__ == module_name else None
+
+
+class Patches:
+    """Everything that one host's switches replaced, and what calls back when a module of the host is imported.
+
+    Args:
+        packages: first parts of the host's module names, which are visited right after their import.
+        left_alone: first parts of the names of modules that are never visited.
+        visit: called with each module of the host that is imported while something is replaced.
+    """
+
+    def __init__(
+        self, packages: Collection[str], left_alone: Collection[str], visit: Callable[[ModuleType], None]
+    ) -> None:
+        self.replacements: list[Replacement] = []
+        self._left_alone = LEFT_ALONE | set(left_alone)
+        self._visit = visit
+        self._ours_before: set[tuple[int, str]] = set()
+        self._hook = ImportHook(packages, self._imported)
+        _all.add(self)
+
+    def modules(self) -> list[ModuleType]:
+        """The loaded modules that may hold names to replace."""
+        return loaded_modules(self._left_alone)
+
+    def watch_imports(self) -> None:
+        self._hook.install()
+
+    def is_outside(self, replacement: Replacement) -> bool:
+        """Whether this is a name of torch or a similar library, and not of the host or a module that imported from it."""
+        return top_level(replacement.module) in self._left_alone
+
+    def replace(
+        self, switch: str, owner: object, attribute: str, new: object, what: str = "", quietly: bool = False
+    ) -> None:
+        """Set ``owner.attribute`` to ``new`` and remember what was there; print it in a line that ends with ``what``."""
+        old = (namespace(owner) if isinstance(owner, ModuleType) else vars(owner)).get(attribute, _MISSING)
+        for known in self.replacements:
+            if known.owner is owner and known.attribute == attribute and known.new is new:
+                if old is not new and old is not known.old:  # its module was reloaded
+                    known.old = old
+                    setattr(owner, attribute, new)
+                return
+        self._remember_holders(new)
+        setattr(owner, attribute, new)
+        self._remember(Replacement(switch, owner, attribute, old, new, quietly), what)
+
+    def replace_everywhere(self, switch: str, stock: object, new: object, modules: Collection[ModuleType]) -> None:
+        """Replace ``stock`` by ``new`` under every name that holds it in ``modules``."""
+        for module in modules:
+            for attribute, value in list(namespace(module).items()):
+                if value is stock:
+                    self.replace(switch, module, attribute, new)
+
+    def lines(self) -> tuple[str, ...]:
+        """One line for each replaced name, except those that are replaced quietly."""
+        return tuple(str(replacement) for replacement in self.replacements if not replacement.quiet)
+
+    def put_back(self) -> int:
+        """Put everything back, newest first, and return for how many names a line was or would have been printed."""
+        self._hook.remove()
+        # Modules that were imported meanwhile took our object for stock's: give them stock's.
+        for module in self.modules():
+            self._adopt(module, say_it=False)
+        count = sum(not replacement.quiet for replacement in self.replacements)
+        while self.replacements:
+            _restore(self.replacements.pop())
+        self._ours_before.clear()
+        return count
+
+    # Inside ----------------------------------------------------------------------------------------------------------
+
+    def _remember(self, replacement: Replacement, what: str = "", say_it: bool = True) -> None:
+        self.replacements.append(replacement)
+        if say_it and not replacement.quiet:
+            say(f"{replacement}{what}")
+
+    def _remember_holders(self, new: object) -> None:
+        """Note the modules that hold the drop-in already: they imported it from us on purpose, and keep it."""
+        if any(known.new is new for known in self.replacements):
+            return
+        for module in self.modules():
+            for attribute, value in list(namespace(module).items()):
+                if value is new:
+                    self._ours_before.add((id(module), attribute))
+
+    def _imported(self, module: ModuleType) -> None:
+        self._adopt(module)
+        self._visit(module)
+
+    def _adopt(self, module: ModuleType, say_it: bool = True) -> None:
+        """Take note of names that ``module`` imported from a module in which they were replaced already."""
+        known = [r for r in self.replacements if isinstance(r.owner, ModuleType)]
+        if not known:
+            return
+        held = {(id(r.owner), r.attribute) for r in known} | self._ours_before
+        # With both layouts of YOLOv5 loaded, one drop-in replaces two originals: prefer the one of the module's own package.
+        package = top_level(str(namespace(module).get("__name__")))
+        known.sort(key=lambda r: top_level(r.module) != package)
+        origins: dict[int, Replacement] = {}
+        for replacement in known:
+            origins.setdefault(id(replacement.new), replacement)
+        for attribute, value in list(namespace(module).items()):
+            origin = origins.get(id(value))
+            if origin is not None and (id(module), attribute) not in held:
+                copied = Replacement(origin.switch, module, attribute, origin.old, origin.new)
+                self._remember(copied, say_it=say_it)
+
+
+def _restore(replacement: Replacement) -> None:
+    """Put one name back.
+
+    A value that a user has set since stays. If another host has replaced ours, it will restore what was below ours.
+    """
+    owner, attribute = replacement.owner, replacement.attribute
+    for patches in _all:
+        for above in patches.replacements:
+            if above.owner is owner and above.attribute == attribute and above.old is replacement.new:
+                above.old = replacement.old
+                return
+    now = (namespace(owner) if isinstance(owner, ModuleType) else vars(owner)).get(attribute, _MISSING)
+    if now is not replacement.new:
+        if now is not replacement.old:
+            say(f"{replacement} was replaced since by somebody else, and stays as it is", logging.WARNING)
+    elif replacement.old is _MISSING:
+        delattr(owner, attribute)
+    else:
+        setattr(owner, attribute, replacement.old)

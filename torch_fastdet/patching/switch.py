@@ -1,0 +1,302 @@
+"""What a switch is: data. The tables of the hosts are ``yolov5/switches.py`` and ``ultralytics/switches.py``.
+
+A :class:`Switch` lists its targets. Each says WHERE the host's function, class or method is, by which EVIDENCE it is the one that
+we know, and WHAT takes its place. ``patch()`` and the doctor walk the same tables. What runs between ``patch()`` and ``unpatch()``
+is an :class:`Active`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from torch_fastdet._say import rank, say
+from torch_fastdet._torch.private import gpu_count
+from torch_fastdet.patching.evidence import Asks, Evidence, Obstacle, Signature, first_obstacle
+from torch_fastdet.patching.import_hook import namespace, top_level
+from torch_fastdet.patching.replace import Patches, SwitchError, defined_in, describe, is_code_of, original
+
+T = TypeVar("T")
+Make = Callable[["Active", Any, Any], Any]
+
+
+def missing_gpu() -> str | None:
+    """Why no GPU can be used in this process; None where there is one, or may be one.
+
+    CUDA is not started: that would fix which GPUs are visible before a training script chooses, and break processes forked
+    later.
+    """
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a CPU build."
+    count = gpu_count()  # reads CUDA_VISIBLE_DEVICES, too
+    if count < 0:
+        try:
+            ctypes.CDLL("libcuda.so.1")
+        except OSError:
+            return "there is no CUDA driver on this machine."
+    return "there is no GPU that this process may use." if count == 0 else None
+
+
+GPU = Asks("a GPU", lambda _: missing_gpu())
+
+
+@dataclass(frozen=True)
+class Target:
+    """A function, class or method of the host, and what takes its place.
+
+    A function or class is replaced under every name that holds it, in whichever module. A method is replaced on its class.
+
+    Args:
+        where: full names of the modules that may define it; each definition is a separate original.
+        name: ``function``, ``Class`` or ``Class.method``.
+        drop_in: what takes its place. Without ``make``, stock must take its parameters.
+        make: makes that instead, from the :class:`Active` switch, stock, and the class of a method or the module of anything else.
+            It may return an :class:`Obstacle`, or None, which leaves stock's alone.
+        evidence: by which stock is what we know.
+        class_evidence: for a method: by which its class is what we know.
+        own: a method that somebody else has put there stays, and the switch cannot apply.
+        after: ``Class.method`` that must have been replaced first.
+        adds: the class has no such method of its own, nor by inheritance.
+        missing: what it means where the module has no such class or method: nothing, or that the switch cannot apply.
+        otherwise: what an obstacle means: the switch cannot apply, stock's stays and a line says so, or it stays silently.
+        note: the end of the line that says what is replaced.
+        quiet: there is no such line.
+    """
+
+    where: tuple[str, ...]
+    name: str
+    drop_in: Any = None
+    make: Make | None = None
+    evidence: tuple[Evidence, ...] = ()
+    class_evidence: tuple[Evidence, ...] = ()
+    own: bool = False
+    after: str = ""
+    adds: bool = False
+    missing: Literal["nothing", "refuse"] = "nothing"
+    otherwise: Literal["refuse", "say", "nothing"] = "refuse"
+    note: str = ""
+    quiet: bool = False
+
+    @property
+    def all_evidence(self) -> tuple[Evidence, ...]:
+        """All that is asked of stock: its parameters first, where it gets a drop-in as it is."""
+        return self.evidence if self.drop_in is None or self.make else (Signature(self.drop_in), *self.evidence)
+
+    @property
+    def is_method(self) -> bool:
+        return "." in self.name
+
+    def find(self, module_name: str, module: ModuleType) -> tuple[Any, Any]:
+        """Who holds it, and stock's: the module and its function or class, or the class and its method; None for what is missing."""
+        if not self.is_method:
+            return module, defined_in(module_name, self.name)
+        class_name, method = self.name.split(".")
+        owner = defined_in(module_name, class_name)
+        return owner, getattr(owner, method, None)
+
+    def obstacle(self, owner: object, stock: object) -> Obstacle | None:
+        """Why stock's stays; None where it can be replaced."""
+        if self.own:
+            method = self.name.partition(".")[2]
+            function = original(owner, method)
+            if is_code_of(function, "torch"):  # the host has wrapped it, as by torch.inference_mode
+                function = getattr(function, "__wrapped__", function)
+            if not is_code_of(function, top_level(owner.__module__)):
+                return Obstacle(f"{describe(owner)}.{method} has been replaced by somebody else, and stays.")
+        obstacle = None if stock is None else first_obstacle(self.all_evidence, stock)
+        return obstacle or first_obstacle(self.class_evidence, owner)
+
+
+@dataclass(frozen=True)
+class Outside:
+    """A function of torch that is replaced when the switch starts, unless somebody else has put another one there.
+
+    Args:
+        owner: a module or class of torch.
+        name: its attribute.
+        drop_in: what takes its place.
+        note: the end of the line that says what is replaced.
+    """
+
+    owner: Any
+    name: str
+    drop_in: object
+    note: str = ""
+
+    def obstacle(self) -> Obstacle | None:
+        if is_code_of(original(self.owner, self.name), "torch"):
+            return None
+        return Obstacle(f"{describe(self.owner)}.{self.name} has been replaced by somebody else, and stays.")
+
+
+@dataclass(frozen=True)
+class Switch:
+    """One word of ``patch()`` and of the command line, and what it replaces.
+
+    Args:
+        name: the word.
+        help: what it does, for ``--help``.
+        targets: what it replaces, in this order.
+        modules: modules of the host, without its package's prefix, that ``patch()`` imports to report at once what it replaced.
+        evidence: what must hold for the switch as a whole. It must not touch CUDA: a script chooses its device later.
+        needs_host: whether the host must be installed.
+        options: for the doctor: options of a training by which it cannot apply, each with a function from its value to a sentence.
+        notice: what to say when it is switched on, or None.
+        by_name_only: it is not a part of "everything that applies".
+    """
+
+    name: str
+    help: str
+    targets: tuple[Target | Outside, ...]
+    modules: tuple[str, ...] = ()
+    evidence: tuple[Evidence, ...] = ()
+    needs_host: bool = True
+    options: dict[str, Callable[[str], str | None]] = field(default_factory=dict)
+    notice: Callable[[], str | None] | None = None
+    by_name_only: bool = False
+
+
+class Active:
+    """A switch between ``patch()`` and ``unpatch()``."""
+
+    def __init__(self, switch: Switch, patches: Patches) -> None:
+        self.switch = switch
+        self.patches = patches
+        #: Whether it was asked for by name, not by "everything that applies".
+        self.by_name = False
+        #: What has been said so far about what does not apply.
+        self.told: dict[str, None] = {}
+        # By name and definer: the original, what takes its place, or why nothing does.
+        self._found: dict[tuple[str, str], tuple[Any, Any, Obstacle | None]] = {}
+        self._shared: dict[Callable[[Active], Any], Any] = {}
+
+    @property
+    def name(self) -> str:
+        return self.switch.name
+
+    # For what takes the place of stock ---------------------------------------------------------------------------------
+
+    def shared(self, make: Callable[[Active], T]) -> T:
+        """What several targets of this switch have in common: ``make(self)``, made once."""
+        if make not in self._shared:
+            self._shared[make] = make(self)
+        return self._shared[make]
+
+    def replace(self, owner: object, attribute: str, new: object, note: str = "", quietly: bool = False) -> None:
+        """Set ``owner.attribute``, a name of a module or class, and print a line that ends with ``note``; unpatch() undoes it."""
+        self.patches.replace(self.name, owner, attribute, new, note, quietly)
+
+    def has_replaced(self, owner: object, attribute: str) -> bool:
+        return any(
+            known.switch == self.name and known.owner is owner and known.attribute == attribute
+            for known in self.patches.replacements
+        )
+
+    def cannot_apply(self, reason: str, this_rank: bool = False) -> None:
+        """Say why the switch changes nothing here, once; raise it as an error if the switch was asked for by name.
+
+        Args:
+            reason: a sentence.
+            this_rank: in a distributed run the reason may hold on this rank alone, which the line then names.
+        """
+        where = f"rank {rank()}: " if this_rank and rank() else ""
+        if self.by_name:
+            raise SwitchError(f"{where}{self.name} cannot apply: {reason}")
+        self.tell(f"{where}{self.name} does not apply: {reason}", every_rank=this_rank)
+
+    def tell(self, line: str, every_rank: bool = False) -> None:
+        """Warn of what stays stock's, once."""
+        if line not in self.told:
+            self.told[line] = None
+            say(line, logging.WARNING, every_rank)
+
+    # For the host ----------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Replace names outside the host. Called once, before any of the host's code runs."""
+        for target in self.switch.targets:
+            if isinstance(target, Outside):
+                if (obstacle := target.obstacle()) is None:
+                    self.replace(target.owner, target.name, target.drop_in, target.note)
+                else:
+                    self.cannot_apply(obstacle)
+        if self.switch.notice is not None and (line := self.switch.notice()) is not None:
+            say(f"{self.name}: {line}")
+
+    def look_through(self, modules: list[ModuleType]) -> None:
+        """Replace what ``modules``, the host's and others, hold of the targets. Called again for each import."""
+        for target in self.switch.targets:
+            if isinstance(target, Outside):
+                continue
+            if not target.is_method:
+                for definer in target.where:
+                    self.look_for(target, definer, modules)
+                continue
+            for module in modules:
+                if namespace(module).get("__name__") in target.where:
+                    self._look_for_method(target, module)
+
+    def found_nothing(self) -> str | None:
+        """Why no function or class can be replaced, in one line; None if one was found."""
+        names = [target for target in self.switch.targets if isinstance(target, Target) and not target.is_method]
+        if not names or self._found:
+            return None
+        wanted = {f"{definer}.{name.name}": None for name in names for definer in name.where}
+        return f"found nothing to replace: there is no {' or '.join(wanted)}, or it has been replaced by somebody else."
+
+    def look_for(self, target: Target, definer: str, modules: list[ModuleType]) -> None:
+        """Replace the function or class that the module ``definer`` defines wherever ``modules`` hold it."""
+        module = sys.modules.get(definer)
+        stock = defined_in(definer, target.name)
+        if stock is None:
+            return
+        key = target.name, definer
+        known, new, obstacle = self._found.get(key, (None, None, None))
+        if known is not stock:
+            obstacle = target.obstacle(module, stock)
+            new = None if obstacle is not None else self._make(target, stock, module)
+            if isinstance(new, Obstacle):
+                new, obstacle = None, new
+            self._found[key] = stock, new, obstacle
+            modules = self.patches.modules()  # some may have taken it while its module was being imported
+        if obstacle is not None:
+            self._stays(target, describe(stock), obstacle)
+        elif new is not None:
+            self.patches.replace_everywhere(self.name, stock, new, modules)
+
+    def _look_for_method(self, target: Target, module: ModuleType) -> None:
+        class_name, method = target.name.split(".")
+        where = namespace(module)["__name__"]
+        owner, stock = target.find(where, module)
+        if owner is None or (stock is None and not target.adds):
+            if target.missing == "refuse":
+                self.cannot_apply(f"{where} has no {class_name if owner is None else target.name}.")
+            return
+        if self.has_replaced(owner, method):
+            return
+        if target.after:
+            before, _, other = target.after.partition(".")
+            if not self.has_replaced(namespace(module).get(before), other):
+                return
+        obstacle = target.obstacle(owner, stock)
+        new = self._make(target, stock, owner) if obstacle is None else obstacle
+        if isinstance(new, Obstacle):
+            self._stays(target, f"{describe(owner)}.{method}", new)
+        elif new is not None:
+            self.replace(owner, method, new, target.note, target.quiet)
+
+    def _make(self, target: Target, stock: object, owner: object) -> object:
+        return target.drop_in if target.make is None else target.make(self, stock, owner)
+
+    def _stays(self, target: Target, stock: str, obstacle: Obstacle) -> None:
+        if target.otherwise == "refuse":
+            self.cannot_apply(obstacle)
+        elif target.otherwise == "say":
+            self.tell(f"{self.name}: {stock} stays: {obstacle}")

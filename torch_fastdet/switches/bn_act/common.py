@@ -1,0 +1,117 @@
+"""``bn_act_optim`` of both hosts: the forward methods of ``Conv``, ``Bottleneck``, ``C3``, ``C2f`` and ``SPPF``."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_fastdet.nn.bn_act import bottleneck_forward, c2f_forward, c3_forward, conv_forward, sppf_forward
+from torch_fastdet.patching.evidence import Asks, Evidence, Formula
+from torch_fastdet.patching.switch import GPU, Active, Make, Switch, Target
+
+
+def _c2f(self: Any, x: Tensor) -> Tensor:
+    # What each block makes of the one before it, beginning with the second half.
+    first, second = self.cv1(x).chunk(2, 1)
+    row = itertools.accumulate(self.m, lambda y, block: block(y), initial=second)
+    return self.cv2(torch.cat([first, *row], 1))
+
+
+def _sppf(self: Any, x: Tensor) -> Tensor:
+    # A pyramid: each pooling pools the one before it.
+    pyramid = itertools.accumulate(range(getattr(self, "n", 3)), lambda y, _: self.m(y), initial=self.cv1(x))
+    y = self.cv2(torch.cat(list(pyramid), 1))
+    if getattr(self, "add", False):
+        y = y + x
+    return y
+
+
+CONV = Formula("act(bn(conv(x)))", lambda self, x: self.act(self.bn(self.conv(x))), ("act", "bn", "conv"))
+BOTTLENECK = Formula(
+    "x + cv2(cv1(x)), or without x",
+    lambda self, x: x + self.cv2(self.cv1(x)) if self.add else self.cv2(self.cv1(x)),
+    ("cv1", "cv2"),
+    ("add",),
+    ({"add": True}, {"add": False}),
+)
+C3 = Formula(
+    "cv3(cat(m(cv1(x)), cv2(x)))",
+    lambda self, x: self.cv3(torch.cat([self.m(self.cv1(x)), self.cv2(x)], 1)),
+    ("cv1", "cv2", "cv3", "m"),
+    ("cat", "torch"),
+)
+_TWO = {"cv1": lambda t: torch.cat([t * t, t + 1], 1)}  # channels, one for each half
+C2F = Formula(
+    "cv2(cat(a, b, m[0](b), m[1](m[0](b)), ...)) of the halves a and b of cv1(x)",
+    _c2f,
+    ("cv1", "cv2", "m"),
+    ("cat", "chunk", "extend", "list", "torch"),
+    ({**_TWO, "m": [lambda t: t * t + 3]}, {**_TWO, "m": [lambda t: t * t + 3, lambda t: t * t + 5]}),
+)
+# YOLOv5's, and Ultralytics', which has a number of poolings and a shortcut of its own, by getattr.
+_SPPF = "cv2 of cv1(x) and of what m makes of it, again and again"
+SPPF = Formula(_SPPF, _sppf, ("cv1", "cv2", "m"), ("cat", "catch_warnings", "simplefilter", "torch", "warnings"))
+SPPF_N = Formula(
+    _SPPF, _sppf, ("cv1", "cv2", "m"), ("cat", "extend", "getattr", "range", "torch"), ({}, {"n": 2, "add": True})
+)
+# Class, what makes its forward, the classes whose forwards that takes, and evidence. The last class was replaced before.
+_BLOCKS: tuple[tuple[str, Callable[..., Any], tuple[str, ...], Formula], ...] = (
+    ("Bottleneck", bottleneck_forward, ("Conv",), BOTTLENECK),
+    ("C3", c3_forward, ("Conv", "Bottleneck"), C3),
+    ("C2f", c2f_forward, ("Conv", "Bottleneck", "C3"), C2F),
+)
+
+
+def _method(name: str, make: Callable[..., Any], *parts: str) -> Make:
+    """``make(stock, ...)`` with the forwards that the classes ``parts`` of stock's module have now."""
+
+    def made(_: Active, stock: Callable, __: object) -> Any:
+        forward = make(stock, *(stock.__globals__[part].forward for part in parts))
+        forward.__qualname__ = f"bn_act_optim.{name}.forward"
+        return forward
+
+    return made
+
+
+def switch(
+    conv: tuple[str, ...], blocks: tuple[str, ...], evidence: tuple[Evidence, ...] = (), **options: Any
+) -> Switch:
+    """The switch of a host.
+
+    Args:
+        conv: full names of the modules that may define ``Conv``.
+        blocks: of those that may define ``Bottleneck``, ``C3``, ``C2f`` and ``SPPF``.
+        evidence: beside a GPU.
+    """
+    return Switch(
+        "bn_act_optim",
+        "BatchNorm and activation in training as one operator, with the shortcut's sum and the concatenations of C3 and C2f; the stem; SPPF; needs a GPU",
+        (
+            Target(conv, "Conv.forward", make=_method("Conv", conv_forward), evidence=(CONV,)),
+            # Without these only the sum, or the concatenation, stays stock's.
+            *(
+                Target(
+                    blocks,
+                    f"{name}.forward",
+                    make=_method(name, make, *parts),
+                    evidence=(formula,),
+                    after=f"{parts[-1]}.forward",
+                    otherwise="nothing",
+                )
+                for name, make, parts, formula in _BLOCKS
+            ),
+            Target(
+                blocks,
+                "SPPF.forward",
+                make=_method("SPPF", lambda stock: sppf_forward(stock, SPPF_N.is_that_of(stock))),
+                evidence=(Asks(f"it computes {_SPPF}", lambda f: None if SPPF.is_that_of(f) else SPPF_N.check(f)),),
+                otherwise="nothing",
+            ),
+        ),
+        evidence=(GPU, *evidence),
+        **options,
+    )

@@ -1,0 +1,155 @@
+"""What ``channels_last`` and ``cuda_graph`` put in place of Ultralytics' methods.
+
+The trainer computes predictions and loss in one call, ``model(batch)``. Replaced is ``predict`` of detectors and classifiers, which
+that call comes to; the loss stays outside of the graphs, whichever it is. The RLE part of our PoseLoss26 has graphs of its own.
+Predictors and validators run the model by way of ``PyTorchBackend.forward``, which is replaced too. Graphs live beside the model, not
+in it: copies of it, such as the moving average, are plain, and checkpoints hold nothing of ours.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_fastdet import memory
+from torch_fastdet._say import saying_once
+from torch_fastdet.graphs import capture as _capture
+from torch_fastdet.graphs.rows import RowGraphs
+from torch_fastdet.patching.evidence import installed_version, release
+from torch_fastdet.patching.protocols import Trainer
+from torch_fastdet.patching.replace import in_place_of
+from torch_fastdet.patching.switch import Active, Make
+from torch_fastdet.rewrites.ultralytics import fewer_copies
+from torch_fastdet.switches.cuda_graph.common import TrainingGraphs
+from torch_fastdet.switches.cuda_graph.predictions import PredictionGraphs, settings_of
+from torch_fastdet.switches.loss.ultralytics import KINDS
+
+IN_STOCK = "8.4.150"  # whose trainer has the argument channels_last, on by default
+# What heads keep for the shape of their last input, and compute again for another.
+CACHES = {"shape", "shapes", "anchors", "strides", "valid_mask"}
+
+
+def trains(_: Active, model: nn.Module, x: object, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
+    """Whether this is a forward pass of the trainer on a GPU, and not a dry run."""
+    if not (model.training and torch.is_grad_enabled() and getattr(model, "criterion", None) is not None):
+        return False
+    return isinstance(x, torch.Tensor) and _capture.on_gpu(x)
+
+
+def objection(trainer: Trainer, own: Callable[[Trainer], str | None]) -> str | None:
+    """Why a switch cannot apply to this training: its ``own`` reason, or that there is no GPU; None where it can."""
+    reason = own(trainer)
+    if reason is None and trainer.device.type != "cuda":
+        return f"the model trains on {trainer.device.type}, not on a GPU."
+    return reason
+
+
+def checking_trainer(own: Callable[[Trainer], str | None]) -> Make:
+    """Makes a ``BaseTrainer._setup_train`` that asks first for an :func:`objection`."""
+
+    def make(active: Active, stock: Callable[[Trainer], object], _: object) -> Callable[[Trainer], object]:
+        @functools.wraps(stock)
+        def _setup_train(trainer: Trainer) -> object:
+            if (reason := objection(trainer, own)) is not None:
+                active.cannot_apply(reason)
+            return stock(trainer)
+
+        return _setup_train
+
+    return make
+
+
+# channels_last --------------------------------------------------------------------------------------------------------
+
+
+def is_in_stock() -> bool:
+    """Newer trainers train on NHWC memory themselves: there is nothing to replace then."""
+    return release(installed_version("ultralytics")) >= release(IN_STOCK)
+
+
+def in_stock() -> str | None:
+    if not is_in_stock():
+        return None
+    return f"ultralytics {installed_version('ultralytics')} trains on NHWC memory itself; nothing is replaced"
+
+
+def two_layouts(trainer: Trainer) -> str | None:
+    if is_in_stock() and trainer.args.channels_last is False:
+        return "channels_last=False is given too; leave one of the two out."
+    return None
+
+
+# cuda_graph -----------------------------------------------------------------------------------------------------------
+
+
+def compiles(trainer: Trainer) -> str | None:
+    return compile_objection(str(trainer.args.compile)) if trainer.args.compile else None
+
+
+def compile_objection(value: str) -> str | None:
+    if value == "False":
+        return None
+    return f"compile={value} is given too, which makes graphs of its own; leave one of the two out."
+
+
+def _training(active: Active) -> TrainingGraphs:
+    say = saying_once(active.name)
+
+    def new_graphs() -> RowGraphs:
+        return RowGraphs("the RLE part of PoseLoss26", say, lambda line: active.tell(f"{active.name}: {line}"))
+
+    active.replace(KINDS["PoseLoss26"], "new_graphs", staticmethod(new_graphs), quietly=True)
+    return TrainingGraphs(active, fewer_copies)
+
+
+def begin_again(_: Active, stock: Callable[[Trainer], object], __: object) -> Callable[[Trainer], object]:
+    """``BaseTrainer._build_train_pipeline``, by which the trainer also goes on with a smaller batch where memory ran out."""
+
+    @functools.wraps(stock)
+    def _build_train_pipeline(trainer: Trainer) -> object:
+        memory.release(trainer.device)
+        return stock(trainer)
+
+    return _build_train_pipeline
+
+
+def model_predict(active: Active, stock: Callable[..., object], model_class: Any) -> Callable[..., object]:
+    """The ``predict`` of a model's class by graphs in training."""
+    graphs = active.shared(_training)
+
+    @in_place_of(stock, "cuda_graph.predict")
+    def predict(model: nn.Module, x: Any, *args: object, **kwargs: object) -> object:
+        # An input with a gradient is that of a measurement of the batch size.
+        if (
+            torch.compiler.is_compiling()
+            or args
+            or kwargs
+            or not trains(active, model, x, args, kwargs)
+            or x.requires_grad
+        ):
+            return stock(model, x, *args, **kwargs)
+        return graphs(model, x, stock)
+
+    graphs.ddp.take(model_class)
+    return predict
+
+
+def backend_forward(active: Active, stock: Callable[..., object], _: object) -> Callable[..., object]:
+    """``PyTorchBackend.forward`` by graphs."""
+    graphs = PredictionGraphs(active.name, functools.partial(settings_of, caches=CACHES), fewer_copies)
+
+    @in_place_of(stock, "cuda_graph.forward")
+    def forward(backend: Any, im: object, *args: object, **kwargs: object) -> Any:
+        if torch.compiler.is_compiling() or not getattr(backend, "base_model", False):
+            return stock(backend, im, *args, **kwargs)
+        # augment=, embed= and what predict() hands on to the model
+        if any(value is not None and value is not False for value in (*args, *kwargs.values())):
+            graphs.tell("augment=, embed= and other arguments of the model: such predictions run without graphs")
+            return stock(backend, im, *args, **kwargs)
+        return graphs(backend.model, im, functools.partial(stock, backend))
+
+    return forward

@@ -1,0 +1,79 @@
+"""What ``channels_last`` and ``cuda_graph`` put in place of YOLOv5's methods."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_fastdet.graphs import capture as _capture
+from torch_fastdet.patching.replace import in_place_of
+from torch_fastdet.patching.switch import Active
+from torch_fastdet.rewrites.yolov5 import fewer_copies
+from torch_fastdet.switches.cuda_graph.common import TrainingGraphs
+from torch_fastdet.switches.cuda_graph.predictions import PredictionGraphs, settings_of
+
+
+def trains(active: Active, model: nn.Module, x: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
+    """Whether this is a pass of a training script on a GPU. One on the CPU is YOLOv5's dry run, or an error."""
+    if not model.training or not torch.is_grad_enabled():
+        return False
+    # What YOLOv5 sets before it trains, a classifier in the second case. A dry run comes before that.
+    begun = hasattr(model, "hyp") or hasattr(model, "transforms")
+    if not _capture.on_gpu(x) and begun:
+        active.cannot_apply("the model trains on the CPU, not on a GPU.")
+    return _capture.on_gpu(x)
+
+
+class _Graphs(threading.local):
+    """The model that a DetectMultiBackend runs in this thread."""
+
+    predicting: nn.Module | None = None
+
+
+def _predicting(active: Active) -> _Graphs:
+    return _Graphs()
+
+
+def backend_forward(active: Active, stock: Callable[..., object], _: object) -> Callable[..., object]:
+    """``DetectMultiBackend.forward``: while it runs a model, the model's forward takes its graphs."""
+    here = active.shared(_predicting)
+
+    @in_place_of(stock, "cuda_graph.forward")
+    def forward(backend: object, *args: object, **kwargs: object) -> Any:
+        here.predicting = getattr(backend, "model", None) if getattr(backend, "pt", False) else None
+        try:
+            return stock(backend, *args, **kwargs)
+        finally:
+            here.predicting = None
+
+    return forward
+
+
+def model_forward(active: Active, stock: Callable[..., object], model_class: Any) -> Callable[..., object]:
+    """The ``forward`` of a model's class by graphs, in training and where a backend predicts."""
+    here = active.shared(_predicting)
+    graphs = active.shared(_training)
+    answers = PredictionGraphs(active.name, settings_of, fewer_copies)
+
+    def forward(model: nn.Module, x: torch.Tensor, *args: object, **kwargs: object) -> Any:
+        if here.predicting is model and not model.training:
+            if any((*args, *kwargs.values())):
+                answers.tell("augment= and visualize=: such predictions run without graphs")
+                return stock(model, x, *args, **kwargs)
+            return answers(model, x, lambda x: stock(model, x))
+        # An input with a gradient is autobatch's, which measures the memory of a step of stock's.
+        if args or kwargs or x.requires_grad or not trains(active, model, x, args, kwargs):
+            return stock(model, x, *args, **kwargs)
+        return graphs(model, x, stock)
+
+    forward.__qualname__ = "cuda_graph.forward"
+    graphs.ddp.take(model_class)
+    return forward
+
+
+def _training(active: Active) -> TrainingGraphs:
+    return TrainingGraphs(active, fewer_copies)

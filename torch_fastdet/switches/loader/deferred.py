@@ -1,0 +1,201 @@
+"""Ultralytics' data sets and transforms with plans in place of pixels.
+
+For the time in which a batch is planned, the data set and its transforms are seen through objects of derived classes, which
+share their attributes and run copies of their own methods (:mod:`torch_fastdet.images.recorder`): nothing of stock is replaced.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from torch.utils.data import get_worker_info
+
+from torch_fastdet.images.memory import CHANNELS, PictureMemory
+from torch_fastdet.images.recorder import Recorder
+from torch_fastdet.images.unread import Unread, reader
+from torch_fastdet.patching.protocols import UltralyticsDataset
+
+AUGMENT, DATASET = "ultralytics.data.augment", "ultralytics.data.dataset"
+
+
+class Planner:
+    """Plans the items of a data set.
+
+    Args:
+        dataset: a ``YOLODataset`` that :func:`cannot_plan` has nothing against.
+        memory: where its decoded pictures are kept.
+        files: which those are.
+        size: the ``imgsz`` that they were made for.
+    """
+
+    def __init__(self, dataset: UltralyticsDataset, memory: PictureMemory, files: list[str], size: object) -> None:
+        self.recorder = Recorder(memory, "Ultralytics")
+        self.files = files
+        self.size = size
+        self._classes: dict[type, type | None] = {}
+        self._stock = dataset
+        #: Which pictures were loaded before the batch, for those of :attr:`changed`.
+        self.changed: dict[int, tuple] = {}
+        self.dataset = self.view(dataset)
+        #: The data set whose own ``load_image`` notes what is loaded: mosaics choose among the pictures that were loaded last.
+        self.reader = reader(type(dataset), vars(dataset), memory.original)
+
+    def is_current(self) -> bool:
+        return self.recorder.copies.are_current()
+
+    def items(self, indices: list[int]) -> list[dict[str, Any]]:
+        """What stock's data set returns for a batch, with a :class:`Picture` under ``img``."""
+        loaded = list(self._stock.buffer)
+        self.changed.clear()
+        return self.recorder.items(lambda: [self._item(i) for i in indices], lambda: self._stocks(indices, loaded))
+
+    def _item(self, index: int) -> dict[str, object]:
+        item = self.dataset[index]
+        item["img"] = self.recorder.picture(item["img"])
+        return item
+
+    def _stocks(self, indices: list[int], loaded: list[int]) -> list[dict[str, object]]:
+        """The same items by stock, as if none had been asked for before."""
+        dataset = self._stock
+        dataset.buffer[:] = loaded
+        for i, was in self.changed.items():
+            dataset.ims[i], dataset.im_hw0[i], dataset.im_hw[i] = was
+        decode_kept(dataset, self.recorder.memory)
+        return [dataset[index] for index in indices]
+
+    def view(self, thing: object) -> Any:
+        """``thing``, with the same attributes, but with pixels put off; what touches none is returned as it is."""
+        stock = type(thing)
+        if stock not in self._classes:
+            self._classes[stock] = self._class_of(stock)
+        made = self._classes[stock]
+        if made is None:
+            return thing
+        seen: Any = object.__new__(made)
+        seen.__dict__ = thing.__dict__
+        seen.planner = self
+        return seen
+
+    def _class_of(self, stock: type) -> type | None:
+        mixin = view_class(stock)
+        if mixin is None:
+            return None
+        methods = self.recorder.copies.methods(stock)
+        kept = {name: method for name, method in methods.items() if name not in vars(mixin)}
+        return type(stock.__qualname__, (mixin, stock), {**kept, "__slots__": ("planner",)})
+
+
+def view_class(stock: type) -> Any:
+    """What goes in front of a class to put pixels off; None for all but the known classes of Ultralytics."""
+    mixin = MIXINS.get((stock.__module__, stock.__qualname__))
+    defined = mixin is not None and getattr(sys.modules[stock.__module__], stock.__qualname__) is stock
+    return mixin if defined else None
+
+
+def decode_kept(dataset: UltralyticsDataset, memory: PictureMemory) -> None:
+    """Give a data set pixels for what it has loaded: stock's code is about to read them."""
+    for i in dataset.buffer:
+        if isinstance(dataset.ims[i], Unread):
+            memory.read(i)
+            dataset.ims[i] = memory.get(i)
+            memory.forget_sent()
+
+
+class View:
+    """A transform whose own code runs."""
+
+    __slots__ = ()
+
+
+class DatasetView(View):
+    __slots__ = ()
+
+    def load_image(self: Any, i: int, rect_mode: bool = True, resize_short: bool = False) -> tuple:
+        planner = self.planner
+        recorder, memory = planner.recorder, planner.recorder.memory
+        usual = rect_mode and not resize_short and self.imgsz == planner.size and self.im_files[i] == planner.files[i]
+        for number in (i, *self.buffer[:1]):
+            planner.changed.setdefault(number, (self.ims[number], self.im_hw0[number], self.im_hw[number]))
+        if usual and (memory.has(i) or (not os.path.exists(self.npy_files[i]) and memory.read(i))):
+            _, original, size = planner.reader.load_image(i)
+            if isinstance(self.ims[i], Unread) and not (memory.is_file(i) and get_worker_info()):
+                self.ims[i] = memory.get(i)
+            return recorder.of_memory(i), original, size
+        if isinstance(self.ims[i], Unread):
+            self.ims[i] = memory.get(i)
+        pixels, original, size = super().load_image(i, rect_mode, resize_short)  # type: ignore[misc]
+        if not usual or not memory.put(i, pixels, original):
+            return recorder.of_pixels(pixels), original, size
+        if self.ims[i] is pixels:
+            self.ims[i] = memory.get(i)  # this process needs none of its own
+        return recorder.of_memory(i), original, size
+
+    @property
+    def transforms(self: Any) -> Any:
+        return self.planner.view(vars(self)["transforms"])
+
+
+class ComposeView(View):
+    __slots__ = ()
+
+    @property
+    def transforms(self: Any) -> list:
+        return [self.planner.view(transform) for transform in vars(self)["transforms"]]
+
+
+class MixView(View):
+    """A transform that takes further pictures from the data set."""
+
+    __slots__ = ()
+
+    @property
+    def dataset(self: Any) -> Any:
+        return self.planner.dataset
+
+    @property
+    def pre_transform(self: Any) -> Any:
+        return self.planner.view(vars(self)["pre_transform"])
+
+
+MIXINS: dict[tuple[str, str], type] = {
+    (DATASET, "YOLODataset"): DatasetView,
+    (AUGMENT, "Compose"): ComposeView,
+    **{(AUGMENT, name): MixView for name in ("Mosaic", "CopyPaste", "MixUp", "CutMix")},
+    **{(AUGMENT, name): View for name in ("RandomPerspective", "RandomHSV", "RandomFlip", "LetterBox", "Format")},
+}
+
+
+def cannot_plan(dataset: UltralyticsDataset) -> str | None:
+    """Why a data set's pictures are stock's to make; None where they are not."""
+    cls = type(dataset)
+    view = view_class(cls)
+    if view is None or not issubclass(view, DatasetView):
+        return f"{cls.__name__} is not Ultralytics' YOLODataset."
+    if changed := {"load_image", "collate_fn", "get_image_and_label"} & vars(dataset).keys():
+        return f"{min(changed)} of this data set has been replaced."
+    if dataset.channels != CHANNELS:
+        return f"its pictures have {dataset.channels} channel{'s' if dataset.channels > 1 else ''}, not {CHANNELS}."
+    return _unknown_transform(dataset.transforms, dataset)
+
+
+def _unknown_transform(transform: object, dataset: UltralyticsDataset) -> str | None:
+    cls = type(transform)
+    view, name = view_class(cls), cls.__name__
+    if view is None:
+        if (cls.__module__, cls.__qualname__) != (AUGMENT, "Albumentations"):
+            return f"{name} is not a known transform."
+        if vars(transform).get("transform") is not None:
+            return "Albumentations, which is installed, changes pictures."
+        return None
+    if issubclass(view, ComposeView):
+        return next(filter(None, (_unknown_transform(step, dataset) for step in vars(transform)["transforms"])), None)
+    if any(callable(value) and key.startswith(("apply_", "get_")) for key, value in vars(transform).items()):
+        return f"a method of its {name} has been replaced."
+    if issubclass(view, MixView):
+        first = vars(transform)["pre_transform"]
+        if vars(transform)["dataset"] is not dataset:
+            return f"its {name} takes pictures from another data set."
+        return None if first is None else _unknown_transform(first, dataset)
+    return None

@@ -1,0 +1,318 @@
+"""Ultralytics' loaders with plans in place of pixels: decoded pictures that all processes share, and batches made by one operator.
+
+Data sets, transforms and samplers stay stock's objects; ``deferred`` says how they are asked for plans.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from torch_fastdet._say import saying_once
+from torch_fastdet.images.jpeg import Files
+from torch_fastdet.images.loop import Ahead, PlanBatches, PlannedLoading, PlannedLoadingOfDicts
+from torch_fastdet.images.memory import CHANNELS, PictureMemory
+from torch_fastdet.images.shared_by_ranks import shared_by_ranks
+from torch_fastdet.images.unread import sizes
+from torch_fastdet.images.worker import CollateDicts
+from torch_fastdet.memory import UNLIMITED, host_budget
+from torch_fastdet.patching.by_name import FiledAsStock
+from torch_fastdet.patching.fingerprint import fingerprint
+from torch_fastdet.patching.protocols import UltralyticsDataset
+from torch_fastdet.patching.replace import in_place_of
+from torch_fastdet.switches.loader.deferred import Planner, cannot_plan, decode_kept, view_class
+
+# Fingerprints of stock's code that ours stands for or counts on, from 8.4.120 to 8.4.190.
+KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
+    "ultralytics.data.base": {
+        "BaseDataset.load_image": ("3e289a45", "bb212356", "f790c565", "f1180fbc", "e674731c"),
+        "BaseDataset.cache_images": ("2ffd3a08", "bea71cea", "0bcecf49"),
+        "BaseDataset.set_rectangle": ("17bc2022",),
+    },
+    "ultralytics.data.dataset": {"YOLODataset.collate_fn": ("146beee5",)},
+    "ultralytics.data.build": {"InfiniteDataLoader": ("7b688ec0", "23b0041e")},
+}
+
+
+def unknown_code(but: tuple[str, ...] = ()) -> str | None:
+    """The first name of Ultralytics, ``but`` some, whose code is not the one that is known here; None where all is."""
+    for module, names in KNOWN.items():
+        for name, known in names.items():
+            if name not in but and not _is_known(importlib.import_module(module), name, known):
+                return f"{module}.{name}"
+    return None
+
+
+def _is_known(module: object, name: str, known: tuple[str, ...]) -> bool:
+    owner: object = module
+    for part in name.split("."):
+        owner = vars(owner).get(part)
+    return _fingerprint(owner) in known
+
+
+_fingerprint = functools.cache(fingerprint)
+
+
+# Decoded pictures -----------------------------------------------------------------------------------------------------
+
+# With what they were made for.
+_memories: weakref.WeakKeyDictionary[object, tuple[list[str], PictureMemory]] = weakref.WeakKeyDictionary()
+# (height, width) of the files of a data set that is sorted for rectangular batches, which drops them from its labels.
+_file_shapes: weakref.WeakKeyDictionary[object, dict[str, tuple[int, int]]] = weakref.WeakKeyDictionary()
+
+
+def memory_of(
+    dataset: UltralyticsDataset, budget: Callable[[], int] = host_budget, as_files: bool = False
+) -> PictureMemory:
+    """The memory for a data set's pictures; a new one keeps JPEG files where they are asked for."""
+    # What decoded pictures depend on. Their numbers in the memory are positions in the files.
+    wanted = [str(dataset.imgsz), *dataset.im_files]
+    found, memory = _memories.get(dataset, (None, None))
+    if memory is None or found != wanted:
+        shapes, files = _shapes(dataset)
+        memory = shared_by_ranks(wanted, shapes, budget(), files if as_files else None)
+        _memories[dataset] = wanted, memory
+    return memory
+
+
+def _shapes(dataset: UltralyticsDataset) -> tuple[list[tuple[int, int]], Files]:
+    """The sizes that ``load_image`` will give the pictures, or somewhat more; and the JPEG files."""
+    side = max(dataset.imgsz) if isinstance(dataset.imgsz, (tuple, list)) else dataset.imgsz
+    known = _file_shapes.get(dataset, {})
+    paths = [label["im_file"] for label in dataset.labels]
+    found = [label.get("shape") or known.get(label["im_file"]) for label in dataset.labels]
+    originals = [size or (side, side) for size in found]
+    shapes, ways = sizes(type(dataset), dataset, originals, side)
+    return shapes, Files.of([path if size else "" for path, size in zip(paths, found, strict=True)], originals, ways)
+
+
+class SharedImages:
+    """In ``dataset.ims`` in place of stock's packed cache: all pictures of a data set, which other processes share."""
+
+    def __init__(self, memory: PictureMemory, others: dict[int, np.ndarray], stock: type) -> None:
+        self.memory = memory
+        self.others = others
+        self.stock = stock
+
+    def __len__(self) -> int:
+        return len(self.memory)
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        i = range(len(self))[i]
+        picture = self.memory.get(i)
+        return self.others[i] if picture is None else picture
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        if sys.modules["multiprocessing.context"].get_spawning_popen() is not None:
+            return SharedImages, (self.memory, self.others, self.stock)
+        return self.stock, ([self[i] for i in range(len(self))],)  # copies and files hold stock's
+
+
+def cache_images(stock: Callable[..., None]) -> Callable[..., None]:
+    """``BaseDataset.cache_images`` that decodes into the shared memory for ``cache="ram"``."""
+
+    @in_place_of(stock)
+    def cache_images(self: Any) -> None:
+        cls: type = type(self)
+        if self.cache != "ram" or view_class(cls) is None or self.channels != CHANNELS:
+            stock(self)
+            return
+        memory = memory_of(self, lambda: UNLIMITED)
+        filling = object.__new__(_filling_class(cls))
+        filling.__dict__ = self.__dict__
+        filling.memory = memory
+        stock(filling)
+        if isinstance(self.ims, list):  # 8.4.120 does not pack them
+            self.ims = SharedImages(memory, {i: im for i, im in enumerate(self.ims) if not memory.has(i)}, list)
+
+    return cache_images
+
+
+@functools.cache
+def _filling_class(stock: type) -> Any:
+    """A data set that keeps what it loads in the shared memory."""
+
+    class Filling(stock):
+        __slots__ = ("memory",)
+
+        def load_image(self, i: int, *args: Any, **kwargs: Any) -> tuple:
+            return self.memory.load(super().load_image, i, *args, **kwargs)
+
+        def _ImageCache(self, images: list[np.ndarray]) -> SharedImages:
+            others = {i: image for i, image in enumerate(images) if not self.memory.has(i)}
+            return SharedImages(self.memory, others, super()._ImageCache)
+
+    return Filling
+
+
+def set_rectangle(stock: Callable[..., None]) -> Callable[..., None]:
+    """``BaseDataset.set_rectangle``, which drops the pictures' sizes: they are kept."""
+
+    @in_place_of(stock)
+    def set_rectangle(self: Any) -> None:
+        if view_class(type(self)) is not None:
+            _file_shapes[self] = {label["im_file"]: label["shape"] for label in self.labels}
+        stock(self)
+
+    return set_rectangle
+
+
+# Loaders --------------------------------------------------------------------------------------------------------------
+
+
+class PlannedDataset(Dataset):
+    """What loader processes get: a data set that plans whole batches."""
+
+    def __init__(self, dataset: UltralyticsDataset, memory: PictureMemory, files: list[str], size: object) -> None:
+        self.dataset = dataset
+        self.memory = memory
+        self.files = files
+        self.size = size
+        self._planner: Planner | None = None
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, indices: list[int]) -> list[dict]:
+        # Somebody may have changed its transforms since.
+        if cannot_plan(self.dataset) is not None:
+            decode_kept(self.dataset, self.memory)
+            return [self.dataset[index] for index in indices]
+        if self._planner is None or not self._planner.is_current():
+            self._planner = Planner(self.dataset, self.memory, self.files, self.size)
+        return self._planner.items(indices)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_planner": None}
+
+
+class PlannedLoader(FiledAsStock):
+    """Goes in front of stock's ``InfiniteDataLoader``: its processes plan, and batches are made of that."""
+
+    # Not there where somebody makes another loader of this class.
+    _plans: PlannedLoading | None = None
+    _pictures: tuple[list[str], Any]
+    _ahead: Ahead | None = None
+    #: It has no plans, or somebody gave it another collate_fn, which wants pictures.
+    _as_stock: bool = False
+
+    def _get_iterator(self: Any) -> object:
+        self._as_stock = self._plans is None or not _keeps_collate_fn(self)
+        if self._as_stock:
+            return super()._get_iterator()  # type: ignore[misc]
+        # A loader that differs in what its processes work on. Stock's attributes stay what people expect of them.
+        loader = DataLoader(
+            PlannedDataset(self.dataset, self._plans.memory, *self._pictures),
+            batch_sampler=PlanBatches(self.batch_sampler),
+            num_workers=self.num_workers,
+            collate_fn=CollateDicts(self.collate_fn, self._plans.memory, self._plans.on_gpu),
+            timeout=self.timeout,
+            worker_init_fn=self.worker_init_fn,
+            multiprocessing_context=self.multiprocessing_context,
+            generator=self.generator,
+            prefetch_factor=self.prefetch_factor,
+            persistent_workers=self.persistent_workers,
+        )
+        return iter(loader)
+
+    def __iter__(self: Any) -> Iterator[dict]:
+        if self.iterator is None:
+            self.iterator = self._get_iterator()
+        if self._as_stock:
+            batches = self.iterator
+        elif not self._plans.on_gpu or not self.num_workers:
+            batches = self._plans.batches(self.iterator)
+        else:
+            # Batches are drawn as far as stock has drawn them when an epoch ends, where stock may draw again.
+            if self._ahead is None:
+                self._ahead = self._plans.batches(self.iterator, limited=True)
+            batches = self._ahead
+            batches.allow(len(self))
+        for _ in range(len(self)):
+            if not self._as_stock:
+                self._plans.count_batch()
+            yield next(batches)
+
+    def _stop(self: Any) -> None:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.close()
+
+    def close(self: Any) -> None:
+        self._stop()
+        super().close()  # type: ignore[misc]
+
+    def __del__(self: Any) -> None:
+        with contextlib.suppress(Exception):
+            self._stop()
+        super().__del__()  # type: ignore[misc]
+
+
+@functools.cache
+def _loader_class(stock: type) -> type:
+    return type(stock.__name__, (PlannedLoader, stock), {"__module__": __name__})
+
+
+def build_dataloader(stock: Callable[..., Any], stock_loader: object) -> Callable[..., object]:
+    """Ultralytics' ``build_dataloader``, whose loaders plan where they can."""
+    signature = inspect.signature(stock)
+    tell = saying_once("loader_optim", logging.WARNING)
+
+    @in_place_of(stock)
+    def build_dataloader(*args: Any, **kwargs: Any) -> object:
+        loader: Any = stock(*args, **kwargs)
+        if type(loader) is not stock_loader:
+            return loader
+        arguments = signature.bind(*args, **kwargs)
+        arguments.apply_defaults()
+        reason = cannot_plan(loader.dataset) or _changed_code(loader)
+        if reason is None:
+            return plan_loader(loader, arguments.arguments["device"])
+        tell(f"stock's loader makes the batches: {reason}")
+        return loader
+
+    return build_dataloader
+
+
+def _keeps_collate_fn(loader: Any) -> bool:
+    return loader.collate_fn is type(loader.dataset).collate_fn
+
+
+def _changed_code(loader: object) -> str | None:
+    if not _keeps_collate_fn(loader):
+        return "its collate_fn is not the data set's."
+    changed = unknown_code(but=REPLACED)
+    return None if changed is None else f"{changed} has been replaced."
+
+
+#: By the switch itself.
+REPLACED = ("BaseDataset.cache_images", "BaseDataset.set_rectangle")
+
+
+def plan_loader(loader: Any, device: object) -> Any:
+    """A loader that does the work of ``loader``, one of stock's that has not begun, by plans."""
+    kind, _, number = str(device).partition(":")  # stock takes any text
+    on_gpu = kind == "cuda" and torch.cuda.is_available()
+    gpu = torch.device("cuda", int(number)) if on_gpu and number.isdigit() else None
+    cls: type = type(loader)
+    planned: Any = object.__new__(_loader_class(cls))
+    vars(planned).update(vars(loader))
+    planned._plans = PlannedLoadingOfDicts(memory_of(loader.dataset, as_files=on_gpu), loader.num_workers, on_gpu, gpu)
+    planned._pictures = list(loader.dataset.im_files), loader.dataset.imgsz
+    if loader.iterator is not None:  # up to 8.4.156 loaders begin at once: this one restarts
+        loader.close()
+        loader.generator.manual_seed(loader.generator.initial_seed())
+        planned.iterator = None
+        planned.iterator = planned._get_iterator()
+    return planned

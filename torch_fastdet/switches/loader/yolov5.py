@@ -1,0 +1,245 @@
+"""YOLOv5's data set and loaders with plans in place of pixels.
+
+The host's own code draws, moves labels and says what is done to a picture; :mod:`torch_fastdet.images.recorder` notes that.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from torch_fastdet._say import say
+from torch_fastdet.images.jpeg import Files
+from torch_fastdet.images.loop import PlanBatches, PlannedLoading
+from torch_fastdet.images.memory import PictureMemory
+from torch_fastdet.images.plan import Indices
+from torch_fastdet.images.recorder import Recorder
+from torch_fastdet.images.shared_by_ranks import local_ranks, shared_by_ranks
+from torch_fastdet.images.unread import sizes
+from torch_fastdet.images.worker import Collate
+from torch_fastdet.memory import UNLIMITED, host_budget
+from torch_fastdet.patching.protocols import YOLOv5Dataset
+
+
+class Planner:
+    """Makes the plans of the items of a ``LoadImagesAndLabels``, by its own code on pictures that have no pixels."""
+
+    def __init__(self, dataset: YOLOv5Dataset) -> None:
+        self.recorder = Recorder(dataset.memory, "YOLOv5")
+        methods = self.recorder.copies.methods(type(dataset))
+        cls: Any = type("LoadImagesAndLabels", (_Recording, type(dataset)), {**methods, "__slots__": ("recorder",)})
+        self._recording = object.__new__(cls)
+        self._recording.__dict__ = dataset.__dict__
+        self._recording.recorder = self.recorder
+
+    def is_current(self, dataset: YOLOv5Dataset) -> bool:
+        return self.recorder.memory is dataset.memory and self.recorder.copies.are_current()
+
+    def items(self, indices: list[int], dataset: YOLOv5Dataset) -> list:
+        return self.recorder.items(
+            lambda: [self._item(index) for index in indices], lambda: [dataset[index] for index in indices]
+        )
+
+    def _item(self, index: int) -> tuple:
+        picture, *rest = self._recording[index]
+        return self.recorder.picture(picture), *rest
+
+
+class _Recording:
+    """Goes in front of a data set's class: its ``load_image`` returns a picture without pixels."""
+
+    __slots__ = ()
+
+    def load_image(self: Any, i: int) -> tuple:
+        if not self.remembers(i):
+            pixels, original, size = super().load_image(i)  # type: ignore[misc]
+            if not self.remembers(i):
+                return self.recorder.of_pixels(pixels), original, size
+        picture = self.recorder.of_memory(i)
+        return picture, self.recorder.memory.original(i), picture.shape[:2]
+
+
+# What stands in for stock's names ------------------------------------------------------------------------------------
+
+
+@functools.cache
+def dataset_class(stock: type) -> type:
+    """``LoadImagesAndLabels``, or the same with masks, with a memory that all processes share, and with plans for those who ask for them."""
+
+    class LoadImagesAndLabels(stock):
+        torch_fastdet_stock = stock
+        _planner: Planner | None = None
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self._memory: PictureMemory | None = None
+            self._memory_lock: Any = threading.Lock()
+            self._memory_is_of: tuple[int, bool] | None = None
+            self._all_in_memory = False
+            super().__init__(*args, **kwargs)
+            _ = self.memory  # while other ranks wait for the first one
+
+        @property
+        def memory(self) -> PictureMemory:
+            with self._memory_lock:
+                if self._memory is None:
+                    self._memory = _memory_for(self, everything=self._all_in_memory)
+                    self._memory_is_of = self.img_size, self.augment
+                return self._memory
+
+        def remembers(self, i: int) -> bool:
+            """Whether the memory has the picture as ``load_image`` gives it now; a JPEG file is read for that."""
+            memory = self.memory
+            # Stock's own cache of pictures (--cache ram) keeps them in the size that they had.
+            if not memory.has(i) and (os.path.exists(self.npy_files[i]) or not memory.read(i)):
+                return False
+            return self.ims[i] is not None or self._memory_is_current()
+
+        def _memory_is_current(self) -> bool:
+            return self._memory_is_of == (self.img_size, self.augment)
+
+        def check_cache_ram(self, *args: Any, **kwargs: Any) -> bool:
+            self._all_in_memory = super().check_cache_ram(*args, **kwargs)
+            # What the first rank has decoded takes no more memory here.
+            return self._all_in_memory or (local_ranks()[0] > 0 and bool(self.memory.decoded().all()))
+
+        def cache_images_to_disk(self, i: int) -> None:
+            there = self.npy_files[i].exists()
+            try:
+                super().cache_images_to_disk(i)
+            except BaseException:
+                if not there:  # a full disk: half a file would be read as a picture ever after
+                    self.npy_files[i].unlink(missing_ok=True)
+                raise
+
+        def load_image(self, i: int) -> tuple[np.ndarray, tuple[int, int], tuple[int, int]]:
+            if self.ims[i] is not None:
+                return super().load_image(i)
+            memory = self.memory
+            if not self._memory_is_current():
+                return super().load_image(i)  # somebody has set another size since
+            return memory.load(super().load_image, i)
+
+        def __getitems__(self, indices: list[int]) -> list:
+            if isinstance(indices, Indices):
+                planner = self._planner
+                if planner is None or not planner.is_current(self):
+                    self._planner = planner = Planner(self)
+                return planner.items(indices, self)
+            return [self[index] for index in indices]
+
+        def __getstate__(self) -> dict[str, Any]:
+            return {**self.__dict__, "_memory_lock": None, "_planner": None}
+
+        def __setstate__(self, state: dict[str, Any]) -> None:
+            self.__dict__.update(state)
+            self._memory_lock = threading.Lock()
+
+        def __reduce_ex__(self, protocol: object) -> Any:
+            if type(self) is not LoadImagesAndLabels:
+                return super().__reduce_ex__(protocol)
+            return _new_dataset, (stock.__module__, stock.__name__), self.__getstate__()
+
+    for base in stock.__bases__:  # a class that was made while its base was replaced
+        if "torch_fastdet_stock" in vars(base):
+            stock.__bases__ = (vars(base)["torch_fastdet_stock"],)
+    LoadImagesAndLabels.__module__ = __name__
+    LoadImagesAndLabels.__name__ = LoadImagesAndLabels.__qualname__ = stock.__name__
+    return LoadImagesAndLabels
+
+
+def _new_dataset(module: str, name: str) -> Any:
+    """An empty data set, in a process that may have no patch()."""
+    stock: type = getattr(importlib.import_module(module), name)
+    cls = dataset_class(vars(stock).get("torch_fastdet_stock", stock))
+    return object.__new__(cls)
+
+
+def keeps_files() -> bool:
+    """Whether JPEG files are kept in place of decoded pictures: where a GPU makes the batches."""
+    return torch.cuda.is_available()
+
+
+def _memory_for(dataset: YOLOv5Dataset, everything: bool) -> PictureMemory:
+    """A memory with places for a data set's pictures, in the sizes that ``load_image`` will give them."""
+    on_gpu = keeps_files()
+    as_files = not everything and cannot_plan(dataset) is None  # stock's code wants pixels
+    side, originals = dataset.img_size, [(height, width) for width, height in dataset.shapes.tolist()]
+    shapes, ways = sizes(type(dataset).torch_fastdet_stock, dataset, originals, side)
+    budget = UNLIMITED if everything else host_budget()
+    what = (str(dataset.img_size), str(dataset.augment), *dataset.im_files)
+    files = Files.of(dataset.im_files, originals, ways) if as_files else None
+    return shared_by_ranks(what, shapes, budget, files, on_gpu)
+
+
+def cannot_plan(dataset: YOLOv5Dataset) -> str | None:
+    """Why a data set's pictures are stock's to make; None where they are not."""
+    if "torch_fastdet_stock" not in vars(type(dataset)):
+        return f"{type(dataset).__name__} is not YOLOv5's."
+    if getattr(dataset.albumentations, "transform", None) is not None:
+        return "Albumentations, which is installed, changes pictures."
+    return None
+
+
+def loader_classes(stock: type) -> tuple[type, type]:
+    """Stand-ins for ``InfiniteDataLoader`` and for the ``DataLoader`` that ``create_dataloader`` takes."""
+
+    class InfiniteDataLoader(stock):
+        def __init__(self, dataset: Any, *args: Any, **kwargs: Any) -> None:
+            self._plans = _planned(dataset, kwargs)
+            if self._plans is None:
+                super().__init__(dataset, *args, **kwargs)
+                return
+            DataLoader.__init__(self, dataset, *args, **kwargs)
+            object.__setattr__(self, "batch_sampler", PlanBatches(self.batch_sampler, repeat=True))
+            self.iterator = DataLoader.__iter__(self)
+            self._batches: Any = None
+
+        def __iter__(self) -> Iterator[tuple]:
+            if self._plans is None:
+                yield from super().__iter__()
+                return
+            if self._batches is None:
+                self._batches = self._plans.batches(self.iterator)
+            for _ in range(len(self)):
+                self._plans.count_batch()
+                yield next(self._batches)
+
+    class PlanDataLoader(DataLoader):
+        def __init__(self, dataset: Any, *args: Any, **kwargs: Any) -> None:
+            self._plans = _planned(dataset, kwargs)
+            super().__init__(dataset, *args, **kwargs)
+            if self._plans is not None:
+                object.__setattr__(self, "batch_sampler", PlanBatches(self.batch_sampler))
+
+        def __iter__(self) -> Any:
+            batches = super().__iter__()
+            return batches if self._plans is None else self._plans.batches(batches)
+
+    PlanDataLoader.__name__ = PlanDataLoader.__qualname__ = "DataLoader"
+    InfiniteDataLoader.__qualname__ = "InfiniteDataLoader"
+    return InfiniteDataLoader, PlanDataLoader
+
+
+def _planned(dataset: YOLOv5Dataset, options: dict[str, Any]) -> PlannedLoading | None:
+    """Set up plans for a loader and change its options accordingly; None where stock makes the pictures."""
+    reason = cannot_plan(dataset)
+    if reason is not None:
+        if hasattr(type(dataset), "torch_fastdet_stock"):
+            say(f"loader_optim: decodes each picture once, and leaves the rest to YOLOv5: {reason}", logging.WARNING)
+        return None
+    collate = options.get("collate_fn")
+    if collate not in (type(dataset).collate_fn, type(dataset).collate_fn4) or options.get("batch_size", 1) is None:
+        return None  # a loader of somebody's own
+    on_gpu = torch.cuda.is_available()
+    options["collate_fn"] = Collate(collate, dataset.memory, on_gpu)
+    options["pin_memory"] = False
+    return PlannedLoading(dataset.memory, options.get("num_workers", 0), on_gpu)

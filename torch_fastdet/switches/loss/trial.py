@@ -1,0 +1,148 @@
+"""Small batches in which a criterion of Ultralytics shows whether its loss is ours."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_fastdet._torch.modules import own_attributes
+from torch_fastdet.patching.evidence import plainly_on_the_cpu
+from torch_fastdet.switches.loss.ultralytics import OTHER_SIDES, _parts, _subclass
+
+# Some constants of Ultralytics are not parameters: a version with others gives another loss here.
+GAINS = {"box": 7.5, "cls": 0.5, "dfl": 1.5}
+TASK_GAINS = {"pose": 12.0, "kobj": 1.0, "angle": 1.0, "rle": 1.0}
+TOLERANCE = 1e-4
+
+
+# reg_max, topk, topk2 of the trials of each criterion: distributions as in one2many, distances as in one2one.
+BRANCHES = ((16, 10, None), (1, 7, 5))
+TRIALS = {
+    "v8DetectionLoss": BRANCHES,
+    "v8SegmentationLoss": BRANCHES,
+    "SegmentLoss26": BRANCHES,
+    "v8PoseLoss": BRANCHES[:1],
+    "PoseLoss26": BRANCHES,
+    "v8OBBLoss": BRANCHES,
+}
+
+# A small image of fine cells: the least side of a box (the second stride) holds more anchors than any topk.
+STRIDES, HEIGHT, WIDTH = (4, 32), 64, 96
+CLASSES = 3
+KEYPOINTS, MASK_CHANNELS, MASK_STRIDE = 5, 4, 4
+# x, y, w, h in pixels. The first box of each image is below the least side; the last two want the same anchors.
+BOXES = (
+    ((22.3, 20.6, 11.7, 9.4), (31.2, 35.1, 44.9, 50.3), (56.8, 30.7, 71.6, 47.2), (58.1, 30.2, 70.3, 48.9)),
+    ((70.4, 41.9, 8.9, 13.3), (61.7, 29.2, 55.3, 45.8), (36.1, 33.3, 51.4, 24.7), (37.0, 33.9, 52.5, 25.6)),
+)
+
+
+class _Flow(nn.Module):
+    """In the place of the head's flow_model."""
+
+    def log_prob(self, x: torch.Tensor) -> torch.Tensor:
+        return -x.square().sum(1) / 2
+
+
+class _Model(nn.Module):
+    """As much of a model as a criterion asks for."""
+
+    def __init__(self, reg_max: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.args = SimpleNamespace(**GAINS, **TASK_GAINS, epochs=1, overlap_mask=True)
+        head = SimpleNamespace(stride=torch.tensor(STRIDES, dtype=torch.float32), nc=CLASSES, reg_max=reg_max)
+        head.flow_model = _Flow()
+        self.kpt_shape = head.kpt_shape = [KEYPOINTS, 3]
+        self.__dict__["model"] = [head]
+
+
+def trial(reg_max: int) -> tuple[dict[str, object], dict[str, torch.Tensor]]:
+    """Predictions and labels of a small batch whose assignment has no ties.
+
+    ``torch.topk`` returns equal values in an order that depends on the machine. So each anchor predicts a box that covers one of
+    the labels, more or less well: each label has more candidates of positive, distinct alignment than topk takes.
+    """
+    generator = torch.Generator().manual_seed(12)  # whose assignment compares no two numbers that are closer than 0.1%
+
+    def rand(*shape: int) -> torch.Tensor:
+        return torch.rand(*shape, generator=generator)
+
+    centers, cells = [], []
+    for stride in STRIDES:
+        y, x = torch.meshgrid(torch.arange(HEIGHT // stride), torch.arange(WIDTH // stride), indexing="ij")
+        centers.append((torch.stack((x, y), -1).view(-1, 2) + 0.5) * stride)
+        cells.append(torch.full((x.numel(), 1), float(stride)))
+    center, cell = torch.cat(centers), torch.cat(cells)
+    labels = torch.tensor(BOXES)
+    images, count, anchors = *labels.shape[:2], len(center)
+
+    covered = labels[torch.arange(images).view(-1, 1), (rand(images, anchors) * count).long()]
+    middle, half = covered[..., :2], covered[..., 2:] / 2
+    sides = torch.cat((center - middle + half, middle + half - center), -1) / cell
+    sides = sides.clamp(min=0.1) + rand(images, anchors, 4) * rand(images, anchors, 1) * 2
+    if reg_max > 1:
+        distance = sides.unsqueeze(-1) - torch.arange(reg_max)
+        sides = (rand(images, anchors, 4, reg_max) - distance**2).flatten(2)
+    preds = {
+        "boxes": sides.transpose(1, 2).contiguous(),
+        "scores": rand(images, CLASSES, anchors) * 6 - 4,
+        "feats": [torch.zeros(images, 1, HEIGHT // stride, WIDTH // stride) for stride in STRIDES],
+    }
+    size = HEIGHT // MASK_STRIDE, WIDTH // MASK_STRIDE
+    preds |= {
+        "mask_coefficient": rand(images, MASK_CHANNELS, anchors) - 0.5,
+        "proto": rand(images, MASK_CHANNELS, *size) * 4 - 2,
+        "kpts": rand(images, KEYPOINTS * 3, anchors) * 2 - 1,
+        "angle": rand(images, 1, anchors) * 0.6 - 0.1,
+        "semantic": (torch.arange(images * CLASSES * 96.0) * 0.7).sin().view(images, CLASSES, 8, 12),
+    }
+    batch = {
+        "masks": (rand(images, *size) * (count + 1)).floor(),
+        "sem_masks": (torch.arange(images * size[0] * size[1]) % CLASSES).view(images, *size),
+        "keypoints": torch.cat((rand(images * count, KEYPOINTS, 2), rand(images * count, KEYPOINTS, 1).round() * 2), 2),
+        "batch_idx": torch.arange(images).repeat_interleave(count).float(),
+        "cls": (torch.arange(images * count) % CLASSES).float(),
+        "bboxes": labels.view(-1, 4) / torch.tensor([WIDTH, HEIGHT, WIDTH, HEIGHT]),
+    }
+    # Keypoints near those of the label that the anchor covers, so that OKS is above 0, too: less near the later the anchor.
+    points = batch["keypoints"].view(images, count, KEYPOINTS, 3)[..., :2] * torch.tensor([WIDTH, HEIGHT])
+    number = torch.zeros(images, anchors, dtype=torch.long)
+    for k in range(count):
+        number[(covered == labels[:, None, k]).all(2)] = k
+    near = points[torch.arange(images).view(-1, 1), number] - center[:, None]
+    near += ((torch.arange(near.numel()) * 0.9).sin().view(near.shape)) * 4
+    preds["near_kpts"] = torch.cat((near / cell[:, None], near[..., :1].cos()), 3).flatten(2).transpose(1, 2)
+    preds["kpts_sigma"] = (torch.arange(images * KEYPOINTS * 2 * anchors) * 0.3).sin().view(images, -1, anchors)
+    return preds, batch
+
+
+def differs(stock: Any) -> str | None:
+    """One line if stock's loss of a small made-up batch is not ours: small and overlapping boxes, both kinds of distances, topk2."""
+    parts = _parts(stock)
+    try:
+        if parts.short_by_first_stride is None:
+            return f"{OTHER_SIDES}."
+        # What somebody has replaced up to now is tried, too.
+        with plainly_on_the_cpu(), own_attributes([(parts, "code", [])]):
+            for reg_max, topk, topk2 in TRIALS[stock.__name__]:
+                preds, batch = trial(reg_max)
+                if reg_max == 1:  # as YOLO26 has it
+                    preds["proto"] = preds["proto"], preds["semantic"]
+                if stock.__name__ == "PoseLoss26":
+                    preds["kpts"] = preds["near_kpts"]
+                if stock.__name__ == "v8OBBLoss":
+                    turns = torch.linspace(-0.2, 0.7, len(batch["bboxes"])).view(-1, 1)
+                    batch["bboxes"] = torch.cat((batch["bboxes"], turns), 1)
+                criteria = [kind(_Model(reg_max), topk, topk2) for kind in (stock, _subclass(stock))]
+                (theirs, their_items), (ours, our_items) = [criterion(dict(preds), batch) for criterion in criteria]
+                same = torch.allclose(theirs, ours, TOLERANCE, 0) and list(their_items) == list(our_items)
+                if not same:
+                    return f"its loss of a small batch is {theirs.tolist()}, and not {ours.tolist()} as in 8.4.190."
+    except (AttributeError, KeyError, TypeError, RuntimeError) as error:
+        return f"its loss cannot be compared with ours: {type(error).__name__}: {error}"
+    parts.code = parts.found()
+    return None

@@ -1,0 +1,258 @@
+"""ComputeLoss, of detection and of segmentation, with stock YOLOv5's constructors, calls and results, in a few launches."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_fastdet import ops
+from torch_fastdet._say import count
+from torch_fastdet._torch.tensors import DeviceNumbers, unwrap
+from torch_fastdet.graphs.loss_items import read_early
+from torch_fastdet.ops.yolov5_loss import split_coefficients, yolov5_mask_part
+from torch_fastdet.rewrites.yolov5 import fewer_copies
+from torch_fastdet.switches.loss.common import TARGET_COLUMNS, TargetStatus
+
+
+def _not_apart(*_: object) -> Any:
+    raise AttributeError(
+        "ComputeLoss: there is no BCEcls, BCEobj or build_targets, because one operator does their work; change hyp before the "
+        "loss is made, or use YOLOv5's own ComputeLoss"
+    )
+
+
+def _fixed(*_: object) -> None:
+    raise AttributeError(
+        "ComputeLoss: cp and cn follow from hyp['label_smoothing'] when the loss is made; set that and make a new loss"
+    )
+
+
+class ComputeLoss:
+    """Drop-in for YOLOv5's ``utils.loss.ComputeLoss``: same constructor, same call, same results.
+
+    Stock's attributes are here as far as they are data (``hyp``, ``gr``, ``balance``, ``autobalance``, ``ssi``, ``cp``, ``cn``,
+    ``na``, ``nc``, ``nl``, ``anchors``, ``device``, ``sort_obj_iou``); its inner steps ``BCEcls``, ``BCEobj`` and
+    ``build_targets`` are not, because one operator does their work.
+
+    ``ComputeLoss(model)(p, targets)`` returns ``(loss (1), items (3))``: the loss times the batch size, and the detached
+    box, objectness and class parts. ``p`` is the list of the Detect layer's raw outputs, (bs, na, ny, nx, no) or
+    (bs, na*no, ny, nx), of any float dtype; ``targets`` is (nt, 6): image, class, x, y, w, h as shares of the image.
+
+    Where several targets share a cell, the objectness follows the last one in stock's order of matches, or with
+    ``sort_obj_iou`` the one of greatest CIoU: one of the results that stock's unordered write can give, always the same.
+
+    A bad row of targets raises ValueError with its row and column: on the CPU at once; on a GPU, where waiting for the
+    result would stall the step, at the end of the call if the GPU has got there, else in a later call or in
+    :meth:`check`, which waits. Calls without gradients (validation) wait as well. In a CUDA graph, and inside of :meth:`counting`, such rows are ignored and counted in
+    :attr:`ignored_targets`. A ``num_targets`` below 0 or beyond the rows of targets is such an error too; in a graph,
+    :meth:`check` raises it.
+    """
+
+    sort_obj_iou = False
+    target_columns = len(TARGET_COLUMNS)
+    _channels = 0  # mask coefficients of an anchor
+
+    def __init__(self, model: nn.Module, autobalance: bool = False) -> None:
+        trained: Any = model  # DistributedDataParallel, where train.py has wrapped it and set hyp
+        inner: nn.Module = unwrap(model) if isinstance(model, nn.Module) else model
+        layers: Any = getattr(inner, "model", None)
+        detect: Any = layers[-1] if isinstance(layers, (nn.Sequential, nn.ModuleList, list)) and len(layers) else None
+        if not hasattr(trained, "hyp") or not all(hasattr(detect, name) for name in ("na", "nc", "nl", "anchors")):
+            raise TypeError(
+                f"ComputeLoss: model is {type(inner).__name__}, but YOLOv5's DetectionModel is expected, with hyp and a Detect as "
+                "its last layer"
+            )
+        self.device = next(model.parameters()).device
+        self.hyp = trained.hyp
+        self.na, self.nc, self.nl, self.anchors = detect.na, detect.nc, detect.nl, detect.anchors
+        self.gr = 1.0
+        self.autobalance = autobalance
+        self.ssi = [float(stride) for stride in detect.stride].index(16.0) if autobalance else 0
+        smoothing = self.hyp.get("label_smoothing", 0.0)
+        # Fixed when the loss is made, as in stock; the gains are read from hyp at each call.
+        self._entropy = {
+            "cls_pw": float(self.hyp["cls_pw"]),
+            "obj_pw": float(self.hyp["obj_pw"]),
+            "fl_gamma": max(float(self.hyp["fl_gamma"]), 0.0),
+            "label_smoothing": float(smoothing),
+        }
+        self._balance = [4.0, 1.0, 0.4] if self.nl == 3 else [4.0, 1.0, 0.25, 0.06, 0.02]
+        self._on_device = DeviceNumbers()  # the balance, which autobalance writes there
+        self._on_device.upload(self._balance, self.device)  # now, for a graph capture cannot bring it there
+        self._status = TargetStatus("ComputeLoss", "yolov5_loss", ops.yolov5_loss_fault)
+        self._status.prepare(self.device)
+
+    BCEcls = BCEobj = build_targets = property(_not_apart, _not_apart)
+
+    # The targets of a right and a wrong class.
+    cp = property(lambda self: 1.0 - 0.5 * self._entropy["label_smoothing"], _fixed)
+    cn = property(lambda self: 0.5 * self._entropy["label_smoothing"], _fixed)
+
+    @property
+    def balance(self) -> list[float]:
+        """Weight of each level's objectness. With autobalance it lives on the device, and reading it waits for that."""
+        if self.autobalance:
+            self._balance = self._on_device.memory.tolist()
+            self._on_device.values = list(self._balance)
+        return self._balance
+
+    @balance.setter
+    def balance(self, values: list[float]) -> None:
+        self._balance = list(values)
+        self._on_device.values = []
+        self._on_device.upload(self._balance)  # now, where graphs read it
+
+    @property
+    def ignored_targets(self) -> int:
+        """Bad rows of targets ignored in CUDA graphs and inside of counting() so far; reading it waits for the device."""
+        return self._status.ignored
+
+    def counting(self) -> contextlib.AbstractContextManager[None]:
+        """While inside, bad targets on a GPU are ignored and counted, as in a CUDA graph, where they would be an error."""
+        return self._status.counting()
+
+    @contextlib.contextmanager
+    def in_step(self, model: nn.Module) -> Iterator[None]:
+        """A context for the model and this loss in a TrainStep: bad targets are counted, and copies spared."""
+        with fewer_copies(model), self.counting():
+            yield
+
+    def graph_key(self) -> tuple:
+        """Changes when a call that is captured now would do something else than before; for code that keeps graphs of this loss."""
+        hyp = self.hyp
+        gains = hyp["box"], hyp["obj"], hyp["cls"], hyp["anchor_t"]
+        anchors = self.anchors.data_ptr(), self.anchors.dtype, self.anchors.device
+        held = self._on_device.memory  # captured calls read it where it was, and with autobalance write it
+        place = held.data_ptr(), held.numel()
+        balance = self.ssi if self.autobalance else tuple(self._balance)
+        return gains, anchors, self.gr, self.sort_obj_iou, self.autobalance, balance, place
+
+    def check(self) -> None:
+        """Wait for the losses computed so far; raise ValueError if the targets of one had a bad row, or more than its rows."""
+        self._status.check()
+
+    def __call__(
+        self, p: list[torch.Tensor], targets: torch.Tensor, num_targets: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Loss and items; ``num_targets``, one int64 on the device, says how many rows of targets are in use."""
+        self._check_heads(p)
+        loss, items, _ = self._detection(p, targets, num_targets)
+        return loss.float(), read_early(items.float(), beside=True)  # as stock's, whose heads may be float64
+
+    def _detection(
+        self, p: list[torch.Tensor], targets: torch.Tensor, num_targets: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Loss, items, and the cells of the matches."""
+        if not isinstance(targets, torch.Tensor):
+            raise TypeError(f"ComputeLoss: targets is a {type(targets).__name__}, but a tensor (nt, 6) is expected")
+        if num_targets is not None and not isinstance(num_targets, torch.Tensor):
+            raise TypeError(
+                f"ComputeLoss: num_targets is a {type(num_targets).__name__}, but a tensor of one int64 on the device is expected"
+            )
+        if not (targets.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self._status.checks.raise_arrived()
+            count("loss_optim", "losses")
+        balance = self._on_device.upload(self._balance, targets.device)
+        hyp = self.hyp
+        # The operator itself: ops.yolov5_loss also cuts out what only autobalance and bad rows need.
+        loss, items, values, owner, matches, _, _ = torch.ops.torch_fastdet.yolov5_loss.default(
+            p,
+            targets.float(),
+            self.anchors.to(targets.device, torch.float32),
+            balance,
+            num_targets,
+            box_gain=float(hyp["box"]),
+            obj_gain=float(hyp["obj"]),
+            cls_gain=float(hyp["cls"]),
+            anchor_t=float(hyp["anchor_t"]),
+            gr=float(self.gr),
+            sort_obj_iou=self.sort_obj_iou,
+            **self._entropy,
+        )
+        if self.autobalance:
+            levels = values.shape[0]
+            balance[:levels].mul_(0.9999).add_(0.0001 / values[:, 0].double())
+            balance.div_(balance[self.ssi].clone())
+        self._status.note(owner[-4:], targets.shape[0], targets.is_cuda)
+        return loss, items, matches
+
+    def _check_heads(self, p: list[torch.Tensor]) -> None:
+        wanted = self.nc + 5 + self._channels
+        outputs_of = (
+            "the list of the Detect layer's outputs in training mode is expected (in eval mode it is the second of two)"
+        )
+        if not isinstance(p, (list, tuple)):
+            raise TypeError(f"ComputeLoss: p is a {type(p).__name__}, but {outputs_of}")
+        for i, head in enumerate(p):
+            if not isinstance(head, torch.Tensor):
+                raise TypeError(f"ComputeLoss: p[{i}] is a {type(head).__name__}, but {outputs_of}")
+            if head.dim() not in (4, 5):
+                raise RuntimeError(f"ComputeLoss: p[{i}] has shape {tuple(head.shape)}, but {outputs_of}")
+            outputs = head.shape[-1] if head.dim() == 5 else head.shape[1] / self.na
+            if outputs != wanted:
+                raise RuntimeError(
+                    f"ComputeLoss: p[{i}] of shape {tuple(head.shape)} has {outputs:g} outputs an anchor, but the model has "
+                    f"{self.nc} classes, so {wanted} are expected"
+                )
+
+
+class SegmentationLoss(ComputeLoss):
+    """Drop-in for ``ComputeLoss`` of YOLOv5's ``utils.segment.loss``: same constructor, same call, same results.
+
+    ``SegmentationLoss(model, overlap=True)((p, protos), targets, masks)`` returns ``(loss (1), items (4))``: the loss times the
+    batch size, and the detached box, mask, objectness and class parts. ``p`` and ``protos`` are the Segment layer's outputs in
+    training mode; ``targets`` is that of :class:`ComputeLoss`; ``masks`` is (bs, h, w) with ``overlap``, the number of the target that
+    covers a pixel, else (nt, h, w). What :class:`ComputeLoss` says of attributes, targets and errors holds here too; there is no
+    ``single_mask_loss``. The operator is :func:`torch_fastdet.ops.yolov5_segmentation_loss`.
+
+    With ``overlap`` the number in a mask is the target's place among its image's rows of ``targets``. Stock means the same, for rows
+    that are sorted by image, as its loader's are.
+    """
+
+    single_mask_loss = property(_not_apart, _not_apart)
+
+    def __init__(self, model: nn.Module, autobalance: bool = False, overlap: bool = False) -> None:
+        super().__init__(model, autobalance)
+        inner: Any = unwrap(model)
+        detect: Any = inner.model[-1]
+        if not hasattr(detect, "nm"):
+            raise TypeError(
+                f"SegmentationLoss: the model's last layer is {type(detect).__name__}, but YOLOv5's Segment is expected, with nm"
+            )
+        self.nm = self._channels = detect.nm
+        self.overlap = overlap
+
+    def graph_key(self) -> tuple:
+        return *super().graph_key(), self.overlap
+
+    def __call__(  # type: ignore[override]
+        self, preds: object, targets: torch.Tensor, masks: torch.Tensor, num_targets: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Loss and items; ``num_targets``, one int64 on the device, says how many rows of targets are in use."""
+        if not isinstance(preds, (list, tuple)) or len(preds) != 2 or not isinstance(preds[1], torch.Tensor):
+            raise TypeError(
+                "SegmentationLoss: preds is not a list of heads and a tensor of prototypes, the Segment layer's outputs in training mode"
+            )
+        if not isinstance(masks, torch.Tensor):
+            raise TypeError(f"SegmentationLoss: masks is a {type(masks).__name__}, but a tensor is expected")
+        p, protos = preds
+        self._check_heads(p)
+        detection, coefficients, sizes = split_coefficients(p, protos)
+        loss, items, matches = self._detection(detection, targets, num_targets)
+        part, item = yolov5_mask_part(
+            coefficients,
+            protos,
+            masks.to(protos.device),
+            targets.float(),
+            matches,
+            sizes,
+            num_targets,
+            float(self.hyp["box"]),
+            self.overlap,
+        )
+        items = torch.cat((items[:1], item.to(items.dtype), items[1:]))
+        return (loss + part.to(loss.dtype)).float(), read_early(items.float(), beside=True)

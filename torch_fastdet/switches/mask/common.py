@@ -1,0 +1,48 @@
+"""``mask_optim`` of both hosts: a mask function of the installed version gives what ours gives, in every bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torch_fastdet.patching.evidence import Behaves
+from torch_fastdet.patching.switch import Switch, Target
+
+
+def sample() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Prototypes 12 x 16, coefficients and boxes in a picture of 40 x 64, whose crop and resampling can be done in several orders."""
+    g = torch.Generator().manual_seed(0)
+    boxes = [[3.0, 5, 41, 33], [0, 0, 64, 40], [20.5, 10.5, 60.25, 38], [50, 30, 20, 10]]
+    kind: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever the user's defaults are
+    return (
+        torch.randn(4, 12, 16, generator=g, **kind),
+        torch.randn(4, 4, generator=g, **kind),
+        torch.tensor(boxes, **kind),
+    )
+
+
+def _masks(function: Callable[..., object], name: str) -> list[object]:
+    protos, coefficients, boxes = sample()
+    if name == "crop_mask":  # both crop in place, or neither of them
+        return [function(protos, boxes / 4), protos]
+    ways = [((48, 64), False), ((48, 64), True)] if name == "process_mask" else [((40, 64),)]
+    return [function(protos.clone(), coefficients.clone(), boxes.clone(), *way) for way in ways]
+
+
+def switch(
+    where: tuple[str, ...], functions: dict[str, Callable[..., object]], reference: str, **options: Any
+) -> Switch:
+    """The switch of a host whose modules ``where`` define ``functions``, by their names, as ``reference`` does."""
+
+    def target(name: str, ours: Callable[..., object]) -> Target:
+        case = Behaves(f"its {name}", lambda stock: (_masks(stock, name), _masks(ours, name)), 0.0, reference)
+        return Target(where, name, ours, evidence=(case,))
+
+    return Switch(
+        "mask_optim",
+        "masks of detections in one pass, without float masks at full size, in the validation, prediction and loss of segmentation",
+        tuple(target(name, ours) for name, ours in functions.items()),
+        **options,
+    )

@@ -1,0 +1,83 @@
+"""What ``nms_optim`` puts in place of ``Detect.forward`` and ``Segment.forward``: boxes decoded by one kernel.
+
+Raw heads in float32 (or float64) are decoded by the operator; half heads stay with stock's ``Detect.forward``, whose roundings on
+the way move boxes by up to half a pixel: validation in half precision would not print the same numbers. Where gradients are needed
+of a model in eval mode, stock's ``Detect.forward`` runs too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from torch_fastdet import ops
+from torch_fastdet._torch.private import writes
+from torch_fastdet.patching.protocols import AnchorHead
+from torch_fastdet.patching.switch import Active
+from torch_fastdet.rewrites.yolov5 import raw_heads
+
+
+def decoding(stock: Callable[..., object]) -> Callable[..., object]:
+    """``Detect.forward`` that decodes by ops.yolov5_decode where stock decodes in single or double precision."""
+    # Reading the strides from the GPU is a synchronisation: once for each head, and again when they change.
+    strides: WeakKeyDictionary[AnchorHead, tuple[torch.Tensor, int | None, list[float]]] = WeakKeyDictionary()
+
+    def stride_list(head: AnchorHead) -> list[float]:
+        stride = head.stride
+        version = writes(stride)
+        known = strides.get(head)
+        if known is None or known[0] is not stride or known[1] != version:
+            known = strides[head] = (stride, version, stride.tolist())
+        return known[2]
+
+    @functools.wraps(stock)
+    def forward(self: AnchorHead, x: list[torch.Tensor]) -> Any:
+        exporting = self.export or torch.jit.is_tracing() or torch.compiler.is_compiling()
+        narrow = x[0].dtype not in (torch.float32, torch.float64) or torch.is_autocast_enabled(x[0].device.type)
+        # Who asks for gradients in eval mode gets stock's, in every bit.
+        trained = torch.is_grad_enabled() and (
+            any(feature.requires_grad for feature in x) or any(p.requires_grad for p in self.parameters())
+        )
+        if self.training or exporting or narrow or trained or not isinstance(self.stride, torch.Tensor):
+            return stock(self, x)
+        x[:] = [head.contiguous() for head in raw_heads(self, x)]  # the loss of a validation reads them
+        return ops.yolov5_decode(x, self.anchors, stride_list(self), self.no - 5 - self.nc), x
+
+    return forward
+
+
+class OfInstances:
+    """A method that is ours on instances and stock's on the class.
+
+    ``Segment.__init__`` keeps ``Detect.forward`` in the instance, and pickle looks for that very object under its name: it is
+    stock's before, during and after the patch.
+    """
+
+    def __init__(self, stock: Callable[..., object]) -> None:
+        self.stock, self.ours = stock, decoding(stock)
+        self.__module__, self.__qualname__ = stock.__module__, stock.__qualname__  # in the line that patch() prints
+
+    def __get__(self, instance: object, owner: type | None = None) -> object:
+        # A partial, for torch.compile cannot make a bound method here.
+        return self.stock if instance is None else functools.partial(self.ours, instance)
+
+
+def segmenting(_: Active, stock: Callable[..., object], segment: type) -> Callable[..., object]:
+    """``Segment.forward`` that calls ours where it would call stock's ``Detect.forward``, which its instances keep."""
+    detect = next(
+        vars(base)["forward"] for base in segment.__mro__ if isinstance(vars(base).get("forward"), OfInstances)
+    )
+
+    @functools.wraps(stock)
+    def forward(self: Any, x: list[torch.Tensor]) -> Any:
+        if self.training or self.export or getattr(self, "detect", None) is not detect.stock:
+            return stock(self, x)
+        prototypes = self.proto(x[0])
+        decoded, raw = detect.ours(self, x)
+        return decoded, prototypes, raw
+
+    return forward

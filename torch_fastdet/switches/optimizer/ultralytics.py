@@ -1,0 +1,102 @@
+"""``multi_tensor_optimizer``: the optimizer's step of the trainer in few launches.
+
+Stock builds the optimizer and its parameter groups; SGD, Adam, AdamW and MuSGD then become ours, with the same groups. The trainer's
+``optimizer_step`` (``scaler.unscale_``, ``clip_grad_norm_``, ``scaler.step``, ``scaler.update``, ``zero_grad`` and ``ema.update``)
+becomes one :class:`~torch_fastdet.optim.FusedStep`, with the results of those calls. Where a part of it is not what we know (a
+trainer's own ``optimizer_step``, another optimizer, average, scaler or clipping), stock's code runs, which finds our clipping,
+unscaling and average behind their own names.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from torch_fastdet import optim
+from torch_fastdet._say import count
+from torch_fastdet._torch.tensors import ModuleWatch, unwrap
+from torch_fastdet.optim.adamw import steps_itself
+from torch_fastdet.optim.convert import is_stock_musgd
+from torch_fastdet.optim.gradients import OURS
+from torch_fastdet.patching.protocols import Trainer
+from torch_fastdet.patching.replace import in_place_of
+from torch_fastdet.patching.switch import Active
+from torch_fastdet.switches.ultralytics_trials import MUSGD
+from torch_fastdet.ultralytics.dropins import ModelEMA
+
+MAX_NORM = 10.0  # of the trainer's clipping
+
+
+def building(active: Active, stock: Callable[..., torch.optim.Optimizer], _: object) -> Callable[..., object]:
+    """``BaseTrainer.build_optimizer``, which writes its log lines; the optimizer that it returns becomes ours."""
+
+    @in_place_of(stock)
+    def build_optimizer(*args: object, **kwargs: object) -> torch.optim.Optimizer:
+        theirs = stock(*args, **kwargs)
+        reason = MUSGD.check(type(theirs)) if is_stock_musgd(theirs) else None
+        if reason is not None:
+            active.cannot_apply(reason)
+            return theirs
+        return optim.ours(theirs)
+
+    return build_optimizer
+
+
+def stepping(active: Active, stock: Callable[[Trainer], None], _: object) -> Callable[[Trainer], None]:
+    """Stock's method in one fused step, where that has the same results."""
+    known: weakref.WeakKeyDictionary[object, _Step] = weakref.WeakKeyDictionary()
+
+    @in_place_of(stock)
+    def optimizer_step(trainer: Trainer) -> None:
+        step, ours = known.get(trainer), _has_our_parts(trainer)
+        if ours and (step is None or not step.is_of(trainer)):
+            known[trainer] = step = _Step(trainer)
+        if not ours or step is None or step.fused is None:
+            count(active.name, "steps of stock's")
+            stock(trainer)
+            return
+        count(active.name, "fused steps")
+        step.fused.step(trainer.model)
+        trainer.optimizer.zero_grad()
+
+    return optimizer_step
+
+
+class _Step:
+    """The fused step of a trainer, and what it was made of."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        model = unwrap(trainer.model)
+        self.parts = trainer.optimizer, trainer.scaler, trainer.ema
+        self.watch = ModuleWatch(model)
+        params = [p for group in trainer.optimizer.param_groups for p in group["params"]]
+        averages = [id(average) for _, average, _ in trainer.ema.pairs(model)]
+        fits = (
+            len({p.device for p in params}) == 1
+            # Stock clips what the model holds, and a fused step what the optimizer holds.
+            and set(map(id, params)) == set(map(id, model.parameters()))
+            and len(set(averages)) == len(averages)  # tied weights move twice in stock's average
+        )
+        self.count = len(params)
+        self.fused = optim.FusedStep(*self.parts, MAX_NORM) if fits else None
+
+    def is_of(self, trainer: Trainer) -> bool:
+        parts = trainer.optimizer, trainer.scaler, trainer.ema
+        same = all(mine is its for mine, its in zip(self.parts, parts)) and self.watch.unchanged(unwrap(trainer.model))
+        return same and self.count == sum(len(group["params"]) for group in trainer.optimizer.param_groups)
+
+
+def _has_our_parts(trainer: Trainer) -> bool:
+    """Whether the trainer's step calls what a fused step stands for, and nothing else."""
+    optimizer, scaler, ema = trainer.optimizer, trainer.scaler, trainer.ema
+    return (
+        type(optimizer) in OURS
+        and type(scaler) is torch.amp.GradScaler
+        and type(ema) is ModelEMA
+        and torch.nn.utils.clip_grad_norm_ is optim.clip_grad_norm_
+        and vars(torch.amp.GradScaler).get("unscale_") is optim.unscale_
+        and "unscale_" not in vars(scaler)
+        and steps_itself(optimizer)
+    )

@@ -1,0 +1,199 @@
+"""The state of a training between two epochs, as values that a file can hold, and back."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import random
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_fastdet._say import say
+from torch_fastdet._torch.modules import is_channels_last
+from torch_fastdet._torch.tensors import unwrap
+from torch_fastdet.switches.resume_exact import files
+from torch_fastdet.switches.resume_exact.files import NotOurs
+
+#: What a state holds: what :func:`take` takes, and what the host adds.
+KEPT: dict[str, type | tuple[type, ...]] = {
+    "random": dict,
+    "model": dict,
+    "channels_last": list,
+    "gradients": dict,
+    "optimizer": dict,
+    "scaler": dict,
+    "ema": dict,
+    "updates": int,
+    "stopper": dict,
+    "loader": dict,
+    "locals": dict,
+    "table": (list, tuple),
+}
+
+
+def plain(value: object, where: str = "state") -> Any:
+    """A copy on the CPU that a file may hold: numbers of numpy become Python's.
+
+    Raises:
+        TypeError: it holds something else.
+    """
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, Mapping):
+        return {plain(key, where): plain(each, f"{where}[{key!r}]") for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(plain(each, where) for each in value) if type(value) in (list, tuple) else list(value)
+    if hasattr(value, "item") and getattr(value, "size", 0) == 1:  # of numpy
+        return value.item()
+    raise TypeError(f"{where} holds a {type(value).__name__}, which resume_exact cannot keep")
+
+
+# Random states --------------------------------------------------------------------------------------------------------
+
+
+def random_states(device: torch.device) -> dict[str, Any]:
+    """The states of the generators of Python, numpy, torch, and of a GPU."""
+    import numpy as np
+
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    states = {
+        "python": random.getstate(),
+        "numpy": (str(kind), torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
+        "torch": torch.get_rng_state(),
+    }
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def set_random_states(states: Mapping[str, Any], device: torch.device) -> None:
+    import numpy as np
+
+    version, words, following = states["python"]
+    random.setstate((version, tuple(words), following))
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(states["torch"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+# Model, average, optimizer, scaler ------------------------------------------------------------------------------------
+
+
+def take(
+    model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, ema: Any, stopper: object
+) -> dict[str, Any]:
+    """Everything that steps change, in full precision."""
+    model = unwrap(model)
+    device = next(model.parameters()).device
+    return {
+        "random": random_states(device),
+        "model": plain(model.state_dict(), "the model"),
+        "channels_last": [name for name, p in model.named_parameters() if is_channels_last(p)],
+        "gradients": {name: plain(p.grad) for name, p in model.named_parameters() if p.grad is not None},
+        "optimizer": plain(optimizer.state_dict(), "the optimizer"),
+        "scaler": plain(scaler.state_dict(), "the scaler"),
+        "ema": plain(ema.ema.state_dict(), "the moving average"),
+        "updates": int(ema.updates),
+        "stopper": {name: plain(value) for name, value in vars(stopper).items() if _is_number(value)},
+    }
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (bool, int, float)) or (hasattr(value, "item") and getattr(value, "size", 0) == 1)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The state that belongs to the checkpoint ``path``, with all its parts.
+
+    Raises:
+        NotOurs: there is none, or it is damaged.
+    """
+    state = files.read(path)
+    if wrong := [name for name, kind in KEPT.items() if not isinstance(state.get(name), kind)]:
+        raise NotOurs(f"it lacks {', '.join(wrong)}.")
+    return state
+
+
+@contextlib.contextmanager
+def or_as_stocks() -> Iterator[None]:
+    """Where the state turns out not to be ours, leave the block: the training resumes as stock's, which one line says."""
+    try:
+        yield
+    except NotOurs as reason:
+        say(f"resume_exact: the training resumes as stock's: {reason}", logging.WARNING)
+
+
+def check(state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise NotOurs where the state is not of this model and optimizer. Nothing is changed."""
+    if _shapes(state["model"]) != _shapes(unwrap(model).state_dict()):
+        raise NotOurs("its model has other layers.")
+    if _group_sizes(state["optimizer"]) != _group_sizes(optimizer.state_dict()):
+        raise NotOurs("its optimizer has other groups of parameters.")
+    device = next(unwrap(model).parameters()).device
+    if (device.type == "cuda") != ("cuda" in state["random"]):
+        raise NotOurs(f"it was trained on another kind of device, not on {device.type}.")
+
+
+def _shapes(values: Mapping[str, object]) -> dict[str, object]:
+    return {name: getattr(value, "shape", None) for name, value in values.items()}
+
+
+def _group_sizes(state: Mapping[str, Any]) -> list[int]:
+    try:
+        return [len(group["params"]) for group in state["param_groups"]]
+    except (KeyError, TypeError):
+        return []
+
+
+def put(
+    state: Mapping[str, Any],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    ema: Any,
+    stopper: object,
+) -> None:
+    """Put back what :func:`take` has taken, random states last."""
+    model = unwrap(model)
+    device = next(model.parameters()).device
+    parameters = dict(model.named_parameters())
+    for name in state["channels_last"]:
+        parameters[name].data = parameters[name].data.contiguous(memory_format=torch.channels_last)
+    model.load_state_dict(state["model"])
+    for name, parameter in parameters.items():
+        gradient = state["gradients"].get(name)
+        parameter.grad = None if gradient is None else gradient.to(device)
+    optimizer.load_state_dict(state["optimizer"])
+    if state["scaler"]:
+        scaler.load_state_dict(state["scaler"])
+    ema.ema.load_state_dict(state["ema"])
+    ema.updates = state["updates"]
+    for name, value in state["stopper"].items():
+        setattr(stopper, name, value)
+    set_random_states(state["random"], device)
+
+
+# The table of results -------------------------------------------------------------------------------------------------
+
+
+def table(path: Path) -> tuple[int, str]:
+    """Length and checksum of results.csv."""
+    data = path.read_bytes() if path.exists() else b""
+    return len(data), hashlib.sha256(data).hexdigest()
+
+
+def cut_table(path: Path, length: int, checksum: str) -> None:
+    """Drop the rows of epochs that a killed training finished and did not save: they are trained again."""
+    data = path.read_bytes() if path.exists() else b""
+    if len(data) > length and hashlib.sha256(data[:length]).hexdigest() == checksum:
+        with open(path, "r+b") as file:
+            file.truncate(length)

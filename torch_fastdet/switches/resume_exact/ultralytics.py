@@ -1,0 +1,167 @@
+"""``resume_exact`` in Ultralytics' trainer: what is saved with last.pt, and put back when the first resumed epoch begins.
+
+The trainer holds the state of a training as attributes, except where the accumulation of gradients is: that is a local variable
+of ``_do_train``, which is read and written there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.utils.data import RandomSampler, SequentialSampler
+
+from torch_fastdet._say import say
+from torch_fastdet._torch.modules import own_attributes
+from torch_fastdet.patching.protocols import Trainer
+from torch_fastdet.patching.replace import in_place_of
+from torch_fastdet.patching.switch import Active
+from torch_fastdet.switches.resume_exact import files, frames
+from torch_fastdet.switches.resume_exact import state as training
+from torch_fastdet.switches.resume_exact.position import Position
+
+LAST_STEP = "last_opt_step"
+
+
+class WholeFile(type(Path())):  # type: ignore[misc]
+    """A path whose bytes are written whole or not at all; ``with_state`` is what the file of ours beside it gets."""
+
+    with_state: Callable[[], dict[str, object]] | None = None
+
+    def write_bytes(self, data: bytes) -> int:
+        path = Path(self)
+        if self.with_state is not None:
+            return files.write_checkpoint(path, lambda made: made.write_bytes(data), self.with_state)
+        with files.whole(path) as made:
+            return made.write_bytes(data)
+
+
+class Run:
+    """One trainer's training."""
+
+    def __init__(self) -> None:
+        self.position: Position | None = None
+        self.state: dict[str, Any] | None = None
+        self.begun = False
+
+    def begin_epoch(self, trainer: Trainer, frame: FrameType) -> None:
+        if not self.begun:
+            self.begun = True
+            if trainer.resume:
+                with training.or_as_stocks():
+                    self.state = training.read(Path(trainer.args.resume))
+        # The trainer makes another loader where memory ran out.
+        if self.position is None or self.position.loader is not trainer.train_loader:
+            self.position = _position_of(trainer.train_loader)
+        self.position.begin_epoch()
+        if (state := self.state) is None:
+            return
+        self.state, close_mosaic = None, trainer.args.close_mosaic
+        with training.or_as_stocks():
+            self.position.check(state["loader"])
+            training.check(state, trainer.model, trainer.optimizer)
+            # Where mosaics end, the uninterrupted run makes another iterator of its loader, too.
+            closes = bool(close_mosaic) and trainer.start_epoch == trainer.epochs - close_mosaic
+            self.position.put(state["loader"], begins_again=closes)
+            training.put(state, trainer.model, trainer.optimizer, trainer.scaler, trainer.ema, trainer.stopper)
+            frames.write(frame, {LAST_STEP: state["locals"][LAST_STEP]})
+            trainer.accumulate = state["locals"]["accumulate"]
+            training.cut_table(Path(trainer.csv), *state["table"])
+            say(f"resume_exact: goes on from {trainer.args.resume} to the last bit")
+
+    def state_of(self, trainer: Trainer, frame: FrameType) -> dict[str, Any]:
+        assert self.position is not None
+        return {
+            **training.take(trainer.model, trainer.optimizer, trainer.scaler, trainer.ema, trainer.stopper),
+            "loader": self.position.state(),
+            "locals": {LAST_STEP: int(frames.read(frame, (LAST_STEP,))[LAST_STEP]), "accumulate": trainer.accumulate},
+            "table": training.table(Path(trainer.csv)),
+        }
+
+
+def unknown_draws(loader: object) -> str | None:
+    """Why the place of a trainer's loader in its random draws cannot be noted; None where it can."""
+    generator, sampler = getattr(loader, "generator", None), getattr(loader, "sampler", None)
+    draws = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and sampler.generator is generator)
+    if hasattr(loader, "iterator") and isinstance(generator, torch.Generator) and draws:
+        return None
+    return "the trainer has a data loader of its own, and one of build_dataloader is expected."
+
+
+def _position_of(loader: Any) -> Position:
+    """The position of a training loader: up to 8.4.156 it has begun to work ahead, and begins again."""
+    begun = loader.iterator is not None
+    if begun:
+        loader.reset()
+        begun = loader.iterator is not None
+    position = Position(loader)
+    make = loader._get_iterator
+
+    def _get_iterator() -> object:
+        with position.beginning():
+            return make()
+
+    vars(loader)["_get_iterator"] = _get_iterator
+    if begun:
+        loader.generator.manual_seed(loader.generator.initial_seed())
+        loader.reset()
+    return position
+
+
+def _runs(_: Active) -> weakref.WeakKeyDictionary[object, Run]:
+    return weakref.WeakKeyDictionary()
+
+
+def _frame() -> FrameType | None:
+    return frames.training_frame("_do_train", (LAST_STEP,))
+
+
+def unknown_loop(trainer: Any) -> str | None:
+    """Why the position in an accumulation cannot be read; None where it can."""
+    code = getattr(vars(trainer).get("_do_train"), "__code__", None)
+    if code is not None and LAST_STEP in code.co_varnames:
+        return None
+    return f"{trainer.__module__}.{trainer.__name__}._do_train has no local variable {LAST_STEP}."
+
+
+def calling(active: Active, stock: Callable[..., None], _: object) -> Callable[..., None]:
+    """``BaseTrainer.run_callbacks``, by which the trainer says where it is."""
+    runs = active.shared(_runs)
+
+    @in_place_of(stock)
+    def run_callbacks(trainer: Trainer, event: str) -> None:
+        stock(trainer, event)
+        if trainer.world_size > 1:
+            if event == "on_train_epoch_start":
+                active.cannot_apply("the training has several processes, and one is expected.")
+        elif event == "on_train_epoch_start" and (frame := _frame()) is not None:
+            if (reason := unknown_draws(trainer.train_loader)) is not None:
+                active.cannot_apply(reason)
+            runs.setdefault(trainer, Run()).begin_epoch(trainer, frame)
+        elif event == "on_train_epoch_end" and trainer in runs and (position := runs[trainer].position) is not None:
+            position.in_epoch = False
+        elif event == "on_train_end" and trainer in runs:  # last.pt is stripped, and nothing can be resumed
+            files.forget(Path(trainer.last))
+
+    return run_callbacks
+
+
+def saving(active: Active, stock: Callable[..., object], _: object) -> Callable[..., Any]:
+    """``BaseTrainer.save_model``, which writes to paths that write whole files, the first with the file of ours."""
+    runs = active.shared(_runs)
+
+    @in_place_of(stock)
+    def save_model(trainer: Trainer) -> object:
+        run, frame = runs.get(trainer), _frame()
+        if run is None or run.position is None or frame is None:
+            return stock(trainer)
+        paths = {name: WholeFile(vars(trainer)[name]) for name in ("last", "best", "wdir")}
+        paths["last"].with_state = lambda: run.state_of(trainer, frame)
+        with own_attributes([(trainer, name, path) for name, path in paths.items()]):
+            return stock(trainer)
+
+    return save_model

@@ -1,0 +1,158 @@
+"""``resume_exact`` in train.py: what is saved when train.py saves last.pt, and put back when its first resumed epoch begins.
+
+train.py keeps the state of a training in local variables. They are read where it calls its callbacks, and two that no object
+holds are written: where the accumulation of gradients is, and the class results that ``--image-weights`` draws by.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from torch_fastdet._say import say
+from torch_fastdet.patching.replace import in_place_of
+from torch_fastdet.patching.switch import Active
+from torch_fastdet.switches.resume_exact import files, frames
+from torch_fastdet.switches.resume_exact import state as training
+from torch_fastdet.switches.resume_exact.position import Position
+
+PARTS = ("model", "optimizer", "scaler", "ema", "stopper")
+LOCALS = ("last_opt_step", "maps")
+OF_TRAIN = (*PARTS, *LOCALS, "last", "resume", "train_loader")
+
+
+class Run:
+    """The training that runs in this process; with ``--evolve`` one after the other."""
+
+    def __init__(self, active: Active) -> None:
+        self.active = active
+        self.position: Position | None = None
+        #: What the resumed training goes on with, until its first epoch begins.
+        self.state: dict[str, Any] | None = None
+        self.last: Path | None = None
+
+    def made_loader(self, loader: DataLoader) -> None:
+        """train.py has made its training loader, whose processes have begun to work ahead: it begins again, with a position."""
+        frame = frames.training_frame("train", OF_TRAIN)
+        if frame is None:
+            return
+        found = frames.read(frame, ("resume", "weights"))
+        self.state, self.last, self.position = None, None, Position(loader)
+        if found["resume"]:
+            with training.or_as_stocks():
+                state = training.read(Path(found["weights"]))
+                self.position.check(state["loader"])
+                self.position.put(state["loader"])
+                self.state = state
+        if not self.position.repeats:
+            return
+        own = vars(loader)
+        own["iterator"] = None  # and its processes end
+        if self.state is None:
+            self.position.generator.manual_seed(self.position.generator.initial_seed())
+        with self.position.beginning():
+            own["iterator"] = DataLoader.__iter__(loader)
+
+    def begin_epoch(self, frame: FrameType) -> None:
+        found = frames.read(frame, OF_TRAIN)
+        self.last = Path(found["last"])
+        if self.position is None:
+            return
+        if (state := self.state) is not None:
+            self.state = None
+            with training.or_as_stocks():
+                training.check(state, found["model"], found["optimizer"])
+                training.put(state, *(found[name] for name in PARTS))
+                frames.write(frame, {**state["locals"], "maps": state["locals"]["maps"].numpy()})
+                training.cut_table(self.last.parent.parent / "results.csv", *state["table"])
+                say(f"resume_exact: goes on from {self.last} to the last bit")
+        self.position.begin_epoch()
+
+    def end_epoch(self) -> None:
+        if self.position is not None:
+            self.position.in_epoch = False
+
+    def end(self) -> None:
+        """The training is over: stock has stripped last.pt, and nothing can be resumed."""
+        if self.last is not None:
+            files.forget(self.last)
+        self.position = self.last = None
+
+    def state_of(self, frame: FrameType) -> dict[str, Any]:
+        assert self.position is not None and self.last is not None
+        found = frames.read(frame, OF_TRAIN)
+        return {
+            **training.take(*(found[name] for name in PARTS)),
+            "loader": self.position.state(),
+            "locals": {"last_opt_step": int(found["last_opt_step"]), "maps": torch.as_tensor(found["maps"])},
+            "table": training.table(self.last.parent.parent / "results.csv"),
+        }
+
+
+def calling(active: Active, stock: Callable[..., object], _: object) -> Callable[..., Any]:
+    """``Callbacks.run``, by which train.py says where it is; ``torch.save`` with it."""
+    training_run = active.shared(Run)
+    active.replace(torch, "save", saving(training_run, torch.save), " (checkpoints whole or not at all)")
+
+    @in_place_of(stock)
+    def run(callbacks: object, hook: str, *args: object, **kwargs: object) -> Any:
+        result = stock(callbacks, hook, *args, **kwargs)
+        if hook == "on_train_epoch_start":
+            if (frame := frames.training_frame("train", OF_TRAIN)) is not None:
+                training_run.begin_epoch(frame)
+        elif hook == "on_train_epoch_end":
+            training_run.end_epoch()
+        elif hook == "on_train_end":
+            training_run.end()
+        return result
+
+    return run
+
+
+def saving(run: Run, stock: Callable[..., None]) -> Callable[..., None]:
+    """``torch.save``: checkpoints of the training that runs are written whole, and last.pt with the file of ours."""
+
+    @in_place_of(stock)
+    def save(obj: object, f: object, *args: object, **kwargs: object) -> None:
+        last = run.last
+        if last is None or not isinstance(f, (str, os.PathLike)) or Path(f).parent != last.parent:
+            return stock(obj, f, *args, **kwargs)
+
+        def write(path: Path) -> None:
+            stock(obj, path, *args, **kwargs)
+
+        frame = frames.training_frame("train", OF_TRAIN)
+        in_training = isinstance(obj, dict) and obj.get("optimizer") is not None
+        if Path(f) == last and frame is not None and in_training and run.position is not None:
+            return files.write_checkpoint(last, write, lambda: run.state_of(frame))
+        with files.whole(Path(f)) as path:
+            write(path)
+
+    return save
+
+
+def loading(active: Active, stock: Callable[..., Any], _: object) -> Callable[..., Any]:
+    """``create_dataloader``, whose training loader gets a position."""
+    signature = inspect.signature(stock)
+    run = active.shared(Run)
+
+    @in_place_of(stock)
+    def create_dataloader(*args: Any, **kwargs: Any) -> Any:
+        made = stock(*args, **kwargs)
+        arguments = signature.bind(*args, **kwargs)
+        arguments.apply_defaults()
+        if arguments.arguments["augment"]:
+            if arguments.arguments["rank"] != -1:
+                active.cannot_apply("the training has several processes, and one is expected.")
+            else:
+                run.made_loader(made[0])
+        return made
+
+    return create_dataloader

@@ -1,0 +1,56 @@
+"""``upsample_optim`` of both hosts: nearest neighbour upsampling by two, as a detector's neck does it, in a bandwidth-bound kernel.
+
+Under autocast torch upsamples in float32, and so does what follows until the next convolution: the concatenation and all their
+gradients. Ours keeps the dtype; the values are the same.
+
+The switch replaces the method that ``torch.nn.Upsample`` modules share, not the modules. So it reaches the modules of a model
+that is loaded, built later, deep-copied for the EMA or unpickled in a resume; they stay plain ``torch.nn.Upsample``, and a
+checkpoint holds nothing of ours. A traced or exported model keeps the stock operator, so that it runs anywhere. torch.func and
+forward-mode AD get the stock operator too.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from torch_fastdet import ops
+from torch_fastdet._torch.private import is_recorded, is_transforming
+from torch_fastdet.patching.switch import Outside, Switch
+
+
+def doubles(module: torch.nn.Upsample, input: torch.Tensor) -> bool:
+    return (
+        isinstance(input, torch.Tensor)  # torch.fx's proxies have no size
+        and module.mode == "nearest"
+        and module.size is None
+        and module.scale_factor in (2.0, (2.0, 2.0))
+        and input.dim() == 4
+        and input.is_floating_point()
+        and input.device.type in ("cpu", "cuda")
+    )
+
+
+def upsample_forward(self: torch.nn.Upsample, input: torch.Tensor) -> torch.Tensor:
+    """``torch.nn.Upsample.forward`` with our kernel for nearest upsampling by two, and torch's for everything else."""
+    # Two ifs: torch.jit.script leaves out the first one's block, but compiles the whole of an `and`.
+    if not torch.jit.is_scripting():  # noqa: SIM102
+        if doubles(self, input) and not is_recorded() and not is_transforming():
+            # torch.func and forward-mode AD know the stock operator; ours has only a backward.
+            return ops.upsample_nearest2x(input)
+    return F.interpolate(
+        input,
+        self.size,
+        self.scale_factor,
+        self.mode,
+        self.align_corners,
+        recompute_scale_factor=self.recompute_scale_factor,
+    )
+
+
+SWITCH = Switch(
+    "upsample_optim",
+    "nearest 2x upsampling in the neck by a bandwidth-bound kernel",
+    (Outside(torch.nn.Upsample, "forward", upsample_forward, " (nearest by two; other modes stay torch's)"),),
+    needs_host=False,
+)

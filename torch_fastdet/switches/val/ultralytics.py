@@ -1,0 +1,349 @@
+"""What Ultralytics' validators do with the detections of a batch: matched in C++, on the host, after one copy for the batch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from numbers import Real
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torch_fastdet import ops
+from torch_fastdet._torch.floats import as_float
+from torch_fastdet._torch.modules import own_attributes
+from torch_fastdet.patching.protocols import ConfusionMatrix, Validator
+from torch_fastdet.switches.val import average_precision
+
+#: Where stock makes what it combines with the labels.
+HOST = torch.device("cpu")
+
+
+def _rows(detections: dict[str, Tensor]) -> Tensor:
+    """(n, 6): x1, y1, x2, y2, confidence, class."""
+    return as_float(torch.cat([detections["bboxes"], detections["conf"][:, None], detections["cls"][:, None]], 1))
+
+
+def _labels(batch: dict[str, Tensor]) -> Tensor:
+    """(m, 5): class, x1, y1, x2, y2."""
+    return torch.cat([batch["cls"].reshape(-1, 1), batch["bboxes"]], 1)
+
+
+def match(stock: Callable, matching: Callable, rule: str) -> Callable:
+    """``DetectionValidator._process_batch`` by one operator; a validator with a matching of its own gets stock's."""
+
+    @functools.wraps(stock)
+    def _process_batch(self: Validator, preds: dict[str, Tensor], batch: dict[str, Any]) -> dict[str, object]:
+        if type(self).match_predictions is not matching or not len(preds["cls"]) or not len(batch["cls"]):
+            return stock(self, preds, batch)
+        rows = _rows(preds)
+        correct = ops.match_detections(rows, _labels(batch).to(rows.device), self.iouv.to(rows.device), rule=rule)
+        return {"tp": correct.cpu().numpy()}
+
+    return _process_batch
+
+
+def confusions(rows: Tensor, labels: Tensor, classes: int, conf: float, iou_thres: float, rule: str) -> Tensor:
+    """The confusion matrix of one image, on the host, as Ultralytics counts by either rule of matching."""
+    counts = torch.zeros(classes + 1, classes + 1, dtype=torch.int64, device=rows.device)
+    ops.confusion_matrix_(counts, rows, labels, None, conf, iou_thres, rule)
+    counts = counts.cpu()
+    if rule == "best" and not counts[:-1, :-1].any():  # the operator adds no false positives then, as YOLOv5
+        found = rows[rows[:, 4] > conf, 5].long().cpu()
+        counts[:-1, -1] += torch.bincount(found, minlength=classes)[:classes]
+    return counts
+
+
+def plotted(stock: Callable, given: Any, result: average_precision.Curves) -> tuple[object, ...]:
+    """What ``ap_per_class`` of ultralytics.utils.metrics returns behind the numbers, once its plots are drawn."""
+    rows = [np.zeros_like(result.x) if row is None else row for row in result.precision_by_recall()]
+    by_recall = np.array(rows) if rows else np.zeros((1, len(result.x)))
+    if given.plot:
+        names = given.names
+        shown = {i: names[c] for i, c in enumerate(result.classes) if c in names} if names else {}
+        average_precision.plot(stock, given, result, by_recall, shown, on_plot=given.on_plot)
+    return result.precision, result.recall, result.f1, result.x, by_recall
+
+
+def _counts_as_stock(detections: dict[str, Any], batch: dict[str, Any], classes: int, *thresholds: object) -> bool:
+    """Whether the operator counts these as stock does. Stock has rules of its own for rotated boxes and for classes that the matrix
+    has no place for, and says what is wrong with other types and shapes."""
+    boxes = detections["bboxes"], batch["bboxes"]
+    labels = detections["cls"], batch["cls"]
+    return (
+        all(isinstance(threshold, Real) and not threshold < 0 for threshold in thresholds)
+        and all(isinstance(value, Tensor) for value in (*detections.values(), *boxes, *labels))
+        and all(box.shape == (label.numel(), 4) for box, label in zip(boxes, labels))
+        and detections["cls"].shape == detections["conf"].shape == boxes[0].shape[:1]
+        and all(not label.numel() or _within(label, classes) for label in labels)
+    )
+
+
+def _within(labels: Tensor, classes: int) -> bool:
+    lowest, highest = labels.aminmax()
+    return bool(lowest >= 0) and bool(highest < classes)
+
+
+def confuse(stock: Callable, rule: str) -> Callable:
+    """``ConfusionMatrix.process_batch`` by one operator; rotated boxes and kept matches (``visualize``) get stock's."""
+
+    @functools.wraps(stock)
+    def process_batch(
+        self: ConfusionMatrix,
+        detections: dict[str, Tensor],
+        batch: dict[str, Any],
+        conf: float = 0.25,
+        iou_thres: float = 0.45,
+    ) -> None:
+        if self.matches is not None or not _counts_as_stock(detections, batch, self.nc, conf, iou_thres):
+            stock(self, detections, batch, conf, iou_thres)
+            return
+        rows = _rows(detections)
+        # Suppression sorts; end-to-end heads do not.
+        rows = rows[rows[:, 4].argsort(descending=True, stable=True)]
+        self.matrix += confusions(rows, _labels(batch).to(rows.device), self.nc, conf, iou_thres, rule).numpy()
+
+    return process_batch
+
+
+def match_overlaps(stock: Callable, rule: str) -> Callable:
+    """``BaseValidator.match_predictions`` in C++, by whatever overlaps a task has."""
+
+    @functools.wraps(stock)
+    def match_predictions(
+        self: Validator, pred_classes: Tensor, true_classes: Tensor, iou: Tensor, use_scipy: bool = False
+    ) -> Tensor:
+        if use_scipy:
+            return stock(self, pred_classes, true_classes, iou, use_scipy)
+        rows, labels = torch.zeros(len(pred_classes), 6), torch.zeros(len(true_classes), 5)
+        rows[:, 5], labels[:, 0] = pred_classes, true_classes
+        return ops.match_detections(rows, labels, as_float(self.iouv).cpu(), rule=rule, iou=as_float(iou).cpu())
+
+    return match_predictions
+
+
+def update_on_host(
+    stock: Callable, processing: Callable, overlaps: Callable[[Validator, Any, Any], Callable | None] | None = None
+) -> Callable:
+    """A validator's ``update_metrics`` of tensors on the host: one copy a batch instead of several syncs an image.
+
+    A validator whose ``_process_batch`` is not ``processing`` gets stock's.
+
+    Args:
+        overlaps: of a task, see :func:`preparing_overlaps`.
+    """
+
+    @functools.wraps(stock)
+    def update_metrics(self: Validator, preds: list[dict[str, Tensor]], batch: dict[str, object]) -> None:
+        if not _is_on_gpu(self, processing, preds):
+            stock(self, preds, batch)
+            return
+        labels = _labels_on_host(batch)
+        own: list[tuple[object, str, object]] = [(self, "device", HOST)]
+        if overlaps is not None:
+            prepare = overlaps(self, preds, labels)
+            if prepare is None:
+                stock(self, preds, batch)
+                return
+            own.append((self, "_prepare_batch", prepare))
+            preds = [{name: pred[name] for name in pred if name != "masks"} for pred in preds]
+        with own_attributes(own):
+            stock(self, _to_host(preds), labels)
+
+    return update_metrics
+
+
+def _is_on_gpu(validator: Validator, processing: Callable, preds: list[dict[str, Tensor]]) -> bool:
+    """Whether these are detections on a GPU of a validator that processes them so; with ``single_cls`` they lose their classes."""
+    if type(validator)._process_batch is not processing or torch.device(validator.device).type == "cpu" or not preds:
+        return False
+    if validator.args.single_cls:  # as stock does, also for the plots that come later
+        for pred in preds:
+            pred["cls"].zero_()
+    return True
+
+
+def _labels_on_host(batch: dict[str, Any]) -> dict[str, object]:
+    return batch | {name: batch[name].cpu() for name in ("batch_idx", "cls", "bboxes", "keypoints") if name in batch}
+
+
+def _to_host(preds: list[dict[str, Tensor]]) -> list[dict[str, object]]:
+    """The tensors of all images in one copy for each name and dtype."""
+    host: list[dict[str, object]] = [{} for _ in preds]
+    for name in preds[0]:
+        parts = torch.cat([pred[name] for pred in preds]).cpu().split([len(pred[name]) for pred in preds])
+        for image, part in zip(host, parts):
+            image[name] = part
+    return host
+
+
+class Overlaps(NamedTuple):
+    """By what a task's detections overlap its labels; computed on the GPU, for several images at once."""
+
+    function: str  #: of the host, in the module of the task's validator
+    matches: str  #: what ``_process_batch`` calls the matches by them
+    #: Elements of the largest tensor for so many labels and detections like these.
+    elements: Callable[[int, int, dict[str, Any], dict[str, Tensor]], int]
+    #: (labels, detections), by the host's function.
+    between: Callable[[Callable[..., Tensor], Validator, list[dict[str, Any]], list[dict[str, Tensor]]], Tensor]
+    #: Makes ``_prepare_batch`` from the one of validators of boxes alone; None: the task's own.
+    prepares: Callable[[Callable], Callable] | None = None
+
+
+def _joined(images: list[dict[str, Any]], name: str, device: torch.device) -> Tensor:
+    return torch.cat([image[name] for image in images]).to(device)
+
+
+def _rotated(
+    probiou: Callable[..., Tensor], _: Validator, labels: list[dict[str, Any]], preds: list[dict[str, Tensor]]
+) -> Tensor:
+    device = preds[0]["bboxes"].device
+    return probiou(_joined(labels, "bboxes", device), _joined(preds, "bboxes", device))
+
+
+def _similarity(
+    kpt_iou: Callable[..., Tensor], validator: Validator, labels: list[dict[str, Any]], preds: list[dict[str, Tensor]]
+) -> Tensor:
+    """Object keypoint similarity. A box has 0.53 of its area where no mask says more, as in xtcocotools."""
+    device = preds[0]["keypoints"].device
+    boxes = _joined(labels, "bboxes", HOST)
+    area = ((boxes[:, 2:] - boxes[:, :2]).prod(1) * 0.53).to(device)
+    points = [_joined(images, "keypoints", device) for images in (labels, preds)]
+    return kpt_iou(*points, sigma=validator.sigma, area=area)
+
+
+def _of_masks(
+    mask_iou: Callable[..., Tensor], _: Validator, labels: list[dict[str, Any]], preds: list[dict[str, Tensor]]
+) -> Tensor:
+    found = _joined(preds, "masks", preds[0]["masks"].device)
+    truth = _drawn(labels, found.device)
+    if truth.shape[1:] != found.shape[1:]:
+        truth = F.interpolate(truth[None], found.shape[1:], mode="bilinear", align_corners=False)[0].gt_(0.5)
+    return mask_iou(truth.flatten(1), found.flatten(1).float())
+
+
+def _drawn(labels: list[dict[str, Any]], device: torch.device) -> Tensor:
+    """(labels, h, w): 0 or 1. An image's own are these, or one map in which the pixels of label i are i + 1."""
+    if labels[0]["masks"].dim() == 3:
+        return _joined(labels, "masks", device).float()
+    maps = torch.cat([label["masks"].expand(len(label["cls"]), -1, -1) for label in labels])
+    numbers = torch.cat([torch.arange(1, len(label["cls"]) + 1) for label in labels]).to(device)
+    return (maps == numbers[:, None, None]).float()
+
+
+def _with_masks(boxes: Callable) -> Callable:
+    """``_prepare_batch`` of an image whose masks are drawn later, those of several images at once."""
+
+    def prepare(validator: Validator, number: int, batch: dict[str, Any]) -> dict[str, Any]:
+        own = number
+        if not validator.args.overlap_mask:
+            own = (batch["batch_idx"] == number).nonzero()[:, 0].to(batch["masks"].device)
+        return {**boxes(validator, number, batch), "masks": batch["masks"][own]}
+
+    return prepare
+
+
+def _pixels(labels: int, detections: int, label: dict[str, Any], pred: dict[str, Tensor]) -> int:
+    """Labels are drawn in their own size, and compared in that of the detections."""
+    found = pred["masks"][0].numel()
+    return labels * max(found, label["masks"].shape[-2:].numel()) + detections * found
+
+
+ROTATED_BOXES = Overlaps("batch_probiou", "tp", lambda labels, detections, *_: labels * detections, _rotated)
+KEYPOINTS = Overlaps("kpt_iou", "tp_p", lambda m, n, _, pred: m * n * pred["keypoints"].shape[1], _similarity)
+MASKS = Overlaps("mask_iou", "tp_m", _pixels, _of_masks, _with_masks)
+
+#: The overlaps (labels, detections) of an image, in its labels on the host.
+OVERLAPS = "torch_fastdet_overlaps"
+_MOST_ELEMENTS = 1 << 25  # of a tensor for several images
+
+
+def process_overlaps(stock: Callable, overlaps: Overlaps, boxes: Callable) -> Callable:
+    """A task's ``_process_batch`` by overlaps that are there already; ``boxes`` is the one of boxes that are not rotated."""
+
+    @functools.wraps(stock)
+    def _process_batch(self: Validator, preds: dict[str, Tensor], batch: dict[str, Any]) -> dict[str, object]:
+        if OVERLAPS not in batch:
+            return stock(self, preds, batch)
+        correct = self.match_predictions(preds["cls"], batch["cls"], batch[OVERLAPS])
+        return {**({} if overlaps.matches == "tp" else boxes(self, preds, batch)), overlaps.matches: correct.numpy()}
+
+    return _process_batch
+
+
+def preparing_overlaps(
+    overlaps: Overlaps,
+    function: Callable[[], Callable[..., Tensor]],
+    keeping_rows: Callable,
+    preparing: tuple[Callable, Callable] | None,
+) -> Callable[[Validator, list[dict[str, Tensor]], dict[str, Any]], Callable | None]:
+    """Makes a validator's ``_prepare_batch``, with the overlaps of all images of a batch in one copy from the GPU.
+
+    It returns None, and stock's code runs, if masks are needed on the host, or if the validator has a ``_prepare_pred`` of its own:
+    the overlaps are of the rows that came from the model.
+
+    Args:
+        function: returns the host's function that computes overlaps, as it is at the time.
+        keeping_rows: stock's ``_prepare_pred``.
+        preparing: stock's ``_prepare_batch``, and what stands for it; None: nothing does.
+    """
+
+    def prepare_all(validator: Validator, preds: list[dict[str, Tensor]], labels: dict[str, Any]) -> Callable | None:
+        if getattr(validator._prepare_pred, "__func__", None) is not keeping_rows or _shows_masks(validator, preds[0]):
+            return None
+        own = validator._prepare_batch
+        if preparing and getattr(own, "__func__", None) is preparing[0]:
+            own = functools.partial(preparing[1], validator)
+        with own_attributes([(validator, "device", HOST)]):
+            prepared = [own(i, labels) for i in range(len(preds))]
+        for label, found in zip(prepared, _on_host(validator, overlaps, function(), prepared, preds)):
+            label[OVERLAPS] = found
+        return lambda number, _: prepared[number]
+
+    return prepare_all
+
+
+def _shows_masks(validator: Validator, pred: dict[str, Tensor]) -> bool:
+    args = validator.args
+    return "masks" in pred and (args.save_json or args.save_txt or (args.plots and args.visualize))
+
+
+def _on_host(
+    validator: Validator,
+    overlaps: Overlaps,
+    function: Callable[..., Tensor],
+    labels: list[dict[str, Any]],
+    preds: list[dict[str, Tensor]],
+) -> Iterable[Tensor]:
+    """The overlaps of each image."""
+    sizes = [(len(label["cls"]), len(pred["cls"])) for label, pred in zip(labels, preds)]
+    parts = [preds[0]["conf"].new_zeros(0)]
+    for group in _groups(overlaps, sizes, labels, preds):
+        found = overlaps.between(function, validator, [labels[i] for i in group], [preds[i] for i in group])
+        row = column = 0
+        for m, n in (sizes[i] for i in group):
+            parts.append(found[row : row + m, column : column + n].flatten())
+            row, column = row + m, column + n
+    flat = torch.cat(parts).cpu().split([m * n for m, n in sizes])
+    return [part.view(size) for part, size in zip(flat, sizes)]
+
+
+def _groups(
+    overlaps: Overlaps, sizes: list[tuple[int, int]], labels: list[dict[str, Any]], preds: list[dict[str, Tensor]]
+) -> Iterator[list[int]]:
+    """Images with labels and detections, as many at once as a tensor of the largest size allows."""
+    group: list[int] = []
+    rows = columns = 0
+    for i, (m, n) in enumerate(sizes):
+        if not m or not n:
+            continue
+        rows, columns = rows + m, columns + n
+        if group and overlaps.elements(rows, columns, labels[i], preds[i]) > _MOST_ELEMENTS:
+            yield group
+            group, rows, columns = [], m, n
+        group.append(i)
+    if group:
+        yield group
