@@ -33,7 +33,7 @@ TORCH_LIBRARY(torch_fastdet, m) {
   m.def(
       "bn_act_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, "
       "str activation, float slope) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)");
-  // Several norms on neighbouring channels of x, into tensors that are there: layers/joint.py has the autograd.
+  // Several norms on neighbouring channels of x, into tensors that are there: nn/joint.py has the autograd.
   m.def(
       "bn_act_parts(Tensor x, Tensor(a!)[] y, Tensor[] weight, Tensor[] bias, Tensor(b!)[] running_mean, "
       "Tensor(c!)[] running_var, Tensor(d!)[] num_batches_tracked, float momentum=0.1, float eps=1e-05, "

@@ -7,6 +7,9 @@ import types
 import pytest
 import torch
 from torch import nn
+from torch_fastdet.switches.bn_act.common import BOTTLENECK, CONV
+from torch_fastdet.switches.bn_act.common import C2F as C2F_FORMULA
+from torch_fastdet.switches.bn_act.common import C3 as C3_FORMULA
 
 from tests.bn_act_models import Operators
 from torch_fastdet.graphs import GraphedModule
@@ -21,9 +24,6 @@ from torch_fastdet.nn.bn_act import (
 )
 from torch_fastdet.nn.joint import JOINED
 from torch_fastdet.rewrites.casts import weights_cast_once
-from torch_fastdet.switches.bn_act.common import BOTTLENECK, CONV
-from torch_fastdet.switches.bn_act.common import C2F as C2F_FORMULA
-from torch_fastdet.switches.bn_act.common import C3 as C3_FORMULA
 
 
 class Conv(nn.Module):

@@ -35,7 +35,7 @@ fakes: dict[int, object] = {}
 
 def import_everything() -> None:
     for module in pkgutil.walk_packages(torch_fastdet.__path__, "torch_fastdet."):
-        if not module.name.endswith(("__main__", ".onnx")):
+        if not module.name.endswith((".__main__", ".onnx", ".libtorch_fastdet")):
             importlib.import_module(module.name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

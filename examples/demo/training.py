@@ -38,7 +38,7 @@ class Variant:
         return [sys.executable, "-u", *self.launcher, "-m", module, *arguments]
 
 
-# --fastdet is every switch that applies on this machine; torch_fastdet/yolov5/switches.py is the one list of them.
+# --fastdet is every switch that applies on this machine; torch_fastdet/switches/registry.py is the one list of them.
 STOCK = Variant("stock", "stock", ())
 FASTDET = Variant("fastdet", "torch_fastdet", ("-m", "torch_fastdet.yolov5", "--fastdet"))
 

@@ -10,9 +10,9 @@ from examples.demo import report
 from examples.demo.training import FASTDET, STOCK, Progress, Run, Variant
 
 SAID = [
-    "bbox_iou_optim: yolov5.utils.loss.bbox_iou -> torch_fastdet.yolov5.dropins.bbox_iou",
-    "bbox_iou_optim: yolov5.utils.metrics.bbox_iou -> torch_fastdet.yolov5.dropins.bbox_iou",
-    "cuda_graph: yolov5.models.yolo.DetectionModel.forward -> torch_fastdet.yolov5.switches.cuda_graph.forward",
+    "bbox_iou_optim: yolov5.utils.loss.bbox_iou -> torch_fastdet.switches.bbox_iou.common.bbox_iou",
+    "bbox_iou_optim: yolov5.utils.metrics.bbox_iou -> torch_fastdet.switches.bbox_iou.common.bbox_iou",
+    "cuda_graph: yolov5.models.yolo.DetectionModel.forward -> torch_fastdet.switches.cuda_graph.forward",
     "cuda_graph does not apply: there is no GPU.",
 ]
 

@@ -17,8 +17,7 @@ from torch_fastdet.patching.import_hook import namespace
 from torch_fastdet.patching.replace import Patches
 from torch_fastdet.patching.switch import Active, Target
 from torch_fastdet.switches.loss import ultralytics as loss
-from torch_fastdet.ultralytics.switches import SWITCHES as ULTRALYTICS
-from torch_fastdet.yolov5.switches import SWITCHES as YOLOV5
+from torch_fastdet.switches.registry import ULTRALYTICS, YOLOV5
 
 # The prefixes that the host's modules may have, for each of its switches.
 CASES = {f"yolov5-{name}": (switch, ("", "yolov5.")) for name, switch in YOLOV5.items()}

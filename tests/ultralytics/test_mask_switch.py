@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import torch_fastdet.ultralytics as drop_in
-from torch_fastdet.ultralytics import dropins
+from torch_fastdet import masks
 
 
 @pytest.fixture
@@ -25,9 +25,12 @@ def test_is_replaced_and_put_back(ops):
     loss = pytest.importorskip("ultralytics.utils.loss")
     stock, crop = (ops.process_mask, ops.process_mask_native), loss.crop_mask
     said = drop_in.patch(mask_optim=True)
-    assert ops.crop_mask is loss.crop_mask is dropins.crop_mask
+    assert ops.crop_mask is loss.crop_mask is masks.ultralytics_crop_mask
     assert sum(line.startswith("mask_optim: ultralytics.utils.ops.process_mask") for line in said) == 2
-    assert (ops.process_mask, ops.process_mask_native) == (dropins.process_mask, dropins.process_mask_native)
+    assert (ops.process_mask, ops.process_mask_native) == (
+        masks.ultralytics_process_mask,
+        masks.ultralytics_process_mask_native,
+    )
     drop_in.unpatch()
     assert (ops.process_mask, ops.process_mask_native) == stock and ops.crop_mask is loss.crop_mask is crop
 

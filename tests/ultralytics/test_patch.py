@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from torch_fastdet.ultralytics import patch
-from torch_fastdet.ultralytics.switches import SWITCHES
+from torch_fastdet.ultralytics import SWITCHES, patch
 
-OURS = "torch_fastdet.ultralytics.dropins"
+OURS = "torch_fastdet.switches.bbox_iou.common"
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +35,9 @@ def test_unpatch_puts_everything_back(patching):
 
 def test_each_replaced_name_is_said_in_one_line(patching):
     lines = patching["lines"]
-    assert "bbox_iou_optim: ultralytics.utils.loss.bbox_iou -> torch_fastdet.ultralytics.dropins.bbox_iou" in lines
+    assert "bbox_iou_optim: ultralytics.utils.loss.bbox_iou -> torch_fastdet.switches.bbox_iou.common.bbox_iou" in lines
     assert (
-        "bbox_iou_optim: __main__.bbox_iou -> torch_fastdet.ultralytics.dropins.bbox_iou" in lines
+        "bbox_iou_optim: __main__.bbox_iou -> torch_fastdet.switches.bbox_iou.common.bbox_iou" in lines
         and len(lines) == len(set(lines)) > 6
     )
     assert all(f"torch_fastdet: {line}" in patching["output"] for line in lines)

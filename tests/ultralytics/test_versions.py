@@ -6,11 +6,16 @@ import pytest
 import torch
 
 from torch_fastdet.patching.evidence import installed_version, release
-from torch_fastdet.ultralytics.switches import OLDEST, SWITCHES, VERSION
+from torch_fastdet.switches.frameworks import OLDEST, VERSION
+from torch_fastdet.ultralytics import SWITCHES
 
 pytest.importorskip("ultralytics", exc_type=ImportError)
 from torch_fastdet import ultralytics as drop_in
-from torch_fastdet.switches import ultralytics_trials as trials
+from torch_fastdet.switches.bbox_iou.common import bbox_iou as our_bbox_iou
+from torch_fastdet.switches.bbox_iou.common import iou
+from torch_fastdet.switches.optimizer.trial import MUSGD, moving_average
+
+IOU, AVERAGE = iou(our_bbox_iou, "8.4.190"), moving_average(drop_in.ModelEMA, "8.4.190")
 
 INSTALLED = installed_version("ultralytics")
 SUPPORTED = release(INSTALLED) >= release(OLDEST)
@@ -59,7 +64,7 @@ class TestSupported:
         from ultralytics.utils.torch_utils import ModelEMA
 
         state = torch.get_rng_state()
-        assert trials.AVERAGE.check(ModelEMA) is trials.IOU.check(bbox_iou) is trials.MUSGD.check(MuSGD) is None
+        assert AVERAGE.check(ModelEMA) is IOU.check(bbox_iou) is MUSGD.check(MuSGD) is None
         assert torch.equal(torch.get_rng_state(), state), "a trial drew a random number"
 
     def test_an_optimizer_step_that_is_not_known_runs_as_it_is(self, monkeypatch, capsys):
@@ -84,16 +89,16 @@ class TestSupported:
 
         found, start = {
             "decay": lambda: (
-                trials.AVERAGE.check(lambda *a, **k: ModelEMA(*a, tau=1999, **k)),
+                AVERAGE.check(lambda *a, **k: ModelEMA(*a, tau=1999, **k)),
                 "its moving average of a",
             ),
-            "eps": lambda: (trials.IOU.check(lambda *a, **k: bbox_iou(*a, eps=0.1, **k)), "its bbox_iou of a"),
+            "eps": lambda: (IOU.check(lambda *a, **k: bbox_iou(*a, eps=0.1, **k)), "its bbox_iou of a"),
             "momentum": lambda: (
-                trials.MUSGD.check(lambda g, **k: MuSGD([{**x, "momentum": 0.8} for x in g], **k)),
+                MUSGD.check(lambda g, **k: MuSGD([{**x, "momentum": 0.8} for x in g], **k)),
                 "a step of its MuSGD of a",
             ),
             "error": lambda: (
-                trials.AVERAGE.check(broken),
+                AVERAGE.check(broken),
                 "its moving average cannot be compared with ours: KeyError",
             ),
         }[change]()

@@ -50,7 +50,7 @@ def test_a_script_sees_what_it_sees_without_us(fake_yolov5):
     stock = fake_yolov5.python("train.py", *arguments, code=3)
     fast = fake_yolov5.python("-m", "torch_fastdet.yolov5", "train.py", *arguments, "--bbox_iou_optim", code=3)
     expected, got = (json.loads(run.stdout.splitlines()[-1]) for run in (stock, fast))
-    assert got.pop("bbox_iou") == "torch_fastdet.yolov5.dropins"
+    assert got.pop("bbox_iou") == "torch_fastdet.switches.bbox_iou.common"
     assert expected.pop("bbox_iou") == "utils.metrics"
     assert got == expected
     assert expected["spawned"] == 42
@@ -70,7 +70,9 @@ def test_without_a_switch_nothing_is_replaced(fake_yolov5):
 def test_a_script_in_a_folder_of_the_checkout_runs_from_elsewhere(fake_yolov5, tmp_path):
     script = fake_yolov5.folder / "segment" / "train.py"
     out = fake_yolov5.python("-m", "torch_fastdet.yolov5", script, "--bbox_iou_optim", folder=tmp_path).stdout
-    assert "torch_fastdet: bbox_iou_optim: utils.loss.bbox_iou -> torch_fastdet.yolov5.dropins.bbox_iou" in out
+    assert (
+        "torch_fastdet: bbox_iou_optim: utils.loss.bbox_iou -> torch_fastdet.switches.bbox_iou.common.bbox_iou" in out
+    )
     assert json.loads(out.splitlines()[-1])["path0"] == str(script.parent)
 
 
@@ -80,7 +82,7 @@ def test_only_one_rank_speaks(fake_yolov5):
         out = fake_yolov5.python(*run, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2").stdout
         state = json.loads(out.splitlines()[-1])
         assert state["rank"] == [rank, rank, "2"]
-        assert state["bbox_iou"] == "torch_fastdet.yolov5.dropins"
+        assert state["bbox_iou"] == "torch_fastdet.switches.bbox_iou.common"
         assert ("torch_fastdet: " in out) == speaks
 
 
@@ -229,8 +231,10 @@ def test_torchrun_starts_the_launcher(fake_yolov5):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 1)
     run = (*torchrun, "-m", "torch_fastdet.yolov5", "train.py", "--bbox_iou_optim")
     out = fake_yolov5.python(*run).stdout
-    assert "torch_fastdet: bbox_iou_optim: utils.loss.bbox_iou -> torch_fastdet.yolov5.dropins.bbox_iou" in out
+    assert (
+        "torch_fastdet: bbox_iou_optim: utils.loss.bbox_iou -> torch_fastdet.switches.bbox_iou.common.bbox_iou" in out
+    )
     state = json.loads(out.splitlines()[-1])
     assert state["argv"] == ["train.py"]
     assert state["rank"] == ["0", "0", "1"]
-    assert state["bbox_iou"] == "torch_fastdet.yolov5.dropins"
+    assert state["bbox_iou"] == "torch_fastdet.switches.bbox_iou.common"

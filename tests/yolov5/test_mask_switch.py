@@ -8,7 +8,7 @@ import warnings
 import pytest
 
 import torch_fastdet.yolov5 as drop_in
-from torch_fastdet.yolov5 import dropins
+from torch_fastdet import masks
 
 NAMES = ("process_mask", "process_mask_native")
 
@@ -28,8 +28,10 @@ def test_is_replaced_and_put_back(scripts):
     cropping = [scripts[2], importlib.import_module("yolov5.utils.segment.loss")]
     stock = [getattr(script, name) for script in scripts for name in NAMES]
     said = drop_in.patch(mask_optim=True)
-    assert [module.crop_mask for module in cropping] == [dropins.crop_mask] * 2
+    assert [module.crop_mask for module in cropping] == [masks.yolov5_crop_mask] * 2
     assert len(said) == 9 and all(line.startswith("mask_optim: yolov5.") for line in said)
-    assert [getattr(script, name) for script in scripts for name in NAMES] == [getattr(dropins, n) for n in NAMES] * 3
+    assert [getattr(script, name) for script in scripts for name in NAMES] == [
+        getattr(masks, f"yolov5_{n}") for n in NAMES
+    ] * 3
     drop_in.unpatch()
     assert [getattr(script, name) for script in scripts for name in NAMES] == stock

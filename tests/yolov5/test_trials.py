@@ -6,7 +6,13 @@ import pytest
 import torch
 
 import torch_fastdet.yolov5 as drop_in
-from torch_fastdet.switches import yolov5_trials as trials
+from torch_fastdet.ema import ModelEMA as OurModelEMA
+from torch_fastdet.switches.bbox_iou.common import bbox_iou, iou
+from torch_fastdet.switches.loss import yolov5_trial as losses
+from torch_fastdet.switches.nms.trial import DECODING, SUPPRESSION
+from torch_fastdet.switches.optimizer.trial import moving_average
+
+IOU, AVERAGE = iou(bbox_iou, "YOLOv5 7.0"), moving_average(OurModelEMA, "YOLOv5 7.0")
 
 
 @pytest.fixture
@@ -23,22 +29,22 @@ def test_stocks_are_ours_and_nothing_is_drawn(loss):
     state = torch.get_rng_state()
     for default in ("cpu", "meta"):  # whatever the user's default is
         with torch.device(default):
-            assert trials.LOSS.check(loss.ComputeLoss) is trials.AVERAGE.check(ModelEMA) is None
-            assert trials.IOU.check(loss.bbox_iou) is trials.SUPPRESSION.check(general.non_max_suppression) is None
+            assert losses.LOSS.check(loss.ComputeLoss) is AVERAGE.check(ModelEMA) is None
+            assert IOU.check(loss.bbox_iou) is SUPPRESSION.check(general.non_max_suppression) is None
     assert torch.equal(state, torch.get_rng_state())
-    assert "its non_max" in trials.SUPPRESSION.check(
+    assert "its non_max" in SUPPRESSION.check(
         lambda *a, **k: general.non_max_suppression(*a, **{**k, "agnostic": True})
     )
-    assert "its non_max" in trials.SUPPRESSION.check(lambda x, c, i, **k: general.non_max_suppression(x, c, 0.5, **k))
-    assert "its bbox_iou" in trials.IOU.check(lambda *a, **k: loss.bbox_iou(*a, **{**k, "CIoU": False}))
-    assert "its moving average" in trials.AVERAGE.check(lambda *a, **k: ModelEMA(*a, tau=1999, **k))
+    assert "its non_max" in SUPPRESSION.check(lambda x, c, i, **k: general.non_max_suppression(x, c, 0.5, **k))
+    assert "its bbox_iou" in IOU.check(lambda *a, **k: loss.bbox_iou(*a, **{**k, "CIoU": False}))
+    assert "its moving average" in AVERAGE.check(lambda *a, **k: ModelEMA(*a, tau=1999, **k))
 
 
 def test_targets_share_no_cell(loss):
     """Stock's result would depend on the order of its writes."""
-    heads = trials._heads()
-    compute = loss.ComputeLoss(trials._Model(trials.OPTIONS[0]))
-    _, _, indices, _ = compute.build_targets(heads, torch.tensor(trials.TARGETS))
+    heads = losses.heads()
+    compute = loss.ComputeLoss(losses.ModelLike(losses.OPTIONS[0]))
+    _, _, indices, _ = compute.build_targets(heads, torch.tensor(losses.TARGETS))
     for level in indices:
         cells = list(zip(*(part.tolist() for part in level)))
         assert len(cells) > 4 and len(set(cells)) == len(cells)
@@ -76,7 +82,7 @@ def test_a_changed_detect_decodes_as_before_and_suppression_is_ours(loss, monkey
     from yolov5.models.yolo import Detect
     from yolov5.utils import general
 
-    assert trials.DECODING.check(Detect) is None
+    assert DECODING.check(Detect) is None
     stock = Detect._make_grid
 
     def make_grid(self, *arguments):

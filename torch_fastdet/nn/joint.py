@@ -2,7 +2,7 @@
 
 A C3 block's ``cv1`` and ``cv2`` read the same tensor, and so do the first blocks for boxes and classes in a level of YOLOv8's head. As one
 convolution they read it once, and the gradients that they give it need no sum. This takes their weights in one tensor, which a captured
-step makes when it casts them (``graphs/_casts.py``); everywhere else each module runs by itself.
+step makes when it casts them (``rewrites/casts.py``); everywhere else each module runs by itself.
 """
 
 from __future__ import annotations

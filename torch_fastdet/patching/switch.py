@@ -1,4 +1,4 @@
-"""What a switch is: data. The tables of the hosts are ``yolov5/switches.py`` and ``ultralytics/switches.py``.
+"""What a switch is: data. Each switch has one table, ``switches/<switch>/switch.py``, with a row of each framework.
 
 A :class:`Switch` lists its targets. Each says WHERE the host's function, class or method is, by which EVIDENCE it is the one that
 we know, and WHAT takes its place. ``patch()`` and the doctor walk the same tables. What runs between ``patch()`` and ``unpatch()``

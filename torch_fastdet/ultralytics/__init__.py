@@ -8,16 +8,18 @@
     unpatch()
 
 The functions follow ultralytics 8.4. Nothing of Ultralytics is imported before :func:`patch` is called. docs/ultralytics.md says
-what each switch replaces. ``switches.py`` is where a switch is added.
+what each switch replaces. ``torch_fastdet/switches/registry.py`` says how to add a switch.
 """
 
 from __future__ import annotations
 
 from torch_fastdet.patching.engine import ALL
 from torch_fastdet.patching.switch import Switch, SwitchError
-from torch_fastdet.ultralytics.dropins import ModelEMA, bbox_iou, non_max_suppression
+from torch_fastdet.suppression import ultralytics_non_max_suppression as non_max_suppression
+from torch_fastdet.switches.bbox_iou.common import bbox_iou
+from torch_fastdet.switches.optimizer.ultralytics import ModelEMA
+from torch_fastdet.switches.registry import ULTRALYTICS as SWITCHES
 from torch_fastdet.ultralytics.host import HOST
-from torch_fastdet.ultralytics.switches import SWITCHES
 
 __all__ = [
     "ALL",

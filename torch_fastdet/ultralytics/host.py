@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable
 from torch_fastdet._say import counts
 from torch_fastdet.patching.engine import Host
 from torch_fastdet.patching.evidence import Obstacle
-from torch_fastdet.ultralytics.switches import SWITCHES
+from torch_fastdet.switches.registry import ULTRALYTICS as SWITCHES
 
 PACKAGE = "ultralytics"
 

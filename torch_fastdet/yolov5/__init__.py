@@ -7,7 +7,7 @@
 
     add_arguments(parser); opt = parser.parse_args(); apply(opt)                                your own train.py
 
-docs/yolov5.md says what each switch replaces. ``switches.py`` says how to add a switch.
+docs/yolov5.md says what each switch replaces. ``torch_fastdet/switches/registry.py`` says how to add a switch.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ import argparse
 from torch_fastdet.ema import ModelEMA
 from torch_fastdet.patching.engine import ALL
 from torch_fastdet.patching.switch import Switch, SwitchError
+from torch_fastdet.suppression import yolov5_non_max_suppression as non_max_suppression
+from torch_fastdet.switches.bbox_iou.common import bbox_iou
 from torch_fastdet.switches.loss.yolov5 import ComputeLoss
-from torch_fastdet.yolov5.dropins import bbox_iou, non_max_suppression, smart_optimizer
+from torch_fastdet.switches.optimizer.yolov5 import smart_optimizer
+from torch_fastdet.switches.registry import YOLOV5 as SWITCHES
 from torch_fastdet.yolov5.host import HOST
-from torch_fastdet.yolov5.switches import SWITCHES
 
 __all__ = [
     "ALL",

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from torch_fastdet.patching.engine import Host
 from torch_fastdet.patching.evidence import Obstacle
+from torch_fastdet.switches.registry import YOLOV5 as SWITCHES
 from torch_fastdet.yolov5 import layout
-from torch_fastdet.yolov5.switches import SWITCHES
 
 # First parts of the module names of both layouts: the GitHub checkout's folders and scripts, and the PyPI package.
 PACKAGES = frozenset(

@@ -23,9 +23,9 @@ from torch_fastdet._say import say
 from torch_fastdet.patching import doctor as examination
 from torch_fastdet.patching.launcher import Launcher
 from torch_fastdet.patching.switch import SwitchError
+from torch_fastdet.switches.registry import YOLOV5 as SWITCHES
 from torch_fastdet.yolov5 import layout
 from torch_fastdet.yolov5.host import HOST
-from torch_fastdet.yolov5.switches import SWITCHES
 
 PROG = "python -m torch_fastdet.yolov5"
 LAUNCHER = Launcher(

@@ -36,7 +36,7 @@ void give_back(WorkspaceMapWithMutex& kept, Nodes& nodes) {
 }  // namespace
 }  // namespace torch_fastdet
 
-// For ctypes, see torch_fastdet/graphs/_capture.py.
+// For ctypes, see torch_fastdet/graphs/capture.py.
 extern "C" {
 
 C10_EXPORT void* torch_fastdet_take_workspaces(void* stream) {

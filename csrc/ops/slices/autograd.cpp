@@ -1,4 +1,4 @@
-// No gradients of their own: layers/joint.py and graphs/_casts.py call these in their backward passes.
+// No gradients of their own: nn/joint.py and rewrites/casts.py call these in their backward passes.
 #include "ops/common/autograd.h"
 
 namespace torch_fastdet::slices_autograd {

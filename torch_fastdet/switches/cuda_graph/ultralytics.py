@@ -19,7 +19,7 @@ from torch_fastdet import memory
 from torch_fastdet._say import saying_once
 from torch_fastdet.graphs import capture as _capture
 from torch_fastdet.graphs.rows import RowGraphs
-from torch_fastdet.patching.evidence import installed_version, release
+from torch_fastdet.patching.evidence import Signature, installed_version, release
 from torch_fastdet.patching.protocols import Trainer
 from torch_fastdet.patching.replace import in_place_of
 from torch_fastdet.patching.switch import Active, Make
@@ -31,6 +31,9 @@ from torch_fastdet.switches.loss.ultralytics import KINDS
 IN_STOCK = "8.4.150"  # whose trainer has the argument channels_last, on by default
 # What heads keep for the shape of their last input, and compute again for another.
 CACHES = {"shape", "shapes", "anchors", "strides", "valid_mask"}
+
+
+PREDICT = Signature(("self", "x", "profile", "augment", "embed"))
 
 
 def trains(_: Active, model: nn.Module, x: object, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:

@@ -10,11 +10,12 @@ unscaling and average behind their own names.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from typing import Any
 
 import torch
 
-from torch_fastdet import optim
+from torch_fastdet import ema, optim
 from torch_fastdet._say import count
 from torch_fastdet._torch.tensors import ModuleWatch, unwrap
 from torch_fastdet.optim.adamw import steps_itself
@@ -23,8 +24,24 @@ from torch_fastdet.optim.gradients import OURS
 from torch_fastdet.patching.protocols import Trainer
 from torch_fastdet.patching.replace import in_place_of
 from torch_fastdet.patching.switch import Active
-from torch_fastdet.switches.ultralytics_trials import MUSGD
-from torch_fastdet.ultralytics.dropins import ModelEMA
+from torch_fastdet.switches.optimizer.trial import MUSGD
+
+
+class ModelEMA(ema.ModelEMA):
+    """``ultralytics.utils.torch_utils.ModelEMA``: see :class:`torch_fastdet.ema.ModelEMA`. A distillation teacher that the
+    model carries is dropped from the copy."""
+
+    def __init__(self, model: torch.nn.Module, decay: float = 0.9999, tau: float = 2000, updates: int = 0):
+        super().__init__(model, decay, tau, updates)
+        ema: Any = self.ema
+        if hasattr(ema, "teacher_model"):
+            ema.teacher_model = None
+
+    def update_attr(self, model: torch.nn.Module, include: Container[str] = (), exclude: Container[str] = ()) -> None:
+        """Copy the model's attributes to the EMA: those in ``include`` (all, if empty), but none in ``exclude`` or with a
+        leading underscore."""
+        super().update_attr(model, include, exclude)
+
 
 MAX_NORM = 10.0  # of the trainer's clipping
 

@@ -11,12 +11,15 @@ forward-mode AD get the stock operator too.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 import torch.nn.functional as F
 
 from torch_fastdet import ops
 from torch_fastdet._torch.private import is_recorded, is_transforming
 from torch_fastdet.patching.switch import Outside, Switch
+from torch_fastdet.switches.frameworks import VERSION
 
 
 def doubles(module: torch.nn.Upsample, input: torch.Tensor) -> bool:
@@ -48,9 +51,10 @@ def upsample_forward(self: torch.nn.Upsample, input: torch.Tensor) -> torch.Tens
     )
 
 
-SWITCH = Switch(
+YOLOV5 = Switch(
     "upsample_optim",
     "nearest 2x upsampling in the neck by a bandwidth-bound kernel",
     (Outside(torch.nn.Upsample, "forward", upsample_forward, " (nearest by two; other modes stay torch's)"),),
     needs_host=False,
 )
+ULTRALYTICS = dataclasses.replace(YOLOV5, evidence=(VERSION,))

@@ -1,4 +1,4 @@
-"""Functions with the names, signatures and results of YOLOv5's own."""
+"""``smart_optimizer`` of YOLOv5: for programs of their own, and for the switch."""
 
 from __future__ import annotations
 
@@ -8,46 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_fastdet import ops
+from torch_fastdet import optim
 from torch_fastdet._say import logger
-from torch_fastdet._torch.floats import as_float
 from torch_fastdet._torch.private import NORM_LAYERS
-from torch_fastdet.masks import yolov5_crop_mask as crop_mask
-from torch_fastdet.masks import yolov5_process_mask as process_mask
-from torch_fastdet.masks import yolov5_process_mask_native as process_mask_native
-from torch_fastdet.masks import yolov5_process_mask_upsample as process_mask_upsample
 from torch_fastdet.optim import SGD, Adam, AdamW
-from torch_fastdet.suppression import yolov5_non_max_suppression as non_max_suppression
-
-__all__ = [
-    "bbox_iou",
-    "crop_mask",
-    "non_max_suppression",
-    "process_mask",
-    "process_mask_native",
-    "process_mask_upsample",
-    "smart_optimizer",
-]
-
-
-def bbox_iou(
-    box1: torch.Tensor,
-    box2: torch.Tensor,
-    xywh: bool = True,
-    GIoU: bool = False,
-    DIoU: bool = False,
-    CIoU: bool = False,
-    eps: float = 1e-7,
-) -> torch.Tensor:
-    """IoU, GIoU, DIoU or CIoU of boxes (..., 4), as YOLOv5's ``utils.metrics.bbox_iou``: returns (..., 1), a fresh tensor.
-
-    ``box1`` and ``box2`` broadcast over the leading dimensions; boxes are centre x, centre y, width, height in any one
-    unit, or corners with ``xywh=False``. If several kinds are asked for, CIoU takes precedence over DIoU, and DIoU over GIoU.
-    Where YOLOv5 gives NaN (boxes without height) this gives a finite value and gradient. With corners, ``eps`` is added to the height,
-    as in YOLOv5 v7.0 and in Ultralytics; PyPI's yolov5 7.0.14 clamps the height to ``eps`` instead.
-    """
-    return ops.bbox_iou(as_float(box1), as_float(box2), xywh, GIoU, DIoU, CIoU, eps)
-
+from torch_fastdet.patching.switch import Active
 
 # By the names that train.py's --optimizer takes: what makes one of parameter groups, a rate and a momentum (Adam's beta 1).
 OPTIMIZERS: dict[str, Callable[[list[dict[str, object]], float, float], torch.optim.Optimizer]] = {
@@ -92,3 +57,26 @@ def smart_optimizer(
     counts = ", ".join(f"{len(group['params'])} {title}" for title, group in groups.items())
     logger.info("%s, lr %g, parameters by group: %s (decay %g)", type(optimizer).__name__, lr, counts, decay)
     return optimizer
+
+
+def unknown_optimizer(name: str) -> str | None:
+    fast = ("SGD", "Adam", "AdamW")
+    return None if name in fast else f"the optimizer is {name}, and only SGD, Adam and AdamW are replaced."
+
+
+def replacing_optimizer(
+    active: Active, stock: Callable[..., torch.optim.Optimizer], _: object
+) -> Callable[..., object]:
+    """Stock's, with its SGD, Adam or AdamW made ours; for other optimizers the switch says that it cannot apply."""
+
+    def smart_optimizer(
+        model: nn.Module, name: str = "Adam", lr: float = 0.001, momentum: float = 0.9, decay: float = 1e-5
+    ) -> torch.optim.Optimizer:
+        if (reason := unknown_optimizer(name)) is not None:
+            active.cannot_apply(reason)
+        theirs = stock(model, name, lr, momentum, decay)
+        return theirs if reason else optim.ours(theirs)
+
+    smart_optimizer.__module__ = __name__  # in the line that patch() prints
+    smart_optimizer.__qualname__ = "smart_optimizer"
+    return smart_optimizer

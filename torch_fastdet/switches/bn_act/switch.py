@@ -12,6 +12,7 @@ from torch import Tensor
 from torch_fastdet.nn.bn_act import bottleneck_forward, c2f_forward, c3_forward, conv_forward, sppf_forward
 from torch_fastdet.patching.evidence import Asks, Evidence, Formula
 from torch_fastdet.patching.switch import GPU, Active, Make, Switch, Target
+from torch_fastdet.switches.frameworks import VERSION, ultralytics, yolov5
 
 
 def _c2f(self: Any, x: Tensor) -> Tensor:
@@ -77,7 +78,7 @@ def _method(name: str, make: Callable[..., Any], *parts: str) -> Make:
     return made
 
 
-def switch(
+def _switch(
     conv: tuple[str, ...], blocks: tuple[str, ...], evidence: tuple[Evidence, ...] = (), **options: Any
 ) -> Switch:
     """The switch of a host.
@@ -115,3 +116,12 @@ def switch(
         evidence=(GPU, *evidence),
         **options,
     )
+
+
+YOLOV5 = _switch(yolov5("models.common"), yolov5("models.common"), modules=("models.common",))
+ULTRALYTICS = _switch(
+    ultralytics("nn.modules.conv"),
+    ultralytics("nn.modules.block"),
+    (VERSION,),
+    modules=("nn.modules.conv", "nn.modules.block"),
+)

@@ -1,4 +1,4 @@
-"""``mask_optim`` of both hosts: a mask function of the installed version gives what ours gives, in every bit."""
+"""``mask_optim``: a mask function of the installed version that gives the bits of one of :mod:`torch_fastdet.masks` is replaced by it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from typing import Any
 
 import torch
 
-from torch_fastdet.patching.evidence import Behaves
+from torch_fastdet import masks
+from torch_fastdet.patching.evidence import (
+    Behaves,
+)
 from torch_fastdet.patching.switch import Switch, Target
+from torch_fastdet.switches.frameworks import REFERENCE, VERSION, YOLOV5_REFERENCE, ultralytics, yolov5
 
 
 def sample() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -31,7 +35,7 @@ def _masks(function: Callable[..., object], name: str) -> list[object]:
     return [function(protos.clone(), coefficients.clone(), boxes.clone(), *way) for way in ways]
 
 
-def switch(
+def _switch(
     where: tuple[str, ...], functions: dict[str, Callable[..., object]], reference: str, **options: Any
 ) -> Switch:
     """The switch of a host whose modules ``where`` define ``functions``, by their names, as ``reference`` does."""
@@ -46,3 +50,22 @@ def switch(
         tuple(target(name, ours) for name, ours in functions.items()),
         **options,
     )
+
+
+YOLOV5 = _switch(
+    yolov5("utils.segment.general"),
+    {
+        name: getattr(masks, f"yolov5_{name}")
+        for name in ("process_mask", "process_mask_native", "process_mask_upsample", "crop_mask")
+    },
+    YOLOV5_REFERENCE,
+    modules=("utils.segment.general",),
+)
+
+ULTRALYTICS = _switch(
+    ultralytics("utils.ops"),
+    {name: getattr(masks, f"ultralytics_{name}") for name in ("process_mask", "process_mask_native", "crop_mask")},
+    REFERENCE,
+    modules=("utils.ops",),
+    evidence=(VERSION,),
+)

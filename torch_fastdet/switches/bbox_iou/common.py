@@ -1,0 +1,42 @@
+"""``bbox_iou`` under the signature of both frameworks, and a small case that tells it from another one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torch_fastdet import ops
+from torch_fastdet._torch.floats import as_float
+from torch_fastdet.patching.evidence import (
+    Behaves,
+)
+
+
+def bbox_iou(
+    box1: torch.Tensor,
+    box2: torch.Tensor,
+    xywh: bool = True,
+    GIoU: bool = False,
+    DIoU: bool = False,
+    CIoU: bool = False,
+    eps: float = 1e-7,
+) -> torch.Tensor:
+    """IoU, GIoU, DIoU or CIoU of boxes (..., 4), as ``ultralytics.utils.metrics.bbox_iou``: returns (..., 1), a new tensor.
+
+    ``box1`` and ``box2`` broadcast over the leading dimensions; boxes are centre x, centre y, width, height in any one
+    unit, or corners with ``xywh=False``. If several kinds are asked for, CIoU takes precedence over DIoU, and DIoU over GIoU.
+    Where the stock function gives NaN (boxes without height) this gives a finite value and gradient.
+    """
+    return ops.bbox_iou(as_float(box1), as_float(box2), xywh, GIoU, DIoU, CIoU, eps)
+
+
+def _ious(function: Any) -> list[torch.Tensor]:
+    boxes = torch.tensor([[30.0, 20.0, 12.0, 9.0], [33.0, 22.0, 5.0, 16.0], [70.0, 60.0, 8.0, 8.0]])
+    kinds: tuple[dict[str, object], ...] = ({}, {"GIoU": True}, {"DIoU": True}, {"CIoU": True})
+    return [function(boxes[:2], boxes[1:], xywh=True, **kind) for kind in kinds]
+
+
+def iou(drop_in: object, reference: str) -> Behaves:
+    """A bbox_iou gives what ``drop_in`` gives, of any kind."""
+    return Behaves("its bbox_iou", lambda stock: (_ious(stock), _ious(drop_in)), 1e-5, reference)

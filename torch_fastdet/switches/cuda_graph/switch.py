@@ -1,0 +1,81 @@
+"""``cuda_graph``: the passes of a model as CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch_fastdet.patching.evidence import (
+    Signature,
+)
+from torch_fastdet.patching.machine import needs_gpu
+from torch_fastdet.patching.switch import GPU, Switch, Target
+from torch_fastdet.rewrites.yolov5 import STOCK_MODULES as MODELS
+from torch_fastdet.switches.cuda_graph import ultralytics as of_ultralytics
+from torch_fastdet.switches.cuda_graph import yolov5 as of_yolov5
+from torch_fastdet.switches.cuda_graph.common import timer
+from torch_fastdet.switches.frameworks import SELF, VERSION, ultralytics, yolov5
+
+CLASSIFIER = "ClassificationModel"  # segmentation's derives from DetectionModel
+YOLOV5 = Switch(
+    "cuda_graph",
+    "train, detect and validate with the model's passes as CUDA graphs, one for each image size; needs a GPU",
+    (
+        Target(MODELS, "DetectionModel.forward", make=of_yolov5.model_forward, missing="refuse"),
+        Target(MODELS, f"{CLASSIFIER}.forward", make=of_yolov5.model_forward),
+        Target(yolov5("models.common"), "DetectMultiBackend.forward", make=of_yolov5.backend_forward),
+        timer(yolov5("utils.general"), (Signature(("self",)),)),
+    ),
+    modules=("models.yolo", "models.common", "utils.general"),
+    evidence=(GPU,),
+    options={"device": needs_gpu},
+)
+
+
+def setup_train_target(own_objection: Callable[[Any], str | None]) -> Target:
+    """Segmentation, pose and OBB models derive from ``DetectionModel``; all trainers from this one."""
+    make = of_ultralytics.checking_trainer(own_objection)
+    return Target(
+        ultralytics("engine.trainer"),
+        "BaseTrainer._setup_train",
+        make=make,
+        evidence=(SELF,),
+        missing="refuse",
+        quiet=True,
+    )
+
+
+ULTRALYTICS = Switch(
+    "cuda_graph",
+    "train, predict and validate with the model's passes as CUDA graphs, one for each image size; needs a GPU",
+    (
+        Target(
+            ultralytics("nn.tasks"),
+            "DetectionModel.predict",
+            make=of_ultralytics.model_predict,
+            evidence=(of_ultralytics.PREDICT,),
+            missing="refuse",
+        ),
+        Target(
+            ultralytics("nn.tasks"),
+            "ClassificationModel.predict",
+            make=of_ultralytics.model_predict,
+            evidence=(of_ultralytics.PREDICT,),
+            otherwise="say",
+        ),
+        setup_train_target(of_ultralytics.compiles),
+        Target(
+            ultralytics("engine.trainer"),
+            "BaseTrainer._build_train_pipeline",
+            make=of_ultralytics.begin_again,
+            evidence=(SELF,),
+            otherwise="nothing",
+            quiet=True,
+        ),
+        Target(ultralytics("nn.backends.pytorch"), "PyTorchBackend.forward", make=of_ultralytics.backend_forward),
+        timer(ultralytics("utils.ops"), (SELF,)),
+    ),
+    modules=("nn.tasks", "engine.trainer", "nn.backends.pytorch", "utils.ops"),
+    evidence=(GPU, VERSION),
+    options={"device": needs_gpu, "compile": of_ultralytics.compile_objection},
+)

@@ -1,0 +1,23 @@
+"""Where the modules of YOLOv5 and Ultralytics are, and which versions the switches know."""
+
+from __future__ import annotations
+
+from torch_fastdet.patching.evidence import Signature, Version
+
+YOLOV5_REFERENCE = "YOLOv5 7.0"
+#: The first version of Ultralytics whose results the drop-ins have, and the last one that was read.
+OLDEST, REFERENCE = "8.4.120", "8.4.190"
+VERSION = Version("ultralytics", OLDEST)
+ALL_READ = f"ultralytics {OLDEST} to {REFERENCE}"
+#: The parameters of a method without arguments.
+SELF = Signature(("self",))
+
+
+def yolov5(module: str) -> tuple[str, ...]:
+    """Return the full names of a module of YOLOv5: in a checkout, and in PyPI's package."""
+    return module, f"yolov5.{module}"
+
+
+def ultralytics(module: str) -> tuple[str, ...]:
+    """Return the full name of a module of Ultralytics, as a tuple like :func:`yolov5`."""
+    return (f"ultralytics.{module}",)

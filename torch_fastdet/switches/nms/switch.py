@@ -1,0 +1,50 @@
+"""``nms_optim``: decoding and suppression without host syncs."""
+
+from __future__ import annotations
+
+from torch_fastdet.patching.evidence import (
+    Signature,
+)
+from torch_fastdet.patching.switch import Switch, Target
+from torch_fastdet.rewrites.yolov5 import STOCK_MODULES as MODELS
+from torch_fastdet.suppression import ultralytics_non_max_suppression, yolov5_non_max_suppression
+from torch_fastdet.switches.frameworks import VERSION, ultralytics, yolov5
+from torch_fastdet.switches.nms import yolov5 as decoding
+from torch_fastdet.switches.nms.trial import DECODING, SUPPRESSION
+from torch_fastdet.switches.nms.ultralytics import LABELS, suppression_like
+
+DECODED = " (float32 heads decoded by torch_fastdet.ops.yolov5_decode)"
+YOLOV5 = Switch(
+    "nms_optim",
+    "decode and non-maximum suppression without host syncs or a time limit, in val, detect, segment and validation",
+    (
+        Target(yolov5("utils.general"), "non_max_suppression", yolov5_non_max_suppression, evidence=(SUPPRESSION,)),
+        # Suppression goes on without these.
+        Target(
+            MODELS,
+            "Detect.forward",
+            make=lambda _, stock, __: decoding.OfInstances(stock),
+            class_evidence=(DECODING,),
+            own=True,
+            otherwise="say",
+            note=DECODED,
+        ),
+        Target(MODELS, "Segment.forward", make=decoding.segmenting, after="Detect.forward", note=DECODED),
+    ),
+    modules=("utils.general", "models.yolo", "models.common"),
+)
+
+ULTRALYTICS = Switch(
+    "nms_optim",
+    "non-maximum suppression without host syncs or a time limit, in val, predict and track",
+    (
+        Target(
+            ultralytics("utils.nms"),
+            "non_max_suppression",
+            make=lambda _, stock, __: suppression_like(stock),
+            evidence=(Signature(ultralytics_non_max_suppression, optional=LABELS),),
+        ),
+    ),
+    modules=("utils.nms",),
+    evidence=(VERSION,),
+)

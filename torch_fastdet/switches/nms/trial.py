@@ -1,0 +1,52 @@
+"""Small cases in which YOLOv5's decoding and suppression, or those of a fork, show what they compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_fastdet import ops
+from torch_fastdet.patching.evidence import (
+    Behaves,
+)
+from torch_fastdet.suppression import yolov5_non_max_suppression as non_max_suppression
+from torch_fastdet.switches.frameworks import YOLOV5_REFERENCE
+from torch_fastdet.switches.loss.yolov5_trial import ANCHORS, CLASSES, SIZES, DetectLike, heads
+
+
+def _rows(function: Any) -> list[Tensor]:
+    count = 24
+    # Centers on a grid whose boxes overlap; scores from .05 to .95 without ties.
+    x, y = 20.0 + 7 * torch.arange(count).remainder(6), 20.0 + 9 * torch.arange(count).div(6, rounding_mode="floor")
+    scores = 0.5 + 0.45 * torch.linspace(0.0, 37.0, count * (1 + CLASSES)).sin().view(count, -1)
+    boxes = torch.stack((x, y, 16 + x.sin(), 20 + y.cos()), 1)
+    prediction = torch.cat((boxes, scores), 1).repeat(2, 1, 1)
+    prediction[1, :, 4] *= 0.7
+    kinds: tuple[dict[str, object], ...] = (
+        {},
+        {"multi_label": True},
+        {"agnostic": True},
+        {"classes": [1]},
+        {"max_det": 3},
+    )
+    return [image for kind in kinds for image in function(prediction.clone(), 0.2, 0.35, **kind)]
+
+
+def _decoded(detect: Any) -> tuple[Tensor, Tensor]:
+    like = DetectLike()
+    head = detect.__new__(detect)
+    nn.Module.__init__(head)
+    head.nc, head.no, head.nl, head.na = CLASSES, 5 + CLASSES, len(SIZES), ANCHORS
+    head.grid, head.anchor_grid = ([torch.empty(0) for _ in SIZES] for _ in range(2))
+    head.m, head.inplace, head.stride = nn.ModuleList(nn.Identity() for _ in SIZES), True, like.stride
+    head.register_buffer("anchors", like.anchors)
+    maps = [x.permute(0, 1, 4, 2, 3).flatten(1, 2) for x in heads()]
+    return head.eval()(list(maps))[0], ops.yolov5_decode(heads(), like.anchors, like.stride.tolist())
+
+
+SUPPRESSION = Behaves(
+    "its non_max_suppression", lambda stock: (_rows(stock), _rows(non_max_suppression)), 1e-4, YOLOV5_REFERENCE
+)
+DECODING = Behaves("its Detect", _decoded, 1e-4, YOLOV5_REFERENCE)

@@ -1,0 +1,74 @@
+"""``multi_tensor_optimizer``: optimizer, moving average, unscaling and clipping over all tensors at once."""
+
+from __future__ import annotations
+
+import torch
+
+from torch_fastdet import optim
+from torch_fastdet.ema import ModelEMA
+from torch_fastdet.patching.evidence import (
+    SameCode,
+    Signature,
+)
+from torch_fastdet.patching.switch import Outside, Switch, Target
+from torch_fastdet.switches.frameworks import ALL_READ, REFERENCE, SELF, VERSION, YOLOV5_REFERENCE, ultralytics, yolov5
+from torch_fastdet.switches.optimizer import ultralytics as of_ultralytics
+from torch_fastdet.switches.optimizer.trial import moving_average
+from torch_fastdet.switches.optimizer.yolov5 import replacing_optimizer, smart_optimizer, unknown_optimizer
+
+# train.py calls, as it always does, scaler.unscale_, clip_grad_norm_, scaler.step, scaler.update and ema.update; each finds our
+# kernels behind its own name, and each has stock's effects when it returns: gradients are unscaled, then clipped, in p.grad; a step
+# with infinite gradients changes no parameter; the average moves all the same. Groups, log line and state_dict are stock's.
+
+YOLOV5 = Switch(
+    "multi_tensor_optimizer",
+    "SGD, Adam, AdamW, moving average, unscale and clip over all tensors at once, without host syncs",
+    (
+        Outside(torch.nn.utils, "clip_grad_norm_", optim.clip_grad_norm_),
+        Outside(torch.amp.GradScaler, "unscale_", optim.unscale_),
+        Target(
+            yolov5("utils.torch_utils"),
+            "smart_optimizer",
+            make=replacing_optimizer,
+            evidence=(Signature(smart_optimizer),),
+        ),
+        Target(
+            yolov5("utils.torch_utils"), "ModelEMA", ModelEMA, evidence=(moving_average(ModelEMA, YOLOV5_REFERENCE),)
+        ),
+    ),
+    modules=("utils.torch_utils",),
+    options={"optimizer": unknown_optimizer},
+)
+
+ULTRALYTICS = Switch(
+    "multi_tensor_optimizer",
+    "SGD, Adam, AdamW, MuSGD, moving average, unscale and clip over all tensors at once",
+    (
+        Outside(torch.nn.utils, "clip_grad_norm_", optim.clip_grad_norm_),
+        Outside(torch.amp.GradScaler, "unscale_", optim.unscale_),
+        Target(
+            ultralytics("utils.torch_utils"),
+            "ModelEMA",
+            of_ultralytics.ModelEMA,
+            evidence=(moving_average(of_ultralytics.ModelEMA, REFERENCE),),
+        ),
+        Target(
+            ultralytics("engine.trainer"),
+            "BaseTrainer.build_optimizer",
+            make=of_ultralytics.building,
+            evidence=(Signature(("self", "model", "name", "lr", "momentum", "decay", "iterations")),),
+            missing="refuse",
+        ),
+        Target(
+            ultralytics("engine.trainer"),
+            "BaseTrainer.optimizer_step",
+            make=of_ultralytics.stepping,
+            evidence=(SELF, SameCode({"": ("bea1725d",)}, ALL_READ)),
+            after="BaseTrainer.build_optimizer",
+            missing="refuse",
+            otherwise="say",
+        ),
+    ),
+    modules=("utils.torch_utils", "engine.trainer"),
+    evidence=(VERSION,),
+)

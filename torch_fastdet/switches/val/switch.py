@@ -1,0 +1,282 @@
+"""``val_optim``: matching of detections and labels, and the confusion matrix, without a loop over images."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from torch_fastdet import ops
+from torch_fastdet.patching.evidence import (
+    Asks,
+    Behaves,
+    Obstacle,
+    SameCode,
+    Signature,
+    plainly_on_the_cpu,
+)
+from torch_fastdet.patching.import_hook import namespace, top_level
+from torch_fastdet.patching.replace import is_code_of
+from torch_fastdet.patching.stand_in import stand_in
+from torch_fastdet.patching.switch import Active, Switch, Target
+from torch_fastdet.switches.frameworks import ALL_READ, VERSION, YOLOV5_REFERENCE, ultralytics, yolov5
+from torch_fastdet.switches.val import average_precision, cases
+from torch_fastdet.switches.val import ultralytics as of_ultralytics
+from torch_fastdet.switches.val import yolov5 as of_yolov5
+from torch_fastdet.switches.val.cases import DETECTIONS, IOUV, LABELS
+
+
+def _correct(matcher: Any) -> torch.Tensor:
+    return torch.as_tensor(matcher(cases.DETECTIONS.clone(), cases.LABELS.clone(), cases.IOUV.clone())).bool()
+
+
+def _confused(kind: type) -> torch.Tensor:
+    matrix = kind(2)
+    matrix.process_batch(cases.DETECTIONS.clone(), cases.LABELS.clone())
+    return torch.as_tensor(matrix.matrix).long()
+
+
+PROCESS_BATCH = Target(
+    yolov5("val"),
+    "process_batch",
+    of_yolov5.process_batch,
+    evidence=(
+        Behaves("its process_batch", lambda f: (_correct(f), _correct(of_yolov5.process_batch)), 0, YOLOV5_REFERENCE),
+    ),
+)
+
+
+def _correct_masks(matcher: Any) -> list[torch.Tensor]:
+    """By boxes, by one mask a label, and by labels that overlap in one mask of half the size."""
+    detections, labels, iouv = cases.DETECTIONS.clone(), cases.LABELS.clone(), cases.IOUV.clone()
+    y, x = torch.arange(100)[:, None], torch.arange(100)
+
+    def inside(boxes: torch.Tensor) -> torch.Tensor:
+        left, top, right, bottom = boxes.T[:, :, None, None]
+        return ((x >= left) & (x < right) & (y >= top) & (y < bottom)).float()
+
+    found, truth = inside(detections[:, :4]), inside(labels[:, 1:])
+    index = torch.stack([number * mask for number, mask in enumerate(truth, 1)]).amax(0)[None, ::2, ::2]
+    ways = [(), (found, truth, False, True), (found, index, True, True)]
+    return [torch.as_tensor(matcher(detections, labels, iouv, *way)).bool() for way in ways]
+
+
+def _masks_as_ours(stock: Callable) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    return _correct_masks(stock), _correct_masks(of_yolov5.process_batch_of_masks(stock))
+
+
+PROCESS_BATCH_OF_MASKS = Target(
+    yolov5("segment.val"),
+    "process_batch",
+    make=lambda _, stock, __: of_yolov5.process_batch_of_masks(stock),
+    evidence=(
+        Signature(("detections", "labels", "iouv", "pred_masks", "gt_masks", "overlap", "masks")),
+        Behaves("its process_batch", _masks_as_ours, 0, YOLOV5_REFERENCE),
+    ),
+    otherwise="say",
+)
+
+
+def _matrix_class(active: Active, stock: type, _: object) -> type:
+    def look_at_script() -> None:
+        """val.py as the script that runs: it defines process_batch itself, after its imports and before its first image."""
+        main = sys.modules.get("__main__")
+        script, metrics = (
+            namespace(module).get("__file__") for module in (main, sys.modules[stock.__module__]) if module
+        )
+        if main is None or not isinstance(script, str) or not isinstance(metrics, str):
+            return
+        root = Path(metrics).resolve().parents[1]
+        for target, path in ((PROCESS_BATCH, "val.py"), (PROCESS_BATCH_OF_MASKS, "segment/val.py")):
+            if Path(script).resolve() == root / path:
+                active.look_for(target, "__main__", [main])
+
+    return stand_in(active.name, stock, of_yolov5.confusion_matrix_class(stock, look_at_script))
+
+
+def _matrices(stock: type) -> tuple[torch.Tensor, torch.Tensor]:
+    return _confused(stock), _confused(of_yolov5.confusion_matrix_class(stock, lambda: None))
+
+
+YOLOV5 = Switch(
+    "val_optim",
+    "matching of detections and labels, and confusion matrix, in val.py, segment/val.py and the validation inside train.py",
+    (
+        PROCESS_BATCH,
+        PROCESS_BATCH_OF_MASKS,
+        Target(yolov5("utils.general"), "scale_boxes", of_yolov5.scale_boxes),
+        Target(
+            yolov5("utils.metrics"),
+            "ConfusionMatrix",
+            make=_matrix_class,
+            evidence=(
+                Signature(("self", "nc", "conf", "iou_thres"), "__init__"),
+                Signature(("self", "detections", "labels"), "process_batch"),
+                Behaves("its ConfusionMatrix", _matrices, 0, YOLOV5_REFERENCE),
+            ),
+        ),
+        average_precision.target(
+            yolov5("utils.metrics"),
+            # Of YOLOv5 7.0, and of GitHub's head.
+            SameCode({"ap_per_class": ("bd7f097d",), "compute_ap": ("66e3cf6e", "33760776")}, "YOLOv5 7.0 or later"),
+            of_yolov5.plotted,
+        ),
+    ),
+    modules=("utils.metrics", "utils.general", "val", "segment.val"),
+)
+
+RULES = ("greedy", "best")
+IMAGES = (LABELS, LABELS[-1:], LABELS[:0])  # no detection meets the last label
+
+
+def _rule(ours: Callable[[str], torch.Tensor], stock: torch.Tensor) -> str | None:
+    return next((rule for rule in RULES if torch.equal(ours(rule), stock)), None)
+
+
+def matching_rule(validator: Any) -> str | None:
+    """The rule by which the installed version matches the case that tells rules apart; None: neither."""
+    box_iou = importlib.import_module(ultralytics("utils.metrics")[0]).box_iou
+    with plainly_on_the_cpu():
+        iou = box_iou(LABELS[:, 1:], DETECTIONS[:, :4])
+        found = validator.match_predictions(SimpleNamespace(iouv=IOUV), DETECTIONS[:, 5], LABELS[:, 0], iou)
+        return _rule(lambda rule: ops.match_detections(DETECTIONS, LABELS, IOUV, rule=rule), found)
+
+
+def counting_rule(matrix_class: Any) -> str | None:
+    """The rule by which the installed version counts the same case."""
+
+    def confusions(rule: str) -> torch.Tensor:
+        return torch.stack([of_ultralytics.confusions(DETECTIONS, labels, 2, 0.25, 0.45, rule) for labels in IMAGES])
+
+    found = []
+    with plainly_on_the_cpu():
+        for labels in IMAGES:
+            matrix = matrix_class(names={0: "0", 1: "1"})
+            matrix.process_batch(
+                {"bboxes": DETECTIONS[:, :4], "conf": DETECTIONS[:, 4], "cls": DETECTIONS[:, 5]},
+                {"bboxes": labels[:, 1:], "cls": labels[:, 0]},
+            )
+            found.append(torch.as_tensor(matrix.matrix).long())
+        return _rule(confusions, torch.stack(found))
+
+
+def knows(rule: Callable[[object], str | None], what: str) -> Asks:
+    return Asks(
+        "a known rule of matching", lambda stock: None if rule(stock) else f"its {what} matches by an unknown rule."
+    )
+
+
+def _update(_: Active, stock: Callable[..., object], validator: Any) -> Callable[..., object]:
+    return of_ultralytics.update_on_host(stock, validator._process_batch)
+
+
+def _process(overlaps: of_ultralytics.Overlaps) -> Callable[..., object]:
+    def make(_: Active, stock: Callable[..., object], validator: Any) -> object:
+        if overlaps.function not in vars(sys.modules[validator.__module__]):
+            return Obstacle(f"{validator.__module__} has no {overlaps.function}.")
+        return of_ultralytics.process_overlaps(stock, overlaps, super(validator, validator)._process_batch)
+
+    return make
+
+
+def _update_by_overlaps(overlaps: of_ultralytics.Overlaps) -> Callable[..., object]:
+    def make(_: Active, stock: Callable[..., object], validator: Any) -> object:
+        names = vars(sys.modules[validator.__module__])
+        host = top_level(validator.__module__)
+        if not is_code_of(validator._prepare_pred, host):
+            return Obstacle("its _prepare_pred has been replaced by somebody else, and may give other rows.")
+        preparing = None
+        if overlaps.prepares is not None and is_code_of(validator._prepare_batch, host):
+            boxes = super(validator, validator)._prepare_batch
+            preparing = validator._prepare_batch, overlaps.prepares(boxes)
+        prepare = of_ultralytics.preparing_overlaps(
+            overlaps, lambda: names[overlaps.function], validator._prepare_pred, preparing
+        )
+        return of_ultralytics.update_on_host(stock, validator._process_batch, prepare)
+
+    return make
+
+
+PROCESS = Signature(("self", "preds", "batch"))
+DETECTED = "DetectionValidator.update_metrics"
+ULTRALYTICS = Switch(
+    "val_optim",
+    "matching of detections and labels, and confusion matrix, in the validation of detectors",
+    (
+        Target(
+            ultralytics("engine.validator"),
+            "BaseValidator.match_predictions",
+            make=lambda _, stock, validator: of_ultralytics.match_overlaps(stock, str(matching_rule(validator))),
+            evidence=(Signature(("self", "pred_classes", "true_classes", "iou", "use_scipy")),),
+            own=True,
+            class_evidence=(knows(matching_rule, "match_predictions"),),
+        ),
+        Target(
+            ultralytics("models.yolo.detect.val"),
+            "DetectionValidator._process_batch",
+            make=lambda _, stock, validator: of_ultralytics.match(
+                stock, validator.match_predictions, str(matching_rule(validator))
+            ),
+            evidence=(PROCESS,),
+            own=True,
+            class_evidence=(
+                Signature(("self", "preds", "batch"), "update_metrics"),
+                knows(matching_rule, "match_predictions"),
+            ),
+        ),
+        Target(
+            ultralytics("models.yolo.detect.val"), DETECTED, make=_update, after="DetectionValidator._process_batch"
+        ),
+        *(
+            target
+            for task, validator, overlaps in (
+                ("segment", "SegmentationValidator", of_ultralytics.MASKS),
+                ("pose", "PoseValidator", of_ultralytics.KEYPOINTS),
+                ("obb", "OBBValidator", of_ultralytics.ROTATED_BOXES),
+            )
+            for target in (
+                Target(
+                    ultralytics(f"models.yolo.{task}.val"),
+                    f"{validator}._process_batch",
+                    make=_process(overlaps),
+                    evidence=(PROCESS,),
+                    own=True,
+                    after=DETECTED,
+                    otherwise="say",
+                ),
+                Target(
+                    ultralytics(f"models.yolo.{task}.val"),
+                    f"{validator}.update_metrics",
+                    make=_update_by_overlaps(overlaps),
+                    after=f"{validator}._process_batch",
+                    otherwise="say",
+                ),
+            )
+        ),
+        Target(
+            ultralytics("utils.metrics"),
+            "ConfusionMatrix.process_batch",
+            make=lambda _, stock, matrix: of_ultralytics.confuse(stock, str(counting_rule(matrix))),
+            evidence=(Signature(("self", "detections", "batch", "conf", "iou_thres")),),
+            own=True,
+            class_evidence=(knows(counting_rule, "ConfusionMatrix"),),
+        ),
+        average_precision.target(
+            ultralytics("utils.metrics"),
+            # Of 8.4.120 to 8.4.180, and of 8.4.185 to 8.4.190.
+            SameCode({"ap_per_class": ("f5a9d556", "e8ab4de3"), "compute_ap": ("d0c7762c", "b5719675")}, ALL_READ),
+            of_ultralytics.plotted,
+        ),
+    ),
+    modules=(
+        "engine.validator",
+        *(f"models.yolo.{task}.val" for task in ("detect", "segment", "pose", "obb")),
+        "utils.metrics",
+    ),
+    evidence=(VERSION,),
+)
