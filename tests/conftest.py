@@ -172,6 +172,8 @@ def _lines_on_stderr():
     """Lines of the package are shown as after ``patch()``: pytest's own handlers are not a user's."""
     with pytest.MonkeyPatch.context() as patch:  # apart from the tests' own, which they may undo
         patch.setattr(_say, "is_configured", lambda: False)
+        _say.counts.clear()
+        _say.fallbacks.clear()
         _say.show("tests")
         yield
         _say.hide("tests")

@@ -94,8 +94,6 @@ def test_exit_status_and_output(host, capsys, monkeypatch, asked, status, as_jso
 
 
 def test_the_report_at_the_end_is_said_once(host, capsys):
-    _say.fallbacks.clear()
-    _say.counts.clear()  # of other tests in this process
     host.patch({"fine": True})
     host.on["fine"].tell("fine: half of it stays")
     _say.say("fine: a loader falls back", logging.WARNING)

@@ -291,9 +291,9 @@ PACKAGE = Path(torch_fastdet.__file__).parent
 
 def test_the_engine_knows_no_host():
     """And its modules import each other in one direction."""
-    order = ["import_hook", "replace", "switch", "host", "launcher"]
+    order = ["import_hook", "replace", "fingerprint", "evidence", "switch", "engine", "launcher"]
     for place, name in enumerate(order):
-        tree = ast.parse((PACKAGE / "hosts/engine" / f"{name}.py").read_text())
+        tree = ast.parse((PACKAGE / "patching" / f"{name}.py").read_text())
         imported = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
         assert not [each for each in imported if each.startswith(("torch_fastdet.yolov5", "torch_fastdet.ultralytics"))]
         of_the_engine = [each.rpartition(".")[2] for each in imported if each.startswith("torch_fastdet.patching.")]
