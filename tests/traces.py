@@ -70,7 +70,9 @@ def settings() -> dict[str, object]:
     """Of the process, of Python and of PyTorch."""
     cudnn = torch.backends.cudnn
     found: dict[str, object] = {
-        f"os.environ[{name!r}]": value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"
+        f"os.environ[{name!r}]": value
+        for name, value in os.environ.items()
+        if name != "PYTEST_CURRENT_TEST" and not name.startswith(("TORCHINDUCTOR_", "TRITON_"))  # torch.compile's own
     }
     for name in ("", "torch_fastdet", "ultralytics", "yolov5"):
         logger = logging.getLogger(name)
@@ -121,38 +123,58 @@ def replaced(name: str, before: dict[str, object], now: dict[str, object]) -> It
         old, new = before.get(attribute, MISSING), now.get(attribute, MISSING)
         if old is new or attribute.startswith("__"):
             continue
-        if is_code(old) if old is not MISSING else is_ours(new) and not name.startswith("torch_fastdet"):
+        if name.split(".")[0].split(" ")[0] in (
+            "torch",
+            "numpy",
+            "cv2",
+        ):  # which replace some themselves, such as torch.manual_seed
+            left = is_ours(new) or new is MISSING
+        else:
+            left = is_code(old) if old is not MISSING else is_ours(new) and not name.startswith("torch_fastdet")
+        if left:
             yield f"{name}.{attribute}"
+
+
+def same(before: dict[str, object], now: Any) -> bool:
+    try:
+        return before == now  # values that are one object are not compared
+    except Exception:  # arrays have no truth
+        return False
 
 
 class Traces:
     """What the process was like; :meth:`look` says what has changed since the last look."""
 
     def __init__(self) -> None:
-        self._modules = set(sys.modules)
+        self._modules: set[str] = set()
+        self._owners: list[tuple[str, Any]] = []
+        self._attributes: dict[int, tuple[Any, dict[str, object]]] = {}  # the owner lives on, so that its id is its own
         self._settings = settings()
-        self._attributes = {id(owner): (owner, dict(vars(owner))) for _, owner in watched()}
+        self.look()
 
     def look(self) -> list[str]:
-        changed = []
         now = settings()
-        changed += [
+        changed = [
             name for name in sorted(self._settings.keys() | now.keys()) if self._settings.get(name) != now.get(name)
         ]
-        attributes = {}
-        for name, owner in watched():
-            attributes[id(owner)] = owner, dict(vars(owner))
-            if id(owner) in self._attributes:
-                changed += replaced(name, self._attributes[id(owner)][1], attributes[id(owner)][1])
-        for name in set(sys.modules) - self._modules:
-            module = sys.modules[name]
-            if type(module) is ModuleType and name.partition(".")[0] in PACKAGES:
-                held = [key for key, value in list(vars(module).items()) if id(value) in fakes]
-                changed += [f"{name}.{key} (imported while a test had faked it)" for key in held]
+        self._settings = now
+        for name, owner in self._owners:
+            before = self._attributes[id(owner)][1]
+            if not same(before, vars(owner)):
+                self._attributes[id(owner)] = owner, dict(vars(owner))
+                changed += replaced(name, before, self._attributes[id(owner)][1])
+        if new := sys.modules.keys() - self._modules:
+            for name in new:
+                module = sys.modules[name]
+                if type(module) is ModuleType and name.partition(".")[0] in PACKAGES:
+                    held = [key for key, value in list(vars(module).items()) if id(value) in fakes]
+                    changed += [f"{name}.{key} (imported while a test had faked it)" for key in held]
+            self._modules, self._owners = set(sys.modules), list(watched())
+            for _, owner in self._owners:
+                self._attributes.setdefault(id(owner), (owner, dict(vars(owner))))
         for framework in ("yolov5", "ultralytics"):
             host = getattr(sys.modules.get(f"torch_fastdet.{framework}.host"), "HOST", None)
             if host is not None and (host.on or host.requests or host.patches.replacements):
                 changed.append(f"torch_fastdet.{framework} is switched on")
         fakes.clear()
-        self._modules, self._settings, self._attributes = set(sys.modules), now, attributes
         return changed
