@@ -28,7 +28,7 @@ import torch_fastdet
 PACKAGES = ("torch_fastdet", "yolov5", "ultralytics", "utils", "models")
 #: Modules of others, in which switches and tests replace names.
 OTHERS = ("torch", "torch.amp", "torch.cuda", "torch.nn.functional", "torch.optim", "torch.utils.data", "numpy", "cv2")
-CLASSES = (torch.Tensor, torch.nn.Module, torch.nn.Conv2d, torch.nn.BatchNorm2d, torch.nn.SiLU, torch.nn.Upsample)
+CLASSES = (torch.nn.Module, torch.nn.Conv2d, torch.nn.BatchNorm2d, torch.nn.SiLU, torch.nn.Upsample)
 #: Functions and classes that tests have put somewhere with monkeypatch, by id, since the last look.
 fakes: dict[int, object] = {}
 
@@ -103,7 +103,7 @@ def watched() -> Iterator[tuple[str, Any]]:
                 if isinstance(value, type) and vars(value).get("__module__") == name:
                     yield f"{name}.{value.__qualname__}", value
     for each in CLASSES:
-        yield f"torch {each.__name__}", each
+        yield f"torch.nn.{each.__name__}", each
 
 
 def is_code(value: object) -> bool:
