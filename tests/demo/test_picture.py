@@ -34,6 +34,7 @@ def test_labels_lie_around_their_digits(index):
         assert cv2.contourArea(outline.astype(np.float32)) > 20
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_command(tmp_path):
     env = {

@@ -29,6 +29,7 @@ def test_command_of_yolov5(tmp_path, weights, words):
     assert command[7 : 7 + len(words)] == words
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.cpu
 @pytest.mark.parametrize("host, model", [("ultralytics", "yolo11n.yaml"), ("yolov5", "yolov5n.yaml")])

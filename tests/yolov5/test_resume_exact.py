@@ -77,6 +77,7 @@ def test_killed_training_ends_with_the_bits_of_one_run(real_yolov5, trainings):
     assert not any("resumes as stock's" in output for output in outputs)
 
 
+@pytest.mark.nightly
 def test_training_and_resume_under_limits(real_yolov5, trainings, tmp_path):
     checkout = real_yolov5("checkout")
     with limits(checkout.environment, tmp_path):
