@@ -7,6 +7,7 @@ framework's attribute replaced, a fake in a module, or a setting of the process 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import logging
@@ -16,7 +17,7 @@ import random
 import sys
 import warnings
 from collections.abc import Iterator
-from types import ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -106,8 +107,21 @@ def watched() -> Iterator[tuple[str, Any]]:
         yield f"torch.nn.{each.__name__}", each
 
 
+CODE = (
+    FunctionType,
+    BuiltinFunctionType,
+    type,
+    ModuleType,
+    property,
+    staticmethod,
+    classmethod,
+    type(functools.cache(len)),
+)
+
+
 def is_code(value: object) -> bool:
-    return callable(value) or isinstance(value, (ModuleType, property, staticmethod, classmethod))
+    """Not what only can be called, such as a weak reference."""
+    return isinstance(value, CODE)
 
 
 def is_ours(value: object) -> bool:
@@ -121,7 +135,9 @@ def replaced(name: str, before: dict[str, object], now: dict[str, object]) -> It
     """The functions, classes and modules that are not what they were, and ours that were not there; caches and counts may change."""
     for attribute in before.keys() | now.keys():
         old, new = before.get(attribute, MISSING), now.get(attribute, MISSING)
-        if old is new or attribute.startswith("__"):
+        if (
+            old is new or attribute.startswith("__") or getattr(new, "hooked", False)
+        ):  # torch wraps `step` of an optimizer
             continue
         if name.split(".")[0].split(" ")[0] in (
             "torch",
@@ -158,6 +174,8 @@ class Traces:
             name for name in sorted(self._settings.keys() | now.keys()) if self._settings.get(name) != now.get(name)
         ]
         self._settings = now
+        if {"yolov5", "ultralytics"} & (sys.modules.keys() - self._modules):
+            changed = []  # which importing them changes
         for name, owner in self._owners:
             before = self._attributes[id(owner)][1]
             if not same(before, vars(owner)):
