@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Iterator
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -30,6 +31,16 @@ PACKAGES = ("torch_fastdet", "yolov5", "ultralytics", "utils", "models")
 #: Modules of others, in which switches and tests replace names.
 OTHERS = ("torch", "torch.amp", "torch.cuda", "torch.nn.functional", "torch.optim", "torch.utils.data", "numpy", "cv2")
 CLASSES = (torch.nn.Module, torch.nn.Conv2d, torch.nn.BatchNorm2d, torch.nn.SiLU, torch.nn.Upsample)
+#: Variables that pytest, torch and Ultralytics set while they run, which change nothing.
+OF_OTHERS = (
+    "PYTEST_",
+    "TORCHINDUCTOR_",
+    "TRITON_",
+    "CUDA_MODULE_LOADING",
+    "TEARDOWN_CUPTI",
+    "DISABLE_CUPTI",
+    "NO_ALBUMENTATIONS",
+)
 #: Functions and classes that tests have put somewhere with monkeypatch, by id, since the last look.
 fakes: dict[int, object] = {}
 
@@ -38,8 +49,9 @@ def import_everything() -> None:
     for module in pkgutil.walk_packages(torch_fastdet.__path__, "torch_fastdet."):
         if not module.name.endswith((".__main__", ".onnx", ".libtorch_fastdet")):
             importlib.import_module(module.name)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), mock.patch.dict(os.environ):
         warnings.simplefilter("ignore")
+        # YOLOv5 sets a number of threads in the environment, which the programs of later tests would have.
         for framework in ("yolov5", "ultralytics"):
             if importlib.util.find_spec(framework) is None:
                 continue
@@ -71,9 +83,7 @@ def settings() -> dict[str, object]:
     """Of the process, of Python and of PyTorch."""
     cudnn = torch.backends.cudnn
     found: dict[str, object] = {
-        f"os.environ[{name!r}]": value
-        for name, value in os.environ.items()
-        if name != "PYTEST_CURRENT_TEST" and not name.startswith(("TORCHINDUCTOR_", "TRITON_"))  # torch.compile's own
+        f"os.environ[{name!r}]": value for name, value in os.environ.items() if not name.startswith(OF_OTHERS)
     }
     for name in ("", "torch_fastdet", "ultralytics", "yolov5"):
         logger = logging.getLogger(name)
