@@ -52,6 +52,15 @@ TORCH_LIBRARY(torch_fastdet, m) {
   // The gradient of x in y = softmax(x, -1): (N, rows, columns), grad_y of any strides.
   m.def("softmax_backward(Tensor grad_y, Tensor y) -> Tensor");
 
+  // Multi-scale deformable attention. shapes: height and width of each level, one after the other.
+  m.def("deformable_attention(Tensor value, SymInt[] shapes, Tensor locations, Tensor weights) -> Tensor");
+  m.def(
+      "deformable_attention_backward(Tensor grad_output, Tensor value, SymInt[] shapes, Tensor locations, "
+      "Tensor weights) -> (Tensor, Tensor, Tensor)");
+
+  // Rectangular assignment problems, and what could not be solved.
+  m.def("linear_assignment(Tensor cost, Tensor columns) -> (Tensor rows, Tensor status)");
+
   // Intersection over union of box pairs, and its loss.
   m.def(
       "bbox_iou(Tensor box1, Tensor box2, bool xywh=True, bool GIoU=False, bool DIoU=False, bool CIoU=False, "

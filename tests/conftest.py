@@ -26,6 +26,8 @@ def spread_over_gpus() -> None:
 
 
 spread_over_gpus()
+# Tests look at what is replaced, line by line.
+os.environ.setdefault(_say.LEVEL, "debug")
 
 
 def cuda_missing() -> str | None:
@@ -176,8 +178,8 @@ def _lines_on_stderr():
     """Lines of the package are shown as after ``patch()``: pytest's own handlers are not a user's."""
     with pytest.MonkeyPatch.context() as patch:  # apart from the tests' own, which they may undo
         patch.setattr(_say, "is_configured", lambda: False)
-        _say.counts.clear()
-        _say.fallbacks.clear()
+        for of_other_tests in (_say.counts, _say.fallbacks, _say._showing):
+            of_other_tests.clear()
         _say.show("tests")
         yield
         _say.hide("tests")

@@ -239,6 +239,15 @@ CASES = {
         lambda: ops.instance_masks(torch.rand(2, 5, 4, 6), torch.rand(2, 3, 5), torch.rand(2, 3, 4), [8, 12]),
         {"instance_masks": 2 * 3 * (24 * 2 * 5 + 96 * 9)},
     ),
+    "deformable_attention": (
+        lambda: ops.deformable_attention(
+            torch.rand(2, 6, 3, 5, requires_grad=True), [(2, 3)], torch.rand(2, 4, 3, 1, 7, 2), torch.rand(2, 4, 3, 1, 7)
+        ).sum().backward(),
+        {
+            "deformable_attention": 2 * 4 * 3 * 7 * (16 + 4 * 11),
+            "deformable_attention_backward": 2 * 4 * 3 * 7 * (16 + 4 * 10 + 24 + 4 * 11),
+        },
+    ),
     "match_detections": (
         lambda: ops.match_detections(torch.rand(2, 11, 6), torch.rand(5, 6), torch.rand(10)),
         {"match_detections": 11 * 5 * 16},

@@ -1,4 +1,8 @@
-"""The one way in which the package speaks: records of ``torch_fastdet.logger``, which launchers and ``patch()`` show on stderr."""
+"""The lines of the package: records of ``torch_fastdet.logger``, which launchers and ``patch()`` show on stderr.
+
+The variable ``TORCH_FASTDET_LOG`` chooses which: ``debug`` (each replaced name, too), ``info`` (the default), ``warning`` (only what does
+not apply or falls back), ``error``, or ``quiet``. A user who configures logging gets the records instead.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,11 @@ import contextlib
 import functools
 import logging
 import os
+import re
 import sys
+import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 logger = logging.getLogger("torch_fastdet")
 
@@ -36,15 +42,45 @@ def note_fallback(line: str) -> None:
     fallbacks[line] = None
 
 
+_paused = threading.local()
+
+
+@contextlib.contextmanager
+def without_counts() -> Iterator[None]:
+    """While inside, this thread counts nothing: trials are not the run's work."""
+    before, _paused.on = getattr(_paused, "on", False), True
+    try:
+        yield
+    finally:
+        _paused.on = before
+
+
 def count(switch: str, what: str, times: int = 1) -> None:
-    """Note that ``switch`` did ``what`` so often, for the report at the end of a run."""
-    if times:
+    """Note that ``switch`` did ``what``, in the plural, so often, for the report at the end of a run."""
+    if times and not getattr(_paused, "on", False):
         counts[switch, what] += times
+
+
+def counted(number: int, what: str) -> str:
+    """Return ``number`` and a noun that is given in the plural: "2 batches", "1 batch"."""
+    if number == 1:
+        what = re.sub(r"\b(\w+(?:ss|ch)(?=es\b)|\w+(?=s\b))e?s\b", r"\1", what, count=1)
+    return f"{number:,} {what}"
 
 
 _lines = _Lines()
 _showing: set[object] = set()
 _level = logging.NOTSET  # the logger's own level, before show()
+LEVEL = "TORCH_FASTDET_LOG"
+LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error")}
+LEVELS["quiet"] = logging.CRITICAL
+
+
+def _chosen_level() -> int:
+    wanted = os.environ.get(LEVEL, "").lower() or "info"
+    if wanted not in LEVELS:
+        raise ValueError(f"{LEVEL} is {wanted!r}, but one of {', '.join(LEVELS)} is expected")
+    return int(LEVELS[wanted])
 
 
 def is_configured() -> bool:
@@ -55,18 +91,21 @@ def is_configured() -> bool:
 def show(owner: object) -> None:
     """Show lines on stderr until ``hide(owner)``, unless the user configures logging, before or later."""
     global _level
+    level = _chosen_level()
     if not _showing and not is_configured():
         _level = logger.level
         logger.addHandler(_lines)
         if logger.level == logging.NOTSET:
-            logger.setLevel(logging.INFO)
+            logger.setLevel(level)
     _showing.add(owner)
 
 
 def hide(owner: object) -> None:
-    """Leave logging as :func:`show` found it, where no other owner needs it."""
+    """Leave logging as :func:`show` found it, and forget what was counted, where no other owner needs it."""
     _showing.discard(owner)
     if not _showing:
+        counts.clear()
+        fallbacks.clear()
         _remove()
 
 

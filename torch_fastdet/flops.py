@@ -72,6 +72,16 @@ def bn_act_backward(elements: int, activation: str = "silu") -> int:
     return elements * (2 * (3 + ACTIVATION[activation] + ACTIVATION[activation]) + 3 + 5)
 
 
+def deformable_attention(points: int, channels: int) -> int:
+    """The place and shares of four pixels (16), and their channels, each weighted and added."""
+    return points * (16 + 4 * (1 + 2 * channels))
+
+
+def deformable_attention_backward(points: int, channels: int) -> int:
+    """Products with four pixels, the gradients of place and weight (24), and four shares of the gradient, added up."""
+    return points * (16 + 4 * 2 * channels + 24 + 4 * (1 + 2 * channels))
+
+
 def decode(anchors: int, outputs: int) -> int:
     """YOLOv5's decode: `outputs` values an anchor, box, objectness and classes."""
     return anchors * (SIGMOID * outputs + BOX_DECODE)
@@ -202,10 +212,11 @@ def _by_schema(name: str, formula: Callable[[Any], int]) -> Callable[..., int]:
 # These move values, and compute nothing.
 _MOVES = ("image_gather_", "space_to_depth", "space_to_depth_backward", "upsample_nearest2x", "upsample_nearest2x_cat")
 # Pictures: whether a pixel is warped, mixed or recoloured is written in the tables, and no shape says it. Parts of a loss that
-# depend on how many anchors get a target, and on the sizes of boxes: nor does a shape say these.
+# depend on how many anchors get a target, and on the sizes of boxes: nor does a shape say these. How long the searches of an
+# assignment are depends on the costs.
 _NO_SHAPE_SAYS = (
     *("image_augment", "image_augment_", "image_letterbox", "image_letterbox_", "image_resize_"),
-    *("jpeg_decode_", "jpeg_pack", "jpeg_plan"),
+    *("jpeg_decode_", "jpeg_pack", "jpeg_plan", "linear_assignment"),
     *("v8_keypoint_loss", "v8_keypoint_loss_backward", "v8_mask_loss", "v8_mask_loss_backward", "yolov5_mask_loss"),
 )
 
@@ -231,6 +242,8 @@ FORMULAS: dict[str, Callable[..., int]] = {
         "max_pools_cat": lambda a: max_pools(math.prod(a.x) * a.pools, a.kernel_size),
         "max_pools_cat_backward": lambda a: max_pools(math.prod(a.indices), a.kernel_size),
         "upsample_nearest2x_backward": lambda a: upsample_backward(math.prod(a.grad_output) // 4),
+        "deformable_attention": lambda a: deformable_attention(math.prod(a.weights), a.value[3]),
+        "deformable_attention_backward": lambda a: deformable_attention_backward(math.prod(a.weights), a.value[3]),
         "yolov5_decode": _yolov5_decode,
         "non_max_suppression_padded": lambda a: a.prediction[0] * a.prediction[1],  # objectness alone
         "ultralytics_non_max_suppression_padded": _compares_classes,

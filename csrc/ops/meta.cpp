@@ -1,8 +1,10 @@
 // Shapes, dtypes and memory formats of every operator: each family's run.h, with nothing to run.
 #include "ops/bn_act/run.h"
 #include "ops/boxes/run.h"
+#include "ops/deformable_attention/run.h"
 #include "ops/image/run.h"
 #include "ops/jpeg/run.h"
+#include "ops/linear_assignment/run.h"
 #include "ops/masks/run.h"
 #include "ops/metrics/run.h"
 #include "ops/multi_tensor/run.h"
@@ -20,8 +22,10 @@ TORCH_LIBRARY_IMPL(torch_fastdet, Meta, m) {
   using torch_fastdet::Meta;
   torch_fastdet::register_bn_act<Meta>(m);
   torch_fastdet::register_boxes<Meta>(m);
+  torch_fastdet::register_deformable_attention<Meta>(m);
   torch_fastdet::register_image<Meta>(m);
   torch_fastdet::register_jpeg<Meta>(m);
+  torch_fastdet::register_linear_assignment<Meta>(m);
   torch_fastdet::register_masks<Meta>(m);
   torch_fastdet::register_metrics<Meta>(m);
   torch_fastdet::multi_tensor::register_multi_tensor<Meta>(m);

@@ -9,12 +9,14 @@ from typing import Any
 import cv2
 import numpy as np
 import torch
+from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.references import (
     bbox_iou,
     bn_act,
+    deformable_attention,
     image,
     masks,
     metrics,
@@ -395,6 +397,19 @@ def _v8_keypoint_loss_backward(a: Any) -> list[Tensor]:
     return list(torch.autograd.grad((means * factors).sum(), leaf))
 
 
+def _deformable_attention(a: Any) -> list[Tensor]:
+    shapes = list(zip(a.shapes[::2], a.shapes[1::2]))
+    return [deformable_attention.deformable_attention(a.value, shapes, a.locations, a.weights)]
+
+
+def _linear_assignment(a: Any) -> list[Tensor]:
+    found = torch.full((a.cost.shape[0], a.cost.shape[2]), -1)
+    for n, used in enumerate(a.columns.tolist()):
+        row, column = linear_sum_assignment(a.cost[n, :, :used].double().numpy())
+        found[n, column] = torch.from_numpy(row)
+    return [found]
+
+
 def _v8_obb_loss(a: Any) -> list[Tensor]:
     assert a.num_targets is None
     options = {"reg_max": a.reg_max, "topk": a.topk, "topk2": a.topk2, "class_weights": a.class_weights}
@@ -414,6 +429,7 @@ ORACLES: dict[str, Callable[[Any], list[Tensor]]] = {
     "confusion_matrix_": _confusion,
     "crop_mask": _crop_mask,
     "crop_mask_": _crop_mask,
+    "deformable_attention": _deformable_attention,
     "image_augment": lambda a: _augment(a, a.size, a.channels, a.dtype),
     "image_augment_": lambda a: _augment(a, a.out.shape[2:], a.out.shape[1], a.out.dtype),
     "image_gather_": _gather,
@@ -423,6 +439,7 @@ ORACLES: dict[str, Callable[[Any], list[Tensor]]] = {
     "instance_masks": _instance_masks,
     "iou_loss": _iou_loss,
     "iou_loss_backward": _iou_loss_backward,
+    "linear_assignment": _linear_assignment,
     "match_detections": _matches,
     "max_pools_cat": lambda a: [pool.max_pools_cat(a.x, a.kernel_size, a.pools)[0]],
     "max_pools_cat_backward": _max_pools_cat_backward,
@@ -464,6 +481,7 @@ ORACLES: dict[str, Callable[[Any], list[Tensor]]] = {
 
 #: Losses, and what they have gradients of: those of the first result are compared too.
 LEAVES = {
+    "deformable_attention": ("value", "locations", "weights"),
     "v8_keypoint_loss": ("predictions",),
     "v8_loss": ("heads",),
     "v8_mask_loss": ("coefficients", "protos"),
@@ -483,6 +501,7 @@ WITHOUT = {
         (f"{loss}_backward" for loss in ("v8_mask_loss", "v8_obb_loss", "yolov5_loss")),
         "reads what its forward pass left: the gradients of that are compared",
     ),
+    "deformable_attention_backward": "the gradients of deformable_attention are compared",
 }
 
 

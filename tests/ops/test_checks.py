@@ -10,7 +10,15 @@ from torch import Tensor
 from torch_fastdet import ops
 
 TENSOR = torch.ones(1, 4)
-RIGHT = {Tensor: TENSOR, list[Tensor]: [TENSOR] * 2, list[int]: [4, 4], list[float]: [8.0], int: 5, float: 1.0}
+RIGHT = {
+    Tensor: TENSOR,
+    list[Tensor]: [TENSOR] * 2,
+    list[int]: [4, 4],
+    list[tuple[int, int]]: [(4, 4)],
+    list[float]: [8.0],
+    int: 5,
+    float: 1.0,
+}
 
 
 def kind(hint) -> type:

@@ -1,18 +1,15 @@
 """The engine of patch() and unpatch() on modules made here: what is replaced, what is left alone, what is put back."""
 
-import ast
 import dataclasses
 import functools
 import importlib
 import importlib.util
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
-import torch_fastdet
 from torch_fastdet.patching.engine import ALL, Host
 from torch_fastdet.patching.evidence import Asks, Obstacle
 from torch_fastdet.patching.replace import SwitchError
@@ -284,17 +281,3 @@ def test_the_rows_of_a_class(loaded, host, capsys):
     host.patch({})
     said = capsys.readouterr().err
     assert "box does not apply: host.shapes has no Box.gone." in said and "host.shapes has no Cube." in said
-
-
-PACKAGE = Path(torch_fastdet.__file__).parent
-
-
-def test_the_engine_knows_no_host():
-    """And its modules import each other in one direction."""
-    order = ["import_hook", "replace", "fingerprint", "evidence", "switch", "engine", "launcher"]
-    for place, name in enumerate(order):
-        tree = ast.parse((PACKAGE / "patching" / f"{name}.py").read_text())
-        imported = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-        assert not [each for each in imported if each.startswith(("torch_fastdet.yolov5", "torch_fastdet.ultralytics"))]
-        of_the_engine = [each.rpartition(".")[2] for each in imported if each.startswith("torch_fastdet.patching.")]
-        assert all(order.index(each) < place for each in of_the_engine), name

@@ -2,6 +2,7 @@
 
 from torch_fastdet.ops.bbox_iou import bbox_iou, iou_loss
 from torch_fastdet.ops.bn_act import bn_act, bn_act_cat
+from torch_fastdet.ops.deformable_attention import deformable_attention
 from torch_fastdet.ops.image import (
     image_augment,
     image_augment_,
@@ -13,6 +14,7 @@ from torch_fastdet.ops.image import (
 )
 from torch_fastdet.ops.jpeg import decode_jpeg, jpeg_decode_, jpeg_pack, jpeg_plan
 from torch_fastdet.ops.letterbox import letterbox
+from torch_fastdet.ops.linear_assignment import linear_assignment
 from torch_fastdet.ops.masks import crop_mask, crop_mask_, instance_masks
 from torch_fastdet.ops.metrics import confusion_matrix_, match_detections
 from torch_fastdet.ops.multi_tensor import (
@@ -53,6 +55,7 @@ __all__ = [
     "crop_mask",
     "crop_mask_",
     "decode_jpeg",
+    "deformable_attention",
     "image_augment",
     "image_augment_",
     "image_gather_",
@@ -65,6 +68,7 @@ __all__ = [
     "jpeg_pack",
     "jpeg_plan",
     "letterbox",
+    "linear_assignment",
     "match_detections",
     "max_pools_cat",
     "multi_tensor_clip_grad_norm_",

@@ -1,6 +1,6 @@
 """``python -m torch_fastdet.<host> doctor``: which switches apply here, to what and by which evidence, and why others do not.
 
-It walks the tables that ``patch()`` walks. It imports the host's modules, replaces nothing and trains nothing.
+It runs what ``patch()`` runs, and replaces nothing (:meth:`torch_fastdet.patching.engine.Host.try_switch`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import importlib.util
 import json
 import os
 import platform
-import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -19,9 +18,8 @@ import torch
 from torch_fastdet import memory
 from torch_fastdet._build_info import build_info
 from torch_fastdet.patching.engine import Host
-from torch_fastdet.patching.evidence import Obstacle
 from torch_fastdet.patching.replace import describe
-from torch_fastdet.patching.switch import Active, Outside, Switch, Target
+from torch_fastdet.patching.switch import Active, Outcome, Outside, Switch, Target
 
 
 @dataclass
@@ -31,7 +29,7 @@ class TargetReport:
     Attributes:
         name: with its module; the first module that may define it where none does.
         evidence: what speaks for it, in words.
-        obstacle: why stock's stays; None where ours would take its place.
+        obstacle: why the original stays; None where it would be replaced.
         found: whether this version has it.
     """
 
@@ -43,11 +41,21 @@ class TargetReport:
 
 @dataclass
 class SwitchReport:
-    """What was found of one switch; ``asked`` says that the command line names it, ``notice`` what it would say."""
+    """What was found of one switch.
+
+    Attributes:
+        name: the switch.
+        asked: whether the command line names it.
+        why_not: why it does not apply, or not to everything.
+        in_part: whether it would replace something all the same.
+        notice: what it would say.
+        targets: what it replaces.
+    """
 
     name: str
     asked: bool
     why_not: str | None
+    in_part: bool = False
     notice: str | None = None
     targets: list[TargetReport] = field(default_factory=list)
 
@@ -57,7 +65,7 @@ class SwitchReport:
 
 
 def examine(host: Host, asked: Collection[str] = (), options: Mapping[str, str] | None = None) -> list[SwitchReport]:
-    """Each switch of the host.
+    """Return what ``patch()`` would do for each switch of the host.
 
     Args:
         host: nothing may be switched on in it.
@@ -68,51 +76,32 @@ def examine(host: Host, asked: Collection[str] = (), options: Mapping[str, str] 
 
 
 def _examine(host: Host, switch: Switch, asked: bool, options: Mapping[str, str]) -> SwitchReport:
-    why_not: str | None = host.obstacle(switch)
-    for option, question in switch.options.items():
-        if why_not is None and option in options:
-            why_not = question(options[option])
-    report = SwitchReport(switch.name, asked, why_not)
-    if host.missing() is not None and switch.needs_host:
-        return report
-    if why_not is None:
-        report.notice = None if switch.notice is None else switch.notice()
+    failed: str | None = None
     try:
-        host.import_modules(switch.modules)
+        active = host.try_switch(switch)
     except Exception as error:  # whatever its modules need
-        report.why_not = why_not or f"its modules cannot be imported: {type(error).__name__}: {error}"
-        return report
-    for target in switch.targets:
-        if isinstance(target, Outside):
-            name = f"{describe(target.owner)}.{target.name}"
-            found = TargetReport(name, ["the code of torch"], target.obstacle())
-        else:
-            found = _inside(target)
-        report.targets.append(found)
-        if report.why_not is None and found.obstacle is not None and getattr(target, "otherwise", "refuse") == "refuse":
-            report.why_not = found.obstacle
-    if report.why_not is None:
         active = Active(switch, host.patches)
-        names = [t for t in switch.targets if isinstance(t, Target) and not t.is_method]
-        if names and not any(r.found for t, r in zip(switch.targets, report.targets) if t in names):
-            report.why_not = active.found_nothing()
+        failed = f"its modules cannot be imported: {type(error).__name__}: {error}"
+    given = (question(options[option]) for option, question in switch.options.items() if option in options)
+    by_options = next((answer for answer in given if answer is not None), None)
+    report = SwitchReport(switch.name, asked, active.why_not or by_options or failed)
+    report.in_part = active.why_not is not None and by_options is None and active.has_replaced_any()
+    report.notice = None if report.why_not or switch.notice is None else switch.notice()
+    if host.missing() is None or not switch.needs_host:
+        report.targets = [_target(target, active.outcomes.get(id(target))) for target in switch.targets]
     return report
 
 
-def _inside(target: Target) -> TargetReport:
-    evidence = [str(each) for each in (*target.all_evidence, *target.class_evidence)]
-    if target.own:
-        evidence.insert(0, "nobody else's code")
-    for module_name in target.where:
-        module = sys.modules.get(module_name)
-        if module is None:
-            continue
-        owner, stock = target.find(module_name, module)
-        if owner is None or (stock is None and not target.adds):
-            continue
-        return TargetReport(f"{module_name}.{target.name}", evidence, target.obstacle(owner, stock))
-    missing = Obstacle(f"{target.where[0]} has no {target.name}.") if target.missing == "refuse" else None
-    return TargetReport(f"{target.where[0]}.{target.name}", evidence, missing, found=False)
+def _target(target: Target | Outside, outcome: Outcome | None) -> TargetReport:
+    if isinstance(target, Outside):
+        name, evidence = f"{describe(target.owner)}.{target.name}", ["the code of torch"]
+    else:
+        name = f"{target.where[0]}.{target.name}"
+        evidence = ["nobody else's code"] * target.own
+        evidence += [str(each) for each in (*target.all_evidence, *target.class_evidence)]
+    if outcome is None:
+        return TargetReport(name, evidence, found=False)
+    return TargetReport(outcome.name, evidence, outcome.obstacle, outcome.found)
 
 
 def facts(host: str, version: str | None) -> dict[str, object]:
@@ -169,10 +158,16 @@ def show(facts: Mapping[str, object], reports: Collection[SwitchReport], notes: 
 
 def _rows(report: SwitchReport) -> list[tuple[str, str, str]]:
     name = f"{report.name} (asked for)" if report.asked else report.name
-    verdict = "yes" if report.why_not is None else f"no: {report.why_not}"
+    verdict = "yes" if report.why_not is None else f"{'in part' if report.in_part else 'no'}: {report.why_not}"
     rows = [(name, f"{verdict}; {report.notice}" if report.notice else verdict, "")]
     for target in report.targets:
-        applies = "yes" if target.found else "not in this version"
+        applies = (
+            "yes"
+            if target.found
+            else "not looked at"
+            if report.why_not and not report.in_part
+            else "not in this version"
+        )
         rows.append(
             (f"  {target.name}", f"no: {target.obstacle}" if target.obstacle else applies, ", ".join(target.evidence))
         )

@@ -8,9 +8,11 @@ import threading
 from collections.abc import Collection, Iterable, Mapping
 from types import ModuleType
 
-from torch_fastdet._say import counts, fallbacks, hide, say, show
+from torch_fastdet._say import counted, counts, fallbacks, hide, say, show
 from torch_fastdet._torch.private import without_dispatch_modes
+from torch_fastdet._version import __version__
 from torch_fastdet.patching.evidence import Obstacle, first_obstacle
+from torch_fastdet.patching.import_hook import namespace
 from torch_fastdet.patching.replace import Patches
 from torch_fastdet.patching.switch import Active, Switch
 
@@ -28,10 +30,14 @@ class Host:
         left_alone: first parts of the names of modules that are never visited.
     """
 
+    #: The package that people import for it.
+    door = "torch_fastdet"
+
     def __init__(
         self, switches: Mapping[str, Switch], packages: Collection[str], left_alone: Collection[str] = ()
     ) -> None:
         self.switches = switches
+        self.packages, self.left_alone = packages, left_alone
         self.on: dict[str, Active] = {}
         #: The keywords of each ``patch()`` so far.
         self.requests: list[dict[str, bool]] = []
@@ -66,8 +72,9 @@ class Host:
         everything = self.everything() if switches.get(ALL, not switches) else ()
         names = [name for name in self.switches if name in by_name or (name in everything and switches.get(name, True))]
         with _one_thread:
-            self.switch_on(names, by_name, import_now)
+            started = self.switch_on(names, by_name, import_now)
             self.requests.append(dict(switches))
+            self._say_what_is_on(started)
             return self.patches.lines()
 
     def everything(self) -> list[str]:
@@ -78,8 +85,6 @@ class Host:
         """Put every replaced name back, print and return how many there were."""
         with _one_thread:
             count = self.patches.put_back()
-            counts.clear()
-            fallbacks.clear()
             self.on.clear()
             self.requests.clear()
         if count:
@@ -87,7 +92,7 @@ class Host:
         hide(self)
         return count
 
-    def switch_on(self, names: Iterable[str], by_name: Collection[str], import_now: bool = True) -> None:
+    def switch_on(self, names: Iterable[str], by_name: Collection[str], import_now: bool = True) -> list[Active]:
         """Start switches; nothing stays replaced if one that was asked for by name cannot apply.
 
         Args:
@@ -96,33 +101,40 @@ class Host:
             import_now: whether to import what the switches replace, to report it at once. A launcher leaves that to the script.
         """
         show(self)
+        started = [self.on.get(name) or Active(self.switches[name], self.patches) for name in names]
         try:
-            for name in names:
-                self._start(self.on.get(name) or Active(self.switches[name], self.patches), name in by_name, import_now)
+            for active in started:
+                active.by_name |= active.name in by_name
+                self._start(active, import_now)
+            return started
         except BaseException:
             self.unpatch()
             raise
 
+    def try_switch(self, switch: Switch) -> Active:
+        """Return what came of a switch that is started without replacing anything."""
+        active = Active(switch, Patches(self.packages, self.left_alone, lambda _: None, dry=True))
+        self._start(active, import_now=True)
+        return active
+
     def report(self) -> None:
-        """Say once what ran on ours since ``patch()``, what fell back and why; nothing where nothing of it ran."""
+        """Say once what the switches did since ``patch()``; nothing where they did nothing."""
         if not counts:
             return
         ran: dict[str, list[str]] = {}
         for (switch, what), number in counts.items():
-            ran.setdefault(switch, []).append(f"{number:,} {what}")
+            ran.setdefault(switch, []).append(counted(number, what))
         counts.clear()
         lines = ["this run, by switch:", *(f"  {switch}: {', '.join(parts)}" for switch, parts in ran.items())]
-        lines += (
-            ["what fell back, and why:", *(f"  {x}" for x in list(fallbacks))] if fallbacks else ["nothing fell back"]
-        )
+        lines.append(f"{counted(len(fallbacks), 'fallbacks')}, named above" if fallbacks else "nothing fell back")
         say("\n".join(lines))
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add a flag for each switch to a parser."""
         group = parser.add_argument_group("torch_fastdet", "faster operators with the results of the ones they replace")
         for name, switch in self.switches.items():
-            group.add_argument(f"--{name}", action="store_true", help=switch.help)
-        group.add_argument(f"--{ALL}", action="store_true", help=ALL_HELP)
+            group.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=switch.help)
+        group.add_argument(f"--{ALL}", action="store_true", default=None, help=ALL_HELP)
 
     # Inside ----------------------------------------------------------------------------------------------------------
 
@@ -131,26 +143,45 @@ class Host:
         missing = self.missing() if switch.needs_host else None
         return missing if missing is not None else first_obstacle(switch.evidence)
 
-    @without_dispatch_modes()  # stock's small cases need numbers
-    def _start(self, active: Active, by_name: bool, import_now: bool) -> None:
-        active.by_name |= by_name
-        if (obstacle := self.obstacle(active.switch)) is not None:
-            active.cannot_apply(obstacle)
-            return
-        if active.name not in self.on:
-            self.on[active.name] = active
-            self.patches.watch_imports()
-            active.begin()
-        active.look_through(self.patches.modules())
-        if import_now:
-            self.import_modules(active.switch.modules)
-            if (reason := active.found_nothing()) is not None:
-                active.cannot_apply(reason)
+    @without_dispatch_modes()  # the originals' small cases need numbers
+    def _start(self, active: Active, import_now: bool) -> None:
+        active.starting = True
+        try:
+            if (obstacle := self.obstacle(active.switch)) is not None:
+                active.cannot_apply(obstacle)
+                return
+            dry = active.patches.dry
+            if dry or active.name not in self.on:
+                if not dry:
+                    self.on[active.name] = active
+                active.patches.watch_imports()
+                active.begin()
+            active.look_through(self.patches.modules())
+            if import_now:
+                self.import_modules(active.switch.modules)
+                if dry:  # nothing has watched the imports
+                    active.look_through(self.patches.modules())
+                if (reason := active.found_nothing()) is not None:
+                    active.cannot_apply(reason)
+        finally:
+            active.starting = False
+
+    def _say_what_is_on(self, started: Iterable[Active]) -> None:
+        """Say in one line how many switches are on, and which are not, and why."""
+        off: dict[tuple[str, str], list[str]] = {}
+        for active in started:
+            if active.why_not is not None:
+                state = "in part" if active.has_replaced_any() else "off"
+                off.setdefault((state, active.why_not.rstrip(".")), []).append(active.name)
+        on = [name for name, active in self.on.items() if active.why_not is None]
+        parts = [f"version {__version__}, {counted(len(on), 'switches')} on"]
+        parts += [f"{state}: {', '.join(names)} ({reason})" for (state, reason), names in off.items()]
+        say("; ".join([*parts, f"details: python -m {self.door} doctor"]))
 
     @without_dispatch_modes()
     def _visit(self, module: ModuleType) -> None:
         for active in list(self.on.values()):
-            active.look_through([module])
+            active.look_through([module], namespace(module).get("__name__", ""))
 
 
 def check_switches(switches: Mapping[str, object], known: Collection[str]) -> None:

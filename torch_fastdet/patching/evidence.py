@@ -27,6 +27,7 @@ from typing import Any, Protocol
 
 import torch
 
+from torch_fastdet._say import without_counts
 from torch_fastdet._torch.private import tree_flatten, without_dispatch_modes
 from torch_fastdet.patching.fingerprint import fingerprint, names_in
 from torch_fastdet.patching.replace import defined_in, describe
@@ -53,7 +54,8 @@ def first_obstacle(evidence: Collection[Evidence], stock: object = None) -> Obst
 def plainly_on_the_cpu() -> Iterator[None]:
     """Without what the caller has set for its own tensors."""
     dtype = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
+    if dtype != torch.float32:  # it is the whole process's: leave it alone where it is the usual one
+        torch.set_default_dtype(torch.float32)
     try:
         with (
             without_dispatch_modes(),
@@ -61,10 +63,12 @@ def plainly_on_the_cpu() -> Iterator[None]:
             torch.no_grad(),
             torch.device("cpu"),
             torch.autocast("cpu", enabled=False),
+            without_counts(),
         ):
             yield
     finally:
-        torch.set_default_dtype(dtype)
+        if dtype != torch.float32:
+            torch.set_default_dtype(dtype)
 
 
 @dataclass(frozen=True)

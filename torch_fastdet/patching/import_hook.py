@@ -24,6 +24,13 @@ def top_level(name: str) -> str:
     return name.partition(".")[0]
 
 
+def is_run(name: str) -> bool:
+    """Whether a module is loaded and its code has run to the end."""
+    module = sys.modules.get(name)
+    spec = None if module is None else namespace(module).get("__spec__")
+    return module is not None and not getattr(spec, "_initializing", False)
+
+
 def loaded_modules(leaving_out: Collection[str]) -> list[ModuleType]:
     """Modules in ``sys.modules``, except those of the packages ``leaving_out``."""
     # isinstance would believe a proxy that claims to be a module.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -30,13 +30,14 @@ class Launcher:
     description: str
 
     @property
-    def flags(self) -> dict[str, str]:
-        """The switch of each flag."""
-        return {f"--{name}": name for name in (*self.host.switches, ALL)}
+    def flags(self) -> dict[str, tuple[str, bool]]:
+        """The switch of each flag, and whether the flag switches it on: ``--nms_optim``, ``--no-nms_optim``."""
+        on = {f"--{name}": (name, True) for name in (*self.host.switches, ALL)}
+        return on | {f"--no-{name}": (name, False) for name in self.host.switches}
 
-    def split(self, argv: list[str]) -> tuple[list[str], list[str]]:
-        """Switches, and everything else in its order. What follows ``--`` is not ours."""
-        chosen: dict[str, None] = {}
+    def split(self, argv: list[str]) -> tuple[dict[str, bool], list[str]]:
+        """Switches that are asked for or left out, and everything else in its order. What follows ``--`` is not ours."""
+        chosen: dict[str, bool] = {}
         rest: list[str] = []
         arguments: Iterator[str] = iter(argv)
         for argument in arguments:
@@ -48,18 +49,20 @@ class Launcher:
             elif equals:
                 self.fail(f"{flag} takes no value; it came as {argument}. Leave {flag} out to keep that switch off.")
             else:
-                chosen[self.flags[flag]] = None
-        return list(chosen), rest
+                name, on = self.flags[flag]
+                chosen[name] = on
+        return chosen, rest
 
-    def switch_on(self, chosen: Collection[str], import_now: bool) -> None:
+    def switch_on(self, chosen: Mapping[str, bool], import_now: bool) -> None:
         """Switch on what the flags say; what cannot apply ends the process with one line."""
-        show(self.host)
-        if not chosen:
-            say(f"no switch is given ({', '.join(self.flags)}): it runs as it is")
-            return
         try:
-            self.host.patch(dict.fromkeys(chosen, True), import_now)
-        except (SwitchError, ImportError) as error:
+            show(self.host)
+            if any(chosen.values()):
+                self.host.patch(chosen, import_now)
+            else:
+                words = [flag for flag, (_, on) in self.flags.items() if on]
+                say(f"no switch is given ({', '.join(words)}): it runs as it is")
+        except (SwitchError, ImportError, ValueError) as error:
             self.refuse(error)
 
     def print_help(self) -> None:

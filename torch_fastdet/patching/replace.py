@@ -8,6 +8,7 @@ A module may hold any object. Values are compared by identity with what is repla
 
 from __future__ import annotations
 
+import builtins
 import functools
 import logging
 import sys
@@ -85,9 +86,20 @@ def in_place_of(stock: Any, name: str = "") -> Callable[[F], F]:
     return named
 
 
+class _Names(dict[str, Any]):
+    """Some names, and behind them those that a module holds at the time of asking."""
+
+    def __init__(self, names: dict[str, Any], module: dict[str, Any]) -> None:
+        super().__init__(names, __builtins__=module.get("__builtins__", builtins))
+        self._module = module
+
+    def __missing__(self, name: str) -> Any:
+        return self._module[name]
+
+
 def with_names(function: Any, **names: object) -> FunctionType:
-    """A copy of a function that finds other things under these names of its module."""
-    everything = function.__globals__ | names
+    """Return a copy of a function that finds other things under these names of its module."""
+    everything = _Names(names, function.__globals__)
     copy = FunctionType(function.__code__, everything, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
@@ -116,12 +128,18 @@ class Patches:
         packages: first parts of the host's module names, which are visited right after their import.
         left_alone: first parts of the names of modules that are never visited.
         visit: called with each module of the host that is imported while something is replaced.
+        dry: note what would be replaced, and replace nothing.
     """
 
     def __init__(
-        self, packages: Collection[str], left_alone: Collection[str], visit: Callable[[ModuleType], None]
+        self,
+        packages: Collection[str],
+        left_alone: Collection[str],
+        visit: Callable[[ModuleType], None],
+        dry: bool = False,
     ) -> None:
         self.replacements: list[Replacement] = []
+        self.dry = dry
         self._left_alone = LEFT_ALONE | set(left_alone)
         self._visit = visit
         self._ours_before: set[tuple[int, str]] = set()
@@ -133,7 +151,8 @@ class Patches:
         return loaded_modules(self._left_alone)
 
     def watch_imports(self) -> None:
-        self._hook.install()
+        if not self.dry:
+            self._hook.install()
 
     def is_outside(self, replacement: Replacement) -> bool:
         """Whether this is a name of torch or a similar library, and not of the host or a module that imported from it."""
@@ -146,12 +165,13 @@ class Patches:
         old = (namespace(owner) if isinstance(owner, ModuleType) else vars(owner)).get(attribute, _MISSING)
         for known in self.replacements:
             if known.owner is owner and known.attribute == attribute and known.new is new:
-                if old is not new and old is not known.old:  # its module was reloaded
+                if not self.dry and old is not new and old is not known.old:  # its module was reloaded
                     known.old = old
                     setattr(owner, attribute, new)
                 return
-        self._remember_holders(new)
-        setattr(owner, attribute, new)
+        if not self.dry:
+            self._remember_holders(new)
+            setattr(owner, attribute, new)
         self._remember(Replacement(switch, owner, attribute, old, new, quietly), what)
 
     def replace_everywhere(self, switch: str, stock: object, new: object, modules: Collection[ModuleType]) -> None:
@@ -181,8 +201,8 @@ class Patches:
 
     def _remember(self, replacement: Replacement, what: str = "", say_it: bool = True) -> None:
         self.replacements.append(replacement)
-        if say_it and not replacement.quiet:
-            say(f"{replacement}{what}")
+        if say_it and not replacement.quiet and not self.dry:
+            say(f"{replacement}{what}", logging.DEBUG)
 
     def _remember_holders(self, new: object) -> None:
         """Note the modules that hold the drop-in already: they imported it from us on purpose, and keep it."""

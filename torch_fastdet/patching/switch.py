@@ -20,7 +20,7 @@ import torch
 from torch_fastdet._say import rank, say
 from torch_fastdet._torch.private import gpu_count
 from torch_fastdet.patching.evidence import Asks, Evidence, Obstacle, Signature, first_obstacle
-from torch_fastdet.patching.import_hook import namespace, top_level
+from torch_fastdet.patching.import_hook import is_run, namespace, top_level
 from torch_fastdet.patching.replace import Patches, SwitchError, defined_in, describe, is_code_of, original
 
 T = TypeVar("T")
@@ -55,6 +55,7 @@ class Target:
 
     Args:
         where: full names of the modules that may define it; each definition is a separate original.
+        moved: further modules, which define it in other versions.
         name: ``function``, ``Class`` or ``Class.method``.
         drop_in: what takes its place. Without ``make``, stock must take its parameters.
         make: makes that instead, from the :class:`Active` switch, stock, and the class of a method or the module of anything else.
@@ -64,7 +65,8 @@ class Target:
         own: a method that somebody else has put there stays, and the switch cannot apply.
         after: ``Class.method`` that must have been replaced first.
         adds: the class has no such method of its own, nor by inheritance.
-        missing: what it means where the module has no such class or method: nothing, or that the switch cannot apply.
+        missing: what it means where no such function, class or method is found in modules that are loaded: nothing, or that the
+            switch cannot apply.
         otherwise: what an obstacle means: the switch cannot apply, stock's stays and a line says so, or it stays silently.
         note: the end of the line that says what is replaced.
         quiet: there is no such line.
@@ -76,6 +78,7 @@ class Target:
     make: Make | None = None
     evidence: tuple[Evidence, ...] = ()
     class_evidence: tuple[Evidence, ...] = ()
+    moved: tuple[str, ...] = ()
     own: bool = False
     after: str = ""
     adds: bool = False
@@ -92,6 +95,18 @@ class Target:
     @property
     def is_method(self) -> bool:
         return "." in self.name
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        return (*self.where, *self.moved)
+
+    def missing_from(self, just_run: str) -> Obstacle | None:
+        """Why there is nothing to replace, if a module that should define the function or class has been run; else None."""
+        run = any(name == just_run or is_run(name) for name in self.where)
+        if not run or any(defined_in(name, self.name) for name in self.places):
+            return None
+        loaded = " and ".join(name for name in self.places if name in sys.modules)
+        return Obstacle(f"{loaded} define no {self.name} of their own, or it has been replaced by somebody else.")
 
     def find(self, module_name: str, module: ModuleType) -> tuple[Any, Any]:
         """Who holds it, and stock's: the module and its function or class, or the class and its method; None for what is missing."""
@@ -163,14 +178,35 @@ class Switch:
     by_name_only: bool = False
 
 
+@dataclass
+class Outcome:
+    """What came of one target.
+
+    Attributes:
+        name: with its module or class; the first module that may define it where none does.
+        obstacle: why the original stays; None if it is replaced.
+        found: whether this version has it.
+    """
+
+    name: str
+    obstacle: Obstacle | None = None
+    found: bool = True
+
+
 class Active:
-    """A switch between ``patch()`` and ``unpatch()``."""
+    """A switch between ``patch()`` and ``unpatch()``; with dry ``patches`` it is only tried."""
 
     def __init__(self, switch: Switch, patches: Patches) -> None:
         self.switch = switch
         self.patches = patches
         #: Whether it was asked for by name, not by "everything that applies".
         self.by_name = False
+        #: Whether ``patch()`` is at work: it says itself, in one line, which switches cannot apply.
+        self.starting = False
+        #: Why it cannot apply, or not to everything.
+        self.why_not: Obstacle | None = None
+        #: What came of each target, by its id.
+        self.outcomes: dict[int, Outcome] = {}
         #: What has been said so far about what does not apply.
         self.told: dict[str, None] = {}
         # By name and definer: the original, what takes its place, or why nothing does.
@@ -193,11 +229,16 @@ class Active:
         """Set ``owner.attribute``, a name of a module or class, and print a line that ends with ``note``; unpatch() undoes it."""
         self.patches.replace(self.name, owner, attribute, new, note, quietly)
 
+    def replacement(self, owner: object, attribute: str) -> Any:
+        """What takes the place of ``owner.attribute`` by this switch; None if nothing does."""
+        mine = (known for known in self.patches.replacements if known.switch == self.name)
+        return next((known.new for known in mine if known.owner is owner and known.attribute == attribute), None)
+
     def has_replaced(self, owner: object, attribute: str) -> bool:
-        return any(
-            known.switch == self.name and known.owner is owner and known.attribute == attribute
-            for known in self.patches.replacements
-        )
+        return self.replacement(owner, attribute) is not None
+
+    def has_replaced_any(self) -> bool:
+        return any(known.switch == self.name for known in self.patches.replacements)
 
     def cannot_apply(self, reason: str, this_rank: bool = False) -> None:
         """Say why the switch changes nothing here, once; raise it as an error if the switch was asked for by name.
@@ -207,13 +248,22 @@ class Active:
             this_rank: in a distributed run the reason may hold on this rank alone, which the line then names.
         """
         where = f"rank {rank()}: " if this_rank and rank() else ""
+        self.why_not = self.why_not or Obstacle(reason)
+        if self.patches.dry:
+            return
         if self.by_name:
             raise SwitchError(f"{where}{self.name} cannot apply: {reason}")
+        if self.starting:
+            line = f"{self.name} does not apply: {reason}"
+            if line not in self.told:
+                self.told[line] = None
+                say(line, logging.DEBUG)
+            return
         self.tell(f"{where}{self.name} does not apply: {reason}", every_rank=this_rank)
 
     def tell(self, line: str, every_rank: bool = False) -> None:
         """Warn of what stays stock's, once."""
-        if line not in self.told:
+        if line not in self.told and not self.patches.dry:
             self.told[line] = None
             say(line, logging.WARNING, every_rank)
 
@@ -223,21 +273,29 @@ class Active:
         """Replace names outside the host. Called once, before any of the host's code runs."""
         for target in self.switch.targets:
             if isinstance(target, Outside):
-                if (obstacle := target.obstacle()) is None:
+                obstacle = target.obstacle()
+                self.outcomes[id(target)] = Outcome(f"{describe(target.owner)}.{target.name}", obstacle)
+                if obstacle is None:
                     self.replace(target.owner, target.name, target.drop_in, target.note)
                 else:
                     self.cannot_apply(obstacle)
-        if self.switch.notice is not None and (line := self.switch.notice()) is not None:
+        if not self.patches.dry and self.switch.notice is not None and (line := self.switch.notice()) is not None:
             say(f"{self.name}: {line}")
 
-    def look_through(self, modules: list[ModuleType]) -> None:
-        """Replace what ``modules``, the host's and others, hold of the targets. Called again for each import."""
+    def look_through(self, modules: list[ModuleType], just_run: str = "") -> None:
+        """Replace what ``modules``, the host's and others, hold of the targets.
+
+        Called again for each import, with the name of the module that has ``just_run``.
+        """
         for target in self.switch.targets:
             if isinstance(target, Outside):
                 continue
             if not target.is_method:
-                for definer in target.where:
+                for definer in target.places:
                     self.look_for(target, definer, modules)
+                if target.missing == "refuse" and (obstacle := target.missing_from(just_run)) is not None:
+                    self.outcomes[id(target)] = Outcome(f"{target.where[0]}.{target.name}", obstacle, found=False)
+                    self.cannot_apply(obstacle)
                 continue
             for module in modules:
                 if namespace(module).get("__name__") in target.where:
@@ -248,7 +306,7 @@ class Active:
         names = [target for target in self.switch.targets if isinstance(target, Target) and not target.is_method]
         if not names or self._found:
             return None
-        wanted = {f"{definer}.{name.name}": None for name in names for definer in name.where}
+        wanted = {f"{definer}.{name.name}": None for name in names for definer in name.places}
         return f"found nothing to replace: there is no {' or '.join(wanted)}, or it has been replaced by somebody else."
 
     def look_for(self, target: Target, definer: str, modules: list[ModuleType]) -> None:
@@ -266,6 +324,7 @@ class Active:
                 new, obstacle = None, new
             self._found[key] = stock, new, obstacle
             modules = self.patches.modules()  # some may have taken it while its module was being imported
+        self.outcomes[id(target)] = Outcome(f"{definer}.{target.name}", obstacle)
         if obstacle is not None:
             self._stays(target, describe(stock), obstacle)
         elif new is not None:
@@ -277,16 +336,20 @@ class Active:
         owner, stock = target.find(where, module)
         if owner is None or (stock is None and not target.adds):
             if target.missing == "refuse":
-                self.cannot_apply(f"{where} has no {class_name if owner is None else target.name}.")
+                missing = Obstacle(f"{where} has no {class_name if owner is None else target.name}.")
+                self.outcomes[id(target)] = Outcome(f"{where}.{target.name}", missing, found=False)
+                self.cannot_apply(missing)
             return
         if self.has_replaced(owner, method):
             return
         if target.after:
             before, _, other = target.after.partition(".")
             if not self.has_replaced(namespace(module).get(before), other):
+                self.outcomes[id(target)] = Outcome(f"{where}.{target.name}", Obstacle(f"{target.after} stays."))
                 return
         obstacle = target.obstacle(owner, stock)
         new = self._make(target, stock, owner) if obstacle is None else obstacle
+        self.outcomes[id(target)] = Outcome(f"{where}.{target.name}", new if isinstance(new, Obstacle) else None)
         if isinstance(new, Obstacle):
             self._stays(target, f"{describe(owner)}.{method}", new)
         elif new is not None:

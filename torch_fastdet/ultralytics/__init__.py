@@ -34,33 +34,58 @@ __all__ = [
 ]
 
 
-def patch(**switches: bool) -> tuple[str, ...]:
-    """Put the drop-ins in place of stock's, in every loaded module that holds one, Ultralytics' or not.
+def patch(
+    *,
+    fastdet: bool | None = None,
+    bbox_iou_optim: bool | None = None,
+    upsample_optim: bool | None = None,
+    loss_optim: bool | None = None,
+    nms_optim: bool | None = None,
+    mask_optim: bool | None = None,
+    letterbox_optim: bool | None = None,
+    val_optim: bool | None = None,
+    loader_optim: bool | None = None,
+    multi_tensor_optimizer: bool | None = None,
+    bn_act_optim: bool | None = None,
+    channels_last: bool | None = None,
+    cuda_graph: bool | None = None,
+    resume_exact: bool | None = None,
+) -> tuple[str, ...]:
+    """Replace functions and classes of Ultralytics in every loaded module that holds one.
 
-    ``YOLO(...).train``, ``val``, ``predict`` and ``track`` then run through them; modules that import the names later get
-    the drop-ins too, and so do the processes of a training on several GPUs.
+    ``YOLO(...).train``, ``val``, ``predict``, ``track`` and ``tune`` then run through them, in the processes of a training on several GPUs
+    too. ``patch()`` switches on everything that applies here, except ``resume_exact``. ``patch(nms_optim=True)`` switches on that switch
+    alone, and raises if it cannot apply. ``patch(fastdet=True, nms_optim=False)`` switches on everything but that. Switches add up over
+    several calls; :func:`unpatch` takes everything back.
+
+    Patch functions of your own before this call, or leave the switch off: whether Ultralytics' code is the known one is asked once, when
+    a function or class is replaced and when an object of a class is made.
 
     Args:
-        **switches: ``nms_optim=True`` (non-maximum suppression), ``bbox_iou_optim=True`` (IoU in the losses and in target
-            assignment), ``loss_optim=True`` (the detection loss), ``multi_tensor_optimizer=True`` (the optimizer's step and the
-            moving average of the model), ``loader_optim=True`` (the data loaders), ``val_optim=True`` (matching in validation),
-            ``mask_optim=True`` (masks in validation and prediction), ``letterbox_optim=True`` (the predictor's pictures),
-            ``upsample_optim=True`` (nearest-neighbour upsampling), ``bn_act_optim=True`` (BatchNorm and activation),
-            ``cuda_graph=True`` (forward and backward of a training as CUDA graphs), ``channels_last=True`` (NHWC memory, where
-            the trainer does not do that itself), ``resume_exact=True`` (a resumed training has the bits of one that was not
-            stopped; by name only); ``fastdet=True``, which is also what ``patch()`` without any keyword means,
-            switches on everything that applies here. A switch set to False stays off.
+        fastdet: every switch that applies.
+        bbox_iou_optim: IoU in the losses and in target assignment.
+        upsample_optim: nearest-neighbour upsampling by two.
+        loss_optim: the whole loss of detection, segmentation, pose and oriented boxes.
+        nms_optim: non-maximum suppression.
+        mask_optim: masks in validation and prediction.
+        letterbox_optim: the predictor's images.
+        val_optim: matching in validation.
+        loader_optim: the data loaders.
+        multi_tensor_optimizer: the optimizer's step and the moving average of the model.
+        bn_act_optim: BatchNorm and activation.
+        channels_last: NHWC memory, where the trainer does not use it itself.
+        cuda_graph: the model's passes as CUDA graphs.
+        resume_exact: a resumed training has the bits of one that was not stopped.
 
     Returns:
-        One line for each name that is replaced, the same that are printed. Switches add up over several calls;
-        ``unpatch()`` takes everything back.
+        One line for each name that is replaced so far.
 
     Raises:
         ImportError: Ultralytics is not installed.
         SwitchError: a switch that was asked for by name cannot apply. Nothing stays replaced then.
-        TypeError: there is no such switch.
+        TypeError: there is no such switch, or it is neither True, False nor None.
     """
-    return HOST.patch(switches)
+    return HOST.patch({name: value for name, value in locals().items() if value is not None})
 
 
 def unpatch() -> None:

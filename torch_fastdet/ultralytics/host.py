@@ -5,25 +5,36 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import logging
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 
-from torch_fastdet._say import counts
-from torch_fastdet.patching.engine import Host
+from torch_fastdet._say import counts, say
+from torch_fastdet.patching.engine import ALL, Host
 from torch_fastdet.patching.evidence import Obstacle
+from torch_fastdet.patching.switch import Active
 from torch_fastdet.switches.registry import ULTRALYTICS as SWITCHES
 
 PACKAGE = "ultralytics"
 
 
 class Ultralytics(Host):
-    def switch_on(self, names: Iterable[str], by_name: Collection[str], import_now: bool = True) -> None:
+    door = "torch_fastdet.ultralytics"
+
+    def switch_on(self, names: Iterable[str], by_name: Collection[str], import_now: bool = True) -> list[Active]:
         if self.missing() is not None:
             raise ImportError("torch_fastdet.ultralytics.patch() found no ultralytics; type: pip install ultralytics")
-        super().switch_on(names, by_name, import_now)
+        started = super().switch_on(names, by_name, import_now)
         if self.on:
             self._patch_distributed()
             self._report_at_the_end()
+        return started
+
+    def patch(self, switches: Mapping[str, bool], import_now: bool = True) -> tuple[str, ...]:
+        super().patch(switches, import_now)
+        if self.on:
+            self._patch_programs()
+        return self.patches.lines()
 
     def missing(self) -> Obstacle | None:
         found = PACKAGE in sys.modules or importlib.util.find_spec(PACKAGE) is not None
@@ -70,6 +81,18 @@ class Ultralytics(Host):
 
         generate_ddp_file.__qualname__ = "generate_ddp_file"
         self.patches.replace("several GPUs", dist, "generate_ddp_file", generate_ddp_file)
+
+    def _patch_programs(self) -> None:
+        """``YOLO.tune`` and a training on several data sets start ``yolo`` programs: start them with the same switches."""
+        trainer = importlib.import_module(f"{PACKAGE}.engine.trainer")
+        if "_YOLO_CLI_COMMAND" not in vars(trainer):
+            say("YOLO.tune() of this version starts programs in which no switch is on", logging.WARNING)
+            return
+        flags = {name: on for request in self.requests for name, on in (request or {ALL: True}).items()}
+        words = [f"--{name}" if on else f"--no-{name}" for name, on in flags.items() if on or name != ALL]
+        self.patches.replace(
+            "programs", trainer, "_YOLO_CLI_COMMAND", [sys.executable, "-m", self.door, *words], quietly=True
+        )
 
 
 HOST = Ultralytics(SWITCHES, (PACKAGE,))

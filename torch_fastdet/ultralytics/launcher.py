@@ -36,7 +36,8 @@ def doctor(argv: list[str]) -> int:
     found = importlib.util.find_spec("ultralytics") is not None
     options = dict(word.split("=", 1) for word in words if "=" in word)
     version = installed_version("ultralytics") if found else None
-    return examination.run(HOST, "ultralytics", version, chosen, options, "--json" in words, STOCKS)
+    asked = [name for name, on in chosen.items() if on]
+    return examination.run(HOST, "ultralytics", version, asked, options, "--json" in words, STOCKS)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -41,22 +41,56 @@ __all__ = [
 ]
 
 
-def patch(**switches: bool) -> tuple[str, ...]:
-    """Put the drop-ins in place of stock's, in the YOLOv5 that this process imported or can import.
+def patch(
+    *,
+    fastdet: bool | None = None,
+    bbox_iou_optim: bool | None = None,
+    upsample_optim: bool | None = None,
+    loss_optim: bool | None = None,
+    nms_optim: bool | None = None,
+    mask_optim: bool | None = None,
+    letterbox_optim: bool | None = None,
+    val_optim: bool | None = None,
+    loader_optim: bool | None = None,
+    multi_tensor_optimizer: bool | None = None,
+    bn_act_optim: bool | None = None,
+    channels_last: bool | None = None,
+    cuda_graph: bool | None = None,
+    resume_exact: bool | None = None,
+) -> tuple[str, ...]:
+    """Replace functions and classes of the YOLOv5 that this process imported or can import.
+
+    ``patch()`` switches on everything that applies here, except ``resume_exact``. ``patch(nms_optim=True)`` switches on that switch alone,
+    and raises if it cannot apply. ``patch(fastdet=True, nms_optim=False)`` switches on everything but that. Modules of YOLOv5 that are
+    imported later are patched then. Switches add up over several calls; :func:`unpatch` takes everything back.
+
+    Patch functions of your own before this call, or leave the switch off: whether YOLOv5's code is the known one is asked once, when a
+    function or class is replaced.
 
     Args:
-        **switches: ``bbox_iou_optim=True``, ``upsample_optim=True``, ...; ``fastdet=True``, which is also what ``patch()``
-            without any keyword means, switches on everything that applies here. A switch set to False stays off.
+        fastdet: every switch that applies.
+        bbox_iou_optim: IoU in the losses.
+        upsample_optim: nearest-neighbour upsampling by two.
+        loss_optim: the whole ``ComputeLoss``.
+        nms_optim: decoding and non-maximum suppression.
+        mask_optim: masks of detections.
+        letterbox_optim: letterbox of images to predict on.
+        val_optim: matching in validation, the confusion matrix and average precision.
+        loader_optim: the data loaders.
+        multi_tensor_optimizer: the optimizer, the moving average, unscaling and clipping.
+        bn_act_optim: BatchNorm and activation.
+        channels_last: NHWC memory where it is faster.
+        cuda_graph: the model's passes as CUDA graphs.
+        resume_exact: a resumed training has the bits of one that was not stopped.
 
     Returns:
-        One line for each name that is replaced, the same that were printed. Modules of YOLOv5 that are imported later are
-        patched, and reported, then. Switches add up over several calls; ``unpatch()`` takes everything back.
+        One line for each name that is replaced so far.
 
     Raises:
         SwitchError: a switch that was asked for by name cannot apply. Nothing stays replaced then.
-        TypeError: there is no such switch.
+        TypeError: there is no such switch, or it is neither True, False nor None.
     """
-    return HOST.patch(switches)
+    return HOST.patch({name: value for name, value in locals().items() if value is not None})
 
 
 def unpatch() -> None:
@@ -70,6 +104,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def apply(opt: argparse.Namespace) -> tuple[str, ...]:
-    """``patch()`` with the flags of :func:`add_arguments` that are set in ``opt``; without any, nothing is replaced."""
-    chosen = {name: True for name in (*SWITCHES, ALL) if getattr(opt, name, False)}
-    return patch(**chosen) if chosen else ()
+    """Call :func:`patch` with the flags of :func:`add_arguments` that ``opt`` has; without any that is on, replace nothing."""
+    given = {name: getattr(opt, name, None) for name in (*SWITCHES, ALL)}
+    return patch(**given) if any(given.values()) else ()

@@ -18,6 +18,7 @@ LEFT_ALONE = ("ultralytics",)
 
 
 class YOLOv5(Host):
+    door = "torch_fastdet.yolov5"
     #: The script that a launcher runs; YOLOv5 may be beside it or above it.
     script: Path | None = None
 

@@ -43,7 +43,7 @@ class Command:
     script: str | None = None
     module: str | None = None
     arguments: list[str] = field(default_factory=list)
-    switches: list[str] = field(default_factory=list)
+    switches: dict[str, bool] = field(default_factory=dict)
     help: bool = False
 
 
@@ -83,7 +83,8 @@ def doctor(argv: list[str]) -> int:
         option, equals, given = name.partition("=")
         if option.startswith("--"):
             options[option[2:]] = given if equals else value
-    return examination.run(HOST, "yolov5", layout.version(), command.switches, options, as_json)
+    asked = [name for name, on in command.switches.items() if on]
+    return examination.run(HOST, "yolov5", layout.version(), asked, options, as_json)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -138,11 +139,11 @@ def _tell_unused(command: Command) -> None:
     unused = [name for name in HOST.on if name not in used]
     lost = not layout.is_loaded()
     for name in unused:
-        is_error = lost and name in command.switches
+        is_error = lost and bool(command.switches.get(name))
         reason = "no YOLOv5, neither a checkout's modules nor the package's" if lost else "nothing that it replaces"
         line = f"{name} replaced nothing of YOLOv5: {command.script or command.module} imported {reason}"
         say(f"error: {line}" if is_error else line, logging.ERROR if is_error else logging.WARNING)
-    if lost and any(name in command.switches for name in unused):
+    if lost and any(command.switches.get(name) for name in unused):
         raise SystemExit(2) from None
 
 

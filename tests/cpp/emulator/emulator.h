@@ -227,6 +227,15 @@ inline unsigned __float_as_uint(float x) {
 inline float __uint_as_float(unsigned x) {
   return emulator::from_bits<float>(x);
 }
+inline int __float2int_rn(float x) {
+  return static_cast<int>(lrintf(x));
+}
+inline long long __float2ll_rn(float x) {
+  return llrintf(x);
+}
+inline long long __double2ll_rn(double x) {
+  return llrint(x);
+}
 inline long long __double_as_longlong(double x) {
   return emulator::from_bits<long long>(emulator::to_bits(x));
 }

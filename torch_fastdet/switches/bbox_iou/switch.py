@@ -16,6 +16,7 @@ YOLOV5 = Switch(
             "bbox_iou",
             bbox_iou,
             evidence=(iou(bbox_iou, YOLOV5_REFERENCE),),
+            missing="refuse",
         ),
     ),
     modules=("utils.metrics", "utils.loss", "utils.segment.loss"),
@@ -24,7 +25,11 @@ YOLOV5 = Switch(
 ULTRALYTICS = Switch(
     "bbox_iou_optim",
     "fused bbox_iou in the losses and in target assignment",
-    (Target(ultralytics("utils.metrics"), "bbox_iou", bbox_iou, evidence=(iou(bbox_iou, REFERENCE),)),),
+    (
+        Target(
+            ultralytics("utils.metrics"), "bbox_iou", bbox_iou, evidence=(iou(bbox_iou, REFERENCE),), missing="refuse"
+        ),
+    ),
     modules=("utils.metrics", "utils.loss", "utils.tal"),
     evidence=(VERSION,),
 )

@@ -48,8 +48,8 @@ YOLOV5 = Switch(
     "loader_optim",
     "data loaders read each picture once, and make batches with one operator, on the GPU where there is one",
     (
-        Target(yolov5("utils.dataloaders"), "LoadImagesAndLabels", make=_data_set, evidence=(KNOWN,)),
-        Target(yolov5("utils.dataloaders"), "InfiniteDataLoader", make=_data_loader),
+        Target(yolov5("utils.dataloaders"), "LoadImagesAndLabels", make=_data_set, evidence=(KNOWN,), missing="refuse"),
+        Target(yolov5("utils.dataloaders"), "InfiniteDataLoader", make=_data_loader, missing="refuse"),
         Target(yolov5("utils.segment.dataloaders"), "LoadImagesAndLabelsAndMasks", make=_data_set_of_masks),
         # Loading goes on without these.
         *(
@@ -89,6 +89,7 @@ ULTRALYTICS = Switch(
         Target(
             ultralytics("data.build"),
             "build_dataloader",
+            missing="refuse",
             make=_build_dataloader,
             evidence=(Signature(BUILD_DATALOADER), Asks("the code of its data loaders", _known)),
         ),

@@ -29,6 +29,7 @@ YOLOV5 = Switch(
                 Signature(("self", "p", "targets"), "__call__"),
                 LOSS,
             ),
+            missing="refuse",
         ),
         Target(
             yolov5("utils.segment.loss"),

@@ -10,7 +10,7 @@ from torch_fastdet.rewrites.yolov5 import STOCK_MODULES as MODELS
 from torch_fastdet.suppression import ultralytics_non_max_suppression, yolov5_non_max_suppression
 from torch_fastdet.switches.frameworks import VERSION, ultralytics, yolov5
 from torch_fastdet.switches.nms import yolov5 as decoding
-from torch_fastdet.switches.nms.trial import DECODING, SUPPRESSION
+from torch_fastdet.switches.nms.trial import DECODING, SUPPRESSION, ULTRALYTICS_SUPPRESSION
 from torch_fastdet.switches.nms.ultralytics import LABELS, suppression_like
 
 DECODED = " (float32 heads decoded by torch_fastdet.ops.yolov5_decode)"
@@ -18,7 +18,13 @@ YOLOV5 = Switch(
     "nms_optim",
     "decode and non-maximum suppression without host syncs or a time limit, in val, detect, segment and validation",
     (
-        Target(yolov5("utils.general"), "non_max_suppression", yolov5_non_max_suppression, evidence=(SUPPRESSION,)),
+        Target(
+            yolov5("utils.general"),
+            "non_max_suppression",
+            yolov5_non_max_suppression,
+            evidence=(SUPPRESSION,),
+            missing="refuse",
+        ),
         # Suppression goes on without these.
         Target(
             MODELS,
@@ -42,7 +48,11 @@ ULTRALYTICS = Switch(
             ultralytics("utils.nms"),
             "non_max_suppression",
             make=lambda _, stock, __: suppression_like(stock),
-            evidence=(Signature(ultralytics_non_max_suppression, optional=LABELS),),
+            evidence=(
+                Signature(ultralytics_non_max_suppression, optional=LABELS),
+                ULTRALYTICS_SUPPRESSION,
+            ),
+            missing="refuse",
         ),
     ),
     modules=("utils.nms",),

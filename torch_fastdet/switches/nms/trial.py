@@ -11,8 +11,9 @@ from torch_fastdet import ops
 from torch_fastdet.patching.evidence import (
     Behaves,
 )
+from torch_fastdet.suppression import ultralytics_non_max_suppression
 from torch_fastdet.suppression import yolov5_non_max_suppression as non_max_suppression
-from torch_fastdet.switches.frameworks import YOLOV5_REFERENCE
+from torch_fastdet.switches.frameworks import REFERENCE, YOLOV5_REFERENCE
 from torch_fastdet.switches.loss.yolov5_trial import ANCHORS, CLASSES, SIZES, DetectLike, heads
 
 
@@ -24,6 +25,22 @@ def _rows(function: Any) -> list[Tensor]:
     boxes = torch.stack((x, y, 16 + x.sin(), 20 + y.cos()), 1)
     prediction = torch.cat((boxes, scores), 1).repeat(2, 1, 1)
     prediction[1, :, 4] *= 0.7
+    kinds: tuple[dict[str, object], ...] = (
+        {},
+        {"multi_label": True},
+        {"agnostic": True},
+        {"classes": [1]},
+        {"max_det": 3},
+    )
+    return [image for kind in kinds for image in function(prediction.clone(), 0.2, 0.35, **kind)]
+
+
+def _ultralytics_rows(function: Any) -> list[Tensor]:
+    """The boxes and scores of :func:`_rows` in Ultralytics' layout, with and without classes that compete."""
+    count = 24
+    x, y = 20.0 + 7 * torch.arange(count).remainder(6), 20.0 + 9 * torch.arange(count).div(6, rounding_mode="floor")
+    scores = 0.5 + 0.45 * torch.linspace(0.0, 37.0, count * CLASSES).sin().view(CLASSES, count)
+    prediction = torch.cat((torch.stack((x, y, 16 + x.sin(), 20 + y.cos())), scores))[None]
     kinds: tuple[dict[str, object], ...] = (
         {},
         {"multi_label": True},
@@ -48,5 +65,11 @@ def _decoded(detect: Any) -> tuple[Tensor, Tensor]:
 
 SUPPRESSION = Behaves(
     "its non_max_suppression", lambda stock: (_rows(stock), _rows(non_max_suppression)), 1e-4, YOLOV5_REFERENCE
+)
+ULTRALYTICS_SUPPRESSION = Behaves(
+    "its non_max_suppression",
+    lambda stock: (_ultralytics_rows(stock), _ultralytics_rows(ultralytics_non_max_suppression)),
+    1e-4,
+    REFERENCE,
 )
 DECODING = Behaves("its Detect", _decoded, 1e-4, YOLOV5_REFERENCE)

@@ -66,11 +66,9 @@ class OfInstances:
         return self.stock if instance is None else functools.partial(self.ours, instance)
 
 
-def segmenting(_: Active, stock: Callable[..., object], segment: type) -> Callable[..., object]:
+def segmenting(active: Active, stock: Callable[..., object], segment: type) -> Callable[..., object]:
     """``Segment.forward`` that calls ours where it would call stock's ``Detect.forward``, which its instances keep."""
-    detect = next(
-        vars(base)["forward"] for base in segment.__mro__ if isinstance(vars(base).get("forward"), OfInstances)
-    )
+    detect = next(new for base in segment.__mro__ if (new := active.replacement(base, "forward")) is not None)
 
     @functools.wraps(stock)
     def forward(self: Any, x: list[torch.Tensor]) -> Any:

@@ -30,10 +30,15 @@ YOLOV5 = Switch(
             yolov5("utils.torch_utils"),
             "smart_optimizer",
             make=replacing_optimizer,
+            missing="refuse",
             evidence=(Signature(smart_optimizer),),
         ),
         Target(
-            yolov5("utils.torch_utils"), "ModelEMA", ModelEMA, evidence=(moving_average(ModelEMA, YOLOV5_REFERENCE),)
+            yolov5("utils.torch_utils"),
+            "ModelEMA",
+            ModelEMA,
+            evidence=(moving_average(ModelEMA, YOLOV5_REFERENCE),),
+            missing="refuse",
         ),
     ),
     modules=("utils.torch_utils",),
@@ -51,6 +56,7 @@ ULTRALYTICS = Switch(
             "ModelEMA",
             of_ultralytics.ModelEMA,
             evidence=(moving_average(of_ultralytics.ModelEMA, REFERENCE),),
+            missing="refuse",
         ),
         Target(
             ultralytics("engine.trainer"),

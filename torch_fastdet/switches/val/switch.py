@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -31,28 +33,18 @@ from torch_fastdet.switches.val import yolov5 as of_yolov5
 from torch_fastdet.switches.val.cases import DETECTIONS, IOUV, LABELS
 
 
-def _correct(matcher: Any) -> torch.Tensor:
-    return torch.as_tensor(matcher(cases.DETECTIONS.clone(), cases.LABELS.clone(), cases.IOUV.clone())).bool()
-
-
 def _confused(kind: type) -> torch.Tensor:
     matrix = kind(2)
     matrix.process_batch(cases.DETECTIONS.clone(), cases.LABELS.clone())
     return torch.as_tensor(matrix.matrix).long()
 
 
-PROCESS_BATCH = Target(
-    yolov5("val"),
-    "process_batch",
-    of_yolov5.process_batch,
-    evidence=(
-        Behaves("its process_batch", lambda f: (_correct(f), _correct(of_yolov5.process_batch)), 0, YOLOV5_REFERENCE),
-    ),
-)
+def _takes_masks(matcher: Any) -> bool:
+    return "pred_masks" in inspect.signature(matcher).parameters
 
 
-def _correct_masks(matcher: Any) -> list[torch.Tensor]:
-    """By boxes, by one mask a label, and by labels that overlap in one mask of half the size."""
+def _correct(matcher: Any, masks: bool) -> list[torch.Tensor]:
+    """By boxes; with ``masks`` also by one mask a label, and by labels that overlap in one mask of half the size."""
     detections, labels, iouv = cases.DETECTIONS.clone(), cases.LABELS.clone(), cases.IOUV.clone()
     y, x = torch.arange(100)[:, None], torch.arange(100)
 
@@ -62,24 +54,32 @@ def _correct_masks(matcher: Any) -> list[torch.Tensor]:
 
     found, truth = inside(detections[:, :4]), inside(labels[:, 1:])
     index = torch.stack([number * mask for number, mask in enumerate(truth, 1)]).amax(0)[None, ::2, ::2]
-    ways = [(), (found, truth, False, True), (found, index, True, True)]
+    ways = [(), (found, truth, False, True), (found, index, True, True)] if masks else [()]
     return [torch.as_tensor(matcher(detections, labels, iouv, *way)).bool() for way in ways]
 
 
-def _masks_as_ours(stock: Callable) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    return _correct_masks(stock), _correct_masks(of_yolov5.process_batch_of_masks(stock))
+def _matcher(stock: Callable[..., Any]) -> Callable[..., Any]:
+    return of_yolov5.process_batch_of_masks(stock) if _takes_masks(stock) else of_yolov5.process_batch
 
 
-PROCESS_BATCH_OF_MASKS = Target(
-    yolov5("segment.val"),
-    "process_batch",
-    make=lambda _, stock, __: of_yolov5.process_batch_of_masks(stock),
-    evidence=(
-        Signature(("detections", "labels", "iouv", "pred_masks", "gt_masks", "overlap", "masks")),
-        Behaves("its process_batch", _masks_as_ours, 0, YOLOV5_REFERENCE),
-    ),
-    otherwise="say",
-)
+def _as_ours(stock: Callable[..., Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    masks = _takes_masks(stock)
+    return _correct(stock, masks), _correct(_matcher(stock), masks)
+
+
+def _process_batch(script: str) -> Target:
+    return Target(
+        yolov5(script),
+        "process_batch",
+        moved=yolov5("utils.metrics"),  # in YOLOv5's head, for both scripts
+        make=lambda _, stock, __: _matcher(stock),
+        evidence=(Behaves("its process_batch", _as_ours, 0, YOLOV5_REFERENCE),),
+        missing="refuse",
+    )
+
+
+PROCESS_BATCH = _process_batch("val")
+PROCESS_BATCH_OF_MASKS = dataclasses.replace(_process_batch("segment.val"), otherwise="say")
 
 
 def _matrix_class(active: Active, stock: type, _: object) -> type:
@@ -103,17 +103,35 @@ def _matrices(stock: type) -> tuple[torch.Tensor, torch.Tensor]:
     return _confused(stock), _confused(of_yolov5.confusion_matrix_class(stock, lambda: None))
 
 
+def _scale(function: Callable[..., Any]) -> list[object]:
+    """Boxes across the borders of a letterbox, of wide and tall images, with and without the letterbox's own numbers."""
+    boxes = torch.tensor([[-3.0, 5, 41, 33], [0, 0, 64, 48], [20.5, 10.5, 70.25, 38]])
+    ways: list[tuple[object, ...]] = [((30, 50),), ((61, 20),), ((30, 50), ((1.25, 1.25), (2.0, 3.5)))]
+    return [function((48, 64), boxes.clone(), *way) for way in ways]
+
+
+def _scaled(stock: Callable[..., Any]) -> tuple[list[object], list[object]]:
+    return _scale(stock), _scale(of_yolov5.scale_boxes)
+
+
 YOLOV5 = Switch(
     "val_optim",
     "matching of detections and labels, and confusion matrix, in val.py, segment/val.py and the validation inside train.py",
     (
         PROCESS_BATCH,
         PROCESS_BATCH_OF_MASKS,
-        Target(yolov5("utils.general"), "scale_boxes", of_yolov5.scale_boxes),
+        Target(
+            yolov5("utils.general"),
+            "scale_boxes",
+            of_yolov5.scale_boxes,
+            evidence=(Behaves("its scale_boxes", _scaled, 0, YOLOV5_REFERENCE),),
+            missing="refuse",
+        ),
         Target(
             yolov5("utils.metrics"),
             "ConfusionMatrix",
             make=_matrix_class,
+            missing="refuse",
             evidence=(
                 Signature(("self", "nc", "conf", "iou_thres"), "__init__"),
                 Signature(("self", "detections", "labels"), "process_batch"),

@@ -138,9 +138,13 @@ def update_on_host(
 
     @functools.wraps(stock)
     def update_metrics(self: Validator, preds: list[dict[str, Tensor]], batch: dict[str, object]) -> None:
-        if not _is_on_gpu(self, processing, preds):
+        on_gpu = type(self)._process_batch is processing and torch.device(self.device).type != "cpu"
+        if not on_gpu or not preds:
             stock(self, preds, batch)
             return
+        if self.args.single_cls:  # in place, as the original does, for the plots that come later
+            for pred in preds:
+                pred["cls"].zero_()
         labels = _labels_on_host(batch)
         own: list[tuple[object, str, object]] = [(self, "device", HOST)]
         if overlaps is not None:
@@ -154,16 +158,6 @@ def update_on_host(
             stock(self, _to_host(preds), labels)
 
     return update_metrics
-
-
-def _is_on_gpu(validator: Validator, processing: Callable, preds: list[dict[str, Tensor]]) -> bool:
-    """Whether these are detections on a GPU of a validator that processes them so; with ``single_cls`` they lose their classes."""
-    if type(validator)._process_batch is not processing or torch.device(validator.device).type == "cpu" or not preds:
-        return False
-    if validator.args.single_cls:  # as stock does, also for the plots that come later
-        for pred in preds:
-            pred["cls"].zero_()
-    return True
 
 
 def _labels_on_host(batch: dict[str, Any]) -> dict[str, object]:

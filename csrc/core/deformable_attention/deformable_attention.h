@@ -1,0 +1,51 @@
+// Multi-scale deformable attention: each query adds some points of each level of a feature map, bilinear and weighted.
+#pragma once
+
+#ifdef TORCH_FASTDET_WITH_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
+#include <cstdint>
+
+#include "core/common/dtype.h"
+
+namespace torch_fastdet::core {
+
+constexpr int kMostDeformableLevels = 16;
+// Elements of one image, of each tensor: kernels count these in 32 bits.
+constexpr int64_t kMostDeformableElements = (int64_t{1} << 31) - 1;
+
+struct DeformableLevel {
+  int32_t height, width;
+  int32_t first;  // pixel of the value
+};
+
+// Tensors are dense and aligned to 16 bytes. A is the arithmetic type of `dtype`.
+struct DeformableAttentionParams {
+  int64_t batch;
+  int32_t pixels, queries, heads, channels, points;
+  int32_t level_count;
+  DeformableLevel levels[kMostDeformableLevels];
+  DType dtype;
+  const void* value;      // (batch, pixels, heads, channels)
+  const void* locations;  // (batch, queries, heads, levels, points, 2) A: x, y as shares of the level's sides
+  const void* weights;    // (batch, queries, heads, levels, points) A
+  void* out;              // (batch, queries, heads, channels)
+};
+
+// `forward.out` is not used.
+struct DeformableAttentionBackwardParams {
+  DeformableAttentionParams forward;
+  const void* grad;      // of out, in its type
+  void* grad_value;      // in the value's type
+  void* grad_locations;  // A
+  void* grad_weights;    // A
+  void* bounds;          // (batch, heads, queries) A, scratch of the GPU
+};
+
+#ifdef TORCH_FASTDET_WITH_CUDA
+cudaError_t launch_deformable_attention(const DeformableAttentionParams& params, cudaStream_t stream);
+cudaError_t launch_deformable_attention_backward(const DeformableAttentionBackwardParams& params, cudaStream_t stream);
+#endif
+
+}  // namespace torch_fastdet::core

@@ -1,0 +1,63 @@
+// Rectangular assignment at the least cost: a batch of problems, with SciPy's choice where several are the best.
+#pragma once
+
+#ifdef TORCH_FASTDET_WITH_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
+#include <cstdint>
+
+#include "core/common/dtype.h"
+#include "core/common/host_device.h"
+
+namespace torch_fastdet::core {
+
+enum class AssignmentFault : int32_t { kNone, kCost, kColumns };
+
+constexpr int kAssignmentStatusSize = 2;
+
+// Problem n is the first columns[n] columns of cost[n]. `cost` is float or double.
+struct LinearAssignmentParams {
+  int64_t problems, rows, columns;
+  int64_t problem_stride, row_stride, column_stride;  // of cost, in elements
+  const void* cost;
+  DType dtype;
+  const int64_t* used_columns;  // (problems)
+  int64_t* out;                 // (problems, columns): the row of each column, -1 for none
+  void* scratch;                // of the GPU, assignment_scratch bytes a problem
+  // The number of problems whose cost is not finite or whose columns are out of range, and the first of them as
+  // assignment_fault_code; null: not wanted.
+  int64_t* status;
+};
+
+// Of two faults, the one of the lower problem has the greater code.
+TORCH_FASTDET_HOST_DEVICE int64_t assignment_fault_code(int64_t problem, AssignmentFault fault) {
+  return ((int64_t{1} << 60) - problem) * 4 + static_cast<int64_t>(fault);
+}
+
+// The search starts from the shorter side, from the rows if both are as long. It adds a "start" after the other and
+// gives each an "end".
+struct AssignmentSides {
+  int64_t starts, ends;
+  int64_t start_stride, end_stride;
+  bool from_rows;
+};
+
+TORCH_FASTDET_HOST_DEVICE AssignmentSides assignment_sides(const LinearAssignmentParams& p, int64_t columns) {
+  if (columns < p.rows) return {columns, p.rows, p.column_stride, p.row_stride, false};
+  return {p.rows, columns, p.row_stride, p.column_stride, true};
+}
+
+constexpr int64_t kMostRegisterEnds = 960;  // a warp has room for so many in registers
+
+// Bytes a problem: prices and partners of the starts, and prices, distances and three numbers of the ends.
+TORCH_FASTDET_HOST_DEVICE int64_t assignment_scratch(int64_t rows, int64_t columns) {
+  const int64_t ends = rows > columns ? rows : columns, starts = rows > columns ? columns : rows;
+  return ends <= kMostRegisterEnds ? 0 : ceil_div(starts, 32) * 32 * 12 + ceil_div(ends, 32) * 32 * 28;
+}
+
+#ifdef TORCH_FASTDET_WITH_CUDA
+cudaError_t launch_linear_assignment(const LinearAssignmentParams& params, cudaStream_t stream);
+#endif
+
+}  // namespace torch_fastdet::core

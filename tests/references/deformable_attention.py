@@ -1,0 +1,31 @@
+"""Multi-scale deformable attention from its definition: float64, one pixel around each point after the other."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def deformable_attention(value: Tensor, shapes: list[tuple[int, int]], locations: Tensor, weights: Tensor) -> Tensor:
+    """value (B, S, H, C), locations (B, Q, H, L, P, 2), weights (B, Q, H, L, P) -> (B, Q, H * C). Differentiable."""
+    value, locations, weights = value.double(), locations.double(), weights.double()
+    batch, _, heads, channels = value.shape
+    queries = locations.shape[1]
+    out = value.new_zeros(batch, queries, heads, channels)
+    image, head = torch.arange(batch).view(-1, 1, 1, 1), torch.arange(heads).view(1, 1, -1, 1)
+    first = 0
+    for level, (height, width) in enumerate(shapes):
+        x = locations[:, :, :, level, :, 0] * width - 0.5
+        y = locations[:, :, :, level, :, 1] * height - 0.5
+        exists = x.isfinite() & y.isfinite()
+        x, y = (torch.where(exists, place, torch.full_like(place, -9)).clamp(-9, 1e9) for place in (x, y))
+        for down in (0, 1):
+            for right in (0, 1):
+                column, row = x.detach().floor() + right, y.detach().floor() + down
+                inside = (column >= 0) & (column < width) & (row >= 0) & (row < height)
+                share = (1 - (x - column).abs()) * (1 - (y - row).abs()) * inside
+                pixel = first + torch.where(inside, row * width + column, torch.zeros_like(row)).long()
+                values = value[image.to(value.device), pixel, head.to(value.device)]  # (B, Q, H, P, C)
+                out = out + (values * (share * weights[:, :, :, level])[..., None]).sum(3)
+        first += height * width
+    return out.flatten(2)

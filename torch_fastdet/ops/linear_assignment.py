@@ -1,0 +1,61 @@
+"""Assignment of rows and columns at the least total cost, for many problems at once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_fastdet._deferred import DeferredStatus
+from torch_fastdet.ops._checks import check_tensors
+
+
+def linear_assignment(cost: Tensor, columns: Tensor) -> Tensor:
+    """For each column of each problem the row that ``scipy.optimize.linear_sum_assignment`` gives it, to the index.
+
+    Ties are SciPy's, too. On a GPU one launch, a warp a problem, without a host sync; capturable in a CUDA graph. No gradient.
+
+    Args:
+        cost: (problems, rows, columns), float16, bfloat16, float32 or float64, any strides. Sums are in float64. Rows beside each
+            other in memory (stride 1) are read in place where there are more rows than columns, else columns; the other layout and
+            half types are copied first.
+        columns: (problems) integers on the same device: how many columns of each problem count, the others are padding.
+
+    Returns:
+        (problems, columns) int64: the row of each column. -1 for a column that gets none, because there are more columns than rows,
+        and for padding.
+
+    Raises:
+        RuntimeError: shapes, dtypes, layouts or devices do not fit each other.
+        ValueError: a cost that is NaN or infinite, or a number of columns that cost has not. On a GPU a later call raises it, because
+            the host does not wait; all columns of such a problem are -1, and so they are in a captured graph, which raises nothing.
+        TypeError: an argument is not a tensor.
+
+    Source: Crouse, On implementing 2D rectangular assignment algorithms (2016), with the order of SciPy 1.15 among equal paths.
+    """
+    if not torch.jit.is_scripting():
+        check_tensors("linear_assignment", cost=cost, columns=columns)
+    rows, status = torch.ops.torch_fastdet.linear_assignment(cost, columns)
+    if not torch.jit.is_scripting():
+        _note(status, cost.shape[0])
+    return rows
+
+
+def _describe(status: list[int], problems: int) -> str | None:
+    """A line on the first problem that could not be solved, or None. ``status``: their number, and the greatest fault code."""
+    count, code = status
+    if not count:
+        return None
+    problem = 2**60 - code // 4
+    what = "cost has a NaN or infinite value" if code % 4 == 1 else "columns is out of range"
+    return f"linear_assignment: {what} in problem {problem} of {problems}; {count} problems were left unassigned"
+
+
+_statuses = DeferredStatus(_describe)
+
+
+def _note(status: Tensor, problems: int) -> None:
+    """Raise what earlier calls have found, and arrange that a later call raises what this one finds."""
+    if torch.compiler.is_compiling() or not status.is_cuda or torch.cuda.is_current_stream_capturing():
+        return
+    _statuses.add(status, problems)
+    _statuses.raise_arrived()
