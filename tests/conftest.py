@@ -2,6 +2,7 @@
 
 import os
 import re
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -171,6 +172,13 @@ def same_convolutions():
 @pytest.fixture(autouse=True)
 def _seed():
     traces.seed()
+
+
+@pytest.fixture(autouse=True)
+def _environment():
+    """Puts back what a framework's trainer or predictor sets, such as CUBLAS_WORKSPACE_CONFIG."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(autouse=True)

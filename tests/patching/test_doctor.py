@@ -94,6 +94,7 @@ def test_exit_status_and_output(host, capsys, monkeypatch, asked, status, as_jso
 
 
 def test_the_report_at_the_end_is_said_once(host, capsys):
+    _say.hide("tests")  # the host is the last one that shows lines
     host.patch({"fine": True})
     host.on["fine"].tell("fine: half of it stays")
     _say.say("fine: a loader falls back", logging.WARNING)
