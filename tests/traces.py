@@ -179,6 +179,12 @@ class Traces:
         self.look()
 
     def look(self) -> list[str]:
+        switched_on: list[str] = []
+        for framework in ("yolov5", "ultralytics"):
+            host = getattr(sys.modules.get(f"torch_fastdet.{framework}.host"), "HOST", None)
+            if host is not None and (host.on or host.requests or host.patches.replacements):
+                switched_on.append(f"torch_fastdet.{framework} is switched on")
+                host.unpatch()  # so that one test alone is told
         now = settings()
         changed = [
             name for name in sorted(self._settings.keys() | now.keys()) if self._settings.get(name) != now.get(name)
@@ -200,9 +206,5 @@ class Traces:
             self._modules, self._owners = set(sys.modules), list(watched())
             for _, owner in self._owners:
                 self._attributes.setdefault(id(owner), (owner, dict(vars(owner))))
-        for framework in ("yolov5", "ultralytics"):
-            host = getattr(sys.modules.get(f"torch_fastdet.{framework}.host"), "HOST", None)
-            if host is not None and (host.on or host.requests or host.patches.replacements):
-                changed.append(f"torch_fastdet.{framework} is switched on")
         fakes.clear()
-        return changed
+        return switched_on + changed
