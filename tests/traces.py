@@ -31,7 +31,7 @@ PACKAGES = ("torch_fastdet", "yolov5", "ultralytics", "utils", "models")
 #: Modules of others, in which switches and tests replace names.
 OTHERS = ("torch", "torch.amp", "torch.cuda", "torch.nn.functional", "torch.optim", "torch.utils.data", "numpy", "cv2")
 CLASSES = (torch.nn.Module, torch.nn.Conv2d, torch.nn.BatchNorm2d, torch.nn.SiLU, torch.nn.Upsample)
-#: Variables that pytest, torch and Ultralytics set while they run, which change nothing.
+#: Variables that pytest, torch and other libraries set while they run, which change nothing.
 OF_OTHERS = (
     "PYTEST_",
     "TORCHINDUCTOR_",
@@ -40,6 +40,7 @@ OF_OTHERS = (
     "TEARDOWN_CUPTI",
     "DISABLE_CUPTI",
     "NO_ALBUMENTATIONS",
+    "KMP_",
 )
 #: Functions and classes that tests have put somewhere with monkeypatch, by id, since the last look.
 fakes: dict[int, object] = {}
@@ -142,18 +143,16 @@ MISSING = object()
 
 
 def replaced(name: str, before: dict[str, object], now: dict[str, object]) -> Iterator[str]:
-    """The functions, classes and modules that are not what they were, and ours that were not there; caches and counts may change."""
+    """The functions, classes and modules that are not what they were, and ours that were not there; caches and counts may change.
+
+    Torch and the like replace some themselves, such as ``torch.manual_seed`` and the ``step`` of an optimizer, which is then ``hooked``.
+    """
+    is_library = name.partition(".")[0] in ("torch", "numpy", "cv2")
     for attribute in before.keys() | now.keys():
         old, new = before.get(attribute, MISSING), now.get(attribute, MISSING)
-        if (
-            old is new or attribute.startswith("__") or getattr(new, "hooked", False)
-        ):  # torch wraps `step` of an optimizer
+        if old is new or attribute.startswith("__") or getattr(new, "hooked", False):
             continue
-        if name.split(".")[0].split(" ")[0] in (
-            "torch",
-            "numpy",
-            "cv2",
-        ):  # which replace some themselves, such as torch.manual_seed
+        if is_library:
             left = is_ours(new) or new is MISSING
         else:
             left = is_code(old) if old is not MISSING else is_ours(new) and not name.startswith("torch_fastdet")
