@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 
@@ -27,6 +28,11 @@ CASES = {
     ),
     "no stderr": ("import sys; sys.stderr = None; _say.show('host'); " + WARN, ""),
     "closed stderr": ("import sys; sys.stderr.close(); _say.show('host'); " + WARN, ""),
+    "quieter": (
+        "import os; os.environ['TORCH_FASTDET_LOG'] = 'warning'; _say.show('host'); " + WARN,
+        "torch_fastdet: slow\n",
+    ),
+    "quiet": ("import os; os.environ['TORCH_FASTDET_LOG'] = 'quiet'; _say.show('host'); " + WARN, ""),
     "own level": ("_say.logger.setLevel(40); _say.show('host'); " + WARN, ""),
 }
 
@@ -34,8 +40,25 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_where_lines_go(case):
     program, wanted = CASES[case]
-    done = subprocess.run([sys.executable, "-c", SAY + program], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", SAY + program],
+        env=os.environ | {"TORCH_FASTDET_LOG": ""},
+        capture_output=True,
+        text=True,
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", wanted)
+
+
+@pytest.mark.parametrize("number, said", [(1, "1 batch"), (0, "0 batches"), (1200, "1,200 batches")])
+def test_counts_are_words(number, said):
+    assert _say.counted(number, "batches") == said
+    assert _say.counted(1, "training passes without graphs") == "1 training pass without graphs"
+
+
+def test_an_unknown_level_is_an_error(monkeypatch):
+    monkeypatch.setenv("TORCH_FASTDET_LOG", "loud")
+    with pytest.raises(ValueError, match="TORCH_FASTDET_LOG is 'loud', but one of debug, info, warning, error, quiet"):
+        _say.show("tests")
 
 
 def test_the_logger_is_public():
@@ -48,7 +71,7 @@ def test_unpatch_leaves_logging_as_it_was():
     _say.hide("tests")
     before = torch_fastdet.logger.level, list(torch_fastdet.logger.handlers)
     yolov5.patch(upsample_optim=True)
-    assert torch_fastdet.logger.level == _say._chosen_level()
+    assert torch_fastdet.logger.level == logging.DEBUG  # as tests/conftest.py asks
     yolov5.unpatch()
     assert (torch_fastdet.logger.level, torch_fastdet.logger.handlers) == before
 

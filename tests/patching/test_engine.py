@@ -10,9 +10,10 @@ from types import ModuleType
 import pytest
 import torch
 
+from torch_fastdet import _say
 from torch_fastdet.patching.engine import ALL, Host
-from torch_fastdet.patching.evidence import Asks, Obstacle
-from torch_fastdet.patching.replace import SwitchError
+from torch_fastdet.patching.evidence import Asks, Obstacle, plainly_on_the_cpu
+from torch_fastdet.patching.replace import SwitchError, with_names
 from torch_fastdet.patching.switch import GPU, Outside, Switch, Target
 
 
@@ -281,3 +282,85 @@ def test_the_rows_of_a_class(loaded, host, capsys):
     host.patch({})
     said = capsys.readouterr().err
     assert "box does not apply: host.shapes has no Box.gone." in said and "host.shapes has no Cube." in said
+
+
+MOVED = Switch(
+    "area_optim", "area", (Target(("host.shapes",), "area", area, moved=("host.new",), missing="refuse"), *SIZE.targets)
+)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_main_function_that_is_gone_is_said(loaded, capsys, by_name):
+    """Also where the module that lost it is imported later; the rest of the switch stays on, unless it was asked for by name."""
+    loaded(
+        module("host.shapes", STOCK.partition("class")[0].replace("area", "surface") + STOCK[STOCK.index("class") :])
+    )
+    host = Host({MOVED.name: MOVED}, ("host",))
+    try:
+        if by_name:
+            with pytest.raises(SwitchError, match=r"cannot apply: host\.shapes define no area"):
+                host.patch({"area_optim": True})
+            assert not host.patches.replacements
+        else:
+            assert len(host.patch({})) == 1
+            assert "in part: area_optim (host.shapes define no area" in capsys.readouterr().err
+        tried = host.try_switch(MOVED)
+        assert "host.shapes define no area" in tried.why_not and tried.has_replaced_any()
+    finally:
+        host.unpatch()
+
+
+def test_a_main_function_is_found_where_it_has_moved_to(loaded):
+    loaded(module("host.shapes", STOCK[STOCK.index("class") :]))
+    new = loaded(module("host.new", STOCK.partition("class")[0]))
+    host = Host({MOVED.name: MOVED}, ("host",))
+    host.patch({"area_optim": True})
+    assert new.area is area
+    host.unpatch()
+
+
+def test_trying_a_switch_runs_make_and_replaces_nothing(loaded, host):
+    shapes = loaded(module("host.shapes", STOCK))
+    before, made = dict(vars(shapes)), []
+
+    def make(active, stock, owner):
+        made.append(stock)
+        active.replace(owner, "further", area)
+        return Obstacle("it is Tuesday.")
+
+    tried = host.try_switch(Switch("box", "", (Target(("host.shapes",), "Box.size", make=make),)))
+    assert made == [shapes.Box.size] and tried.why_not == "it is Tuesday." and tried.replacement(shapes.Box, "further")
+    assert dict(vars(shapes)) == before and not hasattr(shapes.Box, "further") and not host.on
+
+
+def test_one_line_says_what_is_on(loaded, host, capsys, monkeypatch):
+    monkeypatch.setenv("TORCH_FASTDET_LOG", "info")
+    loaded(module("host.shapes", STOCK))
+    for name in ("a", "b"):
+        host.switches[name] = Switch(name, "", (), evidence=(Asks("a GPU", lambda _: "there is no GPU."),))
+    _say._showing.clear()
+    _say._remove()  # of other tests in this process
+    host.patch({})
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "2 switches on; off: a, b (there is no GPU); details: python -m torch_fastdet doctor" in said
+
+
+def test_trials_are_not_counted():
+    _say.counts.clear()
+    with plainly_on_the_cpu():
+        _say.count("area_optim", "areas")
+    assert not _say.counts
+    _say.count("area_optim", "areas")
+    assert _say.counts.pop(("area_optim", "areas")) == 1
+
+
+def test_a_copy_of_a_function_sees_what_its_module_holds_later():
+    host = module("host", "def size():\n    return width * height\n", width=2, height=3)
+    copy = with_names(host.size, height=5)
+    assert copy() == 10
+    host.width = 4
+    assert copy() == 20 and host.size() == 12
+    del host.width
+    with pytest.raises(NameError, match="width"):
+        copy()

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import inspect
 import sys
 import threading
 import warnings
@@ -141,3 +142,9 @@ def test_threads_that_patch_at_once_replace_each_name_once():
         assert lines == [expected] * 4
     finally:
         drop_in.unpatch()
+
+
+@pytest.mark.parametrize("door, switches", [("yolov5", YOLOV5), ("ultralytics", ULTRALYTICS)])
+def test_patch_names_its_keywords(door, switches):
+    parameters = inspect.signature(importlib.import_module(f"torch_fastdet.{door}").patch).parameters
+    assert set(parameters) == {"fastdet", *switches} and all(p.default is None for p in parameters.values())

@@ -22,8 +22,13 @@ from torch_fastdet.yolov5 import launcher
 )
 def test_command_line_is_split(argv, script, module, switches, rest):
     command = launcher.parse(argv.split())
-    assert (command.script, command.module, command.switches) == (script, module, switches)
+    assert (command.script, command.module, command.switches) == (script, module, dict.fromkeys(switches, True))
     assert command.arguments == rest.split()
+
+
+def test_a_switch_is_left_out():
+    command = launcher.parse("--fastdet train.py --no-nms_optim --no-such-flag".split())
+    assert command.switches == {"fastdet": True, "nms_optim": False} and command.arguments == ["--no-such-flag"]
 
 
 @pytest.mark.parametrize(
