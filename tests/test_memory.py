@@ -83,6 +83,11 @@ def test_a_machine_without_control_groups(machine):
     assert machine.memory() == (64, 40)
 
 
+def test_a_chroot_without_proc_has_the_machine(tmp_path):
+    total, available = machine_memory(tmp_path)
+    assert 0 < available <= total and total == pytest.approx(machine_memory()[0], rel=0.1)
+
+
 def test_this_machine_has_memory():
     total, available = machine_memory()
     assert 0 < available <= total

@@ -2,19 +2,21 @@
 
 Whatever holds much memory is an :class:`Owner` and registers itself (:func:`register`). :func:`report` lists the owners.
 
-Two budgets limit pictures, each for all data sets of the process together: ``TORCH_FASTDET_CACHE`` in the host's memory
+Two budgets limit images, each for all data sets of the process together: ``TORCH_FASTDET_CACHE`` in the host's memory
 (:func:`host_budget`) and ``TORCH_FASTDET_GPU_CACHE`` in a GPU's (:func:`gpu_budget`). They say what is left: an owner that
 names a budget counts against it with all its bytes from the start, even where it takes them later.
 
-Where a GPU runs out of memory inside :func:`with_room`, owners give theirs back, the cheapest first: pictures, which cost an
+Where a GPU runs out of memory inside :func:`with_room`, owners give theirs back, the cheapest first: images, which cost an
 upload, then graphs, which cost a capture.
 """
 
 from __future__ import annotations
 
 import functools
+import mmap
 import os
 import re
+import resource
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
@@ -27,13 +29,13 @@ __all__ = ["report"]
 T = TypeVar("T")
 
 HOST_BUDGET, GPU_BUDGET = "TORCH_FASTDET_CACHE", "TORCH_FASTDET_GPU_CACHE"
-#: Share of the host's available memory that pictures may take where ``TORCH_FASTDET_CACHE`` is not set.
+#: Share of the host's available memory that images may take where ``TORCH_FASTDET_CACHE`` is not set.
 HOST_SHARE = 0.5
-#: Share of a GPU's memory, and of its free memory, that pictures may take where ``TORCH_FASTDET_GPU_CACHE`` is not set.
+#: Share of a GPU's memory, and of its free memory, that images may take where ``TORCH_FASTDET_GPU_CACHE`` is not set.
 GPU_SHARE, FREE_GPU_SHARE = 1 / 16, 1 / 4
-#: The host's memory is low where less than this share of it is free. Nothing is added to what pictures take then.
+#: The host's memory is low where less than this share of it is free. Nothing is added to what images take then.
 RESERVE = 0.05
-#: The budget where all pictures are to be kept, as with ``--cache ram``.
+#: The budget where all images are to be kept, as with ``--cache ram``.
 UNLIMITED = 1 << 62
 
 #: Errors that say that a GPU has no memory left: of CUDA, and of cuBLAS and cuDNN, which got none to work in.
@@ -45,7 +47,7 @@ NO_MEMORY = (
     "unable to find an engine",
 )
 
-#: What it costs to give memory back: the pictures are uploaded again, or the graphs are captured again.
+#: What it costs to give memory back: the images are uploaded again, or the graphs are captured again.
 UPLOAD, CAPTURE = range(2)
 
 
@@ -208,13 +210,16 @@ def _number(path: Path) -> int | None:
 
 
 def machine_memory(root: Path = Path("/")) -> tuple[int, int]:
-    """(all, available) bytes for this process: the machine's, or those of its control groups where they have less.
+    """(all, available) bytes for this process: the machine's, or those of its control groups and of ``ulimit -v`` where they have less.
 
     Args:
         root: the folder that holds ``proc`` and the control groups.
     """
     lines = dict(line.split(":", 1) for line in _lines(root / "proc/meminfo"))
-    total, available = (int(lines[key].split()[0]) << 10 for key in ("MemTotal", "MemAvailable"))
+    if lines:
+        total, available = (int(lines[key].split()[0]) << 10 for key in ("MemTotal", "MemAvailable"))
+    else:  # in a bare chroot
+        total, available = (os.sysconf(name) * mmap.PAGESIZE for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"))
     machine = total
     for folder, limit, usage, reclaimable in _limits(root):
         most, used = _number(folder / limit), _number(folder / usage)
@@ -222,11 +227,15 @@ def machine_memory(root: Path = Path("/")) -> tuple[int, int]:
             statistics = dict(line.split(" ", 1) for line in _lines(folder / "memory.stat"))
             total = min(total, most)
             available = min(available, max(most - used + int(statistics.get(reclaimable, 0)), 0))
+    most, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if most != resource.RLIM_INFINITY:
+        mapped = "".join(_lines(root / "proc/self/statm")).split()[:1] or ["0"]
+        total, available = min(total, most), min(available, max(most - int(mapped[0]) * mmap.PAGESIZE, 0))
     return total, available
 
 
 def is_low() -> bool:
-    """Whether the host has so little memory left that pictures should take no more."""
+    """Whether the host has so little memory left that images should take no more."""
     total, available = machine_memory()
     return available < RESERVE * total
 

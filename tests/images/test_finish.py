@@ -155,12 +155,12 @@ def test_two_threads_make_one_finisher(monkeypatch):
     class Finisher:
         pictures = SimpleNamespace(held=lambda: 0)
 
-        def __init__(self, memory, device):
+        def __init__(self, *_):
             made.append(self)
             threading.Event().wait(0.1)
 
     loading = loop.PlannedLoading(PictureMemory([(4, 6)], 1 << 20), 0, on_gpu=True, device=torch.device("cpu"))
-    loading.finishing = Finisher
+    monkeypatch.setattr(loop, "Finisher", Finisher)
     found = []
 
     def ask():

@@ -119,6 +119,37 @@ def test_memory_that_ran_out_is_asked_for_again_when_the_loop_waits():
     assert tries == [1, 2, 2, 3, 3]
 
 
+@pytest.mark.parametrize("ends", ["close", "source"])
+def test_all_threads_that_wait_for_a_batch_end(ends):
+    """The batch never comes: another thread closes the loader, or the source ends."""
+    begun, go_on, ended = threading.Event(), threading.Event(), []
+
+    def source():
+        begun.set()
+        go_on.wait(60)
+        return
+        yield
+
+    def read():
+        with pytest.raises(StopIteration):
+            next(batches)
+        ended.append(threading.current_thread())
+
+    batches = Ahead(source(), lambda number: {}, torch.device("cpu"))
+    readers = [threading.Thread(target=read, daemon=True) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    assert begun.wait(60)
+    time.sleep(0.05)
+    if ends == "close":
+        threading.Timer(0.1, go_on.set).start()
+        batches.close()
+    go_on.set()
+    for reader in readers:
+        reader.join(10)
+    assert set(ended) == set(readers)
+
+
 def test_its_own_thread_ends_it_inside_of_the_queue():
     """The garbage collector runs in any thread, at any place."""
     begun, ended = threading.Event(), threading.Event()

@@ -1,18 +1,29 @@
 """The memory for decoded pictures: places, budgets, sharing."""
 
 import copy
+import hashlib
+import mmap
 import multiprocessing
 import os
-import socket
-import threading
+import resource
+import signal
+import types
+from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
+from tests.forks import exit_status, fork
 from tests.images.leftovers import open_memories
+from torch_fastdet.images import fence, slots
+from torch_fastdet.images import memory as memories
 from torch_fastdet.images import shared_by_ranks as ranks
-from torch_fastdet.images.memory import PictureMemory
+from torch_fastdet.images.jpeg import AS_IT_IS, Files
+from torch_fastdet.images.memory import JpegFiles, PictureMemory
 from torch_fastdet.images.shared_by_ranks import shared_by_ranks
+from torch_fastdet.memory import host_budget, report
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd_create")
 
@@ -64,6 +75,97 @@ def test_processes_share_it(method):
     assert memory.get(0) is None and np.array_equal(memory.get(1), picture(5, 7, 1))
 
 
+def test_what_is_held_is_counted_while_other_processes_decode():
+    """``np.flatnonzero`` on the marks themselves raises where one of them is set meanwhile."""
+    memory = PictureMemory([(2, 2)] * 20_000, 1 << 30)
+    process = os.fork()
+    if process == 0:
+        while True:
+            for begin in range(0, 20_000, 20):
+                memory._marks[begin : begin + 20] ^= 1
+    try:
+        for _ in range(60):
+            assert host_budget() >= 0 and report()
+            assert memory.used() <= memory.held() == memory.nbytes
+    finally:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+
+
+@pytest.mark.parametrize("kind", ["pictures", "files"])
+def test_an_owner_that_another_thread_asks_is_whole(kind, monkeypatch):
+    asked = []
+    monkeypatch.setattr(memories, "register", lambda owner: asked.append((owner.held(), owner.used())))
+    if kind == "pictures":
+        made = PictureMemory([(5, 7)], 1 << 20)
+    else:
+        made = JpegFiles(Files.of([""], [(5, 7)], [0]), 1 << 20)
+    copy.deepcopy(made)
+    assert asked == [(made.held(), 0)] * 2
+
+
+class TestMarks:
+    """A processor of the kind of aarch64 may make a mark visible before the bytes that it announces: there is a fence between."""
+
+    def look(self):
+        return None
+
+    @pytest.fixture
+    def at_fences(self, monkeypatch):
+        """What ``look`` returned at each fence."""
+        seen = []
+
+        def note():
+            seen.append(self.look())
+
+        monkeypatch.setattr(memories, "fence", note)
+        monkeypatch.setattr(slots, "fence", note)
+        return seen
+
+    def test_pictures(self, at_fences):
+        memory = PictureMemory([(5, 7)], 1 << 20)
+        self.look = lambda: (bool(memory.pixels.any()), int(memory._marks[0]))
+        assert memory.put(0, picture(5, 7), (5, 7))
+        assert at_fences[-1] == (True, 0), "the mark is set without a fence behind the pixels"
+        at_fences.clear()
+        assert memory.get(0) is not None and at_fences[0] == (True, 1), (
+            "pixels are read without a fence behind the mark"
+        )
+
+    def test_files(self, at_fences):
+        files = JpegFiles(Files.of(["a.jpg"], [(5, 7)], [0]), 1 << 20, nbytes=1 << 12)
+        self.look = lambda: (bool(files.pixels.any()), *files._rows[0, 1::-1].tolist())
+        files._write(0, 0, 64, np.ones(8, np.uint8))
+        assert at_fences == [(True, 0, 0), (True, 64, 0)]
+        at_fences.clear()
+        assert files.packed(0).all() and at_fences == [(True, 64, 8)] * 2
+
+    def test_slots(self, at_fences):
+        state = slots.Parcel((4,))._slot.state
+        at_fences.clear()
+        self.look = lambda: int(state[0])
+        slots._release(state, os.getpid())
+        assert at_fences == [slots.LENT] and state[0] == slots.FREE
+        other = slots.Parcel((4,))
+        assert at_fences[1:] == [slots.FREE]
+        slots._release(other._slot.state, os.getpid())
+
+    def test_a_fence_releases_a_lock_before_it_takes_one(self, monkeypatch):
+        done = []
+
+        class Lock:
+            def __enter__(self):
+                done.append("acquire")
+
+            def __exit__(self, *_):
+                done.append("release")
+
+        monkeypatch.setattr(fence, "_IN_ORDER", False)
+        monkeypatch.setattr(fence, "threading", types.SimpleNamespace(Lock=Lock))
+        fence.fence()
+        assert done == ["acquire", "release"] * 2
+
+
 def test_a_copy_has_a_memory_of_its_own():
     memory = PictureMemory([(5, 7)], 1 << 20)
     memory.put(0, picture(5, 7), (5, 7))
@@ -83,14 +185,30 @@ def test_nothing_is_left_open():
     assert open_memories() == before
 
 
+def test_nobody_writes_to_a_view():
+    memory = PictureMemory([(5, 7)], 1 << 20)
+    memory.put(0, picture(5, 7), (5, 7))
+    with pytest.raises(ValueError, match="read-only"):
+        memory.get(0)[:] = 0
+    assert np.array_equal(memory.get(0), picture(5, 7))
+
+
+# Ranks ----------------------------------------------------------------------------------------------------------------
+
+
+def budget():
+    return 1 << 20
+
+
 def _rank(rank, pipe, path):
-    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="3", MASTER_PORT="12345")
-    ranks.WAIT = 100.0  # a busy machine may start the first rank last
-    memory = shared_by_ranks([path], [(5, 7)] * 3, 1 << 20 if rank == 0 else 500)
+    """As ``mp.spawn`` starts it: no variable of the environment says anything about ranks."""
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=3)
+    memory = shared_by_ranks([str(path)], [(5, 7)] * 3, lambda: 500 + 1000 * rank)
     memory.put(rank, picture(5, 7, rank), (5, 7))
     pipe.send(memory.nbytes)
     pipe.recv()  # all have written
     pipe.send([index for index in range(3) if memory.has(index) and (memory.get(index) == picture(5, 7, index)).all()])
+    dist.destroy_process_group()
 
 
 def test_ranks_share_one_memory(tmp_path):
@@ -98,11 +216,11 @@ def test_ranks_share_one_memory(tmp_path):
     pipes, processes = [], []
     for rank in range(3):
         ours, theirs = context.Pipe()
-        process = context.Process(target=_rank, args=(rank, theirs, str(tmp_path)))
+        process = context.Process(target=_rank, args=(rank, theirs, tmp_path / "store"))
         process.start()
         pipes.append(ours)
         processes.append(process)
-    assert len({pipe.recv() for pipe in pipes}) == 1  # the first rank's budget
+    assert len({pipe.recv() for pipe in pipes}) == 1  # the budget of the one that came first
     for pipe in pipes:
         pipe.send(None)
     assert [pipe.recv() for pipe in pipes] == [[0, 1, 2]] * 3
@@ -110,50 +228,126 @@ def test_ranks_share_one_memory(tmp_path):
         process.join()
 
 
-def as_rank(monkeypatch, rank):
-    for name, value in {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "3", "MASTER_PORT": "12347"}.items():
-        monkeypatch.setenv(name, value)
+@pytest.fixture
+def two_ranks(tmp_path, monkeypatch):
+    """This process and a forked one find each other by a store."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(ranks, "group_size", lambda: 2)
+    monkeypatch.setattr(ranks.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(ranks.private, "default_store", lambda: dist.FileStore(str(tmp_path / "store")))
 
 
-def test_a_rank_that_ends_early_does_not_take_the_pictures_of_others(monkeypatch, tmp_path, caplog):
-    as_rank(monkeypatch, 0)
-    ended = threading.Event()
-    monkeypatch.setattr(ranks, "_same_user", lambda connection: ended.wait(10))
-    first = shared_by_ranks([str(tmp_path)], [(5, 7)] * 4, 1 << 20)
-    gone = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    gone.connect(ranks._name([str(tmp_path)]))
-    gone.close()
-    ended.set()
-    as_rank(monkeypatch, 2)
-    with caplog.at_level("WARNING", "torch_fastdet"):
-        mine = shared_by_ranks([str(tmp_path)], [(5, 7)] * 4, 1 << 20)
-    assert not caplog.records
-    first.tensor()[0] = 77
-    assert mine.tensor()[0] == 77, "not the same memory"
+def test_the_other_rank_gets_the_first_ones_files_indices_and_budgets(two_ranks, tmp_path):
+    path = str(tmp_path / "caf\udce9.jpg")
+    Path(path).write_bytes(bytes(1000))
+    files = Files.of([path, path, ""], [(5, 7)] * 3, [AS_IT_IS] * 3)
+    first = shared_by_ranks([path], [(5, 7)] * 3, lambda: 4096, files)
+
+    def take():
+        memory = shared_by_ranks([path], [(5, 7)] * 3, lambda: 0, files)
+        assert (memory.nbytes, memory.files.room, memory.files.nbytes) == (0, 4096, first.files.nbytes)
+        memory.files._write(0, 0, 0, np.arange(9, dtype=np.uint8))
+        memory.files._write(1, 2, 4096, np.arange(7, dtype=np.uint8))
+
+    assert exit_status(fork(take)) == 0
+    assert first.packed(0).tolist() == [*range(9)] and first.files._head(1).tolist() == [*range(7)]
 
 
-def test_a_first_rank_that_hangs_is_waited_for_no_longer_than_that(monkeypatch, tmp_path, caplog):
-    """It listens, and answers nobody: stopped by SIGSTOP, or by a debugger."""
-    monkeypatch.setattr(ranks, "WAIT", 0.2)
-    as_rank(monkeypatch, 1)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    with listener, caplog.at_level("WARNING", "torch_fastdet"):
-        listener.bind(ranks._name([str(tmp_path)]))
-        listener.listen(1)
-        memory = shared_by_ranks([str(tmp_path)], [(5, 7)] * 4, 1 << 20)
-    assert memory.places == 4 and len(caplog.records) == 1
+def test_images_that_no_other_rank_asks_for_end_with_their_data_set(two_ranks):
+    """Rank 0 alone has a validation set; it may have one after the other."""
+    before = open_memories()
+    for _ in range(3):
+        memory = shared_by_ranks(["val"], [(5, 7)], budget)
+        memory.put(0, picture(5, 7), (5, 7))
+        assert memory.places == 1 and open_memories() > before
+        del memory
+    assert open_memories() == before
 
 
-def test_a_rank_without_a_first_rank_says_so_and_goes_on(monkeypatch, tmp_path, caplog):
+@pytest.mark.parametrize("ended", ["data set", "process"])
+def test_a_memory_that_has_ended_is_followed_by_another(two_ranks, ended, caplog):
+    if ended == "process":
+        assert exit_status(fork(lambda: shared_by_ranks(["a"], [(5, 7)], budget).places - 1)) == 0
+    else:
+        shared_by_ranks(["a"], [(5, 7)], budget)
+    memory = shared_by_ranks(["a"], [(5, 7)] * 4, budget)
+    assert memory.places == 4 and not caplog.records  # the whole budget
+
+    def take():
+        assert ranks.shared_by_ranks(["a"], [(5, 7)] * 4, budget).put(2, picture(5, 7), (5, 7))
+
+    assert exit_status(fork(take)) == 0 and memory.has(2)
+
+
+@pytest.mark.parametrize("why", ["it may not", "hangs", "has none"])
+def test_a_rank_that_does_not_get_the_images_says_so_and_goes_on(two_ranks, monkeypatch, caplog, why):
     """It takes its share of the budget, which all ranks of the machine have together."""
-    monkeypatch.setattr(ranks, "WAIT", 0.1)
-    for name, value in {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "12346"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("RANK", "1")
+
+    def first():
+        memory = shared_by_ranks(["a"], [(5, 7)] * 4, budget)
+        os.write(made, b"x")
+        os.read(go_on, 1)
+        return int(memory is None)
+
+    (made_here, made), (go_on, end) = os.pipe(), os.pipe()
+    if why == "it may not":  # another user's process, or a sandbox
+        process = fork(first)
+        os.read(made_here, 1)
+        monkeypatch.setattr(os, "open", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
+    else:
+        store, name = ranks.private.default_store(), f"torch_fastdet/images/{ranks._machine()}/"
+        store.add(name + hashlib.sha256(b"a").hexdigest() + "/0/asked", 1)
+        monkeypatch.setattr(ranks, "WAIT", 0.1)
+        if why == "has none":
+            store.set(name + hashlib.sha256(b"a").hexdigest() + "/0", "null")
     with caplog.at_level("WARNING", "torch_fastdet"):
-        memory = shared_by_ranks([str(tmp_path)], [(5, 7)] * 4, 2 * (105 + 128))
+        memory = shared_by_ranks(["a"], [(5, 7)] * 4, lambda: 2 * (105 + 128))
+    monkeypatch.undo()
     assert memory.places == 2
     (record,) = caplog.records
-    assert record.message.startswith(
-        "loader_optim: rank 1 did not get the pictures of its machine's first rank within 0.1 s"
-    )
+    assert record.message.startswith("loader_optim: rank 1 decodes images of its own, into 0.0 MiB, because ")
+    if why == "it may not":
+        os.write(end, b"x")
+        assert exit_status(process) == 0
+
+
+def test_ranks_without_a_process_group_share_the_budget(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # torchrun's
+    assert shared_by_ranks(["a"], [(5, 7)] * 4, lambda: 2 * (105 + 128)).places == 2
+
+
+# Where memory is refused ----------------------------------------------------------------------------------------------
+
+
+def little_room():
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + (1 << 30),) * 2)
+    assert 0 < host_budget() <= 1 << 29  # the half of it
+
+
+def no_memfd():
+    mock.patch.object(os, "memfd_create", side_effect=PermissionError(1, "Operation not permitted")).start()
+
+
+REFUSALS = {
+    "ulimit -v": (little_room, "Cannot allocate memory"),
+    "ulimit -f": (lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20,) * 2), "File too large"),
+    "seccomp": (no_memfd, "Operation not permitted"),
+}
+
+
+@pytest.mark.parametrize("how", REFUSALS)
+def test_a_system_that_refuses_memory_is_one_line(how, caplog):
+    refuse, why = REFUSALS[how]
+
+    def ask():
+        refuse()
+        assert shared_by_ranks(["a"], [(640, 640)] * 2000, lambda: 1 << 40) is None
+        (record,) = caplog.records
+        assert record.message.startswith(
+            "loader_optim: the original loader runs, because there is no memory to share: "
+        )
+        assert why in record.message
+
+    with caplog.at_level("WARNING", "torch_fastdet"):
+        assert exit_status(fork(ask)) == 0

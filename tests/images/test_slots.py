@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from tests.forks import exit_status, fork
 from torch_fastdet import memory
 from torch_fastdet.images import slots
-from torch_fastdet.images.slots import FREE, GONE, LENT, SEEN, Parcel, SendBuffer
+from torch_fastdet.images.slots import FREE, GONE, LENT, SEEN, Parcel
 
 
 @pytest.fixture(autouse=True)
@@ -188,41 +188,3 @@ def test_too_many_open_files_are_one_error(monkeypatch):
         slots._OwnSlot(8)
     gc.collect()
     assert not unraisable
-
-
-def put(buffer, *sizes):
-    for size in sizes:
-        buffer.behind(size)[:] = size % 251
-        buffer.end += size
-
-
-def content(*sizes):
-    return b"".join(bytes([size % 251]) * size for size in sizes)
-
-
-def test_bytes_lie_where_another_process_reads_them(monkeypatch):
-    monkeypatch.setattr(slots, "get_worker_info", lambda: object())
-    buffer = SendBuffer()
-    assert not len(buffer.take()) and not slots._own
-    sizes = (700_000, 600_000, 5, 3_000_000)  # it grows twice
-    put(buffer, *sizes)
-    sent = receive(buffer.take())
-    assert states().count(LENT) == 1 and sent.numpy().tobytes() == content(*sizes)
-    put(buffer, 9)
-    assert receive(buffer.take()).tolist() == [9] * 9 and sent[0] == 700_000 % 251
-    del sent
-    gc.collect()
-    put(buffer, *sizes)
-    buffer.end = 0  # what was put there is not wanted
-    put(buffer, 7)
-    assert receive(buffer.take()).tolist() == [7] * 7
-    gc.collect()
-    assert set(states()) == {FREE} and len(slots._own) <= 2
-
-
-def test_bytes_for_this_process_stay_its_own():
-    buffer = SendBuffer()
-    put(buffer, 5)
-    first = buffer.take()
-    put(buffer, 6)
-    assert first.tolist() == [5] * 5 and buffer.take().tolist() == [6] * 6 and not slots._own

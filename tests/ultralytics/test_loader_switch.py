@@ -13,6 +13,7 @@ import signal
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -254,8 +255,8 @@ def pretended_gpu(monkeypatch):
         def __call__(self, plan):
             return made(plan, *self.pictures._bring(plan))
 
-    def begin(finisher, memory, device):
-        finisher.device, finisher.pictures = device, Pictures(memory)
+    def begin(finisher, memory, device, key, uploads):
+        finisher.device, finisher.pictures, finisher.key, finisher.uploads = device, Pictures(memory), key, uploads
 
     event = SimpleNamespace(record=lambda stream: None)
     cuda = SimpleNamespace(
@@ -267,7 +268,7 @@ def pretended_gpu(monkeypatch):
     )
     monkeypatch.setattr(loop, "torch", SimpleNamespace(cuda=cuda, Tensor=torch.Tensor))
     monkeypatch.setattr(loop, "current_gpu", lambda: torch.device("cpu"))
-    monkeypatch.setattr(loop.FinisherOfDicts, "__init__", begin)
+    monkeypatch.setattr(loop.Finisher, "__init__", begin)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -517,8 +518,8 @@ def test_changed_code_runs(ultralytics, root, monkeypatch, capsys, when):
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize("workers", [0, 2])
-def test_code_that_cannot_run_on_stand_ins_makes_the_pictures(ultralytics, root, monkeypatch, capsys, workers):
+@pytest.mark.parametrize(("workers", "cache"), [(0, None), (2, None), (0, "ram"), (2, "ram")])
+def test_code_that_cannot_run_on_stand_ins_makes_the_pictures(ultralytics, root, monkeypatch, capsys, workers, cache):
     cv2, stock_hsv = ultralytics.cv2, ultralytics.augment.RandomHSV.apply_image
 
     class Elsewhere:
@@ -533,9 +534,69 @@ def test_code_that_cannot_run_on_stand_ins_makes_the_pictures(ultralytics, root,
         return stock_hsv(self, labels, params)
 
     monkeypatch.setattr(ultralytics.augment.RandomHSV, "apply_image", apply_image)
-    stock = batches(ultralytics, root("boxes"), workers=workers, **HYP)
-    compare(ours(batches, ultralytics, root("boxes"), workers=workers, **HYP), stock)
+    options = {"workers": workers, "cache": cache, **HYP}
+    stock = batches(ultralytics, root("boxes"), **options)
+    compare(ours(batches, ultralytics, root("boxes"), **options), stock)
     assert workers or capsys.readouterr().err.count("leaves the rest to Ultralytics") == 1
+
+
+@pytest.mark.cpu
+def test_an_error_of_a_transform_is_stocks_with_a_cache(ultralytics, root, monkeypatch):
+    def apply_image(self, labels, params=None):
+        return labels["no such key"]
+
+    monkeypatch.setattr(ultralytics.augment.RandomHSV, "apply_image", apply_image)
+    options = {"cache": "ram", **HYP}
+    stock = error_of(batches, ultralytics, root("boxes"), **options)
+    assert error_of(ours, batches, ultralytics, root("boxes"), **options) == stock == (KeyError, "'no such key'")
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("cache", [None, "ram"])
+def test_what_a_user_draws_stays_in_no_image(ultralytics, root, cache):
+    def draw(loader):
+        wanted = [batch["img"] for batch in loader]
+        dataset = loader.dataset
+        for index in range(len(dataset)):
+            image, *_ = dataset.load_image(index)
+            image[:] = 0
+        for known, batch in zip(wanted, loader, strict=True):
+            assert torch.equal(known, batch["img"])
+
+    ours(batches, ultralytics, root("boxes"), mode="val", cache=cache, epochs=0, before=draw)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_process_sees_the_data_set(ultralytics, root, method, tmp_path):
+    """A user's worker_init_fn reads it, and may change it."""
+
+    def use(loader):
+        loader.multiprocessing_context, loader.worker_init_fn = method, see
+        for batch in loader:
+            assert (batch["cls"] == 77).all()
+
+    ours(batches, ultralytics, root("boxes"), workers=1, mosaic=0.0, epochs=0, before=use)
+
+
+def see(number):
+    """In a loader process."""
+    from ultralytics.data.dataset import YOLODataset
+
+    dataset = torch.utils.data.get_worker_info().dataset
+    assert isinstance(dataset, YOLODataset) and len(dataset) == len(dataset.labels) == 24
+    dataset.labels = [{**label, "cls": np.full_like(label["cls"], 77)} for label in dataset.labels]
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("cache", [None, "ram"])
+def test_without_memory_to_share_stocks_loader_runs(ultralytics, root, monkeypatch, capsys, cache):
+    """As under ulimit and seccomp."""
+    options = {"workers": 0, "cache": cache, **HYP}
+    stock = batches(ultralytics, root("boxes"), **options)
+    monkeypatch.setattr(os, "memfd_create", mock.Mock(side_effect=PermissionError(1, "Operation not permitted")))
+    compare(ours(batches, ultralytics, root("boxes"), **options), stock)
+    assert capsys.readouterr().err.count("the original loader runs, because there is no memory to share") == 1
 
 
 @pytest.mark.cpu

@@ -27,7 +27,7 @@ def test_command_line_is_split(argv, script, module, switches, rest):
 
 
 def test_a_switch_is_left_out():
-    command = launcher.parse("--fastdet train.py --no-nms_optim --no-such-flag".split())
+    command = launcher.parse(["--fastdet", "train.py", "--no-nms_optim", "--no-such-flag"])
     assert command.switches == {"fastdet": True, "nms_optim": False} and command.arguments == ["--no-such-flag"]
 
 

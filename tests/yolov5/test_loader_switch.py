@@ -16,7 +16,8 @@ ON_GPU = [
     not in (
         "spawn",
         "disk",
-        "full_disk",
+        "drawn_on",
+        "refused_memory",
         "changed_labels",
         "albumentations",
         "changed_code",

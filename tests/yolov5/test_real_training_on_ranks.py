@@ -9,7 +9,6 @@ import torch
 from tests.conftest import cuda_missing
 from tests.yolov5 import real
 from tests.yolov5.conftest import IMAGE
-from torch_fastdet.images.shared_by_ranks import WAIT
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2)
 COMMON = ("--img", IMAGE, "--batch", 4, "--workers", 0, "--weights", "", "--cfg", "models/yolov5n.yaml", "--epochs", 5)
@@ -43,9 +42,9 @@ def let_ranks_train_on_cpu(folder):
 
 
 def let_rank_0_scan_long(folder):
-    """Both data sets, longer than the process group's timeout and than a rank waits for the first rank's pictures once it asks for them."""
+    """Both data sets, longer than the timeout of the process group."""
     first = r"(with torch_distributed_zero_first\(rank\):[^\n]*\n +)(dataset = LoadImagesAndLabels\()"
-    real._edit(folder / "utils/dataloaders.py", first, rf"\1time.sleep({max(WAIT, TIMEOUT) + 2} * (RANK == 0)); \2")
+    real._edit(folder / "utils/dataloaders.py", first, rf"\1time.sleep({TIMEOUT + 2} * (RANK == 0)); \2")
 
 
 @pytest.mark.parametrize(
@@ -74,7 +73,7 @@ def test_two_ranks_have_the_losses_of_stock(backend, real_yolov5, data, tmp_path
     stock, fast = (run.result().stdout for run in runs)
     assert STOPPED in stock and STOPPED in fast
     assert fast.count(CAPTURED) == 1, "only rank 0 says what it captures"
-    assert "did not get the pictures" not in fast
+    assert "decodes images of its own" not in fast
     want, got = real.results(tmp_path / "stock"), real.results(tmp_path / "ours")
     assert got["epoch"] == want["epoch"] == [0, 1]
     for column in LOSSES:  # on a GPU another layout has other kernels, which round half precision otherwise

@@ -1,7 +1,7 @@
 """What the thread that finishes batches runs: it uploads what the GPU does not have yet, and makes the batch in one launch.
 
-The GPU keeps the first pictures of a data set, decoded, as many as its budget allows: small data sets fit whole, and
-then nothing but tables is uploaded from the second epoch on. Other pictures are uploaded for each batch that shows them, and of
+The GPU keeps the first images of a data set, decoded, as many as its budget allows: small data sets fit whole, and
+then nothing but tables is uploaded from the second epoch on. Other images are uploaded for each batch that shows them, and of
 JPEG files the GPU decodes what the batch shows.
 """
 
@@ -22,43 +22,38 @@ from torch_fastdet.images.jpeg import Wanted, one_after_another
 from torch_fastdet.images.memory import PictureMemory, hand_out
 from torch_fastdet.images.plan import FILES, OWN, SHARED, Plan
 from torch_fastdet.images.shown import shown_of
-from torch_fastdet.images.worker import PlannedBatch, assemble
+from torch_fastdet.images.worker import PlannedBatch, assemble, with_each, with_images
 from torch_fastdet.memory import GPU_BUDGET, Owner, gpu_budget, register, with_room, words
 
 
 class Finisher:
-    """Makes the batches on the GPU."""
+    """Makes the batches on the GPU.
 
-    def __init__(self, memory: PictureMemory, device: torch.device) -> None:
+    Args:
+        memory: the images of their data set.
+        device: the GPU.
+        key: where a batch holds its images.
+        uploads: whether all other tensors of a batch go to the GPU, too. Else they lie in pinned memory.
+    """
+
+    def __init__(self, memory: PictureMemory, device: torch.device, key: Any = 0, uploads: bool = True) -> None:
         self.device = device
         self.pictures = DevicePictures(memory, device)
+        self.key = key
+        self.uploads = uploads
 
     def __call__(self, batch: Any) -> Any:
-        if not isinstance(batch, PlannedBatch):  # stock has made it
-            return tuple(value.pin_memory() if isinstance(value, torch.Tensor) else value for value in batch)
-        images = assemble(self.pictures(batch.plan), batch.grid)
-        return (images, *(self._uploaded(value) for value in batch.rest))
+        if isinstance(batch, PlannedBatch):  # else the framework has made it
+            images = assemble(self.pictures(batch.plan), batch.grid)
+            batch = with_images(batch.rest, self.key, images)
+        return with_each(self._moved, batch)
 
-    def _uploaded(self, value: object) -> Any:
-        if not isinstance(value, (np.ndarray, torch.Tensor)):
+    def _moved(self, value: Any) -> Any:
+        value = torch.as_tensor(value) if isinstance(value, np.ndarray) else value
+        if not isinstance(value, torch.Tensor) or value.is_cuda:
             return value
-        return torch.as_tensor(value).pin_memory().to(self.device, non_blocking=True)
-
-
-class FinisherOfDicts(Finisher):
-    """The same for batches that are dictionaries: pictures on the GPU, other tensors in pinned memory, as stock's loader pins."""
-
-    def __call__(self, batch: object) -> dict:
-        if isinstance(batch, PlannedBatch):
-            out, small = batch.rest
-            out["img"] = self.pictures(batch.plan)
-            out.update((name, torch.as_tensor(out[name])) for name in small)  # tensors where this call is made again
-        else:
-            out = batch  # stock has made it
-        for name, value in out.items():
-            if isinstance(value, torch.Tensor) and not value.is_cuda:
-                out[name] = value.pin_memory()
-        return out
+        pinned = value.pin_memory()
+        return pinned.to(self.device, non_blocking=True) if self.uploads else pinned
 
 
 class Turns:
@@ -84,7 +79,7 @@ class Turns:
 
 
 class DevicePictures(Owner):
-    """The pictures of one data set on one GPU, and the batches made of them. Several threads may ask for batches."""
+    """The images of one data set on one GPU, and the batches made of them. Several threads may ask for batches."""
 
     what, budget = "pictures on the GPU", GPU_BUDGET
 
@@ -111,13 +106,13 @@ class DevicePictures(Owner):
         return f"{words(self.held())} of pictures" if self.held() else ""
 
     def release(self) -> None:
-        """Keep no pictures from now on: they are uploaded for each batch."""
+        """Keep no images from now on: they are uploaded for each batch."""
         with self._turns.turn(torch.cuda.current_stream(self.device)):
             self._fits[:] = self._here[:] = False
             self._cache = self._allocate(0)
 
     def __call__(self, plan: Plan) -> torch.Tensor:
-        """The pictures of a plan, uint8 (n, 3, height, width), made on the current stream."""
+        """The images of a plan, uint8 (n, 3, height, width), made on the current stream."""
         return with_room(
             lambda: self._make(plan), self.device, lambda line: say(f"loader_optim: {line}", every_rank=True)
         )
@@ -148,7 +143,7 @@ class DevicePictures(Owner):
         memory, own = self.memory, torch.as_tensor(plan.own)
         indices = np.unique(plan.sources[plan.sources >= 0])
         missing = indices[~self._here[indices]]
-        keep, decoded, sizes = self._fits[missing], memory.decoded()[missing], memory.sizes(missing)
+        keep, decoded, sizes = self._fits[missing], memory.decoded(missing), memory.sizes(missing)
         come = plan.files[np.isin(plan.files[:, 0], missing)]  # with the plan
         sent = np.searchsorted(missing, come[:, 0])
         decoded[sent] = False  # another process may have decoded one since

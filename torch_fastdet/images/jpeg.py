@@ -1,6 +1,6 @@
-"""JPEG files in place of decoded pictures: what a data set's take, reading one, and decoding many.
+"""JPEG files in place of decoded images: what a data set's take, reading one, and decoding many.
 
-A decoded picture takes ten times the memory of its file. So where batches are made on a GPU, a loader process reads a file once,
+A decoded image takes ten times the memory of its file. So where batches are made on a GPU, a loader process reads a file once,
 checks it and packs it (:func:`torch_fastdet.ops.jpeg_pack`), and the GPU decodes what a batch shows of it
 (:func:`torch_fastdet.ops.jpeg_decode_`) and resizes that (:func:`torch_fastdet.ops.image_resize_`), each time.
 """
@@ -22,10 +22,10 @@ CHANNELS = 3
 BESIDE = 2048
 INDEX = 10 / 256
 
-#: How ``load_image`` resizes a picture, as :func:`torch_fastdet.ops.image_resize_` calls it; or not at all, or in some other way.
+#: How ``load_image`` resizes an image, as :func:`torch_fastdet.ops.image_resize_` calls it; or not at all, or in some other way.
 LINEAR, AREA, AS_IT_IS, OTHERWISE = 0, 1, -1, -2
 
-#: Pictures that are decoded to be resized take this much memory at a time, or one picture.
+#: Images that are decoded to be resized take this much memory at a time, or one image.
 ROOM = 512 << 20
 #: Source pixels around what a resized pixel is made of: both neighbours of bilinear interpolation, and rounding.
 MARGIN = 2
@@ -37,7 +37,7 @@ class Files:
 
     #: "" for one that is not to be kept as a file.
     paths: list[str]
-    #: (n, 2) height and width of the pictures in them.
+    #: (n, 2) height and width of the images in them.
     sizes: np.ndarray
     #: (n,) how each is resized: LINEAR, AREA or AS_IT_IS.
     ways: np.ndarray
@@ -74,7 +74,7 @@ class Packed:
     """A file that was packed."""
 
     data: np.ndarray
-    #: Height and width of its picture.
+    #: Height and width of its image.
     size: tuple[int, int]
     #: Bytes before its scan, which spare the pass over the scan when it is read again.
     head: int
@@ -92,11 +92,11 @@ def pack_jpeg(file: np.ndarray, head: np.ndarray | None = None) -> Packed | str:
 
 @dataclass
 class Wanted:
-    """Pictures to decode, one a row: arrays of int64."""
+    """Images to decode, one a row: arrays of int64."""
 
     #: Where their files begin in the storage.
     places: np.ndarray
-    #: Where the pictures begin in the output.
+    #: Where the images begin in the output.
     to: np.ndarray
     #: (n, 2) height and width in the file, and in the output.
     sizes: np.ndarray
@@ -140,7 +140,7 @@ def _decode(out: torch.Tensor, storage: torch.Tensor, headers: torch.Tensor, wan
 
 
 def _parts(wanted: Wanted) -> Iterator[Wanted]:
-    """Parts whose pictures have room, or of one picture."""
+    """Parts whose images have room, or of one image."""
     numbers = np.cumsum(wanted.sizes.prod(1) * CHANNELS) // ROOM
     for number in np.unique(numbers):
         yield wanted[numbers == number]

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from torch_fastdet._say import count, say
-from torch_fastdet.images.finish import Finisher, FinisherOfDicts
+from torch_fastdet.images.finish import Finisher
 from torch_fastdet.images.memory import PictureMemory
 from torch_fastdet.images.plan import Indices
+from torch_fastdet.images.worker import Collate
 from torch_fastdet.memory import is_out_of_memory, words
 
 #: Batches that are ready before the loop asks for them.
@@ -51,10 +52,18 @@ class PlanBatches:
 
 
 class PlannedLoading:
-    """What a ``DataLoader`` of a host needs beside its own: a memory, and a finisher where there is a GPU."""
+    """Chooses where the batches of a ``DataLoader`` are made: by a thread on the GPU, else by the loader processes.
 
-    #: Makes the batches of this host on the GPU.
-    finishing: type[Finisher] = Finisher
+    Args:
+        memory: the images of its data set.
+        workers: number of loader processes.
+        on_gpu: whether there is a GPU to use.
+        device: that GPU. Default: the current one, when the first batch is made.
+    """
+
+    #: Where batches hold their images, and whether what else they hold goes to the GPU, too.
+    key: Any = 0
+    uploads = True
 
     def __init__(self, memory: PictureMemory, workers: int, on_gpu: bool, device: torch.device | None = None) -> None:
         self.memory = memory
@@ -65,11 +74,15 @@ class PlannedLoading:
         if not on_gpu:
             self._say("made on the CPU")
 
+    def collate(self, stock: Callable[[list], Any]) -> Collate:
+        """Return what loader processes call in place of the framework's own ``collate_fn``."""
+        return Collate(stock, self.memory, self.on_gpu, self.key)
+
     @property
     def finisher(self) -> Finisher:
         with _one_at_a_time:  # two threads may begin a loop each
             if self._finisher is None:
-                self._finisher = self.finishing(self.memory, self._device or current_gpu())
+                self._finisher = Finisher(self.memory, self._device or current_gpu(), self.key, self.uploads)
                 kept = self._finisher.pictures.held()
                 self._say(f"made on the GPU, which keeps {words(kept)} of decoded pictures")
             return self._finisher
@@ -114,7 +127,7 @@ def _number(of: int, everything: int) -> str:
 
 
 class PlannedLoadingOfDicts(PlannedLoading):
-    finishing = FinisherOfDicts
+    key, uploads = "img", False
 
 
 def current_gpu() -> torch.device:
@@ -167,6 +180,7 @@ class Ahead:
         batch, event, error = self._ready.get()
         if error is not None:
             self._ended = error
+            self._ready.put((None, None, error))  # for another thread that waits
             raise error
         self._allowed -= 1
         stream = torch.cuda.current_stream(self._device)
@@ -183,14 +197,17 @@ class Ahead:
         self._stop.set()
         if self._thread is threading.current_thread():
             return  # the garbage collector runs in it, perhaps inside of the queue, whose lock it then holds
-        while True:  # one that waits for room goes on
-            try:
-                self._ready.get_nowait()
-            except queue.Empty:
-                break
+        self._drop_ready()  # a thread that waits for room goes on
         self._thread.join(timeout=10)
         if self._ended is None:
             self._ended = StopIteration()
+        self._drop_ready()
+        self._ready.put((None, None, self._ended))  # for another thread that waits
+
+    def _drop_ready(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._ready.get_nowait()
 
     def __del__(self) -> None:
         self.close()

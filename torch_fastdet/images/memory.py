@@ -1,10 +1,10 @@
-"""Pictures in memory that all processes of a data loader share: decoded, or as files that the GPU decodes.
+"""Images in memory that all processes of a data loader share: decoded, or as files that the GPU decodes.
 
 The memory is an anonymous file (``memfd``): it has no name, so nothing is left behind however a process ends, and the size
-of ``/dev/shm`` does not matter. Every picture has its place from the start, because the label scan knows the sizes; pages
-are taken when a picture is written. Whoever decodes a picture first writes it, then sets its mark.
+of ``/dev/shm`` does not matter. Every image has its place from the start, because the label scan knows the sizes; pages
+are taken when an image is written. Whoever decodes an image first writes it, then sets its mark.
 
-With :class:`JpegFiles`, files take the budget first, and a picture is decoded into its place only where OpenCV has to decode it.
+With :class:`JpegFiles`, files take the budget first, and an image is decoded into its place only where OpenCV has to decode it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import torch
 
 from torch_fastdet import ops
 from torch_fastdet._say import say
+from torch_fastdet.images.fence import fence
 from torch_fastdet.images.jpeg import CHANNELS, Files, Wanted, pack_jpeg, packed_size
-from torch_fastdet.images.slots import SendBuffer
 from torch_fastdet.memory import HOST_BUDGET, Owner, is_low, register
 
 ALIGNMENT = 64
@@ -53,7 +53,6 @@ class SharedFile(Owner):
         everything = np.frombuffer(mmap.mmap(fd, head + self.nbytes), dtype=np.uint8)
         self.pixels = everything[head:]
         self._asked, self._full = 0, False
-        register(self)
         return everything[:head]
 
     def fileno(self) -> int:
@@ -81,6 +80,11 @@ class SharedFile(Owner):
         """Open the file ``fd``, or a new one, and look into its head."""
         raise NotImplementedError
 
+    def _begin(self, fd: int | None) -> None:
+        """Map the file, and count it among the owners: another thread may ask it what it holds from then on."""
+        self._map(fd)
+        register(self)
+
     def __getstate__(self) -> dict[str, Any]:
         kept = {name: getattr(self, name) for name in self.kept}
         # For a process that is spawned. A copy of the data set (deepcopy, a file) gets a file of its own.
@@ -90,17 +94,17 @@ class SharedFile(Owner):
     def __setstate__(self, state: dict[str, Any]) -> None:
         fd = state.pop("fd")
         self.__dict__.update(state)
-        self._map(None if fd is None else fd.detach())
+        self._begin(None if fd is None else fd.detach())
 
 
 class PictureMemory(SharedFile):
-    """A place for each of ``n`` pictures, as far as a budget goes.
+    """A place for each of ``n`` images, as far as a budget goes.
 
     Args:
-        shapes: (height, width) of each picture as it will be kept, or somewhat more.
-        budget: bytes that pictures may take.
+        shapes: (height, width) of each image as it will be kept, or somewhat more.
+        budget: bytes that images may take.
         fd: the file of such a memory in another process, with the same shapes and budget; it is taken over.
-        jpegs: keeps files in place of pictures, as far as it can. Their pictures have places, too, but behind all others.
+        jpegs: keeps files in place of images, as far as it can. Their images have places, too, but behind all others.
     """
 
     what, label = "decoded pictures", "torch_fastdet_pictures"
@@ -117,14 +121,14 @@ class PictureMemory(SharedFile):
         self.jpegs = jpegs
         order = None if jpegs is None else np.argsort(jpegs.may_keep, kind="stable")
         self.offsets, self.nbytes = hand_out(self.shapes, budget, order)
-        self._map(fd)
+        self._begin(fd)
 
     def __len__(self) -> int:
         return len(self.shapes)
 
     @property
     def places(self) -> int:
-        """How many pictures have a place."""
+        """How many images have a place."""
         return int((self.offsets >= 0).sum())
 
     def held(self) -> int:
@@ -132,14 +136,14 @@ class PictureMemory(SharedFile):
             return self.nbytes
         # Few files are not kept as such: what the places of the others may take is not held back from further data sets.
         sizes = self.shapes.prod(1) * CHANNELS
-        return int(sizes[(self.offsets >= 0) & ((self._marks != 0) | ~self.jpegs.may_keep)].sum())
+        return int(sizes[(self.offsets >= 0) & (self.decoded() | ~self.jpegs.may_keep)].sum())
 
     def used(self) -> int:
-        return int(self.sizes(np.flatnonzero(self._marks)).sum())
+        return int(self.sizes(np.flatnonzero(self.decoded())).sum())
 
     def has(self, index: int) -> bool:
-        """Whether the picture is there, decoded or as a file."""
-        return bool(self._marks[index]) or (self.jpegs is not None and self.jpegs.has(index))
+        """Whether the image is there, decoded or as a file."""
+        return self.is_decoded(index) or (self.jpegs is not None and self.jpegs.has(index))
 
     @property
     def files(self) -> JpegFiles:
@@ -147,78 +151,89 @@ class PictureMemory(SharedFile):
         return self.jpegs
 
     def read(self, index: int) -> bool:
-        """Keep a picture's file, if that is to be kept. Whether it is there."""
+        """Keep an image's file, if that is to be kept. Whether it is there."""
         return self.jpegs is not None and self.jpegs.read(index)
 
     def is_file(self, index: int) -> bool:
-        return not self._marks[index] and self.jpegs is not None and self.jpegs.has(index)
+        return not self.is_decoded(index) and self.jpegs is not None and self.jpegs.has(index)
 
     def packed(self, index: int) -> np.ndarray | None:
-        """The packed file of a picture that is not decoded."""
-        return None if self._marks[index] or self.jpegs is None else self.jpegs.packed(index)
+        """The packed file of an image that is not decoded."""
+        return None if self.is_decoded(index) or self.jpegs is None else self.jpegs.packed(index)
 
-    def take_sent(self) -> tuple[Any, np.ndarray]:
-        """Files that are to travel with the batch: their bytes, and (k, 3) index, bytes, offset of each."""
+    def take_sent(self) -> dict[int, np.ndarray]:
+        """Files that are to travel with the batch, by their index. They are not needed here any more."""
         if self.jpegs is None:
-            return np.empty(0, dtype=np.uint8), np.empty((0, 3), dtype=np.int64)
-        return self.jpegs.take_sent()
+            return {}
+        sent, self.jpegs.sent = self.jpegs.sent, {}
+        return sent
 
     def forget_sent(self) -> None:
-        """The batch is made: what travels with it is not needed here any more."""
-        if self.jpegs is not None:
-            self.jpegs.forget_sent()
+        """The batch is made."""
+        self.take_sent()
 
-    def decoded(self) -> np.ndarray:
-        """For each picture whether it is there, decoded."""
-        return self._marks != 0
+    def is_decoded(self, index: int) -> bool:
+        """Whether the image is there, decoded."""
+        marked = bool(self._marks[index])
+        fence()
+        return marked
+
+    def decoded(self, indices: np.ndarray | slice = slice(None)) -> np.ndarray:
+        """For each image whether it is there, decoded: a copy, because other processes set marks meanwhile."""
+        marked = self._marks[indices] != 0
+        fence()
+        return marked
 
     def get(self, index: int) -> np.ndarray | None:
-        """The picture, a view into the memory, or decoded from its file; None where it is not there."""
-        if not self._marks[index]:
+        """The image, a view into the memory that nobody may write to, or decoded from its file; None where it is not there."""
+        if not self.is_decoded(index):
             return self.files.decode(index, self.shapes[index]) if self.is_file(index) else None
         height, width = self.shape(index)
         start = int(self.offsets[index])
-        return self.pixels[start : start + height * width * CHANNELS].reshape(height, width, CHANNELS)
+        picture = self.pixels[start : start + height * width * CHANNELS].reshape(height, width, CHANNELS)
+        picture.flags.writeable = False
+        return picture
 
     def shape(self, index: int) -> tuple[int, int]:
-        """(height, width) of a picture that is there."""
-        height, width = (self._sizes[index, :2] if self._marks[index] else self.shapes[index]).tolist()
+        """(height, width) of an image that is there."""
+        height, width = (self._sizes[index, :2] if self.is_decoded(index) else self.shapes[index]).tolist()
         return height, width
 
     def shapes_of(self, indices: np.ndarray) -> np.ndarray:
-        """(height, width) of pictures that are there."""
+        """(height, width) of images that are there."""
+        files = ~self.decoded(indices)
         found = self._sizes[indices, :2].astype(np.int64)
         if self.jpegs is not None:
-            files = self._marks[indices] == 0
             found[files] = self.shapes[indices[files]]
         return found
 
     def original(self, index: int) -> tuple[int, int]:
-        """(height, width) of its file's picture, before it was resized."""
-        of_file = self.jpegs is not None and not self._marks[index]
+        """(height, width) of its file's image, before it was resized."""
+        of_file = self.jpegs is not None and not self.is_decoded(index)
         height, width = (self.files.files.sizes[index] if of_file else self._sizes[index, 2:]).tolist()
         return height, width
 
     def sizes(self, indices: np.ndarray) -> np.ndarray:
-        """Bytes of pictures that are there."""
+        """Bytes of images that are there."""
         return self.shapes_of(indices).prod(1) * CHANNELS
 
     def put(self, index: int, picture: np.ndarray, original: tuple[int, int]) -> bool:
-        """Keep a picture. False where it has no place, is larger than announced, or memory runs low."""
+        """Keep an image. False where it has no place, is larger than announced, or memory runs low."""
         start, room = int(self.offsets[index]), int(self.shapes[index].prod()) * CHANNELS
         if start < 0 or picture.dtype != np.uint8 or picture.shape[2:] != (CHANNELS,) or picture.size > room:
             return False
         if not self.has(index):
             if self._is_full():
                 return False
-            # Two processes may write the same picture at once: the same bytes.
+            # Two processes may write the same image at once: the same bytes.
             self.pixels[start : start + picture.size] = picture.reshape(-1)
             self._sizes[index] = (*picture.shape[:2], *original)
+            fence()
             self._marks[index] = 1
         return True
 
     def load(self, load_image: Callable[..., tuple], index: int, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
-        """What ``load_image``, a host's own, returns: picture, original size, size; it is called where the picture is not there."""
+        """What ``load_image``, a framework's own, returns: image, original size, size; it is called where the image is not there."""
         if not self.has(index):
             picture, original, size = load_image(index, *args, **kwargs)
             if not self.put(index, picture, original):
@@ -261,7 +276,7 @@ class JpegFiles(SharedFile):
         self.room = min(budget, self.wanted)
         heads = int(files.beside()[self.may_keep].sum()) if self.room < self.wanted else 0
         self.nbytes = self.room + heads if nbytes is None else nbytes
-        self._map(fd)
+        self._begin(fd)
 
     def __len__(self) -> int:
         return len(self.files.paths)
@@ -273,30 +288,37 @@ class JpegFiles(SharedFile):
         return int(self._rows[len(self), 0])
 
     def has(self, index: int) -> bool:
-        return bool(self._rows[index, 0] > 0) or index in self.sent
+        return self._place(index, 0)[0] > 0 or index in self.sent
 
-    def rows(self, indices: np.ndarray | int) -> np.ndarray:
-        """(..., 2) int64 of files that are kept: bytes and offset."""
-        return self._rows[indices, :2]
+    def rows(self, indices: np.ndarray) -> np.ndarray:
+        """(n, 2) int64 of files that are kept: bytes and offset."""
+        return np.stack(self._place(indices, 0), 1)
+
+    def _place(self, index: Any, column: int) -> tuple[Any, Any]:
+        """Bytes and offset from this column of a row on. The offset is the one of these bytes, or of another copy of them."""
+        size = self._rows[index, column]
+        fence()
+        offset = self._rows[index, column + 1]
+        fence()
+        return size, offset
 
     def read(self, index: int) -> bool:
-        """Read a picture's file unless it is there. Whether it is there: kept, or for the batch that is planned.
+        """Read an image's file unless it is there. Whether it is there: kept, or for the batch that is planned.
 
         It is not where OpenCV has to decode it, because :func:`~torch_fastdet.ops.jpeg_pack` refuses it. One that has not changed
         since it was judged is not judged again.
         """
-        kept, _, head, _, *judged = self._rows[index].tolist()
+        kept, head, judged = self._rows[index, 0], self._rows[index, 2], self._rows[index, 4:].tolist()
         if kept or index in self.sent:
             return self.has(index)
         if not self.may_keep[index]:
             return False
         try:
             file, stamp = self._read(self.files.paths[index])
-        except OSError as error:
-            self._refuse(index, str(error))
-            return False
+        except OSError:
+            return False  # now: the framework's own code tries, and raises its own error
         if head and stamp == judged:
-            self._send(index, file.nbytes)
+            self.sent[index] = file
             return True
         found = pack_jpeg(file, self._head(index))
         if isinstance(found, str) or found.size != tuple(self.files.sizes[index]):
@@ -308,7 +330,7 @@ class JpegFiles(SharedFile):
             self._write(index, 0, offset, packed)  # two processes may read one file at once: either copy is right
             return True
         self._full = True
-        self._send(index, file.nbytes)
+        self.sent[index] = file
         if not head:
             begin = self._take(2, found.head, self.nbytes - self.room)
             if begin is not None and not is_low():
@@ -316,49 +338,31 @@ class JpegFiles(SharedFile):
         self._rows[index, 4:] = stamp
         return True
 
-    def _read(self, path: str) -> tuple[np.ndarray, list[int]]:
-        """A file, behind those that travel with the batch, and what tells whether it has changed: its size, and when it did last."""
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            status = os.fstat(fd)
-            file, size = self._buffer.behind(status.st_size), 0
-            while count := os.readv(fd, [file[size:].data]):
-                size += count
-        finally:
-            os.close(fd)
-        return file[:size], [status.st_size, status.st_ctime_ns]
-
-    def _send(self, index: int, size: int) -> None:
-        """Let a file that was just read travel with the batch."""
-        self.sent[index] = size, self._buffer.end
-        self._buffer.end += size
-
-    def take_sent(self) -> tuple[Any, np.ndarray]:
-        """Files that are to travel with the batch: their bytes, and (k, 3) index, bytes, offset of each."""
-        files = [(index, *where) for index, where in self.sent.items()]
-        self.sent.clear()
-        return self._buffer.take(), np.array(files, dtype=np.int64).reshape(-1, 3)
-
-    def forget_sent(self) -> None:
-        """The batch is made."""
-        self.sent.clear()
-        self._buffer.end = 0
+    @staticmethod
+    def _read(path: str) -> tuple[np.ndarray, list[int]]:
+        """A file, and what tells whether it has changed: its size, and when it did last."""
+        with open(path, "rb", buffering=0) as opened:
+            status = os.fstat(opened.fileno())
+            return np.fromfile(opened, dtype=np.uint8), [status.st_size, status.st_ctime_ns]
 
     def _head(self, index: int) -> np.ndarray | None:
         """What an earlier pass over a file that is not kept has found."""
-        size, begin = self._rows[index, 2:4].tolist()
+        size, begin = self._place(index, 2)
         return self.pixels[begin : begin + size] if size else None
 
     def _write(self, index: int, column: int, offset: int, data: np.ndarray) -> None:
         self.pixels[offset : offset + data.nbytes] = data
+        fence()
         self._rows[index, column + 1] = offset
+        fence()
         self._rows[index, column] = data.nbytes
 
     def packed(self, index: int) -> np.ndarray:
         """A file that is there."""
         if index in self.sent:
-            return self.pack(np.array([[index, *self.sent[index]]]), torch.from_numpy(self._buffer.bytes))[0].numpy()
-        size, offset = self.rows(index).tolist()
+            file = self.sent[index]
+            return self.pack(np.array([[index, file.nbytes, 0]]), torch.from_numpy(file))[0].numpy()
+        size, offset = self._place(index, 0)
         return self.pixels[offset : offset + size]
 
     def pack(self, files: np.ndarray, sent: torch.Tensor, pin_memory: bool = False) -> tuple[torch.Tensor, np.ndarray]:
@@ -375,7 +379,7 @@ class JpegFiles(SharedFile):
         return storage, pictures[:, 1::-1]
 
     def decode(self, index: int, kept: np.ndarray) -> np.ndarray:
-        """The picture of a file that is there, resized to ``kept`` (height, width), made on the CPU."""
+        """The image of a file that is there, resized to ``kept`` (height, width), made on the CPU."""
         storage, out = torch.from_numpy(self.packed(index)), torch.empty(int(kept.prod()) * CHANNELS, dtype=torch.uint8)
         zero, seen = np.zeros(1, dtype=np.int64), np.array([[0, 0, kept[1], kept[0]]])
         sizes, ways = self.files.sizes[[index]], self.files.ways[[index]]
@@ -423,11 +427,10 @@ class JpegFiles(SharedFile):
 
     def _map(self, fd: int | None) -> None:
         self._lock = threading.Lock()
-        #: Bytes and offset of files that travel with the batch that this process plans.
-        self.sent: dict[int, tuple[int, int]] = {}
+        #: Files that travel with the batch that this process plans, as they are on the disk.
+        self.sent: dict[int, np.ndarray] = {}
         self._told = 0
-        self._buffer = SendBuffer()
-        # A row a picture: bytes (0: not there, -1: refused; written last) and offset; the same of the index of one that is not
+        # A row an image: bytes (0: not there, -1: refused; written last) and offset; the same of the index of one that is not
         # kept, and the file's size and time when it was judged. Behind them: bytes that files take, files that were refused,
         # bytes that indices take.
         n = len(self) + 1
@@ -440,7 +443,7 @@ def aligned(end: int) -> int:
 
 
 def hand_out(shapes: np.ndarray, budget: int, order: np.ndarray | None = None) -> tuple[np.ndarray, int]:
-    """The offset of each picture (-1: none), handed out in this order, and the bytes of all."""
+    """The offset of each image (-1: none), handed out in this order, and the bytes of all."""
     offsets = np.full(len(shapes), -1, dtype=np.int64)
     end = 0
     sizes = (shapes.prod(1) * CHANNELS).tolist()

@@ -1,4 +1,4 @@
-"""Makes the pictures of a plan on the CPU."""
+"""Makes the images of a plan on the CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch_fastdet.images.shown import shown_of
 
 
 class _Room(threading.local):
-    """Memory that a thread uses for each batch again: fresh pages cost a tenth of a picture's time."""
+    """Memory that a thread uses for each batch again: fresh pages cost a tenth of an image's time."""
 
     def __init__(self) -> None:
         self._memory = np.empty(0, dtype=np.uint8)
@@ -31,7 +31,7 @@ _room = _Room()
 
 
 def run_on_cpu(plan: Plan, memory: PictureMemory, out: torch.Tensor) -> None:
-    """Make the pictures of a plan in ``out``, uint8 (n, 3, height, width). Of files, what is shown is decoded."""
+    """Make the images of a plan in ``out``, uint8 (n, 3, height, width). Of files, what is shown is decoded."""
     own = plan.own if isinstance(plan.own, torch.Tensor) else torch.from_numpy(plan.own)
     storages, places = [memory.tensor(), own], plan.placements
     if len(plan.files):
@@ -47,7 +47,7 @@ def _decoded(plan: Plan, memory: PictureMemory) -> tuple[torch.Tensor, np.ndarra
     order = plan.files[:, 0].argsort()
     indices, _, begins = plan.files[order].T
     kept, files = memory.shapes[indices], memory.files.files
-    sent, ends = torch.from_numpy(plan.sent), one_after_another(kept.prod(1) * CHANNELS)
+    sent, ends = torch.as_tensor(plan.sent), one_after_another(kept.prod(1) * CHANNELS)
     pixels = _room.take(int(ends[-1]))
     seen = shown_of(plan, indices)
     Wanted(begins, ends[:-1], files.sizes[indices], kept, files.ways[indices], seen).decode(pixels, sent, sent)
@@ -58,7 +58,7 @@ def _decoded(plan: Plan, memory: PictureMemory) -> tuple[torch.Tensor, np.ndarra
 
 
 def finish(picture: Picture, memory: PictureMemory) -> Picture:
-    """Make a picture here, and return the plan that does no more than take it."""
+    """Make an image here, and return the plan that does no more than take it."""
     flags, picture.flags = picture.flags, picture.flags | KEEP_BGR
     out = torch.empty((1, CHANNELS, picture.height, picture.width), dtype=torch.uint8)
     out = out.contiguous(memory_format=torch.channels_last)

@@ -1,7 +1,7 @@
-"""How a batch is made of pictures, written down as tables: what loader processes send in place of pixels.
+"""How a batch is made of images, written down as tables: what loader processes send in place of pixels.
 
-A *picture* of a batch has one layer, or two for mixup. A *layer* is a canvas with source pictures placed on it and an
-affine or perspective map. :func:`pack` turns the pictures of a batch into the tables of
+A *image* of a batch has one layer, or two for mixup. A *layer* is a canvas with source images placed on it and an
+affine or perspective map. :func:`pack` turns the images of a batch into the tables of
 :func:`torch_fastdet.ops.image_augment`; sources are places in a :class:`~torch_fastdet.images.memory.PictureMemory`, or
 arrays, which travel with the plan.
 """
@@ -30,12 +30,12 @@ SHARED, OWN, FILES = 0, 1, 2
 
 
 class Indices(list[int]):
-    """Indices of a batch for which a data set makes plans; from a plain list it makes pictures."""
+    """Indices of a batch for which a data set makes plans; from a plain list it makes images."""
 
 
 @dataclass(eq=False)
 class Source:
-    """A whole picture: its index where the shared memory has it, else its pixels."""
+    """A whole image: its index where the shared memory has it, else its pixels."""
 
     index: int
     height: int
@@ -59,7 +59,7 @@ class Layer:
 
 @dataclass
 class Picture:
-    """One picture of a batch, ``height`` by ``width``."""
+    """One image of a batch, ``height`` by ``width``."""
 
     height: int
     width: int
@@ -82,7 +82,7 @@ def in_pixels(pixels: np.ndarray) -> Source:
 
 
 def whole(source: Source) -> Picture:
-    """The plan of a picture to which nothing is done."""
+    """The plan of an image to which nothing is done."""
     height, width = source.height, source.width
     return Picture(height, width, [Layer(height, width, [(source, 0, 0, 0, 0, width, height)])])
 
@@ -147,7 +147,7 @@ def pack(
     """The tables of a batch, or of a part of one.
 
     What the memory has as a file travels with the batch: what was read for it, or with ``on_cpu`` all that it shows, packed. ``join``
-    makes one piece of pixels that travel.
+    makes one piece of what travels.
     """
     size = (pictures[0].height, pictures[0].width)
     for picture in pictures:
@@ -186,9 +186,8 @@ def pack(
             tables.append(picture.tables)
         rows.append(row)
         blend.append(picture.blend)
-    sent, of_files = packed.joined(), np.array(list(files.values()), dtype=np.int64).reshape(-1, 3)
-    if not on_cpu:
-        sent, of_files = memory.take_sent()
+    for index, file in memory.take_sent().items() if not on_cpu else ():
+        files[index] = index, file.nbytes, packed.add(file)
     return Plan(
         size=size,
         placements=np.array(placements, dtype=np.int64).reshape(-1, 10),
@@ -200,6 +199,6 @@ def pack(
         masks=masks.joined(),
         sources=np.array(sources, dtype=np.int64),
         own=join(own),
-        sent=sent,
-        files=of_files,
+        sent=join(packed),
+        files=np.array(list(files.values()), dtype=np.int64).reshape(-1, 3),
     )

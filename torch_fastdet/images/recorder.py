@@ -1,8 +1,8 @@
-"""Runs a host's own functions on pictures that have no pixels, and notes as a plan what they do.
+"""Runs a framework's own functions on images that have no pixels, and notes as a plan what they do.
 
-A :class:`Recorded` picture has a shape and a plan. :class:`Copies` makes copies of functions in which ``cv2``, ``numpy`` and
+A :class:`Recorded` image has a shape and a plan. :class:`Copies` makes copies of functions in which ``cv2``, ``numpy`` and
 ``torch`` are recorders: they note what a plan can say, and are the real modules in all else. What a plan cannot say makes that
-picture's pixels there and then, and the host goes on with them.
+image's pixels there and then, and the framework goes on with them.
 """
 
 from __future__ import annotations
@@ -47,38 +47,38 @@ _IDENTITY = np.eye(3)
 
 
 class CannotRecord(RuntimeError):
-    """The host does what neither a plan nor pixels of one picture can follow."""
+    """The framework does what neither a plan nor pixels of one image can follow."""
 
 
 class Recorder:
-    """Makes stand-ins for the pictures of a memory, and says once what has made their pixels.
+    """Makes stand-ins for the images of a memory, and says once what has made their pixels.
 
     Args:
-        memory: where decoded pictures are.
-        host: how lines call the host.
+        memory: where decoded images are.
+        host: what lines call the framework.
     """
 
     def __init__(self, memory: PictureMemory, host: str) -> None:
         self.memory = memory
         self.host = host
         self.copies = Copies(self)
-        #: Why the host makes all pictures itself; None while it does not.
+        #: Why the framework makes all images itself; None while it does not.
         self.refusal: str | None = None
         self._told: set[str] = set()
 
     def of_memory(self, index: int) -> Recorded:
-        """The picture that the memory has at ``index``."""
+        """The image that the memory has at ``index``."""
         height, width = self.memory.shape(index)
         return Recorded(self, whole(Source(int(index), height, width)))
 
     def of_pixels(self, pixels: np.ndarray) -> Any:
-        """A picture of pixels that nobody writes to; the same array where it is not uint8 (height, width, 3)."""
+        """An image of pixels that nobody writes to; the same array where it is not uint8 (height, width, 3)."""
         if pixels.dtype != np.uint8 or pixels.shape[2:] != (CHANNELS,):
             return pixels
         return Recorded(self, whole(in_pixels(pixels)))
 
     def picture(self, made: object) -> Picture:
-        """The plan of what the host ended with: a :class:`Picture`, or the tensor uint8 (3, height, width) of pixels."""
+        """The plan of what the framework ended with: a :class:`Picture`, or the tensor uint8 (3, height, width) of pixels."""
         if isinstance(made, Picture):
             return made
         if not isinstance(made, torch.Tensor) or made.dtype != torch.uint8 or made.shape[:1] != (CHANNELS,):
@@ -98,7 +98,7 @@ class Recorder:
         self._told.add(what)
 
     def items(self, planned: Callable[[], list], stock: Callable[[], list]) -> list:
-        """Planned items of a batch; the host's own, and from then on, where its code does not run on stand-ins."""
+        """Planned items of a batch; the framework's own, and from then on, where its code does not run on stand-ins."""
         if self.refusal is not None:
             return stock()
         states = random.getstate(), np.random.get_state(), torch.get_rng_state()
@@ -109,14 +109,14 @@ class Recorder:
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
-        items = stock()  # an error of the host's own is raised here
+        items = stock()  # an error of the framework's own is raised here
         self.refusal = refusal
         say(f"loader_optim: decodes each picture once, and leaves the rest to {self.host}: {refusal}", logging.WARNING)
         return items
 
 
 def canvas(recorder: Recorder, height: int, width: int) -> Recorded:
-    """A picture all grey."""
+    """An image all grey."""
     return Recorded(recorder, Picture(height, width, [Layer(height, width)]))
 
 
@@ -142,7 +142,7 @@ class StandIn(np.lib.mixins.NDArrayOperatorsMixin):
         raise NotImplementedError
 
     def real(self, what: str) -> np.ndarray:
-        """The array, which the host may write to: from now on it is what counts. ``what`` has asked for it."""
+        """The array, which the framework may write to: from now on it is what counts. ``what`` has asked for it."""
         if self._real is None:
             self.recorder.told(what)
             self._real = self.made()
@@ -200,7 +200,7 @@ def _reals(value: Any, what: str) -> Any:
 
 
 class Recorded(StandIn):
-    """A picture uint8 (height, width, 3) in BGR, as a plan."""
+    """An image uint8 (height, width, 3) in BGR, as a plan."""
 
     __slots__ = ("_views", "picture")
 
@@ -235,7 +235,7 @@ class Recorded(StandIn):
         self.picture = finish(self.picture, self.recorder.memory)
 
     def source(self) -> Source:
-        """The whole picture in one piece: it is made now if it is not."""
+        """The whole image in one piece: it is made now if it is not."""
         placements = self.canvas().placements
         height, width, _ = self.shape
         is_whole = len(placements) == 1 and placements[0][1:] == (0, 0, 0, 0, width, height)
@@ -274,7 +274,7 @@ class Recorded(StandIn):
     # Views
 
     def _view(self, view: Recorded) -> Recorded:
-        """``view`` of this picture, which looks into the same pixels."""
+        """``view`` of this image, which looks into the same pixels."""
         if self._views is None:
             self._views = [weakref.ref(self)]
         self._views.append(weakref.ref(view))
@@ -341,7 +341,7 @@ class Recorded(StandIn):
             super().__setitem__(key, value)
 
     def put(self, rectangle: tuple[int, int, int, int], value: Recorded) -> None:
-        """Show another picture in a rectangle of its size: x, y, width and height."""
+        """Show another image in a rectangle of its size: x, y, width and height."""
         x, y, width, height = rectangle
         if not width or not height:
             return
@@ -356,7 +356,7 @@ class Recorded(StandIn):
         placed.append((*placements[0][:3], x, y, width, height))
 
     def paste(self, mirrored: Recorded, mask: Any) -> bool:
-        """Show the mirror image of this picture where ``mask`` (height, width) is not 0, if ``mirrored`` is that."""
+        """Show the mirror image of this image where ``mask`` (height, width) is not 0, if ``mirrored`` is that."""
         layer, other = self.canvas(), mirrored.picture
         mask = mask.plane if type(mask) is Mask else mask
         if other.flags != FLIP_LEFT_RIGHT or len(other.layers) != 1 or other.tables is not None:
@@ -394,7 +394,7 @@ _FLIPS: dict[object, int] = {np.flipud: FLIP_UP_DOWN, np.fliplr: FLIP_LEFT_RIGHT
 
 
 def _place(layer: Layer, source: Source, src_x: int, src_y: int, x: int, y: int, width: int, height: int) -> None:
-    """Place the part of a picture that is on the canvas."""
+    """Place the part of an image that is on the canvas."""
     if x < 0:
         src_x, width, x = src_x - x, width + x, 0
     if y < 0:
@@ -408,7 +408,7 @@ def _place(layer: Layer, source: Source, src_x: int, src_y: int, x: int, y: int,
 
 
 class Planes(StandIn):
-    """A picture (3, height, width); ``reverse``: in RGB."""
+    """An image (3, height, width); ``reverse``: in RGB."""
 
     __slots__ = ("of", "reverse")
 
@@ -446,7 +446,7 @@ class Mask(StandIn):
 
 
 class Chosen(StandIn):
-    """The pixels of a picture where a mask is true."""
+    """The pixels of an image where a mask is true."""
 
     __slots__ = ("mask", "picture")
 
@@ -463,7 +463,7 @@ class Chosen(StandIn):
 
 
 class Weighted(StandIn):
-    """A picture times a number, or the sum of two whose numbers add up to 1, float64."""
+    """An image times a number, or the sum of two whose numbers add up to 1, float64."""
 
     __slots__ = ("parts",)
     dtype = _FLOAT64
@@ -491,7 +491,7 @@ class Weighted(StandIn):
 
 
 class HSV(StandIn):
-    """A picture in HSV, whose channels go through tables (3, 256)."""
+    """An image in HSV, whose channels go through tables (3, 256)."""
 
     __slots__ = ("picture", "tables")
 
@@ -504,7 +504,7 @@ class HSV(StandIn):
         return pixels if self.tables is None else cv2.LUT(pixels, np.ascontiguousarray(self.tables.T)[None])
 
     def bgr(self) -> Picture:
-        """The plan of the picture in BGR again."""
+        """The plan of the image in BGR again."""
         recorded = self.picture.changed()
         if recorded.picture.tables is not None or recorded.picture.flags:
             recorded._finish()
@@ -513,7 +513,7 @@ class HSV(StandIn):
 
 
 class Channel(StandIn):
-    """A channel of a picture in HSV, which goes through a table (256)."""
+    """A channel of an image in HSV, which goes through a table (256)."""
 
     __slots__ = ("number", "of", "table")
 
@@ -730,7 +730,7 @@ def _torch() -> types.ModuleType:
 
 # Copies of functions --------------------------------------------------------------------------------------------------
 
-#: Code of these is never copied: it is given no pictures, or takes stand-ins for arrays.
+#: Code of these is never copied: it is given no images, or takes stand-ins for arrays.
 _FOREIGN = {*sys.stdlib_module_names, "numpy", "torch", "torchvision", "cv2", "torch_fastdet"}
 
 

@@ -1,158 +1,158 @@
-"""One memory for all ranks of a training on one machine.
+"""One memory for all processes of a training that run on one machine.
 
-The first rank makes it and hands its file over a socket in Linux's abstract namespace: such sockets have no file, so nothing
-is left behind.
+They find each other by the store of their process group, so it does not matter what started them: torchrun, ``mp.spawn``, srun or mpirun.
+The first one that asks for the images of a data set makes the memory, and notes in the store where its files are. The others open
+these under ``/proc``. A memory ends with the last data set that uses it, and the next process that asks makes another one.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
+import json
 import logging
 import os
-import socket
-import struct
-import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 
 from torch_fastdet._say import say
+from torch_fastdet._torch import private
 from torch_fastdet.images.jpeg import AS_IT_IS, Files
 from torch_fastdet.images.memory import JpegFiles, PictureMemory, hand_out
-from torch_fastdet.memory import UNLIMITED, words
+from torch_fastdet.memory import words
 
-#: How long the first rank waits for the others, and they for it, in seconds. It makes its data set before they start.
-OFFERED_FOR = 600.0
-WAIT = 5.0
+#: How long a process waits for the one that makes the memory, in seconds. That one looks up the size of each file.
+WAIT = 600.0
 
 
-def local_ranks() -> tuple[int, int]:
-    """(rank, number of ranks) on this machine."""
-    size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return (int(os.environ.get("LOCAL_RANK", "0")), size) if size > 1 else (0, 1)
+class _NotShared(Exception):
+    """Another process of this machine was first, but its memory cannot be had."""
 
 
 def shared_by_ranks(
     what: Iterable[str],
     shapes: Sequence[tuple[int, int]] | np.ndarray,
-    budget: int,
+    budget: Callable[[], int],
     files: Files | None = None,
-    on_gpu: bool = True,
-) -> PictureMemory:
-    """A memory for the data set that ``what`` describes: one of its own, or in a distributed run the first rank's.
+    files_first: bool = True,
+) -> PictureMemory | None:
+    """Return a memory for the data set that ``what`` describes, in a distributed run the one of this machine.
 
     Args:
         what: says which data set it is, in which size.
-        shapes: (height, width) of each picture as it will be kept, or somewhat more.
-        budget: bytes that pictures and files may take.
-        files: the JPEG files that may stand for decoded pictures.
-        on_gpu: a GPU decodes them, so they take the budget first; else decoded pictures do, and other files are read for each batch.
+        shapes: (height, width) of each image as it will be kept, or somewhat more.
+        budget: returns the bytes that images and files may take.
+        files: the JPEG files that may stand for decoded images.
+        files_first: whether files take the budget before decoded images do, because a GPU decodes them. Else decoded images
+            take it, and the other files are read for each batch.
+
+    Returns:
+        None if the system refuses such memory. One line says so, and the original loader has to run.
     """
-    rank, size = local_ranks()
-    if size == 1:
-        return _memory(shapes, budget, files, on_gpu)
-    name = _name(what)
-    if rank == 0:
-        memory = _memory(shapes, budget, files, on_gpu)
-        _offer(memory, name, size - 1)
-        return memory
-    taken = _take(name, WAIT)
-    if taken is not None:
-        (pictures, room, of_files), fds = taken
-        files = files or Files.of([""] * len(shapes), list(shapes), [AS_IT_IS] * len(shapes))
-        files = files if on_gpu else _without_place(files, shapes, pictures)
-        jpegs = JpegFiles(files, room, fds[1], of_files) if len(fds) > 1 else None
-        return PictureMemory(shapes, pictures, fds[0], jpegs)
-    memory = _memory(shapes, budget if budget == UNLIMITED else budget // size, files, on_gpu)
-    say(
-        f"loader_optim: rank {os.environ.get('RANK', rank)} did not get the pictures of its machine's first rank within "
-        f"{WAIT:g} s and decodes its own, into {words(memory.nbytes)}",
-        level=logging.WARNING,
-        every_rank=True,
-    )
-    return memory
+    shapes = np.asarray(shapes, dtype=np.int64).reshape(-1, 2)
+
+    def make(room: int) -> PictureMemory:
+        kept = files if files is None or files_first else _without_place(files, shapes, room)
+        if kept is None or not any(kept.paths):
+            return PictureMemory(shapes, room)
+        jpegs = JpegFiles(kept, room if files_first else 0)
+        return PictureMemory(shapes, room - jpegs.room, jpegs=jpegs)
+
+    def take(fds: list[int], room: int, *of_files: int) -> PictureMemory:
+        if not of_files:
+            return PictureMemory(shapes, room, fds[0])
+        kept = files or Files([""] * len(shapes), shapes, np.full(len(shapes), AS_IT_IS))
+        kept = kept if files_first else _without_place(kept, shapes, room)
+        return PictureMemory(shapes, room, fds[0], JpegFiles(kept, of_files[0], fds[1], of_files[1]))
+
+    def alone() -> PictureMemory:
+        return make(budget() // int(os.environ.get("LOCAL_WORLD_SIZE", group_size())))
+
+    try:
+        if group_size() == 1:
+            return alone()
+        digest = hashlib.sha256(os.fsencode("\n".join(what))).hexdigest()
+        try:
+            return _of_machine(f"torch_fastdet/images/{_machine()}/{digest}", lambda: make(budget()), take)
+        except _NotShared as error:
+            memory = alone()
+            say(
+                f"loader_optim: rank {dist.get_rank()} decodes images of its own, into {words(memory.nbytes)}, because {error}",
+                level=logging.WARNING,
+                every_rank=True,
+            )
+            return memory
+    except OSError as error:
+        say(f"loader_optim: the original loader runs, because there is no memory to share: {error}", logging.WARNING)
+        return None
 
 
-def _memory(
-    shapes: Sequence[tuple[int, int]] | np.ndarray, budget: int, files: Files | None, on_gpu: bool
-) -> PictureMemory:
-    if files is not None and not on_gpu:
-        files = _without_place(files, shapes, budget)
-    if files is None or not any(files.paths):
-        return PictureMemory(shapes, budget)
-    jpegs = JpegFiles(files, budget if on_gpu else 0)
-    return PictureMemory(shapes, budget - jpegs.room, jpegs=jpegs)
+def group_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def _without_place(files: Files, shapes: Sequence[tuple[int, int]] | np.ndarray, budget: int) -> Files:
-    """Those of pictures that find no place when they are decoded."""
-    offsets, _ = hand_out(np.asarray(shapes, dtype=np.int64).reshape(-1, 2), budget)
+def _without_place(files: Files, shapes: np.ndarray, budget: int) -> Files:
+    """Those of images that find no place when they are decoded."""
+    offsets, _ = hand_out(shapes, budget)
     paths = ["" if place >= 0 else path for place, path in zip(offsets.tolist(), files.paths, strict=True)]
     return Files(paths, files.sizes, files.ways)
 
 
-def _name(what: Iterable[str]) -> bytes:
-    run = (os.environ.get(key, "") for key in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"))
-    text = "\n".join([str(os.getuid()), *run, *what])
-    return b"\0torch_fastdet_" + hashlib.sha256(os.fsencode(text)).hexdigest().encode()
+def _machine() -> str:
+    """What processes have in common that see each other under ``/proc``."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.readlink('/proc/self/ns/pid')}/{os.getuid()}"
 
 
-def _same_user(connection: socket.socket) -> bool:
-    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return struct.unpack("3i", data)[1] == os.getuid()
-
-
-def _offer(memory: PictureMemory, name: bytes, times: int) -> None:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+def _of_machine(name: str, make: Callable[[], PictureMemory], take: Callable[..., PictureMemory]) -> PictureMemory:
+    """The memory of this name that another process has made and still has; else a new one, which others find."""
+    store, turn = private.default_store(), 0
+    while store.add(f"{name}/{turn}/asked", 1) > 1:
+        process, files, sizes = _offer(store, f"{name}/{turn}")
+        fds = _open(process, files)
+        if fds:
+            return take(fds, *sizes)
+        turn += 1  # that memory has ended
+    offer: Any = None
     try:
-        listener.bind(name)
-    except OSError:  # an earlier data set of the same pictures is offered still
-        listener.close()
-        return
-    listener.listen(times)
-    listener.settimeout(OFFERED_FOR)
-    jpegs = memory.jpegs
-    fds = [os.dup(file.fileno()) for file in (memory, jpegs) if file is not None]
-    budgets = struct.pack("3q", memory.nbytes, *((0, 0) if jpegs is None else (jpegs.room, jpegs.nbytes)))
-
-    def serve() -> None:
-        left = times
-        with listener:
-            try:
-                while left:
-                    connection, _ = listener.accept()
-                    with connection, contextlib.suppress(OSError):  # a rank that has ended meanwhile
-                        if _same_user(connection):
-                            left -= 1
-                            socket.send_fds(connection, [budgets], fds)
-            except OSError:  # nobody came
-                pass
-            finally:
-                for fd in fds:
-                    os.close(fd)
-
-    threading.Thread(target=serve, name="torch_fastdet_ranks", daemon=True).start()
+        memory = make()
+        kept = [file for file in (memory, memory.jpegs) if file is not None]
+        sizes = [memory.nbytes, *((memory.jpegs.room, memory.jpegs.nbytes) if memory.jpegs else ())]
+        offer = os.getpid(), [(file.fileno(), os.fstat(file.fileno()).st_ino) for file in kept], sizes
+        return memory
+    finally:
+        store.set(f"{name}/{turn}", json.dumps(offer))
 
 
-def _take(name: bytes, wait: float) -> tuple[tuple[int, int, int], list[int]] | None:
-    """What the first rank offers: bytes of pictures, of files, and of files with indices, and their memories' files.
-
-    None where it offers nothing in time.
-    """
-    end = time.monotonic() + wait
-    while True:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(wait)
-            try:
-                connection.connect(name)
-                if _same_user(connection):
-                    data, fds, _, _ = socket.recv_fds(connection, 24, 2)
-                    if len(data) == 24 and fds:
-                        return struct.unpack("3q", data), list(fds)
-            except OSError:
-                pass
+def _offer(store: Any, key: str) -> Any:
+    end = time.monotonic() + WAIT
+    while not store.check([key]):  # store.wait() would not see Ctrl-C
         if time.monotonic() > end:
-            return None
+            raise _NotShared(f"the first rank of its machine has made no memory within {WAIT:g} s")
         time.sleep(0.05)
+    offer = json.loads(store.get(key))
+    if offer is None:
+        raise _NotShared("the first rank of its machine got no memory")
+    return offer
+
+
+def _open(process: int, files: Sequence[tuple[int, int]]) -> list[int]:
+    """Open these files of another process, of which number and inode are given; none where it has closed them."""
+    fds: list[int] = []
+    for fd, inode in files if process != os.getpid() else ():
+        try:
+            fds.append(os.open(f"/proc/{process}/fd/{fd}", os.O_RDWR))
+        except PermissionError as error:
+            raise _NotShared(f"it may not look into the first rank's process: {error}") from None
+        except OSError:
+            break
+        if os.fstat(fds[-1]).st_ino != inode:
+            break
+    else:
+        return fds
+    for fd in fds:
+        os.close(fd)
+    return []

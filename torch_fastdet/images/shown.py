@@ -1,4 +1,4 @@
-"""Which part of each source picture a batch shows: a mosaic shows 37% of the pixels of its four pictures, on average."""
+"""Which part of each source image a batch shows: a mosaic shows 37% of the pixels of its four images, on average."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from torch_fastdet.images.plan import NO_WARP, Plan
 
-#: Pixels around what the corners of a picture say: bilinear interpolation's neighbours, and rounding.
+#: Pixels around what the corners of an image say: bilinear interpolation's neighbours, and rounding.
 MARGIN = 2
 
 
@@ -57,6 +57,6 @@ def around(rectangles: np.ndarray, group: np.ndarray, groups: int) -> np.ndarray
 
 
 def shown_of(plan: Plan, indices: np.ndarray) -> np.ndarray:
-    """What a plan shows of each of these pictures, which ascend, in its pixels: (n, 4) int64."""
+    """What a plan shows of each of these images, which ascend, in its pixels: (n, 4) int64."""
     wanted = np.flatnonzero(np.isin(plan.sources, indices))
     return around(shown(plan)[wanted], np.searchsorted(indices, plan.sources[wanted]), len(indices))

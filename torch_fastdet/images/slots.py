@@ -1,6 +1,6 @@
 """Memory in which loader processes make pixels, and which they use again.
 
-Fresh memory for each batch costs a third of the time that a picture takes on the CPU: the kernel clears every page. A *slot*
+Fresh memory for each batch costs a third of the time that an image takes on the CPU: the kernel clears every page. A *slot*
 is an anonymous file with one byte behind the pixels that says who has it. The process that gets a batch writes this byte when
 the last tensor that looks into the slot is gone, and the loader process that made the slot may then fill it again.
 """
@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import get_worker_info
 
+from torch_fastdet.images.fence import fence
 from torch_fastdet.memory import Owner, register
 
 #: Who has a slot: nobody; a batch; a batch that forked processes may look at, too; nobody, but such processes may.
@@ -58,43 +58,8 @@ class Parcel:
         self._slot = _take(size)
         self.tensor = torch.from_numpy(self._slot.pixels[:size]).view(shape)
 
-    def drop(self) -> None:
-        """It is not sent."""
-        self._slot.state[0] = FREE
-
     def __reduce__(self) -> Any:
         return _receive, (DupFd(self._slot.fd), len(self._slot.pixels), self.shape)
-
-
-class SendBuffer:
-    """Bytes that are put one behind the other: in a loader process where the process that gets them can read them."""
-
-    def __init__(self) -> None:
-        self.bytes, self.end = np.empty(0, dtype=np.uint8), 0
-        self._room = 1 << 20
-        self._parcel: Parcel | None = None
-
-    def behind(self, size: int) -> np.ndarray:
-        """Room behind the bytes that are there."""
-        if self.end + size > len(self.bytes):
-            self._room = max(self._room, 2 * (self.end + size))
-            before, parcel = self.bytes[: self.end], self._parcel
-            self._parcel = Parcel((self._room,)) if get_worker_info() is not None else None
-            self.bytes = np.empty(self._room, dtype=np.uint8) if self._parcel is None else self._parcel.tensor.numpy()
-            self.bytes[: self.end] = before
-            if parcel is not None:
-                parcel.drop()
-        return self.bytes[self.end : self.end + size]
-
-    def take(self) -> Any:
-        """The bytes that are there, an array or for another process a parcel. The next ones lie elsewhere."""
-        taken: Any = self.bytes[: self.end]
-        if not self.end:
-            return taken
-        if self._parcel is not None:
-            taken, self._parcel.shape = self._parcel, (self.end,)
-        self.bytes, self.end, self._parcel = np.empty(0, dtype=np.uint8), 0, None
-        return taken
 
 
 def _take(size: int) -> _OwnSlot:
@@ -102,6 +67,7 @@ def _take(size: int) -> _OwnSlot:
     step = 1 << max(size.bit_length() - 4, 0)
     size = -(-size // step) * step
     free = [slot for slot in _own if slot.state[0] == FREE]
+    fence()  # nothing is written into a slot before its last reader has done with it
     found = next((slot for slot in free if len(slot.pixels) >= size), None)
     spare = [slot for slot in free if slot is not found and len(slot.pixels) >= size][:SPARE]
     _own[:] = [slot for slot in _own if slot.state[0] in (LENT, SEEN) or slot is found or slot in spare]
@@ -147,6 +113,7 @@ def _release(state: np.ndarray, process: int) -> None:
     if process == os.getpid():  # not in a process that was forked meanwhile
         with _lent_lock:
             _lent.pop(id(state), None)
+            fence()
             state[0] = FREE if state[0] == LENT else GONE
 
 

@@ -1,4 +1,4 @@
-"""Runs a host's own ``load_image`` on files that are not read, for what it says and notes of a picture of a known size."""
+"""Runs a framework's own ``load_image`` on files that are not read, for what it says and notes of an image of a known size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WAYS = {cv2.INTER_LINEAR: LINEAR, cv2.INTER_AREA: AREA}
 
 
 class Unread:
-    """A picture that has a size (height, width) and no pixels; it is its own file, too."""
+    """An image that has a size (height, width) and no pixels; it is its own file, too."""
 
     __slots__ = ("shape", "way")
     ndim = 3
@@ -45,7 +45,7 @@ def _resize(
 
 
 class _Files:
-    """In ``dataset.im_files``: files of pictures whose sizes ``size_of`` knows."""
+    """In ``dataset.im_files``: files of images whose sizes ``size_of`` knows."""
 
     def __init__(self, size_of: Callable[[int], Size]) -> None:
         self.size_of = size_of
@@ -73,7 +73,7 @@ class _Reader:
 
 
 def reader(stock: type, attributes: dict[str, object], size_of: Callable[[int], Size]) -> Any:
-    """A data set of a host's class with these attributes, whose ``load_image`` reads nothing."""
+    """A data set of a framework's class with these attributes, whose ``load_image`` reads nothing."""
     load: Any = stock.load_image  # type: ignore[attr-defined]
     copy = with_names(load, imread=_read, cv2=recording_module(cv2, {"imread": _read, "resize": _resize}))
     made = type(stock.__name__, (_Reader, stock), {"load_image": copy, "__slots__": ("unread_files",)})
@@ -84,7 +84,7 @@ def reader(stock: type, attributes: dict[str, object], size_of: Callable[[int], 
 
 
 def sizes(stock: type, dataset: object, originals: Sequence[Size], side: int) -> tuple[list[Size], list[int]]:
-    """(height, width) of each picture as ``load_image`` of a host's class gives it, and how it is resized for that.
+    """(height, width) of each image as ``load_image`` of a framework's class gives it, and how it is resized for that.
 
     Where a changed ``load_image`` wants pixels, every size is said to be ``side`` x ``side``, the most that it can be.
     """

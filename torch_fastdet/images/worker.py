@@ -1,4 +1,4 @@
-"""What loader processes run: they put the plans of a batch together, and make its pictures where there is no GPU."""
+"""What loader processes run: they put the plans of a batch together, and make its images where there is no GPU."""
 
 from __future__ import annotations
 
@@ -30,45 +30,64 @@ def _for_another_process(own: Bytes) -> object:
 
 @dataclass
 class PlannedBatch:
-    """What a loader process sends where the GPU makes the pictures."""
+    """What a loader process sends where the GPU makes the images."""
 
     plan: Plan
-    #: Which pictures of the plan show where in each picture of the batch: (n, 1, 1), or (n, 2, 2) with ``--quad``.
+    #: Which images of the plan show where in each image of the batch: (n, 1, 1), or (n, 2, 2) with ``--quad``.
     grid: np.ndarray
+    #: The batch without its images. Small tensors are arrays.
     rest: Any
 
 
-def _is_small(value: object) -> bool:
-    """Whether this is a tensor to send in the message itself: each tensor would take a file of shared memory."""
-    return isinstance(value, torch.Tensor) and value.nbytes <= SMALL
+def with_images(batch: Any, key: Any, images: object) -> Any:
+    """Return a tuple or dictionary with other ``images`` at ``key``."""
+    return {**batch, key: images} if isinstance(batch, dict) else (*batch[:key], images, *batch[key + 1 :])
+
+
+def with_each(change: Callable[[Any], object], batch: Any) -> Any:
+    """Return a tuple or dictionary whose values went through ``change``."""
+    if isinstance(batch, dict):
+        return {name: change(value) for name, value in batch.items()}
+    return tuple(change(value) for value in batch)
+
+
+def _in_message(value: object) -> object:
+    """A small tensor as an array, which is sent in the message itself: each tensor would take a file of shared memory."""
+    return value.numpy() if isinstance(value, torch.Tensor) and value.nbytes <= SMALL else value
 
 
 class Collate:
-    """Puts the plans of a batch together; everything but pixels goes through the host's own ``collate_fn``.
+    """Puts the plans of a batch together. Everything but pixels goes through the framework's own ``collate_fn``.
 
-    Items are what the host's data set returns, with a :class:`Picture` in place of the pixels. The host's function gets
-    pictures of one pixel that hold their number, so that its result tells which picture went where.
+    Items are what the framework's data set returns, with a :class:`Picture` in place of the pixels. The framework's function gets
+    images of one pixel that hold their number, so that its result tells which image went where.
+
+    Args:
+        stock: the framework's ``collate_fn``.
+        memory: the images of the data set.
+        on_gpu: whether a GPU makes the batches of what this returns.
+        key: where items and batches, which are tuples or dictionaries, hold their images.
     """
 
-    def __init__(self, stock: Callable[[list], Any], memory: PictureMemory, on_gpu: bool) -> None:
+    def __init__(self, stock: Callable[[list], Any], memory: PictureMemory, on_gpu: bool, key: Any = 0) -> None:
         self.stock = stock
         self.memory = memory
         self.on_gpu = on_gpu
+        self.key = key
 
     def __call__(self, items: Sequence[Any]) -> Any:
-        if isinstance(items[0][0], torch.Tensor):  # stock has made them
+        if isinstance(items[0][self.key], torch.Tensor):  # the framework has made them
             self.memory.forget_sent()
             return self.stock(list(items))
-        numbered = [(torch.full((1, 1, 1), number, dtype=torch.int16), *item[1:]) for number, item in enumerate(items)]
-        numbers, *rest = self.stock(numbered)
-        shown, places = np.unique(numbers.numpy()[:, 0], return_inverse=True)
-        grid = places.reshape(len(numbers), *numbers.shape[2:])
-        pictures = [items[number][0] for number in shown.tolist()]
-        if not self.on_gpu:
-            return (assemble(self.make(pictures, alone=grid.shape[1:] == (1, 1)), grid), *rest)
-        return PlannedBatch(
-            self.plan(pictures), grid, tuple(value.numpy() if _is_small(value) else value for value in rest)
-        )
+        numbers = [torch.full((1, 1, 1), number, dtype=torch.int16) for number in range(len(items))]
+        batch = self.stock([with_images(item, self.key, number) for item, number in zip(items, numbers, strict=True)])
+        placed = batch[self.key].numpy()[:, 0]
+        shown, places = np.unique(placed, return_inverse=True)
+        grid = places.reshape(placed.shape)
+        pictures = [items[number][self.key] for number in shown.tolist()]
+        if self.on_gpu:
+            return PlannedBatch(self.plan(pictures), grid, with_each(_in_message, with_images(batch, self.key, None)))
+        return with_images(batch, self.key, assemble(self.make(pictures, alone=grid.shape[1:] == (1, 1)), grid))
 
     def plan(self, pictures: list[Picture]) -> Plan:
         """The plan that this process sends."""
@@ -80,7 +99,7 @@ class Collate:
         return plan
 
     def make(self, pictures: list[Picture], alone: bool = True) -> Any:
-        """The pictures themselves, uint8 (n, 3, height, width); with ``alone`` in a loader process, for the loop's process."""
+        """The images themselves, uint8 (n, 3, height, width); with ``alone`` in a loader process, for the loop's process."""
         shape = (len(pictures), CHANNELS, pictures[0].height, pictures[0].width)
         parcel = Parcel(shape) if alone and get_worker_info() is not None else None
         out = torch.empty(shape, dtype=torch.uint8) if parcel is None else parcel.tensor
@@ -89,27 +108,8 @@ class Collate:
         return out if parcel is None else parcel
 
 
-class CollateDicts(Collate):
-    """The same for items and batches that are dictionaries, whose pictures have the name ``img``."""
-
-    def __call__(self, items: Sequence[Any]) -> Any:
-        if isinstance(items[0]["img"], torch.Tensor):  # stock has made them
-            self.memory.forget_sent()
-            return self.stock(list(items))
-        number = torch.zeros((1, 1, 1), dtype=torch.uint8)
-        pictures = [item["img"] for item in items]
-        batch = self.stock([{**item, "img": number} for item in items])
-        if not self.on_gpu:
-            batch["img"] = self.make(pictures)
-            return batch
-        batch["img"] = None  # keeps its place
-        grid = np.arange(len(pictures)).reshape(-1, 1, 1)
-        small = {name: value.numpy() for name, value in batch.items() if _is_small(value)}
-        return PlannedBatch(self.plan(pictures), grid, ({**batch, **small}, list(small)))
-
-
 def assemble(pictures: Any, grid: np.ndarray) -> Any:
-    """The pictures of the batch: each place of the grid shows a picture of the plan, and one alone is enlarged to fill all places."""
+    """The images of the batch: each place of the grid shows an image of the plan, and one alone is enlarged to fill all places."""
     count, rows, columns = grid.shape
     if rows == columns == 1:
         return pictures

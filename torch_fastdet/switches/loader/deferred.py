@@ -10,6 +10,7 @@ import os
 import sys
 from typing import Any
 
+import numpy as np
 from torch.utils.data import get_worker_info
 
 from torch_fastdet.images.memory import CHANNELS, PictureMemory
@@ -25,7 +26,7 @@ class Planner:
 
     Args:
         dataset: a ``YOLODataset`` that :func:`cannot_plan` has nothing against.
-        memory: where its decoded pictures are kept.
+        memory: where its decoded images are kept.
         files: which those are.
         size: the ``imgsz`` that they were made for.
     """
@@ -36,10 +37,10 @@ class Planner:
         self.size = size
         self._classes: dict[type, type | None] = {}
         self._stock = dataset
-        #: Which pictures were loaded before the batch, for those of :attr:`changed`.
+        #: Which images were loaded before the batch, for those of :attr:`changed`.
         self.changed: dict[int, tuple] = {}
         self.dataset = self.view(dataset)
-        #: The data set whose own ``load_image`` notes what is loaded: mosaics choose among the pictures that were loaded last.
+        #: The data set whose own ``load_image`` notes what is loaded: mosaics choose among the images that were loaded last.
         self.reader = reader(type(dataset), vars(dataset), memory.original)
 
     def is_current(self) -> bool:
@@ -49,7 +50,17 @@ class Planner:
         """What stock's data set returns for a batch, with a :class:`Picture` under ``img``."""
         loaded = list(self._stock.buffer)
         self.changed.clear()
-        return self.recorder.items(lambda: [self._item(i) for i in indices], lambda: self._stocks(indices, loaded))
+        return self.recorder.items(lambda: self._planned(indices), lambda: self._stocks(indices, loaded))
+
+    def _planned(self, indices: list[int]) -> list[dict[str, Any]]:
+        kept: Any = self._stock.ims
+        if isinstance(kept, list):
+            return [self._item(i) for i in indices]
+        kept.is_planned = True
+        try:
+            return [self._item(i) for i in indices]
+        finally:
+            kept.is_planned = False
 
     def _item(self, index: int) -> dict[str, object]:
         item = self.dataset[index]
@@ -60,8 +71,9 @@ class Planner:
         """The same items by stock, as if none had been asked for before."""
         dataset = self._stock
         dataset.buffer[:] = loaded
-        for i, was in self.changed.items():
-            dataset.ims[i], dataset.im_hw0[i], dataset.im_hw[i] = was
+        if isinstance(dataset.ims, list):  # a cache of all images does not change
+            for i, was in self.changed.items():
+                dataset.ims[i], dataset.im_hw0[i], dataset.im_hw[i] = was
         decode_kept(dataset, self.recorder.memory)
         return [dataset[index] for index in indices]
 
@@ -97,10 +109,14 @@ def view_class(stock: type) -> Any:
 def decode_kept(dataset: UltralyticsDataset, memory: PictureMemory) -> None:
     """Give a data set pixels for what it has loaded: stock's code is about to read them."""
     for i in dataset.buffer:
-        if isinstance(dataset.ims[i], Unread):
+        loaded = dataset.ims[i]
+        if isinstance(loaded, Unread):
             memory.read(i)
-            dataset.ims[i] = memory.get(i)
+            loaded = memory.get(i)
             memory.forget_sent()
+        if isinstance(loaded, np.ndarray) and not loaded.flags.writeable:
+            loaded = loaded.copy()  # stock's code may draw on it
+        dataset.ims[i] = loaded
 
 
 class View:
@@ -146,7 +162,7 @@ class ComposeView(View):
 
 
 class MixView(View):
-    """A transform that takes further pictures from the data set."""
+    """A transform that takes further images from the data set."""
 
     __slots__ = ()
 
@@ -168,7 +184,7 @@ MIXINS: dict[tuple[str, str], type] = {
 
 
 def cannot_plan(dataset: UltralyticsDataset) -> str | None:
-    """Why a data set's pictures are stock's to make; None where they are not."""
+    """Why a data set's images are stock's to make; None where they are not."""
     cls = type(dataset)
     view = view_class(cls)
     if view is None or not issubclass(view, DatasetView):

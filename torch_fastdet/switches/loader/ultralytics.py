@@ -1,4 +1,4 @@
-"""Ultralytics' loaders with plans in place of pixels: decoded pictures that all processes share, and batches made by one operator.
+"""Ultralytics' loaders with plans in place of pixels: decoded images that all processes share, and batches made by one operator.
 
 Data sets, transforms and samplers stay stock's objects; ``deferred`` says how they are asked for plans.
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from torch_fastdet._say import saying_once
 from torch_fastdet.images.jpeg import Files
@@ -25,7 +25,6 @@ from torch_fastdet.images.loop import Ahead, PlanBatches, PlannedLoading, Planne
 from torch_fastdet.images.memory import CHANNELS, PictureMemory
 from torch_fastdet.images.shared_by_ranks import shared_by_ranks
 from torch_fastdet.images.unread import sizes
-from torch_fastdet.images.worker import CollateDicts
 from torch_fastdet.memory import UNLIMITED, host_budget
 from torch_fastdet.patching.by_name import FiledAsStock
 from torch_fastdet.patching.fingerprint import fingerprint
@@ -33,15 +32,15 @@ from torch_fastdet.patching.protocols import UltralyticsDataset
 from torch_fastdet.patching.replace import in_place_of
 from torch_fastdet.switches.loader.deferred import Planner, cannot_plan, decode_kept, view_class
 
-# Fingerprints of stock's code that ours stands for or counts on, from 8.4.120 to 8.4.190.
+# Fingerprints of the code of Ultralytics that this switch replaces or counts on, from 8.4.169 to 8.4.190.
 KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
     "ultralytics.data.base": {
-        "BaseDataset.load_image": ("3e289a45", "bb212356", "f790c565", "f1180fbc", "e674731c"),
-        "BaseDataset.cache_images": ("2ffd3a08", "bea71cea", "0bcecf49"),
+        "BaseDataset.load_image": ("3e289a45", "f1180fbc", "bb212356", "61eb91d6", "f790c565"),
+        "BaseDataset.cache_images": ("2ffd3a08",),
         "BaseDataset.set_rectangle": ("17bc2022",),
     },
     "ultralytics.data.dataset": {"YOLODataset.collate_fn": ("146beee5",)},
-    "ultralytics.data.build": {"InfiniteDataLoader": ("7b688ec0", "23b0041e")},
+    "ultralytics.data.build": {"InfiniteDataLoader": ("7b688ec0",)},
 }
 
 
@@ -49,45 +48,41 @@ def unknown_code(but: tuple[str, ...] = ()) -> str | None:
     """The first name of Ultralytics, ``but`` some, whose code is not the one that is known here; None where all is."""
     for module, names in KNOWN.items():
         for name, known in names.items():
-            if name not in but and not _is_known(importlib.import_module(module), name, known):
+            found: Any = importlib.import_module(module)
+            for part in name.split("."):
+                found = vars(found).get(part)
+            if name not in but and _fingerprint(found) not in known:
                 return f"{module}.{name}"
     return None
-
-
-def _is_known(module: object, name: str, known: tuple[str, ...]) -> bool:
-    owner: object = module
-    for part in name.split("."):
-        owner = vars(owner).get(part)
-    return _fingerprint(owner) in known
 
 
 _fingerprint = functools.cache(fingerprint)
 
 
-# Decoded pictures -----------------------------------------------------------------------------------------------------
+# Decoded images -----------------------------------------------------------------------------------------------------
 
 # With what they were made for.
-_memories: weakref.WeakKeyDictionary[object, tuple[list[str], PictureMemory]] = weakref.WeakKeyDictionary()
+_memories: weakref.WeakKeyDictionary[object, tuple[list[str], PictureMemory | None]] = weakref.WeakKeyDictionary()
 # (height, width) of the files of a data set that is sorted for rectangular batches, which drops them from its labels.
 _file_shapes: weakref.WeakKeyDictionary[object, dict[str, tuple[int, int]]] = weakref.WeakKeyDictionary()
 
 
 def memory_of(
     dataset: UltralyticsDataset, budget: Callable[[], int] = host_budget, as_files: bool = False
-) -> PictureMemory:
-    """The memory for a data set's pictures; a new one keeps JPEG files where they are asked for."""
-    # What decoded pictures depend on. Their numbers in the memory are positions in the files.
+) -> PictureMemory | None:
+    """The memory for a data set's images, None where the system refuses it; a new one keeps JPEG files where they are asked for."""
+    # What decoded images depend on. Their numbers in the memory are positions in the files.
     wanted = [str(dataset.imgsz), *dataset.im_files]
     found, memory = _memories.get(dataset, (None, None))
-    if memory is None or found != wanted:
+    if found != wanted:
         shapes, files = _shapes(dataset)
-        memory = shared_by_ranks(wanted, shapes, budget(), files if as_files else None)
+        memory = shared_by_ranks(wanted, shapes, budget, files if as_files else None)
         _memories[dataset] = wanted, memory
     return memory
 
 
 def _shapes(dataset: UltralyticsDataset) -> tuple[list[tuple[int, int]], Files]:
-    """The sizes that ``load_image`` will give the pictures, or somewhat more; and the JPEG files."""
+    """The sizes that ``load_image`` will give the images, or somewhat more; and the JPEG files."""
     side = max(dataset.imgsz) if isinstance(dataset.imgsz, (tuple, list)) else dataset.imgsz
     known = _file_shapes.get(dataset, {})
     paths = [label["im_file"] for label in dataset.labels]
@@ -98,12 +93,14 @@ def _shapes(dataset: UltralyticsDataset) -> tuple[list[tuple[int, int]], Files]:
 
 
 class SharedImages:
-    """In ``dataset.ims`` in place of stock's packed cache: all pictures of a data set, which other processes share."""
+    """In ``dataset.ims`` in place of stock's packed cache: all images of a data set, which other processes share."""
 
     def __init__(self, memory: PictureMemory, others: dict[int, np.ndarray], stock: type) -> None:
         self.memory = memory
         self.others = others
         self.stock = stock
+        #: Whether only plans are made of what it returns. Else somebody may draw on that, and gets a copy.
+        self.is_planned = False
 
     def __len__(self) -> int:
         return len(self.memory)
@@ -111,7 +108,9 @@ class SharedImages:
     def __getitem__(self, i: int) -> np.ndarray:
         i = range(len(self))[i]
         picture = self.memory.get(i)
-        return self.others[i] if picture is None else picture
+        if picture is None:
+            return self.others[i]
+        return picture if self.is_planned else picture.copy()
 
     def __reduce_ex__(self, protocol: object) -> Any:
         if sys.modules["multiprocessing.context"].get_spawning_popen() is not None:
@@ -129,12 +128,13 @@ def cache_images(stock: Callable[..., None]) -> Callable[..., None]:
             stock(self)
             return
         memory = memory_of(self, lambda: UNLIMITED)
+        if memory is None:
+            stock(self)
+            return
         filling = object.__new__(_filling_class(cls))
         filling.__dict__ = self.__dict__
         filling.memory = memory
         stock(filling)
-        if isinstance(self.ims, list):  # 8.4.120 does not pack them
-            self.ims = SharedImages(memory, {i: im for i, im in enumerate(self.ims) if not memory.has(i)}, list)
 
     return cache_images
 
@@ -157,7 +157,7 @@ def _filling_class(stock: type) -> Any:
 
 
 def set_rectangle(stock: Callable[..., None]) -> Callable[..., None]:
-    """``BaseDataset.set_rectangle``, which drops the pictures' sizes: they are kept."""
+    """``BaseDataset.set_rectangle``, which drops the images' sizes: they are kept."""
 
     @in_place_of(stock)
     def set_rectangle(self: Any) -> None:
@@ -171,8 +171,8 @@ def set_rectangle(stock: Callable[..., None]) -> Callable[..., None]:
 # Loaders --------------------------------------------------------------------------------------------------------------
 
 
-class PlannedDataset(Dataset):
-    """What loader processes get: a data set that plans whole batches."""
+class Plans:
+    """Plans whole batches of a data set."""
 
     def __init__(self, dataset: UltralyticsDataset, memory: PictureMemory, files: list[str], size: object) -> None:
         self.dataset = dataset
@@ -181,10 +181,7 @@ class PlannedDataset(Dataset):
         self.size = size
         self._planner: Planner | None = None
 
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitems__(self, indices: list[int]) -> list[dict]:
+    def items(self, indices: list[int]) -> list[dict]:
         # Somebody may have changed its transforms since.
         if cannot_plan(self.dataset) is not None:
             decode_kept(self.dataset, self.memory)
@@ -197,6 +194,31 @@ class PlannedDataset(Dataset):
         return {**self.__dict__, "_planner": None}
 
 
+class _PlannedDataset:
+    """Goes in front of a data set's class."""
+
+    __slots__ = ()
+
+    def __getitems__(self: Any, indices: list[int]) -> list[dict]:
+        return self.torch_fastdet_plans.items(indices)
+
+    def __reduce_ex__(self: Any, protocol: object) -> Any:
+        return planned_dataset, (self.torch_fastdet_plans,)
+
+
+def planned_dataset(plans: Plans) -> Any:
+    """What loader processes get: the data set, with the same attributes, but its batches are planned."""
+    seen = object.__new__(_planned_class(type(plans.dataset)))
+    seen.__dict__ = vars(plans.dataset)
+    seen.torch_fastdet_plans = plans
+    return seen
+
+
+@functools.cache
+def _planned_class(stock: type) -> Any:
+    return type(stock.__name__, (_PlannedDataset, stock), {"__slots__": ("torch_fastdet_plans",)})
+
+
 class PlannedLoader(FiledAsStock):
     """Goes in front of stock's ``InfiniteDataLoader``: its processes plan, and batches are made of that."""
 
@@ -204,7 +226,7 @@ class PlannedLoader(FiledAsStock):
     _plans: PlannedLoading | None = None
     _pictures: tuple[list[str], Any]
     _ahead: Ahead | None = None
-    #: It has no plans, or somebody gave it another collate_fn, which wants pictures.
+    #: It has no plans, or somebody gave it another collate_fn, which wants images.
     _as_stock: bool = False
 
     def _get_iterator(self: Any) -> object:
@@ -213,10 +235,10 @@ class PlannedLoader(FiledAsStock):
             return super()._get_iterator()  # type: ignore[misc]
         # A loader that differs in what its processes work on. Stock's attributes stay what people expect of them.
         loader = DataLoader(
-            PlannedDataset(self.dataset, self._plans.memory, *self._pictures),
+            planned_dataset(Plans(self.dataset, self._plans.memory, *self._pictures)),
             batch_sampler=PlanBatches(self.batch_sampler),
             num_workers=self.num_workers,
-            collate_fn=CollateDicts(self.collate_fn, self._plans.memory, self._plans.on_gpu),
+            collate_fn=self._plans.collate(self.collate_fn),
             timeout=self.timeout,
             worker_init_fn=self.worker_init_fn,
             multiprocessing_context=self.multiprocessing_context,
@@ -229,16 +251,13 @@ class PlannedLoader(FiledAsStock):
     def __iter__(self: Any) -> Iterator[dict]:
         if self.iterator is None:
             self.iterator = self._get_iterator()
-        if self._as_stock:
-            batches = self.iterator
-        elif not self._plans.on_gpu or not self.num_workers:
-            batches = self._plans.batches(self.iterator)
-        else:
+        batches = self._ahead or self.iterator
+        if not self._as_stock and self._ahead is None:
+            batches = self._plans.batches(self.iterator, limited=True)
+            self._ahead = batches if isinstance(batches, Ahead) else None
+        if self._ahead is not None:
             # Batches are drawn as far as stock has drawn them when an epoch ends, where stock may draw again.
-            if self._ahead is None:
-                self._ahead = self._plans.batches(self.iterator, limited=True)
-            batches = self._ahead
-            batches.allow(len(self))
+            self._ahead.allow(len(self))
         for _ in range(len(self)):
             if not self._as_stock:
                 self._plans.count_batch()
@@ -278,7 +297,7 @@ def build_dataloader(stock: Callable[..., Any], stock_loader: object) -> Callabl
         arguments.apply_defaults()
         reason = cannot_plan(loader.dataset) or _changed_code(loader)
         if reason is None:
-            return plan_loader(loader, arguments.arguments["device"])
+            return plan_loader(loader, arguments.arguments["device"]) or loader
         tell(f"stock's loader makes the batches: {reason}")
         return loader
 
@@ -301,18 +320,16 @@ REPLACED = ("BaseDataset.cache_images", "BaseDataset.set_rectangle")
 
 
 def plan_loader(loader: Any, device: object) -> Any:
-    """A loader that does the work of ``loader``, one of stock's that has not begun, by plans."""
+    """A loader that does the work of ``loader``, one of stock's that has not begun, by plans; None where it gets no memory."""
     kind, _, number = str(device).partition(":")  # stock takes any text
     on_gpu = kind == "cuda" and torch.cuda.is_available()
     gpu = torch.device("cuda", int(number)) if on_gpu and number.isdigit() else None
+    memory = memory_of(loader.dataset, as_files=on_gpu)
+    if memory is None:
+        return None
     cls: type = type(loader)
     planned: Any = object.__new__(_loader_class(cls))
     vars(planned).update(vars(loader))
-    planned._plans = PlannedLoadingOfDicts(memory_of(loader.dataset, as_files=on_gpu), loader.num_workers, on_gpu, gpu)
+    planned._plans = PlannedLoadingOfDicts(memory, loader.num_workers, on_gpu, gpu)
     planned._pictures = list(loader.dataset.im_files), loader.dataset.imgsz
-    if loader.iterator is not None:  # up to 8.4.156 loaders begin at once: this one restarts
-        loader.close()
-        loader.generator.manual_seed(loader.generator.initial_seed())
-        planned.iterator = None
-        planned.iterator = planned._get_iterator()
     return planned

@@ -1,6 +1,6 @@
 """YOLOv5's data set and loaders with plans in place of pixels.
 
-The host's own code draws, moves labels and says what is done to a picture; :mod:`torch_fastdet.images.recorder` notes that.
+The framework's own code draws, moves labels and says what is done to an image; :mod:`torch_fastdet.images.recorder` notes that.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import functools
 import importlib
 import logging
 import os
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,15 +22,14 @@ from torch_fastdet.images.loop import PlanBatches, PlannedLoading
 from torch_fastdet.images.memory import PictureMemory
 from torch_fastdet.images.plan import Indices
 from torch_fastdet.images.recorder import Recorder
-from torch_fastdet.images.shared_by_ranks import local_ranks, shared_by_ranks
+from torch_fastdet.images.shared_by_ranks import shared_by_ranks
 from torch_fastdet.images.unread import sizes
-from torch_fastdet.images.worker import Collate
 from torch_fastdet.memory import UNLIMITED, host_budget
 from torch_fastdet.patching.protocols import YOLOv5Dataset
 
 
 class Planner:
-    """Makes the plans of the items of a ``LoadImagesAndLabels``, by its own code on pictures that have no pixels."""
+    """Makes the plans of the items of a ``LoadImagesAndLabels``, by its own code on images that have no pixels."""
 
     def __init__(self, dataset: YOLOv5Dataset) -> None:
         self.recorder = Recorder(dataset.memory, "YOLOv5")
@@ -55,7 +53,7 @@ class Planner:
 
 
 class _Recording:
-    """Goes in front of a data set's class: its ``load_image`` returns a picture without pixels."""
+    """Goes in front of a data set's class: its ``load_image`` returns an image without pixels."""
 
     __slots__ = ()
 
@@ -81,24 +79,25 @@ def dataset_class(stock: type) -> type:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             self._memory: PictureMemory | None = None
-            self._memory_lock: Any = threading.Lock()
+            #: What the memory was made for; None before it was asked for.
             self._memory_is_of: tuple[int, bool] | None = None
-            self._all_in_memory = False
+            self._all_in_memory = self._is_cached = False
             super().__init__(*args, **kwargs)
             _ = self.memory  # while other ranks wait for the first one
 
         @property
-        def memory(self) -> PictureMemory:
-            with self._memory_lock:
-                if self._memory is None:
-                    self._memory = _memory_for(self, everything=self._all_in_memory)
-                    self._memory_is_of = self.img_size, self.augment
-                return self._memory
+        def memory(self) -> PictureMemory | None:
+            """The memory of all processes; None where the system refuses it."""
+            if self._memory_is_of is None:
+                self._memory = _memory_for(self, everything=self._all_in_memory)
+                self._memory_is_of = self.img_size, self.augment
+            return self._memory
 
         def remembers(self, i: int) -> bool:
-            """Whether the memory has the picture as ``load_image`` gives it now; a JPEG file is read for that."""
+            """Whether the memory has the image as ``load_image`` gives it now; a JPEG file is read for that."""
             memory = self.memory
-            # Stock's own cache of pictures (--cache ram) keeps them in the size that they had.
+            assert memory is not None
+            # Stock's own cache of images (--cache ram) keeps them in the size that they had.
             if not memory.has(i) and (os.path.exists(self.npy_files[i]) or not memory.read(i)):
                 return False
             return self.ims[i] is not None or self._memory_is_current()
@@ -108,25 +107,24 @@ def dataset_class(stock: type) -> type:
 
         def check_cache_ram(self, *args: Any, **kwargs: Any) -> bool:
             self._all_in_memory = super().check_cache_ram(*args, **kwargs)
-            # What the first rank has decoded takes no more memory here.
-            return self._all_in_memory or (local_ranks()[0] > 0 and bool(self.memory.decoded().all()))
-
-        def cache_images_to_disk(self, i: int) -> None:
-            there = self.npy_files[i].exists()
-            try:
-                super().cache_images_to_disk(i)
-            except BaseException:
-                if not there:  # a full disk: half a file would be read as a picture ever after
-                    self.npy_files[i].unlink(missing_ok=True)
-                raise
+            memory = self.memory  # now: threads load into it
+            # What another rank has decoded takes no more memory here.
+            self._is_cached = self._all_in_memory or (memory is not None and bool(memory.decoded().all()))
+            return self._is_cached
 
         def load_image(self, i: int) -> tuple[np.ndarray, tuple[int, int], tuple[int, int]]:
-            if self.ims[i] is not None:
-                return super().load_image(i)
             memory = self.memory
-            if not self._memory_is_current():
+            if memory is None:
+                return super().load_image(i)
+            if self.ims[i] is not None:
+                picture, *sizes = super().load_image(i)
+            elif self._memory_is_current():
+                picture, *sizes = memory.load(super().load_image, i)
+                if self._is_cached:  # stock's cache takes it
+                    return picture, *sizes
+            else:
                 return super().load_image(i)  # somebody has set another size since
-            return memory.load(super().load_image, i)
+            return picture.copy(), *sizes  # the caller may draw on it
 
         def __getitems__(self, indices: list[int]) -> list:
             if isinstance(indices, Indices):
@@ -137,11 +135,7 @@ def dataset_class(stock: type) -> type:
             return [self[index] for index in indices]
 
         def __getstate__(self) -> dict[str, Any]:
-            return {**self.__dict__, "_memory_lock": None, "_planner": None}
-
-        def __setstate__(self, state: dict[str, Any]) -> None:
-            self.__dict__.update(state)
-            self._memory_lock = threading.Lock()
+            return {**self.__dict__, "_planner": None}
 
         def __reduce_ex__(self, protocol: object) -> Any:
             if type(self) is not LoadImagesAndLabels:
@@ -164,24 +158,23 @@ def _new_dataset(module: str, name: str) -> Any:
 
 
 def keeps_files() -> bool:
-    """Whether JPEG files are kept in place of decoded pictures: where a GPU makes the batches."""
+    """Whether JPEG files are kept in place of decoded images: where a GPU makes the batches."""
     return torch.cuda.is_available()
 
 
-def _memory_for(dataset: YOLOv5Dataset, everything: bool) -> PictureMemory:
-    """A memory with places for a data set's pictures, in the sizes that ``load_image`` will give them."""
+def _memory_for(dataset: YOLOv5Dataset, everything: bool) -> PictureMemory | None:
+    """A memory with places for a data set's images, in the sizes that ``load_image`` will give them."""
     on_gpu = keeps_files()
     as_files = not everything and cannot_plan(dataset) is None  # stock's code wants pixels
     side, originals = dataset.img_size, [(height, width) for width, height in dataset.shapes.tolist()]
     shapes, ways = sizes(type(dataset).torch_fastdet_stock, dataset, originals, side)
-    budget = UNLIMITED if everything else host_budget()
     what = (str(dataset.img_size), str(dataset.augment), *dataset.im_files)
     files = Files.of(dataset.im_files, originals, ways) if as_files else None
-    return shared_by_ranks(what, shapes, budget, files, on_gpu)
+    return shared_by_ranks(what, shapes, lambda: UNLIMITED if everything else host_budget(), files, on_gpu)
 
 
 def cannot_plan(dataset: YOLOv5Dataset) -> str | None:
-    """Why a data set's pictures are stock's to make; None where they are not."""
+    """Why a data set's images are stock's to make; None where they are not."""
     if "torch_fastdet_stock" not in vars(type(dataset)):
         return f"{type(dataset).__name__} is not YOLOv5's."
     if getattr(dataset.albumentations, "transform", None) is not None:
@@ -230,7 +223,7 @@ def loader_classes(stock: type) -> tuple[type, type]:
 
 
 def _planned(dataset: YOLOv5Dataset, options: dict[str, Any]) -> PlannedLoading | None:
-    """Set up plans for a loader and change its options accordingly; None where stock makes the pictures."""
+    """Set up plans for a loader and change its options accordingly; None where stock makes the images."""
     reason = cannot_plan(dataset)
     if reason is not None:
         if hasattr(type(dataset), "torch_fastdet_stock"):
@@ -239,7 +232,8 @@ def _planned(dataset: YOLOv5Dataset, options: dict[str, Any]) -> PlannedLoading 
     collate = options.get("collate_fn")
     if collate not in (type(dataset).collate_fn, type(dataset).collate_fn4) or options.get("batch_size", 1) is None:
         return None  # a loader of somebody's own
-    on_gpu = torch.cuda.is_available()
-    options["collate_fn"] = Collate(collate, dataset.memory, on_gpu)
-    options["pin_memory"] = False
-    return PlannedLoading(dataset.memory, options.get("num_workers", 0), on_gpu)
+    if dataset.memory is None:
+        return None
+    plans = PlannedLoading(dataset.memory, options.get("num_workers", 0), torch.cuda.is_available())
+    options.update(collate_fn=plans.collate(collate), pin_memory=False)
+    return plans

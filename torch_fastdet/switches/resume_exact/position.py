@@ -30,20 +30,14 @@ ON_THE_WAY = 8
 PATIENCE = 60.0
 
 
-def _data_set(dataset: object) -> Any:
-    """The host's own data set, which ours may hold."""
-    return vars(dataset).get("dataset", dataset)
-
-
 def _loaded(dataset: object) -> list[int]:
     """The pictures among which mosaics of Ultralytics choose: those that were loaded last."""
-    return list(vars(_data_set(dataset)).get("buffer") or ())
+    return list(vars(dataset).get("buffer") or ())
 
 
-def _load(dataset: object, numbers: list[int]) -> None:
-    own = _data_set(dataset)
+def _load(dataset: Any, numbers: list[int]) -> None:
     for number in numbers:
-        own.load_image(number)
+        dataset.load_image(number)
 
 
 class Process:
