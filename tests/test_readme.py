@@ -271,11 +271,16 @@ print(json.dumps(said))
 
 
 @pytest.fixture(scope="module")
-def refusals() -> dict[str, str]:
+def refusals(tmp_path_factory) -> dict[str, str]:
     """Why a command's own parser refuses its arguments; empty where it does not."""
-    commands = all_commands(OPTIONS)
+    commands, folder = all_commands(OPTIONS), str(tmp_path_factory.mktemp("tmp"))
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", READ, json.dumps([shlex.split(command)[2:] for command in commands])]
+    command = [
+        sys.executable,
+        "-c",
+        READ,
+        json.dumps([shlex.split(command.replace("/tmp", folder))[2:] for command in commands]),
+    ]
     result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     return dict(zip(commands, json.loads(result.stdout)))
