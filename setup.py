@@ -30,8 +30,8 @@ TOGETHER: dict[str, set[str] | None] = {
     "autograd.cpp": None,
     "cuda.cpp": None,
     "cpu.cpp": {
-        *("deformable_attention", "linear_assignment", "masks", "metrics", "pool", "slices", "softmax"),
-        *("space_to_depth", "stem_conv", "upsample"),
+        *("deformable_attention", "linear_assignment", "masks", "metrics", "pool", "rtdetr_loss"),
+        *("slices", "softmax", "space_to_depth", "stem_conv", "upsample"),
     },
 }
 DEFAULT_ARCHITECTURES = "7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX"

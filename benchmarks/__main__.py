@@ -36,6 +36,7 @@ LIMITS = {
     "nms": 90,
     "loss": 90,
     "v8_loss": 150,
+    "rtdetr": 60,
     "bbox_iou": 75,
     "upsample": 90,
     "image": 45,

@@ -218,6 +218,11 @@ FORMULAS: tuple[tuple[str, str, Callable[..., work.Work]], ...] = (
         r"process_mask(?:_native)?, (\d+) masks of (\d+)x(\d+), .*, fp\d+",
         lambda n, height, width, itemsize: work.instance_masks(int(n), int(height), int(width), itemsize=itemsize),
     ),
+    (
+        "rtdetr",
+        r"deformable attention, batch (\d+), (\d+) queries, fp\d+",
+        lambda batch, queries, itemsize: work.deformable_attention(int(batch), int(queries), itemsize=itemsize),
+    ),
     ("nms", r"scale_boxes, batch (\d+), (\d+) boxes", lambda batch, n, _: work.scale_boxes(int(batch) * int(n))),
     ("step", STEP, training_step),
     ("train", STEP, training_step),
@@ -246,6 +251,11 @@ WITHOUT = {
         r".*",
     ): "chains of codes decide, each of which says where the next begins; its rows have the bytes of files and pixels",
     ("latency", r".*"): "most of it is the network, which is not ours",
+    ("rtdetr", r"assignment, .*"): "how long its searches are depends on the costs",
+    (
+        "rtdetr",
+        r"loss, .*",
+    ): "its rows have the bytes of predictions and gradients; its assignment depends on the costs",
     ("v8_loss", r".*"): "its rows have the bytes of the heads, which are its floor: docs/kernels/v8_loss.md",
     ("loader", r".*"): "the CPU, which decodes, decides",
     ("val", r".*"): "the CPU, which decodes and draws plots, decides",
@@ -356,6 +366,7 @@ TITLES = {
     "loss": "loss",
     "nms": "post-processing",
     "masks": "masks",
+    "rtdetr": "RT-DETR",
     "step": "training step",
     "train": "train.py",
 }

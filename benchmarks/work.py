@@ -255,6 +255,23 @@ def instance_masks(masks: int, height: int, width: int, channels: int = 32, side
     return Work(count, channels * side * side * itemsize + masks * (height * width + 4 * (channels + BOX)))
 
 
+def deformable_attention(
+    batch: int,
+    queries: int,
+    pixels: int = 8400,
+    heads: int = 8,
+    channels: int = 32,
+    points: int = 12,
+    itemsize: int = 2,
+) -> Work:
+    """Forward and backward: places and weights are read twice and their gradients written, so are the result's; the value's gradient
+    is written. What is read of the value depends on the places, and is left out."""
+    count = batch * queries * heads * points
+    operations = flops.deformable_attention(count, channels) + flops.deformable_attention_backward(count, channels)
+    numbers = batch * heads * channels * (pixels + 2 * queries)
+    return Work(operations, 3 * 12 * count + numbers * itemsize, launches=3)
+
+
 def yolov5_loss(batch: int, image: int = 640, classes: int = 80, itemsize: int = 2) -> Work:
     """Objectness of every anchor read, the dense gradient of the heads written once; forward and backward."""
     anchors = batch * yolov5_anchors(image)

@@ -214,6 +214,18 @@ TORCH_LIBRARY(torch_fastdet, m) {
       "Tensor scales, Tensor slot_anchor, Tensor slot_row, Tensor slot_score, float[] strides, SymInt[] sizes, "
       "Tensor? class_weights=None, *, int reg_max=16) -> (Tensor, Tensor, Tensor)");
 
+  // RT-DETR's loss. targets (images, most, 5): class, x, y, width, height.
+  m.def(
+      "rtdetr_loss(Tensor boxes, Tensor scores, Tensor targets, Tensor counts, Tensor? dn_boxes=None, "
+      "Tensor? dn_scores=None, Tensor? dn_matches=None, *, float class_gain=1., float box_gain=5., "
+      "float giou_gain=2., float class_cost=2., float box_cost=5., float giou_cost=2.) -> (Tensor loss, Tensor terms, "
+      "Tensor status, Tensor owner, Tensor quality, Tensor scales)");
+  m.def(
+      "rtdetr_loss_backward(Tensor grad_loss, Tensor boxes, Tensor scores, Tensor targets, Tensor counts, Tensor "
+      "owner, "
+      "Tensor quality, Tensor scales, Tensor? dn_boxes=None, Tensor? dn_scores=None) "
+      "-> (Tensor, Tensor, Tensor, Tensor)");
+
   // Lists of tensors, in place, one launch (clip: two). Factors by value or, with .tensor, read from device memory;
   // .tensor is first, because a tensor also fits `float`, by a copy to the host.
   m.def("multi_tensor_ema_.tensor(Tensor(a!)[] averages, Tensor[] values, Tensor decay) -> ()");

@@ -256,6 +256,12 @@ CASES = {
         lambda: ops.confusion_matrix_(torch.zeros(4, 4, dtype=torch.int64), torch.rand(11, 6), torch.rand(5, 5)),
         {"confusion_matrix_": 11 * 5 * 16},
     ),
+    "rtdetr_loss": (
+        lambda: ops.rtdetr_loss(
+            torch.rand(2, 3, 4, 4), torch.rand(2, 3, 4, 5, requires_grad=True), torch.rand(3, 1, 5), torch.zeros(3, dtype=torch.int64)
+        )[0].backward(),
+        {"rtdetr_loss": 13 * 120, "rtdetr_loss_backward": 17 * 120},
+    ),
     "v8_loss": (v8_loss_and_gradient, {"v8_loss": 5 * 2 * 20 * CLASSES, "v8_loss_backward": 4 * 2 * 20 * CLASSES}),
     "v8_obb_loss": (obb_loss_and_gradient, {"v8_obb_loss": 5 * 2 * 20 * CLASSES, "v8_obb_loss_backward": 4 * 2 * 20 * CLASSES}),
     "yolov5_loss": (loss_and_gradient, {"yolov5_loss": 16 * COUNT, "yolov5_loss_backward": COUNT}),

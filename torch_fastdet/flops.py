@@ -97,6 +97,15 @@ def loss_backward(anchors: int) -> int:
     return anchors
 
 
+def rtdetr_loss(logits: int) -> int:
+    """Varifocal entropy of each class that is not to be found; how many queries get a target no shape says."""
+    return (SIGMOID + SOFTPLUS + 5) * logits
+
+
+def rtdetr_loss_backward(logits: int) -> int:
+    return (SIGMOID + SOFTPLUS + 9) * logits
+
+
 def ema(elements: int) -> int:
     return 3 * elements
 
@@ -174,6 +183,10 @@ def _v8_class_logits(heads: Sequence[Shape], reg_max: int) -> int:
     if len(heads[0]) == 3:  # boxes and scores of all levels
         return math.prod(heads[1])
     return sum(math.prod(head) // head[1] * (head[1] - 4 * reg_max) for head in heads)
+
+
+def _rtdetr_logits(a: Any) -> int:
+    return math.prod(a.scores) + (0 if a.dn_scores is None else math.prod(a.dn_scores))
 
 
 def _v8_classes(a: Any) -> int:
@@ -257,6 +270,8 @@ FORMULAS: dict[str, Callable[..., int]] = {
         "confusion_matrix_": _matches,
         "yolov5_loss": lambda a: loss(_anchors(a.heads, a.anchors)),
         "yolov5_loss_backward": lambda a: loss_backward(math.prod(a.object_gradient)),
+        "rtdetr_loss": lambda a: rtdetr_loss(_rtdetr_logits(a)),
+        "rtdetr_loss_backward": lambda a: rtdetr_loss_backward(_rtdetr_logits(a)),
         "v8_loss": _v8_classes,
         "v8_masked_loss": _v8_classes,
         "v8_posed_loss": _v8_classes,

@@ -10,6 +10,7 @@
 #include "ops/multi_tensor/run.h"
 #include "ops/nms/run.h"
 #include "ops/pool/run.h"
+#include "ops/rtdetr_loss/run.h"
 #include "ops/slices/run.h"
 #include "ops/softmax/run.h"
 #include "ops/space_to_depth/run.h"
@@ -31,6 +32,7 @@ TORCH_LIBRARY_IMPL(torch_fastdet, Meta, m) {
   torch_fastdet::multi_tensor::register_multi_tensor<Meta>(m);
   torch_fastdet::register_nms<Meta>(m);
   torch_fastdet::register_pool<Meta>(m);
+  torch_fastdet::register_rtdetr_loss<Meta>(m);
   torch_fastdet::register_slices<Meta>(m);
   torch_fastdet::register_softmax<Meta>(m);
   torch_fastdet::register_space_to_depth<Meta>(m);

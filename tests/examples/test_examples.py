@@ -31,6 +31,12 @@ def run(*arguments, code=0, stdin=None, without=None) -> subprocess.CompletedPro
     return result
 
 
+def test_deformable_attention_runs_as_a_file_from_anywhere(tmp_path):
+    command = [sys.executable, str(ROOT / "examples/deformable_attention.py"), "--help"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0 and "usage" in result.stdout, result.stderr
+
+
 @pytest.fixture(scope="module")
 def no_yolov5(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("hidden")

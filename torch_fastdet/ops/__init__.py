@@ -34,6 +34,7 @@ from torch_fastdet.ops.nms import (
     yolov5_postprocess,
 )
 from torch_fastdet.ops.pool import max_pools_cat
+from torch_fastdet.ops.rtdetr_loss import rtdetr_loss, rtdetr_loss_fault
 from torch_fastdet.ops.space_to_depth import space_to_depth
 from torch_fastdet.ops.stem_conv import stem_conv2d
 from torch_fastdet.ops.upsample import upsample_nearest2x, upsample_nearest2x_cat
@@ -78,6 +79,8 @@ __all__ = [
     "multi_tensor_unscale_",
     "non_max_suppression_padded",
     "opencv_rules",
+    "rtdetr_loss",
+    "rtdetr_loss_fault",
     "scale_boxes",
     "scale_boxes_batched",
     "space_to_depth",

@@ -34,9 +34,12 @@ def linear_assignment(cost: Tensor, columns: Tensor) -> Tensor:
     """
     if not torch.jit.is_scripting():
         check_tensors("linear_assignment", cost=cost, columns=columns)
+        if _raises(cost):
+            _statuses.raise_arrived()
     rows, status = torch.ops.torch_fastdet.linear_assignment(cost, columns)
-    if not torch.jit.is_scripting():
-        _note(status, cost.shape[0])
+    if not torch.jit.is_scripting():  # noqa: SIM102  TorchScript does not compile what is inside
+        if _raises(cost):
+            _statuses.add(status, cost.shape[0])
     return rows
 
 
@@ -46,16 +49,13 @@ def _describe(status: list[int], problems: int) -> str | None:
     if not count:
         return None
     problem = 2**60 - code // 4
-    what = "cost has a NaN or infinite value" if code % 4 == 1 else "columns is out of range"
-    return f"linear_assignment: {what} in problem {problem} of {problems}; {count} problems were left unassigned"
+    what = f"cost[{problem}] has a NaN or infinite value" if code % 4 == 1 else f"columns[{problem}] is out of range"
+    return f"linear_assignment: {what}; {count} of {problems} problems got no rows"
 
 
 _statuses = DeferredStatus(_describe)
 
 
-def _note(status: Tensor, problems: int) -> None:
-    """Raise what earlier calls have found, and arrange that a later call raises what this one finds."""
-    if torch.compiler.is_compiling() or not status.is_cuda or torch.cuda.is_current_stream_capturing():
-        return
-    _statuses.add(status, problems)
-    _statuses.raise_arrived()
+def _raises(cost: Tensor) -> bool:
+    """Whether errors of a GPU can be raised later: neither in a program that is traced, nor while a graph is captured."""
+    return not torch.compiler.is_compiling() and cost.is_cuda and not torch.cuda.is_current_stream_capturing()

@@ -19,6 +19,7 @@ constexpr int kMostVectorChannels = kVector * kWarp;
 constexpr int kValueThreads = 512;
 constexpr int kTileBytes = 100 << 10;  // of sums; two blocks of an H100's processor have room for twice as much
 constexpr int kReserve = 3 << 10;      // shared memory of a block beside its sums
+constexpr int kLeastTiles = 4;         // of a level, so that blocks have about as much to do
 constexpr int kTogether = 4;           // gradients that a warp reads before it adds them
 
 // Lanes that share a query and head, and what divides a thread's number.
@@ -160,7 +161,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Rectangles of pixels, as many as a block has room for, and the order of blocks: tiles, heads, 32 channels, images.
+// Rectangles of pixels, as many as a block has room for. The last level's are first: it is the smallest, so that each
+// of its tiles has the most points. Of a tile there are blocks of each image, 32 channels and head.
 struct Tiles {
   int first[kMostDeformableLevels + 1];
   int width[kMostDeformableLevels], height[kMostDeformableLevels];
@@ -168,10 +170,12 @@ struct Tiles {
   FastDivider points;
 };
 
-Tiles make_tiles(const DeformableAttentionParams& p, int pixels) {
+Tiles make_tiles(const DeformableAttentionParams& p, int most) {
   Tiles tiles{};
   for (int l = 0; l < p.level_count; ++l) {
     const DeformableLevel& level = p.levels[l];
+    const int pixels =
+        static_cast<int>(std::min<int64_t>(most, ceil_div(int64_t{level.height} * level.width, kLeastTiles)));
     const int columns = static_cast<int>(ceil_div(level.width, pixels));
     tiles.width[l] = static_cast<int>(ceil_div(level.width, columns));
     const int rows = static_cast<int>(ceil_div(level.height, pixels / tiles.width[l]));
@@ -222,12 +226,12 @@ __global__ void __launch_bounds__(kValueThreads)
   const DeformableAttentionParams& p = b.forward;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   unsigned rest = blockIdx.x;
-  int tile = static_cast<int>(rest % tiles.first[p.level_count]);
-  rest /= tiles.first[p.level_count];
   const int head = static_cast<int>(rest % p.heads);
   rest /= p.heads;
   const int channel = static_cast<int>(rest % tiles.chunks) * kWarp;
-  const int64_t image = rest / tiles.chunks;
+  rest /= tiles.chunks;
+  const int64_t image = rest % static_cast<unsigned>(p.batch);
+  int tile = tiles.first[p.level_count] - 1 - static_cast<int>(rest / static_cast<unsigned>(p.batch));
   int l = 0;
   while (tile >= tiles.first[l + 1]) ++l;
   tile -= tiles.first[l];

@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kWarp) assign(const __grid_constant__ LinearAs
   const int64_t problem = blockIdx.x;
   int64_t* const out = p.out + problem * p.columns;
   for (int64_t i = lane; i < p.columns; i += kWarp) out[i] = -1;
-  const int64_t used = p.used_columns[problem];
+  const int64_t used = p.used_columns[problem % p.period];
   AssignmentFault fault = used < 0 || used > p.columns ? AssignmentFault::kColumns : AssignmentFault::kNone;
   const AssignmentSides sides = assignment_sides(p, fault == AssignmentFault::kNone ? used : 0);
   const int starts = static_cast<int>(sides.starts), ends = static_cast<int>(sides.ends);

@@ -16,15 +16,16 @@ enum class AssignmentFault : int32_t { kNone, kCost, kColumns };
 
 constexpr int kAssignmentStatusSize = 2;
 
-// Problem n is the first columns[n] columns of cost[n]. `cost` is float or double.
+// Problem n is the first used_columns[n % period] columns of cost[n]. `cost` is float or double.
 struct LinearAssignmentParams {
   int64_t problems, rows, columns;
   int64_t problem_stride, row_stride, column_stride;  // of cost, in elements
   const void* cost;
   DType dtype;
-  const int64_t* used_columns;  // (problems)
-  int64_t* out;                 // (problems, columns): the row of each column, -1 for none
-  void* scratch;                // of the GPU, assignment_scratch bytes a problem
+  const int64_t* used_columns;  // (period), of problems n, n + period, ...
+  int64_t period;
+  int64_t* out;   // (problems, columns): the row of each column, -1 for none
+  void* scratch;  // of the GPU, assignment_scratch bytes a problem
   // The number of problems whose cost is not finite or whose columns are out of range, and the first of them as
   // assignment_fault_code; null: not wanted.
   int64_t* status;

@@ -107,7 +107,7 @@ void linear_assignment(const LinearAssignmentParams& p, AssignmentFault* faults,
     for (int64_t n = begin; n < end; ++n) {
       int64_t* const out = p.out + n * p.columns;
       std::fill_n(out, p.columns, -1);
-      const int64_t columns = p.used_columns[n];
+      const int64_t columns = p.used_columns[n % p.period];
       faults[n] = columns < 0 || columns > p.columns ? AssignmentFault::kColumns : AssignmentFault::kNone;
       if (faults[n] != AssignmentFault::kNone) continue;
       const AssignmentSides sides = assignment_sides(p, columns);

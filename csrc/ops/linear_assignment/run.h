@@ -62,6 +62,7 @@ std::tuple<at::Tensor, at::Tensor> linear_assignment(const at::Tensor& cost, con
     params.cost = values.const_data_ptr();
     params.dtype = core_dtype(values.scalar_type());
     params.used_columns = used.const_data_ptr<int64_t>();
+    params.period = params.problems;
     params.out = rows.mutable_data_ptr<int64_t>();
     params.status = status.mutable_data_ptr<int64_t>();
     const at::Tensor scratch =

@@ -49,6 +49,7 @@ struct Problem {
     p.cost = is_double ? static_cast<const void*>(doubles.data()) : floats.data();
     p.dtype = is_double ? DType::kFloat64 : DType::kFloat32;
     p.used_columns = used.data();
+    p.period = problems;
     p.out = out.data();
     return p;
   }

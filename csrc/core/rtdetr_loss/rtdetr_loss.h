@@ -1,0 +1,114 @@
+// RT-DETR's loss: prediction sets whose queries are assigned to targets at the least cost, and denoising sets whose
+// queries come with a target. Memory grows with queries, and with queries x targets of an image for the costs.
+#pragma once
+
+#ifdef TORCH_FASTDET_WITH_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
+#include <cstdint>
+
+#include "core/common/dtype.h"
+#include "core/common/host_device.h"
+
+namespace torch_fastdet::core {
+
+constexpr int kRtdetrStatusSize = 2;
+constexpr int kRtdetrChunk = 64;  // queries of a block
+
+// Prediction sets of one kind, dense. A is the arithmetic type of the scores' dtype.
+struct RtdetrSets {
+  int64_t sets, queries;
+  const void* boxes;   // (sets, images, queries, 4) A
+  const void* scores;  // (sets, images, queries, classes), logits
+  void* grad_boxes;    // as boxes
+  void* grad_scores;   // as scores
+
+  TORCH_FASTDET_HOST_DEVICE int64_t chunks() const { return ceil_div(queries, kRtdetrChunk); }
+};
+
+struct RtdetrLossParams {
+  RtdetrSets assigned, noisy;
+  int64_t images, classes, most;  // most targets of an image
+  DType dtype;                    // of scores
+  const float* targets;           // (images, most, 5): class, x, y, width, height
+  const int64_t* counts;          // (images): targets in use
+  const int64_t* matches;         // (images, noisy.queries): target of each denoising query, -1 for none
+  double gains[3], costs[3];      // of class, box and GIoU
+  // Scratch.
+  void* cost;        // (assigned.sets, images, most, assigned.queries) A
+  int64_t* rows;     // (assigned.sets, images, most): query of each target
+  void* assignment;  // what linear_assignment wants
+  void* partials;    // (blocks, 4) A
+  // For the backward pass, of all assigned queries and then all noisy ones.
+  int32_t* owner;  // target of each query, -1 for none
+  void* quality;   // A: their IoU, or 0
+  void* scales;    // (sets of both kinds, 4) A: d(loss) / d(sum) of class, box and GIoU terms, and the entropy's alpha
+  // Results.
+  void* loss;       // A
+  void* terms;      // (sets of both kinds, 3) A: class, box and GIoU
+  int64_t* status;  // how many targets and counts are bad, and the first one as rtdetr_fault_code
+  // Backward.
+  const void* grad_loss;  // A
+
+  TORCH_FASTDET_HOST_DEVICE int64_t sets() const { return assigned.sets + noisy.sets; }
+  TORCH_FASTDET_HOST_DEVICE int64_t blocks() const {
+    return images * (assigned.sets * assigned.chunks() + noisy.sets * noisy.chunks());
+  }
+  // A count that is out of range is that of an image without targets.
+  TORCH_FASTDET_HOST_DEVICE int64_t count(int64_t image) const {
+    const int64_t n = counts[image];
+    return n >= 0 && n <= most ? n : 0;
+  }
+  // What the forward pass has left there.
+  TORCH_FASTDET_HOST_DEVICE int32_t owner_of(int64_t place) const { return owner[place] < most ? owner[place] : -1; }
+  // -1 if there is no such class: then nothing is to be found.
+  TORCH_FASTDET_HOST_DEVICE int32_t class_of(int64_t image, int64_t target) const {
+    const float label = targets[(image * most + target) * 5];
+    return label >= 0 && label < static_cast<float>(classes) ? static_cast<int32_t>(label) : -1;
+  }
+  template <typename A>
+  TORCH_FASTDET_HOST_DEVICE void target_box(int64_t image, int64_t target, A (&box)[4]) const {
+    for (int i = 0; i < 4; ++i) box[i] = static_cast<A>(targets[(image * most + target) * 5 + 1 + i]);
+  }
+};
+
+// Row `most` of an image is its count. The lower place has the greater code.
+TORCH_FASTDET_HOST_DEVICE int64_t rtdetr_fault_code(int64_t image, int64_t row, int64_t most) {
+  return (int64_t{1} << 60) - (image * (most + 1) + row);
+}
+
+// Up to kRtdetrChunk neighbouring queries of a set and image.
+struct RtdetrPart {
+  const RtdetrSets* sets;
+  int64_t set, image;    // set among those of both kinds
+  int64_t problem;       // set and image among those of its kind
+  int64_t first, count;  // queries
+  int64_t place;         // of the first query among all of both kinds
+  bool noisy;
+};
+
+TORCH_FASTDET_HOST_DEVICE RtdetrPart rtdetr_part(const RtdetrLossParams& p, int64_t block) {
+  const int64_t assigned_blocks = p.images * p.assigned.sets * p.assigned.chunks();
+  RtdetrPart part{};
+  part.noisy = block >= assigned_blocks;
+  part.sets = part.noisy ? &p.noisy : &p.assigned;
+  if (part.noisy) block -= assigned_blocks;
+  const int64_t chunks = part.sets->chunks();
+  part.problem = block / chunks;
+  part.first = block % chunks * kRtdetrChunk;
+  const int64_t left = part.sets->queries - part.first;
+  part.count = left < kRtdetrChunk ? left : kRtdetrChunk;
+  part.set = part.problem / p.images + (part.noisy ? p.assigned.sets : 0);
+  part.image = part.problem % p.images;
+  part.place = (part.noisy ? p.images * p.assigned.sets * p.assigned.queries : 0) + part.problem * part.sets->queries +
+               part.first;
+  return part;
+}
+
+#ifdef TORCH_FASTDET_WITH_CUDA
+cudaError_t launch_rtdetr_loss(const RtdetrLossParams& params, cudaStream_t stream);
+cudaError_t launch_rtdetr_loss_backward(const RtdetrLossParams& params, cudaStream_t stream);
+#endif
+
+}  // namespace torch_fastdet::core

@@ -1,0 +1,94 @@
+// The formulas of RT-DETR's loss: the cost of a query and a target, the terms of a prediction set, and their gradients.
+// A is float or double. Boxes are x, y, width, height as shares of the image.
+#pragma once
+
+#include "core/boxes/box_math.h"
+#include "core/common/exact_math.h"
+#include "core/common/log_math.h"
+#include "core/common/yolo_math.h"
+
+namespace torch_fastdet::core {
+
+// Of the classes' entropy: of classes that are not to be found, in a batch with targets and in one without.
+constexpr double kRtdetrAlpha = 0.25, kRtdetrAlphaWithoutTargets = 0.75;
+
+template <typename A>
+TORCH_FASTDET_HOST_DEVICE constexpr A rtdetr_eps() {
+  return A(1e-7);
+}
+
+template <typename A>
+TORCH_FASTDET_HOST_DEVICE A rtdetr_distance(const A (&box)[4], const A (&target)[4]) {
+  A sum = 0;
+  for (int i = 0; i < 4; ++i) sum += magnitude(box[i] - target[i]);
+  return sum;
+}
+
+template <typename A>
+TORCH_FASTDET_HOST_DEVICE IouTerms<A> rtdetr_overlap(const A (&box)[4], const A (&target)[4]) {
+  return iou_terms<IouKind::kGiou>(make_box(box, true, rtdetr_eps<A>()), make_box(target, true, rtdetr_eps<A>()),
+                                   rtdetr_eps<A>());
+}
+
+// Focal cost of a class (Lin et al., 2017) with alpha 0.25 and gamma 2, less that of not finding it.
+template <typename A>
+TORCH_FASTDET_HOST_DEVICE A rtdetr_class_cost(A logit) {
+  const A p = sigmoid(logit), rest = A(1) - p;
+  return A(0.75) * p * p * log_rn(rest + A(1e-8)) - A(0.25) * rest * rest * log_rn(p + A(1e-8));
+}
+
+// 0 if it is not a number. `gains`: of class, box and GIoU.
+template <typename A>
+TORCH_FASTDET_HOST_DEVICE A rtdetr_cost(const A (&box)[4], A class_cost, const A (&target)[4], const A (&gains)[3]) {
+  const A cost = gains[0] * class_cost + gains[1] * rtdetr_distance(box, target) +
+                 gains[2] * (A(1) - rtdetr_overlap(box, target).value);
+  return is_finite(cost) ? cost : A(0);
+}
+
+// log(1 + exp(x))
+template <typename A>
+TORCH_FASTDET_HOST_DEVICE A rtdetr_softplus(A x) {
+  const A rest = log1p_of_share(exp_rn(-magnitude(x)));
+  return x > A(0) ? x + rest : rest;
+}
+
+// Varifocal entropy (Zhang et al., 2021) with gamma 1.5 of a class that is not to be found.
+template <typename A>
+TORCH_FASTDET_HOST_DEVICE A rtdetr_negative(A logit, A alpha) {
+  const A p = sigmoid(logit);
+  return alpha * p * sqrt_rn(p) * rtdetr_softplus(logit);
+}
+
+template <typename A>
+TORCH_FASTDET_HOST_DEVICE A rtdetr_negative_gradient(A logit, A alpha) {
+  const A p = sigmoid(logit);
+  return alpha * p * sqrt_rn(p) * (A(1.5) * (A(1) - p) * rtdetr_softplus(logit) + p);
+}
+
+// Of the class that is to be found, as well as the boxes overlap.
+template <typename A>
+TORCH_FASTDET_HOST_DEVICE A rtdetr_positive(A logit, A quality) {
+  return quality * (rtdetr_softplus(logit) - quality * logit);
+}
+
+template <typename A>
+TORCH_FASTDET_HOST_DEVICE A rtdetr_positive_gradient(A logit, A quality) {
+  return quality * (sigmoid(logit) - quality);
+}
+
+// Gradient of box_scale * distance + giou_scale * (1 - GIoU) by a box.
+template <typename A>
+TORCH_FASTDET_HOST_DEVICE void rtdetr_box_gradient(const A (&box)[4], const A (&target)[4], A box_scale, A giou_scale,
+                                                   A (&out)[4]) {
+  const A eps = rtdetr_eps<A>();
+  Box<A> by_box, by_target;
+  box_iou_grad<IouKind::kGiou>(make_box(box, true, eps), make_box(target, true, eps), eps, -giou_scale, by_box,
+                               by_target);
+  fold_box_grad(by_box, true, out);
+  for (int i = 0; i < 4; ++i) {
+    const A away = box[i] - target[i];
+    out[i] += away > A(0) ? box_scale : away < A(0) ? -box_scale : A(0) * away;
+  }
+}
+
+}  // namespace torch_fastdet::core

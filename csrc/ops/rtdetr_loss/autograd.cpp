@@ -1,0 +1,80 @@
+// The gradient of RT-DETR's loss. The backward pass reads the predictions again, and which query got which target.
+#include "ops/common/autograd.h"
+#include "ops/rtdetr_loss/run.h"
+
+namespace torch_fastdet::rtdetr_loss_autograd {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+using Optional = std::optional<at::Tensor>;
+using FourTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+struct RtdetrLoss : torch::autograd::Function<RtdetrLoss> {
+  static variable_list forward(AutogradContext* ctx, const at::Tensor& boxes, const at::Tensor& scores,
+                               const at::Tensor& targets, const at::Tensor& counts, const Optional& dn_boxes,
+                               const Optional& dn_scores, const Optional& dn_matches,
+                               const RtdetrLossOptions::Types& options) {
+    static const auto op = find_operator<unpacked_signature<&rtdetr_loss<Meta>>>(kRtdetrLoss);
+    const at::AutoDispatchBelowADInplaceOrView below;
+    const auto [loss, terms, status, owner, quality, scales] = std::apply(
+        [&](const auto&... each) {
+          return op.call(boxes, scores, targets, counts, dn_boxes, dn_scores, dn_matches, each...);
+        },
+        options);
+    ctx->save_for_backward({boxes, scores, targets, counts, owner, quality, scales, dn_boxes.value_or(at::Tensor()),
+                            dn_scores.value_or(at::Tensor())});
+    ctx->mark_non_differentiable({terms, status, owner, quality, scales});
+    ctx->set_materialize_grads(false);
+    return {loss, terms, status, owner, quality, scales};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    variable_list result(8);
+    if (!grads[0].defined()) return result;
+    static const auto op = find_operator<decltype(rtdetr_loss_backward<Meta>)>("rtdetr_loss_backward");
+    const variable_list saved = ctx->get_saved_variables();
+    const auto optional = [](const at::Tensor& tensor) { return tensor.defined() ? Optional(tensor) : std::nullopt; };
+    auto [boxes, scores, dn_boxes, dn_scores] = op.call(grads[0], saved[0], saved[1], saved[2], saved[3], saved[4],
+                                                        saved[5], saved[6], optional(saved[7]), optional(saved[8]));
+    result[0] = boxes;
+    result[1] = scores;
+    if (saved[7].defined()) result[4] = dn_boxes;
+    if (saved[8].defined()) result[5] = dn_scores;
+    return result;
+  }
+};
+
+RtdetrLossResult rtdetr_loss_autograd(const at::Tensor& boxes, const at::Tensor& scores, const at::Tensor& targets,
+                                      const at::Tensor& counts, const Optional& dn_boxes, const Optional& dn_scores,
+                                      const Optional& dn_matches, const RtdetrLossOptions::Types& options) {
+  check_strided(boxes, kRtdetrLoss, "boxes");
+  check_strided(scores, kRtdetrLoss, "scores");
+  const variable_list r = RtdetrLoss::apply(boxes, scores, targets, counts, dn_boxes, dn_scores, dn_matches, options);
+  return {r[0], r[1], r[2], r[3], r[4], r[5]};
+}
+
+FourTensors rtdetr_loss_backward_autograd(const at::Tensor& grad_loss, const at::Tensor& boxes,
+                                          const at::Tensor& scores, const at::Tensor& targets, const at::Tensor& counts,
+                                          const at::Tensor& owner, const at::Tensor& quality, const at::Tensor& scales,
+                                          const Optional& dn_boxes, const Optional& dn_scores) {
+  static const auto op = find_operator<decltype(rtdetr_loss_backward<Meta>)>("rtdetr_loss_backward");
+  const auto call = [&]() -> variable_list {
+    const auto [one, two, three, four] =
+        op.call(grad_loss, boxes, scores, targets, counts, owner, quality, scales, dn_boxes, dn_scores);
+    return {one, two, three, four};
+  };
+  const variable_list r =
+      without_second_gradient({grad_loss, boxes, scores}, call,
+                              "rtdetr_loss has no second derivative; call backward without create_graph=True");
+  return {r[0], r[1], r[2], r[3]};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(torch_fastdet, Autograd, m) {
+  m.impl("rtdetr_loss", unpack<&rtdetr_loss_autograd>);
+  m.impl("rtdetr_loss_backward", TORCH_FN(rtdetr_loss_backward_autograd));
+}
+
+}  // namespace torch_fastdet::rtdetr_loss_autograd
