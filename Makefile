@@ -5,7 +5,7 @@ VENV := .venv$(if $(TORCH),-torch$(TORCH))
 BIN := $(VENV)/bin
 JOBS ?= $(shell nproc)
 export MAX_JOBS ?= $(JOBS)
-# One architecture, for quick builds: the GPU's, or Hopper where there is none. `pip install .` builds them all.
+# One architecture, for quick builds: the GPU's, or Hopper where there is none. pip builds them all.
 export TORCH_CUDA_ARCH_LIST ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -u | paste -sd ';'),9.0)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # Where it is set, each of the hundreds of programs that the tests start would compile what it imports again.
@@ -52,6 +52,7 @@ $(STAMP): $(PINS)
 	$(BIN)/pip install --upgrade -c $(CONSTRAINTS) pip setuptools wheel
 	$(BIN)/pip install --no-compile -c $(CONSTRAINTS) -r requirements/dev.txt
 	$(BIN)/pip install --no-compile --no-deps -c $(CONSTRAINTS) -r requirements/yolov5.txt
+	$(BIN)/python -m examples.yolov5_env
 	touch $@
 
 venv: $(STAMP) ## virtual environment .venv with the pinned dependencies

@@ -49,8 +49,12 @@ def say(sentence: str) -> None:
 try:
     import torch
     from torch.utils import cpp_extension
-except ImportError as error:
-    stop(f"building needs torch {TORCH_WANTED} and found none ({error}); type: {TORCH_INSTALL}")
+except ImportError:
+    # Also in pip's isolated build, which would install a torch of its own and build for that one.
+    stop(
+        f"building needs torch {TORCH_WANTED} and found none; type: pip install -v --no-build-isolation . "
+        f"(and before, where it is not installed: {TORCH_INSTALL} pybind11 ninja)"
+    )
 TORCH_SERIES = ".".join(torch.__version__.split(".")[:2])
 if not TORCH_OLDEST <= tuple(map(int, TORCH_SERIES.split("."))) <= TORCH_NEWEST:
     stop(f"building needs torch {TORCH_WANTED} and found {torch.__version__}; type: {TORCH_INSTALL}")
@@ -67,7 +71,7 @@ def nvcc_version(nvcc: Path) -> str:
         output = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         stop(
-            f"found {nvcc}, but it does not run ({error}); repair the CUDA Toolkit, or type: TORCH_FASTDET_CUDA=0 pip install ."
+            f"found {nvcc}, but it does not run ({error}); repair the CUDA Toolkit, or type: TORCH_FASTDET_CUDA=0 pip install --no-build-isolation ."
         )
     found = re.search(r"release (\d+\.\d+)", output)
     return found.group(1) if found else "unknown"
@@ -87,7 +91,7 @@ def choose_cuda() -> str | None:
         if wish == "1":
             stop(
                 "TORCH_FASTDET_CUDA=1 wants a CUDA build, but found no nvcc on PATH or under CUDA_HOME; install CUDA "
-                f"Toolkit {torch_cuda or ''} and type: CUDA_HOME=/usr/local/cuda pip install ."
+                f"Toolkit {torch_cuda or ''} and type: CUDA_HOME=/usr/local/cuda pip install --no-build-isolation ."
             )
         say(
             "found no nvcc: building for the CPU only (install the CUDA Toolkit or set CUDA_HOME for the GPU operators)"
@@ -104,8 +108,8 @@ def choose_cuda() -> str | None:
     if version.split(".")[0] != torch_cuda.split(".")[0]:
         stop(
             f"found nvcc {version} ({nvcc}), but torch {torch.__version__} is built with CUDA {torch_cuda} and wants nvcc "
-            f"{torch_cuda.split('.')[0]}.x; type: CUDA_HOME=/usr/local/cuda-{torch_cuda} pip install . "
-            "(or TORCH_FASTDET_CUDA=0 pip install . for the CPU only)"
+            f"{torch_cuda.split('.')[0]}.x; type: CUDA_HOME=/usr/local/cuda-{torch_cuda} pip install --no-build-isolation . "
+            "(or TORCH_FASTDET_CUDA=0 pip install --no-build-isolation . for the CPU only)"
         )
     return version
 
@@ -137,11 +141,11 @@ def shared_libstdcxx() -> list[str]:
                 said = " ".join(result.stderr.split()[:40])
                 stop(
                     f"the C++ compiler {' '.join(compiler)} does not compile C++17, which is needed (it says: {said}); "
-                    "type: CXX=g++ pip install . (or install g++)"
+                    "type: CXX=g++ pip install --no-build-isolation . (or install g++)"
                 )
     stop(
         f"the C++ compiler {' '.join(compiler)} does not link the shared C++ runtime libstdc++.so.6, which torch uses; "
-        "type: CXX=g++ pip install . (or install g++)"
+        "type: CXX=g++ pip install --no-build-isolation . (or install g++)"
     )
 
 
@@ -153,7 +157,7 @@ def check_architectures(nvcc: Path, version: str) -> None:
     except (ValueError, IndexError):  # IndexError: "native" without a GPU
         stop(
             f"found TORCH_CUDA_ARCH_LIST={wanted!r}, which torch {torch.__version__} does not understand; it wants compute "
-            f'capabilities, such as: TORCH_CUDA_ARCH_LIST="{DEFAULT_ARCHITECTURES}" pip install .'
+            f'capabilities, such as: TORCH_CUDA_ARCH_LIST="{DEFAULT_ARCHITECTURES}" pip install --no-build-isolation .'
         )
     output = subprocess.run([str(nvcc), "--list-gpu-arch"], capture_output=True, text=True).stdout
     known = set(re.findall(r"compute_(\d+)", output))
@@ -163,7 +167,7 @@ def check_architectures(nvcc: Path, version: str) -> None:
         rest = [name for name, number in re.findall(r"((\d+\.\d+)[a-z]?(?:\+PTX)?)", wanted) if number not in unknown]
         stop(
             f"found nvcc {version}, which cannot build for compute capability {', '.join(unknown)} of "
-            f'TORCH_CUDA_ARCH_LIST; type: TORCH_CUDA_ARCH_LIST="{";".join(rest) or "9.0"}" pip install . '
+            f'TORCH_CUDA_ARCH_LIST; type: TORCH_CUDA_ARCH_LIST="{";".join(rest) or "9.0"}" pip install --no-build-isolation . '
             "(or install a newer CUDA Toolkit)"
         )
 

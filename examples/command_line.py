@@ -29,6 +29,11 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         sys.exit(2)
 
 
+def say(line: str) -> None:
+    """Prints a line that may hold names of files that are not UTF-8."""
+    print(line.encode(errors="backslashreplace").decode(), flush=True)
+
+
 def brief(error: Exception) -> str:
     """The first sentence of an error of PyTorch's, which goes on with advice that does not fit here."""
     return " ".join(str(error).split()).split(". ")[0]

@@ -5,8 +5,9 @@
     python -m examples.draw yolo11n-seg.pt pictures/ --also yolo11n-obb.pt --out build/drawn
 
 writes a PNG of each picture into --out: a box in its class's color, with name and confidence, and what the detector knows beyond
-the box: a mask as a tint, a rotated box in place of the upright one. A detector is a detector.ts or pictures.ts of export.py, or a model of
-Ultralytics (.pt), whose package has to be installed then. --also names further ones that look at the same pictures. A picture that
+the box: a mask as a tint, a rotated box in place of the upright one. A detector is a detector.ts or pictures.ts of export.py, a model of
+Ultralytics (.pt), whose package has to be installed then, or a YOLOv5 checkpoint (.pt) that detects, whose code export.py says how to
+find. --also names further ones that look at the same pictures. A picture that
 cannot be read, or whose PNG would have the name of one that is drawn (a.jpg beside a.png), is said, and the others are drawn; the
 exit status is 1 then. A PNG of an earlier run is replaced; an --out where one of the pictures themselves would be is refused.
 """
@@ -24,7 +25,7 @@ from PIL import Image, ImageDraw, ImageFont
 if not __package__:  # run as a file, not with -m
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from examples.command_line import existing, folder, run, usable_device
+from examples.command_line import existing, folder, run, say, usable_device
 from examples.pictures import Detection, detector_of, find_pictures, read
 
 
@@ -69,11 +70,12 @@ def draw(picture: Image.Image, detections: list[Detection], names: list[str]) ->
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("detector", type=existing, help="detector.ts, pictures.ts, or a .pt of Ultralytics")
+    parser.add_argument("detector", type=existing, help="detector.ts, pictures.ts, or a .pt of YOLOv5 or Ultralytics")
     parser.add_argument("pictures", type=existing, nargs="+", help="files and folders")
     parser.add_argument(
         "--also", type=existing, action="append", default=[], help="a further detector; may be repeated"
     )
+    parser.add_argument("--yolov5", metavar="FOLDER", help="the clone of YOLOv5 with a checkpoint's code")
     parser.add_argument("--out", type=folder, required=True, help="folder for the drawn pictures")
     parser.add_argument("--device", type=usable_device, default="cpu", help="cpu (default) or cuda")
     options = parser.parse_args()
@@ -81,7 +83,7 @@ def main() -> int:
     targets = [options.out / f"{path.stem}.png" for path in paths]
     if same := {target.resolve() for target in targets} & {path.resolve() for path in paths}:
         parser.error(f"--out is {options.out}, which would overwrite {min(same)}, but another folder is expected")
-    detectors = [detector_of(path, options.device) for path in (options.detector, *options.also)]
+    detectors = [detector_of(path, options.device, options.yolov5) for path in (options.detector, *options.also)]
     options.out.mkdir(parents=True, exist_ok=True)
     drawn: dict[Path, Path] = {}  # what was written -> of which picture
     failed = False
@@ -89,7 +91,7 @@ def main() -> int:
         picture = read(path)
         if isinstance(picture, str) or target in drawn:
             why = picture if isinstance(picture, str) else f"{target} is of {drawn[target]} already"
-            print(f"{path}: not drawn, {why}", flush=True)
+            say(f"{path}: not drawn, {why}")
             failed = True
             continue
         result, count = picture, 0
@@ -99,7 +101,7 @@ def main() -> int:
             count += len(detections)
         result.save(target)
         drawn[target] = path
-        print(f"{path}: {count} detections -> {target}", flush=True)
+        say(f"{path}: {count} detections -> {target}")
     return int(failed)
 
 

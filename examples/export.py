@@ -1,10 +1,13 @@
 """Makes a TorchScript detector with torch_fastdet's operators inside: what serve.py, draw.py and cpp/detect.cpp run.
 
     python -m examples.export --out build/detector                        # a small network with random weights
-    python -m examples.export --out build/detector --weights yolov5s.pt   # a YOLOv5 checkpoint (yolov5 on the path)
+    python -m examples.export --out build/detector --weights yolov5s.pt   # a YOLOv5 checkpoint
+    python -m examples.export --out build/detector --weights best.pt --yolov5 ../yolov5
 
 writes detector.ts, which needs torch_fastdet but no YOLOv5 to be loaded; pictures.ts, which takes uint8 pictures of any sizes and
-gives boxes in their pixels; and image.npy and golden/, the stages of plain PyTorch that the C++ program's are compared with:
+gives boxes in their pixels; and image.npy and golden/, the stages of plain PyTorch that the C++ program's are compared with.
+To load a checkpoint needs YOLOv5's code: of the clone in whose folder it lies, of the clone that --yolov5 names, or of PyPI's
+package yolov5.
 
     detect build/detector/detector.ts build/detector/image.npy --golden build/cpp
     python -m torch_fastdet.golden compare build/detector/golden build/cpp --rtol 1e-5 --atol 1e-3
@@ -16,9 +19,11 @@ needed, and a minute): `detect build/detector/detector.pt2 build/detector/image.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -123,22 +128,50 @@ def yolov5_detector(model: nn.Module, image: Tensor, **options) -> Detector:
     return Detector(traced, eager.postprocess).eval()
 
 
-def load_yolov5(path: str) -> tuple[nn.Module, list[str]]:
-    """A YOLOv5 checkpoint's model and its classes' names.
+def yolov5_folder(weights: str, given: str | None = None) -> Path | None:
+    """The folder with YOLOv5's ``models``: the one given, the clone in which the checkpoint lies, or PyPI's package."""
+    for clone in [Path(given)] if given else Path(weights).resolve().parents:
+        if (clone / "models/yolo.py").is_file():
+            return clone.resolve()
+    if given:
+        raise Unusable(f"--yolov5 is {given}, but a clone of YOLOv5, with models/yolo.py inside, is expected")
+    package = importlib.util.find_spec("yolov5")
+    return Path(package.origin).parent if package and package.origin else None
+
+
+def load_checkpoint(path: str, yolov5: str | None = None) -> tuple[Any, dict[str, Any]]:
+    """The model of a YOLOv5 checkpoint, and the options it was trained with."""
+    folder = yolov5_folder(path, yolov5)
+    if folder:  # pickled classes are those of the top modules `models` and `utils`
+        sys.path.insert(0, str(folder))
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=False)
+        return checkpoint.get("ema") or checkpoint["model"], checkpoint.get("opt") or {}
+    finally:
+        if folder:
+            sys.path.remove(str(folder))
+
+
+def load_yolov5(path: str, yolov5: str | None = None) -> tuple[nn.Module, list[str], int]:
+    """A YOLOv5 checkpoint's model, its classes' names and the size of the images it was trained on.
 
     YOLOv5 pickles whole modules, and unpickling runs what the file says: load checkpoints that you trust.
     """
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=False)
-        model = checkpoint.get("ema") or checkpoint["model"]
+        model, trained = load_checkpoint(path, yolov5)
         masks = YOLOv5PostProcess.from_model(model).nm
         names = list(model.names.values() if isinstance(model.names, dict) else model.names)
+        size = int(trained.get("imgsz", 640))
+    except Unusable:
+        raise
     except Exception as error:  # another file can make the unpickler raise anything
         why = f"{type(error).__name__}: {brief(error)}"
+        if isinstance(error, ModuleNotFoundError) and error.name in ("models", "yolov5"):
+            why += " (for YOLOv5's code type --yolov5 and the folder of a clone, or pip install yolov5)"
         raise Unusable(f"--weights is {path}, but a YOLOv5 checkpoint is expected: {why}") from error
     if masks:
         raise Unusable(f"--weights is {path}, a YOLOv5 segmentation model, but one that detects is expected")
-    return model, names
+    return model, names, size
 
 
 def save(detector: nn.Module, size: int, names: list[str], path: Path) -> None:
@@ -180,6 +213,7 @@ def main() -> None:
     parser.add_argument(
         "--weights", type=existing, help="YOLOv5 checkpoint; without, a small network with random weights"
     )
+    parser.add_argument("--yolov5", metavar="FOLDER", help="the clone of YOLOv5 with the checkpoint's code")
     parser.add_argument("--aoti", action="store_true", help="write detector.pt2, an AOTInductor package, too")
     parser.add_argument("--img", type=int, default=320, help="height and width of the image")
     parser.add_argument("--conf", type=float, default=0.25, help="confidence threshold")
@@ -192,7 +226,7 @@ def main() -> None:
     image = torch.rand(1, 3, options.img, options.img, generator=torch.Generator().manual_seed(1))
     names = None
     if options.weights:
-        model, names = load_yolov5(options.weights)
+        model, names, _ = load_yolov5(options.weights, options.yolov5)
         detector = yolov5_detector(model, image, conf_thres=options.conf)
         eager = eager_yolov5_detector(model, conf_thres=options.conf)
     else:

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ if not __package__:  # run as a file, not with -m
 
 from examples.command_line import Unusable, folder, positive, run
 from examples.train_step import NAMES, draw_picture
+from examples.yolov5_env import environment
 
 
 def draw_data(folder: Path, count: int) -> Path:
@@ -90,9 +92,19 @@ def with_yolov5(
     command = yolov5_command(data, weights, epochs, size, out, script)
     if device is not None:
         command += ["--device", device]
-    if subprocess.run(command).returncode:
+    # PyPI's package is of 2023 and wants stand-ins beside a current PyTorch; a clone does not.
+    if subprocess.run(command, env=None if script else environment(out / "environment")).returncode:
         raise Unusable("train.py ended with an error, which stands above")
     return out / "train/weights/best.pt"
+
+
+def next_command(host: str, best: Path, out: Path, size: int, script: str = "") -> str:
+    """What to type next: makes a detector of the checkpoint, or draws what it finds."""
+    if host == "ultralytics":
+        return shlex.join(["python", "-m", "examples.draw", str(best), "pictures/", "--out", f"{out}/drawn"])
+    clone = ["--yolov5", str(Path(script).resolve().parent)] if script else []
+    words = ["--weights", str(best), *clone, "--img", str(size), "--out", f"{out}/detector"]
+    return shlex.join(["python", "-m", "examples.export", *words])
 
 
 def main() -> None:
@@ -119,10 +131,7 @@ def main() -> None:
             data, options.weights or "yolo11n.pt", options.epochs, options.img, options.out, options.device
         )
     print(f"trained: {best}")
-    if options.host == "yolov5":
-        print(f"next: python -m examples.export --weights {best} --out {options.out}/detector")
-    else:
-        print(f"next: python -m examples.draw {best} pictures/ --out {options.out}/drawn")
+    print(f"next: {next_command(options.host, best, options.out, options.img, options.script)}")
 
 
 if __name__ == "__main__":

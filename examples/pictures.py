@@ -12,6 +12,7 @@ import torch
 from PIL import Image, ImageOps
 
 from examples.command_line import Unusable, brief
+from examples.export import eager_yolov5_detector, load_yolov5
 from torch_fastdet import ops  # also loads the operators that the TorchScript file names
 
 SUFFIXES = {".bmp", ".jpeg", ".jpg", ".png", ".webp"}
@@ -98,6 +99,15 @@ class PictureDetector:
         ]
 
 
+class YOLOv5Detector(PictureDetector):
+    """The model of a YOLOv5 checkpoint that detects, at the size it was trained at."""
+
+    def __init__(self, path: str | Path, device: str = "cpu", yolov5: str | None = None) -> None:
+        model, self.names, self.size = load_yolov5(str(path), yolov5)
+        self.module = eager_yolov5_detector(model).to(device)  # not eval(): the head gives its raw maps
+        self.device, self.letterboxes = device, False
+
+
 TASKS = ("detect", "segment", "pose", "obb")
 
 
@@ -145,14 +155,29 @@ def detections_of(result: Any, names: Sequence[str]) -> Iterator[Detection]:
         yield Detection(names[int(label)], float(confidence), box.tolist(), own_corners, mask)
 
 
-def detector_of(path: str | Path, device: str = "cpu") -> PictureDetector | UltralyticsDetector:
-    """The detector in a file: of Ultralytics where its name ends with .pt, else one of export.py."""
-    return UltralyticsDetector(path, device) if str(path).endswith(".pt") else PictureDetector(path, device)
+def is_yolov5(path: str | Path) -> bool:
+    """Whether a checkpoint holds classes of YOLOv5. It runs no code of the file."""
+    try:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except Exception:  # no checkpoint at all, which whoever loads it says
+        return False
+    return any(name.removeprefix("yolov5.").startswith("models.") for name in names)
+
+
+def detector_of(
+    path: str | Path, device: str = "cpu", yolov5: str | None = None
+) -> PictureDetector | UltralyticsDetector:
+    """The detector in a file: of YOLOv5 or Ultralytics where its name ends with .pt, else one of export.py."""
+    if not str(path).endswith(".pt"):
+        return PictureDetector(path, device)
+    return YOLOv5Detector(path, device, yolov5) if is_yolov5(path) else UltralyticsDetector(path, device)
 
 
 def read(path: Path) -> Image.Image | str:
     """The picture, or why there is none."""
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise OSError(f"{path} is not a file")
         with Image.open(path, formats=FORMATS) as picture:
             return ImageOps.exif_transpose(picture).convert("RGB")  # a telephone's upright, as OpenCV reads it
     except Exception as error:  # a broken file can make Pillow raise anything

@@ -8,7 +8,8 @@ A line holds "picture", and "milliseconds" (of its batch, reading included, a pi
 "confidence" and "box", which is left, top, right and bottom in the picture's pixels. A picture that cannot be read has "error"
 instead, and the loop goes on; the exit status is 1 then.
 
-With ``-`` names come from standard input, one a line, and each is answered at once. ``<>`` keeps the pipe open when a writer has
+With ``-`` names come from standard input, one a line, and each is answered at once. A name is the line as it stands, without its
+end: of any bytes, and with blanks where it has them. ``<>`` keeps the pipe open when a writer has
 closed it: with ``<`` the first writer's end would be the program's.
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -64,7 +66,8 @@ def main() -> int:
     detector = PictureDetector(options.detector, options.device)
     paths: Iterator[Path]
     if options.pictures == ["-"]:
-        paths, size = (Path(line.strip()) for line in sys.stdin if line.strip()), 1
+        lines = (line.rstrip(b"\r\n") for line in sys.stdin.buffer)
+        paths, size = (Path(os.fsdecode(line)) for line in lines if line.strip()), 1
     else:
         paths, size = iter(find_pictures(options.pictures)), options.batch
     failed = False

@@ -6,6 +6,10 @@ stand-ins before it starts. They are made here, once, for the demo and for the t
     from yolov5_env import environment
     subprocess.run([sys.executable, "-m", "yolov5.train", ...], env=environment("runs/yolov5_env"))
 
+``python -m examples.yolov5_env`` writes the stand-ins of roboflow and huggingface_hub beside the installed yolov5, where they are
+missing: without them no ``python -m yolov5.train`` starts. ``make`` does so in ``.venv``. (A training that reads checkpoints needs
+``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1`` too.)
+
 What it takes, and why:
 
 * ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD``: yolov5 unpickles its own checkpoints with a bare ``torch.load``.
@@ -14,7 +18,7 @@ What it takes, and why:
   versions no longer have. The stand-in answers "no such repository", after which yolov5 looks on the disk.
 * ``roboflow``: imported at start, used only for data sets that live there. A module without content is enough.
 * ``pkg_resources``: gone from setuptools 82 on; yolov5 compares versions with it, which ``packaging`` does as well.
-* ``polars``: Ultralytics keeps its own log with it in checkpoints, and goes on without where reading fails.
+* ``polars``: Ultralytics reads results.csv with it, and goes on without where that fails. (``.venv`` has the real one.)
 * ``numpy.trapz``: gone from numpy 2.4 on. ``sitecustomize`` gives it back, so that worker processes have it too.
 * what would call home (requirement checks that install, experiment trackers) is switched off.
 """
@@ -123,3 +127,16 @@ def environment(folder: str | os.PathLike) -> dict[str, str]:
         MPLBACKEND="Agg",
     )
     return env
+
+
+def main() -> None:
+    """Writes stand-ins beside the installed yolov5."""
+    package = importlib.util.find_spec("yolov5")
+    if package is not None and package.origin is not None:
+        for name, files in (("roboflow", ROBOFLOW), ("huggingface_hub", HUB)):
+            if importlib.util.find_spec(name) is None:
+                _write(Path(package.origin).parents[1], files)
+
+
+if __name__ == "__main__":
+    main()

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import warnings
 from pathlib import Path
 
 import pytest
@@ -118,7 +119,12 @@ def run_snippets(page: Path, folder: Path) -> None:
             continue
         names = {"__name__": "__main__"}
         exec(BEFORE.get(page.name, ""), names)
-        exec(code, names)
+        with warnings.catch_warnings():
+            if (
+                page.name == "README.md" and "patch" not in text
+            ):  # what a reader tries first raises no warning of ours or torch's
+                warnings.simplefilter("error")
+            exec(code, names)
 
 
 @pytest.mark.parametrize("page", [page for page in with_snippets("python") if page.name not in APART], ids=title)
@@ -185,7 +191,7 @@ def test_golden_page(tmp_path, monkeypatch):
     assert result.returncode == 1
     # raw.0 is the reference's; the page's C++ then reads the same numbers as another head, channels first.
     for text in (printed, result.stdout):
-        assert "First difference: stage 2 of" in text and "raw.1" in text, text
+        assert "First difference: raw.1: " in text, text
 
 
 # Commands --------------------------------------------------------------------------------------------------------------

@@ -7,19 +7,32 @@ Operators are in :mod:`torch_fastdet.ops`; drop-in replacements for YOLOv5's nam
 import importlib
 import importlib.util
 import sys
+from pathlib import Path
 from types import ModuleType
 
-from torch_fastdet import _library
-from torch_fastdet._say import logger
-from torch_fastdet._version import __version__
 
+def _installed_copy() -> Path | None:
+    """Return the built package further back on ``sys.path`` where this one is a source folder without a library."""
+    here = Path(__file__).resolve().parent
+    if (here / "libtorch_fastdet.so").exists():
+        return None
+    folders = (Path(folder, __name__).resolve() for folder in sys.path)
+    return next((folder for folder in folders if (folder / "libtorch_fastdet.so").exists()), None)
+
+
+if _copy := _installed_copy():  # Python was started in the source folder, whose package comes first
+    _source, __path__[:] = __path__[0], [str(_copy)]
+
+from torch_fastdet import _library  # noqa: E402  (of the copy)
+from torch_fastdet._say import logger  # noqa: E402
+from torch_fastdet._version import __version__  # noqa: E402
+
+if _copy:
+    logger.warning(f"torch_fastdet: {_source} is not built: the copy in {_copy} runs")
 _library.load()
 
-from torch_fastdet import flops, ops  # noqa: E402  (needs the library)
+from torch_fastdet import ops  # noqa: E402  (needs the library)
 from torch_fastdet._build_info import build_info  # noqa: E402
-
-if "torch.utils.flop_counter" in sys.modules:  # else flops.register() is the user's call
-    flops.register()
 
 #: For CMAKE_PREFIX_PATH: where find_package(TorchFastdet) looks.
 cmake_prefix_path = str(_library.PACKAGE / "share/cmake")

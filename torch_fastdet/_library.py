@@ -16,8 +16,8 @@ def build_config() -> dict[str, str]:
     """What the library was built with: version, torch, cuda ("" for a CPU build) and architectures."""
     if not BUILD_CONFIG.exists() or not LIBRARY.exists():
         raise ImportError(
-            f"torch_fastdet found no built library in {PACKAGE}; type: pip install . in its source folder "
-            "(or leave that folder, if torch_fastdet is installed elsewhere)"
+            f"torch_fastdet found no built library in {PACKAGE}; type: pip install --no-build-isolation -e . in its source "
+            "folder"
         )
     return json.loads(BUILD_CONFIG.read_text())
 
@@ -33,13 +33,13 @@ WHEELS = {"2.11": "13.0", "2.12": "13.0", "2.13": "13.0", "2.14": "13.0", "2.15"
 def _again(version: str) -> str:
     """How to install torch_fastdet for the torch that is running; setup.py gives the wheels these names."""
     if torch.version.cuda is None:
-        return "or TORCH_FASTDET_CUDA=0 pip install . in torch_fastdet's source folder"
+        return "or TORCH_FASTDET_CUDA=0 pip install --no-build-isolation . in torch_fastdet's source folder"
     series = _series(torch.__version__)
     wheel = ""
     if WHEELS.get(series) == torch.version.cuda:
         tag = f"cu{torch.version.cuda.replace('.', '')}torch{series}"
         wheel = f"or pip install torch_fastdet=={version}+{tag} --find-links, with the folder or page of the wheels, "
-    return f"{wheel}or pip install . in torch_fastdet's source folder"
+    return f"{wheel}or pip install --no-build-isolation . in torch_fastdet's source folder"
 
 
 def load() -> dict[str, str]:

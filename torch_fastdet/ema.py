@@ -6,7 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Container
 from copy import deepcopy
-from typing import Any
+from typing import Any, ClassVar, SupportsIndex
 
 import torch
 from torch import nn
@@ -80,6 +80,22 @@ class ModelEMA:
     def _forget(self) -> None:
         self._watches: tuple[ModuleWatch, ModuleWatch] | None = None
         self._states: list[Any] = []
+
+    #: What files call to make the copy, with the arguments of this class: the framework's, where this class stands for it.
+    _filed_as: ClassVar[Callable[..., object] | None] = None
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        ramp, state = self.decay, self.__getstate__()
+        if self._filed_as is None or not isinstance(ramp, DecayRamp):
+            return super().__reduce_ex__(protocol)
+        del state["decay"]
+        return self._filed_as, (self.ema, ramp.decay, ramp.tau, self.updates), state
+
+    def __deepcopy__(self, memo: dict[int, object]) -> ModelEMA:
+        copied: ModelEMA = object.__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(deepcopy(self.__getstate__(), memo))
+        return copied
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()

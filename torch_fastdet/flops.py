@@ -1,7 +1,6 @@
 """How many operations our operators take, and their formulas in ``torch.utils.flop_counter``.
 
-``FlopCounterMode`` counts the operators of ``torch.ops.torch_fastdet`` after :func:`register`. ``import torch_fastdet`` calls it
-if ``torch.utils.flop_counter`` is already imported; otherwise call it yourself. One addition, subtraction,
+After ``import torch_fastdet.flops``, ``FlopCounterMode`` counts the operators of ``torch.ops.torch_fastdet``. One addition, subtraction,
 multiplication, division, minimum, maximum, comparison or transcendental function is one operation, a fused multiply-add two;
 selections, conversions and sign changes are none. The counts are read off csrc/core/*/*_math.h.
 
@@ -18,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from torch_fastdet._torch.private import operator_arguments
 
@@ -288,14 +288,11 @@ FORMULAS: dict[str, Callable[..., int]] = {
 
 
 def register() -> None:
-    """Adds the formulas to ``torch.utils.flop_counter``. A second call changes nothing. A formula that a user registered stays.
-
-    ``import torch_fastdet`` calls this if ``torch.utils.flop_counter`` is already imported. It does not import that module itself,
-    because that takes as long as the rest of torch_fastdet does.
-    """
-    from torch.utils.flop_counter import flop_registry, register_flop_formula
-
+    """Add the formulas to ``torch.utils.flop_counter``, as the import of this module does. A formula of the user's own stays."""
     for name, formula in FORMULAS.items():
         packet = getattr(torch.ops.torch_fastdet, name)
         if packet not in flop_registry:
             register_flop_formula(packet)(formula)
+
+
+register()

@@ -25,13 +25,12 @@ namespace {
 // The file's image as a float batch. uint8 becomes 0..1, as YOLOv5 does it.
 torch::Tensor load_image(const std::string& path) {
   golden::Stage stage = golden::load_npy(path);
-  const torch::ScalarType type = stage.dtype == golden::DType::kUInt8     ? torch::kByte
-                                 : stage.dtype == golden::DType::kFloat32 ? torch::kFloat
-                                 : stage.dtype == golden::DType::kFloat16 ? torch::kHalf
-                                                                          : torch::ScalarType::Undefined;
+  const torch::ScalarType type = stage.dtype == "|u1"   ? torch::kByte
+                                 : stage.dtype == "<f4" ? torch::kFloat
+                                 : stage.dtype == "<f2" ? torch::kHalf
+                                                        : torch::ScalarType::Undefined;
   if (type == torch::ScalarType::Undefined) {
-    throw std::runtime_error("image must be uint8, float16 or float32, not " +
-                             std::string(golden::traits(stage.dtype).name));
+    throw std::runtime_error("image must be uint8, float16 or float32, not " + stage.dtype);
   }
   torch::Tensor image = torch::from_blob(stage.bytes.data(), stage.shape, type).to(torch::kFloat, false, true);
   if (type == torch::kByte) image.div_(255);

@@ -17,6 +17,8 @@ from tabulate import tabulate
 from examples.demo.training import Run
 
 FULL_EPOCHS = 30
+# Before that many a network has learnt too little for boxes and mAP to say something.
+FEW_EPOCHS = 10
 MAP50_WANTED = 0.8
 MAP50, MAP = "metrics/mAP_0.5", "metrics/mAP_0.5:0.95"
 LOSSES = ("train/box_loss", "train/obj_loss", "train/cls_loss", "val/box_loss", "val/obj_loss", "val/cls_loss")
@@ -104,7 +106,7 @@ def _speed(run: Run) -> dict[str, float | None]:
 
 def table(stock: Run, ours: Run) -> str:
     rows = []
-    for name in (*LOSSES, MAP50, MAP):
+    for name in (*LOSSES, MAP50, MAP) if len(stock.epochs) >= FEW_EPOCHS else LOSSES[:3]:
         a, b = stock.epochs[-1][name], ours.epochs[-1][name]
         rows.append([TITLES[name], f"{a:.4f}", f"{b:.4f}", f"{b - a:+.4f}"])
     for (name, before), after in zip(_speed(stock).items(), _speed(ours).values()):
@@ -140,22 +142,33 @@ def write_json(path: Path, stock: Run, ours: Run, verdict: list[Check], about: d
 
 
 def plot_curves(path: Path, stock: Run, ours: Run) -> None:
-    """Training losses, validation losses and mAP over the epochs, both runs in each panel."""
-    panels = [*LOSSES[:3], MAP50, *LOSSES[3:], MAP]
-    figure, axes = plt.subplots(2, 4, figsize=(16, 7), layout="constrained")
+    """Training losses over the iterations, and from FEW_EPOCHS on validation losses and mAP over the epochs; both runs in each panel."""
+    enough = len(stock.epochs) >= FEW_EPOCHS
+    panels = [*LOSSES[:3], MAP50, *LOSSES[3:], MAP] if enough else LOSSES[:3]
+    figure, axes = plt.subplots(
+        2 if enough else 1, 4 if enough else 3, figsize=(16, 7 if enough else 4.5), layout="constrained"
+    )
     for axis, name in zip(axes.flat, panels):
+        by_iteration = name.startswith("train")
         for run, style in ((stock, {"color": "0.25", "linewidth": 3}), (ours, {"color": "C1", "linewidth": 1.5})):
-            x = [row["epoch"] + 1 for row in run.epochs]
-            axis.plot(x, [row[name] for row in run.epochs], label=run.variant.title, marker=".", **style)
+            if by_iteration:
+                values = [
+                    losses[LOSSES.index(name)] for _, epoch in sorted(run.progress.losses.items()) for losses in epoch
+                ]
+                axis.plot(range(1, len(values) + 1), values, label=run.variant.title, **style)
+            else:
+                x = [row["epoch"] + 1 for row in run.epochs]
+                axis.plot(x, [row[name] for row in run.epochs], label=run.variant.title, marker=".", **style)
         if name == MAP50 and len(stock.epochs) >= FULL_EPOCHS:
             axis.axhline(MAP50_WANTED, color="0.7", linestyle="--", label="wanted at the end")
         if name.startswith("val"):
             axis.set_yscale("log")  # the untrained moving average starts far off
         axis.set_title(TITLES[name])
-        axis.set_xlabel("epoch")
+        axis.set_xlabel("iteration (mean since its epoch's first)" if by_iteration else "epoch")
         axis.grid(alpha=0.3)
-    axes[0, 0].legend()
-    axes[0, 3].legend()
+    axes.flat[0].legend()
+    if enough:
+        axes[0, 3].legend()
     figure.suptitle("The same train.py, the same seed: stock and torch_fastdet")
     figure.savefig(path, dpi=110)
     plt.close(figure)

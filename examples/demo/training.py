@@ -71,8 +71,8 @@ class Progress:
 
     done: dict[int, dict[int, float]] = field(default_factory=dict)
     batches: int = 0
-    # box, obj, cls: means since the first iteration.
-    first_losses: list[tuple[float, ...]] = field(default_factory=list)
+    # box, obj, cls at each iteration: means since the first iteration of its epoch.
+    losses: dict[int, list[tuple[float, ...]]] = field(default_factory=dict)
 
     # "      3/29         0G     0.0853     0.0124     0.0331         80        128:  50%|#####     | 32/64 [00:04<..."
     # classify/train.py's: "       3/5      1.2G        2.31                    :  50%|#####     | 32/64 [00:04<..."
@@ -88,8 +88,14 @@ class Progress:
             iterations = self.done.setdefault(epoch, {})
             if before not in iterations:
                 iterations[before] = now
-                if epoch == 0 and before == len(self.first_losses):
-                    self.first_losses.append(tuple(float(loss) for loss in match.group(2).split()[:3]))
+                losses = tuple(float(loss) for loss in match.group(2).split()[:3])
+                if len(losses) == 3:  # a classifier has one
+                    self.losses.setdefault(epoch, []).append(losses)
+
+    @property
+    def first_losses(self) -> list[tuple[float, ...]]:
+        """Of the first epoch."""
+        return self.losses.get(0, [])
 
     def epoch_seconds(self) -> list[float]:
         """Of each epoch, the mean time from the end of the first iteration to the end of the last.

@@ -7,7 +7,8 @@ import pytest
 pytest.importorskip("tabulate")
 
 from examples.demo import report
-from examples.demo.training import FASTDET, STOCK, Progress, Run, Variant
+from examples.demo.__main__ import what_it_shows
+from examples.demo.training import FASTDET, STOCK, Machine, Progress, Run, Variant
 
 SAID = [
     "bbox_iou_optim: yolov5.utils.loss.bbox_iou -> torch_fastdet.switches.bbox_iou.common.bbox_iou",
@@ -81,3 +82,21 @@ def test_run_that_stopped_early_fails(tmp_path, runs):
 def test_run_in_which_nothing_was_replaced_fails(tmp_path, runs):
     nothing = made_up(tmp_path, FASTDET, said=SAID[2:])
     assert failed(runs[0], nothing) == ["switches that replaced something: none"]
+
+
+def test_a_quick_look_shows_what_two_epochs_can(tmp_path, monkeypatch):
+    """The losses of each iteration: no mAP and no validation of a network that has learnt nothing."""
+    quick = made_up(tmp_path, STOCK, 2), made_up(tmp_path, FASTDET, 2, said=SAID)
+    text = report.table(*quick)
+    assert "train box loss" in text and "mAP" not in text and "val box loss" not in text
+    drawn = []
+    monkeypatch.setattr(report.plt.Axes, "plot", lambda axis, x, y, **_: drawn.append((list(x), list(y))))
+    report.plot_curves(tmp_path / "curves.png", *quick)
+    assert len(drawn) == 6 and drawn[0] == (list(range(1, 11)), [0.05] * 10)
+
+
+@pytest.mark.parametrize("device, first", [("cpu", "No GPU is used here"), ("0", "What you see")])
+def test_it_says_first_what_it_shows(device, first):
+    machine = Machine(device, 128, 0, "")
+    assert what_it_shows(machine, 2).startswith(first) and "learns the same" in what_it_shows(machine, 30)
+    assert "learns" not in what_it_shows(machine, 2)

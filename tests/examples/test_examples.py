@@ -1,6 +1,8 @@
 """The examples as a user runs them: each in a process of its own, and what it prints and writes is looked at."""
 
 import importlib
+import importlib.machinery
+import importlib.util
 import json
 import os
 import shutil
@@ -14,7 +16,7 @@ import torch
 from PIL import Image
 
 from examples import command_line, draw, export, serve, train_step
-from examples.pictures import Detection, PictureDetector, detections_of, find_pictures, read
+from examples.pictures import Detection, PictureDetector, detections_of, detector_of, find_pictures, read
 from tests import stock
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -347,6 +349,95 @@ def test_serving_goes_on_after_whatever_pillow_raises(files, detector):
     ran = subprocess.run(command, input=names, env=env, capture_output=True, text=True, timeout=300)
     answers = [json.loads(line) for line in ran.stdout.splitlines()]
     assert ran.returncode == 1 and ["error" in answer for answer in answers] == [True, True, False], ran.stderr
+
+
+@pytest.mark.timeout(300)  # where a pipe is waited for
+def test_serving_takes_names_of_any_bytes(files, detector):
+    """Not UTF-8, with a blank at the end, and of a FIFO; as from a shell in en_US.UTF-8, whose stdin is strict."""
+    odd = b"bad\xff.png", b"blank.png "
+    for name in odd:
+        shutil.copy("picture.png", name)
+    os.mkfifo("fifo.png")
+    names = b"\n".join((b"picture.png", *odd, b"fifo.png", b"picture.png", b""))
+    command = [sys.executable, "-m", "examples.serve", str(detector), "-"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8:strict"}
+    ran = subprocess.run(command, input=names, env=env, capture_output=True, timeout=300)
+    answers = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert ran.returncode == 1 and not ran.stderr, ran.stderr
+    assert ["error" in answer for answer in answers] == [False, False, False, True, False]
+    assert [os.fsencode(answer["picture"]) for answer in answers[1:3]] == list(odd) and "is not a file" in str(
+        answers[3]
+    )
+
+
+def test_drawing_a_name_that_is_not_utf_8(files, detector, capfd, monkeypatch):
+    shutil.copy("picture.png", b"bad\xff.png")
+    monkeypatch.setattr(sys, "argv", ["draw.py", str(detector), os.fsdecode(b"bad\xff.png"), "--out", "o"])
+    assert draw.main() == 0 and Path("o", os.fsdecode(b"bad\xff.png")).is_file()
+    assert "bad\\udcff.png: " in capfd.readouterr().out
+
+
+CLONE = """
+from examples.train_step import SmallDetector
+
+
+class DetectionModel(SmallDetector):
+    names = ["square", "disc", "triangle"]
+"""
+
+
+@pytest.fixture
+def clone(tmp_path, monkeypatch) -> Path:
+    """A clone of YOLOv5, as far as a checkpoint names it, with the checkpoint of a training; and its code forgotten again."""
+    folder = tmp_path / "clone"
+    (folder / "models").mkdir(parents=True)
+    (folder / "models/__init__.py").touch()
+    (folder / "models/yolo.py").write_text(CLONE)
+    weights = folder / "runs/train/exp/weights/best.pt"
+    weights.parent.mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(folder))
+    model = importlib.import_module("models.yolo").DetectionModel().half()
+    torch.save({"model": model, "ema": None, "opt": {"imgsz": 96}}, weights)
+    monkeypatch.undo()
+    yield folder
+    forget_models()
+
+
+def forget_models() -> None:
+    for name in ("models", "models.yolo"):
+        sys.modules.pop(name, None)
+    importlib.invalidate_caches()
+
+
+@pytest.mark.parametrize("place", ["in its clone", "elsewhere, --yolov5", "elsewhere, the package"])
+def test_a_checkpoint_of_a_yolov5_clone(place, clone, tmp_path, monkeypatch):
+    """What train.py leaves names the top module ``models``, which is on nobody's path."""
+    weights, given = clone / "runs/train/exp/weights/best.pt", None
+    forget_models()
+    before = list(sys.path)
+    if place != "in its clone":
+        weights = shutil.copy(weights, tmp_path / "best.pt")
+    if place == "elsewhere, --yolov5":
+        given = str(clone)
+    if place == "elsewhere, the package":
+        found = importlib.machinery.ModuleSpec("yolov5", None, origin=str(clone / "__init__.py"))
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    _, names, size = export.load_yolov5(str(weights), given)
+    assert names == train_step.NAMES and size == 96 and sys.path == before
+    detector = detector_of(str(weights), yolov5=given)
+    assert detector.names == names and isinstance(detector([Image.new("RGB", (50, 70))]), list)
+
+
+def test_a_checkpoint_whose_yolov5_is_not_there(clone, tmp_path, monkeypatch):
+    shutil.copy(clone / "runs/train/exp/weights/best.pt", tmp_path / "best.pt")
+    forget_models()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(command_line.Unusable, match="type --yolov5 and the folder of a clone, or pip install yolov5"):
+        export.load_yolov5(str(tmp_path / "best.pt"))
+    with pytest.raises(
+        command_line.Unusable, match=r"--yolov5 is .*, but a clone of YOLOv5, with models/yolo.py inside"
+    ):
+        export.load_yolov5(str(tmp_path / "best.pt"), str(tmp_path))
 
 
 @pytest.mark.timeout(300)  # where nobody answers

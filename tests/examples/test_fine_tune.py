@@ -1,13 +1,18 @@
 """examples/fine_tune.py and its notebook: both hosts learn from drawn pictures, on a CPU."""
 
+import importlib.machinery
+import importlib.util
 import json
+import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from examples import fine_tune
+from examples import export, fine_tune, yolov5_env
+from examples.command_line import Unusable
 from examples.yolov5_env import environment
 
 EXAMPLES = Path(fine_tune.__file__).parent
@@ -29,13 +34,57 @@ def test_command_of_yolov5(tmp_path, weights, words):
     assert command[7 : 7 + len(words)] == words
 
 
+@pytest.mark.parametrize("host", ["yolov5", "ultralytics"])
+def test_the_next_command_is_understood(tmp_path, monkeypatch, host):
+    """Whatever the folder's name, and where the checkpoint lies outside of the clone that trained it."""
+    script = tmp_path / "a clone/train.py"
+    (script.parent / "models").mkdir(parents=True)
+    (script.parent / "models/yolo.py").touch()
+    best = tmp_path / "my runs/train/weights/best.pt"
+    best.parent.mkdir(parents=True)
+    best.touch()
+    python, *words = shlex.split(fine_tune.next_command(host, best, tmp_path / "my runs", 320, str(script)))
+    assert python == "python" and words[:2] == ["-m", "examples.export" if host == "yolov5" else "examples.draw"]
+    seen = {}
+    if host == "yolov5":
+
+        def load(*arguments):
+            seen["folder"] = export.yolov5_folder(*arguments)
+            raise Unusable("enough")
+
+        monkeypatch.setattr(export, "load_yolov5", load)
+        monkeypatch.setattr(sys, "argv", words[1:])
+        with pytest.raises(Unusable, match="enough"):
+            export.main()
+        assert seen["folder"] == script.parent
+    else:
+        assert words[2] == str(best)
+
+
+def test_stand_ins_beside_yolov5(tmp_path, monkeypatch):
+    """What make puts into .venv, so that a user's own ``python -m yolov5.train`` starts there; what is installed stays."""
+    (tmp_path / "yolov5").mkdir()
+    (tmp_path / "yolov5/__init__.py").touch()
+    found = {"yolov5": importlib.machinery.ModuleSpec("yolov5", None, origin=str(tmp_path / "yolov5/__init__.py"))}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found.get(name))
+    yolov5_env.main()
+    assert (tmp_path / "roboflow/core/version.py").is_file() and (tmp_path / "huggingface_hub/__init__.py").is_file()
+    found["roboflow"] = found["huggingface_hub"] = found["yolov5"]
+    (tmp_path / "roboflow/__init__.py").write_text("the real one")
+    yolov5_env.main()
+    assert (tmp_path / "roboflow/__init__.py").read_text() == "the real one"
+
+
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.cpu
 @pytest.mark.parametrize("host, model", [("ultralytics", "yolo11n.yaml"), ("yolov5", "yolov5n.yaml")])
 def test_script(tmp_path, host, model):
     pytest.importorskip(host, exc_type=ImportError)
-    env = environment(tmp_path / "environment") | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    # Not environment(): .venv has what both frameworks need, and the script makes the rest. No font is downloaded.
+    config = {"YOLOV5_CONFIG_DIR": str(tmp_path / "config"), "YOLO_CONFIG_DIR": str(tmp_path / "config")}
+    environment(tmp_path)
+    env = os.environ | config | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "YOLO_OFFLINE": "true"}
     words = f"--host {host} --draw 10 --epochs 1 --img 64 --weights {model} --device cpu --out {tmp_path}/out".split()
     command = [sys.executable, "-m", "examples.fine_tune", *words]
     result = subprocess.run(command, cwd=EXAMPLES.parent, env=env, capture_output=True, text=True)

@@ -16,7 +16,6 @@ import torch
 
 from tests.fuzz.files import mutated
 from torch_fastdet import golden
-from torch_fastdet.golden import __main__ as command_line
 
 ROOT = Path(__file__).resolve().parents[2]
 DTYPES = (
@@ -55,11 +54,10 @@ def every_layout() -> dict[str, torch.Tensor]:
 def test_round_trip(tmp_path, device, dtype):
     x = sample(dtype).to(device).contiguous(memory_format=torch.channels_last)
     golden.save(tmp_path, {"x": x})
-    stage = golden.load(tmp_path)["x"]
-    assert (stage.shape, stage.stride, stage.dtype) == (tuple(x.shape), x.stride(), str(dtype)[6:])
-    restored = stage.tensor()
-    assert torch.equal(restored, x.cpu()) and restored.dtype == dtype and restored.stride() == x.stride()
-    assert golden.compare(tmp_path, tmp_path)
+    loaded = golden.load(tmp_path)["x"]
+    wide = x.float() if dtype == torch.bfloat16 else x
+    assert loaded.flags.c_contiguous and np.array_equal(loaded, wide.cpu().numpy())
+    assert loaded.dtype == wide.cpu().numpy().dtype and golden.compare(tmp_path, tmp_path)
 
 
 def test_every_layout_holds_the_elements_in_row_major_order(tmp_path):
@@ -68,49 +66,36 @@ def test_every_layout_holds_the_elements_in_row_major_order(tmp_path):
     loaded = golden.load(tmp_path)
     assert list(loaded) == list(stages)
     for number, (name, x) in enumerate(stages.items()):
-        assert loaded[name].stride == x.stride(), name
         values = np.load(tmp_path / f"{number:02d}_{name}.npy")
         assert values.flags.c_contiguous and np.array_equal(values, x.detach().numpy()), name
-        assert torch.equal(loaded[name].tensor(), x.detach()), name
-
-
-def test_nan_inf_and_signed_zero_survive(tmp_path):
-    x = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0])
-    golden.save(tmp_path, {"x": x})
-    assert golden.load(tmp_path)["x"].values.tobytes() == x.numpy().tobytes()
-    assert golden.compare(tmp_path, tmp_path)
+        assert values.tobytes() == loaded[name].tobytes() and values.shape == loaded[name].shape, name
 
 
 def test_lists_become_numbered_stages_and_a_save_replaces_the_last(tmp_path):
     golden.save(tmp_path, {"old": torch.ones(2)})
-    golden.save(tmp_path, {"raw": [torch.zeros(1), torch.ones(2)], "kept": np.arange(3)})
+    golden.save(tmp_path, {"raw": [torch.zeros(1), torch.ones(2)], "kept": np.arange(3, dtype=">i4")})
     assert list(golden.load(tmp_path)) == ["raw.0", "raw.1", "kept"]
-    assert {path.name for path in tmp_path.iterdir()} == {"stages.tsv", "00_raw.0.npy", "01_raw.1.npy", "02_kept.npy"}
-
-
-def test_a_writer_leaves_what_it_had(tmp_path):
-    writer = golden.Writer(tmp_path)
-    writer.save("raw", torch.ones(2))
-    assert list(golden.load(tmp_path)) == ["raw"]
-    writer.save("decoded", torch.ones(2))
-    assert list(golden.load(tmp_path)) == ["raw", "decoded"]
+    assert (tmp_path / "stages.txt").read_text() == "00_raw.0.npy\n01_raw.1.npy\n02_kept.npy\n"
+    assert {path.name for path in tmp_path.iterdir()} == {"stages.txt", "00_raw.0.npy", "01_raw.1.npy", "02_kept.npy"}
+    assert golden.load(tmp_path)["kept"].tolist() == [0, 1, 2]
 
 
 def test_a_writer_whose_disk_is_full_leaves_what_it_had(tmp_path):
     """Files may be so long and no longer: the array, or the list of stages, ends in the middle of a write."""
-    for size in (0, 100, 150, 170):
+    for size in (0, 20):
         writer = golden.Writer(tmp_path)
         for number in range(3):
             writer.save(f"stage{number}", torch.ones(2))
-        before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
             with pytest.raises(OSError):
-                writer.save("large", torch.ones(9999 if size < 150 else 1))
+                writer.save("large", torch.ones(9999))
+            with pytest.raises(OSError):
+                writer._write_index()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+        assert list(golden.load(tmp_path)) == ["stage0", "stage1", "stage2"]
         writer.save("small", torch.ones(1))
         assert list(golden.load(tmp_path)) == ["stage0", "stage1", "stage2", "small"]
 
@@ -123,70 +108,54 @@ def test_first_difference_comes_first(tmp_path):
     x = torch.arange(6.0).view(2, 3)
     y = x.clone()
     y[1, 0] = 9
-    a, b = pair(tmp_path, {"raw": x, "decoded": x, "kept": x}, {"raw": x, "decoded": y, "kept": x[:1]})
+    a, b = pair(tmp_path, {"raw": x, "decoded": x, "kept": x, "lone": x}, {"raw": x, "decoded": y, "kept": x[:1].int()})
     comparison = golden.compare(a, b)
-    assert not comparison and [row.stage for row in comparison.rows] == ["raw", "decoded", "kept"]
+    assert not comparison and [row.stage for row in comparison.rows] == ["raw", "decoded", "kept", "lone"]
     row = comparison.first_difference
-    assert (row.stage, row.differences, row.index, row.a, row.b) == ("decoded", ("values",), (1, 0), 3.0, 9.0)
-    assert (row.differing, row.elements, row.max_difference) == (1, 6, 6.0)
-    headline, titles, *lines = str(comparison).splitlines()
-    assert headline.startswith("First difference: stage 2 of 3, decoded: values; at (1,0) A is 3.0, B is 9.0")
-    assert titles.split()[:6] == ["#", "stage", "result", "shape", "stride", "dtype"]
-    assert [line.split()[1] for line in lines] == ["decoded", "kept", "raw"]
+    assert (row.stage, row.differing, row.max_difference, row.index, row.a, row.b) == ("decoded", 1, 6.0, (1, 0), 3, 9)
+    said = "decoded: 1 of 6 elements differ, by at most 6; at (1,0) A is 3, B is 9"
+    assert str(comparison).splitlines() == [
+        f"First difference: {said}",
+        "  1 raw: equal",
+        f"  2 {said}",
+        "  3 kept: A is <f4(2,3), B is <i4(1,3); A starts with all 1 rows of B, and goes on: another threshold or limit",
+        "  4 lone: only in A",
+    ]
 
 
-def test_a_wrong_stride_is_named(tmp_path):
+def test_a_wrong_stride_other_rows_and_a_cut_off_are_named(tmp_path):
     x = torch.arange(24.0).view(1, 2, 4, 3)
     nhwc = x.contiguous(memory_format=torch.channels_last)
-    misread = torch.as_strided(nhwc, x.shape, x.stride())
-    a, b = pair(tmp_path, {"raw": x, "head": x}, {"raw": misread, "head": nhwc})
-    raw, head = golden.compare(a, b).rows
-    assert raw.differences == ("values",) and "A.permute(0, 2, 3, 1)" in raw.hint
-    assert head.differences == ("stride",) and head.differing == 0
-    assert "head" not in [row.stage for row in golden.compare(a, b, stride=False).rows if not row.equal]
-
-
-def test_strides_of_single_rows_and_empty_tensors_do_not_matter(tmp_path):
+    rows = torch.arange(8.0).view(4, 2)
     a, b = pair(
         tmp_path,
-        {"single": torch.ones(1, 4), "empty": torch.empty(0, 4)},
-        {"single": torch.ones(4, 2).t()[:1].contiguous().as_strided((1, 4), (77, 1)), "empty": torch.empty(4, 0).t()},
+        {"same": x, "raw": x, "sorted": rows, "kept": rows, "flat": x},
+        {
+            "same": nhwc,
+            "raw": torch.as_strided(nhwc, x.shape, x.stride()),
+            "sorted": rows[[1, 0, 2, 3]],
+            "kept": rows[:3],
+            "flat": x.view(2, 12),
+        },
     )
-    assert golden.compare(a, b)
-
-
-def test_rows_in_another_order_and_a_cut_off_are_named(tmp_path):
-    rows = torch.arange(8.0).view(4, 2)
-    a, b = pair(tmp_path, {"sorted": rows, "kept": rows}, {"sorted": rows[[1, 0, 2, 3]], "kept": rows[:3]})
-    ordered, kept = golden.compare(a, b).rows
+    same, raw, ordered, kept, flat = golden.compare(a, b).rows
+    assert same.equal and "A.permute(0, 2, 3, 1)" in raw.hint
     assert ordered.hint == "the same rows in another order"
     assert kept.hint == "A starts with all 3 rows of B, and goes on: another threshold or limit"
+    assert flat.hint == "the same elements in the same order, under another shape"
 
 
-def test_tolerances_and_nan(tmp_path):
+def test_tolerances_nan_and_large_integers(tmp_path):
     nan = torch.nan
-    a, b = pair(tmp_path, {"x": torch.tensor([1000.0, nan])}, {"x": torch.tensor([1001.0, nan])})
+    a, b = pair(tmp_path, {"x": torch.tensor([1000.0, nan, 0.0])}, {"x": torch.tensor([1001.0, nan, -0.0])})
     assert not golden.compare(a, b)
     assert golden.compare(a, b, rtol=1e-3) and golden.compare(a, b, atol=1)
-    golden.save(b, {"x": torch.tensor([1000.0, 1.0])})
+    golden.save(b, {"x": torch.tensor([1000.0, 1.0, 0.0])})
     assert not golden.compare(a, b, rtol=1, atol=1e9), "NaN is near no number"
+    a, b = pair(tmp_path, {"x": torch.tensor([2**60 + 1])}, {"x": torch.tensor([2**60])})
+    assert not golden.compare(a, b)
     with pytest.raises(ValueError, match="rtol must be a number of at least 0"):
         golden.compare(a, b, rtol=-1)
-
-
-def test_missing_stages_dtype_and_large_integers(tmp_path):
-    a, b = pair(
-        tmp_path,
-        {"only_a": torch.ones(1), "dtype": torch.ones(2), "big": torch.tensor([2**60 + 1])},
-        {"dtype": torch.ones(2).half(), "big": torch.tensor([2**60]), "only_b": torch.ones(1)},
-    )
-    differences = {row.stage: row.differences for row in golden.compare(a, b).rows}
-    assert differences == {
-        "only_a": ("only in A",),
-        "dtype": ("dtype",),
-        "big": ("values",),
-        "only_b": ("only in B",),
-    }
 
 
 def test_bad_input_is_one_sentence(tmp_path):
@@ -200,46 +169,57 @@ def test_bad_input_is_one_sentence(tmp_path):
         golden.save(tmp_path, {"x": torch.ones(2, 2).to_sparse()})
     with pytest.raises(FileNotFoundError, match="is not a folder of stage tensors"):
         golden.load(tmp_path / "none")
-    golden.save(tmp_path, {"x": torch.ones(1)})
-    writer = golden.Writer(tmp_path / "twice")
+    writer = golden.Writer(tmp_path)
     writer.save("x", torch.ones(1))
     with pytest.raises(ValueError, match="already saved"):
         writer.save("x", torch.ones(1))
-    np.save(tmp_path / "00_x.npy", np.ones(2))
-    with pytest.raises(ValueError, match=r"holds float64 \(2,\), but stages.tsv says float32 \(1,\)"):
-        golden.load(tmp_path)
     (tmp_path / "00_x.npy").unlink()
     with pytest.raises(FileNotFoundError, match="lists stage 'x'"):
         golden.load(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"", b"no array", b"cut"], ids=["empty", "no array", "cut off"])
+@pytest.mark.parametrize("line", ["other.npy", "..", "0_x.npy", "00_x.npy\n01_x.npy", "00_../x.npy"])
+def test_a_list_of_stages_names_files_of_stages_alone(tmp_path, tool, line):
+    golden.save(tmp_path / "a", {"x": torch.ones(1)})
+    (tmp_path / "a/other.npy").write_bytes(b"somebody else's")
+    (tmp_path / "a/stages.txt").write_text(f"{line}\n")
+    with pytest.raises(ValueError, match=r"stages.txt line \d must be the NN_stage.npy of another stage"):
+        golden.Writer(tmp_path / "a")
+    assert "must be the NN_stage.npy of another stage" in run_tool(tool, "copy", tmp_path / "a", tmp_path / "b").stderr
+    assert (tmp_path / "a/other.npy").exists()
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"no array", b"cut", b"object"], ids=["empty", "no array", "cut off", "object"]
+)
 def test_a_file_that_cannot_be_read_is_named(tmp_path, content, capsys):
     for folder in "ab":
         golden.save(tmp_path / folder, {"decoded": torch.ones(100)})
-    (file,) = (tmp_path / "b").glob("*.npy")
-    file.write_bytes(file.read_bytes()[:200] if content == b"cut" else content)
-    assert command_line.main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
-    assert f"{file} is not an .npy file that can be read" in capsys.readouterr().err
+    file = tmp_path / "b/00_decoded.npy"
+    if content == b"object":
+        np.save(file, np.array([{}]), allow_pickle=True)
+    else:
+        file.write_bytes(file.read_bytes()[:200] if content == b"cut" else content)
+    assert golden.main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
+    assert f"{file} is not an .npy file of a stage that can be read" in capsys.readouterr().err
 
 
 def test_command_line(tmp_path, capsys):
     a, b = pair(tmp_path, {"x": torch.ones(2)}, {"x": torch.tensor([1.0, 1.5])})
 
     def run(*arguments) -> tuple[int, str, str]:
-        return command_line.main(list(map(str, arguments))), *capsys.readouterr()
+        return golden.main(list(map(str, arguments))), *capsys.readouterr()
 
     program = [sys.executable, "-m", "torch_fastdet.golden", "compare", str(a), str(b)]
     differs = subprocess.run(program, cwd=ROOT, capture_output=True, text=True)
-    assert differs.returncode == 1, differs.stderr
-    assert differs.stdout.startswith("First difference: stage 1 of 1, x: values")
+    assert differs.returncode == 1 and not differs.stderr
+    assert differs.stdout.startswith("First difference: x: 1 of 2 elements")
     assert run("compare", a, b)[:2] == (1, differs.stdout)
     code, said, _ = run("compare", a, a)
     assert code == 0 and said.startswith("Equal")
     assert run("compare", a, b, "--atol", "0.5")[0] == 0
     code, _, error = run("compare", a, tmp_path / "none")
-    assert code == 2 and "no stages.tsv" in error
-    assert "shape (2) stride (1)" in run("show", a)[1]
+    assert code == 2 and "no stages.txt" in error
 
 
 @pytest.fixture(scope="module")
@@ -259,53 +239,35 @@ def run_tool(tool: Path, *arguments) -> subprocess.CompletedProcess:
 
 
 def test_cpp_reads_and_writes_the_same_files(tmp_path, tool):
-    stages = every_layout() | {str(dtype)[6:]: sample(dtype) for dtype in DTYPES}
-    a = golden.save(tmp_path / "a", stages)
-    assert run_tool(tool, "copy", a, tmp_path / "b").returncode == 0
-    rows = {row.stage: row for row in golden.compare(a, tmp_path / "b", stride=False).rows}
-    # The tool saves what the file holds: the elements, and bfloat16 as the float32 that stands for it.
-    assert {name for name, row in rows.items() if not row.equal} == {"bfloat16"}
-    assert rows["bfloat16"].differences == ("dtype",)
-    for name in stages:
-        file = next(path.name for path in a.iterdir() if path.name.endswith(f"_{name}.npy"))
-        ours, theirs = np.load(a / file), np.load(tmp_path / "b" / file)
-        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape) and ours.tobytes() == theirs.tobytes(), name
-
-
-def test_cpp_reads_what_numpy_writes(tmp_path, tool):
-    a = golden.save(tmp_path / "a", {"x": torch.arange(24.0).view(2, 3, 4)})
-    np.save(a / "00_x.npy", np.asfortranarray(np.load(a / "00_x.npy")))
+    a = golden.save(tmp_path / "a", every_layout() | {str(dtype)[6:]: sample(dtype) for dtype in DTYPES})
     assert run_tool(tool, "copy", a, tmp_path / "b").returncode == 0
     assert golden.compare(a, tmp_path / "b")
+    assert (a / "stages.txt").read_text() == (tmp_path / "b/stages.txt").read_text()
 
 
 def test_cpp_says_what_python_says(tmp_path, tool):
-    x = torch.randn(2, 3, 4, 5)
-    nhwc = x.contiguous(memory_format=torch.channels_last)
-    rows = torch.randn(5, 7)
+    x, rows = torch.randn(2, 3, 4, 5), torch.randn(5, 7)
     a, b = pair(
         tmp_path,
-        {"same": x, "raw": x, "misread": x, "kept": rows, "short": rows, "half": x.half(), "lone": x},
+        {"same": x, "raw": x, "kept": rows, "short": rows, "half": x.half(), "integers": x.int(), "lone": x},
         {
             "same": x,
-            "raw": nhwc,
-            "misread": torch.as_strided(nhwc, x.shape, x.stride()),
+            "raw": x + 1,
             "kept": rows.flip(0),
             "short": rows[:2],
             "half": x.half() + 1,
+            "integers": 7 * x.int(),
             "other": x,
         },
     )
     ours, theirs = golden.compare(a, b), run_tool(tool, "compare", a, b)
     assert theirs.returncode == 1, theirs.stderr
-    mine, cpp = str(ours).splitlines(), theirs.stdout.splitlines()
-    assert mine[0] == cpp[0] and len(mine) == len(cpp) == 10
-    # A float prints its shortest or nine digits: compare the columns that are words and counts.
-    for mine_line, cpp_line in zip(mine[1:], cpp[1:], strict=True):
-        assert mine_line.split()[:6] == cpp_line.split()[:6]
-    for name in ("misread", "kept", "short"):
-        hint = next(row.hint for row in ours.rows if row.stage == name)
-        assert hint and hint.replace(", ", ",") in theirs.stdout.replace(", ", ",")
+    without_hints = [
+        line.replace(f"; {row.hint}", "") if row.hint else line
+        for line, row in zip(str(ours).splitlines()[1:], ours.rows)
+    ]
+    assert theirs.stdout.splitlines()[1:] == without_hints and ours.rows[2].hint and ours.rows[3].hint
+    assert theirs.stdout.splitlines()[0] == str(ours).splitlines()[0]
     assert run_tool(tool, "compare", a, a).returncode == 0
     assert run_tool(tool, "compare", a, tmp_path / "none").returncode == 2
 
@@ -332,29 +294,10 @@ def test_cpp_refuses_mutated_files_in_a_line(tmp_path, tool):
     assert min(seen.values()) > 15
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "x\tfloat32\t(1)\t(1)\tother.npy",
-        "x\tfloat32\t(1)\t(1)\t..",
-        "x\tfloat32\t(1)\t()\t00_x.npy",
-        "x\tfloat32\t(one)\t(1)\t00_x.npy",
-    ],
-)
-def test_a_list_of_stages_names_files_of_stages_alone(tmp_path, line):
-    golden.save(tmp_path, {"x": torch.ones(1)})
-    (tmp_path / "other.npy").write_bytes(b"somebody else's")
-    manifest = tmp_path / "stages.tsv"
-    manifest.write_text(manifest.read_text().splitlines()[0] + f"\n{line}\n")
-    with pytest.raises(ValueError, match="line 2 must have the 5 columns of a saved stage"):
-        golden.Writer(tmp_path)
-    assert (tmp_path / "other.npy").exists()
-
-
 def test_yolov5_stages():
     anchors = torch.tensor([[[1.25, 1.625], [2.0, 3.75]], [[1.875, 3.8125], [3.875, 2.8125]]])
     heads = [torch.randn(3, 2 * 8, 6, 5), torch.randn(3, 2 * 8, 3, 2)]
-    stages = golden.yolov5_stages(heads, anchors, [8, 16], conf_thres=0.3, multi_label=True, max_det=20)
+    stages = golden.yolov5_stages(heads, anchors, [8, 16], conf_thres=0.3, max_det=20)
     assert list(stages) == ["raw", "decoded", "candidates", "sorted", "kept"]
     decoded, candidates, ordered, kept = (stages[name] for name in list(stages)[1:])
     assert decoded.shape == (3, 2 * (30 + 6), 8)
@@ -371,14 +314,14 @@ def test_yolov5_stages():
         ]
     )
     torch.testing.assert_close(row, expected.double(), rtol=1e-6, atol=1e-4)
-    passing = (decoded[..., 4:5] > 0.3) & (decoded[..., 5:] * decoded[..., 4:5] > 0.3)
+    passing = (decoded[..., 5:] * decoded[..., 4:5]).amax(-1) > 0.3
     assert len(candidates) == passing.sum() == len(ordered)
     for image in range(3):
         mine = ordered[ordered[:, 0] == image]
         assert (mine[1:, 5] <= mine[:-1, 5]).all() and len(mine) == passing[image].sum()
         assert len(kept[kept[:, 0] == image]) <= 20
     five = [head.view(3, 2, 8, *head.shape[2:]).permute(0, 1, 3, 4, 2) for head in heads]
-    again = golden.yolov5_stages(five, anchors, [8, 16], conf_thres=0.3, multi_label=True, max_det=20)
+    again = golden.yolov5_stages(five, anchors, [8, 16], conf_thres=0.3, max_det=20)
     assert torch.equal(again["kept"], kept)
     with pytest.raises(ValueError, match="one entry a level"):
         golden.yolov5_stages(heads, anchors, [8])
@@ -397,13 +340,12 @@ def test_yolov5_stages_keep_what_torchvision_keeps():
 
 
 @pytest.mark.parametrize("images", [2, 0])
-@pytest.mark.parametrize("multi_label", [False, True])
-def test_yolov5_stages_without_candidates(device, images, multi_label):
+def test_yolov5_stages_without_candidates(device, images):
     head = torch.full((images, 3 * 9, 4, 4), -9.0, dtype=torch.float16, device=device)
-    stages = golden.yolov5_stages([head], torch.ones(1, 3, 2), [8], multi_label=multi_label, nm=2)
+    stages = golden.yolov5_stages([head], torch.ones(1, 3, 2), [8])
     assert stages["decoded"].shape == (images, 48, 9)
     for name in ("candidates", "sorted", "kept"):
-        assert stages[name].shape == (0, 9) and stages[name].dtype == torch.float32, name
+        assert stages[name].shape == (0, 7) and stages[name].dtype == torch.float32, name
         assert stages[name].device == head.device, name
 
 

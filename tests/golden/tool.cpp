@@ -16,10 +16,9 @@ int main(int argc, char** argv) {
     }
     golden::Writer writer(argv[3]);
     for (const golden::Stage& stage : golden::load(argv[2])) {
-      // The file holds bfloat16 as float32.
-      const bool wide = stage.dtype == golden::DType::kBFloat16;
-      writer.save(stage.name,
-                  golden::view(stage.bytes.data(), wide ? golden::DType::kFloat32 : stage.dtype, stage.shape));
+      golden::Dims strides(stage.shape.size(), 1);
+      for (size_t dim = strides.size(); dim-- > 1;) strides[dim - 1] = strides[dim] * stage.shape[dim];
+      writer.save(stage.name, {stage.bytes.data(), stage.dtype, stage.shape, strides});
     }
   } catch (const std::runtime_error& error) {
     std::cerr << error.what() << "\n";

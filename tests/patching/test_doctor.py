@@ -2,6 +2,7 @@
 
 import json
 import logging
+import runpy
 import sys
 from types import ModuleType
 
@@ -11,7 +12,7 @@ import torch
 from torch_fastdet import _say
 from torch_fastdet.patching import doctor
 from torch_fastdet.patching.engine import Host
-from torch_fastdet.patching.evidence import Asks, Signature
+from torch_fastdet.patching.evidence import Asks, Obstacle, Signature
 from torch_fastdet.patching.switch import Outside, Switch, Target
 
 WHERE = ("host.shapes",)
@@ -91,6 +92,35 @@ def test_exit_status_and_output(host, capsys, monkeypatch, asked, status, as_jso
     else:
         assert out.splitlines()[0].split() == ["host", "host"] and "a note" in out
         assert "host.shapes.Box.size takes (self), not (width, height)." in " ".join(out.split())
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_framework_that_is_not_installed(host, capsys, monkeypatch, as_json):
+    """One line: nothing of it can be examined, not even for switches that need no framework."""
+    monkeypatch.setattr(host, "missing", lambda: Obstacle("host is not installed (pip install host)."))
+    monkeypatch.setattr(doctor, "examine", None)
+    assert (
+        doctor.run(host, "host", None, [], {}, as_json) == 0 and doctor.run(host, "host", None, ["fine"], {}, True) == 2
+    )
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    if as_json:
+        assert json.loads(lines[0])["notes"] == ["host is not installed (pip install host)."]
+    else:
+        assert lines[0] == "host: host is not installed (pip install host)."
+
+
+def test_both_frameworks_at_once(monkeypatch):
+    from torch_fastdet.ultralytics import launcher as ultralytics
+    from torch_fastdet.yolov5 import launcher as yolov5
+
+    asked = []
+    monkeypatch.setattr(yolov5, "doctor", lambda argv: asked.append(("yolov5", argv)) or 0)
+    monkeypatch.setattr(ultralytics, "doctor", lambda argv: asked.append(("ultralytics", argv)) or 2)
+    monkeypatch.setattr(sys, "argv", ["torch_fastdet", "doctor", "--nms_optim"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("torch_fastdet", run_name="__main__", alter_sys=False)
+    assert ended.value.code == 2 and asked == [("yolov5", ["--nms_optim"]), ("ultralytics", ["--nms_optim"])]
 
 
 def test_the_report_at_the_end_is_said_once(host, capsys):

@@ -1,11 +1,15 @@
 """A checkpoint and the file of ours beside it: whole or not at all, and of each other."""
 
+import errno
+import fcntl
 import hashlib
 import os
 import pickle
 import random
 import resource
+import stat
 import sys
+import time
 
 import pytest
 import torch
@@ -20,7 +24,7 @@ def save(path, number):
 
 
 @pytest.mark.parametrize("operation", ["replace", "fsync", "unlink"])
-def test_killed_while_writing_leaves_a_checkpoint_and_its_file(tmp_path, operation):
+def test_killed_while_writing_leaves_a_checkpoint_and_its_file(tmp_path, operation, monkeypatch):
     """The process ends before each call of the operation, as by SIGKILL: nothing of Python runs after that."""
     path = tmp_path / "last.pt"
     save(path, 1)
@@ -45,6 +49,7 @@ def test_killed_while_writing_leaves_a_checkpoint_and_its_file(tmp_path, operati
             break
         assert ended == 7
     assert ended == 0 and number == 1 + calls > 2, "not every call was tried"
+    monkeypatch.setattr(files, "LEFT_AFTER", 0)
     save(path, 99)
     assert sorted(other.name for other in tmp_path.iterdir()) == sorted(
         {"last.pt", *(p.name for p in tmp_path.glob("*.resume"))}
@@ -69,11 +74,70 @@ def test_failed_write_leaves_what_was_there(tmp_path):
     assert {other.name: other.read_bytes() for other in tmp_path.iterdir()} == before
 
 
-def test_what_cannot_be_removed_ends_no_save(tmp_path):
+def test_what_killed_processes_left_is_removed_and_nothing_else(tmp_path, monkeypatch):
+    """A link with the name of such a folder leads to somebody's files, which stay; so does what is being written now."""
+    (tmp_path / "victim").mkdir()
+    (tmp_path / "victim/thesis.tex").write_text("x")
+    for name in (".torch_fastdet_writing", f"{files.WRITING}link"):
+        (tmp_path / name).symlink_to("victim")
+    ages = {"killed": 9, "lives": 9, "new": -60, "old": files.LEFT_AFTER}  # the last lives too, as far as its lock says
+    for name, age in ages.items():
+        folder = tmp_path / f"{files.WRITING}{name}"
+        folder.mkdir()
+        (folder / "last.pt").write_text("half of it")
+        os.utime(folder, (time.time() - age,) * 2)
+    os.utime(tmp_path / f"{files.WRITING}link", (0, 0), follow_symlinks=False)
+    locks = [os.open(tmp_path / f"{files.WRITING}{name}", os.O_RDONLY) for name in ("lives", "old")]
+    for lock in locks:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    save(tmp_path / "last.pt", 1)
+    assert files.read(tmp_path / "last.pt")["number"] == 1
+    assert (tmp_path / "victim/thesis.tex").read_text() == "x"
+    assert [name for name in ages if (tmp_path / f"{files.WRITING}{name}/last.pt").exists()] == ["lives", "new"]
+    for lock in locks:
+        os.close(lock)
+    files.forget(tmp_path / "last.pt")  # the training is over
+    assert [name for name in ages if (tmp_path / f"{files.WRITING}{name}/last.pt").exists()] == ["new"]
+
+
+def test_two_trainings_in_one_folder(tmp_path):
+    """As with --exist-ok, or a job that was started twice: both go on, and a whole checkpoint is left."""
     path = tmp_path / "last.pt"
-    (tmp_path / files.WRITING / "a folder").mkdir(parents=True)
+    running = [fork(lambda first=first: [save(path, first + i) for i in range(60)] and None) for first in (0, 1000)]
+    assert [exit_status(process) for process in running] == [0, 0]
+    number = int(path.read_bytes().split()[1].removesuffix(b"checkpoint"))
+    assert number in (59, 1059) and path.read_bytes() == b"checkpoint %d" % number * 1000
+    save(path, 7)
+    assert sorted(other.suffix for other in tmp_path.iterdir()) == [".pt", ".resume"]
+
+
+def test_a_link_stays_a_link_and_permissions_stay(tmp_path):
+    """A last.pt that lies on another disk."""
+    path, target = tmp_path / "last.pt", tmp_path / "disk/run7.pt"
+    target.parent.mkdir()
+    target.write_bytes(b"old")
+    target.chmod(0o640)
+    path.symlink_to("disk/run7.pt")
     save(path, 1)
-    assert files.read(path)["number"] == 1
+    assert path.is_symlink() and target.read_bytes() == b"checkpoint 1" * 1000
+    assert files.read(path)["number"] == 1 and target.stat().st_mode & 0o777 == 0o640
+    save(tmp_path / "new.pt", 1)
+    (tmp_path / "plain").write_bytes(b"")
+    assert (tmp_path / "new.pt").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_a_file_system_that_cannot_sync_folders(tmp_path, monkeypatch):
+    """vboxsf and some of FUSE answer EINVAL."""
+    made = os.fsync
+
+    def fsync(number):
+        if stat.S_ISDIR(os.fstat(number).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        made(number)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    save(tmp_path / "last.pt", 1)
+    assert files.read(tmp_path / "last.pt")["number"] == 1
 
 
 def test_disk_that_is_full_at_any_byte(tmp_path):

@@ -1,5 +1,6 @@
 """``python -m torch_fastdet benchmark``: one table of stock and ours, of real trainings."""
 
+import os
 import re
 import subprocess
 import sys
@@ -68,7 +69,9 @@ def test_on_a_cpu(tmp_path):
         "3",
     ]
     command = [sys.executable, "-m", "torch_fastdet", "benchmark", *words]
-    env = environment(tmp_path / "environment")
+    environment(tmp_path / "environment")  # its font alone: the rest has to be installed, as a user has it
+    config = str(tmp_path / "environment/config")
+    env = os.environ | {"YOLO_CONFIG_DIR": config, "YOLO_OFFLINE": "true", "YOLO_AUTOINSTALL": "false"}
     result = subprocess.run(command, env=env, capture_output=True, text=True, cwd=tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
     rows = re.findall(

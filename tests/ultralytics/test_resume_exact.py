@@ -50,32 +50,50 @@ def test_resumed_training_has_the_bits_of_one_run(program, digits, tmp_path, arg
     assert len({json.dumps(parts) for parts in run["whole"].values()}) == len(run["whole"]), "nothing is trained"
 
 
-def test_killed_training_ends_with_the_bits_of_one_run(ultralytics_environment, digits, tmp_path):
-    """By SIGKILL in its second epoch: while the file beside last.pt is written, then between that file and last.pt."""
+@pytest.fixture
+def train(ultralytics_environment, digits, tmp_path):
+    """Runs killed.py; what each epoch has saved, and what was printed."""
 
-    def train(name, kill=0):
-        command = [sys.executable, PROGRAMS / "killed.py", digits, tmp_path, name]
+    def run(name, kill=0, *options):
+        command = [sys.executable, PROGRAMS / "killed.py", digits, tmp_path, name, *options]
         environment = ultralytics_environment | {"KILL": str(kill)}
         result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
         output = result.stdout + result.stderr
         assert result.returncode == (-9 if kill else 0), output[-3000:]
-        states = [json.loads(state) for state in re.findall("^SAVED (.*)$", result.stdout, flags=re.M)]
-        return states, "resume_exact: goes on from" in output
+        return [json.loads(state) for state in re.findall("^SAVED (.*)$", result.stdout, flags=re.M)], output
 
-    whole, _ = train("whole")
-    # The first epoch that is saved has eight writes: four of last.pt and the file beside it, two each of best.pt and of its own file.
-    killed = [train("killed", kill) for kill in (9, 3, 0)]
-    assert [resumed for _, resumed in killed] == [False, True, True]
-    assert [states for states, _ in killed] == [whole[:2], whole[1:2], whole[1:]]
-    assert len({state["model"] for state in whole}) == 3
+    return run
+
+
+def same_end(tmp_path, epochs):
     once, ended = (tmp_path / name for name in ("whole", "killed"))
     without_time = [
         [row.split(",")[:1] + row.split(",")[2:] for row in (folder / "results.csv").read_text().splitlines()]
         for folder in (once, ended)
     ]
-    assert without_time[0] == without_time[1] and len(without_time[0]) == 4
+    assert without_time[0] == without_time[1] and len(without_time[0]) == 1 + epochs
     left = [sorted(path.name for path in (folder / "weights").iterdir()) for folder in (once, ended)]
     assert left[0] == left[1] and "last.pt" in left[0]
+
+
+def test_killed_training_ends_with_the_bits_of_one_run(train, tmp_path):
+    """By SIGKILL in its second epoch: while the file beside last.pt is written, then between that file and last.pt."""
+    whole, _ = train("whole")
+    # The first epoch that is saved has eight writes: four of last.pt and the file beside it, two each of best.pt and of its own file.
+    killed = [train("killed", kill) for kill in (9, 3, 0)]
+    assert ["resume_exact: goes on from" in output for _, output in killed] == [False, True, True]
+    assert [states for states, _ in killed] == [whole[:2], whole[1:2], whole[1:]]
+    assert len({state["model"] for state in whole}) == 3
+    same_end(tmp_path, 3)
+
+
+def test_training_that_was_over_is_not_trained_on(train, tmp_path):
+    """Stopped early, and killed after that epoch's files, before the end of the training."""
+    train("whole", 0, "stop_at=1")
+    killed = [train("killed", kill, "stop_at=1") for kill in (8, 0)]
+    assert [len(states) for states, _ in killed] == [1, 0]
+    assert "the training was over when it was killed, and ends now" in killed[1][1]
+    same_end(tmp_path, 1)
 
 
 @pytest.mark.nightly

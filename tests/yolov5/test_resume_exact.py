@@ -77,6 +77,13 @@ def test_killed_training_ends_with_the_bits_of_one_run(real_yolov5, trainings):
     assert not any("resumes as stock's" in output for output in outputs)
 
 
+def test_training_that_was_over_is_not_trained_on(real_yolov5, trainings):
+    """Killed after the last epoch's files, before last.pt is stripped; as early stopping leaves it, too."""
+    once, ended, _, outputs = trainings(1, "cpu", [("KILL", 11)])
+    same_training(real_yolov5("checkout"), 1, once, ended)
+    assert "the training was over when it was killed, and ends now" in outputs[1]
+
+
 @pytest.mark.nightly
 def test_training_and_resume_under_limits(real_yolov5, trainings, tmp_path):
     checkout = real_yolov5("checkout")

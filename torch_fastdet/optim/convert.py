@@ -22,7 +22,8 @@ def is_stock_musgd(optimizer: object) -> bool:
 def ours(optimizer: Any) -> torch.optim.Optimizer:
     """The same optimizer with this package's step; one that has no such step, or is ``differentiable``, is returned as it is.
 
-    Parameter groups, their order and their further keys are kept. The optimizer must not have taken a step yet.
+    Parameter groups, their order and their further keys are kept. The optimizer must not have taken a step yet. A pickle of the
+    result names the class of the one that was given, and loads without this package.
     """
     kind: Any = {torch.optim.SGD: SGD, torch.optim.Adam: Adam, torch.optim.AdamW: AdamW}.get(type(optimizer))
     further = {}
@@ -33,4 +34,6 @@ def ours(optimizer: Any) -> torch.optim.Optimizer:
     takes = MuSGD if kind is MuSGD else type(optimizer)  # ours take what torch's take
     known = set(inspect.signature(takes).parameters) - {"foreach"}  # one of torch's ways to step
     defaults = {name: value for name, value in optimizer.defaults.items() if name in known}
-    return kind([dict(group) for group in optimizer.param_groups], **defaults, **further)
+    made = kind([dict(group) for group in optimizer.param_groups], **defaults, **further)
+    made._filed_as = type(optimizer)
+    return made

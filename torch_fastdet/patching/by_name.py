@@ -17,6 +17,10 @@ class ByName:
             return importlib.import_module, (self.module,)
         return getattr, (ByName(self.module), self.attribute)
 
+    def __call__(self, *args: object) -> Any:
+        """Call it: pickles hold calls of what can be called."""
+        return getattr(importlib.import_module(self.module), str(self.attribute))(*args)
+
 
 class FiledAsStock:
     """Goes in front of one of the hosts' classes: copies have the new class, but deep copies and files hold stock's.

@@ -183,9 +183,16 @@ def run(
     as_json: bool,
     notes: Collection[str] = (),
 ) -> int:
-    """Print the report. Returns the exit status: 2 where a switch that was asked for by name cannot apply, else 0."""
-    reports = examine(host, asked, options)
+    """Print the report, or one line where the framework is not installed.
+
+    Returns:
+        The exit status: 2 where a switch that was asked for by name cannot apply, else 0.
+    """
     found = facts(name, version)
+    if (missing := host.missing()) is not None:
+        print(json.dumps({**found, "switches": [], "notes": [str(missing)]}) if as_json else f"{name}: {missing}")
+        return 2 if asked else 0
+    reports = examine(host, asked, options)
     if as_json:
         switches = [{**dataclasses.asdict(report), "applies": report.applies} for report in reports]
         print(json.dumps({**found, "switches": switches, "notes": list(notes)}, indent=2))

@@ -78,8 +78,13 @@ class Trainer(Protocol):
     start_epoch: int
     accumulate: int
     resume: bool
+    stop: bool
     last: Any  # a Path, or one of resume_exact
     csv: Path
+
+    def final_eval(self) -> None: ...
+
+    def run_callbacks(self, event: str) -> None: ...
 
 
 class Validator(Protocol):

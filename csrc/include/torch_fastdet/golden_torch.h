@@ -7,38 +7,36 @@
 
 namespace torch_fastdet::golden {
 
-inline DType dtype_of(at::ScalarType type) {
+inline std::string dtype_of(at::ScalarType type) {
   switch (type) {
     case at::kHalf:
-      return DType::kFloat16;
-    case at::kBFloat16:
-      return DType::kBFloat16;
+      return "<f2";
     case at::kFloat:
-      return DType::kFloat32;
+      return "<f4";
     case at::kDouble:
-      return DType::kFloat64;
+      return "<f8";
     case at::kChar:
-      return DType::kInt8;
+      return "|i1";
     case at::kByte:
-      return DType::kUInt8;
+      return "|u1";
     case at::kShort:
-      return DType::kInt16;
+      return "<i2";
     case at::kInt:
-      return DType::kInt32;
+      return "<i4";
     case at::kLong:
-      return DType::kInt64;
+      return "<i8";
     case at::kBool:
-      return DType::kBool;
+      return "|b1";
     default:
-      throw std::runtime_error(std::string("golden: a stage cannot have dtype ") + c10::toString(type));
+      return c10::toString(type);  // which Writer refuses
   }
 }
 
-// The stride that is saved is the tensor's own, on its own device.
+// bfloat16 is saved as float32.
 inline void save(Writer& writer, const std::string& name, const at::Tensor& tensor) {
-  const at::Tensor host = tensor.detach().cpu();
-  writer.save(name, view(host.const_data_ptr(), dtype_of(host.scalar_type()), host.sizes().vec(), host.strides().vec()),
-              tensor.strides().vec());
+  const at::Tensor wide = tensor.scalar_type() == at::kBFloat16 ? tensor.to(at::kFloat) : tensor;
+  const at::Tensor host = wide.detach().cpu();
+  writer.save(name, {host.const_data_ptr(), dtype_of(host.scalar_type()), host.sizes().vec(), host.strides().vec()});
 }
 
 }  // namespace torch_fastdet::golden

@@ -1,5 +1,7 @@
 """Trains with ``resume_exact`` and the switches of --fastdet, or resumes: DATA PROJECT NAME [OPTION=VALUE ...].
 
+stop_at=2 is no option of Ultralytics': the training ends early, with two epochs.
+
 KILL and what is printed: tests/yolov5/programs/killed.py. results.csv has times, and is left out.
 """
 
@@ -25,4 +27,6 @@ else:
     }  # fmt: skip
     given = dict(option.split("=") for option in options)
     settings |= {name: int(value) if value.isdigit() else value for name, value in given.items()}
-    YOLO("yolov8n.yaml").train(**settings)
+    model, stop_at = YOLO("yolov8n.yaml"), settings.pop("stop_at", 99)
+    model.add_callback("on_train_epoch_end", lambda trainer: setattr(trainer, "stop", trainer.epoch + 1 >= stop_at))
+    model.train(**settings)

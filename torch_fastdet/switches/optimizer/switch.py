@@ -14,7 +14,12 @@ from torch_fastdet.patching.switch import Outside, Switch, Target
 from torch_fastdet.switches.frameworks import ALL_READ, REFERENCE, SELF, VERSION, YOLOV5_REFERENCE, ultralytics, yolov5
 from torch_fastdet.switches.optimizer import ultralytics as of_ultralytics
 from torch_fastdet.switches.optimizer.trial import moving_average
-from torch_fastdet.switches.optimizer.yolov5 import replacing_optimizer, smart_optimizer, unknown_optimizer
+from torch_fastdet.switches.optimizer.yolov5 import (
+    filed_average,
+    replacing_optimizer,
+    smart_optimizer,
+    unknown_optimizer,
+)
 
 # train.py calls, as it always does, scaler.unscale_, clip_grad_norm_, scaler.step, scaler.update and ema.update; each finds our
 # kernels behind its own name, and each has stock's effects when it returns: gradients are unscaled, then clipped, in p.grad; a step
@@ -36,7 +41,7 @@ YOLOV5 = Switch(
         Target(
             yolov5("utils.torch_utils"),
             "ModelEMA",
-            ModelEMA,
+            make=filed_average,
             evidence=(moving_average(ModelEMA, YOLOV5_REFERENCE),),
             missing="refuse",
         ),

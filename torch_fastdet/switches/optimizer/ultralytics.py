@@ -21,6 +21,7 @@ from torch_fastdet._torch.tensors import ModuleWatch, unwrap
 from torch_fastdet.optim.adamw import steps_itself
 from torch_fastdet.optim.convert import is_stock_musgd
 from torch_fastdet.optim.gradients import OURS
+from torch_fastdet.patching.by_name import ByName
 from torch_fastdet.patching.protocols import Trainer
 from torch_fastdet.patching.replace import in_place_of
 from torch_fastdet.patching.switch import Active
@@ -30,6 +31,8 @@ from torch_fastdet.switches.optimizer.trial import MUSGD
 class ModelEMA(ema.ModelEMA):
     """``ultralytics.utils.torch_utils.ModelEMA``: see :class:`torch_fastdet.ema.ModelEMA`. A distillation teacher that the
     model carries is dropped from the copy."""
+
+    _filed_as = ByName("ultralytics.utils.torch_utils", "ModelEMA")
 
     def __init__(self, model: torch.nn.Module, decay: float = 0.9999, tau: float = 2000, updates: int = 0):
         super().__init__(model, decay, tau, updates)

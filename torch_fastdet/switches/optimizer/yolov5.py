@@ -11,7 +11,9 @@ from torch import nn
 from torch_fastdet import optim
 from torch_fastdet._say import logger
 from torch_fastdet._torch.private import NORM_LAYERS
+from torch_fastdet.ema import ModelEMA
 from torch_fastdet.optim import SGD, Adam, AdamW
+from torch_fastdet.patching.by_name import ByName
 from torch_fastdet.patching.switch import Active
 
 # By the names that train.py's --optimizer takes: what makes one of parameter groups, a rate and a momentum (Adam's beta 1).
@@ -80,3 +82,9 @@ def replacing_optimizer(
     smart_optimizer.__module__ = __name__  # in the line that patch() prints
     smart_optimizer.__qualname__ = "smart_optimizer"
     return smart_optimizer
+
+
+def filed_average(_: Active, stock: type, __: object) -> type:
+    """:class:`torch_fastdet.ema.ModelEMA`, whose pickles name YOLOv5's class, and load without this package."""
+    names = {"__module__": ModelEMA.__module__, "_filed_as": ByName(stock.__module__, stock.__name__)}
+    return type(ModelEMA.__name__, (ModelEMA,), names)

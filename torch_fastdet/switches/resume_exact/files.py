@@ -7,9 +7,13 @@ checkpoint a killed process leaves, the file that belongs to it is there too.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import io
 import os
+import shutil
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,8 +22,12 @@ import torch
 
 MAGIC = b"torch_fastdet resume 1\n"
 SUFFIX = ".resume"
-#: In the checkpoint's folder, for the moment of writing. What a killed process leaves in it, the next one removes.
-WRITING = ".torch_fastdet_writing"
+#: What begins the name of a folder beside the checkpoint, for the moment of writing.
+WRITING = ".torch_fastdet_writing_"
+#: Seconds after which such a folder is one that a killed process left, where that cannot be told by its lock, as on NFS.
+LEFT_AFTER = 3600.0
+#: Seconds in which a process surely locks the folder that it has made.
+TO_LOCK = 1.0
 
 
 class NotOurs(Exception):
@@ -28,19 +36,42 @@ class NotOurs(Exception):
 
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """A path to write to; it becomes ``path`` when the block ends well. Before, or if the block fails, ``path`` stays what it was."""
-    folder = path.parent / WRITING
-    folder.mkdir(exist_ok=True)
+    """A path to write to; it becomes ``path`` when the block ends well. Before, or if the block fails, ``path`` stays what it was.
+
+    A symbolic link stays one: what it points at is replaced. Several processes may write the same path; the last one wins.
+    """
+    target = Path(os.path.realpath(path))
+    folder = Path(tempfile.mkdtemp(prefix=WRITING, dir=target.parent))
     made = folder / path.name  # torch.save writes the file's name into the file
+    lock = os.open(folder, os.O_RDONLY)
     try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield made
+        if target.exists():
+            shutil.copymode(target, made)
         _to_disk(made)
-        os.replace(made, path)
-        _to_disk(path.parent)
+        os.replace(made, target)
+        with contextlib.suppress(OSError):  # a file system that cannot sync a folder has the file nevertheless
+            _to_disk(target.parent)
     finally:
-        made.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _remove_left(path: Path) -> None:
+    """Remove what processes that are gone have left beside a checkpoint. A link is no such folder."""
+    for left in Path(os.path.realpath(path)).parent.glob(f"{WRITING}*"):
         with contextlib.suppress(OSError):
-            folder.rmdir()
+            lock = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                age = time.time() - os.fstat(lock).st_mtime
+                if age < LEFT_AFTER:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an error where its process lives
+                if age >= min(TO_LOCK, LEFT_AFTER):
+                    shutil.rmtree(left, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 def _to_disk(path: Path) -> None:
@@ -62,11 +93,8 @@ def write_checkpoint(path: Path, write: Callable[[Path], object], state: Callabl
     Returns:
         What ``write`` returns.
     """
+    _remove_left(path)
     with whole(path) as made:
-        # By a process that was killed. What cannot be removed, such as an open file on NFS, is no reason to save nothing.
-        for left in made.parent.iterdir():
-            with contextlib.suppress(OSError):
-                left.unlink()
         result = write(made)
         with open(made, "rb") as file:
             digest = _digest(file)
@@ -98,7 +126,9 @@ def _write(path: Path, digest: str, state: dict[str, object]) -> None:
 
 
 def forget(path: Path, but: Path | None = None) -> None:
-    """Remove the files of ours beside a checkpoint, ``but`` one."""
+    """Remove the files of ours beside a checkpoint, ``but`` one; with none, the training is over, and nothing half stays."""
+    if but is None:
+        _remove_left(path)
     for other in path.parent.glob(f"{path.stem}.{'[0-9a-f]' * 16}{SUFFIX}"):
         if other != but:
             other.unlink(missing_ok=True)

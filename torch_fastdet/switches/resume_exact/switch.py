@@ -57,6 +57,13 @@ ULTRALYTICS = Switch(
             after="BaseTrainer.run_callbacks",
             missing="refuse",
         ),
+        Target(
+            ultralytics("engine.trainer"),
+            "BaseTrainer._do_train",
+            make=of_ultralytics.ending,
+            after="BaseTrainer.save_model",
+            quiet=True,
+        ),
     ),
     modules=("engine.trainer",),
     evidence=(VERSION,),

@@ -6,6 +6,7 @@ of ``_do_train``, which is read and written there.
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +41,10 @@ class WholeFile(type(Path())):  # type: ignore[misc]
             return made.write_bytes(data)
 
 
+class Over(Exception):
+    """The resumed training was killed when it was over: no epoch is left, only its end."""
+
+
 class Run:
     """One trainer's training."""
 
@@ -54,6 +59,8 @@ class Run:
             if trainer.resume:
                 with training.or_as_stocks():
                     self.state = training.read(Path(trainer.args.resume))
+                    if self.state["locals"].get("stop", False):
+                        raise Over
         # The trainer makes another loader where memory ran out.
         if self.position is None or self.position.loader is not trainer.train_loader:
             self.position = _position_of(trainer.train_loader)
@@ -78,7 +85,11 @@ class Run:
         return {
             **training.take(trainer.model, trainer.optimizer, trainer.scaler, trainer.ema, trainer.stopper),
             "loader": self.position.state(),
-            "locals": {LAST_STEP: int(frames.read(frame, (LAST_STEP,))[LAST_STEP]), "accumulate": trainer.accumulate},
+            "locals": {
+                LAST_STEP: int(frames.read(frame, (LAST_STEP,))[LAST_STEP]),
+                "accumulate": trainer.accumulate,
+                "stop": bool(trainer.stop),
+            },
             "table": training.table(Path(trainer.csv)),
         }
 
@@ -122,7 +133,7 @@ def _frame() -> FrameType | None:
 
 def unknown_loop(trainer: Any) -> str | None:
     """Why the position in an accumulation cannot be read; None where it can."""
-    code = getattr(vars(trainer).get("_do_train"), "__code__", None)
+    code = getattr(inspect.unwrap(vars(trainer).get("_do_train", unknown_loop)), "__code__", None)
     if code is not None and LAST_STEP in code.co_varnames:
         return None
     return f"{trainer.__module__}.{trainer.__name__}._do_train has no local variable {LAST_STEP}."
@@ -165,3 +176,20 @@ def saving(active: Active, stock: Callable[..., object], _: object) -> Callable[
             return stock(trainer)
 
     return save_model
+
+
+def ending(_: Active, stock: Callable[..., object], __: object) -> Callable[..., Any]:
+    """``BaseTrainer._do_train``, whose loop would train one epoch of a training that is over."""
+
+    @in_place_of(stock)
+    def _do_train(trainer: Trainer, *args: object) -> object:
+        try:
+            return stock(trainer, *args)
+        except Over:
+            say("resume_exact: the training was over when it was killed, and ends now")
+            trainer.final_eval()
+            trainer.run_callbacks("on_train_end")
+            trainer.run_callbacks("teardown")
+            return None
+
+    return _do_train

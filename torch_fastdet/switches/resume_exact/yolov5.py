@@ -25,6 +25,7 @@ from torch_fastdet.switches.resume_exact.position import Position
 
 PARTS = ("model", "optimizer", "scaler", "ema", "stopper")
 LOCALS = ("last_opt_step", "maps")
+ENDS = ("stop", "epoch", "epochs")
 OF_TRAIN = (*PARTS, *LOCALS, "last", "resume", "train_loader")
 
 
@@ -48,6 +49,12 @@ class Run:
         if found["resume"]:
             with training.or_as_stocks():
                 state = training.read(Path(found["weights"]))
+                if state["locals"].get("stop", False):  # it was killed before it could end: no epoch is left
+                    numbers = frames.read(frame, ("start_epoch", "last"))
+                    self.last = Path(numbers["last"])
+                    frames.write(frame, {"epochs": numbers["start_epoch"], "epoch": numbers["start_epoch"] - 1})
+                    say("resume_exact: the training was over when it was killed, and ends now")
+                    return
                 self.position.check(state["loader"])
                 self.position.put(state["loader"])
                 self.state = state
@@ -70,7 +77,8 @@ class Run:
             with training.or_as_stocks():
                 training.check(state, found["model"], found["optimizer"])
                 training.put(state, *(found[name] for name in PARTS))
-                frames.write(frame, {**state["locals"], "maps": state["locals"]["maps"].numpy()})
+                last_step, maps = (state["locals"][name] for name in LOCALS)
+                frames.write(frame, {"last_opt_step": last_step, "maps": maps.numpy()})
                 training.cut_table(self.last.parent.parent / "results.csv", *state["table"])
                 say(f"resume_exact: goes on from {self.last} to the last bit")
         self.position.begin_epoch()
@@ -87,11 +95,16 @@ class Run:
 
     def state_of(self, frame: FrameType) -> dict[str, Any]:
         assert self.position is not None and self.last is not None
-        found = frames.read(frame, OF_TRAIN)
+        found = frames.read(frame, (*OF_TRAIN, *ENDS))
+        stop = bool(found.get("stop", False)) or found["epoch"] + 1 >= found["epochs"]
         return {
             **training.take(*(found[name] for name in PARTS)),
             "loader": self.position.state(),
-            "locals": {"last_opt_step": int(found["last_opt_step"]), "maps": torch.as_tensor(found["maps"])},
+            "locals": {
+                "last_opt_step": int(found["last_opt_step"]),
+                "maps": torch.as_tensor(found["maps"]),
+                "stop": stop,
+            },
             "table": training.table(self.last.parent.parent / "results.csv"),
         }
 
